@@ -1,0 +1,69 @@
+"""The device mesh: always the same five axes; which devices share a link is a separate matter.
+
+`placement` lists the axes from the slowest link to the fastest: with tensor last, a tensor group is a run of
+neighbouring devices and falls inside one host. XLA ignores host layout, so this order is the only thing that decides
+which axis crosses hosts. Nothing here touches a device until `build` is called.
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+AXES = ("data", "fsdp", "tensor", "stage", "context")
+PLACEMENT = ("stage", "data", "fsdp", "context", "tensor")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshPlan:
+    """Sizes of the five axes and the order in which they are laid over devices 0 … n−1.
+
+    Raises: ValueError for an unknown axis, a size below 1, or a placement that is not a permutation of the axes.
+    """
+    sizes: Mapping[str, int]
+    placement: Sequence[str] = PLACEMENT
+
+    def __post_init__(self):
+        unknown = [axis for axis in self.sizes if axis not in AXES]
+        if unknown:
+            raise ValueError(f"unknown mesh axes {unknown}; the axes are {', '.join(AXES)}")
+        if sorted(self.placement) != sorted(AXES):
+            raise ValueError(f"mesh.placement={list(self.placement)} must list each of {', '.join(AXES)} once")
+        if bad := {axis: n for axis, n in self.sizes.items() if n < 1}:
+            raise ValueError(f"mesh sizes must be at least 1, not {bad}")
+        object.__setattr__(self, "sizes", {axis: self.sizes.get(axis, 1) for axis in AXES})
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.sizes.values())
+
+    def ids(self) -> np.ndarray:
+        """Device numbers as an array with the dims of AXES: ids()[data, fsdp, tensor, stage, context]."""
+        laid_out = np.arange(self.num_devices).reshape([self.sizes[axis] for axis in self.placement])
+        return laid_out.transpose([self.placement.index(axis) for axis in AXES])
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """Who talks to whom: the device numbers of each group that spans `axes`, sorted.
+
+        With stage 4 × data 2 × tensor 2, `groups("tensor")` is [[0, 1], [2, 3], …] and `groups("stage", "tensor")`
+        are the model replicas.
+        """
+        for axis in axes:
+            if axis not in AXES:
+                raise ValueError(f"unknown mesh axis {axis!r}; the axes are {', '.join(AXES)}")
+        others = [i for i, axis in enumerate(AXES) if axis not in axes]
+        spanned = [i for i, axis in enumerate(AXES) if axis in axes]
+        rows = self.ids().transpose(others + spanned).reshape(-1, math.prod(self.sizes[axis] for axis in set(axes)))
+        return sorted(sorted(row) for row in rows.tolist())
+
+    def build(self, devices: Sequence) -> Mesh:
+        """The jax Mesh over the first num_devices of `devices`. Axes are Auto (jax.make_mesh defaults to Explicit)."""
+        if len(devices) < self.num_devices:
+            raise ValueError(f"the mesh needs {self.num_devices} devices ({self}), but there are {len(devices)}")
+        return Mesh(np.array(devices)[self.ids()], AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+    def __str__(self) -> str:
+        return " × ".join(f"{axis} {n}" for axis, n in self.sizes.items() if n > 1) or "one device"

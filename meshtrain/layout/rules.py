@@ -1,0 +1,190 @@
+"""A parallelism strategy as a text file: logical axes -> mesh axes, in four tables.
+
+`[params]`, `[grads]` (inherits params), `[optimizer]` (inherits grads), `[activations]`. A table that stands in the file
+replaces the inherited one whole. ZeRO-1 adds `embed = ["data", "fsdp"]` to [optimizer], ZeRO-2 to [grads], ZeRO-3 to
+[params]; Megatron's sequence parallelism is `residual_seq = "tensor"`. Mistakes that jax would accept in silence (a
+dimension that does not divide, an axis nobody uses) are refused at load. This module knows no model and no step.
+"""
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec as P, get_abstract_mesh
+
+from meshtrain.layout.mesh import AXES
+
+TABLES = ("params", "grads", "optimizer", "activations")
+LOGICAL = ("batch", "seq", "residual_seq", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "layers", "expert")
+ACTIVATION_ONLY = ("batch", "seq", "residual_seq")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """The four tables of one rule file, inheritance resolved: table -> logical axis -> mesh axes."""
+    tables: Mapping[str, Mapping[str, tuple[str, ...]]]
+    text: str
+    path: str
+
+    def mesh_axes(self, table: str, logical: str | None) -> tuple[str, ...]:
+        return self.tables[table].get(logical, ())
+
+
+def load(path: str | Path) -> Rules:
+    """Reads and checks a rule file. Raises: ValueError that lists every fault of the file."""
+    path = Path(path)
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"sharding.rules: cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    return parse(text, str(path))
+
+
+def parse(text: str, path: str = "<rules>") -> Rules:
+    """Checks the text of a rule file. Raises: ValueError that lists every fault."""
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: not valid TOML: {error}") from None
+    faults = []
+    for name, table in raw.items():
+        if name not in TABLES:
+            faults.append(f"{path}: unknown table [{name}]{_nearest(name, TABLES)}; the tables are {_brackets(TABLES)}")
+        elif not isinstance(table, dict):
+            faults.append(f"{path}: {name} must be a table, write [{name}] and the rules below it")
+        else:
+            for logical, axes in table.items():
+                faults += [f"{path} [{name}] {fault}" for fault in _entry_faults(name, logical, axes)]
+    if faults:
+        raise ValueError("\n".join(faults))
+    tables = {name: {k: (v,) if isinstance(v, str) else tuple(v) for k, v in t.items()} for name, t in raw.items()}
+    tables.setdefault("params", {})
+    tables.setdefault("grads", tables["params"])
+    tables.setdefault("optimizer", tables["grads"])
+    tables.setdefault("activations", {})
+    return Rules(tables, text, path)
+
+
+def _entry_faults(table: str, logical: str, axes) -> list[str]:
+    if logical not in LOGICAL:
+        return [f"{logical}: unknown logical axis{_nearest(logical, LOGICAL)}; known: {', '.join(LOGICAL)}"]
+    if table != "activations" and logical in ACTIVATION_ONLY:
+        return [f"{logical}: only activations have this axis; move the line to [activations]"]
+    axes = [axes] if isinstance(axes, str) else axes
+    if not isinstance(axes, list) or not all(isinstance(axis, str) for axis in axes):
+        return [f"{logical} = {axes!r}: must be a mesh axis or a list of them, e.g. \"tensor\" or [\"data\", \"fsdp\"]"]
+    faults = [f"{logical}: unknown mesh axis {axis!r}{_nearest(axis, AXES)}; the axes are {', '.join(AXES)}"
+              for axis in axes if axis not in AXES]
+    faults += [f"{logical}: mesh axis {axis!r} stands twice; list it once" for axis in sorted(set(axes))
+               if axes.count(axis) > 1]
+    return faults
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _brackets(names: Iterable[str]) -> str:
+    return " ".join(f"[{name}]" for name in names)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A named tensor for the checks: its table in the rules, shape and logical axes (None: never sharded)."""
+    table: str
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+
+
+def problems(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor]) -> list[str]:
+    """What is wrong with these rules on a mesh of these sizes for these tensors; empty if nothing is."""
+    faults, used = [], set()
+    for tensor in tensors:
+        seen: dict[str, str] = {}
+        for dim, logical in zip(tensor.shape, tensor.axes, strict=True):
+            mesh_axes = [a for a in rules.mesh_axes(tensor.table, logical) if sizes[a] > 1]
+            used |= set(mesh_axes)
+            where = f"{rules.path} [{tensor.table}] {tensor.name} {_shape(tensor)}"
+            for axis in mesh_axes:
+                if axis in seen:
+                    faults.append(f"{where}: mesh axis {axis!r} shards both {seen[axis]!r} and {logical!r}; "
+                                  f"drop one of the two rules or set mesh.{axis} to 1")
+                seen[axis] = logical
+            ways = math.prod(sizes[a] for a in mesh_axes)
+            if dim % ways:
+                split = " × ".join(f"{a} {sizes[a]}" for a in mesh_axes)
+                faults.append(f"{where}: {logical}={dim} does not divide over {split} = {ways}; make {logical} a "
+                              f"multiple of {ways}, e.g. {-(-dim // ways) * ways}, or take a mesh or rule file that "
+                              f"splits it less")
+    for axis in AXES:
+        if sizes[axis] > 1 and axis not in used:
+            faults.append(f"mesh.{axis}={sizes[axis]}, but no rule of {rules.path} that applies to this model uses "
+                          f"{axis!r}: every device along it would repeat the same work; set mesh.{axis} to 1 or take a "
+                          f"rule file that names it")
+    return list(dict.fromkeys(faults))
+
+
+def _shape(tensor: Tensor) -> str:
+    return "[" + ", ".join(f"{a or '·'}={n}" for a, n in zip(tensor.axes, tensor.shape)) + "]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Rules on a mesh of given sizes: what the model and the step ask for specs and constraints.
+
+    Axes of size 1 vanish, and so do axes that are manual where the constraint stands (inside a shard_map), so that
+    model code runs unchanged there. `hidden` are axes taken out of the `batch` rule: the replicas of a vmap over them.
+    """
+    rules: Rules
+    sizes: Mapping[str, int]
+    hidden: tuple[str, ...] = ()
+
+    def mesh_axes(self, table: str, logical: str | None) -> tuple[str, ...]:
+        return tuple(a for a in self.rules.mesh_axes(table, logical)
+                     if self.sizes[a] > 1 and not (table == "activations" and a in self.hidden))
+
+    def spec(self, table: str, axes: Sequence[str | None], drop: Sequence[str] = ()) -> P:
+        """The PartitionSpec of a tensor with these logical axes; mesh axes in `drop` are left out."""
+        manual = get_abstract_mesh().manual_axes
+        entries = []
+        for logical in axes:
+            names = tuple(a for a in self.mesh_axes(table, logical) if a not in drop and a not in manual)
+            entries.append(None if not names else names[0] if len(names) == 1 else names)
+        return P(*entries)
+
+    def constrain(self, table: str, x: jax.Array, axes: Sequence[str | None], drop: Sequence[str] = ()) -> jax.Array:
+        """`x` pinned to the layout that `table` gives tensors with these logical axes. Needs a mesh in context."""
+        if all(n == 1 for n in self.sizes.values()):
+            return x
+        return jax.lax.with_sharding_constraint(x, self.spec(table, axes, drop))
+
+    def act(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """`x` pinned as an activation: `layout.act(q_BTNH, "batch", "seq", "heads", "head_dim")`."""
+        return self.constrain("activations", x, axes)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which a batch is split (and with it the sum of every weight gradient)."""
+        return self.mesh_axes("activations", "batch")
+
+    def ways(self, mesh_axes: Iterable[str]) -> int:
+        return math.prod(self.sizes[a] for a in mesh_axes)
+
+    def hide(self, mesh_axes: Iterable[str]) -> Layout:
+        return dataclasses.replace(self, hidden=self.hidden + tuple(mesh_axes))
+
+
+def shardings(layout: Layout, mesh, table: str, axes_tree):
+    """A tree of NamedShardings for a tree of logical-axes tuples."""
+    return jax.tree.map(lambda axes: NamedSharding(mesh, layout.spec(table, axes)), axes_tree, is_leaf=is_axes)
+
+
+def is_axes(x) -> bool:
+    return isinstance(x, tuple) and all(a is None or isinstance(a, str) for a in x)

@@ -1,0 +1,1 @@
+"""When: step, loop, state, optimizer, data, checkpoint, metrics."""
