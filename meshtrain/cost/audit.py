@@ -1,0 +1,312 @@
+"""What a compiled program really does: its collectives by mesh axis, its matmul FLOPs, and what is wrong with it.
+
+`read(compiled.as_text(), mesh)` works on optimized HLO of the CPU and of the GPU. Everything is per device and per
+step: loop trips are multiplied, combined operands taken apart. Nothing is dropped in silence: loops of unknown length,
+permutes that reach only part of the devices and matmuls that cannot be counted are listed by name.
+
+The mesh is any object with `.shape` (axis name → size); partition i is the row-major index over those axes.
+"""
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshtrain.cost import hlo
+
+KINDS = (
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+    "collective-broadcast",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective instruction, one dtype; bytes and counts are one GPU's, per step."""
+
+    kind: str  # as HLO spells it, without -start
+    axes: tuple[str, ...]  # mesh axes that the group spans, in mesh order; 'data:2~' = part of one, or no product of axes
+    count: int  # executions, each operand of a combined instruction counted apart
+    bytes: int  # what the GPU sends in a ring: see _ring_bytes
+    payload_bytes: int  # the logical arrays: the full one for all-gather, reduce-scatter and all-reduce
+    dtype: str
+    source: str  # shortened JAX path
+    trips: int  # executions of the instruction
+    group_size: int
+    is_async: bool
+    in_branch: bool  # inside a conditional: counted as if taken
+
+
+@dataclass(frozen=True)
+class Dot:
+    """One matmul instruction."""
+
+    dtype: str  # of its operands: what the tensor cores run in
+    flops: int  # per step: 2 × output elements × contracted size × trips
+    trips: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Program:
+    collectives: tuple[Collective, ...]
+    dots: tuple[Dot, ...]
+    unknown_loops: tuple[str, ...]  # loops of unknown length around a collective or a dot: counted ONCE above
+    broken_permutes: tuple[str, ...]  # permutes that leave devices with zeros where no plain shift explains it
+    partial_permutes: tuple[str, ...]  # shifts along an axis without wrap-around: the first devices receive zeros
+    uncounted: tuple[str, ...]  # kernels that do matmuls of unknown size: not in dots
+
+    @property
+    def flops(self) -> dict[str, int]:
+        """Matmul FLOPs per device and step, by operand dtype."""
+        total = defaultdict(int)
+        for dot in self.dots:
+            total[dot.dtype] += dot.flops
+        return dict(total)
+
+    def require_known(self) -> "Program":
+        """Itself, where every count is sure. Raises ValueError naming the loops of unknown length."""
+        if self.unknown_loops:
+            raise ValueError(
+                f"{len(self.unknown_loops)} loop(s) with collectives or matmuls have no known trip count, so totals "
+                f"would be wrong: {'; '.join(self.unknown_loops)}. Use lax.scan or a fori_loop with constant bounds, "
+                "or drop the compiler option that unrolled it."
+            )
+        return self
+
+
+def read(text: str, mesh) -> Program:
+    """Audit a compiled program. text: `compiled.as_text()`; mesh: the mesh that it was compiled for."""
+    module, mesh_shape = hlo.parse(text), dict(mesh.shape)
+    visits, unknown = hlo.walk(module, lambda i: bool(_kind(i)) or _does_matmul(i))
+    collectives, dots, uncounted, broken, partial = [], [], [], [], []
+    for visit in visits:
+        ins = visit.instruction
+        if not _kind(ins):
+            dot = _dot(module, visit)
+            if dot:
+                dots.append(dot)
+            else:
+                uncounted.append(f"{ins.name} ({_target(ins) or ins.op}) {short_source(ins.op_name)}".strip())
+            continue
+        collectives += _collective_rows(module, visit, mesh_shape)
+        if _kind(ins) == "collective-permute":
+            whole, note = _permute_coverage(ins, mesh_shape)
+            if not whole:
+                (partial if note.startswith("shift") else broken).append(f"{ins.name}: {note} {short_source(ins.op_name)}".strip())
+    return Program(tuple(collectives), tuple(dots), tuple(unknown), tuple(broken), tuple(partial), tuple(uncounted))
+
+
+def collectives(text: str, mesh) -> list[Collective]:
+    """The collectives of a program. Raises ValueError where a loop of unknown length holds one."""
+    return list(read(text, mesh).require_known().collectives)
+
+
+def summarize(rows: Iterable[Collective]) -> list[dict]:
+    """Rows merged by (kind, axes, dtype), largest first, as `inspect --json` prints them; the source is the largest row's."""
+    merged = defaultdict(list)
+    for row in rows:
+        merged[row.kind, row.axes, row.dtype].append(row)
+    out = []
+    for (kind, axes, dtype), same in merged.items():
+        sources = list(dict.fromkeys(r.source for r in sorted(same, key=lambda r: -r.bytes)))
+        more = f" (+{len(sources) - 1} more)" if len(sources) > 1 else ""
+        out.append({
+            "kind": kind, "axes": list(axes), "count": sum(r.count for r in same), "bytes": sum(r.bytes for r in same),
+            "dtype": dtype, "source": sources[0] + more,
+        })  # fmt: skip
+    return sorted(out, key=lambda r: (-r["bytes"], r["kind"], r["axes"], r["dtype"]))
+
+
+def short_source(op_name: str) -> str:
+    """'jit(step)/while/body/closed_call/transpose(jvp())/mlp/dot_general' → 'transpose(jvp())/mlp/dot_general'."""
+    noise = {"while", "body", "cond", "closed_call", "eval_jaxpr", "checkpoint", "jvp()", "shard_map", "pjit"}
+    parts = [p for p in op_name.split("/") if p not in noise and not re.fullmatch(r"jit\(\w+\)", p)]
+    return "/".join("remat" if p == "rematted_computation" else p for p in parts)
+
+
+# ---- collectives -----------------------------------------------------------------------------------------------------
+
+
+def _kind(ins: hlo.Instruction) -> str | None:
+    kind = ins.op.removesuffix("-start")
+    return kind if kind in KINDS else None
+
+
+def _ring_bytes(kind: str, payload_bytes: int, n: int) -> int:
+    """Bytes one of n GPUs sends: reduce-scatter + all-gather make an all-reduce, so it moves (n-1)/n twice."""
+    if kind == "all-reduce":
+        return payload_bytes * 2 * (n - 1) // n
+    if kind in ("all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"):
+        return payload_bytes * (n - 1) // n
+    return payload_bytes
+
+
+def _collective_rows(module: hlo.Module, visit: hlo.Visit, mesh_shape: dict[str, int]) -> list[Collective]:
+    """One row per operand dtype; none where the group is one device (XLA leaves such no-ops behind)."""
+    ins, kind = visit.instruction, _kind(visit.instruction)
+    if kind == "collective-permute":
+        axes = permute_axes(source_target_pairs(ins.attrs), mesh_shape)
+        n = math.prod(mesh_shape[a] for a in axes)
+    else:
+        groups = replica_groups(ins.attrs, math.prod(mesh_shape.values()))
+        n, axes = groups.shape[1], group_axes(groups, mesh_shape)
+    if n == 1:
+        return []
+    operands = module.operand_shapes(visit.computation, ins)
+    if kind == "ragged-all-to-all":
+        operands = operands[:1]  # then: output, offsets, sizes. Assumption: the input is full
+    by_dtype = defaultdict(list)
+    for shape in operands:
+        by_dtype[shape[0]].append(hlo.shape_bytes(shape))
+    # The tuple form of all-to-all passes one operand per peer: together they are one logical array.
+    one_array = kind == "all-to-all" and not re.search(r"\bdimensions=\{\d", ins.attrs)
+    rows = []
+    for dtype, sizes in by_dtype.items():
+        payload = sum(sizes) * visit.trips * (n if kind == "all-gather" else 1)
+        started = ins.op.endswith("-start") or visit.is_async
+        rows.append(Collective(
+            kind=kind, axes=axes, count=visit.trips * (1 if one_array else len(sizes)), bytes=_ring_bytes(kind, payload, n),
+            payload_bytes=payload, dtype=dtype, source=short_source(ins.op_name), trips=visit.trips, group_size=n,
+            is_async=started and '"is_sync":true' not in ins.attrs, in_branch=visit.in_branch,
+        ))  # fmt: skip
+    return rows
+
+
+def _ints(text: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", text or "")]
+
+
+def _iota(reshape: list[int], transpose: list[int]) -> np.ndarray:
+    """HLO's '<=[2,4]T(1,0)': 0…N-1 as an array of that shape, transposed, flat."""
+    ids = np.arange(math.prod(reshape)).reshape(reshape)
+    return (ids.transpose(transpose) if transpose else ids).reshape(-1)
+
+
+def replica_groups(attrs: str, num_devices: int) -> np.ndarray:
+    """Partition ids [groups, members] from any of HLO's three spellings.
+
+    {{0,1},{2,3}}                                       listed ({} = everyone)
+    [4,2]<=[2,4]T(1,0)                                  an iota, reshaped and transposed
+    mesh['a'=2,'b'=4], device_ids=([8]T(0)) {'b'}        axes of a mesh that XLA names itself; 'b':(2)2 is a part of b:
+                                                        b split as (2 before, 2 inside, the rest behind)
+    """
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\)(?= \{))? \{([^}]*)\}", attrs):
+        return _mesh_groups(*found.groups())
+    if found := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attrs):
+        return _iota(_ints(found.group(2)), _ints(found.group(3))).reshape(_ints(found.group(1)))
+    found = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", attrs)
+    if not found:
+        raise ValueError(f"a spelling of replica_groups that audit does not know: {attrs[:200]}")
+    listed = [_ints(g) for g in re.findall(r"\{([\d,]*)\}", found.group(1))]
+    if len({len(g) for g in listed}) > 1:
+        raise ValueError(f"replica groups of unequal size: {found.group(0)[:200]}")
+    return np.array(listed) if listed else np.arange(num_devices)[None]
+
+
+def _mesh_groups(mesh_text: str, ids_text: str | None, picked_text: str) -> np.ndarray:
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh_text)}
+    ids = np.arange(math.prod(sizes.values()))
+    if ids_text:
+        iota = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", ids_text)
+        ids = _iota(_ints(iota.group(1)), _ints(iota.group(2))) if iota else np.array(_ints(ids_text))
+    parts = defaultdict(list)  # axis → [(size before, size inside)], one for each sub-axis picked
+    whole = set()
+    for name, before, inside in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", picked_text):
+        if inside:
+            parts[name].append((int(before), int(inside)))
+        else:
+            whole.add(name)
+    dims, picked = [], []
+    for name, size in sizes.items():
+        done = 1
+        for before, inside in sorted(parts[name]):
+            dims += [before // done, inside]
+            picked += [False, True]
+            done = before * inside
+        dims.append(size // done)
+        picked.append(name in whole)
+    order = sorted(range(len(dims)), key=lambda d: picked[d])  # stable: the group's dimensions go last
+    members = math.prod(d for d, p in zip(dims, picked) if p)
+    return ids.reshape(dims).transpose(order).reshape(-1, members)
+
+
+def group_axes(groups: np.ndarray, mesh_shape: dict[str, int]) -> tuple[str, ...]:
+    """The mesh axes that groups [groups, members] span; 'data:2~' where 2 of its values occur, or no product of axes fits."""
+    coordinates = np.stack(np.unravel_index(groups, tuple(mesh_shape.values())), -1)  # [groups, members, axes]
+    spread = np.array([[len(np.unique(c)) for c in group.T] for group in coordinates]).max(0)
+    varying = {a: int(v) for a, v in zip(mesh_shape, spread) if v > 1}
+    members = groups.shape[1]
+    if math.prod(mesh_shape[a] for a in varying) == members:
+        return tuple(varying)
+    product = math.prod(varying.values()) == members
+    return tuple(a if product and v == mesh_shape[a] else f"{a}:{v}~" for a, v in varying.items())
+
+
+def source_target_pairs(attrs: str) -> np.ndarray:
+    """The pairs of a permute, [pairs, 2]; [0, 2] where the list is empty."""
+    found = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?\s*)*)\}", attrs)
+    if not found:
+        raise ValueError(f"a collective-permute without source_target_pairs: {attrs[:200]}")
+    return np.array(_ints(found.group(1)), dtype=int).reshape(-1, 2)
+
+
+def permute_axes(pairs: np.ndarray, mesh_shape: dict[str, int]) -> tuple[str, ...]:
+    """The axes along which a permute moves data."""
+    coordinates = np.stack(np.unravel_index(pairs, tuple(mesh_shape.values())), -1)  # [pairs, 2, axes]
+    return tuple(a for i, a in enumerate(mesh_shape) if (coordinates[:, 0, i] != coordinates[:, 1, i]).any())
+
+
+def _permute_coverage(ins: hlo.Instruction, mesh_shape: dict[str, int]) -> tuple[bool, str]:
+    """Does every device receive? Else a note: one that receives nothing holds ZEROS, without any error.
+
+    XLA's all-gather-to-collective-permute-simplifier makes permutes with no pairs at all on GPUs (openxla/xla #45218).
+    """
+    pairs, num_devices = source_target_pairs(ins.attrs), math.prod(mesh_shape.values())
+    targets = set(pairs[:, 1].tolist())
+    if len(targets) == num_devices:
+        return True, ""
+    if not len(pairs):
+        return False, "EMPTY source_target_pairs: its output is zeros on every device"
+    coverage = f"covers {len(targets)} of {num_devices} devices"
+    sizes = tuple(mesh_shape.values())
+    source, target = (np.stack(np.unravel_index(p, sizes), -1) for p in pairs.T)
+    step = (target - source)[0]
+    if (target - source == step).all() and np.count_nonzero(step) == 1:
+        axis = int(np.flatnonzero(step)[0])
+        length = sizes[axis] - abs(int(step[axis]))
+        if len(pairs) == num_devices // sizes[axis] * length:
+            return False, f"shift by {step[axis]} along {list(mesh_shape)[axis]} without wrap-around {coverage}"
+    return False, coverage + "; the others receive zeros"
+
+
+# ---- matmuls ---------------------------------------------------------------------------------------------------------
+
+
+def _target(ins: hlo.Instruction) -> str:
+    found = re.search(r'custom_call_target="([^"]*)"', ins.attrs) if ins.op.startswith("custom-call") else None
+    return found.group(1) if found else ""
+
+
+def _does_matmul(ins: hlo.Instruction) -> bool:
+    if ins.op in ("dot", "scaled-dot", "ragged-dot"):
+        return True
+    return bool(re.search(r"gemm|matmul|fmha|triton|mosaic|pallas|cudnn\$", _target(ins), re.IGNORECASE))
+
+
+def _dot(module: hlo.Module, visit: hlo.Visit) -> Dot | None:
+    """FLOPs of an HLO dot or a cuBLAS call (its dimension numbers stand in backend_config); None where they are unknown."""
+    ins = visit.instruction
+    contracting = ins.ints("lhs_contracting_dims")
+    if ins.op not in ("dot", "scaled-dot"):
+        numbers = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', ins.attrs)
+        if not numbers or "fmha" in _target(ins):  # fused attention: two matmuls and a mask, not one product
+            return None
+        contracting = _ints(numbers.group(1))
+    lhs, rhs = module.operand_shapes(visit.computation, ins)[:2]
+    output = hlo.shapes(ins.type_text)[0][1]  # cuBLAS returns (result, workspace)
+    flops = 2 * math.prod(output) * math.prod(lhs[1][d] for d in contracting)
+    dtype = max(lhs[0], rhs[0], key=hlo.dtype_bits)  # a mixed dot runs in the wider one
+    return Dot(dtype, flops * visit.trips, visit.trips, short_source(ins.op_name))

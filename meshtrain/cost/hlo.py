@@ -1,0 +1,327 @@
+"""Optimized HLO text as data: computations, their instructions, and how often each one runs in a step.
+
+XLA prints a program as named computations that call each other (loop bodies, fusions, async wrappers). `walk` goes down
+those calls from the entry and multiplies loop trip counts, so that an instruction comes with its executions per step.
+It knows nothing of meshes or collectives: what to look for is the caller's business (`audit`).
+
+Source: the grammar is that of `HloInstruction::ToString` (openxla/xla); text of jax 0.10.2 and 0.12 on CPU and GPU.
+"""
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+Shape = tuple[str, tuple[int, ...]]  # (dtype as HLO spells it, dimensions)
+
+_BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([0-9,<=]*)\]")
+_COMPUTATION = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s.*->.*\{\s*$")
+_INSTRUCTION = re.compile(r"\s+(ROOT\s+)?%?([\w.\-]+)\s*=\s*(.*)$")
+_MAX_SIMULATED_TRIPS = 1 << 16  # a loop counter is stepped at most so often before the loop is called unknown
+
+
+def dtype_bits(dtype: str) -> int:
+    """Bits of one element: f8e4m3fn → 8, s4 → 4, pred → 8 (stored as a byte)."""
+    if dtype in _BITS:
+        return _BITS[dtype]
+    width = re.match(r"[a-z]+(\d+)", dtype)
+    if not width:
+        raise ValueError(f"HLO dtype {dtype!r} has no known width; add it to _BITS")
+    return int(width.group(1))
+
+
+def shape_bytes(shape: Shape) -> int:
+    """Bytes of one array; sub-byte dtypes are packed."""
+    dtype, dims = shape
+    return math.ceil(math.prod(dims) * dtype_bits(dtype) / 8)
+
+
+def shapes(type_text: str) -> list[Shape]:
+    """All arrays of an HLO type, tuples flattened: '(f32[2,3]{1,0}, s32[])' → [('f32', (2, 3)), ('s32', ())]."""
+    return [(d, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n)) for d, dims in _ARRAY.findall(type_text)]
+
+
+@dataclass(frozen=True)
+class Instruction:
+    name: str
+    type_text: str
+    op: str
+    args: str
+    attrs: str
+    is_root: bool
+
+    @cached_property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the operands, in order."""
+        parts = re.sub(r"/\*.*?\*/", "", self.args)  # /*index=5*/ marks every fifth operand
+        return tuple(re.findall(r"%([\w.\-]+)", parts))
+
+    @cached_property
+    def op_name(self) -> str:
+        """The JAX path that made this instruction: 'jit(step)/while/body/…/dot_general', or ''."""
+        found = re.search(r'op_name="([^"]*)"', self.attrs)
+        return found.group(1) if found else ""
+
+    @cached_property
+    def called(self) -> tuple[str, ...]:
+        """Computations that one execution of this instruction runs; of a conditional all branches."""
+        if self.op.endswith(("-done", "-update")):  # names the computation that its -start has run already
+            return ()
+        attrs = self.attrs.split("metadata={")[0]
+        names = re.findall(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)", attrs)
+        for several in re.findall(r"\b(?:branch_computations|called_computations|calls)=\{([^}]*)\}", attrs):
+            names += [n.strip().lstrip("%") for n in several.split(",") if n.strip()]
+        return tuple(names)
+
+    def attr(self, key: str) -> str | None:
+        """A computation or word given as key=%value."""
+        found = re.search(rf"\b{key}=%?([\w.\-]+)", self.attrs.split("metadata={")[0])
+        return found.group(1) if found else None
+
+    def ints(self, key: str) -> tuple[int, ...]:
+        """A list given as key={1,2}; () where absent."""
+        found = re.search(rf"\b{key}=\{{([\d,]*)\}}", self.attrs)
+        return tuple(int(n) for n in found.group(1).split(",") if n) if found else ()
+
+
+Computation = dict[str, Instruction]
+
+
+@dataclass(frozen=True)
+class Module:
+    computations: dict[str, Computation]
+    entry: str
+
+    def operand_shapes(self, computation: str, instruction: Instruction) -> list[Shape]:
+        """The arrays an instruction reads, operand by operand (tuples flattened)."""
+        scope = self.computations[computation]
+        return [s for name in instruction.operands for s in shapes(scope[name].type_text)]
+
+
+def parse(text: str) -> Module:
+    """The computations of `compiled.as_text()`. Raises ValueError where the text is no HLO module."""
+    computations, scope, entry = {}, None, None
+    for line in text.splitlines():
+        if not line.startswith((" ", "}", "HloModule")) and (head := _COMPUTATION.match(line)):
+            scope = computations.setdefault(head.group(2), {})
+            entry = head.group(2) if head.group(1) else entry
+        elif line.startswith("}"):
+            scope = None
+        elif scope is not None and (found := _INSTRUCTION.match(line)):
+            root, name, rest = found.groups()
+            scope[name] = Instruction(name, *_split(rest), is_root=bool(root))
+    if entry is None:
+        raise ValueError("no ENTRY computation: pass the text of a compiled program, compiled.as_text()")
+    return Module(computations, entry)
+
+
+def _split(rest: str) -> tuple[str, str, str, str]:
+    """'(f32[2]{0}, s32[]) op(%a, %b), attrs' → type, op, args, attrs. Types and args nest parentheses."""
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    type_text, rest = rest[:end], rest[end:].lstrip()
+    op = rest[: rest.index("(")]
+    close = _closing(rest, len(op))
+    return type_text, op, rest[len(op) + 1 : close], rest[close + 1 :]
+
+
+def _closing(text: str, start: int) -> int:
+    depth = 0
+    for i in range(start, len(text)):
+        depth += (text[i] == "(") - (text[i] == ")")
+        if depth == 0:
+            return i
+    raise ValueError(f"unbalanced parentheses in HLO: {text[:120]!r}")
+
+
+# ---- how often: the walk down the calls ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One instruction on one call path."""
+
+    computation: str
+    instruction: Instruction
+    trips: int  # executions per step
+    is_async: bool  # inside an async wrapper
+    in_branch: bool  # inside a conditional: counted as if taken, every branch, so an upper bound
+    in_unknown_loop: bool  # trips counts such a loop once
+
+
+def walk(module: Module, wanted: Callable[[Instruction], bool]) -> tuple[list[Visit], list[str]]:
+    """Every wanted instruction with its executions per step, and the loops whose trip count nobody knows.
+
+    A loop's trips are XLA's known_trip_count; where a pass dropped it, the loop counter is stepped from its constant
+    start until the condition fails. Loops (transitively) without a wanted instruction are not looked at.
+    """
+    holds = _holders(module, wanted)
+    visits, unknown = [], []
+
+    def visit(name, params, trips, is_async, in_branch, in_unknown):
+        frame = _Frame(module, name, params)
+        for ins in module.computations[name].values():
+            if wanted(ins):
+                visits.append(Visit(name, ins, trips, is_async, in_branch, in_unknown))
+            called = [c for c in ins.called if c in holds]
+            if called and ins.op == "while":
+                body, condition = ins.attr("body"), ins.attr("condition")
+                state = frame.scalars(ins.operands[0])
+                n = _known_trips(ins)
+                if n is None:
+                    n = _simulated_trips(module, condition, body, state)
+                lost = n is None
+                if lost:
+                    unknown.append(f"{ins.name} in {name}" + (f" ({ins.op_name})" if ins.op_name else ""))
+                n = 1 if lost else n
+                inner = _invariants(module, body, state)
+                for part, runs in ((body, n), (condition, n + 1)):
+                    if part in called and runs:
+                        visit(part, [inner], trips * runs, is_async, in_branch, in_unknown or lost)
+            elif called:
+                branch = ins.op == "conditional"
+                args = [] if branch else [frame.thunk(o) for o in ins.operands]
+                for part in called:
+                    visit(part, args, trips, is_async or ins.op.endswith("-start"), in_branch or branch, in_unknown)
+
+    visit(module.entry, [], 1, False, False, False)
+    return visits, sorted(set(unknown))
+
+
+def _holders(module: Module, wanted) -> set[str]:
+    """Computations that contain a wanted instruction, themselves or in what they call."""
+    memo: dict[str, bool] = {}
+
+    def holds(name):
+        if name not in memo:
+            memo[name] = False  # HLO calls do not recurse
+            instructions = module.computations.get(name, {}).values()
+            memo[name] = any(wanted(i) for i in instructions) or any([holds(c) for i in instructions for c in i.called])
+        return memo[name]
+
+    for name in module.computations:
+        holds(name)
+    return {name for name, yes in memo.items() if yes}
+
+
+# ---- loop counters: a scalar interpreter -----------------------------------------------------------------------------
+# Values are int, a dict {tuple index: value} or None for "not known here". Only the few integer scalars that steer a
+# loop are ever evaluated, one step per iteration; arrays are never touched.
+
+_ARITHMETIC = {
+    "add": lambda a, b: a + b, "subtract": lambda a, b: a - b, "multiply": lambda a, b: a * b,
+    "minimum": min, "maximum": max, "and": lambda a, b: a & b, "or": lambda a, b: a | b,
+    "divide": lambda a, b: None if b == 0 else int(a / b), "remainder": lambda a, b: None if b == 0 else int(math.fmod(a, b)),
+}  # fmt: skip
+_COMPARE = {
+    "LT": lambda a, b: a < b, "LE": lambda a, b: a <= b, "GT": lambda a, b: a > b,
+    "GE": lambda a, b: a >= b, "EQ": lambda a, b: a == b, "NE": lambda a, b: a != b,
+}  # fmt: skip
+_SAME_VALUE = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "opt-barrier", "optimization-barrier")
+
+
+class _Frame:
+    """Lazy values of one computation, given those of its parameters (values, or thunks of the caller's values)."""
+
+    def __init__(self, module: Module, name: str, params: list):
+        self.module, self.scope, self.params, self.memo = module, module.computations[name], params, {}
+
+    def thunk(self, operand: str):
+        return lambda: self.value(operand)
+
+    def value(self, name: str):
+        if name not in self.memo:
+            self.memo[name] = None
+            self.memo[name] = self._evaluate(self.scope[name])
+        return self.memo[name]
+
+    def root(self) -> Instruction:
+        return next(i for i in self.scope.values() if i.is_root)
+
+    def scalars(self, operand: str) -> dict[int, int | None]:
+        """The integer scalars of a tuple-valued operand, by index."""
+        types = _top_level_types(self.scope[operand].type_text)
+        return {i: self.element(operand, i) for i, t in enumerate(types) if re.match(r"(pred|[su]\d+)\[\]", t)}
+
+    def element(self, operand: str, index: int):
+        ins = self.scope[operand]
+        if ins.op == "tuple":
+            return self.value(ins.operands[index])
+        if ins.op in _SAME_VALUE:
+            return self.element(ins.operands[0], index)
+        whole = self.value(operand)
+        return whole.get(index) if isinstance(whole, dict) else None
+
+    def _evaluate(self, ins: Instruction):
+        if ins.op == "parameter":
+            i = int(ins.args)
+            value = self.params[i] if i < len(self.params) else None
+            return value() if callable(value) else value
+        if ins.op == "constant":
+            text = ins.args.strip()
+            return {"true": 1, "false": 0}.get(text, int(text) if re.fullmatch(r"-?\d+", text) else None)
+        if ins.op == "get-tuple-element":
+            return self.element(ins.operands[0], int(ins.attr("index")))
+        if ins.op == "tuple":
+            return {i: self.value(o) for i, o in enumerate(ins.operands)}
+        if ins.op in _SAME_VALUE:
+            return self.value(ins.operands[0])
+        if ins.op in ("fusion", "call"):
+            inner = _Frame(self.module, ins.called[0], [self.thunk(o) for o in ins.operands])
+            return inner.value(inner.root().name)
+        if ins.op not in ("compare", "select", "not", *_ARITHMETIC):
+            return None
+        args = [self.value(o) for o in ins.operands]
+        if not all(isinstance(a, int) for a in args):
+            return None
+        if ins.op == "compare":
+            return int(_COMPARE[ins.attr("direction")](*args))
+        if ins.op == "select":
+            return args[1] if args[0] else args[2]
+        if ins.op == "not":
+            return 1 - args[0] if ins.type_text.startswith("pred") else ~args[0]
+        return _ARITHMETIC[ins.op](*args)
+
+
+def _top_level_types(type_text: str) -> Iterator[str]:
+    """'(s32[], (f32[2]), pred[])' → 's32[]', '(f32[2])', 'pred[]'; a non-tuple yields nothing."""
+    if not type_text.startswith("("):
+        return
+    depth, start = 0, 1
+    inner = re.sub(r"/\*.*?\*/", "", type_text)
+    for i, ch in enumerate(inner):
+        depth += (ch in "([{") - (ch in ")]}")
+        if (ch == "," and depth == 1) or depth == 0:
+            yield inner[start:i].strip()
+            start = i + 1
+
+
+def _known_trips(ins: Instruction) -> int | None:
+    found = re.search(r'"known_trip_count":\{"n":"(\d+)"', ins.attrs)
+    return int(found.group(1)) if found else None
+
+
+def _next_state(module: Module, body: str, state: dict) -> dict:
+    frame = _Frame(module, body, [state])
+    root = frame.root().name
+    return {i: frame.element(root, i) for i in state}
+
+
+def _simulated_trips(module: Module, condition: str, body: str, state: dict) -> int | None:
+    """Trips of a loop by stepping its integer scalars; None where one that matters is not constant."""
+    for trips in range(_MAX_SIMULATED_TRIPS):
+        frame = _Frame(module, condition, [state])
+        goes_on = frame.value(frame.root().name)
+        if goes_on is None:
+            return None
+        if not goes_on:
+            return trips
+        state = _next_state(module, body, state)
+    return None
+
+
+def _invariants(module: Module, body: str, state: dict) -> dict:
+    """The scalars that a loop only passes through keep their value in its body: a bound that was hoisted out of an inner loop."""
+    marks = {i: object() for i in state}  # an opaque mark survives copies and dies in arithmetic
+    after = _next_state(module, body, marks)
+    return {i: state[i] if after[i] is marks[i] else None for i in state}
