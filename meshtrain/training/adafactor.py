@@ -1,0 +1,84 @@
+"""Adafactor: Adam's second moment, kept as one row and one column per weight matrix.
+
+Source: arXiv:1804.04235 (Adafactor), with the changes of arXiv:2106.04560 (section 3.4) that let Adam's learning rate and
+weight decay carry over: no scaling by the parameter's own size, and the decay of the average bounded by `b2`.
+optax's version takes the two *largest* dims of each array as its row and column. On stacked layers [L, D, N, H] these may
+be L and D, which averages over layers; they may be D and H, which leaves a state N times larger than needed; and its update
+clipping sees all layers as one block. Here the caller says which dims are the matrix, and every matrix stands alone.
+
+It must not know the model: only which dims of a leaf are inputs, outputs, or a batch of independent matrices.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+EPSILON = 1e-30  # added to the squared gradient (the paper's ε1): keeps an all-zero row from dividing 0 by 0
+DECAY_EXPONENT = 0.8  # β2 at step t is 1 − t^−0.8: the first step forgets the zeros it started from
+CLIP_RMS = 1.0  # the paper's d: an update larger than this (root mean square, per matrix) is scaled down to it
+
+
+class Dims(NamedTuple):
+    """Which dims of one leaf are what; those in neither tuple are a batch of independent matrices.
+
+    A leaf that is not a matrix (a norm's gain, a bias) has empty `inputs`: it keeps its whole second moment, and its
+    `outputs` are the dims that form one block for clipping.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+class AdafactorState(NamedTuple):
+    count: jax.Array  # steps taken, int32
+    moments: Any  # as params; each leaf is (row [batch, inputs], column [batch, outputs]) or (whole moment,)
+
+
+def scale_by_factored_rms(dims_of: Callable[[Any], Any], max_decay: float) -> optax.GradientTransformation:
+    """Divides every gradient by its factored root mean square and clips the result, matrix by matrix.
+
+    dims_of: from a tree of arrays like params to a tree of their `Dims`. max_decay: bounds β2 from above.
+    """
+
+    def init(params):
+        def zeros(p, d):
+            if not d.inputs:
+                return (jnp.zeros(p.shape, jnp.float32),)
+            return (jnp.zeros(_without(p.shape, d.outputs), jnp.float32), jnp.zeros(_without(p.shape, d.inputs), jnp.float32))
+
+        return AdafactorState(jnp.zeros([], jnp.int32), jax.tree.map(zeros, params, dims_of(params)))
+
+    def update(grads, state, params=None):
+        del params
+        dims = dims_of(grads)
+        count = optax.safe_increment(state.count)
+        decay = jnp.minimum(max_decay, 1 - count.astype(jnp.float32) ** -DECAY_EXPONENT)
+        moments = jax.tree.map(lambda g, m, d: _moments(g, m, d, decay), grads, state.moments, dims)
+        updates = jax.tree.map(_scaled, grads, moments, dims)
+        return updates, AdafactorState(count, moments)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _moments(grad, old, dims, decay):
+    squared = jnp.square(grad) + EPSILON
+    new = (squared.mean(dims.outputs), squared.mean(dims.inputs)) if dims.inputs else (squared,)
+    return tuple(decay * o + (1 - decay) * n for o, n in zip(old, new, strict=True))
+
+
+def _scaled(grad, moments, dims):
+    if dims.inputs:
+        row, column = jnp.expand_dims(moments[0], dims.outputs), jnp.expand_dims(moments[1], dims.inputs)
+        # Two factors rather than rsqrt(row · column): the product of two tiny averages would underflow float32.
+        update = grad * jax.lax.rsqrt(row / row.mean(dims.inputs, keepdims=True)) * jax.lax.rsqrt(column)
+    else:
+        update = grad * jax.lax.rsqrt(moments[0])
+    rms = jnp.sqrt(jnp.square(update).mean(dims.inputs + dims.outputs, keepdims=True))
+    return update / jnp.maximum(1.0, rms / CLIP_RMS)
+
+
+def _without(shape, dims):
+    return tuple(size for dim, size in enumerate(shape) if dim not in dims)

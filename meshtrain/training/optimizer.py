@@ -1,0 +1,185 @@
+"""Optimizers and learning-rate schedules, as one optax transformation that the training step applies.
+
+Every optimizer is the same three lines: its own rule, then decoupled weight decay, then the learning rate of this step; so
+`learning_rate` and `weight_decay` mean the same thing for all four. Layers are stacked [L, …], and a rule that looks at a
+whole matrix (muon, adafactor) is told which dims form it: each layer's matrix is treated alone.
+Sources: arXiv:1711.05101 (AdamW), 2302.06675 (Lion), 1804.04235 (Adafactor), 2502.16982 (Muon at scale, "Moonlight").
+
+It must not know the model or the mesh: it is given trees that name roles and dims, and hands out the logical axes of its state.
+Gradient clipping and the skipping of bad steps belong to the step.
+"""
+
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+
+from meshtrain.training import adafactor
+
+ROLES = ("matrix", "embedding", "head", "norm", "bias")
+DECAYED = ("matrix", "embedding", "head")
+NAMES = ("adamw", "lion", "adafactor", "muon")
+SCHEDULES = ("cosine", "linear", "wsd", "constant")
+
+MUON_MOMENTUM = 0.95  # Moonlight and Jordan's original; cfg.b1 and cfg.b2 belong to the adamw beside it
+MUON_RMS = 0.2  # AdamW's updates have this root mean square (arXiv:2502.16982, section 2.2): one learning rate serves both
+
+
+def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any) -> optax.GradientTransformation:
+    """The optimizer of a run of `steps` steps. All its state is float32, whatever the dtype of the parameters.
+
+    cfg: name, learning_rate, b1, b2, eps, weight_decay, and what `schedule` reads.
+    roles: a tree like params, each leaf one of `ROLES`. `matrix`, `head` and `embedding` are decayed, `norm` and `bias`
+        never: Megatron-LM, GPT-NeoX and nanoGPT decay everything with two dims, embeddings included (OLMo 2 leaves them out).
+    matrix_dims: a tree like params, each leaf None or (input dims, output dims): indices into the stacked array, so [L,D,N,H]
+        has ((1,), (2, 3)). Dims in neither are a batch of independent matrices. Every `matrix` needs one.
+
+    adamw: b1, b2, eps. lion: b1, b2. adafactor: no first moment, b2 bounds the decay of the second. muon: every `matrix`;
+    the others, embeddings and head included, take adamw.
+
+    Raises: ValueError for an unknown name or role, or a `matrix` without its dims, which muon would leave to Adam in silence.
+    """
+    _check(cfg, roles, matrix_dims)
+    decayed = jax.tree.map(lambda role: role in DECAYED, roles)
+    return _in_float32(
+        optax.chain(
+            _rule(cfg, roles, matrix_dims),
+            optax.add_decayed_weights(cfg.weight_decay, decayed),
+            optax.scale_by_learning_rate(schedule(cfg, steps)),
+        )
+    )
+
+
+def schedule(cfg: Any, steps: int) -> optax.Schedule:
+    """The learning rate as a function of the number of steps already taken (0 in the first step).
+
+    cfg: learning_rate (the peak), schedule, warmup_steps, decay_steps, final_fraction.
+    Step n, counted from 1, has n/warmup_steps of the peak while it warms up: the first step moves already, the last step of
+    the warm-up has the peak, and the last step of the run has `final_fraction` of it. `cosine` and `linear` fall over all
+    that follows the warm-up, `wsd` (warm-up, stable, decay: arXiv:2404.06395, here with a linear fall) over the last
+    `decay_steps`, `constant` stays.
+    A warm-up longer than the run is cut to the run, which then ends at the peak; a decay longer than what the warm-up
+    leaves is cut to that.
+    """
+    if cfg.schedule not in SCHEDULES:
+        raise ValueError(f"optimizer.schedule={cfg.schedule!r} is unknown; use one of {', '.join(SCHEDULES)}")
+    warmup = min(cfg.warmup_steps, steps)
+    decay = min(cfg.decay_steps, steps - warmup) if cfg.schedule == "wsd" else steps - warmup
+
+    def learning_rate(count):
+        step = jnp.asarray(count, jnp.float32) + 1  # exact up to 2^24 steps
+        rise = jnp.minimum(1.0, step / max(warmup, 1))
+        progress = jnp.clip((step - (steps - decay)) / max(decay, 1), 0.0, 1.0)
+        if cfg.schedule == "cosine":
+            fall = 0.5 * (1 - jnp.cos(math.pi * progress))
+        else:
+            fall = 0.0 if cfg.schedule == "constant" else progress
+        return cfg.learning_rate * rise * (1 - (1 - cfg.final_fraction) * fall)
+
+    return learning_rate
+
+
+def state_axes(tx: optax.GradientTransformation, abstract_params: Any, logical_axes: Any) -> Any:
+    """The logical axes of every leaf of the optimizer state: what places it by the rules' `[optimizer]` table.
+
+    logical_axes: a tree like params whose leaves are tuples of names. Returns the structure of `tx.init(params)` with a
+    tuple per leaf, one name or None per dim. The state contains tuples itself, so map over it state first:
+    `jax.tree.map(lambda leaf, axes: …, jax.eval_shape(tx.init, params), axes_tree)`.
+
+    Optimizers keep copies, rows, columns and counters under structures of their own. Instead of knowing each: `init` is
+    traced on parameters whose every dim has a size that occurs nowhere else, and a dim of the state tells by its size where
+    it comes from.
+    """
+    sizes = itertools.count(1009)  # above any constant size in a state (muon keeps three coefficients)
+    axis_of_size = {}
+
+    def probe(leaf, axes):
+        if len(axes) != leaf.ndim:
+            raise ValueError(f"logical axes {axes} do not fit a parameter of shape {leaf.shape}: one name or None per dim")
+        shape = tuple(itertools.islice(sizes, leaf.ndim))
+        axis_of_size.update(zip(shape, axes, strict=True))
+        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+    probes = jax.eval_shape(tx.init, jax.tree.map(probe, abstract_params, logical_axes))
+    return jax.tree.map(lambda leaf: tuple(axis_of_size.get(size) for size in leaf.shape), probes)
+
+
+def _rule(cfg, roles, matrix_dims):
+    """The direction of the update, before weight decay and learning rate."""
+    adam = optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps)
+    if cfg.name == "adamw":
+        return adam
+    if cfg.name == "lion":
+        return optax.scale_by_lion(cfg.b1, cfg.b2)
+    if cfg.name == "adafactor":
+        return adafactor.scale_by_factored_rms(
+            lambda tree: jax.tree_util.tree_map_with_path(_adafactor_dims, tree, roles, matrix_dims), max_decay=cfg.b2
+        )
+    # optax.contrib.muon is not used whole: it runs its Adam with Nesterov momentum and decays norms and biases.
+    labels = jax.tree.map(lambda role: "muon" if role == "matrix" else "adam", roles)
+    return optax.partition({"muon": _muon(roles, matrix_dims), "adam": adam}, labels)
+
+
+def _muon(roles, matrix_dims):
+    """Orthogonalized momentum, every matrix alone: optax takes the dims it is not told about as a batch and vmaps over them.
+
+    An orthogonal [fan_in, fan_out] matrix has a root mean square of 1/√max(fan_in, fan_out); undoing that makes it the same for all.
+    """
+
+    def numbers(role, dims):
+        return optax.contrib.MuonDimensionNumbers(*dims) if role == "matrix" else optax.MaskedNode()
+
+    dimension_numbers = jax.tree.map(numbers, roles, matrix_dims)
+
+    def scaled(update, n):
+        fans = (math.prod(update.shape[dim] for dim in dims) for dims in n)
+        return MUON_RMS * math.sqrt(max(fans)) * update
+
+    return optax.chain(
+        optax.contrib.scale_by_muon(beta=MUON_MOMENTUM, weight_dimension_numbers=dimension_numbers),
+        optax.stateless(lambda updates, _: jax.tree.map(scaled, updates, dimension_numbers)),
+    )
+
+
+def _adafactor_dims(path, leaf, role, dims):
+    """`adafactor.Dims` of one leaf: a table is one matrix, a norm or bias of the stacked layers one block per layer."""
+    if dims is not None:
+        return adafactor.Dims(*(tuple(d) for d in dims))
+    if role in ("embedding", "head"):
+        return adafactor.Dims((0,), (1,))
+    stacked = path[0].key == "layers"
+    return adafactor.Dims((), tuple(range(int(stacked), leaf.ndim)))
+
+
+def _in_float32(tx):
+    """Runs `tx` on float32 copies: of bfloat16 parameters optax would keep bfloat16 moments, whose small steps round away."""
+
+    def init(params):
+        return tx.init(optax.tree.cast(params, jnp.float32))
+
+    def update(grads, state, params=None):
+        return tx.update(optax.tree.cast(grads, jnp.float32), state, optax.tree.cast(params, jnp.float32))
+
+    return optax.GradientTransformation(init, update)
+
+
+def _check(cfg, roles, matrix_dims):
+    """Raises one ValueError that names every mistake."""
+    errors = []
+    if cfg.name not in NAMES:
+        errors.append(f"optimizer.name={cfg.name!r} is unknown; use one of {', '.join(NAMES)}")
+
+    def check_leaf(path, role, dims):
+        where = jax.tree_util.keystr(path, simple=True, separator="/")
+        if role not in ROLES:
+            errors.append(f"the role {role!r} of {where} is unknown; use one of {', '.join(ROLES)}")
+        if (role == "matrix") != (dims is not None):
+            errors.append(f"{where} has the role {role!r} and matrix_dims {dims}: a matrix needs (input dims, output dims), others None")
+
+    jax.tree_util.tree_map_with_path(check_leaf, roles, matrix_dims)
+    if errors:
+        raise ValueError("\n".join(errors))

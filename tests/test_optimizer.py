@@ -1,0 +1,223 @@
+"""Optimizers: every matrix of the stacked layers alone, decay where it belongs, state placed by logical axes."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from meshtrain.training import optimizer
+
+L, D, N, H, F, V = 3, 8, 2, 4, 12, 16
+
+SHAPES = {
+    "embed": (V, D),
+    "layers": {"wq": (L, D, N, H), "wo": (L, N, H, D), "up": (L, D, F), "norm": (L, D), "bq": (L, N, H)},
+    "norm": (D,),
+    "head": (D, V),
+}
+ROLES = {
+    "embed": "embedding",
+    "layers": {"wq": "matrix", "wo": "matrix", "up": "matrix", "norm": "norm", "bq": "bias"},
+    "norm": "norm",
+    "head": "head",
+}
+MATRIX_DIMS = {
+    "embed": None,
+    "layers": {"wq": ((1,), (2, 3)), "wo": ((1, 2), (3,)), "up": ((1,), (2,)), "norm": None, "bq": None},
+    "norm": None,
+    "head": None,
+}
+AXES = {
+    "embed": ("vocab", "embed"),
+    "layers": {
+        "wq": ("layers", "embed", "heads", "head_dim"),
+        "wo": ("layers", "heads", "head_dim", "embed"),
+        "up": ("layers", "embed", "mlp"),
+        "norm": ("layers", "embed"),
+        "bq": ("layers", "heads", "head_dim"),
+    },
+    "norm": ("embed",),
+    "head": ("embed", "vocab"),
+}
+
+
+def config(name="adamw", **changes):
+    defaults = dict(
+        learning_rate=0.1, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0, schedule="constant", warmup_steps=0, decay_steps=0, final_fraction=0.1
+    )
+    return types.SimpleNamespace(name=name, **(defaults | changes))
+
+
+def build(cfg, steps=10):
+    return optimizer.build(cfg, steps, ROLES, MATRIX_DIMS)
+
+
+def random_params(seed=0, dtype=jnp.float32):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda shape: jnp.asarray(rng.normal(size=shape), dtype), SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def updates_of(cfg, grads, params, repeat=1):
+    tx = build(cfg)
+    state = tx.init(params)
+    for _ in range(repeat):
+        updates, state = tx.update(grads, state, params)
+    return updates
+
+
+@pytest.mark.parametrize("name", optimizer.NAMES)
+def test_every_leaf_of_a_quadratic_falls(name):
+    tx = build(config(name), 30)
+    target, params = random_params(1), random_params(2)
+    losses = lambda params: jax.tree.map(lambda p, t: jnp.mean((p - t) ** 2), params, target)
+
+    @jax.jit
+    def step(params, state):
+        updates, state = tx.update(jax.tree.map(jnp.subtract, params, target), state, params)
+        return optax.apply_updates(params, updates), state
+
+    before, state = losses(params), tx.init(params)
+    for _ in range(30):
+        params, state = step(params, state)
+    jax.tree.map(lambda new, old: np.testing.assert_array_less(new, 0.5 * old), losses(params), before)
+
+
+@pytest.mark.parametrize("name", optimizer.NAMES)
+def test_decay_reaches_matrices_and_tables_and_never_norms_or_biases(name):
+    params = random_params()
+    grads = jax.tree.map(jnp.zeros_like, params)
+    decayed = updates_of(config(name, weight_decay=0.5), grads, params)
+    for (path, update), p in zip(jax.tree.leaves_with_path(decayed), jax.tree.leaves(params), strict=True):
+        is_vector = str(path[-1].key) in ("norm", "bq")
+        np.testing.assert_allclose(update, 0 * p if is_vector else -0.1 * 0.5 * p, rtol=1e-6, err_msg=str(path))
+
+
+def learning_rates(steps, **changes):
+    rate = optimizer.schedule(config(learning_rate=2.0, **changes), steps)
+    return [float(rate(count)) for count in range(steps)]
+
+
+def test_schedules_have_the_promised_values():
+    for name in ("cosine", "linear", "wsd", "constant"):
+        rates = learning_rates(20, schedule=name, warmup_steps=4, decay_steps=5)
+        assert rates[:4] == [0.5, 1.0, 1.5, 2.0], name  # warm-up: exact quarters of the peak
+        assert rates[-1] == pytest.approx(2.0 if name == "constant" else 0.2), name
+    halfway = {name: learning_rates(20, schedule=name, warmup_steps=4)[11] for name in ("cosine", "linear")}
+    assert halfway == pytest.approx({"cosine": 1.1, "linear": 1.1})
+    quarter = {name: learning_rates(20, schedule=name, warmup_steps=4)[7] for name in ("cosine", "linear")}
+    assert quarter == pytest.approx({"cosine": 2 - 1.8 * (1 - np.cos(np.pi / 4)) / 2, "linear": 2 - 1.8 / 4})
+    wsd = learning_rates(20, schedule="wsd", warmup_steps=4, decay_steps=5)
+    assert wsd[3:15] == [2.0] * 12 and wsd[15] == pytest.approx(2 - 1.8 / 5)
+
+
+@pytest.mark.parametrize("name", optimizer.SCHEDULES)
+def test_a_warm_up_longer_than_the_run_is_cut_to_the_run(name):
+    assert learning_rates(4, schedule=name, warmup_steps=100, decay_steps=100) == [0.5, 1.0, 1.5, 2.0]
+    assert learning_rates(1, schedule=name, warmup_steps=100, decay_steps=100) == [2.0]
+    (only,) = learning_rates(1, schedule=name, warmup_steps=0, decay_steps=0)
+    assert np.isfinite(only) and only > 0
+
+
+def test_a_decay_longer_than_the_run_is_cut_to_what_the_warm_up_leaves():
+    assert learning_rates(6, schedule="wsd", warmup_steps=2, decay_steps=100) == learning_rates(6, schedule="linear", warmup_steps=2)
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_stacked_layers_are_updated_as_separate_matrices_would_be(name):
+    params, grads = random_params(1), random_params(2)
+    # Layers of very different gradient size: any statistic taken over all of them would show.
+    grads["layers"] = jax.tree.map(lambda g: g * jnp.logspace(-3, 3, L).reshape((L,) + (1,) * (g.ndim - 1)), grads["layers"])
+    together = updates_of(config(name), grads, params, repeat=2)
+    for layer in range(L):
+        one = lambda tree: {**tree, "layers": jax.tree.map(lambda x: x[layer : layer + 1], tree["layers"])}
+        alone = updates_of(config(name), one(grads), one(params), repeat=2)
+        # float32 sums of up to a hundred terms in another order, through Newton–Schulz's five steps
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a[0], b[layer], rtol=2e-4, atol=1e-6), alone["layers"], together["layers"])
+
+
+def test_muon_orthogonalizes_projections_as_matrices_with_the_rms_of_adamw():
+    params, grads = random_params(1), random_params(2)
+    updates = updates_of(config("muon", learning_rate=1.0), grads, params)["layers"]
+    for name, matrix in (("wq", (D, N * H)), ("wo", (N * H, D)), ("up", (D, F))):
+        for layer in range(L):
+            update = -np.asarray(updates[name][layer]).reshape(matrix) / (0.2 * np.sqrt(max(matrix)))
+            left, _, right = np.linalg.svd(np.asarray(grads["layers"][name][layer]).reshape(matrix), full_matrices=False)
+            singular = np.diag(left.T @ update @ right.T)  # in the gradient's own basis: Newton–Schulz keeps it
+            assert singular.min() > 0.3 and singular.max() < 1.3, (name, layer, singular)
+            assert np.abs(left.T @ update @ right.T - np.diag(singular)).max() < 1e-4
+
+
+def test_muon_leaves_tables_norms_and_biases_to_adamw():
+    params, grads = random_params(1), random_params(2)
+    muon, adamw = (updates_of(config(name, weight_decay=0.1), grads, params, repeat=2) for name in ("muon", "adamw"))
+    same = jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), muon, adamw)
+    assert same == jax.tree.map(lambda role: role != "matrix", ROLES)
+
+
+def test_adafactor_equals_optax_where_both_factor_the_same_matrix():
+    rng = np.random.default_rng(0)
+    params, grads = jnp.zeros((D, V)), [jnp.asarray(rng.normal(size=(D, V)), jnp.float32) for _ in range(3)]
+    reference = optax.adafactor(0.1, min_dim_size_to_factor=1, multiply_by_parameter_scale=False)
+    ours = optimizer.build(config("adafactor", b2=1.0), 10, {"w": "head"}, {"w": None})
+    state, expected_state = ours.init({"w": params}), reference.init(params)
+    for grad in grads:
+        update, state = ours.update({"w": grad}, state, {"w": params})
+        expected, expected_state = reference.update(grad, expected_state, params)
+        np.testing.assert_allclose(update["w"], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", optimizer.NAMES)
+def test_state_axes_name_every_dim_of_the_state(name):
+    tx = build(config(name))
+    params = jax.eval_shape(random_params)
+    state = jax.eval_shape(tx.init, params)
+    axes = optimizer.state_axes(tx, params, AXES)
+    size = {"layers": L, "embed": D, "heads": N, "head_dim": H, "mlp": F, "vocab": V}
+
+    def check(leaf, axes):
+        assert isinstance(axes, tuple) and len(axes) == leaf.ndim
+        assert all(axis is None or size[axis] == n for axis, n in zip(axes, leaf.shape, strict=True))
+        assert leaf.dtype in (jnp.float32, jnp.int32)
+        return leaf.size
+
+    sizes = jax.tree.leaves(jax.tree.map(check, state, axes))
+    moments = {"adamw": 2, "lion": 1, "muon": 1, "adafactor": 0}[name]
+    assert sum(sizes) >= moments * sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def test_adafactor_rows_and_columns_get_the_axes_that_remain():
+    tx = build(config("adafactor"))
+    moments = optax.tree.get(optimizer.state_axes(tx, jax.eval_shape(random_params), AXES), "moments")
+    assert moments == {
+        "embed": (("vocab",), ("embed",)),
+        "layers": {
+            "wq": (("layers", "embed"), ("layers", "heads", "head_dim")),
+            "wo": (("layers", "heads", "head_dim"), ("layers", "embed")),
+            "up": (("layers", "embed"), ("layers", "mlp")),
+            "norm": (("layers", "embed"),),
+            "bq": (("layers", "heads", "head_dim"),),
+        },
+        "norm": (("embed",),),
+        "head": (("embed",), ("vocab",)),
+    }
+
+
+@pytest.mark.parametrize("name", optimizer.NAMES)
+def test_bfloat16_parameters_keep_float32_state(name):
+    params = random_params(dtype=jnp.bfloat16)
+    tx = build(config(name))
+    state = tx.init(params)
+    updates, new_state = jax.eval_shape(tx.update, params, state, params)
+    assert {x.dtype for x in jax.tree.leaves(state)} <= {jnp.dtype("float32"), jnp.dtype("int32")}
+    assert jax.tree.map(lambda x: x.dtype, state) == jax.tree.map(lambda x: x.dtype, new_state)
+    assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype("float32")}
+
+
+def test_mistakes_are_reported_together():
+    with pytest.raises(ValueError, match="adam'.*unknown(.|\n)*role 'matrx' of a(.|\n)*b has the role 'matrix'"):
+        optimizer.build(config("adam"), 1, {"a": "matrx", "b": "matrix"}, {"a": None, "b": None})
+    with pytest.raises(ValueError, match="optimizer.schedule='cosin'"):
+        optimizer.schedule(config(schedule="cosin"), 1)
