@@ -1,0 +1,289 @@
+"""The layers, and the one weight einsum that serves every projection.
+
+Dims (the legend of the whole project): B batch, T query position, S key position, D model, N heads, K kv-heads, G=N/K,
+H head size, F mlp, E experts, V vocabulary, L layers, P stages, M microbatches. A tensor's suffix is its shape.
+Layers ask `plan.layout` for placements by logical axes; they know no mesh axis. The placements and the hand-written
+backward of `project` decide which collectives a GPU runs and in which dtype; each stands with its reason.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from meshtrain.layout.rules import Layout
+from meshtrain.model.params import declare
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """How the model is computed: placements, compute dtype, the attention engine and what the backward recomputes."""
+    layout: Layout
+    dtype: jnp.dtype
+    attend: Callable        # (q_BTNH, k_BSKH, v_BSKH, segments_BT) -> o_BTNH
+    remat: str = "none"     # none, selective, full
+
+
+# --- the weight einsum ---------------------------------------------------------------------------------------------
+
+def gathered(plan: Plan, w: jax.Array, axes) -> jax.Array:
+    """The compute-dtype weight, gathered over the axes that split tokens (ZeRO-3); tensor sharding stays.
+
+    Moves (N-1)/N of the weight's bytes in the compute dtype. Pinned to its shard layout first: without that pin XLA
+    gathers the float32 master weight in some places and casts afterwards.
+    """
+    w = plan.layout.constrain("params", w.astype(plan.dtype), axes)
+    return plan.layout.constrain("params", w, axes, drop=plan.layout.gathered_axes)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def project(plan: Plan, eq: str, axes, out_axes, x, w):
+    """einsum(eq, x, w) in the compute dtype with a float32 weight gradient.
+
+    eq: e.g. "BTD,DNH->BTNH". axes: logical axes of w. out_axes: for projections back onto the residual stream, the
+    logical axes of the output before it is split over the sequence, else None. A GPU reduces a weight gradient in the
+    dtype of the dot that makes it, so that dot is written here with a float32 result and placed as [grads].
+    """
+    return jnp.einsum(eq, x, gathered(plan, w, axes))
+
+
+def _project_forward(plan, eq, axes, out_axes, x, w):
+    full = gathered(plan, w, axes)
+    # With remat the gathered weight lives only inside the recomputed layer. Without, keeping it would hold every
+    # layer's gathered weights until the backward: keep the shard and gather again.
+    return jnp.einsum(eq, x, full), (x, w if plan.remat == "none" else full)
+
+
+def _project_backward(plan, eq, axes, out_axes, saved, dy):
+    x, w = saved
+    if out_axes:
+        # Sequence parallel: gather the cotangent once, for dx and dw both. The barrier is REQUIRED: without it later
+        # uses of the shard are rewritten to gather + slice, and a GPU pass turns that into a collective-permute
+        # without pairs, which outputs zeros (openxla/xla 45218, 47083). CPU programs are right without it.
+        dy = plan.layout.act(jax.lax.optimization_barrier(dy), *out_axes)
+    full = gathered(plan, w, axes) if plan.remat == "none" else w
+    operands, out = eq.split("->")
+    left, right = operands.split(",")
+    dx = jnp.einsum(f"{out},{right}->{left}", dy, full)
+    dw = jnp.einsum(f"{left},{out}->{right}", x, dy, preferred_element_type=jnp.float32)
+    return dx, plan.layout.constrain("grads", dw, axes)
+
+
+project.defvjp(_project_forward, _project_backward)
+
+
+class Linear(nnx.Module):
+    """A weight of any shape, with an optional bias over its output dims."""
+
+    def __init__(self, cfg, rngs, eq: str, shape, axes, *, fan_in_dims=1, bias=False, std=None, role="matrix"):
+        dtype = jnp.dtype(cfg.param_dtype)
+        self.eq, self.axes = eq, tuple(axes)
+        self.bias_axes = self.axes[fan_in_dims:]
+        self.kernel = declare(rngs, dtype, shape, axes, role, std=std, fan_in_dims=fan_in_dims)
+        self.bias = declare(rngs, dtype, shape[fan_in_dims:], self.bias_axes, "bias", value=0.0) if bias else None
+
+    def __call__(self, plan: Plan, x, out_axes=None):
+        y = project(plan, self.eq, self.axes, out_axes, x, self.kernel[...])
+        return y if self.bias is None else y + _small(plan, self.bias[...], self.bias_axes).astype(y.dtype)
+
+
+def _small(plan: Plan, vector, axes):
+    """A norm scale or bias, gathered over the axes that split tokens, float32 (its bytes do not matter)."""
+    return plan.layout.constrain("params", vector, axes, drop=plan.layout.gathered_axes)
+
+
+class Norm(nnx.Module):
+    """RMSNorm or LayerNorm over the last dim, in float32, returned in the compute dtype."""
+
+    def __init__(self, cfg, rngs, size: int, axis: str):
+        dtype = jnp.dtype(cfg.param_dtype)
+        self.eps, self.centred, self.axis = cfg.norm_eps, cfg.norm == "layernorm", axis
+        self.scale = declare(rngs, dtype, (size,), (axis,), "norm", value=1.0)
+        self.bias = declare(rngs, dtype, (size,), (axis,), "bias", value=0.0) if self.centred else None
+
+    def __call__(self, plan: Plan, x):
+        y = x.astype(jnp.float32)
+        if self.centred:
+            y = y - jnp.mean(y, -1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
+        y = y * _small(plan, self.scale[...], (self.axis,))
+        if self.bias is not None:
+            y = y + _small(plan, self.bias[...], (self.axis,))
+        return y.astype(plan.dtype)
+
+
+# --- embedding -----------------------------------------------------------------------------------------------------
+
+class Embedding(nnx.Module):
+    """A table [rows, D] looked up by integers [B, T]."""
+
+    def __init__(self, cfg, rngs, rows: int, axes, std: float = 0.02):
+        self.axes = tuple(axes)
+        self.table = declare(rngs, jnp.dtype(cfg.param_dtype), (rows, cfg.embed_dim), axes, "embedding", std=std)
+
+    def __call__(self, plan: Plan, ids_BT):
+        x_BTD = lookup(plan, self.axes, self.table[...], ids_BT)
+        return plan.layout.act(x_BTD, "batch", "residual_seq", None)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def lookup(plan: Plan, axes, table, ids_BT):
+    """table[ids] in the compute dtype with a float32 table gradient.
+
+    A table split over embed alone is looked up where it lies (an all-to-all of B·T·D/N instead of a gather of the
+    table). Otherwise it is gathered over the token axes; rows split over tensor stay split, each device looks up its
+    own and an all-reduce adds them up.
+    """
+    layout = plan.layout
+    if _looked_up_in_place(layout, axes):
+        return table.astype(plan.dtype)[ids_BT]
+    ids_BT = layout.act(ids_BT, "batch", "seq")
+    return layout.act(gathered(plan, table, axes)[ids_BT], "batch", "seq", None)
+
+
+def _looked_up_in_place(layout: Layout, axes) -> bool:
+    split = [layout.mesh_axes("params", axis) for axis in axes]
+    return not split[0] and bool(split[1])
+
+
+def _lookup_forward(plan, axes, table, ids_BT):
+    # A zero-sized array carries the number of rows to the backward without keeping the table alive.
+    return lookup(plan, axes, table, ids_BT), (ids_BT, jnp.zeros((table.shape[0], 0), table.dtype))
+
+
+def _lookup_backward(plan, axes, saved, dx_BTD):
+    ids_BT, rows = saved
+    layout = plan.layout
+    dx_BTD = dx_BTD.astype(jnp.float32)
+    zeros = jnp.zeros((rows.shape[0], dx_BTD.shape[-1]), jnp.float32)
+    if not _looked_up_in_place(layout, axes):
+        ids_BT = layout.act(ids_BT, "batch", "seq")
+        dx_BTD = layout.act(dx_BTD, "batch", "seq", None)
+        zeros = layout.constrain("params", zeros, axes, drop=layout.gathered_axes)
+    return layout.constrain("grads", zeros.at[ids_BT].add(dx_BTD), axes), None
+
+
+lookup.defvjp(_lookup_forward, _lookup_backward)
+
+
+# --- attention, MLP, one layer -------------------------------------------------------------------------------------
+
+class Attention(nnx.Module):
+    """Grouped-query causal attention; `plan.attend` is the engine (blocks, cuDNN, later a ring)."""
+
+    def __init__(self, cfg, rngs):
+        D, N, K, H = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+        bias = cfg.attention_bias
+        self.query = Linear(cfg, rngs, "BTD,DNH->BTNH", (D, N, H), ("embed", "heads", "head_dim"), bias=bias)
+        self.key = Linear(cfg, rngs, "BTD,DKH->BTKH", (D, K, H), ("embed", "kv_heads", "head_dim"), bias=bias)
+        self.value = Linear(cfg, rngs, "BTD,DKH->BTKH", (D, K, H), ("embed", "kv_heads", "head_dim"), bias=bias)
+        self.out = Linear(cfg, rngs, "BTNH,NHD->BTD", (N, H, D), ("heads", "head_dim", "embed"), fan_in_dims=2,
+                          bias=cfg.attention_bias and cfg.norm == "layernorm",
+                          std=(N * H * 2 * cfg.num_layers) ** -0.5)
+        self.query_norm = Norm(cfg, rngs, H, "head_dim") if cfg.qk_norm else None
+        self.key_norm = Norm(cfg, rngs, H, "head_dim") if cfg.qk_norm else None
+
+    def __call__(self, plan: Plan, x_BTD, inputs):
+        act = plan.layout.act
+        q_BTNH = act(self.query(plan, x_BTD), "batch", "seq", "heads", "head_dim")
+        k_BTKH = act(self.key(plan, x_BTD), "batch", "seq", "kv_heads", "head_dim")
+        v_BTKH = act(self.value(plan, x_BTD), "batch", "seq", "kv_heads", "head_dim")
+        if self.query_norm is not None:
+            q_BTNH, k_BTKH = self.query_norm(plan, q_BTNH), self.key_norm(plan, k_BTKH)
+        if inputs.rope is not None:
+            q_BTNH, k_BTKH = rotate(q_BTNH, inputs.rope), rotate(k_BTKH, inputs.rope)
+            q_BTNH = act(q_BTNH, "batch", "seq", "heads", "head_dim")
+            k_BTKH = act(k_BTKH, "batch", "seq", "kv_heads", "head_dim")
+        o_BTNH = act(plan.attend(q_BTNH, k_BTKH, v_BTKH, inputs.segments_BT), "batch", "seq", "heads", "head_dim")
+        return self.out(plan, o_BTNH, out_axes=("batch", "seq", None))
+
+
+class MLP(nnx.Module):
+    """SwiGLU (arXiv:2002.05202) or GELU."""
+
+    def __init__(self, cfg, rngs):
+        D, F, bias = cfg.embed_dim, cfg.mlp_dim, cfg.mlp_bias
+        gated = cfg.activation == "swiglu"
+        self.gate = Linear(cfg, rngs, "BTD,DF->BTF", (D, F), ("embed", "mlp"), bias=bias) if gated else None
+        self.up = Linear(cfg, rngs, "BTD,DF->BTF", (D, F), ("embed", "mlp"), bias=bias)
+        self.down = Linear(cfg, rngs, "BTF,FD->BTD", (F, D), ("mlp", "embed"), bias=bias,
+                           std=(F * 2 * cfg.num_layers) ** -0.5)
+
+    def __call__(self, plan: Plan, x_BTD):
+        act = plan.layout.act
+        up_BTF = act(self.up(plan, x_BTD), "batch", "seq", "mlp")
+        if self.gate is None:
+            h_BTF = jax.nn.gelu(up_BTF)
+        else:
+            h_BTF = jax.nn.silu(act(self.gate(plan, x_BTD), "batch", "seq", "mlp")) * up_BTF
+        return self.down(plan, act(h_BTF, "batch", "seq", "mlp"), out_axes=("batch", "seq", None))
+
+
+class Layer(nnx.Module):
+    """Pre-norm residual block."""
+
+    def __init__(self, cfg, rngs):
+        self.dropout = cfg.residual_dropout
+        self.attention_norm = Norm(cfg, rngs, cfg.embed_dim, "embed")
+        self.attention = Attention(cfg, rngs)
+        self.mlp_norm = Norm(cfg, rngs, cfg.embed_dim, "embed")
+        self.mlp = MLP(cfg, rngs)
+
+    def __call__(self, plan: Plan, x_BTD, inputs, index):
+        residual = lambda y: plan.layout.act(y, "batch", "residual_seq", None)
+        h_BTD = self._full(plan, self.attention_norm(plan, x_BTD))
+        y_BTD = residual(self.attention(plan, h_BTD, inputs))
+        x_BTD = residual(x_BTD + dropout(plan, y_BTD, self.dropout, inputs, 2 * index))
+        h_BTD = self._full(plan, self.mlp_norm(plan, x_BTD))
+        y_BTD = residual(self.mlp(plan, h_BTD))
+        return residual(x_BTD + dropout(plan, y_BTD, self.dropout, inputs, 2 * index + 1))
+
+    @staticmethod
+    def _full(plan: Plan, h_BTD):
+        """Split over the sequence first, then whole: the gather (B·T·D bytes × 2) then runs in bf16, not in float32."""
+        return plan.layout.act(plan.layout.act(h_BTD, "batch", "residual_seq", None), "batch", "seq", None)
+
+
+# --- positions and dropout -----------------------------------------------------------------------------------------
+
+def rope_angles(cfg, positions_BT):
+    """(cos, sin), each [B, T, H/2] float32, with Llama 3's frequency scaling where the config asks for it.
+
+    Source: arXiv:2104.09864; scaling: arXiv:2407.21783 and the published Llama 3.1 code.
+    """
+    half = cfg.head_dim // 2
+    freq = cfg.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if cfg.rope_scaling_factor != 1.0:
+        low, high, factor = cfg.rope_low_freq_factor, cfg.rope_high_freq_factor, cfg.rope_scaling_factor
+        turns = cfg.rope_original_seq_len * freq / (2 * jnp.pi)
+        blend = jnp.clip((turns - low) / (high - low), 0.0, 1.0)   # 0: slow dims, stretched; 1: fast dims, as they are
+        freq = freq * (blend + (1 - blend) / factor)
+    angle = positions_BT[..., None].astype(jnp.float32) * freq
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x_BTNH, rope):
+    """Rotary embedding on the two halves of H (Hugging Face's convention)."""
+    cos, sin = (a[:, :, None].astype(jnp.float32) for a in rope)
+    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, -1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x_BTNH.dtype)
+
+
+def dropout(plan: Plan, x_BTD, rate: float, inputs, site):
+    """Zeroes with probability `rate`. The bits depend on (seed, step, site, global sequence, index, feature) alone.
+
+    Every token hashes its own key, so no layout, split or manual region changes them; nothing is communicated.
+    """
+    if rate == 0.0 or inputs.dropout_key is None:
+        return x_BTD
+    key = jax.random.fold_in(inputs.dropout_key, site)
+    index_BT = plan.layout.act(inputs.index_BT, "batch", "residual_seq")
+    token = jax.vmap(lambda s, row: jax.vmap(lambda t: jax.random.fold_in(jax.random.fold_in(key, s), t))(row))
+    keys_BT = token(inputs.sequence_B, index_BT)
+    bits = jax.vmap(jax.vmap(lambda k: jax.random.bits(k, x_BTD.shape[-1:], jnp.uint32)))(keys_BT)
+    bits = plan.layout.act(bits, "batch", "residual_seq", None)
+    return jnp.where(bits >= jnp.uint32(rate * 2**32), x_BTD / jnp.asarray(1 - rate, x_BTD.dtype), 0)

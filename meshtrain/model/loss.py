@@ -1,0 +1,118 @@
+"""The head and the loss in one: cross-entropy over a split vocabulary, chunk by chunk, so whole logits never exist.
+
+Under differentiation the chunk loop makes the gradients as well (the loss is a sum, so its cotangent is one number),
+and no logits are computed twice: 3 head matmuls instead of 4 (as in Liger kernels, arXiv:2410.10989). Weight gradients
+are kept apart per batch shard until the loop has ended: they cross the devices once, not once per chunk.
+"""
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from meshtrain.model.layers import Plan, gathered
+
+NO_TARGET = -1
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+def loss_sums(plan: Plan, axes, vocab_size: int, z_loss: float, chunk: int, x_BTD, w, targets_BT):
+    """(objective, nll), float32 sums over all tokens with a target: objective = nll + z_loss · Σ lse².
+
+    x_BTD: normed output of the last layer, split as the residual stream. w: [D, V] or, tied, [V, D] with logical
+    `axes`; ids from vocab_size up are padding and get no probability. chunk: tokens per chunk and batch shard.
+    The gradient of nll is not defined apart from the objective's: take it as a metric.
+    """
+    return _run(plan, axes, vocab_size, z_loss, chunk, x_BTD, w, targets_BT, with_grads=False)[0]
+
+
+def _forward(plan, axes, vocab_size, z_loss, chunk, x_BTD, w, targets_BT):
+    return _run(plan, axes, vocab_size, z_loss, chunk, x_BTD, w, targets_BT, with_grads=True)
+
+
+def _backward(plan, axes, vocab_size, z_loss, chunk, saved, cotangents):
+    dx_BTD, dw = saved
+    scale = cotangents[0]
+    return (dx_BTD * scale).astype(dx_BTD.dtype), dw * scale, None
+
+
+loss_sums.defvjp(_forward, _backward)
+
+
+def _run(plan, axes, vocab_size, z_loss, chunk, x_BTD, w, targets_BT, with_grads):
+    layout, f32 = plan.layout, jnp.float32
+    letters = "DV" if axes == ("embed", "vocab") else "VD"
+    full = gathered(plan, w, axes)                       # once per microbatch, bf16
+    shards = layout.batch_axes
+    pieces = layout.mesh_axes("activations", "residual_seq")
+    split = _Split(x_BTD.shape, layout.ways(shards), layout.ways(pieces), chunk)
+    lead = (shards or None, pieces or None)
+    pin = lambda x, *spec: jax.lax.with_sharding_constraint(x, P(*spec)) if shards or pieces or layout.mesh_axes(
+        "activations", "vocab") else x
+    vocab = layout.mesh_axes("activations", "vocab") or None
+    x_nrsD = pin(split.rows(x_BTD), *lead)               # n batch shards × r sequence pieces × tokens
+    targets_nrs = pin(split.rows(targets_BT, fill=NO_TARGET), *lead)
+    real_V = jnp.arange(full.shape[letters.index("V")]) < vocab_size
+
+    def visit(carry, c):
+        objective, nll, dx, dw = carry
+        take = lambda a: jax.lax.dynamic_slice_in_dim(a, c * split.chunk, split.chunk, 2)
+        # Sequence parallel: each chunk is gathered over tensor here (s·D bf16) and its dx scattered back below.
+        x_c = pin(take(x_nrsD), shards or None)
+        t_c = pin(take(targets_nrs), shards or None)
+        logits = jnp.einsum(f"nrsD,{letters}->nrsV", x_c, full, preferred_element_type=f32)
+        logits = jnp.where(real_V, pin(logits, shards or None, None, None, vocab), -jnp.inf)
+        lse = jax.nn.logsumexp(logits, -1)
+        hit_V = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 3) == t_c[..., None]
+        has = (t_c != NO_TARGET).astype(f32)
+        nll_c = has * (lse - jnp.sum(jnp.where(hit_V, logits, 0.0), -1))
+        nll = nll + nll_c.sum((1, 2))
+        objective = objective + (nll_c + z_loss * has * lse * lse).sum((1, 2))
+        if with_grads:
+            p = jnp.exp(logits - lse[..., None])
+            dl = has[..., None] * (p * (1 + 2 * z_loss * lse)[..., None] - hit_V.astype(f32))
+            dl = pin(dl.astype(plan.dtype), shards or None, None, None, vocab)
+            dx_c = pin(jnp.einsum(f"nrsV,{letters}->nrsD", dl, full), *lead)
+            dx = jax.lax.dynamic_update_slice_in_dim(dx, dx_c, c * split.chunk, 2)
+            dw = dw + jnp.einsum(f"nrsD,nrsV->n{letters}", x_c, dl, preferred_element_type=f32)
+            dw = pin(dw, shards or None, *layout.spec("params", axes, drop=layout.gathered_axes))
+        return (objective, nll, dx, dw), None
+
+    zero_n = jnp.zeros((split.n,), f32)
+    dx = dw = None
+    if with_grads:
+        dx = jnp.zeros_like(x_nrsD)
+        dw = pin(jnp.zeros((split.n,) + full.shape, f32), shards or None,
+                 *layout.spec("params", axes, drop=layout.gathered_axes))
+    (objective, nll, dx, dw), _ = jax.lax.scan(visit, (zero_n, zero_n, dx, dw), jnp.arange(split.count))
+    sums = (objective.sum(), nll.sum())
+    if not with_grads:
+        return sums, None
+    # One reduction over the batch shards, in float32: nothing may stand between the sum and the constraint.
+    dw = layout.constrain("grads", dw.sum(0), axes)
+    dx_BTD = layout.act(split.unrows(dx), "batch", "residual_seq", None)
+    return sums, (dx_BTD, dw)
+
+
+class _Split:
+    """[B, T, …] as [n, r, tokens, …]: n batch shards, r sequence pieces, tokens padded to whole chunks."""
+
+    def __init__(self, shape, n: int, r: int, chunk: int):
+        self.B, self.T = shape[:2]
+        self.n, self.r = n, r
+        self.tokens = (self.B // n) * (self.T // r)
+        self.count = -(-self.tokens // max(1, chunk // r))
+        self.chunk = -(-self.tokens // self.count)
+
+    def rows(self, x, fill=0):
+        n, r, B, T = self.n, self.r, self.B, self.T
+        x = x.reshape(n, B // n, r, T // r, *x.shape[2:]).swapaxes(1, 2).reshape(n, r, self.tokens, *x.shape[2:])
+        pad = [(0, 0), (0, 0), (0, self.chunk * self.count - self.tokens)] + [(0, 0)] * (x.ndim - 3)
+        return jnp.pad(x, pad, constant_values=fill)
+
+    def unrows(self, x):
+        n, r, B, T = self.n, self.r, self.B, self.T
+        x = x[:, :, :self.tokens].reshape(n, r, B // n, T // r, *x.shape[3:])
+        return x.swapaxes(1, 2).reshape(B, T, *x.shape[4:])

@@ -1,0 +1,95 @@
+"""Parameters and what is known of them before any exists: shape, logical axes, role, initializer.
+
+flax NNX modules declare parameters; each `nnx.Param` carries `logical_axes`, `role` and `fan_in_dims` as metadata. The
+modules are split once into plain nested dicts of arrays, which scan, vjp and shard_map act on. `table` is the one list
+that the rules, inspect, the optimizer and checkpoints read. Layers are stacked: their leaves have a leading [L].
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+ROLES = ("matrix", "embedding", "head", "norm", "bias")
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamInfo:
+    """One parameter: its path in the tree, full shape (with the leading layers dim) and what the rooms need of it."""
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    axes: tuple[str | None, ...]
+    role: str
+    fan_in_dims: int    # how many leading dims (layers apart) a matrix contracts with its input
+
+    @property
+    def name(self) -> str:
+        return "/".join(self.path)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def matrix_dims(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """(input dims, output dims) of a matrix, the layers dim in neither; None for anything else."""
+        if self.role != "matrix":
+            return None
+        first = 1 if self.axes[0] == "layers" else 0
+        split = first + self.fan_in_dims
+        return tuple(range(first, split)), tuple(range(split, len(self.shape)))
+
+
+def declare(rngs: nnx.Rngs, dtype, shape, axes, role: str, *, std: float | None = None, fan_in_dims: int = 1,
+            value: float | None = None) -> nnx.Param:
+    """A parameter: constant `value`, or normal with `std` (default 1/sqrt(fan-in)), truncated at 3 deviations."""
+    if value is not None:
+        array = jnp.full(shape, value, dtype)
+    else:
+        std = std if std is not None else math.prod(shape[:fan_in_dims]) ** -0.5
+        array = (std * jax.random.truncated_normal(rngs.params(), -3, 3, shape, jnp.float32)).astype(dtype)
+    return nnx.Param(array, logical_axes=tuple(axes), role=role, fan_in_dims=fan_in_dims)
+
+
+class Module:
+    """An NNX module class bound to its config: made once abstractly, then merged with arrays as often as needed."""
+
+    def __init__(self, make: Callable[[nnx.Rngs], nnx.Module]):
+        self.make = make
+        abstract = nnx.eval_shape(lambda: make(nnx.Rngs(params=0)))
+        self.graphdef, self.state = nnx.split(abstract, nnx.Param)
+        self.infos = {tuple(map(str, path)): variable for path, variable in nnx.to_flat_state(self.state)}
+
+    def init(self, key: jax.Array):
+        """Fresh parameters as a nested dict; a function of the key alone, whatever the layout."""
+        return nnx.to_pure_dict(nnx.state(self.make(nnx.Rngs(params=key)), nnx.Param))
+
+    def bind(self, params) -> nnx.Module:
+        """The module with these arrays; valid inside any trace."""
+        return nnx.merge(self.graphdef, jax.tree.unflatten(jax.tree.structure(self.state), jax.tree.leaves(params)))
+
+
+def infos(module: Module, prefix: tuple[str, ...] = (), num_layers: int | None = None) -> list[ParamInfo]:
+    """The parameters of a module; with num_layers they are stacked, a leading dim on the logical axis 'layers'."""
+    lead, lead_axes = ((num_layers,), ("layers",)) if num_layers else ((), ())
+    rows = []
+    for path, variable in module.infos.items():
+        meta = variable.get_metadata()
+        value = variable.get_value() if hasattr(variable, "get_value") else variable.value
+        rows.append(ParamInfo(prefix + path, lead + tuple(value.shape), jnp.dtype(value.dtype),
+                              lead_axes + meta["logical_axes"], meta["role"], meta["fan_in_dims"]))
+    return rows
+
+
+def tree(rows: list[ParamInfo], leaf: Callable[[ParamInfo], object]):
+    """A nested dict like the parameters with `leaf(info)` in each place."""
+    out: dict = {}
+    for info in rows:
+        functools.reduce(lambda node, key: node.setdefault(key, {}), info.path[:-1], out)[info.path[-1]] = leaf(info)
+    return out

@@ -1,0 +1,131 @@
+"""The decoder: tokens -> embedding -> a scan over stacked layers -> norm -> head and loss.
+
+Llama-like by default, GPT-2-like by the same fields of `[model]`. Parameters are one nested dict:
+{"embedding", "position"?, "layers": stacked [L, …], "final_norm", "head"?}; nothing here depends on the layout of the
+run except through `plan.layout`, and initialization depends on the seed alone.
+"""
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from meshtrain.layout.rules import Tensor
+from meshtrain.model import params
+from meshtrain.model.layers import Embedding, Layer, Linear, Norm, Plan, dropout, rope_angles
+from meshtrain.model.loss import loss_sums
+
+VOCAB_MULTIPLE = 256
+
+
+class Inputs(NamedTuple):
+    """What every layer sees beside the residual stream; none of it is differentiated."""
+    segments_BT: jax.Array                       # document number; attention stays within one
+    index_BT: jax.Array                          # index in the sequence, for dropout
+    sequence_B: jax.Array                        # global sequence number, for dropout
+    rope: tuple[jax.Array, jax.Array] | None     # cos, sin [B, T, H/2]
+    dropout_key: jax.Array | None
+
+
+class Ends(nnx.Module):
+    """What stands before and after the layers."""
+
+    def __init__(self, cfg, rngs):
+        V, D = padded_vocab(cfg), cfg.embed_dim
+        self.embedding = Embedding(cfg, rngs, V, ("vocab", "embed"))
+        if cfg.position == "learned":
+            self.position = Embedding(cfg, rngs, cfg.max_seq_len, (None, "embed"))
+        self.final_norm = Norm(cfg, rngs, D, "embed")
+        if not cfg.tie_embeddings:
+            self.head = Linear(cfg, rngs, "BTD,DV->BTV", (D, V), ("embed", "vocab"), std=D ** -0.5, role="head")
+
+
+def padded_vocab(cfg) -> int:
+    """The vocabulary rounded up, the same on every layout; ids in the padding get no probability."""
+    return -(-cfg.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Transformer:
+    """The model of one `[model]` section: parameter table, initializer, loss and logits."""
+    cfg: object
+    ends: params.Module
+    layer: params.Module
+
+    def table(self) -> list[params.ParamInfo]:
+        """Every parameter, in the order of the tree's leaves."""
+        rows = params.infos(self.ends) + params.infos(self.layer, ("layers",), self.cfg.num_layers)
+        return sorted(rows, key=lambda info: info.path)
+
+    def init(self, key: jax.Array):
+        """The parameters of seed `key`, float32 or [model].param_dtype."""
+        ends_key, layers_key = jax.random.split(key)
+        stacked = jax.vmap(self.layer.init)(jax.random.split(layers_key, self.cfg.num_layers))
+        return {**self.ends.init(ends_key), "layers": stacked}
+
+    def hidden(self, plan: Plan, p, batch, dropout_key=None):
+        """Normed output of the last layer [B, T, D], split as the residual stream."""
+        cfg = self.cfg
+        ends = self.ends.bind({k: v for k, v in p.items() if k != "layers"})
+        x_BTD = ends.embedding(plan, batch["tokens"])
+        if cfg.position == "learned":
+            x_BTD = x_BTD + ends.position(plan, batch["positions"])
+        rope = rope_angles(cfg, batch["positions"]) if cfg.position == "rope" else None
+        inputs = Inputs(batch["segments"], batch["index"], batch["sequence"], rope, dropout_key)
+        x_BTD = dropout(plan, x_BTD, cfg.embedding_dropout, inputs, 2 * cfg.num_layers)
+
+        def layer(x_BTD, scanned):
+            weights, index = scanned
+            return self.layer.bind(weights)(plan, x_BTD, inputs, index), None
+
+        x_BTD, _ = jax.lax.scan(rematerialized(layer, plan.remat), x_BTD, (p["layers"], jnp.arange(cfg.num_layers)))
+        x_BTD = ends.final_norm(plan, x_BTD)
+        return plan.layout.act(x_BTD, "batch", "residual_seq", None)
+
+    def loss(self, plan: Plan, p, batch, *, z_loss: float = 0.0, chunk: int = 1024, dropout_key=None):
+        """(objective, nll), sums in nats over the tokens of `batch` that have a target. Divide by their count."""
+        axes, w = self._head(p)
+        x_BTD = self.hidden(plan, p, batch, dropout_key)
+        return loss_sums(plan, axes, self.cfg.vocab_size, z_loss, chunk, x_BTD, w, batch["targets"])
+
+    def logits(self, plan: Plan, p, batch, at):
+        """float32 logits [B, V] of the next token after position `at` of every sequence; padding removed."""
+        axes, w = self._head(p)
+        x_BTD = plan.layout.act(self.hidden(plan, p, batch), "batch", "seq", None)
+        x_BD = jax.lax.dynamic_index_in_dim(x_BTD, at, 1, keepdims=False)
+        eq = "BD,DV->BV" if axes == ("embed", "vocab") else "BD,VD->BV"
+        return jnp.einsum(eq, x_BD.astype(jnp.float32), w.astype(jnp.float32))[:, :self.cfg.vocab_size]
+
+    def _head(self, p):
+        if self.cfg.tie_embeddings:
+            return ("vocab", "embed"), p["embedding"]["table"]
+        return ("embed", "vocab"), p["head"]["kernel"]
+
+    def activations(self, batch: int, seq_len: int) -> list[Tensor]:
+        """The activations that rules place, with their full shapes, for the checks at load."""
+        cfg, rows = self.cfg, [("residual stream", ("batch", "residual_seq", None), (batch, seq_len, cfg.embed_dim))]
+        heads = lambda n, axis: (("batch", "seq", axis, "head_dim"), (batch, seq_len, n, cfg.head_dim))
+        rows += [("queries", *heads(cfg.num_heads, "heads")), ("keys", *heads(cfg.num_kv_heads, "kv_heads")),
+                 ("mlp", ("batch", "seq", "mlp"), (batch, seq_len, cfg.mlp_dim)),
+                 ("logits", ("batch", "seq", "vocab"), (batch, seq_len, padded_vocab(cfg)))]
+        return [Tensor("activations", name, shape, axes) for name, axes, shape in rows]
+
+
+def build(cfg) -> Transformer:
+    return Transformer(cfg, params.Module(lambda rngs: Ends(cfg, rngs)), params.Module(lambda rngs: Layer(cfg, rngs)))
+
+
+def rematerialized(layer, policy: str):
+    """none: every intermediate is kept; selective: matmul outputs and attention's o and lse; full: only the input."""
+    policies = jax.checkpoint_policies
+    if policy == "none":
+        return layer
+    keep = None
+    if policy == "selective":
+        # Dots with a batch dim are attention's scores, which nobody wants to keep; the weight gathers are no dots.
+        keep = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable,
+                                                policies.save_only_these_names("attention_o", "attention_lse"))
+    return jax.checkpoint(layer, policy=keep, prevent_cse=False)   # inside scan nothing can be merged across it
