@@ -1,0 +1,117 @@
+"""The one table of hardware numbers: what a GPU computes, holds and sends, each number with its source.
+
+Peaks are dense (vendors often print the number with 2:4 sparsity, twice as high). Bandwidths are bytes per second; links
+count one direction. None means unknown, and whoever needs the number must say so (MFU is null on a CPU).
+The inter-host numbers belong to a host, not to a GPU: they are the vendor's reference system, see Gpu.inter_host_source.
+"""
+import difflib
+import re
+from dataclasses import dataclass, field
+
+_T, _G = 1e12, 1e9
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU in its usual host."""
+
+    name: str
+    peak_flops: dict[str, float | None] = field(hash=False)  # dtype → dense FLOP/s; float32 on tensor cores is tf32
+    hbm_bytes: int | None  # as the driver reports the device, where known; else the marketed decimal size
+    hbm_bytes_per_s: float | None
+    intra_host_bytes_per_s: float | None  # per GPU and direction, to its peers over NVLink or Infinity Fabric
+    inter_host_bytes_per_s: float | None  # per GPU and direction, to other hosts
+    gpus_per_host: int  # GPUs that reach one another at intra_host_bytes_per_s and share a process host
+    source: str  # datasheet of peaks, memory and intra-host link
+    inter_host_source: str | None = None
+
+    def peak(self, dtype: str) -> float | None:
+        """Dense FLOP/s of matmuls with operands of dtype, by any usual spelling (bfloat16 or bf16); None where unknown."""
+        return self.peak_flops.get(_DTYPES.get(dtype, dtype))
+
+
+# JAX's and HLO's names → the table's. float32 matmuls run as tf32 on tensor cores only if jax_default_matmul_precision
+# allows it (JAX's default on GPUs does); the plain float32 pipes are about eight times slower.
+_DTYPES = {
+    "f32": "float32", "tf32": "float32", "bf16": "bfloat16", "f16": "float16", "fp8": "float8",
+    "float8_e4m3fn": "float8", "float8_e5m2": "float8", "f8e4m3fn": "float8", "f8e5m2": "float8",
+}  # fmt: skip
+
+_A100 = {"float32": 156 * _T, "bfloat16": 312 * _T, "float16": 312 * _T}
+_H100 = {"float32": 494.7 * _T, "bfloat16": 989.4 * _T, "float16": 989.4 * _T, "float8": 1978.9 * _T}
+_H100_PCIE = {"float32": 378 * _T, "bfloat16": 756 * _T, "float16": 756 * _T, "float8": 1513 * _T}
+_B200 = {"float32": 1100 * _T, "bfloat16": 2250 * _T, "float16": 2250 * _T, "float8": 4500 * _T}
+_GB200 = {"float32": 1250 * _T, "bfloat16": 2500 * _T, "float16": 2500 * _T, "float8": 5000 * _T}
+_MI300X = {"float32": 653.7 * _T, "bfloat16": 1307.4 * _T, "float16": 1307.4 * _T, "float8": 2614.9 * _T}
+
+_DGX_A100 = "NVIDIA DGX A100 datasheet: 8 × 200 Gb/s InfiniBand for 8 GPUs"
+_DGX_H100 = "NVIDIA DGX H100/H200 datasheet: 8 × 400 Gb/s InfiniBand for 8 GPUs"
+_DGX_B200 = "NVIDIA DGX B200 datasheet: 8 × 400 Gb/s InfiniBand for 8 GPUs"
+_HOPPER = "NVIDIA H100 Tensor Core GPU Architecture whitepaper v1.04, tables 1-3"
+
+_TABLE = (
+    Gpu("a100-40gb", _A100, 42_297_786_368, 1555 * _G, 300 * _G, 25 * _G, 8,
+        "NVIDIA A100 datasheet (SXM 40GB): HBM2 1,555 GB/s, NVLink 600 GB/s both ways", _DGX_A100),
+    Gpu("a100-80gb", _A100, 85_100_068_864, 2039 * _G, 300 * _G, 25 * _G, 8,
+        "NVIDIA A100 datasheet (SXM 80GB): HBM2e 2,039 GB/s, NVLink 600 GB/s both ways", _DGX_A100),
+    Gpu("h100", _H100, 84_942_979_072, 3352 * _G, 450 * _G, 50 * _G, 8,
+        _HOPPER + " (SXM5): HBM3 3,352 GB/s, NVLink 900 GB/s both ways", _DGX_H100),
+    # The bridge joins two GPUs; among eight, PCIe 5.0 x16 is what every pair has: 64 GB/s a direction.
+    Gpu("h100-pcie", _H100_PCIE, 85_029_158_912, 2039 * _G, 64 * _G, 25 * _G, 8,
+        _HOPPER + " (PCIe): HBM2e 2,039 GB/s, PCIe Gen5 128 GB/s both ways",
+        "assumption: one 400 Gb/s NIC for two GPUs, as in NVIDIA-certified 2-8-5 PCIe servers"),
+    # Not a catalogue part: Meta's Grand Teton, 6 stacks of HBM2e and a 500 W limit. MFU is published against the SXM5 peak,
+    # which the part cannot reach at 500 W.
+    Gpu("h100-96gb", _H100, 102_048_423_936, 2400 * _G, 450 * _G, 50 * _G, 8,
+        "torchtitan benchmarks (pytorch/torchtitan): 96GB HBM2e at 2.4 TB/s, 8 GPUs on NVLink; assumption: SXM5 peaks",
+        "torchtitan benchmarks: RDMA network with 400 Gb/s per GPU"),
+    Gpu("h200", _H100, 151_397_597_184, 4800 * _G, 450 * _G, 50 * _G, 8,
+        "NVIDIA H200 datasheet (SXM): HBM3e 4.8 TB/s, NVLink 900 GB/s both ways; peaks of H100 SXM5", _DGX_H100),
+    Gpu("b200", _B200, 191_514_411_008, 7700 * _G, 900 * _G, 50 * _G, 8,
+        "NVIDIA DGX B200 and Blackwell architecture briefs (HGX B200): 4.5 PFLOP/s dense FP8, NVLink 1.8 TB/s both ways", _DGX_B200),
+    Gpu("gb200", _GB200, 199_000_000_000, 8000 * _G, 900 * _G, 50 * _G, 4,
+        "NVIDIA GB200 NVL72 datasheet, per GPU: 2.5 PFLOP/s dense BF16, 8 TB/s, NVLink 1.8 TB/s both ways; 4 GPUs a compute "
+        "tray, though NVLink joins all 72", "NVIDIA GB200 NVL72: one ConnectX-7 400 Gb/s per GPU"),
+    Gpu("mi300x", _MI300X, 206_158_430_208, 5300 * _G, 448 * _G, 50 * _G, 8,
+        "AMD Instinct MI300X datasheet: 192 GB HBM3 at 5.3 TB/s, 7 Infinity Fabric links of 128 GB/s both ways",
+        "AMD Instinct MI300X platform reference: one 400 Gb/s NIC per GPU"),
+    Gpu("cpu", {}, None, None, None, None, 8, "a machine without accelerators: peak and links unknown"),
+)  # fmt: skip
+
+GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _TABLE}
+
+
+def get(name: str) -> Gpu:
+    """The GPU of that name. Raises ValueError with the nearest name."""
+    if name in GPUS:
+        return GPUS[name]
+    near = difflib.get_close_matches(name.lower(), GPUS, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(f"unknown GPU {name!r}; {hint}known: {', '.join(GPUS)}")
+
+
+# jax's device_kind is the driver's product name. First match wins, so the special parts stand before the general ones.
+_DEVICE_KINDS = (
+    (r"\bA100\b.*\b80GB", "a100-80gb"),
+    (r"\bA100\b", "a100-40gb"),  # 'NVIDIA A100-SXM4-40GB', 'A100-PCIE-40GB'
+    (r"\bH100\b.*\bPCIe", "h100-pcie"),
+    (r"\bH100\b.*\bNVL", None),  # 94 GB, 600 GB/s bridge: not in the table
+    (r"\bH100$", "h100-96gb"),  # its driver says 'NVIDIA H100', with 95 GiB; the SXM5 says 'NVIDIA H100 80GB HBM3'
+    (r"\bH100\b", "h100"),
+    (r"\bH200\b", "h200"),
+    (r"\bGB200\b", "gb200"),
+    (r"\bB200\b", "b200"),
+    (r"\bMI300X\b|\bgfx942\b", "mi300x"),
+    (r"^cpu$", "cpu"),
+)
+
+
+def from_device_kind(device_kind: str) -> Gpu | None:
+    """The table's entry for `jax.devices()[0].device_kind`; None where the table has none (MFU is then null).
+
+    'NVIDIA H100 80GB HBM3' → h100, 'NVIDIA A100-SXM4-80GB' → a100-80gb.
+    """
+    for pattern, name in _DEVICE_KINDS:
+        if re.search(pattern, device_kind, re.IGNORECASE):
+            return GPUS[name] if name else None
+    return None

@@ -1,0 +1,67 @@
+"""The hardware table is complete, in the right units, and finds GPUs by the names that drivers give."""
+import pytest
+
+from meshtrain.cost import hardware
+
+NAMES = "a100-40gb a100-80gb h100 h100-pcie h100-96gb h200 b200 gb200 mi300x cpu".split()
+ACCELERATORS = [n for n in NAMES if n != "cpu"]
+
+
+def test_table_holds_exactly_the_promised_names():
+    assert list(hardware.GPUS) == NAMES
+
+
+@pytest.mark.parametrize("name", ACCELERATORS)
+def test_every_number_of_an_accelerator_is_known_sourced_and_of_plausible_size(name):
+    gpu = hardware.get(name)
+    assert gpu.source and gpu.inter_host_source
+    assert 1e14 < gpu.peak("bfloat16") == gpu.peak("float16") < 1e16
+    assert gpu.peak("float32") == pytest.approx(gpu.peak("bfloat16") / 2, rel=0.03)  # tf32 is half rate, as printed
+    assert gpu.peak("float8") in (None, pytest.approx(2 * gpu.peak("bfloat16"), rel=0.01))  # dense, not sparse
+    assert 40e9 < gpu.hbm_bytes < 300e9
+    # Each tier is slower than the one inside it.
+    assert gpu.hbm_bytes_per_s > gpu.intra_host_bytes_per_s > gpu.inter_host_bytes_per_s > 10e9
+    assert gpu.gpus_per_host in (4, 8)
+
+
+def test_numbers_that_the_field_knows_by_heart():
+    assert hardware.get("a100-80gb").peak("bf16") == 312e12
+    assert round(hardware.get("h100").peak("bf16") / 1e12) == 989
+    assert hardware.get("h100-96gb").hbm_bytes_per_s == 2.4e12
+    assert hardware.get("a100-40gb").peak("float8") is None
+
+
+def test_cpu_has_no_peak():
+    cpu = hardware.get("cpu")
+    assert cpu.peak("bfloat16") is None and cpu.hbm_bytes is None
+
+
+@pytest.mark.parametrize("wrong, near", [("h10", "h100"), ("A100-80G", "a100-80gb"), ("mi300", "mi300x")])
+def test_unknown_name_offers_the_nearest(wrong, near):
+    with pytest.raises(ValueError, match=f"unknown GPU '{wrong}'; did you mean '{near}'"):
+        hardware.get(wrong)
+
+
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100", "h100-96gb"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", "gb200"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("cpu", "cpu"),
+    ],
+)
+def test_device_kind_is_recognized(kind, name):
+    assert hardware.from_device_kind(kind) is hardware.get(name)
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA GeForce RTX 4090", "NVIDIA H100 NVL", "TPU v5 lite", ""])
+def test_device_that_is_not_in_the_table_is_none(kind):
+    assert hardware.from_device_kind(kind) is None
