@@ -135,7 +135,7 @@ def _shape(tensor: Tensor) -> str:
     return "[" + ", ".join(f"{a or '·'}={n}" for a, n in zip(tensor.axes, tensor.shape)) + "]"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # hashed by identity: a static argument of custom_vjp
 class Layout:
     """Rules on a mesh of given sizes: what the model and the step ask for specs and constraints.
 
@@ -174,6 +174,12 @@ class Layout:
         """The mesh axes over which a batch is split (and with it the sum of every weight gradient)."""
         return self.mesh_axes("activations", "batch")
 
+    @property
+    def gathered_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which a weight is gathered before it is used: those that split tokens."""
+        rules = self.rules
+        return tuple(dict.fromkeys(rules.mesh_axes("activations", "batch") + rules.mesh_axes("activations", "seq")))
+
     def ways(self, mesh_axes: Iterable[str]) -> int:
         return math.prod(self.sizes[a] for a in mesh_axes)
 
@@ -187,4 +193,5 @@ def shardings(layout: Layout, mesh, table: str, axes_tree):
 
 
 def is_axes(x) -> bool:
-    return isinstance(x, tuple) and all(a is None or isinstance(a, str) for a in x)
+    """A leaf of a logical-axes tree: a plain tuple of names (optax's empty states are named tuples, and no leaves)."""
+    return type(x) is tuple and all(a is None or isinstance(a, str) for a in x)

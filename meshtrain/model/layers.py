@@ -14,6 +14,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from meshtrain.layout.rules import Layout
 from meshtrain.model.params import declare
@@ -134,20 +135,33 @@ class Embedding(nnx.Module):
 def lookup(plan: Plan, axes, table, ids_BT):
     """table[ids] in the compute dtype with a float32 table gradient.
 
-    A table split over embed alone is looked up where it lies (an all-to-all of B·T·D/N instead of a gather of the
-    table). Otherwise it is gathered over the token axes; rows split over tensor stay split, each device looks up its
-    own and an all-reduce adds them up.
+    A table split over embed alone (ZeRO-3) is looked up where it lies: the ids are gathered (B·T int32), every device
+    looks up its slice of D for all of them, and an all-to-all of B·T·D/N turns that into whole rows of its own
+    sequences; the backward goes the same way, and the table's gradient needs no reduction. Any other table is gathered
+    over the token axes; rows split over tensor stay split: each device looks up its own and an all-reduce adds them.
     """
     layout = plan.layout
-    if _looked_up_in_place(layout, axes):
-        return table.astype(plan.dtype)[ids_BT]
+    if lies_by_columns(layout, axes):
+        x_BTD = table.astype(plan.dtype)[_all_ids(layout, axes, ids_BT)]
+        return layout.act(_by_columns(layout, axes, x_BTD), "batch", "seq", None)
     ids_BT = layout.act(ids_BT, "batch", "seq")
     return layout.act(gathered(plan, table, axes)[ids_BT], "batch", "seq", None)
 
 
-def _looked_up_in_place(layout: Layout, axes) -> bool:
-    split = [layout.mesh_axes("params", axis) for axis in axes]
-    return not split[0] and bool(split[1])
+def lies_by_columns(layout: Layout, axes) -> bool:
+    rows, columns = (layout.mesh_axes("params", axis) for axis in axes)
+    return not rows and bool(columns) and set(columns) <= set(layout.batch_axes)
+
+
+def _all_ids(layout: Layout, axes, ids_BT):
+    columns = layout.mesh_axes("params", axes[1])
+    return layout.constrain("activations", ids_BT, ("batch", "seq"), drop=columns)
+
+
+def _by_columns(layout: Layout, axes, x_BTD):
+    columns = layout.mesh_axes("params", axes[1])
+    batch, seq = layout.spec("activations", ("batch", "seq"), drop=columns)
+    return jax.lax.with_sharding_constraint(x_BTD, P(batch, seq, columns))
 
 
 def _lookup_forward(plan, axes, table, ids_BT):
@@ -158,13 +172,16 @@ def _lookup_forward(plan, axes, table, ids_BT):
 def _lookup_backward(plan, axes, saved, dx_BTD):
     ids_BT, rows = saved
     layout = plan.layout
-    dx_BTD = dx_BTD.astype(jnp.float32)
     zeros = jnp.zeros((rows.shape[0], dx_BTD.shape[-1]), jnp.float32)
-    if not _looked_up_in_place(layout, axes):
+    if lies_by_columns(layout, axes):
+        ids_BT = _all_ids(layout, axes, ids_BT)
+        dx_BTD = _by_columns(layout, axes, layout.act(dx_BTD, "batch", "seq", None))
+        zeros = layout.constrain("params", zeros, axes)
+    else:
         ids_BT = layout.act(ids_BT, "batch", "seq")
         dx_BTD = layout.act(dx_BTD, "batch", "seq", None)
         zeros = layout.constrain("params", zeros, axes, drop=layout.gathered_axes)
-    return layout.constrain("grads", zeros.at[ids_BT].add(dx_BTD), axes), None
+    return layout.constrain("grads", zeros.at[ids_BT].add(dx_BTD.astype(jnp.float32)), axes), None
 
 
 lookup.defvjp(_lookup_forward, _lookup_backward)

@@ -1,0 +1,49 @@
+"""The state of a run: one pytree that the step takes and gives back, and where each of its leaves lives."""
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from meshtrain.layout import rules
+from meshtrain.layout.rules import Layout
+from meshtrain.model import params
+from meshtrain.model.transformer import Transformer
+from meshtrain.training import optimizer
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """`step`: int32 scalar, steps taken. `params` as in the model. `opt_state`: the optimizer's own tree."""
+    step: jax.Array
+    params: dict
+    opt_state: object
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StateSpec:
+    """Shapes, logical axes and placements of a State, all known before one exists."""
+    tx: object                  # optax.GradientTransformation
+    axes: dict                  # logical axes of each parameter, a tree like params
+    abstract: State             # ShapeDtypeStructs
+    sharding: State             # NamedShardings
+
+    def with_shardings(self) -> State:
+        """ShapeDtypeStructs that carry their shardings: what a checkpoint is restored onto."""
+        return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), self.abstract, self.sharding)
+
+
+def describe(model: Transformer, optimizer_cfg, steps: int, layout: Layout, mesh) -> StateSpec:
+    """Params are placed by [params], the optimizer's leaves by [optimizer], whatever their shape."""
+    table = model.table()
+    axes = params.tree(table, lambda info: info.axes)
+    tx = optimizer.build(optimizer_cfg, steps, params.tree(table, lambda info: info.role),
+                         params.tree(table, lambda info: info.matrix_dims))
+    p = params.tree(table, lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype))
+    abstract = State(jax.ShapeDtypeStruct((), jnp.int32), p, jax.eval_shape(tx.init, p))
+    opt_axes = optimizer.state_axes(tx, p, axes)
+    place = lambda table_name, tree: rules.shardings(layout, mesh, table_name, tree)
+    sharding = State(place("params", ()), place("params", axes), place("optimizer", opt_axes))
+    return StateSpec(tx, axes, abstract, sharding)

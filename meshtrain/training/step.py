@@ -1,0 +1,191 @@
+"""The training step: loss -> gradients -> update, one jitted program for every layout.
+
+What makes ZeRO true in the compiled program, and not only intended, stands here, each constraint with its reason:
+accumulators are pinned to [grads]; batch axes that [grads] does not name are reduced once per step through a vmapped
+replica axis; sum and [optimizer] placement are one expression; new params go to [params] at the end.
+The loss is a sum over the step's tokens divided by their count, never a mean of means.
+Sources: arXiv:1910.02054 (ZeRO).
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from meshtrain.layout import rules
+from meshtrain.layout.rules import Layout
+from meshtrain.model.layers import Plan
+from meshtrain.model.loss import NO_TARGET
+from meshtrain.model.transformer import Transformer
+from meshtrain.training.optimizer import schedule
+from meshtrain.training.state import State, StateSpec
+
+FIELDS = {"tokens": 1, "targets": 1, "segments": 1, "positions": 1, "index": 1, "sequence": 0}  # dims after [batch]
+
+# Options the step is compiled with, by platform. Each has its reason; nothing else is set.
+COMPILER_OPTIONS = {
+    "gpu": {
+        # Overlaps collectives with the matmuls that do not need them.
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        # Rewrites gather + slice into a permute that can have no pairs and then outputs zeros (openxla/xla 45218, 47083).
+        "xla_disable_hlo_passes": "all-gather-to-collective-permute-simplifier",
+    },
+    "cpu": {},
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """The jitted functions of a run, and where their arguments live.
+
+    `train(state, batch) -> (state, metrics)` donates the state; metrics: loss (nats per target token), grad_norm,
+    learning_rate, tokens (with a target), skipped. `evaluate(params, batch) -> (nll sum, token count)`.
+    `initialize() -> State`, a function of the seed alone.
+    """
+    train: Callable
+    evaluate: Callable
+    initialize: Callable
+    spec: StateSpec
+    batch: dict                    # ShapeDtypeStructs with shardings, [microbatches, replicas, sequences, T]
+    once: tuple[str, ...]          # batch axes over which gradients are reduced once per step
+    mesh: jax.sharding.Mesh
+    compiler_options: dict
+
+    def place(self, rows: dict) -> dict:
+        """Host rows [global_batch, …] of a step as device arrays in the layout of `batch`."""
+        return {name: jax.device_put(rows[name].reshape(abstract.shape), abstract.sharding)
+                for name, abstract in self.batch.items()}
+
+    def compile(self):
+        """The compiled training step, ready to call: (state, batch) -> (state, metrics)."""
+        with jax.set_mesh(self.mesh):
+            lowered = self.train.lower(self.spec.with_shardings(), self.batch)
+            return lowered.compile(compiler_options=self.compiler_options)
+
+
+def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec: StateSpec) -> Program:
+    """run: the checked run file (its data, training, optimizer and model sections are read here)."""
+    training, data = run.training, run.data
+    grads_axes = {axis for names in layout.rules.tables["grads"].values() for axis in names}
+    once = tuple(axis for axis in layout.batch_axes if axis not in grads_axes)
+    replicas = layout.ways(once)
+    inner = layout.hide(once)
+    plan = Plan(inner, jnp.dtype(run.model.compute_dtype), attend, training.remat)
+    drops = run.model.embedding_dropout > 0 or run.model.residual_dropout > 0
+
+    batch_spec = P(None, once or None, *inner.spec("activations", ("batch",)))
+    sequences = data.global_batch // training.microbatches // replicas
+    batch = {name: jax.ShapeDtypeStruct((training.microbatches, replicas, sequences) + (data.seq_len,) * dims, jnp.int32,
+                                        sharding=NamedSharding(mesh, batch_spec))
+             for name, dims in FIELDS.items()}
+
+    def replicated(f):
+        """f(params, microbatch) over a leading replica axis that lies on the `once` mesh axes."""
+        return jax.vmap(f, in_axes=(None, 0), spmd_axis_name=once) if once else _single(f)
+
+    def objective(p, microbatch, count, key):
+        total, nll = model.loss(plan, p, microbatch, z_loss=training.z_loss, chunk=training.loss_chunk, dropout_key=key)
+        return total / count, nll
+
+    def pin(grads):
+        """Accumulators [replicas, …] where [grads] says, one copy per replica: the sum waits for the end of the loop."""
+        if all(n == 1 for n in layout.sizes.values()):
+            return grads
+        spec_of = lambda axes: P(once or None, *inner.spec("grads", axes))
+        return jax.tree.map(lambda axes, g: jax.lax.with_sharding_constraint(g, spec_of(axes)), spec.axes, grads,
+                            is_leaf=rules.is_axes)
+
+    def accumulate(p, batch, key):
+        count = jnp.maximum(jnp.sum(batch["targets"] != NO_TARGET), 1).astype(jnp.float32)
+
+        def add(carry, microbatch):
+            grads, nll = carry
+            grad = replicated(jax.value_and_grad(lambda p, b: objective(p, b, count, key), has_aux=True))
+            (_, nll_r), grads_r = grad(p, microbatch)
+            grads = pin(jax.tree.map(lambda a, g: a + g.astype(jnp.float32), grads, grads_r))
+            return (grads, nll + nll_r), None
+
+        zeros = jax.tree.map(lambda x: jnp.zeros((replicas,) + x.shape, jnp.float32), p)
+        (grads, nll), _ = jax.lax.scan(add, (pin(zeros), jnp.zeros(replicas)), batch)
+        # Pinned once more, still unsummed: otherwise propagation shards the accumulators inside the loop (ZeRO-1: 11
+        # all-gathers per microbatch).
+        grads = jax.tree.map(lambda axes, g: _reduce(layout, once, axes, g), spec.axes, pin(grads), is_leaf=rules.is_axes)
+        return grads, nll.sum() / count, count
+
+    def train(state: State, batch):
+        key = jax.random.fold_in(jax.random.key(run.run.seed), state.step) if drops else None
+        grads, loss, count = accumulate(state.params, batch, key)
+        place = lambda table, tree: jax.tree.map(lambda axes, x: layout.constrain(table, x, axes), spec.axes, tree,
+                                                 is_leaf=rules.is_axes)
+        grad_norm = optax.global_norm(grads)
+        if training.grad_clip:
+            grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, training.grad_clip / (grad_norm + 1e-12)), grads)
+        shards = place("optimizer", state.params)
+        updates, opt_state = spec.tx.update(grads, state.opt_state, shards)
+        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        # A step that is not finite changes nothing; the selects fuse into the update.
+        keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+        new_params = place("params", keep(optax.apply_updates(shards, updates), shards))
+        new = State(state.step + 1, new_params, keep(opt_state, state.opt_state))
+        rate = schedule(run.optimizer, training.steps)(state.step)
+        metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": jnp.asarray(rate, jnp.float32), "tokens": count,
+                   "skipped": ~finite}
+        return new, metrics
+
+    def evaluate(p, batch):
+        def add(carry, microbatch):
+            def nll(p, b):
+                return model.loss(plan, p, b, chunk=training.loss_chunk)[1]
+            return carry + replicated(nll)(p, microbatch).sum(), None
+        total, _ = jax.lax.scan(add, jnp.float32(0), batch)
+        return total, jnp.sum(batch["targets"] != NO_TARGET)
+
+    def initialize():
+        p = model.init(jax.random.key(run.run.seed))
+        return State(jnp.int32(0), p, spec.tx.init(p))
+
+    batch_shardings = {name: abstract.sharding for name, abstract in batch.items()}
+    whole = NamedSharding(mesh, P())
+    return Program(
+        train=jax.jit(train, in_shardings=(spec.sharding, batch_shardings), out_shardings=(spec.sharding, whole),
+                      donate_argnums=0),
+        evaluate=jax.jit(evaluate, in_shardings=(spec.sharding.params, batch_shardings), out_shardings=whole),
+        initialize=jax.jit(initialize, out_shardings=spec.sharding),
+        spec=spec, batch=batch, once=once, mesh=mesh,
+        compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform, COMPILER_OPTIONS["gpu"]))
+
+
+def _single(f):
+    """vmap over a replica axis of size 1, without vmap: the same shapes, one batch dim less for the compiler."""
+    def call(p, microbatch):
+        out = f(p, jax.tree.map(lambda x: x[0], microbatch))
+        return jax.tree.map(lambda x: x[None], out)
+    return call
+
+
+def _reduce(layout: Layout, once: tuple[str, ...], axes, g):
+    """[replicas, …] accumulator -> its sum, placed as [optimizer]: a reduce-scatter where that splits over `once`.
+
+    Sum and constraint are one expression: a [grads] constraint between them makes an all-reduce of it. Where
+    [optimizer] splits over only some of the `once` axes, those are reduce-scattered first and the shards all-reduced
+    over the rest ((N-1)/N of the payload, then 2(N-1)/N of a shard).
+    """
+    split = layout.spec("optimizer", axes)
+    if not once:
+        return layout.constrain("optimizer", g[0], axes)
+    used = {a for entry in split if entry for a in ((entry,) if isinstance(entry, str) else entry)}
+    scattered = tuple(a for a in once if a in used)
+    rest = tuple(a for a in once if a not in used)
+    if scattered and rest:
+        pinned = layout.hide(once).spec("grads", axes)
+        g = g.reshape([layout.sizes[a] for a in once] + list(g.shape[1:]))
+        g = jax.lax.with_sharding_constraint(g, P(*once, *pinned))
+        g = g.sum(tuple(once.index(a) for a in scattered))
+        g = jax.lax.with_sharding_constraint(g, P(*rest, *split))
+        return layout.constrain("optimizer", g.sum(tuple(range(len(rest)))), axes)
+    return layout.constrain("optimizer", g.sum(0), axes)
