@@ -1,0 +1,200 @@
+"""Every key of a run file: its type, default, range and the line that --help prints stand here and nowhere else.
+
+Sections are frozen and strict: "8" is not 8, 1.5 is not 1, true is not 1; only a whole number may stand for a float.
+A section fills in what it can derive when it is built, so nobody downstream meets the 0 that means "derive it".
+This module knows no jax, no mesh and no model; what one key owes to another is the business of `config.problems`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+AXES = ("data", "fsdp", "tensor", "stage", "context")
+
+
+def key(default, description: str, **limits):
+    """One key of a section; the description is what --help prints."""
+    return Field(default, description=description, **limits)
+
+
+def _filled(section, **values):
+    """Write derived values into a section that is still being built; pydantic's own setter refuses frozen ones."""
+    section.__dict__.update(values)
+    return section
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
+
+
+class Identity(Section):
+    """[run]: what the run is called and where it lives."""
+
+    name: str = key("run", "name of the run")
+    dir: str = key("", "directory of the run's files; empty = runs/<name>")
+    seed: int = key(0, "seed of the initialization, the data order and dropout", ge=0, lt=2**32)
+    compilation_cache: str = key("~/.cache/meshtrain", "directory of compiled programs, reused by later runs; empty = off")
+    sample_tokens: int = key(200, "tokens of text to generate after the last step; 0 = none", ge=0)
+
+    @model_validator(mode="after")
+    def _fill_in(self):
+        return _filled(self, dir=self.dir or f"runs/{self.name}")
+
+
+class Mesh(Section):
+    """[mesh]: how many devices lie along each axis."""
+
+    data: int = key(1, "replicas that see different sequences; -1 = the devices that are left", ge=-1)
+    fsdp: int = key(1, "devices that also share out the states (ZeRO); -1 = the devices that are left", ge=-1)
+    tensor: int = key(1, "devices that share each matrix product; -1 = the devices that are left", ge=-1)
+    stage: int = key(1, "pipeline stages; -1 = the devices that are left", ge=-1)
+    context: int = key(1, "devices that share each sequence; -1 = the devices that are left", ge=-1)
+    placement: tuple[str, ...] = key(
+        ("stage", "data", "fsdp", "context", "tensor"), "the five axes, from the slowest link to the fastest", strict=False
+    )
+    simulated_devices: int = key(0, "CPU devices to simulate, the total over all processes; 0 = the real devices", ge=0)
+
+
+class Sharding(Section):
+    """[sharding]: which dimension lies along which axis."""
+
+    rules: str = key("sharding_rules/ddp.toml", "rule file; looked for from here, then beside the package")
+
+
+class Model(Section):
+    """[model]: the shape of the transformer; Llama-like unless told otherwise."""
+
+    preset: str = key("", "a shape of configs/models/; keys given beside it win")
+    vocab_size: int = key(512, "rows of the embedding (bytes and one separator need 257)", ge=2)
+    embed_dim: int = key(256, "width of the residual stream", ge=1)
+    num_layers: int = key(4, "transformer layers", ge=1)
+    num_heads: int = key(4, "query heads", ge=1)
+    num_kv_heads: int = key(0, "key and value heads; 0 = num_heads", ge=0)
+    head_dim: int = key(0, "width of a head; 0 = embed_dim / num_heads", ge=0)
+    mlp_dim: int = key(768, "width of the MLP", ge=1)
+    norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", "normalization before attention, MLP and head")
+    norm_eps: float = key(1e-5, "added to the variance in a norm", gt=0)
+    activation: Literal["swiglu", "gelu"] = key("swiglu", "swiglu has three matrices, gelu two")
+    position: Literal["rope", "learned"] = key("rope", "rotated queries and keys, or a learned table")
+    max_seq_len: int = key(0, "rows of the table of learned positions; 0 = data.seq_len; unused with rope", ge=0)
+    rope_theta: float = key(10000.0, "base of the rotation frequencies", gt=0)
+    rope_scaling_factor: float = key(1.0, "Llama 3.1 scaling of the low frequencies; 1 = off", ge=1)
+    rope_low_freq_factor: float = key(1.0, "wavelengths beyond rope_original_seq_len / this are scaled in full", gt=0)
+    rope_high_freq_factor: float = key(4.0, "wavelengths below rope_original_seq_len / this stay as they are", gt=0)
+    rope_original_seq_len: int = key(8192, "sequence length before the scaling", ge=1)
+    qk_norm: bool = key(False, "RMSNorm on each head's queries and keys")
+    attention_bias: bool = key(False, "biases of the query, key, value and output projections")
+    mlp_bias: bool = key(False, "biases of the MLP")
+    tie_embeddings: bool = key(False, "the head is the transposed embedding")
+    embedding_dropout: float = key(0.0, "dropout after the embedding", ge=0, lt=1)
+    residual_dropout: float = key(0.0, "dropout of what attention and MLP add to the residual stream", ge=0, lt=1)
+    attention_dropout: float = key(0.0, "only 0: the full score matrix is never held", ge=0, lt=1)
+    param_dtype: Literal["float32", "bfloat16"] = key("float32", "dtype of master parameters and optimizer state")
+    compute_dtype: Literal["float32", "bfloat16"] = key("bfloat16", "dtype of activations and gathered weights")
+
+    @model_validator(mode="after")
+    def _fill_in(self):
+        # A width that does not divide stays 0, and `problems` names it.
+        derived_head_dim = 0 if self.embed_dim % self.num_heads else self.embed_dim // self.num_heads
+        return _filled(self, num_kv_heads=self.num_kv_heads or self.num_heads, head_dim=self.head_dim or derived_head_dim)
+
+
+class Data(Section):
+    """[data]: what is read, and how much of it per step."""
+
+    source: Literal["stdlib", "text"] = key("stdlib", "Python's library sources, or data.paths; both as bytes")
+    paths: tuple[str, ...] = key((), "files or glob patterns, read when source is text", strict=False)
+    seq_len: int = key(256, "target tokens per sequence", ge=1)
+    global_batch: int = key(16, "sequences per step, over all devices and microbatches", ge=1)
+    validation_fraction: float = key(0.02, "share of the data held out for validation; 0 = none", ge=0, lt=1)
+    document_mask: bool = key(True, "attention does not look across documents packed in one sequence")
+    prefetch: int = key(4, "batches prepared ahead of the step", ge=0)
+
+
+class Training(Section):
+    """[training]: the step."""
+
+    steps: int = key(100, "optimizer steps", ge=1)
+    microbatches: int = key(1, "parts a step's batch is worked through in", ge=1)
+    remat: Literal["none", "selective", "full"] = key("none", "what the backward pass recomputes instead of keeping")
+    grad_clip: float = key(1.0, "largest global norm of the gradient; 0 = off", ge=0)
+    z_loss: float = key(0.0, "weight of the squared log-partition, which keeps logits small; 0 = off", ge=0)
+    loss_chunk: int = key(1024, "tokens whose logits are held at once", ge=1)
+    max_skipped_steps: int = key(10, "steps in a row without a finite gradient before the run stops", ge=1)
+
+
+class Optimizer(Section):
+    """[optimizer]: the update and the learning-rate schedule."""
+
+    name: Literal["adamw", "lion", "adafactor", "muon"] = key("adamw", "optimizer")
+    learning_rate: float = key(3e-4, "peak learning rate", gt=0)
+    b1: float = key(0.9, "decay of the first moment", ge=0, lt=1)
+    b2: float = key(0.95, "decay of the second moment", ge=0, lt=1)
+    eps: float = key(1e-8, "added to the root of the second moment", gt=0)
+    weight_decay: float = key(0.1, "decoupled weight decay of matrices", ge=0)
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = key("cosine", "learning rate after the warm-up")
+    warmup_steps: int = key(0, "steps of linear warm-up; may be longer than the run", ge=0)
+    decay_steps: int = key(0, "steps of the final decay of wsd; cosine and linear fall until the last step", ge=0)
+    final_fraction: float = key(0.1, "final learning rate as a share of the peak", ge=0, le=1)
+
+
+class Pipeline(Section):
+    """[pipeline]: the order of work where mesh.stage is larger than 1."""
+
+    schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zero_bubble", "interleaved_zero_bubble", "zb_h1"] = key(
+        "auto", "order of forwards and backwards over the stages"
+    )
+    chunks: int = key(1, "pieces of the model on each stage (interleaved schedules)", ge=1)
+
+
+class Context(Section):
+    """[context]: how attention sees the whole sequence where mesh.context is larger than 1."""
+
+    method: Literal["ring", "gather", "ulysses"] = key("ring", "how keys and values travel")
+
+
+class Validation(Section):
+    """[validation]: the loss on held-out data."""
+
+    every: int = key(0, "steps between validations; 0 = only after the last", ge=0)
+    batches: int = key(8, "global batches per validation", ge=1)
+
+
+class Checkpoint(Section):
+    """[checkpoint]: what survives the run."""
+
+    every: int = key(500, "steps between checkpoints; 0 = only after the last", ge=0)
+    keep: int = key(2, "checkpoints kept, the newest", ge=1)
+    resume: Literal["auto", "never"] = key("auto", "go on from run.dir's newest checkpoint, or refuse it")
+    init_from: str = key("", "run.dir of another run whose weights a new run starts from")
+
+
+class Metrics(Section):
+    """[metrics]: what is written while it runs."""
+
+    every: int = key(1, "steps between rows of metrics.jsonl", ge=1)
+
+
+class Run(Section):
+    """A whole run file, with nothing left to guess."""
+
+    run: Identity = Identity()
+    mesh: Mesh = Mesh()
+    sharding: Sharding = Sharding()
+    model: Model = Model()
+    data: Data = Data()
+    training: Training = Training()
+    optimizer: Optimizer = Optimizer()
+    pipeline: Pipeline = Pipeline()
+    context: Context = Context()
+    validation: Validation = Validation()
+    checkpoint: Checkpoint = Checkpoint()
+    metrics: Metrics = Metrics()
+
+    @model_validator(mode="after")
+    def _fill_in(self):
+        if self.model.position == "learned" and self.model.max_seq_len == 0:
+            _filled(self, model=self.model.model_copy(update={"max_seq_len": self.data.seq_len}))
+        return self
