@@ -1,0 +1,351 @@
+"""The run file: what is written is what runs, and every mistake is told at once with its value and its remedy."""
+
+import math
+import os
+import re
+import string
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshtrain import config
+
+ROOT = Path(__file__).resolve().parent.parent
+RUN_FILES = sorted((ROOT / "configs").glob("*.toml"))
+ANY_CHARACTER = st.characters(exclude_categories=["Cs"])  # a lone surrogate is no text
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def faults(*argv: str) -> list[str]:
+    with pytest.raises(config.ConfigError) as caught:
+        config.load(list(argv))
+    return caught.value.messages
+
+
+def write(tmp_path, text: str) -> str:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return str(path)
+
+
+# ---- what is written is what runs ------------------------------------------------------------------------------------
+
+
+def test_without_a_file_the_quickstart_runs_with_overrides():
+    run = config.load(["--training.steps", "6"])
+    assert (run.run.name, run.run.dir, run.training.steps) == ("quickstart", "runs/quickstart", 6)
+    assert run.optimizer.name == "adamw"
+
+
+@pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: path.stem)
+def test_every_shipped_run_file_loads_with_steps_alone(path):
+    run = config.load([str(path), "--training.steps", "6"])
+    assert run.training.steps == 6
+    assert path.read_text().splitlines()[0] == f"# python -m meshtrain.train configs/{path.name}"
+
+
+@pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: path.stem)
+def test_dump_stands_alone_and_loads_to_the_same_run(path, tmp_path):
+    run = config.load([str(path)])
+    text = config.dump(run)
+    assert config.load([write(tmp_path, text)]) == run
+    assert set(tomllib.loads(text)) == set(config.Run.model_fields)
+    assert tomllib.loads(text)["model"]["preset"] == ""
+
+
+@given(dir=st.text(ANY_CHARACTER, min_size=1), paths=st.lists(st.text(ANY_CHARACTER)))
+def test_dump_keeps_any_text(dir, paths):
+    text = config.dump(config.Run(run={"dir": dir}, data={"paths": paths}))
+    tables = tomllib.loads(text)
+    assert tables["run"]["dir"] == dir
+    assert tables["data"]["paths"] == paths
+
+
+@given(learning_rate=st.floats(min_value=0, exclude_min=True, allow_infinity=False), steps=st.integers(min_value=1))
+def test_dump_keeps_every_bit_of_a_number(learning_rate, steps):
+    text = config.dump(config.Run(optimizer={"learning_rate": learning_rate}, training={"steps": steps}))
+    assert tomllib.loads(text)["optimizer"]["learning_rate"] == learning_rate
+    assert tomllib.loads(text)["training"]["steps"] == steps
+
+
+def test_overrides_take_every_type_in_both_spellings():
+    run = config.load(
+        "--run.name=8 --mesh.fsdp -1 --data.document_mask false --optimizer.learning_rate=1e-3 --training.grad_clip 1 "
+        "--optimizer.schedule linear --training.steps=5".split() + ["--data.paths", '["a b", "c=d"]']
+    )
+    assert run.run.name == "8"  # bare text, not a number
+    assert run.mesh.fsdp == -1
+    assert run.data.document_mask is False
+    assert run.optimizer.learning_rate == 1e-3
+    assert run.training.grad_clip == 1.0
+    assert run.optimizer.schedule == "linear"
+    assert run.data.paths == ("a b", "c=d")
+
+
+def test_the_last_of_two_overrides_wins_and_the_file_may_stand_last():
+    run = config.load(["--training.steps", "5", "--training.steps", "7", "configs/llama3-8b.toml"])
+    assert (run.training.steps, run.run.name) == (7, "llama3-8b")
+
+
+def test_derived_sizes_are_filled_in_and_frozen():
+    run = config.Run(model={"embed_dim": 96, "num_heads": 3, "position": "learned"}, data={"seq_len": 33})
+    assert (run.model.num_kv_heads, run.model.head_dim, run.model.max_seq_len) == (3, 32, 33)
+    with pytest.raises(ValueError):
+        run.model.head_dim = 16
+
+
+def test_a_key_beside_a_preset_wins(tmp_path):
+    path = write(tmp_path, '[model]\npreset = "llama3-8b"\nnum_layers = 2\ncompute_dtype = "float32"\n')
+    model = config.load([path, "--model.num_heads", "16"]).model
+    assert (model.num_layers, model.num_heads, model.num_kv_heads, model.embed_dim) == (2, 16, 8, 4096)
+
+
+def test_a_preset_on_the_command_line_replaces_the_shape_of_the_file():
+    model = config.load(["--model.preset", "llama3-8b", "--model.num_layers", "2"]).model
+    assert (model.embed_dim, model.num_layers, model.vocab_size) == (4096, 2, 128256)
+    assert model.compute_dtype == "float32"  # the quickstart's: no preset says anything about dtypes
+
+
+def test_shipped_files_are_found_from_any_directory_and_paths_mean_the_current_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = config.load(["--model.preset", "qwen3-8b"])
+    assert run.model.qk_norm
+    assert Path(run.sharding.rules) == ROOT / "sharding_rules" / "zero3_tensor_sequence.toml"
+    (tmp_path / "sharding_rules").mkdir()
+    (tmp_path / "sharding_rules" / "ddp.toml").write_text("")
+    assert config.load(["--sharding.rules", "sharding_rules/ddp.toml"]).sharding.rules == "sharding_rules/ddp.toml"
+
+
+def test_importing_config_imports_no_jax():
+    code = "import sys; from meshtrain import config; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 0
+
+
+def test_the_axes_are_those_of_the_mesh():
+    from meshtrain.layout import mesh
+
+    assert config.AXES == mesh.AXES
+    assert config.Mesh().placement == mesh.PLACEMENT
+
+
+# ---- presets ---------------------------------------------------------------------------------------------------------
+
+
+def count_params(model: config.Model) -> int:
+    """Written out from the papers, not from our model code: a second opinion on both."""
+    D, N, K, H, F = model.embed_dim, model.num_heads, model.num_kv_heads, model.head_dim, model.mlp_dim
+    attention = D * H * (2 * N + 2 * K) + model.attention_bias * (H * (N + 2 * K) + D) + model.qk_norm * 2 * H
+    mlp = D * F * (3 if model.activation == "swiglu" else 2) + model.mlp_bias * (F + D)
+    norm = D * (2 if model.norm == "layernorm" else 1)
+    tables = model.vocab_size * D * (1 if model.tie_embeddings else 2)
+    positions = model.max_seq_len * D if model.position == "learned" else 0
+    return model.num_layers * (attention + mlp + 2 * norm) + norm + tables + positions
+
+
+PUBLISHED = {
+    "llama3.2-1b": 1.24e9, "llama3-8b": 8.03e9, "llama3-70b": 70.6e9, "llama3-405b": 405.9e9,
+    "llama2-7b": 6.74e9, "qwen3-8b": 8.19e9, "gpt-180b": 180e9,
+}  # fmt: skip
+
+
+def test_presets_are_the_published_ones():
+    assert set(config.presets()) == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_a_preset_has_the_published_parameter_count(preset):
+    model = config.load(["--model.preset", preset]).model
+    assert count_params(model) == pytest.approx(PUBLISHED[preset], rel=0.005)  # published to three digits
+    assert model.num_heads % 8 == model.num_kv_heads % 8 == model.vocab_size % 8 == model.embed_dim % 64 == 0
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+
+# (arguments, what the one message must contain: the value and the remedy)
+MISTAKES = [
+    ("--modle.num_layers 2", "[modle]", "did you mean [model]?"),
+    ("--zzz.a 2", "[zzz]", "the sections are run, mesh"),
+    ("--model.num_layer 2", "model.num_layer=", "did you mean model.num_layers?"),
+    ("--training.global_batch 2", "training.global_batch=", "did you mean data.global_batch?"),
+    ("--training.qqq 2", "training.qqq=", "its keys are steps"),
+    ("--data.seq-len 2", "data.seq-len=", "did you mean data.seq_len?"),
+    ("--steps 2", "--steps", "did you mean --training.steps?"),
+    ("-x", "-x", "--section.key value"),
+    ("--run.seed", "--run.seed", "--run.seed=VALUE"),
+    ("--run.seed --training.steps 6", "--run.seed", "--run.seed=VALUE"),
+    ("a.toml b.toml --run.seed 1", "b.toml is a second run file beside a.toml", "--section.key"),
+    ("--training.steps abc", 'training.steps="abc"', "e.g. 100"),
+    ("--training.steps 1.5", "training.steps=1.5", "whole number"),
+    ("--training.steps true", "training.steps=true", "whole number"),
+    ('--training.steps "8"', 'training.steps="8"', "without quotes"),
+    ("--training.steps 0", "training.steps=0", "use at least 1"),
+    ("--training.steps " + "1" * 5000, "training.steps=", "whole number"),
+    ("--run.seed -1", "run.seed=-1", "use at least 0"),
+    ("--run.seed 4294967296", "run.seed=4294967296", "use less than 4294967296"),
+    ("--optimizer.learning_rate nan", "optimizer.learning_rate=nan", "e.g. 0.0003"),
+    ("--optimizer.learning_rate true", "optimizer.learning_rate=true", "e.g. 0.0003"),
+    ("--optimizer.b1 1", "optimizer.b1=1", "use less than 1"),
+    ("--data.document_mask True", 'data.document_mask="True"', "write true or false"),
+    ("--data.document_mask 1", "data.document_mask=1", "write true or false"),
+    ("--data.paths a.txt", 'data.paths="a.txt"', '["first", "second"]'),
+    ("--data.paths [1]", "data.paths[0]=1", "in quotes"),
+    ("--optimizer.name adam", 'optimizer.name="adam"', 'did you mean "adamw"?'),
+    ("--model.compute_dtype float16", 'model.compute_dtype="float16"', '"bfloat16"'),
+    ("--model.preset llama3-8", 'model.preset="llama3-8"', 'did you mean "llama3-8b"?'),
+    ("--model.preset ../quickstart", 'model.preset="../quickstart"', '"llama3-8b"'),
+    ("--run.name a/b", 'run.name="a/b"', "run.dir"),
+    ("--run.name ..", 'run.name=".."', "run.dir"),
+    ("--mesh.data -1 --mesh.fsdp -1", "mesh.data=-1 and mesh.fsdp=-1", "give the others a size"),
+    ("--mesh.data 0", "mesh.data=0", "use 1, or -1"),
+    ("--mesh.data -2", "mesh.data=-2", "use at least -1"),
+    ("--mesh.stage 2", "mesh.stage=2 is not available yet", "use mesh.stage=1"),
+    ("--mesh.context -1", "mesh.context=-1 is not available yet", "use mesh.context=1"),
+    ('--mesh.placement ["stage","data"]', 'mesh.placement=["stage", "data"]', '"context", "tensor"]'),
+    ('--mesh.placement ["stage","data","fsdp","context","context"]', "mesh.placement=", "each axis once"),
+    ("--sharding.rules sharding_rules/zero33.toml", "zero33.toml", "did you mean sharding_rules/zero3.toml?"),
+    ("--sharding.rules sharding_rules", 'sharding.rules="sharding_rules" is not a file', "zero3"),
+    ("--model.num_heads 8 --model.num_kv_heads 3", "model.num_kv_heads=3", "model.num_heads=8; use 1, 2, 4 or 8"),
+    ("--model.embed_dim 255", "model.embed_dim=255", "e.g. 256"),
+    ("--model.head_dim 15", "model.head_dim=15", "use e.g. 16"),
+    ("--model.position learned --model.max_seq_len 100", "data.seq_len=256", "model.max_seq_len=100"),
+    ("--model.rope_scaling_factor 8 --model.rope_high_freq_factor 1", "model.rope_high_freq_factor=1", "e.g. 4.0"),
+    ("--model.attention_dropout 0.1", "model.attention_dropout=0.1", "model.residual_dropout"),
+    ("--model.vocab_size 256", "model.vocab_size=256", "at least 257"),
+    ("--data.source text", "data.paths", 'data.paths=["data/*.txt"]'),
+    ("--training.microbatches 3", "data.global_batch=16", "e.g. 18"),
+    ("--data.validation_fraction 0 --validation.every 5", "validation.every=5", "validation.every=0"),
+    ("--optimizer.schedule wsd", "optimizer.decay_steps=0", "use e.g. 20"),
+    ("--checkpoint.init_from nowhere", 'checkpoint.init_from="nowhere"', "name the run.dir"),
+    ("--checkpoint.init_from configs --run.dir configs/.", 'run.dir="configs/."', "another run.name"),
+    ("nowhere.toml", "nowhere.toml: there is no such run file", "configs/quickstart.toml"),
+    ("llama3-8b", "llama3-8b: there is no such run file", "did you mean configs/llama3-8b.toml?"),
+    ("configs", "configs is a directory", "name the run file"),
+]
+
+
+@pytest.mark.parametrize("argv, value, remedy", MISTAKES, ids=[mistake[0][:60] for mistake in MISTAKES])
+def test_a_mistake_is_told_once_with_its_value_and_its_remedy(argv, value, remedy):
+    messages = faults(*argv.split())
+    if "a.toml b.toml" in argv:
+        messages = messages[:1]  # a.toml is not there either
+    assert len(messages) == 1, messages
+    assert value in messages[0]
+    assert remedy in messages[0]
+
+
+# (run file, what the one message must contain)
+FILE_MISTAKES = [
+    ("[mesh]\ndata = [1\nfsdp = 2\n", ":3:"),
+    ("[mesh]\ndata = 1\ndata = 2\n", ":3:"),
+    ("[mesh]\ndata = yes\n", ":2:"),
+    ("[mesh]\ndata = " + "1" * 5000, "run.toml"),
+    ("[mesh]\nplacement = [", "run.toml"),
+    ("mesh = 4\n", "mesh=4 is not a section; write [mesh]"),
+    ("[[mesh]]\ndata = 1\n", "mesh=[{data = 1}] is not a section"),
+    ("steps = 5\n", "did you mean training.steps?"),
+    ("[mesh.sub]\ndata = 1\n", "mesh.sub={data = 1} is not a key of [mesh]"),
+    ('[training]\nsteps = "8"\n', 'training.steps="8" is not a whole number'),
+    ("[training]\nsteps = 8.0\n", "training.steps=8.0 is not a whole number"),
+    ("[training]\nsteps = true\n", "training.steps=true is not a whole number"),
+    ("[training]\nsteps = 2024-01-01\n", "training.steps=2024-01-01 is not a whole number"),
+    ("[run]\nname = 5\n", "run.name=5 is not a string; write it in quotes"),
+    ("[model]\nnorm = 5\n", 'model.norm=5 is not a string; use "rmsnorm" or "layernorm"'),
+    ("[model]\npreset = 5\nnum_kv_heads = 3\n", "model.preset=5 is not a string"),
+    ("[checkpoint]\nresume = true\n", 'checkpoint.resume=true is not a string; use "auto" or "never"'),
+]
+
+
+@pytest.mark.parametrize("text, part", FILE_MISTAKES, ids=[mistake[0][:30] for mistake in FILE_MISTAKES])
+def test_a_mistake_in_the_file_is_told_once(text, part, tmp_path):
+    messages = faults(write(tmp_path, text))
+    assert len(messages) == 1, messages
+    assert part in messages[0]
+
+
+def test_a_file_that_is_no_text_is_told(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"[run]\nname = '\xff'\n")
+    assert "UTF-8" in faults(str(path))[0]
+
+
+def test_all_faults_are_told_together():
+    messages = faults(
+        *"--modle.a 1 --training.stepz 5 --training.steps x --data.seq_len 0 --model.num_kv_heads 3 --mesh.stage 2".split(),
+        *"--sharding.rules nowhere.toml --training.microbatches 5 --optimizer.name sgd --run.seed".split(),
+    )
+    named = "modle stepz training.steps= data.seq_len num_kv_heads mesh.stage nowhere.toml microbatches sgd run.seed"
+    assert len(messages) == len(named.split())
+    for name in named.split():
+        assert sum(name in message for message in messages) >= 1, name
+
+
+def test_faults_of_a_missing_file_and_of_the_command_line_are_told_together():
+    messages = faults("nowhere.toml", "--training.steps", "x", "--data.source", "text")
+    assert len(messages) == 2  # that there are no data.paths may be the missing file's doing
+
+
+def test_a_wrong_value_brings_no_second_fault(tmp_path):
+    path = write(tmp_path, '[model]\nnum_heads = "8"\nnum_kv_heads = 3\nembed_dim = 100\n[data]\nglobal_batch = "x"\n')
+    assert len(faults(path, "--training.microbatches", "3")) == 2
+
+
+WORDS = st.text(string.ascii_letters + string.digits + "-_.=[]\"' ", max_size=12)
+NAMES = st.sampled_from([f"--{section}.{key}" for section, cls in config.SECTIONS.items() for key in cls.model_fields])
+
+
+@given(st.lists(st.one_of(NAMES, WORDS, st.integers().map(str), st.sampled_from(["true", "0", "[]", "--", "--a.b"]))))
+def test_no_command_line_fails_in_another_way_than_config_error(argv):
+    os.chdir(ROOT)
+    try:
+        run = config.load([arg for arg in argv if arg not in ("-h", "--help")])
+    except config.ConfigError as error:
+        assert error.messages and all(re.search(r"; |\?$", message) for message in error.messages)
+    else:
+        assert config.problems(run) == []
+
+
+def test_help_names_every_key_with_the_files_value(capsys):
+    with pytest.raises(SystemExit) as stop:
+        config.load(["configs/llama3-8b.toml", "--help"])
+    out = capsys.readouterr().out
+    assert stop.value.code == 0
+    for section, cls in config.SECTIONS.items():
+        for key, field in cls.model_fields.items():
+            assert f"--{section}.{key} " in out
+            assert field.description and field.description in out
+    assert "--model.embed_dim 4096" in out
+
+
+# ---- the mesh on real devices ----------------------------------------------------------------------------------------
+
+
+@given(st.permutations([2, 3, 4, -1, 1]), st.integers(1, 4))
+def test_the_rest_axis_fills_the_devices(sizes, rest):
+    run = config.Run(mesh=dict(zip(config.AXES, sizes)))
+    resolved = config.mesh_sizes(run, 24 * rest)
+    assert math.prod(resolved.values()) == 24 * rest
+    assert all(resolved[axis] == size for axis, size in zip(config.AXES, sizes) if size != -1)
+
+
+@pytest.mark.parametrize(
+    "sizes, devices, parts",
+    [
+        ({"data": 2, "fsdp": 4}, 4, ["mesh.data=2 × mesh.fsdp=4 takes 8", "there are 4", "mesh.fsdp=2", "simulated_devices=8"]),
+        ({"tensor": 3, "fsdp": -1}, 8, ["mesh.fsdp=-1 × mesh.tensor=3", "8 devices", "e.g. 9"]),
+        ({}, 8, ["a mesh of 1", "mesh.fsdp=8"]),
+        ({"tensor": 8, "data": 3}, 5, ["whose product is 5"]),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_with_the_remedy(sizes, devices, parts):
+    with pytest.raises(config.ConfigError) as caught:
+        config.mesh_sizes(config.Run(mesh=sizes), devices)
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
