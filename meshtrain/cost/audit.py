@@ -95,7 +95,8 @@ def read(text: str, mesh) -> Program:
         if _kind(ins) == "collective-permute":
             whole, note = _permute_coverage(ins, mesh_shape)
             if not whole:
-                (partial if note.startswith("shift") else broken).append(f"{ins.name}: {note} {short_source(ins.op_name)}".strip())
+                note = f"{ins.name}: {note} {short_source(ins.op_name)}".strip()
+                (partial if "without wrap-around" in note else broken).append(note)
     return Program(tuple(collectives), tuple(dots), tuple(unknown), tuple(broken), tuple(partial), tuple(uncounted))
 
 
@@ -105,7 +106,7 @@ def collectives(text: str, mesh) -> list[Collective]:
 
 
 def summarize(rows: Iterable[Collective]) -> list[dict]:
-    """Rows merged by (kind, axes, dtype), largest first, as `inspect --json` prints them; the source is the largest row's."""
+    """Rows merged by (kind, axes, dtype), largest first, as `inspect --json` prints them; source: the largest row's."""
     merged = defaultdict(list)
     for row in rows:
         merged[row.kind, row.axes, row.dtype].append(row)
@@ -234,7 +235,7 @@ def _mesh_groups(mesh_text: str, ids_text: str | None, picked_text: str) -> np.n
 
 
 def group_axes(groups: np.ndarray, mesh_shape: dict[str, int]) -> tuple[str, ...]:
-    """The mesh axes that groups [groups, members] span; 'data:2~' where 2 of its values occur, or no product of axes fits."""
+    """The mesh axes that groups [groups, members] span; 'data:2~': only 2 of its values, or no product of axes fits."""
     coordinates = np.stack(np.unravel_index(groups, tuple(mesh_shape.values())), -1)  # [groups, members, axes]
     spread = np.array([[len(np.unique(c)) for c in group.T] for group in coordinates]).max(0)
     varying = {a: int(v) for a, v in zip(mesh_shape, spread) if v > 1}

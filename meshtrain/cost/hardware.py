@@ -2,7 +2,9 @@
 
 Peaks are dense (vendors often print the number with 2:4 sparsity, twice as high). Bandwidths are bytes per second; links
 count one direction. None means unknown, and whoever needs the number must say so (MFU is null on a CPU).
-The inter-host numbers belong to a host, not to a GPU: they are the vendor's reference system, see Gpu.inter_host_source.
+NVIDIA's memory sizes and bandwidths are those of the driver, as XLA's target specs hold them (openxla/xla,
+xla/backends/gpu/target_config/specs); the rest is the datasheet's. The inter-host numbers belong to a host, not to a GPU:
+they are the vendor's reference system, see Gpu.inter_host_source.
 """
 import difflib
 import re
@@ -17,7 +19,7 @@ class Gpu:
 
     name: str
     peak_flops: dict[str, float | None] = field(hash=False)  # dtype → dense FLOP/s; float32 on tensor cores is tf32
-    hbm_bytes: int | None  # as the driver reports the device, where known; else the marketed decimal size
+    hbm_bytes: int | None
     hbm_bytes_per_s: float | None
     intra_host_bytes_per_s: float | None  # per GPU and direction, to its peers over NVLink or Infinity Fabric
     inter_host_bytes_per_s: float | None  # per GPU and direction, to other hosts
@@ -50,27 +52,28 @@ _DGX_B200 = "NVIDIA DGX B200 datasheet: 8 × 400 Gb/s InfiniBand for 8 GPUs"
 _HOPPER = "NVIDIA H100 Tensor Core GPU Architecture whitepaper v1.04, tables 1-3"
 
 _TABLE = (
-    Gpu("a100-40gb", _A100, 42_297_786_368, 1555 * _G, 300 * _G, 25 * _G, 8,
-        "NVIDIA A100 datasheet (SXM 40GB): HBM2 1,555 GB/s, NVLink 600 GB/s both ways", _DGX_A100),
-    Gpu("a100-80gb", _A100, 85_100_068_864, 2039 * _G, 300 * _G, 25 * _G, 8,
-        "NVIDIA A100 datasheet (SXM 80GB): HBM2e 2,039 GB/s, NVLink 600 GB/s both ways", _DGX_A100),
-    Gpu("h100", _H100, 84_942_979_072, 3352 * _G, 450 * _G, 50 * _G, 8,
-        _HOPPER + " (SXM5): HBM3 3,352 GB/s, NVLink 900 GB/s both ways", _DGX_H100),
+    Gpu("a100-40gb", _A100, 42_331_013_120, 1555.2 * _G, 300 * _G, 25 * _G, 8,
+        "NVIDIA A100 datasheet (SXM 40GB): NVLink 600 GB/s both ways", _DGX_A100),
+    Gpu("a100-80gb", _A100, 85_100_068_864, 2039.04 * _G, 300 * _G, 25 * _G, 8,
+        "NVIDIA A100 datasheet (SXM 80GB): NVLink 600 GB/s both ways", _DGX_A100),
+    Gpu("h100", _H100, 84_942_979_072, 3352.32 * _G, 450 * _G, 50 * _G, 8,
+        _HOPPER + " (SXM5): NVLink 900 GB/s both ways", _DGX_H100),
     # The bridge joins two GPUs; among eight, PCIe 5.0 x16 is what every pair has: 64 GB/s a direction.
-    Gpu("h100-pcie", _H100_PCIE, 85_029_158_912, 2039 * _G, 64 * _G, 25 * _G, 8,
-        _HOPPER + " (PCIe): HBM2e 2,039 GB/s, PCIe Gen5 128 GB/s both ways",
+    Gpu("h100-pcie", _H100_PCIE, 84_942_979_072, 2039.04 * _G, 64 * _G, 25 * _G, 8,
+        _HOPPER + " (PCIe): PCIe Gen5 128 GB/s both ways",
         "assumption: one 400 Gb/s NIC for two GPUs, as in NVIDIA-certified 2-8-5 PCIe servers"),
-    # Not a catalogue part: Meta's Grand Teton, 6 stacks of HBM2e and a 500 W limit. MFU is published against the SXM5 peak,
+    # Not a catalogue part: Meta's Grand Teton, limited to 500 W. MFU is published against the SXM5 peak,
     # which the part cannot reach at 500 W.
-    Gpu("h100-96gb", _H100, 102_048_423_936, 2400 * _G, 450 * _G, 50 * _G, 8,
-        "torchtitan benchmarks (pytorch/torchtitan): 96GB HBM2e at 2.4 TB/s, 8 GPUs on NVLink; assumption: SXM5 peaks",
+    Gpu("h100-96gb", _H100, int(95.04 * 2**30), 2400 * _G, 450 * _G, 50 * _G, 8,
+        "torchtitan benchmarks (pytorch/torchtitan): 96GB HBM2e at 2.4 TB/s, 8 GPUs on NVLink; assumption: 95.04 GiB "
+        "usable, peaks of SXM5",
         "torchtitan benchmarks: RDMA network with 400 Gb/s per GPU"),
     Gpu("h200", _H100, 151_397_597_184, 4800 * _G, 450 * _G, 50 * _G, 8,
-        "NVIDIA H200 datasheet (SXM): HBM3e 4.8 TB/s, NVLink 900 GB/s both ways; peaks of H100 SXM5", _DGX_H100),
-    Gpu("b200", _B200, 191_514_411_008, 7700 * _G, 900 * _G, 50 * _G, 8,
-        "NVIDIA DGX B200 and Blackwell architecture briefs (HGX B200): 4.5 PFLOP/s dense FP8, NVLink 1.8 TB/s both ways", _DGX_B200),
-    Gpu("gb200", _GB200, 199_000_000_000, 8000 * _G, 900 * _G, 50 * _G, 4,
-        "NVIDIA GB200 NVL72 datasheet, per GPU: 2.5 PFLOP/s dense BF16, 8 TB/s, NVLink 1.8 TB/s both ways; 4 GPUs a compute "
+        "NVIDIA H200 datasheet (SXM): NVLink 900 GB/s both ways; peaks of H100 SXM5", _DGX_H100),
+    Gpu("b200", _B200, 191_514_411_008, 7672.32 * _G, 900 * _G, 50 * _G, 8,
+        "NVIDIA Blackwell architecture brief (HGX B200): 4.5 PFLOP/s dense FP8, NVLink 1.8 TB/s both ways", _DGX_B200),
+    Gpu("gb200", _GB200, 197_897_748_480, 7928.06 * _G, 900 * _G, 50 * _G, 4,
+        "NVIDIA GB200 NVL72 datasheet, per GPU: 2.5 PFLOP/s dense BF16, NVLink 1.8 TB/s both ways; 4 GPUs a compute "
         "tray, though NVLink joins all 72", "NVIDIA GB200 NVL72: one ConnectX-7 400 Gb/s per GPU"),
     Gpu("mi300x", _MI300X, 206_158_430_208, 5300 * _G, 448 * _G, 50 * _G, 8,
         "AMD Instinct MI300X datasheet: 192 GB HBM3 at 5.3 TB/s, 7 Infinity Fabric links of 128 GB/s both ways",

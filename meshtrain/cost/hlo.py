@@ -211,7 +211,7 @@ def _holders(module: Module, wanted) -> set[str]:
 _ARITHMETIC = {
     "add": lambda a, b: a + b, "subtract": lambda a, b: a - b, "multiply": lambda a, b: a * b,
     "minimum": min, "maximum": max, "and": lambda a, b: a & b, "or": lambda a, b: a | b,
-    "divide": lambda a, b: None if b == 0 else int(a / b), "remainder": lambda a, b: None if b == 0 else int(math.fmod(a, b)),
+    "divide": lambda a, b: int(a / b) if b else None, "remainder": lambda a, b: int(math.fmod(a, b)) if b else None,
 }  # fmt: skip
 _COMPARE = {
     "LT": lambda a, b: a < b, "LE": lambda a, b: a <= b, "GT": lambda a, b: a > b,
@@ -321,7 +321,7 @@ def _simulated_trips(module: Module, condition: str, body: str, state: dict) -> 
 
 
 def _invariants(module: Module, body: str, state: dict) -> dict:
-    """The scalars that a loop only passes through keep their value in its body: a bound that was hoisted out of an inner loop."""
+    """The scalars that a loop only passes through are constant in its body too: an inner loop's bound may come this way."""
     marks = {i: object() for i in state}  # an opaque mark survives copies and dies in arithmetic
     after = _next_state(module, body, marks)
     return {i: state[i] if after[i] is marks[i] else None for i in state}

@@ -1,0 +1,173 @@
+"""The real GPU program, compiled on a machine without a GPU.
+
+XLA compiles for a described GPU instead of a present one: `topology("h100:64")` gives devices that can stand in a mesh,
+and `jax.jit(step).lower(*abstract).compile()` over them gives the program that 64 H100 would run: its HLO (`audit`) and
+its `memory_analysis()`. It cannot be executed, nothing is autotuned, and XLA reports no out-of-memory: compare with
+`hardware.Gpu.hbm_bytes`. How GPUs are divided into hosts does not change the program.
+
+Needs `pip install 'meshtrain[gpu-compile]'` (the CUDA plugin of jax and NVIDIA's ptxas), no driver and no toolkit; cuDNN
+attention needs the cuDNN wheel on top. This is the only file that uses jax's unstable topology API, and it works only
+where jax runs on the CPU: see `require_cpu_backend`.
+"""
+import importlib.util
+import pathlib
+import re
+from dataclasses import dataclass
+
+import jax
+
+from meshtrain.cost import hardware
+
+MAX_GPUS = 65536  # assumption: beyond what anyone inspects; 16,384 was compiled
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What XLA's GPU compiler asks beside memory size and bandwidth, which are hardware's."""
+
+    device: str  # the driver's product name
+    compute_capability: int
+    cores: int
+    fpus_per_core: int
+    clock_ghz: float
+    l2_bytes: int
+    shared_bytes_per_core: int
+    shared_bytes_per_block: int  # opt-in maximum
+
+
+# Source: openxla/xla, xla/backends/gpu/target_config/specs/*.txtpb. h100-96gb: the SXM5 part with its own memory.
+_HOPPER = (132, 128, 1.98, 52_428_800, 233_472, 232_448)
+_TARGETS = {
+    "a100-40gb": _Target("NVIDIA A100-SXM4-40GB", 8, 108, 64, 1.41, 41_943_040, 167_936, 166_912),
+    "a100-80gb": _Target("NVIDIA A100-SXM4-80GB", 8, 108, 64, 1.41, 41_943_040, 167_936, 166_912),
+    "h100": _Target("NVIDIA H100 80GB HBM3", 9, *_HOPPER),
+    "h100-pcie": _Target("NVIDIA H100 PCIe", 9, 114, 128, 1.755, 52_428_800, 233_472, 232_448),
+    "h100-96gb": _Target("NVIDIA H100", 9, *_HOPPER),
+    "h200": _Target("NVIDIA H200", 9, *_HOPPER),
+    "b200": _Target("NVIDIA B200", 10, 148, 128, 1.965, 132_644_864, 233_472, 232_448),
+    "gb200": _Target("NVIDIA GB200", 10, 152, 128, 2.062, 135_528_448, 233_472, 232_448),
+}
+
+
+def target_spec(name: str) -> str:
+    """XLA's GpuTargetConfigProto of a GPU, as text."""
+    gpu, target = hardware.get(name), _TARGETS[name]
+    return f"""gpu_device_info {{
+  cuda_compute_capability {{ major: {target.compute_capability} }}
+  core_count: {target.cores}
+  fpus_per_core: {target.fpus_per_core}
+  clock_rate_ghz: {target.clock_ghz}
+  device_memory_size: {gpu.hbm_bytes}
+  memory_bandwidth: {gpu.hbm_bytes_per_s:.0f}
+  l2_cache_size: {target.l2_bytes}
+  shared_memory_per_core: {target.shared_bytes_per_core}
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {target.shared_bytes_per_block}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+}}
+platform_name: "CUDA"
+runtime_version {{ major: 12 minor: 9 }}
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{target.device}"
+"""
+
+
+def parse_topology(text: str) -> tuple[str, int]:
+    """'h100:64' → ('h100', 64). Raises ValueError naming what is wrong; needs no GPU software."""
+    name, colon, count = text.partition(":")
+    if not colon or not re.fullmatch(r"[0-9]+", count):
+        raise ValueError(f"topology {text!r} is not NAME:N, a GPU and how many, e.g. h100:64")
+    gpu, num_gpus = hardware.get(name), int(count)
+    if name not in _TARGETS:
+        raise ValueError(f"{name!r} cannot be compiled for here; GPUs that can: {', '.join(_TARGETS)}")
+    if not 1 <= num_gpus <= MAX_GPUS:
+        raise ValueError(f"topology {text!r}: the number of GPUs must be 1 to {MAX_GPUS}")
+    host = gpu.gpus_per_host
+    if num_gpus > host and num_gpus % host:
+        below, above = num_gpus // host * host, -(-num_gpus // host) * host
+        raise ValueError(
+            f"topology {text!r}: hosts of {name} hold {host} GPUs, and {num_gpus} does not fill them; use {below} or {above}"
+        )
+    return name, num_gpus
+
+
+def topology(name_and_count: str) -> list:
+    """Devices of GPUs that are not here, for a mesh to compile over; on the way it puts jax on its CPU backend.
+
+    name_and_count: 'h100:64'; fewer than a host holds are one smaller host. Raises ValueError for a name or number that
+    cannot be, and where the wheels are missing.
+    """
+    name, num_gpus = parse_topology(name_and_count)
+    if missing := missing_wheels():
+        raise ValueError(f"compiling for {name} needs {' and '.join(missing)}: install 'meshtrain[gpu-compile]'")
+    require_cpu_backend()
+    from jax.experimental import topologies  # unstable API: only here
+
+    per_host = min(num_gpus, hardware.get(name).gpus_per_host)
+    description = topologies.get_topology_desc(
+        platform="cuda",
+        topology_name=name,
+        topology=f"1x{num_gpus // per_host}x{per_host}",  # partitions × hosts × GPUs
+        target_config=target_spec(name),
+    )
+    return list(description.devices)
+
+
+def require_cpu_backend() -> None:
+    """Put jax on its CPU backend before one starts. Raises ValueError where another has started.
+
+    With no platform chosen, jax tries the CUDA plugin, fails for want of a driver and then knows no GPU topologies.
+    """
+    from jax._src import xla_bridge
+
+    if not xla_bridge.backends_are_initialized():
+        jax.config.update("jax_platforms", "cpu")
+    elif (jax.config.jax_platforms or "").split(",")[0] != "cpu":
+        raise ValueError(
+            f"jax already runs on its {jax.default_backend()!r} backend, chosen by jax_platforms="
+            f"{jax.config.jax_platforms!r}; to compile for GPUs start with JAX_PLATFORMS=cpu"
+        )
+
+
+def missing_wheels() -> list[str]:
+    """What compiling for GPUs lacks here; [] where all is there.
+
+    ptxas and libdevice must come from the wheels: a CUDA toolkit on the developer's machine would hide that they are
+    missing, until the program runs where there is none.
+    """
+    missing = []
+    plugins = [v for v in ("12", "13") if importlib.util.find_spec("jax_plugins") and _find(f"jax_plugins.xla_cuda{v}")]
+    if not plugins:
+        return ["the CUDA plugin of jax (jax-cuda12-plugin or jax-cuda13-plugin)"]
+    wheels = {"12": ("nvidia.cuda_nvcc", "nvidia-cuda-nvcc-cu12", "it"), "13": ("nvidia.cu13", "nvidia-cuda-nvcc", "nvidia-nvvm")}
+    package, nvcc, nvvm = wheels[plugins[-1]]
+    roots = _find(package)
+    if not any((root / "bin" / "ptxas").is_file() for root in roots):
+        missing.append(f"ptxas ({nvcc})")
+    elif not any((root / "nvvm" / "libdevice" / "libdevice.10.bc").is_file() for root in roots):
+        missing.append(f"libdevice ({nvvm})")
+    return missing
+
+
+def has_gpu_compile() -> bool:
+    """True where `topology` works: for tests to skip visibly."""
+    return not missing_wheels()
+
+
+def _find(module: str) -> list[pathlib.Path]:
+    """The folders of an installed package, without importing it."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        return []
+    return [pathlib.Path(p) for p in spec.submodule_search_locations or ()] if spec else []
