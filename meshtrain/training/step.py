@@ -128,10 +128,11 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         shards = place("optimizer", state.params)
         updates, opt_state = spec.tx.update(grads, state.opt_state, shards)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        # A step that is not finite changes nothing; the selects fuse into the update.
-        keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-        new_params = place("params", keep(optax.apply_updates(shards, updates), shards))
-        new = State(state.step + 1, new_params, keep(opt_state, state.opt_state))
+        # A step that is not finite changes nothing. The updates are zeroed, not the params selected: a select on what
+        # is gathered next (ZeRO-1/2) makes XLA gather both sides of it.
+        updates = jax.tree.map(lambda u: jnp.where(finite, u, 0.0), updates)
+        opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), opt_state, state.opt_state)
+        new = State(state.step + 1, place("params", optax.apply_updates(shards, updates)), opt_state)
         rate = schedule(run.optimizer, training.steps)(state.step)
         metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": jnp.asarray(rate, jnp.float32), "tokens": count,
                    "skipped": ~finite}
