@@ -85,7 +85,7 @@ class Model(Section):
     rope_high_freq_factor: float = key(4.0, "wavelengths below rope_original_seq_len / this stay as they are", gt=0)
     rope_original_seq_len: int = key(8192, "sequence length before the scaling", ge=1)
     qk_norm: bool = key(False, "RMSNorm on each head's queries and keys")
-    attention_bias: bool = key(False, "biases of the query, key, value and output projections")
+    attention_bias: bool = key(False, "biases of queries, keys and values; with layernorm of the output too")
     mlp_bias: bool = key(False, "biases of the MLP")
     tie_embeddings: bool = key(False, "the head is the transposed embedding")
     embedding_dropout: float = key(0.0, "dropout after the embedding", ge=0, lt=1)

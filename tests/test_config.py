@@ -137,13 +137,19 @@ def test_the_axes_are_those_of_the_mesh():
     assert config.Mesh().placement == mesh.PLACEMENT
 
 
+def test_the_byte_vocabulary_is_that_of_the_data():
+    from meshtrain.training import data
+
+    assert config.BYTE_VOCAB == data.VOCAB
+
+
 # ---- presets ---------------------------------------------------------------------------------------------------------
 
 
 def count_params(model: config.Model) -> int:
     """Written out from the papers, not from our model code: a second opinion on both."""
     D, N, K, H, F = model.embed_dim, model.num_heads, model.num_kv_heads, model.head_dim, model.mlp_dim
-    attention = D * H * (2 * N + 2 * K) + model.attention_bias * (H * (N + 2 * K) + D) + model.qk_norm * 2 * H
+    attention = D * H * (2 * N + 2 * K) + model.attention_bias * (H * (N + 2 * K) + D * (model.norm == "layernorm")) + model.qk_norm * 2 * H
     mlp = D * F * (3 if model.activation == "swiglu" else 2) + model.mlp_bias * (F + D)
     norm = D * (2 if model.norm == "layernorm" else 1)
     tables = model.vocab_size * D * (1 if model.tie_embeddings else 2)
