@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from meshtrain.training import optimizer
 
@@ -167,6 +169,29 @@ def test_adafactor_equals_optax_where_both_factor_the_same_matrix():
         update, state = ours.update({"w": grad}, state, {"w": params})
         expected, expected_state = reference.update(grad, expected_state, params)
         np.testing.assert_allclose(update["w"], expected, rtol=1e-5)
+
+
+def test_adafactor_survives_a_token_not_seen_beside_huge_gradients():
+    params = random_params()
+    grads = jax.tree.map(lambda p: jnp.full(p.shape, 1e6), params)
+    grads["embed"] = grads["embed"].at[3].set(0.0)
+    updates = updates_of(config("adafactor"), grads, params, repeat=2)
+    assert all(np.isfinite(u).all() for u in jax.tree.leaves(updates))
+    assert not updates["embed"][3].any() and updates["embed"][2].all()
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon"])  # the two that look across a whole matrix
+def test_a_sharded_update_equals_the_plain_one(name):
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tensor"))
+    rules = {"embed": "fsdp", "heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+    place = lambda tree, axes: jax.tree.map(lambda _, a: NamedSharding(mesh, P(*map(rules.get, a))), tree, axes)
+    tx, params, grads = build(config(name)), random_params(1), random_params(2)
+    state = tx.init(params)
+    shardings = place(params, AXES), place(state, optimizer.state_axes(tx, params, AXES))
+    step = jax.jit(tx.update, out_shardings=shardings)
+    sharded = step(jax.device_put(grads, shardings[0]), jax.device_put(state, shardings[1]), jax.device_put(params, shardings[0]))
+    # float32 sums in another order
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), sharded, tx.update(grads, state, params))
 
 
 @pytest.mark.parametrize("name", optimizer.NAMES)
