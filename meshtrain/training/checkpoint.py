@@ -23,6 +23,8 @@ FORMAT = 1  # of the layout described above; a reader that meets a higher number
 class Checkpoints:
     """The checkpoints in one directory, each named by its step. Every process of a run makes one and calls it alike.
 
+    Use it in a `with` statement: an interpreter that ends during a save gives that save up.
+
     every: steps between regular checkpoints, which `due` tells; 0: none are regular.
     keep: how many of the latest stay on disk; 0: all.
     read_only: for another run's directory: creates, cleans up and saves nothing.
@@ -99,6 +101,12 @@ class Checkpoints:
     def close(self) -> None:
         """Waits, then ends the background threads."""
         self._manager.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()
 
     def _check(self, step, abstract_state, part):
         stored = {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in _named(self._manager.item_metadata(step)["state"].tree)}
