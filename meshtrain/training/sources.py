@@ -100,14 +100,14 @@ def match_globs(patterns: Sequence[str]) -> list[str]:
         matches = [wanted] if os.path.exists(wanted) else glob.glob(wanted, recursive=True)
         files = [path for path in matches if not os.path.isdir(path)]
         # Two names of one file would count it twice, and could put it in training and validation both.
-        found.update((os.path.realpath(path), os.path.normpath(path)) for path in sorted(files, reverse=True))
+        found.update((os.path.realpath(path), path) for path in files)
         if os.path.isdir(wanted):
             faults.append(f"data.paths: {pattern!r} is a directory; name its files, e.g. {os.path.join(pattern, '**', '*.txt')!r}")
         elif not files:
             faults.append(f"data.paths: {pattern!r} matches no file (relative to {os.getcwd()})")
     if faults:
         raise ValueError("\n".join(faults))
-    return sorted(found.values())
+    return [found[path] for path in sorted(found)]
 
 
 def list_stdlib(root: str) -> list[str]:
@@ -143,7 +143,7 @@ def split(lengths: np.ndarray, validation_fraction: float) -> tuple[Spans, Spans
 
     A function of the lengths alone: another seed trains on the same documents. Whole documents are held out in the order of
     a fixed hash of their index; where they cannot fill half of the wanted share (one file, a few books), every document gives
-    its tail instead.
+    its tail instead, a document of its own.
     """
     lengths = np.asarray(lengths, np.int64)
     wanted = int(lengths.sum() * validation_fraction)
