@@ -143,6 +143,14 @@ def test_combined_operands_are_counted_apart_and_split_by_dtype():
     assert all(r.is_async and r.source == "mlp/dot_general" for r in rows.values())
 
 
+def test_source_that_xla_dropped_is_that_of_the_operand():
+    text = module(f"""
+        %d = f32[64]{{0}} multiply(%x, %x), metadata={{op_name="jit(step)/mlp/mul"}}
+        %b = f32[64]{{0}} bitcast(%d)
+        %r = f32[16]{{0}} reduce-scatter(%b), {DATA4}, dimensions={{0}}, to_apply=%add""")
+    assert only(text, MESH).source == "mlp/mul"
+
+
 def test_start_that_runs_in_place_is_not_async():
     text = module(f'%s = f32[64] all-reduce-start(%x), {DATA4}, backend_config={{"collective_backend_config":{{"is_sync":true}}}}')
     assert not only(text, MESH).is_async

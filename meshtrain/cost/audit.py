@@ -128,6 +128,17 @@ def short_source(op_name: str) -> str:
     return "/".join("remat" if p == "rematted_computation" else p for p in parts)
 
 
+def _source(module: hlo.Module, visit: hlo.Visit) -> str:
+    """The short JAX path of an instruction; where XLA dropped it (reduce-scatters on GPUs), of what it reads."""
+    scope, near = module.computations[visit.computation], [visit.instruction]
+    for _ in range(4):  # a few hops: bitcasts and fusions stand between a matmul and its reduce-scatter
+        for ins in near:
+            if ins.op_name:
+                return short_source(ins.op_name)
+        near = [scope[o] for ins in near for o in ins.operands if o in scope]
+    return ""
+
+
 # ---- collectives -----------------------------------------------------------------------------------------------------
 
 
@@ -170,7 +181,7 @@ def _collective_rows(module: hlo.Module, visit: hlo.Visit, mesh_shape: dict[str,
         started = ins.op.endswith("-start") or visit.is_async
         rows.append(Collective(
             kind=kind, axes=axes, count=visit.trips * (1 if one_array else len(sizes)), bytes=_ring_bytes(kind, payload, n),
-            payload_bytes=payload, dtype=dtype, source=short_source(ins.op_name), trips=visit.trips, group_size=n,
+            payload_bytes=payload, dtype=dtype, source=_source(module, visit), trips=visit.trips, group_size=n,
             is_async=started and '"is_sync":true' not in ins.attrs, in_branch=visit.in_branch,
         ))  # fmt: skip
     return rows
@@ -310,4 +321,4 @@ def _dot(module: hlo.Module, visit: hlo.Visit) -> Dot | None:
     output = hlo.shapes(ins.type_text)[0][1]  # cuBLAS returns (result, workspace)
     flops = 2 * math.prod(output) * math.prod(lhs[1][d] for d in contracting)
     dtype = max(lhs[0], rhs[0], key=hlo.dtype_bits)  # a mixed dot runs in the wider one
-    return Dot(dtype, flops * visit.trips, visit.trips, short_source(ins.op_name))
+    return Dot(dtype, flops * visit.trips, visit.trips, _source(module, visit))
