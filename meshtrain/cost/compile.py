@@ -33,10 +33,12 @@ class _Target:
     l2_bytes: int
     shared_bytes_per_core: int
     shared_bytes_per_block: int  # opt-in maximum
+    nvlinks: int = 0  # newer XLA picks the kernel of an all-reduce by it, which moves temp memory a little
 
 
 # Source: openxla/xla, xla/backends/gpu/target_config/specs/*.txtpb. h100-96gb: the SXM5 part with its own memory.
-_HOPPER = (132, 128, 1.98, 52_428_800, 233_472, 232_448)
+# (They give the A100 no links: its kernels are not chosen by them.)
+_HOPPER = (132, 128, 1.98, 52_428_800, 233_472, 232_448, 18)
 _TARGETS = {
     "a100-40gb": _Target("NVIDIA A100-SXM4-40GB", 8, 108, 64, 1.41, 41_943_040, 167_936, 166_912),
     "a100-80gb": _Target("NVIDIA A100-SXM4-80GB", 8, 108, 64, 1.41, 41_943_040, 167_936, 166_912),
@@ -44,16 +46,18 @@ _TARGETS = {
     "h100-pcie": _Target("NVIDIA H100 PCIe", 9, 114, 128, 1.755, 52_428_800, 233_472, 232_448),
     "h100-96gb": _Target("NVIDIA H100", 9, *_HOPPER),
     "h200": _Target("NVIDIA H200", 9, *_HOPPER),
-    "b200": _Target("NVIDIA B200", 10, 148, 128, 1.965, 132_644_864, 233_472, 232_448),
-    "gb200": _Target("NVIDIA GB200", 10, 152, 128, 2.062, 135_528_448, 233_472, 232_448),
+    "b200": _Target("NVIDIA B200", 10, 148, 128, 1.965, 132_644_864, 233_472, 232_448, 18),
+    "gb200": _Target("NVIDIA GB200", 10, 152, 128, 2.062, 135_528_448, 233_472, 232_448, 18),
 }
 
 
 def target_spec(name: str) -> str:
     """XLA's GpuTargetConfigProto of a GPU, as text."""
     gpu, target = hardware.get(name), _TARGETS[name]
+    features = "ACCELERATED_FEATURES" if target.compute_capability >= 9 else "NONE"  # sm_90a, not sm_90: warp-group matmuls
+    links = f"\n  device_interconnect_info {{ active_links: {target.nvlinks} }}" if target.nvlinks else ""
     return f"""gpu_device_info {{
-  cuda_compute_capability {{ major: {target.compute_capability} }}
+  cuda_compute_capability {{ major: {target.compute_capability} feature_extension: {features} }}{links}
   core_count: {target.cores}
   fpus_per_core: {target.fpus_per_core}
   clock_rate_ghz: {target.clock_ghz}
@@ -145,18 +149,19 @@ def missing_wheels() -> list[str]:
     ptxas and libdevice must come from the wheels: a CUDA toolkit on the developer's machine would hide that they are
     missing, until the program runs where there is none.
     """
-    missing = []
-    plugins = [v for v in ("12", "13") if importlib.util.find_spec("jax_plugins") and _find(f"jax_plugins.xla_cuda{v}")]
+    plugins = [v for v in ("12", "13") if _find(f"jax_plugins.xla_cuda{v}")]
     if not plugins:
         return ["the CUDA plugin of jax (jax-cuda12-plugin or jax-cuda13-plugin)"]
-    wheels = {"12": ("nvidia.cuda_nvcc", "nvidia-cuda-nvcc-cu12", "it"), "13": ("nvidia.cu13", "nvidia-cuda-nvcc", "nvidia-nvvm")}
-    package, nvcc, nvvm = wheels[plugins[-1]]
+    package, nvcc, nvvm = {
+        "12": ("nvidia.cuda_nvcc", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc-cu12"),
+        "13": ("nvidia.cu13", "nvidia-cuda-nvcc", "nvidia-nvvm"),
+    }[plugins[-1]]
     roots = _find(package)
     if not any((root / "bin" / "ptxas").is_file() for root in roots):
-        missing.append(f"ptxas ({nvcc})")
-    elif not any((root / "nvvm" / "libdevice" / "libdevice.10.bc").is_file() for root in roots):
-        missing.append(f"libdevice ({nvvm})")
-    return missing
+        return [f"ptxas ({nvcc})"]
+    if not any((root / "nvvm" / "libdevice" / "libdevice.10.bc").is_file() for root in roots):
+        return [f"libdevice ({nvvm})"]
+    return []
 
 
 def has_gpu_compile() -> bool:
