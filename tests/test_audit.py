@@ -307,7 +307,7 @@ def test_cublas_call_counts_from_its_dimension_numbers():
         %a = bf16[8,16]{1,0} convert(%x)
         %b = bf16[16,32]{1,0} convert(%x)
         %g = (bf16[8,32]{1,0}, s8[4194304]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}
-        %f = bf16[8,32]{1,0} custom-call(%a, %b), custom_call_target="__cudnn$fmhaSoftmax" """)
+        %f = bf16[8,32]{1,0} custom-call(%a, %b), custom_call_target="__cudnn$fmhaSoftmax", backend_config={"bmm1":{"lhs_contracting_dimensions":["1"]}}""")
     program = audit.read(text, MESH)
     assert program.flops == {"bf16": 2 * 8 * 32 * 16}
     assert len(program.uncounted) == 1 and "fmhaSoftmax" in program.uncounted[0]

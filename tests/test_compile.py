@@ -63,6 +63,18 @@ def test_spec_takes_memory_from_the_hardware_table(name):
     assert re.search(r"memory_bandwidth: \d+\n", spec)
 
 
+def test_backend_that_started_without_the_cpu_chosen_is_refused():
+    jax.devices()
+    before = jax.config.jax_platforms
+    try:
+        jax.config.update("jax_platforms", "cuda,cpu")
+        with pytest.raises(ValueError, match="start with JAX_PLATFORMS=cpu"):
+            compile.require_cpu_backend()
+    finally:
+        jax.config.update("jax_platforms", before)
+    compile.require_cpu_backend()
+
+
 @needs_wheels
 @pytest.mark.parametrize("name", ["h100:64", "a100-40gb:4"])
 def test_devices_are_as_many_and_of_the_kind_asked_for(name):
