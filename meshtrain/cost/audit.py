@@ -47,6 +47,7 @@ class Dot:
     flops: int  # per step: 2 × output elements × contracted size × trips
     trips: int
     source: str
+    in_branch: bool  # inside a conditional: counted as if taken, so FLOPs of a program with branches are an upper bound
 
 
 @dataclass(frozen=True)
@@ -321,4 +322,4 @@ def _dot(module: hlo.Module, visit: hlo.Visit) -> Dot | None:
     output = hlo.shapes(ins.type_text)[0][1]  # cuBLAS returns (result, workspace)
     flops = 2 * math.prod(output) * math.prod(lhs[1][d] for d in contracting)
     dtype = max(lhs[0], rhs[0], key=hlo.dtype_bits)  # a mixed dot runs in the wider one
-    return Dot(dtype, flops * visit.trips, visit.trips, _source(module, visit))
+    return Dot(dtype, flops * visit.trips, visit.trips, _source(module, visit), visit.in_branch)
