@@ -62,10 +62,11 @@ def random_params(seed=0, dtype=jnp.float32):
     return jax.tree.map(lambda shape: jnp.asarray(rng.normal(size=shape), dtype), SHAPES, is_leaf=lambda x: isinstance(x, tuple))
 
 
-def updates_of(cfg, grads, params, repeat=1):
+def updates_of(cfg, sequence, params):
+    """The update after the last gradients of a sequence."""
     tx = build(cfg)
     state = tx.init(params)
-    for _ in range(repeat):
+    for grads in sequence:
         updates, state = tx.update(grads, state, params)
     return updates
 
@@ -91,7 +92,7 @@ def test_every_leaf_of_a_quadratic_falls(name):
 def test_decay_reaches_matrices_and_tables_and_never_norms_or_biases(name):
     params = random_params()
     grads = jax.tree.map(jnp.zeros_like, params)
-    decayed = updates_of(config(name, weight_decay=0.5), grads, params)
+    decayed = updates_of(config(name, weight_decay=0.5), [grads], params)
     for (path, update), p in zip(jax.tree.leaves_with_path(decayed), jax.tree.leaves(params), strict=True):
         is_vector = str(path[-1].key) in ("norm", "bq")
         np.testing.assert_allclose(update, 0 * p if is_vector else -0.1 * 0.5 * p, rtol=1e-6, err_msg=str(path))
@@ -129,20 +130,21 @@ def test_a_decay_longer_than_the_run_is_cut_to_what_the_warm_up_leaves():
 
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
 def test_stacked_layers_are_updated_as_separate_matrices_would_be(name):
-    params, grads = random_params(1), random_params(2)
-    # Layers of very different gradient size: any statistic taken over all of them would show.
-    grads["layers"] = jax.tree.map(lambda g: g * jnp.logspace(-3, 3, L).reshape((L,) + (1,) * (g.ndim - 1)), grads["layers"])
-    together = updates_of(config(name), grads, params, repeat=2)
+    params, sequence = random_params(1), [random_params(2), random_params(3)]
+    # Layers of very different gradient size, in one step rising and in the next falling: any statistic over all of them would show.
+    for grads, sizes in zip(sequence, (jnp.logspace(-3, 3, L), jnp.logspace(3, -3, L)), strict=True):
+        grads["layers"] = jax.tree.map(lambda g: g * sizes.reshape((L,) + (1,) * (g.ndim - 1)), grads["layers"])
+    together = updates_of(config(name), sequence, params)
     for layer in range(L):
         one = lambda tree: {**tree, "layers": jax.tree.map(lambda x: x[layer : layer + 1], tree["layers"])}
-        alone = updates_of(config(name), one(grads), one(params), repeat=2)
+        alone = updates_of(config(name), [one(grads) for grads in sequence], one(params))
         # float32 sums of up to a hundred terms in another order, through Newton–Schulz's five steps
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a[0], b[layer], rtol=2e-4, atol=1e-6), alone["layers"], together["layers"])
 
 
 def test_muon_orthogonalizes_projections_as_matrices_with_the_rms_of_adamw():
     params, grads = random_params(1), random_params(2)
-    updates = updates_of(config("muon", learning_rate=1.0), grads, params)["layers"]
+    updates = updates_of(config("muon", learning_rate=1.0), [grads], params)["layers"]
     for name, matrix in (("wq", (D, N * H)), ("wo", (N * H, D)), ("up", (D, F))):
         for layer in range(L):
             update = -np.asarray(updates[name][layer]).reshape(matrix) / (0.2 * np.sqrt(max(matrix)))
@@ -154,7 +156,7 @@ def test_muon_orthogonalizes_projections_as_matrices_with_the_rms_of_adamw():
 
 def test_muon_leaves_tables_norms_and_biases_to_adamw():
     params, grads = random_params(1), random_params(2)
-    muon, adamw = (updates_of(config(name, weight_decay=0.1), grads, params, repeat=2) for name in ("muon", "adamw"))
+    muon, adamw = (updates_of(config(name, weight_decay=0.1), [grads, grads], params) for name in ("muon", "adamw"))
     same = jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), muon, adamw)
     assert same == jax.tree.map(lambda role: role != "matrix", ROLES)
 
@@ -175,7 +177,7 @@ def test_adafactor_survives_a_token_not_seen_beside_huge_gradients():
     params = random_params()
     grads = jax.tree.map(lambda p: jnp.full(p.shape, 1e6), params)
     grads["embed"] = grads["embed"].at[3].set(0.0)
-    updates = updates_of(config("adafactor"), grads, params, repeat=2)
+    updates = updates_of(config("adafactor"), [grads, grads], params)
     assert all(np.isfinite(u).all() for u in jax.tree.leaves(updates))
     assert not updates["embed"][3].any() and updates["embed"][2].all()
 

@@ -31,7 +31,7 @@ class Checkpoints:
     """
 
     def __init__(self, directory: str | pathlib.Path, *, every: int = 0, keep: int = 0, read_only: bool = False):
-        absl.logging.set_verbosity(absl.logging.WARNING)  # orbax reports each of its dozen steps per save as INFO
+        absl.logging.set_verbosity(absl.logging.WARNING)  # where a program shows INFO, orbax fills the log: 60 lines per save
         self.directory = pathlib.Path(directory).absolute()  # orbax refuses relative paths
         self.every = every
         policies = ocp.checkpoint_managers.preservation_policy
@@ -76,7 +76,8 @@ class Checkpoints:
         self.wait()
         document = self._manager.restore(step, args=ocp.args.Composite(metadata=ocp.args.JsonRestore()))["metadata"]
         if document["format"] > FORMAT:
-            raise ValueError(f"{self.directory / str(step)} has checkpoint format {document['format']}, this version reads up to {FORMAT}: update meshtrain")
+            where = self.directory / str(step)
+            raise ValueError(f"{where} has checkpoint format {document['format']}, this version reads up to {FORMAT}: update meshtrain")
         return document
 
     def restore(self, step: int, abstract_state: Any, *, part: bool = False) -> tuple[Any, dict]:
@@ -109,8 +110,8 @@ class Checkpoints:
         self.close()
 
     def _check(self, step, abstract_state, part):
-        stored = {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in _named(self._manager.item_metadata(step)["state"].tree)}
-        wanted = {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in _named(abstract_state)}
+        stored = _forms(self._manager.item_metadata(step)["state"].tree)
+        wanted = _forms(abstract_state)
         show = lambda entry: "absent" if entry is None else f"{entry[1]}{list(entry[0])}"
         names = wanted.keys() if part else wanted.keys() | stored.keys()
         differences = [
@@ -127,8 +128,10 @@ def _keys(path):
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
-def _named(tree):
-    return [("/".join(_keys(path)), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
+def _forms(tree):
+    """Name -> (shape, dtype) of every array."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {"/".join(_keys(path)): (tuple(leaf.shape), np.dtype(leaf.dtype)) for path, leaf in leaves}
 
 
 def _nested(tree):

@@ -14,7 +14,8 @@ from typing import Any
 class MetricsWriter:
     """Appends rows to the file at `path`. In a run of several processes only one may have it.
 
-    An existing file is continued: call `truncate_after` first, with 0 for a fresh start, or a torn last line would be glued to the next row.
+    An existing file is continued: call `truncate_after` first, with 0 for a fresh start, or a torn last line would be
+    glued to the next row.
     """
 
     def __init__(self, path: str | pathlib.Path):

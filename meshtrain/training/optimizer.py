@@ -178,7 +178,8 @@ def _check(cfg, roles, matrix_dims):
         if role not in ROLES:
             errors.append(f"the role {role!r} of {where} is unknown; use one of {', '.join(ROLES)}")
         if (role == "matrix") != (dims is not None):
-            errors.append(f"{where} has the role {role!r} and matrix_dims {dims}: a matrix needs (input dims, output dims), others None")
+            wanted = "a matrix needs (input dims, output dims), others None"
+            errors.append(f"{where} has the role {role!r} and matrix_dims {dims}: {wanted}")
 
     jax.tree_util.tree_map_with_path(check_leaf, roles, matrix_dims)
     if errors:
