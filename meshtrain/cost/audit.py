@@ -323,3 +323,17 @@ def _dot(module: hlo.Module, visit: hlo.Visit) -> Dot | None:
     flops = 2 * math.prod(output) * math.prod(lhs[1][d] for d in contracting)
     dtype = max(lhs[0], rhs[0], key=hlo.dtype_bits)  # a mixed dot runs in the wider one
     return Dot(dtype, flops * visit.trips, visit.trips, _source(module, visit), visit.in_branch)
+
+
+def carried_bytes(text: str, trips: int) -> int:
+    """Bytes of the float32 arrays that the outermost loop of `trips` iterations carries and changes; 0 without one.
+
+    In a training step these are the gradient accumulators: weights pass through the loop unchanged and do not count.
+    """
+    module = hlo.parse(text)
+    totals = [0]
+    for ins in module.computations[module.entry].values():
+        if ins.op == "while" and hlo.known_trips(ins) == trips:
+            totals.append(sum(hlo.shape_bytes(shape) for shape in hlo.changed(module, ins.attr("body"))
+                              if shape[0] == "f32" and shape[1]))
+    return max(totals)

@@ -167,7 +167,7 @@ def walk(module: Module, wanted: Callable[[Instruction], bool]) -> tuple[list[Vi
             if called and ins.op == "while":
                 body, condition = ins.attr("body"), ins.attr("condition")
                 state = frame.scalars(ins.operands[0])
-                n = _known_trips(ins)
+                n = known_trips(ins)
                 if n is None:
                     n = _simulated_trips(module, condition, body, state)
                 lost = n is None
@@ -296,7 +296,7 @@ def _top_level_types(type_text: str) -> Iterator[str]:
             start = i + 1
 
 
-def _known_trips(ins: Instruction) -> int | None:
+def known_trips(ins: Instruction) -> int | None:
     found = re.search(r'"known_trip_count":\{"n":"(\d+)"', ins.attrs)
     return int(found.group(1)) if found else None
 
@@ -325,3 +325,18 @@ def _invariants(module: Module, body: str, state: dict) -> dict:
     marks = {i: object() for i in state}  # an opaque mark survives copies and dies in arithmetic
     after = _next_state(module, body, marks)
     return {i: state[i] if after[i] is marks[i] else None for i in state}
+
+
+def changed(module: Module, body: str) -> list[Shape]:
+    """The arrays in a loop's carried tuple that its body does not merely pass through."""
+    scope = module.computations[body]
+    root = next(ins for ins in scope.values() if ins.is_root)
+    out = []
+    for i, name in enumerate(root.operands):
+        source = scope[name]
+        while source.op in _SAME_VALUE:
+            source = scope[source.operands[0]]
+        passed = source.op == "get-tuple-element" and int(source.attr("index")) == i
+        if not passed:
+            out += shapes(scope[name].type_text)
+    return out

@@ -107,6 +107,12 @@ def backward(q_BTNH, k_BSKH, v_BSKH, segments_BT, o_BTNH, lse_BTN, do_BTNH):
 attend.defvjp(_attend_forward, _attend_backward)
 
 
+def attend_cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT):
+    """cuDNN's flash attention; for batches of one segment only, so segments_BT is not looked at. bfloat16, GPU."""
+    del segments_BT
+    return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, is_causal=True, implementation="cudnn")
+
+
 def _blocks(q_BTNH, k_BSKH, v_BSKH, segments_BT):
     """Heads grouped [B, T, K, G, H], the sequence padded to whole blocks, and the (i, j <= i) pairs, row by row."""
     B, T, N, H = q_BTNH.shape

@@ -106,7 +106,8 @@ class Transformer:
 
     def activations(self, batch: int, seq_len: int) -> list[Tensor]:
         """The activations that rules place, with their full shapes, for the checks at load."""
-        cfg, rows = self.cfg, [("residual stream", ("batch", "residual_seq", None), (batch, seq_len, cfg.embed_dim))]
+        cfg = self.cfg
+        rows = [("residual stream", ("batch", "residual_seq", None), (batch, seq_len, cfg.embed_dim))]
         heads = lambda n, axis: (("batch", "seq", axis, "head_dim"), (batch, seq_len, n, cfg.head_dim))
         rows += [("queries", *heads(cfg.num_heads, "heads")), ("keys", *heads(cfg.num_kv_heads, "kv_heads")),
                  ("mlp", ("batch", "seq", "mlp"), (batch, seq_len, cfg.mlp_dim)),

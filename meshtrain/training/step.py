@@ -48,10 +48,12 @@ class Program:
     `initialize() -> State`, a function of the seed alone.
     """
     train: Callable
+    accumulate: Callable           # (params, batch, dropout key) -> (grads placed as [optimizer], loss, count); not jitted
     evaluate: Callable
     initialize: Callable
     spec: StateSpec
     batch: dict                    # ShapeDtypeStructs with shardings, [microbatches, replicas, sequences, T]
+    plan: Plan                     # for forward passes outside the replica axis
     once: tuple[str, ...]          # batch axes over which gradients are reduced once per step
     mesh: jax.sharding.Mesh
     compiler_options: dict
@@ -155,9 +157,10 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
     return Program(
         train=jax.jit(train, in_shardings=(spec.sharding, batch_shardings), out_shardings=(spec.sharding, whole),
                       donate_argnums=0),
+        accumulate=accumulate,
         evaluate=jax.jit(evaluate, in_shardings=(spec.sharding.params, batch_shardings), out_shardings=whole),
         initialize=jax.jit(initialize, out_shardings=spec.sharding),
-        spec=spec, batch=batch, once=once, mesh=mesh,
+        spec=spec, batch=batch, plan=dataclasses.replace(plan, layout=layout), once=once, mesh=mesh,
         compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform, COMPILER_OPTIONS["gpu"]))
 
 

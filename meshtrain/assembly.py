@@ -1,0 +1,140 @@
+"""From a run file to everything a command needs: devices, mesh, layout, model and the jitted step.
+
+Shared by the doors, which hold no logic of their own. This is the only place that sets flags or starts a jax backend,
+and where the layout of a run is checked against its rule file and model, before anything is compiled.
+"""
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Sequence
+
+import jax
+
+from meshtrain import config
+from meshtrain.config import ConfigError, Run
+from meshtrain.layout import rules
+from meshtrain.layout.mesh import AXES, MeshPlan
+from meshtrain.layout.rules import Layout, Tensor
+from meshtrain.model import attention, transformer
+from meshtrain.training import state, step
+
+DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+# The concurrency-optimized CPU scheduler deadlocks programs with independent collectives (2 of 4 ZeRO-3 steps did).
+SCHEDULER_FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Assembly:
+    """A run put together; nothing is compiled or initialized yet. `notes`: what the user should be told once."""
+    run: Run
+    plan: MeshPlan
+    mesh: jax.sharding.Mesh
+    layout: Layout
+    model: transformer.Transformer
+    program: step.Program
+    notes: tuple[str, ...]
+
+
+def start_devices(run: Run) -> Sequence[jax.Device]:
+    """The devices of the run; starts the jax backend. simulated_devices > 0 means that many CPU devices.
+
+    Raises: ConfigError where a backend is already up with other devices.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")    # an installed CUDA plugin reports at length that there is no GPU
+    if run.run.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(run.run.compilation_cache))
+    count = run.mesh.simulated_devices
+    if count:
+        os.environ["XLA_FLAGS"] = _with_flags(os.environ.get("XLA_FLAGS", ""), count)
+        jax.config.update("jax_platforms", "cpu")
+    elif not gpus_expected():
+        # Without this an installed CUDA plugin tries to start, fails with a page of warnings, and ends on the CPU.
+        jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
+    devices = jax.devices()
+    if count and len(devices) != count:
+        raise ConfigError(f"mesh.simulated_devices={count}, but this process already runs jax with {len(devices)} "
+                          f"devices; start a new process, or a notebook with XLA_FLAGS={DEVICE_COUNT_FLAG}={count}")
+    return devices
+
+
+def gpus_expected() -> bool:
+    """Whether jax will find GPUs, told without starting it: a plugin, a device node and nothing that forbids it."""
+    if os.environ.get("JAX_PLATFORMS", "cuda") not in ("", "cuda", "gpu", "cuda,cpu", "rocm"):
+        return False
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
+        return False
+    plugin = any(importlib.util.find_spec(f"jax_{name}") for name in
+                 ("cuda12_plugin", "cuda13_plugin", "rocm60_plugin", "rocm7_plugin"))
+    return bool(plugin) and any(os.path.exists(node) for node in ("/dev/nvidiactl", "/dev/kfd"))
+
+
+def on_gpus(run: Run, num_gpus: int) -> Run:
+    """The quickstart where there are GPUs: all on fsdp, as many as divide the model's width and the batch."""
+    sequences = run.data.global_batch // run.training.microbatches
+    n = max(n for n in range(1, num_gpus + 1) if run.model.embed_dim % n == 0 and sequences % n == 0)
+    sizes = {axis: 1 for axis in AXES} | {"fsdp": n, "simulated_devices": 0}
+    return run.model_copy(update={"mesh": run.mesh.model_copy(update=sizes)})
+
+
+def assemble(run: Run, devices: Sequence[jax.Device]) -> Assembly:
+    """Checks the layout and puts the rooms together. Raises: ConfigError with every fault of mesh and rules."""
+    plan = MeshPlan(config.mesh_sizes(run, len(devices)), run.mesh.placement)
+    try:
+        loaded = rules.load(run.sharding.rules)
+    except ValueError as error:
+        raise ConfigError(*str(error).splitlines()) from None
+    model = transformer.build(run.model)
+    faults = rules.problems(loaded, plan.sizes, tensors(run, model))
+    if faults:
+        raise ConfigError(*faults)
+    mesh = plan.build(devices)
+    layout = Layout(loaded, plan.sizes)
+    attend, note = choose_attention(run, devices[0])
+    spec = state.describe(model, run.optimizer, run.training.steps, layout, mesh)
+    program = step.build(run, model, layout, mesh, attend, spec)
+    return Assembly(run, plan, mesh, layout, model, program, (note,) if note else ())
+
+
+def tensors(run: Run, model: transformer.Transformer) -> list[Tensor]:
+    """Everything that the rules place, with full shapes: parameters in three tables, and the activations."""
+    placed = [Tensor(table, info.name, info.shape, info.axes) for table in ("params", "grads", "optimizer")
+              for info in model.table()]
+    return placed + model.activations(run.data.global_batch // run.training.microbatches, run.data.seq_len)
+
+
+
+
+def choose_attention(run: Run, device: jax.Device) -> tuple[Callable, str]:
+    """The attention engine and what to tell of the choice: cuDNN on a GPU where no document mask stands in the way."""
+    if device.platform not in ("gpu", "cuda"):
+        return attention.attend, ""
+    reasons = []
+    if run.data.document_mask:
+        reasons.append("cuDNN's kernel has no document mask (data.document_mask=true)")
+    if run.model.compute_dtype != "bfloat16":
+        reasons.append(f"cuDNN's kernel takes bfloat16, not model.compute_dtype={run.model.compute_dtype}")
+    if run.model.head_dim % 8 or run.model.head_dim > 128:
+        reasons.append(f"cuDNN's kernel needs a head_dim that is a multiple of 8 up to 128, not {run.model.head_dim}")
+    if not importlib.util.find_spec("nvidia") or not _has_cudnn():
+        reasons.append("the cuDNN library is not installed (extra 'gpu')")
+    if reasons:
+        return attention.attend, f"attention: blockwise XLA engine, because {'; '.join(reasons)}"
+    return attention.attend_cudnn, "attention: cuDNN"
+
+
+def _has_cudnn() -> bool:
+    try:
+        return importlib.util.find_spec("nvidia.cudnn") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _with_flags(flags: str, count: int) -> str:
+    """XLA_FLAGS with the simulated device count in them; whatever else stands there stays."""
+    flags = re.sub(rf"{DEVICE_COUNT_FLAG}=\d+", "", flags).split()
+    if not any(flag.startswith(SCHEDULER_FLAG) for flag in flags):
+        flags.append(f"{SCHEDULER_FLAG}=false")
+    return " ".join(flags + [f"{DEVICE_COUNT_FLAG}={count}"])

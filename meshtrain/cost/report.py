@@ -1,0 +1,123 @@
+"""What a run is and costs, in words and as JSON: for the first lines of `train` and for `inspect`.
+
+Given an assembled run (`meshtrain.assembly.Assembly`) and, where there is one, its compiled step.
+"""
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from jax.sharding import NamedSharding
+
+from meshtrain.cost import audit, memory
+from meshtrain.layout import rules
+
+LARGE = 64 * 2**20   # bytes on one device from which a replicated parameter is worth a warning
+
+
+def grads_shardings(made):
+    """Where [grads] puts each accumulator."""
+    return rules.shardings(made.layout, made.mesh, "grads", made.program.spec.axes)
+
+
+def formula(made) -> dict:
+    return memory.formula(made.program.spec.abstract, made.program.spec.sharding, grads_shardings(made))
+
+
+def before(made) -> str:
+    """What is about to be trained: size, layout, and the memory that the rules imply."""
+    run, table = made.run, made.model.table()
+    count = sum(info.size for info in table)
+    kind = made.mesh.devices.flat[0].device_kind
+    simulated = " (simulated)" if run.mesh.simulated_devices else ""
+    lines = [
+        f"{run.run.name}: {count:,} parameters in {run.model.num_layers} layers, {run.training.steps} steps of "
+        f"{run.data.global_batch} × {run.data.seq_len} tokens in {run.training.microbatches} microbatch(es)",
+        f"layout: {made.plan} on {made.plan.num_devices} × {kind}{simulated}, {made.layout.rules.path}, "
+        f"remat {run.training.remat}, {run.model.compute_dtype}, {run.optimizer.name}",
+        "memory per device by the rules: " + ", ".join(
+            f"{name} {size(value)}" for name, value in formula(made).items() if value is not None),
+    ]
+    return "\n".join(lines + [f"note: {note}" for note in made.notes])
+
+
+def compiled(executable, made, seconds: float) -> str:
+    """How long compilation took and what the compiled step holds."""
+    held = memory.compiled(executable, made.program.spec.abstract, made.run.training.microbatches)
+    return (f"compiled in {seconds:.1f} s; compiled step per device: {size(held['total'])} "
+            f"(arguments {size(held['total'] - held['activations'] - (held['grads'] or 0))}, "
+            f"gradients and activations {size(held['activations'] + (held['grads'] or 0))})")
+
+
+def as_json(made, executable, program: audit.Program) -> dict:
+    """The contract of `inspect --json`."""
+    return {"memory_bytes": {"formula": formula(made),
+                             "compiled": memory.compiled(executable, made.program.spec.abstract,
+                                                         made.run.training.microbatches)},
+            "collectives": {"formula": None, "compiled": audit.summarize(program.collectives)}}
+
+
+def params_table(made) -> str:
+    """Per parameter: logical axes -> spec -> bytes per device in [params], [grads] and [optimizer]'s moments."""
+    spec, rows = made.program.spec, []
+    replicated = []
+    for info in made.model.table():
+        shards = {name: NamedSharding(made.mesh, made.layout.spec(name, info.axes)) for name in
+                  ("params", "grads", "optimizer")}
+        held = {name: math.prod(s.shard_shape(info.shape)) for name, s in shards.items()}
+        itemsize = np.dtype(info.dtype).itemsize
+        axes = " ".join(f"{axis or '·'}={n}" for axis, n in zip(info.axes, info.shape))
+        placed = ", ".join("·" if entry is None else "+".join([entry] if isinstance(entry, str) else entry)
+                           for entry in shards["params"].spec)
+        rows.append((info.name, axes, f"({placed})", size(held["params"] * itemsize), size(held["grads"] * 4)))
+        if made.plan.num_devices > 1 and held["params"] == info.size and info.size * itemsize >= LARGE:
+            replicated.append(f"warning: {info.name} ({size(info.size * itemsize)}) is whole on every device; a rule for "
+                              f"{' or '.join(repr(a) for a in info.axes if a)} in [params] would split it")
+    header = ("parameter", "logical axes", "[params] spec", "params", "grads")
+    totals = formula(made)
+    opt = f"optimizer state per device ({made.run.optimizer.name}): {size(totals['optimizer'])}"
+    total = ("total per device", "", "", size(totals["params"]), size(totals["grads"]))
+    return "\n".join([columns([header, *rows, total]), opt, *replicated])
+
+
+def collectives_table(program: audit.Program) -> str:
+    """The compiled step's collectives by mesh axis, per device and step."""
+    rows = [(c["kind"], " × ".join(c["axes"]), c["dtype"], f"{c['count']:,}", size(c["bytes"]), c["source"][:60])
+            for c in audit.summarize(program.collectives)]
+    if not rows:
+        return "collectives of the compiled step: none"
+    header = ("collective", "axes", "dtype", "count", "sent per device", "from")
+    lines = [columns([header, *rows])]
+    lines += [f"warning: counted once, its length is unknown: loop {name}" for name in program.unknown_loops]
+    lines += [f"error: a permute leaves devices with zeros: {text}" for text in program.broken_permutes]
+    return "\n".join(lines)
+
+
+def matmuls(program: audit.Program) -> str:
+    per_dtype = ", ".join(f"{dtype} {flops:.4g}" for dtype, flops in sorted(program.flops.items()))
+    unsure = f"; not counted: {', '.join(program.uncounted)}" if program.uncounted else ""
+    return f"matmul FLOPs per device and step: {per_dtype or 'none'}{unsure}"
+
+
+def memory_table(made, executable) -> str:
+    """Formula beside compiled, each difference visible."""
+    held = memory.compiled(executable, made.program.spec.abstract, made.run.training.microbatches)
+    ruled = formula(made)
+    show = lambda value: "–" if value is None else size(value)
+    rows = [(key, show(ruled[key]), show(held[key])) for key in ("params", "grads", "optimizer", "activations", "total")]
+    return columns([("memory per device", "by the rules", "compiled"), *rows])
+
+
+def columns(rows) -> str:
+    """Left-aligned text columns."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+
+def size(count: float) -> str:
+    """Bytes in binary units: 1536 -> 1.5 KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

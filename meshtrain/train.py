@@ -1,0 +1,128 @@
+"""python -m meshtrain.train [RUN.toml] [--section.key value …]: trains, and says what and where.
+
+Exit codes: 0 done · 2 the user's mistake, one message · 75 stopped on request, state saved · 1 anything else.
+"""
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+
+import jax
+
+from meshtrain import assembly, config
+from meshtrain.config import ConfigError, Run
+from meshtrain.cost import flops, hardware, report
+from meshtrain.training import data, loop, rundir, sample
+from meshtrain.training.checkpoint import Checkpoints
+from meshtrain.training.metrics import MetricsWriter
+from meshtrain.training.state import State
+
+DONE, USER_ERROR, STOPPED, FAILED = 0, 2, 75, 1
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        run = config.load(argv)
+        devices, run = _devices(run, argv)
+        with rundir.claimed(run) as directory:
+            return _train(run, devices, directory)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    except loop.TooManySkippedSteps as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return FAILED
+
+
+def _devices(run: Run, argv: Sequence[str]) -> tuple[Sequence[jax.Device], Run]:
+    """The devices to run on. Without a run file or a mesh, the quickstart moves from simulated devices to real GPUs."""
+    chosen = any(not arg.startswith("-") for arg in argv[:1]) or any(arg.startswith("--mesh.") for arg in argv)
+    if not chosen and assembly.gpus_expected():
+        run = run.model_copy(update={"mesh": run.mesh.model_copy(update={"simulated_devices": 0})})
+        devices = assembly.start_devices(run)
+        run = assembly.on_gpus(run, len(devices))
+        print(f"found {len(devices)} × {devices[0].device_kind}: training on {run.mesh.fsdp}, all on the axis fsdp")
+        return devices[:run.mesh.fsdp], run
+    return assembly.start_devices(run), run
+
+
+def _train(run: Run, devices, directory) -> int:
+    made = assembly.assemble(run, devices)
+    corpus = _open_data(run)
+    checkpoints = Checkpoints(directory / "checkpoints", every=run.checkpoint.every, keep=run.checkpoint.keep)
+    rules_text = made.layout.rules.text
+    with jax.set_mesh(made.mesh):
+        latest = checkpoints.latest()
+        if latest is not None:
+            rundir.check_same_run(run, checkpoints.metadata(latest), corpus.fingerprint, latest)
+            if latest >= run.training.steps:
+                print(f"{directory} is finished: it has {latest} of training.steps={run.training.steps} steps; "
+                      "raise training.steps to go on")
+                return DONE
+        started = time.perf_counter()
+        print(report.before(made), flush=True)
+        state = _start_state(run, made, checkpoints, latest)
+        step = made.program.compile()
+        print(report.compiled(step, made, time.perf_counter() - started), flush=True)
+        rundir.write_settings(run, directory, rules_text)
+        writer = MetricsWriter(directory / "metrics.jsonl")
+        writer.truncate_after(latest or 0)
+        tokens = run.data.global_batch * run.data.seq_len
+        per_step = tokens * flops.model_flops_per_token(made.model.table(), run.model, run.data.seq_len)
+        gpu = hardware.from_device_kind(devices[0].device_kind)
+        peak = gpu and gpu.peak(run.model.compute_dtype)
+        with loop.StopRequest().listening() as stop:
+            state, done, val_loss = loop.train(
+                run, made.program, step, state, corpus, checkpoints, writer,
+                rundir.metadata(run, rules_text, corpus.fingerprint), stop, per_step,
+                peak * made.plan.num_devices if peak else None)
+        checkpoints.close()
+        writer.close()
+        if stop.signal is not None and done < run.training.steps:
+            print(f"stopped after step {done}, saved in {directory}; the same command goes on from there")
+            return STOPPED
+        _tell_the_end(run, made, state, val_loss, directory)
+    return DONE
+
+
+def _open_data(run: Run) -> data.Data:
+    d = run.data
+    try:
+        return data.build(source=d.source, paths=d.paths, seq_len=d.seq_len, global_batch=d.global_batch,
+                          seed=run.run.seed, validation_fraction=d.validation_fraction, document_mask=d.document_mask)
+    except ValueError as error:
+        raise ConfigError(*str(error).splitlines()) from None
+
+
+def _start_state(run: Run, made: assembly.Assembly, checkpoints: Checkpoints, latest: int | None) -> State:
+    """Restored, begun from another run's weights, or fresh."""
+    abstract = made.program.spec.with_shardings()
+    if latest is not None:
+        state, _ = checkpoints.restore(latest, abstract)
+        print(f"going on after step {latest}")
+        return state
+    state = made.program.initialize()
+    if run.checkpoint.init_from:
+        source, step = rundir.source_weights(run)
+        try:
+            weights, _ = source.restore(step, {"params": abstract.params}, part=True)
+        except ValueError as error:
+            raise ConfigError(f"checkpoint.init_from: {error}") from None
+        print(f"weights from step {step} of {run.checkpoint.init_from}")
+        state = State(state.step, weights["params"], state.opt_state)
+    return state
+
+
+def _tell_the_end(run: Run, made: assembly.Assembly, state: State, val_loss: float | None, directory) -> None:
+    if val_loss is not None:
+        print(f"validation loss {val_loss:.4f} nats per token ({val_loss / 0.6931471805599453:.3f} bits)")
+    if run.run.sample_tokens:
+        generate = sample.build(made.model, made.program.plan, run.data.seq_len)
+        text = sample.text(generate, state.params, run.data.seq_len, run.run.sample_tokens, run.run.seed, data.decode)
+        print(f"a sample:\n{text}\n")
+    print(f"written: {directory}/ with config.toml, rules.toml, metrics.jsonl and checkpoints/")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

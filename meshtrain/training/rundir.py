@@ -1,0 +1,86 @@
+"""The directory of a run: whose it is, whether a run goes on in it, and that nobody else is in it.
+
+What may change on resume is everything but model, data, optimizer and seed: those make another run, whose loss curve
+would be a lie under the old name.
+"""
+from __future__ import annotations
+
+import contextlib
+import fcntl
+from pathlib import Path
+
+from meshtrain import config
+from meshtrain.config import ConfigError, Run
+from meshtrain.training.checkpoint import Checkpoints
+
+# Keys of the fixed sections that change how a run is computed, not what it computes.
+FREE = {"model": ("compute_dtype",), "data": ("prefetch",), "optimizer": ()}
+
+
+@contextlib.contextmanager
+def claimed(run: Run):
+    """Holds run.dir for this run alone; yields its Path. Raises: ConfigError where it cannot be ours; touches nothing then."""
+    directory = Path(run.run.dir)
+    existing = directory.exists()
+    if existing and not directory.is_dir():
+        raise ConfigError(f"run.dir={directory} is a file; give a directory that does not exist yet, or an empty one")
+    ours = (directory / "config.toml").is_file()
+    if existing and not ours and any(p.name != ".lock" for p in directory.iterdir()):
+        raise ConfigError(f"run.dir={directory} holds files and is not a run of ours (no config.toml); "
+                          "give an empty directory or another run.name")
+    if ours and run.checkpoint.resume == "never":
+        raise ConfigError(f"run.dir={directory} already holds a run, and checkpoint.resume=\"never\"; give another "
+                          "run.name or run.dir, or resume=\"auto\" to go on with it")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = open(directory / ".lock", "w")
+    except OSError as error:
+        raise ConfigError(f"run.dir={directory} cannot be written: {error.strerror}; give a directory that can") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"run.dir={directory} is in use by another run; wait for it or give another run.name") from None
+        yield directory
+
+
+def check_same_run(run: Run, metadata: dict, fingerprint: str, step: int) -> None:
+    """Raises: ConfigError that lists each key of model, data, optimizer or seed that the checkpoint has otherwise."""
+    old = metadata["run"]
+    new = {name: section.model_dump(mode="json") for name, section in run}
+    changes = []
+    for section, free in FREE.items():
+        for key, value in new[section].items():
+            if key not in free and old[section].get(key, value) != value:
+                changes.append(f"{section}.{key}={value!r}, but the run in {run.run.dir} has {old[section][key]!r}")
+    if old["run"]["seed"] != run.run.seed:
+        changes.append(f"run.seed={run.run.seed}, but the run in {run.run.dir} has {old['run']['seed']}")
+    if changes:
+        raise ConfigError(*(f"{change}; on resume model, data, optimizer and seed must stay: change it back, or give "
+                            "another run.name (checkpoint.init_from takes the weights along)" for change in changes))
+    if metadata["data"]["fingerprint"] != fingerprint:
+        raise ConfigError(f"the data are not those that the run in {run.run.dir} read up to step {step} (documents were "
+                          "added, removed or changed in length); restore the files or start another run.name")
+
+
+def metadata(run: Run, rules_text: str, fingerprint: str) -> dict:
+    """What travels with every checkpoint. The data position is the step: batch n is a function of (seed, n) alone."""
+    return {"run": {name: section.model_dump(mode="json") for name, section in run}, "run_file": config.dump(run),
+            "rules": rules_text, "data": {"fingerprint": fingerprint}}
+
+
+def write_settings(run: Run, directory: Path, rules_text: str) -> None:
+    """config.toml (resolved) and rules.toml (as used). config.toml comes last: it marks the directory as ours."""
+    (directory / "rules.toml").write_text(rules_text)
+    (directory / "config.toml").write_text(config.dump(run))
+
+
+def source_weights(run: Run) -> tuple[Checkpoints, int]:
+    """The newest checkpoint of checkpoint.init_from. Raises: ConfigError where there is none."""
+    directory = Path(run.checkpoint.init_from) / "checkpoints"
+    checkpoints = Checkpoints(directory, read_only=True) if directory.is_dir() else None
+    step = checkpoints.latest() if checkpoints else None
+    if step is None:
+        raise ConfigError(f"checkpoint.init_from={run.checkpoint.init_from} holds no whole checkpoint; name the run.dir "
+                          "of a run that has saved one")
+    return checkpoints, step

@@ -1,0 +1,38 @@
+"""A sample of text from the weights at hand: whole forward passes in one compiled loop, no key/value cache."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshtrain.model.layers import Plan
+from meshtrain.model.transformer import Transformer
+from meshtrain.training.data import BOS
+
+
+def build(model: Transformer, plan: Plan, seq_len: int) -> Callable:
+    """A jitted (params, count, seed) -> ids [seq_len]: BOS and `count` sampled tokens, of which only those are valid."""
+    rows = plan.layout.ways(plan.layout.batch_axes)    # every batch shard computes the same row
+
+    @jax.jit
+    def sample(p, count, seed):
+        index_BT = jnp.broadcast_to(jnp.arange(seq_len), (rows, seq_len))
+        batch = {"segments": jnp.ones_like(index_BT), "positions": index_BT, "index": index_BT,
+                 "sequence": jnp.zeros(rows, jnp.int32)}
+
+        def extend(i, tokens_BT):
+            logits_BV = model.logits(plan, p, {**batch, "tokens": tokens_BT}, i)
+            token = jax.random.categorical(jax.random.fold_in(jax.random.key(seed), i), logits_BV[0] / 0.8)
+            return jax.lax.dynamic_update_slice(tokens_BT, jnp.full((rows, 1), token, jnp.int32), (0, i + 1))
+
+        start = jnp.full((rows, seq_len), BOS, jnp.int32)
+        return jax.lax.fori_loop(0, count, extend, start)[0]
+    return sample
+
+
+def text(sample: Callable, p, seq_len: int, count: int, seed: int, decode: Callable) -> str:
+    """Decoded sample of at most seq_len − 1 tokens."""
+    count = min(count, seq_len - 1)
+    return decode(np.asarray(sample(p, count, seed))[1:count + 1])
