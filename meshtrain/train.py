@@ -50,9 +50,8 @@ def _devices(run: Run, argv: Sequence[str]) -> tuple[Sequence[jax.Device], Run]:
 def _train(run: Run, devices, directory) -> int:
     made = assembly.assemble(run, devices)
     corpus = _open_data(run)
-    checkpoints = Checkpoints(directory / "checkpoints", every=run.checkpoint.every, keep=run.checkpoint.keep)
-    rules_text = made.layout.rules.text
-    with jax.set_mesh(made.mesh):
+    with jax.set_mesh(made.mesh), Checkpoints(directory / "checkpoints", every=run.checkpoint.every,
+                                              keep=run.checkpoint.keep) as checkpoints:
         latest = checkpoints.latest()
         if latest is not None:
             rundir.check_same_run(run, checkpoints.metadata(latest), corpus.fingerprint, latest)
@@ -65,25 +64,27 @@ def _train(run: Run, devices, directory) -> int:
         state = _start_state(run, made, checkpoints, latest)
         step = made.program.compile()
         print(report.compiled(step, made, time.perf_counter() - started), flush=True)
-        rundir.write_settings(run, directory, rules_text)
-        writer = MetricsWriter(directory / "metrics.jsonl")
-        writer.truncate_after(latest or 0)
-        tokens = run.data.global_batch * run.data.seq_len
-        per_step = tokens * flops.model_flops_per_token(made.model.table(), run.model, run.data.seq_len)
-        gpu = hardware.from_device_kind(devices[0].device_kind)
-        peak = gpu and gpu.peak(run.model.compute_dtype)
-        with loop.StopRequest().listening() as stop:
+        rundir.write_settings(run, directory, made.layout.rules.text)
+        with MetricsWriter(directory / "metrics.jsonl") as writer, loop.StopRequest().listening() as stop:
+            writer.truncate_after(latest or 0)
             state, done, val_loss = loop.train(
                 run, made.program, step, state, corpus, checkpoints, writer,
-                rundir.metadata(run, rules_text, corpus.fingerprint), stop, per_step,
-                peak * made.plan.num_devices if peak else None)
-        checkpoints.close()
-        writer.close()
+                rundir.metadata(run, made.layout.rules.text, corpus.fingerprint), stop, *_flops(made))
         if stop.signal is not None and done < run.training.steps:
             print(f"stopped after step {done}, saved in {directory}; the same command goes on from there")
             return STOPPED
         _tell_the_end(run, made, state, val_loss, directory)
     return DONE
+
+
+def _flops(made: assembly.Assembly) -> tuple[float, float | None]:
+    """Model FLOPs of a step, and the peak FLOP/s of all devices together (None where the table does not know it)."""
+    run = made.run
+    tokens = run.data.global_batch * run.data.seq_len
+    gpu = hardware.from_device_kind(made.mesh.devices.flat[0].device_kind)
+    peak = gpu and gpu.peak(run.model.compute_dtype)
+    return (tokens * flops.model_flops_per_token(made.model.table(), run.model, run.data.seq_len),
+            peak * made.plan.num_devices if peak else None)
 
 
 def _open_data(run: Run) -> data.Data:

@@ -42,6 +42,12 @@ class MetricsWriter:
     def close(self) -> None:
         self._file.close()
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
 
 def read(path: str | pathlib.Path) -> list[dict[str, Any]]:
     """The rows of a metrics file, without a last line that was torn off.
