@@ -66,17 +66,13 @@ class Data:
     def iterate(self, start: int, rows: slice | Sequence[int] | np.ndarray | None = None, prefetch: int = 2) -> Iterator[Batch]:
         """Training batches start, start+1, … without end; `prefetch` of them are made ahead in threads (0: none).
 
-        Close the iterator, or drop it, and the threads end.
+        Closing it ends the threads.
         """
         import grain  # here: it takes a second to import, and `inspect` reads no data
         # One element is one batch, not one sequence: grain's order is then the step, and it has nothing to shuffle or stack.
         batches = grain.MapDataset.range(start, 2**62).map(functools.partial(self.batch, rows=rows))
         reads = grain.ReadOptions(num_threads=min(prefetch, 4), prefetch_buffer_size=prefetch)
-        iterator = iter(batches.to_iter_dataset(reads))
-        try:
-            yield from iterator
-        finally:
-            iterator.close()
+        yield from batches.to_iter_dataset(reads)  # closing a generator closes what it yields from
 
     @property
     def num_validation_batches(self) -> int:
@@ -89,7 +85,7 @@ class Data:
     def validation_batch(self, i: int, rows: slice | Sequence[int] | np.ndarray | None = None) -> Batch:
         """The rows of validation batch i, in the documents' own order; the last one is filled up with padding, which may
         be whole rows: a mean must weigh by the targets that count."""
-        if not 0 <= i < self.num_validation_batches:
+        if i >= self.num_validation_batches:
             raise IndexError(f"validation batch {i} of {self.num_validation_batches}")
         numbers = _sequence_numbers(self, i, rows)
         return _rows(self, self.validation, numbers, numbers, end=self.validation.tokens_per_epoch)
