@@ -1,0 +1,230 @@
+"""Rule files: what they say, what they inherit, and every mistake told with its file, table, value and remedy."""
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from meshtrain.layout import rules
+from meshtrain.layout.mesh import AXES, MeshPlan
+from meshtrain.layout.rules import Layout, Tensor
+
+SHIPPED = sorted((Path(__file__).parent.parent / "sharding_rules").glob("*.toml"))
+ONE = dict.fromkeys(AXES, 1)
+
+
+def sizes(**axes: int) -> dict[str, int]:
+    return ONE | axes
+
+
+# ---- what a file says ------------------------------------------------------------------------------------------------
+
+def test_grads_inherit_params_and_the_optimizer_inherits_grads():
+    zero1 = rules.parse('[params]\nmlp = "tensor"\n[optimizer]\nembed = ["data", "fsdp"]\n')
+    assert zero1.tables["grads"] == zero1.tables["params"] == {"mlp": ("tensor",)}
+    # A table that stands in the file replaces the inherited one whole.
+    assert zero1.tables["optimizer"] == {"embed": ("data", "fsdp")}
+    zero2 = rules.parse('[grads]\nembed = "fsdp"\n')
+    assert zero2.tables["params"] == {} and zero2.tables["optimizer"] == {"embed": ("fsdp",)}
+    assert zero2.tables["activations"] == {}, "activations inherit nothing"
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_file_loads_and_says_what_it_is_for(path):
+    loaded = rules.load(path)
+    assert set(loaded.tables) == set(rules.TABLES)
+    assert loaded.text.startswith("# ") and loaded.text == path.read_text()
+    assert loaded.mesh_axes("activations", "batch") == ("data", "fsdp")
+
+
+def test_the_shipped_files_are_those_of_the_contract():
+    assert {path.stem for path in SHIPPED} >= {"ddp", "zero1", "zero2", "zero3", "hsdp", "tensor", "tensor_sequence",
+                                               "zero3_tensor_sequence"}
+
+
+def test_a_file_may_lie_anywhere(tmp_path):
+    path = tmp_path / "my own rules.toml"
+    path.write_text('[activations]\nbatch = "data"\n')
+    assert rules.load(path).path == str(path)
+    assert rules.load(str(path)).mesh_axes("activations", "batch") == ("data",)
+
+
+# ---- mistakes in a file ----------------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "unknown table": ('[parms]\nembed = "fsdp"', ["[parms]", "did you mean 'params'?", "[optimizer]"]),
+    "no table": ('params = "fsdp"', ["params", "must be a table", "[params]"]),
+    "unknown logical axis": ('[params]\nembd = "fsdp"', ["[params]", "embd", "did you mean 'embed'?", "kv_heads"]),
+    "unknown mesh axis": ('[grads]\nembed = "fdsp"', ["[grads]", "embed", "'fdsp'", "did you mean 'fsdp'?"]),
+    "unknown mesh axis in a list": ('[grads]\nembed = ["data", "tensr"]', ["'tensr'", "did you mean 'tensor'?"]),
+    "nothing near": ('[params]\nembed = "xyz"', ["'xyz'", "data, fsdp, tensor, stage, context"]),
+    "axis twice in an entry": ('[optimizer]\nembed = ["data", "data"]', ["[optimizer]", "embed", "'data'", "once"]),
+    "activation's axis in params": ('[params]\nbatch = "data"', ["[params]", "batch", "[activations]"]),
+    "sequence in grads": ('[grads]\nresidual_seq = "tensor"', ["[grads]", "residual_seq", "[activations]"]),
+    "a number": ("[params]\nembed = 2", ["[params]", "embed = 2", '"tensor"']),
+    "a list of numbers": ("[params]\nembed = [1, 2]", ["embed = [1, 2]", '["data", "fsdp"]']),
+    "a nested list": ('[params]\nembed = [["data"]]', ["embed", "list"]),
+    "bad TOML": ("[params\nembed = 2", ["not valid TOML", "line 1"]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_told_once_with_file_value_and_remedy(mistake, tmp_path):
+    text, parts = MISTAKES[mistake]
+    path = tmp_path / "mine.toml"
+    path.write_text(text + "\n")
+    with pytest.raises(ValueError) as error:
+        rules.load(path)
+    message = str(error.value)
+    assert message.count("\n") == 0, message
+    assert [part for part in [str(path), *parts] if part not in message] == []
+
+
+def test_all_mistakes_of_a_file_are_told_together():
+    text = '[parms]\nx = "y"\n[params]\nembd = "fsdp"\nbatch = "data"\nmlp = "tensr"\n[grads]\nembed = ["fsdp", "fsdp"]\n'
+    with pytest.raises(ValueError) as error:
+        rules.parse(text)
+    lines = str(error.value).splitlines()
+    assert len(lines) == 5
+    for part, line in zip(["parms", "embd", "batch", "tensr", "fsdp"], lines, strict=True):
+        assert part in line
+
+
+@pytest.mark.parametrize("make", [lambda p: None, lambda p: p.mkdir(), lambda p: p.write_bytes(b"\xff\xfe")],
+                         ids=["missing", "directory", "binary"])
+def test_a_file_that_cannot_be_read_is_told_by_name(make, tmp_path):
+    path = tmp_path / "rules.toml"
+    make(path)
+    with pytest.raises(ValueError, match=re.escape(f"cannot read {path}")):
+        rules.load(path)
+
+
+# ---- mistakes on a mesh ----------------------------------------------------------------------------------------------
+
+W_DF = Tensor("params", "layers/mlp/up", (4, 96, 320), ("layers", "embed", "mlp"))
+X_BTD = Tensor("activations", "residual", (8, 32, 96), ("batch", "residual_seq", "embed"))
+
+
+def faults(text: str, mesh: dict, *tensors: Tensor) -> list[str]:
+    return rules.problems(rules.parse(text, "mine.toml"), mesh, tensors)
+
+
+def test_a_mesh_axis_in_two_dims_of_one_tensor_is_refused():
+    text = '[params]\nembed = "tensor"\nmlp = "tensor"'
+    [fault] = faults(text, sizes(tensor=2), W_DF)
+    for part in ("mine.toml", "[params]", "layers/mlp/up", "embed=96", "mlp=320", "'tensor'", "mesh.tensor to 1"):
+        assert part in fault
+    assert faults(text, ONE, W_DF) == [], "an axis of size 1 vanishes"
+
+
+def test_a_dimension_that_does_not_divide_is_refused_with_the_next_that_does():
+    [fault] = faults('[params]\nmlp = ["data", "tensor"]', sizes(data=3, tensor=7), W_DF)
+    for part in ("mine.toml", "[params]", "layers/mlp/up", "mlp=320", "data 3 × tensor 7 = 21", "336"):
+        assert part in fault
+
+
+@given(st.integers(1, 64), st.integers(1, 12), st.integers(1, 5))
+def test_a_dimension_is_refused_exactly_when_it_does_not_divide(dim, data, fsdp):
+    found = faults('[params]\nembed = ["data", "fsdp"]', sizes(data=data, fsdp=fsdp), Tensor("params", "w", (dim,), ("embed",)))
+    assert bool(found) == (dim % (data * fsdp) != 0)
+
+
+def test_a_mesh_axis_that_nothing_uses_is_refused():
+    [fault] = faults('[activations]\nbatch = "data"', sizes(data=2, tensor=4), W_DF, X_BTD)
+    for part in ("mesh.tensor=4", "mine.toml", "mesh.tensor to 1", "rule file that names it"):
+        assert part in fault
+
+
+def test_a_rule_for_a_dimension_that_the_model_lacks_uses_no_axis():
+    [fault] = faults('[params]\nexpert = "tensor"', sizes(tensor=2), W_DF)
+    assert "mesh.tensor=2" in fault
+
+
+def test_all_faults_of_a_layout_are_told_together():
+    text = '[params]\nembed = "tensor"\nmlp = "tensor"\n[activations]\nbatch = "data"'
+    found = faults(text, sizes(data=3, tensor=2, context=2), W_DF, X_BTD)
+    assert len(found) == 3
+    for part in ("'tensor' shards both", "batch=8 does not divide over data 3", "mesh.context=2"):
+        assert any(part in fault for fault in found)
+
+
+def test_a_sound_layout_has_no_faults():
+    text = '[params]\nembed = ["data", "fsdp"]\nmlp = "tensor"\n[activations]\nbatch = ["data", "fsdp"]\nresidual_seq = "tensor"'
+    assert faults(text, sizes(data=2, fsdp=4, tensor=2), W_DF, X_BTD) == []
+
+
+# ---- what the model and the step ask for -----------------------------------------------------------------------------
+
+TEXT = """
+[params]
+embed = ["data", "fsdp"]
+mlp = "tensor"
+[activations]
+batch = ["data", "fsdp"]
+residual_seq = "tensor"
+"""
+
+
+def layout(**axes: int) -> Layout:
+    return Layout(rules.parse(TEXT), sizes(**axes))
+
+
+def test_spec_drops_axes_of_size_one():
+    weight = ("layers", "embed", "mlp")
+    assert layout(data=2, fsdp=2, tensor=2).spec("params", weight) == P(None, ("data", "fsdp"), "tensor")
+    assert layout(fsdp=8).spec("params", weight) == P(None, "fsdp", None)
+    assert layout().spec("params", weight) == P(None, None, None)
+    assert layout(data=2, tensor=2).spec("activations", ("batch", "residual_seq", "embed")) == P("data", "tensor", None)
+    assert layout(data=2).spec("params", (None, "embed")) == P(None, "data")
+
+
+def test_spec_leaves_out_what_drop_names():
+    weight = ("embed", "mlp")
+    assert layout(data=2, fsdp=2, tensor=2).spec("params", weight, drop=("data",)) == P("fsdp", "tensor")
+    assert layout(data=2, fsdp=2, tensor=2).spec("params", weight, drop=("data", "fsdp")) == P(None, "tensor")
+
+
+def test_hide_takes_an_axis_out_of_the_activations_only():
+    hidden = layout(data=2, fsdp=2, tensor=2).hide(["data"])
+    assert hidden.batch_axes == ("fsdp",)
+    assert hidden.spec("activations", ("batch", "residual_seq")) == P("fsdp", "tensor")
+    assert hidden.spec("params", ("embed",)) == P(("data", "fsdp"))
+    assert hidden.hide(["fsdp"]).batch_axes == ()
+    assert hidden.gathered_axes == ("data", "fsdp"), "weights are gathered over hidden axes too"
+
+
+def test_spec_leaves_out_manual_axes():
+    mesh = MeshPlan({"data": 2, "tensor": 4}).build(jax.devices())
+    seen = []
+
+    def body(x):
+        seen.append(layout(data=2, tensor=4).spec("params", ("embed", "mlp")))
+        return x
+    jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})).trace(np.ones(8))
+    assert seen[0] == P(None, "tensor")
+
+
+def test_a_constraint_splits_the_array_as_the_rule_says():
+    plan = MeshPlan({"data": 2, "fsdp": 2, "tensor": 2})
+    placed = Layout(rules.parse(TEXT), plan.sizes)
+    with jax.set_mesh(plan.build(jax.devices())):
+        x = jax.jit(lambda x: placed.act(x, "batch", "residual_seq", "embed"))(np.ones((8, 4, 16), np.float32))
+    assert x.sharding.shard_shape(x.shape) == (2, 2, 16)
+
+
+def test_shardings_map_a_tree_of_axes():
+    plan = MeshPlan({"data": 2, "fsdp": 2, "tensor": 2})
+    tree = {"w": ("embed", "mlp"), "scale": ("embed",), "none": (None,), "scalar": ()}
+    made = rules.shardings(Layout(rules.parse(TEXT), plan.sizes), plan.build(jax.devices()), "params", tree)
+    assert {name: sharding.spec for name, sharding in made.items()} == {
+        "w": P(("data", "fsdp"), "tensor"), "scale": P(("data", "fsdp")), "none": P(None), "scalar": P()}
+
+
+def test_batch_axes_are_those_larger_than_one():
+    one = layout(fsdp=4, tensor=2)
+    assert one.batch_axes == ("fsdp",)
+    assert one.ways(one.batch_axes) == one.ways(one.gathered_axes) == 4 and one.ways(()) == 1
