@@ -58,7 +58,8 @@ def _run(plan, axes, vocab_size, z_loss, chunk, x_BTD, w, targets_BT, with_grads
 
     def visit(carry, c):
         objective, nll, dx, dw = carry
-        take = lambda a: jax.lax.dynamic_slice_in_dim(a, c * split.chunk, split.chunk, 2)
+        # Sliced where it lies, then gathered: without the inner pin every chunk gathers the whole of x and slices that.
+        take = lambda a: pin(jax.lax.dynamic_slice_in_dim(a, c * split.chunk, split.chunk, 2), *lead)
         # Sequence parallel: each chunk is gathered over tensor here (s·D bf16) and its dx scattered back below.
         x_c = pin(take(x_nrsD), shards or None)
         t_c = pin(take(targets_nrs), shards or None)
