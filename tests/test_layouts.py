@@ -1,0 +1,261 @@
+"""Every layout computes what one device computes, and the compiled program holds what its rule file promises.
+
+One compiled training step per layout answers everything: its first moment after one step is (1 - b1) times the clipped
+gradient, so gradients are compared leaf by leaf in the program that trains, not in a look-alike.
+"""
+import functools
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshtrain import assembly, config
+from meshtrain.cost import audit, memory, report
+from meshtrain.model import attention
+from meshtrain.training.state import State
+
+RULES = Path(__file__).resolve().parent.parent / "sharding_rules"
+MICROBATCHES = 2
+SEQUENCES, T = 32, 32  # of a step
+MODEL = dict(vocab_size=509, embed_dim=64, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=8, mlp_dim=96,
+             compute_dtype="float32")
+ONE = {}
+SMALL = 4096  # bytes: loss and norm scalars, token ids
+
+LAYOUTS = [
+    ("ddp", dict(fsdp=8)), ("ddp", dict(data=2, fsdp=4)),
+    ("zero1", dict(fsdp=8)), ("zero1", dict(data=2, fsdp=4)),
+    ("zero2", dict(fsdp=8)), ("zero2", dict(data=2, fsdp=4)),
+    ("zero3", dict(fsdp=8)), ("zero3", dict(data=2, fsdp=4)),
+    ("hsdp", dict(data=4, fsdp=2)), ("hsdp", dict(data=2, fsdp=4)),
+    ("tensor", dict(data=4, tensor=2)), ("tensor", dict(data=2, fsdp=2, tensor=2)),
+    ("tensor_sequence", dict(data=4, tensor=2)), ("tensor_sequence", dict(data=2, tensor=4)),
+    ("tensor_sequence", dict(data=2, fsdp=2, tensor=2)),
+    ("zero3_tensor_sequence", dict(data=4, tensor=2)), ("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2)),
+    ("zero3_tensor_sequence", dict(fsdp=2, tensor=4)),
+]  # fmt: skip
+
+
+def run_of(rule: str, mesh: dict, model: dict = {}, training: dict = {}) -> config.Run:
+    return config.Run(
+        mesh=mesh, sharding=dict(rules=str(RULES / f"{rule}.toml")), model=MODEL | model,
+        data=dict(seq_len=T, global_batch=SEQUENCES),
+        training=dict(steps=20, microbatches=MICROBATCHES, loss_chunk=24) | training,
+        optimizer=dict(learning_rate=1e-3, warmup_steps=2),
+    )  # fmt: skip
+
+
+class Compiled:
+    """A run and its compiled step."""
+
+    def __init__(self, run: config.Run):
+        devices = jax.devices()[: math.prod(getattr(run.mesh, axis) for axis in config.AXES)]
+        self.made = assembly.assemble(run, devices)
+        with jax.default_matmul_precision("highest"):
+            self.step = self.made.program.compile()
+
+    @functools.cached_property
+    def audit(self) -> audit.Program:
+        return audit.read(self.step.as_text(), self.made.mesh)
+
+    def train(self, params, steps: int):
+        """Losses of `steps` steps from these host params, and adamw's first moment after the first step."""
+        spec = self.made.program.spec
+        opt_state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), spec.abstract.opt_state)  # adamw starts from zeros
+        state = jax.device_put(State(np.int32(0), params, opt_state), spec.sharding)
+        losses, moments = [], None
+        for n in range(steps):
+            state, metrics = self.step(state, self.made.program.place(rows(n)))
+            losses.append(float(metrics["loss"]))
+            assert not metrics["skipped"]
+            moments = moments or jax.device_get(first_moment(state.opt_state))
+        return np.array(losses), moments
+
+
+def first_moment(opt_state):
+    found = [s.mu for s in jax.tree.leaves(opt_state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu")]
+    assert len(found) == 1
+    return found[0]
+
+
+@functools.cache
+def rows(step: int) -> dict:
+    """Packed documents of random lengths: no target at a document's end, and hardly any in some sequences."""
+    rng = np.random.default_rng(step)
+    shape = (SEQUENCES, T)
+    out = {"tokens": rng.integers(0, MODEL["vocab_size"], shape), "targets": rng.integers(0, MODEL["vocab_size"], shape),
+           "index": np.tile(np.arange(T), (SEQUENCES, 1)), "sequence": step * SEQUENCES + np.arange(SEQUENCES)}  # fmt: skip
+    starts = rng.random(shape) < 0.1
+    starts[:, 0] = True
+    out["segments"] = np.cumsum(starts, 1)
+    out["positions"] = out["index"] - np.maximum.accumulate(np.where(starts, out["index"], 0), 1)
+    out["targets"][:, :-1][starts[:, 1:]] = -1
+    # The microbatches have very different counts of targets: a mean of means would show.
+    out["targets"][: SEQUENCES // 4] = np.where(rng.random((SEQUENCES // 4, T)) < 0.9, -1, out["targets"][: SEQUENCES // 4])
+    return {name: x.astype(np.int32) for name, x in out.items()}
+
+
+@functools.cache
+def reference(model: tuple = (), training: tuple = (), steps: int = 6):
+    """(params, losses, first moments) of one device; variants share it by their keys."""
+    one = Compiled(run_of("ddp", ONE, dict(model), dict(training)))
+    params = jax.device_get(one.made.model.init(jax.random.key(0)))
+    return params, *one.train(params, steps)
+
+
+@functools.cache
+def compiled(rule: str, mesh: tuple) -> Compiled:
+    return Compiled(run_of(rule, dict(mesh)))
+
+
+def layout_id(case) -> str:
+    rule, mesh = case
+    return f"{rule}-" + "-".join(f"{axis}{n}" for axis, n in mesh.items())
+
+
+@pytest.fixture(params=LAYOUTS, ids=layout_id, scope="module")
+def layout(request) -> Compiled:
+    rule, mesh = request.param
+    return compiled(rule, tuple(mesh.items()))
+
+
+def check_gradients(moments, expected):
+    norm = math.sqrt(sum(float(np.sum(np.square(m, dtype=np.float64))) for m in jax.tree.leaves(expected)))
+    for (path, m), e in zip(jax.tree.leaves_with_path(moments), jax.tree.leaves(expected), strict=True):
+        # Some true gradients are zero (a key's bias): their rounding is measured against the global norm.
+        scale = max(np.abs(e).max(), 1e-3 * norm)
+        assert np.abs(m - e).max() <= 1e-4 * scale, jax.tree_util.keystr(path)
+
+
+def check_equal(case: Compiled, model: dict = {}, training: dict = {}, steps: int = 6):
+    """Loss, gradients and training of a layout against one device."""
+    params, losses, moments = reference(tuple(model.items()), tuple(training.items()), 20)
+    got_losses, got_moments = case.train(params, steps)
+    np.testing.assert_allclose(got_losses[0], losses[0], rtol=1e-5)
+    check_gradients(got_moments, moments)
+    np.testing.assert_allclose(got_losses[:6], losses[:steps][:6], rtol=2e-5)
+    # 20 steps: Adam divides by the root of tiny moments and so magnifies rounding.
+    np.testing.assert_allclose(got_losses, losses[:steps], rtol=1e-4)
+    return got_losses
+
+
+# ---- the same numbers ------------------------------------------------------------------------------------------------
+
+
+def test_loss_gradients_and_training_equal_one_device(layout):
+    check_equal(layout, steps=20 if layout.made.plan.sizes["fsdp"] == 2 else 6)
+
+
+def test_comparison_sees_a_wrong_gradient():
+    _, _, moments = reference(steps=20)
+    wrong = jax.tree.map(np.copy, moments)
+    wrong["layers"]["attention"]["key"]["kernel"] *= 1 + 1e-3
+    with pytest.raises(AssertionError, match="key"):
+        check_gradients(wrong, moments)
+
+
+def test_initialization_is_the_same_bits_on_any_layout():
+    made = compiled("zero3_tensor_sequence", (("data", 2), ("fsdp", 2), ("tensor", 2))).made
+    with jax.set_mesh(made.mesh):
+        state = made.program.initialize()
+    params = reference(steps=20)[0]
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), params)
+
+
+# ---- what the compiled program holds ---------------------------------------------------------------------------------
+
+
+def test_bytes_per_device_are_what_the_rule_file_says(layout):
+    held = memory.compiled(layout.step, layout.made.program.spec.abstract, MICROBATCHES)
+    ruled = report.formula(layout.made)
+    assert (held["params"], held["optimizer"]) == (ruled["params"], ruled["optimizer"])
+    assert held["grads"] == ruled["grads"] + 4  # the loop also carries the loss
+
+
+def test_collectives_stay_on_the_axes_that_the_rule_file_names(layout):
+    named = {axis for table in layout.made.layout.rules.tables.values() for axes in table.values() for axis in axes}
+    assert not layout.audit.unknown_loops and not layout.audit.broken_permutes
+    for c in layout.audit.collectives:
+        assert set(c.axes) <= named, c  # a part of an axis has another name and fails, too
+
+
+def test_gradients_are_reduced_once_per_step_over_axes_that_grads_does_not_name(layout):
+    """ddp, zero1, hsdp over data, tensor: one reduction of the accumulators' bytes, nothing in the microbatch loop."""
+    once = set(layout.made.program.once)
+    over = [c for c in layout.audit.collectives if once & set(c.axes)]
+    assert [c for c in over if c.trips > 1] == []
+    reduced = sum(c.payload_bytes for c in over if c.kind in ("all-reduce", "reduce-scatter"))
+    expected = report.formula(layout.made)["grads"] if once else 0
+    assert expected <= reduced <= expected + SMALL or not once and reduced == 0
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("rule, per_param", [
+    ("ddp", lambda n: 16), ("zero1", lambda n: 8 + 8 / n), ("zero2", lambda n: 4 + 12 / n), ("zero3", lambda n: 16 / n),
+])  # fmt: skip
+def test_zero_table_as_measured_bytes_per_parameter(rule, per_param, n):
+    """float32 params 4, accumulators 4, adamw 8 (arXiv:1910.02054 counts mixed precision's 2 + 2 + 12 as 16, too)."""
+    case = compiled(rule, (("fsdp", n),))
+    held = memory.compiled(case.step, case.made.program.spec.abstract, MICROBATCHES)
+    count = sum(info.size for info in case.made.model.table())
+    measured = (held["params"] + held["grads"] + held["optimizer"]) / count
+    assert measured == pytest.approx(per_param(n), rel=0.02)
+
+
+# ---- variants of the model -------------------------------------------------------------------------------------------
+
+GPT2 = dict(norm="layernorm", activation="gelu", position="learned", max_seq_len=T, attention_bias=True, mlp_bias=True,
+            num_kv_heads=8, tie_embeddings=True)  # fmt: skip
+VARIANTS = {
+    "tied": (dict(tie_embeddings=True), dict(remat="selective")),
+    "gpt2": (GPT2, dict()),
+    "qk_norm, scaled rope, z_loss": (
+        dict(qk_norm=True, rope_scaling_factor=8.0, rope_original_seq_len=16), dict(z_loss=1e-2, remat="full")),
+    "dropout": (dict(embedding_dropout=0.1, residual_dropout=0.2), dict()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule, mesh", [("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2)), ("zero3", dict(fsdp=8))],
+                         ids=["zero3_tensor_sequence", "zero3"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variant_equals_one_device(variant, rule, mesh):
+    model, training = VARIANTS[variant]
+    check_equal(Compiled(run_of(rule, mesh, model, training)), model, training)
+
+
+def test_dropout_drops():
+    """Else its layouts would agree without it."""
+    model, training = VARIANTS["dropout"]
+    assert abs(reference(tuple(model.items()), tuple(training.items()), 20)[1][0] - reference(steps=20)[1][0]) > 1e-3
+
+
+@pytest.mark.parametrize("remat", ["selective", "full"])
+def test_remat_changes_no_gradient(remat):
+    params, losses, moments = reference(steps=20)
+    case = Compiled(run_of("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2), {}, dict(remat=remat)))
+    got, got_moments = case.train(params, 1)
+    np.testing.assert_allclose(got[0], losses[0], rtol=1e-5)
+    check_gradients(got_moments, moments)
+
+
+# ---- attention in blocks ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length, heads, kv_heads", [(1, 2, 2), (37, 4, 2), (512, 2, 1), (513, 2, 1), (700, 4, 2), (1300, 2, 2)])
+def test_blockwise_attention_matches_plain_attention(length, heads, kv_heads):
+    keys = jax.random.split(jax.random.key(length), 5)
+    draw = lambda key, n: jax.random.normal(key, (2, length, n, 16), jnp.float32)
+    q, k, v, weight = draw(keys[0], heads), draw(keys[1], kv_heads), draw(keys[2], kv_heads), draw(keys[3], heads)
+    segments = jnp.cumsum(jax.random.bernoulli(keys[4], 3 / length, (2, length)), 1)
+
+    def results(engine):
+        loss = lambda q, k, v: (weight * engine(q, k, v, segments)).sum()
+        return engine(q, k, v, segments), jax.grad(loss, (0, 1, 2))(q, k, v)
+
+    with jax.default_matmul_precision("highest"):
+        got, expected = jax.jit(lambda: (results(attention.attend), results(attention.plain)))()
+    # float32 sums of up to 1300 terms in another order.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), got, expected)
