@@ -49,6 +49,9 @@ def start_devices(run: Run) -> Sequence[jax.Device]:
     count = run.mesh.simulated_devices
     if count:
         os.environ["XLA_FLAGS"] = _with_flags(os.environ.get("XLA_FLAGS", ""), count)
+        # A collective that waits for its peers blocks a thread of the CPU client's pool, and a device may have several
+        # under way: with one thread a device (the default) all of them can end up waiting for one that cannot start.
+        os.environ.setdefault("NPROC", str(max(4 * count, os.cpu_count() or 1)))
         jax.config.update("jax_platforms", "cpu")
     elif not gpus_expected():
         # Without this an installed CUDA plugin tries to start, fails with a page of warnings, and ends on the CPU.
