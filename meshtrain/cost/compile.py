@@ -33,12 +33,12 @@ class _Target:
     l2_bytes: int
     shared_bytes_per_core: int
     shared_bytes_per_block: int  # opt-in maximum
-    nvlinks: int = 0  # newer XLA picks the kernel of an all-reduce by it, which moves temp memory a little
 
 
 # Source: openxla/xla, xla/backends/gpu/target_config/specs/*.txtpb. h100-96gb: the SXM5 part with its own memory.
-# (They give the A100 no links: its kernels are not chosen by them.)
-_HOPPER = (132, 128, 1.98, 52_428_800, 233_472, 232_448, 18)
+# Their count of NVLinks is left out: jax 0.12's compiler then takes a kernel for small all-reduces that it fails to compile
+# for a scalar ("size mismatch when packing elements for LLVM struct") and aborts the process.
+_HOPPER = (132, 128, 1.98, 52_428_800, 233_472, 232_448)
 _TARGETS = {
     "a100-40gb": _Target("NVIDIA A100-SXM4-40GB", 8, 108, 64, 1.41, 41_943_040, 167_936, 166_912),
     "a100-80gb": _Target("NVIDIA A100-SXM4-80GB", 8, 108, 64, 1.41, 41_943_040, 167_936, 166_912),
@@ -46,8 +46,8 @@ _TARGETS = {
     "h100-pcie": _Target("NVIDIA H100 PCIe", 9, 114, 128, 1.755, 52_428_800, 233_472, 232_448),
     "h100-96gb": _Target("NVIDIA H100", 9, *_HOPPER),
     "h200": _Target("NVIDIA H200", 9, *_HOPPER),
-    "b200": _Target("NVIDIA B200", 10, 148, 128, 1.965, 132_644_864, 233_472, 232_448, 18),
-    "gb200": _Target("NVIDIA GB200", 10, 152, 128, 2.062, 135_528_448, 233_472, 232_448, 18),
+    "b200": _Target("NVIDIA B200", 10, 148, 128, 1.965, 132_644_864, 233_472, 232_448),
+    "gb200": _Target("NVIDIA GB200", 10, 152, 128, 2.062, 135_528_448, 233_472, 232_448),
 }
 
 
@@ -55,9 +55,8 @@ def target_spec(name: str) -> str:
     """XLA's GpuTargetConfigProto of a GPU, as text."""
     gpu, target = hardware.get(name), _TARGETS[name]
     features = "ACCELERATED_FEATURES" if target.compute_capability >= 9 else "NONE"  # sm_90a, not sm_90: warp-group matmuls
-    links = f"\n  device_interconnect_info {{ active_links: {target.nvlinks} }}" if target.nvlinks else ""
     return f"""gpu_device_info {{
-  cuda_compute_capability {{ major: {target.compute_capability} feature_extension: {features} }}{links}
+  cuda_compute_capability {{ major: {target.compute_capability} feature_extension: {features} }}
   core_count: {target.cores}
   fpus_per_core: {target.fpus_per_core}
   clock_rate_ghz: {target.clock_ghz}
