@@ -1,0 +1,146 @@
+"""The training step as 64 H100 would run it has the collectives of each strategy's accepted form, and no others.
+
+Compiled without a GPU. Expected bytes and counts come from the parameter table: per layer and microbatch, combined
+tuples taken apart. XLA groups and splits operands differently from version to version, so counts are claimed for
+jax 0.10 and bytes for every version. What is below SMALL per step is not looked at: norm scales and their gradients,
+token ids, the loss's scalars and per-token statistics.
+"""
+import functools
+import math
+from collections import defaultdict
+from pathlib import Path
+
+import jax
+import pytest
+
+from meshtrain import assembly, config
+from meshtrain.cost import audit, compile
+
+pytestmark = pytest.mark.skipif(
+    not compile.has_gpu_compile(), reason=f"install 'meshtrain[gpu-compile]': no {compile.missing_wheels()}"
+)
+
+RULES = Path(__file__).resolve().parent.parent / "sharding_rules"
+EXACT_COUNTS = jax.__version__.startswith("0.10.")
+SMALL = 2**20  # bytes per step; the smallest claimed payload is 4 MiB
+L, M, B, T, D = 4, 4, 256, 512, 1024  # B: sequences of a step
+MODEL = dict(vocab_size=8192, embed_dim=D, num_layers=L, num_heads=16, num_kv_heads=8, head_dim=64, mlp_dim=2048)
+PROJECTIONS = 7  # query, key, value, out, gate, up, down
+MESHES = {
+    "ddp": dict(fsdp=64), "zero1": dict(fsdp=64), "zero2": dict(fsdp=64), "zero3": dict(fsdp=64),
+    "hsdp": dict(data=8, fsdp=8), "tensor_sequence": dict(data=16, tensor=4),
+    "zero3_tensor_sequence": dict(data=2, fsdp=8, tensor=4),
+}  # fmt: skip
+
+
+@functools.cache
+def gpu_step(rule: str, remat: str = "full", dtype: str = "bfloat16"):
+    """(assembled run, audit of its step for 64 H100)."""
+    run = config.Run(
+        mesh=MESHES[rule], sharding=dict(rules=str(RULES / f"{rule}.toml")), model=MODEL | dict(compute_dtype=dtype),
+        data=dict(seq_len=T, global_batch=B), training=dict(microbatches=M, remat=remat, loss_chunk=1024),
+    )  # fmt: skip
+    made = assembly.assemble(run, compile.topology("h100:64"))
+    return made, audit.read(made.program.compile().as_text(), made.mesh)
+
+
+def traffic(program: audit.Program) -> dict:
+    """(kind, axes, dtype) -> (operands, payload bytes) per step; rows below SMALL per instruction or operand are left out."""
+    out = defaultdict(lambda: [0, 0])
+    for c in program.collectives:
+        if c.payload_bytes >= SMALL:
+            out[c.kind, c.axes, c.dtype][0] += c.count
+            out[c.kind, c.axes, c.dtype][1] += c.payload_bytes
+    return {key: tuple(value) for key, value in out.items()}
+
+
+def sizes(made) -> dict:
+    """Numbers of elements on a device of one layer's matrices, of the embedding, the head and everything; / tensor."""
+    table, ways = made.model.table(), made.plan.sizes["tensor"]
+    count = lambda role: sum(info.size for info in table if info.role == role)
+    split = {role: count(role) // ways for role in ("matrix", "embedding", "head")}
+    return {"layer": split["matrix"] // L, "embedding": split["embedding"], "head": split["head"],
+            "all": sum(split.values()) + count("norm")}  # fmt: skip
+
+
+def expected(rule: str, made) -> dict:
+    """(kind, axes, dtype) -> (operands or None where XLA may group them, payload bytes) per step."""
+    n, plan = sizes(made), made.plan.sizes
+    leaves = PROJECTIONS + 2  # in the layers, stacked: projections and norms
+    every_leaf = leaves + 3  # and embedding, final norm, head
+    x_bytes = B // M // (plan["data"] * plan["fsdp"]) * T * D * 2  # a microbatch's residual stream, bf16
+    weights = tuple(axis for axis in ("data", "fsdp") if plan[axis] > 1)
+    want = {}
+    if rule == "ddp":
+        want["all-reduce", weights, "f32"] = (None, 4 * n["all"])  # XLA flattens small operands into one
+    if rule == "zero1":
+        want["reduce-scatter", weights, "f32"] = (every_leaf, 4 * n["all"])
+    if rule in ("zero1", "zero2"):
+        want["all-gather", weights, "f32"] = (every_leaf, 4 * n["all"])
+    if rule == "zero2":
+        want["reduce-scatter", weights, "f32"] = (None, 4 * M * (L * n["layer"] + n["embedding"] + n["head"]))
+    if rule in ("zero3", "hsdp"):
+        # The embedding is not reduced: its columns lie whole on one device. Two all-to-alls carry its rows.
+        want["all-to-all", ("fsdp",), "bf16"] = (2 * M, 2 * M * B // M // plan["data"] // plan["fsdp"] * T * D * 2)
+        want["reduce-scatter", ("fsdp",), "f32"] = (None, 4 * M * (L * n["layer"] + n["head"]))
+        want["all-gather", ("fsdp",), "bf16"] = (M * (2 * L * PROJECTIONS + 1), 2 * M * (2 * L * n["layer"] + n["head"]))
+    if rule == "hsdp":
+        want["all-reduce", ("data",), "f32"] = (None, 4 * n["all"] // plan["fsdp"])
+    if rule == "tensor_sequence":
+        want["all-reduce", ("data",), "f32"] = (None, 4 * n["all"])
+    if rule == "zero3_tensor_sequence":
+        ends = n["embedding"] + n["head"]
+        want["reduce-scatter", weights, "f32"] = (None, 4 * M * (L * n["layer"] + ends))
+        want["all-gather", weights, "bf16"] = (M * (2 * L * PROJECTIONS + 2), 2 * M * (2 * L * n["layer"] + ends))
+    if plan["tensor"] > 1:
+        # A layer: 2 gathers and 2 scatters forward, 2 and 1 again for the recomputation (the last scatter feeds nothing),
+        # 2 and 2 backward. Beside them the embedding's scatter forward and gather backward, and the head's gather of x
+        # and scatter of dx, in chunks.
+        want["all-gather", ("tensor",), "bf16"] = (None, M * (6 * L + 2) * x_bytes)
+        want["reduce-scatter", ("tensor",), "bf16"] = (None, M * (5 * L + 2) * x_bytes)
+    return want
+
+
+def check_traffic(got: dict, want: dict):
+    assert set(got) == set(want)
+    for key, (count, payload) in want.items():
+        assert got[key][1] == pytest.approx(payload, rel=0.02), key
+        if EXACT_COUNTS and count:
+            assert got[key][0] == count, key
+
+
+@pytest.mark.parametrize("rule", MESHES)
+def test_collectives_are_those_of_the_accepted_form(rule):
+    made, program = gpu_step(rule)
+    check_traffic(traffic(program), expected(rule, made))
+    assert not program.unknown_loops
+
+
+@pytest.mark.parametrize("rule", MESHES)
+def test_matmuls_run_in_bf16_and_no_permute_misses_a_device(rule):
+    _, program = gpu_step(rule)
+    assert set(program.flops) == {"bf16"} and not program.uncounted
+    assert not program.broken_permutes and not program.partial_permutes
+
+
+@pytest.mark.parametrize("rule", ["ddp", "zero1", "hsdp", "tensor_sequence"])
+def test_gradients_are_reduced_once_per_step(rule):
+    made, program = gpu_step(rule)
+    over = [c for c in program.collectives if set(made.program.once) & set(c.axes)]
+    assert over and {c.trips for c in over} == {1}
+
+
+def test_tensor_sequence_without_remat_moves_four_and_four_a_layer():
+    made, program = gpu_step("tensor_sequence", remat="none")
+    got, want = traffic(program), expected("tensor_sequence", made)
+    x_bytes = want["all-gather", ("tensor",), "bf16"][1] / (M * (6 * L + 2))
+    for kind in ("all-gather", "reduce-scatter"):
+        assert got[kind, ("tensor",), "bf16"][1] == pytest.approx(M * (4 * L + 2) * x_bytes, rel=0.02), kind
+
+
+def test_gathers_in_float32_are_rejected():
+    """The same comparison refuses a program whose weights travel in float32."""
+    made, program = gpu_step("zero3", dtype="float32")
+    assert set(program.flops) == {"f32"}
+    with pytest.raises(AssertionError):
+        check_traffic(traffic(program), expected("zero3", made))
