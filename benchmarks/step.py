@@ -1,0 +1,316 @@
+"""python benchmarks/step.py [RUN.toml] [--section.key value …]: what meshtrain costs over a plain JAX step.
+
+Measures the training step on 1 device, on 8 simulated ones (or on all GPUs there are), the loop around it, and a step
+written by hand in `baseline` below: same model, same mathematics, no mesh and no rules. All are timed in turns within
+one process, a few steps each, and compared round by round: what else the machine does then hits all of them alike.
+Loss and gradient norm of the two implementations must agree before anything is timed. Writes benchmarks/step.md.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import io
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import optax
+
+from meshtrain import assembly, config
+from meshtrain.config import ConfigError
+from meshtrain.cost import flops, hardware
+from meshtrain.training import data, loop
+from meshtrain.training.metrics import MetricsWriter
+from meshtrain.training.optimizer import schedule
+
+ROUNDS, STEPS = 15, 4          # each round gives every contestant STEPS steps in a row
+AGREE = 1e-4                   # relative, loss and gradient norm of the first step, float32
+SIMULATED = 8
+USAGE = "python benchmarks/step.py [RUN.toml] [--section.key value ...]"
+
+
+# --- the step written by hand ----------------------------------------------------------------------------------------
+
+def baseline(run, roles):
+    """(step, init) of the model in plain JAX for one device: step(params, opt_state, batch) -> (…, loss, grad norm).
+
+    params: meshtrain's tree, so that both start from the same numbers. The loss sees whole logits, attention whole scores.
+    """
+    cfg, dtype = run.model, jnp.dtype(run.model.compute_dtype)
+    decayed = jax.tree.map(lambda role: role in ("matrix", "embedding", "head"), roles)
+    rate = schedule(run.optimizer, run.training.steps)
+    o = run.optimizer
+    tx = optax.chain(optax.clip_by_global_norm(run.training.grad_clip) if run.training.grad_clip else optax.identity(),
+                     optax.adamw(rate, o.b1, o.b2, o.eps, weight_decay=o.weight_decay, mask=decayed))
+
+    def norm(x, scale):
+        x = x.astype(jnp.float32)
+        return (x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + cfg.norm_eps) * scale).astype(dtype)
+
+    def rotate(x_BTNH, cos, sin):
+        first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, -1)
+        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(dtype)
+
+    def loss_fn(p, batch):
+        T, N, K, H = batch["tokens"].shape[1], cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+        w = lambda leaf: leaf["kernel"].astype(dtype)
+        freq = cfg.rope_theta ** (-jnp.arange(H // 2, dtype=jnp.float32) / (H // 2))
+        angle = batch["positions"][:, :, None, None] * freq
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        seen_BTS = jnp.tril(jnp.ones((T, T), bool)) & (batch["segments"][:, :, None] == batch["segments"][:, None, :])
+
+        def layer(x_BTD, p):
+            a, m = p["attention"], p["mlp"]
+            h_BTD = norm(x_BTD, p["attention_norm"]["scale"])
+            q_BTNH = rotate(jnp.einsum("BTD,DNH->BTNH", h_BTD, w(a["query"])), cos, sin)
+            k_BSKH = rotate(jnp.einsum("BTD,DKH->BTKH", h_BTD, w(a["key"])), cos, sin)
+            v_BSKH = jnp.einsum("BTD,DKH->BTKH", h_BTD, w(a["value"]))
+            q_BTKGH = q_BTNH.reshape(*q_BTNH.shape[:2], K, N // K, H)
+            s_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * H ** -0.5
+            s_BKGTS = jnp.where(seen_BTS[:, None, None], s_BKGTS, -1e30)
+            o_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", jax.nn.softmax(s_BKGTS, -1).astype(dtype), v_BSKH)
+            x_BTD = x_BTD + jnp.einsum("BTNH,NHD->BTD", o_BTKGH.reshape(q_BTNH.shape), w(a["out"]))
+            h_BTD = norm(x_BTD, p["mlp_norm"]["scale"])
+            return x_BTD + (jax.nn.silu(h_BTD @ w(m["gate"])) * (h_BTD @ w(m["up"]))) @ w(m["down"]), None
+
+        x_BTD = p["embedding"]["table"].astype(dtype)[batch["tokens"]]
+        x_BTD, _ = jax.lax.scan(layer, x_BTD, p["layers"])
+        x_BTD = norm(x_BTD, p["final_norm"]["scale"])
+        head_DV = p["embedding"]["table"].astype(dtype).T if cfg.tie_embeddings else w(p["head"])
+        logits_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, head_DV, preferred_element_type=jnp.float32)[..., :cfg.vocab_size]
+        targets_BT, has_BT = jnp.maximum(batch["targets"], 0), batch["targets"] >= 0
+        nll_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT)
+        return jnp.sum(nll_BT * has_BT) / jnp.maximum(has_BT.sum(), 1)
+
+    def step(p, opt_state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(p, batch)
+        updates, opt_state = tx.update(grads, opt_state, p)
+        return optax.apply_updates(p, updates), opt_state, loss, optax.global_norm(grads)
+
+    return jax.jit(step, donate_argnums=(0, 1)), tx.init
+
+
+def no_baseline(run) -> list[str]:
+    """What the run has that the step by hand has not; empty: they can be compared."""
+    m, t = run.model, run.training
+    odd = {"model.norm": m.norm != "rmsnorm", "model.activation": m.activation != "swiglu",
+           "model.position": m.position != "rope", "model.rope_scaling_factor": m.rope_scaling_factor != 1,
+           "model.qk_norm": m.qk_norm, "model.attention_bias": m.attention_bias, "model.mlp_bias": m.mlp_bias,
+           "model dropout": m.embedding_dropout + m.residual_dropout > 0, "training.microbatches": t.microbatches > 1,
+           "training.z_loss": t.z_loss > 0, "optimizer.name": run.optimizer.name != "adamw",
+           "data.document_mask": not run.data.document_mask}
+    return [name for name, differs in odd.items() if differs]
+
+
+# --- what is timed ---------------------------------------------------------------------------------------------------
+
+@dataclasses.dataclass
+class Contestant:
+    """One way to train: `go(n)` takes n steps and returns the seconds per step; the first step's metrics are kept."""
+    name: str
+    compile_s: float | None
+    peak_bytes: int | None         # arguments + temporaries of the compiled step, per device
+    first: tuple[float, float] | None
+    go: object
+    num_devices: int = 1
+    times: list = dataclasses.field(default_factory=list)
+
+
+def hand_written(run, made, rows) -> Contestant:
+    from meshtrain.model import params as declared
+    step, init = baseline(run, declared.tree(made.model.table(), lambda info: info.role))
+    device = made.mesh.devices.flat[0]
+    with jax.set_mesh(made.mesh):
+        p = jax.device_put(jax.device_get(made.program.initialize().params), device)
+    batch = jax.device_put({name: rows[name] for name in ("tokens", "targets", "segments", "positions")}, device)
+    carry = [p, jax.jit(init)(p)]
+    started = time.perf_counter()
+    compiled = step.lower(*carry, batch).compile()
+    compile_s = time.perf_counter() - started
+    carry[0], carry[1], loss, grad_norm = compiled(*carry, batch)
+    first = float(loss), float(grad_norm)
+
+    def go(n):
+        started = time.perf_counter()
+        for _ in range(n):
+            carry[0], carry[1], loss, _ = compiled(*carry, batch)
+        jax.block_until_ready((carry, loss))
+        return (time.perf_counter() - started) / n
+
+    return Contestant("plain JAX, 1 device", compile_s, peak_bytes(compiled), first, go)
+
+
+def ours(name: str, made, rows) -> tuple[Contestant, list, object]:
+    """The bare compiled step on a batch that is placed once. Also returns its state and step, for the loop."""
+    with jax.set_mesh(made.mesh):
+        started = time.perf_counter()
+        compiled = made.program.compile()
+        compile_s = time.perf_counter() - started
+        batch = made.program.place(rows)
+        carry = [made.program.initialize()]
+        carry[0], metrics = compiled(carry[0], batch)
+        first = float(metrics["loss"]), float(metrics["grad_norm"])
+
+    def go(n):
+        with jax.set_mesh(made.mesh):
+            started = time.perf_counter()
+            for _ in range(n):
+                carry[0], metrics = compiled(carry[0], batch)
+            jax.block_until_ready((carry[0], metrics))
+            return (time.perf_counter() - started) / n
+
+    contestant = Contestant(name, compile_s, peak_bytes(compiled), first, go, made.plan.num_devices)
+    return contestant, carry, compiled
+
+
+def looped(name: str, run, made, carry, compiled, corpus, directory) -> Contestant:
+    """`training.loop.train` with its data pipeline and metrics, on the same compiled step and state."""
+    no_checkpoints = SimpleNamespace(due=lambda number: False, save=lambda *args: 0.0, wait=lambda: None)
+    warm_up = 2                        # the first rows hold the start of the data threads
+
+    def go(n):
+        last = int(carry[0].step) + warm_up + n
+        this = run.model_copy(update={"training": run.training.model_copy(update={"steps": last})})
+        rows = []
+        with jax.set_mesh(made.mesh), MetricsWriter(directory / "metrics.jsonl") as writer:
+            kept = SimpleNamespace(write=lambda row: (rows.append(row), writer.write(row)))
+            with contextlib.redirect_stdout(io.StringIO()):
+                carry[0], _, _ = loop.train(this, made.program, compiled, carry[0], corpus, no_checkpoints, kept, {},
+                                            loop.StopRequest(), 0.0, None)
+        return sum(row["step_time_s"] for row in rows[warm_up:]) / n
+
+    return Contestant(name, None, None, None, go, made.plan.num_devices)
+
+
+def peak_bytes(compiled) -> int:
+    analysis = compiled.memory_analysis()
+    return analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+
+
+def first_step_s(directory: Path, cache: Path) -> float:
+    """Seconds from starting `python -m meshtrain.train` on the quickstart to the first row of its metrics."""
+    command = [sys.executable, "-m", "meshtrain.train", str(config.QUICKSTART), "--training.steps", "2", "--run.dir",
+               str(directory), "--run.compilation_cache", str(cache), "--run.sample_tokens", "0"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)} | {"XLA_FLAGS": ""}
+    started = time.perf_counter()
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    metrics = directory / "metrics.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size):
+        if process.poll() is not None:
+            raise SystemExit(f"the quickstart ended before its first step:\n{process.stderr.read().decode()}")
+        time.sleep(0.02)
+    seconds = time.perf_counter() - started
+    process.terminate()
+    process.communicate()
+    return seconds
+
+
+# --- the run ---------------------------------------------------------------------------------------------------------
+
+def main(argv) -> int:
+    if not [arg for arg in argv if not arg.startswith("-")][:1] or argv[0].startswith("-"):
+        argv = [str(ROOT / "benchmarks" / "step.toml"), *argv]
+    try:
+        run = config.load([*argv, "--run.compilation_cache", "", "--data.validation_fraction", "0"], USAGE)
+        on_gpu = assembly.gpus_expected()
+        mesh = run.mesh.model_copy(update={axis: 1 for axis in config.AXES} | {"simulated_devices": 0 if on_gpu else SIMULATED})
+        run = run.model_copy(update={"mesh": mesh})
+        with tempfile.TemporaryDirectory() as scratch:
+            return measure(run, Path(scratch))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def measure(run, scratch: Path) -> int:
+    starts = {"empty": first_step_s(scratch / "cold", scratch / "cache"),
+              "filled": first_step_s(scratch / "warm", scratch / "cache")}
+    devices = assembly.start_devices(run)
+    d = run.data
+    corpus = data.build(source=d.source, paths=d.paths, seq_len=d.seq_len, global_batch=d.global_batch,
+                        seed=run.run.seed, validation_fraction=0.0, document_mask=d.document_mask)
+    rows = corpus.batch(0)
+    made = assembly.assemble(run, devices[:1])
+    kind = "" if devices[0].platform != "cpu" else "simulated "
+    one, carry, compiled = ours("meshtrain, 1 device", made, rows)
+    contestants = [one]
+    lacking = no_baseline(run)
+    if lacking:
+        print(f"no baseline: the step by hand has no {', '.join(lacking)}")
+    else:
+        plain = hand_written(run, made, rows)
+        for what, a, b in zip(("loss", "gradient norm"), one.first, plain.first):
+            if abs(a - b) > AGREE * abs(b) * (1 if run.model.compute_dtype == "float32" else 100):
+                print(f"error: {what} {a} against {b} in plain JAX: not the same model", file=sys.stderr)
+                return 1
+        contestants.insert(0, plain)
+    if len(devices) > 1:
+        wide = run.model_copy(update={"mesh": run.mesh.model_copy(update={"fsdp": len(devices)}), "sharding":
+                                      config.Sharding(rules=str(ROOT / "sharding_rules" / "zero3.toml"))})
+        many, _, _ = ours(f"meshtrain, {len(devices)} {kind}devices (zero3)", assembly.assemble(wide, devices), rows)
+        contestants.append(many)
+    around = looped("meshtrain's loop, 1 device", run, made, carry, compiled, corpus, scratch)
+    contestants.append(around)
+
+    for contestant in contestants:
+        contestant.go(2)
+    for _ in range(ROUNDS):
+        for contestant in contestants:
+            contestant.times.append(contestant.go(STEPS))
+
+    ratio = lambda a, b: statistics.median(x / y for x, y in zip(a.times, b.times))
+    aims = [] if lacking else [("meshtrain ÷ plain JAX, 1 device", ratio(one, plain), 1.03)]
+    if len(devices) > 1 and kind:
+        aims.append((f"{len(devices)} simulated devices (fsdp, zero3) ÷ 1, same global batch", ratio(many, one), 1.15))
+    aims.append(("loop ÷ bare step, 1 device", ratio(around, one), 1.03))
+    report(run, made, devices, contestants, aims, starts)
+    return 0
+
+
+def report(run, made, devices, contestants, aims, starts) -> None:
+    tokens = run.data.global_batch * run.data.seq_len
+    gpu = hardware.from_device_kind(devices[0].device_kind)
+    peak = gpu.peak(run.model.compute_dtype) if gpu and devices[0].platform != "cpu" else None
+    needed = tokens * flops.model_flops_per_token(made.model.table(), run.model, run.data.seq_len)
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    machine = f"{cpus} CPU cores ({platform.machine()})" if devices[0].platform == "cpu" else devices[0].device_kind
+    m = run.model
+    out = ["# The training step", "", "Written by `python benchmarks/step.py`; what is measured, and how, stands there.", "",
+           f"{datetime.date.today()} · {machine} · Python {platform.python_version()} · jax {jax.__version__} · "
+           f"jaxlib {jaxlib.__version__} · optax {optax.__version__}", "",
+           f"Model: {sum(info.size for info in made.model.table()):,} parameters (embed {m.embed_dim}, {m.num_layers} layers, "
+           f"heads {m.num_heads}/{m.num_kv_heads}, mlp {m.mlp_dim}, vocabulary {m.vocab_size}), {m.compute_dtype}; "
+           f"{run.data.global_batch} sequences of {run.data.seq_len}; {run.optimizer.name}; remat {run.training.remat}.", "",
+           "| step | compile | step time (median) | tokens/s | memory per device | MFU |", "|---|---|---|---|---|---|"]
+    for c in contestants:
+        seconds = statistics.median(c.times)
+        mfu = f"{needed / seconds / peak / c.num_devices:.1%}" if peak else "–"
+        out.append(f"| {c.name} | {f'{c.compile_s:.1f} s' if c.compile_s is not None else '–'} | {seconds * 1e3:.1f} ms | "
+                   f"{tokens / seconds:,.0f} | {f'{c.peak_bytes / 2**20:.1f} MiB' if c.peak_bytes else '–'} | {mfu} |")
+    stats = devices[0].memory_stats() or {}
+    if stats.get("peak_bytes_in_use"):
+        out += ["", f"Peak in use on {devices[0]}, all of the above alive at once: {stats['peak_bytes_in_use'] / 2**20:.0f} MiB."]
+    out += ["", "| ratio, median of rounds | measured | aim |", "|---|---|---|"]
+    out += [f"| {name} | {value:.3f} | ≤ {aim} |" for name, value, aim in aims]
+    out += [f"| quickstart, command to first step, {cache} compilation cache | {s:.1f} s | < 20 s |" for cache, s in starts.items()]
+    out += ["", "Memory: arguments and temporaries of the compiled step. The loop runs the compiled step of 1 device."]
+    text = "\n".join(out) + "\n"
+    print(text)
+    (ROOT / "benchmarks" / "step.md").write_text(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
