@@ -3,6 +3,7 @@
 One compiled training step per layout answers everything: its first moment after one step is (1 - b1) times the clipped
 gradient, so gradients are compared leaf by leaf in the program that trains, not in a look-alike.
 """
+import dataclasses
 import functools
 import math
 from pathlib import Path
@@ -54,8 +55,10 @@ class Compiled:
     def __init__(self, run: config.Run):
         devices = jax.devices()[: math.prod(getattr(run.mesh, axis) for axis in config.AXES)]
         self.made = assembly.assemble(run, devices)
+        # Half the compile time for slower kernels: partitioning and everything that is claimed here stay as they are.
+        program = dataclasses.replace(self.made.program, compiler_options={"xla_backend_optimization_level": 0})
         with jax.default_matmul_precision("highest"):
-            self.step = self.made.program.compile()
+            self.step = program.compile()
 
     @functools.cached_property
     def audit(self) -> audit.Program:
