@@ -60,13 +60,13 @@ def train(run, program: Program, step: Callable, state: State, data: Data, check
     batches = data.iterate(first, prefetch=run.data.prefetch)
     skipped_in_a_row, val_loss, pending, done = 0, None, None, first
 
-    def settle(pending):
+    def settle(pending, val_loss=None, pause_s=0.0):
         """Reads the metrics of a step that was dispatched earlier; only here the host waits for the device."""
         nonlocal skipped_in_a_row
         if pending is None:
             return
         number, metrics, waited = pending
-        row = rows.write(number, jax.device_get(metrics), waited, val_loss=None)
+        row = rows.write(number, jax.device_get(metrics), waited, val_loss, pause_s)
         skipped_in_a_row = skipped_in_a_row + 1 if row["skipped"] else 0
         if row["skipped"]:
             progress.tell(f"step {number}: loss {row['loss']}, gradient norm {row['grad_norm']}: not finite, skipped "
@@ -88,11 +88,11 @@ def train(run, program: Program, step: Callable, state: State, data: Data, check
             settle(pending)
             pending, done = (number, metrics, waited), number
             if validate and data.num_validation_batches:
-                metrics = jax.device_get(metrics)
+                jax.block_until_ready(metrics)      # so that the pause below is the validation's alone
                 measured = time.perf_counter()
                 val_loss = validation_loss(run, program, state, data)
-                rows.write(number, metrics, waited, val_loss, pause_s=time.perf_counter() - measured)
                 progress.tell(f"step {number}: validation loss {val_loss:.4f} nats per token")
+                settle(pending, val_loss, pause_s=time.perf_counter() - measured)
                 pending = None
             if checkpoints.due(number) or number == last or stop.signal is not None:
                 settle(pending)         # before it is saved: a run that must stop does not overwrite good checkpoints
