@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 from pathlib import Path
 
 from meshtrain import config
@@ -25,7 +26,7 @@ def claimed(run: Run):
     if existing and not directory.is_dir():
         raise ConfigError(f"run.dir={directory} is a file; give a directory that does not exist yet, or an empty one")
     ours = (directory / "config.toml").is_file()
-    if existing and not ours and any(p.name != ".lock" for p in directory.iterdir()):
+    if existing and not ours and not _left_by_a_start(directory):
         raise ConfigError(f"run.dir={directory} holds files and is not a run of ours (no config.toml); "
                           "give an empty directory or another run.name")
     if ours and run.checkpoint.resume == "never":
@@ -52,7 +53,8 @@ def check_same_run(run: Run, metadata: dict, fingerprint: str, step: int) -> Non
     for section, free in FREE.items():
         for key, value in new[section].items():
             if key not in free and old[section].get(key, value) != value:
-                changes.append(f"{section}.{key}={value!r}, but the run in {run.run.dir} has {old[section][key]!r}")
+                changes.append(f"{section}.{key}={json.dumps(value)}, but the run in {run.run.dir} has "
+                               f"{json.dumps(old[section][key])}")
     if old["run"]["seed"] != run.run.seed:
         changes.append(f"run.seed={run.run.seed}, but the run in {run.run.dir} has {old['run']['seed']}")
     if changes:
@@ -67,6 +69,14 @@ def metadata(run: Run, rules_text: str, fingerprint: str) -> dict:
     """What travels with every checkpoint. The data position is the step: batch n is a function of (seed, n) alone."""
     return {"run": {name: section.model_dump(mode="json") for name, section in run}, "run_file": config.dump(run),
             "rules": rules_text, "data": {"fingerprint": fingerprint}}
+
+
+def _left_by_a_start(directory: Path) -> bool:
+    """Empty, or what a run leaves that ended before its first step: by Ctrl-C while it compiled, or a mistake found late."""
+    left = {path.name for path in directory.iterdir()}
+    saved = directory / "checkpoints"
+    return not left or (".lock" in left and left <= {".lock", "rules.toml", "checkpoints"}
+                        and not (saved.exists() and any(saved.iterdir())))
 
 
 def write_settings(run: Run, directory: Path, rules_text: str) -> None:
