@@ -1,0 +1,483 @@
+"""The two commands as a stranger meets them: exit codes, messages, and what they leave on the disk.
+
+Almost everything calls `main` in this process, whose eight simulated devices fit `mesh.simulated_devices=8`; only what
+a process alone can show (imports, signals, the command line itself) starts another.
+"""
+import ast
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import jax
+import pytest
+
+from meshtrain import inspect, train
+from meshtrain.training import metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+RULES = '# my own\n[activations]\nbatch = ["data", "fsdp"]\n'
+SIX = ("--training.steps", "6")
+TIMES = ("step_time_s", "tokens_per_s", "mfu", "data_wait_s", "checkpoint_wait_s")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    code: int
+    out: str
+    err: str
+
+
+def call(main, *args) -> Ran:
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = main([str(arg) for arg in args])
+    return Ran(code, out.getvalue(), err.getvalue())
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A directory with a text, a rule file and the compiled programs that the runs share."""
+    home = tmp_path_factory.mktemp("commands")
+    (home / "corpus.txt").write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(600)))
+    (home / "empty.txt").write_text("")
+    (home / "my rules.toml").write_text(RULES)
+    yield home
+    jax.config.update("jax_compilation_cache_dir", None)
+    from jax.experimental.compilation_cache import compilation_cache
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(autouse=True)
+def in_a_directory_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def tiny(home) -> tuple[str, ...]:
+    """Overrides that turn the quickstart into a run of seconds."""
+    values = {
+        "mesh.data": 8, "mesh.fsdp": 1, "mesh.tensor": 1, "mesh.simulated_devices": 8, "sharding.rules": home / "my rules.toml",
+        "model.vocab_size": 257, "model.embed_dim": 32, "model.num_layers": 1, "model.num_heads": 2,
+        "model.num_kv_heads": 1, "model.mlp_dim": 64, "data.source": "text", "data.paths": json.dumps([str(home / "corpus.txt")]),
+        "data.seq_len": 32, "data.global_batch": 8, "run.sample_tokens": 8, "run.compilation_cache": home / "cache",
+        "run.name": "tiny", "validation.batches": 2, "optimizer.warmup_steps": 2, "optimizer.learning_rate": 2e-3,
+        "optimizer.schedule": "constant"}    # so that more training.steps only lengthen the run
+    return tuple(word for key, value in values.items() for word in (f"--{key}", str(value)))
+
+
+@pytest.fixture(scope="module")
+def finished(home, tiny) -> Path:
+    """run.dir of six steps in one go. Tests read it, or copy it."""
+    directory = home / "finished"
+    ran = call(train.main, *tiny, *SIX, "--run.dir", directory)
+    assert (ran.code, ran.err) == (0, ""), ran
+    (directory / "said.txt").write_text(ran.out)
+    return directory
+
+
+@pytest.fixture
+def copied(finished, tmp_path) -> Path:
+    directory = tmp_path / "copied"
+    shutil.copytree(finished, directory)
+    return directory
+
+
+def rows(directory: Path) -> list[dict]:
+    return metrics.read(directory / "metrics.jsonl")
+
+
+def lasting(directory: Path) -> list[dict]:
+    """The rows without times, and without the validation loss that a run has where it happened to end."""
+    return [{key: value for key, value in row.items() if key not in (*TIMES, "val_loss")} for row in rows(directory)]
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Every file below a directory; the lock is no part of the run."""
+    return {str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.rglob("*"))
+            if path.is_file() and path.name != ".lock"}
+
+
+def refused(ran: Ran, *parts: str) -> None:
+    """Exit 2 and one message on stderr (a line per fault), without a traceback, that names all the parts."""
+    assert ran.code == 2, ran
+    assert ran.err.startswith("error: ") and ran.err.count("error:") == 1, ran.err
+    assert "Traceback" not in ran.err + ran.out
+    assert [part for part in parts if part not in ran.err] == [], ran.err
+
+
+# ---- what a run leaves -----------------------------------------------------------------------------------------------
+
+def test_a_run_says_what_it_trains_and_where_everything_is(finished):
+    said = (finished / "said.txt").read_text()
+    for part in ("parameters in 1 layers, 6 steps of 8 × 32 tokens", "data 8", "my rules.toml", "memory per device",
+                 "compiled in", "tokens/s", "validation loss", "a sample:", str(finished)):
+        assert part in said
+
+
+def test_a_run_leaves_its_settings_metrics_and_checkpoint(finished):
+    assert {"config.toml", "rules.toml", "metrics.jsonl", "checkpoints"} <= {path.name for path in finished.iterdir()}
+    assert (finished / "rules.toml").read_text() == RULES, "the user's own file, wherever it lies"
+    settings = tomllib.loads((finished / "config.toml").read_text())
+    assert settings["model"]["embed_dim"] == 32 and settings["training"]["steps"] == 6
+    assert settings["model"]["head_dim"] == 16, "resolved: nothing is left to guess"
+
+
+def test_a_row_per_step_has_the_keys_and_types_of_the_contract(finished):
+    written = rows(finished)
+    assert [row["step"] for row in written] == [1, 2, 3, 4, 5, 6]
+    assert [row["tokens"] for row in written] == [8 * 32 * step for step in range(1, 7)]
+    for row in written:
+        assert {key: type(row[key]) for key in ("loss", "grad_norm", "learning_rate", "step_time_s", "tokens_per_s")} == \
+            dict.fromkeys(("loss", "grad_norm", "learning_rate", "step_time_s", "tokens_per_s"), float)
+        assert row["skipped"] is False and row["mfu"] is None, "the peak of a CPU is unknown"
+        assert row["step_time_s"] > 0 and abs(row["tokens_per_s"] * row["step_time_s"] - 256) < 1e-6
+    assert ["val_loss" in row for row in written] == [False] * 5 + [True]
+    assert written[-1]["loss"] < written[0]["loss"]
+    lines = (finished / "metrics.jsonl").read_text().splitlines()
+    assert all(json.loads(line) == row for line, row in zip(lines, written, strict=True))
+
+
+def test_metrics_every_thins_the_rows_but_keeps_a_validation(tiny, tmp_path):
+    ran = call(train.main, *tiny, *SIX, "--metrics.every", 4, "--validation.every", 3, "--run.dir", tmp_path / "thin")
+    assert ran.code == 0, ran
+    assert [(row["step"], "val_loss" in row) for row in rows(tmp_path / "thin")] == [(3, True), (4, False), (6, True)]
+
+
+def test_the_written_settings_run_again_to_the_same_numbers(finished, tmp_path):
+    ran = call(train.main, finished / "config.toml", "--run.dir", tmp_path / "again")
+    assert ran.code == 0, ran
+    assert lasting(tmp_path / "again") == lasting(finished)
+    assert rows(tmp_path / "again")[-1]["val_loss"] == rows(finished)[-1]["val_loss"]
+
+
+# ---- going on --------------------------------------------------------------------------------------------------------
+
+def test_a_finished_run_says_so_and_changes_nothing(copied):
+    before = contents(copied)
+    ran = call(train.main, copied / "config.toml", "--run.dir", copied)
+    assert (ran.code, ran.err) == (0, "") and "finished" in ran.out and "training.steps" in ran.out
+    assert contents(copied) == before
+
+
+def test_a_run_that_is_stopped_goes_on_by_the_same_command_bit_for_bit(tiny, finished, tmp_path, monkeypatch):
+    command = (*tiny, *SIX, "--run.dir", tmp_path / "stopped")
+    write = metrics.MetricsWriter.write
+
+    def write_and_stop(self, row):
+        write(self, row)
+        if row["step"] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(metrics.MetricsWriter, "write", write_and_stop)
+        ran = call(train.main, *command)
+    assert ran.code == 75 and "SIGTERM" in ran.out and "the same command goes on" in ran.out, ran
+    assert len(rows(tmp_path / "stopped")) == 3, "the step that ran when the signal came is finished"
+    # What a killed run may have written after its last checkpoint is written again.
+    with open(tmp_path / "stopped" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "loss": 0.0}\n{"step": 5, "lo')
+    ran = call(train.main, *command)
+    assert ran.code == 0 and "going on after step 3" in ran.out, ran
+    assert lasting(tmp_path / "stopped") == lasting(finished)
+    assert rows(tmp_path / "stopped")[-1]["val_loss"] == rows(finished)[-1]["val_loss"]
+
+
+def test_more_steps_go_on_where_a_finished_run_ended(tiny, finished, tmp_path):
+    command = (*tiny, "--run.sample_tokens", 0, "--run.dir", tmp_path / "parts", "--training.steps")
+    assert call(train.main, *command, 3).code == 0
+    assert call(train.main, *command, 6).code == 0
+    assert lasting(tmp_path / "parts") == lasting(finished)
+
+
+def test_resume_never_refuses_a_run_and_changes_nothing(copied):
+    before = contents(copied)
+    refused(call(train.main, copied / "config.toml", "--run.dir", copied, "--checkpoint.resume", "never",
+                 "--training.steps", 9), str(copied), "never", "run.name")
+    assert contents(copied) == before
+
+
+def test_a_directory_of_somebody_else_is_refused_and_untouched(tiny, tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
+    refused(call(train.main, *tiny, *SIX, "--run.dir", tmp_path / "thesis"), "thesis", "config.toml", "run.name")
+    assert [path.name for path in (tmp_path / "thesis").iterdir()] == ["chapter.txt"]
+    refused(call(train.main, *tiny, *SIX, "--run.dir", tmp_path / "thesis" / "chapter.txt"), "is a file")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "rules.toml").write_text(RULES)
+    refused(call(train.main, *tiny, *SIX, "--run.dir", tmp_path / "mine"), "mine", "config.toml")
+    assert (tmp_path / "mine" / "rules.toml").read_text() == RULES
+
+
+@pytest.mark.parametrize("key, value", [
+    ("model.embed_dim", 64), ("model.tie_embeddings", "true"), ("data.seq_len", 16), ("data.global_batch", 16),
+    ("optimizer.learning_rate", 0.5), ("optimizer.name", "lion"), ("run.seed", 7)])
+def test_another_model_data_optimizer_or_seed_is_refused_on_resume(copied, key, value):
+    before = contents(copied)
+    refused(call(train.main, copied / "config.toml", "--run.dir", copied, "--training.steps", 9, f"--{key}", value),
+            key, str(value), "run.name")
+    assert contents(copied) == before
+
+
+def test_all_that_changed_is_told_together(copied):
+    ran = call(train.main, copied / "config.toml", "--run.dir", copied, "--run.seed", 3, "--optimizer.b1", 0.5)
+    assert ran.code == 2 and "run.seed=3" in ran.err and "optimizer.b1" in ran.err
+
+
+def test_other_documents_are_refused_on_resume(copied, tmp_path, home):
+    text = tmp_path / "corpus.txt"
+    text.write_text((home / "corpus.txt").read_text() + "one more line\n")
+    ran = call(train.main, copied / "config.toml", "--run.dir", copied, "--training.steps", 9,
+               "--data.paths", json.dumps([str(text)]))
+    assert ran.code == 2 and "data" in ran.err and "Traceback" not in ran.err
+
+
+# ---- from another run's weights --------------------------------------------------------------------------------------
+
+def test_init_from_begins_a_new_run_from_those_weights(tiny, finished, tmp_path):
+    before = contents(finished)
+    ran = call(train.main, *tiny, "--training.steps", 2, "--run.dir", tmp_path / "tuned", "--checkpoint.init_from", finished,
+               "--optimizer.learning_rate", 1e-12, "--run.seed", 5)
+    assert ran.code == 0 and "weights from step 6" in ran.out, ran
+    assert [row["step"] for row in rows(tmp_path / "tuned")] == [1, 2]
+    was, now = rows(finished)[-1]["val_loss"], rows(tmp_path / "tuned")[-1]["val_loss"]
+    assert abs(now - was) < 1e-5, "a step of 1e-12 moves nothing, and the held-out split is the same"
+    assert contents(finished) == before
+
+
+def test_init_from_other_shapes_is_refused_and_the_directory_stays_usable(tiny, finished, tmp_path):
+    command = (*tiny, *SIX, "--run.dir", tmp_path / "wide", "--model.mlp_dim", 32)
+    refused(call(train.main, *command, "--checkpoint.init_from", finished), "init_from", "mlp")
+    refused(call(train.main, *command, "--checkpoint.init_from", tmp_path), "init_from", "no whole checkpoint")
+    with train.rundir.claimed(train.config.load([str(word) for word in command])):
+        pass
+
+
+# ---- what cannot run -------------------------------------------------------------------------------------------------
+
+BAD = {
+    "section": ("--modle.embed_dim 32", ["modle", "model"]),
+    "key": ("--model.embed_dims 32", ["model.embed_dims", "model.embed_dim"]),
+    "flag": ("--steps 6", ["--steps", "--training.steps"]),
+    "axis": ("--mesh.tensr 2", ["mesh.tensr", "mesh.tensor"]),
+    "axis in the placement": ('--mesh.placement ["data","tensor"]', ["mesh.placement", "each axis once"]),
+    "boolean": ("--model.tie_embeddings True", ["model.tie_embeddings", "True", "true"]),
+    "number": ("--training.steps six", ["training.steps", "six"]),
+    "rule file": ("--sharding.rules sharding_rules/zero4.toml", ["zero4.toml", "did you mean"]),
+    "run file": ("missing.toml", ["missing.toml", "no such run file"]),
+    "mesh too large": ("--mesh.data 16", ["mesh.data=16", "16 devices", "there are 8", "mesh.data=8"]),
+    "mesh too small": ("--mesh.data 3", ["mesh.data=3", "there are 8"]),
+    "rest that does not fit": ("--mesh.data 3 --mesh.fsdp -1", ["mesh.data=3", "8 devices", "multiple of 3"]),
+    "batch that does not divide": ("--data.global_batch 12", ["batch=12", "data 8", "16"]),
+    "microbatches": ("--training.microbatches 3", ["data.global_batch=8", "training.microbatches=3"]),
+    "heads": ("--model.num_heads 3", ["model.embed_dim=32", "model.num_heads=3"]),
+    "stage": ("--mesh.stage 2 --mesh.data 4", ["mesh.stage=2", "not available yet"]),
+    "context": ("--mesh.context 2 --mesh.data 4", ["mesh.context=2", "not available yet"]),
+    "unused axis": ("--mesh.data 4 --mesh.tensor 2", ["mesh.tensor=2", "my rules.toml", "mesh.tensor to 1"]),
+    "missing text": ("--data.paths ['nowhere/*.txt']", ["nowhere/*.txt"]),
+    "no text": ("--data.paths []", ["data.paths"]),
+    "empty text": ("--data.paths ['empty.txt']", ["empty"]),
+    "sequence longer than the data": ("--data.seq_len 100000", ["data.seq_len", "100000"]),
+    "learned positions": ("--model.position learned --model.max_seq_len 16", ["data.seq_len=32", "model.max_seq_len=16"]),
+    "attention dropout": ("--model.attention_dropout 0.1", ["model.attention_dropout=0.1", "residual_dropout"]),
+    "init_from": ("--checkpoint.init_from nowhere", ["checkpoint.init_from", "nowhere"]),
+}
+
+
+@pytest.mark.parametrize("mistake", BAD)
+def test_a_mistake_is_exit_2_and_one_message(mistake, tiny, tmp_path):
+    words, parts = BAD[mistake]
+    (tmp_path / "empty.txt").write_text("")
+    refused(call(train.main, *tiny, *SIX, *words.split()) if words[0] == "-" else call(train.main, words, *tiny, *SIX), *parts)
+    assert contents(tmp_path / "runs") == {} if (tmp_path / "runs").exists() else True
+
+
+@pytest.mark.parametrize("text, mesh, parts", [
+    ('[params]\nembed = "tensor"\nmlp = "tensor"\n[activations]\nbatch = "data"\n', {"data": 4, "tensor": 2},
+     ["rules.toml [params]", "'tensor' shards both", "mesh.tensor to 1"]),
+    ('[params]\nheads = "tensor"\n', {"data": 1, "tensor": 8}, ["heads=2 does not divide over tensor 8"]),
+    ('[params]\nembed = "tensr"\n', {}, ["rules.toml [params]", "'tensr'", "did you mean 'tensor'?"]),
+    ('[prams]\nembed = "fsdp"\n', {}, ["[prams]", "did you mean 'params'?"]),
+], ids=["axis twice", "no divisor", "unknown axis", "unknown table"])
+def test_a_mistake_in_a_rule_file_is_exit_2_with_the_rule(text, mesh, parts, tiny, tmp_path):
+    (tmp_path / "rules.toml").write_text(text)
+    sizes = [word for axis, n in mesh.items() for word in (f"--mesh.{axis}", n)]
+    for main in (train.main, inspect.main):
+        refused(call(main, *tiny, *SIX, *sizes, "--sharding.rules", "rules.toml"), *parts)
+
+
+def test_booleans_are_true_or_false(tiny):
+    for word, value in (("true", True), ("false", False)):
+        assert train.config.load([*tiny, "--model.tie_embeddings", word]).model.tie_embeddings is value
+        assert train.config.load([*tiny, f"--model.tie_embeddings={word}"]).model.tie_embeddings is value
+
+
+@pytest.mark.parametrize("every", [0, 1], ids=["", "validated each step"])
+def test_steps_without_a_finite_loss_are_skipped_told_and_stop_the_run(every, tiny, tmp_path):
+    ran = call(train.main, *tiny, "--optimizer.learning_rate", 1e38, "--optimizer.warmup_steps", 0, "--training.steps", 9,
+               "--training.max_skipped_steps", 3, "--validation.every", every, "--run.dir", tmp_path / "run")
+    assert ran.code == 1 and "Traceback" not in ran.err, ran
+    assert ran.err.startswith("stopped: 3 steps in a row") and "optimizer.learning_rate=1e+38" in ran.err
+    assert ran.out.count("not finite, skipped") == 3
+    written = rows(tmp_path / "run")
+    assert [row["skipped"] for row in written] == [False, True, True, True][:len(written)] and written[-1]["skipped"]
+    assert any(row["loss"] is None or row["grad_norm"] is None for row in written)
+    assert not list((tmp_path / "run" / "checkpoints").glob("[0-9]*")), "nothing broken was saved"
+
+
+# ---- inspect ---------------------------------------------------------------------------------------------------------
+
+MEMORY = {"params", "grads", "optimizer", "activations", "total"}
+ROW = {"kind": str, "axes": list, "count": int, "bytes": int, "dtype": str, "source": str}
+
+
+def inspected(*args) -> dict:
+    ran = call(inspect.main, *args, "--json")
+    assert ran.code == 0, ran
+    return json.loads(ran.out)
+
+
+def test_inspect_prints_tables_and_reads_no_data(tiny, tmp_path):
+    ran = call(inspect.main, *tiny, "--data.paths", '["nowhere.txt"]')
+    assert (ran.code, ran.err) == (0, ""), ran
+    for part in ("logical axes", "[params] spec", "total per device", "optimizer state per device", "by the rules", "compiled",
+                 "all-reduce", "data", "f32", "matmul FLOPs"):
+        assert part in ran.out
+    assert list(tmp_path.iterdir()) == [], "inspect writes nothing"
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_inspect_json_is_the_contract(tiny, microbatches):
+    told = inspected(*tiny, "--data.global_batch", 16, "--training.microbatches", microbatches)
+    assert set(told) == {"memory_bytes", "collectives"}
+    formula, compiled = told["memory_bytes"]["formula"], told["memory_bytes"]["compiled"]
+    assert set(formula) == set(compiled) == MEMORY
+    assert formula["activations"] is formula["total"] is told["collectives"]["formula"] is None
+    assert {type(formula[key]) for key in ("params", "grads", "optimizer")} == {int}
+    assert compiled["params"] == formula["params"]
+    assert compiled["optimizer"] >= formula["optimizer"] > 0
+    if microbatches == 1:
+        assert compiled["grads"] is None
+    else:
+        assert 0 <= compiled["grads"] - formula["grads"] <= 16, "but for scalars that the loop carries too"
+    assert compiled["total"] >= compiled["params"] + compiled["optimizer"] + compiled["activations"]
+    assert told["collectives"]["compiled"], "data 8 reduces its gradients"
+    for row in told["collectives"]["compiled"]:
+        assert {key: type(value) for key, value in row.items()} == ROW
+        assert set(row["axes"]) <= {"data"} and row["count"] > 0 and row["bytes"] > 0
+
+
+@pytest.mark.parametrize("topology, parts", [
+    ("nonsense", ["nonsense"]), ("h100", ["h100"]), ("h100:none", ["none"]), ("h100:0", ["0"]), ("h900:8", ["h900", "h100"]),
+    ("mi300x:8", ["mi300x"]), ("cpu:8", ["cpu"])])
+def test_a_topology_that_cannot_be_compiled_is_refused_by_name(topology, parts, tiny):
+    refused(call(inspect.main, *tiny, "--topology", topology), *parts)
+
+
+def test_topology_without_a_value_is_refused(tiny):
+    refused(call(inspect.main, *tiny, "--topology", "--json"), "--topology", "h100:64")
+
+
+def test_inspect_compiles_for_64_gpus_that_are_not_here(tiny):
+    from meshtrain.cost import compile as gpu_compile
+    try:
+        gpu_compile.topology("h100:64")
+    except ValueError as error:
+        pytest.skip(str(error))
+    told = inspected(ROOT / "configs/llama3-8b-64.toml", *tiny[tiny.index("--model.vocab_size"):], "--topology", "h100:64",
+                     "--model.embed_dim", 512, "--model.head_dim", 64, "--model.num_heads", 8, "--model.num_kv_heads", 8,
+                     "--model.mlp_dim", 1024, "--model.num_layers", 2, "--data.seq_len", 256, "--data.global_batch", 256)
+    compiled = told["memory_bytes"]["compiled"]
+    assert compiled["params"] == told["memory_bytes"]["formula"]["params"] > 0
+    assert told["collectives"]["compiled"]
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+def process(*words, **options) -> subprocess.Popen:
+    env = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    return subprocess.Popen([sys.executable, *map(str, words)], env=env | {"PYTHONPATH": str(ROOT)}, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+
+
+def test_importing_starts_no_backend_and_sets_no_flag():
+    """jax takes another device count only while no backend runs, and none of these modules may have set one."""
+    code = ("import os; before = dict(os.environ); import meshtrain, meshtrain.train, meshtrain.inspect\n"
+            "assert dict(os.environ) == before; assert 'XLA_FLAGS' not in os.environ\n"
+            "import jax; jax.config.update('jax_platforms', 'cpu'); jax.config.update('jax_num_cpu_devices', 3)\n"
+            "assert len(jax.devices()) == 3")
+    child = process("-c", code)
+    out, err = child.communicate(timeout=120)
+    assert (child.returncode, out) == (0, ""), err
+
+
+def test_a_typo_on_the_command_line_is_exit_2(tmp_path):
+    child = process("-m", "meshtrain.train", "--trainig.steps", 6)
+    out, err = child.communicate(timeout=120)
+    refused(Ran(child.returncode, out, err), "trainig", "training")
+    assert out == "" and list(tmp_path.iterdir()) == []
+
+
+def test_a_real_process_saves_on_sigterm_and_keeps_its_directory_to_itself(tiny, tmp_path):
+    directory = tmp_path / "run"
+    command = (*tiny, "--run.dir", directory, "--training.steps")
+    child = process("-m", "meshtrain.train", *command, 1_000_000)
+    try:
+        deadline = time.monotonic() + 240
+        while child.poll() is None and time.monotonic() < deadline:
+            if (directory / "metrics.jsonl").exists() and len(rows(directory)) >= 2:
+                break
+            time.sleep(0.1)
+        assert child.poll() is None, child.communicate()
+        refused(call(train.main, *command, 1_000_000), str(directory), "in use")
+        child.send_signal(signal.SIGTERM)
+        out, err = child.communicate(timeout=120)
+    finally:
+        child.kill()
+    assert child.returncode == 75 and "Traceback" not in err, err
+    done = int(re.search(r"stopped after step (\d+)", out)[1])
+    assert [row["step"] for row in rows(directory)] == list(range(1, done + 1))
+    ran = call(train.main, *command, done + 1)
+    assert ran.code == 0 and f"going on after step {done}" in ran.out, ran
+    assert [row["step"] for row in rows(directory)] == list(range(1, done + 2))
+
+
+# ---- the house -------------------------------------------------------------------------------------------------------
+
+# Which rooms each room may import, besides itself; the doors may import everything. The run file belongs to all.
+OPEN_TO = {"layout": set(), "model": {"layout"}, "parallel": {"layout"}, "cost": {"layout", "model", "parallel"},
+           "training": {"layout", "model", "parallel"}}
+EVERYONE = {"config", "sections"}
+
+
+def imported(path: Path) -> set[str]:
+    """The parts of meshtrain that a file imports: `from meshtrain.layout import mesh` -> layout."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports name the module in full"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name.split(".")[1] for name in names if name.startswith("meshtrain.")}
+
+
+def test_imports_point_downward():
+    files = sorted((ROOT / "meshtrain").glob("*/*.py"))
+    assert {path.parent.name for path in files} <= set(OPEN_TO), "a new room needs its line in OPEN_TO"
+    wrong = {str(path.relative_to(ROOT)): extra for path in files
+             if (extra := imported(path) - OPEN_TO[path.parent.name] - {path.parent.name} - EVERYONE)}
+    assert wrong == {}
+
+
+def test_the_import_test_sees_an_import(tmp_path):
+    (tmp_path / "a.py").write_text("from meshtrain import cost\ndef f():\n    import meshtrain.training.step\n")
+    assert imported(tmp_path / "a.py") == {"cost", "training"}
