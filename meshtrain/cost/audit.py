@@ -335,5 +335,5 @@ def carried_bytes(text: str, trips: int) -> int:
     for ins in module.computations[module.entry].values():
         if ins.op == "while" and hlo.known_trips(ins) == trips:
             totals.append(sum(hlo.shape_bytes(shape) for shape in hlo.changed(module, ins.attr("body"))
-                              if shape[0] == "f32" and shape[1]))
+                              if shape[0] == "f32" and math.prod(shape[1]) > 1))    # loss sums are scalars
     return max(totals)
