@@ -422,7 +422,9 @@ def test_importing_starts_no_backend_and_sets_no_flag():
 def test_a_typo_on_the_command_line_is_exit_2(tmp_path):
     child = process("-m", "meshtrain.train", "--trainig.steps", 6)
     out, err = child.communicate(timeout=120)
-    refused(Ran(child.returncode, out, err), "trainig", "training")
+    # Where a CUDA plugin is installed without its driver, `import jax` itself logs that; no flag of ours could come first.
+    told = "".join(line for line in err.splitlines(True) if not re.search(r"^WARNING: .*absl|cudart_stub", line))
+    refused(Ran(child.returncode, out, told), "trainig", "training")
     assert out == "" and list(tmp_path.iterdir()) == []
 
 
