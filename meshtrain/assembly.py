@@ -25,6 +25,12 @@ DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 # The concurrency-optimized CPU scheduler deadlocks programs with independent collectives (2 of 4 ZeRO-3 steps did).
 SCHEDULER_FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
 
+# The run file's key that sets the size of each logical axis, for messages.
+SIZE_KEYS = {"batch": "data.global_batch / training.microbatches", "seq": "data.seq_len", "residual_seq": "data.seq_len",
+             "embed": "model.embed_dim", "heads": "model.num_heads", "kv_heads": "model.num_kv_heads",
+             "head_dim": "model.head_dim", "mlp": "model.mlp_dim", "vocab": "model.vocab_size (padded to 256)",
+             "layers": "model.num_layers"}
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Assembly:
@@ -90,7 +96,7 @@ def assemble(run: Run, devices: Sequence[jax.Device]) -> Assembly:
     except ValueError as error:
         raise ConfigError(*str(error).splitlines()) from None
     model = transformer.build(run.model)
-    faults = rules.problems(loaded, plan.sizes, tensors(run, model))
+    faults = rules.problems(loaded, plan.sizes, tensors(run, model), SIZE_KEYS)
     if faults:
         raise ConfigError(*faults)
     mesh = plan.build(devices)

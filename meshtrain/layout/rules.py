@@ -103,9 +103,14 @@ class Tensor:
     axes: tuple[str | None, ...]
 
 
-def problems(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor]) -> list[str]:
-    """What is wrong with these rules on a mesh of these sizes for these tensors; empty if nothing is."""
-    faults, used = [], set()
+def problems(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor],
+             keys: Mapping[str, str] | None = None) -> list[str]:
+    """What is wrong with these rules on a mesh of these sizes for these tensors; empty if nothing is.
+
+    keys: logical axis -> the run file's key that sets its size, for the remedy. A fault that several tensors share is
+    told once, with the first of them.
+    """
+    faults, used = {}, set()
     for tensor in tensors:
         seen: dict[str, str] = {}
         for dim, logical in zip(tensor.shape, tensor.axes, strict=True):
@@ -114,21 +119,23 @@ def problems(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor]) 
             where = f"{rules.path} [{tensor.table}] {tensor.name} {_shape(tensor)}"
             for axis in mesh_axes:
                 if axis in seen:
-                    faults.append(f"{where}: mesh axis {axis!r} shards both {seen[axis]!r} and {logical!r}; "
-                                  f"drop one of the two rules or set mesh.{axis} to 1")
+                    faults.setdefault((tensor.table, axis, seen[axis], logical), (
+                        f"{where}: mesh axis {axis!r} shards both {seen[axis]!r} and {logical!r}; "
+                        f"drop one of the two rules or set mesh.{axis} to 1"))
                 seen[axis] = logical
             ways = math.prod(sizes[a] for a in mesh_axes)
             if dim % ways:
                 split = " × ".join(f"{a} {sizes[a]}" for a in mesh_axes)
-                faults.append(f"{where}: {logical}={dim} does not divide over {split} = {ways}; make {logical} a "
-                              f"multiple of {ways}, e.g. {-(-dim // ways) * ways}, or take a mesh or rule file that "
-                              f"splits it less")
+                key = (keys or {}).get(logical)
+                faults.setdefault((logical, dim, split), (
+                    f"{where}: {logical}={dim} does not divide over {split} = {ways}; make {key or logical} a "
+                    f"multiple of {ways}, e.g. {-(-dim // ways) * ways}, or take a mesh or rule file that splits it less"))
     for axis in AXES:
         if sizes[axis] > 1 and axis not in used:
-            faults.append(f"mesh.{axis}={sizes[axis]}, but no rule of {rules.path} that applies to this model uses "
-                          f"{axis!r}: every device along it would repeat the same work; set mesh.{axis} to 1 or take a "
-                          f"rule file that names it")
-    return list(dict.fromkeys(faults))
+            faults[axis] = (f"mesh.{axis}={sizes[axis]}, but no rule of {rules.path} that applies to this model uses "
+                            f"{axis!r}: every device along it would repeat the same work; set mesh.{axis} to 1 or take a "
+                            f"rule file that names it")
+    return list(faults.values())
 
 
 def _shape(tensor: Tensor) -> str:
@@ -177,8 +184,8 @@ class Layout:
     @property
     def gathered_axes(self) -> tuple[str, ...]:
         """The mesh axes over which a weight is gathered before it is used: those that split tokens."""
-        rules = self.rules
-        return tuple(dict.fromkeys(rules.mesh_axes("activations", "batch") + rules.mesh_axes("activations", "seq")))
+        names = self.rules.mesh_axes("activations", "batch") + self.rules.mesh_axes("activations", "seq")
+        return tuple(a for a in dict.fromkeys(names) if self.sizes[a] > 1)
 
     def ways(self, mesh_axes: Iterable[str]) -> int:
         return math.prod(self.sizes[a] for a in mesh_axes)
