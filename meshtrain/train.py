@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 
@@ -25,8 +26,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         run = config.load(argv)
         devices, run = _devices(run, argv)
-        with rundir.claimed(run) as directory:
-            return _train(run, devices, directory)
+        made, corpus = assembly.assemble(run, devices), _open_data(run)
+        with rundir.claimed(run) as directory:   # only what is sound so far leaves anything on disk
+            return _train(run, made, corpus, directory)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
@@ -47,9 +49,7 @@ def _devices(run: Run, argv: Sequence[str]) -> tuple[Sequence[jax.Device], Run]:
     return assembly.start_devices(run), run
 
 
-def _train(run: Run, devices, directory) -> int:
-    made = assembly.assemble(run, devices)
-    corpus = _open_data(run)
+def _train(run: Run, made: assembly.Assembly, corpus: data.Data, directory: Path) -> int:
     with jax.set_mesh(made.mesh), Checkpoints(directory / "checkpoints", every=run.checkpoint.every,
                                               keep=run.checkpoint.keep) as checkpoints:
         latest = checkpoints.latest()
@@ -115,7 +115,7 @@ def _start_state(run: Run, made: assembly.Assembly, checkpoints: Checkpoints, la
     return state
 
 
-def _tell_the_end(run: Run, made: assembly.Assembly, state: State, val_loss: float | None, directory) -> None:
+def _tell_the_end(run: Run, made: assembly.Assembly, state: State, val_loss: float | None, directory: Path) -> None:
     if val_loss is not None:
         print(f"validation loss {val_loss:.4f} nats per token ({val_loss / 0.6931471805599453:.3f} bits)")
     if run.run.sample_tokens:
