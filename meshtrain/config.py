@@ -19,13 +19,14 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from meshtrain.sections import (
-    Checkpoint, Context, Data, Identity, Mesh, Metrics, Model, Optimizer, Pipeline, Run, Sharding, Training, Validation,
+    Checkpoint, Context, Data, Distributed, Identity, Mesh, Metrics, Model, Optimizer, Pipeline, Run, Sharding, Training,
+    Validation,
 )  # fmt: skip
 
 __all__ = [
     "AXES", "ConfigError", "dump", "help_text", "load", "mesh_sizes", "presets", "problems",
-    "Checkpoint", "Context", "Data", "Identity", "Mesh", "Metrics", "Model", "Optimizer", "Pipeline", "Run", "Sharding",
-    "Training", "Validation",
+    "Checkpoint", "Context", "Data", "Distributed", "Identity", "Mesh", "Metrics", "Model", "Optimizer", "Pipeline", "Run",
+    "Sharding", "Training", "Validation",
 ]  # fmt: skip
 
 AXES = ("data", "fsdp", "tensor", "stage", "context")
@@ -179,7 +180,8 @@ def _build(tables: dict) -> tuple[Run, list[str], re.Pattern]:
 
 def problems(run: Run) -> list[str]:
     """Everything in which the keys of a run contradict each other or the files they name; empty = sound."""
-    return [*_run_problems(run), *_mesh_problems(run), *_model_problems(run), *_training_problems(run)]
+    return [*_run_problems(run), *_mesh_problems(run), *_model_problems(run), *_training_problems(run),
+            *_distributed_problems(run)]
 
 
 def _run_problems(run: Run):
@@ -255,6 +257,20 @@ def _training_problems(run: Run):
     if run.optimizer.schedule == "wsd" and not run.optimizer.decay_steps:
         yield ('optimizer.schedule="wsd" ends with a decay, and optimizer.decay_steps=0 gives it no steps; '
                f"use e.g. {max(1, training.steps // 10)}")
+
+
+def _distributed_problems(run: Run):
+    address, count, index = run.distributed.coordinator_address, run.distributed.num_processes, run.distributed.process_id
+    port = re.fullmatch(r"(?:[^\s:\[\]]+|\[[0-9a-fA-F:]+\]):(\d{1,5})", address)
+    if address and not (port and 0 < int(port[1]) < 65536):
+        yield (f"distributed.coordinator_address={_toml(address)} is not HOST:PORT; "
+               "use e.g. node1:12345, with a port that is free on that host")
+    if bool(count) != (index >= 0) or count and not address:
+        yield (f"distributed.num_processes={count}, distributed.process_id={index} and distributed.coordinator_address="
+               f"{_toml(address)} describe one process together; give all three, or none under srun and mpirun")
+    elif index >= count > 0:
+        yield (f"distributed.process_id={index} is not one of distributed.num_processes={count} processes; "
+               f"they are counted from 0 to {count - 1}")
 
 
 def _next_multiple(n: int, of: int) -> int:

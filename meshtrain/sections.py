@@ -177,6 +177,14 @@ class Metrics(Section):
     every: int = key(1, "steps between rows of metrics.jsonl", ge=1)
 
 
+class Distributed(Section):
+    """[distributed]: one process among several; not needed under launch.local, srun and mpirun, which tell it."""
+
+    coordinator_address: str = key("", "HOST:PORT where process 0 is met, the port free there; empty = by srun or mpirun")
+    num_processes: int = key(0, "processes of the run; 0 = by srun or mpirun, else one", ge=0)
+    process_id: int = key(-1, "which of them this one is, from 0; -1 = by srun or mpirun", ge=-1)
+
+
 class Run(Section):
     """A whole run file, with nothing left to guess."""
 
@@ -192,6 +200,7 @@ class Run(Section):
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()
+    distributed: Distributed = Distributed()
 
     @model_validator(mode="after")
     def _fill_in(self):
