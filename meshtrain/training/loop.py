@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import jax
 
+from meshtrain import processes
 from meshtrain.training.checkpoint import Checkpoints
 from meshtrain.training.data import Data
 from meshtrain.training.metrics import MetricsWriter
@@ -50,6 +51,8 @@ def train(run, program: Program, step: Callable, state: State, data: Data, check
           peak_flops: float | None) -> tuple[State, int, float | None]:
     """Trains from state.step to run.training.steps. Returns (state, steps taken in all, last validation loss).
 
+    Every process of the run calls it alike; a stop request to one of them stops all after the same step.
+
     step: the compiled training step. peak_flops: of all devices together; None: mfu is null.
     Raises: TooManySkippedSteps; a stop request ends the loop early, with the state saved.
     """
@@ -57,7 +60,8 @@ def train(run, program: Program, step: Callable, state: State, data: Data, check
     tokens_per_step = run.data.global_batch * run.data.seq_len
     rows = _Rows(writer, run.metrics.every, tokens_per_step, flops_per_step, peak_flops)
     progress = _Progress(last)
-    batches = data.iterate(first, prefetch=run.data.prefetch)
+    batches = data.iterate(first, rows=program.rows, prefetch=run.data.prefetch)
+    agreement = processes.StopAgreement()
     skipped_in_a_row, val_loss, pending, done = 0, None, None, first
 
     def settle(pending, val_loss=None, pause_s=0.0):
@@ -87,6 +91,7 @@ def train(run, program: Program, step: Callable, state: State, data: Data, check
             validate = number == last or (run.validation.every > 0 and number % run.validation.every == 0)
             settle(pending)
             pending, done = (number, metrics, waited), number
+            stopping = agreement.reached(stop.signal is not None)
             if validate and data.num_validation_batches:
                 jax.block_until_ready(metrics)      # so that the pause below is the validation's alone
                 measured = time.perf_counter()
@@ -94,12 +99,12 @@ def train(run, program: Program, step: Callable, state: State, data: Data, check
                 progress.tell(f"step {number}: validation loss {val_loss:.4f} nats per token")
                 settle(pending, val_loss, pause_s=time.perf_counter() - measured)
                 pending = None
-            if checkpoints.due(number) or number == last or stop.signal is not None:
+            if checkpoints.due(number) or number == last or stopping:
                 settle(pending)         # before it is saved: a run that must stop does not overwrite good checkpoints
                 pending = None
                 waited_s = checkpoints.save(number, state, metadata)
                 rows.pause(waited_s)
-            if stop.signal is not None:
+            if stopping:
                 break
         settle(pending)
     progress.end()
@@ -111,7 +116,7 @@ def validation_loss(run, program: Program, state: State, data: Data) -> float:
     """Mean nats per target token over run.validation.batches batches of the held-out split."""
     total = count = 0.0
     for i in range(min(run.validation.batches, data.num_validation_batches)):
-        nll, targets = program.evaluate(state.params, program.place(data.validation_batch(i)))
+        nll, targets = program.evaluate(state.params, program.place(data.validation_batch(i, program.rows)))
         total, count = total + float(nll), count + int(targets)
     return total / max(count, 1)
 
