@@ -16,9 +16,8 @@ import jax
 from meshtrain import assembly, config, processes
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost import flops, hardware, report
-from meshtrain.training import data, loop, rundir, sample
+from meshtrain.training import data, loop, metrics, rundir, sample
 from meshtrain.training.checkpoint import Checkpoints
-from meshtrain.training.metrics import MetricsWriter
 from meshtrain.training.state import State
 
 DONE, USER_ERROR, STOPPED, FAILED = 0, 2, 75, 1
@@ -27,6 +26,7 @@ DONE, USER_ERROR, STOPPED, FAILED = 0, 2, 75, 1
 def main(argv: Sequence[str]) -> int:
     try:
         run = config.load(argv)
+        metrics.check_wandb(run)
         cluster = processes.find(run.distributed, os.environ)
         run = run.model_copy(update={"distributed": config.Distributed()})  # which process this is belongs to no run
         devices, run = _devices(run, argv, cluster)
@@ -86,8 +86,7 @@ def _train(run: Run, made: assembly.Assembly, corpus: data.Data, directory: Path
         print(report.compiled(step, made, time.perf_counter() - started), flush=True)
         if jax.process_index() == 0:
             rundir.write_settings(run, directory, made.layout.rules.text)
-        with MetricsWriter(directory / "metrics.jsonl") as writer, loop.StopRequest().listening() as stop:
-            writer.truncate_after(latest or 0)
+        with metrics.open_writers(run, directory, latest or 0) as writer, loop.StopRequest().listening() as stop:
             state, done, val_loss = loop.train(
                 run, made.program, step, state, corpus, checkpoints, writer,
                 rundir.metadata(run, made.layout.rules.text, corpus.fingerprint), stop, *_flops(made))
@@ -143,7 +142,7 @@ def _tell_the_end(run: Run, made: assembly.Assembly, state: State, val_loss: flo
         generate = sample.build(made.model, made.program.plan, run.data.seq_len)
         text = sample.text(generate, state.params, run.data.seq_len, run.run.sample_tokens, run.run.seed, data.decode)
         print(f"a sample:\n{text}\n")
-    print(f"written: {directory}/ with config.toml, rules.toml, metrics.jsonl and checkpoints/")
+    print(f"written: {directory}/ with config.toml, rules.toml, metrics.jsonl, checkpoints/ and tensorboard/")
 
 
 if __name__ == "__main__":
