@@ -4,7 +4,8 @@ A generator makes a table, `schedule_check.check` proves it sound, `cost.simulat
 it; no schedule is control flow. Knows numpy only: no jax, no model, no devices.
 
 Legend: P stages, M microbatches, V chunks (pieces of the model on each stage), T ticks. Virtual stage g = chunk · P + stage
-holds layers g·L/(VP) up to (g+1)·L/(VP). F forward, B input gradient, W weight gradient; where W is not split off, B makes both.
+holds layers g·L/(VP) up to (g+1)·L/(VP). F forward, B input gradient, W weight gradient; where W is not split off, B makes
+both.
 
 Three families share the format:
   phase   the default. A tick does F, loss, B, W in this order, each on all stages at once; a stage that has none runs masked.
@@ -114,7 +115,7 @@ class Table:
         return runs
 
     def with_inputs_until(self, kind: str) -> Table:
-        """The same schedule with stage inputs kept until this kind of op ("F", "B" or "W") has read them."""
+        """The same schedule with stage inputs kept until this kind of op has read them: "F", "B" or "W" (B if not split)."""
         return _table(self.name, self.family, self.num_stages, self.num_microbatches, self.num_chunks, self.split,
                       self.ops, kind)
 
@@ -264,8 +265,10 @@ def needs(kind: int, g: int, microbatch: int, num_virtual: int) -> list[tuple[in
 
 def _table(name: str, family: str, p: int, m: int, v: int, split: bool, ops: np.ndarray, inputs_until: str) -> Table:
     """Ops with everything that follows from them."""
-    if inputs_until not in KINDS or inputs_until == "W" and not split:
-        raise ValueError(f'inputs_until="{inputs_until}" is no op of schedule "{name}"; use one of {KINDS[:2 + split]}')
+    if inputs_until not in KINDS:
+        raise ValueError(f'inputs_until="{inputs_until}" is no kind of op; use "F", "B" or "W"')
+    if inputs_until == "W" and not split:
+        inputs_until = "B"
     tick = _ticks(ops, p, m, v)
     last = tick[W if split else B]
     peak = np.zeros(p, np.int32)
