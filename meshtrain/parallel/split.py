@@ -111,39 +111,45 @@ def layer(f: Callable, w, x, e) -> Split:
     return Split(forward, backward_input, backward_weight, backward, *avals, [_aval(v.aval) for v in handed])
 
 
-def stack(f: Callable, ws, numbers, x, e) -> Split:
-    """Splits x -> f(w_n, …, f(w_1, x, (numbers[0], e)) …): layers stacked in `ws` [n, …], the same e for all of them.
+def stack(f: Callable, ws, depth: int, x, e) -> Split:
+    """Splits `depth` layers f(w, x, (number, e)) in a row, their weights stacked in ws [n, …], n at least `depth`.
 
-    numbers: int [n, …], what a layer gets beside e; part of `w` in the result's functions, which take (ws, numbers).
+    In the result's functions w is (ws, numbers [n], first): layers first … first + depth − 1 of the stack, so that a
+    stage with several chunks needs no copy of one. dw is stacked [depth, …]. e is the same for all layers.
     """
     one = layer(f, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), ws), x,
-                (jax.ShapeDtypeStruct(numbers.shape[1:], numbers.dtype), e))
-    scan = jax.lax.scan
+                (jax.ShapeDtypeStruct((), jnp.int32), e))
+    scan, order = jax.lax.scan, jnp.arange(depth)
+
+    def at(w, e, i):
+        pick = lambda a: jax.lax.dynamic_index_in_dim(a, w[2] + i, 0, keepdims=False)
+        return jax.tree.map(pick, w[0]), (pick(w[1]), e)
 
     def forward(w, x, e):
-        return scan(lambda x, w: one.forward(w[0], x, (w[1], e)), x, w)
+        def visit(x, i):
+            w_i, e_i = at(w, e, i)
+            return one.forward(w_i, x, e_i)
+        return scan(visit, x, order)
 
     def backward_input(w, e, r, q, dy):
-        visit = lambda dy, a: one.backward_input(a[0][0], (a[0][1], e), *a[1:], dy)
-        return scan(visit, dy, (w, r, q), reverse=True)
+        return scan(lambda dy, a: one.backward_input(*at(w, e, a[0]), *a[1:], dy), dy, (order, r, q), reverse=True)
 
     def backward_weight(w, e, q, z):
-        return scan(lambda _, a: (None, one.backward_weight(a[0][0], (a[0][1], e), *a[1:])), None, (w, q, z))[1]
+        return scan(lambda _, a: (None, one.backward_weight(*at(w, e, a[0]), *a[1:])), None, (order, q, z))[1]
 
     def backward(w, e, r, q, dy):
-        visit = lambda dy, a: one.backward(a[0][0], (a[0][1], e), *a[1:], dy)
-        return scan(visit, dy, (w, r, q), reverse=True)
+        return scan(lambda dy, a: one.backward(*at(w, e, a[0]), *a[1:], dy), dy, (order, r, q), reverse=True)
 
-    stacked = lambda avals: [jax.ShapeDtypeStruct(numbers.shape[:1] + a.shape, a.dtype) for a in avals]
+    stacked = lambda avals: [jax.ShapeDtypeStruct((depth, *a.shape), a.dtype) for a in avals]
     return Split(forward, backward_input, backward_weight, backward, stacked(one.r), stacked(one.q), stacked(one.z))
 
 
 def wide(w):
     """Weights as float32 where they are differentiated, so that their gradients are: a bfloat16 weight's would be
     rounded in every microbatch. Layers cast down again, and XLA drops the pair of casts."""
-    return jax.tree.map(lambda a: a if isinstance(a, jax.ShapeDtypeStruct) and a.dtype == jnp.float32 else
-                        jax.ShapeDtypeStruct(a.shape, jnp.float32) if isinstance(a, jax.ShapeDtypeStruct) else
-                        a.astype(jnp.float32), w)
+    def widen(a):
+        return jax.ShapeDtypeStruct(a.shape, jnp.float32) if isinstance(a, jax.ShapeDtypeStruct) else a.astype(jnp.float32)
+    return jax.tree.map(widen, w)
 
 
 def _aval(a):
