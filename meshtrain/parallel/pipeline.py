@@ -80,7 +80,7 @@ def _execute(table: Table, model: Model, ordered: bool, stage, ws, ends, batch, 
     def forward(c, row, run):
         x = _take(c["X"], row["F_x"])
         if run.embed != "never":
-            first = _sometimes(run.embed, row["embed_on"], partial(embed, row), lambda: jnp.zeros_like(x))
+            first = _sometimes(run.embed, row["embed_on"], partial(embed, row), lambda: x)
             x = jnp.where(row["F_first"] > 0, first, x)
         y, (r, q) = parts.forward(weights(row["F_chunk"]), x, prepare(row["F_mb"]))
         return c | dict(R=_put(c["R"], row["F_r"], r), Q=_put(c["Q"], row["F_q"], q)), y
@@ -166,9 +166,10 @@ class _Run(Run):
 
 
 def _runs(table: Table) -> list[_Run]:
-    """An embedding costs little: where half of the ticks need it, all have it, masked, and there is no condition."""
+    """An embedding costs little: where half of the ticks need it, and without chunks, all have it, masked, unconditioned."""
     def often(on):
-        return "never" if not on.any() else "always" if on.mean() >= 0.5 else "sometimes"
+        few = table.num_chunks > 1 and on.mean() < 0.5
+        return "never" if not on.any() else "sometimes" if few else "always"
     return [_Run(**dataclasses.asdict(run), **{name: often(table.shared[f"{name}_on"][run.start:run.stop])
                                                for name in ("embed", "embed_grad")}) for run in table.runs()]
 
