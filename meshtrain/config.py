@@ -35,7 +35,7 @@ QUICKSTART = ROOT / "configs" / "quickstart.toml"
 USAGE = "python -m meshtrain.train [RUN.toml] [--section.key value ...]"
 BYTE_VOCAB = 257  # 256 bytes and the separator between documents
 NOT_SHAPE = ("_dtype", "_dropout")  # model keys that no preset sets
-NOT_YET = ("stage", "context")  # mesh axes that the training step cannot use so far
+NOT_YET = ("stage",)  # mesh axes that the training step cannot use so far
 
 SECTIONS = {name: field.annotation for name, field in Run.model_fields.items()}
 

@@ -139,7 +139,7 @@ def _tell_the_end(run: Run, made: assembly.Assembly, state: State, val_loss: flo
     if val_loss is not None:
         print(f"validation loss {val_loss:.4f} nats per token ({val_loss / 0.6931471805599453:.3f} bits)")
     if run.run.sample_tokens:
-        generate = sample.build(made.model, made.program.plan, run.data.seq_len)
+        generate = sample.build(made.model, made.program.plan, run.data.seq_len, made.program.order)
         text = sample.text(generate, state.params, run.data.seq_len, run.run.sample_tokens, run.run.seed, data.decode)
         print(f"a sample:\n{text}\n")
     print(f"written: {directory}/ with config.toml, rules.toml, metrics.jsonl, checkpoints/ and tensorboard/")
