@@ -88,10 +88,10 @@ def environments(run: Run, count: int, environ: Mapping[str, str]) -> list[dict[
     # Unbuffered: what is said last is what a process that is killed has to tell.
     common = {**environ, "PYTHONUNBUFFERED": "1"}
     if total % count:
-        divisors = [n for n in range(1, total + 1) if total % n == 0]
-        near = min(divisors, key=lambda n: (abs(n - count), n))
-        raise ConfigError(f"mesh.simulated_devices={total} cannot be divided among --processes {count}; use e.g. "
-                          f"--processes {near}, or a multiple of {count} devices with a mesh that fills them")
+        fewer = max(n for n in range(1, count) if total % n == 0)
+        more = [n for n in range(count + 1, total + 1) if total % n == 0][:1]
+        raise ConfigError(f"mesh.simulated_devices={total} cannot be divided among --processes {count}; use "
+                          f"{' or '.join(f'--processes {n}' for n in [fewer, *more])}, or a multiple of {count} devices")
     if total:
         return [common | {"CUDA_VISIBLE_DEVICES": ""}] * count
     if count == 1:
@@ -147,10 +147,13 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, number)
 
-    def __str__(self) -> str:
-        if self.code >= 0:
-            return f"process {self.index} (pid {self.process.pid}): exit code {self.code}"
-        return f"process {self.index} (pid {self.process.pid}): killed by {signal.Signals(-self.code).name} (signal {-self.code})"
+    @property
+    def name(self) -> str:
+        return f"process {self.index} (pid {self.process.pid})"
+
+    @property
+    def ending(self) -> str:
+        return f"exit code {self.code}" if self.code >= 0 else f"killed by signal {-self.code} ({signal.Signals(-self.code).name})"
 
 
 def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, str]], grace_s: float = GRACE_S) -> int:
@@ -165,7 +168,8 @@ def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, st
     def forward(number, frame):
         if len(children) < len(argvs):
             early.append(number)
-        for child in children[:None if len(children) == len(argvs) else 0]:
+            return
+        for child in children:
             child.send(number)
 
     old = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -233,12 +237,12 @@ def _conclude(ended: Sequence[Child]) -> int:
     failed = [child for child in ended if child.code not in (0, 75)]
     if failed:
         first = next((child for child in failed if not any(LOST_PEERS in line for line in child.lines)), failed[0])
-        _tell(f"failed first, after {first.ended_s:.1f} s: {first}")
+        _tell(f"{first.name} failed first, {first.ended_s:.1f} s after the start: {first.ending}")
         if first.lines:
             _tell("its last lines:", *("  " + line.decode(errors="replace").rstrip("\n") for line in first.lines))
-        _tell(*(f"then: {child}" for child in in_order if child is not first))
+        _tell(*(f"then {child.name}: {child.ending}" for child in in_order if child is not first))
     else:
-        _tell("the processes do not agree on how the run ended:", *map(str, in_order))
+        _tell("the processes do not agree on how the run ended", *(f"{child.name}: {child.ending}" for child in in_order))
     return 1
 
 

@@ -16,6 +16,7 @@ import re
 import resource
 import selectors
 import socket
+import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +32,7 @@ from meshtrain.config import ConfigError
 HELLO, ANSWER = b"meshtrain-process-1 ", b"meshtrain-answer-1 "
 LINE_BYTES = 4096
 HEARTBEAT_TIMEOUT_S = 30        # jax's 100 would leave a pod idle for longer than most restarts take
-SHUTDOWN_TIMEOUT_S = 30
+SHUTDOWN_TIMEOUT_S = 120        # how long those that are done wait for one that still writes
 FIRST_PORT, NUM_PORTS = 10_000, 20_000      # below 32768, where systems take ports for outgoing connections
 SLURM_OWN_STEPS = 0xFFFFFFF0    # step ids from here up are Slurm's own: the batch script, salloc's shell
 
@@ -163,6 +164,23 @@ def start(cluster: Cluster, *, timeout_s: float = 50) -> None:
         coordinator_bind_address=f"{_loopback(cluster)}:{cluster.port}" if cluster.on_loopback else None,
         initialization_timeout=max(10, int(timeout_s + 8 - (time.monotonic() - began))),
         heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S, shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S)
+    sys.excepthook = _end_alone
+
+
+def leave(code: int, error: BaseException) -> None:
+    """Ends this process at once where several run and it met `error` alone; else returns, for an orderly end.
+
+    At an orderly end jax waits for all the others, who wait for this one in a collective; an end at once they notice.
+    """
+    if jax.distributed.is_initialized() and not getattr(error, "agreed", False):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _end_alone(kind, error, trace) -> None:
+    sys.__excepthook__(kind, error, trace)
+    leave(1, error)
 
 
 def _receive(cluster: Cluster, timeout_s: float) -> None:
@@ -321,7 +339,7 @@ def on_first(function: Callable):
     """function() is run by process 0 alone; every process returns its value, which must be JSON-able.
 
     Raises: in every process, what function() raised in process 0: ConfigError and ValueError as such, anything else as
-    PeerError in the others. `told_by_first` knows such an error again, so that one process tells it.
+    PeerError in the others. `told_by_first` and `leave` know such an error again.
     """
     if jax.process_count() == 1:
         return function()
@@ -334,6 +352,7 @@ def on_first(function: Callable):
             raised, told = error, _outcome(error)
     told = _broadcast(told)
     if raised is not None:
+        raised.agreed = True
         raise raised
     if "kind" in told:
         lone = told["kind"] == "PeerError"
