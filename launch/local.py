@@ -153,7 +153,7 @@ class Child:
 
     @property
     def ending(self) -> str:
-        return f"exit code {self.code}" if self.code >= 0 else f"killed by signal {-self.code} ({signal.Signals(-self.code).name})"
+        return f"exit code {self.code}" if self.code >= 0 else f"killed by {signal.Signals(-self.code).name} (signal {-self.code})"
 
 
 def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, str]], grace_s: float = GRACE_S) -> int:

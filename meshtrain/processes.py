@@ -148,14 +148,20 @@ def _port(job: str) -> int:
 # ---- coming together -------------------------------------------------------------------------------------------------
 
 
-def start(cluster: Cluster, *, timeout_s: float = 50) -> None:
-    """Brings jax up as one process of the cluster. No backend may run yet.
+def meet(cluster: Cluster, timeout_s: float) -> None:
+    """Returns when all processes of the cluster are there, in all of them.
 
-    Nobody waits longer than timeout_s for a peer, nor longer than a minute in all.
-    Raises: PeerError that names who did not come; ConfigError where the processes contradict each other.
+    Nobody waits longer than timeout_s (process 0 goes by the one who came first).
+    Raises: PeerError that names who did not come; ConfigError where the processes contradict each other or the port is
+    taken.
     """
-    began = time.monotonic()
     (_receive if cluster.index == 0 else _arrive)(cluster, timeout_s)
+
+
+def start(cluster: Cluster, *, timeout_s: float = 50) -> None:
+    """Brings jax up as one process of the cluster, within a minute. No backend may run yet. Raises: as `meet`."""
+    began = time.monotonic()
+    meet(cluster, timeout_s)
     # Its handler would take SIGTERM away from ours; orbax treats it as absent.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
