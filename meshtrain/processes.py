@@ -108,16 +108,16 @@ def _open_mpi(environ: Mapping[str, str], address: str) -> Cluster | None:
     count, local_count = int(environ["OMPI_COMM_WORLD_SIZE"]), int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1))
     own = _own_gpus(int(environ.get("OMPI_COMM_WORLD_LOCAL_RANK", 0)), local_count, environ)
     if not address:
-        # Open MPI 4 tells where mpirun listens, 5 names its job after the host where mpirun runs.
+        # Open MPI 4 tells where mpirun listens, 5 names its jobs after mpirun's host: prterun-HOST-PID@1.
         uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
         jobs = [environ[key] for key in sorted(environ) if key == "PMIX_NAMESPACE" or key.startswith("PMIX_SERVER_URI")]
-        listens = re.search(r"tcp6?://\[?([^],:]+(?::[^],]+)?)[],:]", uri)
-        named = re.search(r"^prte(?:run)?-(.+)-\d+@", jobs[0]) if jobs else None
-        host = "127.0.0.1" if local_count == count else listens[1] if listens else named[1] if named else None
+        listens = re.search(r"tcp6?://(?:\[([^],]+)|([^,:]+))", uri)
+        named = next(filter(None, (re.match(r"prte(?:run)?-(.+)-\d+@", job) for job in jobs)), None)
+        host = "127.0.0.1" if local_count == count else listens[1] or listens[2] if listens else named[1] if named else None
         if host is None:
             raise ConfigError(f"mpirun started {count} processes and does not tell where process 0 is; "
                               "give --distributed.coordinator_address HOST:PORT, with a free port of the host of rank 0")
-        job = uri.split(";")[0] or (named[0] if named else "")
+        job = uri.split(";")[0] or (named[0] if named else jobs[0] if jobs else "")
         address = f"{f'[{host}]' if ':' in host else host}:{_port(job)}"
     return Cluster(address, count, int(environ["OMPI_COMM_WORLD_RANK"]), own)
 
@@ -263,7 +263,7 @@ def _arrive(cluster: Cluster, timeout_s: float) -> None:
                 return
             why = "what listens there is no process of meshtrain" if line else "it was there and went away"
         time.sleep(min(0.2, max(deadline - time.monotonic(), 0)))
-    raise PeerError(f"process 0 of {cluster.count} did not come to {cluster.coordinator} within {timeout_s:.0f} s ({why}); "
+    raise PeerError(f"process 0 of {cluster.count} did not come to {cluster.coordinator} within {timeout_s:g} s ({why}); "
                     f"this is process {cluster.index} ({_where(_about(cluster))}). Look at what process 0 said, and whether "
                     "it runs on that host and the port can be reached from here")
 
@@ -323,7 +323,7 @@ def _may_become(magic: bytes, line: bytes) -> bool:
 def _missing(cluster: Cluster, here: list[dict], timeout_s: float) -> str:
     came = {about["index"]: f"{about['index']} ({_where(about)})" for about in here}
     missing = [str(index) for index in range(cluster.count) if index not in came]
-    return (f"{_processes(missing)} of {cluster.count} did not come to {cluster.coordinator} within {timeout_s:.0f} s; "
+    return (f"{_processes(missing)} of {cluster.count} did not come to {cluster.coordinator} within {timeout_s:g} s; "
             f"there {'is' if len(came) == 1 else 'are'} {_listed([came[index] for index in sorted(came)])}. "
             "Look at what the missing said, and whether their hosts reach that address")
 
