@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from meshtrain import config
+from meshtrain import config, processes
 from meshtrain.config import ConfigError, Run
 from meshtrain.layout import rules
 from meshtrain.layout.mesh import AXES, MeshPlan
@@ -44,15 +44,21 @@ class Assembly:
     notes: tuple[str, ...]
 
 
-def start_devices(run: Run) -> Sequence[jax.Device]:
-    """The devices of the run; starts the jax backend. simulated_devices > 0 means that many CPU devices.
+def start_devices(run: Run, cluster: processes.Cluster | None = None) -> Sequence[jax.Device]:
+    """The devices of all processes of the run; starts the jax backend. simulated_devices > 0 means that many CPU devices.
 
-    Raises: ConfigError where a backend is already up with other devices.
+    Raises: ConfigError where a backend is already up with other devices, or the processes cannot share them out;
+    PeerError that names a process that does not come.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")    # an installed CUDA plugin reports at length that there is no GPU
     if run.run.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(run.run.compilation_cache))
-    count = run.mesh.simulated_devices
+    total = run.mesh.simulated_devices
+    num_processes = cluster.count if cluster else 1
+    if total % num_processes:
+        raise ConfigError(f"mesh.simulated_devices={total} is the total over all processes and cannot be shared out among "
+                          f"{num_processes}; use a multiple of {num_processes}")
+    count = total // num_processes
     if count:
         os.environ["XLA_FLAGS"] = _with_flags(os.environ.get("XLA_FLAGS", ""), count)
         # A collective that waits for its peers blocks a thread of the CPU client's pool, and a device may have several
@@ -62,10 +68,12 @@ def start_devices(run: Run) -> Sequence[jax.Device]:
     elif not gpus_expected():
         # Without this an installed CUDA plugin tries to start, fails with a page of warnings, and ends on the CPU.
         jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
+    if cluster:
+        processes.start(cluster)
     devices = jax.devices()
-    if count and len(devices) != count:
-        raise ConfigError(f"mesh.simulated_devices={count}, but this process already runs jax with {len(devices)} "
-                          f"devices; start a new process, or a notebook with XLA_FLAGS={DEVICE_COUNT_FLAG}={count}")
+    if total and len(devices) != total:
+        raise ConfigError(f"mesh.simulated_devices={total}, but this process already runs jax with {len(devices)} "
+                          f"devices; start a new process, or a notebook with XLA_FLAGS={DEVICE_COUNT_FLAG}={total}")
     return devices
 
 
@@ -84,6 +92,9 @@ def on_gpus(run: Run, num_gpus: int) -> Run:
     """The quickstart where there are GPUs: all on fsdp, as many as divide the model's width and the batch."""
     sequences = run.data.global_batch // run.training.microbatches
     n = max(n for n in range(1, num_gpus + 1) if run.model.embed_dim % n == 0 and sequences % n == 0)
+    if n < num_gpus and jax.process_count() > 1:
+        raise ConfigError(f"{num_gpus} GPUs in {jax.process_count()} processes, and only {n} divide model.embed_dim="
+                          f"{run.model.embed_dim} and the batch of {sequences}; start fewer processes, or give a mesh")
     sizes = {axis: 1 for axis in AXES} | {"fsdp": n, "simulated_devices": 0}
     return run.model_copy(update={"mesh": run.mesh.model_copy(update=sizes)})
 
@@ -112,8 +123,6 @@ def tensors(run: Run, model: transformer.Transformer) -> list[Tensor]:
     placed = [Tensor(table, info.name, info.shape, info.axes) for table in ("params", "grads", "optimizer")
               for info in model.table()]
     return placed + model.activations(run.data.global_batch // run.training.microbatches, run.data.seq_len)
-
-
 
 
 def choose_attention(run: Run, device: jax.Device) -> tuple[Callable, str]:

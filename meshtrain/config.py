@@ -181,7 +181,7 @@ def _build(tables: dict) -> tuple[Run, list[str], re.Pattern]:
 def problems(run: Run) -> list[str]:
     """Everything in which the keys of a run contradict each other or the files they name; empty = sound."""
     return [*_run_problems(run), *_mesh_problems(run), *_model_problems(run), *_training_problems(run),
-            *_distributed_problems(run)]
+            *_distributed_problems(run), *_metrics_problems(run)]
 
 
 def _run_problems(run: Run):
@@ -273,6 +273,15 @@ def _distributed_problems(run: Run):
                f"they are counted from 0 to {count - 1}")
 
 
+def _metrics_problems(run: Run):
+    steps, name = run.metrics.profile_steps, f"metrics.profile_steps={_toml(run.metrics.profile_steps)}"
+    if len(steps) not in (0, 2):
+        yield f"{name} is not a first and a last step; use e.g. {_toml(steps[:1] * 2 or (1, 1))}, or [] for no profile"
+    elif steps and not 1 <= steps[0] <= steps[1] <= run.training.steps:
+        yield (f"{name} must be steps from 1 to training.steps={run.training.steps}, the first not after the last; "
+               f"use e.g. {_toml((min(2, run.training.steps),) * 2)}, or [] for no profile")
+
+
 def _next_multiple(n: int, of: int) -> int:
     return -(-n // of) * of
 
@@ -318,7 +327,8 @@ def _wrong_value(section: str, cls, error) -> str:
     key, *index = error["loc"]
     field, value, limits = cls.model_fields[key], error["input"], error.get("ctx", {})
     name = f"{section}.{key}" + "".join(f"[{i}]" for i in index)
-    kind = "string" if index else _kind(field)
+    numbers = int in typing.get_args(field.annotation)
+    kind = ("integer" if numbers else "string") if index else _kind(field)
     if error["type"] == "literal_error" and isinstance(value, str):
         return _unknown_name(name, value, typing.get_args(field.annotation))
     bounds = {"ge": "at least {}", "gt": "more than {}", "le": "at most {}", "lt": "less than {}"}
@@ -327,11 +337,12 @@ def _wrong_value(section: str, cls, error) -> str:
             return f"{name}={_toml(value)} is out of range; use {words.format(limits[limit])}, e.g. {_toml(field.default)}"
     rule, remedy = {
         "boolean": ("true or false", "write true or false, without quotes"),
-        "integer": ("a whole number", f"write e.g. {_toml(field.default)}, without quotes or a decimal point"),
+        "integer": ("a whole number", f"write e.g. {_toml(1 if index else field.default)}, without quotes or a decimal point"),
         "number": ("a finite number", f"write e.g. {_toml(field.default)}, without quotes"),
         "string": ("a string", "write it in quotes"),
         "choice": ("a string", f"use {_join(map(_toml, typing.get_args(field.annotation)), 'or')}"),
-        "list": ("a list of strings", 'write it as TOML, e.g. ["first", "second"]'),
+        "list": (("a list of whole numbers", "write it as TOML, e.g. [1, 2]") if numbers else
+                 ("a list of strings", 'write it as TOML, e.g. ["first", "second"]')),
     }[kind]
     return f"{name}={_toml(value)} is not {rule}; {remedy}"
 

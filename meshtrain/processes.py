@@ -410,15 +410,15 @@ def told_by_first(error: BaseException) -> bool:
 
 
 class StopAgreement:
-    """All processes stop after the same step: each offers its own wish, step by step, and reads the largest.
+    """All processes stop after the same step, the one after that in which one of them wished to.
 
-    What `offer` returns is read one step later, when it has long arrived: bool(jax.device_get(...)). Nobody waits.
-    Moves 4 bytes per device and step.
+    The wishes of a step are read a step later, when they have long arrived: nobody waits. Moves 4 bytes per device and step.
     """
 
     def __init__(self):
         if jax.process_count() == 1:
             return
+        self._before = None
         devices = np.array(jax.devices())
         mesh = Mesh(devices, ("devices",), axis_types=(AxisType.Auto,))
         split = NamedSharding(mesh, PartitionSpec("devices"))
@@ -426,9 +426,12 @@ class StopAgreement:
                         for wish in (0, 1)]
         self._any = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec())).lower(self._wishes[0]).compile()
 
-    def offer(self, stop: bool) -> jax.Array | bool:
-        """The wish of any process to stop, replicated; with one process the same bool."""
-        return bool(stop) if jax.process_count() == 1 else self._any(self._wishes[bool(stop)])
+    def reached(self, wish: bool) -> bool:
+        """Called by every process once a step: whether all stop now. With one process that is its wish."""
+        if jax.process_count() == 1:
+            return wish
+        before, self._before = self._before, self._any(self._wishes[bool(wish)])
+        return before is not None and bool(jax.device_get(before))
 
 
 def _outcome(error: Exception) -> dict:

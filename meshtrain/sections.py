@@ -175,6 +175,10 @@ class Metrics(Section):
     """[metrics]: what is written while it runs."""
 
     every: int = key(1, "steps between rows of metrics.jsonl", ge=1)
+    tensorboard: bool = key(True, "the rows also as TensorBoard events, in run.dir/tensorboard")
+    wandb: Literal["off", "online", "offline"] = key("off", "the rows also to Weights & Biases, or to run.dir/wandb for later")
+    wandb_project: str = key("meshtrain", "project of Weights & Biases")
+    profile_steps: tuple[int, ...] = key((), "first and last step to profile, e.g. [10, 12]; empty = none", strict=False)
 
 
 class Distributed(Section):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from meshtrain.model.layers import Plan
 from meshtrain.model.transformer import Transformer
@@ -28,7 +29,8 @@ def build(model: Transformer, plan: Plan, seq_len: int) -> Callable:
             return jax.lax.dynamic_update_slice(tokens_BT, jnp.full((rows, 1), token, jnp.int32), (0, i + 1))
 
         start = jnp.full((rows, seq_len), BOS, jnp.int32)
-        return jax.lax.fori_loop(0, count, extend, start)[0]
+        # Whole on every device: each process reads it.
+        return jax.lax.with_sharding_constraint(jax.lax.fori_loop(0, count, extend, start)[0], PartitionSpec())
     return sample
 
 

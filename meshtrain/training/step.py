@@ -9,11 +9,13 @@ Sources: arXiv:1910.02054 (ZeRO).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -58,10 +60,23 @@ class Program:
     mesh: jax.sharding.Mesh
     compiler_options: dict
 
+    @functools.cached_property
+    def rows(self) -> np.ndarray:
+        """int64, ascending: the rows of the global batch that lie on devices of this process."""
+        sequence = self.batch["sequence"]
+        numbers = np.arange(math.prod(sequence.shape)).reshape(sequence.shape)
+        held = sequence.sharding.addressable_devices_indices_map(sequence.shape).values()
+        return np.unique(np.concatenate([numbers[index].ravel() for index in held]))
+
     def place(self, rows: dict) -> dict:
-        """Host rows [global_batch, …] of a step as device arrays in the layout of `batch`."""
-        return {name: jax.device_put(rows[name].reshape(abstract.shape), abstract.sharding)
-                for name, abstract in self.batch.items()}
+        """This process's rows [len(self.rows), …] of a step as its part of the arrays in the layout of `batch`."""
+        def put(name, abstract):
+            if jax.process_count() == 1:
+                return jax.device_put(rows[name].reshape(abstract.shape), abstract.sharding)
+            numbers = np.arange(math.prod(abstract.shape[:3])).reshape(abstract.shape[:3])
+            block = lambda index: rows[name][np.searchsorted(self.rows, numbers[index[:3]])][(..., *index[3:])]
+            return jax.make_array_from_callback(abstract.shape, abstract.sharding, block)
+        return {name: put(name, abstract) for name, abstract in self.batch.items()}
 
     def compile(self):
         """The compiled training step, ready to call: (state, batch) -> (state, metrics)."""
