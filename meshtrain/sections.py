@@ -113,11 +113,15 @@ class Component(Section):
 class Data(Section):
     """[data]: what is read, and how much of it per step."""
 
-    source: Literal["stdlib", "text", "jsonl", "parquet", "tokens", "mixture"] = key("stdlib", "Python's library, or data.paths")
-    paths: tuple[str, ...] = key((), "files or glob patterns; .jsonl.gz and .jsonl.zst too; X.tokens.npy for tokens", strict=False)
+    source: Literal["stdlib", "text", "jsonl", "parquet", "tokens", "mixture"] = key(
+        "stdlib", "Python's library sources, files of data.paths, or data.mixture"
+    )
+    paths: tuple[str, ...] = key(
+        (), "files or glob patterns; jsonl may end in .gz or .zst, tokens are X.tokens.npy with X.ends.npy", strict=False
+    )
     field: str = key("text", "key (jsonl) or column (parquet) of a document's text")
     mixture: tuple[Component, ...] = key(
-        (), 'sources of a mixture: [{source="jsonl", paths=["a.jsonl"], weight=0.7}, …]; weights are shares of tokens', strict=False
+        (), 'several sources: [{source="jsonl", paths=["a.jsonl"], weight=0.7}, …]; weight: share of tokens', strict=False
     )
     tokenizer: str = key("bytes", "bytes, or the path of a tokenizer.json")
     bos_token: str = key("", "token before every document; empty = the tokenizer's; its id where tokens have no tokenizer")

@@ -103,9 +103,10 @@ def _fault(path: str, place: str, what: str, remedy: str) -> ValueError:
 def _parse(path: str, number: int, line: bytes, field: str) -> str:
     place = f"line {number}"
     try:
-        value = json.loads(line.decode())
+        value = json.loads(line.rstrip().decode())
     except UnicodeDecodeError as error:
-        raise _fault(path, place, f"is not UTF-8 ({error.reason}, byte {error.start} of the line)", "convert the file") from None
+        raise _fault(path, place, f"is not UTF-8 ({error.reason}, byte {error.start} of the line)",
+                     "convert the file") from None
     except json.JSONDecodeError as error:
         raise _fault(path, place, f"broken JSON ({error.msg}, column {error.colno})", "mend or remove the line") from None
     except (ValueError, RecursionError) as error:    # a number of thousands of digits, thousands of brackets

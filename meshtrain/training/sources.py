@@ -106,8 +106,8 @@ def _open_tokenizer(data, names: Sequence[str], vocab_size: int) -> Tokenizer:
     if set(names) == {"tokens"}:
         # Of the ids nothing is known but the separator; any that the model has may be among them.
         if not (data.bos_token.isascii() and data.bos_token.isdigit()):
-            raise ValueError(f'data.bos_token={data.bos_token!r} is not a token id, and token files without a tokenizer.json do '
-                             'not tell their separator; give its id, e.g. data.bos_token="128000", or data.tokenizer')
+            raise ValueError(f"data.bos_token={data.bos_token!r} is not a token id, and token files without a tokenizer.json "
+                             'do not tell their separator; give its id, e.g. data.bos_token="128000", or data.tokenizer')
         bos = int(data.bos_token)
         if bos >= vocab_size:
             raise ValueError(f"data.bos_token={data.bos_token!r} is beyond model.vocab_size={vocab_size}; "

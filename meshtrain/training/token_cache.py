@@ -170,7 +170,8 @@ def _check(part: _Part) -> tuple[token_files.Pair | None, str]:
         tokens = token_files.map_array(pair.path)
         if (str(tokens.dtype), len(tokens), len(pair.ends)) != (manifest["dtype"], manifest["tokens"], manifest["documents"]):
             return None, "the cache is damaged (another size)"
-        if (token_files.checksum(tokens), token_files.checksum(pair.ends)) != (manifest["tokens_crc32"], manifest["ends_crc32"]):
+        sums = {"tokens_crc32": token_files.checksum(tokens), "ends_crc32": token_files.checksum(pair.ends)}
+        if sums != {name: manifest[name] for name in sums}:
             return None, "the cache is damaged (wrong checksum)"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return None, f"the cache is damaged ({str(error) or type(error).__name__})"
@@ -211,7 +212,8 @@ def _build_all(parts: Sequence[_Part], format: str, field: str, tokenizer: Token
     for left in parts[0].home.glob("*.tmp"):    # of a run that was killed; we hold the lock
         left.unlink(missing_ok=True)
     total = sum(os.stat(path).st_size for part in parts for path in part.inputs)
-    with _Progress(f"tokenizing {sum(len(part.inputs) for part in parts)} files into {parts[0].home}", total, tell) as progress:
+    count = sum(len(part.inputs) for part in parts)
+    with _Progress(f"tokenizing {count} file{'s' * (count > 1)} into {parts[0].home}", total, tell) as progress:
         for part in parts:
             _build(part, format, field, tokenizer, progress)
 

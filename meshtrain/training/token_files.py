@@ -75,7 +75,12 @@ def map_array(path: str) -> np.ndarray:
 
     Raises: ValueError, OSError. Never unpickles.
     """
-    return np.lib.format.open_memmap(path, mode="r").view(np.ndarray)
+    try:
+        return np.lib.format.open_memmap(path, mode="r").view(np.ndarray)
+    except (OSError, ValueError):
+        raise
+    except Exception as error:    # numpy parses the header with Python's tokenizer, whose errors are many
+        raise ValueError(f"broken header ({error})") from None
 
 
 def open_pair(path: str) -> Pair:
