@@ -541,23 +541,26 @@ def test_the_standard_library_is_never_written_into(tmp_path, bpe, monkeypatch):
 
 
 CHILD = """
-import json, sys
+import json, sys, time
 from pathlib import Path
 from meshtrain import config
 from meshtrain.training import sources, tokenizer
-if {slow}:
-    import time
-    encode = tokenizer.Bytes.encode
-    tokenizer.Bytes.encode = lambda self, texts: (time.sleep({slow}), encode(self, texts))[1]
-corpus = sources.open_corpus(config.Data(source="jsonl", paths=[{paths!r}]), vocab_size=512, cache_dir=Path({fallback!r}))
+root, stop_at = Path(sys.argv[1]), sys.argv[2]
+encode = tokenizer.Bytes.encode
+def wait(self, texts):
+    while stop_at in texts and not (root / "go").exists():
+        time.sleep(0.01)
+    return encode(self, texts)
+tokenizer.Bytes.encode = wait
+corpus = sources.open_corpus(config.Data(source="jsonl", paths=[f"{root}/*.jsonl"]), vocab_size=512, cache_dir=root / "cache")
 source = corpus.sources[0]
 print(json.dumps([corpus.tokenizer.decode(source.read(d, 0, int(n))) for d, n in enumerate(source.lengths)]))
 """
 
 
-def start_child(root: Path, slow: float) -> subprocess.Popen:
-    code = CHILD.format(slow=slow, paths=str(root / "*.jsonl"), fallback=str(root / "fallback"))
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
+def start_child(root: Path, stop_at: str) -> subprocess.Popen:
+    """A process that opens the corpus, and comes to the document `stop_at` only once the file `go` is there."""
+    return subprocess.Popen([sys.executable, "-u", "-c", CHILD, str(root), stop_at], stdout=subprocess.PIPE, text=True,
                             env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
@@ -571,28 +574,26 @@ def wait_until(condition, seconds: float = 60) -> None:
 def test_after_kill_9_finished_files_are_kept_and_the_half_written_one_is_done_again(tmp_path, counted):
     for i in range(4):
         write(tmp_path / f"{i}.jsonl", [f"text {i}"])
-    child = start_child(tmp_path, slow=0.2)
-    wait_until(lambda: len(list(tmp_path.glob(".meshtrain/*/*[0-9a-f].json"))) >= 2)
-    wait_until(lambda: list(tmp_path.glob(".meshtrain/*/*.tokens.npy.tmp")))
-    child.send_signal(signal.SIGKILL)
+    child = start_child(tmp_path, stop_at="text 2")
+    wait_until(lambda: list(tmp_path.glob(".meshtrain/*/2.jsonl-*.tokens.npy.tmp")))
+    child.kill()
     child.communicate()
-    done = [path.name[0] for path in tmp_path.glob(".meshtrain/*/*[0-9a-f].json")]
     assert Opened(section([tmp_path / "*.jsonl"]), tmp_path).texts() == [f"text {i}" for i in range(4)]
-    assert [name[0] for name in counted] == [f"{i}" for i in range(4) if f"{i}" not in done]
-    assert 1 <= len(counted) <= 2
+    assert counted == ["2.jsonl", "3.jsonl"]
     assert not list(tmp_path.glob(".meshtrain/*/*.tmp"))
 
 
 def test_two_runs_that_fill_one_cache_take_turns_and_the_second_says_so(tmp_path):
     for i in range(3):
         write(tmp_path / f"{i}.jsonl", [f"text {i}"])
-    first = start_child(tmp_path, slow=0.3)
-    wait_until(lambda: list(tmp_path.glob(".meshtrain/*/*.tmp")))
-    second = start_child(tmp_path, slow=0.3)
+    first = start_child(tmp_path, stop_at="text 1")
+    wait_until(lambda: list(tmp_path.glob(".meshtrain/*/1.jsonl-*.tmp")))
+    second = start_child(tmp_path, stop_at="")
+    said = second.stdout.readline()
+    (tmp_path / "go").touch()
+    assert "waiting for another run" in said
     outputs = [child.communicate(timeout=60)[0].splitlines() for child in (first, second)]
-    assert [json.loads(lines[-1]) for lines in outputs] == [[f"text {i}" for i in range(3)]] * 2
-    assert len(outputs[0]) == 1
-    assert len(outputs[1]) == 2 and "waiting for another run" in outputs[1][0]
+    assert [json.loads(line) for lines in outputs for line in lines] == [[f"text {i}" for i in range(3)]] * 2
 
 
 def run_out_of_room(root: str, queue) -> None:
