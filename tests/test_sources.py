@@ -413,6 +413,16 @@ def test_an_id_beyond_the_vocabulary_is_told_with_file_document_and_id_and_the_s
         assert "give its id" in fault(section([path], bos_token=bos_token), tmp_path)
 
 
+@pytest.mark.parametrize("kind", WRITERS)
+def test_files_that_cannot_be_read_are_told_together(kind, tmp_path, bpe):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.{kind}").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError) as caught:
+        Opened(section([tmp_path / f"*.{kind}"], "text" if kind == "txt" else "", tokenizer=bpe), tmp_path)
+    told = str(caught.value).splitlines()
+    assert len(told) == 2 and all("cannot be read: No such file" in line for line in told)
+
+
 def test_faults_of_all_sources_of_a_mixture_are_told_together(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"{")
     data = config.Data(source="mixture", mixture=[

@@ -125,6 +125,7 @@ def _open(where: str, one, reader: Tokenizer, vocab_size: int, caches: Sequence[
     if isinstance(reader, tokenizer.Bytes) and one.source in ("stdlib", "text"):
         return open_source(one.source, one.paths, where)
     paths = list_paths(one.source, one.paths, where)
+    file_sizes(paths, where)    # a link to nowhere, no permission: all of them told together, before any work
     if not chosen and one.source != "stdlib":    # nobody wants a directory inside the Python that runs
         caches = [Path(paths[0]).parent / token_cache.DIRECTORY, *caches]
     if one.source == "tokens":
@@ -202,19 +203,25 @@ def list_paths(name: str, paths: Sequence[str], where: str) -> list[str]:
 
 def open_files(paths: Sequence[str], where: str = "data") -> Files:
     """Takes the lengths by stat alone: no file is read before a batch needs it."""
-    faults, lengths = [], []
+    lengths = file_sizes(paths, where)
+    if not lengths.any():
+        raise ValueError(f"all {len(paths)} files of {where}.paths are empty ({_some(paths)}); name files with text")
+    return Files(tuple(paths), lengths)
+
+
+def file_sizes(paths: Sequence[str], where: str) -> np.ndarray:
+    """int64 [files], bytes. Raises: ValueError that names every file that cannot be read."""
+    faults, sizes = [], []
     for path in paths:
         try:
-            lengths.append(os.stat(path).st_size)
+            sizes.append(os.stat(path).st_size)
             if not os.access(path, os.R_OK):
                 raise PermissionError("no permission to read it")
         except OSError as error:
             faults.append(f"{path} cannot be read: {error.strerror or error}; mend it or take it out of {where}.paths")
     if faults:
         raise ValueError("\n".join(faults))
-    if not any(lengths):
-        raise ValueError(f"all {len(paths)} files of {where}.paths are empty ({_some(paths)}); name files with text")
-    return Files(tuple(paths), np.array(lengths, np.int64))
+    return np.array(sizes, np.int64)
 
 
 def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data") -> list[str]:

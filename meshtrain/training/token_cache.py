@@ -58,13 +58,13 @@ def open_tokenized(format: str, paths: Sequence[str], field: str, tokenizer: Tok
             continue
         with lock:
             _wait_for(lock, home, tell)
-            # Another run may have built them meanwhile.
-            pairs = _check_all(parts, tell, quiet=False)
-            missing = [part for part, pair in zip(parts, pairs) if pair is None]
+            again = [part for part, pair in zip(parts, pairs) if pair is None]    # another run may have built them meanwhile
+            found = dict(zip(again, _check_all(again, tell, quiet=False)))
+            missing = [part for part in again if found[part] is None]
             if missing:
                 _build_all(missing, format, field, tokenizer, tell)
-                built = iter([token_files.open_pair(str(part.tokens)) for part in missing])
-                pairs = [pair or next(built) for pair in pairs]
+                found |= {part: token_files.open_pair(str(part.tokens)) for part in missing}
+            pairs = [pair or found[part] for part, pair in zip(parts, pairs)]
         return token_files.TokenFiles(tuple(pairs))
     raise ValueError(f"token cache: {refused}; set data.cache to a directory that can")
 
