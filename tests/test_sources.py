@@ -90,11 +90,13 @@ def section(paths=(), source="", **keys) -> config.Data:
 
 
 class Opened:
-    """A corpus, what was told while it was opened, and its documents as text."""
+    """A corpus, what was told while it was opened (`built`: that files are tokenized), and its documents as text."""
 
     def __init__(self, data: config.Data, fallback: Path, vocab_size: int = 512):
-        self.told = []
-        self.corpus = sources.open_corpus(data, vocab_size=vocab_size, cache_dir=fallback, tell=self.told.append)
+        lines = []
+        self.corpus = sources.open_corpus(data, vocab_size=vocab_size, cache_dir=fallback, tell=lines.append)
+        self.built = [line for line in lines if line.startswith("token cache: tokenizing")]
+        self.told = [line for line in lines if line not in self.built]
 
     def ids(self, k: int = 0):
         source = self.corpus.sources[k]
@@ -416,7 +418,7 @@ def test_an_id_beyond_the_vocabulary_is_told_with_file_document_and_id_and_the_s
 @pytest.mark.parametrize("kind", WRITERS)
 def test_files_that_cannot_be_read_are_told_together(kind, tmp_path, bpe):
     for name in ("a", "b"):
-        (tmp_path / f"{name}.{kind}").symlink_to(tmp_path / "nowhere")
+        (tmp_path / f"{name}.{kind}").symlink_to(tmp_path / f"nowhere {name}")
     with pytest.raises(ValueError) as caught:
         Opened(section([tmp_path / f"*.{kind}"], "text" if kind == "txt" else "", tokenizer=bpe), tmp_path)
     told = str(caught.value).splitlines()
@@ -494,7 +496,7 @@ def test_a_corpus_that_was_moved_keeps_its_cache(tmp_path, counted):
     assert counted == ["a.jsonl"]
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(which=st.sampled_from(["*.tokens.npy", "*.ends.npy", "*[0-9a-f].json"]), where=st.floats(0, 1, exclude_max=True),
        bit=st.integers(0, 7), truncate=st.booleans())
 def test_a_damaged_cache_is_noticed_told_and_built_again(which, where, bit, truncate, tmp_path_factory):
@@ -603,7 +605,8 @@ def test_two_runs_that_fill_one_cache_take_turns_and_the_second_says_so(tmp_path
     (tmp_path / "go").touch()
     assert "waiting for another run" in said
     outputs = [child.communicate(timeout=60)[0].splitlines() for child in (first, second)]
-    assert [json.loads(line) for lines in outputs for line in lines] == [[f"text {i}" for i in range(3)]] * 2
+    assert [json.loads(lines[-1]) for lines in outputs] == [[f"text {i}" for i in range(3)]] * 2
+    assert not any("tokenizing" in line for line in outputs[1])
 
 
 def run_out_of_room(root: str, queue) -> None:
@@ -649,5 +652,7 @@ def test_token_files_that_change_under_a_run_are_noticed_and_descriptors_stay_fe
 def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(tmp_path, monkeypatch):
     monkeypatch.setattr(token_cache, "TELL_SECONDS", 0)
     data = section([write(tmp_path / "a.jsonl", TEXTS)])
-    told = Opened(data, tmp_path).told
-    assert any(re.search(r"tokenizing 1 file into .*: 100% of 0.00 GB, [\d.]+ MB/s", line) for line in told)
+    opened = Opened(data, tmp_path)
+    assert re.fullmatch(rf"token cache: tokenizing 1 file, 0.0 MB, into {tmp_path}/.meshtrain/jsonl-\w+", *opened.built)
+    assert any(re.fullmatch(r"tokenizing 1 file: 100%, [\d.]+ MB/s", line) for line in opened.told)
+    assert Opened(data, tmp_path).built == []

@@ -81,7 +81,7 @@ def largest_id(path: str, directories: Sequence[Path], tell: Tell) -> int:
                 return int(known["largest"])
     tokens, largest = token_files.map_array(path), -1
     step = token_files.CHUNK_BYTES // tokens.itemsize
-    with _Progress(f"looking at the ids of {os.path.basename(path)}", tokens.nbytes, tell) as progress:
+    with _Progress(f"scanning {os.path.basename(path)}", tokens.nbytes, tell) as progress:
         for start in range(0, len(tokens), step):
             largest = max(largest, int(tokens[start:start + step].max()))
             progress.reach(start * tokens.itemsize)
@@ -213,7 +213,9 @@ def _build_all(parts: Sequence[_Part], format: str, field: str, tokenizer: Token
         left.unlink(missing_ok=True)
     total = sum(os.stat(path).st_size for part in parts for path in part.inputs)
     count = sum(len(part.inputs) for part in parts)
-    with _Progress(f"tokenizing {count} file{'s' * (count > 1)} into {parts[0].home}", total, tell) as progress:
+    what = f"tokenizing {count} file{'s' * (count > 1)}"
+    tell(f"token cache: {what}, {total / 1e6:,.1f} MB, into {parts[0].home}")
+    with _Progress(what, total, tell) as progress:
         for part in parts:
             _build(part, format, field, tokenizer, progress)
 
@@ -327,8 +329,7 @@ class _Progress:
             self.bar.update(self.task, completed=done)
         elif now - self.told > TELL_SECONDS:
             self.told = now
-            self.tell(f"{self.what}: {done / self.total:.0%} of {self.total / 1e9:.2f} GB, "
-                      f"{done / 1e6 / (now - self.started):.1f} MB/s")
+            self.tell(f"{self.what}: {done / self.total:.0%}, {done / 1e6 / (now - self.started):.1f} MB/s")
 
     def finish(self, size: int) -> None:
         self.done += size
