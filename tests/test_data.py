@@ -23,7 +23,8 @@ class Numbered:
 
 
 def numbered(lengths, **settings):
-    return data.pack(Numbered(np.array(lengths, np.int64)), **{"seed": 0, "seq_len": 1, "global_batch": 1, **settings})
+    return data.pack([Numbered(np.array(lengths, np.int64))], [1.0],
+                     **{"bos": data.BOS, "seed": 0, "seq_len": 1, "global_batch": 1, **settings})
 
 
 def sequences(packed, count):
@@ -147,9 +148,9 @@ def test_iteration_from_any_step_gives_the_batches_of_those_steps(prefetch):
 
 def test_epochs_and_seeds_shuffle_documents_and_sequences_differently():
     packed, other = (numbered([5] * 40, seq_len=6, global_batch=40, seed=seed) for seed in (0, 1))
-    documents = [tuple(data.lay_out(p.train, epoch)[0]) for p in (packed, other) for epoch in (0, 1)]
+    documents = [tuple(p.train[0].lay_out(epoch)[0]) for p in (packed, other) for epoch in (0, 1)]
     assert len(set(documents)) == 4 and all(sorted(order) == list(range(40)) for order in documents)
-    dealt = [tuple(data.deal(p.train, 6, np.arange(40) + 40 * epoch) - 40 * epoch) for p in (packed, other) for epoch in (0, 1)]
+    dealt = [tuple(p.train[0].deal(6, np.arange(40) + 40 * epoch) - 40 * epoch) for p in (packed, other) for epoch in (0, 1)]
     assert len(set(dealt)) == 4 and all(sorted(places) == list(range(40)) for places in dealt)
 
 
@@ -214,8 +215,8 @@ def test_of_a_single_file_the_tail_is_held_out(tmp_path):
 def test_validation_batches_give_every_held_out_token_once_and_pad_the_rest(seq_len, global_batch, document_mask):
     packed = numbered([20] * 60, seq_len=seq_len, global_batch=global_batch, validation_fraction=0.2,
                       document_mask=document_mask)
-    held = packed.validation.spans
-    expected = np.concatenate([np.r_[data.BOS, packed.train.source.read(d, 0, 20)] for d in held.document])
+    held = packed.validation[0].spans
+    expected = np.concatenate([np.r_[data.BOS, packed.train[0].source.read(d, 0, 20)] for d in held.document])
     rows = [packed.validation_batch(i) for i in range(packed.num_validation_batches)]
     tokens, targets, segments = (np.concatenate([batch[key] for batch in rows]).ravel()
                                  for key in ("tokens", "targets", "segments"))
@@ -247,8 +248,8 @@ def test_files_are_read_as_their_bytes_and_empty_ones_are_skipped(tmp_path):
     # The second glob names a.txt again: counted once.
     packed = data.build(source="text", paths=[f"{tmp_path}/**/*.txt", f"{tmp_path}/sub/../a*"], seq_len=11, global_batch=1, seed=0)
     whole = b"".join(texts.values())
-    assert packed.train.tokens_per_epoch == len(whole) + 3
-    tokens = sequences(packed, packed.train.tokens_per_epoch)["tokens"]
+    assert packed.train[0].tokens_per_epoch == len(whole) + 3
+    tokens = sequences(packed, packed.train[0].tokens_per_epoch)["tokens"]
     np.testing.assert_array_equal(np.bincount(tokens.ravel(), minlength=257)[:256],
                                   11 * np.bincount(np.frombuffer(whole, np.uint8), minlength=256))
     assert tokens.max() == data.BOS == data.VOCAB - 1
