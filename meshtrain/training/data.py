@@ -64,11 +64,10 @@ class Stream:
             return numbers
         epochs = numbers * seq_len // self.tokens_per_epoch
         places = np.empty_like(numbers)
-        for epoch in range(int(epochs.min(initial=0)), int(epochs.max(initial=-1)) + 1):
+        for epoch in np.unique(epochs):
             here = epochs == epoch
-            if here.any():
-                first, order = self._deal_epoch(seq_len, epoch)
-                places[here] = first + order[numbers[here] - first]
+            first, order = self._deal_epoch(seq_len, int(epoch))
+            places[here] = first + order[numbers[here] - first]
         return places
 
     def _deal_epoch(self, seq_len: int, epoch: int) -> tuple[int, np.ndarray]:
@@ -183,8 +182,8 @@ def pack(corpus: Sequence[sources.Source], weights: Sequence[float], *, bos: int
     """
     _check_settings(seq_len, global_batch, seed, validation_fraction)
     assert len(corpus) == len(weights) > 0
-    faults = [f"the weight {weight} of source {i} is not a positive number; use one, or leave the source out"
-              for i, weight in enumerate(weights, 1) if not 0 < weight < math.inf]
+    faults = [f"data.mixture[{i}].weight={weight} is not a positive number; use one, e.g. 0.3, or leave the source out"
+              for i, weight in enumerate(weights) if not 0 < weight < math.inf]
     if faults:
         raise ValueError("\n".join(faults))
     train, held_out = zip(*(sources.split(source.lengths, validation_fraction) for source in corpus))
@@ -377,7 +376,7 @@ def _assemble(data: Data, streams: Sequence[Stream], n: int, quantum: int, end: 
 def _check_lengths(data: Data, validation_fraction: float) -> list[str]:
     """What is wrong with the lengths of the sources, for this batch and this hold-out."""
     T, B, faults = data.seq_len, data.global_batch, []
-    for i, (stream, weight) in enumerate(zip(data.train, data.weights), 1):
+    for i, (stream, weight) in enumerate(zip(data.train, data.weights)):
         tokens, needed = stream.tokens_per_epoch, math.ceil(weight * T * B)
         if tokens >= needed:
             continue
@@ -387,7 +386,7 @@ def _check_lengths(data: Data, validation_fraction: float) -> list[str]:
             faults.append(f"data.seq_len={T} × data.global_batch={B} is a batch of {needed:,} tokens, and the "
                           f"training documents hold {tokens:,}: not one full batch; use {' or '.join([*fits, 'more text'])}")
         else:
-            faults.append(f"source {i} is {float(weight):.3g} of the mixture, {needed:,} tokens in a batch of data.seq_len={T} "
+            faults.append(f"data.mixture[{i}] is {float(weight):.3g} of the mixture, {needed:,} tokens in a batch of data.seq_len={T} "
                           f"× data.global_batch={B}, and its training documents hold {tokens:,}: they would come twice in one "
                           f"batch; use a weight ≤ {tokens / (T * B):.2g} of the sum, a smaller batch or more text")
     if not validation_fraction:
@@ -399,7 +398,7 @@ def _check_lengths(data: Data, validation_fraction: float) -> list[str]:
         what = f"holds out {held[0]:,} of {held[0] + total[0]:,} tokens"
     else:
         first = min(range(len(held)), key=lambda i: held[i] / data.weights[i])
-        what = (f"holds out {held[first]:,} of the {held[first] + total[first]:,} tokens of source {first + 1}, which end a "
+        what = (f"holds out {held[first]:,} of the {held[first] + total[first]:,} tokens of data.mixture[{first}], which end a "
                 f"mixture with {float(data.weights[first]):.3g} of them after {data.validation_tokens:,} tokens")
     return [*faults, f"data.validation_fraction={validation_fraction} {what}, and one sequence of data.seq_len={T} takes {T + 1:,}; "
                      "use a larger fraction, more text, a shorter seq_len, or validation_fraction=0 for no validation"]
