@@ -115,7 +115,7 @@ class Data:
     """
     train: tuple[Stream, ...]
     validation: tuple[Stream, ...]      # () for none
-    weights: tuple[Fraction, ...]       # of the sources; their sum is 1
+    weights: tuple[int, ...]            # of the sources, exactly in the proportions that were asked for
     bos: int
     seq_len: int
     global_batch: int
@@ -188,13 +188,14 @@ def pack(corpus: Sequence[sources.Source], weights: Sequence[float], *, bos: int
         raise ValueError("\n".join(faults))
     train, held_out = zip(*(sources.split(source.lengths, validation_fraction) for source in corpus))
     fractions = [Fraction(weight) for weight in weights]
-    fractions = tuple(fraction / sum(fractions) for fraction in fractions)
+    scale = math.lcm(*(fraction.denominator for fraction in fractions))
+    whole = tuple(int(fraction * scale) for fraction in fractions)
     longest = 1 + max(int(spans.length.max(initial=0)) for spans in train)
     # Whole sequences, so that no batch's end cuts one, unless that would be coarser than the documents are.
-    quantum = seq_len if len(corpus) > 1 and deviation(fractions) * seq_len <= longest else 1
+    quantum = seq_len if len(corpus) > 1 and deviation(whole) * seq_len <= longest else 1
     data = Data(tuple(Stream(source, spans, seed, i) for i, (source, spans) in enumerate(zip(corpus, train))),
                 tuple(Stream(source, spans, None, i) for i, (source, spans) in enumerate(zip(corpus, held_out)))
-                if validation_fraction else (), fractions, bos, seq_len, global_batch, document_mask, quantum)
+                if validation_fraction else (), whole, bos, seq_len, global_batch, document_mask, quantum)
     faults = _check_lengths(data, validation_fraction)
     if faults:
         raise ValueError("\n".join(faults))
@@ -207,37 +208,36 @@ def decode(ids: Sequence[int] | np.ndarray) -> str:
     return ids[(ids >= 0) & (ids < BOS)].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
-def shares(weights: Sequence[Fraction], tokens: int, quantum: int = 1) -> list[int]:
+def shares(weights: Sequence[int], tokens: int, quantum: int = 1) -> list[int]:
     """How many of the first `tokens` (a multiple of quantum) of a mixture come from each source; none ever falls as they rise.
 
-    The heaviest source and the rest divide them by their weights, rounded to the quantum, then the next heaviest and the rest
-    of the rest, and so on, in exact integers. What is left for source t and those behind it, of weight W_t together, is W_t of
-    the whole and an error that grows by half a quantum at each division and shrinks by W_t+1 / W_t: see `deviation`.
+    The heaviest source and the rest divide them by their weights, rounded to the quantum; then the next heaviest and the rest
+    of that rest, and so on, in exact integers.
     """
-    counts, left, weight_left = [0] * len(weights), tokens // quantum, Fraction(sum(weights))
+    counts, left, weight_left = [0] * len(weights), tokens // quantum, sum(weights)
     for i in _heaviest_first(weights):
-        weight_left -= weights[i]
-        rest = math.floor(left * (weight_left / (weight_left + weights[i])) + Fraction(1, 2))
-        counts[i], left = (left - rest) * quantum, rest
+        weight = weight_left - weights[i]
+        rest = (2 * left * weight + weight_left) // (2 * weight_left)
+        counts[i], left, weight_left = (left - rest) * quantum, rest, weight
     return counts
 
 
-def deviation(weights: Sequence[Fraction]) -> Fraction:
+def deviation(weights: Sequence[int]) -> Fraction:
     """The bound of |share - weight * tokens|, in quanta: 1/2 for 2 sources; for k at most (1 + 1 + 1/2 + … + 1/(k-2)) / 2.
 
     Division t leaves the sources behind it an error of e_t+1 = W_t+1 / W_t * e_t + 1/2, e_1 = 0, and source t gets one of
     w_t / W_t * e_t + 1/2 at most; the closed form follows from w_t <= W_s / (t - s + 1), the heaviest being first.
     """
-    worst, error, left = Fraction(0), Fraction(0), Fraction(sum(weights))
+    worst, error, left = Fraction(0), Fraction(0), sum(weights)
     for i in _heaviest_first(weights):
         rest = left - weights[i]
         rounding = Fraction(1, 2) if rest else Fraction(0)    # the last takes all that is left
-        worst = max(worst, weights[i] / left * error + rounding)
-        error, left = rest / left * error + rounding, rest
+        worst = max(worst, Fraction(weights[i], left) * error + rounding)
+        error, left = Fraction(rest, left) * error + rounding, rest
     return worst
 
 
-def _heaviest_first(weights: Sequence[Fraction]) -> list[int]:
+def _heaviest_first(weights: Sequence[int]) -> list[int]:
     return sorted(range(len(weights)), key=lambda i: -weights[i])
 
 
@@ -377,7 +377,8 @@ def _check_lengths(data: Data, validation_fraction: float) -> list[str]:
     """What is wrong with the lengths of the sources, for this batch and this hold-out."""
     T, B, faults = data.seq_len, data.global_batch, []
     for i, (stream, weight) in enumerate(zip(data.train, data.weights)):
-        tokens, needed = stream.tokens_per_epoch, math.ceil(weight * T * B)
+        part = Fraction(weight, sum(data.weights))
+        tokens, needed = stream.tokens_per_epoch, math.ceil(part * T * B)
         if tokens >= needed:
             continue
         if len(data.train) == 1:
@@ -386,7 +387,7 @@ def _check_lengths(data: Data, validation_fraction: float) -> list[str]:
             faults.append(f"data.seq_len={T} × data.global_batch={B} is a batch of {needed:,} tokens, and the "
                           f"training documents hold {tokens:,}: not one full batch; use {' or '.join([*fits, 'more text'])}")
         else:
-            faults.append(f"data.mixture[{i}] is {float(weight):.3g} of the mixture, {needed:,} tokens in a batch of data.seq_len={T} "
+            faults.append(f"data.mixture[{i}] is {float(part):.3g} of the mixture, {needed:,} tokens in a batch of data.seq_len={T} "
                           f"× data.global_batch={B}, and its training documents hold {tokens:,}: they would come twice in one "
                           f"batch; use a weight ≤ {tokens / (T * B):.2g} of the sum, a smaller batch or more text")
     if not validation_fraction:
@@ -398,8 +399,9 @@ def _check_lengths(data: Data, validation_fraction: float) -> list[str]:
         what = f"holds out {held[0]:,} of {held[0] + total[0]:,} tokens"
     else:
         first = min(range(len(held)), key=lambda i: held[i] / data.weights[i])
+        part = data.weights[first] / sum(data.weights)
         what = (f"holds out {held[first]:,} of the {held[first] + total[first]:,} tokens of data.mixture[{first}], which end a "
-                f"mixture with {float(data.weights[first]):.3g} of them after {data.validation_tokens:,} tokens")
+                f"mixture with {part:.3g} of them after {data.validation_tokens:,} tokens")
     return [*faults, f"data.validation_fraction={validation_fraction} {what}, and one sequence of data.seq_len={T} takes {T + 1:,}; "
                      "use a larger fraction, more text, a shorter seq_len, or validation_fraction=0 for no validation"]
 
