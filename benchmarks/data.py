@@ -1,8 +1,8 @@
 """python benchmarks/data.py: how many tokens a second the loader makes, beside what copying its batches would take.
 
 Sources of documents of some 1,000 tokens: text (a file each), a memory-mapped uint16 token file, and a mixture of one part of
-that text and three of the tokens. Nothing but Data.iterate runs: no step, no device. The limit is the time of np.copyto for
-the bytes of a batch's arrays, one thread, in memory that is already there. Writes benchmarks/data.md.
+that text and three of the tokens. Nothing but Data.iterate runs: no step, no device. The limit is the memory bandwidth of the
+copy: the bytes of a batch's arrays at the rate of np.copyto between arrays that no cache holds. Writes benchmarks/data.md.
 """
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from meshtrain.training import data, sources
 BATCH_TOKENS = 1 << 17
 DOCUMENT_TOKENS = 1000          # on average; exponentially distributed, at least 1
 TOKEN_DOCUMENTS, TEXT_FILES = 60_000, 10_000
+COPY_BYTES = 1 << 28
 ROUNDS, ROUND_S = 7, 0.7
 SEQ_LENS, PREFETCH = (256, 4096), (0, 2)
 
@@ -39,7 +40,7 @@ class Tokens:
         self.ids = np.memmap(path, np.uint16, "r").view(np.ndarray)      # slices of np.memmap itself are slow
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        begin = self.starts[document]
+        begin = int(self.starts[document])
         return self.ids[begin + start:begin + stop]
 
 
@@ -67,34 +68,30 @@ def tokens_per_s(step, tokens: int) -> tuple[float, float]:
     return tuple(map(statistics.median, zip(*rates)))
 
 
-def copy_limit(batch: data.Batch) -> tuple[float, float, float]:
-    """tokens_per_s of copying a batch's arrays, and the bytes of a token."""
-    there = {key: np.zeros_like(array) for key, array in batch.items()}
-
-    def copy():
-        for key, array in batch.items():
-            np.copyto(there[key], array)
-    tokens = batch["tokens"].size
-    return *tokens_per_s(copy, tokens), sum(array.nbytes for array in batch.values()) / tokens
+def copy_bytes_per_s() -> tuple[float, float]:
+    """Bytes copied per second of the clock and of CPU, one thread, from memory to memory that is already there."""
+    source, target = (np.ones(COPY_BYTES, np.uint8) for _ in range(2))
+    return tokens_per_s(lambda: np.copyto(target, source), COPY_BYTES)
 
 
 def main() -> None:
     lines = []
+    _, copied = copy_bytes_per_s()
     with tempfile.TemporaryDirectory() as folder:
         text, ids = make_sources(Path(folder))
         for seq_len in SEQ_LENS:
             packs = {name: data.pack(parts, weights, bos=50_000, seq_len=seq_len, global_batch=BATCH_TOKENS // seq_len, seed=0)
                      for name, parts, weights in (("text files", [text], [1]), ("uint16 tokens", [ids], [1]),
                                                   ("mixture 1 : 3", [text, ids], [1, 3]))}
-            limit, limit_cpu, width = copy_limit(packs["uint16 tokens"].batch(0))
+            width = sum(array.nbytes for array in packs["uint16 tokens"].batch(0).values()) / BATCH_TOKENS
+            limit = copied / width
             for name, packed in packs.items():
                 for prefetch in PREFETCH:
                     with contextlib.closing(packed.iterate(0, prefetch=prefetch)) as batches:
                         clock, cpu = tokens_per_s(lambda: next(batches), BATCH_TOKENS)
                     lines.append(f"| {name} | {seq_len:,} | {prefetch} | {clock / 1e6:.1f} M | {cpu / 1e6:.1f} M | "
-                                 f"{limit_cpu / 1e6:.0f} M | {cpu / limit_cpu:.0%} |")
+                                 f"{limit / 1e6:.0f} M | {cpu / limit:.0%} |")
                     print(lines[-1], flush=True)
-            print(f"copy: {limit * width / 1e9:.1f} GB/s by the clock, {limit_cpu * width / 1e9:.1f} GB per CPU second")
     cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
     (ROOT / "benchmarks" / "data.md").write_text(f"""# The loader
 
@@ -104,7 +101,7 @@ Written by `python benchmarks/data.py`; what is measured, and how, stands there.
 · grain {version("grain")}
 
 Batches of {BATCH_TOKENS:,} tokens, documents of {DOCUMENT_TOKENS:,} on average. The limit is one thread that copies the \
-{width:.0f} bytes which a token takes in a batch, at {limit_cpu * width / 1e9:.1f} GB of them per CPU second. The load average was \
+{width:.0f} bytes which a token takes in a batch from memory to memory, {copied / 1e9:.1f} GB per CPU second. The load average was \
 {os.getloadavg()[0]:.0f}: a shared machine slows the clock's rates, tokens per CPU second do not see it.
 
 | source | seq_len | prefetched | tokens/s | tokens per CPU second | limit | of the limit |

@@ -5,8 +5,10 @@ follow one another in one endless stream. Sequence s of it is the T tokens from 
 target: every token is an input once and a target once per epoch, and the incomplete sequence at an epoch's end goes on into
 the next. The sequences that begin in one epoch are dealt to steps in a second order drawn from (seed, epoch), lest a batch be
 one long document. Prefix sums over the lengths find any of it directly, so a restart needs no state but n.
-Of a mixture, batch n holds the next share(n+1) - share(n) tokens of each source, in the very order that the source would have
-alone (see `shares`); so no mixture is drawn, and the proportions hold in each batch, not on average.
+Of a mixture, a batch holds the next tokens of each source in the order that the source would have alone, as many as its exact
+share of all tokens so far grows (see `shares`): nothing is drawn, and the proportions hold in every batch, not on average.
+Where documents are about as long as sequences, or longer, shares are whole sequences. Where they are short, shares are exact to
+two tokens or so, and a sequence that is not done at a batch's end goes on in the next batch, its documents cut there.
 This module knows no devices: a host asks for its rows of the global batch.
 """
 from __future__ import annotations
@@ -253,7 +255,7 @@ def _lay_rows(seq_len: int, before: Sequence[int], after: Sequence[int]) -> list
     """Where the tokens before[i]..after[i]-1 of each source i go.
 
     Whole sequences are whole rows, the sources evenly among them: every host and microbatch sees of all. Behind those stand,
-    end to end, the sequences that this batch shares with the one before or behind.
+    end to end, the parts of sequences that this batch shares with the one before it or the next.
     """
     whole = [np.arange(-(-a // seq_len), b // seq_len) for a, b in zip(before, after)]
     order = np.argsort(np.concatenate([(np.arange(len(w)) + 0.5) / len(w) for w in whole]), kind="stable")
