@@ -20,15 +20,13 @@ from pydantic import BaseModel, ValidationError
 
 from meshtrain.sections import (
     Checkpoint, Component, Context, Data, Distributed, Identity, Mesh, Metrics, Model, Optimizer, Pipeline, Run, Sharding,
-    Training,
-    Validation,
+    Training, Validation,
 )  # fmt: skip
 
 __all__ = [
     "AXES", "ConfigError", "dump", "help_text", "load", "mesh_sizes", "presets", "problems",
     "Checkpoint", "Component", "Context", "Data", "Distributed", "Identity", "Mesh", "Metrics", "Model", "Optimizer",
-    "Pipeline", "Run",
-    "Sharding", "Training", "Validation",
+    "Pipeline", "Run", "Sharding", "Training", "Validation",
 ]  # fmt: skip
 
 AXES = ("data", "fsdp", "tensor", "stage", "context")
