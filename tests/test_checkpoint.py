@@ -57,7 +57,6 @@ def test_state_comes_back_bit_for_bit_on_another_mesh(tmp_path):
     blocked_s = checkpoints.save(7, old, {"run": "[run]\nname = 'x'", "position": 7})
     assert blocked_s > 0
     assert checkpoints.latest() == 7 and (tmp_path / "c" / "7").is_dir()  # orbax by itself also names a step that is still being written
-    checkpoints.close()
 
     checkpoints = checkpoint.Checkpoints(tmp_path / "c", read_only=True)
     assert checkpoints.latest() == 7
@@ -65,7 +64,6 @@ def test_state_comes_back_bit_for_bit_on_another_mesh(tmp_path):
     assert metadata == {"format": 1, "run": "[run]\nname = 'x'", "position": 7} == checkpoints.metadata(7)
     assert_same_bits(state, old)
     assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, new)
-    checkpoints.close()
 
 
 def test_only_the_weights_come_back_for_a_new_run(tmp_path):
@@ -94,7 +92,6 @@ def test_a_donated_state_is_saved_as_it_was(tmp_path, spec):
     np.testing.assert_array_equal(got["w"], want)
     again = step(got["w"])  # and what was restored can be donated in its turn
     np.testing.assert_array_equal(again, want * 2 + 1)
-    checkpoints.close()
 
 
 def test_a_mismatch_names_every_array_and_a_saved_step_is_left_alone(tmp_path):
@@ -111,7 +108,6 @@ def test_a_mismatch_names_every_array_and_a_saved_step_is_left_alone(tmp_path):
     assert "params/layers/wq: float32[8, 16] in the checkpoint, float32[8, 32] in this run" in str(error.value)
     assert "opt_state/0/count: int32[] in the checkpoint, absent in this run" in str(error.value)
     assert "params/norm" not in str(error.value)
-    checkpoints.close()
 
 
 def test_the_latest_are_kept_and_leftovers_are_cleaned(tmp_path):
@@ -121,7 +117,6 @@ def test_the_latest_are_kept_and_leftovers_are_cleaned(tmp_path):
     for step in (2, 4, 6):
         checkpoints.save(step, {"w": jnp.ones(3)}, {})
     assert checkpoints.latest() == 6
-    checkpoints.close()
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["4", "6"]
 
 
@@ -132,7 +127,6 @@ def test_a_newer_format_is_refused(tmp_path, monkeypatch):
         checkpoints.save(1, {"w": jnp.ones(3)}, {})
     with pytest.raises(ValueError, match="format 2, this version reads up to 1"):
         checkpoints.restore(1, {"w": jax.ShapeDtypeStruct((3,), jnp.float32)})
-    checkpoints.close()
 
 
 def test_a_process_killed_while_saving_leaves_a_whole_checkpoint_or_none(tmp_path):
@@ -155,5 +149,4 @@ def test_a_process_killed_while_saving_leaves_a_whole_checkpoint_or_none(tmp_pat
     assert step in (1, 2)
     state, _ = checkpoints.restore(step, {"w": jax.ShapeDtypeStruct((8_000_000,), jnp.float32)})
     assert np.all(np.asarray(state["w"]) == step)
-    checkpoints.close()
     assert not list(tmp_path.glob("*tmp*"))
