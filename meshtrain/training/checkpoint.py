@@ -54,14 +54,14 @@ class Checkpoints:
     every: steps between regular checkpoints, which `due` tells; 0: none are regular.
     keep: how many of the latest whole ones stay on disk; 0: all. The last is deleted only when a newer one is whole.
     read_only: for another run's directory: creates, cleans up, sets aside and saves nothing.
-    tell: gets one line about each save that failed, as soon as it has (from a background thread), and each damaged checkpoint.
+    tell: gets one line about each save that failed, as soon as it has (in a background thread), and each damaged checkpoint.
 
     Raises: ValueError if the directory cannot be made or cleaned of what a killed run left half written.
     """
 
     def __init__(self, directory: str | pathlib.Path, *, every: int = 0, keep: int = 0, read_only: bool = False,
                  tell: Callable[[str], None] = print):
-        absl.logging.set_verbosity(absl.logging.WARNING)  # where a program shows INFO, orbax fills the log: 60 lines per save
+        absl.logging.set_verbosity(absl.logging.FATAL)  # orbax logs 60 lines per save, two tracebacks per full disk
         self.directory = pathlib.Path(directory).absolute()  # orbax refuses relative paths
         self.every, self.keep, self.read_only, self.tell = every, keep, read_only, tell
         self._arrays = ocp.PyTreeCheckpointHandler()
@@ -85,15 +85,16 @@ class Checkpoints:
     def save(self, step: int, state: Any, metadata: dict) -> float:
         """Starts saving `state` (a pytree of jax arrays) and `metadata` (JSON) as `step`; returns the seconds it blocked.
 
-        It blocks for the copy to the host, and before that for a save still under way. A step that is saved already stays as it is.
-        A save that fails is told, leaves nothing behind and stops nobody: the next may work. `wait` raises if the last one failed.
+        It blocks for the copy to the host, and before that for a save still under way. A step that is saved already stays as
+        it is. A save that fails is told, leaves nothing behind and stops nobody: the next may work. `wait` raises if it was
+        the last.
         """
         start = time.perf_counter()
         document = json.dumps({"format": FORMAT, **metadata})
         self._join()
         self._saves += 1
         copied = threading.Event()
-        self._thread = threading.Thread(target=self._save, args=(step, _nested(state), document, copied), name=f"checkpoint {step}")
+        self._thread = threading.Thread(target=self._save, args=(step, _nested(state), document, copied))
         self._thread.start()
         copied.wait()
         return time.perf_counter() - start
@@ -116,11 +117,12 @@ class Checkpoints:
                 return int(newest)
             rejected.add(int(newest))
             if jax.process_index() == 0:
-                self.tell(f"checkpoint {self.directory / newest} is damaged ({fault}){self._set_aside(newest)}; trying the one before")
-        damaged = _gather(", ".join(sorted({path.name for path in self.directory.glob("*.damaged*")} | {str(s) for s in rejected})))[0]
-        if damaged:
-            raise ValueError(f"{self.directory} holds no whole checkpoint, only damaged ones ({damaged}); restore the files of one "
-                             "and give it its number as name again, or remove the directory to start from step 1")
+                aside = self._set_aside(newest)
+                self.tell(f"checkpoint {self.directory / newest} is damaged ({fault}){aside}; trying the one before")
+        damaged = {path.name for path in self.directory.glob("*.damaged*")} | {str(step) for step in self._steps()}
+        if damaged := _gather(", ".join(sorted(damaged)))[0]:
+            raise ValueError(f"{self.directory} holds no whole checkpoint, only damaged ones ({damaged}); restore the files "
+                             "of one and give it its number as name again, or remove the directory to start from step 1")
         return None
 
     def metadata(self, step: int) -> dict:
@@ -132,7 +134,8 @@ class Checkpoints:
         document = json.loads((self.directory / str(step) / METADATA).read_text())
         if document["format"] > FORMAT:
             where = self.directory / str(step)
-            raise ValueError(f"{where} has checkpoint format {document['format']}, this version reads up to {FORMAT}: update meshtrain")
+            raise ValueError(f"{where} has checkpoint format {document['format']}, this version reads up to {FORMAT}: "
+                             "update meshtrain")
         return document
 
     def restore(self, step: int, abstract_state: Any, *, part: bool = False) -> tuple[Any, dict]:
@@ -146,7 +149,8 @@ class Checkpoints:
         metadata = self.metadata(step)
         self._check(step, abstract_state, part)
         nested = _nested(abstract_state)
-        args = ocp.args.PyTreeRestore(nested, restore_args=ocp.checkpoint_utils.construct_restore_args(nested), partial_restore=part)
+        restore_args = ocp.checkpoint_utils.construct_restore_args(nested)
+        args = ocp.args.PyTreeRestore(nested, restore_args=restore_args, partial_restore=part)
         arrays = self._arrays.restore(self._state(step), args=args)
         return jax.tree.map_with_path(lambda path, _: _at(arrays, path), abstract_state), metadata
 
@@ -180,11 +184,12 @@ class Checkpoints:
         error = None
         try:
             (place / "state").mkdir(parents=True, exist_ok=True)  # by whoever comes first
-            futures = asyncio.run(self._arrays.async_save(epath.Path(place / "state"), args=ocp.args.PyTreeSave(state)))
+            writing = asyncio.run(self._arrays.async_save(epath.Path(place / "state"), args=ocp.args.PyTreeSave(state)))
             copied.set()
-            for future in futures or ():
+            for future in writing or ():
                 future.result()
-            _write(place / f"part-{index}.json", json.dumps(_checksums(place, _files(place / "state" / f"ocdbt.process_{index}"), sync=True)))
+            mine = _files(place / "state" / f"ocdbt.process_{index}")
+            _write(place / f"part-{index}.json", json.dumps(_checksums(place, mine, sync=True)))
         except Exception as caught:  # tensorstore reports a full disk as ValueError; nothing that goes wrong here may be lost
             error = caught
         finally:
@@ -249,11 +254,14 @@ class Checkpoints:
             checksums = json.loads((place / CHECKSUMS).read_text())
             names = sorted(checksums)[jax.process_index():: jax.process_count()]
             found = _checksums(place, (place / name for name in names))
-            return next((f"{name}: {_difference(found[name], checksums[name])}" for name in names if found[name] != checksums[name]), "")
+            wrong = (name for name in names if found[name] != checksums[name])
+            return next((f"{name}: {_difference(found[name], checksums[name])}" for name in wrong), "")
         except FileNotFoundError as error:
             return f"{pathlib.Path(error.filename).relative_to(place)} is missing"
-        except (OSError, ValueError, TypeError) as error:
-            return f"{CHECKSUMS}: {error}" if not isinstance(error, OSError) else _said(error)
+        except OSError as error:
+            return _said(error)
+        except (ValueError, TypeError) as error:
+            return f"{CHECKSUMS}: {error}"
 
     def _set_aside(self, name: str) -> str:
         if self.read_only:
@@ -287,11 +295,11 @@ def _files(place: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _checksums(place: pathlib.Path, paths: Iterable[pathlib.Path], sync: bool = False) -> dict[str, list]:
-    """Name within `place` -> [bytes, xxh3-128] of each file. sync: each is on the disk, not only in memory, when this returns."""
+    """Name within `place` -> [bytes, xxh3-128] of each file. sync: each is on the disk when this returns."""
 
     def checksum(path):
         digest, size = xxhash.xxh3_128(), 0
-        buffer = memoryview(bytearray(CHUNK_BYTES))
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, path.stat().st_size + 1)))
         with open(path, "rb", buffering=0) as file:
             while count := file.readinto(buffer):
                 digest.update(buffer[:count])
@@ -331,8 +339,8 @@ def _said(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     text = " ".join(str(error).split())
-    if said := re.search(r"\[OS error \d+: \w+ ([^\]]+)\]", text):  # as tensorstore spells it
-        return said[1]
+    if code := re.search(r"os_error_code='(\d+)'", text):  # tensorstore's way to report a full disk
+        return os.strerror(int(code[1]))
     return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text[:300]}"
 
 
