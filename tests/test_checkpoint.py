@@ -189,7 +189,7 @@ def test_a_run_goes_on_alike_on_six_other_meshes(trained):
     losses = losses_after_restoring(directory, "zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2))
     assert len(set(losses)) == len(losses) == 5
     for rule, sizes in MESHES:  # sums in another order
-        np.testing.assert_allclose(losses_after_restoring(directory, rule, sizes), losses, rtol=1e-5, err_msg=f"{rule} {sizes}")
+        np.testing.assert_allclose(losses_after_restoring(directory, rule, sizes), losses, rtol=1e-5, err_msg=rule)
 
 
 PROCESS = r"""

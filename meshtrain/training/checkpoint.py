@@ -138,13 +138,18 @@ class Checkpoints:
                              "update meshtrain")
         return document
 
+    def arrays(self, step: int) -> dict:
+        """What `step` holds: nested dicts of jax.ShapeDtypeStruct under the names of the paths, without shardings."""
+        tree = self._arrays.metadata(self._state(step)).tree
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
     def restore(self, step: int, abstract_state: Any, *, part: bool = False) -> tuple[Any, dict]:
         """The state and metadata saved as `step`, the arrays on the shardings that `abstract_state` asks for.
 
         abstract_state: a pytree of jax.ShapeDtypeStruct with shardings, of any mesh. Its structure is what comes back.
         part: it may lack arrays that the checkpoint has (only {"params": …}: a new run from old weights).
 
-        Raises: ValueError that lists every array whose presence, shape or dtype differs; nothing is reshaped or cast in silence.
+        Raises: ValueError that lists every array whose presence, shape or dtype differs; none is reshaped or cast in silence.
         """
         metadata = self.metadata(step)
         self._check(step, abstract_state, part)
@@ -276,7 +281,7 @@ class Checkpoints:
         return f", kept as {kept}"
 
     def _check(self, step, abstract_state, part):
-        stored = _forms(self._arrays.metadata(self._state(step)).tree)
+        stored = _forms(self.arrays(step))
         wanted = _forms(abstract_state)
         show = lambda entry: "absent" if entry is None else f"{entry[1]}{list(entry[0])}"
         names = wanted.keys() if part else wanted.keys() | stored.keys()
