@@ -28,7 +28,7 @@ import xxhash
 from meshtrain import assembly, config
 from meshtrain.training.checkpoint import Checkpoints
 
-ROUNDS = 5
+ROUNDS = 3
 EVERY = config.Run().checkpoint.every
 GB = 1e9
 
