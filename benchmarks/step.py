@@ -38,7 +38,7 @@ from meshtrain.training import data, loop
 from meshtrain.training.metrics import MetricsWriter
 from meshtrain.training.optimizer import schedule
 
-ROUNDS, STEPS = 7, 2           # each round gives every contestant STEPS steps in a row
+ROUNDS, STEPS = 15, 4
 AGREE = 1e-4                   # relative, loss and gradient norm of the first step, float32
 SIMULATED = 8
 USAGE = "python benchmarks/step.py [RUN.toml] [--section.key value ...]"

@@ -9,16 +9,18 @@ import dataclasses
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import jax
 
-from meshtrain import config
+from meshtrain import config, processes
 from meshtrain.config import ConfigError, Run
 from meshtrain.layout import rules
 from meshtrain.layout.mesh import AXES, MeshPlan
 from meshtrain.layout.rules import Layout, Tensor
 from meshtrain.model import attention, transformer
+from meshtrain.parallel import context
 from meshtrain.training import state, step
 
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -44,15 +46,21 @@ class Assembly:
     notes: tuple[str, ...]
 
 
-def start_devices(run: Run) -> Sequence[jax.Device]:
-    """The devices of the run; starts the jax backend. simulated_devices > 0 means that many CPU devices.
+def start_devices(run: Run, cluster: processes.Cluster | None = None) -> Sequence[jax.Device]:
+    """The devices of all processes of the run; starts the jax backend. simulated_devices > 0 means that many CPU devices.
 
-    Raises: ConfigError where a backend is already up with other devices.
+    Raises: ConfigError where a backend is already up with other devices, or the processes cannot share them out;
+    PeerError that names a process that does not come.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")    # an installed CUDA plugin reports at length that there is no GPU
     if run.run.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(run.run.compilation_cache))
-    count = run.mesh.simulated_devices
+    total = run.mesh.simulated_devices
+    num_processes = cluster.count if cluster else 1
+    if total % num_processes:
+        raise ConfigError(f"mesh.simulated_devices={total} is the total over all processes and cannot be shared out among "
+                          f"{num_processes}; use a multiple of {num_processes}")
+    count = total // num_processes
     if count:
         os.environ["XLA_FLAGS"] = _with_flags(os.environ.get("XLA_FLAGS", ""), count)
         # A collective that waits for its peers blocks a thread of the CPU client's pool, and a device may have several
@@ -62,10 +70,12 @@ def start_devices(run: Run) -> Sequence[jax.Device]:
     elif not gpus_expected():
         # Without this an installed CUDA plugin tries to start, fails with a page of warnings, and ends on the CPU.
         jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
+    if cluster:
+        processes.start(cluster)
     devices = jax.devices()
-    if count and len(devices) != count:
-        raise ConfigError(f"mesh.simulated_devices={count}, but this process already runs jax with {len(devices)} "
-                          f"devices; start a new process, or a notebook with XLA_FLAGS={DEVICE_COUNT_FLAG}={count}")
+    if total and len(devices) != total:
+        raise ConfigError(f"mesh.simulated_devices={total}, but this process already runs jax with {len(devices)} "
+                          f"devices; start a new process, or a notebook with XLA_FLAGS={DEVICE_COUNT_FLAG}={total}")
     return devices
 
 
@@ -84,6 +94,9 @@ def on_gpus(run: Run, num_gpus: int) -> Run:
     """The quickstart where there are GPUs: all on fsdp, as many as divide the model's width and the batch."""
     sequences = run.data.global_batch // run.training.microbatches
     n = max(n for n in range(1, num_gpus + 1) if run.model.embed_dim % n == 0 and sequences % n == 0)
+    if n < num_gpus and jax.process_count() > 1:
+        raise ConfigError(f"{num_gpus} GPUs in {jax.process_count()} processes, and only {n} divide model.embed_dim="
+                          f"{run.model.embed_dim} and the batch of {sequences}; start fewer processes, or give a mesh")
     sizes = {axis: 1 for axis in AXES} | {"fsdp": n, "simulated_devices": 0}
     return run.model_copy(update={"mesh": run.mesh.model_copy(update=sizes)})
 
@@ -97,13 +110,16 @@ def assemble(run: Run, devices: Sequence[jax.Device]) -> Assembly:
         raise ConfigError(*str(error).splitlines()) from None
     model = transformer.build(run.model)
     faults = rules.problems(loaded, plan.sizes, tensors(run, model), SIZE_KEYS)
+    layout = Layout(loaded, plan.sizes)
+    faults = faults or context_problems(run, layout)
     if faults:
         raise ConfigError(*faults)
     mesh = plan.build(devices)
-    layout = Layout(loaded, plan.sizes)
-    attend, note = choose_attention(run, devices[0])
+    attend, note = choose_attention(run, plan.sizes, devices[0])
     spec = state.describe(model, run.optimizer, run.training.steps, layout, mesh)
-    program = step.build(run, model, layout, mesh, attend, spec)
+    split = plan.sizes["context"] > 1
+    order = context.METHODS[run.context.method].order(run.data.seq_len, plan.sizes["context"]) if split else None
+    program = step.build(run, model, layout, mesh, attend, spec, order)
     return Assembly(run, plan, mesh, layout, model, program, (note,) if note else ())
 
 
@@ -114,12 +130,43 @@ def tensors(run: Run, model: transformer.Transformer) -> list[Tensor]:
     return placed + model.activations(run.data.global_batch // run.training.microbatches, run.data.seq_len)
 
 
+def context_problems(run: Run, layout: Layout) -> list[str]:
+    """What keeps the layout from splitting sequences over mesh.context, where that is larger than 1."""
+    cp, rules_file = layout.sizes["context"], layout.rules.path
+    if cp == 1:
+        return []
+    T, method, faults = run.data.seq_len, run.context.method, []
+    seq, residual = (layout.mesh_axes("activations", axis) for axis in ("seq", "residual_seq"))
+    if seq != ("context",):
+        faults.append(f"{rules_file} [activations] seq = {list(seq)}: mesh.context={cp} splits every sequence; write "
+                      "seq = \"context\", or set mesh.context to 1")
+    elif residual[:1] != ("context",):
+        faults.append(f"{rules_file} [activations] residual_seq = {list(residual)} does not begin with context, which splits "
+                      "seq; write residual_seq = \"context\", or [\"context\", \"tensor\"]")
+    parts = cp if method == "ulysses" else 2 * cp
+    if T % parts:
+        near = ", ".join(str(n) for n in (T // parts * parts, -(-T // parts) * parts) if n)
+        what = "mesh.context" if method == "ulysses" else "2 × mesh.context"
+        faults.append(f"data.seq_len={T} cannot be split into {what} = {parts} chunks of equal length; use {near}")
+    ways = layout.ways(layout.mesh_axes("activations", "heads"))
+    if method == "ulysses" and run.model.num_heads // ways % cp:
+        each = run.model.num_heads // ways
+        faults.append(f"context.method=\"ulysses\" deals {each} heads (model.num_heads={run.model.num_heads} over tensor {ways}) "
+                      f"out to mesh.context={cp}, which does not divide; use ring or gather, or a mesh.context that divides {each}")
+    return faults
 
 
-def choose_attention(run: Run, device: jax.Device) -> tuple[Callable, str]:
-    """The attention engine and what to tell of the choice: cuDNN on a GPU where no document mask stands in the way."""
+def choose_attention(run: Run, sizes: Mapping[str, int], device: jax.Device) -> tuple[Callable, str]:
+    """The attention of the run and what to tell of the choice: cuDNN on a GPU where no document mask stands in the way."""
+    cp = sizes["context"]
+    chunk = run.data.seq_len // (2 * cp)
+    whole = cp == 1 or run.context.method == "ulysses"
+    # Four blocks a chunk at least: the diagonal blocks, half of them masked, are then 1/8 of a causal square of two chunks.
+    engine = attention.blockwise(attention.BLOCK if whole else min(attention.BLOCK, max(32, -(-chunk // 4))))
+    method = attention.Local(engine) if cp == 1 else context.Split(context.METHODS[run.context.method], engine)
+    attend = partial(attention.attend, method)
     if device.platform not in ("gpu", "cuda"):
-        return attention.attend, ""
+        return attend, ""
     reasons = []
     if run.data.document_mask:
         reasons.append("cuDNN's kernel has no document mask (data.document_mask=true)")
@@ -130,7 +177,7 @@ def choose_attention(run: Run, device: jax.Device) -> tuple[Callable, str]:
     if not importlib.util.find_spec("nvidia") or not _has_cudnn():
         reasons.append("the cuDNN library is not installed (extra 'gpu')")
     if reasons:
-        return attention.attend, f"attention: blockwise XLA engine, because {'; '.join(reasons)}"
+        return attend, f"attention: blockwise XLA engine, because {'; '.join(reasons)}"
     return attention.attend_cudnn, "attention: cuDNN"
 
 

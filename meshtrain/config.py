@@ -19,13 +19,14 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from meshtrain.sections import (
-    Checkpoint, Context, Data, Identity, Mesh, Metrics, Model, Optimizer, Pipeline, Run, Sharding, Training, Validation,
+    Checkpoint, Context, Data, Distributed, Identity, Mesh, Metrics, Model, Optimizer, Pipeline, Run, Sharding, Training,
+    Validation,
 )  # fmt: skip
 
 __all__ = [
     "AXES", "ConfigError", "dump", "help_text", "load", "mesh_sizes", "presets", "problems",
-    "Checkpoint", "Context", "Data", "Identity", "Mesh", "Metrics", "Model", "Optimizer", "Pipeline", "Run", "Sharding",
-    "Training", "Validation",
+    "Checkpoint", "Context", "Data", "Distributed", "Identity", "Mesh", "Metrics", "Model", "Optimizer", "Pipeline", "Run",
+    "Sharding", "Training", "Validation",
 ]  # fmt: skip
 
 AXES = ("data", "fsdp", "tensor", "stage", "context")
@@ -34,7 +35,7 @@ QUICKSTART = ROOT / "configs" / "quickstart.toml"
 USAGE = "python -m meshtrain.train [RUN.toml] [--section.key value ...]"
 BYTE_VOCAB = 257  # 256 bytes and the separator between documents
 NOT_SHAPE = ("_dtype", "_dropout")  # model keys that no preset sets
-NOT_YET = ("stage", "context")  # mesh axes that the training step cannot use so far
+NOT_YET = ("stage",)  # mesh axes that the training step cannot use so far
 
 SECTIONS = {name: field.annotation for name, field in Run.model_fields.items()}
 
@@ -179,7 +180,8 @@ def _build(tables: dict) -> tuple[Run, list[str], re.Pattern]:
 
 def problems(run: Run) -> list[str]:
     """Everything in which the keys of a run contradict each other or the files they name; empty = sound."""
-    return [*_run_problems(run), *_mesh_problems(run), *_model_problems(run), *_training_problems(run)]
+    return [*_run_problems(run), *_mesh_problems(run), *_model_problems(run), *_training_problems(run),
+            *_distributed_problems(run), *_metrics_problems(run)]
 
 
 def _run_problems(run: Run):
@@ -257,6 +259,29 @@ def _training_problems(run: Run):
                f"use e.g. {max(1, training.steps // 10)}")
 
 
+def _distributed_problems(run: Run):
+    address, count, index = run.distributed.coordinator_address, run.distributed.num_processes, run.distributed.process_id
+    port = re.fullmatch(r"(?:[^\s:\[\]]+|\[[0-9a-fA-F:]+\]):(\d{1,5})", address)
+    if address and not (port and 0 < int(port[1]) < 65536):
+        yield (f"distributed.coordinator_address={_toml(address)} is not HOST:PORT; "
+               "use e.g. node1:12345, with a port that is free on that host")
+    if bool(count) != (index >= 0) or count and not address:
+        yield (f"distributed.num_processes={count}, distributed.process_id={index} and distributed.coordinator_address="
+               f"{_toml(address)} describe one process together; give all three, or none under srun and mpirun")
+    elif index >= count > 0:
+        yield (f"distributed.process_id={index} is not one of distributed.num_processes={count} processes; "
+               f"they are counted from 0 to {count - 1}")
+
+
+def _metrics_problems(run: Run):
+    steps, name = run.metrics.profile_steps, f"metrics.profile_steps={_toml(run.metrics.profile_steps)}"
+    if len(steps) not in (0, 2):
+        yield f"{name} is not a first and a last step; use e.g. {_toml(steps[:1] * 2 or (1, 1))}, or [] for no profile"
+    elif steps and not 1 <= steps[0] <= steps[1] <= run.training.steps:
+        yield (f"{name} must be steps from 1 to training.steps={run.training.steps}, the first not after the last; "
+               f"use e.g. {_toml((min(2, run.training.steps),) * 2)}, or [] for no profile")
+
+
 def _next_multiple(n: int, of: int) -> int:
     return -(-n // of) * of
 
@@ -302,7 +327,8 @@ def _wrong_value(section: str, cls, error) -> str:
     key, *index = error["loc"]
     field, value, limits = cls.model_fields[key], error["input"], error.get("ctx", {})
     name = f"{section}.{key}" + "".join(f"[{i}]" for i in index)
-    kind = "string" if index else _kind(field)
+    numbers = int in typing.get_args(field.annotation)
+    kind = ("integer" if numbers else "string") if index else _kind(field)
     if error["type"] == "literal_error" and isinstance(value, str):
         return _unknown_name(name, value, typing.get_args(field.annotation))
     bounds = {"ge": "at least {}", "gt": "more than {}", "le": "at most {}", "lt": "less than {}"}
@@ -311,11 +337,12 @@ def _wrong_value(section: str, cls, error) -> str:
             return f"{name}={_toml(value)} is out of range; use {words.format(limits[limit])}, e.g. {_toml(field.default)}"
     rule, remedy = {
         "boolean": ("true or false", "write true or false, without quotes"),
-        "integer": ("a whole number", f"write e.g. {_toml(field.default)}, without quotes or a decimal point"),
+        "integer": ("a whole number", f"write e.g. {_toml(1 if index else field.default)}, without quotes or a decimal point"),
         "number": ("a finite number", f"write e.g. {_toml(field.default)}, without quotes"),
         "string": ("a string", "write it in quotes"),
         "choice": ("a string", f"use {_join(map(_toml, typing.get_args(field.annotation)), 'or')}"),
-        "list": ("a list of strings", 'write it as TOML, e.g. ["first", "second"]'),
+        "list": (("a list of whole numbers", "write it as TOML, e.g. [1, 2]") if numbers else
+                 ("a list of strings", 'write it as TOML, e.g. ["first", "second"]')),
     }[kind]
     return f"{name}={_toml(value)} is not {rule}; {remedy}"
 

@@ -175,6 +175,18 @@ class Metrics(Section):
     """[metrics]: what is written while it runs."""
 
     every: int = key(1, "steps between rows of metrics.jsonl", ge=1)
+    tensorboard: bool = key(True, "the rows also as TensorBoard events, in run.dir/tensorboard")
+    wandb: Literal["off", "online", "offline"] = key("off", "the rows also to Weights & Biases, or to run.dir/wandb for later")
+    wandb_project: str = key("meshtrain", "project of Weights & Biases")
+    profile_steps: tuple[int, ...] = key((), "first and last step to profile, e.g. [10, 12]; empty = none", strict=False)
+
+
+class Distributed(Section):
+    """[distributed]: one process among several; not needed under launch.local, srun and mpirun, which tell it."""
+
+    coordinator_address: str = key("", "HOST:PORT where process 0 is met, the port free there; empty = by srun or mpirun")
+    num_processes: int = key(0, "processes of the run; 0 = by srun or mpirun, else one", ge=0)
+    process_id: int = key(-1, "which of them this one is, from 0; -1 = by srun or mpirun", ge=-1)
 
 
 class Run(Section):
@@ -192,6 +204,7 @@ class Run(Section):
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()
+    distributed: Distributed = Distributed()
 
     @model_validator(mode="after")
     def _fill_in(self):

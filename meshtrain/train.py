@@ -4,19 +4,20 @@ Exit codes: 0 done · 2 the user's mistake, one message · 75 stopped on request
 """
 from __future__ import annotations
 
+import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
-from meshtrain import assembly, config
+from meshtrain import assembly, config, processes
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost import flops, hardware, report
-from meshtrain.training import data, loop, rundir, sample
+from meshtrain.training import data, loop, metrics, rundir, sample
 from meshtrain.training.checkpoint import Checkpoints
-from meshtrain.training.metrics import MetricsWriter
 from meshtrain.training.state import State
 
 DONE, USER_ERROR, STOPPED, FAILED = 0, 2, 75, 1
@@ -25,28 +26,47 @@ DONE, USER_ERROR, STOPPED, FAILED = 0, 2, 75, 1
 def main(argv: Sequence[str]) -> int:
     try:
         run = config.load(argv)
-        devices, run = _devices(run, argv)
-        made, corpus = assembly.assemble(run, devices), _open_data(run)
+        metrics.check_wandb(run)
+        cluster = processes.find(run.distributed, os.environ)
+        run = run.model_copy(update={"distributed": config.Distributed()})  # which process this is belongs to no run
+        devices, run = _devices(run, argv, cluster)
+        if jax.process_index() > 0:
+            sys.stdout = open(os.devnull, "w")      # process 0 speaks for all
+        processes.same_everywhere("the run", config.dump(run))
+        made, corpus = assembly.assemble(run, devices), processes.everywhere(lambda: _open_data(run))
+        processes.same_everywhere("the data", corpus.fingerprint)
         with rundir.claimed(run) as directory:   # only what is sound so far leaves anything on disk
             return _train(run, made, corpus, directory)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR
+        return _fail(USER_ERROR, f"error: {error}", error)
+    except processes.PeerError as error:
+        return _fail(FAILED, f"error: {error}", error)
     except loop.TooManySkippedSteps as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        return FAILED
+        return _fail(FAILED, f"stopped: {error}")
+    except Exception:
+        if jax.process_count() == 1:
+            raise
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(FAILED)    # jax's own way out would wait for peers that wait for this process
 
 
-def _devices(run: Run, argv: Sequence[str]) -> tuple[Sequence[jax.Device], Run]:
+def _fail(code: int, message: str, error: Exception | None = None) -> int:
+    if error is None or not processes.told_by_first(error):
+        print(message, file=sys.stderr)
+    return code
+
+
+def _devices(run: Run, argv: Sequence[str], cluster: processes.Cluster | None) -> tuple[Sequence[jax.Device], Run]:
     """The devices to run on. Without a run file or a mesh, the quickstart moves from simulated devices to real GPUs."""
     chosen = any(not arg.startswith("-") for arg in argv[:1]) or any(arg.startswith("--mesh.") for arg in argv)
     if not chosen and assembly.gpus_expected():
         run = run.model_copy(update={"mesh": run.mesh.model_copy(update={"simulated_devices": 0})})
-        devices = assembly.start_devices(run)
+        devices = assembly.start_devices(run, cluster)
         run = assembly.on_gpus(run, len(devices))
         print(f"found {len(devices)} × {devices[0].device_kind}: training on {run.mesh.fsdp}, all on the axis fsdp")
         return devices[:run.mesh.fsdp], run
-    return assembly.start_devices(run), run
+    return assembly.start_devices(run, cluster), run
 
 
 def _train(run: Run, made: assembly.Assembly, corpus: data.Data, directory: Path) -> int:
@@ -64,13 +84,13 @@ def _train(run: Run, made: assembly.Assembly, corpus: data.Data, directory: Path
         state = _start_state(run, made, checkpoints, latest)
         step = made.program.compile()
         print(report.compiled(step, made, time.perf_counter() - started), flush=True)
-        rundir.write_settings(run, directory, made.layout.rules.text)
-        with MetricsWriter(directory / "metrics.jsonl") as writer, loop.StopRequest().listening() as stop:
-            writer.truncate_after(latest or 0)
+        if jax.process_index() == 0:
+            rundir.write_settings(run, directory, made.layout.rules.text)
+        with metrics.open_writers(run, directory, latest or 0) as writer, loop.StopRequest().listening() as stop:
             state, done, val_loss = loop.train(
                 run, made.program, step, state, corpus, checkpoints, writer,
                 rundir.metadata(run, made.layout.rules.text, corpus.fingerprint), stop, *_flops(made))
-        if stop.signal is not None and done < run.training.steps:
+        if done < run.training.steps:
             print(f"stopped after step {done}, saved in {directory}; the same command goes on from there")
             return STOPPED
         _tell_the_end(run, made, state, val_loss, directory)
@@ -119,10 +139,10 @@ def _tell_the_end(run: Run, made: assembly.Assembly, state: State, val_loss: flo
     if val_loss is not None:
         print(f"validation loss {val_loss:.4f} nats per token ({val_loss / 0.6931471805599453:.3f} bits)")
     if run.run.sample_tokens:
-        generate = sample.build(made.model, made.program.plan, run.data.seq_len)
+        generate = sample.build(made.model, made.program.plan, run.data.seq_len, made.program.order)
         text = sample.text(generate, state.params, run.data.seq_len, run.run.sample_tokens, run.run.seed, data.decode)
         print(f"a sample:\n{text}\n")
-    print(f"written: {directory}/ with config.toml, rules.toml, metrics.jsonl and checkpoints/")
+    print(f"written: {directory}/ with config.toml, rules.toml, metrics.jsonl, checkpoints/ and tensorboard/")
 
 
 if __name__ == "__main__":

@@ -2,17 +2,21 @@
 step before, while the next one runs. Stops, faults and what a directory of a run holds are decided in `rundir`."""
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 
+from meshtrain import processes
 from meshtrain.training.checkpoint import Checkpoints
 from meshtrain.training.data import Data
-from meshtrain.training.metrics import MetricsWriter
+from meshtrain.training.metrics import Writers
+from meshtrain.training.profiling import Trace
 from meshtrain.training.state import State
 from meshtrain.training.step import Program
 
@@ -46,9 +50,11 @@ class StopRequest:
 
 
 def train(run, program: Program, step: Callable, state: State, data: Data, checkpoints: Checkpoints,
-          writer: MetricsWriter, metadata: dict, stop: StopRequest, flops_per_step: float,
+          writer: Writers, metadata: dict, stop: StopRequest, flops_per_step: float,
           peak_flops: float | None) -> tuple[State, int, float | None]:
     """Trains from state.step to run.training.steps. Returns (state, steps taken in all, last validation loss).
+
+    Every process of the run calls it alike; a stop request to one of them stops all after the same step.
 
     step: the compiled training step. peak_flops: of all devices together; None: mfu is null.
     Raises: TooManySkippedSteps; a stop request ends the loop early, with the state saved.
@@ -57,16 +63,18 @@ def train(run, program: Program, step: Callable, state: State, data: Data, check
     tokens_per_step = run.data.global_batch * run.data.seq_len
     rows = _Rows(writer, run.metrics.every, tokens_per_step, flops_per_step, peak_flops)
     progress = _Progress(last)
-    batches = data.iterate(first, prefetch=run.data.prefetch)
+    trace = Trace(run.metrics.profile_steps, Path(run.run.dir) / "tensorboard", first)
+    batches = data.iterate(first, rows=program.rows, prefetch=run.data.prefetch)
+    agreement = processes.StopAgreement()
     skipped_in_a_row, val_loss, pending, done = 0, None, None, first
 
-    def settle(pending, val_loss=None, pause_s=0.0):
+    def settle(pending, val_loss=None):
         """Reads the metrics of a step that was dispatched earlier; only here the host waits for the device."""
         nonlocal skipped_in_a_row
         if pending is None:
             return
-        number, metrics, waited = pending
-        row = rows.write(number, jax.device_get(metrics), waited, val_loss, pause_s)
+        number, metrics, data_wait_s, ended = pending
+        row = rows.write(number, jax.device_get(metrics), data_wait_s, ended.result(), val_loss)
         skipped_in_a_row = skipped_in_a_row + 1 if row["skipped"] else 0
         if row["skipped"]:
             progress.tell(f"step {number}: loss {row['loss']}, gradient norm {row['grad_norm']}: not finite, skipped "
@@ -78,28 +86,43 @@ def train(run, program: Program, step: Callable, state: State, data: Data, check
                 f"nothing of them was applied. Lower optimizer.learning_rate={run.optimizer.learning_rate}, lengthen "
                 f"optimizer.warmup_steps={run.optimizer.warmup_steps}, or go on from an earlier checkpoint")
 
-    with contextlib.closing(batches):
+    with contextlib.closing(batches), trace, concurrent.futures.ThreadPoolExecutor(1) as watch:
+        ended = watch.submit(_time_when_ready, ())  # when the device ended the step before
         for number in range(first + 1, last + 1):
-            start = time.perf_counter()
+            if number == trace.first:
+                settle(pending)
+                pending = None
+                jax.block_until_ready(state)
+                rows.pause(trace.start())
+            asked = time.perf_counter()
             batch = program.place(next(batches))
-            waited = {"data_wait_s": time.perf_counter() - start, "checkpoint_wait_s": 0.0}
-            state, metrics = step(state, batch)
+            # While the step before still runs, nobody waits for the batch of the next.
+            data_wait_s = max(0.0, time.perf_counter() - max(asked, ended.result())) if ended.done() else 0.0
+            with jax.profiler.StepTraceAnnotation("train", step_num=number):
+                state, metrics = step(state, batch)
+            ended = watch.submit(_time_when_ready, metrics)
             validate = number == last or (run.validation.every > 0 and number % run.validation.every == 0)
             settle(pending)
-            pending, done = (number, metrics, waited), number
+            pending, done = (number, metrics, data_wait_s, ended), number
+            stopping = agreement.reached(stop.signal is not None)
             if validate and data.num_validation_batches:
                 jax.block_until_ready(metrics)      # so that the pause below is the validation's alone
                 measured = time.perf_counter()
                 val_loss = validation_loss(run, program, state, data)
                 progress.tell(f"step {number}: validation loss {val_loss:.4f} nats per token")
-                settle(pending, val_loss, pause_s=time.perf_counter() - measured)
+                settle(pending, val_loss)
                 pending = None
-            if checkpoints.due(number) or number == last or stop.signal is not None:
+                rows.pause(time.perf_counter() - measured)
+            if number == trace.last:
+                settle(pending)
+                pending = None
+                jax.block_until_ready(state)
+                rows.pause(trace.stop())
+            if checkpoints.due(number) or number == last or stopping:
                 settle(pending)         # before it is saved: a run that must stop does not overwrite good checkpoints
                 pending = None
-                waited_s = checkpoints.save(number, state, metadata)
-                rows.pause(waited_s)
-            if stop.signal is not None:
+                rows.pause(checkpoint_wait_s=checkpoints.save(number, state, metadata))
+            if stopping:
                 break
         settle(pending)
     progress.end()
@@ -107,41 +130,49 @@ def train(run, program: Program, step: Callable, state: State, data: Data, check
     return state, done, val_loss
 
 
+def _time_when_ready(arrays) -> float:
+    jax.block_until_ready(arrays)
+    return time.perf_counter()
+
+
 def validation_loss(run, program: Program, state: State, data: Data) -> float:
     """Mean nats per target token over run.validation.batches batches of the held-out split."""
     total = count = 0.0
     for i in range(min(run.validation.batches, data.num_validation_batches)):
-        nll, targets = program.evaluate(state.params, program.place(data.validation_batch(i)))
+        nll, targets = program.evaluate(state.params, program.place(data.validation_batch(i, program.rows)))
         total, count = total + float(nll), count + int(targets)
     return total / max(count, 1)
 
 
 class _Rows:
-    """metrics.jsonl: times from one settled step to the next, pauses taken out."""
+    """metrics.jsonl: a step's time is from the end of the one before to its own end on the device, pauses taken out; what
+    was waited, since the row before."""
 
     def __init__(self, writer, every: int, tokens_per_step: int, flops_per_step: float, peak_flops: float | None):
         self.writer, self.every = writer, every
         self.tokens_per_step, self.flops_per_step, self.peak_flops = tokens_per_step, flops_per_step, peak_flops
-        self.mark, self.paused, self.checkpoint_wait_s = time.perf_counter(), 0.0, 0.0
+        self.mark, self.paused = time.perf_counter(), 0.0
+        self.data_wait_s = self.checkpoint_wait_s = 0.0
 
-    def pause(self, seconds: float) -> None:
-        self.paused += seconds
-        self.checkpoint_wait_s += seconds
+    def pause(self, seconds: float = 0.0, checkpoint_wait_s: float = 0.0) -> None:
+        self.paused += seconds + checkpoint_wait_s
+        self.checkpoint_wait_s += checkpoint_wait_s
 
-    def write(self, number: int, metrics: dict, waited: dict, val_loss: float | None, pause_s: float = 0.0) -> dict:
-        now = time.perf_counter()
-        step_time_s = max(now - self.mark - self.paused - pause_s, 1e-9)
-        self.mark, self.paused = now, 0.0
+    def write(self, number: int, metrics: dict, data_wait_s: float, ended: float, val_loss: float | None) -> dict:
+        self.data_wait_s += data_wait_s
+        step_time_s = max(ended - self.mark - self.paused, 1e-9)
+        self.mark, self.paused = ended, 0.0
         row = {"step": number, "loss": float(metrics["loss"]), "grad_norm": float(metrics["grad_norm"]),
                "learning_rate": float(metrics["learning_rate"]), "tokens": number * self.tokens_per_step,
                "step_time_s": step_time_s, "tokens_per_s": self.tokens_per_step / step_time_s,
                "mfu": self.flops_per_step / step_time_s / self.peak_flops if self.peak_flops else None,
-               "skipped": bool(metrics["skipped"]), **waited, "checkpoint_wait_s": self.checkpoint_wait_s}
-        self.checkpoint_wait_s = 0.0
+               "skipped": bool(metrics["skipped"]), "data_wait_s": self.data_wait_s,
+               "checkpoint_wait_s": self.checkpoint_wait_s}
         if val_loss is not None:
             row["val_loss"] = val_loss
         if number % self.every == 0 or val_loss is not None:
             self.writer.write(row)
+            self.data_wait_s = self.checkpoint_wait_s = 0.0
         return row
 
 

@@ -10,7 +10,7 @@ import fcntl
 import json
 from pathlib import Path
 
-from meshtrain import config
+from meshtrain import config, processes
 from meshtrain.config import ConfigError, Run
 from meshtrain.training.checkpoint import Checkpoints
 
@@ -20,7 +20,17 @@ FREE = {"model": ("compute_dtype",), "data": ("prefetch",), "optimizer": ()}
 
 @contextlib.contextmanager
 def claimed(run: Run):
-    """Holds run.dir for this run alone; yields its Path. Raises: ConfigError where it cannot be ours; touches nothing then."""
+    """Holds run.dir for this run alone, all its processes; yields its Path.
+
+    Raises: ConfigError where it cannot be ours; touches nothing then.
+    """
+    with contextlib.ExitStack() as stack:
+        processes.on_first(lambda: stack.enter_context(_claimed(run)))
+        yield Path(run.run.dir)
+
+
+@contextlib.contextmanager
+def _claimed(run: Run):
     directory = Path(run.run.dir)
     existing = directory.exists()
     if existing and not directory.is_dir():
@@ -42,7 +52,7 @@ def claimed(run: Run):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ConfigError(f"run.dir={directory} is in use by another run; wait for it or give another run.name") from None
-        yield directory
+        yield
 
 
 def check_same_run(run: Run, metadata: dict, fingerprint: str, step: int) -> None:

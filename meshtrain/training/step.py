@@ -9,11 +9,13 @@ Sources: arXiv:1910.02054 (ZeRO).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -57,11 +59,28 @@ class Program:
     once: tuple[str, ...]          # batch axes over which gradients are reduced once per step
     mesh: jax.sharding.Mesh
     compiler_options: dict
+    order: np.ndarray | None       # which token stands at each place of a sequence; None: as they come
+
+    @functools.cached_property
+    def rows(self) -> np.ndarray:
+        """int64, ascending: the rows of the global batch that lie on devices of this process."""
+        sequence = self.batch["sequence"]
+        numbers = np.arange(math.prod(sequence.shape)).reshape(sequence.shape)
+        held = sequence.sharding.addressable_devices_indices_map(sequence.shape).values()
+        return np.unique(np.concatenate([numbers[index].ravel() for index in held]))
 
     def place(self, rows: dict) -> dict:
-        """Host rows [global_batch, …] of a step as device arrays in the layout of `batch`."""
-        return {name: jax.device_put(rows[name].reshape(abstract.shape), abstract.sharding)
-                for name, abstract in self.batch.items()}
+        """This process's rows [len(self.rows), …] of a step as its part of the arrays in the layout of `batch`."""
+        if self.order is not None:
+            rows = {name: x[:, self.order] if x.ndim > 1 else x for name, x in rows.items()}
+
+        def put(name, abstract):
+            if jax.process_count() == 1:
+                return jax.device_put(rows[name].reshape(abstract.shape), abstract.sharding)
+            numbers = np.arange(math.prod(abstract.shape[:3])).reshape(abstract.shape[:3])
+            block = lambda index: rows[name][np.searchsorted(self.rows, numbers[index[:3]])][(..., *index[3:])]
+            return jax.make_array_from_callback(abstract.shape, abstract.sharding, block)
+        return {name: put(name, abstract) for name, abstract in self.batch.items()}
 
     def compile(self):
         """The compiled training step, ready to call: (state, batch) -> (state, metrics)."""
@@ -70,7 +89,8 @@ class Program:
             return lowered.compile(compiler_options=self.compiler_options)
 
 
-def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec: StateSpec) -> Program:
+def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec: StateSpec,
+          order: np.ndarray | None = None) -> Program:
     """run: the checked run file (its data, training, optimizer and model sections are read here)."""
     training, data = run.training, run.data
     grads_axes = {axis for names in layout.rules.tables["grads"].values() for axis in names}
@@ -80,10 +100,10 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
     plan = Plan(inner, jnp.dtype(run.model.compute_dtype), attend, training.remat)
     drops = run.model.embedding_dropout > 0 or run.model.residual_dropout > 0
 
-    batch_spec = P(None, once or None, *inner.spec("activations", ("batch",)))
+    batch_spec = lambda dims: P(None, once or None, *inner.spec("activations", ("batch", "seq")[:1 + dims]))
     sequences = data.global_batch // training.microbatches // replicas
     batch = {name: jax.ShapeDtypeStruct((training.microbatches, replicas, sequences) + (data.seq_len,) * dims, jnp.int32,
-                                        sharding=NamedSharding(mesh, batch_spec))
+                                        sharding=NamedSharding(mesh, batch_spec(dims)))
              for name, dims in FIELDS.items()}
 
     def replicated(f):
@@ -161,7 +181,7 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         evaluate=jax.jit(evaluate, in_shardings=(spec.sharding.params, batch_shardings), out_shardings=whole),
         initialize=jax.jit(initialize, out_shardings=spec.sharding),
         spec=spec, batch=batch, plan=dataclasses.replace(plan, layout=layout), once=once, mesh=mesh,
-        compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform, COMPILER_OPTIONS["gpu"]))
+        compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform, COMPILER_OPTIONS["gpu"]), order=order)
 
 
 def _single(f):
