@@ -22,6 +22,7 @@ import os
 import pathlib
 import re
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -34,6 +35,8 @@ import orbax.checkpoint as ocp
 import xxhash
 from etils import epath
 from jax.experimental import multihost_utils
+
+from meshtrain.config import ConfigError
 
 FORMAT = 2  # of the layout described above; a reader that meets a higher number refuses. 1 had no checksums.
 CHECKSUMS, METADATA = "checksums.json", "metadata.json"
@@ -54,16 +57,17 @@ class Checkpoints:
     every: steps between regular checkpoints, which `due` tells; 0: none are regular.
     keep: how many of the latest whole ones stay on disk; 0: all. The last is deleted only when a newer one is whole.
     read_only: for another run's directory: creates, cleans up, sets aside and saves nothing.
-    tell: gets one line about each save that failed, as soon as it has (in a background thread), and each damaged checkpoint.
+    tell: gets one line about each save that failed, as soon as it has (in a background thread), and each damaged checkpoint;
+    None: stderr.
 
-    Raises: ValueError if the directory cannot be made or cleaned of what a killed run left half written.
+    Raises: ConfigError if the directory cannot be made or cleaned of what a killed run left half written.
     """
 
     def __init__(self, directory: str | pathlib.Path, *, every: int = 0, keep: int = 0, read_only: bool = False,
-                 tell: Callable[[str], None] = print):
+                 tell: Callable[[str], None] | None = None):
         absl.logging.set_verbosity(absl.logging.FATAL)  # orbax logs 60 lines per save, two tracebacks per full disk
         self.directory = pathlib.Path(directory).absolute()  # orbax refuses relative paths
-        self.every, self.keep, self.read_only, self.tell = every, keep, read_only, tell
+        self.every, self.keep, self.read_only, self.tell = every, keep, read_only, tell or _tell
         # Compressed, weights would be 8 % smaller, and saving them would take two to three times as long.
         self._arrays = ocp.PyTreeCheckpointHandler(use_compression=False)
         self._thread: threading.Thread | None = None
@@ -77,7 +81,7 @@ class Checkpoints:
             except OSError as error:
                 fault = f"{self.directory} cannot hold checkpoints: {_said(error)}; give a directory that can be written"
         if fault := _gather(fault)[0]:  # and no process goes on before the leftovers are gone
-            raise ValueError(fault)
+            raise _of_all(ConfigError(fault))
 
     def due(self, step: int) -> bool:
         """Whether a regular checkpoint belongs after this step."""
@@ -104,7 +108,7 @@ class Checkpoints:
         """The step of the latest checkpoint whose checksums hold; None without one. Waits for a save under way.
 
         Reads all of that checkpoint, each process a part. Damaged ones are told, set aside and not used.
-        Raises: ValueError if there are checkpoints, but none is whole: a run would start from step 1 over them.
+        Raises: ConfigError if there are checkpoints, but none is whole: a run would start from step 1 over them.
         """
         self.wait()
         rejected: set[int] = set()
@@ -122,8 +126,9 @@ class Checkpoints:
                 self.tell(f"checkpoint {self.directory / newest} is damaged ({fault}){aside}; trying the one before")
         damaged = {path.name for path in self.directory.glob("*.damaged*")} | {str(step) for step in self._steps()}
         if damaged := _gather(", ".join(sorted(damaged)))[0]:
-            raise ValueError(f"{self.directory} holds no whole checkpoint, only damaged ones ({damaged}); restore the files "
-                             "of one and give it its number as name again, or remove the directory to start from step 1")
+            raise _of_all(ConfigError(
+                f"{self.directory} holds no whole checkpoint, only damaged ones ({damaged}); restore the files of one and "
+                "give it its number as name again, or remove the directory to start from step 1"))
         return None
 
     def metadata(self, step: int) -> dict:
@@ -164,7 +169,7 @@ class Checkpoints:
         """Returns when nothing is being written, by any process. Raises: CheckpointError if the last save failed."""
         self._join()
         if failure := _gather(self._failure)[0]:
-            raise CheckpointError(failure)
+            raise _of_all(CheckpointError(failure))
 
     def __enter__(self):
         return self
@@ -254,8 +259,8 @@ class Checkpoints:
         """What is wrong with this process's share of the checkpoint's files; empty if nothing."""
         place = self.directory / str(step)
         if not (place / CHECKSUMS).exists() and (place / "_CHECKPOINT_METADATA").exists():
-            raise ValueError(f"{place} was written by an earlier version, without checksums, which this one does not read; "
-                             "finish the run with that version, or start a new one")
+            raise _of_all(ConfigError(f"{place} was written by an earlier version, without checksums, which this one does not "
+                                      "read; finish the run with that version, or start a new one"))
         try:
             checksums = json.loads((place / CHECKSUMS).read_text())
             names = sorted(checksums)[jax.process_index():: jax.process_count()]
@@ -348,6 +353,16 @@ def _said(error: BaseException) -> str:
     if code := re.search(r"os_error_code='(\d+)'", text):  # tensorstore's way to report a full disk
         return os.strerror(int(code[1]))
     return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text[:300]}"
+
+
+def _tell(text: str):
+    print("\n" * sys.stdout.isatty() + text, file=sys.stderr, flush=True)  # below a progress line that stands there
+
+
+def _of_all(error: Exception) -> Exception:
+    """Marks an error that every process raises: process 0 tells it, and all end in order (meshtrain.processes)."""
+    error.agreed = True
+    return error
 
 
 def _gather(text: str) -> list[str]:
