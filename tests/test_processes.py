@@ -377,12 +377,10 @@ raised("same fault", lambda: processes.everywhere(lambda: fail(ConfigError("no f
 raised("lone", lambda: processes.everywhere(lambda: fail(KeyError("k")) if index == 1 else 0))
 raised("same", lambda: processes.same_everywhere("data", "abc"))
 raised("differ", lambda: processes.same_everywhere("data", "abc" if index != 1 else "xyz"))
-agreement, pending = processes.StopAgreement(), None
+agreement = processes.StopAgreement()
 for step in range(1, 1000):
-    offered = agreement.offer(index == 2 and step == 20)
-    if pending is not None and bool(jax.device_get(pending)):
+    if agreement.reached(index == 2 and step == 20):
         break
-    pending = offered
 said["stopped"] = step
 print("SAID " + json.dumps(said), flush=True)
 if "fail" in sys.argv and index == 1:
@@ -466,6 +464,6 @@ def test_one_process_decides_alone():
     with pytest.raises(KeyError):
         processes.on_first(lambda: {}["k"])
     processes.same_everywhere("data", "abc")
-    assert processes.StopAgreement().offer(True) is True and processes.StopAgreement().offer(False) is False
+    assert processes.StopAgreement().reached(True) and not processes.StopAgreement().reached(False)
     assert not processes.told_by_first(ValueError())
     processes.leave(1, ValueError())
