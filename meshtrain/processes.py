@@ -158,7 +158,7 @@ def meet(cluster: Cluster, timeout_s: float) -> None:
     (_receive if cluster.index == 0 else _arrive)(cluster, timeout_s)
 
 
-def start(cluster: Cluster, *, timeout_s: float = 50) -> None:
+def start(cluster: Cluster, *, timeout_s: float = 45) -> None:
     """Brings jax up as one process of the cluster, within a minute. No backend may run yet. Raises: as `meet`."""
     began = time.monotonic()
     meet(cluster, timeout_s)
