@@ -17,7 +17,7 @@ from meshtrain import assembly, config, processes
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost import flops, hardware, report
 from meshtrain.training import data, loop, metrics, rundir, sample, sources
-from meshtrain.training.checkpoint import Checkpoints
+from meshtrain.training.checkpoint import CheckpointError, Checkpoints
 from meshtrain.training.state import State
 
 DONE, USER_ERROR, STOPPED, FAILED = 0, 2, 75, 1
@@ -44,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
         return _fail(FAILED, f"error: {error}", error)
     except loop.TooManySkippedSteps as error:
         return _fail(FAILED, f"stopped: {error}")
+    except CheckpointError as error:
+        return _fail(FAILED, f"error: {error}", error)
     except Exception:
         if jax.process_count() == 1:
             raise
