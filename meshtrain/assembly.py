@@ -9,7 +9,8 @@ import dataclasses
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import jax
 
@@ -19,6 +20,7 @@ from meshtrain.layout import rules
 from meshtrain.layout.mesh import AXES, MeshPlan
 from meshtrain.layout.rules import Layout, Tensor
 from meshtrain.model import attention, transformer
+from meshtrain.parallel import context
 from meshtrain.training import state, step
 
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -108,13 +110,16 @@ def assemble(run: Run, devices: Sequence[jax.Device]) -> Assembly:
         raise ConfigError(*str(error).splitlines()) from None
     model = transformer.build(run.model)
     faults = rules.problems(loaded, plan.sizes, tensors(run, model), SIZE_KEYS)
+    layout = Layout(loaded, plan.sizes)
+    faults = faults or context_problems(run, layout)
     if faults:
         raise ConfigError(*faults)
     mesh = plan.build(devices)
-    layout = Layout(loaded, plan.sizes)
-    attend, note = choose_attention(run, devices[0])
+    attend, note = choose_attention(run, plan.sizes, devices[0])
     spec = state.describe(model, run.optimizer, run.training.steps, layout, mesh)
-    program = step.build(run, model, layout, mesh, attend, spec)
+    split = plan.sizes["context"] > 1
+    order = context.METHODS[run.context.method].order(run.data.seq_len, plan.sizes["context"]) if split else None
+    program = step.build(run, model, layout, mesh, attend, spec, order)
     return Assembly(run, plan, mesh, layout, model, program, (note,) if note else ())
 
 
@@ -125,10 +130,43 @@ def tensors(run: Run, model: transformer.Transformer) -> list[Tensor]:
     return placed + model.activations(run.data.global_batch // run.training.microbatches, run.data.seq_len)
 
 
-def choose_attention(run: Run, device: jax.Device) -> tuple[Callable, str]:
-    """The attention engine and what to tell of the choice: cuDNN on a GPU where no document mask stands in the way."""
+def context_problems(run: Run, layout: Layout) -> list[str]:
+    """What keeps the layout from splitting sequences over mesh.context, where that is larger than 1."""
+    cp, rules_file = layout.sizes["context"], layout.rules.path
+    if cp == 1:
+        return []
+    T, method, faults = run.data.seq_len, run.context.method, []
+    seq, residual = (layout.mesh_axes("activations", axis) for axis in ("seq", "residual_seq"))
+    if seq != ("context",):
+        faults.append(f"{rules_file} [activations] seq = {list(seq)}: mesh.context={cp} splits every sequence; write "
+                      "seq = \"context\", or set mesh.context to 1")
+    elif residual[:1] != ("context",):
+        faults.append(f"{rules_file} [activations] residual_seq = {list(residual)} does not begin with context, which splits "
+                      "seq; write residual_seq = \"context\", or [\"context\", \"tensor\"]")
+    parts = cp if method == "ulysses" else 2 * cp
+    if T % parts:
+        near = ", ".join(str(n) for n in (T // parts * parts, -(-T // parts) * parts) if n)
+        what = "mesh.context" if method == "ulysses" else "2 × mesh.context"
+        faults.append(f"data.seq_len={T} cannot be split into {what} = {parts} chunks of equal length; use {near}")
+    ways = layout.ways(layout.mesh_axes("activations", "heads"))
+    if method == "ulysses" and run.model.num_heads // ways % cp:
+        each = run.model.num_heads // ways
+        faults.append(f"context.method=\"ulysses\" deals {each} heads (model.num_heads={run.model.num_heads} over tensor {ways}) "
+                      f"out to mesh.context={cp}, which does not divide; use ring or gather, or a mesh.context that divides {each}")
+    return faults
+
+
+def choose_attention(run: Run, sizes: Mapping[str, int], device: jax.Device) -> tuple[Callable, str]:
+    """The attention of the run and what to tell of the choice: cuDNN on a GPU where no document mask stands in the way."""
+    cp = sizes["context"]
+    chunk = run.data.seq_len // (2 * cp)
+    whole = cp == 1 or run.context.method == "ulysses"
+    # Four blocks a chunk at least: the diagonal blocks, half of them masked, are then 1/8 of a causal square of two chunks.
+    engine = attention.blockwise(attention.BLOCK if whole else min(attention.BLOCK, max(32, -(-chunk // 4))))
+    method = attention.Local(engine) if cp == 1 else context.Split(context.METHODS[run.context.method], engine)
+    attend = partial(attention.attend, method)
     if device.platform not in ("gpu", "cuda"):
-        return attention.attend, ""
+        return attend, ""
     reasons = []
     if run.data.document_mask:
         reasons.append("cuDNN's kernel has no document mask (data.document_mask=true)")
@@ -139,7 +177,7 @@ def choose_attention(run: Run, device: jax.Device) -> tuple[Callable, str]:
     if not importlib.util.find_spec("nvidia") or not _has_cudnn():
         reasons.append("the cuDNN library is not installed (extra 'gpu')")
     if reasons:
-        return attention.attend, f"attention: blockwise XLA engine, because {'; '.join(reasons)}"
+        return attend, f"attention: blockwise XLA engine, because {'; '.join(reasons)}"
     return attention.attend_cudnn, "attention: cuDNN"
 
 

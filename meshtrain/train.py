@@ -16,8 +16,8 @@ import jax
 from meshtrain import assembly, config, processes
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost import flops, hardware, report
-from meshtrain.training import data, loop, metrics, rundir, sample
-from meshtrain.training.checkpoint import Checkpoints
+from meshtrain.training import data, loop, metrics, rundir, sample, sources
+from meshtrain.training.checkpoint import CheckpointError, Checkpoints
 from meshtrain.training.state import State
 
 DONE, USER_ERROR, STOPPED, FAILED = 0, 2, 75, 1
@@ -33,16 +33,19 @@ def main(argv: Sequence[str]) -> int:
         if jax.process_index() > 0:
             sys.stdout = open(os.devnull, "w")      # process 0 speaks for all
         processes.same_everywhere("the run", config.dump(run))
-        made, corpus = assembly.assemble(run, devices), processes.everywhere(lambda: _open_data(run))
-        processes.same_everywhere("the data", corpus.fingerprint)
-        with rundir.claimed(run) as directory:   # only what is sound so far leaves anything on disk
-            return _train(run, made, corpus, directory)
+        made = assembly.assemble(run, devices)
+        with rundir.claimed(run) as directory:
+            corpus, batches = processes.everywhere(lambda: _open_data(run, directory))
+            processes.same_everywhere("the data", corpus.fingerprint)
+            return _train(run, made, corpus, batches, directory)
     except ConfigError as error:
         return _fail(USER_ERROR, f"error: {error}", error)
     except processes.PeerError as error:
         return _fail(FAILED, f"error: {error}", error)
     except loop.TooManySkippedSteps as error:
         return _fail(FAILED, f"stopped: {error}")
+    except CheckpointError as error:
+        return _fail(FAILED, f"error: {error}", error)
     except Exception:
         if jax.process_count() == 1:
             raise
@@ -69,7 +72,7 @@ def _devices(run: Run, argv: Sequence[str], cluster: processes.Cluster | None) -
     return assembly.start_devices(run, cluster), run
 
 
-def _train(run: Run, made: assembly.Assembly, corpus: data.Data, directory: Path) -> int:
+def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: data.Data, directory: Path) -> int:
     with jax.set_mesh(made.mesh), Checkpoints(directory / "checkpoints", every=run.checkpoint.every,
                                               keep=run.checkpoint.keep) as checkpoints:
         latest = checkpoints.latest()
@@ -88,12 +91,12 @@ def _train(run: Run, made: assembly.Assembly, corpus: data.Data, directory: Path
             rundir.write_settings(run, directory, made.layout.rules.text)
         with metrics.open_writers(run, directory, latest or 0) as writer, loop.StopRequest().listening() as stop:
             state, done, val_loss = loop.train(
-                run, made.program, step, state, corpus, checkpoints, writer,
+                run, made.program, step, state, batches, checkpoints, writer,
                 rundir.metadata(run, made.layout.rules.text, corpus.fingerprint), stop, *_flops(made))
         if done < run.training.steps:
             print(f"stopped after step {done}, saved in {directory}; the same command goes on from there")
             return STOPPED
-        _tell_the_end(run, made, state, val_loss, directory)
+        _tell_the_end(run, made, corpus.tokenizer, state, val_loss, directory)
     return DONE
 
 
@@ -107,11 +110,14 @@ def _flops(made: assembly.Assembly) -> tuple[float, float | None]:
             peak * made.plan.num_devices if peak else None)
 
 
-def _open_data(run: Run) -> data.Data:
+def _open_data(run: Run, directory: Path) -> tuple[sources.Corpus, data.Data]:
+    """What the run reads, tokenized where it is not yet, and its batches."""
     d = run.data
     try:
-        return data.build(source=d.source, paths=d.paths, seq_len=d.seq_len, global_batch=d.global_batch,
-                          seed=run.run.seed, validation_fraction=d.validation_fraction, document_mask=d.document_mask)
+        corpus = sources.open_corpus(d, vocab_size=run.model.vocab_size, cache_dir=directory / ".meshtrain")
+        return corpus, data.pack(
+            corpus.sources, corpus.weights, bos=corpus.tokenizer.bos, seq_len=d.seq_len, global_batch=d.global_batch,
+            seed=run.run.seed, validation_fraction=d.validation_fraction, document_mask=d.document_mask)
     except ValueError as error:
         raise ConfigError(*str(error).splitlines()) from None
 
@@ -135,12 +141,12 @@ def _start_state(run: Run, made: assembly.Assembly, checkpoints: Checkpoints, la
     return state
 
 
-def _tell_the_end(run: Run, made: assembly.Assembly, state: State, val_loss: float | None, directory: Path) -> None:
+def _tell_the_end(run: Run, made: assembly.Assembly, tokenizer, state: State, val_loss: float | None, directory: Path) -> None:
     if val_loss is not None:
         print(f"validation loss {val_loss:.4f} nats per token ({val_loss / 0.6931471805599453:.3f} bits)")
     if run.run.sample_tokens:
-        generate = sample.build(made.model, made.program.plan, run.data.seq_len)
-        text = sample.text(generate, state.params, run.data.seq_len, run.run.sample_tokens, run.run.seed, data.decode)
+        generate = sample.build(made.model, made.program.plan, run.data.seq_len, tokenizer.bos, made.program.order)
+        text = sample.text(generate, state.params, run.data.seq_len, run.run.sample_tokens, run.run.seed, tokenizer.decode)
         print(f"a sample:\n{text}\n")
     print(f"written: {directory}/ with config.toml, rules.toml, metrics.jsonl, checkpoints/ and tensorboard/")
 

@@ -59,6 +59,7 @@ class Program:
     once: tuple[str, ...]          # batch axes over which gradients are reduced once per step
     mesh: jax.sharding.Mesh
     compiler_options: dict
+    order: np.ndarray | None       # which token stands at each place of a sequence; None: as they come
 
     @functools.cached_property
     def rows(self) -> np.ndarray:
@@ -70,6 +71,9 @@ class Program:
 
     def place(self, rows: dict) -> dict:
         """This process's rows [len(self.rows), …] of a step as its part of the arrays in the layout of `batch`."""
+        if self.order is not None:
+            rows = {name: x[:, self.order] if x.ndim > 1 else x for name, x in rows.items()}
+
         def put(name, abstract):
             if jax.process_count() == 1:
                 return jax.device_put(rows[name].reshape(abstract.shape), abstract.sharding)
@@ -85,7 +89,8 @@ class Program:
             return lowered.compile(compiler_options=self.compiler_options)
 
 
-def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec: StateSpec) -> Program:
+def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec: StateSpec,
+          order: np.ndarray | None = None) -> Program:
     """run: the checked run file (its data, training, optimizer and model sections are read here)."""
     training, data = run.training, run.data
     grads_axes = {axis for names in layout.rules.tables["grads"].values() for axis in names}
@@ -95,10 +100,10 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
     plan = Plan(inner, jnp.dtype(run.model.compute_dtype), attend, training.remat)
     drops = run.model.embedding_dropout > 0 or run.model.residual_dropout > 0
 
-    batch_spec = P(None, once or None, *inner.spec("activations", ("batch",)))
+    batch_spec = lambda dims: P(None, once or None, *inner.spec("activations", ("batch", "seq")[:1 + dims]))
     sequences = data.global_batch // training.microbatches // replicas
     batch = {name: jax.ShapeDtypeStruct((training.microbatches, replicas, sequences) + (data.seq_len,) * dims, jnp.int32,
-                                        sharding=NamedSharding(mesh, batch_spec))
+                                        sharding=NamedSharding(mesh, batch_spec(dims)))
              for name, dims in FIELDS.items()}
 
     def replicated(f):
@@ -176,7 +181,7 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         evaluate=jax.jit(evaluate, in_shardings=(spec.sharding.params, batch_shardings), out_shardings=whole),
         initialize=jax.jit(initialize, out_shardings=spec.sharding),
         spec=spec, batch=batch, plan=dataclasses.replace(plan, layout=layout), once=once, mesh=mesh,
-        compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform, COMPILER_OPTIONS["gpu"]))
+        compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform, COMPILER_OPTIONS["gpu"]), order=order)
 
 
 def _single(f):
