@@ -187,7 +187,6 @@ def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, st
                                        preexec_fn=_die_with(os.getpid()), **captured)
             children.append(Child(index, process, os.pidfd_open(process.pid)))
             stack.callback(os.close, children[-1].pidfd)
-            stack.callback(children[-1].send, signal.SIGKILL)
         for number in early:
             forward(number, None)
         for child in children[1:]:      # threads only after the last fork

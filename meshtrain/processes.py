@@ -393,13 +393,15 @@ def everywhere(function: Callable):
     raise _again({"kind": kind, "messages": messages}) from raised
 
 
-def same_everywhere(name: str, digest: str) -> None:
-    """Raises: ConfigError in every process, naming who has which, unless all processes give the same digest."""
+def same_everywhere(name: str, text: str) -> None:
+    """Raises: ConfigError in every process, with the lines that differ and who has which, unless all give the same text."""
     holders: dict[str, list[int]] = {}
-    for index, other in enumerate(_exchange(digest)):
+    for index, other in enumerate(_exchange(text)):
         holders.setdefault(other, []).append(index)
     if len(holders) > 1:
-        told = "; ".join(f"{_processes(indices)}: {other}" for other, indices in holders.items())
+        common = set.intersection(*(set(other.splitlines()) for other in holders))
+        told = "; ".join(f"{_processes(indices)}: {', '.join(line for line in other.splitlines() if line not in common)}"
+                         for other, indices in holders.items())
         raise _again({"kind": "ConfigError", "messages": [
             f"{name} is not the same in every process ({told}); give all of them the same files and flags"]})
 

@@ -226,11 +226,14 @@ def test_no_process_outlives_a_killed_launcher(tmp_path):
     pid = pids(tmp_path, 2)
     assert all(map(alive, pid))
     launcher.kill()
-    launcher.communicate()
+    launcher.wait()
     deadline = time.monotonic() + 10
     while any(map(alive, pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(map(alive, pid))
+    left = [one for one in pid if alive(one)]
+    for one in left:
+        os.kill(one, signal.SIGKILL)
+    assert left == []
 
 
 def test_a_command_that_cannot_start_leaves_nobody_behind(tmp_path):
