@@ -218,15 +218,16 @@ def test_one_long_document_does_not_fill_a_batch_with_neighbours():
 
 # Mixtures
 
-mixtures = st.lists(st.tuples(st.lists(st.integers(0, 30), max_size=8).map(lambda l: [*l, 30]) | st.just([900]) | st.just([1] * 50),
-                              st.floats(0.05, 1)), min_size=2, max_size=5)
+drawn = st.lists(st.integers(0, 30), max_size=8).map(lambda lengths: [*lengths, 30]) | st.just([900]) | st.just([1] * 50)
+mixtures = st.lists(st.tuples(drawn, st.floats(0.05, 1)), min_size=2, max_size=5)
 
 
 def mix_drawn(mixture, shape, **settings):
     """Sources at least a batch long, however the numbers fall."""
     seq_len, global_batch, seed = shape
     corpora, weights = zip(*mixture)
-    corpora = [lengths if sum(lengths) >= seq_len * global_batch else [*lengths, seq_len * global_batch] for lengths in corpora]
+    needed = seq_len * global_batch
+    corpora = [lengths if sum(lengths) >= needed else [*lengths, needed] for lengths in corpora]
     return corpora, mixed(corpora, weights, seq_len=seq_len, global_batch=global_batch, seed=seed, **settings)
 
 
@@ -245,7 +246,8 @@ def test_every_prefix_of_a_mixture_is_within_a_documents_tokens_of_its_weights(m
 
 
 @settings(deadline=None, max_examples=300)
-@given(st.lists(st.integers(1, 2**60), min_size=1, max_size=12), st.integers(1, 2**60), st.integers(1, 5000), st.integers(0, 3))
+@given(st.lists(st.integers(1, 2**60), min_size=1, max_size=12), st.integers(1, 2**60), st.integers(1, 5000),
+       st.integers(0, 3))
 @example([1, 1], 7, 1, 1)
 def test_shares_add_up_never_fall_and_keep_to_their_bound(weights, quanta, quantum, more):
     total = quanta * quantum
@@ -253,8 +255,8 @@ def test_shares_add_up_never_fall_and_keep_to_their_bound(weights, quanta, quant
     assert sum(counts) == total and all(count % quantum == 0 for count in counts)
     assert all(0 <= count <= then for count, then in zip(counts, later))
     bound = data.deviation(weights)
-    assert all(abs(count - Fraction(weight * total, sum(weights))) <= bound * quantum for count, weight in zip(counts, weights))
-    k = len(weights)
+    k, whole = len(weights), sum(weights)
+    assert all(abs(count - Fraction(weight * total, whole)) <= bound * quantum for count, weight in zip(counts, weights))
     assert bound <= (1 + sum(1 / i for i in range(1, k - 1))) / 2 if k > 1 else bound == 0
 
 
@@ -263,7 +265,8 @@ def test_shares_add_up_never_fall_and_keep_to_their_bound(weights, quanta, quant
 def test_every_source_of_a_mixture_gives_each_token_once_per_epoch(lengths, k, seq_len, seed, random):
     while sum(lengths) < seq_len:
         lengths = lengths + lengths
-    packed = mixed([random.sample(lengths, len(lengths)) for _ in range(k)], [0.1] * k, seq_len=seq_len, global_batch=k, seed=seed)
+    packed = mixed([random.sample(lengths, len(lengths)) for _ in range(k)], [0.1] * k, seq_len=seq_len, global_batch=k,
+                   seed=seed)
     # T epochs of each are a whole number of batches: exact counts.
     batches = [packed.batch(n) for n in range(packed.train[0].tokens_per_epoch)]
     for key, separators in (("tokens", np.count_nonzero(lengths)), ("targets", 0)):
@@ -299,7 +302,8 @@ def test_labels_segments_and_positions_of_a_mixture_stay_within_a_document(mixtu
     firsts = {FIRST_ID * (i + 1) + end - length for i, lengths in enumerate(corpora)
               for end, length in zip(np.cumsum(lengths), lengths) if length}
     rows = packed.batch(n)
-    for tokens, targets, segments, positions in zip(*(rows[k].tolist() for k in ("tokens", "targets", "segments", "positions"))):
+    for tokens, targets, segments, positions in zip(*(rows[key].tolist() for key in
+                                                      ("tokens", "targets", "segments", "positions"))):
         for t, (token, target) in enumerate(zip(tokens, targets)):
             assert target in firsts if token == BOS else target == (NO_LOSS if token in ends else token + 1)
             same = t > 0 and segments[t] == segments[t - 1]

@@ -5,10 +5,10 @@ follow one another in one endless stream. Sequence s of it is the T tokens from 
 target: every token is an input once and a target once per epoch, and the incomplete sequence at an epoch's end goes on into
 the next. The sequences that begin in one epoch are dealt to steps in a second order drawn from (seed, epoch), lest a batch be
 one long document. Prefix sums over the lengths find any of it directly, so a restart needs no state but n.
-Of a mixture, a batch holds the next tokens of each source in the order that the source would have alone, as many as its exact
-share of all tokens so far grows (see `shares`): nothing is drawn, and the proportions hold in every batch, not on average.
-Where documents are about as long as sequences, or longer, shares are whole sequences. Where they are short, shares are exact to
-two tokens or so, and a sequence that is not done at a batch's end goes on in the next batch, its documents cut there.
+Of a mixture, a batch holds the next tokens of each source in the order that the source would have alone, as many as its
+exact share of all tokens so far grows (see `shares`): nothing is drawn; the proportions hold in every batch, not on average.
+Where documents are about as long as sequences, or longer, shares are whole sequences. Where they are short, shares are exact
+to two tokens or so, and a sequence that is not done at a batch's end goes on in the next batch, its documents cut there.
 This module knows no devices: a host asks for its rows of the global batch.
 """
 from __future__ import annotations
@@ -389,8 +389,8 @@ def _check_lengths(data: Data, validation_fraction: float) -> list[str]:
             faults.append(f"data.seq_len={T} × data.global_batch={B} is a batch of {needed:,} tokens, and the "
                           f"training documents hold {tokens:,}: not one full batch; use {' or '.join([*fits, 'more text'])}")
         else:
-            faults.append(f"data.mixture[{i}] is {float(part):.3g} of the mixture, {needed:,} tokens in a batch of data.seq_len={T} "
-                          f"× data.global_batch={B}, and its training documents hold {tokens:,}: they would come twice in one "
+            faults.append(f"data.mixture[{i}] is {float(part):.3g} of the mixture, {needed:,} tokens in a batch of "
+                          f"data.seq_len={T} × data.global_batch={B}, and its training documents hold {tokens:,}: they would come twice in one "
                           f"batch; use a weight ≤ {tokens / (T * B):.2g} of the sum, a smaller batch or more text")
     if not validation_fraction:
         return faults
@@ -402,10 +402,10 @@ def _check_lengths(data: Data, validation_fraction: float) -> list[str]:
     else:
         first = min(range(len(held)), key=lambda i: held[i] / data.weights[i])
         part = data.weights[first] / sum(data.weights)
-        what = (f"holds out {held[first]:,} of the {held[first] + total[first]:,} tokens of data.mixture[{first}], which end a "
-                f"mixture with {part:.3g} of them after {data.validation_tokens:,} tokens")
-    return [*faults, f"data.validation_fraction={validation_fraction} {what}, and one sequence of data.seq_len={T} takes {T + 1:,}; "
-                     "use a larger fraction, more text, a shorter seq_len, or validation_fraction=0 for no validation"]
+        what = (f"holds out {held[first]:,} of the {held[first] + total[first]:,} tokens of data.mixture[{first}], which "
+                f"end a mixture with {part:.3g} of them after {data.validation_tokens:,} tokens")
+    return [*faults, f"data.validation_fraction={validation_fraction} {what}, and one sequence of data.seq_len={T} takes "
+                     f"{T + 1:,}; use a larger fraction, more text, a shorter seq_len, or validation_fraction=0 for no validation"]
 
 
 def _check_settings(seq_len: int, global_batch: int, seed: int, validation_fraction: float) -> None:
