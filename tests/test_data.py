@@ -3,6 +3,7 @@ import dataclasses
 import hashlib
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
 import numpy as np
@@ -344,13 +345,13 @@ def test_weights_of_any_scale_mean_the_same():
 
 
 @settings(deadline=None, max_examples=50)
-@given(mixtures, shapes, st.integers(0, 200), st.randoms(), st.booleans())
-def test_hosts_read_their_rows_of_a_mixture_and_no_others(mixture, shape, n, random, document_mask):
+@given(mixtures, shapes, st.integers(0, 200), st.randoms(), st.booleans(), st.integers(1, 4))
+def test_hosts_read_their_rows_of_a_mixture_and_no_others(mixture, shape, n, random, document_mask, num_hosts):
     corpora, packed = mix_drawn(mixture, shape, document_mask=document_mask)
     whole = packed.batch(n)
     rows = list(range(packed.global_batch))
     random.shuffle(rows)
-    hosts = [sorted(rows[i::3]) for i in range(3)]
+    hosts = [sorted(rows[i::num_hosts]) for i in range(num_hosts)]
     parts = []
     for mine in hosts:
         for stream in packed.train:
@@ -362,6 +363,13 @@ def test_hosts_read_their_rows_of_a_mixture_and_no_others(mixture, shape, n, ran
         assert set(given) <= seen and len(given) <= parts[-1]["tokens"].size + len(mine) * (1 + 2 * len(corpora))
     order = np.argsort(np.concatenate(hosts), kind="stable")
     assert_same({key: np.concatenate([part[key] for part in parts])[order] for key in whole}, whole)
+
+
+def test_threads_that_cross_ends_of_epochs_get_the_batches_of_one():
+    packed, alone = (mixed([[5] * 12, [50, 20]], [2, 1], seq_len=5, global_batch=4) for _ in range(2))
+    with ThreadPoolExecutor(8) as threads:
+        for n, batch in enumerate(threads.map(packed.batch, range(100))):
+            assert_same(batch, alone.batch(n))
 
 
 def test_batches_far_away_are_found_without_overflow():
