@@ -97,8 +97,8 @@ def main() -> None:
 
 Written by `python benchmarks/data.py`; what is measured, and how, stands there.
 
-{datetime.date.today()} · {os.cpu_count()} CPU cores ({models[0] if models else platform.machine()}) · Python {platform.python_version()} · numpy {version("numpy")} \
-· grain {version("grain")}
+{datetime.date.today()} · {os.cpu_count()} CPU cores ({models[0] if models else platform.machine()}) \
+· Python {platform.python_version()} · numpy {version("numpy")} · grain {version("grain")}
 
 Batches of {BATCH_TOKENS:,} tokens, documents of {DOCUMENT_TOKENS:,} on average. The limit is one thread that copies the \
 {width:.0f} bytes which a token takes in a batch from memory to memory, {copied / 1e9:.1f} GB per CPU second. The load average \
