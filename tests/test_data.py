@@ -333,6 +333,15 @@ def test_a_book_in_a_mixture_does_not_fill_a_batch_with_neighbours():
     assert all(5 < (half == 0).sum() < 15 for half in np.split(rows, 2))   # evenly, for hosts and microbatches
 
 
+def test_a_source_shorter_than_a_sequence_comes_again_and_again_in_its_row():
+    packed = mixed([[900], [3]], [0.9, 0.1], seq_len=17, global_batch=2)
+    rows = [row for n in range(40) for row, source in zip(packed.batch(n)["tokens"].tolist(), source_of(packed.batch(n))[:, 1])
+            if source == 1]
+    assert len(rows) == 8
+    ids = np.array(rows).ravel()    # 34 epochs of one document: each sequence begins where the one before ended
+    np.testing.assert_array_equal(ids, np.resize([BOS, 2000, 2001, 2002], len(ids)))
+
+
 def test_sources_of_a_mixture_and_epochs_are_shuffled_differently():
     packed, other = (mixed([[5] * 40] * 3, [1, 1, 1], seq_len=6, global_batch=3, seed=seed) for seed in (0, 1))
     orders = [tuple(stream.lay_out(epoch)[0]) for p in (packed, other) for stream in p.train for epoch in (0, 1)]

@@ -279,7 +279,7 @@ def _lay_rows(seq_len: int, before: Sequence[int], after: Sequence[int]) -> list
 
 
 class Pieces(NamedTuple):
-    """Parts of documents that stand together in a row, int64 [pieces] each but for two."""
+    """Parts of documents, each in one place of one row; [pieces] each, int64 but for the two that are bool."""
     line: np.ndarray        # its place in the rows laid end to end
     count: np.ndarray       # tokens, BOS included
     begins: np.ndarray      # bool: a BOS stands first
@@ -289,11 +289,12 @@ class Pieces(NamedTuple):
 
 
 def _find(stream: Stream, runs: Runs, seq_len: int) -> Pieces:
-    """The pieces of a source's runs, epoch by epoch."""
+    """The pieces of a source's runs, of which there is at least one, epoch by epoch."""
     found = []
     start = stream.deal(seq_len, runs.start // seq_len) * seq_len + runs.start % seq_len
     per_epoch, spans = stream.tokens_per_epoch, stream.spans
-    for epoch in np.unique(np.concatenate([start // per_epoch, (start + runs.count - 1) // per_epoch])):
+    first, last = start // per_epoch, (start + runs.count - 1) // per_epoch
+    for epoch in np.unique(np.minimum(first + np.arange((last - first).max() + 1)[:, None], last)):
         order, ends = stream.lay_out(int(epoch))
         low, high = start - epoch * per_epoch, start + runs.count - epoch * per_epoch
         run = np.flatnonzero((low < per_epoch) & (high > 0))
@@ -307,7 +308,9 @@ def _find(stream: Stream, runs: Runs, seq_len: int) -> Pieces:
         done, stop = np.maximum(low[run] - begin, 0), np.minimum(high[run] - begin, size)     # BOS is token 0
         found.append(Pieces(runs.line[run] + begin + done - low[run], stop - done, done == 0, stop < size,
                             spans.document[span], spans.start[span] + np.maximum(done - 1, 0)))
-    return Pieces(*map(np.concatenate, zip(*found)))
+    pieces = Pieces(*map(np.concatenate, zip(*found)))
+    assert pieces.count.sum() == runs.count.sum()
+    return pieces
 
 
 def _read(source: sources.Source, pieces: Pieces, tokens: np.ndarray) -> np.ndarray:
