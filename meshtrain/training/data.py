@@ -16,7 +16,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-import hashlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +26,6 @@ import numpy as np
 
 from meshtrain.training import sources
 
-BOS = 256    # stands before every document; bytes are 0..255
-VOCAB = 257
 NO_LOSS = -1
 
 Batch = dict[str, np.ndarray]
@@ -161,20 +158,6 @@ class Data:
             raise IndexError(f"validation batch {i} of {self.num_validation_batches}")
         return _assemble(self, self.validation, i, 1, self.validation_tokens, rows)
 
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """The same for two runs exactly if their documents have the same lengths in the same order: what the data order
-        rests on. Hosts, and a restart, compare it."""
-        return hashlib.blake2b(np.asarray(self.train[0].source.lengths, "<i8").tobytes(), digest_size=8).hexdigest()
-
-
-def build(*, source: str, paths: Sequence[str] = (), seq_len: int, global_batch: int, seed: int,
-          validation_fraction: float = 0.0, document_mask: bool = True) -> Data:
-    """Opens a source by name and checks that it can fill a batch. Raises: ValueError (value, rule, remedy)."""
-    _check_settings(seq_len, global_batch, seed, validation_fraction)
-    return pack([sources.open_source(source, paths)], [1.0], bos=BOS, seq_len=seq_len, global_batch=global_batch, seed=seed,
-                validation_fraction=validation_fraction, document_mask=document_mask)
-
 
 def pack(corpus: Sequence[sources.Source], weights: Sequence[float], *, bos: int, seq_len: int, global_batch: int, seed: int,
          validation_fraction: float = 0.0, document_mask: bool = True) -> Data:
@@ -202,12 +185,6 @@ def pack(corpus: Sequence[sources.Source], weights: Sequence[float], *, bos: int
     if faults:
         raise ValueError("\n".join(faults))
     return data
-
-
-def decode(ids: Sequence[int] | np.ndarray) -> str:
-    """Text of token ids [any]; BOS, padding of the vocabulary and NO_LOSS leave no trace, broken UTF-8 becomes U+FFFD."""
-    ids = np.asarray(ids)
-    return ids[(ids >= 0) & (ids < BOS)].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
 def shares(weights: Sequence[int], tokens: int, quantum: int = 1) -> list[int]:
@@ -393,8 +370,8 @@ def _check_lengths(data: Data, validation_fraction: float) -> list[str]:
                           f"training documents hold {tokens:,}: not one full batch; use {' or '.join([*fits, 'more text'])}")
         else:
             faults.append(f"data.mixture[{i}] is {float(part):.3g} of the mixture, {needed:,} tokens in a batch of "
-                          f"data.seq_len={T} × data.global_batch={B}, and its training documents hold {tokens:,}: they would come twice in one "
-                          f"batch; use a weight ≤ {tokens / (T * B):.2g} of the sum, a smaller batch or more text")
+                          f"data.seq_len={T} × data.global_batch={B}, and its training documents hold {tokens:,}: they would "
+                          f"come twice in one batch; use a weight ≤ {tokens / (T * B):.2g} of the sum, a smaller batch or more text")
     if not validation_fraction:
         return faults
     held, total = ([stream.tokens_per_epoch for stream in streams] for streams in (data.validation, data.train))
@@ -408,7 +385,8 @@ def _check_lengths(data: Data, validation_fraction: float) -> list[str]:
         what = (f"holds out {held[first]:,} of the {held[first] + total[first]:,} tokens of data.mixture[{first}], which "
                 f"end a mixture with {part:.3g} of them after {data.validation_tokens:,} tokens")
     return [*faults, f"data.validation_fraction={validation_fraction} {what}, and one sequence of data.seq_len={T} takes "
-                     f"{T + 1:,}; use a larger fraction, more text, a shorter seq_len, or validation_fraction=0 for no validation"]
+                     f"{T + 1:,}; use a larger fraction, more text, a shorter seq_len, or validation_fraction=0 for "
+                     "no validation"]
 
 
 def _check_settings(seq_len: int, global_batch: int, seed: int, validation_fraction: float) -> None:
