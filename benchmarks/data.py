@@ -92,17 +92,17 @@ def main() -> None:
                     lines.append(f"| {name} | {seq_len:,} | {prefetch} | {clock / 1e6:.1f} M | {cpu / 1e6:.1f} M | "
                                  f"{limit / 1e6:.0f} M | {cpu / limit:.0%} |")
                     print(lines[-1], flush=True)
-    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
+    models = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
     (ROOT / "benchmarks" / "data.md").write_text(f"""# The loader
 
 Written by `python benchmarks/data.py`; what is measured, and how, stands there.
 
-{datetime.date.today()} · {os.cpu_count()} CPU cores ({cpu}) · Python {platform.python_version()} · numpy {version("numpy")} \
-· grain {version("grain")}
+{datetime.date.today()} · {os.cpu_count()} CPU cores ({models[0] if models else platform.machine()}) \
+· Python {platform.python_version()} · numpy {version("numpy")} · grain {version("grain")}
 
 Batches of {BATCH_TOKENS:,} tokens, documents of {DOCUMENT_TOKENS:,} on average. The limit is one thread that copies the \
-{width:.0f} bytes which a token takes in a batch from memory to memory, {copied / 1e9:.1f} GB per CPU second. The load average was \
-{os.getloadavg()[0]:.0f}: a shared machine slows the clock's rates, tokens per CPU second do not see it.
+{width:.0f} bytes which a token takes in a batch from memory to memory, {copied / 1e9:.1f} GB per CPU second. The load average \
+was {os.getloadavg()[0]:.0f}: a shared machine slows the clock's rates, tokens per CPU second do not see it.
 
 | source | seq_len | prefetched | tokens/s | tokens per CPU second | limit | of the limit |
 |---|---|---|---|---|---|---|

@@ -5,10 +5,10 @@ follow one another in one endless stream. Sequence s of it is the T tokens from 
 target: every token is an input once and a target once per epoch, and the incomplete sequence at an epoch's end goes on into
 the next. The sequences that begin in one epoch are dealt to steps in a second order drawn from (seed, epoch), lest a batch be
 one long document. Prefix sums over the lengths find any of it directly, so a restart needs no state but n.
-Of a mixture, a batch holds the next tokens of each source in the order that the source would have alone, as many as its exact
-share of all tokens so far grows (see `shares`): nothing is drawn, and the proportions hold in every batch, not on average.
-Where documents are about as long as sequences, or longer, shares are whole sequences. Where they are short, shares are exact to
-two tokens or so, and a sequence that is not done at a batch's end goes on in the next batch, its documents cut there.
+Of a mixture, a batch holds the next tokens of each source in the order that the source would have alone, as many as its
+exact share of all tokens so far grows (see `shares`): nothing is drawn; the proportions hold in every batch, not on average.
+Where documents are about as long as sequences, or longer, shares are whole sequences. Where they are short, shares are exact
+to two tokens or so, and a sequence that is not done at a batch's end goes on in the next batch, its documents cut there.
 This module knows no devices: a host asks for its rows of the global batch.
 """
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-import hashlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +26,6 @@ import numpy as np
 
 from meshtrain.training import sources
 
-BOS = 256    # stands before every document; bytes are 0..255
-VOCAB = 257
 NO_LOSS = -1
 
 Batch = dict[str, np.ndarray]
@@ -161,20 +158,6 @@ class Data:
             raise IndexError(f"validation batch {i} of {self.num_validation_batches}")
         return _assemble(self, self.validation, i, 1, self.validation_tokens, rows)
 
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """The same for two runs exactly if their documents have the same lengths in the same order: what the data order
-        rests on. Hosts, and a restart, compare it."""
-        return hashlib.blake2b(np.asarray(self.train[0].source.lengths, "<i8").tobytes(), digest_size=8).hexdigest()
-
-
-def build(*, source: str, paths: Sequence[str] = (), seq_len: int, global_batch: int, seed: int,
-          validation_fraction: float = 0.0, document_mask: bool = True) -> Data:
-    """Opens a source by name and checks that it can fill a batch. Raises: ValueError (value, rule, remedy)."""
-    _check_settings(seq_len, global_batch, seed, validation_fraction)
-    return pack([sources.open_source(source, paths)], [1.0], bos=BOS, seq_len=seq_len, global_batch=global_batch, seed=seed,
-                validation_fraction=validation_fraction, document_mask=document_mask)
-
 
 def pack(corpus: Sequence[sources.Source], weights: Sequence[float], *, bos: int, seq_len: int, global_batch: int, seed: int,
          validation_fraction: float = 0.0, document_mask: bool = True) -> Data:
@@ -202,12 +185,6 @@ def pack(corpus: Sequence[sources.Source], weights: Sequence[float], *, bos: int
     if faults:
         raise ValueError("\n".join(faults))
     return data
-
-
-def decode(ids: Sequence[int] | np.ndarray) -> str:
-    """Text of token ids [any]; BOS, padding of the vocabulary and NO_LOSS leave no trace, broken UTF-8 becomes U+FFFD."""
-    ids = np.asarray(ids)
-    return ids[(ids >= 0) & (ids < BOS)].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
 def shares(weights: Sequence[int], tokens: int, quantum: int = 1) -> list[int]:
@@ -279,7 +256,7 @@ def _lay_rows(seq_len: int, before: Sequence[int], after: Sequence[int]) -> list
 
 
 class Pieces(NamedTuple):
-    """Parts of documents that stand together in a row, int64 [pieces] each but for two."""
+    """Parts of documents, each in one place of one row; [pieces] each, int64 but for the two that are bool."""
     line: np.ndarray        # its place in the rows laid end to end
     count: np.ndarray       # tokens, BOS included
     begins: np.ndarray      # bool: a BOS stands first
@@ -289,11 +266,12 @@ class Pieces(NamedTuple):
 
 
 def _find(stream: Stream, runs: Runs, seq_len: int) -> Pieces:
-    """The pieces of a source's runs, epoch by epoch."""
+    """The pieces of a source's runs, of which there is at least one, epoch by epoch."""
     found = []
     start = stream.deal(seq_len, runs.start // seq_len) * seq_len + runs.start % seq_len
     per_epoch, spans = stream.tokens_per_epoch, stream.spans
-    for epoch in np.unique(np.concatenate([start // per_epoch, (start + runs.count - 1) // per_epoch])):
+    first, last = start // per_epoch, (start + runs.count - 1) // per_epoch
+    for epoch in np.unique(np.minimum(first + np.arange((last - first).max() + 1)[:, None], last)):
         order, ends = stream.lay_out(int(epoch))
         low, high = start - epoch * per_epoch, start + runs.count - epoch * per_epoch
         run = np.flatnonzero((low < per_epoch) & (high > 0))
@@ -307,7 +285,9 @@ def _find(stream: Stream, runs: Runs, seq_len: int) -> Pieces:
         done, stop = np.maximum(low[run] - begin, 0), np.minimum(high[run] - begin, size)     # BOS is token 0
         found.append(Pieces(runs.line[run] + begin + done - low[run], stop - done, done == 0, stop < size,
                             spans.document[span], spans.start[span] + np.maximum(done - 1, 0)))
-    return Pieces(*map(np.concatenate, zip(*found)))
+    pieces = Pieces(*map(np.concatenate, zip(*found)))
+    assert pieces.count.sum() == runs.count.sum()
+    return pieces
 
 
 def _read(source: sources.Source, pieces: Pieces, tokens: np.ndarray) -> np.ndarray:
@@ -389,9 +369,9 @@ def _check_lengths(data: Data, validation_fraction: float) -> list[str]:
             faults.append(f"data.seq_len={T} × data.global_batch={B} is a batch of {needed:,} tokens, and the "
                           f"training documents hold {tokens:,}: not one full batch; use {' or '.join([*fits, 'more text'])}")
         else:
-            faults.append(f"data.mixture[{i}] is {float(part):.3g} of the mixture, {needed:,} tokens in a batch of data.seq_len={T} "
-                          f"× data.global_batch={B}, and its training documents hold {tokens:,}: they would come twice in one "
-                          f"batch; use a weight ≤ {tokens / (T * B):.2g} of the sum, a smaller batch or more text")
+            faults.append(f"data.mixture[{i}] is {float(part):.3g} of the mixture, {needed:,} tokens in a batch of "
+                          f"data.seq_len={T} × data.global_batch={B}, and its training documents hold {tokens:,}: they would "
+                          f"come twice in one batch; use a weight ≤ {tokens / (T * B):.2g} of the sum, a smaller batch or more text")
     if not validation_fraction:
         return faults
     held, total = ([stream.tokens_per_epoch for stream in streams] for streams in (data.validation, data.train))
@@ -402,10 +382,11 @@ def _check_lengths(data: Data, validation_fraction: float) -> list[str]:
     else:
         first = min(range(len(held)), key=lambda i: held[i] / data.weights[i])
         part = data.weights[first] / sum(data.weights)
-        what = (f"holds out {held[first]:,} of the {held[first] + total[first]:,} tokens of data.mixture[{first}], which end a "
-                f"mixture with {part:.3g} of them after {data.validation_tokens:,} tokens")
-    return [*faults, f"data.validation_fraction={validation_fraction} {what}, and one sequence of data.seq_len={T} takes {T + 1:,}; "
-                     "use a larger fraction, more text, a shorter seq_len, or validation_fraction=0 for no validation"]
+        what = (f"holds out {held[first]:,} of the {held[first] + total[first]:,} tokens of data.mixture[{first}], which "
+                f"end a mixture with {part:.3g} of them after {data.validation_tokens:,} tokens")
+    return [*faults, f"data.validation_fraction={validation_fraction} {what}, and one sequence of data.seq_len={T} takes "
+                     f"{T + 1:,}; use a larger fraction, more text, a shorter seq_len, or validation_fraction=0 for "
+                     "no validation"]
 
 
 def _check_settings(seq_len: int, global_batch: int, seed: int, validation_fraction: float) -> None:
