@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         if jax.process_index() > 0:
             sys.stdout = open(os.devnull, "w")      # process 0 speaks for all
         processes.same_everywhere("the run", config.dump(run))
-        made = assembly.assemble(run, devices)
+        made = processes.everywhere(lambda: assembly.assemble(run, devices))
         with rundir.claimed(run) as directory:
             corpus, batches = processes.everywhere(lambda: _open_data(run, directory))
             processes.same_everywhere("the data", corpus.fingerprint)
@@ -42,21 +41,18 @@ def main(argv: Sequence[str]) -> int:
         return _fail(USER_ERROR, f"error: {error}", error)
     except processes.PeerError as error:
         return _fail(FAILED, f"error: {error}", error)
-    except loop.TooManySkippedSteps as error:
-        return _fail(FAILED, f"stopped: {error}")
+    except loop.TooManySkippedSteps as error:   # of all processes: they read the same metrics
+        if jax.process_index() == 0:
+            print(f"stopped: {error}", file=sys.stderr)
+        return FAILED
     except CheckpointError as error:
         return _fail(FAILED, f"error: {error}", error)
-    except Exception:
-        if jax.process_count() == 1:
-            raise
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(FAILED)    # jax's own way out would wait for peers that wait for this process
 
 
-def _fail(code: int, message: str, error: Exception | None = None) -> int:
-    if error is None or not processes.told_by_first(error):
+def _fail(code: int, message: str, error: Exception) -> int:
+    if not processes.told_by_first(error):
         print(message, file=sys.stderr)
+    processes.leave(code, error)
     return code
 
 
@@ -84,7 +80,7 @@ def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: d
                 return DONE
         started = time.perf_counter()
         print(report.before(made), flush=True)
-        state = _start_state(run, made, checkpoints, latest)
+        state = processes.everywhere(lambda: _start_state(run, made, checkpoints, latest))
         step = made.program.compile()
         print(report.compiled(step, made, time.perf_counter() - started), flush=True)
         if jax.process_index() == 0:
