@@ -237,6 +237,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--processes", type=int, default=1, choices=(1, 2, 4), help="of the run (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default 0)")
     args = parser.parse_args(argv)
+    jax.config.update("jax_platforms", "cpu")  # of this process, which only compares
     with tempfile.TemporaryDirectory() as home:
         torment(pathlib.Path(home), args.kills, args.processes, args.seed)
     return 0

@@ -282,6 +282,7 @@ with checkpoint.Checkpoints(directory, keep=2, tell=lambda text: say("told", tex
     say("quickly", time.perf_counter() - start < 20)
     checkpoint._checksums = write
     checkpoints.save(5, state(5), {"from": "two"})
+    checkpoints.save(5, state(6), {"from": "the second attempt"})
 say("left", sorted(os.listdir(directory)))
 """
     zero, one = run_processes(2, tmp_path, body)

@@ -72,7 +72,7 @@ class Checkpoints:
         self._arrays = ocp.PyTreeCheckpointHandler(use_compression=False)
         self._thread: threading.Thread | None = None
         self._failure: str = ""  # of the last save; what process 0 has here counts for all
-        self._saves = 0
+        self._step, self._saves = -1, 0  # the last that was to be saved; how often anything was
         fault = ""
         if not read_only and jax.process_index() == 0:
             try:
@@ -97,7 +97,9 @@ class Checkpoints:
         start = time.perf_counter()
         document = json.dumps({"format": FORMAT, **metadata})
         self._join()
-        self._saves += 1
+        if step == self._step and not _gather(self._failure)[0]:
+            return time.perf_counter() - start
+        self._step, self._saves = step, self._saves + 1
         copied = threading.Event()
         self._thread = threading.Thread(target=self._save, args=(step, _nested(state), document, copied))
         self._thread.start()
@@ -268,7 +270,7 @@ class Checkpoints:
             wrong = (name for name in names if found[name] != checksums[name])
             return next((f"{name}: {_difference(found[name], checksums[name])}" for name in wrong), "")
         except FileNotFoundError as error:
-            return f"{pathlib.Path(error.filename).relative_to(place)} is missing"
+            return f"{os.path.relpath(error.filename, place)} is missing"
         except OSError as error:
             return _said(error)
         except (ValueError, TypeError) as error:
