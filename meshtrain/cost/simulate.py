@@ -150,18 +150,18 @@ def choose(p: int, m: int, costs: Costs = Costs(), slot_bytes: SlotBytes | None 
 
     Raises: ValueError where no count of chunks has a table.
     """
+    chunks = sorted(set(chunks))
     known = slot_bytes is not None and budget_bytes is not None
     found = []
     for name in AUTOMATIC:
-        for v in sorted(set(chunks)):
+        for v in chunks:
             if (v > 1) == (name in schedules.INTERLEAVED) and not schedules.problems(name, p, m, v):
                 table = schedules.make(name, p, m, v)
                 outcome = simulate(table, costs)
                 held = slot_bytes.peak(table) if slot_bytes else None
                 found.append((table, outcome, held, held <= budget_bytes if known else None))
     if not found:
-        raise ValueError(f"pipeline.chunks={sorted(set(chunks))} has no schedule for training.microbatches={m} over "
-                         f"mesh.stage={p}; use pipeline.chunks=1, or a multiple of {p} microbatches")
+        raise ValueError("\n".join(schedules.problems("interleaved", p, m, min(chunks))))
     # Rounded, so that sums of the same costs in another order are equal and the order of AUTOMATIC decides.
     cost = lambda entry: (round(entry[1].bubble, 9), entry[2] or 0)
     fitting = [entry for entry in found if entry[3] is not False]

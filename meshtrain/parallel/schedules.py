@@ -98,6 +98,16 @@ class Table:
     def num_ticks(self) -> int:
         return len(self.ops)
 
+    @property
+    def executed(self) -> dict[str, int]:
+        """How often a device runs each op in a step, masked or not (switch: does it, the busiest stage).
+
+        keys: F, loss, B, W. A phase program sends once over the stages for every F and once for every B.
+        """
+        on = self.ops[..., 0] >= 0
+        ticks = on.any(1) if self.family == "phase" else on.sum(0).max(0)[None]
+        return dict(zip(KINDS, ticks.sum(0).tolist())) | {"loss": int(self.shared["loss_on"].sum())}
+
     def runs(self) -> list[Run]:
         """The ticks in order, grouped into scans. A loss that fills one unbroken part of a run makes that part a run."""
         if self.family != "phase":
