@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from meshtrain.cost.simulate import Outcome
-from meshtrain.parallel.schedules import KINDS, Table
+from meshtrain.parallel.schedules import F, KINDS, Table
 
-COLORS = {"F": "#4c78a8", "B": "#f58518", "W": "#54a24b"}
-MEANING = {"F": "forward", "B": "input gradient", "W": "weight gradient"}
+COLORS = {"F": "#4c78a8", "B": "#f58518", "W": "#54a24b", "loss": "#b8a2cc", "idle": "#eeeeee"}
+MEANING = {"F": "F: forward", "B": "B: input gradient", "W": "W: weight gradient", "loss": "head and loss", "idle": "idle"}
 CHUNK_SHADES = 0.45      # how far the last chunk's colour goes towards white
 
 
@@ -72,15 +72,24 @@ def draw(table: Table, outcome: Outcome, heading: str, paths: Sequence[Path]) ->
         size = min(9.0, 1.4 * points_per_s * (end_s - begin_s) / len(str(i)))
         if size >= 3:
             axes.text((begin_s + end_s) / 2, s, str(i), ha="center", va="center", fontsize=size, color="black")
+    if outcome.loss_s:
+        for t in np.flatnonzero(table.shared["loss_on"]):
+            for s in range(table.num_stages) if table.family == "phase" else [table.num_stages - 1]:
+                axes.broken_barh([(outcome.end_s[t, -1, F], outcome.loss_s)], (s - 0.4, 0.8), facecolor=COLORS["loss"])
     axes.set(xlim=(0, makespan_s), ylim=(table.num_stages - 0.5, -0.5), yticks=range(table.num_stages),
              yticklabels=[f"stage {s}" for s in range(table.num_stages)], xlabel="model time")
-    axes.set_facecolor("#eeeeee")
+    axes.set_facecolor(COLORS["idle"])
     axes.spines[:].set_visible(False)
     axes.set_title(heading, fontsize=10, wrap=True)
-    kinds = KINDS if table.split else KINDS[:2]
-    meaning = MEANING if table.split else MEANING | {"B": "both gradients"}
-    patches = [Patch(color=COLORS[kind], label=f"{kind}: {meaning[kind]}") for kind in kinds]
-    patches.append(Patch(color="#eeeeee", label="idle" + (", lighter = later chunk" if v > 1 else "")))
+    meaning = dict(MEANING)
+    if not table.split:
+        meaning["B"] = "B: both gradients"
+        del meaning["W"]
+    if not outcome.loss_s:
+        del meaning["loss"]
+    if v > 1:
+        meaning["F"] += " (later chunks lighter)"
+    patches = [Patch(color=COLORS[kind], label=label) for kind, label in meaning.items()]
     axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=len(patches), frameon=False,
                 fontsize=8)
     for path in paths:

@@ -8,6 +8,7 @@ goes on as soon as what it needs has arrived. Knows no jax and measures nothing.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -45,6 +46,12 @@ class SlotBytes:
     for_w: int          # Q
     b_to_w: int = 0     # Z
 
+    @classmethod
+    def of(cls, split, x, chunks: int = 1, ways: int = 1) -> SlotBytes:
+        """From one chunk's F/B/W split (its lists r, q, z of shapes) and its input x, as one of `ways` devices holds them."""
+        size = lambda shapes: -(-sum(math.prod(a.shape) * a.dtype.itemsize for a in shapes) // ways)
+        return cls(size([x]), chunks * size(split.r), chunks * size(split.q), chunks * size(split.z))
+
     def peak(self, table: Table) -> int:
         """Bytes of all slots that the table declares."""
         kept = table.slots["R"] * self.for_b + table.slots["Q"] * self.for_w + table.slots.get("Z", 0) * self.b_to_w
@@ -53,7 +60,8 @@ class SlotBytes:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Outcome:
-    """A table with times. begin_s, end_s [T, P, 3]: of F, B, W where the stage has that op, else NaN.
+    """A table with times. begin_s, end_s [T, P, 3]: of F, B, W where the stage has that op, else NaN. loss_s: what a
+    microbatch's loss takes after its last F.
 
     bubble: share of the makespan beyond the ideal. peak_live: most stage-microbatches alive, on the stage that has most.
     """
@@ -62,6 +70,7 @@ class Outcome:
     peak_live: float
     begin_s: np.ndarray
     end_s: np.ndarray
+    loss_s: float
 
 
 def simulate(table: Table, costs: Costs = Costs()) -> Outcome:
@@ -72,7 +81,8 @@ def simulate(table: Table, costs: Costs = Costs()) -> Outcome:
     begin_s, end_s, makespan_s = walk(table, op_s, costs)
     on = table.ops[..., 0] >= 0
     return Outcome(makespan_s, 1 - table.num_microbatches * costs.ideal_s / makespan_s,
-                   int(table.peak.max()) / table.num_chunks, np.where(on, begin_s, np.nan), np.where(on, end_s, np.nan))
+                   int(table.peak.max()) / table.num_chunks, np.where(on, begin_s, np.nan), np.where(on, end_s, np.nan),
+                   costs.loss_s)
 
 
 def _phase(table: Table, op_s, costs: Costs):
