@@ -454,10 +454,10 @@ def test_a_real_process_saves_on_sigterm_and_keeps_its_directory_to_itself(tiny,
 
 # ---- the house -------------------------------------------------------------------------------------------------------
 
-# Which rooms each room may import, besides itself; the doors may import everything. The run file belongs to all.
+# Which rooms each room may import, besides itself; the doors may import everything. The run file, the other processes and what jax hides belong to all.
 OPEN_TO = {"layout": set(), "model": {"layout"}, "parallel": {"layout"}, "cost": {"layout", "model", "parallel"},
            "training": {"layout", "model", "parallel"}}
-EVERYONE = {"config", "sections"}
+EVERYONE = {"config", "sections", "processes", "jax_private"}
 
 
 def imported(path: Path) -> set[str]:
