@@ -122,7 +122,7 @@ def live(home, name, processes, draw, start_s, stats, tell) -> int | None:
     if draw is not None:
         moment = draw.choices(["starting", "stepping", "saving"], [1, 2, 4])[0]
         if moment == "starting":
-            life.wait_for(lambda life: False, draw.uniform(0, start_s))
+            life.wait_for(lambda life: life.rows() > 0, draw.uniform(0, start_s))  # of a start that had to compile
         elif moment == "stepping":
             life.wait_for(lambda life: life.rows() > 0)
             life.wait_for(lambda life: False, draw.uniform(0, 0.3))
