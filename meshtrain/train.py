@@ -4,6 +4,7 @@ Exit codes: 0 done · 2 the user's mistake, one message · 75 stopped on request
 """
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -73,7 +74,9 @@ def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: d
                                               keep=run.checkpoint.keep) as checkpoints:
         latest = checkpoints.latest()
         if latest is not None:
-            rundir.check_same_run(run, checkpoints.metadata(latest), corpus.fingerprint, latest)
+            with _mistakes():
+                metadata = checkpoints.metadata(latest)
+            rundir.check_same_run(run, metadata, corpus.fingerprint, latest)
             if latest >= run.training.steps:
                 print(f"{directory} is finished: it has {latest} of training.steps={run.training.steps} steps; "
                       "raise training.steps to go on")
@@ -109,29 +112,37 @@ def _flops(made: assembly.Assembly) -> tuple[float, float | None]:
 def _open_data(run: Run, directory: Path) -> tuple[sources.Corpus, data.Data]:
     """What the run reads, tokenized where it is not yet, and its batches."""
     d = run.data
-    try:
+    with _mistakes():
         corpus = sources.open_corpus(d, vocab_size=run.model.vocab_size, cache_dir=directory / ".meshtrain")
         return corpus, data.pack(
             corpus.sources, corpus.weights, bos=corpus.tokenizer.bos, seq_len=d.seq_len, global_batch=d.global_batch,
             seed=run.run.seed, validation_fraction=d.validation_fraction, document_mask=d.document_mask)
+
+
+@contextlib.contextmanager
+def _mistakes(of: str = ""):
+    """A ValueError of the rooms below is the user's mistake, in as many lines as there are faults."""
+    try:
+        yield
+    except ConfigError:
+        raise
     except ValueError as error:
-        raise ConfigError(*str(error).splitlines()) from None
+        raise ConfigError(*(of + str(error)).splitlines()) from None
 
 
 def _start_state(run: Run, made: assembly.Assembly, checkpoints: Checkpoints, latest: int | None) -> State:
     """Restored, begun from another run's weights, or fresh."""
     abstract = made.program.spec.with_shardings()
     if latest is not None:
-        state, _ = checkpoints.restore(latest, abstract)
+        with _mistakes():
+            state, _ = checkpoints.restore(latest, abstract)
         print(f"going on after step {latest}")
         return state
     state = made.program.initialize()
     if run.checkpoint.init_from:
         source, step = rundir.source_weights(run)
-        try:
+        with _mistakes("checkpoint.init_from: "):
             weights, _ = source.restore(step, {"params": abstract.params}, part=True)
-        except ValueError as error:
-            raise ConfigError(f"checkpoint.init_from: {error}") from None
         print(f"weights from step {step} of {run.checkpoint.init_from}")
         state = State(state.step, weights["params"], state.opt_state)
     return state

@@ -101,7 +101,9 @@ def _left_by_a_start(directory: Path) -> bool:
 def write_settings(run: Run, directory: Path, rules_text: str) -> None:
     """config.toml (resolved) and rules.toml (as used). config.toml comes last: it marks the directory as ours."""
     (directory / "rules.toml").write_text(rules_text)
-    (directory / "config.toml").write_text(config.dump(run))
+    temporary = directory / "config.toml.tmp"
+    temporary.write_text(config.dump(run))
+    temporary.replace(directory / "config.toml")
 
 
 def source_weights(run: Run) -> tuple[Checkpoints, int]:
