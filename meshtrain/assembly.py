@@ -10,7 +10,8 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import jax
 
@@ -20,7 +21,7 @@ from meshtrain.layout import rules
 from meshtrain.layout.mesh import AXES, MeshPlan
 from meshtrain.layout.rules import Layout, Tensor
 from meshtrain.model import attention, transformer
-from meshtrain.parallel import schedule_check, schedules
+from meshtrain.parallel import context, schedule_check, schedules
 from meshtrain.training import state, step
 
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -111,14 +112,17 @@ def assemble(run: Run, devices: Sequence[jax.Device]) -> Assembly:
     model = transformer.build(run.model)
     fitted, placed, stage_notes = fit_stages(run, loaded, plan.sizes, tensors(run, model))
     faults = stage_problems(run, loaded, plan.sizes) + rules.problems(loaded, plan.sizes, placed, SIZE_KEYS)
+    layout = Layout(fitted, plan.sizes)
+    faults = faults or context_problems(run, layout)
     if faults:
         raise ConfigError(*faults)
     mesh = plan.build(devices)
-    layout = Layout(fitted, plan.sizes)
-    attend, note = choose_attention(run, devices[0])
+    attend, note = choose_attention(run, plan.sizes, devices[0])
     spec = state.describe(model, run.optimizer, run.training.steps, layout, mesh)
+    split = plan.sizes["context"] > 1
+    order = context.METHODS[run.context.method].order(run.data.seq_len, plan.sizes["context"]) if split else None
     table = choose_schedule(run, plan.sizes["stage"])
-    program = step.build(run, model, layout, mesh, attend, spec, table)
+    program = step.build(run, model, layout, mesh, attend, spec, order, table)
     return Assembly(run, plan, mesh, layout, model, program, tuple(filter(None, [note, *stage_notes])))
 
 
@@ -201,10 +205,50 @@ def tensors(run: Run, model: transformer.Transformer) -> list[Tensor]:
     return placed + model.activations(run.data.global_batch // run.training.microbatches, run.data.seq_len)
 
 
-def choose_attention(run: Run, device: jax.Device) -> tuple[Callable, str]:
-    """The attention engine and what to tell of the choice: cuDNN on a GPU where no document mask stands in the way."""
-    if device.platform not in ("gpu", "cuda"):
-        return attention.attend, ""
+def context_problems(run: Run, layout: Layout) -> list[str]:
+    """What keeps the layout from splitting sequences over mesh.context, where that is larger than 1."""
+    cp, rules_file = layout.sizes["context"], layout.rules.path
+    if cp == 1:
+        return []
+    T, method, faults = run.data.seq_len, run.context.method, []
+    seq, residual = (layout.mesh_axes("activations", axis) for axis in ("seq", "residual_seq"))
+    if seq != ("context",):
+        faults.append(f"{rules_file} [activations] seq = {list(seq)}: mesh.context={cp} splits every sequence; write "
+                      "seq = \"context\", or set mesh.context to 1")
+    elif residual[:1] != ("context",):
+        faults.append(f"{rules_file} [activations] residual_seq = {list(residual)} does not begin with context, which splits "
+                      "seq; write residual_seq = \"context\", or [\"context\", \"tensor\"]")
+    parts = cp if method == "ulysses" else 2 * cp
+    if T % parts:
+        near = ", ".join(str(n) for n in (T // parts * parts, -(-T // parts) * parts) if n)
+        what = "mesh.context" if method == "ulysses" else "2 × mesh.context"
+        faults.append(f"data.seq_len={T} cannot be split into {what} = {parts} chunks of equal length; use {near}")
+    ways = layout.ways(layout.mesh_axes("activations", "heads"))
+    if method == "ulysses" and run.model.num_heads // ways % cp:
+        each = run.model.num_heads // ways
+        faults.append(f"context.method=\"ulysses\" deals {each} heads (model.num_heads={run.model.num_heads} over tensor {ways}) "
+                      f"out to mesh.context={cp}, which does not divide; use ring or gather, or a mesh.context that divides {each}")
+    return faults
+
+
+def choose_attention(run: Run, sizes: Mapping[str, int], device: jax.Device) -> tuple[Callable, str]:
+    """The attention of the run and what to tell of the choice: cuDNN on a GPU where no document mask stands in the way."""
+    cp = sizes["context"]
+    reasons = _against_cudnn(run, cp) if device.platform in ("gpu", "cuda") else None
+    note = "" if reasons is None else "attention: cuDNN" if not reasons else (
+        f"attention: blockwise XLA engine, because {'; '.join(reasons)}")
+    if cp == 1:
+        local = partial(attention.attend, attention.Local(attention.blockwise()))
+        return attention.attend_cudnn if reasons == [] else local, note
+    chunk = run.data.seq_len // (2 * cp)
+    # Four blocks a chunk at least: the diagonal blocks, half of them masked, are then 1/8 of a causal square of two chunks.
+    block = attention.BLOCK if run.context.method == "ulysses" else min(attention.BLOCK, max(32, -(-chunk // 4)))
+    engine = attention.cudnn() if reasons == [] else attention.blockwise(block)
+    return partial(attention.attend, context.Split(context.METHODS[run.context.method], engine)), note
+
+
+def _against_cudnn(run: Run, cp: int) -> list[str]:
+    """Why cuDNN's kernel cannot serve this run; empty where it can."""
     reasons = []
     if run.data.document_mask:
         reasons.append("cuDNN's kernel has no document mask (data.document_mask=true)")
@@ -214,9 +258,9 @@ def choose_attention(run: Run, device: jax.Device) -> tuple[Callable, str]:
         reasons.append(f"cuDNN's kernel needs a head_dim that is a multiple of 8 up to 128, not {run.model.head_dim}")
     if not importlib.util.find_spec("nvidia") or not _has_cudnn():
         reasons.append("the cuDNN library is not installed (extra 'gpu')")
-    if reasons:
-        return attention.attend, f"attention: blockwise XLA engine, because {'; '.join(reasons)}"
-    return attention.attend_cudnn, "attention: cuDNN"
+    elif cp > 1 and attention.cudnn() is None:
+        reasons.append("this version of jax does not offer cuDNN's blocks")
+    return reasons
 
 
 def _has_cudnn() -> bool:

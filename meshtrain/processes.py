@@ -16,6 +16,7 @@ import re
 import resource
 import selectors
 import socket
+import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +32,7 @@ from meshtrain.config import ConfigError
 HELLO, ANSWER = b"meshtrain-process-1 ", b"meshtrain-answer-1 "
 LINE_BYTES = 4096
 HEARTBEAT_TIMEOUT_S = 30        # jax's 100 would leave a pod idle for longer than most restarts take
-SHUTDOWN_TIMEOUT_S = 30
+SHUTDOWN_TIMEOUT_S = 120        # how long those that are done wait for one that still writes
 FIRST_PORT, NUM_PORTS = 10_000, 20_000      # below 32768, where systems take ports for outgoing connections
 SLURM_OWN_STEPS = 0xFFFFFFF0    # step ids from here up are Slurm's own: the batch script, salloc's shell
 
@@ -107,16 +108,16 @@ def _open_mpi(environ: Mapping[str, str], address: str) -> Cluster | None:
     count, local_count = int(environ["OMPI_COMM_WORLD_SIZE"]), int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1))
     own = _own_gpus(int(environ.get("OMPI_COMM_WORLD_LOCAL_RANK", 0)), local_count, environ)
     if not address:
-        # Open MPI 4 tells where mpirun listens, 5 names its job after the host where mpirun runs.
+        # Open MPI 4 tells where mpirun listens, 5 names its jobs after mpirun's host: prterun-HOST-PID@1.
         uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
         jobs = [environ[key] for key in sorted(environ) if key == "PMIX_NAMESPACE" or key.startswith("PMIX_SERVER_URI")]
-        listens = re.search(r"tcp6?://\[?([^],:]+(?::[^],]+)?)[],:]", uri)
-        named = re.search(r"^prte(?:run)?-(.+)-\d+@", jobs[0]) if jobs else None
-        host = "127.0.0.1" if local_count == count else listens[1] if listens else named[1] if named else None
+        listens = re.search(r"tcp6?://(?:\[([^],]+)|([^,:]+))", uri)
+        named = next(filter(None, (re.match(r"prte(?:run)?-(.+)-\d+@", job) for job in jobs)), None)
+        host = "127.0.0.1" if local_count == count else listens[1] or listens[2] if listens else named[1] if named else None
         if host is None:
             raise ConfigError(f"mpirun started {count} processes and does not tell where process 0 is; "
                               "give --distributed.coordinator_address HOST:PORT, with a free port of the host of rank 0")
-        job = uri.split(";")[0] or (named[0] if named else "")
+        job = uri.split(";")[0] or (named[0] if named else jobs[0] if jobs else "")
         address = f"{f'[{host}]' if ':' in host else host}:{_port(job)}"
     return Cluster(address, count, int(environ["OMPI_COMM_WORLD_RANK"]), own)
 
@@ -147,14 +148,20 @@ def _port(job: str) -> int:
 # ---- coming together -------------------------------------------------------------------------------------------------
 
 
-def start(cluster: Cluster, *, timeout_s: float = 50) -> None:
-    """Brings jax up as one process of the cluster. No backend may run yet.
+def meet(cluster: Cluster, timeout_s: float) -> None:
+    """Returns when all processes of the cluster are there, in all of them.
 
-    Nobody waits longer than timeout_s for a peer, nor longer than a minute in all.
-    Raises: PeerError that names who did not come; ConfigError where the processes contradict each other.
+    Nobody waits longer than timeout_s (process 0 goes by the one who came first).
+    Raises: PeerError that names who did not come; ConfigError where the processes contradict each other or the port is
+    taken.
     """
-    began = time.monotonic()
     (_receive if cluster.index == 0 else _arrive)(cluster, timeout_s)
+
+
+def start(cluster: Cluster, *, timeout_s: float = 45) -> None:
+    """Brings jax up as one process of the cluster, within a minute. No backend may run yet. Raises: as `meet`."""
+    began = time.monotonic()
+    meet(cluster, timeout_s)
     # Its handler would take SIGTERM away from ours; orbax treats it as absent.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
@@ -163,6 +170,23 @@ def start(cluster: Cluster, *, timeout_s: float = 50) -> None:
         coordinator_bind_address=f"{_loopback(cluster)}:{cluster.port}" if cluster.on_loopback else None,
         initialization_timeout=max(10, int(timeout_s + 8 - (time.monotonic() - began))),
         heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S, shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S)
+    sys.excepthook = _end_alone
+
+
+def leave(code: int, error: BaseException) -> None:
+    """Ends this process at once where several run and it met `error` alone; else returns, for an orderly end.
+
+    At an orderly end jax waits for all the others, who wait for this one in a collective; an end at once they notice.
+    """
+    if jax.distributed.is_initialized() and not getattr(error, "agreed", False):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _end_alone(kind, error, trace) -> None:
+    sys.__excepthook__(kind, error, trace)
+    leave(1, error)
 
 
 def _receive(cluster: Cluster, timeout_s: float) -> None:
@@ -239,7 +263,7 @@ def _arrive(cluster: Cluster, timeout_s: float) -> None:
                 return
             why = "what listens there is no process of meshtrain" if line else "it was there and went away"
         time.sleep(min(0.2, max(deadline - time.monotonic(), 0)))
-    raise PeerError(f"process 0 of {cluster.count} did not come to {cluster.coordinator} within {timeout_s:.0f} s ({why}); "
+    raise PeerError(f"process 0 of {cluster.count} did not come to {cluster.coordinator} within {timeout_s:g} s ({why}); "
                     f"this is process {cluster.index} ({_where(_about(cluster))}). Look at what process 0 said, and whether "
                     "it runs on that host and the port can be reached from here")
 
@@ -299,7 +323,7 @@ def _may_become(magic: bytes, line: bytes) -> bool:
 def _missing(cluster: Cluster, here: list[dict], timeout_s: float) -> str:
     came = {about["index"]: f"{about['index']} ({_where(about)})" for about in here}
     missing = [str(index) for index in range(cluster.count) if index not in came]
-    return (f"{_processes(missing)} of {cluster.count} did not come to {cluster.coordinator} within {timeout_s:.0f} s; "
+    return (f"{_processes(missing)} of {cluster.count} did not come to {cluster.coordinator} within {timeout_s:g} s; "
             f"there {'is' if len(came) == 1 else 'are'} {_listed([came[index] for index in sorted(came)])}. "
             "Look at what the missing said, and whether their hosts reach that address")
 
@@ -321,7 +345,7 @@ def on_first(function: Callable):
     """function() is run by process 0 alone; every process returns its value, which must be JSON-able.
 
     Raises: in every process, what function() raised in process 0: ConfigError and ValueError as such, anything else as
-    PeerError in the others. `told_by_first` knows such an error again, so that one process tells it.
+    PeerError in the others. `told_by_first` and `leave` know such an error again.
     """
     if jax.process_count() == 1:
         return function()
@@ -334,6 +358,7 @@ def on_first(function: Callable):
             raised, told = error, _outcome(error)
     told = _broadcast(told)
     if raised is not None:
+        raised.agreed = True
         raise raised
     if "kind" in told:
         lone = told["kind"] == "PeerError"
@@ -368,13 +393,15 @@ def everywhere(function: Callable):
     raise _again({"kind": kind, "messages": messages}) from raised
 
 
-def same_everywhere(name: str, digest: str) -> None:
-    """Raises: ConfigError in every process, naming who has which, unless all processes give the same digest."""
+def same_everywhere(name: str, text: str) -> None:
+    """Raises: ConfigError in every process, with the lines that differ and who has which, unless all give the same text."""
     holders: dict[str, list[int]] = {}
-    for index, other in enumerate(_exchange(digest)):
+    for index, other in enumerate(_exchange(text)):
         holders.setdefault(other, []).append(index)
     if len(holders) > 1:
-        told = "; ".join(f"{_processes(indices)}: {other}" for other, indices in holders.items())
+        common = set.intersection(*(set(other.splitlines()) for other in holders))
+        told = "; ".join(f"{_processes(indices)}: {', '.join(line for line in other.splitlines() if line not in common)}"
+                         for other, indices in holders.items())
         raise _again({"kind": "ConfigError", "messages": [
             f"{name} is not the same in every process ({told}); give all of them the same files and flags"]})
 

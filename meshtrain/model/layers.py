@@ -25,7 +25,7 @@ class Plan:
     """How the model is computed: placements, compute dtype, the attention engine and what the backward recomputes."""
     layout: Layout
     dtype: jnp.dtype
-    attend: Callable        # (q_BTNH, k_BSKH, v_BSKH, segments_BT) -> o_BTNH
+    attend: Callable        # (layout, q_BTNH, k_BSKH, v_BSKH, segments_BT) -> o_BTNH
     remat: str = "none"     # none, selective, full
 
 
@@ -207,7 +207,7 @@ lookup.defvjp(_lookup_forward, _lookup_backward)
 # --- attention, MLP, one layer -------------------------------------------------------------------------------------
 
 class Attention(nnx.Module):
-    """Grouped-query causal attention; `plan.attend` is the engine (blocks, cuDNN, later a ring)."""
+    """Grouped-query causal attention; `plan.attend` is the engine (blocks, cuDNN), on one device or round a ring."""
 
     def __init__(self, cfg, rngs):
         D, N, K, H = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
@@ -232,7 +232,7 @@ class Attention(nnx.Module):
             q_BTNH, k_BTKH = rotate(q_BTNH, inputs.rope), rotate(k_BTKH, inputs.rope)
             q_BTNH = act(q_BTNH, "batch", "seq", "heads", "head_dim")
             k_BTKH = act(k_BTKH, "batch", "seq", "kv_heads", "head_dim")
-        o_BTNH = act(plan.attend(q_BTNH, k_BTKH, v_BTKH, inputs.segments_BT), "batch", "seq", "heads", "head_dim")
+        o_BTNH = act(plan.attend(plan.layout, q_BTNH, k_BTKH, v_BTKH, inputs.segments_BT), "batch", "seq", "heads", "head_dim")
         return self.out(plan, o_BTNH, out_axes=("batch", "seq", None))
 
 

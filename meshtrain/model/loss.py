@@ -45,15 +45,16 @@ def _run(plan, axes, vocab_size, z_loss, chunk, x_BTD, w, targets_BT, with_grads
     layout, f32 = plan.layout, jnp.float32
     letters = "DV" if axes == ("embed", "vocab") else "VD"
     full = gathered(plan, w, axes)                       # once per microbatch, bf16
-    shards = layout.batch_axes
-    pieces = layout.mesh_axes("activations", "residual_seq")
-    split = _Split(x_BTD.shape, layout.ways(shards), layout.ways(pieces), chunk)
+    seq = layout.mesh_axes("activations", "seq")
+    shards = layout.batch_axes + seq                     # tokens are independent here: a share of a sequence is a shard, too
+    pieces = tuple(a for a in layout.mesh_axes("activations", "residual_seq") if a not in seq)
+    split = _Split(x_BTD.shape, layout.ways(layout.batch_axes), layout.ways(seq), layout.ways(pieces), chunk)
     lead = (shards or None, pieces or None)
     pin = lambda x, *spec: jax.lax.with_sharding_constraint(x, P(*spec)) if shards or pieces or layout.mesh_axes(
         "activations", "vocab") else x
     vocab = layout.mesh_axes("activations", "vocab") or None
     manual = layout.by_hand("activations", "vocab")      # in a pipeline: every stage has a part of the vocabulary
-    x_nrsD = pin(split.rows(x_BTD), *lead)               # n batch shards × r sequence pieces × tokens
+    x_nrsD = pin(split.rows(x_BTD), *lead)               # n token shards × r sequence pieces × tokens
     targets_nrs = pin(split.rows(targets_BT, fill=NO_TARGET), *lead)
     V = full.shape[letters.index("V")]
     first = jax.lax.axis_index(manual) * V if manual else 0
@@ -111,22 +112,23 @@ def _run(plan, axes, vocab_size, z_loss, chunk, x_BTD, w, targets_BT, with_grads
 
 
 class _Split:
-    """[B, T, …] as [n, r, tokens, …]: n batch shards, r sequence pieces, tokens padded to whole chunks."""
+    """[B, T, …] as [n, r, tokens, …]: n = b · c shards of batch and sequence, each in r pieces, tokens padded to whole chunks."""
 
-    def __init__(self, shape, n: int, r: int, chunk: int):
-        self.B, self.T = shape[:2]
-        self.n, self.r = n, r
-        self.tokens = (self.B // n) * (self.T // r)
+    def __init__(self, shape, b: int, c: int, r: int, chunk: int):
+        self.b, self.c, self.r, self.n = b, c, r, b * c
+        self.B, self.T = shape[0] // b, shape[1] // (c * r)      # of a piece
+        self.tokens = self.B * self.T
         self.count = -(-self.tokens // max(1, chunk // r))
         self.chunk = -(-self.tokens // self.count)
 
     def rows(self, x, fill=0):
-        n, r, B, T = self.n, self.r, self.B, self.T
-        x = x.reshape(n, B // n, r, T // r, *x.shape[2:]).swapaxes(1, 2).reshape(n, r, self.tokens, *x.shape[2:])
+        rest = x.shape[2:]
+        x = jnp.moveaxis(x.reshape(self.b, self.B, self.c, self.r, self.T, *rest), 1, 3)
+        x = x.reshape(self.n, self.r, self.tokens, *rest)
         pad = [(0, 0), (0, 0), (0, self.chunk * self.count - self.tokens)] + [(0, 0)] * (x.ndim - 3)
         return jnp.pad(x, pad, constant_values=fill)
 
     def unrows(self, x):
-        n, r, B, T = self.n, self.r, self.B, self.T
-        x = x[:, :, :self.tokens].reshape(n, r, B // n, T // r, *x.shape[3:])
-        return x.swapaxes(1, 2).reshape(B, T, *x.shape[4:])
+        rest = x.shape[3:]
+        x = x[:, :, :self.tokens].reshape(self.b, self.c, self.r, self.B, self.T, *rest)
+        return jnp.moveaxis(x, 3, 1).reshape(self.b * self.B, self.c * self.r * self.T, *rest)

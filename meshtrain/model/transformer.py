@@ -84,7 +84,7 @@ class Transformer:
         """Layer number `index` with these weights, a slice of p["layers"]; the backward keeps what plan.remat says."""
         def layer(weights, x_BTD, inputs, index):
             return self.layer.bind(weights)(plan, x_BTD, inputs, index)
-        return rematerialized(layer, plan.remat)(weights, x_BTD, inputs, index)
+        return rematerialized(layer, plan)(weights, x_BTD, inputs, index)
 
     def head_loss(self, plan: Plan, p, x_BTD, targets_BT, *, z_loss: float = 0.0, chunk: int = 1024):
         """(objective, nll) from the output of the last layer, as `loss`."""
@@ -142,14 +142,17 @@ def build(cfg) -> Transformer:
     return Transformer(cfg, params.Module(lambda rngs: Ends(cfg, rngs)), params.Module(lambda rngs: Layer(cfg, rngs)))
 
 
-def rematerialized(layer, policy: str):
-    """none: every intermediate is kept; selective: matmul outputs and attention's o and lse; full: only the input."""
+def rematerialized(layer, plan: Plan):
+    """none: every intermediate is kept; selective: matmul outputs and attention's o and lse; full: only the input.
+
+    Where sequences are split over devices, full keeps o and lse, too (B·T·N·H): the backward never runs a ring again.
+    """
     policies = jax.checkpoint_policies
-    if policy == "none":
+    if plan.remat == "none":
         return layer
-    keep = None
-    if policy == "selective":
+    attention = policies.save_only_these_names("attention_o", "attention_lse")
+    keep = attention if plan.layout.sizes["context"] > 1 else None
+    if plan.remat == "selective":
         # Dots with a batch dim are attention's scores, which nobody wants to keep; the weight gathers are no dots.
-        keep = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable,
-                                                policies.save_only_these_names("attention_o", "attention_lse"))
+        keep = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attention)
     return jax.checkpoint(layer, policy=keep, prevent_cse=False)   # inside scan nothing can be merged across it

@@ -1,1 +1,1 @@
-"""HOW IT SPREADS: pipeline schedules and what runs them. Given functions; imports no model and no training."""
+"""How the work spreads: split sequences, pipeline schedules and what runs them. Given functions; imports no model."""

@@ -107,12 +107,11 @@ def _sends(table: Table) -> Iterator[tuple[str, str]]:
 
 def _slots(table: Table) -> Iterator[tuple[str, str]]:
     """Replays the table. A value is (buffer, virtual stage, microbatch); it stands in its slot with the reads it awaits."""
-    p, until = table.num_stages, KINDS.index(table.inputs_until)
+    p = table.num_stages
     c = {name: column.tolist() for name, column in table.columns.items()}
     for name, column in table.columns.items():
-        buffer = {"x": "X", "r": "R", "q": "Q", "z": "Z", "d": "D"}.get(name.rpartition("_")[2])
-        buffer = {"y_in": "X", "dx_in": "D"}.get(name, buffer)
-        if buffer and not (0 <= column.min() and column.max() < table.slots[buffer]):
+        buffer = {"y_in": "X", "dx_in": "D"}.get(name, name.rpartition("_")[2].upper())
+        if buffer in table.slots and not (0 <= column.min() and column.max() < table.slots[buffer]):
             yield "slots", f"column {name} points outside the {table.slots[buffer]} slots of {buffer}"
             return
     held = [{buffer: [[None, 0] for _ in range(n)] for buffer, n in table.slots.items()} for _ in range(p)]
@@ -136,12 +135,8 @@ def _slots(table: Table) -> Iterator[tuple[str, str]]:
         for s in range(p):
             on = c["F_on"][t][s]
             g, i = c["F_chunk"][t][s] * p + s, c["F_mb"][t][s]
-            if on and c["F_first"][t][s]:
-                write(t, s, "X", c["F_x"][t][s], ("x", g, i), until)
-            elif on:
+            if on and not c["F_first"][t][s]:
                 read(t, s, "X", c["F_x"][t][s], ("x", g, i))
-            else:
-                write(t, s, "X", c["F_x"][t][s], None, 0)
             write(t, s, "R", c["F_r"][t][s], ("r", g, i) if on else None, on)
             write(t, s, "Q", c["F_q"][t][s], ("q", g, i) if on else None, on * (1 + table.split))
             loss = c["loss_here"][t][s]
@@ -152,8 +147,6 @@ def _slots(table: Table) -> Iterator[tuple[str, str]]:
             if on:
                 read(t, s, "R", c["B_r"][t][s], ("r", g, i))
                 read(t, s, "D", c["B_d"][t][s], ("d", g, i))
-                if until >= B:
-                    read(t, s, "X", c["B_x"][t][s], ("x", g, i))
                 read(t, s, "Q", c["B_q"][t][s], ("q", g, i))
             if table.split:
                 write(t, s, "Z", c["B_z"][t][s], ("z", g, i) if on else None, on)
@@ -163,15 +156,12 @@ def _slots(table: Table) -> Iterator[tuple[str, str]]:
             if on:
                 read(t, s, "Q", c["W_q"][t][s], ("q", g, i))
                 read(t, s, "Z", c["W_z"][t][s], ("z", g, i))
-                if until == W:
-                    read(t, s, "X", c["W_x"][t][s], ("x", g, i))
         for s in range(p):
-            sends = ("X", "y_in", made_y[s - 1], until + 1), ("D", "dx_in", made_dx[(s + 1) % p], 1)
-            for buffer, column, sent, reads in sends:
+            for buffer, column, sent in (("X", "y_in", made_y[s - 1]), ("D", "dx_in", made_dx[(s + 1) % p])):
                 if bool(c[f"{column}_on"][t][s]) != (sent is not None):
                     fault = "a receive without a send" if sent is None else "a send without a receive"
                     broken.append(f"tick {t}, stage {s}: {fault} ({column})")
-                write(t, s, buffer, c[column][t][s], sent, reads if sent else 0)
+                write(t, s, buffer, c[column][t][s], sent, int(sent is not None))
     for what in broken:
         yield "slots", what
     for s in range(p):

@@ -53,20 +53,21 @@ class Table:
     ops [T, P, 3, 2]: (microbatch, chunk) of F, B, W, or −1: idle. From it follow the columns and slots.
 
     Buffers, one entry per slot and stage; `slots` has how many of each (of every stage, since the program is one):
-      X  stage inputs: received, until F has read them, or B or W, as `inputs_until` says
+      X  stage inputs: received, until F has read them
       R  what F keeps for B                Q  what F keeps for the op that makes the weight gradient (W, or B if not split)
-      D  cotangents of stage outputs: received, or made by the loss, until B has read them        Z  what B keeps for W
+      D  cotangents of stage outputs: received, or made by the loss, until B has read them
+      Z  what B keeps for W; it and its columns are there only where W is split off
 
     columns {name: int32 [T, P]}; every slot column is a valid index in every tick. Where a stage is idle, it points to a
     slot that nobody holds at that moment, so that a masked op may write there what it likes.
       F_on F_mb F_chunk     does this stage forward in this tick, which microbatch, which chunk
-      F_first               1: virtual stage 0. Its input is the embedding of F_mb, which F itself puts into X[F_x]
+      F_first               1: virtual stage 0. Its input is the embedding of F_mb, not X[F_x]
       F_x F_r F_q           reads X[F_x], writes R[F_r], Q[F_q]
       loss_here loss_d      1: F was of the last virtual stage; the loss of its output comes at once and writes D[loss_d]
       B_on B_mb B_chunk     as F
       B_first               1: virtual stage 0. Its result is the cotangent of the embedding of B_mb
-      B_x B_r B_q B_d B_z   reads X, R, Q, D, writes Z[B_z]; B_x is for inputs_until "B" or "W", B_z where W is split
-      W_on W_mb W_chunk W_x W_q W_z      reads X (inputs_until "W"), Q, Z
+      B_r B_q B_d B_z       reads R[B_r], Q[B_q], D[B_d], writes Z[B_z]
+      W_on W_mb W_chunk W_q W_z   as F; reads Q[W_q], Z[W_z]
       y_out dx_out          1: what F (B) made in this tick is awaited by stage s+1 (s−1), both modulo P
       y_in dx_in            slots X[y_in], D[dx_in] that take what stage s−1 (s+1) made by F (B) in THIS tick. They are
                             written after W of this tick and before F of the next: an executor may send dx at the start
@@ -87,7 +88,6 @@ class Table:
     num_microbatches: int
     num_chunks: int
     split: bool
-    inputs_until: str
     ops: np.ndarray
     peak: np.ndarray
     columns: Mapping[str, np.ndarray]
@@ -97,6 +97,16 @@ class Table:
     @property
     def num_ticks(self) -> int:
         return len(self.ops)
+
+    @property
+    def executed(self) -> dict[str, int]:
+        """How often a device runs each op in a step, masked or not (switch: does it, the busiest stage).
+
+        keys: F, loss, B, W. A phase program sends once over the stages for every F and once for every B.
+        """
+        on = self.ops[..., 0] >= 0
+        ticks = on.any(1) if self.family == "phase" else on.sum(0).max(0)[None]
+        return dict(zip(KINDS, ticks.sum(0).tolist())) | {"loss": int(self.shared["loss_on"].sum())}
 
     def runs(self) -> list[Run]:
         """The ticks in order, grouped into scans. A loss that fills one unbroken part of a run makes that part a run."""
@@ -113,11 +123,6 @@ class Table:
             else:
                 runs.append(Run(start, stop, kinds, "sometimes"))
         return runs
-
-    def with_inputs_until(self, kind: str) -> Table:
-        """The same schedule with stage inputs kept until this kind of op has read them: "F", "B" or "W" (B if not split)."""
-        return _table(self.name, self.family, self.num_stages, self.num_microbatches, self.num_chunks, self.split,
-                      self.ops, kind)
 
 
 def _equal_parts(rows: np.ndarray) -> list[tuple[int, int]]:
@@ -151,7 +156,7 @@ def problems(name: str, p: int, m: int, v: int = 1) -> list[str]:
     return faults
 
 
-def make(name: str, p: int, m: int, v: int = 1, inputs_until: str = "F") -> Table:
+def make(name: str, p: int, m: int, v: int = 1) -> Table:
     """The table that `pipeline.schedule` = name means, for p stages, m microbatches and v chunks.
 
     Raises: ValueError with the value, the rule and the remedy where there is none.
@@ -161,10 +166,9 @@ def make(name: str, p: int, m: int, v: int = 1, inputs_until: str = "F") -> Tabl
         raise ValueError("\n".join(faults))
     split = name in SPLIT
     if name == "zb_h1":
-        return _table(name, "switch", p, m, v, split, _as_soon_as_possible(_zero_bubble_orders(p, m, 1), p, m, 1),
-                      inputs_until)
+        return _table(name, "switch", p, m, v, split, _as_soon_as_possible(_zero_bubble_orders(p, m, 1), p, m, 1))
     first_b = m + p - 1 if name == "gpipe" else v * p - 1
-    return _table(name, "phase", p, m, v, split, _phases(p, m, v, split, first_b), inputs_until)
+    return _table(name, "phase", p, m, v, split, _phases(p, m, v, split, first_b))
 
 
 def megatron(name: str, p: int, m: int, v: int = 1) -> Table:
@@ -180,7 +184,7 @@ def megatron(name: str, p: int, m: int, v: int = 1) -> Table:
         orders = [[(F, i, 0) for i in range(m)] + [(B, i, 0) for i in range(m)]] * p
     else:
         orders = _zero_bubble_orders(p, m, v) if split else _one_f_one_b_orders(p, m, v)
-    return _table(name, "mpmd", p, m, v, split, _as_soon_as_possible(orders, p, m, v), "F")
+    return _table(name, "mpmd", p, m, v, split, _as_soon_as_possible(orders, p, m, v))
 
 
 def _phases(p: int, m: int, v: int, split: bool, first_b: int) -> np.ndarray:
@@ -263,12 +267,8 @@ def needs(kind: int, g: int, microbatch: int, num_virtual: int) -> list[tuple[in
 # ---- slots -----------------------------------------------------------------------------------------------------------
 
 
-def _table(name: str, family: str, p: int, m: int, v: int, split: bool, ops: np.ndarray, inputs_until: str) -> Table:
+def _table(name: str, family: str, p: int, m: int, v: int, split: bool, ops: np.ndarray) -> Table:
     """Ops with everything that follows from them."""
-    if inputs_until not in KINDS:
-        raise ValueError(f'inputs_until="{inputs_until}" is no kind of op; use "F", "B" or "W"')
-    if inputs_until == "W" and not split:
-        inputs_until = "B"
     tick = _ticks(ops, p, m, v)
     last = tick[W if split else B]
     peak = np.zeros(p, np.int32)
@@ -280,9 +280,9 @@ def _table(name: str, family: str, p: int, m: int, v: int, split: bool, ops: np.
     columns, shared = _work(ops, p, v)
     slots = {}
     if family != "mpmd":
-        slot_columns, slots = _slots(ops, tick, p, m, v, split, inputs_until)
+        slot_columns, slots = _slots(ops, tick, p, m, v, split)
         columns |= slot_columns
-    return Table(name, family, p, m, v, split, inputs_until, ops, peak, columns, shared, slots)
+    return Table(name, family, p, m, v, split, ops, peak, columns, shared, slots)
 
 
 def _ticks(ops: np.ndarray, p: int, m: int, v: int) -> np.ndarray:
@@ -315,85 +315,61 @@ def _work(ops: np.ndarray, p: int, v: int):
             {name: a.astype(np.int32) for name, a in shared.items()})
 
 
-def _slots(ops: np.ndarray, tick: np.ndarray, p: int, m: int, v: int, split: bool, inputs_until: str):
+def _slots(ops: np.ndarray, tick: np.ndarray, p: int, m: int, v: int, split: bool):
     """The slot columns, and how many slots each buffer needs: each value takes the lowest slot free at its birth."""
     num_ticks, last_g = len(ops), p * v - 1
-    weight_op = "W" if split else "B"
-    at = lambda kind, g: (tick[KINDS.index(kind), g] * TICK + MOMENT[kind]).tolist()
-    # Buffer -> where it is written: (column, moment); where it is read: [(column, kind)].
-    written = {"X": [("F_x", "F"), ("y_in", "arrive")], "R": [("F_r", "F")], "Q": [("F_q", "F")],
-               "D": [("loss_d", "loss"), ("dx_in", "arrive")], "Z": [("B_z", "B")]}
-    read = {"X": [("B_x", "B"), ("W_x", "W")], "R": [("B_r", "B")], "Q": [("B_q", "B"), ("W_q", "W")],
-            "D": [("B_d", "B")], "Z": [("W_z", "W")]}
-    columns = {name: np.zeros((num_ticks, p), np.int32) for table in (written, read) for pairs in table.values()
-               for name, _ in pairs}
-    slots = {}
-    for buffer in written:
-        slots[buffer] = 1
-        if buffer == "Z" and not split:
-            continue
+    weight_op = W if split else B
+    at = lambda kind, g: (tick[kind, g] * TICK + MOMENT[KINDS[kind]]).tolist()
+    arrival = lambda kind, g: (tick[kind, g] * TICK + MOMENT["arrive"]).tolist()
+    loss = lambda g: (tick[F, g] * TICK + MOMENT["loss"]).tolist()
+    # Buffer: columns that write it and when, columns that read it and who, birth and death of the values of a virtual stage.
+    buffers = {
+        "X": ({"y_in": "arrive"}, {"F_x": F}, lambda g: arrival(F, g - 1) if g else [], lambda g: at(F, g)),
+        "R": ({"F_r": "F"}, {"B_r": B}, lambda g: at(F, g), lambda g: at(B, g)),
+        "Q": ({"F_q": "F"}, {"B_q": B} | ({"W_q": W} if split else {}), lambda g: at(F, g), lambda g: at(weight_op, g)),
+        "D": ({"loss_d": "loss", "dx_in": "arrive"}, {"B_d": B},
+              lambda g: loss(g) if g == last_g else arrival(B, g + 1), lambda g: at(B, g)),
+    }
+    if split:
+        buffers["Z"] = ({"B_z": "B"}, {"W_z": W}, lambda g: at(B, g), lambda g: at(W, g))
+    columns, slots = {}, {}
+    for buffer, (written, read, born, gone) in buffers.items():
+        columns |= {name: np.zeros((num_ticks, p), np.int32) for name in (*written, *read)}
+        column_at = {MOMENT[moment]: columns[name] for name, moment in written.items()}
+        moments = sorted(t * TICK + moment for moment in column_at for t in range(num_ticks))
+        slots[buffer] = 0
         for s in range(p):
-            lives = []                                    # (birth, death, virtual stage, microbatch)
-            for g in range(s, p * v, p):
-                birth, death = {
-                    "X": lambda: (at("F", g) if g == 0 else _arrivals(tick[F, g - 1]), at(inputs_until, g)),
-                    "R": lambda: (at("F", g), at("B", g)),
-                    "Q": lambda: (at("F", g), at(weight_op, g)),
-                    "D": lambda: ((tick[F, g] * TICK + MOMENT["loss"]).tolist() if g == last_g
-                                  else _arrivals(tick[B, g + 1]), at("B", g)),
-                    "Z": lambda: (at("B", g), at("W", g)),
-                }[buffer]()
-                lives += zip(birth, death, [g] * m, range(m))
-            lives.sort()
-            taken = {birth for birth, *_ in lives}
-            if buffer == "X":                             # F reads it, and on virtual stage 0 writes it
-                taken |= {moment for g in range(s, p * v, p) for moment in at("F", g)}
-            noise = [(t * TICK + MOMENT[moment], column) for column, moment in written[buffer] for t in range(num_ticks)
-                     if t * TICK + MOMENT[moment] not in taken]
-            slot, noise_slot, count = _lowest_free(lives, sorted(noise))
+            lives = sorted(life for g in range(s, p * v, p) for life in zip(born(g), gone(g), [g] * m, range(m)))
+            births = {life[0] for life in lives}
+            noise = [moment for moment in moments if moment not in births]
+            taken, spare, count = _lowest_free(lives, noise)
             slots[buffer] = max(slots[buffer], count)
-            for (moment, column), number in zip(sorted(noise), noise_slot):
-                columns[column][moment // TICK, s] = number
-            born = {moment: column for column, moment in ((c, MOMENT[w]) for c, w in written[buffer])}
-            for (birth, _, g, i), number in zip(lives, slot):
-                columns[born[birth % TICK]][birth // TICK, s] = number
-                if buffer == "X":
-                    columns["F_x"][tick[F, g, i], s] = number
-                for column, kind in read[buffer]:
-                    if kind != "W" or split:
-                        columns[column][tick[KINDS.index(kind), g, i], s] = number
+            for moment, slot in zip(noise, spare):
+                column_at[moment % TICK][moment // TICK, s] = slot
+            for (birth, _, g, i), slot in zip(lives, taken):
+                column_at[birth % TICK][birth // TICK, s] = slot
+                for name, kind in read.items():
+                    columns[name][tick[kind, g, i], s] = slot
     return columns, slots
 
 
-def _arrivals(ticks: np.ndarray) -> list[int]:
-    return (ticks * TICK + MOMENT["arrive"]).tolist()
-
-
 def _lowest_free(lives, noise) -> tuple[list[int], list[int], int]:
-    """(slot of each life, slot that is free at each moment of noise, slots needed). Both lists sorted by their moment."""
-    free, held, count, slot, noise_slot = [], [], 0, [], []
-    pending = iter([*noise, None])
-    blank = next(pending)
+    """(slot of each life, a slot that is free at each moment of noise, slots needed); both arguments sorted by moment.
 
-    def release(before):
-        while held and held[0][0] < before:
+    lives: (birth, death, …), the slot is held from one to the other, both included. noise: moments.
+    """
+    free, held, count = [], [], 0
+    taken, spare = [], []
+    for moment, death in sorted([(moment, -1) for moment in noise] + [life[:2] for life in lives]):
+        while held and held[0][0] < moment:
             heapq.heappush(free, heapq.heappop(held)[1])
-
-    for birth, death, *_ in [*lives, (1 << 60, 0)]:
-        while blank is not None and blank[0] < birth:
-            release(blank[0])
-            if not free:
-                heapq.heappush(free, count)
-                count += 1
-            noise_slot.append(free[0])
-            blank = next(pending)
-        if birth == 1 << 60:
-            break
-        release(birth)
-        if free:
-            number = heapq.heappop(free)
+        if not free:
+            heapq.heappush(free, count)
+            count += 1
+        if death < 0:
+            spare.append(free[0])
         else:
-            number, count = count, count + 1
-        slot.append(number)
-        heapq.heappush(held, (death, number))
-    return slot, noise_slot, count
+            slot = heapq.heappop(free)
+            heapq.heappush(held, (death, slot))
+            taken.append(slot)
+    return taken, spare, count

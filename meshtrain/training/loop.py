@@ -68,13 +68,13 @@ def train(run, program: Program, step: Callable, state: State, data: Data, check
     agreement = processes.StopAgreement()
     skipped_in_a_row, val_loss, pending, done = 0, None, None, first
 
-    def settle(pending, val_loss=None, pause_s=0.0):
+    def settle(pending, val_loss=None):
         """Reads the metrics of a step that was dispatched earlier; only here the host waits for the device."""
         nonlocal skipped_in_a_row
         if pending is None:
             return
-        number, metrics, data_wait_s = pending
-        row = rows.write(number, jax.device_get(metrics), data_wait_s, val_loss, pause_s)
+        number, metrics, data_wait_s, ended = pending
+        row = rows.write(number, jax.device_get(metrics), data_wait_s, ended.result(), val_loss)
         skipped_in_a_row = skipped_in_a_row + 1 if row["skipped"] else 0
         if row["skipped"]:
             progress.tell(f"step {number}: loss {row['loss']}, gradient norm {row['grad_norm']}: not finite, skipped "
@@ -87,7 +87,7 @@ def train(run, program: Program, step: Callable, state: State, data: Data, check
                 f"optimizer.warmup_steps={run.optimizer.warmup_steps}, or go on from an earlier checkpoint")
 
     with contextlib.closing(batches), trace, concurrent.futures.ThreadPoolExecutor(1) as watch:
-        idle = watch.submit(_time_when_ready, ())   # when the device ended the step before
+        ended = watch.submit(_time_when_ready, ())  # when the device ended the step before
         for number in range(first + 1, last + 1):
             if number == trace.first:
                 settle(pending)
@@ -97,21 +97,22 @@ def train(run, program: Program, step: Callable, state: State, data: Data, check
             asked = time.perf_counter()
             batch = program.place(next(batches))
             # While the step before still runs, nobody waits for the batch of the next.
-            data_wait_s = max(0.0, time.perf_counter() - max(asked, idle.result())) if idle.done() else 0.0
+            data_wait_s = max(0.0, time.perf_counter() - max(asked, ended.result())) if ended.done() else 0.0
             with jax.profiler.StepTraceAnnotation("train", step_num=number):
                 state, metrics = step(state, batch)
-            idle = watch.submit(_time_when_ready, metrics)
+            ended = watch.submit(_time_when_ready, metrics)
             validate = number == last or (run.validation.every > 0 and number % run.validation.every == 0)
             settle(pending)
-            pending, done = (number, metrics, data_wait_s), number
+            pending, done = (number, metrics, data_wait_s, ended), number
             stopping = agreement.reached(stop.signal is not None)
             if validate and data.num_validation_batches:
                 jax.block_until_ready(metrics)      # so that the pause below is the validation's alone
                 measured = time.perf_counter()
                 val_loss = validation_loss(run, program, state, data)
                 progress.tell(f"step {number}: validation loss {val_loss:.4f} nats per token")
-                settle(pending, val_loss, pause_s=time.perf_counter() - measured)
+                settle(pending, val_loss)
                 pending = None
+                rows.pause(time.perf_counter() - measured)
             if number == trace.last:
                 settle(pending)
                 pending = None
@@ -144,7 +145,8 @@ def validation_loss(run, program: Program, state: State, data: Data) -> float:
 
 
 class _Rows:
-    """metrics.jsonl: times from one settled step to the next, pauses taken out; what was waited since the row before."""
+    """metrics.jsonl: a step's time is from the end of the one before to its own end on the device, pauses taken out; what
+    was waited, since the row before."""
 
     def __init__(self, writer, every: int, tokens_per_step: int, flops_per_step: float, peak_flops: float | None):
         self.writer, self.every = writer, every
@@ -156,11 +158,10 @@ class _Rows:
         self.paused += seconds + checkpoint_wait_s
         self.checkpoint_wait_s += checkpoint_wait_s
 
-    def write(self, number: int, metrics: dict, data_wait_s: float, val_loss: float | None, pause_s: float = 0.0) -> dict:
+    def write(self, number: int, metrics: dict, data_wait_s: float, ended: float, val_loss: float | None) -> dict:
         self.data_wait_s += data_wait_s
-        now = time.perf_counter()
-        step_time_s = max(now - self.mark - self.paused - pause_s, 1e-9)
-        self.mark, self.paused = now, 0.0
+        step_time_s = max(ended - self.mark - self.paused, 1e-9)
+        self.mark, self.paused = ended, 0.0
         row = {"step": number, "loss": float(metrics["loss"]), "grad_norm": float(metrics["grad_norm"]),
                "learning_rate": float(metrics["learning_rate"]), "tokens": number * self.tokens_per_step,
                "step_time_s": step_time_s, "tokens_per_s": self.tokens_per_step / step_time_s,

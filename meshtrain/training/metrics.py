@@ -28,6 +28,7 @@ from meshtrain.config import ConfigError, Run
 TAGS = {"loss": "train/loss", "grad_norm": "train/grad_norm", "learning_rate": "train/learning_rate",
         "tokens": "train/tokens", "skipped": "train/skipped", "val_loss": "validation/loss", "step_time_s": "time/step_s",
         "data_wait_s": "time/data_wait_s", "checkpoint_wait_s": "time/checkpoint_wait_s"}
+WANDB_START_TIMEOUT_S = 30.0     # the other processes of the run stand and wait for it
 WANDB_FINISH_TIMEOUT_S = 120.0   # for uploading what is left at the end; without one, no network means no end
 
 
@@ -170,21 +171,25 @@ class WandB:
         kept.parent.mkdir(exist_ok=True)
         if not kept.exists():
             kept.write_text(secrets.token_hex(4))
-        self._run = None
+        self._run, self._first = None, 0
         for mode in dict.fromkeys((run.metrics.wandb, "offline")):
             try:
                 self._run = wandb.init(
                     project=run.metrics.wandb_project, name=run.run.name, id=kept.read_text(), dir=directory, mode=mode,
                     resume="allow" if mode == "online" else None, config=run.model_dump(mode="json"),
-                    settings=wandb.Settings(console="off", finish_timeout=WANDB_FINISH_TIMEOUT_S))
+                    allow_val_change=True,   # a resume may have another mesh or more steps
+                    settings=wandb.Settings(console="off", init_timeout=WANDB_START_TIMEOUT_S,
+                                            finish_timeout=WANDB_FINISH_TIMEOUT_S))
+                self._first = self._run.step    # of the next row; W&B drops what comes before, with a warning each
                 return
             except Exception as error:   # whatever W&B has against it: the run is worth more
                 _tell(f"W&B cannot be started {mode}: {error}; " + (
                     f"it is written to {kept.parent} instead, and `wandb sync` uploads it" if mode == "online" else
                     "the run goes on without it, metrics.jsonl has every row"))
+                wandb.teardown()   # or the id would count as in use
 
     def write(self, row: dict[str, Any]) -> None:
-        if self._run is None or row["step"] < self._run.step:
+        if self._run is None or row["step"] < self._first:
             return
         try:
             self._run.log(_scalars(row), step=row["step"], commit=True)
@@ -245,4 +250,5 @@ def _finite(value):
 
 
 def _tell(message: str) -> None:
-    print("\n" * sys.stdout.isatty() + message, file=sys.stderr, flush=True)   # below the progress line that stands there
+    with contextlib.suppress(OSError):  # a log on the same full disk
+        print("\n" * sys.stdout.isatty() + message, file=sys.stderr, flush=True)  # below the progress line that stands there

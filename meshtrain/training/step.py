@@ -61,6 +61,7 @@ class Program:
     once: tuple[str, ...]          # batch axes over which gradients are reduced once per step
     mesh: jax.sharding.Mesh
     compiler_options: dict
+    order: np.ndarray | None       # which token stands at each place of a sequence; None: as they come
 
     @functools.cached_property
     def rows(self) -> np.ndarray:
@@ -72,6 +73,9 @@ class Program:
 
     def place(self, rows: dict) -> dict:
         """This process's rows [len(self.rows), …] of a step as its part of the arrays in the layout of `batch`."""
+        if self.order is not None:
+            rows = {name: x[:, self.order] if x.ndim > 1 else x for name, x in rows.items()}
+
         def put(name, abstract):
             if jax.process_count() == 1:
                 return jax.device_put(rows[name].reshape(abstract.shape), abstract.sharding)
@@ -88,10 +92,10 @@ class Program:
 
 
 def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec: StateSpec,
-          table: schedules.Table | None = None) -> Program:
+          order: np.ndarray | None = None, table: schedules.Table | None = None) -> Program:
     """run: the checked run file (its data, training, optimizer and model sections are read here).
 
-    table: the pipeline schedule where mesh.stage is larger than 1.
+    order: how tokens lie in a sequence that is split. table: the pipeline schedule where mesh.stage is larger than 1.
     """
     training, data = run.training, run.data
     grads_axes = {axis for names in layout.rules.tables["grads"].values() for axis in names}
@@ -102,10 +106,10 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
     plan = Plan(inner, jnp.dtype(run.model.compute_dtype), attend, training.remat)
     drops = run.model.embedding_dropout > 0 or run.model.residual_dropout > 0
 
-    batch_spec = P(None, once or None, *inner.spec("activations", ("batch",)))
+    batch_spec = lambda dims: P(None, once or None, *inner.spec("activations", ("batch", "seq")[:1 + dims]))
     sequences = data.global_batch // training.microbatches // replicas
     batch = {name: jax.ShapeDtypeStruct((training.microbatches, replicas, sequences) + (data.seq_len,) * dims, jnp.int32,
-                                        sharding=NamedSharding(mesh, batch_spec))
+                                        sharding=NamedSharding(mesh, batch_spec(dims)))
              for name, dims in FIELDS.items()}
 
     def replicated(f):
@@ -142,7 +146,7 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         return grads, nll.sum() / count, count
 
     if table:
-        accumulate = _pipelined(run, model, layout, mesh, plan, spec, once, table)
+        accumulate = _pipelined(run, model, layout, mesh, plan, spec, once, batch, table)
 
     def train(state: State, batch):
         key = jax.random.fold_in(jax.random.key(run.run.seed), state.step) if drops else None
@@ -186,10 +190,10 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         evaluate=jax.jit(evaluate, in_shardings=(spec.sharding.params, batch_shardings), out_shardings=whole),
         initialize=jax.jit(initialize, out_shardings=spec.sharding),
         spec=spec, batch=batch, plan=dataclasses.replace(plan, layout=layout), once=once, mesh=mesh,
-        compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform, COMPILER_OPTIONS["gpu"]))
+        compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform, COMPILER_OPTIONS["gpu"]), order=order)
 
 
-def _pipelined(run, model: Transformer, layout: Layout, mesh, plan: Plan, spec: StateSpec, once, table: schedules.Table):
+def _pipelined(run, model: Transformer, layout: Layout, mesh, plan: Plan, spec: StateSpec, once, batch, table):
     """`accumulate` through the pipeline: (params, batch, dropout key) -> (grads placed as [optimizer], loss, count)."""
     training = run.training
     num_stages, num_chunks, num_layers = table.num_stages, table.num_chunks, run.model.num_layers
@@ -207,7 +211,7 @@ def _pipelined(run, model: Transformer, layout: Layout, mesh, plan: Plan, spec: 
         return layout.constrain("params", layout.constrain("params", w, staged(axes)), staged(axes), drop=gathered)
 
     def out_of_stages(axes, g):
-        g = _reduce(layout, once, staged(axes), g)
+        g = _reduce(layout, summed, staged(axes), g)
         return layout.constrain("optimizer", g.reshape(-1, *g.shape[3:])[:num_layers], axes)
 
     def layer(weights, x, numbered):
@@ -229,7 +233,8 @@ def _pipelined(run, model: Transformer, layout: Layout, mesh, plan: Plan, spec: 
     ends_axes, layers_axes = without_layers(spec.axes), spec.axes["layers"]
     manual_only = tuple(a for a in layout.sizes if a != pipeline.STAGE)
     ends_specs = each(lambda axes: layout.spec("params", axes, drop=manual_only), ends_axes)
-    batch_specs = {name: P(None, once or None) for name in FIELDS}
+    batch_specs = {name: abstract.sharding.spec for name, abstract in batch.items()}
+    summed = once + layout.mesh_axes("activations", "seq")            # a share of a sequence has gradients of its own, too
 
     def accumulate(p, batch, key):
         count = jnp.maximum(jnp.sum(batch["targets"] != NO_TARGET), 1).astype(jnp.float32)
@@ -237,9 +242,9 @@ def _pipelined(run, model: Transformer, layout: Layout, mesh, plan: Plan, spec: 
         ws = each(into_stages, layers_axes, p["layers"])
         ends = each(lambda axes, w: layout.constrain("params", w, axes, drop=gathered), ends_axes, without_layers(p))
         extra = {"count": count} | ({} if key is None else {"key": key})
-        nll, ws, ends = pipeline.gradients(table, parts, mesh, once, ws, ends, batch, extra, ends_specs=ends_specs,
+        nll, ws, ends = pipeline.gradients(table, parts, mesh, summed, ws, ends, batch, extra, ends_specs=ends_specs,
                                            batch_specs=batch_specs)
-        grads = each(lambda axes, g: _reduce(layout, once, axes, g), ends_axes, ends)
+        grads = each(lambda axes, g: _reduce(layout, summed, axes, g), ends_axes, ends)
         grads["layers"] = each(out_of_stages, layers_axes, ws)
         return grads, nll.sum() / count, count
     return accumulate

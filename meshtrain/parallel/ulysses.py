@@ -1,0 +1,58 @@
+"""Ulysses attention: an all-to-all turns a share of the sequence with all heads into the whole sequence with a share of
+the heads, and another one turns the output back (arXiv:2309.14509).
+
+The order of tokens is the natural one. K and V heads that cannot be dealt out are repeated, and their gradients summed.
+Per layer the forward sends (cp-1)/cp of Q, K, V and O, the backward of Q, K, V, O, dO, lse and, in the compute dtype, dQ, dK, dV.
+To be called where `axis` is manual. N and K are the heads of this tensor shard; N is a multiple of cp.
+"""
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+__all__ = ["backward", "forward", "order"]
+
+
+def order(length: int, cp: int) -> np.ndarray:
+    """The natural order."""
+    del cp
+    return np.arange(length)
+
+
+def forward(engine, q_BTNH, k_BTKH, v_BTKH, segments_BT, axis: str = "context"):
+    """o [B, T, N, H] and lse [B, T, N] of these queries to the keys of all devices, float32."""
+    k_BTKH, v_BTKH = (_repeated(x, lax.axis_size(axis)) for x in (k_BTKH, v_BTKH))
+    q, k, v = (_whole_sequence(x, axis) for x in (q_BTNH, k_BTKH, v_BTKH))
+    segments = lax.all_gather(segments_BT, axis, axis=1, tiled=True)
+    o, lse = engine.forward(q, k, v, segments, segments, True)
+    return _all_heads(o.astype(q.dtype), axis).astype(jnp.float32), _all_heads(lse, axis)
+
+
+def backward(engine, q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, lse_BTN, do_BTNH, axis: str = "context"):
+    """dq, dk, dv of what this device holds."""
+    cp = lax.axis_size(axis)
+    K = k_BTKH.shape[2]
+    sent = (q_BTNH, _repeated(k_BTKH, cp), _repeated(v_BTKH, cp), o_BTNH, lse_BTN, do_BTNH)
+    q, k, v, o, lse, do = (_whole_sequence(x, axis) for x in sent)
+    segments = lax.all_gather(segments_BT, axis, axis=1, tiled=True)
+    dq, dk, dv = engine.backward(q, k, v, segments, segments, o, lse, do, True)
+    dq, dk, dv = (_all_heads(x.astype(q.dtype), axis) for x in (dq, dk, dv))
+    once = lambda x: x.astype(jnp.float32).reshape(*x.shape[:2], K, -1, x.shape[-1]).sum(3)
+    return dq, once(dk), once(dv)
+
+
+def _repeated(x_BTKH, cp: int):
+    """Each key/value head as often as it takes to deal them out to cp devices; next to each other, so groups stay whole."""
+    K = x_BTKH.shape[2]
+    return jnp.repeat(x_BTKH, cp // math.gcd(K, cp), axis=2)
+
+
+def _whole_sequence(x, axis: str):
+    return lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True)
+
+
+def _all_heads(x, axis: str):
+    return lax.all_to_all(x, axis, split_axis=1, concat_axis=2, tiled=True)

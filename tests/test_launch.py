@@ -1,0 +1,325 @@
+"""The launcher on this machine, with stand-ins for the training command; and the Slurm script, with one for srun."""
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch import local
+from meshtrain import config
+from meshtrain.config import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+SBATCH = ROOT / "launch" / "slurm.sbatch"
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+
+def refused(capfd, *argv: str) -> str:
+    """What the launcher says when it exits with 2; nothing may have been started."""
+    try:
+        code = local.main(argv)
+    except SystemExit as ended:
+        code = ended.code
+    out, err = capfd.readouterr()
+    assert (code, out) == (2, "") and "Traceback" not in err
+    return err
+
+
+@pytest.mark.parametrize("argv, parts", [
+    ([], ["usage:", "--processes"]),
+    (["--processes", "0"], ["usage:", "--processes 0", "at least 1"]),
+    (["--processes", "-2"], ["usage:", "at least 1"]),
+    (["--processes", "two"], ["usage:", "'two'"]),
+    (["--processes", "2", "configs/quickstart.toml"], ["usage:", "--processes 2 -- configs/quickstart.toml"]),
+    (["--processes", "2", "--training.steps", "3"], ["usage:", "behind --", "--training.steps 3"]),
+    (["--proceses", "2", "--"], ["usage:", "--processes"]),
+    (["--processes", "2", "--", "--training.stpes", "3"], ["error:", "stpes", "training.steps"]),
+    (["--processes", "3", "--"], ["mesh.simulated_devices=8", "--processes 3", "--processes 2 or --processes 4"]),
+    (["--processes", "16", "--"], ["mesh.simulated_devices=8", "--processes 8,", "multiple of 16"]),
+    (["--processes", "2", "--", "--distributed.num_processes", "2", "--distributed.process_id", "0",
+      "--distributed.coordinator_address", "a:12345"], ["[distributed]", "launcher"]),
+])
+def test_a_mistake_is_exit_2_and_one_message(argv, parts, capfd):
+    err = refused(capfd, *argv)
+    for part in parts:
+        assert part in err, err
+
+
+def test_help_is_exit_0(capfd):
+    for argv, part in ((["--help"], "--processes N"), (["--processes", "2", "--", "--help"], "--training.steps")):
+        with pytest.raises(SystemExit) as ended:
+            local.main(argv)
+        assert ended.value.code == 0 and part in capfd.readouterr().out
+
+
+def test_every_process_gets_the_run_and_its_place():
+    rest = ["configs/quickstart.toml", "--training.steps", "6"]
+    lines = local.commands(rest, 4, 12345)
+    for index, line in enumerate(lines):
+        assert line[:3] == [sys.executable, "-m", "meshtrain.train"]
+        run = config.load(line[3:])
+        assert run.training.steps == 6
+        assert run.distributed == config.Distributed(coordinator_address="127.0.0.1:12345", num_processes=4, process_id=index)
+    assert local.commands(rest, 1, 12345) == [[sys.executable, "-m", "meshtrain.train", *rest]], "one is a plain run"
+
+
+def test_each_process_sees_one_gpu_of_those_that_the_launcher_sees():
+    run = config.load(["--mesh.simulated_devices", "0"])
+    seen = {"CUDA_VISIBLE_DEVICES": "4,GPU-x,7", "HOME": "/h"}
+    given = local.environments(run, 2, seen)
+    assert [environ["CUDA_VISIBLE_DEVICES"] for environ in given] == ["4", "GPU-x"]
+    assert {environ["HOME"] for environ in given} == {"/h"}
+    assert local.environments(run, 1, seen)[0]["CUDA_VISIBLE_DEVICES"] == "4,GPU-x,7", "one process takes all"
+    for too_few in ("4", "", "-1"):
+        with pytest.raises(ConfigError, match="--processes 2 needs as many GPUs"):
+            local.environments(run, 2, {"CUDA_VISIBLE_DEVICES": too_few})
+
+
+def test_simulated_devices_leave_the_gpus_alone():
+    for environ in local.environments(config.load([]), 4, {"CUDA_VISIBLE_DEVICES": "0,1"}):
+        assert environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+# ---- supervision -----------------------------------------------------------------------------------------------------
+
+
+def stand_in(pid_file: Path, body: str) -> str:
+    return f"import os, signal, sys, time\nopen({str(pid_file)!r}, 'w').write(str(os.getpid()))\n{body}"
+
+
+def launched(tmp_path, *bodies: str, grace_s: float = 0.5) -> subprocess.Popen:
+    """A launcher whose processes run these pieces of Python; each leaves its pid in a file."""
+    argvs = [[sys.executable, "-u", "-c", stand_in(tmp_path / f"pid{i}", body)] for i, body in enumerate(bodies)]
+    code = ("import json, os, sys\nfrom launch import local\n"
+            f"sys.exit(local.supervise(json.loads(sys.argv[1]), [dict(os.environ)] * {len(bodies)}, grace_s={grace_s}))")
+    return subprocess.Popen([sys.executable, "-c", code, json.dumps(argvs)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE)
+
+
+def ran(tmp_path, *bodies: str, grace_s: float = 0.5) -> tuple[int, str, str]:
+    launcher = launched(tmp_path, *bodies, grace_s=grace_s)
+    try:
+        out, err = launcher.communicate(timeout=60)
+    finally:
+        launcher.kill()
+    assert "Traceback" not in err, err
+    return launcher.returncode, out, err
+
+
+def pids(tmp_path, count: int) -> list[int]:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        texts = [path.read_text() for path in sorted(tmp_path.glob("pid*"))]
+        if len(texts) == count and all(texts):
+            return [int(text) for text in texts]
+        time.sleep(0.02)
+    raise AssertionError("they did not start")
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+FOREVER = "time.sleep(1000)"
+STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"
+
+
+@pytest.mark.parametrize("code", [0, 2, 75])
+def test_the_code_that_all_agree_on_is_the_launchers(code, tmp_path):
+    assert ran(tmp_path, *[f"sys.exit({code})"] * 3) == (code, "", "")
+
+
+@pytest.mark.parametrize("codes", [(0, 75), (75, 0), (3, 3), (2, 0), (1, 1)])
+def test_other_codes_and_disagreement_are_1(codes, tmp_path):
+    code, _, err = ran(tmp_path, *(f"sys.exit({code})" for code in codes))
+    assert code == 1 and f"exit code {codes[1]}" in err
+
+
+def test_the_first_process_speaks_and_the_others_are_silent(tmp_path):
+    code, out, err = ran(tmp_path, "print('[Gloo] Rank 0 is connected'); print('\\033[Ka', end=''); sys.stderr.write('e\\n')",
+                         "print('not shown'); sys.stderr.write('nor this\\n')")
+    assert (code, out, err) == (0, "[Gloo] Rank 0 is connected\n\033[Ka", "e\n")
+
+
+def test_who_failed_first_is_named_with_its_last_words(tmp_path):
+    say = ("[print('line', i) for i in range(100)]; print('[Gloo] Rank 2 is connected to 2 peer ranks')\n"
+           "sys.stderr.write('oh no\\n')")
+    code, _, err = ran(tmp_path, STUBBORN, FOREVER, f"{say}; time.sleep(0.3); sys.exit(3)")
+    pid = pids(tmp_path, 3)
+    assert code == 1
+    told = re.match(r"process 2 \(pid (\d+)\) failed first, ([\d.]+) s after the start: exit code 3\n", err)
+    assert int(told[1]) == pid[2] and 0.3 <= float(told[2]) < 30
+    assert "  line 99\n  oh no\n" in err and "line 0\n" not in err and "Gloo" not in err
+    assert f"then process 0 (pid {pid[0]}): killed by SIGKILL (signal 9)\n" in err, "it did not heed SIGTERM"
+    assert f"then process 1 (pid {pid[1]}): killed by SIGTERM (signal 15)\n" in err
+    assert not any(map(alive, pid))
+
+
+def test_a_killed_process_is_named_by_its_signal(tmp_path):
+    launcher = launched(tmp_path, FOREVER, "print('working')\n" + FOREVER)
+    pid = pids(tmp_path, 2)
+    time.sleep(0.2)
+    os.kill(pid[1], signal.SIGKILL)
+    out, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1 and f"process 1 (pid {pid[1]}) failed first" in err and "SIGKILL (signal 9)" in err
+    assert "  working\n" in err
+
+
+def test_peers_that_die_of_it_are_not_blamed_nor_their_stack_shown(tmp_path):
+    lost = (f"print({local.LOST_PEERS.decode()!r}); print('    @ 0x7fb176640634 absl::LogMessage'); os.abort()")
+    code, _, err = ran(tmp_path, FOREVER, lost, "time.sleep(0.2); print('mine'); sys.exit(1)", grace_s=1)
+    assert code == 1 and err.startswith("process 2 ") and "  mine\n" in err and "absl" not in err
+    assert re.search(r"then process 1 .*SIGABRT", err)
+
+
+def test_peers_may_end_by_themselves_after_a_failure(tmp_path):
+    code, out, err = ran(tmp_path, "time.sleep(1); print('saved'); sys.exit(0)", "sys.exit(1)", grace_s=20)
+    assert code == 1 and out == "saved\n" and re.search(r"then process 0 .*exit code 0", err)
+
+
+COUNTING = ("n = []\nfor number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, lambda s, f: n.append(s))\n"
+            "open(os.environ['READY'] + str(os.getpid()), 'w').close()\n"
+            "while len(n) < {count}: time.sleep(0.01)\n")
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGINT,), (signal.SIGINT, signal.SIGTERM)])
+def test_every_process_gets_every_signal_once(numbers, tmp_path, monkeypatch):
+    monkeypatch.setenv("READY", f"{tmp_path}/ready")
+    body = COUNTING.format(count=len(numbers)) + f"time.sleep(0.3); sys.exit(75 if n == {[int(n) for n in numbers]} else 1)"
+    launcher = launched(tmp_path, body, body, body)
+    deadline = time.monotonic() + 30
+    while len(list(tmp_path.glob("ready*"))) < 3 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for number in numbers:
+        launcher.send_signal(number)
+        time.sleep(0.1)
+    out, err = launcher.communicate(timeout=60)
+    assert (launcher.returncode, out, err) == (75, "", "")
+
+
+def test_a_terminals_interrupt_reaches_only_the_launcher(tmp_path):
+    launcher = launched(tmp_path, FOREVER, FOREVER)
+    sessions = {os.getsid(pid) for pid in pids(tmp_path, 2)}
+    assert len(sessions) == 2 and os.getsid(launcher.pid) not in sessions
+    launcher.terminate()
+    assert launcher.wait(30) == 1
+
+
+def test_no_process_outlives_a_killed_launcher(tmp_path):
+    launcher = launched(tmp_path, STUBBORN, STUBBORN)
+    pid = pids(tmp_path, 2)
+    assert all(map(alive, pid))
+    launcher.kill()
+    launcher.wait()
+    deadline = time.monotonic() + 10
+    while any(map(alive, pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = [one for one in pid if alive(one)]
+    for one in left:
+        os.kill(one, signal.SIGKILL)
+    assert left == []
+
+
+def test_a_command_that_cannot_start_leaves_nobody_behind(tmp_path):
+    forever = [sys.executable, "-c", stand_in(tmp_path / "pid0", FOREVER)]
+    code = ("import os, sys, time\nfrom launch import local\n"
+            f"local.supervise([{forever!r}, ['/nowhere/python']], [dict(os.environ)] * 2)")
+    launcher = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=60)
+    assert launcher.returncode == 1 and "/nowhere/python" in launcher.stderr
+    time.sleep(0.2)
+    assert not any(alive(int(path.read_text())) for path in tmp_path.glob("pid*") if path.read_text())
+
+
+# ---- Slurm -----------------------------------------------------------------------------------------------------------
+
+# srun: two tasks on this machine with what Slurm tells them; its code is the highest of theirs.
+SRUN = r'''
+import os, subprocess, sys
+argv = sys.argv[1:]
+while argv[0].startswith("-"):
+    option = argv.pop(0)
+    assert "=" in option, option
+tasks = [subprocess.Popen(argv, env=os.environ | {
+    "SLURM_STEP_ID": "0", "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i), "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "node[1-1]"}) for i in range(2)]
+sys.exit(max(task.wait() for task in tasks))
+'''
+# What stands for `python -u -m meshtrain.train …`: it leaves its arguments, and its place, and ends as it is told.
+ARGUMENTS = '''
+import json, os, sys
+from pathlib import Path
+Path(os.environ["SAID"], os.environ["SLURM_PROCID"]).write_text(json.dumps(sys.argv[1:]))
+sys.exit(int(os.environ["CODE"]))
+'''
+PLACE = '''
+import json, os
+from pathlib import Path
+from meshtrain import config, processes
+cluster = processes.find(config.Distributed(), os.environ)
+processes.meet(cluster, 30)
+Path(os.environ["SAID"], str(cluster.index)).write_text(json.dumps([cluster.coordinator, cluster.local_devices]))
+'''
+
+
+def submitted(tmp_path, python: str, code: int, *argv: str) -> subprocess.CompletedProcess:
+    """The batch script with stand-ins for srun, scontrol and python on the PATH."""
+    (tmp_path / "said").mkdir()
+    for name, interpreter, text in (("srun", sys.executable, SRUN), ("python", sys.executable, python),
+                                    ("scontrol", "/bin/sh", f'echo "$@" > {tmp_path}/asked\n')):
+        (tmp_path / name).write_text(f"#!{interpreter}\n{text}")
+        (tmp_path / name).chmod((tmp_path / name).stat().st_mode | stat.S_IXUSR)
+    environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "CODE": str(code),
+                            "SAID": str(tmp_path / "said"), "SLURM_JOB_ID": "4711", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
+    return subprocess.run(["bash", str(SBATCH), *argv], env=environ, text=True, capture_output=True, timeout=100)
+
+
+def test_the_batch_script_is_bash_and_names_what_exists():
+    assert subprocess.run(["bash", "-n", str(SBATCH)]).returncode == 0
+    text = SBATCH.read_text()
+    assert text.startswith("#!")
+    files = re.findall(r"configs/\S+\.toml", text)
+    assert files and all((ROOT / file).is_file() for file in files)
+    first_command = re.search(r"^[^#\n]", text, re.MULTILINE).start()
+    assert text.rfind("#SBATCH") < first_command, "sbatch reads no options after the first command"
+    gpus = int(re.search(r"--nodes=(\d+)", text)[1]) * int(re.search(r"--gpus-per-node=(\d+)", text)[1])
+    assert re.search(r"--ntasks-per-node=(\d+)", text)[1] == re.search(r"--gpus-per-node=(\d+)", text)[1]
+    assert config.mesh_sizes(config.load([files[0]]), gpus)
+
+
+def test_the_tasks_of_a_batch_script_find_each_other(tmp_path):
+    job = submitted(tmp_path, PLACE, 0)
+    assert job.returncode == 0, job
+    said = [json.loads((tmp_path / "said" / str(index)).read_text()) for index in range(2)]
+    assert len({address for address, _ in said}) == 1 and [own for _, own in said] == [[0], [1]]
+
+
+@pytest.mark.parametrize("argv", [[], ["my.toml", "--run.name", "two words"]], ids=["default", "given"])
+def test_every_task_gets_the_run(argv, tmp_path):
+    job = submitted(tmp_path, ARGUMENTS, 0, *argv)
+    assert job.returncode == 0, job
+    for index in range(2):
+        said = json.loads((tmp_path / "said" / str(index)).read_text())
+        assert said == ["-u", "-m", "meshtrain.train", *(argv or ["configs/llama3-8b-64.toml"])]
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 75])
+def test_a_job_that_stopped_on_request_goes_back_into_the_queue(code, tmp_path):
+    assert submitted(tmp_path, ARGUMENTS, code).returncode == code
+    asked = (tmp_path / "asked").read_text() if (tmp_path / "asked").exists() else ""
+    assert asked == ("requeue 4711\n" if code == 75 else "")

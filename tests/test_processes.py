@@ -1,0 +1,463 @@
+"""Several processes: who they are, that they meet or say who did not, and what they decide together."""
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshtrain import config, processes
+from meshtrain.config import ConfigError, Distributed
+from meshtrain.processes import Cluster, PeerError
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTHING = Distributed()
+# What srun sets for the sixth of 8 tasks on 2 hosts with 4 GPUs each that every task sees.
+SRUN = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+        "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NODELIST": "gpu[07-08]",
+        "SLURM_JOB_NODELIST": "gpu[01-08]", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+MPIRUN = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+          "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+MPI4 = MPIRUN | {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"}
+MPI5 = MPIRUN | {"PMIX_NAMESPACE": "prterun-gpu-07-3903919@1",
+                 "PMIX_SERVER_URI41": "prterun-gpu-07-3903919@0.1;tcp4://127.0.0.1:57983"}
+
+
+def told(address="", count=0, index=-1) -> Distributed:
+    return Distributed(coordinator_address=address, num_processes=count, process_id=index)
+
+
+# ---- who we are ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("environ", [
+    {}, {"HOME": "/root"},
+    {key: value for key, value in SRUN.items() if key != "SLURM_STEP_ID"} | {"SLURM_PROCID": "0"},      # the batch script
+    SRUN | {"SLURM_STEP_ID": str(0xFFFFFFFB)}, SRUN | {"SLURM_STEP_ID": str(0xFFFFFFFA)},               # batch step, salloc
+    SRUN | {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0"},
+    MPI4 | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+], ids=["nothing", "home", "batch script", "batch step", "salloc", "one task", "one rank"])
+def test_a_process_that_nobody_started_among_others_is_alone(environ):
+    assert processes.find(NOTHING, environ) is None
+
+
+def test_slurm_tells_rank_count_first_host_and_gpu():
+    found = processes.find(NOTHING, SRUN)
+    assert (found.host, found.count, found.index, found.local_devices) == ("gpu07", 8, 5, (1,))
+    assert 10_000 <= found.port < 32_768 and not found.on_loopback
+
+
+def test_all_tasks_of_a_job_meet_at_one_port_and_other_jobs_and_steps_at_others():
+    ranks = {processes.find(NOTHING, SRUN | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i % 4), "SLURM_NODEID": str(i // 4)})
+             for i in range(8)}
+    assert len({found.coordinator for found in ranks}) == 1 and {found.index for found in ranks} == set(range(8))
+    others = {processes.find(NOTHING, SRUN | change).port
+              for change in ({}, {"SLURM_JOB_ID": "4712"}, {"SLURM_STEP_ID": "1"}, {"SLURM_JOB_ID": "4711" + "0" * 6})}
+    assert len(others) == 4
+
+
+@pytest.mark.parametrize("nodes, first", [
+    ("node1", "node1"), ("node1,node2", "node1"), ("node[001-004]", "node001"), ("node[3,7-9],other", "node3"),
+    ("a-b.c[10-12]", "a-b.c10"), ("rack[1-2]n[03,07-9],x", "rack1n03"), ("n[1-2]-ib", "n1-ib")])
+def test_the_first_host_of_a_node_list(nodes, first):
+    assert processes.find(NOTHING, SRUN | {"SLURM_STEP_NODELIST": nodes}).host == first
+
+
+@given(st.lists(st.integers(1, 12), min_size=2, max_size=9), st.data())
+def test_every_slurm_task_knows_how_many_share_its_host(per_node, data):
+    runs = []       # as Slurm writes it: 4(x2),3
+    for tasks in per_node:
+        if runs and runs[-1][0] == tasks:
+            runs[-1][1] += 1
+        else:
+            runs.append([tasks, 1])
+    text = ",".join(f"{tasks}(x{times})" if times > 1 else str(tasks) for tasks, times in runs)
+    node = data.draw(st.integers(0, len(per_node) - 1))
+    environ = SRUN | {"SLURM_STEP_TASKS_PER_NODE": text, "SLURM_STEP_NUM_TASKS": str(sum(per_node)),
+                      "SLURM_NODEID": str(node), "SLURM_LOCALID": "0"}
+    del environ["CUDA_VISIBLE_DEVICES"]
+    assert processes.find(NOTHING, environ).local_devices == (None if per_node[node] == 1 else (0,))
+
+
+@pytest.mark.parametrize("visible, own", [("0,1,2,3", (1,)), ("2", None), (None, (1,)), ("GPU-a,GPU-b,GPU-c,GPU-d", (1,))])
+def test_a_task_takes_its_own_gpu_unless_it_sees_no_other(visible, own):
+    environ = {key: value for key, value in SRUN.items() if key != "CUDA_VISIBLE_DEVICES"}
+    environ |= {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+    assert processes.find(NOTHING, environ).local_devices == own
+
+
+def test_tasks_of_one_host_meet_on_loopback():
+    one = {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "0"}
+    assert processes.find(NOTHING, SRUN | one).on_loopback
+    assert processes.find(NOTHING, MPI5 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}).on_loopback
+
+
+@pytest.mark.parametrize("environ, host", [
+    (MPI4, "10.96.0.1"), (MPI5, "gpu-07"),
+    (MPIRUN | {"OMPI_MCA_orte_hnp_uri": "1314521088.0;tcp6://[fe80::b9b:ac5d,2620:10d::2]:43370"}, "fe80::b9b:ac5d")],
+    ids=["4", "5", "IPv6"])
+def test_open_mpi_tells_rank_count_and_mpiruns_host(environ, host):
+    found = processes.find(NOTHING, environ)
+    assert (found.host, found.count, found.index, found.local_devices) == (host, 8, 5, (1,))
+    assert 10_000 <= found.port < 32_768
+    elsewhere = environ | {"OMPI_COMM_WORLD_RANK": "1", "PMIX_SERVER_URI41": "prterun-gpu-07-3903919@0.9;tcp4://127.0.0.1:1"}
+    assert processes.find(NOTHING, elsewhere | {"OMPI_MCA_orte_hnp_uri": environ.get("OMPI_MCA_orte_hnp_uri", "")}
+                          ).coordinator == found.coordinator
+
+
+def test_mpirun_inside_a_slurm_job_is_open_mpi():
+    """mpirun starts its daemons by srun: there are two of those, and eight processes."""
+    assert processes.find(NOTHING, MPI5 | SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}).index == 5
+    assert processes.find(NOTHING, MPI5 | SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}).count == 8
+
+
+def test_mpirun_that_does_not_tell_its_host_asks_for_the_address_and_takes_it():
+    with pytest.raises(ConfigError, match="--distributed.coordinator_address HOST:PORT"):
+        processes.find(NOTHING, MPIRUN)
+    assert processes.find(told("a:12345"), MPIRUN) == Cluster("a:12345", 8, 5, (1,))
+
+
+def test_flags_win_over_the_environment():
+    for environ in ({}, SRUN, MPI4):
+        assert processes.find(told("a:12345", 4, 3), environ) == Cluster("a:12345", 4, 3)
+    assert processes.find(told("a:12345", 1, 0), SRUN) is None
+    assert processes.find(told("a:12345"), SRUN) == Cluster("a:12345", 8, 5, (1,))
+
+
+def test_an_address_alone_without_a_launcher_is_refused():
+    with pytest.raises(ConfigError, match="coordinator_address=a:12345.*num_processes and distributed.process_id"):
+        processes.find(told("a:12345"), {})
+
+
+@pytest.mark.parametrize("address, count, index, parts", [
+    ("", 2, 0, ["coordinator_address", "all three"]), ("a:12345", 2, -1, ["process_id=-1", "all three"]),
+    ("a:12345", 0, 1, ["num_processes=0", "all three"]), ("a:12345", 2, 2, ["process_id=2", "0 to 1"]),
+    ("a", 2, 1, ['="a"', "HOST:PORT"]), ("a:0", 2, 1, ["HOST:PORT"]), ("a:65536", 2, 1, ["HOST:PORT"]),
+    ("::1:80", 2, 1, ["HOST:PORT"]), ("a:12345", -1, 0, ["num_processes=-1"])])
+def test_contradicting_flags_are_told_by_name(address, count, index, parts, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    argv = ["--distributed.coordinator_address", address, f"--distributed.num_processes={count}",
+            f"--distributed.process_id={index}"]
+    with pytest.raises(ConfigError) as raised:
+        config.load(argv)
+    for part in parts:
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize("address", ["node1:12345", "10.0.0.1:12345", "[fe80::1]:12345", "localhost:1"])
+def test_addresses_of_all_kinds_are_taken(address, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    given_ = config.load([f"--distributed.coordinator_address={address}", "--distributed.num_processes=2",
+                          "--distributed.process_id=1"]).distributed
+    found = processes.find(given_, {})
+    assert found.port == int(address.rpartition(":")[2]) and "[" not in found.host
+    assert found.on_loopback == (found.host == "localhost")
+
+
+# ---- coming together -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+class Meeting(threading.Thread):
+    """One process that comes to the meeting; `result` is None or what it raised."""
+
+    def __init__(self, address: str, count: int, index: int, timeout_s: float = 20):
+        super().__init__(daemon=True)
+        self.cluster, self.timeout_s, self.result = Cluster(address, count, index), timeout_s, "still waiting"
+        self.start()
+
+    def run(self):
+        start = time.monotonic()
+        try:
+            processes.meet(self.cluster, self.timeout_s)
+            self.result = None
+        except Exception as error:
+            self.result = error
+        self.took_s = time.monotonic() - start
+
+    def __call__(self):
+        self.join(self.timeout_s + 10)
+        return self.result
+
+
+def connect(address: str, text: bytes = b"") -> socket.socket:
+    """A connection to process 0, as soon as it listens."""
+    host, port = address.split(":")
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            connection = socket.create_connection((host, int(port)), timeout=10)
+            connection.sendall(text)
+            return connection
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def hello(index: int, count: int, pid: int = 1, left_s: float = 20) -> bytes:
+    about = {"index": index, "count": count, "host": "elsewhere", "pid": pid, "left_s": left_s}
+    return processes.HELLO + json.dumps(about).encode() + b"\n"
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)])
+def test_all_meet_in_whatever_order_they_come(order, address):
+    meetings = []
+    for index in order:
+        meetings.append(Meeting(address, 4, index))
+        time.sleep(0.1)
+    assert [meeting() for meeting in meetings] == [None] * 4
+
+
+def test_strangers_do_not_disturb_the_meeting(address):
+    first = Meeting(address, 2, 0)
+    junk = [b"", b"GET / HTTP/1.1\r\n\r\n", processes.HELLO[:5], b"\0" * 100_000, processes.HELLO + b"no json\n",
+            processes.HELLO + b"x" * 5000]
+    with contextlib.ExitStack() as stack:
+        for text in junk:
+            with contextlib.suppress(OSError):      # it may be thrown out while it still speaks
+                stack.enter_context(connect(address, text))
+        connect(address).close()
+        time.sleep(0.2)
+        assert first.result == "still waiting"
+        second = Meeting(address, 2, 1)
+        assert (first(), second()) == (None, None)
+
+
+def test_who_does_not_come_is_named_by_all_who_did(address):
+    meetings = [Meeting(address, 5, index, timeout_s=1) for index in (0, 1, 3)]
+    for meeting in meetings:
+        error = meeting()
+        assert isinstance(error, PeerError) and meeting.took_s < 3, error
+        assert str(error).startswith(f"processes 2 and 4 of 5 did not come to {address} within 1 s"), error
+        for index in (0, 1, 3):
+            assert f"{index} ({socket.gethostname()}, pid {os.getpid()})" in str(error)
+
+
+def test_nobody_waits_longer_than_the_first_who_came(address):
+    patient = Meeting(address, 3, 0, timeout_s=30)
+    hasty = Meeting(address, 3, 1, timeout_s=1)
+    assert "process 2 of 3 did not come" in str(hasty()) and "process 2 of 3 did not come" in str(patient())
+    assert patient.took_s < 5
+
+
+def test_a_process_that_comes_and_dies_has_not_come(address):
+    first = Meeting(address, 3, 0, timeout_s=1)
+    connect(address, hello(1, 3)).close()
+    assert "processes 1 and 2 of 3 did not come" in str(first())
+
+
+def test_a_process_that_comes_again_is_welcome(address):
+    first = Meeting(address, 3, 0)
+    connect(address, hello(1, 3)).close()
+    time.sleep(0.2)
+    assert [meeting() for meeting in (first, Meeting(address, 3, 1), Meeting(address, 3, 2))] == [None] * 3
+
+
+def test_a_missing_first_process_is_named_by_the_others(address):
+    meeting = Meeting(address, 2, 1, timeout_s=1)
+    error = meeting()
+    assert isinstance(error, PeerError) and meeting.took_s < 3
+    assert f"process 0 of 2 did not come to {address} within 1 s (Connection refused)" in str(error)
+
+
+@pytest.mark.parametrize("reply, why", [(b"HTTP/1.1 400 Bad Request\r\n", "no process of meshtrain"), (b"", "went away")])
+def test_another_program_at_the_port_is_told(reply, why):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        meeting = Meeting(f"127.0.0.1:{listener.getsockname()[1]}", 2, 1, timeout_s=0.5)
+        listener.settimeout(0.1)
+        while meeting.is_alive():
+            with contextlib.suppress(TimeoutError):
+                connection, _ = listener.accept()
+                connection.recv(1000)
+                connection.sendall(reply)
+                connection.close()
+        assert why in str(meeting())
+
+
+def test_a_taken_port_is_told_with_its_address():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        error = Meeting(address, 2, 0)()
+    assert isinstance(error, ConfigError) and address in str(error) and "in use" in str(error)
+
+
+def test_processes_that_expect_other_numbers_are_named_by_both(address):
+    meetings = [Meeting(address, 2, 0), Meeting(address, 3, 1)]
+    for meeting in meetings:
+        error = meeting()
+        assert isinstance(error, ConfigError) and meeting.took_s < 5
+        assert "process 1" in str(error) and "num_processes=3" in str(error) and "has 2" in str(error)
+
+
+def test_an_index_given_twice_is_told_with_both_hosts(address):
+    first = Meeting(address, 3, 0)
+    with connect(address, hello(1, 3, pid=11)) as one, connect(address, hello(1, 3, pid=12)):
+        answer = one.makefile("rb").readline()
+        error = first()
+    assert isinstance(error, ConfigError)
+    for part in ("process_id=1 came twice", "pid 11", "pid 12"):
+        assert part in str(error) and part.encode() in answer
+
+
+def test_two_first_processes_are_told(address):
+    first = Meeting(address, 3, 0)
+    with connect(address, hello(0, 3, pid=11)):
+        assert "process_id=0 came twice" in str(first()) and "pid 11" in str(first())
+
+
+def test_many_missing_are_counted(address):
+    assert "15, 16 and 283 more of 300 did not come" in str(Meeting(address, 300, 0, timeout_s=0.2)())
+
+
+@pytest.mark.parametrize("host, bound", [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("node1", None)])
+def test_loopback_stays_on_loopback(host, bound, address, monkeypatch):
+    cluster = Cluster(f"{host}:{address.split(':')[1]}", 2, 0)
+    if bound:
+        with processes._listen(cluster) as listener:
+            assert listener.getsockname()[0] == bound
+    calls = {}
+    monkeypatch.setattr(processes, "meet", lambda *_: None)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **options: calls.update(options))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    before = jax.config.jax_enable_preemption_service
+    try:
+        processes.start(cluster)
+    finally:
+        jax.config.update("jax_enable_preemption_service", before)
+    assert calls["coordinator_bind_address"] == (bound and f"{bound}:{cluster.port}")
+    assert calls["cluster_detection_method"] == "deactivate" and calls["initialization_timeout"] < 60
+
+
+# ---- deciding together -----------------------------------------------------------------------------------------------
+
+COUNT = 3
+CHILD = '''
+import json, sys, time
+import jax
+from meshtrain import processes
+from meshtrain.config import ConfigError
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+address, count, index = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+processes.start(processes.Cluster(address, count, index))
+said = {"devices": len(jax.devices())}
+
+def raised(name, call):
+    try:
+        said[name] = ["returned", call()]
+    except Exception as error:
+        said[name] = [type(error).__name__, str(error), processes.told_by_first(error)]
+
+def fail(error):
+    raise error
+
+calls = []
+raised("first", lambda: processes.on_first(lambda: calls.append(1) or {"index": index, "text": "ü" * 5000, "x": 0.1}))
+said["calls"] = len(calls)
+raised("config", lambda: processes.on_first(lambda: fail(ConfigError("one", "two"))))
+raised("value", lambda: processes.on_first(lambda: fail(ValueError("three"))))
+raised("other", lambda: processes.on_first(lambda: fail(OSError("four"))))
+raised("unfit", lambda: processes.on_first(lambda: object()))
+raised("all", lambda: processes.everywhere(lambda: index * 10))
+raised("some", lambda: processes.everywhere(lambda: fail(ConfigError("no file")) if index else 0))
+raised("same fault", lambda: processes.everywhere(lambda: fail(ConfigError("no file"))))
+raised("lone", lambda: processes.everywhere(lambda: fail(KeyError("k")) if index == 1 else 0))
+raised("same", lambda: processes.same_everywhere("data", "abc"))
+raised("differ", lambda: processes.same_everywhere("data", "a\\nsteps = 6\\nb" if index != 1 else "a\\nsteps = 7\\nb"))
+agreement = processes.StopAgreement()
+for step in range(1, 1000):
+    if agreement.reached(index == 2 and step == 20):
+        break
+said["stopped"] = step
+print("SAID " + json.dumps(said), flush=True)
+if index == 1:
+    raise RuntimeError("alone")     # the others wait for it in jax's orderly end
+'''
+
+
+@pytest.fixture(scope="module")
+def children():
+    """Three real processes with two devices each; the second fails when all is said."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    environ = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    children = [subprocess.Popen([sys.executable, "-c", CHILD, address, str(COUNT), str(index)], text=True,
+                                 env=environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                for index in range(COUNT)]
+    yield children
+    for child in children:
+        child.kill()
+        child.communicate()
+
+
+@pytest.fixture(scope="module")
+def said(children) -> list[dict]:
+    """What the three have found, in their order."""
+    lines = [next((line for line in child.stdout if line.startswith("SAID")), None) for child in children]
+    assert all(lines), [child.stderr.read() for child in children if child.poll() is not None]
+    return [json.loads(line[5:]) for line in lines]
+
+
+def test_processes_that_met_are_one_jax(said):
+    assert [one["devices"] for one in said] == [2 * COUNT] * COUNT
+
+
+def test_what_the_first_finds_all_know_and_only_it_looks(said):
+    assert [one["first"] for one in said] == [["returned", {"index": 0, "text": "ü" * 5000, "x": 0.1}]] * COUNT
+    assert [one["calls"] for one in said] == [1, 0, 0]
+
+
+def test_what_fails_in_the_first_fails_in_all(said):
+    for index, one in enumerate(said):
+        assert one["config"] == ["ConfigError", "one\ntwo", index != 0]
+        assert one["value"] == ["ValueError", "three", index != 0]
+        assert one["other"] == (["OSError", "four", False] if index == 0 else ["PeerError", "process 0: OSError: four", True])
+        assert one["unfit"][0] == ("TypeError" if index == 0 else "PeerError")
+
+
+def test_what_fails_in_some_fails_in_all_by_name(said):
+    for index, one in enumerate(said):
+        assert one["all"] == ["returned", index * 10]
+        assert one["some"][:2] == ["ConfigError", "processes 1 and 2: no file"]
+        assert one["same fault"][:2] == ["ConfigError", "no file"]
+        assert one["lone"][:2] == ["PeerError", "process 1: KeyError: 'k'"]
+
+
+def test_what_differs_is_told_with_who_has_which(said):
+    for one in said:
+        assert one["same"] == ["returned", None]
+        assert one["differ"][0] == "ConfigError"
+        assert one["differ"][1].startswith(
+            "data is not the same in every process (processes 0 and 2: steps = 6; process 1: steps = 7)")
+
+
+def test_all_stop_after_the_same_step_when_one_wants_to(said):
+    assert [one["stopped"] for one in said] == [21] * COUNT
+
+
+def test_a_process_that_fails_alone_ends_at_once(children, said):
+    """jax's own orderly end would wait for the others, who wait for this one."""
+    assert children[1].wait(10) == 1 and "RuntimeError: alone" in children[1].stderr.read()
+
+
+def test_one_process_decides_alone():
+    assert processes.on_first(lambda: (1, 2)) == processes.everywhere(lambda: (1, 2)) == (1, 2)
+    with pytest.raises(KeyError):
+        processes.on_first(lambda: {}["k"])
+    processes.same_everywhere("data", "abc")
+    assert processes.StopAgreement().reached(True) and not processes.StopAgreement().reached(False)
+    assert not processes.told_by_first(ValueError())
+    processes.leave(1, ValueError())
