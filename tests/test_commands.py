@@ -496,7 +496,8 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_used(tiny, tmp_path, fi
 
 # ---- the house -------------------------------------------------------------------------------------------------------
 
-# Which rooms each room may import, besides itself; the doors may import everything. The run file, the other processes and what jax hides belong to all.
+# Which rooms each room may import, besides itself; the doors may import everything. The run file, the processes that run
+# together and what jax hides belong to all.
 OPEN_TO = {"layout": set(), "model": {"layout"}, "parallel": {"layout"}, "cost": {"layout", "model", "parallel"},
            "training": {"layout", "model", "parallel"}}
 EVERYONE = {"config", "sections", "processes", "jax_private"}

@@ -56,10 +56,9 @@ def _claimed(run: Run):
         try:
             yield
         except ConfigError:     # found late, in the data: a mistake leaves nothing behind
-            if not locked_before:
+            if not locked_before and [path.name for path in directory.iterdir()] == [".lock"]:
                 (directory / ".lock").unlink()
-            if not existing:
-                with contextlib.suppress(OSError):      # a cache of tokens is worth keeping
+                if not existing:
                     directory.rmdir()
             raise
 
