@@ -34,7 +34,7 @@ import optax
 from meshtrain import assembly, config
 from meshtrain.config import ConfigError
 from meshtrain.cost import flops, hardware
-from meshtrain.training import data, loop
+from meshtrain.training import data, sources, loop
 from meshtrain.training.metrics import MetricsWriter
 from meshtrain.training.optimizer import schedule
 
@@ -244,8 +244,9 @@ def measure(run, scratch: Path) -> int:
     print("\n".join(f"{cache} cache: {s:.1f} s" for cache, s in starts.items()) + "\ncompiling …", file=sys.stderr)
     devices = assembly.start_devices(run)
     d = run.data
-    corpus = data.build(source=d.source, paths=d.paths, seq_len=d.seq_len, global_batch=d.global_batch,
-                        seed=run.run.seed, validation_fraction=0.0, document_mask=d.document_mask)
+    read = sources.open_corpus(d, vocab_size=run.model.vocab_size, cache_dir=scratch)
+    corpus = data.pack(read.sources, read.weights, bos=read.tokenizer.bos, seq_len=d.seq_len, global_batch=d.global_batch,
+                       seed=run.run.seed, document_mask=d.document_mask)
     rows = corpus.batch(0)
     made = assembly.assemble(run, devices[:1])
     one, carry, compiled = ours("meshtrain, 1 device", made, rows)

@@ -15,6 +15,7 @@ import dataclasses
 import glob
 import os
 import random
+import re
 import selectors
 import signal
 import socket
@@ -31,7 +32,8 @@ USAGE = "python -m launch.local --processes N -- [RUN.toml] [--section.key value
 AGREED = (0, 2, 75)
 GRACE_S = 5.0       # for peers of one that failed: to end by themselves, then after SIGTERM
 KEPT_LINES = 40
-CONNECTED = b"[Gloo] Rank "     # a line per process and communicator that says nothing
+# What says nothing of a failure: Gloo's connections, and an installed CUDA plugin that finds no GPU.
+NOISE = re.compile(rb"^\[Gloo\] Rank |absl::InitializeLog\(\)|cudart_stub")
 # jax ends a process that has lost its peers with this and a C++ stack trace.
 LOST_PEERS = b"Terminating process because the JAX distributed service detected fatal errors"
 PR_SET_PDEATHSIG = 1
@@ -139,7 +141,7 @@ class Child:
 
     def _read(self) -> None:
         for line in self.process.stdout:
-            if not line.startswith(CONNECTED):
+            if not NOISE.search(line):
                 self.lines.append(line)
 
     def send(self, number: int) -> None:
@@ -153,7 +155,9 @@ class Child:
 
     @property
     def ending(self) -> str:
-        return f"exit code {self.code}" if self.code >= 0 else f"killed by {signal.Signals(-self.code).name} (signal {-self.code})"
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        return f"killed by {signal.Signals(-self.code).name} (signal {-self.code})"
 
 
 def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, str]], grace_s: float = GRACE_S) -> int:
@@ -183,7 +187,6 @@ def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, st
                                        preexec_fn=_die_with(os.getpid()), **captured)
             children.append(Child(index, process, os.pidfd_open(process.pid)))
             stack.callback(os.close, children[-1].pidfd)
-            stack.callback(children[-1].send, signal.SIGKILL)
         for number in early:
             forward(number, None)
         for child in children[1:]:      # threads only after the last fork

@@ -162,14 +162,21 @@ def context_problems(run: Run, layout: Layout) -> list[str]:
 def choose_attention(run: Run, sizes: Mapping[str, int], device: jax.Device) -> tuple[Callable, str]:
     """The attention of the run and what to tell of the choice: cuDNN on a GPU where no document mask stands in the way."""
     cp = sizes["context"]
+    reasons = _against_cudnn(run, cp) if device.platform in ("gpu", "cuda") else None
+    note = "" if reasons is None else "attention: cuDNN" if not reasons else (
+        f"attention: blockwise XLA engine, because {'; '.join(reasons)}")
+    if cp == 1:
+        local = partial(attention.attend, attention.Local(attention.blockwise()))
+        return attention.attend_cudnn if reasons == [] else local, note
     chunk = run.data.seq_len // (2 * cp)
-    whole = cp == 1 or run.context.method == "ulysses"
     # Four blocks a chunk at least: the diagonal blocks, half of them masked, are then 1/8 of a causal square of two chunks.
-    engine = attention.blockwise(attention.BLOCK if whole else min(attention.BLOCK, max(32, -(-chunk // 4))))
-    method = attention.Local(engine) if cp == 1 else context.Split(context.METHODS[run.context.method], engine)
-    attend = partial(attention.attend, method)
-    if device.platform not in ("gpu", "cuda"):
-        return attend, ""
+    block = attention.BLOCK if run.context.method == "ulysses" else min(attention.BLOCK, max(32, -(-chunk // 4)))
+    engine = attention.cudnn() if reasons == [] else attention.blockwise(block)
+    return partial(attention.attend, context.Split(context.METHODS[run.context.method], engine)), note
+
+
+def _against_cudnn(run: Run, cp: int) -> list[str]:
+    """Why cuDNN's kernel cannot serve this run; empty where it can."""
     reasons = []
     if run.data.document_mask:
         reasons.append("cuDNN's kernel has no document mask (data.document_mask=true)")
@@ -179,9 +186,9 @@ def choose_attention(run: Run, sizes: Mapping[str, int], device: jax.Device) -> 
         reasons.append(f"cuDNN's kernel needs a head_dim that is a multiple of 8 up to 128, not {run.model.head_dim}")
     if not importlib.util.find_spec("nvidia") or not _has_cudnn():
         reasons.append("the cuDNN library is not installed (extra 'gpu')")
-    if reasons:
-        return attend, f"attention: blockwise XLA engine, because {'; '.join(reasons)}"
-    return attention.attend_cudnn, "attention: cuDNN"
+    elif cp > 1 and attention.cudnn() is None:
+        reasons.append("this version of jax does not offer cuDNN's blocks")
+    return reasons
 
 
 def _has_cudnn() -> bool:

@@ -16,17 +16,17 @@ import tomllib
 import typing
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from meshtrain.sections import (
-    Checkpoint, Context, Data, Distributed, Identity, Mesh, Metrics, Model, Optimizer, Pipeline, Run, Sharding, Training,
-    Validation,
+    Checkpoint, Component, Context, Data, Distributed, Identity, Mesh, Metrics, Model, Optimizer, Pipeline, Run, Sharding,
+    Training, Validation,
 )  # fmt: skip
 
 __all__ = [
     "AXES", "ConfigError", "dump", "help_text", "load", "mesh_sizes", "presets", "problems",
-    "Checkpoint", "Context", "Data", "Distributed", "Identity", "Mesh", "Metrics", "Model", "Optimizer", "Pipeline", "Run",
-    "Sharding", "Training", "Validation",
+    "Checkpoint", "Component", "Context", "Data", "Distributed", "Identity", "Mesh", "Metrics", "Model", "Optimizer",
+    "Pipeline", "Run", "Sharding", "Training", "Validation",
 ]  # fmt: skip
 
 AXES = ("data", "fsdp", "tensor", "stage", "context")
@@ -180,7 +180,7 @@ def _build(tables: dict) -> tuple[Run, list[str], re.Pattern]:
 
 def problems(run: Run) -> list[str]:
     """Everything in which the keys of a run contradict each other or the files they name; empty = sound."""
-    return [*_run_problems(run), *_mesh_problems(run), *_model_problems(run), *_training_problems(run),
+    return [*_run_problems(run), *_mesh_problems(run), *_model_problems(run), *_data_problems(run), *_training_problems(run),
             *_distributed_problems(run), *_metrics_problems(run)]
 
 
@@ -239,15 +239,33 @@ def _model_problems(run: Run):
     if model.attention_dropout:
         yield (f"model.attention_dropout={model.attention_dropout} needs the full score matrix, which is never held; "
                "use 0.0, and model.residual_dropout instead")
-    if model.vocab_size < BYTE_VOCAB:
+    only_ids = {one.source for one in run.data.mixture or [run.data]} == {"tokens"}
+    if model.vocab_size < BYTE_VOCAB and run.data.tokenizer == "bytes" and not only_ids:
         yield (f"model.vocab_size={model.vocab_size} is too small for data.source={_toml(run.data.source)}, "
                f"which has 256 bytes and a separator; use at least {BYTE_VOCAB}")
 
 
+def _data_problems(run: Run):
+    data = run.data
+    if data.source == "mixture":
+        if not data.mixture:
+            yield ('data.source="mixture" has no data.mixture; give its sources, e.g. '
+                   'data.mixture=[{source="jsonl", paths=["a.jsonl"], weight=0.7}, {source="stdlib", weight=0.3}]')
+        for key in ("paths", "field"):
+            if getattr(data, key) != Data.model_fields[key].default:
+                yield (f'data.{key}={_toml(getattr(data, key))} is not read by data.source="mixture"; '
+                       "give it to the sources of data.mixture")
+    elif data.mixture:
+        yield f'data.mixture is not read by data.source={_toml(data.source)}; use data.source="mixture", or leave it out'
+    named = [(f"data.mixture[{i}]", one) for i, one in enumerate(data.mixture)] or [("data", data)]
+    for where, one in named:
+        if one.source not in ("stdlib", "mixture") and not one.paths:
+            example = {"text": "data/*.txt", "tokens": "data/*.tokens.npy"}.get(one.source, f"data/*.{one.source}")
+            yield f'{where}.source={_toml(one.source)} has no {where}.paths to read; use e.g. {where}.paths=["{example}"]'
+
+
 def _training_problems(run: Run):
     data, training = run.data, run.training
-    if data.source == "text" and not data.paths:
-        yield 'data.source="text" has no data.paths to read; use e.g. data.paths=["data/*.txt"]'
     if data.global_batch % training.microbatches:
         yield (f"data.global_batch={data.global_batch} cannot be split over training.microbatches={training.microbatches}"
                f"; use a multiple, e.g. {_next_multiple(data.global_batch, training.microbatches)}")
@@ -325,10 +343,15 @@ def _kind(field) -> str:
 
 def _wrong_value(section: str, cls, error) -> str:
     key, *index = error["loc"]
+    if len(index) > 1:  # a key of a table in a list
+        i, inner, *_ = index
+        return _wrong_in_table(f"{section}.{key}[{i}]", inner, {**error, "loc": tuple(index[1:])})
     field, value, limits = cls.model_fields[key], error["input"], error.get("ctx", {})
     name = f"{section}.{key}" + "".join(f"[{i}]" for i in index)
     numbers = int in typing.get_args(field.annotation)
     kind = ("integer" if numbers else "string") if index else _kind(field)
+    if field.annotation == tuple[Component, ...]:
+        kind = "table" if index else "tables"
     if error["type"] == "literal_error" and isinstance(value, str):
         return _unknown_name(name, value, typing.get_args(field.annotation))
     bounds = {"ge": "at least {}", "gt": "more than {}", "le": "at most {}", "lt": "less than {}"}
@@ -343,8 +366,19 @@ def _wrong_value(section: str, cls, error) -> str:
         "choice": ("a string", f"use {_join(map(_toml, typing.get_args(field.annotation)), 'or')}"),
         "list": (("a list of whole numbers", "write it as TOML, e.g. [1, 2]") if numbers else
                  ("a list of strings", 'write it as TOML, e.g. ["first", "second"]')),
+        "tables": ("a list of tables", 'write it as TOML, e.g. [{source="jsonl", paths=["a.jsonl"], weight=0.7}]'),
+        "table": ("a table", 'write e.g. {source="jsonl", paths=["a.jsonl"], weight=0.7}'),
     }[kind]
     return f"{name}={_toml(value)} is not {rule}; {remedy}"
+
+
+def _wrong_in_table(name: str, key: str, error) -> str:
+    if error["type"] == "extra_forbidden":
+        return _unknown_key(name, key, error["input"], Component)
+    if error["type"] == "missing":
+        known = typing.get_args(Component.model_fields[key].annotation)
+        return f"{name} has no {key}; give one of {_join(map(_toml, known), 'or')}"
+    return _wrong_value(name, Component, error)
 
 
 def _unknown_name(name: str, value: str, known) -> str:
@@ -362,8 +396,8 @@ def _unknown_section(name: str, value) -> str:
     return f"there is no section [{name}]; {remedy}"
 
 
-def _unknown_key(section: str, key: str, value) -> str:
-    keys = SECTIONS[section].model_fields
+def _unknown_key(section: str, key: str, value, cls=None) -> str:
+    keys = (cls or SECTIONS[section]).model_fields
     homes = [f"{other}.{key}" for other, cls in SECTIONS.items() if key in cls.model_fields]
     near = [f"{section}.{name}" for name in difflib.get_close_matches(key, keys, n=1)]
     guesses = near or homes
@@ -419,4 +453,6 @@ def _toml(value) -> str:
         return "[" + ", ".join(map(_toml, value)) + "]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, BaseModel):
+        return _toml(dict(value))
     return str(value)

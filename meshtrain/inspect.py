@@ -1,26 +1,36 @@
-"""python -m meshtrain.inspect [RUN.toml] [--section.key value …] [--topology h100:64] [--json]: what a run costs.
+"""python -m meshtrain.inspect [RUN.toml] [--section.key value …] [--topology h100:64] [--schedule] [--json]: what a run costs.
 
 Compiles the training step, never trains, reads no data. With --topology the step is compiled for GPUs that are not
-here, as many as it says. Exit codes: 0 · 2 the user's mistake, one message · 1 a program that would compute wrong numbers.
+here, as many as it says. With --schedule the pipeline is drawn instead (before, with --json): as text, and into
+<run.name>-schedule.svg and .png. Exit codes: 0 · 2 the user's mistake, one message · 1 a program that would compute wrong numbers.
 """
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from meshtrain import assembly, config
 from meshtrain.config import ConfigError
-from meshtrain.cost import audit, report
+from meshtrain.cost import audit, chart, hardware, report, simulate
 from meshtrain.cost import compile as gpu_compile
+from meshtrain.layout import rules
+from meshtrain.layout.mesh import MeshPlan
+from meshtrain.model import transformer
+from meshtrain.parallel import schedule_check
 
-USAGE = "python -m meshtrain.inspect [RUN.toml] [--section.key value ...] [--topology NAME:N] [--json]"
+USAGE = "python -m meshtrain.inspect [RUN.toml] [--section.key value ...] [--topology NAME:N] [--schedule] [--json]"
 
 
 def main(argv: Sequence[str]) -> int:
     try:
-        topology, as_json, rest = _own_flags(list(argv))
+        topology, schedule, as_json, rest = _own_flags(list(argv))
         run = config.load(rest, usage=USAGE)
+        if schedule:
+            _show_schedule(run, topology, sys.stderr if as_json else sys.stdout)
+            if not as_json:
+                return 0
         devices = _devices(run, topology)
         made = assembly.assemble(run, devices)
     except ConfigError as error:
@@ -38,11 +48,11 @@ def main(argv: Sequence[str]) -> int:
     return 1 if program.broken_permutes else 0
 
 
-def _own_flags(argv: list[str]) -> tuple[str | None, bool, list[str]]:
-    """(--topology, --json, the rest). Raises: ConfigError for a --topology without its value."""
+def _own_flags(argv: list[str]) -> tuple[str | None, bool, bool, list[str]]:
+    """(--topology, --schedule, --json, the rest). Raises: ConfigError for a --topology without its value."""
     topology, rest = None, []
-    as_json = "--json" in argv
-    words = iter(arg for arg in argv if arg != "--json")
+    schedule, as_json = "--schedule" in argv, "--json" in argv
+    words = iter(arg for arg in argv if arg not in ("--schedule", "--json"))
     for word in words:
         if word == "--topology":
             topology = next(words, "")
@@ -52,7 +62,7 @@ def _own_flags(argv: list[str]) -> tuple[str | None, bool, list[str]]:
             rest.append(word)
     if topology is not None and (not topology or topology.startswith("--")):
         raise ConfigError("--topology has no value; write a GPU and how many, e.g. --topology h100:64")
-    return topology, as_json, rest
+    return topology, schedule, as_json, rest
 
 
 def _devices(run, topology: str | None):
@@ -62,6 +72,46 @@ def _devices(run, topology: str | None):
         return gpu_compile.topology(topology)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def _show_schedule(run, topology: str | None, out) -> None:
+    """Text and picture of the run's pipeline; compiles nothing, and needs no more devices than it takes to count them."""
+    choice = _schedule(run, topology)
+    heading = chart.title(choice.table, choice.outcome, choice.memory_bytes)
+    print(f"{heading}\n{choice.why}\n{chart.text(choice.table)}", file=out)
+    paths = [Path(f"{run.run.name}-schedule{suffix}") for suffix in (".svg", ".png")]
+    try:
+        chart.draw(choice.table, choice.outcome, heading, paths)
+    except ModuleNotFoundError:
+        print("no picture: drawing needs matplotlib; install 'meshtrain[chart]'", file=sys.stderr)
+    except OSError as error:
+        raise ConfigError(f"cannot write {error.filename}: {error.strerror}; go to a directory that can be written") from None
+    else:
+        print(f"drawn: {' and '.join(map(str, paths))}", file=out)
+
+
+def _schedule(run, topology: str | None) -> simulate.Choice:
+    try:
+        gpu, count = None, None
+        if topology is not None:
+            name, count = gpu_compile.parse_topology(topology)
+            gpu = hardware.get(name)
+        elif -1 in (asked := [getattr(run.mesh, axis) for axis in config.AXES]):
+            count = len(assembly.start_devices(run))
+        sizes = dict(zip(config.AXES, asked)) if count is None else config.mesh_sizes(run, count)
+        p = sizes["stage"]
+        if p == 1:
+            raise ConfigError("mesh.stage=1 is no pipeline, so there is no schedule to draw; use e.g. --mesh.stage 4")
+        residual = rules.load(run.sharding.rules).mesh_axes("activations", "residual_seq")
+        costs = simulate.modelled(run, transformer.build(run.model).table(), MeshPlan(sizes, run.mesh.placement), gpu,
+                                  residual_ways=sizes["tensor"] if "tensor" in residual else 1)
+        choice = simulate.of_run(run, costs, p)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(*str(error).splitlines()) from None
+    schedule_check.check(choice.table)
+    return choice
 
 
 if __name__ == "__main__":

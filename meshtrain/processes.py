@@ -158,7 +158,7 @@ def meet(cluster: Cluster, timeout_s: float) -> None:
     (_receive if cluster.index == 0 else _arrive)(cluster, timeout_s)
 
 
-def start(cluster: Cluster, *, timeout_s: float = 50) -> None:
+def start(cluster: Cluster, *, timeout_s: float = 45) -> None:
     """Brings jax up as one process of the cluster, within a minute. No backend may run yet. Raises: as `meet`."""
     began = time.monotonic()
     meet(cluster, timeout_s)
@@ -393,13 +393,15 @@ def everywhere(function: Callable):
     raise _again({"kind": kind, "messages": messages}) from raised
 
 
-def same_everywhere(name: str, digest: str) -> None:
-    """Raises: ConfigError in every process, naming who has which, unless all processes give the same digest."""
+def same_everywhere(name: str, text: str) -> None:
+    """Raises: ConfigError in every process, with the lines that differ and who has which, unless all give the same text."""
     holders: dict[str, list[int]] = {}
-    for index, other in enumerate(_exchange(digest)):
+    for index, other in enumerate(_exchange(text)):
         holders.setdefault(other, []).append(index)
     if len(holders) > 1:
-        told = "; ".join(f"{_processes(indices)}: {other}" for other, indices in holders.items())
+        common = set.intersection(*(set(other.splitlines()) for other in holders))
+        told = "; ".join(f"{_processes(indices)}: {', '.join(line for line in other.splitlines() if line not in common)}"
+                         for other, indices in holders.items())
         raise _again({"kind": "ConfigError", "messages": [
             f"{name} is not the same in every process ({told}); give all of them the same files and flags"]})
 

@@ -101,11 +101,31 @@ class Model(Section):
         return _filled(self, num_kv_heads=self.num_kv_heads or self.num_heads, head_dim=self.head_dim or derived_head_dim)
 
 
+class Component(Section):
+    """One source of data.mixture."""
+
+    source: Literal["stdlib", "text", "jsonl", "parquet", "tokens"] = Field(description="as data.source")
+    paths: tuple[str, ...] = key((), "as data.paths", strict=False)
+    field: str = key("text", "as data.field")
+    weight: float = key(1.0, "share of the tokens, on any scale", gt=0)
+
+
 class Data(Section):
     """[data]: what is read, and how much of it per step."""
 
-    source: Literal["stdlib", "text"] = key("stdlib", "Python's library sources, or data.paths; both as bytes")
-    paths: tuple[str, ...] = key((), "files or glob patterns, read when source is text", strict=False)
+    source: Literal["stdlib", "text", "jsonl", "parquet", "tokens", "mixture"] = key(
+        "stdlib", "Python's library sources, files of data.paths, or data.mixture"
+    )
+    paths: tuple[str, ...] = key(
+        (), "files or glob patterns; jsonl may end in .gz or .zst, tokens are X.tokens.npy with X.ends.npy", strict=False
+    )
+    field: str = key("text", "key (jsonl) or column (parquet) of a document's text")
+    mixture: tuple[Component, ...] = key(
+        (), 'several sources: [{source="jsonl", paths=["a.jsonl"], weight=0.7}, …]; weight: share of tokens', strict=False
+    )
+    tokenizer: str = key("bytes", "bytes, or the path of a tokenizer.json")
+    bos_token: str = key("", "token before every document; empty = the tokenizer's; its id where tokens have no tokenizer")
+    cache: str = key("", "directory of the token cache; empty = .meshtrain beside the first file, or in run.dir")
     seq_len: int = key(256, "target tokens per sequence", ge=1)
     global_batch: int = key(16, "sequences per step, over all devices and microbatches", ge=1)
     validation_fraction: float = key(0.02, "share of the data held out for validation; 0 = none", ge=0, lt=1)

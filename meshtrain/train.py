@@ -4,10 +4,10 @@ Exit codes: 0 done · 2 the user's mistake, one message · 75 stopped on request
 """
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,8 +16,8 @@ import jax
 from meshtrain import assembly, config, processes
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost import flops, hardware, report
-from meshtrain.training import data, loop, metrics, rundir, sample
-from meshtrain.training.checkpoint import Checkpoints
+from meshtrain.training import data, loop, metrics, rundir, sample, sources
+from meshtrain.training.checkpoint import CheckpointError, Checkpoints
 from meshtrain.training.state import State
 
 DONE, USER_ERROR, STOPPED, FAILED = 0, 2, 75, 1
@@ -33,27 +33,27 @@ def main(argv: Sequence[str]) -> int:
         if jax.process_index() > 0:
             sys.stdout = open(os.devnull, "w")      # process 0 speaks for all
         processes.same_everywhere("the run", config.dump(run))
-        made, corpus = assembly.assemble(run, devices), processes.everywhere(lambda: _open_data(run))
-        processes.same_everywhere("the data", corpus.fingerprint)
-        with rundir.claimed(run) as directory:   # only what is sound so far leaves anything on disk
-            return _train(run, made, corpus, directory)
+        made = processes.everywhere(lambda: assembly.assemble(run, devices))
+        with rundir.claimed(run) as directory:
+            corpus, batches = processes.everywhere(lambda: _open_data(run, directory))
+            processes.same_everywhere("the data", corpus.fingerprint)
+            return _train(run, made, corpus, batches, directory)
     except ConfigError as error:
         return _fail(USER_ERROR, f"error: {error}", error)
     except processes.PeerError as error:
         return _fail(FAILED, f"error: {error}", error)
-    except loop.TooManySkippedSteps as error:
-        return _fail(FAILED, f"stopped: {error}")
-    except Exception:
-        if jax.process_count() == 1:
-            raise
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(FAILED)    # jax's own way out would wait for peers that wait for this process
+    except loop.TooManySkippedSteps as error:   # of all processes: they read the same metrics
+        if jax.process_index() == 0:
+            print(f"stopped: {error}", file=sys.stderr)
+        return FAILED
+    except CheckpointError as error:
+        return _fail(FAILED, f"error: {error}", error)
 
 
-def _fail(code: int, message: str, error: Exception | None = None) -> int:
-    if error is None or not processes.told_by_first(error):
+def _fail(code: int, message: str, error: Exception) -> int:
+    if not processes.told_by_first(error):
         print(message, file=sys.stderr)
+    processes.leave(code, error)
     return code
 
 
@@ -69,31 +69,33 @@ def _devices(run: Run, argv: Sequence[str], cluster: processes.Cluster | None) -
     return assembly.start_devices(run, cluster), run
 
 
-def _train(run: Run, made: assembly.Assembly, corpus: data.Data, directory: Path) -> int:
+def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: data.Data, directory: Path) -> int:
     with jax.set_mesh(made.mesh), Checkpoints(directory / "checkpoints", every=run.checkpoint.every,
                                               keep=run.checkpoint.keep) as checkpoints:
         latest = checkpoints.latest()
         if latest is not None:
-            rundir.check_same_run(run, checkpoints.metadata(latest), corpus.fingerprint, latest)
+            with _mistakes():
+                metadata = checkpoints.metadata(latest)
+            rundir.check_same_run(run, metadata, corpus.fingerprint, latest)
             if latest >= run.training.steps:
                 print(f"{directory} is finished: it has {latest} of training.steps={run.training.steps} steps; "
                       "raise training.steps to go on")
                 return DONE
         started = time.perf_counter()
         print(report.before(made), flush=True)
-        state = _start_state(run, made, checkpoints, latest)
+        state = processes.everywhere(lambda: _start_state(run, made, checkpoints, latest))
         step = made.program.compile()
         print(report.compiled(step, made, time.perf_counter() - started), flush=True)
         if jax.process_index() == 0:
             rundir.write_settings(run, directory, made.layout.rules.text)
         with metrics.open_writers(run, directory, latest or 0) as writer, loop.StopRequest().listening() as stop:
             state, done, val_loss = loop.train(
-                run, made.program, step, state, corpus, checkpoints, writer,
+                run, made.program, step, state, batches, checkpoints, writer,
                 rundir.metadata(run, made.layout.rules.text, corpus.fingerprint), stop, *_flops(made))
         if done < run.training.steps:
             print(f"stopped after step {done}, saved in {directory}; the same command goes on from there")
             return STOPPED
-        _tell_the_end(run, made, state, val_loss, directory)
+        _tell_the_end(run, made, corpus.tokenizer, state, val_loss, directory)
     return DONE
 
 
@@ -107,40 +109,51 @@ def _flops(made: assembly.Assembly) -> tuple[float, float | None]:
             peak * made.plan.num_devices if peak else None)
 
 
-def _open_data(run: Run) -> data.Data:
+def _open_data(run: Run, directory: Path) -> tuple[sources.Corpus, data.Data]:
+    """What the run reads, tokenized where it is not yet, and its batches."""
     d = run.data
+    with _mistakes():
+        corpus = sources.open_corpus(d, vocab_size=run.model.vocab_size, cache_dir=directory / ".meshtrain")
+        return corpus, data.pack(
+            corpus.sources, corpus.weights, bos=corpus.tokenizer.bos, seq_len=d.seq_len, global_batch=d.global_batch,
+            seed=run.run.seed, validation_fraction=d.validation_fraction, document_mask=d.document_mask)
+
+
+@contextlib.contextmanager
+def _mistakes(of: str = ""):
+    """A ValueError of the rooms below is the user's mistake, in as many lines as there are faults."""
     try:
-        return data.build(source=d.source, paths=d.paths, seq_len=d.seq_len, global_batch=d.global_batch,
-                          seed=run.run.seed, validation_fraction=d.validation_fraction, document_mask=d.document_mask)
+        yield
+    except ConfigError:
+        raise
     except ValueError as error:
-        raise ConfigError(*str(error).splitlines()) from None
+        raise ConfigError(*(of + str(error)).splitlines()) from None
 
 
 def _start_state(run: Run, made: assembly.Assembly, checkpoints: Checkpoints, latest: int | None) -> State:
     """Restored, begun from another run's weights, or fresh."""
     abstract = made.program.spec.with_shardings()
     if latest is not None:
-        state, _ = checkpoints.restore(latest, abstract)
+        with _mistakes():
+            state, _ = checkpoints.restore(latest, abstract)
         print(f"going on after step {latest}")
         return state
     state = made.program.initialize()
     if run.checkpoint.init_from:
         source, step = rundir.source_weights(run)
-        try:
+        with _mistakes("checkpoint.init_from: "):
             weights, _ = source.restore(step, {"params": abstract.params}, part=True)
-        except ValueError as error:
-            raise ConfigError(f"checkpoint.init_from: {error}") from None
         print(f"weights from step {step} of {run.checkpoint.init_from}")
         state = State(state.step, weights["params"], state.opt_state)
     return state
 
 
-def _tell_the_end(run: Run, made: assembly.Assembly, state: State, val_loss: float | None, directory: Path) -> None:
+def _tell_the_end(run: Run, made: assembly.Assembly, tokenizer, state: State, val_loss: float | None, directory: Path) -> None:
     if val_loss is not None:
         print(f"validation loss {val_loss:.4f} nats per token ({val_loss / 0.6931471805599453:.3f} bits)")
     if run.run.sample_tokens:
-        generate = sample.build(made.model, made.program.plan, run.data.seq_len, made.program.order)
-        text = sample.text(generate, state.params, run.data.seq_len, run.run.sample_tokens, run.run.seed, data.decode)
+        generate = sample.build(made.model, made.program.plan, run.data.seq_len, tokenizer.bos, made.program.order)
+        text = sample.text(generate, state.params, run.data.seq_len, run.run.sample_tokens, run.run.seed, tokenizer.decode)
         print(f"a sample:\n{text}\n")
     print(f"written: {directory}/ with config.toml, rules.toml, metrics.jsonl, checkpoints/ and tensorboard/")
 

@@ -280,7 +280,7 @@ BAD = {
     "microbatches": ("--training.microbatches 3", ["data.global_batch=8", "training.microbatches=3"]),
     "heads": ("--model.num_heads 3", ["model.embed_dim=32", "model.num_heads=3"]),
     "stage": ("--mesh.stage 2 --mesh.data 4", ["mesh.stage=2", "not available yet"]),
-    "context": ("--mesh.context 2 --mesh.data 4", ["mesh.context=2", "not available yet"]),
+    "context without a rule": ("--mesh.context 2 --mesh.data 4", ["mesh.context=2", "'context'"]),
     "unused axis": ("--mesh.data 4 --mesh.tensor 2", ["mesh.tensor=2", "my rules.toml", "mesh.tensor to 1"]),
     "missing text": ("--data.paths ['nowhere/*.txt']", ["nowhere/*.txt"]),
     "no text": ("--data.paths []", ["data.paths"]),
@@ -452,12 +452,55 @@ def test_a_real_process_saves_on_sigterm_and_keeps_its_directory_to_itself(tiny,
     assert [row["step"] for row in rows(directory)] == list(range(1, done + 2))
 
 
+# ---- checkpoints ------------------------------------------------------------------------------------------------------
+
+def test_a_failed_final_save_is_exit_1_and_a_failed_regular_one_is_told(tiny, tmp_path, monkeypatch):
+    from meshtrain.training import checkpoint
+    whole, write = [], checkpoint._write
+
+    def full(path, text):
+        if path.parent.name in (".2.saving", ".6.saving") and path.name == "metadata.json":
+            raise OSError(28, os.strerror(28))
+        write(path, text)
+
+    monkeypatch.setattr(checkpoint, "_write", full)
+    ran = call(train.main, *tiny, *SIX, "--run.dir", tmp_path / "run", "--checkpoint.every", 2)
+    saved = tmp_path / "run" / "checkpoints"
+    assert ran.code == 1 and "Traceback" not in ran.err
+    lines = ran.err.splitlines()
+    assert lines[0] == f"checkpoint of step 2 not saved in {saved}: No space left on device"
+    assert lines[1] == f"checkpoint of step 6 not saved in {saved}: No space left on device"
+    assert lines[2].startswith(f"error: {lines[1]}") and len(lines) == 3
+    assert [path.name for path in saved.iterdir()] == ["4"]
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    ran = call(train.main, *tiny, *SIX, "--run.dir", tmp_path / "run")
+    assert ran.code == 0 and "going on after step 4" in ran.out
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_used(tiny, tmp_path, finished):
+    ran = call(train.main, *tiny, *SIX, "--run.dir", tmp_path / "run", "--checkpoint.every", 3)
+    assert ran.code == 0
+    saved = tmp_path / "run" / "checkpoints"
+    os.truncate(saved / "6" / "metadata.json", 5)
+    ran = call(train.main, *tiny, *SIX, "--run.dir", tmp_path / "run")
+    assert ran.code == 0 and "going on after step 3" in ran.out
+    assert "6 is damaged (metadata.json: 5 bytes, " in ran.err
+    assert lasting(tmp_path / "run") == lasting(finished)
+    for step in ("3", "6"):
+        os.truncate(saved / step / "metadata.json", 5)
+    first = call(train.main, *tiny, *SIX, "--run.dir", tmp_path / "run")
+    assert first.code == 2 and "3 is damaged (" in first.err and "Traceback" not in first.err
+    refused(call(train.main, *tiny, *SIX, "--run.dir", tmp_path / "run"), "only damaged ones (3.damaged, 6.damaged", "remove")
+
+
 # ---- the house -------------------------------------------------------------------------------------------------------
 
-# Which rooms each room may import, besides itself; the doors may import everything. The run file belongs to all.
+# Which rooms each room may import, besides itself; the doors may import everything. The run file, the processes that run
+# together and what jax hides belong to all.
 OPEN_TO = {"layout": set(), "model": {"layout"}, "parallel": {"layout"}, "cost": {"layout", "model", "parallel"},
            "training": {"layout", "model", "parallel"}}
-EVERYONE = {"config", "sections"}
+EVERYONE = {"config", "sections", "processes", "jax_private"}
 
 
 def imported(path: Path) -> set[str]:

@@ -91,6 +91,20 @@ def test_overrides_take_every_type_in_both_spellings():
     assert run.data.paths == ("a b", "c=d")
 
 
+@given(st.lists(st.builds(
+    dict, source=st.sampled_from(["text", "jsonl", "parquet", "tokens"]), paths=st.lists(st.text(ANY_CHARACTER), min_size=1),
+    field=st.text(ANY_CHARACTER), weight=st.floats(min_value=0, exclude_min=True, allow_infinity=False)), min_size=1))
+def test_a_mixture_is_the_same_from_a_file_the_command_line_and_a_dump(mixture):
+    run = config.Run(data={"source": "mixture", "mixture": mixture})
+    assert [one.model_dump(mode="json") for one in run.data.mixture] == mixture
+    dumped = tomllib.loads(config.dump(run))["data"]
+    assert config.Data(**dumped) == run.data
+    (line,) = [line for line in config.dump(run).split("\n") if line.startswith("mixture = ")]
+    os.chdir(ROOT)
+    loaded = config.load(["--data.source", "mixture", "--data.mixture", line.removeprefix("mixture = ")])
+    assert loaded.data.mixture == run.data.mixture
+
+
 def test_the_last_of_two_overrides_wins_and_the_file_may_stand_last():
     run = config.load(["--training.steps", "5", "--training.steps", "7", "configs/llama3-8b.toml"])
     assert (run.training.steps, run.run.name) == (7, "llama3-8b")
@@ -138,9 +152,9 @@ def test_the_axes_are_those_of_the_mesh():
 
 
 def test_the_byte_vocabulary_is_that_of_the_data():
-    from meshtrain.training import data
+    from meshtrain.training import tokenizer
 
-    assert config.BYTE_VOCAB == data.VOCAB
+    assert config.BYTE_VOCAB == tokenizer.Bytes().vocab_size
 
 
 # ---- presets ---------------------------------------------------------------------------------------------------------
@@ -177,6 +191,7 @@ def test_a_preset_has_the_published_parameter_count(preset):
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
 # (arguments, what the one message must contain: the value and the remedy)
+MIXTURE = "--data.source mixture --data.mixture [{source"
 MISTAKES = [
     ("--modle.num_layers 2", "[modle]", "did you mean [model]?"),
     ("--zzz.a 2", "[zzz]", "the sections are run, mesh"),
@@ -214,7 +229,6 @@ MISTAKES = [
     ("--mesh.data 0", "mesh.data=0", "use 1, or -1"),
     ("--mesh.data -2", "mesh.data=-2", "use at least -1"),
     ("--mesh.stage 2", "mesh.stage=2 is not available yet", "use mesh.stage=1"),
-    ("--mesh.context -1", "mesh.context=-1 is not available yet", "use mesh.context=1"),
     ('--mesh.placement ["stage","data"]', 'mesh.placement=["stage", "data"]', '"context", "tensor"]'),
     ('--mesh.placement ["stage","data","fsdp","context","context"]', "mesh.placement=", "each axis once"),
     ("--sharding.rules sharding_rules/zero33.toml", "zero33.toml", "did you mean sharding_rules/zero3.toml?"),
@@ -227,6 +241,22 @@ MISTAKES = [
     ("--model.attention_dropout 0.1", "model.attention_dropout=0.1", "model.residual_dropout"),
     ("--model.vocab_size 256", "model.vocab_size=256", "at least 257"),
     ("--data.source text", "data.paths", 'data.paths=["data/*.txt"]'),
+    ("--data.source json", 'data.source="json"', 'did you mean "jsonl"?'),
+    ("--data.source parquet", "data.paths", 'data.paths=["data/*.parquet"]'),
+    ("--data.source mixture", 'data.source="mixture" has no data.mixture', 'data.mixture=[{source="jsonl"'),
+    ('--data.mixture [{source="stdlib"}]', 'is not read by data.source="stdlib"', 'data.source="mixture"'),
+    (f'{MIXTURE}="stdlib"}}] --data.paths ["a"]', 'data.paths=["a"] is not read', "sources of data.mixture"),
+    (f'{MIXTURE}="stdlib"}}] --data.field body', 'data.field="body" is not read', "sources of data.mixture"),
+    (f'{MIXTURE}="jsonl"}}]', "data.mixture[0].paths", 'data.mixture[0].paths=["data/*.jsonl"]'),
+    (f'{MIXTURE}="stdlib"}},{{weight=2}}]', "data.mixture[1] has no source", '"parquet" or "tokens"'),
+    (f'{MIXTURE}="mixture"}}]', 'data.mixture[0].source="mixture"', '"parquet" or "tokens"'),
+    (f'{MIXTURE}="stdlib",weight=0}}]', "data.mixture[0].weight=0", "more than 0"),
+    (f'{MIXTURE}="stdlib",weight="1"}}]', 'data.mixture[0].weight="1"', "without quotes"),
+    (f'{MIXTURE}="text",path=["a"]}}]', 'data.mixture[0].path=["a"]', "did you mean data.mixture[0].paths?"),
+    (f'{MIXTURE}="text",paths="a"}}]', 'data.mixture[0].paths="a"', '["first", "second"]'),
+    (f'{MIXTURE}="text",paths=[1]}}]', "data.mixture[0].paths[0]=1", "in quotes"),
+    ("--data.source mixture --data.mixture 5", "data.mixture=5 is not a list of tables", '[{source="jsonl"'),
+    ("--data.source mixture --data.mixture [5]", "data.mixture[0]=5 is not a table", '{source="jsonl"'),
     ("--data.global_batch 16 --training.microbatches 3", "data.global_batch=16", "e.g. 18"),
     ("--data.validation_fraction 0 --validation.every 5", "validation.every=5", "validation.every=0"),
     ("--training.steps 200 --optimizer.schedule wsd", "optimizer.decay_steps=0", "use e.g. 20"),

@@ -376,46 +376,39 @@ raised("some", lambda: processes.everywhere(lambda: fail(ConfigError("no file"))
 raised("same fault", lambda: processes.everywhere(lambda: fail(ConfigError("no file"))))
 raised("lone", lambda: processes.everywhere(lambda: fail(KeyError("k")) if index == 1 else 0))
 raised("same", lambda: processes.same_everywhere("data", "abc"))
-raised("differ", lambda: processes.same_everywhere("data", "abc" if index != 1 else "xyz"))
-agreement, pending = processes.StopAgreement(), None
+raised("differ", lambda: processes.same_everywhere("data", "a\\nsteps = 6\\nb" if index != 1 else "a\\nsteps = 7\\nb"))
+agreement = processes.StopAgreement()
 for step in range(1, 1000):
-    offered = agreement.offer(index == 2 and step == 20)
-    if pending is not None and bool(jax.device_get(pending)):
+    if agreement.reached(index == 2 and step == 20):
         break
-    pending = offered
 said["stopped"] = step
 print("SAID " + json.dumps(said), flush=True)
-if "fail" in sys.argv and index == 1:
-    raise RuntimeError("alone")
+if index == 1:
+    raise RuntimeError("alone")     # the others wait for it in jax's orderly end
 '''
 
 
-def run_children(address: str, *words) -> list[tuple[int, str, str]]:
-    """(exit code, stdout, stderr) of COUNT processes."""
+@pytest.fixture(scope="module")
+def children():
+    """Three real processes with two devices each; the second fails when all is said."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
     environ = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    children = [subprocess.Popen([sys.executable, "-c", CHILD, address, str(COUNT), str(index), *words], text=True,
+    children = [subprocess.Popen([sys.executable, "-c", CHILD, address, str(COUNT), str(index)], text=True,
                                  env=environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
                 for index in range(COUNT)]
-    try:
-        if words:
-            children[1].wait(60)
-            for child in (children[0], children[2]):
-                child.kill()
-        outputs = [child.communicate(timeout=100) for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    return [(child.returncode, *output) for child, output in zip(children, outputs)]
+    yield children
+    for child in children:
+        child.kill()
+        child.communicate()
 
 
 @pytest.fixture(scope="module")
-def said() -> list[dict]:
-    """What three real processes with two devices each have found, in their order."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-    ran = run_children(address)
-    assert [code for code, _, _ in ran] == [0] * COUNT, ran
-    return [json.loads(next(line for line in out.splitlines() if line.startswith("SAID"))[5:]) for _, out, _ in ran]
+def said(children) -> list[dict]:
+    """What the three have found, in their order."""
+    lines = [next((line for line in child.stdout if line.startswith("SAID")), None) for child in children]
+    assert all(lines), [child.stderr.read() for child in children if child.poll() is not None]
+    return [json.loads(line[5:]) for line in lines]
 
 
 def test_processes_that_met_are_one_jax(said):
@@ -447,18 +440,17 @@ def test_what_differs_is_told_with_who_has_which(said):
     for one in said:
         assert one["same"] == ["returned", None]
         assert one["differ"][0] == "ConfigError"
-        assert "data is not the same" in one["differ"][1] and "processes 0 and 2: abc; process 1: xyz" in one["differ"][1]
+        assert one["differ"][1].startswith(
+            "data is not the same in every process (processes 0 and 2: steps = 6; process 1: steps = 7)")
 
 
 def test_all_stop_after_the_same_step_when_one_wants_to(said):
     assert [one["stopped"] for one in said] == [21] * COUNT
 
 
-def test_a_process_that_fails_alone_ends_at_once(address):
+def test_a_process_that_fails_alone_ends_at_once(children, said):
     """jax's own orderly end would wait for the others, who wait for this one."""
-    start = time.monotonic()
-    code, out, err = run_children(address, "fail")[1]
-    assert code == 1 and "RuntimeError: alone" in err and time.monotonic() - start < 50
+    assert children[1].wait(10) == 1 and "RuntimeError: alone" in children[1].stderr.read()
 
 
 def test_one_process_decides_alone():
@@ -466,6 +458,6 @@ def test_one_process_decides_alone():
     with pytest.raises(KeyError):
         processes.on_first(lambda: {}["k"])
     processes.same_everywhere("data", "abc")
-    assert processes.StopAgreement().offer(True) is True and processes.StopAgreement().offer(False) is False
+    assert processes.StopAgreement().reached(True) and not processes.StopAgreement().reached(False)
     assert not processes.told_by_first(ValueError())
     processes.leave(1, ValueError())

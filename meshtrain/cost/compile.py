@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import jax
 
+from meshtrain import jax_private
 from meshtrain.cost import hardware
 
 MAX_GPUS = 65536  # assumption: beyond what anyone inspects; 16,384 was compiled
@@ -131,9 +132,7 @@ def require_cpu_backend() -> None:
 
     With no platform chosen, jax tries the CUDA plugin, fails for want of a driver and then knows no GPU topologies.
     """
-    from jax._src import xla_bridge
-
-    if not xla_bridge.backends_are_initialized():
+    if not jax_private.backends_are_initialized():
         jax.config.update("jax_platforms", "cpu")
     elif (jax.config.jax_platforms or "").split(",")[0] != "cpu":
         raise ValueError(

@@ -171,7 +171,7 @@ class WandB:
         kept.parent.mkdir(exist_ok=True)
         if not kept.exists():
             kept.write_text(secrets.token_hex(4))
-        self._run = None
+        self._run, self._first = None, 0
         for mode in dict.fromkeys((run.metrics.wandb, "offline")):
             try:
                 self._run = wandb.init(
@@ -180,6 +180,7 @@ class WandB:
                     allow_val_change=True,   # a resume may have another mesh or more steps
                     settings=wandb.Settings(console="off", init_timeout=WANDB_START_TIMEOUT_S,
                                             finish_timeout=WANDB_FINISH_TIMEOUT_S))
+                self._first = self._run.step    # of the next row; W&B drops what comes before, with a warning each
                 return
             except Exception as error:   # whatever W&B has against it: the run is worth more
                 _tell(f"W&B cannot be started {mode}: {error}; " + (
@@ -188,7 +189,7 @@ class WandB:
                 wandb.teardown()   # or the id would count as in use
 
     def write(self, row: dict[str, Any]) -> None:
-        if self._run is None or row["step"] < self._run.step:
+        if self._run is None or row["step"] < self._first:
             return
         try:
             self._run.log(_scalars(row), step=row["step"], commit=True)

@@ -15,7 +15,7 @@ from meshtrain.config import ConfigError, Run
 from meshtrain.training.checkpoint import Checkpoints
 
 # Keys of the fixed sections that change how a run is computed, not what it computes.
-FREE = {"model": ("compute_dtype",), "data": ("prefetch",), "optimizer": ()}
+FREE = {"model": ("compute_dtype",), "data": ("prefetch", "cache"), "optimizer": ()}
 
 
 @contextlib.contextmanager
@@ -42,6 +42,7 @@ def _claimed(run: Run):
     if ours and run.checkpoint.resume == "never":
         raise ConfigError(f"run.dir={directory} already holds a run, and checkpoint.resume=\"never\"; give another "
                           "run.name or run.dir, or resume=\"auto\" to go on with it")
+    locked_before = (directory / ".lock").exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = open(directory / ".lock", "w")
@@ -52,7 +53,14 @@ def _claimed(run: Run):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ConfigError(f"run.dir={directory} is in use by another run; wait for it or give another run.name") from None
-        yield
+        try:
+            yield
+        except ConfigError:     # found late, in the data: a mistake leaves nothing behind
+            if not locked_before and [path.name for path in directory.iterdir()] == [".lock"]:
+                (directory / ".lock").unlink()
+                if not existing:
+                    directory.rmdir()
+            raise
 
 
 def check_same_run(run: Run, metadata: dict, fingerprint: str, step: int) -> None:
@@ -85,14 +93,16 @@ def _left_by_a_start(directory: Path) -> bool:
     """Empty, or what a run leaves that ended before its first step: by Ctrl-C while it compiled, or a mistake found late."""
     left = {path.name for path in directory.iterdir()}
     saved = directory / "checkpoints"
-    return not left or (".lock" in left and left <= {".lock", "rules.toml", "checkpoints"}
+    return not left or (".lock" in left and left <= {".lock", ".meshtrain", "rules.toml", "checkpoints", "tensorboard"}
                         and not (saved.exists() and any(saved.iterdir())))
 
 
 def write_settings(run: Run, directory: Path, rules_text: str) -> None:
     """config.toml (resolved) and rules.toml (as used). config.toml comes last: it marks the directory as ours."""
     (directory / "rules.toml").write_text(rules_text)
-    (directory / "config.toml").write_text(config.dump(run))
+    temporary = directory / "config.toml.tmp"
+    temporary.write_text(config.dump(run))
+    temporary.replace(directory / "config.toml")
 
 
 def source_weights(run: Run) -> tuple[Checkpoints, int]:

@@ -10,11 +10,10 @@ from jax.sharding import PartitionSpec
 
 from meshtrain.model.layers import Plan
 from meshtrain.model.transformer import Transformer
-from meshtrain.training.data import BOS
 
 
-def build(model: Transformer, plan: Plan, seq_len: int, order: np.ndarray | None = None) -> Callable:
-    """A jitted (params, count, seed) -> ids [seq_len]: BOS and `count` sampled tokens, of which only those are valid.
+def build(model: Transformer, plan: Plan, seq_len: int, bos: int, order: np.ndarray | None = None) -> Callable:
+    """A jitted (params, count, seed) -> ids [seq_len]: bos and `count` sampled tokens, of which only those are valid.
 
     order: which token stands at each place of a sequence, as the training step has it.
     """
@@ -33,7 +32,7 @@ def build(model: Transformer, plan: Plan, seq_len: int, order: np.ndarray | None
             token = jax.random.categorical(jax.random.fold_in(jax.random.key(seed), i), logits_BV[0] / 0.8)
             return jax.lax.dynamic_update_slice(tokens_BT, jnp.full((rows, 1), token, jnp.int32), (0, i + 1))
 
-        start = jnp.full((rows, seq_len), BOS, jnp.int32)
+        start = jnp.full((rows, seq_len), bos, jnp.int32)
         # Whole on every device: each process reads it.
         return jax.lax.with_sharding_constraint(jax.lax.fori_loop(0, count, extend, start)[0], PartitionSpec())
     return sample

@@ -1,8 +1,9 @@
 """Where documents come from, and which of them are held out for validation.
 
 A source is a list of documents with known lengths that can be read anywhere: `lengths` and `read(document, start, stop)` are
-the whole contract, so packing (data.py) needs no look at the text to know where every token of every epoch stands. Here a
-file is a document and its bytes are its tokens; nothing is held in memory but names and lengths.
+the whole contract, so packing (data.py) needs no look at the text to know where every token of every epoch stands. There are
+two kinds: files whose bytes are the tokens, read as they are, and token files, memory-mapped, whether they were given or the
+token cache made them of text, JSON lines or Parquet. Nothing is held in memory but names and lengths.
 This module knows no sequences, batches, steps or hosts.
 """
 from __future__ import annotations
@@ -10,14 +11,22 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import glob
+import hashlib
+import json
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-NAMES = ("stdlib", "text")
+from meshtrain.training import token_cache, token_files, tokenizer
+from meshtrain.training.tokenizer import Tokenizer
+
+NAMES = ("stdlib", "text", "jsonl", "parquet", "tokens")
+EXAMPLES = {"text": "corpus/**/*.txt", "jsonl": "corpus/*.jsonl.gz", "parquet": "corpus/*.parquet",
+            "tokens": "corpus/*.tokens.npy"}
 
 # Directories of the standard library that differ between installs of one version: test suites that distributions strip,
 # installed packages, and what the build wrote down about its own machine.
@@ -53,47 +62,173 @@ class Files:
         return np.frombuffer(data, np.uint8)
 
 
-def open_source(name: str, paths: Sequence[str]) -> Source:
-    """The source called `name`; `paths` are the globs of a source that reads files.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Corpus:
+    """What a run reads: one source, or a mixture of several with their weights (any positive scale), and the tokenizer."""
+    sources: tuple[Source, ...]
+    weights: tuple[float, ...]
+    tokenizer: Tokenizer
+    fingerprint: str    # the same exactly where lengths of documents, weights and tokenizer are
 
-    Raises: ValueError for an unknown name, a glob without a match, a path that cannot be read, or nothing but empty files.
+
+def open_corpus(data, *, vocab_size: int, cache_dir: Path, tell: Callable[[str], None] = print) -> Corpus:
+    """The corpus of the run file's [data]; what needs a token cache gets one, which may take long the first time.
+
+    `vocab_size` is the model's; `cache_dir` is where a cache goes that cannot stand beside its files; `tell` is told, in
+    lines, what takes time or is unusual. Raises: ValueError with every fault of the sources at once, a line each.
     """
-    if name not in NAMES:
-        near = difflib.get_close_matches(name, NAMES, n=1)
-        raise ValueError(f"data.source={name!r} is not a source; "
-                         + (f"did you mean {near[0]!r}? " if near else "") + f"Use one of {', '.join(NAMES)}")
-    if isinstance(paths, str):
-        raise ValueError(f"data.paths={paths!r} is a string; use a list: [{paths!r}]")
-    if name == "stdlib":
-        if paths:
-            raise ValueError(f"data.paths={list(paths)} is not read by data.source='stdlib'; "
-                             "set data.source='text' or data.paths=[]")
-        return open_files(list_stdlib(sysconfig.get_path("stdlib")))
-    return open_files(match_globs(paths))
+    mixed = data.source == "mixture"
+    components = [(f"data.mixture[{i}]", one) for i, one in enumerate(data.mixture)] if mixed else [("data", data)]
+    if not components:
+        raise ValueError('data.source="mixture" has no data.mixture; give its sources, e.g. '
+                         'data.mixture=[{source="jsonl", paths=["a.jsonl"], weight=0.7}, …]')
+    reader = _open_tokenizer(data, [one.source for _, one in components], vocab_size)
+    if reader.vocab_size > vocab_size:
+        raise ValueError(f"data.tokenizer={data.tokenizer!r} has ids up to {reader.vocab_size - 1} (the separator is "
+                         f"{reader.bos}), and model.vocab_size={vocab_size} has 0 to {vocab_size - 1}; "
+                         f"use model.vocab_size={reader.vocab_size} or more")
+    opened, faults = [], []
+    for where, one in components:
+        try:
+            caches = [Path(os.path.expanduser(data.cache))] if data.cache else [cache_dir]
+            opened.append(_open(where, one, reader, vocab_size, caches, bool(data.cache), tell))
+        except ValueError as error:
+            faults.append(str(error))
+    if faults:
+        raise ValueError("\n".join(faults))
+    weights = tuple(one.weight for _, one in components) if mixed else (1.0,)
+    return Corpus(tuple(opened), weights, reader, _fingerprint(opened, weights, reader))
 
 
-def open_files(paths: Sequence[str]) -> Files:
-    """Takes the lengths by stat alone: no file is read before a batch needs it."""
-    faults, lengths = [], []
+def _open_tokenizer(data, names: Sequence[str], vocab_size: int) -> Tokenizer:
+    if data.tokenizer != "bytes":
+        return tokenizer.open_file(data.tokenizer, data.bos_token)
+    if set(names) == {"tokens"}:
+        # Of the ids nothing is known but the separator; any that the model has may be among them.
+        if not (data.bos_token.isascii() and data.bos_token.isdigit()):
+            raise ValueError(f"data.bos_token={data.bos_token!r} is not a token id, and token files without a tokenizer.json "
+                             'do not tell their separator; give its id, e.g. data.bos_token="128000", or data.tokenizer')
+        bos = int(data.bos_token)
+        if bos >= vocab_size:
+            raise ValueError(f"data.bos_token={data.bos_token!r} is beyond model.vocab_size={vocab_size}; "
+                             f"use model.vocab_size={bos + 1} or more")
+        return tokenizer.Ids(vocab_size, bos)
+    if data.bos_token:
+        raise ValueError(f'data.bos_token={data.bos_token!r} is not read with data.tokenizer="bytes", whose separator is 256; '
+                         "leave it out, or name a tokenizer.json")
+    return tokenizer.Bytes()
+
+
+def _open(where: str, one, reader: Tokenizer, vocab_size: int, caches: Sequence[Path], chosen: bool,
+          tell: Callable[[str], None]) -> Source:
+    """One source that is no mixture; `where` names its section in messages."""
+    if isinstance(reader, tokenizer.Bytes) and one.source in ("stdlib", "text"):
+        return open_source(one.source, one.paths, where)
+    paths = list_paths(one.source, one.paths, where)
+    file_sizes(paths, where)    # a link to nowhere, no permission: all of them told together, before any work
+    if not chosen and one.source != "stdlib":    # nobody wants a directory inside the Python that runs
+        caches = [Path(paths[0]).parent / token_cache.DIRECTORY, *caches]
+    if one.source == "tokens":
+        return _open_tokens(where, paths, vocab_size, caches, tell)
+    format = "text" if one.source == "stdlib" else one.source
+    files = token_cache.open_tokenized(format, paths, one.field, reader, caches, tell)
+    _check_not_empty(where, paths, files, tell)
+    return files
+
+
+def _open_tokens(where: str, paths: Sequence[str], vocab_size: int, caches: Sequence[Path],
+                 tell: Callable[[str], None]) -> token_files.TokenFiles:
+    pairs, faults = [], []
     for path in paths:
         try:
-            lengths.append(os.stat(path).st_size)
+            pairs.append(token_files.open_pair(path))
+            largest = token_cache.largest_id(path, caches, tell)
+            if largest >= vocab_size:
+                document, found = token_files.first_beyond(pairs[-1], vocab_size)
+                faults.append(f"{path}: document {document} (from 0) holds the id {found}, and model.vocab_size={vocab_size} "
+                              f"has 0 to {vocab_size - 1}; use model.vocab_size={largest + 1} or more, or the files of "
+                              "another tokenizer")
+        except ValueError as error:
+            faults.append(str(error))
+    if faults:
+        raise ValueError("\n".join(faults))
+    files = token_files.TokenFiles(tuple(pairs))
+    _check_not_empty(where, paths, files, tell)
+    return files
+
+
+def _check_not_empty(where: str, paths: Sequence[str], files: token_files.TokenFiles, tell: Callable[[str], None]) -> None:
+    if not files.lengths.any():
+        raise ValueError(f"all {len(paths)} files of {where}.paths are empty ({_some(paths)}); name files with text")
+    empty = [pair.path for pair in files.pairs if not len(pair.ends)]
+    if empty:
+        tell(f"{where}.paths: {len(empty)} of {len(files.pairs)} files hold no document ({_some(empty)})")
+
+
+def _some(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:3]) + (", …" if len(paths) > 3 else "")
+
+
+def _fingerprint(opened: Sequence[Source], weights: Sequence[float], reader: Tokenizer) -> str:
+    digest = hashlib.blake2b(json.dumps([list(map(float, weights)), reader.key, reader.bos]).encode(), digest_size=8)
+    for source in opened:
+        digest.update(np.asarray([len(source.lengths)], "<i8").tobytes())    # where a source ends
+        digest.update(np.asarray(source.lengths, "<i8").tobytes())
+    return digest.hexdigest()
+
+
+def open_source(name: str, paths: Sequence[str], where: str = "data") -> Files:
+    """stdlib or text as bytes; `paths` are the globs of text, `where` the section that messages name.
+
+    Raises: ValueError for a glob without a match, a path that cannot be read, or nothing but empty files.
+    """
+    return open_files(list_paths(name, paths, where), where)
+
+
+def list_paths(name: str, paths: Sequence[str], where: str) -> list[str]:
+    """The files of the source called `name`, in the order of its documents."""
+    if name not in NAMES:
+        near = difflib.get_close_matches(name, NAMES, n=1)
+        raise ValueError(f"{where}.source={name!r} is not a source; "
+                         + (f"did you mean {near[0]!r}? " if near else "") + f"Use one of {', '.join(NAMES)}")
+    if isinstance(paths, str):
+        raise ValueError(f"{where}.paths={paths!r} is a string; use a list: [{paths!r}]")
+    if name == "stdlib":
+        if paths:
+            raise ValueError(f"{where}.paths={list(paths)} is not read by {where}.source='stdlib'; "
+                             f"set {where}.source='text' or {where}.paths=[]")
+        return list_stdlib(sysconfig.get_path("stdlib"))
+    return match_globs(paths, name, where)
+
+
+def open_files(paths: Sequence[str], where: str = "data") -> Files:
+    """Takes the lengths by stat alone: no file is read before a batch needs it."""
+    lengths = file_sizes(paths, where)
+    if not lengths.any():
+        raise ValueError(f"all {len(paths)} files of {where}.paths are empty ({_some(paths)}); name files with text")
+    return Files(tuple(paths), lengths)
+
+
+def file_sizes(paths: Sequence[str], where: str) -> np.ndarray:
+    """int64 [files], bytes. Raises: ValueError that names every file that cannot be read."""
+    faults, sizes = [], []
+    for path in paths:
+        try:
+            sizes.append(os.stat(path).st_size)
             if not os.access(path, os.R_OK):
                 raise PermissionError("no permission to read it")
         except OSError as error:
-            faults.append(f"{path} cannot be read: {error.strerror or error}; mend it or take it out of data.paths")
+            faults.append(f"{path} cannot be read: {error.strerror or error}; mend it or take it out of {where}.paths")
     if faults:
         raise ValueError("\n".join(faults))
-    if not any(lengths):
-        some = ", ".join(paths[:3]) + (", …" if len(paths) > 3 else "")
-        raise ValueError(f"all {len(paths)} files of data.paths are empty ({some}); name files with text")
-    return Files(tuple(paths), np.array(lengths, np.int64))
+    return np.array(sizes, np.int64)
 
 
-def match_globs(patterns: Sequence[str]) -> list[str]:
+def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data") -> list[str]:
     """Every file that a glob matches, once, sorted. A name that exists is taken literally, brackets and all."""
     if not patterns:
-        raise ValueError("data.source='text' has no data.paths; give at least one file or glob, e.g. [\"corpus/**/*.txt\"]")
+        raise ValueError(f"{where}.source={name!r} has no {where}.paths; give at least one file or glob, "
+                         f'e.g. ["{EXAMPLES[name]}"]')
     found, faults = {}, []
     for pattern in patterns:
         wanted = os.path.expanduser(pattern)
@@ -102,9 +237,10 @@ def match_globs(patterns: Sequence[str]) -> list[str]:
         # Two names of one file would count it twice, and could put it in training and validation both.
         found.update((os.path.realpath(path), path) for path in files)
         if os.path.isdir(wanted):
-            faults.append(f"data.paths: {pattern!r} is a directory; name its files, e.g. {os.path.join(pattern, '**', '*.txt')!r}")
+            faults.append(f"{where}.paths: {pattern!r} is a directory; name its files, e.g. "
+                          f"{os.path.join(pattern, '**', os.path.basename(EXAMPLES[name]))!r}")
         elif not files:
-            faults.append(f"data.paths: {pattern!r} matches no file (relative to {os.getcwd()})")
+            faults.append(f"{where}.paths: {pattern!r} matches no file (relative to {os.getcwd()})")
     if faults:
         raise ValueError("\n".join(faults))
     return [found[path] for path in sorted(found)]

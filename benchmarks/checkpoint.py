@@ -1,0 +1,172 @@
+"""python benchmarks/checkpoint.py [DIRECTORY]: what a checkpoint costs the run, and how close it comes to the disk.
+
+Two states: that of the model in benchmarks/step.toml (params and adamw's moments), whose own step is timed too, and one of
+1 GB. Each is saved a few times; beside each time stands what plain file reads and writes of as many bytes take, of the same
+random numbers, in the same directory and turn by turn. DIRECTORY (a temporary one) is where the run.dir of a run would be:
+a local disk or the cluster's file system. Writes benchmarks/checkpoint.md.
+"""
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import xxhash
+
+from meshtrain import assembly, config
+from meshtrain.training.checkpoint import Checkpoints
+
+ROUNDS = 3
+EVERY = config.Run().checkpoint.every
+GB = 1e9
+
+
+def timed(action) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def forget(directory: Path) -> None:
+    """Drops the files from the page cache, as after a reboot or on another host; needs no root for files on disk."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def plain_write(path: Path, data: np.ndarray) -> None:
+    with open(path, "wb", buffering=0) as file:
+        left = memoryview(data).cast("B")
+        while left:
+            left = left[file.write(left[:1 << 26]):]
+        os.fsync(file.fileno())
+
+
+def plain_read(path: Path) -> None:
+    buffer = bytearray(4 << 20)
+    with open(path, "rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+
+
+def measure(directory: Path, state) -> dict[str, float]:
+    """Medians over ROUNDS: seconds of each thing that is done with a checkpoint, and of the plain file beside it."""
+    nbytes = sum(x.nbytes for x in jax.tree.leaves(state))
+    data = np.random.default_rng(0).random(nbytes // 4, np.float32)
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    runs: list[dict[str, float]] = []
+    with Checkpoints(directory / "checkpoints", keep=1) as checkpoints:
+        for step in range(1, ROUNDS + 2):
+            once = {}
+            start = time.perf_counter()
+            once["blocked"] = checkpoints.save(step, state, {})
+            checkpoints.wait()
+            once["saved"] = time.perf_counter() - start
+            place = directory / "checkpoints" / str(step)
+            once["verify"] = timed(checkpoints.latest)
+            once["restore"] = timed(lambda: jax.block_until_ready(checkpoints.restore(step, abstract)[0]))
+            forget(place)
+            once["verify_cold"] = timed(checkpoints.latest)
+            forget(place)
+            once["restore_cold"] = timed(lambda: jax.block_until_ready(checkpoints.restore(step, abstract)[0]))
+            once["write"] = timed(lambda: plain_write(directory / "plain", data))
+            once["read"] = timed(lambda: plain_read(directory / "plain"))
+            forget(directory)
+            once["read_cold"] = timed(lambda: plain_read(directory / "plain"))
+            once["on_disk"] = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
+            (directory / "plain").unlink()
+            runs.append(once)
+    once = {name: statistics.median(run[name] for run in runs[1:]) for name in runs[0]}     # the first warms up
+    copies = [timed(lambda: jax.tree.map(lambda x: np.array(jax.device_get(x)), state)) for _ in range(ROUNDS)]
+    return once | {"bytes": nbytes, "copy": statistics.median(copies)}
+
+
+def model() -> tuple[object, float]:
+    """The state of the model in benchmarks/step.toml, random, and the seconds of its training step."""
+    run = config.load([str(ROOT / "benchmarks/step.toml"), "--sharding.rules", str(ROOT / "sharding_rules/ddp.toml")])
+    made = assembly.assemble(run, jax.devices()[:1])
+    rng = np.random.default_rng(0)
+    with jax.set_mesh(made.mesh):
+        step = made.program.compile()
+        state = made.program.initialize()
+        shape = (run.data.global_batch, run.data.seq_len)
+        zeros = {name: np.zeros(shape if name != "sequence" else shape[:1], np.int32) for name in made.program.batch}
+        zeros |= {"tokens": rng.integers(0, 256, shape, np.int32), "targets": rng.integers(0, 256, shape, np.int32)}
+        times = []
+        for _ in range(4):
+            start = time.perf_counter()
+            state, metrics = step(state, made.program.place(zeros))
+            jax.block_until_ready(state)
+            times.append(time.perf_counter() - start)
+    return state, statistics.median(times[1:])
+
+
+def large() -> object:
+    """1 GB of random numbers in matrices like those of a transformer of 83M parameters with adamw's moments."""
+    keys = jax.random.split(jax.random.key(0), 20)
+    return {f"w{i}": jax.random.normal(key, (3125, 4000), jnp.float32) for i, key in enumerate(keys)}
+
+
+def report(results: dict[str, dict[str, float]]) -> str:
+    device = jax.devices()[0].device_kind
+    lines = [
+        "# Checkpoints", "", "Written by `python benchmarks/checkpoint.py`; what is measured, and how, stands there.", "",
+        f"{datetime.date.today()} · {os.cpu_count()} CPU cores ({platform.machine()}) · {device} · Python "
+        f"{platform.python_version()} · jax {jax.__version__} · orbax {ocp.__version__} · xxhash {xxhash.VERSION}", "",
+        f"Medians of {ROUNDS}. Load average at the end: {os.getloadavg()[0]:.1f}.", "",
+        "| | " + " | ".join(results) + " |", "|---|" + "---|" * len(results),
+    ]  # fmt: skip
+    rate = lambda name: lambda r: f"{r[name]:.2f} s, {r['bytes'] / r[name] / GB:.2f} GB/s"
+    table = {
+        "state": lambda r: f"{r['bytes'] / 1e6:,.1f} MB",
+        "on disk": lambda r: f"{r['on_disk'] / 1e6:,.1f} MB",
+        "**the step waits, per save**": rate("blocked"),
+        "  bare copy to the host": rate("copy"),
+        f"**share of the run at checkpoint.every = {EVERY}**": lambda r: f"{r['blocked'] / EVERY / r['step']:.3%} of steps of "
+                                                                         f"{r['step']:.2f} s",
+        "whole on disk, checksums verified and synced": rate("saved"),
+        "  plain file written and synced": rate("write"),
+        "checksums verified, files in memory": rate("verify"),
+        "  plain file read, in memory": rate("read"),
+        "restored, files in memory": rate("restore"),
+        "checksums verified, from disk": rate("verify_cold"),
+        "restored, from disk": rate("restore_cold"),
+        "  plain file read, from disk": rate("read_cold"),
+    }  # fmt: skip
+    lines += [f"| {name} | " + " | ".join(row(r) for r in results.values()) + " |" for name, row in table.items()]
+    lines += ["", "GB/s: bytes of the state per second. A resume verifies, then restores: the second finds the files in memory. "
+              "On a CPU the arrays are in the host's memory already, so a save need not wait for a copy."]  # fmt: skip
+    if os.getloadavg()[0] > os.cpu_count():
+        lines += ["", "The machine was shared: times are too long, and those of the disk differ from turn to turn."]
+    return "\n".join([*lines, ""])
+
+
+def main(argv: list[str]) -> int:
+    parent = argv[0] if argv else None
+    state, step_s = model()
+    results = {}
+    for name, state, step_s in (("model of step.toml", state, step_s), ("1 GB, steps of 1 s", large(), 1.0)):
+        with tempfile.TemporaryDirectory(dir=parent) as directory:
+            results[name] = measure(Path(directory), state) | {"step": step_s}
+        print(name, {key: round(value, 4) for key, value in results[name].items()}, flush=True)
+    text = report(results)
+    (ROOT / "benchmarks/checkpoint.md").write_text(text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,60 @@
+"""All that we use of jax's private API, in one file: each piece is probed, and None or a safe answer where it is gone.
+
+Tried with jax 0.10.2 and 0.12. This module knows no run and no model.
+"""
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+
+def backends_are_initialized() -> bool:
+    """Whether jax has started a backend; True where that cannot be told."""
+    try:
+        from jax._src import xla_bridge
+        return xla_bridge.backends_are_initialized()
+    except (ImportError, AttributeError):
+        return True
+
+
+class CudnnAttention(NamedTuple):
+    """cuDNN's flash attention with its log-sum-exp, and a backward that takes both from outside.
+
+    The public jax.nn.dot_product_attention rounds the log-sum-exp to bfloat16 and has no such backward.
+    forward(q_BTNH, k_BSKH, v_BSKH, causal, scale) -> o_BTNH, lse_BNT float32.
+    backward(q, k, v, o, lse_BNT, do, causal, scale) -> dq, dk, dv in the dtype of q.
+    bfloat16 or float16. Every axis of the mesh must be manual where they stand.
+    """
+    forward: Callable
+    backward: Callable
+
+
+def cudnn_attention() -> CudnnAttention | None:
+    """None where this jax has it otherwise."""
+    try:
+        from jax._src.cudnn import fused_attention_stablehlo as fused
+        forward_p, backward_p = fused._dot_product_attention_fwd_p_wrapper, fused._dot_product_attention_bwd_p_wrapper
+        causal_or_not = {True: fused.MaskType.CAUSAL, False: fused.MaskType.NO_MASK}
+        options = dict(seed=42, dropout_rate=0.0, variadic_args=(False, False), layout=fused.AttentionLayout.BTNH.value,
+                       sliding_window_length=None)
+        known = inspect.signature(fused._dot_product_attention_fwd_impl).parameters
+    except (ImportError, AttributeError):
+        return None
+    if "score_mod" in known:        # from jax 0.11 on
+        options["score_mod"] = None
+    if not {"scale", "mask_type", "is_training", *options} <= set(known):
+        return None
+
+    def absent(q, count):           # bias, sequence lengths, offsets, page tables
+        return [jnp.zeros(0, q.dtype)] * count
+
+    def forward(q, k, v, causal, scale):
+        return forward_p.bind(q, k, v, *absent(q, 7), scale=scale, mask_type=causal_or_not[causal], is_training=True, **options)
+
+    def backward(q, k, v, o, lse, do, causal, scale):
+        return backward_p.bind(q, k, v, *absent(q, 7), lse, o, do, scale=scale, mask_type=causal_or_not[causal], **options)
+
+    return CudnnAttention(forward, backward)

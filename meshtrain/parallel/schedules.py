@@ -1,0 +1,375 @@
+"""Pipeline schedules as data: what every stage does to which microbatch in every tick, and which slot holds it.
+
+A generator makes a table, `schedule_check.check` proves it sound, `cost.simulate` prices it, and one executor interprets
+it; no schedule is control flow. Knows numpy only: no jax, no model, no devices.
+
+Legend: P stages, M microbatches, V chunks (pieces of the model on each stage), T ticks. Virtual stage g = chunk · P + stage
+holds layers g·L/(VP) up to (g+1)·L/(VP). F forward, B input gradient, W weight gradient; where W is not split off, B makes
+both.
+
+Three families share the format:
+  phase   the default. A tick does F, loss, B, W in this order, each on all stages at once; a stage that has none runs masked.
+          Ticks with the same slots form a run (one scan). Nothing diverges, so collectives may stand anywhere.
+  switch  experimental. One op per stage and tick, in a branch that differs between stages (true ZB-H1 order).
+  mpmd    the orders of Megatron-LM, one op per stage and tick, as what a runtime with one program per stage would reach:
+          for the simulator only, without slots.
+Sources: arXiv:1811.06965 (GPipe), arXiv:2006.09503 (1F1B), arXiv:2104.04473 (interleaved), arXiv:2401.10241 (zero bubble).
+"""
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Mapping
+
+import numpy as np
+
+F, B, W = 0, 1, 2
+KINDS = "FBW"
+# Moments inside a tick, in the order in which the executor touches its buffers.
+MOMENT = {"F": 1, "loss": 2, "B": 3, "W": 4, "arrive": 7}
+TICK = 8
+NAMES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "interleaved_zero_bubble", "zb_h1")
+INTERLEAVED = ("interleaved", "interleaved_zero_bubble")
+SPLIT = ("zero_bubble", "interleaved_zero_bubble", "zb_h1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Ticks start … stop−1, in which the same slots are executed: one scan.
+
+    kinds: those of "FBW" that some stage does (in the switch family: all that occur). loss: "never", "always", or
+    "sometimes" in these ticks; then `Table.shared["loss_on"]` tells, equal on all stages, so a `cond` does not diverge.
+    """
+    start: int
+    stop: int
+    kinds: str
+    loss: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Table:
+    """A schedule, complete: an executor needs nothing else.
+
+    ops [T, P, 3, 2]: (microbatch, chunk) of F, B, W, or −1: idle. From it follow the columns and slots.
+
+    Buffers, one entry per slot and stage; `slots` has how many of each (of every stage, since the program is one):
+      X  stage inputs: received, until F has read them
+      R  what F keeps for B                Q  what F keeps for the op that makes the weight gradient (W, or B if not split)
+      D  cotangents of stage outputs: received, or made by the loss, until B has read them
+      Z  what B keeps for W; it and its columns are there only where W is split off
+
+    columns {name: int32 [T, P]}; every slot column is a valid index in every tick. Where a stage is idle, it points to a
+    slot that nobody holds at that moment, so that a masked op may write there what it likes.
+      F_on F_mb F_chunk     does this stage forward in this tick, which microbatch, which chunk
+      F_first               1: virtual stage 0. Its input is the embedding of F_mb, not X[F_x]
+      F_x F_r F_q           reads X[F_x], writes R[F_r], Q[F_q]
+      loss_here loss_d      1: F was of the last virtual stage; the loss of its output comes at once and writes D[loss_d]
+      B_on B_mb B_chunk     as F
+      B_first               1: virtual stage 0. Its result is the cotangent of the embedding of B_mb
+      B_r B_q B_d B_z       reads R[B_r], Q[B_q], D[B_d], writes Z[B_z]
+      W_on W_mb W_chunk W_q W_z   as F; reads Q[W_q], Z[W_z]
+      y_out dx_out          1: what F (B) made in this tick is awaited by stage s+1 (s−1), both modulo P
+      y_in dx_in            slots X[y_in], D[dx_in] that take what stage s−1 (s+1) made by F (B) in THIS tick. They are
+                            written after W of this tick and before F of the next: an executor may send dx at the start
+                            of the next tick, to overlap F, and then reads this column one tick late
+      y_in_on dx_in_on      1: that arrival is awaited; else it is noise from a ring permute, in a slot that nobody holds
+      op                    switch family: 0 idle, 1 F, 2 B, 3 W
+    shared {name: int32 [T]}, equal on all stages, for an embedding and a head that all stages work on together:
+      embed_on embed_mb     microbatch whose embedding the first virtual stage takes in this tick
+      loss_on loss_mb       microbatch whose loss comes in this tick
+      embed_grad_on embed_grad_mb   microbatch whose embedding's cotangent is made in this tick (by B on stage 0)
+
+    peak [P]: most (microbatch, chunk) pairs alive on a stage at once, from their F until their last backward op, that
+    one included. Divide by V for stage-microbatches.
+    """
+    name: str
+    family: str
+    num_stages: int
+    num_microbatches: int
+    num_chunks: int
+    split: bool
+    ops: np.ndarray
+    peak: np.ndarray
+    columns: Mapping[str, np.ndarray]
+    shared: Mapping[str, np.ndarray]
+    slots: Mapping[str, int]
+
+    @property
+    def num_ticks(self) -> int:
+        return len(self.ops)
+
+    @property
+    def executed(self) -> dict[str, int]:
+        """How often a device runs each op in a step, masked or not (switch: does it, the busiest stage).
+
+        keys: F, loss, B, W. A phase program sends once over the stages for every F and once for every B.
+        """
+        on = self.ops[..., 0] >= 0
+        ticks = on.any(1) if self.family == "phase" else on.sum(0).max(0)[None]
+        return dict(zip(KINDS, ticks.sum(0).tolist())) | {"loss": int(self.shared["loss_on"].sum())}
+
+    def runs(self) -> list[Run]:
+        """The ticks in order, grouped into scans. A loss that fills one unbroken part of a run makes that part a run."""
+        if self.family != "phase":
+            return [Run(0, self.num_ticks, "FBW" if self.split else "FB", "sometimes")]
+        active = (self.ops[..., 0] >= 0).any(1)
+        loss = self.shared["loss_on"]
+        runs = []
+        for start, stop in _equal_parts(active):
+            kinds = "".join(k for k, on in zip(KINDS, active[start]) if on)
+            parts = _equal_parts(loss[start:stop])
+            if len(parts) <= 3 and sum(loss[start + a] for a, _ in parts) <= 1:
+                runs += [Run(start + a, start + b, kinds, "always" if loss[start + a] else "never") for a, b in parts]
+            else:
+                runs.append(Run(start, stop, kinds, "sometimes"))
+        return runs
+
+
+def _equal_parts(rows: np.ndarray) -> list[tuple[int, int]]:
+    """[(start, stop)] of the longest stretches of equal rows."""
+    rows = rows.reshape(len(rows), -1)
+    cuts = [0, *(np.flatnonzero((rows[1:] != rows[:-1]).any(1)) + 1).tolist(), len(rows)]
+    return list(zip(cuts[:-1], cuts[1:]))
+
+
+# ---- generators ------------------------------------------------------------------------------------------------------
+
+
+def problems(name: str, p: int, m: int, v: int = 1) -> list[str]:
+    """What stands against this schedule, in the words of the run file; empty = there is a table."""
+    faults = []
+    if name not in NAMES:
+        faults.append(f'pipeline.schedule="{name}" is unknown; use one of {", ".join(NAMES)}')
+    for key, size in (("mesh.stage", p), ("training.microbatches", m), ("pipeline.chunks", v)):
+        if size < 1:
+            faults.append(f"{key}={size} is no number of pieces; use at least 1")
+    if faults:
+        return faults
+    if v > 1 and name not in INTERLEAVED:
+        remedy = "interleaved_zero_bubble" if name in SPLIT else "interleaved"
+        faults.append(f'pipeline.schedule="{name}" has one piece of the model on each stage, not pipeline.chunks={v}; '
+                      f'use pipeline.chunks=1, or pipeline.schedule="{remedy}"')
+    elif v > 1 and m % p:
+        near = [n for n in (m // p * p, (m // p + 1) * p) if n]
+        faults.append(f"training.microbatches={m} is not a multiple of mesh.stage={p}, which pipeline.chunks={v} needs; "
+                      f"use {' or '.join(map(str, near))}, or pipeline.chunks=1")
+    return faults
+
+
+def make(name: str, p: int, m: int, v: int = 1) -> Table:
+    """The table that `pipeline.schedule` = name means, for p stages, m microbatches and v chunks.
+
+    Raises: ValueError with the value, the rule and the remedy where there is none.
+    """
+    faults = problems(name, p, m, v)
+    if faults:
+        raise ValueError("\n".join(faults))
+    split = name in SPLIT
+    if name == "zb_h1":
+        return _table(name, "switch", p, m, v, split, _as_soon_as_possible(_zero_bubble_orders(p, m, 1), p, m, 1))
+    first_b = m + p - 1 if name == "gpipe" else v * p - 1
+    return _table(name, "phase", p, m, v, split, _phases(p, m, v, split, first_b))
+
+
+def megatron(name: str, p: int, m: int, v: int = 1) -> Table:
+    """Megatron-LM's own order of this schedule, for the simulator: family "mpmd", one op per stage and tick, no slots.
+
+    Raises: ValueError as `make`.
+    """
+    faults = problems(name, p, m, v)
+    if faults:
+        raise ValueError("\n".join(faults))
+    split = name in SPLIT
+    if name == "gpipe":
+        orders = [[(F, i, 0) for i in range(m)] + [(B, i, 0) for i in range(m)]] * p
+    else:
+        orders = _zero_bubble_orders(p, m, v) if split else _one_f_one_b_orders(p, m, v)
+    return _table(name, "mpmd", p, m, v, split, _as_soon_as_possible(orders, p, m, v))
+
+
+def _phases(p: int, m: int, v: int, split: bool, first_b: int) -> np.ndarray:
+    """Stage s does F number i in tick i + s, B number i in first_b + i + p−1−s, W number i in first_b + i + p−1.
+
+    So the stages work like a systolic array: what one makes, its neighbour takes in the next tick.
+    """
+    forward = _rounds(p, m, v)
+    backward = [(i, v - 1 - chunk) for i, chunk in forward]
+    n = m * v
+    ops = np.full((first_b + n + p - 1, p, 3, 2), -1, np.int32)
+    for s in range(p):
+        ops[s:s + n, s, F] = forward
+        ops[first_b + p - 1 - s:, s, B][:n] = backward
+        if split:
+            ops[first_b + p - 1:, s, W][:n] = backward
+    return ops
+
+
+def _rounds(group: int, m: int, v: int) -> list[tuple[int, int]]:
+    """(microbatch, chunk) in forward order: `group` microbatches through chunk 0, then through chunk 1, …"""
+    return [(i, chunk) for first in range(0, m, group) for chunk in range(v) for i in range(first, min(first + group, m))]
+
+
+def _one_f_one_b_orders(p: int, m: int, v: int) -> list[list[tuple[int, int, int]]]:
+    """Per stage [(kind, microbatch, chunk)]: warm-up forwards, then F and B in turn, then the rest of B."""
+    forward, orders = _rounds(p, m, v), []
+    for s in range(p):
+        warm = min(p - 1 - s if v == 1 else 2 * (p - 1 - s) + (v - 1) * p, m * v)
+        order = [(F, *op) for op in forward[:warm]]
+        for k, (i, chunk) in enumerate(forward):
+            order += [(F, *op) for op in forward[warm + k:warm + k + 1]] + [(B, i, v - 1 - chunk)]
+        orders.append(order)
+    return orders
+
+
+def _zero_bubble_orders(p: int, m: int, v: int) -> list[list[tuple[int, int, int]]]:
+    """ZB-H1 (v = 1) and its interleaved form: from B number s on, stage s does a W after each B, the rest at the end."""
+    forward, orders = _rounds(m // max(1, m // p), m, v), []
+    backward = [(i, v - 1 - chunk) for i, chunk in forward]
+    for s in range(p):
+        warm = min((v - 1) * (m // max(1, m // p)) + p - 1 - s, m * v)
+        order = [(F, *op) for op in forward[:warm]]
+        for k in range(m * v):
+            order += [(F, *op) for op in forward[warm + k:warm + k + 1]] + [(B, *backward[k])]
+            order += [(W, *backward[k - s])] if k >= s else []
+        orders.append(order + [(W, *op) for op in backward[max(0, m * v - s):]])
+    return orders
+
+
+def _as_soon_as_possible(orders, p: int, m: int, v: int) -> np.ndarray:
+    """Each stage's ops in its order, each in the first tick after the ticks of all that it needs."""
+    done, position, rows = {}, [0] * p, []
+    total = [len(order) for order in orders]
+    while position != total:
+        row, new = np.full((p, 3, 2), -1, np.int32), []
+        for s in range(p):
+            if position[s] < total[s]:
+                kind, i, chunk = orders[s][position[s]]
+                g = chunk * p + s
+                if all(need in done for need in needs(kind, g, i, p * v)):
+                    row[s, kind] = i, chunk
+                    new.append((kind, g, i))
+                    position[s] += 1
+        assert new, "no stage can go on"
+        done.update(dict.fromkeys(new))
+        rows.append(row)
+    return np.stack(rows)
+
+
+def needs(kind: int, g: int, microbatch: int, num_virtual: int) -> list[tuple[int, int, int]]:
+    """The (kind, virtual stage, microbatch) that an op waits for."""
+    if kind == F:
+        return [(F, g - 1, microbatch)] if g else []
+    if kind == B:
+        return [(F, g, microbatch)] + ([(B, g + 1, microbatch)] if g < num_virtual - 1 else [])
+    return [(B, g, microbatch)]
+
+
+# ---- slots -----------------------------------------------------------------------------------------------------------
+
+
+def _table(name: str, family: str, p: int, m: int, v: int, split: bool, ops: np.ndarray) -> Table:
+    """Ops with everything that follows from them."""
+    tick = _ticks(ops, p, m, v)
+    last = tick[W if split else B]
+    peak = np.zeros(p, np.int32)
+    for s in range(p):
+        change = np.zeros(len(ops) + 1, np.int32)
+        np.add.at(change, tick[F, s::p].ravel(), 1)
+        np.add.at(change, last[s::p].ravel() + 1, -1)
+        peak[s] = change.cumsum().max()
+    columns, shared = _work(ops, p, v)
+    slots = {}
+    if family != "mpmd":
+        slot_columns, slots = _slots(ops, tick, p, m, v, split)
+        columns |= slot_columns
+    return Table(name, family, p, m, v, split, ops, peak, columns, shared, slots)
+
+
+def _ticks(ops: np.ndarray, p: int, m: int, v: int) -> np.ndarray:
+    """[3, V·P, M]: the tick of each op, −1 where there is none."""
+    tick = np.full((3, v * p, m), -1, np.int64)
+    t, s, kind = np.nonzero(ops[..., 0] >= 0)
+    i, chunk = ops[t, s, kind].T
+    tick[kind, chunk * p + s, i] = t
+    return tick
+
+
+def _work(ops: np.ndarray, p: int, v: int):
+    """The columns that say what is done, and the shared ones."""
+    on = ops[..., 0] >= 0
+    columns = {}
+    for k, kind in enumerate(KINDS):
+        columns[f"{kind}_on"] = on[:, :, k]
+        columns[f"{kind}_mb"], columns[f"{kind}_chunk"] = np.maximum(ops[:, :, k, 0], 0), np.maximum(ops[:, :, k, 1], 0)
+    virtual = ops[..., 1] * p + np.arange(p)[:, None]
+    columns["F_first"], columns["B_first"] = (on[:, :, k] & (virtual[:, :, k] == 0) for k in (F, B))
+    columns["loss_here"] = on[:, :, F] & (virtual[:, :, F] == v * p - 1)
+    columns["y_out"], columns["dx_out"] = on[:, :, F] & ~columns["loss_here"], on[:, :, B] & ~columns["B_first"]
+    columns["y_in_on"], columns["dx_in_on"] = np.roll(columns["y_out"], 1, 1), np.roll(columns["dx_out"], -1, 1)
+    columns["op"] = np.where(on.any(2), 1 + on.argmax(2), 0)
+    shared = {}
+    for name, flag, kind in (("embed", "F_first", "F"), ("loss", "loss_here", "F"), ("embed_grad", "B_first", "B")):
+        shared[f"{name}_on"] = columns[flag].any(1)
+        shared[f"{name}_mb"] = (columns[f"{kind}_mb"] * columns[flag]).sum(1)
+    return ({name: a.astype(np.int32) for name, a in columns.items()},
+            {name: a.astype(np.int32) for name, a in shared.items()})
+
+
+def _slots(ops: np.ndarray, tick: np.ndarray, p: int, m: int, v: int, split: bool):
+    """The slot columns, and how many slots each buffer needs: each value takes the lowest slot free at its birth."""
+    num_ticks, last_g = len(ops), p * v - 1
+    weight_op = W if split else B
+    at = lambda kind, g: (tick[kind, g] * TICK + MOMENT[KINDS[kind]]).tolist()
+    arrival = lambda kind, g: (tick[kind, g] * TICK + MOMENT["arrive"]).tolist()
+    loss = lambda g: (tick[F, g] * TICK + MOMENT["loss"]).tolist()
+    # Buffer: columns that write it and when, columns that read it and who, birth and death of the values of a virtual stage.
+    buffers = {
+        "X": ({"y_in": "arrive"}, {"F_x": F}, lambda g: arrival(F, g - 1) if g else [], lambda g: at(F, g)),
+        "R": ({"F_r": "F"}, {"B_r": B}, lambda g: at(F, g), lambda g: at(B, g)),
+        "Q": ({"F_q": "F"}, {"B_q": B} | ({"W_q": W} if split else {}), lambda g: at(F, g), lambda g: at(weight_op, g)),
+        "D": ({"loss_d": "loss", "dx_in": "arrive"}, {"B_d": B},
+              lambda g: loss(g) if g == last_g else arrival(B, g + 1), lambda g: at(B, g)),
+    }
+    if split:
+        buffers["Z"] = ({"B_z": "B"}, {"W_z": W}, lambda g: at(B, g), lambda g: at(W, g))
+    columns, slots = {}, {}
+    for buffer, (written, read, born, gone) in buffers.items():
+        columns |= {name: np.zeros((num_ticks, p), np.int32) for name in (*written, *read)}
+        column_at = {MOMENT[moment]: columns[name] for name, moment in written.items()}
+        moments = sorted(t * TICK + moment for moment in column_at for t in range(num_ticks))
+        slots[buffer] = 0
+        for s in range(p):
+            lives = sorted(life for g in range(s, p * v, p) for life in zip(born(g), gone(g), [g] * m, range(m)))
+            births = {life[0] for life in lives}
+            noise = [moment for moment in moments if moment not in births]
+            taken, spare, count = _lowest_free(lives, noise)
+            slots[buffer] = max(slots[buffer], count)
+            for moment, slot in zip(noise, spare):
+                column_at[moment % TICK][moment // TICK, s] = slot
+            for (birth, _, g, i), slot in zip(lives, taken):
+                column_at[birth % TICK][birth // TICK, s] = slot
+                for name, kind in read.items():
+                    columns[name][tick[kind, g, i], s] = slot
+    return columns, slots
+
+
+def _lowest_free(lives, noise) -> tuple[list[int], list[int], int]:
+    """(slot of each life, a slot that is free at each moment of noise, slots needed); both arguments sorted by moment.
+
+    lives: (birth, death, …), the slot is held from one to the other, both included. noise: moments.
+    """
+    free, held, count = [], [], 0
+    taken, spare = [], []
+    for moment, death in sorted([(moment, -1) for moment in noise] + [life[:2] for life in lives]):
+        while held and held[0][0] < moment:
+            heapq.heappush(free, heapq.heappop(held)[1])
+        if not free:
+            heapq.heappush(free, count)
+            count += 1
+        if death < 0:
+            spare.append(free[0])
+        else:
+            slot = heapq.heappop(free)
+            heapq.heappush(held, (death, slot))
+            taken.append(slot)
+    return taken, spare, count

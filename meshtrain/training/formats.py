@@ -1,0 +1,209 @@
+"""The documents of one file, in the file's order, streamed: text (the file), JSON lines (a line), Parquet (a row).
+
+A document comes in pieces of at most some million characters, so no file, line or row group decides over the memory that a
+tokenizer takes. Whatever is wrong with a file is one ValueError that names file, place and remedy.
+This module knows no tokens.
+"""
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from typing import BinaryIO, NamedTuple, TextIO
+
+from meshtrain.training.tokenizer import import_extra
+
+# Longer documents are tokenized in pieces that end with a line where there is one: a merge across the cut is lost, once in
+# a million characters, and in return neither memory nor time depend on the longest document.
+PIECE_CHARS = 1 << 20
+
+
+class Piece(NamedTuple):
+    text: str
+    last: bool        # the document ends with it
+    position: int     # bytes of the file read so far
+
+
+def read(format: str, path: str, field: str) -> Iterator[Piece]:
+    """The documents of the file at `path`; format is text, jsonl or parquet. Raises: ValueError for a faulty file."""
+    reader = {"text": read_text, "jsonl": read_jsonl, "parquet": read_parquet}[format]
+    try:
+        yield from reader(path) if format == "text" else reader(path, field)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}; mend it or take it out of data.paths") from None
+
+
+def read_text(path: str) -> Iterator[Piece]:
+    with open(path, encoding="utf-8", newline="\n") as file:
+        try:
+            for text, last in _cut(file):
+                yield Piece(text, last, file.buffer.raw.tell())
+        except UnicodeDecodeError:
+            line, error = _first_bad_line(path)
+            raise _fault(path, f"line {line}", f"is not UTF-8 ({error.reason}, byte {error.start} of the line)",
+                         'convert the file, or use data.tokenizer="bytes"') from None
+
+
+def read_jsonl(path: str, field: str) -> Iterator[Piece]:
+    """One object a line; blank lines are none. Names that end in .gz and .zst are decompressed."""
+    with open(path, "rb") as raw, _decompress(path, raw) as lines:
+        number = 0
+        while True:
+            number += 1
+            line = _next_line(path, lines, number)
+            if not line:
+                return
+            if line.strip():
+                text = _parse(path, number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, field)
+                for part, last in _cut_text(text):
+                    yield Piece(part, last, raw.tell())
+
+
+def read_parquet(path: str, field: str) -> Iterator[Piece]:
+    """One row, one document. A null is a fault as in JSON lines: what is no document must not vanish unsaid."""
+    pyarrow = import_extra("pyarrow", f"the Parquet file {path}")
+    types, parquet = pyarrow.types, import_extra("pyarrow.parquet", f"the Parquet file {path}")
+    size, row = os.stat(path).st_size, 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            if field not in schema.names:
+                raise _fault(path, "", f"has no column {field!r}", f"set data.field to one of {', '.join(schema.names)}")
+            kind = schema.field(field).type
+            plain = kind.value_type if types.is_dictionary(kind) else kind
+            if not (types.is_string(plain) or types.is_large_string(plain) or types.is_string_view(plain)):
+                strings = [one.name for one in schema if types.is_string(one.type) or types.is_large_string(one.type)]
+                raise _fault(path, "", f"has no strings in column {field!r}, but {kind}",
+                             f"set data.field to one of {', '.join(strings)}" if strings else "write the text as strings")
+            for batch in file.iter_batches(batch_size=1024, columns=[field]):
+                for value in batch.column(0):
+                    try:
+                        text = value.as_py()
+                    except UnicodeDecodeError as error:
+                        raise _fault(path, f"row {row} (from 0)", f"is not UTF-8 ({error.reason})", "mend the row") from None
+                    if text is None:
+                        raise _fault(path, f"row {row} (from 0)", f"is null in column {field!r}",
+                                     "drop such rows, or write empty strings")
+                    row += 1
+                    for part, last in _cut_text(text):
+                        yield Piece(part, last, size * row // file.metadata.num_rows)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} is not a whole Parquet file: {str(error).splitlines()[0].rstrip('.')}; "
+                         "write it again or take it out of data.paths") from None
+
+
+def _fault(path: str, place: str, what: str, remedy: str) -> ValueError:
+    return ValueError(f"{f'{path}, {place}:' if place else path} {what}; {remedy}")
+
+
+def _parse(path: str, number: int, line: bytes, field: str) -> str:
+    place = f"line {number}"
+    try:
+        value = json.loads(line.rstrip().decode())
+    except UnicodeDecodeError as error:
+        raise _fault(path, place, f"is not UTF-8 ({error.reason}, byte {error.start} of the line)",
+                     "convert the file") from None
+    except json.JSONDecodeError as error:
+        raise _fault(path, place, f"broken JSON ({error.msg}, column {error.colno})", "mend or remove the line") from None
+    except (ValueError, RecursionError) as error:    # a number of thousands of digits, thousands of brackets
+        raise _fault(path, place, f"JSON that cannot be read ({error})", "mend or remove the line") from None
+    if not isinstance(value, dict):
+        raise _fault(path, place, "is not an object", f'write one a line, e.g. {{"{field}": "…"}}')
+    if field not in value:
+        keys = ", ".join(map(repr, list(value)[:8])) or "none"
+        raise _fault(path, place, f"has no {field!r} (its keys: {keys})", "set data.field to the key of the text")
+    text = value[field]
+    if not isinstance(text, str):
+        raise _fault(path, place, f"has no string in {field!r}, but {json.dumps(text)[:40]}", "mend or remove the line")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise _fault(path, place, f"has half a character in {field!r} (\\u{ord(text[error.start]):04x}, a lone surrogate)",
+                         "mend or remove the line") from None
+    return text
+
+
+def _next_line(path: str, lines: BinaryIO, number: int) -> bytes:
+    try:
+        return lines.readline()
+    except EOFError:
+        what = "ends in the middle: it was truncated"
+    except (gzip.BadGzipFile, zlib.error) as error:
+        what = f"is damaged, or not gzip: {error}"
+    except _Damaged as error:
+        what = f"is damaged, or not zstd: {error}"
+    raise ValueError(f"{path} {what} (after line {number - 1}); copy or compress it again") from None
+
+
+def _decompress(path: str, raw: BinaryIO) -> contextlib.AbstractContextManager[BinaryIO]:
+    if path.endswith(".gz"):
+        return gzip.GzipFile(fileobj=raw)
+    if path.endswith(".zst"):
+        return io.BufferedReader(_Zstd(raw, import_extra("zstandard", f"the file {path}")), 1 << 20)
+    return contextlib.nullcontext(raw)
+
+
+class _Damaged(Exception):
+    pass
+
+
+class _Zstd(io.RawIOBase):
+    """Frames of zstd, one after another. Ours because the library's own reader takes a truncated file for a whole one."""
+
+    def __init__(self, raw: BinaryIO, library):
+        # 2 GiB: what `zstd --long=31` asks for, as some public corpora do.
+        self._raw, self._library = raw, library.ZstdDecompressor(max_window_size=1 << 31)
+        self._frame, self._rest, self._ready = None, b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self._ready:
+            packed = self._rest or self._raw.read(1 << 17)
+            self._rest = b""
+            if not packed:
+                if self._frame is not None:
+                    raise EOFError
+                return 0
+            self._frame = self._frame or self._library.decompressobj()
+            try:
+                self._ready = memoryview(self._frame.decompress(packed))
+            except Exception as error:    # ZstdError, of a package that may not be there to name it
+                raise _Damaged(error) from None
+            if self._frame.eof:
+                self._frame, self._rest = None, self._frame.unused_data
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+
+def _cut_text(text: str) -> Iterator[tuple[str, bool]]:
+    return iter([(text, True)]) if len(text) <= PIECE_CHARS else _cut(io.StringIO(text, newline="\n"))
+
+
+def _cut(file: TextIO) -> Iterator[tuple[str, bool]]:
+    """(piece, whether it is the last); there is at least one."""
+    piece = file.read(PIECE_CHARS)
+    while True:
+        piece += file.readline(PIECE_CHARS) if piece else ""
+        following = file.read(PIECE_CHARS)
+        yield piece, not following
+        if not following:
+            return
+        piece = following
+
+
+def _first_bad_line(path: str) -> tuple[int, UnicodeDecodeError]:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                return number, error
+    raise AssertionError(f"{path} has changed while it was read")

@@ -1,0 +1,124 @@
+"""Text to token ids and back: bytes, a local tokenizer.json, or ids that nothing here can read.
+
+A document's tokens are its text's and no others: no separator, no truncation or padding that the file may ask for, and the
+names of special tokens are ordinary characters, so that no text can forge a document's beginning.
+This module knows no files of text, no cache and no batches.
+"""
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+# What tokenizers call the token that stands before a document, or between two; the first that a vocabulary has is taken.
+BOS_NAMES = ("<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<bos>", "<s>", "[BOS]", "<|bos|>", "<|startoftext|>",
+             "<|endoftext|>")
+
+
+class Tokenizer(Protocol):
+    vocab_size: int    # the largest id + 1, the separator included
+    bos: int           # the separator: stands before every document
+    key: str           # the same for two tokenizers exactly if they give the same ids
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Ids of each text, integers [tokens], without separators. Raises: ValueError for a text it cannot take."""
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Text of ids [any]; the separator, negative ids and those beyond the vocabulary leave no trace."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """UTF-8 bytes, and 256 between documents."""
+    vocab_size: int = 257
+    bos: int = 256
+    key: str = "bytes"
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        ids = np.asarray(ids)
+        return ids[(ids >= 0) & (ids < self.bos)].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ids:
+    """The ids of files that were tokenized elsewhere, by a tokenizer that is not here: text is the ids themselves."""
+    vocab_size: int
+    bos: int
+    key: str = "ids"
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        raise ValueError("token files come without a tokenizer; name its tokenizer.json as data.tokenizer to encode text")
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        ids = np.asarray(ids)
+        return " ".join(map(str, ids[(ids >= 0) & (ids < self.vocab_size) & (ids != self.bos)]))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TokenizerFile:
+    """A tokenizer.json of the `tokenizers` library."""
+    path: str
+    library: Any    # tokenizers.Tokenizer
+    vocab_size: int
+    bos: int
+    key: str
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        try:
+            encoded = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:    # the library has no exceptions of its own
+            raise ValueError(f"data.tokenizer={self.path!r} cannot encode the text: {error}; "
+                             "use a tokenizer with an unknown token, or one of bytes") from None
+        return [np.array(one.ids, np.uint32) for one in encoded]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        ids = np.asarray(ids)
+        kept = ids[(ids >= 0) & (ids < self.vocab_size) & (ids != self.bos)]
+        return self.library.decode(kept.tolist(), skip_special_tokens=False)
+
+
+def open_file(path: str, bos_token: str = "") -> TokenizerFile:
+    """Raises: ValueError where the file is missing or broken, or has no such separator."""
+    tokenizers = import_extra("tokenizers", f"data.tokenizer={path!r}")
+    try:
+        with open(os.path.expanduser(path), "rb") as file:
+            content = file.read()
+    except OSError as error:
+        raise ValueError(f"data.tokenizer={path!r} cannot be read: {error.strerror}; name a tokenizer.json of the tokenizers "
+                         'library, or "bytes"') from None
+    try:
+        library = tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:    # the library has no exceptions of its own
+        raise ValueError(f"data.tokenizer={path!r} is not a tokenizer.json of the tokenizers library: {error}; "
+                         "save it again, or update the library") from None
+    library.no_truncation()
+    library.no_padding()
+    library.encode_special_tokens = True
+    vocab = library.get_vocab(with_added_tokens=True)
+    if not vocab:
+        raise ValueError(f"data.tokenizer={path!r} has an empty vocabulary; train it first")
+    wanted = [bos_token] if bos_token else BOS_NAMES
+    bos = next((vocab[name] for name in wanted if name in vocab), None)
+    if bos is None:
+        special = [token.content for token in library.get_added_tokens_decoder().values()][:8]
+        what = f"data.bos_token={bos_token!r} is not a token" if bos_token else "none of the usual separators is a token"
+        raise ValueError(f"{what} of data.tokenizer={path!r}; name the token that stands before every document as "
+                         f"data.bos_token" + (f", e.g. one of its special tokens: {', '.join(special)}" if special else ""))
+    return TokenizerFile(path, library, max(vocab.values()) + 1, bos, hashlib.blake2b(content, digest_size=16).hexdigest())
+
+
+def import_extra(module: str, wanted_by: str) -> Any:
+    """A module of the extra `data`. Raises: ValueError that says what to install."""
+    import importlib
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ValueError(f"{wanted_by} needs the package {module.partition('.')[0]}, which is not installed; "
+                         "run pip install -e '.[data]'") from None

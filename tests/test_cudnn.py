@@ -1,0 +1,65 @@
+"""cuDNN's kernels as the engine of the ring, lowered for a GPU that is not there: which kernels, and on what blocks.
+
+Nothing is executed; a GPU run must compare the numbers.
+"""
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from meshtrain import jax_private
+from meshtrain.layout.mesh import MeshPlan
+from meshtrain.layout.rules import Layout, parse
+from meshtrain.model import attention
+from meshtrain.parallel import context
+
+RULES = parse("""
+[activations]
+batch = "data"
+seq = "context"
+residual_seq = "context"
+heads = "tensor"
+kv_heads = "tensor"
+""")
+SIZES = dict(data=2, context=2, tensor=2)
+B, T, N, K, H = 4, 1024, 8, 4, 64
+
+
+def lowered(method: str) -> str:
+    plan = MeshPlan(SIZES)
+    layout, mesh = Layout(RULES, plan.sizes), plan.build(jax.devices())
+    attend = partial(attention.attend, context.Split(context.METHODS[method], attention.cudnn()), layout)
+
+    def both(q, k, v, segments, do):
+        o, back = jax.vjp(lambda q, k, v: attend(q, k, v, segments), q, k, v)
+        return o, back(do)
+
+    def array(heads):
+        sharding = jax.sharding.NamedSharding(mesh, P("data", "context", "tensor"))
+        return jax.ShapeDtypeStruct((B, T, heads, H), jnp.bfloat16, sharding=sharding)
+
+    segments = jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=jax.sharding.NamedSharding(mesh, P("data", "context")))
+    with jax.set_mesh(mesh):
+        traced = jax.jit(both).trace(array(N), array(K), array(K), segments, array(N))
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.skipif(jax_private.cudnn_attention() is None, reason="this jax does not offer cuDNN's blocks")
+@pytest.mark.parametrize("method, forward, backward", [
+    ("ring", 3, 3),         # at context 2: the diagonal and two blocks of the other device's keys
+    ("gather", 3, 3),       # two diagonals and a loop
+    ("ulysses", 1, 1),
+])
+def test_methods_call_cudnn_for_their_blocks_alone(method, forward, backward):
+    text = lowered(method)
+    assert text.count("custom_call @__cudnn$fmhaSoftmax(") == forward
+    assert text.count("custom_call @__cudnn$fmhaSoftmaxBackward(") == backward
+    assert "dot_general" not in text        # no scores beside the kernel's
+
+
+def test_a_missing_private_api_is_told_and_not_an_error(monkeypatch):
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+    monkeypatch.delattr(fused, "_dot_product_attention_bwd_p_wrapper")
+    assert jax_private.cudnn_attention() is None and attention.cudnn() is None

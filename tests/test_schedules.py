@@ -1,0 +1,558 @@
+"""Pipeline tables: every one of them is sound, costs what the closed forms say, and a broken one is caught."""
+import contextlib
+import dataclasses
+import io
+import sys
+import xml.dom.minidom
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshtrain import config, inspect
+from meshtrain.cost import chart, hardware, simulate
+from meshtrain.cost.simulate import Costs, SlotBytes
+from meshtrain.layout.mesh import MeshPlan
+from meshtrain.model import transformer
+from meshtrain.parallel import schedule_check, schedules
+from meshtrain.parallel.schedules import B, F, INTERLEAVED, NAMES, W
+
+UNEQUAL = Costs(forward_s=1.0, input_grad_s=1.75, weight_grad_s=0.5)
+
+
+def cases(p):
+    """(name, m, v) of every table on p stages with m ≤ 4p and v ≤ 4."""
+    for m in range(1, 4 * p + 1):
+        for name in NAMES:
+            if name not in INTERLEAVED:
+                yield name, m, 1
+            elif m % p == 0:
+                yield from ((name, m, v) for v in (2, 3, 4))
+
+
+def with_family(table, family):
+    return dataclasses.replace(table, family=family)
+
+
+# ---- every table -----------------------------------------------------------------------------------------------------
+
+def phase_makespan(name, p, m, v, c):
+    """Ticks with F and B are mv+p−1 each; W, where it is split off, needs mv."""
+    both = (p - 1) / v * (c.forward_s + c.input_grad_s)
+    return m * c.ideal_s + both + (0 if name in schedules.SPLIT else (p - 1) / v * c.weight_grad_s)
+
+
+def phase_peak(name, p, m, v, s):
+    """(microbatch, chunk) pairs that stage s holds at m ≥ 2p."""
+    if name == "gpipe":
+        return m
+    return (v + 1) * p - 1 - (s if name in schedules.SPLIT else 2 * s)
+
+
+def mpmd_makespan(name, p, m, v, c):
+    weight_grad_s = -c.weight_grad_s if name in schedules.SPLIT else c.weight_grad_s
+    return m * c.ideal_s + (p - 1) / v * (c.forward_s + c.input_grad_s + weight_grad_s)
+
+
+@pytest.mark.parametrize("p", range(1, 9))
+def test_every_table_is_sound_and_has_the_makespan_bubble_and_peaks_of_its_closed_form(p):
+    for name, m, v in cases(p):
+        table = schedules.make(name, p, m, v)
+        schedule_check.check(table)
+        assert 0 <= table.slots["Q"] - table.peak.max() <= 1
+        if name == "zb_h1":
+            assert table.family == "switch"
+            if m >= 2 * p:
+                assert (table.peak == p).all()
+                equal = simulate.simulate(table)
+                assert equal.makespan_s == 3 * m + p - 1, "one tick an op, as without neighbours"
+            continue
+        for costs in (Costs(), UNEQUAL):
+            outcome = simulate.simulate(table, costs)
+            assert outcome.makespan_s == pytest.approx(phase_makespan(name, p, m, v, costs), rel=1e-12)
+            assert outcome.bubble == pytest.approx(1 - m * costs.ideal_s / outcome.makespan_s, abs=1e-12)
+        if m >= 2 * p:
+            assert table.peak.tolist() == [phase_peak(name, p, m, v, s) for s in range(p)]
+            assert outcome.peak_live * v == table.peak.max()
+            if name != "gpipe":
+                assert table.slots["Q"] == table.peak[0], "no slot more than what is alive"
+                assert table.slots["X"] == 1 and table.slots["D"] <= 2 and table.slots.get("Z", p) <= p
+
+
+@pytest.mark.parametrize("p", range(1, 9))
+def test_megatrons_orders_are_sound_and_reach_their_closed_forms(p):
+    for name, m, v in cases(p):
+        if name == "zero_bubble":         # has no order of its own: ZB-H1 is that order
+            continue
+        table = schedules.megatron(name, p, m, v)
+        schedule_check.check(table)
+        outcome = simulate.simulate(table)
+        if m >= p:
+            assert outcome.makespan_s == pytest.approx(mpmd_makespan(name, p, m, v, Costs()), rel=1e-12)
+        if m >= 2 * p:
+            peaks = {"gpipe": lambda s: m, "1f1b": lambda s: min(p - s, m), "zb_h1": lambda s: p}
+            if name in peaks:
+                assert table.peak.tolist() == [peaks[name](s) for s in range(p)]
+            elif name == "interleaved":
+                assert table.peak.max() == (v + 1) * p - 1
+            else:
+                assert table.peak.max() == v * p
+
+
+@pytest.mark.parametrize("make, name, v, makespans", [
+    (schedules.make, "gpipe", 1, (33, 117)), (schedules.make, "1f1b", 1, (33, 117)),
+    (schedules.make, "interleaved", 2, (28.5, 106.5)), (schedules.make, "interleaved", 4, (26.25, 101.25)),
+    (schedules.make, "zero_bubble", 1, (30, 110)), (schedules.make, "interleaved_zero_bubble", 2, (27, 103)),
+    (schedules.make, "zb_h1", 1, (27, 103)), (schedules.megatron, "gpipe", 1, (33, 117)),
+    (schedules.megatron, "1f1b", 1, (33, 117)), (schedules.megatron, "interleaved", 2, (28.5, 106.5)),
+    (schedules.megatron, "interleaved", 4, (26.25, 101.25)), (schedules.megatron, "zb_h1", 1, (27, 103)),
+    (schedules.megatron, "interleaved_zero_bubble", 2, (25.5, 99.5))])
+def test_makespans_are_those_of_independent_simulations(make, name, v, makespans):
+    assert tuple(simulate.simulate(make(name, p, m, v)).makespan_s for p, m in ((4, 8), (8, 32))) == makespans
+
+
+def test_ops_of_the_phase_family_flow_one_stage_a_tick():
+    table = schedules.make("interleaved_zero_bubble", 2, 4, 2)
+    assert [entry.split()[2:] for entry in chart.text(table).splitlines()] == [
+        "F0a F1a F0b F1b · F2a B0b W0b F3a B1b W1b F2b B0a W0a F3b B1a W1a · B2b W2b B3b W3b B2a W2a B3a W3a".split(),
+        "· F0a F1a F0b B0b F1b B1b W0b F2a B0a W1b F3a B1a W0a F2b B2b W1a F3b B3b W2b B2a W3b B3a W2a · W3a".split()]
+
+
+@pytest.mark.parametrize("make, name, p, m, v, s, order", [
+    (schedules.make, "zb_h1", 4, 5, 1, 2, "F0 F1 B0 F2 B1 F3 B2 W0 F4 B3 W1 B4 W2 W3 W4"),
+    (schedules.megatron, "1f1b", 4, 5, 1, 2, "F0 F1 B0 F2 B1 F3 B2 F4 B3 B4"),
+    (schedules.megatron, "interleaved", 2, 4, 2, 1, "F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a"),
+    (schedules.megatron, "interleaved_zero_bubble", 2, 2, 2, 1, "F0a F1a F0b B0b F1b B1b W0b B0a W1b B1a W0a W1a")])
+def test_orders_of_one_stage_written_out_by_hand(make, name, p, m, v, s, order):
+    row = chart.text(make(name, p, m, v)).splitlines()[s]
+    assert [cell for cell in row.split()[2:] if cell != "·"] == order.split()
+
+
+def test_runs_are_the_scans_of_the_executor():
+    parts = lambda table: [(run.start, run.stop, run.kinds, run.loss) for run in table.runs()]
+    assert parts(schedules.make("gpipe", 4, 8)) == [(0, 3, "F", "never"), (3, 11, "F", "always"), (11, 22, "B", "never")]
+    assert parts(schedules.make("1f1b", 4, 8)) == [(0, 3, "F", "never"), (3, 11, "FB", "always"), (11, 14, "B", "never")]
+    assert parts(schedules.make("zero_bubble", 4, 8)) == [
+        (0, 3, "F", "never"), (3, 6, "FB", "always"), (6, 11, "FBW", "always"), (11, 14, "BW", "never")]
+    # Four ticks in eight have a loss: pieces would be many, so the run stays whole and asks `loss_on`.
+    assert parts(schedules.make("interleaved", 4, 8, 2)) == [
+        (0, 7, "F", "never"), (7, 19, "FB", "sometimes"), (19, 26, "B", "never")]
+    assert parts(schedules.make("zb_h1", 4, 8)) == [(0, 27, "FBW", "sometimes")]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(2, 4), st.sampled_from([name for name in NAMES if name != "zb_h1"]))
+def test_runs_cover_every_tick_once_and_execute_what_some_stage_does(p, rounds, v, name):
+    table = schedules.make(name, p, rounds * p, v if name in INTERLEAVED else 1)
+    ticks = [t for run in table.runs() for t in range(run.start, run.stop)]
+    assert ticks == list(range(table.num_ticks)) and len(table.runs()) <= 6
+    executed = dict.fromkeys("FBW", 0)
+    for run in table.runs():
+        for t in range(run.start, run.stop):
+            assert run.kinds == "".join(kind for kind in "FBW" if table.columns[f"{kind}_on"][t].any())
+            assert run.loss in ("sometimes", "always" if table.shared["loss_on"][t] else "never")
+        for kind in run.kinds:
+            executed[kind] += run.stop - run.start
+    n = table.num_microbatches * table.num_chunks
+    assert table.executed == executed | {"loss": table.num_microbatches}
+    assert executed == {"F": n + p - 1, "B": n + p - 1, "W": n if table.split else 0}
+
+
+@pytest.mark.parametrize("name, p, m, v, parts", [
+    ("interleaved", 4, 10, 2, ["training.microbatches=10", "mesh.stage=4", "pipeline.chunks=2", "use 8 or 12"]),
+    ("interleaved_zero_bubble", 4, 3, 3, ["training.microbatches=3", "use 4,", "pipeline.chunks=1"]),
+    ("1f1b", 4, 8, 2, ["1f1b", "pipeline.chunks=2", 'pipeline.schedule="interleaved"']),
+    ("zb_h1", 4, 8, 2, ["zb_h1", "pipeline.chunks=1", "interleaved_zero_bubble"]),
+    ("gpipe", 4, 0, 1, ["training.microbatches=0", "at least 1"]),
+    ("2f2b", 4, 8, 1, ["2f2b", "1f1b"])])
+def test_what_has_no_table_is_refused_with_the_nearest(name, p, m, v, parts):
+    with pytest.raises(ValueError) as refused:
+        schedules.make(name, p, m, v)
+    assert all(part in str(refused.value) for part in parts) and "\n" not in str(refused.value)
+
+
+# ---- tables broken on purpose ----------------------------------------------------------------------------------------
+
+def rebuilt(table, ops):
+    """The table that a generator with these ops would have made."""
+    return schedules._table(table.name, table.family, table.num_stages, table.num_microbatches, table.num_chunks,
+                            table.split, ops)
+
+
+def changed(table, name, index, value):
+    columns = dict(table.columns)
+    columns[name] = columns[name].copy()
+    columns[name][index] = value
+    return dataclasses.replace(table, columns=columns)
+
+
+def an_op(table, draw, kinds=(F, B, W)):
+    on = np.argwhere(table.ops[..., 0] >= 0)
+    on = on[np.isin(on[:, 2], kinds)]
+    return tuple(on[draw(st.integers(0, len(on) - 1))].tolist())
+
+
+def lose_an_op(table, draw):
+    t, s, kind = an_op(table, draw)
+    ops = table.ops.copy()
+    ops[t, s, kind] = -1
+    return dataclasses.replace(table, ops=ops), "complete"
+
+
+def do_an_op_twice(table, draw):
+    t, s, kind = an_op(table, draw)
+    ops = np.concatenate([table.ops, np.full_like(table.ops[:1], -1)])
+    ops[-1, s, kind] = ops[t, s, kind]
+    longer = lambda arrays: {name: np.concatenate([a, a[-1:]]) for name, a in arrays.items()}
+    return dataclasses.replace(table, ops=ops, columns=longer(table.columns), shared=longer(table.shared)), "complete"
+
+
+def tell_the_executor_something_else(table, draw):
+    t, s, kind = an_op(table, draw)
+    name = f"{'FBW'[kind]}_{draw(st.sampled_from(['on', 'mb', 'chunk']))}"
+    return changed(table, name, (t, s), 1 - table.columns[name][t, s]), "complete"
+
+
+def flip_a_flag(table, draw):
+    name = draw(st.sampled_from(["F_first", "B_first", "loss_here"]))
+    t, s = draw(st.integers(0, table.num_ticks - 1)), draw(st.integers(0, table.num_stages - 1))
+    return changed(table, name, (t, s), 1 - table.columns[name][t, s]), "complete"
+
+
+def share_the_wrong_microbatch(table, draw):
+    name = draw(st.sampled_from(["embed", "loss", "embed_grad"]))
+    t = draw(st.sampled_from(np.flatnonzero(table.shared[f"{name}_on"]).tolist()))
+    shared = dict(table.shared)
+    shared[f"{name}_mb"] = shared[f"{name}_mb"].copy()
+    shared[f"{name}_mb"][t] += 1
+    return dataclasses.replace(table, shared=shared), "complete"
+
+
+def do_an_op_in_the_tick_of_what_it_waits_for(table, draw):
+    """Another stage's result arrives after its tick, so the op comes too early."""
+    p, num_virtual = table.num_stages, table.num_stages * table.num_chunks
+    ticks = {(k, table.ops[t, s, k, 1] * p + s, table.ops[t, s, k, 0]): (t, s)
+             for t, s, k in np.argwhere(table.ops[..., 0] >= 0).tolist()}
+    waits = sorted((kind, g, i) for kind, g, i in ticks if kind != W and not (kind == F and g == 0)
+                   and not (kind == B and g == num_virtual - 1))
+    kind, g, i = draw(st.sampled_from(waits))
+    (t, s), (early, _) = ticks[kind, g, i], ticks[kind, g - 1 if kind == F else g + 1, i]
+    ops = table.ops.copy()
+    cells = [(t, s, kind), (early, s, kind)] if table.family == "phase" else [(t, s), (early, s)]
+    ops[cells[0]], ops[cells[1]] = table.ops[cells[1]], table.ops[cells[0]]
+    return rebuilt_columns(table, ops), "order"
+
+
+def rebuilt_columns(table, ops):
+    """New ops under the old slots: what is done is told right, only the order is wrong."""
+    columns, shared = schedules._work(ops, table.num_stages, table.num_chunks)
+    return dataclasses.replace(table, ops=ops, columns=dict(table.columns) | columns, shared=shared)
+
+
+def send_what_was_not_made(table, draw):
+    name, kind = draw(st.sampled_from([("y_out", F), ("dx_out", B)]))
+    idle = np.argwhere(table.ops[:, :, kind, 0] < 0).tolist()
+    return changed(table, name, tuple(draw(st.sampled_from(idle))), 1), "sends"
+
+
+def keep_what_is_awaited(table, draw):
+    name = draw(st.sampled_from(["y_out", "dx_out"]))
+    return changed(table, name, tuple(draw(st.sampled_from(np.argwhere(table.columns[name]).tolist()))), 0), "sends"
+
+
+def receive_nothing_or_noise(table, draw):
+    name = draw(st.sampled_from(["y_in_on", "dx_in_on"]))
+    t, s = draw(st.integers(0, table.num_ticks - 1)), draw(st.integers(0, table.num_stages - 1))
+    return changed(table, name, (t, s), 1 - table.columns[name][t, s]), "slots"
+
+
+def take_another_slot(table, draw):
+    """A value goes to, or is looked for in, a slot that is not its own; where there is only one, in one that is none."""
+    t, s, kind = an_op(table, draw)
+    letter = "FBW"[kind]
+    first = table.columns["F_first"][t, s]
+    names = [name for name in table.columns if name.startswith(f"{letter}_") and name[2:] in "rqdz"]
+    name = draw(st.sampled_from(names + (["F_x"] if kind == F and not first else [])))
+    number = table.slots[name[2:].upper()]
+    shift = draw(st.integers(1, number - 1)) if number > 1 else 1
+    value = (table.columns[name][t, s] + shift) % number if number > 1 else number
+    return changed(table, name, (t, s), value), "slots"
+
+
+def let_noise_overwrite_what_is_alive(table, draw):
+    """A masked F of an idle stage writes its residuals where B will look for another microbatch's."""
+    c, found = table.columns, []
+    for t, s in np.argwhere(c["F_on"] == 0).tolist():
+        for later in range(t, table.num_ticks):
+            if c["B_on"][later, s]:
+                born = np.flatnonzero((table.ops[:, s, F] == table.ops[later, s, B]).all(1))[0]
+                if born < t:
+                    found.append((t, s, int(c["B_r"][later, s])))
+    t, s, slot = draw(st.sampled_from(found))
+    return changed(table, "F_r", (t, s), slot), "slots"
+
+
+def have_a_slot_too_few(table, draw):
+    buffer = draw(st.sampled_from(sorted(table.slots)))
+    return dataclasses.replace(table, slots=dict(table.slots) | {buffer: table.slots[buffer] - 1}), "slots"
+
+
+def declare_a_smaller_peak(table, draw):
+    s = draw(st.integers(0, table.num_stages - 1))
+    peak = table.peak.copy()
+    peak[s] -= 1
+    return dataclasses.replace(table, peak=peak), "live"
+
+
+@pytest.mark.parametrize("break_it", [
+    lose_an_op, do_an_op_twice, tell_the_executor_something_else, flip_a_flag, share_the_wrong_microbatch,
+    do_an_op_in_the_tick_of_what_it_waits_for, send_what_was_not_made, keep_what_is_awaited, receive_nothing_or_noise,
+    take_another_slot, let_noise_overwrite_what_is_alive, have_a_slot_too_few, declare_a_smaller_peak,
+], ids=lambda f: f.__name__)  # fmt: skip
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_a_table_broken_on_purpose_is_caught_by_the_invariant_it_breaks(break_it, data):
+    p, rounds = data.draw(st.integers(2, 5)), data.draw(st.integers(1, 3))
+    name = data.draw(st.sampled_from(NAMES))
+    table = schedules.make(name, p, rounds * p, data.draw(st.integers(2, 3)) if name in INTERLEAVED else 1)
+    schedule_check.check(table)
+    broken, invariant = break_it(table, data.draw)
+    first, _ = next(schedule_check.violations(broken), (None, ""))
+    assert first == invariant
+    with pytest.raises(ValueError, match=f"{name} .*cannot be executed:\n{invariant}: "):
+        schedule_check.check(broken)
+
+
+@pytest.mark.parametrize("family", ["switch", "mpmd"])
+def test_a_table_with_two_ops_in_a_tick_is_no_switch_table(family):
+    with pytest.raises(ValueError, match="complete: .* has several ops"):
+        schedule_check.check(with_family(schedules.make("1f1b", 2, 4), family))
+
+
+def test_values_that_die_before_their_last_read_are_seen_as_such():
+    """The replay is not the planner: slots shared by two values that are alive at once are found by reading them."""
+    table = schedules.make("zero_bubble", 4, 8)
+    for name in ("F_q", "B_q", "W_q"):        # all in one slot: each write falls on a value that W still awaits
+        table = changed(table, name, slice(None), 0)
+    assert {invariant for invariant, _ in schedule_check.violations(table)} == {"slots"}
+
+
+# ---- the simulator ---------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name, v, family, equal, recomputing", [
+    ("gpipe", 1, "phase", .273, .273), ("1f1b", 1, "phase", .273, .273), ("interleaved", 2, "phase", .158, .158),
+    ("zero_bubble", 1, "phase", .200, .220), ("interleaved_zero_bubble", 2, "phase", .111, .123),
+    ("gpipe", 1, "switch", .273, .273), ("1f1b", 1, "switch", .400, .448), ("interleaved", 2, "switch", .294, .347),
+    ("zb_h1", 1, "switch", .111, .289), ("1f1b", 1, "mpmd", .273, .273), ("interleaved", 2, "mpmd", .158, .158),
+    ("zb_h1", 1, "mpmd", .111, .158)])
+def test_bubbles_at_4_stages_and_8_microbatches_are_the_references(name, v, family, equal, recomputing):
+    table = schedules.make(name, 4, 8, v) if family == "phase" else with_family(schedules.megatron(name, 4, 8, v), family)
+    for costs, bubble in ((Costs(), equal), (Costs(input_grad_s=2.0), recomputing)):
+        assert simulate.simulate(table, costs).bubble == pytest.approx(bubble, abs=6e-4)
+
+
+def test_a_switch_tick_waits_for_both_neighbours_and_no_further():
+    """One op ten times as long on stage 0 of 4: stages 1 and, around the ring, 3 wait at once, stage 2 a tick later."""
+    ops = np.full((3, 4, 3, 2), -1, np.int32)
+    ops[:, :, F] = [[[t, 0]] * 4 for t in range(3)]
+    ops[0, 0] = -1
+    ops[0, 0, B] = 0, 0
+    table = dataclasses.replace(schedules.make("zb_h1", 4, 3), ops=ops, columns={"loss_here": np.zeros((3, 4), int)})
+    outcome = simulate.simulate(table, Costs(input_grad_s=10.0))
+    assert outcome.begin_s[1, :, F].tolist() == [10, 10, 1, 10]
+    assert outcome.begin_s[2, :, F].tolist() == [11, 11, 11, 11]
+
+
+def test_a_phase_table_hides_links_behind_the_next_op_and_pays_them_where_there_is_none():
+    base, p, link_s = simulate.simulate(schedules.make("1f1b", 4, 8), UNEQUAL).makespan_s, 4, 0.5
+    slow = dataclasses.replace(UNEQUAL, link_s=link_s)
+    # y beside B, dx beside the next F; p−1 ticks have F alone and p−1 have B alone.
+    assert simulate.simulate(schedules.make("1f1b", p, 8), slow).makespan_s == pytest.approx(base + 2 * (p - 1) * link_s)
+    longer = dataclasses.replace(UNEQUAL, link_s=1.5)          # longer than F: from the second B on, B waits 0.5
+    makespan_s = simulate.simulate(schedules.make("1f1b", p, 8), longer).makespan_s
+    assert makespan_s == pytest.approx(base + 2 * (p - 1) * 1.5 + 7 * 0.5)
+    # Without other work a microbatch crosses p−1 links each way.
+    one = simulate.simulate(schedules.megatron("1f1b", p, 1), slow)
+    assert one.makespan_s == pytest.approx(p * UNEQUAL.ideal_s + 2 * (p - 1) * link_s)
+
+
+def test_the_loss_costs_its_time_once_for_every_microbatch():
+    costs = dataclasses.replace(UNEQUAL, loss_s=0.25)
+    for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)):
+        table = schedules.make(name, 4, 8, v)
+        without_s = simulate.simulate(table, UNEQUAL).makespan_s
+        assert simulate.simulate(table, costs).makespan_s == pytest.approx(without_s + 8 * 0.25)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 6), st.integers(1, 3), st.sampled_from(NAMES), st.floats(.25, 4), st.floats(.25, 4), st.floats(0, 1))
+def test_times_of_a_table_respect_what_each_op_waits_for(p, rounds, name, back, weight, link):
+    table = schedules.make(name, p, rounds * p, 2 if name in INTERLEAVED else 1)
+    costs = Costs(1.0, back, weight, 0.125, link)
+    for priced in (table, schedules.megatron(name, p, rounds * p, table.num_chunks)):
+        outcome = simulate.simulate(priced, costs)
+        ended = {}
+        for t, s, kind in np.argwhere(priced.ops[..., 0] >= 0).tolist():
+            i, chunk = priced.ops[t, s, kind].tolist()
+            g = chunk * p + s
+            for need in schedules.needs(kind, g, i, p * priced.num_chunks):
+                travel_s = link if need[1] != g else 0
+                assert outcome.begin_s[t, s, kind] >= ended[need] + travel_s - 1e-9
+            ended[kind, g, i] = outcome.end_s[t, s, kind]
+        assert outcome.makespan_s >= np.nanmax(outcome.end_s) - 1e-9 and 0 <= outcome.bubble < 1
+
+
+# ---- auto ------------------------------------------------------------------------------------------------------------
+
+GIB = 2**30
+SIZES = SlotBytes(boundary=GIB // 10, for_b=GIB, for_w=GIB, b_to_w=GIB // 2)
+
+
+def test_slot_bytes_are_those_of_the_arrays_that_a_split_keeps():
+    shapes = lambda *shapes: [np.zeros(shape, dtype) for shape, dtype in shapes]
+    split = SimpleNamespace(r=shapes(((2, 8), np.float32)), q=shapes(((4,), np.float32), ((6,), np.float16)), z=[])
+    of = SlotBytes.of(split, np.zeros((3, 4), np.float16), chunks=2, ways=2)
+    assert of == SlotBytes(boundary=12, for_b=2 * 32, for_w=2 * 14, b_to_w=0)
+    # Four stages, 1F1B of two chunks: 11 slots of a chunk each, one X and two D.
+    assert of.peak(schedules.make("interleaved", 4, 8, 2)) == 3 * 12 + 11 * (32 + 14)
+
+
+def test_auto_takes_the_cheapest_table_that_fits_and_says_why():
+    free = simulate.choose(4, 8, chunks=(1, 2, 4))
+    assert (free.table.name, free.table.num_chunks, free.fits) == ("interleaved_zero_bubble", 4, None)
+    assert "5.9%" in free.why and "next interleaved of 4 chunks (8.6%)" in free.why
+    held = {v: SIZES.peak(schedules.make("interleaved_zero_bubble", 4, 8, v)) for v in (1, 2)}
+    tight = simulate.choose(4, 8, Costs(), SIZES, held[2], chunks=(1, 2))
+    assert tight.table.name == "interleaved_zero_bubble" and tight.fits and tight.memory_bytes == held[2]
+    tighter = simulate.choose(4, 8, Costs(), SIZES, held[2] - 1, chunks=(1, 2))
+    assert (tighter.table.name, tighter.fits) == ("interleaved", True)
+    assert "interleaved_zero_bubble of 2 chunks (11.1%) needs" in tighter.why
+    nothing = simulate.choose(4, 8, Costs(), SIZES, GIB, chunks=(1, 2))
+    assert nothing.fits is False and "none of 5 schedules fits" in nothing.why
+    assert nothing.memory_bytes == min(SIZES.peak(schedules.make(n, 4, 8, 2 if n in INTERLEAVED else 1)) for n in NAMES[:5])
+
+
+def test_auto_prefers_the_plain_table_where_nothing_is_gained():
+    assert simulate.choose(4, 6, Costs(weight_grad_s=0.0)).table.name == "1f1b"
+    assert simulate.choose(4, 6).table.name == "zero_bubble", "6 microbatches on 4 stages have no chunks"
+    # A link that no op hides costs more with chunks, which cross it more often.
+    assert simulate.choose(4, 8, Costs(link_s=5.0), chunks=(1, 2)).table.num_chunks == 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 8), st.integers(1, 24), st.floats(.5, 3), st.floats(.1, 2), st.integers(0, 40))
+def test_auto_never_takes_a_table_that_another_fitting_one_beats(p, m, back, weight, budget):
+    costs = Costs(1.0, back, weight)
+    choice = simulate.choose(p, m, costs, SIZES, budget * GIB, chunks=(1, 2))
+    assert "zb_h1" != choice.table.name
+    for name in simulate.AUTOMATIC:
+        v = 2 if name in INTERLEAVED else 1
+        if not schedules.problems(name, p, m, v):
+            table = schedules.make(name, p, m, v)
+            if SIZES.peak(table) <= budget * GIB:
+                assert choice.fits and choice.outcome.makespan_s <= simulate.simulate(table, costs).makespan_s * (1 + 1e-8)
+
+
+def test_auto_refuses_chunks_that_the_microbatches_do_not_allow():
+    with pytest.raises(ValueError, match="training.microbatches=6 is not a multiple of mesh.stage=4.*use 4 or 8"):
+        simulate.choose(4, 6, chunks=(2,))
+
+
+def test_chunks_are_those_that_need_no_padding():
+    assert simulate.chunk_counts(32, 4) == (1, 2, 4)
+    assert simulate.chunk_counts(24, 4) == (1, 2, 3)
+    assert simulate.chunk_counts(30, 4) == (1, 2, 4), "30 layers are padded to 32 anyway"
+    assert simulate.chunk_counts(4, 4) == (1,)
+
+
+def loaded(monkeypatch, *args):
+    monkeypatch.setattr(config, "NOT_YET", ("context",), raising=False)
+    return config.load(["--mesh.simulated_devices", "0", "--mesh.fsdp", "1", *map(str, args)])
+
+
+def test_modelled_costs_are_the_models_matmuls_attention_and_link(monkeypatch):
+    def costs(*args, stage=4, tensor=1, gpu=None):
+        run = loaded(monkeypatch, "--mesh.stage", stage, "--model.preset", "llama3-8b", "--data.seq_len", 8192,
+                     "--data.global_batch", 8, "--training.microbatches", 8, "--model.compute_dtype", "bfloat16", *args)
+        plan = MeshPlan({"stage": stage, "tensor": tensor})
+        return simulate.modelled(run, transformer.build(run.model).table(), plan, hardware.get(gpu) if gpu else None)
+
+    relative = costs()
+    assert relative.forward_s == 1 and relative.link_s == 0
+    # 8192 tokens, per layer 218,103,808 weights in matmuls and 32 heads of 128 over a causal sequence.
+    matmuls, attention = 2 * 218_103_808, 2 * 32 * 128 * 8192
+    assert relative.weight_grad_s == pytest.approx(matmuls / (matmuls + attention))
+    assert relative.input_grad_s == pytest.approx((matmuls + 2.5 * attention) / (matmuls + attention))
+    assert costs("--training.remat", "full").input_grad_s == pytest.approx(relative.input_grad_s + 1)
+    seconds = costs(gpu="h100")
+    assert seconds.forward_s == pytest.approx(8192 * 8 * (matmuls + attention) / (simulate.EFFICIENCY * 989.4e12))
+    assert seconds.link_s == pytest.approx(8192 * 4096 * 2 / 450e9), "4 stages are on one host"
+    assert costs(stage=4, tensor=8, gpu="h100").link_s == pytest.approx(8192 * 4096 * 2 / 50e9), "tensor fills the host"
+    assert costs(stage=5, gpu="h100").forward_s == pytest.approx(seconds.forward_s * 7 / 8), "a stage has 7 of 35 layers"
+
+
+# ---- as people see it ------------------------------------------------------------------------------------------------
+
+def call(*args):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = inspect.main([str(arg) for arg in args])
+    return code, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture
+def pipeline(monkeypatch, tmp_path):
+    monkeypatch.setattr(config, "NOT_YET", ("context",), raising=False)
+    monkeypatch.chdir(tmp_path)
+    return ("--mesh.simulated_devices", 0, "--mesh.fsdp", 1, "--mesh.stage", 4, "--data.global_batch", 32,
+            "--training.microbatches", 8, "--run.name", "mine", "--schedule")
+
+
+def test_inspect_draws_the_schedule_and_prints_it(pipeline, tmp_path):
+    code, out, err = call(*pipeline, "--pipeline.schedule", "1f1b")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith("1f1b: 4 stages, 8 microbatches · bubble 2") and "activations of 7 microbatches" in lines[0]
+    assert lines[2] == "stage 0 F0 F1 F2 F3 ·  F4 ·  F5 ·  F6 B0 F7 B1 ·  B2 ·  B3 ·  B4 B5 B6 B7"
+    assert lines[5] == "stage 3 ·  ·  ·  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7 ·  ·  ·"
+    assert lines[6] == "drawn: mine-schedule.svg and mine-schedule.png"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine-schedule.png", "mine-schedule.svg"]
+    assert (tmp_path / "mine-schedule.png").read_bytes().startswith(b"\x89PNG")
+    assert xml.dom.minidom.parse(str(tmp_path / "mine-schedule.svg")).documentElement.tagName == "svg"
+
+
+def test_inspect_says_what_auto_takes(pipeline, monkeypatch):
+    monkeypatch.setattr(chart, "draw", lambda *drawn: None)
+    code, out, _ = call(*pipeline, "--model.num_layers", 8)
+    assert code == 0 and out.splitlines()[1].startswith("interleaved_zero_bubble of 2 chunks: modelled bubble 1")
+
+
+@pytest.mark.parametrize("args, parts", [
+    (("--mesh.stage", 1), ["mesh.stage=1", "--mesh.stage 4"]),
+    (("--pipeline.schedule", "gpipe", "--pipeline.chunks", 2), ["gpipe", "pipeline.chunks=2", "interleaved"]),
+    (("--training.microbatches", 16, "--mesh.stage", 3, "--pipeline.chunks", 2), ["training.microbatches=16", "use 15 or 18"]),
+    (("--topology", "h1000:64"), ["h1000", "h100"]),
+    (("--topology", "h100:8"), ["mesh.stage=4", "8"])])
+def test_what_cannot_be_drawn_is_told_in_one_message(pipeline, tmp_path, args, parts):
+    code, out, err = call(*pipeline, *args)
+    assert (code, out) == (2, "") and all(part in err for part in parts) and err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_matplotlib_the_text_comes_with_the_remedy(pipeline, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, out, err = call(*pipeline)
+    assert code == 0 and "stage 3" in out and "drawn" not in out and list(tmp_path.iterdir()) == []
+    assert "meshtrain[chart]" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name, v", [("zb_h1", 1), ("interleaved_zero_bubble", 2)])
+def test_a_picture_shows_every_op_in_its_colour_with_its_microbatch(tmp_path, name, v):
+    table = schedules.make(name, 2, 4, v)
+    outcome = simulate.simulate(table, dataclasses.replace(UNEQUAL, loss_s=0.25))
+    chart.draw(table, outcome, chart.title(table, outcome, 3 * GIB), [tmp_path / "chart.svg"])
+    svg = (tmp_path / "chart.svg").read_text()
+    ops = 3 * 2 * 4 * v + (4 if name == "zb_h1" else 2 * 4)      # a loss of the last stage alone, or of both together
+    assert svg.count("PolyCollection") == ops or svg.count("FillBetween") == ops
+    assert "3.00 GiB" in svg

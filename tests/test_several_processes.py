@@ -1,0 +1,123 @@
+"""One run in 1, 2 and 4 real processes: the same numbers, the same files, and stops that all of them make together."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshtrain.training import metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+RUN = """
+[run]
+sample_tokens = 8
+[mesh]
+data = 2
+fsdp = 2
+simulated_devices = 4
+[sharding]
+rules = "sharding_rules/hsdp.toml"
+[model]
+vocab_size = 257
+embed_dim = 32
+num_layers = 1
+num_heads = 2
+mlp_dim = 64
+compute_dtype = "float32"
+[data]
+source = "text"
+seq_len = 32
+global_batch = 8
+[training]
+steps = 6
+microbatches = 2
+[optimizer]
+schedule = "constant"
+[validation]
+batches = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    home = tmp_path_factory.mktemp("processes")
+    rng = np.random.default_rng(0)
+    for i in range(4):
+        (home / f"{i}.txt").write_bytes(rng.integers(97, 123, 3000, np.uint8).tobytes())
+    (home / "run.toml").write_text(RUN)
+    return home
+
+
+def command(home: Path, processes: int, directory: str, *more: str) -> list[str]:
+    start = ["-m", "meshtrain.train"] if processes == 1 else ["-m", "launch.local", "--processes", str(processes), "--"]
+    return [sys.executable, *start, str(home / "run.toml"), "--data.paths", json.dumps([str(home / "*.txt")]),
+            "--run.dir", str(home / directory), "--run.compilation_cache", str(home / "cache"), *more]
+
+
+def environment() -> dict:
+    free = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
+    return free | {"PYTHONPATH": str(ROOT)}
+
+
+def train(home: Path, processes: int, directory: str, *more: str) -> str:
+    ran = subprocess.run(command(home, processes, directory, *more), env=environment(), capture_output=True, text=True,
+                         timeout=300)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def losses(home: Path, directory: str) -> list[float]:
+    rows = metrics.read(home / directory / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return [row["loss"] for row in rows] + [rows[-1]["val_loss"]]
+
+
+@pytest.fixture(scope="module")
+def trained(home) -> Path:
+    """Runs `1`, `2`, `2 again` and `4`, named by their number of processes."""
+    for name in ("1", "2", "2 again", "4"):
+        train(home, int(name[0]), name)
+    return home
+
+
+def test_several_processes_train_what_one_trains(trained):
+    # The processes add their sums in another order than one process does: the last bits of float32.
+    np.testing.assert_allclose(losses(trained, "2"), losses(trained, "1"), rtol=0, atol=1e-6)
+
+
+def test_two_processes_repeat_and_four_equal_two_bit_for_bit(trained):
+    assert losses(trained, "2") == losses(trained, "2 again") == losses(trained, "4")
+
+
+def test_one_process_writes_and_speaks_for_all(trained):
+    said = train(trained, 2, "2")      # finished: says so, once
+    assert said.count("is finished") == 1
+    assert {path.name for path in (trained / "2").iterdir()} == {path.name for path in (trained / "1").iterdir()}
+
+
+def test_a_run_goes_on_with_another_number_of_processes(trained):
+    train(trained, 4, "grows", "--training.steps", "3")
+    train(trained, 1, "grows")
+    np.testing.assert_allclose(losses(trained, "grows"), losses(trained, "1"), rtol=0, atol=1e-6)
+
+
+def test_a_signal_to_one_process_stops_all_after_the_same_step(trained):
+    launched = subprocess.Popen(command(trained, 2, "stopped", "--training.steps", "100000", "--run.sample_tokens", "0"),
+                                env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    written, deadline = trained / "stopped" / "metrics.jsonl", time.monotonic() + 200
+    while not (written.exists() and written.read_text().count("\n") > 3):
+        assert launched.poll() is None and time.monotonic() < deadline, launched.communicate()[0]
+        time.sleep(0.2)
+    children = [int(pid) for pid in Path(f"/proc/{launched.pid}/task/{launched.pid}/children").read_text().split()]
+    last = next(pid for pid in children if b"process_id=1" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(last, signal.SIGTERM)
+    said, _ = launched.communicate(timeout=120)
+    assert launched.returncode == 75, said
+    rows = metrics.read(written)
+    assert f"stopped after step {rows[-1]['step']}, saved in" in said
+    assert [path.name for path in (trained / "stopped" / "checkpoints").iterdir()] == [str(rows[-1]["step"])]
