@@ -35,7 +35,6 @@ QUICKSTART = ROOT / "configs" / "quickstart.toml"
 USAGE = "python -m meshtrain.train [RUN.toml] [--section.key value ...]"
 BYTE_VOCAB = 257  # 256 bytes and the separator between documents
 NOT_SHAPE = ("_dtype", "_dropout")  # model keys that no preset sets
-NOT_YET = ("stage",)  # mesh axes that the training step cannot use so far
 
 SECTIONS = {name: field.annotation for name, field in Run.model_fields.items()}
 
@@ -206,8 +205,6 @@ def _mesh_problems(run: Run):
         size = getattr(mesh, axis)
         if size == 0:
             yield f"mesh.{axis}=0 leaves no device; use 1, or -1 for the devices that are left"
-        elif size != 1 and axis in NOT_YET:
-            yield f"mesh.{axis}={size} is not available yet; use mesh.{axis}=1 and a larger mesh.fsdp or mesh.tensor"
     if sorted(mesh.placement) != sorted(AXES):
         yield f"mesh.placement={_toml(mesh.placement)} must name each axis once; use e.g. {_toml(Mesh().placement)}"
     rules = run.sharding.rules

@@ -167,6 +167,7 @@ class Pipeline(Section):
         "auto", "order of forwards and backwards over the stages"
     )
     chunks: int = key(1, "pieces of the model on each stage (interleaved schedules)", ge=1)
+    uneven: Literal["pad", "refuse"] = key("pad", "layers that do not divide: fill up with ones that do nothing, or refuse")
 
 
 class Context(Section):

@@ -228,7 +228,6 @@ MISTAKES = [
     ("--mesh.data -1 --mesh.fsdp -1", "mesh.data=-1 and mesh.fsdp=-1", "give the others a size"),
     ("--mesh.data 0", "mesh.data=0", "use 1, or -1"),
     ("--mesh.data -2", "mesh.data=-2", "use at least -1"),
-    ("--mesh.stage 2", "mesh.stage=2 is not available yet", "use mesh.stage=1"),
     ('--mesh.placement ["stage","data"]', 'mesh.placement=["stage", "data"]', '"context", "tensor"]'),
     ('--mesh.placement ["stage","data","fsdp","context","context"]', "mesh.placement=", "each axis once"),
     ("--sharding.rules sharding_rules/zero33.toml", "zero33.toml", "did you mean sharding_rules/zero3.toml?"),
@@ -315,7 +314,7 @@ def test_a_file_that_is_no_text_is_told(tmp_path):
 
 def test_all_faults_are_told_together():
     messages = faults(
-        *"--modle.a 1 --training.stepz 5 --training.steps x --data.seq_len 0 --model.num_kv_heads 3 --mesh.stage 2".split(),
+        *"--modle.a 1 --training.stepz 5 --training.steps x --data.seq_len 0 --model.num_kv_heads 3 --mesh.stage 0".split(),
         *"--sharding.rules nowhere.toml --training.microbatches 5 --optimizer.name sgd --run.seed".split(),
     )
     named = "modle stepz training.steps= data.seq_len num_kv_heads mesh.stage nowhere.toml microbatches sgd run.seed"

@@ -71,7 +71,7 @@ class Compiled:
         state = jax.device_put(State(np.int32(0), params, opt_state), spec.sharding)
         losses, moments = [], None
         for n in range(steps):
-            state, metrics = self.step(state, self.made.program.place(rows(n)))
+            state, metrics = self.step(state, self.made.program.place(rows(n, self.made.run.data.global_batch)))
             losses.append(float(metrics["loss"]))
             assert not metrics["skipped"]
             moments = moments or jax.device_get(first_moment(state.opt_state))
@@ -85,19 +85,20 @@ def first_moment(opt_state):
 
 
 @functools.cache
-def rows(step: int) -> dict:
+def rows(step: int, sequences: int = SEQUENCES) -> dict:
     """Packed documents of random lengths: no target at a document's end, and hardly any in some sequences."""
     rng = np.random.default_rng(step)
-    shape = (SEQUENCES, T)
+    shape = (sequences, T)
     out = {"tokens": rng.integers(0, MODEL["vocab_size"], shape), "targets": rng.integers(0, MODEL["vocab_size"], shape),
-           "index": np.tile(np.arange(T), (SEQUENCES, 1)), "sequence": step * SEQUENCES + np.arange(SEQUENCES)}  # fmt: skip
+           "index": np.tile(np.arange(T), (sequences, 1)), "sequence": step * sequences + np.arange(sequences)}  # fmt: skip
     starts = rng.random(shape) < 0.1
     starts[:, 0] = True
     out["segments"] = np.cumsum(starts, 1)
     out["positions"] = out["index"] - np.maximum.accumulate(np.where(starts, out["index"], 0), 1)
     out["targets"][:, :-1][starts[:, 1:]] = -1
     # The microbatches have very different counts of targets: a mean of means would show.
-    out["targets"][: SEQUENCES // 4] = np.where(rng.random((SEQUENCES // 4, T)) < 0.9, -1, out["targets"][: SEQUENCES // 4])
+    few = out["targets"][: sequences // 4]
+    out["targets"][: sequences // 4] = np.where(rng.random(few.shape) < 0.9, -1, few)
     return {name: x.astype(np.int32) for name, x in out.items()}
 
 

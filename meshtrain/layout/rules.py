@@ -154,15 +154,23 @@ class Layout:
     hidden: tuple[str, ...] = ()
 
     def mesh_axes(self, table: str, logical: str | None) -> tuple[str, ...]:
+        manual = get_abstract_mesh().manual_axes
+        return tuple(a for a in self._split_axes(table, logical) if a not in manual)
+
+    def by_hand(self, table: str, logical: str | None) -> tuple[str, ...]:
+        """The mesh axes that split this dim and are manual here: its size is local, sums over it are the caller's."""
+        manual = get_abstract_mesh().manual_axes
+        return tuple(a for a in self._split_axes(table, logical) if a in manual)
+
+    def _split_axes(self, table: str, logical: str | None) -> tuple[str, ...]:
         return tuple(a for a in self.rules.mesh_axes(table, logical)
                      if self.sizes[a] > 1 and not (table == "activations" and a in self.hidden))
 
     def spec(self, table: str, axes: Sequence[str | None], drop: Sequence[str] = ()) -> P:
         """The PartitionSpec of a tensor with these logical axes; mesh axes in `drop` are left out."""
-        manual = get_abstract_mesh().manual_axes
         entries = []
         for logical in axes:
-            names = tuple(a for a in self.mesh_axes(table, logical) if a not in drop and a not in manual)
+            names = tuple(a for a in self.mesh_axes(table, logical) if a not in drop)
             entries.append(None if not names else names[0] if len(names) == 1 else names)
         return P(*entries)
 

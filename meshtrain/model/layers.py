@@ -138,14 +138,28 @@ def lookup(plan: Plan, axes, table, ids_BT):
     A table split over embed alone (ZeRO-3) is looked up where it lies: the ids are gathered (B·T int32), every device
     looks up its slice of D for all of them, and an all-to-all of B·T·D/N turns that into whole rows of its own
     sequences; the backward goes the same way, and the table's gradient needs no reduction. Any other table is gathered
-    over the token axes; rows split over tensor stay split: each device looks up its own and an all-reduce adds them.
+    over the token axes; rows split over tensor stay split: each device looks up its own and an all-reduce adds them
+    (rows split over an axis that is manual here the same way, by hand: B·T·D over it).
     """
     layout = plan.layout
     if lies_by_columns(layout, axes):
         x_BTD = table.astype(plan.dtype)[_all_ids(layout, axes, ids_BT)]
         return layout.act(_by_columns(layout, axes, x_BTD), "batch", "seq", None)
     ids_BT = layout.act(ids_BT, "batch", "seq")
-    return layout.act(gathered(plan, table, axes)[ids_BT], "batch", "seq", None)
+    if not (manual := layout.by_hand("params", axes[0])):
+        return layout.act(gathered(plan, table, axes)[ids_BT], "batch", "seq", None)
+    ids_BT, mine = _own_rows(manual, table, ids_BT)
+    x_BTD = jnp.where(mine[..., None], gathered(plan, table, axes)[ids_BT], 0)
+    x_BTD = layout.act(x_BTD, "batch", "seq", None)
+    # One summand is not zero: exact in any dtype. XLA's CPU backend cannot sum bfloat16 over a manual axis.
+    return jax.lax.psum(x_BTD.astype(jnp.float32), manual).astype(plan.dtype)
+
+
+def _own_rows(manual, table, ids_BT):
+    """(ids as rows of this device's part of the table, whether they are among them)."""
+    ids_BT = ids_BT - jax.lax.axis_index(manual) * table.shape[0]
+    mine = (ids_BT >= 0) & (ids_BT < table.shape[0])
+    return jnp.where(mine, ids_BT, 0), mine
 
 
 def lies_by_columns(layout: Layout, axes) -> bool:
@@ -180,6 +194,9 @@ def _lookup_backward(plan, axes, saved, dx_BTD):
     else:
         ids_BT = layout.act(ids_BT, "batch", "seq")
         dx_BTD = layout.act(dx_BTD, "batch", "seq", None)
+        if manual := layout.by_hand("params", axes[0]):
+            ids_BT, mine = _own_rows(manual, rows, ids_BT)
+            dx_BTD = jnp.where(mine[..., None], dx_BTD, 0)
         zeros = layout.constrain("params", zeros, axes, drop=layout.gathered_axes)
     return layout.constrain("grads", zeros.at[ids_BT].add(dx_BTD.astype(jnp.float32)), axes), None
 

@@ -53,9 +53,12 @@ def _run(plan, axes, vocab_size, z_loss, chunk, x_BTD, w, targets_BT, with_grads
     pin = lambda x, *spec: jax.lax.with_sharding_constraint(x, P(*spec)) if shards or pieces or layout.mesh_axes(
         "activations", "vocab") else x
     vocab = layout.mesh_axes("activations", "vocab") or None
+    manual = layout.by_hand("activations", "vocab")      # in a pipeline: every stage has a part of the vocabulary
     x_nrsD = pin(split.rows(x_BTD), *lead)               # n token shards × r sequence pieces × tokens
     targets_nrs = pin(split.rows(targets_BT, fill=NO_TARGET), *lead)
-    real_V = jnp.arange(full.shape[letters.index("V")]) < vocab_size
+    V = full.shape[letters.index("V")]
+    first = jax.lax.axis_index(manual) * V if manual else 0
+    real_V = first + jnp.arange(V) < vocab_size
 
     def visit(carry, c):
         objective, nll, dx, dw = carry
@@ -66,17 +69,27 @@ def _run(plan, axes, vocab_size, z_loss, chunk, x_BTD, w, targets_BT, with_grads
         t_c = pin(take(targets_nrs), shards or None)
         logits = jnp.einsum(f"nrsD,{letters}->nrsV", x_c, full, preferred_element_type=f32)
         logits = jnp.where(real_V, pin(logits, shards or None, None, None, vocab), -jnp.inf)
-        lse = jax.nn.logsumexp(logits, -1)
-        hit_V = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 3) == t_c[..., None]
+        hit_V = first + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 3) == t_c[..., None]
+        hit = jnp.sum(jnp.where(hit_V, logits, 0.0), -1)
+        if manual:
+            # Two small all-reduces (s float32 each way), one after the other: sums under way together may pair on CPUs.
+            top = jax.lax.pmax(logits.max(-1), manual)
+            total, hit = jax.lax.psum((jnp.exp(logits - top[..., None]).sum(-1), hit), manual)
+            lse = top + jnp.log(total)
+        else:
+            lse = jax.nn.logsumexp(logits, -1)
         has = (t_c != NO_TARGET).astype(f32)
-        nll_c = has * (lse - jnp.sum(jnp.where(hit_V, logits, 0.0), -1))
+        nll_c = has * (lse - hit)
         nll = nll + nll_c.sum((1, 2))
         objective = objective + (nll_c + z_loss * has * lse * lse).sum((1, 2))
         if with_grads:
             p = jnp.exp(logits - lse[..., None])
             dl = has[..., None] * (p * (1 + 2 * z_loss * lse)[..., None] - hit_V.astype(f32))
             dl = pin(dl.astype(plan.dtype), shards or None, None, None, vocab)
-            dx_c = pin(jnp.einsum(f"nrsV,{letters}->nrsD", dl, full), *lead)
+            dx_c = jnp.einsum(f"nrsV,{letters}->nrsD", dl, full)
+            # Summed in float32 where by hand: XLA's CPU backend cannot sum bfloat16 over a manual axis.
+            dx_c = jax.lax.psum(dx_c.astype(f32), manual).astype(plan.dtype) if manual else dx_c
+            dx_c = pin(dx_c, *lead)
             dx = jax.lax.dynamic_update_slice_in_dim(dx, dx_c, c * split.chunk, 2)
             dw = dw + jnp.einsum(f"nrsD,nrsV->n{letters}", x_c, dl, preferred_element_type=f32)
             dw = pin(dw, shards or None, *layout.spec("params", axes, drop=layout.gathered_axes))

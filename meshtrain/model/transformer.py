@@ -66,35 +66,58 @@ class Transformer:
         stacked = jax.vmap(self.layer.init)(jax.random.split(layers_key, self.cfg.num_layers))
         return {**self.ends.init(ends_key), "layers": stacked}
 
-    def hidden(self, plan: Plan, p, batch, dropout_key=None):
-        """Normed output of the last layer [B, T, D], split as the residual stream."""
-        cfg = self.cfg
-        ends = self.ends.bind({k: v for k, v in p.items() if k != "layers"})
+    # The parts that a pipeline puts together itself; p in embed and head_loss needs no "layers".
+
+    def inputs(self, batch, dropout_key=None) -> Inputs:
+        rope = rope_angles(self.cfg, batch["positions"]) if self.cfg.position == "rope" else None
+        return Inputs(batch["segments"], batch["index"], batch["sequence"], rope, dropout_key)
+
+    def embed(self, plan: Plan, p, batch, dropout_key=None):
+        """The residual stream before the first layer [B, T, D]."""
+        ends = self._ends(p)
         x_BTD = ends.embedding(plan, batch["tokens"])
-        if cfg.position == "learned":
+        if self.cfg.position == "learned":
             x_BTD = x_BTD + ends.position(plan, batch["positions"])
-        rope = rope_angles(cfg, batch["positions"]) if cfg.position == "rope" else None
-        inputs = Inputs(batch["segments"], batch["index"], batch["sequence"], rope, dropout_key)
-        x_BTD = dropout(plan, x_BTD, cfg.embedding_dropout, inputs, 2 * cfg.num_layers)
+        return dropout(plan, x_BTD, self.cfg.embedding_dropout, self.inputs(batch, dropout_key), 2 * self.cfg.num_layers)
 
-        def layer(x_BTD, scanned):
-            weights, index = scanned
-            return self.layer.bind(weights)(plan, x_BTD, inputs, index), None
+    def block(self, plan: Plan, weights, x_BTD, inputs: Inputs, index):
+        """Layer number `index` with these weights, a slice of p["layers"]; the backward keeps what plan.remat says."""
+        def layer(weights, x_BTD, inputs, index):
+            return self.layer.bind(weights)(plan, x_BTD, inputs, index)
+        return rematerialized(layer, plan)(weights, x_BTD, inputs, index)
 
-        x_BTD, _ = jax.lax.scan(rematerialized(layer, plan), x_BTD, (p["layers"], jnp.arange(cfg.num_layers)))
-        x_BTD = ends.final_norm(plan, x_BTD)
-        return plan.layout.act(x_BTD, "batch", "residual_seq", None)
+    def head_loss(self, plan: Plan, p, x_BTD, targets_BT, *, z_loss: float = 0.0, chunk: int = 1024):
+        """(objective, nll) from the output of the last layer, as `loss`."""
+        axes, w = self._head(p)
+        x_BTD = self._normed(plan, p, x_BTD)
+        return loss_sums(plan, axes, self.cfg.vocab_size, z_loss, chunk, x_BTD, w, targets_BT)
 
     def loss(self, plan: Plan, p, batch, *, z_loss: float = 0.0, chunk: int = 1024, dropout_key=None):
         """(objective, nll), sums in nats over the tokens of `batch` that have a target. Divide by their count."""
-        axes, w = self._head(p)
-        x_BTD = self.hidden(plan, p, batch, dropout_key)
-        return loss_sums(plan, axes, self.cfg.vocab_size, z_loss, chunk, x_BTD, w, batch["targets"])
+        x_BTD = self._through_layers(plan, p, batch, dropout_key)
+        return self.head_loss(plan, p, x_BTD, batch["targets"], z_loss=z_loss, chunk=chunk)
+
+    def _through_layers(self, plan: Plan, p, batch, dropout_key=None):
+        inputs = self.inputs(batch, dropout_key)
+
+        def layer(x_BTD, scanned):
+            weights, index = scanned
+            return self.block(plan, weights, x_BTD, inputs, index), None
+        x_BTD = self.embed(plan, p, batch, dropout_key)
+        return jax.lax.scan(layer, x_BTD, (p["layers"], jnp.arange(self.cfg.num_layers)))[0]
+
+    def _normed(self, plan: Plan, p, x_BTD):
+        x_BTD = self._ends(p).final_norm(plan, x_BTD)
+        return plan.layout.act(x_BTD, "batch", "residual_seq", None)
+
+    def _ends(self, p) -> Ends:
+        return self.ends.bind({k: v for k, v in p.items() if k != "layers"})
 
     def logits(self, plan: Plan, p, batch, at):
         """float32 logits [B, V] of the next token after position `at` of every sequence; padding removed."""
         axes, w = self._head(p)
-        x_BTD = plan.layout.act(self.hidden(plan, p, batch), "batch", "seq", None)
+        x_BTD = self._normed(plan, p, self._through_layers(plan, p, batch))
+        x_BTD = plan.layout.act(x_BTD, "batch", "seq", None)
         x_BD = jax.lax.dynamic_index_in_dim(x_BTD, at, 1, keepdims=False)
         eq = "BD,DV->BV" if axes == ("embed", "vocab") else "BD,VD->BV"
         return jnp.einsum(eq, x_BD.astype(jnp.float32), w.astype(jnp.float32))[:, :self.cfg.vocab_size]

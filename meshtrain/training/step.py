@@ -21,9 +21,11 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain.layout import rules
 from meshtrain.layout.rules import Layout
+from meshtrain.model import params
 from meshtrain.model.layers import Plan
 from meshtrain.model.loss import NO_TARGET
 from meshtrain.model.transformer import Transformer
+from meshtrain.parallel import pipeline, schedules
 from meshtrain.training.optimizer import schedule
 from meshtrain.training.state import State, StateSpec
 
@@ -90,11 +92,15 @@ class Program:
 
 
 def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec: StateSpec,
-          order: np.ndarray | None = None) -> Program:
-    """run: the checked run file (its data, training, optimizer and model sections are read here)."""
+          order: np.ndarray | None = None, table: schedules.Table | None = None) -> Program:
+    """run: the checked run file (its data, training, optimizer and model sections are read here).
+
+    order: how tokens lie in a sequence that is split. table: the pipeline schedule where mesh.stage is larger than 1.
+    """
     training, data = run.training, run.data
     grads_axes = {axis for names in layout.rules.tables["grads"].values() for axis in names}
-    once = tuple(axis for axis in layout.batch_axes if axis not in grads_axes)
+    # A pipeline sums its gradients after its loop, whatever [grads] says: that is about where they lie afterwards.
+    once = tuple(axis for axis in layout.batch_axes if table or axis not in grads_axes)
     replicas = layout.ways(once)
     inner = layout.hide(once)
     plan = Plan(inner, jnp.dtype(run.model.compute_dtype), attend, training.remat)
@@ -138,6 +144,9 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         # all-gathers per microbatch).
         grads = jax.tree.map(lambda axes, g: _reduce(layout, once, axes, g), spec.axes, pin(grads), is_leaf=rules.is_axes)
         return grads, nll.sum() / count, count
+
+    if table:
+        accumulate = _pipelined(run, model, layout, mesh, plan, spec, once, batch, table)
 
     def train(state: State, batch):
         key = jax.random.fold_in(jax.random.key(run.run.seed), state.step) if drops else None
@@ -184,6 +193,63 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform, COMPILER_OPTIONS["gpu"]), order=order)
 
 
+def _pipelined(run, model: Transformer, layout: Layout, mesh, plan: Plan, spec: StateSpec, once, batch, table):
+    """`accumulate` through the pipeline: (params, batch, dropout key) -> (grads placed as [optimizer], loss, count)."""
+    training = run.training
+    num_stages, num_chunks, num_layers = table.num_stages, table.num_chunks, run.model.num_layers
+    depth = -(-num_layers // (num_stages * num_chunks))                # layers of a chunk, the last filled up
+    padding = depth * num_stages * num_chunks - num_layers
+    matrices = params.tree(model.table(), lambda info: info.role in ("matrix", "embedding", "head"))
+    staged = lambda axes: (None, "layers", None, *axes[1:])           # [L, …] as [V, P, n, …]
+    each = functools.partial(jax.tree.map, is_leaf=rules.is_axes)
+
+    def cast(axes, w, matrix):
+        return layout.constrain("params", w.astype(plan.dtype) if matrix else w, axes)
+
+    def into_stages(axes, w):
+        w = jnp.pad(w, [(0, padding)] + [(0, 0)] * (w.ndim - 1)).reshape(num_chunks, num_stages, depth, *w.shape[1:])
+        return layout.constrain("params", layout.constrain("params", w, staged(axes)), staged(axes), drop=gathered)
+
+    def out_of_stages(axes, g):
+        g = _reduce(layout, summed, staged(axes), g)
+        return layout.constrain("optimizer", g.reshape(-1, *g.shape[3:])[:num_layers], axes)
+
+    def layer(weights, x, numbered):
+        number, inputs = numbered
+        y = model.block(plan, weights, x, inputs, number)
+        return jnp.where(number < num_layers, y, x) if padding else y
+
+    def head(ends, x, microbatch, extra):
+        total, nll = model.head_loss(plan, ends, x, microbatch["targets"], z_loss=training.z_loss, chunk=training.loss_chunk)
+        return total / extra["count"], nll
+
+    parts = pipeline.Model(
+        prepare=lambda microbatch, extra: model.inputs(microbatch, extra.get("key")),
+        embed=lambda ends, microbatch, extra: model.embed(plan, ends, microbatch, extra.get("key")),
+        layer=layer, head=head)
+    # Weights are gathered once per step, in the compute dtype: inside the loop stands a full stage of them.
+    gathered = layout.gathered_axes
+    without_layers = lambda tree: {k: v for k, v in tree.items() if k != "layers"}
+    ends_axes, layers_axes = without_layers(spec.axes), spec.axes["layers"]
+    manual_only = tuple(a for a in layout.sizes if a != pipeline.STAGE)
+    ends_specs = each(lambda axes: layout.spec("params", axes, drop=manual_only), ends_axes)
+    batch_specs = {name: abstract.sharding.spec for name, abstract in batch.items()}
+    summed = once + layout.mesh_axes("activations", "seq")            # a share of a sequence has gradients of its own, too
+
+    def accumulate(p, batch, key):
+        count = jnp.maximum(jnp.sum(batch["targets"] != NO_TARGET), 1).astype(jnp.float32)
+        p = each(cast, spec.axes, p, matrices)
+        ws = each(into_stages, layers_axes, p["layers"])
+        ends = each(lambda axes, w: layout.constrain("params", w, axes, drop=gathered), ends_axes, without_layers(p))
+        extra = {"count": count} | ({} if key is None else {"key": key})
+        nll, ws, ends = pipeline.gradients(table, parts, mesh, summed, ws, ends, batch, extra, ends_specs=ends_specs,
+                                           batch_specs=batch_specs)
+        grads = each(lambda axes, g: _reduce(layout, summed, axes, g), ends_axes, ends)
+        grads["layers"] = each(out_of_stages, layers_axes, ws)
+        return grads, nll.sum() / count, count
+    return accumulate
+
+
 def _single(f):
     """vmap over a replica axis of size 1, without vmap: the same shapes, one batch dim less for the compiler."""
     def call(p, microbatch):
@@ -206,7 +272,7 @@ def _reduce(layout: Layout, once: tuple[str, ...], axes, g):
     scattered = tuple(a for a in once if a in used)
     rest = tuple(a for a in once if a not in used)
     if scattered and rest:
-        pinned = layout.hide(once).spec("grads", axes)
+        pinned = layout.spec("grads", axes, drop=once)
         g = g.reshape([layout.sizes[a] for a in once] + list(g.shape[1:]))
         g = jax.lax.with_sharding_constraint(g, P(*once, *pinned))
         g = g.sum(tuple(once.index(a) for a in scattered))

@@ -1,0 +1,215 @@
+"""One executor for every table of the phase family: a whole pipelined step inside one `shard_map`.
+
+In a tick all stages do the same slots in the same order (receive, embedding, F, send, loss, B, W), each on the
+microbatch and the buffer slots that the table gives it; a stage that has nothing to do works masked, so no control flow
+differs between devices and collectives may stand anywhere. Ticks with the same slots are one scan. The executor makes
+the gradients itself: jax never differentiates through it. It is given the model as four functions and knows none of it.
+Manual are `stage` and the axes over which gradients are summed once, after the step; whatever else is automatic.
+Sources: `schedules`; arXiv:1811.06965, 2104.04473, 2401.10241.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from meshtrain.parallel import split
+from meshtrain.parallel.schedules import Run, Table
+
+STAGE = "stage"
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What is pipelined; every function runs inside the shard_map, on this device's part.
+
+    prepare(microbatch, extra) -> e: what all layers see beside the stream, made again where it is needed.
+    embed(ends, microbatch, extra) -> x, before the first layer. layer(w, x, (number, e)) -> x.
+    head(ends, x, microbatch, extra) -> (objective, metric), after the last; the objective is differentiated.
+    `ends` are the weights of embed and head, which all stages work on together: where they are split over the stages,
+    embed and head gather and sum over them, and return the same on every stage.
+    """
+    prepare: Callable
+    embed: Callable
+    layer: Callable
+    head: Callable
+
+
+def gradients(table: Table, model: Model, mesh, once, ws, ends, batch, extra, *, ends_specs, batch_specs):
+    """(metric [R], gradients of ws [R, V, P, n, …], gradients of ends [R, …]), float32 and unsummed over replicas.
+
+    R = product of the sizes of `once`, the axes over which the batch is split and the caller sums; the leading dim lies
+    on them. ws: layers [V, P, n, …], dim 1 over stage; layer (v, s, i) has the number (v·P + s)·n + i. batch: [M, R, …].
+    extra: replicated. ends_specs, batch_specs: how these are split over `stage` and `once`, PartitionSpecs by leaf.
+    """
+    rows = P(once or None)
+    body = partial(_execute, table, model, mesh.devices.flat[0].platform == "cpu")
+    w_spec = P(None, STAGE)
+    grads_specs = (jax.tree.map(lambda _: P(once or None, *w_spec), ws),
+                   jax.tree.map(lambda spec: P(once or None, *spec), ends_specs))
+    specs = (P(STAGE), jax.tree.map(lambda _: w_spec, ws), ends_specs, batch_specs, jax.tree.map(lambda _: P(), extra))
+    run = jax.shard_map(body, mesh=mesh, axis_names={STAGE, *once}, in_specs=specs, out_specs=(rows, *grads_specs),
+                        check_vma=False)
+    return run(jnp.arange(table.num_stages), ws, ends, batch, extra)
+
+
+def _execute(table: Table, model: Model, ordered: bool, stage, ws, ends, batch, extra):
+    stage = stage[0]
+    num_stages, num_chunks = table.num_stages, table.num_chunks
+    depth = jax.tree.leaves(ws)[0].shape[2]
+    flat = jax.tree.map(lambda a: a.reshape(num_chunks * depth, *a.shape[3:]), ws)      # [V, 1, n, …] -> [V·n, …]
+    numbers = ((jnp.arange(num_chunks) * num_stages + stage)[:, None] * depth + jnp.arange(depth)).reshape(-1)
+    weights = lambda chunk: (flat, numbers, chunk * depth)
+    microbatch = lambda i: jax.tree.map(lambda a: a[0], _take(batch, i))              # of [M, 1, …]
+    prepare = lambda i: model.prepare(microbatch(i), extra)
+    order = _after if ordered else lambda row, *done: row
+    share = partial(_share, ordered)
+
+    x = jax.eval_shape(lambda: model.embed(ends, microbatch(0), extra))
+    parts = split.stack(model.layer, flat, depth, x, jax.eval_shape(prepare, 0))
+
+    def embed(row):
+        return model.embed(ends, microbatch(row["embed_mb"]), extra)
+
+    def forward(c, row, run):
+        x = _take(c["X"], row["F_x"])
+        if run.embed != "never":
+            first = _sometimes(run.embed, row["embed_on"], partial(embed, row), lambda: x)
+            x = jnp.where(row["F_first"] > 0, first, x)
+        y, (r, q) = parts.forward(weights(row["F_chunk"]), x, prepare(row["F_mb"]))
+        return c | dict(R=_put(c["R"], row["F_r"], r), Q=_put(c["Q"], row["F_q"], q)), y
+
+    def loss(c, row, y):
+        """The last stage's y, shared; every stage has its part of the vocabulary, and the whole dy in the end."""
+        y = share(y, row["loss_here"])
+        head = lambda ends, y: model.head(ends, y, microbatch(row["loss_mb"]), extra)
+        (_, metric), (d_ends, dy) = jax.value_and_grad(head, (0, 1), has_aux=True)(split.wide(ends), y)
+        on = row["loss_on"] > 0
+        return c | dict(ends=_add(c["ends"], d_ends, on), metric=c["metric"] + jnp.where(on, metric, 0.0),
+                        D=_put(c["D"], row["loss_d"], dy))
+
+    def add_weights(c, dw, chunk, on):
+        if num_chunks == 1:
+            return c | dict(ws=_add(c["ws"], jax.tree.map(lambda d: d[None], dw), on))
+        return c | dict(ws=jax.tree.map(lambda g, d: g.at[chunk].add(jnp.where(on, d, 0)), c["ws"], dw))
+
+    def backward(c, row):
+        kept = _take(c["R"], row["B_r"]), _take(c["Q"], row["B_q"])
+        args = weights(row["B_chunk"]), prepare(row["B_mb"]), *kept, _take(c["D"], row["B_d"])
+        if table.split:
+            dx, z = parts.backward_input(*args)
+            return c | dict(Z=_put(c["Z"], row["B_z"], z)), dx
+        dx, dw = parts.backward(*args)
+        return add_weights(c, dw, row["B_chunk"], row["B_on"] > 0), dx
+
+    def embed_grad(grads, row, dx):
+        dx = share(dx, row["B_first"])
+        _, vjp = jax.vjp(lambda ends: model.embed(ends, microbatch(row["embed_grad_mb"]), extra), split.wide(ends))
+        return _add(grads, vjp(dx)[0], row["embed_grad_on"] > 0)
+
+    def weight(c, row):
+        args = weights(row["W_chunk"]), prepare(row["W_mb"]), _take(c["Q"], row["W_q"]), _take(c["Z"], row["W_z"])
+        return add_weights(c, parts.backward_weight(*args), row["W_chunk"], row["W_on"] > 0)
+
+    def tick(run, c, row):
+        if "dx" in c:                          # made in the tick before; sent here, it can overlap F
+            dx = lax.ppermute(c["dx"], STAGE, [(i, (i - 1) % num_stages) for i in range(num_stages)])
+            c, row = c | dict(D=_put(c["D"], row["dx_in"], dx)), order(row, dx)
+        arrived = None
+        if "F" in run.kinds:
+            c, y = forward(c, row, run)
+            # Needed by the next stage in the next tick: it can overlap the loss, B and W of this one.
+            arrived = lax.ppermute(y, STAGE, [(i, (i + 1) % num_stages) for i in range(num_stages)])
+            row = order(row, arrived)
+            if run.loss != "never":
+                c = _sometimes(run.loss, row["loss_on"], lambda: loss(c, row, y), lambda: c)
+                row = order(row, c["metric"])
+        if "B" in run.kinds:
+            c, dx = backward(c, row)
+            c, row = c | dict(dx=dx), order(row, dx)
+            if run.embed_grad != "never":
+                on, grads = row["embed_grad_on"], c["ends"]
+                c = c | dict(ends=_sometimes(run.embed_grad, on, lambda: embed_grad(grads, row, dx), lambda: grads))
+        if "W" in run.kinds:
+            c = weight(c, row)
+        if arrived is not None:
+            c = c | dict(X=_put(c["X"], row["y_in"], arrived))
+        return c, None
+
+    buffer = lambda avals, name: jax.tree.map(lambda a: jnp.zeros((table.slots[name], *a.shape), a.dtype), avals)
+    zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), tree)
+    c = dict(X=buffer(x, "X"), R=buffer(parts.r, "R"), Q=buffer(parts.q, "Q"), D=buffer(x, "D"), metric=jnp.float32(0),
+             ws=zeros(jax.tree.map(lambda a: a[:, 0], ws)), ends=zeros(ends))
+    if table.split:
+        c["Z"] = buffer(parts.z, "Z")
+    rows = jax.tree.map(lambda column: jnp.take(jnp.asarray(column), stage, axis=1), dict(table.columns))
+    rows["dx_in"] = jnp.roll(rows["dx_in"], 1)                        # the slot of what arrives one tick late
+    rows |= jax.tree.map(jnp.asarray, dict(table.shared))
+    for run in _runs(table):
+        if "B" in run.kinds and "dx" not in c:
+            c["dx"] = jnp.zeros(x.shape, x.dtype)
+        c, _ = lax.scan(partial(tick, run), c, jax.tree.map(lambda a: a[run.start:run.stop], rows))
+    return c["metric"][None], jax.tree.map(lambda a: a[None, :, None], c["ws"]), jax.tree.map(lambda a: a[None], c["ends"])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run(Run):
+    """A scan, and how often the embedding is looked up and its gradient made in it, in the words of `loss`."""
+    embed: str
+    embed_grad: str
+
+
+def _runs(table: Table) -> list[_Run]:
+    """An embedding costs little: where half of the ticks need it, and without chunks, all have it, masked, unconditioned."""
+    def often(on):
+        few = table.num_chunks > 1 and on.mean() < 0.5
+        return "never" if not on.any() else "sometimes" if few else "always"
+    return [_Run(**dataclasses.asdict(run), **{name: often(table.shared[f"{name}_on"][run.start:run.stop])
+                                               for name in ("embed", "embed_grad")}) for run in table.runs()]
+
+
+def _sometimes(how: str, on, then, otherwise):
+    """The condition is the same on all devices, so its branches may hold collectives."""
+    return then() if how == "always" else lax.cond(on > 0, then, otherwise)
+
+
+def _share(f32: bool, x, here):
+    """x of the one stage where `here` is set, on all stages: all-reduce of x over stage; a sum with zeros is exact.
+
+    f32: XLA's CPU backend cannot sum bfloat16 over a manual axis (it dies with "Invalid binary instruction opcode copy").
+    """
+    x = jnp.where(here > 0, x, 0)
+    return lax.psum(x.astype(jnp.float32), STAGE).astype(x.dtype) if f32 else lax.psum(x, STAGE)
+
+
+def _after(row: dict, *done) -> dict:
+    """The row, usable only once the arrays `done` exist: a real data dependence, for the CPU backend alone.
+
+    All permutes of one device share a rendezvous there, and XLA may start one while another is under way inside a loop
+    that it does not depend on: they then pair with each other, which gives wrong numbers or a hang, once in a hundred
+    runs. An optimization_barrier does not prevent that. Only one line of an array is read, and summed, because it may be
+    split over an automatic axis.
+    """
+    zero = 0
+    for a in done:
+        line = a[0, :, 0].sum() if a.ndim == 3 else a
+        zero = zero + jnp.minimum(lax.bitcast_convert_type(line.astype(jnp.float32), jnp.int32) & 1, 0)
+    return {name: value + zero for name, value in row.items()}
+
+
+def _take(tree, i):
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), tree)
+
+
+def _put(tree, i, value):
+    return jax.tree.map(lambda a, new: lax.dynamic_update_index_in_dim(a, new.astype(a.dtype), i, 0), tree, value)
+
+
+def _add(total, new, on):
+    return jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), total, new)
