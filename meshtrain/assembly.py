@@ -111,9 +111,10 @@ def assemble(run: Run, devices: Sequence[jax.Device]) -> Assembly:
         raise ConfigError(*str(error).splitlines()) from None
     model = transformer.build(run.model)
     fitted, placed, stage_notes = fit_stages(run, loaded, plan.sizes, tensors(run, model))
-    faults = stage_problems(run, loaded, plan.sizes) + rules.problems(loaded, plan.sizes, placed, SIZE_KEYS)
     layout = Layout(fitted, plan.sizes)
-    faults = faults or context_problems(run, layout)
+    # First what context asks of a length: a length that follows the rules' remedy alone would be refused again.
+    faults = context_problems(run, layout) or (
+        stage_problems(run, loaded, plan.sizes) + rules.problems(loaded, plan.sizes, placed, SIZE_KEYS))
     if faults:
         raise ConfigError(*faults)
     mesh = plan.build(devices)
@@ -218,11 +219,13 @@ def context_problems(run: Run, layout: Layout) -> list[str]:
     elif residual[:1] != ("context",):
         faults.append(f"{rules_file} [activations] residual_seq = {list(residual)} does not begin with context, which splits "
                       "seq; write residual_seq = \"context\", or [\"context\", \"tensor\"]")
-    parts = cp if method == "ulysses" else 2 * cp
+    chunks = cp if method == "ulysses" else 2 * cp
+    parts = math.lcm(chunks, layout.ways(residual))
     if T % parts:
-        near = ", ".join(str(n) for n in (T // parts * parts, -(-T // parts) * parts) if n)
+        near = " or ".join(str(n) for n in (T // parts * parts, -(-T // parts) * parts) if n)
         what = "mesh.context" if method == "ulysses" else "2 × mesh.context"
-        faults.append(f"data.seq_len={T} cannot be split into {what} = {parts} chunks of equal length; use {near}")
+        also = f" and over {' × '.join(residual)}" if parts > chunks else ""
+        faults.append(f"data.seq_len={T} cannot be split into {what} = {chunks} chunks of equal length{also}; use {near}")
     ways = layout.ways(layout.mesh_axes("activations", "heads"))
     if method == "ulysses" and run.model.num_heads // ways % cp:
         each = run.model.num_heads // ways

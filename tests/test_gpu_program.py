@@ -138,6 +138,18 @@ def test_tensor_sequence_without_remat_moves_four_and_four_a_layer():
         assert got[kind, ("tensor",), "bf16"][1] == pytest.approx(M * (4 * L + 2) * x_bytes, rel=0.02), kind
 
 
+def test_zero3_memory_does_not_grow_by_gathered_layers():
+    """Eight layers take no more than four but for their shards and kept inputs: gathered weights are let go."""
+    temp = []
+    for layers in (L, 2 * L):
+        run = gpu_step("zero3")[0].run
+        run = run.model_copy(update={"model": run.model.model_copy(update={"num_layers": layers})})
+        made = assembly.assemble(run, compile.topology("h100:64"))
+        temp.append(made.program.compile().memory_analysis().temp_size_in_bytes)
+    shard, kept = 4 * sizes(gpu_step("zero3")[0])["layer"] // 64, B // M // 64 * T * D * 2
+    assert (temp[1] - temp[0]) / L < 1.25 * (shard + kept)      # a gathered layer would be 11 times that
+
+
 def test_gathers_in_float32_are_rejected():
     """The same comparison refuses a program whose weights travel in float32."""
     made, program = gpu_step("zero3", dtype="float32")

@@ -122,6 +122,10 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, causal, *, bl
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     rows, columns = _Cut(T, block), _Cut(k_BSKH.shape[1], block)
+    # Differentiating a scan over layers moves out of it whatever does not depend on the layer, and keeps it: here the masks
+    # of all block pairs, B·N·T·S bytes. Behind the barrier everything depends on q.
+    pairs = _pairs(rows, columns, causal)
+    q_BTNH, q_segments_BT, k_segments_BS, pairs = jax.lax.optimization_barrier((q_BTNH, q_segments_BT, k_segments_BS, pairs))
     q = rows.pad(q_BTNH.reshape(B, T, K, N // K, H))
     k, v = columns.pad(k_BSKH), columns.pad(v_BSKH)
     q_seg, k_seg = rows.pad(q_segments_BT, -1), columns.pad(k_segments_BS, -2)     # padding sees and is seen by nothing
@@ -143,7 +147,7 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, causal, *, bl
 
     zeros = jnp.zeros_like(q, jnp.float32)
     start = zeros, zeros[..., 0], zeros[..., 0] + MASKED
-    (o, l, m), _ = jax.lax.scan(visit, start, _pairs(rows, columns, causal))
+    (o, l, m), _ = jax.lax.scan(visit, start, pairs)
     o = jnp.where(l[..., None] > 0, o / jnp.where(l > 0, l, 1.0)[..., None], 0.0)
     lse = jnp.where(l > 0, m + jnp.log(jnp.where(l > 0, l, 1.0)), MASKED)
     return o[:, :T].reshape(B, T, N, H), lse[:, :T].reshape(B, T, N)

@@ -1,0 +1,463 @@
+"""Sequences split over devices: the numbers of one device, and what the compiled program holds and sends.
+
+Attention itself is compared with `attention.plain` in the natural order of tokens; whole runs with one device by
+`test_layouts.check_equal`, whose rows are packed documents of random lengths and whose heads are grouped 8 to 4.
+"""
+import functools
+import math
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_commands
+import test_layouts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+from test_layouts import MICROBATCHES, MODEL, Compiled, check_equal, check_gradients, reference, run_of
+
+from meshtrain import assembly, config, inspect, train
+from meshtrain.cost import audit, compile
+from meshtrain.layout import rules
+from meshtrain.layout.mesh import MeshPlan
+from meshtrain.model import attention
+from meshtrain.parallel import context, zigzag
+
+RULES = Path(__file__).resolve().parent.parent / "sharding_rules"
+FAST = {"xla_backend_optimization_level": 0}    # half the compile time; partitioning and memory plans stay as they are
+NOWHERE = 0                                     # the segment of padding
+
+
+# ---- attention over a context mesh -----------------------------------------------------------------------------------
+
+
+def laid_out(sizes: dict, rule: str = "zero3_tensor_sequence_context"):
+    """(mesh, layout) over the first simulated devices."""
+    plan = MeshPlan(sizes)
+    return plan.build(jax.devices()[: plan.num_devices]), rules.Layout(rules.load(RULES / f"{rule}.toml"), plan.sizes)
+
+
+def with_gradients(attend, q, k, v, segments, do):
+    """(o, (dq, dk, dv))."""
+    o, back = jax.vjp(lambda q, k, v: attend(q, k, v, segments), q, k, v)
+    return o, back(do)
+
+
+@functools.cache
+def both_ways(method: str, sizes: tuple, block: int, length: int):
+    """Jitted (q, k, v, segments, do) in natural order -> ((o, gradients) of the method, those of plain attention)."""
+    mesh, layout = laid_out(dict(sizes))
+    order = context.METHODS[method].order(length, dict(sizes)["context"])
+    split = context.Split(context.METHODS[method], attention.blockwise(block))
+
+    def split_up(*args):
+        out = with_gradients(partial(attention.attend, split, layout), *(x[:, order] for x in args))
+        return jax.tree.map(lambda x: x[:, np.argsort(order)], out)
+
+    run = jax.jit(lambda *args: (split_up(*args), with_gradients(attention.plain, *args)), compiler_options=FAST)
+
+    def call(*args):
+        with jax.set_mesh(mesh):
+            return run(*args)
+    return call
+
+
+def drawn(seed: int, B: int, T: int, N: int, K: int, H: int = 8):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal((B, T, n, H), np.float32) for n in (N, K, K, N)]
+
+
+def check_attention(method, sizes, block, segments, *, K, G, seed=0, H=8):
+    B, T = segments.shape
+    q, k, v, do = drawn(seed, B, T, K * G, K, H)
+    got, expected = both_ways(method, tuple(sizes.items()), block, T)(q, k, v, segments, do)
+    # float32 sums of up to T terms, in another order.
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5), got, expected)
+
+
+@st.composite
+def documents(draw, B: int, T: int, chunk: int):
+    """int32 [B, T]: documents numbered from 1, cut anywhere and often at chunk borders; at the end perhaps padding."""
+    cut = st.one_of(st.integers(1, T - 1), st.integers(1, T // chunk - 1).map(lambda n: n * chunk))
+    rows = np.zeros((B, T), np.int32)
+    for row in rows:
+        row[draw(st.lists(cut, max_size=6))] = 1
+        row[:] = 1 + np.cumsum(row)
+        row[T - draw(st.sampled_from([0, 0, 1, chunk, T // 2, T - 1])):] = NOWHERE
+    return rows
+
+
+@st.composite
+def shapes(draw):
+    method, cp = draw(st.sampled_from(sorted(context.METHODS))), draw(st.sampled_from([2, 4, 8]))
+    chunk, K, G = draw(st.integers(1, 13)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    if method == "ulysses":                     # its heads must divide
+        G *= cp // math.gcd(K * G, cp)
+    B, block = draw(st.integers(1, 2)), draw(st.sampled_from([3, 8, 512]))
+    return method, {"context": cp}, block, draw(documents(B, 2 * cp * chunk, chunk)), K, G
+
+
+def check_shapes(case):
+    method, sizes, block, segments, K, G = case
+    check_attention(method, sizes, block, segments, K=K, G=G)
+
+
+test_attention_of_any_shape_matches_plain_attention = settings(
+    max_examples=6, deadline=None, derandomize=True)(given(shapes())(check_shapes))
+test_attention_of_many_more_shapes_matches_plain_attention = pytest.mark.slow(settings(
+    max_examples=80, deadline=None)(given(shapes())(check_shapes)))
+
+
+@pytest.mark.parametrize("method, sizes", [("ring", {"context": 4}), ("gather", {"context": 4}), ("ulysses", {"context": 4}),
+                                           ("ring", {"context": 8})], ids=["ring 4", "gather 4", "ulysses 4", "ring 8"])
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_documents_may_end_anywhere(method, sizes, data):
+    chunk = 6
+    T = 2 * sizes["context"] * chunk
+    check_attention(method, sizes, 4, data.draw(documents(2, T, chunk)), K=2, G=2, seed=data.draw(st.integers(0, 9)))
+
+
+@pytest.mark.parametrize("method", ["ring", "gather", "ulysses"])
+def test_documents_that_end_at_every_chunk_border(method):
+    chunk, T = 6, 48
+    check_attention(method, {"context": 4}, 4, np.tile(np.arange(T, dtype=np.int32) // chunk + 1, (2, 1)), K=2, G=2)
+
+
+@pytest.mark.parametrize("method", ["ring", "gather", "ulysses"])
+def test_rows_that_see_nothing_are_zero_and_pass_no_gradient(method):
+    """An engine in which padding sees nothing, not even itself: o and gradients zero, lse MASKED, all others right."""
+    engine, T, cp = attention.blockwise(4), 48, 4
+    seen = lambda forward, s, z, *rest: forward(jnp.where(s == NOWHERE, -1, s), jnp.where(z == NOWHERE, -2, z), *rest)
+    blind = attention.Engine(
+        lambda q, k, v, s, z, causal: seen(lambda s, z: engine.forward(q, k, v, s, z, causal), s, z),
+        lambda q, k, v, s, z, *rest: seen(lambda s, z: engine.backward(q, k, v, s, z, *rest), s, z))
+    mesh, layout = laid_out({"context": cp})
+    order = context.METHODS[method].order(T, cp)
+    segments = np.ones((2, T), np.int32)
+    segments[0, 20:] = NOWHERE                  # the end of a row, across chunks
+    segments[1, 12:24] = NOWHERE                # two whole chunks in the middle: nothing in them sees anything
+    q, k, v, do = drawn(1, 2, T, 4, 2)
+
+    @partial(jax.jit, compiler_options=FAST)
+    def split_up(q, k, v, segments, do):
+        split = context.Split(context.METHODS[method], blind)
+        args = [x[:, order] for x in (q, k, v, segments)]
+        o, lse = split.forward(layout, *args)
+        grads = split.backward(layout, *args, o, lse, do[:, order])
+        return jax.tree.map(lambda x: x[:, np.argsort(order)], (o, lse, *grads))
+
+    with jax.set_mesh(mesh):
+        o, lse, dq, dk, dv = jax.device_get(split_up(q, k, v, segments, do))
+    nothing = segments == NOWHERE
+    for x in (o, dq, dk, dv):
+        assert np.isfinite(x).all() and not x[nothing].any()
+    assert (lse[nothing] <= attention.MASKED / 2).all() and (lse[~nothing] > -100).all()
+    # Elsewhere plain attention is right, where padding sees padding: nothing of it reaches the rest.
+    expected, (eq, ek, ev) = with_gradients(attention.plain, q, k, v, jnp.asarray(segments),
+                                            np.where(nothing[..., None, None], 0, do))
+    for got, want in ((o, expected), (dq, eq), (dk, ek), (dv, ev)):
+        np.testing.assert_allclose(got[~nothing], want[~nothing], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("method", ["ring", "gather", "ulysses"])
+def test_attention_inside_a_region_that_is_manual_over_context_and_data_already(method):
+    """As a pipeline calls it: one shard_map outside, tensor automatic within, varying axes checked, vjp inside."""
+    sizes, T = {"data": 2, "tensor": 2, "context": 2}, 24
+    mesh, layout = laid_out(sizes)
+    order = context.METHODS[method].order(T, 2)
+    split = context.Split(context.METHODS[method], attention.blockwise(4))
+    q, k, v, do = drawn(3, 4, T, 8, 4)
+    segments = np.tile(np.arange(T, dtype=np.int32) // 7 + 1, (4, 1))
+
+    def body(q, k, v, segments, do):
+        pin = lambda x, axis: layout.act(x, "batch", "seq", axis, "head_dim")
+        q, k, v, do = pin(q, "heads"), pin(k, "kv_heads"), pin(v, "kv_heads"), pin(do, "heads")
+        return with_gradients(partial(attention.attend, split, layout), q, k, v, segments, do)
+
+    @partial(jax.jit, compiler_options=FAST)
+    def split_up(*args):
+        spec = P("data", "context")
+        run = jax.shard_map(body, axis_names={"data", "context"}, in_specs=(spec,) * 5, out_specs=(spec, (spec,) * 3))
+        return jax.tree.map(lambda x: x[:, np.argsort(order)], run(*(x[:, order] for x in args)))
+
+    with jax.set_mesh(mesh):
+        got = split_up(q, k, v, segments, do)
+    expected = with_gradients(attention.plain, q, k, v, jnp.asarray(segments), do)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5), got, expected)
+
+
+@given(st.integers(1, 8), st.integers(1, 5))
+def test_zigzag_gives_every_device_an_early_chunk_and_its_mirror_image(cp, chunk):
+    order = zigzag.order(2 * cp * chunk, cp).reshape(cp, 2, chunk)
+    for i, (early, late) in enumerate(order):
+        assert early.tolist() == list(range(i * chunk, (i + 1) * chunk))
+        assert late.tolist() == list(range((2 * cp - 1 - i) * chunk, (2 * cp - i) * chunk))
+    # Causal work is the same for all: a query at t sees t + 1 keys.
+    assert len({int((device + 1).sum()) for device in order.reshape(cp, -1)}) == 1
+
+
+# ---- whole runs ------------------------------------------------------------------------------------------------------
+
+
+def split_run(rule: str, mesh: dict, method: str, model: dict = {}, training: dict = {}) -> config.Run:
+    return run_of(rule, mesh, model, training).model_copy(update={"context": config.Context(method=method)})
+
+
+@functools.cache
+def compiled(rule: str, mesh: tuple, method: str, remat: str = "none") -> Compiled:
+    return Compiled(split_run(rule, dict(mesh), method, {}, dict(remat=remat)))
+
+
+LAYOUTS = [
+    ("ring", "context", dict(context=2)), ("ring", "context", dict(context=4)), ("ring", "context", dict(context=8)),
+    ("gather", "context", dict(context=4)), ("ulysses", "context", dict(context=4)),
+    *((method, rule, dict(context=2) | other) for method in context.METHODS for rule, other in (
+        ("zero3_tensor_sequence_context", dict(tensor=2)), ("context", dict(data=2)), ("zero3_context", dict(fsdp=2)))),
+    ("ulysses", "zero3_tensor_sequence_context", dict(context=4, tensor=2)),      # 2 kv heads a device: repeated
+    ("ring", "zero3_tensor_sequence_context", dict(context=2, tensor=2, fsdp=2)),
+]  # fmt: skip
+TWENTY = {("ring", 4), ("gather", 4), ("ulysses", 4)}
+
+
+@pytest.mark.parametrize("method, rule, mesh", LAYOUTS, ids=[f"{m}-{r}-" + "-".join(f"{a}{n}" for a, n in mesh.items())
+                                                             for m, r, mesh in LAYOUTS])
+def test_loss_gradients_and_training_equal_one_device(method, rule, mesh):
+    case = compiled(rule, tuple(mesh.items()), method)
+    check_equal(case, steps=20 if (method, mesh["context"]) in TWENTY else 6)
+    assert not case.audit.unknown_loops and not case.audit.broken_permutes and not case.audit.partial_permutes
+
+
+VARIANTS = {
+    "dropout, ring": ("ring", dict(embedding_dropout=0.1, residual_dropout=0.2), dict()),
+    "dropout, ulysses": ("ulysses", dict(embedding_dropout=0.1, residual_dropout=0.2), dict()),
+    "z_loss, remat full, learned positions": ("ring", dict(position="learned", max_seq_len=test_layouts.T),
+                                              dict(z_loss=1e-2, remat="full")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variant_equals_one_device(variant):
+    method, model, training = VARIANTS[variant]
+    check_equal(Compiled(split_run("context", dict(context=4), method, model, training)), model, training)
+
+
+@pytest.mark.parametrize("remat", ["selective", "full"])
+@pytest.mark.parametrize("method", context.METHODS)
+def test_remat_changes_no_gradient(method, remat):
+    params, losses, moments = reference(steps=20)
+    case = compiled("context", (("context", 4),), method, remat)
+    got, got_moments = case.train(params, 1)
+    np.testing.assert_allclose(got[0], losses[0], rtol=1e-5)
+    check_gradients(got_moments, moments)
+
+
+# ---- what the compiled program holds ---------------------------------------------------------------------------------
+
+WIDE = dict(vocab_size=256, embed_dim=64, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=128, mlp_dim=64,
+            compute_dtype="float32")    # attention's arrays are nearly all there is
+
+
+@functools.cache
+def long_step(length: int, cp: int, method: str = "ring"):
+    """The compiled step of one sequence of `length` tokens; never run."""
+    run = config.Run(mesh=dict(context=cp), sharding=dict(rules=str(RULES / "context.toml")), model=WIDE,
+                     context=dict(method=method), data=dict(seq_len=length, global_batch=1),
+                     training=dict(loss_chunk=256, remat="full"))
+    program = assembly.assemble(run, jax.devices()[:cp]).program
+    with jax.set_mesh(program.mesh):
+        return program.train.lower(program.spec.with_shardings(), program.batch).compile(compiler_options=FAST)
+
+
+def temp_bytes(length: int, cp: int, method: str = "ring") -> int:
+    return long_step(length, cp, method).memory_analysis().temp_size_in_bytes
+
+
+def test_temporaries_of_the_ring_fall_as_one_over_context():
+    held = {cp: temp_bytes(8192, cp) for cp in (2, 4, 8)}
+    for cp in (4, 8):
+        assert held[cp] == pytest.approx(held[2] * 2 / cp, rel=0.15), held
+
+
+@pytest.mark.parametrize("cp", [8, 1])
+def test_temporaries_grow_linearly_in_the_sequence(cp):
+    """On one device, too: the masks of all block pairs, moved out of the scan over layers, would grow as its square."""
+    short, long = (temp_bytes(length, cp) for length in ((8192, 16384) if cp > 1 else (4096, 8192)))
+    assert long <= 2.1 * short, (short, long)
+
+
+@pytest.mark.parametrize("cp", [2, 4, 8])
+def test_ring_computes_at_most_six_tenths_of_full_attention(cp):
+    """Matmuls of the causal zigzag ring in the engine that runs get, forward and backward each, by full attention's / context."""
+    B, T, N, K, H = 1, 4096, 8, 4, 16
+    mesh, layout = laid_out({"context": cp})
+    run = split_run("context", dict(context=cp), "ring").model_copy(update={"data": config.Data(seq_len=T, global_batch=B)})
+    attend = partial(assembly.choose_attention(run, layout.sizes, jax.devices()[0])[0], layout)
+    q, k = (jax.ShapeDtypeStruct((B, T, n, H), jnp.float32) for n in (N, K))
+    segments = jax.ShapeDtypeStruct((B, T), jnp.int32)
+
+    def matmuls(f, *args):
+        with jax.set_mesh(mesh):
+            program = audit.read(jax.jit(f).lower(*args).compile(compiler_options=FAST).as_text(), mesh)
+        assert not program.uncounted and not program.unknown_loops and set(program.flops) == {"f32"}
+        return program.flops["f32"]
+
+    full = 4 * B * T * T * N * H // cp                          # two products forward, five backward
+    forward = matmuls(attend, q, k, k, segments)
+    both = matmuls(partial(with_gradients, attend), q, k, k, segments, q)
+    assert 0.5 <= forward / full <= 0.6
+    assert 0.5 <= (both - forward) / (2.5 * full) <= 0.6
+
+
+# ---- what the compiled program sends ---------------------------------------------------------------------------------
+
+
+def permutes(program: audit.Program, dtype: str, backward: bool) -> SimpleNamespace:
+    """Arrays and bytes that a device sends on, per step."""
+    found = [c for c in program.collectives if c.kind == "collective-permute" and c.dtype == dtype
+             and ("transpose(" in c.source) == backward]
+    assert {c.axes for c in found} <= {("context",)}
+    return SimpleNamespace(count=sum(c.count for c in found), bytes=sum(c.bytes for c in found))
+
+
+@pytest.mark.parametrize("cp, remat", [(4, "none"), (4, "selective"), (4, "full"), (2, "none"), (8, "none")])
+def test_ring_sends_what_its_formula_says(cp, remat):
+    """Forward (cp-1)·(K+V), backward as much again and cp·(dK+dV in float32); the recomputation sends nothing."""
+    program = compiled("context", (("context", cp),), "ring", remat).audit
+    each = 4 * test_layouts.SEQUENCES // MICROBATCHES * test_layouts.T // cp * MODEL["num_kv_heads"] * MODEL["head_dim"]
+    times = 2 * MICROBATCHES * MODEL["num_layers"]              # K and V
+    forward, backward = permutes(program, "f32", False), permutes(program, "f32", True)
+    assert forward.count == (cp - 1) * times and backward.count == (2 * cp - 1) * times
+    assert (forward.bytes, backward.bytes) == (forward.count * each, backward.count * each)
+    ids = permutes(program, "s32", False).bytes + permutes(program, "s32", True).bytes
+    assert 0 < ids <= (forward.bytes + backward.bytes) / 16     # [B, T] int32 beside [B, T, K, H]
+    assert not program.broken_permutes and not program.partial_permutes
+
+
+@pytest.mark.parametrize("method, kind", [("gather", "all-gather"), ("ulysses", "all-to-all")])
+def test_gather_and_ulysses_send_no_permutes(method, kind):
+    kinds = {c.kind for c in compiled("context", (("context", 4),), method).audit.collectives if "context" in c.axes}
+    assert kind in kinds and "collective-permute" not in kinds
+
+
+def test_gradients_cross_context_once_a_microbatch_and_data_once_a_step():
+    case = compiled("context", (("context", 2), ("data", 2)), "ring")
+    size = 4 * sum(info.size for info in case.made.model.table())
+    sent = {axis: [c for c in case.audit.collectives if c.kind == "all-reduce" and c.axes == (axis,)] for axis in ("context", "data")}
+    total = {axis: sum(c.payload_bytes for c in rows) for axis, rows in sent.items()}
+    assert size <= total["data"] <= size + test_layouts.SMALL and {c.trips for c in sent["data"]} == {1}
+    assert MICROBATCHES * size <= total["context"] <= MICROBATCHES * size + test_layouts.SMALL
+    assert all(c.trips >= MICROBATCHES for c in sent["context"] if c.payload_bytes > test_layouts.SMALL)
+
+
+@pytest.mark.skipif(not compile.has_gpu_compile(), reason=f"install 'meshtrain[gpu-compile]': no {compile.missing_wheels()}")
+@pytest.mark.parametrize("remat", ["full", pytest.param("none", marks=pytest.mark.slow)])
+def test_gpu_program_sends_what_the_formulas_say(remat):
+    """The step for 8 H100, ZeRO-3 over fsdp 2 and context 4: the ring's hops in bf16, its gradients in float32.
+
+    XLA moves the cast of dK and dV to bf16 before their last hop, which sends half of what the formula has for it.
+    """
+    L, M, B, T, K, H, cp = 2, 2, 8, 1024, 4, 32, 4
+    run = config.Run(mesh=dict(context=cp, fsdp=2), sharding=dict(rules=str(RULES / "zero3_context.toml")),
+                     model=dict(vocab_size=512, embed_dim=256, num_layers=L, num_heads=8, num_kv_heads=K, head_dim=H, mlp_dim=512),
+                     data=dict(seq_len=T, global_batch=B), training=dict(microbatches=M, remat=remat, loss_chunk=128))
+    made = assembly.assemble(run, compile.topology("h100:8"))
+    program = audit.read(made.program.compile().as_text(), made.mesh)
+    assert set(program.flops) == {"bf16"} and not program.unknown_loops
+    assert not program.broken_permutes and not program.partial_permutes
+    times, elements = 2 * M * L, B // M // 2 * T // cp * K * H
+    forward, backward, sums = permutes(program, "bf16", False), permutes(program, "bf16", True), permutes(program, "f32", True)
+    assert (forward.count, forward.bytes) == ((cp - 1) * times, (cp - 1) * times * elements * 2)
+    assert permutes(program, "f32", False).count == 0
+    last = cp * times - sums.count                              # hops home in bf16
+    assert last in (0, times) and (backward.count, backward.bytes) == ((cp - 1) * times + last, backward.count * elements * 2)
+    assert sums.bytes == sums.count * elements * 4
+    # Weight gradients: reduce-scattered over both axes, in float32, a microbatch at a time. The table's rows included.
+    size = 4 * sum(info.size for info in made.model.table())
+    scattered = [c for c in program.collectives if c.kind == "reduce-scatter"]
+    assert {(c.axes, c.dtype) for c in scattered} == {(("fsdp", "context"), "f32")}
+    assert sum(c.payload_bytes for c in scattered) == pytest.approx(M * size, rel=0.02)
+
+
+# ---- the commands ----------------------------------------------------------------------------------------------------
+
+BAD = {
+    "length": ("--data.seq_len 1002", ["data.seq_len=1002", "2 × mesh.context = 8", "use 1000 or 1008"]),
+    "length, ulysses": ("--data.seq_len 1002 --context.method ulysses", ["data.seq_len=1002", "mesh.context = 4", "use 1000 or 1004"]),
+    "length over tensor, too": (f"--data.seq_len 1028 --mesh.context 2 --mesh.data 1 --mesh.tensor 4 --model.num_kv_heads 4 "
+                                f"--sharding.rules {RULES}/zero3_tensor_sequence_context.toml",
+                                ["2 × mesh.context = 4", "context × tensor", "use 1024 or 1032"]),
+    "heads": ("--context.method ulysses --model.num_heads 6 --model.num_kv_heads 2 --model.head_dim 8",
+              ["ulysses", "model.num_heads=6", "mesh.context=4", "ring or gather"]),
+    "heads of a tensor shard": (f"--context.method ulysses --mesh.data 1 --mesh.tensor 2 --model.num_heads 4 --model.num_kv_heads 2 "
+                                f"--sharding.rules {RULES}/zero3_tensor_sequence_context.toml", ["deals 2 heads", "mesh.context=4"]),
+    "rules without context": (f"--sharding.rules {RULES}/zero3.toml", ["mesh.context=4", "zero3.toml", 'seq = "context"']),
+    "weights over context alone": ("--sharding.rules weights.toml", ["weights.toml", 'seq = "context"', "mesh.context to 1"]),
+    "residual_seq without context": ("--sharding.rules residual.toml", ["residual.toml", "residual_seq", '["context", "tensor"]']),
+    "method": ("--context.method rings", ["context.method", "rings", "ring"]),
+}
+OWN_RULES = {
+    "weights.toml": '[params]\nembed = ["data", "context"]\n[activations]\nbatch = "data"\n',
+    "residual.toml": '[activations]\nbatch = "data"\nseq = "context"\n',
+}
+
+
+@pytest.mark.parametrize("mistake", BAD)
+def test_a_split_that_cannot_be_is_exit_2_and_one_message(mistake, tmp_path, monkeypatch):
+    words, parts = BAD[mistake]
+    monkeypatch.chdir(tmp_path)
+    for name, text in OWN_RULES.items():
+        (tmp_path / name).write_text(text)
+    base = {"mesh.context": 4, "mesh.data": 2, "mesh.fsdp": 1, "mesh.tensor": 1, "sharding.rules": RULES / "context.toml",
+            "data.seq_len": 1024, "data.global_batch": 8, "model.vocab_size": 257, "model.embed_dim": 32, "model.num_layers": 1,
+            "model.num_heads": 4, "model.num_kv_heads": 2, "model.mlp_dim": 64}
+    given = [str(word) for key, value in base.items() for word in (f"--{key}", value)]
+    test_commands.refused(test_commands.call(inspect.main, *given, *words.split()), *parts)
+
+
+@pytest.fixture(scope="module")
+def one_run(tmp_path_factory):
+    """A function that trains a tiny model in `name` on these axes, and the run on data alone."""
+    home = tmp_path_factory.mktemp("context")
+    (home / "corpus.txt").write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(600)))
+    values = {"mesh.fsdp": 1, "mesh.tensor": 1, "mesh.simulated_devices": 8, "sharding.rules": RULES / "context.toml",
+              "model.vocab_size": 257, "model.embed_dim": 32, "model.num_layers": 2, "model.num_heads": 4, "model.num_kv_heads": 2,
+              "model.mlp_dim": 64, "model.compute_dtype": "float32", "data.source": "text",
+              "data.paths": f'["{home / "corpus.txt"}"]', "data.seq_len": 32, "data.global_batch": 8,
+              "run.sample_tokens": 16, "run.compilation_cache": "", "validation.batches": 2, "optimizer.warmup_steps": 2,
+              "optimizer.schedule": "constant", "checkpoint.every": 3}
+
+    def run(name: str, steps: int, *words: str):
+        given = [str(word) for key, value in values.items() for word in (f"--{key}", value)]
+        ran = test_commands.call(train.main, *given, "--run.dir", home / name, "--training.steps", steps, *words)
+        assert (ran.code, ran.err) == (0, ""), ran
+        return ran.out, test_commands.rows(home / name)
+
+    return run, *run("whole", 6, "--mesh.data", "8")
+
+
+def sample_of(said: str) -> str:
+    return said.split("a sample:")[1].splitlines()[1]
+
+
+@pytest.mark.parametrize("method, mesh", [("ring", "--mesh.data 2 --mesh.context 4"), ("ulysses", "--mesh.data 4 --mesh.context 2")])
+def test_a_run_with_split_sequences_has_the_losses_validation_and_sample_of_one_without(one_run, method, mesh):
+    run, said, rows = one_run
+    got_said, got = run(method, 6, *mesh.split(), "--context.method", method)
+    for key in ("loss", "grad_norm"):
+        np.testing.assert_allclose([r[key] for r in got], [r[key] for r in rows], rtol=2e-5)
+    assert [r["tokens"] for r in got] == [r["tokens"] for r in rows]
+    np.testing.assert_allclose(got[-1]["val_loss"], rows[-1]["val_loss"], rtol=2e-5)
+    assert sample_of(got_said) == sample_of(said)
+
+
+def test_a_checkpoint_of_whole_sequences_goes_on_with_split_ones(one_run):
+    run, _, rows = one_run
+    run("across", 3, "--mesh.data", "8")
+    _, got = run("across", 6, "--mesh.data", "4", "--mesh.context", "2")
+    assert [r["step"] for r in got] == list(range(1, 7))
+    np.testing.assert_allclose([r["loss"] for r in got], [r["loss"] for r in rows], rtol=2e-5)
