@@ -145,10 +145,10 @@ def test_bfloat16_is_near_float32_on_a_cpu_and_its_gradients_are_float32():
 
 def test_evaluation_equals_one_device():
     totals = []
-    for rule, mesh in (("ddp", {}), ("zero1_pipeline", dict(stage=4, data=2))):
-        made = Compiled(run_of(rule, mesh)).made
+    for rule, mesh in (("ddp", dict(fsdp=1)), ("zero1_pipeline", dict(stage=2, data=2))):
+        made = assembled(rule, mesh, "interleaved", dict(num_layers=4))
         with jax.set_mesh(made.mesh):
-            params = jax.device_put(reference()[0], made.program.spec.sharding.params)
+            params = made.program.initialize().params
             totals.append(jax.device_get(made.program.evaluate(params, made.program.place(rows(0, SEQUENCES)))))
     np.testing.assert_allclose(*totals, rtol=1e-5)
 
@@ -293,6 +293,12 @@ def test_pipeline_that_cannot_be_is_refused(case, parts):
         assembled(*case[0], **case[1])
     for part in parts:
         assert part in str(error.value)
+
+
+def test_auto_takes_the_schedule_with_the_least_modelled_bubble_and_says_so():
+    made = assembled("pipeline", dict(stage=4), schedule="auto")
+    assert len(made.notes) == 1 and made.notes[0].startswith("pipeline: interleaved_zero_bubble of 2 chunks")
+    assert made.program.table.num_chunks == 2
 
 
 def test_rules_that_put_stage_elsewhere_are_refused(tmp_path):

@@ -61,6 +61,7 @@ class Program:
     once: tuple[str, ...]          # batch axes over which gradients are reduced once per step
     mesh: jax.sharding.Mesh
     compiler_options: dict
+    table: schedules.Table | None  # the pipeline's schedule; None without stages
     order: np.ndarray | None       # which token stands at each place of a sequence; None: as they come
 
     @functools.cached_property
@@ -193,7 +194,8 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         evaluate=jax.jit(evaluate, in_shardings=(spec.sharding.params, batch_shardings), out_shardings=whole),
         initialize=jax.jit(initialize, out_shardings=spec.sharding),
         spec=spec, batch=batch, plan=dataclasses.replace(plan, layout=layout), once=once, mesh=mesh,
-        compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform, COMPILER_OPTIONS["gpu"]), order=order)
+        compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform, COMPILER_OPTIONS["gpu"]), table=table,
+        order=order)
 
 
 def _pipelined(run, model: Transformer, layout: Layout, mesh, plan: Plan, spec: StateSpec, once, batch, table):
