@@ -21,7 +21,31 @@ def grads_shardings(made):
 
 
 def formula(made) -> dict:
-    return memory.formula(made.program.spec.abstract, made.program.spec.sharding, grads_shardings(made))
+    held = memory.formula(made.program.spec.abstract, made.program.spec.sharding, grads_shardings(made))
+    return held | {"grads": stage_elements(made) * 4} if made.program.table else held
+
+
+def stage_elements(made) -> int:
+    """Weights that stand on one device inside a pipeline's loop: its layers, filled up, and its part of embedding and head.
+
+    They are gathered there whatever [params] says, and their float32 gradients are not split either, whatever [grads] says.
+    """
+    table, layout, total = made.program.table, made.layout, 0
+    for info in made.model.table():
+        shape, axes = info.shape, info.axes
+        if axes[0] == "layers":
+            pieces = table.num_stages * table.num_chunks
+            shape, axes = (-(-shape[0] // pieces) * table.num_chunks, *shape[1:]), (None, *axes[1:])
+        spec = layout.spec("params", axes, drop=layout.gathered_axes)
+        total += math.prod(NamedSharding(made.mesh, spec).shard_shape(shape))
+    return total
+
+
+def compiled_memory(executable, made) -> dict:
+    """The keys of `formula` from the compiled step. A pipeline has no one loop over microbatches that carries its gradients:
+    they count as activations there."""
+    microbatches = 1 if made.program.table else made.run.training.microbatches
+    return memory.compiled(executable, made.program.spec.abstract, microbatches)
 
 
 def before(made) -> str:
@@ -38,12 +62,16 @@ def before(made) -> str:
         "memory per device by the rules: " + ", ".join(
             f"{name} {size(value)}" for name, value in formula(made).items() if value is not None),
     ]
+    if made.program.table:
+        held = stage_elements(made) * np.dtype(run.model.compute_dtype).itemsize
+        lines.append(f"pipeline: {made.program.table.name} of {made.program.table.num_chunks} chunk(s) a stage; inside its loop "
+                     f"stand a full stage of weights, {size(held)} in {run.model.compute_dtype}, and its float32 gradients")
     return "\n".join(lines + [f"note: {note}" for note in made.notes])
 
 
 def compiled(executable, made, seconds: float) -> str:
     """How long compilation took and what the compiled step holds."""
-    held = memory.compiled(executable, made.program.spec.abstract, made.run.training.microbatches)
+    held = compiled_memory(executable, made)
     return (f"compiled in {seconds:.1f} s; compiled step per device: {size(held['total'])} "
             f"(arguments {size(held['total'] - held['activations'] - (held['grads'] or 0))}, "
             f"gradients and activations {size(held['activations'] + (held['grads'] or 0))})")
@@ -52,8 +80,7 @@ def compiled(executable, made, seconds: float) -> str:
 def as_json(made, executable, program: audit.Program) -> dict:
     """The contract of `inspect --json`."""
     return {"memory_bytes": {"formula": formula(made),
-                             "compiled": memory.compiled(executable, made.program.spec.abstract,
-                                                         made.run.training.microbatches)},
+                             "compiled": compiled_memory(executable, made)},
             "collectives": {"formula": None, "compiled": audit.summarize(program.collectives)}}
 
 
@@ -101,7 +128,7 @@ def matmuls(program: audit.Program) -> str:
 
 def memory_table(made, executable) -> str:
     """Formula beside compiled, each difference visible."""
-    held = memory.compiled(executable, made.program.spec.abstract, made.run.training.microbatches)
+    held = compiled_memory(executable, made)
     ruled = formula(made)
     show = lambda value: "–" if value is None else size(value)
     rows = [(key, show(ruled[key]), show(held[key])) for key in ("params", "grads", "optimizer", "activations", "total")]
