@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +14,14 @@ from functools import partial
 
 import jax
 
-from meshtrain import config, processes
+from meshtrain import config, processes, stages
 from meshtrain.config import ConfigError, Run
+from meshtrain.cost import hardware
 from meshtrain.layout import rules
 from meshtrain.layout.mesh import AXES, MeshPlan
 from meshtrain.layout.rules import Layout, Tensor
 from meshtrain.model import attention, transformer
-from meshtrain.parallel import context, schedule_check, schedules
+from meshtrain.parallel import context
 from meshtrain.training import state, step
 
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -110,11 +110,15 @@ def assemble(run: Run, devices: Sequence[jax.Device]) -> Assembly:
     except ValueError as error:
         raise ConfigError(*str(error).splitlines()) from None
     model = transformer.build(run.model)
-    fitted, placed, stage_notes = fit_stages(run, loaded, plan.sizes, tensors(run, model))
+    fitted, placed, faults, choice, stage_notes = loaded, tensors(run, model), [], None, []
+    if plan.sizes["stage"] > 1:
+        gpu = hardware.from_device_kind(devices[0].device_kind)
+        faults, choice = stages.choose(run, plan, model.table(), loaded, gpu)
+        if choice:
+            fitted, placed, stage_notes = stages.fit(run, loaded, plan.sizes, choice, placed)
     layout = Layout(fitted, plan.sizes)
     # First what context asks of a length: a length that follows the rules' remedy alone would be refused again.
-    faults = context_problems(run, layout) or (
-        stage_problems(run, loaded, plan.sizes) + rules.problems(loaded, plan.sizes, placed, SIZE_KEYS))
+    faults += context_problems(run, layout) or rules.problems(loaded, plan.sizes, placed, SIZE_KEYS)
     if faults:
         raise ConfigError(*faults)
     mesh = plan.build(devices)
@@ -122,81 +126,8 @@ def assemble(run: Run, devices: Sequence[jax.Device]) -> Assembly:
     spec = state.describe(model, run.optimizer, run.training.steps, layout, mesh)
     split = plan.sizes["context"] > 1
     order = context.METHODS[run.context.method].order(run.data.seq_len, plan.sizes["context"]) if split else None
-    table = choose_schedule(run, plan.sizes["stage"])
-    program = step.build(run, model, layout, mesh, attend, spec, order, table)
+    program = step.build(run, model, layout, mesh, attend, spec, order, choice and choice.table)
     return Assembly(run, plan, mesh, layout, model, program, tuple(filter(None, [note, *stage_notes])))
-
-
-def stage_problems(run: Run, loaded: rules.Rules, sizes) -> list[str]:
-    """What stands against this pipeline; empty where there is none. Messages in the words of the run file."""
-    num_stages, chunks, num_layers = sizes["stage"], run.pipeline.chunks, run.model.num_layers
-    if num_stages == 1:
-        return []
-    faults = schedules.problems(schedule_name(run), num_stages, run.training.microbatches, chunks)
-    if schedule_name(run) == "zb_h1":
-        faults.append('pipeline.schedule="zb_h1" is not available yet; use "zero_bubble", or "interleaved_zero_bubble" '
-                      "with pipeline.chunks=2, which has the same bubble")
-    pieces = num_stages * chunks
-    if num_layers % pieces and run.pipeline.uneven == "refuse":
-        faults.append(f"model.num_layers={num_layers} cannot be split over mesh.stage={num_stages} × pipeline.chunks={chunks}; "
-                      f'use a multiple of {pieces}, e.g. {-(-num_layers // pieces) * pieces}, or pipeline.uneven="pad"')
-    for table in ("params", "grads", "optimizer"):
-        if loaded.mesh_axes(table, "layers") != ("stage",):
-            faults.append(f'{loaded.path} [{table}]: mesh.stage={num_stages} needs layers = "stage" there; add the line, or '
-                          f"take one of the rule files *pipeline.toml")
-    for table, entries in loaded.tables.items():
-        faults += [f"{loaded.path} [{table}] {logical}: only layers and vocab can lie along 'stage'; drop it from the line"
-                   for logical, axes in entries.items() if "stage" in axes and logical not in ("layers", "vocab")]
-    split = {table: "stage" in loaded.mesh_axes(table, "vocab") for table in loaded.tables}
-    if len(set(split.values())) > 1:
-        without = [f"[{table}]" for table, on in split.items() if not on]
-        faults.append(f"{loaded.path}: vocab lies along 'stage' in some tables and not in {', '.join(without)}; "
-                      "name it in all four, or in none")
-    return faults
-
-
-def fit_stages(run: Run, loaded: rules.Rules, sizes, placed: list[Tensor]):
-    """(rules with `stage` taken from what it does not divide, tensors for the check of the file's rules, notes).
-
-    Padding with layers that do nothing happens inside the step: what is stored are the layers of the model, in order.
-    """
-    num_stages, chunks, num_layers, notes = sizes["stage"], run.pipeline.chunks, run.model.num_layers, []
-    if num_stages == 1:
-        return loaded, placed, notes
-    vocab, ways = transformer.padded_vocab(run.model), math.prod(sizes[a] for a in loaded.mesh_axes("params", "vocab"))
-    drop = {}
-    if extra := -num_layers % (num_stages * chunks):
-        notes.append(f"pipeline: {num_layers} layers over mesh.stage={num_stages} × pipeline.chunks={chunks} are filled up with "
-                     f"{extra} that do nothing; they cost time like the others")
-    if num_layers % num_stages:
-        drop["layers"] = num_stages
-        notes.append(f"pipeline: {num_layers} layers do not divide over mesh.stage={num_stages}: outside the pipeline's loop "
-                     "every stage keeps the states of all of them")
-    if vocab % ways and "stage" in loaded.mesh_axes("params", "vocab"):
-        drop["vocab"] = ways
-        notes.append(f"pipeline: the vocabulary of {vocab} (padded) does not divide over stage and tensor: embedding and head "
-                     "are split over tensor only, and every stage repeats their work")
-    without = lambda axes: tuple(axis for axis in axes if axis != "stage")
-    tables = {name: {k: without(axes) if k in drop else axes for k, axes in table.items()}
-              for name, table in loaded.tables.items()}
-    round_up = lambda n, logical: -(-n // drop[logical]) * drop[logical] if logical in drop else n
-    placed = [dataclasses.replace(t, shape=tuple(map(round_up, t.shape, t.axes))) for t in placed]
-    return dataclasses.replace(loaded, tables=tables), placed, notes
-
-
-def schedule_name(run: Run) -> str:
-    if run.pipeline.schedule != "auto":
-        return run.pipeline.schedule
-    return "1f1b" if run.pipeline.chunks == 1 else "interleaved"
-
-
-def choose_schedule(run: Run, num_stages: int) -> schedules.Table | None:
-    """The table of the run's schedule, checked; None where there are no stages."""
-    if num_stages == 1:
-        return None
-    table = schedules.make(schedule_name(run), num_stages, run.training.microbatches, run.pipeline.chunks)
-    schedule_check.check(table)
-    return table
 
 
 def tensors(run: Run, model: transformer.Transformer) -> list[Tensor]:

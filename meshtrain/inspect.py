@@ -11,14 +11,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshtrain import assembly, config
+from meshtrain import assembly, config, stages
 from meshtrain.config import ConfigError
 from meshtrain.cost import audit, chart, hardware, report, simulate
 from meshtrain.cost import compile as gpu_compile
 from meshtrain.layout import rules
 from meshtrain.layout.mesh import MeshPlan
 from meshtrain.model import transformer
-from meshtrain.parallel import schedule_check
 
 USAGE = "python -m meshtrain.inspect [RUN.toml] [--section.key value ...] [--topology NAME:N] [--schedule] [--json]"
 
@@ -102,15 +101,14 @@ def _schedule(run, topology: str | None) -> simulate.Choice:
         p = sizes["stage"]
         if p == 1:
             raise ConfigError("mesh.stage=1 is no pipeline, so there is no schedule to draw; use e.g. --mesh.stage 4")
-        residual = rules.load(run.sharding.rules).mesh_axes("activations", "residual_seq")
-        costs = simulate.modelled(run, transformer.build(run.model).table(), MeshPlan(sizes, run.mesh.placement), gpu,
-                                  residual_ways=sizes["tensor"] if "tensor" in residual else 1)
-        choice = simulate.of_run(run, costs, p)
+        loaded, rows = rules.load(run.sharding.rules), transformer.build(run.model).table()
+        faults, choice = stages.choose(run, MeshPlan(sizes, run.mesh.placement), rows, loaded, gpu)
+        if choice is None:
+            raise ConfigError(*faults)
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(*str(error).splitlines()) from None
-    schedule_check.check(choice.table)
     return choice
 
 
