@@ -107,19 +107,18 @@ def check_shapes(case):
 
 
 test_attention_of_any_shape_matches_plain_attention = settings(
-    max_examples=6, deadline=None, derandomize=True)(given(shapes())(check_shapes))
+    max_examples=5, deadline=None, derandomize=True)(given(shapes())(check_shapes))
 test_attention_of_many_more_shapes_matches_plain_attention = pytest.mark.slow(settings(
     max_examples=80, deadline=None)(given(shapes())(check_shapes)))
 
 
-@pytest.mark.parametrize("method, sizes", [("ring", {"context": 4}), ("gather", {"context": 4}), ("ulysses", {"context": 4}),
-                                           ("ring", {"context": 8})], ids=["ring 4", "gather 4", "ulysses 4", "ring 8"])
-@settings(max_examples=40, deadline=None, derandomize=True)
+@pytest.mark.parametrize("method, cp", [("ring", 4), ("gather", 4), ("ulysses", 4), pytest.param("ring", 8, marks=pytest.mark.slow)])
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_documents_may_end_anywhere(method, sizes, data):
+def test_documents_may_end_anywhere(method, cp, data):
     chunk = 6
-    T = 2 * sizes["context"] * chunk
-    check_attention(method, sizes, 4, data.draw(documents(2, T, chunk)), K=2, G=2, seed=data.draw(st.integers(0, 9)))
+    T = 2 * cp * chunk
+    check_attention(method, {"context": cp}, 4, data.draw(documents(2, T, chunk)), K=2, G=2, seed=data.draw(st.integers(0, 9)))
 
 
 @pytest.mark.parametrize("method", ["ring", "gather", "ulysses"])
@@ -214,40 +213,49 @@ def compiled(rule: str, mesh: tuple, method: str, remat: str = "none") -> Compil
 
 
 LAYOUTS = [
-    ("ring", "context", dict(context=2)), ("ring", "context", dict(context=4)), ("ring", "context", dict(context=8)),
+    ("ring", "context", dict(context=4)), ("ring", "context", dict(context=8)),
     ("gather", "context", dict(context=4)), ("ulysses", "context", dict(context=4)),
+    ("ring", "context", dict(context=2, data=2)), ("gather", "zero3_context", dict(context=2, fsdp=2)),
+    ("ring", "zero3_tensor_sequence_context", dict(context=2, tensor=2, fsdp=2)),
+    ("ulysses", "zero3_tensor_sequence_context", dict(context=4, tensor=2)),      # 2 kv heads a device: repeated
+]  # fmt: skip
+SLOW = [case for case in (
+    ("ring", "context", dict(context=2)),
     *((method, rule, dict(context=2) | other) for method in context.METHODS for rule, other in (
         ("zero3_tensor_sequence_context", dict(tensor=2)), ("context", dict(data=2)), ("zero3_context", dict(fsdp=2)))),
-    ("ulysses", "zero3_tensor_sequence_context", dict(context=4, tensor=2)),      # 2 kv heads a device: repeated
-    ("ring", "zero3_tensor_sequence_context", dict(context=2, tensor=2, fsdp=2)),
-]  # fmt: skip
+) if case not in LAYOUTS]  # fmt: skip
 TWENTY = {("ring", 4), ("gather", 4), ("ulysses", 4)}
 
 
-@pytest.mark.parametrize("method, rule, mesh", LAYOUTS, ids=[f"{m}-{r}-" + "-".join(f"{a}{n}" for a, n in mesh.items())
-                                                             for m, r, mesh in LAYOUTS])
+def layout_id(case) -> str:
+    return f"{case[0]}-{test_layouts.layout_id(case[1:])}"
+
+
+@pytest.mark.parametrize("method, rule, mesh", [pytest.param(*case, id=layout_id(case)) for case in LAYOUTS] + [
+    pytest.param(*case, id=layout_id(case), marks=pytest.mark.slow) for case in SLOW])
 def test_loss_gradients_and_training_equal_one_device(method, rule, mesh):
     case = compiled(rule, tuple(mesh.items()), method)
     check_equal(case, steps=20 if (method, mesh["context"]) in TWENTY else 6)
     assert not case.audit.unknown_loops and not case.audit.broken_permutes and not case.audit.partial_permutes
 
 
+DROPOUT = dict(embedding_dropout=0.1, residual_dropout=0.2)
 VARIANTS = {
-    "dropout, ring": ("ring", dict(embedding_dropout=0.1, residual_dropout=0.2), dict()),
-    "dropout, ulysses": ("ulysses", dict(embedding_dropout=0.1, residual_dropout=0.2), dict()),
-    "z_loss, remat full, learned positions": ("ring", dict(position="learned", max_seq_len=test_layouts.T),
-                                              dict(z_loss=1e-2, remat="full")),
+    "dropout, z_loss, remat full, learned positions": (
+        "ring", DROPOUT | dict(position="learned", max_seq_len=test_layouts.T), dict(z_loss=1e-2, remat="full")),
+    "dropout": ("ulysses", DROPOUT, dict()),
+    "z_loss": ("gather", dict(), dict(z_loss=1e-2)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [v if "," in v else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS])
 def test_variant_equals_one_device(variant):
     method, model, training = VARIANTS[variant]
     check_equal(Compiled(split_run("context", dict(context=4), method, model, training)), model, training)
 
 
-@pytest.mark.parametrize("remat", ["selective", "full"])
-@pytest.mark.parametrize("method", context.METHODS)
+@pytest.mark.parametrize("method, remat", [("ring", "full"), *(pytest.param(method, remat, marks=pytest.mark.slow) for method in
+                         context.METHODS for remat in ("selective", "full") if (method, remat) != ("ring", "full"))])
 def test_remat_changes_no_gradient(method, remat):
     params, losses, moments = reference(steps=20)
     case = compiled("context", (("context", 4),), method, remat)
@@ -324,7 +332,8 @@ def permutes(program: audit.Program, dtype: str, backward: bool) -> SimpleNamesp
     return SimpleNamespace(count=sum(c.count for c in found), bytes=sum(c.bytes for c in found))
 
 
-@pytest.mark.parametrize("cp, remat", [(4, "none"), (4, "selective"), (4, "full"), (2, "none"), (8, "none")])
+@pytest.mark.parametrize("cp, remat", [(4, "none"), (4, "full"), (8, "none"), pytest.param(4, "selective", marks=pytest.mark.slow),
+                                       pytest.param(2, "none", marks=pytest.mark.slow)])
 def test_ring_sends_what_its_formula_says(cp, remat):
     """Forward (cp-1)·(K+V), backward as much again and cp·(dK+dV in float32); the recomputation sends nothing."""
     program = compiled("context", (("context", cp),), "ring", remat).audit
@@ -444,20 +453,23 @@ def sample_of(said: str) -> str:
     return said.split("a sample:")[1].splitlines()[1]
 
 
-@pytest.mark.parametrize("method, mesh", [("ring", "--mesh.data 2 --mesh.context 4"), ("ulysses", "--mesh.data 4 --mesh.context 2")])
-def test_a_run_with_split_sequences_has_the_losses_validation_and_sample_of_one_without(one_run, method, mesh):
-    run, said, rows = one_run
-    got_said, got = run(method, 6, *mesh.split(), "--context.method", method)
-    for key in ("loss", "grad_norm"):
-        np.testing.assert_allclose([r[key] for r in got], [r[key] for r in rows], rtol=2e-5)
-    assert [r["tokens"] for r in got] == [r["tokens"] for r in rows]
+def check_end(got_said, got, said, rows):
+    """Losses, validation and sample at the end of a run; Adam has magnified the rounding of six steps."""
+    np.testing.assert_allclose([r["loss"] for r in got], [r["loss"] for r in rows], rtol=2e-5)
+    np.testing.assert_allclose([r["grad_norm"] for r in got], [r["grad_norm"] for r in rows], rtol=1e-4)
     np.testing.assert_allclose(got[-1]["val_loss"], rows[-1]["val_loss"], rtol=2e-5)
+    assert [r["tokens"] for r in got] == [r["tokens"] for r in rows]
     assert sample_of(got_said) == sample_of(said)
 
 
-def test_a_checkpoint_of_whole_sequences_goes_on_with_split_ones(one_run):
-    run, _, rows = one_run
+def test_a_run_of_whole_sequences_goes_on_with_split_ones_to_the_same_end(one_run):
+    run, said, rows = one_run
     run("across", 3, "--mesh.data", "8")
-    _, got = run("across", 6, "--mesh.data", "4", "--mesh.context", "2")
-    assert [r["step"] for r in got] == list(range(1, 7))
-    np.testing.assert_allclose([r["loss"] for r in got], [r["loss"] for r in rows], rtol=2e-5)
+    check_end(*run("across", 6, "--mesh.data", "2", "--mesh.context", "4"), said, rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", context.METHODS)
+def test_a_run_with_split_sequences_has_the_losses_validation_and_sample_of_one_without(one_run, method):
+    run, said, rows = one_run
+    check_end(*run(method, 6, "--mesh.data", "4", "--mesh.context", "2", "--context.method", method), said, rows)
