@@ -40,7 +40,7 @@ from meshtrain.parallel import context
 
 ROUNDS = 5
 SIMULATED = 8
-SHAPES = {"cpu": (8, 2, 32, (2048, 4096, 8192)), "gpu": (32, 8, 128, (8192, 32768, 131072))}   # N, K, H, lengths
+SHAPES = {"cpu": (8, 2, 32, (1024, 4096)), "gpu": (32, 8, 128, (8192, 32768, 131072))}   # N, K, H, lengths
 AGREE = {"float32": 1e-4, "bfloat16": 3e-2}       # of the largest output
 K_TO_N = 8 / 32                                   # Llama 3 8B; 70B and 405B have fewer key/value heads yet
 TABLE_CONTEXT = 8
@@ -73,8 +73,8 @@ class Contestant:
         axes = [("batch", "seq", "heads", None)] + [("batch", "seq", "kv_heads", None)] * 2
         axes += [("batch", "seq"), ("batch", "seq", "heads", None)]
         with jax.set_mesh(self.mesh):
-            put = lambda x, names: jax.device_put(x[:, self.order], jax.NamedSharding(self.mesh, layout.spec("activations", names)))
-            *args, self.do = [put(x, names) for x, names in zip(natural, axes)]
+            placed = lambda names: jax.NamedSharding(self.mesh, layout.spec("activations", names))
+            *args, self.do = [jax.device_put(x[:, self.order], placed(names)) for x, names in zip(natural, axes)]
             started = time.perf_counter()
             compiled = jax.jit(forward).lower(*args).compile()
             self.forward = lambda: compiled(*args)
@@ -100,9 +100,9 @@ class Contestant:
 def bounds() -> list[str]:
     """The bound of every GPU whose peak and links are known, as a table."""
     out = ["## When the ring hides what it sends", "",
-           "A chunk (S / 2·context) must hold FLOPs ÷ bandwidth × K/N tokens for the forward, 1.2 times as many for the backward; "
-           f"the derivation stands in `benchmarks/context.py`. S: the shortest sequence whose backward is hidden at context "
-           f"{TABLE_CONTEXT} with K/N = {K_TO_N:g} (Llama 3 8B). Across hosts every GPU is taken to have its own link.", "",
+           "A chunk (S / 2·context) must hold FLOPs ÷ bandwidth × K/N tokens for the forward, 1.2 times as many for the "
+           f"backward; the derivation stands in `benchmarks/context.py`. S: the shortest sequence whose backward is hidden at "
+           f"context {TABLE_CONTEXT} with K/N = {K_TO_N:g} (Llama 3 8B). Across hosts every GPU is taken to have its own link.", "",
            "| GPU | link | FLOPs ÷ bandwidth | chunk, forward | chunk, backward | S, context 8 |", "|---|---|---|---|---|---|"]
     for gpu in hardware.GPUS.values():
         for link, rate in (("in a host", gpu.intra_host_bytes_per_s), ("across hosts", gpu.inter_host_bytes_per_s)):
@@ -129,7 +129,8 @@ def main(argv) -> int:
             for c, found in zip(contestants, results):
                 off = max(np.abs(a - b).max() / np.abs(b).max() for a, b in zip(found, results[0]))
                 if not off <= AGREE[c.dtype]:
-                    print(f"error: {c.method} differs from {contestants[0].method} by {off:.1e} at S {S}, context {cp}", file=sys.stderr)
+                    print(f"error: {c.method} differs from {contestants[0].method} by {off:.1e} at S {S}, context {cp}",
+                          file=sys.stderr)
                     return 1
             for _ in range(ROUNDS):
                 for c in contestants:
@@ -141,9 +142,10 @@ def main(argv) -> int:
                             f"{c.temp_bytes / 2**20:.1f} | {forward * 1e3:.0f} | {backward * 1e3:.0f} | {c.compile_s:.1f} |")
                 print(rows[-1], file=sys.stderr)
     text = "\n".join([*heading(devices, on_cpu), *notes, "",
-                      f"One sequence, {N} heads of {H}, {K} key/value heads, {contestants[0].dtype}; all per device, one layer. "
+                      f"One sequence, {N} heads of {H}, {K} key/value heads, {contestants[0].dtype}; per device, one layer. "
                       "Temporaries: the larger of forward and backward, gathered or travelling keys and values included.", "",
-                      "| S | context | method | sent forward, MiB | backward, MiB | temporaries, MiB | forward, ms | backward, ms | compile, s |",
+                      "| S | context | method | sent forward, MiB | backward, MiB | temporaries, MiB | forward, ms | "
+                      "backward, ms | compile, s |",
                       "|---|---|---|---|---|---|---|---|---|",
                       *rows, "", *bounds()] if rows else bounds()) + "\n"
     print(text)
@@ -155,12 +157,13 @@ def heading(devices, on_cpu: bool) -> list[str]:
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     machine = f"{cpus} CPU cores ({platform.machine()}), {len(devices)} simulated devices" if on_cpu else (
         f"{len(devices)} × {devices[0].device_kind}")
-    out = ["# Context parallelism", "", "Written by `python benchmarks/context.py`; what is measured, and how, stands there.", "",
+    out = ["# Context parallelism", "",
+           "Written by `python benchmarks/context.py`; what is measured, and how, stands there.", "",
            f"{datetime.date.today()} · {machine} · Python {platform.python_version()} · jax {jax.__version__} · jaxlib "
            f"{jaxlib.__version__}", ""]
     if on_cpu:
-        out += ["Simulated devices share the cores and a copy in memory is their link: times compare the work that the methods "
-                "do, not what a network makes of them."]
+        out += ["Simulated devices share the cores and a copy in memory is their link: times compare the work that the "
+                "methods do, not what a network makes of them."]
         load = os.getloadavg()[0]
         if load > 2 * cpus:
             out += [f"The machine was shared (load average {load:.0f} on {cpus} cores), so times are too long."]

@@ -161,8 +161,9 @@ def context_problems(run: Run, layout: Layout) -> list[str]:
     ways = layout.ways(layout.mesh_axes("activations", "heads"))
     if method == "ulysses" and run.model.num_heads // ways % cp:
         each = run.model.num_heads // ways
-        faults.append(f"context.method=\"ulysses\" deals {each} heads (model.num_heads={run.model.num_heads} over tensor {ways}) "
-                      f"out to mesh.context={cp}, which does not divide; use ring or gather, or a mesh.context that divides {each}")
+        faults.append(f"context.method=\"ulysses\" deals {each} heads (model.num_heads={run.model.num_heads} over tensor "
+                      f"{ways}) out to mesh.context={cp}, which does not divide; use ring or gather, or a mesh.context that "
+                      f"divides {each}")
     return faults
 
 
