@@ -369,7 +369,7 @@ def test_gradients_cross_context_once_a_microbatch_and_data_once_a_step():
 def test_gpu_program_sends_what_the_formulas_say(remat):
     """The step for 8 H100, ZeRO-3 over fsdp 2 and context 4: the ring's hops in bf16, its gradients in float32.
 
-    XLA moves the cast of dK and dV to bf16 before their last hop, which sends half of what the formula has for it.
+    XLA may move the cast of dK and dV to bf16 before their last hop, which then sends half of what the formula has for it.
     """
     L, M, B, T, K, H, cp = 2, 2, 8, 1024, 4, 32, 4
     run = config.Run(mesh=dict(context=cp, fsdp=2), sharding=dict(rules=str(RULES / "zero3_context.toml")),
@@ -384,8 +384,9 @@ def test_gpu_program_sends_what_the_formulas_say(remat):
     forward, backward, sums = permutes(program, "bf16", False), permutes(program, "bf16", True), permutes(program, "f32", True)
     assert (forward.count, forward.bytes) == ((cp - 1) * times, (cp - 1) * times * elements * 2)
     assert permutes(program, "f32", False).count == 0
-    last = cp * times - sums.count                              # hops home in bf16
-    assert last in (0, times) and (backward.count, backward.bytes) == ((cp - 1) * times + last, backward.count * elements * 2)
+    last = cp * times - sums.count                              # hops home in bf16: of dK and dV, of one of them, or none
+    assert last in (0, M * L, 2 * M * L)
+    assert (backward.count, backward.bytes) == ((cp - 1) * times + last, backward.count * elements * 2)
     assert sums.bytes == sums.count * elements * 4
     # Weight gradients: reduce-scattered over both axes, in float32, a microbatch at a time. The table's rows included.
     size = 4 * sum(info.size for info in made.model.table())
