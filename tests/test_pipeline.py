@@ -71,6 +71,11 @@ def check_program(case: Compiled):
                 and c.kind != "collective-permute" and c.payload_bytes / c.trips > 64]
 
 
+def slow(*cases):
+    """The rest of a grid: half a minute each, not all of them in every run of the suite."""
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
 def table_of(run) -> schedules.Table:
     return schedules.make(run.pipeline.schedule, run.mesh.stage, run.training.microbatches, run.pipeline.chunks)
 
@@ -78,8 +83,11 @@ def table_of(run) -> schedules.Table:
 # ---- the same numbers ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble", "interleaved_zero_bubble"])
+@pytest.mark.parametrize("schedule, remat", [
+    ("1f1b", "none"), ("1f1b", "full"), ("interleaved", "none"), ("zero_bubble", "full"), ("interleaved_zero_bubble", "full"),
+    *slow(("gpipe", "none"), ("gpipe", "full"), ("interleaved", "full"), ("zero_bubble", "none"),
+          ("interleaved_zero_bubble", "none")),
+])  # fmt: skip
 def test_every_schedule_equals_one_device(schedule, remat):
     case = Compiled(run_of("pipeline", dict(stage=4), schedule, training=dict(remat=remat)))
     check_equal(case, steps=20 if (schedule, remat) == ("interleaved_zero_bubble", "full") else 3)
@@ -88,8 +96,8 @@ def test_every_schedule_equals_one_device(schedule, remat):
 
 
 @pytest.mark.parametrize("schedule, stages, microbatches", [
-    ("1f1b", 2, 8), ("interleaved_zero_bubble", 2, 8), ("1f1b", 8, 8), ("interleaved_zero_bubble", 8, 8),
-    ("interleaved_zero_bubble", 4, 4), ("zero_bubble", 4, 12), ("1f1b", 4, 2),
+    ("interleaved_zero_bubble", 2, 8), ("1f1b", 8, 8), ("interleaved_zero_bubble", 4, 4),
+    *slow(("1f1b", 2, 8), ("interleaved_zero_bubble", 8, 8), ("zero_bubble", 4, 12), ("1f1b", 4, 2)),
 ])  # fmt: skip
 def test_any_number_of_stages_and_microbatches_equals_one_device(schedule, stages, microbatches):
     model = dict(num_layers=16) if stages * CHUNKS.get(schedule, 1) == 16 else {}
@@ -98,13 +106,20 @@ def test_any_number_of_stages_and_microbatches_equals_one_device(schedule, stage
     check_program(case)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
-@pytest.mark.parametrize("rule, mesh", [
-    ("zero1_pipeline", dict(data=2)), ("zero3_tensor_sequence_pipeline", dict(fsdp=2)),
-    ("zero1_tensor_sequence_pipeline", dict(tensor=2)), ("zero2_tensor_sequence_pipeline", dict(data=2, fsdp=2)),
-    ("zero3_tensor_sequence_pipeline", dict(fsdp=2, tensor=2)),
-    ("zero3_tensor_sequence_context_pipeline", dict(context=2)),
-    ("zero3_tensor_sequence_context_pipeline", dict(context=2, tensor=2)),
+@pytest.mark.parametrize("rule, mesh, schedule", [
+    ("zero1_pipeline", dict(data=2), "1f1b"), ("zero3_tensor_sequence_pipeline", dict(fsdp=2), "interleaved_zero_bubble"),
+    ("zero1_tensor_sequence_pipeline", dict(tensor=2), "1f1b"),
+    ("zero3_tensor_sequence_context_pipeline", dict(context=2, tensor=2), "interleaved_zero_bubble"),
+    *slow(("zero1_pipeline", dict(data=2), "interleaved_zero_bubble"),
+          ("zero3_tensor_sequence_pipeline", dict(fsdp=2), "1f1b"),
+          ("zero1_tensor_sequence_pipeline", dict(tensor=2), "interleaved_zero_bubble"),
+          ("zero2_tensor_sequence_pipeline", dict(data=2, fsdp=2), "1f1b"),
+          ("zero2_tensor_sequence_pipeline", dict(data=2, fsdp=2), "interleaved_zero_bubble"),
+          ("zero3_tensor_sequence_pipeline", dict(fsdp=2, tensor=2), "1f1b"),
+          ("zero3_tensor_sequence_pipeline", dict(fsdp=2, tensor=2), "interleaved_zero_bubble"),
+          ("zero3_tensor_sequence_context_pipeline", dict(context=2), "1f1b"),
+          ("zero3_tensor_sequence_context_pipeline", dict(context=2), "interleaved_zero_bubble"),
+          ("zero3_tensor_sequence_context_pipeline", dict(context=2, tensor=2), "1f1b")),
 ], ids=lambda value: "-".join(f"{k}{n}" for k, n in value.items()) if isinstance(value, dict) else value)  # fmt: skip
 def test_other_axes_beside_the_stages_equal_one_device(rule, mesh, schedule):
     microbatches = 8 if len(mesh) == 1 else 4                           # 12 sequences lie on data 2 × fsdp 2
