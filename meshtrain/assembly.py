@@ -15,14 +15,14 @@ from functools import partial
 
 import jax
 
-from meshtrain import config, processes, stages
+from meshtrain import config, processes
 from meshtrain.config import ConfigError, Run
-from meshtrain.cost import hardware
+from meshtrain.cost import hardware, memory, simulate
 from meshtrain.layout import rules
 from meshtrain.layout.mesh import AXES, MeshPlan
 from meshtrain.layout.rules import Layout, Tensor
 from meshtrain.model import attention, transformer
-from meshtrain.parallel import context
+from meshtrain.parallel import context, schedule_check, schedules
 from meshtrain.training import state, step
 
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -36,6 +36,21 @@ SIZE_KEYS = {"batch": "data.global_batch / training.microbatches", "seq": "data.
              "layers": "model.num_layers"}
 
 
+# assumption: the share of a GPU's memory that there is for the state, weights and what waits for its backward. JAX takes
+# 3/4 unless told otherwise; what one op needs while it runs comes out of the same.
+USABLE = 0.75
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Design:
+    """A run as far as it can be put together without devices, all checked. choice: None where there are no stages."""
+    layout: Layout
+    model: transformer.Transformer
+    attend: Callable
+    choice: simulate.Choice | None
+    notes: tuple[str, ...]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Assembly:
     """A run put together; nothing is compiled or initialized yet. `notes`: what the user should be told once."""
@@ -45,6 +60,7 @@ class Assembly:
     layout: Layout
     model: transformer.Transformer
     program: step.Program
+    choice: simulate.Choice | None
     notes: tuple[str, ...]
 
 
@@ -106,29 +122,145 @@ def on_gpus(run: Run, num_gpus: int) -> Run:
 def assemble(run: Run, devices: Sequence[jax.Device]) -> Assembly:
     """Checks the layout and puts the rooms together. Raises: ConfigError with every fault of mesh and rules."""
     plan = MeshPlan(config.mesh_sizes(run, len(devices)), run.mesh.placement)
+    made = design(run, plan, devices[0].platform, hardware.from_device_kind(devices[0].device_kind))
+    layout, model, choice = made.layout, made.model, made.choice
+    mesh = plan.build(devices)
+    spec = state.describe(model, run.optimizer, run.training.steps, layout, mesh)
+    split = plan.sizes["context"] > 1
+    order = context.METHODS[run.context.method].order(run.data.seq_len, plan.sizes["context"]) if split else None
+    program = step.build(run, model, layout, mesh, made.attend, spec, order, choice and choice.table)
+    return Assembly(run, plan, mesh, layout, model, program, choice, made.notes)
+
+
+def design(run: Run, plan: MeshPlan, platform: str, gpu: hardware.Gpu | None) -> Design:
+    """Checks the layout and chooses what the run leaves open, the same on every process and restart.
+
+    platform: as jax calls it. gpu: what the hardware table has of the devices. Raises: as `assemble`.
+    """
     try:
         loaded = rules.load(run.sharding.rules)
     except ValueError as error:
         raise ConfigError(*str(error).splitlines()) from None
     model = transformer.build(run.model)
-    fitted, placed, faults, choice, stage_notes = loaded, tensors(run, model), [], None, []
-    if plan.sizes["stage"] > 1:
-        gpu = hardware.from_device_kind(devices[0].device_kind)
-        faults, choice = stages.choose(run, plan, model.table(), loaded, gpu)
-        if choice:
-            fitted, placed, stage_notes = stages.fit(run, loaded, plan.sizes, choice, placed)
+    fitted, placed, notes = fit_stages(run, loaded, plan.sizes, tensors(run, model))
     layout = Layout(fitted, plan.sizes)
     # First what context asks of a length: a length that follows the rules' remedy alone would be refused again.
-    faults += context_problems(run, layout) or rules.problems(loaded, plan.sizes, placed, SIZE_KEYS)
+    faults = context_problems(run, layout) or (
+        stage_problems(run, loaded, plan.sizes) + rules.problems(loaded, plan.sizes, placed, SIZE_KEYS))
     if faults:
         raise ConfigError(*faults)
-    mesh = plan.build(devices)
-    attend, note = choose_attention(run, plan.sizes, devices[0])
-    spec = state.describe(model, run.optimizer, run.training.steps, layout, mesh)
-    split = plan.sizes["context"] > 1
-    order = context.METHODS[run.context.method].order(run.data.seq_len, plan.sizes["context"]) if split else None
-    program = step.build(run, model, layout, mesh, attend, spec, order, choice and choice.table)
-    return Assembly(run, plan, mesh, layout, model, program, tuple(filter(None, [note, *stage_notes])))
+    attend, note = choose_attention(run, plan.sizes, platform)
+    choice = choose_schedule(run, plan, model, layout, attend, gpu)
+    if choice:
+        notes = [f"pipeline: {choice.why}", *padding_notes(run, choice.table), *notes]
+    return Design(layout, model, attend, choice, tuple(filter(None, [note, *notes])))
+
+
+def stage_problems(run: Run, loaded: rules.Rules, sizes) -> list[str]:
+    """What stands against this pipeline; empty where there is none. Messages in the words of the run file."""
+    num_stages, chunks, num_layers = sizes["stage"], run.pipeline.chunks, run.model.num_layers
+    if num_stages == 1:
+        return []
+    faults = schedules.problems(schedule_name(run), num_stages, run.training.microbatches, chunks)
+    if schedule_name(run) == "zb_h1":
+        faults.append('pipeline.schedule="zb_h1" is not available yet; use "zero_bubble", or "interleaved_zero_bubble" '
+                      "with pipeline.chunks=2, which has the same bubble")
+    pieces = num_stages * chunks
+    if num_layers % pieces and run.pipeline.uneven == "refuse":
+        faults.append(f"model.num_layers={num_layers} cannot be split over mesh.stage={num_stages} × pipeline.chunks={chunks}; "
+                      f'use a multiple of {pieces}, e.g. {-(-num_layers // pieces) * pieces}, or pipeline.uneven="pad"')
+    for table in ("params", "grads", "optimizer"):
+        if loaded.mesh_axes(table, "layers") != ("stage",):
+            faults.append(f'{loaded.path} [{table}]: mesh.stage={num_stages} needs layers = "stage" there; add the line, or '
+                          f"take one of the rule files *pipeline.toml")
+    for table, entries in loaded.tables.items():
+        faults += [f"{loaded.path} [{table}] {logical}: only layers and vocab can lie along 'stage'; drop it from the line"
+                   for logical, axes in entries.items() if "stage" in axes and logical not in ("layers", "vocab")]
+    split = {table: "stage" in loaded.mesh_axes(table, "vocab") for table in loaded.tables}
+    if len(set(split.values())) > 1:
+        without = [f"[{table}]" for table, on in split.items() if not on]
+        faults.append(f"{loaded.path}: vocab lies along 'stage' in some tables and not in {', '.join(without)}; "
+                      "name it in all four, or in none")
+    return faults
+
+
+def fit_stages(run: Run, loaded: rules.Rules, sizes, placed: list[Tensor]):
+    """(rules with `stage` taken from what it does not divide, tensors for the check of the file's rules, notes).
+
+    Padding with layers that do nothing happens inside the step: what is stored are the layers of the model, in order.
+    """
+    num_stages, num_layers, notes = sizes["stage"], run.model.num_layers, []
+    if num_stages == 1:
+        return loaded, placed, notes
+    vocab, ways = transformer.padded_vocab(run.model), math.prod(sizes[a] for a in loaded.mesh_axes("params", "vocab"))
+    drop = {}
+    if num_layers % num_stages:
+        drop["layers"] = num_stages
+        notes.append(f"pipeline: {num_layers} layers do not divide over mesh.stage={num_stages}: outside the pipeline's loop "
+                     "every stage keeps the states of all of them")
+    if vocab % ways and "stage" in loaded.mesh_axes("params", "vocab"):
+        drop["vocab"] = ways
+        notes.append(f"pipeline: the vocabulary of {vocab} (padded) does not divide over stage and tensor: embedding and head "
+                     "are split over tensor only, and every stage repeats their work")
+    without = lambda axes: tuple(axis for axis in axes if axis != "stage")
+    tables = {name: {k: without(axes) if k in drop else axes for k, axes in table.items()}
+              for name, table in loaded.tables.items()}
+    round_up = lambda n, logical: -(-n // drop[logical]) * drop[logical] if logical in drop else n
+    placed = [dataclasses.replace(t, shape=tuple(map(round_up, t.shape, t.axes))) for t in placed]
+    return dataclasses.replace(loaded, tables=tables), placed, notes
+
+
+def padding_notes(run: Run, table: schedules.Table) -> list[str]:
+    num_stages, chunks, num_layers = table.num_stages, table.num_chunks, run.model.num_layers
+    extra = -num_layers % (num_stages * chunks)
+    return [f"pipeline: {num_layers} layers over mesh.stage={num_stages} × pipeline.chunks={chunks} are filled up with {extra} "
+            "that do nothing; they cost time like the others"] if extra else []
+
+
+def schedule_name(run: Run) -> str:
+    """The schedule to check; where "auto" has any with these chunks, it has this one."""
+    if run.pipeline.schedule != "auto":
+        return run.pipeline.schedule
+    return "1f1b" if run.pipeline.chunks == 1 else "interleaved"
+
+
+def choose_schedule(run: Run, plan: MeshPlan, model: transformer.Transformer, layout: Layout, attend: Callable,
+                    gpu: hardware.Gpu | None) -> simulate.Choice | None:
+    """The table of the run's schedule, checked; None where there are no stages. "auto" goes by modelled costs and bytes
+    alone, and gives the layers no more padding than pipeline.chunks does."""
+    p = plan.sizes["stage"]
+    if p == 1:
+        return None
+    rows, mesh, budget_bytes = model.table(), plan.abstract(), None
+    residual_ways = layout.ways(a for a in layout.mesh_axes("activations", "residual_seq") if a == "tensor")
+    costs = simulate.modelled(run, rows, plan, gpu, residual_ways)
+    if gpu and gpu.hbm_bytes:
+        held = state.describe(model, run.optimizer, run.training.steps, layout, mesh)
+        beside = [memory.placed_bytes(held.abstract.params, held.sharding.params),
+                  memory.placed_bytes(held.abstract.opt_state, held.sharding.opt_state),
+                  *memory.loop_bytes(memory.in_loop(rows, layout), run.model.compute_dtype).values()]
+        budget_bytes = max(0, int(USABLE * gpu.hbm_bytes) - sum(beside))
+    choice = simulate.of_run(run, costs, p, slot_bytes(run, model, layout, mesh, attend, residual_ways), budget_bytes)
+    schedule_check.check(choice.table)
+    return choice
+
+
+def slot_bytes(run: Run, model: transformer.Transformer, layout: Layout, mesh, attend: Callable,
+               residual_ways: int) -> simulate.SlotBytes:
+    """What a microbatch leaves in a stage, from the parts of one layer: its heads and mlp are split over tensor.
+
+    assumption: what is as wide as the residual stream is split like it where only the inputs of layers are kept (remat
+    full) and else whole, as it is where a matmul reads it: an upper bound.
+    """
+    parts, x = step.layer_parts(run, model, layout, mesh, attend)
+    wide_ways = residual_ways if run.training.remat == "full" else 1
+
+    def held(a, stream_ways):
+        ways = stream_ways if a.shape[-1] in (1, run.model.embed_dim) else layout.sizes["tensor"]
+        return jax.ShapeDtypeStruct((-(-math.prod(a.shape) // ways),), a.dtype)
+    parts = dataclasses.replace(parts, **{name: [held(a, wide_ways) for a in getattr(parts, name)] for name in "rqz"})
+    depth = -(-run.model.num_layers // layout.sizes["stage"])
+    return simulate.SlotBytes.of(parts, held(x, residual_ways), chunks=depth)
 
 
 def tensors(run: Run, model: transformer.Transformer) -> list[Tensor]:
@@ -161,16 +293,15 @@ def context_problems(run: Run, layout: Layout) -> list[str]:
     ways = layout.ways(layout.mesh_axes("activations", "heads"))
     if method == "ulysses" and run.model.num_heads // ways % cp:
         each = run.model.num_heads // ways
-        faults.append(f"context.method=\"ulysses\" deals {each} heads (model.num_heads={run.model.num_heads} over tensor "
-                      f"{ways}) out to mesh.context={cp}, which does not divide; use ring or gather, or a mesh.context that "
-                      f"divides {each}")
+        faults.append(f"context.method=\"ulysses\" deals {each} heads (model.num_heads={run.model.num_heads} over tensor {ways}) "
+                      f"out to mesh.context={cp}, which does not divide; use ring or gather, or a mesh.context that divides {each}")
     return faults
 
 
-def choose_attention(run: Run, sizes: Mapping[str, int], device: jax.Device) -> tuple[Callable, str]:
+def choose_attention(run: Run, sizes: Mapping[str, int], platform: str) -> tuple[Callable, str]:
     """The attention of the run and what to tell of the choice: cuDNN on a GPU where no document mask stands in the way."""
     cp = sizes["context"]
-    reasons = _against_cudnn(run, cp) if device.platform in ("gpu", "cuda") else None
+    reasons = _against_cudnn(run, cp) if platform in ("gpu", "cuda") else None
     note = "" if reasons is None else "attention: cuDNN" if not reasons else (
         f"attention: blockwise XLA engine, because {'; '.join(reasons)}")
     if cp == 1:

@@ -11,13 +11,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshtrain import assembly, config, stages
+from meshtrain import assembly, config
 from meshtrain.config import ConfigError
 from meshtrain.cost import audit, chart, hardware, report, simulate
 from meshtrain.cost import compile as gpu_compile
-from meshtrain.layout import rules
 from meshtrain.layout.mesh import MeshPlan
-from meshtrain.model import transformer
 
 USAGE = "python -m meshtrain.inspect [RUN.toml] [--section.key value ...] [--topology NAME:N] [--schedule] [--json]"
 
@@ -90,26 +88,24 @@ def _show_schedule(run, topology: str | None, out) -> None:
 
 
 def _schedule(run, topology: str | None) -> simulate.Choice:
+    """What `train` would choose on these GPUs; on this machine's where there is no --topology."""
+    asked = {axis: getattr(run.mesh, axis) for axis in config.AXES}
+    platform, gpu, sizes = "cpu", None, asked
     try:
-        gpu, count = None, None
         if topology is not None:
             name, count = gpu_compile.parse_topology(topology)
-            gpu = hardware.get(name)
-        elif -1 in (asked := [getattr(run.mesh, axis) for axis in config.AXES]):
-            count = len(assembly.start_devices(run))
-        sizes = dict(zip(config.AXES, asked)) if count is None else config.mesh_sizes(run, count)
-        p = sizes["stage"]
-        if p == 1:
-            raise ConfigError("mesh.stage=1 is no pipeline, so there is no schedule to draw; use e.g. --mesh.stage 4")
-        loaded, rows = rules.load(run.sharding.rules), transformer.build(run.model).table()
-        faults, choice = stages.choose(run, MeshPlan(sizes, run.mesh.placement), rows, loaded, gpu)
-        if choice is None:
-            raise ConfigError(*faults)
+            platform, gpu, sizes = "gpu", hardware.get(name), config.mesh_sizes(run, count)
+        elif -1 in asked.values() or not run.mesh.simulated_devices and assembly.gpus_expected():
+            devices = assembly.start_devices(run)
+            platform, gpu = devices[0].platform, hardware.from_device_kind(devices[0].device_kind)
+            sizes = config.mesh_sizes(run, len(devices)) if -1 in asked.values() else asked
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(*str(error).splitlines()) from None
-    return choice
+    if sizes["stage"] == 1:
+        raise ConfigError("mesh.stage=1 is no pipeline, so there is no schedule to draw; use e.g. --mesh.stage 4")
+    return assembly.design(run, MeshPlan(sizes, run.mesh.placement), platform, gpu).choice
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from meshtrain.model import params
 from meshtrain.model.layers import Plan
 from meshtrain.model.loss import NO_TARGET
 from meshtrain.model.transformer import Transformer
-from meshtrain.parallel import pipeline, schedules
+from meshtrain.parallel import pipeline, schedules, split
 from meshtrain.training.optimizer import schedule
 from meshtrain.training.state import State, StateSpec
 
@@ -105,7 +105,6 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
     replicas = layout.ways(once)
     inner = layout.hide(once)
     plan = Plan(inner, jnp.dtype(run.model.compute_dtype), attend, training.remat)
-    drops = run.model.embedding_dropout > 0 or run.model.residual_dropout > 0
 
     batch_spec = lambda dims: P(None, once or None, *inner.spec("activations", ("batch", "seq")[:1 + dims]))
     sequences = data.global_batch // training.microbatches // replicas
@@ -150,7 +149,7 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         accumulate, pipelined_nll = _pipelined(run, model, layout, mesh, plan, spec, once, batch, table)
 
     def train(state: State, batch):
-        key = jax.random.fold_in(jax.random.key(run.run.seed), state.step) if drops else None
+        key = jax.random.fold_in(jax.random.key(run.run.seed), state.step) if _drops(run) else None
         grads, loss, count = accumulate(state.params, batch, key)
         place = lambda table, tree: jax.tree.map(lambda axes, x: layout.constrain(table, x, axes), spec.axes, tree,
                                                  is_leaf=rules.is_axes)
@@ -261,6 +260,36 @@ def _pipelined(run, model: Transformer, layout: Layout, mesh, plan: Plan, spec: 
         return pipeline.evaluate(parts, mesh, summed, *gathered(p, 1), batch, extra, **specs).sum()
 
     return accumulate, evaluate
+
+
+def layer_parts(run, model: Transformer, layout: Layout, mesh, attend: Callable) -> tuple[split.Split, jax.ShapeDtypeStruct]:
+    """F, B and W of one layer as they stand in the pipeline's loop, and its input: what a microbatch leaves on a device.
+
+    Traced, not compiled; the mesh may be abstract. Shapes are one device's, but whole over tensor, which XLA splits.
+    """
+    dtype, once, seq = jnp.dtype(run.model.compute_dtype), layout.batch_axes, layout.mesh_axes("activations", "seq")
+    plan = Plan(layout.hide(once), dtype, attend, run.training.remat)
+    sequences = run.data.global_batch // run.training.microbatches // layout.ways(once)
+    sizes = (sequences, run.data.seq_len // layout.ways(seq))
+    x = jax.ShapeDtypeStruct((*sizes, run.model.embed_dim), dtype)
+    weights = params.tree(model.table(), lambda info: jax.ShapeDtypeStruct(
+        info.shape[1:], dtype if info.role == "matrix" else info.dtype))["layers"]
+    parts = None
+
+    def trace():
+        nonlocal parts
+        key = jax.random.key(0) if _drops(run) else None
+        inputs = model.inputs({name: jnp.zeros(sizes[:1 + dims], jnp.int32) for name, dims in FIELDS.items()}, key)
+        parts = split.layer(lambda w, x, e: model.block(plan, w, x, e[1], e[0]), weights, x, (jnp.int32(0), inputs))
+        return jnp.int32(0)
+
+    jax.eval_shape(jax.shard_map(trace, mesh=mesh, axis_names={pipeline.STAGE, *once, *seq}, in_specs=(), out_specs=P(),
+                                 check_vma=False))
+    return parts, x
+
+
+def _drops(run) -> bool:
+    return run.model.embedding_dropout > 0 or run.model.residual_dropout > 0
 
 
 def _single(f):
