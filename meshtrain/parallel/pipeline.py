@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshtrain.parallel import split
+from meshtrain.parallel import schedules, split
 from meshtrain.parallel.schedules import Run, Table
 
 STAGE = "stage"
@@ -48,18 +48,27 @@ def gradients(table: Table, model: Model, mesh, once, ws, ends, batch, extra, *,
     on them. ws: layers [V, P, n, …], dim 1 over stage; layer (v, s, i) has the number (v·P + s)·n + i. batch: [M, R, …].
     extra: replicated. ends_specs, batch_specs: how these are split over `stage` and `once`, PartitionSpecs by leaf.
     """
-    rows = P(once or None)
-    body = partial(_execute, table, model, mesh.devices.flat[0].platform == "cpu")
-    w_spec = P(None, STAGE)
-    grads_specs = (jax.tree.map(lambda _: P(once or None, *w_spec), ws),
+    grads_specs = (jax.tree.map(lambda _: P(once or None, None, STAGE), ws),
                    jax.tree.map(lambda spec: P(once or None, *spec), ends_specs))
-    specs = (P(STAGE), jax.tree.map(lambda _: w_spec, ws), ends_specs, batch_specs, jax.tree.map(lambda _: P(), extra))
-    run = jax.shard_map(body, mesh=mesh, axis_names={STAGE, *once}, in_specs=specs, out_specs=(rows, *grads_specs),
+    return _over_stages(table, model, mesh, once, grads_specs, ws, ends, batch, extra, ends_specs, batch_specs)
+
+
+def evaluate(model: Model, mesh, once, ws, ends, batch, extra, *, ends_specs, batch_specs):
+    """The metric [R] of `gradients` alone, by the forward ticks of GPipe's table: ws [1, P, n, …], nothing is kept."""
+    microbatches, stages = jax.tree.leaves(batch)[0].shape[0], jax.tree.leaves(ws)[0].shape[1]
+    table = schedules.make("gpipe", stages, microbatches)
+    return _over_stages(table, model, mesh, once, (), ws, ends, batch, extra, ends_specs, batch_specs)[0]
+
+
+def _over_stages(table, model, mesh, once, grads_specs, ws, ends, batch, extra, ends_specs, batch_specs):
+    body = partial(_execute, table, model, mesh.devices.flat[0].platform == "cpu", bool(grads_specs))
+    specs = (P(STAGE), jax.tree.map(lambda _: P(None, STAGE), ws), ends_specs, batch_specs, jax.tree.map(lambda _: P(), extra))
+    run = jax.shard_map(body, mesh=mesh, axis_names={STAGE, *once}, in_specs=specs, out_specs=(P(once or None), *grads_specs),
                         check_vma=False)
     return run(jnp.arange(table.num_stages), ws, ends, batch, extra)
 
 
-def _execute(table: Table, model: Model, ordered: bool, stage, ws, ends, batch, extra):
+def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, stage, ws, ends, batch, extra):
     stage = stage[0]
     num_stages, num_chunks = table.num_stages, table.num_chunks
     depth = jax.tree.leaves(ws)[0].shape[2]
@@ -72,7 +81,7 @@ def _execute(table: Table, model: Model, ordered: bool, stage, ws, ends, batch, 
     share = partial(_share, ordered)
 
     x = jax.eval_shape(lambda: model.embed(ends, microbatch(0), extra))
-    parts = split.stack(model.layer, flat, depth, x, jax.eval_shape(prepare, 0))
+    parts = split.stack(model.layer, flat, depth, x, jax.eval_shape(prepare, 0)) if differentiate else None
 
     def embed(row):
         return model.embed(ends, microbatch(row["embed_mb"]), extra)
@@ -82,6 +91,9 @@ def _execute(table: Table, model: Model, ordered: bool, stage, ws, ends, batch, 
         if run.embed != "never":
             first = _sometimes(run.embed, row["embed_on"], partial(embed, row), lambda: x)
             x = jnp.where(row["F_first"] > 0, first, x)
+        if not differentiate:
+            e = prepare(row["F_mb"])
+            return c, lax.scan(lambda x, w: (model.layer(w[0], x, (w[1], e)), None), x, (flat, numbers))[0]
         y, (r, q) = parts.forward(weights(row["F_chunk"]), x, prepare(row["F_mb"]))
         return c | dict(R=_put(c["R"], row["F_r"], r), Q=_put(c["Q"], row["F_q"], q)), y
 
@@ -89,8 +101,10 @@ def _execute(table: Table, model: Model, ordered: bool, stage, ws, ends, batch, 
         """The last stage's y, shared; every stage has its part of the vocabulary, and the whole dy in the end."""
         y = share(y, row["loss_here"])
         head = lambda ends, y: model.head(ends, y, microbatch(row["loss_mb"]), extra)
-        (_, metric), (d_ends, dy) = jax.value_and_grad(head, (0, 1), has_aux=True)(split.wide(ends), y)
         on = row["loss_on"] > 0
+        if not differentiate:
+            return c | dict(metric=c["metric"] + jnp.where(on, head(ends, y)[1], 0.0))
+        (_, metric), (d_ends, dy) = jax.value_and_grad(head, (0, 1), has_aux=True)(split.wide(ends), y)
         return c | dict(ends=_add(c["ends"], d_ends, on), metric=c["metric"] + jnp.where(on, metric, 0.0),
                         D=_put(c["D"], row["loss_d"], dy))
 
@@ -144,17 +158,23 @@ def _execute(table: Table, model: Model, ordered: bool, stage, ws, ends, batch, 
 
     buffer = lambda avals, name: jax.tree.map(lambda a: jnp.zeros((table.slots[name], *a.shape), a.dtype), avals)
     zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), tree)
-    c = dict(X=buffer(x, "X"), R=buffer(parts.r, "R"), Q=buffer(parts.q, "Q"), D=buffer(x, "D"), metric=jnp.float32(0),
-             ws=zeros(jax.tree.map(lambda a: a[:, 0], ws)), ends=zeros(ends))
+    c = dict(X=buffer(x, "X"), metric=jnp.float32(0))
+    if differentiate:
+        c |= dict(R=buffer(parts.r, "R"), Q=buffer(parts.q, "Q"), D=buffer(x, "D"),
+                  ws=zeros(jax.tree.map(lambda a: a[:, 0], ws)), ends=zeros(ends))
     if table.split:
         c["Z"] = buffer(parts.z, "Z")
     rows = jax.tree.map(lambda column: jnp.take(jnp.asarray(column), stage, axis=1), dict(table.columns))
     rows["dx_in"] = jnp.roll(rows["dx_in"], 1)                        # the slot of what arrives one tick late
     rows |= jax.tree.map(jnp.asarray, dict(table.shared))
     for run in _runs(table):
+        if not differentiate and "B" in run.kinds:
+            break
         if "B" in run.kinds and "dx" not in c:
             c["dx"] = jnp.zeros(x.shape, x.dtype)
         c, _ = lax.scan(partial(tick, run), c, jax.tree.map(lambda a: a[run.start:run.stop], rows))
+    if not differentiate:
+        return (c["metric"][None],)
     return c["metric"][None], jax.tree.map(lambda a: a[None, :, None], c["ws"]), jax.tree.map(lambda a: a[None], c["ends"])
 
 
