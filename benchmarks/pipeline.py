@@ -266,8 +266,8 @@ def report(run, made, devices, contestants, ideal) -> None:
     cpu_ratio = partial(ratio, of="cpu_times")
     out = ["# Pipelines against autodiff GPipe", "",
            "Written by `python benchmarks/pipeline.py`; what is measured, and how, stands there.", "",
-           f"{datetime.date.today()} · {machine}, load average {os.getloadavg()[0]:.0f} · Python {platform.python_version()} · "
-           f"jax {jax.__version__}", "",
+           f"{datetime.date.today()} · {machine}, load average {os.getloadavg()[0]:.0f} · Python "
+           f"{platform.python_version()} · jax {jax.__version__}", "",
            f"Model: {sum(info.size for info in made.model.table()):,} parameters (embed {m.embed_dim}, {m.num_layers} layers, "
            f"mlp {m.mlp_dim}, vocabulary {m.vocab_size}), {m.compute_dtype}; {run.mesh.stage} stages, {M} microbatches of "
            f"{run.data.global_batch // M} sequences of {run.data.seq_len}; two chunks where the schedule is interleaved.", "",
@@ -296,8 +296,8 @@ def report(run, made, devices, contestants, ideal) -> None:
         out.append(f"| {aim} | {of(worst):.3f} | {worst.name}, remat {worst.remat} | {met} |")
     out += ["", "FLOPs: matmuls of one device as the compiled program runs them. Ideal: no recomputation, no masked ticks. "
             "Table: its ticks × what plain autodiff needs for a layer's forward and backward with this remat. Times: medians; "
-            f"ratios: medians of {ROUNDS} rounds; compile: tracing and compiling. Simulated devices share the "
-            "cores, so masked ticks cost time there and no bubble shows; CPU seconds see less of what else runs than wall time."]
+            f"ratios: medians of {ROUNDS} rounds; compile: tracing and compiling. Simulated devices share "
+            "the cores, so masked ticks cost time there and no bubble shows; CPU seconds see less of what else runs."]
     text = "\n".join(out) + "\n"
     print(text)
     (ROOT / "benchmarks" / "pipeline.md").write_text(text)
