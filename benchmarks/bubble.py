@@ -105,12 +105,12 @@ def main() -> int:
     out = ["# The bubble that really happens", "",
            "Written by `python benchmarks/bubble.py`; what is measured, and how, stands there.", "",
            f"{datetime.date.today()} · {cpus} CPU cores, load average {os.getloadavg()[0]:.0f} · jax {jax.__version__} · "
-           f"{STAGES} stages, {MICROBATCHES} microbatches; F, B and W of a stage sleep {STAGE_S * 1e3:.0f} ms each, those of a "
-           f"chunk their share; fastest of {REPEATS} steps.", "",
+           f"{STAGES} stages, {MICROBATCHES} microbatches; F, B and W of a stage sleep {STAGE_S * 1e3:.0f} ms each, those of "
+           f"a chunk their share; fastest of {REPEATS} steps.", "",
            "| schedule | chunks | bubble measured | simulated | at most | a runtime with one program per stage, simulated |",
            "|---|---|---|---|---|---|", *rows, "",
-           "Bubble: the share of the step in which a stage does not work on its microbatches. The last column is Megatron-LM's "
-           "order, each stage going on as soon as what it needs has arrived."]
+           "Bubble: the share of the step in which a stage does not work on its microbatches. The last column is "
+           "Megatron-LM's order, each stage going on as soon as what it needs has arrived."]
     text = "\n".join(out) + "\n"
     print(text)
     (ROOT / "benchmarks" / "bubble.md").write_text(text)
