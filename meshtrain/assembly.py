@@ -133,9 +133,10 @@ def stage_problems(run: Run, loaded: rules.Rules, sizes) -> list[str]:
     if num_stages == 1:
         return []
     faults = schedules.problems(schedule_name(run), num_stages, run.training.microbatches, chunks)
-    if schedule_name(run) == "zb_h1":
-        faults.append('pipeline.schedule="zb_h1" is not available yet; use "zero_bubble", or "interleaved_zero_bubble" '
-                      "with pipeline.chunks=2, which has the same bubble")
+    if schedule_name(run) == "zb_h1" and sizes["context"] > 1:
+        faults.append(f'pipeline.schedule="zb_h1" cannot stand beside mesh.context={sizes["context"]}: its stages take different '
+                      "branches, where collectives over context would mix; use mesh.context=1, or "
+                      'pipeline.schedule="zero_bubble"')
     pieces = num_stages * chunks
     if num_layers % pieces and run.pipeline.uneven == "refuse":
         faults.append(f"model.num_layers={num_layers} cannot be split over mesh.stage={num_stages} × pipeline.chunks={chunks}; "
@@ -172,7 +173,11 @@ def fit_stages(run: Run, loaded: rules.Rules, sizes, placed: list[Tensor]):
         drop["layers"] = num_stages
         notes.append(f"pipeline: {num_layers} layers do not divide over mesh.stage={num_stages}: outside the pipeline's loop "
                      "every stage keeps the states of all of them")
-    if vocab % ways and "stage" in loaded.mesh_axes("params", "vocab"):
+    if schedule_name(run) == "zb_h1":
+        drop["vocab"] = ways
+        notes.append('pipeline: schedule="zb_h1" is experimental; the first stage has the whole embedding and the last the whole '
+                     "head, whatever the rules say of vocab along 'stage', and every stage keeps the states of both")
+    elif vocab % ways and "stage" in loaded.mesh_axes("params", "vocab"):
         drop["vocab"] = ways
         notes.append(f"pipeline: the vocabulary of {vocab} (padded) does not divide over stage and tensor: embedding and head "
                      "are split over tensor only, and every stage repeats their work")

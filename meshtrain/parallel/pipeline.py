@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,15 +42,16 @@ class Model:
     head: Callable
 
 
-def gradients(table: Table, model: Model, mesh, once, ws, ends, batch, extra, *, ends_specs, batch_specs):
+def gradients(execute: Callable, table: Table, model: Model, mesh, once, ws, ends, batch, extra, *, ends_specs, batch_specs):
     """(metric [R], gradients of ws [R, V, P, n, …], gradients of ends [R, …]), float32 and unsummed over replicas.
 
+    execute: what runs on every device: this module's for tables of the phase family, `switch`'s for the switch family.
     R = product of the sizes of `once`, the axes over which the batch is split and the caller sums; the leading dim lies
     on them. ws: layers [V, P, n, …], dim 1 over stage; layer (v, s, i) has the number (v·P + s)·n + i. batch: [M, R, …].
     extra: replicated. ends_specs, batch_specs: how these are split over `stage` and `once`, PartitionSpecs by leaf.
     """
     rows = P(once or None)
-    body = partial(_execute, table, model, mesh.devices.flat[0].platform == "cpu")
+    body = partial(execute, table, model, mesh.devices.flat[0].platform == "cpu")
     w_spec = P(None, STAGE)
     grads_specs = (jax.tree.map(lambda _: P(once or None, *w_spec), ws),
                    jax.tree.map(lambda spec: P(once or None, *spec), ends_specs))
@@ -59,31 +61,58 @@ def gradients(table: Table, model: Model, mesh, once, ws, ends, batch, extra, *,
     return run(jnp.arange(table.num_stages), ws, ends, batch, extra)
 
 
-def _execute(table: Table, model: Model, ordered: bool, stage, ws, ends, batch, extra):
+class Part(NamedTuple):
+    """A device's part of a step."""
+    weights: Callable            # chunk -> what `parts` takes as w
+    microbatch: Callable         # number -> its batch
+    prepare: Callable            # number -> what all layers see of it
+    x: jax.ShapeDtypeStruct      # the stream between stages
+    parts: split.Split           # F, B and W of a chunk
+    carry: dict                  # buffers X R Q D (Z), and the sums metric, ws, ends; all zero
+    rows: dict                   # the table's columns of this stage; dx_in one tick late
+
+
+def part_of(table: Table, model: Model, stage, ws, ends, batch, extra) -> Part:
+    """For the arguments of an executor, inside its shard_map."""
     stage = stage[0]
     num_stages, num_chunks = table.num_stages, table.num_chunks
     depth = jax.tree.leaves(ws)[0].shape[2]
     flat = jax.tree.map(lambda a: a.reshape(num_chunks * depth, *a.shape[3:]), ws)      # [V, 1, n, …] -> [V·n, …]
     numbers = ((jnp.arange(num_chunks) * num_stages + stage)[:, None] * depth + jnp.arange(depth)).reshape(-1)
     weights = lambda chunk: (flat, numbers, chunk * depth)
-    microbatch = lambda i: jax.tree.map(lambda a: a[0], _take(batch, i))              # of [M, 1, …]
+    microbatch = lambda i: jax.tree.map(lambda a: a[0], take(batch, i))               # of [M, 1, …]
     prepare = lambda i: model.prepare(microbatch(i), extra)
-    order = _after if ordered else lambda row, *done: row
-    share = partial(_share, ordered)
-
     x = jax.eval_shape(lambda: model.embed(ends, microbatch(0), extra))
     parts = split.stack(model.layer, flat, depth, x, jax.eval_shape(prepare, 0))
+    buffer = lambda avals, name: jax.tree.map(lambda a: jnp.zeros((table.slots[name], *a.shape), a.dtype), avals)
+    zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), tree)
+    carry = dict(X=buffer(x, "X"), R=buffer(parts.r, "R"), Q=buffer(parts.q, "Q"), D=buffer(x, "D"), metric=jnp.float32(0),
+                 ws=zeros(jax.tree.map(lambda a: a[:, 0], ws)), ends=zeros(ends))
+    if table.split:
+        carry["Z"] = buffer(parts.z, "Z")
+    rows = jax.tree.map(lambda column: jnp.take(jnp.asarray(column), stage, axis=1), dict(table.columns))
+    rows["dx_in"] = jnp.roll(rows["dx_in"], 1)                        # the slot of what arrives one tick late
+    rows |= jax.tree.map(jnp.asarray, dict(table.shared))
+    return Part(weights, microbatch, prepare, x, parts, carry, rows)
+
+
+def execute(table: Table, model: Model, ordered: bool, stage, ws, ends, batch, extra):
+    """`gradients` on one device, for tables of the phase family. ordered: on a CPU, see `after`."""
+    weights, microbatch, prepare, x, parts, c, rows = part_of(table, model, stage, ws, ends, batch, extra)
+    num_stages, num_chunks = table.num_stages, table.num_chunks
+    order = after if ordered else lambda row, *done: row
+    share = partial(_share, ordered)
 
     def embed(row):
         return model.embed(ends, microbatch(row["embed_mb"]), extra)
 
     def forward(c, row, run):
-        x = _take(c["X"], row["F_x"])
+        x = take(c["X"], row["F_x"])
         if run.embed != "never":
             first = _sometimes(run.embed, row["embed_on"], partial(embed, row), lambda: x)
             x = jnp.where(row["F_first"] > 0, first, x)
         y, (r, q) = parts.forward(weights(row["F_chunk"]), x, prepare(row["F_mb"]))
-        return c | dict(R=_put(c["R"], row["F_r"], r), Q=_put(c["Q"], row["F_q"], q)), y
+        return c | dict(R=put(c["R"], row["F_r"], r), Q=put(c["Q"], row["F_q"], q)), y
 
     def loss(c, row, y):
         """The last stage's y, shared; every stage has its part of the vocabulary, and the whole dy in the end."""
@@ -92,7 +121,7 @@ def _execute(table: Table, model: Model, ordered: bool, stage, ws, ends, batch, 
         (_, metric), (d_ends, dy) = jax.value_and_grad(head, (0, 1), has_aux=True)(split.wide(ends), y)
         on = row["loss_on"] > 0
         return c | dict(ends=_add(c["ends"], d_ends, on), metric=c["metric"] + jnp.where(on, metric, 0.0),
-                        D=_put(c["D"], row["loss_d"], dy))
+                        D=put(c["D"], row["loss_d"], dy))
 
     def add_weights(c, dw, chunk, on):
         if num_chunks == 1:
@@ -100,11 +129,11 @@ def _execute(table: Table, model: Model, ordered: bool, stage, ws, ends, batch, 
         return c | dict(ws=jax.tree.map(lambda g, d: g.at[chunk].add(jnp.where(on, d, 0)), c["ws"], dw))
 
     def backward(c, row):
-        kept = _take(c["R"], row["B_r"]), _take(c["Q"], row["B_q"])
-        args = weights(row["B_chunk"]), prepare(row["B_mb"]), *kept, _take(c["D"], row["B_d"])
+        kept = take(c["R"], row["B_r"]), take(c["Q"], row["B_q"])
+        args = weights(row["B_chunk"]), prepare(row["B_mb"]), *kept, take(c["D"], row["B_d"])
         if table.split:
             dx, z = parts.backward_input(*args)
-            return c | dict(Z=_put(c["Z"], row["B_z"], z)), dx
+            return c | dict(Z=put(c["Z"], row["B_z"], z)), dx
         dx, dw = parts.backward(*args)
         return add_weights(c, dw, row["B_chunk"], row["B_on"] > 0), dx
 
@@ -114,13 +143,13 @@ def _execute(table: Table, model: Model, ordered: bool, stage, ws, ends, batch, 
         return _add(grads, vjp(dx)[0], row["embed_grad_on"] > 0)
 
     def weight(c, row):
-        args = weights(row["W_chunk"]), prepare(row["W_mb"]), _take(c["Q"], row["W_q"]), _take(c["Z"], row["W_z"])
+        args = weights(row["W_chunk"]), prepare(row["W_mb"]), take(c["Q"], row["W_q"]), take(c["Z"], row["W_z"])
         return add_weights(c, parts.backward_weight(*args), row["W_chunk"], row["W_on"] > 0)
 
     def tick(run, c, row):
         if "dx" in c:                          # made in the tick before; sent here, it can overlap F
             dx = lax.ppermute(c["dx"], STAGE, [(i, (i - 1) % num_stages) for i in range(num_stages)])
-            c, row = c | dict(D=_put(c["D"], row["dx_in"], dx)), order(row, dx)
+            c, row = c | dict(D=put(c["D"], row["dx_in"], dx)), order(row, dx)
         arrived = None
         if "F" in run.kinds:
             c, y = forward(c, row, run)
@@ -139,18 +168,9 @@ def _execute(table: Table, model: Model, ordered: bool, stage, ws, ends, batch, 
         if "W" in run.kinds:
             c = weight(c, row)
         if arrived is not None:
-            c = c | dict(X=_put(c["X"], row["y_in"], arrived))
+            c = c | dict(X=put(c["X"], row["y_in"], arrived))
         return c, None
 
-    buffer = lambda avals, name: jax.tree.map(lambda a: jnp.zeros((table.slots[name], *a.shape), a.dtype), avals)
-    zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), tree)
-    c = dict(X=buffer(x, "X"), R=buffer(parts.r, "R"), Q=buffer(parts.q, "Q"), D=buffer(x, "D"), metric=jnp.float32(0),
-             ws=zeros(jax.tree.map(lambda a: a[:, 0], ws)), ends=zeros(ends))
-    if table.split:
-        c["Z"] = buffer(parts.z, "Z")
-    rows = jax.tree.map(lambda column: jnp.take(jnp.asarray(column), stage, axis=1), dict(table.columns))
-    rows["dx_in"] = jnp.roll(rows["dx_in"], 1)                        # the slot of what arrives one tick late
-    rows |= jax.tree.map(jnp.asarray, dict(table.shared))
     for run in _runs(table):
         if "B" in run.kinds and "dx" not in c:
             c["dx"] = jnp.zeros(x.shape, x.dtype)
@@ -188,7 +208,7 @@ def _share(f32: bool, x, here):
     return lax.psum(x.astype(jnp.float32), STAGE).astype(x.dtype) if f32 else lax.psum(x, STAGE)
 
 
-def _after(row: dict, *done) -> dict:
+def after(row: dict, *done) -> dict:
     """The row, usable only once the arrays `done` exist: a real data dependence, for the CPU backend alone.
 
     All permutes of one device share a rendezvous there, and XLA may start one while another is under way inside a loop
@@ -203,11 +223,11 @@ def _after(row: dict, *done) -> dict:
     return {name: value + zero for name, value in row.items()}
 
 
-def _take(tree, i):
+def take(tree, i):
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), tree)
 
 
-def _put(tree, i, value):
+def put(tree, i, value):
     return jax.tree.map(lambda a, new: lax.dynamic_update_index_in_dim(a, new.astype(a.dtype), i, 0), tree, value)
 
 

@@ -25,7 +25,7 @@ from meshtrain.model import params
 from meshtrain.model.layers import Plan
 from meshtrain.model.loss import NO_TARGET
 from meshtrain.model.transformer import Transformer
-from meshtrain.parallel import pipeline, schedules
+from meshtrain.parallel import pipeline, schedules, switch
 from meshtrain.training.optimizer import schedule
 from meshtrain.training.state import State, StateSpec
 
@@ -227,6 +227,7 @@ def _pipelined(run, model: Transformer, layout: Layout, mesh, plan: Plan, spec: 
         prepare=lambda microbatch, extra: model.inputs(microbatch, extra.get("key")),
         embed=lambda ends, microbatch, extra: model.embed(plan, ends, microbatch, extra.get("key")),
         layer=layer, head=head)
+    execute = switch.execute if table.family == "switch" else pipeline.execute
     # Weights are gathered once per step, in the compute dtype: inside the loop stands a full stage of them.
     gathered = layout.gathered_axes
     without_layers = lambda tree: {k: v for k, v in tree.items() if k != "layers"}
@@ -242,8 +243,8 @@ def _pipelined(run, model: Transformer, layout: Layout, mesh, plan: Plan, spec: 
         ws = each(into_stages, layers_axes, p["layers"])
         ends = each(lambda axes, w: layout.constrain("params", w, axes, drop=gathered), ends_axes, without_layers(p))
         extra = {"count": count} | ({} if key is None else {"key": key})
-        nll, ws, ends = pipeline.gradients(table, parts, mesh, summed, ws, ends, batch, extra, ends_specs=ends_specs,
-                                           batch_specs=batch_specs)
+        nll, ws, ends = pipeline.gradients(execute, table, parts, mesh, summed, ws, ends, batch, extra,
+                                           ends_specs=ends_specs, batch_specs=batch_specs)
         grads = each(lambda axes, g: _reduce(layout, summed, axes, g), ends_axes, ends)
         grads["layers"] = each(out_of_stages, layers_axes, ws)
         return grads, nll.sum() / count, count
