@@ -17,6 +17,7 @@ import jax
 
 from meshtrain import config, processes
 from meshtrain.config import ConfigError, Run
+from meshtrain.cost import audit
 from meshtrain.layout import rules
 from meshtrain.layout.mesh import AXES, MeshPlan
 from meshtrain.layout.rules import Layout, Tensor
@@ -125,6 +126,22 @@ def assemble(run: Run, devices: Sequence[jax.Device]) -> Assembly:
     table = choose_schedule(run, plan.sizes["stage"])
     program = step.build(run, model, layout, mesh, attend, spec, order, table)
     return Assembly(run, plan, mesh, layout, model, program, tuple(filter(None, [note, *stage_notes])))
+
+
+def compile_step(made: Assembly):
+    """The compiled training step of the run, checked where its stages take different branches.
+
+    Raises: ConfigError where such a branch holds a permute: it waits for devices that never come, or takes the numbers
+    of another branch's.
+    """
+    executable = made.program.compile()
+    if made.plan.sizes["stage"] > 1 and schedule_name(made.run) == "zb_h1":
+        program = audit.read(executable.as_text(), made.mesh)
+        if program.branch_permutes:
+            raise ConfigError('pipeline.schedule="zb_h1" takes different branches on the stages, where no permute may stand, and '
+                              f"XLA put {len(program.branch_permutes)} there: {'; '.join(program.branch_permutes[:3])}; use "
+                              'pipeline.schedule="zero_bubble", or a layout without tensor')
+    return executable
 
 
 def stage_problems(run: Run, loaded: rules.Rules, sizes) -> list[str]:

@@ -9,6 +9,8 @@ Sources: `schedules`; arXiv:2401.10241.
 """
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -27,16 +29,19 @@ def execute(table: Table, model: Model, ordered: bool, stage, ws, ends, batch, e
     nothing = dict(y=zeros(x), dx=zeros(x), dy=zeros(x), R=zeros(parts.r), Q=zeros(parts.q), Z=zeros(parts.z))
     add = lambda total, new: jax.tree.map(jnp.add, total, new)
 
+    def idle(c, row, sums):
+        return sums, nothing
+
     def forward(c, row, sums):
         embed = lambda: model.embed(ends, microbatch(row["F_mb"]), extra)
-        x = lax.cond(row["F_first"] > 0, embed, lambda: take(c["X"], row["F_x"]))
+        x = _branch(row["F_first"], [lambda: take(c["X"], row["F_x"]), embed])
         y, (r, q) = parts.forward(w, x, prepare(row["F_mb"]))
 
         def loss():
             head = lambda ends, y: model.head(ends, y, microbatch(row["F_mb"]), extra)
             (_, metric), (d_ends, dy) = jax.value_and_grad(head, (0, 1), has_aux=True)(split.wide(ends), y)
             return sums | dict(ends=add(sums["ends"], d_ends), metric=sums["metric"] + metric), dy
-        sums, dy = lax.cond(row["loss_here"] > 0, loss, lambda: (sums, nothing["dy"]))
+        sums, dy = _branch(row["loss_here"], [lambda: (sums, nothing["dy"]), loss])
         return sums, nothing | dict(y=y, dy=dy, R=r, Q=q)
 
     def backward(c, row, sums):
@@ -46,7 +51,7 @@ def execute(table: Table, model: Model, ordered: bool, stage, ws, ends, batch, e
         def embed_grad():
             embed = lambda ends: model.embed(ends, microbatch(row["B_mb"]), extra)
             return add(sums["ends"], jax.vjp(embed, split.wide(ends))[1](dx)[0])
-        sums = sums | dict(ends=lax.cond(row["B_first"] > 0, embed_grad, lambda: sums["ends"]))
+        sums = sums | dict(ends=_branch(row["B_first"], [lambda: sums["ends"], embed_grad]))
         return sums, nothing | dict(dx=dx, Z=z)
 
     def weight(c, row, sums):
@@ -57,8 +62,8 @@ def execute(table: Table, model: Model, ordered: bool, stage, ws, ends, batch, e
         # Made in the tick before. The switch comes after it, and the other permute after the switch.
         dx = lax.ppermute(c["dx"], STAGE, [(i, (i - 1) % num_stages) for i in range(num_stages)])
         c, row = c | dict(D=put(c["D"], row["dx_in"], dx)), order(row, dx)
-        ops = [lambda sums, op=op: op(c, row, sums) for op in (lambda c, row, sums: (sums, nothing), forward, backward, weight)]
-        sums, new = lax.switch(row["op"], ops, {name: c[name] for name in ("ws", "ends", "metric")})
+        sums, new = _branch(row["op"], [partial(op, c, row) for op in (idle, forward, backward, weight)],
+                            {name: c[name] for name in ("ws", "ends", "metric")})
         y = lax.ppermute(new["y"], STAGE, [(i, (i + 1) % num_stages) for i in range(num_stages)])
         # What an op does not make is written, too, into slots that nobody holds.
         return c | sums | dict(
@@ -69,3 +74,9 @@ def execute(table: Table, model: Model, ordered: bool, stage, ws, ends, batch, e
     # Once a step, in float32: the first stage's gradients and the last one's, whole embedding and head.
     metric, d_ends = lax.psum((c["metric"], c["ends"]), STAGE)
     return metric[None], jax.tree.map(lambda a: a[None, :, None], c["ws"]), jax.tree.map(lambda a: a[None], d_ends)
+
+
+def _branch(number, branches, *args):
+    """lax.switch. The barriers keep apart what automatic axes make of each branch's results: XLA refuses branches whose
+    results are pinned to different layouts ("Inconsistent conditional sharding")."""
+    return lax.switch(number, [lambda *args, f=f: lax.optimization_barrier(f(*args)) for f in branches], *args)
