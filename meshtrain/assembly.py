@@ -138,9 +138,9 @@ def compile_step(made: Assembly):
     if made.plan.sizes["stage"] > 1 and schedule_name(made.run) == "zb_h1":
         program = audit.read(executable.as_text(), made.mesh)
         if program.branch_permutes:
-            raise ConfigError('pipeline.schedule="zb_h1" takes different branches on the stages, where no permute may stand, and '
-                              f"XLA put {len(program.branch_permutes)} there: {'; '.join(program.branch_permutes[:3])}; use "
-                              'pipeline.schedule="zero_bubble", or a layout without tensor')
+            raise ConfigError('pipeline.schedule="zb_h1" takes different branches on the stages, where no permute may stand, '
+                              f"and XLA put {len(program.branch_permutes)} there: {'; '.join(program.branch_permutes[:3])}; "
+                              'use pipeline.schedule="zero_bubble", or mesh.tensor=1')
     return executable
 
 
@@ -151,8 +151,8 @@ def stage_problems(run: Run, loaded: rules.Rules, sizes) -> list[str]:
         return []
     faults = schedules.problems(schedule_name(run), num_stages, run.training.microbatches, chunks)
     if schedule_name(run) == "zb_h1" and sizes["context"] > 1:
-        faults.append(f'pipeline.schedule="zb_h1" cannot stand beside mesh.context={sizes["context"]}: its stages take different '
-                      "branches, where collectives over context would mix; use mesh.context=1, or "
+        faults.append(f'pipeline.schedule="zb_h1" cannot stand beside mesh.context={sizes["context"]}: its stages take '
+                      "different branches, where permutes over context would mix; use mesh.context=1, or "
                       'pipeline.schedule="zero_bubble"')
     pieces = num_stages * chunks
     if num_layers % pieces and run.pipeline.uneven == "refuse":
@@ -192,8 +192,8 @@ def fit_stages(run: Run, loaded: rules.Rules, sizes, placed: list[Tensor]):
                      "every stage keeps the states of all of them")
     if schedule_name(run) == "zb_h1":
         drop["vocab"] = ways
-        notes.append('pipeline: schedule="zb_h1" is experimental; the first stage has the whole embedding and the last the whole '
-                     "head, whatever the rules say of vocab along 'stage', and every stage keeps the states of both")
+        notes.append('pipeline: schedule="zb_h1" is experimental; the first stage has the whole embedding and the last the '
+                     "whole head, whatever the rules say of vocab along 'stage', and every stage keeps the states of both")
     elif vocab % ways and "stage" in loaded.mesh_axes("params", "vocab"):
         drop["vocab"] = ways
         notes.append(f"pipeline: the vocabulary of {vocab} (padded) does not divide over stage and tensor: embedding and head "

@@ -1,5 +1,4 @@
 """True ZB-H1 order, a branch of its own for every stage, computes what one device computes; no permute is in a branch."""
-
 import jax
 import pytest
 
@@ -47,7 +46,8 @@ def check_flops(case: Compiled):
     product = 2 * tokens * T * cfg.num_heads * cfg.head_dim
     layer = 3 * sum(linear.values()) + 7 * product
     if run.training.remat == "full":
-        layer += sum(linear.values()) + 2 * product - linear["down"]
+        # Nobody asks for the last output again, and XLA makes the scores once where both forward and backward want them.
+        layer += sum(linear.values()) + product - linear["down"]
     head = 3 * 2 * tokens * cfg.embed_dim * transformer.padded_vocab(cfg)
     assert all(dot.in_branch for dot in case.audit.dots)
     expected = table.num_ticks * (LAYERS // table.num_stages * layer + head)     # the audit counts every branch as taken
@@ -68,11 +68,12 @@ def test_a_permute_in_a_branch_is_found_in_the_program_and_refused(main, monkeyp
     (tmp_path / "corpus.txt").write_text("".join(f"line {i} is a line like the others\n" for i in range(400)))
     monkeypatch.setattr(assembly, "stage_problems", lambda *_: [])
     small = dict(num_layers=2, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32)
-    options = dict(mesh__stage=2, mesh__context=4, mesh__fsdp=1, mesh__simulated_devices=8, pipeline__schedule="zb_h1",
-                   sharding__rules=RULES / "zero3_tensor_sequence_context_pipeline.toml", data__seq_len=32,
-                   data__path="corpus.txt", data__global_batch=4, training__microbatches=2, run__compilation_cache="")
-    options |= {f"model__{k}": v for k, v in small.items()}
-    code = main([word for k, v in options.items() for word in ("--" + k.replace("__", "."), str(v))])
+    options = {
+        "mesh.stage": 2, "mesh.context": 4, "mesh.fsdp": 1, "mesh.simulated_devices": 8, "pipeline.schedule": "zb_h1",
+        "sharding.rules": RULES / "zero3_tensor_sequence_context_pipeline.toml", "training.microbatches": 2,
+        "data.seq_len": 32, "data.global_batch": 4, "data.source": "text", "data.paths": '["corpus.txt"]', "run.compilation_cache": ""}
+    options |= {f"model.{k}": v for k, v in small.items()}
+    code = main([word for k, v in options.items() for word in (f"--{k}", str(v))])
     message = capsys.readouterr().err
     assert code == 2 and message.count("error: ") == 1
     assert "zb_h1" in message and "permute" in message and "zero_bubble" in message
