@@ -47,12 +47,14 @@ def check_flops(case: Compiled):
     product = 2 * tokens * T * cfg.num_heads * cfg.head_dim
     layer = 3 * sum(linear.values()) + 7 * product
     if run.training.remat == "full":
-        # Nobody asks for the last output again, and XLA makes the scores once where both forward and backward want them.
-        layer += sum(linear.values()) + product - linear["down"]
+        layer += sum(linear.values()) + 2 * product - linear["down"]        # nobody asks for the last output again
     head = 3 * 2 * tokens * cfg.embed_dim * transformer.padded_vocab(cfg)
     assert all(dot.in_branch for dot in case.audit.dots)
-    expected = table.num_ticks * (LAYERS // table.num_stages * layer + head)     # the audit counts every branch as taken
-    assert sum(dot.flops for dot in case.audit.dots) == pytest.approx(expected, rel=1e-3)
+    # The audit counts every branch as taken in every tick. Under remat XLA may make the scores once for the remade forward
+    # and for attention's own backward, which both want them (jax 0.10 does, 0.12 does not).
+    most = table.num_ticks * (LAYERS // table.num_stages * layer + head)
+    least = most - (table.num_ticks * LAYERS // table.num_stages * product if run.training.remat == "full" else 0)
+    assert 0.999 * least <= sum(dot.flops for dot in case.audit.dots) <= 1.001 * most
 
 
 def test_ends_that_are_whole_are_said_and_kept_whole():
