@@ -17,7 +17,7 @@ import jax
 
 from meshtrain import config, processes
 from meshtrain.config import ConfigError, Run
-from meshtrain.cost import audit
+from meshtrain.cost import audit, hardware, memory, simulate
 from meshtrain.layout import rules
 from meshtrain.layout.mesh import AXES, MeshPlan
 from meshtrain.layout.rules import Layout, Tensor
@@ -36,6 +36,21 @@ SIZE_KEYS = {"batch": "data.global_batch / training.microbatches", "seq": "data.
              "layers": "model.num_layers"}
 
 
+# assumption: the share of a GPU's memory that there is for the state, weights and what waits for its backward. JAX takes
+# 3/4 unless told otherwise; what one op needs while it runs comes out of the same.
+USABLE = 0.75
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Design:
+    """A run as far as it can be put together without devices, all checked. choice: None where there are no stages."""
+    layout: Layout
+    model: transformer.Transformer
+    attend: Callable
+    choice: simulate.Choice | None
+    notes: tuple[str, ...]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Assembly:
     """A run put together; nothing is compiled or initialized yet. `notes`: what the user should be told once."""
@@ -45,6 +60,7 @@ class Assembly:
     layout: Layout
     model: transformer.Transformer
     program: step.Program
+    choice: simulate.Choice | None
     notes: tuple[str, ...]
 
 
@@ -106,26 +122,38 @@ def on_gpus(run: Run, num_gpus: int) -> Run:
 def assemble(run: Run, devices: Sequence[jax.Device]) -> Assembly:
     """Checks the layout and puts the rooms together. Raises: ConfigError with every fault of mesh and rules."""
     plan = MeshPlan(config.mesh_sizes(run, len(devices)), run.mesh.placement)
+    made = design(run, plan, devices[0].platform, hardware.from_device_kind(devices[0].device_kind))
+    layout, model, choice = made.layout, made.model, made.choice
+    mesh = plan.build(devices)
+    spec = state.describe(model, run.optimizer, run.training.steps, layout, mesh)
+    split = plan.sizes["context"] > 1
+    order = context.METHODS[run.context.method].order(run.data.seq_len, plan.sizes["context"]) if split else None
+    program = step.build(run, model, layout, mesh, made.attend, spec, order, choice and choice.table)
+    return Assembly(run, plan, mesh, layout, model, program, choice, made.notes)
+
+
+def design(run: Run, plan: MeshPlan, platform: str, gpu: hardware.Gpu | None) -> Design:
+    """Checks the layout and chooses what the run leaves open, the same on every process and restart.
+
+    platform: as jax calls it. gpu: what the hardware table has of the devices. Raises: as `assemble`.
+    """
     try:
         loaded = rules.load(run.sharding.rules)
     except ValueError as error:
         raise ConfigError(*str(error).splitlines()) from None
     model = transformer.build(run.model)
-    fitted, placed, stage_notes = fit_stages(run, loaded, plan.sizes, tensors(run, model))
+    fitted, placed, notes = fit_stages(run, loaded, plan.sizes, tensors(run, model))
     layout = Layout(fitted, plan.sizes)
     # First what context asks of a length: a length that follows the rules' remedy alone would be refused again.
     faults = context_problems(run, layout) or (
         stage_problems(run, loaded, plan.sizes) + rules.problems(loaded, plan.sizes, placed, SIZE_KEYS))
     if faults:
         raise ConfigError(*faults)
-    mesh = plan.build(devices)
-    attend, note = choose_attention(run, plan.sizes, devices[0])
-    spec = state.describe(model, run.optimizer, run.training.steps, layout, mesh)
-    split = plan.sizes["context"] > 1
-    order = context.METHODS[run.context.method].order(run.data.seq_len, plan.sizes["context"]) if split else None
-    table = choose_schedule(run, plan.sizes["stage"])
-    program = step.build(run, model, layout, mesh, attend, spec, order, table)
-    return Assembly(run, plan, mesh, layout, model, program, tuple(filter(None, [note, *stage_notes])))
+    attend, note = choose_attention(run, plan.sizes, platform)
+    choice = choose_schedule(run, plan, model, layout, attend, gpu)
+    if choice:
+        notes = [f"pipeline: {choice.why}", *padding_notes(run, choice.table), *notes]
+    return Design(layout, model, attend, choice, tuple(filter(None, [note, *notes])))
 
 
 def compile_step(made: Assembly):
@@ -135,7 +163,7 @@ def compile_step(made: Assembly):
     of another branch's.
     """
     executable = made.program.compile()
-    if made.plan.sizes["stage"] > 1 and schedule_name(made.run) == "zb_h1":
+    if made.program.table and made.program.table.family == "switch":
         program = audit.read(executable.as_text(), made.mesh)
         if program.branch_permutes:
             raise ConfigError('pipeline.schedule="zb_h1" takes different branches on the stages, where no permute may stand, '
@@ -178,14 +206,11 @@ def fit_stages(run: Run, loaded: rules.Rules, sizes, placed: list[Tensor]):
 
     Padding with layers that do nothing happens inside the step: what is stored are the layers of the model, in order.
     """
-    num_stages, chunks, num_layers, notes = sizes["stage"], run.pipeline.chunks, run.model.num_layers, []
+    num_stages, num_layers, notes = sizes["stage"], run.model.num_layers, []
     if num_stages == 1:
         return loaded, placed, notes
     vocab, ways = transformer.padded_vocab(run.model), math.prod(sizes[a] for a in loaded.mesh_axes("params", "vocab"))
     drop = {}
-    if extra := -num_layers % (num_stages * chunks):
-        notes.append(f"pipeline: {num_layers} layers over mesh.stage={num_stages} × pipeline.chunks={chunks} are filled up with "
-                     f"{extra} that do nothing; they cost time like the others")
     if num_layers % num_stages:
         drop["layers"] = num_stages
         notes.append(f"pipeline: {num_layers} layers do not divide over mesh.stage={num_stages}: outside the pipeline's loop "
@@ -206,19 +231,57 @@ def fit_stages(run: Run, loaded: rules.Rules, sizes, placed: list[Tensor]):
     return dataclasses.replace(loaded, tables=tables), placed, notes
 
 
+def padding_notes(run: Run, table: schedules.Table) -> list[str]:
+    num_stages, chunks, num_layers = table.num_stages, table.num_chunks, run.model.num_layers
+    extra = -num_layers % (num_stages * chunks)
+    return [f"pipeline: {num_layers} layers over mesh.stage={num_stages} × pipeline.chunks={chunks} are filled up with {extra} "
+            "that do nothing; they cost time like the others"] if extra else []
+
+
 def schedule_name(run: Run) -> str:
+    """The schedule to check; where "auto" has any with these chunks, it has this one."""
     if run.pipeline.schedule != "auto":
         return run.pipeline.schedule
     return "1f1b" if run.pipeline.chunks == 1 else "interleaved"
 
 
-def choose_schedule(run: Run, num_stages: int) -> schedules.Table | None:
-    """The table of the run's schedule, checked; None where there are no stages."""
-    if num_stages == 1:
+def choose_schedule(run: Run, plan: MeshPlan, model: transformer.Transformer, layout: Layout, attend: Callable,
+                    gpu: hardware.Gpu | None) -> simulate.Choice | None:
+    """The table of the run's schedule, checked; None where there are no stages. "auto" goes by modelled costs and bytes
+    alone, and gives the layers no more padding than pipeline.chunks does."""
+    p = plan.sizes["stage"]
+    if p == 1:
         return None
-    table = schedules.make(schedule_name(run), num_stages, run.training.microbatches, run.pipeline.chunks)
-    schedule_check.check(table)
-    return table
+    rows, mesh, budget_bytes = model.table(), plan.abstract(), None
+    residual_ways = layout.ways(a for a in layout.mesh_axes("activations", "residual_seq") if a == "tensor")
+    costs = simulate.modelled(run, rows, plan, gpu, residual_ways)
+    if gpu and gpu.hbm_bytes:
+        held = state.describe(model, run.optimizer, run.training.steps, layout, mesh)
+        beside = [memory.placed_bytes(held.abstract.params, held.sharding.params),
+                  memory.placed_bytes(held.abstract.opt_state, held.sharding.opt_state),
+                  *memory.loop_bytes(memory.in_loop(rows, layout), run.model.compute_dtype).values()]
+        budget_bytes = max(0, int(USABLE * gpu.hbm_bytes) - sum(beside))
+    choice = simulate.of_run(run, costs, p, slot_bytes(run, model, layout, mesh, attend, residual_ways), budget_bytes)
+    schedule_check.check(choice.table)
+    return choice
+
+
+def slot_bytes(run: Run, model: transformer.Transformer, layout: Layout, mesh, attend: Callable,
+               residual_ways: int) -> simulate.SlotBytes:
+    """What a microbatch leaves in a stage, from the parts of one layer: its heads and mlp are split over tensor.
+
+    assumption: what is as wide as the residual stream is split like it where only the inputs of layers are kept (remat
+    full) and else whole, as it is where a matmul reads it: an upper bound.
+    """
+    parts, x = step.layer_parts(run, model, layout, mesh, attend)
+    wide_ways = residual_ways if run.training.remat == "full" else 1
+
+    def held(a, stream_ways):
+        ways = stream_ways if a.shape[-1] in (1, run.model.embed_dim) else layout.sizes["tensor"]
+        return jax.ShapeDtypeStruct((-(-math.prod(a.shape) // ways),), a.dtype)
+    parts = dataclasses.replace(parts, **{name: [held(a, wide_ways) for a in getattr(parts, name)] for name in "rqz"})
+    depth = -(-run.model.num_layers // layout.sizes["stage"])
+    return simulate.SlotBytes.of(parts, held(x, residual_ways), chunks=depth)
 
 
 def tensors(run: Run, model: transformer.Transformer) -> list[Tensor]:
@@ -256,10 +319,10 @@ def context_problems(run: Run, layout: Layout) -> list[str]:
     return faults
 
 
-def choose_attention(run: Run, sizes: Mapping[str, int], device: jax.Device) -> tuple[Callable, str]:
+def choose_attention(run: Run, sizes: Mapping[str, int], platform: str) -> tuple[Callable, str]:
     """The attention of the run and what to tell of the choice: cuDNN on a GPU where no document mask stands in the way."""
     cp = sizes["context"]
-    reasons = _against_cudnn(run, cp) if device.platform in ("gpu", "cuda") else None
+    reasons = _against_cudnn(run, cp) if platform in ("gpu", "cuda") else None
     note = "" if reasons is None else "attention: cuDNN" if not reasons else (
         f"attention: blockwise XLA engine, because {'; '.join(reasons)}")
     if cp == 1:

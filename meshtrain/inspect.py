@@ -15,10 +15,7 @@ from meshtrain import assembly, config
 from meshtrain.config import ConfigError
 from meshtrain.cost import audit, chart, hardware, report, simulate
 from meshtrain.cost import compile as gpu_compile
-from meshtrain.layout import rules
 from meshtrain.layout.mesh import MeshPlan
-from meshtrain.model import transformer
-from meshtrain.parallel import schedule_check
 
 USAGE = "python -m meshtrain.inspect [RUN.toml] [--section.key value ...] [--topology NAME:N] [--schedule] [--json]"
 
@@ -91,27 +88,24 @@ def _show_schedule(run, topology: str | None, out) -> None:
 
 
 def _schedule(run, topology: str | None) -> simulate.Choice:
+    """What `train` would choose on these GPUs; on this machine's where there is no --topology."""
+    asked = {axis: getattr(run.mesh, axis) for axis in config.AXES}
+    platform, gpu, sizes = "cpu", None, asked
     try:
-        gpu, count = None, None
         if topology is not None:
             name, count = gpu_compile.parse_topology(topology)
-            gpu = hardware.get(name)
-        elif -1 in (asked := [getattr(run.mesh, axis) for axis in config.AXES]):
-            count = len(assembly.start_devices(run))
-        sizes = dict(zip(config.AXES, asked)) if count is None else config.mesh_sizes(run, count)
-        p = sizes["stage"]
-        if p == 1:
-            raise ConfigError("mesh.stage=1 is no pipeline, so there is no schedule to draw; use e.g. --mesh.stage 4")
-        residual = rules.load(run.sharding.rules).mesh_axes("activations", "residual_seq")
-        costs = simulate.modelled(run, transformer.build(run.model).table(), MeshPlan(sizes, run.mesh.placement), gpu,
-                                  residual_ways=sizes["tensor"] if "tensor" in residual else 1)
-        choice = simulate.of_run(run, costs, p)
+            platform, gpu, sizes = "gpu", hardware.get(name), config.mesh_sizes(run, count)
+        elif -1 in asked.values() or not run.mesh.simulated_devices and assembly.gpus_expected():
+            devices = assembly.start_devices(run)
+            platform, gpu = devices[0].platform, hardware.from_device_kind(devices[0].device_kind)
+            sizes = config.mesh_sizes(run, len(devices)) if -1 in asked.values() else asked
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(*str(error).splitlines()) from None
-    schedule_check.check(choice.table)
-    return choice
+    if sizes["stage"] == 1:
+        raise ConfigError("mesh.stage=1 is no pipeline, so there is no schedule to draw; use e.g. --mesh.stage 4")
+    return assembly.design(run, MeshPlan(sizes, run.mesh.placement), platform, gpu).choice
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from meshtrain.parallel import context, zigzag
 
 RULES = Path(__file__).resolve().parent.parent / "sharding_rules"
 FAST = {"xla_backend_optimization_level": 0}    # half the compile time; partitioning and memory plans stay as they are
+slow = partial(pytest.param, marks=pytest.mark.slow)
 NOWHERE = 0                                     # the segment of padding
 
 
@@ -107,19 +108,18 @@ def check_shapes(case):
 
 
 test_attention_of_any_shape_matches_plain_attention = settings(
-    max_examples=6, deadline=None, derandomize=True)(given(shapes())(check_shapes))
+    max_examples=5, deadline=None, derandomize=True)(given(shapes())(check_shapes))
 test_attention_of_many_more_shapes_matches_plain_attention = pytest.mark.slow(settings(
     max_examples=80, deadline=None)(given(shapes())(check_shapes)))
 
 
-@pytest.mark.parametrize("method, sizes", [("ring", {"context": 4}), ("gather", {"context": 4}), ("ulysses", {"context": 4}),
-                                           ("ring", {"context": 8})], ids=["ring 4", "gather 4", "ulysses 4", "ring 8"])
-@settings(max_examples=40, deadline=None, derandomize=True)
+@pytest.mark.parametrize("method, cp", [("ring", 4), ("gather", 4), ("ulysses", 4), slow("ring", 8)])
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_documents_may_end_anywhere(method, sizes, data):
+def test_documents_may_end_anywhere(method, cp, data):
     chunk = 6
-    T = 2 * sizes["context"] * chunk
-    check_attention(method, sizes, 4, data.draw(documents(2, T, chunk)), K=2, G=2, seed=data.draw(st.integers(0, 9)))
+    T = 2 * cp * chunk
+    check_attention(method, {"context": cp}, 4, data.draw(documents(2, T, chunk)), K=2, G=2, seed=data.draw(st.integers(0, 9)))
 
 
 @pytest.mark.parametrize("method", ["ring", "gather", "ulysses"])
@@ -214,40 +214,49 @@ def compiled(rule: str, mesh: tuple, method: str, remat: str = "none") -> Compil
 
 
 LAYOUTS = [
-    ("ring", "context", dict(context=2)), ("ring", "context", dict(context=4)), ("ring", "context", dict(context=8)),
+    ("ring", "context", dict(context=4)), ("ring", "context", dict(context=8)),
     ("gather", "context", dict(context=4)), ("ulysses", "context", dict(context=4)),
+    ("ring", "context", dict(context=2, data=2)), ("gather", "zero3_context", dict(context=2, fsdp=2)),
+    ("ring", "zero3_tensor_sequence_context", dict(context=2, tensor=2, fsdp=2)),
+    ("ulysses", "zero3_tensor_sequence_context", dict(context=4, tensor=2)),      # 2 kv heads a device: repeated
+]  # fmt: skip
+SLOW = [case for case in (
+    ("ring", "context", dict(context=2)),
     *((method, rule, dict(context=2) | other) for method in context.METHODS for rule, other in (
         ("zero3_tensor_sequence_context", dict(tensor=2)), ("context", dict(data=2)), ("zero3_context", dict(fsdp=2)))),
-    ("ulysses", "zero3_tensor_sequence_context", dict(context=4, tensor=2)),      # 2 kv heads a device: repeated
-    ("ring", "zero3_tensor_sequence_context", dict(context=2, tensor=2, fsdp=2)),
-]  # fmt: skip
+) if case not in LAYOUTS]  # fmt: skip
 TWENTY = {("ring", 4), ("gather", 4), ("ulysses", 4)}
 
 
-@pytest.mark.parametrize("method, rule, mesh", LAYOUTS, ids=[f"{m}-{r}-" + "-".join(f"{a}{n}" for a, n in mesh.items())
-                                                             for m, r, mesh in LAYOUTS])
+def layout_id(case) -> str:
+    return f"{case[0]}-{test_layouts.layout_id(case[1:])}"
+
+
+@pytest.mark.parametrize("method, rule, mesh", [pytest.param(*case, id=layout_id(case)) for case in LAYOUTS] + [
+    slow(*case, id=layout_id(case)) for case in SLOW])
 def test_loss_gradients_and_training_equal_one_device(method, rule, mesh):
     case = compiled(rule, tuple(mesh.items()), method)
     check_equal(case, steps=20 if (method, mesh["context"]) in TWENTY else 6)
     assert not case.audit.unknown_loops and not case.audit.broken_permutes and not case.audit.partial_permutes
 
 
+DROPOUT = dict(embedding_dropout=0.1, residual_dropout=0.2)
 VARIANTS = {
-    "dropout, ring": ("ring", dict(embedding_dropout=0.1, residual_dropout=0.2), dict()),
-    "dropout, ulysses": ("ulysses", dict(embedding_dropout=0.1, residual_dropout=0.2), dict()),
-    "z_loss, remat full, learned positions": ("ring", dict(position="learned", max_seq_len=test_layouts.T),
-                                              dict(z_loss=1e-2, remat="full")),
+    "dropout, z_loss, remat full, learned positions": (
+        "ring", DROPOUT | dict(position="learned", max_seq_len=test_layouts.T), dict(z_loss=1e-2, remat="full")),
+    "dropout": ("ulysses", DROPOUT, dict()),
+    "z_loss": ("gather", dict(), dict(z_loss=1e-2)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [v if "," in v else slow(v) for v in VARIANTS])
 def test_variant_equals_one_device(variant):
     method, model, training = VARIANTS[variant]
     check_equal(Compiled(split_run("context", dict(context=4), method, model, training)), model, training)
 
 
-@pytest.mark.parametrize("remat", ["selective", "full"])
-@pytest.mark.parametrize("method", context.METHODS)
+@pytest.mark.parametrize("method, remat", [("ring", "full"), slow("ring", "selective"), *(
+    slow(method, remat) for method in ("gather", "ulysses") for remat in ("selective", "full"))])
 def test_remat_changes_no_gradient(method, remat):
     params, losses, moments = reference(steps=20)
     case = compiled("context", (("context", 4),), method, remat)
@@ -292,11 +301,11 @@ def test_temporaries_grow_linearly_in_the_sequence(cp):
 
 @pytest.mark.parametrize("cp", [2, 4, 8])
 def test_ring_computes_at_most_six_tenths_of_full_attention(cp):
-    """Matmuls of the causal zigzag ring in the engine that runs get, forward and backward each, by full attention's / context."""
+    """Matmuls of the causal zigzag ring, in the engine that a run gets, by full attention's / context; forward, backward."""
     B, T, N, K, H = 1, 4096, 8, 4, 16
     mesh, layout = laid_out({"context": cp})
     run = split_run("context", dict(context=cp), "ring").model_copy(update={"data": config.Data(seq_len=T, global_batch=B)})
-    attend = partial(assembly.choose_attention(run, layout.sizes, jax.devices()[0])[0], layout)
+    attend = partial(assembly.choose_attention(run, layout.sizes, "cpu")[0], layout)
     q, k = (jax.ShapeDtypeStruct((B, T, n, H), jnp.float32) for n in (N, K))
     segments = jax.ShapeDtypeStruct((B, T), jnp.int32)
 
@@ -324,7 +333,7 @@ def permutes(program: audit.Program, dtype: str, backward: bool) -> SimpleNamesp
     return SimpleNamespace(count=sum(c.count for c in found), bytes=sum(c.bytes for c in found))
 
 
-@pytest.mark.parametrize("cp, remat", [(4, "none"), (4, "selective"), (4, "full"), (2, "none"), (8, "none")])
+@pytest.mark.parametrize("cp, remat", [(4, "none"), (4, "full"), (8, "none"), slow(4, "selective"), slow(2, "none")])
 def test_ring_sends_what_its_formula_says(cp, remat):
     """Forward (cp-1)·(K+V), backward as much again and cp·(dK+dV in float32); the recomputation sends nothing."""
     program = compiled("context", (("context", cp),), "ring", remat).audit
@@ -347,7 +356,8 @@ def test_gather_and_ulysses_send_no_permutes(method, kind):
 def test_gradients_cross_context_once_a_microbatch_and_data_once_a_step():
     case = compiled("context", (("context", 2), ("data", 2)), "ring")
     size = 4 * sum(info.size for info in case.made.model.table())
-    sent = {axis: [c for c in case.audit.collectives if c.kind == "all-reduce" and c.axes == (axis,)] for axis in ("context", "data")}
+    reduced = [c for c in case.audit.collectives if c.kind == "all-reduce"]
+    sent = {axis: [c for c in reduced if c.axes == (axis,)] for axis in ("context", "data")}
     total = {axis: sum(c.payload_bytes for c in rows) for axis, rows in sent.items()}
     assert size <= total["data"] <= size + test_layouts.SMALL and {c.trips for c in sent["data"]} == {1}
     assert MICROBATCHES * size <= total["context"] <= MICROBATCHES * size + test_layouts.SMALL
@@ -355,15 +365,16 @@ def test_gradients_cross_context_once_a_microbatch_and_data_once_a_step():
 
 
 @pytest.mark.skipif(not compile.has_gpu_compile(), reason=f"install 'meshtrain[gpu-compile]': no {compile.missing_wheels()}")
-@pytest.mark.parametrize("remat", ["full", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("remat", ["full", slow("none")])
 def test_gpu_program_sends_what_the_formulas_say(remat):
     """The step for 8 H100, ZeRO-3 over fsdp 2 and context 4: the ring's hops in bf16, its gradients in float32.
 
-    XLA moves the cast of dK and dV to bf16 before their last hop, which sends half of what the formula has for it.
+    XLA may move the cast of dK and dV to bf16 before their last hop, which then sends half of what the formula has for it.
     """
     L, M, B, T, K, H, cp = 2, 2, 8, 1024, 4, 32, 4
     run = config.Run(mesh=dict(context=cp, fsdp=2), sharding=dict(rules=str(RULES / "zero3_context.toml")),
-                     model=dict(vocab_size=512, embed_dim=256, num_layers=L, num_heads=8, num_kv_heads=K, head_dim=H, mlp_dim=512),
+                     model=dict(vocab_size=512, embed_dim=256, num_layers=L, num_heads=8, num_kv_heads=K, head_dim=H,
+                                mlp_dim=512),
                      data=dict(seq_len=T, global_batch=B), training=dict(microbatches=M, remat=remat, loss_chunk=128))
     made = assembly.assemble(run, compile.topology("h100:8"))
     program = audit.read(made.program.compile().as_text(), made.mesh)
@@ -373,8 +384,9 @@ def test_gpu_program_sends_what_the_formulas_say(remat):
     forward, backward, sums = permutes(program, "bf16", False), permutes(program, "bf16", True), permutes(program, "f32", True)
     assert (forward.count, forward.bytes) == ((cp - 1) * times, (cp - 1) * times * elements * 2)
     assert permutes(program, "f32", False).count == 0
-    last = cp * times - sums.count                              # hops home in bf16
-    assert last in (0, times) and (backward.count, backward.bytes) == ((cp - 1) * times + last, backward.count * elements * 2)
+    last = cp * times - sums.count                              # hops home in bf16: of dK and dV, of one of them, or none
+    assert last in (0, M * L, 2 * M * L)
+    assert (backward.count, backward.bytes) == ((cp - 1) * times + last, backward.count * elements * 2)
     assert sums.bytes == sums.count * elements * 4
     # Weight gradients: reduce-scattered over both axes, in float32, a microbatch at a time. The table's rows included.
     size = 4 * sum(info.size for info in made.model.table())
@@ -387,17 +399,19 @@ def test_gpu_program_sends_what_the_formulas_say(remat):
 
 BAD = {
     "length": ("--data.seq_len 1002", ["data.seq_len=1002", "2 × mesh.context = 8", "use 1000 or 1008"]),
-    "length, ulysses": ("--data.seq_len 1002 --context.method ulysses", ["data.seq_len=1002", "mesh.context = 4", "use 1000 or 1004"]),
+    "length, ulysses": ("--data.seq_len 1002 --context.method ulysses",
+                        ["data.seq_len=1002", "mesh.context = 4", "use 1000 or 1004"]),
     "length over tensor, too": (f"--data.seq_len 1028 --mesh.context 2 --mesh.data 1 --mesh.tensor 4 --model.num_kv_heads 4 "
                                 f"--sharding.rules {RULES}/zero3_tensor_sequence_context.toml",
                                 ["2 × mesh.context = 4", "context × tensor", "use 1024 or 1032"]),
     "heads": ("--context.method ulysses --model.num_heads 6 --model.num_kv_heads 2 --model.head_dim 8",
               ["ulysses", "model.num_heads=6", "mesh.context=4", "ring or gather"]),
-    "heads of a tensor shard": (f"--context.method ulysses --mesh.data 1 --mesh.tensor 2 --model.num_heads 4 --model.num_kv_heads 2 "
-                                f"--sharding.rules {RULES}/zero3_tensor_sequence_context.toml", ["deals 2 heads", "mesh.context=4"]),
+    "heads of a tensor shard": ("--context.method ulysses --mesh.data 1 --mesh.tensor 2 --sharding.rules " + str(
+        RULES / "zero3_tensor_sequence_context.toml"), ["deals 2 heads", "mesh.context=4"]),
     "rules without context": (f"--sharding.rules {RULES}/zero3.toml", ["mesh.context=4", "zero3.toml", 'seq = "context"']),
     "weights over context alone": ("--sharding.rules weights.toml", ["weights.toml", 'seq = "context"', "mesh.context to 1"]),
-    "residual_seq without context": ("--sharding.rules residual.toml", ["residual.toml", "residual_seq", '["context", "tensor"]']),
+    "residual_seq without context": ("--sharding.rules residual.toml",
+                                     ["residual.toml", "residual_seq", '["context", "tensor"]']),
     "method": ("--context.method rings", ["context.method", "rings", "ring"]),
 }
 OWN_RULES = {
@@ -413,8 +427,8 @@ def test_a_split_that_cannot_be_is_exit_2_and_one_message(mistake, tmp_path, mon
     for name, text in OWN_RULES.items():
         (tmp_path / name).write_text(text)
     base = {"mesh.context": 4, "mesh.data": 2, "mesh.fsdp": 1, "mesh.tensor": 1, "sharding.rules": RULES / "context.toml",
-            "data.seq_len": 1024, "data.global_batch": 8, "model.vocab_size": 257, "model.embed_dim": 32, "model.num_layers": 1,
-            "model.num_heads": 4, "model.num_kv_heads": 2, "model.mlp_dim": 64}
+            "data.seq_len": 1024, "data.global_batch": 8, "model.vocab_size": 257, "model.embed_dim": 32,
+            "model.num_layers": 1, "model.num_heads": 4, "model.num_kv_heads": 2, "model.mlp_dim": 64}
     given = [str(word) for key, value in base.items() for word in (f"--{key}", value)]
     test_commands.refused(test_commands.call(inspect.main, *given, *words.split()), *parts)
 
@@ -425,8 +439,8 @@ def one_run(tmp_path_factory):
     home = tmp_path_factory.mktemp("context")
     (home / "corpus.txt").write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(600)))
     values = {"mesh.fsdp": 1, "mesh.tensor": 1, "mesh.simulated_devices": 8, "sharding.rules": RULES / "context.toml",
-              "model.vocab_size": 257, "model.embed_dim": 32, "model.num_layers": 2, "model.num_heads": 4, "model.num_kv_heads": 2,
-              "model.mlp_dim": 64, "model.compute_dtype": "float32", "data.source": "text",
+              "model.vocab_size": 257, "model.embed_dim": 32, "model.num_layers": 2, "model.num_heads": 4,
+              "model.num_kv_heads": 2, "model.mlp_dim": 64, "model.compute_dtype": "float32", "data.source": "text",
               "data.paths": f'["{home / "corpus.txt"}"]', "data.seq_len": 32, "data.global_batch": 8,
               "run.sample_tokens": 16, "run.compilation_cache": "", "validation.batches": 2, "optimizer.warmup_steps": 2,
               "optimizer.schedule": "constant", "checkpoint.every": 3}
@@ -444,20 +458,23 @@ def sample_of(said: str) -> str:
     return said.split("a sample:")[1].splitlines()[1]
 
 
-@pytest.mark.parametrize("method, mesh", [("ring", "--mesh.data 2 --mesh.context 4"), ("ulysses", "--mesh.data 4 --mesh.context 2")])
-def test_a_run_with_split_sequences_has_the_losses_validation_and_sample_of_one_without(one_run, method, mesh):
-    run, said, rows = one_run
-    got_said, got = run(method, 6, *mesh.split(), "--context.method", method)
-    for key in ("loss", "grad_norm"):
-        np.testing.assert_allclose([r[key] for r in got], [r[key] for r in rows], rtol=2e-5)
-    assert [r["tokens"] for r in got] == [r["tokens"] for r in rows]
+def check_end(got_said, got, said, rows):
+    """Losses, validation and sample at the end of a run; Adam has magnified the rounding of six steps."""
+    np.testing.assert_allclose([r["loss"] for r in got], [r["loss"] for r in rows], rtol=2e-5)
+    np.testing.assert_allclose([r["grad_norm"] for r in got], [r["grad_norm"] for r in rows], rtol=1e-4)
     np.testing.assert_allclose(got[-1]["val_loss"], rows[-1]["val_loss"], rtol=2e-5)
+    assert [r["tokens"] for r in got] == [r["tokens"] for r in rows]
     assert sample_of(got_said) == sample_of(said)
 
 
-def test_a_checkpoint_of_whole_sequences_goes_on_with_split_ones(one_run):
-    run, _, rows = one_run
+def test_a_run_of_whole_sequences_goes_on_with_split_ones_to_the_same_end(one_run):
+    run, said, rows = one_run
     run("across", 3, "--mesh.data", "8")
-    _, got = run("across", 6, "--mesh.data", "4", "--mesh.context", "2")
-    assert [r["step"] for r in got] == list(range(1, 7))
-    np.testing.assert_allclose([r["loss"] for r in got], [r["loss"] for r in rows], rtol=2e-5)
+    check_end(*run("across", 6, "--mesh.data", "2", "--mesh.context", "4"), said, rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", context.METHODS)
+def test_a_run_with_split_sequences_has_the_losses_validation_and_sample_of_one_without(one_run, method):
+    run, said, rows = one_run
+    check_end(*run(method, 6, "--mesh.data", "4", "--mesh.context", "2", "--context.method", method), said, rows)

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import sys
 import xml.dom.minidom
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -505,7 +506,8 @@ def call(*args):
 def pipeline(monkeypatch, tmp_path):
     monkeypatch.setattr(config, "NOT_YET", ("context",), raising=False)
     monkeypatch.chdir(tmp_path)
-    return ("--mesh.simulated_devices", 0, "--mesh.fsdp", 1, "--mesh.stage", 4, "--data.global_batch", 32,
+    rules = Path(__file__).resolve().parent.parent / "sharding_rules" / "zero1_tensor_sequence_pipeline.toml"
+    return ("--mesh.simulated_devices", 0, "--mesh.fsdp", 1, "--mesh.stage", 4, "--sharding.rules", rules, "--data.global_batch", 32,
             "--training.microbatches", 8, "--run.name", "mine", "--schedule")
 
 

@@ -8,7 +8,7 @@ The mesh is any object with `.shape` (axis name → size); partition i is the ro
 """
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -341,3 +341,16 @@ def carried_bytes(text: str, trips: int) -> int:
             totals.append(sum(hlo.shape_bytes(shape) for shape in hlo.changed(module, ins.attr("body"))
                               if shape[0] == "f32" and math.prod(shape[1]) > 1))    # loss sums are scalars
     return max(totals)
+
+
+def accumulator_bytes(text: str, expected: Iterable[tuple[int, ...]]) -> int | None:
+    """Bytes of float32 arrays of the expected shapes, as far as the program's outermost loops carry and change them all.
+
+    A pipeline's loops carry activations, too, so accumulators are told by their shapes. None where one is in no loop.
+    """
+    module, most = hlo.parse(text), Counter()
+    for ins in module.computations[module.entry].values():
+        if ins.op == "while":
+            most |= Counter(shape[1] for shape in hlo.changed(module, ins.attr("body")) if shape[0] == "f32")
+    expected = Counter(map(tuple, expected))
+    return None if expected - most else sum(4 * math.prod(shape) * n for shape, n in expected.items())

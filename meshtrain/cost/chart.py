@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshtrain.cost.simulate import Outcome
+from meshtrain.cost.simulate import Outcome, gib
 from meshtrain.parallel.schedules import F, KINDS, Table
 
 COLORS = {"F": "#4c78a8", "B": "#f58518", "W": "#54a24b", "loss": "#b8a2cc", "idle": "#eeeeee"}
@@ -22,7 +22,7 @@ def title(table: Table, outcome: Outcome, memory_bytes: int | None = None) -> st
     """What the chart shows, with bubble and peak memory."""
     chunks = f", {table.num_chunks} chunks" if table.num_chunks > 1 else ""
     stage = int(table.peak.argmax())
-    held = f" ({memory_bytes / 2**30:.2f} GiB)" if memory_bytes is not None else ""
+    held = f" ({gib(memory_bytes)})" if memory_bytes is not None else ""
     return (f"{table.name}: {table.num_stages} stages, {table.num_microbatches} microbatches{chunks} · bubble "
             f"{outcome.bubble:.1%} · peak memory: activations of {outcome.peak_live:g} microbatches on stage {stage}{held}")
 

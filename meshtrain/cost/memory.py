@@ -8,6 +8,8 @@ import numpy as np
 
 from meshtrain.cost import audit
 
+MATRICES = ("matrix", "embedding", "head")   # roles that are cast to the compute dtype
+
 
 def placed_bytes(abstract, shardings) -> int:
     """Bytes on one device of a tree of arrays under a tree of shardings of the same structure."""
@@ -21,6 +23,29 @@ def accumulator_bytes(abstract_params, grads_shardings) -> int:
     return sum(jax.tree.leaves(sizes))
 
 
+def in_loop(rows, layout, num_chunks: int = 1) -> list[tuple]:
+    """[(ParamInfo, its shape on one device inside the pipeline's loop)], whole over the axes that split the batch.
+
+    A stage's layers are [chunks, layers of a chunk, …], those that fill up the last one included.
+    """
+    pieces = layout.sizes["stage"] * num_chunks
+    kept = lambda axis: layout.ways(a for a in layout.mesh_axes("params", axis) if a not in layout.gathered_axes)
+    found = []
+    for info in rows:
+        shape = tuple(n // kept(axis) for n, axis in zip(info.shape, info.axes))
+        if info.axes[:1] == ("layers",):
+            shape = (num_chunks, -(-info.shape[0] // pieces), *shape[1:])
+        found.append((info, shape))
+    return found
+
+
+def loop_bytes(shapes, compute_dtype: str) -> dict:
+    """Bytes on one device of `in_loop`: a full stage of weights in the compute dtype, and its float32 accumulators."""
+    itemsize = lambda info: np.dtype(compute_dtype if info.role in MATRICES else info.dtype).itemsize
+    return {"loop_weights": sum(math.prod(shape) * itemsize(info) for info, shape in shapes),
+            "loop_grads": sum(math.prod(shape) * 4 for _, shape in shapes)}
+
+
 def formula(state_abstract, state_shardings, grads_shardings) -> dict:
     """The keys of `inspect --json`; activations and total wait for their formulas."""
     return {"params": placed_bytes(state_abstract.params, state_shardings.params),
@@ -29,14 +54,18 @@ def formula(state_abstract, state_shardings, grads_shardings) -> dict:
             "activations": None, "total": None}
 
 
-def compiled(executable, state_abstract, microbatches: int) -> dict:
+def compiled(executable, state_abstract, microbatches: int, loop=None) -> dict:
     """The same keys from a compiled step: arguments as they are placed, accumulators that the microbatch loop carries.
 
+    loop: `in_loop`, where there is a pipeline: its loops must carry an accumulator for each of them, else grads is None.
     activations: temporaries beside the accumulators. total: arguments + temporaries (outputs alias donated arguments).
     """
     analysis = executable.memory_analysis()
     placed = executable.input_shardings[0][0]
-    grads = audit.carried_bytes(executable.as_text(), microbatches) if microbatches > 1 else None
+    if loop is not None:
+        grads = audit.accumulator_bytes(executable.as_text(), [shape for _, shape in loop])
+    else:
+        grads = audit.carried_bytes(executable.as_text(), microbatches) if microbatches > 1 else None
     return {"params": placed_bytes(state_abstract.params, placed.params),
             "grads": grads,
             "optimizer": placed_bytes(state_abstract.opt_state, placed.opt_state),

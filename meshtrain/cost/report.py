@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from meshtrain.cost import audit, memory
 from meshtrain.layout import rules
 
+LABELS = {"loop_weights": "weights in the pipeline's loop", "loop_grads": "gradients in it"}
 LARGE = 64 * 2**20   # bytes on one device from which a replicated parameter is worth a warning
 
 
@@ -21,7 +22,18 @@ def grads_shardings(made):
 
 
 def formula(made) -> dict:
-    return memory.formula(made.program.spec.abstract, made.program.spec.sharding, grads_shardings(made))
+    """By the rules. With a pipeline also what stands inside its loop, whatever [params] and [grads] say of the rest."""
+    held = memory.formula(made.program.spec.abstract, made.program.spec.sharding, grads_shardings(made))
+    return held | (memory.loop_bytes(_loop(made), made.run.model.compute_dtype) if made.choice else {})
+
+
+def held_by_program(made, executable) -> dict:
+    return memory.compiled(executable, made.program.spec.abstract, made.run.training.microbatches, _loop(made))
+
+
+def _loop(made):
+    """The parameters as they stand in the pipeline's loop; None where there is none."""
+    return memory.in_loop(made.model.table(), made.layout, made.choice.table.num_chunks) if made.choice else None
 
 
 def before(made) -> str:
@@ -36,14 +48,14 @@ def before(made) -> str:
         f"layout: {made.plan} on {made.plan.num_devices} × {kind}{simulated}, {made.layout.rules.path}, "
         f"remat {run.training.remat}, {run.model.compute_dtype}, {run.optimizer.name}",
         "memory per device by the rules: " + ", ".join(
-            f"{name} {size(value)}" for name, value in formula(made).items() if value is not None),
+            f"{LABELS.get(name, name)} {size(value)}" for name, value in formula(made).items() if value is not None),
     ]
     return "\n".join(lines + [f"note: {note}" for note in made.notes])
 
 
 def compiled(executable, made, seconds: float) -> str:
     """How long compilation took and what the compiled step holds."""
-    held = memory.compiled(executable, made.program.spec.abstract, made.run.training.microbatches)
+    held = held_by_program(made, executable)
     return (f"compiled in {seconds:.1f} s; compiled step per device: {size(held['total'])} "
             f"(arguments {size(held['total'] - held['activations'] - (held['grads'] or 0))}, "
             f"gradients and activations {size(held['activations'] + (held['grads'] or 0))})")
@@ -51,9 +63,7 @@ def compiled(executable, made, seconds: float) -> str:
 
 def as_json(made, executable, program: audit.Program) -> dict:
     """The contract of `inspect --json`."""
-    return {"memory_bytes": {"formula": formula(made),
-                             "compiled": memory.compiled(executable, made.program.spec.abstract,
-                                                         made.run.training.microbatches)},
+    return {"memory_bytes": {"formula": formula(made), "compiled": held_by_program(made, executable)},
             "collectives": {"formula": None, "compiled": audit.summarize(program.collectives)}}
 
 
@@ -101,11 +111,16 @@ def matmuls(program: audit.Program) -> str:
 
 def memory_table(made, executable) -> str:
     """Formula beside compiled, each difference visible."""
-    held = memory.compiled(executable, made.program.spec.abstract, made.run.training.microbatches)
+    held = held_by_program(made, executable)
     ruled = formula(made)
     show = lambda value: "–" if value is None else size(value)
     rows = [(key, show(ruled[key]), show(held[key])) for key in ("params", "grads", "optimizer", "activations", "total")]
-    return columns([("memory per device", "by the rules", "compiled"), *rows])
+    lines = [columns([("memory per device", "by the rules", "compiled"), *rows])]
+    if made.choice:
+        lines += [f"inside the pipeline's loop: a full stage of weights in {made.run.model.compute_dtype}, "
+                  f"{size(ruled['loop_weights'])}, and its float32 gradients, {size(ruled['loop_grads'])}; by the rules: the "
+                  "layout outside of it. compiled grads: those of the loop"]
+    return "\n".join(lines)
 
 
 def columns(rows) -> str:

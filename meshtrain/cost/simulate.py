@@ -182,21 +182,28 @@ def choose(p: int, m: int, costs: Costs = Costs(), slot_bytes: SlotBytes | None 
 
 def _why(found, fitting, best, budget_bytes) -> str:
     table, outcome, held, fits = best
-    size = lambda count: f"{count / 2**30:.2f} GiB"
-    what = f"{_called(table)}: modelled bubble {outcome.bubble:.1%}"
-    what += f", {size(held)} of activations" if held is not None else ""
+    what = _what(table, outcome, held)
     if fits is False:
-        return f"{what}; none of {len(found)} schedules fits into {size(budget_bytes)}, and this one needs least"
+        return f"{what}; none of {len(found)} schedules fits into {gib(budget_bytes)}, and this one needs least"
     others = [entry for entry in found if entry is not best]
     faster = [entry for entry in others if entry[3] is False and entry[1].bubble < outcome.bubble]
     if faster:
         first = min(faster, key=lambda entry: entry[1].bubble)
-        return f"{what}; {_called(first[0])} ({first[1].bubble:.1%}) needs {size(first[2])}, there are {size(budget_bytes)}"
+        return f"{what}; {_called(first[0])} ({first[1].bubble:.1%}) needs {gib(first[2])}, there are {gib(budget_bytes)}"
     rest = [entry for entry in fitting if entry is not best]
     if not rest:
         return f"{what}; the only schedule {'that fits' if fits else 'there is'}"
     second = min(rest, key=lambda entry: entry[1].bubble)
     return f"{what}, the least of {len(fitting)} schedules; next {_called(second[0])} ({second[1].bubble:.1%})"
+
+
+def _what(table: Table, outcome: Outcome, held: int | None) -> str:
+    return f"{_called(table)}: modelled bubble {outcome.bubble:.1%}" + (f", {gib(held)} of activations" if held is not None else "")
+
+
+def gib(count: int) -> str:
+    """Bytes as people compare them with a GPU's memory; little ones in MiB."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 / 100 else f"{count / 2**20:.2f} MiB"
 
 
 def _called(table: Table) -> str:
@@ -259,4 +266,5 @@ def of_run(run, costs: Costs, p: int, slot_bytes: SlotBytes | None = None, budge
     outcome = simulate(table, costs)
     held = slot_bytes.peak(table) if slot_bytes else None
     fits = held <= budget_bytes if slot_bytes is not None and budget_bytes is not None else None
-    return Choice(table, outcome, held, fits, f"{_called(table)}: modelled bubble {outcome.bubble:.1%}, as asked for")
+    why = _what(table, outcome, held) + ", as asked for"
+    return Choice(table, outcome, held, fits, why + (f"; it does not fit into {gib(budget_bytes)}" if fits is False else ""))

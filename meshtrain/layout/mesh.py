@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 AXES = ("data", "fsdp", "tensor", "stage", "context")
 PLACEMENT = ("stage", "data", "fsdp", "context", "tensor")
@@ -64,6 +64,10 @@ class MeshPlan:
         if len(devices) < self.num_devices:
             raise ValueError(f"the mesh needs {self.num_devices} devices ({self}), but there are {len(devices)}")
         return Mesh(np.array(devices)[self.ids()], AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+    def abstract(self) -> AbstractMesh:
+        """The same mesh without devices: shapes and shardings can be asked of it, nothing runs on it."""
+        return AbstractMesh(tuple(self.sizes[axis] for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
     def __str__(self) -> str:
         return " × ".join(f"{axis} {n}" for axis, n in self.sizes.items() if n > 1) or "one device"

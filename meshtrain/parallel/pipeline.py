@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshtrain.parallel import split
+from meshtrain.parallel import schedules, split
 from meshtrain.parallel.schedules import Run, Table
 
 STAGE = "stage"
@@ -42,23 +42,38 @@ class Model:
     head: Callable
 
 
-def gradients(execute: Callable, table: Table, model: Model, mesh, once, ws, ends, batch, extra, *, ends_specs, batch_specs):
+def gradients(table: Table, model: Model, mesh, once, ws, ends, batch, extra, *, ends_specs, batch_specs):
     """(metric [R], gradients of ws [R, V, P, n, …], gradients of ends [R, …]), float32 and unsummed over replicas.
 
-    execute: what runs on every device: this module's for tables of the phase family, `switch`'s for the switch family.
     R = product of the sizes of `once`, the axes over which the batch is split and the caller sums; the leading dim lies
     on them. ws: layers [V, P, n, …], dim 1 over stage; layer (v, s, i) has the number (v·P + s)·n + i. batch: [M, R, …].
     extra: replicated. ends_specs, batch_specs: how these are split over `stage` and `once`, PartitionSpecs by leaf.
     """
-    rows = P(once or None)
-    body = partial(execute, table, model, mesh.devices.flat[0].platform == "cpu")
-    w_spec = P(None, STAGE)
-    grads_specs = (jax.tree.map(lambda _: P(once or None, *w_spec), ws),
-                   jax.tree.map(lambda spec: P(once or None, *spec), ends_specs))
-    specs = (P(STAGE), jax.tree.map(lambda _: w_spec, ws), ends_specs, batch_specs, jax.tree.map(lambda _: P(), extra))
-    run = jax.shard_map(body, mesh=mesh, axis_names={STAGE, *once}, in_specs=specs, out_specs=(rows, *grads_specs),
+    execute = partial(_execute, table, model, ordered(mesh), True)
+    return over_stages(execute, True, mesh, once, ws, ends, batch, extra, ends_specs, batch_specs)
+
+
+def evaluate(model: Model, mesh, once, ws, ends, batch, extra, *, ends_specs, batch_specs):
+    """The metric [R] of `gradients` alone, by the forward ticks of GPipe's table: ws [1, P, n, …], nothing is kept."""
+    microbatches, stages = jax.tree.leaves(batch)[0].shape[0], jax.tree.leaves(ws)[0].shape[1]
+    table = schedules.make("gpipe", stages, microbatches)
+    execute = partial(_execute, table, model, ordered(mesh), False)
+    return over_stages(execute, False, mesh, once, ws, ends, batch, extra, ends_specs, batch_specs)[0]
+
+
+def ordered(mesh) -> bool:
+    """Whether permutes need the order that `after` makes."""
+    return mesh.devices.flat[0].platform == "cpu"
+
+
+def over_stages(execute, differentiate: bool, mesh, once, ws, ends, batch, extra, ends_specs, batch_specs):
+    """execute(stage [1], ws, ends, batch, extra) on every device's part. Returns as `gradients`, or (metric,)."""
+    grads_specs = (jax.tree.map(lambda _: P(once or None, None, STAGE), ws),
+                   jax.tree.map(lambda spec: P(once or None, *spec), ends_specs)) if differentiate else ()
+    specs = (P(STAGE), jax.tree.map(lambda _: P(None, STAGE), ws), ends_specs, batch_specs, jax.tree.map(lambda _: P(), extra))
+    run = jax.shard_map(execute, mesh=mesh, axis_names={STAGE, *once}, in_specs=specs, out_specs=(P(once or None), *grads_specs),
                         check_vma=False)
-    return run(jnp.arange(table.num_stages), ws, ends, batch, extra)
+    return run(jnp.arange(mesh.shape[STAGE]), ws, ends, batch, extra)
 
 
 class Part(NamedTuple):
@@ -67,13 +82,13 @@ class Part(NamedTuple):
     microbatch: Callable         # number -> its batch
     prepare: Callable            # number -> what all layers see of it
     x: jax.ShapeDtypeStruct      # the stream between stages
-    parts: split.Split           # F, B and W of a chunk
+    parts: split.Split | None    # F, B and W of a chunk
     carry: dict                  # buffers X R Q D (Z), and the sums metric, ws, ends; all zero
     rows: dict                   # the table's columns of this stage; dx_in one tick late
 
 
-def part_of(table: Table, model: Model, stage, ws, ends, batch, extra) -> Part:
-    """For the arguments of an executor, inside its shard_map."""
+def part_of(table: Table, model: Model, differentiate: bool, stage, ws, ends, batch, extra) -> Part:
+    """For the arguments of an executor, inside its shard_map. Not differentiated: X and metric alone, and no `parts`."""
     stage = stage[0]
     num_stages, num_chunks = table.num_stages, table.num_chunks
     depth = jax.tree.leaves(ws)[0].shape[2]
@@ -83,11 +98,13 @@ def part_of(table: Table, model: Model, stage, ws, ends, batch, extra) -> Part:
     microbatch = lambda i: jax.tree.map(lambda a: a[0], take(batch, i))               # of [M, 1, …]
     prepare = lambda i: model.prepare(microbatch(i), extra)
     x = jax.eval_shape(lambda: model.embed(ends, microbatch(0), extra))
-    parts = split.stack(model.layer, flat, depth, x, jax.eval_shape(prepare, 0))
+    parts = split.stack(model.layer, flat, depth, x, jax.eval_shape(prepare, 0)) if differentiate else None
     buffer = lambda avals, name: jax.tree.map(lambda a: jnp.zeros((table.slots[name], *a.shape), a.dtype), avals)
     zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), tree)
-    carry = dict(X=buffer(x, "X"), R=buffer(parts.r, "R"), Q=buffer(parts.q, "Q"), D=buffer(x, "D"), metric=jnp.float32(0),
-                 ws=zeros(jax.tree.map(lambda a: a[:, 0], ws)), ends=zeros(ends))
+    carry = dict(X=buffer(x, "X"), metric=jnp.float32(0))
+    if differentiate:
+        carry |= dict(R=buffer(parts.r, "R"), Q=buffer(parts.q, "Q"), D=buffer(x, "D"),
+                      ws=zeros(jax.tree.map(lambda a: a[:, 0], ws)), ends=zeros(ends))
     if table.split:
         carry["Z"] = buffer(parts.z, "Z")
     rows = jax.tree.map(lambda column: jnp.take(jnp.asarray(column), stage, axis=1), dict(table.columns))
@@ -96,9 +113,8 @@ def part_of(table: Table, model: Model, stage, ws, ends, batch, extra) -> Part:
     return Part(weights, microbatch, prepare, x, parts, carry, rows)
 
 
-def execute(table: Table, model: Model, ordered: bool, stage, ws, ends, batch, extra):
-    """`gradients` on one device, for tables of the phase family. ordered: on a CPU, see `after`."""
-    weights, microbatch, prepare, x, parts, c, rows = part_of(table, model, stage, ws, ends, batch, extra)
+def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, stage, ws, ends, batch, extra):
+    weights, microbatch, prepare, x, parts, c, rows = part_of(table, model, differentiate, stage, ws, ends, batch, extra)
     num_stages, num_chunks = table.num_stages, table.num_chunks
     order = after if ordered else lambda row, *done: row
     share = partial(_share, ordered)
@@ -111,6 +127,9 @@ def execute(table: Table, model: Model, ordered: bool, stage, ws, ends, batch, e
         if run.embed != "never":
             first = _sometimes(run.embed, row["embed_on"], partial(embed, row), lambda: x)
             x = jnp.where(row["F_first"] > 0, first, x)
+        if not differentiate:
+            e = prepare(row["F_mb"])
+            return c, lax.scan(lambda x, w: (model.layer(w[0], x, (w[1], e)), None), x, weights(0)[:2])[0]
         y, (r, q) = parts.forward(weights(row["F_chunk"]), x, prepare(row["F_mb"]))
         return c | dict(R=put(c["R"], row["F_r"], r), Q=put(c["Q"], row["F_q"], q)), y
 
@@ -118,8 +137,10 @@ def execute(table: Table, model: Model, ordered: bool, stage, ws, ends, batch, e
         """The last stage's y, shared; every stage has its part of the vocabulary, and the whole dy in the end."""
         y = share(y, row["loss_here"])
         head = lambda ends, y: model.head(ends, y, microbatch(row["loss_mb"]), extra)
-        (_, metric), (d_ends, dy) = jax.value_and_grad(head, (0, 1), has_aux=True)(split.wide(ends), y)
         on = row["loss_on"] > 0
+        if not differentiate:
+            return c | dict(metric=c["metric"] + jnp.where(on, head(ends, y)[1], 0.0))
+        (_, metric), (d_ends, dy) = jax.value_and_grad(head, (0, 1), has_aux=True)(split.wide(ends), y)
         return c | dict(ends=_add(c["ends"], d_ends, on), metric=c["metric"] + jnp.where(on, metric, 0.0),
                         D=put(c["D"], row["loss_d"], dy))
 
@@ -172,9 +193,13 @@ def execute(table: Table, model: Model, ordered: bool, stage, ws, ends, batch, e
         return c, None
 
     for run in _runs(table):
+        if not differentiate and "B" in run.kinds:
+            break
         if "B" in run.kinds and "dx" not in c:
             c["dx"] = jnp.zeros(x.shape, x.dtype)
         c, _ = lax.scan(partial(tick, run), c, jax.tree.map(lambda a: a[run.start:run.stop], rows))
+    if not differentiate:
+        return (c["metric"][None],)
     return c["metric"][None], jax.tree.map(lambda a: a[None, :, None], c["ws"]), jax.tree.map(lambda a: a[None], c["ends"])
 
 

@@ -3,7 +3,8 @@
 Source: arXiv:2310.01889, in zigzag order. With the keys of an earlier device j < i, exactly (early q, early k) and (late q,
 early k) are live, with those of a later one (late q, early k) and (late q, late k); each is a whole chunk × chunk block.
 So a device computes two blocks a step, chosen by `where`: no mask, no branch, no idle device. Per layer the forward sends
-cp-1 times K and V, the backward as often again and cp times dK and dV in float32 (segment ids apart).
+cp-1 times K and V, the backward as often again and cp times dK and dV in float32 (segment ids apart; where the model
+casts dK and dV to bf16 next, XLA on GPUs does so before their last hop and sends half of it).
 To be called where `axis` is manual. Lengths T are local: 2 chunks.
 """
 from __future__ import annotations

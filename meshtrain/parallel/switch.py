@@ -16,15 +16,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshtrain.parallel import split
-from meshtrain.parallel.pipeline import STAGE, Model, after, part_of, put, take
+from meshtrain.parallel.pipeline import STAGE, Model, after, ordered, over_stages, part_of, put, take
 from meshtrain.parallel.schedules import Table
 
 
-def execute(table: Table, model: Model, ordered: bool, stage, ws, ends, batch, extra):
-    """`pipeline.gradients` on one device, for tables of the switch family. `ends` are whole, the same on all stages."""
-    weights, microbatch, prepare, x, parts, c, rows = part_of(table, model, stage, ws, ends, batch, extra)
+def gradients(table: Table, model: Model, mesh, once, ws, ends, batch, extra, *, ends_specs, batch_specs):
+    """As `pipeline.gradients`, for tables of the switch family; `ends` are whole, the same on all stages."""
+    execute = partial(_execute, table, model, ordered(mesh))
+    return over_stages(execute, True, mesh, once, ws, ends, batch, extra, ends_specs, batch_specs)
+
+
+def _execute(table: Table, model: Model, in_order: bool, stage, ws, ends, batch, extra):
+    weights, microbatch, prepare, x, parts, c, rows = part_of(table, model, True, stage, ws, ends, batch, extra)
     num_stages, w = table.num_stages, weights(0)                       # the family has one chunk
-    order = after if ordered else lambda row, *done: row
+    order = after if in_order else lambda row, *done: row
     zeros = lambda avals: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), avals)
     nothing = dict(y=zeros(x), dx=zeros(x), dy=zeros(x), R=zeros(parts.r), Q=zeros(parts.q), Z=zeros(parts.z))
     add = lambda total, new: jax.tree.map(jnp.add, total, new)

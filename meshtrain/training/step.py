@@ -25,7 +25,7 @@ from meshtrain.model import params
 from meshtrain.model.layers import Plan
 from meshtrain.model.loss import NO_TARGET
 from meshtrain.model.transformer import Transformer
-from meshtrain.parallel import pipeline, schedules, switch
+from meshtrain.parallel import pipeline, schedules, split, switch
 from meshtrain.training.optimizer import schedule
 from meshtrain.training.state import State, StateSpec
 
@@ -61,6 +61,7 @@ class Program:
     once: tuple[str, ...]          # batch axes over which gradients are reduced once per step
     mesh: jax.sharding.Mesh
     compiler_options: dict
+    table: schedules.Table | None  # the pipeline's schedule; None without stages
     order: np.ndarray | None       # which token stands at each place of a sequence; None: as they come
 
     @functools.cached_property
@@ -104,7 +105,6 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
     replicas = layout.ways(once)
     inner = layout.hide(once)
     plan = Plan(inner, jnp.dtype(run.model.compute_dtype), attend, training.remat)
-    drops = run.model.embedding_dropout > 0 or run.model.residual_dropout > 0
 
     batch_spec = lambda dims: P(None, once or None, *inner.spec("activations", ("batch", "seq")[:1 + dims]))
     sequences = data.global_batch // training.microbatches // replicas
@@ -146,10 +146,10 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         return grads, nll.sum() / count, count
 
     if table:
-        accumulate = _pipelined(run, model, layout, mesh, plan, spec, once, batch, table)
+        accumulate, pipelined_nll = _pipelined(run, model, layout, mesh, plan, spec, once, batch, table)
 
     def train(state: State, batch):
-        key = jax.random.fold_in(jax.random.key(run.run.seed), state.step) if drops else None
+        key = jax.random.fold_in(jax.random.key(run.run.seed), state.step) if _drops(run) else None
         grads, loss, count = accumulate(state.params, batch, key)
         place = lambda table, tree: jax.tree.map(lambda axes, x: layout.constrain(table, x, axes), spec.axes, tree,
                                                  is_leaf=rules.is_axes)
@@ -170,6 +170,9 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         return new, metrics
 
     def evaluate(p, batch):
+        if table:
+            return pipelined_nll(p, batch), jnp.sum(batch["targets"] != NO_TARGET)
+
         def add(carry, microbatch):
             def nll(p, b):
                 return model.loss(plan, p, b, chunk=training.loss_chunk)[1]
@@ -190,25 +193,41 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         evaluate=jax.jit(evaluate, in_shardings=(spec.sharding.params, batch_shardings), out_shardings=whole),
         initialize=jax.jit(initialize, out_shardings=spec.sharding),
         spec=spec, batch=batch, plan=dataclasses.replace(plan, layout=layout), once=once, mesh=mesh,
-        compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform, COMPILER_OPTIONS["gpu"]), order=order)
+        compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform, COMPILER_OPTIONS["gpu"]), table=table,
+        order=order)
 
 
 def _pipelined(run, model: Transformer, layout: Layout, mesh, plan: Plan, spec: StateSpec, once, batch, table):
-    """`accumulate` through the pipeline: (params, batch, dropout key) -> (grads placed as [optimizer], loss, count)."""
-    training = run.training
-    num_stages, num_chunks, num_layers = table.num_stages, table.num_chunks, run.model.num_layers
-    depth = -(-num_layers // (num_stages * num_chunks))                # layers of a chunk, the last filled up
-    padding = depth * num_stages * num_chunks - num_layers
+    """(`accumulate`, `evaluate`) through the pipeline.
+
+    accumulate: (params, batch, dropout key) -> (grads placed as [optimizer], loss, count).
+    evaluate: (params, batch) -> nll sum. It runs without chunks, whatever the schedule.
+    """
+    training, num_stages, num_layers = run.training, table.num_stages, run.model.num_layers
     matrices = params.tree(model.table(), lambda info: info.role in ("matrix", "embedding", "head"))
-    staged = lambda axes: (None, "layers", None, *axes[1:])           # [L, …] as [V, P, n, …]
+    staged = lambda axes: (None, "layers", None, *axes[1:])           # [L, …] as [V, P, n, …], filled up with zeros
     each = functools.partial(jax.tree.map, is_leaf=rules.is_axes)
+    without_layers = lambda tree: {k: v for k, v in tree.items() if k != "layers"}
+    ends_axes, layers_axes = without_layers(spec.axes), spec.axes["layers"]
+    others = tuple(a for a in layout.sizes if a != pipeline.STAGE)
+    specs = dict(ends_specs=each(lambda axes: layout.spec("params", axes, drop=others), ends_axes),
+                 batch_specs={name: abstract.sharding.spec for name, abstract in batch.items()})
+    summed = once + layout.mesh_axes("activations", "seq")            # a share of a sequence has gradients of its own, too
 
-    def cast(axes, w, matrix):
-        return layout.constrain("params", w.astype(plan.dtype) if matrix else w, axes)
+    def gathered(p, num_chunks: int):
+        """(layers, ends): gathered once per step, in the compute dtype; inside the loop stands a full stage of them."""
+        def cast(axes, w, matrix):
+            return layout.constrain("params", w.astype(plan.dtype) if matrix else w, axes)
 
-    def into_stages(axes, w):
-        w = jnp.pad(w, [(0, padding)] + [(0, 0)] * (w.ndim - 1)).reshape(num_chunks, num_stages, depth, *w.shape[1:])
-        return layout.constrain("params", layout.constrain("params", w, staged(axes)), staged(axes), drop=gathered)
+        def into_stages(axes, w):
+            depth = -(-num_layers // (num_stages * num_chunks))
+            w = jnp.pad(w, [(0, depth * num_stages * num_chunks - num_layers)] + [(0, 0)] * (w.ndim - 1))
+            w = layout.constrain("params", w.reshape(num_chunks, num_stages, depth, *w.shape[1:]), staged(axes))
+            return layout.constrain("params", w, staged(axes), drop=layout.gathered_axes)
+
+        p = each(cast, spec.axes, p, matrices)
+        ends = each(lambda axes, w: layout.constrain("params", w, axes, drop=layout.gathered_axes), ends_axes, without_layers(p))
+        return each(into_stages, layers_axes, p["layers"]), ends
 
     def out_of_stages(axes, g):
         g = _reduce(layout, summed, staged(axes), g)
@@ -217,7 +236,7 @@ def _pipelined(run, model: Transformer, layout: Layout, mesh, plan: Plan, spec: 
     def layer(weights, x, numbered):
         number, inputs = numbered
         y = model.block(plan, weights, x, inputs, number)
-        return jnp.where(number < num_layers, y, x) if padding else y
+        return jnp.where(number < num_layers, y, x) if num_layers % (num_stages * table.num_chunks) else y
 
     def head(ends, x, microbatch, extra):
         total, nll = model.head_loss(plan, ends, x, microbatch["targets"], z_loss=training.z_loss, chunk=training.loss_chunk)
@@ -227,28 +246,51 @@ def _pipelined(run, model: Transformer, layout: Layout, mesh, plan: Plan, spec: 
         prepare=lambda microbatch, extra: model.inputs(microbatch, extra.get("key")),
         embed=lambda ends, microbatch, extra: model.embed(plan, ends, microbatch, extra.get("key")),
         layer=layer, head=head)
-    execute = switch.execute if table.family == "switch" else pipeline.execute
-    # Weights are gathered once per step, in the compute dtype: inside the loop stands a full stage of them.
-    gathered = layout.gathered_axes
-    without_layers = lambda tree: {k: v for k, v in tree.items() if k != "layers"}
-    ends_axes, layers_axes = without_layers(spec.axes), spec.axes["layers"]
-    manual_only = tuple(a for a in layout.sizes if a != pipeline.STAGE)
-    ends_specs = each(lambda axes: layout.spec("params", axes, drop=manual_only), ends_axes)
-    batch_specs = {name: abstract.sharding.spec for name, abstract in batch.items()}
-    summed = once + layout.mesh_axes("activations", "seq")            # a share of a sequence has gradients of its own, too
 
     def accumulate(p, batch, key):
         count = jnp.maximum(jnp.sum(batch["targets"] != NO_TARGET), 1).astype(jnp.float32)
-        p = each(cast, spec.axes, p, matrices)
-        ws = each(into_stages, layers_axes, p["layers"])
-        ends = each(lambda axes, w: layout.constrain("params", w, axes, drop=gathered), ends_axes, without_layers(p))
         extra = {"count": count} | ({} if key is None else {"key": key})
-        nll, ws, ends = pipeline.gradients(execute, table, parts, mesh, summed, ws, ends, batch, extra,
-                                           ends_specs=ends_specs, batch_specs=batch_specs)
+        gradients = switch.gradients if table.family == "switch" else pipeline.gradients
+        nll, ws, ends = gradients(table, parts, mesh, summed, *gathered(p, table.num_chunks), batch, extra, **specs)
         grads = each(lambda axes, g: _reduce(layout, summed, axes, g), ends_axes, ends)
         grads["layers"] = each(out_of_stages, layers_axes, ws)
         return grads, nll.sum() / count, count
-    return accumulate
+
+    def evaluate(p, batch):
+        extra = {"count": jnp.float32(1)}
+        return pipeline.evaluate(parts, mesh, summed, *gathered(p, 1), batch, extra, **specs).sum()
+
+    return accumulate, evaluate
+
+
+def layer_parts(run, model: Transformer, layout: Layout, mesh, attend: Callable) -> tuple[split.Split, jax.ShapeDtypeStruct]:
+    """F, B and W of one layer as they stand in the pipeline's loop, and its input: what a microbatch leaves on a device.
+
+    Traced, not compiled; the mesh may be abstract. Shapes are one device's, but whole over tensor, which XLA splits.
+    """
+    dtype, once, seq = jnp.dtype(run.model.compute_dtype), layout.batch_axes, layout.mesh_axes("activations", "seq")
+    plan = Plan(layout.hide(once), dtype, attend, run.training.remat)
+    sequences = run.data.global_batch // run.training.microbatches // layout.ways(once)
+    sizes = (sequences, run.data.seq_len // layout.ways(seq))
+    x = jax.ShapeDtypeStruct((*sizes, run.model.embed_dim), dtype)
+    weights = params.tree(model.table(), lambda info: jax.ShapeDtypeStruct(
+        info.shape[1:], dtype if info.role == "matrix" else info.dtype))["layers"]
+    parts = None
+
+    def trace():
+        nonlocal parts
+        key = jax.random.key(0) if _drops(run) else None
+        inputs = model.inputs({name: jnp.zeros(sizes[:1 + dims], jnp.int32) for name, dims in FIELDS.items()}, key)
+        parts = split.layer(lambda w, x, e: model.block(plan, w, x, e[1], e[0]), weights, x, (jnp.int32(0), inputs))
+        return jnp.int32(0)
+
+    jax.eval_shape(jax.shard_map(trace, mesh=mesh, axis_names={pipeline.STAGE, *once, *seq}, in_specs=(), out_specs=P(),
+                                 check_vma=False))
+    return parts, x
+
+
+def _drops(run) -> bool:
+    return run.model.embedding_dropout > 0 or run.model.residual_dropout > 0
 
 
 def _single(f):

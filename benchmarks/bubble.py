@@ -1,0 +1,124 @@
+"""python benchmarks/bubble.py: how long a pipeline's stages really stand idle, beside what the simulator says.
+
+Stages sleep instead of computing: a layer's F, B and W each wait in a callback on the host, the same time each. Sleeping
+needs no core, so four simulated devices overlap on any machine as four real ones would, and what is measured is the program
+that the executor makes of a table: its order, its permutes, its scans. Writes benchmarks/bubble.md.
+"""
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from meshtrain import assembly, config
+from meshtrain.cost import simulate
+from meshtrain.parallel import pipeline, schedules
+
+STAGES, MICROBATCHES = 4, 8
+CASES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("interleaved_zero_bubble", 2))
+CHUNK_S = 0.1                       # the shortest op, that of one of two chunks
+STAGE_S = 2 * CHUNK_S
+REPEATS = 3
+WITHIN = 0.05                       # of the simulator's bubble
+AT_MOST = {"interleaved_zero_bubble": 0.16}
+
+
+def sleeper(op: str, seconds: float, slept: list):
+    """x -> 0.0, after `seconds`."""
+    def sleep(_):
+        time.sleep(seconds)
+        slept.append(op)
+        return np.zeros((), np.float32)
+    return lambda x: jax.pure_callback(sleep, jax.ShapeDtypeStruct((), jnp.float32), x.ravel()[0])
+
+
+def sleeping_layer(seconds: float, slept: list):
+    """A layer y = x with the costs F:B:W = 1:1:1. Its gradients come from different callbacks, so the split parts them."""
+    forward, input_grad, weight_grad = (sleeper(op, seconds, slept) for op in "FBW")
+    layer = jax.custom_vjp(lambda w, x: x + forward(x))
+
+    def backward(w, dy):
+        dx = dy + input_grad(dy)
+        return w * 0 + weight_grad(dx), dx          # after dx: where W is not split off, the two must not overlap
+    layer.defvjp(lambda w, x: (layer(w, x), w), backward)
+    return layer
+
+
+def compiled_step(table: schedules.Table, mesh, slept: list):
+    """The step of a model whose stages only sleep: a chunk is one layer, embedding and head cost nothing."""
+    layer = sleeping_layer(STAGE_S / table.num_chunks, slept)
+    model = pipeline.Model(
+        prepare=lambda microbatch, extra: (),
+        embed=lambda ends, microbatch, extra: microbatch + ends,
+        layer=lambda w, x, numbered: layer(w, x),
+        head=lambda ends, x, microbatch, extra: (jnp.sum(x * ends), jnp.float32(0)))
+    ws = jnp.zeros((table.num_chunks, table.num_stages, 1))
+    batch = jnp.ones((table.num_microbatches, 1, 1, 4, 8))
+
+    def step(ws, batch):
+        return pipeline.gradients(table, model, mesh, (), ws, jnp.ones(()), batch, (), ends_specs=P(), batch_specs=P())
+    with jax.set_mesh(mesh):
+        return jax.jit(step).lower(ws, batch).compile(), (ws, batch)
+
+
+def measure(table: schedules.Table, mesh) -> float:
+    """Share of the step, the fastest of REPEATS, in which a stage does not work on its microbatches."""
+    slept = []
+    step, args = compiled_step(table, mesh, slept)
+    jax.block_until_ready(step(*args))
+    ops = {op: slept.count(op) for op in "FBW"}
+    expected = {op: table.num_stages * table.executed[op if table.split or op != "W" else "B"] for op in "FBW"}
+    assert ops == expected, f"{table.name} slept {ops}, its table says {expected}"
+    times = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        jax.block_until_ready(step(*args))
+        times.append(time.perf_counter() - started)
+    return 1 - 3 * STAGE_S * table.num_microbatches / min(times)
+
+
+def main() -> int:
+    os.environ.setdefault("NPROC", "32")               # a sleeping callback holds a thread of the CPU client's pool
+    devices = assembly.start_devices(config.Run(mesh=dict(stage=STAGES, simulated_devices=STAGES)))
+    mesh = jax.make_mesh((STAGES,), (pipeline.STAGE,), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
+    rows, missed = [], []
+    for name, chunks in CASES:
+        table = schedules.make(name, STAGES, MICROBATCHES, chunks)
+        modelled = simulate.simulate(table).bubble
+        yardstick = simulate.simulate(schedules.megatron(name, STAGES, MICROBATCHES, chunks)).bubble
+        measured = measure(table, mesh)
+        aim = AT_MOST.get(name, modelled + WITHIN)
+        ok = abs(measured - modelled) <= WITHIN and measured <= aim
+        missed += [] if ok else [name]
+        rows.append(f"| {name} | {chunks} | {measured:.3f} | {modelled:.3f} | {aim:.2f} | {yardstick:.3f} |")
+        print(rows[-1], file=sys.stderr)
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    out = ["# The bubble that really happens", "",
+           "Written by `python benchmarks/bubble.py`; what is measured, and how, stands there.", "",
+           f"{datetime.date.today()} · {cpus} CPU cores, load average {os.getloadavg()[0]:.0f} · jax {jax.__version__} · "
+           f"{STAGES} stages, {MICROBATCHES} microbatches; F, B and W of a stage sleep {STAGE_S * 1e3:.0f} ms each, those of a "
+           f"chunk their share; fastest of {REPEATS} steps.", "",
+           "| schedule | chunks | bubble measured | simulated | at most | a runtime with one program per stage, simulated |",
+           "|---|---|---|---|---|---|", *rows, "",
+           "Bubble: the share of the step in which a stage does not work on its microbatches. The last column is Megatron-LM's "
+           "order, each stage going on as soon as what it needs has arrived."]
+    text = "\n".join(out) + "\n"
+    print(text)
+    (ROOT / "benchmarks" / "bubble.md").write_text(text)
+    if missed:
+        print(f"error: bubble beyond its aim: {', '.join(missed)}", file=sys.stderr)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""python benchmarks/context.py [SEQ_LEN ...]: what ring, gather and ulysses send, hold and take, over S and context.
+
+One layer's attention, forward and backward, of one sequence, in the engine that a run would get: on 8 simulated devices,
+or on all GPUs there are. Outputs of the methods must agree before anything is timed; then they are timed in turns.
+Bytes are read off the compiled program. Writes benchmarks/context.md.
+
+When does the ring hide what it sends? With chunks of c = S / (2·context) tokens, N heads and K key/value heads of size H,
+a step of the forward computes two c × c blocks, 2 · 4·c²·N·H FLOPs, while K and V of two chunks travel on, in bf16
+2 · 2c·K·H · 2 bytes. Both are 8·c·H times something, and c·N / FLOPs per second ≥ K / bytes per second gives
+
+    c ≥ FLOPs per second ÷ bytes per second × K/N.
+
+A step of the backward computes 2.5 times as much (five products for two) and sends three times as much: K and V again,
+and dK and dV in float32. So it asks for 3 / 2.5 = 1.2 times that c. Tensor parallelism divides N and K alike and changes
+nothing. Kernels stay below their peak, so the true c is smaller.
+"""
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import statistics
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import jax
+import jaxlib
+import numpy as np
+
+from meshtrain import assembly, config
+from meshtrain.cost import audit, hardware
+from meshtrain.layout import rules
+from meshtrain.layout.mesh import MeshPlan
+from meshtrain.parallel import context
+
+ROUNDS = 5
+SIMULATED = 8
+SHAPES = {"cpu": (8, 2, 32, (1024, 4096)), "gpu": (32, 8, 128, (8192, 32768, 131072))}   # N, K, H, lengths
+AGREE = {"float32": 1e-4, "bfloat16": 3e-2}       # of the largest output
+K_TO_N = 8 / 32                                   # Llama 3 8B; 70B and 405B have fewer key/value heads yet
+TABLE_CONTEXT = 8
+
+
+class Contestant:
+    """One method at one S and context: compiled, its inputs on the mesh in its own order."""
+
+    def __init__(self, method: str, S: int, cp: int, devices):
+        on_cpu = devices[0].platform == "cpu"
+        N, K, H, _ = SHAPES["cpu" if on_cpu else "gpu"]
+        run = config.Run(mesh=dict(context=cp), sharding=dict(rules=str(ROOT / "sharding_rules" / "context.toml")),
+                         model=dict(vocab_size=256, embed_dim=N * H, num_layers=1, num_heads=N, num_kv_heads=K, head_dim=H,
+                                    mlp_dim=N * H, compute_dtype="float32" if on_cpu else "bfloat16"),
+                         data=dict(seq_len=S, global_batch=1, document_mask=False), context=dict(method=method))
+        plan = MeshPlan({"context": cp})
+        self.method, self.S, self.cp, self.times = method, S, cp, []
+        self.mesh, layout = plan.build(devices), rules.Layout(rules.load(run.sharding.rules), plan.sizes)
+        attend, self.note = assembly.choose_attention(run, plan.sizes, devices[0])
+        self.order = context.METHODS[method].order(S, cp)
+        self.dtype = run.model.compute_dtype
+
+        # Two programs: in one, XLA would share what forward and backward both send. A training step keeps them apart.
+        def forward(q, k, v, segments):
+            return jax.vjp(lambda q, k, v: attend(layout, q, k, v, segments), q, k, v)
+
+        rng = np.random.default_rng(0)
+        natural = [rng.standard_normal((1, S, n, H), np.float32).astype(self.dtype) for n in (N, K, K)]
+        natural += [np.ones((1, S), np.int32), rng.standard_normal((1, S, N, H), np.float32).astype(self.dtype)]
+        axes = [("batch", "seq", "heads", None)] + [("batch", "seq", "kv_heads", None)] * 2
+        axes += [("batch", "seq"), ("batch", "seq", "heads", None)]
+        with jax.set_mesh(self.mesh):
+            placed = lambda names: jax.NamedSharding(self.mesh, layout.spec("activations", names))
+            *args, self.do = [jax.device_put(x[:, self.order], placed(names)) for x, names in zip(natural, axes)]
+            started = time.perf_counter()
+            compiled = jax.jit(forward).lower(*args).compile()
+            self.forward = lambda: compiled(*args)
+            self.backward = jax.jit(lambda back, do: back(do)).lower(self.forward()[1], self.do).compile()
+        self.compile_s = time.perf_counter() - started
+        self.sent_bytes = [sum(c.bytes for c in audit.read(program.as_text(), self.mesh).require_known().collectives)
+                           for program in (compiled, self.backward)]
+        self.temp_bytes = max(program.memory_analysis().temp_size_in_bytes for program in (compiled, self.backward))
+
+    def results(self) -> list[np.ndarray]:
+        """o, dq, dk, dv in natural order."""
+        o, back = self.forward()
+        return [np.asarray(x, np.float32)[:, np.argsort(self.order)] for x in (o, *self.backward(back, self.do))]
+
+    def go(self) -> None:
+        started = time.perf_counter()
+        o, back = jax.block_until_ready(self.forward())
+        half = time.perf_counter()
+        jax.block_until_ready(self.backward(back, self.do))
+        self.times.append((half - started, time.perf_counter() - half))
+
+
+def bounds() -> list[str]:
+    """The bound of every GPU whose peak and links are known, as a table."""
+    out = ["## When the ring hides what it sends", "",
+           "A chunk (S / 2·context) must hold FLOPs ÷ bandwidth × K/N tokens for the forward, 1.2 times as many for the "
+           f"backward; the derivation stands in `benchmarks/context.py`. S: the shortest sequence whose backward is hidden at "
+           f"context {TABLE_CONTEXT} with K/N = {K_TO_N:g} (Llama 3 8B). Across hosts every GPU is taken to have its own link.", "",
+           "| GPU | link | FLOPs ÷ bandwidth | chunk, forward | chunk, backward | S, context 8 |", "|---|---|---|---|---|---|"]
+    for gpu in hardware.GPUS.values():
+        for link, rate in (("in a host", gpu.intra_host_bytes_per_s), ("across hosts", gpu.inter_host_bytes_per_s)):
+            if rate and gpu.peak("bfloat16"):
+                tokens = gpu.peak("bfloat16") / rate
+                out.append(f"| {gpu.name} | {link} | {tokens:,.0f} | {tokens * K_TO_N:,.0f} | {1.2 * tokens * K_TO_N:,.0f} | "
+                           f"{2 * TABLE_CONTEXT * 1.2 * tokens * K_TO_N:,.0f} |")
+    return out
+
+
+def main(argv) -> int:
+    if bad := [word for word in argv if not word.isdigit() or int(word) % (2 * SIMULATED) or word == "0"]:
+        print(f"error: {' '.join(bad)}: sequence lengths are multiples of {2 * SIMULATED}", file=sys.stderr)
+        return 2
+    few = config.Mesh(simulated_devices=0 if assembly.gpus_expected() else SIMULATED)
+    devices = assembly.start_devices(config.Run(mesh=few))
+    on_cpu = devices[0].platform == "cpu"
+    N, K, H, lengths = SHAPES["cpu" if on_cpu else "gpu"]
+    rows, notes = [], []
+    for S in [int(word) for word in argv] or lengths:
+        for cp in [n for n in (2, 4, 8) if n <= len(devices)]:
+            contestants = [Contestant(method, S, cp, devices) for method in context.METHODS]
+            results = [c.results() for c in contestants]
+            for c, found in zip(contestants, results):
+                off = max(np.abs(a - b).max() / np.abs(b).max() for a, b in zip(found, results[0]))
+                if not off <= AGREE[c.dtype]:
+                    print(f"error: {c.method} differs from {contestants[0].method} by {off:.1e} at S {S}, context {cp}",
+                          file=sys.stderr)
+                    return 1
+            for _ in range(ROUNDS):
+                for c in contestants:
+                    c.go()
+            for c in contestants:
+                notes += [c.note] if c.note and c.note not in notes else []
+                forward, backward = map(statistics.median, zip(*c.times))
+                rows.append(f"| {S:,} | {cp} | {c.method} | {c.sent_bytes[0] / 2**20:.2f} | {c.sent_bytes[1] / 2**20:.2f} | "
+                            f"{c.temp_bytes / 2**20:.1f} | {forward * 1e3:.0f} | {backward * 1e3:.0f} | {c.compile_s:.1f} |")
+                print(rows[-1], file=sys.stderr)
+    text = "\n".join([*heading(devices, on_cpu), *notes, "",
+                      f"One sequence, {N} heads of {H}, {K} key/value heads, {contestants[0].dtype}; per device, one layer. "
+                      "Temporaries: the larger of forward and backward, gathered or travelling keys and values included.", "",
+                      "| S | context | method | sent forward, MiB | backward, MiB | temporaries, MiB | forward, ms | "
+                      "backward, ms | compile, s |",
+                      "|---|---|---|---|---|---|---|---|---|",
+                      *rows, "", *bounds()] if rows else bounds()) + "\n"
+    print(text)
+    (ROOT / "benchmarks" / "context.md").write_text(text)
+    return 0
+
+
+def heading(devices, on_cpu: bool) -> list[str]:
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    machine = f"{cpus} CPU cores ({platform.machine()}), {len(devices)} simulated devices" if on_cpu else (
+        f"{len(devices)} × {devices[0].device_kind}")
+    out = ["# Context parallelism", "",
+           "Written by `python benchmarks/context.py`; what is measured, and how, stands there.", "",
+           f"{datetime.date.today()} · {machine} · Python {platform.python_version()} · jax {jax.__version__} · jaxlib "
+           f"{jaxlib.__version__}", ""]
+    if on_cpu:
+        out += ["Simulated devices share the cores and a copy in memory is their link: times compare the work that the "
+                "methods do, not what a network makes of them."]
+        load = os.getloadavg()[0]
+        if load > 2 * cpus:
+            out += [f"The machine was shared (load average {load:.0f} on {cpus} cores), so times are too long."]
+        out += [""]
+    return out
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,305 @@
+"""python benchmarks/pipeline.py [RUN.toml] [--section.key value …]: every pipeline schedule against plain autodiff GPipe.
+
+The baseline below is the pipeline that one writes first: a scan over ticks with a permute, differentiated by jax, of the same
+model with the same remat. Loss and gradients must agree before anything is timed. All are timed in turns within one process,
+a step each, round by round: what else the machine does then hits all of them alike. Simulated devices share the cores, so
+time there is work: masked ticks cost as much as others, and no bubble shows (for that: benchmarks/bubble.py). On GPUs it
+shows. Where there are GPUs the same command takes mesh.stage of them. Writes benchmarks/pipeline.md.
+"""
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from meshtrain import assembly, config
+from meshtrain.config import ConfigError
+from meshtrain.cost import audit
+from meshtrain.layout import rules
+from meshtrain.model import transformer
+from meshtrain.model.loss import NO_TARGET
+from meshtrain.parallel import schedules
+
+REMATS = ("none", "full")
+SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("interleaved_zero_bubble", 2))
+BASELINE = "autodiff GPipe"
+ROUNDS = 3
+AGREE = {"float32": 1e-4, "bfloat16": 3e-2}    # relative: loss, and the norm of the gradients' difference
+FLOPS_AIM, COMPILE_AIM = 1.02, 2.0
+NO_SLOWER = ("1f1b", "interleaved")
+USAGE = "python benchmarks/pipeline.py [RUN.toml] [--section.key value ...]"
+
+
+# --- the baseline ----------------------------------------------------------------------------------------------------
+
+def autodiff_gpipe(run, made):
+    """(params, batch) -> (grads, loss): stage s does microbatch t − s in tick t, and jax.grad makes the way back.
+
+    Embedding and head stand outside the loop, vocabulary-parallel over the stages by the partitioner, all microbatches at
+    once. The model's own layers, with the run's remat.
+    """
+    model, plan, mesh = made.model, made.program.plan, made.mesh
+    num_stages, M = run.mesh.stage, run.training.microbatches
+    depth = run.model.num_layers // num_stages
+
+    def stages(stage, ws, x_MBTD, batch):
+        stage = stage[0]
+
+        def tick(x, t):
+            at = lambda a, i: lax.dynamic_index_in_dim(a, jnp.clip(i, 0, M - 1), 0, keepdims=False)
+            inputs = model.inputs(jax.tree.map(lambda a: at(a, t - stage), batch))
+            layer = lambda x, scanned: (model.block(plan, scanned[0], x, inputs, scanned[1]), None)
+            x = jnp.where(stage == 0, at(x_MBTD, t), x)
+            y, _ = lax.scan(layer, x, (ws, stage * depth + jnp.arange(depth)))
+            return lax.ppermute(y, "stage", [(i, (i + 1) % num_stages) for i in range(num_stages)]), y
+        _, y = lax.scan(tick, jnp.zeros_like(x_MBTD[0]), jnp.arange(M + num_stages - 1))
+        return y[None, num_stages - 1:]                                    # real on the last stage
+
+    through = jax.shard_map(stages, mesh=mesh, axis_names={"stage"}, in_specs=(P("stage"), P("stage"), P(), P()),
+                            out_specs=P("stage"), check_vma=False)
+
+    def objective(p, batch):
+        batch = jax.tree.map(lambda a: a[:, 0], batch)                     # [M, 1, B, …]
+        flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), batch)
+        x = model.embed(plan, p, flat)
+        y = through(jnp.arange(num_stages), p["layers"], x.reshape(M, -1, *x.shape[1:]), batch)[-1]
+        total, _ = model.head_loss(plan, p, y.reshape(x.shape), flat["targets"], chunk=run.training.loss_chunk)
+        return total / jnp.maximum(jnp.sum(batch["targets"] != NO_TARGET), 1)
+
+    def step(p, batch):
+        loss, grads = jax.value_and_grad(objective)(p, batch)
+        return jax.tree.map(lambda axes, g: made.program.plan.layout.constrain("optimizer", g.astype(jnp.float32), axes),
+                            made.program.spec.axes, grads, is_leaf=rules.is_axes), loss
+    return step
+
+
+def no_baseline(run) -> list[str]:
+    """What the run asks for that the baseline has not; empty: they can be compared."""
+    m = run.model
+    odd = {f"mesh.{axis}={getattr(run.mesh, axis)}": axis != "stage" and getattr(run.mesh, axis) != 1 for axis in config.AXES}
+    odd |= {"mesh.stage below 2": run.mesh.stage < 2, "dropout": m.embedding_dropout + m.residual_dropout > 0,
+            "training.z_loss": run.training.z_loss > 0,
+            "a number of layers that two chunks a stage do not divide": m.num_layers % (2 * run.mesh.stage)}
+    return [what for what, asked in odd.items() if asked]
+
+
+# --- what is counted and timed ---------------------------------------------------------------------------------------
+
+@dataclasses.dataclass
+class Contestant:
+    """One pipeline: `step(params, batch)` -> (grads, loss). FLOPs are matmuls of one device; compile_s: [wall, CPU]."""
+    name: str
+    remat: str
+    step: Callable
+    compile_s: tuple[float, float]
+    temp_bytes: int
+    flops: float
+    table_flops: float | None              # what the ticks of its table imply
+    times: list = dataclasses.field(default_factory=list)
+    cpu_times: list = dataclasses.field(default_factory=list)
+
+
+def contestant(name: str, run, made, f, args, layer: tuple[float, float], table=None) -> Contestant:
+    """f compiled and audited; layer: FLOPs of a layer's forward and backward for one microbatch, by plain autodiff."""
+    jax.clear_caches()                                                    # what was traced before is not taken over
+    started = time.perf_counter(), time.process_time()
+    step = jax.jit(f).lower(*args).compile(made.program.compiler_options)
+    compile_s = time.perf_counter() - started[0], time.process_time() - started[1]
+    program = audit.read(step.as_text(), made.mesh).require_known()
+    assert not program.broken_permutes
+    share = taken(table) if table else 1.0
+    flops = sum(dot.flops * (share if dot.in_branch else 1) for dot in program.dots)
+    implied = table_flops(run, made, table, *layer) if table else None
+    return Contestant(name, run.training.remat, step, compile_s, step.memory_analysis().temp_size_in_bytes, flops, implied)
+
+
+def taken(table) -> float:
+    """How often the branch of a loss that not all ticks of a run have is taken."""
+    runs = [run for run in table.runs() if run.loss == "sometimes"]
+    return sum(table.shared["loss_on"][run.start:run.stop].sum() for run in runs) / max(1, sum(r.stop - r.start for r in runs))
+
+
+def tokens_of(run) -> int:
+    return run.data.global_batch * run.data.seq_len // run.training.microbatches
+
+
+def head_flops(run) -> int:
+    """Of one microbatch on one stage: logits, dx and dw of its part of the vocabulary."""
+    return 3 * 2 * tokens_of(run) * run.model.embed_dim * transformer.padded_vocab(run.model) // run.mesh.stage
+
+
+def table_flops(run, made, table, forward: float, backward: float) -> float:
+    executed, depth = table.executed, run.model.num_layers // (table.num_stages * table.num_chunks)
+    weight = 2 * tokens_of(run) * sum(i.size for i in made.model.table() if i.role == "matrix") / run.model.num_layers
+    more = (executed["W"] - executed["B"]) * weight if table.split else 0       # W has ticks of its own, and fewer
+    return depth * (executed["F"] * forward + executed["B"] * backward + more) + executed["loss"] * head_flops(run)
+
+
+def layer_flops(run, made, params) -> tuple[float, float]:
+    """Matmul FLOPs of one layer and microbatch as plain autodiff makes it: forward, backward with what remat repeats."""
+    model, plan = made.model, made.program.plan
+    shape = (tokens_of(run) // run.data.seq_len, run.data.seq_len)
+    inputs = jax.eval_shape(model.inputs, dict.fromkeys(("segments", "index", "positions"), jax.ShapeDtypeStruct(
+        shape, jnp.int32)) | {"sequence": jax.ShapeDtypeStruct(shape[:1], jnp.int32)})
+    w = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
+    x = jax.ShapeDtypeStruct((*shape, run.model.embed_dim), plan.dtype)
+    forward = lambda w, x, inputs: jax.vjp(lambda w, x: model.block(plan, w, x, inputs, 0), w, x)
+    _, vjp = jax.eval_shape(forward, w, x, inputs)
+    count = lambda f, *args: sum(audit.read(jax.jit(f).lower(*args).compile().as_text(), made.mesh).flops.values())
+    return count(forward, w, x, inputs), count(lambda vjp, dy: vjp(dy), vjp, x)
+
+
+def timed(c: Contestant, args) -> None:
+    cpu, started = time.process_time(), time.perf_counter()
+    jax.block_until_ready(c.step(*args))
+    c.times.append(time.perf_counter() - started)
+    c.cpu_times.append(time.process_time() - cpu)
+
+
+def ratio(a: Contestant, b: Contestant, of: str = "times") -> float:
+    """The median over the rounds of a's time by b's in the same round."""
+    return statistics.median(x / y for x, y in zip(getattr(a, of), getattr(b, of)))
+
+
+# --- the run ---------------------------------------------------------------------------------------------------------
+
+def main(argv) -> int:
+    if not argv or argv[0].startswith("-"):
+        argv = [str(ROOT / "benchmarks" / "pipeline.toml"), *argv]
+    try:
+        run = config.load([*argv, "--run.compilation_cache", ""], USAGE)
+        if lacking := no_baseline(run):
+            raise ConfigError(f"the baseline has stages only, no {', '.join(lacking)}; take another run file, or drop it")
+        os.environ.setdefault("NPROC", "32")
+        gpus = assembly.gpus_expected() and not run.mesh.simulated_devices
+        mesh = run.mesh.model_copy(update={"simulated_devices": 0 if gpus else run.mesh.stage})
+        run = run.model_copy(update={"mesh": mesh})
+        devices = assembly.start_devices(run)
+        if len(devices) < run.mesh.stage:
+            raise ConfigError(f"mesh.stage={run.mesh.stage} needs as many devices, there are {len(devices)}; "
+                              "use --mesh.stage 2, or --mesh.simulated_devices")
+        return measure(run, devices[:run.mesh.stage])
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def assembled(run, devices, remat: str, schedule: str, chunks: int):
+    run = run.model_copy(update={"training": run.training.model_copy(update={"remat": remat}),
+                                 "pipeline": run.pipeline.model_copy(update={"schedule": schedule, "chunks": chunks})})
+    return run, assembly.assemble(run, devices)
+
+
+def measure(run, devices) -> int:
+    contestants = []
+    _, made = assembled(run, devices, "none", "1f1b", 1)
+    with jax.set_mesh(made.mesh):
+        params = made.program.initialize().params
+        args = params, made.program.place(rows(run))
+        for remat in REMATS:
+            this, made = assembled(run, devices, remat, "1f1b", 1)
+            layer = layer_flops(this, made, params)
+            if remat == "none":
+                ideal = run.training.microbatches * (run.model.num_layers // run.mesh.stage * sum(layer) + head_flops(run))
+            group = [contestant(BASELINE, this, made, autodiff_gpipe(this, made), args, layer)]
+            expected = group[0].step(*args)
+            for schedule, chunks in SCHEDULES:
+                this, made = assembled(run, devices, remat, schedule, chunks)
+                table = schedules.make(schedule, run.mesh.stage, run.training.microbatches, chunks)
+                accumulate = made.program.accumulate
+                group.append(contestant(schedule, this, made, lambda p, b, f=accumulate: f(p, b, None)[:2], args, layer, table))
+                agree(group[-1], args, expected, AGREE[run.model.compute_dtype])
+                print(f"{schedule}, remat {remat}: compiled in {group[-1].compile_s[0]:.1f} s", file=sys.stderr)
+            contestants += group
+        del expected
+        for number in range(ROUNDS):
+            for c in contestants:
+                timed(c, args)
+            print(f"round {number + 1} of {ROUNDS}: {sum(c.times[-1] for c in contestants):.1f} s", file=sys.stderr)
+    report(run, made, devices, contestants, ideal)
+    return 0
+
+
+def rows(run) -> dict:
+    """One step of random tokens, a document a sequence."""
+    d, rng = run.data, np.random.default_rng(0)
+    shape = (d.global_batch, d.seq_len)
+    tokens, index = rng.integers(0, run.model.vocab_size, shape), np.tile(np.arange(d.seq_len), (d.global_batch, 1))
+    made = {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "segments": np.zeros(shape), "positions": index,
+            "index": index, "sequence": np.arange(d.global_batch)}
+    return {name: a.astype(np.int32) for name, a in made.items()}
+
+
+def agree(c: Contestant, args, expected, within: float) -> None:
+    grads, loss = c.step(*args)
+    difference = optax.global_norm(jax.tree.map(jnp.subtract, grads, expected[0])) / optax.global_norm(expected[0])
+    if not (difference <= within and abs(loss / expected[1] - 1) <= within):
+        raise SystemExit(f"error: {c.name}, remat {c.remat}: loss {loss} against {expected[1]}, gradients differ by "
+                         f"{difference:.1e} of their norm: not the same model")
+
+
+def report(run, made, devices, contestants, ideal) -> None:
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    on_cpu = devices[0].platform == "cpu"
+    machine = f"{run.mesh.stage} simulated devices on {cpus} CPU cores ({platform.machine()})" if on_cpu else (
+        f"{run.mesh.stage} × {devices[0].device_kind}")
+    m, M = run.model, run.training.microbatches
+    base = {c.remat: c for c in contestants if c.name == BASELINE}
+    cpu_ratio = partial(ratio, of="cpu_times")
+    out = ["# Pipelines against autodiff GPipe", "",
+           "Written by `python benchmarks/pipeline.py`; what is measured, and how, stands there.", "",
+           f"{datetime.date.today()} · {machine}, load average {os.getloadavg()[0]:.0f} · Python {platform.python_version()} · "
+           f"jax {jax.__version__}", "",
+           f"Model: {sum(info.size for info in made.model.table()):,} parameters (embed {m.embed_dim}, {m.num_layers} layers, "
+           f"mlp {m.mlp_dim}, vocabulary {m.vocab_size}), {m.compute_dtype}; {run.mesh.stage} stages, {M} microbatches of "
+           f"{run.data.global_batch // M} sequences of {run.data.seq_len}; two chunks where the schedule is interleaved.", "",
+           "| remat | schedule | step | ÷ autodiff | CPU ÷ autodiff | FLOPs ÷ ideal | ÷ table | temp memory | ÷ autodiff | compile | "
+           "CPU ÷ autodiff |", "|---|---|---|---|---|---|---|---|---|---|---|"]
+    for c in contestants:
+        b = base[c.remat]
+        out.append(f"| {c.remat} | {c.name} | {statistics.median(c.times) * 1e3:.0f} ms | {ratio(c, b):.2f} | "
+                   f"{f'{cpu_ratio(c, b):.2f}' if on_cpu else '–'} | {c.flops / ideal:.2f} | "
+                   f"{f'{c.flops / c.table_flops:.3f}' if c.table_flops else '–'} | {c.temp_bytes / 2**20:.1f} MiB | "
+                   f"{c.temp_bytes / b.temp_bytes:.2f} | {c.compile_s[0]:.1f} s | {c.compile_s[1] / b.compile_s[1]:.2f} |")
+    out += ["", "| aim | worst | where | |", "|---|---|---|---|"]
+    ours = [c for c in contestants if c.name != BASELINE]
+    named = [c for c in ours if c.name in NO_SLOWER]
+    time_ratio = cpu_ratio if on_cpu else ratio
+    aims = [(f"executed FLOPs ÷ table's ≤ {FLOPS_AIM}", FLOPS_AIM, ours, lambda c: c.flops / c.table_flops),
+            (f"compile time ÷ autodiff's ≤ {COMPILE_AIM:g}{' (CPU seconds)' if on_cpu else ''}", COMPILE_AIM, ours,
+             lambda c: c.compile_s[on_cpu] / base[c.remat].compile_s[on_cpu]),
+            (f"{' and '.join(NO_SLOWER)}: time ÷ autodiff's ≤ 1{' (CPU seconds)' if on_cpu else ''}", 1, named,
+             lambda c: time_ratio(c, base[c.remat])),
+            (f"{' and '.join(NO_SLOWER)}: temp memory ÷ autodiff's < 1", 1, named,
+             lambda c: c.temp_bytes / base[c.remat].temp_bytes)]
+    for aim, limit, among, of in aims:
+        worst = max(among, key=of)
+        out.append(f"| {aim} | {of(worst):.3f} | {worst.name}, remat {worst.remat} | {'met' if of(worst) <= limit else 'missed'} |")
+    out += ["", "FLOPs: matmuls of one device as the compiled program runs them. Ideal: no recomputation, no masked ticks. Table: "
+            "its ticks × what plain autodiff needs for a layer's forward and backward with this remat. Times: medians; ratios: "
+            f"medians of {ROUNDS} rounds; compile: tracing and compiling. Simulated devices share the "
+            "cores, so masked ticks cost time there and no bubble shows; CPU seconds see less of what else runs than wall time."]
+    text = "\n".join(out) + "\n"
+    print(text)
+    (ROOT / "benchmarks" / "pipeline.md").write_text(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

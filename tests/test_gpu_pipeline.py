@@ -1,0 +1,206 @@
+"""The pipelined step as 64 H100 would run it sends what its table and its rule file say, and nothing else.
+
+Compiled without a GPU. As in test_gpu_program, expected bytes come from the parameter table, and everything that the
+program sends is compared; here also from the schedule's table, tick by tick. What is below SMALL per array is not looked
+at: norm scales and their gradients, token and segment ids, per-token statistics of the loss, and its scalars.
+"""
+import functools
+import math
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from meshtrain import assembly, config
+from meshtrain.cost import audit, compile
+from meshtrain.parallel import pipeline, schedules
+
+pytestmark = pytest.mark.skipif(
+    not compile.has_gpu_compile(), reason=f"install 'meshtrain[gpu-compile]': no {compile.missing_wheels()}"
+)
+
+RULES = Path(__file__).resolve().parent.parent / "sharding_rules"
+SMALL = 24 * 2**10  # bytes of an array; the smallest claimed one has 32 KiB, all norms of a stage have 24
+L, M, B, T, D, F = 16, 8, 128, 256, 384, 640  # B: sequences of a step; weights have no dims in common with activations
+MODEL = dict(vocab_size=1280, embed_dim=D, num_layers=L, num_heads=8, num_kv_heads=4, head_dim=48, mlp_dim=F)
+ZERO3, CONTEXT = "zero3_tensor_sequence_pipeline", "zero3_tensor_sequence_context_pipeline"
+TENSOR, FIVE = dict(stage=4, fsdp=4, tensor=4), dict(stage=2, data=2, fsdp=2, tensor=4, context=2)
+CASES = [
+    (ZERO3, dict(stage=4, fsdp=16), "1f1b"), (ZERO3, TENSOR, "interleaved_zero_bubble"), (CONTEXT, FIVE, "1f1b"),
+]  # fmt: skip
+SLOW = [
+    ("pipeline", dict(stage=4, fsdp=16), "1f1b"), ("zero1_pipeline", dict(stage=4, fsdp=16), "zero_bubble"),
+    (ZERO3, TENSOR, "1f1b"), (ZERO3, dict(stage=4, fsdp=16), "interleaved_zero_bubble"),
+    (CONTEXT, FIVE, "interleaved_zero_bubble"),
+]  # fmt: skip
+
+
+class Step(NamedTuple):
+    made: assembly.Assembly
+    table: schedules.Table
+    text: str
+    program: audit.Program
+
+    @property
+    def depth(self) -> int:
+        return L // (self.table.num_stages * self.table.num_chunks)
+
+    def ticks(self, what: str) -> int:
+        """How often the ends of the model work: "embed", "loss" or "embed_grad", conditions counted as if they held."""
+        return sum(run.stop - run.start for run in pipeline._runs(self.table) if getattr(run, what) != "never")
+
+
+@functools.cache
+def gpu_step(rule: str, mesh: tuple, schedule: str, dtype: str = "bfloat16") -> Step:
+    run = config.Run(
+        mesh=dict(mesh), sharding=dict(rules=str(RULES / f"{rule}.toml")), model=MODEL | dict(compute_dtype=dtype),
+        data=dict(seq_len=T, global_batch=B), training=dict(microbatches=M, remat="full", loss_chunk=1024),
+        pipeline=dict(schedule=schedule, chunks=2 if schedule in schedules.INTERLEAVED else 1),
+    )  # fmt: skip
+    made = assembly.assemble(run, compile.topology("h100:64"))
+    table = schedules.make(schedule, run.mesh.stage, M, run.pipeline.chunks)
+    text = made.program.compile().as_text()
+    return Step(made, table, text, audit.read(text, made.mesh))
+
+
+def every_case(test):
+    name = lambda rule, mesh, schedule: f"{rule}-" + "".join(f"{axis}{n}-" for axis, n in mesh.items()) + schedule
+    params = [pytest.param((rule, tuple(mesh.items()), schedule), id=name(rule, mesh, schedule), marks=marks)
+              for cases, marks in ((CASES, ()), (SLOW, pytest.mark.slow)) for rule, mesh, schedule in cases]
+    return pytest.mark.parametrize("case", params)(test)
+
+
+def traffic(step: Step) -> dict:
+    """(kind, axes, dtype) -> (arrays, payload bytes) per step; a layer on its way to its stage: kind "relayout"."""
+    out = defaultdict(lambda: [0, 0])
+    for c in step.program.collectives:
+        if c.payload_bytes / c.count > SMALL:
+            moved = c.axes[0].startswith("stage") and c.source.endswith("reshape")
+            key = ("relayout", ("stage",), c.dtype) if moved else (c.kind, c.axes, c.dtype)
+            out[key][0] += c.count
+            out[key][1] += c.payload_bytes
+    return {key: tuple(value) for key, value in out.items()}
+
+
+def held(step: Step) -> dict:
+    """Numbers of elements of one stage and tensor share: of the layers, and of everything."""
+    table, sizes = step.made.model.table(), step.made.plan.sizes
+    count = lambda *roles: sum(info.size for info in table if info.role in roles) // sizes["stage"] // sizes["tensor"]
+    return {"layers": count("matrix"), "all": count("matrix", "embedding", "head")}
+
+
+def expected(rule: str, step: Step) -> dict:
+    """(kind, axes, dtype) -> (arrays or None where XLA may group them, payload bytes) per step."""
+    sizes, n, depth = step.made.plan.sizes, held(step), step.depth
+    forward, backward = (depth * step.table.executed[kind] for kind in "FB")       # visits of a layer
+    embed, loss, embed_grad = map(step.ticks, ("embed", "loss", "embed_grad"))
+    weights = tuple(axis for axis in ("data", "fsdp", "context") if sizes[axis] > 1)
+    tokens = B // M * T // (sizes["data"] * sizes["fsdp"] * sizes["context"])
+    x_bytes, ways = 2 * tokens * D, sizes["tensor"]                                # the residual stream, bf16
+    want = {
+        # Every F and every B sends once. A stage that is idle sends as well: nothing diverges.
+        ("collective-permute", ("stage",), "bf16"): (step.table.executed["F"] + step.table.executed["B"],
+                                                     (step.table.executed["F"] + step.table.executed["B"]) * x_bytes // ways),
+        # All stages get the last one's output and the first one's cotangent, and sum their parts of the vocabulary: the
+        # embedding's rows and the loss's dx, both in float32.
+        ("all-reduce", ("stage",), "bf16"): (None, (loss + embed_grad) * x_bytes // ways),
+        ("all-reduce", ("stage",), "f32"): (None, (embed + loss) * 2 * x_bytes // ways),
+    }
+    if rule == "pipeline":
+        want["all-reduce", weights, "f32"] = (None, 4 * n["all"])
+    else:
+        want["reduce-scatter", weights, "f32"] = (None, 4 * n["all"])
+    if rule == "zero1_pipeline":
+        want["all-gather", weights, "f32"] = (None, 4 * n["all"])
+    if rule in (ZERO3, CONTEXT):
+        want["all-gather", weights, "bf16"] = (9, 2 * n["all"])
+    if step.table.num_chunks > 1:
+        # Stored in the model's order, worked on in the schedule's: shards of layers change their stages twice, as
+        # all-to-all and permute, weights in bf16 before the gather and gradients after the reduce-scatter.
+        shard = n["layers"] // math.prod(sizes[axis] for axis in weights)
+        want["relayout", ("stage",), "bf16"] = (None, 2 * 2 * shard)
+        want["relayout", ("stage",), "f32"] = (None, 2 * 4 * shard)
+    if ways > 1:
+        # A layer's as without a pipeline: 2 gathers and 2 scatters in F; in B again 2 and 1, and 2 and 2 of its own.
+        want["all-gather", ("tensor",), "bf16"] = (None, (2 * forward + 4 * backward + loss + embed_grad) * x_bytes)
+        want["reduce-scatter", ("tensor",), "bf16"] = (None, (2 * forward + 3 * backward + loss) * x_bytes)
+        want["all-reduce", ("tensor",), "bf16"] = (None, embed * x_bytes)
+    if (cp := sizes["context"]) > 1:
+        # The ring: cp-1 hops of K and V each way, cp of dK and dV; their last one XLA may send in bf16. Remat keeps
+        # attention's results, so no ring runs twice.
+        kv = tokens * MODEL["num_kv_heads"] * MODEL["head_dim"] // ways
+        hops, sums = 2 * (cp - 1) * (forward + backward), 2 * cp * backward
+        last = 2 * backward
+        want["collective-permute", ("context",), "bf16"] = (hops + last, (hops + last) * 2 * kv)
+        want["collective-permute", ("context",), "f32"] = (sums - last, (sums - last) * 4 * kv)
+    return want
+
+
+def check_traffic(got: dict, want: dict):
+    assert set(got) == set(want)
+    for key, (count, payload) in want.items():
+        assert got[key][1] == pytest.approx(payload, rel=0.02), key
+        if count:
+            assert got[key][0] == count, key
+
+
+@every_case
+def test_it_sends_what_the_table_and_the_rules_say_and_nothing_else(case):
+    step = gpu_step(*case)
+    check_traffic(traffic(step), expected(case[0], step))
+    assert not step.program.unknown_loops
+
+
+@every_case
+def test_nothing_crosses_the_batch_inside_the_loop(case):
+    """Not one number: weights come before it, gradients leave behind it, and so does the loss."""
+    step = gpu_step(*case)
+    batch = {axis for axis in ("data", "fsdp", "context") if step.made.plan.sizes[axis] > 1}
+    over = [c for c in step.program.collectives if batch & set(c.axes)]
+    assert over and not [c for c in over if c.trips > 1 and (c.kind, c.axes) != ("collective-permute", ("context",))]
+
+
+@every_case
+def test_matmuls_run_in_bf16_and_no_permute_misses_a_device(case):
+    program = gpu_step(*case).program
+    assert set(program.flops) == {"bf16"} and not program.uncounted
+    assert not program.broken_permutes and not program.partial_permutes
+
+
+def layers_held(text: str, weight: tuple[int, ...]) -> int:
+    """The most layers' worth of a weight of this shape in one array that a loop carries or a collective moves.
+
+    Dims may stand in any order. Other arrays are not looked at: a matmul's split partial sums look like a stack.
+    """
+    most = 0
+    for line in text.splitlines():
+        if re.search(r" (while|all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(", line):
+            for dims in re.findall(r"\b(?:f32|bf16)\[([\d,]+)\]", line):
+                rest = [int(n) for n in dims.split(",")]
+                if all(rest.count(n) >= weight.count(n) for n in weight):
+                    most = max(most, math.prod(rest) // math.prod(weight))
+    return most
+
+
+@every_case
+def test_a_device_holds_the_layers_of_its_own_stage_only(case):
+    """No [stages, …] array of weights or gradients: differentiating through a shard_map over stages makes one."""
+    step = gpu_step(*case)
+    sizes = step.made.plan.sizes
+    assert layers_held(step.text, (D, F // sizes["tensor"])) == L // sizes["stage"]
+    assert layers_held(step.text, (D, 8 // sizes["tensor"], 48)) == L // sizes["stage"]
+
+
+def test_a_stack_of_all_stages_would_be_seen():
+    text = "%loop = (s32[], f32[4,4,384,160]{3,2,1,0}, bf16[4,160,384]{2,1,0}) while(%start), body=%region_1"
+    assert layers_held(text, (D, F // 4)) == 16
+
+
+@pytest.mark.slow
+def test_weights_that_travel_in_float32_are_rejected():
+    step = gpu_step(ZERO3, (("stage", 4), ("fsdp", 16)), "1f1b", dtype="float32")
+    assert set(step.program.flops) == {"f32"}
+    with pytest.raises(AssertionError):
+        check_traffic(traffic(step), expected(ZERO3, step))

@@ -1,0 +1,187 @@
+"""Which schedule a run gets, what it is told of it, and what inspect says of a pipeline's memory."""
+import contextlib
+import dataclasses
+import io
+import json
+import math
+from pathlib import Path
+
+import jax
+import pytest
+
+from meshtrain import assembly, config, inspect, train
+from meshtrain.cost import audit, hardware, hlo, memory, report
+from meshtrain.layout.mesh import MeshPlan
+from test_layouts import Compiled
+from test_pipeline import run_of
+
+RULES = Path(__file__).resolve().parent.parent / "sharding_rules"
+GPU = dataclasses.replace(hardware.get("h100"), hbm_bytes=None)
+
+
+@pytest.fixture(autouse=True)
+def in_a_directory_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def design(rule: str, mesh: dict, *args, gpu=None, **kwargs) -> assembly.Design:
+    return assembly.design(run_of(rule, mesh, *args, **kwargs), MeshPlan(mesh), "gpu" if gpu else "cpu", gpu)
+
+
+def carried(step) -> int:
+    """Bytes that the outermost compiled loop that changes most of them carries and changes."""
+    module = hlo.parse(step.as_text())
+    loops = [hlo.changed(module, ins.attr("body")) for ins in module.computations[module.entry].values() if ins.op == "while"]
+    return max(sum(map(hlo.shape_bytes, shapes)) for shapes in loops)
+
+
+# ---- auto ------------------------------------------------------------------------------------------------------------
+
+
+def test_auto_trains_the_cheapest_table_and_the_notes_say_so():
+    run = run_of("zero1_pipeline", dict(stage=2, data=2), "auto")
+    made = assembly.assemble(run, jax.devices()[:4])
+    assert (made.choice.table.name, made.choice.table.num_chunks) == ("interleaved_zero_bubble", 4), "8 layers on 2 stages"
+    assert made.choice.fits is None, "a simulated device has no memory to run out of"
+    assert f"note: pipeline: {made.choice.why}" in report.before(made).splitlines()
+    assert "MiB of activations" in made.choice.why and "next interleaved of 4 chunks" in made.choice.why
+
+
+def test_auto_takes_what_fits_into_the_gpus_memory():
+    """A budget just below what the first choice needs: the state and the weights of the loop are taken off before."""
+    of = lambda gpu: design("pipeline", dict(stage=4), "auto", training=dict(remat="full"), gpu=gpu).choice
+    free = of(GPU)
+    assert free.fits is None
+    run, plan = run_of("pipeline", dict(stage=4), "auto"), MeshPlan(dict(stage=4))
+    made = assembly.assemble(run, jax.devices()[:4])
+    beside = sum(v for k, v in report.formula(made).items() if v is not None and k != "grads")
+    enough = math.ceil((beside + free.memory_bytes) / assembly.USABLE) + 1
+    assert of(dataclasses.replace(GPU, hbm_bytes=enough)).table.name == free.table.name
+    tight = of(dataclasses.replace(GPU, hbm_bytes=enough - 4))
+    assert tight.fits and tight.memory_bytes < free.memory_bytes and tight.table.name != free.table.name
+    assert f"{free.table.name}" in tight.why and "needs" in tight.why
+    nothing = of(dataclasses.replace(GPU, hbm_bytes=1))
+    assert nothing.fits is False and "none of" in nothing.why
+    asked = assembly.design(run_of("pipeline", dict(stage=4), "gpipe"), plan, "gpu", dataclasses.replace(GPU, hbm_bytes=1))
+    assert "as asked for; it does not fit into 0.00 MiB" in asked.choice.why
+
+
+def test_auto_chooses_the_same_again():
+    """Nothing but the run and the name of the GPU goes in: not time, not the order of a set."""
+    choices = [design("zero3_tensor_sequence_pipeline", dict(stage=4, fsdp=2, tensor=2), "auto", gpu=hardware.get("h100")).choice
+               for _ in range(2)]
+    assert choices[0].why == choices[1].why and choices[0].memory_bytes == choices[1].memory_bytes
+
+
+@pytest.mark.parametrize("layers, chunks, notes", [
+    (8, 2, []), (6, 2, ["6 layers over mesh.stage=4 × pipeline.chunks=2 are filled up with 2", "6 layers do not divide"]),
+    (4, 1, [])])  # fmt: skip
+def test_auto_takes_chunks_only_where_no_layers_are_added_for_them(layers, chunks, notes):
+    made = design("pipeline", dict(stage=4), "auto", model=dict(num_layers=layers))
+    assert made.choice.table.num_chunks == chunks
+    assert len(made.notes) == 1 + len(notes) and all(part in note for part, note in zip(notes, made.notes[1:]))
+
+
+def test_auto_with_chunks_takes_just_those():
+    assert design("pipeline", dict(stage=2), "auto", chunks=2).choice.table.num_chunks == 2
+
+
+# ---- what a microbatch leaves ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule, mesh, schedule, remat, most", [
+    ("pipeline", dict(stage=4), "gpipe", "none", 1.0),
+    ("zero1_pipeline", dict(stage=2, data=2), "interleaved_zero_bubble", "selective", 1.0),
+    ("zero3_tensor_sequence_context_pipeline", dict(stage=2, context=2, tensor=2), "zero_bubble", "none", 1.25),
+], ids=["gpipe", "interleaved", "tensor and context"])  # fmt: skip
+def test_slot_bytes_are_what_the_compiled_loops_carry(rule, mesh, schedule, remat, most):
+    """With tensor an upper bound: what is as wide as the residual stream counts whole, though some of it is split."""
+    case = Compiled(run_of(rule, mesh, schedule, training=dict(remat=remat)))
+    choice = case.made.choice
+    accumulators = report.formula(case.made)["loop_grads"]
+    held = carried(case.step)
+    # The largest loop may lack accumulators, or a buffer that no tick of it writes, and carries one dx or y.
+    assert choice.memory_bytes <= most * held and held - accumulators <= 1.02 * choice.memory_bytes
+
+
+# ---- what inspect says -----------------------------------------------------------------------------------------------
+
+
+def call(main, *args):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = main([str(arg) for arg in args])
+    return code, out.getvalue(), err.getvalue()
+
+
+def arguments(rule="zero3_tensor_sequence_pipeline", stage=2, **more):
+    values = {"mesh.data": 1, "mesh.fsdp": 4, "mesh.tensor": 1, "mesh.stage": stage, "mesh.simulated_devices": 8,
+              "sharding.rules": RULES / f"{rule}.toml", "model.vocab_size": 512, "model.embed_dim": 32, "model.num_layers": 4,
+              "model.num_heads": 4, "model.num_kv_heads": 2, "model.mlp_dim": 64, "data.seq_len": 32, "data.global_batch": 16,
+              "training.microbatches": 4, "run.name": "mine", "model.compute_dtype": "bfloat16"}
+    values |= {key.replace("__", "."): value for key, value in more.items()}
+    return [str(word) for key, value in values.items() for word in (f"--{key}", value)]
+
+
+def test_inspect_says_what_stands_inside_the_loop_and_the_program_agrees():
+    code, out, err = call(inspect.main, *arguments(), "--json", "--schedule")
+    assert code == 0, err
+    held = json.loads(out)["memory_bytes"]
+    formula, compiled = held["formula"], held["compiled"]
+    assert formula["activations"] is None and formula["total"] is None
+    assert (compiled["params"], compiled["optimizer"]) == (formula["params"], formula["optimizer"])
+    # Zero-3 over fsdp outside, whole inside; the loop's accumulators are float32, its matrices are bfloat16.
+    assert compiled["grads"] == formula["loop_grads"] and 3.9 * formula["grads"] < formula["loop_grads"] <= 4 * formula["grads"]
+    norms = 4 * (2 * 2 * 32 + 32)                               # two in each of two layers, one at the end: always float32
+    assert formula["loop_weights"] == (formula["loop_grads"] - norms) // 2 + norms
+    assert compiled["total"] > compiled["activations"] > 0
+    # The chart goes to stderr, so that stdout is JSON alone.
+    title = err.splitlines()[0]
+    assert "interleaved_zero_bubble: 2 stages, 4 microbatches, 2 chunks" in title and "MiB)" in title
+    assert "note: pipeline: interleaved_zero_bubble of 2 chunks: modelled bubble" in err
+    assert {path.name for path in Path().iterdir()} == {"mine-schedule.png", "mine-schedule.svg"}
+
+
+def test_inspect_tells_people_the_same():
+    code, out, err = call(inspect.main, *arguments("zero1_pipeline", model__num_layers=2, pipeline__schedule="1f1b"))
+    assert code == 0, err
+    assert "inside the pipeline's loop: a full stage of weights in bfloat16" in out
+    assert "weights in the pipeline's loop" in out.split("\n\n")[0] and "note: pipeline: 1f1b: modelled bubble" in out
+    grads = next(line.split("  ") for line in out.splitlines() if line.startswith("grads"))
+    assert grads[-1].strip() != "–"
+
+
+def test_accumulators_that_are_in_no_loop_are_null_and_not_zero():
+    case = Compiled(run_of("pipeline", dict(stage=2), "1f1b", model=dict(num_layers=2)))
+    shapes = memory.in_loop(case.made.model.table(), case.made.layout)
+    text = case.step.as_text()
+    assert audit.accumulator_bytes(text, [s for _, s in shapes]) == sum(4 * math.prod(s) for _, s in shapes)
+    assert audit.accumulator_bytes(text, [s for _, s in shapes] + [(3, 5, 7)]) is None
+    assert audit.accumulator_bytes(text, [s for _, s in shapes] + [shapes[0][1]] * 2) is None, "not one array twice"
+
+
+def test_schedule_of_gpus_that_are_not_here_is_drawn_with_its_memory():
+    rules = RULES / "zero3_tensor_sequence_pipeline.toml"
+    args = ["--model.preset", "llama3-70b", "--sharding.rules", rules, "--mesh.simulated_devices", 0, "--mesh.stage", 4,
+            "--mesh.data", 1, "--mesh.fsdp", -1, "--mesh.tensor", 8, "--data.seq_len", 8192, "--data.global_batch", 64,
+            "--training.microbatches", 16, "--training.remat", "full", "--model.compute_dtype", "bfloat16", "--schedule"]
+    code, out, err = call(inspect.main, *args, "--topology", "h100:64")
+    assert code == 0, err
+    assert "GiB)" in out.splitlines()[0] and "of activations" in out.splitlines()[1]
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("main", [train.main, inspect.main])
+@pytest.mark.parametrize("more, parts", [
+    (dict(rule="zero3_tensor_sequence"), ['layers = "stage"', "pipeline.toml"]),
+    (dict(training__microbatches=1, pipeline__chunks=2), ["training.microbatches=1", "multiple of mesh.stage=2", "use 2,"]),
+    (dict(training__microbatches=1, pipeline__schedule="interleaved", pipeline__chunks=2), ["use 2,"]),
+    (dict(pipeline__schedule="1f1b", pipeline__chunks=2), ["pipeline.chunks=2", 'pipeline.schedule="interleaved"']),
+    (dict(model__num_layers=3, pipeline__uneven="refuse"), ["model.num_layers=3", "e.g. 4", 'pipeline.uneven="pad"']),
+], ids=["rules", "microbatches of auto", "microbatches", "chunks", "uneven"])  # fmt: skip
+def test_pipeline_that_cannot_be_is_told_in_one_message(main, more, parts):
+    code, out, err = call(main, *arguments(**more))
+    assert (code, out) == (2, "") and err.startswith("error: ") and all(part in err for part in parts), err
+    assert "Traceback" not in err
+    assert list(Path().iterdir()) == []
