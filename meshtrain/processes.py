@@ -426,7 +426,8 @@ class StopAgreement:
         split = NamedSharding(mesh, PartitionSpec("devices"))
         self._wishes = [jax.make_array_from_callback(devices.shape, split, lambda index, wish=wish: np.full(1, wish, np.int32))
                         for wish in (0, 1)]
-        self._any = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec())).lower(self._wishes[0]).compile()
+        with jax.set_mesh(mesh):        # the run's mesh, in force around this, may have the devices in another order
+            self._any = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec())).lower(self._wishes[0]).compile()
 
     def reached(self, wish: bool) -> bool:
         """Called by every process once a step: whether all stop now. With one process that is its wish."""

@@ -151,7 +151,9 @@ def _start_state(run: Run, made: assembly.Assembly, checkpoints: Checkpoints, la
 def _tell_the_end(run: Run, made: assembly.Assembly, tokenizer, state: State, val_loss: float | None, directory: Path) -> None:
     if val_loss is not None:
         print(f"validation loss {val_loss:.4f} nats per token ({val_loss / 0.6931471805599453:.3f} bits)")
-    if run.run.sample_tokens:
+    if run.run.sample_tokens and made.plan.sizes["stage"] > 1:
+        print("no sample of text: it would gather all layers, and with mesh.stage > 1 they may not fit on one device")
+    elif run.run.sample_tokens:
         generate = sample.build(made.model, made.program.plan, run.data.seq_len, tokenizer.bos, made.program.order)
         text = sample.text(generate, state.params, run.data.seq_len, run.run.sample_tokens, run.run.seed, tokenizer.decode)
         print(f"a sample:\n{text}\n")

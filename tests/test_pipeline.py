@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from meshtrain import assembly, config
-from meshtrain.cost import report
 from meshtrain.layout import rules
 from meshtrain.layout.rules import Layout
 from meshtrain.model import attention, transformer
@@ -226,16 +225,6 @@ def test_memory_of_1f1b_does_not_grow_with_the_microbatches_and_gpipes_does():
     assert temp_bytes("gpipe", 32) > temp_bytes("gpipe", 8) + 20 * 16 * T * MODEL["embed_dim"] * 4, "24 inputs more"
 
 
-def test_formula_counts_a_full_stage_inside_the_loop_whatever_the_rules_say_outside():
-    made = assembled("zero3_tensor_sequence_pipeline", dict(stage=4, fsdp=2), model=dict(num_layers=6))
-    table = made.model.table()
-    of = lambda *roles: sum(info.size for info in table if info.role in roles and info.axes[0] != "layers")
-    layer = sum(info.size // 6 for info in table if info.axes[0] == "layers")
-    held = 2 * layer + of("embedding", "head") // 4 + of("norm")                        # 6 layers are filled up to 8
-    assert report.stage_elements(made) == held and report.formula(made)["grads"] == 4 * held
-    assert "full stage of weights" in report.before(made)
-
-
 # ---- the split -------------------------------------------------------------------------------------------------------
 
 
@@ -340,8 +329,9 @@ def test_rules_that_put_stage_elsewhere_are_refused(tmp_path):
 
 def test_padding_and_what_does_not_divide_is_said_once():
     notes = assembled("pipeline", dict(stage=3), model=dict(num_layers=5)).notes
-    assert ["do nothing" in notes[0], "do not divide" in notes[1], "vocabulary of 512" in notes[2]] == [True] * 3
-    assert assembled("pipeline", dict(stage=4)).notes == ()
+    for part in ("do nothing", "do not divide", "vocabulary of 512"):
+        assert sum(part in note for note in notes) == 1, part
+    assert not [note for note in assembled("pipeline", dict(stage=4)).notes if "do nothing" in note or "divide" in note]
 
 
 # ---- slow: many devices, many runs -----------------------------------------------------------------------------------

@@ -94,6 +94,15 @@ def test_two_processes_repeat_and_four_equal_two_bit_for_bit(trained):
     assert losses(trained, "2") == losses(trained, "2 again") == losses(trained, "4")
 
 
+def test_a_pipeline_whose_stages_lie_in_two_processes_trains_what_one_trains(home):
+    """Its mesh has the devices in another order than jax lists them."""
+    more = ("--mesh.fsdp", "1", "--mesh.stage", "2", "--sharding.rules", "sharding_rules/zero1_pipeline.toml",
+            "--model.num_layers", "2", "--pipeline.schedule", "1f1b", "--training.steps", "2")
+    for processes in (1, 2):
+        train(home, processes, f"pipeline {processes}", *more)
+    np.testing.assert_allclose(losses(home, "pipeline 2"), losses(home, "pipeline 1"), rtol=0, atol=1e-6)
+
+
 def test_one_process_writes_and_speaks_for_all(trained):
     said = train(trained, 2, "2")      # finished: says so, once
     assert said.count("is finished") == 1

@@ -198,7 +198,8 @@ def _why(found, fitting, best, budget_bytes) -> str:
 
 
 def _what(table: Table, outcome: Outcome, held: int | None) -> str:
-    return f"{_called(table)}: modelled bubble {outcome.bubble:.1%}" + (f", {gib(held)} of activations" if held is not None else "")
+    kept = f", {gib(held)} of activations" if held is not None else ""
+    return f"{_called(table)}: modelled bubble {outcome.bubble:.1%}{kept}"
 
 
 def gib(count: int) -> str:
