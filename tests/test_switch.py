@@ -32,7 +32,8 @@ def test_zb_h1_equals_one_device(name):
 def check_program(case: Compiled):
     """Two permutes a tick, both outside of the branches; the gradients of the batch leave once a step."""
     ticks = table_of(case.made.run).num_ticks
-    permutes = [c for c in case.audit.collectives if c.kind == "collective-permute"]
+    # Layers that do not divide also move to their stage and back, once a step.
+    permutes = [c for c in case.audit.collectives if c.kind == "collective-permute" and c.trips > 1]
     assert sorted((c.axes, c.count, c.in_branch) for c in permutes) == [(("stage",), ticks, False)] * 2
     assert not case.audit.branch_permutes and not case.audit.broken_permutes and not case.audit.unknown_loops
     assert {c.axes for c in case.audit.collectives if c.in_branch} <= {("tensor",)}
