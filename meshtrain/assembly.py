@@ -17,7 +17,7 @@ import jax
 
 from meshtrain import config, processes
 from meshtrain.config import ConfigError, Run
-from meshtrain.cost import hardware, memory, simulate
+from meshtrain.cost import audit, hardware, memory, simulate
 from meshtrain.layout import rules
 from meshtrain.layout.mesh import AXES, MeshPlan
 from meshtrain.layout.rules import Layout, Tensor
@@ -156,15 +156,32 @@ def design(run: Run, plan: MeshPlan, platform: str, gpu: hardware.Gpu | None) ->
     return Design(layout, model, attend, choice, tuple(filter(None, [note, *notes])))
 
 
+def compile_step(made: Assembly):
+    """The compiled training step of the run, checked where its stages take different branches.
+
+    Raises: ConfigError where such a branch holds a permute: it waits for devices that never come, or takes the numbers
+    of another branch's.
+    """
+    executable = made.program.compile()
+    if made.program.table and made.program.table.family == "switch":
+        program = audit.read(executable.as_text(), made.mesh)
+        if program.branch_permutes:
+            raise ConfigError('pipeline.schedule="zb_h1" takes different branches on the stages, where no permute may stand, '
+                              f"and XLA put {len(program.branch_permutes)} there: {'; '.join(program.branch_permutes[:3])}; "
+                              'use pipeline.schedule="zero_bubble", or mesh.tensor=1')
+    return executable
+
+
 def stage_problems(run: Run, loaded: rules.Rules, sizes) -> list[str]:
     """What stands against this pipeline; empty where there is none. Messages in the words of the run file."""
     num_stages, chunks, num_layers = sizes["stage"], run.pipeline.chunks, run.model.num_layers
     if num_stages == 1:
         return []
     faults = schedules.problems(schedule_name(run), num_stages, run.training.microbatches, chunks)
-    if schedule_name(run) == "zb_h1":
-        faults.append('pipeline.schedule="zb_h1" is not available yet; use "zero_bubble", or "interleaved_zero_bubble" '
-                      "with pipeline.chunks=2, which has the same bubble")
+    if schedule_name(run) == "zb_h1" and sizes["context"] > 1:
+        faults.append(f'pipeline.schedule="zb_h1" cannot stand beside mesh.context={sizes["context"]}: its stages take '
+                      "different branches, where permutes over context would mix; use mesh.context=1, or "
+                      'pipeline.schedule="zero_bubble"')
     pieces = num_stages * chunks
     if num_layers % pieces and run.pipeline.uneven == "refuse":
         faults.append(f"model.num_layers={num_layers} cannot be split over mesh.stage={num_stages} × pipeline.chunks={chunks}; "
@@ -198,7 +215,11 @@ def fit_stages(run: Run, loaded: rules.Rules, sizes, placed: list[Tensor]):
         drop["layers"] = num_stages
         notes.append(f"pipeline: {num_layers} layers do not divide over mesh.stage={num_stages}: outside the pipeline's loop "
                      "every stage keeps the states of all of them")
-    if vocab % ways and "stage" in loaded.mesh_axes("params", "vocab"):
+    if schedule_name(run) == "zb_h1":
+        drop["vocab"] = ways
+        notes.append('pipeline: schedule="zb_h1" is experimental; the first stage has the whole embedding and the last the '
+                     "whole head, whatever the rules say of vocab along 'stage', and every stage keeps the states of both")
+    elif vocab % ways and "stage" in loaded.mesh_axes("params", "vocab"):
         drop["vocab"] = ways
         notes.append(f"pipeline: the vocabulary of {vocab} (padded) does not divide over stage and tensor: embedding and head "
                      "are split over tensor only, and every stage repeats their work")

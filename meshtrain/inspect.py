@@ -30,10 +30,10 @@ def main(argv: Sequence[str]) -> int:
                 return 0
         devices = _devices(run, topology)
         made = assembly.assemble(run, devices)
+        executable = assembly.compile_step(made)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    executable = made.program.compile()
     program = audit.read(executable.as_text(), made.mesh)
     if as_json:
         print(json.dumps(report.as_json(made, executable, program)))

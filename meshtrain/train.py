@@ -84,7 +84,7 @@ def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: d
         started = time.perf_counter()
         print(report.before(made), flush=True)
         state = processes.everywhere(lambda: _start_state(run, made, checkpoints, latest))
-        step = made.program.compile()
+        step = processes.everywhere(lambda: assembly.compile_step(made))
         print(report.compiled(step, made, time.perf_counter() - started), flush=True)
         if jax.process_index() == 0:
             rundir.write_settings(run, directory, made.layout.rules.text)

@@ -299,7 +299,8 @@ def assembled(rule: str, mesh: dict, *args, **kwargs):
 @pytest.mark.parametrize("case, parts", [
     ((("pipeline", dict(stage=4)), dict(schedule="1f1b", chunks=2)), ["pipeline.chunks=2", "interleaved"]),
     ((("pipeline", dict(stage=4)), dict(schedule="interleaved", training=dict(microbatches=6))), ["multiple of mesh.stage=4", "8"]),
-    ((("pipeline", dict(stage=4)), dict(schedule="zb_h1")), ["zb_h1", "zero_bubble"]),
+    ((("zero3_tensor_sequence_context_pipeline", dict(stage=2, context=2)), dict(schedule="zb_h1")),
+     ["zb_h1", "mesh.context=2", "zero_bubble"]),
     ((("pipeline", dict(stage=4)), dict(model=dict(num_layers=6), pipeline=dict(uneven="refuse"))),
      ["model.num_layers=6", "mesh.stage=4", "e.g. 8"]),
     ((("zero1", dict(stage=2, data=2)), dict()), ['layers = "stage"', "pipeline.toml"]),
@@ -367,7 +368,7 @@ def five_axes():
 @pytest.mark.slow
 def test_forty_runs_of_a_ring_inside_a_pipeline_give_the_same_bits():
     """Permutes of one device that are under way together pair up on CPUs, once in a hundred runs, without the order
-    that `pipeline._after` makes."""
+    that `pipeline.after` makes."""
     in_its_own_process("forty_runs()", 8)
 
 

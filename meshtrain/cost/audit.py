@@ -57,6 +57,7 @@ class Program:
     unknown_loops: tuple[str, ...]  # loops of unknown length around a collective or a dot: counted ONCE above
     broken_permutes: tuple[str, ...]  # permutes that leave devices with zeros where no plain shift explains it
     partial_permutes: tuple[str, ...]  # shifts along an axis without wrap-around: the first devices receive zeros
+    branch_permutes: tuple[str, ...]  # permutes inside a conditional: wrong or stuck where devices branch differently
     uncounted: tuple[str, ...]  # kernels that do matmuls of unknown size: not in dots
 
     @property
@@ -82,7 +83,7 @@ def read(text: str, mesh) -> Program:
     """Audit a compiled program. text: `compiled.as_text()`; mesh: the mesh that it was compiled for."""
     module, mesh_shape = hlo.parse(text), dict(mesh.shape)
     visits, unknown = hlo.walk(module, lambda i: bool(_kind(i)) or _does_matmul(i))
-    collectives, dots, uncounted, broken, partial = [], [], [], [], []
+    collectives, dots, uncounted, broken, partial, branch = [], [], [], [], [], []
     for visit in visits:
         ins = visit.instruction
         if not _kind(ins):
@@ -94,11 +95,14 @@ def read(text: str, mesh) -> Program:
             continue
         collectives += _collective_rows(module, visit, mesh_shape)
         if _kind(ins) == "collective-permute":
+            if visit.in_branch:
+                branch.append(f"{ins.name} {_source(module, visit)}".strip())
             whole, note = _permute_coverage(ins, mesh_shape)
             if not whole:
                 note = f"{ins.name}: {note} {short_source(ins.op_name)}".strip()
                 (partial if "without wrap-around" in note else broken).append(note)
-    return Program(tuple(collectives), tuple(dots), tuple(unknown), tuple(broken), tuple(partial), tuple(uncounted))
+    return Program(tuple(collectives), tuple(dots), tuple(unknown), tuple(broken), tuple(partial), tuple(branch),
+                   tuple(uncounted))
 
 
 def collectives(text: str, mesh) -> list[Collective]:

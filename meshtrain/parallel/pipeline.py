@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,54 +49,89 @@ def gradients(table: Table, model: Model, mesh, once, ws, ends, batch, extra, *,
     on them. ws: layers [V, P, n, …], dim 1 over stage; layer (v, s, i) has the number (v·P + s)·n + i. batch: [M, R, …].
     extra: replicated. ends_specs, batch_specs: how these are split over `stage` and `once`, PartitionSpecs by leaf.
     """
-    grads_specs = (jax.tree.map(lambda _: P(once or None, None, STAGE), ws),
-                   jax.tree.map(lambda spec: P(once or None, *spec), ends_specs))
-    return _over_stages(table, model, mesh, once, grads_specs, ws, ends, batch, extra, ends_specs, batch_specs)
+    execute = partial(_execute, table, model, ordered(mesh), True)
+    return over_stages(execute, True, mesh, once, ws, ends, batch, extra, ends_specs, batch_specs)
 
 
 def evaluate(model: Model, mesh, once, ws, ends, batch, extra, *, ends_specs, batch_specs):
     """The metric [R] of `gradients` alone, by the forward ticks of GPipe's table: ws [1, P, n, …], nothing is kept."""
     microbatches, stages = jax.tree.leaves(batch)[0].shape[0], jax.tree.leaves(ws)[0].shape[1]
     table = schedules.make("gpipe", stages, microbatches)
-    return _over_stages(table, model, mesh, once, (), ws, ends, batch, extra, ends_specs, batch_specs)[0]
+    execute = partial(_execute, table, model, ordered(mesh), False)
+    return over_stages(execute, False, mesh, once, ws, ends, batch, extra, ends_specs, batch_specs)[0]
 
 
-def _over_stages(table, model, mesh, once, grads_specs, ws, ends, batch, extra, ends_specs, batch_specs):
-    body = partial(_execute, table, model, mesh.devices.flat[0].platform == "cpu", bool(grads_specs))
+def ordered(mesh) -> bool:
+    """Whether permutes need the order that `after` makes."""
+    return mesh.devices.flat[0].platform == "cpu"
+
+
+def over_stages(execute, differentiate: bool, mesh, once, ws, ends, batch, extra, ends_specs, batch_specs):
+    """execute(stage [1], ws, ends, batch, extra) on every device's part. Returns as `gradients`, or (metric,)."""
+    grads_specs = (jax.tree.map(lambda _: P(once or None, None, STAGE), ws),
+                   jax.tree.map(lambda spec: P(once or None, *spec), ends_specs)) if differentiate else ()
     specs = (P(STAGE), jax.tree.map(lambda _: P(None, STAGE), ws), ends_specs, batch_specs, jax.tree.map(lambda _: P(), extra))
-    run = jax.shard_map(body, mesh=mesh, axis_names={STAGE, *once}, in_specs=specs, out_specs=(P(once or None), *grads_specs),
+    run = jax.shard_map(execute, mesh=mesh, axis_names={STAGE, *once}, in_specs=specs, out_specs=(P(once or None), *grads_specs),
                         check_vma=False)
-    return run(jnp.arange(table.num_stages), ws, ends, batch, extra)
+    return run(jnp.arange(mesh.shape[STAGE]), ws, ends, batch, extra)
 
 
-def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, stage, ws, ends, batch, extra):
+class Part(NamedTuple):
+    """A device's part of a step."""
+    weights: Callable            # chunk -> what `parts` takes as w
+    microbatch: Callable         # number -> its batch
+    prepare: Callable            # number -> what all layers see of it
+    x: jax.ShapeDtypeStruct      # the stream between stages
+    parts: split.Split | None    # F, B and W of a chunk
+    carry: dict                  # buffers X R Q D (Z), and the sums metric, ws, ends; all zero
+    rows: dict                   # the table's columns of this stage; dx_in one tick late
+
+
+def part_of(table: Table, model: Model, differentiate: bool, stage, ws, ends, batch, extra) -> Part:
+    """For the arguments of an executor, inside its shard_map. Not differentiated: X and metric alone, and no `parts`."""
     stage = stage[0]
     num_stages, num_chunks = table.num_stages, table.num_chunks
     depth = jax.tree.leaves(ws)[0].shape[2]
     flat = jax.tree.map(lambda a: a.reshape(num_chunks * depth, *a.shape[3:]), ws)      # [V, 1, n, …] -> [V·n, …]
     numbers = ((jnp.arange(num_chunks) * num_stages + stage)[:, None] * depth + jnp.arange(depth)).reshape(-1)
     weights = lambda chunk: (flat, numbers, chunk * depth)
-    microbatch = lambda i: jax.tree.map(lambda a: a[0], _take(batch, i))              # of [M, 1, …]
+    microbatch = lambda i: jax.tree.map(lambda a: a[0], take(batch, i))               # of [M, 1, …]
     prepare = lambda i: model.prepare(microbatch(i), extra)
-    order = _after if ordered else lambda row, *done: row
-    share = partial(_share, ordered)
-
     x = jax.eval_shape(lambda: model.embed(ends, microbatch(0), extra))
     parts = split.stack(model.layer, flat, depth, x, jax.eval_shape(prepare, 0)) if differentiate else None
+    buffer = lambda avals, name: jax.tree.map(lambda a: jnp.zeros((table.slots[name], *a.shape), a.dtype), avals)
+    zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), tree)
+    carry = dict(X=buffer(x, "X"), metric=jnp.float32(0))
+    if differentiate:
+        carry |= dict(R=buffer(parts.r, "R"), Q=buffer(parts.q, "Q"), D=buffer(x, "D"),
+                      ws=zeros(jax.tree.map(lambda a: a[:, 0], ws)), ends=zeros(ends))
+    if table.split:
+        carry["Z"] = buffer(parts.z, "Z")
+    rows = jax.tree.map(lambda column: jnp.take(jnp.asarray(column), stage, axis=1), dict(table.columns))
+    rows["dx_in"] = jnp.roll(rows["dx_in"], 1)                        # the slot of what arrives one tick late
+    rows |= jax.tree.map(jnp.asarray, dict(table.shared))
+    return Part(weights, microbatch, prepare, x, parts, carry, rows)
+
+
+def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, stage, ws, ends, batch, extra):
+    weights, microbatch, prepare, x, parts, c, rows = part_of(table, model, differentiate, stage, ws, ends, batch, extra)
+    num_stages, num_chunks = table.num_stages, table.num_chunks
+    order = after if ordered else lambda row, *done: row
+    share = partial(_share, ordered)
 
     def embed(row):
         return model.embed(ends, microbatch(row["embed_mb"]), extra)
 
     def forward(c, row, run):
-        x = _take(c["X"], row["F_x"])
+        x = take(c["X"], row["F_x"])
         if run.embed != "never":
             first = _sometimes(run.embed, row["embed_on"], partial(embed, row), lambda: x)
             x = jnp.where(row["F_first"] > 0, first, x)
         if not differentiate:
             e = prepare(row["F_mb"])
-            return c, lax.scan(lambda x, w: (model.layer(w[0], x, (w[1], e)), None), x, (flat, numbers))[0]
+            return c, lax.scan(lambda x, w: (model.layer(w[0], x, (w[1], e)), None), x, weights(0)[:2])[0]
         y, (r, q) = parts.forward(weights(row["F_chunk"]), x, prepare(row["F_mb"]))
-        return c | dict(R=_put(c["R"], row["F_r"], r), Q=_put(c["Q"], row["F_q"], q)), y
+        return c | dict(R=put(c["R"], row["F_r"], r), Q=put(c["Q"], row["F_q"], q)), y
 
     def loss(c, row, y):
         """The last stage's y, shared; every stage has its part of the vocabulary, and the whole dy in the end."""
@@ -106,7 +142,7 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
             return c | dict(metric=c["metric"] + jnp.where(on, head(ends, y)[1], 0.0))
         (_, metric), (d_ends, dy) = jax.value_and_grad(head, (0, 1), has_aux=True)(split.wide(ends), y)
         return c | dict(ends=_add(c["ends"], d_ends, on), metric=c["metric"] + jnp.where(on, metric, 0.0),
-                        D=_put(c["D"], row["loss_d"], dy))
+                        D=put(c["D"], row["loss_d"], dy))
 
     def add_weights(c, dw, chunk, on):
         if num_chunks == 1:
@@ -114,11 +150,11 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
         return c | dict(ws=jax.tree.map(lambda g, d: g.at[chunk].add(jnp.where(on, d, 0)), c["ws"], dw))
 
     def backward(c, row):
-        kept = _take(c["R"], row["B_r"]), _take(c["Q"], row["B_q"])
-        args = weights(row["B_chunk"]), prepare(row["B_mb"]), *kept, _take(c["D"], row["B_d"])
+        kept = take(c["R"], row["B_r"]), take(c["Q"], row["B_q"])
+        args = weights(row["B_chunk"]), prepare(row["B_mb"]), *kept, take(c["D"], row["B_d"])
         if table.split:
             dx, z = parts.backward_input(*args)
-            return c | dict(Z=_put(c["Z"], row["B_z"], z)), dx
+            return c | dict(Z=put(c["Z"], row["B_z"], z)), dx
         dx, dw = parts.backward(*args)
         return add_weights(c, dw, row["B_chunk"], row["B_on"] > 0), dx
 
@@ -128,13 +164,13 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
         return _add(grads, vjp(dx)[0], row["embed_grad_on"] > 0)
 
     def weight(c, row):
-        args = weights(row["W_chunk"]), prepare(row["W_mb"]), _take(c["Q"], row["W_q"]), _take(c["Z"], row["W_z"])
+        args = weights(row["W_chunk"]), prepare(row["W_mb"]), take(c["Q"], row["W_q"]), take(c["Z"], row["W_z"])
         return add_weights(c, parts.backward_weight(*args), row["W_chunk"], row["W_on"] > 0)
 
     def tick(run, c, row):
         if "dx" in c:                          # made in the tick before; sent here, it can overlap F
             dx = lax.ppermute(c["dx"], STAGE, [(i, (i - 1) % num_stages) for i in range(num_stages)])
-            c, row = c | dict(D=_put(c["D"], row["dx_in"], dx)), order(row, dx)
+            c, row = c | dict(D=put(c["D"], row["dx_in"], dx)), order(row, dx)
         arrived = None
         if "F" in run.kinds:
             c, y = forward(c, row, run)
@@ -153,20 +189,9 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
         if "W" in run.kinds:
             c = weight(c, row)
         if arrived is not None:
-            c = c | dict(X=_put(c["X"], row["y_in"], arrived))
+            c = c | dict(X=put(c["X"], row["y_in"], arrived))
         return c, None
 
-    buffer = lambda avals, name: jax.tree.map(lambda a: jnp.zeros((table.slots[name], *a.shape), a.dtype), avals)
-    zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), tree)
-    c = dict(X=buffer(x, "X"), metric=jnp.float32(0))
-    if differentiate:
-        c |= dict(R=buffer(parts.r, "R"), Q=buffer(parts.q, "Q"), D=buffer(x, "D"),
-                  ws=zeros(jax.tree.map(lambda a: a[:, 0], ws)), ends=zeros(ends))
-    if table.split:
-        c["Z"] = buffer(parts.z, "Z")
-    rows = jax.tree.map(lambda column: jnp.take(jnp.asarray(column), stage, axis=1), dict(table.columns))
-    rows["dx_in"] = jnp.roll(rows["dx_in"], 1)                        # the slot of what arrives one tick late
-    rows |= jax.tree.map(jnp.asarray, dict(table.shared))
     for run in _runs(table):
         if not differentiate and "B" in run.kinds:
             break
@@ -208,7 +233,7 @@ def _share(f32: bool, x, here):
     return lax.psum(x.astype(jnp.float32), STAGE).astype(x.dtype) if f32 else lax.psum(x, STAGE)
 
 
-def _after(row: dict, *done) -> dict:
+def after(row: dict, *done) -> dict:
     """The row, usable only once the arrays `done` exist: a real data dependence, for the CPU backend alone.
 
     All permutes of one device share a rendezvous there, and XLA may start one while another is under way inside a loop
@@ -223,11 +248,11 @@ def _after(row: dict, *done) -> dict:
     return {name: value + zero for name, value in row.items()}
 
 
-def _take(tree, i):
+def take(tree, i):
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), tree)
 
 
-def _put(tree, i, value):
+def put(tree, i, value):
     return jax.tree.map(lambda a, new: lax.dynamic_update_index_in_dim(a, new.astype(a.dtype), i, 0), tree, value)
 
 

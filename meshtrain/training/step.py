@@ -25,7 +25,7 @@ from meshtrain.model import params
 from meshtrain.model.layers import Plan
 from meshtrain.model.loss import NO_TARGET
 from meshtrain.model.transformer import Transformer
-from meshtrain.parallel import pipeline, schedules, split
+from meshtrain.parallel import pipeline, schedules, split, switch
 from meshtrain.training.optimizer import schedule
 from meshtrain.training.state import State, StateSpec
 
@@ -250,7 +250,8 @@ def _pipelined(run, model: Transformer, layout: Layout, mesh, plan: Plan, spec: 
     def accumulate(p, batch, key):
         count = jnp.maximum(jnp.sum(batch["targets"] != NO_TARGET), 1).astype(jnp.float32)
         extra = {"count": count} | ({} if key is None else {"key": key})
-        nll, ws, ends = pipeline.gradients(table, parts, mesh, summed, *gathered(p, table.num_chunks), batch, extra, **specs)
+        gradients = switch.gradients if table.family == "switch" else pipeline.gradients
+        nll, ws, ends = gradients(table, parts, mesh, summed, *gathered(p, table.num_chunks), batch, extra, **specs)
         grads = each(lambda axes, g: _reduce(layout, summed, axes, g), ends_axes, ends)
         grads["layers"] = each(out_of_stages, layers_axes, ws)
         return grads, nll.sum() / count, count
