@@ -7,11 +7,10 @@ To be called where `axis` is manual. Lengths T are local: 2 chunks.
 """
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshtrain.parallel.zigzag import halves, join, merge, order
+from meshtrain.parallel.zigzag import choose, halves, join, merge, order
 
 __all__ = ["backward", "forward", "order"]
 
@@ -29,10 +28,10 @@ def forward(engine, q_BTNH, k_BTKH, v_BTKH, segments_BT, axis: str = "context"):
     def step(acc, n):
         early, late = acc
         first, at = chunks.nth(n, i)
-        block = _where(first, (q0, s0), (q1, s1))
+        block = choose(first, (q0, s0), (q1, s1))
         take = lambda x: chunks.take(x, at)
-        new = merge(*_where(first, early, late), *engine.forward(block[0], take(K), take(V), block[1], take(Z), False))
-        return (_where(first, new, early), _where(first, late, new)), None
+        new = merge(*choose(first, early, late), *engine.forward(block[0], take(K), take(V), block[1], take(Z), False))
+        return (choose(first, new, early), choose(first, late, new)), None
 
     ((o0, l0), (o1, l1)), _ = lax.scan(step, (early, late), jnp.arange(2 * cp - 1))
     return join(o0, o1), join(l0, l1)
@@ -59,7 +58,7 @@ def backward(engine, q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, lse_BTN, do_BT
     def step(sums, n):
         dq0, dq1, dK, dV = sums
         first, at = chunks.nth(n, i)
-        q, s, o, lse, do = _where(first, early, late)
+        q, s, o, lse, do = choose(first, early, late)
         take = lambda x: chunks.take(x, at)
         dq, dk, dv = engine.backward(q, take(K), take(V), s, take(Z), o, lse, do, False)
         return (dq0 + jnp.where(first, dq, 0.0), dq1 + jnp.where(first, 0.0, dq),
@@ -94,7 +93,3 @@ class _Chunks:
 
 def _all(x, axis: str):
     return lax.all_gather(x, axis, axis=1, tiled=True)
-
-
-def _where(condition, these, those):
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), these, those)

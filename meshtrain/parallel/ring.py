@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshtrain.parallel.zigzag import halves, join, merge, order
+from meshtrain.parallel.zigzag import choose, halves, join, merge, order
 
 __all__ = ["backward", "forward", "order"]
 
@@ -30,9 +30,9 @@ def forward(engine, q_BTNH, k_BTKH, v_BTKH, segments_BT, axis: str = "context"):
         (o0, o1), (l0, l1) = map(halves, acc)
         earlier = (i - t) % cp < i
         o1, l1 = merge(o1, l1, *engine.forward(q1, k0, v0, s1, z0, False))
-        block = _where(earlier, (q0, k0, v0, s0, z0), (q1, k1, v1, s1, z1))
-        new = merge(*_where(earlier, (o0, l0), (o1, l1)), *engine.forward(*block, False))
-        (o0, l0), (o1, l1) = _where(earlier, new, (o0, l0)), _where(earlier, (o1, l1), new)
+        block = choose(earlier, (q0, k0, v0, s0, z0), (q1, k1, v1, s1, z1))
+        new = merge(*choose(earlier, (o0, l0), (o1, l1)), *engine.forward(*block, False))
+        (o0, l0), (o1, l1) = choose(earlier, new, (o0, l0)), choose(earlier, (o1, l1), new)
         return join(o0, o1), join(l0, l1)
 
     kv = _pass_on((k_BTKH, v_BTKH, segments_BT), axis)       # on its way while the diagonal is computed
@@ -61,7 +61,7 @@ def backward(engine, q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, lse_BTN, do_BT
         dk, dv = _pass_on(dkv, axis)                # the sums of these keys, while their next part is computed
         earlier = (i - t) % cp < i
         dq_a, dk_a, dv_a = engine.backward(q1, k0, v0, s1, z0, o1, l1, g1, False)
-        block = _where(earlier, (q0, k0, v0, s0, z0, o0, l0, g0), (q1, k1, v1, s1, z1, o1, l1, g1))
+        block = choose(earlier, (q0, k0, v0, s0, z0, o0, l0, g0), (q1, k1, v1, s1, z1, o1, l1, g1))
         dq_b, dk_b, dv_b = engine.backward(*block, False)
         early = lambda x: jnp.where(earlier, x, 0.0)
         late = lambda x: jnp.where(earlier, 0.0, x)
@@ -86,7 +86,3 @@ def _pass_on(tree, axis: str):
     """Everything one device further."""
     cp = lax.axis_size(axis)
     return jax.tree.map(lambda x: lax.ppermute(x, axis, [(i, (i + 1) % cp) for i in range(cp)]), tree)
-
-
-def _where(condition, these, those):
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), these, those)

@@ -6,6 +6,7 @@ take the same permutation, and nothing downstream knows.
 """
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -30,3 +31,8 @@ def merge(o1, lse1, o2, lse2):
     """Attention to two sets of keys from that to each: o [B, T, N, H], lse [B, T, N], float32."""
     lse = jnp.logaddexp(lse1, lse2)
     return o1 * jnp.exp(lse1 - lse)[..., None] + o2 * jnp.exp(lse2 - lse)[..., None], lse
+
+
+def choose(condition, these, those):
+    """`these` where the condition holds, else `those`; trees of arrays of the same shapes, without a branch."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), these, those)
