@@ -147,7 +147,7 @@ def test_zero3_memory_does_not_grow_by_gathered_layers():
         made = assembly.assemble(run, compile.topology("h100:64"))
         temp.append(made.program.compile().memory_analysis().temp_size_in_bytes)
     shard, kept = 4 * sizes(gpu_step("zero3")[0])["layer"] // 64, B // M // 64 * T * D * 2
-    assert (temp[1] - temp[0]) / L < 1.25 * (shard + kept)      # a gathered layer would be 11 times that
+    assert (temp[1] - temp[0]) / L < 2 * (shard + kept)      # XLA may copy one; a gathered layer would be 6 times the bound
 
 
 def test_gathers_in_float32_are_rejected():
