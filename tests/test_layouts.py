@@ -248,7 +248,7 @@ def test_remat_changes_no_gradient(remat):
 # ---- attention in blocks ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length, heads, kv_heads", [(1, 2, 2), (37, 4, 2), (512, 2, 1), (513, 2, 1), (700, 4, 2), (1300, 2, 2)])
+@pytest.mark.parametrize("length, heads, kv_heads", [(1, 2, 2), (37, 4, 2), (64, 2, 1), (65, 2, 1), (150, 4, 2), (300, 2, 2)])
 def test_blockwise_attention_matches_plain_attention(length, heads, kv_heads):
     keys = jax.random.split(jax.random.key(length), 5)
     draw = lambda key, n: jax.random.normal(key, (2, length, n, 16), jnp.float32)
@@ -260,7 +260,7 @@ def test_blockwise_attention_matches_plain_attention(length, heads, kv_heads):
         return engine(q, k, v, segments), jax.grad(loss, (0, 1, 2))(q, k, v)
 
     with jax.default_matmul_precision("highest"):
-        blockwise = functools.partial(attention.attend, attention.Local(attention.blockwise()), None)
+        blockwise = functools.partial(attention.attend, attention.Local(attention.blockwise(64)), None)
         got, expected = jax.jit(lambda: (results(blockwise), results(attention.plain)))()
-    # float32 sums of up to 1300 terms in another order.
+    # float32 sums of up to 300 terms in another order.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), got, expected)

@@ -94,6 +94,7 @@ def test_two_processes_repeat_and_four_equal_two_bit_for_bit(trained):
     assert losses(trained, "2") == losses(trained, "2 again") == losses(trained, "4")
 
 
+@pytest.mark.slow
 def test_a_pipeline_whose_stages_lie_in_two_processes_trains_what_one_trains(home):
     """Its mesh has the devices in another order than jax lists them."""
     more = ("--mesh.fsdp", "1", "--mesh.stage", "2", "--sharding.rules", "sharding_rules/zero1_pipeline.toml",
