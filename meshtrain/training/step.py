@@ -284,8 +284,9 @@ def layer_parts(run, model: Transformer, layout: Layout, mesh, attend: Callable)
         parts = split.layer(lambda w, x, e: model.block(plan, w, x, e[1], e[0]), weights, x, (jnp.int32(0), inputs))
         return jnp.int32(0)
 
-    jax.eval_shape(jax.shard_map(trace, mesh=mesh, axis_names={pipeline.STAGE, *once, *seq}, in_specs=(), out_specs=P(),
-                                 check_vma=False))
+    with jax.sharding.use_abstract_mesh(mesh):          # whatever mesh the caller has in force
+        jax.eval_shape(jax.shard_map(trace, mesh=mesh, axis_names={pipeline.STAGE, *once, *seq}, in_specs=(), out_specs=P(),
+                                     check_vma=False))
     return parts, x
 
 
