@@ -116,7 +116,7 @@ def part_of(table: Table, model: Model, differentiate: bool, stage, ws, ends, ba
 def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, stage, ws, ends, batch, extra):
     weights, microbatch, prepare, x, parts, c, rows = part_of(table, model, differentiate, stage, ws, ends, batch, extra)
     num_stages, num_chunks = table.num_stages, table.num_chunks
-    order = after if ordered else lambda row, *done: row
+    order = after if ordered else lambda row, *_: row
     share = partial(_share, ordered)
 
     def embed(row):
@@ -170,19 +170,19 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
     def tick(run, c, row):
         if "dx" in c:                          # made in the tick before; sent here, it can overlap F
             dx = lax.ppermute(c["dx"], STAGE, [(i, (i - 1) % num_stages) for i in range(num_stages)])
-            c, row = c | dict(D=put(c["D"], row["dx_in"], dx)), order(row, dx)
+            c, row = c | dict(D=put(c["D"], row["dx_in"], dx)), order(row, dx, "embed_mb", "F_mb", "F_x")
         arrived = None
         if "F" in run.kinds:
             c, y = forward(c, row, run)
             # Needed by the next stage in the next tick: it can overlap the loss, B and W of this one.
             arrived = lax.ppermute(y, STAGE, [(i, (i + 1) % num_stages) for i in range(num_stages)])
-            row = order(row, arrived)
+            row = order(row, arrived, "loss_here", "loss_mb", "B_mb", "B_r", "B_q", "B_d")
             if run.loss != "never":
                 c = _sometimes(run.loss, row["loss_on"], lambda: loss(c, row, y), lambda: c)
-                row = order(row, c["metric"])
+                row = order(row, c["metric"], "B_mb", "B_r", "B_q", "B_d")
         if "B" in run.kinds:
             c, dx = backward(c, row)
-            c, row = c | dict(dx=dx), order(row, dx)
+            c, row = c | dict(dx=dx), order(row, dx, "B_first", "embed_grad_mb", "W_mb", "W_q", "W_z")
             if run.embed_grad != "never":
                 on, grads = row["embed_grad_on"], c["ends"]
                 c = c | dict(ends=_sometimes(run.embed_grad, on, lambda: embed_grad(grads, row, dx), lambda: grads))
@@ -233,19 +233,17 @@ def _share(f32: bool, x, here):
     return lax.psum(x.astype(jnp.float32), STAGE).astype(x.dtype) if f32 else lax.psum(x, STAGE)
 
 
-def after(row: dict, *done) -> dict:
-    """The row, usable only once the arrays `done` exist: a real data dependence, for the CPU backend alone.
+def after(row: dict, done, *names) -> dict:
+    """The row with these columns usable only once the array `done` exists: a real data dependence, for CPUs alone.
 
     All permutes of one device share a rendezvous there, and XLA may start one while another is under way inside a loop
     that it does not depend on: they then pair with each other, which gives wrong numbers or a hang, once in a hundred
     runs. An optimization_barrier does not prevent that. Only one line of an array is read, and summed, because it may be
     split over an automatic axis.
     """
-    zero = 0
-    for a in done:
-        line = a[0, :, 0].sum() if a.ndim == 3 else a
-        zero = zero + jnp.minimum(lax.bitcast_convert_type(line.astype(jnp.float32), jnp.int32) & 1, 0)
-    return {name: value + zero for name, value in row.items()}
+    line = done[0, :, 0].sum() if done.ndim == 3 else done
+    zero = jnp.minimum(lax.bitcast_convert_type(line.astype(jnp.float32), jnp.int32) & 1, 0)
+    return row | {name: row[name] + zero for name in names if name in row}
 
 
 def take(tree, i):
