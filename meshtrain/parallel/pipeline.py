@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshtrain.parallel import schedules, split
 from meshtrain.parallel.schedules import Run, Table
+from meshtrain.parallel.split import put, take
 
 STAGE = "stage"
 
@@ -104,13 +105,18 @@ def part_of(table: Table, model: Model, differentiate: bool, stage, ws, ends, ba
     carry = dict(X=buffer(x, "X"), metric=jnp.float32(0))
     if differentiate:
         carry |= dict(R=buffer(parts.r, "R"), Q=buffer(parts.q, "Q"), D=buffer(x, "D"),
-                      ws=zeros(jax.tree.map(lambda a: a[:, 0], ws)), ends=zeros(ends))
+                      ws=zeros(flat), ends=zeros(ends))
     if table.split:
         carry["Z"] = buffer(parts.z, "Z")
     rows = jax.tree.map(lambda column: jnp.take(jnp.asarray(column), stage, axis=1), dict(table.columns))
     rows["dx_in"] = jnp.roll(rows["dx_in"], 1)                        # the slot of what arrives one tick late
     rows |= jax.tree.map(jnp.asarray, dict(table.shared))
     return Part(weights, microbatch, prepare, x, parts, carry, rows)
+
+
+def unflattened(ws, num_chunks: int):
+    """[V·n, …] as [1, V, 1, n, …]: of one replica and one stage."""
+    return jax.tree.map(lambda a: a.reshape(1, num_chunks, 1, -1, *a.shape[1:]), ws)
 
 
 def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, stage, ws, ends, batch, extra):
@@ -134,20 +140,15 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
         return c | dict(R=put(c["R"], row["F_r"], r), Q=put(c["Q"], row["F_q"], q)), y
 
     def loss(c, row, y):
-        """The last stage's y, shared; every stage has its part of the vocabulary, and the whole dy in the end."""
+        """(sum of the metric, of the ends' gradients, dy) with the last stage's y: all stages work on it, each on its part
+        of the vocabulary, and all get the whole dy."""
         y = share(y, row["loss_here"])
         head = lambda ends, y: model.head(ends, y, microbatch(row["loss_mb"]), extra)
         on = row["loss_on"] > 0
         if not differentiate:
-            return c | dict(metric=c["metric"] + jnp.where(on, head(ends, y)[1], 0.0))
+            return c["metric"] + jnp.where(on, head(ends, y)[1], 0.0)
         (_, metric), (d_ends, dy) = jax.value_and_grad(head, (0, 1), has_aux=True)(split.wide(ends), y)
-        return c | dict(ends=_add(c["ends"], d_ends, on), metric=c["metric"] + jnp.where(on, metric, 0.0),
-                        D=put(c["D"], row["loss_d"], dy))
-
-    def add_weights(c, dw, chunk, on):
-        if num_chunks == 1:
-            return c | dict(ws=_add(c["ws"], jax.tree.map(lambda d: d[None], dw), on))
-        return c | dict(ws=jax.tree.map(lambda g, d: g.at[chunk].add(jnp.where(on, d, 0)), c["ws"], dw))
+        return c["metric"] + jnp.where(on, metric, 0.0), _add(c["ends"], d_ends, on), dy
 
     def backward(c, row):
         kept = take(c["R"], row["B_r"]), take(c["Q"], row["B_q"])
@@ -155,8 +156,8 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
         if table.split:
             dx, z = parts.backward_input(*args)
             return c | dict(Z=put(c["Z"], row["B_z"], z)), dx
-        dx, dw = parts.backward(*args)
-        return add_weights(c, dw, row["B_chunk"], row["B_on"] > 0), dx
+        dx, ws = parts.backward(*args, c["ws"], row["B_on"] > 0)
+        return c | dict(ws=ws), dx
 
     def embed_grad(grads, row, dx):
         dx = share(dx, row["B_first"])
@@ -165,7 +166,7 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
 
     def weight(c, row):
         args = weights(row["W_chunk"]), prepare(row["W_mb"]), take(c["Q"], row["W_q"]), take(c["Z"], row["W_z"])
-        return add_weights(c, parts.backward_weight(*args), row["W_chunk"], row["W_on"] > 0)
+        return c | dict(ws=parts.backward_weight(*args, c["ws"], row["W_on"] > 0))
 
     def tick(run, c, row):
         if "dx" in c:                          # made in the tick before; sent here, it can overlap F
@@ -178,7 +179,13 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
             arrived = lax.ppermute(y, STAGE, [(i, (i + 1) % num_stages) for i in range(num_stages)])
             row = order(row, arrived, "loss_here", "loss_mb", "B_mb", "B_r", "B_q", "B_d")
             if run.loss != "never":
-                c = _sometimes(run.loss, row["loss_on"], lambda: loss(c, row, y), lambda: c)
+                # Only what is new goes through a condition: XLA would copy the buffers.
+                if differentiate:
+                    metric, d_ends, dy = _sometimes(run.loss, row["loss_on"], lambda: loss(c, row, y),
+                                                    lambda: (c["metric"], c["ends"], y))
+                    c = c | dict(metric=metric, ends=d_ends, D=put(c["D"], row["loss_d"], dy))
+                else:
+                    c = c | dict(metric=_sometimes(run.loss, row["loss_on"], lambda: loss(c, row, y), lambda: c["metric"]))
                 row = order(row, c["metric"], "B_mb", "B_r", "B_q", "B_d")
         if "B" in run.kinds:
             c, dx = backward(c, row)
@@ -200,7 +207,7 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
         c, _ = lax.scan(partial(tick, run), c, jax.tree.map(lambda a: a[run.start:run.stop], rows))
     if not differentiate:
         return (c["metric"][None],)
-    return c["metric"][None], jax.tree.map(lambda a: a[None, :, None], c["ws"]), jax.tree.map(lambda a: a[None], c["ends"])
+    return c["metric"][None], unflattened(c["ws"], num_chunks), jax.tree.map(lambda a: a[None], c["ends"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,14 +251,6 @@ def after(row: dict, done, *names) -> dict:
     line = done[0, :, 0].sum() if done.ndim == 3 else done
     zero = jnp.minimum(lax.bitcast_convert_type(line.astype(jnp.float32), jnp.int32) & 1, 0)
     return row | {name: row[name] + zero for name in names if name in row}
-
-
-def take(tree, i):
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), tree)
-
-
-def put(tree, i, value):
-    return jax.tree.map(lambda a, new: lax.dynamic_update_index_in_dim(a, new.astype(a.dtype), i, 0), tree, value)
 
 
 def _add(total, new, on):

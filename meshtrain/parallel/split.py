@@ -115,15 +115,20 @@ def stack(f: Callable, ws, depth: int, x, e) -> Split:
     """Splits `depth` layers f(w, x, (number, e)) in a row, their weights stacked in ws [n, …], n at least `depth`.
 
     In the result's functions w is (ws, numbers [n], first): layers first … first + depth − 1 of the stack, so that a
-    stage with several chunks needs no copy of one. dw is stacked [depth, …]. e is the same for all layers.
+    stage with several chunks needs no copy of one. e is the same for all layers. backward_weight and backward take two
+    more arguments and return, for dw, `total` [n, …] with the gradients added in place where `on`: stacked, those of one
+    microbatch would be as large as the total.
     """
     one = layer(f, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), ws), x,
                 (jax.ShapeDtypeStruct((), jnp.int32), e))
     scan, order = jax.lax.scan, jnp.arange(depth)
 
     def at(w, e, i):
-        pick = lambda a: jax.lax.dynamic_index_in_dim(a, w[2] + i, 0, keepdims=False)
-        return jax.tree.map(pick, w[0]), (pick(w[1]), e)
+        weights, number = take(w[:2], w[2] + i)
+        return weights, (number, e)
+
+    def added(total, i, dw, on):
+        return put(total, i, jax.tree.map(lambda t, d: t + jnp.where(on, d, 0), take(total, i), dw))
 
     def forward(w, x, e):
         def visit(x, i):
@@ -134,14 +139,32 @@ def stack(f: Callable, ws, depth: int, x, e) -> Split:
     def backward_input(w, e, r, q, dy):
         return scan(lambda dy, a: one.backward_input(*at(w, e, a[0]), *a[1:], dy), dy, (order, r, q), reverse=True)
 
-    def backward_weight(w, e, q, z):
-        return scan(lambda _, a: (None, one.backward_weight(*at(w, e, a[0]), *a[1:])), None, (order, q, z))[1]
+    def backward_weight(w, e, q, z, total, on):
+        def visit(total, a):
+            return added(total, w[2] + a[0], one.backward_weight(*at(w, e, a[0]), *a[1:]), on), None
+        return scan(visit, total, (order, q, z))[0]
 
-    def backward(w, e, r, q, dy):
-        return scan(lambda dy, a: one.backward(*at(w, e, a[0]), *a[1:], dy), dy, (order, r, q), reverse=True)
+    def backward(w, e, r, q, dy, total, on):
+        def visit(carry, a):
+            dy, total = carry
+            dx, dw = one.backward(*at(w, e, a[0]), *a[1:], dy)
+            return (dx, added(total, w[2] + a[0], dw, on)), None
+        return scan(visit, (dy, total), (order, r, q), reverse=True)[0]
 
     stacked = lambda avals: [jax.ShapeDtypeStruct((depth, *a.shape), a.dtype) for a in avals]
     return Split(forward, backward_input, backward_weight, backward, stacked(one.r), stacked(one.q), stacked(one.z))
+
+
+def take(tree, i):
+    """[n, …] -> […], entry i, which is never negative: what jnp adds for those stands in every loop and costs time."""
+    index = lambda a: jax.lax.dynamic_index_in_dim(a, i, 0, keepdims=False, allow_negative_indices=False)
+    return jax.tree.map(index, tree)
+
+
+def put(tree, i, value):
+    """The tree [n, …] with entry i replaced by `value`, cast to its dtype."""
+    update = lambda a, new: jax.lax.dynamic_update_index_in_dim(a, new.astype(a.dtype), i, 0, allow_negative_indices=False)
+    return jax.tree.map(update, tree, value)
 
 
 def wide(w):

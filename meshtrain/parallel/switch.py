@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshtrain.parallel import split
-from meshtrain.parallel.pipeline import STAGE, Model, after, ordered, over_stages, part_of, put, take
+from meshtrain.parallel.pipeline import STAGE, Model, after, ordered, over_stages, part_of, unflattened
 from meshtrain.parallel.schedules import Table
+from meshtrain.parallel.split import put, take
 
 
 def gradients(table: Table, model: Model, mesh, once, ws, ends, batch, extra, *, ends_specs, batch_specs):
@@ -29,7 +30,7 @@ def gradients(table: Table, model: Model, mesh, once, ws, ends, batch, extra, *,
 def _execute(table: Table, model: Model, in_order: bool, stage, ws, ends, batch, extra):
     weights, microbatch, prepare, x, parts, c, rows = part_of(table, model, True, stage, ws, ends, batch, extra)
     num_stages, w = table.num_stages, weights(0)                       # the family has one chunk
-    order = after if in_order else lambda row, *done: row
+    order = after if in_order else lambda row, *_: row
     zeros = lambda avals: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), avals)
     nothing = dict(y=zeros(x), dx=zeros(x), dy=zeros(x), R=zeros(parts.r), Q=zeros(parts.q), Z=zeros(parts.z))
     add = lambda total, new: jax.tree.map(jnp.add, total, new)
@@ -60,13 +61,13 @@ def _execute(table: Table, model: Model, in_order: bool, stage, ws, ends, batch,
         return sums, nothing | dict(dx=dx, Z=z)
 
     def weight(c, row, sums):
-        dw = parts.backward_weight(w, prepare(row["W_mb"]), take(c["Q"], row["W_q"]), take(c["Z"], row["W_z"]))
-        return sums | dict(ws=add(sums["ws"], jax.tree.map(lambda d: d[None], dw))), nothing
+        kept = take(c["Q"], row["W_q"]), take(c["Z"], row["W_z"])
+        return sums | dict(ws=parts.backward_weight(w, prepare(row["W_mb"]), *kept, sums["ws"], True)), nothing
 
     def tick(c, row):
         # Made in the tick before. The switch comes after it, and the other permute after the switch.
         dx = lax.ppermute(c["dx"], STAGE, [(i, (i - 1) % num_stages) for i in range(num_stages)])
-        c, row = c | dict(D=put(c["D"], row["dx_in"], dx)), order(row, dx)
+        c, row = c | dict(D=put(c["D"], row["dx_in"], dx)), order(row, dx, *row)
         sums, new = _branch(row["op"], [partial(op, c, row) for op in (idle, forward, backward, weight)],
                             {name: c[name] for name in ("ws", "ends", "metric")})
         y = lax.ppermute(new["y"], STAGE, [(i, (i + 1) % num_stages) for i in range(num_stages)])
@@ -78,7 +79,7 @@ def _execute(table: Table, model: Model, in_order: bool, stage, ws, ends, batch,
     c, _ = lax.scan(tick, c | dict(dx=zeros(x)), rows)
     # Once a step, in float32: the first stage's gradients and the last one's, whole embedding and head.
     metric, d_ends = lax.psum((c["metric"], c["ends"]), STAGE)
-    return metric[None], jax.tree.map(lambda a: a[None, :, None], c["ws"]), jax.tree.map(lambda a: a[None], d_ends)
+    return metric[None], unflattened(c["ws"], 1), jax.tree.map(lambda a: a[None], d_ends)
 
 
 def _branch(number, branches, *args):
