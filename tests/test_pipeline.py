@@ -203,13 +203,17 @@ def check_flops(case: Compiled):
         backward += forward - linear["down"] - product
     depth = LAYERS // (table.num_stages * table.num_chunks)
     executed = table.executed
+    ticks = lambda how: sum(part.stop - part.start for part in table.runs() if how(part) == "always")
     head = 3 * 2 * sequences * T * cfg.embed_dim * transformer.padded_vocab(cfg) // table.num_stages
-    # The loss of some runs is in a branch that is taken where the table says, the same on all devices.
-    always = sum(part.stop - part.start for part in table.runs() if part.loss == "always")
-    expected = depth * (executed["F"] * forward + executed["B"] * backward) + always * head
-    if table.split:                                                     # W has its own ticks, as many as it has work
+    # What comes in some ticks of a run only is in a branch, taken where the table says, the same on all devices.
+    expected = depth * (executed["F"] * forward + executed["B"] * backward) + ticks(lambda run: run.loss) * head
+    if table.split:
         weight = sum(linear.values())
-        expected += depth * (executed["W"] - executed["B"]) * weight
+        expected += depth * (ticks(lambda run: run.weight) - executed["B"]) * weight
+        branched = sum(run.stop - run.start for run in table.runs() if run.weight == "sometimes")
+        heads = sum(run.stop - run.start for run in table.runs() if run.loss == "sometimes") * head
+        in_branch = sum(dot.flops for dot in case.audit.dots if dot.in_branch)
+        assert in_branch == pytest.approx(depth * branched * weight + heads, rel=1e-3)
     assert sum(dot.flops for dot in case.audit.dots if not dot.in_branch) == pytest.approx(expected, rel=1e-3)
 
 
@@ -246,7 +250,7 @@ def layer_case(remat: str, dtype: str = "float32"):
 def test_split_backward_is_the_backward_bit_for_bit(remat):
     f, ws, x, e, dy = layer_case(remat)
     numbers = jnp.arange(3)
-    w = (ws, numbers, 0)
+    w, zeros = (ws, numbers, 0), jax.tree.map(jnp.zeros_like, ws)
     parts = split.stack(f, ws, 3, x, e)
 
     @jax.jit
@@ -259,12 +263,12 @@ def test_split_backward_is_the_backward_bit_for_bit(remat):
     def halves():
         y, (r, q) = parts.forward(w, x, e)
         dx, z = parts.backward_input(w, e, r, q, dy)
-        return y, dx, parts.backward_weight(w, e, q, z)
+        return y, dx, parts.backward_weight(w, e, q, z, zeros, True)
 
     @jax.jit
     def whole():
         y, (r, q) = parts.forward(w, x, e)
-        return y, *parts.backward(w, e, r, q, dy)
+        return y, *parts.backward(w, e, r, q, dy, zeros, True)
 
     expected = plain()
     jax.tree.map(np.testing.assert_array_equal, halves(), expected)
@@ -276,10 +280,22 @@ def test_weight_gradients_of_bfloat16_weights_are_float32():
     parts = split.stack(f, ws, 3, x, e)
     y, (r, q) = parts.forward((ws, jnp.arange(3), 0), x, e)
     dx, z = parts.backward_input((ws, jnp.arange(3), 0), e, r, q, dy)
-    dw = parts.backward_weight((ws, jnp.arange(3), 0), e, q, z)
+    dw = parts.backward_weight((ws, jnp.arange(3), 0), e, q, z, jax.tree.map(lambda a: jnp.zeros(a.shape), ws), True)
     assert dx.dtype == y.dtype == jnp.bfloat16 and {a.dtype for a in jax.tree.leaves(dw)} == {jnp.dtype("float32")}
     kernel = dw["mlp"]["down"]["kernel"]
     assert (kernel != kernel.astype(jnp.bfloat16)).any(), "not rounded on the way"
+
+
+def test_weight_gradients_are_added_to_those_of_their_own_layers_and_only_where_they_count():
+    f, ws, x, e, dy = layer_case("none")
+    parts = split.stack(f, ws, 1, x, e)
+    w, ones = (ws, jnp.arange(3), 1), jax.tree.map(jnp.ones_like, ws)
+    y, (r, q) = parts.forward(w, x, e)
+    dx, z = parts.backward_input(w, e, r, q, dy)
+    for on in (True, False):
+        halves, (_, whole) = parts.backward_weight(w, e, q, z, ones, on), parts.backward(w, e, r, q, dy, ones, on)
+        for total in jax.tree.leaves((halves, whole)):
+            assert (total[0] == 1).all() and (total[2] == 1).all() and (total[1] == 1).all() == (not on)
 
 
 def test_weights_and_inputs_are_not_kept_for_the_backward():

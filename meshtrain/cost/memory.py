@@ -26,7 +26,7 @@ def accumulator_bytes(abstract_params, grads_shardings) -> int:
 def in_loop(rows, layout, num_chunks: int = 1) -> list[tuple]:
     """[(ParamInfo, its shape on one device inside the pipeline's loop)], whole over the axes that split the batch.
 
-    A stage's layers are [chunks, layers of a chunk, …], those that fill up the last one included.
+    A stage's layers are one stack, all its chunks and those layers that fill up the last one included.
     """
     pieces = layout.sizes["stage"] * num_chunks
     kept = lambda axis: layout.ways(a for a in layout.mesh_axes("params", axis) if a not in layout.gathered_axes)
@@ -34,7 +34,7 @@ def in_loop(rows, layout, num_chunks: int = 1) -> list[tuple]:
     for info in rows:
         shape = tuple(n // kept(axis) for n, axis in zip(info.shape, info.axes))
         if info.axes[:1] == ("layers",):
-            shape = (num_chunks, -(-info.shape[0] // pieces), *shape[1:])
+            shape = (-(-info.shape[0] // pieces) * num_chunks, *shape[1:])
         found.append((info, shape))
     return found
 

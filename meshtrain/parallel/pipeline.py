@@ -165,8 +165,9 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
         return _add(grads, vjp(dx)[0], row["embed_grad_on"] > 0)
 
     def weight(c, row):
+        """The weight gradients, of the microbatch's W added."""
         args = weights(row["W_chunk"]), prepare(row["W_mb"]), take(c["Q"], row["W_q"]), take(c["Z"], row["W_z"])
-        return c | dict(ws=parts.backward_weight(*args, c["ws"], row["W_on"] > 0))
+        return parts.backward_weight(*args, c["ws"], row["W_on"] > 0)
 
     def tick(run, c, row):
         if "dx" in c:                          # made in the tick before; sent here, it can overlap F
@@ -194,7 +195,7 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
                 on, grads = row["embed_grad_on"], c["ends"]
                 c = c | dict(ends=_sometimes(run.embed_grad, on, lambda: embed_grad(grads, row, dx), lambda: grads))
         if "W" in run.kinds:
-            c = weight(c, row)
+            c = c | dict(ws=_sometimes(run.weight, row["weight_on"], lambda: weight(c, row), lambda: c["ws"]))
         if arrived is not None:
             c = c | dict(X=put(c["X"], row["y_in"], arrived))
         return c, None
