@@ -84,8 +84,9 @@ class Part(NamedTuple):
     prepare: Callable            # number -> what all layers see of it
     x: jax.ShapeDtypeStruct      # the stream between stages
     parts: split.Split | None    # F, B and W of a chunk
-    carry: dict                  # buffers X R Q D (Z), and the sums metric, ws, ends; all zero
-    rows: dict                   # the table's columns of this stage; dx_in one tick late
+    carry: dict                  # buffers X R Q D (Z), the sums metric, ws, ends, all zero; and row, the first tick's
+    rows: jax.Array              # [T, columns]: in each tick, the row of the next
+    names: tuple[str, ...]       # the table's columns, with dx_in one tick late, and the shared ones
 
 
 def part_of(table: Table, model: Model, differentiate: bool, stage, ws, ends, batch, extra) -> Part:
@@ -108,10 +109,12 @@ def part_of(table: Table, model: Model, differentiate: bool, stage, ws, ends, ba
                       ws=zeros(flat), ends=zeros(ends))
     if table.split:
         carry["Z"] = buffer(parts.z, "Z")
-    rows = jax.tree.map(lambda column: jnp.take(jnp.asarray(column), stage, axis=1), dict(table.columns))
-    rows["dx_in"] = jnp.roll(rows["dx_in"], 1)                        # the slot of what arrives one tick late
-    rows |= jax.tree.map(jnp.asarray, dict(table.shared))
-    return Part(weights, microbatch, prepare, x, parts, carry, rows)
+    columns = dict(table.columns) | {name: np.tile(a[:, None], num_stages) for name, a in table.shared.items()}
+    columns["dx_in"] = np.roll(columns["dx_in"], 1, axis=0)           # the slot of what arrives one tick late
+    rows = jnp.take(np.stack(list(columns.values()), axis=2), stage, axis=1)
+    # Carried from tick to tick: looked up where it is used, it would be so for every element of what its numbers pick.
+    carry["row"] = rows[0]
+    return Part(weights, microbatch, prepare, x, parts, carry, jnp.roll(rows, -1, axis=0), tuple(columns))
 
 
 def unflattened(ws, num_chunks: int):
@@ -120,7 +123,7 @@ def unflattened(ws, num_chunks: int):
 
 
 def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, stage, ws, ends, batch, extra):
-    weights, microbatch, prepare, x, parts, c, rows = part_of(table, model, differentiate, stage, ws, ends, batch, extra)
+    weights, microbatch, prepare, x, parts, c, rows, names = part_of(table, model, differentiate, stage, ws, ends, batch, extra)
     num_stages, num_chunks = table.num_stages, table.num_chunks
     order = after if ordered else lambda row, *_: row
     share = partial(_share, ordered)
@@ -169,7 +172,8 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
         args = weights(row["W_chunk"]), prepare(row["W_mb"]), take(c["Q"], row["W_q"]), take(c["Z"], row["W_z"])
         return parts.backward_weight(*args, c["ws"], row["W_on"] > 0)
 
-    def tick(run, c, row):
+    def tick(run, c, next_row):
+        row = dict(zip(names, c["row"]))
         if "dx" in c:                          # made in the tick before; sent here, it can overlap F
             dx = lax.ppermute(c["dx"], STAGE, [(i, (i - 1) % num_stages) for i in range(num_stages)])
             c, row = c | dict(D=put(c["D"], row["dx_in"], dx)), order(row, dx, "embed_mb", "F_mb", "F_x")
@@ -198,14 +202,14 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
             c = c | dict(ws=_sometimes(run.weight, row["weight_on"], lambda: weight(c, row), lambda: c["ws"]))
         if arrived is not None:
             c = c | dict(X=put(c["X"], row["y_in"], arrived))
-        return c, None
+        return c | dict(row=next_row), None
 
     for run in _runs(table):
         if not differentiate and "B" in run.kinds:
             break
         if "B" in run.kinds and "dx" not in c:
             c["dx"] = jnp.zeros(x.shape, x.dtype)
-        c, _ = lax.scan(partial(tick, run), c, jax.tree.map(lambda a: a[run.start:run.stop], rows))
+        c, _ = lax.scan(partial(tick, run), c, rows[run.start:run.stop])
     if not differentiate:
         return (c["metric"][None],)
     return c["metric"][None], unflattened(c["ws"], num_chunks), jax.tree.map(lambda a: a[None], c["ends"])
