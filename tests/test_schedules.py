@@ -132,16 +132,15 @@ def test_orders_of_one_stage_written_out_by_hand(make, name, p, m, v, s, order):
 
 
 def test_runs_are_the_scans_of_the_executor():
-    parts = lambda table: [(run.start, run.stop, run.kinds, run.loss) + ((run.weight,) if table.split else ())
-                           for run in table.runs()]
+    parts = lambda table: [(run.start, run.stop, run.kinds, run.loss) for run in table.runs()]
     assert parts(schedules.make("gpipe", 4, 8)) == [(0, 3, "F", "never"), (3, 11, "F", "always"), (11, 22, "B", "never")]
     assert parts(schedules.make("1f1b", 4, 8)) == [(0, 3, "F", "never"), (3, 11, "FB", "always"), (11, 14, "B", "never")]
     assert parts(schedules.make("zero_bubble", 4, 8)) == [
-        (0, 3, "F", "never", "never"), (3, 11, "FBW", "always", "sometimes"), (11, 14, "BW", "never", "always")]
+        (0, 3, "F", "never"), (3, 6, "FB", "always"), (6, 11, "FBW", "always"), (11, 14, "BW", "never")]
     # Four ticks in eight have a loss: pieces would be many, so the run stays whole and asks `loss_on`.
     assert parts(schedules.make("interleaved", 4, 8, 2)) == [
         (0, 7, "F", "never"), (7, 19, "FB", "sometimes"), (19, 26, "B", "never")]
-    assert parts(schedules.make("zb_h1", 4, 8)) == [(0, 27, "FBW", "sometimes", "sometimes")]
+    assert parts(schedules.make("zb_h1", 4, 8)) == [(0, 27, "FBW", "sometimes")]
 
 
 @settings(max_examples=60, deadline=None)
@@ -149,16 +148,13 @@ def test_runs_are_the_scans_of_the_executor():
 def test_runs_cover_every_tick_once_and_execute_what_some_stage_does(p, rounds, v, name):
     table = schedules.make(name, p, rounds * p, v if name in INTERLEAVED else 1)
     ticks = [t for run in table.runs() for t in range(run.start, run.stop)]
-    assert ticks == list(range(table.num_ticks)) and len(table.runs()) <= 5
+    assert ticks == list(range(table.num_ticks)) and len(table.runs()) <= 6
     executed = dict.fromkeys("FBW", 0)
     for run in table.runs():
         for t in range(run.start, run.stop):
-            done = "".join(kind for kind in "FBW" if table.columns[f"{kind}_on"][t].any())
-            assert done == run.kinds or (run.weight == "sometimes" and done + "W" == run.kinds)
-            for how, name in ((run.loss, "loss_on"), (run.weight, "weight_on")):
-                assert how in ("sometimes", "always" if table.shared[name][t] else "never")
-            executed["W"] += int(table.shared["weight_on"][t])
-        for kind in run.kinds.replace("W", ""):
+            assert run.kinds == "".join(kind for kind in "FBW" if table.columns[f"{kind}_on"][t].any())
+            assert run.loss in ("sometimes", "always" if table.shared["loss_on"][t] else "never")
+        for kind in run.kinds:
             executed[kind] += run.stop - run.start
     n = table.num_microbatches * table.num_chunks
     assert table.executed == executed | {"loss": table.num_microbatches}
@@ -232,14 +228,6 @@ def share_the_wrong_microbatch(table, draw):
     shared = dict(table.shared)
     shared[f"{name}_mb"] = shared[f"{name}_mb"].copy()
     shared[f"{name}_mb"][t] += 1
-    return dataclasses.replace(table, shared=shared), "complete"
-
-
-def leave_a_weight_gradient_out(table, draw):
-    shared = dict(table.shared)
-    t = draw(st.integers(0, table.num_ticks - 1))
-    shared["weight_on"] = shared["weight_on"].copy()
-    shared["weight_on"][t] = 1 - shared["weight_on"][t]
     return dataclasses.replace(table, shared=shared), "complete"
 
 

@@ -168,9 +168,8 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
         return _add(grads, vjp(dx)[0], row["embed_grad_on"] > 0)
 
     def weight(c, row):
-        """The weight gradients, of the microbatch's W added."""
         args = weights(row["W_chunk"]), prepare(row["W_mb"]), take(c["Q"], row["W_q"]), take(c["Z"], row["W_z"])
-        return parts.backward_weight(*args, c["ws"], row["W_on"] > 0)
+        return c | dict(ws=parts.backward_weight(*args, c["ws"], row["W_on"] > 0))
 
     def tick(run, c, next_row):
         row = dict(zip(names, c["row"]))
@@ -199,7 +198,7 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
                 on, grads = row["embed_grad_on"], c["ends"]
                 c = c | dict(ends=_sometimes(run.embed_grad, on, lambda: embed_grad(grads, row, dx), lambda: grads))
         if "W" in run.kinds:
-            c = c | dict(ws=_sometimes(run.weight, row["weight_on"], lambda: weight(c, row), lambda: c["ws"]))
+            c = weight(c, row)
         if arrived is not None:
             c = c | dict(X=put(c["X"], row["y_in"], arrived))
         return c | dict(row=next_row), None

@@ -37,15 +37,13 @@ SPLIT = ("zero_bubble", "interleaved_zero_bubble", "zb_h1")
 class Run:
     """Ticks start … stop−1, in which the same slots are executed: one scan.
 
-    kinds: those of "FBW" that some stage does (in the switch family: all that occur). loss, weight: the loss and W come
-    "never", "always" or "sometimes" in these ticks; then `Table.shared["loss_on"]` and `["weight_on"]` tell, equal on all
-    stages, so a `cond` does not diverge.
+    kinds: those of "FBW" that some stage does (in the switch family: all that occur). loss: "never", "always", or
+    "sometimes" in these ticks; then `Table.shared["loss_on"]` tells, equal on all stages, so a `cond` does not diverge.
     """
     start: int
     stop: int
     kinds: str
     loss: str
-    weight: str
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -80,7 +78,6 @@ class Table:
       embed_on embed_mb     microbatch whose embedding the first virtual stage takes in this tick
       loss_on loss_mb       microbatch whose loss comes in this tick
       embed_grad_on embed_grad_mb   microbatch whose embedding's cotangent is made in this tick (by B on stage 0)
-      weight_on             1: some stage does W in this tick
 
     peak [P]: most (microbatch, chunk) pairs alive on a stage at once, from their F until their last backward op, that
     one included. Divide by V for stage-microbatches.
@@ -112,22 +109,23 @@ class Table:
         return dict(zip(KINDS, ticks.sum(0).tolist())) | {"loss": int(self.shared["loss_on"].sum())}
 
     def runs(self) -> list[Run]:
-        """The ticks in order, grouped into scans: every scan is compiled, so there are few.
+        """The ticks in order, grouped into scans. A loss that fills one unbroken part of a run makes that part a run.
 
-        A loss that fills one unbroken part of a run makes that part a run. W makes none: it begins P−1 ticks after B.
+        Every scan is compiled for itself. A condition around W would save one, but XLA copies what goes through: on GPUs
+        a stage's float32 gradients, twice a tick.
         """
-        loss, weight = self.shared["loss_on"], self.shared["weight_on"]
-        often = lambda on: "always" if on.all() else "sometimes" if on.any() else "never"
         if self.family != "phase":
-            return [Run(0, self.num_ticks, "FBW" if self.split else "FB", "sometimes", often(weight))]
+            return [Run(0, self.num_ticks, "FBW" if self.split else "FB", "sometimes")]
         active = (self.ops[..., 0] >= 0).any(1)
+        loss = self.shared["loss_on"]
         runs = []
-        for start, stop in _equal_parts(active[:, :W]):
-            kinds = "".join(k for k, on in zip(KINDS, active[start:stop].any(0)) if on)
-            parts = [(start + a, start + b) for a, b in _equal_parts(loss[start:stop])]
-            if len(parts) > 3 or sum(loss[a] for a, _ in parts) > 1:
-                parts = [(start, stop)]
-            runs += [Run(a, b, kinds, often(loss[a:b]), often(weight[a:b])) for a, b in parts]
+        for start, stop in _equal_parts(active):
+            kinds = "".join(k for k, on in zip(KINDS, active[start]) if on)
+            parts = _equal_parts(loss[start:stop])
+            if len(parts) <= 3 and sum(loss[start + a] for a, _ in parts) <= 1:
+                runs += [Run(start + a, start + b, kinds, "always" if loss[start + a] else "never") for a, b in parts]
+            else:
+                runs.append(Run(start, stop, kinds, "sometimes"))
         return runs
 
 
@@ -317,7 +315,6 @@ def _work(ops: np.ndarray, p: int, v: int):
     for name, flag, kind in (("embed", "F_first", "F"), ("loss", "loss_here", "F"), ("embed_grad", "B_first", "B")):
         shared[f"{name}_on"] = columns[flag].any(1)
         shared[f"{name}_mb"] = (columns[f"{kind}_mb"] * columns[flag]).sum(1)
-    shared["weight_on"] = on[..., W].any(1)
     return ({name: a.astype(np.int32) for name, a in columns.items()},
             {name: a.astype(np.int32) for name, a in shared.items()})
 
