@@ -223,8 +223,8 @@ def measure(run, devices) -> int:
             for schedule, chunks in SCHEDULES:
                 this, made = assembled(run, devices, remat, schedule, chunks)
                 table = schedules.make(schedule, run.mesh.stage, run.training.microbatches, chunks)
-                accumulate = made.program.accumulate
-                step = lambda p, b, f=accumulate: f(p, b, None)[:2]
+                gradients = made.program.gradients
+                step = lambda p, b, f=gradients: f(p, b, None)[:2]
                 group.append(contestant(schedule, this, made, step, args, layer, table))
                 agree(group[-1], args, expected, AGREE[run.model.compute_dtype])
                 print(f"{schedule}, remat {remat}: compiled in {group[-1].compile_s[0]:.1f} s", file=sys.stderr)

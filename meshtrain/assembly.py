@@ -23,7 +23,7 @@ from meshtrain.layout.mesh import AXES, MeshPlan
 from meshtrain.layout.rules import Layout, Tensor
 from meshtrain.model import attention, transformer
 from meshtrain.parallel import context, schedule_check, schedules
-from meshtrain.training import state, step
+from meshtrain.training import accumulate, state, step
 
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 # The concurrency-optimized CPU scheduler deadlocks programs with independent collectives (2 of 4 ZeRO-3 steps did).
@@ -273,7 +273,7 @@ def slot_bytes(run: Run, model: transformer.Transformer, layout: Layout, mesh, a
     assumption: what is as wide as the residual stream is split like it where only the inputs of layers are kept (remat
     full) and else whole, as it is where a matmul reads it: an upper bound.
     """
-    parts, x = step.layer_parts(run, model, layout, mesh, attend)
+    parts, x = accumulate.layer_parts(run, model, layout, mesh, attend)
     wide_ways = residual_ways if run.training.remat == "full" else 1
 
     def held(a, stream_ways):
