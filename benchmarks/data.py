@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np
 
-from meshtrain.training import data, sources
+from meshtrain.training import data, sources, token_files
 
 BATCH_TOKENS = 1 << 17
 DOCUMENT_TOKENS = 1000          # on average; exponentially distributed, at least 1
@@ -32,27 +32,17 @@ ROUNDS, ROUND_S = 7, 0.7
 SEQ_LENS, PREFETCH = (256, 4096), (0, 2)
 
 
-class Tokens:
-    """One token file of documents laid end to end, memory-mapped."""
-
-    def __init__(self, path: Path, lengths: np.ndarray):
-        self.lengths, self.starts = lengths, np.cumsum(lengths) - lengths
-        self.ids = np.memmap(path, np.uint16, "r").view(np.ndarray)      # slices of np.memmap itself are slow
-
-    def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        begin = int(self.starts[document])
-        return self.ids[begin + start:begin + stop]
-
-
 def make_sources(folder: Path) -> tuple[sources.Source, sources.Source]:
     random = np.random.default_rng(0)
     lengths = 1 + random.exponential(DOCUMENT_TOKENS, TOKEN_DOCUMENTS).astype(np.int64)
-    random.integers(0, 50_000, lengths.sum(), np.uint16).tofile(folder / "ids")
+    ids = str(folder / f"ids{token_files.TOKENS}")
+    np.save(ids, random.integers(0, 50_000, lengths.sum(), np.uint16))
+    np.save(token_files.ends_path(ids), np.cumsum(lengths))
     paths = []
     for i, length in enumerate(1 + random.exponential(DOCUMENT_TOKENS, TEXT_FILES).astype(int)):
         paths.append(str(folder / f"{i}.txt"))
         Path(paths[-1]).write_bytes(random.bytes(length))
-    return sources.open_files(paths), Tokens(folder / "ids", lengths)
+    return sources.open_files(paths), token_files.TokenFiles((token_files.open_pair(ids),))
 
 
 def tokens_per_s(step, tokens: int) -> tuple[float, float]:

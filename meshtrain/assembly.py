@@ -142,11 +142,12 @@ def design(run: Run, plan: MeshPlan, platform: str, gpu: hardware.Gpu | None) ->
     except ValueError as error:
         raise ConfigError(*str(error).splitlines()) from None
     model = transformer.build(run.model)
-    fitted, placed, notes = fit_stages(run, loaded, plan.sizes, tensors(run, model))
+    fitted, notes = fit_stages(run, loaded, plan.sizes)
     layout = Layout(fitted, plan.sizes)
     # First what context asks of a length: a length that follows the rules' remedy alone would be refused again.
-    faults = context_problems(run, layout) or (
-        stage_problems(run, loaded, plan.sizes) + rules.problems(loaded, plan.sizes, placed, SIZE_KEYS))
+    # Stages have checks of their own, and what they do not divide is no longer split over them.
+    faults = context_problems(run, layout) or (stage_problems(run, loaded, plan.sizes) + rules.problems(
+        fitted, {**plan.sizes, "stage": 1}, tensors(run, model), SIZE_KEYS))
     if faults:
         raise ConfigError(*faults)
     attend, note = choose_attention(run, plan.sizes, platform)
@@ -186,10 +187,10 @@ def stage_problems(run: Run, loaded: rules.Rules, sizes) -> list[str]:
     if num_layers % pieces and run.pipeline.uneven == "refuse":
         faults.append(f"model.num_layers={num_layers} cannot be split over mesh.stage={num_stages} × pipeline.chunks={chunks}; "
                       f'use a multiple of {pieces}, e.g. {-(-num_layers // pieces) * pieces}, or pipeline.uneven="pad"')
-    for table in ("params", "grads", "optimizer"):
-        if loaded.mesh_axes(table, "layers") != ("stage",):
-            faults.append(f'{loaded.path} [{table}]: mesh.stage={num_stages} needs layers = "stage" there; add the line, or '
-                          f"take one of the rule files *pipeline.toml")
+    missing = [f"[{table}]" for table in ("params", "grads", "optimizer") if loaded.mesh_axes(table, "layers") != ("stage",)]
+    if missing:
+        faults.append(f'mesh.stage={num_stages} needs layers = "stage" in {", ".join(missing)} of {loaded.path}; take one of '
+                      "the rule files *pipeline.toml, add the line, or set mesh.stage to 1")
     for table, entries in loaded.tables.items():
         faults += [f"{loaded.path} [{table}] {logical}: only layers and vocab can lie along 'stage'; drop it from the line"
                    for logical, axes in entries.items() if "stage" in axes and logical not in ("layers", "vocab")]
@@ -201,34 +202,33 @@ def stage_problems(run: Run, loaded: rules.Rules, sizes) -> list[str]:
     return faults
 
 
-def fit_stages(run: Run, loaded: rules.Rules, sizes, placed: list[Tensor]):
-    """(rules with `stage` taken from what it does not divide, tensors for the check of the file's rules, notes).
+def fit_stages(run: Run, loaded: rules.Rules, sizes) -> tuple[rules.Rules, list[str]]:
+    """The rules with `stage` taken from what it does not divide, and what to tell of that.
 
     Padding with layers that do nothing happens inside the step: what is stored are the layers of the model, in order.
     """
-    num_stages, num_layers, notes = sizes["stage"], run.model.num_layers, []
+    num_stages, num_layers, drop, notes = sizes["stage"], run.model.num_layers, set(), []
     if num_stages == 1:
-        return loaded, placed, notes
-    vocab, ways = transformer.padded_vocab(run.model), math.prod(sizes[a] for a in loaded.mesh_axes("params", "vocab"))
-    drop = {}
+        return loaded, notes
+    vocab = transformer.padded_vocab(run.model)
+    splits = [math.prod(sizes[a] for a in table["vocab"]) for table in loaded.tables.values()
+              if "stage" in table.get("vocab", ())]
     if num_layers % num_stages:
-        drop["layers"] = num_stages
+        drop.add("layers")
         notes.append(f"pipeline: {num_layers} layers do not divide over mesh.stage={num_stages}: outside the pipeline's loop "
                      "every stage keeps the states of all of them")
     if schedule_name(run) == "zb_h1":
-        drop["vocab"] = ways
+        drop.add("vocab")
         notes.append('pipeline: schedule="zb_h1" is experimental; the first stage has the whole embedding and the last the '
                      "whole head, whatever the rules say of vocab along 'stage', and every stage keeps the states of both")
-    elif vocab % ways and "stage" in loaded.mesh_axes("params", "vocab"):
-        drop["vocab"] = ways
+    elif any(vocab % ways for ways in splits):
+        drop.add("vocab")
         notes.append(f"pipeline: the vocabulary of {vocab} (padded) does not divide over stage and tensor: embedding and head "
                      "are split over tensor only, and every stage repeats their work")
     without = lambda axes: tuple(axis for axis in axes if axis != "stage")
     tables = {name: {k: without(axes) if k in drop else axes for k, axes in table.items()}
               for name, table in loaded.tables.items()}
-    round_up = lambda n, logical: -(-n // drop[logical]) * drop[logical] if logical in drop else n
-    placed = [dataclasses.replace(t, shape=tuple(map(round_up, t.shape, t.axes))) for t in placed]
-    return dataclasses.replace(loaded, tables=tables), placed, notes
+    return dataclasses.replace(loaded, tables=tables), notes
 
 
 def padding_notes(run: Run, table: schedules.Table) -> list[str]:

@@ -308,6 +308,9 @@ def assembled(rule: str, mesh: dict, *args, **kwargs):
     return assembly.assemble(run_of(rule, mesh, *args, **kwargs), jax.devices()[:math.prod(mesh.values())])
 
 
+THIRDS = dict(embed_dim=48, num_heads=6, num_kv_heads=6)
+
+
 @pytest.mark.parametrize("case, parts", [
     ((("pipeline", dict(stage=4)), dict(schedule="1f1b", chunks=2)), ["pipeline.chunks=2", "interleaved"]),
     ((("pipeline", dict(stage=4)), dict(schedule="interleaved", training=dict(microbatches=6))), ["multiple of mesh.stage=4", "8"]),
@@ -315,13 +318,30 @@ def assembled(rule: str, mesh: dict, *args, **kwargs):
      ["zb_h1", "mesh.context=2", "zero_bubble"]),
     ((("pipeline", dict(stage=4)), dict(model=dict(num_layers=6), pipeline=dict(uneven="refuse"))),
      ["model.num_layers=6", "mesh.stage=4", "e.g. 8"]),
-    ((("zero1", dict(stage=2, data=2)), dict()), ['layers = "stage"', "pipeline.toml"]),
-], ids=["chunks", "microbatches", "zb_h1", "layers", "rules"])  # fmt: skip
-def test_pipeline_that_cannot_be_is_refused(case, parts):
+    ((("zero3", dict(stage=2, fsdp=2)), dict()), ["mesh.stage=2", 'layers = "stage"', "zero3.toml", "*pipeline.toml"]),
+    # Taken from the stages, a vocabulary of 512 must still divide over tensor.
+    ((("zero1_tensor_sequence_pipeline", dict(stage=2, tensor=3)), dict(model=THIRDS, data=dict(seq_len=48))),
+     ["vocab=512", "tensor 3", "model.vocab_size"]),
+], ids=["chunks", "microbatches", "zb_h1", "layers", "rules", "vocabulary"])  # fmt: skip
+def test_pipeline_that_cannot_be_is_refused_in_one_line(case, parts):
     with pytest.raises(config.ConfigError) as error:
         assembled(*case[0], **case[1])
+    assert len(error.value.messages) == 1
     for part in parts:
         assert part in str(error.value)
+
+
+def test_vocabulary_that_divides_over_tensor_alone_is_no_fault():
+    """The layers are split over the stages, or over none, all the same."""
+    for layers in (6, 5):
+        notes = assembled("zero1_tensor_sequence_pipeline", dict(stage=3, tensor=2), model=dict(num_layers=layers)).notes
+        assert sum("vocabulary of 512" in note for note in notes) == 1
+
+
+def test_pipeline_is_assembled_the_same_with_a_mesh_in_force():
+    made = assembled("pipeline", dict(stage=2))
+    with jax.set_mesh(made.mesh):
+        assert assembled("pipeline", dict(stage=2)).choice.memory_bytes == made.choice.memory_bytes
 
 
 def test_auto_takes_the_schedule_with_the_least_modelled_bubble_and_says_so():
