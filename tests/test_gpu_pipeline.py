@@ -117,11 +117,15 @@ def expected(rule: str, step: Step) -> dict:
     if rule in (ZERO3, CONTEXT):
         want["all-gather", weights, "bf16"] = (9, 2 * n["all"])
     if step.table.num_chunks > 1:
-        # Stored in the model's order, worked on in the schedule's: shards of layers change their stages twice, as
-        # all-to-all and permute, weights in bf16 before the gather and gradients after the reduce-scatter.
-        shard = n["layers"] // math.prod(sizes[axis] for axis in weights)
-        want["relayout", ("stage",), "bf16"] = (None, 2 * 2 * shard)
-        want["relayout", ("stage",), "f32"] = (None, 2 * 4 * shard)
+        # Of stages · chunks, chunk c is stored on stage c // chunks and worked on by stage c % stages: weights travel in
+        # bf16 before the gather, gradients after the reduce-scatter. Where stages divides chunks, every stage holds as many
+        # for each of them: one all-to-all. Where chunks divides stages, it holds some for its residue alone: an all-to-all
+        # among as many stages as there are chunks, and a permute, each of the whole shard.
+        stages, chunks = step.table.num_stages, step.table.num_chunks
+        assert chunks % stages == 0 or stages % chunks == 0
+        moves = (1 if chunks % stages == 0 else 2) * n["layers"] // math.prod(sizes[axis] for axis in weights)
+        want["relayout", ("stage",), "bf16"] = (None, 2 * moves)
+        want["relayout", ("stage",), "f32"] = (None, 4 * moves)
     if ways > 1:
         # A layer's as without a pipeline: 2 gathers and 2 scatters in F; in B again 2 and 1, and 2 and 2 of its own.
         want["all-gather", ("tensor",), "bf16"] = (None, (2 * forward + 4 * backward + loss + embed_grad) * x_bytes)
