@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from meshtrain.layout.mesh import psum
 from meshtrain.layout.rules import Layout
 from meshtrain.model.params import declare
 
@@ -151,8 +152,8 @@ def lookup(plan: Plan, axes, table, ids_BT):
     ids_BT, mine = _own_rows(manual, table, ids_BT)
     x_BTD = jnp.where(mine[..., None], gathered(plan, table, axes)[ids_BT], 0)
     x_BTD = layout.act(x_BTD, "batch", "seq", None)
-    # One summand is not zero: exact in any dtype. XLA's CPU backend cannot sum bfloat16 over a manual axis.
-    return jax.lax.psum(x_BTD.astype(jnp.float32), manual).astype(plan.dtype)
+    # One summand is not zero: exact in any dtype.
+    return psum(x_BTD, manual)
 
 
 def _own_rows(manual, table, ids_BT):
