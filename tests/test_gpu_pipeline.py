@@ -130,10 +130,10 @@ def expected(rule: str, step: Step) -> dict:
         want["relayout", ("stage",), "bf16"] = (None, 2 * moves)
         want["relayout", ("stage",), "f32"] = (None, 4 * moves)
     if ways > 1:
-        # A layer's as without a pipeline: 2 gathers and 2 scatters in F; in B again 2 and 1, and 2 and 2 of its own.
+        # A layer's as without a pipeline: 2 gathers and 2 scatters in F; in B again 2 and 1, and 2 and 2 of its own. As
+        # there, too: the embedding's scatter and its cotangent's gather, the head's gather of x and scatter of dx.
         want["all-gather", ("tensor",), "bf16"] = (None, (2 * forward + 4 * backward + loss + embed_grad) * x_bytes)
-        want["reduce-scatter", ("tensor",), "bf16"] = (None, (2 * forward + 3 * backward + loss) * x_bytes)
-        want["all-reduce", ("tensor",), "bf16"] = (None, embed * x_bytes)
+        want["reduce-scatter", ("tensor",), "bf16"] = (None, (2 * forward + 3 * backward + embed + loss) * x_bytes)
     if (cp := sizes["context"]) > 1:
         # The ring: cp-1 hops of K and V each way, cp of dK and dV. Remat keeps attention's results, so no ring runs twice.
         kv = tokens * MODEL["num_kv_heads"] * MODEL["head_dim"] // ways
