@@ -11,10 +11,14 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import assembly, config
 from meshtrain.cost import audit, compile
+from meshtrain.layout.mesh import MeshPlan, psum
 from meshtrain.parallel import pipeline, schedules
 
 pytestmark = pytest.mark.skipif(
@@ -104,9 +108,8 @@ def expected(rule: str, step: Step) -> dict:
         ("collective-permute", ("stage",), "bf16"): (step.table.executed["F"] + step.table.executed["B"],
                                                      (step.table.executed["F"] + step.table.executed["B"]) * x_bytes // ways),
         # All stages get the last one's output and the first one's cotangent, and sum their parts of the vocabulary: the
-        # embedding's rows and the loss's dx, both in float32.
-        ("all-reduce", ("stage",), "bf16"): (None, (loss + embed_grad) * x_bytes // ways),
-        ("all-reduce", ("stage",), "f32"): (None, (embed + loss) * 2 * x_bytes // ways),
+        # embedding's rows and the loss's dx. Each is a tensor share of the residual stream, in its own dtype.
+        ("all-reduce", ("stage",), "bf16"): (None, (embed + 2 * loss + embed_grad) * x_bytes // ways),
     }
     if rule == "pipeline":
         want["all-reduce", weights, "f32"] = (None, 4 * n["all"])
@@ -117,16 +120,20 @@ def expected(rule: str, step: Step) -> dict:
     if rule in (ZERO3, CONTEXT):
         want["all-gather", weights, "bf16"] = (9, 2 * n["all"])
     if step.table.num_chunks > 1:
-        # Stored in the model's order, worked on in the schedule's: shards of layers change their stages twice, as
-        # all-to-all and permute, weights in bf16 before the gather and gradients after the reduce-scatter.
-        shard = n["layers"] // math.prod(sizes[axis] for axis in weights)
-        want["relayout", ("stage",), "bf16"] = (None, 2 * 2 * shard)
-        want["relayout", ("stage",), "f32"] = (None, 2 * 4 * shard)
+        # Of stages · chunks, chunk c is stored on stage c // chunks and worked on by stage c % stages: weights travel in
+        # bf16 before the gather, gradients after the reduce-scatter. Where stages divides chunks, every stage holds as many
+        # for each of them: one all-to-all. Where chunks divides stages, it holds some for its residue alone: an all-to-all
+        # among as many stages as there are chunks, and a permute, each of the whole shard.
+        stages, chunks = step.table.num_stages, step.table.num_chunks
+        assert chunks % stages == 0 or stages % chunks == 0
+        moves = (1 if chunks % stages == 0 else 2) * n["layers"] // math.prod(sizes[axis] for axis in weights)
+        want["relayout", ("stage",), "bf16"] = (None, 2 * moves)
+        want["relayout", ("stage",), "f32"] = (None, 4 * moves)
     if ways > 1:
-        # A layer's as without a pipeline: 2 gathers and 2 scatters in F; in B again 2 and 1, and 2 and 2 of its own.
+        # A layer's as without a pipeline: 2 gathers and 2 scatters in F; in B again 2 and 1, and 2 and 2 of its own. As
+        # there, too: the embedding's scatter and its cotangent's gather, the head's gather of x and scatter of dx.
         want["all-gather", ("tensor",), "bf16"] = (None, (2 * forward + 4 * backward + loss + embed_grad) * x_bytes)
-        want["reduce-scatter", ("tensor",), "bf16"] = (None, (2 * forward + 3 * backward + loss) * x_bytes)
-        want["all-reduce", ("tensor",), "bf16"] = (None, embed * x_bytes)
+        want["reduce-scatter", ("tensor",), "bf16"] = (None, (2 * forward + 3 * backward + embed + loss) * x_bytes)
     if (cp := sizes["context"]) > 1:
         # The ring: cp-1 hops of K and V each way, cp of dK and dV. Remat keeps attention's results, so no ring runs twice.
         kv = tokens * MODEL["num_kv_heads"] * MODEL["head_dim"] // ways
@@ -197,6 +204,17 @@ def test_a_device_holds_the_layers_of_its_own_stage_only(case):
 def test_a_stack_of_all_stages_would_be_seen():
     text = "%loop = (s32[], f32[4,4,384,160]{3,2,1,0}, bf16[4,160,384]{2,1,0}) while(%start), body=%region_1"
     assert layers_held(text, (D, F // 4)) == 16
+
+
+@pytest.mark.parametrize("gpu, dtype", [(True, "bf16"), (False, "f32")], ids=["gpu", "cpu"])
+def test_a_sum_by_hand_is_made_in_the_dtype_of_its_platform_without_a_condition(gpu, dtype):
+    mesh = MeshPlan(dict(stage=2, tensor=2)).build(compile.topology("h100:4") if gpu else jax.devices())
+    add = jax.shard_map(lambda x: psum(x, "stage"), mesh=mesh, axis_names={"stage"}, in_specs=P("stage"), out_specs=P(),
+                        check_vma=False)  # fmt: skip
+    x = jax.ShapeDtypeStruct((2, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P("stage", "tensor")))
+    text = jax.jit(add).lower(x).compile().as_text()
+    assert [c.dtype for c in audit.read(text, mesh).collectives if c.axes == ("stage",)] == [dtype]
+    assert "conditional(" not in text
 
 
 @pytest.mark.slow

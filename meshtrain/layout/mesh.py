@@ -10,7 +10,9 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 AXES = ("data", "fsdp", "tensor", "stage", "context")
@@ -71,3 +73,13 @@ class MeshPlan:
 
     def __str__(self) -> str:
         return " × ".join(f"{axis} {n}" for axis, n in self.sizes.items() if n > 1) or "one device"
+
+
+def psum(x, axes):
+    """lax.psum of an array over manual mesh axes in its own dtype; by CPUs in float32, returned in its own dtype.
+
+    XLA's CPU backend dies on a bfloat16 sum over a manual axis ("Invalid binary instruction opcode copy"). The platform
+    is the one that the program is lowered for, not the one that lowers it: no conditional is left in the program.
+    """
+    by_cpu = lambda x: lax.psum(x.astype(jnp.float32), axes).astype(x.dtype)
+    return lax.platform_dependent(x, cpu=by_cpu, default=lambda x: lax.psum(x, axes))

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from meshtrain.layout.mesh import psum
 from meshtrain.layout.rules import Layout
 from meshtrain.model.params import declare
 
@@ -138,21 +139,25 @@ def lookup(plan: Plan, axes, table, ids_BT):
     A table split over embed alone (ZeRO-3) is looked up where it lies: the ids are gathered (B·T int32), every device
     looks up its slice of D for all of them, and an all-to-all of B·T·D/N turns that into whole rows of its own
     sequences; the backward goes the same way, and the table's gradient needs no reduction. Any other table is gathered
-    over the token axes; rows split over tensor stay split: each device looks up its own and an all-reduce adds them
-    (rows split over an axis that is manual here the same way, by hand: B·T·D over it).
+    over the token axes; rows split over tensor stay split: each device looks up its own, and they are added as the
+    residual stream lies, by an all-reduce or, with sequence parallelism, a reduce-scatter of B·T·D. Rows split over an
+    axis that is manual here are added by hand, an all-reduce over it of what the residual stream has on a device.
     """
     layout = plan.layout
     if lies_by_columns(layout, axes):
         x_BTD = table.astype(plan.dtype)[_all_ids(layout, axes, ids_BT)]
         return layout.act(_by_columns(layout, axes, x_BTD), "batch", "seq", None)
     ids_BT = layout.act(ids_BT, "batch", "seq")
-    if not (manual := layout.by_hand("params", axes[0])):
-        return layout.act(gathered(plan, table, axes)[ids_BT], "batch", "seq", None)
-    ids_BT, mine = _own_rows(manual, table, ids_BT)
-    x_BTD = jnp.where(mine[..., None], gathered(plan, table, axes)[ids_BT], 0)
-    x_BTD = layout.act(x_BTD, "batch", "seq", None)
-    # One summand is not zero: exact in any dtype. XLA's CPU backend cannot sum bfloat16 over a manual axis.
-    return jax.lax.psum(x_BTD.astype(jnp.float32), manual).astype(plan.dtype)
+    if manual := layout.by_hand("params", axes[0]):
+        ids_BT, mine = _own_rows(manual, table, ids_BT)
+    x_BTD = layout.act(gathered(plan, table, axes)[ids_BT], "batch", "seq", None)
+    if not manual:
+        return x_BTD
+    # Placed as the residual stream before it is masked: tensor's shares of the rows are then added by a reduce-scatter,
+    # not an all-reduce, and only a share of the sequence is summed here. `mine` is pinned, or the ids are split as well
+    # and gathered again. One summand is not zero: exact in any dtype.
+    mine, x_BTD = layout.act(mine, "batch", "seq"), layout.act(x_BTD, "batch", "residual_seq", None)
+    return psum(jnp.where(mine[..., None], x_BTD, 0), manual)
 
 
 def _own_rows(manual, table, ids_BT):

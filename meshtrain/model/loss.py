@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from meshtrain.layout.mesh import psum
 from meshtrain.model.layers import Plan, gathered
 
 NO_TARGET = -1
@@ -87,8 +88,7 @@ def _run(plan, axes, vocab_size, z_loss, chunk, x_BTD, w, targets_BT, with_grads
             dl = has[..., None] * (p * (1 + 2 * z_loss * lse)[..., None] - hit_V.astype(f32))
             dl = pin(dl.astype(plan.dtype), shards or None, None, None, vocab)
             dx_c = jnp.einsum(f"nrsV,{letters}->nrsD", dl, full)
-            # Summed in float32 where by hand: XLA's CPU backend cannot sum bfloat16 over a manual axis.
-            dx_c = jax.lax.psum(dx_c.astype(f32), manual).astype(plan.dtype) if manual else dx_c
+            dx_c = psum(dx_c, manual) if manual else dx_c
             dx_c = pin(dx_c, *lead)
             dx = jax.lax.dynamic_update_slice_in_dim(dx, dx_c, c * split.chunk, 2)
             dw = dw + jnp.einsum(f"nrsD,nrsV->n{letters}", x_c, dl, preferred_element_type=f32)

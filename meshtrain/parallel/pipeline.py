@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from meshtrain.layout.mesh import psum
 from meshtrain.parallel import schedules, split
 from meshtrain.parallel.schedules import Run, Table
 from meshtrain.parallel.split import put, take
@@ -126,7 +127,6 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
     weights, microbatch, prepare, x, parts, c, rows, names = part_of(table, model, differentiate, stage, ws, ends, batch, extra)
     num_stages, num_chunks = table.num_stages, table.num_chunks
     order = after if ordered else lambda row, *_: row
-    share = partial(_share, ordered)
 
     def embed(row):
         return model.embed(ends, microbatch(row["embed_mb"]), extra)
@@ -145,7 +145,7 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
     def loss(c, row, y):
         """(sum of the metric, of the ends' gradients, dy) with the last stage's y: all stages work on it, each on its part
         of the vocabulary, and all get the whole dy."""
-        y = share(y, row["loss_here"])
+        y = _share(y, row["loss_here"])
         head = lambda ends, y: model.head(ends, y, microbatch(row["loss_mb"]), extra)
         on = row["loss_on"] > 0
         if not differentiate:
@@ -163,7 +163,7 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
         return c | dict(ws=ws), dx
 
     def embed_grad(grads, row, dx):
-        dx = share(dx, row["B_first"])
+        dx = _share(dx, row["B_first"])
         _, vjp = jax.vjp(lambda ends: model.embed(ends, microbatch(row["embed_grad_mb"]), extra), split.wide(ends))
         return _add(grads, vjp(dx)[0], row["embed_grad_on"] > 0)
 
@@ -235,13 +235,9 @@ def _sometimes(how: str, on, then, otherwise):
     return then() if how == "always" else lax.cond(on > 0, then, otherwise)
 
 
-def _share(f32: bool, x, here):
-    """x of the one stage where `here` is set, on all stages: all-reduce of x over stage; a sum with zeros is exact.
-
-    f32: XLA's CPU backend cannot sum bfloat16 over a manual axis (it dies with "Invalid binary instruction opcode copy").
-    """
-    x = jnp.where(here > 0, x, 0)
-    return lax.psum(x.astype(jnp.float32), STAGE).astype(x.dtype) if f32 else lax.psum(x, STAGE)
+def _share(x, here):
+    """x of the one stage where `here` is set, on all stages: all-reduce of x over stage; a sum with zeros is exact."""
+    return psum(jnp.where(here > 0, x, 0), STAGE)
 
 
 def after(row: dict, done, *names) -> dict:
