@@ -85,9 +85,9 @@ class Part(NamedTuple):
     prepare: Callable            # number -> what all layers see of it
     x: jax.ShapeDtypeStruct      # the stream between stages
     parts: split.Split | None    # F, B and W of a chunk
-    carry: dict                  # buffers X R Q D (Z), the sums metric, ws, ends, all zero; and row, the first tick's
-    rows: jax.Array              # [T, columns]: in each tick, the row of the next
-    names: tuple[str, ...]       # the table's columns, with dx_in one tick late, and the shared ones
+    carry: dict                  # buffers X R Q D (Z) and the sums metric, ws, ends, all zero; row: of the first tick
+    rows: jax.Array              # [T, columns]: in each tick, those of the next
+    row: Callable                # its columns -> a tick's row, {name: value}, with what F and B see of their microbatches
 
 
 def part_of(table: Table, model: Model, differentiate: bool, stage, ws, ends, batch, extra) -> Part:
@@ -113,9 +113,15 @@ def part_of(table: Table, model: Model, differentiate: bool, stage, ws, ends, ba
     columns = dict(table.columns) | {name: np.tile(a[:, None], num_stages) for name, a in table.shared.items()}
     columns["dx_in"] = np.roll(columns["dx_in"], 1, axis=0)           # the slot of what arrives one tick late
     rows = jnp.take(np.stack(list(columns.values()), axis=2), stage, axis=1)
-    # Carried from tick to tick: looked up where it is used, it would be so for every element of what its numbers pick.
-    carry["row"] = rows[0]
-    return Part(weights, microbatch, prepare, x, parts, carry, jnp.roll(rows, -1, axis=0), tuple(columns))
+
+    def row(numbers):
+        """The table's columns, dx_in one tick late; F_e, B_e: what all layers see of the microbatches of F and B."""
+        row = dict(zip(columns, numbers))
+        return row | {f"{kind}_e": prepare(row[f"{kind}_mb"]) for kind in ("FB" if differentiate else "F")}
+    # Carried from tick to tick: picked or made where it is used, that would be done for every element of what it is
+    # used for, attention's scores among them.
+    carry["row"] = row(rows[0])
+    return Part(weights, microbatch, prepare, x, parts, carry, jnp.roll(rows, -1, axis=0), row)
 
 
 def unflattened(ws, num_chunks: int):
@@ -124,7 +130,7 @@ def unflattened(ws, num_chunks: int):
 
 
 def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, stage, ws, ends, batch, extra):
-    weights, microbatch, prepare, x, parts, c, rows, names = part_of(table, model, differentiate, stage, ws, ends, batch, extra)
+    weights, microbatch, prepare, x, parts, c, rows, row_of = part_of(table, model, differentiate, stage, ws, ends, batch, extra)
     num_stages, num_chunks = table.num_stages, table.num_chunks
     order = after if ordered else lambda row, *_: row
 
@@ -137,9 +143,8 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
             first = _sometimes(run.embed, row["embed_on"], partial(embed, row), lambda: x)
             x = jnp.where(row["F_first"] > 0, first, x)
         if not differentiate:
-            e = prepare(row["F_mb"])
-            return c, lax.scan(lambda x, w: (model.layer(w[0], x, (w[1], e)), None), x, weights(0)[:2])[0]
-        y, (r, q) = parts.forward(weights(row["F_chunk"]), x, prepare(row["F_mb"]))
+            return c, lax.scan(lambda x, w: (model.layer(w[0], x, (w[1], row["F_e"])), None), x, weights(0)[:2])[0]
+        y, (r, q) = parts.forward(weights(row["F_chunk"]), x, row["F_e"])
         return c | dict(R=put(c["R"], row["F_r"], r), Q=put(c["Q"], row["F_q"], q)), y
 
     def loss(c, row, y):
@@ -155,7 +160,7 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
 
     def backward(c, row):
         kept = take(c["R"], row["B_r"]), take(c["Q"], row["B_q"])
-        args = weights(row["B_chunk"]), prepare(row["B_mb"]), *kept, take(c["D"], row["B_d"])
+        args = weights(row["B_chunk"]), row["B_e"], *kept, take(c["D"], row["B_d"])
         if table.split:
             dx, z = parts.backward_input(*args)
             return c | dict(Z=put(c["Z"], row["B_z"], z)), dx
@@ -171,17 +176,17 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
         args = weights(row["W_chunk"]), prepare(row["W_mb"]), take(c["Q"], row["W_q"]), take(c["Z"], row["W_z"])
         return c | dict(ws=parts.backward_weight(*args, c["ws"], row["W_on"] > 0))
 
-    def tick(run, c, next_row):
-        row = dict(zip(names, c["row"]))
+    def tick(run, c, following):
+        row = c["row"]
         if "dx" in c:                          # made in the tick before; sent here, it can overlap F
             dx = lax.ppermute(c["dx"], STAGE, [(i, (i - 1) % num_stages) for i in range(num_stages)])
-            c, row = c | dict(D=put(c["D"], row["dx_in"], dx)), order(row, dx, "embed_mb", "F_mb", "F_x")
+            c, row = c | dict(D=put(c["D"], row["dx_in"], dx)), order(row, dx, "embed_mb", "F_e", "F_x")
         arrived = None
         if "F" in run.kinds:
             c, y = forward(c, row, run)
             # Needed by the next stage in the next tick: it can overlap the loss, B and W of this one.
             arrived = lax.ppermute(y, STAGE, [(i, (i + 1) % num_stages) for i in range(num_stages)])
-            row = order(row, arrived, "loss_here", "loss_mb", "B_mb", "B_r", "B_q", "B_d")
+            row = order(row, arrived, "loss_here", "loss_mb", "B_e", "B_r", "B_q", "B_d")
             if run.loss != "never":
                 # Only what is new goes through a condition: XLA would copy the buffers.
                 if differentiate:
@@ -190,7 +195,7 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
                     c = c | dict(metric=metric, ends=d_ends, D=put(c["D"], row["loss_d"], dy))
                 else:
                     c = c | dict(metric=_sometimes(run.loss, row["loss_on"], lambda: loss(c, row, y), lambda: c["metric"]))
-                row = order(row, c["metric"], "B_mb", "B_r", "B_q", "B_d")
+                row = order(row, c["metric"], "B_e", "B_r", "B_q", "B_d")
         if "B" in run.kinds:
             c, dx = backward(c, row)
             c, row = c | dict(dx=dx), order(row, dx, "B_first", "embed_grad_mb", "W_mb", "W_q", "W_z")
@@ -201,7 +206,7 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
             c = weight(c, row)
         if arrived is not None:
             c = c | dict(X=put(c["X"], row["y_in"], arrived))
-        return c | dict(row=next_row), None
+        return c | dict(row=row_of(following)), None
 
     for run in _runs(table):
         if not differentiate and "B" in run.kinds:
@@ -250,7 +255,8 @@ def after(row: dict, done, *names) -> dict:
     """
     line = done[0, :, 0].sum() if done.ndim == 3 else done
     zero = jnp.minimum(lax.bitcast_convert_type(line.astype(jnp.float32), jnp.int32) & 1, 0)
-    return row | {name: row[name] + zero for name in names if name in row}
+    whole = lambda a: a + zero if jnp.issubdtype(a.dtype, jnp.integer) else a        # of floats nothing is sent as it is
+    return row | {name: jax.tree.map(whole, row[name]) for name in names if name in row}
 
 
 def _add(total, new, on):

@@ -28,7 +28,7 @@ def gradients(table: Table, model: Model, mesh, once, ws, ends, batch, extra, *,
 
 
 def _execute(table: Table, model: Model, in_order: bool, stage, ws, ends, batch, extra):
-    weights, microbatch, prepare, x, parts, c, rows, names = part_of(table, model, True, stage, ws, ends, batch, extra)
+    weights, microbatch, prepare, x, parts, c, rows, row_of = part_of(table, model, True, stage, ws, ends, batch, extra)
     num_stages, w = table.num_stages, weights(0)                       # the family has one chunk
     order = after if in_order else lambda row, *_: row
     zeros = lambda avals: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), avals)
@@ -41,7 +41,7 @@ def _execute(table: Table, model: Model, in_order: bool, stage, ws, ends, batch,
     def forward(c, row, sums):
         embed = lambda: model.embed(ends, microbatch(row["F_mb"]), extra)
         x = _branch(row["F_first"], [lambda: take(c["X"], row["F_x"]), embed])
-        y, (r, q) = parts.forward(w, x, prepare(row["F_mb"]))
+        y, (r, q) = parts.forward(w, x, row["F_e"])
 
         def loss():
             head = lambda ends, y: model.head(ends, y, microbatch(row["F_mb"]), extra)
@@ -52,7 +52,7 @@ def _execute(table: Table, model: Model, in_order: bool, stage, ws, ends, batch,
 
     def backward(c, row, sums):
         kept = take(c["R"], row["B_r"]), take(c["Q"], row["B_q"])
-        dx, z = parts.backward_input(w, prepare(row["B_mb"]), *kept, take(c["D"], row["B_d"]))
+        dx, z = parts.backward_input(w, row["B_e"], *kept, take(c["D"], row["B_d"]))
 
         def embed_grad():
             embed = lambda ends: model.embed(ends, microbatch(row["B_mb"]), extra)
@@ -64,8 +64,8 @@ def _execute(table: Table, model: Model, in_order: bool, stage, ws, ends, batch,
         kept = take(c["Q"], row["W_q"]), take(c["Z"], row["W_z"])
         return sums | dict(ws=parts.backward_weight(w, prepare(row["W_mb"]), *kept, sums["ws"], True)), nothing
 
-    def tick(c, next_row):
-        row = dict(zip(names, c["row"]))
+    def tick(c, following):
+        row = c["row"]
         # Made in the tick before. The switch comes after it, and the other permute after the switch.
         dx = lax.ppermute(c["dx"], STAGE, [(i, (i - 1) % num_stages) for i in range(num_stages)])
         c, row = c | dict(D=put(c["D"], row["dx_in"], dx)), order(row, dx, *row)
@@ -76,7 +76,7 @@ def _execute(table: Table, model: Model, in_order: bool, stage, ws, ends, batch,
         return c | sums | dict(
             X=put(c["X"], row["y_in"], y), R=put(c["R"], row["F_r"], new["R"]), Q=put(c["Q"], row["F_q"], new["Q"]),
             D=put(c["D"], row["loss_d"], new["dy"]), Z=put(c["Z"], row["B_z"], new["Z"]), dx=new["dx"],
-            row=next_row), None
+            row=row_of(following)), None
 
     c, _ = lax.scan(tick, c | dict(dx=zeros(x)), rows)
     # Once a step, in float32: the first stage's gradients and the last one's, whole embedding and head.
