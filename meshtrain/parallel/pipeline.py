@@ -98,7 +98,8 @@ def part_of(table: Table, model: Model, differentiate: bool, stage, ws, ends, ba
     flat = jax.tree.map(lambda a: a.reshape(num_chunks * depth, *a.shape[3:]), ws)      # [V, 1, n, …] -> [V·n, …]
     numbers = ((jnp.arange(num_chunks) * num_stages + stage)[:, None] * depth + jnp.arange(depth)).reshape(-1)
     weights = lambda chunk: (flat, numbers, chunk * depth)
-    microbatch = lambda i: jax.tree.map(lambda a: a[0], take(batch, i))               # of [M, 1, …]
+    batch = jax.tree.map(lambda a: a[:, 0], batch)                                      # [M, 1, …] -> [M, …]
+    microbatch = lambda i: take(batch, i)
     prepare = lambda i: model.prepare(microbatch(i), extra)
     x = jax.eval_shape(lambda: model.embed(ends, microbatch(0), extra))
     parts = split.stack(model.layer, flat, depth, x, jax.eval_shape(prepare, 0)) if differentiate else None
