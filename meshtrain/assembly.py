@@ -153,7 +153,7 @@ def design(run: Run, plan: MeshPlan, platform: str, gpu: hardware.Gpu | None) ->
     attend, note = choose_attention(run, plan.sizes, platform)
     choice = choose_schedule(run, plan, model, layout, attend, gpu)
     if choice:
-        notes = [f"pipeline: {choice.why}", *padding_notes(run, choice.table), *notes]
+        notes = [f"pipeline: {choice.why}", *table_notes(run, choice.table), *notes]
     return Design(layout, model, attend, choice, tuple(filter(None, [note, *notes])))
 
 
@@ -231,11 +231,17 @@ def fit_stages(run: Run, loaded: rules.Rules, sizes) -> tuple[rules.Rules, list[
     return dataclasses.replace(loaded, tables=tables), notes
 
 
-def padding_notes(run: Run, table: schedules.Table) -> list[str]:
+def table_notes(run: Run, table: schedules.Table) -> list[str]:
+    """What this table costs beside its bubble, where it costs anything."""
     num_stages, chunks, num_layers = table.num_stages, table.num_chunks, run.model.num_layers
-    extra = -num_layers % (num_stages * chunks)
-    return [f"pipeline: {num_layers} layers over mesh.stage={num_stages} × pipeline.chunks={chunks} are filled up with {extra} "
-            "that do nothing; they cost time like the others"] if extra else []
+    notes, extra = [], -num_layers % (num_stages * chunks)
+    if extra:
+        notes.append(f"pipeline: {num_layers} layers over mesh.stage={num_stages} × pipeline.chunks={chunks} are filled up with "
+                     f"{extra} that do nothing; they cost time like the others")
+    if chunks % num_stages and num_stages % chunks:
+        notes.append(f"pipeline: neither of pipeline.chunks={chunks} and mesh.stage={num_stages} divides the other: once a step "
+                     "every stage gathers the layers of all, as they lie outside of the loop, to pick its own")
+    return notes
 
 
 def schedule_name(run: Run) -> str:

@@ -364,6 +364,9 @@ def test_padding_and_what_does_not_divide_is_said_once():
     for part in ("do nothing", "do not divide", "vocabulary of 512"):
         assert sum(part in note for note in notes) == 1, part
     assert not [note for note in assembled("pipeline", dict(stage=4)).notes if "do nothing" in note or "divide" in note]
+    for stages, chunks, gathers in ((2, 3, True), (4, 2, False), (2, 4, False)):
+        notes = assembled("pipeline", dict(stage=stages), "interleaved", dict(num_layers=24), chunks=chunks).notes
+        assert sum("gathers the layers of all" in note for note in notes) == gathers
 
 
 # ---- slow: many devices, many runs -----------------------------------------------------------------------------------
