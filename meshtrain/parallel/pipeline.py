@@ -26,6 +26,7 @@ from meshtrain.parallel.schedules import Run, Table
 from meshtrain.parallel.split import put, take
 
 STAGE = "stage"
+READ_BY_F, READ_BY_B = ("embed_mb", "F_e", "F_x"), ("B_e", "B_r", "B_q", "B_d")       # of a row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,13 +182,13 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
         row = c["row"]
         if "dx" in c:                          # made in the tick before; sent here, it can overlap F
             dx = lax.ppermute(c["dx"], STAGE, [(i, (i - 1) % num_stages) for i in range(num_stages)])
-            c, row = c | dict(D=put(c["D"], row["dx_in"], dx)), order(row, dx, "embed_mb", "F_e", "F_x")
+            c, row = c | dict(D=put(c["D"], row["dx_in"], dx)), order(row, dx, *(READ_BY_F if "F" in run.kinds else READ_BY_B))
         arrived = None
         if "F" in run.kinds:
             c, y = forward(c, row, run)
             # Needed by the next stage in the next tick: it can overlap the loss, B and W of this one.
             arrived = lax.ppermute(y, STAGE, [(i, (i + 1) % num_stages) for i in range(num_stages)])
-            row = order(row, arrived, "loss_here", "loss_mb", "B_e", "B_r", "B_q", "B_d")
+            row = order(row, arrived, "loss_here", "loss_mb", *READ_BY_B)
             if run.loss != "never":
                 # Only what is new goes through a condition: XLA would copy the buffers.
                 if differentiate:
@@ -196,7 +197,7 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
                     c = c | dict(metric=metric, ends=d_ends, D=put(c["D"], row["loss_d"], dy))
                 else:
                     c = c | dict(metric=_sometimes(run.loss, row["loss_on"], lambda: loss(c, row, y), lambda: c["metric"]))
-                row = order(row, c["metric"], "B_e", "B_r", "B_q", "B_d")
+                row = order(row, c["metric"], *READ_BY_B)
         if "B" in run.kinds:
             c, dx = backward(c, row)
             c, row = c | dict(dx=dx), order(row, dx, "B_first", "embed_grad_mb", "W_mb", "W_q", "W_z")
@@ -213,7 +214,7 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
         if not differentiate and "B" in run.kinds:
             break
         if "B" in run.kinds and "dx" not in c:
-            c["dx"] = jnp.zeros(x.shape, x.dtype)
+            c["dx"] = take(c["X"], 0)          # nobody reads it; but it is sent, and on CPUs not before the run before ends
         c, _ = lax.scan(partial(tick, run), c, rows[run.start:run.stop])
     if not differentiate:
         return (c["metric"][None],)
