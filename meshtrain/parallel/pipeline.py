@@ -257,8 +257,8 @@ def after(row: dict, done, *names) -> dict:
     """
     line = done[0, :, 0].sum() if done.ndim == 3 else done
     zero = jnp.minimum(lax.bitcast_convert_type(line.astype(jnp.float32), jnp.int32) & 1, 0)
-    whole = lambda a: a + zero if jnp.issubdtype(a.dtype, jnp.integer) else a        # of floats nothing is sent as it is
-    return row | {name: jax.tree.map(whole, row[name]) for name in names if name in row}
+    wait = lambda a: a + zero if jnp.issubdtype(a.dtype, jnp.integer) else a        # of floats nothing is sent as it is
+    return row | {name: jax.tree.map(wait, row[name]) for name in names if name in row}
 
 
 def _add(total, new, on):
