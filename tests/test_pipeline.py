@@ -223,9 +223,12 @@ def check_flops(case: Compiled):
     product = 2 * sequences * T * T * cfg.num_heads * cfg.head_dim      # one of attention's, scores or p·v
     forward = sum(linear.values()) + 2 * product
     backward = 2 * sum(linear.values()) + 5 * product
+    scores_again = 0
     if run.training.remat == "full":
-        # Nobody asks for the last output again; scores of a single block are made once for both directions.
+        # Nobody asks for the last output again; scores of a single block are made once for both directions, or (jax 0.12)
+        # once for each.
         backward += forward - linear["down"] - product
+        scores_again = product
     depth = LAYERS // (table.num_stages * table.num_chunks)
     executed = table.executed
     head = 3 * 2 * sequences * T * cfg.embed_dim * transformer.padded_vocab(cfg) // table.num_stages
@@ -235,7 +238,8 @@ def check_flops(case: Compiled):
     if table.split:                                                     # W has its own ticks, as many as it has work
         weight = sum(linear.values())
         expected += depth * (executed["W"] - executed["B"]) * weight
-    assert sum(dot.flops for dot in case.audit.dots if not dot.in_branch) == pytest.approx(expected, rel=1e-3)
+    got = sum(dot.flops for dot in case.audit.dots if not dot.in_branch)
+    assert any(got == pytest.approx(expected + again, rel=1e-3) for again in (0, depth * executed["B"] * scores_again))
 
 
 def temp_bytes(schedule: str, microbatches: int) -> int:
