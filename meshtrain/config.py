@@ -301,8 +301,11 @@ def _next_multiple(n: int, of: int) -> int:
     return -(-n // of) * of
 
 
-def mesh_sizes(run: Run, device_count: int) -> dict[str, int]:
-    """The size of every axis on `device_count` devices, -1 resolved. Raises: ConfigError where they do not fit."""
+def mesh_sizes(run: Run, device_count: int, enough: str = "mesh.simulated_devices={} to try it on the CPU") -> dict[str, int]:
+    """The size of every axis on `device_count` devices, -1 resolved. enough: how to have {} devices, for the message.
+
+    Raises: ConfigError where they do not fit.
+    """
     sizes = {axis: getattr(run.mesh, axis) for axis in AXES}
     product = " × ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1) or "a mesh of 1"
     fixed = math.prod(size for size in sizes.values() if size != -1)
@@ -316,7 +319,7 @@ def mesh_sizes(run: Run, device_count: int) -> dict[str, int]:
     if fixed != device_count:
         raise ConfigError(
             f"{product} takes {fixed} devices, and there are {device_count}; {_mesh_remedy(sizes, fixed, device_count)}"
-            f"or mesh.simulated_devices={fixed} to try it on the CPU"
+            f"or {enough.format(fixed)}"
         )
     return sizes
 

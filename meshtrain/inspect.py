@@ -66,9 +66,17 @@ def _devices(run, topology: str | None):
     if topology is None:
         return assembly.start_devices(run)
     try:
+        _topology_sizes(run, topology)
         return gpu_compile.topology(topology)
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def _topology_sizes(run, topology: str) -> dict[str, int]:
+    name, count = gpu_compile.parse_topology(topology)
+    return config.mesh_sizes(run, count, enough=f"--topology {name}:{{}}")
 
 
 def _show_schedule(run, topology: str | None, out) -> None:
@@ -93,8 +101,8 @@ def _schedule(run, topology: str | None) -> simulate.Choice:
     platform, gpu, sizes = "cpu", None, asked
     try:
         if topology is not None:
-            name, count = gpu_compile.parse_topology(topology)
-            platform, gpu, sizes = "gpu", hardware.get(name), config.mesh_sizes(run, count)
+            platform, gpu = "gpu", hardware.get(gpu_compile.parse_topology(topology)[0])
+            sizes = _topology_sizes(run, topology)
         elif -1 in asked.values() or not run.mesh.simulated_devices and assembly.gpus_expected():
             devices = assembly.start_devices(run)
             platform, gpu = devices[0].platform, hardware.from_device_kind(devices[0].device_kind)

@@ -524,6 +524,12 @@ def test_inspect_draws_the_schedule_and_prints_it(pipeline, tmp_path):
     assert xml.dom.minidom.parse(str(tmp_path / "mine-schedule.svg")).documentElement.tagName == "svg"
 
 
+def test_a_mesh_that_does_not_fit_a_topology_is_told_the_topology_that_fits(pipeline):
+    code, _, err = call(*pipeline, "--topology", "h100:8")
+    assert code == 2 and err.count("\n") == 1
+    assert "takes 16 devices, and there are 8" in err and "--topology h100:16" in err and "simulated" not in err
+
+
 def test_inspect_says_what_auto_takes(pipeline, monkeypatch):
     monkeypatch.setattr(chart, "draw", lambda *drawn: None)
     code, out, _ = call(*pipeline, "--model.num_layers", 8)
