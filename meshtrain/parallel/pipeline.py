@@ -134,7 +134,8 @@ def unflattened(ws, num_chunks: int):
 def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, stage, ws, ends, batch, extra):
     weights, microbatch, prepare, x, parts, c, rows, row_of = part_of(table, model, differentiate, stage, ws, ends, batch, extra)
     num_stages, num_chunks = table.num_stages, table.num_chunks
-    order = after if ordered else lambda row, *_: row
+    wait = after if ordered else lambda values, _: values
+    order = lambda row, done, *names: row | wait({name: row[name] for name in names if name in row}, done)
 
     def embed(row):
         return model.embed(ends, microbatch(row["embed_mb"]), extra)
@@ -172,7 +173,7 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
     def embed_grad(grads, row, dx):
         dx = _share(dx, row["B_first"])
         _, vjp = jax.vjp(lambda ends: model.embed(ends, microbatch(row["embed_grad_mb"]), extra), split.wide(ends))
-        return _add(grads, vjp(dx)[0], row["embed_grad_on"] > 0)
+        return _add(grads, vjp(dx)[0], row["embed_grad_on"] > 0), dx
 
     def weight(c, row):
         args = weights(row["W_chunk"]), prepare(row["W_mb"]), take(c["Q"], row["W_q"]), take(c["Z"], row["W_z"])
@@ -197,17 +198,18 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
                     c = c | dict(metric=metric, ends=d_ends, D=put(c["D"], row["loss_d"], dy))
                 else:
                     c = c | dict(metric=_sometimes(run.loss, row["loss_on"], lambda: loss(c, row, y), lambda: c["metric"]))
-                row = order(row, c["metric"], *READ_BY_B)
+                row, following = order(row, c["metric"], *READ_BY_B), wait(following, c["metric"])
         if "B" in run.kinds:
             c, dx = backward(c, row)
             c, row = c | dict(dx=dx), order(row, dx, "B_first", "embed_grad_mb", "W_mb", "W_q", "W_z")
             if run.embed_grad != "never":
                 on, grads = row["embed_grad_on"], c["ends"]
-                c = c | dict(ends=_sometimes(run.embed_grad, on, lambda: embed_grad(grads, row, dx), lambda: grads))
+                ends_grads, shared = _sometimes(run.embed_grad, on, lambda: embed_grad(grads, row, dx), lambda: (grads, dx))
+                c, following = c | dict(ends=ends_grads), wait(following, shared)
         if "W" in run.kinds:
             c = weight(c, row)
         if arrived is not None:
-            c = c | dict(X=put(c["X"], row["y_in"], arrived))
+            c, following = c | dict(X=put(c["X"], row["y_in"], arrived)), wait(following, arrived)
         return c | dict(row=row_of(following)), None
 
     for run in _runs(table):
@@ -247,18 +249,18 @@ def _share(x, here):
     return psum(jnp.where(here > 0, x, 0), STAGE)
 
 
-def after(row: dict, done, *names) -> dict:
-    """The row with these columns usable only once the array `done` exists: a real data dependence, for CPUs alone.
+def after(values, done):
+    """The values, a pytree, whose integers can be used only once the array `done` exists: a real data dependence, for CPUs
+    alone.
 
     All permutes of one device share a rendezvous there, and XLA may start one while another is under way inside a loop
     that it does not depend on: they then pair with each other, which gives wrong numbers or a hang, once in a hundred
     runs. An optimization_barrier does not prevent that. Only one line of an array is read, and summed, because it may be
-    split over an automatic axis.
+    split over an automatic axis. Of floats nothing is sent as it is.
     """
     line = done[0, :, 0].sum() if done.ndim == 3 else done
     zero = jnp.minimum(lax.bitcast_convert_type(line.astype(jnp.float32), jnp.int32) & 1, 0)
-    wait = lambda a: a + zero if jnp.issubdtype(a.dtype, jnp.integer) else a        # of floats nothing is sent as it is
-    return row | {name: jax.tree.map(wait, row[name]) for name in names if name in row}
+    return jax.tree.map(lambda a: a + zero if jnp.issubdtype(a.dtype, jnp.integer) else a, values)
 
 
 def _add(total, new, on):

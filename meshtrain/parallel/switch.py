@@ -30,7 +30,7 @@ def gradients(table: Table, model: Model, mesh, once, ws, ends, batch, extra, *,
 def _execute(table: Table, model: Model, in_order: bool, stage, ws, ends, batch, extra):
     weights, microbatch, prepare, x, parts, c, rows, row_of = part_of(table, model, True, stage, ws, ends, batch, extra)
     num_stages, w = table.num_stages, weights(0)                       # the family has one chunk
-    order = after if in_order else lambda row, *_: row
+    wait = after if in_order else lambda values, _: values
     zeros = lambda avals: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), avals)
     nothing = dict(y=zeros(x), dx=zeros(x), dy=zeros(x), R=zeros(parts.r), Q=zeros(parts.q), Z=zeros(parts.z))
     add = lambda total, new: jax.tree.map(jnp.add, total, new)
@@ -68,7 +68,7 @@ def _execute(table: Table, model: Model, in_order: bool, stage, ws, ends, batch,
         row = c["row"]
         # Made in the tick before. The switch comes after it, and the other permute after the switch.
         dx = lax.ppermute(c["dx"], STAGE, [(i, (i - 1) % num_stages) for i in range(num_stages)])
-        c, row = c | dict(D=put(c["D"], row["dx_in"], dx)), order(row, dx, *row)
+        c, row = c | dict(D=put(c["D"], row["dx_in"], dx)), wait(row, dx)
         sums, new = _branch(row["op"], [partial(op, c, row) for op in (idle, forward, backward, weight)],
                             {name: c[name] for name in ("ws", "ends", "metric")})
         y = lax.ppermute(new["y"], STAGE, [(i, (i + 1) % num_stages) for i in range(num_stages)])
