@@ -74,22 +74,23 @@ def check_program(case: Compiled):
 
 
 def unordered(text: str) -> list[tuple[str, str]]:
-    """Instructions that send by hand, one of them a loop or a branch, and do not wait for each other.
+    """Instructions that send by hand in the same way, one of them a loop or a branch, and do not wait for each other.
 
     On CPUs what they send may pair up, once in a hundred runs: `pipeline.after`. A loop of one trip is no loop any more.
     """
     module = hlo.parse(text)
-    by_hand = lambda ins: ins.op in ("collective-permute", "all-reduce") and re.search(r"ppermute|psum|pmax", ins.op_name)
-    holds = functools.cache(lambda name: any(map(sends, module.computations[name].values())))
-    sends = lambda ins: by_hand(ins) or any(map(holds, ins.called))
+    by_hand = {"collective-permute": "ppermute", "all-reduce": "psum|pmax"}
+    here = lambda ins: {ins.op} if ins.op in by_hand and re.search(by_hand[ins.op], ins.op_name) else set()
+    inside = functools.cache(lambda name: set().union(*map(ways, module.computations[name].values())))
+    ways = lambda ins: here(ins).union(*map(inside, ins.called))
     found = []
     for scope in module.computations.values():
         before, senders = {}, []
         for ins in scope.values():                                     # an instruction stands behind its operands
             before[ins.name] = set(ins.operands).union(*(before.get(name, ()) for name in ins.operands))
-            if sends(ins):
+            if ways(ins):
                 found += [(other.name, ins.name) for other in senders if other.name not in before[ins.name]
-                          and not (by_hand(other) and by_hand(ins))]
+                          and ways(other) & ways(ins) and not (here(other) and here(ins))]
                 senders.append(ins)
     return found
 
