@@ -154,6 +154,9 @@ def design(run: Run, plan: MeshPlan, platform: str, gpu: hardware.Gpu | None) ->
     choice = choose_schedule(run, plan, model, layout, attend, gpu)
     if choice:
         notes = [f"pipeline: {choice.why}", *table_notes(run, choice.table), *notes]
+    for axis, section in (("stage", run.pipeline), ("context", run.context)):
+        if plan.sizes[axis] == 1 and section != type(section)():
+            notes.append(f"mesh.{axis}=1: [{type(section).__name__.lower()}] is not used")
     return Design(layout, model, attend, choice, tuple(filter(None, [note, *notes])))
 
 

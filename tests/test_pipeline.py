@@ -390,6 +390,11 @@ def test_rules_that_put_stage_elsewhere_are_refused(tmp_path):
     assert "mlp: only layers and vocab" in str(error.value) and "not in [activations]" in str(error.value)
 
 
+def test_a_section_that_the_mesh_has_no_use_for_is_named():
+    assert assembled("zero1", dict(data=2), schedule="1f1b").notes == ("mesh.stage=1: [pipeline] is not used",)
+    assert assembled("zero1", dict(data=2), schedule="auto").notes == ()
+
+
 def test_padding_and_what_does_not_divide_is_said_once():
     notes = assembled("pipeline", dict(stage=3), model=dict(num_layers=5)).notes
     for part in ("do nothing", "do not divide", "vocabulary of 512"):
