@@ -88,7 +88,8 @@ class Part(NamedTuple):
     parts: split.Split | None    # F, B and W of a chunk
     carry: dict                  # buffers X R Q D (Z) and the sums metric, ws, ends, all zero; row: of the first tick
     rows: jax.Array              # [T, columns]: in each tick, those of the next
-    row: Callable                # its columns -> a tick's row, {name: value}, with what F and B see of their microbatches
+    row: Callable                # the columns of a tick -> its row: them, and what F and B see of their microbatches
+    named: Callable              # a row -> {name: value}
 
 
 def part_of(table: Table, model: Model, differentiate: bool, stage, ws, ends, batch, extra) -> Part:
@@ -116,14 +117,16 @@ def part_of(table: Table, model: Model, differentiate: bool, stage, ws, ends, ba
     columns["dx_in"] = np.roll(columns["dx_in"], 1, axis=0)           # the slot of what arrives one tick late
     rows = jnp.take(np.stack(list(columns.values()), axis=2), stage, axis=1)
 
+    names = list(columns)
+
     def row(numbers):
-        """The table's columns, dx_in one tick late; F_e, B_e: what all layers see of the microbatches of F and B."""
-        row = dict(zip(columns, numbers))
-        return row | {f"{kind}_e": prepare(row[f"{kind}_mb"]) for kind in ("FB" if differentiate else "F")}
+        seen = lambda kind: prepare(numbers[names.index(f"{kind}_mb")])
+        return numbers, {f"{kind}_e": seen(kind) for kind in ("FB" if differentiate else "F")}
     # Carried from tick to tick: picked or made where it is used, that would be done for every element of what it is
     # used for, attention's scores among them.
     carry["row"] = row(rows[0])
-    return Part(weights, microbatch, prepare, x, parts, carry, jnp.roll(rows, -1, axis=0), row)
+    return Part(weights, microbatch, prepare, x, parts, carry, jnp.roll(rows, -1, axis=0), row,
+                lambda row: dict(zip(names, row[0])) | row[1])
 
 
 def unflattened(ws, num_chunks: int):
@@ -132,7 +135,7 @@ def unflattened(ws, num_chunks: int):
 
 
 def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, stage, ws, ends, batch, extra):
-    weights, microbatch, prepare, x, parts, c, rows, row_of = part_of(table, model, differentiate, stage, ws, ends, batch, extra)
+    weights, microbatch, prepare, x, parts, c, rows, row_of, named = part_of(table, model, differentiate, stage, ws, ends, batch, extra)
     num_stages, num_chunks = table.num_stages, table.num_chunks
     wait = after if ordered else lambda values, _: values
     order = lambda row, done, *names: row | wait({name: row[name] for name in names if name in row}, done)
@@ -180,7 +183,7 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
         return c | dict(ws=parts.backward_weight(*args, c["ws"], row["W_on"] > 0))
 
     def tick(run, c, following):
-        row = c["row"]
+        row = named(c["row"])
         if "dx" in c:                          # made in the tick before; sent here, it can overlap F
             dx = lax.ppermute(c["dx"], STAGE, [(i, (i - 1) % num_stages) for i in range(num_stages)])
             c, row = c | dict(D=put(c["D"], row["dx_in"], dx)), order(row, dx, *(READ_BY_F if "F" in run.kinds else READ_BY_B))

@@ -28,7 +28,7 @@ def gradients(table: Table, model: Model, mesh, once, ws, ends, batch, extra, *,
 
 
 def _execute(table: Table, model: Model, in_order: bool, stage, ws, ends, batch, extra):
-    weights, microbatch, prepare, x, parts, c, rows, row_of = part_of(table, model, True, stage, ws, ends, batch, extra)
+    weights, microbatch, prepare, x, parts, c, rows, row_of, named = part_of(table, model, True, stage, ws, ends, batch, extra)
     num_stages, w = table.num_stages, weights(0)                       # the family has one chunk
     wait = after if in_order else lambda values, _: values
     zeros = lambda avals: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), avals)
@@ -65,7 +65,7 @@ def _execute(table: Table, model: Model, in_order: bool, stage, ws, ends, batch,
         return sums | dict(ws=parts.backward_weight(w, prepare(row["W_mb"]), *kept, sums["ws"], True)), nothing
 
     def tick(c, following):
-        row = c["row"]
+        row = named(c["row"])
         # Made in the tick before. The switch comes after it, and the other permute after the switch.
         dx = lax.ppermute(c["dx"], STAGE, [(i, (i - 1) % num_stages) for i in range(num_stages)])
         c, row = c | dict(D=put(c["D"], row["dx_in"], dx)), wait(row, dx)
