@@ -6,7 +6,6 @@ jax 0.10 and bytes for every version. What is below SMALL per step is not looked
 token ids, the loss's scalars and per-token statistics.
 """
 import functools
-import math
 from collections import defaultdict
 from pathlib import Path
 

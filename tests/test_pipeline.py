@@ -23,7 +23,6 @@ from meshtrain.model import attention, transformer
 from meshtrain.model.layers import Plan
 from meshtrain.parallel import schedules, split
 from meshtrain.training import checkpoint
-from meshtrain.training.state import State
 from test_layouts import GPT2, MODEL, RULES, Compiled, T, check_gradients, rows
 
 SEQUENCES = 48

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from meshtrain import assembly, config, inspect, train
+from meshtrain import assembly, inspect, train
 from meshtrain.cost import audit, hardware, hlo, memory, report
 from meshtrain.layout.mesh import MeshPlan
 from test_layouts import Compiled

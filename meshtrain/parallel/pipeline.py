@@ -109,14 +109,12 @@ def part_of(table: Table, model: Model, differentiate: bool, stage, ws, ends, ba
     zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), tree)
     carry = dict(X=buffer(x, "X"), metric=jnp.float32(0))
     if differentiate:
-        carry |= dict(R=buffer(parts.r, "R"), Q=buffer(parts.q, "Q"), D=buffer(x, "D"),
-                      ws=zeros(flat), ends=zeros(ends))
+        carry |= dict(R=buffer(parts.r, "R"), Q=buffer(parts.q, "Q"), D=buffer(x, "D"), ws=zeros(flat), ends=zeros(ends))
     if table.split:
         carry["Z"] = buffer(parts.z, "Z")
     columns = dict(table.columns) | {name: np.tile(a[:, None], num_stages) for name, a in table.shared.items()}
     columns["dx_in"] = np.roll(columns["dx_in"], 1, axis=0)           # the slot of what arrives one tick late
     rows = jnp.take(np.stack(list(columns.values()), axis=2), stage, axis=1)
-
     names = list(columns)
 
     def row(numbers):
@@ -135,7 +133,8 @@ def unflattened(ws, num_chunks: int):
 
 
 def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, stage, ws, ends, batch, extra):
-    weights, microbatch, prepare, x, parts, c, rows, row_of, named = part_of(table, model, differentiate, stage, ws, ends, batch, extra)
+    part = part_of(table, model, differentiate, stage, ws, ends, batch, extra)
+    weights, microbatch, prepare, x, parts, c, rows, row_of, named = part
     num_stages, num_chunks = table.num_stages, table.num_chunks
     wait = after if ordered else lambda values, _: values
     order = lambda row, done, *names: row | wait({name: row[name] for name in names if name in row}, done)
