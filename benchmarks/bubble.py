@@ -2,7 +2,7 @@
 
 Stages sleep instead of computing: a layer's F, B and W each wait in a callback on the host, the same time each. Sleeping
 needs no core, so four simulated devices overlap on any machine as four real ones would, and what is measured is the program
-that the executor makes of a table: its order, its permutes, its scans. Writes benchmarks/bubble.md.
+that the executor makes of a schedule: its order, its permutes, its scans. Writes benchmarks/bubble.md.
 """
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from meshtrain import assembly, config
+from meshtrain import config
+from meshtrain import devices as local_devices
 from meshtrain.cost import simulate
 from meshtrain.parallel import pipeline, schedules, switch
 
@@ -55,60 +56,60 @@ def sleeping_layer(seconds: float, slept: list):
     return layer
 
 
-def compiled_step(table: schedules.Table, mesh, slept: list):
+def compiled_step(schedule: schedules.Schedule, mesh, slept: list):
     """The step of a model whose stages only sleep: a chunk is one layer, embedding and head cost nothing."""
-    layer = sleeping_layer(STAGE_S / table.num_chunks, slept)
+    layer = sleeping_layer(STAGE_S / schedule.num_chunks, slept)
     model = pipeline.Model(
         prepare=lambda microbatch, extra: (),
         embed=lambda ends, microbatch, extra: microbatch + ends,
         layer=lambda w, x, numbered: layer(w, x),
         head=lambda ends, x, microbatch, extra: (jnp.sum(x * ends), jnp.float32(0)))
-    ws = jnp.zeros((table.num_chunks, table.num_stages, 1))
-    batch = jnp.ones((table.num_microbatches, 1, 1, 4, 8))
+    ws = jnp.zeros((schedule.num_chunks, schedule.num_stages, 1))
+    batch = jnp.ones((schedule.num_microbatches, 1, 1, 4, 8))
 
-    executor = switch if table.family == "switch" else pipeline
+    executor = switch if schedule.family == "switch" else pipeline
 
     def step(ws, batch):
-        return executor.gradients(table, model, mesh, (), ws, jnp.ones(()), batch, (), ends_specs=P(), batch_specs=P())
+        return executor.gradients(schedule, model, mesh, (), ws, jnp.ones(()), batch, (), ends_specs=P(), batch_specs=P())
     with jax.set_mesh(mesh):
         return jax.jit(step).lower(ws, batch).compile(), (ws, batch)
 
 
-def sleeps(table: schedules.Table) -> dict[str, int]:
+def sleeps(schedule: schedules.Schedule) -> dict[str, int]:
     """How often the stages together do each op in a step."""
-    on = table.ops[..., 0] >= 0                                        # [T, P, op]
-    if table.family == "phase":
+    on = schedule.ops[..., 0] >= 0                                        # [T, P, op]
+    if schedule.family == "phase":
         on = on | on.any(1, keepdims=True)                             # a stage without work does it masked
-    if not table.split:
+    if not schedule.split:
         on[..., schedules.W] = on[..., schedules.B]                    # both in one
     return dict(zip(schedules.KINDS, on.sum((0, 1)).tolist()))
 
 
-def measure(table: schedules.Table, mesh) -> float:
+def measure(schedule: schedules.Schedule, mesh) -> float:
     """Share of the step, the fastest of REPEATS, in which a stage does not work on its microbatches."""
     slept = []
-    step, args = compiled_step(table, mesh, slept)
+    step, args = compiled_step(schedule, mesh, slept)
     times = []
     for _ in range(REPEATS):
         started = time.perf_counter()
         jax.block_until_ready(step(*args))
         times.append(time.perf_counter() - started)
     ops = {op: slept.count(op) for op in "FBW"}
-    expected = {op: REPEATS * n for op, n in sleeps(table).items()}
-    assert ops == expected, f"{table.name} slept {ops}, its table says {expected}"
-    return 1 - 3 * STAGE_S * table.num_microbatches / min(times)
+    expected = {op: REPEATS * n for op, n in sleeps(schedule).items()}
+    assert ops == expected, f"{schedule.name} slept {ops}, its schedule says {expected}"
+    return 1 - 3 * STAGE_S * schedule.num_microbatches / min(times)
 
 
 def main() -> int:
     os.environ.setdefault("NPROC", "32")               # a sleeping callback holds a thread of the CPU client's pool
-    devices = assembly.start_devices(config.Run(mesh=dict(stage=STAGES, simulated_devices=STAGES)))
+    devices = local_devices.start(config.Run(mesh=dict(stage=STAGES, simulated_devices=STAGES)))
     mesh = jax.make_mesh((STAGES,), (pipeline.STAGE,), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
     rows, missed = [], []
     for name, chunks in CASES:
-        table = schedules.make(name, STAGES, MICROBATCHES, chunks)
-        modelled = simulate.simulate(table).bubble
+        schedule = schedules.make(name, STAGES, MICROBATCHES, chunks)
+        modelled = simulate.simulate(schedule).bubble
         yardstick = simulate.simulate(schedules.megatron(name, STAGES, MICROBATCHES, chunks)).bubble
-        measured = measure(table, mesh)
+        measured = measure(schedule, mesh)
         aim = AT_MOST.get(name, modelled + WITHIN)
         ok = abs(measured - modelled) <= WITHIN and measured <= aim
         missed += [] if ok else [name]

@@ -26,7 +26,7 @@ import orbax.checkpoint as ocp
 import xxhash
 
 from meshtrain import assembly, config
-from meshtrain.training.checkpoint import Checkpoints
+from meshtrain.run.checkpoint import Checkpoints
 
 ROUNDS = 3
 EVERY = config.Run().checkpoint.every

@@ -31,11 +31,12 @@ import jax
 import jaxlib
 import numpy as np
 
-from meshtrain import assembly, config
+from meshtrain import config
+from meshtrain import devices as local_devices
 from meshtrain.cost import audit, hardware
 from meshtrain.layout import rules
-from meshtrain.layout.mesh import MeshPlan
-from meshtrain.parallel import context
+from meshtrain.layout.mesh import MeshSpec
+from meshtrain.parallel import attention
 
 ROUNDS = 5
 SIMULATED = 8
@@ -55,11 +56,11 @@ class Contestant:
                          model=dict(vocab_size=256, embed_dim=N * H, num_layers=1, num_heads=N, num_kv_heads=K, head_dim=H,
                                     mlp_dim=N * H, compute_dtype="float32" if on_cpu else "bfloat16"),
                          data=dict(seq_len=S, global_batch=1, document_mask=False), context=dict(method=method))
-        plan = MeshPlan({"context": cp})
+        mesh_spec = MeshSpec({"context": cp})
         self.method, self.S, self.cp, self.times = method, S, cp, []
-        self.mesh, layout = plan.build(devices), rules.Layout(rules.load(run.sharding.rules), plan.sizes)
-        attend, self.note = assembly.choose_attention(run, plan.sizes, devices[0])
-        self.order = context.METHODS[method].order(S, cp)
+        self.mesh, layout = mesh_spec.build(devices), rules.Layout(rules.load(run.sharding.rules), mesh_spec.sizes)
+        attend, self.note = attention.choose(run, mesh_spec.sizes, devices[0].platform)
+        self.order = attention.METHODS[method].order(S, cp)
         self.dtype = run.model.compute_dtype
 
         # Two programs: in one, XLA would share what forward and backward both send. A training step keeps them apart.
@@ -116,14 +117,14 @@ def main(argv) -> int:
     if bad := [word for word in argv if not word.isdigit() or int(word) % (2 * SIMULATED) or word == "0"]:
         print(f"error: {' '.join(bad)}: sequence lengths are multiples of {2 * SIMULATED}", file=sys.stderr)
         return 2
-    few = config.Mesh(simulated_devices=0 if assembly.gpus_expected() else SIMULATED)
-    devices = assembly.start_devices(config.Run(mesh=few))
+    few = config.Mesh(simulated_devices=0 if local_devices.gpus_expected() else SIMULATED)
+    devices = local_devices.start(config.Run(mesh=few))
     on_cpu = devices[0].platform == "cpu"
     N, K, H, lengths = SHAPES["cpu" if on_cpu else "gpu"]
     rows, notes = [], []
     for S in [int(word) for word in argv] or lengths:
         for cp in [n for n in (2, 4, 8) if n <= len(devices)]:
-            contestants = [Contestant(method, S, cp, devices) for method in context.METHODS]
+            contestants = [Contestant(method, S, cp, devices) for method in attention.METHODS]
             results = [c.results() for c in contestants]
             for c, found in zip(contestants, results):
                 off = max(np.abs(a - b).max() / np.abs(b).max() for a, b in zip(found, results[0]))

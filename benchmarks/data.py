@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np
 
-from meshtrain.training import data, sources, token_files
+from meshtrain.data import packing, sources, token_files
 
 BATCH_TOKENS = 1 << 17
 DOCUMENT_TOKENS = 1000          # on average; exponentially distributed, at least 1
@@ -70,7 +70,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         text, ids = make_sources(Path(folder))
         for seq_len in SEQ_LENS:
-            packs = {name: data.pack(parts, weights, bos=50_000, seq_len=seq_len, global_batch=BATCH_TOKENS // seq_len, seed=0)
+            packs = {name: packing.pack(parts, weights, bos=50_000, seq_len=seq_len, global_batch=BATCH_TOKENS // seq_len, seed=0)
                      for name, parts, weights in (("text files", [text], [1]), ("uint16 tokens", [ids], [1]),
                                                   ("mixture 1 : 3", [text, ids], [1, 3]))}
             width = sum(array.nbytes for array in packs["uint16 tokens"].batch(0).values()) / BATCH_TOKENS

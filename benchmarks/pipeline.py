@@ -31,11 +31,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshtrain import assembly, config
+from meshtrain import devices as local_devices
 from meshtrain.config import ConfigError
 from meshtrain.cost import audit
 from meshtrain.layout import rules
 from meshtrain.model import transformer
-from meshtrain.model.loss import NO_TARGET
+from meshtrain.names import NO_TARGET
 
 REMATS = ("none", "full")
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("interleaved_zero_bubble", 2), ("zb_h1", 1))
@@ -56,7 +57,7 @@ def autodiff_gpipe(made):
     Embedding and head stand outside the loop, vocabulary-parallel over the stages by the partitioner, all microbatches at
     once. The model's own layers, with the run's remat.
     """
-    run, model, plan, mesh = made.run, made.model, made.program.plan, made.mesh
+    run, model, plan, mesh = made.run, made.model, made.program.execution, made.mesh
     num_stages, M = run.mesh.stage, run.training.microbatches
     depth = run.model.num_layers // num_stages
 
@@ -114,7 +115,7 @@ class Contestant:
     compile_cpu_s: float
     temp_bytes: int
     flops: float                           # of the compiled program
-    table_flops: float | None              # what the ticks of its table imply
+    table_flops: float | None              # what the ticks of its schedule imply
     times: list = dataclasses.field(default_factory=list)
     cpu_times: list = dataclasses.field(default_factory=list)
 
@@ -130,22 +131,22 @@ def contestant(name: str, made, f, args, table_flops: float | None = None) -> Co
         compile_cpu_s = min(compile_cpu_s, time.process_time() - cpu)
     program = audit.read(step.as_text(), made.mesh).require_known()
     assert not program.broken_permutes
-    share = 1.0 if name == BASELINE else taken(made.program.table)
+    share = 1.0 if name == BASELINE else taken(made.program.schedule)
     flops = sum(dot.flops * (share if dot.in_branch else 1) for dot in program.dots)
     return Contestant(name, made.run.training.remat, step, args, compile_s, compile_cpu_s,
                       step.memory_analysis().temp_size_in_bytes, flops, table_flops)
 
 
-def taken(table) -> float:
+def taken(schedule) -> float:
     """In what share of the ticks, which all count in the audit, a branch with matmuls is taken.
 
     Phase family: the loss of runs in which only some ticks have one. Switch family: F, B, W and the loss inside F, on the
     last stage, which does the most; each has its own branch and is done once for every microbatch.
     """
-    if table.family == "switch":
-        return table.num_microbatches / table.num_ticks
-    runs = [run for run in table.runs() if run.loss == "sometimes"]
-    return sum(table.shared["loss_on"][run.start:run.stop].sum() for run in runs) / max(1, sum(r.stop - r.start for r in runs))
+    if schedule.family == "switch":
+        return schedule.num_microbatches / schedule.num_ticks
+    runs = [run for run in schedule.phases() if run.loss == "sometimes"]
+    return sum(schedule.shared["loss_on"][run.start:run.stop].sum() for run in runs) / max(1, sum(r.stop - r.start for r in runs))
 
 
 def tokens_of(run) -> int:
@@ -158,11 +159,11 @@ def head_flops(run) -> int:
 
 
 def table_flops(made, forward: float, backward: float) -> float:
-    """FLOPs that the table implies for a device; forward, backward: those of a layer for one microbatch."""
-    run, table, layout = made.run, made.program.table, made.layout
-    executed, depth = table.executed, run.model.num_layers // (table.num_stages * table.num_chunks)
-    weight = 2 * tokens_of(run) * sum(i.size for i in made.model.table() if i.role == "matrix") / run.model.num_layers
-    more = (executed["W"] - executed["B"]) * weight if table.split else 0       # W has ticks of its own, and fewer
+    """FLOPs that the schedule implies for a device; forward, backward: those of a layer for one microbatch."""
+    run, schedule, layout = made.run, made.program.schedule, made.layout
+    executed, depth = schedule.executed, run.model.num_layers // (schedule.num_stages * schedule.num_chunks)
+    weight = 2 * tokens_of(run) * sum(i.size for i in made.model.parameters() if i.role == "matrix") / run.model.num_layers
+    more = (executed["W"] - executed["B"]) * weight if schedule.split else 0       # W has ticks of its own, and fewer
     head = head_flops(run) / layout.ways(layout.mesh_axes("params", "vocab"))
     return depth * (executed["F"] * forward + executed["B"] * backward + more) + executed["loss"] * head
 
@@ -175,7 +176,7 @@ def ideal_flops(made, forward: float, backward: float) -> float:
 
 def layer_flops(made, params) -> tuple[float, float]:
     """Matmul FLOPs of one layer and microbatch as plain autodiff makes it: forward, backward with what remat repeats."""
-    run, model, plan = made.run, made.model, made.program.plan
+    run, model, plan = made.run, made.model, made.program.execution
     shape = (tokens_of(run) // run.data.seq_len, run.data.seq_len)
     inputs = jax.eval_shape(model.inputs, dict.fromkeys(("segments", "index", "positions"), jax.ShapeDtypeStruct(
         shape, jnp.int32)) | {"sequence": jax.ShapeDtypeStruct(shape[:1], jnp.int32)})
@@ -209,10 +210,10 @@ def main(argv) -> int:
         if lacking := no_baseline(run):
             raise ConfigError(f"the baseline has stages only, no {', '.join(lacking)}; take another run file, or drop it")
         os.environ.setdefault("NPROC", "32")
-        gpus = assembly.gpus_expected() and not run.mesh.simulated_devices
+        gpus = local_devices.gpus_expected() and not run.mesh.simulated_devices
         mesh = run.mesh.model_copy(update={"simulated_devices": 0 if gpus else run.mesh.stage})
         run = run.model_copy(update={"mesh": mesh})
-        devices = assembly.start_devices(run)
+        devices = local_devices.start(run)
         if len(devices) < run.mesh.stage:
             raise ConfigError(f"mesh.stage={run.mesh.stage} needs as many devices, there are {len(devices)}; "
                               "use --mesh.stage 2, or --mesh.simulated_devices")
@@ -287,10 +288,10 @@ def report(run, made, devices, contestants, ideal) -> None:
            "Written by `python benchmarks/pipeline.py`; what is measured, and how, stands there.", "",
            f"{datetime.date.today()} · {machine}, load average {os.getloadavg()[0]:.0f} · Python "
            f"{platform.python_version()} · jax {jax.__version__}", "",
-           f"Model: {sum(info.size for info in made.model.table()):,} parameters (embed {m.embed_dim}, {m.num_layers} layers, "
+           f"Model: {sum(info.size for info in made.model.parameters()):,} parameters (embed {m.embed_dim}, {m.num_layers} layers, "
            f"mlp {m.mlp_dim}, vocabulary {m.vocab_size}), {m.compute_dtype}; {run.mesh.stage} stages, {M} microbatches of "
            f"{run.data.global_batch // M} sequences of {run.data.seq_len}; two chunks where the schedule is interleaved.", "",
-           "| remat | schedule | step | ÷ autodiff | CPU ÷ autodiff | FLOPs ÷ ideal | ÷ table | temp memory | ÷ autodiff | "
+           "| remat | schedule | step | ÷ autodiff | CPU ÷ autodiff | FLOPs ÷ ideal | ÷ schedule | temp memory | ÷ autodiff | "
            "compile | CPU ÷ autodiff |", "|---|---|---|---|---|---|---|---|---|---|---|"]
     for c in contestants:
         b = base[c.remat]
@@ -302,7 +303,7 @@ def report(run, made, devices, contestants, ideal) -> None:
     ours = [c for c in contestants if c.name not in (BASELINE, EXPERIMENTAL)]
     named = [c for c in ours if c.name in NO_SLOWER]
     time_ratio = cpu_ratio if on_cpu else ratio
-    aims = [(f"executed FLOPs ÷ table's ≤ {FLOPS_AIM}", FLOPS_AIM, ours, lambda c: c.flops / c.table_flops),
+    aims = [(f"executed FLOPs ÷ schedule's ≤ {FLOPS_AIM}", FLOPS_AIM, ours, lambda c: c.flops / c.table_flops),
             (f"compile time ÷ autodiff's ≤ {COMPILE_AIM:g} (CPU seconds)", COMPILE_AIM, ours,
              lambda c: c.compile_cpu_s / base[c.remat].compile_cpu_s),
             (f"{' and '.join(NO_SLOWER)}: time ÷ autodiff's ≤ 1{' (CPU seconds)' if on_cpu else ''}", 1, named,

@@ -32,11 +32,13 @@ import jaxlib
 import optax
 
 from meshtrain import assembly, config
+from meshtrain import devices as local_devices
 from meshtrain.config import ConfigError
 from meshtrain.cost import flops, hardware
-from meshtrain.training import data, sources, loop
-from meshtrain.training.metrics import MetricsWriter
-from meshtrain.training.optimizer import schedule
+from meshtrain.data import packing, sources
+from meshtrain.run import loop
+from meshtrain.run.metrics import MetricsWriter
+from meshtrain.training.optimizer import learning_rate_schedule
 
 ROUNDS, STEPS = 15, 4
 AGREE = 1e-4                   # relative, loss and gradient norm of the first step, float32
@@ -53,7 +55,7 @@ def baseline(run, roles):
     """
     cfg, dtype = run.model, jnp.dtype(run.model.compute_dtype)
     decayed = jax.tree.map(lambda role: role in ("matrix", "embedding", "head"), roles)
-    rate = schedule(run.optimizer, run.training.steps)
+    rate = learning_rate_schedule(run.optimizer, run.training.steps)
     o = run.optimizer
     tx = optax.chain(optax.clip_by_global_norm(run.training.grad_clip) if run.training.grad_clip else optax.identity(),
                      optax.adamw(rate, o.b1, o.b2, o.eps, weight_decay=o.weight_decay, mask=decayed))
@@ -134,7 +136,7 @@ class Contestant:
 
 def hand_written(run, made, rows) -> Contestant:
     from meshtrain.model import params as declared
-    step, init = baseline(run, declared.tree(made.model.table(), lambda info: info.role))
+    step, init = baseline(run, declared.tree(made.model.parameters(), lambda info: info.role))
     device = made.mesh.devices.flat[0]
     with jax.set_mesh(made.mesh):
         p = jax.device_put(jax.device_get(made.program.initialize().params), device)
@@ -175,7 +177,7 @@ def ours(name: str, made, rows) -> tuple[Contestant, list, object]:
             jax.block_until_ready((carry[0], metrics))
             return (time.perf_counter() - started) / n
 
-    contestant = Contestant(name, compile_s, peak_bytes(compiled), first, go, made.plan.num_devices)
+    contestant = Contestant(name, compile_s, peak_bytes(compiled), first, go, made.mesh_spec.num_devices)
     return contestant, carry, compiled
 
 
@@ -195,7 +197,7 @@ def looped(name: str, run, made, carry, compiled, corpus, directory) -> Contesta
                                             loop.StopRequest(), 0.0, None)
         return sum(row["step_time_s"] for row in rows[warm_up:]) / n
 
-    return Contestant(name, None, None, None, go, made.plan.num_devices)
+    return Contestant(name, None, None, None, go, made.mesh_spec.num_devices)
 
 
 def peak_bytes(compiled) -> int:
@@ -242,10 +244,10 @@ def measure(run, scratch: Path) -> int:
     starts = {"empty": first_step_s(scratch / "cold", scratch / "cache"),
               "filled": first_step_s(scratch / "warm", scratch / "cache")}
     print("\n".join(f"{cache} cache: {s:.1f} s" for cache, s in starts.items()) + "\ncompiling …", file=sys.stderr)
-    devices = assembly.start_devices(run)
+    devices = local_devices.start(run)
     d = run.data
     read = sources.open_corpus(d, vocab_size=run.model.vocab_size, cache_dir=scratch)
-    corpus = data.pack(read.sources, read.weights, bos=read.tokenizer.bos, seq_len=d.seq_len, global_batch=d.global_batch,
+    corpus = packing.pack(read.sources, read.weights, bos=read.tokenizer.bos, seq_len=d.seq_len, global_batch=d.global_batch,
                        seed=run.run.seed, document_mask=d.document_mask)
     rows = corpus.batch(0)
     made = assembly.assemble(run, devices[:1])
@@ -282,7 +284,7 @@ def measure(run, scratch: Path) -> int:
 
 def simulated(run, rows) -> list[Contestant]:
     """1 and SIMULATED simulated devices in one process, timed in turns."""
-    devices = assembly.start_devices(run.model_copy(update={"mesh": run.mesh.model_copy(update={"simulated_devices": SIMULATED})}))
+    devices = local_devices.start(run.model_copy(update={"mesh": run.mesh.model_copy(update={"simulated_devices": SIMULATED})}))
     contestants = [ours(f"meshtrain, {n} simulated (zero3)", assembly.assemble(sharded(run, n), devices[:n]), rows)[0]
                    for n in (1, SIMULATED)]
     take_turns(contestants)
@@ -315,14 +317,14 @@ def report(run, made, devices, contestants, aims, starts) -> None:
     tokens = run.data.global_batch * run.data.seq_len
     gpu = hardware.from_device_kind(devices[0].device_kind)
     peak = gpu.peak(run.model.compute_dtype) if gpu and devices[0].platform != "cpu" else None
-    needed = tokens * flops.model_flops_per_token(made.model.table(), run.model, run.data.seq_len)
+    needed = tokens * flops.model_flops_per_token(made.model.parameters(), run.model, run.data.seq_len)
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     machine = f"{cpus} CPU cores ({platform.machine()})" if devices[0].platform == "cpu" else devices[0].device_kind
     m = run.model
     out = ["# The training step", "", "Written by `python benchmarks/step.py`; what is measured, and how, stands there.", "",
            f"{datetime.date.today()} · {machine} · Python {platform.python_version()} · jax {jax.__version__} · "
            f"jaxlib {jaxlib.__version__} · optax {optax.__version__}", "",
-           f"Model: {sum(info.size for info in made.model.table()):,} parameters (embed {m.embed_dim}, {m.num_layers} layers, "
+           f"Model: {sum(info.size for info in made.model.parameters()):,} parameters (embed {m.embed_dim}, {m.num_layers} layers, "
            f"heads {m.num_heads}/{m.num_kv_heads}, mlp {m.mlp_dim}, vocabulary {m.vocab_size}), {m.compute_dtype}; "
            f"{run.data.global_batch} sequences of {run.data.seq_len}; {run.optimizer.name}; remat {run.training.remat}.", "",
            "| step | compile | step time (median) | tokens/s | memory per device | MFU |", "|---|---|---|---|---|---|"]

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshtrain import assembly, config
+from meshtrain import devices as local_devices
 from meshtrain.config import ConfigError
 from meshtrain.cost import audit, chart, hardware, report, simulate
 from meshtrain.cost import compile as gpu_compile
-from meshtrain.layout.mesh import MeshPlan
+from meshtrain.layout.mesh import MeshSpec
 
 USAGE = "python -m meshtrain.inspect [RUN.toml] [--section.key value ...] [--topology NAME:N] [--schedule] [--json]"
 
@@ -64,7 +65,7 @@ def _own_flags(argv: list[str]) -> tuple[str | None, bool, bool, list[str]]:
 
 def _devices(run, topology: str | None):
     if topology is None:
-        return assembly.start_devices(run)
+        return local_devices.start(run)
     try:
         _topology_sizes(run, topology)
         return gpu_compile.topology(topology)
@@ -82,11 +83,11 @@ def _topology_sizes(run, topology: str) -> dict[str, int]:
 def _show_schedule(run, topology: str | None, out) -> None:
     """Text and picture of the run's pipeline; compiles nothing, and needs no more devices than it takes to count them."""
     choice = _schedule(run, topology)
-    heading = chart.title(choice.table, choice.outcome, choice.memory_bytes)
-    print(f"{heading}\n{choice.why}\n{chart.text(choice.table)}", file=out)
+    heading = chart.title(choice.schedule, choice.outcome, choice.memory_bytes)
+    print(f"{heading}\n{choice.why}\n{chart.text(choice.schedule)}", file=out)
     paths = [Path(f"{run.run.name}-schedule{suffix}") for suffix in (".svg", ".png")]
     try:
-        chart.draw(choice.table, choice.outcome, heading, paths)
+        chart.draw(choice.schedule, choice.outcome, heading, paths)
     except ModuleNotFoundError:
         print("no picture: drawing needs matplotlib; install 'meshtrain[chart]'", file=sys.stderr)
     except OSError as error:
@@ -103,8 +104,8 @@ def _schedule(run, topology: str | None) -> simulate.Choice:
         if topology is not None:
             platform, gpu = "gpu", hardware.get(gpu_compile.parse_topology(topology)[0])
             sizes = _topology_sizes(run, topology)
-        elif -1 in asked.values() or not run.mesh.simulated_devices and assembly.gpus_expected():
-            devices = assembly.start_devices(run)
+        elif -1 in asked.values() or not run.mesh.simulated_devices and local_devices.gpus_expected():
+            devices = local_devices.start(run)
             platform, gpu = devices[0].platform, hardware.from_device_kind(devices[0].device_kind)
             sizes = config.mesh_sizes(run, len(devices)) if -1 in asked.values() else asked
     except ConfigError:
@@ -113,7 +114,7 @@ def _schedule(run, topology: str | None) -> simulate.Choice:
         raise ConfigError(*str(error).splitlines()) from None
     if sizes["stage"] == 1:
         raise ConfigError("mesh.stage=1 is no pipeline, so there is no schedule to draw; use e.g. --mesh.stage 4")
-    return assembly.design(run, MeshPlan(sizes, run.mesh.placement), platform, gpu).choice
+    return assembly.design(run, MeshSpec(sizes, run.mesh.placement), platform, gpu).choice
 
 
 if __name__ == "__main__":

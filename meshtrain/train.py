@@ -4,7 +4,6 @@ Exit codes: 0 done · 2 the user's mistake, one message · 75 stopped on request
 """
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
@@ -13,11 +12,14 @@ from pathlib import Path
 
 import jax
 
-from meshtrain import assembly, config, processes
+from meshtrain import assembly, config, devices
+from meshtrain.cluster import agree, find, meet
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost import flops, hardware, report
-from meshtrain.training import data, loop, metrics, rundir, sample, sources
-from meshtrain.training.checkpoint import CheckpointError, Checkpoints
+from meshtrain.data import packing, sources
+from meshtrain.inference import sample
+from meshtrain.run import loop, metrics, rundir
+from meshtrain.run.checkpoint import CheckpointError, Checkpoints
 from meshtrain.training.state import State
 
 DONE, USER_ERROR, STOPPED, FAILED = 0, 2, 75, 1
@@ -27,20 +29,20 @@ def main(argv: Sequence[str]) -> int:
     try:
         run = config.load(argv)
         metrics.check_wandb(run)
-        cluster = processes.find(run.distributed, os.environ)
+        cluster = find.cluster(run.distributed, os.environ)
         run = run.model_copy(update={"distributed": config.Distributed()})  # which process this is belongs to no run
-        devices, run = _devices(run, argv, cluster)
+        found, run = _devices(run, argv, cluster)
         if jax.process_index() > 0:
             sys.stdout = open(os.devnull, "w")      # process 0 speaks for all
-        processes.same_everywhere("the run", config.dump(run))
-        made = processes.everywhere(lambda: assembly.assemble(run, devices))
+        agree.same_everywhere("the run", config.dump(run))
+        made = agree.everywhere(lambda: assembly.assemble(run, found))
         with rundir.claimed(run) as directory:
-            corpus, batches = processes.everywhere(lambda: _open_data(run, directory))
-            processes.same_everywhere("the data", corpus.fingerprint)
+            corpus, batches = agree.everywhere(lambda: _open_data(run, directory))
+            agree.same_everywhere("the data", corpus.fingerprint)
             return _train(run, made, corpus, batches, directory)
     except ConfigError as error:
         return _fail(USER_ERROR, f"error: {error}", error)
-    except processes.PeerError as error:
+    except meet.PeerError as error:
         return _fail(FAILED, f"error: {error}", error)
     except loop.TooManySkippedSteps as error:   # of all processes: they read the same metrics
         if jax.process_index() == 0:
@@ -51,30 +53,30 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _fail(code: int, message: str, error: Exception) -> int:
-    if not processes.told_by_first(error):
+    if not agree.told_by_first(error):
         print(message, file=sys.stderr)
-    processes.leave(code, error)
+    meet.leave(code, error)
     return code
 
 
-def _devices(run: Run, argv: Sequence[str], cluster: processes.Cluster | None) -> tuple[Sequence[jax.Device], Run]:
+def _devices(run: Run, argv: Sequence[str], cluster: find.Cluster | None) -> tuple[Sequence[jax.Device], Run]:
     """The devices to run on. Without a run file or a mesh, the quickstart moves from simulated devices to real GPUs."""
     chosen = any(not arg.startswith("-") for arg in argv[:1]) or any(arg.startswith("--mesh.") for arg in argv)
-    if not chosen and assembly.gpus_expected():
+    if not chosen and devices.gpus_expected():
         run = run.model_copy(update={"mesh": run.mesh.model_copy(update={"simulated_devices": 0})})
-        devices = assembly.start_devices(run, cluster)
-        run = assembly.on_gpus(run, len(devices))
-        print(f"found {len(devices)} × {devices[0].device_kind}: training on {run.mesh.fsdp}, all on the axis fsdp")
-        return devices[:run.mesh.fsdp], run
-    return assembly.start_devices(run, cluster), run
+        found = devices.start(run, cluster)
+        run = devices.on_gpus(run, len(found))
+        print(f"found {len(found)} × {found[0].device_kind}: training on {run.mesh.fsdp}, all on the axis fsdp")
+        return found[:run.mesh.fsdp], run
+    return devices.start(run, cluster), run
 
 
-def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: data.Data, directory: Path) -> int:
+def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: packing.Data, directory: Path) -> int:
     with jax.set_mesh(made.mesh), Checkpoints(directory / "checkpoints", every=run.checkpoint.every,
                                               keep=run.checkpoint.keep) as checkpoints:
         latest = checkpoints.latest()
         if latest is not None:
-            with _mistakes():
+            with config.user_errors():
                 metadata = checkpoints.metadata(latest)
             rundir.check_same_run(run, metadata, corpus.fingerprint, latest)
             if latest >= run.training.steps:
@@ -83,8 +85,8 @@ def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: d
                 return DONE
         started = time.perf_counter()
         print(report.before(made), flush=True)
-        state = processes.everywhere(lambda: _start_state(run, made, checkpoints, latest))
-        step = processes.everywhere(lambda: assembly.compile_step(made))
+        state = agree.everywhere(lambda: _start_state(run, made, checkpoints, latest))
+        step = agree.everywhere(lambda: assembly.compile_step(made))
         print(report.compiled(step, made, time.perf_counter() - started), flush=True)
         if jax.process_index() == 0:
             rundir.write_settings(run, directory, made.layout.rules.text)
@@ -105,43 +107,32 @@ def _flops(made: assembly.Assembly) -> tuple[float, float | None]:
     tokens = run.data.global_batch * run.data.seq_len
     gpu = hardware.from_device_kind(made.mesh.devices.flat[0].device_kind)
     peak = gpu and gpu.peak(run.model.compute_dtype)
-    return (tokens * flops.model_flops_per_token(made.model.table(), run.model, run.data.seq_len),
-            peak * made.plan.num_devices if peak else None)
+    return (tokens * flops.model_flops_per_token(made.model.parameters(), run.model, run.data.seq_len),
+            peak * made.mesh_spec.num_devices if peak else None)
 
 
-def _open_data(run: Run, directory: Path) -> tuple[sources.Corpus, data.Data]:
+def _open_data(run: Run, directory: Path) -> tuple[sources.Corpus, packing.Data]:
     """What the run reads, tokenized where it is not yet, and its batches."""
     d = run.data
-    with _mistakes():
+    with config.user_errors():
         corpus = sources.open_corpus(d, vocab_size=run.model.vocab_size, cache_dir=directory / ".meshtrain")
-        return corpus, data.pack(
+        return corpus, packing.pack(
             corpus.sources, corpus.weights, bos=corpus.tokenizer.bos, seq_len=d.seq_len, global_batch=d.global_batch,
             seed=run.run.seed, validation_fraction=d.validation_fraction, document_mask=d.document_mask)
-
-
-@contextlib.contextmanager
-def _mistakes(of: str = ""):
-    """A ValueError of the rooms below is the user's mistake, in as many lines as there are faults."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(*(of + str(error)).splitlines()) from None
 
 
 def _start_state(run: Run, made: assembly.Assembly, checkpoints: Checkpoints, latest: int | None) -> State:
     """Restored, begun from another run's weights, or fresh."""
     abstract = made.program.spec.with_shardings()
     if latest is not None:
-        with _mistakes():
+        with config.user_errors():
             state, _ = checkpoints.restore(latest, abstract)
         print(f"going on after step {latest}")
         return state
     state = made.program.initialize()
     if run.checkpoint.init_from:
         source, step = rundir.source_weights(run)
-        with _mistakes("checkpoint.init_from: "):
+        with config.user_errors("checkpoint.init_from: "):
             weights, _ = source.restore(step, {"params": abstract.params}, part=True)
         print(f"weights from step {step} of {run.checkpoint.init_from}")
         state = State(state.step, weights["params"], state.opt_state)
@@ -151,10 +142,10 @@ def _start_state(run: Run, made: assembly.Assembly, checkpoints: Checkpoints, la
 def _tell_the_end(run: Run, made: assembly.Assembly, tokenizer, state: State, val_loss: float | None, directory: Path) -> None:
     if val_loss is not None:
         print(f"validation loss {val_loss:.4f} nats per token ({val_loss / 0.6931471805599453:.3f} bits)")
-    if run.run.sample_tokens and made.plan.sizes["stage"] > 1:
+    if run.run.sample_tokens and made.mesh_spec.sizes["stage"] > 1:
         print("no sample of text: it would gather all layers, and with mesh.stage > 1 they may not fit on one device")
     elif run.run.sample_tokens:
-        generate = sample.build(made.model, made.program.plan, run.data.seq_len, tokenizer.bos, made.program.order)
+        generate = sample.build(made.model, made.program.execution, run.data.seq_len, tokenizer.bos, made.program.order)
         text = sample.text(generate, state.params, run.data.seq_len, run.run.sample_tokens, run.run.seed, tokenizer.decode)
         print(f"a sample:\n{text}\n")
     print(f"written: {directory}/ with config.toml, rules.toml, metrics.jsonl, checkpoints/ and tensorboard/")

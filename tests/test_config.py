@@ -152,9 +152,10 @@ def test_the_axes_are_those_of_the_mesh():
 
 
 def test_the_byte_vocabulary_is_that_of_the_data():
-    from meshtrain.training import tokenizer
+    from meshtrain.config import checks
+    from meshtrain.data import tokenizer
 
-    assert config.BYTE_VOCAB == tokenizer.Bytes().vocab_size
+    assert checks.BYTE_VOCAB == tokenizer.Bytes().vocab_size
 
 
 # ---- presets ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Sequences split over devices: the numbers of one device, and what the compiled program holds and sends.
 
-Attention itself is compared with `attention.plain` in the natural order of tokens; whole runs with one device by
+Attention itself is compared with `engine.plain` in the natural order of tokens; whole runs with one device by
 `test_layouts.check_equal`, whose rows are packed documents of random lengths and whose heads are grouped 8 to 4.
 """
 import functools
@@ -23,9 +23,9 @@ from test_layouts import MICROBATCHES, MODEL, Compiled, check_equal, check_gradi
 from meshtrain import assembly, config, inspect, train
 from meshtrain.cost import audit, compile
 from meshtrain.layout import rules
-from meshtrain.layout.mesh import MeshPlan
-from meshtrain.model import attention
-from meshtrain.parallel import context, zigzag
+from meshtrain.layout.mesh import MeshSpec
+from meshtrain.kernels import blockwise, engine
+from meshtrain.parallel import attention, zigzag
 
 RULES = Path(__file__).resolve().parent.parent / "sharding_rules"
 FAST = {"xla_backend_optimization_level": 0}    # half the compile time; partitioning and memory plans stay as they are
@@ -38,7 +38,7 @@ NOWHERE = 0                                     # the segment of padding
 
 def laid_out(sizes: dict, rule: str = "zero3_tensor_sequence_context"):
     """(mesh, layout) over the first simulated devices."""
-    plan = MeshPlan(sizes)
+    plan = MeshSpec(sizes)
     return plan.build(jax.devices()[: plan.num_devices]), rules.Layout(rules.load(RULES / f"{rule}.toml"), plan.sizes)
 
 
@@ -52,14 +52,14 @@ def with_gradients(attend, q, k, v, segments, do):
 def both_ways(method: str, sizes: tuple, block: int, length: int):
     """Jitted (q, k, v, segments, do) in natural order -> ((o, gradients) of the method, those of plain attention)."""
     mesh, layout = laid_out(dict(sizes))
-    order = context.METHODS[method].order(length, dict(sizes)["context"])
-    split = context.Split(context.METHODS[method], attention.blockwise(block))
+    order = attention.METHODS[method].order(length, dict(sizes)["context"])
+    split = attention.Split(attention.METHODS[method], blockwise.engine(block))
 
     def split_up(*args):
         out = with_gradients(partial(attention.attend, split, layout), *(x[:, order] for x in args))
         return jax.tree.map(lambda x: x[:, np.argsort(order)], out)
 
-    run = jax.jit(lambda *args: (split_up(*args), with_gradients(attention.plain, *args)), compiler_options=FAST)
+    run = jax.jit(lambda *args: (split_up(*args), with_gradients(engine.plain, *args)), compiler_options=FAST)
 
     def call(*args):
         with jax.set_mesh(mesh):
@@ -94,7 +94,7 @@ def documents(draw, B: int, T: int, chunk: int):
 
 @st.composite
 def shapes(draw):
-    method, cp = draw(st.sampled_from(sorted(context.METHODS))), draw(st.sampled_from([2, 4, 8]))
+    method, cp = draw(st.sampled_from(sorted(attention.METHODS))), draw(st.sampled_from([2, 4, 8]))
     chunk, K, G = draw(st.integers(1, 13)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
     if method == "ulysses":                     # its heads must divide
         G *= cp // math.gcd(K * G, cp)
@@ -131,13 +131,13 @@ def test_documents_that_end_at_every_chunk_border(method):
 @pytest.mark.parametrize("method", ["ring", "gather", "ulysses"])
 def test_rows_that_see_nothing_are_zero_and_pass_no_gradient(method):
     """An engine in which padding sees nothing, not even itself: o and gradients zero, lse MASKED, all others right."""
-    engine, T, cp = attention.blockwise(4), 48, 4
+    whole, T, cp = blockwise.engine(4), 48, 4
     seen = lambda forward, s, z, *rest: forward(jnp.where(s == NOWHERE, -1, s), jnp.where(z == NOWHERE, -2, z), *rest)
-    blind = attention.Engine(
-        lambda q, k, v, s, z, causal: seen(lambda s, z: engine.forward(q, k, v, s, z, causal), s, z),
-        lambda q, k, v, s, z, *rest: seen(lambda s, z: engine.backward(q, k, v, s, z, *rest), s, z))
+    blind = engine.Engine(
+        lambda q, k, v, s, z, causal: seen(lambda s, z: whole.forward(q, k, v, s, z, causal), s, z),
+        lambda q, k, v, s, z, *rest: seen(lambda s, z: whole.backward(q, k, v, s, z, *rest), s, z))
     mesh, layout = laid_out({"context": cp})
-    order = context.METHODS[method].order(T, cp)
+    order = attention.METHODS[method].order(T, cp)
     segments = np.ones((2, T), np.int32)
     segments[0, 20:] = NOWHERE                  # the end of a row, across chunks
     segments[1, 12:24] = NOWHERE                # two whole chunks in the middle: nothing in them sees anything
@@ -145,7 +145,7 @@ def test_rows_that_see_nothing_are_zero_and_pass_no_gradient(method):
 
     @partial(jax.jit, compiler_options=FAST)
     def split_up(q, k, v, segments, do):
-        split = context.Split(context.METHODS[method], blind)
+        split = attention.Split(attention.METHODS[method], blind)
         args = [x[:, order] for x in (q, k, v, segments)]
         o, lse = split.forward(layout, *args)
         grads = split.backward(layout, *args, o, lse, do[:, order])
@@ -156,9 +156,9 @@ def test_rows_that_see_nothing_are_zero_and_pass_no_gradient(method):
     nothing = segments == NOWHERE
     for x in (o, dq, dk, dv):
         assert np.isfinite(x).all() and not x[nothing].any()
-    assert (lse[nothing] <= attention.MASKED / 2).all() and (lse[~nothing] > -100).all()
+    assert (lse[nothing] <= engine.MASKED / 2).all() and (lse[~nothing] > -100).all()
     # Elsewhere plain attention is right, where padding sees padding: nothing of it reaches the rest.
-    expected, (eq, ek, ev) = with_gradients(attention.plain, q, k, v, jnp.asarray(segments),
+    expected, (eq, ek, ev) = with_gradients(engine.plain, q, k, v, jnp.asarray(segments),
                                             np.where(nothing[..., None, None], 0, do))
     for got, want in ((o, expected), (dq, eq), (dk, ek), (dv, ev)):
         np.testing.assert_allclose(got[~nothing], want[~nothing], rtol=1e-4, atol=2e-5)
@@ -169,8 +169,8 @@ def test_attention_inside_a_region_that_is_manual_over_context_and_data_already(
     """As a pipeline calls it: one shard_map outside, tensor automatic within, varying axes checked, vjp inside."""
     sizes, T = {"data": 2, "tensor": 2, "context": 2}, 24
     mesh, layout = laid_out(sizes)
-    order = context.METHODS[method].order(T, 2)
-    split = context.Split(context.METHODS[method], attention.blockwise(4))
+    order = attention.METHODS[method].order(T, 2)
+    split = attention.Split(attention.METHODS[method], blockwise.engine(4))
     q, k, v, do = drawn(3, 4, T, 8, 4)
     segments = np.tile(np.arange(T, dtype=np.int32) // 7 + 1, (4, 1))
 
@@ -187,7 +187,7 @@ def test_attention_inside_a_region_that_is_manual_over_context_and_data_already(
 
     with jax.set_mesh(mesh):
         got = split_up(q, k, v, segments, do)
-    expected = with_gradients(attention.plain, q, k, v, jnp.asarray(segments), do)
+    expected = with_gradients(engine.plain, q, k, v, jnp.asarray(segments), do)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5), got, expected)
 
 
@@ -222,7 +222,7 @@ LAYOUTS = [
 ]  # fmt: skip
 SLOW = [case for case in (
     ("ring", "context", dict(context=2)),
-    *((method, rule, dict(context=2) | other) for method in context.METHODS for rule, other in (
+    *((method, rule, dict(context=2) | other) for method in attention.METHODS for rule, other in (
         ("zero3_tensor_sequence_context", dict(tensor=2)), ("context", dict(data=2)), ("zero3_context", dict(fsdp=2)))),
 ) if case not in LAYOUTS]  # fmt: skip
 TWENTY = {("ring", 4), ("gather", 4), ("ulysses", 4)}
@@ -305,7 +305,7 @@ def test_ring_computes_at_most_six_tenths_of_full_attention(cp):
     B, T, N, K, H = 1, 4096, 8, 4, 16
     mesh, layout = laid_out({"context": cp})
     run = split_run("context", dict(context=cp), "ring").model_copy(update={"data": config.Data(seq_len=T, global_batch=B)})
-    attend = partial(assembly.choose_attention(run, layout.sizes, "cpu")[0], layout)
+    attend = partial(attention.choose(run, layout.sizes, "cpu")[0], layout)
     q, k = (jax.ShapeDtypeStruct((B, T, n, H), jnp.float32) for n in (N, K))
     segments = jax.ShapeDtypeStruct((B, T), jnp.int32)
 
@@ -355,7 +355,7 @@ def test_gather_and_ulysses_send_no_permutes(method, kind):
 
 def test_gradients_cross_context_once_a_microbatch_and_data_once_a_step():
     case = compiled("context", (("context", 2), ("data", 2)), "ring")
-    size = 4 * sum(info.size for info in case.made.model.table())
+    size = 4 * sum(info.size for info in case.made.model.parameters())
     reduced = [c for c in case.audit.collectives if c.kind == "all-reduce"]
     sent = {axis: [c for c in reduced if c.axes == (axis,)] for axis in ("context", "data")}
     total = {axis: sum(c.payload_bytes for c in rows) for axis, rows in sent.items()}
@@ -389,7 +389,7 @@ def test_gpu_program_sends_what_the_formulas_say(remat):
     assert (backward.count, backward.bytes) == ((cp - 1) * times + last, backward.count * elements * 2)
     assert sums.bytes == sums.count * elements * 4
     # Weight gradients: reduce-scattered over both axes, in float32, a microbatch at a time. The table's rows included.
-    size = 4 * sum(info.size for info in made.model.table())
+    size = 4 * sum(info.size for info in made.model.parameters())
     scattered = [c for c in program.collectives if c.kind == "reduce-scatter"]
     assert {(c.axes, c.dtype) for c in scattered} == {(("fsdp", "context"), "f32")}
     assert sum(c.payload_bytes for c in scattered) == pytest.approx(M * size, rel=0.02)
@@ -474,7 +474,7 @@ def test_a_run_of_whole_sequences_goes_on_with_split_ones_to_the_same_end(one_ru
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", context.METHODS)
+@pytest.mark.parametrize("method", attention.METHODS)
 def test_a_run_with_split_sequences_has_the_losses_validation_and_sample_of_one_without(one_run, method):
     run, said, rows = one_run
     check_end(*run(method, 6, "--mesh.data", "4", "--mesh.context", "2", "--context.method", method), said, rows)

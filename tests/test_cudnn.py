@@ -10,10 +10,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from meshtrain import jax_private
-from meshtrain.layout.mesh import MeshPlan
+from meshtrain.layout.mesh import MeshSpec
 from meshtrain.layout.rules import Layout, parse
-from meshtrain.model import attention
-from meshtrain.parallel import context
+from meshtrain.kernels import cudnn
+from meshtrain.parallel import attention
 
 RULES = parse("""
 [activations]
@@ -28,9 +28,9 @@ B, T, N, K, H = 4, 1024, 8, 4, 64
 
 
 def lowered(method: str) -> str:
-    plan = MeshPlan(SIZES)
-    layout, mesh = Layout(RULES, plan.sizes), plan.build(jax.devices())
-    attend = partial(attention.attend, context.Split(context.METHODS[method], attention.cudnn()), layout)
+    mesh_spec = MeshSpec(SIZES)
+    layout, mesh = Layout(RULES, mesh_spec.sizes), mesh_spec.build(jax.devices())
+    attend = partial(attention.attend, attention.Split(attention.METHODS[method], cudnn.engine()), layout)
 
     def both(q, k, v, segments, do):
         o, back = jax.vjp(lambda q, k, v: attend(q, k, v, segments), q, k, v)
@@ -62,4 +62,4 @@ def test_methods_call_cudnn_for_their_blocks_alone(method, forward, backward):
 def test_a_missing_private_api_is_told_and_not_an_error(monkeypatch):
     from jax._src.cudnn import fused_attention_stablehlo as fused
     monkeypatch.delattr(fused, "_dot_product_attention_bwd_p_wrapper")
-    assert jax_private.cudnn_attention() is None and attention.cudnn() is None
+    assert jax_private.cudnn_attention() is None and cudnn.engine() is None

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from meshtrain.training import data, sources
+from meshtrain import names
+from meshtrain.data import packing, sources
 
-BOS, NO_LOSS = 256, data.NO_LOSS
+BOS, NO_LOSS = 256, names.NO_TARGET
 FIRST_ID = 1000
 
 
@@ -31,19 +32,19 @@ class Numbered:
 
 
 def numbered(lengths, **settings):
-    return data.pack([Numbered(np.array(lengths, np.int64))], [1.0],
+    return packing.pack([Numbered(np.array(lengths, np.int64))], [1.0],
                      **{"bos": BOS, "seed": 0, "seq_len": 1, "global_batch": 1, **settings})
 
 
 def opened(name, paths=(), **settings):
-    return data.pack([sources.open_source(name, [str(path) for path in paths])], [1.0],
+    return packing.pack([sources.open_source(name, [str(path) for path in paths])], [1.0],
                      **{"bos": BOS, "seed": 0, "seq_len": 8, "global_batch": 2, **settings})
 
 
 def mixed(corpora, weights, **settings):
     """A mixture of sources whose tokens are all different: those of source i begin at FIRST_ID * (i + 1)."""
     assert all(sum(lengths) < FIRST_ID for lengths in corpora)
-    return data.pack([Numbered(np.array(lengths, np.int64), FIRST_ID * (i + 1)) for i, lengths in enumerate(corpora)], weights,
+    return packing.pack([Numbered(np.array(lengths, np.int64), FIRST_ID * (i + 1)) for i, lengths in enumerate(corpora)], weights,
                      **{"bos": BOS, "seed": 0, "seq_len": 1, "global_batch": 1, **settings})
 
 
@@ -257,10 +258,10 @@ def test_every_prefix_of_a_mixture_is_within_a_documents_tokens_of_its_weights(m
 @example([1, 1], 7, 1, 1)
 def test_shares_add_up_never_fall_and_keep_to_their_bound(weights, quanta, quantum, more):
     total = quanta * quantum
-    counts, later = (data.shares(weights, at, quantum) for at in (total, total + more * quantum))
+    counts, later = (packing.shares(weights, at, quantum) for at in (total, total + more * quantum))
     assert sum(counts) == total and all(count % quantum == 0 for count in counts)
     assert all(0 <= count <= then for count, then in zip(counts, later))
-    bound = data.deviation(weights)
+    bound = packing.deviation(weights)
     k, whole = len(weights), sum(weights)
     assert all(abs(count - Fraction(weight * total, whole)) <= bound * quantum for count, weight in zip(counts, weights))
     assert bound <= (1 + sum(1 / i for i in range(1, k - 1))) / 2 if k > 1 else bound == 0
@@ -407,7 +408,7 @@ def test_validation_of_a_mixture_keeps_the_weights_until_a_source_runs_out(weigh
     assert len(set(shown)) == len(shown) and set(shown) <= held
     wanted = targets[(targets != NO_LOSS) & (targets != BOS)]
     assert len(set(wanted)) == len(wanted) and set(wanted) <= held
-    counts = data.shares(packed.weights, packed.validation_tokens)
+    counts = packing.shares(packed.weights, packed.validation_tokens)
     assert (segments > 0).sum() >= packed.validation_tokens - 1
     assert np.abs(np.bincount(shown // FIRST_ID - 1, minlength=len(weights)) * 1.1 - counts).max() <= 2.5
     assert any(stream.tokens_per_epoch - count <= 2 / (weight / sum(packed.weights)) for stream, count, weight in

@@ -1,7 +1,7 @@
-"""The pipelined step as 64 H100 would run it sends what its table and its rule file say, and nothing else.
+"""The pipelined step as 64 H100 would run it sends what its schedule and its rule file say, and nothing else.
 
-Compiled without a GPU. As in test_gpu_program, expected bytes come from the parameter table, and everything that the
-program sends is compared; here also from the schedule's table, tick by tick. What is below SMALL per array is not looked
+Compiled without a GPU. As in test_gpu_program, expected bytes come from the parameter schedule, and everything that the
+program sends is compared; here also from the schedule's schedule, tick by tick. What is below SMALL per array is not looked
 at: norm scales and their gradients, token and segment ids, per-token statistics of the loss, and its scalars.
 """
 import functools
@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import assembly, config
 from meshtrain.cost import audit, compile
-from meshtrain.layout.mesh import MeshPlan, psum
+from meshtrain.layout.mesh import MeshSpec, psum
 from meshtrain.parallel import pipeline, schedules
 
 pytestmark = pytest.mark.skipif(
@@ -43,17 +43,17 @@ SLOW = [
 
 class Step(NamedTuple):
     made: assembly.Assembly
-    table: schedules.Table
+    schedule: schedules.Schedule
     text: str
     program: audit.Program
 
     @property
     def depth(self) -> int:
-        return L // (self.table.num_stages * self.table.num_chunks)
+        return L // (self.schedule.num_stages * self.schedule.num_chunks)
 
     def ticks(self, what: str) -> int:
         """How often the ends of the model work: "embed", "loss" or "embed_grad", conditions counted as if they held."""
-        return sum(run.stop - run.start for run in pipeline._runs(self.table) if getattr(run, what) != "never")
+        return sum(run.stop - run.start for run in pipeline._phases(self.schedule) if getattr(run, what) != "never")
 
 
 @functools.cache
@@ -64,9 +64,9 @@ def gpu_step(rule: str, mesh: tuple, schedule: str, dtype: str = "bfloat16") -> 
         pipeline=dict(schedule=schedule, chunks=2 if schedule in schedules.INTERLEAVED else 1),
     )  # fmt: skip
     made = assembly.assemble(run, compile.topology("h100:64"))
-    table = schedules.make(schedule, run.mesh.stage, M, run.pipeline.chunks)
+    schedule = schedules.make(schedule, run.mesh.stage, M, run.pipeline.chunks)
     text = made.program.compile().as_text()
-    return Step(made, table, text, audit.read(text, made.mesh))
+    return Step(made, schedule, text, audit.read(text, made.mesh))
 
 
 def every_case(test):
@@ -90,23 +90,23 @@ def traffic(step: Step) -> dict:
 
 def held(step: Step) -> dict:
     """Numbers of elements of one stage and tensor share: of the layers, and of everything."""
-    table, sizes = step.made.model.table(), step.made.plan.sizes
-    count = lambda *roles: sum(info.size for info in table if info.role in roles) // sizes["stage"] // sizes["tensor"]
+    schedule, sizes = step.made.model.parameters(), step.made.mesh_spec.sizes
+    count = lambda *roles: sum(info.size for info in schedule if info.role in roles) // sizes["stage"] // sizes["tensor"]
     return {"layers": count("matrix"), "all": count("matrix", "embedding", "head")}
 
 
 def expected(rule: str, step: Step) -> dict:
     """(kind, axes, dtype) -> (arrays or None where XLA may group them, payload bytes) per step."""
-    sizes, n, depth = step.made.plan.sizes, held(step), step.depth
-    forward, backward = (depth * step.table.executed[kind] for kind in "FB")       # visits of a layer
+    sizes, n, depth = step.made.mesh_spec.sizes, held(step), step.depth
+    forward, backward = (depth * step.schedule.executed[kind] for kind in "FB")       # visits of a layer
     embed, loss, embed_grad = map(step.ticks, ("embed", "loss", "embed_grad"))
     weights = tuple(axis for axis in ("data", "fsdp", "context") if sizes[axis] > 1)
     tokens = B // M * T // (sizes["data"] * sizes["fsdp"] * sizes["context"])
     x_bytes, ways = 2 * tokens * D, sizes["tensor"]                                # the residual stream, bf16
     want = {
         # Every F and every B sends once. A stage that is idle sends as well: nothing diverges.
-        ("collective-permute", ("stage",), "bf16"): (step.table.executed["F"] + step.table.executed["B"],
-                                                     (step.table.executed["F"] + step.table.executed["B"]) * x_bytes // ways),
+        ("collective-permute", ("stage",), "bf16"): (step.schedule.executed["F"] + step.schedule.executed["B"],
+                                                     (step.schedule.executed["F"] + step.schedule.executed["B"]) * x_bytes // ways),
         # All stages get the last one's output and the first one's cotangent, and sum their parts of the vocabulary: the
         # embedding's rows and the loss's dx. Each is a tensor share of the residual stream, in its own dtype.
         ("all-reduce", ("stage",), "bf16"): (None, (embed + 2 * loss + embed_grad) * x_bytes // ways),
@@ -119,12 +119,12 @@ def expected(rule: str, step: Step) -> dict:
         want["all-gather", weights, "f32"] = (None, 4 * n["all"])
     if rule in (ZERO3, CONTEXT):
         want["all-gather", weights, "bf16"] = (9, 2 * n["all"])
-    if step.table.num_chunks > 1:
+    if step.schedule.num_chunks > 1:
         # Of stages · chunks, chunk c is stored on stage c // chunks and worked on by stage c % stages: weights travel in
         # bf16 before the gather, gradients after the reduce-scatter. Where stages divides chunks, every stage holds as many
         # for each of them: one all-to-all. Where chunks divides stages, it holds some for its residue alone: an all-to-all
         # among as many stages as there are chunks, and a permute, each of the whole shard.
-        stages, chunks = step.table.num_stages, step.table.num_chunks
+        stages, chunks = step.schedule.num_stages, step.schedule.num_chunks
         assert chunks % stages == 0 or stages % chunks == 0
         moves = (1 if chunks % stages == 0 else 2) * n["layers"] // math.prod(sizes[axis] for axis in weights)
         want["relayout", ("stage",), "bf16"] = (None, 2 * moves)
@@ -165,7 +165,7 @@ def test_it_sends_what_the_table_and_the_rules_say_and_nothing_else(case):
 def test_nothing_crosses_the_batch_inside_the_loop(case):
     """Not one number: weights come before it, gradients leave behind it, and so does the loss."""
     step = gpu_step(*case)
-    batch = {axis for axis in ("data", "fsdp", "context") if step.made.plan.sizes[axis] > 1}
+    batch = {axis for axis in ("data", "fsdp", "context") if step.made.mesh_spec.sizes[axis] > 1}
     over = [c for c in step.program.collectives if batch & set(c.axes)]
     assert over and not [c for c in over if c.trips > 1 and (c.kind, c.axes) != ("collective-permute", ("context",))]
 
@@ -196,7 +196,7 @@ def layers_held(text: str, weight: tuple[int, ...]) -> int:
 def test_a_device_holds_the_layers_of_its_own_stage_only(case):
     """No [stages, …] array of weights or gradients: differentiating through a shard_map over stages makes one."""
     step = gpu_step(*case)
-    sizes = step.made.plan.sizes
+    sizes = step.made.mesh_spec.sizes
     assert layers_held(step.text, (D, F // sizes["tensor"])) == L // sizes["stage"]
     assert layers_held(step.text, (D, 8 // sizes["tensor"], 48)) == L // sizes["stage"]
 
@@ -208,7 +208,7 @@ def test_a_stack_of_all_stages_would_be_seen():
 
 @pytest.mark.parametrize("gpu, dtype", [(True, "bf16"), (False, "f32")], ids=["gpu", "cpu"])
 def test_a_sum_by_hand_is_made_in_the_dtype_of_its_platform_without_a_condition(gpu, dtype):
-    mesh = MeshPlan(dict(stage=2, tensor=2)).build(compile.topology("h100:4") if gpu else jax.devices())
+    mesh = MeshSpec(dict(stage=2, tensor=2)).build(compile.topology("h100:4") if gpu else jax.devices())
     add = jax.shard_map(lambda x: psum(x, "stage"), mesh=mesh, axis_names={"stage"}, in_specs=P("stage"), out_specs=P(),
                         check_vma=False)  # fmt: skip
     x = jax.ShapeDtypeStruct((2, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P("stage", "tensor")))

@@ -55,7 +55,7 @@ def traffic(program: audit.Program) -> dict:
 
 def sizes(made) -> dict:
     """Numbers of elements on a device of one layer's matrices, of the embedding, the head and everything; / tensor."""
-    table, ways = made.model.table(), made.plan.sizes["tensor"]
+    table, ways = made.model.parameters(), made.mesh_spec.sizes["tensor"]
     count = lambda role: sum(info.size for info in table if info.role == role)
     split = {role: count(role) // ways for role in ("matrix", "embedding", "head")}
     return {"layer": split["matrix"] // L, "embedding": split["embedding"], "head": split["head"],
@@ -64,7 +64,7 @@ def sizes(made) -> dict:
 
 def expected(rule: str, made) -> dict:
     """(kind, axes, dtype) -> (operands or None where XLA may group them, payload bytes) per step."""
-    n, plan = sizes(made), made.plan.sizes
+    n, plan = sizes(made), made.mesh_spec.sizes
     leaves = PROJECTIONS + 2  # in the layers, stacked: projections and norms
     every_leaf = leaves + 3  # and embedding, final norm, head
     x_bytes = B // M // (plan["data"] * plan["fsdp"]) * T * D * 2  # a microbatch's residual stream, bf16

@@ -270,9 +270,10 @@ sys.exit(int(os.environ["CODE"]))
 PLACE = '''
 import json, os
 from pathlib import Path
-from meshtrain import config, processes
-cluster = processes.find(config.Distributed(), os.environ)
-processes.meet(cluster, 30)
+from meshtrain import config
+from meshtrain.cluster import find, meet
+cluster = find.cluster(config.Distributed(), os.environ)
+meet.meet(cluster, 30)
 Path(os.environ["SAID"], str(cluster.index)).write_text(json.dumps([cluster.coordinator, cluster.local_devices]))
 '''
 

@@ -15,7 +15,8 @@ import pytest
 
 from meshtrain import assembly, config
 from meshtrain.cost import audit, memory, report
-from meshtrain.model import attention
+from meshtrain.kernels import blockwise, engine
+from meshtrain.parallel import attention
 from meshtrain.training.state import State
 
 RULES = Path(__file__).resolve().parent.parent / "sharding_rules"
@@ -150,7 +151,7 @@ def check_equal(case: Compiled, model: dict = {}, training: dict = {}, steps: in
 
 
 def test_loss_gradients_and_training_equal_one_device(layout):
-    check_equal(layout, steps=20 if layout.made.plan.sizes["fsdp"] == 2 else 6)
+    check_equal(layout, steps=20 if layout.made.mesh_spec.sizes["fsdp"] == 2 else 6)
 
 
 def test_comparison_sees_a_wrong_gradient():
@@ -204,7 +205,7 @@ def test_zero_table_as_measured_bytes_per_parameter(rule, per_param, n):
     """float32 params 4, accumulators 4, adamw 8 (arXiv:1910.02054 counts mixed precision's 2 + 2 + 12 as 16, too)."""
     case = compiled(rule, (("fsdp", n),))
     held = memory.compiled(case.step, case.made.program.spec.abstract, MICROBATCHES)
-    count = sum(info.size for info in case.made.model.table())
+    count = sum(info.size for info in case.made.model.parameters())
     measured = (held["params"] + held["grads"] + held["optimizer"]) / count
     assert measured == pytest.approx(per_param(n), rel=0.02)
 
@@ -260,7 +261,7 @@ def test_blockwise_attention_matches_plain_attention(length, heads, kv_heads):
         return engine(q, k, v, segments), jax.grad(loss, (0, 1, 2))(q, k, v)
 
     with jax.default_matmul_precision("highest"):
-        blockwise = functools.partial(attention.attend, attention.Local(attention.blockwise(64)), None)
-        got, expected = jax.jit(lambda: (results(blockwise), results(attention.plain)))()
+        in_blocks = functools.partial(attention.attend, attention.Local(blockwise.engine(64)), None)
+        got, expected = jax.jit(lambda: (results(in_blocks), results(engine.plain)))()
     # float32 sums of up to 300 terms in another order.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), got, expected)

@@ -21,7 +21,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from tensorboard.backend.event_processing import event_accumulator
 
 from meshtrain import config, train
-from meshtrain.training import checkpoint, data, metrics, profiling, step
+from meshtrain.data import packing
+from meshtrain.run import checkpoint, metrics, profiling
+from meshtrain.training import step
 
 
 def test_rows_are_readable_while_the_run_goes_on(tmp_path):
@@ -314,12 +316,12 @@ def trained(tiny, directory, *overrides) -> list[dict]:
 
 
 def slow_data(monkeypatch, seconds: float):
-    batch = data.Data.batch
+    batch = packing.Data.batch
 
     def wait(self, *args, **kwargs):
         time.sleep(seconds)
         return batch(self, *args, **kwargs)
-    monkeypatch.setattr(data.Data, "batch", wait)
+    monkeypatch.setattr(packing.Data, "batch", wait)
 
 
 def slow_steps(monkeypatch, seconds: float):

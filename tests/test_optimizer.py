@@ -99,7 +99,7 @@ def test_decay_reaches_matrices_and_tables_and_never_norms_or_biases(name):
 
 
 def learning_rates(steps, **changes):
-    rate = optimizer.schedule(config(learning_rate=2.0, **changes), steps)
+    rate = optimizer.learning_rate_schedule(config(learning_rate=2.0, **changes), steps)
     return [float(rate(count)) for count in range(steps)]
 
 
@@ -247,4 +247,4 @@ def test_mistakes_are_reported_together():
     with pytest.raises(ValueError, match="adam'.*unknown(.|\n)*role 'matrx' of a(.|\n)*b has the role 'matrix'"):
         optimizer.build(config("adam"), 1, {"a": "matrx", "b": "matrix"}, {"a": None, "b": None})
     with pytest.raises(ValueError, match="optimizer.schedule='cosin'"):
-        optimizer.schedule(config(schedule="cosin"), 1)
+        optimizer.learning_rate_schedule(config(schedule="cosin"), 1)

@@ -1,4 +1,4 @@
-"""A pipeline computes what one device computes, whatever the schedule, and its program does what the table says.
+"""A pipeline computes what one device computes, whatever the schedule, and its program does what the schedule says.
 
 As in test_layouts: one compiled training step per case answers everything about it.
 """
@@ -18,11 +18,12 @@ import pytest
 from meshtrain import assembly, config
 from meshtrain.cost import hlo
 from meshtrain.layout import rules
+from meshtrain.kernels import blockwise
 from meshtrain.layout.rules import Layout
-from meshtrain.model import attention, transformer
-from meshtrain.model.layers import Plan
-from meshtrain.parallel import schedules, split
-from meshtrain.training import checkpoint
+from meshtrain.model import transformer
+from meshtrain.model.layers import Execution
+from meshtrain.parallel import attention, schedules, split
+from meshtrain.run import checkpoint
 from test_layouts import GPT2, MODEL, RULES, Compiled, T, check_gradients, rows
 
 SEQUENCES = 48
@@ -58,8 +59,8 @@ def check_equal(case: Compiled, model: dict = {}, training: dict = {}, steps: in
 
 
 def check_program(case: Compiled):
-    """Every F and every B of the table sends once over the stages, in runs of known length, and all permutes have targets."""
-    run, sizes = case.made.run, case.made.plan.sizes
+    """Every F and every B of the schedule sends once over the stages, in runs of known length, and all permutes have targets."""
+    run, sizes = case.made.run, case.made.mesh_spec.sizes
     executed = table_of(run).executed
     assert not case.audit.unknown_loops and not case.audit.broken_permutes
     # An interleaved order also moves each layer to its stage and back, before and after: XLA's permutes, not ours.
@@ -99,7 +100,7 @@ def slow(*cases):
     return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
-def table_of(run) -> schedules.Table:
+def table_of(run) -> schedules.Schedule:
     return schedules.make(run.pipeline.schedule, run.mesh.stage, run.training.microbatches, run.pipeline.chunks)
 
 
@@ -217,10 +218,10 @@ def test_state_goes_from_any_number_of_stages_and_chunks_to_any_other(tmp_path):
 
 
 def check_flops(case: Compiled):
-    """Matmuls of a device are those of the table's ticks: no recomputation beyond remat's, and none for the split."""
-    run, table = case.made.run, table_of(case.made.run)
+    """Matmuls of a device are those of the schedule's ticks: no recomputation beyond remat's, and none for the split."""
+    run, schedule = case.made.run, table_of(case.made.run)
     cfg, sequences = run.model, SEQUENCES // run.training.microbatches
-    linear = {info.path[-2]: 2 * sequences * T * info.size // LAYERS for info in case.made.model.table() if info.role == "matrix"}
+    linear = {info.path[-2]: 2 * sequences * T * info.size // LAYERS for info in case.made.model.parameters() if info.role == "matrix"}
     product = 2 * sequences * T * T * cfg.num_heads * cfg.head_dim      # one of attention's, scores or p·v
     forward = sum(linear.values()) + 2 * product
     backward = 2 * sum(linear.values()) + 5 * product
@@ -230,13 +231,13 @@ def check_flops(case: Compiled):
         # once for each.
         backward += forward - linear["down"] - product
         scores_again = product
-    depth = LAYERS // (table.num_stages * table.num_chunks)
-    executed = table.executed
-    head = 3 * 2 * sequences * T * cfg.embed_dim * transformer.padded_vocab(cfg) // table.num_stages
-    # The loss of some runs is in a branch that is taken where the table says, the same on all devices.
-    always = sum(part.stop - part.start for part in table.runs() if part.loss == "always")
+    depth = LAYERS // (schedule.num_stages * schedule.num_chunks)
+    executed = schedule.executed
+    head = 3 * 2 * sequences * T * cfg.embed_dim * transformer.padded_vocab(cfg) // schedule.num_stages
+    # The loss of some runs is in a branch that is taken where the schedule says, the same on all devices.
+    always = sum(part.stop - part.start for part in schedule.phases() if part.loss == "always")
     expected = depth * (executed["F"] * forward + executed["B"] * backward) + always * head
-    if table.split:                                                     # W has its own ticks, as many as it has work
+    if schedule.split:                                                     # W has its own ticks, as many as it has work
         weight = sum(linear.values())
         expected += depth * (executed["W"] - executed["B"]) * weight
     got = sum(dot.flops for dot in case.audit.dots if not dot.in_branch)
@@ -263,13 +264,13 @@ def layer_case(remat: str, dtype: str = "float32"):
     cfg = config.Run(model=MODEL | dict(num_layers=3, compute_dtype=dtype, residual_dropout=0.1)).model
     model = transformer.build(cfg)
     one = Layout(rules.parse(""), dict.fromkeys(("data", "fsdp", "tensor", "stage", "context"), 1))
-    plan = Plan(one, jnp.dtype(dtype), functools.partial(attention.attend, attention.Local(attention.blockwise())), remat)
+    ex = Execution(one, jnp.dtype(dtype), functools.partial(attention.attend, attention.Local(blockwise.engine())), remat)
     ids = jnp.tile(jnp.arange(T), (2, 1))
     batch = {"segments": ids // 9, "positions": ids, "index": ids, "sequence": jnp.arange(2)}
     e = model.inputs(batch, jax.random.key(3))
     x, dy = (jax.random.normal(jax.random.key(k), (2, T, cfg.embed_dim)).astype(dtype) for k in (1, 2))
     weights = jax.tree.map(lambda a: a.astype(dtype), model.init(jax.random.key(0))["layers"])
-    return lambda w, x, e: model.block(plan, w, x, e[1], e[0]), weights, x, e, dy
+    return lambda w, x, e: model.block(ex, w, x, e[1], e[0]), weights, x, e, dy
 
 
 @pytest.mark.parametrize("remat", ["none", "selective", "full"])
@@ -377,7 +378,7 @@ def test_pipeline_is_assembled_the_same_with_a_mesh_in_force():
 def test_auto_takes_the_schedule_with_the_least_modelled_bubble_and_says_so():
     made = assembled("pipeline", dict(stage=4), schedule="auto")
     assert len(made.notes) == 1 and made.notes[0].startswith("pipeline: interleaved_zero_bubble of 2 chunks")
-    assert made.program.table.num_chunks == 2
+    assert made.program.schedule.num_chunks == 2
 
 
 def test_rules_that_put_stage_elsewhere_are_refused(tmp_path):

@@ -14,9 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshtrain import config, processes
+from meshtrain import config
+from meshtrain.cluster import agree, find, meet
 from meshtrain.config import ConfigError, Distributed
-from meshtrain.processes import Cluster, PeerError
+from meshtrain.cluster.find import Cluster
+from meshtrain.cluster.meet import PeerError
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTHING = Distributed()
@@ -46,20 +48,20 @@ def told(address="", count=0, index=-1) -> Distributed:
     MPI4 | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
 ], ids=["nothing", "home", "batch script", "batch step", "salloc", "one task", "one rank"])
 def test_a_process_that_nobody_started_among_others_is_alone(environ):
-    assert processes.find(NOTHING, environ) is None
+    assert find.cluster(NOTHING, environ) is None
 
 
 def test_slurm_tells_rank_count_first_host_and_gpu():
-    found = processes.find(NOTHING, SRUN)
+    found = find.cluster(NOTHING, SRUN)
     assert (found.host, found.count, found.index, found.local_devices) == ("gpu07", 8, 5, (1,))
     assert 10_000 <= found.port < 32_768 and not found.on_loopback
 
 
 def test_all_tasks_of_a_job_meet_at_one_port_and_other_jobs_and_steps_at_others():
-    ranks = {processes.find(NOTHING, SRUN | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i % 4), "SLURM_NODEID": str(i // 4)})
+    ranks = {find.cluster(NOTHING, SRUN | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i % 4), "SLURM_NODEID": str(i // 4)})
              for i in range(8)}
     assert len({found.coordinator for found in ranks}) == 1 and {found.index for found in ranks} == set(range(8))
-    others = {processes.find(NOTHING, SRUN | change).port
+    others = {find.cluster(NOTHING, SRUN | change).port
               for change in ({}, {"SLURM_JOB_ID": "4712"}, {"SLURM_STEP_ID": "1"}, {"SLURM_JOB_ID": "4711" + "0" * 6})}
     assert len(others) == 4
 
@@ -68,7 +70,7 @@ def test_all_tasks_of_a_job_meet_at_one_port_and_other_jobs_and_steps_at_others(
     ("node1", "node1"), ("node1,node2", "node1"), ("node[001-004]", "node001"), ("node[3,7-9],other", "node3"),
     ("a-b.c[10-12]", "a-b.c10"), ("rack[1-2]n[03,07-9],x", "rack1n03"), ("n[1-2]-ib", "n1-ib")])
 def test_the_first_host_of_a_node_list(nodes, first):
-    assert processes.find(NOTHING, SRUN | {"SLURM_STEP_NODELIST": nodes}).host == first
+    assert find.cluster(NOTHING, SRUN | {"SLURM_STEP_NODELIST": nodes}).host == first
 
 
 @given(st.lists(st.integers(1, 12), min_size=2, max_size=9), st.data())
@@ -84,20 +86,20 @@ def test_every_slurm_task_knows_how_many_share_its_host(per_node, data):
     environ = SRUN | {"SLURM_STEP_TASKS_PER_NODE": text, "SLURM_STEP_NUM_TASKS": str(sum(per_node)),
                       "SLURM_NODEID": str(node), "SLURM_LOCALID": "0"}
     del environ["CUDA_VISIBLE_DEVICES"]
-    assert processes.find(NOTHING, environ).local_devices == (None if per_node[node] == 1 else (0,))
+    assert find.cluster(NOTHING, environ).local_devices == (None if per_node[node] == 1 else (0,))
 
 
 @pytest.mark.parametrize("visible, own", [("0,1,2,3", (1,)), ("2", None), (None, (1,)), ("GPU-a,GPU-b,GPU-c,GPU-d", (1,))])
 def test_a_task_takes_its_own_gpu_unless_it_sees_no_other(visible, own):
     environ = {key: value for key, value in SRUN.items() if key != "CUDA_VISIBLE_DEVICES"}
     environ |= {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
-    assert processes.find(NOTHING, environ).local_devices == own
+    assert find.cluster(NOTHING, environ).local_devices == own
 
 
 def test_tasks_of_one_host_meet_on_loopback():
     one = {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "0"}
-    assert processes.find(NOTHING, SRUN | one).on_loopback
-    assert processes.find(NOTHING, MPI5 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}).on_loopback
+    assert find.cluster(NOTHING, SRUN | one).on_loopback
+    assert find.cluster(NOTHING, MPI5 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}).on_loopback
 
 
 @pytest.mark.parametrize("environ, host", [
@@ -105,36 +107,36 @@ def test_tasks_of_one_host_meet_on_loopback():
     (MPIRUN | {"OMPI_MCA_orte_hnp_uri": "1314521088.0;tcp6://[fe80::b9b:ac5d,2620:10d::2]:43370"}, "fe80::b9b:ac5d")],
     ids=["4", "5", "IPv6"])
 def test_open_mpi_tells_rank_count_and_mpiruns_host(environ, host):
-    found = processes.find(NOTHING, environ)
+    found = find.cluster(NOTHING, environ)
     assert (found.host, found.count, found.index, found.local_devices) == (host, 8, 5, (1,))
     assert 10_000 <= found.port < 32_768
     elsewhere = environ | {"OMPI_COMM_WORLD_RANK": "1", "PMIX_SERVER_URI41": "prterun-gpu-07-3903919@0.9;tcp4://127.0.0.1:1"}
-    assert processes.find(NOTHING, elsewhere | {"OMPI_MCA_orte_hnp_uri": environ.get("OMPI_MCA_orte_hnp_uri", "")}
+    assert find.cluster(NOTHING, elsewhere | {"OMPI_MCA_orte_hnp_uri": environ.get("OMPI_MCA_orte_hnp_uri", "")}
                           ).coordinator == found.coordinator
 
 
 def test_mpirun_inside_a_slurm_job_is_open_mpi():
     """mpirun starts its daemons by srun: there are two of those, and eight processes."""
-    assert processes.find(NOTHING, MPI5 | SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}).index == 5
-    assert processes.find(NOTHING, MPI5 | SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}).count == 8
+    assert find.cluster(NOTHING, MPI5 | SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}).index == 5
+    assert find.cluster(NOTHING, MPI5 | SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}).count == 8
 
 
 def test_mpirun_that_does_not_tell_its_host_asks_for_the_address_and_takes_it():
     with pytest.raises(ConfigError, match="--distributed.coordinator_address HOST:PORT"):
-        processes.find(NOTHING, MPIRUN)
-    assert processes.find(told("a:12345"), MPIRUN) == Cluster("a:12345", 8, 5, (1,))
+        find.cluster(NOTHING, MPIRUN)
+    assert find.cluster(told("a:12345"), MPIRUN) == Cluster("a:12345", 8, 5, (1,))
 
 
 def test_flags_win_over_the_environment():
     for environ in ({}, SRUN, MPI4):
-        assert processes.find(told("a:12345", 4, 3), environ) == Cluster("a:12345", 4, 3)
-    assert processes.find(told("a:12345", 1, 0), SRUN) is None
-    assert processes.find(told("a:12345"), SRUN) == Cluster("a:12345", 8, 5, (1,))
+        assert find.cluster(told("a:12345", 4, 3), environ) == Cluster("a:12345", 4, 3)
+    assert find.cluster(told("a:12345", 1, 0), SRUN) is None
+    assert find.cluster(told("a:12345"), SRUN) == Cluster("a:12345", 8, 5, (1,))
 
 
 def test_an_address_alone_without_a_launcher_is_refused():
     with pytest.raises(ConfigError, match="coordinator_address=a:12345.*num_processes and distributed.process_id"):
-        processes.find(told("a:12345"), {})
+        find.cluster(told("a:12345"), {})
 
 
 @pytest.mark.parametrize("address, count, index, parts", [
@@ -157,7 +159,7 @@ def test_addresses_of_all_kinds_are_taken(address, monkeypatch):
     monkeypatch.chdir(ROOT)
     given_ = config.load([f"--distributed.coordinator_address={address}", "--distributed.num_processes=2",
                           "--distributed.process_id=1"]).distributed
-    found = processes.find(given_, {})
+    found = find.cluster(given_, {})
     assert found.port == int(address.rpartition(":")[2]) and "[" not in found.host
     assert found.on_loopback == (found.host == "localhost")
 
@@ -182,7 +184,7 @@ class Meeting(threading.Thread):
     def run(self):
         start = time.monotonic()
         try:
-            processes.meet(self.cluster, self.timeout_s)
+            meet.meet(self.cluster, self.timeout_s)
             self.result = None
         except Exception as error:
             self.result = error
@@ -209,7 +211,7 @@ def connect(address: str, text: bytes = b"") -> socket.socket:
 
 def hello(index: int, count: int, pid: int = 1, left_s: float = 20) -> bytes:
     about = {"index": index, "count": count, "host": "elsewhere", "pid": pid, "left_s": left_s}
-    return processes.HELLO + json.dumps(about).encode() + b"\n"
+    return meet.HELLO + json.dumps(about).encode() + b"\n"
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)])
@@ -223,8 +225,8 @@ def test_all_meet_in_whatever_order_they_come(order, address):
 
 def test_strangers_do_not_disturb_the_meeting(address):
     first = Meeting(address, 2, 0)
-    junk = [b"", b"GET / HTTP/1.1\r\n\r\n", processes.HELLO[:5], b"\0" * 100_000, processes.HELLO + b"no json\n",
-            processes.HELLO + b"x" * 5000]
+    junk = [b"", b"GET / HTTP/1.1\r\n\r\n", meet.HELLO[:5], b"\0" * 100_000, meet.HELLO + b"no json\n",
+            meet.HELLO + b"x" * 5000]
     with contextlib.ExitStack() as stack:
         for text in junk:
             with contextlib.suppress(OSError):      # it may be thrown out while it still speaks
@@ -326,15 +328,15 @@ def test_many_missing_are_counted(address):
 def test_loopback_stays_on_loopback(host, bound, address, monkeypatch):
     cluster = Cluster(f"{host}:{address.split(':')[1]}", 2, 0)
     if bound:
-        with processes._listen(cluster) as listener:
+        with meet._listen(cluster) as listener:
             assert listener.getsockname()[0] == bound
     calls = {}
-    monkeypatch.setattr(processes, "meet", lambda *_: None)
+    monkeypatch.setattr(meet, "meet", lambda *_: None)
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **options: calls.update(options))
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     before = jax.config.jax_enable_preemption_service
     try:
-        processes.start(cluster)
+        meet.start(cluster)
     finally:
         jax.config.update("jax_enable_preemption_service", before)
     assert calls["coordinator_bind_address"] == (bound and f"{bound}:{cluster.port}")
@@ -347,37 +349,37 @@ COUNT = 3
 CHILD = '''
 import json, sys, time
 import jax
-from meshtrain import processes
+from meshtrain.cluster import agree, find, meet
 from meshtrain.config import ConfigError
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)
 address, count, index = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-processes.start(processes.Cluster(address, count, index))
+meet.start(find.Cluster(address, count, index))
 said = {"devices": len(jax.devices())}
 
 def raised(name, call):
     try:
         said[name] = ["returned", call()]
     except Exception as error:
-        said[name] = [type(error).__name__, str(error), processes.told_by_first(error)]
+        said[name] = [type(error).__name__, str(error), agree.told_by_first(error)]
 
 def fail(error):
     raise error
 
 calls = []
-raised("first", lambda: processes.on_first(lambda: calls.append(1) or {"index": index, "text": "ü" * 5000, "x": 0.1}))
+raised("first", lambda: agree.on_first(lambda: calls.append(1) or {"index": index, "text": "ü" * 5000, "x": 0.1}))
 said["calls"] = len(calls)
-raised("config", lambda: processes.on_first(lambda: fail(ConfigError("one", "two"))))
-raised("value", lambda: processes.on_first(lambda: fail(ValueError("three"))))
-raised("other", lambda: processes.on_first(lambda: fail(OSError("four"))))
-raised("unfit", lambda: processes.on_first(lambda: object()))
-raised("all", lambda: processes.everywhere(lambda: index * 10))
-raised("some", lambda: processes.everywhere(lambda: fail(ConfigError("no file")) if index else 0))
-raised("same fault", lambda: processes.everywhere(lambda: fail(ConfigError("no file"))))
-raised("lone", lambda: processes.everywhere(lambda: fail(KeyError("k")) if index == 1 else 0))
-raised("same", lambda: processes.same_everywhere("data", "abc"))
-raised("differ", lambda: processes.same_everywhere("data", "a\\nsteps = 6\\nb" if index != 1 else "a\\nsteps = 7\\nb"))
-agreement = processes.StopAgreement()
+raised("config", lambda: agree.on_first(lambda: fail(ConfigError("one", "two"))))
+raised("value", lambda: agree.on_first(lambda: fail(ValueError("three"))))
+raised("other", lambda: agree.on_first(lambda: fail(OSError("four"))))
+raised("unfit", lambda: agree.on_first(lambda: object()))
+raised("all", lambda: agree.everywhere(lambda: index * 10))
+raised("some", lambda: agree.everywhere(lambda: fail(ConfigError("no file")) if index else 0))
+raised("same fault", lambda: agree.everywhere(lambda: fail(ConfigError("no file"))))
+raised("lone", lambda: agree.everywhere(lambda: fail(KeyError("k")) if index == 1 else 0))
+raised("same", lambda: agree.same_everywhere("data", "abc"))
+raised("differ", lambda: agree.same_everywhere("data", "a\\nsteps = 6\\nb" if index != 1 else "a\\nsteps = 7\\nb"))
+agreement = agree.StopAgreement()
 for step in range(1, 1000):
     if agreement.reached(index == 2 and step == 20):
         break
@@ -454,10 +456,10 @@ def test_a_process_that_fails_alone_ends_at_once(children, said):
 
 
 def test_one_process_decides_alone():
-    assert processes.on_first(lambda: (1, 2)) == processes.everywhere(lambda: (1, 2)) == (1, 2)
+    assert agree.on_first(lambda: (1, 2)) == agree.everywhere(lambda: (1, 2)) == (1, 2)
     with pytest.raises(KeyError):
-        processes.on_first(lambda: {}["k"])
-    processes.same_everywhere("data", "abc")
-    assert processes.StopAgreement().reached(True) and not processes.StopAgreement().reached(False)
-    assert not processes.told_by_first(ValueError())
-    processes.leave(1, ValueError())
+        agree.on_first(lambda: {}["k"])
+    agree.same_everywhere("data", "abc")
+    assert agree.StopAgreement().reached(True) and not agree.StopAgreement().reached(False)
+    assert not agree.told_by_first(ValueError())
+    meet.leave(1, ValueError())

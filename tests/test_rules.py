@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.layout import rules
-from meshtrain.layout.mesh import AXES, MeshPlan
+from meshtrain.layout.mesh import AXES, MeshSpec
 from meshtrain.layout.rules import Layout, Tensor
 
 SHIPPED = sorted((Path(__file__).parent.parent / "sharding_rules").glob("*.toml"))
@@ -198,7 +198,7 @@ def test_hide_takes_an_axis_out_of_the_activations_only():
 
 
 def test_spec_leaves_out_manual_axes():
-    mesh = MeshPlan({"data": 2, "tensor": 4}).build(jax.devices())
+    mesh = MeshSpec({"data": 2, "tensor": 4}).build(jax.devices())
     seen = []
 
     def body(x):
@@ -209,17 +209,17 @@ def test_spec_leaves_out_manual_axes():
 
 
 def test_a_constraint_splits_the_array_as_the_rule_says():
-    plan = MeshPlan({"data": 2, "fsdp": 2, "tensor": 2})
-    placed = Layout(rules.parse(TEXT), plan.sizes)
-    with jax.set_mesh(plan.build(jax.devices())):
+    mesh_spec = MeshSpec({"data": 2, "fsdp": 2, "tensor": 2})
+    placed = Layout(rules.parse(TEXT), mesh_spec.sizes)
+    with jax.set_mesh(mesh_spec.build(jax.devices())):
         x = jax.jit(lambda x: placed.act(x, "batch", "residual_seq", "embed"))(np.ones((8, 4, 16), np.float32))
     assert x.sharding.shard_shape(x.shape) == (2, 2, 16)
 
 
 def test_shardings_map_a_tree_of_axes():
-    plan = MeshPlan({"data": 2, "fsdp": 2, "tensor": 2})
+    mesh_spec = MeshSpec({"data": 2, "fsdp": 2, "tensor": 2})
     tree = {"w": ("embed", "mlp"), "scale": ("embed",), "none": (None,), "scalar": ()}
-    made = rules.shardings(Layout(rules.parse(TEXT), plan.sizes), plan.build(jax.devices()), "params", tree)
+    made = rules.shardings(Layout(rules.parse(TEXT), mesh_spec.sizes), mesh_spec.build(jax.devices()), "params", tree)
     assert {name: sharding.spec for name, sharding in made.items()} == {
         "w": P(("data", "fsdp"), "tensor"), "scale": P(("data", "fsdp")), "none": P(None), "scalar": P()}
 

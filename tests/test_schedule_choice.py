@@ -11,7 +11,7 @@ import pytest
 
 from meshtrain import assembly, inspect, train
 from meshtrain.cost import audit, hardware, hlo, memory, report
-from meshtrain.layout.mesh import MeshPlan
+from meshtrain.layout.mesh import MeshSpec
 from test_layouts import Compiled
 from test_pipeline import run_of
 
@@ -25,7 +25,7 @@ def in_a_directory_of_its_own(tmp_path, monkeypatch):
 
 
 def design(rule: str, mesh: dict, *args, gpu=None, **kwargs) -> assembly.Design:
-    return assembly.design(run_of(rule, mesh, *args, **kwargs), MeshPlan(mesh), "gpu" if gpu else "cpu", gpu)
+    return assembly.design(run_of(rule, mesh, *args, **kwargs), MeshSpec(mesh), "gpu" if gpu else "cpu", gpu)
 
 
 def carried(step) -> int:
@@ -41,7 +41,7 @@ def carried(step) -> int:
 def test_auto_trains_the_cheapest_table_and_the_notes_say_so():
     run = run_of("zero1_pipeline", dict(stage=2, data=2), "auto")
     made = assembly.assemble(run, jax.devices()[:4])
-    assert (made.choice.table.name, made.choice.table.num_chunks) == ("interleaved_zero_bubble", 4), "8 layers on 2 stages"
+    assert (made.choice.schedule.name, made.choice.schedule.num_chunks) == ("interleaved_zero_bubble", 4), "8 layers on 2 stages"
     assert made.choice.fits is None, "a simulated device has no memory to run out of"
     assert f"note: pipeline: {made.choice.why}" in report.before(made).splitlines()
     assert "MiB of activations" in made.choice.why and "next interleaved of 4 chunks" in made.choice.why
@@ -52,17 +52,17 @@ def test_auto_takes_what_fits_into_the_gpus_memory():
     of = lambda gpu: design("pipeline", dict(stage=4), "auto", training=dict(remat="full"), gpu=gpu).choice
     free = of(GPU)
     assert free.fits is None
-    run, plan = run_of("pipeline", dict(stage=4), "auto"), MeshPlan(dict(stage=4))
+    run, mesh_spec = run_of("pipeline", dict(stage=4), "auto"), MeshSpec(dict(stage=4))
     made = assembly.assemble(run, jax.devices()[:4])
     beside = sum(v for k, v in report.formula(made).items() if v is not None and k != "grads")
-    enough = math.ceil((beside + free.memory_bytes) / assembly.USABLE) + 1
-    assert of(dataclasses.replace(GPU, hbm_bytes=enough)).table.name == free.table.name
+    enough = math.ceil((beside + free.memory_bytes) / memory.USABLE) + 1
+    assert of(dataclasses.replace(GPU, hbm_bytes=enough)).schedule.name == free.schedule.name
     tight = of(dataclasses.replace(GPU, hbm_bytes=enough - 4))
-    assert tight.fits and tight.memory_bytes < free.memory_bytes and tight.table.name != free.table.name
-    assert f"{free.table.name}" in tight.why and "needs" in tight.why
+    assert tight.fits and tight.memory_bytes < free.memory_bytes and tight.schedule.name != free.schedule.name
+    assert f"{free.schedule.name}" in tight.why and "needs" in tight.why
     nothing = of(dataclasses.replace(GPU, hbm_bytes=1))
     assert nothing.fits is False and "none of" in nothing.why
-    asked = assembly.design(run_of("pipeline", dict(stage=4), "gpipe"), plan, "gpu", dataclasses.replace(GPU, hbm_bytes=1))
+    asked = assembly.design(run_of("pipeline", dict(stage=4), "gpipe"), mesh_spec, "gpu", dataclasses.replace(GPU, hbm_bytes=1))
     assert "as asked for; it does not fit into 0.00 MiB" in asked.choice.why
 
 
@@ -78,12 +78,12 @@ def test_auto_chooses_the_same_again():
     (4, 1, [])])  # fmt: skip
 def test_auto_takes_chunks_only_where_no_layers_are_added_for_them(layers, chunks, notes):
     made = design("pipeline", dict(stage=4), "auto", model=dict(num_layers=layers))
-    assert made.choice.table.num_chunks == chunks
+    assert made.choice.schedule.num_chunks == chunks
     assert len(made.notes) == 1 + len(notes) and all(part in note for part, note in zip(notes, made.notes[1:]))
 
 
 def test_auto_with_chunks_takes_just_those():
-    assert design("pipeline", dict(stage=2), "auto", chunks=2).choice.table.num_chunks == 2
+    assert design("pipeline", dict(stage=2), "auto", chunks=2).choice.schedule.num_chunks == 2
 
 
 # ---- what a microbatch leaves ----------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def test_inspect_tells_people_the_same():
 
 def test_accumulators_that_are_in_no_loop_are_null_and_not_zero():
     case = Compiled(run_of("pipeline", dict(stage=2), "1f1b", model=dict(num_layers=2)))
-    shapes = memory.in_loop(case.made.model.table(), case.made.layout)
+    shapes = memory.in_loop(case.made.model.parameters(), case.made.layout)
     text = case.step.as_text()
     assert audit.accumulator_bytes(text, [s for _, s in shapes]) == sum(4 * math.prod(s) for _, s in shapes)
     assert audit.accumulator_bytes(text, [s for _, s in shapes] + [(3, 5, 7)]) is None

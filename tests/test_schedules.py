@@ -1,4 +1,4 @@
-"""Pipeline tables: every one of them is sound, costs what the closed forms say, and a broken one is caught."""
+"""Pipeline schedules: every one of them is sound, costs what the closed forms say, and a broken one is caught."""
 import contextlib
 import dataclasses
 import io
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from meshtrain import config, inspect
 from meshtrain.cost import chart, hardware, simulate
 from meshtrain.cost.simulate import Costs, SlotBytes
-from meshtrain.layout.mesh import MeshPlan
+from meshtrain.layout.mesh import MeshSpec
 from meshtrain.model import transformer
 from meshtrain.parallel import schedule_check, schedules
 from meshtrain.parallel.schedules import B, F, INTERLEAVED, NAMES, W
@@ -24,7 +24,7 @@ UNEQUAL = Costs(forward_s=1.0, input_grad_s=1.75, weight_grad_s=0.5)
 
 
 def cases(p):
-    """(name, m, v) of every table on p stages with m ≤ 4p and v ≤ 4."""
+    """(name, m, v) of every schedule on p stages with m ≤ 4p and v ≤ 4."""
     for m in range(1, 4 * p + 1):
         for name in NAMES:
             if name not in INTERLEAVED:
@@ -33,11 +33,11 @@ def cases(p):
                 yield from ((name, m, v) for v in (2, 3, 4))
 
 
-def with_family(table, family):
-    return dataclasses.replace(table, family=family)
+def with_family(schedule, family):
+    return dataclasses.replace(schedule, family=family)
 
 
-# ---- every table -----------------------------------------------------------------------------------------------------
+# ---- every schedule -----------------------------------------------------------------------------------------------------
 
 def phase_makespan(name, p, m, v, c):
     """Ticks with F and B are mv+p−1 each; W, where it is split off, needs mv."""
@@ -60,26 +60,26 @@ def mpmd_makespan(name, p, m, v, c):
 @pytest.mark.parametrize("p", range(1, 9))
 def test_every_table_is_sound_and_has_the_makespan_bubble_and_peaks_of_its_closed_form(p):
     for name, m, v in cases(p):
-        table = schedules.make(name, p, m, v)
-        schedule_check.check(table)
-        assert 0 <= table.slots["Q"] - table.peak.max() <= 1
+        schedule = schedules.make(name, p, m, v)
+        schedule_check.check(schedule)
+        assert 0 <= schedule.slots["Q"] - schedule.peak.max() <= 1
         if name == "zb_h1":
-            assert table.family == "switch"
+            assert schedule.family == "switch"
             if m >= 2 * p:
-                assert (table.peak == p).all()
-                equal = simulate.simulate(table)
+                assert (schedule.peak == p).all()
+                equal = simulate.simulate(schedule)
                 assert equal.makespan_s == 3 * m + p - 1, "one tick an op, as without neighbours"
             continue
         for costs in (Costs(), UNEQUAL):
-            outcome = simulate.simulate(table, costs)
+            outcome = simulate.simulate(schedule, costs)
             assert outcome.makespan_s == pytest.approx(phase_makespan(name, p, m, v, costs), rel=1e-12)
             assert outcome.bubble == pytest.approx(1 - m * costs.ideal_s / outcome.makespan_s, abs=1e-12)
         if m >= 2 * p:
-            assert table.peak.tolist() == [phase_peak(name, p, m, v, s) for s in range(p)]
-            assert outcome.peak_live * v == table.peak.max()
+            assert schedule.peak.tolist() == [phase_peak(name, p, m, v, s) for s in range(p)]
+            assert outcome.peak_live * v == schedule.peak.max()
             if name != "gpipe":
-                assert table.slots["Q"] == table.peak[0], "no slot more than what is alive"
-                assert table.slots["X"] == 1 and table.slots["D"] <= 2 and table.slots.get("Z", p) <= p
+                assert schedule.slots["Q"] == schedule.peak[0], "no slot more than what is alive"
+                assert schedule.slots["X"] == 1 and schedule.slots["D"] <= 2 and schedule.slots.get("Z", p) <= p
 
 
 @pytest.mark.parametrize("p", range(1, 9))
@@ -87,19 +87,19 @@ def test_megatrons_orders_are_sound_and_reach_their_closed_forms(p):
     for name, m, v in cases(p):
         if name == "zero_bubble":         # has no order of its own: ZB-H1 is that order
             continue
-        table = schedules.megatron(name, p, m, v)
-        schedule_check.check(table)
-        outcome = simulate.simulate(table)
+        schedule = schedules.megatron(name, p, m, v)
+        schedule_check.check(schedule)
+        outcome = simulate.simulate(schedule)
         if m >= p:
             assert outcome.makespan_s == pytest.approx(mpmd_makespan(name, p, m, v, Costs()), rel=1e-12)
         if m >= 2 * p:
             peaks = {"gpipe": lambda s: m, "1f1b": lambda s: min(p - s, m), "zb_h1": lambda s: p}
             if name in peaks:
-                assert table.peak.tolist() == [peaks[name](s) for s in range(p)]
+                assert schedule.peak.tolist() == [peaks[name](s) for s in range(p)]
             elif name == "interleaved":
-                assert table.peak.max() == (v + 1) * p - 1
+                assert schedule.peak.max() == (v + 1) * p - 1
             else:
-                assert table.peak.max() == v * p
+                assert schedule.peak.max() == v * p
 
 
 @pytest.mark.parametrize("make, name, v, makespans", [
@@ -115,8 +115,8 @@ def test_makespans_are_those_of_independent_simulations(make, name, v, makespans
 
 
 def test_ops_of_the_phase_family_flow_one_stage_a_tick():
-    table = schedules.make("interleaved_zero_bubble", 2, 4, 2)
-    assert [entry.split()[2:] for entry in chart.text(table).splitlines()] == [
+    schedule = schedules.make("interleaved_zero_bubble", 2, 4, 2)
+    assert [entry.split()[2:] for entry in chart.text(schedule).splitlines()] == [
         "F0a F1a F0b F1b · F2a B0b W0b F3a B1b W1b F2b B0a W0a F3b B1a W1a · B2b W2b B3b W3b B2a W2a B3a W3a".split(),
         "· F0a F1a F0b B0b F1b B1b W0b F2a B0a W1b F3a B1a W0a F2b B2b W1a F3b B3b W2b B2a W3b B3a W2a · W3a".split()]
 
@@ -132,7 +132,7 @@ def test_orders_of_one_stage_written_out_by_hand(make, name, p, m, v, s, order):
 
 
 def test_runs_are_the_scans_of_the_executor():
-    parts = lambda table: [(run.start, run.stop, run.kinds, run.loss) for run in table.runs()]
+    parts = lambda schedule: [(run.start, run.stop, run.kinds, run.loss) for run in schedule.phases()]
     assert parts(schedules.make("gpipe", 4, 8)) == [(0, 3, "F", "never"), (3, 11, "F", "always"), (11, 22, "B", "never")]
     assert parts(schedules.make("1f1b", 4, 8)) == [(0, 3, "F", "never"), (3, 11, "FB", "always"), (11, 14, "B", "never")]
     assert parts(schedules.make("zero_bubble", 4, 8)) == [
@@ -146,19 +146,19 @@ def test_runs_are_the_scans_of_the_executor():
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(2, 4), st.sampled_from([name for name in NAMES if name != "zb_h1"]))
 def test_runs_cover_every_tick_once_and_execute_what_some_stage_does(p, rounds, v, name):
-    table = schedules.make(name, p, rounds * p, v if name in INTERLEAVED else 1)
-    ticks = [t for run in table.runs() for t in range(run.start, run.stop)]
-    assert ticks == list(range(table.num_ticks)) and len(table.runs()) <= 6
+    schedule = schedules.make(name, p, rounds * p, v if name in INTERLEAVED else 1)
+    ticks = [t for run in schedule.phases() for t in range(run.start, run.stop)]
+    assert ticks == list(range(schedule.num_ticks)) and len(schedule.phases()) <= 6
     executed = dict.fromkeys("FBW", 0)
-    for run in table.runs():
+    for run in schedule.phases():
         for t in range(run.start, run.stop):
-            assert run.kinds == "".join(kind for kind in "FBW" if table.columns[f"{kind}_on"][t].any())
-            assert run.loss in ("sometimes", "always" if table.shared["loss_on"][t] else "never")
+            assert run.kinds == "".join(kind for kind in "FBW" if schedule.columns[f"{kind}_on"][t].any())
+            assert run.loss in ("sometimes", "always" if schedule.shared["loss_on"][t] else "never")
         for kind in run.kinds:
             executed[kind] += run.stop - run.start
-    n = table.num_microbatches * table.num_chunks
-    assert table.executed == executed | {"loss": table.num_microbatches}
-    assert executed == {"F": n + p - 1, "B": n + p - 1, "W": n if table.split else 0}
+    n = schedule.num_microbatches * schedule.num_chunks
+    assert schedule.executed == executed | {"loss": schedule.num_microbatches}
+    assert executed == {"F": n + p - 1, "B": n + p - 1, "W": n if schedule.split else 0}
 
 
 @pytest.mark.parametrize("name, p, m, v, parts", [
@@ -174,137 +174,137 @@ def test_what_has_no_table_is_refused_with_the_nearest(name, p, m, v, parts):
     assert all(part in str(refused.value) for part in parts) and "\n" not in str(refused.value)
 
 
-# ---- tables broken on purpose ----------------------------------------------------------------------------------------
+# ---- schedules broken on purpose ----------------------------------------------------------------------------------------
 
-def rebuilt(table, ops):
-    """The table that a generator with these ops would have made."""
-    return schedules._table(table.name, table.family, table.num_stages, table.num_microbatches, table.num_chunks,
-                            table.split, ops)
+def rebuilt(schedule, ops):
+    """The schedule that a generator with these ops would have made."""
+    return schedules._schedule(schedule.name, schedule.family, schedule.num_stages, schedule.num_microbatches, schedule.num_chunks,
+                            schedule.split, ops)
 
 
-def changed(table, name, index, value):
-    columns = dict(table.columns)
+def changed(schedule, name, index, value):
+    columns = dict(schedule.columns)
     columns[name] = columns[name].copy()
     columns[name][index] = value
-    return dataclasses.replace(table, columns=columns)
+    return dataclasses.replace(schedule, columns=columns)
 
 
-def an_op(table, draw, kinds=(F, B, W)):
-    on = np.argwhere(table.ops[..., 0] >= 0)
+def an_op(schedule, draw, kinds=(F, B, W)):
+    on = np.argwhere(schedule.ops[..., 0] >= 0)
     on = on[np.isin(on[:, 2], kinds)]
     return tuple(on[draw(st.integers(0, len(on) - 1))].tolist())
 
 
-def lose_an_op(table, draw):
-    t, s, kind = an_op(table, draw)
-    ops = table.ops.copy()
+def lose_an_op(schedule, draw):
+    t, s, kind = an_op(schedule, draw)
+    ops = schedule.ops.copy()
     ops[t, s, kind] = -1
-    return dataclasses.replace(table, ops=ops), "complete"
+    return dataclasses.replace(schedule, ops=ops), "complete"
 
 
-def do_an_op_twice(table, draw):
-    t, s, kind = an_op(table, draw)
-    ops = np.concatenate([table.ops, np.full_like(table.ops[:1], -1)])
+def do_an_op_twice(schedule, draw):
+    t, s, kind = an_op(schedule, draw)
+    ops = np.concatenate([schedule.ops, np.full_like(schedule.ops[:1], -1)])
     ops[-1, s, kind] = ops[t, s, kind]
     longer = lambda arrays: {name: np.concatenate([a, a[-1:]]) for name, a in arrays.items()}
-    return dataclasses.replace(table, ops=ops, columns=longer(table.columns), shared=longer(table.shared)), "complete"
+    return dataclasses.replace(schedule, ops=ops, columns=longer(schedule.columns), shared=longer(schedule.shared)), "complete"
 
 
-def tell_the_executor_something_else(table, draw):
-    t, s, kind = an_op(table, draw)
+def tell_the_executor_something_else(schedule, draw):
+    t, s, kind = an_op(schedule, draw)
     name = f"{'FBW'[kind]}_{draw(st.sampled_from(['on', 'mb', 'chunk']))}"
-    return changed(table, name, (t, s), 1 - table.columns[name][t, s]), "complete"
+    return changed(schedule, name, (t, s), 1 - schedule.columns[name][t, s]), "complete"
 
 
-def flip_a_flag(table, draw):
+def flip_a_flag(schedule, draw):
     name = draw(st.sampled_from(["F_first", "B_first", "loss_here"]))
-    t, s = draw(st.integers(0, table.num_ticks - 1)), draw(st.integers(0, table.num_stages - 1))
-    return changed(table, name, (t, s), 1 - table.columns[name][t, s]), "complete"
+    t, s = draw(st.integers(0, schedule.num_ticks - 1)), draw(st.integers(0, schedule.num_stages - 1))
+    return changed(schedule, name, (t, s), 1 - schedule.columns[name][t, s]), "complete"
 
 
-def share_the_wrong_microbatch(table, draw):
+def share_the_wrong_microbatch(schedule, draw):
     name = draw(st.sampled_from(["embed", "loss", "embed_grad"]))
-    t = draw(st.sampled_from(np.flatnonzero(table.shared[f"{name}_on"]).tolist()))
-    shared = dict(table.shared)
+    t = draw(st.sampled_from(np.flatnonzero(schedule.shared[f"{name}_on"]).tolist()))
+    shared = dict(schedule.shared)
     shared[f"{name}_mb"] = shared[f"{name}_mb"].copy()
     shared[f"{name}_mb"][t] += 1
-    return dataclasses.replace(table, shared=shared), "complete"
+    return dataclasses.replace(schedule, shared=shared), "complete"
 
 
-def do_an_op_in_the_tick_of_what_it_waits_for(table, draw):
+def do_an_op_in_the_tick_of_what_it_waits_for(schedule, draw):
     """Another stage's result arrives after its tick, so the op comes too early."""
-    p, num_virtual = table.num_stages, table.num_stages * table.num_chunks
-    ticks = {(k, table.ops[t, s, k, 1] * p + s, table.ops[t, s, k, 0]): (t, s)
-             for t, s, k in np.argwhere(table.ops[..., 0] >= 0).tolist()}
+    p, num_virtual = schedule.num_stages, schedule.num_stages * schedule.num_chunks
+    ticks = {(k, schedule.ops[t, s, k, 1] * p + s, schedule.ops[t, s, k, 0]): (t, s)
+             for t, s, k in np.argwhere(schedule.ops[..., 0] >= 0).tolist()}
     waits = sorted((kind, g, i) for kind, g, i in ticks if kind != W and not (kind == F and g == 0)
                    and not (kind == B and g == num_virtual - 1))
     kind, g, i = draw(st.sampled_from(waits))
     (t, s), (early, _) = ticks[kind, g, i], ticks[kind, g - 1 if kind == F else g + 1, i]
-    ops = table.ops.copy()
-    cells = [(t, s, kind), (early, s, kind)] if table.family == "phase" else [(t, s), (early, s)]
-    ops[cells[0]], ops[cells[1]] = table.ops[cells[1]], table.ops[cells[0]]
-    return rebuilt_columns(table, ops), "order"
+    ops = schedule.ops.copy()
+    cells = [(t, s, kind), (early, s, kind)] if schedule.family == "phase" else [(t, s), (early, s)]
+    ops[cells[0]], ops[cells[1]] = schedule.ops[cells[1]], schedule.ops[cells[0]]
+    return rebuilt_columns(schedule, ops), "order"
 
 
-def rebuilt_columns(table, ops):
+def rebuilt_columns(schedule, ops):
     """New ops under the old slots: what is done is told right, only the order is wrong."""
-    columns, shared = schedules._work(ops, table.num_stages, table.num_chunks)
-    return dataclasses.replace(table, ops=ops, columns=dict(table.columns) | columns, shared=shared)
+    columns, shared = schedules._work(ops, schedule.num_stages, schedule.num_chunks)
+    return dataclasses.replace(schedule, ops=ops, columns=dict(schedule.columns) | columns, shared=shared)
 
 
-def send_what_was_not_made(table, draw):
+def send_what_was_not_made(schedule, draw):
     name, kind = draw(st.sampled_from([("y_out", F), ("dx_out", B)]))
-    idle = np.argwhere(table.ops[:, :, kind, 0] < 0).tolist()
-    return changed(table, name, tuple(draw(st.sampled_from(idle))), 1), "sends"
+    idle = np.argwhere(schedule.ops[:, :, kind, 0] < 0).tolist()
+    return changed(schedule, name, tuple(draw(st.sampled_from(idle))), 1), "sends"
 
 
-def keep_what_is_awaited(table, draw):
+def keep_what_is_awaited(schedule, draw):
     name = draw(st.sampled_from(["y_out", "dx_out"]))
-    return changed(table, name, tuple(draw(st.sampled_from(np.argwhere(table.columns[name]).tolist()))), 0), "sends"
+    return changed(schedule, name, tuple(draw(st.sampled_from(np.argwhere(schedule.columns[name]).tolist()))), 0), "sends"
 
 
-def receive_nothing_or_noise(table, draw):
+def receive_nothing_or_noise(schedule, draw):
     name = draw(st.sampled_from(["y_in_on", "dx_in_on"]))
-    t, s = draw(st.integers(0, table.num_ticks - 1)), draw(st.integers(0, table.num_stages - 1))
-    return changed(table, name, (t, s), 1 - table.columns[name][t, s]), "slots"
+    t, s = draw(st.integers(0, schedule.num_ticks - 1)), draw(st.integers(0, schedule.num_stages - 1))
+    return changed(schedule, name, (t, s), 1 - schedule.columns[name][t, s]), "slots"
 
 
-def take_another_slot(table, draw):
+def take_another_slot(schedule, draw):
     """A value goes to, or is looked for in, a slot that is not its own; where there is only one, in one that is none."""
-    t, s, kind = an_op(table, draw)
+    t, s, kind = an_op(schedule, draw)
     letter = "FBW"[kind]
-    first = table.columns["F_first"][t, s]
-    names = [name for name in table.columns if name.startswith(f"{letter}_") and name[2:] in "rqdz"]
+    first = schedule.columns["F_first"][t, s]
+    names = [name for name in schedule.columns if name.startswith(f"{letter}_") and name[2:] in "rqdz"]
     name = draw(st.sampled_from(names + (["F_x"] if kind == F and not first else [])))
-    number = table.slots[name[2:].upper()]
+    number = schedule.slots[name[2:].upper()]
     shift = draw(st.integers(1, number - 1)) if number > 1 else 1
-    value = (table.columns[name][t, s] + shift) % number if number > 1 else number
-    return changed(table, name, (t, s), value), "slots"
+    value = (schedule.columns[name][t, s] + shift) % number if number > 1 else number
+    return changed(schedule, name, (t, s), value), "slots"
 
 
-def let_noise_overwrite_what_is_alive(table, draw):
+def let_noise_overwrite_what_is_alive(schedule, draw):
     """A masked F of an idle stage writes its residuals where B will look for another microbatch's."""
-    c, found = table.columns, []
+    c, found = schedule.columns, []
     for t, s in np.argwhere(c["F_on"] == 0).tolist():
-        for later in range(t, table.num_ticks):
+        for later in range(t, schedule.num_ticks):
             if c["B_on"][later, s]:
-                born = np.flatnonzero((table.ops[:, s, F] == table.ops[later, s, B]).all(1))[0]
+                born = np.flatnonzero((schedule.ops[:, s, F] == schedule.ops[later, s, B]).all(1))[0]
                 if born < t:
                     found.append((t, s, int(c["B_r"][later, s])))
     t, s, slot = draw(st.sampled_from(found))
-    return changed(table, "F_r", (t, s), slot), "slots"
+    return changed(schedule, "F_r", (t, s), slot), "slots"
 
 
-def have_a_slot_too_few(table, draw):
-    buffer = draw(st.sampled_from(sorted(table.slots)))
-    return dataclasses.replace(table, slots=dict(table.slots) | {buffer: table.slots[buffer] - 1}), "slots"
+def have_a_slot_too_few(schedule, draw):
+    buffer = draw(st.sampled_from(sorted(schedule.slots)))
+    return dataclasses.replace(schedule, slots=dict(schedule.slots) | {buffer: schedule.slots[buffer] - 1}), "slots"
 
 
-def declare_a_smaller_peak(table, draw):
-    s = draw(st.integers(0, table.num_stages - 1))
-    peak = table.peak.copy()
+def declare_a_smaller_peak(schedule, draw):
+    s = draw(st.integers(0, schedule.num_stages - 1))
+    peak = schedule.peak.copy()
     peak[s] -= 1
-    return dataclasses.replace(table, peak=peak), "live"
+    return dataclasses.replace(schedule, peak=peak), "live"
 
 
 @pytest.mark.parametrize("break_it", [
@@ -317,9 +317,9 @@ def declare_a_smaller_peak(table, draw):
 def test_a_table_broken_on_purpose_is_caught_by_the_invariant_it_breaks(break_it, data):
     p, rounds = data.draw(st.integers(2, 5)), data.draw(st.integers(1, 3))
     name = data.draw(st.sampled_from(NAMES))
-    table = schedules.make(name, p, rounds * p, data.draw(st.integers(2, 3)) if name in INTERLEAVED else 1)
-    schedule_check.check(table)
-    broken, invariant = break_it(table, data.draw)
+    schedule = schedules.make(name, p, rounds * p, data.draw(st.integers(2, 3)) if name in INTERLEAVED else 1)
+    schedule_check.check(schedule)
+    broken, invariant = break_it(schedule, data.draw)
     first, _ = next(schedule_check.violations(broken), (None, ""))
     assert first == invariant
     with pytest.raises(ValueError, match=f"{name} .*cannot be executed:\n{invariant}: "):
@@ -334,10 +334,10 @@ def test_a_table_with_two_ops_in_a_tick_is_no_switch_table(family):
 
 def test_values_that_die_before_their_last_read_are_seen_as_such():
     """The replay is not the planner: slots shared by two values that are alive at once are found by reading them."""
-    table = schedules.make("zero_bubble", 4, 8)
+    schedule = schedules.make("zero_bubble", 4, 8)
     for name in ("F_q", "B_q", "W_q"):        # all in one slot: each write falls on a value that W still awaits
-        table = changed(table, name, slice(None), 0)
-    assert {invariant for invariant, _ in schedule_check.violations(table)} == {"slots"}
+        schedule = changed(schedule, name, slice(None), 0)
+    assert {invariant for invariant, _ in schedule_check.violations(schedule)} == {"slots"}
 
 
 # ---- the simulator ---------------------------------------------------------------------------------------------------
@@ -349,9 +349,9 @@ def test_values_that_die_before_their_last_read_are_seen_as_such():
     ("zb_h1", 1, "switch", .111, .289), ("1f1b", 1, "mpmd", .273, .273), ("interleaved", 2, "mpmd", .158, .158),
     ("zb_h1", 1, "mpmd", .111, .158)])
 def test_bubbles_at_4_stages_and_8_microbatches_are_the_references(name, v, family, equal, recomputing):
-    table = schedules.make(name, 4, 8, v) if family == "phase" else with_family(schedules.megatron(name, 4, 8, v), family)
+    schedule = schedules.make(name, 4, 8, v) if family == "phase" else with_family(schedules.megatron(name, 4, 8, v), family)
     for costs, bubble in ((Costs(), equal), (Costs(input_grad_s=2.0), recomputing)):
-        assert simulate.simulate(table, costs).bubble == pytest.approx(bubble, abs=6e-4)
+        assert simulate.simulate(schedule, costs).bubble == pytest.approx(bubble, abs=6e-4)
 
 
 def test_a_switch_tick_waits_for_both_neighbours_and_no_further():
@@ -360,8 +360,8 @@ def test_a_switch_tick_waits_for_both_neighbours_and_no_further():
     ops[:, :, F] = [[[t, 0]] * 4 for t in range(3)]
     ops[0, 0] = -1
     ops[0, 0, B] = 0, 0
-    table = dataclasses.replace(schedules.make("zb_h1", 4, 3), ops=ops, columns={"loss_here": np.zeros((3, 4), int)})
-    outcome = simulate.simulate(table, Costs(input_grad_s=10.0))
+    schedule = dataclasses.replace(schedules.make("zb_h1", 4, 3), ops=ops, columns={"loss_here": np.zeros((3, 4), int)})
+    outcome = simulate.simulate(schedule, Costs(input_grad_s=10.0))
     assert outcome.begin_s[1, :, F].tolist() == [10, 10, 1, 10]
     assert outcome.begin_s[2, :, F].tolist() == [11, 11, 11, 11]
 
@@ -382,17 +382,17 @@ def test_a_phase_table_hides_links_behind_the_next_op_and_pays_them_where_there_
 def test_the_loss_costs_its_time_once_for_every_microbatch():
     costs = dataclasses.replace(UNEQUAL, loss_s=0.25)
     for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)):
-        table = schedules.make(name, 4, 8, v)
-        without_s = simulate.simulate(table, UNEQUAL).makespan_s
-        assert simulate.simulate(table, costs).makespan_s == pytest.approx(without_s + 8 * 0.25)
+        schedule = schedules.make(name, 4, 8, v)
+        without_s = simulate.simulate(schedule, UNEQUAL).makespan_s
+        assert simulate.simulate(schedule, costs).makespan_s == pytest.approx(without_s + 8 * 0.25)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(2, 6), st.integers(1, 3), st.sampled_from(NAMES), st.floats(.25, 4), st.floats(.25, 4), st.floats(0, 1))
 def test_times_of_a_table_respect_what_each_op_waits_for(p, rounds, name, back, weight, link):
-    table = schedules.make(name, p, rounds * p, 2 if name in INTERLEAVED else 1)
+    schedule = schedules.make(name, p, rounds * p, 2 if name in INTERLEAVED else 1)
     costs = Costs(1.0, back, weight, 0.125, link)
-    for priced in (table, schedules.megatron(name, p, rounds * p, table.num_chunks)):
+    for priced in (schedule, schedules.megatron(name, p, rounds * p, schedule.num_chunks)):
         outcome = simulate.simulate(priced, costs)
         ended = {}
         for t, s, kind in np.argwhere(priced.ops[..., 0] >= 0).tolist():
@@ -422,13 +422,13 @@ def test_slot_bytes_are_those_of_the_arrays_that_a_split_keeps():
 
 def test_auto_takes_the_cheapest_table_that_fits_and_says_why():
     free = simulate.choose(4, 8, chunks=(1, 2, 4))
-    assert (free.table.name, free.table.num_chunks, free.fits) == ("interleaved_zero_bubble", 4, None)
+    assert (free.schedule.name, free.schedule.num_chunks, free.fits) == ("interleaved_zero_bubble", 4, None)
     assert "5.9%" in free.why and "next interleaved of 4 chunks (8.6%)" in free.why
     held = {v: SIZES.peak(schedules.make("interleaved_zero_bubble", 4, 8, v)) for v in (1, 2)}
     tight = simulate.choose(4, 8, Costs(), SIZES, held[2], chunks=(1, 2))
-    assert tight.table.name == "interleaved_zero_bubble" and tight.fits and tight.memory_bytes == held[2]
+    assert tight.schedule.name == "interleaved_zero_bubble" and tight.fits and tight.memory_bytes == held[2]
     tighter = simulate.choose(4, 8, Costs(), SIZES, held[2] - 1, chunks=(1, 2))
-    assert (tighter.table.name, tighter.fits) == ("interleaved", True)
+    assert (tighter.schedule.name, tighter.fits) == ("interleaved", True)
     assert "interleaved_zero_bubble of 2 chunks (11.1%) needs" in tighter.why
     nothing = simulate.choose(4, 8, Costs(), SIZES, GIB, chunks=(1, 2))
     assert nothing.fits is False and "none of 5 schedules fits" in nothing.why
@@ -436,10 +436,10 @@ def test_auto_takes_the_cheapest_table_that_fits_and_says_why():
 
 
 def test_auto_prefers_the_plain_table_where_nothing_is_gained():
-    assert simulate.choose(4, 6, Costs(weight_grad_s=0.0)).table.name == "1f1b"
-    assert simulate.choose(4, 6).table.name == "zero_bubble", "6 microbatches on 4 stages have no chunks"
+    assert simulate.choose(4, 6, Costs(weight_grad_s=0.0)).schedule.name == "1f1b"
+    assert simulate.choose(4, 6).schedule.name == "zero_bubble", "6 microbatches on 4 stages have no chunks"
     # A link that no op hides costs more with chunks, which cross it more often.
-    assert simulate.choose(4, 8, Costs(link_s=5.0), chunks=(1, 2)).table.num_chunks == 1
+    assert simulate.choose(4, 8, Costs(link_s=5.0), chunks=(1, 2)).schedule.num_chunks == 1
 
 
 @settings(max_examples=30, deadline=None)
@@ -447,13 +447,13 @@ def test_auto_prefers_the_plain_table_where_nothing_is_gained():
 def test_auto_never_takes_a_table_that_another_fitting_one_beats(p, m, back, weight, budget):
     costs = Costs(1.0, back, weight)
     choice = simulate.choose(p, m, costs, SIZES, budget * GIB, chunks=(1, 2))
-    assert "zb_h1" != choice.table.name
+    assert "zb_h1" != choice.schedule.name
     for name in simulate.AUTOMATIC:
         v = 2 if name in INTERLEAVED else 1
         if not schedules.problems(name, p, m, v):
-            table = schedules.make(name, p, m, v)
-            if SIZES.peak(table) <= budget * GIB:
-                assert choice.fits and choice.outcome.makespan_s <= simulate.simulate(table, costs).makespan_s * (1 + 1e-8)
+            schedule = schedules.make(name, p, m, v)
+            if SIZES.peak(schedule) <= budget * GIB:
+                assert choice.fits and choice.outcome.makespan_s <= simulate.simulate(schedule, costs).makespan_s * (1 + 1e-8)
 
 
 def test_auto_refuses_chunks_that_the_microbatches_do_not_allow():
@@ -477,8 +477,8 @@ def test_modelled_costs_are_the_models_matmuls_attention_and_link(monkeypatch):
     def costs(*args, stage=4, tensor=1, gpu=None):
         run = loaded(monkeypatch, "--mesh.stage", stage, "--model.preset", "llama3-8b", "--data.seq_len", 8192,
                      "--data.global_batch", 8, "--training.microbatches", 8, "--model.compute_dtype", "bfloat16", *args)
-        plan = MeshPlan({"stage": stage, "tensor": tensor})
-        return simulate.modelled(run, transformer.build(run.model).table(), plan, hardware.get(gpu) if gpu else None)
+        plan = MeshSpec({"stage": stage, "tensor": tensor})
+        return simulate.modelled(run, transformer.build(run.model).parameters(), plan, hardware.get(gpu) if gpu else None)
 
     relative = costs()
     assert relative.forward_s == 1 and relative.link_s == 0
@@ -557,9 +557,9 @@ def test_without_matplotlib_the_text_comes_with_the_remedy(pipeline, tmp_path, m
 
 @pytest.mark.parametrize("name, v", [("zb_h1", 1), ("interleaved_zero_bubble", 2)])
 def test_a_picture_shows_every_op_in_its_colour_with_its_microbatch(tmp_path, name, v):
-    table = schedules.make(name, 2, 4, v)
-    outcome = simulate.simulate(table, dataclasses.replace(UNEQUAL, loss_s=0.25))
-    chart.draw(table, outcome, chart.title(table, outcome, 3 * GIB), [tmp_path / "chart.svg"])
+    schedule = schedules.make(name, 2, 4, v)
+    outcome = simulate.simulate(schedule, dataclasses.replace(UNEQUAL, loss_s=0.25))
+    chart.draw(schedule, outcome, chart.title(schedule, outcome, 3 * GIB), [tmp_path / "chart.svg"])
     svg = (tmp_path / "chart.svg").read_text()
     ops = 3 * 2 * 4 * v + (4 if name == "zb_h1" else 2 * 4)      # a loss of the last stage alone, or of both together
     assert svg.count("PolyCollection") == ops or svg.count("FillBetween") == ops

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshtrain.training import metrics
+from meshtrain.run import metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN = """

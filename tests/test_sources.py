@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from meshtrain import config
-from meshtrain.training import formats, sources, token_cache, token_files, tokenizer
+from meshtrain.data import formats, sources, token_cache, token_files, tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = ["the cat sat on the mat", "", "zwei\nZeilen\r\n", "naïve — 猫 🐈\x00", "<|endoftext|> is text here", "the mat\n"]
@@ -556,7 +556,7 @@ CHILD = """
 import json, sys, time
 from pathlib import Path
 from meshtrain import config
-from meshtrain.training import sources, tokenizer
+from meshtrain.data import sources, tokenizer
 root, stop_at = Path(sys.argv[1]), sys.argv[2]
 encode = tokenizer.Bytes.encode
 def wait(self, texts):

@@ -4,6 +4,7 @@ import pytest
 
 from meshtrain import assembly, inspect, train
 from meshtrain.model import transformer
+from meshtrain.parallel import stages
 from meshtrain.training import step
 from test_layouts import RULES, Compiled, T
 from test_pipeline import LAYERS, SEQUENCES, check_equal, run_of, table_of
@@ -42,9 +43,9 @@ def check_program(case: Compiled):
 
 def check_flops(case: Compiled):
     """All matmuls are in branches, each of them once: F, B and W of a stage, and a head that one stage has whole."""
-    run, table = case.made.run, table_of(case.made.run)
+    run, schedule = case.made.run, table_of(case.made.run)
     cfg, tokens = run.model, SEQUENCES // run.training.microbatches * T
-    linear = {info.path[-2]: 2 * tokens * info.size // LAYERS for info in case.made.model.table() if info.role == "matrix"}
+    linear = {info.path[-2]: 2 * tokens * info.size // LAYERS for info in case.made.model.parameters() if info.role == "matrix"}
     product = 2 * tokens * T * cfg.num_heads * cfg.head_dim
     layer = 3 * sum(linear.values()) + 7 * product
     if run.training.remat == "full":
@@ -53,16 +54,16 @@ def check_flops(case: Compiled):
     assert all(dot.in_branch for dot in case.audit.dots)
     # The audit counts every branch as taken in every tick. Under remat XLA may make the scores once for the remade forward
     # and for attention's own backward, which both want them (jax 0.10 does, 0.12 does not).
-    most = table.num_ticks * (LAYERS // table.num_stages * layer + head)
-    least = most - (table.num_ticks * LAYERS // table.num_stages * product if run.training.remat == "full" else 0)
+    most = schedule.num_ticks * (LAYERS // schedule.num_stages * layer + head)
+    least = most - (schedule.num_ticks * LAYERS // schedule.num_stages * product if run.training.remat == "full" else 0)
     assert 0.999 * least <= sum(dot.flops for dot in case.audit.dots) <= 1.001 * most
 
 
 def test_ends_that_are_whole_are_said_and_kept_whole():
     made = assembly.assemble(run_of("pipeline", dict(stage=4), "zb_h1"), jax.devices()[:4])
     assert sum("experimental" in note and "whole embedding" in note for note in made.notes) == 1
-    table = made.program.spec.sharding.params["embedding"]["table"]
-    assert table.is_fully_replicated
+    schedule = made.program.spec.sharding.params["embedding"]["table"]
+    assert schedule.is_fully_replicated
 
 
 @pytest.mark.parametrize("main", [inspect.main, train.main])
@@ -70,7 +71,7 @@ def test_a_permute_in_a_branch_is_found_in_the_program_and_refused(main, monkeyp
     """A ring in the branches, let in on purpose: its numbers would be wrong without a word."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus.txt").write_text("".join(f"line {i} is a line like the others\n" for i in range(400)))
-    monkeypatch.setattr(assembly, "stage_problems", lambda *_: [])
+    monkeypatch.setattr(stages, "problems", lambda *_: [])
     monkeypatch.setitem(step.COMPILER_OPTIONS, "cpu", {"xla_backend_optimization_level": 0})
     small = dict(num_layers=2, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32)
     options = {

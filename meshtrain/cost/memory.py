@@ -1,14 +1,19 @@
 """Bytes per device: what the rules say (formula) and what the compiled program holds."""
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
 import numpy as np
 
 from meshtrain.cost import audit
+from meshtrain.cost.simulate import SlotBytes
+from meshtrain.names import LAYERS, MATMUL_ROLES
 
-MATRICES = ("matrix", "embedding", "head")   # roles that are cast to the compute dtype
+# assumption: the share of a GPU's memory that there is for the state, weights and what waits for its backward. JAX takes
+# 3/4 unless told otherwise; what one op needs while it runs comes out of the same.
+USABLE = 0.75
 
 
 def placed_bytes(abstract, shardings) -> int:
@@ -33,7 +38,7 @@ def in_loop(rows, layout, num_chunks: int = 1) -> list[tuple]:
     found = []
     for info in rows:
         shape = tuple(n // kept(axis) for n, axis in zip(info.shape, info.axes))
-        if info.axes[:1] == ("layers",):
+        if info.axes[:1] == (LAYERS,):
             shape = (-(-info.shape[0] // pieces) * num_chunks, *shape[1:])
         found.append((info, shape))
     return found
@@ -41,7 +46,7 @@ def in_loop(rows, layout, num_chunks: int = 1) -> list[tuple]:
 
 def loop_bytes(shapes, compute_dtype: str) -> dict:
     """Bytes on one device of `in_loop`: a full stage of weights in the compute dtype, and its float32 accumulators."""
-    itemsize = lambda info: np.dtype(compute_dtype if info.role in MATRICES else info.dtype).itemsize
+    itemsize = lambda info: np.dtype(compute_dtype if info.role in MATMUL_ROLES else info.dtype).itemsize
     return {"loop_weights": sum(math.prod(shape) * itemsize(info) for info, shape in shapes),
             "loop_grads": sum(math.prod(shape) * 4 for _, shape in shapes)}
 
@@ -71,3 +76,31 @@ def compiled(executable, state_abstract, microbatches: int, loop=None) -> dict:
             "optimizer": placed_bytes(state_abstract.opt_state, placed.opt_state),
             "activations": analysis.temp_size_in_bytes - (grads or 0),
             "total": analysis.argument_size_in_bytes + analysis.temp_size_in_bytes}
+
+
+def slot_bytes(run, layout, parts, x, residual_ways: int) -> SlotBytes:
+    """What a microbatch leaves in a stage, from the parts of one layer and its input: heads and mlp are split over tensor.
+
+    assumption: what is as wide as the residual stream is split like it where only the inputs of layers are kept (remat
+    full) and else whole, as it is where a matmul reads it: an upper bound.
+    """
+    wide_ways = residual_ways if run.training.remat == "full" else 1
+
+    def held(a, stream_ways):
+        ways = stream_ways if a.shape[-1] in (1, run.model.embed_dim) else layout.sizes["tensor"]
+        return jax.ShapeDtypeStruct((-(-math.prod(a.shape) // ways),), a.dtype)
+    parts = dataclasses.replace(parts, **{name: [held(a, wide_ways) for a in getattr(parts, name)] for name in "rqz"})
+    depth = -(-run.model.num_layers // layout.sizes["stage"])
+    return SlotBytes.of(parts, held(x, residual_ways), chunks=depth)
+
+
+def slot_budget_bytes(gpu, state, loop, compute_dtype: str) -> int | None:
+    """The bytes of one GPU that are left for a schedule's slots; None where its memory is not known.
+
+    state: the run's StateSpec. loop: `in_loop`.
+    """
+    if not (gpu and gpu.hbm_bytes):
+        return None
+    beside = [placed_bytes(state.abstract.params, state.sharding.params),
+              placed_bytes(state.abstract.opt_state, state.sharding.opt_state), *loop_bytes(loop, compute_dtype).values()]
+    return max(0, int(USABLE * gpu.hbm_bytes) - sum(beside))

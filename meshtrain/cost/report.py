@@ -33,19 +33,19 @@ def held_by_program(made, executable) -> dict:
 
 def _loop(made):
     """The parameters as they stand in the pipeline's loop; None where there is none."""
-    return memory.in_loop(made.model.table(), made.layout, made.choice.table.num_chunks) if made.choice else None
+    return memory.in_loop(made.model.parameters(), made.layout, made.choice.schedule.num_chunks) if made.choice else None
 
 
 def before(made) -> str:
     """What is about to be trained: size, layout, and the memory that the rules imply."""
-    run, table = made.run, made.model.table()
+    run, table = made.run, made.model.parameters()
     count = sum(info.size for info in table)
     kind = made.mesh.devices.flat[0].device_kind
     simulated = " (simulated)" if run.mesh.simulated_devices else ""
     lines = [
         f"{run.run.name}: {count:,} parameters in {run.model.num_layers} layers, {run.training.steps} steps of "
         f"{run.data.global_batch} × {run.data.seq_len} tokens in {run.training.microbatches} microbatch(es)",
-        f"layout: {made.plan} on {made.plan.num_devices} × {kind}{simulated}, {made.layout.rules.path}, "
+        f"layout: {made.mesh_spec} on {made.mesh_spec.num_devices} × {kind}{simulated}, {made.layout.rules.path}, "
         f"remat {run.training.remat}, {run.model.compute_dtype}, {run.optimizer.name}",
         "memory per device by the rules: " + ", ".join(
             f"{LABELS.get(name, name)} {size(value)}" for name, value in formula(made).items() if value is not None),
@@ -69,9 +69,9 @@ def as_json(made, executable, program: audit.Program) -> dict:
 
 def params_table(made) -> str:
     """Per parameter: logical axes -> spec -> bytes per device in [params], [grads] and [optimizer]'s moments."""
-    spec, rows = made.program.spec, []
+    rows = []
     replicated = []
-    for info in made.model.table():
+    for info in made.model.parameters():
         shards = {name: NamedSharding(made.mesh, made.layout.spec(name, info.axes)) for name in
                   ("params", "grads", "optimizer")}
         held = {name: math.prod(s.shard_shape(info.shape)) for name, s in shards.items()}
@@ -80,7 +80,7 @@ def params_table(made) -> str:
         placed = ", ".join("·" if entry is None else "+".join([entry] if isinstance(entry, str) else entry)
                            for entry in shards["params"].spec)
         rows.append((info.name, axes, f"({placed})", size(held["params"] * itemsize), size(held["grads"] * 4)))
-        if made.plan.num_devices > 1 and held["params"] == info.size and info.size * itemsize >= LARGE:
+        if made.mesh_spec.num_devices > 1 and held["params"] == info.size and info.size * itemsize >= LARGE:
             replicated.append(f"warning: {info.name} ({size(info.size * itemsize)}) is whole on every device; a rule for "
                               f"{' or '.join(repr(a) for a in info.axes if a)} in [params] would split it")
     header = ("parameter", "logical axes", "[params] spec", "params", "grads")

@@ -1,7 +1,7 @@
-"""How long a pipeline table takes, and which one to take: priced from op costs and link time, before anything runs.
+"""How long a pipeline schedule takes, and which one to take: priced from op costs and link time, before anything runs.
 
 The model is the SPMD program: neighbours exchange activations in every tick, so a stage waits for its neighbours in every
-tick, not only where data flows. Phase tables: a slot that any stage uses, all stages execute. Switch tables: a tick lasts
+tick, not only where data flows. Phase schedules: a slot that any stage uses, all stages execute. Switch schedules: a tick lasts
 as long as the slowest neighbour's op. Tables of family "mpmd" run as a runtime with one program per stage would: each stage
 goes on as soon as what it needs has arrived. Knows no jax and measures nothing.
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from meshtrain.parallel import schedules
-from meshtrain.parallel.schedules import B, F, W, Table
+from meshtrain.parallel.schedules import B, F, Schedule
 
 # In the order in which equal ones are preferred. zb_h1 is experimental: only on request.
 AUTOMATIC = ("1f1b", "zero_bubble", "interleaved", "interleaved_zero_bubble", "gpipe")
@@ -52,15 +52,15 @@ class SlotBytes:
         size = lambda shapes: -(-sum(math.prod(a.shape) * a.dtype.itemsize for a in shapes) // ways)
         return cls(size([x]), chunks * size(split.r), chunks * size(split.q), chunks * size(split.z))
 
-    def peak(self, table: Table) -> int:
-        """Bytes of all slots that the table declares."""
-        kept = table.slots["R"] * self.for_b + table.slots["Q"] * self.for_w + table.slots.get("Z", 0) * self.b_to_w
-        return (table.slots["X"] + table.slots["D"]) * self.boundary + -(-kept // table.num_chunks)
+    def peak(self, schedule: Schedule) -> int:
+        """Bytes of all slots that the schedule declares."""
+        kept = schedule.slots["R"] * self.for_b + schedule.slots["Q"] * self.for_w + schedule.slots.get("Z", 0) * self.b_to_w
+        return (schedule.slots["X"] + schedule.slots["D"]) * self.boundary + -(-kept // schedule.num_chunks)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Outcome:
-    """A table with times. begin_s, end_s [T, P, 3]: of F, B, W where the stage has that op, else NaN. loss_s: what a
+    """A schedule with times. begin_s, end_s [T, P, 3]: of F, B, W where the stage has that op, else NaN. loss_s: what a
     microbatch's loss takes after its last F.
 
     bubble: share of the makespan beyond the ideal. peak_live: most stage-microbatches alive, on the stage that has most.
@@ -73,25 +73,25 @@ class Outcome:
     loss_s: float
 
 
-def simulate(table: Table, costs: Costs = Costs()) -> Outcome:
-    """Runs the table in model time. The loss follows F: shared by all stages in a phase table, else on the last stage."""
-    back_s = costs.input_grad_s + (0 if table.split else costs.weight_grad_s)
-    op_s = np.array([costs.forward_s, back_s, costs.weight_grad_s]) / table.num_chunks
-    walk = {"phase": _phase, "switch": _switch, "mpmd": _mpmd}[table.family]
-    begin_s, end_s, makespan_s = walk(table, op_s, costs)
-    on = table.ops[..., 0] >= 0
-    return Outcome(makespan_s, 1 - table.num_microbatches * costs.ideal_s / makespan_s,
-                   int(table.peak.max()) / table.num_chunks, np.where(on, begin_s, np.nan), np.where(on, end_s, np.nan),
+def simulate(schedule: Schedule, costs: Costs = Costs()) -> Outcome:
+    """Runs the schedule in model time. The loss follows F: shared by all stages in a phase schedule, else on the last stage."""
+    back_s = costs.input_grad_s + (0 if schedule.split else costs.weight_grad_s)
+    op_s = np.array([costs.forward_s, back_s, costs.weight_grad_s]) / schedule.num_chunks
+    walk = {"phase": _phase, "switch": _switch, "mpmd": _mpmd}[schedule.family]
+    begin_s, end_s, makespan_s = walk(schedule, op_s, costs)
+    on = schedule.ops[..., 0] >= 0
+    return Outcome(makespan_s, 1 - schedule.num_microbatches * costs.ideal_s / makespan_s,
+                   int(schedule.peak.max()) / schedule.num_chunks, np.where(on, begin_s, np.nan), np.where(on, end_s, np.nan),
                    costs.loss_s)
 
 
-def _phase(table: Table, op_s, costs: Costs):
+def _phase(schedule: Schedule, op_s, costs: Costs):
     """All stages do the same, so one clock serves all. dx travels beside the next tick's F, y beside loss, B and W."""
-    used = (table.ops[..., 0] >= 0).any(1)
-    begin, end = np.zeros((2, table.num_ticks, table.num_stages, 3))
+    used = (schedule.ops[..., 0] >= 0).any(1)
+    begin, end = np.zeros((2, schedule.num_ticks, schedule.num_stages, 3))
     now = 0.0
     dx_travels = False
-    for t in range(table.num_ticks):
+    for t in range(schedule.num_ticks):
         dx_here, y_here = now + costs.link_s * dx_travels, now
         for kind in np.flatnonzero(used[t]):
             if kind == B:
@@ -100,35 +100,35 @@ def _phase(table: Table, op_s, costs: Costs):
             now += op_s[kind]
             end[t, :, kind] = now
             if kind == F:
-                y_here = now + costs.link_s * bool(table.columns["y_out"][t].any())
-                now += costs.loss_s * bool(table.shared["loss_on"][t])
+                y_here = now + costs.link_s * bool(schedule.columns["y_out"][t].any())
+                now += costs.loss_s * bool(schedule.shared["loss_on"][t])
         now = max(now, y_here)
-        dx_travels = bool(table.columns["dx_out"][t].any())
+        dx_travels = bool(schedule.columns["dx_out"][t].any())
     return begin, end, float(now)
 
 
-def _switch(table: Table, op_s, costs: Costs):
+def _switch(schedule: Schedule, op_s, costs: Costs):
     """Both permutes end a tick, so a stage begins the next one when it and both its neighbours are done."""
-    on = table.ops[..., 0] >= 0
-    begin, end = np.zeros((2, table.num_ticks, table.num_stages, 3))
-    clock = np.zeros(table.num_stages)
-    for t in range(table.num_ticks):
+    on = schedule.ops[..., 0] >= 0
+    begin, end = np.zeros((2, schedule.num_ticks, schedule.num_stages, 3))
+    clock = np.zeros(schedule.num_stages)
+    for t in range(schedule.num_ticks):
         if t:
             clock = np.maximum(clock, np.maximum(np.roll(clock, 1), np.roll(clock, -1))) + costs.link_s
         begin[t] = clock[:, None]
         end[t] = begin[t] + op_s
-        clock = clock + (on[t] * op_s).sum(1) + costs.loss_s * table.columns["loss_here"][t]
+        clock = clock + (on[t] * op_s).sum(1) + costs.loss_s * schedule.columns["loss_here"][t]
     return begin, end, float(clock.max())
 
 
-def _mpmd(table: Table, op_s, costs: Costs):
+def _mpmd(schedule: Schedule, op_s, costs: Costs):
     """Each stage does its ops in their order, each as soon as all that it needs is there."""
-    p, num_virtual = table.num_stages, table.num_stages * table.num_chunks
-    begin, end = np.zeros((2, table.num_ticks, p, 3))
+    p, num_virtual = schedule.num_stages, schedule.num_stages * schedule.num_chunks
+    begin, end = np.zeros((2, schedule.num_ticks, p, 3))
     clock, done = [0.0] * p, {}
     op_s = op_s.tolist()
-    for t, s, kind in np.argwhere(table.ops[..., 0] >= 0).tolist():
-        i, chunk = table.ops[t, s, kind].tolist()
+    for t, s, kind in np.argwhere(schedule.ops[..., 0] >= 0).tolist():
+        i, chunk = schedule.ops[t, s, kind].tolist()
         g = chunk * p + s
         here = [done[need] + (costs.link_s if need[1] != g else 0) for need in schedules.needs(kind, g, i, num_virtual)]
         begin[t, s, kind] = start = max([clock[s], *here])
@@ -143,7 +143,7 @@ def _mpmd(table: Table, op_s, costs: Costs):
 @dataclasses.dataclass(frozen=True, eq=False)
 class Choice:
     """What pipeline.schedule="auto" means here. `why`: one line for the log. fits: None where memory is not known."""
-    table: Table
+    schedule: Schedule
     outcome: Outcome
     memory_bytes: int | None
     fits: bool | None
@@ -152,13 +152,13 @@ class Choice:
 
 def choose(p: int, m: int, costs: Costs = Costs(), slot_bytes: SlotBytes | None = None, budget_bytes: int | None = None,
            chunks: Iterable[int] = (1,)) -> Choice:
-    """The cheapest phase table whose slots fit into the budget; where none does, the one that needs least.
+    """The cheapest phase schedule whose slots fit into the budget; where none does, the one that needs least.
 
     p stages, m microbatches; slot_bytes and budget_bytes: what a microbatch leaves on a device, and the bytes there are
     for it (without both, memory is no concern). chunks: the counts that the layers can be cut into. A pure function of
     modelled numbers, so that every process and every restart chooses the same: measured times must not enter.
 
-    Raises: ValueError where no count of chunks has a table.
+    Raises: ValueError where no count of chunks has a schedule.
     """
     chunks = sorted(set(chunks))
     known = slot_bytes is not None and budget_bytes is not None
@@ -166,23 +166,23 @@ def choose(p: int, m: int, costs: Costs = Costs(), slot_bytes: SlotBytes | None 
     for name in AUTOMATIC:
         for v in chunks:
             if (v > 1) == (name in schedules.INTERLEAVED) and not schedules.problems(name, p, m, v):
-                table = schedules.make(name, p, m, v)
-                outcome = simulate(table, costs)
-                held = slot_bytes.peak(table) if slot_bytes else None
-                found.append((table, outcome, held, held <= budget_bytes if known else None))
+                schedule = schedules.make(name, p, m, v)
+                outcome = simulate(schedule, costs)
+                held = slot_bytes.peak(schedule) if slot_bytes else None
+                found.append((schedule, outcome, held, held <= budget_bytes if known else None))
     if not found:
         raise ValueError("\n".join(schedules.problems("interleaved", p, m, min(chunks))))
     # Rounded, so that sums of the same costs in another order are equal and the order of AUTOMATIC decides.
     cost = lambda entry: (round(entry[1].bubble, 9), entry[2] or 0)
     fitting = [entry for entry in found if entry[3] is not False]
     best = min(fitting, key=cost) if fitting else min(found, key=lambda entry: (entry[2], cost(entry)))
-    table, outcome, held, fits = best
-    return Choice(table, outcome, held, fits, _why(found, fitting, best, budget_bytes))
+    schedule, outcome, held, fits = best
+    return Choice(schedule, outcome, held, fits, _why(found, fitting, best, budget_bytes))
 
 
 def _why(found, fitting, best, budget_bytes) -> str:
-    table, outcome, held, fits = best
-    what = _what(table, outcome, held)
+    schedule, outcome, held, fits = best
+    what = _what(schedule, outcome, held)
     if fits is False:
         return f"{what}; none of {len(found)} schedules fits into {gib(budget_bytes)}, and this one needs least"
     others = [entry for entry in found if entry is not best]
@@ -197,9 +197,9 @@ def _why(found, fitting, best, budget_bytes) -> str:
     return f"{what}, the least of {len(fitting)} schedules; next {_called(second[0])} ({second[1].bubble:.1%})"
 
 
-def _what(table: Table, outcome: Outcome, held: int | None) -> str:
+def _what(schedule: Schedule, outcome: Outcome, held: int | None) -> str:
     kept = f", {gib(held)} of activations" if held is not None else ""
-    return f"{_called(table)}: modelled bubble {outcome.bubble:.1%}{kept}"
+    return f"{_called(schedule)}: modelled bubble {outcome.bubble:.1%}{kept}"
 
 
 def gib(count: int) -> str:
@@ -207,8 +207,8 @@ def gib(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 / 100 else f"{count / 2**20:.2f} MiB"
 
 
-def _called(table: Table) -> str:
-    return table.name if table.num_chunks == 1 else f"{table.name} of {table.num_chunks} chunks"
+def _called(schedule: Schedule) -> str:
+    return schedule.name if schedule.num_chunks == 1 else f"{schedule.name} of {schedule.num_chunks} chunks"
 
 
 def chunk_counts(num_layers: int, p: int, most: int = 4) -> tuple[int, ...]:
@@ -223,14 +223,14 @@ EFFICIENCY = 0.5             # assumption: the share of the peak that matmuls re
 ATTENTION_BACKWARD = 2.5     # backward over forward: the scores are made again, then four products where there were two
 
 
-def modelled(run, rows, plan, gpu=None, residual_ways: int = 1) -> Costs:
+def modelled(run, rows, mesh_spec, gpu=None, residual_ways: int = 1) -> Costs:
     """Costs of one stage from the model's shapes alone.
 
-    run: the run file, with the mesh it asks for in `plan` (MeshPlan); rows: the model's ParamInfo table; gpu: its entry of
-    the hardware table. residual_ways: how many devices of a data replica share the residual stream between them (sequence
+    run: the run file, with the mesh it asks for in `mesh_spec` (MeshSpec); rows: the model's ParamInfo schedule; gpu: its entry of
+    the hardware schedule. residual_ways: how many devices of a data replica share the residual stream between them (sequence
     parallelism). Where the gpu's peak is unknown, the unit is a forward and links cost nothing.
     """
-    cfg, sizes = run.model, plan.sizes
+    cfg, sizes = run.model, mesh_spec.sizes
     p = sizes["stage"]
     tokens = (run.data.global_batch * run.data.seq_len / run.training.microbatches
               / (sizes["data"] * sizes["fsdp"] * sizes["context"]))
@@ -247,7 +247,7 @@ def modelled(run, rows, plan, gpu=None, residual_ways: int = 1) -> Costs:
     link_s = 0.0
     if peak and gpu.intra_host_bytes_per_s:
         itemsize = 2 if cfg.compute_dtype == "bfloat16" else 4
-        hosts = [{device // gpu.gpus_per_host for device in group} for group in plan.groups("stage")]
+        hosts = [{device // gpu.gpus_per_host for device in group} for group in mesh_spec.groups("stage")]
         inside = all(len(host) == 1 for host in hosts)
         rate = gpu.intra_host_bytes_per_s if inside else gpu.inter_host_bytes_per_s
         link_s = tokens * cfg.embed_dim * itemsize / residual_ways / rate
@@ -255,7 +255,7 @@ def modelled(run, rows, plan, gpu=None, residual_ways: int = 1) -> Costs:
 
 
 def of_run(run, costs: Costs, p: int, slot_bytes: SlotBytes | None = None, budget_bytes: int | None = None) -> Choice:
-    """The table that the run file's [pipeline] means on p stages. "auto" with chunks = 1 is free to take more of them.
+    """The schedule that the run file's [pipeline] means on p stages. "auto" with chunks = 1 is free to take more of them.
 
     Raises: ValueError as `schedules.make` and `choose`.
     """
@@ -263,9 +263,9 @@ def of_run(run, costs: Costs, p: int, slot_bytes: SlotBytes | None = None, budge
     if name == "auto":
         counts = chunk_counts(run.model.num_layers, p) if v == 1 else (v,)
         return choose(p, m, costs, slot_bytes, budget_bytes, counts)
-    table = schedules.make(name, p, m, v)
-    outcome = simulate(table, costs)
-    held = slot_bytes.peak(table) if slot_bytes else None
+    schedule = schedules.make(name, p, m, v)
+    outcome = simulate(schedule, costs)
+    held = slot_bytes.peak(schedule) if slot_bytes else None
     fits = held <= budget_bytes if slot_bytes is not None and budget_bytes is not None else None
-    why = _what(table, outcome, held) + ", as asked for"
-    return Choice(table, outcome, held, fits, why + (f"; it does not fit into {gib(budget_bytes)}" if fits is False else ""))
+    why = _what(schedule, outcome, held) + ", as asked for"
+    return Choice(schedule, outcome, held, fits, why + (f"; it does not fit into {gib(budget_bytes)}" if fits is False else ""))

@@ -15,12 +15,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-AXES = ("data", "fsdp", "tensor", "stage", "context")
-PLACEMENT = ("stage", "data", "fsdp", "context", "tensor")
+from meshtrain.names import AXES, PLACEMENT
+
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshPlan:
+class MeshSpec:
     """Sizes of the five axes and the order in which they are laid over devices 0 … n−1.
 
     Raises: ValueError for an unknown axis, a size below 1, or a placement that is not a permutation of the axes.

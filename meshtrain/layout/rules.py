@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 from jax.sharding import NamedSharding, PartitionSpec as P, get_abstract_mesh
 
-from meshtrain.layout.mesh import AXES
+from meshtrain.names import AXES
 
 TABLES = ("params", "grads", "optimizer", "activations")
 LOGICAL = ("batch", "seq", "residual_seq", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "layers", "expert")

@@ -2,7 +2,7 @@
 
 Dims (the legend of the whole project): B batch, T query position, S key position, D model, N heads, K kv-heads, G=N/K,
 H head size, F mlp, E experts, V vocabulary, L layers, P stages, M microbatches. A tensor's suffix is its shape.
-Layers ask `plan.layout` for placements by logical axes; they know no mesh axis. The placements and the hand-written
+Layers ask `ex.layout` for placements by logical axes; they know no mesh axis. The placements and the hand-written
 backward of `project` decide which collectives a GPU runs and in which dtype; each stands with its reason.
 """
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshtrain.model.params import declare
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
+class Execution:
     """How the model is computed: placements, compute dtype, the attention engine and what the backward recomputes."""
     layout: Layout
     dtype: jnp.dtype
@@ -32,47 +32,47 @@ class Plan:
 
 # --- the weight einsum ---------------------------------------------------------------------------------------------
 
-def gathered(plan: Plan, w: jax.Array, axes) -> jax.Array:
+def gathered(ex: Execution, w: jax.Array, axes) -> jax.Array:
     """The compute-dtype weight, gathered over the axes that split tokens (ZeRO-3); tensor sharding stays.
 
     Moves (N-1)/N of the weight's bytes in the compute dtype. Pinned to its shard layout first: without that pin XLA
     gathers the float32 master weight in some places and casts afterwards.
     """
-    w = plan.layout.constrain("params", w.astype(plan.dtype), axes)
-    return plan.layout.constrain("params", w, axes, drop=plan.layout.gathered_axes)
+    w = ex.layout.constrain("params", w.astype(ex.dtype), axes)
+    return ex.layout.constrain("params", w, axes, drop=ex.layout.gathered_axes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def project(plan: Plan, eq: str, axes, out_axes, x, w):
+def project(ex: Execution, eq: str, axes, out_axes, x, w):
     """einsum(eq, x, w) in the compute dtype with a float32 weight gradient.
 
     eq: e.g. "BTD,DNH->BTNH". axes: logical axes of w. out_axes: for projections back onto the residual stream, the
     logical axes of the output before it is split over the sequence, else None. A GPU reduces a weight gradient in the
     dtype of the dot that makes it, so that dot is written here with a float32 result and placed as [grads].
     """
-    return jnp.einsum(eq, x, gathered(plan, w, axes))
+    return jnp.einsum(eq, x, gathered(ex, w, axes))
 
 
-def _project_forward(plan, eq, axes, out_axes, x, w):
-    full = gathered(plan, w, axes)
+def _project_forward(ex, eq, axes, out_axes, x, w):
+    full = gathered(ex, w, axes)
     # With remat the gathered weight lives only inside the recomputed layer. Without, keeping it would hold every
     # layer's gathered weights until the backward: keep the shard and gather again.
-    return jnp.einsum(eq, x, full), (x, w if plan.remat == "none" else full)
+    return jnp.einsum(eq, x, full), (x, w if ex.remat == "none" else full)
 
 
-def _project_backward(plan, eq, axes, out_axes, saved, dy):
+def _project_backward(ex, eq, axes, out_axes, saved, dy):
     x, w = saved
     if out_axes:
         # Sequence parallel: gather the cotangent once, for dx and dw both. The barrier is REQUIRED: without it later
         # uses of the shard are rewritten to gather + slice, and a GPU pass turns that into a collective-permute
         # without pairs, which outputs zeros (openxla/xla 45218, 47083). CPU programs are right without it.
-        dy = plan.layout.act(jax.lax.optimization_barrier(dy), *out_axes)
-    full = gathered(plan, w, axes) if plan.remat == "none" else w
+        dy = ex.layout.act(jax.lax.optimization_barrier(dy), *out_axes)
+    full = gathered(ex, w, axes) if ex.remat == "none" else w
     operands, out = eq.split("->")
     left, right = operands.split(",")
     dx = jnp.einsum(f"{out},{right}->{left}", dy, full)
     dw = jnp.einsum(f"{left},{out}->{right}", x, dy, preferred_element_type=jnp.float32)
-    return dx, plan.layout.constrain("grads", dw, axes)
+    return dx, ex.layout.constrain("grads", dw, axes)
 
 
 project.defvjp(_project_forward, _project_backward)
@@ -88,14 +88,14 @@ class Linear(nnx.Module):
         self.kernel = declare(rngs, dtype, shape, axes, role, std=std, fan_in_dims=fan_in_dims)
         self.bias = declare(rngs, dtype, shape[fan_in_dims:], self.bias_axes, "bias", value=0.0) if bias else None
 
-    def __call__(self, plan: Plan, x, out_axes=None):
-        y = project(plan, self.eq, self.axes, out_axes, x, self.kernel[...])
-        return y if self.bias is None else y + _small(plan, self.bias[...], self.bias_axes).astype(y.dtype)
+    def __call__(self, ex: Execution, x, out_axes=None):
+        y = project(ex, self.eq, self.axes, out_axes, x, self.kernel[...])
+        return y if self.bias is None else y + _small(ex, self.bias[...], self.bias_axes).astype(y.dtype)
 
 
-def _small(plan: Plan, vector, axes):
+def _small(ex: Execution, vector, axes):
     """A norm scale or bias, gathered over the axes that split tokens, float32 (its bytes do not matter)."""
-    return plan.layout.constrain("params", vector, axes, drop=plan.layout.gathered_axes)
+    return ex.layout.constrain("params", vector, axes, drop=ex.layout.gathered_axes)
 
 
 class Norm(nnx.Module):
@@ -107,15 +107,15 @@ class Norm(nnx.Module):
         self.scale = declare(rngs, dtype, (size,), (axis,), "norm", value=1.0)
         self.bias = declare(rngs, dtype, (size,), (axis,), "bias", value=0.0) if self.centred else None
 
-    def __call__(self, plan: Plan, x):
+    def __call__(self, ex: Execution, x):
         y = x.astype(jnp.float32)
         if self.centred:
             y = y - jnp.mean(y, -1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
-        y = y * _small(plan, self.scale[...], (self.axis,))
+        y = y * _small(ex, self.scale[...], (self.axis,))
         if self.bias is not None:
-            y = y + _small(plan, self.bias[...], (self.axis,))
-        return y.astype(plan.dtype)
+            y = y + _small(ex, self.bias[...], (self.axis,))
+        return y.astype(ex.dtype)
 
 
 # --- embedding -----------------------------------------------------------------------------------------------------
@@ -127,13 +127,13 @@ class Embedding(nnx.Module):
         self.axes = tuple(axes)
         self.table = declare(rngs, jnp.dtype(cfg.param_dtype), (rows, cfg.embed_dim), axes, "embedding", std=std)
 
-    def __call__(self, plan: Plan, ids_BT):
-        x_BTD = lookup(plan, self.axes, self.table[...], ids_BT)
-        return plan.layout.act(x_BTD, "batch", "residual_seq", None)
+    def __call__(self, ex: Execution, ids_BT):
+        x_BTD = lookup(ex, self.axes, self.table[...], ids_BT)
+        return ex.layout.act(x_BTD, "batch", "residual_seq", None)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def lookup(plan: Plan, axes, table, ids_BT):
+def lookup(ex: Execution, axes, table, ids_BT):
     """table[ids] in the compute dtype with a float32 table gradient.
 
     A table split over embed alone (ZeRO-3) is looked up where it lies: the ids are gathered (B·T int32), every device
@@ -143,14 +143,14 @@ def lookup(plan: Plan, axes, table, ids_BT):
     residual stream lies, by an all-reduce or, with sequence parallelism, a reduce-scatter of B·T·D. Rows split over an
     axis that is manual here are added by hand, an all-reduce over it of what the residual stream has on a device.
     """
-    layout = plan.layout
+    layout = ex.layout
     if lies_by_columns(layout, axes):
-        x_BTD = table.astype(plan.dtype)[_all_ids(layout, axes, ids_BT)]
+        x_BTD = table.astype(ex.dtype)[_all_ids(layout, axes, ids_BT)]
         return layout.act(_by_columns(layout, axes, x_BTD), "batch", "seq", None)
     ids_BT = layout.act(ids_BT, "batch", "seq")
     if manual := layout.by_hand("params", axes[0]):
         ids_BT, mine = _own_rows(manual, table, ids_BT)
-    x_BTD = layout.act(gathered(plan, table, axes)[ids_BT], "batch", "seq", None)
+    x_BTD = layout.act(gathered(ex, table, axes)[ids_BT], "batch", "seq", None)
     if not manual:
         return x_BTD
     # Placed as the residual stream before it is masked: tensor's shares of the rows are then added by a reduce-scatter,
@@ -183,14 +183,14 @@ def _by_columns(layout: Layout, axes, x_BTD):
     return jax.lax.with_sharding_constraint(x_BTD, P(batch, seq, columns))
 
 
-def _lookup_forward(plan, axes, table, ids_BT):
+def _lookup_forward(ex, axes, table, ids_BT):
     # A zero-sized array carries the number of rows to the backward without keeping the table alive.
-    return lookup(plan, axes, table, ids_BT), (ids_BT, jnp.zeros((table.shape[0], 0), table.dtype))
+    return lookup(ex, axes, table, ids_BT), (ids_BT, jnp.zeros((table.shape[0], 0), table.dtype))
 
 
-def _lookup_backward(plan, axes, saved, dx_BTD):
+def _lookup_backward(ex, axes, saved, dx_BTD):
     ids_BT, rows = saved
-    layout = plan.layout
+    layout = ex.layout
     zeros = jnp.zeros((rows.shape[0], dx_BTD.shape[-1]), jnp.float32)
     if lies_by_columns(layout, axes):
         ids_BT = _all_ids(layout, axes, ids_BT)
@@ -212,7 +212,7 @@ lookup.defvjp(_lookup_forward, _lookup_backward)
 # --- attention, MLP, one layer -------------------------------------------------------------------------------------
 
 class Attention(nnx.Module):
-    """Grouped-query causal attention; `plan.attend` is the engine (blocks, cuDNN), on one device or round a ring."""
+    """Grouped-query causal attention; `ex.attend` is the engine (blocks, cuDNN), on one device or round a ring."""
 
     def __init__(self, cfg, rngs):
         D, N, K, H = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
@@ -226,19 +226,19 @@ class Attention(nnx.Module):
         self.query_norm = Norm(cfg, rngs, H, "head_dim") if cfg.qk_norm else None
         self.key_norm = Norm(cfg, rngs, H, "head_dim") if cfg.qk_norm else None
 
-    def __call__(self, plan: Plan, x_BTD, inputs):
-        act = plan.layout.act
-        q_BTNH = act(self.query(plan, x_BTD), "batch", "seq", "heads", "head_dim")
-        k_BTKH = act(self.key(plan, x_BTD), "batch", "seq", "kv_heads", "head_dim")
-        v_BTKH = act(self.value(plan, x_BTD), "batch", "seq", "kv_heads", "head_dim")
+    def __call__(self, ex: Execution, x_BTD, inputs):
+        act = ex.layout.act
+        q_BTNH = act(self.query(ex, x_BTD), "batch", "seq", "heads", "head_dim")
+        k_BTKH = act(self.key(ex, x_BTD), "batch", "seq", "kv_heads", "head_dim")
+        v_BTKH = act(self.value(ex, x_BTD), "batch", "seq", "kv_heads", "head_dim")
         if self.query_norm is not None:
-            q_BTNH, k_BTKH = self.query_norm(plan, q_BTNH), self.key_norm(plan, k_BTKH)
+            q_BTNH, k_BTKH = self.query_norm(ex, q_BTNH), self.key_norm(ex, k_BTKH)
         if inputs.rope is not None:
             q_BTNH, k_BTKH = rotate(q_BTNH, inputs.rope), rotate(k_BTKH, inputs.rope)
             q_BTNH = act(q_BTNH, "batch", "seq", "heads", "head_dim")
             k_BTKH = act(k_BTKH, "batch", "seq", "kv_heads", "head_dim")
-        o_BTNH = act(plan.attend(plan.layout, q_BTNH, k_BTKH, v_BTKH, inputs.segments_BT), "batch", "seq", "heads", "head_dim")
-        return self.out(plan, o_BTNH, out_axes=("batch", "seq", None))
+        o_BTNH = act(ex.attend(ex.layout, q_BTNH, k_BTKH, v_BTKH, inputs.segments_BT), "batch", "seq", "heads", "head_dim")
+        return self.out(ex, o_BTNH, out_axes=("batch", "seq", None))
 
 
 class MLP(nnx.Module):
@@ -252,14 +252,14 @@ class MLP(nnx.Module):
         self.down = Linear(cfg, rngs, "BTF,FD->BTD", (F, D), ("mlp", "embed"), bias=bias,
                            std=(F * 2 * cfg.num_layers) ** -0.5)
 
-    def __call__(self, plan: Plan, x_BTD):
-        act = plan.layout.act
-        up_BTF = act(self.up(plan, x_BTD), "batch", "seq", "mlp")
+    def __call__(self, ex: Execution, x_BTD):
+        act = ex.layout.act
+        up_BTF = act(self.up(ex, x_BTD), "batch", "seq", "mlp")
         if self.gate is None:
             h_BTF = jax.nn.gelu(up_BTF)
         else:
-            h_BTF = jax.nn.silu(act(self.gate(plan, x_BTD), "batch", "seq", "mlp")) * up_BTF
-        return self.down(plan, act(h_BTF, "batch", "seq", "mlp"), out_axes=("batch", "seq", None))
+            h_BTF = jax.nn.silu(act(self.gate(ex, x_BTD), "batch", "seq", "mlp")) * up_BTF
+        return self.down(ex, act(h_BTF, "batch", "seq", "mlp"), out_axes=("batch", "seq", None))
 
 
 class Layer(nnx.Module):
@@ -272,19 +272,19 @@ class Layer(nnx.Module):
         self.mlp_norm = Norm(cfg, rngs, cfg.embed_dim, "embed")
         self.mlp = MLP(cfg, rngs)
 
-    def __call__(self, plan: Plan, x_BTD, inputs, index):
-        residual = lambda y: plan.layout.act(y, "batch", "residual_seq", None)
-        h_BTD = self._full(plan, self.attention_norm(plan, x_BTD))
-        y_BTD = residual(self.attention(plan, h_BTD, inputs))
-        x_BTD = residual(x_BTD + dropout(plan, y_BTD, self.dropout, inputs, 2 * index))
-        h_BTD = self._full(plan, self.mlp_norm(plan, x_BTD))
-        y_BTD = residual(self.mlp(plan, h_BTD))
-        return residual(x_BTD + dropout(plan, y_BTD, self.dropout, inputs, 2 * index + 1))
+    def __call__(self, ex: Execution, x_BTD, inputs, index):
+        residual = lambda y: ex.layout.act(y, "batch", "residual_seq", None)
+        h_BTD = self._full(ex, self.attention_norm(ex, x_BTD))
+        y_BTD = residual(self.attention(ex, h_BTD, inputs))
+        x_BTD = residual(x_BTD + dropout(ex, y_BTD, self.dropout, inputs, 2 * index))
+        h_BTD = self._full(ex, self.mlp_norm(ex, x_BTD))
+        y_BTD = residual(self.mlp(ex, h_BTD))
+        return residual(x_BTD + dropout(ex, y_BTD, self.dropout, inputs, 2 * index + 1))
 
     @staticmethod
-    def _full(plan: Plan, h_BTD):
+    def _full(ex: Execution, h_BTD):
         """Split over the sequence first, then whole: the gather (B·T·D bytes × 2) then runs in bf16, not in float32."""
-        return plan.layout.act(plan.layout.act(h_BTD, "batch", "residual_seq", None), "batch", "seq", None)
+        return ex.layout.act(ex.layout.act(h_BTD, "batch", "residual_seq", None), "batch", "seq", None)
 
 
 # --- positions and dropout -----------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ def rotate(x_BTNH, rope):
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x_BTNH.dtype)
 
 
-def dropout(plan: Plan, x_BTD, rate: float, inputs, site):
+def dropout(ex: Execution, x_BTD, rate: float, inputs, site):
     """Zeroes with probability `rate`. The bits depend on (seed, step, site, global sequence, index, feature) alone.
 
     Every token hashes its own key, so no layout, split or manual region changes them; nothing is communicated.
@@ -320,9 +320,9 @@ def dropout(plan: Plan, x_BTD, rate: float, inputs, site):
     if rate == 0.0 or inputs.dropout_key is None:
         return x_BTD
     key = jax.random.fold_in(inputs.dropout_key, site)
-    index_BT = plan.layout.act(inputs.index_BT, "batch", "residual_seq")
+    index_BT = ex.layout.act(inputs.index_BT, "batch", "residual_seq")
     token = jax.vmap(lambda s, row: jax.vmap(lambda t: jax.random.fold_in(jax.random.fold_in(key, s), t))(row))
     keys_BT = token(inputs.sequence_B, index_BT)
     bits = jax.vmap(jax.vmap(lambda k: jax.random.bits(k, x_BTD.shape[-1:], jnp.uint32)))(keys_BT)
-    bits = plan.layout.act(bits, "batch", "residual_seq", None)
+    bits = ex.layout.act(bits, "batch", "residual_seq", None)
     return jnp.where(bits >= jnp.uint32(rate * 2**32), x_BTD / jnp.asarray(1 - rate, x_BTD.dtype), 0)

@@ -13,27 +13,26 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.layout.mesh import psum
-from meshtrain.model.layers import Plan, gathered
-
-NO_TARGET = -1
+from meshtrain.model.layers import Execution, gathered
+from meshtrain.names import NO_TARGET
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
-def loss_sums(plan: Plan, axes, vocab_size: int, z_loss: float, chunk: int, x_BTD, w, targets_BT):
+def loss_sums(ex: Execution, axes, vocab_size: int, z_loss: float, chunk: int, x_BTD, w, targets_BT):
     """(objective, nll), float32 sums over all tokens with a target: objective = nll + z_loss · Σ lse².
 
     x_BTD: normed output of the last layer, split as the residual stream. w: [D, V] or, tied, [V, D] with logical
     `axes`; ids from vocab_size up are padding and get no probability. chunk: tokens per chunk and batch shard.
     The gradient of nll is not defined apart from the objective's: take it as a metric.
     """
-    return _run(plan, axes, vocab_size, z_loss, chunk, x_BTD, w, targets_BT, with_grads=False)[0]
+    return _run(ex, axes, vocab_size, z_loss, chunk, x_BTD, w, targets_BT, with_grads=False)[0]
 
 
-def _forward(plan, axes, vocab_size, z_loss, chunk, x_BTD, w, targets_BT):
-    return _run(plan, axes, vocab_size, z_loss, chunk, x_BTD, w, targets_BT, with_grads=True)
+def _forward(ex, axes, vocab_size, z_loss, chunk, x_BTD, w, targets_BT):
+    return _run(ex, axes, vocab_size, z_loss, chunk, x_BTD, w, targets_BT, with_grads=True)
 
 
-def _backward(plan, axes, vocab_size, z_loss, chunk, saved, cotangents):
+def _backward(ex, axes, vocab_size, z_loss, chunk, saved, cotangents):
     dx_BTD, dw = saved
     scale = cotangents[0]
     return (dx_BTD * scale).astype(dx_BTD.dtype), dw * scale, None
@@ -42,10 +41,10 @@ def _backward(plan, axes, vocab_size, z_loss, chunk, saved, cotangents):
 loss_sums.defvjp(_forward, _backward)
 
 
-def _run(plan, axes, vocab_size, z_loss, chunk, x_BTD, w, targets_BT, with_grads):
-    layout, f32 = plan.layout, jnp.float32
+def _run(ex, axes, vocab_size, z_loss, chunk, x_BTD, w, targets_BT, with_grads):
+    layout, f32 = ex.layout, jnp.float32
     letters = "DV" if axes == ("embed", "vocab") else "VD"
-    full = gathered(plan, w, axes)                       # once per microbatch, bf16
+    full = gathered(ex, w, axes)                       # once per microbatch, bf16
     seq = layout.mesh_axes("activations", "seq")
     shards = layout.batch_axes + seq                     # tokens are independent here: a share of a sequence is a shard, too
     pieces = tuple(a for a in layout.mesh_axes("activations", "residual_seq") if a not in seq)
@@ -86,7 +85,7 @@ def _run(plan, axes, vocab_size, z_loss, chunk, x_BTD, w, targets_BT, with_grads
         if with_grads:
             p = jnp.exp(logits - lse[..., None])
             dl = has[..., None] * (p * (1 + 2 * z_loss * lse)[..., None] - hit_V.astype(f32))
-            dl = pin(dl.astype(plan.dtype), shards or None, None, None, vocab)
+            dl = pin(dl.astype(ex.dtype), shards or None, None, None, vocab)
             dx_c = jnp.einsum(f"nrsV,{letters}->nrsD", dl, full)
             dx_c = psum(dx_c, manual) if manual else dx_c
             dx_c = pin(dx_c, *lead)

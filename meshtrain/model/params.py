@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-ROLES = ("matrix", "embedding", "head", "norm", "bias")
+from meshtrain.names import LAYERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ParamInfo:
         """(input dims, output dims) of a matrix, the layers dim in neither; None for anything else."""
         if self.role != "matrix":
             return None
-        first = 1 if self.axes[0] == "layers" else 0
+        first = 1 if self.axes[0] == LAYERS else 0
         split = first + self.fan_in_dims
         return tuple(range(first, split)), tuple(range(split, len(self.shape)))
 
@@ -77,7 +77,7 @@ class Module:
 
 def infos(module: Module, prefix: tuple[str, ...] = (), num_layers: int | None = None) -> list[ParamInfo]:
     """The parameters of a module; with num_layers they are stacked, a leading dim on the logical axis 'layers'."""
-    lead, lead_axes = ((num_layers,), ("layers",)) if num_layers else ((), ())
+    lead, lead_axes = ((num_layers,), (LAYERS,)) if num_layers else ((), ())
     rows = []
     for path, variable in module.infos.items():
         meta = variable.get_metadata()

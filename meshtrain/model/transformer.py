@@ -1,8 +1,8 @@
 """The decoder: tokens -> embedding -> a scan over stacked layers -> norm -> head and loss.
 
 Llama-like by default, GPT-2-like by the same fields of `[model]`. Parameters are one nested dict:
-{"embedding", "position"?, "layers": stacked [L, …], "final_norm", "head"?}; nothing here depends on the layout of the
-run except through `plan.layout`, and initialization depends on the seed alone.
+{"embedding", "position"?, LAYERS: stacked [L, …], "final_norm", "head"?}; nothing here depends on the layout of the
+run except through `ex.layout`, and initialization depends on the seed alone.
 """
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from flax import nnx
 
 from meshtrain.layout.rules import Tensor
 from meshtrain.model import params
-from meshtrain.model.layers import Embedding, Layer, Linear, Norm, Plan, dropout, rope_angles
+from meshtrain.model.layers import Embedding, Layer, Linear, Norm, Execution, dropout, rope_angles
 from meshtrain.model.loss import loss_sums
+from meshtrain.names import LAYERS
 
 VOCAB_MULTIPLE = 256
 
@@ -55,16 +56,16 @@ class Transformer:
     ends: params.Module
     layer: params.Module
 
-    def table(self) -> list[params.ParamInfo]:
+    def parameters(self) -> list[params.ParamInfo]:
         """Every parameter, in the order of the tree's leaves."""
-        rows = params.infos(self.ends) + params.infos(self.layer, ("layers",), self.cfg.num_layers)
+        rows = params.infos(self.ends) + params.infos(self.layer, (LAYERS,), self.cfg.num_layers)
         return sorted(rows, key=lambda info: info.path)
 
     def init(self, key: jax.Array):
         """The parameters of seed `key`, float32 or [model].param_dtype."""
         ends_key, layers_key = jax.random.split(key)
         stacked = jax.vmap(self.layer.init)(jax.random.split(layers_key, self.cfg.num_layers))
-        return {**self.ends.init(ends_key), "layers": stacked}
+        return {**self.ends.init(ends_key), LAYERS: stacked}
 
     # The parts that a pipeline puts together itself; p in embed and head_loss needs no "layers".
 
@@ -72,52 +73,52 @@ class Transformer:
         rope = rope_angles(self.cfg, batch["positions"]) if self.cfg.position == "rope" else None
         return Inputs(batch["segments"], batch["index"], batch["sequence"], rope, dropout_key)
 
-    def embed(self, plan: Plan, p, batch, dropout_key=None):
+    def embed(self, ex: Execution, p, batch, dropout_key=None):
         """The residual stream before the first layer [B, T, D]."""
         ends = self._ends(p)
-        x_BTD = ends.embedding(plan, batch["tokens"])
+        x_BTD = ends.embedding(ex, batch["tokens"])
         if self.cfg.position == "learned":
-            x_BTD = x_BTD + ends.position(plan, batch["positions"])
-        return dropout(plan, x_BTD, self.cfg.embedding_dropout, self.inputs(batch, dropout_key), 2 * self.cfg.num_layers)
+            x_BTD = x_BTD + ends.position(ex, batch["positions"])
+        return dropout(ex, x_BTD, self.cfg.embedding_dropout, self.inputs(batch, dropout_key), 2 * self.cfg.num_layers)
 
-    def block(self, plan: Plan, weights, x_BTD, inputs: Inputs, index):
-        """Layer number `index` with these weights, a slice of p["layers"]; the backward keeps what plan.remat says."""
+    def block(self, ex: Execution, weights, x_BTD, inputs: Inputs, index):
+        """Layer number `index` with these weights, a slice of p[LAYERS]; the backward keeps what ex.remat says."""
         def layer(weights, x_BTD, inputs, index):
-            return self.layer.bind(weights)(plan, x_BTD, inputs, index)
-        return rematerialized(layer, plan)(weights, x_BTD, inputs, index)
+            return self.layer.bind(weights)(ex, x_BTD, inputs, index)
+        return rematerialized(layer, ex)(weights, x_BTD, inputs, index)
 
-    def head_loss(self, plan: Plan, p, x_BTD, targets_BT, *, z_loss: float = 0.0, chunk: int = 1024):
+    def head_loss(self, ex: Execution, p, x_BTD, targets_BT, *, z_loss: float = 0.0, chunk: int = 1024):
         """(objective, nll) from the output of the last layer, as `loss`."""
         axes, w = self._head(p)
-        x_BTD = self._normed(plan, p, x_BTD)
-        return loss_sums(plan, axes, self.cfg.vocab_size, z_loss, chunk, x_BTD, w, targets_BT)
+        x_BTD = self._normed(ex, p, x_BTD)
+        return loss_sums(ex, axes, self.cfg.vocab_size, z_loss, chunk, x_BTD, w, targets_BT)
 
-    def loss(self, plan: Plan, p, batch, *, z_loss: float = 0.0, chunk: int = 1024, dropout_key=None):
+    def loss(self, ex: Execution, p, batch, *, z_loss: float = 0.0, chunk: int = 1024, dropout_key=None):
         """(objective, nll), sums in nats over the tokens of `batch` that have a target. Divide by their count."""
-        x_BTD = self._through_layers(plan, p, batch, dropout_key)
-        return self.head_loss(plan, p, x_BTD, batch["targets"], z_loss=z_loss, chunk=chunk)
+        x_BTD = self._through_layers(ex, p, batch, dropout_key)
+        return self.head_loss(ex, p, x_BTD, batch["targets"], z_loss=z_loss, chunk=chunk)
 
-    def _through_layers(self, plan: Plan, p, batch, dropout_key=None):
+    def _through_layers(self, ex: Execution, p, batch, dropout_key=None):
         inputs = self.inputs(batch, dropout_key)
 
         def layer(x_BTD, scanned):
             weights, index = scanned
-            return self.block(plan, weights, x_BTD, inputs, index), None
-        x_BTD = self.embed(plan, p, batch, dropout_key)
-        return jax.lax.scan(layer, x_BTD, (p["layers"], jnp.arange(self.cfg.num_layers)))[0]
+            return self.block(ex, weights, x_BTD, inputs, index), None
+        x_BTD = self.embed(ex, p, batch, dropout_key)
+        return jax.lax.scan(layer, x_BTD, (p[LAYERS], jnp.arange(self.cfg.num_layers)))[0]
 
-    def _normed(self, plan: Plan, p, x_BTD):
-        x_BTD = self._ends(p).final_norm(plan, x_BTD)
-        return plan.layout.act(x_BTD, "batch", "residual_seq", None)
+    def _normed(self, ex: Execution, p, x_BTD):
+        x_BTD = self._ends(p).final_norm(ex, x_BTD)
+        return ex.layout.act(x_BTD, "batch", "residual_seq", None)
 
     def _ends(self, p) -> Ends:
-        return self.ends.bind({k: v for k, v in p.items() if k != "layers"})
+        return self.ends.bind({k: v for k, v in p.items() if k != LAYERS})
 
-    def logits(self, plan: Plan, p, batch, at):
+    def logits(self, ex: Execution, p, batch, at):
         """float32 logits [B, V] of the next token after position `at` of every sequence; padding removed."""
         axes, w = self._head(p)
-        x_BTD = self._normed(plan, p, self._through_layers(plan, p, batch))
-        x_BTD = plan.layout.act(x_BTD, "batch", "seq", None)
+        x_BTD = self._normed(ex, p, self._through_layers(ex, p, batch))
+        x_BTD = ex.layout.act(x_BTD, "batch", "seq", None)
         x_BD = jax.lax.dynamic_index_in_dim(x_BTD, at, 1, keepdims=False)
         eq = "BD,DV->BV" if axes == ("embed", "vocab") else "BD,VD->BV"
         return jnp.einsum(eq, x_BD.astype(jnp.float32), w.astype(jnp.float32))[:, :self.cfg.vocab_size]
@@ -142,17 +143,17 @@ def build(cfg) -> Transformer:
     return Transformer(cfg, params.Module(lambda rngs: Ends(cfg, rngs)), params.Module(lambda rngs: Layer(cfg, rngs)))
 
 
-def rematerialized(layer, plan: Plan):
+def rematerialized(layer, ex: Execution):
     """none: every intermediate is kept; selective: matmul outputs and attention's o and lse; full: only the input.
 
     Where sequences are split over devices, full keeps o and lse, too (B·T·N·H): the backward never runs a ring again.
     """
     policies = jax.checkpoint_policies
-    if plan.remat == "none":
+    if ex.remat == "none":
         return layer
     attention = policies.save_only_these_names("attention_o", "attention_lse")
-    keep = attention if plan.layout.sizes["context"] > 1 else None
-    if plan.remat == "selective":
+    keep = attention if ex.layout.sizes["context"] > 1 else None
+    if ex.remat == "selective":
         # Dots with a batch dim are attention's scores, which nobody wants to keep; the weight gathers are no dots.
         keep = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attention)
     return jax.checkpoint(layer, policy=keep, prevent_cse=False)   # inside scan nothing can be merged across it

@@ -1,7 +1,7 @@
-"""One executor for every table of the phase family: a whole pipelined step inside one `shard_map`.
+"""One executor for every schedule of the phase family: a whole pipelined step inside one `shard_map`.
 
 In a tick all stages do the same slots in the same order (receive, embedding, F, send, loss, B, W), each on the
-microbatch and the buffer slots that the table gives it; a stage that has nothing to do works masked, so no control flow
+microbatch and the buffer slots that the schedule gives it; a stage that has nothing to do works masked, so no control flow
 differs between devices and collectives may stand anywhere. Ticks with the same slots are one scan. The executor makes
 the gradients itself: jax never differentiates through it. It is given the model as four functions and knows none of it.
 Manual are `stage` and the axes over which gradients are summed once, after the step; whatever else is automatic.
@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshtrain.layout.mesh import psum
 from meshtrain.parallel import schedules, split
-from meshtrain.parallel.schedules import Run, Table
+from meshtrain.parallel.schedules import Phase, Schedule
 from meshtrain.parallel.split import put, take
 
 STAGE = "stage"
@@ -45,22 +45,22 @@ class Model:
     head: Callable
 
 
-def gradients(table: Table, model: Model, mesh, once, ws, ends, batch, extra, *, ends_specs, batch_specs):
+def gradients(schedule: Schedule, model: Model, mesh, once, ws, ends, batch, extra, *, ends_specs, batch_specs):
     """(metric [R], gradients of ws [R, V, P, n, …], gradients of ends [R, …]), float32 and unsummed over replicas.
 
     R = product of the sizes of `once`, the axes over which the batch is split and the caller sums; the leading dim lies
     on them. ws: layers [V, P, n, …], dim 1 over stage; layer (v, s, i) has the number (v·P + s)·n + i. batch: [M, R, …].
     extra: replicated. ends_specs, batch_specs: how these are split over `stage` and `once`, PartitionSpecs by leaf.
     """
-    execute = partial(_execute, table, model, ordered(mesh), True)
+    execute = partial(_execute, schedule, model, ordered(mesh), True)
     return over_stages(execute, True, mesh, once, ws, ends, batch, extra, ends_specs, batch_specs)
 
 
 def evaluate(model: Model, mesh, once, ws, ends, batch, extra, *, ends_specs, batch_specs):
-    """The metric [R] of `gradients` alone, by the forward ticks of GPipe's table: ws [1, P, n, …], nothing is kept."""
+    """The metric [R] of `gradients` alone, by the forward ticks of GPipe's schedule: ws [1, P, n, …], nothing is kept."""
     microbatches, stages = jax.tree.leaves(batch)[0].shape[0], jax.tree.leaves(ws)[0].shape[1]
-    table = schedules.make("gpipe", stages, microbatches)
-    execute = partial(_execute, table, model, ordered(mesh), False)
+    schedule = schedules.make("gpipe", stages, microbatches)
+    execute = partial(_execute, schedule, model, ordered(mesh), False)
     return over_stages(execute, False, mesh, once, ws, ends, batch, extra, ends_specs, batch_specs)[0]
 
 
@@ -92,10 +92,10 @@ class Part(NamedTuple):
     named: Callable              # a row -> {name: value}
 
 
-def part_of(table: Table, model: Model, differentiate: bool, stage, ws, ends, batch, extra) -> Part:
+def part_of(schedule: Schedule, model: Model, differentiate: bool, stage, ws, ends, batch, extra) -> Part:
     """For the arguments of an executor, inside its shard_map. Not differentiated: X and metric alone, and no `parts`."""
     stage = stage[0]
-    num_stages, num_chunks = table.num_stages, table.num_chunks
+    num_stages, num_chunks = schedule.num_stages, schedule.num_chunks
     depth = jax.tree.leaves(ws)[0].shape[2]
     flat = jax.tree.map(lambda a: a.reshape(num_chunks * depth, *a.shape[3:]), ws)      # [V, 1, n, …] -> [V·n, …]
     numbers = ((jnp.arange(num_chunks) * num_stages + stage)[:, None] * depth + jnp.arange(depth)).reshape(-1)
@@ -105,14 +105,14 @@ def part_of(table: Table, model: Model, differentiate: bool, stage, ws, ends, ba
     prepare = lambda i: model.prepare(microbatch(i), extra)
     x = jax.eval_shape(lambda: model.embed(ends, microbatch(0), extra))
     parts = split.stack(model.layer, flat, depth, x, jax.eval_shape(prepare, 0)) if differentiate else None
-    buffer = lambda avals, name: jax.tree.map(lambda a: jnp.zeros((table.slots[name], *a.shape), a.dtype), avals)
+    buffer = lambda avals, name: jax.tree.map(lambda a: jnp.zeros((schedule.slots[name], *a.shape), a.dtype), avals)
     zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), tree)
     carry = dict(X=buffer(x, "X"), metric=jnp.float32(0))
     if differentiate:
         carry |= dict(R=buffer(parts.r, "R"), Q=buffer(parts.q, "Q"), D=buffer(x, "D"), ws=zeros(flat), ends=zeros(ends))
-    if table.split:
+    if schedule.split:
         carry["Z"] = buffer(parts.z, "Z")
-    columns = dict(table.columns) | {name: np.tile(a[:, None], num_stages) for name, a in table.shared.items()}
+    columns = dict(schedule.columns) | {name: np.tile(a[:, None], num_stages) for name, a in schedule.shared.items()}
     columns["dx_in"] = np.roll(columns["dx_in"], 1, axis=0)           # the slot of what arrives one tick late
     rows = jnp.take(np.stack(list(columns.values()), axis=2), stage, axis=1)
     names = list(columns)
@@ -132,10 +132,10 @@ def unflattened(ws, num_chunks: int):
     return jax.tree.map(lambda a: a.reshape(1, num_chunks, 1, -1, *a.shape[1:]), ws)
 
 
-def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, stage, ws, ends, batch, extra):
-    part = part_of(table, model, differentiate, stage, ws, ends, batch, extra)
+def _execute(schedule: Schedule, model: Model, ordered: bool, differentiate: bool, stage, ws, ends, batch, extra):
+    part = part_of(schedule, model, differentiate, stage, ws, ends, batch, extra)
     weights, microbatch, prepare, x, parts, c, rows, row_of, named = part
-    num_stages, num_chunks = table.num_stages, table.num_chunks
+    num_stages, num_chunks = schedule.num_stages, schedule.num_chunks
     wait = after if ordered else lambda values, _: values
     order = lambda row, done, *names: row | wait({name: row[name] for name in names if name in row}, done)
 
@@ -166,7 +166,7 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
     def backward(c, row):
         kept = take(c["R"], row["B_r"]), take(c["Q"], row["B_q"])
         args = weights(row["B_chunk"]), row["B_e"], *kept, take(c["D"], row["B_d"])
-        if table.split:
+        if schedule.split:
             dx, z = parts.backward_input(*args)
             return c | dict(Z=put(c["Z"], row["B_z"], z)), dx
         dx, ws = parts.backward(*args, c["ws"], row["B_on"] > 0)
@@ -214,7 +214,7 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
             c, following = c | dict(X=put(c["X"], row["y_in"], arrived)), wait(following, arrived)
         return c | dict(row=row_of(following)), None
 
-    for run in _runs(table):
+    for run in _phases(schedule):
         if not differentiate and "B" in run.kinds:
             break
         if "B" in run.kinds and "dx" not in c:
@@ -226,19 +226,19 @@ def _execute(table: Table, model: Model, ordered: bool, differentiate: bool, sta
 
 
 @dataclasses.dataclass(frozen=True)
-class _Run(Run):
+class _Phase(Phase):
     """A scan, and how often the embedding is looked up and its gradient made in it, in the words of `loss`."""
     embed: str
     embed_grad: str
 
 
-def _runs(table: Table) -> list[_Run]:
+def _phases(schedule: Schedule) -> list[_Phase]:
     """An embedding costs little: where half of the ticks need it, and without chunks, all have it, masked, unconditioned."""
     def often(on):
-        few = table.num_chunks > 1 and on.mean() < 0.5
+        few = schedule.num_chunks > 1 and on.mean() < 0.5
         return "never" if not on.any() else "sometimes" if few else "always"
-    return [_Run(**dataclasses.asdict(run), **{name: often(table.shared[f"{name}_on"][run.start:run.stop])
-                                               for name in ("embed", "embed_grad")}) for run in table.runs()]
+    return [_Phase(**dataclasses.asdict(run), **{name: often(schedule.shared[f"{name}_on"][run.start:run.stop])
+                                               for name in ("embed", "embed_grad")}) for run in schedule.phases()]
 
 
 def _sometimes(how: str, on, then, otherwise):

@@ -1,4 +1,4 @@
-"""Is a pipeline table sound? Proved for every table before anything is compiled from it, whoever made it.
+"""Is a pipeline schedule sound? Proved for every schedule before anything is compiled from it, whoever made it.
 
 Five invariants; the last three replay the columns as the executor will, with names in place of arrays, and know nothing of
 how the slots were planned:
@@ -14,50 +14,50 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from meshtrain.parallel.schedules import B, F, KINDS, W, Table, needs
+from meshtrain.parallel.schedules import B, F, KINDS, W, Schedule, needs
 
 SHOWN = 5
 
 
-def check(table: Table) -> None:
-    """Raises: ValueError that names the broken invariants of the table, the first few places of each."""
-    broken = list(violations(table))
+def check(schedule: Schedule) -> None:
+    """Raises: ValueError that names the broken invariants of the schedule, the first few places of each."""
+    broken = list(violations(schedule))
     if broken:
         lines = [f"{invariant}: {what}" for invariant, what in broken[:SHOWN]]
         more = f"\n… and {len(broken) - SHOWN} more" if len(broken) > SHOWN else ""
-        raise ValueError(f"schedule {table.name} (p={table.num_stages}, m={table.num_microbatches}, v={table.num_chunks}) "
+        raise ValueError(f"schedule {schedule.name} (p={schedule.num_stages}, m={schedule.num_microbatches}, v={schedule.num_chunks}) "
                          f"cannot be executed:\n" + "\n".join(lines) + more)
 
 
-def violations(table: Table) -> Iterator[tuple[str, str]]:
-    """(invariant, what is wrong where), in the order of the invariants. A table that is not complete is judged no further."""
-    broken = list(_complete(table))
+def violations(schedule: Schedule) -> Iterator[tuple[str, str]]:
+    """(invariant, what is wrong where), in the order of the invariants. A schedule that is not complete is judged no further."""
+    broken = list(_complete(schedule))
     yield from broken
     if broken:
         return
-    yield from _order(table)
-    yield from _sends(table)
-    if table.family != "mpmd":
-        yield from _slots(table)
-    yield from _live(table)
+    yield from _order(schedule)
+    yield from _sends(schedule)
+    if schedule.family != "mpmd":
+        yield from _slots(schedule)
+    yield from _live(schedule)
 
 
-def _complete(table: Table) -> Iterator[tuple[str, str]]:
-    p, m, v, ops = table.num_stages, table.num_microbatches, table.num_chunks, table.ops
+def _complete(schedule: Schedule) -> Iterator[tuple[str, str]]:
+    p, m, v, ops = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks, schedule.ops
     on = ops[..., 0] >= 0
-    if table.family != "phase":
+    if schedule.family != "phase":
         for t, s in np.argwhere(on.sum(2) > 1):
-            yield "complete", f"tick {t}, stage {s} has several ops; the {table.family} family does one"
+            yield "complete", f"tick {t}, stage {s} has several ops; the {schedule.family} family does one"
     strange = on & ((ops[..., 0] >= m) | (ops[..., 1] < 0) | (ops[..., 1] >= v))
     for t, s, k in np.argwhere(strange):
         yield "complete", f"tick {t}, stage {s}: {KINDS[k]} of microbatch, chunk {ops[t, s, k].tolist()} does not exist"
     t, s, k = np.nonzero(on & ~strange)
     count = np.zeros((3, v * p, m), int)
     np.add.at(count, (k, ops[t, s, k, 1] * p + s, ops[t, s, k, 0]), 1)
-    expected = np.array([1, 1, int(table.split)])[:, None, None]
+    expected = np.array([1, 1, int(schedule.split)])[:, None, None]
     for k, g, i in np.argwhere(count != expected):
         yield "complete", f"{KINDS[k]} of virtual stage {g}, microbatch {i} is done {count[k, g, i]} times"
-    columns = table.columns
+    columns = schedule.columns
     for k, kind in enumerate(KINDS):
         wrong = columns[f"{kind}_on"] != on[..., k]
         for j, name in enumerate(("mb", "chunk")):
@@ -74,29 +74,29 @@ def _complete(table: Table) -> Iterator[tuple[str, str]]:
             yield "complete", f"tick {t}, stage {s}: {name}={columns[name][t, s]} does not say what ops says"
     for shared, flag, kind in (("embed", "F_first", F), ("loss", "loss_here", F), ("embed_grad", "B_first", B)):
         microbatch = np.where(flags[flag], ops[..., kind, 0], -1).max(1)
-        said = np.where(table.shared[f"{shared}_on"] > 0, table.shared[f"{shared}_mb"], -1)
+        said = np.where(schedule.shared[f"{shared}_on"] > 0, schedule.shared[f"{shared}_mb"], -1)
         for t, in np.argwhere(said != microbatch):
             yield "complete", f"tick {t}: {shared} of microbatch {said[t]} is shared, the stages do {microbatch[t]}"
 
 
-def _ticks(table: Table) -> dict[tuple[int, int, int], int]:
-    t, s, k = np.nonzero(table.ops[..., 0] >= 0)
-    i, chunk = table.ops[t, s, k].T
-    return dict(zip(zip(k.tolist(), (chunk * table.num_stages + s).tolist(), i.tolist()), t.tolist()))
+def _ticks(schedule: Schedule) -> dict[tuple[int, int, int], int]:
+    t, s, k = np.nonzero(schedule.ops[..., 0] >= 0)
+    i, chunk = schedule.ops[t, s, k].T
+    return dict(zip(zip(k.tolist(), (chunk * schedule.num_stages + s).tolist(), i.tolist()), t.tolist()))
 
 
-def _order(table: Table) -> Iterator[tuple[str, str]]:
-    ticks, p, num_virtual = _ticks(table), table.num_stages, table.num_stages * table.num_chunks
+def _order(schedule: Schedule) -> Iterator[tuple[str, str]]:
+    ticks, p, num_virtual = _ticks(schedule), schedule.num_stages, schedule.num_stages * schedule.num_chunks
     for (kind, g, i), t in ticks.items():
         for need in needs(kind, g, i, num_virtual):
-            same_tick = table.family == "phase" and need[1] == g      # F, loss, B, W follow each other inside a tick
+            same_tick = schedule.family == "phase" and need[1] == g      # F, loss, B, W follow each other inside a tick
             if ticks[need] >= t + same_tick:
                 yield "order", (f"{KINDS[kind]} of virtual stage {g}, microbatch {i} in tick {t} on stage {g % p} needs "
                                 f"{KINDS[need[0]]} of virtual stage {need[1]}, which is in tick {ticks[need]}")
 
 
-def _sends(table: Table) -> Iterator[tuple[str, str]]:
-    c = table.columns
+def _sends(schedule: Schedule) -> Iterator[tuple[str, str]]:
+    c = schedule.columns
     for name, made, what in (("y_out", (c["F_on"] > 0) & (c["loss_here"] == 0), "an output that F makes for the next stage"),
                              ("dx_out", (c["B_on"] > 0) & (c["B_first"] == 0), "a cotangent B makes for the stage before")):
         for t, s in np.argwhere((c[name] > 0) & ~made):
@@ -105,16 +105,16 @@ def _sends(table: Table) -> Iterator[tuple[str, str]]:
             yield "sends", f"tick {t}, stage {s} does not send ({name}) {what}"
 
 
-def _slots(table: Table) -> Iterator[tuple[str, str]]:
-    """Replays the table. A value is (buffer, virtual stage, microbatch); it stands in its slot with the reads it awaits."""
-    p = table.num_stages
-    c = {name: column.tolist() for name, column in table.columns.items()}
-    for name, column in table.columns.items():
+def _slots(schedule: Schedule) -> Iterator[tuple[str, str]]:
+    """Replays the schedule. A value is (buffer, virtual stage, microbatch); it stands in its slot with the reads it awaits."""
+    p = schedule.num_stages
+    c = {name: column.tolist() for name, column in schedule.columns.items()}
+    for name, column in schedule.columns.items():
         buffer = {"y_in": "X", "dx_in": "D"}.get(name, name.rpartition("_")[2].upper())
-        if buffer in table.slots and not (0 <= column.min() and column.max() < table.slots[buffer]):
-            yield "slots", f"column {name} points outside the {table.slots[buffer]} slots of {buffer}"
+        if buffer in schedule.slots and not (0 <= column.min() and column.max() < schedule.slots[buffer]):
+            yield "slots", f"column {name} points outside the {schedule.slots[buffer]} slots of {buffer}"
             return
-    held = [{buffer: [[None, 0] for _ in range(n)] for buffer, n in table.slots.items()} for _ in range(p)]
+    held = [{buffer: [[None, 0] for _ in range(n)] for buffer, n in schedule.slots.items()} for _ in range(p)]
     broken = []
 
     def write(t, s, buffer, slot, value, reads):
@@ -130,7 +130,7 @@ def _slots(table: Table) -> Iterator[tuple[str, str]]:
             broken.append(f"tick {t}, stage {s} reads {value} in {buffer}[{slot}], where {entry[0] or 'noise'} is")
         entry[1] = max(0, entry[1] - 1)
 
-    for t in range(table.num_ticks):
+    for t in range(schedule.num_ticks):
         made_y, made_dx = [None] * p, [None] * p
         for s in range(p):
             on = c["F_on"][t][s]
@@ -138,7 +138,7 @@ def _slots(table: Table) -> Iterator[tuple[str, str]]:
             if on and not c["F_first"][t][s]:
                 read(t, s, "X", c["F_x"][t][s], ("x", g, i))
             write(t, s, "R", c["F_r"][t][s], ("r", g, i) if on else None, on)
-            write(t, s, "Q", c["F_q"][t][s], ("q", g, i) if on else None, on * (1 + table.split))
+            write(t, s, "Q", c["F_q"][t][s], ("q", g, i) if on else None, on * (1 + schedule.split))
             loss = c["loss_here"][t][s]
             write(t, s, "D", c["loss_d"][t][s], ("d", g, i) if loss else None, loss)
             if c["y_out"][t][s]:
@@ -148,7 +148,7 @@ def _slots(table: Table) -> Iterator[tuple[str, str]]:
                 read(t, s, "R", c["B_r"][t][s], ("r", g, i))
                 read(t, s, "D", c["B_d"][t][s], ("d", g, i))
                 read(t, s, "Q", c["B_q"][t][s], ("q", g, i))
-            if table.split:
+            if schedule.split:
                 write(t, s, "Z", c["B_z"][t][s], ("z", g, i) if on else None, on)
             if c["dx_out"][t][s]:
                 made_dx[s] = ("d", g - 1, i)
@@ -171,10 +171,10 @@ def _slots(table: Table) -> Iterator[tuple[str, str]]:
                     yield "live", f"stage {s}: {value} in {buffer}[{slot}] is alive at the end"
 
 
-def _live(table: Table) -> Iterator[tuple[str, str]]:
-    born, gone = (np.cumsum(table.ops[:, :, kind, 0] >= 0, axis=0) for kind in (F, W if table.split else B))
+def _live(schedule: Schedule) -> Iterator[tuple[str, str]]:
+    born, gone = (np.cumsum(schedule.ops[:, :, kind, 0] >= 0, axis=0) for kind in (F, W if schedule.split else B))
     alive = born - np.concatenate([np.zeros_like(gone[:1]), gone[:-1]])      # the last backward op of a tick still counts
-    for t, s in np.argwhere(alive > table.peak):
-        yield "live", f"tick {t}, stage {s}: {alive[t, s]} pairs are alive, the declared peak is {table.peak[s]}"
+    for t, s in np.argwhere(alive > schedule.peak):
+        yield "live", f"tick {t}, stage {s}: {alive[t, s]} pairs are alive, the declared peak is {schedule.peak[s]}"
     for s in np.flatnonzero(born[-1] != gone[-1]):
         yield "live", f"stage {s}: {born[-1, s] - gone[-1, s]} pairs are alive at the end"

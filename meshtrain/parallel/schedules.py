@@ -1,6 +1,6 @@
 """Pipeline schedules as data: what every stage does to which microbatch in every tick, and which slot holds it.
 
-A generator makes a table, `schedule_check.check` proves it sound, `cost.simulate` prices it, and one executor interprets
+A generator makes a schedule, `schedule_check.check` proves it sound, `cost.simulate` prices it, and one executor interprets
 it; no schedule is control flow. Knows numpy only: no jax, no model, no devices.
 
 Legend: P stages, M microbatches, V chunks (pieces of the model on each stage), T ticks. Virtual stage g = chunk · P + stage
@@ -34,11 +34,11 @@ SPLIT = ("zero_bubble", "interleaved_zero_bubble", "zb_h1")
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class Phase:
     """Ticks start … stop−1, in which the same slots are executed: one scan.
 
     kinds: those of "FBW" that some stage does (in the switch family: all that occur). loss: "never", "always", or
-    "sometimes" in these ticks; then `Table.shared["loss_on"]` tells, equal on all stages, so a `cond` does not diverge.
+    "sometimes" in these ticks; then `Schedule.shared["loss_on"]` tells, equal on all stages, so a `cond` does not diverge.
     """
     start: int
     stop: int
@@ -47,7 +47,7 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Table:
+class Schedule:
     """A schedule, complete: an executor needs nothing else.
 
     ops [T, P, 3, 2]: (microbatch, chunk) of F, B, W, or −1: idle. From it follow the columns and slots.
@@ -108,25 +108,25 @@ class Table:
         ticks = on.any(1) if self.family == "phase" else on.sum(0).max(0)[None]
         return dict(zip(KINDS, ticks.sum(0).tolist())) | {"loss": int(self.shared["loss_on"].sum())}
 
-    def runs(self) -> list[Run]:
+    def phases(self) -> list[Phase]:
         """The ticks in order, grouped into scans. A loss that fills one unbroken part of a run makes that part a run.
 
         Every scan is compiled for itself. A condition around W would save one, but XLA copies what goes through: on GPUs
         a stage's float32 gradients, twice a tick.
         """
         if self.family != "phase":
-            return [Run(0, self.num_ticks, "FBW" if self.split else "FB", "sometimes")]
+            return [Phase(0, self.num_ticks, "FBW" if self.split else "FB", "sometimes")]
         active = (self.ops[..., 0] >= 0).any(1)
         loss = self.shared["loss_on"]
-        runs = []
+        found = []
         for start, stop in _equal_parts(active):
             kinds = "".join(k for k, on in zip(KINDS, active[start]) if on)
             parts = _equal_parts(loss[start:stop])
             if len(parts) <= 3 and sum(loss[start + a] for a, _ in parts) <= 1:
-                runs += [Run(start + a, start + b, kinds, "always" if loss[start + a] else "never") for a, b in parts]
+                found += [Phase(start + a, start + b, kinds, "always" if loss[start + a] else "never") for a, b in parts]
             else:
-                runs.append(Run(start, stop, kinds, "sometimes"))
-        return runs
+                found.append(Phase(start, stop, kinds, "sometimes"))
+        return found
 
 
 def _equal_parts(rows: np.ndarray) -> list[tuple[int, int]]:
@@ -140,7 +140,7 @@ def _equal_parts(rows: np.ndarray) -> list[tuple[int, int]]:
 
 
 def problems(name: str, p: int, m: int, v: int = 1) -> list[str]:
-    """What stands against this schedule, in the words of the run file; empty = there is a table."""
+    """What stands against this schedule, in the words of the run file; empty = there is a schedule."""
     faults = []
     if name not in NAMES:
         faults.append(f'pipeline.schedule="{name}" is unknown; use one of {", ".join(NAMES)}')
@@ -160,8 +160,8 @@ def problems(name: str, p: int, m: int, v: int = 1) -> list[str]:
     return faults
 
 
-def make(name: str, p: int, m: int, v: int = 1) -> Table:
-    """The table that `pipeline.schedule` = name means, for p stages, m microbatches and v chunks.
+def make(name: str, p: int, m: int, v: int = 1) -> Schedule:
+    """The schedule that `pipeline.schedule` = name means, for p stages, m microbatches and v chunks.
 
     Raises: ValueError with the value, the rule and the remedy where there is none.
     """
@@ -170,12 +170,12 @@ def make(name: str, p: int, m: int, v: int = 1) -> Table:
         raise ValueError("\n".join(faults))
     split = name in SPLIT
     if name == "zb_h1":
-        return _table(name, "switch", p, m, v, split, _as_soon_as_possible(_zero_bubble_orders(p, m, 1), p, m, 1))
+        return _schedule(name, "switch", p, m, v, split, _as_soon_as_possible(_zero_bubble_orders(p, m, 1), p, m, 1))
     first_b = m + p - 1 if name == "gpipe" else v * p - 1
-    return _table(name, "phase", p, m, v, split, _phases(p, m, v, split, first_b))
+    return _schedule(name, "phase", p, m, v, split, _phases(p, m, v, split, first_b))
 
 
-def megatron(name: str, p: int, m: int, v: int = 1) -> Table:
+def megatron(name: str, p: int, m: int, v: int = 1) -> Schedule:
     """Megatron-LM's own order of this schedule, for the simulator: family "mpmd", one op per stage and tick, no slots.
 
     Raises: ValueError as `make`.
@@ -188,7 +188,7 @@ def megatron(name: str, p: int, m: int, v: int = 1) -> Table:
         orders = [[(F, i, 0) for i in range(m)] + [(B, i, 0) for i in range(m)]] * p
     else:
         orders = _zero_bubble_orders(p, m, v) if split else _one_f_one_b_orders(p, m, v)
-    return _table(name, "mpmd", p, m, v, split, _as_soon_as_possible(orders, p, m, v))
+    return _schedule(name, "mpmd", p, m, v, split, _as_soon_as_possible(orders, p, m, v))
 
 
 def _phases(p: int, m: int, v: int, split: bool, first_b: int) -> np.ndarray:
@@ -271,7 +271,7 @@ def needs(kind: int, g: int, microbatch: int, num_virtual: int) -> list[tuple[in
 # ---- slots -----------------------------------------------------------------------------------------------------------
 
 
-def _table(name: str, family: str, p: int, m: int, v: int, split: bool, ops: np.ndarray) -> Table:
+def _schedule(name: str, family: str, p: int, m: int, v: int, split: bool, ops: np.ndarray) -> Schedule:
     """Ops with everything that follows from them."""
     tick = _ticks(ops, p, m, v)
     last = tick[W if split else B]
@@ -286,7 +286,7 @@ def _table(name: str, family: str, p: int, m: int, v: int, split: bool, ops: np.
     if family != "mpmd":
         slot_columns, slots = _slots(ops, tick, p, m, v, split)
         columns |= slot_columns
-    return Table(name, family, p, m, v, split, ops, peak, columns, shared, slots)
+    return Schedule(name, family, p, m, v, split, ops, peak, columns, shared, slots)
 
 
 def _ticks(ops: np.ndarray, p: int, m: int, v: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The executor for tables of the switch family (experimental): in a tick every stage does one op, F, B or W, in a branch of
+"""The executor for schedules of the switch family (experimental): in a tick every stage does one op, F, B or W, in a branch of
 its own, so that true ZB-H1 order runs inside one program and a stage without work does none.
 
 Devices take different branches, hence three rules. No collective over `stage` and no permute may stand in a branch: a
@@ -17,19 +17,19 @@ from jax import lax
 
 from meshtrain.parallel import split
 from meshtrain.parallel.pipeline import STAGE, Model, after, ordered, over_stages, part_of, unflattened
-from meshtrain.parallel.schedules import Table
+from meshtrain.parallel.schedules import Schedule
 from meshtrain.parallel.split import put, take
 
 
-def gradients(table: Table, model: Model, mesh, once, ws, ends, batch, extra, *, ends_specs, batch_specs):
-    """As `pipeline.gradients`, for tables of the switch family; `ends` are whole, the same on all stages."""
-    execute = partial(_execute, table, model, ordered(mesh))
+def gradients(schedule: Schedule, model: Model, mesh, once, ws, ends, batch, extra, *, ends_specs, batch_specs):
+    """As `pipeline.gradients`, for schedules of the switch family; `ends` are whole, the same on all stages."""
+    execute = partial(_execute, schedule, model, ordered(mesh))
     return over_stages(execute, True, mesh, once, ws, ends, batch, extra, ends_specs, batch_specs)
 
 
-def _execute(table: Table, model: Model, in_order: bool, stage, ws, ends, batch, extra):
-    weights, microbatch, prepare, x, parts, c, rows, row_of, named = part_of(table, model, True, stage, ws, ends, batch, extra)
-    num_stages, w = table.num_stages, weights(0)                       # the family has one chunk
+def _execute(schedule: Schedule, model: Model, in_order: bool, stage, ws, ends, batch, extra):
+    weights, microbatch, prepare, x, parts, c, rows, row_of, named = part_of(schedule, model, True, stage, ws, ends, batch, extra)
+    num_stages, w = schedule.num_stages, weights(0)                       # the family has one chunk
     wait = after if in_order else lambda values, _: values
     zeros = lambda avals: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), avals)
     nothing = dict(y=zeros(x), dx=zeros(x), dy=zeros(x), R=zeros(parts.r), Q=zeros(parts.q), Z=zeros(parts.z))

@@ -1,1 +1,1 @@
-"""When: step, loop, state, optimizer, data, checkpoint, metrics."""
+"""The step: gradients, update, optimizers, state."""

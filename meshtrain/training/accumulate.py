@@ -9,6 +9,7 @@ Sources: arXiv:1910.02054 (ZeRO); of pipelines: `parallel.schedules`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,29 +18,29 @@ from jax.sharding import PartitionSpec as P
 from meshtrain.layout import rules
 from meshtrain.layout.rules import Layout
 from meshtrain.model import params
-from meshtrain.model.layers import Plan
-from meshtrain.model.loss import NO_TARGET
+from meshtrain.model.layers import Execution
 from meshtrain.model.transformer import Transformer
+from meshtrain.names import LAYERS, MATMUL_ROLES, NO_TARGET
 from meshtrain.parallel import pipeline, split, switch
 from meshtrain.training.state import StateSpec
 
 FIELDS = {"tokens": 1, "targets": 1, "segments": 1, "positions": 1, "index": 1, "sequence": 0}  # dims after [batch]
 
 
-def scanned(run, model: Transformer, layout: Layout, plan: Plan, spec: StateSpec, once: tuple[str, ...]):
+def scanned(run, model: Transformer, layout: Layout, ex: Execution, spec: StateSpec, once: tuple[str, ...]):
     """(`gradients`, `evaluate`), microbatch after microbatch.
 
     gradients: (params, batch, dropout key) -> (grads placed as [optimizer], loss, count). evaluate: (params, batch) ->
-    nll sum. once: batch axes over which gradients are reduced once per step; `plan` hides them from the model.
+    nll sum. once: batch axes over which gradients are reduced once per step; `ex` hides them from the model.
     """
-    training, inner, replicas = run.training, plan.layout, layout.ways(once)
+    training, inner, replicas = run.training, ex.layout, layout.ways(once)
 
     def replicated(f):
         """f(params, microbatch) over a leading replica axis that lies on the `once` mesh axes."""
         return jax.vmap(f, in_axes=(None, 0), spmd_axis_name=once) if once else _single(f)
 
     def objective(p, microbatch, count, key):
-        total, nll = model.loss(plan, p, microbatch, z_loss=training.z_loss, chunk=training.loss_chunk, dropout_key=key)
+        total, nll = model.loss(ex, p, microbatch, z_loss=training.z_loss, chunk=training.loss_chunk, dropout_key=key)
         return total / count, nll
 
     def pin(grads):
@@ -70,30 +71,30 @@ def scanned(run, model: Transformer, layout: Layout, plan: Plan, spec: StateSpec
     def evaluate(p, batch):
         def add(carry, microbatch):
             def nll(p, b):
-                return model.loss(plan, p, b, chunk=training.loss_chunk)[1]
+                return model.loss(ex, p, b, chunk=training.loss_chunk)[1]
             return carry + replicated(nll)(p, microbatch).sum(), None
         return jax.lax.scan(add, jnp.float32(0), batch)[0]
 
     return gradients, evaluate
 
 
-def pipelined(run, model: Transformer, layout: Layout, mesh, plan: Plan, spec: StateSpec, once, batch, table):
+def pipelined(run, model: Transformer, layout: Layout, mesh, ex: Execution, spec: StateSpec, once, batch, schedule):
     """(`gradients`, `evaluate`) as those of `scanned`, through the pipeline; evaluation without chunks, whatever the schedule."""
-    training, num_stages, num_layers = run.training, table.num_stages, run.model.num_layers
-    matrices = params.tree(model.table(), lambda info: info.role in ("matrix", "embedding", "head"))
-    staged = lambda axes: (None, "layers", None, *axes[1:])           # [L, …] as [V, P, n, …], filled up with zeros
+    training, num_stages, num_layers = run.training, schedule.num_stages, run.model.num_layers
+    matrices = params.tree(model.parameters(), lambda info: info.role in MATMUL_ROLES)
+    staged = lambda axes: (None, LAYERS, None, *axes[1:])           # [L, …] as [V, P, n, …], filled up with zeros
     each = functools.partial(jax.tree.map, is_leaf=rules.is_axes)
-    without_layers = lambda tree: {k: v for k, v in tree.items() if k != "layers"}
-    ends_axes, layers_axes = without_layers(spec.axes), spec.axes["layers"]
+    without_layers = lambda tree: {k: v for k, v in tree.items() if k != LAYERS}
+    ends_axes, layers_axes = without_layers(spec.axes), spec.axes[LAYERS]
     others = tuple(a for a in layout.sizes if a != pipeline.STAGE)
     specs = dict(ends_specs=each(lambda axes: layout.spec("params", axes, drop=others), ends_axes),
                  batch_specs={name: abstract.sharding.spec for name, abstract in batch.items()})
     summed = once + layout.mesh_axes("activations", "seq")            # a share of a sequence has gradients of its own, too
 
-    def gathered(p, num_chunks: int):
+    def into_loop(p, num_chunks: int):
         """(layers, ends): gathered once per step, in the compute dtype; inside the loop stands a full stage of them."""
         def cast(axes, w, matrix):
-            return layout.constrain("params", w.astype(plan.dtype) if matrix else w, axes)
+            return layout.constrain("params", w.astype(ex.dtype) if matrix else w, axes)
 
         def into_stages(axes, w):
             depth = -(-num_layers // (num_stages * num_chunks))
@@ -103,7 +104,7 @@ def pipelined(run, model: Transformer, layout: Layout, mesh, plan: Plan, spec: S
 
         p = each(cast, spec.axes, p, matrices)
         ends = each(lambda axes, w: layout.constrain("params", w, axes, drop=layout.gathered_axes), ends_axes, without_layers(p))
-        return each(into_stages, layers_axes, p["layers"]), ends
+        return each(into_stages, layers_axes, p[LAYERS]), ends
 
     def out_of_stages(axes, g):
         g = _reduce(layout, summed, staged(axes), g)
@@ -111,30 +112,30 @@ def pipelined(run, model: Transformer, layout: Layout, mesh, plan: Plan, spec: S
 
     def layer(weights, x, numbered):
         number, inputs = numbered
-        y = model.block(plan, weights, x, inputs, number)
-        return jnp.where(number < num_layers, y, x) if num_layers % (num_stages * table.num_chunks) else y
+        y = model.block(ex, weights, x, inputs, number)
+        return jnp.where(number < num_layers, y, x) if num_layers % (num_stages * schedule.num_chunks) else y
 
     def head(ends, x, microbatch, extra):
-        total, nll = model.head_loss(plan, ends, x, microbatch["targets"], z_loss=training.z_loss, chunk=training.loss_chunk)
+        total, nll = model.head_loss(ex, ends, x, microbatch["targets"], z_loss=training.z_loss, chunk=training.loss_chunk)
         return total / extra["count"], nll
 
     parts = pipeline.Model(
         prepare=lambda microbatch, extra: model.inputs(microbatch, extra.get("key")),
-        embed=lambda ends, microbatch, extra: model.embed(plan, ends, microbatch, extra.get("key")),
+        embed=lambda ends, microbatch, extra: model.embed(ex, ends, microbatch, extra.get("key")),
         layer=layer, head=head)
 
     def gradients(p, batch, key):
         count = jnp.maximum(jnp.sum(batch["targets"] != NO_TARGET), 1).astype(jnp.float32)
         extra = {"count": count} | ({} if key is None else {"key": key})
-        executor = switch if table.family == "switch" else pipeline
-        nll, ws, ends = executor.gradients(table, parts, mesh, summed, *gathered(p, table.num_chunks), batch, extra, **specs)
+        executor = switch if schedule.family == "switch" else pipeline
+        nll, ws, ends = executor.gradients(schedule, parts, mesh, summed, *into_loop(p, schedule.num_chunks), batch, extra, **specs)
         grads = each(lambda axes, g: _reduce(layout, summed, axes, g), ends_axes, ends)
-        grads["layers"] = each(out_of_stages, layers_axes, ws)
+        grads[LAYERS] = each(out_of_stages, layers_axes, ws)
         return grads, nll.sum() / count, count
 
     def evaluate(p, batch):
         extra = {"count": jnp.float32(1)}
-        return pipeline.evaluate(parts, mesh, summed, *gathered(p, 1), batch, extra, **specs).sum()
+        return pipeline.evaluate(parts, mesh, summed, *into_loop(p, 1), batch, extra, **specs).sum()
 
     return gradients, evaluate
 
@@ -145,19 +146,19 @@ def layer_parts(run, model: Transformer, layout: Layout, mesh, attend: Callable)
     Traced, not compiled; the mesh may be abstract. Shapes are one device's, but whole over tensor, which XLA splits.
     """
     dtype, once, seq = jnp.dtype(run.model.compute_dtype), layout.batch_axes, layout.mesh_axes("activations", "seq")
-    plan = Plan(layout.hide(once), dtype, attend, run.training.remat)
+    ex = Execution(layout.hide(once), dtype, attend, run.training.remat)
     sequences = run.data.global_batch // run.training.microbatches // layout.ways(once)
     sizes = (sequences, run.data.seq_len // layout.ways(seq))
     x = jax.ShapeDtypeStruct((*sizes, run.model.embed_dim), dtype)
-    weights = params.tree(model.table(), lambda info: jax.ShapeDtypeStruct(
-        info.shape[1:], dtype if info.role == "matrix" else info.dtype))["layers"]
+    weights = params.tree(model.parameters(), lambda info: jax.ShapeDtypeStruct(
+        info.shape[1:], dtype if info.role == "matrix" else info.dtype))[LAYERS]
     parts = None
 
     def trace():
         nonlocal parts
         key = jax.random.key(0) if drops(run) else None
         inputs = model.inputs({name: jnp.zeros(sizes[:1 + dims], jnp.int32) for name, dims in FIELDS.items()}, key)
-        parts = split.layer(lambda w, x, e: model.block(plan, w, x, e[1], e[0]), weights, x, (jnp.int32(0), inputs))
+        parts = split.layer(lambda w, x, e: model.block(ex, w, x, e[1], e[0]), weights, x, (jnp.int32(0), inputs))
         return jnp.int32(0)
 
     with jax.sharding.use_abstract_mesh(mesh):          # whatever mesh the caller has in force

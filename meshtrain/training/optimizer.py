@@ -18,10 +18,9 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
+from meshtrain.names import LAYERS, MATMUL_ROLES, ROLES
 from meshtrain.training import adafactor
 
-ROLES = ("matrix", "embedding", "head", "norm", "bias")
-DECAYED = ("matrix", "embedding", "head")
 NAMES = ("adamw", "lion", "adafactor", "muon")
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
@@ -32,7 +31,7 @@ MUON_RMS = 0.2  # AdamW's updates have this root mean square (arXiv:2502.16982, 
 def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any) -> optax.GradientTransformation:
     """The optimizer of a run of `steps` steps. All its state is float32, whatever the dtype of the parameters.
 
-    cfg: name, learning_rate, b1, b2, eps, weight_decay, and what `schedule` reads.
+    cfg: name, learning_rate, b1, b2, eps, weight_decay, and what `learning_rate_schedule` reads.
     roles: a tree like params, each leaf one of `ROLES`. `matrix`, `head` and `embedding` are decayed, `norm` and `bias`
         never: Megatron-LM, GPT-NeoX and nanoGPT decay everything with two dims, embeddings included (OLMo 2 leaves them out).
     matrix_dims: a tree like params, each leaf None or (input dims, output dims): indices into the stacked array, so [L,D,N,H]
@@ -44,17 +43,17 @@ def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any) -> optax.GradientT
     Raises: ValueError for an unknown name or role, or a `matrix` without its dims, which muon would leave to Adam in silence.
     """
     _check(cfg, roles, matrix_dims)
-    decayed = jax.tree.map(lambda role: role in DECAYED, roles)
+    decayed = jax.tree.map(lambda role: role in MATMUL_ROLES, roles)
     return _in_float32(
         optax.chain(
             _rule(cfg, roles, matrix_dims),
             optax.add_decayed_weights(cfg.weight_decay, decayed),
-            optax.scale_by_learning_rate(schedule(cfg, steps)),
+            optax.scale_by_learning_rate(learning_rate_schedule(cfg, steps)),
         )
     )
 
 
-def schedule(cfg: Any, steps: int) -> optax.Schedule:
+def learning_rate_schedule(cfg: Any, steps: int) -> optax.Schedule:
     """The learning rate as a function of the number of steps already taken (0 in the first step).
 
     cfg: learning_rate (the peak), schedule, warmup_steps, decay_steps, final_fraction.
@@ -151,7 +150,7 @@ def _adafactor_dims(path, leaf, role, dims):
         return adafactor.Dims(*(tuple(d) for d in dims))
     if role in ("embedding", "head"):
         return adafactor.Dims((0,), (1,))
-    stacked = path[0].key == "layers"
+    stacked = path[0].key == LAYERS
     return adafactor.Dims((), tuple(range(int(stacked), leaf.ndim)))
 
 

@@ -37,7 +37,7 @@ class StateSpec:
 
 def describe(model: Transformer, optimizer_cfg, steps: int, layout: Layout, mesh) -> StateSpec:
     """Params are placed by [params], the optimizer's leaves by [optimizer], whatever their shape."""
-    table = model.table()
+    table = model.parameters()
     axes = params.tree(table, lambda info: info.axes)
     tx = optimizer.build(optimizer_cfg, steps, params.tree(table, lambda info: info.role),
                          params.tree(table, lambda info: info.matrix_dims))

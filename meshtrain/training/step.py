@@ -17,12 +17,12 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain.layout import rules
 from meshtrain.layout.rules import Layout
-from meshtrain.model.layers import Plan
-from meshtrain.model.loss import NO_TARGET
+from meshtrain.model.layers import Execution
 from meshtrain.model.transformer import Transformer
+from meshtrain.names import NO_TARGET
 from meshtrain.parallel import schedules
 from meshtrain.training import accumulate
-from meshtrain.training.optimizer import schedule
+from meshtrain.training.optimizer import learning_rate_schedule
 from meshtrain.training.state import State, StateSpec
 
 # Options the step is compiled with, by platform. Each has its reason; nothing else is set.
@@ -51,11 +51,11 @@ class Program:
     initialize: Callable
     spec: StateSpec
     batch: dict                    # ShapeDtypeStructs with shardings, [microbatches, replicas, sequences, T]
-    plan: Plan                     # for forward passes outside the replica axis
+    execution: Execution           # for forward passes outside the replica axis
     once: tuple[str, ...]          # batch axes over which gradients are reduced once per step
     mesh: jax.sharding.Mesh
     compiler_options: dict
-    table: schedules.Table | None  # the pipeline's schedule; None without stages
+    schedule: schedules.Schedule | None  # the pipeline's schedule; None without stages
     order: np.ndarray | None       # which token stands at each place of a sequence; None: as they come
 
     @functools.cached_property
@@ -87,18 +87,18 @@ class Program:
 
 
 def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec: StateSpec,
-          order: np.ndarray | None = None, table: schedules.Table | None = None) -> Program:
+          order: np.ndarray | None = None, schedule: schedules.Schedule | None = None) -> Program:
     """run: the checked run file (its data, training, optimizer and model sections are read here).
 
-    order: how tokens lie in a sequence that is split. table: the pipeline schedule where mesh.stage is larger than 1.
+    order: how tokens lie in a sequence that is split. schedule: the pipeline's where mesh.stage is larger than 1.
     """
     training, data = run.training, run.data
     grads_axes = {axis for names in layout.rules.tables["grads"].values() for axis in names}
     # A pipeline sums its gradients after its loop, whatever [grads] says: that is about where they lie afterwards.
-    once = tuple(axis for axis in layout.batch_axes if table or axis not in grads_axes)
+    once = tuple(axis for axis in layout.batch_axes if schedule or axis not in grads_axes)
     replicas = layout.ways(once)
     inner = layout.hide(once)
-    plan = Plan(inner, jnp.dtype(run.model.compute_dtype), attend, training.remat)
+    ex = Execution(inner, jnp.dtype(run.model.compute_dtype), attend, training.remat)
 
     batch_spec = lambda dims: P(None, once or None, *inner.spec("activations", ("batch", "seq")[:1 + dims]))
     sequences = data.global_batch // training.microbatches // replicas
@@ -106,10 +106,10 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
                                         sharding=NamedSharding(mesh, batch_spec(dims)))
              for name, dims in accumulate.FIELDS.items()}
 
-    if table:
-        gradients, nll = accumulate.pipelined(run, model, layout, mesh, plan, spec, once, batch, table)
+    if schedule:
+        gradients, nll = accumulate.pipelined(run, model, layout, mesh, ex, spec, once, batch, schedule)
     else:
-        gradients, nll = accumulate.scanned(run, model, layout, plan, spec, once)
+        gradients, nll = accumulate.scanned(run, model, layout, ex, spec, once)
 
     def train(state: State, batch):
         key = jax.random.fold_in(jax.random.key(run.run.seed), state.step) if accumulate.drops(run) else None
@@ -127,7 +127,7 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         updates = jax.tree.map(lambda u: jnp.where(finite, u, 0.0), updates)
         opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), opt_state, state.opt_state)
         new = State(state.step + 1, place("params", optax.apply_updates(shards, updates)), opt_state)
-        rate = schedule(run.optimizer, training.steps)(state.step)
+        rate = learning_rate_schedule(run.optimizer, training.steps)(state.step)
         metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": jnp.asarray(rate, jnp.float32), "tokens": count,
                    "skipped": ~finite}
         return new, metrics
@@ -147,6 +147,6 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         gradients=gradients,
         evaluate=jax.jit(evaluate, in_shardings=(spec.sharding.params, batch_shardings), out_shardings=whole),
         initialize=jax.jit(initialize, out_shardings=spec.sharding),
-        spec=spec, batch=batch, plan=dataclasses.replace(plan, layout=layout), once=once, mesh=mesh,
-        compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform, COMPILER_OPTIONS["gpu"]), table=table,
+        spec=spec, batch=batch, execution=dataclasses.replace(ex, layout=layout), once=once, mesh=mesh,
+        compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform, COMPILER_OPTIONS["gpu"]), schedule=schedule,
         order=order)

@@ -24,9 +24,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtrain.training import sources
-
-NO_LOSS = -1
+from meshtrain.data import sources
+from meshtrain.names import NO_TARGET
 
 Batch = dict[str, np.ndarray]
 Rows = slice | Sequence[int] | np.ndarray | None
@@ -103,7 +102,7 @@ class Data:
 
     A batch holds int32 arrays, B rows of T = seq_len:
       tokens    [B, T]
-      targets   [B, T]  the next token; NO_LOSS where that is the next document's (its BOS), or padding
+      targets   [B, T]  the next token; NO_TARGET where that is the next document's (its BOS), or padding
       segments  [B, T]  the document within the row, from 1; 0 is padding (only in validation)
       positions [B, T]  the place in the document; a document that an earlier sequence began restarts at 0, as its earlier
                         tokens cannot be attended to, and nobody has to look back
@@ -333,7 +332,7 @@ def _assemble(data: Data, streams: Sequence[Stream], n: int, quantum: int, end: 
     targets = np.empty((B, T), np.int32)
     targets[:, :-1] = tokens[:, 1:]
     last = pieces.line + pieces.count - 1
-    targets.reshape(-1)[last[~goes_on]] = NO_LOSS if data.document_mask else data.bos
+    targets.reshape(-1)[last[~goes_on]] = NO_TARGET if data.document_mask else data.bos
     targets.reshape(-1)[last[goes_on]] = np.concatenate(behind or [[]])
 
     index = np.tile(np.arange(T, dtype=np.int32), (B, 1))
@@ -349,7 +348,7 @@ def _assemble(data: Data, streams: Sequence[Stream], n: int, quantum: int, end: 
         segments, positions = np.ones((B, T), np.int32), index.copy()
     if (real <= T).any():
         segments[index >= real[:, None]] = 0
-        targets[index + 1 >= real[:, None]] = NO_LOSS
+        targets[index + 1 >= real[:, None]] = NO_TARGET
     sequence = (n * data.global_batch + chosen) % 2**31
     return {"tokens": tokens, "targets": targets, "segments": segments, "positions": positions, "index": index,
             "sequence": sequence.astype(np.int32)}

@@ -21,8 +21,8 @@ from typing import Protocol
 
 import numpy as np
 
-from meshtrain.training import token_cache, token_files, tokenizer
-from meshtrain.training.tokenizer import Tokenizer
+from meshtrain.data import token_cache, token_files, tokenizer
+from meshtrain.data.tokenizer import Tokenizer
 
 NAMES = ("stdlib", "text", "jsonl", "parquet", "tokens")
 EXAMPLES = {"text": "corpus/**/*.txt", "jsonl": "corpus/*.jsonl.gz", "parquet": "corpus/*.parquet",

@@ -8,18 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from meshtrain.model.layers import Plan
+from meshtrain.model.layers import Execution
 from meshtrain.model.transformer import Transformer
 
 
-def build(model: Transformer, plan: Plan, seq_len: int, bos: int, order: np.ndarray | None = None) -> Callable:
+def build(model: Transformer, ex: Execution, seq_len: int, bos: int, order: np.ndarray | None = None) -> Callable:
     """A jitted (params, count, seed) -> ids [seq_len]: bos and `count` sampled tokens, of which only those are valid.
 
     order: which token stands at each place of a sequence, as the training step has it.
     """
     order = np.arange(seq_len) if order is None else order
     place = jnp.asarray(np.argsort(order))
-    rows = plan.layout.ways(plan.layout.batch_axes)    # every batch shard computes the same row
+    rows = ex.layout.ways(ex.layout.batch_axes)    # every batch shard computes the same row
 
     @jax.jit
     def sample(p, count, seed):
@@ -28,7 +28,7 @@ def build(model: Transformer, plan: Plan, seq_len: int, bos: int, order: np.ndar
                  "sequence": jnp.zeros(rows, jnp.int32)}
 
         def extend(i, tokens_BT):
-            logits_BV = model.logits(plan, p, {**batch, "tokens": tokens_BT[:, order]}, place[i])
+            logits_BV = model.logits(ex, p, {**batch, "tokens": tokens_BT[:, order]}, place[i])
             token = jax.random.categorical(jax.random.fold_in(jax.random.key(seed), i), logits_BV[0] / 0.8)
             return jax.lax.dynamic_update_slice(tokens_BT, jnp.full((rows, 1), token, jnp.int32), (0, i + 1))
 

@@ -10,9 +10,10 @@ import fcntl
 import json
 from pathlib import Path
 
-from meshtrain import config, processes
+from meshtrain import config
+from meshtrain.cluster import agree
 from meshtrain.config import ConfigError, Run
-from meshtrain.training.checkpoint import Checkpoints
+from meshtrain.run.checkpoint import Checkpoints
 
 # Keys of the fixed sections that change how a run is computed, not what it computes.
 FREE = {"model": ("compute_dtype",), "data": ("prefetch", "cache"), "optimizer": ()}
@@ -25,7 +26,7 @@ def claimed(run: Run):
     Raises: ConfigError where it cannot be ours; touches nothing then.
     """
     with contextlib.ExitStack() as stack:
-        processes.on_first(lambda: stack.enter_context(_claimed(run)))
+        agree.on_first(lambda: stack.enter_context(_claimed(run)))
         yield Path(run.run.dir)
 
 

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple, TextIO
 
-from meshtrain.training.tokenizer import import_extra
+from meshtrain.data.tokenizer import import_extra
 
 # Longer documents are tokenized in pieces that end with a line where there is one: a merge across the cut is lost, once in
 # a million characters, and in return neither memory nor time depend on the longest document.

@@ -1,119 +1,23 @@
-"""Causal attention without a score matrix: blocks of queries against blocks of keys, with a running softmax.
+"""Attention without a score matrix, compiled by XLA: blocks of queries against blocks of keys, with a running softmax.
 
-The contract of every engine is (o, lse) <- (q, k, v), and a backward that takes the o and lse of the whole row, so that a
-ring or an all-gather over devices can be built from the same blocks (FlashAttention-2, arXiv:2307.08691). The list of
-visited block pairs is static, on or below the diagonal alone where it is causal, so the compiled loop has a known length.
-Scores are float32; every matmul takes its operands in the compute dtype, in the backward too. Knows no mesh axis.
+The list of visited block pairs is static, on or below the diagonal alone where it is causal, so the compiled loop has a known
+length. Scores are float32; every matmul takes its operands in the compute dtype, in the backward too. Source: FlashAttention-2,
+arXiv:2307.08691. Knows no mesh.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
-from meshtrain import jax_private
+from meshtrain.kernels.engine import MASKED, Engine
 
 BLOCK = 512          # tokens; the largest score block is [B, N, BLOCK, BLOCK] float32
-MASKED = -1e30       # finite: a fully masked row gives zeros, not NaN
 
 
-class Engine(NamedTuple):
-    """Attention of T queries to S keys, within segments; causal: T = S, and query t sees keys up to t.
-
-    forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, causal) -> o_BTNH, lse_BTN, both float32 (lse the natural
-    log-sum-exp of the scaled scores; MASKED and zeros where a query sees nothing).
-    backward(q, k, v, q_segments, k_segments, o, lse, do, causal) -> dq, dk, dv, float32, of these pairs alone, where o and
-    lse are those of all the keys that the queries see, here or elsewhere.
-    """
-    forward: Callable
-    backward: Callable
-
-
-def plain(q_BTNH, k_BSKH, v_BSKH, segments_BT):
-    """The oracle of the tests: whole scores, autodiff. Returns o [B, T, N, H]."""
-    B, T, N, H = q_BTNH.shape
-    K = k_BSKH.shape[2]
-    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
-    s_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * H ** -0.5
-    seen_BTS = jnp.tril(jnp.ones((T, T), bool)) & (segments_BT[:, :, None] == segments_BT[:, None, :])
-    p_BKGTS = jax.nn.softmax(jnp.where(seen_BTS[:, None, None], s_BKGTS, MASKED), -1).astype(q_BTNH.dtype)
-    return jnp.einsum("BKGTS,BSKH->BTKGH", p_BKGTS, v_BSKH).reshape(B, T, N, H)
-
-
-# ---- over a whole sequence -------------------------------------------------------------------------------------------
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def attend(method, layout, q_BTNH, k_BSKH, v_BSKH, segments_BT):
-    """Causal attention within segments: [B, T, N, H] from N query heads and K key/value heads (N a multiple of K).
-
-    method: forward(layout, q, k, v, segments) -> o, lse and backward(layout, q, k, v, segments, o, lse, do) -> dq, dk, dv.
-    """
-    return method.forward(layout, q_BTNH, k_BSKH, v_BSKH, segments_BT)[0].astype(q_BTNH.dtype)
-
-
-def _attend_forward(method, layout, q_BTNH, k_BSKH, v_BSKH, segments_BT):
-    o_BTNH, lse_BTN = method.forward(layout, q_BTNH, k_BSKH, v_BSKH, segments_BT)
-    # Named, so that selective remat keeps them and the backward never runs the forward loop again.
-    o_BTNH = checkpoint_name(o_BTNH.astype(q_BTNH.dtype), "attention_o")
-    lse_BTN = checkpoint_name(lse_BTN, "attention_lse")
-    return o_BTNH, (q_BTNH, k_BSKH, v_BSKH, segments_BT, o_BTNH, lse_BTN)
-
-
-def _attend_backward(method, layout, saved, do_BTNH):
-    q, k, v = saved[:3]
-    dq, dk, dv = method.backward(layout, *saved, do_BTNH)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
-
-
-attend.defvjp(_attend_forward, _attend_backward)
-
-
-class Local(NamedTuple):
-    """The method where no device holds a part of a sequence: one engine, the whole square."""
-    engine: Engine
-
-    def forward(self, layout, q, k, v, segments):
-        return self.engine.forward(q, k, v, segments, segments, True)
-
-    def backward(self, layout, q, k, v, segments, o, lse, do):
-        return self.engine.backward(q, k, v, segments, segments, o, lse, do, True)
-
-
-def attend_cudnn(layout, q_BTNH, k_BSKH, v_BSKH, segments_BT):
-    """cuDNN's flash attention; for batches of one segment only, so segments_BT is not looked at. bfloat16, GPU."""
-    del layout, segments_BT
-    return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, is_causal=True, implementation="cudnn")
-
-
-def cudnn() -> Engine | None:
-    """cuDNN's kernels as an engine, for batches of one segment only: segments are not looked at. bfloat16, GPU, H a
-    multiple of 8 up to 128; every mesh axis must be manual where it stands. None where this jax does not offer them."""
-    kernel = jax_private.cudnn_attention()
-    if kernel is None:
-        return None
-
-    def forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, causal):
-        o_BTNH, lse_BNT = kernel.forward(q_BTNH, k_BSKH, v_BSKH, causal, q_BTNH.shape[-1] ** -0.5)
-        return o_BTNH.astype(jnp.float32), lse_BNT.swapaxes(1, 2)
-
-    def backward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, o_BTNH, lse_BTN, do_BTNH, causal):
-        o_BTNH, do_BTNH = o_BTNH.astype(q_BTNH.dtype), do_BTNH.astype(q_BTNH.dtype)
-        grads = kernel.backward(q_BTNH, k_BSKH, v_BSKH, o_BTNH, lse_BTN.swapaxes(1, 2), do_BTNH, causal, q_BTNH.shape[-1] ** -0.5)
-        return tuple(g.astype(jnp.float32) for g in grads)
-
-    return Engine(forward, backward)
-
-
-# ---- the engine that XLA compiles ------------------------------------------------------------------------------------
-
-
-def blockwise(block: int = BLOCK) -> Engine:
+def engine(block: int = BLOCK) -> Engine:
     """The engine in blocks of at most `block` tokens. Its memory beyond arguments and results is [B, N, block, block]."""
     return Engine(partial(_forward, block=block), partial(_backward, block=block))
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import jax
 
-from meshtrain import processes
-from meshtrain.training.checkpoint import Checkpoints
-from meshtrain.training.data import Data
-from meshtrain.training.metrics import Writers
-from meshtrain.training.profiling import Trace
+from meshtrain.cluster import agree
+from meshtrain.run.checkpoint import Checkpoints
+from meshtrain.data.packing import Data
+from meshtrain.run.metrics import Writers
+from meshtrain.run.profiling import Trace
 from meshtrain.training.state import State
 from meshtrain.training.step import Program
 
@@ -65,7 +65,7 @@ def train(run, program: Program, step: Callable, state: State, data: Data, check
     progress = _Progress(last)
     trace = Trace(run.metrics.profile_steps, Path(run.run.dir) / "tensorboard", first)
     batches = data.iterate(first, rows=program.rows, prefetch=run.data.prefetch)
-    agreement = processes.StopAgreement()
+    agreement = agree.StopAgreement()
     skipped_in_a_row, val_loss, pending, done = 0, None, None, first
 
     def settle(pending, val_loss=None):

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-AXES = ("data", "fsdp", "tensor", "stage", "context")
+from meshtrain.names import PLACEMENT
 
 
 def key(default, description: str, **limits):
@@ -52,7 +52,7 @@ class Mesh(Section):
     stage: int = key(1, "pipeline stages; -1 = the devices that are left", ge=-1)
     context: int = key(1, "devices that share each sequence; -1 = the devices that are left", ge=-1)
     placement: tuple[str, ...] = key(
-        ("stage", "data", "fsdp", "context", "tensor"), "the five axes, from the slowest link to the fastest", strict=False
+        PLACEMENT, "the five axes, from the slowest link to the fastest", strict=False
     )
     simulated_devices: int = key(0, "CPU devices to simulate, the total over all processes; 0 = the real devices", ge=0)
 

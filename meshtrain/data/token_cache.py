@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from meshtrain.training import formats, token_files
-from meshtrain.training.tokenizer import Tokenizer
+from meshtrain.data import formats, token_files
+from meshtrain.data.tokenizer import Tokenizer
 
 DIRECTORY = ".meshtrain"
 VERSION = 1    # of what a part holds: a change makes every older part a stranger

@@ -1,0 +1,1 @@
+"""Several processes: who they are, how they meet, what they decide together."""

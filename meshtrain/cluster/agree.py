@@ -1,0 +1,155 @@
+"""What the processes of a run decide together: collectives on small facts.
+
+One process asks the file system and all know, all stop after the same step, all have read the same. With one process
+everything here is a plain call. This module knows no run, model or data; those who call it must do so in the same order in
+every process.
+"""
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from meshtrain.cluster.meet import PeerError, named
+from meshtrain.config import ConfigError
+
+
+def on_first(function: Callable):
+    """function() is run by process 0 alone; every process returns its value, which must be JSON-able.
+
+    Raises: in every process, what function() raised in process 0: ConfigError and ValueError as such, anything else as
+    PeerError in the others. `told_by_first` and `leave` know such an error again.
+    """
+    if jax.process_count() == 1:
+        return function()
+    told, raised = {}, None
+    if jax.process_index() == 0:
+        try:
+            told = {"value": function()}
+            json.dumps(told)
+        except Exception as error:
+            raised, told = error, _outcome(error)
+    told = _broadcast(told)
+    if raised is not None:
+        raised.agreed = True
+        raise raised
+    if "kind" in told:
+        lone = told["kind"] == "PeerError"
+        raise _again(told | {"messages": [f"process 0: {message}" if lone else message for message in told["messages"]]})
+    return told["value"]
+
+
+def everywhere(function: Callable):
+    """function() is run by every process and each returns its own value, of any kind.
+
+    Raises: in every process, where function() raised in some: ConfigError that names them for ConfigError and
+    ValueError (without names where all say the same), PeerError for anything else.
+    """
+    if jax.process_count() == 1:
+        return function()
+    value, raised = None, None
+    try:
+        value = function()
+    except Exception as error:
+        raised = error
+    outcomes = _exchange(None if raised is None else _outcome(raised))
+    failed = {index: outcome for index, outcome in enumerate(outcomes) if outcome is not None}
+    if not failed:
+        return value
+    texts: dict[tuple, list[int]] = {}
+    for index, outcome in failed.items():
+        texts.setdefault(tuple(outcome["messages"]), []).append(index)
+    unanimous = len(texts) == 1 and len(failed) == len(outcomes)
+    messages = [message if unanimous else f"{named(indices)}: {message}"
+                for text, indices in texts.items() for message in text]
+    kind = "PeerError" if any(outcome["kind"] == "PeerError" for outcome in failed.values()) else "ConfigError"
+    raise _again({"kind": kind, "messages": messages}) from raised
+
+
+def same_everywhere(name: str, text: str) -> None:
+    """Raises: ConfigError in every process, with the lines that differ and who has which, unless all give the same text."""
+    holders: dict[str, list[int]] = {}
+    for index, other in enumerate(_exchange(text)):
+        holders.setdefault(other, []).append(index)
+    if len(holders) > 1:
+        common = set.intersection(*(set(other.splitlines()) for other in holders))
+        told = "; ".join(f"{named(indices)}: {', '.join(line for line in other.splitlines() if line not in common)}"
+                         for other, indices in holders.items())
+        raise _again({"kind": "ConfigError", "messages": [
+            f"{name} is not the same in every process ({told}); give all of them the same files and flags"]})
+
+
+def told_by_first(error: BaseException) -> bool:
+    """Whether process 0 has raised the same error, so that this process (another one) need not tell it."""
+    return getattr(error, "agreed", False) and jax.process_index() != 0
+
+
+class StopAgreement:
+    """All processes stop after the same step, the one after that in which one of them wished to.
+
+    The wishes of a step are read a step later, when they have long arrived: nobody waits. Moves 4 bytes per device and step.
+    """
+
+    def __init__(self):
+        if jax.process_count() == 1:
+            return
+        self._before = None
+        devices = np.array(jax.devices())
+        mesh = Mesh(devices, ("devices",), axis_types=(AxisType.Auto,))
+        split = NamedSharding(mesh, PartitionSpec("devices"))
+        self._wishes = [jax.make_array_from_callback(devices.shape, split, lambda index, wish=wish: np.full(1, wish, np.int32))
+                        for wish in (0, 1)]
+        with jax.set_mesh(mesh):        # the run's mesh, in force around this, may have the devices in another order
+            self._any = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec())).lower(self._wishes[0]).compile()
+
+    def reached(self, wish: bool) -> bool:
+        """Called by every process once a step: whether all stop now. With one process that is its wish."""
+        if jax.process_count() == 1:
+            return wish
+        before, self._before = self._before, self._any(self._wishes[bool(wish)])
+        return before is not None and bool(jax.device_get(before))
+
+
+def _outcome(error: Exception) -> dict:
+    if isinstance(error, ConfigError):
+        return {"kind": "ConfigError", "messages": error.messages}
+    if isinstance(error, ValueError):
+        return {"kind": "ValueError", "messages": [str(error)]}
+    return {"kind": "PeerError", "messages": [f"{type(error).__name__}: {error}"]}
+
+
+def _again(outcome: dict) -> Exception:
+    kinds = {"ConfigError": ConfigError, "ValueError": ValueError, "PeerError": PeerError}
+    messages = outcome["messages"]
+    error = kinds[outcome["kind"]](*(messages if outcome["kind"] == "ConfigError" else ["\n".join(messages)]))
+    error.agreed = True
+    return error
+
+
+def _broadcast(value):
+    """Process 0's JSON-able value, in every process."""
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
+    return json.loads(multihost_utils.broadcast_one_to_all(_padded(text[:size], size)).tobytes()[:size])
+
+
+def _exchange(value) -> list:
+    """The JSON-able values of all processes, in their order."""
+    if jax.process_count() == 1:
+        return [value]
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = np.ravel(multihost_utils.process_allgather(np.int32(len(text))))
+    rows = multihost_utils.process_allgather(_padded(text, max(sizes)))
+    return [json.loads(row.tobytes()[:size]) for row, size in zip(rows, sizes, strict=True)]
+
+
+def _padded(text: np.ndarray, size: int) -> np.ndarray:
+    """At least `size` bytes; powers of two, so that few programs are compiled."""
+    padded = np.zeros(max(64, 1 << (int(size) - 1).bit_length()), np.uint8)
+    padded[:len(text)] = text
+    return padded

@@ -1,0 +1,219 @@
+"""All processes of a run meet at one port before jax does: jax aborts without naming who is missing.
+
+This module knows no run, model or data.
+"""
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import selectors
+import socket
+import sys
+import time
+from collections.abc import Sequence
+
+import jax
+
+from meshtrain.cluster.find import Cluster
+from meshtrain.config import ConfigError
+
+HELLO, ANSWER = b"meshtrain-process-1 ", b"meshtrain-answer-1 "
+LINE_BYTES = 4096
+HEARTBEAT_TIMEOUT_S = 30        # jax's 100 would leave a pod idle for longer than most restarts take
+SHUTDOWN_TIMEOUT_S = 120        # how long those that are done wait for one that still writes
+
+
+class PeerError(RuntimeError):
+    """The processes of a run did not come together, or one of them failed alone; says which."""
+
+
+def meet(cluster: Cluster, timeout_s: float) -> None:
+    """Returns when all processes of the cluster are there, in all of them.
+
+    Nobody waits longer than timeout_s (process 0 goes by the one who came first).
+    Raises: PeerError that names who did not come; ConfigError where the processes contradict each other or the port is
+    taken.
+    """
+    (_receive if cluster.index == 0 else _arrive)(cluster, timeout_s)
+
+
+def start(cluster: Cluster, *, timeout_s: float = 45) -> None:
+    """Brings jax up as one process of the cluster, within a minute. No backend may run yet. Raises: as `meet`."""
+    began = time.monotonic()
+    meet(cluster, timeout_s)
+    # Its handler would take SIGTERM away from ours; orbax treats it as absent.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        cluster.coordinator, cluster.count, cluster.index, cluster.local_devices,
+        cluster_detection_method="deactivate",      # else Slurm's local rank replaces local_devices=None
+        coordinator_bind_address=f"{_loopback(cluster)}:{cluster.port}" if cluster.on_loopback else None,
+        initialization_timeout=max(10, int(timeout_s + 8 - (time.monotonic() - began))),
+        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S, shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S)
+    sys.excepthook = _end_alone
+
+
+def leave(code: int, error: BaseException) -> None:
+    """Ends this process at once where several run and it met `error` alone; else returns, for an orderly end.
+
+    At an orderly end jax waits for all the others, who wait for this one in a collective; an end at once they notice.
+    """
+    if jax.distributed.is_initialized() and not getattr(error, "agreed", False):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _end_alone(kind, error, trace) -> None:
+    sys.__excepthook__(kind, error, trace)
+    leave(1, error)
+
+
+def _receive(cluster: Cluster, timeout_s: float) -> None:
+    """Process 0: waits for all others at the coordinator's port, then lets them go on together, or fail together."""
+    deadline = time.monotonic() + timeout_s
+    arrived: dict[int, tuple[socket.socket, dict]] = {}
+    unread: dict[socket.socket, bytes] = {}
+    fault = contradiction = None
+    with contextlib.ExitStack() as stack:
+        selector = stack.enter_context(selectors.DefaultSelector())
+        listener = stack.enter_context(_listen(cluster))
+        selector.register(listener, selectors.EVENT_READ)
+        while len(arrived) < cluster.count - 1 and not fault:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                fault = _missing(cluster, [_about(cluster), *(about for _, about in arrived.values())], timeout_s)
+            for connection in [key.fileobj for key, _ in selector.select(max(left_s, 0))]:
+                if connection is listener:
+                    with contextlib.suppress(OSError):      # it has gone again
+                        connection = stack.enter_context(listener.accept()[0])
+                        connection.setblocking(False)
+                        unread[connection] = b""
+                        selector.register(connection, selectors.EVENT_READ)
+                    continue
+                received = _read(connection)
+                unread[connection] += received
+                about = _parse(HELLO, unread[connection])
+                if about is not None and received:
+                    before = arrived.get(about["index"], (None, None))[1]
+                    fault = contradiction = fault or _contradiction(cluster, about, before)
+                    arrived[about["index"]] = connection, about
+                    deadline = min(deadline, time.monotonic() + about["left_s"])
+                elif not received or not _may_become(HELLO, unread[connection]):
+                    # It has gone, or is somebody else's: a port scanner, a browser. A peer that lives comes again.
+                    arrived = {index: peer for index, peer in arrived.items() if peer[0] is not connection}
+                    selector.unregister(connection)
+                    connection.close()
+        answer = ANSWER + json.dumps({"fault": fault, "mistake": bool(contradiction)}).encode() + b"\n"
+        for connection in unread:
+            with contextlib.suppress(OSError):
+                connection.send(answer)
+    if fault:
+        raise (ConfigError if contradiction else PeerError)(fault)
+
+
+def _contradiction(cluster: Cluster, about: dict, before: dict | None) -> str | None:
+    """What is wrong with a process that says of itself `about`; before: the one that came under this index already."""
+    index, first = about["index"], _about(cluster)
+    if about["count"] != cluster.count:
+        return (f"process {index} ({_where(about)}) has distributed.num_processes={about['count']}, and process 0 "
+                f"({_where(first)}) has {cluster.count}; start all with the same number")
+    if index == 0 or before is not None and _where(before) != _where(about):
+        return (f"distributed.process_id={index} came twice: {_where(before or first)} and {_where(about)}; "
+                f"give each process its own, 0 to {cluster.count - 1}")
+    return None
+
+
+def _arrive(cluster: Cluster, timeout_s: float) -> None:
+    """Every other process: tells process 0 that it is there, and waits for all the others in its answer."""
+    deadline, why = time.monotonic() + timeout_s, "no connection"
+    while (left_s := deadline - time.monotonic()) > 0:
+        try:
+            with socket.create_connection((_loopback(cluster) or cluster.host, cluster.port), min(left_s, 5)) as connection:
+                connection.sendall(HELLO + json.dumps(_about(cluster) | {"left_s": left_s}).encode() + b"\n")
+                connection.settimeout(left_s + 5)       # process 0 keeps the time, and knows who else is missing
+                line = connection.makefile("rb").readline(LINE_BYTES)
+        except OSError as error:
+            why = error.strerror or str(error)
+        else:
+            answer = _parse(ANSWER, line)
+            if answer is not None and answer["fault"]:
+                raise (ConfigError if answer["mistake"] else PeerError)(answer["fault"])
+            if answer is not None:
+                return
+            why = "what listens there is no process of meshtrain" if line else "it was there and went away"
+        time.sleep(min(0.2, max(deadline - time.monotonic(), 0)))
+    raise PeerError(f"process 0 of {cluster.count} did not come to {cluster.coordinator} within {timeout_s:g} s ({why}); "
+                    f"this is process {cluster.index} ({_where(_about(cluster))}). Look at what process 0 said, and whether "
+                    "it runs on that host and the port can be reached from here")
+
+
+def _listen(cluster: Cluster) -> socket.socket:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 4 * cluster.count + 256        # a connection of each peer, here and in jax's own service
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+    address, options = (_loopback(cluster) or "", cluster.port), {"backlog": cluster.count}
+    if ":" in address[0]:
+        options["family"] = socket.AF_INET6
+    elif not address[0] and socket.has_dualstack_ipv6():
+        options |= {"family": socket.AF_INET6, "dualstack_ipv6": True}
+    try:
+        listener = socket.create_server(address, **options)
+    except OSError as error:
+        raise ConfigError(f"distributed.coordinator_address={cluster.coordinator}: process 0 cannot listen there "
+                          f"({error.strerror}); give a port that is free on its host, and see that no older run still "
+                          "holds it") from None
+    listener.setblocking(False)
+    return listener
+
+
+def _loopback(cluster: Cluster) -> str:
+    """The address to bind and to connect to where nobody outside this machine is to get in; else empty."""
+    return "" if not cluster.on_loopback else "127.0.0.1" if cluster.host == "localhost" else cluster.host
+
+
+def _about(cluster: Cluster) -> dict:
+    return {"index": cluster.index, "count": cluster.count, "host": socket.gethostname(), "pid": os.getpid()}
+
+
+def _where(about: dict) -> str:
+    return f"{about['host']}, pid {about['pid']}"
+
+
+def _read(connection: socket.socket) -> bytes:
+    """What has come; nothing where the other end has gone."""
+    with contextlib.suppress(OSError):
+        return connection.recv(LINE_BYTES)
+    return b""
+
+
+def _parse(magic: bytes, line: bytes) -> dict | None:
+    """What stands behind the magic word in a whole line; None for anything else."""
+    if line.startswith(magic) and line.endswith(b"\n"):
+        with contextlib.suppress(ValueError):
+            return json.loads(line[len(magic):])
+    return None
+
+
+def _may_become(magic: bytes, line: bytes) -> bool:
+    return line[:len(magic)] == magic[:len(line)] and b"\n" not in line and len(line) <= LINE_BYTES
+
+
+def _missing(cluster: Cluster, here: list[dict], timeout_s: float) -> str:
+    came = {about["index"]: f"{about['index']} ({_where(about)})" for about in here}
+    missing = [str(index) for index in range(cluster.count) if index not in came]
+    return (f"{named(missing)} of {cluster.count} did not come to {cluster.coordinator} within {timeout_s:g} s; "
+            f"there {'is' if len(came) == 1 else 'are'} {_listed([came[index] for index in sorted(came)])}. "
+            "Look at what the missing said, and whether their hosts reach that address")
+
+
+def named(indices: Sequence[int | str]) -> str:
+    return f"process{'es' if len(indices) > 1 else ''} {_listed([str(index) for index in indices])}"
+
+
+def _listed(words: list[str], most: int = 16) -> str:
+    if len(words) > most:
+        words = [*words[:most], f"{len(words) - most} more"]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

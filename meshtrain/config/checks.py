@@ -1,0 +1,170 @@
+"""What one key of a run file owes to another: every contradiction, before anything is started."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from pathlib import Path
+
+from meshtrain.config.messages import ConfigError, join, next_multiple, toml
+from meshtrain.config.sections import Data, Mesh, Run
+from meshtrain.names import AXES
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+# The run file's key that sets the size of each logical axis, for messages.
+SIZE_KEYS = {"batch": "data.global_batch / training.microbatches", "seq": "data.seq_len", "residual_seq": "data.seq_len",
+             "embed": "model.embed_dim", "heads": "model.num_heads", "kv_heads": "model.num_kv_heads",
+             "head_dim": "model.head_dim", "mlp": "model.mlp_dim", "vocab": "model.vocab_size (padded to 256)",
+             "layers": "model.num_layers"}
+BYTE_VOCAB = 257  # 256 bytes and the separator between documents
+
+
+def problems(run: Run) -> list[str]:
+    """Everything in which the keys of a run contradict each other or the files they name; empty = sound."""
+    return [*_run_problems(run), *_mesh_problems(run), *_model_problems(run), *_data_problems(run), *_training_problems(run),
+            *_distributed_problems(run), *_metrics_problems(run)]
+
+
+def _run_problems(run: Run):
+    name, source = run.run.name, run.checkpoint.init_from
+    if not re.fullmatch(r"[\w.+-]+( [\w.+-]+)*", name) or not name.strip("."):
+        yield f"run.name={toml(name)} is not a plain name; use letters, digits, - and _, and run.dir for a path"
+    if not source or "://" in source:
+        return
+    if not Path(source).is_dir():
+        yield f"checkpoint.init_from={toml(source)} is not a directory; name the run.dir whose weights to start from"
+    elif Path(source).resolve() == Path(run.run.dir).resolve():
+        yield (f"checkpoint.init_from={toml(source)} is this run's own run.dir={toml(run.run.dir)}; "
+               "give the new run another run.name, or leave init_from out to go on with the old run")
+
+
+def _mesh_problems(run: Run):
+    mesh = run.mesh
+    rest = [f"mesh.{axis}=-1" for axis in AXES if getattr(mesh, axis) == -1]
+    if len(rest) > 1:
+        yield f"{join(rest, 'and')}: only one axis can take the devices that are left; give the others a size"
+    for axis in AXES:
+        size = getattr(mesh, axis)
+        if size == 0:
+            yield f"mesh.{axis}=0 leaves no device; use 1, or -1 for the devices that are left"
+    if sorted(mesh.placement) != sorted(AXES):
+        yield f"mesh.placement={toml(mesh.placement)} must name each axis once; use e.g. {toml(Mesh().placement)}"
+    rules = run.sharding.rules
+    if not Path(rules).is_file():
+        shipped = [file.stem for file in sorted((ROOT / "sharding_rules").glob("*.toml"))]
+        near = difflib.get_close_matches(Path(rules).stem, shipped, n=1)
+        remedy = f"did you mean sharding_rules/{near[0]}.toml?" if near else f"shipped are {join(shipped, 'and')}"
+        yield f"sharding.rules={toml(rules)} is not a file; {remedy}"
+
+
+def _model_problems(run: Run):
+    model, seq_len = run.model, run.data.seq_len
+    if model.num_heads % model.num_kv_heads:
+        divisors = [n for n in range(1, min(model.num_heads, 1024) + 1) if model.num_heads % n == 0]
+        yield (f"model.num_kv_heads={model.num_kv_heads} does not divide model.num_heads={model.num_heads}; "
+               f"use {join(map(str, divisors), 'or')}")
+    if model.head_dim == 0:
+        yield (f"model.embed_dim={model.embed_dim} cannot be split over model.num_heads={model.num_heads}; "
+               f"use a multiple, e.g. {next_multiple(model.embed_dim, model.num_heads)}, or give model.head_dim")
+    if model.position == "rope" and model.head_dim % 2:
+        yield (f"model.head_dim={model.head_dim} (model.embed_dim={model.embed_dim}, model.num_heads={model.num_heads}) "
+               f'is odd, and model.position="rope" rotates pairs; use e.g. {model.head_dim + 1}, or "learned" positions')
+    if model.position == "learned" and seq_len > model.max_seq_len:
+        yield (f"data.seq_len={seq_len} is longer than the model.max_seq_len={model.max_seq_len} learned positions; "
+               "shorten the sequences or lengthen the table")
+    if model.rope_scaling_factor != 1 and model.rope_high_freq_factor <= model.rope_low_freq_factor:
+        yield (f"model.rope_high_freq_factor={model.rope_high_freq_factor} must be larger than "
+               f"model.rope_low_freq_factor={model.rope_low_freq_factor} for a scaled rope; use e.g. 4.0 and 1.0")
+    if model.attention_dropout:
+        yield (f"model.attention_dropout={model.attention_dropout} needs the full score matrix, which is never held; "
+               "use 0.0, and model.residual_dropout instead")
+    only_ids = {one.source for one in run.data.mixture or [run.data]} == {"tokens"}
+    if model.vocab_size < BYTE_VOCAB and run.data.tokenizer == "bytes" and not only_ids:
+        yield (f"model.vocab_size={model.vocab_size} is too small for data.source={toml(run.data.source)}, "
+               f"which has 256 bytes and a separator; use at least {BYTE_VOCAB}")
+
+
+def _data_problems(run: Run):
+    data = run.data
+    if data.source == "mixture":
+        if not data.mixture:
+            yield ('data.source="mixture" has no data.mixture; give its sources, e.g. '
+                   'data.mixture=[{source="jsonl", paths=["a.jsonl"], weight=0.7}, {source="stdlib", weight=0.3}]')
+        for key in ("paths", "field"):
+            if getattr(data, key) != Data.model_fields[key].default:
+                yield (f'data.{key}={toml(getattr(data, key))} is not read by data.source="mixture"; '
+                       "give it to the sources of data.mixture")
+    elif data.mixture:
+        yield f'data.mixture is not read by data.source={toml(data.source)}; use data.source="mixture", or leave it out'
+    named = [(f"data.mixture[{i}]", one) for i, one in enumerate(data.mixture)] or [("data", data)]
+    for where, one in named:
+        if one.source not in ("stdlib", "mixture") and not one.paths:
+            example = {"text": "data/*.txt", "tokens": "data/*.tokens.npy"}.get(one.source, f"data/*.{one.source}")
+            yield f'{where}.source={toml(one.source)} has no {where}.paths to read; use e.g. {where}.paths=["{example}"]'
+
+
+def _training_problems(run: Run):
+    data, training = run.data, run.training
+    if data.global_batch % training.microbatches:
+        yield (f"data.global_batch={data.global_batch} cannot be split over training.microbatches={training.microbatches}"
+               f"; use a multiple, e.g. {next_multiple(data.global_batch, training.microbatches)}")
+    if run.validation.every and not data.validation_fraction:
+        yield (f"validation.every={run.validation.every} has no data, since data.validation_fraction=0 holds none out; "
+               "use e.g. data.validation_fraction=0.02, or validation.every=0")
+    if run.optimizer.schedule == "wsd" and not run.optimizer.decay_steps:
+        yield ('optimizer.schedule="wsd" ends with a decay, and optimizer.decay_steps=0 gives it no steps; '
+               f"use e.g. {max(1, training.steps // 10)}")
+
+
+def _distributed_problems(run: Run):
+    address, count, index = run.distributed.coordinator_address, run.distributed.num_processes, run.distributed.process_id
+    port = re.fullmatch(r"(?:[^\s:\[\]]+|\[[0-9a-fA-F:]+\]):(\d{1,5})", address)
+    if address and not (port and 0 < int(port[1]) < 65536):
+        yield (f"distributed.coordinator_address={toml(address)} is not HOST:PORT; "
+               "use e.g. node1:12345, with a port that is free on that host")
+    if bool(count) != (index >= 0) or count and not address:
+        yield (f"distributed.num_processes={count}, distributed.process_id={index} and distributed.coordinator_address="
+               f"{toml(address)} describe one process together; give all three, or none under srun and mpirun")
+    elif index >= count > 0:
+        yield (f"distributed.process_id={index} is not one of distributed.num_processes={count} processes; "
+               f"they are counted from 0 to {count - 1}")
+
+
+def _metrics_problems(run: Run):
+    steps, name = run.metrics.profile_steps, f"metrics.profile_steps={toml(run.metrics.profile_steps)}"
+    if len(steps) not in (0, 2):
+        yield f"{name} is not a first and a last step; use e.g. {toml(steps[:1] * 2 or (1, 1))}, or [] for no profile"
+    elif steps and not 1 <= steps[0] <= steps[1] <= run.training.steps:
+        yield (f"{name} must be steps from 1 to training.steps={run.training.steps}, the first not after the last; "
+               f"use e.g. {toml((min(2, run.training.steps),) * 2)}, or [] for no profile")
+
+
+def mesh_sizes(run: Run, device_count: int, enough: str = "mesh.simulated_devices={} to try it on the CPU") -> dict[str, int]:
+    """The size of every axis on `device_count` devices, -1 resolved. enough: how to have {} devices, for the message.
+
+    Raises: ConfigError where they do not fit.
+    """
+    sizes = {axis: getattr(run.mesh, axis) for axis in AXES}
+    product = " × ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1) or "a mesh of 1"
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if -1 in sizes.values():
+        if device_count % fixed or device_count == 0:
+            raise ConfigError(
+                f"{product} cannot fill {device_count} devices: not a multiple of {fixed}; use e.g. "
+                f"{next_multiple(max(device_count, 1), fixed)} devices, or axes whose product divides {device_count}"
+            )
+        return {axis: device_count // fixed if size == -1 else size for axis, size in sizes.items()}
+    if fixed != device_count:
+        raise ConfigError(
+            f"{product} takes {fixed} devices, and there are {device_count}; {_mesh_remedy(sizes, fixed, device_count)}"
+            f"or {enough.format(fixed)}"
+        )
+    return sizes
+
+
+def _mesh_remedy(sizes: dict[str, int], fixed: int, device_count: int) -> str:
+    for axis in ("fsdp", "data", "tensor"):
+        if device_count % (fixed // sizes[axis]) == 0:
+            return f"use mesh.{axis}={device_count * sizes[axis] // fixed} (or -1: what is left), "
+    return f"use axes whose product is {device_count}, "

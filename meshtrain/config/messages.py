@@ -1,0 +1,128 @@
+"""What is said of a faulty run file: each message has the value, the rule and the remedy."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import typing
+
+from pydantic import BaseModel
+
+from meshtrain.config.sections import Component, Run
+
+SECTIONS = {name: field.annotation for name, field in Run.model_fields.items()}
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a run; `messages` holds one line each: the value, the rule, the remedy."""
+
+    def __init__(self, *messages: str):
+        self.messages = list(messages)
+        super().__init__("\n".join(messages))
+
+
+@contextlib.contextmanager
+def user_errors(prefix: str = ""):
+    """A ValueError of the rooms below is the user's mistake: a ConfigError of as many messages as it has lines."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(*(prefix + str(error)).splitlines()) from None
+
+
+def kind_of(field) -> str:
+    annotation = field.annotation
+    if typing.get_origin(annotation) is typing.Literal:
+        return "choice"
+    return {bool: "boolean", int: "integer", float: "number", str: "string"}.get(annotation, "list")
+
+
+def wrong_value(section: str, cls, error) -> str:
+    key, *index = error["loc"]
+    if len(index) > 1:  # a key of a table in a list
+        i, inner, *_ = index
+        return wrong_in_table(f"{section}.{key}[{i}]", inner, {**error, "loc": tuple(index[1:])})
+    field, value, limits = cls.model_fields[key], error["input"], error.get("ctx", {})
+    name = f"{section}.{key}" + "".join(f"[{i}]" for i in index)
+    numbers = int in typing.get_args(field.annotation)
+    kind = ("integer" if numbers else "string") if index else kind_of(field)
+    if field.annotation == tuple[Component, ...]:
+        kind = "table" if index else "tables"
+    if error["type"] == "literal_error" and isinstance(value, str):
+        return unknown_name(name, value, typing.get_args(field.annotation))
+    bounds = {"ge": "at least {}", "gt": "more than {}", "le": "at most {}", "lt": "less than {}"}
+    for limit, words in bounds.items():
+        if limit in limits and error["type"] in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
+            return f"{name}={toml(value)} is out of range; use {words.format(limits[limit])}, e.g. {toml(field.default)}"
+    rule, remedy = {
+        "boolean": ("true or false", "write true or false, without quotes"),
+        "integer": ("a whole number", f"write e.g. {toml(1 if index else field.default)}, without quotes or a decimal point"),
+        "number": ("a finite number", f"write e.g. {toml(field.default)}, without quotes"),
+        "string": ("a string", "write it in quotes"),
+        "choice": ("a string", f"use {join(map(toml, typing.get_args(field.annotation)), 'or')}"),
+        "list": (("a list of whole numbers", "write it as TOML, e.g. [1, 2]") if numbers else
+                 ("a list of strings", 'write it as TOML, e.g. ["first", "second"]')),
+        "tables": ("a list of tables", 'write it as TOML, e.g. [{source="jsonl", paths=["a.jsonl"], weight=0.7}]'),
+        "table": ("a table", 'write e.g. {source="jsonl", paths=["a.jsonl"], weight=0.7}'),
+    }[kind]
+    return f"{name}={toml(value)} is not {rule}; {remedy}"
+
+
+def wrong_in_table(name: str, key: str, error) -> str:
+    if error["type"] == "extra_forbidden":
+        return unknown_key(name, key, error["input"], Component)
+    if error["type"] == "missing":
+        known = typing.get_args(Component.model_fields[key].annotation)
+        return f"{name} has no {key}; give one of {join(map(toml, known), 'or')}"
+    return wrong_value(name, Component, error)
+
+
+def unknown_name(name: str, value: str, known) -> str:
+    near = difflib.get_close_matches(value, known, n=1)
+    guess = f"did you mean {toml(near[0])}? There are " if near else "use "
+    return f"{name}={toml(value)} is unknown; {guess}{join(map(toml, known), 'and' if near else 'or')}"
+
+
+def unknown_section(name: str, value) -> str:
+    near = difflib.get_close_matches(name, SECTIONS, n=1)
+    homes = [section for section, cls in SECTIONS.items() if name in cls.model_fields]
+    if homes and not isinstance(value, dict):
+        return f"{name}={toml(value)} stands outside a section; did you mean {homes[0]}.{name}?"
+    remedy = f"did you mean [{near[0]}]?" if near else f"the sections are {join(SECTIONS, 'and')}"
+    return f"there is no section [{name}]; {remedy}"
+
+
+def unknown_key(section: str, key: str, value, cls=None) -> str:
+    keys = (cls or SECTIONS[section]).model_fields
+    homes = [f"{other}.{key}" for other, cls in SECTIONS.items() if key in cls.model_fields]
+    near = [f"{section}.{name}" for name in difflib.get_close_matches(key, keys, n=1)]
+    guesses = near or homes
+    remedy = f"did you mean {guesses[0]}?" if guesses else f"its keys are {join(keys, 'and')}"
+    return f"{section}.{key}={toml(value)} is not a key of [{section}]; {remedy}"
+
+
+def join(names, word: str) -> str:
+    *head, last = list(names) or ["none"]
+    return f"{', '.join(head)} {word} {last}" if head else last
+
+
+def toml(value) -> str:
+    """A value as TOML. JSON's escapes are TOML's, but for DEL."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, BaseModel):
+        return toml(dict(value))
+    return str(value)
+
+
+def next_multiple(n: int, of: int) -> int:
+    return -(-n // of) * of

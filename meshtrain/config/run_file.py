@@ -1,0 +1,184 @@
+"""The run file: from TOML and `--section.key value` to one frozen `Run`, or one message with everything that is wrong.
+
+`load` gathers every fault it can find (unknown names, types, ranges, keys that do not agree) before it raises, because
+a queue for a pod is a slow way to find them one by one. `dump` writes a run back as a file that needs no preset.
+This module knows no jax: whether a layout fits its rule file is asked where the rules are known.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import shlex
+import tomllib
+import typing
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from meshtrain.config.checks import ROOT, problems
+from meshtrain.config.messages import (
+    SECTIONS, ConfigError, join, kind_of, toml, unknown_key, unknown_name, unknown_section, wrong_value,
+)  # fmt: skip
+from meshtrain.config.sections import Run, Sharding
+
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
+USAGE = "python -m meshtrain.train [RUN.toml] [--section.key value ...]"
+NOT_SHAPE = ("_dtype", "_dropout")  # model keys that no preset sets
+
+
+def load(argv: typing.Sequence[str], usage: str = USAGE) -> Run:
+    """The run that `argv` asks for: an optional run file, then overrides.
+
+    Raises: ConfigError with every fault at once; SystemExit(0) after printing --help.
+    """
+    path, overrides, faults = _arguments(argv)
+    tables, unreadable = _read(path or QUICKSTART)
+    _override(tables, overrides)
+    run, wrong, told = _build(tables)
+    if {"--help", "-h"} & set(argv):
+        print(help_text(run, usage))
+        raise SystemExit(0)
+    # Without the file its keys are defaults, and a replaced key is one too: what follows from those is no second fault.
+    contradictions = [] if unreadable else [message for message in problems(run) if not told.search(message)]
+    if faults + unreadable + wrong + contradictions:
+        raise ConfigError(*faults, *unreadable, *wrong, *contradictions)
+    return run
+
+
+def _arguments(argv):
+    """(run file or None, [(section.key, text)], faults)."""
+    path, overrides, faults = None, [], []
+    rest = [arg for arg in argv if arg not in ("--help", "-h")]
+    while rest:
+        arg = rest.pop(0)
+        if not arg.startswith("-"):
+            if path is not None:
+                faults.append(f"{arg} is a second run file beside {path}; give one, and changes as --section.key value")
+            path = path or Path(arg)
+            continue
+        name, equals, text = arg.removeprefix("--").partition("=")
+        if not equals:
+            text = rest.pop(0) if rest and not rest[0].startswith("--") else None
+        if not arg.startswith("--") or name.count(".") != 1:
+            homes = [f"--{section}.{name}" for section, cls in SECTIONS.items() if name in cls.model_fields]
+            remedy = f"did you mean {join(homes, 'or')}?" if homes else "options are --section.key value"
+            faults.append(f"{arg} is not an option; {remedy}")
+        elif text is None:
+            faults.append(f"{arg} has no value; write {arg} VALUE or {arg}=VALUE")
+        else:
+            overrides.append((name, text))
+    return path, overrides, faults
+
+
+def _read(path: Path) -> tuple[dict, list[str]]:
+    """(the file's tables, faults)."""
+    try:
+        return tomllib.loads(path.read_bytes().decode()), []
+    except FileNotFoundError:
+        shipped = {file.stem: shown(file) for file in sorted((ROOT / "configs").glob("*.toml"))}
+        near = difflib.get_close_matches(path.stem, shipped, n=1)
+        remedy = f"did you mean {shipped[near[0]]}?" if near else f"shipped are {join(shipped.values(), 'and')}"
+        return {}, [f"{path}: there is no such run file; {remedy}"]
+    except IsADirectoryError:
+        return {}, [f"{path} is a directory; name the run file, e.g. {path / 'config.toml'}"]
+    except OSError as e:
+        return {}, [f"{path} cannot be read: {e.strerror}; name a file that can"]
+    except UnicodeDecodeError as e:
+        return {}, [f"{path} is not text (byte {e.start} is not UTF-8); a run file is TOML in UTF-8"]
+    except ValueError as e:  # bad TOML, or a number of thousands of digits
+        where = re.search(r" \(at line (\d+), column (\d+)\)$", str(e))
+        place, what = (f"{path}:{where[1]}:{where[2]}", str(e)[: where.start()]) if where else (str(path), str(e))
+        return {}, [f"{place}: {what}; in TOML strings take quotes, booleans are true or false, lists close with ]"]
+
+
+def _override(tables: dict, overrides) -> None:
+    """Put the command line's values into the tables: bare text where the key is a string, else a TOML value."""
+    if dict(overrides).get("model.preset") and isinstance(tables.get("model"), dict):
+        # A preset on the command line replaces the shape in the file; only a key on the command line stands beside it.
+        tables["model"] = {key: value for key, value in tables["model"].items() if key.endswith(NOT_SHAPE)}
+    for name, text in overrides:
+        section, key = name.split(".")
+        table = tables.setdefault(section, {})
+        if not isinstance(table, dict):
+            continue  # already a fault of the file
+        field = SECTIONS[section].model_fields.get(key) if section in SECTIONS else None
+        table[key] = text
+        if field is not None and kind_of(field) not in ("string", "choice"):
+            try:
+                parsed = tomllib.loads(f"value = {text}")
+            except ValueError:
+                continue  # stays text, and is refused as text with its type's remedy
+            table[key] = parsed["value"] if len(parsed) == 1 else text
+
+
+def _build(tables: dict) -> tuple[Run, list[str], re.Pattern]:
+    """A run from raw tables, what is wrong with their names and values, and a pattern of the names already told.
+
+    A faulty key takes its default, so that the search can go on.
+    """
+    faults, faulty, sections = [], [], {}
+    for name, table in tables.items():
+        if name not in SECTIONS:
+            faults.append(unknown_section(name, table))
+        elif not isinstance(table, dict):
+            faults.append(f"{name}={toml(table)} is not a section; write [{name}] with its keys below it")
+            faulty.append(name)
+    for name, cls in SECTIONS.items():
+        table = tables.get(name, {})
+        table = dict(table) if isinstance(table, dict) else {}
+        for key in [key for key in table if key not in cls.model_fields]:
+            faults.append(unknown_key(name, key, table.pop(key)))
+        if name == "model" and isinstance(table.get("preset"), str) and table["preset"]:
+            if table["preset"] in presets():
+                table = _read(presets()[table["preset"]])[0]["model"] | table
+            else:
+                faults.append(unknown_name("model.preset", table["preset"], presets()))
+                faulty.append("model.preset")
+            del table["preset"]
+        try:
+            sections[name] = cls(**table)
+        except ValidationError as e:
+            faults += [wrong_value(name, cls, error) for error in e.errors()]
+            wrong = {error["loc"][0] for error in e.errors()}
+            faulty += [f"{name}.{key}" for key in wrong]
+            sections[name] = cls(**{key: value for key, value in table.items() if key not in wrong})
+    run = Run(**sections)
+    beside_package = ROOT / run.sharding.rules
+    if not Path(run.sharding.rules).exists() and beside_package.is_file():
+        run = run.model_copy(update={"sharding": Sharding(rules=str(beside_package))})
+    faulty += ["model"] if "model.preset" in faulty else []
+    return run, faults, re.compile("|".join(rf"\b{re.escape(name)}\b" for name in faulty) or "$^")
+
+
+def shown(path: Path) -> str:
+    """A shipped file as the user would type it from here."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+# ---- out -------------------------------------------------------------------------------------------------------------
+
+
+def presets() -> dict[str, Path]:
+    """The shipped model shapes by name."""
+    return {file.stem: file for file in sorted((ROOT / "configs" / "models").glob("*.toml"))}
+
+
+def dump(run: Run) -> str:
+    """The run as TOML that loads to the same run and needs no preset."""
+    path = f"{run.run.dir}/config.toml"
+    lines = [f"# python -m meshtrain.train {shlex.quote(path) if path.isprintable() else toml(path)}"]
+    for name, section in run:
+        lines += ["", f"[{name}]", *(f"{key} = {toml(value)}" for key, value in section)]
+    return "\n".join(lines) + "\n"
+
+
+def help_text(run: Run, usage: str = USAGE) -> str:
+    """Every key with its value in `run` and its description."""
+    lines = [f"usage: {usage}", "", "Without RUN.toml: configs/quickstart.toml. Strings are bare, lists are TOML."]
+    for name, section in run:
+        lines += ["", type(section).__doc__]
+        for key, field in type(section).model_fields.items():
+            choices = f" ({', '.join(typing.get_args(field.annotation))})" if kind_of(field) == "choice" else ""
+            lines.append(f"  {f'--{name}.{key} {toml(getattr(section, key))}':<47} {field.description}{choices}")
+    return "\n".join(lines)

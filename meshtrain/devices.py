@@ -1,0 +1,80 @@
+"""Starts the jax backend: the only place that sets flags."""
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Sequence
+
+import jax
+
+from meshtrain.cluster import find, meet
+from meshtrain.config import ConfigError, Run
+from meshtrain.names import AXES
+
+DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+# The concurrency-optimized CPU scheduler deadlocks programs with independent collectives (2 of 4 ZeRO-3 steps did).
+SCHEDULER_FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
+
+
+def start(run: Run, cluster: find.Cluster | None = None) -> Sequence[jax.Device]:
+    """The devices of all processes of the run; starts the jax backend. simulated_devices > 0 means that many CPU devices.
+
+    Raises: ConfigError where a backend is already up with other devices, or the processes cannot share them out;
+    PeerError that names a process that does not come.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")    # an installed CUDA plugin reports at length that there is no GPU
+    if run.run.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(run.run.compilation_cache))
+    total = run.mesh.simulated_devices
+    num_processes = cluster.count if cluster else 1
+    if total % num_processes:
+        raise ConfigError(f"mesh.simulated_devices={total} is the total over all processes and cannot be shared out among "
+                          f"{num_processes}; use a multiple of {num_processes}")
+    count = total // num_processes
+    if count:
+        os.environ["XLA_FLAGS"] = _with_flags(os.environ.get("XLA_FLAGS", ""), count)
+        # A collective that waits for its peers blocks a thread of the CPU client's pool, and a device may have several
+        # under way: with one thread a device (the default) all of them can end up waiting for one that cannot start.
+        os.environ.setdefault("NPROC", str(max(4 * count, os.cpu_count() or 1)))
+        jax.config.update("jax_platforms", "cpu")
+    elif not gpus_expected():
+        # Without this an installed CUDA plugin tries to start, fails with a page of warnings, and ends on the CPU.
+        jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
+    if cluster:
+        meet.start(cluster)
+    devices = jax.devices()
+    if total and len(devices) != total:
+        raise ConfigError(f"mesh.simulated_devices={total}, but this process already runs jax with {len(devices)} "
+                          f"devices; start a new process, or a notebook with XLA_FLAGS={DEVICE_COUNT_FLAG}={total}")
+    return devices
+
+
+def gpus_expected() -> bool:
+    """Whether jax will find GPUs, told without starting it: a plugin, a device node and nothing that forbids it."""
+    if os.environ.get("JAX_PLATFORMS", "cuda") not in ("", "cuda", "gpu", "cuda,cpu", "rocm"):
+        return False
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
+        return False
+    plugin = any(importlib.util.find_spec(f"jax_{name}") for name in
+                 ("cuda12_plugin", "cuda13_plugin", "rocm60_plugin", "rocm7_plugin"))
+    return bool(plugin) and any(os.path.exists(node) for node in ("/dev/nvidiactl", "/dev/kfd"))
+
+
+def on_gpus(run: Run, num_gpus: int) -> Run:
+    """The quickstart where there are GPUs: all on fsdp, as many as divide the model's width and the batch."""
+    sequences = run.data.global_batch // run.training.microbatches
+    n = max(n for n in range(1, num_gpus + 1) if run.model.embed_dim % n == 0 and sequences % n == 0)
+    if n < num_gpus and jax.process_count() > 1:
+        raise ConfigError(f"{num_gpus} GPUs in {jax.process_count()} processes, and only {n} divide model.embed_dim="
+                          f"{run.model.embed_dim} and the batch of {sequences}; start fewer processes, or give a mesh")
+    sizes = {axis: 1 for axis in AXES} | {"fsdp": n, "simulated_devices": 0}
+    return run.model_copy(update={"mesh": run.mesh.model_copy(update=sizes)})
+
+
+def _with_flags(flags: str, count: int) -> str:
+    """XLA_FLAGS with the simulated device count in them; whatever else stands there stays."""
+    flags = re.sub(rf"{DEVICE_COUNT_FLAG}=\d+", "", flags).split()
+    if not any(flag.startswith(SCHEDULER_FLAG) for flag in flags):
+        flags.append(f"{SCHEDULER_FLAG}=false")
+    return " ".join(flags + [f"{DEVICE_COUNT_FLAG}={count}"])

@@ -1,0 +1,10 @@
+"""Names that several rooms share, each written once: mesh axes, roles of parameters, the target that is none."""
+
+AXES = ("data", "fsdp", "tensor", "stage", "context")               # of the mesh
+PLACEMENT = ("stage", "data", "fsdp", "context", "tensor")          # their order from the slowest link to the fastest
+
+ROLES = ("matrix", "embedding", "head", "norm", "bias")             # of parameters
+MATMUL_ROLES = ("matrix", "embedding", "head")                      # cast to the compute dtype, and decayed by the optimizer
+
+LAYERS = "layers"      # key of the stacked layers in the parameter tree, and the logical axis of their leading dim
+NO_TARGET = -1         # in a batch's targets: no loss at this token

@@ -1,0 +1,85 @@
+"""What a pipeline asks of a run: which layouts it refuses, which rules it loosens, and what to tell of that."""
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from meshtrain.layout.rules import Rules
+from meshtrain.parallel import schedules
+
+
+def problems(run, loaded: Rules, sizes) -> list[str]:
+    """What stands against this pipeline; empty where there is none. Messages in the words of the run file."""
+    num_stages, chunks, num_layers = sizes["stage"], run.pipeline.chunks, run.model.num_layers
+    if num_stages == 1:
+        return []
+    faults = schedules.problems(schedule_name(run), num_stages, run.training.microbatches, chunks)
+    if schedule_name(run) == "zb_h1" and sizes["context"] > 1:
+        faults.append(f'pipeline.schedule="zb_h1" cannot stand beside mesh.context={sizes["context"]}: its stages take '
+                      "different branches, where permutes over context would mix; use mesh.context=1, or "
+                      'pipeline.schedule="zero_bubble"')
+    pieces = num_stages * chunks
+    if num_layers % pieces and run.pipeline.uneven == "refuse":
+        faults.append(f"model.num_layers={num_layers} cannot be split over mesh.stage={num_stages} × pipeline.chunks={chunks}; "
+                      f'use a multiple of {pieces}, e.g. {-(-num_layers // pieces) * pieces}, or pipeline.uneven="pad"')
+    missing = [f"[{table}]" for table in ("params", "grads", "optimizer") if loaded.mesh_axes(table, "layers") != ("stage",)]
+    if missing:
+        faults.append(f'mesh.stage={num_stages} needs layers = "stage" in {", ".join(missing)} of {loaded.path}; take one of '
+                      "the rule files *pipeline.toml, add the line, or set mesh.stage to 1")
+    for table, entries in loaded.tables.items():
+        faults += [f"{loaded.path} [{table}] {logical}: only layers and vocab can lie along 'stage'; drop it from the line"
+                   for logical, axes in entries.items() if "stage" in axes and logical not in ("layers", "vocab")]
+    split = {table: "stage" in loaded.mesh_axes(table, "vocab") for table in loaded.tables}
+    if len(set(split.values())) > 1:
+        without = [f"[{table}]" for table, on in split.items() if not on]
+        faults.append(f"{loaded.path}: vocab lies along 'stage' in some tables and not in {', '.join(without)}; "
+                      "name it in all four, or in none")
+    return faults
+
+
+def fit(run, loaded: Rules, sizes, vocab: int) -> tuple[Rules, list[str]]:
+    """The rules with `stage` taken from what it does not divide, and what to tell of that. vocab: its padded size.
+
+    Padding with layers that do nothing happens inside the step: what is stored are the layers of the model, in order.
+    """
+    num_stages, num_layers, drop, said = sizes["stage"], run.model.num_layers, set(), []
+    if num_stages == 1:
+        return loaded, said
+    splits = [math.prod(sizes[a] for a in table["vocab"]) for table in loaded.tables.values()
+              if "stage" in table.get("vocab", ())]
+    if num_layers % num_stages:
+        drop.add("layers")
+        said.append(f"pipeline: {num_layers} layers do not divide over mesh.stage={num_stages}: outside the pipeline's loop "
+                     "every stage keeps the states of all of them")
+    if schedule_name(run) == "zb_h1":
+        drop.add("vocab")
+        said.append('pipeline: schedule="zb_h1" is experimental; the first stage has the whole embedding and the last the '
+                     "whole head, whatever the rules say of vocab along 'stage', and every stage keeps the states of both")
+    elif any(vocab % ways for ways in splits):
+        drop.add("vocab")
+        said.append(f"pipeline: the vocabulary of {vocab} (padded) does not divide over stage and tensor: embedding and head "
+                     "are split over tensor only, and every stage repeats their work")
+    without = lambda axes: tuple(axis for axis in axes if axis != "stage")
+    tables = {name: {k: without(axes) if k in drop else axes for k, axes in table.items()}
+              for name, table in loaded.tables.items()}
+    return dataclasses.replace(loaded, tables=tables), said
+
+
+def notes(run, schedule: schedules.Schedule) -> list[str]:
+    """What this schedule costs beside its bubble, where it costs anything."""
+    num_stages, chunks, num_layers = schedule.num_stages, schedule.num_chunks, run.model.num_layers
+    said, extra = [], -num_layers % (num_stages * chunks)
+    if extra:
+        said.append(f"pipeline: {num_layers} layers over mesh.stage={num_stages} × pipeline.chunks={chunks} are filled up with "
+                     f"{extra} that do nothing; they cost time like the others")
+    if chunks % num_stages and num_stages % chunks:
+        said.append(f"pipeline: neither of pipeline.chunks={chunks} and mesh.stage={num_stages} divides the other: once a step "
+                     "every stage gathers the layers of all, as they lie outside of the loop, to pick its own")
+    return said
+
+
+def schedule_name(run) -> str:
+    """The schedule to check; where "auto" has any with these chunks, it has this one."""
+    if run.pipeline.schedule != "auto":
+        return run.pipeline.schedule
+    return "1f1b" if run.pipeline.chunks == 1 else "interleaved"

@@ -1,0 +1,1 @@
+"""The run: loop, checkpoints, run directory, metrics, profiling."""

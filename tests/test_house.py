@@ -1,0 +1,55 @@
+"""The house keeps its floors: rooms import downward only, and no file or function outgrows its reader."""
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Which rooms each room may import, besides itself; the doors (files of meshtrain/ itself) may import everything, names and
+# jax_private belong to all.
+OPEN_TO = {
+    "config": set(), "layout": set(), "data": set(), "kernels": set(),
+    "cluster": {"config"},
+    "parallel": {"layout", "kernels"},
+    "model": {"layout"},
+    "cost": {"layout", "model", "parallel"},
+    "training": {"layout", "model", "parallel"},
+    "inference": {"layout", "model"},
+    "run": {"cluster", "config", "data", "training"},
+}
+EVERYONE = {"names", "jax_private"}
+
+
+def imported(path: Path) -> set[str]:
+    """The parts of meshtrain that a file imports: `from meshtrain.layout import mesh` -> layout."""
+    names = imported_modules(path)
+    return {name.split(".")[1] for name in names if name.startswith("meshtrain.")}
+
+
+def imported_modules(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports name the module in full"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_imports_point_downward():
+    files = sorted((ROOT / "meshtrain").glob("*/*.py"))
+    assert {path.parent.name for path in files} == set(OPEN_TO), "a new room needs its line in OPEN_TO"
+    wrong = {str(path.relative_to(ROOT)): extra for path in files
+             if (extra := imported(path) - OPEN_TO[path.parent.name] - {path.parent.name} - EVERYONE)}
+    assert wrong == {}
+
+
+def test_rooms_that_need_no_jax_import_none():
+    wrong = [str(path.relative_to(ROOT)) for room in ("data", "config") for path in (ROOT / "meshtrain" / room).glob("*.py")
+             if any(name.split(".")[0] in ("jax", "flax", "optax", "orbax") for name in imported_modules(path))]
+    assert wrong == []
+
+
+def test_the_import_test_sees_an_import(tmp_path):
+    (tmp_path / "a.py").write_text("from meshtrain import cost\ndef f():\n    import meshtrain.training.step\n")
+    assert imported(tmp_path / "a.py") == {"cost", "training"}
