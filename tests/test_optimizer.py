@@ -1,5 +1,6 @@
 """Optimizers: every matrix of the stacked layers alone, decay where it belongs, state placed by logical axes."""
 
+import functools
 import types
 
 import jax
@@ -10,7 +11,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from meshtrain import assembly, config as run_file
 from meshtrain.training import optimizer
+from meshtrain.training.state import State
 
 L, D, N, H, F, V = 3, 8, 2, 4, 12, 16
 
@@ -66,8 +69,8 @@ def updates_of(cfg, sequence, params):
     """The update after the last gradients of a sequence."""
     tx = build(cfg)
     state = tx.init(params)
-    for grads in sequence:
-        updates, state = tx.update(grads, state, params)
+    for step, grads in enumerate(sequence):
+        updates, state = tx.update(grads, state, params, step=step)
     return updates
 
 
@@ -79,7 +82,7 @@ def test_every_leaf_of_a_quadratic_falls(name):
 
     @jax.jit
     def step(params, state):
-        updates, state = tx.update(jax.tree.map(jnp.subtract, params, target), state, params)
+        updates, state = tx.update(jax.tree.map(jnp.subtract, params, target), state, params, step=0)
         return optax.apply_updates(params, updates), state
 
     before, state = losses(params), tx.init(params)
@@ -168,7 +171,7 @@ def test_adafactor_equals_optax_where_both_factor_the_same_matrix():
     ours = optimizer.build(config("adafactor", b2=1.0), 10, {"w": "head"}, {"w": None})
     state, expected_state = ours.init({"w": params}), reference.init(params)
     for grad in grads:
-        update, state = ours.update({"w": grad}, state, {"w": params})
+        update, state = ours.update({"w": grad}, state, {"w": params}, step=0)
         expected, expected_state = reference.update(grad, expected_state, params)
         np.testing.assert_allclose(update["w"], expected, rtol=1e-5)
 
@@ -190,10 +193,11 @@ def test_a_sharded_update_equals_the_plain_one(name):
     tx, params, grads = build(config(name)), random_params(1), random_params(2)
     state = tx.init(params)
     shardings = place(params, AXES), place(state, optimizer.state_axes(tx, params, AXES))
-    step = jax.jit(tx.update, out_shardings=shardings)
+    update = functools.partial(tx.update, step=0)
+    step = jax.jit(update, out_shardings=shardings)
     sharded = step(jax.device_put(grads, shardings[0]), jax.device_put(state, shardings[1]), jax.device_put(params, shardings[0]))
     # float32 sums in another order
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), sharded, tx.update(grads, state, params))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), sharded, update(grads, state, params))
 
 
 @pytest.mark.parametrize("name", optimizer.NAMES)
@@ -237,7 +241,7 @@ def test_bfloat16_parameters_keep_float32_state(name):
     params = random_params(dtype=jnp.bfloat16)
     tx = build(config(name))
     state = tx.init(params)
-    updates, new_state = jax.eval_shape(tx.update, params, state, params)
+    updates, new_state = jax.eval_shape(functools.partial(tx.update, step=0), params, state, params)
     assert {x.dtype for x in jax.tree.leaves(state)} <= {jnp.dtype("float32"), jnp.dtype("int32")}
     assert jax.tree.map(lambda x: x.dtype, state) == jax.tree.map(lambda x: x.dtype, new_state)
     assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype("float32")}
@@ -248,3 +252,41 @@ def test_mistakes_are_reported_together():
         optimizer.build(config("adam"), 1, {"a": "matrx", "b": "matrix"}, {"a": None, "b": None})
     with pytest.raises(ValueError, match="optimizer.schedule='cosin'"):
         optimizer.learning_rate_schedule(config(schedule="cosin"), 1)
+
+
+def one_layer_run(**training):
+    """The smallest model on one device, assembled, and a batch for it."""
+    run = run_file.Run(
+        model=dict(vocab_size=64, embed_dim=8, num_layers=1, num_heads=1, mlp_dim=8, compute_dtype="float32"),
+        data=dict(seq_len=8, global_batch=2), training=training,
+        optimizer=dict(learning_rate=0.1, eps=1e-30, weight_decay=0.0, schedule="linear", warmup_steps=2, final_fraction=0.0))
+    made = assembly.assemble(run, jax.devices()[:1])
+    ids = np.arange(16, dtype=np.int32).reshape(2, 8)
+    rows = dict(tokens=ids, targets=ids + 1, segments=np.ones_like(ids), positions=ids % 8, index=ids % 8,
+                sequence=np.arange(2, dtype=np.int32))
+    return made, made.program.place(rows)
+
+
+def test_the_logged_learning_rate_is_the_one_applied_and_reaches_its_end_through_a_skipped_step():
+    """Adam's first applied update moves every weight with a gradient by the learning rate: lr · g / |g|."""
+    made, batch = one_layer_run(steps=4, grad_clip=0.0)
+    step = made.program.compile()
+    with jax.set_mesh(made.mesh):
+        state = made.program.initialize()
+    good = jax.device_get(state.params)
+    state = State(state.step, jax.tree.map(lambda w: w.at[...].set(jnp.nan), state.params), state.opt_state)
+    counts_before = [x for x in jax.tree.leaves(jax.device_get(state.opt_state)) if x.dtype == np.int32]
+    state, metrics = step(state, batch)
+    assert metrics["skipped"] and metrics["learning_rate"] == np.float32(0.05)
+    counts = [x for x in jax.tree.leaves(jax.device_get(state.opt_state)) if x.dtype == np.int32]
+    assert counts == counts_before == [0]       # of applied updates: the bias correction waits, the learning rate does not
+    state = State(state.step, jax.device_put(good, made.program.spec.sharding.params), state.opt_state)
+    state, metrics = step(state, batch)
+    moved = max(np.abs(new - old).max() for new, old in zip(*map(jax.tree.leaves, (jax.device_get(state.params), good))))
+    assert metrics["learning_rate"] == np.float32(0.1)
+    assert moved == pytest.approx(0.1, rel=1e-5)        # float32 rounding of lr · m / (√v + eps) and of the sum
+    rates = [float(metrics["learning_rate"])]
+    for _ in range(2):
+        state, metrics = step(state, batch)
+        rates.append(float(metrics["learning_rate"]))
+    assert rates == pytest.approx([0.1, 0.05, 0.0]) and int(state.step) == 4

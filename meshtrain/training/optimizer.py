@@ -1,7 +1,8 @@
 """Optimizers and learning-rate schedules, as one optax transformation that the training step applies.
 
 Every optimizer is the same three lines: its own rule, then decoupled weight decay, then the learning rate of this step; so
-`learning_rate` and `weight_decay` mean the same thing for all four. Layers are stacked [L, …], and a rule that looks at a
+`learning_rate` and `weight_decay` mean the same thing for all four. The learning rate follows the run's own count of steps,
+which goes on when a step is skipped; a rule's counts (Adam's bias correction) are of updates applied. Layers are stacked [L, …], and a rule that looks at a
 whole matrix (muon, adafactor) is told which dims form it: each layer's matrix is treated alone.
 Sources: arXiv:1711.05101 (AdamW), 2302.06675 (Lion), 1804.04235 (Adafactor), 2502.16982 (Muon at scale, "Moonlight").
 
@@ -28,8 +29,10 @@ MUON_MOMENTUM = 0.95  # Moonlight and Jordan's original; cfg.b1 and cfg.b2 belon
 MUON_RMS = 0.2  # AdamW's updates have this root mean square (arXiv:2502.16982, section 2.2): one learning rate serves both
 
 
-def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any) -> optax.GradientTransformation:
+def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any) -> optax.GradientTransformationExtraArgs:
     """The optimizer of a run of `steps` steps. All its state is float32, whatever the dtype of the parameters.
+
+    update(grads, state, params, step=n): n, the steps that the run has taken, sets the learning rate; no state counts them.
 
     cfg: name, learning_rate, b1, b2, eps, weight_decay, and what `learning_rate_schedule` reads.
     roles: a tree like params, each leaf one of `ROLES`. `matrix`, `head` and `embedding` are decayed, `norm` and `bias`
@@ -48,13 +51,13 @@ def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any) -> optax.GradientT
         optax.chain(
             _rule(cfg, roles, matrix_dims),
             optax.add_decayed_weights(cfg.weight_decay, decayed),
-            optax.scale_by_learning_rate(learning_rate_schedule(cfg, steps)),
+            _scale_by_learning_rate(learning_rate_schedule(cfg, steps)),
         )
     )
 
 
 def learning_rate_schedule(cfg: Any, steps: int) -> optax.Schedule:
-    """The learning rate as a function of the number of steps already taken (0 in the first step).
+    """The learning rate as a function of the number of steps already taken, skipped ones included (0 in the first step).
 
     cfg: learning_rate (the peak), schedule, warmup_steps, decay_steps, final_fraction.
     Step n, counted from 1, has n/warmup_steps of the peak while it warms up: the first step moves already, the last step of
@@ -123,6 +126,15 @@ def _rule(cfg, roles, matrix_dims):
     return optax.partition({"muon": _muon(roles, matrix_dims), "adam": adam}, labels)
 
 
+def _scale_by_learning_rate(schedule):
+    """Times -schedule(step). optax's own keeps a count in the state, which a skipped step would hold back."""
+
+    def update(updates, state, params=None, *, step, **extra):
+        return jax.tree.map(lambda u: -schedule(step) * u, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
 def _muon(roles, matrix_dims):
     """Orthogonalized momentum, every matrix alone: optax takes the dims it is not told about as a batch and vmaps over them.
 
@@ -160,10 +172,10 @@ def _in_float32(tx):
     def init(params):
         return tx.init(optax.tree.cast(params, jnp.float32))
 
-    def update(grads, state, params=None):
-        return tx.update(optax.tree.cast(grads, jnp.float32), state, optax.tree.cast(params, jnp.float32))
+    def update(grads, state, params=None, **extra):
+        return tx.update(optax.tree.cast(grads, jnp.float32), state, optax.tree.cast(params, jnp.float32), **extra)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _check(cfg, roles, matrix_dims):

@@ -120,9 +120,9 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         if training.grad_clip:
             grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, training.grad_clip / (grad_norm + 1e-12)), grads)
         shards = place("optimizer", state.params)
-        updates, opt_state = spec.tx.update(grads, state.opt_state, shards)
+        updates, opt_state = spec.tx.update(grads, state.opt_state, shards, step=state.step)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        # A step that is not finite changes nothing. The updates are zeroed, not the params selected: a select on what
+        # A step that is not finite changes nothing but the count of steps, from which the learning rate follows. The updates are zeroed, not the params selected: a select on what
         # is gathered next (ZeRO-1/2) makes XLA gather both sides of it.
         updates = jax.tree.map(lambda u: jnp.where(finite, u, 0.0), updates)
         opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), opt_state, state.opt_state)
