@@ -1,0 +1,99 @@
+"""What a command says, guarded: a reader that dies, a full disk or a closed terminal never ends a run.
+
+A stream that fails once is given up: whatever this process writes to it from then on goes to /dev/null, also what Python
+flushes when it exits (which else reports "Exception ignored … BrokenPipeError" and turns the exit code into 120).
+This module knows nothing of what is said.
+"""
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import shutil
+import sys
+
+_live = 0   # characters of the unfinished line that stands on the terminal
+
+
+def out(text: str) -> None:
+    """Lines on stdout, in place of the live line if there is one."""
+    _send(sys.stdout, _over_live(text) + "\n")
+
+
+def err(text: str) -> None:
+    """Lines on stderr, below the live line if there is one."""
+    below = "\n" if _live else ""
+    _over_live("")
+    _send(sys.stderr, f"{below}{text}\n")
+
+
+def live(text: str) -> None:
+    """A line on stdout, a terminal, that the next one replaces; cut to its width, or it could not be replaced."""
+    global _live
+    text = text[:max(shutil.get_terminal_size().columns - 1, 20)]
+    _send(sys.stdout, "\r" + text.ljust(_live))
+    _live = len(text)
+
+
+def on_terminal() -> bool:
+    """Whether stdout is a terminal."""
+    with contextlib.suppress(Exception):
+        return sys.stdout.isatty()
+    return False
+
+
+def begin() -> None:
+    """First thing in a command, before jax is imported: nothing but our own words, and nothing fails for a stream.
+
+    An installed CUDA plugin reports from C++ that there is no GPU. A standard stream that is closed would leave its number
+    to the next file that is opened, a checkpoint perhaps, and what C++ reports would be written into that.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")      # read when jax's C++ is loaded; errors are still told
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)    # takes the lowest free number: this one
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stderr = sys.stderr or open(os.devnull, "w")
+    atexit.register(end)
+
+
+def end() -> None:
+    """Flushes both streams; a live line is ended."""
+    if _live:
+        out("")
+    for stream in (sys.stdout, sys.stderr):
+        _send(stream, "")
+
+
+def _over_live(text: str) -> str:
+    """The text as it is to be written where a live line stands."""
+    global _live
+    was, _live = _live, 0
+    if not was:
+        return text
+    first, *rest = text.split("\n")
+    return "\n".join(["\r" + first.ljust(was) if first else "", *rest])
+
+
+def _send(stream, text: str) -> None:
+    try:
+        try:
+            stream.write(text)
+        except UnicodeEncodeError:      # a sample of text, and a terminal that is not UTF-8
+            stream.write(text.encode(stream.encoding, "replace").decode(stream.encoding))
+        stream.flush()
+    except BlockingIOError:     # another program made the terminal non-blocking, and it is full: the next line may pass
+        pass
+    except Exception:   # the stream may be anybody's, a notebook's: whatever it raises is not worth a run
+        _give_up(stream)
+
+
+def _give_up(stream) -> None:
+    with contextlib.suppress(Exception):    # without a descriptor: the next line is tried again
+        number = stream.fileno()
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, number)
+        os.close(null)
+        stream.flush()      # what had not come through

@@ -1,0 +1,94 @@
+"""What is said never ends what says it: readers that die, full disks, closed streams, terminals of other encodings."""
+import io
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshtrain.run import say
+
+ROOT = Path(__file__).resolve().parent.parent
+TALK = """
+import sys
+from meshtrain.run import say
+say.begin()
+for i in range(20_000):
+    say.out(f"line {i} of what nobody reads")
+    say.err(f"line {i} of what nobody reads")
+print("not guarded, left in the buffer")
+open(sys.argv[1], "w").write("done")
+sys.exit(75)
+"""
+
+
+def talk(tmp_path, redirection: str, **environ) -> tuple[int, str, bool]:
+    """(exit code of the speaker, what came on the stderr that is left, whether it came to its end)."""
+    done = tmp_path / "done"
+    # bash tells the speaker's own exit code, whatever it is piped into.
+    line = f'"$PYTHON" -c "$TALK" {done} {redirection}; exit ${{PIPESTATUS[0]}}'
+    ran = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, cwd=ROOT,
+                         env=os.environ | {"PYTHON": sys.executable, "TALK": TALK, "PYTHONPATH": str(ROOT)} | environ)
+    return ran.returncode, ran.stdout + ran.stderr, done.exists()
+
+
+@pytest.mark.parametrize("redirection", [
+    "2>/dev/null | true", "2>&1 | true", "2>&1 | head -3 >/dev/null", "> /dev/full 2>/dev/null", "> /dev/full 2>&1",
+    ">&- 2>/dev/null", ">/dev/null 2>&-", ">&- 2>&- <&-"])
+def test_a_stream_that_fails_ends_nothing_and_changes_no_exit_code(redirection, tmp_path):
+    code, left, finished = talk(tmp_path, redirection)
+    assert (code, finished) == (75, True)
+    assert "Exception ignored" not in left and "Traceback" not in left and "Error" not in left, left[-500:]
+
+
+def test_what_a_stream_that_works_gets_is_whole_where_the_other_fails(tmp_path):
+    code, left, _ = talk(tmp_path, "2>/dev/full")
+    assert code == 75 and left.count("line ") == 20_000 and left.endswith("not guarded, left in the buffer\n")
+
+
+def test_a_closed_stream_lends_its_number_to_no_file(tmp_path):
+    """Else what C++ reports on descriptor 2 is written into a checkpoint."""
+    code = ("import os, sys\nfrom meshtrain.run import say\nsay.begin()\n"
+            f"file = open({str(tmp_path / 'checkpoint')!r}, 'w')\nos.write(2, b'reported by C++')\nsys.exit(file.fileno() < 3)")
+    assert subprocess.run(["bash", "-c", '"$0" -c "$1" <&- 2>&-', sys.executable, code], cwd=ROOT).returncode == 0
+    assert (tmp_path / "checkpoint").read_text() == ""
+
+
+def test_what_a_terminal_cannot_show_is_replaced(tmp_path):
+    code = 'from meshtrain.run import say\nsay.out("8 × 32 tokens …")\nsay.out("on")'
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, timeout=60,
+                         env=os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)})
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"8 ? 32 tokens ?\non\n", b"")
+
+
+def test_a_stream_that_raises_anything_at_all_is_survived(monkeypatch):
+    class Broken(io.StringIO):
+        def write(self, text):
+            raise RuntimeError("a notebook's stream after its kernel is gone")
+    monkeypatch.setattr(sys, "stdout", Broken())
+    say.out("a line")
+    say.end()
+    assert not say.on_terminal()
+
+
+def test_a_live_line_is_replaced_ended_by_lines_and_never_longer_than_the_terminal():
+    code = ("import sys\nfrom meshtrain.run import say\nassert say.on_terminal()\nsay.begin()\n"
+            "say.live('step 1 of a long run')\nsay.live('step 2')\nsay.err('careful')\nsay.live('y' * 200)\nsay.out('told')\n"
+            "say.live('step 3')")
+    ours, theirs = pty.openpty()
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=theirs, stderr=theirs, cwd=ROOT,
+                             env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80"})
+    os.close(theirs)
+    shown = b""
+    try:
+        while piece := os.read(ours, 4096):
+            shown += piece
+    except OSError:     # the terminal's other end is closed
+        pass
+    os.close(ours)
+    assert child.wait(60) == 0
+    pieces = shown.decode().replace("\r\n", "\n").split("\r")
+    assert pieces == ["", "step 1 of a long run", "step 2".ljust(20) + "\ncareful\n", "y" * 79,
+                      "told".ljust(79) + "\n", "step 3\n"]
