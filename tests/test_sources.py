@@ -376,7 +376,7 @@ def test_an_empty_file_among_others_is_told_and_empty_texts_are_documents(tmp_pa
 
 # (tokens, ends, what the one message must contain)
 WRONG_TOKENS = [
-    (np.zeros(4, np.int32), [4], "int32 [4], and token ids are one dimension of uint16 or uint32"),
+    (np.zeros(4, np.int64), [4], "int64 [4], and token ids are one dimension of uint16, uint32 or int32"),
     (np.zeros(4, ">u2"), [4], ">u2 [4]"),
     (np.zeros((2, 2), np.uint16), [4], "uint16 [2, 2]"),
     (np.zeros(4, np.uint16), np.array([4], np.int32), "int32 [1], and the ends of documents are one dimension of int64"),

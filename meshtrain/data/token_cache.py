@@ -79,11 +79,10 @@ def largest_id(path: str, directories: Sequence[Path], tell: Tell) -> int:
             known = json.loads(note.read_text())
             if {name: known[name] for name in stamp} == stamp:
                 return int(known["largest"])
-    tokens, largest = token_files.map_array(path), -1
-    step = token_files.CHUNK_BYTES // tokens.itemsize
+    tokens, largest = token_files.open_pair(path).map(), -1
     with _Progress(f"scanning {os.path.basename(path)}", tokens.nbytes, tell) as progress:
-        for start in range(0, len(tokens), step):
-            largest = max(largest, int(tokens[start:start + step].max()))
+        for start, chunk in token_files.chunks(tokens):
+            largest = max(largest, int(chunk.max()))
             progress.reach(start * tokens.itemsize)
     for note in notes:
         with contextlib.suppress(OSError):    # it only saves time
@@ -167,7 +166,7 @@ def _check(part: _Part) -> tuple[token_files.Pair | None, str]:
         if [one["blake2b"] for one in new] != [one["blake2b"] for one in old]:
             return None, "the file has changed"
         pair = token_files.open_pair(str(part.tokens))
-        tokens = token_files.map_array(pair.path)
+        tokens = pair.map()
         if (str(tokens.dtype), len(tokens), len(pair.ends)) != (manifest["dtype"], manifest["tokens"], manifest["documents"]):
             return None, "the cache is damaged (another size)"
         sums = {"tokens_crc32": token_files.checksum(tokens), "ends_crc32": token_files.checksum(pair.ends)}

@@ -1,33 +1,70 @@
-"""Token files: X.tokens.npy, one array of uint16 or uint32 ids, and X.ends.npy, int64, where each document ends in it.
+"""Token files: X.tokens.npy, one array of uint16, uint32 or int32 ids, and X.ends.npy, int64, where each document ends in it.
 
-Any program with numpy writes them; the token cache is made of them too, so there is one reader. Ids are memory-mapped and
-never held; of a document only its place is.
+Any program with numpy writes them; the token cache is made of them too. Other layouts of ids on disk (binary_files.py) become
+the same `Pair`, so there is one reader. Ids and ends are memory-mapped; nothing of a document is held.
 """
 from __future__ import annotations
 
 import bisect
+import ctypes
 import dataclasses
 import functools
 import io
 import itertools
+import mmap
 import os
+import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 TOKENS, ENDS = ".tokens.npy", ".ends.npy"
 CHUNK_BYTES = 1 << 26
-# A map holds a descriptor, and a process may have only 1024 of them.
-MAPS_HELD = 256
+# Linux allows a process 65,530 maps.
+MAPS_HELD = 1 << 14
+Stamp = tuple[int, int, int]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pair:
-    """One pair of files, checked. `stamp` tells whether the tokens are still the file that was checked."""
+    """A file of token ids and where its documents end. `stamp` tells whether the file is still the one that was checked.
+
+    `ends` counts the documents' tokens alone. A file may have separators of its own, which belong to no document: `lead` of
+    them stand before the first document, `gap` between two. So document d is the ids from `begin(d)` on, and its length is
+    ends[d] - ends[d - 1].
+    """
     path: str
-    ends: np.ndarray         # int64 [documents]
-    stamp: tuple[int, int, int]
+    stamp: Stamp
+    ends: np.ndarray         # int64 [documents], memory-mapped
+    size: int                # ids in the file
+    dtype: np.dtype
+    offset: int              # bytes before the first id
+    lead: int = 0
+    gap: int = 0
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.ends)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all documents together."""
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def begin(self, document: int) -> int:
+        """The place of a document's first token in `map`."""
+        return (int(self.ends[document - 1]) if document else 0) + document * self.gap + self.lead
+
+    def map(self) -> np.ndarray:
+        """Integers [size], memory-mapped. Raises: OSError where the file is not the one that was checked."""
+        try:
+            if stamp(self.path) == self.stamp:
+                return map_file(self.path, self.dtype, self.offset, self.size)
+        except (OSError, ValueError):
+            pass
+        raise OSError(f"{self.path} is not the file it was when the run began; token files must not change while a run reads "
+                      "them")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,115 +77,166 @@ class TokenFiles:
         return np.concatenate([np.diff(pair.ends, prepend=0) for pair in self.pairs])
 
     @functools.cached_property
-    def _starts(self) -> np.ndarray:
-        return np.concatenate([pair.ends for pair in self.pairs]) - self.lengths
-
-    @functools.cached_property
     def _firsts(self) -> list[int]:
         """The first document of each pair; a list, because numpy takes microseconds to search it for one."""
         return list(itertools.accumulate((len(pair.ends) for pair in self.pairs[:-1]), initial=0))
 
     @functools.cached_property
     def _map(self):
-        return functools.lru_cache(maxsize=MAPS_HELD)(self._open)
-
-    def _open(self, k: int) -> np.ndarray:
-        pair = self.pairs[k]
-        try:
-            if _stamp(pair.path) == pair.stamp:
-                return map_array(pair.path)
-        except (OSError, ValueError):
-            pass
-        raise OSError(f"{pair.path} is not the file it was when the run began; token files must not change while a run reads "
-                      "them")
+        return functools.lru_cache(maxsize=MAPS_HELD)(lambda k: self.pairs[k].map())
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         k = bisect.bisect_right(self._firsts, document) - 1
-        begin = int(self._starts[document])
+        begin = self.pairs[k].begin(document - self._firsts[k])
         return self._map(k)[begin + start:begin + stop]
+
+
+def first_beyond(pair: Pair, vocab_size: int) -> tuple[int, int]:
+    """(document, id) of the first id that a vocabulary of this size does not have. There must be one."""
+    for first, chunk in chunks(pair.map()):
+        beyond = (chunk >= vocab_size) | (chunk < 0)
+        if beyond.any():
+            place = first + int(np.argmax(beyond))
+            return int(np.searchsorted(pair.ends, place, side="right")), int(chunk[place - first])
+    raise AssertionError(f"{pair.path} has no id beyond {vocab_size}")
 
 
 def ends_path(path: str) -> str:
     return path.removesuffix(TOKENS) + ENDS
 
 
-def map_array(path: str) -> np.ndarray:
-    """The array of an .npy file, memory-mapped, as a plain ndarray: slices of np.memmap cost ten times as much.
-
-    Raises: ValueError, OSError. Never unpickles.
-    """
-    try:
-        return np.lib.format.open_memmap(path, mode="r").view(np.ndarray)
-    except (OSError, ValueError):
-        raise
-    except Exception as error:    # numpy parses the header with Python's tokenizer, whose errors are many
-        raise ValueError(f"broken header ({error})") from None
-
-
 def open_pair(path: str) -> Pair:
-    """Raises: ValueError where the two files are not what the module says, or do not fit each other."""
+    """An X.tokens.npy with its X.ends.npy.
+
+    Raises: ValueError where the two files are not what the module says, or do not fit each other.
+    """
     if not path.endswith(TOKENS):
         raise ValueError(f"{path} is not named as a token file; give X{TOKENS} (ids), with X{ENDS} beside it")
-    stamp = _open_checked(path, "stat")
-    tokens = _open_checked(path, "tokens")
-    if tokens.ndim != 1 or tokens.dtype not in (np.dtype(np.uint16), np.dtype(np.uint32)):
-        raise ValueError(f"{path} holds {_describe(tokens)}, and token ids are one dimension of uint16 or uint32; "
+    dtype, shape, offset = open_checked(path, read_header)
+    if len(shape) != 1 or dtype not in (np.dtype(np.uint16), np.dtype(np.uint32), np.dtype(np.int32)):
+        raise ValueError(f"{path} holds {_describe(dtype, shape)}, and token ids are one dimension of uint16, uint32 or int32; "
                          "write np.save(path, ids.astype(np.uint32))")
-    ends_file = ends_path(path)
-    if not os.path.exists(ends_file):
-        raise ValueError(f"{ends_file} is missing beside {os.path.basename(path)}; write where each document ends, in tokens: "
-                         "np.save(path, np.cumsum(lengths))")
-    ends = _open_checked(ends_file, "ends")
-    if ends.ndim != 1 or ends.dtype != np.dtype(np.int64):
-        raise ValueError(f"{ends_file} holds {_describe(ends)}, and the ends of documents are one dimension of int64; "
-                         "write np.save(path, np.cumsum(lengths, dtype=np.int64))")
-    ends = np.array(ends)
-    steps = np.diff(ends, prepend=0)
-    if (steps < 0).any():
-        document = int(np.argmax(steps < 0))
-        raise ValueError(f"{ends_file}: document {document} (from 0) ends at {ends[document]}, before it begins at "
-                         f"{ends[document - 1] if document else 0}; ends must not fall: write np.cumsum(lengths)")
+    ends = open_ends(ends_path(path), path)
     last = int(ends[-1]) if len(ends) else 0
-    if last != len(tokens):
-        raise ValueError(f"{ends_file}: the last document ends at {last:,}, and {os.path.basename(path)} has {len(tokens):,} "
-                         "tokens; the two must agree: write both again")
-    return Pair(path, ends, stamp)
+    if last != shape[0]:
+        raise ValueError(f"{ends_path(path)}: the last document ends at {last:,}, and {os.path.basename(path)} has "
+                         f"{shape[0]:,} tokens; the two must agree: write both again")
+    check_rising(ends_path(path), ends)
+    return Pair(path, open_checked(path, stamp), ends, shape[0], dtype, offset)
 
 
-def first_beyond(pair: Pair, vocab_size: int) -> tuple[int, int]:
-    """(document, id) of the first id that a vocabulary of this size does not have. There must be one."""
-    tokens, step = map_array(pair.path), CHUNK_BYTES // 4
-    for start in range(0, len(tokens), step):
-        beyond = tokens[start:start + step] >= vocab_size
-        if beyond.any():
-            place = start + int(np.argmax(beyond))
-            return int(np.searchsorted(pair.ends, place, side="right")), int(tokens[place])
-    raise AssertionError(f"{pair.path} has no id beyond {vocab_size}")
+def open_ends(path: str, tokens: str) -> np.ndarray:
+    """The ends of documents in the file `path`, memory-mapped. Raises: ValueError."""
+    if not os.path.exists(path):
+        raise ValueError(f"{path} is missing beside {os.path.basename(tokens)}; write where each document ends, in tokens: "
+                         "np.save(path, np.cumsum(lengths))")
+    dtype, shape, offset = open_checked(path, read_header)
+    if len(shape) != 1 or dtype != np.dtype(np.int64):
+        raise ValueError(f"{path} holds {_describe(dtype, shape)}, and the ends of documents are one dimension of int64; "
+                         "write np.save(path, np.cumsum(lengths, dtype=np.int64))")
+    return open_checked(path, lambda path: map_file(path, dtype, offset, shape[0]))
 
 
-def _open_checked(path: str, what: str):
+def check_rising(path: str, ends: np.ndarray) -> None:
+    """Raises: ValueError for the first document that ends before it begins. One pass over the file, in chunks."""
+    before = 0
+    for first, chunk in chunks(ends):
+        falls = np.diff(chunk, prepend=before) < 0
+        if falls.any():
+            k = int(np.argmax(falls))
+            raise ValueError(f"{path}: document {first + k} (from 0) ends at {chunk[k]}, before it begins at "
+                             f"{chunk[k - 1] if k else before}; ends must not fall: write np.cumsum(lengths)")
+        before = int(chunk[-1])
+
+
+def read_header(path: str) -> tuple[np.dtype, tuple[int, ...], int]:
+    """(dtype, shape, bytes before the first element) of an .npy file that is as long as it says. Never unpickles.
+
+    Raises: ValueError, OSError.
+    """
+    with open(path, "rb") as file:
+        try:
+            version = np.lib.format.read_magic(file)
+            shape, _, dtype = {(1, 0): np.lib.format.read_array_header_1_0,
+                               (2, 0): np.lib.format.read_array_header_2_0}[version](file)
+        except OSError:
+            raise
+        except Exception as error:    # numpy parses the header with Python's tokenizer, whose errors are many
+            raise ValueError(f"broken header ({error})") from None
+        offset, size = file.tell(), os.fstat(file.fileno()).st_size
+    if dtype.hasobject:
+        raise ValueError("it holds Python objects")
+    wanted = offset + dtype.itemsize * int(np.prod(shape, dtype=object))
+    if size < wanted:
+        raise ValueError(f"it ends at byte {size:,} of {wanted:,}: it was truncated")
+    return dtype, shape, offset
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+def map_file(path: str, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
+    """`count` numbers from byte `offset` of a file, memory-mapped and read-only, as a plain array. Raises: OSError, ValueError.
+
+    By mmap(2) itself: Python's mmap keeps a descriptor, of which a process may have only 1024; and slices of np.memmap cost
+    ten times as much as those of a plain array.
+    """
+    dtype = np.dtype(dtype)
+    length = offset + count * dtype.itemsize
+    if not count:
+        return np.zeros(0, dtype)
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < length:    # to touch what lies behind the file's end would kill the process
+            raise ValueError(f"it ends at byte {size:,} of {length:,}: it was truncated")
+        address = _libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+    if address == ctypes.c_void_p(-1).value:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error), path)
+    buffer = (ctypes.c_uint8 * length).from_address(address)
+    # The array holds the buffer; at the process's end other threads may still read.
+    weakref.finalize(buffer, _libc.munmap, address, length).atexit = False
+    array = np.frombuffer(buffer, dtype, count, offset)
+    array.flags.writeable = False
+    return array
+
+
+def open_checked(path: str, open_file: Callable):
+    """open_file(path). Raises: ValueError that names the file, for whatever is wrong with it as an .npy file."""
     try:
-        return _stamp(path) if what == "stat" else map_array(path)
+        return open_file(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ValueError(f"{path} cannot be read as an .npy file: {reason}; write it again with np.save") from None
 
 
-def _describe(array: np.ndarray) -> str:
-    return f"{array.dtype} [{', '.join(map(str, array.shape))}]"
-
-
-def _stamp(path: str) -> tuple[int, int, int]:
+def stamp(path: str) -> Stamp:
+    """(inode, bytes, time of change): another one, and the file may be another."""
     stat = os.stat(path)
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-def checksum(array: np.ndarray) -> int:
-    """crc32 of an array's bytes, in chunks: 3 to 4 GB/s a core, and other threads run meanwhile."""
-    crc, step = 0, CHUNK_BYTES // max(1, array.itemsize)
-    for start in range(0, len(array), step):
-        crc = zlib.crc32(array[start:start + step].view(np.uint8), crc)
+def chunks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """(first index, part) of an array of one dimension: what is memory-mapped is read without being held."""
+    step = CHUNK_BYTES // array.itemsize
+    for first in range(0, len(array), step):
+        yield first, array[first:first + step]
+
+
+def checksum(array: np.ndarray, check_stop: Callable[[], None] = lambda: None) -> int:
+    """crc32 of an array's bytes: 3 to 4 GB/s a core, and other threads run meanwhile."""
+    crc = 0
+    for _, chunk in chunks(array):
+        check_stop()
+        crc = zlib.crc32(np.ascontiguousarray(chunk).view(np.uint8), crc)
     return crc
+
+
+def _describe(dtype: np.dtype, shape: Sequence[int]) -> str:
+    return f"{dtype} [{', '.join(map(str, shape))}]"
 
 
 class Writer:
