@@ -89,7 +89,7 @@ def _show_schedule(run, topology: str | None, out) -> None:
     try:
         chart.draw(choice.schedule, choice.outcome, heading, paths)
     except ModuleNotFoundError:
-        print("no picture: drawing needs matplotlib; install 'meshtrain[chart]'", file=sys.stderr)
+        print("no picture: drawing needs matplotlib; run pip install -e '.[chart]' in a checkout of meshtrain", file=sys.stderr)
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}; go to a directory that can be written") from None
     else:

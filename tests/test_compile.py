@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from meshtrain.cost import audit, compile, hardware
 
 needs_wheels = pytest.mark.skipif(
-    not compile.has_gpu_compile(), reason=f"install 'meshtrain[gpu-compile]': no {compile.missing_wheels()}"
+    not compile.has_gpu_compile(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}"
 )
 
 
@@ -44,7 +44,7 @@ def test_impossible_topology_is_refused_by_name(text, complaint):
 
 def test_missing_wheels_name_the_extra(monkeypatch):
     monkeypatch.setattr(compile, "missing_wheels", lambda: ["ptxas (nvidia-cuda-nvcc)"])
-    with pytest.raises(ValueError, match=re.escape("needs ptxas (nvidia-cuda-nvcc): install 'meshtrain[gpu-compile]'")):
+    with pytest.raises(ValueError, match=re.escape("needs ptxas (nvidia-cuda-nvcc): run pip install -e '.[gpu-compile]'")):
         compile.topology("h100:8")
 
 

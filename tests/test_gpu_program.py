@@ -16,7 +16,7 @@ from meshtrain import assembly, config
 from meshtrain.cost import audit, compile
 
 pytestmark = pytest.mark.skipif(
-    not compile.has_gpu_compile(), reason=f"install 'meshtrain[gpu-compile]': no {compile.missing_wheels()}"
+    not compile.has_gpu_compile(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}"
 )
 
 RULES = Path(__file__).resolve().parent.parent / "sharding_rules"

@@ -2,15 +2,17 @@
 
 from meshtrain.config.checks import SIZE_KEYS, mesh_sizes, problems
 from meshtrain.config.messages import SECTIONS, ConfigError, user_errors
-from meshtrain.config.run_file import QUICKSTART, ROOT, dump, help_text, load, presets
+from meshtrain.config.run_file import QUICKSTART, dump, help_text, load, presets
 from meshtrain.config.sections import (
     Checkpoint, Component, Context, Data, Distributed, Identity, Mesh, Metrics, Model, Optimizer, Pipeline, Run, Sharding,
     Training, Validation,
 )  # fmt: skip
+from meshtrain.config.shipped import shipped
 from meshtrain.names import AXES
 
 __all__ = [
-    "AXES", "ConfigError", "QUICKSTART", "ROOT", "SECTIONS", "SIZE_KEYS", "dump", "help_text", "load", "mesh_sizes", "presets", "problems", "user_errors",
+    "AXES", "ConfigError", "QUICKSTART", "SECTIONS", "SIZE_KEYS", "dump", "help_text", "load", "mesh_sizes", "presets", "problems", "shipped",
+    "user_errors",
     "Checkpoint", "Component", "Context", "Data", "Distributed", "Identity", "Mesh", "Metrics", "Model", "Optimizer",
     "Pipeline", "Run", "Sharding", "Training", "Validation",
 ]  # fmt: skip

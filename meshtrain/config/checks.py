@@ -9,9 +9,9 @@ from pathlib import Path
 
 from meshtrain.config.messages import ConfigError, join, next_multiple, toml
 from meshtrain.config.sections import Data, Mesh, Run
+from meshtrain.config.shipped import names
 from meshtrain.names import AXES
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 # The run file's key that sets the size of each logical axis, for messages.
 SIZE_KEYS = {"batch": "data.global_batch / training.microbatches", "seq": "data.seq_len", "residual_seq": "data.seq_len",
              "embed": "model.embed_dim", "heads": "model.num_heads", "kv_heads": "model.num_kv_heads",
@@ -52,9 +52,9 @@ def _mesh_problems(run: Run):
         yield f"mesh.placement={toml(mesh.placement)} must name each axis once; use e.g. {toml(Mesh().placement)}"
     rules = run.sharding.rules
     if not Path(rules).is_file():
-        shipped = [file.stem for file in sorted((ROOT / "sharding_rules").glob("*.toml"))]
-        near = difflib.get_close_matches(Path(rules).stem, shipped, n=1)
-        remedy = f"did you mean sharding_rules/{near[0]}.toml?" if near else f"shipped are {join(shipped, 'and')}"
+        known = names("sharding_rules")
+        near = difflib.get_close_matches(Path(rules).stem, known, n=1)
+        remedy = f"did you mean sharding_rules/{near[0]}.toml?" if near else f"shipped are {join(known, 'and')}"
         yield f"sharding.rules={toml(rules)} is not a file; {remedy}"
 
 

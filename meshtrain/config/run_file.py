@@ -16,13 +16,14 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from meshtrain.config.checks import ROOT, problems
+from meshtrain.config.checks import problems
 from meshtrain.config.messages import (
     SECTIONS, ConfigError, join, kind_of, toml, unknown_key, unknown_name, unknown_section, wrong_value,
 )  # fmt: skip
 from meshtrain.config.sections import Run, Sharding
+from meshtrain.config.shipped import found, names, shipped
 
-QUICKSTART = ROOT / "configs" / "quickstart.toml"
+QUICKSTART = shipped("configs/quickstart.toml")
 USAGE = "python -m meshtrain.train [RUN.toml] [--section.key value ...]"
 NOT_SHAPE = ("_dtype", "_dropout")  # model keys that no preset sets
 
@@ -33,7 +34,7 @@ def load(argv: typing.Sequence[str], usage: str = USAGE) -> Run:
     Raises: ConfigError with every fault at once; SystemExit(0) after printing --help.
     """
     path, overrides, faults = _arguments(argv)
-    tables, unreadable = _read(path or QUICKSTART)
+    tables, unreadable = _read(found(path) if path else QUICKSTART)
     _override(tables, overrides)
     run, wrong, told = _build(tables)
     if {"--help", "-h"} & set(argv):
@@ -76,9 +77,9 @@ def _read(path: Path) -> tuple[dict, list[str]]:
     try:
         return tomllib.loads(path.read_bytes().decode()), []
     except FileNotFoundError:
-        shipped = {file.stem: shown(file) for file in sorted((ROOT / "configs").glob("*.toml"))}
-        near = difflib.get_close_matches(path.stem, shipped, n=1)
-        remedy = f"did you mean {shipped[near[0]]}?" if near else f"shipped are {join(shipped.values(), 'and')}"
+        known = {stem: f"configs/{stem}.toml" for stem in names("configs")}
+        near = difflib.get_close_matches(path.stem, known, n=1)
+        remedy = f"did you mean {known[near[0]]}?" if near else f"shipped are {join(known.values(), 'and')}"
         return {}, [f"{path}: there is no such run file; {remedy}"]
     except IsADirectoryError:
         return {}, [f"{path} is a directory; name the run file, e.g. {path / 'config.toml'}"]
@@ -144,16 +145,9 @@ def _build(tables: dict) -> tuple[Run, list[str], re.Pattern]:
             faulty += [f"{name}.{key}" for key in wrong]
             sections[name] = cls(**{key: value for key, value in table.items() if key not in wrong})
     run = Run(**sections)
-    beside_package = ROOT / run.sharding.rules
-    if not Path(run.sharding.rules).exists() and beside_package.is_file():
-        run = run.model_copy(update={"sharding": Sharding(rules=str(beside_package))})
+    run = run.model_copy(update={"sharding": Sharding(rules=str(found(run.sharding.rules)))})
     faulty += ["model"] if "model.preset" in faulty else []
     return run, faults, re.compile("|".join(rf"\b{re.escape(name)}\b" for name in faulty) or "$^")
-
-
-def shown(path: Path) -> str:
-    """A shipped file as the user would type it from here."""
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 # ---- out -------------------------------------------------------------------------------------------------------------
@@ -161,7 +155,7 @@ def shown(path: Path) -> str:
 
 def presets() -> dict[str, Path]:
     """The shipped model shapes by name."""
-    return {file.stem: file for file in sorted((ROOT / "configs" / "models").glob("*.toml"))}
+    return names("configs/models")
 
 
 def dump(run: Run) -> str:

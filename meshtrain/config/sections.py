@@ -60,7 +60,7 @@ class Mesh(Section):
 class Sharding(Section):
     """[sharding]: which dimension lies along which axis."""
 
-    rules: str = key("sharding_rules/ddp.toml", "rule file; looked for from here, then beside the package")
+    rules: str = key("sharding_rules/ddp.toml", "rule file; looked for from here, then among the shipped ones")
 
 
 class Model(Section):

@@ -5,9 +5,9 @@ and `jax.jit(step).lower(*abstract).compile()` over them gives the program that 
 its `memory_analysis()`. It cannot be executed, nothing is autotuned, and XLA reports no out-of-memory: compare with
 `hardware.Gpu.hbm_bytes`. How GPUs are divided into hosts does not change the program.
 
-Needs `pip install 'meshtrain[gpu-compile]'` (the CUDA plugin of jax and NVIDIA's ptxas), no driver and no toolkit; cuDNN
-attention needs the cuDNN wheel on top. This is the only file that uses jax's unstable topology API, and it works only
-where jax runs on the CPU: see `require_cpu_backend`.
+Needs the extra gpu-compile, `pip install -e '.[gpu-compile]'` (the CUDA plugin of jax and NVIDIA's ptxas), no driver and
+no toolkit; cuDNN attention needs the cuDNN wheel on top. This is the only file that uses jax's unstable topology API, and
+it works only where jax runs on the CPU: see `require_cpu_backend`.
 """
 import importlib.util
 import pathlib
@@ -113,7 +113,8 @@ def topology(name_and_count: str) -> list:
     """
     name, num_gpus = parse_topology(name_and_count)
     if missing := missing_wheels():
-        raise ValueError(f"compiling for {name} needs {' and '.join(missing)}: install 'meshtrain[gpu-compile]'")
+        raise ValueError(f"compiling for {name} needs {' and '.join(missing)}: "
+                         "run pip install -e '.[gpu-compile]' in a checkout of meshtrain")
     require_cpu_backend()
     from jax.experimental import topologies  # unstable API: only here
 

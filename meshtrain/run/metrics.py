@@ -70,7 +70,7 @@ def check_wandb(run: Run) -> None:
     """Raises: ConfigError where a run asks for W&B and the package is not there. For the doors: `inspect` needs none."""
     if run.metrics.wandb != "off" and importlib.util.find_spec("wandb") is None:
         raise ConfigError(f'metrics.wandb="{run.metrics.wandb}" needs the package wandb, which is not installed; '
-                          "pip install 'meshtrain[wandb]', or use metrics.wandb=\"off\"")
+                          "pip install -e '.[wandb]' in a checkout of meshtrain, or use metrics.wandb=\"off\"")
 
 
 class MetricsWriter:

@@ -1,0 +1,27 @@
+"""The files that come with meshtrain: run files, model shapes and rule files.
+
+They lie beside the package in a checkout and inside it once it is installed (setup.py maps them). A path of the user's
+means the current directory first, so that a file of one's own may carry the name of a shipped one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_HOME = _PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent
+
+
+def shipped(path: str | Path) -> Path:
+    """The shipped file or folder of this name, e.g. configs/quickstart.toml. It need not exist."""
+    return _HOME / path
+
+
+def found(path: str | Path) -> str | Path:
+    """`path` from here, or the shipped file of that name where there is none here."""
+    return shipped(path) if not Path(path).exists() and shipped(path).is_file() else path
+
+
+def names(folder: str) -> dict[str, Path]:
+    """The shipped TOML files of a folder, by stem."""
+    return {file.stem: file for file in sorted(shipped(folder).glob("*.toml"))}

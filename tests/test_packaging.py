@@ -1,0 +1,101 @@
+"""What is installed is what is in the checkout: an installed wheel finds its run files, model shapes and rule files."""
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import test_house
+
+ROOT = Path(__file__).resolve().parent.parent
+SHIPPED = sorted(str(path.relative_to(ROOT)) for folder in ("configs", "sharding_rules")
+                 for path in (ROOT / folder).rglob("*.toml"))
+PACKAGES = ("meshtrain", "launch", "configs", "sharding_rules")
+
+FROM_AN_EMPTY_DIRECTORY = """
+import json, pathlib
+import launch.local, meshtrain
+from meshtrain import config
+runs = [config.load([])] + [config.load(["configs/" + path.name]) for path in config.shipped("configs").glob("*.toml")]
+print(json.dumps({"home": meshtrain.__path__[0], "runs": sorted(run.run.name for run in runs),
+                  "rules": [run.sharding.rules for run in runs], "presets": sorted(config.presets()),
+                  "layers": config.load(["--model.preset", "llama3-8b"]).model.num_layers}))
+"""
+
+
+def pip(*words):
+    subprocess.run([sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *map(str, words)], check=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Built from a copy: setuptools leaves a build/ behind, and what lay in an old one would be in the wheel."""
+    source = tmp_path_factory.mktemp("source")
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / name, source)
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", source / "dist", source)
+    (built,) = (source / "dist").glob("*.whl")
+    return built
+
+
+def call(wheel, tmp_path, *words) -> str:
+    """What python says with the wheel installed, in an empty directory."""
+    pip("install", "--no-deps", "--no-index", "--target", tmp_path / "site", wheel)
+    (tmp_path / "empty").mkdir()
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path / "empty", text=True, capture_output=True, timeout=600,
+                          env=os.environ | {"PYTHONPATH": str(tmp_path / "site")})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_trains_the_quickstart_from_an_empty_directory(wheel, tmp_path):
+    call(wheel, tmp_path, "-m", "meshtrain.train", "--training.steps", "6", "--validation.batches", "1")
+    rows = (tmp_path / "empty" / "runs" / "quickstart" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(rows[-1])["step"] == 6
+
+
+def test_an_installed_wheel_loads_every_shipped_file_from_an_empty_directory(wheel, tmp_path):
+    told, site = json.loads(call(wheel, tmp_path, "-c", FROM_AN_EMPTY_DIRECTORY)), str(tmp_path / "site")
+    assert told["home"].startswith(site)
+    names = [Path(path).stem for path in SHIPPED if Path(path).parent == Path("configs")]
+    assert told["runs"] == sorted([*names, "quickstart"])
+    assert all(rules.startswith(site) and Path(rules).is_file() for rules in told["rules"])
+    assert told["presets"] == sorted(Path(path).stem for path in SHIPPED if path.startswith("configs/models/"))
+    assert told["layers"] == 32
+
+
+def test_the_wheel_holds_every_module_and_every_shipped_file(wheel):
+    held = set(zipfile.ZipFile(wheel).namelist())
+    modules = {str(path.relative_to(ROOT)) for name in ("meshtrain", "launch") for path in (ROOT / name).rglob("*.py")}
+    assert modules | {f"meshtrain/{path}" for path in SHIPPED} | {"launch/slurm.sbatch"} <= held
+    assert {name.split("/")[0] for name in held if ".dist-info" not in name} == {"meshtrain", "launch"}
+
+
+def test_every_package_that_is_imported_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    called = {"orbax": "orbax-checkpoint"}
+    extras = [line for lines in project["optional-dependencies"].values() for line in lines]
+    declared = {re.match(r"[\w-]+", line)[0].replace("_", "-") for line in [*project["dependencies"], *extras]}
+    imported = set()
+    for path in [*(ROOT / "meshtrain").rglob("*.py"), *(ROOT / "launch").glob("*.py")]:
+        imported |= {name.partition(".")[0] for name in test_house.imported_modules(path)}
+    foreign = imported - set(sys.stdlib_module_names) - {"meshtrain", "launch"}
+    undeclared = {called.get(name, name) for name in foreign} - declared
+    assert undeclared <= {"absl", "etils"}, "see checkpoint.py"
+
+
+def test_nobody_is_told_to_install_a_package_of_this_name_from_an_index():
+    """The name on the package index is a stranger's."""
+    told = [str(path.relative_to(ROOT)) for path in ROOT.rglob("*")
+            if path.suffix in (".py", ".md", ".toml", ".ipynb", ".sbatch") and not {".git", "build"} & set(path.parts)
+            and not any(part.startswith(".venv") for part in path.parts)
+            and re.search(r"install\s+(-\S+\s+)*['\"\\]*meshtrain", path.read_text())]
+    assert told == []
