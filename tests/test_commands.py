@@ -454,15 +454,15 @@ def test_a_real_process_saves_on_sigterm_and_keeps_its_directory_to_itself(tiny,
 # ---- checkpoints ------------------------------------------------------------------------------------------------------
 
 def test_a_failed_final_save_is_exit_1_and_a_failed_regular_one_is_told(tiny, tmp_path, monkeypatch):
-    from meshtrain.run import checkpoint
-    whole, write = [], checkpoint._write
+    from meshtrain.run import disk
+    write = disk.write
 
     def full(path, text):
         if path.parent.name in (".2.saving", ".6.saving") and path.name == "metadata.json":
             raise OSError(28, os.strerror(28))
         write(path, text)
 
-    monkeypatch.setattr(checkpoint, "_write", full)
+    monkeypatch.setattr(disk, "write", full)
     ran = call(train.main, *tiny, *SIX, "--run.dir", tmp_path / "run", "--checkpoint.every", 2)
     saved = tmp_path / "run" / "checkpoints"
     assert ran.code == 1 and "Traceback" not in ran.err

@@ -36,8 +36,7 @@ def on_first(function: Callable):
             raised, told = error, _outcome(error)
     told = _broadcast(told)
     if raised is not None:
-        raised.agreed = True
-        raise raised
+        raise agreed(raised)
     if "kind" in told:
         lone = told["kind"] == "PeerError"
         raise _again(told | {"messages": [f"process 0: {message}" if lone else message for message in told["messages"]]})
@@ -57,7 +56,7 @@ def everywhere(function: Callable):
         value = function()
     except Exception as error:
         raised = error
-    outcomes = _exchange(None if raised is None else _outcome(raised))
+    outcomes = exchange(None if raised is None else _outcome(raised))
     failed = {index: outcome for index, outcome in enumerate(outcomes) if outcome is not None}
     if not failed:
         return value
@@ -74,7 +73,7 @@ def everywhere(function: Callable):
 def same_everywhere(name: str, text: str) -> None:
     """Raises: ConfigError in every process, with the lines that differ and who has which, unless all give the same text."""
     holders: dict[str, list[int]] = {}
-    for index, other in enumerate(_exchange(text)):
+    for index, other in enumerate(exchange(text)):
         holders.setdefault(other, []).append(index)
     if len(holders) > 1:
         common = set.intersection(*(set(other.splitlines()) for other in holders))
@@ -87,6 +86,22 @@ def same_everywhere(name: str, text: str) -> None:
 def told_by_first(error: BaseException) -> bool:
     """Whether process 0 has raised the same error, so that this process (another one) need not tell it."""
     return getattr(error, "agreed", False) and jax.process_index() != 0
+
+
+def exchange(value) -> list:
+    """The JSON-able values of all processes, in their order: the same list in every process."""
+    if jax.process_count() == 1:
+        return [value]
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = np.ravel(multihost_utils.process_allgather(np.int32(len(text))))
+    rows = multihost_utils.process_allgather(_padded(text, max(sizes)))
+    return [json.loads(row.tobytes()[:size]) for row, size in zip(rows, sizes, strict=True)]
+
+
+def agreed(error: Exception) -> Exception:
+    """Marks an error that every process raises: process 0 tells it, and all end in order."""
+    error.agreed = True
+    return error
 
 
 class StopAgreement:
@@ -126,9 +141,7 @@ def _outcome(error: Exception) -> dict:
 def _again(outcome: dict) -> Exception:
     kinds = {"ConfigError": ConfigError, "ValueError": ValueError, "PeerError": PeerError}
     messages = outcome["messages"]
-    error = kinds[outcome["kind"]](*(messages if outcome["kind"] == "ConfigError" else ["\n".join(messages)]))
-    error.agreed = True
-    return error
+    return agreed(kinds[outcome["kind"]](*(messages if outcome["kind"] == "ConfigError" else ["\n".join(messages)])))
 
 
 def _broadcast(value):
@@ -136,16 +149,6 @@ def _broadcast(value):
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     return json.loads(multihost_utils.broadcast_one_to_all(_padded(text[:size], size)).tobytes()[:size])
-
-
-def _exchange(value) -> list:
-    """The JSON-able values of all processes, in their order."""
-    if jax.process_count() == 1:
-        return [value]
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = np.ravel(multihost_utils.process_allgather(np.int32(len(text))))
-    rows = multihost_utils.process_allgather(_padded(text, max(sizes)))
-    return [json.loads(row.tobytes()[:size]) for row, size in zip(rows, sizes, strict=True)]
 
 
 def _padded(text: np.ndarray, size: int) -> np.ndarray:

@@ -8,45 +8,46 @@ whatever sharding is asked for. The arrays are copied to the host before `save` 
     .<step>.saving/   being written; renamed to <step> when all of it, checksums included, is on disk
     .<step>.deleting/ beyond `keep`: renamed first, so that half a checkpoint never stands under its number
     <step>.damaged/   its checksums did not hold; set aside for a person to look at
+    <step>.aside/     whole, and later than the step that a run was told to go on from
 
 We commit ourselves, not by orbax's CheckpointManager: it has no checksums, and where one process fails to write, the
 others wait at its barrier until it times out. Several processes share the directory; process 0 alone renames and deletes.
 
 It must not know what the state means: any pytree of jax arrays will do.
 """
+from __future__ import annotations
 
 import asyncio
-import concurrent.futures
+import contextlib
 import json
+import logging
 import os
 import pathlib
 import re
 import shutil
-import sys
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-import absl.logging
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import xxhash
 from etils import epath
-from jax.experimental import multihost_utils
 
+from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
+from meshtrain.run import disk, say
 
 FORMAT = 2  # of the layout described above; a reader that meets a higher number refuses. 1 had no checksums.
 CHECKSUMS, METADATA = "checksums.json", "metadata.json"
 PEERS_TIMEOUT_S = 3600  # a process that has not written its part by then holds up nobody else
-CHUNK_BYTES = 4 << 20  # read at once: larger than what keeps a disk busy, smaller than a core's share of the cache
-TEXT_BYTES = 1024  # of a message from one process to all
+MAX_FAILED_SAVES = 3  # in a row: what is trained after them would be lost too
 
 
 class CheckpointError(OSError):
-    """A checkpoint could not be saved. The message says which, where, and what the system said."""
+    """A checkpoint could not be saved or read. The message says which, where, and what the system said."""
 
 
 class Checkpoints:
@@ -65,13 +66,13 @@ class Checkpoints:
 
     def __init__(self, directory: str | pathlib.Path, *, every: int = 0, keep: int = 0, read_only: bool = False,
                  tell: Callable[[str], None] | None = None):
-        absl.logging.set_verbosity(absl.logging.FATAL)  # orbax logs 60 lines per save, two tracebacks per full disk
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs 60 lines per save, two tracebacks per full disk
         self.directory = pathlib.Path(directory).absolute()  # orbax refuses relative paths
-        self.every, self.keep, self.read_only, self.tell = every, keep, read_only, tell or _tell
+        self.every, self.keep, self.read_only, self.tell = every, keep, read_only, tell or say.err
         # Compressed, weights would be 8 % smaller, and saving them would take two to three times as long.
         self._arrays = ocp.PyTreeCheckpointHandler(use_compression=False)
         self._thread: threading.Thread | None = None
-        self._failure: str = ""  # of the last save; what process 0 has here counts for all
+        self._failure, self._failed = "", 0  # of the last save, and how many failed in a row; process 0's count for all
         self._step, self._saves = -1, 0  # the last that was to be saved; how often anything was
         fault = ""
         if not read_only and jax.process_index() == 0:
@@ -79,9 +80,9 @@ class Checkpoints:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 self._clean()
             except OSError as error:
-                fault = f"{self.directory} cannot hold checkpoints: {_said(error)}; give a directory that can be written"
-        if fault := _gather(fault)[0]:  # and no process goes on before the leftovers are gone
-            raise _of_all(ConfigError(fault))
+                fault = f"{self.directory} cannot hold checkpoints: {disk.said(error)}; give a directory that can be written"
+        if fault := agree.exchange(fault)[0]:  # and no process goes on before the leftovers are gone
+            raise agree.agreed(ConfigError(fault))
 
     def due(self, step: int) -> bool:
         """Whether a regular checkpoint belongs after this step."""
@@ -93,17 +94,26 @@ class Checkpoints:
         It blocks for the copy to the host, and before that for a save still under way. A step that is saved already stays as
         it is. A save that fails is told, leaves nothing behind and stops nobody: the next may work. `wait` raises if it was
         the last.
+
+        Raises: CheckpointError if this is the last of MAX_FAILED_SAVES in a row that failed; it waits for that one.
         """
         start = time.perf_counter()
         document = json.dumps({"format": FORMAT, **metadata})
         self._join()
-        if step == self._step and not _gather(self._failure)[0]:
+        failed = agree.exchange(self._failed)[0]
+        if step == self._step and not failed:
             return time.perf_counter() - start
         self._step, self._saves = step, self._saves + 1
         copied = threading.Event()
         self._thread = threading.Thread(target=self._save, args=(step, _nested(state), document, copied))
         self._thread.start()
         copied.wait()
+        if failed + 1 >= MAX_FAILED_SAVES:
+            self._join()
+            if failure := agree.exchange(self._failure)[0]:
+                raise agree.agreed(CheckpointError(
+                    f"{failure}; {failed + 1} saves in a row have failed, and the run stops before it loses more: see to "
+                    f"{self.directory} and start again, it goes on from the last checkpoint that was saved"))
         return time.perf_counter() - start
 
     def latest(self) -> int | None:
@@ -111,35 +121,42 @@ class Checkpoints:
 
         Reads all of that checkpoint, each process a part. Damaged ones are told, set aside and not used.
         Raises: ConfigError if there are checkpoints, but none is whole: a run would start from step 1 over them.
+        CheckpointError if one cannot be read; it stays as it is.
         """
         self.wait()
-        rejected: set[int] = set()
-        while True:
-            # Process 0 looks, for all: on a shared file system not everybody sees a rename at the same moment.
-            newest = _gather(str(max(set(self._steps()) - rejected, default="")))[0]
-            if not newest:
-                break
-            fault = next(filter(None, _gather(self._fault(int(newest)))), None)
-            if fault is None:
-                return int(newest)
-            rejected.add(int(newest))
+        steps = self.steps()
+        while steps:
+            newest = steps.pop()
+            fault = self.fault(newest)
+            if not fault:
+                return newest
             if jax.process_index() == 0:
-                aside = self._set_aside(newest)
-                self.tell(f"checkpoint {self.directory / newest} is damaged ({fault}){aside}; trying the one before")
+                self.tell(f"checkpoint {self.directory / str(newest)} is damaged ({fault}){self._put_away(newest)}; "
+                          "trying the one before")
         damaged = {path.name for path in self.directory.glob("*.damaged*")} | {str(step) for step in self._steps()}
-        if damaged := _gather(", ".join(sorted(damaged)))[0]:
-            raise _of_all(ConfigError(
+        if damaged := agree.exchange(", ".join(sorted(damaged)))[0]:
+            raise agree.agreed(ConfigError(
                 f"{self.directory} holds no whole checkpoint, only damaged ones ({damaged}); restore the files of one and "
                 "give it its number as name again, or remove the directory to start from step 1"))
         return None
 
+    def steps(self) -> list[int]:
+        """The steps that are saved, in order, whole or damaged. Process 0 looks for all: on a shared file system not
+        everybody sees a rename at the same moment."""
+        return agree.on_first(lambda: sorted(self._steps()))
+
+    def set_aside_after(self, step: int) -> list[str]:
+        """Renames all checkpoints later than `step`, so that no run goes on from them; returns their new names."""
+        return agree.on_first(lambda: [self._set_aside(later, "aside") for later in sorted(self._steps()) if later > step])
+
     def metadata(self, step: int) -> dict:
         """What `save` was given, and `format`. Reads no arrays: a resume checks it before it builds anything.
 
-        Raises: ValueError if a newer version wrote it.
+        Raises: ValueError if a newer version wrote it; CheckpointError if it cannot be read.
         """
         self._join()
-        document = json.loads((self.directory / str(step) / METADATA).read_text())
+        with _reading(self.directory / str(step)):
+            document = json.loads(disk.patiently((self.directory / str(step) / METADATA).read_text, missing=True))
         if document["format"] > FORMAT:
             where = self.directory / str(step)
             raise ValueError(f"{where} has checkpoint format {document['format']}, this version reads up to {FORMAT}: "
@@ -148,7 +165,8 @@ class Checkpoints:
 
     def arrays(self, step: int) -> dict:
         """What `step` holds: nested dicts of jax.ShapeDtypeStruct under the names of the paths, without shardings."""
-        tree = self._arrays.metadata(self._state(step)).tree
+        with _reading(self.directory / str(step)):
+            tree = self._arrays.metadata(self._state(step)).tree
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
     def restore(self, step: int, abstract_state: Any, *, part: bool = False) -> tuple[Any, dict]:
@@ -157,21 +175,23 @@ class Checkpoints:
         abstract_state: a pytree of jax.ShapeDtypeStruct with shardings, of any mesh. Its structure is what comes back.
         part: it may lack arrays that the checkpoint has (only {"params": …}: a new run from old weights).
 
-        Raises: ValueError that lists every array whose presence, shape or dtype differs; none is reshaped or cast in silence.
+        Raises: ValueError that lists every array whose presence, shape or dtype differs; none is reshaped or cast in silence;
+        CheckpointError if they cannot be read.
         """
         metadata = self.metadata(step)
         self._check(step, abstract_state, part)
         nested = _nested(abstract_state)
         restore_args = ocp.checkpoint_utils.construct_restore_args(nested)
         args = ocp.args.PyTreeRestore(nested, restore_args=restore_args, partial_restore=part)
-        arrays = self._arrays.restore(self._state(step), args=args)
+        with _reading(self.directory / str(step)):
+            arrays = self._arrays.restore(self._state(step), args=args)
         return jax.tree.map_with_path(lambda path, _: _at(arrays, path), abstract_state), metadata
 
     def wait(self) -> None:
         """Returns when nothing is being written, by any process. Raises: CheckpointError if the last save failed."""
         self._join()
-        if failure := _gather(self._failure)[0]:
-            raise _of_all(CheckpointError(failure))
+        if failure := agree.exchange(self._failure)[0]:
+            raise agree.agreed(CheckpointError(failure))
 
     def __enter__(self):
         return self
@@ -184,7 +204,13 @@ class Checkpoints:
         return epath.Path(self.directory / str(step) / "state")
 
     def _steps(self) -> list[int]:
-        return [int(path.name) for path in self.directory.glob("[0-9]*") if path.name.isdecimal()]
+        try:
+            names = disk.patiently(lambda: os.listdir(self.directory))
+        except FileNotFoundError:
+            return []
+        except OSError as error:  # and not: no checkpoints
+            raise CheckpointError(f"{self.directory} cannot be read: {disk.said(error)}") from error
+        return [int(name) for name in names if name.isdecimal()]
 
     def _join(self):
         if self._thread is not None:
@@ -201,8 +227,8 @@ class Checkpoints:
             copied.set()
             for future in writing or ():
                 future.result()
-            mine = _files(place / "state" / f"ocdbt.process_{index}")
-            _write(place / f"part-{index}.json", json.dumps(_checksums(place, mine, sync=True)))
+            mine = disk.files(place / "state" / f"ocdbt.process_{index}")
+            disk.write(place / f"part-{index}.json", json.dumps(disk.checksums(place, mine, sync=True)))
         except Exception as caught:  # tensorstore reports a full disk as ValueError; nothing that goes wrong here may be lost
             error = caught
         finally:
@@ -214,32 +240,33 @@ class Checkpoints:
                 self._commit(step, place, document)
         except Exception as caught:
             error = caught
-        self._failure = ""
+        self._failure, self._failed = "", 0 if error is None else self._failed + 1
         if error is not None:
-            self._failure = f"checkpoint of step {step} not saved in {self.directory}: {_said(error)}"
-            self.tell(self._failure)
-        if index == 0:
+            self._failure = f"checkpoint of step {step} not saved in {self.directory}: {disk.said(error)}"
+        if index == 0:  # before anything is said: a disk that is full may hold the log, too
             self._retire(step)
+        if error is not None:
+            self.tell(self._failure)
 
     def _commit(self, step, place, document):
         parts = [place / f"part-{index}.json" for index in range(jax.process_count())]
         if missing := [str(index) for index, part in enumerate(parts) if not part.exists()]:
             raise CheckpointError(f"process {', '.join(missing)} did not write its part (its output says why)")
-        _write(place / METADATA, document)
+        disk.write(place / METADATA, document)
         self._arrays.finalize(epath.Path(place / "state"))  # merges the indexes of the processes' parts
         checksums = {}
         for part in parts:
-            checksums |= json.loads(part.read_text())
+            checksums |= json.loads(disk.patiently(part.read_text, missing=True))
             part.unlink()
-        files = [str(path.relative_to(place)) for path in _files(place)]
+        files = [str(path.relative_to(place)) for path in disk.files(place)]
         checksums = {name: checksums[name] for name in files if name in checksums}
-        checksums |= _checksums(place, (place / name for name in files if name not in checksums), sync=True)
-        _write(place / CHECKSUMS, json.dumps(checksums))
-        for directory in {path.parent for path in _files(place)} | {place}:
-            _sync(directory)
+        checksums |= disk.checksums(place, (place / name for name in files if name not in checksums), sync=True)
+        disk.write(place / CHECKSUMS, json.dumps(checksums))
+        for directory in {path.parent for path in disk.files(place)} | {place}:
+            disk.sync(directory)
         if not (self.directory / str(step)).exists():
             place.rename(self.directory / str(step))
-            _sync(self.directory)
+            disk.sync(self.directory)
 
     def _retire(self, step):
         """Removes the checkpoints beyond `keep`, and what a failed save left behind (on a full disk: half a checkpoint)."""
@@ -248,7 +275,7 @@ class Checkpoints:
                 (self.directory / str(old)).rename(self.directory / f".{old}.deleting")
             self._clean(step)
         except OSError as error:
-            self.tell(f"what is left of old checkpoints in {self.directory} cannot be removed: {_said(error)}")
+            self.tell(f"what is left of old checkpoints in {self.directory} cannot be removed: {disk.said(error)}")
 
     def _clean(self, up_to: int | None = None):
         """Removes what is half written (of no later step: other processes may already be writing that) or half deleted."""
@@ -257,36 +284,63 @@ class Checkpoints:
             if name and (up_to is None or int(name[1]) <= up_to):
                 shutil.rmtree(path)
 
-    def _fault(self, step: int) -> str:
-        """What is wrong with this process's share of the checkpoint's files; empty if nothing."""
-        place = self.directory / str(step)
-        if not (place / CHECKSUMS).exists() and (place / "_CHECKPOINT_METADATA").exists():
-            raise _of_all(ConfigError(f"{place} was written by an earlier version, without checksums, which this one does not "
-                                      "read; finish the run with that version, or start a new one"))
-        try:
-            checksums = json.loads((place / CHECKSUMS).read_text())
-            names = sorted(checksums)[jax.process_index():: jax.process_count()]
-            found = _checksums(place, (place / name for name in names))
-            wrong = (name for name in names if found[name] != checksums[name])
-            return next((f"{name}: {_difference(found[name], checksums[name])}" for name in wrong), "")
-        except FileNotFoundError as error:
-            return f"{os.path.relpath(error.filename, place)} is missing"
-        except OSError as error:
-            return _said(error)
-        except (ValueError, TypeError) as error:
-            return f"{CHECKSUMS}: {error}"
+    def fault(self, step: int) -> str:
+        """What is damaged in `step`, by what all processes find; empty if nothing.
 
-    def _set_aside(self, name: str) -> str:
-        if self.read_only:
-            return ""
-        for kept in (f"{name}.damaged", *(f"{name}.damaged-{i}" for i in range(2, 1000))):
-            if not (self.directory / kept).exists():
-                break
+        Damage is a size or a checksum that differs, or a file that process 0 misses too.
+        Raises: CheckpointError where a file cannot be read, or is not there for others than process 0.
+        """
+        place = self.directory / str(step)
+        found = agree.exchange(self._look(place))
+        if any("old" in one for one in found):
+            raise agree.agreed(ConfigError(
+                f"{place} was written by an earlier version, without checksums, which this one does not "
+                "read; finish the run with that version, or start a new one"))
+        # Of the files that others miss, process 0 tells whether they are there.
+        missing = {name: index for index, one in reversed(list(enumerate(found))) if (name := one.get("missing"))}
+        there = agree.exchange(_there(place, missing) if jax.process_index() == 0 else [])[0]
+        faults = {index: f"{one['file']}: {one['refused']}" for index, one in enumerate(found) if "refused" in one}
+        faults |= {missing[name]: f"{name}: process 0 sees it, this host does not" for name in there}
+        if faults:
+            of = {index: f"process {index} ({found[index]['host']}): " if len(found) > 1 else "" for index in faults}
+            raise agree.agreed(CheckpointError(
+                f"{place} cannot be read, and nothing was changed: {'; '.join(of[i] + text for i, text in faults.items())}. "
+                f"It was tried for {sum(disk.PAUSES_S):g} s; see that the file system is there on every host, and start again"))
+        gone = [f"{name} is missing" for name in missing]
+        return next((one["damaged"] for one in found if "damaged" in one), gone[0] if gone else "")
+
+    def _look(self, place: pathlib.Path) -> dict:
+        """What this process finds of its share of the files: damaged, missing, refused (a file system that fails) or nothing."""
+        first, here = jax.process_index() == 0, {"host": socket.gethostname()}
         try:
-            (self.directory / name).rename(self.directory / kept)
+            if first and not os.path.exists(place / CHECKSUMS) and os.path.exists(place / "_CHECKPOINT_METADATA"):
+                return here | {"old": True}
+            wanted = json.loads(disk.patiently((place / CHECKSUMS).read_text, missing=not first))
+            names = sorted(wanted)[jax.process_index():: jax.process_count()]
+            found = disk.checksums(place, (place / name for name in names), missing=not first)
+            wrong = (f"{name}: {text}" for name in names if (text := disk.difference(found[name], wanted[name])))
+            return here | {"damaged": text} if (text := next(wrong, "")) else here
+        except FileNotFoundError as error:
+            return here | {"missing": os.path.relpath(error.filename, place)}
         except OSError as error:
-            return f", cannot be set aside: {_said(error)}"
-        return f", kept as {kept}"
+            file = os.path.relpath(error.filename, place) if error.filename else CHECKSUMS
+            return here | {"refused": error.strerror or str(error), "file": file}
+        except (ValueError, TypeError) as error:
+            return here | {"damaged": f"{CHECKSUMS}: {error}"}
+
+    def _put_away(self, step: int) -> str:
+        """Sets a damaged checkpoint aside; what became of it, in words."""
+        try:
+            return "" if self.read_only else f", kept as {self._set_aside(step, 'damaged')}"
+        except OSError as error:
+            return f", cannot be set aside: {disk.said(error)}"
+
+    def _set_aside(self, step: int, suffix: str) -> str:
+        """The name under which a checkpoint is kept from now on, no longer one to go on from."""
+        names = (f"{step}.{suffix}{more}" for more in ("", *(f"-{i}" for i in range(2, 1000))))
+        kept = next(name for name in names if not (self.directory / name).exists())
+        (self.directory / str(step)).rename(self.directory / kept)
+        return kept
 
     def _check(self, step, abstract_state, part):
         stored = _forms(self.arrays(step))
@@ -303,76 +357,26 @@ class Checkpoints:
             raise ValueError("\n".join([where, *differences]))
 
 
-def _files(place: pathlib.Path) -> list[pathlib.Path]:
-    return [path for path in place.rglob("*") if path.is_file()]
-
-
-def _checksums(place: pathlib.Path, paths: Iterable[pathlib.Path], sync: bool = False) -> dict[str, list]:
-    """Name within `place` -> [bytes, xxh3-128] of each file. sync: each is on the disk when this returns."""
-
-    def checksum(path):
-        digest, size = xxhash.xxh3_128(), 0
-        buffer = memoryview(bytearray(min(CHUNK_BYTES, path.stat().st_size + 1)))
-        with open(path, "rb", buffering=0) as file:
-            while count := file.readinto(buffer):
-                digest.update(buffer[:count])
-                size += count
-            if sync:
-                os.fsync(file.fileno())
-        return str(path.relative_to(place)), [size, digest.hexdigest()]
-
-    with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
-        return dict(threads.map(checksum, paths))
-
-
-def _difference(found, wanted) -> str:
-    if isinstance(wanted, list) and found[0] != wanted[0]:
-        return f"{found[0]} bytes, {wanted[0]} were written"
-    return "its checksum differs"
-
-
-def _write(path: pathlib.Path, text: str):
-    with open(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(directory: pathlib.Path):
-    """A name is on the disk when its directory is."""
-    descriptor = os.open(directory, os.O_RDONLY)
+@contextlib.contextmanager
+def _reading(place: pathlib.Path):
+    """What goes wrong while arrays are read is the disk's fault: their checksums held, and their shapes were compared."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        yield
+    except Exception as error:
+        raise CheckpointError(f"{place} cannot be read, and nothing was changed: {disk.said(error)}") from error
 
 
-def _said(error: BaseException) -> str:
-    """An error in one line, for people: what the system said, and about which file."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
-    text = " ".join(str(error).split())
-    if code := re.search(r"os_error_code='(\d+)'", text):  # tensorstore's way to report a full disk
-        return os.strerror(int(code[1]))
-    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text[:300]}"
-
-
-def _tell(text: str):
-    print("\n" * sys.stdout.isatty() + text, file=sys.stderr, flush=True)  # below a progress line that stands there
-
-
-def _of_all(error: Exception) -> Exception:
-    """Marks an error that every process raises: process 0 tells it, and all end in order (meshtrain.processes)."""
-    error.agreed = True
-    return error
-
-
-def _gather(text: str) -> list[str]:
-    """What each process gave, the same list in all of them. Moves TEXT_BYTES per process; nothing where there is one."""
-    if jax.process_count() == 1:
-        return [text]
-    data = np.frombuffer(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"), np.uint8)
-    return [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in multihost_utils.process_allgather(data)]
+def _there(place: pathlib.Path, names) -> list[str]:
+    """Those of the files that this process sees, or cannot tell of."""
+    def there(name):
+        try:
+            disk.patiently(lambda: os.stat(place / name))
+        except FileNotFoundError:
+            return False
+        except OSError:
+            pass
+        return True
+    return [name for name in names if there(name)]
 
 
 def _keys(path):

@@ -15,7 +15,6 @@ import os
 import pathlib
 import secrets
 import struct
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 import jax
 
 from meshtrain.config import ConfigError, Run
+from meshtrain.run import say
 
 # Where a row's numbers stand in TensorBoard and W&B; any other key stands under its own name.
 TAGS = {"loss": "train/loss", "grad_norm": "train/grad_norm", "learning_rate": "train/learning_rate",
@@ -121,6 +121,8 @@ def read(path: str | pathlib.Path) -> list[dict[str, Any]]:
             rows.append(json.loads(line))
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number}, is not JSON: {line[:80]!r}; remove it to go on") from error
+        if not isinstance(rows[-1], dict) or type(rows[-1].get("step")) is not int:
+            raise ValueError(f"{path}, line {number}, is no row of metrics with its step: {line[:80]!r}; remove it to go on")
     return rows
 
 
@@ -183,7 +185,7 @@ class WandB:
                 self._first = self._run.step    # of the next row; W&B drops what comes before, with a warning each
                 return
             except Exception as error:   # whatever W&B has against it: the run is worth more
-                _tell(f"W&B cannot be started {mode}: {error}; " + (
+                say.err(f"W&B cannot be started {mode}: {error}; " + (
                     f"it is written to {kept.parent} instead, and `wandb sync` uploads it" if mode == "online" else
                     "the run goes on without it, metrics.jsonl has every row"))
                 wandb.teardown()   # or the id would count as in use
@@ -194,7 +196,7 @@ class WandB:
         try:
             self._run.log(_scalars(row), step=row["step"], commit=True)
         except Exception as error:
-            _tell(f"W&B failed at step {row['step']}: {error}; the run goes on without it, metrics.jsonl has every row")
+            say.err(f"W&B failed at step {row['step']}: {error}; the run goes on without it, metrics.jsonl has every row")
             self._run = None
 
     def __enter__(self):
@@ -205,7 +207,7 @@ class WandB:
             try:
                 self._run.finish(exit_code=int(kind is not None))
             except Exception as error:
-                _tell(f"W&B could not be finished: {error}; `wandb sync` uploads what its directory has")
+                say.err(f"W&B could not be finished: {error}; `wandb sync` uploads what its directory has")
 
 
 class _Appended:
@@ -223,14 +225,14 @@ class _Appended:
                 self._waiting = self._waiting[self._file.write(self._waiting):]
         except OSError as error:
             if not self._told:
-                _tell(f"{self._path} cannot be written: {error.strerror}; training goes on, and the rows wait in memory "
+                say.err(f"{self._path} cannot be written: {error.strerror}; training goes on, and the rows wait in memory "
                       "until there is room")
             self._told = True
 
     def close(self) -> None:
         self.append(b"")
         if self._waiting:
-            _tell(f"{self._path} ends early: its last {len(self._waiting):,} bytes could not be written; make room before "
+            say.err(f"{self._path} ends early: its last {len(self._waiting):,} bytes could not be written; make room before "
                   "you start the run again")
         self._file.close()
 
@@ -247,8 +249,3 @@ def _plain(value):
 
 def _finite(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _tell(message: str) -> None:
-    with contextlib.suppress(OSError):  # a log on the same full disk
-        print("\n" * sys.stdout.isatty() + message, file=sys.stderr, flush=True)  # below the progress line that stands there

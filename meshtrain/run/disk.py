@@ -1,0 +1,99 @@
+"""Files on a disk that may be full, shared or gone for a moment: written until they are on it, read with patience.
+
+Checksums are xxh3-128. An error of the file system is never taken for damage: NFS answers ESTALE after a failover, a host
+may lack its mount, and what a process cannot read now another one can. Who asks here decides what it means.
+This module knows no checkpoint, run or process.
+"""
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import pathlib
+import re
+import time
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import xxhash
+
+CHUNK_BYTES = 4 << 20  # read at once: larger than what keeps a disk busy, smaller than a core's share of the cache
+PAUSES_S = (0.5, 2.0, 5.0)  # before each further try; an NFS client keeps attributes for up to 3 s (acregmin)
+Value = TypeVar("Value")
+
+
+def patiently(read: Callable[[], Value], *, missing: bool = False) -> Value:
+    """read(), tried again after each of PAUSES_S where the file system refuses.
+
+    missing: also where there is no such file: on a shared file system another host's new file may not be seen yet.
+    Raises: the OSError of the last try; FileNotFoundError at once unless `missing`.
+    """
+    for pause_s in PAUSES_S:
+        try:
+            return read()
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and not missing:
+                raise
+            time.sleep(pause_s)
+    return read()
+
+
+def files(place: pathlib.Path) -> list[pathlib.Path]:
+    return [path for path in place.rglob("*") if path.is_file()]
+
+
+def checksums(place: pathlib.Path, paths: Iterable[pathlib.Path], *, sync: bool = False, missing: bool = False) -> dict[str, list]:
+    """Name within `place` -> [bytes, xxh3-128] of each file.
+
+    sync: they were just written, and are on the disk when this returns; else they are read `patiently`.
+    """
+
+    def checksum(path):
+        digest, size = xxhash.xxh3_128(), 0
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, os.stat(path).st_size + 1)))
+        with open(path, "rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                digest.update(buffer[:count])
+                size += count
+            if sync:
+                os.fsync(file.fileno())
+        return str(path.relative_to(place)), [size, digest.hexdigest()]
+
+    one = checksum if sync else lambda path: patiently(lambda: checksum(path), missing=missing)
+    with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
+        return dict(threads.map(one, paths))
+
+
+def difference(found: list, wanted) -> str:
+    """How a file differs from what was written, in words; empty if it does not."""
+    if found == wanted:
+        return ""
+    if isinstance(wanted, list) and found[0] != wanted[0]:
+        return f"{found[0]} bytes, {wanted[0]} were written"
+    return "its checksum differs"
+
+
+def write(path: pathlib.Path, text: str) -> None:
+    """The file is on the disk when this returns."""
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(directory: pathlib.Path) -> None:
+    """A name is on the disk when its directory is."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def said(error: BaseException) -> str:
+    """An error in one line, for people: what the system said, and about which file."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+    text = " ".join(str(error).split())
+    if code := re.search(r"os_error_code='(\d+)'", text):  # tensorstore's way to report a full disk
+        return os.strerror(int(code[1]))
+    return text if type(error).__module__.startswith("meshtrain.") else f"{type(error).__name__}: {text[:300]}"
