@@ -149,6 +149,25 @@ def test_zero3_memory_does_not_grow_by_gathered_layers():
     assert (temp[1] - temp[0]) / L < 2 * (shard + kept)      # XLA may copy one; a gathered layer would be 6 times the bound
 
 
+@pytest.mark.parametrize("rule, mesh", [
+    ("zero2", dict(fsdp=8)), ("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2)),
+    ("zero1_pipeline", dict(fsdp=4, stage=2)),
+])  # fmt: skip
+def test_gradients_of_biases_and_norms_are_reduced_in_float32_and_make_no_float32_matmul(rule, mesh):
+    """Over the axes of the batch nothing is reduced in bf16, however small; tensor sums activations, in bf16."""
+    run = config.Run(
+        mesh=mesh, sharding=dict(rules=str(RULES / f"{rule}.toml")),
+        model=dict(vocab_size=1024, embed_dim=256, num_layers=2, num_heads=8, mlp_dim=512, norm="layernorm",
+                   activation="gelu", position="learned", attention_bias=True, mlp_bias=True),
+        data=dict(seq_len=128, global_batch=64), training=dict(microbatches=4, remat="full"))
+    made = assembly.assemble(run, compile.topology("h100:8"))
+    program = audit.read(made.program.compile().as_text(), made.mesh)
+    sums = [c for c in program.collectives if c.kind in ("all-reduce", "reduce-scatter") and {"data", "fsdp"} & set(c.axes)]
+    assert {c.dtype for c in sums} <= {"f32", "s32"}        # s32: the number of targets
+    assert sum(c.payload_bytes for c in sums) > 4 * sum(info.size for info in made.model.parameters()) // 2    # all are seen
+    assert set(program.flops) == {"bf16"}
+
+
 def test_gathers_in_float32_are_rejected():
     """The same comparison refuses a program whose weights travel in float32."""
     made, program = gpu_step("zero3", dtype="float32")

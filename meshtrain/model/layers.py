@@ -90,7 +90,29 @@ class Linear(nnx.Module):
 
     def __call__(self, ex: Execution, x, out_axes=None):
         y = project(ex, self.eq, self.axes, out_axes, x, self.kernel[...])
-        return y if self.bias is None else y + _small(ex, self.bias[...], self.bias_axes).astype(y.dtype)
+        return y if self.bias is None else add_bias(ex, self.bias_axes, y, self.bias[...])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def add_bias(ex: Execution, axes, y, bias):
+    """y + bias, added in float32 and returned in y's dtype, with a float32 bias gradient.
+
+    Autodiff would sum the cotangent over the tokens, and over the devices, in y's dtype: in bfloat16, 2 to 4% off.
+    """
+    return (y.astype(jnp.float32) + _small(ex, bias, axes)).astype(y.dtype)
+
+
+def _add_bias_forward(ex, axes, y, bias):
+    return add_bias(ex, axes, y, bias), None
+
+
+def _add_bias_backward(ex, axes, _, dy):
+    # Only the sum is float32: the cotangent goes on in the compute dtype, and so do the matmuls behind it.
+    db = jnp.sum(dy, range(dy.ndim - len(axes)), dtype=jnp.float32)
+    return dy, ex.layout.constrain("grads", db, axes)
+
+
+add_bias.defvjp(_add_bias_forward, _add_bias_backward)
 
 
 def _small(ex: Execution, vector, axes):
