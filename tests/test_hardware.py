@@ -1,9 +1,12 @@
 """The hardware table is complete, in the right units, and finds GPUs by the names that drivers give."""
 import pytest
 
-from meshtrain.cost import hardware
+from meshtrain import config
+from meshtrain.cost import hardware, simulate
+from meshtrain.layout.mesh import MeshSpec
+from meshtrain.names import AXES, PLACEMENT
 
-NAMES = "a100-40gb a100-80gb h100 h100-pcie h100-96gb h200 b200 gb200 mi300x cpu".split()
+NAMES = "a100-40gb a100-80gb h100 h100-pcie h100-96gb h200 b200 gb200 b300 gb300 mi300x mi325x cpu".split()
 ACCELERATORS = [n for n in NAMES if n != "cpu"]
 
 
@@ -21,7 +24,8 @@ def test_every_number_of_an_accelerator_is_known_sourced_and_of_plausible_size(n
     assert 40e9 < gpu.hbm_bytes < 300e9
     # Each tier is slower than the one inside it.
     assert gpu.hbm_bytes_per_s > gpu.intra_host_bytes_per_s > gpu.inter_host_bytes_per_s > 10e9
-    assert gpu.gpus_per_host in (4, 8)
+    assert (gpu.gpus_per_host, gpu.gpus_per_link_domain) in ((8, 8), (4, 72))
+    assert gpu.gpus_per_link_domain % gpu.gpus_per_host == 0
 
 
 def test_numbers_that_the_field_knows_by_heart():
@@ -54,7 +58,10 @@ def test_unknown_name_offers_the_nearest(wrong, near):
         ("NVIDIA H200", "h200"),
         ("NVIDIA B200", "b200"),
         ("NVIDIA GB200", "gb200"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("NVIDIA GB300", "gb300"),
         ("AMD Instinct MI300X", "mi300x"),
+        ("AMD Instinct MI325X", "mi325x"),
         ("cpu", "cpu"),
     ],
 )
@@ -62,6 +69,19 @@ def test_device_kind_is_recognized(kind, name):
     assert hardware.from_device_kind(kind) is hardware.get(name)
 
 
-@pytest.mark.parametrize("kind", ["NVIDIA GeForce RTX 4090", "NVIDIA H100 NVL", "TPU v5 lite", ""])
+@pytest.mark.parametrize("kind", [
+    "NVIDIA GeForce RTX 4090", "NVIDIA H100 NVL", "TPU v5 lite", "gfx942", "AMD Instinct MI300A", "",
+])  # fmt: skip
 def test_device_that_is_not_in_the_table_is_none(kind):
     assert hardware.from_device_kind(kind) is None
+
+
+@pytest.mark.parametrize("name, num_tensor, bytes_per_s", [
+    ("gb200", 16, 900e9), ("gb200", 72, 50e9), ("gb300", 8, 900e9), ("gb300", 72, 100e9), ("b200", 4, 900e9), ("b200", 8, 50e9),
+])  # fmt: skip
+def test_stages_are_priced_at_the_link_of_their_domain_not_of_their_host(name, num_tensor, bytes_per_s):
+    """Two stages, `num_tensor` GPUs apart: within a rack of 72, or a host of 8, over NVLink."""
+    run = config.Run(model=dict(embed_dim=1024, compute_dtype="bfloat16"), data=dict(seq_len=512, global_batch=8))
+    mesh_spec = MeshSpec({axis: 1 for axis in AXES} | dict(stage=2, tensor=num_tensor), PLACEMENT)
+    costs = simulate.modelled(run, [], mesh_spec, hardware.get(name))
+    assert costs.link_s == pytest.approx(8 * 512 * 1024 * 2 / bytes_per_s)

@@ -21,9 +21,10 @@ class Gpu:
     peak_flops: dict[str, float | None] = field(hash=False)  # dtype → dense FLOP/s; float32 on tensor cores is tf32
     hbm_bytes: int | None
     hbm_bytes_per_s: float | None
-    intra_host_bytes_per_s: float | None  # per GPU and direction, to its peers over NVLink or Infinity Fabric
-    inter_host_bytes_per_s: float | None  # per GPU and direction, to other hosts
-    gpus_per_host: int  # GPUs that reach one another at intra_host_bytes_per_s and share a process host
+    intra_host_bytes_per_s: float | None  # per GPU and direction, to its peers over NVLink or Infinity Fabric in a link domain
+    inter_host_bytes_per_s: float | None  # per GPU and direction, out of the link domain
+    gpus_per_host: int  # GPUs of one process host
+    gpus_per_link_domain: int  # GPUs that reach one another at intra_host_bytes_per_s: the host's, or a rack's
     source: str  # datasheet of peaks, memory and intra-host link
     inter_host_source: str | None = None
 
@@ -44,41 +45,53 @@ _H100 = {"float32": 494.7 * _T, "bfloat16": 989.4 * _T, "float16": 989.4 * _T, "
 _H100_PCIE = {"float32": 378 * _T, "bfloat16": 756 * _T, "float16": 756 * _T, "float8": 1513 * _T}
 _B200 = {"float32": 1100 * _T, "bfloat16": 2250 * _T, "float16": 2250 * _T, "float8": 4500 * _T}
 _GB200 = {"float32": 1250 * _T, "bfloat16": 2500 * _T, "float16": 2500 * _T, "float8": 5000 * _T}
+_B300 = {"float32": 1125 * _T, "bfloat16": 2250 * _T, "float16": 2250 * _T, "float8": 4500 * _T}
 _MI300X = {"float32": 653.7 * _T, "bfloat16": 1307.4 * _T, "float16": 1307.4 * _T, "float8": 2614.9 * _T}
 
 _DGX_A100 = "NVIDIA DGX A100 datasheet: 8 × 200 Gb/s InfiniBand for 8 GPUs"
 _DGX_H100 = "NVIDIA DGX H100/H200 datasheet: 8 × 400 Gb/s InfiniBand for 8 GPUs"
 _DGX_B200 = "NVIDIA DGX B200 datasheet: 8 × 400 Gb/s InfiniBand for 8 GPUs"
+_DGX_B300 = "NVIDIA DGX B300 datasheet: 8 × 800 Gb/s InfiniBand for 8 GPUs"
 _HOPPER = "NVIDIA H100 Tensor Core GPU Architecture whitepaper v1.04, tables 1-3"
 
 _TABLE = (
-    Gpu("a100-40gb", _A100, 42_331_013_120, 1555.2 * _G, 300 * _G, 25 * _G, 8,
+    Gpu("a100-40gb", _A100, 42_331_013_120, 1555.2 * _G, 300 * _G, 25 * _G, 8, 8,
         "NVIDIA A100 datasheet (SXM 40GB): NVLink 600 GB/s both ways", _DGX_A100),
-    Gpu("a100-80gb", _A100, 85_100_068_864, 2039.04 * _G, 300 * _G, 25 * _G, 8,
+    Gpu("a100-80gb", _A100, 85_100_068_864, 2039.04 * _G, 300 * _G, 25 * _G, 8, 8,
         "NVIDIA A100 datasheet (SXM 80GB): NVLink 600 GB/s both ways", _DGX_A100),
-    Gpu("h100", _H100, 84_942_979_072, 3352.32 * _G, 450 * _G, 50 * _G, 8,
+    Gpu("h100", _H100, 84_942_979_072, 3352.32 * _G, 450 * _G, 50 * _G, 8, 8,
         _HOPPER + " (SXM5): NVLink 900 GB/s both ways", _DGX_H100),
     # The bridge joins two GPUs; among eight, PCIe 5.0 x16 is what every pair has: 64 GB/s a direction.
-    Gpu("h100-pcie", _H100_PCIE, 84_942_979_072, 2039.04 * _G, 64 * _G, 25 * _G, 8,
+    Gpu("h100-pcie", _H100_PCIE, 84_942_979_072, 2039.04 * _G, 64 * _G, 25 * _G, 8, 8,
         _HOPPER + " (PCIe): PCIe Gen5 128 GB/s both ways",
         "assumption: one 400 Gb/s NIC for two GPUs, as in NVIDIA-certified 2-8-5 PCIe servers"),
     # Not a catalogue part: Meta's Grand Teton, limited to 500 W. MFU is published against the SXM5 peak,
     # which the part cannot reach at 500 W.
-    Gpu("h100-96gb", _H100, int(95.04 * 2**30), 2400 * _G, 450 * _G, 50 * _G, 8,
+    Gpu("h100-96gb", _H100, int(95.04 * 2**30), 2400 * _G, 450 * _G, 50 * _G, 8, 8,
         "torchtitan benchmarks (pytorch/torchtitan): 96GB HBM2e at 2.4 TB/s, 8 GPUs on NVLink; assumption: 95.04 GiB "
         "usable, peaks of SXM5",
         "torchtitan benchmarks: RDMA network with 400 Gb/s per GPU"),
-    Gpu("h200", _H100, 151_397_597_184, 4800 * _G, 450 * _G, 50 * _G, 8,
+    Gpu("h200", _H100, 151_397_597_184, 4800 * _G, 450 * _G, 50 * _G, 8, 8,
         "NVIDIA H200 datasheet (SXM): NVLink 900 GB/s both ways; peaks of H100 SXM5", _DGX_H100),
-    Gpu("b200", _B200, 191_514_411_008, 7672.32 * _G, 900 * _G, 50 * _G, 8,
+    Gpu("b200", _B200, 191_514_411_008, 7672.32 * _G, 900 * _G, 50 * _G, 8, 8,
         "NVIDIA Blackwell architecture brief (HGX B200): 4.5 PFLOP/s dense FP8, NVLink 1.8 TB/s both ways", _DGX_B200),
-    Gpu("gb200", _GB200, 197_897_748_480, 7928.06 * _G, 900 * _G, 50 * _G, 4,
-        "NVIDIA GB200 NVL72 datasheet, per GPU: 2.5 PFLOP/s dense BF16, NVLink 1.8 TB/s both ways; 4 GPUs a compute "
-        "tray, though NVLink joins all 72", "NVIDIA GB200 NVL72: one ConnectX-7 400 Gb/s per GPU"),
-    Gpu("mi300x", _MI300X, 206_158_430_208, 5300 * _G, 448 * _G, 50 * _G, 8,
+    Gpu("gb200", _GB200, 197_897_748_480, 7928.06 * _G, 900 * _G, 50 * _G, 4, 72,
+        "NVIDIA GB200 NVL72 datasheet, per GPU: 2.5 PFLOP/s dense BF16, NVLink 1.8 TB/s both ways among 72; 4 GPUs a "
+        "compute tray", "NVIDIA GB200 NVL72: one ConnectX-7 400 Gb/s per GPU"),
+    # Blackwell Ultra: the peaks of Blackwell but for FP4. The driver's memory size and bandwidth are not in XLA's specs.
+    Gpu("b300", _B300, 288_000_000_000, 8000 * _G, 900 * _G, 100 * _G, 8, 8,
+        "NVIDIA HGX B300 datasheet, per GPU of 8: 4.5 PFLOP/s dense FP8, 288 GB HBM3e at 8 TB/s, NVLink 1.8 TB/s both ways",
+        _DGX_B300),
+    Gpu("gb300", _GB200, 288_000_000_000, 8000 * _G, 900 * _G, 100 * _G, 4, 72,
+        "NVIDIA GB300 NVL72 datasheet, per GPU of 72: 5 PFLOP/s dense FP8, 288 GB HBM3e at 8 TB/s, NVLink 1.8 TB/s both "
+        "ways among 72; 4 GPUs a compute tray", "NVIDIA GB300 NVL72: one ConnectX-8 800 Gb/s per GPU"),
+    Gpu("mi300x", _MI300X, 206_158_430_208, 5300 * _G, 448 * _G, 50 * _G, 8, 8,
         "AMD Instinct MI300X datasheet: 192 GB HBM3 at 5.3 TB/s, 7 Infinity Fabric links of 128 GB/s both ways",
         "AMD Instinct MI300X platform reference: one 400 Gb/s NIC per GPU"),
-    Gpu("cpu", {}, None, None, None, None, 8, "a machine without accelerators: peak and links unknown"),
+    Gpu("mi325x", _MI300X, 256_000_000_000, 6000 * _G, 448 * _G, 50 * _G, 8, 8,
+        "AMD Instinct MI325X datasheet: 256 GB HBM3E at 6 TB/s, peaks and links of MI300X",
+        "AMD Instinct MI325X platform reference: one 400 Gb/s NIC per GPU"),
+    Gpu("cpu", {}, None, None, None, None, 8, 8, "a machine without accelerators: peak and links unknown"),
 )  # fmt: skip
 
 GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _TABLE}
@@ -104,7 +117,10 @@ _DEVICE_KINDS = (
     (r"\bH200\b", "h200"),
     (r"\bGB200\b", "gb200"),
     (r"\bB200\b", "b200"),
-    (r"\bMI300X\b|\bgfx942\b", "mi300x"),
+    (r"\bGB300\b", "gb300"),
+    (r"\bB300\b", "b300"),
+    (r"\bMI300X\b", "mi300x"),  # 'gfx942' alone is no name: MI300A and MI325X have it, too
+    (r"\bMI325X\b", "mi325x"),
     (r"^cpu$", "cpu"),
 )
 

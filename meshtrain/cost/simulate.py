@@ -247,8 +247,9 @@ def modelled(run, rows, mesh_spec, gpu=None, residual_ways: int = 1) -> Costs:
     link_s = 0.0
     if peak and gpu.intra_host_bytes_per_s:
         itemsize = 2 if cfg.compute_dtype == "bfloat16" else 4
-        hosts = [{device // gpu.gpus_per_host for device in group} for group in mesh_spec.groups("stage")]
-        inside = all(len(host) == 1 for host in hosts)
+        # assumption: link domains are filled one after the other, as hosts are
+        domains = [{device // gpu.gpus_per_link_domain for device in group} for group in mesh_spec.groups("stage")]
+        inside = all(len(domain) == 1 for domain in domains)
         rate = gpu.intra_host_bytes_per_s if inside else gpu.inter_host_bytes_per_s
         link_s = tokens * cfg.embed_dim * itemsize / residual_ways / rate
     return Costs(forward / per_s, input_grad / per_s, matmuls / per_s, 6 * vocab * shared / per_s, link_s)
