@@ -553,14 +553,3 @@ def test_without_matplotlib_the_text_comes_with_the_remedy(pipeline, tmp_path, m
     code, out, err = call(*pipeline)
     assert code == 0 and "stage 3" in out and "drawn" not in out and list(tmp_path.iterdir()) == []
     assert "pip install -e '.[chart]'" in err and err.count("\n") == 1
-
-
-@pytest.mark.parametrize("name, v", [("zb_h1", 1), ("interleaved_zero_bubble", 2)])
-def test_a_picture_shows_every_op_in_its_colour_with_its_microbatch(tmp_path, name, v):
-    schedule = schedules.make(name, 2, 4, v)
-    outcome = simulate.simulate(schedule, dataclasses.replace(UNEQUAL, loss_s=0.25))
-    chart.draw(schedule, outcome, chart.title(schedule, outcome, 3 * GIB), [tmp_path / "chart.svg"])
-    svg = (tmp_path / "chart.svg").read_text()
-    ops = 3 * 2 * 4 * v + (4 if name == "zb_h1" else 2 * 4)      # a loss of the last stage alone, or of both together
-    assert svg.count("PolyCollection") == ops or svg.count("FillBetween") == ops
-    assert "3.00 GiB" in svg

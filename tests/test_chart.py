@@ -1,0 +1,99 @@
+"""The chart of a schedule: every op is in it, a long one is cut where it repeats, and no line outgrows a screen."""
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from meshtrain.cost import chart, simulate
+from meshtrain.cost.simulate import Costs
+from meshtrain.parallel import schedules
+
+GIB = 2**30
+COSTS = Costs(forward_s=1.0, input_grad_s=1.75, weight_grad_s=0.5, loss_s=0.25)
+LONG = [("interleaved", 4, 64, 4), ("1f1b", 4, 64, 1), ("gpipe", 4, 64, 1), ("zb_h1", 4, 64, 1), ("zero_bubble", 8, 64, 1),
+        ("interleaved_zero_bubble", 16, 64, 2)]
+
+
+def drawn(schedule, tmp_path, suffix=".svg") -> bytes:
+    outcome = simulate.simulate(schedule, COSTS)
+    chart.draw(schedule, outcome, chart.title(schedule, outcome, 3 * GIB), [tmp_path / f"chart{suffix}"])
+    return (tmp_path / f"chart{suffix}").read_bytes()
+
+
+def numbers(svg: str) -> list[int]:
+    return [int(text) for text in re.findall(r">(\d+)</text>", svg)]
+
+
+def labels(text: str) -> list[str]:
+    return re.findall(r"\b[FBW]\d+[a-d]?\b", text)
+
+
+@pytest.mark.parametrize("name, v", [("zb_h1", 1), ("interleaved_zero_bubble", 2)])
+def test_a_picture_shows_every_op_with_its_microbatch(tmp_path, name, v):
+    svg = drawn(schedules.make(name, 2, 4, v), tmp_path).decode()
+    assert sorted(numbers(svg)) == sorted([*range(4)] * 3 * 2 * v)
+    assert "3.00 GiB" in svg and "head and loss" in svg
+
+
+def test_the_boxes_of_a_picture_are_as_many_as_ops_and_losses(tmp_path):
+    svg = drawn(schedules.make("zb_h1", 2, 4, 1), tmp_path).decode()
+    boxes = {color: sum(path.count("z") for path in re.findall(rf'<path d="([^"]+)" clip-path[^>]+fill: {color}', svg))
+             for color in chart.COLORS.values()}
+    assert [boxes[chart.COLORS[kind]] for kind in ("F", "B", "W", "loss")] == [8, 8, 8, 4]
+
+
+@pytest.mark.parametrize("name, p, m, v", LONG)
+def test_a_long_schedule_is_its_warm_up_one_steady_period_and_its_cool_down(name, p, m, v):
+    schedule = schedules.make(name, p, m, v)
+    start, stop, period = chart.steady(schedule)
+    assert period == (3 if name == "zb_h1" else p * v if v > 1 else 1)
+    ops = schedule.ops[..., 0]
+    for t in range(start, stop - period):
+        later = schedule.ops[t + period, ..., 0]
+        on = ops[t] >= 0
+        assert (on == (later >= 0)).all() and len(set((later - ops[t])[on].tolist())) == 1
+    warm_up, steady, cool_down = chart.panels(schedule)
+    assert (warm_up.start, warm_up.stop, steady.start, cool_down.start, cool_down.stop) == (
+        0, start, start, stop, schedule.num_ticks)
+    assert steady.stop - steady.start >= p
+
+
+@pytest.mark.parametrize("name, p, m, v", [*LONG, ("interleaved_zero_bubble", 4, 8, 2), ("interleaved", 16, 32, 2)])
+def test_no_line_of_the_text_is_longer_than_a_screen_and_what_is_cut_is_marked(name, p, m, v):
+    schedule = schedules.make(name, p, m, v)
+    lines = chart.text(schedule).splitlines()
+    assert max(map(len, lines)) <= chart.TEXT_COLUMNS
+    shown = chart.panels(schedule)
+    assert [line for line in lines if line.endswith(":")] == [f"{panel.heading}:" for panel in shown]
+    for i, panel in enumerate(shown):
+        block = lines[i * (p + 1) + 1:(i + 1) * (p + 1)]
+        ops = int((schedule.ops[panel.start:panel.stop, ..., 0] >= 0).sum())
+        found = len(labels("\n".join(block)))
+        assert found == ops or found < ops and all("…" in line for line in block)
+
+
+def test_a_schedule_that_fits_on_a_line_is_not_cut():
+    schedule = schedules.make("interleaved", 2, 4, 2)
+    text = chart.text(schedule)
+    assert len(text.splitlines()) == 2 and len(labels(text)) == 2 * 2 * 4 * 2
+
+
+def test_the_picture_of_64_microbatches_and_4_chunks_is_1600_pixels_wide_with_numbers_of_one_size(tmp_path):
+    schedule = schedules.make("interleaved", 4, 64, 4)
+    png = drawn(schedule, tmp_path, ".png")
+    assert struct.unpack(">II", png[16:24]) == (1600, pytest.approx(900, rel=0.1))
+    svg = drawn(schedule, tmp_path).decode()
+    sizes = re.findall(r'<text style="font-size: ([\d.]+)px[^>]*>\d+</text>', svg)
+    assert set(sizes) == {str(chart.FONT_PT)} and len(sizes) > 200
+    assert all(panel.heading in svg for panel in chart.panels(schedule))
+    assert len(svg) < 120_000
+
+
+def test_the_picture_of_the_first_page_is_that_of_today(tmp_path):
+    """benchmarks/schedule.svg is drawn from unit costs; its text is compared, since shapes differ between versions."""
+    schedule = schedules.make("interleaved_zero_bubble", 4, 8, 2)
+    outcome = simulate.simulate(schedule)
+    chart.draw(schedule, outcome, chart.title(schedule, outcome), [tmp_path / "schedule.svg"])
+    words = lambda path: re.findall(r">([^<>\n]+)</text>", path.read_text())
+    assert words(Path(__file__).resolve().parent.parent / "benchmarks" / "schedule.svg") == words(tmp_path / "schedule.svg")
