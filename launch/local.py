@@ -1,6 +1,6 @@
 """python -m launch.local --processes N -- [RUN.toml] [--section.key value …]: N real processes on this machine.
 
-They meet over loopback and train one run: simulated devices are divided among them, or each has one GPU. Process 0
+They meet over loopback and train one run: simulated devices, or the GPUs, are divided among them. Process 0
 speaks for all; what another said is shown where it failed first, because jax lets its peers die of that with pages
 about themselves. Signals that reach the launcher reach every process. Linux only.
 Exit codes: the run's 0, 2 or 75 where all processes agree on it, else 1.
@@ -12,7 +12,6 @@ import collections
 import contextlib
 import ctypes
 import dataclasses
-import glob
 import os
 import random
 import re
@@ -26,6 +25,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from meshtrain import config
+from meshtrain.cluster import gpus
 from meshtrain.config import ConfigError, Run
 
 USAGE = "python -m launch.local --processes N -- [RUN.toml] [--section.key value ...]"
@@ -58,7 +58,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _parse(own: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m launch.local", usage=USAGE, description=(
-        "Starts one run in N processes on this machine: simulated devices are divided among them, or each has one GPU. "
+        "Starts one run in N processes on this machine: simulated devices, or the GPUs, are divided among them. "
         "Without RUN.toml: configs/quickstart.toml. The keys of a run: `-- --help`."), allow_abbrev=False)
     parser.add_argument("--processes", type=int, required=True, metavar="N", help="how many processes, at least 1")
     parsed, unknown = parser.parse_known_args(own)
@@ -80,12 +80,12 @@ def commands(rest: Sequence[str], count: int, port: int) -> list[list[str]]:
 
 
 def environments(run: Run, count: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
-    """The environment of every process: which GPU is its own, if any.
+    """The environment of every process: which GPUs are its own, if any.
 
     Raises: ConfigError where the run's devices cannot be divided among `count` processes.
     """
     given, total = run.distributed, run.mesh.simulated_devices
-    if given != config.Distributed():
+    if given != config.Distributed(timeout_s=given.timeout_s):
         raise ConfigError("[distributed] is set here by the launcher; leave it out of the run file and the command line")
     # Unbuffered: what is said last is what a process that is killed has to tell.
     common = {**environ, "PYTHONUNBUFFERED": "1"}
@@ -98,18 +98,7 @@ def environments(run: Run, count: int, environ: Mapping[str, str]) -> list[dict[
         return [common | {"CUDA_VISIBLE_DEVICES": ""}] * count
     if count == 1:
         return [common]
-    gpus = visible_gpus(environ)
-    if len(gpus) < count:
-        raise ConfigError(f"--processes {count} needs as many GPUs, one each, and there are {len(gpus)} here; use fewer "
-                          "processes, or mesh.simulated_devices to try it on the CPU")
-    return [common | {"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:count]]
-
-
-def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """The names of the GPUs that a process may be given, without starting a driver."""
-    if "CUDA_VISIBLE_DEVICES" in environ:
-        return [gpu for gpu in environ["CUDA_VISIBLE_DEVICES"].split(",") if gpu and gpu != "-1"]
-    return [str(index) for index in range(len(glob.glob("/dev/nvidia[0-9]*")))]
+    return [common | {"CUDA_VISIBLE_DEVICES": ",".join(own)} for own in gpus.divided(gpus.visible(environ), count)]
 
 
 def free_port() -> int:

@@ -4,13 +4,15 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import socket
 from collections.abc import Sequence
 
 import jax
 
-from meshtrain.cluster import find, meet
+from meshtrain.cluster import agree, find, gpus, meet
 from meshtrain.config import ConfigError, Run
 from meshtrain.names import AXES
+from meshtrain.run import say
 
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 # The concurrency-optimized CPU scheduler deadlocks programs with independent collectives (2 of 4 ZeRO-3 steps did).
@@ -42,8 +44,12 @@ def start(run: Run, cluster: find.Cluster | None = None) -> Sequence[jax.Device]
         # Without this an installed CUDA plugin tries to start, fails with a page of warnings, and ends on the CPU.
         jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
     if cluster:
-        meet.start(cluster)
+        meet.start(cluster, run.distributed.timeout_s)
     devices = jax.devices()
+    if cluster and devices[0].platform != "cpu":
+        taken = agree.exchange([socket.gethostname(), jax.local_device_count(), len(gpus.visible(os.environ))])
+        if jax.process_index() == 0:
+            say.out(gpus.shares(taken))
     if total and len(devices) != total:
         raise ConfigError(f"mesh.simulated_devices={total}, but this process already runs jax with {len(devices)} "
                           f"devices; start a new process, or a notebook with XLA_FLAGS={DEVICE_COUNT_FLAG}={total}")

@@ -30,7 +30,8 @@ def main(argv: Sequence[str]) -> int:
         run = config.load(argv)
         metrics.check_wandb(run)
         cluster = find.cluster(run.distributed, os.environ)
-        run = run.model_copy(update={"distributed": config.Distributed()})  # which process this is belongs to no run
+        # Which process this is belongs to no run.
+        run = run.model_copy(update={"distributed": config.Distributed(timeout_s=run.distributed.timeout_s)})
         found, run = _devices(run, argv, cluster)
         if jax.process_index() > 0:
             sys.stdout = open(os.devnull, "w")      # process 0 speaks for all

@@ -20,7 +20,7 @@ from meshtrain.config import ConfigError
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)
 address, count, index = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-meet.start(find.Cluster(address, count, index))
+meet.start(find.Cluster(address, count, index), 45)
 said = {"devices": len(jax.devices())}
 
 def raised(name, call):

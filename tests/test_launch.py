@@ -76,16 +76,23 @@ def test_every_process_gets_the_run_and_its_place():
     assert local.commands(rest, 1, 12345) == [[sys.executable, "-m", "meshtrain.train", *rest]], "one is a plain run"
 
 
-def test_each_process_sees_one_gpu_of_those_that_the_launcher_sees():
+def test_the_gpus_that_the_launcher_sees_are_divided_evenly():
     run = config.load(["--mesh.simulated_devices", "0"])
-    seen = {"CUDA_VISIBLE_DEVICES": "4,GPU-x,7", "HOME": "/h"}
-    given = local.environments(run, 2, seen)
-    assert [environ["CUDA_VISIBLE_DEVICES"] for environ in given] == ["4", "GPU-x"]
-    assert {environ["HOME"] for environ in given} == {"/h"}
-    assert local.environments(run, 1, seen)[0]["CUDA_VISIBLE_DEVICES"] == "4,GPU-x,7", "one process takes all"
+    seen = {"CUDA_VISIBLE_DEVICES": "4,GPU-x,7,0", "HOME": "/h"}
+    for count, own in ((4, ["4", "GPU-x", "7", "0"]), (2, ["4,GPU-x", "7,0"]), (1, ["4,GPU-x,7,0"])):
+        given = local.environments(run, count, seen)
+        assert [environ["CUDA_VISIBLE_DEVICES"] for environ in given] == own
+        assert {environ["HOME"] for environ in given} == {"/h"}
+    with pytest.raises(ConfigError, match="--processes 3 cannot share 4 GPUs evenly; use 1 or 2 or 4 processes, or mesh.sim"):
+        local.environments(run, 3, seen)
     for too_few in ("4", "", "-1"):
-        with pytest.raises(ConfigError, match="--processes 2 needs as many GPUs"):
+        with pytest.raises(ConfigError, match="--processes 2 cannot share [01] GPUs evenly; use (1|one) process"):
             local.environments(run, 2, {"CUDA_VISIBLE_DEVICES": too_few})
+
+
+def test_a_longer_meeting_may_be_asked_for_under_the_launcher():
+    run = config.load(["--distributed.timeout_s", "900"])
+    assert len(local.environments(run, 2, {})) == 2
 
 
 def test_simulated_devices_leave_the_gpus_alone():

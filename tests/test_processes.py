@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshtrain import config
-from meshtrain.cluster import find, meet
+from meshtrain import config, devices
+from meshtrain.cluster import find, gpus, meet
 from meshtrain.config import ConfigError, Distributed
 from meshtrain.cluster.find import Cluster
 from meshtrain.cluster.meet import PeerError
@@ -88,11 +88,40 @@ def test_every_slurm_task_knows_how_many_share_its_host(per_node, data):
     assert find.cluster(NOTHING, environ).local_devices == (None if per_node[node] == 1 else (0,))
 
 
-@pytest.mark.parametrize("visible, own", [("0,1,2,3", (1,)), ("2", None), (None, (1,)), ("GPU-a,GPU-b,GPU-c,GPU-d", (1,))])
-def test_a_task_takes_its_own_gpu_unless_it_sees_no_other(visible, own):
-    environ = {key: value for key, value in SRUN.items() if key != "CUDA_VISIBLE_DEVICES"}
-    environ |= {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+@pytest.mark.parametrize("visible, more, own", [
+    ("0,1,2,3", {}, (1,)), ("GPU-a,GPU-b,GPU-c,GPU-d", {}, (1,)), ("0,1,2,3,4,5,6,7", {}, (2, 3)), (None, {}, (1,)),
+    ("2", {}, None), ("0,1,2,3", {"SLURM_GPUS_ON_NODE": "16"}, None), ("0,1,2,3", {"SLURM_GPUS_ON_NODE": "4"}, (1,)),
+    ("0,1,2,3", {"SLURM_GPUS_PER_TASK": "4"}, None), ("0,1,2,3", {"SLURM_GPUS_PER_TASK": "a100:4"}, None), ("", {}, (1,))])
+def test_the_tasks_of_a_host_share_its_gpus_evenly_unless_each_is_shown_its_own(visible, more, own, monkeypatch):
+    monkeypatch.setattr(gpus.glob, "glob", lambda pattern: [])
+    environ = {key: value for key, value in SRUN.items() if key != "CUDA_VISIBLE_DEVICES"} | more
+    environ |= {"CUDA_VISIBLE_DEVICES": visible} if visible is not None else {}
     assert find.cluster(NOTHING, environ).local_devices == own
+
+
+def test_two_tasks_on_a_host_of_four_gpus_take_two_each(monkeypatch):
+    monkeypatch.setattr(gpus.glob, "glob", lambda pattern: [f"/dev/nvidia{i}" for i in range(4)])
+    two = SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(x4)"}
+    unset = {key: value for key, value in two.items() if key != "CUDA_VISIBLE_DEVICES"}
+    for environ in (two, unset):
+        assert [find.cluster(NOTHING, environ | {"SLURM_LOCALID": i}).local_devices for i in "01"] == [(0, 1), (2, 3)]
+    mpi = MPI5 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    assert find.cluster(NOTHING, mpi).local_devices == (2, 3)
+
+
+def test_gpus_that_do_not_divide_among_the_tasks_of_a_host_are_refused():
+    three = SRUN | {"SLURM_STEP_TASKS_PER_NODE": "3,5", "SLURM_NODEID": "0"}
+    with pytest.raises(ConfigError, match="3 processes on .* cannot share its 4 GPUs evenly; start 1 or 2 or 4 processes per"):
+        find.cluster(NOTHING, three)
+
+
+@pytest.mark.parametrize("taken, told", [
+    ([("a", 4, 4)] * 2 + [("b", 4, 8)] * 2, "2 processes on a took 4 GPUs each; 2 processes on b took 4 GPUs each"),
+    ([("a", 1, 4)] * 2, "2 processes on a took 1 GPU each; 2 of its 4 visible GPUs stay idle"),
+    ([(host, 1, 8) for host in "abc" for _ in range(8)], "8 processes on each of 3 hosts took 1 GPU each"),
+    ([("a", 8, 8), ("b", 8, 8)], "1 process on each of 2 hosts took 8 GPUs each")])
+def test_what_the_processes_took_is_told_against_what_they_see(taken, told):
+    assert gpus.shares(taken) == told
 
 
 def test_tasks_of_one_host_meet_on_loopback():
@@ -161,6 +190,17 @@ def test_addresses_of_all_kinds_are_taken(address, monkeypatch):
     found = find.cluster(given_, {})
     assert found.port == int(address.rpartition(":")[2]) and "[" not in found.host
     assert found.on_loopback == (found.host == "localhost")
+
+
+def test_the_time_to_meet_is_a_key_that_reaches_the_meeting_and_jax(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert config.Distributed().timeout_s == 300
+    run = config.load(["--distributed.timeout_s", "900", "--mesh.simulated_devices", "0"])
+    asked = []
+    monkeypatch.setattr(meet, "start", lambda cluster, timeout_s: asked.append(timeout_s))
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    devices.start(run, Cluster("a:12345", 2, 1))
+    assert asked == [900]
 
 
 # ---- coming together -------------------------------------------------------------------------------------------------
@@ -335,8 +375,8 @@ def test_loopback_stays_on_loopback(host, bound, address, monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     before = jax.config.jax_enable_preemption_service
     try:
-        meet.start(cluster)
+        meet.start(cluster, 400)
     finally:
         jax.config.update("jax_enable_preemption_service", before)
     assert calls["coordinator_bind_address"] == (bound and f"{bound}:{cluster.port}")
-    assert calls["cluster_detection_method"] == "deactivate" and calls["initialization_timeout"] < 60
+    assert calls["cluster_detection_method"] == "deactivate" and calls["initialization_timeout"] == 400

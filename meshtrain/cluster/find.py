@@ -11,6 +11,7 @@ import re
 import zlib
 from collections.abc import Mapping
 
+from meshtrain.cluster import gpus
 from meshtrain.config import ConfigError
 
 FIRST_PORT, NUM_PORTS = 10_000, 20_000      # below 32768, where systems take ports for outgoing connections
@@ -72,14 +73,14 @@ def _slurm(environ: Mapping[str, str], address: str) -> Cluster | None:
     nodes = environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]
     host = "127.0.0.1" if local_count == count else _first_host(nodes)
     return Cluster(address or f"{host}:{_port(environ.get('SLURM_JOB_ID', '0') + '.' + str(step))}", count,
-                   int(environ["SLURM_PROCID"]), _own_gpus(int(environ.get("SLURM_LOCALID", 0)), local_count, environ))
+                   int(environ["SLURM_PROCID"]), gpus.own(int(environ.get("SLURM_LOCALID", 0)), local_count, environ))
 
 
 def _open_mpi(environ: Mapping[str, str], address: str) -> Cluster | None:
     if "OMPI_COMM_WORLD_RANK" not in environ:
         return None
     count, local_count = int(environ["OMPI_COMM_WORLD_SIZE"]), int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1))
-    own = _own_gpus(int(environ.get("OMPI_COMM_WORLD_LOCAL_RANK", 0)), local_count, environ)
+    own = gpus.own(int(environ.get("OMPI_COMM_WORLD_LOCAL_RANK", 0)), local_count, environ)
     if not address:
         # Open MPI 4 tells where mpirun listens, 5 names its jobs after mpirun's host: prterun-HOST-PID@1.
         uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
@@ -93,13 +94,6 @@ def _open_mpi(environ: Mapping[str, str], address: str) -> Cluster | None:
         job = uri.split(";")[0] or (named[0] if named else jobs[0] if jobs else "")
         address = f"{f'[{host}]' if ':' in host else host}:{_port(job)}"
     return Cluster(address, count, int(environ["OMPI_COMM_WORLD_RANK"]), own)
-
-
-def _own_gpus(local_index: int, local_count: int, environ: Mapping[str, str]) -> tuple[int, ...] | None:
-    """One process per GPU takes its own. One process on a host, or one that a launcher has bound already, takes all."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES", environ.get("ROCR_VISIBLE_DEVICES"))
-    bound = visible is not None and len(visible.split(",")) < local_count
-    return None if local_count == 1 or bound else (local_index,)
 
 
 def _first_host(nodes: str) -> str:

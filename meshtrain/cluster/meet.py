@@ -39,9 +39,11 @@ def meet(cluster: Cluster, timeout_s: float) -> None:
     (_receive if cluster.index == 0 else _arrive)(cluster, timeout_s)
 
 
-def start(cluster: Cluster, *, timeout_s: float = 45) -> None:
-    """Brings jax up as one process of the cluster, within a minute. No backend may run yet. Raises: as `meet`."""
-    began = time.monotonic()
+def start(cluster: Cluster, timeout_s: float) -> None:
+    """Brings jax up as one process of the cluster. No backend may run yet. Raises: as `meet`.
+
+    timeout_s: for the meeting, and again for jax, whose own service the processes then join.
+    """
     meet(cluster, timeout_s)
     # Its handler would take SIGTERM away from ours; orbax treats it as absent.
     jax.config.update("jax_enable_preemption_service", False)
@@ -49,7 +51,7 @@ def start(cluster: Cluster, *, timeout_s: float = 45) -> None:
         cluster.coordinator, cluster.count, cluster.index, cluster.local_devices,
         cluster_detection_method="deactivate",      # else Slurm's local rank replaces local_devices=None
         coordinator_bind_address=f"{_loopback(cluster)}:{cluster.port}" if cluster.on_loopback else None,
-        initialization_timeout=max(10, int(timeout_s + 8 - (time.monotonic() - began))),
+        initialization_timeout=max(10, int(timeout_s)),
         heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S, shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S)
     sys.excepthook = _end_alone
 

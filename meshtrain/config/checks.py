@@ -30,6 +30,13 @@ def _run_problems(run: Run):
     name, source = run.run.name, run.checkpoint.init_from
     if not re.fullmatch(r"[\w.+-]+( [\w.+-]+)*", name) or not name.strip("."):
         yield f"run.name={toml(name)} is not a plain name; use letters, digits, - and _, and run.dir for a path"
+    for key, value in (("run.dir", run.run.dir), ("data.cache", run.data.cache), ("checkpoint.init_from", source)):
+        if "://" in value:
+            yield (f"{key}={toml(value)} is an address, and only directories can be used; mount it, or copy it to a "
+                   "file system that all hosts have")
+    if run.checkpoint.init_optimizer and not source:
+        yield ("checkpoint.init_optimizer=true takes the optimizer's state of another run, and checkpoint.init_from names "
+               "none; name its run.dir, or leave init_optimizer out")
     if not source or "://" in source:
         return
     if not Path(source).is_dir():

@@ -131,6 +131,7 @@ class Data(Section):
     validation_fraction: float = key(0.02, "share of the data held out for validation; 0 = none", ge=0, lt=1)
     document_mask: bool = key(True, "attention does not look across documents packed in one sequence")
     prefetch: int = key(4, "batches prepared ahead of the step", ge=0)
+    skip_batches: int = key(0, "training batches to leave out, once, where the run starts or goes on", ge=0)
 
 
 class Training(Section):
@@ -189,7 +190,9 @@ class Checkpoint(Section):
     every: int = key(500, "steps between checkpoints; 0 = only after the last", ge=0)
     keep: int = key(2, "checkpoints kept, the newest", ge=1)
     resume: Literal["auto", "never"] = key("auto", "go on from run.dir's newest checkpoint, or refuse it")
+    step: int = key(0, "saved step to go on from, later ones are set aside; of init_from's steps in a new run; 0 = newest", ge=0)
     init_from: str = key("", "run.dir of another run whose weights a new run starts from")
+    init_optimizer: bool = key(False, "init_from brings the optimizer's state along")
 
 
 class Metrics(Section):
@@ -208,6 +211,7 @@ class Distributed(Section):
     coordinator_address: str = key("", "HOST:PORT where process 0 is met, the port free there; empty = by srun or mpirun")
     num_processes: int = key(0, "processes of the run; 0 = by srun or mpirun, else one", ge=0)
     process_id: int = key(-1, "which of them this one is, from 0; -1 = by srun or mpirun", ge=-1)
+    timeout_s: int = key(300, "seconds that processes wait at the start for those that come late", ge=1)
 
 
 class Run(Section):
