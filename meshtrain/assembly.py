@@ -79,7 +79,7 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
     for axis, section in (("stage", run.pipeline), ("context", run.context)):
         if sizes[axis] == 1 and section != type(section)():
             notes.append(f"mesh.{axis}=1: [{type(section).__name__.lower()}] is not used")
-    return Design(layout, model, attend, choice, tuple(filter(None, [note, *notes])))
+    return Design(layout, model, attend, choice, tuple(filter(None, [note, *notes, *config.notes(run)])))
 
 
 def compile_step(made: Assembly):

@@ -390,3 +390,24 @@ def test_a_mesh_that_does_not_fit_is_refused_with_the_remedy(sizes, devices, par
     with pytest.raises(config.ConfigError) as caught:
         config.mesh_sizes(config.Run(mesh=sizes), devices)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+# ---- what is sound and rarely meant ----------------------------------------------------------------------------------
+
+
+def test_bytes_under_a_large_vocabulary_are_told():
+    (told,) = config.notes(config.load(["configs/llama3-8b.toml"]))
+    assert 'data.tokenizer="bytes" uses 257 of model.vocab_size=128256' in told and "tokenizer.json" in told
+    for sound in ([], ["--model.preset", "llama3-8b", "--data.tokenizer", "tokenizer.json"],
+                  ["--model.preset", "llama3-8b", "--data.source", "tokens", "--data.paths", '["a.tokens.npy"]']):
+        assert config.notes(config.load(sound)) == []
+    from meshtrain import assembly
+    from meshtrain.layout.mesh import MeshSpec
+
+    assert told in assembly.design(config.load(["configs/llama3-8b.toml"]), MeshSpec({"fsdp": 8}), "gpu", None).notes
+
+
+@pytest.mark.parametrize("path", [path for path in RUN_FILES if path.stem.startswith("llama")], ids=lambda path: path.stem)
+def test_a_run_of_many_gpus_draws_no_sample_and_shows_where_its_tokenizer_goes(path):
+    assert config.load([str(path)]).run.sample_tokens == 0
+    assert '\n# tokenizer = "tokenizer.json"' in path.read_text()

@@ -86,10 +86,21 @@ def _model_problems(run: Run):
     if model.attention_dropout:
         yield (f"model.attention_dropout={model.attention_dropout} needs the full score matrix, which is never held; "
                "use 0.0, and model.residual_dropout instead")
-    only_ids = {one.source for one in run.data.mixture or [run.data]} == {"tokens"}
-    if model.vocab_size < BYTE_VOCAB and run.data.tokenizer == "bytes" and not only_ids:
+    if model.vocab_size < BYTE_VOCAB and _reads_bytes(run):
         yield (f"model.vocab_size={model.vocab_size} is too small for data.source={toml(run.data.source)}, "
                f"which has 256 bytes and a separator; use at least {BYTE_VOCAB}")
+
+
+def _reads_bytes(run: Run) -> bool:
+    return run.data.tokenizer == "bytes" and {one.source for one in run.data.mixture or [run.data]} != {"tokens"}
+
+
+def notes(run: Run) -> list[str]:
+    """What is sound and yet rarely meant; told once, before the run starts."""
+    if run.model.vocab_size > 16 * BYTE_VOCAB and _reads_bytes(run):
+        return [f'data.tokenizer="bytes" uses {BYTE_VOCAB} of model.vocab_size={run.model.vocab_size} ids; '
+                "give data.tokenizer the path of the model's tokenizer.json"]
+    return []
 
 
 def _data_problems(run: Run):
