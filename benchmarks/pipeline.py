@@ -57,7 +57,7 @@ def autodiff_gpipe(made):
     Embedding and head stand outside the loop, vocabulary-parallel over the stages by the partitioner, all microbatches at
     once. The model's own layers, with the run's remat.
     """
-    run, model, plan, mesh = made.run, made.model, made.program.execution, made.mesh
+    run, model, ex, mesh = made.run, made.model, made.program.execution, made.mesh
     num_stages, M = run.mesh.stage, run.training.microbatches
     depth = run.model.num_layers // num_stages
 
@@ -67,7 +67,7 @@ def autodiff_gpipe(made):
         def tick(x, t):
             at = lambda a, i: lax.dynamic_index_in_dim(a, jnp.clip(i, 0, M - 1), 0, keepdims=False)
             inputs = model.inputs(jax.tree.map(lambda a: at(a, t - stage), batch))
-            layer = lambda x, scanned: (model.block(plan, scanned[0], x, inputs, scanned[1]), None)
+            layer = lambda x, scanned: (transformer.block(ex, model.layer, scanned[0], x, inputs, scanned[1])[0], None)
             x = jnp.where(stage == 0, at(x_MBTD, t), x)
             y, _ = lax.scan(layer, x, (ws, stage * depth + jnp.arange(depth)))
             return lax.ppermute(y, "stage", [(i, (i + 1) % num_stages) for i in range(num_stages)]), y
@@ -80,14 +80,14 @@ def autodiff_gpipe(made):
     def objective(p, batch):
         batch = jax.tree.map(lambda a: a[:, 0], batch)                     # [M, 1, B, …]
         flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), batch)
-        x = model.embed(plan, p, flat)
+        x = model.embed(ex, p, flat)
         y = through(jnp.arange(num_stages), p["layers"], x.reshape(M, -1, *x.shape[1:]), batch)[-1]
-        total, _ = model.head_loss(plan, p, y.reshape(x.shape), flat["targets"], chunk=run.training.loss_chunk)
+        total, _ = model.head_loss(ex, p, y.reshape(x.shape), flat["targets"], chunk=run.training.loss_chunk)
         return total / jnp.maximum(jnp.sum(batch["targets"] != NO_TARGET), 1)
 
     def step(p, batch):
         loss, grads = jax.value_and_grad(objective)(p, batch)
-        return jax.tree.map(lambda axes, g: plan.layout.constrain("optimizer", g.astype(jnp.float32), axes),
+        return jax.tree.map(lambda axes, g: ex.layout.constrain("optimizer", g.astype(jnp.float32), axes),
                             made.program.spec.axes, grads, is_leaf=rules.is_axes), loss
     return step
 
@@ -176,13 +176,13 @@ def ideal_flops(made, forward: float, backward: float) -> float:
 
 def layer_flops(made, params) -> tuple[float, float]:
     """Matmul FLOPs of one layer and microbatch as plain autodiff makes it: forward, backward with what remat repeats."""
-    run, model, plan = made.run, made.model, made.program.execution
+    run, model, ex = made.run, made.model, made.program.execution
     shape = (tokens_of(run) // run.data.seq_len, run.data.seq_len)
     inputs = jax.eval_shape(model.inputs, dict.fromkeys(("segments", "index", "positions"), jax.ShapeDtypeStruct(
         shape, jnp.int32)) | {"sequence": jax.ShapeDtypeStruct(shape[:1], jnp.int32)})
     w = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
-    x = jax.ShapeDtypeStruct((*shape, run.model.embed_dim), plan.dtype)
-    forward = lambda w, x, inputs: jax.vjp(lambda w, x: model.block(plan, w, x, inputs, 0), w, x)
+    x = jax.ShapeDtypeStruct((*shape, run.model.embed_dim), ex.dtype)
+    forward = lambda w, x, inputs: jax.vjp(lambda w, x: transformer.block(ex, model.layer, w, x, inputs, 0)[0], w, x)
     _, vjp = jax.eval_shape(forward, w, x, inputs)
     count = lambda f, *args: sum(audit.read(jax.jit(f).lower(*args).compile().as_text(), made.mesh).flops.values())
     return count(forward, w, x, inputs), count(lambda vjp, dy: vjp(dy), vjp, x)

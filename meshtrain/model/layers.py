@@ -285,7 +285,12 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Pre-norm residual block."""
+    """Pre-norm residual block.
+
+    Every layer returns (x_BTD, aux). aux: {name: float32 array}, sums over the tokens of the microbatch that are added up over
+    layers and microbatches; the step divides them by its number of targets and reports them under their names. The one named
+    AUX_LOSS, a scalar, is also part of the objective. This layer has none.
+    """
 
     def __init__(self, cfg, rngs):
         self.dropout = cfg.residual_dropout
@@ -294,14 +299,14 @@ class Layer(nnx.Module):
         self.mlp_norm = Norm(cfg, rngs, cfg.embed_dim, "embed")
         self.mlp = MLP(cfg, rngs)
 
-    def __call__(self, ex: Execution, x_BTD, inputs, index):
+    def __call__(self, ex: Execution, x_BTD, inputs, number):
         residual = lambda y: ex.layout.act(y, "batch", "residual_seq", None)
         h_BTD = self._full(ex, self.attention_norm(ex, x_BTD))
         y_BTD = residual(self.attention(ex, h_BTD, inputs))
-        x_BTD = residual(x_BTD + dropout(ex, y_BTD, self.dropout, inputs, 2 * index))
+        x_BTD = residual(x_BTD + dropout(ex, y_BTD, self.dropout, inputs, 2 * number))
         h_BTD = self._full(ex, self.mlp_norm(ex, x_BTD))
         y_BTD = residual(self.mlp(ex, h_BTD))
-        return residual(x_BTD + dropout(ex, y_BTD, self.dropout, inputs, 2 * index + 1))
+        return residual(x_BTD + dropout(ex, y_BTD, self.dropout, inputs, 2 * number + 1)), {}
 
     @staticmethod
     def _full(ex: Execution, h_BTD):

@@ -1,12 +1,15 @@
-"""The decoder: tokens -> embedding -> a scan over stacked layers -> norm -> head and loss.
+"""The decoder: tokens -> embedding -> layers, group by group -> norm -> head and loss.
 
-Llama-like by default, GPT-2-like by the same fields of `[model]`. Parameters are one nested dict:
-{"embedding", "position"?, LAYERS: stacked [L, …], "final_norm", "head"?}; nothing here depends on the layout of the
-run except through `ex.layout`, and initialization depends on the seed alone.
+Llama-like by default, GPT-2-like by the same fields of `[model]`. The layers are groups, each a scan over what repeats in it
+(leading dense layers, then the others; a window in every second layer): today one group of equal layers. Parameters are one
+nested dict: {"embedding", "position"?, LAYERS, "final_norm", "head"?}, where LAYERS holds stacked weights [L, …] if all layers
+are equal, else {group: [repeats, …]}, or {group: {position in the period: [repeats, …]}}. Nothing here depends on the layout
+of the run except through `ex.layout`, and initialization depends on the seed alone.
 """
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -17,7 +20,7 @@ from meshtrain.layout.rules import Tensor
 from meshtrain.model import params
 from meshtrain.model.layers import Embedding, Layer, Linear, Norm, Execution, dropout, rope_angles
 from meshtrain.model.loss import loss_sums
-from meshtrain.names import LAYERS
+from meshtrain.names import AUX_LOSS, LAYERS
 
 VOCAB_MULTIPLE = 256
 
@@ -50,24 +53,76 @@ def padded_vocab(cfg) -> int:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Group:
+    """Consecutive layers that repeat with a period: the layers of `period` in turn, `repeats` times.
+
+    The weights of each layer of the period are stacked over the repeats, [repeats, …]; a period of one has no level of its own
+    in the parameter tree.
+    """
+    name: str
+    period: tuple[params.Module, ...]
+    repeats: int
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.period) * self.repeats
+
+    def parameters(self, path: tuple[str, ...]) -> list[params.ParamInfo]:
+        """The parameters of the group, whose subtree stands at `path`."""
+        if len(self.period) == 1:
+            return params.infos(self.period[0], path, self.repeats)
+        return [info for i, layer in enumerate(self.period) for info in params.infos(layer, (*path, str(i)), self.repeats)]
+
+    def init(self, keys: jax.Array):
+        """The subtree from one key per layer."""
+        stacked = [jax.vmap(layer.init)(keys[i::len(self.period)]) for i, layer in enumerate(self.period)]
+        return stacked[0] if len(stacked) == 1 else {str(i): weights for i, weights in enumerate(stacked)}
+
+    def weights(self, subtree) -> tuple:
+        """The stacked weights of each layer of the period."""
+        return (subtree,) if len(self.period) == 1 else tuple(subtree[str(i)] for i in range(len(self.period)))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Transformer:
-    """The model of one `[model]` section: parameter table, initializer, loss and logits."""
+    """The model of one `[model]` section: parameter table, initializer, loss and logits. Its layers are numbered from 0."""
     cfg: object
     ends: params.Module
-    layer: params.Module
+    groups: tuple[Group, ...]
+
+    def __post_init__(self):
+        assert sum(group.num_layers for group in self.groups) == self.cfg.num_layers
 
     def parameters(self) -> list[params.ParamInfo]:
         """Every parameter, in the order of the tree's leaves."""
-        rows = params.infos(self.ends) + params.infos(self.layer, (LAYERS,), self.cfg.num_layers)
+        rows = params.infos(self.ends)
+        for group in self.groups:
+            rows += group.parameters((LAYERS,) if len(self.groups) == 1 else (LAYERS, group.name))
         return sorted(rows, key=lambda info: info.path)
 
     def init(self, key: jax.Array):
         """The parameters of seed `key`, float32 or [model].param_dtype."""
         ends_key, layers_key = jax.random.split(key)
-        stacked = jax.vmap(self.layer.init)(jax.random.split(layers_key, self.cfg.num_layers))
-        return {**self.ends.init(ends_key), LAYERS: stacked}
+        keys = jax.random.split(layers_key, self.cfg.num_layers)
+        subtrees = {group.name: group.init(keys[first:first + group.num_layers]) for first, group in self._numbered()}
+        return {**self.ends.init(ends_key), LAYERS: subtrees if len(self.groups) > 1 else subtrees[self.groups[0].name]}
 
-    # The parts that a pipeline puts together itself; p in embed and head_loss needs no "layers".
+    def _numbered(self) -> list[tuple[int, Group]]:
+        """[(number of its first layer, group)]."""
+        firsts = itertools.accumulate((group.num_layers for group in self.groups), initial=0)
+        return list(zip(firsts, self.groups))
+
+    @property
+    def layer(self) -> params.Module:
+        """The one layer that all layers repeat. Raises: ValueError where they differ, as no pipeline can have them yet."""
+        (first, *others) = self.groups
+        if others or len(first.period) > 1:
+            described = ", ".join(f"{group.name}: {group.repeats} × {len(group.period)}" for group in self.groups)
+            raise ValueError(f"this model has layers of several kinds ({described}), and stages of a pipeline must be equal; "
+                             "set mesh.stage to 1")
+        return first.period[0]
+
+    # What a pipeline puts together itself; p in embed and head_loss needs no LAYERS.
 
     def inputs(self, batch, dropout_key=None) -> Inputs:
         rope = rope_angles(self.cfg, batch["positions"]) if self.cfg.position == "rope" else None
@@ -81,12 +136,6 @@ class Transformer:
             x_BTD = x_BTD + ends.position(ex, batch["positions"])
         return dropout(ex, x_BTD, self.cfg.embedding_dropout, self.inputs(batch, dropout_key), 2 * self.cfg.num_layers)
 
-    def block(self, ex: Execution, weights, x_BTD, inputs: Inputs, index):
-        """Layer number `index` with these weights, a slice of p[LAYERS]; the backward keeps what ex.remat says."""
-        def layer(weights, x_BTD, inputs, index):
-            return self.layer.bind(weights)(ex, x_BTD, inputs, index)
-        return rematerialized(layer, ex)(weights, x_BTD, inputs, index)
-
     def head_loss(self, ex: Execution, p, x_BTD, targets_BT, *, z_loss: float = 0.0, chunk: int = 1024):
         """(objective, nll) from the output of the last layer, as `loss`."""
         axes, w = self._head(p)
@@ -94,18 +143,36 @@ class Transformer:
         return loss_sums(ex, axes, self.cfg.vocab_size, z_loss, chunk, x_BTD, w, targets_BT)
 
     def loss(self, ex: Execution, p, batch, *, z_loss: float = 0.0, chunk: int = 1024, dropout_key=None):
-        """(objective, nll), sums in nats over the tokens of `batch` that have a target. Divide by their count."""
-        x_BTD = self._through_layers(ex, p, batch, dropout_key)
-        return self.head_loss(ex, p, x_BTD, batch["targets"], z_loss=z_loss, chunk=chunk)
+        """(objective, nll, aux), sums over the tokens of `batch` that have a target, in nats. Divide by their count.
+
+        The objective is differentiated; aux[AUX_LOSS], where the layers make one, is part of it.
+        """
+        x_BTD, aux = self._through_layers(ex, p, batch, dropout_key)
+        objective, nll = self.head_loss(ex, p, x_BTD, batch["targets"], z_loss=z_loss, chunk=chunk)
+        return objective + aux[AUX_LOSS] if AUX_LOSS in aux else objective, nll, aux
 
     def _through_layers(self, ex: Execution, p, batch, dropout_key=None):
-        inputs = self.inputs(batch, dropout_key)
-
-        def layer(x_BTD, scanned):
-            weights, index = scanned
-            return self.block(ex, weights, x_BTD, inputs, index), None
+        """(output of the last layer, aux summed over the layers)."""
+        inputs, aux = self.inputs(batch, dropout_key), {}
         x_BTD = self.embed(ex, p, batch, dropout_key)
-        return jax.lax.scan(layer, x_BTD, (p[LAYERS], jnp.arange(self.cfg.num_layers)))[0]
+        for first, group in self._numbered():
+            subtree = p[LAYERS] if len(self.groups) == 1 else p[LAYERS][group.name]
+            x_BTD, group_aux = self._through_group(ex, group, first, subtree, x_BTD, inputs)
+            aux = add_aux(aux, group_aux)
+        return x_BTD, aux
+
+    def _through_group(self, ex: Execution, group: Group, first: int, subtree, x_BTD, inputs: Inputs):
+        def period(x_BTD, scanned):
+            aux = {}
+            for layer, weights, number in zip(group.period, *scanned, strict=True):
+                x_BTD, layer_aux = block(ex, layer, weights, x_BTD, inputs, number)
+                aux = add_aux(aux, layer_aux)
+            return x_BTD, aux
+
+        stop, length = first + group.num_layers, len(group.period)
+        numbers = tuple(jnp.arange(first + i, stop, length) for i in range(length))
+        x_BTD, aux = jax.lax.scan(period, x_BTD, (group.weights(subtree), numbers))
+        return x_BTD, jax.tree.map(lambda a: a.sum(0), aux)
 
     def _normed(self, ex: Execution, p, x_BTD):
         x_BTD = self._ends(p).final_norm(ex, x_BTD)
@@ -117,7 +184,7 @@ class Transformer:
     def logits(self, ex: Execution, p, batch, at):
         """float32 logits [B, V] of the next token after position `at` of every sequence; padding removed."""
         axes, w = self._head(p)
-        x_BTD = self._normed(ex, p, self._through_layers(ex, p, batch))
+        x_BTD = self._normed(ex, p, self._through_layers(ex, p, batch)[0])
         x_BTD = ex.layout.act(x_BTD, "batch", "seq", None)
         x_BD = jax.lax.dynamic_index_in_dim(x_BTD, at, 1, keepdims=False)
         eq = "BD,DV->BV" if axes == ("embed", "vocab") else "BD,VD->BV"
@@ -140,7 +207,21 @@ class Transformer:
 
 
 def build(cfg) -> Transformer:
-    return Transformer(cfg, params.Module(lambda rngs: Ends(cfg, rngs)), params.Module(lambda rngs: Layer(cfg, rngs)))
+    """The model of a run file: one group of equal layers."""
+    layer = params.Module(lambda rngs: Layer(cfg, rngs))
+    return Transformer(cfg, params.Module(lambda rngs: Ends(cfg, rngs)), (Group("layers", (layer,), cfg.num_layers),))
+
+
+def block(ex: Execution, layer: params.Module, weights, x_BTD, inputs: Inputs, number):
+    """(output, aux) of layer number `number` with these weights; the backward keeps what ex.remat says."""
+    def apply(weights, x_BTD, inputs, number):
+        return layer.bind(weights)(ex, x_BTD, inputs, number)
+    return rematerialized(apply, ex)(weights, x_BTD, inputs, number)
+
+
+def add_aux(a: dict, b: dict) -> dict:
+    """The sums of two layers, name by name; a name that one of them lacks counts as zero."""
+    return a | {name: a[name] + value if name in a else value for name, value in b.items()}
 
 
 def rematerialized(layer, ex: Execution):

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshtrain.layout import rules
 from meshtrain.layout.rules import Layout
-from meshtrain.model import params
+from meshtrain.model import params, transformer
 from meshtrain.model.layers import Execution
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import LAYERS, MATMUL_ROLES, NO_TARGET
@@ -30,8 +30,8 @@ FIELDS = {"tokens": 1, "targets": 1, "segments": 1, "positions": 1, "index": 1, 
 def scanned(run, model: Transformer, layout: Layout, ex: Execution, spec: StateSpec, once: tuple[str, ...]):
     """(`gradients`, `evaluate`), microbatch after microbatch.
 
-    gradients: (params, batch, dropout key) -> (grads placed as [optimizer], loss, count). evaluate: (params, batch) ->
-    nll sum. once: batch axes over which gradients are reduced once per step; `ex` hides them from the model.
+    gradients: (params, batch, dropout key) -> (grads placed as [optimizer], loss, count, aux); aux: the layers' sums by name,
+    divided by count. evaluate: (params, batch) -> nll sum. once: batch axes over which gradients are reduced once per step; `ex` hides them from the model.
     """
     training, inner, replicas = run.training, ex.layout, layout.ways(once)
 
@@ -40,8 +40,8 @@ def scanned(run, model: Transformer, layout: Layout, ex: Execution, spec: StateS
         return jax.vmap(f, in_axes=(None, 0), spmd_axis_name=once) if once else _single(f)
 
     def objective(p, microbatch, count, key):
-        total, nll = model.loss(ex, p, microbatch, z_loss=training.z_loss, chunk=training.loss_chunk, dropout_key=key)
-        return total / count, nll
+        total, nll, aux = model.loss(ex, p, microbatch, z_loss=training.z_loss, chunk=training.loss_chunk, dropout_key=key)
+        return total / count, (nll, aux)
 
     def pin(grads):
         """Accumulators [replicas, …] where [grads] says, one copy per replica: the sum waits for the end of the loop."""
@@ -57,16 +57,16 @@ def scanned(run, model: Transformer, layout: Layout, ex: Execution, spec: StateS
         def add(carry, microbatch):
             grads, nll = carry
             grad = replicated(jax.value_and_grad(lambda p, b: objective(p, b, count, key), has_aux=True))
-            (_, nll_r), grads_r = grad(p, microbatch)
+            (_, (nll_r, aux_r)), grads_r = grad(p, microbatch)
             grads = pin(jax.tree.map(lambda a, g: a + g.astype(jnp.float32), grads, grads_r))
-            return (grads, nll + nll_r), None
+            return (grads, nll + nll_r), aux_r
 
         zeros = jax.tree.map(lambda x: jnp.zeros((replicas,) + x.shape, jnp.float32), p)
-        (grads, nll), _ = jax.lax.scan(add, (pin(zeros), jnp.zeros(replicas)), batch)
+        (grads, nll), aux = jax.lax.scan(add, (pin(zeros), jnp.zeros(replicas)), batch)
         # Pinned once more, still unsummed: otherwise propagation shards the accumulators inside the loop (ZeRO-1: 11
         # all-gathers per microbatch).
         grads = jax.tree.map(lambda axes, g: _reduce(layout, once, axes, g), spec.axes, pin(grads), is_leaf=rules.is_axes)
-        return grads, nll.sum() / count, count
+        return grads, nll.sum() / count, count, jax.tree.map(lambda a: a.sum((0, 1)) / count, aux)
 
     def evaluate(p, batch):
         def add(carry, microbatch):
@@ -112,7 +112,8 @@ def pipelined(run, model: Transformer, layout: Layout, mesh, ex: Execution, spec
 
     def layer(weights, x, numbered):
         number, inputs = numbered
-        y = model.block(ex, weights, x, inputs, number)
+        y, aux = transformer.block(ex, model.layer, weights, x, inputs, number)
+        assert not aux, "the pipeline's executors carry no aux"
         return jnp.where(number < num_layers, y, x) if num_layers % (num_stages * schedule.num_chunks) else y
 
     def head(ends, x, microbatch, extra):
@@ -131,7 +132,7 @@ def pipelined(run, model: Transformer, layout: Layout, mesh, ex: Execution, spec
         nll, ws, ends = executor.gradients(schedule, parts, mesh, summed, *into_loop(p, schedule.num_chunks), batch, extra, **specs)
         grads = each(lambda axes, g: _reduce(layout, summed, axes, g), ends_axes, ends)
         grads[LAYERS] = each(out_of_stages, layers_axes, ws)
-        return grads, nll.sum() / count, count
+        return grads, nll.sum() / count, count, {}
 
     def evaluate(p, batch):
         extra = {"count": jnp.float32(1)}
@@ -158,7 +159,7 @@ def layer_parts(run, model: Transformer, layout: Layout, mesh, attend: Callable)
         nonlocal parts
         key = jax.random.key(0) if drops(run) else None
         inputs = model.inputs({name: jnp.zeros(sizes[:1 + dims], jnp.int32) for name, dims in FIELDS.items()}, key)
-        parts = split.layer(lambda w, x, e: model.block(ex, w, x, e[1], e[0]), weights, x, (jnp.int32(0), inputs))
+        parts = split.layer(lambda w, x, e: transformer.block(ex, model.layer, w, x, e[1], e[0])[0], weights, x, (jnp.int32(0), inputs))
         return jnp.int32(0)
 
     with jax.sharding.use_abstract_mesh(mesh):          # whatever mesh the caller has in force

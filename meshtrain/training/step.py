@@ -42,11 +42,12 @@ class Program:
     """The jitted functions of a run, and where their arguments live.
 
     `train(state, batch) -> (state, metrics)` donates the state; metrics: loss (nats per target token), grad_norm,
-    learning_rate, tokens (with a target), skipped. `evaluate(params, batch) -> (nll sum, token count)`.
+    learning_rate, tokens (with a target), skipped, and the aux of the layers, each name by itself.
+    `evaluate(params, batch) -> (nll sum, token count)`.
     `initialize() -> State`, a function of the seed alone.
     """
     train: Callable
-    gradients: Callable            # (params, batch, dropout key) -> (grads placed as [optimizer], loss, count); not jitted
+    gradients: Callable            # (params, batch, dropout key) -> (grads placed as [optimizer], loss, count, aux); not jitted
     evaluate: Callable
     initialize: Callable
     spec: StateSpec
@@ -113,7 +114,7 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
 
     def train(state: State, batch):
         key = jax.random.fold_in(jax.random.key(run.run.seed), state.step) if accumulate.drops(run) else None
-        grads, loss, count = gradients(state.params, batch, key)
+        grads, loss, count, aux = gradients(state.params, batch, key)
         place = lambda table, tree: jax.tree.map(lambda axes, x: layout.constrain(table, x, axes), spec.axes, tree,
                                                  is_leaf=rules.is_axes)
         grad_norm = optax.global_norm(grads)
@@ -130,7 +131,7 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         rate = learning_rate_schedule(run.optimizer, training.steps)(state.step)
         metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": jnp.asarray(rate, jnp.float32), "tokens": count,
                    "skipped": ~finite}
-        return new, metrics
+        return new, metrics | aux
 
     def evaluate(p, batch):
         return nll(p, batch), jnp.sum(batch["targets"] != NO_TARGET)

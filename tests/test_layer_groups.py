@@ -1,0 +1,186 @@
+"""Layers that differ, and what layers return beside the residual stream: groups with a period compute what their layers
+compute one by one, and aux losses have the gradients of a sum written out by hand, in microbatches and through a pipeline.
+"""
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshtrain import assembly, config
+from meshtrain.kernels import blockwise
+from meshtrain.layout import rules
+from meshtrain.layout.rules import Layout
+from meshtrain.model import params, transformer
+from meshtrain.model.layers import MLP, Execution, Layer
+from meshtrain.names import AUX_LOSS, AXES, LAYERS
+from meshtrain.parallel import attention
+from meshtrain.training import optimizer
+from test_layouts import MODEL, Compiled, check_gradients, first_moment, rows, run_of
+
+# Half the compile time for slower kernels.
+compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def execution(remat: str = "none") -> Execution:
+    one = Layout(rules.parse(""), dict.fromkeys(AXES, 1))
+    return Execution(one, jnp.dtype("float32"), functools.partial(attention.attend, attention.Local(blockwise.engine())), remat)
+
+
+def batch_of(sequences: int = 4) -> dict:
+    return {name: jnp.asarray(x) for name, x in rows(0, sequences).items()}
+
+
+class Wide(Layer):
+    """Another kind of layer: an MLP of twice the size, and two sums beside the stream."""
+
+    def __init__(self, cfg, rngs):
+        super().__init__(cfg, rngs)
+        self.mlp = MLP(cfg.model_copy(update={"mlp_dim": 2 * cfg.mlp_dim}), rngs)
+
+    def __call__(self, ex, x_BTD, inputs, number):
+        x_BTD, _ = super().__call__(ex, x_BTD, inputs, number)
+        squares = jnp.sum(jnp.square(x_BTD.astype(jnp.float32)))
+        return x_BTD, {AUX_LOSS: 1e-2 * squares, "last_layer": jnp.where(number >= 2, squares, 0.0)}
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
+
+
+def model_of(*groups: tuple[str, tuple, int]) -> transformer.Transformer:
+    cfg = config.Run(model=MODEL | dict(num_layers=sum(len(kinds) * n for _, kinds, n in groups))).model
+    module = lambda kind: params.Module(lambda rngs: kind(cfg, rngs))
+    return transformer.Transformer(cfg, params.Module(lambda rngs: transformer.Ends(cfg, rngs)), tuple(
+        transformer.Group(name, tuple(map(module, kinds)), n) for name, kinds, n in groups))
+
+
+def one_by_one(model, ex, p, batch, layers):
+    """The loss as `Transformer.loss` by definition: layers [(module, its weights)] applied in turn."""
+    inputs, x_BTD, sums = model.inputs(batch), model.embed(ex, p, batch), {AUX_LOSS: 0.0, "last_layer": 0.0}
+    for number, (layer, weights) in enumerate(layers):
+        x_BTD, aux = layer.bind(weights)(ex, x_BTD, inputs, number)
+        sums = {name: total + aux.get(name, 0.0) for name, total in sums.items()}
+    objective, nll = model.head_loss(ex, p, x_BTD, batch["targets"])
+    return objective + sums[AUX_LOSS], (nll, sums)
+
+
+PERIOD = (("layers", (Layer, Wide), 2),)
+LEADING = (("dense", (Layer,), 2), ("others", (Wide, Layer), 1))
+
+
+@pytest.mark.parametrize("groups, paths", [
+    (PERIOD, [("0", 0), ("1", 0), ("0", 1), ("1", 1)]),
+    (LEADING, [("dense", 0), ("dense", 1), ("others/0", 0), ("others/1", 0)]),
+], ids=["a period of two", "leading layers"])  # fmt: skip
+def test_groups_compute_what_their_layers_compute_one_by_one(groups, paths):
+    model, ex = model_of(*groups), execution("full")
+    p, batch = model.init(jax.random.key(0)), batch_of()
+    kinds = [kind for _, period, n in groups for kind in period * n]
+    modules = {layer.graphdef: layer for group in model.groups for layer in group.period}
+    order = [layer for group in model.groups for layer in group.period * group.repeats]
+    assert len(order) == len(kinds) == len(paths) and len(modules) == 2
+
+    def by_hand(p):
+        take = lambda path, i: jax.tree.map(lambda a: a[i], functools.reduce(dict.get, path.split("/"), p[LAYERS]))
+        return one_by_one(model, ex, p, batch, [(layer, take(*path)) for layer, path in zip(order, paths)])
+
+    def at_once(p):
+        objective, *sums = model.loss(ex, p, batch)
+        return objective, tuple(sums)
+
+    with jax.default_matmul_precision("highest"):
+        got, grads = compiled(jax.value_and_grad(at_once, has_aux=True))(p)
+        expected, expected_grads = compiled(jax.value_and_grad(by_hand, has_aux=True))(p)
+    np.testing.assert_allclose(*map(jax.tree.leaves, (got, expected)), rtol=1e-6)
+    assert got[1][1]["last_layer"] > 0
+    check_gradients(grads, expected_grads)
+
+
+@pytest.mark.parametrize("groups", [PERIOD, LEADING], ids=["a period of two", "leading layers"])
+def test_parameter_table_of_groups_is_that_of_their_tree(groups):
+    """What rules, checkpoints and optimizers read: every leaf in its order, with its stacked dim."""
+    model = model_of(*groups)
+    table, p = model.parameters(), model.init(jax.random.key(0))
+    leaves = jax.tree.leaves_with_path(p)
+    assert [info.name for info in table] == [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    assert [info.shape for info in table] == [leaf.shape for _, leaf in leaves]
+    assert all((info.axes[0] == LAYERS) == (info.path[0] == LAYERS) for info in table)
+    for name in ("adamw", "muon", "adafactor"):
+        tx = optimizer.build(config.Run(optimizer=dict(name=name)).optimizer, 10, params.tree(table, lambda i: i.role),
+                             params.tree(table, lambda i: i.matrix_dims))
+        jax.eval_shape(tx.init, p)
+
+
+def test_equal_layers_stand_in_the_tree_as_one_stack():
+    model = transformer.build(config.Run(model=MODEL).model)
+    stacked = model.init(jax.random.key(0))[LAYERS]
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(stacked)} == {MODEL["num_layers"]}
+    assert set(stacked) == {"attention", "attention_norm", "mlp", "mlp_norm"}
+
+
+def test_layers_of_several_kinds_are_refused_by_a_pipeline():
+    with pytest.raises(ValueError, match="dense: 2 × 1, others: 1 × 2.*mesh.stage to 1"):
+        model_of(*LEADING).layer
+
+
+# ---- aux -------------------------------------------------------------------------------------------------------------
+
+
+def run_with(mesh: dict, rule: str = "ddp", microbatches: int = 1, **pipeline):
+    run = run_of(rule, mesh, dict(num_layers=4), dict(microbatches=microbatches, remat="full"))
+    return run.model_copy(update={"pipeline": config.Pipeline(**pipeline)})
+
+
+def first_step(run):
+    """(metrics, first moments) of one step from the parameters of seed 0."""
+    case = Compiled(run)
+    spec = case.made.program.spec
+    with jax.set_mesh(case.made.mesh):
+        state = jax.device_put(dataclasses.replace(
+            jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), spec.abstract), params=jax.device_get(
+                case.made.model.init(jax.random.key(0)))), spec.sharding)
+        state, metrics = case.step(state, case.made.program.place(rows(0, run.data.global_batch)))
+    return jax.device_get(metrics), jax.device_get(first_moment(state.opt_state))
+
+
+@pytest.fixture(scope="module")
+def by_hand():
+    """Objective's gradient and sums of one step of Wide layers, from `one_by_one`."""
+    run = run_with({})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformer, "Layer", Wide)
+        model = transformer.build(run.model)
+        p = model.init(jax.random.key(0))
+    ex, batch = execution(), batch_of(run.data.global_batch)
+    count = int((batch["targets"] >= 0).sum())
+
+    def objective(p):
+        layers = [(model.layer, jax.tree.map(lambda a: a[i], p[LAYERS])) for i in range(4)]
+        total, (nll, _) = one_by_one(model, ex, p, batch, layers)
+        return total / count, (total - nll) / count
+    with jax.default_matmul_precision("highest"):
+        (_, aux_loss), grads = compiled(jax.value_and_grad(objective, has_aux=True))(p)
+    norm = math.sqrt(sum(float(np.sum(np.square(g))) for g in jax.tree.leaves(grads)))
+    scale = (1 - run.optimizer.b1) * min(1.0, run.training.grad_clip / norm)
+    return float(aux_loss), jax.tree.map(lambda g: scale * np.asarray(g), grads)
+
+
+CASES = {
+    "one microbatch": ({}, "ddp", 1, {}),
+    "four microbatches": ({}, "ddp", 4, {}),
+    "sharded": (dict(data=2, fsdp=2, tensor=2), "zero3_tensor_sequence", 2, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_aux_loss_has_the_gradient_of_a_sum_over_layers_and_microbatches(case, by_hand, monkeypatch):
+    monkeypatch.setattr(transformer, "Layer", Wide)
+    mesh, rule, microbatches, pipeline = CASES[case]
+    metrics, moments = first_step(run_with(mesh, rule, microbatches, **pipeline))
+    aux_loss, expected = by_hand
+    assert metrics[AUX_LOSS] == pytest.approx(aux_loss, rel=1e-5)
+    assert 0 < 1e-2 * metrics["last_layer"] < metrics[AUX_LOSS]
+    check_gradients(moments, expected)
