@@ -104,7 +104,7 @@ class Model(Section):
 class Component(Section):
     """One source of data.mixture."""
 
-    source: Literal["stdlib", "text", "jsonl", "parquet", "tokens"] = Field(description="as data.source")
+    source: Literal["stdlib", "text", "jsonl", "parquet", "arrow", "tokens"] = Field(description="as data.source")
     paths: tuple[str, ...] = key((), "as data.paths", strict=False)
     field: str = key("text", "as data.field")
     weight: float = key(1.0, "share of the tokens, on any scale", gt=0)
@@ -113,13 +113,13 @@ class Component(Section):
 class Data(Section):
     """[data]: what is read, and how much of it per step."""
 
-    source: Literal["stdlib", "text", "jsonl", "parquet", "tokens", "mixture"] = key(
+    source: Literal["stdlib", "text", "jsonl", "parquet", "arrow", "tokens", "mixture"] = key(
         "stdlib", "Python's library sources, files of data.paths, or data.mixture"
     )
     paths: tuple[str, ...] = key(
-        (), "files or glob patterns; jsonl may end in .gz or .zst, tokens are X.tokens.npy with X.ends.npy", strict=False
+        (), "files or globs; text and jsonl may end in .gz or .zst; tokens: X.tokens.npy with X.ends.npy, or X.bin", strict=False
     )
-    field: str = key("text", "key (jsonl) or column (parquet) of a document's text")
+    field: str = key("text", "key (jsonl) or column (parquet, arrow) of a document's text")
     mixture: tuple[Component, ...] = key(
         (), 'several sources: [{source="jsonl", paths=["a.jsonl"], weight=0.7}, …]; weight: share of tokens', strict=False
     )

@@ -1,4 +1,4 @@
-"""The documents of one file, in the file's order, streamed: text (the file), JSON lines (a line), Parquet (a row).
+"""The documents of one file, in the file's order, streamed: text (the file), JSON lines (a line), Parquet and Arrow (a row).
 
 A document comes in pieces of at most some million characters, so no file, line or row group decides over the memory that a
 tokenizer takes. Whatever is wrong with a file is one ValueError that names file, place and remedy.
@@ -12,7 +12,7 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import BinaryIO, NamedTuple, TextIO
 
 from meshtrain.data.tokenizer import import_extra
@@ -20,6 +20,8 @@ from meshtrain.data.tokenizer import import_extra
 # Longer documents are tokenized in pieces that end with a line where there is one: a merge across the cut is lost, once in
 # a million characters, and in return neither memory nor time depend on the longest document.
 PIECE_CHARS = 1 << 20
+COMPRESSED = (".gz", ".zst")
+ARROW_MAGIC, ARROW_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class Piece(NamedTuple):
@@ -29,8 +31,8 @@ class Piece(NamedTuple):
 
 
 def read(format: str, path: str, field: str) -> Iterator[Piece]:
-    """The documents of the file at `path`; format is text, jsonl or parquet. Raises: ValueError for a faulty file."""
-    reader = {"text": read_text, "jsonl": read_jsonl, "parquet": read_parquet}[format]
+    """The documents of the file at `path`; format is text, jsonl, parquet or arrow. Raises: ValueError for a faulty file."""
+    reader = {"text": read_text, "jsonl": read_jsonl, "parquet": read_parquet, "arrow": read_arrow}[format]
     try:
         yield from reader(path) if format == "text" else reader(path, field)
     except OSError as error:
@@ -38,14 +40,18 @@ def read(format: str, path: str, field: str) -> Iterator[Piece]:
 
 
 def read_text(path: str) -> Iterator[Piece]:
-    with open(path, encoding="utf-8", newline="\n") as file:
+    """The whole file. Names that end in .gz and .zst are decompressed, here and in `read_jsonl`."""
+    with open(path, "rb") as raw, _decompress(path, raw) as packed, \
+            io.TextIOWrapper(packed, encoding="utf-8", newline="\n") as file:
         try:
-            for text, last in _cut(file):
-                yield Piece(text, last, file.buffer.raw.tell())
+            with _damage_told(path):
+                for text, last in _cut(file):
+                    yield Piece(text, last, raw.tell())
         except UnicodeDecodeError:
             line, error = _first_bad_line(path)
+            remedy = "decompress" if path.endswith(COMPRESSED) else "convert"
             raise _fault(path, f"line {line}", f"is not UTF-8 ({error.reason}, byte {error.start} of the line)",
-                         'convert the file, or use data.tokenizer="bytes"') from None
+                         f'{remedy} the file, or use data.tokenizer="bytes"') from None
 
 
 def read_jsonl(path: str, field: str) -> Iterator[Piece]:
@@ -66,34 +72,70 @@ def read_jsonl(path: str, field: str) -> Iterator[Piece]:
 def read_parquet(path: str, field: str) -> Iterator[Piece]:
     """One row, one document. A null is a fault as in JSON lines: what is no document must not vanish unsaid."""
     pyarrow = import_extra("pyarrow", f"the Parquet file {path}")
-    types, parquet = pyarrow.types, import_extra("pyarrow.parquet", f"the Parquet file {path}")
-    size, row = os.stat(path).st_size, 0
+    parquet = import_extra("pyarrow.parquet", f"the Parquet file {path}")
+    size = os.stat(path).st_size
+    with _not_whole(path, "Parquet", pyarrow), parquet.ParquetFile(path) as file:
+        _check_column(path, file.schema_arrow, field, pyarrow.types)
+        rows, read = max(1, file.metadata.num_rows), 0
+        for batch in file.iter_batches(batch_size=1024, columns=[field]):
+            yield from _read_rows(path, field, batch.column(0), read, lambda row: size * row // rows)
+            read += len(batch)
+
+
+def read_arrow(path: str, field: str) -> Iterator[Piece]:
+    """Arrow's IPC, as a stream (what the datasets library keeps) or as a file (Feather)."""
+    pyarrow = import_extra("pyarrow", f"the Arrow file {path}")
+    ipc = import_extra("pyarrow.ipc", f"the Arrow file {path}")
+    with open(path, "rb") as file:
+        streamed = file.read(len(ARROW_MAGIC)) != ARROW_MAGIC
+        if streamed and file.seek(0, os.SEEK_END) >= len(ARROW_END):
+            file.seek(-len(ARROW_END), os.SEEK_END)
+            # The library takes a stream that was cut between two batches for a whole one.
+            if file.read() != ARROW_END:
+                raise ValueError(f"{path} is not a whole Arrow file: it does not end as a stream of Arrow does; write it again "
+                                 "or take it out of data.paths")
+    with _not_whole(path, "Arrow", pyarrow), pyarrow.memory_map(path) as raw:
+        file = ipc.open_stream(raw) if streamed else ipc.open_file(raw)
+        _check_column(path, file.schema, field, pyarrow.types)
+        batches = file if streamed else map(file.get_batch, range(file.num_record_batches))
+        row = 0
+        for batch in batches:
+            yield from _read_rows(path, field, batch.column(field), row, lambda row: raw.tell())
+            row += len(batch)
+
+
+@contextlib.contextmanager
+def _not_whole(path: str, what: str, pyarrow) -> Iterator[None]:
     try:
-        with parquet.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            if field not in schema.names:
-                raise _fault(path, "", f"has no column {field!r}", f"set data.field to one of {', '.join(schema.names)}")
-            kind = schema.field(field).type
-            plain = kind.value_type if types.is_dictionary(kind) else kind
-            if not (types.is_string(plain) or types.is_large_string(plain) or types.is_string_view(plain)):
-                strings = [one.name for one in schema if types.is_string(one.type) or types.is_large_string(one.type)]
-                raise _fault(path, "", f"has no strings in column {field!r}, but {kind}",
-                             f"set data.field to one of {', '.join(strings)}" if strings else "write the text as strings")
-            for batch in file.iter_batches(batch_size=1024, columns=[field]):
-                for value in batch.column(0):
-                    try:
-                        text = value.as_py()
-                    except UnicodeDecodeError as error:
-                        raise _fault(path, f"row {row} (from 0)", f"is not UTF-8 ({error.reason})", "mend the row") from None
-                    if text is None:
-                        raise _fault(path, f"row {row} (from 0)", f"is null in column {field!r}",
-                                     "drop such rows, or write empty strings")
-                    row += 1
-                    for part, last in _cut_text(text):
-                        yield Piece(part, last, size * row // file.metadata.num_rows)
+        yield
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is not a whole Parquet file: {str(error).splitlines()[0].rstrip('.')}; "
+        raise ValueError(f"{path} is not a whole {what} file: {str(error).splitlines()[0].rstrip('.')}; "
                          "write it again or take it out of data.paths") from None
+
+
+def _check_column(path: str, schema, field: str, types) -> None:
+    if field not in schema.names:
+        raise _fault(path, "", f"has no column {field!r}", f"set data.field to one of {', '.join(schema.names)}")
+    kind = schema.field(field).type
+    plain = kind.value_type if types.is_dictionary(kind) else kind
+    if not (types.is_string(plain) or types.is_large_string(plain) or types.is_string_view(plain)):
+        strings = [one.name for one in schema if types.is_string(one.type) or types.is_large_string(one.type)]
+        raise _fault(path, "", f"has no strings in column {field!r}, but {kind}",
+                     f"set data.field to one of {', '.join(strings)}" if strings else "write the text as strings")
+
+
+def _read_rows(path: str, field: str, column, first: int, position: Callable[[int], int]) -> Iterator[Piece]:
+    """The texts of a column, whose first row is `first` of the file. position: of the file, after so many rows."""
+    for row, value in enumerate(column, first):
+        try:
+            text = value.as_py()
+        except UnicodeDecodeError as error:
+            raise _fault(path, f"row {row} (from 0)", f"is not UTF-8 ({error.reason})", "mend the row") from None
+        if text is None:
+            raise _fault(path, f"row {row} (from 0)", f"is null in column {field!r}",
+                         "drop such rows, or write empty strings")
+        for part, last in _cut_text(text):
+            yield Piece(part, last, position(row + 1))
 
 
 def _fault(path: str, place: str, what: str, remedy: str) -> ValueError:
@@ -129,15 +171,22 @@ def _parse(path: str, number: int, line: bytes, field: str) -> str:
 
 
 def _next_line(path: str, lines: BinaryIO, number: int) -> bytes:
-    try:
+    with _damage_told(path, f" (after line {number - 1})"):
         return lines.readline()
+
+
+@contextlib.contextmanager
+def _damage_told(path: str, place: str = "") -> Iterator[None]:
+    try:
+        yield
+        return
     except EOFError:
         what = "ends in the middle: it was truncated"
     except (gzip.BadGzipFile, zlib.error) as error:
         what = f"is damaged, or not gzip: {error}"
     except _Damaged as error:
         what = f"is damaged, or not zstd: {error}"
-    raise ValueError(f"{path} {what} (after line {number - 1}); copy or compress it again") from None
+    raise ValueError(f"{path} {what}{place}; copy or compress it again") from None
 
 
 def _decompress(path: str, raw: BinaryIO) -> contextlib.AbstractContextManager[BinaryIO]:
@@ -200,7 +249,7 @@ def _cut(file: TextIO) -> Iterator[tuple[str, bool]]:
 
 
 def _first_bad_line(path: str) -> tuple[int, UnicodeDecodeError]:
-    with open(path, "rb") as file:
+    with open(path, "rb") as raw, _decompress(path, raw) as file:
         for number, line in enumerate(file, 1):
             try:
                 line.decode()

@@ -3,7 +3,7 @@
 A source is a list of documents with known lengths that can be read anywhere: `lengths` and `read(document, start, stop)` are
 the whole contract, so packing (data.py) needs no look at the text to know where every token of every epoch stands. There are
 two kinds: files whose bytes are the tokens, read as they are, and token files, memory-mapped, whether they were given or the
-token cache made them of text, JSON lines or Parquet. Nothing is held in memory but names and lengths.
+token cache made them of text, JSON lines, Parquet or Arrow. Nothing is held in memory but names and lengths.
 This module knows no sequences, batches, steps or hosts.
 """
 from __future__ import annotations
@@ -12,8 +12,10 @@ import dataclasses
 import difflib
 import glob
 import hashlib
+import itertools
 import json
 import os
+import re
 import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,12 +23,13 @@ from typing import Protocol
 
 import numpy as np
 
-from meshtrain.data import token_cache, token_files, tokenizer
+from meshtrain.data import formats, given_tokens, parts, token_cache, token_files, tokenizer
 from meshtrain.data.tokenizer import Tokenizer
 
-NAMES = ("stdlib", "text", "jsonl", "parquet", "tokens")
+NAMES = ("stdlib", "text", "jsonl", "parquet", "arrow", "tokens")
 EXAMPLES = {"text": "corpus/**/*.txt", "jsonl": "corpus/*.jsonl.gz", "parquet": "corpus/*.parquet",
-            "tokens": "corpus/*.tokens.npy"}
+            "arrow": "corpus/*.arrow", "tokens": "corpus/*.tokens.npy"}
+CACHE = ".meshtrain"    # the directory of the token cache, beside the files
 
 # Directories of the standard library that differ between installs of one version: test suites that distributions strip,
 # installed packages, and what the build wrote down about its own machine.
@@ -71,33 +74,85 @@ class Corpus:
     fingerprint: str    # the same exactly where lengths of documents, weights and tokenizer are
 
 
-def open_corpus(data, *, vocab_size: int, cache_dir: Path, tell: Callable[[str], None] = print) -> Corpus:
-    """The corpus of the run file's [data]; what needs a token cache gets one, which may take long the first time.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Component:
+    """One source of [data], and which files it has. where: its section, for messages; paths: each with the directory that it
+    was looked for in, in the order of the documents."""
+    where: str
+    source: str
+    field: str
+    paths: dict[str, str]
 
-    `vocab_size` is the model's; `cache_dir` is where a cache goes that cannot stand beside its files; `tell` is told, in
-    lines, what takes time or is unusual. Raises: ValueError with every fault of the sources at once, a line each.
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Description:
+    """What a run file's [data] names, found and listed: of the files not a byte was read."""
+    components: tuple[Component, ...]
+    weights: tuple[float, ...]
+    tokenizer: Tokenizer
+    vocab_size: int     # the model's
+    cache: str          # data.cache
+
+    def open(self, cache_dir: Path, job: parts.Job) -> tuple[Source | None, ...]:
+        """The sources; what needs a token cache gets one, which may take long the first time.
+
+        None for one of which another share of the job (parts.Job) has something to do still. Raises: ValueError with every
+        fault of the sources at once, a line each; parts.Stopped.
+        """
+        opened, faults = [], []
+        for component in self.components:
+            try:
+                opened.append(_open(self, component, cache_dir, job))
+            except ValueError as error:
+                faults.append(str(error))
+        if faults:
+            raise ValueError("\n".join(faults))
+        return tuple(opened)
+
+
+def describe(data, *, vocab_size: int) -> Description:
+    """What the run file's [data] names: quick, so that a run is compared with its directory before hours of tokenizing.
+
+    `vocab_size` is the model's. Raises: ValueError with every fault of the tokenizer, or of the listing, a line each.
     """
     mixed = data.source == "mixture"
-    components = [(f"data.mixture[{i}]", one) for i, one in enumerate(data.mixture)] if mixed else [("data", data)]
-    if not components:
+    named = [(f"data.mixture[{i}]", one) for i, one in enumerate(data.mixture)] if mixed else [("data", data)]
+    if not named:
         raise ValueError('data.source="mixture" has no data.mixture; give its sources, e.g. '
                          'data.mixture=[{source="jsonl", paths=["a.jsonl"], weight=0.7}, …]')
-    reader = _open_tokenizer(data, [one.source for _, one in components], vocab_size)
+    reader = _open_tokenizer(data, [one.source for _, one in named], vocab_size)
     if reader.vocab_size > vocab_size:
         raise ValueError(f"data.tokenizer={data.tokenizer!r} has ids up to {reader.vocab_size - 1} (the separator is "
                          f"{reader.bos}), and model.vocab_size={vocab_size} has 0 to {vocab_size - 1}; "
                          f"use model.vocab_size={reader.vocab_size} or more")
-    opened, faults = [], []
-    for where, one in components:
+    components, faults = [], []
+    for where, one in named:
         try:
-            caches = [Path(os.path.expanduser(data.cache))] if data.cache else [cache_dir]
-            opened.append(_open(where, one, reader, vocab_size, caches, bool(data.cache), tell))
+            paths = list_paths(one.source, one.paths, where)
+            file_sizes(list(paths), where)    # a link to nowhere, no permission: all of them told together, before any work
+            components.append(Component(where, one.source, one.field, paths))
         except ValueError as error:
             faults.append(str(error))
     if faults:
         raise ValueError("\n".join(faults))
-    weights = tuple(one.weight for _, one in components) if mixed else (1.0,)
-    return Corpus(tuple(opened), weights, reader, _fingerprint(opened, weights, reader))
+    weights = tuple(one.weight for _, one in named) if mixed else (1.0,)
+    return Description(tuple(components), weights, reader, vocab_size, data.cache)
+
+
+def open_corpus(data, *, vocab_size: int, cache_dir: Path, tell: Callable[[str], None] = print,
+                should_stop: Callable[[], bool] = lambda: False) -> Corpus:
+    """The corpus of the run file's [data]: `describe` and `Description.open`.
+
+    `cache_dir` is where a cache goes that cannot stand beside its files; `tell` is told, in lines, what takes time or is
+    unusual; `should_stop` is asked between batches of it. Raises: as those two.
+    """
+    described = describe(data, vocab_size=vocab_size)
+    return corpus_of(described, described.open(cache_dir, parts.Job(tell, should_stop)))
+
+
+def corpus_of(described: Description, opened: Sequence[Source]) -> Corpus:
+    return Corpus(tuple(opened), described.weights, described.tokenizer,
+                  _fingerprint(opened, described.weights, described.tokenizer))
 
 
 def _open_tokenizer(data, names: Sequence[str], vocab_size: int) -> Tokenizer:
@@ -119,46 +174,45 @@ def _open_tokenizer(data, names: Sequence[str], vocab_size: int) -> Tokenizer:
     return tokenizer.Bytes()
 
 
-def _open(where: str, one, reader: Tokenizer, vocab_size: int, caches: Sequence[Path], chosen: bool,
-          tell: Callable[[str], None]) -> Source:
-    """One source that is no mixture; `where` names its section in messages."""
-    if isinstance(reader, tokenizer.Bytes) and one.source in ("stdlib", "text"):
-        return open_source(one.source, one.paths, where)
-    paths = list_paths(one.source, one.paths, where)
-    file_sizes(paths, where)    # a link to nowhere, no permission: all of them told together, before any work
-    if not chosen and one.source != "stdlib":    # nobody wants a directory inside the Python that runs
-        caches = [Path(paths[0]).parent / token_cache.DIRECTORY, *caches]
-    if one.source == "tokens":
-        return _open_tokens(where, paths, vocab_size, caches, tell)
-    format = "text" if one.source == "stdlib" else one.source
-    files = token_cache.open_tokenized(format, paths, one.field, reader, caches, tell)
-    _check_not_empty(where, paths, files, tell)
+def _open(described: Description, component: Component, cache_dir: Path, job: parts.Job) -> Source | None:
+    where, source, paths = component.where, component.source, list(component.paths)
+    packed = any(path.endswith(formats.COMPRESSED) for path in paths)
+    if isinstance(described.tokenizer, tokenizer.Bytes) and source in ("stdlib", "text") and not packed:
+        return open_files(paths, where)
+    groups = []
+    for root, together in itertools.groupby(paths, component.paths.get):
+        # Nobody wants a directory inside the Python that runs.
+        beside = [Path(root) / CACHE] if source != "stdlib" else []
+        caches = [Path(os.path.expanduser(described.cache))] if described.cache else [*beside, cache_dir]
+        kind = "text" if source == "stdlib" else source
+        groups += [(group, caches) for group in token_cache.group(kind, list(together), root)]
+    if source == "tokens":
+        found = given_tokens.open_given([(path, caches) for (path,), caches in groups], described.tokenizer.bos, job)
+        _check_ids(found, described.vocab_size)
+    else:
+        found = token_cache.open_tokenized(kind, groups, component.field, described.tokenizer, job)
+    if None in found:
+        return None
+    files = token_files.TokenFiles(tuple(found))
+    _check_not_empty(where, paths, files, job.tell)
     return files
 
 
-def _open_tokens(where: str, paths: Sequence[str], vocab_size: int, caches: Sequence[Path],
-                 tell: Callable[[str], None]) -> token_files.TokenFiles:
-    pairs, faults = [], []
-    for path in paths:
-        try:
-            pairs.append(token_files.open_pair(path))
-            largest = token_cache.largest_id(path, caches, tell)
-            if largest >= vocab_size:
-                document, found = token_files.first_beyond(pairs[-1], vocab_size)
-                faults.append(f"{path}: document {document} (from 0) holds the id {found}, and model.vocab_size={vocab_size} "
-                              f"has 0 to {vocab_size - 1}; use model.vocab_size={largest + 1} or more, or the files of "
-                              "another tokenizer")
-        except ValueError as error:
-            faults.append(str(error))
+def _check_ids(pairs: Sequence[token_files.Pair | None], vocab_size: int) -> None:
+    """Raises: ValueError with every file that holds an id beyond the vocabulary."""
+    faults = []
+    for pair in pairs:
+        if pair and pair.largest >= vocab_size:
+            document, found = token_files.first_beyond(pair, vocab_size)
+            faults.append(f"{pair.path}: document {document} (from 0) holds the id {found}, and model.vocab_size={vocab_size} "
+                          f"has 0 to {vocab_size - 1}; use model.vocab_size={pair.largest + 1} or more, or the files of "
+                          "another tokenizer")
     if faults:
         raise ValueError("\n".join(faults))
-    files = token_files.TokenFiles(tuple(pairs))
-    _check_not_empty(where, paths, files, tell)
-    return files
 
 
 def _check_not_empty(where: str, paths: Sequence[str], files: token_files.TokenFiles, tell: Callable[[str], None]) -> None:
-    if not files.lengths.any():
+    if not any(pair.num_tokens for pair in files.pairs):
         raise ValueError(f"all {len(paths)} files of {where}.paths are empty ({_some(paths)}); name files with text")
     empty = [pair.path for pair in files.pairs if not len(pair.ends)]
     if empty:
@@ -182,11 +236,11 @@ def open_source(name: str, paths: Sequence[str], where: str = "data") -> Files:
 
     Raises: ValueError for a glob without a match, a path that cannot be read, or nothing but empty files.
     """
-    return open_files(list_paths(name, paths, where), where)
+    return open_files(list(list_paths(name, paths, where)), where)
 
 
-def list_paths(name: str, paths: Sequence[str], where: str) -> list[str]:
-    """The files of the source called `name`, in the order of its documents."""
+def list_paths(name: str, paths: Sequence[str], where: str) -> dict[str, str]:
+    """The files of the source called `name`, in the order of its documents, each with the directory it was looked for in."""
     if name not in NAMES:
         near = difflib.get_close_matches(name, NAMES, n=1)
         raise ValueError(f"{where}.source={name!r} is not a source; "
@@ -197,7 +251,8 @@ def list_paths(name: str, paths: Sequence[str], where: str) -> list[str]:
         if paths:
             raise ValueError(f"{where}.paths={list(paths)} is not read by {where}.source='stdlib'; "
                              f"set {where}.source='text' or {where}.paths=[]")
-        return list_stdlib(sysconfig.get_path("stdlib"))
+        root = sysconfig.get_path("stdlib")
+        return dict.fromkeys(list_stdlib(root), root)
     return match_globs(paths, name, where)
 
 
@@ -224,8 +279,9 @@ def file_sizes(paths: Sequence[str], where: str) -> np.ndarray:
     return np.array(sizes, np.int64)
 
 
-def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data") -> list[str]:
-    """Every file that a glob matches, once, sorted. A name that exists is taken literally, brackets and all."""
+def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data") -> dict[str, str]:
+    """Every file that a glob matches, once, sorted, with the directory before the glob's first wildcard. A name that exists is
+    taken literally, brackets and all."""
     if not patterns:
         raise ValueError(f"{where}.source={name!r} has no {where}.paths; give at least one file or glob, "
                          f'e.g. ["{EXAMPLES[name]}"]')
@@ -235,7 +291,8 @@ def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data"
         matches = [wanted] if os.path.exists(wanted) else glob.glob(wanted, recursive=True)
         files = [path for path in matches if not os.path.isdir(path)]
         # Two names of one file would count it twice, and could put it in training and validation both.
-        found.update((os.path.realpath(path), path) for path in files)
+        root = os.path.dirname(wanted if os.path.exists(wanted) else re.split(r"[*?[]", wanted)[0]) or "."
+        found.update((os.path.realpath(path), (path, root)) for path in files)
         if os.path.isdir(wanted):
             faults.append(f"{where}.paths: {pattern!r} is a directory; name its files, e.g. "
                           f"{os.path.join(pattern, '**', os.path.basename(EXAMPLES[name]))!r}")
@@ -243,7 +300,7 @@ def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data"
             faults.append(f"{where}.paths: {pattern!r} matches no file (relative to {os.getcwd()})")
     if faults:
         raise ValueError("\n".join(faults))
-    return [found[path] for path in sorted(found)]
+    return dict(found[path] for path in sorted(found))
 
 
 def list_stdlib(root: str) -> list[str]:

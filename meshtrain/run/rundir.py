@@ -91,11 +91,12 @@ def metadata(run: Run, rules_text: str, fingerprint: str) -> dict:
 
 
 def _left_by_a_start(directory: Path) -> bool:
-    """Empty, or what a run leaves that ended before its first step: by Ctrl-C while it compiled, or a mistake found late."""
+    """Empty, or what a run leaves that ended before its first step: by Ctrl-C while it compiled, or a mistake found late; or
+    what meshtrain.tokenize wrote."""
     left = {path.name for path in directory.iterdir()}
     saved = directory / "checkpoints"
-    return not left or (".lock" in left and left <= {".lock", ".meshtrain", "rules.toml", "checkpoints", "tensorboard"}
-                        and not (saved.exists() and any(saved.iterdir())))
+    ours = {".lock", ".meshtrain", "rules.toml", "checkpoints", "tensorboard"}
+    return left <= {".meshtrain"} or (".lock" in left and left <= ours and not (saved.exists() and any(saved.iterdir())))
 
 
 def write_settings(run: Run, directory: Path, rules_text: str) -> None:

@@ -1,0 +1,92 @@
+"""python -m meshtrain.tokenize RUN.toml [--section.key value …] [--verify] [--processes I/N]: makes a run's token cache.
+
+Training with the same run file then finds everything built. Without GPUs and without jax. Any number of processes may work
+side by side, on this host or others: each takes what nobody has. With --processes I/N, or under srun or mpirun, process I
+(from 0) takes only every N-th part, and the cache is whole when all of them are done. --verify reads the whole cache and
+compares checksums: what is damaged is built again.
+Exit codes: 0 done · 2 the user's mistake, one message · 75 stopped on request, what is finished is kept · 1 anything else.
+"""
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshtrain import config
+from meshtrain.cluster import find
+from meshtrain.config import ConfigError
+from meshtrain.data import parts, sources, token_files
+from meshtrain.run import say
+
+DONE, USER_ERROR, STOPPED = 0, 2, 75
+USAGE = "python -m meshtrain.tokenize [RUN.toml] [--section.key value ...] [--verify] [--processes I/N]"
+
+
+def main(argv: Sequence[str]) -> int:
+    stop = _listen()
+    try:
+        argv, verify, share = _flags(argv)
+        run = config.load(argv, USAGE)
+        if share is None:
+            cluster = find.cluster(run.distributed, os.environ)
+            share = (cluster.index, cluster.count) if cluster else (0, 1)
+        with config.user_errors():
+            described = sources.describe(run.data, vocab_size=run.model.vocab_size)
+            job = parts.Job(say.out, lambda: bool(stop), verify, share)
+            opened = described.open(Path(run.run.dir) / sources.CACHE, job)
+        for component, source in zip(described.components, opened):
+            say.out(f"{component.where}: {_sum_up(source)}")
+        return DONE
+    except ConfigError as error:
+        say.err(f"error: {error}")
+        return USER_ERROR
+    except parts.Stopped:
+        say.err(f"stopped by {signal.Signals(stop[0]).name}; what is finished is kept, the same command goes on from there")
+        return STOPPED
+
+
+def _sum_up(source: sources.Source | None) -> str:
+    if source is None:
+        return "this process's share is done; others have parts to do still"
+    if isinstance(source, token_files.TokenFiles):
+        pairs = source.pairs
+        return (f"{sum(pair.num_tokens for pair in pairs):,} tokens of {sum(pair.num_documents for pair in pairs):,} documents in "
+                f"{len(pairs):,} part{'s' * (len(pairs) > 1)}, whole")
+    return "bytes are the tokens; nothing to do"
+
+
+def _flags(argv: Sequence[str]) -> tuple[list[str], bool, tuple[int, int] | None]:
+    """(what is left for the run file, verify, share). Raises: ConfigError."""
+    rest, share = [arg for arg in argv if arg != "--verify"], None
+    for k, arg in enumerate(rest):
+        if arg.partition("=")[0] == "--processes":
+            text = arg.partition("=")[2] or "".join(rest[k + 1:k + 2])
+            match = re.fullmatch(r"(\d+)/(\d+)", text)
+            if not match or not int(match[1]) < int(match[2]):
+                raise ConfigError(f"--processes {text} is not I/N; give which process this is, from 0, of how many, e.g. 0/4")
+            share = int(match[1]), int(match[2])
+            del rest[k:k + (1 if "=" in arg else 2)]
+            break
+    return rest, "--verify" in argv, share
+
+
+def _listen() -> list[int]:
+    """The signals that asked for a stop, as they come. The first is noted, and heard between two batches; the second is obeyed
+    at once."""
+    heard: list[int] = []
+
+    def note(number: int, frame) -> None:
+        heard.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:    # nohup
+            signal.signal(number, note)
+    return heard
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
