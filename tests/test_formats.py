@@ -1,0 +1,74 @@
+"""A faulty file is one message that names file, place and remedy."""
+
+import gzip
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from corpora import Opened, bpe, fault, section, write  # noqa: F401 (bpe is a fixture)
+
+GOOD = b'{"text": "fine"}\n'
+# (file name, content, what the one message must contain)
+FAULTY = [
+    ("a.jsonl", GOOD + b'{"text": "x"]\n' + GOOD, ["a.jsonl, line 2: broken JSON (Expecting ',' delimiter, column 13)"]),
+    ("a.jsonl", GOOD + b'{"text": "x"\n', ["line 2: broken JSON (Expecting ',' delimiter, column 13)"]),
+    ("a.jsonl", GOOD + b"\n" + b"[1]\n", ["a.jsonl, line 3: is not an object"]),
+    ("a.jsonl", b'{"body": "x", "b": 1}\n', ["line 1: has no 'text' (its keys: 'body', 'b')", "data.field"]),
+    ("a.jsonl", b'{"text": 5}\n', ["line 1: has no string in 'text', but 5"]),
+    ("a.jsonl", b'{"text": null}\n', ["line 1: has no string in 'text', but null"]),
+    ("a.jsonl", GOOD + b'{"text": "\xff"}\n', ["line 2: is not UTF-8", "byte 10"]),
+    ("a.jsonl", b'{"text": "\\ud83d"}\n', ["line 1: has half a character", "\\ud83d"]),
+    ("a.jsonl", b"[" * 100000, ["line 1: JSON that cannot be read"]),
+    ("a.jsonl", b'{"n": ' + b"1" * 5000 + b"}", ["line 1: JSON that cannot be read"]),
+    ("a.jsonl.gz", GOOD, ["a.jsonl.gz is damaged, or not gzip"]),
+    ("a.jsonl.gz", gzip.compress(GOOD * 9)[:-9], ["a.jsonl.gz ends in the middle"]),
+    ("a.jsonl.gz", gzip.compress(GOOD * 9)[:-8] + b"12345678", ["a.jsonl.gz is damaged", "CRC"]),
+    ("a.jsonl.zst", GOOD, ["a.jsonl.zst is damaged, or not zstd"]),
+    ("a.jsonl.zst", zstandard.compress(GOOD * 9)[:-1], ["a.jsonl.zst ends in the middle"]),
+    ("a.jsonl.zst", zstandard.compress(GOOD * 9) + b"(", ["a.jsonl.zst ends in the middle"]),
+    ("a.jsonl", b"", ["all 1 files of data.paths are empty", "a.jsonl"]),
+    ("a.jsonl.gz", b"", ["are empty"]),
+    ("a.jsonl.zst", b"", ["are empty"]),
+    ("a.parquet", GOOD, ["a.parquet is not a whole Parquet file", "write it again"]),
+    ("a.parquet", b"", ["a.parquet is not a whole Parquet file"]),
+    ("a.tokens.npy", b"", ["a.tokens.npy cannot be read as an .npy file"]),
+    ("a.tokens.npy", GOOD * 9, ["a.tokens.npy cannot be read as an .npy file"]),
+    ("a.npy", GOOD, ["a.npy is not named as a token file; give X.tokens.npy"]),
+]
+
+
+@pytest.mark.parametrize("name, content, parts", FAULTY, ids=[f"{case[0]} {case[2][0][:40]}" for case in FAULTY])
+def test_a_faulty_file_is_one_message_that_names_the_place(name, content, parts, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(content)
+    message = fault(section([path], bos_token="1" if name.endswith("npy") else ""), tmp_path)
+    assert all(part in message for part in parts), message
+    left = [path.name for path in tmp_path.rglob("*") if path.is_file() and path.suffix in (".npy", ".tmp")]
+    assert left == ([name] if name.endswith("npy") else []) or "are empty" in message  # nothing that could be believed
+
+
+def test_text_that_is_no_utf8_is_refused_by_a_tokenizer_and_taken_as_bytes(tmp_path, bpe):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"one\r\ntwo\n\nfour \xe9\n")
+    assert "a.txt, line 4: is not UTF-8 (invalid continuation byte, byte 5" in fault(section([path], tokenizer=bpe), tmp_path)
+    assert Opened(section([path]), tmp_path).ids() == [list(b"one\r\ntwo\n\nfour \xe9\n")]
+
+
+def test_parquet_without_the_column_or_with_another_kind_or_a_null_is_told(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"id": [1], "body": ["x"], "raw": [b"x"]}), path)
+    assert "no column 'text'; set data.field to one of id, body, raw" in fault(section([path]), tmp_path)
+    message = fault(section([path], field="id"), tmp_path)
+    assert "no strings in column 'id', but int64; set data.field to one of body" in message
+    assert "no strings in column 'raw', but binary" in fault(section([path], field="raw"), tmp_path)
+    pq.write_table(pa.table({"text": ["a", "b", None]}), path, row_group_size=2)
+    assert "a.parquet, row 2 (from 0): is null" in fault(section([path]), tmp_path)
+    broken = pa.Array.from_buffers(pa.string(), 2, [None, pa.py_buffer(np.array([0, 1, 2], np.int32)), pa.py_buffer(b"a\xff")])
+    pq.write_table(pa.table({"text": broken}), path)
+    assert "a.parquet, row 1 (from 0): is not UTF-8" in fault(section([path]), tmp_path)
+    pq.write_table(pa.table({"text": ["some text " * 50] * 50}), path, compression=None, use_dictionary=False)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:len(whole) // 2])
+    assert "is not a whole Parquet file" in fault(section([path]), tmp_path)
