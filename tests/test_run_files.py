@@ -48,9 +48,9 @@ def a_file(rng: random.Random, directory: Path) -> Path:
     else:
         tables = {name: dict(section) for name, section in draws._draw(rng, directory / "drawn.toml")}
         tables["mesh"]["simulated_devices"] = math.prod(tables["mesh"][axis] for axis in config.AXES)
-    for _ in range(rng.choice((0, 1, 1, 2, 3, 6))):
+    for _ in range(rng.choice((0, 0, 0, 1, 1, 2, 5))):
         change(rng, tables)
-    if rng.random() < 0.3:
+    if rng.random() < 0.25:
         tables["sharding"] = {"rules": str(a_rule_file(rng, directory))}
     text = written(tables)
     if rng.random() < 0.15:
@@ -84,7 +84,7 @@ def a_rule_file(rng: random.Random, directory: Path) -> Path:
     axes = (*config.AXES, "dta", "", "expert")
     for _ in range(rng.randint(0, 3)):
         table = tables.setdefault(rng.choice(("params", "grads", "optimizer", "activations", "parms", "")), {})
-        if isinstance(table, dict):
+        if isinstance(table, dict) and rng.random() < 0.6:
             logical = rng.choice(("embed", "heads", "kv_heads", "mlp", "vocab", "layers", "batch", "seq", "residual_seq", "head_dim", "hds", ""))
             table[logical] = rng.choice((rng.choice(axes), rng.sample(axes, 2), [], rng.choice(ODD)))
     text = written(tables)
@@ -131,7 +131,7 @@ def check(number: int, directory: Path) -> str:
     path = a_file(rng, directory)
     before = {path.name: path.read_bytes() for path in directory.iterdir()}
     overrides = []
-    for _ in range(rng.choice((0, 0, 1, 2))):
+    for _ in range(rng.choice((0, 0, 0, 0, 1, 2))):
         section = rng.choice(sorted(config.SECTIONS))
         key = rng.choice(sorted(config.SECTIONS[section].model_fields))
         overrides += [f"--{section}.{key}{rng.choice(('', '', 's'))}", toml(rng.choice(ODD)).strip('"')]
