@@ -5,6 +5,11 @@ import subprocess
 import zlib
 from pathlib import Path
 
+import pytest
+
+
+GRID = (pytest.mark.slow, pytest.mark.grid)      # a cell of a grid: a few of each file run in every run of the suite
+
 
 @functools.cache
 def commit() -> str:
