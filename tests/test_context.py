@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import sampling
 import test_commands
 import test_layouts
 from hypothesis import given, settings
@@ -30,7 +29,7 @@ from meshtrain.parallel import attention, zigzag
 
 RULES = Path(__file__).resolve().parent.parent / "sharding_rules"
 FAST = {"xla_backend_optimization_level": 0}    # half the compile time; partitioning and memory plans stay as they are
-slow = partial(pytest.param, marks=sampling.GRID)
+slow = partial(pytest.param, marks=pytest.mark.slow)
 NOWHERE = 0                                     # the segment of padding
 
 
