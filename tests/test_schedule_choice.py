@@ -4,13 +4,14 @@ import dataclasses
 import io
 import json
 import math
+import re
 from pathlib import Path
 
 import jax
 import pytest
 
-from meshtrain import assembly, inspect, train
-from meshtrain.cost import audit, hardware, hlo, memory, report
+from meshtrain import assembly, config, inspect, train
+from meshtrain.cost import audit, compile, hardware, hlo, memory, report
 from meshtrain.layout.mesh import MeshSpec
 from test_layouts import Compiled
 from test_pipeline import run_of
@@ -91,11 +92,11 @@ def test_auto_with_chunks_takes_just_those():
 
 @pytest.mark.parametrize("rule, mesh, schedule, remat, most", [
     ("pipeline", dict(stage=4), "gpipe", "none", 1.0),
-    ("zero1_pipeline", dict(stage=2, data=2), "interleaved_zero_bubble", "selective", 1.0),
+    ("zero1_tensor_sequence_pipeline", dict(stage=2, data=2, tensor=2), "interleaved_zero_bubble", "selective", 1.0),
     ("zero3_tensor_sequence_context_pipeline", dict(stage=2, context=2, tensor=2), "zero_bubble", "none", 1.25),
 ], ids=["gpipe", "interleaved", "tensor and context"])  # fmt: skip
 def test_slot_bytes_are_what_the_compiled_loops_carry(rule, mesh, schedule, remat, most):
-    """With tensor an upper bound: what is as wide as the residual stream counts whole, though some of it is split."""
+    """Without remat, and in what B hands to W, an upper bound: what is as wide as the residual stream counts whole."""
     case = Compiled(run_of(rule, mesh, schedule, training=dict(remat=remat)))
     choice = case.made.choice
     accumulators = report.formula(case.made)["loop_grads"]
@@ -167,6 +168,31 @@ def test_schedule_of_gpus_that_are_not_here_is_drawn_with_its_memory():
     code, out, err = call(inspect.main, *args, "--topology", "h100:64")
     assert code == 0, err
     assert "GiB)" in out.splitlines()[0] and "of activations" in out.splitlines()[1]
+
+
+# ---- the shipped run of many GPUs ------------------------------------------------------------------------------------
+
+
+def told_by_the_run_file() -> tuple[int, int]:
+    """(GiB of a GPU, those of activations), as configs/llama3-70b-pipeline.toml says."""
+    text = config.shipped("configs/llama3-70b-pipeline.toml").read_text()
+    return tuple(map(int, re.search(r"# (\d+) GiB a GPU by `inspect`, (\d+) of them activations", text).groups()))
+
+
+def test_the_shipped_pipeline_fits_and_its_model_says_what_its_run_file_says():
+    run = config.load(["configs/llama3-70b-pipeline.toml"])
+    mesh_spec = MeshSpec(config.mesh_sizes(run, 64), run.mesh.placement)
+    choice = assembly.design(run, mesh_spec, "gpu", hardware.get("h100")).choice
+    assert choice.fits and round(choice.memory_bytes / 2**30) == told_by_the_run_file()[1], choice.why
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not compile.has_gpu_compile(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
+def test_the_shipped_pipeline_is_compiled_to_what_its_run_file_says():
+    """Versions of XLA differ by some hundred MiB of temporaries."""
+    made = assembly.assemble(config.load(["configs/llama3-70b-pipeline.toml"]), compile.topology("h100:64"))
+    held = report.held_by_program(made, assembly.compile_step(made))
+    assert held["total"] / 2**30 == pytest.approx(told_by_the_run_file()[0], abs=1)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

@@ -81,15 +81,15 @@ def compiled(executable, state_abstract, microbatches: int, loop=None) -> dict:
 def slot_bytes(run, layout, parts, x, residual_ways: int) -> SlotBytes:
     """What a microbatch leaves in a stage, from the parts of one layer and its input: heads and mlp are split over tensor.
 
-    assumption: what is as wide as the residual stream is split like it where only the inputs of layers are kept (remat
-    full) and else whole, as it is where a matmul reads it: an upper bound.
+    What is as wide as the residual stream: under remat F keeps it split like the stream (layers' inputs, what attention
+    adds). assumption: without remat, and in what B hands to W, it is whole, as it is where a matmul reads it: an upper bound.
     """
-    wide_ways = residual_ways if run.training.remat == "full" else 1
+    wide_ways = {"r": 1, "q": 1, "z": 1} if run.training.remat == "none" else {"r": residual_ways, "q": residual_ways, "z": 1}
 
     def held(a, stream_ways):
         ways = stream_ways if a.shape[-1] in (1, run.model.embed_dim) else layout.sizes["tensor"]
         return jax.ShapeDtypeStruct((-(-math.prod(a.shape) // ways),), a.dtype)
-    parts = dataclasses.replace(parts, **{name: [held(a, wide_ways) for a in getattr(parts, name)] for name in "rqz"})
+    parts = dataclasses.replace(parts, **{name: [held(a, ways) for a in getattr(parts, name)] for name, ways in wide_ways.items()})
     depth = -(-run.model.num_layers // layout.sizes["stage"])
     return SlotBytes.of(parts, held(x, residual_ways), chunks=depth)
 
