@@ -6,7 +6,6 @@ that the executor makes of a schedule: its order, its permutes, its scans. Write
 """
 from __future__ import annotations
 
-import datetime
 import os
 import sys
 import time
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from benchmarks import machine
 from meshtrain import config
 from meshtrain import devices as local_devices
 from meshtrain.cost import simulate
@@ -116,12 +116,11 @@ def main() -> int:
         rows.append(f"| {name} | {chunks} | {measured:.3f} | {modelled:.3f} | {aim:.2f} | {yardstick:.3f} |")
         print(rows[-1], file=sys.stderr)
     with_remat = lambda name: simulate.simulate(schedules.make(name, STAGES, MICROBATCHES), simulate.Costs(1, 2, 1)).bubble
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     out = ["# The bubble that really happens", "",
            "Written by `python benchmarks/bubble.py`; what is measured, and how, stands there.", "",
-           f"{datetime.date.today()} · {cpus} CPU cores, load average {os.getloadavg()[0]:.0f} · jax {jax.__version__} · "
-           f"{STAGES} stages, {MICROBATCHES} microbatches; F, B and W of a stage sleep {STAGE_S * 1e3:.0f} ms each, those of "
-           f"a chunk their share; fastest of {REPEATS} steps.", "",
+           machine.line("", "jax"), "",
+           f"{STAGES} stages, {MICROBATCHES} microbatches; F, B and W of a stage sleep {STAGE_S * 1e3:.0f} ms each, those of a "
+           f"chunk their share; wall seconds, fastest of {REPEATS} steps.", "",
            "| schedule | chunks | bubble measured | simulated | at most | a runtime with one program per stage, simulated |",
            "|---|---|---|---|---|---|", *rows, "",
            "Bubble: the share of the step in which a stage does not work on its microbatches. The last column is "

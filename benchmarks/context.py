@@ -16,9 +16,6 @@ nothing. Kernels stay below their peak, so the true c is smaller.
 """
 from __future__ import annotations
 
-import datetime
-import os
-import platform
 import statistics
 import sys
 import time
@@ -28,9 +25,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import jax
-import jaxlib
 import numpy as np
 
+from benchmarks import machine
 from meshtrain import config
 from meshtrain import devices as local_devices
 from meshtrain.cost import audit, hardware
@@ -89,12 +86,12 @@ class Contestant:
         o, back = self.forward()
         return [np.asarray(x, np.float32)[:, np.argsort(self.order)] for x in (o, *self.backward(back, self.do))]
 
-    def go(self) -> None:
-        started = time.perf_counter()
+    def go(self, clock) -> None:
+        started = clock()
         o, back = jax.block_until_ready(self.forward())
-        half = time.perf_counter()
+        half = clock()
         jax.block_until_ready(self.backward(back, self.do))
-        self.times.append((half - started, time.perf_counter() - half))
+        self.times.append((half - started, clock() - half))
 
 
 def bounds() -> list[str]:
@@ -134,7 +131,7 @@ def main(argv) -> int:
                     return 1
             for _ in range(ROUNDS):
                 for c in contestants:
-                    c.go()
+                    c.go(time.process_time if on_cpu else time.perf_counter)
             for c in contestants:
                 notes += [c.note] if c.note and c.note not in notes else []
                 forward, backward = map(statistics.median, zip(*c.times))
@@ -144,8 +141,8 @@ def main(argv) -> int:
     text = "\n".join([*heading(devices, on_cpu), *notes, "",
                       f"One sequence, {N} heads of {H}, {K} key/value heads, {contestants[0].dtype}; per device, one layer. "
                       "Temporaries: the larger of forward and backward, gathered or travelling keys and values included.", "",
-                      "| S | context | method | sent forward, MiB | backward, MiB | temporaries, MiB | forward, ms | "
-                      "backward, ms | compile, s |",
+                      "| S | context | method | sent forward, MiB | backward, MiB | temporaries, MiB | forward, {0} | backward, "
+                      "{0} | compile, wall s |".format("CPU ms" if on_cpu else "ms"),
                       "|---|---|---|---|---|---|---|---|---|",
                       *rows, "", *bounds()] if rows else bounds()) + "\n"
     print(text)
@@ -154,20 +151,12 @@ def main(argv) -> int:
 
 
 def heading(devices, on_cpu: bool) -> list[str]:
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    machine = f"{cpus} CPU cores ({platform.machine()}), {len(devices)} simulated devices" if on_cpu else (
-        f"{len(devices)} × {devices[0].device_kind}")
     out = ["# Context parallelism", "",
            "Written by `python benchmarks/context.py`; what is measured, and how, stands there.", "",
-           f"{datetime.date.today()} · {machine} · Python {platform.python_version()} · jax {jax.__version__} · jaxlib "
-           f"{jaxlib.__version__}", ""]
+           machine.line(f"{len(devices)} {'simulated devices' if on_cpu else '× ' + devices[0].device_kind}", "jax", "jaxlib"), ""]
     if on_cpu:
         out += ["Simulated devices share the cores and a copy in memory is their link: times compare the work that the "
-                "methods do, not what a network makes of them."]
-        load = os.getloadavg()[0]
-        if load > 2 * cpus:
-            out += [f"The machine was shared (load average {load:.0f} on {cpus} cores), so times are too long."]
-        out += [""]
+                "methods do, in CPU seconds of all threads, not what a network makes of them.", ""]
     return out
 
 

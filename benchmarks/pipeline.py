@@ -9,10 +9,8 @@ shows. Where there are GPUs the same command takes mesh.stage of them. Writes be
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import math
 import os
-import platform
 import statistics
 import sys
 import time
@@ -30,6 +28,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from benchmarks import machine
 from meshtrain import assembly, config
 from meshtrain import devices as local_devices
 from meshtrain.config import ConfigError
@@ -277,22 +276,19 @@ def agree(c: Contestant, expected, within: float) -> None:
 
 
 def report(run, made, devices, contestants, ideal) -> None:
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     on_cpu = devices[0].platform == "cpu"
-    machine = f"{run.mesh.stage} simulated devices on {cpus} CPU cores ({platform.machine()})" if on_cpu else (
-        f"{run.mesh.stage} × {devices[0].device_kind}")
+    kind = "simulated devices" if on_cpu else f"× {devices[0].device_kind}"
     m, M = run.model, run.training.microbatches
     base = {c.remat: c for c in contestants if c.name == BASELINE}
     cpu_ratio = partial(ratio, of="cpu_times")
     out = ["# Pipelines against autodiff GPipe", "",
            "Written by `python benchmarks/pipeline.py`; what is measured, and how, stands there.", "",
-           f"{datetime.date.today()} · {machine}, load average {os.getloadavg()[0]:.0f} · Python "
-           f"{platform.python_version()} · jax {jax.__version__}", "",
+           machine.line(f"{run.mesh.stage} {kind}", "jax", "jaxlib"), "",
            f"Model: {sum(info.size for info in made.model.parameters()):,} parameters (embed {m.embed_dim}, {m.num_layers} layers, "
            f"mlp {m.mlp_dim}, vocabulary {m.vocab_size}), {m.compute_dtype}; {run.mesh.stage} stages, {M} microbatches of "
            f"{run.data.global_batch // M} sequences of {run.data.seq_len}; two chunks where the schedule is interleaved.", "",
-           "| remat | schedule | step | ÷ autodiff | CPU ÷ autodiff | FLOPs ÷ ideal | ÷ schedule | temp memory | ÷ autodiff | "
-           "compile | CPU ÷ autodiff |", "|---|---|---|---|---|---|---|---|---|---|---|"]
+           "| remat | schedule | step, wall | wall ÷ autodiff | CPU ÷ autodiff | FLOPs ÷ ideal | ÷ schedule | temp memory | ÷ autodiff | "
+           "compile, wall | CPU ÷ autodiff |", "|---|---|---|---|---|---|---|---|---|---|---|"]
     for c in contestants:
         b = base[c.remat]
         out.append(f"| {c.remat} | {c.name} | {statistics.median(c.times) * 1e3:.0f} ms | {ratio(c, b):.2f} | "
@@ -315,7 +311,8 @@ def report(run, made, devices, contestants, ideal) -> None:
         met = "met" if of(worst) <= limit else "missed"
         out.append(f"| {aim} | {of(worst):.3f} | {worst.name}, remat {worst.remat} | {met} |")
     out += ["", "FLOPs: matmuls of one device as the compiled program runs them. Ideal: no recomputation, no masked ticks. "
-            "Table: its ticks × what plain autodiff needs for a layer's forward and backward with this remat. Times: medians; "
+            "Table: its ticks × what plain autodiff needs for a layer's forward and backward with this remat. Wall: seconds of the clock; "
+            "CPU: seconds of all threads. Times: medians; "
             f"ratios: medians of {ROUNDS} rounds; compile: tracing and compiling, the fastest of {COMPILES}. Simulated devices "
             "share the cores, so masked "
             "ticks cost time there and no bubble shows; CPU seconds see less of what else runs. "
