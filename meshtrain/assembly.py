@@ -82,20 +82,53 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
     return Design(layout, model, attend, choice, tuple(filter(None, [note, *notes, *config.notes(run)])))
 
 
-def compile_step(made: Assembly):
-    """The compiled training step of the run, checked where its stages take different branches.
+class BrokenProgramError(RuntimeError):
+    """A compiled program would compute wrong numbers without a word."""
 
-    Raises: ConfigError where such a branch holds a permute: it waits for devices that never come, or takes the numbers
-    of another branch's.
+
+def compile_step(made: Assembly):
+    """The compiled training step of the run. Raises: as `searched`."""
+    return searched(made, "the training step", made.program.compile())
+
+
+def compile_evaluation(made: Assembly) -> Assembly:
+    """The run with its `evaluate` compiled. Raises: as `searched`."""
+    program = made.program
+    executable = program.compiled(program.evaluate, program.spec.with_shardings().params, program.batch)
+    return dataclasses.replace(made, program=dataclasses.replace(program, evaluate=searched(made, "the evaluation", executable)))
+
+
+def initialize(made: Assembly) -> state.State:
+    """The state before the first step. Raises: as `searched`."""
+    return searched(made, "the initialization", made.program.compiled(made.program.initialize))()
+
+
+def searched(made: Assembly, name: str, executable):
+    """The executable itself, where nothing in it is known to give wrong numbers. name: for the message.
+
+    Raises: BrokenProgramError where devices would receive zeros from a permute: a fault of XLA's on GPUs (openxla/xla
+    45218, 47083) that no CPU shows. ConfigError: as `check_branches`.
     """
-    executable = made.program.compile()
+    if made.mesh.devices.flat[0].platform != "cpu":
+        if broken := audit.broken_permutes(executable.as_text(), made.mesh):
+            raise BrokenProgramError(
+                f"XLA compiled {name} to {len(broken)} collective permute(s) that leave devices with zeros, which would give "
+                f"wrong numbers: {'; '.join(broken[:3])}; nothing was computed. Use another mesh or rule file, or another "
+                "version of jax")
+    check_branches(made, executable)
+    return executable
+
+
+def check_branches(made: Assembly, executable) -> None:
+    """Raises: ConfigError where stages that take different branches hold a permute: it waits for devices that never come,
+    or takes the numbers of another branch's.
+    """
     if made.program.schedule and made.program.schedule.family == "switch":
         program = audit.read(executable.as_text(), made.mesh)
         if program.branch_permutes:
             raise ConfigError('pipeline.schedule="zb_h1" takes different branches on the stages, where no permute may stand, '
                               f"and XLA put {len(program.branch_permutes)} there: {'; '.join(program.branch_permutes[:3])}; "
                               'use pipeline.schedule="zero_bubble", or mesh.tensor=1')
-    return executable
 
 
 def tensors(run: Run, model: transformer.Transformer) -> list[Tensor]:

@@ -31,7 +31,8 @@ def main(argv: Sequence[str]) -> int:
                 return 0
         devices = _devices(run, topology)
         made = assembly.assemble(run, devices)
-        executable = assembly.compile_step(made)
+        executable = made.program.compile()       # a broken one is shown, not refused
+        assembly.check_branches(made, executable)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         if jax.process_index() == 0:
             print(f"stopped: {error}", file=sys.stderr)
         return FAILED
-    except CheckpointError as error:
+    except (CheckpointError, assembly.BrokenProgramError) as error:
         return _fail(FAILED, f"error: {error}", error)
 
 
@@ -87,6 +87,8 @@ def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: p
         started = time.perf_counter()
         print(report.before(made), flush=True)
         state = agree.everywhere(lambda: _start_state(run, made, checkpoints, latest))
+        if batches.num_validation_batches:
+            made = agree.everywhere(lambda: assembly.compile_evaluation(made))
         step = agree.everywhere(lambda: assembly.compile_step(made))
         print(report.compiled(step, made, time.perf_counter() - started), flush=True)
         if jax.process_index() == 0:
@@ -130,7 +132,7 @@ def _start_state(run: Run, made: assembly.Assembly, checkpoints: Checkpoints, la
             state, _ = checkpoints.restore(latest, abstract)
         print(f"going on after step {latest}")
         return state
-    state = made.program.initialize()
+    state = assembly.initialize(made)
     if run.checkpoint.init_from:
         source, step = rundir.source_weights(run)
         with config.user_errors("checkpoint.init_from: "):

@@ -155,6 +155,8 @@ def _against_cudnn(run, cp: int) -> list[str]:
         reasons.append(f"cuDNN's kernel takes bfloat16, not model.compute_dtype={run.model.compute_dtype}")
     if run.model.head_dim % 8 or run.model.head_dim > 128:
         reasons.append(f"cuDNN's kernel needs a head_dim that is a multiple of 8 up to 128, not {run.model.head_dim}")
+    if run.training.deterministic:
+        reasons.append("cuDNN's backward adds in no fixed order (training.deterministic=true)")
     if not importlib.util.find_spec("nvidia") or not _has_cudnn():
         reasons.append("the cuDNN library is not installed (extra 'gpu')")
     elif cp > 1 and cudnn.engine() is None:

@@ -25,7 +25,7 @@ from meshtrain.training import accumulate
 from meshtrain.training.optimizer import learning_rate_schedule
 from meshtrain.training.state import State, StateSpec
 
-# Options the step is compiled with, by platform. Each has its reason; nothing else is set.
+# Options that every program of a run is compiled with, by platform. Each has its reason; nothing else is set.
 COMPILER_OPTIONS = {
     "gpu": {
         # Overlaps collectives with the matmuls that do not need them.
@@ -35,6 +35,25 @@ COMPILER_OPTIONS = {
     },
     "cpu": {},
 }
+# With training.deterministic: the same bits in every run on the same GPUs. CPUs give them anyway.
+DETERMINISTIC_OPTIONS = {
+    "gpu": {
+        # Scatters add in a fixed order (the embedding's gradient: sorted first), and no kernel with atomics is taken.
+        "xla_gpu_deterministic_ops": True,
+        "xla_gpu_exclude_nondeterministic_ops": True,
+        # No timing decides between kernels: one compilation may choose another than the next, and adds in another order.
+        "xla_gpu_autotune_level": 0,
+        # cuBLAS's own choice instead of Triton's: jax 0.12 finds no Triton configuration without timing.
+        "xla_gpu_enable_triton_gemm": False,
+    },
+    "cpu": {},
+}
+
+
+def compiler_options(platform: str, deterministic: bool) -> dict:
+    """What every program of a run is compiled with on this platform, as jax calls it."""
+    platform = "cpu" if platform == "cpu" else "gpu"
+    return COMPILER_OPTIONS[platform] | (DETERMINISTIC_OPTIONS[platform] if deterministic else {})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,9 +101,12 @@ class Program:
 
     def compile(self):
         """The compiled training step, ready to call: (state, batch) -> (state, metrics)."""
+        return self.compiled(self.train, self.spec.with_shardings(), self.batch)
+
+    def compiled(self, function: Callable, *args):
+        """A jitted function, compiled for these arguments (or ShapeDtypeStructs) with the options of the run."""
         with jax.set_mesh(self.mesh):
-            lowered = self.train.lower(self.spec.with_shardings(), self.batch)
-            return lowered.compile(compiler_options=self.compiler_options)
+            return function.lower(*args).compile(compiler_options=self.compiler_options)
 
 
 def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec: StateSpec,
@@ -149,5 +171,5 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         evaluate=jax.jit(evaluate, in_shardings=(spec.sharding.params, batch_shardings), out_shardings=whole),
         initialize=jax.jit(initialize, out_shardings=spec.sharding),
         spec=spec, batch=batch, execution=dataclasses.replace(ex, layout=layout), once=once, mesh=mesh,
-        compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform, COMPILER_OPTIONS["gpu"]), schedule=schedule,
+        compiler_options=compiler_options(mesh.devices.flat[0].platform, training.deterministic), schedule=schedule,
         order=order)

@@ -1,0 +1,101 @@
+"""Every program of a run is compiled with the same options and searched, and the options are those that were asked for."""
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from meshtrain import assembly, config, train
+from meshtrain.cost import audit, compile
+from meshtrain.parallel import attention
+from meshtrain.training import step
+
+TINY = dict(vocab_size=300, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16)
+PERMUTE = '%p.1 = f32[4]{0} collective-permute(%x), channel_id=1, source_target_pairs={%s}, metadata={op_name="jit(f)/while/body/shift"}'
+GPUS = types.SimpleNamespace(shape={"data": 2, "tensor": 2}, devices=np.array([types.SimpleNamespace(platform="gpu")] * 4))
+
+
+def executable(*lines: str):
+    return types.SimpleNamespace(as_text=lambda: "\n".join(["ENTRY %main (x: f32[4]) -> f32[4] {", *(f"  {line}" for line in lines), "}"]))
+
+
+def made_for(mesh, schedule=None):
+    return types.SimpleNamespace(mesh=mesh, program=types.SimpleNamespace(schedule=schedule))
+
+
+@pytest.mark.parametrize("pairs", ["", "{0,1}", "{0,3},{3,0}"])
+def test_a_permute_that_leaves_devices_with_zeros_is_refused_by_name(pairs):
+    broken = executable(PERMUTE.replace("%s", pairs))
+    with pytest.raises(assembly.BrokenProgramError, match=r"the evaluation to 1 collective permute.*p\.1: .*shift"):
+        assembly.searched(made_for(GPUS), "the evaluation", broken)
+    also_async = executable(PERMUTE.replace("%s", pairs).replace("permute(", "permute-start("))
+    assert len(audit.broken_permutes(also_async.as_text(), GPUS)) == 1
+
+
+@pytest.mark.parametrize("pairs", ["{0,1},{1,0},{2,3},{3,2}", "{0,2},{1,3}", "{0,1},{2,3}"])
+def test_whole_permutes_and_shifts_along_an_axis_are_not_refused(pairs):
+    sound = executable(PERMUTE.replace("%s", pairs), "%g = f32[4]{0} all-gather(%x)")
+    assert assembly.searched(made_for(GPUS), "the step", sound) is sound
+
+
+def test_the_search_finds_what_the_whole_audit_finds():
+    texts = ["HloModule m\n\n" + executable("%x = f32[4]{0} parameter(0)", PERMUTE.replace("%s", pairs)).as_text()
+             for pairs in ("", "{0,1}", "{0,1},{1,0},{2,3},{3,2}", "{0,2},{1,3}")]
+    for text in texts:
+        assert tuple(audit.broken_permutes(text, GPUS)) == audit.read(text, GPUS).broken_permutes, text
+
+
+def test_a_broken_program_ends_the_run_with_one_message_before_its_first_step(tmp_path, monkeypatch, capsys):
+    search = assembly.searched
+
+    def broken(made, name, executable):
+        if name == "the evaluation":
+            executable = types.SimpleNamespace(as_text=lambda: PERMUTE.replace("%s", ""))
+            made = made_for(GPUS)
+        return search(made, name, executable)
+    monkeypatch.setattr(assembly, "searched", broken)
+    sections = {"model": TINY, "data": dict(seq_len=16, global_batch=16, cache=tmp_path / "cache"),
+                "training": dict(steps=1), "run": dict(dir=tmp_path / "run", sample_tokens=0, compilation_cache="")}
+    assert train.main([word for section, keys in sections.items() for key, value in keys.items()
+                       for word in (f"--{section}.{key}", str(value))]) == train.FAILED
+    err = capsys.readouterr().err
+    assert "error: XLA compiled the evaluation to 1 collective permute" in err and err.count("error:") == 1
+    assert "Traceback" not in err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_step_evaluation_and_initialization_are_compiled_with_the_same_options(monkeypatch):
+    options, compile_lowered = [], jax.stages.Lowered.compile
+
+    def recorded(self, compiler_options=None, **kwargs):
+        options.append(compiler_options)
+        return compile_lowered(self, compiler_options, **kwargs)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", recorded)
+    monkeypatch.setitem(step.COMPILER_OPTIONS, "cpu", {"xla_backend_optimization_level": 0})
+    run = config.Run(model=TINY, data=dict(seq_len=16, global_batch=2))
+    made = assembly.assemble(run, jax.devices()[:1])
+    assembly.initialize(made)
+    assembly.compile_step(assembly.compile_evaluation(made))
+    assert options == [{"xla_backend_optimization_level": 0}] * 3
+
+
+def test_deterministic_runs_take_no_cudnn_and_nothing_is_asked_of_cpus():
+    assert step.compiler_options("cpu", True) == step.compiler_options("cpu", False) == {}
+    assert step.compiler_options("gpu", False) == step.COMPILER_OPTIONS["gpu"]
+    run = config.Run(model=TINY, data=dict(document_mask=False), training=dict(deterministic=True))
+    _, note = attention.choose(run, {"context": 1}, "gpu")
+    assert "blockwise" in note and "training.deterministic=true" in note
+
+
+@pytest.mark.skipif(not compile.has_gpu_compile(), reason=f"install the extra gpu-compile: no {compile.missing_wheels()}")
+def test_a_deterministic_step_adds_in_a_fixed_order_and_takes_no_kernel_by_timing():
+    """XLA sorts what a scatter adds, and then no two threads add to one place; matmuls are cuBLAS's own choice."""
+    def text(deterministic):
+        run = config.Run(model=TINY | dict(compute_dtype="bfloat16"), data=dict(seq_len=64, global_batch=2),
+                         training=dict(deterministic=deterministic))
+        return assembly.assemble(run, compile.topology("h100:1")).program.compile().as_text()
+    asked, plain = text(True), text(False)
+    scatters = [[line for line in t.splitlines() if " scatter(" in line] for t in (asked, plain)]
+    assert scatters[0] and all("indices_are_sorted=true" in line or "unique_indices=true" in line for line in scatters[0])
+    assert scatters[1] and not any("unique_indices=true" in line for line in scatters[1])
+    assert "__triton_gemm" not in asked and "cublas" in asked
