@@ -38,6 +38,8 @@ from meshtrain.cost import flops, hardware
 from meshtrain.data import packing, sources
 from meshtrain.run import loop
 from meshtrain.run.metrics import MetricsWriter
+from meshtrain.run.progress import Progress
+from meshtrain.run.record import Record
 from meshtrain.training.optimizer import learning_rate_schedule
 
 ROUNDS, STEPS = 15, 4
@@ -183,7 +185,6 @@ def ours(name: str, made, rows) -> tuple[Contestant, list, object]:
 
 def looped(name: str, run, made, carry, compiled, corpus, directory) -> Contestant:
     """`training.loop.train` with its data pipeline and metrics, on the same compiled step and state."""
-    no_checkpoints = SimpleNamespace(due=lambda number: False, save=lambda *args: 0.0, wait=lambda: None)
     warm_up = 2                        # the first rows hold the start of the data threads
 
     def go(n):
@@ -193,8 +194,9 @@ def looped(name: str, run, made, carry, compiled, corpus, directory) -> Contesta
         with jax.set_mesh(made.mesh), MetricsWriter(directory / "metrics.jsonl") as writer:
             kept = SimpleNamespace(write=lambda row: (rows.append(row), writer.write(row)))
             with contextlib.redirect_stdout(io.StringIO()):
-                carry[0], _, _ = loop.train(this, made.program, compiled, carry[0], corpus, no_checkpoints, kept, {},
-                                            loop.StopRequest(), 0.0, None)
+                record = Record(this, kept, Progress(last), 0.0, None)
+                carry[0], _ = loop.train(made.program, compiled, carry[0], corpus, last, run.data.prefetch, record, (),
+                                         loop.Stop(SimpleNamespace(number=None)))
         return sum(row["step_time_s"] for row in rows[warm_up:]) / n
 
     return Contestant(name, None, None, None, go, made.mesh_spec.num_devices)

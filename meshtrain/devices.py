@@ -25,7 +25,6 @@ def start(run: Run, cluster: find.Cluster | None = None) -> Sequence[jax.Device]
     Raises: ConfigError where a backend is already up with other devices, or the processes cannot share them out;
     PeerError that names a process that does not come.
     """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")    # an installed CUDA plugin reports at length that there is no GPU
     if run.run.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(run.run.compilation_cache))
     total = run.mesh.simulated_devices
@@ -45,7 +44,8 @@ def start(run: Run, cluster: find.Cluster | None = None) -> Sequence[jax.Device]
         jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
     if cluster:
         meet.start(cluster, run.distributed.timeout_s)
-    devices = jax.devices()
+    with say.without_noise():
+        devices = jax.devices()
     if cluster and devices[0].platform != "cpu":
         taken = agree.exchange([socket.gethostname(), jax.local_device_count(), len(gpus.visible(os.environ))])
         if jax.process_index() == 0:

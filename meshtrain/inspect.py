@@ -6,10 +6,18 @@ here, as many as it says. With --schedule the pipeline is drawn instead (before,
 """
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from meshtrain.run import say
+
+if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
+    say.begin()
+    with say.without_noise():
+        importlib.import_module("jax")
 
 from meshtrain import assembly, config
 from meshtrain import devices as local_devices
@@ -26,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         topology, schedule, as_json, rest = _own_flags(list(argv))
         run = config.load(rest, usage=USAGE)
         if schedule:
-            _show_schedule(run, topology, sys.stderr if as_json else sys.stdout)
+            _show_schedule(run, topology, say.err if as_json else say.out)
             if not as_json:
                 return 0
         devices = _devices(run, topology)
@@ -34,16 +42,16 @@ def main(argv: Sequence[str]) -> int:
         executable = made.program.compile()       # a broken one is shown, not refused
         assembly.check_branches(made, executable)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say.err(f"error: {error}")
         return 2
     program = audit.read(executable.as_text(), made.mesh)
     if as_json:
-        print(json.dumps(report.as_json(made, executable, program)))
+        say.out(json.dumps(report.as_json(made, executable, program)))
         for note in made.notes:
-            print(f"note: {note}", file=sys.stderr)
+            say.err(f"note: {note}")
     else:
-        print("\n\n".join([report.before(made), report.params_table(made), report.memory_table(made, executable),
-                           report.collectives_table(program), report.matmuls(program)]))
+        say.out("\n\n".join([report.before(made), report.params_table(made), report.memory_table(made, executable),
+                             report.collectives_table(program), report.matmuls(program)]))
     return 1 if program.broken_permutes else 0
 
 
@@ -69,7 +77,8 @@ def _devices(run, topology: str | None):
         return local_devices.start(run)
     try:
         _topology_sizes(run, topology)
-        return gpu_compile.topology(topology)
+        with say.without_noise():
+            return gpu_compile.topology(topology)
     except ConfigError:
         raise
     except ValueError as error:
@@ -81,20 +90,20 @@ def _topology_sizes(run, topology: str) -> dict[str, int]:
     return config.mesh_sizes(run, count, enough=f"--topology {name}:{{}}")
 
 
-def _show_schedule(run, topology: str | None, out) -> None:
+def _show_schedule(run, topology: str | None, tell) -> None:
     """Text and picture of the run's pipeline; compiles nothing, and needs no more devices than it takes to count them."""
     choice = _schedule(run, topology)
     heading = chart.title(choice.schedule, choice.outcome, choice.memory_bytes)
-    print(f"{heading}\n{choice.why}\n{chart.text(choice.schedule)}", file=out)
+    tell(f"{heading}\n{choice.why}\n{chart.text(choice.schedule)}")
     paths = [Path(f"{run.run.name}-schedule{suffix}") for suffix in (".svg", ".png")]
     try:
         chart.draw(choice.schedule, choice.outcome, heading, paths)
     except ModuleNotFoundError:
-        print("no picture: drawing needs matplotlib; run pip install -e '.[chart]' in a checkout of meshtrain", file=sys.stderr)
+        say.err("no picture: drawing needs matplotlib; run pip install -e '.[chart]' in a checkout of meshtrain")
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}; go to a directory that can be written") from None
     else:
-        print(f"drawn: {' and '.join(map(str, paths))}", file=out)
+        tell(f"drawn: {' and '.join(map(str, paths))}")
 
 
 def _schedule(run, topology: str | None) -> simulate.Choice:

@@ -4,11 +4,20 @@ Exit codes: 0 done · 2 the user's mistake, one message · 75 stopped on request
 """
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from meshtrain.run import say, stops
+
+if __name__ == "__main__":      # now, not in main: importing jax takes seconds, and its C++ reports what it does not find
+    say.begin()
+    stops.listen()
+    with say.without_noise():
+        importlib.import_module("jax")
 
 import jax
 
@@ -20,9 +29,14 @@ from meshtrain.data import packing, sources
 from meshtrain.inference import sample
 from meshtrain.run import loop, metrics, rundir
 from meshtrain.run.checkpoint import CheckpointError, Checkpoints
+from meshtrain.run.profiling import Trace
+from meshtrain.run.progress import Progress
+from meshtrain.run.record import Record, TooManySkippedSteps
+from meshtrain.run.stops import DONE, FAILED, STOPPED, USER_ERROR
+from meshtrain.run.validation import Validation
 from meshtrain.training.state import State
 
-DONE, USER_ERROR, STOPPED, FAILED = 0, 2, 75, 1
+PEERS_STOP_S = 3.0      # within so long all processes of a run that is told to stop have heard it
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
         # Which process this is belongs to no run.
         run = run.model_copy(update={"distributed": config.Distributed(timeout_s=run.distributed.timeout_s)})
         found, run = _devices(run, argv, cluster)
+        stops.end_together(agree.part)
         if jax.process_index() > 0:
             sys.stdout = open(os.devnull, "w")      # process 0 speaks for all
         agree.same_everywhere("the run", config.dump(run))
@@ -45,29 +60,39 @@ def main(argv: Sequence[str]) -> int:
         return _fail(USER_ERROR, f"error: {error}", error)
     except meet.PeerError as error:
         return _fail(FAILED, f"error: {error}", error)
-    except loop.TooManySkippedSteps as error:   # of all processes: they read the same metrics
+    except TooManySkippedSteps as error:   # of all processes: they read the same metrics
         if jax.process_index() == 0:
-            print(f"stopped: {error}", file=sys.stderr)
+            say.err(f"stopped: {error}")
         return FAILED
     except (CheckpointError, assembly.BrokenProgramError) as error:
         return _fail(FAILED, f"error: {error}", error)
+    except Exception as error:
+        _wait_for_stop(error)
+        raise
 
 
 def _fail(code: int, message: str, error: Exception) -> int:
+    if code == FAILED:
+        _wait_for_stop(error)
     if not agree.told_by_first(error):
-        print(message, file=sys.stderr)
+        say.err(message)
     meet.leave(code, error)
     return code
 
 
+def _wait_for_stop(error: Exception) -> None:
+    """Where a peer has gone, perhaps because it was told to stop, this process is about to hear it, too: that ends it."""
+    if jax.distributed.is_initialized() and not getattr(error, "agreed", False):
+        time.sleep(PEERS_STOP_S)
+
+
 def _devices(run: Run, argv: Sequence[str], cluster: find.Cluster | None) -> tuple[Sequence[jax.Device], Run]:
     """The devices to run on. Without a run file or a mesh, the quickstart moves from simulated devices to real GPUs."""
-    chosen = any(not arg.startswith("-") for arg in argv[:1]) or any(arg.startswith("--mesh.") for arg in argv)
-    if not chosen and devices.gpus_expected():
+    if not config.names_mesh(argv) and devices.gpus_expected():
         run = run.model_copy(update={"mesh": run.mesh.model_copy(update={"simulated_devices": 0})})
         found = devices.start(run, cluster)
         run = devices.on_gpus(run, len(found))
-        print(f"found {len(found)} × {found[0].device_kind}: training on {run.mesh.fsdp}, all on the axis fsdp")
+        say.out(f"found {len(found)} × {found[0].device_kind}: training on {run.mesh.fsdp}, all on the axis fsdp")
         return found[:run.mesh.fsdp], run
     return devices.start(run, cluster), run
 
@@ -81,27 +106,41 @@ def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: p
                 metadata = checkpoints.metadata(latest)
             rundir.check_same_run(run, metadata, corpus.fingerprint, latest)
             if latest >= run.training.steps:
-                print(f"{directory} is finished: it has {latest} of training.steps={run.training.steps} steps; "
-                      "raise training.steps to go on")
+                say.out(f"{directory} is finished: it has {latest} of training.steps={run.training.steps} steps; "
+                        "raise training.steps to go on")
                 return DONE
         started = time.perf_counter()
-        print(report.before(made), flush=True)
+        say.out(report.before(made))
         state = agree.everywhere(lambda: _start_state(run, made, checkpoints, latest))
         if batches.num_validation_batches:
             made = agree.everywhere(lambda: assembly.compile_evaluation(made))
         step = agree.everywhere(lambda: assembly.compile_step(made))
-        print(report.compiled(step, made, time.perf_counter() - started), flush=True)
+        say.out(report.compiled(step, made, time.perf_counter() - started))
         if jax.process_index() == 0:
             rundir.write_settings(run, directory, made.layout.rules.text)
-        with metrics.open_writers(run, directory, latest or 0) as writer, loop.StopRequest().listening() as stop:
-            state, done, val_loss = loop.train(
-                run, made.program, step, state, batches, checkpoints, writer,
-                rundir.metadata(run, made.layout.rules.text, corpus.fingerprint), stop, *_flops(made))
+        metadata = rundir.metadata(run, made.layout.rules.text, corpus.fingerprint)
+        with metrics.open_writers(run, directory, latest or 0) as writer, stops.deferred() as listener:
+            stop = loop.Stop(listener)
+            validation = Validation(run, made.program, batches, stop)
+            with Trace(run.metrics.profile_steps, directory / "tensorboard", latest or 0) as trace:
+                record = Record(run, writer, Progress(run.training.steps, _memory(made, step)), *_flops(made))
+                save = loop.Hook(lambda number, ending: ending or checkpoints.due(number),
+                                 lambda number, state: {"checkpoint_wait_s": checkpoints.save(number, state, metadata)})
+                state, done = loop.train(made.program, step, state, batches, run.training.steps, run.data.prefetch, record,
+                                         (validation.hook(), trace.hook(), save), stop)
+            checkpoints.wait()
         if done < run.training.steps:
-            print(f"stopped after step {done}, saved in {directory}; the same command goes on from there")
+            say.out(f"stopped after step {done}, saved in {directory}; the same command goes on from there")
             return STOPPED
-        _tell_the_end(run, made, corpus.tokenizer, state, val_loss, directory)
+        _tell_the_end(run, made, corpus.tokenizer, state, validation.loss, stop.agreed, directory)
     return DONE
+
+
+def _memory(made: assembly.Assembly, step) -> Callable[[], int]:
+    """() -> bytes in use on a device; where the backend does not tell, what the compiled step holds."""
+    device = made.mesh.local_devices[0]
+    compiled = report.held_by_program(made, step)["total"]
+    return lambda: (device.memory_stats() or {}).get("bytes_in_use", compiled)
 
 
 def _flops(made: assembly.Assembly) -> tuple[float, float | None]:
@@ -118,7 +157,8 @@ def _open_data(run: Run, directory: Path) -> tuple[sources.Corpus, packing.Data]
     """What the run reads, tokenized where it is not yet, and its batches."""
     d = run.data
     with config.user_errors():
-        corpus = sources.open_corpus(d, vocab_size=run.model.vocab_size, cache_dir=directory / ".meshtrain")
+        corpus = sources.open_corpus(d, vocab_size=run.model.vocab_size, cache_dir=directory / ".meshtrain",
+                                      tell=say.out)
         return corpus, packing.pack(
             corpus.sources, corpus.weights, bos=corpus.tokenizer.bos, seq_len=d.seq_len, global_batch=d.global_batch,
             seed=run.run.seed, validation_fraction=d.validation_fraction, document_mask=d.document_mask)
@@ -130,28 +170,38 @@ def _start_state(run: Run, made: assembly.Assembly, checkpoints: Checkpoints, la
     if latest is not None:
         with config.user_errors():
             state, _ = checkpoints.restore(latest, abstract)
-        print(f"going on after step {latest}")
+        say.out(f"going on after step {latest}")
         return state
     state = assembly.initialize(made)
     if run.checkpoint.init_from:
         source, step = rundir.source_weights(run)
         with config.user_errors("checkpoint.init_from: "):
             weights, _ = source.restore(step, {"params": abstract.params}, part=True)
-        print(f"weights from step {step} of {run.checkpoint.init_from}")
+        say.out(f"weights from step {step} of {run.checkpoint.init_from}")
         state = State(state.step, weights["params"], state.opt_state)
     return state
 
 
-def _tell_the_end(run: Run, made: assembly.Assembly, tokenizer, state: State, val_loss: float | None, directory: Path) -> None:
+def _tell_the_end(run: Run, made: assembly.Assembly, tokenizer, state: State, val_loss: float | None, stopped: bool,
+                  directory: Path) -> None:
     if val_loss is not None:
-        print(f"validation loss {val_loss:.4f} nats per token ({val_loss / 0.6931471805599453:.3f} bits)")
-    if run.run.sample_tokens and made.mesh_spec.sizes["stage"] > 1:
-        print("no sample of text: it would gather all layers, and with mesh.stage > 1 they may not fit on one device")
-    elif run.run.sample_tokens:
-        generate = sample.build(made.model, made.program.execution, run.data.seq_len, tokenizer.bos, made.program.order)
-        text = sample.text(generate, state.params, run.data.seq_len, run.run.sample_tokens, run.run.seed, tokenizer.decode)
-        print(f"a sample:\n{text}\n")
-    print(f"written: {directory}/ with config.toml, rules.toml, metrics.jsonl, checkpoints/ and tensorboard/")
+        say.out(f"validation loss {val_loss:.4f} nats per token ({val_loss / 0.6931471805599453:.3f} bits)")
+    if run.run.sample_tokens and not stopped:
+        try:
+            say.out(_sample(run, made, tokenizer, state))
+        except Exception as error:
+            if jax.process_count() > 1:     # the others would wait for this one's part
+                raise
+            say.err(f"no sample of text: {type(error).__name__}: {error}")
+    say.out(f"written: {directory}/ with config.toml, rules.toml, metrics.jsonl, checkpoints/ and tensorboard/")
+
+
+def _sample(run: Run, made: assembly.Assembly, tokenizer, state: State) -> str:
+    if made.mesh_spec.sizes["stage"] > 1:
+        return "no sample of text: it would gather all layers, and with mesh.stage > 1 they may not fit on one device"
+    generate = sample.build(made.model, made.program.execution, run.data.seq_len, tokenizer.bos, made.program.order)
+    text = sample.text(generate, state.params, run.data.seq_len, run.run.sample_tokens, run.run.seed, tokenizer.decode)
+    return f"a sample:\n{text}\n"
 
 
 if __name__ == "__main__":

@@ -47,6 +47,12 @@ def load(argv: typing.Sequence[str], usage: str = USAGE) -> Run:
     return run
 
 
+def names_mesh(argv: typing.Sequence[str]) -> bool:
+    """Whether a mesh was asked for: by a run file, wherever it stands among the options, or by a key of [mesh]."""
+    path, overrides, _ = _arguments(argv)
+    return path is not None or any(name.startswith("mesh.") for name, _ in overrides)
+
+
 def _arguments(argv):
     """(run file or None, [(section.key, text)], faults)."""
     path, overrides, faults = None, [], []

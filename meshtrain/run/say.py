@@ -9,8 +9,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import shutil
 import sys
+import tempfile
+
+# What C++ reports where a CUDA plugin is installed and no GPU is there, and the header of such lines.
+NOISE = re.compile(rb"cudart_stub|absl::InitializeLog\(\)")
 
 _live = 0   # characters of the unfinished line that stands on the terminal
 
@@ -45,8 +50,8 @@ def on_terminal() -> bool:
 def begin() -> None:
     """First thing in a command, before jax is imported: nothing but our own words, and nothing fails for a stream.
 
-    An installed CUDA plugin reports from C++ that there is no GPU. A standard stream that is closed would leave its number
-    to the next file that is opened, a checkpoint perhaps, and what C++ reports would be written into that.
+    A standard stream that is closed would leave its number to the next file that is opened, a checkpoint perhaps, and what
+    C++ reports would be written into that.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")      # read when jax's C++ is loaded; errors are still told
     for number in (0, 1, 2):
@@ -57,6 +62,30 @@ def begin() -> None:
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")
     atexit.register(end)
+
+
+@contextlib.contextmanager
+def without_noise():
+    """What is written to descriptor 2 meanwhile is passed on afterwards, without the lines of NOISE.
+
+    Around whatever loads jax's C++: some of it heeds no environment variable.
+    """
+    try:
+        kept = os.dup(2)
+        held = tempfile.TemporaryFile()
+    except OSError:     # no room for it: then with noise
+        yield
+        return
+    with held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            held.seek(0)
+            if left := b"".join(line for line in held if not NOISE.search(line)):
+                err(left.decode(errors="replace").rstrip("\n"))
 
 
 def end() -> None:

@@ -1,0 +1,110 @@
+"""The record of a run's steps: their metrics are read here, and nowhere else.
+
+A step's metrics are read while the next step runs, so the device never waits for the host. A step's time is from the end of
+the one before to its own end on the device, pauses taken out. This module writes rows and does not know what they mean.
+"""
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import jax
+
+from meshtrain.config import Run
+from meshtrain.run import say
+from meshtrain.run.metrics import Writers
+from meshtrain.run.progress import Progress
+
+WAITS = ("data_wait_s", "checkpoint_wait_s")    # seconds, since the row before
+
+
+class TooManySkippedSteps(RuntimeError):
+    """The run stopped because step after step had no finite loss or gradient."""
+
+
+class _Step(NamedTuple):
+    """A step that was dispatched. ended: when the device was done with it. paused_s: before it, since the one before."""
+    number: int
+    metrics: dict
+    ended: Future
+    paused_s: float
+
+
+class Record:
+    """Rows of metrics, a line of progress for each, and the count of skipped steps.
+
+    flops_per_step: of the model. peak_flops: FLOP/s of all devices together; None: mfu is null.
+    """
+
+    def __init__(self, run: Run, writer: Writers, progress: Progress, flops_per_step: float, peak_flops: float | None):
+        self.every, self.max_skipped = run.metrics.every, run.training.max_skipped_steps
+        self.optimizer = run.optimizer
+        self.tokens_per_step = run.data.global_batch * run.data.seq_len
+        self.writer, self.progress = writer, progress
+        self.flops_per_step, self.peak_flops = flops_per_step, peak_flops
+        self.skipped_in_a_row = 0
+        self._pending: _Step | None = None
+        self._mark, self._paused_s = time.perf_counter(), 0.0
+        self._extra: dict[str, float] = {}
+
+    def dispatched(self, number: int, metrics: dict, ended: Future) -> None:
+        """A step has been given to the device: settles the one before while it runs."""
+        paused_s, self._paused_s = self._paused_s, 0.0
+        self.settle()
+        self._pending = _Step(number, metrics, ended, paused_s)
+
+    def settle(self) -> None:
+        """Reads the metrics of the step under way, waits for the device, and writes its row; nothing where it is written.
+
+        Raises: TooManySkippedSteps.
+        """
+        if self._pending is None:
+            return
+        step, self._pending = self._pending, None
+        row = self._row(step, jax.device_get(step.metrics))
+        if step.number % self.every == 0 or self._extra.keys() - WAITS:
+            self.writer.write(row)
+            self._extra = {}
+        self.progress.step(row)
+        self._count_skipped(row)
+
+    @contextlib.contextmanager
+    def paused(self):
+        """What is done meanwhile, once the device has ended its step, is not in the time of any step."""
+        began = time.perf_counter() if self._pending is None else self._pending.ended.result()
+        try:
+            yield
+        finally:
+            self._paused_s += time.perf_counter() - began
+
+    def add(self, numbers: Mapping[str, float]) -> None:
+        """More for the next row to be written; seconds of WAITS add up."""
+        for name, value in numbers.items():
+            self._extra[name] = self._extra.get(name, 0.0) + value
+
+    def _row(self, step: _Step, metrics: dict) -> dict:
+        ended = step.ended.result()
+        step_time_s = max(ended - self._mark - step.paused_s, 1e-9)
+        self._mark = ended
+        return {"step": step.number, "loss": float(metrics["loss"]), "grad_norm": float(metrics["grad_norm"]),
+                "learning_rate": float(metrics["learning_rate"]), "tokens": step.number * self.tokens_per_step,
+                "step_time_s": step_time_s, "tokens_per_s": self.tokens_per_step / step_time_s,
+                "mfu": self.flops_per_step / step_time_s / self.peak_flops if self.peak_flops else None,
+                "skipped": bool(metrics["skipped"]), **dict.fromkeys(WAITS, 0.0), **self._extra}
+
+    def _count_skipped(self, row: dict) -> None:
+        if not row["skipped"]:
+            self.skipped_in_a_row = 0
+            return
+        self.skipped_in_a_row += 1
+        say.out(f"step {row['step']}: loss {row['loss']}, gradient norm {row['grad_norm']}: not finite, skipped "
+                f"({self.skipped_in_a_row} in a row, the run stops at {self.max_skipped})")
+        if self.skipped_in_a_row >= self.max_skipped:
+            raise TooManySkippedSteps(
+                f"{self.skipped_in_a_row} steps in a row, the last of them {row['step']}, had no finite loss or gradient "
+                f"norm; nothing of them was applied. Lower optimizer.learning_rate={self.optimizer.learning_rate}, lengthen "
+                f"optimizer.warmup_steps={self.optimizer.warmup_steps}, leave these batches out by data.skip_batches, or go "
+                "on from an earlier checkpoint by checkpoint.step; all four are allowed on resume")

@@ -1,0 +1,118 @@
+"""Stops on request: SIGINT, SIGTERM and SIGHUP, at any moment of a command.
+
+While the loop trains, a request is only noted: the step is finished, the state saved, exit code 75. At any other moment there
+is nothing to save, what stands on the disk is whole whenever a process ends, and the process ends at once: a compile of
+minutes cannot be interrupted, and a scheduler that has asked kills soon. A thread does that, woken by C's handler, because
+Python's handlers wait until C++ returns. This module knows no run; it is imported before jax.
+"""
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from meshtrain.run import say
+
+DONE, FAILED, USER_ERROR, STOPPED = 0, 1, 2, 75     # exit codes
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ONE_REQUEST_S = 1.0     # a terminal that closes sends SIGHUP twice, systemd SIGTERM and SIGHUP: that is no second request
+LAST_WORDS_S = 2.0      # for a reader that is stuck
+
+
+class Listener:
+    """Receives the signals of this process from now on. `number`: the one that asked for a stop; None: none has."""
+
+    def __init__(self):
+        self.number: int | None = None
+        self._noted_at = 0.0
+        self._deferred, self._code = False, STOPPED
+        self._lock = threading.Lock()
+        self._before_ending: Callable[[], None] = lambda: None
+        self._old = {}
+        woken, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        threading.Thread(target=self._watch, args=(woken,), daemon=True, name="stops").start()
+        if threading.current_thread() is not threading.main_thread():
+            return      # a notebook's worker: Python allows handlers in the main thread alone
+        self._old_wake = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:     # nohup
+                self._old[number] = signal.signal(number, lambda number, frame: None)
+
+    def close(self) -> None:
+        """Gives the signals back to whoever had them."""
+        if self._old:
+            signal.set_wakeup_fd(self._old_wake)
+            for number, handler in self._old.items():
+                signal.signal(number, handler)
+        os.close(self._wake)
+
+    @contextlib.contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Requests are only noted meanwhile; a second one ends the process at once."""
+        with self._lock:
+            self._deferred, self._code = True, FAILED
+        try:
+            yield
+            self._code = DONE if self.number is None else STOPPED     # all is saved
+        finally:
+            self._deferred = False
+
+    def _watch(self, woken: int) -> None:
+        while numbers := os.read(woken, 64):
+            for number in numbers:
+                if number in SIGNALS:
+                    self._receive(number)
+        os.close(woken)
+
+    def _receive(self, number: int) -> None:
+        name = signal.Signals(number).name
+        with self._lock:        # held to the end: the loop does not begin while we leave
+            if not self._deferred:
+                self._before_ending()
+                self._end(f"{name}: stopped before the first step; the same command starts again" if self._code == STOPPED
+                          and self.number is None else f"{name}: ended")
+            if self.number is None:
+                self.number, self._noted_at = number, time.monotonic()
+                # In a thread of its own: a reader that is stuck must not keep the next signal waiting.
+                threading.Thread(target=say.out, daemon=True, args=(
+                    f"{name}: finishing this step and saving; once more stops at once",)).start()
+            elif time.monotonic() - self._noted_at > ONE_REQUEST_S:
+                self._end(f"{name} again: ended at once, without saving")
+
+    def _end(self, words: str) -> None:
+        """Ends the process. Not by an exception: nothing raised in the main thread reaches it while C++ runs."""
+        speaker = threading.Thread(target=lambda: (say.out(words), say.end()), daemon=True)
+        speaker.start()
+        speaker.join(LAST_WORDS_S)
+        os._exit(self._code)
+
+
+_listener: Listener | None = None      # of a command, from its beginning
+
+
+def listen() -> None:
+    """First thing in a command: from here on a signal ends it in order."""
+    global _listener
+    _listener = Listener()
+
+
+def end_together(meet_the_others: Callable[[], None]) -> None:
+    """What a process does before it ends at once, now that it has peers; it must come back in seconds."""
+    if _listener is not None:
+        _listener._before_ending = meet_the_others
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[Listener]:
+    """While the loop trains: requests are noted in `number`. Outside a command (notebook, test) it listens only meanwhile."""
+    listener = _listener or Listener()
+    try:
+        with listener.deferring():
+            yield listener
+    finally:
+        if listener is not _listener:
+            listener.close()

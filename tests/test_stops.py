@@ -1,0 +1,268 @@
+"""Stops on request, in real processes: each signal at each moment of a run ends it in order, and nothing is lost.
+
+A moment is met by what the run has written by then, never by waiting. Where a signal comes a little late, it meets the next
+moment, for which the same holds. Linux only: what a process listens to stands in /proc.
+"""
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from meshtrain.run import metrics, stops
+
+ROOT = Path(__file__).resolve().parent.parent
+SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
+PATIENCE_S = 240    # on a machine that does much else
+RUN = """
+[run]
+sample_tokens = 0
+[mesh]
+data = 2
+simulated_devices = 2
+[model]
+vocab_size = 257
+embed_dim = 32
+num_layers = 1
+num_heads = 2
+mlp_dim = 64
+compute_dtype = "float32"
+[data]
+source = "text"
+seq_len = 32
+global_batch = 8
+[training]
+steps = 1000000
+[validation]
+batches = 1000000
+[optimizer]
+schedule = "constant"
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    home = tmp_path_factory.mktemp("stops")
+    (home / "run.toml").write_text(RUN)
+    (home / "small.txt").write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(60_000)))
+    with open(home / "large.txt", "w") as file:
+        for i in range(20):
+            file.write("".join(f"line {i}: {n * n} is the square of {n}\n" for n in range(100_000)))
+    return home
+
+
+def started(home: Path, directory: Path, *words, text: str = "small.txt", cache: str = "cache", **options) -> subprocess.Popen:
+    free = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS", "NPROC")}
+    command = [sys.executable, "-m", "meshtrain.train", home / "run.toml", "--data.paths", json.dumps([str(home / text)]),
+               "--run.dir", directory, "--run.compilation_cache", home / cache, *words]
+    with open(f"{directory}.log", "w") as log:
+        return subprocess.Popen([str(word) for word in command], env=free | {"PYTHONPATH": str(ROOT)},
+                                **{"stdout": log, "stderr": subprocess.STDOUT, "cwd": home} | options)
+
+
+def said(directory: Path) -> str:
+    return Path(f"{directory}.log").read_text()
+
+
+def meet(child: subprocess.Popen, reached, directory: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not reached(directory):
+        assert child.poll() is None and time.monotonic() < deadline, said(directory)
+        time.sleep(0.002)
+
+
+def rows(directory: Path) -> int:
+    path = directory / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def listens(child: subprocess.Popen) -> bool:
+    caught = int(re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{child.pid}/status").read_text())[1], 16)
+    return all(caught >> signal.Signals[name] - 1 & 1 for name in SIGNALS)
+
+
+# moment: (options of the run, whether the run has come to it)
+MOMENTS = {
+    "start": ({}, None),
+    "tokenizing": ({"text": "large.txt", "words": ("--data.cache", "{directory}.tokens")},
+                   lambda directory: "tokenizing" in said(directory)),
+    "compiling": ({"cache": "none"}, lambda directory: "memory per device" in said(directory)),
+    "step": ({"words": ("--checkpoint.every", "0")}, lambda directory: rows(directory) > 3),
+    "save": ({"words": ("--checkpoint.every", "3")}, lambda directory: any(directory.glob("checkpoints/.*.saving"))),
+    "validation": ({"words": ("--data.validation_fraction", "0.5", "--validation.every", "3")},
+                   lambda directory: rows(directory) >= 2),
+}
+FEW = {("start", "SIGHUP"), ("compiling", "SIGINT"), ("validation", "SIGTERM")}
+GRID = [pytest.param(moment, name, marks=() if (moment, name) in FEW else pytest.mark.slow)
+        for moment in MOMENTS for name in SIGNALS]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("moment, name", GRID)
+def test_a_signal_at_any_moment_ends_the_run_with_75_and_its_state_saved(moment, name, home, tmp_path):
+    options, reached = MOMENTS[moment]
+    directory = tmp_path / "run"
+    words = [word.format(directory=directory) for word in options.get("words", ())]
+    child = started(home, directory, *words, text=options.get("text", "small.txt"), cache=options.get("cache", "cache"))
+    try:
+        meet(child, reached or (lambda _: listens(child)), directory)
+        child.send_signal(signal.Signals[name])
+        code = child.wait(60)       # at once, or a step, a save and a batch of validation later
+    finally:
+        child.kill()
+    text = said(directory)
+    assert code == 75 and name in text and "Traceback" not in text and "Fatal" not in text, (code, text)
+    if rows(directory) == 0:
+        assert "stopped before the first step" in text
+        return
+    written = metrics.read(directory / "metrics.jsonl")
+    assert f"stopped after step {written[-1]['step']}, saved in {directory}" in text
+    saved = [path.name for path in (directory / "checkpoints").iterdir()]
+    assert str(written[-1]["step"]) in saved and not [name for name in saved if name.startswith(".")]
+    if moment == "validation":
+        assert "its validation is given up" in text and not any("val_loss" in row for row in written)
+        assert written[-1]["step"] == 3, "no further step"
+
+
+def test_a_run_that_is_stopped_before_its_first_step_starts_by_the_same_command(home, tmp_path):
+    directory = tmp_path / "run"
+    child = started(home, directory, cache="none", text="small.txt")
+    meet(child, MOMENTS["compiling"][1], directory)
+    child.terminate()
+    assert child.wait(60) == 75
+    again = started(home, directory, "--training.steps", 3, "--validation.batches", 1)
+    assert again.wait(PATIENCE_S) == 0 and rows(directory) == 3, said(directory)
+
+
+# ---- readers that die, disks that are full, streams that are closed --------------------------------------------------
+
+SILENCED = ["2>&1 | head -1 > /dev/null", "> /dev/full 2>&1", "2>&-", ">&-", ">&- 2>&-"]
+ALWAYS = {"2>&1 | head -1 > /dev/null", ">&- 2>&-"}
+
+
+@pytest.mark.parametrize("redirection", [pytest.param(r, marks=() if r in ALWAYS else pytest.mark.slow) for r in SILENCED])
+def test_a_run_that_nobody_hears_ends_normally_with_its_state_saved(redirection, home, tmp_path):
+    directory = tmp_path / "run"
+    line = (f"{sys.executable} -m meshtrain.train {home}/run.toml --data.paths '[\"{home}/small.txt\"]' --run.dir {directory} "
+            f"--run.compilation_cache {home}/cache --training.steps 8 --validation.batches 1 --run.sample_tokens 4 "
+            f"{redirection}; exit ${{PIPESTATUS[0]}}")
+    free = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS", "NPROC")}
+    ran = subprocess.run(["bash", "-c", line], env=free | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+                         timeout=PATIENCE_S)
+    assert ran.returncode == 0, ran
+    assert "Traceback" not in ran.stderr and "Exception ignored" not in ran.stderr, ran.stderr
+    assert rows(directory) == 8 and (directory / "checkpoints" / "8").is_dir()
+
+
+def test_a_run_whose_reader_died_is_still_stopped_in_order(home, tmp_path):
+    """`train | tee log` and Ctrl-C: tee dies first."""
+    directory = tmp_path / "run"
+    child = started(home, directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child.stdout.readline()
+    child.stdout.close()
+    child.stderr.close()
+    meet(child, lambda _: rows(directory) > 3, directory)
+    child.send_signal(signal.SIGINT)
+    assert child.wait(60) == 75
+    assert (directory / "checkpoints" / str(metrics.read(directory / "metrics.jsonl")[-1]["step"])).is_dir()
+
+
+# ---- the listener alone ----------------------------------------------------------------------------------------------
+
+ALONE = """
+import sys, time
+from meshtrain.run import say, stops
+say.begin()
+stops.listen()
+{body}
+"""
+
+
+def alone(body: str, *numbers: int, pause_s: float = 0.0) -> tuple[int, str]:
+    """(exit code, what was said) of a listening process that gets these signals after it has said `ready`."""
+    child = subprocess.Popen([sys.executable, "-c", ALONE.format(body=body)], text=True, stdout=subprocess.PIPE,
+                             stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert child.stdout.readline() == "ready\n"
+    for i, number in enumerate(numbers):
+        time.sleep(pause_s * (i > 0))
+        child.send_signal(number)
+    out, _ = child.communicate(timeout=60)
+    return child.returncode, out
+
+
+BUSY = "say.out('ready')\nwhile True: pass"
+IN_C = "say.out('ready')\ntime.sleep(50)"
+DEFERRED = """
+with stops.deferred() as listener:
+    say.out('ready')
+    while listener.number is None: pass
+    time.sleep({longer})
+sys.exit(75)
+"""
+STUCK = """
+import os
+os.set_blocking(1, False)
+try:
+    while True: os.write(1, bytes(65536))
+except BlockingIOError:
+    os.set_blocking(1, True)
+say.err('ready')
+say.out('nobody reads this')
+"""
+
+
+@pytest.mark.parametrize("body", [BUSY, IN_C])
+@pytest.mark.parametrize("name", SIGNALS)
+def test_a_listening_process_ends_at_once_whatever_it_does(body, name):
+    code, out = alone(body, signal.Signals[name])
+    assert (code, out) == (75, f"{name}: stopped before the first step; the same command starts again\n")
+
+
+def test_signals_that_come_together_are_one_request():
+    code, out = alone(DEFERRED.format(longer=0.2), signal.SIGHUP, signal.SIGHUP, signal.SIGTERM)
+    assert code == 75 and out.count("finishing this step and saving") == 1
+
+
+def test_a_second_request_ends_the_process_at_once():
+    code, out = alone(DEFERRED.format(longer=50), signal.SIGTERM, signal.SIGTERM, pause_s=stops.ONE_REQUEST_S + 0.3)
+    assert code == 1 and "SIGTERM again: ended at once, without saving" in out
+
+
+def test_a_reader_that_is_stuck_holds_up_no_stop():
+    """The pipe is full and nobody reads it: what is to be said cannot be."""
+    child = subprocess.Popen([sys.executable, "-c", ALONE.format(body="say.err('ready')\nwhile True: say.out('x' * 1000)")],
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert child.stderr.readline() == b"ready\n"
+    child.terminate()
+    try:
+        assert child.wait(30) == 75
+    finally:
+        child.kill()
+        child.stdout.close()
+
+
+def test_nohup_is_heeded():
+    line = [sys.executable, "-c", ALONE.format(body=DEFERRED.format(longer=0))]
+    child = subprocess.Popen(["nohup", *line], text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                             env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert child.stdout.readline() == "ready\n"
+    child.send_signal(signal.SIGHUP)
+    child.send_signal(signal.SIGTERM)
+    out, _ = child.communicate(timeout=60)
+    assert child.returncode == 75 and "SIGTERM" in out and "SIGHUP" not in out
+
+
+def test_outside_a_command_handlers_come_back_after_the_loop():
+    before = [signal.getsignal(signal.Signals[name]) for name in SIGNALS]
+    with stops.deferred() as listener:
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 30
+        while listener.number is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert listener.number == signal.SIGTERM
+    assert [signal.getsignal(signal.Signals[name]) for name in SIGNALS] == before
