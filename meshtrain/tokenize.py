@@ -53,8 +53,8 @@ def _sum_up(source: sources.Source | None) -> str:
         return "this process's share is done; others have parts to do still"
     if isinstance(source, token_files.TokenFiles):
         pairs = source.pairs
-        return (f"{sum(pair.num_tokens for pair in pairs):,} tokens of {sum(pair.num_documents for pair in pairs):,} documents in "
-                f"{len(pairs):,} part{'s' * (len(pairs) > 1)}, whole")
+        tokens, documents = (sum(getattr(pair, name) for pair in pairs) for name in ("num_tokens", "num_documents"))
+        return f"{tokens:,} tokens, {documents:,} documents, {len(pairs):,} part{'s' * (len(pairs) > 1)}; all built"
     return "bytes are the tokens; nothing to do"
 
 

@@ -1,5 +1,10 @@
-"""Eight simulated CPU devices for every test; the flags must stand before jax starts its backend."""
+"""Eight simulated CPU devices for every test; the flags must stand before jax starts its backend.
+
+Grids (`pytest.mark.grid` beside `slow`): of each file's cells a few run in every run of the suite, by the commit's hash; the
+summary names them. `-m slow --slow-minutes N` takes slow tests in an order of the commit's own until the time is up.
+"""
 import os
+import time
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # The default CPU scheduler can deadlock programs whose collectives are independent of one another.
@@ -7,3 +12,50 @@ os.environ["XLA_FLAGS"] = ("--xla_force_host_platform_device_count=8 "
                            "--xla_cpu_enable_concurrency_optimized_scheduler=false")
 # With one thread a device, collectives under way together can block every thread of the pool.
 os.environ["NPROC"] = "32"
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")      # an installed CUDA plugin reports that there is no GPU
+
+import pytest  # noqa: E402
+import sampling  # noqa: E402
+
+CELLS_OF_A_FILE = 3
+STARTED = time.monotonic()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow-minutes", type=float, help="begin no test once this many minutes have passed")
+
+
+def pytest_report_header():
+    return f"random draws and cells of grids: by commit {sampling.commit()[:12]}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    files = {}
+    for item in items:
+        if item.get_closest_marker("grid"):
+            files.setdefault(item.path, []).append(item)
+    for path, cells in files.items():
+        for item in sampling.generator(path.name).sample(cells, min(CELLS_OF_A_FILE, len(cells))):
+            item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "slow"]
+            item.user_properties.append(("sampled", True))
+    if config.option.slow_minutes:
+        order = sampling.generator("slow")
+        rank = {id(item): ("kill" not in item.nodeid, order.random()) for item in items}    # kills always
+        items.sort(key=lambda item: rank[id(item)])
+
+
+def pytest_runtest_setup(item):
+    minutes = item.config.option.slow_minutes
+    if minutes and time.monotonic() - STARTED > 60 * minutes:
+        pytest.skip("the time for slow tests is up")
+
+
+def pytest_terminal_summary(terminalreporter):
+    sampled = [f"{outcome:8} {report.nodeid}" for outcome in ("passed", "failed", "skipped")
+               for report in terminalreporter.getreports(outcome)
+               if ("sampled", True) in report.user_properties and (report.when == "call" or outcome != "passed")]
+    if sampled:
+        terminalreporter.section("cells of grids in this run")
+        for line in sampled:
+            terminalreporter.write_line(line)

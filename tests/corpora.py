@@ -93,7 +93,7 @@ class Opened:
         lines = []
         described = sources.describe(data, vocab_size=vocab_size)
         self.corpus = sources.corpus_of(described, described.open(fallback, parts.Job(lines.append, verify=verify)))
-        self.built = [line for line in lines if line.startswith("token cache: tokenizing")]
+        self.built = [line for line in lines if line.startswith(("token cache: tokenizing", "token cache: scanning"))]
         self.told = [line for line in lines if line not in self.built]
 
     def ids(self, k: int = 0):

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sampling
 import test_commands
 import test_layouts
 from hypothesis import given, settings
@@ -29,7 +30,7 @@ from meshtrain.parallel import attention, zigzag
 
 RULES = Path(__file__).resolve().parent.parent / "sharding_rules"
 FAST = {"xla_backend_optimization_level": 0}    # half the compile time; partitioning and memory plans stay as they are
-slow = partial(pytest.param, marks=pytest.mark.slow)
+slow = partial(pytest.param, marks=sampling.GRID)
 NOWHERE = 0                                     # the segment of padding
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
+import sampling
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import assembly, config
@@ -72,7 +73,7 @@ def gpu_step(rule: str, mesh: tuple, schedule: str, dtype: str = "bfloat16") -> 
 def every_case(test):
     name = lambda rule, mesh, schedule: f"{rule}-" + "".join(f"{axis}{n}-" for axis, n in mesh.items()) + schedule
     params = [pytest.param((rule, tuple(mesh.items()), schedule), id=name(rule, mesh, schedule), marks=marks)
-              for cases, marks in ((CASES, ()), (SLOW, pytest.mark.slow)) for rule, mesh, schedule in cases]
+              for cases, marks in ((CASES, ()), (SLOW, sampling.GRID)) for rule, mesh, schedule in cases]
     return pytest.mark.parametrize("case", params)(test)
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sampling
 
 from meshtrain import assembly, config
 from meshtrain.cost import audit, memory, report
@@ -28,15 +29,14 @@ ONE = {}
 SMALL = 4096  # bytes: loss and norm scalars, token ids
 
 LAYOUTS = [
-    ("ddp", dict(fsdp=8)), ("ddp", dict(data=2, fsdp=4)),
-    ("zero1", dict(fsdp=8)), ("zero1", dict(data=2, fsdp=4)),
-    ("zero2", dict(fsdp=8)), ("zero2", dict(data=2, fsdp=4)),
-    ("zero3", dict(fsdp=8)), ("zero3", dict(data=2, fsdp=4)),
-    ("hsdp", dict(data=4, fsdp=2)), ("hsdp", dict(data=2, fsdp=4)),
-    ("tensor", dict(data=4, tensor=2)), ("tensor", dict(data=2, fsdp=2, tensor=2)),
-    ("tensor_sequence", dict(data=4, tensor=2)), ("tensor_sequence", dict(data=2, tensor=4)),
-    ("tensor_sequence", dict(data=2, fsdp=2, tensor=2)),
-    ("zero3_tensor_sequence", dict(data=4, tensor=2)), ("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2)),
+    ("ddp", dict(fsdp=8)), ("zero1", dict(fsdp=8)), ("zero2", dict(fsdp=8)), ("zero3", dict(fsdp=8)),
+    ("hsdp", dict(data=2, fsdp=4)), ("tensor", dict(data=2, fsdp=2, tensor=2)), ("tensor_sequence", dict(data=2, tensor=4)),
+    ("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2)),
+]
+GRID = [
+    ("ddp", dict(data=2, fsdp=4)), ("zero1", dict(data=2, fsdp=4)), ("zero2", dict(data=2, fsdp=4)), ("zero3", dict(data=2, fsdp=4)),
+    ("hsdp", dict(data=4, fsdp=2)), ("tensor", dict(data=4, tensor=2)), ("tensor_sequence", dict(data=4, tensor=2)),
+    ("tensor_sequence", dict(data=2, fsdp=2, tensor=2)), ("zero3_tensor_sequence", dict(data=4, tensor=2)),
     ("zero3_tensor_sequence", dict(fsdp=2, tensor=4)),
 ]  # fmt: skip
 
@@ -121,7 +121,7 @@ def layout_id(case) -> str:
     return f"{rule}-" + "-".join(f"{axis}{n}" for axis, n in mesh.items())
 
 
-@pytest.fixture(params=LAYOUTS, ids=layout_id, scope="module")
+@pytest.fixture(params=[*LAYOUTS, *(pytest.param(case, marks=sampling.GRID) for case in GRID)], ids=layout_id, scope="module")
 def layout(request) -> Compiled:
     rule, mesh = request.param
     return compiled(rule, tuple(mesh.items()))
@@ -197,7 +197,7 @@ def test_gradients_are_reduced_once_per_step_over_axes_that_grads_does_not_name(
     assert expected <= reduced <= expected + SMALL or not once and reduced == 0
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("n", [8, *(pytest.param(n, marks=sampling.GRID) for n in (2, 4))])
 @pytest.mark.parametrize("rule, per_param", [
     ("ddp", lambda n: 16), ("zero1", lambda n: 8 + 8 / n), ("zero2", lambda n: 4 + 12 / n), ("zero3", lambda n: 16 / n),
 ])  # fmt: skip
@@ -223,8 +223,9 @@ VARIANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("rule, mesh", [("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2)), ("zero3", dict(fsdp=8))],
-                         ids=["zero3_tensor_sequence", "zero3"])
+@pytest.mark.parametrize("rule, mesh", [
+    ("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2)), pytest.param("zero3", dict(fsdp=8), marks=sampling.GRID),
+], ids=["zero3_tensor_sequence", "zero3"])  # fmt: skip
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variant_equals_one_device(variant, rule, mesh):
     model, training = VARIANTS[variant]

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sampling
 
 from meshtrain import assembly, config
 from meshtrain.cost import hlo
@@ -97,7 +98,7 @@ def unordered(text: str) -> list[tuple[str, str]]:
 
 def slow(*cases):
     """The rest of a grid: half a minute each, not all of them in every run of the suite."""
-    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+    return [pytest.param(*case, marks=sampling.GRID) for case in cases]
 
 
 def table_of(run) -> schedules.Schedule:

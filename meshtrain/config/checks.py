@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def _run_problems(run: Run):
                "none; name its run.dir, or leave init_optimizer out")
     if not source or "://" in source:
         return
-    if not Path(source).is_dir():
+    if not os.path.isdir(source):
         yield f"checkpoint.init_from={toml(source)} is not a directory; name the run.dir whose weights to start from"
     elif Path(source).resolve() == Path(run.run.dir).resolve():
         yield (f"checkpoint.init_from={toml(source)} is this run's own run.dir={toml(run.run.dir)}; "
@@ -58,7 +59,7 @@ def _mesh_problems(run: Run):
     if sorted(mesh.placement) != sorted(AXES):
         yield f"mesh.placement={toml(mesh.placement)} must name each axis once; use e.g. {toml(Mesh().placement)}"
     rules = run.sharding.rules
-    if not Path(rules).is_file():
+    if not os.path.isfile(rules):      # of a name that no system can have: False
         known = names("sharding_rules")
         near = difflib.get_close_matches(Path(rules).stem, known, n=1)
         remedy = f"did you mean sharding_rules/{near[0]}.toml?" if near else f"shipped are {join(known, 'and')}"

@@ -25,6 +25,7 @@ from meshtrain.config.shipped import found, names, shipped
 
 QUICKSTART = shipped("configs/quickstart.toml")
 USAGE = "python -m meshtrain.train [RUN.toml] [--section.key value ...]"
+MOST_BYTES = 1 << 24  # of a run file: /dev/zero has no end
 NOT_SHAPE = ("_dtype", "_dropout")  # model keys that no preset sets
 
 
@@ -81,7 +82,11 @@ def _arguments(argv):
 def _read(path: Path) -> tuple[dict, list[str]]:
     """(the file's tables, faults)."""
     try:
-        return tomllib.loads(path.read_bytes().decode()), []
+        with open(path, "rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            return {}, [f"{path} is larger than {MOST_BYTES:,} bytes: it is no run file; name one"]
+        return tomllib.loads(data.decode()), []
     except FileNotFoundError:
         known = {stem: f"configs/{stem}.toml" for stem in names("configs")}
         near = difflib.get_close_matches(path.stem, known, n=1)
@@ -93,7 +98,7 @@ def _read(path: Path) -> tuple[dict, list[str]]:
         return {}, [f"{path} cannot be read: {e.strerror}; name a file that can"]
     except UnicodeDecodeError as e:
         return {}, [f"{path} is not text (byte {e.start} is not UTF-8); a run file is TOML in UTF-8"]
-    except ValueError as e:  # bad TOML, or a number of thousands of digits
+    except (ValueError, RecursionError) as e:  # bad TOML, a number of thousands of digits, thousands of brackets
         where = re.search(r" \(at line (\d+), column (\d+)\)$", str(e))
         place, what = (f"{path}:{where[1]}:{where[2]}", str(e)[: where.start()]) if where else (str(path), str(e))
         return {}, [f"{place}: {what}; in TOML strings take quotes, booleans are true or false, lists close with ]"]
@@ -114,7 +119,7 @@ def _override(tables: dict, overrides) -> None:
         if field is not None and kind_of(field) not in ("string", "choice"):
             try:
                 parsed = tomllib.loads(f"value = {text}")
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue  # stays text, and is refused as text with its type's remedy
             table[key] = parsed["value"] if len(parsed) == 1 else text
 

@@ -54,7 +54,7 @@ class Mesh(Section):
     placement: tuple[str, ...] = key(
         PLACEMENT, "the five axes, from the slowest link to the fastest", strict=False
     )
-    simulated_devices: int = key(0, "CPU devices to simulate, the total over all processes; 0 = the real devices", ge=0)
+    simulated_devices: int = key(0, "CPU devices to simulate, the total over all processes; 0 = the real devices", ge=0, le=4096)
 
 
 class Sharding(Section):

@@ -6,6 +6,7 @@ means the current directory first, so that a file of one's own may carry the nam
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -19,7 +20,7 @@ def shipped(path: str | Path) -> Path:
 
 def found(path: str | Path) -> str | Path:
     """`path` from here, or the shipped file of that name where there is none here."""
-    return shipped(path) if not Path(path).exists() and shipped(path).is_file() else path
+    return shipped(path) if not os.path.exists(path) and os.path.isfile(shipped(path)) else path
 
 
 def names(folder: str) -> dict[str, Path]:

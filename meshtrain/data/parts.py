@@ -99,7 +99,8 @@ class _Work:
         seconds, checked = time.perf_counter() - started, [self.found[k] for k in left if self.found[k]]
         if checked and (seconds > progress.TELL_SECONDS or self.job.verify):
             size = sum(pair.stamp[1] for pair in checked)
-            self.job.tell(f"token cache: {len(checked)} parts are whole ({size / 1e9:.1f} GB checked in {seconds:.0f} s)")
+            what = f"{len(checked):,} parts are" if len(checked) > 1 else "1 part is"
+            self.job.tell(f"token cache: {what} whole ({size / 1e9:.1f} GB read in {seconds:.0f} s)")
         left = [k for k in left if self.found[k] is None]
         if left:
             self._build_all({k: self._place(self.choices[k]) for k in left})

@@ -222,7 +222,7 @@ def stamp(path: str) -> Stamp:
 
 def chunks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     """(first index, part) of an array of one dimension: what is memory-mapped is read without being held."""
-    step = CHUNK_BYTES // array.itemsize
+    step = max(1, CHUNK_BYTES // array.itemsize)
     for first in range(0, len(array), step):
         yield first, array[first:first + step]
 

@@ -40,7 +40,7 @@ def load(path: str | Path) -> Rules:
     path = Path(path)
     try:
         text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:      # not there, not UTF-8, a name with a null
         raise ValueError(f"sharding.rules: cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     return parse(text, str(path))
 
@@ -49,7 +49,7 @@ def parse(text: str, path: str = "<rules>") -> Rules:
     """Checks the text of a rule file. Raises: ValueError that lists every fault."""
     try:
         raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:      # bad TOML, a number of thousands of digits, thousands of brackets
         raise ValueError(f"{path}: not valid TOML: {error}") from None
     faults = []
     for name, table in raw.items():

@@ -80,6 +80,13 @@ def write(path: pathlib.Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
+def replace(path: pathlib.Path, text: str) -> None:
+    """The file has either its old text or, when this returns, all of the new."""
+    temporary = path.with_name(path.name + ".tmp")
+    write(temporary, text)
+    temporary.replace(path)
+
+
 def sync(directory: pathlib.Path) -> None:
     """A name is on the disk when its directory is."""
     descriptor = os.open(directory, os.O_RDONLY)

@@ -1,37 +1,49 @@
-"""The directory of a run: whose it is, whether a run goes on in it, and that nobody else is in it.
+"""The directory of a run: whose it is, that nobody else is in it, and that all processes see the same one.
 
-What may change on resume is everything but model, data, optimizer and seed: those make another run, whose loss curve
-would be a lie under the old name.
+A lock says that a run is at work here. Where a file system has no locks (Lustre without `-o flock`, FUSE), the lock file still
+names its owner, and a second run on the owner's host is noticed. What a resumed run may change is the business of `resume`.
 """
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from meshtrain import config
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError, Run
+from meshtrain.run import disk, say
 from meshtrain.run.checkpoint import Checkpoints
 
-# Keys of the fixed sections that change how a run is computed, not what it computes.
-FREE = {"model": ("compute_dtype",), "data": ("prefetch", "cache"), "optimizer": ()}
+LOCK = ".lock"
+NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
+# What a run leaves that ended before its first step: by Ctrl-C while it compiled, by a kill, or a mistake found late.
+OF_A_START = {LOCK, ".meshtrain", "rules.toml", "config.toml.tmp", "changes.jsonl.tmp", "checkpoints", "tensorboard"}
 
 
 @contextlib.contextmanager
-def claimed(run: Run):
+def claimed(run: Run) -> Iterator[Path]:
     """Holds run.dir for this run alone, all its processes; yields its Path.
 
-    Raises: ConfigError where it cannot be ours; touches nothing then.
+    Raises: ConfigError where it cannot be ours, or is not the same directory for all; touches nothing then.
     """
     with contextlib.ExitStack() as stack:
-        agree.on_first(lambda: stack.enter_context(_claimed(run)))
-        yield Path(run.run.dir)
+        nonce = agree.on_first(lambda: stack.enter_context(_claimed(run)))
+        directory = Path(run.run.dir)
+        _check_shared(directory, nonce)
+        yield directory
 
 
 @contextlib.contextmanager
-def _claimed(run: Run):
+def _claimed(run: Run) -> Iterator[str]:
+    """By process 0: the directory is there and locked; yields what its lock file holds for the others to find."""
     directory = Path(run.run.dir)
     existing = directory.exists()
     if existing and not directory.is_dir():
@@ -43,25 +55,116 @@ def _claimed(run: Run):
     if ours and run.checkpoint.resume == "never":
         raise ConfigError(f"run.dir={directory} already holds a run, and checkpoint.resume=\"never\"; give another "
                           "run.name or run.dir, or resume=\"auto\" to go on with it")
-    locked_before = (directory / ".lock").exists()
+    locked_before = (directory / LOCK).exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        lock = open(directory / ".lock", "w")
+        lock = open(directory / LOCK, "a+")     # and not "w": until it is locked, what stands there is another's
     except OSError as error:
         raise ConfigError(f"run.dir={directory} cannot be written: {error.strerror}; give a directory that can") from None
     with lock:
+        _lock(lock, directory)
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "began": _began(os.getpid()), "time": time.time(),
+                 "nonce": secrets.token_hex(8)}
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(f"run.dir={directory} is in use by another run; wait for it or give another run.name") from None
+            _put(lock, json.dumps(owner))
+        except OSError as error:
+            raise ConfigError(f"run.dir={directory} cannot be written: {error.strerror}; give a directory that can") from None
         try:
-            yield
+            yield owner["nonce"]
         except ConfigError:     # found late, in the data: a mistake leaves nothing behind
-            if not locked_before and [path.name for path in directory.iterdir()] == [".lock"]:
-                (directory / ".lock").unlink()
+            if not locked_before and [path.name for path in directory.iterdir()] == [LOCK]:
+                (directory / LOCK).unlink()
                 if not existing:
                     directory.rmdir()
             raise
+        finally:
+            with contextlib.suppress(OSError):
+                _put(lock, "")
+
+
+def _lock(lock, directory: Path) -> None:
+    """Raises: ConfigError where another run is at work in the directory, as far as that can be told."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return
+    except BlockingIOError:
+        raise ConfigError(f"run.dir={directory} is in use by another run{_by(_owner(lock))}; wait for it or give another "
+                          "run.name") from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise ConfigError(f"run.dir={directory} cannot be locked: {error.strerror}; give a directory on another file "
+                              "system") from None
+    owner = _owner(lock)
+    if owner and owner["host"] == socket.gethostname() and owner["pid"] != os.getpid() \
+            and owner["began"] == _began(owner["pid"]):
+        raise ConfigError(f"run.dir={directory} is in use by another run{_by(owner)}; wait for it or give another run.name")
+    say.err(f"{directory} is on a file system without locks: a second run in it would be noticed on this host alone; mount "
+            f"it with locks (Lustre: -o flock) or see to it yourself{'. The last run in it' + _by(owner) if owner else ''}")
+
+
+def _owner(lock) -> dict | None:
+    """Who wrote the lock file; None where nobody is named."""
+    try:
+        lock.seek(0)
+        owner = json.loads(lock.read())
+        return owner if {"host", "pid", "began", "time"} <= owner.keys() else None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _by(owner: dict | None) -> str:
+    if not owner:
+        return ""
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner["time"]))
+    return f" (pid {owner['pid']} on {owner['host']}, since {since})"
+
+
+def _began(pid: int) -> str:
+    """When a process of this host began, in the kernel's ticks: a pid alone may be another's by now. Empty: there is none."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""
+
+
+def _put(lock, text: str) -> None:
+    lock.seek(0)
+    lock.truncate()
+    lock.write(text)
+    lock.flush()
+    os.fsync(lock.fileno())
+
+
+def _check_shared(directory: Path, nonce: str) -> None:
+    """Raises: ConfigError, in every process, where one does not see what process 0 has just written."""
+    def look():
+        with contextlib.suppress(ValueError):
+            if json.loads((directory / LOCK).read_text())["nonce"] == nonce:
+                return
+        raise FileNotFoundError(errno.ENOENT, "another lock file stands there")     # perhaps what was read before
+
+    fault = ""
+    try:
+        disk.patiently(look, missing=True)
+    except OSError as error:
+        fault = error.strerror or str(error)
+    found = agree.exchange([socket.gethostname(), fault])
+    blind = [f"process {index} on {host} ({fault})" for index, (host, fault) in enumerate(found) if fault]
+    if blind:
+        raise agree.agreed(ConfigError(
+            f"run.dir={directory} is not one directory for all processes: {', '.join(blind[:8])}"
+            f"{f' and {len(blind) - 8} more' if len(blind) > 8 else ''} cannot see what process 0 on {found[0][0]} wrote there; "
+            "give a directory on a file system that all hosts have mounted"))
+
+
+def _left_by_a_start(directory: Path) -> bool:
+    """Empty, or what a run of ours left that never came to its first step, or what meshtrain.tokenize wrote."""
+    left = {path.name for path in directory.iterdir() if not path.name.startswith(".nfs")}   # deleted, but held open
+    saved = directory / "checkpoints"
+    return left <= {".meshtrain"} or (LOCK in left and left <= OF_A_START and not (saved.exists() and any(saved.iterdir())))
+
+
+# Keys of the fixed sections that change how a run is computed, not what it computes.
+FREE = {"model": ("compute_dtype",), "data": ("prefetch", "cache"), "optimizer": ()}
 
 
 def check_same_run(run: Run, metadata: dict, fingerprint: str, step: int) -> None:
@@ -90,21 +193,10 @@ def metadata(run: Run, rules_text: str, fingerprint: str) -> dict:
             "rules": rules_text, "data": {"fingerprint": fingerprint}}
 
 
-def _left_by_a_start(directory: Path) -> bool:
-    """Empty, or what a run leaves that ended before its first step: by Ctrl-C while it compiled, or a mistake found late; or
-    what meshtrain.tokenize wrote."""
-    left = {path.name for path in directory.iterdir()}
-    saved = directory / "checkpoints"
-    ours = {".lock", ".meshtrain", "rules.toml", "checkpoints", "tensorboard"}
-    return left <= {".meshtrain"} or (".lock" in left and left <= ours and not (saved.exists() and any(saved.iterdir())))
-
-
 def write_settings(run: Run, directory: Path, rules_text: str) -> None:
     """config.toml (resolved) and rules.toml (as used). config.toml comes last: it marks the directory as ours."""
     (directory / "rules.toml").write_text(rules_text)
-    temporary = directory / "config.toml.tmp"
-    temporary.write_text(config.dump(run))
-    temporary.replace(directory / "config.toml")
+    disk.replace(directory / "config.toml", config.dump(run))
 
 
 def source_weights(run: Run) -> tuple[Checkpoints, int]:

@@ -1,0 +1,119 @@
+"""Random compositions of model, mesh, rules, schedule and optimizer compute what one device computes.
+
+20 draws in every run of the suite, others with every commit, and 200 marked slow.
+"""
+import dataclasses
+import math
+
+import draws
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sampling
+
+from meshtrain import assembly, config
+from meshtrain.cost import audit
+from meshtrain.names import AXES, NO_TARGET
+from meshtrain.training.state import State
+
+FAST = {"xla_backend_optimization_level": 0}        # half the compile time; partitioning stays as it is
+DRAWN = sampling.generator("fuzz").sample(range(10**6), 20)
+STEPS = 3
+
+
+def compiled(run: config.Run):
+    made = assembly.assemble(run, jax.devices()[:math.prod(getattr(run.mesh, axis) for axis in AXES)])
+    with jax.default_matmul_precision("highest"):
+        return made, dataclasses.replace(made.program, compiler_options=FAST).compile()
+
+
+def on_one_device(run: config.Run) -> config.Run:
+    return run.model_copy(update=dict(
+        mesh=config.Mesh(), sharding=config.Sharding(rules=str(draws.RULES / "ddp.toml")), pipeline=config.Pipeline(),
+        context=config.Context(), training=run.training.model_copy(update=dict(microbatches=1, remat="none"))))
+
+
+def batch_of(run: config.Run, step: int) -> dict:
+    """Packed documents, some targets missing, some sequences with hardly any."""
+    B, T, rng = run.data.global_batch, run.data.seq_len, np.random.default_rng(step)
+    starts = rng.random((B, T)) < 0.15
+    starts[:, 0] = True
+    index = np.tile(np.arange(T), (B, 1))
+    targets = rng.integers(0, run.model.vocab_size, (B, T))
+    targets[rng.random((B, T)) < rng.random((B, 1))] = NO_TARGET
+    batch = {"tokens": rng.integers(0, run.model.vocab_size, (B, T)), "targets": targets, "index": index,
+             "segments": np.cumsum(starts, 1), "positions": index - np.maximum.accumulate(np.where(starts, index, 0), 1),
+             "sequence": step * B + np.arange(B)}  # fmt: skip
+    return {name: x.astype(np.int32) for name, x in batch.items()}
+
+
+def trained(made, step, params, opt_state):
+    """([losses, gradient norms], the optimizer's state after the first step): linear or quadratic in the gradient."""
+    state = jax.device_put(State(np.int32(0), params, opt_state), made.program.spec.sharding)
+    numbers, first = [], None
+    for n in range(STEPS):
+        state, metrics = step(state, made.program.place(batch_of(made.run, n)))
+        assert not metrics["skipped"]
+        numbers.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+        first = first or jax.device_get(state.opt_state)
+    return np.array(numbers), first
+
+
+def check(number: int, directory):
+    run, refused = draws.run(number, directory)
+    assert all(": " in message or ";" in message for message in refused), "a refusal names value, rule and remedy"
+    made, step = compiled(run)
+    program = audit.read(step.as_text(), made.mesh)
+    if program.branch_permutes:         # refused by name when a run compiles it
+        assert run.pipeline.schedule == "zb_h1"
+        pytest.skip("zb_h1 with a permute in a branch is refused")
+    assert not program.broken_permutes
+    one, one_step = compiled(on_one_device(run))
+    params = jax.device_get(jax.jit(one.model.init)(jax.random.key(number)))
+    # Biases and norms start as constants: other values show a wrong gradient of what they scale.
+    rng = np.random.default_rng(number)
+    params = jax.tree.map(lambda a: (a + 0.05 * rng.standard_normal(a.shape)).astype(a.dtype), params)
+    opt_state = jax.device_get(jax.jit(one.program.spec.tx.init)(params))
+    expected, expected_state = trained(one, one_step, params, opt_state)
+    numbers, first = trained(made, step, params, opt_state)
+    np.testing.assert_allclose(numbers[0], expected[0], rtol=2e-5, err_msg="loss and gradient norm")
+    scales = [np.abs(e).max(initial=0) for e in jax.tree.leaves(expected_state)]
+    for (path, a), e in zip(jax.tree.leaves_with_path(first), jax.tree.leaves(expected_state), strict=True):
+        # float32 sums in another order; a leaf whose true value is nearly zero is measured against the largest.
+        scale = max(np.abs(e).max(initial=0), 1e-6 * max(scales))
+        assert np.abs(a - e).max(initial=0) <= 2e-4 * scale, jax.tree_util.keystr(path)
+    # Later steps: Adam divides by the root of tiny moments, and lion takes signs: what is nearly zero may turn.
+    np.testing.assert_allclose(numbers[:, 0], expected[:, 0], rtol=1e-3)
+
+
+@pytest.mark.parametrize("number", DRAWN)
+def test_a_random_composition_equals_one_device(number, tmp_path):
+    check(number, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(200))
+def test_many_random_compositions_equal_one_device(number, tmp_path):
+    check(number, tmp_path)
+
+
+def test_a_draw_is_the_same_again(tmp_path):
+    assert draws.run(5, tmp_path)[0] == draws.run(5, tmp_path)[0]
+
+
+def test_the_comparison_sees_a_wrong_gradient(tmp_path, monkeypatch):
+    from meshtrain.model import layers
+    right = layers.rotate
+    monkeypatch.setattr(layers, "rotate", lambda x, rope: right(x, rope) * jnp.float32(1 + 1e-3))
+    number = next(n for n in range(100) if (run := draws.run(n, tmp_path)[0]).model.position == "rope" and
+                  not run.model.qk_norm and math.prod(getattr(run.mesh, axis) for axis in AXES) == 2)
+    run, _ = draws.run(number, tmp_path)
+    made, step = compiled(run)
+    monkeypatch.setattr(layers, "rotate", right)
+    one, one_step = compiled(on_one_device(run))
+    params = jax.device_get(jax.jit(one.model.init)(jax.random.key(number)))
+    opt_state = jax.device_get(jax.jit(one.program.spec.tx.init)(params))
+    wrong, expected = trained(made, step, params, opt_state)[1], trained(one, one_step, params, opt_state)[1]
+    assert any(np.abs(a - e).max(initial=0) > 2e-4 * np.abs(e).max(initial=0)
+               for a, e in zip(jax.tree.leaves(wrong), jax.tree.leaves(expected)))
