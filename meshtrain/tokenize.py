@@ -31,7 +31,8 @@ def main(argv: Sequence[str]) -> int:
         argv, verify, share = _flags(argv)
         run = config.load(argv, USAGE)
         if share is None:
-            cluster = find.cluster(run.distributed, os.environ)
+            # Without GPUs, so that they need not divide among the processes.
+            cluster = find.cluster(run.distributed, os.environ | {"CUDA_VISIBLE_DEVICES": ""})
             share = (cluster.index, cluster.count) if cluster else (0, 1)
         with config.user_errors():
             described = sources.describe(run.data, vocab_size=run.model.vocab_size)

@@ -49,8 +49,10 @@ def test_shares_are_done_apart_and_are_whole_together(call, tmp_path, monkeypatc
     code, out, _ = call(*flags, "--processes", "1/2")
     assert (code, len(list(tmp_path.glob(".meshtrain/*/*.json")))) == (0, 2)
     assert "this process's share is done" in out
-    monkeypatch.setattr(os, "environ", {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "PMIX_NAMESPACE": "a"})
-    code, out, _ = call(*flags, "--processes=0/2")
+    for name, value in {"SIZE": "2", "RANK": "0", "LOCAL_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")  # which two processes could not share
+    code, out, _ = call(*flags)
     assert (code, len(list(tmp_path.glob(".meshtrain/*/*.json")))) == (0, 5)
     assert "5 parts; all built" in out
 
