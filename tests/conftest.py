@@ -16,6 +16,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")      # an installed CUDA plug
 
 import pytest  # noqa: E402
 import sampling  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+settings.register_profile("no deadline", deadline=None)     # how busy the machine is says nothing about the code
+settings.load_profile("no deadline")
 
 CELLS_OF_A_FILE = 3
 STARTED = time.monotonic()
