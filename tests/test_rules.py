@@ -188,13 +188,26 @@ def test_spec_leaves_out_what_drop_names():
     assert layout(data=2, fsdp=2, tensor=2).spec("params", weight, drop=("data", "fsdp")) == P(None, "tensor")
 
 
+def test_weights_are_gathered_over_the_axes_that_split_tokens_and_experts_are_not():
+    """A rule file with experts over fsdp, which splits tokens too: their embed dim is gathered over data, they are not."""
+    text = '[params]\nexpert = "fsdp"\nembed = ["data", "context"]\nmlp = "tensor"\n[activations]\nbatch = ["data", "fsdp"]\nseq = "context"\n'
+    placed = Layout(rules.parse(text), sizes(data=2, fsdp=2, tensor=2, context=2))
+    assert placed.axes_in_use("expert") == ("fsdp",) and placed.axes_in_use("embed") == ()
+    assert placed.spec_in_use(("expert", "embed", "mlp")) == P("fsdp", None, "tensor")
+    assert layout(data=2, fsdp=2, tensor=2).spec_in_use(("embed", "mlp")) == P(None, "tensor")
+    mesh_spec = MeshSpec({"data": 2, "fsdp": 2, "tensor": 2})
+    with jax.set_mesh(mesh_spec.build(jax.devices())):
+        w = jax.jit(lambda w: Layout(rules.parse(text), mesh_spec.sizes).in_use(w, ("expert", "embed", "mlp")))(np.ones((4, 8, 6)))
+    assert w.sharding.shard_shape(w.shape) == (2, 8, 3)
+
+
 def test_hide_takes_an_axis_out_of_the_activations_only():
     hidden = layout(data=2, fsdp=2, tensor=2).hide(["data"])
     assert hidden.batch_axes == ("fsdp",)
     assert hidden.spec("activations", ("batch", "residual_seq")) == P("fsdp", "tensor")
     assert hidden.spec("params", ("embed",)) == P(("data", "fsdp"))
     assert hidden.hide(["fsdp"]).batch_axes == ()
-    assert hidden.gathered_axes == ("data", "fsdp"), "weights are gathered over hidden axes too"
+    assert hidden.token_axes == ("data", "fsdp"), "weights are gathered over hidden axes too"
 
 
 def test_spec_leaves_out_manual_axes():
@@ -227,4 +240,4 @@ def test_shardings_map_a_tree_of_axes():
 def test_batch_axes_are_those_larger_than_one():
     one = layout(fsdp=4, tensor=2)
     assert one.batch_axes == ("fsdp",)
-    assert one.ways(one.batch_axes) == one.ways(one.gathered_axes) == 4 and one.ways(()) == 1
+    assert one.ways(one.batch_axes) == one.ways(one.token_axes) == 4 and one.ways(()) == 1

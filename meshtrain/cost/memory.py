@@ -34,7 +34,7 @@ def in_loop(rows, layout, num_chunks: int = 1) -> list[tuple]:
     A stage's layers are one stack, all its chunks and those layers that fill up the last one included.
     """
     pieces = layout.sizes["stage"] * num_chunks
-    kept = lambda axis: layout.ways(a for a in layout.mesh_axes("params", axis) if a not in layout.gathered_axes)
+    kept = lambda axis: layout.ways(layout.axes_in_use(axis))
     found = []
     for info in rows:
         shape = tuple(n // kept(axis) for n, axis in zip(info.shape, info.axes))

@@ -22,6 +22,7 @@ from meshtrain.names import AXES
 TABLES = ("params", "grads", "optimizer", "activations")
 LOGICAL = ("batch", "seq", "residual_seq", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "layers", "expert")
 ACTIVATION_ONLY = ("batch", "seq", "residual_seq")
+NEVER_GATHERED = ("expert",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,11 +169,7 @@ class Layout:
 
     def spec(self, table: str, axes: Sequence[str | None], drop: Sequence[str] = ()) -> P:
         """The PartitionSpec of a tensor with these logical axes; mesh axes in `drop` are left out."""
-        entries = []
-        for logical in axes:
-            names = tuple(a for a in self.mesh_axes(table, logical) if a not in drop)
-            entries.append(None if not names else names[0] if len(names) == 1 else names)
-        return P(*entries)
+        return P(*(_entry([a for a in self.mesh_axes(table, logical) if a not in drop]) for logical in axes))
 
     def constrain(self, table: str, x: jax.Array, axes: Sequence[str | None], drop: Sequence[str] = ()) -> jax.Array:
         """`x` pinned to the layout that `table` gives tensors with these logical axes. Needs a mesh in context."""
@@ -190,16 +187,40 @@ class Layout:
         return self.mesh_axes("activations", "batch")
 
     @property
-    def gathered_axes(self) -> tuple[str, ...]:
-        """The mesh axes over which a weight is gathered before it is used: those that split tokens."""
+    def token_axes(self) -> tuple[str, ...]:
+        """The mesh axes that split tokens, whether over the batch or over the sequence."""
         names = self.rules.mesh_axes("activations", "batch") + self.rules.mesh_axes("activations", "seq")
         return tuple(a for a in dict.fromkeys(names) if self.sizes[a] > 1)
+
+    def axes_in_use(self, logical: str | None) -> tuple[str, ...]:
+        """The mesh axes that still split this dim of a weight where it is used.
+
+        Where [params] splits it over an axis that splits tokens as well, the weight is gathered (ZeRO-3); only experts stay
+        on their devices, and tokens are sent to them.
+        """
+        gathered = () if logical in NEVER_GATHERED else self.token_axes
+        return tuple(a for a in self.mesh_axes("params", logical) if a not in gathered)
+
+    def spec_in_use(self, axes: Sequence[str | None]) -> P:
+        """The PartitionSpec of a weight with these logical axes as it is used: as [params] has it, then gathered."""
+        return P(*(_entry(self.axes_in_use(logical)) for logical in axes))
+
+    def in_use(self, w: jax.Array, axes: Sequence[str | None]) -> jax.Array:
+        """A weight, or its gradient, pinned to `spec_in_use`: an all-gather of a weight that lies as [params] has it."""
+        if all(n == 1 for n in self.sizes.values()):
+            return w
+        return jax.lax.with_sharding_constraint(w, self.spec_in_use(axes))
 
     def ways(self, mesh_axes: Iterable[str]) -> int:
         return math.prod(self.sizes[a] for a in mesh_axes)
 
     def hide(self, mesh_axes: Iterable[str]) -> Layout:
         return dataclasses.replace(self, hidden=self.hidden + tuple(mesh_axes))
+
+
+def _entry(names: Sequence[str]):
+    """One dim's entry in a PartitionSpec."""
+    return None if not names else names[0] if len(names) == 1 else tuple(names)
 
 
 def shardings(layout: Layout, mesh, table: str, axes_tree):

@@ -39,7 +39,7 @@ def gathered(ex: Execution, w: jax.Array, axes) -> jax.Array:
     gathers the float32 master weight in some places and casts afterwards.
     """
     w = ex.layout.constrain("params", w.astype(ex.dtype), axes)
-    return ex.layout.constrain("params", w, axes, drop=ex.layout.gathered_axes)
+    return ex.layout.in_use(w, axes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
@@ -117,7 +117,7 @@ add_bias.defvjp(_add_bias_forward, _add_bias_backward)
 
 def _small(ex: Execution, vector, axes):
     """A norm scale or bias, gathered over the axes that split tokens, float32 (its bytes do not matter)."""
-    return ex.layout.constrain("params", vector, axes, drop=ex.layout.gathered_axes)
+    return ex.layout.in_use(vector, axes)
 
 
 class Norm(nnx.Module):
@@ -224,7 +224,7 @@ def _lookup_backward(ex, axes, saved, dx_BTD):
         if manual := layout.by_hand("params", axes[0]):
             ids_BT, mine = _own_rows(manual, rows, ids_BT)
             dx_BTD = jnp.where(mine[..., None], dx_BTD, 0)
-        zeros = layout.constrain("params", zeros, axes, drop=layout.gathered_axes)
+        zeros = layout.in_use(zeros, axes)
     return layout.constrain("grads", zeros.at[ids_BT].add(dx_BTD.astype(jnp.float32)), axes), None
 
 

@@ -91,7 +91,7 @@ def _run(ex, axes, vocab_size, z_loss, chunk, x_BTD, w, targets_BT, with_grads):
             dx_c = pin(dx_c, *lead)
             dx = jax.lax.dynamic_update_slice_in_dim(dx, dx_c, c * split.chunk, 2)
             dw = dw + jnp.einsum(f"nrsD,nrsV->n{letters}", x_c, dl, preferred_element_type=f32)
-            dw = pin(dw, shards or None, *layout.spec("params", axes, drop=layout.gathered_axes))
+            dw = pin(dw, shards or None, *layout.spec_in_use(axes))
         return (objective, nll, dx, dw), None
 
     zero_n = jnp.zeros((split.n,), f32)
@@ -99,7 +99,7 @@ def _run(ex, axes, vocab_size, z_loss, chunk, x_BTD, w, targets_BT, with_grads):
     if with_grads:
         dx = jnp.zeros_like(x_nrsD)
         dw = pin(jnp.zeros((split.n,) + full.shape, f32), shards or None,
-                 *layout.spec("params", axes, drop=layout.gathered_axes))
+                 *layout.spec_in_use(axes))
     (objective, nll, dx, dw), _ = jax.lax.scan(visit, (zero_n, zero_n, dx, dw), jnp.arange(split.count))
     sums = (objective.sum(), nll.sum())
     if not with_grads:

@@ -100,10 +100,10 @@ def pipelined(run, model: Transformer, layout: Layout, mesh, ex: Execution, spec
             depth = -(-num_layers // (num_stages * num_chunks))
             w = jnp.pad(w, [(0, depth * num_stages * num_chunks - num_layers)] + [(0, 0)] * (w.ndim - 1))
             w = layout.constrain("params", w.reshape(num_chunks, num_stages, depth, *w.shape[1:]), staged(axes))
-            return layout.constrain("params", w, staged(axes), drop=layout.gathered_axes)
+            return layout.in_use(w, staged(axes))
 
         p = each(cast, spec.axes, p, matrices)
-        ends = each(lambda axes, w: layout.constrain("params", w, axes, drop=layout.gathered_axes), ends_axes, without_layers(p))
+        ends = each(lambda axes, w: layout.in_use(w, axes), ends_axes, without_layers(p))
         return each(into_stages, layers_axes, p[LAYERS]), ends
 
     def out_of_stages(axes, g):
