@@ -59,7 +59,7 @@ def sleeping_layer(seconds: float, slept: list):
 def compiled_step(schedule: schedules.Schedule, mesh, slept: list):
     """The step of a model whose stages only sleep: a chunk is one layer, embedding and head cost nothing."""
     layer = sleeping_layer(STAGE_S / schedule.num_chunks, slept)
-    model = pipeline.Model(
+    model = pipeline.ModelFunctions(
         prepare=lambda microbatch, extra: (),
         embed=lambda ends, microbatch, extra: microbatch + ends,
         layer=lambda w, x, numbered: layer(w, x),

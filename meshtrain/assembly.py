@@ -142,8 +142,8 @@ def _choose_schedule(run: Run, mesh_spec: MeshSpec, model, layout: Layout, atten
     """The pipeline schedule of the run, with what it costs in time and memory."""
     mesh, parameters = mesh_spec.abstract(), model.parameters()
     residual_ways = layout.ways(a for a in layout.mesh_axes("activations", "residual_seq") if a == "tensor")
-    parts, x = accumulate.layer_parts(run, model, layout, mesh, attend)
+    fbw, x = accumulate.layer_fbw(run, model, layout, mesh, attend)
     held = state.describe(model, run.optimizer, run.training.steps, layout, mesh)
     return simulate.of_run(run, simulate.modelled(run, parameters, mesh_spec, gpu, residual_ways), mesh_spec.sizes["stage"],
-                           memory.slot_bytes(run, layout, parts, x, residual_ways),
+                           memory.slot_bytes(run, layout, fbw, x, residual_ways),
                            memory.slot_budget_bytes(gpu, held, memory.in_loop(parameters, layout), run.model.compute_dtype))

@@ -78,8 +78,8 @@ def compiled(executable, state_abstract, microbatches: int, loop=None) -> dict:
             "total": analysis.argument_size_in_bytes + analysis.temp_size_in_bytes}
 
 
-def slot_bytes(run, layout, parts, x, residual_ways: int) -> SlotBytes:
-    """What a microbatch leaves in a stage, from the parts of one layer and its input: heads and mlp are split over tensor.
+def slot_bytes(run, layout, fbw, x, residual_ways: int) -> SlotBytes:
+    """What a microbatch leaves in a stage, from F, B and W of one layer and its input: heads and mlp are split over tensor.
 
     What is as wide as the residual stream: under remat F keeps it split like the stream (layers' inputs, what attention
     adds). assumption: without remat, and in what B hands to W, it is whole, as it is where a matmul reads it: an upper bound.
@@ -89,9 +89,9 @@ def slot_bytes(run, layout, parts, x, residual_ways: int) -> SlotBytes:
     def held(a, stream_ways):
         ways = stream_ways if a.shape[-1] in (1, run.model.embed_dim) else layout.sizes["tensor"]
         return jax.ShapeDtypeStruct((-(-math.prod(a.shape) // ways),), a.dtype)
-    parts = dataclasses.replace(parts, **{name: [held(a, ways) for a in getattr(parts, name)] for name, ways in wide_ways.items()})
+    fbw = dataclasses.replace(fbw, **{name: [held(a, ways) for a in getattr(fbw, name)] for name, ways in wide_ways.items()})
     depth = -(-run.model.num_layers // layout.sizes["stage"])
-    return SlotBytes.of(parts, held(x, residual_ways), chunks=depth)
+    return SlotBytes.of(fbw, held(x, residual_ways), chunks=depth)
 
 
 def slot_budget_bytes(gpu, state, loop, compute_dtype: str) -> int | None:

@@ -1,10 +1,10 @@
-"""F, B and W of a layer: its forward, the input half and the weight half of its backward, each a function of its own.
+"""F, B and W of a layer: its forward, and the input and the weight half of its backward, each a function of its own.
 
-The backward that `jax.vjp` builds is traced once and its equations are dealt out: what the input gradient needs is B,
-what else the weight gradient needs is W, and values that B makes and W uses are handed over. Nothing is computed twice
-and both halves together are the unsplit backward, bit for bit. Residuals that depend on weights or on the
-microbatch's own inputs alone (casts, masks, rotations) are made again, not stored. A stack of layers is split layer by
-layer, so it stays a scan. Knows no model and no mesh.
+The backward that `jax.vjp` builds is traced once and its equations are divided: what the input gradient needs is B, what else
+the weight gradient needs is W, and values that B computes and W uses are passed on. Nothing is computed twice, and both halves
+together are the undivided backward, bit for bit. Residuals that depend on the weights or on the microbatch's own inputs alone
+(casts, masks, rotations) are recomputed, not stored. A stack of layers is divided layer by layer, so it stays a scan. Knows no
+model and no mesh.
 Source: the idea of B and W is zero bubble's, arXiv:2401.10241.
 """
 from __future__ import annotations
@@ -16,17 +16,17 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-# Calls that are opened, so that the equations inside can be dealt out. Loops, kernels and shard_maps stay whole, in B.
-OPENED = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_jvp_call",
-          "custom_vjp_call", "custom_vjp_call_jaxpr"}
+# Calls that are inlined, so that the equations inside can be divided. Loops, kernels and shard_maps stay whole, in B.
+INLINED = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_jvp_call",
+           "custom_vjp_call", "custom_vjp_call_jaxpr"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Split:
-    """The parts of y = f(w, x, e), where e is never differentiated.
+class FBW:
+    """F, B and W of y = f(w, x, e), where e is never differentiated.
 
     forward(w, x, e) -> y, (r, q). backward_input(w, e, r, q, dy) -> dx, z. backward_weight(w, e, q, z) -> dw.
-    backward(w, e, r, q, dy) -> dx, dw is both at once. r: what only B needs, q: what W needs, z: what B hands to W;
+    backward(w, e, r, q, dy) -> dx, dw is both at once. r: what only B needs, q: what W needs, z: what B passes to W;
     lists of arrays whose ShapeDtypeStructs are `r`, `q` and `z`. dw is float32 whatever the dtype of w.
     """
     forward: Callable
@@ -38,81 +38,105 @@ class Split:
     z: list
 
 
-def layer(f: Callable, w, x, e) -> Split:
-    """Splits f(w, x, e) -> y for arguments of these shapes; arrays or ShapeDtypeStructs, x one array, y like x."""
+def layer(f: Callable, w, x, e) -> FBW:
+    """F, B and W of f(w, x, e) -> y for arguments of these shapes; arrays or ShapeDtypeStructs, x one array, y like x."""
     w, x, e = (jax.tree.map(_aval, tree) for tree in (wide(w), x, e))
-    num_w, num_e = len(jax.tree.leaves(w)), len(jax.tree.leaves(e))
-    w_tree = jax.tree.structure(w)
-    vjp_tree = None
-
-    def run(w, x, e):
-        nonlocal vjp_tree
-        y, vjp = jax.vjp(lambda w, x: f(w, x, e), w, x)
-        leaves, vjp_tree = jax.tree.flatten(vjp)       # a VJP is a pytree: its leaves are the residuals
-        return y, *leaves
-
-    ahead = _flat(run, w, x, e)
-    residuals = ahead.jaxpr.outvars[1:]
-    of_x = _dependents(ahead.jaxpr.eqns, {ahead.jaxpr.invars[num_w]})
-    saved = list(dict.fromkeys(v for v in residuals if not isinstance(v, Literal) and v in of_x))
-    remade = [v for v in residuals if isinstance(v, Literal) or v not in of_x]
-    eqns_f = _slice(ahead.jaxpr.eqns, [ahead.jaxpr.outvars[0], *saved])
-    remake = _slice(ahead.jaxpr.eqns, remade)
-    w_and_e = ahead.jaxpr.invars[:num_w] + ahead.jaxpr.invars[num_w + 1:]
-
-    def both(w, e, kept, dy):
-        env = dict(zip(ahead.jaxpr.constvars, ahead.consts)) | dict(zip(w_and_e, jax.tree.leaves((w, e))))
-        env = _run(remake, env) | dict(zip(saved, kept))
-        dw, dx = jax.tree.unflatten(vjp_tree, [_read(env, v) for v in residuals])(dy)
-        return dx, dw
-
-    y = ahead.out_avals[0]
-    behind = _flat(both, w, e, [_aval(v.aval) for v in saved], _aval(y))
-    jaxpr, consts = behind.jaxpr, dict(zip(behind.jaxpr.constvars, behind.consts))
-    in_w, in_e = jaxpr.invars[:num_w], jaxpr.invars[num_w:num_w + num_e]
-    in_saved, in_dy = jaxpr.invars[num_w + num_e:-1], jaxpr.invars[-1]
-    out_x, out_w = jaxpr.outvars[0], jaxpr.outvars[1:]
-    eqns_b = _slice(jaxpr.eqns, [out_x])
-    per_step = _dependents(jaxpr.eqns, {*in_saved, in_dy})          # the rest is made again where it is needed
-    made_by_b = {v for eqn in eqns_b for v in eqn.outvars} & per_step
-    eqns_w = _slice(jaxpr.eqns, out_w, stop=made_by_b)
-    used_by_w = _variables(out_w).union(*(_variables(eqn.invars) for eqn in eqns_w))
-    handed = [v for eqn in eqns_b for v in eqn.outvars if v in made_by_b and v in used_by_w]
-    handed += [in_dy] if in_dy in used_by_w else []
-    of_w = [v in used_by_w for v in in_saved]
+    ahead = _Forward(f, w, x, e)
+    behind = _Backward(ahead, w, e)
+    of_w = behind.saved_for_w                        # of each saved residual: whether W needs it (q) or B alone (r)
 
     def forward(w, x, e):
-        env = dict(zip(ahead.jaxpr.constvars, ahead.consts)) | dict(zip(ahead.jaxpr.invars, jax.tree.leaves((wide(w), x, e))))
-        env = _run(eqns_f, env)
-        kept = [env[v] for v in saved]
-        return (_read(env, ahead.jaxpr.outvars[0]),
-                tuple([a for a, k in zip(kept, of_w) if k == want] for want in (False, True)))
+        y, saved = ahead.run(wide(w), x, e)
+        return y, tuple([a for a, k in zip(saved, of_w) if k == want] for want in (False, True))
 
-    def join(r, q):
+    def merged(r, q):
         r, q = iter(r), iter(q)
         return [next(q if k else r) for k in of_w]
 
-    def constants(w, e):
-        return consts | dict(zip(in_w, jax.tree.leaves(wide(w)))) | dict(zip(in_e, jax.tree.leaves(e)))
-
     def backward_input(w, e, r, q, dy):
-        env = _run(eqns_b, constants(w, e) | dict(zip(in_saved, join(r, q))) | {in_dy: dy})
-        return _read(env, out_x), [env[v] for v in handed]
+        return behind.input_half(wide(w), e, merged(r, q), dy)
 
     def backward_weight(w, e, q, z):
-        env = constants(w, e) | dict(zip((v for v, k in zip(in_saved, of_w) if k), q)) | dict(zip(handed, z))
-        env = _run(eqns_w, env)
-        return jax.tree.unflatten(w_tree, [_read(env, v) for v in out_w])
+        return behind.weight_half(wide(w), e, q, z)
 
     def backward(w, e, r, q, dy):
-        return both(wide(w), e, join(r, q), dy)
+        return ahead.backward(wide(w), e, merged(r, q), dy)
 
-    avals = [[_aval(v.aval) for v, k in zip(saved, of_w) if k == want] for want in (False, True)]
-    return Split(forward, backward_input, backward_weight, backward, *avals, [_aval(v.aval) for v in handed])
+    r, q = ([_aval(v.aval) for v, k in zip(ahead.saved, of_w) if k == want] for want in (False, True))
+    return FBW(forward, backward_input, backward_weight, backward, r, q, [_aval(v.aval) for v in behind.passed_on])
 
 
-def stack(f: Callable, ws, depth: int, x, e) -> Split:
-    """Splits `depth` layers f(w, x, (number, e)) in a row, their weights stacked in ws [n, …], n at least `depth`.
+class _Forward:
+    """The forward of f under `jax.vjp`, traced: which equations make y, which residuals are saved and which are recomputed."""
+
+    def __init__(self, f: Callable, w, x, e):
+        num_w = len(jax.tree.leaves(w))
+
+        def with_residuals(w, x, e):
+            y, vjp = jax.vjp(lambda w, x: f(w, x, e), w, x)
+            leaves, self.vjp_tree = jax.tree.flatten(vjp)       # a VJP is a pytree: its leaves are the residuals
+            return y, *leaves
+
+        self.traced = _inlined(with_residuals, w, x, e)
+        jaxpr = self.traced.jaxpr
+        self.y, self.residuals = jaxpr.outvars[0], jaxpr.outvars[1:]
+        of_x = _dependents(jaxpr.eqns, {jaxpr.invars[num_w]})
+        self.saved = list(dict.fromkeys(v for v in self.residuals if not isinstance(v, Literal) and v in of_x))
+        self.eqns = _slice(jaxpr.eqns, [self.y, *self.saved])
+        self.recomputed = _slice(jaxpr.eqns, [v for v in self.residuals if isinstance(v, Literal) or v not in of_x])
+        self.w_and_e = jaxpr.invars[:num_w] + jaxpr.invars[num_w + 1:]
+
+    def run(self, w, x, e):
+        """y and the saved residuals."""
+        env = _constants(self.traced) | dict(zip(self.traced.jaxpr.invars, jax.tree.leaves((w, x, e))))
+        env = _bind(self.eqns, env)
+        return _value(env, self.y), [env[v] for v in self.saved]
+
+    def backward(self, w, e, saved, dy):
+        """dx, dw: the whole backward."""
+        env = _constants(self.traced) | dict(zip(self.w_and_e, jax.tree.leaves((w, e))))
+        env = _bind(self.recomputed, env) | dict(zip(self.saved, saved))
+        dw, dx = jax.tree.unflatten(self.vjp_tree, [_value(env, v) for v in self.residuals])(dy)
+        return dx, dw
+
+
+class _Backward:
+    """The backward of a `_Forward`, traced and divided into what dx needs and what else dw needs."""
+
+    def __init__(self, ahead: _Forward, w, e):
+        num_w, num_e = len(jax.tree.leaves(w)), len(jax.tree.leaves(e))
+        self.w_tree = jax.tree.structure(w)
+        self.traced = _inlined(ahead.backward, w, e, [_aval(v.aval) for v in ahead.saved], _aval(ahead.y.aval))
+        jaxpr = self.traced.jaxpr
+        self.w_and_e, self.saved, self.dy = jaxpr.invars[:num_w + num_e], jaxpr.invars[num_w + num_e:-1], jaxpr.invars[-1]
+        self.dx, self.dw = jaxpr.outvars[0], jaxpr.outvars[1:]
+        self.eqns_b = _slice(jaxpr.eqns, [self.dx])
+        of_microbatch = _dependents(jaxpr.eqns, {*self.saved, self.dy})       # the rest is recomputed where it is needed
+        made_by_b = {v for eqn in self.eqns_b for v in eqn.outvars} & of_microbatch
+        self.eqns_w = _slice(jaxpr.eqns, self.dw, stop=made_by_b)
+        used_by_w = _variables(self.dw).union(*(_variables(eqn.invars) for eqn in self.eqns_w))
+        self.passed_on = [v for eqn in self.eqns_b for v in eqn.outvars if v in made_by_b and v in used_by_w]
+        self.passed_on += [self.dy] if self.dy in used_by_w else []
+        self.saved_for_w = [v in used_by_w for v in self.saved]
+
+    def input_half(self, w, e, saved, dy):
+        """dx, and what is passed on to W."""
+        env = self._given(w, e) | dict(zip(self.saved, saved)) | {self.dy: dy}
+        env = _bind(self.eqns_b, env)
+        return _value(env, self.dx), [env[v] for v in self.passed_on]
+
+    def weight_half(self, w, e, saved_for_w, passed_on):
+        """dw."""
+        saved = dict(zip((v for v, k in zip(self.saved, self.saved_for_w) if k), saved_for_w))
+        env = _bind(self.eqns_w, self._given(w, e) | saved | dict(zip(self.passed_on, passed_on)))
+        return jax.tree.unflatten(self.w_tree, [_value(env, v) for v in self.dw])
+
+    def _given(self, w, e):
+        return _constants(self.traced) | dict(zip(self.w_and_e, jax.tree.leaves((w, e))))
+
+
+def stack(f: Callable, ws, depth: int, x, e) -> FBW:
+    """F, B and W of `depth` layers f(w, x, (number, e)), one after the other; their weights are stacked in ws [n, …], n ≥ depth.
 
     In the result's functions w is (ws, numbers [n], first): layers first … first + depth − 1 of the stack, so that a
     stage with several chunks needs no copy of one. e is the same for all layers. backward_weight and backward take two
@@ -152,7 +176,7 @@ def stack(f: Callable, ws, depth: int, x, e) -> Split:
         return scan(visit, (dy, total), (order, r, q), reverse=True)[0]
 
     stacked = lambda avals: [jax.ShapeDtypeStruct((depth, *a.shape), a.dtype) for a in avals]
-    return Split(forward, backward_input, backward_weight, backward, stacked(one.r), stacked(one.q), stacked(one.z))
+    return FBW(forward, backward_input, backward_weight, backward, stacked(one.r), stacked(one.q), stacked(one.z))
 
 
 def take(tree, i):
@@ -179,28 +203,32 @@ def _aval(a):
     return jax.ShapeDtypeStruct(a.shape, a.dtype)
 
 
-def _flat(f, *args):
-    """The jaxpr of f over the leaves of args, its calls opened."""
+def _inlined(f, *args):
+    """The closed jaxpr of f over the leaves of args, its calls inlined."""
     closed = jax.make_jaxpr(f)(*args)
 
-    def opened(*leaves):
+    def flat(*leaves):
         return _evaluate(closed.jaxpr, closed.consts, leaves)
-    return jax.make_jaxpr(opened)(*jax.tree.leaves(args))
+    return jax.make_jaxpr(flat)(*jax.tree.leaves(args))
 
 
 def _evaluate(jaxpr, consts, args):
     env = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, args))
-    env = _run(jaxpr.eqns, env, opening=True)
-    return [_read(env, v) for v in jaxpr.outvars]
+    env = _bind(jaxpr.eqns, env, inline=True)
+    return [_value(env, v) for v in jaxpr.outvars]
 
 
-def _run(eqns, env: dict, opening: bool = False) -> dict:
-    """Evaluates equations; values by variable, those of env and the new ones."""
+def _constants(closed) -> dict:
+    return dict(zip(closed.jaxpr.constvars, closed.consts))
+
+
+def _bind(eqns, env: dict, inline: bool = False) -> dict:
+    """Evaluates equations. Returns values by variable: those of env and the new ones."""
     env = dict(env)
     for eqn in eqns:
-        args = [_read(env, v) for v in eqn.invars]
+        args = [_value(env, v) for v in eqn.invars]
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        if opening and inner is not None and eqn.primitive.name in OPENED:
+        if inline and inner is not None and eqn.primitive.name in INLINED:
             outs = _evaluate(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), args)
         else:
             with eqn.ctx.manager:
@@ -210,7 +238,7 @@ def _run(eqns, env: dict, opening: bool = False) -> dict:
     return env
 
 
-def _read(env, v):
+def _value(env, v):
     return v.val if isinstance(v, Literal) else env[v]
 
 

@@ -16,69 +16,68 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshtrain.parallel import split
-from meshtrain.parallel.pipeline import STAGE, Model, after, ordered, over_stages, part_of, unflattened
+from meshtrain.parallel.pipeline import STAGE, ModelFunctions, after, needs_order, over_stages, shard, unflattened
 from meshtrain.parallel.schedules import Schedule
 from meshtrain.parallel.split import put, take
 
 
-def gradients(schedule: Schedule, model: Model, mesh, once, ws, ends, batch, extra, *, ends_specs, batch_specs):
+def gradients(schedule: Schedule, model: ModelFunctions, mesh, once, ws, ends, batch, extra, *, ends_specs, batch_specs):
     """As `pipeline.gradients`, for schedules of the switch family; `ends` are whole, the same on all stages."""
-    execute = partial(_execute, schedule, model, ordered(mesh))
+    execute = partial(_execute, schedule, model, needs_order(mesh))
     return over_stages(execute, True, mesh, once, ws, ends, batch, extra, ends_specs, batch_specs)
 
 
-def _execute(schedule: Schedule, model: Model, in_order: bool, stage, ws, ends, batch, extra):
-    weights, microbatch, prepare, x, parts, c, rows, row_of, named = part_of(schedule, model, True, stage, ws, ends, batch, extra)
-    num_stages, w = schedule.num_stages, weights(0)                       # the family has one chunk
+def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, stage, ws, ends, batch, extra):
+    this, c, following = shard(schedule, model, True, stage, ws, ends, batch, extra)
+    fbw, num_stages, w = this.fbw, schedule.num_stages, this.chunk(0)     # the family has one chunk
     wait = after if in_order else lambda values, _: values
     zeros = lambda avals: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), avals)
-    nothing = dict(y=zeros(x), dx=zeros(x), dy=zeros(x), R=zeros(parts.r), Q=zeros(parts.q), Z=zeros(parts.z))
+    nothing = dict(y=zeros(this.x), dx=zeros(this.x), dy=zeros(this.x), R=zeros(fbw.r), Q=zeros(fbw.q), Z=zeros(fbw.z))
     add = lambda total, new: jax.tree.map(jnp.add, total, new)
 
-    def idle(c, row, sums):
+    def idle(c, tick, sums):
         return sums, nothing
 
-    def forward(c, row, sums):
-        embed = lambda: model.embed(ends, microbatch(row["F_mb"]), extra)
-        x = _branch(row["F_first"], [lambda: take(c["X"], row["F_x"]), embed])
-        y, (r, q) = parts.forward(w, x, row["F_e"])
+    def forward(c, tick, sums):
+        x = _branch(tick["F_first"], [lambda: take(c["X"], tick["F_x"]), lambda: this.embed(this.ends, tick["F_mb"])])
+        y, (r, q) = fbw.forward(w, x, tick["F_e"])
 
         def loss():
-            head = lambda ends, y: model.head(ends, y, microbatch(row["F_mb"]), extra)
-            (_, metric), (d_ends, dy) = jax.value_and_grad(head, (0, 1), has_aux=True)(split.wide(ends), y)
+            head = lambda ends, y: this.head(ends, y, tick["F_mb"])
+            (_, metric), (d_ends, dy) = jax.value_and_grad(head, (0, 1), has_aux=True)(split.wide(this.ends), y)
             return sums | dict(ends=add(sums["ends"], d_ends), metric=sums["metric"] + metric), dy
-        sums, dy = _branch(row["loss_here"], [lambda: (sums, nothing["dy"]), loss])
+        sums, dy = _branch(tick["loss_here"], [lambda: (sums, nothing["dy"]), loss])
         return sums, nothing | dict(y=y, dy=dy, R=r, Q=q)
 
-    def backward(c, row, sums):
-        kept = take(c["R"], row["B_r"]), take(c["Q"], row["B_q"])
-        dx, z = parts.backward_input(w, row["B_e"], *kept, take(c["D"], row["B_d"]))
+    def backward(c, tick, sums):
+        saved = take(c["R"], tick["B_r"]), take(c["Q"], tick["B_q"])
+        dx, z = fbw.backward_input(w, tick["B_e"], *saved, take(c["D"], tick["B_d"]))
 
         def embed_grad():
-            embed = lambda ends: model.embed(ends, microbatch(row["B_mb"]), extra)
-            return add(sums["ends"], jax.vjp(embed, split.wide(ends))[1](dx)[0])
-        sums = sums | dict(ends=_branch(row["B_first"], [lambda: sums["ends"], embed_grad]))
+            embed = lambda ends: this.embed(ends, tick["B_mb"])
+            return add(sums["ends"], jax.vjp(embed, split.wide(this.ends))[1](dx)[0])
+        sums = sums | dict(ends=_branch(tick["B_first"], [lambda: sums["ends"], embed_grad]))
         return sums, nothing | dict(dx=dx, Z=z)
 
-    def weight(c, row, sums):
-        kept = take(c["Q"], row["W_q"]), take(c["Z"], row["W_z"])
-        return sums | dict(ws=parts.backward_weight(w, prepare(row["W_mb"]), *kept, sums["ws"], True)), nothing
+    def weight(c, tick, sums):
+        saved = take(c["Q"], tick["W_q"]), take(c["Z"], tick["W_z"])
+        return sums | dict(ws=fbw.backward_weight(w, this.prepare(tick["W_mb"]), *saved, sums["ws"], True)), nothing
 
-    def tick(c, following):
-        row = named(c["row"])
+    def one_tick(c, following):
+        tick = this.named(c["tick"])
         # Made in the tick before. The switch comes after it, and the other permute after the switch.
         dx = lax.ppermute(c["dx"], STAGE, [(i, (i - 1) % num_stages) for i in range(num_stages)])
-        c, row = c | dict(D=put(c["D"], row["dx_in"], dx)), wait(row, dx)
-        sums, new = _branch(row["op"], [partial(op, c, row) for op in (idle, forward, backward, weight)],
+        c, tick = c | dict(D=put(c["D"], tick["dx_in"], dx)), wait(tick, dx)
+        sums, new = _branch(tick["op"], [partial(op, c, tick) for op in (idle, forward, backward, weight)],
                             {name: c[name] for name in ("ws", "ends", "metric")})
         y = lax.ppermute(new["y"], STAGE, [(i, (i + 1) % num_stages) for i in range(num_stages)])
         # What an op does not make is written, too, into slots that nobody holds.
         return c | sums | dict(
-            X=put(c["X"], row["y_in"], y), R=put(c["R"], row["F_r"], new["R"]), Q=put(c["Q"], row["F_q"], new["Q"]),
-            D=put(c["D"], row["loss_d"], new["dy"]), Z=put(c["Z"], row["B_z"], new["Z"]), dx=new["dx"],
-            row=row_of(following)), None
+            X=put(c["X"], tick["y_in"], y), R=put(c["R"], tick["F_r"], new["R"]), Q=put(c["Q"], tick["F_q"], new["Q"]),
+            D=put(c["D"], tick["loss_d"], new["dy"]), Z=put(c["Z"], tick["B_z"], new["Z"]), dx=new["dx"],
+            tick=this.prepared(following)), None
 
-    c, _ = lax.scan(tick, c | dict(dx=zeros(x)), rows)
+    c, _ = lax.scan(one_tick, c | dict(dx=zeros(this.x)), following)
     # Once a step, in float32: the first stage's gradients and the last one's, whole embedding and head.
     metric, d_ends = lax.psum((c["metric"], c["ends"]), STAGE)
     return metric[None], unflattened(c["ws"], 1), jax.tree.map(lambda a: a[None], d_ends)

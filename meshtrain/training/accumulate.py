@@ -120,7 +120,7 @@ def pipelined(run, model: Transformer, layout: Layout, mesh, ex: Execution, spec
         total, nll = model.head_loss(ex, ends, x, microbatch["targets"], z_loss=training.z_loss, chunk=training.loss_chunk)
         return total / extra["count"], nll
 
-    parts = pipeline.Model(
+    functions = pipeline.ModelFunctions(
         prepare=lambda microbatch, extra: model.inputs(microbatch, extra.get("key")),
         embed=lambda ends, microbatch, extra: model.embed(ex, ends, microbatch, extra.get("key")),
         layer=layer, head=head)
@@ -129,19 +129,19 @@ def pipelined(run, model: Transformer, layout: Layout, mesh, ex: Execution, spec
         count = jnp.maximum(jnp.sum(batch["targets"] != NO_TARGET), 1).astype(jnp.float32)
         extra = {"count": count} | ({} if key is None else {"key": key})
         executor = switch if schedule.family == "switch" else pipeline
-        nll, ws, ends = executor.gradients(schedule, parts, mesh, summed, *into_loop(p, schedule.num_chunks), batch, extra, **specs)
+        nll, ws, ends = executor.gradients(schedule, functions, mesh, summed, *into_loop(p, schedule.num_chunks), batch, extra, **specs)
         grads = each(lambda axes, g: _reduce(layout, summed, axes, g), ends_axes, ends)
         grads[LAYERS] = each(out_of_stages, layers_axes, ws)
         return grads, nll.sum() / count, count, {}
 
     def evaluate(p, batch):
         extra = {"count": jnp.float32(1)}
-        return pipeline.evaluate(parts, mesh, summed, *into_loop(p, 1), batch, extra, **specs).sum()
+        return pipeline.evaluate(functions, mesh, summed, *into_loop(p, 1), batch, extra, **specs).sum()
 
     return gradients, evaluate
 
 
-def layer_parts(run, model: Transformer, layout: Layout, mesh, attend: Callable) -> tuple[split.Split, jax.ShapeDtypeStruct]:
+def layer_fbw(run, model: Transformer, layout: Layout, mesh, attend: Callable) -> tuple[split.FBW, jax.ShapeDtypeStruct]:
     """F, B and W of one layer as they stand in the pipeline's loop, and its input: what a microbatch leaves on a device.
 
     Traced, not compiled; the mesh may be abstract. Shapes are one device's, but whole over tensor, which XLA splits.
@@ -153,19 +153,19 @@ def layer_parts(run, model: Transformer, layout: Layout, mesh, attend: Callable)
     x = jax.ShapeDtypeStruct((*sizes, run.model.embed_dim), dtype)
     weights = params.tree(model.parameters(), lambda info: jax.ShapeDtypeStruct(
         info.shape[1:], dtype if info.role == "matrix" else info.dtype))[LAYERS]
-    parts = None
+    fbw = None
 
     def trace():
-        nonlocal parts
+        nonlocal fbw
         key = jax.random.key(0) if drops(run) else None
         inputs = model.inputs({name: jnp.zeros(sizes[:1 + dims], jnp.int32) for name, dims in FIELDS.items()}, key)
-        parts = split.layer(lambda w, x, e: transformer.block(ex, model.layer, w, x, e[1], e[0])[0], weights, x, (jnp.int32(0), inputs))
+        fbw = split.layer(lambda w, x, e: transformer.block(ex, model.layer, w, x, e[1], e[0])[0], weights, x, (jnp.int32(0), inputs))
         return jnp.int32(0)
 
     with jax.sharding.use_abstract_mesh(mesh):          # whatever mesh the caller has in force
         jax.eval_shape(jax.shard_map(trace, mesh=mesh, axis_names={pipeline.STAGE, *once, *seq}, in_specs=(), out_specs=P(),
                                      check_vma=False))
-    return parts, x
+    return fbw, x
 
 
 def drops(run) -> bool:
