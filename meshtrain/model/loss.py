@@ -6,6 +6,7 @@ are kept apart per batch shard until the loop has ended: they cross the devices 
 """
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -13,121 +14,158 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.layout.mesh import psum
+from meshtrain.layout.rules import Layout
 from meshtrain.model.layers import Execution, gathered
 from meshtrain.names import NO_TARGET
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
-def loss_sums(ex: Execution, axes, vocab_size: int, z_loss: float, chunk: int, x_BTD, w, targets_BT):
+@dataclasses.dataclass(frozen=True)
+class LossSpec:
+    """axes: logical axes of the head's weight. Ids from vocab_size up are padding and get no probability. z_loss: weight of
+    lse². chunk: tokens per chunk and batch shard."""
+    axes: tuple[str, str]
+    vocab_size: int
+    z_loss: float
+    chunk: int
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def loss_sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
     """(objective, nll), float32 sums over all tokens with a target: objective = nll + z_loss · Σ lse².
 
-    x_BTD: normed output of the last layer, split as the residual stream. w: [D, V] or, tied, [V, D] with logical
-    `axes`; ids from vocab_size up are padding and get no probability. chunk: tokens per chunk and batch shard.
-    The gradient of nll is not defined apart from the objective's: take it as a metric.
+    x_BTD: normed output of the last layer, split as the residual stream. w: [D, V] or, tied, [V, D]. The gradient of nll is not
+    defined apart from the objective's: take it as a metric.
     """
-    return _run(ex, axes, vocab_size, z_loss, chunk, x_BTD, w, targets_BT, with_grads=False)[0]
+    return _sums(ex, spec, x_BTD, w, targets_BT, with_grads=False)[0]
 
 
-def _forward(ex, axes, vocab_size, z_loss, chunk, x_BTD, w, targets_BT):
-    return _run(ex, axes, vocab_size, z_loss, chunk, x_BTD, w, targets_BT, with_grads=True)
+def _loss_forward(ex, spec, x_BTD, w, targets_BT):
+    return _sums(ex, spec, x_BTD, w, targets_BT, with_grads=True)
 
 
-def _backward(ex, axes, vocab_size, z_loss, chunk, saved, cotangents):
+def _loss_backward(ex, spec, saved, cotangents):
     dx_BTD, dw = saved
     scale = cotangents[0]
     return (dx_BTD * scale).astype(dx_BTD.dtype), dw * scale, None
 
 
-loss_sums.defvjp(_forward, _backward)
+loss_sums.defvjp(_loss_forward, _loss_backward)
 
 
-def _run(ex, axes, vocab_size, z_loss, chunk, x_BTD, w, targets_BT, with_grads):
+def _sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT, with_grads: bool):
+    """((objective, nll), (dx_BTD, dw) or None)."""
     layout, f32 = ex.layout, jnp.float32
-    letters = "DV" if axes == ("embed", "vocab") else "VD"
-    full = gathered(ex, w, axes)                       # once per microbatch, bf16
-    seq = layout.mesh_axes("activations", "seq")
-    shards = layout.batch_axes + seq                     # tokens are independent here: a share of a sequence is a shard, too
-    pieces = tuple(a for a in layout.mesh_axes("activations", "residual_seq") if a not in seq)
-    split = _Split(x_BTD.shape, layout.ways(layout.batch_axes), layout.ways(seq), layout.ways(pieces), chunk)
-    lead = (shards or None, pieces or None)
-    pin = lambda x, *spec: jax.lax.with_sharding_constraint(x, P(*spec)) if shards or pieces or layout.mesh_axes(
-        "activations", "vocab") else x
-    vocab = layout.mesh_axes("activations", "vocab") or None
-    manual = layout.by_hand("activations", "vocab")      # in a pipeline: every stage has a part of the vocabulary
-    x_nrsD = pin(split.rows(x_BTD), *lead)               # n token shards × r sequence pieces × tokens
-    targets_nrs = pin(split.rows(targets_BT, fill=NO_TARGET), *lead)
-    V = full.shape[letters.index("V")]
-    first = jax.lax.axis_index(manual) * V if manual else 0
-    real_V = first + jnp.arange(V) < vocab_size
+    full = gathered(ex, w, spec.axes)                    # once per microbatch, bf16
+    tokens = _TokenChunks(layout, x_BTD.shape, spec.chunk)
+    vocab = _VocabShard(layout, tokens, spec, full)
+    x_nrsD, targets_nrs = tokens.cut(x_BTD), tokens.cut(targets_BT, fill=NO_TARGET)
+    pin_dw = lambda dw: tokens.pin(dw, tokens.shards, *layout.spec_in_use(spec.axes))
 
     def visit(carry, c):
         objective, nll, dx, dw = carry
-        # Sliced where it lies, then gathered: without the inner pin every chunk gathers the whole of x and slices that.
-        take = lambda a: pin(jax.lax.dynamic_slice_in_dim(a, c * split.chunk, split.chunk, 2), *lead)
         # Sequence parallel: each chunk is gathered over tensor here (s·D bf16) and its dx scattered back below.
-        x_c = pin(take(x_nrsD), shards or None)
-        t_c = pin(take(targets_nrs), shards or None)
-        logits = jnp.einsum(f"nrsD,{letters}->nrsV", x_c, full, preferred_element_type=f32)
-        logits = jnp.where(real_V, pin(logits, shards or None, None, None, vocab), -jnp.inf)
-        hit_V = first + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 3) == t_c[..., None]
-        hit = jnp.sum(jnp.where(hit_V, logits, 0.0), -1)
-        if manual:
-            # Two small all-reduces (s float32 each way), one after the other: sums under way together may pair on CPUs.
-            top = jax.lax.pmax(logits.max(-1), manual)
-            total, hit = jax.lax.psum((jnp.exp(logits - top[..., None]).sum(-1), hit), manual)
-            lse = top + jnp.log(total)
-        else:
-            lse = jax.nn.logsumexp(logits, -1)
+        x_c, t_c = tokens.take(x_nrsD, c), tokens.take(targets_nrs, c)
+        logits, lse, hit_V, hit = vocab.logits(x_c, t_c)
         has = (t_c != NO_TARGET).astype(f32)
         nll_c = has * (lse - hit)
         nll = nll + nll_c.sum((1, 2))
-        objective = objective + (nll_c + z_loss * has * lse * lse).sum((1, 2))
+        objective = objective + (nll_c + spec.z_loss * has * lse * lse).sum((1, 2))
         if with_grads:
             p = jnp.exp(logits - lse[..., None])
-            dl = has[..., None] * (p * (1 + 2 * z_loss * lse)[..., None] - hit_V.astype(f32))
-            dl = pin(dl.astype(ex.dtype), shards or None, None, None, vocab)
-            dx_c = jnp.einsum(f"nrsV,{letters}->nrsD", dl, full)
-            dx_c = psum(dx_c, manual) if manual else dx_c
-            dx_c = pin(dx_c, *lead)
-            dx = jax.lax.dynamic_update_slice_in_dim(dx, dx_c, c * split.chunk, 2)
-            dw = dw + jnp.einsum(f"nrsD,nrsV->n{letters}", x_c, dl, preferred_element_type=f32)
-            dw = pin(dw, shards or None, *layout.spec_in_use(axes))
+            dl = has[..., None] * (p * (1 + 2 * spec.z_loss * lse)[..., None] - hit_V.astype(f32))
+            dl = vocab.pin(dl.astype(ex.dtype))
+            dx = tokens.put(dx, vocab.dx(dl), c)
+            dw = dw + jnp.einsum(f"nrsD,nrsV->n{vocab.letters}", x_c, dl, preferred_element_type=f32)
+            dw = pin_dw(dw)
         return (objective, nll, dx, dw), None
 
-    zero_n = jnp.zeros((split.n,), f32)
+    zero_n = jnp.zeros((tokens.n,), f32)
     dx = dw = None
     if with_grads:
         dx = jnp.zeros_like(x_nrsD)
-        dw = pin(jnp.zeros((split.n,) + full.shape, f32), shards or None,
-                 *layout.spec_in_use(axes))
-    (objective, nll, dx, dw), _ = jax.lax.scan(visit, (zero_n, zero_n, dx, dw), jnp.arange(split.count))
+        dw = pin_dw(jnp.zeros((tokens.n,) + full.shape, f32))
+    (objective, nll, dx, dw), _ = jax.lax.scan(visit, (zero_n, zero_n, dx, dw), jnp.arange(tokens.count))
     sums = (objective.sum(), nll.sum())
     if not with_grads:
         return sums, None
     # One reduction over the batch shards, in float32: nothing may stand between the sum and the constraint.
-    dw = layout.constrain("grads", dw.sum(0), axes)
-    dx_BTD = layout.act(split.unrows(dx), "batch", "residual_seq", None)
-    return sums, (dx_BTD, dw)
+    dw = layout.constrain("grads", dw.sum(0), spec.axes)
+    return sums, (layout.act(tokens.join(dx), "batch", "residual_seq", None), dw)
 
 
-class _Split:
-    """[B, T, …] as [n, r, tokens, …]: n = b · c shards of batch and sequence, each in r pieces, tokens padded to whole chunks."""
+class _VocabShard:
+    """Logits and their statistics where the vocabulary V is split over devices: over automatic axes by placement, over manual
+    ones by hand (in a pipeline every stage has a shard of the vocabulary)."""
 
-    def __init__(self, shape, b: int, c: int, r: int, chunk: int):
-        self.b, self.c, self.r, self.n = b, c, r, b * c
-        self.B, self.T = shape[0] // b, shape[1] // (c * r)      # of a piece
+    def __init__(self, layout: Layout, tokens: _TokenChunks, spec: LossSpec, full):
+        self.full, self.tokens = full, tokens
+        self.letters = "DV" if spec.axes == ("embed", "vocab") else "VD"
+        self.axes = layout.mesh_axes("activations", "vocab") or None
+        self.manual = layout.by_hand("activations", "vocab")
+        V = full.shape[self.letters.index("V")]
+        self.first = jax.lax.axis_index(self.manual) * V if self.manual else 0
+        self.real_V = self.first + jnp.arange(V) < spec.vocab_size
+
+    def pin(self, x_nrsV):
+        return self.tokens.pin(x_nrsV, self.tokens.shards, None, None, self.axes)
+
+    def logits(self, x_c, t_c):
+        """(logits [n, r, s, V], log-sum-exp [n, r, s], [n, r, s, V] where the target is, logit of the target), float32."""
+        logits = jnp.einsum(f"nrsD,{self.letters}->nrsV", x_c, self.full, preferred_element_type=jnp.float32)
+        logits = jnp.where(self.real_V, self.pin(logits), -jnp.inf)
+        hit_V = self.first + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 3) == t_c[..., None]
+        hit = jnp.sum(jnp.where(hit_V, logits, 0.0), -1)
+        if not self.manual:
+            return logits, jax.nn.logsumexp(logits, -1), hit_V, hit
+        # Two small all-reduces (s float32 each way), one after the other: sums under way together may pair on CPUs.
+        top = jax.lax.pmax(logits.max(-1), self.manual)
+        total, hit = jax.lax.psum((jnp.exp(logits - top[..., None]).sum(-1), hit), self.manual)
+        return logits, top + jnp.log(total), hit_V, hit
+
+    def dx(self, dl_nrsV):
+        """The cotangent of a chunk of x, summed over the vocabulary."""
+        dx_c = jnp.einsum(f"nrsV,{self.letters}->nrsD", dl_nrsV, self.full)
+        return psum(dx_c, self.manual) if self.manual else dx_c
+
+
+class _TokenChunks:
+    """[B, T, …] as [n, r, tokens, …]: n token shards × r shards of the residual stream, whose tokens are padded to whole chunks.
+
+    n = b · c shards of batch and sequence: tokens are independent here, so a shard of a sequence is one like any other.
+    """
+
+    def __init__(self, layout: Layout, shape, chunk: int):
+        seq = layout.mesh_axes("activations", "seq")
+        self.shards = layout.batch_axes + seq or None
+        self.residual = tuple(a for a in layout.mesh_axes("activations", "residual_seq") if a not in seq) or None
+        self.b, self.c, self.r = layout.ways(layout.batch_axes), layout.ways(seq), layout.ways(self.residual or ())
+        self.n = self.b * self.c
+        self.B, self.T = shape[0] // self.b, shape[1] // (self.c * self.r)      # of one shard
         self.tokens = self.B * self.T
-        self.count = -(-self.tokens // max(1, chunk // r))
+        self.count = -(-self.tokens // max(1, chunk // self.r))
         self.chunk = -(-self.tokens // self.count)
+        self.placed = bool(self.shards or self.residual or layout.mesh_axes("activations", "vocab"))
 
-    def rows(self, x, fill=0):
+    def pin(self, x, *spec):
+        return jax.lax.with_sharding_constraint(x, P(*spec)) if self.placed else x
+
+    def cut(self, x, fill=0):
         rest = x.shape[2:]
         x = jnp.moveaxis(x.reshape(self.b, self.B, self.c, self.r, self.T, *rest), 1, 3)
         x = x.reshape(self.n, self.r, self.tokens, *rest)
         pad = [(0, 0), (0, 0), (0, self.chunk * self.count - self.tokens)] + [(0, 0)] * (x.ndim - 3)
-        return jnp.pad(x, pad, constant_values=fill)
+        return self.pin(jnp.pad(x, pad, constant_values=fill), self.shards, self.residual)
 
-    def unrows(self, x):
+    def join(self, x):
         rest = x.shape[3:]
         x = x[:, :, :self.tokens].reshape(self.b, self.c, self.r, self.B, self.T, *rest)
         return jnp.moveaxis(x, 3, 1).reshape(self.b * self.B, self.c * self.r * self.T, *rest)
+
+    def take(self, x, c):
+        """Chunk c, whole over the shards of the residual stream. Sliced where it lies, then gathered: without the inner pin
+        every chunk gathers the whole of x and slices that."""
+        x_c = jax.lax.dynamic_slice_in_dim(x, c * self.chunk, self.chunk, 2)
+        return self.pin(self.pin(x_c, self.shards, self.residual), self.shards)
+
+    def put(self, x, value, c):
+        return jax.lax.dynamic_update_slice_in_dim(x, self.pin(value, self.shards, self.residual), c * self.chunk, 2)

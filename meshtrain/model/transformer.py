@@ -19,7 +19,7 @@ from flax import nnx
 from meshtrain.layout.rules import Tensor
 from meshtrain.model import params
 from meshtrain.model.layers import Embedding, Layer, Linear, Norm, Execution, dropout, rope_angles
-from meshtrain.model.loss import loss_sums
+from meshtrain.model.loss import LossSpec, loss_sums
 from meshtrain.names import AUX_LOSS, LAYERS
 
 VOCAB_MULTIPLE = 256
@@ -140,7 +140,7 @@ class Transformer:
         """(objective, nll) from the output of the last layer, as `loss`."""
         axes, w = self._head(p)
         x_BTD = self._normed(ex, p, x_BTD)
-        return loss_sums(ex, axes, self.cfg.vocab_size, z_loss, chunk, x_BTD, w, targets_BT)
+        return loss_sums(ex, LossSpec(axes, self.cfg.vocab_size, z_loss, chunk), x_BTD, w, targets_BT)
 
     def loss(self, ex: Execution, p, batch, *, z_loss: float = 0.0, chunk: int = 1024, dropout_key=None):
         """(objective, nll, aux), sums over the tokens of `batch` that have a target, in nats. Divide by their count.
