@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from meshtrain import config
-from meshtrain.data import parts, sources, token_files
+from meshtrain.data import order, parts, sources, token_files
 
 TEXTS = ["the cat sat on the mat", "", "zwei\nZeilen\r\n", "naïve — 猫 🐈\x00", "<|endoftext|> is text here", "the mat\n"]
 UNICODE = st.text(st.characters(exclude_categories=["Cs"]))
@@ -98,7 +98,7 @@ class Opened:
 
     def ids(self, k: int = 0):
         source = self.corpus.sources[k]
-        return [np.asarray(source.read(d, 0, int(n))).tolist() for d, n in enumerate(source.lengths)]
+        return [np.asarray(source.read(d, 0, int(n))).tolist() for d, n in enumerate(order.lengths(source))]
 
     def texts(self, k: int = 0):
         return [self.corpus.tokenizer.decode(ids) for ids in self.ids(k)]

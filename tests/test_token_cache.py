@@ -156,7 +156,7 @@ CHILD = """
 import json, sys, time
 from pathlib import Path
 from meshtrain import config
-from meshtrain.data import sources, tokenizer
+from meshtrain.data import order, sources, tokenizer
 root, stop_at = Path(sys.argv[1]), sys.argv[2]
 encode = tokenizer.Bytes.encode
 def wait(self, texts):
@@ -166,7 +166,7 @@ def wait(self, texts):
 tokenizer.Bytes.encode = wait
 corpus = sources.open_corpus(config.Data(source="jsonl", paths=[f"{root}/*.jsonl"]), vocab_size=512, cache_dir=root / "cache")
 source = corpus.sources[0]
-print(json.dumps([corpus.tokenizer.decode(source.read(d, 0, int(n))) for d, n in enumerate(source.lengths)]))
+print(json.dumps([corpus.tokenizer.decode(source.read(d, 0, int(n))) for d, n in enumerate(order.lengths(source))]))
 """
 
 

@@ -1,15 +1,14 @@
-"""Where documents come from, and which of them are held out for validation.
+"""Where documents come from: a Source (contracts.py) is a list of documents with known ends that can be read anywhere.
 
-A source is a list of documents with known lengths that can be read anywhere: `lengths` and `read(document, start, stop)` are
-the whole contract, so packing (data.py) needs no look at the text to know where every token of every epoch stands. There are
-two kinds: files whose bytes are the tokens, read as they are, and token files, memory-mapped, whether they were given or the
-token cache made them of text, JSON lines, Parquet or Arrow. Nothing is held in memory but names and lengths.
+There are two kinds: files whose bytes are the tokens, read as they are, and token files, memory-mapped, whether they were
+given or the token cache made them of text, JSON lines, Parquet or Arrow. Nothing is held in memory but names and sizes.
 This module knows no sequences, batches, steps or hosts.
 """
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import glob
 import hashlib
 import itertools
@@ -19,11 +18,11 @@ import re
 import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
-from meshtrain.data import formats, given_tokens, parts, token_cache, token_files, tokenizer
+from meshtrain.data import formats, given_tokens, order, parts, token_cache, token_files, tokenizer
+from meshtrain.data.contracts import Source
 from meshtrain.data.tokenizer import Tokenizer
 
 NAMES = ("stdlib", "text", "jsonl", "parquet", "arrow", "tokens")
@@ -37,22 +36,26 @@ NOT_STDLIB = ("site-packages", "dist-packages", "__pycache__", "test", "tests", 
 NOT_STDLIB_PREFIXES = ("config-", "_sysconfigdata")
 
 
-class Source(Protocol):
-    """Documents of tokens, in an order that is the same on every host and in every run."""
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """int64 [documents]: tokens in each document, without a separator."""
-
-    def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        """Integers [stop - start]: the document's tokens start..stop-1. Called from several threads at once."""
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Files:
     """One file, one document; one byte, one token."""
     paths: tuple[str, ...]
-    lengths: np.ndarray
+    lengths: np.ndarray     # int64 [documents], bytes
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.paths)
+
+    @functools.cached_property
+    def totals(self) -> np.ndarray:
+        return order.totals(self.num_documents, self.ends)
+
+    @functools.cached_property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum(self.lengths)
+
+    def ends(self, documents: np.ndarray) -> np.ndarray:
+        return self._ends[documents]
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         # The page cache is the cache: opening costs some 10 us, and neither descriptors nor maps pile up.
@@ -71,7 +74,7 @@ class Corpus:
     sources: tuple[Source, ...]
     weights: tuple[float, ...]
     tokenizer: Tokenizer
-    fingerprint: str    # the same exactly where lengths of documents, weights and tokenizer are
+    fingerprint: str    # of content: the sources' lengths, as far as packing holds them (Source.totals), and the tokenizer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -152,7 +155,7 @@ def open_corpus(data, *, vocab_size: int, cache_dir: Path, tell: Callable[[str],
 
 def corpus_of(described: Description, opened: Sequence[Source]) -> Corpus:
     return Corpus(tuple(opened), described.weights, described.tokenizer,
-                  _fingerprint(opened, described.weights, described.tokenizer))
+                  _fingerprint(opened, described.tokenizer))
 
 
 def _open_tokenizer(data, names: Sequence[str], vocab_size: int) -> Tokenizer:
@@ -223,11 +226,11 @@ def _some(paths: Sequence[str]) -> str:
     return ", ".join(paths[:3]) + (", …" if len(paths) > 3 else "")
 
 
-def _fingerprint(opened: Sequence[Source], weights: Sequence[float], reader: Tokenizer) -> str:
-    digest = hashlib.blake2b(json.dumps([list(map(float, weights)), reader.key, reader.bos]).encode(), digest_size=8)
+def _fingerprint(opened: Sequence[Source], reader: Tokenizer) -> str:
+    digest = hashlib.blake2b(json.dumps([reader.key, reader.bos]).encode(), digest_size=8)
     for source in opened:
-        digest.update(np.asarray([len(source.lengths)], "<i8").tobytes())    # where a source ends
-        digest.update(np.asarray(source.lengths, "<i8").tobytes())
+        digest.update(np.asarray([source.num_documents], "<i8").tobytes())    # where a source ends
+        digest.update(np.asarray(source.totals, "<i8").tobytes())
     return digest.hexdigest()
 
 
@@ -321,39 +324,3 @@ def list_stdlib(root: str) -> list[str]:
         raise ValueError(f"data.source='stdlib' finds no .py file under {root} (a zipped or stripped Python?); "
                          "use data.source='text' with data.paths")
     return sorted(found)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Spans:
-    """The parts of documents that one split holds: tokens start..start+length-1 of `document`, int64 [spans] each."""
-    document: np.ndarray
-    start: np.ndarray
-    length: np.ndarray
-
-
-def split(lengths: np.ndarray, validation_fraction: float) -> tuple[Spans, Spans]:
-    """(train, validation) over documents of these lengths; the fraction is of tokens. Empty documents belong to neither.
-
-    A function of the lengths alone: another seed trains on the same documents. Whole documents are held out in the order of
-    a fixed hash of their index; where they cannot fill half of the wanted share (one file, a few books), every document gives
-    its tail instead, a document of its own.
-    """
-    lengths = np.asarray(lengths, np.int64)
-    wanted = int(lengths.sum() * validation_fraction)
-    # PCG64's raw stream is promised never to change; Generator.permutation is not.
-    rank = np.argsort(np.random.PCG64(0).random_raw(len(lengths)), kind="stable")
-    # None is longer than half of what is wanted, so the first that no longer fits finds it at least half full.
-    eligible = rank[(lengths[rank] > 0) & (2 * lengths[rank] <= wanted)]
-    chosen = eligible[np.cumsum(lengths[eligible]) <= wanted]
-    held_out = np.zeros_like(lengths)
-    if 2 * lengths[chosen].sum() >= wanted:
-        held_out[chosen] = lengths[chosen]
-    else:
-        held_out = (lengths * validation_fraction).astype(np.int64)
-
-    def spans(start, length):
-        document = np.flatnonzero(length)
-        return Spans(document, start[document], length[document])
-
-    kept = lengths - held_out
-    return spans(np.zeros_like(lengths), kept), spans(kept, held_out)

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from meshtrain.data import order
+
 TOKENS, ENDS = ".tokens.npy", ".ends.npy"
 CHUNK_BYTES = 1 << 26
 # Linux allows a process 65,530 maps.
@@ -74,13 +76,32 @@ class TokenFiles:
     pairs: tuple[Pair, ...]
 
     @functools.cached_property
-    def lengths(self) -> np.ndarray:
-        return np.concatenate([np.diff(pair.ends, prepend=0) for pair in self.pairs])
+    def num_documents(self) -> int:
+        return self._firsts[-1] + len(self.pairs[-1].ends)
+
+    @functools.cached_property
+    def totals(self) -> np.ndarray:
+        return order.totals(self.num_documents, self.ends)
 
     @functools.cached_property
     def _firsts(self) -> list[int]:
         """The first document of each pair; a list, because numpy takes microseconds to search it for one."""
         return list(itertools.accumulate((len(pair.ends) for pair in self.pairs[:-1]), initial=0))
+
+    @functools.cached_property
+    def _before(self) -> list[int]:
+        """The tokens before each pair."""
+        return list(itertools.accumulate((int(pair.ends[-1]) if len(pair.ends) else 0 for pair in self.pairs[:-1]), initial=0))
+
+    def ends(self, documents: np.ndarray) -> np.ndarray:
+        if len(self.pairs) == 1:
+            return self.pairs[0].ends[documents]
+        which = np.searchsorted(np.array(self._firsts), documents, side="right") - 1
+        ends, by_pair = np.empty(len(documents), np.int64), np.argsort(which, kind="stable")
+        numbers, starts = np.unique(which[by_pair], return_index=True)
+        for k, places in zip(numbers.tolist(), np.split(by_pair, starts[1:])):
+            ends[places] = self._before[k] + self.pairs[k].ends[documents[places] - self._firsts[k]]
+        return ends
 
     @functools.cached_property
     def _map(self):
