@@ -25,7 +25,7 @@ from meshtrain import assembly, config, devices
 from meshtrain.cluster import agree, find, meet
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost import flops, hardware, report
-from meshtrain.data import packing, sources
+from meshtrain.data import packing, parts, sources
 from meshtrain.inference import sample
 from meshtrain.run import loop, metrics, rundir
 from meshtrain.run.checkpoint import CheckpointError, Checkpoints
@@ -53,7 +53,10 @@ def main(argv: Sequence[str]) -> int:
         agree.same_everywhere("the run", config.dump(run))
         made = agree.everywhere(lambda: assembly.assemble(run, found))
         with rundir.claimed(run) as directory:
-            corpus, batches = agree.everywhere(lambda: _open_data(run, directory))
+            described = agree.everywhere(lambda: _describe_data(run))
+            with config.user_errors():
+                rundir.check_newest(run, described.tokenizer)
+            corpus, batches = agree.everywhere(lambda: _open_data(run, described, directory))
             agree.same_everywhere("the data", corpus.fingerprint)
             return _train(run, made, corpus, batches, directory)
     except ConfigError as error:
@@ -104,7 +107,8 @@ def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: p
         if latest is not None:
             with config.user_errors():
                 metadata = checkpoints.metadata(latest)
-            rundir.check_same_run(run, metadata, corpus.fingerprint, latest)
+            rundir.check_same_run(run, metadata, corpus.tokenizer)
+            rundir.check_same_data(run, metadata, corpus.fingerprint, latest)
             if latest >= run.training.steps:
                 say.out(f"{directory} is finished: it has {latest} of training.steps={run.training.steps} steps; "
                         "raise training.steps to go on")
@@ -118,7 +122,7 @@ def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: p
         say.out(report.compiled(step, made, time.perf_counter() - started))
         if jax.process_index() == 0:
             rundir.write_settings(run, directory, made.layout.rules.text)
-        metadata = rundir.metadata(run, made.layout.rules.text, corpus.fingerprint)
+        metadata = rundir.metadata(run, made.layout.rules.text, corpus.fingerprint, corpus.tokenizer)
         with metrics.open_writers(run, directory, latest or 0) as writer, stops.deferred() as listener:
             stop = loop.Stop(listener)
             validation = Validation(run, made.program, batches, stop)
@@ -153,12 +157,16 @@ def _flops(made: assembly.Assembly) -> tuple[float, float | None]:
             peak * made.mesh_spec.num_devices if peak else None)
 
 
-def _open_data(run: Run, directory: Path) -> tuple[sources.Corpus, packing.Data]:
+def _describe_data(run: Run) -> sources.Description:
+    with config.user_errors():
+        return sources.describe(run.data, vocab_size=run.model.vocab_size)
+
+
+def _open_data(run: Run, described: sources.Description, directory: Path) -> tuple[sources.Corpus, packing.Data]:
     """What the run reads, tokenized where it is not yet, and its batches."""
     d = run.data
     with config.user_errors():
-        corpus = sources.open_corpus(d, vocab_size=run.model.vocab_size, cache_dir=directory / ".meshtrain",
-                                      tell=say.out)
+        corpus = sources.corpus_of(described, described.open(directory / sources.CACHE, parts.Job(say.out)))
         return corpus, packing.pack(
             corpus.sources, corpus.weights, bos=corpus.tokenizer.bos, seq_len=d.seq_len, global_batch=d.global_batch,
             seed=run.run.seed, validation_fraction=d.validation_fraction, document_mask=d.document_mask)

@@ -17,6 +17,7 @@ import time
 import tomllib
 from pathlib import Path
 
+import corpora
 import jax
 import pytest
 
@@ -237,6 +238,22 @@ def test_other_documents_are_refused_on_resume(copied, tmp_path, home):
     ran = call(train.main, copied / "config.toml", "--run.dir", copied, "--training.steps", 9,
                "--data.paths", json.dumps([str(text)]))
     assert ran.code == 2 and "data" in ran.err and "Traceback" not in ran.err
+
+
+def test_the_same_documents_under_another_name_go_on(copied, tmp_path, home):
+    text = shutil.copy(home / "corpus.txt", tmp_path / "renamed.txt")
+    ran = call(train.main, copied / "config.toml", "--run.dir", copied, "--training.steps", 7,
+               "--data.paths", json.dumps([str(text)]))
+    assert (ran.code, ran.err) == (0, ""), ran
+
+
+def test_another_tokenizer_is_refused_on_resume_before_anything_is_tokenized(copied, tmp_path, home):
+    text = shutil.copy(home / "corpus.txt", tmp_path / "corpus.txt")
+    other = corpora.write_tokenizer(tmp_path / "other.json", corpus=["line square of"])
+    before = contents(copied)
+    refused(call(train.main, copied / "config.toml", "--run.dir", copied, "--training.steps", 9, "--data.tokenizer", other,
+                 "--model.vocab_size", 300, "--data.paths", json.dumps([str(text)])), "data.tokenizer", "other.json", "run.name")
+    assert contents(copied) == before and not list(tmp_path.glob(".meshtrain"))
 
 
 # ---- from another run's weights --------------------------------------------------------------------------------------

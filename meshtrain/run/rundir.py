@@ -20,7 +20,8 @@ from meshtrain import config
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError, Run
 from meshtrain.run import disk, say
-from meshtrain.run.checkpoint import Checkpoints
+from meshtrain.data.tokenizer import Tokenizer
+from meshtrain.run.checkpoint import CheckpointError, Checkpoints
 
 LOCK = ".lock"
 NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
@@ -163,34 +164,64 @@ def _left_by_a_start(directory: Path) -> bool:
     return left <= {".meshtrain"} or (LOCK in left and left <= OF_A_START and not (saved.exists() and any(saved.iterdir())))
 
 
-# Keys of the fixed sections that change how a run is computed, not what it computes.
-FREE = {"model": ("compute_dtype",), "data": ("prefetch", "cache"), "optimizer": ()}
+# Keys of the fixed sections that change how a run is computed, not what it computes; and those that only name the documents
+# and the tokenizer, whose content is compared.
+NAMES_OF_CONTENT = ("source", "paths", "field", "tokenizer", "bos_token")
+FREE = {"model": ("compute_dtype",), "data": ("prefetch", "cache", *NAMES_OF_CONTENT), "optimizer": ()}
 
 
-def check_same_run(run: Run, metadata: dict, fingerprint: str, step: int) -> None:
+def check_newest(run: Run, tokenizer: Tokenizer) -> None:
+    """`check_same_run` against the newest checkpoint of run.dir, if it can be read: long before it is restored, since
+    tokenizing may take hours. Every process calls it. Raises: as `check_same_run`.
+    """
+    saved = Checkpoints(Path(run.run.dir) / "checkpoints", read_only=True)
+    if steps := saved.steps():
+        with contextlib.suppress(CheckpointError):
+            check_same_run(run, saved.metadata(steps[-1]), tokenizer)
+
+
+def check_same_run(run: Run, metadata: dict, tokenizer: Tokenizer) -> None:
     """Raises: ConfigError that lists each key of model, data, optimizer or seed that the checkpoint has otherwise."""
     old = metadata["run"]
     new = {name: section.model_dump(mode="json") for name, section in run}
     changes = []
     for section, free in FREE.items():
         for key, value in new[section].items():
-            if key not in free and old[section].get(key, value) != value:
+            if key not in free and _content(old[section].get(key, value)) != _content(value):
                 changes.append(f"{section}.{key}={json.dumps(value)}, but the run in {run.run.dir} has "
                                f"{json.dumps(old[section][key])}")
     if old["run"]["seed"] != run.run.seed:
         changes.append(f"run.seed={run.run.seed}, but the run in {run.run.dir} has {old['run']['seed']}")
+    if any(metadata["data"].get(name, value) != value for name, value in _identity(tokenizer).items()):
+        changes.append(f"data.tokenizer={json.dumps(run.data.tokenizer)} with the separator {tokenizer.bos} gives other ids, but "
+                       f"the run in {run.run.dir} has another tokenizer, with the separator {metadata['data']['separator']}")
     if changes:
         raise ConfigError(*(f"{change}; on resume model, data, optimizer and seed must stay: change it back, or give "
                             "another run.name (checkpoint.init_from takes the weights along)" for change in changes))
+
+
+def check_same_data(run: Run, metadata: dict, fingerprint: str, step: int) -> None:
+    """Raises: ConfigError where the documents are others than those of the checkpoint after `step`."""
     if metadata["data"]["fingerprint"] != fingerprint:
         raise ConfigError(f"the data are not those that the run in {run.run.dir} read up to step {step} (documents were "
                           "added, removed or changed in length); restore the files or start another run.name")
 
 
-def metadata(run: Run, rules_text: str, fingerprint: str) -> dict:
+def _content(value):
+    """What counts of a key: of a mixture the weights, since what its sources hold is compared by fingerprint."""
+    if isinstance(value, list):
+        return [one["weight"] if isinstance(one, dict) else one for one in value]
+    return value
+
+
+def _identity(tokenizer: Tokenizer) -> dict:
+    return {"tokenizer": tokenizer.key, "separator": tokenizer.bos}
+
+
+def metadata(run: Run, rules_text: str, fingerprint: str, tokenizer: Tokenizer) -> dict:
     """What travels with every checkpoint. The data position is the step: batch n is a function of (seed, n) alone."""
     return {"run": {name: section.model_dump(mode="json") for name, section in run}, "run_file": config.dump(run),
-            "rules": rules_text, "data": {"fingerprint": fingerprint}}
+            "rules": rules_text, "data": {"fingerprint": fingerprint, **_identity(tokenizer)}}
 
 
 def write_settings(run: Run, directory: Path, rules_text: str) -> None:
