@@ -28,6 +28,14 @@ FAULTY = [
     ("a.jsonl.zst", GOOD, ["a.jsonl.zst is damaged, or not zstd"]),
     ("a.jsonl.zst", zstandard.compress(GOOD * 9)[:-1], ["a.jsonl.zst ends in the middle"]),
     ("a.jsonl.zst", zstandard.compress(GOOD * 9) + b"(", ["a.jsonl.zst ends in the middle"]),
+    ("a.txt.gz", GOOD, ["a.txt.gz is damaged, or not gzip", "copy or compress it again"]),
+    ("a.txt.gz", gzip.compress(GOOD * 9)[:-9], ["a.txt.gz ends in the middle"]),
+    ("a.txt.zst", GOOD, ["a.txt.zst is damaged, or not zstd"]),
+    ("a.txt.zst", zstandard.compress(GOOD * 9)[:-1], ["a.txt.zst ends in the middle"]),
+    ("a.txt.gz", gzip.compress(b"one\ntwo \xff\n"), ["a.txt.gz, line 2: is not UTF-8", "byte 4", "decompress the file"]),
+    ("a.txt.gz", b"", ["are empty"]),
+    ("a.arrow", GOOD, ["a.arrow is not a whole Arrow file", "write it again"]),
+    ("a.arrow", b"", ["a.arrow is not a whole Arrow file"]),
     ("a.jsonl", b"", ["all 1 files of data.paths are empty", "a.jsonl"]),
     ("a.jsonl.gz", b"", ["are empty"]),
     ("a.jsonl.zst", b"", ["are empty"]),
@@ -47,6 +55,39 @@ def test_a_faulty_file_is_one_message_that_names_the_place(name, content, parts,
     assert all(part in message for part in parts), message
     left = [path.name for path in tmp_path.rglob("*") if path.is_file() and path.suffix in (".npy", ".tmp")]
     assert left == ([name] if name.endswith("npy") else []) or "are empty" in message  # nothing that could be believed
+
+
+def write_arrow(path, table, stream=True):
+    make = pa.ipc.new_stream if stream else pa.ipc.new_file
+    with pa.OSFile(str(path), "wb") as raw, make(raw, table.schema) as writer:
+        for batch in table.to_batches(max_chunksize=2):
+            writer.write_batch(batch)
+    return path
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "file"])
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())], ids=str)
+def test_arrow_streams_and_files_give_their_rows(kind, stream, tmp_path):
+    texts = ["a", "", "b", "a", "naïve"]
+    path = write_arrow(tmp_path / "a.arrow", pa.table({"body": pa.array(texts).cast(kind)}), stream)
+    assert Opened(section([path], field="body"), tmp_path).texts() == texts
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "file"])
+def test_an_arrow_file_that_was_cut_anywhere_is_told(stream, tmp_path):
+    path = write_arrow(tmp_path / "a.arrow", pa.table({"text": ["some text", "more", "and", "more"]}), stream)
+    whole = path.read_bytes()
+    for size in range(0, len(whole), 8 if stream else 56):
+        path.write_bytes(whole[:size])
+        assert "is not a whole Arrow file" in fault(section([path]), tmp_path), size
+
+
+def test_arrow_without_the_column_or_with_another_kind_or_a_null_is_told(tmp_path):
+    path = write_arrow(tmp_path / "a.arrow", pa.table({"id": [1], "body": ["x"]}))
+    assert "no column 'text'; set data.field to one of id, body" in fault(section([path]), tmp_path)
+    assert "no strings in column 'id', but int64; set data.field to one of body" in fault(section([path], field="id"), tmp_path)
+    write_arrow(path, pa.table({"text": ["a", "b", None]}))
+    assert "a.arrow, row 2 (from 0): is null" in fault(section([path]), tmp_path)
 
 
 def test_text_that_is_no_utf8_is_refused_by_a_tokenizer_and_taken_as_bytes(tmp_path, bpe):

@@ -64,6 +64,17 @@ def test_token_files_that_change_under_a_run_are_noticed_and_descriptors_stay_fe
         source.read(0, 0, 1)
 
 
+def test_ends_that_fall_are_found_in_every_chunk(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_files, "CHUNK_BYTES", 16)
+    for wrong in range(1, 7):
+        ends = np.arange(1, 9)
+        ends[wrong] = ends[wrong - 1] - 1
+        np.save(tmp_path / f"{wrong}.tokens.npy", np.zeros(8, np.uint16))
+        np.save(tmp_path / f"{wrong}.ends.npy", ends)
+        message = fault(section([tmp_path / f"{wrong}.tokens.npy"], bos_token="9"), tmp_path)
+        assert f"document {wrong} (from 0) ends at {wrong - 1}, before it begins at {wrong}" in message
+
+
 # ---- other trainers' layouts -----------------------------------------------------------------------------------------
 
 MEGATRON_CODES = {np.uint8: 1, np.int8: 2, np.int16: 3, np.int32: 4, np.int64: 5, np.uint16: 8}

@@ -2,7 +2,8 @@
 
 A part is one input file, or some neighbouring text files together. Its manifest, written last, names the inputs by content
 and the token files by checksum, and notes size, time of change and inode of all of them as they were when they were last
-verified: as long as these stand, nothing is read again. Parts live in a directory that the tokenizer's content names.
+verified: as long as these stand, nothing is read again, and a bit that flips in silence is found by `meshtrain.tokenize
+--verify` alone. Parts live in a directory that the tokenizer's content names.
 This module knows no tokenizer but by `encode`, and no sources.
 """
 from __future__ import annotations
