@@ -1,0 +1,100 @@
+"""The pages say what is so: their commands parse, their links and files exist, their keys are keys."""
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from meshtrain import config
+from meshtrain.cost import hardware
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EACH = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+DOORS = sorted(path.stem for path in (ROOT / "meshtrain").glob("*.py") if "__main__" in path.read_text())
+# Options of the commands themselves -> whether a value follows.
+OWN = {"inspect": {"--topology": 1, "--schedule": 0, "--json": 0}, "tokenize": {"--processes": 1, "--verify": 0}, "train": {}}
+
+
+def commands(page: Path) -> list[str]:
+    """What a reader would paste: the lines of the blocks of bash, those that end in \\ joined with the next, and the commands
+    that stand whole in the text."""
+    text = page.read_text()
+    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
+    inline = re.findall(r"`(python -m [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    return [part.strip() for line in [*blocks.splitlines(), *inline] for part in line.split("&&") if part.strip()]
+
+
+@pytest.fixture
+def as_a_user(tmp_path, monkeypatch):
+    """A directory with what the pages take for given: a finished run, a rule file of one's own."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "quickstart").mkdir(parents=True)
+    (tmp_path / "my_rules.toml").write_text("")
+
+
+@EACH
+def test_commands_have_options_that_are_there_and_files_that_exist(page, as_a_user, capsys):
+    for line in commands(page):
+        module, *argv = (shlex.split(line, comments=True)[2:] if re.search(r"\bpython -m ", line) else [""])
+        door = module.rpartition(".")[2]
+        if module == "launch.local":
+            assert argv[:2] == ["--processes", argv[1]] and argv[2] == "--"
+            argv = argv[3:]
+        elif module.startswith("meshtrain."):
+            assert door in DOORS
+            for option, values in OWN[door].items():
+                if option in argv:
+                    k = argv.index(option)
+                    if option == "--topology":
+                        name, _, count = argv[k + 1].partition(":")
+                        assert hardware.get(name) and count.isdigit()
+                    del argv[k:k + 1 + values]
+        else:
+            assert module in ("", "pytest"), line
+            continue
+        if "--help" in argv:
+            with pytest.raises(SystemExit):
+                config.load(argv)
+        else:
+            config.load(argv)
+
+
+@EACH
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
+@EACH
+def test_shipped_files_that_are_named_exist(page):
+    named = re.findall(r"\b(?:configs|sharding_rules|launch|benchmarks|notebooks|tests|meshtrain)/[\w./-]*\w", page.read_text())
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@EACH
+def test_keys_that_are_named_are_keys(page):
+    sections = "|".join(config.SECTIONS)
+    found = re.findall(rf"(?:`|--)({sections})\.(\w+)", page.read_text())
+    assert [f"{section}.{key}" for section, key in found
+            if key not in config.SECTIONS[section].model_fields and key not in ("py", "jsonl")] == []
+
+
+def test_every_page_is_on_the_first_page_and_that_one_is_short():
+    text = PAGES[0].read_text()
+    assert len(text.splitlines()) <= 120
+    assert [page.name for page in PAGES[1:] if f"(docs/{page.name})" not in text] == []
+
+
+def test_the_table_of_layouts_has_every_rule_file():
+    text = PAGES[0].read_text()
+    shipped = {path.stem for path in (ROOT / "sharding_rules").glob("*.toml")}
+    pipelines = {name for name in shipped if name.endswith("pipeline")}
+    named = set(re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))))
+    assert named == shipped - pipelines
+    assert f"`…pipeline` ({['', 'one', 'two', 'three', 'four', 'five', 'six'][len(pipelines)]} files)" in text
+
+
+def test_the_command_of_ci_is_that_of_the_first_page():
+    block = PAGES[0].read_text().split("<!-- test-command -->")[1].split("```")[1]
+    assert block.startswith("bash\n") and block.count("\n") == 2 and "pytest" in block and ".venv/" in block
