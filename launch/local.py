@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from meshtrain import config
 from meshtrain.cluster import gpus
 from meshtrain.config import ConfigError, Run
+from meshtrain.run import say, stops
 
 USAGE = "python -m launch.local --processes N -- [RUN.toml] [--section.key value ...]"
 AGREED = (0, 2, 75)
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         run = config.load(rest, USAGE)
         environs = environments(run, count, os.environ)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say.err(f"error: {error}")
         return 2
     return supervise(commands(rest, count, free_port()), environs)
 
@@ -165,7 +166,7 @@ def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, st
         for child in children:
             child.send(number)
 
-    old = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    old = {number: signal.signal(number, forward) for number in stops.heeded()}
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: [signal.signal(number, handler) for number, handler in old.items()])
@@ -240,8 +241,11 @@ def _conclude(ended: Sequence[Child]) -> int:
 
 def _tell(*lines: str) -> None:
     for line in lines:
-        print(line, file=sys.stderr, flush=True)
+        say.err(line)
 
 
 if __name__ == "__main__":
+    say.begin()
+    for asked in stops.heeded():    # until `supervise` has somebody to pass them on to
+        signal.signal(asked, lambda number, frame: os._exit(stops.STOPPED))
     sys.exit(main(sys.argv[1:]))

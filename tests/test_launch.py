@@ -200,12 +200,12 @@ def test_peers_may_end_by_themselves_after_a_failure(tmp_path):
     assert code == 1 and out == "saved\n" and re.search(r"then process 0 .*exit code 0", err)
 
 
-COUNTING = ("n = []\nfor number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, lambda s, f: n.append(s))\n"
+COUNTING = ("n = []\nfor number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP): signal.signal(number, lambda s, f: n.append(s))\n"
             "open(os.environ['READY'] + str(os.getpid()), 'w').close()\n"
             "while len(n) < {count}: time.sleep(0.01)\n")
 
 
-@pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGINT,), (signal.SIGINT, signal.SIGTERM)])
+@pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGINT,), (signal.SIGHUP,), (signal.SIGINT, signal.SIGTERM)])
 def test_every_process_gets_every_signal_once(numbers, tmp_path, monkeypatch):
     monkeypatch.setenv("READY", f"{tmp_path}/ready")
     body = COUNTING.format(count=len(numbers)) + f"time.sleep(0.3); sys.exit(75 if n == {[int(n) for n in numbers]} else 1)"

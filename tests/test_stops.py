@@ -56,9 +56,10 @@ def home(tmp_path_factory) -> Path:
     return home
 
 
-def started(home: Path, directory: Path, *words, text: str = "small.txt", cache: str = "cache", **options) -> subprocess.Popen:
+def started(home: Path, directory: Path, *words, text: str = "small.txt", cache: str = "cache",
+            command=("-m", "meshtrain.train"), **options) -> subprocess.Popen:
     free = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS", "NPROC")}
-    command = [sys.executable, "-m", "meshtrain.train", home / "run.toml", "--data.paths", json.dumps([str(home / text)]),
+    command = [sys.executable, *command, home / "run.toml", "--data.paths", json.dumps([str(home / text)]),
                "--run.dir", directory, "--run.compilation_cache", home / cache, *words]
     with open(f"{directory}.log", "w") as log:
         return subprocess.Popen([str(word) for word in command], env=free | {"PYTHONPATH": str(ROOT)},
@@ -137,6 +138,45 @@ def test_a_run_that_is_stopped_before_its_first_step_starts_by_the_same_command(
     assert child.wait(60) == 75
     again = started(home, directory, "--training.steps", 3, "--validation.batches", 1)
     assert again.wait(PATIENCE_S) == 0 and rows(directory) == 3, said(directory)
+
+
+# ---- several processes -----------------------------------------------------------------------------------------------
+
+def launched(home: Path, directory: Path, *words, cache: str) -> subprocess.Popen:
+    return started(home, directory, *words, cache=cache, command=["-m", "launch.local", "--processes", "2", "--"])
+
+
+@pytest.mark.parametrize("moment", ["compiling", "validation"])
+@pytest.mark.parametrize("name", [pytest.param("SIGHUP"), *(pytest.param(n, marks=pytest.mark.slow) for n in SIGNALS[:2])])
+def test_a_signal_to_the_launcher_ends_all_processes_with_75(moment, name, home, tmp_path):
+    options, reached = MOMENTS[moment]
+    directory = tmp_path / "run"
+    child = launched(home, directory, *options.get("words", ()), cache=options.get("cache", "cache"))
+    try:
+        meet(child, reached, directory)
+        child.send_signal(signal.Signals[name])
+        code = child.wait(120)
+    finally:
+        child.kill()
+    assert code == 75 and "Traceback" not in said(directory), said(directory)
+    if rows(directory):
+        last = metrics.read(directory / "metrics.jsonl")[-1]["step"]
+        assert f"stopped after step {last}" in said(directory) and (directory / "checkpoints" / str(last)).is_dir()
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stopped_alone_before_the_first_step_leaves_none_hanging(home, tmp_path):
+    directory = tmp_path / "run"
+    child = launched(home, directory, cache="none")
+    try:
+        meet(child, MOMENTS["compiling"][1], directory)
+        children = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
+        last = next(int(pid) for pid in children if b"process_id=1" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        os.kill(last, signal.SIGTERM)
+        assert child.wait(120) == 1     # the heartbeat's 30 s, and what compiling takes
+    finally:
+        child.kill()
+    assert "the processes do not agree" in said(directory) or "failed first" in said(directory)
 
 
 # ---- readers that die, disks that are full, streams that are closed --------------------------------------------------

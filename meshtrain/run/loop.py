@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 
 from meshtrain.cluster import agree
-from meshtrain.data.packing import Data
+from meshtrain.data.contracts import Batches
 from meshtrain.run.record import Record
 from meshtrain.run.stops import Listener
 from meshtrain.training.state import State
@@ -46,7 +46,7 @@ class Stop:
         return self.agreed
 
 
-def train(program: Program, step: Callable, state: State, data: Data, last: int, prefetch: int, record: Record,
+def train(program: Program, step: Callable, state: State, data: Batches, last: int, prefetch: int, record: Record,
           hooks: Sequence[Hook], stop: Stop) -> tuple[State, int]:
     """Trains from state.step to step `last`. Returns (state, steps taken in all); fewer than `last` after a stop.
 
@@ -66,7 +66,7 @@ def train(program: Program, step: Callable, state: State, data: Data, last: int,
             with jax.profiler.StepTraceAnnotation("train", step_num=done):
                 state, metrics = step(state, batch)
             ended = watch.submit(_time_when_ready, metrics)
-            record.dispatched(done, metrics, ended)
+            record.dispatched(done, data.tokens(done), metrics, ended)
             record.add({"data_wait_s": data_wait_s})
             stop.reached()
             for hook in hooks:

@@ -26,8 +26,10 @@ class TooManySkippedSteps(RuntimeError):
 
 
 class _Step(NamedTuple):
-    """A step that was dispatched. ended: when the device was done with it. paused_s: before it, since the one before."""
+    """A step that was dispatched. tokens: so far. ended: when the device was done with it. paused_s: before it, since the
+    one before."""
     number: int
+    tokens: int
     metrics: dict
     ended: Future
     paused_s: float
@@ -50,11 +52,11 @@ class Record:
         self._mark, self._paused_s = time.perf_counter(), 0.0
         self._extra: dict[str, float] = {}
 
-    def dispatched(self, number: int, metrics: dict, ended: Future) -> None:
+    def dispatched(self, number: int, tokens: int, metrics: dict, ended: Future) -> None:
         """A step has been given to the device: settles the one before while it runs."""
         paused_s, self._paused_s = self._paused_s, 0.0
         self.settle()
-        self._pending = _Step(number, metrics, ended, paused_s)
+        self._pending = _Step(number, tokens, metrics, ended, paused_s)
 
     def settle(self) -> None:
         """Reads the metrics of the step under way, waits for the device, and writes its row; nothing where it is written.
@@ -90,7 +92,7 @@ class Record:
         step_time_s = max(ended - self._mark - step.paused_s, 1e-9)
         self._mark = ended
         return {"step": step.number, "loss": float(metrics["loss"]), "grad_norm": float(metrics["grad_norm"]),
-                "learning_rate": float(metrics["learning_rate"]), "tokens": step.number * self.tokens_per_step,
+                "learning_rate": float(metrics["learning_rate"]), "tokens": step.tokens,
                 "step_time_s": step_time_s, "tokens_per_s": self.tokens_per_step / step_time_s,
                 "mfu": self.flops_per_step / step_time_s / self.peak_flops if self.peak_flops else None,
                 "skipped": bool(metrics["skipped"]), **dict.fromkeys(WAITS, 0.0), **self._extra}

@@ -22,6 +22,11 @@ ONE_REQUEST_S = 1.0     # a terminal that closes sends SIGHUP twice, systemd SIG
 LAST_WORDS_S = 2.0      # for a reader that is stuck
 
 
+def heeded() -> tuple[int, ...]:
+    """The signals that stop this process: without SIGHUP under nohup."""
+    return tuple(number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN)
+
+
 class Listener:
     """Receives the signals of this process from now on. `number`: the one that asked for a stop; None: none has."""
 
@@ -38,9 +43,7 @@ class Listener:
         if threading.current_thread() is not threading.main_thread():
             return      # a notebook's worker: Python allows handlers in the main thread alone
         self._old_wake = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
-        for number in SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:     # nohup
-                self._old[number] = signal.signal(number, lambda number, frame: None)
+        self._old = {number: signal.signal(number, lambda number, frame: None) for number in heeded()}
 
     def close(self) -> None:
         """Gives the signals back to whoever had them."""

@@ -1,0 +1,151 @@
+"""The loop with stand-ins for model and data: what is read when, what hooks are told, and what ends a run."""
+import dataclasses
+import itertools
+import time
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import pytest
+
+from meshtrain import config
+from meshtrain.run import loop
+from meshtrain.run.progress import Progress
+from meshtrain.run.record import Record, TooManySkippedSteps
+from meshtrain.run.validation import Validation
+
+
+@dataclasses.dataclass
+class State:
+    step: int
+
+
+class Bench:
+    """A loop over steps that compute nothing. events: ("step", n) when one is given to the device, ("row", n) when its row is
+    written. rows: what was written."""
+
+    def __init__(self, *words, broken=()):
+        self.run = config.load(["--training.steps", "6", *words])
+        self.broken, self.events, self.rows = broken, [], []
+        self.program = SimpleNamespace(rows=None, place=lambda batch: batch, evaluate=lambda p, batch: batch)
+        self.data = SimpleNamespace(tokens=lambda batches: 100 * batches, validation=(),
+                                    iterate=lambda start, rows, prefetch: (n for n in itertools.count(start)))
+        self.listener = SimpleNamespace(number=None)
+        self.stop = loop.Stop(self.listener)
+
+    def train(self, *hooks: loop.Hook, start: int = 0) -> int:
+        writer = SimpleNamespace(write=lambda row: (self.rows.append(row), self.events.append(("row", row["step"]))))
+        record = Record(self.run, writer, Progress(self.run.training.steps), 0.0, None)
+        return loop.train(self.program, self._step, State(start), self.data, self.run.training.steps, 0, record, hooks,
+                          self.stop)[1]
+
+    def _step(self, state, batch):
+        number = state.step + 1
+        self.events.append(("step", number))
+        bad = number in self.broken
+        return State(number), {"loss": jnp.float32("nan" if bad else 1.0), "grad_norm": jnp.float32(1.0),
+                               "learning_rate": jnp.float32(0.1), "skipped": jnp.bool_(bad)}
+
+
+def at(*steps):
+    return lambda step, ending: step in steps
+
+
+def test_a_row_is_read_while_the_next_step_runs():
+    bench = Bench()
+    assert bench.train() == 6
+    assert bench.events == [("step", 1), *(event for n in range(2, 7) for event in (("step", n), ("row", n - 1))), ("row", 6)]
+    assert [row["tokens"] for row in bench.rows] == [100, 200, 300, 400, 500, 600]
+
+
+def test_a_run_that_goes_on_begins_behind_its_step():
+    bench = Bench()
+    assert bench.train(start=4) == 6 and [row["step"] for row in bench.rows] == [5, 6]
+
+
+def test_a_hook_acts_after_its_steps_row_and_one_that_measures_before():
+    bench = Bench()
+    act = lambda name, numbers: lambda step, state: (bench.events.append((name, step)), numbers)[1]
+    bench.train(loop.Hook(at(3), act("measure", {"val_loss": 7.0}), after_row=False),
+                loop.Hook(at(3), act("save", {"checkpoint_wait_s": 5.0})))
+    assert bench.events[4:9] == [("row", 2), ("measure", 3), ("row", 3), ("save", 3), ("step", 4)]
+    assert [row.get("val_loss") for row in bench.rows] == [None, None, 7.0, None, None, None]
+    assert [row["checkpoint_wait_s"] for row in bench.rows] == [0, 0, 0, 5.0, 0, 0], "waited since the row before"
+
+
+def test_waits_add_up_over_the_rows_that_are_not_written():
+    bench = Bench("--metrics.every", "3")
+    bench.train(loop.Hook(at(1, 2, 4), lambda step, state: {"checkpoint_wait_s": 1.0}))
+    assert [(row["step"], row["checkpoint_wait_s"]) for row in bench.rows] == [(3, 2.0), (6, 1.0)]
+
+
+def test_what_a_hook_takes_is_in_no_steps_time():
+    bench, began = Bench(), time.perf_counter()
+    bench.train(loop.Hook(at(2, 4), lambda step, state: time.sleep(0.3) or {}),
+                loop.Hook(at(4), lambda step, state: time.sleep(0.3) or {}, after_row=False))
+    assert sum(row["step_time_s"] for row in bench.rows) <= time.perf_counter() - began - 0.9
+
+
+def test_the_last_hooks_are_told_that_the_loop_ends():
+    for stop_at, ends in ((None, 6), (3, 3)):
+        bench, told = Bench(), []
+
+        def due(step, ending):
+            bench.listener.number = 15 if step == stop_at else bench.listener.number
+            return bool(told.append((step, ending)))
+
+        done = bench.train(loop.Hook(lambda step, ending: due(step, ending), lambda step, state: {}),
+                           loop.Hook(lambda step, ending: ending, lambda step, state: bench.events.append("saved") or {}))
+        # A request is noted while step 3 is looked at, so that the step after it is the last.
+        assert done == ends + (stop_at is not None) and told[-1] == (done, True) and not any(e for _, e in told[:-1])
+        assert bench.events[-1] == "saved", "after its row"
+
+
+def test_steps_that_are_skipped_in_a_row_stop_the_run_before_anything_is_saved():
+    bench, saved = Bench("--training.max_skipped_steps", "2", broken=(2, 4, 5)), []
+    with pytest.raises(TooManySkippedSteps) as stopped:
+        bench.train(loop.Hook(at(3, 5), lambda step, state: saved.append(step) or {}))
+    assert saved == [3], "one that is followed by a good step is none in a row"
+    assert [row["step"] for row in bench.rows] == [1, 2, 3, 4, 5]
+    for key in ("optimizer.learning_rate=0.", "optimizer.warmup_steps=", "data.skip_batches", "checkpoint.step"):
+        assert key in str(stopped.value), "all that may change on resume"
+
+
+def held(name, weight, *sums):
+    return SimpleNamespace(name=name, weight=weight, num_batches=len(sums), batch=lambda i, rows: sums[i])
+
+
+def validated(bench, *sets):
+    bench.data.validation = sets
+    validation = Validation(bench.run, bench.program, bench.data, bench.stop)
+    return validation, validation.hook().act(3, SimpleNamespace(params=None))
+
+
+def test_a_validation_loss_weighs_batches_by_their_targets_and_sources_by_their_weights(capsys):
+    bench = Bench("--validation.batches", "2")
+    validation, numbers = validated(bench, held("web", 0.75, (6.0, 2), (2.0, 2), (99.0, 1)), held("code", 0.25, (5.0, 5)))
+    assert numbers == {"val_loss": 0.75 * 2.0 + 0.25 * 1.0, "val_loss/web": 2.0, "val_loss/code": 1.0}
+    assert validation.loss == 1.75
+    assert capsys.readouterr().out == "step 3: validation loss 1.7500 nats per token (web 2.0000, code 1.0000)\n"
+    assert validated(Bench(), held("", 1.0, (6.0, 2)))[1] == {"val_loss": 3.0}
+
+
+def test_a_validation_that_fails_is_told_and_left_out(capsys):
+    bench = Bench()
+    bench.program.evaluate = lambda p, batch: (_ for _ in ()).throw(MemoryError("16 GiB"))
+    validation, numbers = validated(bench, held("", 1.0, (1.0, 1)))
+    assert (numbers, validation.loss) == ({}, None)
+    assert capsys.readouterr().err == "step 3: the validation failed and is left out: MemoryError: 16 GiB\n"
+
+
+def test_a_validation_is_given_up_between_two_batches_where_a_stop_is_requested(capsys):
+    bench, read = Bench(), []
+
+    def batch(i, rows):
+        read.append(i)
+        bench.listener.number = 15 if i == 2 else None
+        return 1.0, 1
+
+    sets = SimpleNamespace(name="", weight=1.0, num_batches=8, batch=batch)
+    validation, numbers = validated(bench, sets)
+    assert (numbers, validation.loss, read) == ({}, None, [0, 1, 2]) and bench.stop.agreed
+    assert "given up" in capsys.readouterr().out
