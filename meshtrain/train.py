@@ -27,7 +27,7 @@ from meshtrain.config import ConfigError, Run
 from meshtrain.cost import flops, hardware, report
 from meshtrain.data import packing, parts, sources
 from meshtrain.inference import sample
-from meshtrain.run import loop, metrics, rundir
+from meshtrain.run import loop, metrics, resume, rundir
 from meshtrain.run.checkpoint import CheckpointError, Checkpoints
 from meshtrain.run.profiling import Trace
 from meshtrain.run.progress import Progress
@@ -53,12 +53,16 @@ def main(argv: Sequence[str]) -> int:
         agree.same_everywhere("the run", config.dump(run))
         made = agree.everywhere(lambda: assembly.assemble(run, found))
         with rundir.claimed(run) as directory:
-            described = agree.everywhere(lambda: _describe_data(run))
-            with config.user_errors():
-                rundir.check_newest(run, described.tokenizer)
-            corpus, batches = agree.everywhere(lambda: _open_data(run, described, directory))
-            agree.same_everywhere("the data", corpus.fingerprint)
-            return _train(run, made, corpus, batches, directory)
+            with jax.set_mesh(made.mesh), Checkpoints(directory / "checkpoints", every=run.checkpoint.every,
+                                                      keep=run.checkpoint.keep) as checkpoints:
+                start = resume.find(run, checkpoints)
+                if start.step >= run.training.steps:
+                    say.out(f"{directory} is finished: it has {start.step} of training.steps={run.training.steps} steps; "
+                            "raise training.steps to go on")
+                    return DONE
+                corpus, batches = agree.everywhere(lambda: _open_data(run, directory, start))
+                agree.same_everywhere("the data", corpus.fingerprint)
+                return _train(run, made, corpus, batches, directory, checkpoints, start)
     except ConfigError as error:
         return _fail(USER_ERROR, f"error: {error}", error)
     except meet.PeerError as error:
@@ -100,43 +104,31 @@ def _devices(run: Run, argv: Sequence[str], cluster: find.Cluster | None) -> tup
     return devices.start(run, cluster), run
 
 
-def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: packing.Data, directory: Path) -> int:
-    with jax.set_mesh(made.mesh), Checkpoints(directory / "checkpoints", every=run.checkpoint.every,
-                                              keep=run.checkpoint.keep) as checkpoints:
-        latest = checkpoints.latest()
-        if latest is not None:
-            with config.user_errors():
-                metadata = checkpoints.metadata(latest)
-            rundir.check_same_run(run, metadata, corpus.tokenizer)
-            rundir.check_same_data(run, metadata, corpus.fingerprint, latest)
-            if latest >= run.training.steps:
-                say.out(f"{directory} is finished: it has {latest} of training.steps={run.training.steps} steps; "
-                        "raise training.steps to go on")
-                return DONE
-        started = time.perf_counter()
-        say.out(report.before(made))
-        state = agree.everywhere(lambda: _start_state(run, made, checkpoints, latest))
-        if batches.num_validation_batches:
-            made = agree.everywhere(lambda: assembly.compile_evaluation(made))
-        step = agree.everywhere(lambda: assembly.compile_step(made))
-        say.out(report.compiled(step, made, time.perf_counter() - started))
-        if jax.process_index() == 0:
-            rundir.write_settings(run, directory, made.layout.rules.text)
-        metadata = rundir.metadata(run, made.layout.rules.text, corpus.fingerprint, corpus.tokenizer)
-        with metrics.open_writers(run, directory, latest or 0) as writer, stops.deferred() as listener:
-            stop = loop.Stop(listener)
-            validation = Validation(run, made.program, batches, stop)
-            with Trace(run.metrics.profile_steps, directory / "tensorboard", latest or 0) as trace:
-                record = Record(run, writer, Progress(run.training.steps, _memory(made, step)), *_flops(made))
-                save = loop.Hook(lambda number, ending: ending or checkpoints.due(number),
-                                 lambda number, state: {"checkpoint_wait_s": checkpoints.save(number, state, metadata)})
-                state, done = loop.train(made.program, step, state, batches, run.training.steps, run.data.prefetch, record,
-                                         (validation.hook(), trace.hook(), save), stop)
-            checkpoints.wait()
-        if done < run.training.steps:
-            say.out(f"stopped after step {done}, saved in {directory}; the same command goes on from there")
-            return STOPPED
-        _tell_the_end(run, made, corpus.tokenizer, state, validation.loss, stop.agreed, directory)
+def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: packing.Data, directory: Path,
+           checkpoints: Checkpoints, start: resume.Start) -> int:
+    started = time.perf_counter()
+    say.out(report.before(made))
+    state = agree.everywhere(lambda: _start_state(run, made, checkpoints, start))
+    if batches.num_validation_batches:
+        made = agree.everywhere(lambda: assembly.compile_evaluation(made))
+    step = agree.everywhere(lambda: assembly.compile_step(made))
+    say.out(report.compiled(step, made, time.perf_counter() - started))
+    resume.begin(run, start, checkpoints, directory, made.layout.rules.text)
+    metadata = lambda number: rundir.metadata(run, made.layout.rules.text, resume.data_metadata(corpus, batches, number))
+    with metrics.open_writers(run, directory, start.step) as writer, stops.deferred() as listener:
+        stop = loop.Stop(listener)
+        validation = Validation(run, made.program, batches, stop)
+        with Trace(run.metrics.profile_steps, directory / "tensorboard", start.step) as trace:
+            record = Record(run, writer, Progress(run.training.steps, _memory(made, step)), *_flops(made))
+            save = loop.Hook(lambda number, ending: ending or checkpoints.due(number),
+                             lambda number, state: {"checkpoint_wait_s": checkpoints.save(number, state, metadata(number))})
+            state, done = loop.train(made.program, step, state, batches, run.training.steps, run.data.prefetch, record,
+                                     (validation.hook(), trace.hook(), save), stop)
+        checkpoints.wait()
+    if done < run.training.steps:
+        say.out(f"stopped after step {done}, saved in {directory}; the same command goes on from there")
+        return STOPPED
+    _tell_the_end(run, made, corpus.tokenizer, state, validation.loss, stop.agreed, directory)
     return DONE
 
 
@@ -157,36 +149,38 @@ def _flops(made: assembly.Assembly) -> tuple[float, float | None]:
             peak * made.mesh_spec.num_devices if peak else None)
 
 
-def _describe_data(run: Run) -> sources.Description:
-    with config.user_errors():
-        return sources.describe(run.data, vocab_size=run.model.vocab_size)
-
-
-def _open_data(run: Run, described: sources.Description, directory: Path) -> tuple[sources.Corpus, packing.Data]:
-    """What the run reads, tokenized where it is not yet, and its batches."""
+def _open_data(run: Run, directory: Path, start: resume.Start) -> tuple[sources.Corpus, packing.Data]:
+    """What the run reads, tokenized where it is not yet, and its batches, those that it has trained on behind it."""
     d = run.data
     with config.user_errors():
+        described = sources.describe(d, vocab_size=run.model.vocab_size)
+        resume.check_tokenizer(run, start, described.tokenizer)     # before it is tokenized with another for hours
         corpus = sources.corpus_of(described, described.open(directory / sources.CACHE, parts.Job(say.out)))
-        return corpus, packing.pack(
+        resume.check_data(run, start, corpus.fingerprint)
+        pack = lambda position: packing.pack(
             corpus.sources, corpus.weights, bos=corpus.tokenizer.bos, seq_len=d.seq_len, global_batch=d.global_batch,
-            seed=run.run.seed, validation_fraction=d.validation_fraction, document_mask=d.document_mask)
+            seed=run.run.seed, validation_fraction=d.validation_fraction, document_mask=d.document_mask, position=position)
+        return corpus, resume.position(start, pack)
 
 
-def _start_state(run: Run, made: assembly.Assembly, checkpoints: Checkpoints, latest: int | None) -> State:
+def _start_state(run: Run, made: assembly.Assembly, checkpoints: Checkpoints, start: resume.Start) -> State:
     """Restored, begun from another run's weights, or fresh."""
     abstract = made.program.spec.with_shardings()
-    if latest is not None:
+    if start.saved is not None:
         with config.user_errors():
-            state, _ = checkpoints.restore(latest, abstract)
-        say.out(f"going on after step {latest}")
+            state, _ = checkpoints.restore(start.step, abstract)
+        say.out(f"going on after step {start.step}")
         return state
     state = assembly.initialize(made)
     if run.checkpoint.init_from:
-        source, step = rundir.source_weights(run)
+        source, step = resume.source(run)
+        wanted = {"params": abstract.params}
+        if run.checkpoint.init_optimizer:
+            wanted["opt_state"] = abstract.opt_state
         with config.user_errors("checkpoint.init_from: "):
-            weights, _ = source.restore(step, {"params": abstract.params}, part=True)
-        say.out(f"weights from step {step} of {run.checkpoint.init_from}")
-        state = State(state.step, weights["params"], state.opt_state)
+            taken, _ = source.restore(step, wanted, part=True)
+        say.out(f"weights{' and optimizer' * run.checkpoint.init_optimizer} from step {step} of {run.checkpoint.init_from}")
+        state = State(state.step, taken["params"], taken.get("opt_state", state.opt_state))
     return state
 
 

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.run import checkpoint, disk
-from tests.checkpoints import ROOT, abstract, assert_same_bits, latest, make_state, mesh, names
+from checkpoints import ROOT, abstract, assert_same_bits, latest, make_state, mesh, names
 
 
 def test_state_comes_back_bit_for_bit_on_another_mesh(tmp_path):
@@ -32,7 +32,7 @@ def test_state_comes_back_bit_for_bit_on_another_mesh(tmp_path):
     checkpoints = checkpoint.Checkpoints(tmp_path / "c", read_only=True)
     assert checkpoints.latest() == 7
     state, metadata = checkpoints.restore(7, abstract(new))
-    assert metadata == {"format": 2, "run": "[run]\nname = 'x'", "position": 7} == checkpoints.metadata(7)
+    assert metadata == {"format": 3, "run": "[run]\nname = 'x'", "position": 7} == checkpoints.metadata(7)
     assert_same_bits(state, old)
     assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, new)
 
@@ -143,9 +143,9 @@ def test_an_exception_in_the_run_waits_for_the_save_and_is_not_replaced(tmp_path
 def test_a_newer_format_is_refused(tmp_path, monkeypatch):
     checkpoints = checkpoint.Checkpoints(tmp_path)
     with monkeypatch.context() as newer:
-        newer.setattr(checkpoint, "FORMAT", 3)
+        newer.setattr(checkpoint, "FORMAT", 4)
         checkpoints.save(1, {"w": jnp.ones(3)}, {})
-    with pytest.raises(ValueError, match="format 3, this version reads up to 2"):
+    with pytest.raises(ValueError, match="format 4, this version reads up to 3"):
         checkpoints.restore(1, {"w": jax.ShapeDtypeStruct((3,), jnp.float32)})
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.run import checkpoint, disk
-from tests.checkpoints import abstract, files, flip, latest, make_state, mesh, names, run_processes
+from checkpoints import abstract, files, flip, latest, make_state, mesh, names, run_processes
 
 
 @pytest.fixture(scope="module")

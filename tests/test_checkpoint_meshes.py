@@ -7,7 +7,7 @@ import pytest
 
 from meshtrain import assembly, config
 from meshtrain.run import checkpoint
-from tests.checkpoints import ROOT, assert_same_bits, flip, run_processes, values
+from checkpoints import ROOT, assert_same_bits, flip, run_processes, values
 
 MESHES = [
     ("ddp", dict(fsdp=1)), ("zero1", dict(data=2)), ("zero3", dict(fsdp=8)), ("hsdp", dict(data=2, fsdp=4)),

@@ -17,7 +17,6 @@ import time
 import tomllib
 from pathlib import Path
 
-import corpora
 import jax
 import pytest
 
@@ -218,9 +217,8 @@ def test_a_directory_of_somebody_else_is_refused_and_untouched(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("key, value", [
-    ("model.embed_dim", 64), ("model.tie_embeddings", "true"), ("data.seq_len", 16), ("data.global_batch", 16),
-    ("optimizer.learning_rate", 0.5), ("optimizer.name", "lion"), ("run.seed", 7)])
-def test_another_model_data_optimizer_or_seed_is_refused_on_resume(copied, key, value):
+    ("model.embed_dim", 64), ("model.tie_embeddings", "true"), ("optimizer.name", "lion"), ("run.seed", 7)])
+def test_another_model_optimizer_or_seed_is_refused_on_resume(copied, key, value):
     before = contents(copied)
     refused(call(train.main, copied / "config.toml", "--run.dir", copied, "--training.steps", 9, f"--{key}", value),
             key, str(value), "run.name")
@@ -228,8 +226,9 @@ def test_another_model_data_optimizer_or_seed_is_refused_on_resume(copied, key, 
 
 
 def test_all_that_changed_is_told_together(copied):
-    ran = call(train.main, copied / "config.toml", "--run.dir", copied, "--run.seed", 3, "--optimizer.b1", 0.5)
-    assert ran.code == 2 and "run.seed=3" in ran.err and "optimizer.b1" in ran.err
+    ran = call(train.main, copied / "config.toml", "--run.dir", copied, "--run.seed", 3, "--optimizer.name", "lion",
+               "--training.steps", 9)
+    assert ran.code == 2 and "run.seed=3" in ran.err and "optimizer.name" in ran.err
 
 
 def test_other_documents_are_refused_on_resume(copied, tmp_path, home):
@@ -245,15 +244,6 @@ def test_the_same_documents_under_another_name_go_on(copied, tmp_path, home):
     ran = call(train.main, copied / "config.toml", "--run.dir", copied, "--training.steps", 7,
                "--data.paths", json.dumps([str(text)]))
     assert (ran.code, ran.err) == (0, ""), ran
-
-
-def test_another_tokenizer_is_refused_on_resume_before_anything_is_tokenized(copied, tmp_path, home):
-    text = shutil.copy(home / "corpus.txt", tmp_path / "corpus.txt")
-    other = corpora.write_tokenizer(tmp_path / "other.json", corpus=["line square of"])
-    before = contents(copied)
-    refused(call(train.main, copied / "config.toml", "--run.dir", copied, "--training.steps", 9, "--data.tokenizer", other,
-                 "--model.vocab_size", 300, "--data.paths", json.dumps([str(text)])), "data.tokenizer", "other.json", "run.name")
-    assert contents(copied) == before and not list(tmp_path.glob(".meshtrain"))
 
 
 # ---- from another run's weights --------------------------------------------------------------------------------------

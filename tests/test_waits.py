@@ -16,7 +16,7 @@ from meshtrain import train
 from meshtrain.data import packing
 from meshtrain.run import checkpoint, metrics, profiling
 from meshtrain.training import step
-from tests.test_metrics import curves
+from test_metrics import curves
 
 
 NO_PREFETCH = ("--data.prefetch", "0")

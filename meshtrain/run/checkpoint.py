@@ -40,7 +40,9 @@ from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
 from meshtrain.run import disk, say
 
-FORMAT = 2  # of the layout described above; a reader that meets a higher number refuses. 1 had no checksums.
+# Of the layout described above; a reader that meets a higher number refuses. 1 had no checksums, 2 was of runs that read
+# their data in another order.
+FORMAT = 3
 CHECKSUMS, METADATA = "checksums.json", "metadata.json"
 PEERS_TIMEOUT_S = 3600  # a process that has not written its part by then holds up nobody else
 MAX_FAILED_SAVES = 3  # in a row: what is trained after them would be lost too

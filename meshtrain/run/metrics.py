@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 from meshtrain.config import ConfigError, Run
-from meshtrain.run import say
+from meshtrain.run import disk, say
 
 # Where a row's numbers stand in TensorBoard and W&B; any other key stands under its own name.
 TAGS = {"loss": "train/loss", "grad_norm": "train/grad_norm", "learning_rate": "train/learning_rate",
@@ -106,6 +106,17 @@ class MetricsWriter:
 
     def __exit__(self, *_):
         self.close()
+
+
+def set_aside_after(path: pathlib.Path, step: int) -> str:
+    """Copies the rows after `step` to a file of their own beside `path`; its name, empty where there are none."""
+    rows = [row for row in read(path) if row["step"] > step] if path.exists() else []
+    if not rows:
+        return ""
+    names = (f"{path.stem}.aside{more}{path.suffix}" for more in ("", *(f"-{i}" for i in range(2, 1000))))
+    kept = next(name for name in names if not path.with_name(name).exists())
+    disk.replace(path.with_name(kept), "".join(json.dumps(row) + "\n" for row in rows))
+    return kept
 
 
 def read(path: str | pathlib.Path) -> list[dict[str, Any]]:

@@ -20,8 +20,6 @@ from meshtrain import config
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError, Run
 from meshtrain.run import disk, say
-from meshtrain.data.tokenizer import Tokenizer
-from meshtrain.run.checkpoint import CheckpointError, Checkpoints
 
 LOCK = ".lock"
 NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
@@ -73,6 +71,9 @@ def _claimed(run: Run) -> Iterator[str]:
         try:
             yield owner["nonce"]
         except ConfigError:     # found late, in the data: a mistake leaves nothing behind
+            with contextlib.suppress(OSError):      # there is none, or not an empty one
+                if not locked_before:
+                    (directory / "checkpoints").rmdir()
             if not locked_before and [path.name for path in directory.iterdir()] == [LOCK]:
                 (directory / LOCK).unlink()
                 if not existing:
@@ -164,78 +165,17 @@ def _left_by_a_start(directory: Path) -> bool:
     return left <= {".meshtrain"} or (LOCK in left and left <= OF_A_START and not (saved.exists() and any(saved.iterdir())))
 
 
-# Keys of the fixed sections that change how a run is computed, not what it computes; and those that only name the documents
-# and the tokenizer, whose content is compared.
-NAMES_OF_CONTENT = ("source", "paths", "field", "tokenizer", "bos_token")
-FREE = {"model": ("compute_dtype",), "data": ("prefetch", "cache", *NAMES_OF_CONTENT), "optimizer": ()}
+def metadata(run: Run, rules_text: str, data: dict) -> dict:
+    """What travels with every checkpoint. data: of `resume.data_metadata`."""
+    return {"run": settings(run), "run_file": config.dump(run), "rules": rules_text, "data": data}
 
 
-def check_newest(run: Run, tokenizer: Tokenizer) -> None:
-    """`check_same_run` against the newest checkpoint of run.dir, if it can be read: long before it is restored, since
-    tokenizing may take hours. Every process calls it. Raises: as `check_same_run`.
-    """
-    saved = Checkpoints(Path(run.run.dir) / "checkpoints", read_only=True)
-    if steps := saved.steps():
-        with contextlib.suppress(CheckpointError):
-            check_same_run(run, saved.metadata(steps[-1]), tokenizer)
-
-
-def check_same_run(run: Run, metadata: dict, tokenizer: Tokenizer) -> None:
-    """Raises: ConfigError that lists each key of model, data, optimizer or seed that the checkpoint has otherwise."""
-    old = metadata["run"]
-    new = {name: section.model_dump(mode="json") for name, section in run}
-    changes = []
-    for section, free in FREE.items():
-        for key, value in new[section].items():
-            if key not in free and _content(old[section].get(key, value)) != _content(value):
-                changes.append(f"{section}.{key}={json.dumps(value)}, but the run in {run.run.dir} has "
-                               f"{json.dumps(old[section][key])}")
-    if old["run"]["seed"] != run.run.seed:
-        changes.append(f"run.seed={run.run.seed}, but the run in {run.run.dir} has {old['run']['seed']}")
-    if any(metadata["data"].get(name, value) != value for name, value in _identity(tokenizer).items()):
-        changes.append(f"data.tokenizer={json.dumps(run.data.tokenizer)} with the separator {tokenizer.bos} gives other ids, but "
-                       f"the run in {run.run.dir} has another tokenizer, with the separator {metadata['data']['separator']}")
-    if changes:
-        raise ConfigError(*(f"{change}; on resume model, data, optimizer and seed must stay: change it back, or give "
-                            "another run.name (checkpoint.init_from takes the weights along)" for change in changes))
-
-
-def check_same_data(run: Run, metadata: dict, fingerprint: str, step: int) -> None:
-    """Raises: ConfigError where the documents are others than those of the checkpoint after `step`."""
-    if metadata["data"]["fingerprint"] != fingerprint:
-        raise ConfigError(f"the data are not those that the run in {run.run.dir} read up to step {step} (documents were "
-                          "added, removed or changed in length); restore the files or start another run.name")
-
-
-def _content(value):
-    """What counts of a key: of a mixture the weights, since what its sources hold is compared by fingerprint."""
-    if isinstance(value, list):
-        return [one["weight"] if isinstance(one, dict) else one for one in value]
-    return value
-
-
-def _identity(tokenizer: Tokenizer) -> dict:
-    return {"tokenizer": tokenizer.key, "separator": tokenizer.bos}
-
-
-def metadata(run: Run, rules_text: str, fingerprint: str, tokenizer: Tokenizer) -> dict:
-    """What travels with every checkpoint. The data position is the step: batch n is a function of (seed, n) alone."""
-    return {"run": {name: section.model_dump(mode="json") for name, section in run}, "run_file": config.dump(run),
-            "rules": rules_text, "data": {"fingerprint": fingerprint, **_identity(tokenizer)}}
+def settings(run: Run) -> dict[str, dict]:
+    """Section -> key -> value, as JSON."""
+    return {name: section.model_dump(mode="json") for name, section in run}
 
 
 def write_settings(run: Run, directory: Path, rules_text: str) -> None:
     """config.toml (resolved) and rules.toml (as used). config.toml comes last: it marks the directory as ours."""
     (directory / "rules.toml").write_text(rules_text)
     disk.replace(directory / "config.toml", config.dump(run))
-
-
-def source_weights(run: Run) -> tuple[Checkpoints, int]:
-    """The newest checkpoint of checkpoint.init_from. Raises: ConfigError where there is none."""
-    directory = Path(run.checkpoint.init_from) / "checkpoints"
-    checkpoints = Checkpoints(directory, read_only=True) if directory.is_dir() else None
-    step = checkpoints.latest() if checkpoints else None
-    if step is None:
-        raise ConfigError(f"checkpoint.init_from={run.checkpoint.init_from} holds no whole checkpoint; name the run.dir "
-                          "of a run that has saved one")
-    return checkpoints, step

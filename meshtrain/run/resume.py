@@ -1,0 +1,220 @@
+"""Where a run goes on from, and what may have changed since it was saved: content counts, not spelling.
+
+CHANGES is the whole rule, a table from keys of the run file to what a difference means. What changes the numbers is told in a
+line and recorded in run.dir/changes.jsonl with the step after which it counts; config.toml has the settings now in force.
+The position in the data is kept as tokens of each source, so that batches may change in size and mixture. This module knows
+no model and no arrays.
+"""
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from meshtrain.cluster import agree
+from meshtrain.cluster.meet import PeerError
+from meshtrain.config import ConfigError, Run, user_errors
+from meshtrain.data.packing import Data
+from meshtrain.data.sources import Corpus
+from meshtrain.data.tokenizer import Tokenizer
+from meshtrain.run import disk, metrics, rundir, say
+from meshtrain.run.checkpoint import CheckpointError, Checkpoints
+
+STAYS = "stays"             # another value is another run: refused
+CONTENT = "content"         # however it is spelled: what is read is compared with what was read
+RECORDED = "recorded"       # counts from the next step on; told and recorded
+FREE = "free"               # changes no number, or belongs to one start alone
+
+# The first pattern that fits a key says what another value means when a run goes on.
+CHANGES = (
+    ("run.seed", STAYS),
+    ("run.*", FREE),
+    ("model.compute_dtype", RECORDED), ("model.*_dropout", RECORDED),
+    ("model.*", STAYS),
+    ("data.seq_len", RECORDED), ("data.global_batch", RECORDED), ("data.document_mask", RECORDED),
+    ("data.mixture", RECORDED),     # its weights; its sources are content
+    ("data.validation_fraction", STAYS), ("data.validation_tokens", STAYS),     # what is held out is not trained on
+    ("data.prefetch", FREE), ("data.cache", FREE), ("data.skip_batches", FREE),
+    ("data.*", CONTENT),
+    ("optimizer.name", STAYS),
+    ("training.max_skipped_steps", FREE),
+    ("validation.*", FREE), ("checkpoint.*", FREE), ("metrics.*", FREE), ("distributed.*", FREE),
+    ("*", RECORDED),
+)
+RETRIED = ("optimizer.*", "data.*", "training.grad_clip", "training.z_loss")
+RECORD = "changes.jsonl"
+ORDERED_SINCE = 3   # the format of checkpoints whose runs read the data in today's order
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Where a run begins. step: 0 for a fresh one. saved: the metadata of the checkpoint it goes on from.
+
+    changes: (key, old, new) of what is recorded. skip_batches: of the data, from here on. back: to a step before the newest.
+    """
+    step: int
+    saved: dict | None = None
+    changes: tuple[tuple[str, object, object], ...] = ()
+    skip_batches: int = 0
+    back: bool = False
+
+
+def rule(key: str) -> str:
+    """What another value of section.key means when a run goes on."""
+    return next(meaning for pattern, meaning in CHANGES if fnmatch.fnmatchcase(key, pattern))
+
+
+def find(run: Run, checkpoints: Checkpoints) -> Start:
+    """The checkpoint that the run goes on from: the newest whole one, or that of checkpoint.step; all processes call it.
+
+    `checkpoint.step` and `data.skip_batches` are done once: a checkpoint that was saved under the same two has them behind
+    it, so that the same command goes on. With another answer to the same trouble (RETRIED) the run goes back again.
+    Raises: ConfigError where checkpoint.step is not there, or what must stay has changed.
+    """
+    wanted, newest, saved = run.checkpoint.step, None, None
+    try:
+        newest = checkpoints.latest()
+        saved = None if newest is None else _metadata(checkpoints, newest)
+    except (CheckpointError, PeerError):
+        if not wanted:
+            raise
+    if newest is None and (not wanted or run.checkpoint.init_from):
+        return Start(0, skip_batches=run.data.skip_batches)
+    again = any(fnmatch.fnmatchcase(key, pattern) for key, *_ in (_changes(run, saved["run"]) if saved else ())
+                for pattern in RETRIED)
+    if wanted and (again or not _done(run, saved)):
+        _check_saved(checkpoints, wanted)
+        start = Start(wanted, _metadata(checkpoints, wanted), back=wanted != newest)
+    else:
+        start = Start(newest, saved)
+    if start.saved["format"] < ORDERED_SINCE:
+        raise agree.agreed(ConfigError(
+            f"{checkpoints.directory / str(start.step)} was written by an earlier version, which read the data in another order; "
+            f"finish the run with that version, or start a new run.name from its weights: checkpoint.init_from={run.run.dir}"))
+    skip = 0 if _done(run, start.saved) else run.data.skip_batches
+    return dataclasses.replace(start, changes=_changes(run, start.saved["run"]), skip_batches=skip)
+
+
+def check_tokenizer(run: Run, start: Start, tokenizer: Tokenizer) -> None:
+    """Before anything is tokenized, which may take hours. Raises: ConfigError where it is not the run's."""
+    if start.saved is not None and start.saved["data"]["tokenizer"] != [tokenizer.key, tokenizer.bos]:
+        raise ConfigError(f"data.tokenizer={json.dumps(run.data.tokenizer)} is not the one that the run in {run.run.dir} was "
+                          "trained with (compared by its content); give that one, or another run.name")
+
+
+def check_data(run: Run, start: Start, fingerprint: str) -> None:
+    """Raises: ConfigError where the documents are not those that the run has read."""
+    if start.saved is not None and start.saved["data"]["fingerprint"] != fingerprint:
+        raise ConfigError(f"the data are not those that the run in {run.run.dir} read up to step {start.step} (documents were "
+                          "added, removed or changed in length); restore the files or start another run.name")
+
+
+def position(start: Start, pack: Callable[[dict | None], Data]) -> Data:
+    """The run's data from `start` on. pack: from the position of an earlier start, or None, to data."""
+    data = pack(start.saved and start.saved["data"]["position"])
+    if not start.skip_batches:
+        return data
+    ahead = data.position(start.step + start.skip_batches)
+    tokens = [source["tokens"] for source in ahead["sources"]]
+    return pack(ahead | {"batches": start.step, "phase": ahead["phase"] | {"batches": start.step, "tokens": tokens}})
+
+
+def data_metadata(corpus: Corpus, data: Data, step: int) -> dict:
+    """What a checkpoint of `step` keeps of the data."""
+    return {"fingerprint": corpus.fingerprint, "tokenizer": [corpus.tokenizer.key, corpus.tokenizer.bos],
+            "position": data.position(step)}
+
+
+def begin(run: Run, start: Start, checkpoints: Checkpoints, directory: Path, rules_text: str) -> None:
+    """Last thing before the first step: sets aside what lies behind `start`, tells and records what has changed."""
+    told = []
+    if start.back:
+        rows = agree.on_first(lambda: metrics.set_aside_after(directory / "metrics.jsonl", start.step))
+        later = checkpoints.set_aside_after(start.step)
+        told = [f"back to step {start.step}: later checkpoints are kept as {', '.join(later)}{f', later rows in {rows}' if rows else ''}"]
+    if jax.process_index() == 0:
+        changes = list(start.changes)
+        if start.skip_batches:
+            changes.append(("data.skip_batches", 0, start.skip_batches))
+        told += [f"from step {start.step + 1} on: {key}={json.dumps(new)} (was {json.dumps(old)})" for key, old, new in changes]
+        for line in told:
+            say.out(line)
+        rundir.write_settings(run.model_copy(update={"checkpoint": run.checkpoint.model_copy(update={"step": 0})}), directory,
+                              rules_text)
+        if start.back:
+            changes.append(("checkpoint.step", None, start.step))
+        _record(directory / RECORD, start.step, changes)
+
+
+def source(run: Run) -> tuple[Checkpoints, int]:
+    """The checkpoint of checkpoint.init_from that a new run takes its weights from. Raises: ConfigError where there is none."""
+    directory = Path(run.checkpoint.init_from) / "checkpoints"
+    checkpoints = Checkpoints(directory, read_only=True) if directory.is_dir() else None
+    if checkpoints and run.checkpoint.step:
+        _check_saved(checkpoints, run.checkpoint.step)
+        return checkpoints, run.checkpoint.step
+    step = checkpoints.latest() if checkpoints else None
+    if step is None:
+        raise ConfigError(f"checkpoint.init_from={run.checkpoint.init_from} holds no whole checkpoint; name the run.dir "
+                          "of a run that has saved one")
+    return checkpoints, step
+
+
+def _metadata(checkpoints: Checkpoints, step: int) -> dict:
+    with user_errors():     # a newer version wrote it
+        return agree.on_first(lambda: checkpoints.metadata(step))
+
+
+def _done(run: Run, saved: dict | None) -> bool:
+    """Whether this start's checkpoint.step and data.skip_batches lie behind a checkpoint already. Step 0 asks for nothing."""
+    if saved is None:
+        return False
+    step, skip = (saved["run"][section].get(key, 0) for section, key in (("checkpoint", "step"), ("data", "skip_batches")))
+    return skip == run.data.skip_batches and run.checkpoint.step in (0, step)
+
+
+def _check_saved(checkpoints: Checkpoints, step: int) -> None:
+    steps = checkpoints.steps()
+    if step not in steps:
+        there = f"has those of steps {', '.join(map(str, steps))}" if steps else "has none"
+        raise agree.agreed(ConfigError(f"checkpoint.step={step} is not saved: {checkpoints.directory} {there}; name one that "
+                                       "is, or 0 for the newest"))
+    if fault := checkpoints.fault(step):
+        raise agree.agreed(ConfigError(f"checkpoint.step={step}: {checkpoints.directory / str(step)} is damaged ({fault}); "
+                                       "name another"))
+
+
+def _changes(run: Run, old: dict) -> tuple[tuple[str, object, object], ...]:
+    """What is to be recorded. Raises: ConfigError with everything that had to stay."""
+    refused, recorded = [], []
+    for section, values in rundir.settings(run).items():
+        for key, new in values.items():
+            name, was = f"{section}.{key}", old.get(section, {}).get(key, new)      # a key that is new was at its default
+            if name == "data.mixture":
+                was, new = ([one["weight"] for one in mixture] for mixture in (was, new))
+            if was == new:
+                continue
+            if rule(name) == STAYS:
+                refused.append(f"{name}={json.dumps(new)}, but the run in {run.run.dir} has {json.dumps(was)}; on resume the "
+                               "model, the data, optimizer.name and run.seed must stay: change it back, or give another "
+                               "run.name (checkpoint.init_from takes the weights along)")
+            elif rule(name) == RECORDED:
+                recorded.append((name, was, new))
+    if refused:
+        raise agree.agreed(ConfigError(*refused))
+    return tuple(recorded)
+
+
+def _record(path: Path, step: int, changes: list[tuple[str, object, object]]) -> None:
+    """Appends the changes; what a start that was killed before its first checkpoint has recorded is there already."""
+    text = path.read_text() if path.exists() else ""
+    known = [(row["step"], row["key"], row["to"]) for row in map(json.loads, text.splitlines())]
+    rows = [{"step": step, "key": key, "from": old, "to": new, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+            for key, old, new in changes if (step, key, new) not in known]
+    if rows:
+        disk.replace(path, text + "".join(json.dumps(row) + "\n" for row in rows))

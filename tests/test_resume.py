@@ -1,0 +1,253 @@
+"""Where a run goes on from, and what may have changed since: content counts, not spelling; nothing is lost on the way back."""
+import json
+import tomllib
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshtrain import config
+from meshtrain.config import ConfigError
+from meshtrain.data import packing, sources, tokenizer
+from meshtrain.run import checkpoint, metrics, resume, rundir
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXTS = {"a.txt": b"the cat sat on the mat. " * 60, "b.txt": bytes(range(97, 123)) * 50}
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def run_in(directory, *more):
+    return config.load(["--run.dir", str(directory), "--data.seq_len", "32", "--data.global_batch", "16", *map(str, more)])
+
+
+DATA = {"fingerprint": "f", "tokenizer": ["bytes", 256], "position": {}}
+
+
+def saved(directory, run, *steps, data=DATA):
+    """Checkpoints as a run would leave them."""
+    with checkpoint.Checkpoints(directory / "checkpoints") as checkpoints:
+        for step in steps:
+            checkpoints.save(step, {"w": jnp.ones(3)}, rundir.metadata(run, "# rules", data))
+    rows = "".join(f'{{"step": {step}}}\n' for step in range(1, max(steps) + 3))
+    (directory / "metrics.jsonl").write_text(rows)
+
+
+def found(directory, *more) -> resume.Start:
+    return resume.find(run_in(directory, *more), checkpoint.Checkpoints(directory / "checkpoints"))
+
+
+@pytest.fixture
+def two(tmp_path) -> Path:
+    """run.dir with checkpoints of steps 2 and 4 and rows up to 6."""
+    saved(tmp_path, run_in(tmp_path), 2, 4)
+    return tmp_path
+
+
+# ---- what may change -------------------------------------------------------------------------------------------------
+
+
+def test_every_pattern_of_the_table_is_met_by_a_key_and_by_the_first_that_fits():
+    keys = [f"{name}.{key}" for name, section in config.SECTIONS.items() for key in section.model_fields]
+    for i, (pattern, meaning) in enumerate(resume.CHANGES):
+        fits = [key for key in keys if next(j for j, (other, _) in enumerate(resume.CHANGES)
+                                            if resume.fnmatch.fnmatchcase(key, other)) == i]
+        assert fits or pattern == "data.validation_tokens", pattern
+        assert {resume.rule(key) for key in fits} <= {meaning}
+
+
+@pytest.mark.parametrize("key, value", [
+    ("model.embed_dim", 512), ("model.tie_embeddings", "true"), ("model.norm_eps", 1e-3), ("model.param_dtype", "bfloat16"),
+    ("optimizer.name", "lion"), ("run.seed", 7), ("data.validation_fraction", 0.5)])
+def test_another_model_optimizer_seed_or_hold_out_is_refused(two, key, value):
+    with pytest.raises(ConfigError, match=f"{key}=.*{value}.*, but the run in .* has .*; on resume the .* must stay.*run.name"):
+        found(two, f"--{key}", value)
+
+
+@pytest.mark.parametrize("key, old, new", [
+    ("optimizer.learning_rate", 3e-4, 1e-4), ("optimizer.b2", 0.95, 0.99), ("optimizer.schedule", "cosine", "linear"),
+    ("optimizer.warmup_steps", 0, 5), ("data.seq_len", 32, 64), ("data.global_batch", 16, 32), ("training.steps", 100, 200),
+    ("training.microbatches", 1, 2), ("training.remat", "none", "full"), ("training.z_loss", 0.0, 1e-4), ("mesh.fsdp", 1, 2),
+    ("training.grad_clip", 1.0, 0.5), ("model.compute_dtype", "float32", "bfloat16"), ("pipeline.chunks", 1, 2),
+    ("data.document_mask", True, "false")])
+def test_what_changes_numbers_may_change_and_is_recorded(tmp_path, key, old, new):
+    saved(tmp_path, run_in(tmp_path, f"--{key}", json.dumps(old).strip('"')), 2)
+    start = found(tmp_path, f"--{key}", new)
+    want = new if new != "false" else False
+    assert (start.step, start.changes) == (2, ((key, old, want),))
+
+
+@pytest.mark.parametrize("more", [
+    ("--run.name", "moved"), ("--metrics.every", 5), ("--checkpoint.every", 7), ("--data.prefetch", 0), ("--validation.every", 1),
+    ("--data.source", "text", "--data.paths", '["README.md"]'), ("--data.tokenizer", "elsewhere/tokenizer.json"),
+    ("--distributed.timeout_s", 900), ("--data.cache", "elsewhere")])
+def test_spelling_and_what_changes_no_number_may_change_unsaid(two, more):
+    assert found(two, *more).changes == ()
+
+
+def test_the_weights_of_a_mixture_may_change_and_its_paths_are_content(tmp_path):
+    mixture = '[{{source="text", paths=["{}"], weight={}}}, {{source="stdlib", weight=1.0}}]'
+    one = ("--data.source", "mixture", "--data.mixture", mixture.format("README.md", 2.0))
+    saved(tmp_path, run_in(tmp_path, *one), 2)
+    assert found(tmp_path, *one[:3], mixture.format("./README.md", 2.0)).changes == ()
+    assert found(tmp_path, *one[:3], mixture.format("README.md", 3.0)).changes == (("data.mixture", [2.0, 1.0], [3.0, 1.0]),)
+
+
+def test_all_that_had_to_stay_is_told_together(two):
+    with pytest.raises(ConfigError) as error:
+        found(two, "--run.seed", 3, "--model.num_layers", 7, "--optimizer.b1", 0.5)
+    assert len(error.value.messages) == 2 and "run.seed=3" in str(error.value) and "model.num_layers=7" in str(error.value)
+
+
+def test_a_checkpoint_of_another_data_order_is_refused_with_the_way_on(two, monkeypatch):
+    with monkeypatch.context() as older:
+        older.setattr(checkpoint, "FORMAT", 2)
+        saved(two, run_in(two), 6)
+    with pytest.raises(ConfigError, match=f"6 was written by an earlier version.*checkpoint.init_from={two}"):
+        found(two)
+
+
+# ---- content ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_tokenizer_and_the_documents_are_compared_by_their_content(two):
+    run, start = run_in(two), found(two)
+    resume.check_tokenizer(run, start, tokenizer.Bytes())
+    with pytest.raises(ConfigError, match="data.tokenizer=.* is not the one that the run in .* was trained with"):
+        resume.check_tokenizer(run, start, tokenizer.Ids(500, 3))
+    resume.check_data(run, start, "f")
+    with pytest.raises(ConfigError, match="the data are not those that the run in .* read up to step 4"):
+        resume.check_data(run, start, "another")
+    for check, value in ((resume.check_tokenizer, tokenizer.Ids(500, 3)), (resume.check_data, "another")):
+        check(run, resume.Start(0), value)
+
+
+def packed(tmp_path, **more):
+    for name, text in TEXTS.items():
+        (tmp_path / name).write_bytes(text)
+    opened = sources.open_source("text", [str(tmp_path / "*.txt")])
+    settings = {"bos": 256, "seq_len": 16, "global_batch": 4, "seed": 3} | more
+    return lambda position: packing.pack([opened], [1.0], position=position, **settings)
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+
+
+def at(step, data, **more):
+    return resume.Start(step, {"data": {"position": json.loads(json.dumps(data.position(step)))}}, **more)
+
+
+def test_the_same_settings_find_the_same_batches(tmp_path):
+    pack = packed(tmp_path)
+    plain = pack(None)
+    data = resume.position(at(5, plain), pack)
+    assert all(same(data.batch(n), plain.batch(n)) for n in range(5, 20))
+
+
+@pytest.mark.parametrize("before", [0, 5])
+def test_skipped_batches_are_left_out_once_and_never_come_again(tmp_path, before):
+    """From a fresh start and from a checkpoint; then a resume behind it, which keeps the offset."""
+    pack = packed(tmp_path)
+    plain = pack(None)
+    start = at(before, plain, skip_batches=3) if before else resume.Start(0, skip_batches=3)
+    data = resume.position(start, pack)
+    tokens = lambda batch: {name: x for name, x in batch.items() if name != "sequence"}
+    assert all(same(tokens(data.batch(n)), tokens(plain.batch(n + 3))) for n in range(before, 20))
+    again = resume.position(at(before + 4, data), pack)
+    assert all(same(again.batch(n), data.batch(n)) for n in range(before + 4, 20))
+
+
+def test_another_batch_and_sequence_length_go_on_behind_the_last_token(tmp_path):
+    plain = packed(tmp_path)(None)
+    data = resume.position(at(5, plain), packed(tmp_path, seq_len=8, global_batch=2))
+    assert data.position(5)["sources"][0]["tokens"] == plain.position(5)["sources"][0]["tokens"] == 5 * 64
+    assert data.batch(5)["tokens"].shape == (2, 8) and data.position(6)["sources"][0]["tokens"] == 5 * 64 + 16
+
+
+# ---- back to a step --------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_is_not_there_or_damaged_is_told_with_those_that_are(two):
+    with pytest.raises(ConfigError, match="checkpoint.step=3 is not saved: .* has those of steps 2, 4; name one that is, or 0"):
+        found(two, "--checkpoint.step", 3)
+    (two / "checkpoints" / "2" / "metadata.json").write_text("{}")
+    with pytest.raises(ConfigError, match="checkpoint.step=2: .*/2 is damaged .metadata.json: 2 bytes, .*; name another"):
+        found(two, "--checkpoint.step", 2)
+    with pytest.raises(ConfigError, match="checkpoint.step=3 is not saved: .* has none"):
+        found(two / "new", "--checkpoint.step", 3)
+    assert sorted(path.name for path in (two / "checkpoints").iterdir()) == ["2", "4"], "looking changes nothing"
+
+
+def test_the_same_command_goes_on_and_another_answer_goes_back_again(two):
+    back = ("--checkpoint.step", 2, "--data.skip_batches", 3, "--optimizer.learning_rate", 1e-4)
+    start = found(two, *back)
+    assert (start.step, start.back, start.skip_batches) == (2, True, 3)
+    with checkpoint.Checkpoints(two / "checkpoints") as checkpoints:
+        resume.begin(run_in(two, *back), start, checkpoints, two, "# rules")
+    start = found(two, *back)   # killed before its first checkpoint
+    assert (start.step, start.back, start.skip_batches) == (2, False, 3)
+    saved(two, run_in(two, *back), 3, 5)
+    start = found(two, *back)
+    assert (start.step, start.back, start.skip_batches, start.changes) == (5, False, 0, ())
+    start = found(two, *back, "--training.steps", 300)
+    assert (start.step, start.back) == (5, False), "a longer run is no other answer"
+    start = found(two, *back[:4], "--optimizer.learning_rate", 5e-5)
+    assert (start.step, start.back, start.skip_batches) == (2, True, 3)
+    start = found(two, *back[:2], "--data.skip_batches", 9, *back[4:])
+    assert (start.step, start.back, start.skip_batches) == (2, True, 9)
+    settings = two / "config.toml"
+    start = resume.find(config.load([str(settings)]), checkpoint.Checkpoints(two / "checkpoints"))
+    assert (start.step, start.skip_batches) == (5, 0), "the settings that were written are those in force"
+
+
+def test_the_way_back_loses_nothing_and_is_recorded_once(two, capfd):
+    more = ("--checkpoint.step", 2, "--optimizer.learning_rate", 1e-4, "--data.skip_batches", 7)
+    run = run_in(two, *more)
+    for _ in range(2):      # the second: killed before its first checkpoint
+        with checkpoint.Checkpoints(two / "checkpoints") as checkpoints:
+            start = resume.find(run, checkpoints)
+            resume.begin(run, start, checkpoints, two, "# rules")
+    told = capfd.readouterr().out
+    assert "back to step 2: later checkpoints are kept as 4.aside, later rows in metrics.aside.jsonl\n" in told
+    assert "from step 3 on: optimizer.learning_rate=0.0001 (was 0.003)\n" in told
+    assert "from step 3 on: data.skip_batches=7 (was 0)\n" in told
+    assert sorted(path.name for path in (two / "checkpoints").iterdir()) == ["2", "4.aside"]
+    assert [row["step"] for row in metrics.read(two / "metrics.aside.jsonl")] == [3, 4, 5, 6]
+    recorded = [json.loads(line) for line in (two / "changes.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["key"], row["from"], row["to"]) for row in recorded] == [
+        (2, "optimizer.learning_rate", 3e-3, 1e-4), (2, "data.skip_batches", 0, 7), (2, "checkpoint.step", None, 2)]
+    settings = tomllib.loads((two / "config.toml").read_text())
+    assert settings["optimizer"]["learning_rate"] == 1e-4 and settings["checkpoint"]["step"] == 0
+
+
+def test_a_newest_checkpoint_that_cannot_be_read_is_no_obstacle_on_the_way_back(two, monkeypatch):
+    monkeypatch.setattr(checkpoint.disk, "PAUSES_S", (0.01,))
+    real = checkpoint.disk.checksums
+
+    def stale(place, *args, **options):
+        if place.name == "4":
+            raise OSError(116, "Stale file handle")
+        return real(place, *args, **options)
+    monkeypatch.setattr(checkpoint.disk, "checksums", stale)
+    with pytest.raises(checkpoint.CheckpointError):
+        found(two)
+    assert found(two, "--checkpoint.step", 2).step == 2
+
+
+# ---- from another run ------------------------------------------------------------------------------------------------
+
+
+def test_a_new_run_takes_the_step_that_it_names_of_another(two, tmp_path):
+    for step, want in ((0, 4), (2, 2)):
+        run = run_in(tmp_path / "new", "--checkpoint.init_from", two, "--checkpoint.step", step)
+        assert resume.source(run)[1] == want
+        assert resume.find(run, checkpoint.Checkpoints(tmp_path / "new" / "checkpoints")).step == 0
+    with pytest.raises(ConfigError, match="checkpoint.step=3 is not saved"):
+        resume.source(run_in(tmp_path / "new", "--checkpoint.init_from", two, "--checkpoint.step", 3))
+    saved(tmp_path / "new", run, 1)
+    assert found(tmp_path / "new", "--checkpoint.init_from", two, "--checkpoint.step", 2).step == 1, "the new run goes on"
