@@ -16,6 +16,7 @@ from meshtrain.layout import rules
 from meshtrain.layout.mesh import MeshSpec
 from meshtrain.layout.rules import Layout, Tensor
 from meshtrain.model import transformer
+from meshtrain.model.layers import kv_heads
 from meshtrain.parallel import attention, stages
 from meshtrain.training import accumulate, state, step
 
@@ -65,11 +66,13 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
         loaded = rules.load(run.sharding.rules)
     model = transformer.build(run.model)
     fitted, notes = stages.fit(run, loaded, sizes, transformer.padded_vocab(run.model))
+    fitted, shared = model.fit(fitted, sizes)
+    notes += shared
     layout = Layout(fitted, sizes)
     # First what context asks of a length: a length that follows the rules' remedy alone would be refused again.
     # Stages have checks of their own, and what they do not divide is no longer split over them.
     faults = attention.problems(run, layout) or (stages.problems(run, loaded, sizes) + rules.problems(
-        fitted, {**sizes, "stage": 1}, tensors(run, model), config.SIZE_KEYS))
+        fitted, {**sizes, "stage": 1}, tensors(run, model, layout), config.SIZE_KEYS))
     if faults:
         raise ConfigError(*faults)
     attend, note = attention.choose(run, sizes, platform)
@@ -131,11 +134,12 @@ def check_branches(made: Assembly, executable) -> None:
                               'use pipeline.schedule="zero_bubble", or mesh.tensor=1')
 
 
-def tensors(run: Run, model: transformer.Transformer) -> list[Tensor]:
+def tensors(run: Run, model: transformer.Transformer, layout: Layout) -> list[Tensor]:
     """Everything that the rules place, with full shapes: parameters in three rule tables, and the activations."""
     placed = [Tensor(table, info.name, info.shape, info.axes) for table in ("params", "grads", "optimizer")
               for info in model.parameters()]
-    return placed + model.activations(run.data.global_batch // run.training.microbatches, run.data.seq_len)
+    return placed + model.activations(run.data.global_batch // run.training.microbatches, run.data.seq_len,
+                                      kv_heads(layout, run.model.num_kv_heads))
 
 
 def _choose_schedule(run: Run, mesh_spec: MeshSpec, model, layout: Layout, attend: Callable, gpu) -> simulate.Choice:

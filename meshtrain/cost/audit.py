@@ -106,7 +106,7 @@ def read(text: str, mesh) -> Program:
 
 
 def broken_permutes(text: str, mesh) -> list[str]:
-    """As `read(text, mesh).broken_permutes`, one line of text after the other: a hundred times faster on large programs."""
+    """As `read(text, mesh).broken_permutes`, from the lines of the permutes alone: a quarter of the time (0.04 s for 2.4 MB)."""
     found, mesh_shape = [], dict(mesh.shape)
     for line in _PERMUTE.finditer(text):
         attrs = line.group(0)

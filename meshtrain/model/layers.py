@@ -88,9 +88,27 @@ class Linear(nnx.Module):
         self.kernel = declare(rngs, dtype, shape, axes, role, std=std, fan_in_dims=fan_in_dims)
         self.bias = declare(rngs, dtype, shape[fan_in_dims:], self.bias_axes, "bias", value=0.0) if bias else None
 
-    def __call__(self, ex: Execution, x, out_axes=None):
-        y = project(ex, self.eq, self.axes, out_axes, x, self.kernel[...])
-        return y if self.bias is None else add_bias(ex, self.bias_axes, y, self.bias[...])
+    def __call__(self, ex: Execution, x, out_axes=None, repeats: int = 1):
+        """repeats: how often each of the kv_heads is computed, see `kv_heads`."""
+        kernel, axes = _repeated(ex, self.kernel[...], self.axes, repeats)
+        y = project(ex, self.eq, axes, out_axes, x, kernel)
+        if self.bias is None:
+            return y
+        bias, axes = _repeated(ex, self.bias[...], self.bias_axes, repeats)
+        return add_bias(ex, axes, y, bias)
+
+
+def _repeated(ex: Execution, w, axes, repeats: int):
+    """(w with each kv head `repeats` times, next to each other so that query groups stay whole; its logical axes).
+
+    Pinned as heads are, before it is gathered: every tensor rank takes its own head of the whole w, and nothing moves.
+    Backward: the ranks' gradients of a head are summed, and all heads are given to all ranks, in float32.
+    """
+    if repeats == 1:
+        return w, axes
+    w = jnp.repeat(w, repeats, axes.index("kv_heads"))
+    axes = tuple("heads" if axis == "kv_heads" else axis for axis in axes)
+    return ex.layout.constrain("params", w, axes), axes
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -233,12 +251,24 @@ lookup.defvjp(_lookup_forward, _lookup_backward)
 
 # --- attention, MLP, one layer -------------------------------------------------------------------------------------
 
+def kv_heads(layout: Layout, num_kv_heads: int) -> int:
+    """How many key/value heads are computed: all ranks together, each rank at least one.
+
+    More than the model has where tensor ranks outnumber them and share them evenly: then each head is computed by several
+    ranks, each for its own query heads, as in Megatron-LM. The parameters stay as they are.
+    """
+    split = layout.mesh_axes("activations", "kv_heads")
+    alike = split == layout.mesh_axes("activations", "heads") == layout.mesh_axes("params", "heads")
+    ways = layout.ways(split)
+    return ways if alike and ways > num_kv_heads and ways % num_kv_heads == 0 else num_kv_heads
+
+
 class Attention(nnx.Module):
     """Grouped-query causal attention; `ex.attend` is the engine (blocks, cuDNN), on one device or round a ring."""
 
     def __init__(self, cfg, rngs):
         D, N, K, H = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
-        bias = cfg.attention_bias
+        self.num_kv_heads, bias = K, cfg.attention_bias
         self.query = Linear(cfg, rngs, "BTD,DNH->BTNH", (D, N, H), ("embed", "heads", "head_dim"), bias=bias)
         self.key = Linear(cfg, rngs, "BTD,DKH->BTKH", (D, K, H), ("embed", "kv_heads", "head_dim"), bias=bias)
         self.value = Linear(cfg, rngs, "BTD,DKH->BTKH", (D, K, H), ("embed", "kv_heads", "head_dim"), bias=bias)
@@ -249,10 +279,10 @@ class Attention(nnx.Module):
         self.key_norm = Norm(cfg, rngs, H, "head_dim") if cfg.qk_norm else None
 
     def __call__(self, ex: Execution, x_BTD, inputs):
-        act = ex.layout.act
+        act, repeats = ex.layout.act, kv_heads(ex.layout, self.num_kv_heads) // self.num_kv_heads
         q_BTNH = act(self.query(ex, x_BTD), "batch", "seq", "heads", "head_dim")
-        k_BTKH = act(self.key(ex, x_BTD), "batch", "seq", "kv_heads", "head_dim")
-        v_BTKH = act(self.value(ex, x_BTD), "batch", "seq", "kv_heads", "head_dim")
+        k_BTKH = act(self.key(ex, x_BTD, repeats=repeats), "batch", "seq", "kv_heads", "head_dim")
+        v_BTKH = act(self.value(ex, x_BTD, repeats=repeats), "batch", "seq", "kv_heads", "head_dim")
         if self.query_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(ex, q_BTNH), self.key_norm(ex, k_BTKH)
         if inputs.rope is not None:

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from meshtrain.layout.rules import Tensor
+from meshtrain.layout.rules import Layout, Rules, Tensor
 from meshtrain.model import params
-from meshtrain.model.layers import Embedding, Layer, Linear, Norm, Execution, dropout, rope_angles
+from meshtrain.model.layers import Embedding, Layer, Linear, Norm, Execution, dropout, kv_heads, rope_angles
 from meshtrain.model.loss import LossSpec, loss_sums
 from meshtrain.names import AUX_LOSS, LAYERS
 
@@ -195,12 +196,32 @@ class Transformer:
             return ("vocab", "embed"), p["embedding"]["table"]
         return ("embed", "vocab"), p["head"]["kernel"]
 
-    def activations(self, batch: int, seq_len: int) -> list[Tensor]:
-        """The activations that rules place, with their full shapes, for the checks at load."""
+    def fit(self, loaded: Rules, sizes: Mapping[str, int]) -> tuple[Rules, list[str]]:
+        """The rules with tensor taken from kv heads that it outnumbers (see `layers.kv_heads`), and what to tell of that.
+
+        Their weights and states then lie whole on every tensor rank.
+        """
+        num_kv_heads, split = self.cfg.num_kv_heads, loaded.mesh_axes("activations", "kv_heads")
+        computed = kv_heads(Layout(loaded, sizes), num_kv_heads)
+        if computed == num_kv_heads:
+            return loaded, []
+        without = lambda axes: tuple(axis for axis in axes if axis not in split)
+        tables = {name: table if name == "activations" or "kv_heads" not in table
+                  else {**table, "kv_heads": without(table["kv_heads"])} for name, table in loaded.tables.items()}
+        ways = " × ".join(f"mesh.{axis}={sizes[axis]}" for axis in split if sizes[axis] > 1)
+        return dataclasses.replace(loaded, tables=tables), [
+            f"attention: {num_kv_heads} key and value heads over {ways}: each is computed by {computed // num_kv_heads} ranks, "
+            f"and the weights and states of all of them lie on every rank"]
+
+    def activations(self, batch: int, seq_len: int, num_kv_heads: int) -> list[Tensor]:
+        """The activations that rules place, with their full shapes, for the checks at load.
+
+        num_kv_heads: as `layers.kv_heads` says.
+        """
         cfg = self.cfg
         rows = [("residual stream", ("batch", "residual_seq", None), (batch, seq_len, cfg.embed_dim))]
         heads = lambda n, axis: (("batch", "seq", axis, "head_dim"), (batch, seq_len, n, cfg.head_dim))
-        rows += [("queries", *heads(cfg.num_heads, "heads")), ("keys", *heads(cfg.num_kv_heads, "kv_heads")),
+        rows += [("queries", *heads(cfg.num_heads, "heads")), ("keys", *heads(num_kv_heads, "kv_heads")),
                  ("mlp", ("batch", "seq", "mlp"), (batch, seq_len, cfg.mlp_dim)),
                  ("logits", ("batch", "seq", "vocab"), (batch, seq_len, padded_vocab(cfg)))]
         return [Tensor("activations", name, shape, axes) for name, axes, shape in rows]
