@@ -245,8 +245,9 @@ def test_more_files_than_a_process_may_open_are_read_without_opening_one_twice(t
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     for i in range(150):
         write_tokens(tmp_path / f"{i:03}.tokens.npy", [[i]])
-    source = Opened(section([tmp_path / "*.tokens.npy"], bos_token="500"), tmp_path).corpus.sources[0]
     used = len(os.listdir("/proc/self/fd"))
+    source = Opened(section([tmp_path / "*.tokens.npy"], bos_token="500"), tmp_path).corpus.sources[0]
+    assert len(os.listdir("/proc/self/fd")) <= used + 5
     monkeypatch.setattr(token_files, "map_file", lambda *args, real=token_files.map_file: opened.append(args) or real(*args))
     opened = []
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, hard))

@@ -261,15 +261,18 @@ def test_many_small_texts_share_parts_of_the_cache_and_stay_documents(tmp_path, 
 
 @pytest.mark.parametrize("name", ["000.txt", "050x.txt", "zzz.txt"])
 def test_one_small_text_more_is_tokenized_alone(name, tmp_path, bpe, counted, monkeypatch):
-    monkeypatch.setattr(token_cache, "TEXT_PART_BYTES", 1000)
+    monkeypatch.setattr(token_cache, "TEXT_PART_BYTES", 300)
     for i in range(1, 102):
         write(tmp_path / f"{i:03}.txt", [f"text number {i}"])
     data = section([tmp_path / "*.txt"], tokenizer=bpe)
     Opened(data, tmp_path)
     assert len(counted) == 101
+    before = set(tmp_path.glob(".meshtrain/*/*.json"))
+    assert len(before) > 2
     write(tmp_path / name, ["a new one"])
     assert sorted(Opened(data, tmp_path).texts()) == sorted(["a new one", *(f"text number {i}" for i in range(1, 102))])
     assert counted[101:] == [name]
+    assert len(set(tmp_path.glob(".meshtrain/*/*.json")) - before) <= 2  # the part it falls into, which it may divide
     (tmp_path / name).unlink()
     (tmp_path / "037.txt").unlink()
     assert Opened(data, tmp_path).texts() == [f"text number {i}" for i in range(1, 102) if i != 37]
