@@ -17,6 +17,7 @@ import pytest
 import reference
 
 from meshtrain import assembly, config
+from meshtrain.inference import sample
 from meshtrain.training.state import State
 
 ROOT = Path(__file__).resolve().parent
@@ -53,15 +54,18 @@ class Case:
     def __init__(self, model: dict, training: dict, optimizer: dict):
         self.run = config.Run(
             sharding=dict(rules=str(ROOT.parent / "sharding_rules" / "ddp.toml")), model=SIZES | model,
-            data=dict(seq_len=T, global_batch=SEQUENCES), training=dict(steps=STEPS, loss_chunk=24) | training,
+            data=dict(seq_len=T, global_batch=SEQUENCES), training=dict(steps=STEPS, loss_chunk=10) | training,
             optimizer=dict(learning_rate=0.01) | optimizer,
         )  # fmt: skip
         self.made = assembly.assemble(self.run, jax.devices()[:1])
-        program = dataclasses.replace(self.made.program, compiler_options={"xla_backend_optimization_level": 0})
-        with jax.default_matmul_precision("highest"):
-            self.step = program.compile()
         self.settings = self.run.model_dump()
         self.gradients = reference.Training(self.settings, {}).gradients   # compiled once for all runs of this case
+
+    @functools.cached_property
+    def step(self):
+        program = dataclasses.replace(self.made.program, compiler_options={"xla_backend_optimization_level": 0})
+        with jax.default_matmul_precision("highest"):
+            return program.compile()
 
     def params(self) -> dict:
         """Every leaf random, scales and biases too: those that start as ones and zeros would hide a fault."""
@@ -161,6 +165,20 @@ def test_a_step_that_is_not_finite_changes_nothing_and_the_schedule_goes_on():
     check_metrics(rows, plain)
     got, expected = ({**tree, "embedding": {"table": tree["embedding"]["table"][: V - 1]}} for tree in (got, expected))
     chex.assert_trees_all_close(got, expected, atol=2e-5)   # half a thousandth of a step's learning rate
+
+
+def test_a_sample_goes_on_with_the_likeliest_token_of_the_plain_logits():
+    """With a head of large weights the likeliest token has all the probability, whatever the temperature."""
+    made = case("llama, adamw, cosine").made
+    params = case("llama, adamw, cosine").params()
+    params["head"]["kernel"] *= 1000
+    bos, count, model = 3, 9, made.run.model_dump()["model"]
+    with jax.default_matmul_precision("highest"), jax.set_mesh(made.mesh):
+        got = np.asarray(sample.build(made.model, made.program.execution, T, bos)(params, count, 0))[: count + 1]
+        batch = {"tokens": got[None], "positions": np.arange(count + 1)[None], "segments": np.ones((1, count + 1), np.int32)}
+        expected = np.asarray(reference.logits(model, jax.tree.map(jnp.asarray, params), batch))[0].argmax(-1)
+    assert got[0] == bos and len(set(got.tolist())) > 3
+    np.testing.assert_array_equal(got[1:], expected[:-1])
 
 
 # ---- logits of another implementation --------------------------------------------------------------------------------

@@ -1,0 +1,125 @@
+"""Faults planted on purpose: does the suite see a wrong sign, a lost factor, an axis too few?
+
+Each entry of faults.toml is one small change to a copy of the tree and the one test that must fail because of it. A test that
+stays green there claims what it does not check; a fault that no test names is a hole in the suite.
+
+    python tests/faults.py [--only NAME] [--jobs N]      plants them one after another and prints a table
+"""
+import argparse
+import ast
+import concurrent.futures
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import xml.etree.ElementTree
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = ("meshtrain", "tests", "configs", "sharding_rules", "launch", "pyproject.toml", "README.md")
+TIMEOUT_S = 600
+
+
+class Fault(NamedTuple):
+    """`old`, which stands once in `file`, becomes `new`; `test` (a pytest id, not slow) must then fail by assertion."""
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+def load() -> list[Fault]:
+    """The entries of faults.toml; the table's name is the fault's."""
+    entries = tomllib.loads((ROOT / "tests" / "faults.toml").read_text())
+    return [Fault(name, **entry) for name, entry in entries.items()]
+
+
+def problems(fault: Fault) -> list[str]:
+    """Why this entry cannot be planted in the tree as it stands; empty if it can."""
+    found, path = [], ROOT / fault.file
+    count = path.read_text().count(fault.old) if path.is_file() else -1
+    if count != 1:
+        what = "the file is gone" if count < 0 else f"the old text stands {count} times, not once: {fault.old!r}"
+        found.append(f"{fault.name}: {fault.file}: {what}; give the entry the text that does this work now")
+    if fault.old == fault.new:
+        found.append(f"{fault.name}: old and new are the same")
+    file, _, name = fault.test.partition("::")
+    tests = _tests(ROOT / file)
+    if name.partition("[")[0] not in tests:
+        found.append(f"{fault.name}: there is no test {fault.test}; name the one that must see this fault")
+    return found
+
+
+def _tests(path: Path) -> set[str]:
+    """The tests of a file that are not marked slow as a whole."""
+    if not path.is_file():
+        return set()
+    slow = lambda node: any("mark.slow" in ast.unparse(mark) and "param" not in ast.unparse(mark) for mark in node.decorator_list)
+    tree = ast.parse(path.read_text()).body
+    named = {target.id for node in tree if isinstance(node, ast.Assign) for target in node.targets if isinstance(target, ast.Name)}
+    return named | {node.name for node in tree if isinstance(node, ast.FunctionDef) and not slow(node)}
+
+
+def plant(fault: Fault) -> tuple[bool, str, float]:
+    """(caught, what happened, seconds): the fault's test, in a copy of the tree that has the fault."""
+    if faults := problems(fault):
+        return False, "; ".join(faults), 0.0
+    with tempfile.TemporaryDirectory(prefix="meshtrain-fault-") as place:
+        copy = Path(place)
+        for name in COPIED:
+            ignore = shutil.ignore_patterns("__pycache__", ".*")
+            shutil.copytree(ROOT / name, copy / name, ignore=ignore) if (ROOT / name).is_dir() else shutil.copy(ROOT / name, copy)
+        target = copy / fault.file
+        target.write_text(target.read_text().replace(fault.old, fault.new))
+        report, start = copy / "report.xml", time.monotonic()
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--junitxml={report}", fault.test]
+        environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+        try:
+            done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return False, f"still running after {TIMEOUT_S} s", TIMEOUT_S
+        caught, what = _outcome(done, report)
+        return caught, what, time.monotonic() - start
+
+
+def _outcome(done, report: Path) -> tuple[bool, str]:
+    """A test that failed by an assertion has caught the fault; an import that breaks proves nothing."""
+    if done.returncode == 0:
+        return False, "NOT CAUGHT: the test passes"
+    if done.returncode != 1 or not report.is_file():
+        return False, f"pytest exited with {done.returncode}: {(done.stdout + done.stderr)[-400:]}"
+    cases = list(xml.etree.ElementTree.parse(report).iter("testcase"))
+    messages = [failure.get("message", "") for case in cases for failure in case.iter("failure")]
+    # A compiled-in assert of ours or of numpy, chex or pytest.raises.
+    if any(message.startswith(("AssertionError", "assert ", "Failed: ")) for message in messages):
+        return True, "caught"
+    said = messages or [error.get("message", "") for case in cases for error in case.iter("error")] or [done.stdout[-400:]]
+    return False, f"failed, but not by an assertion: {said[0][:300]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", action="append", help="name of an entry; may be given again")
+    parser.add_argument("--jobs", type=int, default=1, help="planted at once")
+    args = parser.parse_args()
+    known = {fault.name: fault for fault in load()}
+    if unknown := [name for name in args.only or () if name not in known]:
+        print(f"no such fault: {', '.join(unknown)}; known: {', '.join(known)}", file=sys.stderr)
+        return 2
+    faults = [known[name] for name in args.only or known]
+    missed = 0
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        for fault, (caught, what, seconds) in zip(faults, pool.map(plant, faults)):
+            missed += not caught
+            print(f"{fault.name:<44} {seconds:5.0f} s  {what if caught else what.upper()[:10] + what[10:]}", flush=True)
+    print(f"{len(faults) - missed} of {len(faults)} caught")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

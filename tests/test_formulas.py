@@ -1,0 +1,70 @@
+"""Small formulas that no loss shows: what weights begin with, what dropout drops, what a token costs."""
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshtrain import config
+from meshtrain.cost import flops
+from meshtrain.layout import rules
+from meshtrain.layout.rules import Layout
+from meshtrain.model import layers, transformer
+from meshtrain.names import AXES
+
+EXECUTION = layers.Execution(Layout(rules.parse(""), dict.fromkeys(AXES, 1)), jnp.float32, None)
+
+
+def test_initial_weights_have_the_promised_deviations():
+    """1/√fan-in; into the residual stream divided by √(2L) as well (GPT-2); tables 0.02; nothing beyond 3 deviations."""
+    cfg = config.Run(model=dict(vocab_size=256, embed_dim=96, num_layers=8, num_heads=4, head_dim=16, mlp_dim=160,
+                                attention_bias=True, norm="layernorm")).model  # fmt: skip
+    model = transformer.build(cfg)
+    expected = {"embedding/table": 0.02, "head/kernel": 96**-0.5, "layers/attention/out/kernel": (64 * 16) ** -0.5,
+                "layers/mlp/down/kernel": (160 * 16) ** -0.5}  # fmt: skip
+    params = model.init(jax.random.key(0))
+    chex.assert_tree_all_finite(params)
+    for info in model.parameters():
+        leaf = params
+        for key in info.path:
+            leaf = leaf[key]
+        chex.assert_shape(leaf, info.shape)
+        if info.role in ("norm", "bias"):
+            assert (leaf == (info.role == "norm")).all(), info.name
+            continue
+        deviation = expected.get(info.name, 96**-0.5)
+        assert jnp.abs(leaf).max() <= 3.001 * deviation, info.name
+        # A normal distribution cut at 3 deviations has 0.9866 of its own; 10^4 weights or more know that to 1 %.
+        assert jnp.std(leaf) == pytest.approx(0.9866 * deviation, rel=0.03), info.name
+    kernels = params["layers"]["mlp"]["up"]["kernel"]
+    assert (kernels[0] != kernels[1]).mean() > 0.99, "each layer has weights of its own"
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_dropout_drops_its_share_keeps_the_mean_and_draws_anew_at_every_site_and_token(rate):
+    B, T, D = 4, 16, 256
+    index = jnp.tile(jnp.arange(T), (B, 1))
+    inputs = transformer.Inputs(index, index, jnp.arange(B), None, jax.random.key(0))
+    draw = jax.jit(lambda site: layers.dropout(EXECUTION, jnp.ones((B, T, D)), rate, inputs, site))
+    one, other = np.asarray(draw(0)), np.asarray(draw(1))
+    kept = one != 0
+    np.testing.assert_allclose(one[kept], 1 / (1 - rate), rtol=1e-6)
+    # 16,384 draws: three deviations of the share are 0.012 at most.
+    assert kept.mean() == pytest.approx(1 - rate, abs=0.012) and one.mean() == pytest.approx(1, abs=0.024)
+    rows = kept.reshape(B * T, D)
+    assert len(np.unique(rows, axis=0)) == B * T, "no two tokens have the same bits"
+    agree = 1 - 2 * rate * (1 - rate)                       # of independent draws
+    assert ((other != 0) == kept).mean() == pytest.approx(agree, abs=0.03)
+
+
+def test_flops_per_token_are_those_counted_by_hand():
+    """Llama 3 8B at 8,192 tokens: 6 FLOPs for every weight that is multiplied, and half of 12·L·D·S for the scores."""
+    cfg = config.load(["--model.preset", "llama3-8b"]).model
+    D, L, F, V, S = 4096, 32, 14336, 128256, 8192
+    V = math.ceil(V / 256) * 256
+    weights = L * (2 * D * D + 2 * D * 1024 + 3 * D * F) + D * V
+    assert flops.model_flops_per_token(transformer.build(cfg).parameters(), cfg, S) == 6 * weights + 6 * L * D * S
+    tied = cfg.model_copy(update=dict(tie_embeddings=True))
+    assert flops.model_flops_per_token(transformer.build(tied).parameters(), tied, S) == 6 * weights + 6 * L * D * S
