@@ -1,5 +1,7 @@
 """Small formulas that no loss shows: what weights begin with, what dropout drops, what a token costs."""
+import dataclasses
 import math
+from pathlib import Path
 
 import chex
 import jax
@@ -7,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain import config
+from meshtrain import assembly, config
 from meshtrain.cost import flops
 from meshtrain.layout import rules
 from meshtrain.layout.rules import Layout
@@ -19,12 +21,12 @@ EXECUTION = layers.Execution(Layout(rules.parse(""), dict.fromkeys(AXES, 1)), jn
 
 def test_initial_weights_have_the_promised_deviations():
     """1/√fan-in; into the residual stream divided by √(2L) as well (GPT-2); tables 0.02; nothing beyond 3 deviations."""
-    cfg = config.Run(model=dict(vocab_size=256, embed_dim=96, num_layers=8, num_heads=4, head_dim=16, mlp_dim=160,
+    cfg = config.Run(model=dict(vocab_size=256, embed_dim=96, num_layers=4, num_heads=4, head_dim=16, mlp_dim=160,
                                 attention_bias=True, norm="layernorm")).model  # fmt: skip
     model = transformer.build(cfg)
-    expected = {"embedding/table": 0.02, "head/kernel": 96**-0.5, "layers/attention/out/kernel": (64 * 16) ** -0.5,
-                "layers/mlp/down/kernel": (160 * 16) ** -0.5}  # fmt: skip
-    params = model.init(jax.random.key(0))
+    expected = {"embedding/table": 0.02, "head/kernel": 96**-0.5, "layers/attention/out/kernel": (64 * 8) ** -0.5,
+                "layers/mlp/down/kernel": (160 * 8) ** -0.5}  # fmt: skip
+    params = jax.jit(model.init)(jax.random.key(0))
     chex.assert_tree_all_finite(params)
     for info in model.parameters():
         leaf = params
@@ -68,3 +70,22 @@ def test_flops_per_token_are_those_counted_by_hand():
     assert flops.model_flops_per_token(transformer.build(cfg).parameters(), cfg, S) == 6 * weights + 6 * L * D * S
     tied = cfg.model_copy(update=dict(tie_embeddings=True))
     assert flops.model_flops_per_token(transformer.build(tied).parameters(), tied, S) == 6 * weights + 6 * L * D * S
+
+
+def test_every_step_draws_its_own_dropout():
+    """Without a learning rate to speak of, the same batch has another loss in the next step, and the same one in the same step."""
+    root = Path(__file__).resolve().parent.parent
+    run = config.Run(model=dict(vocab_size=32, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16, residual_dropout=0.5,
+                                embedding_dropout=0.5, compute_dtype="float32"), data=dict(seq_len=16, global_batch=2),
+                     optimizer=dict(learning_rate=1e-30), sharding=dict(rules=str(root / "sharding_rules" / "ddp.toml")))  # fmt: skip
+    program = assembly.assemble(run, jax.devices()[:1]).program
+    ids = np.random.default_rng(0).integers(0, 32, (2, 2, 16)).astype(np.int32)
+    index = np.tile(np.arange(16, dtype=np.int32), (2, 1))
+    batch = {"tokens": ids[0], "targets": ids[1], "segments": np.ones_like(index), "positions": index, "index": index,
+             "sequence": np.arange(2, dtype=np.int32)}  # fmt: skip
+    step = dataclasses.replace(program, compiler_options={"xla_backend_optimization_level": 0}).compile()
+    state, losses = jax.device_get(program.initialize()), []
+    for number in (0, 1, 0):
+        placed = jax.device_put(dataclasses.replace(state, step=np.int32(number)), program.spec.sharding)
+        losses.append(float(step(placed, program.place(batch))[1]["loss"]))
+    assert losses[0] == losses[2] and abs(losses[0] - losses[1]) > 1e-3
