@@ -77,7 +77,9 @@ def plant(fault: Fault) -> tuple[bool, str, float]:
         target = copy / fault.file
         target.write_text(target.read_text().replace(fault.old, fault.new))
         report, start = copy / "report.xml", time.monotonic()
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--junitxml={report}", fault.test]
+        # In this process's child alone, without the suite's workers: one test is all there is.
+        command = [sys.executable, "-m", "pytest", "-o", "addopts=-q -m 'not slow'", "-x", "-p", "no:cacheprovider",
+                   f"--junitxml={report}", fault.test]
         environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
         try:
             done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
