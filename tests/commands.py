@@ -1,0 +1,78 @@
+"""A run of seconds, for tests of the commands: its overrides, and what a command said.
+
+Almost everything calls `main` in the test's own process, whose eight simulated devices fit `mesh.simulated_devices=8`; only
+what a process alone can show (imports, signals, the command line itself) starts another.
+"""
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+RULES = '# my own\n[activations]\nbatch = ["data", "fsdp"]\n'
+SIX = ("--training.steps", "6")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    code: int
+    out: str
+    err: str
+
+
+def call(main, *args) -> Ran:
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = main([str(arg) for arg in args])
+    return Ran(code, out.getvalue(), err.getvalue())
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A directory with a text, a rule file and the compiled programs that the runs share."""
+    home = tmp_path_factory.mktemp("commands")
+    (home / "corpus.txt").write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(600)))
+    (home / "empty.txt").write_text("")
+    (home / "my rules.toml").write_text(RULES)
+    yield home
+    jax.config.update("jax_compilation_cache_dir", None)
+    from jax.experimental.compilation_cache import compilation_cache
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(autouse=True)
+def in_a_directory_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def tiny(home) -> tuple[str, ...]:
+    """Overrides that turn the quickstart into a run of seconds."""
+    values = {
+        "mesh.data": 8, "mesh.fsdp": 1, "mesh.tensor": 1, "mesh.simulated_devices": 8, "sharding.rules": home / "my rules.toml",
+        "model.vocab_size": 257, "model.embed_dim": 32, "model.num_layers": 1, "model.num_heads": 2,
+        "model.num_kv_heads": 1, "model.mlp_dim": 64, "data.source": "text", "data.paths": json.dumps([str(home / "corpus.txt")]),
+        "data.seq_len": 32, "data.global_batch": 8, "run.sample_tokens": 8, "run.compilation_cache": home / "cache",
+        "run.name": "tiny", "validation.batches": 2, "optimizer.warmup_steps": 2, "optimizer.learning_rate": 2e-3,
+        "optimizer.schedule": "constant"}    # so that more training.steps only lengthen the run
+    return tuple(word for key, value in values.items() for word in (f"--{key}", str(value)))
+
+
+def refused(ran: Ran, *parts: str) -> None:
+    """Exit 2 and one message on stderr (a line per fault), without a traceback, that names all the parts."""
+    assert ran.code == 2, ran
+    assert ran.err.startswith("error: ") and ran.err.count("error:") == 1, ran.err
+    assert "Traceback" not in ran.err + ran.out
+    assert [part for part in parts if part not in ran.err] == [], ran.err
+
+
+def process(*words, **options) -> subprocess.Popen:
+    env = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    return subprocess.Popen([sys.executable, *map(str, words)], env=env | {"PYTHONPATH": str(ROOT)}, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)

@@ -1,0 +1,78 @@
+"""inspect as a stranger meets it: tables, the JSON of the contract, topologies that cannot be compiled."""
+import json
+
+import pytest
+from commands import ROOT, call, home, in_a_directory_of_its_own, process, refused, tiny  # noqa: F401
+
+from meshtrain import inspect
+
+MEMORY = {"params", "grads", "optimizer", "activations", "total"}
+ROW = {"kind": str, "axes": list, "count": int, "bytes": int, "dtype": str, "source": str}
+
+
+def inspected(*args) -> dict:
+    ran = call(inspect.main, *args, "--json")
+    assert ran.code == 0, ran
+    return json.loads(ran.out)
+
+
+def test_inspect_prints_tables_and_reads_no_data(tiny, tmp_path):
+    ran = call(inspect.main, *tiny, "--data.paths", '["nowhere.txt"]')
+    assert (ran.code, ran.err) == (0, ""), ran
+    for part in ("logical axes", "[params] spec", "total per device", "optimizer state per device", "by the rules", "compiled",
+                 "all-reduce", "data", "f32", "matmul FLOPs"):
+        assert part in ran.out
+    assert list(tmp_path.iterdir()) == [], "inspect writes nothing"
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_inspect_json_is_the_contract(tiny, microbatches):
+    told = inspected(*tiny, "--data.global_batch", 16, "--training.microbatches", microbatches)
+    assert set(told) == {"memory_bytes", "collectives"}
+    formula, compiled = told["memory_bytes"]["formula"], told["memory_bytes"]["compiled"]
+    assert set(formula) == set(compiled) == MEMORY
+    assert formula["activations"] is formula["total"] is told["collectives"]["formula"] is None
+    assert {type(formula[key]) for key in ("params", "grads", "optimizer")} == {int}
+    assert compiled["params"] == formula["params"]
+    assert compiled["optimizer"] >= formula["optimizer"] > 0
+    if microbatches == 1:
+        assert compiled["grads"] is None
+    else:
+        assert 0 <= compiled["grads"] - formula["grads"] <= 16, "but for scalars that the loop carries too"
+    assert compiled["total"] >= compiled["params"] + compiled["optimizer"] + compiled["activations"]
+    assert told["collectives"]["compiled"], "data 8 reduces its gradients"
+    for row in told["collectives"]["compiled"]:
+        assert {key: type(value) for key, value in row.items()} == ROW
+        assert set(row["axes"]) <= {"data"} and row["count"] > 0 and row["bytes"] > 0
+
+
+@pytest.mark.parametrize("topology, parts", [
+    ("nonsense", ["nonsense"]), ("h100", ["h100"]), ("h100:none", ["none"]), ("h100:0", ["0"]), ("h900:8", ["h900", "h100"]),
+    ("mi300x:8", ["mi300x"]), ("cpu:8", ["cpu"])])
+def test_a_topology_that_cannot_be_compiled_is_refused_by_name(topology, parts, tiny):
+    refused(call(inspect.main, *tiny, "--topology", topology), *parts)
+
+
+def test_topology_without_a_value_is_refused(tiny):
+    refused(call(inspect.main, *tiny, "--topology", "--json"), "--topology", "h100:64")
+
+
+def test_inspect_compiles_for_64_gpus_that_are_not_here(tiny):
+    from meshtrain.cost import compile as gpu_compile
+    try:
+        gpu_compile.topology("h100:64")
+    except ValueError as error:
+        pytest.skip(str(error))
+    told = inspected(ROOT / "configs/llama3-8b-64.toml", *tiny[tiny.index("--model.vocab_size"):], "--topology", "h100:64",
+                     "--model.embed_dim", 512, "--model.head_dim", 64, "--model.num_heads", 8, "--model.num_kv_heads", 8,
+                     "--model.mlp_dim", 1024, "--model.num_layers", 2, "--data.seq_len", 256, "--data.global_batch", 256)
+    compiled = told["memory_bytes"]["compiled"]
+    assert compiled["params"] == told["memory_bytes"]["formula"]["params"] > 0
+    assert told["collectives"]["compiled"]
+
+
+def test_inspect_says_nothing_but_its_own_words(tiny):  # noqa: F811
+    """Where a CUDA plugin is installed and no GPU is there, jax's C++ reports that, while it is loaded and later."""
+    child = process("-m", "meshtrain.inspect", *tiny)
+    out, err = child.communicate(timeout=240)
+    assert (child.returncode, err) == (0, "") and out.startswith("tiny: ")
