@@ -62,7 +62,7 @@ def compiled_step(schedule: schedules.Schedule, mesh, slept: list):
     model = pipeline.ModelFunctions(
         prepare=lambda microbatch, extra: (),
         embed=lambda ends, microbatch, extra: microbatch + ends,
-        layer=lambda w, x, numbered: layer(w, x),
+        layer=lambda w, x, numbered: (layer(w, x), {}),
         head=lambda ends, x, microbatch, extra: (jnp.sum(x * ends), jnp.float32(0)))
     ws = jnp.zeros((schedule.num_chunks, schedule.num_stages, 1))
     batch = jnp.ones((schedule.num_microbatches, 1, 1, 4, 8))

@@ -18,7 +18,7 @@ from meshtrain.layout.rules import Layout, Tensor
 from meshtrain.model import transformer
 from meshtrain.model.layers import kv_heads
 from meshtrain.parallel import attention, stages
-from meshtrain.training import accumulate, state, step
+from meshtrain.training import pipelined, state, step
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -146,7 +146,7 @@ def _choose_schedule(run: Run, mesh_spec: MeshSpec, model, layout: Layout, atten
     """The pipeline schedule of the run, with what it costs in time and memory."""
     mesh, parameters = mesh_spec.abstract(), model.parameters()
     residual_ways = layout.ways(a for a in layout.mesh_axes("activations", "residual_seq") if a == "tensor")
-    fbw, x = accumulate.layer_fbw(run, model, layout, mesh, attend)
+    fbw, x = pipelined.layer_fbw(run, model, layout, mesh, attend)
     held = state.describe(model, run.optimizer, run.training.steps, layout, mesh)
     return simulate.of_run(run, simulate.modelled(run, parameters, mesh_spec, gpu, residual_ways), mesh_spec.sizes["stage"],
                            memory.slot_bytes(run, layout, fbw, x, residual_ways),

@@ -54,7 +54,7 @@ def both_ways(method: str, sizes: tuple, block: int, length: int):
     """Jitted (q, k, v, segments, do) in natural order -> ((o, gradients) of the method, those of plain attention)."""
     mesh, layout = laid_out(dict(sizes))
     order = attention.METHODS[method].order(length, dict(sizes)["context"])
-    split = attention.Split(attention.METHODS[method], blockwise.engine(block))
+    split = attention.ContextParallel(attention.METHODS[method], blockwise.engine(block))
 
     def split_up(*args):
         out = with_gradients(partial(attention.attend, split, layout), *(x[:, order] for x in args))
@@ -146,7 +146,7 @@ def test_rows_that_see_nothing_are_zero_and_pass_no_gradient(method):
 
     @partial(jax.jit, compiler_options=FAST)
     def split_up(q, k, v, segments, do):
-        split = attention.Split(attention.METHODS[method], blind)
+        split = attention.ContextParallel(attention.METHODS[method], blind)
         args = [x[:, order] for x in (q, k, v, segments)]
         o, lse = split.forward(layout, *args)
         grads = split.backward(layout, *args, o, lse, do[:, order])
@@ -171,7 +171,7 @@ def test_attention_inside_a_region_that_is_manual_over_context_and_data_already(
     sizes, T = {"data": 2, "tensor": 2, "context": 2}, 24
     mesh, layout = laid_out(sizes)
     order = attention.METHODS[method].order(T, 2)
-    split = attention.Split(attention.METHODS[method], blockwise.engine(4))
+    split = attention.ContextParallel(attention.METHODS[method], blockwise.engine(4))
     q, k, v, do = drawn(3, 4, T, 8, 4)
     segments = np.tile(np.arange(T, dtype=np.int32) // 7 + 1, (4, 1))
 

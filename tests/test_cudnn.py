@@ -30,7 +30,7 @@ B, T, N, K, H = 4, 1024, 8, 4, 64
 def lowered(method: str) -> str:
     mesh_spec = MeshSpec(SIZES)
     layout, mesh = Layout(RULES, mesh_spec.sizes), mesh_spec.build(jax.devices())
-    attend = partial(attention.attend, attention.Split(attention.METHODS[method], cudnn.engine()), layout)
+    attend = partial(attention.attend, attention.ContextParallel(attention.METHODS[method], cudnn.engine()), layout)
 
     def both(q, k, v, segments, do):
         o, back = jax.vjp(lambda q, k, v: attend(q, k, v, segments), q, k, v)

@@ -271,7 +271,7 @@ def layer_case(remat: str, dtype: str = "float32"):
     e = model.inputs(batch, jax.random.key(3))
     x, dy = (jax.random.normal(jax.random.key(k), (2, T, cfg.embed_dim)).astype(dtype) for k in (1, 2))
     weights = jax.tree.map(lambda a: a.astype(dtype), model.init(jax.random.key(0))["layers"])
-    return lambda w, x, e: transformer.block(ex, model.layer, w, x, e[1], e[0])[0], weights, x, e, dy
+    return lambda w, x, e: transformer.block(ex, model.layer, w, x, e[1], e[0]), weights, x, e, dy
 
 
 @pytest.mark.parametrize("remat", ["none", "selective", "full"])
@@ -283,19 +283,19 @@ def test_split_backward_is_the_backward_bit_for_bit(remat):
 
     @jax.jit
     def plain():
-        y, vjp = jax.vjp(lambda ws, x: jax.lax.scan(lambda x, a: (f(a[0], x, (a[1], e)), None), x, (ws, numbers))[0], ws, x)
+        y, vjp = jax.vjp(lambda ws, x: jax.lax.scan(lambda x, a: (f(a[0], x, (a[1], e))[0], None), x, (ws, numbers))[0], ws, x)
         dw, dx = vjp(dy)
         return y, dx, dw
 
     @jax.jit
     def halves():
-        y, (r, q) = parts.forward(w, x, e)
+        y, _, (r, q) = parts.forward(w, x, e)
         dx, z = parts.backward_input(w, e, r, q, dy)
         return y, dx, parts.backward_weight(w, e, q, z, zeros, True)
 
     @jax.jit
     def whole():
-        y, (r, q) = parts.forward(w, x, e)
+        y, _, (r, q) = parts.forward(w, x, e)
         return y, *parts.backward(w, e, r, q, dy, zeros, True)
 
     expected = plain()
@@ -306,7 +306,7 @@ def test_split_backward_is_the_backward_bit_for_bit(remat):
 def test_weight_gradients_of_bfloat16_weights_are_float32():
     f, ws, x, e, dy = layer_case("full", "bfloat16")
     parts = split.stack(f, ws, 3, x, e)
-    y, (r, q) = parts.forward((ws, jnp.arange(3), 0), x, e)
+    y, _, (r, q) = parts.forward((ws, jnp.arange(3), 0), x, e)
     dx, z = parts.backward_input((ws, jnp.arange(3), 0), e, r, q, dy)
     dw = parts.backward_weight((ws, jnp.arange(3), 0), e, q, z, jax.tree.map(lambda a: jnp.zeros(a.shape), ws), True)
     assert dx.dtype == y.dtype == jnp.bfloat16 and {a.dtype for a in jax.tree.leaves(dw)} == {jnp.dtype("float32")}
@@ -318,7 +318,7 @@ def test_weight_gradients_are_added_to_those_of_their_own_layers_and_only_where_
     f, ws, x, e, dy = layer_case("none")
     parts = split.stack(f, ws, 1, x, e)
     w, ones = (ws, jnp.arange(3), 1), jax.tree.map(jnp.ones_like, ws)
-    y, (r, q) = parts.forward(w, x, e)
+    y, _, (r, q) = parts.forward(w, x, e)
     dx, z = parts.backward_input(w, e, r, q, dy)
     for on in (True, False):
         halves, (_, whole) = parts.backward_weight(w, e, q, z, ones, on), parts.backward(w, e, r, q, dy, ones, on)

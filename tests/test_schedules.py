@@ -131,31 +131,31 @@ def test_orders_of_one_stage_written_out_by_hand(make, name, p, m, v, s, order):
     assert [cell for cell in row.split()[2:] if cell != "·"] == order.split()
 
 
-def test_runs_are_the_scans_of_the_executor():
-    parts = lambda schedule: [(run.start, run.stop, run.kinds, run.loss) for run in schedule.phases()]
-    assert parts(schedules.make("gpipe", 4, 8)) == [(0, 3, "F", "never"), (3, 11, "F", "always"), (11, 22, "B", "never")]
-    assert parts(schedules.make("1f1b", 4, 8)) == [(0, 3, "F", "never"), (3, 11, "FB", "always"), (11, 14, "B", "never")]
-    assert parts(schedules.make("zero_bubble", 4, 8)) == [
+def test_phases_are_the_scans_of_the_executor():
+    phases = lambda schedule: [(phase.start, phase.stop, phase.kinds, phase.loss) for phase in schedule.phases()]
+    assert phases(schedules.make("gpipe", 4, 8)) == [(0, 3, "F", "never"), (3, 11, "F", "always"), (11, 22, "B", "never")]
+    assert phases(schedules.make("1f1b", 4, 8)) == [(0, 3, "F", "never"), (3, 11, "FB", "always"), (11, 14, "B", "never")]
+    assert phases(schedules.make("zero_bubble", 4, 8)) == [
         (0, 3, "F", "never"), (3, 6, "FB", "always"), (6, 11, "FBW", "always"), (11, 14, "BW", "never")]
-    # Four ticks in eight have a loss: pieces would be many, so the run stays whole and asks `loss_on`.
-    assert parts(schedules.make("interleaved", 4, 8, 2)) == [
+    # Four ticks in eight have a loss: phases would be many, so this one stays whole and asks `loss_on`.
+    assert phases(schedules.make("interleaved", 4, 8, 2)) == [
         (0, 7, "F", "never"), (7, 19, "FB", "sometimes"), (19, 26, "B", "never")]
-    assert parts(schedules.make("zb_h1", 4, 8)) == [(0, 27, "FBW", "sometimes")]
+    assert phases(schedules.make("zb_h1", 4, 8)) == [(0, 27, "FBW", "sometimes")]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(2, 4), st.sampled_from([name for name in NAMES if name != "zb_h1"]))
-def test_runs_cover_every_tick_once_and_execute_what_some_stage_does(p, rounds, v, name):
+def test_phases_cover_every_tick_once_and_execute_what_some_stage_does(p, rounds, v, name):
     schedule = schedules.make(name, p, rounds * p, v if name in INTERLEAVED else 1)
-    ticks = [t for run in schedule.phases() for t in range(run.start, run.stop)]
+    ticks = [t for phase in schedule.phases() for t in range(phase.start, phase.stop)]
     assert ticks == list(range(schedule.num_ticks)) and len(schedule.phases()) <= 6
     executed = dict.fromkeys("FBW", 0)
-    for run in schedule.phases():
-        for t in range(run.start, run.stop):
-            assert run.kinds == "".join(kind for kind in "FBW" if schedule.columns[f"{kind}_on"][t].any())
-            assert run.loss in ("sometimes", "always" if schedule.shared["loss_on"][t] else "never")
-        for kind in run.kinds:
-            executed[kind] += run.stop - run.start
+    for phase in schedule.phases():
+        for t in range(phase.start, phase.stop):
+            assert phase.kinds == "".join(kind for kind in "FBW" if schedule.columns[f"{kind}_on"][t].any())
+            assert phase.loss in ("sometimes", "always" if schedule.shared["loss_on"][t] else "never")
+        for kind in phase.kinds:
+            executed[kind] += phase.stop - phase.start
     n = schedule.num_microbatches * schedule.num_chunks
     assert schedule.executed == executed | {"loss": schedule.num_microbatches}
     assert executed == {"F": n + p - 1, "B": n + p - 1, "W": n if schedule.split else 0}

@@ -28,18 +28,18 @@ def accumulator_bytes(abstract_params, grads_shardings) -> int:
     return sum(jax.tree.leaves(sizes))
 
 
-def in_loop(rows, layout, num_chunks: int = 1) -> list[tuple]:
+def in_loop(infos, layout, num_chunks: int = 1) -> list[tuple]:
     """[(ParamInfo, its shape on one device inside the pipeline's loop)], whole over the axes that split the batch.
 
     A stage's layers are one stack, all its chunks and those layers that fill up the last one included.
     """
-    pieces = layout.sizes["stage"] * num_chunks
+    virtual_stages = layout.sizes["stage"] * num_chunks
     kept = lambda axis: layout.ways(layout.axes_in_use(axis))
     found = []
-    for info in rows:
+    for info in infos:
         shape = tuple(n // kept(axis) for n, axis in zip(info.shape, info.axes))
         if info.axes[:1] == (LAYERS,):
-            shape = (-(-info.shape[0] // pieces) * num_chunks, *shape[1:])
+            shape = (-(-info.shape[0] // virtual_stages) * num_chunks, *shape[1:])
         found.append((info, shape))
     return found
 
@@ -82,7 +82,7 @@ def slot_bytes(run, layout, fbw, x, residual_ways: int) -> SlotBytes:
     """What a microbatch leaves in a stage, from F, B and W of one layer and its input: heads and mlp are split over tensor.
 
     What is as wide as the residual stream: under remat F keeps it split like the stream (layers' inputs, what attention
-    adds). assumption: without remat, and in what B hands to W, it is whole, as it is where a matmul reads it: an upper bound.
+    adds). assumption: without remat, and in what B passes to W, it is whole, as it is where a matmul reads it: an upper bound.
     """
     wide_ways = {"r": 1, "q": 1, "z": 1} if run.training.remat == "none" else {"r": residual_ways, "q": residual_ways, "z": 1}
 

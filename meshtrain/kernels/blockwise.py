@@ -25,21 +25,21 @@ def engine(block: int = BLOCK) -> Engine:
 def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, causal, *, block):
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
-    rows, columns = _Cut(T, block), _Cut(k_BSKH.shape[1], block)
+    queries, keys = _Blocks(T, block), _Blocks(k_BSKH.shape[1], block)
     # Differentiating a scan over layers moves out of it whatever does not depend on the layer, and keeps it: here the masks
     # of all block pairs, B·N·T·S bytes. Behind the barrier everything depends on q.
-    pairs = _pairs(rows, columns, causal)
+    pairs = _pairs(queries, keys, causal)
     q_BTNH, q_segments_BT, k_segments_BS, pairs = jax.lax.optimization_barrier((q_BTNH, q_segments_BT, k_segments_BS, pairs))
-    q = rows.pad(q_BTNH.reshape(B, T, K, N // K, H))
-    k, v = columns.pad(k_BSKH), columns.pad(v_BSKH)
-    q_seg, k_seg = rows.pad(q_segments_BT, -1), columns.pad(k_segments_BS, -2)     # padding sees and is seen by nothing
+    q = queries.pad(q_BTNH.reshape(B, T, K, N // K, H))
+    k, v = keys.pad(k_BSKH), keys.pad(v_BSKH)
+    q_seg, k_seg = queries.pad(q_segments_BT, -1), keys.pad(k_segments_BS, -2)     # padding sees and is seen by nothing
 
     def visit(carry, pair):
         o, l, m = carry                       # unnormalised output, sum and maximum so far, float32
         i, j = pair
-        k_j, v_j = columns.take(k, j), columns.take(v, j)
-        s = _scores(rows.take(q, i), k_j, rows.take(q_seg, i), columns.take(k_seg, j), rows.size * (i - j) if causal else None)
-        m_old, l_old, o_old = rows.take(m, i), rows.take(l, i), rows.take(o, i)
+        k_j, v_j = keys.take(k, j), keys.take(v, j)
+        s = _scores(queries.take(q, i), k_j, queries.take(q_seg, i), keys.take(k_seg, j), queries.size * (i - j) if causal else None)
+        m_old, l_old, o_old = queries.take(m, i), queries.take(l, i), queries.take(o, i)
         m_new = jnp.maximum(m_old, s.max(-1).transpose(0, 3, 1, 2))
         p = jnp.exp(s - m_new.transpose(0, 2, 3, 1)[..., None])
         p = jnp.where(s > MASKED / 2, p, 0.0)
@@ -47,7 +47,7 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, causal, *, bl
         l_new = l_old * keep + p.sum(-1).transpose(0, 3, 1, 2)
         pv = jnp.einsum("BKGTS,BSKH->BTKGH", p.astype(v.dtype), v_j, preferred_element_type=jnp.float32)
         o_new = o_old * keep[..., None] + pv
-        return (rows.put(o, o_new, i), rows.put(l, l_new, i), rows.put(m, m_new, i)), None
+        return (queries.put(o, o_new, i), queries.put(l, l_new, i), queries.put(m, m_new, i)), None
 
     zeros = jnp.zeros_like(q, jnp.float32)
     start = zeros, zeros[..., 0], zeros[..., 0] + MASKED
@@ -60,35 +60,35 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, causal, *, bl
 def _backward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, o_BTNH, lse_BTN, do_BTNH, causal, *, block):
     B, T, N, H = q_BTNH.shape
     S, K = k_BSKH.shape[1:3]
-    rows, columns = _Cut(T, block), _Cut(S, block)
+    queries, keys = _Blocks(T, block), _Blocks(S, block)
     delta_BTN = jnp.sum(do_BTNH.astype(jnp.float32) * o_BTNH.astype(jnp.float32), -1)
-    grouped = lambda x: rows.pad(x.reshape(B, T, K, N // K, *x.shape[3:]))
+    grouped = lambda x: queries.pad(x.reshape(B, T, K, N // K, *x.shape[3:]))
     q, do, lse, delta = grouped(q_BTNH), grouped(do_BTNH.astype(q_BTNH.dtype)), grouped(lse_BTN), grouped(delta_BTN)
-    k, v = columns.pad(k_BSKH), columns.pad(v_BSKH)
-    q_seg, k_seg = rows.pad(q_segments_BT, -1), columns.pad(k_segments_BS, -2)
+    k, v = keys.pad(k_BSKH), keys.pad(v_BSKH)
+    q_seg, k_seg = queries.pad(q_segments_BT, -1), keys.pad(k_segments_BS, -2)
 
     def visit(carry, pair):
         dq, dk, dv = carry
         i, j = pair
-        q_i, do_i, k_j, v_j = rows.take(q, i), rows.take(do, i), columns.take(k, j), columns.take(v, j)
-        lead = lambda x: rows.take(x, i).transpose(0, 2, 3, 1)[..., None]
-        s = _scores(q_i, k_j, rows.take(q_seg, i), columns.take(k_seg, j), rows.size * (i - j) if causal else None)
+        q_i, do_i, k_j, v_j = queries.take(q, i), queries.take(do, i), keys.take(k, j), keys.take(v, j)
+        lead = lambda x: queries.take(x, i).transpose(0, 2, 3, 1)[..., None]
+        s = _scores(q_i, k_j, queries.take(q_seg, i), keys.take(k_seg, j), queries.size * (i - j) if causal else None)
         p = jnp.where(s > MASKED / 2, jnp.exp(s - lead(lse)), 0.0)
         dp = jnp.einsum("BTKGH,BSKH->BKGTS", do_i, v_j, preferred_element_type=jnp.float32)
         # Back to the compute dtype before the matmuls: a float32 cotangent would make both of them float32 dots.
         ds = (p * (dp - lead(delta)) * H ** -0.5).astype(q.dtype)
         f32 = dict(preferred_element_type=jnp.float32)
-        dq = rows.put(dq, rows.take(dq, i) + jnp.einsum("BKGTS,BSKH->BTKGH", ds, k_j, **f32), i)
-        dk = columns.put(dk, columns.take(dk, j) + jnp.einsum("BKGTS,BTKGH->BSKH", ds, q_i, **f32), j)
-        dv = columns.put(dv, columns.take(dv, j) + jnp.einsum("BKGTS,BTKGH->BSKH", p.astype(v.dtype), do_i, **f32), j)
+        dq = queries.put(dq, queries.take(dq, i) + jnp.einsum("BKGTS,BSKH->BTKGH", ds, k_j, **f32), i)
+        dk = keys.put(dk, keys.take(dk, j) + jnp.einsum("BKGTS,BTKGH->BSKH", ds, q_i, **f32), j)
+        dv = keys.put(dv, keys.take(dv, j) + jnp.einsum("BKGTS,BTKGH->BSKH", p.astype(v.dtype), do_i, **f32), j)
         return (dq, dk, dv), None
 
     start = tuple(jnp.zeros_like(x, jnp.float32) for x in (q, k, v))
-    (dq, dk, dv), _ = jax.lax.scan(visit, start, _pairs(rows, columns, causal))
+    (dq, dk, dv), _ = jax.lax.scan(visit, start, _pairs(queries, keys, causal))
     return dq[:, :T].reshape(B, T, N, H), dk[:, :S], dv[:, :S]
 
 
-class _Cut:
+class _Blocks:
     """A sequence in equal blocks of at most `block` tokens, padded at its end."""
 
     def __init__(self, length: int, block: int):
@@ -106,10 +106,10 @@ class _Cut:
         return jax.lax.dynamic_update_slice_in_dim(x, value, i * self.size, 1)
 
 
-def _pairs(rows: _Cut, columns: _Cut, causal: bool):
-    """(i, j) int32 arrays of the visited block pairs, row by row: j <= i where causal."""
-    pairs = [(i, j) for i in range(rows.count) for j in range(columns.count) if not causal or j <= i]
-    return tuple(jnp.asarray(column) for column in np.array(pairs, np.int32).T)
+def _pairs(queries: _Blocks, keys: _Blocks, causal: bool):
+    """(i, j) int32 arrays of the visited block pairs, by blocks of queries: j <= i where causal."""
+    pairs = [(i, j) for i in range(queries.count) for j in range(keys.count) if not causal or j <= i]
+    return tuple(jnp.asarray(numbers) for numbers in np.array(pairs, np.int32).T)
 
 
 def _scores(q_i, k_j, q_seg, k_seg, ahead):

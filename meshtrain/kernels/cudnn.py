@@ -1,4 +1,4 @@
-"""cuDNN's flash attention as an engine: GPUs, bfloat16, one document a row."""
+"""cuDNN's flash attention as an engine: GPUs, bfloat16, one document per sequence."""
 from __future__ import annotations
 
 import jax

@@ -1,6 +1,6 @@
 """The contract of every attention engine on one device, and the plain computation that all are compared with.
 
-(o, lse) <- (q, k, v), and a backward that takes the o and lse of the whole row, so that a ring or an all-gather over devices
+(o, lse) <- (q, k, v), and a backward that takes the o and lse over all keys, so that a ring or an all-gather over devices
 can be built from the same blocks (FlashAttention-2, arXiv:2307.08691). Knows no mesh.
 """
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-MASKED = -1e30       # finite: a fully masked row gives zeros, not NaN
+MASKED = -1e30       # finite: a query that sees no key gives zeros, not NaN
 
 
 class Engine(NamedTuple):

@@ -1,6 +1,6 @@
 """The device mesh: always the same five axes; which devices share a link is a separate matter.
 
-`placement` lists the axes from the slowest link to the fastest: with tensor last, a tensor group is a run of
+`placement` lists the axes from the slowest link to the fastest: with tensor last, a tensor group is
 neighbouring devices and falls inside one host. XLA ignores host layout, so this order is the only thing that decides
 which axis crosses hosts. Nothing here touches a device until `build` is called.
 """
@@ -21,7 +21,7 @@ from meshtrain.names import AXES, PLACEMENT
 
 @dataclasses.dataclass(frozen=True)
 class MeshSpec:
-    """Sizes of the five axes and the order in which they are laid over devices 0 … n−1.
+    """Sizes of the five axes and the order in which devices 0 … n−1 are assigned to them, slowest axis first.
 
     Raises: ValueError for an unknown axis, a size below 1, or a placement that is not a permutation of the axes.
     """
@@ -44,8 +44,8 @@ class MeshSpec:
 
     def ids(self) -> np.ndarray:
         """Device numbers as an array with the dims of AXES: ids()[data, fsdp, tensor, stage, context]."""
-        laid_out = np.arange(self.num_devices).reshape([self.sizes[axis] for axis in self.placement])
-        return laid_out.transpose([self.placement.index(axis) for axis in AXES])
+        by_placement = np.arange(self.num_devices).reshape([self.sizes[axis] for axis in self.placement])
+        return by_placement.transpose([self.placement.index(axis) for axis in AXES])
 
     def groups(self, *axes: str) -> list[list[int]]:
         """Who talks to whom: the device numbers of each group that spans `axes`, sorted.
@@ -58,8 +58,8 @@ class MeshSpec:
                 raise ValueError(f"unknown mesh axis {axis!r}; the axes are {', '.join(AXES)}")
         others = [i for i, axis in enumerate(AXES) if axis not in axes]
         spanned = [i for i, axis in enumerate(AXES) if axis in axes]
-        rows = self.ids().transpose(others + spanned).reshape(-1, math.prod(self.sizes[axis] for axis in set(axes)))
-        return sorted(sorted(row) for row in rows.tolist())
+        groups = self.ids().transpose(others + spanned).reshape(-1, math.prod(self.sizes[axis] for axis in set(axes)))
+        return sorted(sorted(group) for group in groups.tolist())
 
     def build(self, devices: Sequence) -> Mesh:
         """The jax Mesh over the first num_devices of `devices`. Axes are Auto (jax.make_mesh defaults to Explicit)."""

@@ -193,15 +193,15 @@ def lookup(ex: Execution, axes, table, ids_BT):
     x_BTD = layout.act(gathered(ex, table, axes)[ids_BT], "batch", "seq", None)
     if not manual:
         return x_BTD
-    # Placed as the residual stream before it is masked: tensor's shares of the rows are then added by a reduce-scatter,
-    # not an all-reduce, and only a share of the sequence is summed here. `mine` is pinned, or the ids are split as well
+    # Placed as the residual stream before it is masked: tensor's shards of the rows are then added by a reduce-scatter,
+    # not an all-reduce, and only a shard of the sequence is summed here. `mine` is pinned, or the ids are split as well
     # and gathered again. One summand is not zero: exact in any dtype.
     mine, x_BTD = layout.act(mine, "batch", "seq"), layout.act(x_BTD, "batch", "residual_seq", None)
     return psum(jnp.where(mine[..., None], x_BTD, 0), manual)
 
 
 def _own_rows(manual, table, ids_BT):
-    """(ids as rows of this device's part of the table, whether they are among them)."""
+    """(ids as rows of this device's shard of the table, whether they are among them)."""
     ids_BT = ids_BT - jax.lax.axis_index(manual) * table.shape[0]
     mine = (ids_BT >= 0) & (ids_BT < table.shape[0])
     return jnp.where(mine, ids_BT, 0), mine

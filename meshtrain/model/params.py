@@ -20,7 +20,7 @@ from meshtrain.names import LAYERS
 
 @dataclasses.dataclass(frozen=True)
 class ParamInfo:
-    """One parameter: its path in the tree, full shape (with the leading layers dim) and what the rooms need of it."""
+    """One parameter: its path in the tree, full shape (with the leading layers dim) and what rules, optimizers and checkpoints need of it."""
     path: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: jnp.dtype
@@ -58,7 +58,7 @@ def declare(rngs: nnx.Rngs, dtype, shape, axes, role: str, *, std: float | None 
 
 
 class Module:
-    """An NNX module class bound to its config: made once abstractly, then merged with arrays as often as needed."""
+    """An NNX module class with its config: traced once without arrays, then merged with arrays as often as needed."""
 
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module]):
         self.make = make
@@ -78,18 +78,18 @@ class Module:
 def infos(module: Module, prefix: tuple[str, ...] = (), num_layers: int | None = None) -> list[ParamInfo]:
     """The parameters of a module; with num_layers they are stacked, a leading dim on the logical axis 'layers'."""
     lead, lead_axes = ((num_layers,), (LAYERS,)) if num_layers else ((), ())
-    rows = []
+    found = []
     for path, variable in module.infos.items():
         meta = variable.get_metadata()
         value = variable.get_value() if hasattr(variable, "get_value") else variable.value
-        rows.append(ParamInfo(prefix + path, lead + tuple(value.shape), jnp.dtype(value.dtype),
+        found.append(ParamInfo(prefix + path, lead + tuple(value.shape), jnp.dtype(value.dtype),
                               lead_axes + meta["logical_axes"], meta["role"], meta["fan_in_dims"]))
-    return rows
+    return found
 
 
-def tree(rows: list[ParamInfo], leaf: Callable[[ParamInfo], object]):
+def tree(infos: list[ParamInfo], leaf: Callable[[ParamInfo], object]):
     """A nested dict like the parameters with `leaf(info)` in each place."""
     out: dict = {}
-    for info in rows:
+    for info in infos:
         functools.reduce(lambda node, key: node.setdefault(key, {}), info.path[:-1], out)[info.path[-1]] = leaf(info)
     return out

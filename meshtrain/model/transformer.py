@@ -96,10 +96,10 @@ class Transformer:
 
     def parameters(self) -> list[params.ParamInfo]:
         """Every parameter, in the order of the tree's leaves."""
-        rows = params.infos(self.ends)
+        found = params.infos(self.ends)
         for group in self.groups:
-            rows += group.parameters((LAYERS,) if len(self.groups) == 1 else (LAYERS, group.name))
-        return sorted(rows, key=lambda info: info.path)
+            found += group.parameters((LAYERS,) if len(self.groups) == 1 else (LAYERS, group.name))
+        return sorted(found, key=lambda info: info.path)
 
     def init(self, key: jax.Array):
         """The parameters of seed `key`, float32 or [model].param_dtype."""
@@ -219,12 +219,12 @@ class Transformer:
         num_kv_heads: as `layers.kv_heads` says.
         """
         cfg = self.cfg
-        rows = [("residual stream", ("batch", "residual_seq", None), (batch, seq_len, cfg.embed_dim))]
+        found = [("residual stream", ("batch", "residual_seq", None), (batch, seq_len, cfg.embed_dim))]
         heads = lambda n, axis: (("batch", "seq", axis, "head_dim"), (batch, seq_len, n, cfg.head_dim))
-        rows += [("queries", *heads(cfg.num_heads, "heads")), ("keys", *heads(num_kv_heads, "kv_heads")),
+        found += [("queries", *heads(cfg.num_heads, "heads")), ("keys", *heads(num_kv_heads, "kv_heads")),
                  ("mlp", ("batch", "seq", "mlp"), (batch, seq_len, cfg.mlp_dim)),
                  ("logits", ("batch", "seq", "vocab"), (batch, seq_len, padded_vocab(cfg)))]
-        return [Tensor("activations", name, shape, axes) for name, axes, shape in rows]
+        return [Tensor("activations", name, shape, axes) for name, axes, shape in found]
 
 
 def build(cfg) -> Transformer:

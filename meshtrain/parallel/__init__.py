@@ -1,1 +1,1 @@
-"""How the work spreads: split sequences, pipeline schedules and what runs them. Given functions; imports no model."""
+"""How the work spreads: split sequences, pipeline schedules and their executors. Given functions; imports no model."""

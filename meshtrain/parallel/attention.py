@@ -1,6 +1,6 @@
-"""The attention of a run: an engine on each device, and a method for sequences that are split along the axis `context`.
+"""The attention that a run file asks for: an engine on each device, and a method for sequences that are split along `context`.
 
-`ring` passes keys and values round, `gather` gathers them, `ulysses` deals out heads instead of tokens. Each is a module
+`ring` passes keys and values round, `gather` gathers them, `ulysses` splits heads instead of tokens. Each is a module
 with `order` (of the tokens over the devices), `forward` and `backward`, both written out: nothing here is differentiated.
 """
 from __future__ import annotations
@@ -36,7 +36,7 @@ def attend(method, layout, q_BTNH, k_BSKH, v_BSKH, segments_BT):
 
 def _attend_forward(method, layout, q_BTNH, k_BSKH, v_BSKH, segments_BT):
     o_BTNH, lse_BTN = method.forward(layout, q_BTNH, k_BSKH, v_BSKH, segments_BT)
-    # Named, so that selective remat keeps them and the backward never runs the forward loop again.
+    # Named, so that selective remat keeps them and the backward never repeats the forward loop.
     o_BTNH = checkpoint_name(o_BTNH.astype(q_BTNH.dtype), "attention_o")
     lse_BTN = checkpoint_name(lse_BTN, "attention_lse")
     return o_BTNH, (q_BTNH, k_BSKH, v_BSKH, segments_BT, o_BTNH, lse_BTN)
@@ -52,7 +52,7 @@ attend.defvjp(_attend_forward, _attend_backward)
 
 
 class Local(NamedTuple):
-    """The method where no device holds a part of a sequence: one engine, the whole square."""
+    """The method where every device holds whole sequences: one engine, all pairs of queries and keys."""
     engine: Engine
 
     def forward(self, layout, q, k, v, segments):
@@ -62,7 +62,7 @@ class Local(NamedTuple):
         return self.engine.backward(q, k, v, segments, segments, o, lse, do, True)
 
 
-class Split(NamedTuple):
+class ContextParallel(NamedTuple):
     """The method as attention sees it: arrays [B, T, …] of the whole mesh, or, where `context` is manual already (inside a
     pipeline), those of this device."""
     method: ModuleType
@@ -93,7 +93,7 @@ def _specs(layout, **heads):
     return tuple(layout.spec("activations", ("batch", "seq", *([axis] if axis else []))) for axis in heads.values())
 
 
-# ---- of a run --------------------------------------------------------------------------------------------------------
+# ---- what a run file asks for --------------------------------------------------------------------------------------------------------
 
 
 def token_order(run, sizes: Mapping[str, int]):
@@ -116,22 +116,22 @@ def problems(run, layout: Layout) -> list[str]:
         faults.append(f"{rules_file} [activations] residual_seq = {list(residual)} does not begin with context, which splits "
                       "seq; write residual_seq = \"context\", or [\"context\", \"tensor\"]")
     chunks = cp if method == "ulysses" else 2 * cp
-    parts = math.lcm(chunks, layout.ways(residual))
-    if T % parts:
-        near = " or ".join(str(n) for n in (T // parts * parts, -(-T // parts) * parts) if n)
+    ways = math.lcm(chunks, layout.ways(residual))
+    if T % ways:
+        near = " or ".join(str(n) for n in (T // ways * ways, -(-T // ways) * ways) if n)
         what = "mesh.context" if method == "ulysses" else "2 × mesh.context"
-        also = f" and over {' × '.join(residual)}" if parts > chunks else ""
+        also = f" and over {' × '.join(residual)}" if ways > chunks else ""
         faults.append(f"data.seq_len={T} cannot be split into {what} = {chunks} chunks of equal length{also}; use {near}")
     ways = layout.ways(layout.mesh_axes("activations", "heads"))
     if method == "ulysses" and run.model.num_heads // ways % cp:
         each = run.model.num_heads // ways
-        faults.append(f"context.method=\"ulysses\" deals {each} heads (model.num_heads={run.model.num_heads} over tensor {ways}) "
-                      f"out to mesh.context={cp}, which does not divide; use ring or gather, or a mesh.context that divides {each}")
+        faults.append(f"context.method=\"ulysses\" splits {each} heads (model.num_heads={run.model.num_heads} over tensor {ways}) "
+                      f"over mesh.context={cp}, which does not divide; use ring or gather, or a mesh.context that divides {each}")
     return faults
 
 
 def choose(run, sizes: Mapping[str, int], platform: str) -> tuple[Callable, str]:
-    """The attention of the run and what to tell of the choice: cuDNN on a GPU where no document mask stands in the way."""
+    """The attention function (see `model.layers.Execution`) and a note on the choice: cuDNN on a GPU where no document mask stands in the way."""
     cp = sizes["context"]
     reasons = _against_cudnn(run, cp) if platform in ("gpu", "cuda") else None
     note = "" if reasons is None else "attention: cuDNN" if not reasons else (
@@ -143,7 +143,7 @@ def choose(run, sizes: Mapping[str, int], platform: str) -> tuple[Callable, str]
     # Four blocks a chunk at least: the diagonal blocks, half of them masked, are then 1/8 of a causal square of two chunks.
     block = blockwise.BLOCK if run.context.method == "ulysses" else min(blockwise.BLOCK, max(32, -(-chunk // 4)))
     engine = cudnn.engine() if reasons == [] else blockwise.engine(block)
-    return partial(attend, Split(METHODS[run.context.method], engine)), note
+    return partial(attend, ContextParallel(METHODS[run.context.method], engine)), note
 
 
 def _against_cudnn(run, cp: int) -> list[str]:

@@ -45,8 +45,8 @@ def backward(engine, q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, lse_BTN, do_BT
     early, late = zip(*map(halves, (q_BTNH, segments_BT, o_BTNH, lse_BTN, do_BTNH)))
     (k0, k1), (v0, v1) = halves(k_BTKH), halves(v_BTKH)
 
-    def diagonal(part, k, v):
-        q, s, o, lse, do = part
+    def diagonal(chunk, k, v):
+        q, s, o, lse, do = chunk
         return engine.backward(q, k, v, s, s, o, lse, do, True)
 
     dq0, dk0, dv0 = diagonal(early, k0, v0)
@@ -87,8 +87,8 @@ class _Chunks:
     def take(self, x, at):
         return lax.dynamic_slice_in_dim(x, at * self.size, self.size, 1)
 
-    def add(self, x, part, at):
-        return lax.dynamic_update_slice_in_dim(x, self.take(x, at) + part, at * self.size, 1)
+    def add(self, x, summand, at):
+        return lax.dynamic_update_slice_in_dim(x, self.take(x, at) + summand, at * self.size, 1)
 
 
 def _all(x, axis: str):

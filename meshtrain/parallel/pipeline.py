@@ -34,9 +34,9 @@ class ModelFunctions:
     """What is pipelined; every function is called inside the shard_map, on a device's shard.
 
     prepare(microbatch, extra) -> e: what all layers see beside the residual stream, recomputed where it is needed.
-    embed(ends, microbatch, extra) -> x, before the first layer. layer(w, x, (number, e)) -> x.
+    embed(ends, microbatch, extra) -> x, before the first layer. layer(w, x, (number, e)) -> (x, aux).
     head(ends, x, microbatch, extra) -> (objective, metric), after the last; the objective is differentiated.
-    `ends` are the weights of embed and head, which all stages work on together: where they are split over the stages,
+    aux: {name: float32 array}, sums that are not differentiated. `ends` are the weights of embed and head, which all stages work on together: where they are split over the stages,
     embed and head gather and sum over them, and return the same on every stage.
     """
     prepare: Callable
@@ -46,7 +46,8 @@ class ModelFunctions:
 
 
 def gradients(schedule: Schedule, model: ModelFunctions, mesh, once, ws, ends, batch, extra, *, ends_specs, batch_specs):
-    """(metric [R], gradients of ws [R, V, P, n, …], gradients of ends [R, …]), float32 and unsummed over replicas.
+    """(metric [R], gradients of ws [R, V, P, n, …], gradients of ends [R, …], aux by name [R·P, …]), float32 and unsummed over
+    replicas, aux over stages, too.
 
     R = product of the sizes of `once`, the axes over which the batch is split and the caller sums; the leading dim lies
     on them. ws: layers [V, P, n, …], dim 1 over stage; layer (v, s, i) has the number (v·P + s)·n + i. batch: [M, R, …].
@@ -72,7 +73,7 @@ def needs_order(mesh) -> bool:
 def over_stages(execute, differentiate: bool, mesh, once, ws, ends, batch, extra, ends_specs, batch_specs):
     """execute(stage [1], ws, ends, batch, extra) on every device's shard. Returns as `gradients`, or (metric,)."""
     grads_specs = (jax.tree.map(lambda _: P(once or None, None, STAGE), ws),
-                   jax.tree.map(lambda spec: P(once or None, *spec), ends_specs)) if differentiate else ()
+                   jax.tree.map(lambda spec: P(once or None, *spec), ends_specs), P((*once, STAGE))) if differentiate else ()
     specs = (P(STAGE), jax.tree.map(lambda _: P(None, STAGE), ws), ends_specs, batch_specs, jax.tree.map(lambda _: P(), extra))
     step = jax.shard_map(execute, mesh=mesh, axis_names={STAGE, *once}, in_specs=specs, out_specs=(P(once or None), *grads_specs),
                          check_vma=False)
@@ -126,7 +127,7 @@ class Shard:
 def shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage, ws, ends, batch, extra):
     """(Shard, carry of the first tick, numbers [T, columns] of the tick after each) for the arguments of an executor.
 
-    carry: buffers X R Q D (Z) and the sums metric, ws and ends, all zero; tick: what the first tick is given. Where nothing is
+    carry: buffers X R Q D (Z) and the sums metric, ws, ends and aux, all zero; tick: what the first tick is given. Where nothing is
     differentiated, X, metric and tick alone.
     """
     stage = stage[0]
@@ -146,7 +147,8 @@ def shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage,
     zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), tree)
     carry = dict(X=buffer(x, "X"), metric=jnp.float32(0))
     if differentiate:
-        carry |= dict(R=buffer(fbw.r, "R"), Q=buffer(fbw.q, "Q"), D=buffer(x, "D"), ws=zeros(flat), ends=zeros(ends))
+        carry |= dict(R=buffer(fbw.r, "R"), Q=buffer(fbw.q, "Q"), D=buffer(x, "D"))
+        carry |= dict(ws=zeros(flat), ends=zeros(ends), aux=zeros(fbw.aux))
     if schedule.split:
         carry["Z"] = buffer(fbw.z, "Z")
     # Carried from tick to tick: picked or prepared where it is used, that would be done for every element of what it is
@@ -171,9 +173,9 @@ def _forward(this: Shard, phase: _Phase, c, tick):
         first = _sometimes(phase.embed, tick["embed_on"], lambda: this.embed(this.ends, tick["embed_mb"]), lambda: x)
         x = jnp.where(tick["F_first"] > 0, first, x)
     if not this.fbw:
-        return c, lax.scan(lambda x, w: (this.model.layer(w[0], x, (w[1], tick["F_e"])), None), x, this.layers)[0]
-    y, (r, q) = this.fbw.forward(this.chunk(tick["F_chunk"]), x, tick["F_e"])
-    return c | dict(R=put(c["R"], tick["F_r"], r), Q=put(c["Q"], tick["F_q"], q)), y
+        return c, lax.scan(lambda x, w: (this.model.layer(w[0], x, (w[1], tick["F_e"]))[0], None), x, this.layers)[0]
+    y, aux, (r, q) = this.fbw.forward(this.chunk(tick["F_chunk"]), x, tick["F_e"])
+    return c | dict(R=put(c["R"], tick["F_r"], r), Q=put(c["Q"], tick["F_q"], q), aux=_add(c["aux"], aux, tick["F_on"] > 0)), y
 
 
 def _loss(this: Shard, phase: _Phase, c, tick, y):
@@ -264,7 +266,8 @@ def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, differen
         c, _ = lax.scan(partial(_tick, this, phase, wait), c, following[phase.start:phase.stop])
     if not differentiate:
         return (c["metric"][None],)
-    return c["metric"][None], unflattened(c["ws"], schedule.num_chunks), jax.tree.map(lambda a: a[None], c["ends"])
+    ends, aux = jax.tree.map(lambda a: a[None], (c["ends"], c["aux"]))
+    return c["metric"][None], unflattened(c["ws"], schedule.num_chunks), ends, aux
 
 
 @dataclasses.dataclass(frozen=True)

@@ -58,7 +58,7 @@ def backward(engine, q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, lse_BTN, do_BT
     def visit(kv, sums, t):
         (k0, k1), (v0, v1), (z0, z1) = map(halves, kv)
         dq, dkv = sums
-        dk, dv = _pass_on(dkv, axis)                # the sums of these keys, while their next part is computed
+        dk, dv = _pass_on(dkv, axis)                # the sums of these keys, while their next summand is computed
         earlier = (i - t) % cp < i
         dq_a, dk_a, dv_a = engine.backward(q1, k0, v0, s1, z0, o1, l1, g1, False)
         block = choose(earlier, (q0, k0, v0, s0, z0, o0, l0, g0), (q1, k1, v1, s1, z1, o1, l1, g1))

@@ -38,7 +38,7 @@ def violations(schedule: Schedule) -> Iterator[tuple[str, str]]:
     yield from _order(schedule)
     yield from _sends(schedule)
     if schedule.family != "mpmd":
-        yield from _slots(schedule)
+        yield from _replay(schedule)
     yield from _live(schedule)
 
 
@@ -79,14 +79,14 @@ def _complete(schedule: Schedule) -> Iterator[tuple[str, str]]:
             yield "complete", f"tick {t}: {shared} of microbatch {said[t]} is shared, the stages do {microbatch[t]}"
 
 
-def _ticks(schedule: Schedule) -> dict[tuple[int, int, int], int]:
+def _tick_of_ops(schedule: Schedule) -> dict[tuple[int, int, int], int]:
     t, s, k = np.nonzero(schedule.ops[..., 0] >= 0)
     i, chunk = schedule.ops[t, s, k].T
     return dict(zip(zip(k.tolist(), (chunk * schedule.num_stages + s).tolist(), i.tolist()), t.tolist()))
 
 
 def _order(schedule: Schedule) -> Iterator[tuple[str, str]]:
-    ticks, p, num_virtual = _ticks(schedule), schedule.num_stages, schedule.num_stages * schedule.num_chunks
+    ticks, p, num_virtual = _tick_of_ops(schedule), schedule.num_stages, schedule.num_stages * schedule.num_chunks
     for (kind, g, i), t in ticks.items():
         for need in needs(kind, g, i, num_virtual):
             same_tick = schedule.family == "phase" and need[1] == g      # F, loss, B, W follow each other inside a tick
@@ -105,7 +105,7 @@ def _sends(schedule: Schedule) -> Iterator[tuple[str, str]]:
             yield "sends", f"tick {t}, stage {s} does not send ({name}) {what}"
 
 
-def _slots(schedule: Schedule) -> Iterator[tuple[str, str]]:
+def _replay(schedule: Schedule) -> Iterator[tuple[str, str]]:
     """Replays the schedule. A value is (buffer, virtual stage, microbatch); it stands in its slot with the reads it awaits."""
     p = schedule.num_stages
     c = {name: column.tolist() for name, column in schedule.columns.items()}

@@ -3,13 +3,13 @@
 A generator makes a schedule, `schedule_check.check` proves it sound, `cost.simulate` prices it, and one executor interprets
 it; no schedule is control flow. Knows numpy only: no jax, no model, no devices.
 
-Legend: P stages, M microbatches, V chunks (pieces of the model on each stage), T ticks. Virtual stage g = chunk · P + stage
+Legend: P stages, M microbatches, V chunks (consecutive layers; a stage has V of them), T ticks. Virtual stage g = chunk · P + stage
 holds layers g·L/(VP) up to (g+1)·L/(VP). F forward, B input gradient, W weight gradient; where W is not split off, B makes
 both.
 
 Three families share the format:
-  phase   the default. A tick does F, loss, B, W in this order, each on all stages at once; a stage that has none runs masked.
-          Ticks with the same slots form a run (one scan). Nothing diverges, so collectives may stand anywhere.
+  phase   the default. A tick does F, loss, B, W in this order, each on all stages at once; a stage that has none works masked.
+          Ticks with the same slots form a phase (one scan). Nothing diverges, so collectives may stand anywhere.
   switch  experimental. One op per stage and tick, in a branch that differs between stages (true ZB-H1 order).
   mpmd    the orders of Megatron-LM, one op per stage and tick, as what a runtime with one program per stage would reach:
           for the simulator only, without slots.
@@ -109,7 +109,7 @@ class Schedule:
         return dict(zip(KINDS, ticks.sum(0).tolist())) | {"loss": int(self.shared["loss_on"].sum())}
 
     def phases(self) -> list[Phase]:
-        """The ticks in order, grouped into scans. A loss that fills one unbroken part of a run makes that part a run.
+        """The ticks in order, grouped into scans. Where all ticks with a loss are consecutive, they are a phase of their own.
 
         Every scan is compiled for itself. A condition around W would save one, but XLA copies what goes through: on GPUs
         a stage's float32 gradients, twice a tick.
@@ -119,20 +119,20 @@ class Schedule:
         active = (self.ops[..., 0] >= 0).any(1)
         loss = self.shared["loss_on"]
         found = []
-        for start, stop in _equal_parts(active):
+        for start, stop in _equal_stretches(active):
             kinds = "".join(k for k, on in zip(KINDS, active[start]) if on)
-            parts = _equal_parts(loss[start:stop])
-            if len(parts) <= 3 and sum(loss[start + a] for a, _ in parts) <= 1:
-                found += [Phase(start + a, start + b, kinds, "always" if loss[start + a] else "never") for a, b in parts]
+            stretches = _equal_stretches(loss[start:stop])
+            if len(stretches) <= 3 and sum(loss[start + a] for a, _ in stretches) <= 1:
+                found += [Phase(start + a, start + b, kinds, "always" if loss[start + a] else "never") for a, b in stretches]
             else:
                 found.append(Phase(start, stop, kinds, "sometimes"))
         return found
 
 
-def _equal_parts(rows: np.ndarray) -> list[tuple[int, int]]:
-    """[(start, stop)] of the longest stretches of equal rows."""
-    rows = rows.reshape(len(rows), -1)
-    cuts = [0, *(np.flatnonzero((rows[1:] != rows[:-1]).any(1)) + 1).tolist(), len(rows)]
+def _equal_stretches(ticks: np.ndarray) -> list[tuple[int, int]]:
+    """[(start, stop)] of the longest stretches of equal ticks [T, …]."""
+    ticks = ticks.reshape(len(ticks), -1)
+    cuts = [0, *(np.flatnonzero((ticks[1:] != ticks[:-1]).any(1)) + 1).tolist(), len(ticks)]
     return list(zip(cuts[:-1], cuts[1:]))
 
 
@@ -146,12 +146,12 @@ def problems(name: str, p: int, m: int, v: int = 1) -> list[str]:
         faults.append(f'pipeline.schedule="{name}" is unknown; use one of {", ".join(NAMES)}')
     for key, size in (("mesh.stage", p), ("training.microbatches", m), ("pipeline.chunks", v)):
         if size < 1:
-            faults.append(f"{key}={size} is no number of pieces; use at least 1")
+            faults.append(f"{key}={size} must be at least 1")
     if faults:
         return faults
     if v > 1 and name not in INTERLEAVED:
         remedy = "interleaved_zero_bubble" if name in SPLIT else "interleaved"
-        faults.append(f'pipeline.schedule="{name}" has one piece of the model on each stage, not pipeline.chunks={v}; '
+        faults.append(f'pipeline.schedule="{name}" has one chunk of layers on each stage, not pipeline.chunks={v}; '
                       f'use pipeline.chunks=1, or pipeline.schedule="{remedy}"')
     elif v > 1 and m % p:
         near = [n for n in (m // p * p, (m // p + 1) * p) if n]
@@ -172,7 +172,7 @@ def make(name: str, p: int, m: int, v: int = 1) -> Schedule:
     if name == "zb_h1":
         return _schedule(name, "switch", p, m, v, split, _as_soon_as_possible(_zero_bubble_orders(p, m, 1), p, m, 1))
     first_b = m + p - 1 if name == "gpipe" else v * p - 1
-    return _schedule(name, "phase", p, m, v, split, _phases(p, m, v, split, first_b))
+    return _schedule(name, "phase", p, m, v, split, _phase_ops(p, m, v, split, first_b))
 
 
 def megatron(name: str, p: int, m: int, v: int = 1) -> Schedule:
@@ -191,7 +191,7 @@ def megatron(name: str, p: int, m: int, v: int = 1) -> Schedule:
     return _schedule(name, "mpmd", p, m, v, split, _as_soon_as_possible(orders, p, m, v))
 
 
-def _phases(p: int, m: int, v: int, split: bool, first_b: int) -> np.ndarray:
+def _phase_ops(p: int, m: int, v: int, split: bool, first_b: int) -> np.ndarray:
     """Stage s does F number i in tick i + s, B number i in first_b + i + p−1−s, W number i in first_b + i + p−1.
 
     So the stages work like a systolic array: what one makes, its neighbour takes in the next tick.
@@ -241,22 +241,22 @@ def _zero_bubble_orders(p: int, m: int, v: int) -> list[list[tuple[int, int, int
 
 def _as_soon_as_possible(orders, p: int, m: int, v: int) -> np.ndarray:
     """Each stage's ops in its order, each in the first tick after the ticks of all that it needs."""
-    done, position, rows = {}, [0] * p, []
+    done, position, ticks = {}, [0] * p, []
     total = [len(order) for order in orders]
     while position != total:
-        row, new = np.full((p, 3, 2), -1, np.int32), []
+        tick, new = np.full((p, 3, 2), -1, np.int32), []
         for s in range(p):
             if position[s] < total[s]:
                 kind, i, chunk = orders[s][position[s]]
                 g = chunk * p + s
                 if all(need in done for need in needs(kind, g, i, p * v)):
-                    row[s, kind] = i, chunk
+                    tick[s, kind] = i, chunk
                     new.append((kind, g, i))
                     position[s] += 1
         assert new, "no stage can go on"
         done.update(dict.fromkeys(new))
-        rows.append(row)
-    return np.stack(rows)
+        ticks.append(tick)
+    return np.stack(ticks)
 
 
 def needs(kind: int, g: int, microbatch: int, num_virtual: int) -> list[tuple[int, int, int]]:
@@ -343,28 +343,28 @@ def _slots(ops: np.ndarray, tick: np.ndarray, p: int, m: int, v: int, split: boo
         moments = sorted(t * TICK + moment for moment in column_at for t in range(num_ticks))
         slots[buffer] = 0
         for s in range(p):
-            lives = sorted(life for g in range(s, p * v, p) for life in zip(born(g), gone(g), [g] * m, range(m)))
-            births = {life[0] for life in lives}
+            lifetimes = sorted(each for g in range(s, p * v, p) for each in zip(born(g), gone(g), [g] * m, range(m)))
+            births = {birth for birth, *_ in lifetimes}
             noise = [moment for moment in moments if moment not in births]
-            taken, spare, count = _lowest_free(lives, noise)
+            taken, spare, count = _lowest_free(lifetimes, noise)
             slots[buffer] = max(slots[buffer], count)
             for moment, slot in zip(noise, spare):
                 column_at[moment % TICK][moment // TICK, s] = slot
-            for (birth, _, g, i), slot in zip(lives, taken):
+            for (birth, _, g, i), slot in zip(lifetimes, taken):
                 column_at[birth % TICK][birth // TICK, s] = slot
                 for name, kind in read.items():
                     columns[name][tick[kind, g, i], s] = slot
     return columns, slots
 
 
-def _lowest_free(lives, noise) -> tuple[list[int], list[int], int]:
-    """(slot of each life, a slot that is free at each moment of noise, slots needed); both arguments sorted by moment.
+def _lowest_free(lifetimes, noise) -> tuple[list[int], list[int], int]:
+    """(slot of each lifetime, a slot that is free at each moment of noise, slots needed); both arguments sorted by moment.
 
-    lives: (birth, death, …), the slot is held from one to the other, both included. noise: moments.
+    lifetimes: (birth, death, …), the slot is held from one to the other, both included. noise: moments.
     """
     free, held, count = [], [], 0
     taken, spare = [], []
-    for moment, death in sorted([(moment, -1) for moment in noise] + [life[:2] for life in lives]):
+    for moment, death in sorted([(moment, -1) for moment in noise] + [lifetime[:2] for lifetime in lifetimes]):
         while held and held[0][0] < moment:
             heapq.heappush(free, heapq.heappop(held)[1])
         if not free:

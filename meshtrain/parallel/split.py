@@ -23,31 +23,32 @@ INLINED = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "re
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FBW:
-    """F, B and W of y = f(w, x, e), where e is never differentiated.
+    """F, B and W of y, aux = f(w, x, e), where e and aux are never differentiated.
 
-    forward(w, x, e) -> y, (r, q). backward_input(w, e, r, q, dy) -> dx, z. backward_weight(w, e, q, z) -> dw.
+    forward(w, x, e) -> y, aux, (r, q). backward_input(w, e, r, q, dy) -> dx, z. backward_weight(w, e, q, z) -> dw.
     backward(w, e, r, q, dy) -> dx, dw is both at once. r: what only B needs, q: what W needs, z: what B passes to W;
-    lists of arrays whose ShapeDtypeStructs are `r`, `q` and `z`. dw is float32 whatever the dtype of w.
+    lists of arrays whose ShapeDtypeStructs are `r`, `q` and `z`. aux: a tree like `aux`. dw is float32 whatever the dtype of w.
     """
     forward: Callable
     backward_input: Callable
     backward_weight: Callable
     backward: Callable
+    aux: dict
     r: list
     q: list
     z: list
 
 
 def layer(f: Callable, w, x, e) -> FBW:
-    """F, B and W of f(w, x, e) -> y for arguments of these shapes; arrays or ShapeDtypeStructs, x one array, y like x."""
+    """F, B and W of f(w, x, e) -> (y, aux) for arguments of these shapes; arrays or ShapeDtypeStructs, x one array, y like x."""
     w, x, e = (jax.tree.map(_aval, tree) for tree in (wide(w), x, e))
     ahead = _Forward(f, w, x, e)
     behind = _Backward(ahead, w, e)
     of_w = behind.saved_for_w                        # of each saved residual: whether W needs it (q) or B alone (r)
 
     def forward(w, x, e):
-        y, saved = ahead.run(wide(w), x, e)
-        return y, tuple([a for a, k in zip(saved, of_w) if k == want] for want in (False, True))
+        y, aux, saved = ahead.apply(wide(w), x, e)
+        return y, aux, tuple([a for a, k in zip(saved, of_w) if k == want] for want in (False, True))
 
     def merged(r, q):
         r, q = iter(r), iter(q)
@@ -63,7 +64,7 @@ def layer(f: Callable, w, x, e) -> FBW:
         return ahead.backward(wide(w), e, merged(r, q), dy)
 
     r, q = ([_aval(v.aval) for v, k in zip(ahead.saved, of_w) if k == want] for want in (False, True))
-    return FBW(forward, backward_input, backward_weight, backward, r, q, [_aval(v.aval) for v in behind.passed_on])
+    return FBW(forward, backward_input, backward_weight, backward, ahead.aux_avals, r, q, [_aval(v.aval) for v in behind.passed_on])
 
 
 class _Forward:
@@ -73,24 +74,28 @@ class _Forward:
         num_w = len(jax.tree.leaves(w))
 
         def with_residuals(w, x, e):
-            y, vjp = jax.vjp(lambda w, x: f(w, x, e), w, x)
+            y, vjp, aux = jax.vjp(lambda w, x: f(w, x, e), w, x, has_aux=True)
+            aux, self.aux_tree = jax.tree.flatten(aux)
             leaves, self.vjp_tree = jax.tree.flatten(vjp)       # a VJP is a pytree: its leaves are the residuals
-            return y, *leaves
+            return y, aux, leaves
 
         self.traced = _inlined(with_residuals, w, x, e)
         jaxpr = self.traced.jaxpr
-        self.y, self.residuals = jaxpr.outvars[0], jaxpr.outvars[1:]
+        num_aux = self.aux_tree.num_leaves
+        self.y, self.aux, self.residuals = jaxpr.outvars[0], jaxpr.outvars[1:1 + num_aux], jaxpr.outvars[1 + num_aux:]
+        self.aux_avals = jax.tree.unflatten(self.aux_tree, [_aval(v.aval) for v in self.aux])
         of_x = _dependents(jaxpr.eqns, {jaxpr.invars[num_w]})
         self.saved = list(dict.fromkeys(v for v in self.residuals if not isinstance(v, Literal) and v in of_x))
-        self.eqns = _slice(jaxpr.eqns, [self.y, *self.saved])
+        self.eqns = _slice(jaxpr.eqns, [self.y, *self.aux, *self.saved])
         self.recomputed = _slice(jaxpr.eqns, [v for v in self.residuals if isinstance(v, Literal) or v not in of_x])
         self.w_and_e = jaxpr.invars[:num_w] + jaxpr.invars[num_w + 1:]
 
-    def run(self, w, x, e):
-        """y and the saved residuals."""
+    def apply(self, w, x, e):
+        """y, aux and the saved residuals."""
         env = _constants(self.traced) | dict(zip(self.traced.jaxpr.invars, jax.tree.leaves((w, x, e))))
         env = _bind(self.eqns, env)
-        return _value(env, self.y), [env[v] for v in self.saved]
+        aux = jax.tree.unflatten(self.aux_tree, [_value(env, v) for v in self.aux])
+        return _value(env, self.y), aux, [env[v] for v in self.saved]
 
     def backward(self, w, e, saved, dy):
         """dx, dw: the whole backward."""
@@ -136,7 +141,9 @@ class _Backward:
 
 
 def stack(f: Callable, ws, depth: int, x, e) -> FBW:
-    """F, B and W of `depth` layers f(w, x, (number, e)), one after the other; their weights are stacked in ws [n, …], n ≥ depth.
+    """F, B and W of `depth` layers f(w, x, (number, e)) -> (x, aux), one after the other; aux is summed over them.
+
+    Their weights are stacked in ws [n, …], n at least `depth`.
 
     In the result's functions w is (ws, numbers [n], first): layers first … first + depth − 1 of the stack, so that a
     stage with several chunks needs no copy of one. e is the same for all layers. backward_weight and backward take two
@@ -157,8 +164,10 @@ def stack(f: Callable, ws, depth: int, x, e) -> FBW:
     def forward(w, x, e):
         def visit(x, i):
             w_i, e_i = at(w, e, i)
-            return one.forward(w_i, x, e_i)
-        return scan(visit, x, order)
+            y, aux, saved = one.forward(w_i, x, e_i)
+            return y, (aux, saved)
+        y, (aux, saved) = scan(visit, x, order)
+        return y, jax.tree.map(lambda a: a.sum(0), aux), saved
 
     def backward_input(w, e, r, q, dy):
         return scan(lambda dy, a: one.backward_input(*at(w, e, a[0]), *a[1:], dy), dy, (order, r, q), reverse=True)
@@ -176,7 +185,7 @@ def stack(f: Callable, ws, depth: int, x, e) -> FBW:
         return scan(visit, (dy, total), (order, r, q), reverse=True)[0]
 
     stacked = lambda avals: [jax.ShapeDtypeStruct((depth, *a.shape), a.dtype) for a in avals]
-    return FBW(forward, backward_input, backward_weight, backward, stacked(one.r), stacked(one.q), stacked(one.z))
+    return FBW(forward, backward_input, backward_weight, backward, one.aux, stacked(one.r), stacked(one.q), stacked(one.z))
 
 
 def take(tree, i):

@@ -1,4 +1,4 @@
-"""What a pipeline asks of a run: which layouts it refuses, which rules it loosens, and what to tell of that."""
+"""What a pipeline asks of a run: which layouts it refuses, which rules it loosens, and what the user is told of that."""
 from __future__ import annotations
 
 import dataclasses
@@ -9,7 +9,7 @@ from meshtrain.parallel import schedules
 
 
 def problems(run, loaded: Rules, sizes) -> list[str]:
-    """What stands against this pipeline; empty where there is none. Messages in the words of the run file."""
+    """Why this run cannot be pipelined, one message each, in the words of the run file; empty where it can."""
     num_stages, chunks, num_layers = sizes["stage"], run.pipeline.chunks, run.model.num_layers
     if num_stages == 1:
         return []
@@ -18,10 +18,10 @@ def problems(run, loaded: Rules, sizes) -> list[str]:
         faults.append(f'pipeline.schedule="zb_h1" cannot stand beside mesh.context={sizes["context"]}: its stages take '
                       "different branches, where permutes over context would mix; use mesh.context=1, or "
                       'pipeline.schedule="zero_bubble"')
-    pieces = num_stages * chunks
-    if num_layers % pieces and run.pipeline.uneven == "refuse":
+    virtual_stages = num_stages * chunks
+    if num_layers % virtual_stages and run.pipeline.uneven == "refuse":
         faults.append(f"model.num_layers={num_layers} cannot be split over mesh.stage={num_stages} × pipeline.chunks={chunks}; "
-                      f'use a multiple of {pieces}, e.g. {-(-num_layers // pieces) * pieces}, or pipeline.uneven="pad"')
+                      f'use a multiple of {virtual_stages}, e.g. {-(-num_layers // virtual_stages) * virtual_stages}, or pipeline.uneven="pad"')
     missing = [f"[{table}]" for table in ("params", "grads", "optimizer") if loaded.mesh_axes(table, "layers") != ("stage",)]
     if missing:
         faults.append(f'mesh.stage={num_stages} needs layers = "stage" in {", ".join(missing)} of {loaded.path}; take one of '
@@ -38,7 +38,7 @@ def problems(run, loaded: Rules, sizes) -> list[str]:
 
 
 def fit(run, loaded: Rules, sizes, vocab: int) -> tuple[Rules, list[str]]:
-    """The rules with `stage` taken from what it does not divide, and what to tell of that. vocab: its padded size.
+    """The rules with `stage` taken from what it does not divide, and what the user is told of that. vocab: its padded size.
 
     Padding with layers that do nothing happens inside the step: what is stored are the layers of the model, in order.
     """

@@ -1,5 +1,5 @@
 """The executor for schedules of the switch family (experimental): in a tick every stage does one op, F, B or W, in a branch of
-its own, so that true ZB-H1 order runs inside one program and a stage without work does none.
+its own, so that true ZB-H1 order is executed inside one program and a stage without work does none.
 
 Devices take different branches, hence three rules. No collective over `stage` and no permute may stand in a branch: a
 permute waits for all devices, or pairs with one of another branch and gives wrong numbers without a word; the compiled
@@ -40,7 +40,8 @@ def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, stage, w
 
     def forward(c, tick, sums):
         x = _branch(tick["F_first"], [lambda: take(c["X"], tick["F_x"]), lambda: this.embed(this.ends, tick["F_mb"])])
-        y, (r, q) = fbw.forward(w, x, tick["F_e"])
+        y, aux, (r, q) = fbw.forward(w, x, tick["F_e"])
+        sums = sums | dict(aux=add(sums["aux"], aux))
 
         def loss():
             head = lambda ends, y: this.head(ends, y, tick["F_mb"])
@@ -69,7 +70,7 @@ def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, stage, w
         dx = lax.ppermute(c["dx"], STAGE, [(i, (i - 1) % num_stages) for i in range(num_stages)])
         c, tick = c | dict(D=put(c["D"], tick["dx_in"], dx)), wait(tick, dx)
         sums, new = _branch(tick["op"], [partial(op, c, tick) for op in (idle, forward, backward, weight)],
-                            {name: c[name] for name in ("ws", "ends", "metric")})
+                            {name: c[name] for name in ("ws", "ends", "metric", "aux")})
         y = lax.ppermute(new["y"], STAGE, [(i, (i + 1) % num_stages) for i in range(num_stages)])
         # What an op does not make is written, too, into slots that nobody holds.
         return c | sums | dict(
@@ -80,7 +81,8 @@ def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, stage, w
     c, _ = lax.scan(one_tick, c | dict(dx=zeros(this.x)), following)
     # Once a step, in float32: the first stage's gradients and the last one's, whole embedding and head.
     metric, d_ends = lax.psum((c["metric"], c["ends"]), STAGE)
-    return metric[None], unflattened(c["ws"], 1), jax.tree.map(lambda a: a[None], d_ends)
+    d_ends, aux = jax.tree.map(lambda a: a[None], (d_ends, c["aux"]))
+    return metric[None], unflattened(c["ws"], 1), d_ends, aux
 
 
 def _branch(number, branches, *args):

@@ -1,7 +1,7 @@
-"""Ulysses attention: an all-to-all turns a share of the sequence with all heads into the whole sequence with a share of
+"""Ulysses attention: an all-to-all turns a shard of the sequence with all heads into the whole sequence with a shard of
 the heads, and another one turns the output back (arXiv:2309.14509).
 
-The order of tokens is the natural one. K and V heads that cannot be dealt out are repeated, and their gradients summed.
+The order of tokens is the natural one. K and V heads that cp does not divide are repeated, and their gradients summed.
 Per layer the forward sends (cp-1)/cp of Q, K, V and O, the backward of Q, K, V, O, dO, lse and, in the compute dtype, dQ, dK, dV.
 To be called where `axis` is manual. N and K are the heads of this tensor shard; N is a multiple of cp.
 """
@@ -45,7 +45,7 @@ def backward(engine, q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, lse_BTN, do_BT
 
 
 def _repeated(x_BTKH, cp: int):
-    """Each key/value head as often as it takes to deal them out to cp devices; next to each other, so groups stay whole."""
+    """Each key/value head as often as it takes for cp to divide them; copies are neighbours, so groups stay whole."""
     K = x_BTKH.shape[2]
     return jnp.repeat(x_BTKH, cp // math.gcd(K, cp), axis=2)
 

@@ -21,7 +21,7 @@ from meshtrain.model.layers import Execution
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import NO_TARGET
 from meshtrain.parallel import schedules
-from meshtrain.training import accumulate
+from meshtrain.training import accumulate, pipelined
 from meshtrain.training.optimizer import learning_rate_schedule
 from meshtrain.training.state import State, StateSpec
 
@@ -115,24 +115,8 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
 
     order: how tokens lie in a sequence that is split. schedule: the pipeline's where mesh.stage is larger than 1.
     """
-    training, data = run.training, run.data
-    grads_axes = {axis for names in layout.rules.tables["grads"].values() for axis in names}
-    # A pipeline sums its gradients after its loop, whatever [grads] says: that is about where they lie afterwards.
-    once = tuple(axis for axis in layout.batch_axes if schedule or axis not in grads_axes)
-    replicas = layout.ways(once)
-    inner = layout.hide(once)
-    ex = Execution(inner, jnp.dtype(run.model.compute_dtype), attend, training.remat)
-
-    batch_spec = lambda dims: P(None, once or None, *inner.spec("activations", ("batch", "seq")[:1 + dims]))
-    sequences = data.global_batch // training.microbatches // replicas
-    batch = {name: jax.ShapeDtypeStruct((training.microbatches, replicas, sequences) + (data.seq_len,) * dims, jnp.int32,
-                                        sharding=NamedSharding(mesh, batch_spec(dims)))
-             for name, dims in accumulate.FIELDS.items()}
-
-    if schedule:
-        gradients, nll = accumulate.pipelined(run, model, layout, mesh, ex, spec, once, batch, schedule)
-    else:
-        gradients, nll = accumulate.scanned(run, model, layout, ex, spec, once)
+    training, step = run.training, accumulate.step_spec(run, model, layout, mesh, attend, spec, bool(schedule))
+    gradients, nll = pipelined.pipelined(step, schedule) if schedule else accumulate.scanned(step)
 
     def train(state: State, batch):
         key = jax.random.fold_in(jax.random.key(run.run.seed), state.step) if accumulate.drops(run) else None
@@ -162,7 +146,7 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         p = model.init(jax.random.key(run.run.seed))
         return State(jnp.int32(0), p, spec.tx.init(p))
 
-    batch_shardings = {name: abstract.sharding for name, abstract in batch.items()}
+    batch_shardings = {name: abstract.sharding for name, abstract in step.batch.items()}
     whole = NamedSharding(mesh, P())
     return Program(
         train=jax.jit(train, in_shardings=(spec.sharding, batch_shardings), out_shardings=(spec.sharding, whole),
@@ -170,6 +154,6 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         gradients=gradients,
         evaluate=jax.jit(evaluate, in_shardings=(spec.sharding.params, batch_shardings), out_shardings=whole),
         initialize=jax.jit(initialize, out_shardings=spec.sharding),
-        spec=spec, batch=batch, execution=dataclasses.replace(ex, layout=layout), once=once, mesh=mesh,
+        spec=spec, batch=step.batch, execution=dataclasses.replace(step.ex, layout=layout), once=step.once, mesh=mesh,
         compiler_options=compiler_options(mesh.devices.flat[0].platform, training.deterministic), schedule=schedule,
         order=order)

@@ -1,0 +1,149 @@
+"""The gradients of a step and the loss of an evaluation through the stages of a pipeline.
+
+The executors of `parallel` are given the model as four functions. Before their loop the weights are gathered once per step, in
+the compute dtype, and stacked by stage and chunk; after it gradients are summed and placed as [optimizer]. What a layer returns
+beside the residual stream is a metric there; its AUX_LOSS gets its gradient injected, since no stage knows the objective.
+Sources: `parallel.schedules`; the injection: arXiv:2401.06066 (DeepSeekMoE) and Megatron-LM's router losses do the same.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from meshtrain.layout import rules
+from meshtrain.layout.rules import Layout
+from meshtrain.model import params, transformer
+from meshtrain.model.layers import Execution
+from meshtrain.model.transformer import Transformer
+from meshtrain.names import AUX_LOSS, LAYERS, MATMUL_ROLES, NO_TARGET
+from meshtrain.parallel import pipeline, split, switch
+from meshtrain.parallel.schedules import Schedule
+from meshtrain.training.accumulate import FIELDS, StepSpec, drops, reduce_once
+
+_map_axes = functools.partial(jax.tree.map, is_leaf=rules.is_axes)
+
+
+def pipelined(step: StepSpec, schedule: Schedule):
+    """(`gradients`, `evaluate`) as those of `accumulate.scanned`; evaluation is without chunks, whatever the schedule."""
+    model, layout, num_stages = step.model, step.layout, schedule.num_stages
+    functions = _functions(step, num_stages * schedule.num_chunks)
+    ends_axes, layers_axes = _without_layers(step.state.axes), step.state.axes[LAYERS]
+    others = tuple(a for a in layout.sizes if a != pipeline.STAGE)
+    specs = dict(ends_specs=_map_axes(lambda axes: layout.spec("params", axes, drop=others), ends_axes),
+                 batch_specs={name: abstract.sharding.spec for name, abstract in step.batch.items()})
+    summed = step.once + layout.mesh_axes("activations", "seq")       # a shard of a sequence has gradients of its own, too
+
+    def out_of_stages(axes, g):
+        g = reduce_once(layout, summed, _staged(axes), g)
+        return layout.constrain("optimizer", g.reshape(-1, *g.shape[3:])[:model.cfg.num_layers], axes)
+
+    def gradients(p, batch, key):
+        count = jnp.maximum(jnp.sum(batch["targets"] != NO_TARGET), 1).astype(jnp.float32)
+        extra = {"count": count} | ({} if key is None else {"key": key})
+        executor = switch if schedule.family == "switch" else pipeline
+        weights = _into_loop(step, p, num_stages, schedule.num_chunks)
+        nll, ws, ends, aux = executor.gradients(schedule, functions, step.mesh, summed, *weights, batch, extra, **specs)
+        grads = _map_axes(lambda axes, g: reduce_once(layout, summed, axes, g), ends_axes, ends)
+        grads[LAYERS] = _map_axes(out_of_stages, layers_axes, ws)
+        return grads, nll.sum() / count, count, jax.tree.map(lambda a: a.sum(0) / count, aux)
+
+    def evaluate(p, batch):
+        weights = _into_loop(step, p, num_stages, 1)
+        return pipeline.evaluate(functions, step.mesh, summed, *weights, batch, {"count": jnp.float32(1)}, **specs).sum()
+
+    return gradients, evaluate
+
+
+def _functions(step: StepSpec, virtual_stages: int) -> pipeline.ModelFunctions:
+    """Where the virtual stages do not divide the layers, the last ones are filled up with layers that do nothing."""
+    model, ex, training, num_layers = step.model, step.ex, step.run.training, step.model.cfg.num_layers
+
+    def prepare(microbatch, extra):
+        return model.inputs(microbatch, extra.get("key")), extra["count"]
+
+    def embed(ends, microbatch, extra):
+        return model.embed(ex, ends, microbatch, extra.get("key"))
+
+    def layer(weights, x, numbered):
+        number, (inputs, count) = numbered
+        y, aux = transformer.block(ex, model.layer, weights, x, inputs, number)
+        if num_layers % virtual_stages:
+            aux = jax.tree.map(lambda a: jnp.where(number < num_layers, a, 0), aux)
+        if AUX_LOSS in aux:
+            y = with_loss(y, aux[AUX_LOSS] / count)
+        return jnp.where(number < num_layers, y, x) if num_layers % virtual_stages else y, aux
+
+    def head(ends, x, microbatch, extra):
+        total, nll = model.head_loss(ex, ends, x, microbatch["targets"], z_loss=training.z_loss, chunk=training.loss_chunk)
+        return total / extra["count"], nll
+
+    return pipeline.ModelFunctions(prepare, embed, layer, head)
+
+
+@jax.custom_vjp
+def with_loss(y, loss):
+    """y; in the backward `loss` has the cotangent 1, as if it had been added to the objective, whatever y's is."""
+    del loss
+    return y
+
+
+with_loss.defvjp(lambda y, loss: (y, None), lambda _, dy: (dy, jnp.float32(1)))
+
+
+def _into_loop(step: StepSpec, p, num_stages: int, num_chunks: int):
+    """(layers, ends): gathered once per step, in the compute dtype; inside the loop stands a full stage of them."""
+    layout, num_layers = step.layout, step.model.cfg.num_layers
+    matrices = params.tree(step.model.parameters(), lambda info: info.role in MATMUL_ROLES)
+
+    def cast(axes, w, matrix):
+        return layout.constrain("params", w.astype(step.ex.dtype) if matrix else w, axes)
+
+    def into_stages(axes, w):
+        depth = -(-num_layers // (num_stages * num_chunks))
+        w = jnp.pad(w, [(0, depth * num_stages * num_chunks - num_layers)] + [(0, 0)] * (w.ndim - 1))
+        w = layout.constrain("params", w.reshape(num_chunks, num_stages, depth, *w.shape[1:]), _staged(axes))
+        return layout.in_use(w, _staged(axes))
+
+    p = _map_axes(cast, step.state.axes, p, matrices)
+    ends = _map_axes(lambda axes, w: layout.in_use(w, axes), _without_layers(step.state.axes), _without_layers(p))
+    return _map_axes(into_stages, step.state.axes[LAYERS], p[LAYERS]), ends
+
+
+def _staged(axes):
+    """Logical axes of [L, …] as [V, P, n, …], filled up with zeros."""
+    return (None, LAYERS, None, *axes[1:])
+
+
+def _without_layers(tree):
+    return {k: v for k, v in tree.items() if k != LAYERS}
+
+
+def layer_fbw(run, model: Transformer, layout: Layout, mesh, attend: Callable) -> tuple[split.FBW, jax.ShapeDtypeStruct]:
+    """F, B and W of one layer as they stand in the pipeline's loop, and its input: what a microbatch leaves on a device.
+
+    Traced, not compiled; the mesh may be abstract. Shapes are one device's, but whole over tensor, which XLA splits.
+    """
+    dtype, once, seq = jnp.dtype(run.model.compute_dtype), layout.batch_axes, layout.mesh_axes("activations", "seq")
+    ex = Execution(layout.hide(once), dtype, attend, run.training.remat)
+    sequences = run.data.global_batch // run.training.microbatches // layout.ways(once)
+    sizes = (sequences, run.data.seq_len // layout.ways(seq))
+    x = jax.ShapeDtypeStruct((*sizes, run.model.embed_dim), dtype)
+    weights = params.tree(model.parameters(), lambda info: jax.ShapeDtypeStruct(
+        info.shape[1:], dtype if info.role == "matrix" else info.dtype))[LAYERS]
+    fbw = None
+
+    def trace():
+        nonlocal fbw
+        key = jax.random.key(0) if drops(run) else None
+        inputs = model.inputs({name: jnp.zeros(sizes[:1 + dims], jnp.int32) for name, dims in FIELDS.items()}, key)
+        fbw = split.layer(lambda w, x, e: transformer.block(ex, model.layer, w, x, e[1], e[0]), weights, x, (jnp.int32(0), inputs))
+        return jnp.int32(0)
+
+    with jax.sharding.use_abstract_mesh(mesh):          # whatever mesh the caller has in force
+        jax.eval_shape(jax.shard_map(trace, mesh=mesh, axis_names={pipeline.STAGE, *once, *seq}, in_specs=(), out_specs=P(),
+                                     check_vma=False))
+    return fbw, x
