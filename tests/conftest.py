@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config, items):
             item.user_properties.append(("sampled", True))
     if config.option.slow_minutes:
         order = sampling.generator("slow")
-        rank = {id(item): ("kill" not in item.nodeid, order.random()) for item in items}    # kills always
+        rank = {id(item): (not item.get_closest_marker("first"), order.random()) for item in items}
         items.sort(key=lambda item: rank[id(item)])
 
 
