@@ -257,8 +257,7 @@ def measure(run, scratch: Path) -> int:
     devices = local_devices.start(run)
     d = run.data
     read = sources.open_corpus(d, vocab_size=run.model.vocab_size, cache_dir=scratch)
-    corpus = packing.pack(read.sources, read.weights, bos=read.tokenizer.bos, seq_len=d.seq_len, global_batch=d.global_batch,
-                       seed=run.run.seed, document_mask=d.document_mask)
+    corpus = packing.open_batches(d, read, run.run.seed)
     rows = corpus.batch(0)
     made = assembly.assemble(run, devices[:1])
     one, carry, compiled = ours("meshtrain, 1 device", made, rows)

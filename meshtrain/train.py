@@ -26,6 +26,7 @@ from meshtrain.cluster import agree, find, meet
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost import flops, hardware, report
 from meshtrain.data import packing, parts, sources
+from meshtrain.data.contracts import Batches
 from meshtrain.inference import sample
 from meshtrain.run import loop, metrics, resume, rundir
 from meshtrain.run.checkpoint import CheckpointError, Checkpoints
@@ -104,12 +105,12 @@ def _devices(run: Run, argv: Sequence[str], cluster: find.Cluster | None) -> tup
     return devices.start(run, cluster), run
 
 
-def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: packing.Data, directory: Path,
+def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: Batches, directory: Path,
            checkpoints: Checkpoints, start: resume.Start) -> int:
     started = time.perf_counter()
     say.out(report.before(made))
     state = agree.everywhere(lambda: _start_state(run, made, checkpoints, start))
-    if batches.num_validation_batches:
+    if batches.validation:
         made = agree.everywhere(lambda: assembly.compile_evaluation(made))
     step = agree.everywhere(lambda: assembly.compile_step(made))
     say.out(report.compiled(step, made, time.perf_counter() - started))
@@ -149,7 +150,7 @@ def _flops(made: assembly.Assembly) -> tuple[float, float | None]:
             peak * made.mesh_spec.num_devices if peak else None)
 
 
-def _open_data(run: Run, directory: Path, start: resume.Start) -> tuple[sources.Corpus, packing.Data]:
+def _open_data(run: Run, directory: Path, start: resume.Start) -> tuple[sources.Corpus, Batches]:
     """What the run reads, tokenized where it is not yet, and its batches, those that it has trained on behind it."""
     d = run.data
     with config.user_errors():
@@ -157,10 +158,7 @@ def _open_data(run: Run, directory: Path, start: resume.Start) -> tuple[sources.
         resume.check_tokenizer(run, start, described.tokenizer)     # before it is tokenized with another for hours
         corpus = sources.corpus_of(described, described.open(directory / sources.CACHE, parts.Job(say.out)))
         resume.check_data(run, start, corpus.fingerprint)
-        pack = lambda position: packing.pack(
-            corpus.sources, corpus.weights, bos=corpus.tokenizer.bos, seq_len=d.seq_len, global_batch=d.global_batch,
-            seed=run.run.seed, validation_fraction=d.validation_fraction, document_mask=d.document_mask, position=position)
-        return corpus, resume.position(start, pack)
+        return corpus, resume.position(start, lambda position: packing.open_batches(d, corpus, run.run.seed, position))
 
 
 def _start_state(run: Run, made: assembly.Assembly, checkpoints: Checkpoints, start: resume.Start) -> State:

@@ -1,8 +1,10 @@
 """Files as data, and settings that cannot work: refused before anything is read, in one message with the remedy."""
 import numpy as np
 import pytest
-from documents import BOS, mixed, sequences
+from corpora import Opened, bpe, fault, section, write, write_tokens  # noqa: F401 (bpe is a fixture)
+from documents import BOS, mixed, sequences, validation
 
+from meshtrain import config
 from meshtrain.data import packing, sources
 
 
@@ -36,6 +38,38 @@ def test_the_standard_library_is_a_source_in_a_fixed_order_without_tests_and_pac
     for tokens, segments in zip(rows["tokens"], rows["segments"]):
         first = tokens[(segments == 1) & (tokens != BOS)].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
         assert first.strip("\N{REPLACEMENT CHARACTER}") in text  # cut within a character
+
+
+def test_validation_files_and_names_of_a_mixture_come_from_the_run_file(tmp_path):
+    for name, ids in (("a", [[1, 2, 3]] * 9), ("b", [[4, 5]] * 30), ("held", [[6, 6], [7]])):
+        write_tokens(tmp_path / f"{name}.tokens.npy", ids)
+    a, b, held = (str(tmp_path / f"{name}.tokens.npy") for name in ("a", "b", "held"))
+    data = config.Data(source="mixture", bos_token="0", eos="9", seq_len=5, global_batch=1, validation_fraction=0.2, mixture=[
+        {"source": "tokens", "paths": [a], "validation_paths": [held], "name": "web"}, {"source": "tokens", "paths": [b]}])
+    packed = packing.open_batches(data, Opened(data, tmp_path).corpus, seed=0)
+    web, other = packed.validation
+    assert (web.name, other.name) == ("web", "1")
+    assert validation(web, "tokens").tolist() == [0, 6, 6, 0, 7]
+    assert validation(web, "targets").tolist() == [6, 6, 9, 7, 9]
+    assert packed.train[0].tokens_per_epoch == 36 and packed.train[1].tokens_per_epoch == 72
+
+
+def test_validation_files_that_are_missing_or_trained_on_are_refused_by_their_key(tmp_path):
+    write(tmp_path / "a.jsonl", ["one"])
+    with pytest.raises(ValueError, match="data.validation_paths: 'none.jsonl' matches no file"):
+        Opened(section([tmp_path / "a.jsonl"], validation_paths=["none.jsonl"]), tmp_path)
+    assert "data.validation_paths: " in fault(section([tmp_path / "a.jsonl"], validation_paths=[str(tmp_path / "*")]), tmp_path)
+
+
+def test_the_end_of_documents_is_a_token_of_the_tokenizer_or_an_id(tmp_path, bpe):
+    a, ids = write(tmp_path / "a.jsonl", ["one"]), write_tokens(tmp_path / "a.tokens.npy", [[1]])
+    assert Opened(section([a], tokenizer=bpe, eos="a"), tmp_path).corpus.eos == Opened(section([a], tokenizer=bpe), tmp_path) \
+        .corpus.tokenizer.library.token_to_id("a")
+    assert Opened(section([a]), tmp_path).corpus.eos == BOS
+    assert Opened(section([ids], bos_token="0", eos="3"), tmp_path).corpus.eos == 3
+    assert "data.eos='x' is not read with data.tokenizer=\"bytes\"" in fault(section([a], eos="x"), tmp_path)
+    assert "data.eos='<no>' is not a token" in fault(section([a], tokenizer=bpe, eos="<no>"), tmp_path)
+    assert "data.eos='600' is not an id below model.vocab_size=512" in fault(section([ids], bos_token="0", eos="600"), tmp_path)
 
 
 # Mistakes

@@ -45,12 +45,12 @@ def trained(tiny, directory, *overrides) -> list[dict]:
 
 
 def slow_data(monkeypatch, seconds: float):
-    batch = packing.Data.batch
+    batch = packing.Packed.batch
 
     def wait(self, *args, **kwargs):
         time.sleep(seconds)
         return batch(self, *args, **kwargs)
-    monkeypatch.setattr(packing.Data, "batch", wait)
+    monkeypatch.setattr(packing.Packed, "batch", wait)
 
 
 def slow_steps(monkeypatch, seconds: float):

@@ -110,12 +110,18 @@ def _data_problems(run: Run):
         if not data.mixture:
             yield ('data.source="mixture" has no data.mixture; give its sources, e.g. '
                    'data.mixture=[{source="jsonl", paths=["a.jsonl"], weight=0.7}, {source="stdlib", weight=0.3}]')
-        for key in ("paths", "field"):
+        names = [one.name or str(i) for i, one in enumerate(data.mixture)]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield f'data.mixture names two sources {toml(name)}; give each a name of its own'
+        for key in ("paths", "field", "validation_paths"):
             if getattr(data, key) != Data.model_fields[key].default:
                 yield (f'data.{key}={toml(getattr(data, key))} is not read by data.source="mixture"; '
                        "give it to the sources of data.mixture")
     elif data.mixture:
         yield f'data.mixture is not read by data.source={toml(data.source)}; use data.source="mixture", or leave it out'
+    if data.validation_tokens and not data.validation_fraction:
+        yield (f"data.validation_tokens={data.validation_tokens} limits the share data.validation_fraction, which is 0; use e.g. "
+               "data.validation_fraction=0.02, the smaller of the two is held out")
     named = [(f"data.mixture[{i}]", one) for i, one in enumerate(data.mixture)] or [("data", data)]
     for where, one in named:
         if one.source not in ("stdlib", "mixture") and not one.paths:
@@ -128,7 +134,8 @@ def _training_problems(run: Run):
     if data.global_batch % training.microbatches:
         yield (f"data.global_batch={data.global_batch} cannot be split over training.microbatches={training.microbatches}"
                f"; use a multiple, e.g. {next_multiple(data.global_batch, training.microbatches)}")
-    if run.validation.every and not data.validation_fraction:
+    separate = any(one.validation_paths for one in [data, *data.mixture])
+    if run.validation.every and not data.validation_fraction and not separate:
         yield (f"validation.every={run.validation.every} has no data, since data.validation_fraction=0 holds none out; "
                "use e.g. data.validation_fraction=0.02, or validation.every=0")
     if run.optimizer.schedule == "wsd" and not run.optimizer.decay_steps:

@@ -108,6 +108,8 @@ class Component(Section):
     paths: tuple[str, ...] = key((), "as data.paths", strict=False)
     field: str = key("text", "as data.field")
     weight: float = key(1.0, "share of the tokens, on any scale", gt=0)
+    name: str = key("", "of its loss in the metrics, val_loss/NAME; empty = its place in data.mixture, from 0")
+    validation_paths: tuple[str, ...] = key((), "as data.validation_paths", strict=False)
 
 
 class Data(Section):
@@ -125,10 +127,13 @@ class Data(Section):
     )
     tokenizer: str = key("bytes", "bytes, or the path of a tokenizer.json")
     bos_token: str = key("", "token before every document; empty = the tokenizer's; its id where tokens have no tokenizer")
+    eos: str = key("", "last target of every document; empty = the token before it; its id where tokens have no tokenizer")
     cache: str = key("", "directory of the token cache; empty = .meshtrain beside the first file, or in run.dir")
     seq_len: int = key(256, "target tokens per sequence", ge=1)
     global_batch: int = key(16, "sequences per step, over all devices and microbatches", ge=1)
     validation_fraction: float = key(0.02, "share of the data held out for validation; 0 = none", ge=0, lt=1)
+    validation_tokens: int = key(0, "most tokens held out of a source; 0 = no limit but the fraction", ge=0)
+    validation_paths: tuple[str, ...] = key((), "files to validate on, in place of a held-out share", strict=False)
     document_mask: bool = key(True, "attention does not look across documents packed in one sequence")
     prefetch: int = key(4, "batches prepared ahead of the step", ge=0)
     skip_batches: int = key(0, "training batches to leave out, once, where the run starts or goes on", ge=0)
@@ -182,7 +187,7 @@ class Validation(Section):
     """[validation]: the loss on held-out data."""
 
     every: int = key(0, "steps between validations; 0 = only after the last", ge=0)
-    batches: int = key(8, "global batches per validation", ge=1)
+    batches: int = key(8, "global batches per validation, of each source", ge=1)
 
 
 class Checkpoint(Section):

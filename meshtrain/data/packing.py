@@ -21,7 +21,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from meshtrain.data import holdout, mixture, order
+from meshtrain.data import holdout, mixture, order, sources
 from meshtrain.data.contracts import Batch, Rows, Source
 from meshtrain.data.order import Grid, Pieces, Runs, Stream
 from meshtrain.names import NO_TARGET
@@ -48,7 +48,7 @@ class Phase:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Data:
+class Packed:
     """Batches (contracts.py) of packed documents."""
     train: tuple[Stream, ...]
     validation: tuple[HeldOut, ...]
@@ -70,17 +70,6 @@ class Data:
         batches = grain.MapDataset.range(start, 2**62).map(functools.partial(self.batch, rows=rows))
         reads = grain.ReadOptions(num_threads=min(prefetch, 4), prefetch_buffer_size=prefetch)
         yield from batches.to_iter_dataset(reads)  # closing a generator closes what it yields from
-
-    @property
-    def num_validation_batches(self) -> int:
-        return sum(held.num_batches for held in self.validation)
-
-    def validation_batch(self, i: int, rows: Rows = None) -> Batch:
-        for held in self.validation:
-            if i < held.num_batches:
-                return held.batch(i, rows)
-            i -= held.num_batches
-        raise IndexError(f"validation batch {i}")
 
     def tokens(self, batches: int) -> int:
         return sum(self._given(batches))
@@ -121,15 +110,23 @@ class HeldOut:
         return _assemble(self.shape, (self.stream,), i, runs, real, rows)
 
 
+def open_batches(data, corpus: sources.Corpus, seed: int, position: dict | None = None) -> Packed:
+    """The corpus of the run file's [data] as its batches; `position` and what is raised: as `pack`."""
+    return pack(corpus.sources, corpus.weights, bos=corpus.tokenizer.bos, eos=corpus.eos, seq_len=data.seq_len,
+                global_batch=data.global_batch, seed=seed, validation_fraction=data.validation_fraction,
+                validation_tokens=data.validation_tokens, validation=corpus.validation, names=corpus.names,
+                document_mask=data.document_mask, position=position)
+
+
 def pack(corpus: Sequence[Source], weights: Sequence[float], *, bos: int, seq_len: int, global_batch: int, seed: int,
          eos: int | None = None, validation_fraction: float = 0.0, validation_tokens: int = 0,
          validation: Sequence[Source | None] = (), names: Sequence[str] = (), document_mask: bool = True,
-         position: dict | None = None) -> Data:
+         position: dict | None = None) -> Packed:
     """Sources as batches, mixed in the proportions of `weights` (positive numbers of any sum; shares of the tokens).
 
     eos: the target behind a document's last token; None: bos. Held out of each source is the fraction, and at most
     validation_tokens where that is not 0; nothing of one with a source of its own in `validation`. names: of the validation
-    sets. position: what `Data.position(n)` gave in the run before. Where nothing differs, all batches are the same bit for
+    sets. position: what `Packed.position(n)` gave in the run before. Where nothing differs, all batches are the same bit for
     bit. Weights, seq_len and global_batch may differ: batches are then those from n on, in which every source goes on behind
     its last token; sequences of the chunk that was begun (order.CHUNK_TOKENS) keep their order, cut anew at the rows' ends.
     Raises: ValueError where a source is too short for its share of one batch, or the held-out part for one sequence, or the
@@ -161,7 +158,7 @@ def pack(corpus: Sequence[Source], weights: Sequence[float], *, bos: int, seq_le
         streams, phase = _go_on(streams, phase, position)
     names = list(names) or ([""] if len(corpus) == 1 else [str(i) for i in range(len(corpus))])
     sets = tuple(HeldOut(name, weight / sum(whole), stream, shape) for name, weight, stream in zip(names, whole, held))
-    return Data(streams, sets, shape, phase, quantum)
+    return Packed(streams, sets, shape, phase, quantum)
 
 
 def _go_on(streams: Sequence[Stream], wanted: Phase, position: dict) -> tuple[tuple[Stream, ...], Phase]:

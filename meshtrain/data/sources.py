@@ -28,6 +28,7 @@ from meshtrain.data.tokenizer import Tokenizer
 NAMES = ("stdlib", "text", "jsonl", "parquet", "arrow", "tokens")
 EXAMPLES = {"text": "corpus/**/*.txt", "jsonl": "corpus/*.jsonl.gz", "parquet": "corpus/*.parquet",
             "arrow": "corpus/*.arrow", "tokens": "corpus/*.tokens.npy"}
+VALIDATION = ".validation"  # behind the section of a component: its validation files
 CACHE = ".meshtrain"    # the directory of the token cache, beside the files
 
 # Directories of the standard library that differ between installs of one version: test suites that distributions strip,
@@ -74,6 +75,9 @@ class Corpus:
     sources: tuple[Source, ...]
     weights: tuple[float, ...]
     tokenizer: Tokenizer
+    eos: int                                # the target behind a document's last token
+    names: tuple[str, ...]                  # of the sources; "" where there is one
+    validation: tuple[Source | None, ...]   # of each source, the files to validate on; None: a share of it is held out
     fingerprint: str    # of content: the sources' lengths, as far as packing holds them (Source.totals), and the tokenizer
 
 
@@ -90,7 +94,10 @@ class Component:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Description:
     """What a run file's [data] names, found and listed: of the files not a byte was read."""
-    components: tuple[Component, ...]
+    components: tuple[Component, ...]   # the sources, then the validation files of those that have some
+    names: tuple[str, ...]              # of the sources
+    validation: tuple[int | None, ...]  # of each source, the component with its validation files
+    eos: int
     weights: tuple[float, ...]
     tokenizer: Tokenizer
     vocab_size: int     # the model's
@@ -107,7 +114,7 @@ class Description:
             try:
                 opened.append(_open(self, component, cache_dir, job))
             except ValueError as error:
-                faults.append(str(error))
+                faults.append(_key_of_section(component.where, error))
         if faults:
             raise ValueError("\n".join(faults))
         return tuple(opened)
@@ -128,18 +135,52 @@ def describe(data, *, vocab_size: int) -> Description:
         raise ValueError(f"data.tokenizer={data.tokenizer!r} has ids up to {reader.vocab_size - 1} (the separator is "
                          f"{reader.bos}), and model.vocab_size={vocab_size} has 0 to {vocab_size - 1}; "
                          f"use model.vocab_size={reader.vocab_size} or more")
+    given = [(where, one, one.paths) for where, one in named]
+    given += [(f"{where}{VALIDATION}", one, one.validation_paths) for where, one in named if one.validation_paths]
     components, faults = [], []
-    for where, one in named:
+    for where, one, patterns in given:
         try:
-            paths = list_paths(one.source, one.paths, where)
+            paths = list_paths(one.source, patterns, where)
             file_sizes(list(paths), where)    # a link to nowhere, no permission: all of them told together, before any work
             components.append(Component(where, one.source, one.field, paths))
         except ValueError as error:
-            faults.append(str(error))
+            faults.append(_key_of_section(where, error))
+    trained = {os.path.realpath(path) for component in components[:len(named)] for path in component.paths}
+    faults += [f"{component.where.removesuffix(VALIDATION)}.validation_paths: {path} is trained on, too; take it out of one"
+               for component in components[len(named):] for path in component.paths if os.path.realpath(path) in trained]
     if faults:
         raise ValueError("\n".join(faults))
+    numbers = itertools.count(len(named))
+    validation = tuple(next(numbers) if one.validation_paths else None for _, one in named)
+    names = tuple(one.name or str(i) for i, one in enumerate(data.mixture)) if mixed else ("",)
     weights = tuple(one.weight for _, one in named) if mixed else (1.0,)
-    return Description(tuple(components), weights, reader, vocab_size, data.cache)
+    return Description(tuple(components), names, validation, _find_eos(data, reader, vocab_size), weights, reader, vocab_size,
+                       data.cache)
+
+
+def _key_of_section(where: str, error: ValueError) -> str:
+    """A message about `where`.paths that names the key which the run file has."""
+    return str(error).replace(f"{where}.paths", f"{where.removesuffix(VALIDATION)}.validation_paths") \
+        if where.endswith(VALIDATION) else str(error)
+
+
+def _find_eos(data, reader: Tokenizer, vocab_size: int) -> int:
+    if not data.eos:
+        return reader.bos
+    if isinstance(reader, tokenizer.Bytes):
+        raise ValueError(f'data.eos={data.eos!r} is not read with data.tokenizer="bytes", whose documents end with 256; '
+                         "leave it out, or name a tokenizer.json")
+    if isinstance(reader, tokenizer.Ids):
+        found = int(data.eos) if data.eos.isascii() and data.eos.isdigit() else vocab_size
+        if found >= vocab_size:
+            raise ValueError(f"data.eos={data.eos!r} is not an id below model.vocab_size={vocab_size}, and token files without "
+                             'a tokenizer.json know no names; give the id, e.g. data.eos="2"')
+        return found
+    found = reader.library.token_to_id(data.eos)
+    if found is None:
+        raise ValueError(f"data.eos={data.eos!r} is not a token of data.tokenizer={data.tokenizer!r}; name one that is, or leave "
+                         "it out: documents then end with the token before them")
+    return found
 
 
 def open_corpus(data, *, vocab_size: int, cache_dir: Path, tell: Callable[[str], None] = print,
@@ -154,8 +195,10 @@ def open_corpus(data, *, vocab_size: int, cache_dir: Path, tell: Callable[[str],
 
 
 def corpus_of(described: Description, opened: Sequence[Source]) -> Corpus:
-    return Corpus(tuple(opened), described.weights, described.tokenizer,
-                  _fingerprint(opened, described.tokenizer))
+    trained = tuple(opened[:len(described.weights)])
+    return Corpus(trained, described.weights, described.tokenizer, described.eos, described.names,
+                  tuple(opened[k] if k is not None else None for k in described.validation),
+                  _fingerprint(trained, described.tokenizer))
 
 
 def _open_tokenizer(data, names: Sequence[str], vocab_size: int) -> Tokenizer:

@@ -19,7 +19,7 @@ import jax
 from meshtrain.cluster import agree
 from meshtrain.cluster.meet import PeerError
 from meshtrain.config import ConfigError, Run, user_errors
-from meshtrain.data.packing import Data
+from meshtrain.data.contracts import Batches
 from meshtrain.data.sources import Corpus
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.run import disk, metrics, rundir, say
@@ -36,10 +36,10 @@ CHANGES = (
     ("run.*", FREE),
     ("model.compute_dtype", RECORDED), ("model.*_dropout", RECORDED),
     ("model.*", STAYS),
-    ("data.seq_len", RECORDED), ("data.global_batch", RECORDED), ("data.document_mask", RECORDED),
+    ("data.seq_len", RECORDED), ("data.global_batch", RECORDED), ("data.document_mask", RECORDED), ("data.eos", RECORDED),
     ("data.mixture", RECORDED),     # its weights; its sources are content
     ("data.validation_fraction", STAYS), ("data.validation_tokens", STAYS),     # what is held out is not trained on
-    ("data.prefetch", FREE), ("data.cache", FREE), ("data.skip_batches", FREE),
+    ("data.prefetch", FREE), ("data.cache", FREE), ("data.validation_paths", FREE), ("data.skip_batches", FREE),
     ("data.*", CONTENT),
     ("optimizer.name", STAYS),
     ("training.max_skipped_steps", FREE),
@@ -114,7 +114,7 @@ def check_data(run: Run, start: Start, fingerprint: str) -> None:
                           "added, removed or changed in length); restore the files or start another run.name")
 
 
-def position(start: Start, pack: Callable[[dict | None], Data]) -> Data:
+def position(start: Start, pack: Callable[[dict | None], Batches]) -> Batches:
     """The run's data from `start` on. pack: from the position of an earlier start, or None, to data."""
     data = pack(start.saved and start.saved["data"]["position"])
     if not start.skip_batches:
@@ -124,7 +124,7 @@ def position(start: Start, pack: Callable[[dict | None], Data]) -> Data:
     return pack(ahead | {"batches": start.step, "phase": ahead["phase"] | {"batches": start.step, "tokens": tokens}})
 
 
-def data_metadata(corpus: Corpus, data: Data, step: int) -> dict:
+def data_metadata(corpus: Corpus, data: Batches, step: int) -> dict:
     """What a checkpoint of `step` keeps of the data."""
     return {"fingerprint": corpus.fingerprint, "tokenizer": [corpus.tokenizer.key, corpus.tokenizer.bos],
             "position": data.position(step)}
