@@ -90,4 +90,5 @@ def _listen() -> list[int]:
 
 
 if __name__ == "__main__":
+    say.begin()
     sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,7 @@
 """How far a long reading of files is: a bar on a terminal, elsewhere a line now and then."""
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -23,12 +24,14 @@ class Progress:
                                          progress.DownloadColumn(), progress.TransferSpeedColumn(),
                                          progress.TimeRemainingColumn(), console=console.Console(stderr=True))
             self.task = self.bar.add_task(self.what, total=self.total)
-            self.bar.start()
+            with contextlib.suppress(Exception):
+                self.bar.start()
         return self
 
     def __exit__(self, *error) -> None:
         if self.bar:
-            self.bar.stop()
+            with contextlib.suppress(Exception):    # the terminal has gone
+                self.bar.stop()
         elif error[0] is None and self.told > self.started:
             self.tell(f"{self.what}: done in {time.monotonic() - self.started:.0f} s")
 
@@ -36,7 +39,8 @@ class Progress:
         """`position` bytes of the present file are done."""
         done, now = self.done + position, time.monotonic()
         if self.bar:
-            self.bar.update(self.task, completed=done)
+            with contextlib.suppress(Exception):
+                self.bar.update(self.task, completed=done)
         elif now - self.told > TELL_SECONDS:
             self.told = now
             self.tell(f"{self.what}: {done / self.total:.0%}, {done / 1e6 / (now - self.started):.1f} MB/s")
