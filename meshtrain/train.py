@@ -199,7 +199,7 @@ def _tell_the_end(run: Run, made: assembly.Assembly, tokenizer, state: State, va
 def _sample(run: Run, made: assembly.Assembly, tokenizer, state: State) -> str:
     if made.mesh_spec.sizes["stage"] > 1:
         return "no sample of text: it would gather all layers, and with mesh.stage > 1 they may not fit on one device"
-    generate = sample.build(made.model, made.program.execution, run.data.seq_len, tokenizer.bos, made.program.order)
+    generate = assembly.sampler(made, tokenizer.bos)
     text = sample.text(generate, state.params, run.data.seq_len, run.run.sample_tokens, run.run.seed, tokenizer.decode)
     return f"a sample:\n{text}\n"
 

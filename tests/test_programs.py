@@ -7,6 +7,7 @@ import pytest
 
 from meshtrain import assembly, config, train
 from meshtrain.cost import audit, compile
+from meshtrain.inference import sample
 from meshtrain.parallel import attention
 from meshtrain.training import step
 
@@ -64,7 +65,7 @@ def test_a_broken_program_ends_the_run_with_one_message_before_its_first_step(tm
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_step_evaluation_and_initialization_are_compiled_with_the_same_options(monkeypatch):
+def test_step_evaluation_initialization_and_sampling_are_compiled_with_the_same_options(monkeypatch):
     options, compile_lowered = [], jax.stages.Lowered.compile
 
     def recorded(self, compiler_options=None, **kwargs):
@@ -74,9 +75,11 @@ def test_step_evaluation_and_initialization_are_compiled_with_the_same_options(m
     monkeypatch.setitem(step.COMPILER_OPTIONS, "cpu", {"xla_backend_optimization_level": 0})
     run = config.Run(model=TINY, data=dict(seq_len=16, global_batch=2))
     made = assembly.assemble(run, jax.devices()[:1])
-    assembly.initialize(made)
+    state = assembly.initialize(made)
     assembly.compile_step(assembly.compile_evaluation(made))
-    assert options == [{"xla_backend_optimization_level": 0}] * 3
+    generate = assembly.sampler(made, 256)
+    assert options == [{"xla_backend_optimization_level": 0}] * 4
+    assert len(sample.text(generate, state.params, 16, 5, 2**32 - 1, list)) == 5       # the largest seed of a run file
 
 
 def test_deterministic_runs_take_no_cudnn_and_nothing_is_asked_of_cpus():

@@ -41,4 +41,4 @@ def build(model: Transformer, ex: Execution, seq_len: int, bos: int, order: np.n
 def text(sample: Callable, p, seq_len: int, count: int, seed: int, decode: Callable) -> str:
     """Decoded sample of at most seq_len − 1 tokens."""
     count = min(count, seq_len - 1)
-    return decode(np.asarray(sample(p, count, seed))[1:count + 1])
+    return decode(np.asarray(sample(p, np.int32(count), np.uint32(seed)))[1:count + 1])
