@@ -12,6 +12,7 @@ import time
 import tomllib
 from pathlib import Path
 
+import corpora
 import jax
 import pytest
 from commands import (  # noqa: F401
@@ -187,6 +188,15 @@ def test_the_same_documents_under_another_name_go_on(copied, tmp_path, home):
     ran = call(train.main, copied / "config.toml", "--run.dir", copied, "--training.steps", 7,
                "--data.paths", json.dumps([str(text)]))
     assert (ran.code, ran.err) == (0, ""), ran
+
+
+def test_another_tokenizer_is_refused_on_resume_before_anything_is_tokenized(copied, tmp_path, home):
+    text = shutil.copy(home / "corpus.txt", tmp_path / "corpus.txt")
+    other = corpora.write_tokenizer(tmp_path / "other.json", corpus=[])    # 256 bytes and a separator, too
+    before = contents(copied)
+    refused(call(train.main, copied / "config.toml", "--run.dir", copied, "--training.steps", 9, "--data.tokenizer", other,
+                 "--data.paths", json.dumps([str(text)])), "data.tokenizer", "other.json", "run.name")
+    assert contents(copied) == before and not (tmp_path / ".meshtrain").exists()
 
 
 # ---- from another run's weights --------------------------------------------------------------------------------------
