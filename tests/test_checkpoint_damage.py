@@ -220,15 +220,17 @@ def test_a_file_system_that_comes_back_within_the_tries_is_not_even_told(two, mo
         assert told == []
 
 
-def test_arrays_that_cannot_be_read_are_no_mistake_of_the_user(two):
+def test_arrays_that_cannot_be_read_are_no_mistake_of_the_user(two, monkeypatch):
     with copied(two) as directory:
         checkpoints = checkpoint.Checkpoints(directory)
         state = make_state(mesh(4, 2), P("a", "b"))
-        for path in (directory / "2" / "state").rglob("*"):
-            if path.is_file() and path.parent.name == "d":
-                path.unlink()
-        with pytest.raises(checkpoint.CheckpointError, match="2 cannot be read, and nothing was changed"):
-            checkpoints.restore(2, abstract(state))
+        def stale(*_, **__):
+            raise ValueError("Error reading \"2/d/0\" [os_error_code='116'] [source locations='tensorstore/…']")
+        for what in ("restore", "metadata"):    # tensorstore's errors are ValueErrors
+            with monkeypatch.context() as patched:
+                patched.setattr(checkpoints._arrays, what, stale)
+                with pytest.raises(checkpoint.CheckpointError, match="2 cannot be read, and nothing was changed: Stale file"):
+                    checkpoints.restore(2, abstract(state))
         assert names(directory) == ["1", "2"]
 
 
