@@ -53,3 +53,23 @@ def test_rooms_that_need_no_jax_import_none():
 def test_the_import_test_sees_an_import(tmp_path):
     (tmp_path / "a.py").write_text("from meshtrain import cost\ndef f():\n    import meshtrain.training.step\n")
     assert imported(tmp_path / "a.py") == {"cost", "training"}
+
+
+# From the command to the scores of queries and keys: in each file a call, and in the next what it calls. `made.program` is the
+# Program of the step; the layer calls its attention as a function, whose engine by default is the one in blocks.
+CHAIN = [
+    ("train.py", "made.program", "class Program"),
+    ("training/step.py", "accumulate.scanned(", "def scanned("),
+    ("training/accumulate.py", "model.loss(", "def loss("),
+    ("model/transformer.py", "Layer(", "class Layer("),
+    ("model/layers.py", "ex.attend(", "def engine("),
+    ("kernels/blockwise.py", 'einsum("BTKGH,BSKH->BKGTS", q_i, k_j', None),
+]
+
+
+def test_train_reaches_the_scores_within_six_files():
+    assert len(CHAIN) <= 6
+    texts = [(ROOT / "meshtrain" / path).read_text() for path, _, _ in CHAIN]
+    for (path, call, definition), text, following in zip(CHAIN, texts, [*texts[1:], ""]):
+        assert call in text, path
+        assert definition is None or definition in following, definition
