@@ -73,3 +73,31 @@ def test_train_reaches_the_scores_within_six_files():
     for (path, call, definition), text, following in zip(CHAIN, texts, [*texts[1:], ""]):
         assert call in text, path
         assert definition is None or definition in following, definition
+
+
+LONGEST_FILE, LONGEST_FUNCTION = 450, 70         # lines
+
+
+def outgrown(root: Path) -> list[str]:
+    """Files and functions under `root` that are too long."""
+    found = []
+    for path in sorted(file for room in ("meshtrain", "launch", "benchmarks", "tests") for file in (root / room).rglob("*.py")):
+        text, name = path.read_text(), path.relative_to(root)
+        if (length := len(text.splitlines())) > LONGEST_FILE:
+            found.append(f"{name}: {length} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                length = node.end_lineno - node.lineno + 1
+                if length > LONGEST_FUNCTION:
+                    found.append(f"{name}: {node.name} has {length} lines")
+    return found
+
+
+def test_no_file_and_no_function_outgrows_its_reader():
+    assert outgrown(ROOT) == []
+
+
+def test_the_length_test_sees_a_long_file_and_a_long_function(tmp_path):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "a.py").write_text("def f():\n" + "    pass\n" * 70 + "\n" * 380)
+    assert outgrown(tmp_path) == ["tests/a.py: 451 lines", "tests/a.py: f has 71 lines"]

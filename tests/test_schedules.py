@@ -5,7 +5,6 @@ import io
 import sys
 import xml.dom.minidom
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,10 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshtrain import config, inspect
-from meshtrain.cost import chart, hardware, simulate
-from meshtrain.cost.simulate import Costs, SlotBytes
-from meshtrain.layout.mesh import MeshSpec
-from meshtrain.model import transformer
+from meshtrain.cost import chart, simulate
+from meshtrain.cost.simulate import Costs
 from meshtrain.parallel import schedule_check, schedules
 from meshtrain.parallel.schedules import B, F, INTERLEAVED, NAMES, W
 
@@ -338,160 +335,6 @@ def test_values_that_die_before_their_last_read_are_seen_as_such():
     for name in ("F_q", "B_q", "W_q"):        # all in one slot: each write falls on a value that W still awaits
         schedule = changed(schedule, name, slice(None), 0)
     assert {invariant for invariant, _ in schedule_check.violations(schedule)} == {"slots"}
-
-
-# ---- the simulator ---------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("name, v, family, equal, recomputing", [
-    ("gpipe", 1, "phase", .273, .273), ("1f1b", 1, "phase", .273, .273), ("interleaved", 2, "phase", .158, .158),
-    ("zero_bubble", 1, "phase", .200, .220), ("interleaved_zero_bubble", 2, "phase", .111, .123),
-    ("gpipe", 1, "switch", .273, .273), ("1f1b", 1, "switch", .400, .448), ("interleaved", 2, "switch", .294, .347),
-    ("zb_h1", 1, "switch", .111, .289), ("1f1b", 1, "mpmd", .273, .273), ("interleaved", 2, "mpmd", .158, .158),
-    ("zb_h1", 1, "mpmd", .111, .158)])
-def test_bubbles_at_4_stages_and_8_microbatches_are_the_references(name, v, family, equal, recomputing):
-    schedule = schedules.make(name, 4, 8, v) if family == "phase" else with_family(schedules.megatron(name, 4, 8, v), family)
-    for costs, bubble in ((Costs(), equal), (Costs(input_grad_s=2.0), recomputing)):
-        assert simulate.simulate(schedule, costs).bubble == pytest.approx(bubble, abs=6e-4)
-
-
-def test_a_switch_tick_waits_for_both_neighbours_and_no_further():
-    """One op ten times as long on stage 0 of 4: stages 1 and, around the ring, 3 wait at once, stage 2 a tick later."""
-    ops = np.full((3, 4, 3, 2), -1, np.int32)
-    ops[:, :, F] = [[[t, 0]] * 4 for t in range(3)]
-    ops[0, 0] = -1
-    ops[0, 0, B] = 0, 0
-    schedule = dataclasses.replace(schedules.make("zb_h1", 4, 3), ops=ops, columns={"loss_here": np.zeros((3, 4), int)})
-    outcome = simulate.simulate(schedule, Costs(input_grad_s=10.0))
-    assert outcome.begin_s[1, :, F].tolist() == [10, 10, 1, 10]
-    assert outcome.begin_s[2, :, F].tolist() == [11, 11, 11, 11]
-
-
-def test_a_phase_table_hides_links_behind_the_next_op_and_pays_them_where_there_is_none():
-    base, p, link_s = simulate.simulate(schedules.make("1f1b", 4, 8), UNEQUAL).makespan_s, 4, 0.5
-    slow = dataclasses.replace(UNEQUAL, link_s=link_s)
-    # y beside B, dx beside the next F; p−1 ticks have F alone and p−1 have B alone.
-    assert simulate.simulate(schedules.make("1f1b", p, 8), slow).makespan_s == pytest.approx(base + 2 * (p - 1) * link_s)
-    longer = dataclasses.replace(UNEQUAL, link_s=1.5)          # longer than F: from the second B on, B waits 0.5
-    makespan_s = simulate.simulate(schedules.make("1f1b", p, 8), longer).makespan_s
-    assert makespan_s == pytest.approx(base + 2 * (p - 1) * 1.5 + 7 * 0.5)
-    # Without other work a microbatch crosses p−1 links each way.
-    one = simulate.simulate(schedules.megatron("1f1b", p, 1), slow)
-    assert one.makespan_s == pytest.approx(p * UNEQUAL.ideal_s + 2 * (p - 1) * link_s)
-
-
-def test_the_loss_costs_its_time_once_for_every_microbatch():
-    costs = dataclasses.replace(UNEQUAL, loss_s=0.25)
-    for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)):
-        schedule = schedules.make(name, 4, 8, v)
-        without_s = simulate.simulate(schedule, UNEQUAL).makespan_s
-        assert simulate.simulate(schedule, costs).makespan_s == pytest.approx(without_s + 8 * 0.25)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(2, 6), st.integers(1, 3), st.sampled_from(NAMES), st.floats(.25, 4), st.floats(.25, 4), st.floats(0, 1))
-def test_times_of_a_table_respect_what_each_op_waits_for(p, rounds, name, back, weight, link):
-    schedule = schedules.make(name, p, rounds * p, 2 if name in INTERLEAVED else 1)
-    costs = Costs(1.0, back, weight, 0.125, link)
-    for priced in (schedule, schedules.megatron(name, p, rounds * p, schedule.num_chunks)):
-        outcome = simulate.simulate(priced, costs)
-        ended = {}
-        for t, s, kind in np.argwhere(priced.ops[..., 0] >= 0).tolist():
-            i, chunk = priced.ops[t, s, kind].tolist()
-            g = chunk * p + s
-            for need in schedules.needs(kind, g, i, p * priced.num_chunks):
-                travel_s = link if need[1] != g else 0
-                assert outcome.begin_s[t, s, kind] >= ended[need] + travel_s - 1e-9
-            ended[kind, g, i] = outcome.end_s[t, s, kind]
-        assert outcome.makespan_s >= np.nanmax(outcome.end_s) - 1e-9 and 0 <= outcome.bubble < 1
-
-
-# ---- auto ------------------------------------------------------------------------------------------------------------
-
-GIB = 2**30
-SIZES = SlotBytes(boundary=GIB // 10, for_b=GIB, for_w=GIB, b_to_w=GIB // 2)
-
-
-def test_slot_bytes_are_those_of_the_arrays_that_a_split_keeps():
-    shapes = lambda *shapes: [np.zeros(shape, dtype) for shape, dtype in shapes]
-    split = SimpleNamespace(r=shapes(((2, 8), np.float32)), q=shapes(((4,), np.float32), ((6,), np.float16)), z=[])
-    of = SlotBytes.of(split, np.zeros((3, 4), np.float16), chunks=2, ways=2)
-    assert of == SlotBytes(boundary=12, for_b=2 * 32, for_w=2 * 14, b_to_w=0)
-    # Four stages, 1F1B of two chunks: 11 slots of a chunk each, one X and two D.
-    assert of.peak(schedules.make("interleaved", 4, 8, 2)) == 3 * 12 + 11 * (32 + 14)
-
-
-def test_auto_takes_the_cheapest_table_that_fits_and_says_why():
-    free = simulate.choose(4, 8, chunks=(1, 2, 4))
-    assert (free.schedule.name, free.schedule.num_chunks, free.fits) == ("interleaved_zero_bubble", 4, None)
-    assert "5.9%" in free.why and "next interleaved of 4 chunks (8.6%)" in free.why
-    held = {v: SIZES.peak(schedules.make("interleaved_zero_bubble", 4, 8, v)) for v in (1, 2)}
-    tight = simulate.choose(4, 8, Costs(), SIZES, held[2], chunks=(1, 2))
-    assert tight.schedule.name == "interleaved_zero_bubble" and tight.fits and tight.memory_bytes == held[2]
-    tighter = simulate.choose(4, 8, Costs(), SIZES, held[2] - 1, chunks=(1, 2))
-    assert (tighter.schedule.name, tighter.fits) == ("interleaved", True)
-    assert "interleaved_zero_bubble of 2 chunks (11.1%) needs" in tighter.why
-    nothing = simulate.choose(4, 8, Costs(), SIZES, GIB, chunks=(1, 2))
-    assert nothing.fits is False and "none of 5 schedules fits" in nothing.why
-    assert nothing.memory_bytes == min(SIZES.peak(schedules.make(n, 4, 8, 2 if n in INTERLEAVED else 1)) for n in NAMES[:5])
-
-
-def test_auto_prefers_the_plain_table_where_nothing_is_gained():
-    assert simulate.choose(4, 6, Costs(weight_grad_s=0.0)).schedule.name == "1f1b"
-    assert simulate.choose(4, 6).schedule.name == "zero_bubble", "6 microbatches on 4 stages have no chunks"
-    # A link that no op hides costs more with chunks, which cross it more often.
-    assert simulate.choose(4, 8, Costs(link_s=5.0), chunks=(1, 2)).schedule.num_chunks == 1
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(2, 8), st.integers(1, 24), st.floats(.5, 3), st.floats(.1, 2), st.integers(0, 40))
-def test_auto_never_takes_a_table_that_another_fitting_one_beats(p, m, back, weight, budget):
-    costs = Costs(1.0, back, weight)
-    choice = simulate.choose(p, m, costs, SIZES, budget * GIB, chunks=(1, 2))
-    assert "zb_h1" != choice.schedule.name
-    for name in simulate.AUTOMATIC:
-        v = 2 if name in INTERLEAVED else 1
-        if not schedules.problems(name, p, m, v):
-            schedule = schedules.make(name, p, m, v)
-            if SIZES.peak(schedule) <= budget * GIB:
-                assert choice.fits and choice.outcome.makespan_s <= simulate.simulate(schedule, costs).makespan_s * (1 + 1e-8)
-
-
-def test_auto_refuses_chunks_that_the_microbatches_do_not_allow():
-    with pytest.raises(ValueError, match="training.microbatches=6 is not a multiple of mesh.stage=4.*use 4 or 8"):
-        simulate.choose(4, 6, chunks=(2,))
-
-
-def test_chunks_are_those_that_need_no_padding():
-    assert simulate.chunk_counts(32, 4) == (1, 2, 4)
-    assert simulate.chunk_counts(24, 4) == (1, 2, 3)
-    assert simulate.chunk_counts(30, 4) == (1, 2, 4), "30 layers are padded to 32 anyway"
-    assert simulate.chunk_counts(4, 4) == (1,)
-
-
-def loaded(monkeypatch, *args):
-    monkeypatch.setattr(config, "NOT_YET", ("context",), raising=False)
-    return config.load(["--mesh.simulated_devices", "0", "--mesh.fsdp", "1", *map(str, args)])
-
-
-def test_modelled_costs_are_the_models_matmuls_attention_and_link(monkeypatch):
-    def costs(*args, stage=4, tensor=1, gpu=None):
-        run = loaded(monkeypatch, "--mesh.stage", stage, "--model.preset", "llama3-8b", "--data.seq_len", 8192,
-                     "--data.global_batch", 8, "--training.microbatches", 8, "--model.compute_dtype", "bfloat16", *args)
-        plan = MeshSpec({"stage": stage, "tensor": tensor})
-        return simulate.modelled(run, transformer.build(run.model).parameters(), plan, hardware.get(gpu) if gpu else None)
-
-    relative = costs()
-    assert relative.forward_s == 1 and relative.link_s == 0
-    # 8192 tokens, per layer 218,103,808 weights in matmuls and 32 heads of 128 over a causal sequence.
-    matmuls, attention = 2 * 218_103_808, 2 * 32 * 128 * 8192
-    assert relative.weight_grad_s == pytest.approx(matmuls / (matmuls + attention))
-    assert relative.input_grad_s == pytest.approx((matmuls + 2.5 * attention) / (matmuls + attention))
-    assert costs("--training.remat", "full").input_grad_s == pytest.approx(relative.input_grad_s + 1)
-    seconds = costs(gpu="h100")
-    assert seconds.forward_s == pytest.approx(8192 * 8 * (matmuls + attention) / (simulate.EFFICIENCY * 989.4e12))
-    assert seconds.link_s == pytest.approx(8192 * 4096 * 2 / 450e9), "4 stages are on one host"
-    assert costs(stage=4, tensor=8, gpu="h100").link_s == pytest.approx(8192 * 4096 * 2 / 50e9), "tensor fills the host"
-    assert costs(stage=5, gpu="h100").forward_s == pytest.approx(seconds.forward_s * 7 / 8), "a stage has 7 of 35 layers"
 
 
 # ---- as people see it ------------------------------------------------------------------------------------------------

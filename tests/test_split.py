@@ -1,0 +1,89 @@
+"""F, B and W of a layer are its forward and its backward, bit for bit, and keep no more than they must."""
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshtrain import config
+from meshtrain.kernels import blockwise
+from meshtrain.layout import rules
+from meshtrain.layout.rules import Layout
+from meshtrain.model import transformer
+from meshtrain.model.layers import Execution
+from meshtrain.parallel import attention, split
+from test_layouts import MODEL, T
+
+
+def layer_case(remat: str, dtype: str = "float32"):
+    """(f, stacked weights, x, e, dy) of a stack of layers."""
+    cfg = config.Run(model=MODEL | dict(num_layers=3, compute_dtype=dtype, residual_dropout=0.1)).model
+    model = transformer.build(cfg)
+    one = Layout(rules.parse(""), dict.fromkeys(("data", "fsdp", "tensor", "stage", "context"), 1))
+    ex = Execution(one, jnp.dtype(dtype), functools.partial(attention.attend, attention.Local(blockwise.engine())), remat)
+    ids = jnp.tile(jnp.arange(T), (2, 1))
+    batch = {"segments": ids // 9, "positions": ids, "index": ids, "sequence": jnp.arange(2)}
+    e = model.inputs(batch, jax.random.key(3))
+    x, dy = (jax.random.normal(jax.random.key(k), (2, T, cfg.embed_dim)).astype(dtype) for k in (1, 2))
+    weights = jax.tree.map(lambda a: a.astype(dtype), model.init(jax.random.key(0))["layers"])
+    return lambda w, x, e: transformer.block(ex, model.layer, w, x, e[1], e[0]), weights, x, e, dy
+
+
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
+def test_split_backward_is_the_backward_bit_for_bit(remat):
+    f, ws, x, e, dy = layer_case(remat)
+    numbers = jnp.arange(3)
+    w, zeros = (ws, numbers, 0), jax.tree.map(jnp.zeros_like, ws)
+    parts = split.stack(f, ws, 3, x, e)
+
+    @jax.jit
+    def plain():
+        y, vjp = jax.vjp(lambda ws, x: jax.lax.scan(lambda x, a: (f(a[0], x, (a[1], e))[0], None), x, (ws, numbers))[0], ws, x)
+        dw, dx = vjp(dy)
+        return y, dx, dw
+
+    @jax.jit
+    def halves():
+        y, _, (r, q) = parts.forward(w, x, e)
+        dx, z = parts.backward_input(w, e, r, q, dy)
+        return y, dx, parts.backward_weight(w, e, q, z, zeros, True)
+
+    @jax.jit
+    def whole():
+        y, _, (r, q) = parts.forward(w, x, e)
+        return y, *parts.backward(w, e, r, q, dy, zeros, True)
+
+    expected = plain()
+    jax.tree.map(np.testing.assert_array_equal, halves(), expected)
+    jax.tree.map(np.testing.assert_array_equal, whole(), expected)
+
+
+def test_weight_gradients_of_bfloat16_weights_are_float32():
+    f, ws, x, e, dy = layer_case("full", "bfloat16")
+    parts = split.stack(f, ws, 3, x, e)
+    y, _, (r, q) = parts.forward((ws, jnp.arange(3), 0), x, e)
+    dx, z = parts.backward_input((ws, jnp.arange(3), 0), e, r, q, dy)
+    dw = parts.backward_weight((ws, jnp.arange(3), 0), e, q, z, jax.tree.map(lambda a: jnp.zeros(a.shape), ws), True)
+    assert dx.dtype == y.dtype == jnp.bfloat16 and {a.dtype for a in jax.tree.leaves(dw)} == {jnp.dtype("float32")}
+    kernel = dw["mlp"]["down"]["kernel"]
+    assert (kernel != kernel.astype(jnp.bfloat16)).any(), "not rounded on the way"
+
+
+def test_weight_gradients_are_added_to_those_of_their_own_layers_and_only_where_they_count():
+    f, ws, x, e, dy = layer_case("none")
+    parts = split.stack(f, ws, 1, x, e)
+    w, ones = (ws, jnp.arange(3), 1), jax.tree.map(jnp.ones_like, ws)
+    y, _, (r, q) = parts.forward(w, x, e)
+    dx, z = parts.backward_input(w, e, r, q, dy)
+    for on in (True, False):
+        halves, (_, whole) = parts.backward_weight(w, e, q, z, ones, on), parts.backward(w, e, r, q, dy, ones, on)
+        for total in jax.tree.leaves((halves, whole)):
+            assert (total[0] == 1).all() and (total[2] == 1).all() and (total[1] == 1).all() == (not on)
+
+
+def test_weights_and_inputs_are_not_kept_for_the_backward():
+    """Every microbatch in flight would have its own copy."""
+    f, ws, x, e, dy = layer_case("full")
+    parts = split.stack(f, ws, 3, x, e)
+    assert [(a.shape, a.dtype) for a in parts.r + parts.q] == [((3, *x.shape), x.dtype)]
