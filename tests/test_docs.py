@@ -7,6 +7,7 @@ import pytest
 
 from meshtrain import config
 from meshtrain.cost import hardware
+from meshtrain.run import resume
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -93,6 +94,20 @@ def test_the_table_of_layouts_has_every_rule_file():
     named = set(re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))))
     assert named == shipped - pipelines
     assert f"`…pipeline` ({['', 'one', 'two', 'three', 'four', 'five', 'six'][len(pipelines)]} files)" in text
+
+
+def test_what_may_change_on_resume_is_what_the_page_says():
+    table = [line.split("|")[1:3] for line in (ROOT / "docs" / "resume.md").read_text().splitlines() if line.startswith("| `")]
+    words = {resume.STAYS: "another run", resume.CONTENT: "compared by content", resume.RECORDED: "used from the next step on",
+             resume.FREE: "used, and not recorded"}
+    told = {}
+    for keys, meaning in table:
+        (kind,) = [kind for kind, start in words.items() if meaning.strip().startswith(start)]
+        told |= dict.fromkeys(re.findall(r"`(\w+\.[\w*]+)`", keys), kind)
+    wrong = {f"{section}.{key}": resume.rule(f"{section}.{key}") for section, cls in config.SECTIONS.items()
+             for key in cls.model_fields if key != "preset"
+             and told.get(f"{section}.{key}", told.get(f"{section}.*")) != resume.rule(f"{section}.{key}")}
+    assert wrong == {} and len(table) == 4
 
 
 def test_the_command_of_ci_is_that_of_the_first_page():
