@@ -1,13 +1,18 @@
-"""python benchmarks/data.py: how many tokens a second the loader makes, beside what copying its batches would take.
+"""python benchmarks/data.py: how many tokens a second the loader makes, and what it costs to open 10^8 documents.
 
-Sources of documents of some 1,000 tokens: text (a file each), a memory-mapped uint16 token file, and a mixture of one part of
-that text and three of the tokens. Nothing but Data.iterate runs: no step, no device. The limit is the memory bandwidth of the
-copy: the bytes of a batch's arrays at the rate of np.copyto between arrays that no cache holds. Writes benchmarks/data.md.
+Sources of documents of some 1,000 tokens: text (a file each), a memory-mapped uint16 token file, the same in 1,000 files, and
+a mixture of one part of that text and three of the tokens. Nothing but Packed.iterate runs: no step, no device. The limit is
+the memory bandwidth of the copy: the bytes of a batch's arrays at the rate of np.copyto between arrays that no cache holds.
+The index: a file of where 10^8 documents end (0.8 GB, memory-mapped, in the page cache), documents so long that they make
+10^10 sequences, with 0.1% held out; of their tokens nothing exists, a read gives zeros. A process of its own opens it, makes
+its first batch, and then single sequences anywhere and in order; its own memory is RssAnon. Writes benchmarks/data.md.
 """
 from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
+import multiprocessing
 import os
 import platform
 import statistics
@@ -22,7 +27,8 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np
 
-from meshtrain.data import packing, sources, token_files
+from meshtrain.data import order, packing, sources, token_files
+from meshtrain.data.contracts import Source
 
 BATCH_TOKENS = 1 << 17
 DOCUMENT_TOKENS = 1000          # on average; exponentially distributed, at least 1
@@ -30,19 +36,95 @@ TOKEN_DOCUMENTS, TEXT_FILES = 60_000, 10_000
 COPY_BYTES = 1 << 28
 ROUNDS, ROUND_S = 7, 0.7
 SEQ_LENS, PREFETCH = (256, 4096), (0, 2)
+MANY_FILES = 1000
+INDEX_DOCUMENTS, INDEX_TOKENS = 10**8, 410_000      # and tokens of a document, on average
 
 
-def make_sources(folder: Path) -> tuple[sources.Source, sources.Source]:
+class Index:
+    """A Source without tokens: only where its documents end is a file."""
+
+    def __init__(self, path: str):
+        self._ends = np.load(path, mmap_mode="r").view(np.ndarray)
+        self.num_documents = len(self._ends)
+        self._zeros = np.zeros(1 << 20, np.uint16)
+
+    @functools.cached_property
+    def totals(self) -> np.ndarray:
+        return order.totals(self.num_documents, self.ends)
+
+    def ends(self, documents: np.ndarray) -> np.ndarray:
+        return self._ends[documents]
+
+    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+        return self._zeros[:stop - start]
+
+
+def write_index(path: str) -> None:
+    random, step, total = np.random.default_rng(0), 1 << 22, 0
+    ends = np.lib.format.open_memmap(path, "w+", np.int64, (INDEX_DOCUMENTS,))
+    some = random.exponential(INDEX_TOKENS, step).astype(np.int64)      # drawn once: the order does not care
+    for first in range(0, INDEX_DOCUMENTS, step):
+        part = np.cumsum(some[:INDEX_DOCUMENTS - first]) + total
+        ends[first:first + len(part)], total = part, int(part[-1])
+
+
+def own_memory() -> int:
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))
+
+
+def measure_index(path: str, seq_len: int, results) -> None:
+    """In a process of its own: seconds to the first batch, bytes, seconds for a sequence anywhere and for the next one."""
+    before, clock, cpu = own_memory(), time.perf_counter(), time.process_time()
+    packed = packing.pack([Index(path)], [1.0], bos=0, seq_len=seq_len, global_batch=1, seed=0, validation_fraction=0.001)
+    packed.batch(0)
+    opened = time.perf_counter() - clock, time.process_time() - cpu
+    count = packed.train[0].tokens_per_epoch // seq_len
+    anywhere = np.random.default_rng(0).integers(0, count, 200).tolist()
+    times = []
+    for numbers in (anywhere, range(2000)):
+        clock, cpu = time.perf_counter(), time.process_time()
+        for n in numbers:
+            packed.batch(n)
+        times.append(((time.perf_counter() - clock) / len(numbers), (time.process_time() - cpu) / len(numbers)))
+    results.put((count, opened, own_memory() - before, *times))
+
+
+def index_rows(folder: str) -> str:
+    path = str(Path(folder) / "index.npy")
+    write_index(path)
+    spawn = multiprocessing.get_context("spawn")
+    results = spawn.Queue()
+    process = spawn.Process(target=measure_index, args=(path, 4096, results))
+    process.start()
+    count, opened, memory, anywhere, following = results.get(timeout=600)
+    process.join()
+    return f"""| of {INDEX_DOCUMENTS:,} documents, {count:,} sequences of 4,096 | by the clock | CPU time | goal |
+|---|---|---|---|
+| opened, to the first batch | {opened[0] * 1e3:.0f} ms | {opened[1] * 1e3:.0f} ms | 500 ms |
+| memory of its own | {memory / 1e6:.0f} MB | | 50 MB |
+| a sequence anywhere | {anywhere[0] * 1e6:.0f} µs | {anywhere[1] * 1e6:.0f} µs | 1,000 µs |
+| the next sequence | {following[0] * 1e6:.0f} µs | {following[1] * 1e6:.0f} µs | |
+"""
+
+
+def make_sources(folder: Path) -> tuple[Source, Source, Source]:
     random = np.random.default_rng(0)
     lengths = 1 + random.exponential(DOCUMENT_TOKENS, TOKEN_DOCUMENTS).astype(np.int64)
     ids = str(folder / f"ids{token_files.TOKENS}")
     np.save(ids, random.integers(0, 50_000, lengths.sum(), np.uint16))
     np.save(token_files.ends_path(ids), np.cumsum(lengths))
+    pairs = []
+    for i, some in enumerate(np.array_split(lengths, MANY_FILES)):
+        part = str(folder / f"part{i}{token_files.TOKENS}")
+        np.save(part, random.integers(0, 50_000, some.sum(), np.uint16))
+        np.save(token_files.ends_path(part), np.cumsum(some))
+        pairs.append(token_files.open_pair(part))
     paths = []
     for i, length in enumerate(1 + random.exponential(DOCUMENT_TOKENS, TEXT_FILES).astype(int)):
         paths.append(str(folder / f"{i}.txt"))
         Path(paths[-1]).write_bytes(random.bytes(length))
-    return sources.open_files(paths), token_files.TokenFiles((token_files.open_pair(ids),))
+    return sources.open_files(paths), token_files.TokenFiles((token_files.open_pair(ids),)), \
+        token_files.TokenFiles(tuple(pairs))
 
 
 def tokens_per_s(step, tokens: int) -> tuple[float, float]:
@@ -68,10 +150,14 @@ def main() -> None:
     lines = []
     _, copied = copy_bytes_per_s()
     with tempfile.TemporaryDirectory() as folder:
-        text, ids = make_sources(Path(folder))
+        index = index_rows(folder)
+        print(index, flush=True)
+        text, ids, many = make_sources(Path(folder))
         for seq_len in SEQ_LENS:
-            packs = {name: packing.pack(parts, weights, bos=50_000, seq_len=seq_len, global_batch=BATCH_TOKENS // seq_len, seed=0)
+            shape = {"bos": 50_000, "seq_len": seq_len, "global_batch": BATCH_TOKENS // seq_len, "seed": 0}
+            packs = {name: packing.pack(parts, weights, **shape)
                      for name, parts, weights in (("text files", [text], [1]), ("uint16 tokens", [ids], [1]),
+                                                  (f"the same in {MANY_FILES:,} files", [many], [1]),
                                                   ("mixture 1 : 3", [text, ids], [1, 3]))}
             width = sum(array.nbytes for array in packs["uint16 tokens"].batch(0).values()) / BATCH_TOKENS
             limit = copied / width
@@ -96,7 +182,11 @@ was {os.getloadavg()[0]:.0f}: a shared machine slows the clock's rates, tokens p
 
 | source | seq_len | prefetched | tokens/s | tokens per CPU second | limit | of the limit |
 |---|---|---|---|---|---|---|
-""" + "\n".join(lines) + "\n")
+""" + "\n".join(lines) + f"""
+
+The index, in one process:
+
+{index}""")
 
 
 if __name__ == "__main__":

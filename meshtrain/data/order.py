@@ -23,7 +23,7 @@ RUNS = 1 << 20              # at most: 96 documents each at 10**8 of them
 WINDOW = 8192               # documents of a window, about
 CHUNK_TOKENS = 1 << 26      # within which sequences change places
 ROUNDS = 8                  # of the Feistel network
-EPOCHS_HELD, WINDOWS_HELD = 3, 96
+EPOCHS_HELD, WINDOWS_HELD = 3, 64
 
 
 def run_length(documents: int) -> int:
@@ -141,6 +141,15 @@ class _Window(NamedTuple):
     begin: int              # where the first one begins
 
 
+class _Table(NamedTuple):
+    """Windows side by side, by their numbers in the stream: where their documents begin and end there, int64 [documents]."""
+    numbers: frozenset[int]
+    begins: np.ndarray
+    ends: np.ndarray
+    documents: np.ndarray
+    starts: np.ndarray
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stream:
     """A part of a source epoch after epoch, in an order of `seed`; None: in its own order. Positions count separators."""
@@ -153,7 +162,10 @@ class Stream:
         tokens = self.part.num_tokens
         held = -(-CHUNK_TOKENS * self.num_windows // max(tokens, 1)) + 4     # those that a batch reads from, if they are few
         object.__setattr__(self, "_epochs", _Recent(EPOCHS_HELD))
-        object.__setattr__(self, "_windows", _Recent(min(held, WINDOWS_HELD)))
+        object.__setattr__(self, "_held", min(held, WINDOWS_HELD))
+        object.__setattr__(self, "_windows", _Recent(self._held))
+        object.__setattr__(self, "_table", _Table(frozenset(), *np.zeros((4, 0), np.int64)))
+        object.__setattr__(self, "_lock", threading.Lock())
 
     @functools.cached_property
     def tokens_per_epoch(self) -> int:
@@ -248,30 +260,37 @@ class Stream:
         return (*grids, Grid(base, seq_len, None))
 
     def find(self, runs: Runs) -> Pieces:
-        """The pieces of documents that runs consist of, window by window; there is at least one run."""
-        per_epoch = self.tokens_per_epoch
+        """The pieces of documents that runs consist of; there is at least one run."""
         start = self.deal(runs.start)
-        first, last = self._window_numbers(start), self._window_numbers(start + runs.count - 1)
-        found = []
-        for number in np.unique(np.minimum(first + np.arange((last - first).max() + 1)[:, None], last)).tolist():
-            epoch, k = divmod(number, self.num_windows)
-            window = self.window(epoch, k)
-            run = np.flatnonzero((first <= number) & (last >= number))
-            low, ends = start[run] - epoch * per_epoch, window.ends
-            high = np.minimum(low + runs.count[run], ends[-1])
-            begin = np.searchsorted(ends, low, side="right")
-            num = np.searchsorted(ends, high) + 1 - begin
-            repeated = np.repeat(np.arange(len(run)), num)
-            k = np.arange(len(repeated)) + np.repeat(begin - (np.cumsum(num) - num), num)
-            run, low, high = run[repeated], low[repeated], high[repeated]
-            begin = np.where(k > 0, ends[k - 1], window.begin)
-            size = ends[k] - begin
-            done, stop = np.maximum(low - begin, 0), np.minimum(high - begin, size)     # the separator is token 0
-            found.append(Pieces(runs.line[run] + begin + done - low, stop - done, done == 0, stop < size, size == 1,
-                                window.documents[k], window.starts[k] + np.maximum(done - 1, 0)))
-        pieces = Pieces(*map(np.concatenate, zip(*found))) if len(found) > 1 else found[0]
+        stop = start + runs.count
+        first, last = self._window_numbers(start), self._window_numbers(stop - 1)
+        table = self._open(np.unique(np.minimum(first + np.arange((last - first).max() + 1)[:, None], last)).tolist())
+        k = np.searchsorted(table.ends, start, side="right")
+        num = np.searchsorted(table.ends, stop) + 1 - k
+        run = np.repeat(np.arange(len(num)), num)
+        k = np.arange(len(run)) + np.repeat(k - (np.cumsum(num) - num), num)
+        begin, end, low, high = table.begins[k], table.ends[k], start[run], stop[run]
+        done, left = np.maximum(low - begin, 0), np.minimum(high, end)      # the separator is token 0
+        pieces = Pieces(runs.line[run] + begin + done - low, left - begin - done, done == 0, left < end, end - begin == 1,
+                        table.documents[k], table.starts[k] + np.maximum(done - 1, 0))
         assert pieces.count.sum() == runs.count.sum()
         return pieces
+
+    def _open(self, numbers: list[int]) -> _Table:
+        """The documents of these windows, counted through all epochs; and of others, as long as they are few."""
+        with self._lock:
+            table = self._table
+            missing = [number for number in numbers if number not in table.numbers]
+            if missing:
+                kept = sorted({*numbers, *table.numbers}) if len(table.numbers) + len(missing) <= self._held else numbers
+                windows = [(number // self.num_windows * self.tokens_per_epoch, self.window(*divmod(number, self.num_windows)))
+                           for number in kept]
+                ends = np.concatenate([before + window.ends for before, window in windows])
+                begins = np.concatenate([before + np.append(window.begin, window.ends[:-1]) for before, window in windows])
+                table = _Table(frozenset(kept), begins, ends, np.concatenate([window.documents for _, window in windows]),
+                               np.concatenate([window.starts for _, window in windows]))
+                object.__setattr__(self, "_table", table)
+            return table
 
     def _window_numbers(self, positions: np.ndarray) -> np.ndarray:
         """Of the windows of all epochs, counted through, those in which these places of the stream lie."""

@@ -189,12 +189,14 @@ def _read(stream: Stream, pieces: Pieces, tokens: np.ndarray, eos: int) -> np.nd
     behind = np.where(pieces.empty | (stream.part.side == "head"), NO_TARGET, eos).astype(np.int32)
     wanted = np.flatnonzero(count + pieces.goes_on)
     table = (pieces.line + pieces.begins, count, pieces.goes_on, pieces.document, pieces.first)
+    read = source.read
     for i, line, count, goes_on, document, first in zip(wanted.tolist(), *(column[wanted].tolist() for column in table)):
-        text = source.read(document, first, first + count + goes_on)
+        text = read(document, first, first + count + goes_on)
         if goes_on:
             behind[i] = text[count]
-            text = text[:count]
-        tokens[line:line + count] = text
+            tokens[line:line + count] = text[:count]
+        else:
+            tokens[line:line + count] = text
     return behind
 
 

@@ -57,7 +57,7 @@ class Pair:
 
     def begin(self, document: int) -> int:
         """The place of a document's first token in `map`."""
-        return (int(self.ends[document - 1]) if document else 0) + document * self.gap + self.lead
+        return (self.ends.item(document - 1) if document else 0) + document * self.gap + self.lead
 
     def map(self) -> np.ndarray:
         """Integers [size], memory-mapped. Raises: OSError where the file is not the one that was checked."""
