@@ -63,9 +63,10 @@ def test_waits_of_rows_that_are_not_written_add_up_and_other_numbers_ask_for_a_r
 
 def test_only_skips_in_a_row_end_a_run(capsys):
     kept, steps = record_of(max_skipped_steps=2)
-    for number, skipped in enumerate((True, False, True), 1):
+    for number, (skipped, in_a_row) in enumerate(((True, 1), (False, 0), (True, 1)), 1):
         steps.dispatched(number, number * 128, metrics(float("nan") if skipped else 2.0, skipped), ended(time.perf_counter()))
         steps.settle()
+        assert steps.skipped_in_a_row == in_a_row
     assert [row["skipped"] for row in kept.rows] == [True, False, True] and "not finite, skipped" in capsys.readouterr().out
     steps.dispatched(4, 512, metrics(float("nan"), True), ended(time.perf_counter()))
     with pytest.raises(record.TooManySkippedSteps, match="2 steps in a row, the last of them 4"):
