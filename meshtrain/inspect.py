@@ -2,7 +2,7 @@
 
 Compiles the training step, never trains, reads no data. With --topology the step is compiled for GPUs that are not
 here, as many as it says. With --schedule the pipeline is drawn instead (before, with --json): as text, and into
-<run.name>-schedule.svg and .png. Exit codes: 0 · 2 the user's mistake, one message · 1 a program that would compute wrong numbers.
+<run.name>-schedule.svg and .png. Exit codes: 0 · 2 the user's mistake, one message · 75 stopped on request · 1 a program that would compute wrong numbers.
 """
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshtrain.run import say
+from meshtrain.run import say, stops
 
 if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
     say.begin()
+    stops.listen("stopped")
     with say.without_noise():
         importlib.import_module("jax")
 

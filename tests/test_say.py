@@ -92,3 +92,11 @@ def test_a_live_line_is_replaced_ended_by_lines_and_never_longer_than_the_termin
     pieces = shown.decode().replace("\r\n", "\n").split("\r")
     assert pieces == ["", "step 1 of a long run", "step 2".ljust(20) + "\ncareful\n", "y" * 79,
                       "told".ljust(79) + "\n", "step 3\n"]
+
+
+@pytest.mark.parametrize("reader", ["true", "head -1 >/dev/null"])
+def test_help_may_be_read_in_part(reader):
+    line = f'"$PYTHON" -m meshtrain.tokenize --help 2>&1 | {reader}; exit ${{PIPESTATUS[0]}}'
+    ran = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, cwd=ROOT,
+                         env=os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)})
+    assert (ran.returncode, ran.stdout + ran.stderr) == (0, "")

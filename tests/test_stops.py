@@ -305,3 +305,17 @@ def test_outside_a_command_handlers_come_back_after_the_loop():
             time.sleep(0.01)
         assert listener.number == signal.SIGTERM
     assert [signal.getsignal(signal.Signals[name]) for name in SIGNALS] == before
+
+
+def test_inspect_is_stopped_in_order_too(tmp_path):
+    child = subprocess.Popen([sys.executable, "-m", "meshtrain.inspect", "--run.compilation_cache", ""], cwd=ROOT, text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 60
+        while not listens(child) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        child.send_signal(signal.SIGINT)
+        text, _ = child.communicate(timeout=60)
+    finally:
+        child.kill()
+    assert (child.returncode, text) == (75, "SIGINT: stopped\n")

@@ -7,6 +7,7 @@ This module knows no jax: whether a layout fits its rule file is asked where the
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 import shlex
@@ -39,7 +40,8 @@ def load(argv: typing.Sequence[str], usage: str = USAGE) -> Run:
     _override(tables, overrides)
     run, wrong, told = _build(tables)
     if {"--help", "-h"} & set(argv):
-        print(help_text(run, usage))
+        with contextlib.suppress(OSError):      # `--help | head`
+            print(help_text(run, usage), flush=True)
         raise SystemExit(0)
     # Without the file its keys are defaults, and a replaced key is one too: what follows from those is no second fault.
     contradictions = [] if unreadable else [message for message in problems(run) if not told.search(message)]

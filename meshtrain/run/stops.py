@@ -20,6 +20,7 @@ DONE, FAILED, USER_ERROR, STOPPED = 0, 1, 2, 75     # exit codes
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ONE_REQUEST_S = 1.0     # a terminal that closes sends SIGHUP twice, systemd SIGTERM and SIGHUP: that is no second request
 LAST_WORDS_S = 2.0      # for a reader that is stuck
+BEFORE_THE_LOOP = "stopped before the first step; the same command starts again"
 
 
 def heeded() -> tuple[int, ...]:
@@ -30,7 +31,8 @@ def heeded() -> tuple[int, ...]:
 class Listener:
     """Receives the signals of this process from now on. `number`: the one that asked for a stop; None: none has."""
 
-    def __init__(self):
+    def __init__(self, words: str = BEFORE_THE_LOOP):
+        self.words = words
         self.number: int | None = None
         self._noted_at = 0.0
         self._deferred, self._code = False, STOPPED
@@ -76,8 +78,7 @@ class Listener:
         with self._lock:        # held to the end: the loop does not begin while we leave
             if not self._deferred:
                 self._before_ending()
-                self._end(f"{name}: stopped before the first step; the same command starts again" if self._code == STOPPED
-                          and self.number is None else f"{name}: ended")
+                self._end(f"{name}: {self.words if self._code == STOPPED and self.number is None else 'ended'}")
             if self.number is None:
                 self.number, self._noted_at = number, time.monotonic()
                 # In a thread of its own: a reader that is stuck must not keep the next signal waiting.
@@ -97,10 +98,10 @@ class Listener:
 _listener: Listener | None = None      # of a command, from its beginning
 
 
-def listen() -> None:
-    """First thing in a command: from here on a signal ends it in order."""
+def listen(words: str = BEFORE_THE_LOOP) -> None:
+    """First thing in a command: from here on a signal ends it in order. words: what is said then."""
     global _listener
-    _listener = Listener()
+    _listener = Listener(words)
 
 
 def end_together(meet_the_others: Callable[[], None]) -> None:
