@@ -4,6 +4,7 @@ Grids (`pytest.mark.grid` beside `slow`): of each file's cells a few run in ever
 summary names them. `-m slow --slow-minutes N` takes slow tests in an order of the commit's own until the time is up.
 """
 import os
+import signal
 import time
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -14,6 +15,11 @@ os.environ["XLA_FLAGS"] = ("--xla_force_host_platform_device_count=8 "
 os.environ["NPROC"] = "32"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")      # an installed CUDA plugin reports that there is no GPU
 
+# Of a suite in the background the shell has them ignored, and so would the processes that tests stop by them.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, usual)
+
 import pytest  # noqa: E402
 import sampling  # noqa: E402
 from hypothesis import settings  # noqa: E402
@@ -21,7 +27,7 @@ from hypothesis import settings  # noqa: E402
 settings.register_profile("no deadline", deadline=None)     # how busy the machine is says nothing about the code
 settings.load_profile("no deadline")
 
-CELLS_OF_A_FILE = 3
+CELLS_OF_A_FILE = 2
 STARTED = time.monotonic()
 
 

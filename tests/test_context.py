@@ -214,14 +214,12 @@ def compiled(rule: str, mesh: tuple, method: str, remat: str = "none") -> Compil
 
 
 LAYOUTS = [
-    ("ring", "context", dict(context=4)), ("ring", "context", dict(context=8)),
-    ("gather", "context", dict(context=4)), ("ulysses", "context", dict(context=4)),
-    ("ring", "context", dict(context=2, data=2)), ("gather", "zero3_context", dict(context=2, fsdp=2)),
-    ("ring", "zero3_tensor_sequence_context", dict(context=2, tensor=2, fsdp=2)),
+    ("ring", "context", dict(context=4)), ("gather", "context", dict(context=4)),
     ("ulysses", "zero3_tensor_sequence_context", dict(context=4, tensor=2)),      # 2 kv heads a device: repeated
-]  # fmt: skip
+]
 SLOW = [case for case in (
-    ("ring", "context", dict(context=2)),
+    ("ring", "context", dict(context=2)), ("ring", "context", dict(context=8)), ("ulysses", "context", dict(context=4)),
+    ("ring", "zero3_tensor_sequence_context", dict(context=2, tensor=2, fsdp=2)),
     *((method, rule, dict(context=2) | other) for method in attention.METHODS for rule, other in (
         ("zero3_tensor_sequence_context", dict(tensor=2)), ("context", dict(data=2)), ("zero3_context", dict(fsdp=2)))),
 ) if case not in LAYOUTS]  # fmt: skip

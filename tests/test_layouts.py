@@ -226,7 +226,7 @@ VARIANTS = {
 @pytest.mark.parametrize("rule, mesh", [
     ("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2)), pytest.param("zero3", dict(fsdp=8), marks=sampling.GRID),
 ], ids=["zero3_tensor_sequence", "zero3"])  # fmt: skip
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS][:2] + [pytest.param(name, marks=sampling.GRID) for name in [*VARIANTS][2:]])
 def test_variant_equals_one_device(variant, rule, mesh):
     model, training = VARIANTS[variant]
     check_equal(Compiled(run_of(rule, mesh, model, training)), model, training)
