@@ -28,6 +28,7 @@ settings.register_profile("no deadline", deadline=None)     # how busy the machi
 settings.load_profile("no deadline")
 
 CELLS_OF_A_FILE = 2
+LONG = ("test_several_processes.py", "test_fuzz.py", "test_layouts.py", "test_pipeline.py", "test_commands.py", "test_context.py")
 STARTED = time.monotonic()
 
 
@@ -49,6 +50,8 @@ def pytest_collection_modifyitems(config, items):
         for item in sampling.generator(path.name).sample(cells, min(CELLS_OF_A_FILE, len(cells))):
             item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "slow"]
             item.user_properties.append(("sampled", True))
+    # A file goes to one worker: what takes minutes begins first.
+    items.sort(key=lambda item: item.path.name not in LONG)
     if config.option.slow_minutes:
         order = sampling.generator("slow")
         rank = {id(item): (not item.get_closest_marker("first"), order.random()) for item in items}

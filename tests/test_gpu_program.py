@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import pytest
+import sampling
 
 from meshtrain import assembly, config
 from meshtrain.cost import audit, compile
@@ -150,8 +151,8 @@ def test_zero3_memory_does_not_grow_by_gathered_layers():
 
 
 @pytest.mark.parametrize("rule, mesh", [
-    ("zero2", dict(fsdp=8)), ("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2)),
-    ("zero1_pipeline", dict(fsdp=4, stage=2)),
+    ("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2)),
+    *(pytest.param(*case, marks=sampling.GRID) for case in (("zero2", dict(fsdp=8)), ("zero1_pipeline", dict(fsdp=4, stage=2)))),
 ])  # fmt: skip
 def test_gradients_of_biases_and_norms_are_reduced_in_float32_and_make_no_float32_matmul(rule, mesh):
     """Over the axes of the batch nothing is reduced in bf16, however small; tensor sums activations, in bf16."""

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sampling
 
 from meshtrain import config
 from meshtrain.kernels import blockwise
@@ -179,7 +180,8 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in ("sharded", "1f1b, layers that do not divide, and data")
+                                               else sampling.GRID) for case in CASES])
 def test_aux_loss_has_the_gradient_of_a_sum_over_layers_and_microbatches(case, by_hand, monkeypatch):
     monkeypatch.setattr(transformer, "Layer", Wide)
     mesh, rule, microbatches, pipeline = CASES[case]

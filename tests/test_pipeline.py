@@ -148,6 +148,8 @@ def test_other_axes_beside_the_stages_equal_one_device(rule, mesh, schedule):
     check_program(case)
 
 
+@pytest.mark.slow
+@pytest.mark.grid
 def test_ring_of_four_beside_the_stages_equals_one_device():
     """A ring of two cannot turn the wrong way."""
     case = Compiled(run_of("zero3_tensor_sequence_context_pipeline", dict(stage=2, context=4), "zero_bubble"))
@@ -170,6 +172,8 @@ def test_variant_equals_one_device(variant):
     check_equal(case, model, {k: v for k, v in training.items() if k != "remat"})
 
 
+@pytest.mark.slow
+@pytest.mark.grid
 def test_bfloat16_is_near_float32_on_a_cpu_and_its_gradients_are_float32():
     case = Compiled(run_of("zero3_tensor_sequence_pipeline", dict(stage=2, fsdp=2, tensor=2), "zero_bubble",
                            dict(compute_dtype="bfloat16")))

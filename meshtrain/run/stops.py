@@ -35,6 +35,7 @@ class Listener:
         self.words = words
         self.number: int | None = None
         self._noted_at = 0.0
+        self._speaker: threading.Thread | None = None
         self._deferred, self._code = False, STOPPED
         self._lock = threading.Lock()
         self._before_ending: Callable[[], None] = lambda: None
@@ -62,6 +63,8 @@ class Listener:
             self._deferred, self._code = True, FAILED
         try:
             yield
+            if self._speaker is not None:       # or a loop that ends at once takes the words along
+                self._speaker.join(LAST_WORDS_S)
             self._code = DONE if self.number is None else STOPPED     # all is saved
         finally:
             self._deferred = False
@@ -82,8 +85,9 @@ class Listener:
             if self.number is None:
                 self.number, self._noted_at = number, time.monotonic()
                 # In a thread of its own: a reader that is stuck must not keep the next signal waiting.
-                threading.Thread(target=say.out, daemon=True, args=(
-                    f"{name}: finishing this step and saving; once more stops at once",)).start()
+                self._speaker = threading.Thread(target=say.out, daemon=True, args=(
+                    f"{name}: finishing this step and saving; once more stops at once",))
+                self._speaker.start()
             elif time.monotonic() - self._noted_at > ONE_REQUEST_S:
                 self._end(f"{name} again: ended at once, without saving")
 
