@@ -119,6 +119,7 @@ def test_a_run_that_is_stopped_goes_on_by_the_same_command_bit_for_bit(tiny, fin
         write(self, row)
         if row["step"] == 2:
             os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)       # a thread takes the request
 
     with monkeypatch.context() as patched:
         patched.setattr(metrics.MetricsWriter, "write", write_and_stop)

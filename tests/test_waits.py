@@ -152,6 +152,7 @@ def test_a_run_that_is_stopped_while_it_profiles_keeps_the_profile(tmp_path, tin
         write(self, row)
         if row["step"] == 3:
             signal.raise_signal(signal.SIGTERM)
+            time.sleep(1)       # a thread takes the request
     monkeypatch.setattr(metrics.MetricsWriter, "write", write_and_stop)
     asked = ("--training.steps", "20", "--metrics.profile_steps", "[2, 20]")
     assert train.main([*tiny, "--run.dir", str(tmp_path / "run"), *asked]) == 75

@@ -83,11 +83,12 @@ class Listener:
                 self._before_ending()
                 self._end(f"{name}: {self.words if self._code == STOPPED and self.number is None else 'ended'}")
             if self.number is None:
-                self.number, self._noted_at = number, time.monotonic()
                 # In a thread of its own: a reader that is stuck must not keep the next signal waiting.
-                self._speaker = threading.Thread(target=say.out, daemon=True, args=(
+                speaker = threading.Thread(target=say.out, daemon=True, args=(
                     f"{name}: finishing this step and saving; once more stops at once",))
-                self._speaker.start()
+                speaker.start()
+                self._speaker, self._noted_at = speaker, time.monotonic()
+                self.number = number        # last: from here on the loop may end
             elif time.monotonic() - self._noted_at > ONE_REQUEST_S:
                 self._end(f"{name} again: ended at once, without saving")
 
