@@ -65,7 +65,7 @@ def _mesh(rng: random.Random, rules_text: str) -> dict[str, int]:
              for axis in ([axes] if isinstance(axes, str) else axes)}
     sizes = dict.fromkeys(AXES, 1)
     # What a file is for comes first, or data would take all devices.
-    for axis in sorted(named, key=lambda axis: (axis in ("data", "fsdp"), rng.random())):
+    for axis in sorted(sorted(named), key=lambda axis: (axis in ("data", "fsdp"), rng.random())):
         left = DEVICES // math.prod(sizes.values())
         sizes[axis] = rng.choice([n for n in (1, 2, 2, 2, 3, 4, 5, 8) if n <= left])
     return sizes

@@ -207,6 +207,17 @@ def test_permute_that_misses_devices_is_broken_and_says_how_many():
     assert "covers 3 of 8" in program.broken_permutes[0]
 
 
+def test_parts_of_a_slice_need_not_cover_all_devices_but_an_empty_permute_is_broken_wherever_it_stands():
+    """As XLA cuts 4 layers out of 12 slots that lie over 4 stages."""
+    def named(pairs):
+        return module(f'%r = f32[64] collective-permute(%x), source_target_pairs={pairs}, metadata={{op_name="jit(train)/slice"}}')
+    text = named("{{0,1},{1,3},{4,5},{5,7}}")
+    program = audit.read(text, MESH)
+    assert not program.broken_permutes and not audit.broken_permutes(text, MESH)
+    assert "covers 4 of 8" in program.partial_permutes[0]
+    assert audit.broken_permutes(named("{}"), MESH) and audit.read(named("{}"), MESH).broken_permutes
+
+
 def test_ring_shift_is_whole_and_open_shift_is_reported_apart():
     ring = ",".join(f"{{{i},{i ^ 1}}}" for i in range(8))
     program = audit.read(module(f"%r = f32[64] collective-permute(%x), source_target_pairs={{{ring}}}"), MESH)
