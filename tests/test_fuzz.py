@@ -2,7 +2,6 @@
 
 20 draws in every run of the suite, others with every commit, and 200 marked slow.
 """
-import dataclasses
 import math
 
 import draws
@@ -18,7 +17,6 @@ from meshtrain.model import params as params_of
 from meshtrain.names import AXES, NO_TARGET
 from meshtrain.training.state import State
 
-FAST = {"xla_backend_optimization_level": 0}        # half the compile time; partitioning stays as it is
 DRAWN = sampling.generator("fuzz").sample(range(10**6), 20)
 STEPS = 3
 
@@ -26,7 +24,7 @@ STEPS = 3
 def compiled(run: config.Run):
     made = assembly.assemble(run, jax.devices()[:math.prod(getattr(run.mesh, axis) for axis in AXES)])
     with jax.default_matmul_precision("highest"):
-        return made, dataclasses.replace(made.program, compiler_options=FAST).compile()
+        return made, made.program.compile()
 
 
 def on_one_device(run: config.Run) -> config.Run:

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.skipif(
 RULES = Path(__file__).resolve().parent.parent / "sharding_rules"
 SMALL = 26 * 2**10  # bytes of an array; the smallest claimed one has 32 KiB, all norms of a stage and the last one 25.5
 L, M, B, T, D, F = 16, 8, 128, 256, 384, 640  # B: sequences of a step; weights have no dims in common with activations
+NORMS = 4 * D * (2 * L + 1)     # bytes of the float32 gradients of all norms
 MODEL = dict(vocab_size=1280, embed_dim=D, num_layers=L, num_heads=8, num_kv_heads=4, head_dim=48, mlp_dim=F)
 ZERO3, CONTEXT = "zero3_tensor_sequence_pipeline", "zero3_tensor_sequence_context_pipeline"
 TENSOR, FIVE = dict(stage=4, fsdp=4, tensor=4), dict(stage=2, data=2, fsdp=2, tensor=4, context=2)
@@ -81,7 +82,8 @@ def traffic(step: Step) -> dict:
     """(kind, axes, dtype) -> (arrays, payload bytes) per step; a layer on its way to its stage: kind "relayout"."""
     out = defaultdict(lambda: [0, 0])
     for c in step.program.collectives:
-        if c.payload_bytes / c.count > SMALL:
+        norms = (c.kind, c.axes) == ("all-reduce", ("tensor",)) and c.payload_bytes <= NORMS     # one array of them or several
+        if c.payload_bytes / c.count > SMALL and not norms:
             moved = c.axes[0].startswith("stage") and c.source.endswith("reshape")
             key = ("relayout", ("stage",), c.dtype) if moved else (c.kind, c.axes, c.dtype)
             out[key][0] += c.count

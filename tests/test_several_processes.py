@@ -60,8 +60,7 @@ def command(home: Path, processes: int, directory: str, *more: str) -> list[str]
 
 
 def environment() -> dict:
-    free = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
-    return free | {"PYTHONPATH": str(ROOT)}
+    return {name: value for name, value in os.environ.items() if name != "NPROC"} | {"PYTHONPATH": str(ROOT)}
 
 
 def train(home: Path, processes: int, directory: str, *more: str) -> str:
@@ -79,9 +78,9 @@ def losses(home: Path, directory: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def trained(home) -> Path:
-    """Runs `1`, `2`, `2 again` and `4`, named by their number of processes."""
-    for name in ("1", "2", "2 again", "4"):
-        train(home, int(name[0]), name)
+    """Runs `1`, `2` and `4`, named by their number of processes."""
+    for name in ("1", "2", "4"):
+        train(home, int(name), name)
     return home
 
 
@@ -90,8 +89,14 @@ def test_several_processes_train_what_one_trains(trained):
     np.testing.assert_allclose(losses(trained, "2"), losses(trained, "1"), rtol=0, atol=1e-6)
 
 
-def test_two_processes_repeat_and_four_equal_two_bit_for_bit(trained):
-    assert losses(trained, "2") == losses(trained, "2 again") == losses(trained, "4")
+def test_four_processes_equal_two_bit_for_bit(trained):
+    assert losses(trained, "2") == losses(trained, "4")
+
+
+@pytest.mark.slow
+def test_two_processes_repeat_bit_for_bit(trained):
+    train(trained, 2, "2 again")
+    assert losses(trained, "2") == losses(trained, "2 again")
 
 
 @pytest.mark.slow
@@ -111,7 +116,7 @@ def test_one_process_writes_and_speaks_for_all(trained):
 
 
 def test_a_run_goes_on_with_another_number_of_processes(trained):
-    train(trained, 4, "grows", "--training.steps", "3")
+    train(trained, 2, "grows", "--training.steps", "3")
     train(trained, 1, "grows")
     np.testing.assert_allclose(losses(trained, "grows"), losses(trained, "1"), rtol=0, atol=1e-6)
 

@@ -31,7 +31,7 @@ def layer_case(remat: str, dtype: str = "float32"):
     return lambda w, x, e: transformer.block(ex, model.layer, w, x, e[1], e[0]), weights, x, e, dy
 
 
-@pytest.mark.parametrize("remat", ["none", "full", pytest.param("selective", marks=sampling.GRID)])
+@pytest.mark.parametrize("remat", ["full", *(pytest.param(remat, marks=sampling.GRID) for remat in ("none", "selective"))])
 def test_split_backward_is_the_backward_bit_for_bit(remat):
     f, ws, x, e, dy = layer_case(remat)
     numbers = jnp.arange(3)

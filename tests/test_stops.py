@@ -57,7 +57,7 @@ def home(tmp_path_factory) -> Path:
 
 def started(home: Path, directory: Path, *words, text: str = "small.txt", cache: str = "cache",
             command=("-m", "meshtrain.train"), **options) -> subprocess.Popen:
-    free = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS", "NPROC")}
+    free = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "NPROC")}
     command = [sys.executable, *command, home / "run.toml", "--data.paths", json.dumps([str(home / text)]),
                "--run.dir", directory, "--run.compilation_cache", home / cache, *words]
     with open(f"{directory}.log", "w") as log:
@@ -190,7 +190,7 @@ def test_a_run_that_nobody_hears_ends_normally_with_its_state_saved(redirection,
     line = (f"{sys.executable} -m meshtrain.train {home}/run.toml --data.paths '[\"{home}/small.txt\"]' --run.dir {directory} "
             f"--run.compilation_cache {home}/cache --training.steps 8 --validation.batches 1 --run.sample_tokens 4 "
             f"{redirection}; exit ${{PIPESTATUS[0]}}")
-    free = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS", "NPROC")}
+    free = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "NPROC")}
     ran = subprocess.run(["bash", "-c", line], env=free | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
                          timeout=PATIENCE_S)
     assert ran.returncode == 0, ran
