@@ -37,6 +37,7 @@ KEPT_LINES = 40
 NOISE = re.compile(rb"^\[Gloo\] Rank |absl::InitializeLog\(\)|cudart_stub")
 # jax ends a process that has lost its peers with this and a C++ stack trace.
 LOST_PEERS = b"Terminating process because the JAX distributed service detected fatal errors"
+MISMATCHED = b"gloo::EnforceNotMet"     # two collectives of one group met that are not the same
 PR_SET_PDEATHSIG = 1
 
 
@@ -233,6 +234,9 @@ def _conclude(ended: Sequence[Child]) -> int:
         _tell(f"{first.name} failed first, {first.ended_s:.1f} s after the start: {first.ending}")
         if first.lines:
             _tell("its last lines:", *("  " + line.decode(errors="replace").rstrip("\n") for line in first.lines))
+        if any(MISMATCHED in line for child in failed for line in child.lines):
+            _tell("XLA started collectives of the simulated devices in another order in each process, and Gloo matches them by "
+                  "order: start one process, or use a layout whose mesh.tensor is 1 (docs/limits.md); GPUs are not concerned")
         _tell(*(f"then {child.name}: {child.ending}" for child in in_order if child is not first))
     else:
         _tell("the processes do not agree on how the run ended", *(f"{child.name}: {child.ending}" for child in in_order))

@@ -178,6 +178,11 @@ def test_who_failed_first_is_named_with_its_last_words(tmp_path):
     assert not any(map(alive, pid))
 
 
+def test_collectives_that_gloo_cannot_match_are_told_with_their_remedy(tmp_path):
+    code, _, err = ran(tmp_path, FOREVER, "sys.stderr.write('terminate called: gloo::EnforceNotMet\\n'); sys.stderr.flush(); os.abort()")
+    assert code == 1 and "SIGABRT" in err and "mesh.tensor is 1 (docs/limits.md)" in err
+
+
 def test_a_killed_process_is_named_by_its_signal(tmp_path):
     launcher = launched(tmp_path, FOREVER, "print('working')\n" + FOREVER)
     pid = pids(tmp_path, 2)
