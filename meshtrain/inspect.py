@@ -1,8 +1,9 @@
 """python -m meshtrain.inspect [RUN.toml] [--section.key value …] [--topology h100:64] [--schedule] [--json]: what a run costs.
 
 Compiles the training step, never trains, reads no data. With --topology the step is compiled for GPUs that are not
-here, as many as it says. With --schedule the pipeline is drawn instead (before, with --json): as text, and into
-<run.name>-schedule.svg and .png. Exit codes: 0 · 2 the user's mistake, one message · 75 stopped on request · 1 a program that would compute wrong numbers.
+here, as many as it says, and priced kernel by kernel; --assume NAME=VALUE, as often as wanted, changes what that assumes.
+With --schedule the pipeline is drawn instead (before, with --json): as text, and into <run.name>-schedule.svg and .png.
+Exit codes: 0 · 2 the user's mistake, one message · 75 stopped on request · 1 a program that would compute wrong numbers.
 """
 from __future__ import annotations
 
@@ -23,16 +24,17 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
 from meshtrain import assembly, config
 from meshtrain import devices as local_devices
 from meshtrain.config import ConfigError
-from meshtrain.cost import audit, chart, hardware, report, simulate
+from meshtrain.cost import assumptions, audit, chart, hardware, report, roofline, simulate
 from meshtrain.cost import compile as gpu_compile
 from meshtrain.layout.mesh import MeshSpec
 
-USAGE = "python -m meshtrain.inspect [RUN.toml] [--section.key value ...] [--topology NAME:N] [--schedule] [--json]"
+USAGE = ("python -m meshtrain.inspect [RUN.toml] [--section.key value ...] [--topology NAME:N] [--assume NAME=VALUE ...] "
+         "[--schedule] [--json]")
 
 
 def main(argv: Sequence[str]) -> int:
     try:
-        topology, schedule, as_json, rest = _own_flags(list(argv))
+        topology, given, schedule, as_json, rest = _own_flags(list(argv))
         run = config.load(rest, usage=USAGE)
         if schedule:
             _show_schedule(run, topology, say.err if as_json else say.out)
@@ -40,37 +42,46 @@ def main(argv: Sequence[str]) -> int:
                 return 0
         devices = _devices(run, topology)
         made = assembly.assemble(run, devices)
+        if given and not roofline.gpu_of(made):
+            raise ConfigError("--assume changes the roofline, and there is none without a GPU of known speed; "
+                              "add e.g. --topology h100:8")
         executable = made.program.compile()       # a broken one is shown, not refused
         assembly.check_branches(made, executable)
     except ConfigError as error:
         say.err(f"error: {error}")
         return 2
-    program = audit.read(executable.as_text(), made.mesh)
+    program, line = audit.read(executable.as_text(), made.mesh), roofline.of_run(made, executable.as_text(), given)
     if as_json:
-        say.out(json.dumps(report.as_json(made, executable, program)))
+        say.out(json.dumps(report.as_json(made, executable, program, line)))
         for note in made.notes:
             say.err(f"note: {note}")
     else:
         say.out("\n\n".join([report.before(made), report.params_table(made), report.memory_table(made, executable),
-                             report.collectives_table(program), report.matmuls(program)]))
+                             report.collectives_table(program), report.matmuls(program),
+                             *([report.roofline_table(line, made.mesh_spec)] if line else [])]))
     return 1 if program.broken_permutes else 0
 
 
-def _own_flags(argv: list[str]) -> tuple[str | None, bool, bool, list[str]]:
-    """(--topology, --schedule, --json, the rest). Raises: ConfigError for a --topology without its value."""
-    topology, rest = None, []
+def _own_flags(argv: list[str]) -> tuple[str | None, dict[str, float], bool, bool, list[str]]:
+    """(--topology, --assume, --schedule, --json, the rest). Raises: ConfigError for an option without its value, and for what
+    cannot be assumed."""
+    values, rest = {"--topology": [], "--assume": []}, []
     schedule, as_json = "--schedule" in argv, "--json" in argv
     words = iter(arg for arg in argv if arg not in ("--schedule", "--json"))
     for word in words:
-        if word == "--topology":
-            topology = next(words, "")
-        elif word.startswith("--topology="):
-            topology = word.partition("=")[2]
+        option, equals, value = word.partition("=")
+        if option in values:
+            values[option].append(value if equals else next(words, ""))
         else:
             rest.append(word)
-    if topology is not None and (not topology or topology.startswith("--")):
+    if any(not value or value.startswith("--") for value in values["--topology"]):
         raise ConfigError("--topology has no value; write a GPU and how many, e.g. --topology h100:64")
-    return topology, schedule, as_json, rest
+    try:
+        given = dict(map(assumptions.parse, values["--assume"]))
+        assumptions.Assumptions("", given)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return (values["--topology"] or [None])[-1], given, schedule, as_json, rest
 
 
 def _devices(run, topology: str | None):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshtrain.cost import hlo
+from meshtrain.cost import hlo, work
 
 KINDS = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
@@ -82,7 +82,7 @@ class Program:
 def read(text: str, mesh) -> Program:
     """Audit a compiled program. text: `compiled.as_text()`; mesh: the mesh that it was compiled for."""
     module, mesh_shape = hlo.parse(text), dict(mesh.shape)
-    visits, unknown = hlo.walk(module, lambda i: bool(_kind(i)) or _does_matmul(i))
+    visits, unknown = hlo.walk(module, lambda i: bool(_kind(i)) or work.multiplies(i))
     collectives, dots, uncounted, broken, partial, branch = [], [], [], [], [], []
     for visit in visits:
         ins = visit.instruction
@@ -91,9 +91,9 @@ def read(text: str, mesh) -> Program:
             if dot:
                 dots.append(dot)
             else:
-                uncounted.append(f"{ins.name} ({_target(ins) or ins.op}) {short_source(ins.op_name)}".strip())
+                uncounted.append(f"{ins.name} ({ins.target or ins.op}) {short_source(ins.op_name)}".strip())
             continue
-        collectives += _collective_rows(module, visit, mesh_shape)
+        collectives += collective_rows(module, visit, mesh_shape)
         if _kind(ins) == "collective-permute":
             if visit.in_branch:
                 branch.append(f"{ins.name} {_source(module, visit)}".strip())
@@ -175,7 +175,7 @@ def _ring_bytes(kind: str, payload_bytes: int, n: int) -> int:
     return payload_bytes
 
 
-def _collective_rows(module: hlo.Module, visit: hlo.Visit, mesh_shape: dict[str, int]) -> list[Collective]:
+def collective_rows(module: hlo.Module, visit: hlo.Visit, mesh_shape: dict[str, int]) -> list[Collective]:
     """One row per operand dtype; none where the group is one device (XLA leaves such no-ops behind)."""
     ins, kind = visit.instruction, _kind(visit.instruction)
     if kind == "collective-permute":
@@ -323,31 +323,10 @@ def _permute_coverage(attrs: str, op_name: str, mesh_shape: dict[str, int]) -> t
 # ---- matmuls ---------------------------------------------------------------------------------------------------------
 
 
-def _target(ins: hlo.Instruction) -> str:
-    found = re.search(r'custom_call_target="([^"]*)"', ins.attrs) if ins.op.startswith("custom-call") else None
-    return found.group(1) if found else ""
-
-
-def _does_matmul(ins: hlo.Instruction) -> bool:
-    if ins.op in ("dot", "scaled-dot", "ragged-dot"):
-        return True
-    return bool(re.search(r"gemm|matmul|fmha|triton|mosaic|pallas|cudnn\$", _target(ins), re.IGNORECASE))
-
-
 def _dot(module: hlo.Module, visit: hlo.Visit) -> Dot | None:
-    """FLOPs of an HLO dot or a cuBLAS call (its dimension numbers stand in backend_config); None where they are unknown."""
-    ins = visit.instruction
-    contracting = ins.ints("lhs_contracting_dims")
-    if ins.op not in ("dot", "scaled-dot"):
-        numbers = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', ins.attrs)
-        if not numbers or "fmha" in _target(ins):  # fused attention: two matmuls and a mask, not one product
-            return None
-        contracting = _ints(numbers.group(1))
-    lhs, rhs = module.operand_shapes(visit.computation, ins)[:2]
-    output = hlo.shapes(ins.type_text)[0][1]  # cuBLAS returns (result, workspace)
-    flops = 2 * math.prod(output) * math.prod(lhs[1][d] for d in contracting)
-    dtype = max(lhs[0], rhs[0], key=hlo.dtype_bits)  # a mixed dot runs in the wider one
-    return Dot(dtype, flops * visit.trips, visit.trips, _source(module, visit), visit.in_branch)
+    """FLOPs of an HLO dot or a cuBLAS call; None where they are unknown."""
+    found = work.matmul(module, visit.computation, visit.instruction)
+    return found and Dot(found.dtype, found.flops * visit.trips, visit.trips, _source(module, visit), visit.in_branch)
 
 
 def carried_bytes(text: str, trips: int) -> int:

@@ -24,11 +24,10 @@ MAX_GPUS = 65536  # assumption: beyond what anyone inspects; 16,384 was compiled
 
 @dataclass(frozen=True)
 class _Target:
-    """What XLA's GPU compiler asks beside memory size and bandwidth, which are hardware's."""
+    """What XLA's GPU compiler asks beside memory and multiprocessors, which are hardware's."""
 
     device: str  # the driver's product name
     compute_capability: int
-    cores: int
     fpus_per_core: int
     clock_ghz: float
     l2_bytes: int
@@ -39,16 +38,16 @@ class _Target:
 # Source: openxla/xla, xla/backends/gpu/target_config/specs/*.txtpb. h100-96gb: the SXM5 part with its own memory.
 # Their count of NVLinks is left out: jax 0.12's compiler then takes a kernel for small all-reduces that it fails to compile
 # for a scalar ("size mismatch when packing elements for LLVM struct") and aborts the process.
-_HOPPER = (132, 128, 1.98, 52_428_800, 233_472, 232_448)
+_HOPPER = (128, 1.98, 52_428_800, 233_472, 232_448)
 _TARGETS = {
-    "a100-40gb": _Target("NVIDIA A100-SXM4-40GB", 8, 108, 64, 1.41, 41_943_040, 167_936, 166_912),
-    "a100-80gb": _Target("NVIDIA A100-SXM4-80GB", 8, 108, 64, 1.41, 41_943_040, 167_936, 166_912),
+    "a100-40gb": _Target("NVIDIA A100-SXM4-40GB", 8, 64, 1.41, 41_943_040, 167_936, 166_912),
+    "a100-80gb": _Target("NVIDIA A100-SXM4-80GB", 8, 64, 1.41, 41_943_040, 167_936, 166_912),
     "h100": _Target("NVIDIA H100 80GB HBM3", 9, *_HOPPER),
-    "h100-pcie": _Target("NVIDIA H100 PCIe", 9, 114, 128, 1.755, 52_428_800, 233_472, 232_448),
+    "h100-pcie": _Target("NVIDIA H100 PCIe", 9, 128, 1.755, 52_428_800, 233_472, 232_448),
     "h100-96gb": _Target("NVIDIA H100", 9, *_HOPPER),
     "h200": _Target("NVIDIA H200", 9, *_HOPPER),
-    "b200": _Target("NVIDIA B200", 10, 148, 128, 1.965, 132_644_864, 233_472, 232_448),
-    "gb200": _Target("NVIDIA GB200", 10, 152, 128, 2.062, 135_528_448, 233_472, 232_448),
+    "b200": _Target("NVIDIA B200", 10, 128, 1.965, 132_644_864, 233_472, 232_448),
+    "gb200": _Target("NVIDIA GB200", 10, 128, 2.062, 135_528_448, 233_472, 232_448),
 }
 
 
@@ -58,7 +57,7 @@ def target_spec(name: str) -> str:
     features = "ACCELERATED_FEATURES" if target.compute_capability >= 9 else "NONE"  # sm_90a, not sm_90: warp-group matmuls
     return f"""gpu_device_info {{
   cuda_compute_capability {{ major: {target.compute_capability} feature_extension: {features} }}
-  core_count: {target.cores}
+  core_count: {gpu.num_sms}
   fpus_per_core: {target.fpus_per_core}
   clock_rate_ghz: {target.clock_ghz}
   device_memory_size: {gpu.hbm_bytes}

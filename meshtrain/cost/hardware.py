@@ -3,8 +3,8 @@
 Peaks are dense (vendors often print the number with 2:4 sparsity, twice as high). Bandwidths are bytes per second; links
 count one direction. None means unknown, and whoever needs the number must say so (MFU is null on a CPU).
 NVIDIA's memory sizes and bandwidths are those of the driver, as XLA's target specs hold them (openxla/xla,
-xla/backends/gpu/target_config/specs); the rest is the datasheet's. The inter-host numbers belong to a host, not to a GPU:
-they are the vendor's reference system, see Gpu.inter_host_source.
+xla/backends/gpu/target_config/specs), and so are their counts of multiprocessors; the rest is the datasheet's. The inter-host
+numbers belong to a host, not to a GPU: they are the vendor's reference system, see Gpu.inter_host_source.
 """
 import difflib
 import re
@@ -25,6 +25,7 @@ class Gpu:
     inter_host_bytes_per_s: float | None  # per GPU and direction, out of the link domain
     gpus_per_host: int  # GPUs of one process host
     gpus_per_link_domain: int  # GPUs that reach one another at intra_host_bytes_per_s: the host's, or a rack's
+    num_sms: int | None  # multiprocessors (compute units): a matmul's tiles are dealt out to them in waves
     source: str  # datasheet of peaks, memory and intra-host link
     inter_host_source: str | None = None
 
@@ -55,43 +56,44 @@ _DGX_B300 = "NVIDIA DGX B300 datasheet: 8 × 800 Gb/s InfiniBand for 8 GPUs"
 _HOPPER = "NVIDIA H100 Tensor Core GPU Architecture whitepaper v1.04, tables 1-3"
 
 _TABLE = (
-    Gpu("a100-40gb", _A100, 42_331_013_120, 1555.2 * _G, 300 * _G, 25 * _G, 8, 8,
+    Gpu("a100-40gb", _A100, 42_331_013_120, 1555.2 * _G, 300 * _G, 25 * _G, 8, 8, 108,
         "NVIDIA A100 datasheet (SXM 40GB): NVLink 600 GB/s both ways", _DGX_A100),
-    Gpu("a100-80gb", _A100, 85_100_068_864, 2039.04 * _G, 300 * _G, 25 * _G, 8, 8,
+    Gpu("a100-80gb", _A100, 85_100_068_864, 2039.04 * _G, 300 * _G, 25 * _G, 8, 8, 108,
         "NVIDIA A100 datasheet (SXM 80GB): NVLink 600 GB/s both ways", _DGX_A100),
-    Gpu("h100", _H100, 84_942_979_072, 3352.32 * _G, 450 * _G, 50 * _G, 8, 8,
+    Gpu("h100", _H100, 84_942_979_072, 3352.32 * _G, 450 * _G, 50 * _G, 8, 8, 132,
         _HOPPER + " (SXM5): NVLink 900 GB/s both ways", _DGX_H100),
     # The bridge joins two GPUs; among eight, PCIe 5.0 x16 is what every pair has: 64 GB/s a direction.
-    Gpu("h100-pcie", _H100_PCIE, 84_942_979_072, 2039.04 * _G, 64 * _G, 25 * _G, 8, 8,
+    Gpu("h100-pcie", _H100_PCIE, 84_942_979_072, 2039.04 * _G, 64 * _G, 25 * _G, 8, 8, 114,
         _HOPPER + " (PCIe): PCIe Gen5 128 GB/s both ways",
         "assumption: one 400 Gb/s NIC for two GPUs, as in NVIDIA-certified 2-8-5 PCIe servers"),
     # Not a catalogue part: Meta's Grand Teton, limited to 500 W. MFU is published against the SXM5 peak,
     # which the part cannot reach at 500 W.
-    Gpu("h100-96gb", _H100, int(95.04 * 2**30), 2400 * _G, 450 * _G, 50 * _G, 8, 8,
+    Gpu("h100-96gb", _H100, int(95.04 * 2**30), 2400 * _G, 450 * _G, 50 * _G, 8, 8, 132,
         "torchtitan benchmarks (pytorch/torchtitan): 96GB HBM2e at 2.4 TB/s, 8 GPUs on NVLink; assumption: 95.04 GiB "
         "usable, peaks of SXM5",
         "torchtitan benchmarks: RDMA network with 400 Gb/s per GPU"),
-    Gpu("h200", _H100, 151_397_597_184, 4800 * _G, 450 * _G, 50 * _G, 8, 8,
+    Gpu("h200", _H100, 151_397_597_184, 4800 * _G, 450 * _G, 50 * _G, 8, 8, 132,
         "NVIDIA H200 datasheet (SXM): NVLink 900 GB/s both ways; peaks of H100 SXM5", _DGX_H100),
-    Gpu("b200", _B200, 191_514_411_008, 7672.32 * _G, 900 * _G, 50 * _G, 8, 8,
+    Gpu("b200", _B200, 191_514_411_008, 7672.32 * _G, 900 * _G, 50 * _G, 8, 8, 148,
         "NVIDIA Blackwell architecture brief (HGX B200): 4.5 PFLOP/s dense FP8, NVLink 1.8 TB/s both ways", _DGX_B200),
-    Gpu("gb200", _GB200, 197_897_748_480, 7928.06 * _G, 900 * _G, 50 * _G, 4, 72,
+    Gpu("gb200", _GB200, 197_897_748_480, 7928.06 * _G, 900 * _G, 50 * _G, 4, 72, 152,
         "NVIDIA GB200 NVL72 datasheet, per GPU: 2.5 PFLOP/s dense BF16, NVLink 1.8 TB/s both ways among 72; 4 GPUs a "
         "compute tray", "NVIDIA GB200 NVL72: one ConnectX-7 400 Gb/s per GPU"),
-    # Blackwell Ultra: the peaks of Blackwell but for FP4. The driver's memory size and bandwidth are not in XLA's specs.
-    Gpu("b300", _B300, 288_000_000_000, 8000 * _G, 900 * _G, 100 * _G, 8, 8,
+    # Blackwell Ultra: the peaks of Blackwell but for FP4. The driver's memory size and bandwidth are not in XLA's specs;
+    # assumption: as many multiprocessors as Blackwell.
+    Gpu("b300", _B300, 288_000_000_000, 8000 * _G, 900 * _G, 100 * _G, 8, 8, 148,
         "NVIDIA HGX B300 datasheet, per GPU of 8: 4.5 PFLOP/s dense FP8, 288 GB HBM3e at 8 TB/s, NVLink 1.8 TB/s both ways",
         _DGX_B300),
-    Gpu("gb300", _GB200, 288_000_000_000, 8000 * _G, 900 * _G, 100 * _G, 4, 72,
+    Gpu("gb300", _GB200, 288_000_000_000, 8000 * _G, 900 * _G, 100 * _G, 4, 72, 152,
         "NVIDIA GB300 NVL72 datasheet, per GPU of 72: 5 PFLOP/s dense FP8, 288 GB HBM3e at 8 TB/s, NVLink 1.8 TB/s both "
         "ways among 72; 4 GPUs a compute tray", "NVIDIA GB300 NVL72: one ConnectX-8 800 Gb/s per GPU"),
-    Gpu("mi300x", _MI300X, 206_158_430_208, 5300 * _G, 448 * _G, 50 * _G, 8, 8,
+    Gpu("mi300x", _MI300X, 206_158_430_208, 5300 * _G, 448 * _G, 50 * _G, 8, 8, 304,
         "AMD Instinct MI300X datasheet: 192 GB HBM3 at 5.3 TB/s, 7 Infinity Fabric links of 128 GB/s both ways",
         "AMD Instinct MI300X platform reference: one 400 Gb/s NIC per GPU"),
-    Gpu("mi325x", _MI300X, 256_000_000_000, 6000 * _G, 448 * _G, 50 * _G, 8, 8,
+    Gpu("mi325x", _MI300X, 256_000_000_000, 6000 * _G, 448 * _G, 50 * _G, 8, 8, 304,
         "AMD Instinct MI325X datasheet: 256 GB HBM3E at 6 TB/s, peaks and links of MI300X",
         "AMD Instinct MI325X platform reference: one 400 Gb/s NIC per GPU"),
-    Gpu("cpu", {}, None, None, None, None, 8, 8, "a machine without accelerators: peak and links unknown"),
+    Gpu("cpu", {}, None, None, None, None, 8, 8, None, "a machine without accelerators: peak and links unknown"),
 )  # fmt: skip
 
 GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _TABLE}

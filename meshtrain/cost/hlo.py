@@ -64,6 +64,12 @@ class Instruction:
         return found.group(1) if found else ""
 
     @cached_property
+    def target(self) -> str:
+        """What a custom call calls: '__cublas$gemm', or ''."""
+        found = re.search(r'custom_call_target="([^"]*)"', self.attrs) if self.op.startswith("custom-call") else None
+        return found.group(1) if found else ""
+
+    @cached_property
     def called(self) -> tuple[str, ...]:
         """Computations that one execution of this instruction runs; of a conditional all branches."""
         if self.op.endswith(("-done", "-update")):  # names the computation that its -start has run already

@@ -9,7 +9,7 @@ import math
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshtrain.cost import audit, memory
+from meshtrain.cost import audit, memory, roofline
 from meshtrain.layout import rules
 
 LABELS = {"loop_weights": "weights in the pipeline's loop", "loop_grads": "gradients in it"}
@@ -61,10 +61,11 @@ def compiled(executable, made, seconds: float) -> str:
             f"gradients and activations {size(held['activations'] + (held['grads'] or 0))})")
 
 
-def as_json(made, executable, program: audit.Program) -> dict:
-    """The contract of `inspect --json`."""
+def as_json(made, executable, program: audit.Program, line: roofline.Roofline | None) -> dict:
+    """The contract of `inspect --json`. roofline: null where no GPU of known speed is compiled for."""
     return {"memory_bytes": {"formula": formula(made), "compiled": held_by_program(made, executable)},
-            "collectives": {"formula": None, "compiled": audit.summarize(program.collectives)}}
+            "collectives": {"formula": None, "compiled": audit.summarize(program.collectives)},
+            "roofline": line and line.as_json()}
 
 
 def params_table(made) -> str:
@@ -121,6 +122,43 @@ def memory_table(made, executable) -> str:
                   f"{size(ruled['loop_weights'])}, and its float32 gradients, {size(ruled['loop_grads'])}; by the rules: the "
                   "layout outside of it. compiled grads: those of the loop"]
     return "\n".join(lines)
+
+
+COSTLIEST = 10
+
+
+def roofline_table(line: roofline.Roofline, mesh_spec) -> str:
+    """What the step would take on these GPUs, and where the time goes."""
+    percent = lambda share: f"{share:.1%}"
+    shares = ", ".join(f"{name} {percent(share)}" for name, share in line.shares.items())
+    domains = ", ".join(
+        f"{axis} {n} GPUs over NVLink" if inside == n else f"{axis} {n // inside} hosts with {inside} network card(s) each"
+        for axis, (n, inside) in roofline.links(line.gpu, mesh_spec).items()) or "none"
+    lines = [f"roofline on {line.num_gpus} × {line.gpu.name}, nothing measured: {line.step_s:.3f} s a step, "
+             f"{line.tokens_per_s / line.num_gpus:,.0f} tokens/s a GPU, MFU {percent(line.mfu)}",
+             f"of the step: {shares}",
+             "communication: what kernels wait for; contention: by what they are slowed when it runs beside them; "
+             f"{seconds(line.free_matmul_s)} of matmuls have none beside them",
+             f"links: {domains}"]
+    if line.traffic:
+        longest = lambda under: sorted(under.items(), key=lambda pair: -pair[1])
+        beside = lambda row: ", ".join(f"{part} {seconds(s)}" for part, s in longest(row.hidden_under) if s >= 5e-4)
+        rows = [(row.kind, " × ".join(row.axes), f"{row.runs:,}", size(row.sent_bytes), seconds(row.seconds),
+                 seconds(row.exposed_s), beside(row)) for row in line.traffic]
+        lines += ["", columns([("collective", "axes", "runs", "sent", "time", "exposed", "hidden under"), *rows])]
+    rows = [(kernel.part, f"{kernel.runs:,}", seconds(kernel.seconds), percent(kernel.seconds / line.step_s), kernel.bound,
+             f"{kernel.flops / 1e12:,.1f}", size(kernel.hbm_bytes), kernel.line, kernel.source[-70:])
+            for kernel in line.kernels[:COSTLIEST]]
+    lines += ["", columns([("costliest kernels", "runs", "time", "of step", "bound", "TFLOP", "HBM", "line", "from"), *rows])]
+    lines += [f"warning: counted once, its length is unknown: loop {name}" for name in line.unknown_loops]
+    lines += [f"warning: counted by its bytes alone: {name}" for name in line.uncounted]
+    lines += ["", "assumed (--assume NAME=VALUE sets another; reasons: meshtrain/cost/assumptions.py): " + ", ".join(
+        f"{name} {value:g}" for name, value in line.assumed.as_dict().items())]
+    return "\n".join(lines)
+
+
+def seconds(value: float) -> str:
+    return f"{value:.3f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
 
 
 def columns(rows) -> str:

@@ -289,7 +289,9 @@ class Attention(nnx.Module):
             q_BTNH, k_BTKH = rotate(q_BTNH, inputs.rope), rotate(k_BTKH, inputs.rope)
             q_BTNH = act(q_BTNH, "batch", "seq", "heads", "head_dim")
             k_BTKH = act(k_BTKH, "batch", "seq", "kv_heads", "head_dim")
-        o_BTNH = act(ex.attend(ex.layout, q_BTNH, k_BTKH, v_BTKH, inputs.segments_BT), "batch", "seq", "heads", "head_dim")
+        with jax.named_scope("attention"):      # by this name its kernels are found in the compiled program
+            o_BTNH = ex.attend(ex.layout, q_BTNH, k_BTKH, v_BTKH, inputs.segments_BT)
+        o_BTNH = act(o_BTNH, "batch", "seq", "heads", "head_dim")
         return self.out(ex, o_BTNH, out_axes=("batch", "seq", None))
 
 

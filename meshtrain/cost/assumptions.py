@@ -1,0 +1,92 @@
+"""The one table of what is assumed about a GPU's speed: which share of its peaks, memory and links a training step reaches.
+
+Nothing here was measured by this project. Every number has a name, under which `inspect --assume NAME=VALUE` sets another,
+and its reason; what a GPU is on paper stands in `hardware`. In a closed formula of a step's kernels and links the values met
+51 published runs with a median error of 4.3%, 90% of them within 11.5%; the rates of our own kernels were not among them. What
+moves a predicted step most: `matmul.sustained`, `link.contend` and the attention rates.
+"""
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+
+_MAMF = "largest matmul rate found by search over shapes, share of the dense bf16 peak (stas00/ml-engineering, MAMF table)"
+_HOT = "a step is hot: power and clocks; from published runs. Blackwell rests on two of them (+13%, -8%)"
+_FLASH = ("share of the dense bf16 peak, the causal half counted; FlashAttention-3's paper: H100, head_dim 128, 4,096 tokens, "
+          "cuDNN 609 TFLOP/s forward; SimuMax on B200: .44 to .58 forward, .37 to .44 backward")
+_TRITON = ("share of the dense bf16 peak, the visited pairs counted. assumption: Hopper and later about FlashAttention-2 on H100 "
+           "(.37, .33); A100 between FlashAttention-2 (.58, .50) and Triton's kernels of 2023 (.36, .32). To be measured")
+
+
+@dataclasses.dataclass(frozen=True)
+class Assumption:
+    """One number. values: by GPU, the longest prefix of its name counts; "" for all others. low, high: what can be set."""
+    name: str
+    values: Mapping[str, float]
+    reason: str
+    low: float = 0.01      # a rate of zero would take for ever
+    high: float = 1.0
+
+    def of(self, gpu_name: str) -> float:
+        return self.values[max((key for key in self.values if gpu_name.startswith(key)), key=len)]
+
+
+TABLE = {row.name: row for row in (
+    Assumption("matmul.best", {"": .803, "a100": .869, "b200": .776, "b300": .776, "gb": .729, "mi": .514}, _MAMF),
+    Assumption("matmul.sustained", {"": .84, "a100": .92, "b200": .64, "b300": .64, "gb": .64, "mi": .84}, _HOT),
+    Assumption("matmul.clock", {"": 1.0, "h100-96gb": .80}, "500 W instead of 700 W; from that part's runs"),
+    Assumption("matmul.wave", {"": .35}, "share of a wave of 128 × 256 tiles that the last, partly filled one costs", 0, 10),
+    Assumption("matmul.k0", {"": 128}, "prologue and epilogue of a tile, in elements of the contracted dimension", 0, 1e4),
+    Assumption("attention.cudnn_forward", {"": .58, "b": .60, "gb": .60}, _FLASH),
+    Assumption("attention.cudnn_backward", {"": .50, "b": .48, "gb": .48}, _FLASH),
+    Assumption("attention.pallas_forward", {"": .38, "a100": .50}, _TRITON),
+    Assumption("attention.pallas_backward", {"": .28, "a100": .40}, _TRITON),
+    Assumption("attention.ramp", {"": 400}, "tokens: the rate of S tokens is that of long ones times S / (S + ramp)", 0, 1e5),
+    Assumption("attention.narrow", {"": .75}, "rate at head_dim 64 over that at 128: half the products for each exponential"),
+    Assumption("documents.mean", {"": 2000}, "tokens of a packed document, where pairs across documents are skipped", 1, 1e9),
+    Assumption("documents.sigma", {"": 1.5}, "of the logarithm of their length (log-normal)", 0.01, 4),
+    Assumption("hbm.share", {"": .80}, "streaming kernels reach this share of the memory's bandwidth"),
+    Assumption("link.share", {"": .80}, "of one direction of NVLink; rings measured: H100 and H200 .80 to .82, A100 .78"),
+    Assumption("nic.share", {"": .80}, "of a NIC's rate in the hardware table; measured: 32 H200 over 8 × 400 Gb/s .91. A "
+               "slower network is set here: 100 Gb/s a GPU where the table has 400 is 0.2"),
+    Assumption("link.hop_us", {"": 2}, "latency of a collective inside a link domain (NCCL)", 0, 1e4),
+    Assumption("link.host_hop_us", {"": 10}, "latency of a collective between hosts (NCCL)", 0, 1e4),
+    Assumption("link.contend", {"": .40}, "a hidden collective slows what runs beside it by this share of its own time: NCCL "
+               "takes multiprocessors and memory bandwidth; from published runs", 0),
+    Assumption("kernel.launch_us", {"": 3}, "gap between two kernels that wait for each other", 0, 1e3),
+    Assumption("step.overhead", {"": .02}, "host, data and logging, share of a step", 0),
+)}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Assumptions:
+    """The values for one GPU, by name. given: those that the user set."""
+    gpu_name: str
+    given: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        """Raises: ValueError for a name that is not in the table or a value out of its range."""
+        for name, value in self.given.items():
+            if name not in TABLE:
+                near = difflib.get_close_matches(name, TABLE, n=1, cutoff=0.4)
+                hint = f"did you mean {near[0]}? " if near else ""
+                raise ValueError(f"--assume {name}={value:g}: there is no such assumption; {hint}names: {', '.join(TABLE)}")
+            row = TABLE[name]
+            if not row.low <= value <= row.high:
+                raise ValueError(f"--assume {name}={value:g} must lie between {row.low:g} and {row.high:g}: {row.reason}")
+
+    def __getitem__(self, name: str) -> float:
+        return self.given.get(name, TABLE[name].of(self.gpu_name))
+
+    def as_dict(self) -> dict[str, float]:
+        return {name: self[name] for name in TABLE}
+
+
+def parse(text: str) -> tuple[str, float]:
+    """'matmul.sustained=0.8' → its name and number. Raises ValueError."""
+    name, equals, value = text.partition("=")
+    try:
+        return name.strip(), float(value) if equals else float("")
+    except ValueError:
+        raise ValueError(f"--assume {text} is not NAME=NUMBER, e.g. matmul.sustained=0.8; names: {', '.join(TABLE)}") from None

@@ -1,0 +1,133 @@
+"""Seconds of one kernel or collective on a GPU: what the hardware table says, at the shares that `assumptions` names.
+
+Four formulas: a matmul, a stream of bytes, flash attention, a collective over link domains as NCCL's rings do it. They know
+no program and no mesh; `roofline` takes them through a compiled schedule.
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from meshtrain.cost import hardware
+from meshtrain.cost.assumptions import Assumptions
+
+TILE = 128 * 256        # elements of the output that one multiprocessor makes at a time, in the largest tiles of cuBLAS
+US = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """batch products [m, k] × [k, n] in one kernel; dtype: as HLO spells it, the wider operand's."""
+    m: int
+    n: int
+    k: int
+    batch: int
+    dtype: str
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k * self.batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """One flash attention kernel. flops: what it computes, pairs that it skips left out."""
+    engine: str         # cudnn, pallas
+    direction: str      # forward, backward
+    flops: float
+    num_keys: int
+    head_dim: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Who takes part in a collective: `size` GPUs, `per_domain` of them in each link domain (a host, a rack)."""
+    size: int
+    per_domain: int
+
+    @property
+    def domains(self) -> int:
+        return self.size // self.per_domain
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    gpu: hardware.Gpu
+    assumed: Assumptions
+
+    def peak(self, dtype: str) -> float:
+        """Dense FLOP/s of matmuls in this dtype; where the GPU has none for it, those of bfloat16."""
+        return self.gpu.peak(dtype) or self.gpu.peak("bfloat16")
+
+    def matmul_s(self, matmul: Matmul) -> float:
+        a = self.assumed
+        waves = matmul.batch * matmul.m * matmul.n / TILE / self.gpu.num_sms
+        full = waves / (waves + a["matmul.wave"]) * matmul.k / (matmul.k + a["matmul.k0"])
+        return matmul.flops / (self.peak(matmul.dtype) * a["matmul.best"] * a["matmul.sustained"] * a["matmul.clock"] * full)
+
+    def stream_s(self, hbm_bytes: float) -> float:
+        return hbm_bytes / (self.gpu.hbm_bytes_per_s * self.assumed["hbm.share"])
+
+    def attention_s(self, attention: Attention) -> float:
+        a = self.assumed
+        share = a[f"attention.{attention.engine}_{attention.direction}"] * a["matmul.clock"]
+        share *= attention.num_keys / (attention.num_keys + a["attention.ramp"])
+        share *= a["attention.narrow"] if attention.head_dim <= 64 else 1
+        return attention.flops / (self.peak("bfloat16") * share)
+
+    def collective_s(self, kind: str, array_bytes: float, group: Group) -> float:
+        """array_bytes: the whole array of an all-gather, reduce-scatter or all-reduce; what one GPU sends of others.
+
+        Inside a domain each GPU sends (n−1)/n of the array to its neighbour. What enters a domain comes in through the NICs
+        of its members: a group with one GPU on each host has one NIC a host, one with eight has eight.
+        """
+        a, n = self.assumed, group.size
+        if n == 1:
+            return 0.0
+        link = self.gpu.intra_host_bytes_per_s * a["link.share"]
+        nic = self.gpu.inter_host_bytes_per_s * a["nic.share"]
+        crossing = group.domains > 1
+        if kind == "collective-permute":
+            seconds = array_bytes / (nic if crossing else link)
+        elif kind in ("all-to-all", "ragged-all-to-all"):
+            outside = (n - group.per_domain) / n
+            seconds = array_bytes * max((group.per_domain - 1) / n / link, outside / nic)
+        else:
+            inside = array_bytes * (n - 1) / n / link if group.per_domain > 1 else 0.0
+            between = array_bytes * (group.domains - 1) / group.domains / (group.per_domain * nic)
+            seconds = max(inside, between) * (2 if kind == "all-reduce" else 1)
+        return seconds + (a["link.host_hop_us"] if crossing else a["link.hop_us"]) * US
+
+    @property
+    def launch_s(self) -> float:
+        return self.assumed["kernel.launch_us"] * US
+
+
+# ---- how much of a packed row its kernels visit ----------------------------------------------------------------------
+
+BLOCK = 128     # assumption: tokens of a kernel's block of queries or keys; at 64 a row of 8,192 has 2% less to visit
+
+
+def visited_share(length: int, mean: float, sigma: float, block: int = BLOCK) -> float:
+    """Pairs that a kernel visits in a row of packed documents, as a share of the causal square length²/2.
+
+    Documents of log-normal length follow each other, and the row begins at any place of one: long documents hold more of the
+    tokens than of the documents. A block of queries visits the blocks of keys from the start of its first query's document
+    on. P(that start lies more than a tokens back) = E[max(L − a, 0)] / mean, for a log-normal L the Black–Scholes formula.
+    """
+    block = min(block, length)
+    visited, back, older = 0.0, 0.0, 1.0                # back: tokens between a query and its document's start in the row
+    for start in range(0, length, block):
+        rows = min(block, length - start)
+        # A start somewhere inside a block of keys, half a block in the mean; the row's own start is a block's.
+        visited += rows * (back + rows + (1 - older) * block / 2)
+        before, older = older, _older(start + rows, mean, sigma)
+        back += rows * (before + older) / 2
+    return visited / (length * length / 2)
+
+
+def _older(age: float, mean: float, sigma: float) -> float:
+    """P(the document at some token began more than `age` tokens before it)."""
+    normal = lambda x: 0.5 * (1 + math.erf(x / math.sqrt(2)))
+    d = math.log(mean / age) / sigma + sigma / 2
+    return normal(d) - age / mean * normal(d - sigma)

@@ -1,0 +1,263 @@
+"""What a compiled GPU step would take: every kernel at the slower of its FLOPs and its bytes, played through XLA's schedule.
+
+Nothing is measured: hardware peaks (`hardware`) at assumed shares of them (`assumptions`). Attention kernels count as what they
+compute: cuDNN's causal half, of packed documents the blocks that our kernels visit. A collective goes at the rate of the links
+between its members: how many of them share a host follows from the mesh's placement.
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshtrain.cost import audit, flops, hardware, hlo, rates, timeline, work
+from meshtrain.cost.assumptions import Assumptions
+from meshtrain.cost.sources import ATTENTION, OPTIMIZER, Sources
+from meshtrain.layout.mesh import MeshSpec
+from meshtrain.names import AXES
+
+MATMUL, ELEMENTWISE = "matmul", "elementwise"
+PARTS = (ATTENTION, MATMUL, ELEMENTWISE, OPTIMIZER)
+COMMUNICATION, CONTENTION, HOST = "communication", "contention", "host"     # the rest of a step, as its shares name it
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Kernels of one part from one line of the source, all runs of a step on one GPU."""
+    name: str           # of the costliest instruction
+    part: str
+    source: str         # JAX path, shortened
+    line: str           # 'model/layers.py:55'
+    runs: int
+    seconds: float
+    flops: float
+    hbm_bytes: int
+    bound: str          # FLOPs, HBM or launch: what takes most of its time
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The collectives of one kind over the same axes, on one GPU."""
+    kind: str
+    axes: tuple[str, ...]
+    runs: int
+    sent_bytes: int                 # in a ring
+    seconds: float
+    exposed_s: float
+    hidden_under: Mapping[str, float]   # part → seconds
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A step on `num_gpus`: step_s = compute_s of kernels + exposed_s waiting for links + contention_s, by which collectives
+    slow the kernels beside them, + host_s. mfu: see `flops`."""
+    gpu: hardware.Gpu
+    num_gpus: int
+    step_s: float
+    compute_s: float
+    exposed_s: float
+    hidden_s: float
+    contention_s: float
+    host_s: float
+    tokens_per_s: float
+    mfu: float
+    parts: Mapping[str, float]      # seconds of kernels
+    kernels: tuple[Kernel, ...]     # costliest first
+    traffic: tuple[Traffic, ...]    # longest first
+    assumed: Assumptions
+    unknown_loops: tuple[str, ...]  # counted once
+    uncounted: tuple[str, ...]      # kernels that multiply matrices of unknown size: counted by their bytes
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of the step; they add up to 1."""
+        seconds = {part: self.parts.get(part, 0.0) for part in PARTS}
+        seconds |= {COMMUNICATION: self.exposed_s, CONTENTION: self.contention_s, HOST: self.host_s}
+        return {name: value / self.step_s for name, value in seconds.items()}
+
+    @property
+    def free_matmul_s(self) -> float:
+        """Seconds of matmuls with no collective beside them: what exposed communication could hide under."""
+        return self.parts.get(MATMUL, 0.0) - sum(row.hidden_under.get(MATMUL, 0.0) for row in self.traffic)
+
+    def as_json(self) -> dict:
+        """The contract of `inspect --json`; seconds of one GPU and step."""
+        return {
+            "gpu": self.gpu.name, "num_gpus": self.num_gpus, "step_s": self.step_s, "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu, "compute_s": self.compute_s, "exposed_s": self.exposed_s,
+            "exposed_s_by_axes": self.exposed_by_axes, "hidden_s": self.hidden_s, "free_matmul_s": self.free_matmul_s,
+            "shares": self.shares, "traffic": [dataclasses.asdict(row) for row in self.traffic],
+            "kernels": [dataclasses.asdict(row) for row in self.kernels], "unknown_loops": self.unknown_loops,
+            "uncounted": self.uncounted, "assumed": self.assumed.as_dict()}
+
+    @property
+    def exposed_by_axes(self) -> dict[str, float]:
+        """Seconds, by the mesh axes that a collective spans: 'fsdp', 'data+fsdp'."""
+        out = defaultdict(float)
+        for row in self.traffic:
+            out["+".join(row.axes)] += row.exposed_s
+        return dict(out)
+
+
+def gpu_of(made) -> hardware.Gpu | None:
+    """The GPU that an assembled run is compiled for; None where the table does not know its speed."""
+    gpu = hardware.from_device_kind(made.mesh.devices.flat[0].device_kind)
+    return gpu if gpu and gpu.hbm_bytes_per_s else None
+
+
+def of_run(made, text: str, given: Mapping[str, float] | None = None) -> Roofline | None:
+    """The roofline of an assembled run's compiled step; None without `gpu_of`.
+
+    text: `executable.as_text()`. given: assumptions to replace, by name. Raises: ValueError for names that are not there.
+    """
+    gpu, run = gpu_of(made), made.run
+    if gpu is None:
+        return None
+    tokens = run.data.global_batch * run.data.seq_len
+    model_flops = tokens * flops.model_flops_per_token(made.model.parameters(), run.model, run.data.seq_len)
+    return read(text, made.mesh_spec, rates.Rates(gpu, Assumptions(gpu.name, given or {})), tokens, model_flops,
+                run.data.document_mask, run.model.compute_dtype)
+
+
+def read(text: str, mesh_spec: MeshSpec, prices: rates.Rates, tokens: int, model_flops: float, packed: bool = True,
+         dtype: str = "bfloat16") -> Roofline:
+    """The roofline of a compiled program. tokens, model_flops: of a step on all GPUs. packed: rows hold several documents."""
+    program = _Program(text, mesh_spec, prices, packed)
+    played = timeline.play(program.module, program.trips, timeline.Prices(program.kernel, program.collective))
+    hidden_s = sum(transfer.hidden_s for transfer in played.transfers.values())
+    contention_s = prices.assumed["link.contend"] * hidden_s
+    busy_s = played.seconds + contention_s
+    host_s = prices.assumed["step.overhead"] * busy_s
+    step_s, n = busy_s + host_s, mesh_spec.num_devices
+    return Roofline(
+        gpu=prices.gpu, num_gpus=n, step_s=step_s, compute_s=played.compute_s, exposed_s=played.exposed_s, hidden_s=hidden_s,
+        contention_s=contention_s, host_s=host_s, tokens_per_s=tokens / step_s,
+        mfu=model_flops / (step_s * n * prices.peak(dtype)), parts=dict(played.parts), kernels=program.kernels(played),
+        traffic=program.traffic(played), assumed=prices.assumed, unknown_loops=tuple(program.unknown),
+        uncounted=tuple(sorted(program.uncounted)))
+
+
+class _Program:
+    """A parsed program with what its instructions cost."""
+
+    def __init__(self, text: str, mesh_spec: MeshSpec, prices: rates.Rates, packed: bool):
+        self.module, self.sources, self.prices, self.packed = hlo.parse(text), Sources.of(text), prices, packed
+        self.trips, self.unknown = timeline.loop_trips(self.module)
+        self.mesh_shape, self.device_ids = mesh_spec.sizes, mesh_spec.ids().reshape(-1)
+        self.uncounted, self._work = set(), {}
+        self.callers = {called: ins for body in self.module.computations.values() for ins in body.values()
+                        if ins.op in ("while", "call", "conditional", "async-start") for called in ins.called}
+
+    # ---- kernels
+
+    def kernel(self, computation: str, ins: hlo.Instruction) -> tuple[float, str]:
+        found = work.of(self.module, computation, ins, self._visited)
+        self._work[computation, ins.name] = found
+        if not found.known:
+            self.uncounted.add(f"{ins.name} ({ins.target or ins.op}) {audit.short_source(ins.op_name)}".strip())
+        seconds = max(self._math_s(found), self.prices.stream_s(found.hbm_bytes)) + self.prices.launch_s
+        return seconds, self._part(computation, ins, found)
+
+    def _math_s(self, found: work.Work) -> float:
+        seconds = sum(map(self.prices.matmul_s, found.matmuls))
+        return seconds + (self.prices.attention_s(found.attention) if found.attention else 0.0)
+
+    def _visited(self, queries: int, keys: int, causal: bool) -> float:
+        """Pairs of a row that a kernel with block skipping visits. Not causal: the keys are an earlier chunk, and the nearest
+        one counts, an upper bound."""
+        if not self.packed:
+            return queries * keys / (2 if causal else 1)
+        a = self.prices.assumed
+        pairs = lambda n: rates.visited_share(n, a["documents.mean"], a["documents.sigma"]) * n * n / 2
+        return pairs(queries) if causal else min(queries * keys, pairs(queries + keys) - pairs(queries) - pairs(keys))
+
+    def _part(self, computation: str, ins: hlo.Instruction, found: work.Work) -> str:
+        part = ATTENTION if found.attention else self.sources.part(self._origin(computation, ins))
+        return part or (MATMUL if found.matmuls else ELEMENTWISE)
+
+    def _origin(self, computation: str, ins: hlo.Instruction) -> hlo.Instruction:
+        """The instruction whose metadata tells where a kernel comes from: where it has none, what it is fused from, what it
+        reads, or the loop that it stands in."""
+        scope = self.module.computations[computation]
+        fused = [i for name in ins.called for i in reversed(self.module.computations[name].values())]
+        near = (ins, *fused, *(scope[name] for name in ins.operands), self.callers.get(computation, ins))
+        return next((i for i in near if i.op not in ("parameter", "constant") and self.sources.part(i) is not None), ins)
+
+    def kernels(self, played: timeline.Played) -> tuple[Kernel, ...]:
+        """Merged by part and source."""
+        merged = defaultdict(list)
+        for (computation, name), runs in played.kernels.items():
+            ins, found = self.module.computations[computation][name], self._work[computation, name]
+            seconds, part = self.kernel(computation, ins)
+            origin = self._origin(computation, ins)
+            key = part, audit.short_source(origin.op_name) or name, self.sources.line(origin)
+            merged[key].append((runs * seconds, runs, found, name))
+        rows = []
+        for (part, source, line), same in merged.items():
+            runs, seconds = sum(row[1] for row in same), sum(row[0] for row in same)
+            math_s, stream_s = (sum(n * price(found) for _, n, found, _ in same) for price in
+                                (self._math_s, lambda found: self.prices.stream_s(found.hbm_bytes)))
+            costs = {"FLOPs": math_s, "HBM": stream_s, "launch": runs * self.prices.launch_s}
+            rows.append(Kernel(
+                name=max(same, key=lambda row: row[0])[3], part=part, source=source, line=line, runs=runs, seconds=seconds,
+                flops=sum(n * found.flops for _, n, found, _ in same),
+                hbm_bytes=sum(n * found.hbm_bytes for _, n, found, _ in same), bound=max(costs, key=costs.get)))
+        return tuple(sorted(rows, key=lambda row: -row.seconds))
+
+    # ---- collectives
+
+    def collective(self, computation: str, ins: hlo.Instruction) -> tuple[float, bool] | None:
+        found = self._transfer(computation, ins)
+        return found and found[:2]
+
+    def _transfer(self, computation: str, ins: hlo.Instruction):
+        """(seconds, asynchronous, audit's rows), None for what is no collective."""
+        inside = computation
+        started = ins.op.endswith("-start")
+        if ins.op == "async-start":         # a wrapper: the collective stands in what it calls
+            inside = ins.called[0]
+        held = [ins] if inside == computation else self.module.computations[inside].values()
+        core = next((i for i in held if i.op.removesuffix("-start") in audit.KINDS), None)
+        if core is None:
+            return None
+        rows = audit.collective_rows(self.module, hlo.Visit(inside, core, 1, started, False, False), self.mesh_shape)
+        kind, group = core.op.removesuffix("-start"), self._group(core)
+        seconds = self.prices.collective_s(kind, sum(row.payload_bytes for row in rows), group)
+        return seconds, started and '"is_sync":true' not in ins.attrs, tuple(rows)
+
+    def _group(self, ins: hlo.Instruction) -> rates.Group:
+        """Its size, and how many of it share a link domain; of a permute: whether any pair leaves its domain."""
+        domain = lambda partitions: self.device_ids[partitions] // self.prices.gpu.gpus_per_link_domain
+        if ins.op.startswith("collective-permute"):
+            pairs = domain(audit.source_target_pairs(ins.attrs))
+            return rates.Group(2, 1 if (pairs[:, 0] != pairs[:, 1]).any() else 2)
+        groups = audit.replica_groups(ins.attrs, math.prod(self.mesh_shape.values()))
+        domains = max(len(np.unique(row)) for row in domain(groups))
+        return rates.Group(groups.shape[1], groups.shape[1] // domains)
+
+    def traffic(self, played: timeline.Played) -> tuple[Traffic, ...]:
+        """Merged by kind and axes."""
+        merged, sent = defaultdict(timeline.Transfer), Counter()
+        for (computation, name), transfer in played.transfers.items():
+            rows = self._transfer(computation, self.module.computations[computation][name])[2]
+            if rows:
+                key = rows[0].kind, rows[0].axes
+                merged[key].add(transfer, 1)
+                sent[key] += transfer.runs * sum(row.bytes for row in rows)
+        rows = [Traffic(*key, total.runs, sent[key], total.seconds, total.exposed_s, dict(total.under))
+                for key, total in merged.items()]
+        return tuple(sorted(rows, key=lambda row: -row.seconds))
+
+
+def links(gpu: hardware.Gpu, mesh_spec: MeshSpec) -> dict[str, tuple[int, int]]:
+    """Mesh axis → (its size, how many of a group share a link domain), for axes larger than 1."""
+    out = {}
+    for axis in AXES:
+        if mesh_spec.sizes[axis] > 1:
+            domains = max(len({device // gpu.gpus_per_link_domain for device in group}) for group in mesh_spec.groups(axis))
+            out[axis] = mesh_spec.sizes[axis], mesh_spec.sizes[axis] // domains
+    return out

@@ -1,0 +1,81 @@
+"""Which lines of Python an instruction of a compiled program comes from, and what part of the step that makes it.
+
+XLA prints a table of stack frames above the program, and an instruction names its innermost frame. What computes attention
+has the scope "attention" in its JAX path (jax loses the frames inside it), the optimizer is told by its files.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshtrain.cost import hlo
+
+ATTENTION, OPTIMIZER = "attention", "optimizer"
+_ATTENTION_SCOPE = re.compile(r"(?:^|[/(])attention(?:[/)]|$)")
+_OPTIMIZER_FILES = re.compile(r"meshtrain/training/(optimizer|adafactor|muon)\.py$")
+_STEP_FILE = re.compile(r"meshtrain/training/step\.py$")
+_OURS = re.compile(r"(^|/)(meshtrain/.*)$")
+
+
+@dataclass(frozen=True)
+class Frame:
+    file: str
+    line: int
+
+    @property
+    def ours(self) -> str | None:
+        """The path inside this project; None elsewhere."""
+        found = _OURS.search(self.file) if "/site-packages/jax" not in self.file else None
+        return found.group(2) if found else None
+
+
+@dataclass(frozen=True)
+class Sources:
+    """frames: number → (Frame, its caller's number)."""
+    frames: Mapping[int, tuple[Frame, int]]
+
+    @classmethod
+    def of(cls, text: str) -> Sources:
+        """From the header of `compiled.as_text()`; without tables, instructions are known by source_file and source_line."""
+        files = {int(n): name for n, name in re.findall(r'^(\d+) "(.*)"$', _table(text, "FileNames"), re.MULTILINE)}
+        pick = lambda table, first, second: {
+            int(n): (int(a), int(b)) for n, a, b in
+            re.findall(rf"^(\d+) \{{.*?\b{first}=(\d+).*?\b{second}=(\d+)", _table(text, table), re.MULTILINE)}
+        places = pick("FileLocations", "file_name_id", "line")
+        stack = pick("StackFrames", "file_location_id", "parent_frame_id")
+        beyond = any(n == caller for n, (_, caller) in stack.items())     # some versions print the caller's number plus one
+        return cls({n: (Frame(files.get(places[at][0], ""), places[at][1]), caller - beyond)
+                    for n, (at, caller) in stack.items() if at in places})
+
+    def stack(self, ins: hlo.Instruction) -> list[Frame]:
+        """The frames of an instruction, innermost first; [] where XLA dropped them."""
+        if found := re.search(r"\bstack_frame_id=(\d+)", ins.attrs):
+            number, out = int(found.group(1)), []
+            while number in self.frames:
+                frame, number = self.frames[number]
+                out.append(frame)
+            return out
+        file, line = re.search(r'source_file="([^"]*)"', ins.attrs), re.search(r"source_line=(\d+)", ins.attrs)
+        return [Frame(file.group(1), int(line.group(1)))] if file and line else []
+
+    def part(self, ins: hlo.Instruction) -> str | None:
+        """attention, optimizer or "" (the rest of the step); None where the instruction tells nothing."""
+        frames = self.stack(ins)
+        ours = [frame.ours for frame in frames if frame.ours]
+        if _ATTENTION_SCOPE.search(ins.op_name):
+            return ATTENTION
+        if any(_OPTIMIZER_FILES.search(file) for file in ours) or (ours and _STEP_FILE.search(ours[0])):
+            return OPTIMIZER        # step.py calls the gradients; what it computes itself is the update
+        return "" if frames or ins.op_name.startswith("jit(") else None
+
+    def line(self, ins: hlo.Instruction) -> str:
+        """'model/layers.py:55', the innermost line of this project, or ''."""
+        at = next((frame for frame in self.stack(ins) if frame.ours), None)
+        return f"{at.ours.removeprefix('meshtrain/')}:{at.line}" if at else ""
+
+
+def _table(text: str, name: str) -> str:
+    """The lines below a heading, up to the next empty one."""
+    found = re.search(rf"^{name}\n(.*?)\n\n", text, re.DOTALL | re.MULTILINE)
+    return found.group(1) if found else ""

@@ -1,0 +1,178 @@
+"""How long a compiled program takes on one GPU with a compute and a communication stream, in the order that XLA gave it.
+
+XLA's text is a schedule: instructions stand in the order in which they are issued. Kernels run one after the other; an
+asynchronous collective takes the communication stream from its start on, and its done waits for it; a synchronous one stops
+both streams. A loop's body is played once, from empty streams, and counted as often as it runs. What is not modelled: kernels
+that run together, collectives in flight while a loop with its own begins, and devices that wait for each other.
+"""
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from meshtrain.cost import hlo, work
+
+Key = tuple[str, str]       # (computation, instruction)
+
+
+@dataclasses.dataclass
+class Transfer:
+    """Seconds of a collective, all its runs together."""
+    runs: int = 0
+    seconds: float = 0.0
+    exposed_s: float = 0.0          # it holds the link while the compute stream waits, for it or for one behind it
+    under: Counter = dataclasses.field(default_factory=Counter)     # part → seconds that it ran beside such kernels
+
+    def add(self, other: Transfer, times: int) -> None:
+        self.runs += times * other.runs
+        self.seconds += times * other.seconds
+        self.exposed_s += times * other.exposed_s
+        for part, seconds in other.under.items():
+            self.under[part] += times * seconds
+
+    @property
+    def hidden_s(self) -> float:
+        return self.seconds - self.exposed_s
+
+
+@dataclasses.dataclass
+class Played:
+    """seconds: kernels and waiting, nothing else. parts: seconds of kernels by part."""
+    seconds: float = 0.0
+    parts: Counter = dataclasses.field(default_factory=Counter)
+    kernels: Counter = dataclasses.field(default_factory=Counter)                   # Key → runs
+    transfers: dict[Key, Transfer] = dataclasses.field(default_factory=dict)
+
+    def add(self, other: Played, times: int = 1) -> None:
+        self.seconds += times * other.seconds
+        for mine, others in ((self.parts, other.parts), (self.kernels, other.kernels)):
+            for key, count in others.items():
+                mine[key] += times * count
+        for key, transfer in other.transfers.items():
+            self.transfers.setdefault(key, Transfer()).add(transfer, times)
+
+    @property
+    def compute_s(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def exposed_s(self) -> float:
+        return sum(transfer.exposed_s for transfer in self.transfers.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Prices:
+    """What the player asks. kernel(computation, instruction) → (seconds, part).
+
+    collective(computation, instruction) → (seconds, whether it is asynchronous), None for what is no collective.
+    """
+    kernel: Callable[[str, hlo.Instruction], tuple[float, str]]
+    collective: Callable[[str, hlo.Instruction], tuple[float, bool] | None]
+
+
+def play(module: hlo.Module, trips: Mapping[str, int], prices: Prices) -> Played:
+    """The entry computation. trips: of each loop, by the name of its `while`. Of a conditional the costliest branch counts."""
+    memo: dict[str, Played] = {}
+
+    def played(name: str) -> Played:
+        if name not in memo:
+            stream = _Streams()
+            for ins in module.computations[name].values():
+                if ins.op not in work.FREE:
+                    _issue(stream, name, ins, prices, trips, played)
+            memo[name] = stream.close()
+        return memo[name]
+    return played(module.entry)
+
+
+def loop_trips(module: hlo.Module) -> tuple[dict[str, int], list[str]]:
+    """Iterations of every loop, by the name of its `while`, and the loops of unknown length: counted once."""
+    visits, unknown = hlo.walk(module, lambda ins: ins.op == "while" or ins.is_root)
+    runs = Counter()
+    for visit in visits:
+        runs[visit.computation, visit.instruction.name] += visit.trips
+    found = {}
+    for name, body in module.computations.items():
+        for ins in body.values():
+            if ins.op == "while" and runs[name, ins.name]:
+                inner = ins.attr("body")
+                root = next(i.name for i in module.computations[inner].values() if i.is_root)
+                found[ins.name] = runs[inner, root] // runs[name, ins.name]
+    return found, unknown
+
+
+class _Streams:
+    """The two streams in one computation, and what has happened on them."""
+
+    def __init__(self):
+        self.total, self.link_free = Played(), 0.0
+        self.kernels: list[tuple[float, float, dict[str, float]]] = []      # from, until, share of each part
+        self.link: list[tuple[float, float, Key]] = []                      # from, until, collective
+        self.flying: dict[str, float] = {}                                  # name of a -start → its end
+
+    @property
+    def clock(self) -> float:
+        return self.total.seconds
+
+    def compute(self, inner: Played, times: int = 1) -> None:
+        begin = self.clock
+        self.total.add(inner, times)
+        if self.clock > begin:
+            shares = {part: times * seconds / (self.clock - begin) for part, seconds in inner.parts.items()}
+            self.kernels.append((begin, self.clock, shares))
+
+    def start(self, key: Key, seconds: float) -> float:
+        """Puts a collective on the communication stream; the time at which it ends."""
+        begin = max(self.clock, self.link_free)
+        self.link_free = begin + seconds
+        self.link.append((begin, self.link_free, key))
+        self.total.transfers.setdefault(key, Transfer()).add(Transfer(1, seconds), 1)
+        return self.link_free
+
+    def wait(self, end: float) -> None:
+        """The compute stream waits for `end`; whatever holds the link meanwhile is exposed."""
+        if end > self.clock:
+            for begin, until, key in _since(self.link, self.clock):
+                self.total.transfers[key].exposed_s += max(0.0, min(until, end) - max(begin, self.clock))
+            self.total.seconds = end
+
+    def close(self) -> Played:
+        """What ran beside each collective is known once all is played."""
+        for begin, end, key in self.link:
+            for since, until, shares in _since(self.kernels, begin):
+                for part, share in shares.items():
+                    if since < end:
+                        self.total.transfers[key].under[part] += share * (min(until, end) - max(since, begin))
+        return self.total
+
+
+def _since(intervals: list, begin: float) -> list:
+    """Those that end after `begin`, of intervals in order of time."""
+    return intervals[bisect.bisect_right(intervals, begin, key=lambda interval: interval[1]):]
+
+
+def _issue(streams: _Streams, name: str, ins: hlo.Instruction, prices: Prices, trips, played) -> None:
+    key = name, ins.name
+    if ins.op.endswith("-done"):
+        for operand in ins.operands:
+            streams.wait(streams.flying.pop(operand, 0.0))
+    elif ins.op.endswith("-update"):
+        pass
+    elif found := prices.collective(name, ins):
+        seconds, is_async = found
+        end = streams.start(key, seconds)
+        if is_async:
+            streams.flying[ins.name] = end
+        else:
+            streams.wait(end)
+    elif ins.op == "while":
+        streams.compute(played(ins.attr("body")), trips.get(ins.name, 1))
+    elif ins.op in ("call", "async-start"):
+        streams.compute(played(ins.called[0]))
+    elif ins.op == "conditional":
+        streams.compute(max((played(branch) for branch in ins.called), key=lambda branch: branch.seconds))
+    else:
+        seconds, part = prices.kernel(name, ins)
+        streams.compute(Played(seconds, Counter({part: seconds}), Counter({key: 1})))

@@ -1,0 +1,199 @@
+"""What one kernel of a compiled GPU program computes and moves: its matmuls, its attention, its HBM bytes.
+
+Bytes are those that the kernel touches. A fusion reads of each parameter the elements that its outputs depend on: a
+dynamic-slice of a stacked weight counts one layer; a dynamic-update-slice into a buffer that the fusion was given writes the
+update alone and does not read the buffer. Caches are not modelled: what two kernels share is read twice.
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import Counter
+
+from meshtrain.cost import hlo
+from meshtrain.cost.rates import Attention, Matmul
+
+# No kernel of their own: names for what is there already.
+FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "opt-barrier", "optimization-barrier",
+        "partition-id", "replica-id"}
+_UPDATES = ("dynamic-update-slice", "scatter")      # change a part of their first operand
+_WHOLE = ("dot", "scaled-dot", "ragged-dot", "convolution", "custom-call", "sort", "rng-bit-generator")
+PRODUCTS = {"forward": 2, "dq": 3, "dkv": 4}    # of a Pallas attention kernel, for each visited pair of query and key
+_PALLAS = re.compile(r"meshtrain_attention_(forward|dq|dkv)(_causal)?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Of one execution. hbm_bytes: read + written. known: False where the kernel multiplies matrices nobody could count."""
+    matmuls: tuple[Matmul, ...]
+    attention: Attention | None
+    hbm_bytes: int
+    known: bool = True
+
+    @property
+    def flops(self) -> float:
+        return sum(matmul.flops for matmul in self.matmuls) + (self.attention.flops if self.attention else 0)
+
+
+def of(module: hlo.Module, computation: str, ins: hlo.Instruction, visited) -> Work:
+    """The work of an instruction that is a kernel: not in FREE, no loop, no collective.
+
+    visited(queries, keys, causal) -> pairs of a packed row that a Pallas attention kernel visits.
+    """
+    attention = _attention(module, computation, ins, visited)
+    matmuls = tuple(_matmuls(module, computation, ins))
+    known = bool(attention or matmuls or not multiplies(ins))
+    return Work(matmuls, attention, sum(traffic(module, computation, ins)), known)
+
+
+# ---- FLOPs -----------------------------------------------------------------------------------------------------------
+
+
+def matmul(module: hlo.Module, computation: str, ins: hlo.Instruction) -> Matmul | None:
+    """An HLO dot or a cuBLAS call, whose dimension numbers stand in its backend_config; None where it is neither."""
+    if ins.op in ("dot", "scaled-dot"):
+        contracting, batch = ins.ints("lhs_contracting_dims"), ins.ints("lhs_batch_dims")
+    else:
+        numbers = lambda key: re.search(rf'"{key}":\[([^\]]*)\]', ins.attrs)
+        if not numbers("lhs_contracting_dimensions") or "fmha" in ins.target:   # fused attention is no single product
+            return None
+        contracting, batch = (tuple(map(int, re.findall(r"\d+", found.group(1)))) if (found := numbers(key)) else ()
+                              for key in ("lhs_contracting_dimensions", "lhs_batch_dimensions"))
+    lhs, rhs = module.operand_shapes(computation, ins)[:2]
+    output = hlo.shapes(ins.type_text)[0][1]                                    # cuBLAS returns (result, workspace)
+    size = lambda dims: math.prod(lhs[1][d] for d in dims)
+    k, batches = size(contracting), size(batch)
+    m = math.prod(lhs[1]) // (k * batches)
+    return Matmul(m, math.prod(output) // (m * batches), k, batches, max(lhs[0], rhs[0], key=hlo.dtype_bits))
+
+
+def multiplies(ins: hlo.Instruction) -> bool:
+    """Whether an instruction is a matmul or a custom call that may hold one."""
+    if ins.op in ("dot", "scaled-dot", "ragged-dot"):
+        return True
+    return bool(re.search(r"gemm|matmul|fmha|triton|mosaic|pallas|cudnn\$", ins.target, re.IGNORECASE))
+
+
+def _matmuls(module, computation, ins):
+    """Those of an instruction and, for a fusion, of what it calls."""
+    if found := matmul(module, computation, ins):
+        yield found
+    if ins.op in ("fusion", "call", "async-start"):
+        for called in ins.called:
+            for inner in module.computations[called].values():
+                yield from _matmuls(module, called, inner)
+
+
+def _attention(module, computation, ins, visited) -> Attention | None:
+    """cuDNN's kernels and ours in Pallas, on q [B, T, N, H] and k [B, S, K, H], their first arrays of four dimensions."""
+    ours = _PALLAS.search(ins.attrs) if ins.op == "custom-call" else None
+    if not ours and "fmha" not in ins.target:
+        return None
+    arrays = [dims for _, dims in module.operand_shapes(computation, ins) if len(dims) == 4]
+    (B, T, N, H), (_, S, _, _) = arrays[:2]
+    if ours:
+        kernel, causal = ours.groups()
+        flops = PRODUCTS[kernel] * 2 * B * N * H * visited(T, S, bool(causal))
+        return Attention("pallas", "forward" if kernel == "forward" else "backward", flops, S, H)
+    backward, causal = "Backward" in ins.target, '"mask_type":"NO_MASK"' not in ins.attrs
+    pairs = T * S / 2 if causal else T * S
+    return Attention("cudnn", "backward" if backward else "forward", (5 if backward else 2) * 2 * B * N * H * pairs, S, H)
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def traffic(module: hlo.Module, computation: str, ins: hlo.Instruction) -> tuple[int, int]:
+    """(HBM bytes read, written) by one execution."""
+    if ins.op != "fusion":
+        scope = module.computations[computation]
+        update = ins.name if ins.op in _UPDATES else None
+        needs = _needs(module, scope, ins, _elements(ins), bool(update))
+        return sum(_bytes(scope[name], count) for name, count in needs), _written(scope, ins, update)
+    body = module.computations[ins.called[0]]
+    root = _root(body)
+    outputs = [body[name] for name in root.operands] if root.op == "tuple" else [root]
+    updates = {output.name: _update(body, output) for output in outputs}
+    needs = _demand(module, body, {output.name: _elements(output) for output in outputs}, set(updates.values()))
+    return (sum(_bytes(body[name], count) for name, count in needs.items()),
+            sum(_written(body, output, updates[output.name]) for output in outputs))
+
+
+def _written(scope: hlo.Computation, output: hlo.Instruction, update: str | None) -> int:
+    """By an `update` in place the slice alone, or what a scatter adds to."""
+    if update:
+        part = scope[scope[update].operands[1 if scope[update].op == "dynamic-update-slice" else 2]]
+        return _bytes(part, _elements(part))
+    arrays = hlo.shapes(output.type_text)
+    if output.op == "custom-call" and len(arrays) > 1:      # the workspace behind the results is scratch
+        arrays = [shape for shape in arrays if not (shape[0] in ("s8", "u8") and len(shape[1]) == 1)]
+    return sum(map(hlo.shape_bytes, arrays))
+
+
+def _update(body: hlo.Computation, output: hlo.Instruction) -> str | None:
+    """The instruction that changes a part of a parameter of the fusion to make this output, or None."""
+    update = _behind(body, output)
+    in_place = update.op in _UPDATES and _behind(body, body[update.operands[0]]).op == "parameter"
+    return update.name if in_place else None
+
+
+def _behind(body: hlo.Computation, ins: hlo.Instruction) -> hlo.Instruction:
+    """What an array is a mere form of."""
+    while ins.op in ("bitcast", "copy", "convert", "reshape") and ins.operands:
+        ins = body[ins.operands[0]]
+    return ins
+
+
+def _demand(module: hlo.Module, body: hlo.Computation, wanted: dict[str, int], in_place: set) -> dict[str, int]:
+    """Elements of a fusion's parameters, by name, that the wanted elements of its instructions depend on.
+
+    From the last instruction to the first: what one needs of its operands by what is needed of it, never more than there is.
+    """
+    need = Counter(wanted)
+    for ins in reversed(body.values()):
+        if count := min(need[ins.name], _elements(ins)):
+            for name, part in _needs(module, body, ins, count, ins.name in in_place):
+                need[name] += part
+    return {ins.name: min(need[ins.name], _elements(ins)) for ins in body.values() if ins.op == "parameter"}
+
+
+def _needs(module, body, ins: hlo.Instruction, count: int, in_place: bool):
+    """(operand, its elements) that `count` elements of an instruction need."""
+    operands = [(name, _elements(body[name])) for name in ins.operands if name in body]
+    whole, first = _elements(ins), operands[:1]
+    if ins.op == "fusion":
+        inner = module.computations[ins.called[0]]
+        root = _root(inner)
+        names = root.operands if root.op == "tuple" else (root.name,)
+        found = _demand(module, inner, {n: math.ceil(count / whole * _elements(inner[n])) for n in names}, set())
+        return [(ins.operands[int(inner[name].args)], part) for name, part in found.items()]
+    if ins.op in _WHOLE:
+        return operands
+    if ins.op in ("dynamic-slice", "slice"):
+        return [(first[0][0], count), *((name, 1) for name, _ in operands[1:])]
+    if ins.op == "gather":
+        return [(first[0][0], count), *operands[1:]]
+    if ins.op == "dynamic-update-slice":
+        update, size = operands[1]
+        rest = [] if in_place else [(first[0][0], count)]
+        return [*rest, (update, size if in_place else min(size, count)), *((name, 1) for name, _ in operands[2:])]
+    if ins.op == "scatter":
+        return [(first[0][0], operands[2][1] if in_place else count), *operands[1:]]
+    if ins.op in ("reduce", "reduce-window", "concatenate", "pad", "bitcast"):                # in proportion
+        return [(name, math.ceil(size * count / whole)) for name, size in operands]
+    return [(name, min(size, count)) for name, size in operands]        # element by element, or repeated
+
+
+def _root(body: hlo.Computation) -> hlo.Instruction:
+    return next(ins for ins in body.values() if ins.is_root)
+
+
+def _elements(ins: hlo.Instruction) -> int:
+    return sum(math.prod(dims) for _, dims in hlo.shapes(ins.type_text))
+
+
+def _bytes(ins: hlo.Instruction, count: int) -> int:
+    """Of so many elements of an instruction's arrays."""
+    whole = _elements(ins)
+    return math.ceil(sum(map(hlo.shape_bytes, hlo.shapes(ins.type_text))) * count / whole) if whole else 0
