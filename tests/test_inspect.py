@@ -28,7 +28,8 @@ def test_inspect_prints_tables_and_reads_no_data(tiny, tmp_path):
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_inspect_json_is_the_contract(tiny, microbatches):
     told = inspected(*tiny, "--data.global_batch", 16, "--training.microbatches", microbatches)
-    assert set(told) == {"memory_bytes", "collectives"}
+    assert set(told) == {"memory_bytes", "collectives", "roofline"}
+    assert told["roofline"] is None, "a CPU's speed is not known"
     formula, compiled = told["memory_bytes"]["formula"], told["memory_bytes"]["compiled"]
     assert set(formula) == set(compiled) == MEMORY
     assert formula["activations"] is formula["total"] is told["collectives"]["formula"] is None
@@ -57,18 +58,32 @@ def test_topology_without_a_value_is_refused(tiny):
     refused(call(inspect.main, *tiny, "--topology", "--json"), "--topology", "h100:64")
 
 
+@pytest.mark.parametrize("words, parts", [
+    (["--assume", "matmul.sustaned=0.8"], ["matmul.sustaned", "did you mean matmul.sustained"]),
+    (["--assume=hbm.share=2"], ["hbm.share=2", "between 0.01 and 1"]), (["--assume"], ["NAME=NUMBER"]),
+    (["--assume", "hbm.share=0.7"], ["no", "GPU of known speed", "--topology"])])
+def test_what_cannot_be_assumed_is_refused_by_name(words, parts, tiny):
+    refused(call(inspect.main, *tiny, *words), *parts)
+
+
 def test_inspect_compiles_for_64_gpus_that_are_not_here(tiny):
     from meshtrain.cost import compile as gpu_compile
     try:
         gpu_compile.topology("h100:64")
     except ValueError as error:
         pytest.skip(str(error))
-    told = inspected(ROOT / "configs/llama3-8b-64.toml", *tiny[tiny.index("--model.vocab_size"):], "--topology", "h100:64",
+    told = inspected(ROOT / "configs/llama3-8b-64.toml", *tiny[tiny.index("--model.vocab_size"):], "--topology", "h100:64", "--assume", "hbm.share=0.5",
                      "--model.embed_dim", 512, "--model.head_dim", 64, "--model.num_heads", 8, "--model.num_kv_heads", 8,
                      "--model.mlp_dim", 1024, "--model.num_layers", 2, "--data.seq_len", 256, "--data.global_batch", 256)
     compiled = told["memory_bytes"]["compiled"]
     assert compiled["params"] == told["memory_bytes"]["formula"]["params"] > 0
     assert told["collectives"]["compiled"]
+    line = told["roofline"]
+    assert (line["gpu"], line["num_gpus"]) == ("h100", 64) and 0 < line["mfu"] < 1
+    assert line["tokens_per_s"] == pytest.approx(256 * 256 / line["step_s"]) and sum(line["shares"].values()) == pytest.approx(1)
+    assert line["exposed_s"] == pytest.approx(sum(line["exposed_s_by_axes"].values())) and "data" in line["exposed_s_by_axes"]
+    assert line["compute_s"] == pytest.approx(sum(kernel["seconds"] for kernel in line["kernels"]))
+    assert line["assumed"]["hbm.share"] == 0.5, "what --assume says"
 
 
 def test_inspect_says_nothing_but_its_own_words(tiny):  # noqa: F811

@@ -1,0 +1,420 @@
+"""The roofline of a compiled program against arithmetic by hand: FLOPs, bytes, trips, links, and what communication hides.
+
+Programs are hand-written HLO, priced at the plain peaks of an H100 (no efficiencies, no latency): 1 GB of memory traffic takes
+1e9 / HBM seconds, and sums can be checked by hand. One real GPU program is compiled where that is possible.
+"""
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from meshtrain import assembly, config
+from meshtrain.cost import audit, compile, hardware, hlo, rates, roofline, work
+from meshtrain.cost.assumptions import TABLE, Assumptions, parse
+from meshtrain.layout.mesh import MeshSpec
+
+H100 = hardware.get("h100")
+PLAIN = {name: 1.0 for name in TABLE if name.endswith((".best", ".sustained", ".share", "narrow", "forward", "backward"))} | {
+    "matmul.wave": 0, "matmul.k0": 0, "attention.ramp": 0, "link.hop_us": 0, "link.host_hop_us": 0, "link.contend": 0,
+    "kernel.launch_us": 0, "step.overhead": 0}  # fmt: skip
+HBM, NVLINK, NIC, PEAK = H100.hbm_bytes_per_s, H100.intra_host_bytes_per_s, H100.inter_host_bytes_per_s, H100.peak("bfloat16")
+MB = 2**20
+RULES = Path(__file__).resolve().parent.parent / "sharding_rules" / "zero3.toml"
+
+
+def plain(**given) -> rates.Rates:
+    return rates.Rates(H100, Assumptions("h100", PLAIN | given))
+
+
+def program(entry: str, *computations: str, result="f32[1024,1024]") -> str:
+    """A module whose entry has x, y, z = f32[1024,1024] (4 MiB each), one instruction a line."""
+    lines = "\n".join("  " + line.strip() for line in entry.strip().splitlines())
+    array = "f32[1024,1024]{1,0}"
+    params = "\n".join(f"  %{name} = {array} parameter({i})" for i, name in enumerate("xyz"))
+    head = "ENTRY %main (x: f32[1024,1024], y: f32[1024,1024], z: f32[1024,1024]) -> " + result
+    return "HloModule m\n\n" + "\n\n".join([*computations, f"{head} {{\n{params}\n{lines}\n}}"]) + "\n"
+
+
+def lined(text: str, mesh=None, packed=True, **given) -> roofline.Roofline:
+    return roofline.read(text, MeshSpec(mesh or {"fsdp": 8}), plain(**given), tokens=1000, model_flops=1e15, packed=packed)
+
+
+ADD = """%add_body (a: f32[1024,1024], b: f32[1024,1024]) -> f32[1024,1024] {
+  %a = f32[1024,1024]{1,0} parameter(0)
+  %b = f32[1024,1024]{1,0} parameter(1)
+  ROOT %sum = f32[1024,1024]{1,0} add(%a, %b)
+}"""
+
+
+def loop(trips: int, kernel: str, *computations: str) -> str:
+    """A loop of `trips` around one kernel of %w = f32[1024,1024] and %n = s32[], which ends in the instruction %k."""
+    tuple_type = "(s32[], f32[1024,1024])"
+    body = f"""%body (p: {tuple_type}) -> {tuple_type} {{
+  %p = {tuple_type} parameter(0)
+  %n = s32[] get-tuple-element(%p), index=0
+  %w = f32[1024,1024]{{1,0}} get-tuple-element(%p), index=1
+  {kernel}
+  ROOT %out = {tuple_type} tuple(%n, %k)
+}}"""
+    condition = f"""%cond (p: {tuple_type}) -> pred[] {{
+  %p = {tuple_type} parameter(0)
+  ROOT %yes = pred[] constant(true)
+}}"""
+    entry = f"""%zero = s32[] constant(0)
+      %start = {tuple_type} tuple(%zero, %x)
+      %l = {tuple_type} while(%start), condition=%cond, body=%body, backend_config={{"known_trip_count":{{"n":"{trips}"}}}}
+      ROOT %r = f32[1024,1024]{{1,0}} get-tuple-element(%l), index=1"""
+    return program(entry, *computations, body, condition)
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_matmul_takes_its_flops_at_the_peak_times_its_trips():
+    dot = "%k = f32[1024,1024]{1,0} dot(%w, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    line = lined(loop(7, dot))
+    assert line.step_s == pytest.approx(7 * 2 * 1024**3 / H100.peak("float32"))
+    (kernel,) = line.kernels
+    assert (kernel.runs, kernel.flops, kernel.part, kernel.bound) == (7, 7 * 2 * 1024**3, "matmul", "FLOPs")
+    assert line.mfu == pytest.approx(1e15 / (line.step_s * 8 * PEAK))
+
+
+def test_tiles_that_do_not_fill_the_gpu_and_a_short_contraction_cost_what_the_formula_says():
+    matmul = rates.Matmul(m=1024, n=1024, k=128, batch=2, dtype="bf16")
+    waves = 2 * 1024 * 1024 / (128 * 256) / 132
+    expected = 4 * 1024 * 1024 * 128 / PEAK * 2 * (waves + 0.35) / waves
+    assert plain(**{"matmul.wave": 0.35, "matmul.k0": 128}).matmul_s(matmul) == pytest.approx(expected)
+
+
+def test_float8_runs_at_its_own_peak_and_at_bfloat16s_where_the_gpu_has_none():
+    dot = rates.Matmul(1024, 1024, 1024, 1, "f8e4m3fn")
+    assert plain().matmul_s(dot) == pytest.approx(dot.flops / H100.peak("float8"))
+    a100 = rates.Rates(hardware.get("a100-80gb"), Assumptions("a100-80gb", PLAIN))
+    assert a100.matmul_s(dot) == pytest.approx(dot.flops / a100.gpu.peak("bfloat16"))
+
+
+def moved(entry: str, *computations: str) -> tuple[int, int]:
+    """(bytes read, written) by the root of the entry."""
+    module = hlo.parse(program(entry, *computations))
+    root = next(ins for ins in module.computations["main"].values() if ins.is_root)
+    return work.traffic(module, "main", root)
+
+
+def test_an_elementwise_fusion_reads_its_operands_and_writes_its_result():
+    assert moved("ROOT %r = f32[1024,1024]{1,0} fusion(%x, %y), kind=kLoop, calls=%add_body", ADD) == (8 * MB, 4 * MB)
+
+
+def test_a_fusion_that_slices_an_operand_reads_the_slice():
+    body = """%sliced (a: f32[1024,1024], i: s32[]) -> bf16[8,1024] {
+  %a = f32[1024,1024]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %c = bf16[1024,1024]{1,0} convert(%a)
+  %b = bf16[1024,1024]{1,0} bitcast(%c)
+  ROOT %s = bf16[8,1024]{1,0} dynamic-slice(%b, %i, %i), dynamic_slice_sizes={8,1024}
+}"""
+    entry = "%n = s32[] constant(3)\nROOT %r = bf16[8,1024]{1,0} fusion(%x, %n), kind=kLoop, calls=%sliced"
+    assert moved(entry, body) == (8 * 1024 * 4 + 4, 8 * 1024 * 2)
+
+
+def test_an_update_in_place_touches_the_slice_alone():
+    body = """%updated (a: f32[1024,1024], u: f32[8,1024], i: s32[]) -> f32[1024,1024] {
+  %a = f32[1024,1024]{1,0} parameter(0)
+  %u = f32[8,1024]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %old = f32[8,1024]{1,0} dynamic-slice(%a, %i, %i), dynamic_slice_sizes={8,1024}
+  %new = f32[8,1024]{1,0} add(%old, %u)
+  ROOT %s = f32[1024,1024]{1,0} dynamic-update-slice(%a, %new, %i, %i)
+}"""
+    entry = """%n = s32[] constant(3)
+      %part = f32[8,1024]{1,0} slice(%y), slice={[0:8], [0:1024]}
+      ROOT %r = f32[1024,1024]{1,0} fusion(%x, %part, %n), kind=kLoop, calls=%updated"""
+    rows = 8 * 1024 * 4
+    assert moved(entry, body) == (2 * rows + 4, rows)      # the slice and the update, the index; the sum
+
+
+def test_a_bare_update_a_scatter_and_a_slice_touch_what_they_change():
+    entry = """%n = s32[] constant(3)
+      %part = f32[8,1024]{1,0} slice(%y), slice={[0:8], [0:1024]}
+      ROOT %r = f32[1024,1024]{1,0} dynamic-update-slice(%x, %part, %n, %n)"""
+    rows = 8 * 1024 * 4
+    assert moved(entry) == (rows + 8, rows)
+    assert moved("ROOT %part = f32[8,1024]{1,0} slice(%y), slice={[0:8], [0:1024]}") == (rows, rows)
+    scatter = """%rows = s32[8,1]{1,0} iota(), iota_dimension=0
+      %part = f32[8,1024]{1,0} slice(%y), slice={[0:8], [0:1024]}
+      ROOT %r = f32[1024,1024]{1,0} scatter(%x, %rows, %part), to_apply=%add"""
+    assert moved(scatter) == (2 * rows + 8 * 4, rows)
+
+
+def test_a_fusion_that_builds_a_new_array_from_an_update_writes_all_of_it():
+    body = """%padded (u: f32[8,1024]) -> f32[1024,1024] {
+  %u = f32[8,1024]{1,0} parameter(0)
+  %zero = f32[] constant(0)
+  %all = f32[1024,1024]{1,0} broadcast(%zero), dimensions={}
+  %i = s32[] constant(0)
+  ROOT %s = f32[1024,1024]{1,0} dynamic-update-slice(%all, %u, %i, %i)
+}"""
+    entry = """%part = f32[8,1024]{1,0} slice(%y), slice={[0:8], [0:1024]}
+      ROOT %r = f32[1024,1024]{1,0} fusion(%part), kind=kLoop, calls=%padded"""
+    assert moved(entry, body) == (8 * 1024 * 4, 4 * MB)
+
+
+def test_a_nested_fusion_and_a_reduction_read_what_their_result_depends_on():
+    inner = """%inner (a: f32[1024,1024]) -> f32[1024] {
+  %a = f32[1024,1024]{1,0} parameter(0)
+  %zero = f32[] constant(0)
+  ROOT %s = f32[1024]{0} reduce(%a, %zero), dimensions={1}, to_apply=%add
+}"""
+    outer = """%outer (a: f32[1024,1024], b: f32[1024,1024]) -> f32[256] {
+  %a = f32[1024,1024]{1,0} parameter(0)
+  %b = f32[1024,1024]{1,0} parameter(1)
+  %sum = f32[1024,1024]{1,0} add(%a, %b)
+  %rows = f32[1024]{0} fusion(%sum), kind=kLoop, calls=%inner
+  ROOT %part = f32[256]{0} slice(%rows), slice={[0:256]}
+}"""
+    entry = "ROOT %r = f32[256]{0} fusion(%x, %y), kind=kInput, calls=%outer"
+    assert moved(entry, inner, outer) == (2 * MB, 1024)     # a quarter of both
+
+
+def test_a_cublas_call_counts_its_products_and_not_its_workspace():
+    call = ('ROOT %r = (bf16[512,256]{1,0}, s8[33554432]{0}) custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", '
+            'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],'
+            '"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}')
+    entry = f"%a = bf16[512,1024]{{1,0}} convert(%x)\n%b = bf16[1024,256]{{1,0}} convert(%y)\n{call}"
+    assert moved(entry) == (512 * 1024 * 2 + 1024 * 256 * 2, 512 * 256 * 2)
+    assert sum(kernel.flops for kernel in lined(program(entry)).kernels) == 2 * 512 * 256 * 1024
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+def attention(target: str, extra: str = "") -> str:
+    return program(f"""%q = bf16[2,4096,32,128]{{3,2,1,0}} iota(), iota_dimension=0
+      %k = bf16[2,4096,8,128]{{3,2,1,0}} iota(), iota_dimension=0
+      ROOT %o = (bf16[2,4096,32,128]{{3,2,1,0}}, f32[2,32,4096]{{2,1,0}}, u8[1048576]{{0}}) custom-call(%q, %k, %k), \
+custom_call_target="{target}", {extra}""")
+
+
+@pytest.mark.parametrize("target, extra, products, pairs", [
+    ("__cudnn$fmhaSoftmax", 'backend_config={"cudnn_fmha_backend_config":{"mask_type":"CAUSAL"}}', 2, 1 / 2),
+    ("__cudnn$fmhaSoftmax", 'backend_config={"cudnn_fmha_backend_config":{"mask_type":"NO_MASK"}}', 2, 1),
+    ("__cudnn$fmhaSoftmaxBackward", 'backend_config={"cudnn_fmha_backend_config":{"mask_type":"CAUSAL"}}', 5, 1 / 2),
+    ("__gpu$xla.gpu.triton", 'metadata={op_name="jit(f)/attention/meshtrain_attention_forward_causal/pallas_call"}', 2, 1 / 2),
+    ("__gpu$xla.gpu.triton", 'metadata={op_name="jit(f)/attention/meshtrain_attention_dq_causal/pallas_call"}', 3, 1 / 2),
+    ("__gpu$xla.gpu.triton", 'metadata={op_name="jit(f)/attention/meshtrain_attention_dkv/pallas_call"}', 4, 1),
+])
+def test_an_attention_kernel_counts_what_it_computes(target, extra, products, pairs):
+    line = lined(attention(target, extra), packed=False)
+    kernel = next(kernel for kernel in line.kernels if kernel.part == "attention")
+    assert kernel.flops == products * 2 * (2 * 32 * 128) * 4096**2 * pairs
+    assert kernel.seconds == pytest.approx(kernel.flops / PEAK) and kernel.bound == "FLOPs"
+    q, k = 2 * 4096 * 32 * 128 * 2, 2 * 4096 * 8 * 128 * 2
+    assert kernel.hbm_bytes == 2 * q + 2 * k + 2 * 32 * 4096 * 4, "q, k, v, o and lse, without the workspace"
+
+
+def test_packed_documents_cost_a_kernel_that_skips_blocks_what_it_visits_and_cudnn_everything():
+    ours = 'metadata={op_name="jit(f)/attention/meshtrain_attention_forward_causal/pallas_call"}'
+    flops = lambda text, packed: sum(kernel.flops for kernel in lined(text, packed=packed).kernels)
+    text = attention("__gpu$xla.gpu.triton", ours)
+    assert flops(text, True) / flops(text, False) == pytest.approx(rates.visited_share(4096, 2000, 1.5))
+    text = attention("__cudnn$fmhaSoftmax")
+    assert flops(text, True) == flops(text, False)
+
+
+def test_an_unknown_kernel_that_may_multiply_is_named():
+    line = lined(attention("__gpu$xla.gpu.triton", 'metadata={op_name="jit(f)/other/pallas_call"}'))
+    assert [name.split()[0] for name in line.uncounted] == ["o"]
+
+
+@pytest.mark.parametrize("length, mean, sigma", [(4096, 300, 1.0), (4096, 1500, 1.5), (2048, 4000, 0.5)])
+def test_the_visited_share_is_that_of_drawn_documents(length, mean, sigma):
+    """Documents laid end to end, the row cut out of them anywhere; 300 rows: the mean's error is about 2%."""
+    drawn, block, visited, rows = random.Random(0), 128, 0, 300
+    for _ in range(rows):
+        edge, starts = -int(drawn.uniform(20, 40) * mean), []
+        while edge < length:
+            starts.append(edge)
+            edge += max(1, round(drawn.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)))
+        for first in range(0, length, block):
+            own = max(0, max(start for start in starts if start <= first))
+            visited += block * (first + block - own // block * block)
+    assert rates.visited_share(length, mean, sigma) == pytest.approx(visited / rows / (length**2 / 2), rel=0.06)
+
+
+def test_one_document_is_the_causal_square_and_the_diagonals_other_half():
+    assert rates.visited_share(8192, 1e9, 1.0) == pytest.approx(1 + 128 / 8192, rel=1e-3)
+    shares = [rates.visited_share(8192, mean, 1.5) for mean in (500, 1000, 2000, 8000, 32000)]
+    assert shares == sorted(shares) and shares[0] < 0.35 < 0.5 < shares[2] < 0.6
+
+
+# ---- links -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind, factor", [("all-gather", 1), ("reduce-scatter", 1), ("all-reduce", 2)])
+def test_a_ring_inside_a_host_goes_over_nvlink_and_one_between_hosts_over_its_members_nics(kind, factor):
+    seconds = lambda size, per_domain: plain().collective_s(kind, 1e9, rates.Group(size, per_domain))
+    assert seconds(8, 8) == pytest.approx(factor * 1e9 * 7 / 8 / NVLINK)
+    assert seconds(8, 1) == pytest.approx(factor * 1e9 * 7 / 8 / NIC), "one GPU on each host: one NIC"
+    assert seconds(64, 8) == pytest.approx(factor * 1e9 * 7 / 8 / (8 * NIC)), "whole hosts: eight NICs"
+    assert seconds(16, 8) == pytest.approx(factor * 1e9 * 15 / 16 / NVLINK), "NVLink is the slower one"
+    assert seconds(1, 1) == 0
+
+
+GATHER = "replica_groups={}, dimensions={{0}}"
+
+
+@pytest.mark.parametrize("mesh, groups, size, per_host", [
+    (dict(fsdp=8), "[1,8]<=[8]", 8, 8),
+    (dict(fsdp=8, tensor=8), "[8,8]<=[64]", 8, 8),                  # tensor: neighbours
+    (dict(fsdp=8, tensor=8), "[8,8]<=[8,8]T(1,0)", 8, 1),           # fsdp: one GPU of each host
+    (dict(data=2, fsdp=8), "[2,8]<=[16]", 8, 8),
+    (dict(fsdp=16), "[1,16]<=[16]", 16, 8),
+    (dict(stage=2, fsdp=8), "[8,2]<=[8,2]", 2, 1),                  # partitions: stage innermost; devices: outermost
+])
+def test_who_shares_a_host_follows_from_the_placement(mesh, groups, size, per_host):
+    spec = MeshSpec(mesh)
+    text = program("ROOT %r = f32[8192,1024]{1,0} all-gather(%x), " + GATHER.format(groups))
+    found = roofline._Program(text, spec, plain(), True)
+    assert found._group(found.module.computations["main"]["r"]) == rates.Group(size, per_host)
+
+
+def test_links_of_a_mesh_are_told_by_axis():
+    spec = MeshSpec(dict(data=2, fsdp=8, tensor=4))
+    assert roofline.links(H100, spec) == {"data": (2, 1), "fsdp": (8, 2), "tensor": (4, 4)}
+    assert roofline.links(hardware.get("gb200"), MeshSpec(dict(fsdp=72))) == {"fsdp": (72, 72)}
+
+
+# ---- the schedule ----------------------------------------------------------------------------------------------------
+
+ADD_S = 12 * MB / HBM                                   # x + y: 8 MiB read, 4 written
+GATHER_S = 4 * MB * 7 / NVLINK                          # of 8 shards of 4 MiB
+KERNEL = "%{} = f32[1024,1024]{{1,0}} fusion(%x, %y), kind=kLoop, calls=%add_body"
+START = ("%{0} = (f32[1024,1024]{{1,0}}, f32[8192,1024]{{1,0}}) all-gather-start(%x), replica_groups=[1,8]<=[8], "
+         'dimensions={{0}}, backend_config={{"collective_backend_config":{{"is_sync":{1}}}}}')
+DONE = "%{} = f32[8192,1024]{{1,0}} all-gather-done(%{})"
+ROOT = "ROOT %r = f32[1024,1024]{1,0} get-tuple-element(%last), index=0"
+
+
+def scheduled(*lines: str) -> roofline.Roofline:
+    return lined(program("\n".join([*lines, "%last = (f32[1024,1024]{1,0}) tuple(%x)", ROOT]), ADD))
+
+
+def test_a_collective_hides_under_what_stands_between_its_start_and_its_done():
+    line = scheduled(START.format("s", "false"), KERNEL.format("a"), DONE.format("d", "s"), KERNEL.format("b"))
+    assert line.compute_s == pytest.approx(2 * ADD_S)
+    assert line.exposed_s == pytest.approx(GATHER_S - ADD_S) and line.hidden_s == pytest.approx(ADD_S)
+    assert line.step_s == pytest.approx(GATHER_S + ADD_S)
+    (row,) = line.traffic
+    assert (row.kind, row.axes, row.runs, row.sent_bytes) == ("all-gather", ("fsdp",), 1, 7 * 4 * MB)
+    assert row.hidden_under == {"elementwise": pytest.approx(ADD_S)} and line.exposed_by_axes == {"fsdp": row.exposed_s}
+
+
+def test_matmuls_beside_a_collective_are_told_from_those_with_none():
+    dot = "%{} = f32[1024,1024]{{1,0}} dot(%x, %y), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"
+    line = scheduled(START.format("s", "false"), dot.format("a"), DONE.format("d", "s"), dot.format("b"), dot.format("c"))
+    dot_s = 2 * 1024**3 / H100.peak("float32")
+    assert line.traffic[0].hidden_under == {"matmul": pytest.approx(min(dot_s, GATHER_S))} and dot_s < GATHER_S
+    assert line.free_matmul_s == pytest.approx(2 * dot_s)
+
+
+def test_a_collective_that_is_done_before_its_done_costs_nothing():
+    kernels = [KERNEL.format(f"k{i}") for i in range(math.ceil(GATHER_S / ADD_S))]
+    line = scheduled(START.format("s", "false"), *kernels, DONE.format("d", "s"))
+    assert line.exposed_s == 0 and line.step_s == pytest.approx(len(kernels) * ADD_S)
+
+
+def test_a_synchronous_collective_stops_the_kernels():
+    line = scheduled(START.format("s", "true"), KERNEL.format("a"), DONE.format("d", "s"))
+    assert line.exposed_s == pytest.approx(GATHER_S) and line.step_s == pytest.approx(GATHER_S + ADD_S)
+    bare = scheduled(f"%g = f32[8192,1024]{{1,0}} all-gather(%x), {GATHER.format('[1,8]<=[8]')}", KERNEL.format("a"))
+    assert bare.step_s == pytest.approx(GATHER_S + ADD_S)
+
+
+def test_two_collectives_share_one_stream_and_waiting_is_charged_to_the_one_that_holds_it():
+    second = START.replace("[1,8]<=[8]", "[4,2]<=[8]").replace("8192", "2048")
+    text = program("\n".join([START.format("s", "false"), second.format("t", "false"),
+                              DONE.format("e", "t").replace("8192", "2048"), DONE.format("d", "s"),
+                              "%last = (f32[1024,1024]{1,0}) tuple(%x)", ROOT]), ADD)
+    line = lined(text, mesh=dict(fsdp=4, tensor=2))
+    pair_s = 4 * MB / NVLINK                            # the other one's shard
+    assert line.step_s == line.exposed_s == pytest.approx(GATHER_S + pair_s)
+    assert line.exposed_by_axes == {"fsdp+tensor": pytest.approx(GATHER_S), "tensor": pytest.approx(pair_s)}
+
+
+def test_contention_and_the_hosts_share_are_added():
+    text = program("\n".join([START.format("s", "false"), KERNEL.format("a"), DONE.format("d", "s"),
+                              "%last = (f32[1024,1024]{1,0}) tuple(%x)", ROOT]), ADD)
+    line = lined(text, **{"link.contend": 0.4, "step.overhead": 0.1})
+    assert line.contention_s == pytest.approx(0.4 * ADD_S)
+    assert line.step_s == pytest.approx(1.1 * (GATHER_S + 0.4 * ADD_S))
+    assert sum(line.shares.values()) == pytest.approx(1)
+
+
+def test_a_loop_of_unknown_length_is_counted_once_and_named():
+    text = loop(5, "%k = f32[1024,1024]{1,0} fusion(%w, %w), kind=kLoop, calls=%add_body", ADD)
+    assert lined(text).kernels[0].runs == 5
+    lost = lined(text.replace('"known_trip_count"', '"dropped"').replace("constant(true)", "custom-call()"))
+    assert lost.kernels[0].runs == 1 and [name.split()[0] for name in lost.unknown_loops] == ["l"]
+
+
+def test_a_conditional_counts_its_costliest_branch():
+    one = ADD.replace("add_body", "one")
+    two = one.replace("%one", "%two").replace("ROOT %sum", "%sum").replace(
+        "add(%a, %b)\n", "add(%a, %b)\n  ROOT %twice = f32[1024,1024]{1,0} add(%sum, %sum)\n")
+    entry = """%yes = pred[] constant(true)
+      ROOT %r = f32[1024,1024]{1,0} conditional(%yes, %x, %y), true_computation=%one, false_computation=%two"""
+    assert lined(program(entry, one, two)).step_s == pytest.approx(ADD_S + 12 * MB / HBM)
+
+
+# ---- assumptions -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text, said", [
+    ("matmul.sustaned=0.8", "did you mean matmul.sustained"), ("matmul.sustained", "NAME=NUMBER"),
+    ("link.share=fast", "NAME=NUMBER"), ("hbm.share=0", "between 0.01 and 1"),
+    ("hbm.share=1.5", "between 0.01 and 1"), ("hbm.share=nan", "between 0.01 and 1")])
+def test_a_wrong_assumption_is_refused_by_name(text, said):
+    with pytest.raises(ValueError, match=said):
+        Assumptions("h100", dict([parse(text)]))
+
+
+@pytest.mark.parametrize("gpu", [name for name in hardware.GPUS if name != "cpu"])
+def test_every_assumption_has_a_value_in_its_range_for_every_gpu(gpu):
+    for row in TABLE.values():
+        assert row.low <= row.of(gpu) <= row.high and row.reason, row.name
+
+
+def test_assumptions_differ_by_generation_and_give_way_to_what_is_given():
+    best = {gpu: Assumptions(gpu)["matmul.best"] for gpu in ("a100-80gb", "h100", "h200", "b200", "gb200")}
+    assert best == {"a100-80gb": .869, "h100": .803, "h200": .803, "b200": .776, "gb200": .729}
+    assert Assumptions("h100-96gb")["matmul.clock"] == .80 and Assumptions("h100")["matmul.clock"] == 1
+    assert Assumptions("h100", {"matmul.best": .5})["matmul.best"] == .5
+
+
+# ---- a real program --------------------------------------------------------------------------------------------------
+
+MODEL = dict(vocab_size=1024, embed_dim=256, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, mlp_dim=512,
+             compute_dtype="bfloat16")
+
+
+@pytest.mark.skipif(not compile.has_gpu_compile(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
+def test_a_real_step_has_the_matmul_flops_of_the_audit_and_lies_between_its_bounds():
+    run = config.Run(mesh=dict(fsdp=8), sharding=dict(rules=str(RULES)), model=MODEL,
+                     data=dict(seq_len=256, global_batch=16), training=dict(microbatches=2, remat="full"))
+    made = assembly.assemble(run, compile.topology("h100:8"))
+    text = made.program.compile().as_text()
+    line = roofline.of_run(made, text, {"link.contend": 0, "step.overhead": 0})
+    matmuls = sum(kernel.flops for kernel in line.kernels)
+    assert matmuls == sum(audit.read(text, made.mesh).flops.values())
+    linked_s = sum(row.seconds for row in line.traffic)
+    assert line.compute_s <= line.step_s <= line.compute_s + linked_s
+    assert line.compute_s == pytest.approx(sum(kernel.seconds for kernel in line.kernels))
+    assert line.exposed_s + line.hidden_s == pytest.approx(linked_s)
+    assert min(line.shares[part] for part in roofline.PARTS) > 0, "each part is found"
+    assert not line.unknown_loops and not line.uncounted
+    # Every parameter once a microbatch, forward and again for the backward of its layer; the gradients in float32.
+    sent = {row.kind: row.sent_bytes for row in line.traffic}
+    assert 0 < sent["reduce-scatter"] < 3 * sent["all-gather"]
+    lines = {kernel.line.partition(":")[0] for kernel in line.kernels if kernel.part == "matmul"}
+    assert {"model/layers.py", "model/loss.py"} <= lines
+    assert roofline.of_run(made, text, {"matmul.best": 0.1}).compute_s > line.compute_s
