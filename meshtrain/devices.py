@@ -5,12 +5,13 @@ import importlib.util
 import os
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 
 import jax
 
 from meshtrain.cluster import agree, find, gpus, meet
-from meshtrain.config import ConfigError, Run
+from meshtrain.config import ConfigError, Run, user_errors
+from meshtrain.cost import hardware
 from meshtrain.names import AXES
 from meshtrain.run import say
 
@@ -39,7 +40,9 @@ def start(run: Run, cluster: find.Cluster | None = None) -> Sequence[jax.Device]
         # under way: with one thread a device (the default) all of them can end up waiting for one that cannot start.
         os.environ.setdefault("NPROC", str(max(4 * count, os.cpu_count() or 1)))
         jax.config.update("jax_platforms", "cpu")
-    elif not gpus_expected():
+    elif gpus_expected():
+        take_memory(os.environ)
+    else:
         # Without this an installed CUDA plugin tries to start, fails with a page of warnings, and ends on the CPU.
         jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
     if cluster:
@@ -54,6 +57,14 @@ def start(run: Run, cluster: find.Cluster | None = None) -> Sequence[jax.Device]
         raise ConfigError(f"mesh.simulated_devices={total}, but this process already runs jax with {len(devices)} "
                           f"devices; start a new process, or a notebook with XLA_FLAGS={DEVICE_COUNT_FLAG}={total}")
     return devices
+
+
+def take_memory(environ: MutableMapping[str, str]) -> None:
+    """Tells jax how much of each GPU it takes, unless the user has. Raises: ConfigError for what is no share."""
+    with user_errors():
+        share = hardware.memory_share(environ)
+    if not any(environ.get(name) for name in hardware.MEMORY_VARIABLES):
+        environ[hardware.MEMORY_VARIABLES[0]] = str(share)
 
 
 def gpus_expected() -> bool:

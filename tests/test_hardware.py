@@ -1,7 +1,7 @@
 """The hardware table is complete, in the right units, and finds GPUs by the names that drivers give."""
 import pytest
 
-from meshtrain import config
+from meshtrain import config, devices
 from meshtrain.cost import hardware, simulate
 from meshtrain.layout.mesh import MeshSpec
 from meshtrain.names import AXES, PLACEMENT
@@ -33,6 +33,19 @@ def test_numbers_that_the_field_knows_by_heart():
     assert round(hardware.get("h100").peak("bf16") / 1e12) == 989
     assert hardware.get("h100-96gb").hbm_bytes_per_s == 2.4e12
     assert hardware.get("a100-40gb").peak("float8") is None
+
+
+def test_a_run_takes_092_of_a_gpus_memory_unless_the_environment_says_another_share():
+    h100, (new, old) = hardware.get("h100"), hardware.MEMORY_VARIABLES
+    for given, share in (({}, 0.92), ({new: "0.5"}, 0.5), ({old: ".75"}, 0.75), ({new: ""}, 0.92)):
+        assert hardware.usable_bytes(h100, given) == int(share * h100.hbm_bytes)
+        taken = dict(given)
+        devices.take_memory(taken)
+        said = [value for value in (taken.get(new), taken.get(old)) if value]
+        assert len(said) == 1 and float(said[0]) == share, "jax refuses both at once"
+    for wrong in ("0", "1.1", "75%", "nan", "-0.5"):
+        with pytest.raises(config.ConfigError, match=f"{old}={wrong}.*0.92"):
+            devices.take_memory({old: wrong})
 
 
 def test_cpu_has_no_peak():

@@ -28,7 +28,8 @@ def test_inspect_prints_tables_and_reads_no_data(tiny, tmp_path):
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_inspect_json_is_the_contract(tiny, microbatches):
     told = inspected(*tiny, "--data.global_batch", 16, "--training.microbatches", microbatches)
-    assert set(told) == {"memory_bytes", "collectives", "roofline"}
+    assert set(told) == {"memory_bytes", "recomputed_by_xla", "collectives", "roofline"}
+    assert told["memory_bytes"]["usable"] is None and told["recomputed_by_xla"] == 0
     assert told["roofline"] is None, "a CPU's speed is not known"
     formula, compiled = told["memory_bytes"]["formula"], told["memory_bytes"]["compiled"]
     assert set(formula) == set(compiled) == MEMORY
@@ -77,6 +78,7 @@ def test_inspect_compiles_for_64_gpus_that_are_not_here(tiny):
                      "--model.mlp_dim", 1024, "--model.num_layers", 2, "--data.seq_len", 256, "--data.global_batch", 256)
     compiled = told["memory_bytes"]["compiled"]
     assert compiled["params"] == told["memory_bytes"]["formula"]["params"] > 0
+    assert told["memory_bytes"]["usable"] == int(0.92 * 84_942_979_072) and told["recomputed_by_xla"] == 0
     assert told["collectives"]["compiled"]
     line = told["roofline"]
     assert (line["gpu"], line["num_gpus"]) == ("h100", 64) and 0 < line["mfu"] < 1

@@ -56,7 +56,7 @@ def test_auto_takes_what_fits_into_the_gpus_memory():
     run, mesh_spec = run_of("pipeline", dict(stage=4), "auto"), MeshSpec(dict(stage=4))
     made = assembly.assemble(run, jax.devices()[:4])
     beside = sum(v for k, v in report.formula(made).items() if v is not None and k != "grads")
-    enough = math.ceil((beside + free.memory_bytes) / memory.USABLE) + 1
+    enough = math.ceil((beside + free.memory_bytes) / hardware.MEMORY_SHARE) + 1
     assert of(dataclasses.replace(GPU, hbm_bytes=enough)).schedule.name == free.schedule.name
     tight = of(dataclasses.replace(GPU, hbm_bytes=enough - 4))
     assert tight.fits and tight.memory_bytes < free.memory_bytes and tight.schedule.name != free.schedule.name

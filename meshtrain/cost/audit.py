@@ -116,6 +116,11 @@ def broken_permutes(text: str, mesh) -> list[str]:
     return found
 
 
+def recomputed(text: str) -> int:
+    """How many values XLA computes twice of its own accord, to stay below its limit of memory."""
+    return len(re.findall(r"^ *(?:ROOT )?%?\S+\.remat\d*(?:\.\d+)? = ", text, re.MULTILINE))
+
+
 _PERMUTE = re.compile(r"^ *(?:ROOT )?%?(\S+) = .* collective-permute(?:-start)?\(.*$", re.MULTILINE)
 
 

@@ -7,7 +7,9 @@ xla/backends/gpu/target_config/specs), and so are their counts of multiprocessor
 numbers belong to a host, not to a GPU: they are the vendor's reference system, see Gpu.inter_host_source.
 """
 import difflib
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 _T, _G = 1e12, 1e9
@@ -32,6 +34,30 @@ class Gpu:
     def peak(self, dtype: str) -> float | None:
         """Dense FLOP/s of matmuls with operands of dtype, by any usual spelling (bfloat16 or bf16); None where unknown."""
         return self.peak_flops.get(_DTYPES.get(dtype, dtype))
+
+
+# What a process takes of a GPU's memory. JAX takes 0.75 by itself; the driver's context, cuBLAS and NCCL need a few GB beside it.
+MEMORY_SHARE = 0.92
+MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")    # the older name last; jax refuses both at once
+
+
+def memory_share(environ: Mapping[str, str] = os.environ) -> float:
+    """The share of a GPU's memory that a process takes. Raises: ValueError where the environment says no number from 0 to 1."""
+    for name in MEMORY_VARIABLES:
+        if given := environ.get(name):
+            try:
+                share = float(given)
+            except ValueError:
+                share = 0.0
+            if not 0 < share <= 1:
+                raise ValueError(f"{name}={given} is not a share of a GPU's memory; use e.g. {MEMORY_SHARE}, or unset it")
+            return share
+    return MEMORY_SHARE
+
+
+def usable_bytes(gpu: Gpu, environ: Mapping[str, str] = os.environ) -> int:
+    """Bytes of a GPU of known memory that a run may fill. Raises: as `memory_share`."""
+    return int(memory_share(environ) * gpu.hbm_bytes)
 
 
 # JAX's and HLO's names → the table's. float32 matmuls run as tf32 on tensor cores only if jax_default_matmul_precision

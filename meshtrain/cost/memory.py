@@ -7,13 +7,9 @@ import math
 import jax
 import numpy as np
 
-from meshtrain.cost import audit
+from meshtrain.cost import audit, hardware
 from meshtrain.cost.simulate import SlotBytes
 from meshtrain.names import LAYERS, MATMUL_ROLES
-
-# assumption: the share of a GPU's memory that there is for the state, weights and what waits for its backward. JAX takes
-# 3/4 unless told otherwise; what one op needs while it runs comes out of the same.
-USABLE = 0.75
 
 
 def placed_bytes(abstract, shardings) -> int:
@@ -97,10 +93,12 @@ def slot_bytes(run, layout, fbw, x, residual_ways: int) -> SlotBytes:
 def slot_budget_bytes(gpu, state, loop, compute_dtype: str) -> int | None:
     """The bytes of one GPU that are left for a schedule's slots; None where its memory is not known.
 
+    What one op needs while it runs comes out of the same.
+
     state: the run's StateSpec. loop: `in_loop`.
     """
     if not (gpu and gpu.hbm_bytes):
         return None
     beside = [placed_bytes(state.abstract.params, state.sharding.params),
               placed_bytes(state.abstract.opt_state, state.sharding.opt_state), *loop_bytes(loop, compute_dtype).values()]
-    return max(0, int(USABLE * gpu.hbm_bytes) - sum(beside))
+    return max(0, hardware.usable_bytes(gpu) - sum(beside))

@@ -9,7 +9,7 @@ import math
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshtrain.cost import audit, memory, roofline
+from meshtrain.cost import audit, hardware, memory, roofline
 from meshtrain.layout import rules
 
 LABELS = {"loop_weights": "weights in the pipeline's loop", "loop_grads": "gradients in it"}
@@ -63,7 +63,10 @@ def compiled(executable, made, seconds: float) -> str:
 
 def as_json(made, executable, program: audit.Program, line: roofline.Roofline | None) -> dict:
     """The contract of `inspect --json`. roofline: null where no GPU of known speed is compiled for."""
-    return {"memory_bytes": {"formula": formula(made), "compiled": held_by_program(made, executable)},
+    gpu = roofline.gpu_of(made)
+    return {"memory_bytes": {"formula": formula(made), "compiled": held_by_program(made, executable),
+                             "usable": gpu and hardware.usable_bytes(gpu)},
+            "recomputed_by_xla": audit.recomputed(executable.as_text()),
             "collectives": {"formula": None, "compiled": audit.summarize(program.collectives)},
             "roofline": line and line.as_json()}
 
@@ -117,6 +120,13 @@ def memory_table(made, executable) -> str:
     show = lambda value: "–" if value is None else size(value)
     rows = [(key, show(ruled[key]), show(held[key])) for key in ("params", "grads", "optimizer", "activations", "total")]
     lines = [columns([("memory per device", "by the rules", "compiled"), *rows])]
+    if gpu := roofline.gpu_of(made):
+        usable = hardware.usable_bytes(gpu)
+        lines += [f"of {size(usable)} usable on {gpu.name}, {hardware.memory_share():g} of its {size(gpu.hbm_bytes)}: "
+                  f"{'it fits' if held['total'] <= usable else 'IT DOES NOT FIT'}"]
+    if again := audit.recomputed(executable.as_text()):
+        lines += [f"note: XLA recomputes {again} values by itself, since the step came near to its limit of memory; "
+                  "training.remat or more devices do it better"]
     if made.choice:
         lines += [f"inside the pipeline's loop: a full stage of weights in {made.run.model.compute_dtype}, "
                   f"{size(ruled['loop_weights'])}, and its float32 gradients, {size(ruled['loop_grads'])}; by the rules: the "
