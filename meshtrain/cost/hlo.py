@@ -342,7 +342,8 @@ def changed(module: Module, body: str) -> list[Shape]:
         source = scope[name]
         while source.op in _SAME_VALUE:
             source = scope[source.operands[0]]
-        passed = source.op == "get-tuple-element" and int(source.attr("index")) == i
+        passed = (source.op == "get-tuple-element" and int(source.attr("index")) == i
+                  and scope[source.operands[0]].op == "parameter")      # not of a loop or a call inside
         if not passed:
             out += shapes(scope[name].type_text)
     return out
