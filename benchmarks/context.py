@@ -56,7 +56,8 @@ class Contestant:
         mesh_spec = MeshSpec({"context": cp})
         self.method, self.S, self.cp, self.times = method, S, cp, []
         self.mesh, layout = mesh_spec.build(devices), rules.Layout(rules.load(run.sharding.rules), mesh_spec.sizes)
-        attend, self.note = attention.choose(run, mesh_spec.sizes, devices[0].platform)
+        gpu = hardware.from_device_kind(devices[0].device_kind)
+        attend, self.note = attention.choose(run, layout, devices[0].platform, gpu.name if gpu else "")
         self.order = attention.METHODS[method].order(S, cp)
         self.dtype = run.model.compute_dtype
 

@@ -77,7 +77,8 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
         fitted, {**sizes, "stage": 1}, tensors(run, model, layout), config.SIZE_KEYS))
     if faults:
         raise ConfigError(*faults)
-    attend, note = attention.choose(run, sizes, platform)
+    with config.user_errors():
+        attend, note = attention.choose(run, layout, platform, gpu.name if gpu else "")
     choice = _choose_schedule(run, mesh_spec, model, layout, attend, gpu) if sizes["stage"] > 1 else None
     if choice:
         notes = [f"pipeline: {choice.why}", *stages.notes(run, choice.schedule), *notes]

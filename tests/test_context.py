@@ -302,7 +302,7 @@ def test_ring_computes_at_most_six_tenths_of_full_attention(cp):
     B, T, N, K, H = 1, 4096, 8, 4, 16
     mesh, layout = laid_out({"context": cp})
     run = split_run("context", dict(context=cp), "ring").model_copy(update={"data": config.Data(seq_len=T, global_batch=B)})
-    attend = partial(attention.choose(run, layout.sizes, "cpu")[0], layout)
+    attend = partial(attention.choose(run, layout, "cpu")[0], layout)
     q, k = (jax.ShapeDtypeStruct((B, T, n, H), jnp.float32) for n in (N, K))
     segments = jax.ShapeDtypeStruct((B, T), jnp.int32)
 

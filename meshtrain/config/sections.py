@@ -91,6 +91,9 @@ class Model(Section):
     embedding_dropout: float = key(0.0, "dropout after the embedding", ge=0, lt=1)
     residual_dropout: float = key(0.0, "dropout of what attention and MLP add to the residual stream", ge=0, lt=1)
     attention_dropout: float = key(0.0, "only 0: the full score matrix is never held", ge=0, lt=1)
+    attention: Literal["auto", "blockwise", "cudnn", "pallas"] = key(
+        "auto", "engine of attention: by GPU and shape; blockwise: XLA, anywhere; cudnn: whole rows; pallas: packed documents"
+    )
     param_dtype: Literal["float32", "bfloat16"] = key("float32", "dtype of the master parameters (optimizer state is float32)")
     compute_dtype: Literal["float32", "bfloat16"] = key("bfloat16", "dtype of activations and gathered weights")
 

@@ -1,22 +1,15 @@
 """cuDNN's flash attention as an engine: GPUs, bfloat16, one document per sequence."""
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 
 from meshtrain import jax_private
 from meshtrain.kernels.engine import Engine
 
 
-def attend(layout, q_BTNH, k_BSKH, v_BSKH, segments_BT):
-    """cuDNN's flash attention; for batches of one segment only, so segments_BT is not looked at. bfloat16, GPU."""
-    del layout, segments_BT
-    return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, is_causal=True, implementation="cudnn")
-
-
 def engine() -> Engine | None:
     """cuDNN's kernels as an engine, for batches of one segment only: segments are not looked at. bfloat16, GPU, H a
-    multiple of 8 up to 128; every mesh axis must be manual where it stands. None where this jax does not offer them."""
+    multiple of 8 up to 128. None where this jax does not offer them."""
     kernel = jax_private.cudnn_attention()
     if kernel is None:
         return None
@@ -30,4 +23,4 @@ def engine() -> Engine | None:
         grads = kernel.backward(q_BTNH, k_BSKH, v_BSKH, o_BTNH, lse_BTN.swapaxes(1, 2), do_BTNH, causal, q_BTNH.shape[-1] ** -0.5)
         return tuple(g.astype(jnp.float32) for g in grads)
 
-    return Engine(forward, backward)
+    return Engine(forward, backward, partitions=False)

@@ -21,9 +21,11 @@ class Engine(NamedTuple):
     log-sum-exp of the scaled scores; MASKED and zeros where a query sees nothing).
     backward(q, k, v, q_segments, k_segments, o, lse, do, causal) -> dq, dk, dv, float32, of these pairs alone, where o and
     lse are those of all the keys that the queries see, here or elsewhere.
+    partitions: whether XLA can split it over mesh axes; else every axis must be manual where it stands.
     """
     forward: Callable
     backward: Callable
+    partitions: bool = True
 
 
 def plain(q_BTNH, k_BSKH, v_BSKH, segments_BT):

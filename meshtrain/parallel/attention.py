@@ -16,13 +16,16 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import get_abstract_mesh
 
-from meshtrain.kernels import blockwise, cudnn
+from meshtrain.kernels import blockwise, cudnn, pallas, tiles
 from meshtrain.kernels.engine import Engine
 from meshtrain.layout.rules import Layout
 from meshtrain.parallel import gather, ring, ulysses
 
 AXIS = "context"
 METHODS: dict[str, ModuleType] = {"ring": ring, "gather": gather, "ulysses": ulysses}
+GPU_PLATFORMS = ("gpu", "cuda")
+LABELS = {"cudnn": "cuDNN's kernel", "pallas": "Pallas kernels that visit only what documents reach",
+          "blockwise": "blockwise XLA engine"}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -55,37 +58,58 @@ class Local(NamedTuple):
     """The method where every device holds whole sequences: one engine, all pairs of queries and keys."""
     engine: Engine
 
-    def forward(self, layout, q, k, v, segments):
-        return self.engine.forward(q, k, v, segments, segments, True)
+    def forward(self, layout, *args):
+        local = lambda q, k, v, segments: self.engine.forward(q, k, v, segments, segments, True)
+        return _forward(local, not self.engine.partitions, layout, *args)
 
-    def backward(self, layout, q, k, v, segments, o, lse, do):
-        return self.engine.backward(q, k, v, segments, segments, o, lse, do, True)
+    def backward(self, layout, *args):
+        local = lambda q, k, v, segments, *rest: self.engine.backward(q, k, v, segments, segments, *rest, True)
+        return _backward(local, not self.engine.partitions, layout, *args)
 
 
 class ContextParallel(NamedTuple):
     """The method as attention sees it: arrays [B, T, …] of the whole mesh, or, where `context` is manual already (inside a
     pipeline), those of this device."""
     method: ModuleType
-    engine: tuple
+    engine: Engine
 
-    def forward(self, layout, q_BTNH, k_BTKH, v_BTKH, segments_BT):
-        specs = _specs(layout, q="heads", k="kv_heads", v="kv_heads", s=None)
-        return _call(self.method.forward, self.engine, specs, (specs[0], _specs(layout, lse="heads")[0]),
-                     q_BTNH, k_BTKH, v_BTKH, segments_BT)
+    def forward(self, layout, *args):
+        return _forward(partial(self.method.forward, self.engine, axis=AXIS), self._by_hand(), layout, *args)
 
-    def backward(self, layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, lse_BTN, do_BTNH):
-        specs = _specs(layout, q="heads", k="kv_heads", v="kv_heads", s=None, o="heads", lse="heads", do="heads")
-        return _call(self.method.backward, self.engine, specs, specs[:3],
-                     q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, lse_BTN, do_BTNH)
+    def backward(self, layout, *args):
+        return _backward(partial(self.method.backward, self.engine, axis=AXIS), self._by_hand(), layout, *args)
+
+    def _by_hand(self) -> bool:
+        return not self.engine.partitions or AXIS not in get_abstract_mesh().manual_axes
 
 
-def _call(function, engine, in_specs, out_specs, *args):
-    local = lambda *args: function(engine, *args, axis=AXIS)
-    if AXIS in get_abstract_mesh().manual_axes:
+def _forward(local, by_hand: bool, layout, *args):
+    """o, lse <- local(q, k, v, segments), on shards that lie as the layout says where axes must be manual."""
+    if not (rest := _automatic_axes()) or not by_hand:
         return local(*args)
-    # All axes are manual, those of size 1 too: cuDNN's partitioning rule cannot stand in a region that is partly so.
-    # check_vma guards transposition, and both directions are written out.
-    return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*args)
+    specs = _specs(layout, q="heads", k="kv_heads", v="kv_heads", segments=None)
+    return _on_shards(local, rest, specs, (specs[0], *_specs(layout, lse="heads")))(*args)
+
+
+def _backward(local, by_hand: bool, layout, *args):
+    """dq, dk, dv <- local(q, k, v, segments, o, lse, do), likewise."""
+    if not (rest := _automatic_axes()) or not by_hand:
+        return local(*args)
+    specs = _specs(layout, q="heads", k="kv_heads", v="kv_heads", segments=None, o="heads", lse="heads", do="heads")
+    return _on_shards(local, rest, specs, specs[:3])(*args)
+
+
+def _automatic_axes() -> set[str]:
+    """The mesh axes that are not manual here. Inside a pipeline those that it leaves to XLA: tensor, and all of size 1."""
+    mesh = get_abstract_mesh()
+    return set(mesh.axis_names) - set(mesh.manual_axes)
+
+
+def _on_shards(local, axes: set[str], in_specs, out_specs):
+    # All axes that are left, those of size 1 too: in a region that is manual over some of them alone, cuDNN does not compile,
+    # and Pallas kernels compute all heads on every tensor rank, in silence. check_vma guards transposition, and both
+    # directions are written out.
+    return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
 
 
 def _specs(layout, **heads):
@@ -130,37 +154,78 @@ def problems(run, layout: Layout) -> list[str]:
     return faults
 
 
-def choose(run, sizes: Mapping[str, int], platform: str) -> tuple[Callable, str]:
-    """The attention function (see `model.layers.Execution`) and a note on the choice: cuDNN on a GPU where no document mask stands in the way."""
-    cp = sizes["context"]
-    reasons = _against_cudnn(run, cp) if platform in ("gpu", "cuda") else None
-    note = "" if reasons is None else "attention: cuDNN" if not reasons else (
-        f"attention: blockwise XLA engine, because {'; '.join(reasons)}")
-    if cp == 1:
-        local = partial(attend, Local(blockwise.engine()))
-        return cudnn.attend if reasons == [] else local, note
-    chunk = run.data.seq_len // (2 * cp)
+def choose(run, layout: Layout, platform: str, gpu: str = "") -> tuple[Callable, str]:
+    """The attention function (see `model.layers.Execution`) and a note on the choice, "" on CPUs that were asked for nothing.
+
+    platform: as jax calls it. gpu: its name in the hardware table. Raises: ValueError where model.attention names an engine
+    that cannot serve the run.
+    """
+    asked, cp = run.model.attention, layout.sizes[AXIS]
+    against = {"cudnn": _against_cudnn(run, layout, platform), "pallas": _against_pallas(run, layout, platform, gpu),
+               "blockwise": []}                                 # the fastest first
+    name = next(name for name, reasons in against.items() if not reasons) if asked == "auto" else asked
+    if against[name]:
+        able = " or ".join(f'"{other}"' for other in ("auto", *against) if not against.get(other))
+        raise ValueError(f'model.attention="{name}" cannot serve this run: {"; ".join(against[name])}; use {able}')
+    why = [f"model.attention={asked}"] if asked != "auto" else against["cudnn"] if name != "cudnn" else []
+    if name == "blockwise" and asked == "auto":
+        why = [*dict.fromkeys(why + against["pallas"])]
+    note = f"attention: {LABELS[name]}" + (f", because {'; '.join(why)}" if why else "")
+    engine = _engine(name, run, cp, gpu)
+    method = Local(engine) if cp == 1 else ContextParallel(METHODS[run.context.method], engine)
+    return partial(attend, method), note if platform in GPU_PLATFORMS or asked != "auto" else ""
+
+
+def _engine(name: str, run, cp: int, gpu: str) -> Engine:
+    if name == "cudnn":
+        return cudnn.engine()
+    if name == "pallas":
+        return pallas.engine(tiles.of(run.model.head_dim, gpu))
+    if cp == 1 or run.context.method == "ulysses":
+        return blockwise.engine()
     # Four blocks a chunk at least: the diagonal blocks, half of them masked, are then 1/8 of a causal square of two chunks.
-    block = blockwise.BLOCK if run.context.method == "ulysses" else min(blockwise.BLOCK, max(32, -(-chunk // 4)))
-    engine = cudnn.engine() if reasons == [] else blockwise.engine(block)
-    return partial(attend, ContextParallel(METHODS[run.context.method], engine)), note
+    chunk = run.data.seq_len // (2 * cp)
+    return blockwise.engine(min(blockwise.BLOCK, max(32, -(-chunk // 4))))
 
 
-def _against_cudnn(run, cp: int) -> list[str]:
-    """Why cuDNN's kernel cannot serve this run; empty where it can."""
+def _against_kernels(run, layout: Layout, platform: str) -> list[str]:
+    """Why no kernel at all can serve this run."""
     reasons = []
+    if platform not in GPU_PLATFORMS:
+        reasons.append(f"kernels run on GPUs, not on platform {platform!r}")
+    if run.model.compute_dtype != "bfloat16":
+        reasons.append(f"kernels take bfloat16, not model.compute_dtype={run.model.compute_dtype}")
+    heads, kv_heads, seq = (layout.mesh_axes("activations", axis) for axis in ("heads", "kv_heads", "seq"))
+    if heads != kv_heads and run.model.num_kv_heads > 1:
+        reasons.append(f"{layout.rules.path} [activations] splits heads over {list(heads)} and kv_heads over {list(kv_heads)}")
+    if seq and layout.sizes[AXIS] == 1:
+        reasons.append(f"{layout.rules.path} [activations] splits seq over {list(seq)}")
+    return reasons
+
+
+def _against_cudnn(run, layout: Layout, platform: str) -> list[str]:
+    """Why cuDNN's kernel cannot serve this run; empty where it can."""
+    reasons = _against_kernels(run, layout, platform)
     if run.data.document_mask:
         reasons.append("cuDNN's kernel has no document mask (data.document_mask=true)")
-    if run.model.compute_dtype != "bfloat16":
-        reasons.append(f"cuDNN's kernel takes bfloat16, not model.compute_dtype={run.model.compute_dtype}")
     if run.model.head_dim % 8 or run.model.head_dim > 128:
         reasons.append(f"cuDNN's kernel needs a head_dim that is a multiple of 8 up to 128, not {run.model.head_dim}")
     if run.training.deterministic:
         reasons.append("cuDNN's backward adds in no fixed order (training.deterministic=true)")
     if not importlib.util.find_spec("nvidia") or not _has_cudnn():
         reasons.append("the cuDNN library is not installed (extra 'gpu')")
-    elif cp > 1 and cudnn.engine() is None:
+    elif cudnn.engine() is None:
         reasons.append("this version of jax does not offer cuDNN's blocks")
+    return reasons
+
+
+def _against_pallas(run, layout: Layout, platform: str, gpu: str) -> list[str]:
+    """Why the Pallas kernels cannot serve this run; empty where they can."""
+    reasons = _against_kernels(run, layout, platform)
+    if run.model.head_dim > (widest := max(tiles.WIDTHS)):
+        reasons.append(f"the Pallas kernels take a head_dim of at most {widest}, not {run.model.head_dim}")
+    elif platform in GPU_PLATFORMS and tiles.of(run.model.head_dim, gpu) is None:
+        reasons.append(f"no tiles are known to fit this GPU ({gpu or 'not in the table of GPUs'})")
     return reasons
 
 
