@@ -35,10 +35,10 @@ NOWHERE = 0                                     # the segment of padding
 # ---- attention over a context mesh -----------------------------------------------------------------------------------
 
 
-def laid_out(sizes: dict, rule: str = "zero3_tensor_sequence_context"):
-    """(mesh, layout) over the first simulated devices."""
+def laid_out(sizes: dict, rule: str = "zero3_tensor_sequence_context", devices=None):
+    """(mesh, layout) over the devices, or the first simulated ones."""
     plan = MeshSpec(sizes)
-    return plan.build(jax.devices()[: plan.num_devices]), rules.Layout(rules.load(RULES / f"{rule}.toml"), plan.sizes)
+    return plan.build(devices or jax.devices()[: plan.num_devices]), rules.Layout(rules.load(RULES / f"{rule}.toml"), plan.sizes)
 
 
 def with_gradients(attend, q, k, v, segments, do):

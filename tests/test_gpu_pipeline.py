@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import assembly, config
 from meshtrain.cost import audit, compile
+from meshtrain.kernels import pallas
 from meshtrain.layout.mesh import MeshSpec, psum
 from meshtrain.parallel import pipeline, schedules
 
@@ -176,7 +177,8 @@ def test_nothing_crosses_the_batch_inside_the_loop(case):
 @every_case
 def test_matmuls_run_in_bf16_and_no_permute_misses_a_device(case):
     program = gpu_step(*case).program
-    assert set(program.flops) == {"bf16"} and not program.uncounted
+    assert set(program.flops) == {"bf16"}
+    assert program.uncounted and all(pallas.NAME in kernel for kernel in program.uncounted)     # attention's, and no others
     assert not program.broken_permutes and not program.partial_permutes
 
 

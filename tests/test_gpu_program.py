@@ -15,6 +15,7 @@ import sampling
 
 from meshtrain import assembly, config
 from meshtrain.cost import audit, compile
+from meshtrain.kernels import pallas
 
 pytestmark = pytest.mark.skipif(
     not compile.has_gpu_compile(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}"
@@ -119,7 +120,8 @@ def test_collectives_are_those_of_the_accepted_form(rule):
 @pytest.mark.parametrize("rule", MESHES)
 def test_matmuls_run_in_bf16_and_no_permute_misses_a_device(rule):
     _, program = gpu_step(rule)
-    assert set(program.flops) == {"bf16"} and not program.uncounted
+    assert set(program.flops) == {"bf16"}
+    assert program.uncounted and all(pallas.NAME in kernel for kernel in program.uncounted)     # attention's, and no others
     assert not program.broken_permutes and not program.partial_permutes
 
 

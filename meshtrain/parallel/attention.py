@@ -139,6 +139,10 @@ def problems(run, layout: Layout) -> list[str]:
     elif residual[:1] != ("context",):
         faults.append(f"{rules_file} [activations] residual_seq = {list(residual)} does not begin with context, which splits "
                       "seq; write residual_seq = \"context\", or [\"context\", \"tensor\"]")
+    heads, kv_heads = (layout.mesh_axes("activations", axis) for axis in ("heads", "kv_heads"))
+    if heads != kv_heads and run.model.num_kv_heads > 1:
+        faults.append(f"{rules_file} [activations] heads = {list(heads)} and kv_heads = {list(kv_heads)}: where sequences are split, "
+                      "a device's query heads need its own key/value heads; give both the same mesh axes")
     chunks = cp if method == "ulysses" else 2 * cp
     ways = math.lcm(chunks, layout.ways(residual))
     if T % ways:

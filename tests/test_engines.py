@@ -1,0 +1,205 @@
+"""Which engine attention runs in, and where its kernels stand in the GPU's program: once a layer, on a device's own heads."""
+import re
+from collections import Counter
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sampling
+from jax.sharding import PartitionSpec as P
+from test_context import RULES, drawn, laid_out, with_gradients
+
+from meshtrain import assembly, config
+from meshtrain.cost import compile, hlo
+from meshtrain.kernels import engine, pallas, tiles
+from meshtrain.kernels.tiles import Blocks, Tiles
+from meshtrain.layout import rules
+from meshtrain.parallel import attention
+
+slow = partial(pytest.param, marks=sampling.GRID)
+needs_gpu_compiler = pytest.mark.skipif(not compile.has_gpu_compile(),
+                                        reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
+
+
+# ---- the choice ------------------------------------------------------------------------------------------------------
+
+SPLIT_ALIKE = rules.parse('[activations]\nheads = "tensor"\nkv_heads = "tensor"\n')
+HEADS_ALONE = rules.parse('[activations]\nheads = "tensor"\n')
+SEQUENCE_OVER_TENSOR = rules.parse('[activations]\nseq = "tensor"\n')
+
+
+def chosen(model={}, data={}, training={}, platform="gpu", gpu="h100", table=SPLIT_ALIKE, sizes={}) -> tuple[str, str]:
+    """(name of the engine, note)."""
+    run = config.Run(model=dict(embed_dim=512, num_heads=4, num_kv_heads=2, head_dim=128) | model, data=data, training=training)
+    layout = rules.Layout(table, {axis: 1 for axis in ("data", "fsdp", "tensor", "stage", "context")} | sizes)
+    attend, note = attention.choose(run, layout, platform, gpu)
+    made_in = attend.args[0].engine.forward
+    return getattr(made_in, "func", made_in).__module__.rpartition(".")[2], note
+
+
+WHOLE = dict(document_mask=False)
+
+
+@pytest.fixture
+def with_cudnn(monkeypatch):
+    monkeypatch.setattr(attention, "_has_cudnn", lambda: True)
+
+
+@pytest.mark.parametrize("expected, asked", [
+    ("pallas", {}), ("pallas", dict(gpu="a100-80gb")), ("pallas", dict(model=dict(head_dim=256))), ("cudnn", dict(data=WHOLE)),
+    ("pallas", dict(data=WHOLE, training=dict(deterministic=True))), ("pallas", dict(data=WHOLE, model=dict(head_dim=256))),
+    ("blockwise", dict(model=dict(head_dim=320))), ("blockwise", dict(gpu="")), ("blockwise", dict(gpu="mi300x")),
+    ("blockwise", dict(model=dict(compute_dtype="float32"))), ("blockwise", dict(platform="cpu", gpu="cpu")),
+    ("blockwise", dict(data=WHOLE, model=dict(attention="blockwise"))), ("pallas", dict(data=WHOLE, model=dict(attention="pallas"))),
+    ("blockwise", dict(table=HEADS_ALONE, sizes=dict(tensor=2))), ("pallas", dict(table=HEADS_ALONE)),
+    ("pallas", dict(table=HEADS_ALONE, sizes=dict(tensor=2), model=dict(num_kv_heads=1))),
+    ("blockwise", dict(data=WHOLE, table=SEQUENCE_OVER_TENSOR, sizes=dict(tensor=2))),
+])
+def test_packed_rows_take_pallas_whole_rows_cudnn_and_others_blocks(expected, asked, with_cudnn):
+    assert chosen(**asked)[0] == expected
+
+
+def test_the_choice_is_said_in_one_line_with_its_reason(with_cudnn, monkeypatch):
+    assert chosen(data=WHOLE)[1] == "attention: cuDNN's kernel"
+    assert chosen()[1] == ("attention: Pallas kernels that visit only what documents reach, because cuDNN's kernel has no "
+                           "document mask (data.document_mask=true)")
+    assert "training.deterministic=true" in chosen(data=WHOLE, training=dict(deterministic=True))[1]
+    assert chosen(platform="cpu")[1] == ""
+    assert chosen(platform="cpu", model=dict(attention="blockwise"))[1].endswith("because model.attention=blockwise")
+    note = chosen(model=dict(compute_dtype="float32"))[1]
+    assert "blockwise XLA engine, because" in note and note.count("model.compute_dtype=float32") == 1 and "\n" not in note
+    assert "not in the table of GPUs" in chosen(gpu="")[1]
+
+
+@pytest.mark.parametrize("asked, said", [
+    (dict(model=dict(attention="cudnn")), 'cudnn" cannot serve this run: cuDNN\'s kernel has no document mask'),
+    (dict(model=dict(attention="pallas"), platform="cpu"), "kernels run on GPUs, not on platform 'cpu'"),
+    (dict(model=dict(attention="pallas", head_dim=512)), "a head_dim of at most 256, not 512"),
+    (dict(model=dict(attention="pallas"), table=HEADS_ALONE, sizes=dict(tensor=2)), "splits heads over ['tensor'] and kv_heads over []"),
+])
+def test_an_engine_that_cannot_serve_the_run_is_refused_with_those_that_can(asked, said, with_cudnn):
+    with pytest.raises(ValueError, match=re.escape(said)) as refusal:
+        chosen(**asked)
+    assert '; use "auto" or ' in str(refusal.value)
+
+
+def test_a_forced_engine_that_cannot_is_the_users_mistake():
+    run = config.Run(model=dict(attention="pallas"), data=dict(global_batch=2))
+    with pytest.raises(config.ConfigError, match='model.attention="pallas" cannot serve this run: kernels run on GPUs'):
+        assembly.assemble(run, jax.devices()[:1])
+
+
+def test_key_heads_that_lie_otherwise_than_query_heads_are_refused_where_sequences_are_split():
+    """Each device would take its own query heads to the first key heads: wrong numbers without a word."""
+    table = rules.parse('[activations]\nheads = "tensor"\nseq = "context"\nresidual_seq = "context"\n')
+    layout = rules.Layout(table, {axis: 1 for axis in ("data", "fsdp", "stage")} | dict(tensor=2, context=2))
+    run = config.Run(model=dict(num_heads=4, num_kv_heads=2), data=dict(seq_len=64))
+    (fault,) = attention.problems(run, layout)
+    assert "heads = ['tensor'] and kv_heads = []" in fault
+    assert attention.problems(run.model_copy(update={"model": run.model.model_copy(update={"num_kv_heads": 1})}), layout) == []
+
+
+# ---- numbers on several devices --------------------------------------------------------------------------------------
+
+INTERPRETED = pallas.engine(Tiles(*[Blocks(16, 16, 4, 2)] * 3), interpret=True)
+
+
+@pytest.mark.parametrize("method, sizes, manual", [
+    (None, dict(data=2, tensor=2), ()), ("ring", dict(context=4), ()),
+    slow(None, dict(data=2, tensor=2), ("data",)), slow("ring", dict(data=2, tensor=2, context=2), ("data", "context")),
+    slow("gather", dict(context=4), ()), slow("ulysses", dict(context=2, tensor=2), ()),
+    slow("ulysses", dict(context=2, tensor=2), ("context",)), slow("gather", dict(context=2, tensor=2), ("context",))])
+def test_kernels_on_a_mesh_equal_plain_attention_inside_a_pipelines_region_too(method, sizes, manual):
+    """manual: the axes that a pipeline has made manual already; tensor is not among them."""
+    T, cp = 48, sizes.get("context", 1)
+    mesh, layout = laid_out(sizes)
+    order = attention.METHODS[method].order(T, cp) if method else np.arange(T)
+    split = attention.ContextParallel(attention.METHODS[method], INTERPRETED) if method else attention.Local(INTERPRETED)
+    q, k, v, do = drawn(3, 2, T, 8, 4)
+    segments = np.stack([np.arange(T) // 7 + 1, np.arange(T) // 16 + 1]).astype(np.int32)
+    attend = partial(attention.attend, split, layout)
+
+    def body(q, k, v, segments, do):
+        pin = lambda x, axis: layout.act(x, "batch", "seq", axis, "head_dim")
+        return with_gradients(attend, pin(q, "heads"), pin(k, "kv_heads"), pin(v, "kv_heads"), segments, pin(do, "heads"))
+
+    @jax.jit
+    def run(*args):
+        spec = P(*(axis if axis in manual else None for axis in ("data", "context")))
+        inside = jax.shard_map(body, axis_names=set(manual), in_specs=(spec,) * 5, out_specs=(spec, (spec,) * 3),
+                               check_vma=False) if manual else body
+        return jax.tree.map(lambda x: x[:, np.argsort(order)], inside(*(x[:, order] for x in args)))
+
+    with jax.set_mesh(mesh):
+        got = run(q, k, v, segments, do)
+    expected = with_gradients(engine.plain, q, k, v, jnp.asarray(segments), do)
+    # float32 sums of up to 48 terms, in another order.
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5), got, expected)
+
+
+# ---- the GPU's program -----------------------------------------------------------------------------------------------
+
+L, M, B, T, N, K, H = 2, 2, 16, 512, 8, 4, 64
+
+
+def kernels(text: str) -> Counter:
+    """{(kernel, shape of its first result): calls in a step}."""
+    visits, unknown = hlo.walk(hlo.parse(text), lambda ins: ins.op == "custom-call" and pallas.NAME in ins.attrs)
+    assert not unknown
+    found = Counter()
+    for visit in visits:
+        name = re.search(rf"{pallas.NAME}_(\w+)", visit.instruction.attrs).group(1)
+        found[name, hlo.shapes(visit.instruction.type_text)[0][1]] += visit.trips
+    return found
+
+
+def gpu_step(rule: str, mesh: dict, **sections):
+    run = config.Run(mesh=mesh, sharding=dict(rules=str(RULES / f"{rule}.toml")),
+                     model=dict(vocab_size=512, embed_dim=256, num_layers=L, num_heads=N, num_kv_heads=K, head_dim=H, mlp_dim=256),
+                     data=dict(seq_len=T, global_batch=B), training=dict(microbatches=M, remat="selective", loss_chunk=256), **sections)
+    return assembly.assemble(run, compile.topology("h100:8"))
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("rule, mesh", [("zero3_tensor_sequence", dict(fsdp=4, tensor=2)), slow("ddp", dict(data=8)),
+                                        slow("hsdp", dict(data=2, fsdp=4))])
+def test_under_selective_remat_each_layer_runs_its_forward_once_on_a_devices_own_heads_and_rows(rule, mesh):
+    """o and lse are kept, whichever engine made them. XLA would compute all heads on every rank where it partitions."""
+    text = gpu_step(rule, mesh).program.compile().as_text()
+    rows, heads = B // M // (8 // mesh.get("tensor", 1)), N // mesh.get("tensor", 1)
+    assert kernels(text) == {("forward_causal", (rows, T, heads, H)): L * M, ("dq_causal", (rows, T, heads, H)): L * M,
+                             ("dkv_causal", (rows, T, heads, H)): L * M}     # few programs: heads of a group summed outside
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("case", [
+    pytest.param(("zero3_tensor_sequence_pipeline", dict(stage=2, fsdp=2, tensor=2), "1f1b"), marks=sampling.GRID),
+    pytest.param(("zero3_tensor_sequence_context_pipeline", dict(stage=2, tensor=2, context=2), "zero_bubble"), marks=sampling.GRID)])
+def test_in_a_pipelines_step_kernels_have_a_tensor_ranks_own_heads(case):
+    rule, mesh, schedule = case
+    text = gpu_step(rule, mesh, pipeline=dict(schedule=schedule)).program.compile().as_text()
+    found = kernels(text)
+    assert {shape[2] for _, shape in found} == {N // 2} and {name for name, _ in found} >= {"forward_causal", "dq_causal", "dkv_causal"}
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("nested", [True, False])
+def test_in_a_region_that_is_manual_over_stage_kernels_have_own_heads_only_where_nested(nested):
+    """What a pipeline does, in small. False: the fault that nesting mends, a program in which every tensor rank computes all heads."""
+    mesh, layout = laid_out(dict(stage=2, tensor=2), "zero3_tensor_sequence_pipeline", compile.topology("h100:4"))
+    kernel = pallas.engine(tiles.of(H, "h100"))._replace(partitions=not nested)
+    attend = partial(attention.attend, attention.Local(kernel), layout)
+
+    def body(*args):
+        pin = lambda x, axis: layout.act(x, "batch", "seq", axis, "head_dim")
+        q, k, v, segments = args
+        return attend(pin(q, "heads"), pin(k, "kv_heads"), pin(v, "kv_heads"), segments)
+
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, P("stage")))
+    args = [array(jnp.bfloat16, 2, T, heads, H) for heads in (N, K, K)] + [array(jnp.int32, 2, T)]
+    with jax.set_mesh(mesh):
+        step = jax.jit(jax.shard_map(body, axis_names={"stage"}, in_specs=P("stage"), out_specs=P("stage"), check_vma=False))
+        text = step.lower(*args).compile().as_text()
+    assert kernels(text) == {("forward_causal", (1, T, N // 2 if nested else N, H)): 1}
