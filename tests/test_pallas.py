@@ -208,7 +208,9 @@ def resources(gpu: str, head_dim: int, causal: bool, folder: Path) -> dict[str, 
     args = q, k, k, array(jnp.int32, B, T), q, array(jnp.float32, B, T, N), q
     with jax.set_mesh(mesh):
         step = jax.jit(jax.shard_map(both, in_specs=P(), out_specs=P(), check_vma=False)).lower(*args)
-        step.compile(compiler_options={"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx"})
+        # Optimized as in a run; the other programs of the tests are not.
+        options = {"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx", "xla_backend_optimization_level": 3}
+        step.compile(compiler_options=options)
     launches = "".join(path.read_text() for path in folder.glob("*thunk_sequence.txt"))
     shared = {name: int(size) for name, size in re.findall(rf"({pallas.NAME}\w*) grid:.*shared_memory: (\d+) bytes", launches)}
     found = {}
