@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from meshtrain import jax_private
+from meshtrain import assembly, config, jax_private
+from meshtrain.cost import compile
 from meshtrain.layout.mesh import MeshSpec
 from meshtrain.layout.rules import Layout, parse
 from meshtrain.kernels import cudnn
@@ -63,3 +64,17 @@ def test_a_missing_private_api_is_told_and_not_an_error(monkeypatch):
     from jax._src.cudnn import fused_attention_stablehlo as fused
     monkeypatch.delattr(fused, "_dot_product_attention_bwd_p_wrapper")
     assert jax_private.cudnn_attention() is None and cudnn.engine() is None
+
+
+@pytest.mark.skipif(jax_private.cudnn_attention() is None, reason="this jax does not offer cuDNN's blocks")
+@pytest.mark.skipif(not compile.has_gpu_compile(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
+def test_under_selective_remat_a_layer_calls_cudnns_forward_once(monkeypatch):
+    """Its o and lse are kept: the backward's scan over the layers has no forward kernel of its own."""
+    monkeypatch.setattr(attention, "_has_cudnn", lambda: True)
+    run = config.Run(mesh=dict(fsdp=2), sharding=dict(rules="sharding_rules/zero3.toml"), training=dict(remat="selective"),
+                     model=dict(embed_dim=128, num_layers=2, num_heads=2, head_dim=64, mlp_dim=128), data=dict(document_mask=False))
+    made = assembly.assemble(run, compile.topology("h100:2"))
+    assert "attention: cuDNN's kernel" in made.notes
+    with jax.set_mesh(made.mesh):
+        text = made.program.train.lower(made.program.spec.with_shardings(), made.program.batch).as_text()
+    assert text.count("custom_call @__cudnn$fmhaSoftmax(") == text.count("custom_call @__cudnn$fmhaSoftmaxBackward(") == 1

@@ -189,7 +189,8 @@ def test_in_a_pipelines_step_kernels_have_a_tensor_ranks_own_heads(case):
 def test_in_a_region_that_is_manual_over_stage_kernels_have_own_heads_only_where_nested(nested):
     """What a pipeline does, in small. False: the fault that nesting mends, a program in which every tensor rank computes all heads."""
     mesh, layout = laid_out(dict(stage=2, tensor=2), "zero3_tensor_sequence_pipeline", compile.topology("h100:4"))
-    kernel = pallas.engine(tiles.of(H, "h100"))._replace(partitions=not nested)
+    kernel = pallas.engine(tiles.of(H, "h100"))
+    kernel = kernel if nested else kernel._replace(partitions=True)
     attend = partial(attention.attend, attention.Local(kernel), layout)
 
     def body(*args):
