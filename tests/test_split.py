@@ -88,3 +88,14 @@ def test_weights_and_inputs_are_not_kept_for_the_backward():
     f, ws, x, e, dy = layer_case("full")
     parts = split.stack(f, ws, 3, x, e)
     assert [(a.shape, a.dtype) for a in parts.r + parts.q] == [((3, *x.shape), x.dtype)]
+
+
+def test_without_remat_a_layer_keeps_what_matmuls_attention_and_norms_read_in_bfloat16():
+    """Norms and SwiGLU are made again from their inputs: nothing of them is kept in float32, and not their product either."""
+    f, ws, x, e, _ = layer_case("none", "bfloat16")
+    parts, (B, S, D) = split.layer(f, jax.tree.map(lambda a: a[0], ws), x, (jnp.int32(0), e)), x.shape
+    N, K, H, F = (MODEL[key] for key in ("num_heads", "num_kv_heads", "head_dim", "mlp_dim"))
+    read = [(D,)] * 4 + [(N, H), (K, H), (K, H), (N, H)] + [(F,)] * 2       # stream and its norm, twice; q, k, v, o; gate, up
+    expected = [((B, S, *shape), jnp.bfloat16) for shape in read] + [((B, S, N), jnp.float32)]      # and attention's lse
+    kept = [(a.shape, a.dtype) for a in parts.r + parts.q]
+    assert sorted(kept, key=str) == sorted(((shape, jnp.dtype(dtype)) for shape, dtype in expected), key=str)

@@ -30,6 +30,14 @@ class Execution:
     remat: str = "none"     # none, selective, full
 
 
+def recomputed(ex: Execution, f: Callable) -> Callable:
+    """f, of which a backward keeps only the inputs, as they are: its float32 and its products are made again, no matmul is.
+
+    Under remat it is f itself: the whole layer is made again, and what is kept of it is the policy's business.
+    """
+    return jax.checkpoint(f, prevent_cse=False) if ex.remat == "none" else f      # inside scan nothing can be merged across it
+
+
 # --- the weight einsum ---------------------------------------------------------------------------------------------
 
 def gathered(ex: Execution, w: jax.Array, axes) -> jax.Array:
@@ -148,14 +156,15 @@ class Norm(nnx.Module):
         self.bias = declare(rngs, dtype, (size,), (axis,), "bias", value=0.0) if self.centred else None
 
     def __call__(self, ex: Execution, x):
-        y = x.astype(jnp.float32)
-        if self.centred:
-            y = y - jnp.mean(y, -1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
-        y = y * _small(ex, self.scale[...], (self.axis,))
-        if self.bias is not None:
-            y = y + _small(ex, self.bias[...], (self.axis,))
-        return y.astype(ex.dtype)
+        def normed(x, scale, bias):
+            y = x.astype(jnp.float32)
+            if self.centred:
+                y = y - jnp.mean(y, -1, keepdims=True)
+            y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
+            y = y * scale
+            return (y if bias is None else y + bias).astype(ex.dtype)
+        bias = None if self.bias is None else _small(ex, self.bias[...], (self.axis,))
+        return recomputed(ex, normed)(x, _small(ex, self.scale[...], (self.axis,)), bias)
 
 
 # --- embedding -----------------------------------------------------------------------------------------------------
@@ -309,11 +318,12 @@ class MLP(nnx.Module):
     def __call__(self, ex: Execution, x_BTD):
         act = ex.layout.act
         up_BTF = act(self.up(ex, x_BTD), "batch", "seq", "mlp")
-        if self.gate is None:
-            h_BTF = jax.nn.gelu(up_BTF)
-        else:
-            h_BTF = jax.nn.silu(act(self.gate(ex, x_BTD), "batch", "seq", "mlp")) * up_BTF
-        return self.down(ex, act(h_BTF, "batch", "seq", "mlp"), out_axes=("batch", "seq", None))
+        gate_BTF = None if self.gate is None else act(self.gate(ex, x_BTD), "batch", "seq", "mlp")
+
+        def down(gate_BTF, up_BTF):
+            h_BTF = jax.nn.gelu(up_BTF) if gate_BTF is None else jax.nn.silu(gate_BTF) * up_BTF
+            return self.down(ex, act(h_BTF, "batch", "seq", "mlp"), out_axes=("batch", "seq", None))
+        return recomputed(ex, down)(gate_BTF, up_BTF)
 
 
 class Layer(nnx.Module):
