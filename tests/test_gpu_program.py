@@ -37,12 +37,19 @@ MESHES = {
 @functools.cache
 def gpu_step(rule: str, remat: str = "full", dtype: str = "bfloat16"):
     """(assembled run, audit of its step for 64 H100)."""
+    made, executable = gpu_program(rule, remat, dtype)
+    return made, audit.read(executable.as_text(), made.mesh)
+
+
+@functools.cache
+def gpu_program(rule: str, remat: str = "full", dtype: str = "bfloat16"):
+    """(assembled run, its compiled step for 64 H100)."""
     run = config.Run(
         mesh=MESHES[rule], sharding=dict(rules=str(RULES / f"{rule}.toml")), model=MODEL | dict(compute_dtype=dtype),
         data=dict(seq_len=T, global_batch=B), training=dict(microbatches=M, remat=remat, loss_chunk=1024),
     )  # fmt: skip
     made = assembly.assemble(run, compile.topology("h100:64"))
-    return made, audit.read(made.program.compile().as_text(), made.mesh)
+    return made, made.program.compile()
 
 
 def traffic(program: audit.Program) -> dict:
@@ -138,6 +145,16 @@ def test_tensor_sequence_without_remat_moves_four_and_four_a_layer():
     x_bytes = want["all-gather", ("tensor",), "bf16"][1] / (M * (6 * L + 2))
     for kind in ("all-gather", "reduce-scatter"):
         assert got[kind, ("tensor",), "bf16"][1] == pytest.approx(M * (4 * L + 2) * x_bytes, rel=0.02), kind
+
+
+@pytest.mark.parametrize("rule", ["ddp", "zero1"])
+def test_a_microbatch_s_gradients_never_stand_beside_their_sums(rule):
+    """Each layer's are added to the accumulators as they are made; autodiff's would be stacked first."""
+    made, executable = gpu_program(rule)
+    n = sizes(made)
+    temp, stacked = executable.memory_analysis().temp_size_in_bytes, 4 * L * n["layer"]
+    beside = 2 * n["all"] + 2 * 4 * n["head"]       # weights in bfloat16; the head's gradient and logits of a microbatch
+    assert 4 * n["all"] < temp < 4 * n["all"] + beside < 4 * n["all"] + n["head"] * 8 + stacked
 
 
 def test_zero3_memory_does_not_grow_by_gathered_layers():

@@ -169,3 +169,13 @@ class _TokenChunks:
 
     def put(self, x, value, c):
         return jax.lax.dynamic_update_slice_in_dim(x, self.pin(value, self.shards, self.residual), c * self.chunk, 2)
+
+
+@jax.custom_vjp
+def with_loss(y, loss):
+    """y; in the backward `loss` has the cotangent 1, as if it had been added to the objective, whatever y's is."""
+    del loss
+    return y
+
+
+with_loss.defvjp(lambda y, loss: (y, None), lambda _, dy: (dy, jnp.float32(1)))

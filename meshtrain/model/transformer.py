@@ -74,14 +74,30 @@ class Group:
             return params.infos(self.period[0], path, self.repeats)
         return [info for i, layer in enumerate(self.period) for info in params.infos(layer, (*path, str(i)), self.repeats)]
 
-    def init(self, keys: jax.Array):
-        """The subtree from one key per layer."""
-        stacked = [jax.vmap(layer.init)(keys[i::len(self.period)]) for i, layer in enumerate(self.period)]
-        return stacked[0] if len(stacked) == 1 else {str(i): weights for i, weights in enumerate(stacked)}
+    def init(self, keys: jax.Array) -> tuple:
+        """The stacked weights of each layer of the period, from one key per layer."""
+        return tuple(jax.vmap(layer.init)(keys[i::len(self.period)]) for i, layer in enumerate(self.period))
 
     def weights(self, subtree) -> tuple:
         """The stacked weights of each layer of the period."""
         return (subtree,) if len(self.period) == 1 else tuple(subtree[str(i)] for i in range(len(self.period)))
+
+    def subtree(self, weights: tuple):
+        """The subtree that has these weights."""
+        return weights[0] if len(self.period) == 1 else {str(i): tree for i, tree in enumerate(weights)}
+
+    def numbers(self, first: int) -> jax.Array:
+        """[repeats]: the number of the first layer of each repeat, where `first` is the group's first."""
+        return first + len(self.period) * jnp.arange(self.repeats)
+
+    def apply(self, ex: Execution, weights: tuple, x_BTD, e):
+        """(output, aux) of one repeat; weights: of each layer of the period. e: (number of its first layer, Inputs)."""
+        number, inputs = e
+        aux: dict = {}
+        for i, (layer, layer_weights) in enumerate(zip(self.period, weights, strict=True)):
+            x_BTD, layer_aux = block(ex, layer, layer_weights, x_BTD, inputs, number + i)
+            aux = add_aux(aux, layer_aux)
+        return x_BTD, aux
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,10 +121,10 @@ class Transformer:
         """The parameters of seed `key`, float32 or [model].param_dtype."""
         ends_key, layers_key = jax.random.split(key)
         keys = jax.random.split(layers_key, self.cfg.num_layers)
-        subtrees = {group.name: group.init(keys[first:first + group.num_layers]) for first, group in self._numbered()}
-        return {**self.ends.init(ends_key), LAYERS: subtrees if len(self.groups) > 1 else subtrees[self.groups[0].name]}
+        return self.with_layers(self.ends.init(ends_key), [group.init(keys[first:first + group.num_layers])
+                                                           for first, group in self.numbered()])
 
-    def _numbered(self) -> list[tuple[int, Group]]:
+    def numbered(self) -> list[tuple[int, Group]]:
         """[(number of its first layer, group)]."""
         firsts = itertools.accumulate((group.num_layers for group in self.groups), initial=0)
         return list(zip(firsts, self.groups))
@@ -122,6 +138,15 @@ class Transformer:
             raise ValueError(f"this model has layers of several kinds ({described}), and stages of a pipeline must be equal; "
                              "set mesh.stage to 1")
         return first.period[0]
+
+    def weights(self, p, group: Group) -> tuple:
+        """The stacked weights of each layer of the group's period."""
+        return group.weights(p[LAYERS] if len(self.groups) == 1 else p[LAYERS][group.name])
+
+    def with_layers(self, ends: dict, weights: list[tuple]) -> dict:
+        """The tree of these ends and of each group's weights."""
+        subtrees = {group.name: group.subtree(w) for group, w in zip(self.groups, weights, strict=True)}
+        return {**ends, LAYERS: subtrees if len(self.groups) > 1 else subtrees[self.groups[0].name]}
 
     # What a pipeline puts together itself; p in embed and head_loss needs no LAYERS.
 
@@ -156,23 +181,15 @@ class Transformer:
         """(output of the last layer, aux summed over the layers)."""
         inputs, aux = self.inputs(batch, dropout_key), {}
         x_BTD = self.embed(ex, p, batch, dropout_key)
-        for first, group in self._numbered():
-            subtree = p[LAYERS] if len(self.groups) == 1 else p[LAYERS][group.name]
-            x_BTD, group_aux = self._through_group(ex, group, first, subtree, x_BTD, inputs)
+        for first, group in self.numbered():
+            x_BTD, group_aux = self._through_group(ex, group, first, self.weights(p, group), x_BTD, inputs)
             aux = add_aux(aux, group_aux)
         return x_BTD, aux
 
-    def _through_group(self, ex: Execution, group: Group, first: int, subtree, x_BTD, inputs: Inputs):
-        def period(x_BTD, scanned):
-            aux = {}
-            for layer, weights, number in zip(group.period, *scanned, strict=True):
-                x_BTD, layer_aux = block(ex, layer, weights, x_BTD, inputs, number)
-                aux = add_aux(aux, layer_aux)
-            return x_BTD, aux
-
-        stop, length = first + group.num_layers, len(group.period)
-        numbers = tuple(jnp.arange(first + i, stop, length) for i in range(length))
-        x_BTD, aux = jax.lax.scan(period, x_BTD, (group.weights(subtree), numbers))
+    def _through_group(self, ex: Execution, group: Group, first: int, weights, x_BTD, inputs: Inputs):
+        def repeat(x_BTD, scanned):
+            return group.apply(ex, scanned[0], x_BTD, (scanned[1], inputs))
+        x_BTD, aux = jax.lax.scan(repeat, x_BTD, (weights, group.numbers(first)))
         return x_BTD, jax.tree.map(lambda a: a.sum(0), aux)
 
     def _normed(self, ex: Execution, p, x_BTD):
@@ -180,7 +197,7 @@ class Transformer:
         return ex.layout.act(x_BTD, "batch", "residual_seq", None)
 
     def _ends(self, p) -> Ends:
-        return self.ends.bind({k: v for k, v in p.items() if k != LAYERS})
+        return self.ends.bind(without_layers(p))
 
     def logits(self, ex: Execution, p, batch, at):
         """float32 logits [B, V] of the next token after position `at` of every sequence; padding removed."""
@@ -231,6 +248,10 @@ def build(cfg) -> Transformer:
     """The model of a run file: one group of equal layers."""
     layer = params.Module(lambda rngs: Layer(cfg, rngs))
     return Transformer(cfg, params.Module(lambda rngs: Ends(cfg, rngs)), (Group("layers", (layer,), cfg.num_layers),))
+
+
+def without_layers(tree: dict) -> dict:
+    return {name: subtree for name, subtree in tree.items() if name != LAYERS}
 
 
 def block(ex: Execution, layer: params.Module, weights, x_BTD, inputs: Inputs, number):

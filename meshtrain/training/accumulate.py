@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,12 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain.layout import rules
 from meshtrain.layout.rules import Layout
+from meshtrain.model import transformer
 from meshtrain.model.layers import Execution
-from meshtrain.model.transformer import Transformer
-from meshtrain.names import NO_TARGET
+from meshtrain.model.loss import with_loss
+from meshtrain.model.transformer import Transformer, without_layers
+from meshtrain.names import AUX_LOSS, NO_TARGET
+from meshtrain.parallel import split
 from meshtrain.training.state import StateSpec
 
 FIELDS = {"tokens": 1, "targets": 1, "segments": 1, "positions": 1, "index": 1, "sequence": 0}  # dims after [batch]
@@ -64,16 +68,13 @@ def scanned(step: StepSpec):
     gradients: (params, batch, dropout key) -> (grads placed as [optimizer], loss, count, aux); aux: the layers' sums by name,
     divided by count. evaluate: (params, batch) -> nll sum.
     """
-    model, layout, ex, once, training = step.model, step.layout, step.ex, step.once, step.run.training
-    inner, replicas, param_axes = ex.layout, layout.ways(once), step.state.axes
+    layout, once, param_axes = step.layout, step.once, step.state.axes
+    inner, replicas = step.ex.layout, layout.ways(once)
+    added = _in_place(step) if read_as_they_lie(step) else _stacked(step)
 
     def replicated(f):
-        """f(params, microbatch) over a leading replica axis that lies on the `once` mesh axes."""
-        return jax.vmap(f, in_axes=(None, 0), spmd_axis_name=once) if once else _single(f)
-
-    def objective(p, microbatch, count, key):
-        total, nll, aux = model.loss(ex, p, microbatch, z_loss=training.z_loss, chunk=training.loss_chunk, dropout_key=key)
-        return total / count, (nll, aux)
+        """f of one replica over a leading replica axis, which lies on the `once` mesh axes."""
+        return jax.vmap(f, spmd_axis_name=once) if once else _single(f)
 
     def pin(grads):
         """Accumulators [replicas, …] where [grads] says, one copy per replica: the sum waits for the end of the loop."""
@@ -88,10 +89,8 @@ def scanned(step: StepSpec):
 
         def add(carry, microbatch):
             grads, nll = carry
-            grad = replicated(jax.value_and_grad(lambda p, b: objective(p, b, count, key), has_aux=True))
-            (_, (nll_r, aux_r)), grads_r = grad(p, microbatch)
-            grads = pin(jax.tree.map(lambda a, g: a + g.astype(jnp.float32), grads, grads_r))
-            return (grads, nll + nll_r), aux_r
+            grads, nll_r, aux_r = replicated(lambda grads, b: added(p, grads, b, count, key))(grads, microbatch)
+            return (pin(grads), nll + nll_r), aux_r
 
         zeros = jax.tree.map(lambda x: jnp.zeros((replicas,) + x.shape, jnp.float32), p)
         (grads, nll), aux = jax.lax.scan(add, (pin(zeros), jnp.zeros(replicas)), batch)
@@ -102,12 +101,75 @@ def scanned(step: StepSpec):
 
     def evaluate(p, batch):
         def add(carry, microbatch):
-            def nll(p, b):
-                return model.loss(ex, p, b, chunk=training.loss_chunk)[1]
-            return carry + replicated(nll)(p, microbatch).sum(), None
+            nll = lambda b: step.model.loss(step.ex, p, b, chunk=step.run.training.loss_chunk)[1]
+            return carry + replicated(nll)(microbatch).sum(), None
         return jax.lax.scan(add, jnp.float32(0), batch)[0]
 
     return gradients, evaluate
+
+
+def read_as_they_lie(step: StepSpec) -> bool:
+    """Whether no weight is gathered inside the loop: every layout but ZeRO-3's."""
+    layout = step.layout
+    return all(layout.spec_in_use(info.axes) == layout.spec("params", info.axes) for info in step.model.parameters())
+
+
+def _stacked(step: StepSpec):
+    """(params, grads, microbatch, count, key) -> (grads with the microbatch's added, nll, aux), by autodiff.
+
+    The microbatch's gradients of all layers stand beside the accumulators until they are added: where both are split as finely
+    as in ZeRO-3 that is little, and the reduce-scatters hide better than in `_in_place`.
+    """
+    model, ex, training = step.model, step.ex, step.run.training
+
+    def added(p, grads, microbatch, count, key):
+        def objective(p):
+            total, nll, aux = model.loss(ex, p, microbatch, z_loss=training.z_loss, chunk=training.loss_chunk, dropout_key=key)
+            return total / count, (nll, aux)
+        new, (nll, aux) = jax.grad(objective, has_aux=True)(p)
+        return _sum(grads, new), nll, aux
+    return added
+
+
+def _in_place(step: StepSpec):
+    """As `_stacked`, the backward written out: each layer's gradient is added to its accumulator as soon as it is made, so that
+    a microbatch's gradients never stand beside their sums (ddp and ZeRO-1: 4 bytes a parameter less).
+
+    Gradients are float32, whatever the dtype of the weights.
+    """
+    model, ex, training = step.model, step.ex, step.run.training
+
+    def repeat(group: transformer.Group, weights, x_BTD, e):
+        number, (inputs, count) = e
+        y_BTD, aux = group.apply(ex, weights, x_BTD, (number, inputs))
+        return with_loss(y_BTD, aux[AUX_LOSS] / count) if AUX_LOSS in aux else y_BTD, aux
+
+    def added(p, grads, microbatch, count, key):
+        ends, e, aux, done = split.wide(without_layers(p)), (model.inputs(microbatch, key), count), {}, []
+        x_BTD, back_of_embed = jax.vjp(lambda ends: model.embed(ex, ends, microbatch, key), ends)
+        for first, group in model.numbered():
+            w = model.weights(p, group), group.numbers(first), 0
+            layers = split.stack(partial(repeat, group), w[0], group.repeats, x_BTD, e)
+            x_BTD, group_aux, saved = layers.forward(w, x_BTD, e)
+            aux = transformer.add_aux(aux, group_aux)
+            done.append((layers.backward, w, saved, model.weights(grads, group)))
+
+        def head(ends, x_BTD):
+            return model.head_loss(ex, ends, x_BTD, microbatch["targets"], z_loss=training.z_loss, chunk=training.loss_chunk)
+        _, back_of_head, nll = jax.vjp(head, ends, x_BTD, has_aux=True)
+        of_head, dx_BTD = back_of_head(1 / count)
+        sums = []
+        for backward, w, saved, total in reversed(done):
+            dx_BTD, total = backward(w, e, *saved, dx_BTD, total, True)
+            sums.append(total)
+        of_embed, = back_of_embed(dx_BTD)
+        ends_sums = _sum(without_layers(grads), jax.tree.map(jnp.add, of_head, of_embed))
+        return model.with_layers(ends_sums, sums[::-1]), nll, aux
+    return added
+
+
+def _sum(total, new):
+    return jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, new)
 
 
 def drops(run) -> bool:
@@ -117,9 +179,8 @@ def drops(run) -> bool:
 
 def _single(f):
     """vmap over a replica axis of size 1, without vmap: the same shapes, one batch dim less for the compiler."""
-    def call(p, microbatch):
-        out = f(p, jax.tree.map(lambda x: x[0], microbatch))
-        return jax.tree.map(lambda x: x[None], out)
+    def call(*args):
+        return jax.tree.map(lambda x: x[None], f(*jax.tree.map(lambda x: x[0], args)))
     return call
 
 

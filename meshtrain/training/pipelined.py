@@ -18,7 +18,8 @@ from meshtrain.layout import rules
 from meshtrain.layout.rules import Layout
 from meshtrain.model import params, transformer
 from meshtrain.model.layers import Execution
-from meshtrain.model.transformer import Transformer
+from meshtrain.model.loss import with_loss
+from meshtrain.model.transformer import Transformer, without_layers
 from meshtrain.names import AUX_LOSS, LAYERS, MATMUL_ROLES, NO_TARGET
 from meshtrain.parallel import pipeline, split, switch
 from meshtrain.parallel.schedules import Schedule
@@ -31,7 +32,7 @@ def pipelined(step: StepSpec, schedule: Schedule):
     """(`gradients`, `evaluate`) as those of `accumulate.scanned`; evaluation is without chunks, whatever the schedule."""
     model, layout, num_stages = step.model, step.layout, schedule.num_stages
     functions = _functions(step, num_stages * schedule.num_chunks)
-    ends_axes, layers_axes = _without_layers(step.state.axes), step.state.axes[LAYERS]
+    ends_axes, layers_axes = without_layers(step.state.axes), step.state.axes[LAYERS]
     others = tuple(a for a in layout.sizes if a != pipeline.STAGE)
     specs = dict(ends_specs=_map_axes(lambda axes: layout.spec("params", axes, drop=others), ends_axes),
                  batch_specs={name: abstract.sharding.spec for name, abstract in step.batch.items()})
@@ -84,16 +85,6 @@ def _functions(step: StepSpec, virtual_stages: int) -> pipeline.ModelFunctions:
     return pipeline.ModelFunctions(prepare, embed, layer, head)
 
 
-@jax.custom_vjp
-def with_loss(y, loss):
-    """y; in the backward `loss` has the cotangent 1, as if it had been added to the objective, whatever y's is."""
-    del loss
-    return y
-
-
-with_loss.defvjp(lambda y, loss: (y, None), lambda _, dy: (dy, jnp.float32(1)))
-
-
 def _into_loop(step: StepSpec, p, num_stages: int, num_chunks: int):
     """(layers, ends): gathered once per step, in the compute dtype; inside the loop stands a full stage of them."""
     layout, num_layers = step.layout, step.model.cfg.num_layers
@@ -109,17 +100,13 @@ def _into_loop(step: StepSpec, p, num_stages: int, num_chunks: int):
         return layout.in_use(w, _staged(axes))
 
     p = _map_axes(cast, step.state.axes, p, matrices)
-    ends = _map_axes(lambda axes, w: layout.in_use(w, axes), _without_layers(step.state.axes), _without_layers(p))
+    ends = _map_axes(lambda axes, w: layout.in_use(w, axes), without_layers(step.state.axes), without_layers(p))
     return _map_axes(into_stages, step.state.axes[LAYERS], p[LAYERS]), ends
 
 
 def _staged(axes):
     """Logical axes of [L, …] as [V, P, n, …], filled up with zeros."""
     return (None, LAYERS, None, *axes[1:])
-
-
-def _without_layers(tree):
-    return {k: v for k, v in tree.items() if k != LAYERS}
 
 
 def layer_fbw(run, model: Transformer, layout: Layout, mesh, attend: Callable) -> tuple[split.FBW, jax.ShapeDtypeStruct]:

@@ -1,0 +1,42 @@
+"""Gradients that are added to their accumulators layer by layer are those that autodiff makes of the whole loss."""
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sampling
+
+from meshtrain import config
+from meshtrain.model import transformer
+from meshtrain.training import accumulate
+from test_layer_groups import LEADING, Wide, batch_of, compiled, execution, model_of
+from test_layouts import MODEL
+
+
+def model_with_aux(monkeypatch, **model):
+    """Every layer adds to the objective beside the stream."""
+    monkeypatch.setattr(transformer, "Layer", Wide)
+    return transformer.build(config.Run(model=MODEL | model).model)
+
+
+@pytest.mark.parametrize("remat, model", [
+    ("selective", None), pytest.param("none", dict(tie_embeddings=True), marks=sampling.GRID),
+    pytest.param("full", dict(residual_dropout=0.2), marks=sampling.GRID),
+], ids=["two groups", "tied", "dropout"])  # fmt: skip
+def test_gradients_added_in_place_are_those_of_autodiff(remat, model, monkeypatch):
+    model = model_of(*LEADING) if model is None else model_with_aux(monkeypatch, **model)
+    step = types.SimpleNamespace(model=model, ex=execution(remat), run=config.Run(training=dict(z_loss=1e-2, loss_chunk=24)))
+    p, batch, count = model.init(jax.random.key(0)), batch_of(), jnp.float32(100)
+    before = jax.tree.map(lambda w: 1e-3 * jnp.ones_like(w), p)
+
+    @compiled
+    def both(p):
+        return [make(step)(p, before, batch, count, jax.random.key(5)) for make in (accumulate._stacked, accumulate._in_place)]
+    with jax.default_matmul_precision("highest"):
+        (expected, *expected_sums), (got, *sums) = both(p)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), sums, expected_sums)
+    for (path, e), g in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(got), strict=True):
+        assert np.abs(e - 1e-3).max() > 0, path
+        # The same sums in the same order; what is made again may be fused with other neighbours: a few roundings.
+        assert np.linalg.norm(g - e) <= 1e-6 * np.linalg.norm(e - 1e-3), jax.tree_util.keystr(path)
