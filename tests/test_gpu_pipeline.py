@@ -119,9 +119,7 @@ def expected(rule: str, step: Step) -> dict:
         want["all-reduce", weights, "f32"] = (None, 4 * n["all"])
     else:
         want["reduce-scatter", weights, "f32"] = (None, 4 * n["all"])
-    if rule == "zero1_pipeline":
-        want["all-gather", weights, "f32"] = (None, 4 * n["all"])
-    if rule in (ZERO3, CONTEXT):
+    if rule != "pipeline":
         want["all-gather", weights, "bf16"] = (9, 2 * n["all"])
     if step.schedule.num_chunks > 1:
         # Of stages · chunks, chunk c is stored on stage c // chunks and worked on by stage c % stages: weights travel in

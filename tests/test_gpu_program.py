@@ -84,7 +84,8 @@ def expected(rule: str, made) -> dict:
     if rule == "zero1":
         want["reduce-scatter", weights, "f32"] = (every_leaf, 4 * n["all"])
     if rule in ("zero1", "zero2"):
-        want["all-gather", weights, "f32"] = (every_leaf, 4 * n["all"])
+        # Stored as [optimizer] says, read whole: one gather per step, the norms' (float32) too small to be looked at.
+        want["all-gather", weights, "bf16"] = (PROJECTIONS + 2, 2 * (L * n["layer"] + n["embedding"] + n["head"]))
     if rule == "zero2":
         want["reduce-scatter", weights, "f32"] = (None, 4 * M * (L * n["layer"] + n["embedding"] + n["head"]))
     if rule in ("zero3", "hsdp"):
@@ -152,9 +153,8 @@ def test_a_microbatch_s_gradients_never_stand_beside_their_sums(rule):
     """Each layer's are added to the accumulators as they are made; autodiff's would be stacked first."""
     made, executable = gpu_program(rule)
     n = sizes(made)
-    temp, stacked = executable.memory_analysis().temp_size_in_bytes, 4 * L * n["layer"]
-    beside = 2 * n["all"] + 2 * 4 * n["head"]       # weights in bfloat16; the head's gradient and logits of a microbatch
-    assert 4 * n["all"] < temp < 4 * n["all"] + beside < 4 * n["all"] + n["head"] * 8 + stacked
+    beside = executable.memory_analysis().temp_size_in_bytes - 4 * n["all"] - 2 * n["all"]     # accumulators; weights in bfloat16
+    assert 0 < beside < 0.8 * 4 * L * n["layer"]            # gradients and logits of the head; stacked ones would double it
 
 
 def test_zero3_memory_does_not_grow_by_gathered_layers():

@@ -24,6 +24,18 @@ def accumulator_bytes(abstract_params, grads_shardings) -> int:
     return sum(jax.tree.leaves(sizes))
 
 
+def read_bytes(model, layout, compute_dtype: str) -> int:
+    """Bytes on one device of the weights as the loop over microbatches reads them, where that is a copy beside the stored ones:
+    in another dtype, or gathered from [optimizer] to [params] once per step. What layers gather themselves is not held."""
+    by_layer = model.gathered_by_layer(layout)
+
+    def held(info):
+        dtype = np.dtype(compute_dtype if info.role in MATMUL_ROLES and not by_layer else info.dtype)
+        ways = {table: math.prod(layout.ways(layout.mesh_axes(table, axis)) for axis in info.axes) for table in ("params", "optimizer")}
+        return 0 if dtype == info.dtype and ways["params"] == ways["optimizer"] else info.size // ways["params"] * dtype.itemsize
+    return sum(held(info) for info in model.parameters())
+
+
 def in_loop(infos, layout, num_chunks: int = 1) -> list[tuple]:
     """[(ParamInfo, its shape on one device inside the pipeline's loop)], whole over the axes that split the batch.
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from meshtrain.cost import audit, hardware, memory, roofline
 from meshtrain.layout import rules
 
-LABELS = {"loop_weights": "weights in the pipeline's loop", "loop_grads": "gradients in it"}
+LABELS = {"read": "weights as they are read", "loop_weights": "weights in the pipeline's loop", "loop_grads": "gradients in it"}
 LARGE = 64 * 2**20   # bytes on one device from which a replicated parameter is worth a warning
 
 
@@ -25,6 +25,11 @@ def formula(made) -> dict:
     """By the rules. With a pipeline also what stands inside its loop, whatever [params] and [grads] say of the rest."""
     held = memory.formula(made.program.spec.abstract, made.program.spec.sharding, grads_shardings(made))
     return held | (memory.loop_bytes(_loop(made), made.run.model.compute_dtype) if made.choice else {})
+
+
+def read_bytes(made) -> int:
+    """Of the weights that the loop over microbatches reads, beside the stored ones; a pipeline's stand in its formula."""
+    return 0 if made.choice else memory.read_bytes(made.model, made.layout, made.run.model.compute_dtype)
 
 
 def held_by_program(made, executable) -> dict:
@@ -40,6 +45,7 @@ def before(made) -> str:
     """What is about to be trained: size, layout, and the memory that the rules imply."""
     run, table = made.run, made.model.parameters()
     count = sum(info.size for info in table)
+    held = formula(made) | ({"read": read_bytes(made)} if read_bytes(made) else {})
     kind = made.mesh.devices.flat[0].device_kind
     simulated = " (simulated)" if run.mesh.simulated_devices else ""
     lines = [
@@ -48,7 +54,7 @@ def before(made) -> str:
         f"layout: {made.mesh_spec} on {made.mesh_spec.num_devices} × {kind}{simulated}, {made.layout.rules.path}, "
         f"remat {run.training.remat}, {run.model.compute_dtype}, {run.optimizer.name}",
         "memory per device by the rules: " + ", ".join(
-            f"{LABELS.get(name, name)} {size(value)}" for name, value in formula(made).items() if value is not None),
+            f"{LABELS.get(name, name)} {size(value)}" for name, value in held.items() if value is not None),
     ]
     return "\n".join(lines + [f"note: {note}" for note in made.notes])
 
@@ -72,7 +78,8 @@ def as_json(made, executable, program: audit.Program, line: roofline.Roofline | 
 
 
 def params_table(made) -> str:
-    """Per parameter: logical axes -> spec -> bytes per device in [params], [grads] and [optimizer]'s moments."""
+    """Per parameter: logical axes -> specs as read, by [params], and as stored, by [optimizer]; bytes per device stored and of
+    its gradient."""
     rows = []
     replicated = []
     for info in made.model.parameters():
@@ -81,17 +88,21 @@ def params_table(made) -> str:
         held = {name: math.prod(s.shard_shape(info.shape)) for name, s in shards.items()}
         itemsize = np.dtype(info.dtype).itemsize
         axes = " ".join(f"{axis or '·'}={n}" for axis, n in zip(info.axes, info.shape))
-        placed = ", ".join("·" if entry is None else "+".join([entry] if isinstance(entry, str) else entry)
-                           for entry in shards["params"].spec)
-        rows.append((info.name, axes, f"({placed})", size(held["params"] * itemsize), size(held["grads"] * 4)))
-        if made.mesh_spec.num_devices > 1 and held["params"] == info.size and info.size * itemsize >= LARGE:
-            replicated.append(f"warning: {info.name} ({size(info.size * itemsize)}) is whole on every device; a rule for "
-                              f"{' or '.join(repr(a) for a in info.axes if a)} in [params] would split it")
-    header = ("parameter", "logical axes", "[params] spec", "params", "grads")
+        rows.append((info.name, axes, _spec(shards["params"]), _spec(shards["optimizer"]), size(held["optimizer"] * itemsize),
+                     size(held["grads"] * 4)))
+        if made.mesh_spec.num_devices > 1 and held["optimizer"] == info.size and info.size * itemsize >= LARGE:
+            replicated.append(f"warning: {info.name} ({size(info.size * itemsize)}) is stored whole on every device; a rule for "
+                              f"{' or '.join(repr(a) for a in info.axes if a)} in [params] or [optimizer] would split it")
+    header = ("parameter", "logical axes", "[params] spec", "stored, by [optimizer]", "params", "grads")
     totals = formula(made)
     opt = f"optimizer state per device ({made.run.optimizer.name}): {size(totals['optimizer'])}"
-    total = ("total per device", "", "", size(totals["params"]), size(totals["grads"]))
+    total = ("total per device", "", "", "", size(totals["params"]), size(totals["grads"]))
     return "\n".join([columns([header, *rows, total]), opt, *replicated])
+
+
+def _spec(sharding: NamedSharding) -> str:
+    return "(" + ", ".join("·" if entry is None else "+".join([entry] if isinstance(entry, str) else entry)
+                           for entry in sharding.spec) + ")"
 
 
 def collectives_table(program: audit.Program) -> str:
@@ -131,6 +142,9 @@ def memory_table(made, executable) -> str:
         lines += [f"inside the pipeline's loop: a full stage of weights in {made.run.model.compute_dtype}, "
                   f"{size(ruled['loop_weights'])}, and its float32 gradients, {size(ruled['loop_grads'])}; by the rules: the "
                   "layout outside of it. compiled grads: those of the loop"]
+    elif read_bytes(made):
+        lines += [f"params: as they are stored, by [optimizer]. Beside them, in activations: {size(read_bytes(made))} of weights "
+                  f"as the loop over microbatches reads them, by [params], in {made.run.model.compute_dtype}, gathered once per step"]
     return "\n".join(lines)
 
 

@@ -23,6 +23,7 @@ def build(model: Transformer, ex: Execution, seq_len: int, bos: int, order: np.n
 
     @jax.jit
     def sample(p, count, seed):
+        p = model.as_read(ex.layout, p, ex.dtype)
         index_BT = jnp.broadcast_to(jnp.asarray(order), (rows, seq_len))
         batch = {"segments": jnp.ones_like(index_BT), "positions": index_BT, "index": index_BT,
                  "sequence": jnp.zeros(rows, jnp.int32)}

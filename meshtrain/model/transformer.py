@@ -9,6 +9,7 @@ of the run except through `ex.layout`, and initialization depends on the seed al
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from meshtrain.layout.rules import Layout, Rules, Tensor
 from meshtrain.model import params
 from meshtrain.model.layers import Embedding, Layer, Linear, Norm, Execution, dropout, kv_heads, rope_angles
 from meshtrain.model.loss import LossSpec, loss_sums
-from meshtrain.names import AUX_LOSS, LAYERS
+from meshtrain.names import AUX_LOSS, LAYERS, MATMUL_ROLES
 
 VOCAB_MULTIPLE = 256
 
@@ -138,6 +139,24 @@ class Transformer:
             raise ValueError(f"this model has layers of several kinds ({described}), and stages of a pipeline must be equal; "
                              "set mesh.stage to 1")
         return first.period[0]
+
+    def gathered_by_layer(self, layout: Layout) -> bool:
+        """Whether layers gather their weights when they use them (ZeRO-3). Else these lie as [params] says all step long."""
+        return any(layout.spec_in_use(info.axes) != layout.spec("params", info.axes) for info in self.parameters())
+
+    def as_read(self, layout: Layout, p, dtype=None):
+        """The stored parameters, which lie as [optimizer] says, as [params] says, where the loop over microbatches reads them.
+
+        dtype: of what matmuls read; None: as stored. An all-gather over the axes that [optimizer] alone names, (N-1)/N of the
+        weights in that dtype.
+        """
+        def read(info: params.ParamInfo):
+            w = functools.reduce(dict.__getitem__, info.path, p)
+            if dtype is not None and info.role in MATMUL_ROLES:
+                # Pinned where it is stored, or XLA gathers it in float32 and casts afterwards.
+                w = layout.constrain("optimizer", w.astype(dtype), info.axes)
+            return layout.constrain("params", w, info.axes)
+        return params.tree(self.parameters(), read)
 
     def weights(self, p, group: Group) -> tuple:
         """The stacked weights of each layer of the group's period."""

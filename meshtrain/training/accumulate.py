@@ -70,7 +70,9 @@ def scanned(step: StepSpec):
     """
     layout, once, param_axes = step.layout, step.once, step.state.axes
     inner, replicas = step.ex.layout, layout.ways(once)
-    added = _in_place(step) if read_as_they_lie(step) else _stacked(step)
+    by_layer = step.model.gathered_by_layer(layout)
+    added = _stacked(step) if by_layer else _in_place(step)
+    as_read = partial(step.model.as_read, layout, dtype=None if by_layer else step.ex.dtype)
 
     def replicated(f):
         """f of one replica over a leading replica axis, which lies on the `once` mesh axes."""
@@ -85,7 +87,7 @@ def scanned(step: StepSpec):
                             is_leaf=rules.is_axes)
 
     def gradients(p, batch, key):
-        count = jnp.maximum(jnp.sum(batch["targets"] != NO_TARGET), 1).astype(jnp.float32)
+        p, count = as_read(p), jnp.maximum(jnp.sum(batch["targets"] != NO_TARGET), 1).astype(jnp.float32)
 
         def add(carry, microbatch):
             grads, nll = carry
@@ -100,18 +102,14 @@ def scanned(step: StepSpec):
         return grads, nll.sum() / count, count, jax.tree.map(lambda a: a.sum((0, 1)) / count, aux)
 
     def evaluate(p, batch):
+        p = as_read(p)
+
         def add(carry, microbatch):
             nll = lambda b: step.model.loss(step.ex, p, b, chunk=step.run.training.loss_chunk)[1]
             return carry + replicated(nll)(microbatch).sum(), None
         return jax.lax.scan(add, jnp.float32(0), batch)[0]
 
     return gradients, evaluate
-
-
-def read_as_they_lie(step: StepSpec) -> bool:
-    """Whether no weight is gathered inside the loop: every layout but ZeRO-3's."""
-    layout = step.layout
-    return all(layout.spec_in_use(info.axes) == layout.spec("params", info.axes) for info in step.model.parameters())
 
 
 def _stacked(step: StepSpec):

@@ -20,7 +20,7 @@ from meshtrain.model import params, transformer
 from meshtrain.model.layers import Execution
 from meshtrain.model.loss import with_loss
 from meshtrain.model.transformer import Transformer, without_layers
-from meshtrain.names import AUX_LOSS, LAYERS, MATMUL_ROLES, NO_TARGET
+from meshtrain.names import AUX_LOSS, LAYERS, NO_TARGET
 from meshtrain.parallel import pipeline, split, switch
 from meshtrain.parallel.schedules import Schedule
 from meshtrain.training.accumulate import FIELDS, StepSpec, drops, reduce_once
@@ -88,10 +88,6 @@ def _functions(step: StepSpec, virtual_stages: int) -> pipeline.ModelFunctions:
 def _into_loop(step: StepSpec, p, num_stages: int, num_chunks: int):
     """(layers, ends): gathered once per step, in the compute dtype; inside the loop stands a full stage of them."""
     layout, num_layers = step.layout, step.model.cfg.num_layers
-    matrices = params.tree(step.model.parameters(), lambda info: info.role in MATMUL_ROLES)
-
-    def cast(axes, w, matrix):
-        return layout.constrain("params", w.astype(step.ex.dtype) if matrix else w, axes)
 
     def into_stages(axes, w):
         depth = -(-num_layers // (num_stages * num_chunks))
@@ -99,7 +95,7 @@ def _into_loop(step: StepSpec, p, num_stages: int, num_chunks: int):
         w = layout.constrain("params", w.reshape(num_chunks, num_stages, depth, *w.shape[1:]), _staged(axes))
         return layout.in_use(w, _staged(axes))
 
-    p = _map_axes(cast, step.state.axes, p, matrices)
+    p = step.model.as_read(layout, p, step.ex.dtype)
     ends = _map_axes(lambda axes, w: layout.in_use(w, axes), without_layers(step.state.axes), without_layers(p))
     return _map_axes(into_stages, step.state.axes[LAYERS], p[LAYERS]), ends
 

@@ -36,7 +36,8 @@ class StateSpec:
 
 
 def describe(model: Transformer, optimizer_cfg, steps: int, layout: Layout, mesh) -> StateSpec:
-    """Params are placed by [params], the optimizer's leaves by [optimizer], whatever their shape."""
+    """Parameters and the optimizer's leaves are stored as [optimizer] says, whatever their shape; a step reads the parameters
+    as [params] says, see `Transformer.as_read`."""
     table = model.parameters()
     axes = params.tree(table, lambda info: info.axes)
     tx = optimizer.build(optimizer_cfg, steps, params.tree(table, lambda info: info.role),
@@ -45,5 +46,5 @@ def describe(model: Transformer, optimizer_cfg, steps: int, layout: Layout, mesh
     abstract = State(jax.ShapeDtypeStruct((), jnp.int32), p, jax.eval_shape(tx.init, p))
     opt_axes = optimizer.state_axes(tx, p, axes)
     place = lambda table_name, tree: rules.shardings(layout, mesh, table_name, tree)
-    sharding = State(place("params", ()), place("params", axes), place("optimizer", opt_axes))
+    sharding = State(*(place("optimizer", tree) for tree in ((), axes, opt_axes)))
     return StateSpec(tx, axes, abstract, sharding)

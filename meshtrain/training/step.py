@@ -1,6 +1,6 @@
 """The training step: loss -> gradients (`accumulate`) -> update, one jitted program for every layout.
 
-The update is made on the shards that [optimizer] gives; new params go to [params] at its end.
+The update is made on the shards that [optimizer] gives, where parameters are stored.
 """
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from meshtrain.layout import rules
 from meshtrain.layout.rules import Layout
 from meshtrain.model.layers import Execution
 from meshtrain.model.transformer import Transformer
@@ -121,19 +120,15 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
     def train(state: State, batch):
         key = jax.random.fold_in(jax.random.key(run.run.seed), state.step) if accumulate.drops(run) else None
         grads, loss, count, aux = gradients(state.params, batch, key)
-        place = lambda table, tree: jax.tree.map(lambda axes, x: layout.constrain(table, x, axes), spec.axes, tree,
-                                                 is_leaf=rules.is_axes)
         grad_norm = optax.global_norm(grads)
         if training.grad_clip:
             grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, training.grad_clip / (grad_norm + 1e-12)), grads)
-        shards = place("optimizer", state.params)
-        updates, opt_state = spec.tx.update(grads, state.opt_state, shards, step=state.step)
+        updates, opt_state = spec.tx.update(grads, state.opt_state, state.params, step=state.step)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        # A step that is not finite changes nothing but the count of steps, from which the learning rate follows. The updates are zeroed, not the params selected: a select on what
-        # is gathered next (ZeRO-1/2) makes XLA gather both sides of it.
+        # A step that is not finite changes nothing but the count of steps, from which the learning rate follows.
         updates = jax.tree.map(lambda u: jnp.where(finite, u, 0.0), updates)
         opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), opt_state, state.opt_state)
-        new = State(state.step + 1, place("params", optax.apply_updates(shards, updates)), opt_state)
+        new = State(state.step + 1, optax.apply_updates(state.params, updates), opt_state)
         rate = learning_rate_schedule(run.optimizer, training.steps)(state.step)
         metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": jnp.asarray(rate, jnp.float32), "tokens": count,
                    "skipped": ~finite}
