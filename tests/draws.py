@@ -50,7 +50,7 @@ def _draw(rng: random.Random, own_rules: Path) -> config.Run:
     return config.Run(
         mesh=sizes | dict(placement=rng.sample(AXES, len(AXES))), sharding=dict(rules=str(rule)), model=_model(rng, sizes, T),
         data=dict(seq_len=T, global_batch=batch_ways * microbatches * rng.randint(1, 3)),
-        training=dict(steps=9, microbatches=microbatches, remat=rng.choice(("none", "selective", "full")),
+        training=dict(steps=9, microbatches=microbatches, remat=rng.choice(("none", "selective", "full", "offload")),
                       grad_clip=rng.choice((0.0, 1.0, 0.3)), z_loss=rng.choice((0.0, 1e-2)), loss_chunk=rng.choice((7, 32, 1024))),
         optimizer=dict(name=rng.choice(("adamw", "lion", "adafactor", "muon")), learning_rate=1e-3,
                        schedule=rng.choice(("cosine", "linear", "constant")), warmup_steps=rng.choice((0, 2, 20))),

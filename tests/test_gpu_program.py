@@ -14,7 +14,7 @@ import pytest
 import sampling
 
 from meshtrain import assembly, config
-from meshtrain.cost import audit, compile
+from meshtrain.cost import audit, compile, memory
 from meshtrain.kernels import pallas
 
 pytestmark = pytest.mark.skipif(
@@ -155,6 +155,18 @@ def test_a_microbatch_s_gradients_never_stand_beside_their_sums(rule):
     n = sizes(made)
     beside = executable.memory_analysis().temp_size_in_bytes - 4 * n["all"] - 2 * n["all"]     # accumulators; weights in bfloat16
     assert 0 < beside < 0.8 * 4 * L * n["layer"]            # gradients and logits of the head; stacked ones would double it
+
+
+@pytest.mark.parametrize("rule", ["zero3", pytest.param("zero1", marks=sampling.GRID)])
+def test_offloaded_inputs_of_layers_lie_on_the_host_and_come_back_ahead_of_their_layer(rule):
+    made, executable = gpu_program(rule, "offload")
+    held = executable.memory_analysis()
+    assert held.host_temp_size_in_bytes == memory.host_bytes(made.run, made.layout) == L * B // M // 64 * T * D * 2
+    text, program = executable.as_text(), gpu_step(rule, "offload")[1]
+    assert not program.unknown_loops
+    check_traffic(traffic(program), expected(rule, made))
+    fetches = [line.count("fusion-start(") for line in text.splitlines() if "dynamic-slice-start" in line and "S(5)" in line]
+    assert sum(fetches) >= 2, "one before the loop over layers, and in it the next layer's"
 
 
 def test_zero3_memory_does_not_grow_by_gathered_layers():

@@ -241,7 +241,7 @@ def test_dropout_drops():
     assert abs(reference(tuple(model.items()), tuple(training.items()), 20)[1][0] - reference(steps=20)[1][0]) > 1e-3
 
 
-@pytest.mark.parametrize("remat", ["full", pytest.param("selective", marks=sampling.GRID)])
+@pytest.mark.parametrize("remat", ["offload", *(pytest.param(remat, marks=sampling.GRID) for remat in ("full", "selective"))])
 def test_remat_changes_no_gradient(remat):
     params, losses, moments = reference(steps=20)
     case = Compiled(run_of("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2), {}, dict(remat=remat)))

@@ -279,7 +279,8 @@ THIRDS = dict(embed_dim=48, num_heads=6, num_kv_heads=6)
     # Taken from the stages, a vocabulary of 512 must still divide over tensor.
     ((("zero1_tensor_sequence_pipeline", dict(stage=2, tensor=3)), dict(model=THIRDS, data=dict(seq_len=48))),
      ["vocab=512", "tensor 3", "model.vocab_size"]),
-], ids=["chunks", "microbatches", "zb_h1", "layers", "rules", "vocabulary"])  # fmt: skip
+    ((("pipeline", dict(stage=4)), dict(training=dict(remat="offload"))), ['training.remat="offload"', "mesh.stage=4", '"full"']),
+], ids=["chunks", "microbatches", "zb_h1", "layers", "rules", "vocabulary", "offload"])  # fmt: skip
 def test_pipeline_that_cannot_be_is_refused_in_one_line(case, parts):
     with pytest.raises(config.ConfigError) as error:
         assembled(*case[0], **case[1])

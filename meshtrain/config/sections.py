@@ -147,7 +147,9 @@ class Training(Section):
 
     steps: int = key(100, "optimizer steps", ge=1)
     microbatches: int = key(1, "parts a step's batch is worked through in", ge=1)
-    remat: Literal["none", "selective", "full"] = key("none", "what the backward pass recomputes instead of keeping")
+    remat: Literal["none", "selective", "full", "offload"] = key(
+        "none", "what the backward pass recomputes instead of keeping; offload: as full, layers' inputs wait on the host"
+    )
     grad_clip: float = key(1.0, "largest global norm of the gradient; 0 = off", ge=0)
     z_loss: float = key(0.0, "weight of the squared log-partition, which keeps logits small; 0 = off", ge=0)
     loss_chunk: int = key(1024, "tokens whose logits are held at once", ge=1)

@@ -36,6 +36,15 @@ def read_bytes(model, layout, compute_dtype: str) -> int:
     return sum(held(info) for info in model.parameters())
 
 
+def host_bytes(run, layout) -> int:
+    """Bytes on the host, of one device, of the layers' inputs that wait there for their backward; 0 where none do."""
+    if run.training.remat != "offload":
+        return 0
+    tokens = run.data.global_batch // run.training.microbatches * run.data.seq_len
+    ways = layout.ways(layout.mesh_axes("activations", "batch") + layout.mesh_axes("activations", "residual_seq"))
+    return run.model.num_layers * tokens // ways * run.model.embed_dim * np.dtype(run.model.compute_dtype).itemsize
+
+
 def in_loop(infos, layout, num_chunks: int = 1) -> list[tuple]:
     """[(ParamInfo, its shape on one device inside the pipeline's loop)], whole over the axes that split the batch.
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from meshtrain.cost import audit, hardware, memory, roofline
 from meshtrain.layout import rules
 
-LABELS = {"read": "weights as they are read", "loop_weights": "weights in the pipeline's loop", "loop_grads": "gradients in it"}
+LABELS = {"read": "weights as they are read", "host": "on the host", "loop_weights": "weights in the pipeline's loop", "loop_grads": "gradients in it"}
 LARGE = 64 * 2**20   # bytes on one device from which a replicated parameter is worth a warning
 
 
@@ -24,7 +24,9 @@ def grads_shardings(made):
 def formula(made) -> dict:
     """By the rules. With a pipeline also what stands inside its loop, whatever [params] and [grads] say of the rest."""
     held = memory.formula(made.program.spec.abstract, made.program.spec.sharding, grads_shardings(made))
-    return held | (memory.loop_bytes(_loop(made), made.run.model.compute_dtype) if made.choice else {})
+    host = memory.host_bytes(made.run, made.layout)
+    return (held | (memory.loop_bytes(_loop(made), made.run.model.compute_dtype) if made.choice else {})
+            | ({"host": host} if host else {}))
 
 
 def read_bytes(made) -> int:
@@ -33,7 +35,9 @@ def read_bytes(made) -> int:
 
 
 def held_by_program(made, executable) -> dict:
-    return memory.compiled(executable, made.program.spec.abstract, made.run.training.microbatches, _loop(made))
+    held = memory.compiled(executable, made.program.spec.abstract, made.run.training.microbatches, _loop(made))
+    host = executable.memory_analysis().host_temp_size_in_bytes
+    return held | ({"host": host} if memory.host_bytes(made.run, made.layout) else {})
 
 
 def _loop(made):
@@ -129,7 +133,8 @@ def memory_table(made, executable) -> str:
     held = held_by_program(made, executable)
     ruled = formula(made)
     show = lambda value: "–" if value is None else size(value)
-    rows = [(key, show(ruled[key]), show(held[key])) for key in ("params", "grads", "optimizer", "activations", "total")]
+    keys = [key for key in ("params", "grads", "optimizer", "activations", "total", "host") if key in held]
+    rows = [(LABELS.get(key, key), show(ruled[key]), show(held[key])) for key in keys]
     lines = [columns([("memory per device", "by the rules", "compiled"), *rows])]
     if gpu := roofline.gpu_of(made):
         usable = hardware.usable_bytes(gpu)

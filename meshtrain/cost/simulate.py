@@ -241,7 +241,7 @@ def modelled(run, rows, mesh_spec, gpu=None, residual_ways: int = 1) -> Costs:
     attention = 2 * cfg.num_layers * cfg.num_heads * cfg.head_dim * run.data.seq_len * shared * padding
     vocab = max((info.size for info in rows if info.role in ("head", "embedding")), default=0)
     forward = matmuls + attention
-    input_grad = matmuls + ATTENTION_BACKWARD * attention + (forward if run.training.remat == "full" else 0)
+    input_grad = matmuls + ATTENTION_BACKWARD * attention + (forward if run.training.remat in ("full", "offload") else 0)
     peak = gpu.peak(cfg.compute_dtype) if gpu else None
     per_s = EFFICIENCY * peak if peak else forward
     link_s = 0.0

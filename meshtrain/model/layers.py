@@ -27,7 +27,7 @@ class Execution:
     layout: Layout
     dtype: jnp.dtype
     attend: Callable        # (layout, q_BTNH, k_BSKH, v_BSKH, segments_BT) -> o_BTNH
-    remat: str = "none"     # none, selective, full
+    remat: str = "none"     # none, selective, full, offload
 
 
 def recomputed(ex: Execution, f: Callable) -> Callable:

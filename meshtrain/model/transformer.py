@@ -17,6 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.layout.rules import Layout, Rules, Tensor
 from meshtrain.model import params
@@ -25,6 +26,7 @@ from meshtrain.model.loss import LossSpec, loss_sums
 from meshtrain.names import AUX_LOSS, LAYERS, MATMUL_ROLES
 
 VOCAB_MULTIPLE = 256
+LAYER_INPUT = "layer_input"     # what `offload` keeps on the host
 
 
 class Inputs(NamedTuple):
@@ -276,7 +278,7 @@ def without_layers(tree: dict) -> dict:
 def block(ex: Execution, layer: params.Module, weights, x_BTD, inputs: Inputs, number):
     """(output, aux) of layer number `number` with these weights; the backward keeps what ex.remat says."""
     def apply(weights, x_BTD, inputs, number):
-        return layer.bind(weights)(ex, x_BTD, inputs, number)
+        return layer.bind(weights)(ex, checkpoint_name(x_BTD, LAYER_INPUT), inputs, number)
     return rematerialized(apply, ex)(weights, x_BTD, inputs, number)
 
 
@@ -286,15 +288,23 @@ def add_aux(a: dict, b: dict) -> dict:
 
 
 def rematerialized(layer, ex: Execution):
-    """none: every intermediate is kept; selective: matmul outputs and attention's o and lse; full: only the input.
+    """none: what matmuls, norms and attention read is kept; selective: matmul outputs and attention's o and lse; full: only
+    the input; offload: only the input, in the memory of the host (B·T·D there and back, beside the matmuls of a layer).
 
-    Where sequences are split over devices, full keeps o and lse, too (B·T·N·H): the backward never runs a ring again.
+    Where sequences are split over devices, full and offload keep o and lse, too (B·T·N·H): the backward never runs a ring again.
     """
     policies = jax.checkpoint_policies
     if ex.remat == "none":
         return layer
-    attention = policies.save_only_these_names("attention_o", "attention_lse")
-    keep = attention if ex.layout.sizes["context"] > 1 else None
+    names = ["attention_o", "attention_lse"]
+    attention = policies.save_only_these_names(*names)
+    split = ex.layout.sizes["context"] > 1
+    keep = attention if split else None
+    if ex.remat == "offload":
+        # The name must be the input's: a layer's output so named stays on the device in silence.
+        keep = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=names if split else [], names_which_can_be_offloaded=[LAYER_INPUT],
+            offload_src="device", offload_dst="pinned_host")
     if ex.remat == "selective":
         # Dots with a batch dim are attention's scores, which nobody wants to keep; the weight gathers are no dots.
         keep = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attention)

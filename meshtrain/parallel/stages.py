@@ -18,6 +18,9 @@ def problems(run, loaded: Rules, sizes) -> list[str]:
         faults.append(f'pipeline.schedule="zb_h1" cannot stand beside mesh.context={sizes["context"]}: its stages take '
                       "different branches, where permutes over context would mix; use mesh.context=1, or "
                       'pipeline.schedule="zero_bubble"')
+    if run.training.remat == "offload":
+        faults.append(f'training.remat="offload" cannot stand beside mesh.stage={num_stages}: what waits for its backward stays '
+                      'in the slots of the schedule, on the device; use training.remat="full"')
     virtual_stages = num_stages * chunks
     if num_layers % virtual_stages and run.pipeline.uneven == "refuse":
         faults.append(f"model.num_layers={num_layers} cannot be split over mesh.stage={num_stages} × pipeline.chunks={chunks}; "

@@ -47,12 +47,22 @@ DETERMINISTIC_OPTIONS = {
     },
     "cpu": {},
 }
+# With training.remat = "offload".
+OFFLOAD_OPTIONS = {
+    "gpu": {
+        # A layer's input comes back from the host while the backward of the layer behind it runs, not before its own first
+        # matmul; one more of them stands on the device.
+        "xla_gpu_enable_pipelined_host_offloading": True,
+    },
+    "cpu": {},
+}
 
 
-def compiler_options(platform: str, deterministic: bool) -> dict:
+def compiler_options(platform: str, deterministic: bool, remat: str = "none") -> dict:
     """What every program of a run is compiled with on this platform, as jax calls it."""
     platform = "cpu" if platform == "cpu" else "gpu"
-    return COMPILER_OPTIONS[platform] | (DETERMINISTIC_OPTIONS[platform] if deterministic else {})
+    return (COMPILER_OPTIONS[platform] | (DETERMINISTIC_OPTIONS[platform] if deterministic else {})
+            | (OFFLOAD_OPTIONS[platform] if remat == "offload" else {}))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -150,5 +160,5 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         evaluate=jax.jit(evaluate, in_shardings=(spec.sharding.params, batch_shardings), out_shardings=whole),
         initialize=jax.jit(initialize, out_shardings=spec.sharding),
         spec=spec, batch=step.batch, execution=dataclasses.replace(step.ex, layout=layout), once=step.once, mesh=mesh,
-        compiler_options=compiler_options(mesh.devices.flat[0].platform, training.deterministic), schedule=schedule,
+        compiler_options=compiler_options(mesh.devices.flat[0].platform, training.deterministic, training.remat), schedule=schedule,
         order=order)
