@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from meshtrain import assembly, config
-from meshtrain.cost import flops
+from meshtrain.cost import flops, hardware
 from meshtrain.layout import rules
 from meshtrain.layout.rules import Layout
 from meshtrain.model import layers, transformer
@@ -70,6 +70,14 @@ def test_flops_per_token_are_those_counted_by_hand():
     assert flops.model_flops_per_token(transformer.build(cfg).parameters(), cfg, S) == 6 * weights + 6 * L * D * S
     tied = cfg.model_copy(update=dict(tie_embeddings=True))
     assert flops.model_flops_per_token(transformer.build(tied).parameters(), tied, S) == 6 * weights + 6 * L * D * S
+
+
+def test_chunks_of_the_head_are_long_enough_for_its_gradient_to_be_bound_by_matmuls_on_every_gpu():
+    """Every chunk reads and writes the float32 gradient of the head's weight, 8 bytes an element, for 2 FLOPs a token."""
+    chunk = config.Run().training.loss_chunk
+    for name, gpu in hardware.GPUS.items():
+        if gpu.hbm_bytes_per_s:
+            assert 2 * chunk / gpu.peak("bfloat16") > 8 / gpu.hbm_bytes_per_s, name
 
 
 def test_every_step_draws_its_own_dropout():

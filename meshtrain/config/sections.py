@@ -152,7 +152,7 @@ class Training(Section):
     )
     grad_clip: float = key(1.0, "largest global norm of the gradient; 0 = off", ge=0)
     z_loss: float = key(0.0, "weight of the squared log-partition, which keeps logits small; 0 = off", ge=0)
-    loss_chunk: int = key(1024, "tokens whose logits are held at once", ge=1)
+    loss_chunk: int = key(2048, "tokens whose logits are held at once; below it the head waits for memory on GPUs", ge=1)
     deterministic: bool = key(False, "the same bits in every run on the same GPUs, at some speed; CPUs give them anyway")
     max_skipped_steps: int = key(10, "steps in a row without a finite gradient before the run stops", ge=1)
 

@@ -183,13 +183,13 @@ class Transformer:
             x_BTD = x_BTD + ends.position(ex, batch["positions"])
         return dropout(ex, x_BTD, self.cfg.embedding_dropout, self.inputs(batch, dropout_key), 2 * self.cfg.num_layers)
 
-    def head_loss(self, ex: Execution, p, x_BTD, targets_BT, *, z_loss: float = 0.0, chunk: int = 1024):
+    def head_loss(self, ex: Execution, p, x_BTD, targets_BT, *, z_loss: float = 0.0, chunk: int = 2048):
         """(objective, nll) from the output of the last layer, as `loss`."""
         axes, w = self._head(p)
         x_BTD = self._normed(ex, p, x_BTD)
         return loss_sums(ex, LossSpec(axes, self.cfg.vocab_size, z_loss, chunk), x_BTD, w, targets_BT)
 
-    def loss(self, ex: Execution, p, batch, *, z_loss: float = 0.0, chunk: int = 1024, dropout_key=None):
+    def loss(self, ex: Execution, p, batch, *, z_loss: float = 0.0, chunk: int = 2048, dropout_key=None):
         """(objective, nll, aux), sums over the tokens of `batch` that have a target, in nats. Divide by their count.
 
         The objective is differentiated; aux[AUX_LOSS], where the layers make one, is part of it.
