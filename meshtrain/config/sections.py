@@ -83,7 +83,7 @@ class Model(Section):
     rope_scaling_factor: float = key(1.0, "Llama 3.1 scaling of the low frequencies; 1 = off", ge=1)
     rope_low_freq_factor: float = key(1.0, "wavelengths beyond rope_original_seq_len / this are scaled in full", gt=0)
     rope_high_freq_factor: float = key(4.0, "wavelengths below rope_original_seq_len / this stay as they are", gt=0)
-    rope_original_seq_len: int = key(8192, "sequence length before the scaling", ge=1)
+    rope_original_seq_len: int = key(8192, "sequence length before the scaling", ge=1, lt=2**31)
     qk_norm: bool = key(False, "RMSNorm on each head's queries and keys")
     attention_bias: bool = key(False, "biases of queries, keys and values; with layernorm of the output too")
     mlp_bias: bool = key(False, "biases of the MLP")
