@@ -10,7 +10,7 @@ import sampling
 from meshtrain import config
 from meshtrain.model import transformer
 from meshtrain.training import accumulate
-from test_layer_groups import LEADING, Wide, batch_of, compiled, execution, model_of
+from test_layer_groups import LEADING, Wide, batch_of, execution, model_of
 from test_layouts import MODEL
 
 
@@ -30,7 +30,7 @@ def test_gradients_added_in_place_are_those_of_autodiff(remat, model, monkeypatc
     p, batch, count = model.init(jax.random.key(0)), batch_of(), jnp.float32(100)
     before = jax.tree.map(lambda w: 1e-3 * jnp.ones_like(w), p)
 
-    @compiled
+    @jax.jit
     def both(p):
         return [make(step)(p, before, batch, count, jax.random.key(5)) for make in (accumulate._stacked, accumulate._in_place)]
     with jax.default_matmul_precision("highest"):
