@@ -46,5 +46,5 @@ def describe(model: Transformer, optimizer_cfg, steps: int, layout: Layout, mesh
     abstract = State(jax.ShapeDtypeStruct((), jnp.int32), p, jax.eval_shape(tx.init, p))
     opt_axes = optimizer.state_axes(tx, p, axes)
     place = lambda table_name, tree: rules.shardings(layout, mesh, table_name, tree)
-    sharding = State(*(place("optimizer", tree) for tree in ((), axes, opt_axes)))
+    sharding = State(place("optimizer", ()), place("optimizer", axes), place("optimizer", opt_axes))
     return StateSpec(tx, axes, abstract, sharding)
