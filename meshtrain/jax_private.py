@@ -4,6 +4,7 @@ Tried with jax 0.10.2 and 0.12. This module knows no run and no model.
 """
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,6 +19,17 @@ def backends_are_initialized() -> bool:
         return xla_bridge.backends_are_initialized()
     except (ImportError, AttributeError):
         return True
+
+
+def as_written(eqn) -> contextlib.AbstractContextManager:
+    """Where an equation of a jaxpr that is evaluated keeps its own source line, and its name behind the caller's; a context
+    that changes nothing where jax has that otherwise."""
+    try:
+        from jax._src import source_info_util
+        name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+        return source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack)
+    except (ImportError, AttributeError, TypeError):
+        return contextlib.nullcontext()
 
 
 class CudnnAttention(NamedTuple):

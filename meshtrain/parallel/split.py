@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from meshtrain import jax_private
+
 # Calls that are inlined, so that the equations inside can be divided. Loops, kernels and shard_maps stay whole, in B.
 INLINED = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_jvp_call",
            "custom_vjp_call", "custom_vjp_call_jaxpr"}
@@ -237,12 +239,13 @@ def _bind(eqns, env: dict, inline: bool = False) -> dict:
     for eqn in eqns:
         args = [_value(env, v) for v in eqn.invars]
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        if inline and inner is not None and eqn.primitive.name in INLINED:
-            outs = _evaluate(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), args)
-        else:
-            with eqn.ctx.manager:
-                outs = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
-            outs = outs if eqn.primitive.multiple_results else [outs]
+        with jax_private.as_written(eqn):
+            if inline and inner is not None and eqn.primitive.name in INLINED:
+                outs = _evaluate(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), args)
+            else:
+                with eqn.ctx.manager:
+                    outs = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+                outs = outs if eqn.primitive.multiple_results else [outs]
         env.update(zip(eqn.outvars, outs))
     return env
 
