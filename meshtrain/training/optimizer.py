@@ -17,19 +17,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-import optax.contrib
 
 from meshtrain.names import LAYERS, MATMUL_ROLES, ROLES
-from meshtrain.training import adafactor
+from meshtrain.training import adafactor, muon
 
 NAMES = ("adamw", "lion", "adafactor", "muon")
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
-MUON_MOMENTUM = 0.95  # Moonlight and Jordan's original; cfg.b1 and cfg.b2 belong to the adamw beside it
 MUON_RMS = 0.2  # AdamW's updates have this root mean square (arXiv:2502.16982, section 2.2): one learning rate serves both
 
 
-def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any) -> optax.GradientTransformationExtraArgs:
+def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any, placements: Any = None,
+          dtype: Any = jnp.float32) -> optax.GradientTransformationExtraArgs:
     """The optimizer of a run of `steps` steps. All its state is float32, whatever the dtype of the parameters.
 
     update(grads, state, params, step=n): n, the steps that the run has taken, sets the learning rate; no state counts them.
@@ -39,6 +38,8 @@ def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any) -> optax.GradientT
         never: Megatron-LM, GPT-NeoX and nanoGPT decay everything with two dims, embeddings included (OLMo 2 leaves them out).
     matrix_dims: a tree like params, each leaf None or (input dims, output dims): indices into the stacked array, so [L,D,N,H]
         has ((1,), (2, 3)). Dims in neither are a batch of independent matrices. Every `matrix` needs one.
+    placements: a tree like params of NamedShardings, how the state of each leaf lies; None: on one device. dtype: of muon's
+        matmuls, and of what it sends.
 
     adamw: b1, b2, eps. lion: b1, b2. adafactor: no first moment, b2 bounds the decay of the second. muon: every `matrix`;
     the others, embeddings and head included, take adamw.
@@ -49,7 +50,7 @@ def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any) -> optax.GradientT
     decayed = jax.tree.map(lambda role: role in MATMUL_ROLES, roles)
     return _in_float32(
         optax.chain(
-            _rule(cfg, roles, matrix_dims),
+            _rule(cfg, roles, matrix_dims, placements, dtype),
             optax.add_decayed_weights(cfg.weight_decay, decayed),
             _scale_by_learning_rate(learning_rate_schedule(cfg, steps)),
         )
@@ -110,7 +111,7 @@ def state_axes(tx: optax.GradientTransformation, abstract_params: Any, logical_a
     return jax.tree.map(lambda leaf: tuple(axis_of_size.get(size) for size in leaf.shape), probes)
 
 
-def _rule(cfg, roles, matrix_dims):
+def _rule(cfg, roles, matrix_dims, placements, dtype):
     """The direction of the update, before weight decay and learning rate."""
     adam = optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps)
     if cfg.name == "adamw":
@@ -123,7 +124,7 @@ def _rule(cfg, roles, matrix_dims):
         )
     # optax.contrib.muon is not used whole: it runs its Adam with Nesterov momentum and decays norms and biases.
     labels = jax.tree.map(lambda role: "muon" if role == "matrix" else "adam", roles)
-    return optax.partition({"muon": _muon(roles, matrix_dims), "adam": adam}, labels)
+    return optax.partition({"muon": _muon(roles, matrix_dims, placements, dtype), "adam": adam}, labels)
 
 
 def _scale_by_learning_rate(schedule):
@@ -135,24 +136,24 @@ def _scale_by_learning_rate(schedule):
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
-def _muon(roles, matrix_dims):
-    """Orthogonalized momentum, every matrix alone: optax takes the dims it is not told about as a batch and vmaps over them.
+def _muon(roles, matrix_dims, placements, dtype):
+    """Orthogonalized momentum, every matrix alone, at the root mean square of AdamW's updates.
 
-    An orthogonal [fan_in, fan_out] matrix has a root mean square of 1/√max(fan_in, fan_out); undoing that makes it the same for all.
+    An orthogonal [fan_in, fan_out] matrix has one of 1/√max(fan_in, fan_out); undoing that makes it the same for all.
     """
 
-    def numbers(role, dims):
-        return optax.contrib.MuonDimensionNumbers(*dims) if role == "matrix" else optax.MaskedNode()
+    def describe(role, dims, placement=None):
+        return muon.Matrices(*map(tuple, dims), placement) if role == "matrix" else optax.MaskedNode()
 
-    dimension_numbers = jax.tree.map(numbers, roles, matrix_dims)
+    matrices = jax.tree.map(describe, roles, matrix_dims, *([placements] if placements else []))
 
-    def scaled(update, n):
-        fans = (math.prod(update.shape[dim] for dim in dims) for dims in n)
+    def scaled(update, of):
+        fans = (math.prod(update.shape[dim] for dim in dims) for dims in (of.inputs, of.outputs))
         return MUON_RMS * math.sqrt(max(fans)) * update
 
     return optax.chain(
-        optax.contrib.scale_by_muon(beta=MUON_MOMENTUM, weight_dimension_numbers=dimension_numbers),
-        optax.stateless(lambda updates, _: jax.tree.map(scaled, updates, dimension_numbers)),
+        muon.scale_by_muon(matrices, dtype),
+        optax.stateless(lambda updates, _: jax.tree.map(scaled, updates, matrices)),
     )
 
 
