@@ -58,7 +58,8 @@ CELLS = [
     ("zero3", dict(data=2, fsdp=4), 5), ("zero1", dict(fsdp=8), 3), ("zero2", dict(data=4, fsdp=2), 4),
     ("hsdp", dict(data=2, fsdp=4), 4), ("tensor", dict(data=2, tensor=4), 3), ("zero1_pipeline", dict(stage=2, fsdp=4), 4),
     *(("zero3_tensor_sequence_pipeline", mesh, num_layers) for mesh, num_layers in (
-        (dict(stage=2, fsdp=4), 2), (dict(stage=2, fsdp=2), 6), (dict(stage=2, fsdp=2), 3), (dict(stage=2, fsdp=2, tensor=2), 4))),
+        (dict(stage=2, fsdp=4), 2), (dict(stage=2, fsdp=2), 6), (dict(stage=2, fsdp=2), 3),
+        (dict(stage=2, fsdp=2, tensor=2), 4))),
 ]  # fmt: skip
 cell_id = lambda case: f"{case[0]}-" + "-".join(f"{axis}{n}" for axis, n in case[1].items()) + f"-{case[2]}layers"
 
