@@ -40,10 +40,12 @@ def describe(model: Transformer, optimizer_cfg, steps: int, layout: Layout, mesh
     as [params] says, see `Transformer.as_read`."""
     table = model.parameters()
     axes = params.tree(table, lambda info: info.axes)
-    place = lambda tree: rules.shardings(layout, mesh, "optimizer", tree)
+    place = lambda table_name, tree: rules.shardings(layout, mesh, table_name, tree)
+    stored = place("optimizer", axes)
     tx = optimizer.build(optimizer_cfg, steps, params.tree(table, lambda info: info.role),
-                         params.tree(table, lambda info: info.matrix_dims), place(axes), model.cfg.compute_dtype)
+                         params.tree(table, lambda info: info.matrix_dims), stored, model.cfg.compute_dtype)
     p = params.tree(table, lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype))
     abstract = State(jax.ShapeDtypeStruct((), jnp.int32), p, jax.eval_shape(tx.init, p))
     opt_axes = optimizer.state_axes(tx, p, axes)
-    return StateSpec(tx, axes, abstract, State(place(()), place(axes), place(opt_axes)))
+    sharding = State(place("optimizer", ()), stored, place("optimizer", opt_axes))
+    return StateSpec(tx, axes, abstract, sharding)
