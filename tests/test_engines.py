@@ -2,6 +2,7 @@
 import re
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from test_context import RULES, drawn, laid_out, with_gradients
 
 from meshtrain import assembly, config
-from meshtrain.cost import compile, hlo
+from meshtrain.cost import compile, hlo, report
 from meshtrain.kernels import engine, pallas, tiles
 from meshtrain.kernels.tiles import Blocks, Tiles
 from meshtrain.layout import rules
@@ -204,3 +205,11 @@ def test_in_a_region_that_is_manual_over_stage_kernels_have_own_heads_only_where
         step = jax.jit(jax.shard_map(body, axis_names={"stage"}, in_specs=P("stage"), out_specs=P("stage"), check_vma=False))
         text = step.lower(*args).compile().as_text()
     assert kernels(text) == {("forward_causal", (1, T, N // 2 if nested else N, H)): 1}
+
+
+def test_inspect_tells_kernels_of_attention_from_kernels_that_nobody_counts():
+    calls = ["pallas_call.3 (__gpu$xla.gpu.triton) attention/meshtrain_attention_dq/pallas_call", "fusion (__cudnn$fmhaSoftmax)", "x (cutlass) y"]
+    line = lambda *uncounted: report.matmuls(SimpleNamespace(flops={"bf16": 5}, uncounted=uncounted))
+    assert line() == "matmul FLOPs per device and step: bf16 5"
+    assert line(*calls[:2]) == line() + "; beside them attention's kernels"
+    assert line(*calls) == line(*calls[:2]) + "; not counted: x (cutlass) y" and line(calls[2]).endswith("5; not counted: x (cutlass) y")
