@@ -171,7 +171,7 @@ def choose(run, layout: Layout, platform: str, gpu: str = "") -> tuple[Callable,
     if against[name]:
         able = " or ".join(f'"{other}"' for other in ("auto", *against) if not against.get(other))
         raise ValueError(f'model.attention="{name}" cannot serve this run: {"; ".join(against[name])}; use {able}')
-    why = [f"model.attention={asked}"] if asked != "auto" else against["cudnn"] if name != "cudnn" else []
+    why = [f"model.attention={asked}"] if asked != "auto" else against["cudnn"][:1] if name == "pallas" else against["cudnn"]
     if name == "blockwise" and asked == "auto":
         why = [*dict.fromkeys(why + against["pallas"])]
     note = f"attention: {LABELS[name]}" + (f", because {'; '.join(why)}" if why else "")
