@@ -3,7 +3,8 @@
 Measures the training step on 1 device, on 8 simulated ones (or on all GPUs there are), the loop around it, and a step
 written by hand in `baseline` below: same model, same mathematics, no mesh and no rules. What is compared is timed in turns,
 a few steps each, round by round: what else the machine does then hits all of it alike. Simulated devices take their turns
-in a process of their own, since their threads and flags would slow one device down. Loss and gradient norm of the two implementations must agree before anything is timed. Writes benchmarks/step.md.
+in a process of their own, since their threads and flags would slow one device down. Loss and gradient norm of the two
+implementations must agree before anything is timed. Writes benchmarks/step.md.
 """
 from __future__ import annotations
 

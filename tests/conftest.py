@@ -33,7 +33,8 @@ settings.register_profile("no deadline", deadline=None)     # how busy the machi
 settings.load_profile("no deadline")
 
 CELLS_OF_A_FILE = 2
-LONG = ("test_several_processes.py", "test_fuzz.py", "test_layouts.py", "test_pipeline.py", "test_commands.py", "test_context.py")
+LONG = [f"test_{name}.py" for name in ("several_processes", "gpu_program", "fuzz", "pipeline", "stops", "context", "gpu_pipeline",
+                                       "commands", "layouts")]
 STARTED = time.monotonic()
 
 

@@ -125,8 +125,9 @@ def test_a_signal_at_any_moment_ends_the_run_with_75_and_its_state_saved(moment,
     saved = [path.name for path in (directory / "checkpoints").iterdir()]
     assert str(written[-1]["step"]) in saved and not [name for name in saved if name.startswith(".")]
     if moment == "validation":
-        assert "its validation is given up" in text and not any("val_loss" in row for row in written)
-        assert written[-1]["step"] == 3, "no further step"
+        last = written[-1]["step"]
+        assert last in (2, 3) and not any("val_loss" in row for row in written), "no further step"      # 2: taken before the third
+        assert ("its validation is given up" in text) == (last == 3)
 
 
 def test_a_run_that_is_stopped_before_its_first_step_starts_by_the_same_command(home, tmp_path):

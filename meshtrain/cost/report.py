@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding
 from meshtrain.cost import audit, hardware, memory, roofline
 from meshtrain.layout import rules
 
-LABELS = {"read": "weights as they are read", "host": "on the host", "loop_weights": "weights in the pipeline's loop", "loop_grads": "gradients in it"}
+LABELS = {"read": "weights as they are read", "host": "on the host", "loop_weights": "weights in the pipeline's loop",
+          "loop_grads": "gradients in it"}
 LARGE = 64 * 2**20   # bytes on one device from which a replicated parameter is worth a warning
 
 

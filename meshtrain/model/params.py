@@ -20,7 +20,8 @@ from meshtrain.names import LAYERS
 
 @dataclasses.dataclass(frozen=True)
 class ParamInfo:
-    """One parameter: its path in the tree, full shape (with the leading layers dim) and what rules, optimizers and checkpoints need of it."""
+    """One parameter: its path in the tree, full shape (with the leading layers dim) and what rules, optimizers and
+    checkpoints need of it."""
     path: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: jnp.dtype

@@ -36,8 +36,9 @@ class ModelFunctions:
     prepare(microbatch, extra) -> e: what all layers see beside the residual stream, recomputed where it is needed.
     embed(ends, microbatch, extra) -> x, before the first layer. layer(w, x, (number, e)) -> (x, aux).
     head(ends, x, microbatch, extra) -> (objective, metric), after the last; the objective is differentiated.
-    aux: {name: float32 array}, sums that are not differentiated. `ends` are the weights of embed and head, which all stages work on together: where they are split over the stages,
-    embed and head gather and sum over them, and return the same on every stage.
+    aux: {name: float32 array}, sums that are not differentiated. `ends` are the weights of embed and head, which all stages
+    work on together: where they are split over the stages, embed and head gather and sum over them, and return the same on
+    every stage.
     """
     prepare: Callable
     embed: Callable

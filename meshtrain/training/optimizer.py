@@ -2,8 +2,9 @@
 
 Every optimizer is the same three lines: its own rule, then decoupled weight decay, then the learning rate of this step; so
 `learning_rate` and `weight_decay` mean the same thing for all four. The learning rate follows the run's own count of steps,
-which goes on when a step is skipped; a rule's counts (Adam's bias correction) are of updates applied. Layers are stacked [L, …], and a rule that looks at a
-whole matrix (muon, adafactor) is told which dims form it: each layer's matrix is treated alone.
+which goes on when a step is skipped; a rule's counts (Adam's bias correction) are of updates applied. Layers are stacked
+[L, …], and a rule that looks at a whole matrix (muon, adafactor) is told which dims form it: each layer's matrix is treated
+alone.
 Sources: arXiv:1711.05101 (AdamW), 2302.06675 (Lion), 1804.04235 (Adafactor), 2502.16982 (Muon at scale, "Moonlight").
 
 It must not know the model or the mesh: it is given trees that name roles and dims, and hands out the logical axes of its state.
