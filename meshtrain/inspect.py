@@ -34,6 +34,8 @@ USAGE = ("python -m meshtrain.inspect [RUN.toml] [--section.key value ...] [--to
 
 def main(argv: Sequence[str]) -> int:
     try:
+        with config.user_errors():
+            hardware.memory_share()         # what fits is measured against it
         topology, given, schedule, as_json, rest = _own_flags(list(argv))
         run = config.load(rest, usage=USAGE)
         if schedule:

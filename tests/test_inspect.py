@@ -67,6 +67,12 @@ def test_what_cannot_be_assumed_is_refused_by_name(words, parts, tiny):
     refused(call(inspect.main, *tiny, *words), *parts)
 
 
+@pytest.mark.parametrize("words", [(), ("--topology", "h100:8"), ("--schedule",)])
+def test_a_share_of_memory_that_is_none_is_refused_before_anything_is_compiled(words, monkeypatch):
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "75%")
+    refused(call(inspect.main, *words), "XLA_CLIENT_MEM_FRACTION=75%", "0.92")
+
+
 def test_inspect_compiles_for_64_gpus_that_are_not_here(tiny):
     from meshtrain.cost import compile as gpu_compile
     try:
