@@ -1,8 +1,8 @@
 """Attention within documents as GPU kernels: Pallas, lowered through Triton.
 
 A block of queries visits the blocks of keys that one of its documents reaches and no others, so packed rows cost less than
-whole ones: with documents of 2,000 tokens in rows of 8,192, half of the causal square. Which blocks those are is found outside the
-kernels (`spans`) and read by them as the bounds of two loops: one with masks, and one without for blocks of a single document.
+whole ones: about 0.57 of the causal square with documents of 2,000 tokens in rows of 8,192. Which blocks those are is found
+outside the kernels (`spans`) and read by them as the bounds of two loops: one with masks, and one without for blocks of a single document.
 The backward is a kernel for dq and one for dk and dv; nothing is added by atomics, so every run gives the same bits.
 XLA has no partitioning rule for them: where a mesh axis is not manual, every device along it computes all heads, in silence.
 Source: FlashAttention-2, arXiv:2307.08691. Knows no mesh.
