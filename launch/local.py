@@ -231,12 +231,14 @@ def _conclude(ended: Sequence[Child]) -> int:
     failed = [child for child in ended if child.code not in (0, 75)]
     if failed:
         first = next((child for child in failed if not any(LOST_PEERS in line for line in child.lines)), failed[0])
+        unheard = first.reader is None      # the first process speaks for itself: its lines are on the screen, not here
         _tell(f"{first.name} failed first, {first.ended_s:.1f} s after the start: {first.ending}")
         if first.lines:
             _tell("its last lines:", *("  " + line.decode(errors="replace").rstrip("\n") for line in first.lines))
-        if any(MISMATCHED in line for child in failed for line in child.lines):
-            _tell("XLA started collectives of the simulated devices in another order in each process, and Gloo matches them by "
-                  "order: start one process, or use a layout whose mesh.tensor is 1 (docs/limits.md); GPUs are not concerned")
+        if any(MISMATCHED in line for child in failed for line in child.lines) or unheard and first.code == -signal.SIGABRT:
+            _tell("where gloo::EnforceNotMet is said: XLA started collectives of the simulated devices in another order in each "
+                  "process, and Gloo matches them by order; start one process, or use a layout whose mesh.tensor is 1 "
+                  "(docs/limits.md). GPUs are not concerned")
         _tell(*(f"then {child.name}: {child.ending}" for child in in_order if child is not first))
     else:
         _tell("the processes do not agree on how the run ended", *(f"{child.name}: {child.ending}" for child in in_order))

@@ -178,8 +178,10 @@ def test_who_failed_first_is_named_with_its_last_words(tmp_path):
     assert not any(map(alive, pid))
 
 
-def test_collectives_that_gloo_cannot_match_are_told_with_their_remedy(tmp_path):
-    code, _, err = ran(tmp_path, FOREVER, "sys.stderr.write('terminate called: gloo::EnforceNotMet\\n'); sys.stderr.flush(); os.abort()")
+@pytest.mark.parametrize("which", [0, 1])
+def test_collectives_that_gloo_cannot_match_are_told_with_their_remedy(which, tmp_path):
+    aborts = "sys.stderr.write('terminate called: gloo::EnforceNotMet\\n'); sys.stderr.flush(); os.abort()"
+    code, _, err = ran(tmp_path, *((aborts, FOREVER) if which == 0 else (FOREVER, aborts)))
     assert code == 1 and "SIGABRT" in err and "mesh.tensor is 1 (docs/limits.md)" in err
 
 
