@@ -48,8 +48,11 @@ class Assembly:
 
 def assemble(run: Run, devices: Sequence[jax.Device]) -> Assembly:
     """Checks the layout and puts the rooms together. Raises: ConfigError with every fault of mesh and rules."""
-    mesh_spec = MeshSpec(config.mesh_sizes(run, len(devices)), run.mesh.placement)
-    made = design(run, mesh_spec, devices[0].platform, hardware.from_device_kind(devices[0].device_kind))
+    mesh_spec, device = MeshSpec(config.mesh_sizes(run, len(devices)), run.mesh.placement), devices[0]
+    gpu = hardware.from_device_kind(device.device_kind)
+    if gpu is None:
+        _check_float8(run, device.platform, device.device_kind, None, getattr(device, "compute_capability", None))
+    made = design(run, mesh_spec, device.platform, gpu)
     layout, model, choice = made.layout, made.model, made.choice
     mesh = mesh_spec.build(devices)
     spec = state.describe(model, run.optimizer, run.training.steps, layout, mesh)
@@ -64,6 +67,8 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
     platform: as jax calls it. gpu: what the hardware table has of the devices. Raises: as `assemble`.
     """
     sizes = mesh_spec.sizes
+    if gpu is not None:
+        _check_float8(run, platform, gpu.name, gpu)
     with config.user_errors():
         loaded = rules.load(run.sharding.rules)
     model = transformer.build(run.model)
@@ -86,6 +91,12 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
         if sizes[axis] == 1 and section != type(section)():
             notes.append(f"mesh.{axis}=1: [{type(section).__name__.lower()}] is not used")
     return Design(layout, model, attend, choice, tuple(filter(None, [note, *notes, *config.notes(run)])))
+
+
+def _check_float8(run: Run, platform: str, name: str, gpu: hardware.Gpu | None, compute_capability: str | None = None) -> None:
+    if run.model.matmul_dtype == "float8" and platform != "cpu" and hardware.lacks_float8(gpu, compute_capability):
+        raise ConfigError(f'model.matmul_dtype="float8": {name} has no float8 matmuls (e4m3fn, e5m2), NVIDIA\'s GPUs have them '
+                          f'from H100 on; use model.matmul_dtype="auto", or other GPUs')
 
 
 class BrokenProgramError(RuntimeError):

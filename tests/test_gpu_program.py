@@ -35,17 +35,18 @@ MESHES = {
 
 
 @functools.cache
-def gpu_step(rule: str, remat: str = "full", dtype: str = "bfloat16"):
+def gpu_step(rule: str, remat: str = "full", dtype: str = "bfloat16", matmul_dtype: str = "auto"):
     """(assembled run, audit of its step for 64 H100)."""
-    made, executable = gpu_program(rule, remat, dtype)
+    made, executable = gpu_program(rule, remat, dtype, matmul_dtype)
     return made, audit.read(executable.as_text(), made.mesh)
 
 
 @functools.cache
-def gpu_program(rule: str, remat: str = "full", dtype: str = "bfloat16"):
+def gpu_program(rule: str, remat: str = "full", dtype: str = "bfloat16", matmul_dtype: str = "auto"):
     """(assembled run, its compiled step for 64 H100)."""
     run = config.Run(
-        mesh=MESHES[rule], sharding=dict(rules=str(RULES / f"{rule}.toml")), model=MODEL | dict(compute_dtype=dtype),
+        mesh=MESHES[rule], sharding=dict(rules=str(RULES / f"{rule}.toml")),
+        model=MODEL | dict(compute_dtype=dtype, matmul_dtype=matmul_dtype),
         data=dict(seq_len=T, global_batch=B), training=dict(microbatches=M, remat=remat, loss_chunk=1024),
     )  # fmt: skip
     made = assembly.assemble(run, compile.topology("h100:64"))
@@ -212,6 +213,42 @@ def test_gradients_of_biases_and_norms_are_reduced_in_float32_and_make_no_float3
     assert {c.dtype for c in sums} <= {"f32", "s32"}        # s32: the number of targets
     assert sum(c.payload_bytes for c in sums) > 4 * sum(info.size for info in made.model.parameters()) // 2    # all are seen
     assert set(program.flops) == {"bf16"}
+
+
+@pytest.mark.parametrize("rule, remat", [("zero3_tensor_sequence", "full"), *(pytest.param(*case, marks=sampling.GRID) for case in (
+    ("zero1", "selective"), ("zero3", "none"), ("tensor_sequence", "none"), ("hsdp", "selective")))])  # fmt: skip
+def test_every_projection_in_float8_is_a_float8_matmul(rule, remat):
+    """Forward, recomputed, input and weight gradient; in bfloat16 are the head's alone. XLA loses what it does not recognize."""
+    made, executable = gpu_program(rule, remat, matmul_dtype="float8")
+    program = gpu_step(rule, remat, matmul_dtype="float8")[1]
+    dots = [dot for dot in program.dots if dot.dtype.startswith("f8")]
+    assert executable.as_text().count('custom_call_target="__cublas$lt$matmul$f8"') == len(dots)
+    assert {dot.dtype for dot in program.dots if dot not in dots} == {"bf16"}
+    assert all("nrs" in dot.source for dot in program.dots if dot not in dots)
+    assert all(pallas.NAME in kernel for kernel in program.uncounted)
+    made_by = defaultdict(int)
+    for dot in dots:
+        back = "remat" if "remat" in dot.source else "backward" if "transpose" in dot.source else "forward"
+        made_by[back if back != "backward" else {"f8e5m2": "dx", "f8e4m3fn": "dw"}[dot.dtype]] += dot.flops
+    per_element = 2 * B * T * L // (64 // made.mesh_spec.sizes["tensor"])
+    layer, down = per_element * sizes(made)["layer"], per_element * D * MODEL["mlp_dim"] // made.mesh_spec.sizes["tensor"]
+    again = {"remat": layer - down} if remat == "full" else {}      # down's output feeds nothing in the backward
+    assert made_by == {"forward": layer, "dx": layer, "dw": layer, **again}
+
+
+def test_gathers_of_weights_x_and_dy_in_float8_are_half_as_many_bytes():
+    """And the scales add one all-reduce of some numbers for each tensor that is split."""
+    made, program = gpu_step("zero3_tensor_sequence", matmul_dtype="float8")
+    want, n, plan = expected("zero3_tensor_sequence", made), sizes(made), made.mesh_spec.sizes
+    weights, x_bytes = ("data", "fsdp"), B // M // (plan["data"] * plan["fsdp"]) * T * D
+    want["all-gather", weights, "bf16"] = (M * 2, 2 * M * (n["embedding"] + n["head"]))
+    want["all-gather", weights, "f8e4m3fn"] = (M * 2 * L * PROJECTIONS, M * 2 * L * n["layer"])
+    want["all-gather", ("tensor",), "bf16"] = (None, 2 * M * 2 * x_bytes)                   # the ends
+    want["all-gather", ("tensor",), "f8e4m3fn"] = (4 * M * L, 4 * M * L * x_bytes)          # what attention and MLP read, twice
+    want["all-gather", ("tensor",), "f8e5m2"] = (2 * M * L, 2 * M * L * x_bytes)            # what they add: its cotangent
+    check_traffic(traffic(program), want)
+    amax = [c for c in program.collectives if c.kind == "all-reduce" and c.dtype == "bf16"]
+    assert sum(c.trips for c in amax) <= 12 * M * L and sum(c.payload_bytes for c in amax) <= 40 * M * L
 
 
 def test_gathers_in_float32_are_rejected():

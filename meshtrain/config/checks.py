@@ -87,6 +87,9 @@ def _model_problems(run: Run):
     if model.attention_dropout:
         yield (f"model.attention_dropout={model.attention_dropout} needs the full score matrix, which is never held; "
                "use 0.0, and model.residual_dropout instead")
+    if model.matmul_dtype == "bfloat16" != model.compute_dtype:
+        yield (f'model.matmul_dtype="bfloat16" is not model.compute_dtype={toml(model.compute_dtype)}, in which whatever is not '
+               'float8 is multiplied; use model.compute_dtype="bfloat16", or "auto"')
     if model.vocab_size < BYTE_VOCAB and _reads_bytes(run):
         yield (f"model.vocab_size={model.vocab_size} is too small for data.source={toml(run.data.source)}, "
                f"which has 256 bytes and a separator; use at least {BYTE_VOCAB}")

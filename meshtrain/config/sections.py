@@ -96,6 +96,9 @@ class Model(Section):
     )
     param_dtype: Literal["float32", "bfloat16"] = key("float32", "dtype of the master parameters (optimizer state is float32)")
     compute_dtype: Literal["float32", "bfloat16"] = key("bfloat16", "dtype of activations and gathered weights")
+    matmul_dtype: Literal["auto", "bfloat16", "float8"] = key(
+        "auto", "what the layers' matrices are multiplied in: as compute_dtype, or float8 (H100 and later), gathered so"
+    )
 
     @model_validator(mode="after")
     def _fill_in(self):

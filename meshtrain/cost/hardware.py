@@ -36,6 +36,16 @@ class Gpu:
         return self.peak_flops.get(_DTYPES.get(dtype, dtype))
 
 
+def lacks_float8(gpu: Gpu | None, compute_capability: str | None = None) -> bool:
+    """Whether a GPU has no matmuls of e4m3fn and e5m2: NVIDIA's before 8.9, and AMD's MI300, whose formats are others (fnuz).
+
+    gpu: None where the table has none; then told by its compute capability, '8.0'.
+    """
+    if gpu is not None:
+        return gpu.peak("float8") is None or gpu.name.startswith("mi3")
+    return compute_capability is not None and tuple(map(int, compute_capability.split("."))) < (8, 9)
+
+
 # What a process takes of a GPU's memory. JAX takes 0.75 by itself; the driver's context, cuBLAS and NCCL need a few GB beside it.
 MEMORY_SHARE = 0.92
 MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")    # the older name last; jax refuses both at once

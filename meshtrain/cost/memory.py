@@ -104,7 +104,7 @@ def slot_bytes(run, layout, fbw, x, residual_ways: int) -> SlotBytes:
     wide_ways = {"r": 1, "q": 1, "z": 1} if run.training.remat == "none" else {"r": residual_ways, "q": residual_ways, "z": 1}
 
     def held(a, stream_ways):
-        ways = stream_ways if a.shape[-1] in (1, run.model.embed_dim) else layout.sizes["tensor"]
+        ways = stream_ways if a.shape[-1:] in ((), (1,), (run.model.embed_dim,)) else layout.sizes["tensor"]
         return jax.ShapeDtypeStruct((-(-math.prod(a.shape) // ways),), a.dtype)
     fbw = dataclasses.replace(fbw, **{name: [held(a, ways) for a in getattr(fbw, name)] for name, ways in wide_ways.items()})
     depth = -(-run.model.num_layers // layout.sizes["stage"])

@@ -58,11 +58,15 @@ def before(made) -> str:
         f"{run.run.name}: {count:,} parameters in {run.model.num_layers} layers, {run.training.steps} steps of "
         f"{run.data.global_batch} × {run.data.seq_len} tokens in {run.training.microbatches} microbatch(es)",
         f"layout: {made.mesh_spec} on {made.mesh_spec.num_devices} × {kind}{simulated}, {made.layout.rules.path}, "
-        f"remat {run.training.remat}, {run.model.compute_dtype}, {run.optimizer.name}",
+        f"remat {run.training.remat}, {_dtypes(run.model)}, {run.optimizer.name}",
         "memory per device by the rules: " + ", ".join(
             f"{LABELS.get(name, name)} {size(value)}" for name, value in held.items() if value is not None),
     ]
     return "\n".join(lines + [f"note: {note}" for note in made.notes])
+
+
+def _dtypes(cfg) -> str:
+    return f"{cfg.compute_dtype} with float8 projections" if cfg.matmul_dtype == "float8" else cfg.compute_dtype
 
 
 def compiled(executable, made, seconds: float) -> str:
@@ -168,7 +172,7 @@ def roofline_table(line: roofline.Roofline, mesh_spec) -> str:
         f"{axis} {n} GPUs over NVLink" if inside == n else f"{axis} {n // inside} hosts with {inside} network card(s) each"
         for axis, (n, inside) in roofline.links(line.gpu, mesh_spec).items()) or "none"
     lines = [f"roofline on {line.num_gpus} × {line.gpu.name}, nothing measured: {line.step_s:.3f} s a step, "
-             f"{line.tokens_per_s / line.num_gpus:,.0f} tokens/s a GPU, MFU {percent(line.mfu)}",
+             f"{line.tokens_per_s / line.num_gpus:,.0f} tokens/s a GPU, MFU {percent(line.mfu)} of the {line.mfu_dtype} peak",
              f"of the step: {shares}",
              "communication: what kernels wait for; contention: by what they are slowed when it runs beside them; "
              f"{seconds(line.free_matmul_s)} of matmuls have none beside them",

@@ -65,6 +65,7 @@ class Roofline:
     host_s: float
     tokens_per_s: float
     mfu: float
+    mfu_dtype: str                  # whose peak mfu is a share of: the compute dtype, also where projections are in float8
     parts: Mapping[str, float]      # seconds of kernels
     kernels: tuple[Kernel, ...]     # costliest first
     traffic: tuple[Traffic, ...]    # longest first
@@ -88,7 +89,7 @@ class Roofline:
         """The contract of `inspect --json`; seconds of one GPU and step."""
         return {
             "gpu": self.gpu.name, "num_gpus": self.num_gpus, "step_s": self.step_s, "tokens_per_s": self.tokens_per_s,
-            "mfu": self.mfu, "compute_s": self.compute_s, "exposed_s": self.exposed_s,
+            "mfu": self.mfu, "mfu_dtype": self.mfu_dtype, "compute_s": self.compute_s, "exposed_s": self.exposed_s,
             "exposed_s_by_axes": self.exposed_by_axes, "hidden_s": self.hidden_s, "free_matmul_s": self.free_matmul_s,
             "shares": self.shares, "traffic": [dataclasses.asdict(row) for row in self.traffic],
             "kernels": [dataclasses.asdict(row) for row in self.kernels], "unknown_loops": self.unknown_loops,
@@ -136,8 +137,8 @@ def read(text: str, mesh_spec: MeshSpec, prices: rates.Rates, tokens: int, model
     return Roofline(
         gpu=prices.gpu, num_gpus=n, step_s=step_s, compute_s=played.compute_s, exposed_s=played.exposed_s, hidden_s=hidden_s,
         contention_s=contention_s, host_s=host_s, tokens_per_s=tokens / step_s,
-        mfu=model_flops / (step_s * n * prices.peak(dtype)), parts=dict(played.parts), kernels=program.kernels(played),
-        traffic=program.traffic(played), assumed=prices.assumed, unknown_loops=tuple(program.unknown),
+        mfu=model_flops / (step_s * n * prices.peak(dtype)), mfu_dtype=dtype, parts=dict(played.parts),
+        kernels=program.kernels(played), traffic=program.traffic(played), assumed=prices.assumed, unknown_loops=tuple(program.unknown),
         uncounted=tuple(sorted(program.uncounted)))
 
 

@@ -242,7 +242,7 @@ def modelled(run, rows, mesh_spec, gpu=None, residual_ways: int = 1) -> Costs:
     vocab = max((info.size for info in rows if info.role in ("head", "embedding")), default=0)
     forward = matmuls + attention
     input_grad = matmuls + ATTENTION_BACKWARD * attention + (forward if run.training.remat in ("full", "offload") else 0)
-    peak = gpu.peak(cfg.compute_dtype) if gpu else None
+    peak = gpu.peak("float8" if cfg.matmul_dtype == "float8" else cfg.compute_dtype) if gpu else None
     per_s = EFFICIENCY * peak if peak else forward
     link_s = 0.0
     if peak and gpu.intra_host_bytes_per_s:

@@ -23,6 +23,7 @@ TABLES = ("params", "grads", "optimizer", "activations")
 LOGICAL = ("batch", "seq", "residual_seq", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "layers", "expert")
 ACTIVATION_ONLY = ("batch", "seq", "residual_seq")
 NEVER_GATHERED = ("expert",)
+REPLICAS = "replicas"       # axis name of the vmap over a layout's hidden axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +192,16 @@ class Layout:
         """The mesh axes that split tokens, whether over the batch or over the sequence."""
         names = self.rules.mesh_axes("activations", "batch") + self.rules.mesh_axes("activations", "seq")
         return tuple(a for a in dict.fromkeys(names) if self.sizes[a] > 1)
+
+    def over_tokens(self, largest: jax.Array) -> jax.Array:
+        """The largest of a number over all devices that hold tokens, where it is one device's: manual axes, and replicas.
+
+        Elsewhere it is already. An all-reduce of the number.
+        """
+        manual = tuple(a for a in self.token_axes if a in get_abstract_mesh().manual_axes)
+        if manual:
+            return jax.lax.pmax(largest, manual)
+        return jax.lax.pmax(largest, REPLICAS) if self.hidden else largest
 
     def axes_in_use(self, logical: str | None) -> tuple[str, ...]:
         """The mesh axes that still split this dim of a weight where it is used.

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshtrain.layout.mesh import psum
 from meshtrain.layout.rules import Layout
+from meshtrain.model import float8
 from meshtrain.model.params import declare
 
 
@@ -28,6 +29,7 @@ class Execution:
     dtype: jnp.dtype
     attend: Callable        # (layout, q_BTNH, k_BSKH, v_BSKH, segments_BT) -> o_BTNH
     remat: str = "none"     # none, selective, full, offload
+    float8: jax.lax.DotAlgorithmPreset | None = None    # how projections ask for float8 products; None: they are in dtype
 
 
 def recomputed(ex: Execution, f: Callable) -> Callable:
@@ -98,12 +100,24 @@ class Linear(nnx.Module):
 
     def __call__(self, ex: Execution, x, out_axes=None, repeats: int = 1):
         """repeats: how often each of the kv_heads is computed, see `kv_heads`."""
-        kernel, axes = _repeated(ex, self.kernel[...], self.axes, repeats)
-        y = project(ex, self.eq, axes, out_axes, x, kernel)
+        return together(ex, x, (self, repeats), out_axes=out_axes)[0]
+
+    def biased(self, ex: Execution, y, repeats: int):
         if self.bias is None:
             return y
         bias, axes = _repeated(ex, self.bias[...], self.bias_axes, repeats)
         return add_bias(ex, axes, y, bias)
+
+
+def together(ex: Execution, x, *linears: tuple[Linear, int], out_axes=None) -> list:
+    """What each (Linear, its repeats) makes of one x. In float8 x is quantised once for all, and so it is gathered."""
+    weights = [_repeated(ex, linear.kernel[...], linear.axes, repeats) for linear, repeats in linears]
+    forms = tuple((linear.eq, axes) for (linear, _), (_, axes) in zip(linears, weights))
+    if ex.float8:
+        ys = float8.project(ex, forms, out_axes, x, tuple(w for w, _ in weights))
+    else:
+        ys = [project(ex, eq, axes, out_axes, x, w) for (eq, axes), (w, _) in zip(forms, weights)]
+    return [linear.biased(ex, y, repeats) for (linear, repeats), y in zip(linears, ys)]
 
 
 def _repeated(ex: Execution, w, axes, repeats: int):
@@ -289,9 +303,10 @@ class Attention(nnx.Module):
 
     def __call__(self, ex: Execution, x_BTD, inputs):
         act, repeats = ex.layout.act, kv_heads(ex.layout, self.num_kv_heads) // self.num_kv_heads
-        q_BTNH = act(self.query(ex, x_BTD), "batch", "seq", "heads", "head_dim")
-        k_BTKH = act(self.key(ex, x_BTD, repeats=repeats), "batch", "seq", "kv_heads", "head_dim")
-        v_BTKH = act(self.value(ex, x_BTD, repeats=repeats), "batch", "seq", "kv_heads", "head_dim")
+        q_BTNH, k_BTKH, v_BTKH = together(ex, x_BTD, (self.query, 1), (self.key, repeats), (self.value, repeats))
+        q_BTNH = act(q_BTNH, "batch", "seq", "heads", "head_dim")
+        k_BTKH = act(k_BTKH, "batch", "seq", "kv_heads", "head_dim")
+        v_BTKH = act(v_BTKH, "batch", "seq", "kv_heads", "head_dim")
         if self.query_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(ex, q_BTNH), self.key_norm(ex, k_BTKH)
         if inputs.rope is not None:
@@ -317,8 +332,9 @@ class MLP(nnx.Module):
 
     def __call__(self, ex: Execution, x_BTD):
         act = ex.layout.act
-        up_BTF = act(self.up(ex, x_BTD), "batch", "seq", "mlp")
-        gate_BTF = None if self.gate is None else act(self.gate(ex, x_BTD), "batch", "seq", "mlp")
+        inward = [linear for linear in (self.up, self.gate) if linear is not None]
+        up_BTF, *gate = (act(y, "batch", "seq", "mlp") for y in together(ex, x_BTD, *((linear, 1) for linear in inward)))
+        gate_BTF = gate[0] if gate else None
 
         def down(gate_BTF, up_BTF):
             h_BTF = jax.nn.gelu(up_BTF) if gate_BTF is None else jax.nn.silu(gate_BTF) * up_BTF
@@ -352,8 +368,12 @@ class Layer(nnx.Module):
 
     @staticmethod
     def _full(ex: Execution, h_BTD):
-        """Split over the sequence first, then whole: the gather (B·T·D bytes × 2) then runs in bf16, not in float32."""
-        return ex.layout.act(ex.layout.act(h_BTD, "batch", "residual_seq", None), "batch", "seq", None)
+        """Split over the sequence first, then whole: the gather (B·T·D bytes × 2) then runs in bf16, not in float32.
+
+        What is read in float8 stays split: it is gathered when it is quantised.
+        """
+        h_BTD = ex.layout.act(h_BTD, "batch", "residual_seq", None)
+        return h_BTD if ex.float8 else ex.layout.act(h_BTD, "batch", "seq", None)
 
 
 # --- positions and dropout -----------------------------------------------------------------------------------------

@@ -34,7 +34,8 @@ FREE = "free"               # changes no number, or belongs to one start alone
 CHANGES = (
     ("run.seed", STAYS),
     ("run.*", FREE),
-    ("model.compute_dtype", RECORDED), ("model.attention", RECORDED), ("model.*_dropout", RECORDED),
+    ("model.compute_dtype", RECORDED), ("model.matmul_dtype", RECORDED),
+    ("model.attention", RECORDED), ("model.*_dropout", RECORDED),
     ("model.*", STAYS),
     ("data.seq_len", RECORDED), ("data.global_batch", RECORDED), ("data.document_mask", RECORDED), ("data.eos", RECORDED),
     ("data.mixture", RECORDED),     # its weights; its sources are content

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain.layout import rules
 from meshtrain.layout.rules import Layout
-from meshtrain.model import transformer
+from meshtrain.model import float8, transformer
 from meshtrain.model.layers import Execution
 from meshtrain.model.loss import with_loss
 from meshtrain.model.transformer import Transformer, without_layers
@@ -53,7 +53,8 @@ def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, s
     grads_axes = {axis for names in layout.rules.tables["grads"].values() for axis in names}
     once = tuple(axis for axis in layout.batch_axes if staged or axis not in grads_axes)
     replicas, inner = layout.ways(once), layout.hide(once)
-    ex = Execution(inner, jnp.dtype(run.model.compute_dtype), attend, training.remat)
+    precision = float8.precision(mesh.devices.flat[0].platform) if run.model.matmul_dtype == "float8" else None
+    ex = Execution(inner, jnp.dtype(run.model.compute_dtype), attend, training.remat, precision)
     batch_spec = lambda dims: P(None, once or None, *inner.spec("activations", ("batch", "seq")[:1 + dims]))
     sequences = data.global_batch // training.microbatches // replicas
     batch = {name: jax.ShapeDtypeStruct((training.microbatches, replicas, sequences) + (data.seq_len,) * dims, jnp.int32,
@@ -76,7 +77,7 @@ def scanned(step: StepSpec):
 
     def replicated(f):
         """f of one replica over a leading replica axis, which lies on the `once` mesh axes."""
-        return jax.vmap(f, spmd_axis_name=once) if once else _single(f)
+        return jax.vmap(f, spmd_axis_name=once, axis_name=rules.REPLICAS) if once else _single(f)
 
     def pin(grads):
         """Accumulators [replicas, …] where [grads] says, one copy per replica: the sum waits for the end of the loop."""

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshtrain.layout import rules
 from meshtrain.layout.rules import Layout
-from meshtrain.model import params, transformer
+from meshtrain.model import float8, params, transformer
 from meshtrain.model.layers import Execution
 from meshtrain.model.loss import with_loss
 from meshtrain.model.transformer import Transformer, without_layers
@@ -111,7 +111,8 @@ def layer_fbw(run, model: Transformer, layout: Layout, mesh, attend: Callable) -
     Traced, not compiled; the mesh may be abstract. Shapes are one device's, but whole over tensor, which XLA splits.
     """
     dtype, once, seq = jnp.dtype(run.model.compute_dtype), layout.batch_axes, layout.mesh_axes("activations", "seq")
-    ex = Execution(layout.hide(once), dtype, attend, run.training.remat)
+    precision = float8.precision("cpu") if run.model.matmul_dtype == "float8" else None     # of shapes no platform is asked
+    ex = Execution(layout.hide(once), dtype, attend, run.training.remat, precision)
     sequences = run.data.global_batch // run.training.microbatches // layout.ways(once)
     sizes = (sequences, run.data.seq_len // layout.ways(seq))
     x = jax.ShapeDtypeStruct((*sizes, run.model.embed_dim), dtype)

@@ -1,0 +1,116 @@
+"""Projections as float8 matmuls: e4m3 for x and w, e5m2 for dy, each scaled by a power of two from its own largest value.
+
+A product is a dot of float8 operands with the scale after it: a GPU runs that as one float8 matmul, while quantising and
+dequantising around a bfloat16 dot is simplified away in silence. Scales are current, so there is no state, nothing is clipped,
+and they are the largest values of whole tensors, whatever the layout. The projections that read one x are one function: x is
+quantised, and gathered over the sequence, once; their weights have one scale, and so have their cotangents, whose products are
+summed before it is applied.
+Sources: arXiv:2209.05433 (formats); tensorwise scaling as in torchao and Transformer Engine's current scaling, which do not
+round the scale.
+"""
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+SMALLEST_SCALE = 2.0 ** -100        # of zeros, too: products of two scales stay above float32's smallest normal number, nearly
+
+
+def precision(platform: str) -> lax.DotAlgorithmPreset:
+    """How a float8 dot is asked for. platform: as jax calls it.
+
+    On GPUs: cuBLASLt's, every sum in float32. The default would be a Triton kernel, or on a GPU without float8 a 16-bit matmul
+    in silence, where this one does not compile. CPUs know no such choice: theirs are exact.
+    """
+    return lax.DotAlgorithmPreset.DEFAULT if platform == "cpu" else lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
+
+
+def scale_of(amax, dtype):
+    """The smallest power of two s with amax / s <= LARGEST[dtype], float32; NaN where amax is not finite."""
+    wanted = jnp.maximum(amax.astype(jnp.float32) / LARGEST[dtype], SMALLEST_SCALE)
+    bits = lax.bitcast_convert_type(wanted, jnp.uint32)         # rounded up: mantissa to zero, exponent one more if it was not
+    scale = lax.bitcast_convert_type((bits + jnp.uint32(0x7FFFFF)) & jnp.uint32(0xFF800000), jnp.float32)
+    return jnp.where(jnp.isfinite(amax), scale, jnp.nan)
+
+
+def quantised(x, scale, dtype):
+    return (x.astype(jnp.float32) / scale).astype(dtype)
+
+
+def largest(arrays):
+    """Of the magnitudes of all of them: over the devices that an array is split over, an all-reduce of one number."""
+    return functools.reduce(jnp.maximum, [jnp.max(jnp.abs(a)) for a in arrays])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def project(ex, forms, out_axes, x, ws):
+    """The products of x with each of ws, in the compute dtype; gradients as `layers.project` has them.
+
+    forms: ((eq, logical axes of w), …). out_axes: as there, for a single projection back onto the residual stream; the others
+    read x from it, as it is split over the sequence.
+    """
+    return _forward(ex, forms, out_axes, x, ws)[0]
+
+
+def _forward(ex, forms, out_axes, x, ws):
+    x = lax.optimization_barrier(x)         # else XLA reads the norm's float32 twice instead of what the norm wrote
+    sx = scale_of(ex.layout.over_tokens(largest([x])), E4M3)
+    qx = quantised(x, sx, E4M3)
+    if not out_axes:                        # sequence parallel: (N-1)/N of B·T·D bytes, half of bfloat16's
+        qx = ex.layout.act(_on_residual(ex, qx), "batch", "seq", None)
+    # From the compute dtype: some layouts read weights that were cast once per step, others the master weights.
+    sw = scale_of(largest([w.astype(ex.dtype) for w in ws]), E4M3)
+    full = _gathered(ex, forms, ws, sw)
+    ys = []
+    for (eq, _), w in zip(forms, full, strict=True):
+        y = _dot(ex, eq, qx, w, ex.dtype)
+        ys.append(_scaled(_on_residual(ex, y) if out_axes else y, sx * sw))
+    # As in `layers.project`: without remat the shard is kept, and quantised and gathered again.
+    return tuple(ys), (qx, sx, ws if ex.remat == "none" else full, sw)
+
+
+def _backward(ex, forms, out_axes, saved, dys):
+    qx, sx, ws, sw = saved
+    full = _gathered(ex, forms, ws, sw) if ex.remat == "none" else ws
+    scale = scale_of(ex.layout.over_tokens(largest(dys)), E5M2)
+    dx, dws = 0, []
+    for (eq, axes), w, dy in zip(forms, full, dys, strict=True):
+        dy = quantised(dy, scale, E5M2)
+        if out_axes:
+            dy = ex.layout.act(lax.optimization_barrier(dy), *out_axes)         # as in `layers.project`, in float8
+        operands, out = eq.split("->")
+        left, right = operands.split(",")
+        dx += _dot(ex, f"{out},{right}->{left}", dy, w, ex.dtype)
+        dw = _dot(ex, f"{left},{out}->{right}", qx, dy, jnp.float32)
+        dws.append(_scaled(ex.layout.constrain("grads", dw, axes), sx * scale))
+    # Summed over tensor before it is scaled: a scale in between would give every product an all-reduce of its own.
+    return _scaled(dx if out_axes else _on_residual(ex, dx), scale * sw), tuple(dws)
+
+
+project.defvjp(_forward, _backward)
+
+
+def _gathered(ex, forms, ws, scale):
+    """The quantised weights, gathered over the axes that split tokens: (N-1)/N of a byte for each element."""
+    full = []
+    for (_, axes), w in zip(forms, ws, strict=True):
+        w = ex.layout.constrain("params", quantised(w.astype(ex.dtype), scale, E4M3), axes)
+        full.append(ex.layout.in_use(w, axes))
+    return tuple(full)
+
+
+def _dot(ex, eq, a, b, dtype):
+    return jnp.einsum(eq, a, b, precision=ex.float8, preferred_element_type=dtype)
+
+
+def _scaled(x, scale):
+    return x * scale.astype(x.dtype)        # a power of two: exact
+
+
+def _on_residual(ex, x_BTD):
+    return ex.layout.act(x_BTD, "batch", "residual_seq", None)
