@@ -37,6 +37,7 @@ class Kernel:
     flops: float
     hbm_bytes: int
     bound: str          # FLOPs, HBM or launch: what takes most of its time
+    instructions: tuple[str, ...]   # all of them, as a profile names them
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,8 @@ class _Program:
             rows.append(Kernel(
                 name=max(same, key=lambda row: row[0])[3], part=part, source=source, line=line, runs=runs, seconds=seconds,
                 flops=sum(n * found.flops for _, n, found, _ in same),
-                hbm_bytes=sum(n * found.hbm_bytes for _, n, found, _ in same), bound=max(costs, key=costs.get)))
+                hbm_bytes=sum(n * found.hbm_bytes for _, n, found, _ in same), bound=max(costs, key=costs.get),
+                instructions=tuple(row[3] for row in same)))
         return tuple(sorted(rows, key=lambda row: -row.seconds))
 
     # ---- collectives

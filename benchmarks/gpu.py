@@ -1,0 +1,193 @@
+"""python -m benchmarks.gpu [--minutes 8] [--out DIR]: the first minutes on any GPU machine, one GPU or eight, without network or data.
+
+Attention engines, rule files and schedules against the CPU, the same bits twice, then speed, memory and kernels of a 1B and an 8B
+shape beside the roofline, and tiles; what is worth most comes first. Writes benchmarks/gpu-NAME.md and .json after every item and
+goes on from there, unless GPU, versions or code are others. Items run in a process of their own: one that raises, crashes or hangs
+is recorded, and the rest go on. Exit codes: 0 · 1 something is wrong or failed · 2 no GPU, one message.
+"""
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import jax
+
+from benchmarks import gpu_attention, gpu_speed, gpu_steps, machine
+from benchmarks.gpu_record import FAILED, RIGHT, WRONG, Item, Record, code_digest
+from meshtrain import devices as local_devices
+from meshtrain.config import ConfigError
+from meshtrain.cost import hardware
+
+LONGEST_S = 240         # of an item, but for what it guesses itself; a hang is ended
+START_S = 180           # of a process, before its first item and between two
+GRACE_S = 60            # after the minutes are up, for the item that was begun before
+DONE, AGAIN = 0, 3      # of a worker: nothing is left to begin; the next item wants an empty GPU
+CHECKS = ("attention", "layout", "schedule", "deterministic")
+
+
+# ---- in the process that computes ------------------------------------------------------------------------------------
+
+
+def by_worth(devices, cpu, out: Path) -> list[Item]:
+    """All items of these devices: what a first run must know soonest, then everything else that is right or wrong, then speed."""
+    attention, steps = gpu_attention.items(devices, cpu), gpu_steps.items(devices, cpu)
+    measured = gpu_speed.items(devices, out)
+    bf16 = [item for item in steps if "bfloat16" in item.key]
+    float32 = [item for item in steps if item not in bf16]
+    first, rest = len(attention) // 3 + 1, 3            # one head_dim; the rule files that most runs take
+    return [*attention[:first], *bf16[:rest], *measured[:2], *attention[first:], *float32[:rest], *bf16[rest:], *measured[2:],
+            *float32[rest:]]
+
+
+def identity(devices) -> tuple[str, dict]:
+    """(name of the files, what their numbers hold for)."""
+    device = devices[0]
+    gpu = hardware.from_device_kind(device.device_kind)
+    name = f"{gpu.name if gpu else device.platform}-x{len(devices)}"
+    platform = getattr(device.client, "platform_version", "").replace("\n", " ")
+    try:
+        commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    except OSError:
+        commit = ""
+    return name, {"date": machine.datetime.date.today().isoformat(), "gpu": device.device_kind, "count": len(devices),
+                  "jax": jax.__version__, "jaxlib": machine.version("jaxlib"), "platform": platform,
+                  "python": machine.platform.python_version(), "commit": commit, "code": code_digest()}
+
+
+def usable(devices) -> bool:
+    """Whether this process can still compute there: a kernel that reads astray leaves every later one an error."""
+    try:
+        return all(float(jax.device_put(1.0, device) + 1) == 2 for device in devices)
+    except jax.errors.JaxRuntimeError:
+        return False
+
+
+def work(items: Sequence[Item], record: Record, until: float, devices, tell: Callable = lambda *news: None) -> int:
+    """Does what is open, until time.time() says `until`. Returns DONE, or AGAIN where the next item wants a fresh process.
+
+    tell("begin", key, seconds) and ("end", key). What seems too long for the time left makes way for what is shorter.
+    """
+    used = spent = False        # this process: by items that leave it as good as new, by one that does not
+    for item in record.open(items):
+        if time.time() + item.seconds > until:
+            continue
+        if spent or used and item.alone:
+            return AGAIN
+        tell("begin", item.key, item.seconds)
+        record.begin(item.key)
+        started = time.perf_counter()
+        try:
+            found = item.measure()
+        except Exception as error:
+            found = {"errors": {"": f"{type(error).__name__}: {error}"}}
+        seconds = time.perf_counter() - started
+        status = record.end(item.key, found, seconds)
+        tell("end", item.key)
+        print(f"{status:7} {item.key} ({seconds:.0f} s)", flush=True)
+        used, spent = True, item.alone or status == FAILED and not usable(devices)
+    return DONE
+
+
+def worker(pipe: Connection, out: Path, until: float, groups: Sequence[str]) -> None:
+    """Exits with what `work` returns, or 2 where jax finds no GPU."""
+    devices = jax.devices()
+    if devices[0].platform == "cpu":
+        sys.exit(2)
+    name, of = identity(devices)
+    record = Record(out, name, of)
+    pipe.send(("record", out, name, of))
+    items = [item for item in by_worth(devices, jax.devices("cpu")[0], out / f"gpu-{name}-profiles") if item.group in groups]
+    sys.exit(work(items, record, until, devices, lambda *news: pipe.send(news)))
+
+
+# ---- in the process that watches -------------------------------------------------------------------------------------
+
+
+def supervise(target: Callable, args: tuple, until: float, longest_s: float = LONGEST_S, grace_s: float = GRACE_S) -> tuple[int, Record | None]:
+    """Runs target(pipe, *args) in fresh processes until one is done. Returns its exit code and the record that it told of.
+
+    What a process had begun when it died or hung has failed; where it began nothing, its end is final.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    while True:
+        mine, theirs = spawn.Pipe(duplex=False)
+        child = spawn.Process(target=target, args=(theirs, *args))
+        child.start()
+        theirs.close()
+        record, begun, hung = _listen(mine, child, until, longest_s, grace_s)
+        child.join()
+        code = child.exitcode
+        if time.time() > until + grace_s and hung:      # cut off by the clock: it may begin again
+            return DONE, record
+        if begun:
+            record.fail(begun, f"no end within {hung:.0f} s" if hung else f"its process ended with code {code}")
+            print(f"{FAILED:7} {begun}", flush=True)
+        elif code != AGAIN or time.time() > until:
+            return DONE if code == AGAIN else code, record
+
+
+def _listen(pipe: Connection, child, until: float, longest_s: float, grace_s: float) -> tuple[Record | None, str, float]:
+    """(the record, the item begun and not ended, after how many seconds the child was ended for it)."""
+    place, begun, since, limit = None, "", time.time(), START_S
+    while True:
+        try:
+            while pipe.poll(1):
+                what, *news = pipe.recv()
+                if what == "record":
+                    place = news
+                elif what == "begin":
+                    begun, since, limit = news[0], time.time(), longest_s + news[1]
+                else:
+                    begun, since, limit = "", time.time(), START_S
+        except EOFError:            # the child is gone
+            return place and Record(*place), begun, 0.0
+        if time.time() > min(since + limit, until + grace_s):
+            child.kill()
+            child.join()
+            return place and Record(*place), begun, time.time() - since
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.split("\n\n")[0].partition(": ")[2])
+    parser.add_argument("--minutes", type=float, default=8, help="no item is begun that would end later")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks", help="directory of the .md, the .json and the profiles")
+    parser.add_argument("--checks", action="store_true", help="only what is right or wrong: no speed, no tiles")
+    asked = parser.parse_args(argv)
+    until = time.time() + 60 * asked.minutes
+    if os.environ.get("JAX_PLATFORMS"):                 # the CPU computes what the GPU is compared with
+        os.environ["JAX_PLATFORMS"] = "cuda,cpu" if "cuda" in os.environ["JAX_PLATFORMS"] else os.environ["JAX_PLATFORMS"]
+    try:
+        local_devices.take_memory(os.environ)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    code = 2
+    if local_devices.gpus_expected():
+        asked.out.mkdir(parents=True, exist_ok=True)
+        groups = CHECKS if asked.checks else (*CHECKS, "speed", "tiles")
+        code, record = supervise(worker, (asked.out, until, groups), until)
+    if code == 2:
+        print("error: benchmarks.gpu needs a GPU, and jax finds none here; run it where nvidia-smi shows one, with the extra 'gpu' "
+              "installed", file=sys.stderr)
+        return 2
+    if record is None:
+        print(f"error: the process that computes ended with code {code} before it began", file=sys.stderr)
+        return 1
+    bad = [key for key, item in record.items.items() if item["status"] in (WRONG, FAILED)]
+    right = sum(item["status"] == RIGHT for item in record.items.values())
+    print(f"{right} right, {len(bad)} not{': ' if bad else ''}{', '.join(bad)}; written: {record.path.with_suffix('.md')}")
+    return 1 if bad or code else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,174 @@
+"""Every attention engine on a device against whole scores in float32 on the host's CPU: forward, backward, each kind of block."""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.gpu_record import Item
+from meshtrain.cost import hardware
+from meshtrain.kernels import blockwise, cudnn, pallas, tiles
+from meshtrain.kernels.engine import MASKED, Engine
+from meshtrain.kernels.tiles import Tiles
+
+DTYPE = jnp.bfloat16
+# Of the largest number of a result: o, p and ds are rounded to 8 bits (2^-9 of themselves) before they are summed.
+TOLERANCE = 1e-2
+SMALLEST = 0.1          # what counts as the largest number where all are nearly zero
+
+
+class Sizes(NamedTuple):
+    """queries, other_keys: lengths that no tile divides. long: a row of many blocks."""
+    rows: int = 2
+    queries: int = 600
+    other_keys: int = 360
+    heads: int = 8
+    kv_heads: int = 2
+    long: int = 4096
+    widths: tuple[int, ...] = (128, 64, 256)
+    tiles: Tiles | None = None      # in place of the table's
+    block: int = blockwise.BLOCK
+
+
+class Case(NamedTuple):
+    """Segments [B, T] and [B, S] of queries and keys."""
+    name: str
+    q_segments: np.ndarray
+    k_segments: np.ndarray
+    causal: bool
+
+
+def documents(rng, rows: int, length: int, mean: float) -> np.ndarray:
+    """int32 [rows, length]: documents numbered from 1."""
+    return (1 + np.cumsum(rng.random((rows, length)) < 1 / mean, 1)).astype(np.int32)
+
+
+def cases(sizes: Sizes, with_documents: bool) -> Iterator[Case]:
+    """What a device is given without context, and what ring and gather give it of a split sequence."""
+    rng, (B, T, S) = np.random.default_rng(0), sizes[:3]
+    ones = lambda length: np.ones((B, length), np.int32)
+    yield Case("whole rows", ones(T), ones(T), True)
+    yield Case("an earlier chunk", ones(T), ones(T), False)
+    yield Case("fewer keys than queries", ones(T), ones(S), False)
+    if not with_documents:
+        return
+    packed = documents(rng, B, T, T / 5)
+    yield Case("documents", packed, packed, True)
+    line = documents(rng, B, T + S, T / 3)
+    line[1, S + 5:] = 0                                              # what follows the last document
+    yield Case("documents over two chunks", line[:, S:], line[:, :S], False)
+    blind, unseen = packed.copy(), packed.copy()
+    blind[:, T // 4:T // 2], unseen[:, T // 4:T // 2], blind[-1], unseen[-1] = -1, -2, -1, -2
+    yield Case("rows that see nothing", blind, unseen, True)
+    yield Case("nothing in common", 5 * ones(T), 3 * ones(S), False)
+    many = documents(rng, 1, sizes.long, sizes.long / 4)
+    yield Case("many blocks", many, many, True)
+
+
+def visible(case: Case) -> np.ndarray:
+    """bool [B, T, S]."""
+    seen = case.q_segments[:, :, None] == case.k_segments[:, None, :]
+    return seen & np.tri(*seen.shape[1:], dtype=bool) if case.causal else seen
+
+
+@jax.jit
+def plain_forward(q, k, v, seen_BTS):
+    """(o, lse) of whole scores; zeros and MASKED where nothing is seen."""
+    G = q.shape[2] // k.shape[2]
+    s_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q, jnp.repeat(k, G, 2)) * q.shape[3] ** -0.5
+    s_BNTS = jnp.where(seen_BTS[:, None], s_BNTS, -jnp.inf)
+    some_B1T1 = seen_BTS.any(2)[:, None, :, None]
+    top = jnp.where(some_B1T1, s_BNTS.max(-1, keepdims=True), 0.0)
+    p_BNTS = jnp.exp(s_BNTS - top)
+    total = jnp.where(some_B1T1, p_BNTS.sum(-1, keepdims=True), 1.0)
+    lse = jnp.where(some_B1T1, top + jnp.log(total), MASKED)
+    return jnp.einsum("BNTS,BSNH->BTNH", p_BNTS / total, jnp.repeat(v, G, 2)), lse[..., 0].swapaxes(1, 2)
+
+
+@jax.jit
+def plain_backward(q, k, v, seen_BTS, o, lse_BTN, do):
+    """dq, dk, dv of these pairs, o and lse given."""
+    (B, S, K, H), G = k.shape, q.shape[2] // k.shape[2]
+    many = lambda x: jnp.repeat(x, G, 2)
+    s_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q, many(k)) * H ** -0.5
+    p_BNTS = jnp.exp(jnp.where(seen_BTS[:, None], s_BNTS - lse_BTN.swapaxes(1, 2)[..., None], -jnp.inf))
+    delta_BNT1 = (do * o).sum(-1).swapaxes(1, 2)[..., None]
+    ds_BNTS = p_BNTS * (jnp.einsum("BTNH,BSNH->BNTS", do, many(v)) - delta_BNT1) * H ** -0.5
+    once = lambda x: x.reshape(B, S, K, G, H).sum(3)
+    return (jnp.einsum("BNTS,BSNH->BTNH", ds_BNTS, many(k)), once(jnp.einsum("BNTS,BTNH->BSNH", ds_BNTS, q)),
+            once(jnp.einsum("BNTS,BTNH->BSNH", p_BNTS, do)))
+
+
+def check(engine: Engine, case: Case, width: int, heads: int, kv_heads: int, device, cpu) -> dict[str, float]:
+    """The engine's errors, of the largest number of each result; inf where rows that see nothing are not zeros and MASKED.
+
+    The backward is given o and lse as if the queries saw other keys as well, on another device.
+    """
+    rng = np.random.default_rng(width)
+    B, T, S = *case.q_segments.shape, case.k_segments.shape[1]
+    exact = lambda x: np.asarray(jnp.asarray(x, DTYPE), np.float32)         # numbers that the dtype has
+    draw = lambda length, n: exact(rng.standard_normal((B, length, n, width), np.float32))
+    seen = visible(case)
+    with jax.default_device(cpu), jax.default_matmul_precision("highest"):
+        q, k, v, do = draw(T, heads), draw(S, kv_heads), draw(S, kv_heads), draw(T, heads)
+        o, lse = map(np.asarray, plain_forward(q, k, v, seen))
+        elsewhere = rng.standard_normal(lse.shape, np.float32)
+        together = np.logaddexp(lse, elsewhere)
+        outside = rng.standard_normal(o.shape, np.float32) * np.exp(elsewhere - together)[..., None]
+        whole = exact(o * np.exp(lse - together)[..., None] + outside)
+        grads = plain_backward(q, k, v, seen, whole, together, do)
+    on_device = lambda dtype, *arrays: [jax.device_put(np.asarray(x, dtype), device) for x in arrays]
+    given = [*on_device(DTYPE, q, k, v), *on_device(np.int32, case.q_segments, case.k_segments)]
+    got_o, got_lse = jax.device_get(jax.jit(partial(engine.forward, causal=case.causal))(*given))
+    rest = *on_device(DTYPE, whole), *on_device(np.float32, together), *on_device(DTYPE, do)
+    got = jax.device_get(jax.jit(partial(engine.backward, causal=case.causal))(*given, *rest))
+    nothing = ~seen.any(2)
+    errors = {name: float(np.abs(np.float32(a) - b).max() / max(SMALLEST, np.abs(b).max())) for name, a, b in zip(
+        ("o", "lse", "dq", "dk", "dv"), (got_o, np.where(nothing[..., None], 0, got_lse), *got),
+        (o, np.where(nothing[..., None], 0, lse), *map(np.asarray, grads)))}
+    if nothing.any():
+        zeros = not got_o[nothing].any() and (got_lse[nothing] <= MASKED / 2).all()
+        errors["rows that see nothing"] = 0.0 if zeros else math.inf
+    return errors
+
+
+def engines(width: int, gpu: str, sizes: Sizes, interpret: bool) -> dict[str, Callable[[], Engine]]:
+    """By name, the likeliest to be run first; made when they are asked for."""
+    chosen = sizes.tiles or tiles.of(width, gpu)
+    made = {}
+    if chosen:
+        made["pallas"] = partial(pallas.engine, chosen, interpret=interpret)
+        made["pallas, heads summed inside"] = partial(pallas.engine, chosen, full=1, interpret=interpret)
+    if not interpret and width <= 128 and cudnn.engine():
+        made["cudnn"] = cudnn.engine
+    return made | {"blockwise": partial(blockwise.engine, sizes.block)}
+
+
+def measured(make: Callable[[], Engine], width: int, with_documents: bool, sizes: Sizes, device, cpu) -> dict:
+    """What Item.measure returns; a case that raises is told and the others go on."""
+    compared, errors, engine = {}, {}, make()
+    for case in cases(sizes, with_documents):
+        try:
+            heads = (sizes.heads, sizes.kv_heads) if case.name != "many blocks" else (2, 1)
+            for what, error in check(engine, case, width, *heads, device, cpu).items():
+                compared[f"{case.name}: {what}"] = (error, TOLERANCE)
+        except Exception as error:
+            errors[case.name] = f"{type(error).__name__}: {error}"
+    return {"compared": compared} | ({"errors": errors} if errors else {})
+
+
+def items(devices, cpu, sizes: Sizes = Sizes()) -> list[Item]:
+    """By worth: the engines that a run of Llama's shape takes first."""
+    device = devices[0]
+    gpu = hardware.from_device_kind(device.device_kind)
+    out = []
+    for width in sizes.widths:
+        for name, make in engines(width, gpu.name if gpu else "", sizes, device.platform == "cpu").items():
+            measure = partial(measured, make, width, name != "cudnn", sizes, device, cpu)
+            out.append(Item(f"attention/{name}, head_dim {width}", measure, 12))
+    return out

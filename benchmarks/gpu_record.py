@@ -1,0 +1,144 @@
+"""What the first minutes on a GPU have shown so far: on disk after every item, to be read (.md) and to go on from (.json)."""
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+CODE = ("meshtrain/**/*.py", "benchmarks/gpu*.py", "sharding_rules/*.toml", "configs/**/*.toml")
+BEGUN, RIGHT, WRONG, FAILED = "begun", "right", "WRONG", "FAILED"
+GROUPS = {"attention": "Attention engines against whole scores in float32 on the CPU",
+          "layout": "One step of every rule file against one CPU device in float32",
+          "schedule": "One step of every pipeline schedule against one CPU device in float32",
+          "deterministic": "The same bits in every run (training.deterministic)",
+          "speed": "Speed and memory",
+          "tiles": "Tiles of the Pallas kernels, timed"}
+
+
+class Item(NamedTuple):
+    """One thing to find out. key: GROUP/…; it begins with what is listed in GROUPS.
+
+    measure() -> found, plain JSON: `compared` {what: (error, tolerance)} decides between right and wrong, `errors` {what: words}
+    are parts that raised, the rest is told. seconds: a guess. alone: in a process of its own, that begins with an empty GPU.
+    """
+    key: str
+    measure: Callable[[], dict]
+    seconds: float = 10
+    alone: bool = False
+
+    @property
+    def group(self) -> str:
+        return self.key.partition("/")[0]
+
+
+def verdict(found: Mapping) -> str:
+    if found.get("errors"):
+        return FAILED
+    return RIGHT if all(error <= tolerance for error, tolerance in found.get("compared", {}).values()) else WRONG    # NaN is wrong
+
+
+def code_digest(root: Path = ROOT) -> str:
+    """Of every file that decides what the items compute; a copy of the tree may lie where no git is."""
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in CODE for path in root.glob(pattern)):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+class Record:
+    """The items of one machine and one state of the code. `of`: what they hold for; with another, none of them counts."""
+
+    def __init__(self, directory: Path, name: str, of: Mapping[str, object]):
+        self.path, self.name, self.of, self.items, self.notes = Path(directory) / f"gpu-{name}.json", name, dict(of), {}, []
+        if self.path.exists():
+            old = json.loads(self.path.read_text())
+            # The date is told, and no reason to do anything again.
+            if {**old["of"], "date": None} == {**self.of, "date": None}:
+                self.items = old["items"]
+
+    def open(self, items: list[Item]) -> list[Item]:
+        """Those still to do. One that was cut off once comes last: it may have been innocent; cut off twice it has failed."""
+        for item in items:
+            if self.items.get(item.key, {}).get("tries", 0) >= 2:
+                self.fail(item.key, "did not come to an end, twice")
+        left = [item for item in items if self.items.get(item.key, {}).get("status", BEGUN) == BEGUN]
+        return sorted(left, key=lambda item: item.key in self.items)
+
+    def begin(self, key: str) -> None:
+        self.items[key] = {"status": BEGUN, "tries": self.items.get(key, {}).get("tries", 0) + 1}
+        self.save()
+
+    def end(self, key: str, found: Mapping, seconds: float) -> str:
+        status = verdict(found)
+        self.items[key] = {"status": status, "seconds": round(seconds, 1), **found}
+        self.save()
+        return status
+
+    def fail(self, key: str, error: str, seconds: float = math.nan) -> None:
+        self.items[key] = {"status": FAILED, "errors": {"": error}} | ({} if math.isnan(seconds) else {"seconds": round(seconds, 1)})
+        self.save()
+
+    def save(self) -> None:
+        for path, text in ((self.path, json.dumps({"of": self.of, "items": self.items}, indent=1)),
+                           (self.path.with_suffix(".md"), page(self))):
+            beside = path.with_name(path.name + ".new")
+            beside.write_text(text)
+            os.replace(beside, path)
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def table(header: tuple, rows: list) -> list[str]:
+    return ["| " + " | ".join(str(cell) for cell in cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
+
+
+def page(record: Record) -> str:
+    counts = {status: sum(item["status"] == status for item in record.items.values()) for status in (RIGHT, WRONG, FAILED)}
+    lines = [f"# First light: {record.of.get('count')} × {record.of.get('gpu')}", "",
+             "Written by `python -m benchmarks.gpu`, after every item; the same command goes on where it was cut off.", "",
+             " · ".join(f"{name} {value}" for name, value in record.of.items() if value), "",
+             ", ".join(f"{number} {status}" for status, number in counts.items()) + ".", *[f"{note}" for note in record.notes]]
+    for group, title in GROUPS.items():
+        items = {key: item for key, item in record.items.items() if key.partition("/")[0] == group and item["status"] != BEGUN}
+        if items:
+            lines += ["", f"## {title}", "", *(_measured(items) if group in ("speed", "tiles") else _checks(items))]
+    failed = {key: item["errors"] for key, item in record.items.items() if item.get("errors")}
+    if failed:
+        lines += ["", "## Errors", ""] + [f"- `{key}`{f', {part}' if part else ''}: {' '.join(error.split())[:600]}"
+                                          for key, errors in failed.items() for part, error in errors.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _checks(items: Mapping[str, dict]) -> list[str]:
+    """Of each item the comparison that is nearest to its tolerance, or farthest beyond; all of those that are wrong."""
+    rows = []
+    for key, item in items.items():
+        compared = sorted(item.get("compared", {}).items(), key=lambda pair: -_excess(*pair[1]))
+        shown = [pair for pair in compared if not pair[1][0] <= pair[1][1]] or compared[:1]
+        worst = "; ".join(f"{what} {error:.2g} of {tolerance:.2g}" for what, (error, tolerance) in shown[:6])
+        rows.append((f"`{key.partition('/')[2]}`", item["status"], len(compared), worst, item.get("said", ""), item.get("seconds", "")))
+    return table(("item", "result", "comparisons", "worst error of its tolerance", "", "s"), rows)
+
+
+def _excess(error: float, tolerance: float) -> float:
+    return math.inf if math.isnan(error) else error / tolerance if tolerance else math.inf if error else 0.0
+
+
+def _measured(items: Mapping[str, dict]) -> list[str]:
+    """A row an item of its `row`, then what it says below."""
+    lines, tables = [], {}
+    for key, item in items.items():
+        if "row" in item:
+            tables.setdefault(tuple(item["row"]), []).append((f"`{key.partition('/')[2]}`", *item["row"].values()))
+    for header, rows in tables.items():
+        lines += [*table(("item", *header), rows), ""]
+    for key, item in items.items():
+        if item.get("lines"):
+            lines += [f"### {key.partition('/')[2]}", "", *item["lines"], ""]
+    return lines

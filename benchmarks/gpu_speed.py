@@ -1,0 +1,258 @@
+"""What a training step takes on the GPUs at hand: speed, memory and kernels beside what `inspect` says of the same program.
+
+Synthetic tokens in rows of documents as the roofline assumes them. A model that does not fit loses layers, and the table says
+how many; nothing else of its shape changes. Compilation apart, some steps not counted, each of the others waited for, the median.
+"""
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from benchmarks import tiles as tile_timing
+from benchmarks.gpu_record import ROOT, Item, table
+from meshtrain import assembly, config
+from meshtrain.cost import assumptions, audit, flops, hardware, report, roofline
+from meshtrain.kernels import tiles
+
+GIB = 2**30
+
+
+class Plan(NamedTuple):
+    """A run file with overrides. rows: of each device and microbatch. packed: else every row is one document."""
+    name: str
+    run_file: str
+    rows: int
+    packed: bool
+    remat: str
+    overrides: tuple[str, ...] = ()
+
+
+EIGHT, ONE = ("8B", "configs/llama3-8b.toml", 1), ("1B", "configs/llama3.2-1b.toml", 4)
+PLANS = (Plan(*EIGHT, True, "selective"), Plan(*EIGHT, False, "selective"), Plan(*ONE, True, "selective"),
+         Plan(*EIGHT, True, "full"), Plan(*ONE, False, "selective"), Plan(*EIGHT, True, "none"), Plan(*ONE, True, "none"))
+
+
+class Sizes(NamedTuple):
+    plans: tuple[Plan, ...] = PLANS
+    microbatches: int = 4
+    warm: int = 2
+    steps: int = 5
+    profiled: int = 2
+    tile_widths: tuple[int, ...] = (128, 64, 256)
+    tile_minutes: float = 1.5           # for each width
+    tile_shape: tile_timing.Shape = tile_timing.PACKED
+
+
+# ---- what is run -----------------------------------------------------------------------------------------------------
+
+MARGIN = .80        # of what is usable: from about .85 on XLA recomputes by itself, and another program would be measured
+BESIDE = 5 * GIB    # a microbatch's logits and their gradient in chunks, the layer at work
+
+
+def run_of(plan: Plan, count: int, microbatches: int, layers: int = 0) -> config.Run:
+    """layers: 0 as in the run file."""
+    given = ["--mesh.fsdp", count, "--training.remat", plan.remat, "--data.document_mask", str(plan.packed).lower(),
+             "--data.global_batch", count * plan.rows * microbatches, "--training.microbatches", microbatches,
+             "--optimizer.warmup_steps", 20, *plan.overrides]
+    given += ["--model.num_layers", layers] if layers else []
+    return config.load([str(ROOT / plan.run_file), *map(str, given)])
+
+
+def layers_that_fit(run: config.Run, devices) -> int:
+    """As many as the memory of a device holds with remat "none", so that plans that differ in remat alone can be compared.
+
+    State and gradients by the rules, weights in the compute dtype, and of a layer what its backward reads.
+    """
+    gpu, m = hardware.from_device_kind(devices[0].device_kind), run.model
+    if gpu is None or not gpu.hbm_bytes:
+        return m.num_layers
+    tokens = run.data.global_batch // run.training.microbatches * run.data.seq_len // len(devices)
+    kept = 2 * (4 * m.embed_dim + 2 * (m.num_heads + m.num_kv_heads) * m.head_dim + 2 * m.mlp_dim) + 4 * m.num_heads
+
+    def held(layers: int) -> int:
+        made = assembly.assemble(run.model_copy(update={"model": m.model_copy(update={"num_layers": layers})}), devices)
+        state = sum(value for value in report.formula(made).values() if value)
+        read = 2 * sum(info.size for info in made.model.parameters()) // (1 if made.program.once else len(devices))
+        return state + read + layers * kept * tokens + BESIDE
+    base, two = held(1), held(2)
+    return max(1, min(m.num_layers, 1 + int((MARGIN * hardware.usable_bytes(gpu) - base) // (two - base))))
+
+
+def documents(rng, rows: int, length: int) -> np.ndarray:
+    """bool [rows, length]: where documents start, of log-normal length as the roofline assumes it."""
+    mean, sigma = (assumptions.TABLE[f"documents.{name}"].of("") for name in ("mean", "sigma"))
+    size = rows * length
+    lengths = np.maximum(1, rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, 20 * (1 + int(size / mean)))).astype(np.int64)
+    ends = np.cumsum(lengths)
+    starts = np.zeros(size, bool)
+    starts[ends[ends < size]] = True
+    starts = starts.reshape(rows, length)
+    starts[:, 0] = True
+    return starts
+
+
+def rows(run: config.Run, seed: int = 0) -> dict:
+    """A step's packed rows of tokens drawn at random."""
+    rng, (B, T) = np.random.default_rng(seed), (run.data.global_batch, run.data.seq_len)
+    index, starts = np.tile(np.arange(T), (B, 1)), documents(rng, B, T)
+    if not run.data.document_mask:
+        starts[:, 1:] = False
+    tokens, targets = rng.integers(0, run.model.vocab_size, (2, B, T))
+    out = {"tokens": tokens, "targets": targets, "index": index, "sequence": np.arange(B), "segments": np.cumsum(starts, 1),
+           "positions": index - np.maximum.accumulate(np.where(starts, index, 0), 1)}
+    return {name: x.astype(np.int32) for name, x in out.items()}
+
+
+# ---- what is measured ------------------------------------------------------------------------------------------------
+
+
+class Measured(NamedTuple):
+    times: tuple[float, ...]            # seconds of each step
+    compile_s: float
+    peak_bytes: int | None              # of the process so far; None where the device does not tell
+    kernels: Mapping[str, float]        # instruction → seconds a step on the first device
+    losses: tuple[float, ...]
+
+
+def compiled(plan: Plan, devices, sizes: Sizes):
+    """(assembled run, compiled step, seconds of it), with fewer layers where the compiler says that they do not fit."""
+    run = run_of(plan, len(devices), sizes.microbatches)
+    layers, gpu = layers_that_fit(run, devices), hardware.from_device_kind(devices[0].device_kind)
+    while True:
+        made = assembly.assemble(run_of(plan, len(devices), sizes.microbatches, layers), devices)
+        started = time.perf_counter()
+        step = assembly.compile_step(made)
+        seconds = time.perf_counter() - started
+        fits = report.held_by_program(made, step)["total"] <= hardware.usable_bytes(gpu) if gpu and gpu.hbm_bytes else True
+        if layers == 1 or fits and not audit.recomputed(step.as_text()):
+            return made, step, seconds
+        layers = max(1, layers * 7 // 8)
+
+
+def measure(made, step, compile_s: float, sizes: Sizes, directory: Path) -> Measured:
+    """directory: for the profile of some more steps."""
+    batch, state = made.program.place(rows(made.run)), assembly.initialize(made)
+    times, losses = [], []
+    for _ in range(sizes.warm + sizes.steps):
+        started = time.perf_counter()
+        state, metrics = step(state, batch)
+        jax.block_until_ready((state, metrics))
+        times.append(time.perf_counter() - started)
+        losses.append(float(metrics["loss"]))
+    stats = made.mesh.local_devices[0].memory_stats() or {}
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    jax.profiler.start_trace(directory, profiler_options=options)
+    for _ in range(sizes.profiled):
+        state, metrics = step(state, batch)
+    jax.block_until_ready((state, metrics))
+    jax.profiler.stop_trace()
+    newest = max(directory.glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+    return Measured(tuple(times[sizes.warm:]), compile_s, stats.get("peak_bytes_in_use"),
+                    {name: s / sizes.profiled for name, s in kernels(newest, made.mesh.devices.flat[0].platform).items()}, tuple(losses))
+
+
+def kernels(path: Path, platform: str) -> Counter:
+    """Seconds by HLO instruction, on the first device, of a trace."""
+    seconds = Counter()
+    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+        if plane.name != ("/host:CPU" if platform == "cpu" else "/device:GPU:0"):
+            continue
+        for line in plane.lines:
+            if platform == "cpu" or line.name.startswith("Stream"):
+                for event in line.events:
+                    stats = dict(event.stats)
+                    if stats.get("device_ordinal", 0) == 0 and (platform != "cpu" or "hlo_op" in stats):
+                        seconds[str(stats.get("hlo_op", event.name))] += event.duration_ns / 1e9
+    return seconds
+
+
+# ---- what is told ----------------------------------------------------------------------------------------------------
+
+COSTLIEST = 14
+
+
+def told(plan: Plan, made, step, measured: Measured) -> dict:
+    """Item's found: a row of the table, and the kernels beside the roofline's. A loss that does not fall is wrong: every step
+    trains on the same rows."""
+    run, count, gpu = made.run, made.mesh_spec.num_devices, hardware.from_device_kind(made.mesh.devices.flat[0].device_kind)
+    step_s, tokens = statistics.median(measured.times), run.data.global_batch * run.data.seq_len
+    needed = tokens * flops.model_flops_per_token(made.model.parameters(), run.model, run.data.seq_len)
+    peak = gpu and gpu.peak(run.model.compute_dtype)
+    held, line = report.held_by_program(made, step)["total"], roofline.of_run(made, step.as_text())
+    whole = run_of(plan, count, run.training.microbatches).model.num_layers
+    gib = lambda value: "–" if value is None else f"{value / GIB:.1f}"
+    row = {"layers": f"{run.model.num_layers} of {whole}", "tokens": f"{run.training.microbatches} × {tokens // run.training.microbatches:,}",
+           "compile, s": f"{measured.compile_s:.0f}", "step, s": f"{step_s:.4g}",
+           "fastest to slowest": f"{min(measured.times):.4g} to {max(measured.times):.4g}",
+           "tokens/s a GPU": f"{tokens / step_s / count:,.0f}", "MFU": f"**{needed / step_s / peak / count:.1%}**" if peak else "–",
+           "roofline, s": f"{line.step_s:.4g}" if line else "–", "its MFU": f"{line.mfu:.1%}" if line else "–",
+           "peak, GiB": gib(measured.peak_bytes), "by inspect, GiB": gib(held)}
+    notes = [f"- {note}" for note in made.notes]
+    lines = [*notes, "", *beside_roofline(line, measured)] if line else [*notes, "", *costliest(measured)]
+    first, last = measured.losses[0], measured.losses[-1]
+    return {"row": row, "lines": lines, "compared": {"the last loss by the first": (last / first, 1.0)}, "times": list(measured.times)}
+
+
+def costliest(measured: Measured) -> list[str]:
+    kernels = {name: s for name, s in measured.kernels.items() if not name.startswith(("while", "call", "conditional"))}
+    ranked = sorted(kernels.items(), key=lambda pair: -pair[1])[:COSTLIEST]
+    return table(("instruction", "ms a step"), [(f"`{name}`", f"{1e3 * s:.3f}") for name, s in ranked])
+
+
+def beside_roofline(line: roofline.Roofline, measured: Measured) -> list[str]:
+    """Parts of the step, then the kernels that lose the most against the roofline."""
+    owner = {name: kernel for kernel in line.kernels for name in kernel.instructions}
+    seconds, others = Counter(), Counter()
+    for name, s in measured.kernels.items():
+        if name in owner:
+            seconds[owner[name]] += s
+        else:
+            others[name] += s
+    by_part = Counter()
+    for kernel, s in seconds.items():
+        by_part[kernel.part] += s
+    ms = lambda s: f"{1e3 * s:,.1f}"
+    parts = [(part, ms(by_part[part]), ms(line.parts.get(part, 0.0))) for part in roofline.PARTS]
+    parts += [("collectives, copies and what has no instruction", ms(others.total()), ms(line.exposed_s + line.hidden_s))]
+    ranked = sorted(line.kernels, key=lambda kernel: kernel.seconds - seconds[kernel])[:COSTLIEST]
+    rows = [(kernel.part, ms(seconds[kernel]), ms(kernel.seconds), f"{seconds[kernel] / kernel.seconds:.2f}" if kernel.seconds else "–",
+             kernel.bound, kernel.line, f"`{kernel.source[-60:]}`", f"`{kernel.name}`") for kernel in ranked]
+    rest = [(f"`{name[:80]}`", ms(s)) for name, s in others.most_common(6)]
+    return [*table(("part", "measured, ms", "roofline, ms"), parts), "", "The kernels that lose most:", "",
+            *table(("part", "measured, ms", "roofline, ms", "ratio", "bound", "line", "from", "instruction"), rows),
+            *(["", "Of what has no kernel in the roofline:", "", *table(("name", "ms a step"), rest)] if rest else [])]
+
+
+def speed(plan: Plan, devices, sizes: Sizes, directory: Path) -> dict:
+    made, step, seconds = compiled(plan, devices, sizes)
+    return told(plan, made, step, measure(made, step, seconds, sizes, directory))
+
+
+def timed_tiles(width: int, gpu: str, sizes: Sizes) -> dict:
+    chosen, said = tile_timing.timed(width, gpu, sizes.tile_minutes, sizes.tile_shape)
+    used = tiles.of(width, gpu)
+    return {"row": {"fastest": f"`{tuple(map(tuple, chosen))}`", "forward + dq + dkv": said,
+                    "in use": "the same" if chosen == used else f"`{used and tuple(map(tuple, used))}`"}}
+
+
+def items(devices, directory: Path, sizes: Sizes = Sizes()) -> list[Item]:
+    """By worth. directory: profiles come to lie below it."""
+    out = []
+    for plan in sizes.plans:
+        key = f"speed/{plan.name}, {'packed' if plan.packed else 'whole rows'}, remat {plan.remat}"
+        out.append(Item(key, partial(speed, plan, devices, sizes, directory / "-".join(key.partition("/")[2].replace(",", "").split())),
+                        75, alone=True))
+    gpu = hardware.from_device_kind(devices[0].device_kind)
+    if gpu and tiles.of(128, gpu.name):
+        out += [Item(f"tiles/head_dim {width}", partial(timed_tiles, width, gpu.name, sizes), 60 * sizes.tile_minutes + 20, alone=True)
+                for width in sizes.tile_widths]
+    return out

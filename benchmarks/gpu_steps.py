@@ -1,0 +1,169 @@
+"""One training step of every rule file and schedule that the devices allow against one CPU device, and the same bits twice."""
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from benchmarks.gpu_record import ROOT, Item
+from meshtrain import assembly, config
+from meshtrain.layout import rules
+from meshtrain.training.state import State
+
+RULES = ROOT / "sharding_rules"
+# (loss, gradients). float32 at the highest precision: sums in another order, of the largest number of a gradient. bfloat16: of
+# a gradient's norm; activations and weights are rounded to 8 bits (2^-9 each) in some 60 operations between the ends.
+TOLERANCE = {"float32": (1e-5, 1e-4), "bfloat16": (2e-3, 5e-2)}
+# A true gradient may be zero or nearly so: its rounding is measured against this share of the norm of all.
+FLOOR = {"float32": 1e-3, "bfloat16": 1e-2}
+SCHEDULES = {"1f1b": 1, "interleaved_zero_bubble": 2, "zero_bubble": 1, "gpipe": 1, "interleaved": 2, "zb_h1": 1}     # chunks
+
+
+class Sizes(NamedTuple):
+    """kernels: heads are wide enough for the GPU's attention kernels, which bfloat16 takes."""
+    model: tuple = (("vocab_size", 512), ("embed_dim", 256), ("num_layers", 8), ("num_heads", 4), ("num_kv_heads", 2),
+                    ("head_dim", 64), ("mlp_dim", 512))
+    seq_len: int = 256
+    sequences: int = 32
+    microbatches: int = 4
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")
+
+
+def mesh_for(rule: str, count: int) -> dict[str, int]:
+    """Two devices for each of stage, tensor and context that the file names, as far as they go; the rest share the batch."""
+    loaded = rules.load(RULES / f"{rule}.toml")
+    named = {axis for axes in loaded.tables.values() for where in axes.values() for axis in where}
+    sizes, left = {}, count
+    for axis in ("stage", "tensor", "context", *(("data",) if rule == "hsdp" else ())):
+        if axis in named and left % 2 == 0:
+            sizes[axis], left = 2, left // 2
+    batch = "fsdp" if "fsdp" in named else "data"
+    return {**sizes, batch: left} if batch in named else sizes
+
+
+def run_of(rule: str, mesh: dict, dtype: str, sizes: Sizes, **more) -> config.Run:
+    return config.Run(
+        mesh=mesh, sharding=dict(rules=str(RULES / f"{rule}.toml")), model=dict(sizes.model) | dict(compute_dtype=dtype),
+        data=dict(seq_len=sizes.seq_len, global_batch=sizes.sequences),
+        training=dict(steps=20, microbatches=sizes.microbatches, grad_clip=0.0, loss_chunk=512) | more.get("training", {}),
+        pipeline=more.get("pipeline", {}), context=more.get("context", {}), optimizer=dict(learning_rate=1e-3, warmup_steps=2))
+
+
+@functools.cache
+def rows(step: int, sequences: int, length: int, vocab: int, mean: float) -> dict:
+    """Packed documents of geometric lengths; no target at a document's end, hardly any in a quarter of the sequences."""
+    rng, shape = np.random.default_rng(step), (sequences, length)
+    tokens, targets = rng.integers(0, vocab, (2, *shape))
+    index = np.tile(np.arange(length), (sequences, 1))
+    starts = rng.random(shape) < 1 / mean
+    starts[:, 0] = True
+    targets[:, :-1][starts[:, 1:]] = -1
+    few = targets[: sequences // 4]
+    targets[: sequences // 4] = np.where(rng.random(few.shape) < .9, -1, few)
+    out = {"tokens": tokens, "targets": targets, "index": index, "sequence": step * sequences + np.arange(sequences),
+           "segments": np.cumsum(starts, 1), "positions": index - np.maximum.accumulate(np.where(starts, index, 0), 1)}
+    return {name: x.astype(np.int32) for name, x in out.items()}
+
+
+def batch(step: int, run: config.Run) -> dict:
+    return rows(step, run.data.global_batch, run.data.seq_len, run.model.vocab_size, run.data.seq_len / 5)
+
+
+def first_moment(opt_state):
+    return next(s.mu for s in jax.tree.leaves(opt_state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu"))
+
+
+def train(made: assembly.Assembly, params) -> tuple[list[float], dict]:
+    """Losses of two steps from these host params, and the gradients of the first: adamw's first moment by 1 - b1."""
+    program = made.program
+    with jax.default_matmul_precision("highest"):
+        step = assembly.compile_step(made)
+    opt_state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), program.spec.abstract.opt_state)     # adamw starts from zeros
+    state, losses, grads = jax.device_put(State(np.int32(0), params, opt_state), program.spec.sharding), [], None
+    for number in range(2):
+        state, metrics = step(state, program.place(batch(number, made.run)))
+        losses.append(float(metrics["loss"]))
+        grads = grads or jax.tree.map(lambda m: m / np.float32(1 - made.run.optimizer.b1), jax.device_get(first_moment(state.opt_state)))
+    return losses, grads
+
+
+@functools.cache
+def reference(sizes: Sizes, cpu):
+    """(params, losses, gradients) of one CPU device in float32, all sequences at once."""
+    one = assembly.assemble(run_of("ddp", {}, "float32", sizes._replace(microbatches=1)), [cpu])
+    with jax.default_device(cpu):
+        params = jax.device_get(one.model.init(jax.random.key(0)))
+        return params, *train(one, params)
+
+
+def norm(x) -> float:
+    return float(np.sqrt(np.sum(np.square(x, dtype=np.float64))))
+
+
+def compare(losses, grads, expected_losses, expected, dtype: str) -> dict[str, tuple[float, float]]:
+    """Item's `compared`: the loss of both steps and every gradient leaf."""
+    loss_tolerance, tolerance = TOLERANCE[dtype]
+    out = {f"loss of step {n}": (abs(a - b) / abs(b), n * loss_tolerance) for n, (a, b) in enumerate(zip(losses, expected_losses), 1)}
+    total = math.sqrt(sum(norm(e) ** 2 for e in jax.tree.leaves(expected)))
+    size = (lambda x: float(np.abs(x).max())) if dtype == "float32" else norm
+    for (path, g), e in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(expected), strict=True):
+        name = "gradient of " + "/".join(str(getattr(key, "key", key)) for key in path)
+        out[name] = size(g - e) / max(size(e), FLOOR[dtype] * total), tolerance
+    return out
+
+
+def check(run: config.Run, devices, cpu, sizes: Sizes) -> dict:
+    """What Item.measure returns for a run on these devices."""
+    made = assembly.assemble(run, devices)
+    params, losses, grads = reference(sizes, cpu)
+    said = ", ".join([str(made.mesh_spec), *(note for note in made.notes if note.startswith(("attention", "pipeline")))])
+    return {"compared": compare(*train(made, params), losses, grads, run.model.compute_dtype), "said": said[:200]}
+
+
+def same_bits(run: config.Run, devices) -> dict:
+    """Two runs of two steps, the second with a program compiled anew: how many numbers of the state and the metrics differ."""
+    made, bits = assembly.assemble(run, devices), []
+    for _ in range(2):
+        step, state = assembly.compile_step(made), assembly.initialize(made)
+        for number in range(2):
+            state, metrics = step(state, made.program.place(batch(number, run)))
+        bits.append(jax.device_get((state, metrics)))
+        jax.clear_caches()
+    pairs = list(zip(*(jax.tree.leaves_with_path(run) for run in bits)))
+    differ = {jax.tree_util.keystr(path): (float((np.asarray(a).view(np.uint8) != np.asarray(b).view(np.uint8)).sum()), 0.0)
+              for (path, a), (_, b) in pairs}
+    digest = hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(bits[0]))).hexdigest()[:16]
+    return {"compared": differ, "said": f"bits {digest}"}
+
+
+def items(devices, cpu, sizes: Sizes = Sizes()) -> list[Item]:
+    """By worth: the rule files that most runs take first, in the dtype that they run in."""
+    devices = devices[: 2 ** int(math.log2(len(devices)))]
+    count, out = len(devices), []
+    names = sorted((path.stem for path in RULES.glob("*.toml")), key=lambda name: (FIRST.index(name) if name in FIRST else 99, name))
+
+    def add(group: str, what: str, rule: str, mesh: dict, dtype: str, **more):
+        run = run_of(rule, mesh, dtype, sizes, **more)
+        out.append(Item(f"{group}/{what}, {dtype}", partial(check, run, devices, cpu, sizes), 20))
+
+    for dtype in sizes.dtypes:
+        for rule in names:
+            add("layout", rule, rule, mesh_for(rule, count), dtype)
+        for method in ("gather", "ulysses"):
+            if count > 1:
+                add("layout", f"zero3_context, {method}", "zero3_context", mesh_for("zero3_context", count), dtype, context=dict(method=method))
+        for schedule, chunks in SCHEDULES.items():
+            if count > 1:
+                stages = min(4, count)
+                add("schedule", schedule, "zero1_pipeline", dict(stage=stages, fsdp=count // stages), dtype,
+                    pipeline=dict(schedule=schedule, chunks=chunks))
+    bits = run_of("zero3", dict(fsdp=count), "bfloat16", sizes, training=dict(deterministic=True))
+    return [*out, Item("deterministic/zero3, bfloat16", partial(same_bits, bits, devices), 40)]
+
+
+FIRST = ("zero3", "ddp", "zero1", "zero3_tensor_sequence_context_pipeline", "zero3_tensor_sequence", "zero3_context", "zero1_pipeline")

@@ -1,0 +1,212 @@
+"""The first minutes on a GPU, without one: the same items at tiny sizes on simulated devices, and what the command does with them."""
+import json
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+import sampling
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))       # benchmarks is installed nowhere
+
+import crashing  # noqa: E402
+from benchmarks import gpu, gpu_attention, gpu_record, gpu_speed  # noqa: E402
+from benchmarks.gpu_record import BEGUN, FAILED, RIGHT, WRONG, Item, Record  # noqa: E402
+from meshtrain.cost import compile, hardware, report, roofline  # noqa: E402
+from meshtrain.kernels import blockwise  # noqa: E402
+from meshtrain.kernels.tiles import Blocks, Tiles  # noqa: E402
+
+CPU = lambda: jax.devices()[-1]         # stands for the host's beside the devices under test
+SMALL = gpu_attention.Sizes(rows=2, queries=40, other_keys=24, heads=4, kv_heads=2, long=64, widths=(16,),
+                            tiles=Tiles(*[Blocks(16, 16, 4, 2)] * 3), block=16)
+FOREVER = time.time() + 1e9
+
+
+def record(directory, **of) -> Record:
+    return Record(directory, "none", {"gpu": "none", "count": 1, "code": "1"} | of)
+
+
+def did(directory) -> dict[str, str]:
+    """key → status, as it lies on the disk."""
+    return {key: item["status"] for key, item in json.loads((directory / "gpu-none.json").read_text())["items"].items()}
+
+
+# ---- what the command does with its items ----------------------------------------------------------------------------
+
+
+def test_an_item_that_raises_is_recorded_with_its_error_and_the_others_go_on(tmp_path):
+    def broken():
+        raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+    items = [Item("attention/broken", broken), Item("layout/right", lambda: {"compared": {"o": (1e-3, 1e-2)}}),
+             Item("layout/wrong", lambda: {"compared": {"o": (1e-3, 1e-2), "dk": (2e-2, 1e-2)}}),
+             Item("layout/nan", lambda: {"compared": {"o": (float("nan"), 1e-2)}})]
+    assert gpu.work(items, record(tmp_path), FOREVER, jax.devices()[:1]) == gpu.DONE
+    assert did(tmp_path) == {"attention/broken": FAILED, "layout/right": RIGHT, "layout/wrong": WRONG, "layout/nan": WRONG}
+    page = (tmp_path / "gpu-none.md").read_text()
+    assert "`attention/broken`: RuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS" in page and "1 right, 2 WRONG, 1 FAILED" in page
+    assert "dk 0.02 of 0.01" in page
+
+
+def test_a_run_that_was_cut_off_goes_on_where_it_was(tmp_path):
+    calls = []
+
+    def item(key, cut=False):
+        def measure():
+            calls.append(key)
+            if cut and calls.count(key) == 1:
+                raise KeyboardInterrupt
+            return {}
+        return Item(f"layout/{key}", measure)
+    items = [item("a"), item("b", cut=True), item("c")]
+    with pytest.raises(KeyboardInterrupt):
+        gpu.work(items, record(tmp_path), FOREVER, ())
+    assert did(tmp_path) == {"layout/a": RIGHT, "layout/b": BEGUN}
+    assert gpu.work(items, record(tmp_path, date="tomorrow"), FOREVER, ()) == gpu.DONE
+    assert calls == ["a", "b", "c", "b"] and set(did(tmp_path).values()) == {RIGHT}       # what was cut off comes last
+    gpu.work(items, record(tmp_path, code="2"), FOREVER, ())                              # other code: nothing counts
+    assert calls[4:] == ["a", "b", "c"]
+
+
+def test_an_item_that_is_cut_off_twice_has_failed(tmp_path):
+    def cut():
+        raise KeyboardInterrupt
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            gpu.work([Item("layout/a", cut)], record(tmp_path), FOREVER, ())
+    assert gpu.work([Item("layout/a", cut)], record(tmp_path), FOREVER, ()) == gpu.DONE
+    assert did(tmp_path) == {"layout/a": FAILED}
+
+
+def test_what_is_too_long_for_the_minutes_left_makes_way_and_is_done_in_the_next_run(tmp_path):
+    items = [Item("speed/long", dict, seconds=1e6), Item("layout/short", dict, seconds=1)]
+    gpu.work(items, record(tmp_path), time.time() + 100, ())
+    assert did(tmp_path) == {"layout/short": RIGHT}
+    gpu.work(items, record(tmp_path), FOREVER, ())
+    assert set(did(tmp_path)) == {"layout/short", "speed/long"}
+
+
+def test_an_item_that_wants_an_empty_gpu_gets_a_process_of_its_own(tmp_path):
+    items = [Item("layout/a", dict), Item("speed/b", dict, alone=True), Item("layout/c", dict)]
+    ends = [gpu.work(items, record(tmp_path), FOREVER, ()) for _ in range(3)]
+    assert ends == [gpu.AGAIN, gpu.AGAIN, gpu.DONE] and len(did(tmp_path)) == 3
+
+
+def test_a_process_that_crashes_or_hangs_fails_its_item_alone(tmp_path, capfd):
+    code, found = gpu.supervise(crashing.worker, (tmp_path,), FOREVER, longest_s=2)
+    assert code == gpu.DONE and did(tmp_path) == {"layout/crash": FAILED, "layout/hang": FAILED, "layout/right": RIGHT}
+    assert "ended with code 9" in found.items["layout/crash"]["errors"][""] and "no end within" in str(found.items["layout/hang"])
+
+
+def test_without_a_gpu_the_command_says_so_in_one_line(capsys, tmp_path):
+    assert gpu.main(["--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1 and "nvidia-smi" in said and not list(tmp_path.iterdir())
+
+
+# ---- what the items find ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def some_cases(monkeypatch):
+    """(names) → the items look at these cases alone."""
+    every = gpu_attention.cases
+    return lambda *names: monkeypatch.setattr(gpu_attention, "cases", lambda *args: [case for case in every(*args) if case.name in names])
+
+
+def attention_of(name: str) -> dict:
+    items = gpu_attention.items(jax.devices()[:1], CPU(), SMALL)
+    return next(item for item in items if item.key == f"attention/{name}, head_dim 16").measure()
+
+
+def test_every_kind_of_block_is_compared():
+    found = attention_of("blockwise")
+    assert gpu_record.verdict(found) == RIGHT, found
+    assert len({what.partition(":")[0] for what in found["compared"]}) == 8 and len(found["compared"]) == 8 * 5 + 3
+
+
+@pytest.mark.parametrize("names", [("rows that see nothing",), *(pytest.param(names, marks=sampling.GRID) for names in (
+    ("whole rows", "an earlier chunk", "fewer keys than queries"), ("documents", "documents over two chunks"), ("many blocks", "nothing in common")))])
+def test_pallas_kernels_are_found_right(names, some_cases):
+    some_cases(*names)
+    found = attention_of("pallas")
+    assert gpu_record.verdict(found) == RIGHT and len(found["compared"]) >= 5 * len(names), found
+
+
+WRONG_ENGINES = {
+    "o": lambda engine: engine._replace(forward=lambda *a, **k: (1.05 * engine.forward(*a, **k)[0], engine.forward(*a, **k)[1])),
+    "lse": lambda engine: engine._replace(forward=lambda *a, **k: (engine.forward(*a, **k)[0], engine.forward(*a, **k)[1] + .1)),
+    "documents": lambda engine: engine._replace(forward=lambda q, k, v, s, z, **more: engine.forward(q, k, v, 0 * s, 0 * z, **more)),
+    "the last key": lambda engine: engine._replace(
+        backward=lambda *a, **k: (lambda dq, dk, dv: (dq, dk.at[:, -1].set(0), dv))(*engine.backward(*a, **k))),
+    "its own lse": lambda engine: engine._replace(
+        backward=lambda *a, causal: engine.backward(*a[:5], *engine.forward(*a[:5], causal=causal), a[7], causal=causal)),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG_ENGINES)
+def test_a_wrong_engine_is_found_wrong(fault, some_cases):
+    some_cases("documents over two chunks")
+    found = gpu_attention.measured(lambda: WRONG_ENGINES[fault](blockwise.engine(16)), 16, True, SMALL, jax.devices()[0], CPU())
+    assert gpu_record.verdict(found) == WRONG
+
+
+def test_a_case_that_raises_is_told_and_the_other_cases_go_on(some_cases):
+    some_cases("whole rows", "an earlier chunk")
+
+    def forward(*args, causal):
+        raise ValueError("no kernel for this") if causal else ZeroDivisionError
+    found = gpu_attention.measured(lambda: blockwise.engine(16)._replace(forward=forward), 16, True, SMALL, jax.devices()[0], CPU())
+    assert gpu_record.verdict(found) == FAILED
+    assert found["errors"] == {"whole rows": "ValueError: no kernel for this", "an earlier chunk": "ZeroDivisionError: "}
+
+
+# ---- speed -----------------------------------------------------------------------------------------------------------
+
+NARROW = tuple("--model.embed_dim 32 --model.num_heads 4 --model.num_kv_heads 2 --model.head_dim 16 --model.mlp_dim 64 "
+               "--model.vocab_size 257 --model.num_layers 2 --data.seq_len 64 --optimizer.learning_rate 1e-2".split())
+TINY = gpu_speed.Sizes(plans=(gpu_speed.Plan("8B", "configs/llama3-8b.toml", 1, True, "selective", NARROW),), microbatches=2, warm=1,
+                       steps=3, profiled=1)
+
+
+def test_speed_memory_and_a_profile_are_written(tmp_path):
+    items = gpu_speed.items(jax.devices()[:2], tmp_path / "profiles", TINY)
+    assert [item.key for item in items] == ["speed/8B, packed, remat selective"]      # no tiles without a GPU
+    assert gpu.work(items, record(tmp_path), FOREVER, ()) == gpu.DONE
+    assert did(tmp_path) == {items[0].key: RIGHT}
+    page = (tmp_path / "gpu-none.md").read_text()
+    assert "| `8B, packed, remat selective` | 2 of 2 | 2 × 128 |" in page and "| `all-gather" in page
+    assert list((tmp_path / "profiles").rglob("*.xplane.pb"))
+
+
+def test_rows_hold_documents_as_long_as_the_roofline_assumes():
+    run = gpu_speed.run_of(gpu_speed.PLANS[0], 1, 64)
+    packed = gpu_speed.rows(run)
+    assert {name: x.shape for name, x in packed.items()} == {name: (64, 8192) for name in packed if name != "sequence"} | {"sequence": (64,)}
+    starts = (packed["positions"] == 0).sum() - 64          # a row's own start may be the middle of a document
+    assert 64 * 8192 / starts == pytest.approx(2000, rel=.25)     # some 260 of lengths that vary tenfold
+    whole = gpu_speed.rows(gpu_speed.run_of(gpu_speed.PLANS[1], 1, 1))
+    assert (whole["segments"] == 1).all() and (whole["positions"] == whole["index"]).all()
+
+
+needs_gpu_compiler = pytest.mark.skipif(not compile.has_gpu_compile(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("gpus", ["h200:1", "h100:8"])
+@pytest.mark.parametrize("plan", gpu_speed.PLANS, ids=lambda plan: f"{plan.name}, {'packed' if plan.packed else 'whole'}, {plan.remat}")
+def test_speed_programs_fit_at_first_go_and_xla_recomputes_nothing(plan, gpus):
+    devices, gpu_of = compile.topology(gpus), hardware.get(gpus.partition(":")[0])
+    layers = gpu_speed.layers_that_fit(gpu_speed.run_of(plan, len(devices), gpu_speed.Sizes().microbatches), devices)
+    made, step, _ = gpu_speed.compiled(plan, devices, gpu_speed.Sizes())
+    assert made.run.model.num_layers == layers
+    held = report.held_by_program(made, step)["total"]
+    # Too little would be another model: half of the memory is used where layers were left out.
+    assert (.5 if layers < 16 * (1 + (plan.name == "8B")) else 0) * gpu_of.hbm_bytes < held <= .9 * hardware.usable_bytes(gpu_of)
+    seconds = {name: 1.2 * kernel.seconds / len(kernel.instructions) for kernel in roofline.of_run(made, step.as_text()).kernels
+               for name in kernel.instructions}
+    found = gpu_speed.told(plan, made, step, gpu_speed.Measured((1.0, 2.0, 4.0), 3.0, held, seconds | {"nccl": 1e-3}, (11.0, 10.0)))
+    assert found["row"]["step, s"] == "2" and found["row"]["by inspect, GiB"] == found["row"]["peak, GiB"]
+    lines = "\n".join(found["lines"])
+    assert "| 1.20 |" in lines and "`nccl` | 1.0 |" in lines and "model/layers.py:" in lines
