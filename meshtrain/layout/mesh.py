@@ -10,13 +10,13 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from meshtrain.names import AXES, PLACEMENT
-
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,3 +83,27 @@ def psum(x, axes):
     """
     by_cpu = lambda x: lax.psum(x.astype(jnp.float32), axes).astype(x.dtype)
     return lax.platform_dependent(x, cpu=by_cpu, default=lambda x: lax.psum(x, axes))
+
+
+# --- CPUs start collectives in any order ---------------------------------------------------------------------------
+#
+# XLA's CPU backend starts what stands behind a loop while the loop still runs, unless it reads what the loop makes. A loop
+# with collectives in it then runs beside the collectives behind it. Of one process, permutes alone mind (`parallel.pipeline`);
+# of several, all do: Gloo carries them and pairs those of one group by the order in which each device starts them.
+
+
+def by_gloo(mesh: Mesh) -> bool:
+    """Whether the collectives of this mesh go through Gloo: simulated devices in several processes."""
+    devices = mesh.devices.flat
+    return devices[0].platform == "cpu" and len({device.process_index for device in devices}) > 1
+
+
+def after(values, done):
+    """The values, a pytree of arrays, which can be used only once all of `done`, a pytree of arrays, exist.
+
+    A real data dependence, for CPUs alone: an optimization_barrier is gone when XLA orders its kernels. One number of each
+    array of `done` is read; nothing is changed by it, not even by one that is not finite.
+    """
+    read = sum(leaf[(0,) * leaf.ndim].astype(jnp.float32) for leaf in jax.tree.leaves(done))
+    zero = jnp.minimum(lax.bitcast_convert_type(read, jnp.int32) & 1, 0)
+    return jax.tree.map(lambda value: value + zero.astype(value.dtype), values)

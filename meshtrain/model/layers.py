@@ -30,6 +30,7 @@ class Execution:
     attend: Callable        # (layout, q_BTNH, k_BSKH, v_BSKH, segments_BT) -> o_BTNH
     remat: str = "none"     # none, selective, full, offload
     float8: jax.lax.DotAlgorithmPreset | None = None    # how projections ask for float8 products; None: they are in dtype
+    in_order: bool = False  # whether collectives outside a loop must not run beside those in it (`mesh.after`)
 
 
 def recomputed(ex: Execution, f: Callable) -> Callable:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from meshtrain.layout.mesh import after
 from meshtrain.layout.rules import Layout, Rules, Tensor
 from meshtrain.model import params
 from meshtrain.model.layers import Embedding, Layer, Linear, Norm, Execution, dropout, kv_heads, rope_angles
@@ -181,10 +182,12 @@ class Transformer:
         x_BTD = ends.embedding(ex, batch["tokens"])
         if self.cfg.position == "learned":
             x_BTD = x_BTD + ends.position(ex, batch["positions"])
-        return dropout(ex, x_BTD, self.cfg.embedding_dropout, self.inputs(batch, dropout_key), 2 * self.cfg.num_layers)
+        x_BTD = dropout(ex, x_BTD, self.cfg.embedding_dropout, self.inputs(batch, dropout_key), 2 * self.cfg.num_layers)
+        return after(x_BTD, without_layers(p)) if ex.in_order else x_BTD
 
     def head_loss(self, ex: Execution, p, x_BTD, targets_BT, *, z_loss: float = 0.0, chunk: int = 2048):
         """(objective, nll) from the output of the last layer, as `loss`."""
+        p = self._read_after(ex, p, x_BTD)
         axes, w = self._head(p)
         x_BTD = self._normed(ex, p, x_BTD)
         return loss_sums(ex, LossSpec(axes, self.cfg.vocab_size, z_loss, chunk), x_BTD, w, targets_BT)
@@ -217,13 +220,23 @@ class Transformer:
         x_BTD = self._ends(p).final_norm(ex, x_BTD)
         return ex.layout.act(x_BTD, "batch", "residual_seq", None)
 
+    def _read_after(self, ex: Execution, p, x_BTD):
+        """The parameters outside the layers; where the order matters they can be gathered only once x_BTD exists."""
+        if not ex.in_order:
+            return p
+        # Pinned as they are stored: a gather would otherwise move before the sum.
+        return params.tree(params.infos(self.ends), lambda info: ex.layout.constrain(
+            "params", after(functools.reduce(dict.__getitem__, info.path, p), x_BTD), info.axes))
+
     def _ends(self, p) -> Ends:
         return self.ends.bind(without_layers(p))
 
     def logits(self, ex: Execution, p, batch, at):
         """float32 logits [B, V] of the next token after position `at` of every sequence; padding removed."""
+        x_BTD, _ = self._through_layers(ex, p, batch)
+        p = self._read_after(ex, p, x_BTD)
         axes, w = self._head(p)
-        x_BTD = self._normed(ex, p, self._through_layers(ex, p, batch)[0])
+        x_BTD = self._normed(ex, p, x_BTD)
         x_BTD = ex.layout.act(x_BTD, "batch", "seq", None)
         x_BD = jax.lax.dynamic_index_in_dim(x_BTD, at, 1, keepdims=False)
         eq = "BD,DV->BV" if axes == ("embed", "vocab") else "BD,VD->BV"

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain.layout import rules
+from meshtrain.layout.mesh import after, by_gloo
 from meshtrain.layout.rules import Layout
 from meshtrain.model import float8, transformer
 from meshtrain.model.layers import Execution
@@ -54,7 +55,8 @@ def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, s
     once = tuple(axis for axis in layout.batch_axes if staged or axis not in grads_axes)
     replicas, inner = layout.ways(once), layout.hide(once)
     precision = float8.precision(mesh.devices.flat[0].platform) if run.model.matmul_dtype == "float8" else None
-    ex = Execution(inner, jnp.dtype(run.model.compute_dtype), attend, training.remat, precision)
+    ex = Execution(inner, jnp.dtype(run.model.compute_dtype), attend, training.remat, precision,
+                   in_order=not staged and by_gloo(mesh))
     batch_spec = lambda dims: P(None, once or None, *inner.spec("activations", ("batch", "seq")[:1 + dims]))
     sequences = data.global_batch // training.microbatches // replicas
     batch = {name: jax.ShapeDtypeStruct((training.microbatches, replicas, sequences) + (data.seq_len,) * dims, jnp.int32,
@@ -72,7 +74,7 @@ def scanned(step: StepSpec):
     layout, once, param_axes = step.layout, step.once, step.state.axes
     inner, replicas = step.ex.layout, layout.ways(once)
     by_layer = step.model.gathered_by_layer(layout)
-    added = _stacked(step) if by_layer else _in_place(step)
+    added = _stacked(step) if by_layer and not step.ex.in_order else _in_place(step)
     as_read = partial(step.model.as_read, layout, dtype=None if by_layer else step.ex.dtype)
 
     def replicated(f):
@@ -89,6 +91,8 @@ def scanned(step: StepSpec):
 
     def gradients(p, batch, key):
         p, count = as_read(p), jnp.maximum(jnp.sum(batch["targets"] != NO_TARGET), 1).astype(jnp.float32)
+        if step.ex.in_order:
+            batch = after(batch, count)
 
         def add(carry, microbatch):
             grads, nll = carry
@@ -157,11 +161,15 @@ def _in_place(step: StepSpec):
             return model.head_loss(ex, ends, x_BTD, microbatch["targets"], z_loss=training.z_loss, chunk=training.loss_chunk)
         _, back_of_head, nll = jax.vjp(head, ends, x_BTD, has_aux=True)
         of_head, dx_BTD = back_of_head(1 / count)
+        if ex.in_order:
+            dx_BTD = after(dx_BTD, (of_head, nll))
         sums = []
         for backward, w, saved, total in reversed(done):
             dx_BTD, total = backward(w, e, *saved, dx_BTD, total, True)
             sums.append(total)
         of_embed, = back_of_embed(dx_BTD)
+        if ex.in_order:
+            of_head, nll = after((of_head, nll), dx_BTD)
         ends_sums = _sum(without_layers(grads), jax.tree.map(jnp.add, of_head, of_embed))
         return model.with_layers(ends_sums, sums[::-1]), nll, aux
     return added

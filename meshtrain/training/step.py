@@ -15,6 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from meshtrain.layout.mesh import after
 from meshtrain.layout.rules import Layout
 from meshtrain.model.layers import Execution
 from meshtrain.model.transformer import Transformer
@@ -149,7 +150,8 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         return new, metrics | aux
 
     def evaluate(p, batch):
-        return nll(p, batch), jnp.sum(batch["targets"] != NO_TARGET)
+        total, targets = nll(p, batch), batch["targets"]
+        return total, jnp.sum((after(targets, total) if step.ex.in_order else targets) != NO_TARGET)
 
     def initialize():
         p = model.init(jax.random.key(run.run.seed))
