@@ -237,8 +237,8 @@ def _conclude(ended: Sequence[Child]) -> int:
             _tell("its last lines:", *("  " + line.decode(errors="replace").rstrip("\n") for line in first.lines))
         if any(MISMATCHED in line for child in failed for line in child.lines) or unheard and first.code == -signal.SIGABRT:
             _tell("where gloo::EnforceNotMet is said: XLA started collectives of the simulated devices in another order in each "
-                  "process, and Gloo matches them by order; start one process, or use a layout whose mesh.tensor is 1 "
-                  "(docs/limits.md). GPUs are not concerned")
+                  "process, and Gloo matches them by order; start one process, or use a pipeline.schedule that does not split "
+                  "the backward, e.g. 1f1b (docs/limits.md). GPUs are not concerned")
         _tell(*(f"then {child.name}: {child.ending}" for child in in_order if child is not first))
     else:
         _tell("the processes do not agree on how the run ended", *(f"{child.name}: {child.ending}" for child in in_order))

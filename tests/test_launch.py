@@ -182,7 +182,7 @@ def test_who_failed_first_is_named_with_its_last_words(tmp_path):
 def test_collectives_that_gloo_cannot_match_are_told_with_their_remedy(which, tmp_path):
     aborts = "sys.stderr.write('terminate called: gloo::EnforceNotMet\\n'); sys.stderr.flush(); os.abort()"
     code, _, err = ran(tmp_path, *((aborts, FOREVER) if which == 0 else (FOREVER, aborts)))
-    assert code == 1 and "SIGABRT" in err and "mesh.tensor is 1 (docs/limits.md)" in err
+    assert code == 1 and "SIGABRT" in err and "e.g. 1f1b (docs/limits.md)" in err
 
 
 def test_a_killed_process_is_named_by_its_signal(tmp_path):

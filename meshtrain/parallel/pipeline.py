@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshtrain.layout.mesh import psum
+from meshtrain.layout.mesh import after, psum
 from meshtrain.parallel import schedules, split
 from meshtrain.parallel.schedules import Phase, Schedule
 from meshtrain.parallel.split import put, take
@@ -258,7 +258,7 @@ def _tick(this: Shard, phase: _Phase, wait: Callable, c, following):
 
 def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, differentiate: bool, stage, ws, ends, batch, extra):
     this, c, following = shard(schedule, model, differentiate, stage, ws, ends, batch, extra)
-    wait = after if in_order else lambda values, _: values
+    wait = integers_after if in_order else lambda values, _: values
     for phase in _phases(schedule):
         if not differentiate and "B" in phase.kinds:
             break
@@ -297,18 +297,16 @@ def _share(x, here):
     return psum(jnp.where(here > 0, x, 0), STAGE)
 
 
-def after(values, done):
-    """The values, a pytree, whose integers can be used only once the array `done` exists: a real data dependence, for CPUs
-    alone.
+def integers_after(values, done):
+    """The values, a pytree, whose integers can be used only once the array `done` exists (`mesh.after`), for CPUs alone.
 
     All permutes of one device share a rendezvous there, and XLA may start one while another is under way inside a loop
     that it does not depend on: they then pair with each other, which gives wrong numbers or a hang, once in a hundred
-    programs. An optimization_barrier does not prevent that. Only one line of an array is read, and summed, because it may be
-    split over an automatic axis. Of floats nothing is sent as it is.
+    programs. Only one line of an array is read, and summed, because it may be split over an automatic axis. Of floats nothing
+    is sent as it is.
     """
     line = done[0, :, 0].sum() if done.ndim == 3 else done
-    zero = jnp.minimum(lax.bitcast_convert_type(line.astype(jnp.float32), jnp.int32) & 1, 0)
-    return jax.tree.map(lambda a: a + zero if jnp.issubdtype(a.dtype, jnp.integer) else a, values)
+    return jax.tree.map(lambda a: after(a, line) if jnp.issubdtype(a.dtype, jnp.integer) else a, values)
 
 
 def _add(total, new, on):

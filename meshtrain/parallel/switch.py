@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshtrain.parallel import split
-from meshtrain.parallel.pipeline import STAGE, ModelFunctions, after, needs_order, over_stages, shard, unflattened
+from meshtrain.parallel.pipeline import STAGE, ModelFunctions, integers_after, needs_order, over_stages, shard, unflattened
 from meshtrain.parallel.schedules import Schedule
 from meshtrain.parallel.split import put, take
 
@@ -30,7 +30,7 @@ def gradients(schedule: Schedule, model: ModelFunctions, mesh, once, ws, ends, b
 def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, stage, ws, ends, batch, extra):
     this, c, following = shard(schedule, model, True, stage, ws, ends, batch, extra)
     fbw, num_stages, w = this.fbw, schedule.num_stages, this.chunk(0)     # the family has one chunk
-    wait = after if in_order else lambda values, _: values
+    wait = integers_after if in_order else lambda values, _: values
     zeros = lambda avals: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), avals)
     nothing = dict(y=zeros(this.x), dx=zeros(this.x), dy=zeros(this.x), R=zeros(fbw.r), Q=zeros(fbw.q), Z=zeros(fbw.z))
     add = lambda total, new: jax.tree.map(jnp.add, total, new)
