@@ -12,7 +12,7 @@ import sampling
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import assembly, config, inspect
-from meshtrain.cost import compile as gpu_compile, hardware
+from meshtrain.cost import compile as gpu_compile, hardware, roofline
 from meshtrain.layout import rules
 from meshtrain.layout.mesh import MeshSpec
 from meshtrain.layout.rules import Layout
@@ -290,3 +290,20 @@ def test_bfloat16_beside_float32_is_refused():
     faults = config.checks.problems(run_of("ddp", ONE, dict(matmul_dtype="bfloat16", compute_dtype="float32")))
     assert len(faults) == 1 and 'model.matmul_dtype="bfloat16"' in faults[0] and 'compute_dtype="float32"' in faults[0]
     assert not config.checks.problems(run_of("ddp", ONE, dict(matmul_dtype="bfloat16", compute_dtype="bfloat16")))
+
+
+# ---- what it gains ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not gpu_compile.has_gpu_compile(), reason="pip install -e '.[gpu-compile]'")
+def test_a_layer_of_8b_takes_two_thirds_of_its_time_in_bfloat16():
+    """By the roofline on H100, attention's kernels apart: what two layers more take, of matmuls and elementwise kernels."""
+    def seconds(matmul_dtype, num_layers):
+        asked = ["configs/llama3-8b.toml", "--model.num_layers", str(num_layers), "--model.matmul_dtype", matmul_dtype]
+        made = assembly.assemble(config.load(asked), gpu_compile.topology("h100:8"))
+        line = roofline.of_run(made, made.program.compile().as_text())
+        assert not line.uncounted and line.mfu_dtype == "bfloat16"
+        return line.parts["matmul"] + line.parts["elementwise"]
+    bfloat16, in_float8 = (seconds(dtype, 4) - seconds(dtype, 2) for dtype in ("bfloat16", "float8"))
+    assert 1.5 * in_float8 < bfloat16 < 2 * in_float8

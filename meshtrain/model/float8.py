@@ -15,9 +15,11 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+SCALE = "float8_scale"              # name of the forward's scales, which every remat policy keeps: none is sought twice
 SMALLEST_SCALE = 2.0 ** -100        # of zeros, too: products of two scales stay above float32's smallest normal number, nearly
 
 
@@ -58,13 +60,12 @@ def project(ex, forms, out_axes, x, ws):
 
 
 def _forward(ex, forms, out_axes, x, ws):
-    x = lax.optimization_barrier(x)         # else XLA reads the norm's float32 twice instead of what the norm wrote
-    sx = scale_of(ex.layout.over_tokens(largest([x])), E4M3)
+    sx = _kept(scale_of(ex.layout.over_tokens(largest([x])), E4M3))
     qx = quantised(x, sx, E4M3)
     if not out_axes:                        # sequence parallel: (N-1)/N of B·T·D bytes, half of bfloat16's
         qx = ex.layout.act(_on_residual(ex, qx), "batch", "seq", None)
     # From the compute dtype: some layouts read weights that were cast once per step, others the master weights.
-    sw = scale_of(largest([w.astype(ex.dtype) for w in ws]), E4M3)
+    sw = _kept(scale_of(largest([w.astype(ex.dtype) for w in ws]), E4M3))
     full = _gathered(ex, forms, ws, sw)
     ys = []
     for (eq, _), w in zip(forms, full, strict=True):
@@ -93,6 +94,10 @@ def _backward(ex, forms, out_axes, saved, dys):
 
 
 project.defvjp(_forward, _backward)
+
+
+def _kept(scale):
+    return checkpoint_name(scale, SCALE)
 
 
 def _gathered(ex, forms, ws, scale):

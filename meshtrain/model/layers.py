@@ -38,7 +38,8 @@ def recomputed(ex: Execution, f: Callable) -> Callable:
 
     Under remat it is f itself: the whole layer is made again, and what is kept of it is the policy's business.
     """
-    return jax.checkpoint(f, prevent_cse=False) if ex.remat == "none" else f      # inside scan nothing can be merged across it
+    keep = jax.checkpoint_policies.save_only_these_names(float8.SCALE)
+    return jax.checkpoint(f, policy=keep, prevent_cse=False) if ex.remat == "none" else f   # in a scan nothing merges across it
 
 
 # --- the weight einsum ---------------------------------------------------------------------------------------------

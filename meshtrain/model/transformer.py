@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.layout.mesh import after
 from meshtrain.layout.rules import Layout, Rules, Tensor
-from meshtrain.model import params
+from meshtrain.model import float8, params
 from meshtrain.model.layers import Embedding, Layer, Linear, Norm, Execution, dropout, kv_heads, rope_angles
 from meshtrain.model.loss import LossSpec, loss_sums
 from meshtrain.names import AUX_LOSS, LAYERS, MATMUL_ROLES
@@ -305,20 +305,21 @@ def rematerialized(layer, ex: Execution):
     the input; offload: only the input, in the memory of the host (B·T·D there and back, beside the matmuls of a layer).
 
     Where sequences are split over devices, full and offload keep o and lse, too (B·T·N·H): the backward never runs a ring again.
+    All keep the forward's scales of float8, numbers whose making would be a pass over each tensor and an all-reduce.
     """
     policies = jax.checkpoint_policies
     if ex.remat == "none":
         return layer
-    names = ["attention_o", "attention_lse"]
-    attention = policies.save_only_these_names(*names)
-    split = ex.layout.sizes["context"] > 1
-    keep = attention if split else None
+    names = [float8.SCALE]
+    if ex.layout.sizes["context"] > 1 or ex.remat == "selective":
+        names += ["attention_o", "attention_lse"]
+    keep = policies.save_only_these_names(*names)
     if ex.remat == "offload":
         # The name must be the input's: a layer's output so named stays on the device in silence.
         keep = policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=names if split else [], names_which_can_be_offloaded=[LAYER_INPUT],
+            names_which_can_be_saved=names, names_which_can_be_offloaded=[LAYER_INPUT],
             offload_src="device", offload_dst="pinned_host")
     if ex.remat == "selective":
         # Dots with a batch dim are attention's scores, which nobody wants to keep; the weight gathers are no dots.
-        keep = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attention)
+        keep = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, keep)
     return jax.checkpoint(layer, policy=keep, prevent_cse=False)   # inside scan nothing can be merged across it
