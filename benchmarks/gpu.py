@@ -101,13 +101,15 @@ def work(items: Sequence[Item], record: Record, until: float, devices, tell: Cal
 def worker(pipe: Connection, out: Path, until: float, groups: Sequence[str]) -> None:
     """Exits with what `work` returns, or 2 where jax finds no GPU."""
     devices = jax.devices()
-    if devices[0].platform == "cpu":
-        sys.exit(2)
+    sys.exit(2 if devices[0].platform == "cpu" else compute(pipe, devices, jax.devices("cpu")[0], out, until, groups))
+
+
+def compute(pipe: Connection, devices, cpu, out: Path, until: float, groups: Sequence[str]) -> int:
     name, of = identity(devices)
     record = Record(out, name, of)
     pipe.send(("record", out, name, of))
-    items = [item for item in by_worth(devices, jax.devices("cpu")[0], out / f"gpu-{name}-profiles") if item.group in groups]
-    sys.exit(work(items, record, until, devices, lambda *news: pipe.send(news)))
+    items = [item for item in by_worth(devices, cpu, out / f"gpu-{name}-profiles") if item.group in groups]
+    return work(items, record, until, devices, lambda *news: pipe.send(news))
 
 
 # ---- in the process that watches -------------------------------------------------------------------------------------
@@ -185,7 +187,7 @@ def main(argv: Sequence[str]) -> int:
         return 1
     bad = [key for key, item in record.items.items() if item["status"] in (WRONG, FAILED)]
     right = sum(item["status"] == RIGHT for item in record.items.values())
-    print(f"{right} right, {len(bad)} not{': ' if bad else ''}{', '.join(bad)}; written: {record.path.with_suffix('.md')}")
+    print(f"{right} right, {len(bad)} not{': ' if bad else ''}{', '.join(bad)}; {len(record.left)} still to do; written: {record.path.with_suffix('.md')}")
     return 1 if bad or code else 0
 
 

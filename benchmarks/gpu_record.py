@@ -54,20 +54,25 @@ class Record:
     """The items of one machine and one state of the code. `of`: what they hold for; with another, none of them counts."""
 
     def __init__(self, directory: Path, name: str, of: Mapping[str, object]):
-        self.path, self.name, self.of, self.items, self.notes = Path(directory) / f"gpu-{name}.json", name, dict(of), {}, []
+        self.path, self.name, self.of, self.items, self.planned = Path(directory) / f"gpu-{name}.json", name, dict(of), {}, []
         if self.path.exists():
             old = json.loads(self.path.read_text())
             # The date is told, and no reason to do anything again.
             if {**old["of"], "date": None} == {**self.of, "date": None}:
-                self.items = old["items"]
+                self.items, self.planned = old["items"], old["planned"]
+
+    @property
+    def left(self) -> list[str]:
+        """What has not come to an end."""
+        return [key for key in self.planned if self.items.get(key, {}).get("status", BEGUN) == BEGUN]
 
     def open(self, items: list[Item]) -> list[Item]:
         """Those still to do. One that was cut off once comes last: it may have been innocent; cut off twice it has failed."""
+        self.planned = [item.key for item in items]
         for item in items:
             if self.items.get(item.key, {}).get("tries", 0) >= 2:
                 self.fail(item.key, "did not come to an end, twice")
-        left = [item for item in items if self.items.get(item.key, {}).get("status", BEGUN) == BEGUN]
-        return sorted(left, key=lambda item: item.key in self.items)
+        return sorted((item for item in items if item.key in self.left), key=lambda item: item.key in self.items)
 
     def begin(self, key: str) -> None:
         self.items[key] = {"status": BEGUN, "tries": self.items.get(key, {}).get("tries", 0) + 1}
@@ -84,7 +89,7 @@ class Record:
         self.save()
 
     def save(self) -> None:
-        for path, text in ((self.path, json.dumps({"of": self.of, "items": self.items}, indent=1)),
+        for path, text in ((self.path, json.dumps({"of": self.of, "planned": self.planned, "items": self.items}, indent=1)),
                            (self.path.with_suffix(".md"), page(self))):
             beside = path.with_name(path.name + ".new")
             beside.write_text(text)
@@ -103,7 +108,7 @@ def page(record: Record) -> str:
     lines = [f"# First light: {record.of.get('count')} × {record.of.get('gpu')}", "",
              "Written by `python -m benchmarks.gpu`, after every item; the same command goes on where it was cut off.", "",
              " · ".join(f"{name} {value}" for name, value in record.of.items() if value), "",
-             ", ".join(f"{number} {status}" for status, number in counts.items()) + ".", *[f"{note}" for note in record.notes]]
+             ", ".join(f"{number} {status}" for status, number in counts.items()) + f", {len(record.left)} still to do."]
     for group, title in GROUPS.items():
         items = {key: item for key, item in record.items.items() if key.partition("/")[0] == group and item["status"] != BEGUN}
         if items:
@@ -112,6 +117,8 @@ def page(record: Record) -> str:
     if failed:
         lines += ["", "## Errors", ""] + [f"- `{key}`{f', {part}' if part else ''}: {' '.join(error.split())[:600]}"
                                           for key, errors in failed.items() for part, error in errors.items()]
+    if record.left:
+        lines += ["", "## Still to do", "", ", ".join(f"`{key}`" for key in record.left)]
     return "\n".join(lines) + "\n"
 
 

@@ -78,11 +78,25 @@ def first_moment(opt_state):
     return next(s.mu for s in jax.tree.leaves(opt_state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu"))
 
 
-def train(made: assembly.Assembly, params) -> tuple[list[float], dict]:
-    """Losses of two steps from these host params, and the gradients of the first: adamw's first moment by 1 - b1."""
+_compiled: dict[str, object] = {}
+
+
+def compiled(made: assembly.Assembly):
+    """(the compiled step, whether another run of this process had the same program): on one device all rule files have."""
     program = made.program
     with jax.default_matmul_precision("highest"):
-        step = assembly.compile_step(made)
+        with jax.set_mesh(made.mesh):
+            text = program.train.lower(program.spec.with_shardings(), program.batch).as_text()
+        key = hashlib.sha256(f"{made.mesh.devices} {text}".encode()).hexdigest()
+        known = key in _compiled
+        if not known:
+            _compiled[key] = assembly.compile_step(made)
+    return _compiled[key], known
+
+
+def train(made: assembly.Assembly, step, params) -> tuple[list[float], dict]:
+    """Losses of two steps from these host params, and the gradients of the first: adamw's first moment by 1 - b1."""
+    program = made.program
     opt_state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), program.spec.abstract.opt_state)     # adamw starts from zeros
     state, losses, grads = jax.device_put(State(np.int32(0), params, opt_state), program.spec.sharding), [], None
     for number in range(2):
@@ -98,7 +112,7 @@ def reference(sizes: Sizes, cpu):
     one = assembly.assemble(run_of("ddp", {}, "float32", sizes._replace(microbatches=1)), [cpu])
     with jax.default_device(cpu):
         params = jax.device_get(one.model.init(jax.random.key(0)))
-        return params, *train(one, params)
+        return params, *train(one, compiled(one)[0], params)
 
 
 def norm(x) -> float:
@@ -121,22 +135,23 @@ def check(run: config.Run, devices, cpu, sizes: Sizes) -> dict:
     """What Item.measure returns for a run on these devices."""
     made = assembly.assemble(run, devices)
     params, losses, grads = reference(sizes, cpu)
-    said = ", ".join([str(made.mesh_spec), *(note for note in made.notes if note.startswith(("attention", "pipeline")))])
-    return {"compared": compare(*train(made, params), losses, grads, run.model.compute_dtype), "said": said[:200]}
+    step, known = compiled(made)
+    said = ", ".join([str(made.mesh_spec), *(["a program that was compared before"] if known else []),
+                      *(note for note in made.notes if note.startswith(("attention", "pipeline")))])
+    return {"compared": compare(*train(made, step, params), losses, grads, run.model.compute_dtype), "said": said[:200]}
 
 
 def same_bits(run: config.Run, devices) -> dict:
-    """Two runs of two steps, the second with a program compiled anew: how many numbers of the state and the metrics differ."""
+    """Two runs of two steps, the second with a program compiled anew: how many bytes of the state and the metrics differ."""
     made, bits = assembly.assemble(run, devices), []
     for _ in range(2):
         step, state = assembly.compile_step(made), assembly.initialize(made)
         for number in range(2):
             state, metrics = step(state, made.program.place(batch(number, run)))
         bits.append(jax.device_get((state, metrics)))
-        jax.clear_caches()
-    pairs = list(zip(*(jax.tree.leaves_with_path(run) for run in bits)))
-    differ = {jax.tree_util.keystr(path): (float((np.asarray(a).view(np.uint8) != np.asarray(b).view(np.uint8)).sum()), 0.0)
-              for (path, a), (_, b) in pairs}
+    octets = lambda x: np.frombuffer(np.asarray(x).tobytes(), np.uint8)
+    differ = {jax.tree_util.keystr(path): (float((octets(a) != octets(b)).sum()), 0.0)
+              for (path, a), (_, b) in zip(*map(jax.tree.leaves_with_path, bits))}
     digest = hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(bits[0]))).hexdigest()[:16]
     return {"compared": differ, "said": f"bits {digest}"}
 

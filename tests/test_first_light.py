@@ -2,23 +2,28 @@
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 import sampling
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))       # benchmarks is installed nowhere
 
 import crashing  # noqa: E402
-from benchmarks import gpu, gpu_attention, gpu_record, gpu_speed  # noqa: E402
+from benchmarks import gpu, gpu_attention, gpu_record, gpu_speed, gpu_steps  # noqa: E402
+from benchmarks import tiles as tile_timing  # noqa: E402
 from benchmarks.gpu_record import BEGUN, FAILED, RIGHT, WRONG, Item, Record  # noqa: E402
+from meshtrain import assembly, config  # noqa: E402
 from meshtrain.cost import compile, hardware, report, roofline  # noqa: E402
 from meshtrain.kernels import blockwise  # noqa: E402
 from meshtrain.kernels.tiles import Blocks, Tiles  # noqa: E402
 
 CPU = lambda: jax.devices()[-1]         # stands for the host's beside the devices under test
-SMALL = gpu_attention.Sizes(rows=2, queries=40, other_keys=24, heads=4, kv_heads=2, long=64, widths=(16,),
+SMALL = gpu_attention.Sizes(rows=2, queries=40, other_keys=24, heads=4, kv_heads=2, widths=(16,),
                             tiles=Tiles(*[Blocks(16, 16, 4, 2)] * 3), block=16)
 FOREVER = time.time() + 1e9
 
@@ -98,6 +103,21 @@ def test_a_process_that_crashes_or_hangs_fails_its_item_alone(tmp_path, capfd):
     assert "ended with code 9" in found.items["layout/crash"]["errors"][""] and "no end within" in str(found.items["layout/hang"])
 
 
+def test_the_process_that_computes_takes_every_item_once_and_tells_the_other_of_it(tmp_path, monkeypatch):
+    devices, news = jax.devices()[:2], []
+    items = gpu.by_worth(devices, CPU(), tmp_path)
+    assert len({item.key for item in items}) == len(items) and {item.group for item in items} == set(gpu_record.GROUPS) - {"tiles"}
+    made = [module.items(*args) for module, args in (
+        (gpu_attention, (devices, CPU())), (gpu_steps, (devices, CPU())), (gpu_speed, (devices, tmp_path)))]
+    assert {item.key for item in items} == {item.key for part in made for item in part}
+    monkeypatch.setattr(gpu, "by_worth", lambda *args: [item._replace(measure=dict) for item in items])
+    pipe = SimpleNamespace(send=news.append)
+    assert gpu.compute(pipe, devices, CPU(), tmp_path, FOREVER, ("attention", "deterministic")) == gpu.DONE
+    assert news[0][:3] == ("record", tmp_path, "cpu-x2") and [what for what, *_ in news[1:]] == ["begin", "end"] * (len(news) // 2)
+    found = Record(*news[0][1:])
+    assert set(found.items) == {item.key for item in items if item.group in ("attention", "deterministic")} and not found.left
+
+
 def test_without_a_gpu_the_command_says_so_in_one_line(capsys, tmp_path):
     assert gpu.main(["--out", str(tmp_path)]) == 2
     said = capsys.readouterr().err
@@ -122,11 +142,11 @@ def attention_of(name: str) -> dict:
 def test_every_kind_of_block_is_compared():
     found = attention_of("blockwise")
     assert gpu_record.verdict(found) == RIGHT, found
-    assert len({what.partition(":")[0] for what in found["compared"]}) == 8 and len(found["compared"]) == 8 * 5 + 3
+    assert len({what.partition(":")[0] for what in found["compared"]}) == 6 and len(found["compared"]) == 6 * 5 + 3
 
 
 @pytest.mark.parametrize("names", [("rows that see nothing",), *(pytest.param(names, marks=sampling.GRID) for names in (
-    ("whole rows", "an earlier chunk", "fewer keys than queries"), ("documents", "documents over two chunks"), ("many blocks", "nothing in common")))])
+    ("whole rows", "an earlier chunk"), ("documents", "documents over two chunks"), ("nothing in common",)))])
 def test_pallas_kernels_are_found_right(names, some_cases):
     some_cases(*names)
     found = attention_of("pallas")
@@ -161,6 +181,77 @@ def test_a_case_that_raises_is_told_and_the_other_cases_go_on(some_cases):
     assert found["errors"] == {"whole rows": "ValueError: no kernel for this", "an earlier chunk": "ZeroDivisionError: "}
 
 
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+SHORT = gpu_steps.Sizes(model=tuple(dict(vocab_size=64, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=64).items()),
+                        seq_len=32, sequences=16, microbatches=2)
+DEEP = SHORT._replace(model=tuple((dict(SHORT.model) | dict(num_layers=8)).items()), sequences=32, microbatches=4)
+STEPS = {item.key: item for item in gpu_steps.items(jax.devices()[:-1], jax.devices()[-1], SHORT)}
+EIGHT = {item.key: item for item in gpu_steps.items(jax.devices(), jax.devices()[0], DEEP)}
+
+
+def test_every_rule_file_and_schedule_is_an_item_in_both_dtypes():
+    for dtype in ("bfloat16", "float32"):
+        assert {f"layout/{path.stem}, {dtype}" for path in gpu_steps.RULES.glob("*.toml")} < set(EIGHT)
+        offered = set(config.Pipeline.model_fields["schedule"].annotation.__args__) - {"auto"}
+        assert {f"schedule/{name}, {dtype}" for name in offered} == {key for key in EIGHT if key.startswith("schedule") and key.endswith(dtype)}
+
+
+def test_meshes_use_every_axis_that_a_rule_file_names():
+    assert gpu_steps.mesh_for("zero3_tensor_sequence_context_pipeline", 8) == dict(stage=2, tensor=2, context=2, fsdp=1)
+    assert gpu_steps.mesh_for("hsdp", 8) == dict(data=2, fsdp=4) and gpu_steps.mesh_for("tensor", 8) == dict(tensor=2, fsdp=4)
+    assert gpu_steps.mesh_for("zero3", 1) == dict(fsdp=1) and gpu_steps.mesh_for("pipeline", 2)["stage"] == 2
+
+
+@pytest.mark.parametrize("count", [8, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2))])
+def test_runs_of_every_rule_file_and_schedule_are_accepted_at_their_full_sizes(count):
+    for item in gpu_steps.items(jax.devices()[:count], CPU(), gpu_steps.Sizes(dtypes=("bfloat16",))):
+        assembly.assemble(item.measure.args[0], jax.devices()[:count])
+
+
+@pytest.mark.parametrize("key", ["layout/zero3_tensor_sequence, float32", pytest.param("layout/zero3_tensor_sequence, bfloat16", marks=sampling.GRID)])
+def test_steps_are_found_right(key):
+    found = STEPS[key].measure()
+    assert gpu_record.verdict(found) == RIGHT and "tensor" in found["said"], found
+    assert len(found["compared"]) == 2 + 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", EIGHT)
+def test_steps_on_eight_devices_are_found_right(key):
+    found = EIGHT[key].measure()
+    assert gpu_record.verdict(found) == RIGHT, found
+
+
+@pytest.mark.parametrize("dtype, error", [("float32", 1e-3), ("bfloat16", .1)])
+def test_a_wrong_gradient_and_a_wrong_loss_are_found_wrong(dtype, error):
+    _, losses, grads = gpu_steps.reference(SHORT, CPU())
+    assert all(a <= b for a, b in gpu_steps.compare(losses, grads, losses, grads, dtype).values())
+    wrong = jax.tree.map(np.copy, grads)
+    wrong["layers"]["attention"]["key"]["kernel"] *= 1 + error
+    found = gpu_steps.compare([losses[0], losses[1] * 1.01], wrong, losses, grads, dtype)
+    assert [what for what, (a, b) in found.items() if not a <= b] == ["loss of step 2", "gradient of layers/attention/key/kernel"]
+
+
+def test_other_bits_are_found_wrong(monkeypatch):
+    item = gpu_steps.items(jax.devices()[:1], CPU(), SHORT)[-1]
+    assert item.key == "deterministic/zero3, bfloat16"
+    assert gpu_record.verdict(item.measure()) == RIGHT
+    rng, batch = np.random.default_rng(0), gpu_steps.batch
+
+    def drifting(step, run):
+        return batch(step, run) | {"tokens": rng.integers(0, 64, (16, 32), np.int32)}
+    monkeypatch.setattr(gpu_steps, "batch", drifting)
+    assert gpu_record.verdict(item.measure()) == WRONG
+
+
+def test_one_device_compiles_one_program_for_all_rule_files():
+    one = {item.key: item for item in gpu_steps.items(jax.devices()[:1], CPU(), SHORT)}
+    assert not [key for key in one if key.startswith("schedule")]
+    one["layout/ddp, float32"].measure()
+    assert "compared before" in one["layout/zero3_tensor_sequence_context_pipeline, float32"].measure()["said"]
+
+
 # ---- speed -----------------------------------------------------------------------------------------------------------
 
 NARROW = tuple("--model.embed_dim 32 --model.num_heads 4 --model.num_kv_heads 2 --model.head_dim 16 --model.mlp_dim 64 "
@@ -187,6 +278,16 @@ def test_rows_hold_documents_as_long_as_the_roofline_assumes():
     assert 64 * 8192 / starts == pytest.approx(2000, rel=.25)     # some 260 of lengths that vary tenfold
     whole = gpu_speed.rows(gpu_speed.run_of(gpu_speed.PLANS[1], 1, 1))
     assert (whole["segments"] == 1).all() and (whole["positions"] == whole["index"]).all()
+
+
+def test_tiles_are_timed_and_the_fastest_is_told_beside_those_in_use(monkeypatch):
+    small = Tiles(*[Blocks(16, 16, 4, 2)] * 3)
+    monkeypatch.setattr(gpu_speed.tiles, "of", lambda width, gpu: small)
+    monkeypatch.setattr(tile_timing, "candidates", lambda kernel: [])
+    monkeypatch.setattr(tile_timing, "kernels", partial(tile_timing.kernels, interpret=True))
+    monkeypatch.setattr(tile_timing, "CALLS", 1)
+    found = gpu_speed.timed_tiles(64, "h200", gpu_speed.Sizes(tile_shape=tile_timing.Shape(1, 32, 2, 1, 10)))
+    assert found["row"]["in use"] == "the same" and found["row"]["forward + dq + dkv"].endswith(" ms")
 
 
 needs_gpu_compiler = pytest.mark.skipif(not compile.has_gpu_compile(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
