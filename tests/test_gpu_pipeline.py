@@ -60,9 +60,10 @@ class Step(NamedTuple):
 
 
 @functools.cache
-def gpu_step(rule: str, mesh: tuple, schedule: str, dtype: str = "bfloat16") -> Step:
+def gpu_step(rule: str, mesh: tuple, schedule: str, dtype: str = "bfloat16", matmul_dtype: str = "auto") -> Step:
     run = config.Run(
-        mesh=dict(mesh), sharding=dict(rules=str(RULES / f"{rule}.toml")), model=MODEL | dict(compute_dtype=dtype),
+        mesh=dict(mesh), sharding=dict(rules=str(RULES / f"{rule}.toml")),
+        model=MODEL | dict(compute_dtype=dtype, matmul_dtype=matmul_dtype),
         data=dict(seq_len=T, global_batch=B), training=dict(microbatches=M, remat="full", loss_chunk=1024),
         pipeline=dict(schedule=schedule, chunks=2 if schedule in schedules.INTERLEAVED else 1),
     )  # fmt: skip
@@ -226,3 +227,18 @@ def test_weights_that_travel_in_float32_are_rejected():
     assert set(step.program.flops) == {"f32"}
     with pytest.raises(AssertionError):
         check_traffic(traffic(step), expected(ZERO3, step))
+
+
+@pytest.mark.slow
+@pytest.mark.grid
+@pytest.mark.parametrize("rule, mesh, schedule", [CASES[1], CASES[2]])
+def test_projections_in_float8_are_float8_matmuls_in_every_slot(rule, mesh, schedule):
+    """And their scales are numbers that the devices of a stage share."""
+    step = gpu_step(rule, tuple(mesh.items()), schedule, matmul_dtype="float8")
+    in_float8 = [dot for dot in step.program.dots if dot.dtype.startswith("f8")]
+    assert step.text.count('custom_call_target="__cublas$lt$matmul$f8"') == len(in_float8) > 0
+    plain = gpu_step(rule, tuple(mesh.items()), schedule).program
+    heads = sum(dot.flops for dot in plain.dots if "nrs" in dot.source)
+    assert step.program.flops["bf16"] == heads and sum(step.program.flops.values()) == sum(plain.flops.values())
+    scales = [c for c in step.program.collectives if c.dtype == "bf16" and c.payload_bytes < 64 * c.trips]
+    assert scales and {c.kind for c in scales} == {"all-reduce"} and not any("stage" in c.axes for c in scales)
