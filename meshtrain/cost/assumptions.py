@@ -15,6 +15,7 @@ _MAMF = "largest matmul rate found by search over shapes, share of the dense bf1
 _HOT = "a step is hot: power and clocks; from published runs. Blackwell rests on two of them (+13%, -8%)"
 _FLASH = ("share of the dense bf16 peak, the causal half counted; FlashAttention-3's paper: H100, head_dim 128, 4,096 tokens, "
           "cuDNN 609 TFLOP/s forward; SimuMax on B200: .44 to .58 forward, .37 to .44 backward")
+_ELSEWHERE = "share of the dense bf16 peak, the causal half counted; for runs of other frameworks: "
 _TRITON = ("share of the dense bf16 peak, the visited pairs counted. assumption: Hopper and later about FlashAttention-2 on H100 "
            "(.37, .33); A100 between FlashAttention-2 (.58, .50) and Triton's kernels of 2023 (.36, .32). To be measured")
 
@@ -27,6 +28,7 @@ class Assumption:
     reason: str
     low: float = 0.01      # a rate of zero would take for ever
     high: float = 1.0
+    formula: bool = False  # of the closed formulas of `price` alone: a compiled program shows it
 
     def of(self, gpu_name: str) -> float:
         return self.values[max((key for key in self.values if gpu_name.startswith(key)), key=len)]
@@ -44,6 +46,12 @@ TABLE = {row.name: row for row in (
     Assumption("attention.pallas_backward", {"": .28, "a100": .40}, _TRITON),
     Assumption("attention.ramp", {"": 400}, "tokens: the rate of S tokens is that of long ones times S / (S + ramp)", 0, 1e5),
     Assumption("attention.narrow", {"": .75}, "rate at head_dim 64 over that at 128: half the products for each exponential"),
+    Assumption("attention.flash2_forward", {"": .37, "a100": .58}, _ELSEWHERE + "FlashAttention-2", formula=True),
+    Assumption("attention.flash2_backward", {"": .33, "a100": .50}, _ELSEWHERE + "FlashAttention-2", formula=True),
+    Assumption("attention.triton_forward", {"": .21, "a100": .36}, _ELSEWHERE + "Triton of 2023, MPT at 65,536", formula=True),
+    Assumption("attention.triton_backward", {"": .17, "a100": .32}, _ELSEWHERE + "Triton of 2023, MPT at 65,536", formula=True),
+    Assumption("attention.scores_forward", {"": .15}, _ELSEWHERE + "scores in memory", formula=True),
+    Assumption("attention.scores_backward", {"": .15}, _ELSEWHERE + "scores in memory", formula=True),
     Assumption("documents.mean", {"": 2000}, "tokens of a packed document, where pairs across documents are skipped", 1, 1e9),
     Assumption("documents.sigma", {"": 1.5}, "of the logarithm of their length (log-normal)", 0.01, 4),
     Assumption("hbm.share", {"": .80}, "streaming kernels reach this share of the memory's bandwidth"),
@@ -54,6 +62,16 @@ TABLE = {row.name: row for row in (
     Assumption("link.host_hop_us", {"": 10}, "latency of a collective between hosts (NCCL)", 0, 1e4),
     Assumption("link.contend", {"": .40}, "a hidden collective slows what runs beside it by this share of its own time: NCCL "
                "takes multiprocessors and memory bandwidth; from published runs", 0),
+    Assumption("overlap.fsdp", {"": .90}, "share of a layer's compute behind which its weights' gathers and its gradients' "
+               "reductions hide, and keys and values of a ring behind attention", 0, formula=True),
+    Assumption("overlap.data", {"": .80}, "the same of what is reduced and gathered once a step, behind one microbatch", 0,
+               formula=True),
+    Assumption("overlap.tensor", {"": 0}, "share of tensor parallelism's collectives that hides: they stand between the "
+               "products", 0, formula=True),
+    Assumption("overlap.user_buffers", {"": .60}, "the same where a framework cuts them into chunks beside their products "
+               "(Transformer Engine's user buffers)", 0, formula=True),
+    Assumption("elementwise.eager", {"": 1.8}, "bytes of elementwise work without a fusing compiler over those with one", 1, 10,
+               formula=True),
     Assumption("kernel.launch_us", {"": 3}, "gap between two kernels that wait for each other", 0, 1e3),
     Assumption("step.overhead", {"": .02}, "host, data and logging, share of a step", 0),
 )}  # fmt: skip
@@ -79,8 +97,9 @@ class Assumptions:
     def __getitem__(self, name: str) -> float:
         return self.given.get(name, TABLE[name].of(self.gpu_name))
 
-    def as_dict(self) -> dict[str, float]:
-        return {name: self[name] for name in TABLE}
+    def as_dict(self, formula: bool = False) -> dict[str, float]:
+        """Name → value; formula: also those of the closed formulas."""
+        return {name: self[name] for name, row in TABLE.items() if formula or not row.formula}
 
 
 def parse(text: str) -> tuple[str, float]:

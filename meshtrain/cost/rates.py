@@ -32,7 +32,7 @@ class Matmul:
 @dataclasses.dataclass(frozen=True)
 class Attention:
     """One flash attention kernel. flops: what it computes, pairs that it skips left out."""
-    engine: str         # cudnn, pallas
+    engine: str         # as `assumptions` names it: cudnn, pallas; of other frameworks flash2, triton, scores
     direction: str      # forward, backward
     flops: float
     num_keys: int
@@ -72,7 +72,11 @@ class Rates:
         a = self.assumed
         share = a[f"attention.{attention.engine}_{attention.direction}"] * a["matmul.clock"]
         share *= attention.num_keys / (attention.num_keys + a["attention.ramp"])
-        share *= a["attention.narrow"] if attention.head_dim <= 64 else 1
+        width = min(attention.head_dim, 128) / 128
+        if attention.engine == "scores":        # a score costs its way through memory, whatever was multiplied for it
+            share *= width
+        else:                                   # in between, each exponential costs the same: 128 / width products' worth of it
+            share /= 1 + (1 / a["attention.narrow"] - 1) * (1 / max(width, 0.5) - 1)
         return attention.flops / (self.peak("bfloat16") * share)
 
     def collective_s(self, kind: str, array_bytes: float, group: Group) -> float:

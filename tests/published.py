@@ -1,0 +1,103 @@
+"""Published runs of other frameworks (goldens/published_runs.toml), priced by our formulas: nothing is fitted to a run."""
+import functools
+import itertools
+import tomllib
+from pathlib import Path
+
+from meshtrain.config import run_file
+from meshtrain.config.sections import Model
+from meshtrain.cost import hardware
+from meshtrain.cost.assumptions import TABLE, Assumptions
+from meshtrain.cost.price import Options, Practice, place, price
+from meshtrain.cost.rates import Rates
+from meshtrain.layout import rules
+from meshtrain.layout.mesh import MeshSpec
+from meshtrain.layout.rules import Layout
+from meshtrain.model import transformer
+
+FILE = tomllib.loads((Path(__file__).parent / "goldens" / "published_runs.toml").read_text())
+RECOMPUTED = {"none": (0, 0, 0), "elementwise": (0, 0, .6), "attention": (0, 1, 0), "per_op": (.5, 0, 1)}
+ACTIVATIONS = """
+[activations]
+batch = ["data", "fsdp"]
+seq = "context"
+residual_seq = ["context", "tensor"]
+heads = "tensor"
+kv_heads = "tensor"
+mlp = "tensor"
+vocab = "tensor"
+"""
+SPLIT = 'layers = "stage"\nheads = "tensor"\nkv_heads = "tensor"\nmlp = "tensor"\nvocab = "tensor"\n'
+# Optimizer state over all replicas beside whole weights; weights over fsdp as well; the latter in a host, replicas beyond.
+ZERO1 = f'[params]\n{SPLIT}[optimizer]\n{SPLIT}embed = ["data", "context"]\n{ACTIVATIONS}'
+ZERO3 = f'[params]\n{SPLIT}embed = ["data", "fsdp"]\n{ACTIVATIONS}'
+HSDP = f'[params]\n{SPLIT}embed = "fsdp"\n{ACTIVATIONS}'
+
+
+def cases(table: str = "sources") -> list[dict]:
+    """The runs of a table with what their source says of all of them."""
+    return [{k: v for k, v in source.items() if k != "runs"} | run for source in FILE[table] for run in source["runs"]]
+
+
+@functools.cache
+def shape(model: str | None, gpt: tuple, tied: bool):
+    """(the [model] section, its parameter table)."""
+    if gpt:
+        layers, width, vocab, *heads = gpt
+        keys = FILE["models"]["gpt"] | {"num_layers": layers, "embed_dim": width, "vocab_size": vocab, "mlp_dim": 4 * width,
+                                        "num_heads": heads[0] if heads else width // 128, "tie_embeddings": tied}
+        keys["head_dim"] = width // keys["num_heads"]
+    else:
+        keys = dict(FILE["models"].get(model) or {"preset": model})
+        if preset := keys.pop("preset", None):
+            keys = tomllib.loads(run_file.presets()[preset].read_text())["model"] | keys
+    cfg = Model(**keys)
+    return cfg, transformer.build(cfg).parameters()
+
+
+def priced(case: dict, given: dict | None = None):
+    cfg, rows = shape(case.get("model"), tuple(case.get("gpt", ())), case.get("tied", False))
+    mesh = MeshSpec(case["mesh"])
+    text = HSDP if case.get("hsdp") else ZERO3 if mesh.sizes["fsdp"] > 1 else ZERO1
+    given = dict(given or {})
+    if network := case.get("network"):
+        given["nic.share"] = network * given.get("nic.share", TABLE["nic.share"].of(case["gpu"]))
+    again = case.get("recomputed", "none")
+    traits = {key: case[key] for key in ("eager", "user_buffers", "overlaps", "short_ends", "grad_bytes") if key in case}
+    practice = Practice(engine=case["engine"], recomputed=RECOMPUTED.get(again) or (again,) * 3, shared_head=False, **traits)
+    rated = Rates(hardware.get(case["gpu"]), Assumptions(case["gpu"], given))
+    placed = place(rows, cfg, Layout(rules.parse(text), mesh.sizes), mesh)
+    replicas = mesh.sizes["data"] * mesh.sizes["fsdp"]
+    found = []
+    for b in case.get("best_b") or [case["b"]]:
+        batch = case.get("batch") or b * replicas * case.get("k", 1)
+        schedule = "interleaved" if case.get("chunks", 1) > 1 else "1f1b"
+        options = Options(case["seq_len"], batch, batch // (b * replicas), "none", schedule, case.get("chunks", 1))
+        found.append(price(placed, cfg, rows, rated, options, practice))
+    return min(found, key=lambda one: one.step_s)
+
+
+def stated(case: dict, num_gpus: int) -> float:
+    """Tokens per second and GPU, as published."""
+    if "tflops" in case:
+        (layers, width, vocab), s = case["gpt"], case["seq_len"]
+        return case["tflops"] * 1e12 / (72 * layers * width**2 * (1 + s / 6 / width + vocab / 12 / width / layers))
+    return case["tokens"] if "tokens" in case else case["batch"] * case["seq_len"] / case["seconds"] / num_gpus
+
+
+def errors(given: dict | None = None) -> list[tuple[dict, float]]:
+    """[(run, priced tokens/s over published − 1)]."""
+    found = []
+    for case in cases():
+        one = priced(case, given)
+        found.append((case, one.tokens_per_s_per_gpu / stated(case, one.num_gpus) - 1))
+    return found
+
+
+def pairs(far: float = 1.05) -> list[tuple[float, float]]:
+    """[(published ratio, priced ratio)] of the times of two layouts of one model that are further apart than `far`."""
+    found = []
+    for _, layouts in itertools.groupby(cases("orders"), key=lambda case: case["name"]):
+        timed = [(case["seconds"], priced(case).step_s) for case in layouts]
+        found += [(b / a, y / x) for (a, x), (b, y) in itertools.combinations(timed, 2) if b / a > far]
+    return found
