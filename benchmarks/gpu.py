@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 import jax
 
 from benchmarks import gpu_attention, gpu_speed, gpu_steps, machine
-from benchmarks.gpu_record import FAILED, RIGHT, WRONG, Item, Record, code_digest
+from benchmarks.gpu_record import FAILED, GROUPS, RIGHT, WRONG, Item, Record, code_digest
 from meshtrain import devices as local_devices
 from meshtrain.config import ConfigError
 from meshtrain.cost import hardware
@@ -168,17 +168,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--checks", action="store_true", help="only what is right or wrong: no speed, no tiles")
     asked = parser.parse_args(argv)
     until = time.time() + 60 * asked.minutes
-    if os.environ.get("JAX_PLATFORMS"):                 # the CPU computes what the GPU is compared with
-        os.environ["JAX_PLATFORMS"] = "cuda,cpu" if "cuda" in os.environ["JAX_PLATFORMS"] else os.environ["JAX_PLATFORMS"]
-    try:
-        local_devices.take_memory(os.environ)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     code = 2
     if local_devices.gpus_expected():
+        try:
+            local_devices.take_memory(os.environ)
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        if "cpu" not in (platforms := os.environ.get("JAX_PLATFORMS") or "cpu"):
+            os.environ["JAX_PLATFORMS"] = f"{platforms},cpu"        # what the GPU is compared with
         asked.out.mkdir(parents=True, exist_ok=True)
-        groups = CHECKS if asked.checks else (*CHECKS, "speed", "tiles")
+        groups = CHECKS if asked.checks else tuple(GROUPS)
         code, record = supervise(worker, (asked.out, until, groups), until)
     if code == 2:
         print("error: benchmarks.gpu needs a GPU, and jax finds none here; run it where nvidia-smi shows one, with the extra "

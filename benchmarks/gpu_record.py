@@ -12,6 +12,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 CODE = ("meshtrain/**/*.py", "benchmarks/gpu*.py", "sharding_rules/*.toml", "configs/**/*.toml")
 BEGUN, RIGHT, WRONG, FAILED = "begun", "right", "WRONG", "FAILED"
+TOLD = ("date", "commit")       # of a record, and no reason to do anything again: committing its tables makes a commit
 GROUPS = {"attention": "Attention engines against whole scores in float32 on the CPU",
           "layout": "One step of every rule file against one CPU device in float32",
           "schedule": "One step of every pipeline schedule against one CPU device in float32",
@@ -59,8 +60,8 @@ class Record:
         self.path, self.name, self.of, self.items, self.planned = Path(directory) / f"gpu-{name}.json", name, dict(of), {}, []
         if self.path.exists():
             old = json.loads(self.path.read_text())
-            # The date is told, and no reason to do anything again.
-            if {**old["of"], "date": None} == {**self.of, "date": None}:
+            told = {name: None for name in TOLD}
+            if {**old["of"], **told} == {**self.of, **told}:
                 self.items, self.planned = old["items"], old["planned"]
 
     @property

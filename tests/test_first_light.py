@@ -68,7 +68,7 @@ def test_a_run_that_was_cut_off_goes_on_where_it_was(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         gpu.work(items, record(tmp_path), FOREVER, ())
     assert did(tmp_path) == {"layout/a": RIGHT, "layout/b": BEGUN}
-    assert gpu.work(items, record(tmp_path, date="tomorrow"), FOREVER, ()) == gpu.DONE
+    assert gpu.work(items, record(tmp_path, date="tomorrow", commit="of the tables"), FOREVER, ()) == gpu.DONE
     assert calls == ["a", "b", "c", "b"] and set(did(tmp_path).values()) == {RIGHT}       # what was cut off comes last
     gpu.work(items, record(tmp_path, code="2"), FOREVER, ())                              # other code: nothing counts
     assert calls[4:] == ["a", "b", "c"]
@@ -103,6 +103,13 @@ def test_a_process_that_crashes_or_hangs_fails_its_item_alone(tmp_path, capfd):
     assert code == gpu.DONE and did(tmp_path) == {"layout/crash": FAILED, "layout/hang": FAILED, "layout/right": RIGHT}
     assert "ended with code 9" in found.items["layout/crash"]["errors"][""]
     assert "no end within" in found.items["layout/hang"]["errors"][""]
+
+
+def test_a_share_of_memory_that_is_none_is_refused_before_anything_is_begun(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu.local_devices, "gpus_expected", lambda: True)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "92%")
+    assert gpu.main(["--out", str(tmp_path / "new")]) == 2 and not (tmp_path / "new").exists()
+    assert "92% is not a share of a GPU's memory" in capsys.readouterr().err
 
 
 def test_the_process_that_computes_takes_every_item_once_and_tells_the_other_of_it(tmp_path, monkeypatch):
