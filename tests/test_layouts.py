@@ -16,6 +16,7 @@ import sampling
 from meshtrain import assembly, config
 from meshtrain.cost import audit, memory, report
 from meshtrain.kernels import blockwise, engine
+from meshtrain.model import parts
 from meshtrain.parallel import attention
 from meshtrain.training.state import State
 
@@ -247,6 +248,36 @@ def test_remat_changes_no_gradient(remat):
     case = Compiled(run_of("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2), {}, dict(remat=remat)))
     got, got_moments = case.train(params, 1)
     np.testing.assert_allclose(got[0], losses[0], rtol=1e-5)
+    check_gradients(got_moments, moments)
+
+
+# ---- parts of a microbatch --------------------------------------------------------------------------------------------
+
+IN_PARTS = [
+    ("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2), {}, dict(remat="full")),
+    ("tensor_sequence", dict(data=2, tensor=4), GPT2, {}),          # weights are not gathered in the loop
+]
+IN_PARTS_GRID = [
+    ("zero3_tensor_sequence_pipeline", dict(fsdp=2, stage=2, tensor=2), {}, dict(remat="selective")),
+    ("zero3_tensor_sequence", dict(fsdp=4, tensor=2), GPT2, dict(remat="selective")),
+    ("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2), dict(residual_dropout=0.2), dict(remat="offload")),
+    ("zero3_tensor_sequence", dict(tensor=8), {}, dict(remat="full")),          # each kv head is computed by two ranks
+    ("tensor", dict(data=2, fsdp=2, tensor=2), {}, dict(remat="full")),
+    ("zero2_tensor_sequence_pipeline", dict(data=2, stage=2, tensor=2), {}, dict(remat="none")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rule, mesh, model, training", [
+    *IN_PARTS, *(pytest.param(*case, marks=sampling.GRID) for case in IN_PARTS_GRID)])
+def test_parts_of_a_microbatch_change_no_gradient(rule, mesh, model, training, monkeypatch):
+    params, losses, moments = reference(tuple(model.items()), tuple(training.items()), 20)
+    rows = SEQUENCES // MICROBATCHES // math.prod(mesh.get(axis, 1) for axis in ("data", "fsdp"))
+    counts, cut = set(), parts.cut
+    monkeypatch.setattr(parts, "MIN_TOKENS", rows * T // 2)
+    monkeypatch.setattr(parts, "cut", lambda a, shards, count: counts.add(count) or cut(a, shards, count))
+    got, got_moments = Compiled(run_of(rule, mesh, model, training)).train(params, 2)
+    assert counts == {2}
+    np.testing.assert_allclose(got, losses[:2], rtol=2e-5)
     check_gradients(got_moments, moments)
 
 

@@ -31,6 +31,7 @@ class Execution:
     remat: str = "none"     # none, selective, full, offload
     float8: jax.lax.DotAlgorithmPreset | None = None    # how projections ask for float8 products; None: they are in dtype
     in_order: bool = False  # whether collectives outside a loop must not run beside those in it (`mesh.after`)
+    in_parts: bool = False  # the layer sees one part of a microbatch, and its weights are `parts.shared`
 
 
 def recomputed(ex: Execution, f: Callable) -> Callable:
@@ -50,8 +51,15 @@ def gathered(ex: Execution, w: jax.Array, axes) -> jax.Array:
     Moves (N-1)/N of the weight's bytes in the compute dtype. Pinned to its shard layout first: without that pin XLA
     gathers the float32 master weight in some places and casts afterwards.
     """
+    if ex.in_parts:
+        return w.astype(ex.dtype)       # once for all parts
     w = ex.layout.constrain("params", w.astype(ex.dtype), axes)
     return ex.layout.in_use(w, axes)
+
+
+def _placed(ex: Execution, dw, axes):
+    """A weight's gradient as [grads] says; that of one part as it is: `parts.shared` places the sum."""
+    return dw if ex.in_parts else ex.layout.constrain("grads", dw, axes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
@@ -84,7 +92,7 @@ def _project_backward(ex, eq, axes, out_axes, saved, dy):
     left, right = operands.split(",")
     dx = jnp.einsum(f"{out},{right}->{left}", dy, full)
     dw = jnp.einsum(f"{left},{out}->{right}", x, dy, preferred_element_type=jnp.float32)
-    return dx, ex.layout.constrain("grads", dw, axes)
+    return dx, _placed(ex, dw, axes)
 
 
 project.defvjp(_project_forward, _project_backward)
@@ -132,7 +140,7 @@ def _repeated(ex: Execution, w, axes, repeats: int):
         return w, axes
     w = jnp.repeat(w, repeats, axes.index("kv_heads"))
     axes = tuple("heads" if axis == "kv_heads" else axis for axis in axes)
-    return ex.layout.constrain("params", w, axes), axes
+    return ex.layout.in_use(w, axes) if ex.in_parts else ex.layout.constrain("params", w, axes), axes
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -151,7 +159,7 @@ def _add_bias_forward(ex, axes, y, bias):
 def _add_bias_backward(ex, axes, _, dy):
     # Only the sum is float32: the cotangent goes on in the compute dtype, and so do the matmuls behind it.
     db = jnp.sum(dy, range(dy.ndim - len(axes)), dtype=jnp.float32)
-    return dy, ex.layout.constrain("grads", db, axes)
+    return dy, _placed(ex, db, axes)
 
 
 add_bias.defvjp(_add_bias_forward, _add_bias_backward)

@@ -94,3 +94,8 @@ def tree(infos: list[ParamInfo], leaf: Callable[[ParamInfo], object]):
     for info in infos:
         functools.reduce(lambda node, key: node.setdefault(key, {}), info.path[:-1], out)[info.path[-1]] = leaf(info)
     return out
+
+
+def mapped(infos: list[ParamInfo], f: Callable[[ParamInfo, object], object], params):
+    """A nested dict like the parameters with `f(info, leaf)` in each place."""
+    return tree(infos, lambda info: f(info, functools.reduce(dict.__getitem__, info.path, params)))

@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.layout.mesh import after
 from meshtrain.layout.rules import Layout, Rules, Tensor
-from meshtrain.model import float8, params
+from meshtrain.model import float8, params, parts
 from meshtrain.model.layers import Embedding, Layer, Linear, Norm, Execution, dropout, kv_heads, rope_angles
 from meshtrain.model.loss import LossSpec, loss_sums
 from meshtrain.names import AUX_LOSS, LAYERS, MATMUL_ROLES
@@ -37,6 +37,13 @@ class Inputs(NamedTuple):
     sequence_B: jax.Array                        # global sequence number, for dropout
     rope: tuple[jax.Array, jax.Array] | None     # cos, sin [B, T, H/2]
     dropout_key: jax.Array | None
+
+    def cut(self, shards: int, count: int) -> list[Inputs]:
+        """Of each part of the rows, see `parts.cut`."""
+        pieces = jax.tree.map(lambda a: parts.cut(a, shards, count), self._replace(dropout_key=None))
+        whole = jax.tree.structure(self._replace(dropout_key=None))
+        return [part._replace(dropout_key=self.dropout_key)
+                for part in jax.tree.transpose(whole, jax.tree.structure([0] * count), pieces)]
 
 
 class Ends(nnx.Module):
@@ -290,9 +297,26 @@ def without_layers(tree: dict) -> dict:
 
 def block(ex: Execution, layer: params.Module, weights, x_BTD, inputs: Inputs, number):
     """(output, aux) of layer number `number` with these weights; the backward keeps what ex.remat says."""
+    infos = params.infos(layer)
+    shards, count = parts.of_rows(ex.layout, x_BTD.shape) if _can_share(ex, infos) else (1, 1)
+
     def apply(weights, x_BTD, inputs, number):
-        return layer.bind(weights)(ex, checkpoint_name(x_BTD, LAYER_INPUT), inputs, number)
+        x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
+        if count == 1:
+            return layer.bind(weights)(ex, x_BTD, inputs, number)
+        weights = params.mapped(infos, lambda info, w: w if info.role == "norm" else parts.shared(ex, info, w), weights)
+        bound, one = layer.bind(weights), dataclasses.replace(ex, in_parts=True)
+        outs = [bound(one, *part, number) for part in zip(parts.cut(x_BTD, shards, count), inputs.cut(shards, count), strict=True)]
+        aux = functools.reduce(add_aux, (aux for _, aux in outs))
+        return ex.layout.act(parts.join([y_BTD for y_BTD, _ in outs], shards), "batch", "residual_seq", None), aux
     return rematerialized(apply, ex)(weights, x_BTD, inputs, number)
+
+
+def _can_share(ex: Execution, infos) -> bool:
+    """Whether parts of a microbatch can share a layer's weights. Not in float8, whose scales are of the whole microbatch, and not
+    where the backward of every projection gathers its weight again (ZeRO-3 without remat)."""
+    kept = all(ex.layout.spec_in_use(info.axes) == ex.layout.spec("params", info.axes) for info in infos)
+    return not ex.float8 and (kept or ex.remat != "none")
 
 
 def add_aux(a: dict, b: dict) -> dict:
