@@ -1,9 +1,9 @@
-"""python -m benchmarks.gpu [--minutes 8] [--out DIR]: the first minutes on any GPU machine, one GPU or eight, without network or data.
+"""python -m benchmarks.gpu [--minutes 8] [--checks] [--out DIR]: the first minutes on any GPU machine, one GPU or eight.
 
-Attention engines, rule files and schedules against the CPU, the same bits twice, then speed, memory and kernels of a 1B and an 8B
-shape beside the roofline, and tiles; what is worth most comes first. Writes benchmarks/gpu-NAME.md and .json after every item and
-goes on from there, unless GPU, versions or code are others. Items run in a process of their own: one that raises, crashes or hangs
-is recorded, and the rest go on. Exit codes: 0 · 1 something is wrong or failed · 2 no GPU, one message.
+Attention engines, rule files and schedules against the CPU, the same bits twice, then speed, memory and kernels of a 1B and an
+8B shape beside the roofline, and tiles; what is worth most comes first. Needs no network and no data. Writes gpu-NAME.md and
+.json after every item and goes on from there, unless GPU, versions or code are others. Items run in a process of their own: one
+that raises, crashes or hangs is recorded, and the rest go on. Exit codes: 0 · 1 something is wrong or failed · 2 no GPU.
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 import jax
 
 from benchmarks import gpu_attention, gpu_speed, gpu_steps, machine
-from benchmarks.gpu_record import FAILED, RIGHT, WRONG, Item, Record, code_digest
+from benchmarks.gpu_record import FAILED, GROUPS, RIGHT, WRONG, Item, Record, code_digest
 from meshtrain import devices as local_devices
 from meshtrain.config import ConfigError
 from meshtrain.cost import hardware
@@ -39,7 +39,7 @@ CHECKS = ("attention", "layout", "schedule", "deterministic")
 
 
 def by_worth(devices, cpu, out: Path) -> list[Item]:
-    """All items of these devices: what a first run must know soonest, then everything else that is right or wrong, then speed."""
+    """All items of these devices: what a first run must know soonest, then the rest of what is right or wrong, then speed."""
     attention, steps = gpu_attention.items(devices, cpu), gpu_steps.items(devices, cpu)
     measured = gpu_speed.items(devices, out)
     bf16 = [item for item in steps if "bfloat16" in item.key]
@@ -56,7 +56,8 @@ def identity(devices) -> tuple[str, dict]:
     name = f"{gpu.name if gpu else device.platform}-x{len(devices)}"
     platform = getattr(device.client, "platform_version", "").replace("\n", " ")
     try:
-        commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+        asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        commit = asked.stdout.strip()
     except OSError:
         commit = ""
     return name, {"date": machine.datetime.date.today().isoformat(), "gpu": device.device_kind, "count": len(devices),
@@ -115,7 +116,8 @@ def compute(pipe: Connection, devices, cpu, out: Path, until: float, groups: Seq
 # ---- in the process that watches -------------------------------------------------------------------------------------
 
 
-def supervise(target: Callable, args: tuple, until: float, longest_s: float = LONGEST_S, grace_s: float = GRACE_S) -> tuple[int, Record | None]:
+def supervise(target: Callable, args: tuple, until: float, longest_s: float = LONGEST_S,
+              grace_s: float = GRACE_S) -> tuple[int, Record | None]:
     """Runs target(pipe, *args) in fresh processes until one is done. Returns its exit code and the record that it told of.
 
     What a process had begun when it died or hung has failed; where it began nothing, its end is final.
@@ -162,32 +164,33 @@ def _listen(pipe: Connection, child, until: float, longest_s: float, grace_s: fl
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.split("\n\n")[0].partition(": ")[2])
     parser.add_argument("--minutes", type=float, default=8, help="no item is begun that would end later")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks", help="directory of the .md, the .json and the profiles")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks", help="where .md, .json and profiles come to lie")
     parser.add_argument("--checks", action="store_true", help="only what is right or wrong: no speed, no tiles")
     asked = parser.parse_args(argv)
     until = time.time() + 60 * asked.minutes
-    if os.environ.get("JAX_PLATFORMS"):                 # the CPU computes what the GPU is compared with
-        os.environ["JAX_PLATFORMS"] = "cuda,cpu" if "cuda" in os.environ["JAX_PLATFORMS"] else os.environ["JAX_PLATFORMS"]
-    try:
-        local_devices.take_memory(os.environ)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     code = 2
     if local_devices.gpus_expected():
+        try:
+            local_devices.take_memory(os.environ)
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        if "cpu" not in (platforms := os.environ.get("JAX_PLATFORMS") or "cpu"):
+            os.environ["JAX_PLATFORMS"] = f"{platforms},cpu"        # what the GPU is compared with
         asked.out.mkdir(parents=True, exist_ok=True)
-        groups = CHECKS if asked.checks else (*CHECKS, "speed", "tiles")
+        groups = CHECKS if asked.checks else tuple(GROUPS)
         code, record = supervise(worker, (asked.out, until, groups), until)
     if code == 2:
-        print("error: benchmarks.gpu needs a GPU, and jax finds none here; run it where nvidia-smi shows one, with the extra 'gpu' "
-              "installed", file=sys.stderr)
+        print("error: benchmarks.gpu needs a GPU, and jax finds none here; run it where nvidia-smi shows one, with the extra "
+              "'gpu' installed", file=sys.stderr)
         return 2
     if record is None:
         print(f"error: the process that computes ended with code {code} before it began", file=sys.stderr)
         return 1
     bad = [key for key, item in record.items.items() if item["status"] in (WRONG, FAILED)]
     right = sum(item["status"] == RIGHT for item in record.items.values())
-    print(f"{right} right, {len(bad)} not{': ' if bad else ''}{', '.join(bad)}; {len(record.left)} still to do; written: {record.path.with_suffix('.md')}")
+    print(f"{right} right, {len(bad)} not{': ' if bad else ''}{', '.join(bad)}; {len(record.left)} still to do; "
+          f"written: {record.path.with_suffix('.md')}")
     return 1 if bad or code else 0
 
 

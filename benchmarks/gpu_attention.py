@@ -1,4 +1,4 @@
-"""Every attention engine on a device against whole scores in float32 on the host's CPU: forward, backward, each kind of block."""
+"""Every attention engine on a device against whole scores in float32 on the CPU: forward, backward, each kind of block."""
 from __future__ import annotations
 
 import math
@@ -104,7 +104,8 @@ def plain_backward(q, k, v, seen_BTS, o, lse_BTN, do):
 def check(functions: dict, case: Case, width: int, sizes: Sizes, device, cpu) -> dict[str, float]:
     """The engine's errors, of the largest number of each result; inf where rows that see nothing are not zeros and MASKED.
 
-    functions: by causal, the engine's forward and backward, jitted. The backward is given o and lse as if the queries saw other keys as well, on another device.
+    functions: by causal, the engine's forward and backward, jitted. The backward is given o and lse as if the queries saw other
+    keys as well, on another device.
     """
     rng = np.random.default_rng(width)
     B, T, S = *case.q_segments.shape, case.k_segments.shape[1]
@@ -151,7 +152,8 @@ def engines(width: int, gpu: str, sizes: Sizes, interpret: bool) -> dict[str, Ca
 def measured(make: Callable[[], Engine], width: int, with_documents: bool, sizes: Sizes, device, cpu) -> dict:
     """What Item.measure returns; a case that raises is told and the others go on."""
     compared, errors, engine = {}, {}, make()
-    functions = {causal: tuple(jax.jit(partial(way, causal=causal)) for way in (engine.forward, engine.backward)) for causal in (True, False)}
+    jitted = lambda causal: [jax.jit(partial(way, causal=causal)) for way in (engine.forward, engine.backward)]
+    functions = {causal: jitted(causal) for causal in (True, False)}
     for case in cases(sizes, with_documents):
         try:
             for what, error in check(functions, case, width, sizes, device, cpu).items():

@@ -12,6 +12,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 CODE = ("meshtrain/**/*.py", "benchmarks/gpu*.py", "sharding_rules/*.toml", "configs/**/*.toml")
 BEGUN, RIGHT, WRONG, FAILED = "begun", "right", "WRONG", "FAILED"
+TOLD = ("date", "commit")       # of a record, and no reason to do anything again: committing its tables makes a commit
 GROUPS = {"attention": "Attention engines against whole scores in float32 on the CPU",
           "layout": "One step of every rule file against one CPU device in float32",
           "schedule": "One step of every pipeline schedule against one CPU device in float32",
@@ -23,8 +24,9 @@ GROUPS = {"attention": "Attention engines against whole scores in float32 on the
 class Item(NamedTuple):
     """One thing to find out. key: GROUP/…; it begins with what is listed in GROUPS.
 
-    measure() -> found, plain JSON: `compared` {what: (error, tolerance)} decides between right and wrong, `errors` {what: words}
-    are parts that raised, the rest is told. seconds: a guess. alone: in a process of its own, that begins with an empty GPU.
+    measure() -> found, plain JSON: `compared` {what: (error, tolerance)} decides between right and wrong, `errors`
+    {what: words} are parts that raised, the rest is told. seconds: a guess. alone: in a process of its own, that begins with an
+    empty GPU.
     """
     key: str
     measure: Callable[[], dict]
@@ -39,7 +41,8 @@ class Item(NamedTuple):
 def verdict(found: Mapping) -> str:
     if found.get("errors"):
         return FAILED
-    return RIGHT if all(error <= tolerance for error, tolerance in found.get("compared", {}).values()) else WRONG    # NaN is wrong
+    right = all(error <= tolerance for error, tolerance in found.get("compared", {}).values())      # NaN is wrong
+    return RIGHT if right else WRONG
 
 
 def code_digest(root: Path = ROOT) -> str:
@@ -57,8 +60,8 @@ class Record:
         self.path, self.name, self.of, self.items, self.planned = Path(directory) / f"gpu-{name}.json", name, dict(of), {}, []
         if self.path.exists():
             old = json.loads(self.path.read_text())
-            # The date is told, and no reason to do anything again.
-            if {**old["of"], "date": None} == {**self.of, "date": None}:
+            told = {name: None for name in TOLD}
+            if {**old["of"], **told} == {**self.of, **told}:
                 self.items, self.planned = old["items"], old["planned"]
 
     @property
@@ -84,8 +87,8 @@ class Record:
         self.save()
         return status
 
-    def fail(self, key: str, error: str, seconds: float = math.nan) -> None:
-        self.items[key] = {"status": FAILED, "errors": {"": error}} | ({} if math.isnan(seconds) else {"seconds": round(seconds, 1)})
+    def fail(self, key: str, error: str) -> None:
+        self.items[key] = {"status": FAILED, "errors": {"": error}}
         self.save()
 
     def save(self) -> None:
@@ -129,7 +132,8 @@ def _checks(items: Mapping[str, dict]) -> list[str]:
         compared = sorted(item.get("compared", {}).items(), key=lambda pair: -_excess(*pair[1]))
         shown = [pair for pair in compared if not pair[1][0] <= pair[1][1]] or compared[:1]
         worst = "; ".join(f"{what} {error:.2g} of {tolerance:.2g}" for what, (error, tolerance) in shown[:6])
-        rows.append((f"`{key.partition('/')[2]}`", item["status"], len(compared), worst, item.get("said", ""), item.get("seconds", "")))
+        told = item.get("said", ""), item.get("seconds", "")
+        rows.append((f"`{key.partition('/')[2]}`", item["status"], len(compared), worst, *told))
     return table(("item", "result", "comparisons", "worst error of its tolerance", "", "s"), rows)
 
 

@@ -1,7 +1,7 @@
 """What a training step takes on the GPUs at hand: speed, memory and kernels beside what `inspect` says of the same program.
 
 Synthetic tokens in rows of documents as the roofline assumes them. A model that does not fit loses layers, and the table says
-how many; nothing else of its shape changes. Compilation apart, some steps not counted, each of the others waited for, the median.
+how many; nothing else of its shape changes. Compilation apart, some steps not counted, each other one waited for, the median.
 """
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ class Plan(NamedTuple):
     packed: bool
     remat: str
     overrides: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}, {'packed' if self.packed else 'whole rows'}, remat {self.remat}"
 
 
 EIGHT, ONE = ("8B", "configs/llama3-8b.toml", 1), ("1B", "configs/llama3.2-1b.toml", 4)
@@ -120,6 +124,7 @@ class Measured(NamedTuple):
     peak_bytes: int | None              # of the process so far; None where the device does not tell
     kernels: Mapping[str, float]        # instruction → seconds a step on the first device
     losses: tuple[float, ...]
+    no_profile: str = ""                # why there is none
 
 
 def compiled(plan: Plan, devices, sizes: Sizes):
@@ -148,16 +153,26 @@ def measure(made, step, compile_s: float, sizes: Sizes, directory: Path) -> Meas
         times.append(time.perf_counter() - started)
         losses.append(float(metrics["loss"]))
     stats = made.mesh.local_devices[0].memory_stats() or {}
+    try:
+        profile, error = profiled(made, step, state, batch, sizes.profiled, directory), ""
+    except Exception as failure:                # what was timed is kept
+        profile, error = {}, f"{type(failure).__name__}: {failure}"
+    return Measured(tuple(times[sizes.warm:]), compile_s, stats.get("peak_bytes_in_use"), profile, tuple(losses), error)
+
+
+def profiled(made, step, state, batch, steps: int, directory: Path) -> dict[str, float]:
+    """Instruction → seconds a step on the first device; the profile comes to lie in `directory`."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     jax.profiler.start_trace(directory, profiler_options=options)
-    for _ in range(sizes.profiled):
-        state, metrics = step(state, batch)
-    jax.block_until_ready((state, metrics))
-    jax.profiler.stop_trace()
+    try:
+        for _ in range(steps):
+            state, metrics = step(state, batch)
+        jax.block_until_ready((state, metrics))
+    finally:
+        jax.profiler.stop_trace()
     newest = max(directory.glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime)
-    return Measured(tuple(times[sizes.warm:]), compile_s, stats.get("peak_bytes_in_use"),
-                    {name: s / sizes.profiled for name, s in kernels(newest, made.mesh.devices.flat[0].platform).items()}, tuple(losses))
+    return {name: s / steps for name, s in kernels(newest, made.mesh.devices.flat[0].platform).items()}
 
 
 def kernels(path: Path, platform: str) -> Counter:
@@ -190,16 +205,20 @@ def told(plan: Plan, made, step, measured: Measured) -> dict:
     held, line = report.held_by_program(made, step)["total"], roofline.of_run(made, step.as_text())
     whole = run_of(plan, count, run.training.microbatches).model.num_layers
     gib = lambda value: "–" if value is None else f"{value / GIB:.1f}"
-    row = {"layers": f"{run.model.num_layers} of {whole}", "tokens": f"{run.training.microbatches} × {tokens // run.training.microbatches:,}",
+    microbatches = run.training.microbatches
+    row = {"layers": f"{run.model.num_layers} of {whole}", "tokens": f"{microbatches} × {tokens // microbatches:,}",
            "compile, s": f"{measured.compile_s:.0f}", "step, s": f"{step_s:.4g}",
            "fastest to slowest": f"{min(measured.times):.4g} to {max(measured.times):.4g}",
-           "tokens/s a GPU": f"{tokens / step_s / count:,.0f}", "MFU": f"**{needed / step_s / peak / count:.1%}**" if peak else "–",
+           "tokens/s a GPU": f"{tokens / step_s / count:,.0f}",
+           "MFU": f"**{needed / step_s / peak / count:.1%}**" if peak else "–",
            "roofline, s": f"{line.step_s:.4g}" if line else "–", "its MFU": f"{line.mfu:.1%}" if line else "–",
            "peak, GiB": gib(measured.peak_bytes), "by inspect, GiB": gib(held)}
     notes = [f"- {note}" for note in made.notes]
     lines = [*notes, "", *beside_roofline(line, measured)] if line else [*notes, "", *costliest(measured)]
     first, last = measured.losses[0], measured.losses[-1]
-    return {"row": row, "lines": lines, "compared": {"the last loss by the first": (last / first, 1.0)}, "times": list(measured.times)}
+    errors = {"errors": {"profile": measured.no_profile}} if measured.no_profile else {}
+    return {"row": row, "lines": lines, "compared": {"the last loss by the first": (last / first, 1.0)},
+            "times": list(measured.times), **errors}
 
 
 def costliest(measured: Measured) -> list[str]:
@@ -224,8 +243,9 @@ def beside_roofline(line: roofline.Roofline, measured: Measured) -> list[str]:
     parts = [(part, ms(by_part[part]), ms(line.parts.get(part, 0.0))) for part in roofline.PARTS]
     parts += [("collectives, copies and what has no instruction", ms(others.total()), ms(line.exposed_s + line.hidden_s))]
     ranked = sorted(line.kernels, key=lambda kernel: kernel.seconds - seconds[kernel])[:COSTLIEST]
-    rows = [(kernel.part, ms(seconds[kernel]), ms(kernel.seconds), f"{seconds[kernel] / kernel.seconds:.2f}" if kernel.seconds else "–",
-             kernel.bound, kernel.line, f"`{kernel.source[-60:]}`", f"`{kernel.name}`") for kernel in ranked]
+    ratio = lambda kernel: f"{seconds[kernel] / kernel.seconds:.2f}" if kernel.seconds else "–"
+    rows = [(kernel.part, ms(seconds[kernel]), ms(kernel.seconds), ratio(kernel), kernel.bound,
+             kernel.line, f"`{kernel.source[-60:]}`", f"`{kernel.name}`") for kernel in ranked]
     rest = [(f"`{name[:80]}`", ms(s)) for name, s in others.most_common(6)]
     return [*table(("part", "measured, ms", "roofline, ms"), parts), "", "The kernels that lose most:", "",
             *table(("part", "measured, ms", "roofline, ms", "ratio", "bound", "line", "from", "instruction"), rows),
@@ -248,11 +268,11 @@ def items(devices, directory: Path, sizes: Sizes = Sizes()) -> list[Item]:
     """By worth. directory: profiles come to lie below it."""
     out = []
     for plan in sizes.plans:
-        key = f"speed/{plan.name}, {'packed' if plan.packed else 'whole rows'}, remat {plan.remat}"
-        out.append(Item(key, partial(speed, plan, devices, sizes, directory / "-".join(key.partition("/")[2].replace(",", "").split())),
-                        75, alone=True))
+        profile = directory / plan.key.replace(",", "").replace(" ", "-")
+        out.append(Item(f"speed/{plan.key}", partial(speed, plan, devices, sizes, profile), 100, alone=True))
     gpu = hardware.from_device_kind(devices[0].device_kind)
     if gpu and tiles.of(128, gpu.name):
-        out += [Item(f"tiles/head_dim {width}", partial(timed_tiles, width, gpu.name, sizes), 60 * sizes.tile_minutes + 20, alone=True)
+        seconds = 60 * sizes.tile_minutes + 20
+        out += [Item(f"tiles/head_dim {width}", partial(timed_tiles, width, gpu.name, sizes), seconds, alone=True)
                 for width in sizes.tile_widths]
     return out

@@ -1,6 +1,7 @@
 """One training step of every rule file and schedule that the devices allow against one CPU device, and the same bits twice."""
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import math
@@ -21,6 +22,8 @@ RULES = ROOT / "sharding_rules"
 TOLERANCE = {"float32": (1e-5, 1e-4), "bfloat16": (2e-3, 5e-2)}
 # A true gradient may be zero or nearly so: its rounding is measured against this share of the norm of all.
 FLOOR = {"float32": 1e-3, "bfloat16": 1e-2}
+FIRST = ("zero3", "ddp", "zero1", "zero3_tensor_sequence_context_pipeline", "zero3_tensor_sequence", "zero3_context",
+         "zero1_pipeline")
 SCHEDULES = {"1f1b": 1, "interleaved_zero_bubble": 2, "zero_bubble": 1, "gpipe": 1, "interleaved": 2, "zb_h1": 1}     # chunks
 
 
@@ -49,7 +52,7 @@ def mesh_for(rule: str, count: int) -> dict[str, int]:
 def run_of(rule: str, mesh: dict, dtype: str, sizes: Sizes, **more) -> config.Run:
     return config.Run(
         mesh=mesh, sharding=dict(rules=str(RULES / f"{rule}.toml")), model=dict(sizes.model) | dict(compute_dtype=dtype),
-        data=dict(seq_len=sizes.seq_len, global_batch=sizes.sequences),
+        data=dict(seq_len=sizes.seq_len, global_batch=sizes.sequences) | more.get("data", {}),
         training=dict(steps=20, microbatches=sizes.microbatches, grad_clip=0.0, loss_chunk=512) | more.get("training", {}),
         pipeline=more.get("pipeline", {}), context=more.get("context", {}), optimizer=dict(learning_rate=1e-3, warmup_steps=2))
 
@@ -71,7 +74,8 @@ def rows(step: int, sequences: int, length: int, vocab: int, mean: float) -> dic
 
 
 def batch(step: int, run: config.Run) -> dict:
-    return rows(step, run.data.global_batch, run.data.seq_len, run.model.vocab_size, run.data.seq_len / 5)
+    mean = run.data.seq_len / 5 if run.data.document_mask else 1e9
+    return rows(step, run.data.global_batch, run.data.seq_len, run.model.vocab_size, mean)
 
 
 def first_moment(opt_state):
@@ -84,7 +88,8 @@ _compiled: dict[str, object] = {}
 def compiled(made: assembly.Assembly):
     """(the compiled step, whether another run of this process had the same program): on one device all rule files have."""
     program = made.program
-    with jax.default_matmul_precision("highest"):
+    # float32 as float32; programs in bfloat16 are those that a run has.
+    with jax.default_matmul_precision("highest") if made.run.model.compute_dtype == "float32" else contextlib.nullcontext():
         with jax.set_mesh(made.mesh):
             text = program.train.lower(program.spec.with_shardings(), program.batch).as_text()
         key = hashlib.sha256(f"{made.mesh.devices} {text}".encode()).hexdigest()
@@ -97,19 +102,21 @@ def compiled(made: assembly.Assembly):
 def train(made: assembly.Assembly, step, params) -> tuple[list[float], dict]:
     """Losses of two steps from these host params, and the gradients of the first: adamw's first moment by 1 - b1."""
     program = made.program
-    opt_state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), program.spec.abstract.opt_state)     # adamw starts from zeros
+    opt_state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), program.spec.abstract.opt_state)  # adamw starts from zeros
     state, losses, grads = jax.device_put(State(np.int32(0), params, opt_state), program.spec.sharding), [], None
     for number in range(2):
         state, metrics = step(state, program.place(batch(number, made.run)))
         losses.append(float(metrics["loss"]))
-        grads = grads or jax.tree.map(lambda m: m / np.float32(1 - made.run.optimizer.b1), jax.device_get(first_moment(state.opt_state)))
+        share = np.float32(1 - made.run.optimizer.b1)
+        grads = grads or jax.tree.map(lambda m: m / share, jax.device_get(first_moment(state.opt_state)))
     return losses, grads
 
 
 @functools.cache
-def reference(sizes: Sizes, cpu):
+def reference(sizes: Sizes, cpu, packed: bool = True):
     """(params, losses, gradients) of one CPU device in float32, all sequences at once."""
-    one = assembly.assemble(run_of("ddp", {}, "float32", sizes._replace(microbatches=1)), [cpu])
+    run = run_of("ddp", {}, "float32", sizes._replace(microbatches=1), data=dict(document_mask=packed))
+    one = assembly.assemble(run, [cpu])
     with jax.default_device(cpu):
         params = jax.device_get(one.model.init(jax.random.key(0)))
         return params, *train(one, compiled(one)[0], params)
@@ -122,7 +129,8 @@ def norm(x) -> float:
 def compare(losses, grads, expected_losses, expected, dtype: str) -> dict[str, tuple[float, float]]:
     """Item's `compared`: the loss of both steps and every gradient leaf."""
     loss_tolerance, tolerance = TOLERANCE[dtype]
-    out = {f"loss of step {n}": (abs(a - b) / abs(b), n * loss_tolerance) for n, (a, b) in enumerate(zip(losses, expected_losses), 1)}
+    pairs = enumerate(zip(losses, expected_losses), 1)
+    out = {f"loss of step {n}": (abs(a - b) / abs(b), n * loss_tolerance) for n, (a, b) in pairs}
     total = math.sqrt(sum(norm(e) ** 2 for e in jax.tree.leaves(expected)))
     size = (lambda x: float(np.abs(x).max())) if dtype == "float32" else norm
     for (path, g), e in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(expected), strict=True):
@@ -134,7 +142,7 @@ def compare(losses, grads, expected_losses, expected, dtype: str) -> dict[str, t
 def check(run: config.Run, devices, cpu, sizes: Sizes) -> dict:
     """What Item.measure returns for a run on these devices."""
     made = assembly.assemble(run, devices)
-    params, losses, grads = reference(sizes, cpu)
+    params, losses, grads = reference(sizes, cpu, run.data.document_mask)
     step, known = compiled(made)
     said = ", ".join([str(made.mesh_spec), *(["a program that was compared before"] if known else []),
                       *(note for note in made.notes if note.startswith(("attention", "pipeline")))])
@@ -160,7 +168,8 @@ def items(devices, cpu, sizes: Sizes = Sizes()) -> list[Item]:
     """By worth: the rule files that most runs take first, in the dtype that they run in."""
     devices = devices[: 2 ** int(math.log2(len(devices)))]
     count, out = len(devices), []
-    names = sorted((path.stem for path in RULES.glob("*.toml")), key=lambda name: (FIRST.index(name) if name in FIRST else 99, name))
+    shipped = sorted(path.stem for path in RULES.glob("*.toml"))
+    names = sorted(shipped, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
 
     def add(group: str, what: str, rule: str, mesh: dict, dtype: str, **more):
         run = run_of(rule, mesh, dtype, sizes, **more)
@@ -169,16 +178,17 @@ def items(devices, cpu, sizes: Sizes = Sizes()) -> list[Item]:
     for dtype in sizes.dtypes:
         for rule in names:
             add("layout", rule, rule, mesh_for(rule, count), dtype)
-        for method in ("gather", "ulysses"):
-            if count > 1:
-                add("layout", f"zero3_context, {method}", "zero3_context", mesh_for("zero3_context", count), dtype, context=dict(method=method))
-        for schedule, chunks in SCHEDULES.items():
-            if count > 1:
-                stages = min(4, count)
-                add("schedule", schedule, "zero1_pipeline", dict(stage=stages, fsdp=count // stages), dtype,
-                    pipeline=dict(schedule=schedule, chunks=chunks))
+        for remat in ("selective", "full", "offload"):
+            add("layout", f"zero3, remat {remat}", "zero3", mesh_for("zero3", count), dtype, training=dict(remat=remat))
+        for rule in ("zero3", "zero3_context", "zero1_pipeline") if count > 1 else ("zero3",):        # cuDNN's kernels
+            add("layout", f"{rule}, whole rows", rule, mesh_for(rule, count), dtype, data=dict(document_mask=False))
+        for method in ("gather", "ulysses") if count > 1 else ():
+            rule = "zero3_context"
+            add("layout", f"{rule}, {method}", rule, mesh_for(rule, count), dtype, context=dict(method=method))
+        for schedule, chunks in SCHEDULES.items() if count > 1 else ():
+            stages = min(4, count)
+            add("schedule", schedule, "zero1_pipeline", dict(stage=stages, fsdp=count // stages), dtype,
+                pipeline=dict(schedule=schedule, chunks=chunks))
     bits = run_of("zero3", dict(fsdp=count), "bfloat16", sizes, training=dict(deterministic=True))
     return [*out, Item("deterministic/zero3, bfloat16", partial(same_bits, bits, devices), 40)]
 
-
-FIRST = ("zero3", "ddp", "zero1", "zero3_tensor_sequence_context_pipeline", "zero3_tensor_sequence", "zero3_context", "zero1_pipeline")

@@ -5,7 +5,8 @@ import time
 
 from benchmarks.gpu_record import Item, Record
 
-ITEMS = [Item("layout/crash", lambda: os._exit(9)), Item("layout/hang", lambda: time.sleep(60), seconds=0), Item("layout/right", dict)]
+ITEMS = [Item("layout/crash", lambda: os._exit(9)), Item("layout/hang", lambda: time.sleep(60), seconds=0),
+         Item("layout/right", dict)]
 
 
 def worker(pipe, directory):

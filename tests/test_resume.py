@@ -73,7 +73,7 @@ def test_another_model_optimizer_seed_or_hold_out_is_refused(two, key, value):
     ("optimizer.warmup_steps", 0, 5), ("data.seq_len", 32, 64), ("data.global_batch", 16, 32), ("training.steps", 100, 200),
     ("training.microbatches", 1, 2), ("training.remat", "none", "full"), ("training.z_loss", 0.0, 1e-4), ("mesh.fsdp", 1, 2),
     ("training.grad_clip", 1.0, 0.5), ("model.compute_dtype", "float32", "bfloat16"), ("pipeline.chunks", 1, 2),
-    ("data.document_mask", True, "false"), ("data.eos", "", "<|end|>")])
+    ("model.matmul_dtype", "auto", "float8"), ("data.document_mask", True, "false"), ("data.eos", "", "<|end|>")])
 def test_what_changes_numbers_may_change_and_is_recorded(tmp_path, key, old, new):
     saved(tmp_path, run_in(tmp_path, f"--{key}", json.dumps(old).strip('"')), 2)
     start = found(tmp_path, f"--{key}", new)
