@@ -40,8 +40,10 @@ class Plan(NamedTuple):
 
 
 EIGHT, ONE = ("8B", "configs/llama3-8b.toml", 1), ("1B", "configs/llama3.2-1b.toml", 4)
+IN_FLOAT8 = ("--model.matmul_dtype", "float8")
 PLANS = (Plan(*EIGHT, True, "selective"), Plan(*EIGHT, False, "selective"), Plan(*ONE, True, "selective"),
-         Plan(*EIGHT, True, "full"), Plan(*ONE, False, "selective"), Plan(*EIGHT, True, "none"), Plan(*ONE, True, "none"))
+         Plan("8B float8", *EIGHT[1:], True, "selective", IN_FLOAT8), Plan(*EIGHT, True, "full"),
+         Plan(*ONE, False, "selective"), Plan(*EIGHT, True, "none"), Plan(*ONE, True, "none"))
 
 
 class Sizes(NamedTuple):
@@ -266,11 +268,12 @@ def timed_tiles(width: int, gpu: str, sizes: Sizes) -> dict:
 
 def items(devices, directory: Path, sizes: Sizes = Sizes()) -> list[Item]:
     """By worth. directory: profiles come to lie below it."""
-    out = []
+    out, gpu = [], hardware.from_device_kind(devices[0].device_kind)
     for plan in sizes.plans:
+        if devices[0].platform != "cpu" and plan.overrides == IN_FLOAT8 and hardware.lacks_float8(gpu):
+            continue
         profile = directory / plan.key.replace(",", "").replace(" ", "-")
         out.append(Item(f"speed/{plan.key}", partial(speed, plan, devices, sizes, profile), 100, alone=True))
-    gpu = hardware.from_device_kind(devices[0].device_kind)
     if gpu and tiles.of(128, gpu.name):
         seconds = 60 * sizes.tile_minutes + 20
         out += [Item(f"tiles/head_dim {width}", partial(timed_tiles, width, gpu.name, sizes), seconds, alone=True)
