@@ -72,14 +72,7 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
     with config.user_errors():
         loaded = rules.load(run.sharding.rules)
     model = transformer.build(run.model)
-    fitted, notes = stages.fit(run, loaded, sizes, transformer.padded_vocab(run.model))
-    fitted, shared = model.fit(fitted, sizes)
-    notes += shared
-    layout = Layout(fitted, sizes)
-    # First what context asks of a length: a length that follows the rules' remedy alone would be refused again.
-    # Stages have checks of their own, and what they do not divide is no longer split over them.
-    faults = attention.problems(run, layout) or (stages.problems(run, loaded, sizes) + rules.problems(
-        fitted, {**sizes, "stage": 1}, tensors(run, model, layout), config.SIZE_KEYS))
+    layout, notes, faults = lay_out(run, sizes, loaded, model)
     if faults:
         raise ConfigError(*faults)
     with config.user_errors():
@@ -91,6 +84,18 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
         if sizes[axis] == 1 and section != type(section)():
             notes.append(f"mesh.{axis}=1: [{type(section).__name__.lower()}] is not used")
     return Design(layout, model, attend, choice, tuple(filter(None, [note, *notes, *config.notes(run)])))
+
+
+def lay_out(run: Run, sizes, loaded: rules.Rules, model: transformer.Transformer) -> tuple[Layout, list[str], list[str]]:
+    """(the layout that the rules give on a mesh of these sizes, what to tell of it, what is wrong with it)."""
+    fitted, notes = stages.fit(run, loaded, sizes, transformer.padded_vocab(run.model))
+    fitted, shared = model.fit(fitted, sizes)
+    layout = Layout(fitted, sizes)
+    # First what context asks of a length: a length that follows the rules' remedy alone would be refused again.
+    # Stages have checks of their own, and what they do not divide is no longer split over them.
+    faults = attention.problems(run, layout) or (stages.problems(run, loaded, sizes) + rules.problems(
+        fitted, {**sizes, "stage": 1}, tensors(run, model, layout), config.SIZE_KEYS))
+    return layout, notes + shared, faults
 
 
 def _check_float8(run: Run, platform: str, name: str, gpu: hardware.Gpu | None, compute_capability: str | None = None) -> None:

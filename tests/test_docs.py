@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain import config
+from meshtrain import config, plan
 from meshtrain.cost import hardware
 from meshtrain.run import resume
 
@@ -15,7 +15,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EACH = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 DOORS = sorted(path.stem for path in (ROOT / "meshtrain").glob("*.py") if "__main__" in path.read_text())
 # Options of the commands themselves -> whether a value follows.
-OWN = {"inspect": {"--topology": 1, "--assume": 1, "--schedule": 0, "--json": 0}, "tokenize": {"--processes": 1, "--verify": 0}, "train": {}}
+OWN = {"inspect": {"--topology": 1, "--assume": 1, "--schedule": 0, "--json": 0}, "tokenize": {"--processes": 1, "--verify": 0}, "train": {},
+       "plan": {}}
 
 
 def commands(page: Path) -> list[str]:
@@ -43,6 +44,9 @@ def test_commands_have_options_that_are_there_and_files_that_exist(page, as_a_us
         if module == "launch.local":
             assert argv[:2] == ["--processes", argv[1]] and argv[2] == "--"
             argv = argv[3:]
+        elif module == "meshtrain.plan":
+            assert plan.asked(*plan.flags(argv)).mesh.data == 1
+            continue
         elif module.startswith("meshtrain."):
             assert door in DOORS
             for option, values in OWN[door].items():

@@ -107,7 +107,7 @@ def place(rows, cfg, layout: Layout, mesh: MeshSpec) -> Placed:
                 for table in ("params", "grads", "optimizer")}
         stacked = info.axes[:1] == (LAYERS,)
         whole = info.size / layout.ways(in_use)
-        if stacked and pipelined and "stage" in in_use:
+        if stacked and pipelined:       # a stage has its own layers in the loop, also where the rules cannot split them
             whole = info.size / cfg.num_layers * depth / layout.ways(in_use - {"stage"})
         stored += info.size / layout.ways(lies["optimizer"])
         grads += info.size / layout.ways(lies["grads"])
@@ -147,20 +147,6 @@ def group(sizes: tuple[int, ...], placement: tuple[str, ...], axes: tuple[str, .
     domains = np.sort(ids // domain, axis=1)
     most = int((np.diff(domains, axis=1) != 0).sum(1).max()) + 1 if domains.shape[1] > 1 else 1
     return Group(ids.shape[1], max(1, ids.shape[1] // most))
-
-
-@functools.lru_cache(maxsize=4096)
-def ticks(name: str, p: int, m: int, v: int) -> tuple[dict, dict]:
-    """(how often each op runs in a step, slots) of a schedule table. Both grow by the same for each p microbatches, once the
-    pipeline is full, so that long tables are not made whole."""
-    if m <= 4 * p:
-        table = schedules.make(name, p, m, v)
-        return table.executed, dict(table.slots)
-    base = 2 * p + m % p
-    (done, held), (more, wider) = (ticks(name, p, base + k * p, v) for k in (0, 1))
-    rounds = (m - base) // p
-    grow = lambda a, b: {key: a[key] + rounds * (b[key] - a[key]) for key in a}
-    return grow(done, more), grow(held, wider)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +228,7 @@ def price(placed: Placed, cfg, rows, rated: Rates, options: Options, practice: P
     tensor_f, tensor_b = _tensor(placed, links, cfg, tokens, work.again[0], runs)
     hidden = assumed["overlap.user_buffers"] if practice.user_buffers else assumed["overlap.tensor"]
     tensor_s = (1 - hidden) * (tensor_f + tensor_b)
-    sharded_s, sharded_ends_s = _sharded(placed, links, assumed, work, practice, m, runs)
+    sharded_s, sharded_ends_s = _sharded(placed, links, cfg, assumed, work, practice, m, runs)
     context_s = _context(placed, links, cfg, assumed, work, options.method, tokens, runs)
     head_s = sum(work.head.values())
     layer_s = work.forward_s + work.backward_s
@@ -252,7 +238,7 @@ def price(placed: Placed, cfg, rows, rated: Rates, options: Options, practice: P
     ends_s = sharded_ends_s if placed.gathered or placed.scattered else 0.0
     idle_s, send_s = 0.0, 0.0
     if p > 1:
-        boundary_bytes = 2 * tokens * cfg.embed_dim / stream_ways(layout)
+        boundary_bytes = itemsize(cfg) * tokens * cfg.embed_dim / stream_ways(layout)
         send_s = links.over(("stage",), "collective-permute", boundary_bytes, 2 * m * options.chunks)
         if practice.shared_head:
             costs = Costs(layers * (work.forward_s + waits_s / 2), layers * (work.input_grad_s + waits_s / 2),
@@ -265,7 +251,7 @@ def price(placed: Placed, cfg, rows, rated: Rates, options: Options, practice: P
         steady = max(stage_s, last_layers * (layer_s + waits_s) + head_s)
     else:
         steady = stage_s + head_s
-    once_s = _once(placed, links, assumed, practice, layers * layer_s)
+    once_s = _once(placed, links, cfg, assumed, practice, layers * layer_s)
     update_s = rated.stream_s(UPDATE_BYTES * placed.stored)
     busy = m * (steady + ends_s) + idle_s + 2 * (p - 1) * send_s + once_s + update_s
     step_s = busy * (1 + assumed["step.overhead"])
@@ -286,7 +272,7 @@ class _Work:
     """Seconds of one layer and of the head for one microbatch on one device."""
 
     def __init__(self, placed: Placed, cfg, rated: Rates, options: Options, practice: Practice, tokens: float):
-        matmul = functools.partial(_matmul_s, rated)
+        matmul = functools.partial(_matmul_s, rated, cfg.compute_dtype, itemsize(cfg))
         forward = sum(matmul(tokens, w.n, w.k) for w in placed.products)
         backward = sum(matmul(tokens, w.k, w.n) + matmul(w.k, w.n, tokens) for w in placed.products)
         heads = placed.layout.ways(placed.layout.mesh_axes("activations", "heads"))
@@ -302,6 +288,7 @@ class _Work:
         moved = lambda times: tokens * (beside + times * cfg.mlp_dim / mlp)
         gated = cfg.activation == "swiglu"
         fused = rated.assumed["elementwise.eager"] if practice.eager else 1.0
+        fused *= itemsize(cfg) / 2
         small = fused * rated.stream_s(moved(6 if gated else 4))
         small_b = fused * rated.stream_s(moved(10 if gated else 6))
         self.again = practice.recomputed or RECOMPUTED[options.remat]
@@ -321,8 +308,8 @@ class _Work:
                      "elementwise": fused * rated.stream_s(LOGIT_BYTES * tokens * n)}
 
 
-def _matmul_s(rated: Rates, m: float, n: float, k: float) -> float:
-    return max(rated.matmul_s(Matmul(m, n, k, 1, "bf16")), rated.stream_s(2 * (m * n + n * k + m * k)))
+def _matmul_s(rated: Rates, dtype: str, size: int, m: float, n: float, k: float) -> float:
+    return max(rated.matmul_s(Matmul(m, n, k, 1, dtype)), rated.stream_s(size * (m * n + n * k + m * k)))
 
 
 def _beside(comm_s: float, compute_s: float, hide: float, contend: float) -> float:
@@ -338,7 +325,7 @@ def _tensor(placed: Placed, links: _Links, cfg, tokens: float, again: float, run
     split = placed.layout.mesh_axes("activations", "residual_seq")
     for product in placed.products:
         if product.row:
-            whole = tokens * product.n * 2
+            whole = tokens * product.n * itemsize(cfg)
             times = runs * (2 + again)
             if set(product.row) <= set(split):
                 forward += sum(links.over(product.row, kind, whole, times) for kind in ("all-gather", "reduce-scatter"))
@@ -347,14 +334,14 @@ def _tensor(placed: Placed, links: _Links, cfg, tokens: float, again: float, run
     return forward, forward * (1 + again)
 
 
-def _sharded(placed: Placed, links: _Links, assumed, work: _Work, practice: Practice, m: int,
+def _sharded(placed: Placed, links: _Links, cfg, assumed, work: _Work, practice: Practice, m: int,
              runs: float) -> tuple[float, float]:
     """(exposed seconds of a layer, of the ends of a microbatch) where layers gather weights and scatter gradients."""
     over = lambda table, kind, itemsize, times: sum(
         links.over(axes, kind, n * itemsize, times) for axes, n in table.items())
-    gather = over(placed.gathered, "all-gather", 2, 2 * runs)
+    gather = over(placed.gathered, "all-gather", itemsize(cfg), 2 * runs)
     scatter = over(placed.scattered, "reduce-scatter", practice.grad_bytes, runs)
-    ends = (over(placed.ends_gathered, "all-gather", 2, m)
+    ends = (over(placed.ends_gathered, "all-gather", itemsize(cfg), m)
             + over(placed.ends_scattered, "reduce-scatter", practice.grad_bytes, m))
     hide = assumed["overlap.fsdp"] if practice.overlaps else 0.0
     beside = lambda comm, compute: _beside(comm, compute, hide, assumed["link.contend"])
@@ -369,7 +356,7 @@ def _context(placed: Placed, links: _Links, cfg, assumed, work: _Work, method: s
     if c == 1:
         return 0.0
     heads = placed.layout.ways(placed.layout.mesh_axes("activations", "heads"))
-    kv_bytes = 2 * tokens * cfg.num_kv_heads * cfg.head_dim * 2 / min(heads, cfg.num_kv_heads)
+    kv_bytes = itemsize(cfg) * 2 * tokens * cfg.num_kv_heads * cfg.head_dim / min(heads, cfg.num_kv_heads)
     if method == "ring":
         hop = links.over(axes, "collective-permute", kv_bytes, 3 * (c - 1) * runs)
         beside = lambda comm, compute: _beside(comm, compute, assumed["overlap.fsdp"], assumed["link.contend"])
@@ -377,24 +364,24 @@ def _context(placed: Placed, links: _Links, cfg, assumed, work: _Work, method: s
     if method == "gather":      # keys and values whole, again in the backward, and their gradients in float32 back
         return (2 * links.over(axes, "all-gather", c * kv_bytes, 2 * runs)
                 + links.over(axes, "reduce-scatter", 2 * c * kv_bytes, runs))
-    each = kv_bytes + 2 * tokens * cfg.num_heads * cfg.head_dim * 2 / heads
+    each = kv_bytes + itemsize(cfg) * 2 * tokens * cfg.num_heads * cfg.head_dim / heads
     return 2 * links.over(axes, "all-to-all", each, 2 * runs)
 
 
 def bubble_s(costs: Costs, name: str, p: int, m: int, v: int) -> float:
     """What a phase schedule takes beyond m microbatches on a stage that never waits: as `simulate` finds without links."""
-    executed, _ = ticks(name, p, m, v)
+    executed, _ = schedules.counts(name, p, m, v)
     split = executed["W"] > 0
     op_s = {"F": costs.forward_s, "B": costs.input_grad_s + (0 if split else costs.weight_grad_s),
             "W": costs.weight_grad_s if split else 0}
     return sum((executed[kind] - m * v) * seconds for kind, seconds in op_s.items()) / v
 
 
-def _once(placed: Placed, links: _Links, assumed, practice: Practice, microbatch_s: float) -> float:
+def _once(placed: Placed, links: _Links, cfg, assumed, practice: Practice, microbatch_s: float) -> float:
     """Exposed seconds of what is exchanged once a step, hidden behind one microbatch."""
     seconds = sum(links.over(axes, "reduce-scatter" if sharded else "all-reduce", n * practice.grad_bytes, 1)
                   for (axes, sharded), n in placed.reduced.items())
-    seconds += sum(links.over(axes, "all-gather", n * 2, 1) for axes, n in placed.regathered.items())
+    seconds += sum(links.over(axes, "all-gather", n * itemsize(cfg), 1) for axes, n in placed.regathered.items())
     if not practice.overlaps:
         return seconds
     return _beside(seconds, microbatch_s, assumed["overlap.data"], assumed["link.contend"])
@@ -409,25 +396,47 @@ def memory(placed: Placed, cfg, options: Options, tokens: float) -> dict[str, in
     heads, mlp = (layout.ways(layout.mesh_axes("activations", axis)) for axis in ("heads", "mlp"))
     q, kv = cfg.num_heads * cfg.head_dim / heads, cfg.num_kv_heads * cfg.head_dim / heads
     gates, f = 2 if cfg.activation == "swiglu" else 1, cfg.mlp_dim / mlp
-    layer = 2 * tokens * {"none": 4 * stream + 2 * q + 2 * kv + (gates + 1) * f, "full": stream, "offload": 0.0,
+    size = itemsize(cfg)
+    layer = size * tokens * {"none": 4 * stream + 2 * q + 2 * kv + (gates + 1) * f, "full": stream, "offload": 0.0,
                           "selective": 2 * stream + 2 * q + 2 * kv + gates * f}[options.remat]
-    working = 4 * tokens * (4 * stream + 2 * q + 2 * kv + 3 * f)            # one layer's differentiation
+    working = 2 * size * tokens * (4 * stream + 2 * q + 2 * kv + 3 * f)            # one layer's differentiation
     working += 8 * min(tokens, options.loss_chunk) * placed.head.n          # logits and their gradient in float32
     if context > 1:             # keys and values under way, and their gradients in float32; or all heads' for a while
-        working += 2 * tokens * kv * {"ring": 6, "gather": 6 * context, "ulysses": 4}[options.method]
+        working += size * tokens * kv * {"ring": 6, "gather": 6 * context, "ulysses": 4}[options.method]
     if p > 1:
-        _, slots = ticks(options.schedule, p, options.microbatches, options.chunks)
-        depth = -(-cfg.num_layers // (p * options.chunks))
-        cotangents = 2 * tokens * (2 * stream + q + 2 * kv + gates * f)     # what B leaves for a W of its own
-        kept = depth * (slots["Q"] * layer + slots.get("Z", 0) * cotangents) + (slots["X"] + slots["D"]) * 2 * tokens * stream
-        grads, weights = 4 * placed.used, 2 * placed.used + 4 * placed.grads     # a full stage in the loop; [grads] behind it
+        kept = slot_bytes(placed, cfg, options, tokens)
+        grads, weights = 4 * placed.used, size * placed.used + 4 * placed.grads     # a full stage in the loop; [grads] behind it
     else:
         kept, grads = cfg.num_layers * layer, 4 * placed.grads
-        weights = 4 * placed.layer_used if placed.gathered else 2 * placed.used  # two gathered layers; or a copy in bfloat16
+        weights = size * (2 * placed.layer_used if placed.gathered else placed.used)     # two gathered layers; or a copy of all
     held = {"params": 4 * placed.stored, "grads": grads, "optimizer": options.optimizer_bytes * placed.stored,
             "activations": weights + kept + working}
     held = {name: int(count) for name, count in held.items()}
     return held | {"total": sum(held.values())}
+
+
+def slot_bytes(placed: Placed, cfg, options: Options, tokens: float) -> float:
+    """Bytes of a pipeline's slots: what microbatches leave in a stage. assumption, as in `memory.slot_bytes`: without remat, and
+    in what B leaves for a W of its own, what is as wide as the residual stream lies whole on each device."""
+    layout = placed.layout
+    heads, mlp = (layout.ways(layout.mesh_axes("activations", axis)) for axis in ("heads", "mlp"))
+    h, stream = cfg.embed_dim, cfg.embed_dim / stream_ways(layout)
+    q, kv, f = cfg.num_heads * cfg.head_dim / heads, cfg.num_kv_heads * cfg.head_dim / heads, cfg.mlp_dim / mlp
+    gates = 2 if cfg.activation == "swiglu" else 1
+    for_backward = {"none": 4 * h + stream + 2 * q + 2 * kv + gates * f, "selective": 2 * stream + 2 * q + 2 * kv + gates * f,
+                    "full": stream}[options.remat]
+    for_weights = {"none": 10 * h + q + 2 * kv + (gates + 1) * f, "selective": 10 * h + q + 2 * kv + (gates + 2) * f,
+                   "full": 12 * h + 2 * q + 2 * kv + (gates + 2) * f}[options.remat]
+    p = placed.mesh.sizes["stage"]
+    _, slots = schedules.counts(options.schedule, p, options.microbatches, options.chunks)
+    depth = -(-cfg.num_layers // (p * options.chunks))
+    elements = depth * (slots["Q"] * for_backward + slots.get("Z", 0) * for_weights) + (slots["X"] + slots["D"]) * stream
+    return itemsize(cfg) * tokens * elements
+
+
+def itemsize(cfg) -> int:
+    """Bytes of an activation, and of a weight as it is gathered."""
+    return 2 if cfg.compute_dtype == "bfloat16" else 4
 
 
 def stream_ways(layout: Layout) -> int:

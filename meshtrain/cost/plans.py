@@ -1,0 +1,102 @@
+"""A search's answer for people: the ranked plans as a table, what is assumed, and three sentences on the first one."""
+from __future__ import annotations
+
+from meshtrain.cost.price import RECOMPUTED, group
+from meshtrain.cost.report import columns, seconds, size
+from meshtrain.cost.search import Answer, Plan, Question
+from meshtrain.names import AXES
+
+FIRST = ("matmul.sustained", "link.contend", "attention")      # what moves a price most
+
+
+def page(question: Question, answer: Answer, most: int) -> str:
+    gpu, assumed = question.rated.gpu, question.rated.assumed
+    count = sum(info.size for info in question.rows)
+    engine = question.practice.engine
+    documents = f", documents of {assumed['documents.mean']:,.0f} tokens in the mean" if question.visited < 1 else ""
+    lines = [f"{count / 1e9:,.1f}B parameters, {question.global_batch:,} × {question.seq_len:,} tokens a step on "
+             f"{question.num_gpus:,} × {gpu.name}, {size(question.usable_bytes)} usable on each; attention by {engine}{documents}; "
+             f"{answer.tried:,} layouts tried", ""]
+    if answer.plans:
+        lines += [_table(answer.plans[:most]), "", *_sentences(question, answer.plans), ""]
+    else:
+        lines += ["no layout fits; more GPUs, sequences split over mesh.context, or fewer tokens a microbatch would", ""]
+    if answer.misses:
+        lines += ["do not fit:", *(f"  {_short(plan)}, {plan.rules.path}: {plan.reason}" for plan in answer.misses), ""]
+    named = {name: value for name, value in assumed.as_dict(formula=True).items()
+             if name.startswith(FIRST[:2]) or name.startswith(f"attention.{engine}")}
+    lines += ["Formulas, nothing compiled or measured: 51 published runs were met with a median error of 4%, a tenth of them "
+              "by more than 11%. What moves them most (--assume NAME=VALUE sets another; reasons: meshtrain/cost/assumptions.py): "
+              + ", ".join(f"{name} {value:g}" for name, value in named.items())]
+    if answer.plans and answer.plans[0].price.step_s < 0.3 and question.num_gpus >= 100:
+        lines += ["Steps below 0.3 s on hundreds of GPUs follow no formula: latencies and stragglers set their time."]
+    return "\n".join(lines)
+
+
+def _short(plan: Plan) -> str:
+    return " × ".join(f"{axis} {plan.sizes[axis]}" for axis in AXES if plan.sizes[axis] > 1) or "one GPU"
+
+
+def _table(plans: list[Plan]) -> str:
+    header = ("", "mesh", "rules", "schedule", "microbatches", "remat", "memory", "step", "tokens/s a GPU", "MFU", "bubble", "")
+    rows = []
+    for k, plan in enumerate(plans, 1):
+        options, one = plan.options, plan.price
+        schedule = options.schedule + (f" × {options.chunks}" if options.chunks > 1 else "") if plan.sizes["stage"] > 1 else "–"
+        method = f" {options.method}" if plan.sizes["context"] > 1 else ""
+        rows.append((str(k), _short(plan) + method, plan.rules.path.removeprefix("sharding_rules/").removesuffix(".toml"), schedule,
+                     str(options.microbatches), options.remat, size(one.memory_bytes["total"]), seconds(one.step_s),
+                     f"{one.tokens_per_s_per_gpu:,.0f}", f"{one.mfu:.1%}", f"{one.bubble:.1%}" if one.bubble else "–",
+                     "memory within 5% of the limit" if plan.reason else ""))
+    return columns([header, *rows])
+
+
+# ---- three sentences -------------------------------------------------------------------------------------------------
+
+
+def _sentences(question: Question, plans: list[Plan]) -> list[str]:
+    plan = plans[0]
+    one = plan.price
+    share = lambda value: f"{value / one.step_s:.0%}"
+    losses = _losses(question, plan)
+    worst, lost_s, remedy = max(losses, key=lambda loss: loss[1])
+    parts = ", ".join(f"{name} {share(value)}" for name, value in one.parts.items())
+    bound = (f"The first plan is bound by compute: {parts} of the step" if one.compute_s > 0.5 * one.step_s
+             else f"The first plan is bound by {worst}: kernels take {share(one.compute_s)} of the step ({parts})")
+    longest = sorted(losses, key=lambda loss: -loss[1])
+    waits = ", ".join(f"{name} {share(value)}" for name, value, _ in longest if value > 0.005 * one.step_s)
+    held = one.memory_bytes
+    largest = max(("params", "grads", "optimizer", "activations"), key=held.get)
+    sentences = [f"{bound}; beside it {waits or 'nothing above 1%'}.",
+                 f"A GPU holds {size(held['total'])} of {size(question.usable_bytes)}, most of it {largest} ({size(held[largest])})"
+                 + (", which is too near to the limit to be sure." if plan.reason else ".")]
+    if lost_s < 0.02 * one.step_s:
+        return [*sentences, "Nothing but faster matmuls or fewer tokens would help by more than 2%."]
+    return [*sentences, f"What would help most: {remedy} ({share(lost_s)} of the step)."]
+
+
+def _losses(question: Question, plan: Plan) -> list[tuple[str, float, str]]:
+    """(what the step waits for, seconds, what would help)."""
+    one, sizes, found = plan.price, plan.sizes, []
+    mesh, domain = plan.placed.mesh, question.rated.gpu.gpus_per_link_domain
+    again = RECOMPUTED[plan.options.remat]
+    if again[0]:
+        found.append(("recomputation", one.parts["matmul"] / 4, "memory for activations, by more GPUs or another split, would "
+                      "spare the forward that remat full does twice"))
+    for name, lost_s in one.exposed.items():
+        if name in AXES and sizes[name] > 1:
+            order = tuple(mesh.placement)
+            of = group(tuple(mesh.sizes[a] for a in order), order, (name,), domain)
+            link = "NVLink" if of.domains == 1 else f"the network, {of.per_domain} NIC(s) of a host for each group"
+        else:
+            link = "its links"
+        remedy = {
+            "tensor": f"a smaller tensor than {sizes['tensor']}: its collectives stand between the products and hide behind nothing",
+            "fsdp": "fewer microbatches or more tokens in each: weights are gathered for every one of them",
+            "context": "a smaller context, or more tokens of a sequence on each GPU",
+            "once a step": "more tokens a step: gradients and new weights are exchanged once in it"}.get(name, "fewer stages")
+        found.append((f"{name} ({link})" if name in AXES else f"what is exchanged {name}", lost_s, remedy))
+    if one.bubble_s:
+        found.append(("the pipeline's bubble", one.bubble_s, "more microbatches, by a larger global batch or fewer replicas"))
+    found.append(("the optimizer's update", one.update_s, "states split over more GPUs"))
+    return found

@@ -1,0 +1,278 @@
+"""The layouts that a model, its batch and its hosts allow, priced and ranked: meshes, rule files, microbatches, schedules, remat.
+
+Every factorization of the GPUs over the five axes is tried whose tensor groups stay within a link domain. Rule files that say
+the same on a mesh are tried once. Of a layout the least recomputation that fits is priced, and of its schedules the one with the
+smallest bubble that fits; for the best plans also the other ways to place the axes and to exchange keys and values.
+What a run file allows is not known here: it is asked of `Question.lay`, the checks that training starts with.
+"""
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+
+from meshtrain.cost import price as prices
+from meshtrain.cost import simulate
+from meshtrain.cost.price import Options, Placed, Practice, Price
+from meshtrain.cost.rates import Rates
+from meshtrain.layout.mesh import MeshSpec
+from meshtrain.layout.rules import Layout, Rules
+from meshtrain.names import AXES, PLACEMENT
+from meshtrain.parallel import schedules
+
+REMAT = ("none", "selective", "full")           # in order of what they recompute
+METHODS = ("ring", "gather", "ulysses")
+# Slowest link first. The second keeps a stage's neighbours nearer than its replicas, the third lets weights be gathered inside a
+# host where sequences are split.
+PLACEMENTS = (PLACEMENT, ("data", "stage", "fsdp", "context", "tensor"), ("stage", "data", "context", "fsdp", "tensor"),
+              ("data", "fsdp", "stage", "context", "tensor"))
+MOST_CONTEXT, MOST_STAGES, MOST_SEQUENCES = 64, 64, 16      # of an axis; of a microbatch on one GPU
+SHORTEST = 512              # tokens of a sequence on one device
+PADDED = 1.1                # layers in the pipeline's loop over those of the model, at most
+REFINED = 60                # plans whose placement and context method are varied
+NEAR = 1.3                  # memory over what there is, up to which a plan is a near miss
+MOST_MISSES = 5
+UNSURE = 0.95               # share of the memory beyond which a formula cannot tell whether it fits
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Question:
+    """What is asked. fixed: sizes of axes, schedule, chunks, microbatches, remat, as the user gave them. optimizer_bytes: of
+    state for a parameter. visited: see `Options`. lay: (sizes, rules, context method) → (layout, what is wrong with it)."""
+    cfg: object
+    rows: list
+    num_gpus: int
+    seq_len: int
+    global_batch: int
+    rated: Rates
+    usable_bytes: int
+    rule_files: tuple[Rules, ...]
+    fixed: Mapping[str, object]
+    optimizer_bytes: int
+    visited: float
+    loss_chunk: int
+    practice: Practice
+    lay: Callable[[Mapping[str, int], Rules, str], tuple[Layout, list[str]]]
+    methods: tuple[str, ...] = METHODS
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """One layout with its price. reason: why it does not fit, or what is unsure; "" else."""
+    placed: Placed
+    rules: Rules
+    options: Options
+    price: Price
+    fits: bool
+    reason: str = ""
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return self.placed.mesh.sizes
+
+    def as_json(self) -> dict:
+        pipelined, split = self.sizes["stage"] > 1, self.sizes["context"] > 1
+        return {"mesh": dict(self.sizes), "placement": list(self.placed.mesh.placement), "rules": self.rules.path,
+                "schedule": self.options.schedule if pipelined else None, "chunks": self.options.chunks,
+                "microbatches": self.options.microbatches, "remat": self.options.remat,
+                "context_method": self.options.method if split else None, "fits": self.fits, "reason": self.reason,
+                "memory_bytes": dict(self.price.memory_bytes), "traffic_bytes": dict(self.price.traffic_bytes),
+                "bubble": self.price.bubble, "step_time_s": self.price.step_s,
+                "tokens_per_s_per_gpu": self.price.tokens_per_s_per_gpu, "mfu": self.price.mfu}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Answer:
+    """plans: those that fit, best first, the best of each mesh and rule file. misses: near misses, fastest first. tried: layouts
+    that are allowed. faults: why others are not, each once."""
+    plans: list[Plan]
+    misses: list[Plan]
+    tried: int
+    faults: list[str]
+
+
+def search(question: Question) -> Answer:
+    found: dict = {}
+    misses, faults, tried = [], {}, 0
+    for placed, rules, wrong in _layouts(question):
+        if wrong:
+            faults.setdefault(wrong[0], None)
+            continue
+        ways = placed.layout.ways(placed.layout.mesh_axes("activations", "batch"))
+        counts = list(_microbatches(question, ways, placed.mesh.sizes["stage"]))
+        if not counts:
+            faults.setdefault(f"a global batch of {question.global_batch} sequences cannot be split over {ways} replicas"
+                              + (f" in {question.fixed['microbatches']} microbatches" if "microbatches" in question.fixed else ""))
+        for m in counts:
+            tried += 1
+            best = None
+            for options, needed in _fitting(question, placed, m):
+                if needed > question.usable_bytes:
+                    misses.append((needed, placed, rules, options))
+                    continue
+                plan = _priced(question, placed, rules, options)
+                best = plan if best is None or plan.price.step_s < best.price.step_s else best
+            key = tuple(placed.mesh.sizes.values()), rules.path
+            if best and (key not in found or best.price.step_s < found[key].price.step_s):
+                found[key] = best
+    plans = sorted(found.values(), key=_order)
+    plans = sorted([_refined(question, plan) for plan in plans[:REFINED]], key=_order) + plans[REFINED:]
+    near = [miss for miss in misses if miss[0] <= NEAR * question.usable_bytes or not plans]
+    return Answer(plans, _near(question, near), tried, list(faults))
+
+
+def _order(plan: Plan):
+    return plan.price.step_s, plan.price.memory_bytes["total"]
+
+
+# ---- what there is to try --------------------------------------------------------------------------------------------
+
+
+def divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]
+
+
+def _layouts(question: Question) -> Iterator[tuple[Placed | None, Rules, list[str]]]:
+    """Every mesh with every rule file that says something of its own there, and what is wrong with it."""
+    for sizes in _meshes(question):
+        active = frozenset(axis for axis in ("tensor", "stage", "context") if sizes[axis] > 1)
+        rest = question.num_gpus // (sizes["tensor"] * sizes["stage"] * sizes["context"])
+        method = next(iter(question.methods))
+        for rules, together in _distinct(question.rule_files, active, rest > 1):
+            for data, fsdp in _replicas(question, rest, together):
+                mesh = MeshSpec({**sizes, "data": data, "fsdp": fsdp})
+                layout, wrong = question.lay(mesh.sizes, rules, method)
+                yield None if wrong else prices.place(question.rows, question.cfg, layout, mesh), rules, wrong
+
+
+def _meshes(question: Question) -> Iterator[dict[str, int]]:
+    """Sizes of tensor, stage and context; what is left is data and fsdp."""
+    n, cfg, domain = question.num_gpus, question.cfg, question.rated.gpu.gpus_per_link_domain
+    allowed = {
+        "tensor": lambda k: k <= min(domain, cfg.num_heads),
+        "stage": lambda k: k <= min(MOST_STAGES, cfg.num_layers) and -(-cfg.num_layers // k) * k <= PADDED * cfg.num_layers,
+        "context": lambda k: k <= MOST_CONTEXT and question.seq_len // k >= SHORTEST}
+    choices = [[question.fixed[axis]] if axis in question.fixed else [k for k in divisors(n) if allows(k)]
+               for axis, allows in allowed.items()]
+    for tensor, stage, context in itertools.product(*choices):
+        if n % (tensor * stage * context) == 0:
+            yield {"tensor": tensor, "stage": stage, "context": context}
+
+
+def _distinct(rule_files: tuple[Rules, ...], active: frozenset[str], replicas: bool) -> list[tuple[Rules, bool]]:
+    """[(rules, whether they take data and fsdp together)], those that differ on a mesh with these axes larger than 1."""
+    axes = active | ({"data", "fsdp"} if replicas else set())
+    seen: dict = {}
+    for rules in rule_files:
+        tables = {(table, logical): tuple(a for a in mesh_axes if a in axes)
+                  for table, entries in rules.tables.items() for logical, mesh_axes in entries.items()}
+        said = frozenset((key, value) for key, value in tables.items() if value)
+        if active <= {axis for value in tables.values() for axis in value}:
+            together = all(("data" in value) == ("fsdp" in value) for value in tables.values())
+            seen.setdefault(said, (rules, together))
+    return list(seen.values())
+
+
+def _replicas(question: Question, rest: int, together: bool) -> Iterator[tuple[int, int]]:
+    """(data, fsdp). Taken together by the rules they are one axis, fsdp; else both are larger than 1, or the rules say no more
+    than others do."""
+    fixed = question.fixed
+    for data in divisors(rest):
+        fsdp = rest // data
+        if fixed.get("data", data) != data or fixed.get("fsdp", fsdp) != fsdp:
+            continue
+        if "data" in fixed or "fsdp" in fixed or (data == 1 if together else data > 1 and fsdp > 1):
+            yield data, fsdp
+
+
+def _microbatches(question: Question, ways: int, p: int) -> Iterator[int]:
+    """Counts that leave each replica 1, 2, 4 … sequences of a microbatch, and all that is left in one."""
+    fixed = question.fixed.get("microbatches")
+    if question.global_batch % ways:
+        return
+    share = question.global_batch // ways
+    if fixed:
+        if share % fixed == 0:
+            yield fixed
+        return
+    yield from {share // b: None for b in divisors(share) if b <= MOST_SEQUENCES and (b & (b - 1) == 0 or b == share)}
+
+
+def _schedules(question: Question, p: int, m: int) -> list[tuple[str, int]]:
+    """[(name, chunks)], the smallest bubble first where F, B and W cost the same."""
+    if p == 1:
+        return [("", 1)]
+    counts = simulate.chunk_counts(question.cfg.num_layers, p)
+    names = [question.fixed["schedule"]] if "schedule" in question.fixed else simulate.AUTOMATIC
+    found = [(name, v) for name in names for v in counts
+             if (v > 1) == (name in schedules.INTERLEAVED) and question.fixed.get("chunks", v) == v
+             and not schedules.problems(name, p, m, v)]
+    return sorted(found, key=lambda pair: round(prices.bubble_s(simulate.Costs(), pair[0], p, m, pair[1]), 9))
+
+
+def _fitting(question: Question, placed: Placed, m: int) -> Iterator[tuple[Options, int]]:
+    """(options, bytes) of what is worth a price: for each remat policy the best schedule that fits, until the best of all fits;
+    where nothing does, what needs least."""
+    p = placed.mesh.sizes["stage"]
+    policies = [question.fixed["remat"]] if "remat" in question.fixed else REMAT
+    tokens = question.global_batch * question.seq_len / m / placed.layout.ways(placed.layout.token_axes)
+    order, least, any_fits = _schedules(question, p, m), None, False
+    for remat in policies:
+        for name, chunks in order:
+            options = Options(question.seq_len, question.global_batch, m, remat, name, chunks, question.methods[0],
+                              question.visited, question.loss_chunk, question.optimizer_bytes)
+            needed = prices.memory(placed, question.cfg, options, tokens)["total"]
+            if least is None or needed < least[1]:
+                least = options, needed
+            if needed <= question.usable_bytes:
+                any_fits = True
+                yield options, needed
+                if (name, chunks) == order[0]:
+                    return
+                break
+    if not any_fits and least:
+        yield least
+
+
+# ---- prices ----------------------------------------------------------------------------------------------------------
+
+
+def _priced(question: Question, placed: Placed, rules: Rules, options: Options) -> Plan:
+    one = prices.price(placed, question.cfg, question.rows, question.rated, options, question.practice)
+    held, usable = one.memory_bytes["total"], question.usable_bytes
+    unsure = "within 5% of the memory there is: compile it before you rely on it" if held > UNSURE * usable else ""
+    return Plan(placed, rules, options, one, held <= usable, unsure)
+
+
+def _refined(question: Question, plan: Plan) -> Plan:
+    """The plan with the placement and the context method that are best for it."""
+    best = plan
+    methods = question.methods if plan.sizes["context"] > 1 else question.methods[:1]
+    for method in methods:
+        if method != question.methods[0] and question.lay(plan.sizes, plan.rules, method)[1]:
+            continue
+        for placement in PLACEMENTS:
+            placed = dataclasses.replace(plan.placed, mesh=MeshSpec(plan.sizes, placement))
+            other = _priced(question, placed, plan.rules, dataclasses.replace(plan.options, method=method))
+            if other.fits and other.price.step_s < 0.999 * best.price.step_s:
+                best = other
+    return best
+
+
+def _near(question: Question, misses: list) -> list[Plan]:
+    """The fastest of those that need little more than there is, with what takes the memory."""
+    found, usable = {}, question.usable_bytes
+    for needed, placed, rules, options in sorted(misses, key=lambda miss: miss[0])[:8 * MOST_MISSES]:
+        plan = _priced(question, placed, rules, options)
+        held = plan.price.memory_bytes
+        name = max(("params", "grads", "optimizer", "activations"), key=held.get)
+        gib = simulate.gib
+        reason = (f"needs {gib(needed)} where {gib(usable)} can be used: {name} take {gib(held[name])}, "
+                  f"with remat {options.remat} and {options.microbatches} microbatches")
+        found.setdefault((tuple(plan.sizes.values()), rules.path), dataclasses.replace(plan, fits=False, reason=reason))
+    return sorted(found.values(), key=_order)[:MOST_MISSES]
+
+
+def fixable() -> tuple[str, ...]:
+    """What can be fixed in a question."""
+    return (*AXES, "schedule", "chunks", "microbatches", "remat")

@@ -1,0 +1,240 @@
+"""python -m meshtrain.plan MODEL|RUN.toml --gpus N --gpu h100 [--seq-len S] [--global-batch B] [--json] [--write RUN.toml]: which
+layout to take.
+
+Prices every layout that the model and the hosts allow by closed formulas, and ranks what fits; nothing is compiled, and nothing
+but rule files is read. MODEL is a preset, changed by --model.key value if need be. --data, --fsdp, --tensor, --stage, --context,
+--schedule, --chunks, --microbatches, --remat and --compute-dtype fix what they name; --rules FILE adds a rule file of one's own;
+--max-memory GiB and --gpus-per-host N say what the GPUs are; --assume NAME=VALUE changes what is assumed. --write puts the best
+plan into a run file. Exit codes: 0, also where nothing fits · 2 the user's mistake, one message.
+"""
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshtrain.run import say
+
+if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
+    say.begin()
+    with say.without_noise():
+        importlib.import_module("jax")
+
+from meshtrain import assembly, config
+from meshtrain.config import ConfigError, Run
+from meshtrain.config.shipped import found, names
+from meshtrain.cost import assumptions, hardware, rates, search
+from meshtrain.cost import plans as told
+from meshtrain.cost.price import Practice
+from meshtrain.layout import rules
+from meshtrain.layout.mesh import MeshSpec
+from meshtrain.model import transformer
+from meshtrain.names import AXES
+from meshtrain.parallel.schedules import NAMES
+from meshtrain.training import state
+
+USAGE = ("python -m meshtrain.plan MODEL|RUN.toml --gpus N --gpu NAME [--seq-len S] [--global-batch B] [--AXIS N] "
+         "[--schedule NAME] [--chunks V] [--microbatches M] [--remat POLICY] [--compute-dtype D] [--rules FILE] [--max-memory GiB] "
+         "[--gpus-per-host N] [--assume NAME=VALUE] [--json] [--write RUN.toml] [--section.key value ...]")
+COUNTS = ("gpus", "seq-len", "global-batch", "gpus-per-host", "chunks", "microbatches", *AXES)
+WORDS = {"gpu": tuple(hardware.GPUS), "schedule": tuple(name for name in NAMES if name != "zb_h1"), "remat": search.REMAT,
+         "compute-dtype": ("bfloat16", "float32"), "write": None, "max-memory": None}
+MANY = ("assume", "rules")
+MOST_GPUS = 1 << 17
+TOKENS = 1 << 22            # of a step, where nothing says how many: 4 million, as runs of billions of parameters take
+TOLD = 20                   # plans in the answer
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        if {"--help", "-h"} & set(argv):
+            say.out(f"usage: {USAGE}\n\n{__doc__}")
+            return 0
+        options, rest = flags(list(argv))
+        run = asked(options, rest)
+        question = question_of(run, options)
+        answer = search.search(question)
+        if not answer.tried:
+            raise ConfigError(*(answer.faults[:5] or [f"no mesh of {question.num_gpus} GPUs has the sizes that are fixed; their "
+                                                      "product must divide the number of GPUs"]))
+        if "write" in options and answer.plans:
+            _write(run_file(run, answer.plans[0], options["write"]), options["write"])
+    except ConfigError as error:
+        say.err(f"error: {error}")
+        return 2
+    if options["json"]:
+        say.out(json.dumps({"plans": [plan.as_json() for plan in [*answer.plans[:TOLD], *answer.misses]],
+                            "model": run.model.model_dump(), "gpus": question.num_gpus, "gpu": question.rated.gpu.name,
+                            "seq_len": question.seq_len, "global_batch": question.global_batch, "tried": answer.tried,
+                            "attention": question.practice.engine, "assumed": question.rated.assumed.as_dict(formula=True)}))
+    else:
+        say.out(told.page(question, answer, TOLD))
+    if "write" in options:
+        say.err(f"written: {options['write']}" if answer.plans else "nothing fits, so nothing is written")
+    return 0
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+
+def flags(argv: list[str]) -> tuple[dict, list[str]]:
+    """({option: value}, the rest). Raises: ConfigError with every fault."""
+    options, rest, faults = {"json": "--json" in argv, "assume": [], "rules": []}, [], []
+    words = [arg for arg in argv if arg != "--json"]
+    while words:
+        name, equals, value = words.pop(0).partition("=")
+        option = name.removeprefix("--")
+        if not name.startswith("--") or option not in (*COUNTS, *WORDS, *MANY):
+            rest.append(name + equals + value)
+            continue
+        if not equals:
+            value = words.pop(0) if words and not words[0].startswith("--") else ""
+        try:
+            if not value:
+                raise ValueError(f"--{option} has no value; write --{option} VALUE")
+            options |= {option: options[option] + [value] if option in MANY else _value(option, value)}
+        except ValueError as error:
+            faults.append(str(error))
+    for option, example in (("gpus", "64"), ("gpu", "h100")):
+        if option not in options and not any(f"--{option} " in fault or f"--{option}=" in fault for fault in faults):
+            faults.append(f"--{option} is missing: which layout is best depends on it; add e.g. --{option} {example}")
+    if faults:
+        raise ConfigError(*faults)
+    return options, rest
+
+
+def _value(option: str, text: str):
+    if option in COUNTS:
+        most = MOST_GPUS if option == "gpus" else 1 << 40
+        if not text.isdecimal() or not 0 < int(text[:20]) <= most:
+            raise ValueError(f"--{option}={text} is not a whole number from 1 to {most}; use e.g. --{option} 8")
+        return int(text)
+    if option == "max-memory":
+        try:
+            share = float(text)
+        except ValueError:
+            share = 0.0
+        if not 0 < share < 1e6:
+            raise ValueError(f"--max-memory={text} is not a number of GiB; use e.g. --max-memory 70")
+        return share
+    if WORDS[option] and text not in WORDS[option]:
+        if option == "schedule" and text == "zb_h1":
+            raise ValueError('--schedule=zb_h1 is experimental and has no price; use e.g. --schedule zero_bubble')
+        raise ValueError(f"--{option}={text} is unknown; use one of {', '.join(WORDS[option])}")
+    return text
+
+
+def asked(options: dict, rest: list[str]) -> Run:
+    """The run file that is asked about, with nothing laid out yet."""
+    given = {"training.microbatches": 1, "pipeline.schedule": "auto", "pipeline.chunks": 1, "mesh.simulated_devices": 0}
+    given |= {f"mesh.{axis}": 1 for axis in AXES} | {"sharding.rules": "sharding_rules/ddp.toml"}
+    asked = [arg for arg in rest[:1] if not arg.startswith("-")]
+    if not asked:
+        raise ConfigError(f"plan for what? Name a run file or a model: {', '.join(config.presets())}")
+    if "compute-dtype" in options:
+        given["model.compute_dtype"] = options["compute-dtype"]
+    preset = asked[0] in config.presets() and not os.path.exists(asked[0])
+    if preset:
+        name = asked[0]
+        given |= {"model.preset": name, "run.name": f"{name}-{options['gpus']}-{options['gpu']}", "run.sample_tokens": 0,
+                  "data.source": "text", "data.paths": '["data/*.txt"]', "training.steps": 10000, "optimizer.learning_rate": 3e-4,
+                  "optimizer.warmup_steps": 1000, "validation.every": 500, "data.global_batch": 1, "checkpoint.every": 500}
+        given.setdefault("model.compute_dtype", "bfloat16")
+        rest = rest[1:]
+    elif not os.path.exists(asked[0]) and "." not in asked[0]:
+        raise ConfigError(f"{asked[0]} is no run file and no model; models: {', '.join(config.presets())}")
+    if "seq-len" in options:
+        given["data.seq_len"] = options["seq-len"]
+    elif preset:
+        given["data.seq_len"] = 2048 if asked[0].startswith("gpt") else 4096 if asked[0].startswith("llama2") else 8192
+    if "global-batch" in options:
+        given["data.global_batch"] = options["global-batch"]
+    words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
+    run = config.load([*rest[:1 - preset], *words, *rest[1 - preset:]], usage=USAGE)
+    if preset and "global-batch" not in options and not any(word.startswith("--data.global_batch") for word in rest):
+        batch = max(1, TOKENS // run.data.seq_len, options["gpus"] // 8)
+        run = run.model_copy(update={"data": run.data.model_copy(update={"global_batch": batch})})
+    return run
+
+
+# ---- from a run to a question and back -------------------------------------------------------------------------------
+
+
+def question_of(run: Run, options: dict) -> search.Question:
+    """Raises: ConfigError."""
+    with config.user_errors():
+        gpu = hardware.get(options["gpu"])
+        if gpu.hbm_bytes is None:
+            raise ConfigError(f"--gpu={gpu.name}: its speed is not known, so no layout has a price; use e.g. --gpu h100")
+        if count := options.get("gpus-per-host"):
+            gpu = dataclasses.replace(gpu, gpus_per_host=count, gpus_per_link_domain=count)
+        usable = hardware.usable_bytes(gpu)
+        rated = rates.Rates(gpu, assumptions.Assumptions(gpu.name, dict(map(assumptions.parse, options["assume"]))))
+        paths = [*options["rules"], *(f"sharding_rules/{stem}.toml" for stem in sorted(names("sharding_rules"), key=len))]
+        rule_files = tuple(dataclasses.replace(rules.load(found(path)), path=path) for path in paths)
+    if run.model.matmul_dtype == "float8":
+        raise ConfigError('model.matmul_dtype="float8" has no price here; use "auto", or inspect with --topology')
+    if "max-memory" in options:
+        usable = int(options["max-memory"] * 2**30)
+    model = transformer.build(run.model)
+    seq_len, assumed = run.data.seq_len, rated.assumed
+    visited = 1.0
+    if run.data.document_mask:
+        visited = rates.visited_share(seq_len, assumed["documents.mean"], assumed["documents.sigma"])
+
+    def lay(sizes, loaded: rules.Rules, method: str):
+        asked = _with(run, mesh=sizes, context={"method": method}, pipeline={"schedule": "1f1b"})
+        layout, _, faults = assembly.lay_out(asked, sizes, loaded, model)
+        return layout, faults
+    fixed = {name: options[name] for name in search.fixable() if name in options}
+    return search.Question(run.model, model.parameters(), options["gpus"], seq_len, run.data.global_batch, rated, usable, rule_files,
+                           fixed, _optimizer_bytes(run, model), visited, run.training.loss_chunk,
+                           Practice(engine="pallas" if run.data.document_mask else "cudnn"), lay)
+
+
+def _optimizer_bytes(run: Run, model) -> float:
+    """Of state for a parameter."""
+    one = MeshSpec({})
+    spec = state.describe(model, run.optimizer, run.training.steps, rules.Layout(rules.parse(""), one.sizes), one.abstract())
+    held = importlib.import_module("jax").tree.leaves(spec.abstract.opt_state)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in held) / sum(info.size for info in model.parameters())
+
+
+def _with(run: Run, **sections) -> Run:
+    """The run with these keys of sections set."""
+    return run.model_copy(update={name: getattr(run, name).model_copy(update=keys) for name, keys in sections.items()})
+
+
+def laid_out(run: Run, plan: search.Plan) -> Run:
+    """The run with a plan's layout."""
+    options, pipelined, split = plan.options, plan.sizes["stage"] > 1, plan.sizes["context"] > 1
+    return _with(run, mesh={**plan.sizes, "placement": tuple(plan.placed.mesh.placement)}, sharding={"rules": plan.rules.path},
+                 context={"method": options.method if split else "ring"},
+                 training={"microbatches": options.microbatches, "remat": options.remat},
+                 pipeline={"schedule": options.schedule if pipelined else "auto", "chunks": options.chunks})
+
+
+def run_file(run: Run, plan: search.Plan, path: str) -> str:
+    """The text of the run file of a plan, which needs no preset. path: where it will stand."""
+    _, *lines = config.dump(laid_out(run, plan)).splitlines()
+    return "\n".join([f"# python -m meshtrain.train {shlex.quote(path)}", *lines]) + "\n"
+
+
+def _write(text: str, path: str) -> None:
+    """Raises: ConfigError where it cannot be written, or a file is there."""
+    try:
+        with open(Path(path), "x") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"--write={path} is there already; name another file, or remove it") from None
+    except OSError as error:
+        raise ConfigError(f"--write={path} cannot be written: {error.strerror}; name a file that can") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,203 @@
+"""The planner: what it prints loads, no layout drawn at random beats it, and it says what it cannot do."""
+import contextlib
+import dataclasses
+import io
+import json
+import random
+import time
+
+import pytest
+
+from meshtrain import assembly, config, plan
+from meshtrain.cost import hardware, search
+from meshtrain.cost import price as prices
+from meshtrain.cost.price import Options
+from meshtrain.layout.mesh import MeshSpec
+from meshtrain.model import transformer
+from meshtrain.parallel import schedules
+
+
+@pytest.fixture(autouse=True)
+def in_a_directory_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def question(words: str):
+    options, rest = plan.flags(words.split())
+    run = plan.asked(options, rest)
+    return run, plan.question_of(run, options)
+
+
+def call(*words):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = plan.main([str(word) for word in words])
+    return code, out.getvalue(), err.getvalue()
+
+
+# ---- what is printed is so -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", ["llama3.2-1b --gpus 16 --gpu h100 --seq-len 4096 --global-batch 64",
+                                   "llama3-70b --gpus 64 --gpu a100-80gb --global-batch 128"])
+def test_every_plan_is_a_run_file_that_loads(words, tmp_path):
+    run, asked = question(words)
+    model = transformer.build(run.model)
+    plans = search.search(asked).plans
+    assert len(plans) > 20 and len({tuple(one.sizes.items()) for one in plans}) > 10
+    for k, one in enumerate(plans):
+        path = tmp_path / f"{k}.toml"
+        path.write_text(plan.run_file(run, one, str(path)))
+        again = config.load([str(path)])
+        sizes = config.mesh_sizes(again, asked.num_gpus)
+        assert sizes == dict(one.sizes) and again.training.microbatches == one.options.microbatches
+        layout, _, faults = assembly.lay_out(again, sizes, one.rules, model)
+        assert faults == [] and one.price.memory_bytes["total"] <= asked.usable_bytes
+
+
+def test_the_best_pipeline_is_designed_as_it_was_priced(tmp_path):
+    code, _, err = call("llama3-70b", "--gpus", 64, "--gpu", "h100", "--global-batch", 128, "--stage", 4, "--tensor", 8, "--json",
+                        "--write", "best.toml")
+    assert (code, err) == (0, "written: best.toml\n")
+    run = config.load(["best.toml"])
+    mesh = MeshSpec(config.mesh_sizes(run, 64), run.mesh.placement)
+    design = assembly.design(run, mesh, "gpu", hardware.get("h100"))
+    assert design.choice.fits and design.choice.schedule.name == run.pipeline.schedule
+    code, _, err = call("llama3-70b", "--gpus", 64, "--gpu", "h100", "--write", "best.toml")
+    assert code == 2 and "is there already" in err
+
+
+@pytest.mark.parametrize("remat", search.REMAT)
+@pytest.mark.parametrize("schedule", ["interleaved", "interleaved_zero_bubble"])
+def test_a_plan_keeps_in_its_slots_what_training_would(remat, schedule, tmp_path):
+    run, asked = question("llama3-70b --gpus 64 --gpu h100 --global-batch 128 --tensor 8 --stage 4 --data 1 --microbatches 64 "
+                          f"--remat {remat} --schedule {schedule} --chunks 4 --max-memory 300")
+    best = search.search(asked).plans[0]
+    slots = prices.slot_bytes(best.placed, asked.cfg, best.options, asked.seq_len)
+    (tmp_path / "best.toml").write_text(plan.run_file(run, best, "best.toml"))
+    design = assembly.design(config.load(["best.toml"]), best.placed.mesh, "gpu", asked.rated.gpu)
+    assert slots == pytest.approx(design.choice.memory_bytes, rel=.01)
+
+
+KEYS = {"mesh", "placement", "rules", "schedule", "chunks", "microbatches", "remat", "context_method", "fits", "reason",
+        "memory_bytes", "traffic_bytes", "bubble", "step_time_s", "tokens_per_s_per_gpu", "mfu"}
+
+
+def test_json_is_best_first_and_what_does_not_fit_last_with_its_reason():
+    code, out, _ = call("llama3-8b", "--gpus", 8, "--gpu", "a100-40gb", "--global-batch", 64, "--json")
+    plans = json.loads(out)["plans"]
+    assert code == 0 and all(set(one) == KEYS for one in plans)
+    fitting = [one for one in plans if one["fits"]]
+    assert fitting and plans[:len(fitting)] == fitting and plans[len(fitting):]
+    assert sorted(one["step_time_s"] for one in fitting) == [one["step_time_s"] for one in fitting]
+    assert all("where" in one["reason"] and "take" in one["reason"] for one in plans[len(fitting):])
+    for one in plans:
+        held = one["memory_bytes"]
+        assert held["total"] == sum(held[key] for key in ("params", "grads", "optimizer", "activations"))
+
+
+def test_where_nothing_fits_it_is_said_and_why():
+    code, out, _ = call("llama3-70b", "--gpus", 8, "--gpu", "a100-40gb", "--global-batch", 64)
+    assert code == 0 and "no layout fits" in out and "do not fit:" in out and "needs" in out
+
+
+def test_people_read_a_table_and_what_bounds_the_first_plan():
+    code, out, _ = call("llama3-8b", "--gpus", 8, "--gpu", "h100", "--global-batch", 64)
+    assert code == 0 and "The first plan is bound by" in out and "A GPU holds" in out and "matmul.sustained" in out
+    assert "fsdp 8" in out and "zero3" in out
+
+
+# ---- how good it is --------------------------------------------------------------------------------------------------
+
+
+def drawn(asked, seed: int):
+    """A layout at random among all that are allowed, priced; None where the draw is not allowed or does not fit."""
+    draw = random.Random(seed)
+    sizes, rest = {}, asked.num_gpus
+    for axis in draw.sample(["tensor", "stage", "context", "data"], 4):
+        sizes[axis] = draw.choice(search.divisors(rest))
+        rest //= sizes[axis]
+    mesh, rules = MeshSpec(sizes | {"fsdp": rest}, draw.choice(search.PLACEMENTS)), draw.choice(asked.rule_files)
+    method = draw.choice(search.METHODS)
+    layout, wrong = asked.lay(mesh.sizes, rules, method)
+    ways = layout.ways(layout.mesh_axes("activations", "batch"))
+    if wrong or asked.global_batch % ways:
+        return None
+    m, p = draw.choice(search.divisors(asked.global_batch // ways)), mesh.sizes["stage"]
+    name, v = draw.choice([name for name in schedules.NAMES if name != "zb_h1"]), draw.choice([1, 2, 4])
+    if p > 1 and (schedules.problems(name, p, m, v) or (v > 1) != (name in schedules.INTERLEAVED)):
+        return None
+    options = Options(asked.seq_len, asked.global_batch, m, draw.choice(search.REMAT), name if p > 1 else "", v if p > 1 else 1,
+                      method, asked.visited, asked.loss_chunk, asked.optimizer_bytes)
+    placed = prices.place(asked.rows, asked.cfg, layout, mesh)
+    one = prices.price(placed, asked.cfg, asked.rows, asked.rated, options, asked.practice)
+    return one if one.memory_bytes["total"] <= asked.usable_bytes else None
+
+
+@pytest.mark.parametrize("words", ["llama3-8b --gpus 32 --gpu h100 --global-batch 128 --seq-len 32768",
+                                   "llama3-70b --gpus 64 --gpu h100 --global-batch 256"])
+def test_no_layout_drawn_at_random_beats_the_best_plan_by_a_twentieth(words):
+    _, asked = question(words)
+    best = search.search(asked).plans[0]
+    found = [one for seed in range(2000) if (one := drawn(asked, seed))]
+    assert len(found) > 15
+    assert best.price.step_s <= 1.05 * min(one.step_s for one in found)
+
+
+@pytest.mark.parametrize("words", [
+    "llama3-8b --gpus 8 --gpu h100 --fsdp 8 --data 1",
+    "llama3-70b --gpus 64 --gpu h100 --tensor 8 --fsdp 8 --data 1 --global-batch 128",
+    "llama3-70b --gpus 64 --gpu a100-80gb --tensor 8 --stage 2 --global-batch 128",
+    "gpt-180b --gpus 128 --gpu h100 --tensor 8 --stage 4 --global-batch 512",
+    "llama3-70b --gpus 64 --gpu h100 --tensor 8 --context 2 --seq-len 131072 --global-batch 16",
+    "llama3-405b --gpus 16384 --gpu h100 --tensor 8 --stage 16 --context 1 --global-batch 2048"])
+def test_the_layouts_that_are_usually_advised_fit(words):
+    _, asked = question(words)
+    plans = search.search(asked).plans
+    assert plans and all(one.sizes[axis] == size for one in plans for axis, size in asked.fixed.items())
+
+
+def test_16384_gpus_are_planned_in_ten_seconds():
+    begin = time.process_time()
+    _, asked = question("llama3-405b --gpus 16384 --gpu h100 --global-batch 2048")
+    answer = search.search(asked)
+    assert answer.plans[0].placed.mesh.num_devices == 16384 and time.process_time() - begin < 10
+
+
+def test_what_is_fixed_stays_so_and_more_memory_never_hurts():
+    words = "llama3-8b --gpus 16 --gpu h100 --global-batch 64"
+    _, asked = question(words + " --stage 4 --schedule zero_bubble --remat full --microbatches 16")
+    for one in search.search(asked).plans:
+        options = one.options
+        assert (one.sizes["stage"], options.schedule, options.remat, options.microbatches) == (4, "zero_bubble", "full", 16)
+    _, asked = question(words)
+    more = dataclasses.replace(asked, usable_bytes=2 * asked.usable_bytes)
+    assert search.search(more).plans[0].price.step_s <= search.search(asked).plans[0].price.step_s
+
+
+def test_a_rule_file_of_ones_own_is_tried(tmp_path):
+    (tmp_path / "mine.toml").write_text('[params]\nembed = "fsdp"\n[optimizer]\nembed = ["data", "fsdp"]\n'
+                                        '[activations]\nbatch = ["data", "fsdp"]\n')
+    code, out, _ = call("llama3-8b", "--gpus", 16, "--gpu", "h100", "--fsdp", 8, "--data", 2, "--rules", "mine.toml", "--json")
+    assert code == 0 and "mine.toml" in [one["rules"] for one in json.loads(out)["plans"]]
+
+
+# ---- the user's mistakes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words, said", [
+    ("llama3-8b --gpu h100", "--gpus is missing"), ("llama3-8b --gpus 8", "--gpu is missing"),
+    ("llama3-8b --gpus 8 --gpu h10", "--gpu=h10 is unknown"), ("llama3-8b --gpus 8 --gpu cpu", "no layout has a price"),
+    ("llama3-8b --gpus eight --gpu h100", "--gpus=eight is not a whole number"), ("--gpus 8 --gpu h100", "plan for what"),
+    ("lama3-8b --gpus 8 --gpu h100", "is no run file and no model"), ("llama3-8b --gpus 8 --gpu h100 --tensor", "has no value"),
+    ("none.toml --gpus 8 --gpu h100", "there is no such run file"),
+    ("llama3-8b --gpus 8 --gpu h100 --tensor 3", "no mesh of 8 GPUs"),
+    ("llama3-8b --gpus 8 --gpu h100 --schedule zb_h1", "experimental"),
+    ("llama3-8b --gpus 8 --gpu h100 --nonsense 3", "--nonsense"),
+    ("llama3-8b --gpus 8 --gpu h100 --assume matmul.best=2", "must lie between"),
+    ("llama3-8b --gpus 8 --gpu h100 --rules none.toml", "cannot read none.toml"),
+    ("llama3-8b --gpus 8 --gpu h100 --write no/where.toml", "cannot be written"),
+    ("llama3-8b --gpus 8 --gpu h100 --max-memory none", "is not a number of GiB"),
+    ("llama3-8b --gpus 8 --gpu h100 --global-batch 3 --data 8", "batch=3 does not divide over data 8")])
+def test_a_mistake_is_one_message(words, said):
+    code, out, err = call(*words.split())
+    assert code == 2 and out == "" and err.startswith("error: ") and said in err and "Traceback" not in err
