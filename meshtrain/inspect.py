@@ -83,6 +83,9 @@ def _own_flags(argv: list[str]) -> tuple[str | None, dict[str, float], bool, boo
         assumptions.Assumptions("", given)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    if foreign := [name for name in given if assumptions.TABLE[name].formula]:
+        raise ConfigError(f"--assume {foreign[0]} changes the formulas of `python -m meshtrain.plan` alone: a compiled step shows "
+                          "what hides behind what; leave it out")
     return (values["--topology"] or [None])[-1], given, schedule, as_json, rest
 
 

@@ -172,7 +172,8 @@ def question_of(run: Run, options: dict) -> search.Question:
         if gpu.hbm_bytes is None:
             raise ConfigError(f"--gpu={gpu.name}: its speed is not known, so no layout has a price; use e.g. --gpu h100")
         if count := options.get("gpus-per-host"):
-            gpu = dataclasses.replace(gpu, gpus_per_host=count, gpus_per_link_domain=count)
+            rack = gpu.gpus_per_link_domain > gpu.gpus_per_host
+            gpu = dataclasses.replace(gpu, gpus_per_host=count, gpus_per_link_domain=gpu.gpus_per_link_domain if rack else count)
         usable = hardware.usable_bytes(gpu)
         rated = rates.Rates(gpu, assumptions.Assumptions(gpu.name, dict(map(assumptions.parse, options["assume"]))))
         paths = [*options["rules"], *(f"sharding_rules/{stem}.toml" for stem in sorted(names("sharding_rules"), key=len))]

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from meshtrain import assembly, config, plan
+from meshtrain import assembly, config, inspect, plan
 from meshtrain.cost import hardware, search
 from meshtrain.cost import price as prices
 from meshtrain.cost.price import Options
@@ -172,6 +172,12 @@ def test_what_is_fixed_stays_so_and_more_memory_never_hurts():
     _, asked = question(words)
     more = dataclasses.replace(asked, usable_bytes=2 * asked.usable_bytes)
     assert search.search(more).plans[0].price.step_s <= search.search(asked).plans[0].price.step_s
+
+
+def test_inspect_refuses_assumptions_that_only_formulas_make():
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        assert inspect.main(["--topology", "h100:8", "--assume", "overlap.fsdp=0.5"]) == 2
+    assert "--assume overlap.fsdp changes the formulas" in err.getvalue()
 
 
 def test_a_rule_file_of_ones_own_is_tried(tmp_path):

@@ -399,13 +399,15 @@ def memory(placed: Placed, cfg, options: Options, tokens: float) -> dict[str, in
     size = itemsize(cfg)
     layer = size * tokens * {"none": 4 * stream + 2 * q + 2 * kv + (gates + 1) * f, "full": stream, "offload": 0.0,
                           "selective": 2 * stream + 2 * q + 2 * kv + gates * f}[options.remat]
-    working = 2 * size * tokens * (4 * stream + 2 * q + 2 * kv + 3 * f)            # one layer's differentiation
+    # One layer's differentiation; in a scan over layers what is as wide as the residual stream lies whole where matmuls read it.
+    working = 2 * size * tokens * (4 * (stream if p > 1 else cfg.embed_dim) + 2 * q + 2 * kv + 3 * f)
     working += 8 * min(tokens, options.loss_chunk) * placed.head.n          # logits and their gradient in float32
     if context > 1:             # keys and values under way, and their gradients in float32; or all heads' for a while
         working += size * tokens * kv * {"ring": 6, "gather": 6 * context, "ulysses": 4}[options.method]
     if p > 1:
         kept = slot_bytes(placed, cfg, options, tokens)
-        grads, weights = 4 * placed.used, size * placed.used + 4 * placed.grads     # a full stage in the loop; [grads] behind it
+        # A full stage in the loop. assumption: of [grads] behind it half lies in the place of what is reduced.
+        grads, weights = 4 * placed.used, size * placed.used + 2 * placed.grads
     else:
         kept, grads = cfg.num_layers * layer, 4 * placed.grads
         weights = size * (2 * placed.layer_used if placed.gathered else placed.used)     # two gathered layers; or a copy of all
