@@ -187,6 +187,12 @@ def test_a_rule_file_of_ones_own_is_tried(tmp_path):
     assert code == 0 and "mine.toml" in [one["rules"] for one in json.loads(out)["plans"]]
 
 
+def test_of_rule_files_that_say_the_same_on_a_mesh_the_simpler_one_is_named():
+    _, asked = question("llama3-8b --gpus 8 --gpu h100 --fsdp 8 --global-batch 64")
+    named = [one.rules.path for one in search.search(asked).plans]
+    assert "sharding_rules/zero3.toml" in named and "sharding_rules/hsdp.toml" not in named
+
+
 # ---- the user's mistakes ---------------------------------------------------------------------------------------------
 
 

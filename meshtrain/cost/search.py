@@ -163,7 +163,8 @@ def _distinct(rule_files: tuple[Rules, ...], active: frozenset[str], replicas: b
     """[(rules, whether they take data and fsdp together)], those that differ on a mesh with these axes larger than 1."""
     axes = active | ({"data", "fsdp"} if replicas else set())
     seen: dict = {}
-    for rules in rule_files:
+    apart = lambda rules: any(("data" in on) != ("fsdp" in on) for table in rules.tables.values() for on in table.values())
+    for rules in sorted(rule_files, key=apart):         # of two that say the same here the simpler one
         tables = {(table, logical): tuple(a for a in mesh_axes if a in axes)
                   for table, entries in rules.tables.items() for logical, mesh_axes in entries.items()}
         said = frozenset((key, value) for key, value in tables.items() if value)
