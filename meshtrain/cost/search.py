@@ -134,15 +134,25 @@ def divisors(n: int) -> list[int]:
 
 def _layouts(question: Question) -> Iterator[tuple[Placed | None, Rules, list[str]]]:
     """Every mesh with every rule file that says something of its own there, and what is wrong with it."""
+    seen = set()
     for sizes in _meshes(question):
         active = frozenset(axis for axis in ("tensor", "stage", "context") if sizes[axis] > 1)
         rest = question.num_gpus // (sizes["tensor"] * sizes["stage"] * sizes["context"])
-        method = next(iter(question.methods))
         for rules, together in _distinct(question.rule_files, active, rest > 1):
             for data, fsdp in _replicas(question, rest, together):
                 mesh = MeshSpec({**sizes, "data": data, "fsdp": fsdp})
-                layout, wrong = question.lay(mesh.sizes, rules, method)
-                yield None if wrong else prices.place(question.rows, question.cfg, layout, mesh), rules, wrong
+                key = tuple(mesh.sizes.values()), _said(rules, {axis for axis, n in mesh.sizes.items() if n > 1})
+                if key not in seen:
+                    seen.add(key)
+                    layout, wrong = question.lay(mesh.sizes, rules, question.methods[0])
+                    yield None if wrong else prices.place(question.rows, question.cfg, layout, mesh), rules, wrong
+
+
+def _said(rules: Rules, axes) -> frozenset:
+    """What the rules say where these axes are larger than 1."""
+    tables = {(table, logical): tuple(a for a in mesh_axes if a in axes)
+              for table, entries in rules.tables.items() for logical, mesh_axes in entries.items()}
+    return frozenset((key, value) for key, value in tables.items() if value)
 
 
 def _meshes(question: Question) -> Iterator[dict[str, int]]:
@@ -165,12 +175,9 @@ def _distinct(rule_files: tuple[Rules, ...], active: frozenset[str], replicas: b
     seen: dict = {}
     apart = lambda rules: any(("data" in on) != ("fsdp" in on) for table in rules.tables.values() for on in table.values())
     for rules in sorted(rule_files, key=apart):         # of two that say the same here the simpler one
-        tables = {(table, logical): tuple(a for a in mesh_axes if a in axes)
-                  for table, entries in rules.tables.items() for logical, mesh_axes in entries.items()}
-        said = frozenset((key, value) for key, value in tables.items() if value)
-        if active <= {axis for value in tables.values() for axis in value}:
-            together = all(("data" in value) == ("fsdp" in value) for value in tables.values())
-            seen.setdefault(said, (rules, together))
+        said = _said(rules, axes)
+        if active <= {axis for _, value in said for axis in value}:
+            seen.setdefault(said, (rules, all(("data" in value) == ("fsdp" in value) for _, value in said)))
     return list(seen.values())
 
 
