@@ -100,6 +100,11 @@ def test_where_nothing_fits_it_is_said_and_why():
     assert code == 0 and "no layout fits" in out and "do not fit:" in out and "needs" in out
 
 
+def test_short_sequences_are_not_split_and_planned_all_the_same():
+    code, out, err = call("configs/quickstart.toml", "--gpus", 8, "--gpu", "h100")
+    assert code == 0 and "2.2M parameters" in out and "fsdp 8" in out and "context" not in out.split("The first plan")[0], err
+
+
 def test_people_read_a_table_and_what_bounds_the_first_plan():
     code, out, _ = call("llama3-8b", "--gpus", 8, "--gpu", "h100", "--global-batch", 64)
     assert code == 0 and "The first plan is bound by" in out and "A GPU holds" in out and "matmul.sustained" in out

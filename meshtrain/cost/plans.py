@@ -9,12 +9,17 @@ from meshtrain.names import AXES
 FIRST = ("matmul.sustained", "link.contend", "attention")      # what moves a price most
 
 
+def said(count: int) -> str:
+    """A number of parameters as people say it: 70.6B, 2.2M."""
+    return f"{count / 1e9:,.1f}B" if count >= 1e9 else f"{count / 1e6:,.1f}M"
+
+
 def page(question: Question, answer: Answer, most: int) -> str:
     gpu, assumed = question.rated.gpu, question.rated.assumed
     count = sum(info.size for info in question.rows)
     engine = question.practice.engine
     documents = f", documents of {assumed['documents.mean']:,.0f} tokens in the mean" if question.visited < 1 else ""
-    lines = [f"{count / 1e9:,.1f}B parameters, {question.global_batch:,} × {question.seq_len:,} tokens a step on "
+    lines = [f"{said(count)} parameters, {question.global_batch:,} × {question.seq_len:,} tokens a step on "
              f"{question.num_gpus:,} × {gpu.name}, {size(question.usable_bytes)} usable on each; attention by {engine}{documents}; "
              f"{answer.tried:,} layouts tried", ""]
     if answer.plans:

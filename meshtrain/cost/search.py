@@ -32,6 +32,7 @@ PADDED = 1.1                # layers in the pipeline's loop over those of the mo
 REFINED = 60                # plans whose placement and context method are varied
 NEAR = 1.3                  # memory over what there is, up to which a plan is a near miss
 MOST_MISSES = 5
+TOLD_AS = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer states", "activations": "activations"}
 UNSURE = 0.95               # share of the memory beyond which a formula cannot tell whether it fits
 
 
@@ -161,7 +162,7 @@ def _meshes(question: Question) -> Iterator[dict[str, int]]:
     allowed = {
         "tensor": lambda k: k <= min(domain, cfg.num_heads),
         "stage": lambda k: k <= min(MOST_STAGES, cfg.num_layers) and -(-cfg.num_layers // k) * k <= PADDED * cfg.num_layers,
-        "context": lambda k: k <= MOST_CONTEXT and question.seq_len // k >= SHORTEST}
+        "context": lambda k: k == 1 or k <= MOST_CONTEXT and question.seq_len // k >= SHORTEST}
     choices = [[question.fixed[axis]] if axis in question.fixed else [k for k in divisors(n) if allows(k)]
                for axis, allows in allowed.items()]
     for tensor, stage, context in itertools.product(*choices):
@@ -273,9 +274,9 @@ def _near(question: Question, misses: list) -> list[Plan]:
     for needed, placed, rules, options in sorted(misses, key=lambda miss: miss[0])[:8 * MOST_MISSES]:
         plan = _priced(question, placed, rules, options)
         held = plan.price.memory_bytes
-        name = max(("params", "grads", "optimizer", "activations"), key=held.get)
+        name = max(TOLD_AS, key=held.get)
         gib = simulate.gib
-        reason = (f"needs {gib(needed)} where {gib(usable)} can be used: {name} take {gib(held[name])}, "
+        reason = (f"needs {gib(needed)} where {gib(usable)} can be used: {TOLD_AS[name]} take {gib(held[name])}, "
                   f"with remat {options.remat} and {options.microbatches} microbatches")
         found.setdefault((tuple(plan.sizes.values()), rules.path), dataclasses.replace(plan, fits=False, reason=reason))
     return sorted(found.values(), key=_order)[:MOST_MISSES]
