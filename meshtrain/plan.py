@@ -4,8 +4,9 @@ layout to take.
 Prices every layout that the model and the hosts allow by closed formulas, and ranks what fits; nothing is compiled, and nothing
 but rule files is read. MODEL is a preset, changed by --model.key value if need be. --data, --fsdp, --tensor, --stage, --context,
 --schedule, --chunks, --microbatches, --remat and --compute-dtype fix what they name; --rules FILE adds a rule file of one's own;
---max-memory GiB and --gpus-per-host N say what the GPUs are; --assume NAME=VALUE changes what is assumed. --write puts the best
-plan into a run file. Exit codes: 0, also where nothing fits · 2 the user's mistake, one message.
+--max-memory GiB and --gpus-per-host N say what the GPUs are; --assume NAME=VALUE changes what is assumed. --gpus 64,128,256 shows
+the best plan of each; --tokens 1e12 in how many days it trains them, --budget-hours H what so many GPU hours train. --write puts
+the best plan into a run file. Exit codes: 0, also where nothing fits · 2 the user's mistake, one message.
 """
 from __future__ import annotations
 
@@ -39,11 +40,13 @@ from meshtrain.parallel.schedules import NAMES
 from meshtrain.training import state
 
 USAGE = ("python -m meshtrain.plan MODEL|RUN.toml --gpus N --gpu NAME [--seq-len S] [--global-batch B] [--AXIS N] "
-         "[--schedule NAME] [--chunks V] [--microbatches M] [--remat POLICY] [--compute-dtype D] [--rules FILE] [--max-memory GiB] "
-         "[--gpus-per-host N] [--assume NAME=VALUE] [--json] [--write RUN.toml] [--section.key value ...]")
-COUNTS = ("gpus", "seq-len", "global-batch", "gpus-per-host", "chunks", "microbatches", *AXES)
+         "[--schedule NAME] [--chunks V] [--microbatches M] [--remat POLICY] [--compute-dtype D] [--rules FILE] "
+         "[--max-memory GiB] [--gpus-per-host N] [--tokens T] [--budget-hours H] [--assume NAME=VALUE] [--json] "
+         "[--write RUN.toml] [--section.key value ...]")
+COUNTS = ("seq-len", "global-batch", "gpus-per-host", "chunks", "microbatches", *AXES)
 WORDS = {"gpu": tuple(hardware.GPUS), "schedule": tuple(name for name in NAMES if name != "zb_h1"), "remat": search.REMAT,
-         "compute-dtype": ("bfloat16", "float32"), "write": None, "max-memory": None}
+         "compute-dtype": ("bfloat16", "float32"), "write": None}
+NUMBERS = {"max-memory": ("GiB", "70"), "tokens": ("tokens", "1e12"), "budget-hours": ("GPU hours", "100000")}
 MANY = ("assume", "rules")
 MOST_GPUS = 1 << 17
 TOKENS = 1 << 22            # of a step, where nothing says how many: 4 million, as runs of billions of parameters take
@@ -57,26 +60,38 @@ def main(argv: Sequence[str]) -> int:
             return 0
         options, rest = flags(list(argv))
         run = asked(options, rest)
-        question = question_of(run, options)
-        answer = search.search(question)
-        if not answer.tried:
-            raise ConfigError(*(answer.faults[:5] or [f"no mesh of {question.num_gpus} GPUs has the sizes that are fixed; their "
-                                                      "product must divide the number of GPUs"]))
+        answers = [answered(run, options, count) for count in options["gpus"]]
+        question, answer = answers[0]
         if "write" in options and answer.plans:
             _write(run_file(run, answer.plans[0], options["write"]), options["write"])
     except ConfigError as error:
         say.err(f"error: {error}")
         return 2
+    length = told.Length(options.get("tokens"), options.get("budget-hours"))
+    several = len(answers) > 1
     if options["json"]:
-        say.out(json.dumps({"plans": [plan.as_json() for plan in [*answer.plans[:TOLD], *answer.misses]],
-                            "model": run.model.model_dump(), "gpus": question.num_gpus, "gpu": question.rated.gpu.name,
-                            "seq_len": question.seq_len, "global_batch": question.global_batch, "tried": answer.tried,
-                            "attention": question.practice.engine, "assumed": question.rated.assumed.as_dict(formula=True)}))
+        plans = [(q, plan) for q, a in answers for plan in (a.plans[:1] if several else [*a.plans[:TOLD], *a.misses])]
+        say.out(json.dumps({"plans": [plan.as_json() | ({"gpus": q.num_gpus} if several else {}) | length.as_json(q, plan)
+                                      for q, plan in plans],
+                            "model": run.model.model_dump(), "gpus": options["gpus"] if several else question.num_gpus,
+                            "gpu": question.rated.gpu.name, "seq_len": question.seq_len, "global_batch": question.global_batch,
+                            "tried": sum(a.tried for _, a in answers), "attention": question.practice.engine,
+                            "assumed": question.rated.assumed.as_dict(formula=True)}))
     else:
-        say.out(told.page(question, answer, TOLD))
+        say.out(told.scaling(answers, length) if several else told.page(question, answer, TOLD, length))
     if "write" in options:
         say.err(f"written: {options['write']}" if answer.plans else "nothing fits, so nothing is written")
     return 0
+
+
+def answered(run: Run, options: dict, num_gpus: int) -> tuple[search.Question, search.Answer]:
+    """Raises: ConfigError where no layout is allowed."""
+    question = question_of(run, options, num_gpus)
+    answer = search.search(question)
+    if not answer.tried:
+        raise ConfigError(*(answer.faults[:5] or [f"no mesh of {num_gpus} GPUs has the sizes that are fixed; their "
+                                                  "product must divide the number of GPUs"]))
+    return question, answer
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------
@@ -89,7 +104,7 @@ def flags(argv: list[str]) -> tuple[dict, list[str]]:
     while words:
         name, equals, value = words.pop(0).partition("=")
         option = name.removeprefix("--")
-        if not name.startswith("--") or option not in (*COUNTS, *WORDS, *MANY):
+        if not name.startswith("--") or option not in ("gpus", *COUNTS, *WORDS, *NUMBERS, *MANY):
             rest.append(name + equals + value)
             continue
         if not equals:
@@ -103,30 +118,38 @@ def flags(argv: list[str]) -> tuple[dict, list[str]]:
     for option, example in (("gpus", "64"), ("gpu", "h100")):
         if option not in options and not any(f"--{option} " in fault or f"--{option}=" in fault for fault in faults):
             faults.append(f"--{option} is missing: which layout is best depends on it; add e.g. --{option} {example}")
+    if len(options.get("gpus", ())) > 1 and "write" in options:
+        faults.append("--write takes the best plan of one number of GPUs; give --gpus one")
     if faults:
         raise ConfigError(*faults)
     return options, rest
 
 
 def _value(option: str, text: str):
+    if option == "gpus":
+        return [_count(option, part, MOST_GPUS) for part in text.split(",")]
     if option in COUNTS:
-        most = MOST_GPUS if option == "gpus" else 1 << 40
-        if not text.isdecimal() or not 0 < int(text[:20]) <= most:
-            raise ValueError(f"--{option}={text} is not a whole number from 1 to {most}; use e.g. --{option} 8")
-        return int(text)
-    if option == "max-memory":
+        return _count(option, text, 1 << 40)
+    if option in NUMBERS:
+        unit, example = NUMBERS[option]
         try:
-            share = float(text)
+            number = float(text)
         except ValueError:
-            share = 0.0
-        if not 0 < share < 1e6:
-            raise ValueError(f"--max-memory={text} is not a number of GiB; use e.g. --max-memory 70")
-        return share
+            number = 0.0
+        if not 0 < number < 1e18:
+            raise ValueError(f"--{option}={text} is not a number of {unit}; use e.g. --{option} {example}")
+        return number
     if WORDS[option] and text not in WORDS[option]:
         if option == "schedule" and text == "zb_h1":
             raise ValueError('--schedule=zb_h1 is experimental and has no price; use e.g. --schedule zero_bubble')
         raise ValueError(f"--{option}={text} is unknown; use one of {', '.join(WORDS[option])}")
     return text
+
+
+def _count(option: str, text: str, most: int) -> int:
+    if not text.isdecimal() or not 0 < int(text[:20]) <= most:
+        raise ValueError(f"--{option}={text} is not a whole number from 1 to {most}; use e.g. --{option} 8")
+    return int(text)
 
 
 def asked(options: dict, rest: list[str]) -> Run:
@@ -141,7 +164,7 @@ def asked(options: dict, rest: list[str]) -> Run:
     preset = asked[0] in config.presets() and not os.path.exists(asked[0])
     if preset:
         name = asked[0]
-        given |= {"model.preset": name, "run.name": f"{name}-{options['gpus']}-{options['gpu']}", "run.sample_tokens": 0,
+        given |= {"model.preset": name, "run.name": f"{name}-{options['gpus'][0]}-{options['gpu']}", "run.sample_tokens": 0,
                   "data.source": "text", "data.paths": '["data/*.txt"]', "training.steps": 10000, "optimizer.learning_rate": 3e-4,
                   "optimizer.warmup_steps": 1000, "validation.every": 500, "data.global_batch": 1, "checkpoint.every": 500}
         given.setdefault("model.compute_dtype", "bfloat16")
@@ -157,7 +180,7 @@ def asked(options: dict, rest: list[str]) -> Run:
     words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
     run = config.load([*rest[:1 - preset], *words, *rest[1 - preset:]], usage=USAGE)
     if preset and "global-batch" not in options and not any(word.startswith("--data.global_batch") for word in rest):
-        batch = max(1, TOKENS // run.data.seq_len, options["gpus"] // 8)
+        batch = max(1, TOKENS // run.data.seq_len, max(options["gpus"]) // 8)
         run = run.model_copy(update={"data": run.data.model_copy(update={"global_batch": batch})})
     return run
 
@@ -165,7 +188,7 @@ def asked(options: dict, rest: list[str]) -> Run:
 # ---- from a run to a question and back -------------------------------------------------------------------------------
 
 
-def question_of(run: Run, options: dict) -> search.Question:
+def question_of(run: Run, options: dict, num_gpus: int) -> search.Question:
     """Raises: ConfigError."""
     with config.user_errors():
         gpu = hardware.get(options["gpu"])
@@ -193,7 +216,7 @@ def question_of(run: Run, options: dict) -> search.Question:
         layout, _, faults = assembly.lay_out(asked, sizes, loaded, model)
         return layout, faults
     fixed = {name: options[name] for name in search.fixable() if name in options}
-    return search.Question(run.model, model.parameters(), options["gpus"], seq_len, run.data.global_batch, rated, usable, rule_files,
+    return search.Question(run.model, model.parameters(), num_gpus, seq_len, run.data.global_batch, rated, usable, rule_files,
                            fixed, _optimizer_bytes(run, model), visited, run.training.loss_chunk,
                            Practice(engine="pallas" if run.data.document_mask else "cudnn"), lay)
 

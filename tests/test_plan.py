@@ -25,7 +25,7 @@ def in_a_directory_of_its_own(tmp_path, monkeypatch):
 def question(words: str):
     options, rest = plan.flags(words.split())
     run = plan.asked(options, rest)
-    return run, plan.question_of(run, options)
+    return run, plan.question_of(run, options, *options["gpus"])
 
 
 def call(*words):
@@ -161,6 +161,22 @@ def test_the_layouts_that_are_usually_advised_fit(words):
     assert plans and all(one.sizes[axis] == size for one in plans for axis, size in asked.fixed.items())
 
 
+def test_several_numbers_of_gpus_show_how_speed_and_days_scale():
+    words = ("llama3-8b", "--gpu", "h100", "--global-batch", 512, "--tokens", "1e12", "--budget-hours", 10_000)
+    code, out, _ = call(*words, "--gpus", "8,64", "--json")
+    few, many = json.loads(out)["plans"]
+    assert code == 0 and (few["gpus"], many["gpus"]) == (8, 64)
+    assert few["tokens_per_s_per_gpu"] >= many["tokens_per_s_per_gpu"]
+    for one in (few, many):
+        assert one["days"] == pytest.approx(1e12 / (one["tokens_per_s_per_gpu"] * one["gpus"]) / 86400)
+        assert one["gpu_hours"] == pytest.approx(24 * one["days"] * one["gpus"])
+        assert one["tokens_for_budget"] == pytest.approx(1e12 * 10_000 / one["gpu_hours"])
+    code, alone, _ = call(*words, "--gpus", 64, "--json")
+    assert json.loads(alone)["plans"][0] | {"gpus": 64} == many, "the best plan of 64 whatever else is asked"
+    _, page, _ = call(*words, "--gpus", "8,64")
+    assert f"{few['days']:,.1f}" in page and f"{many['tokens_per_s_per_gpu'] / few['tokens_per_s_per_gpu']:.0%}" in page
+
+
 def test_16384_gpus_are_planned_in_ten_seconds():
     begin = time.process_time()
     _, asked = question("llama3-405b --gpus 16384 --gpu h100 --global-batch 2048")
@@ -214,6 +230,9 @@ def test_of_rule_files_that_say_the_same_on_a_mesh_the_simpler_one_is_named():
     ("llama3-8b --gpus 8 --gpu h100 --rules none.toml", "cannot read none.toml"),
     ("llama3-8b --gpus 8 --gpu h100 --write no/where.toml", "cannot be written"),
     ("llama3-8b --gpus 8 --gpu h100 --max-memory none", "is not a number of GiB"),
+    ("llama3-8b --gpus 8 --gpu h100 --tokens much", "is not a number of tokens"),
+    ("llama3-8b --gpus 8,,16 --gpu h100", "--gpus= is not a whole number"),
+    ("llama3-8b --gpus 8,16 --gpu h100 --write a.toml", "one number of GPUs"),
     ("llama3-8b --gpus 8 --gpu h100 --global-batch 3 --data 8", "batch=3 does not divide over data 8")])
 def test_a_mistake_is_one_message(words, said):
     code, out, err = call(*words.split())

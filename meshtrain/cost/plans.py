@@ -1,6 +1,8 @@
 """A search's answer for people: the ranked plans as a table, what is assumed, and three sentences on the first one."""
 from __future__ import annotations
 
+import dataclasses
+
 from meshtrain.cost.price import RECOMPUTED, group
 from meshtrain.cost.report import columns, seconds, size
 from meshtrain.cost.search import Answer, Plan, Question
@@ -14,7 +16,57 @@ def said(count: int) -> str:
     return f"{count / 1e9:,.1f}B" if count >= 1e9 else f"{count / 1e6:,.1f}M"
 
 
-def page(question: Question, answer: Answer, most: int) -> str:
+@dataclasses.dataclass(frozen=True)
+class Length:
+    """How long a training is: tokens to train, GPU hours to spend; None: not asked."""
+    tokens: float | None = None
+    hours: float | None = None
+
+    def header(self) -> tuple[str, ...]:
+        return (*(("days", "GPU hours") if self.tokens else ()), *(("tokens for it",) if self.hours else ()))
+
+    def cells(self, question: Question, plan: Plan) -> tuple[str, ...]:
+        found = self.as_json(question, plan)
+        return (*((f"{found['days']:,.1f}", f"{found['gpu_hours']:,.0f}") if self.tokens else ()),
+                *((f"{found['tokens_for_budget'] / 1e9:,.1f}B",) if self.hours else ()))
+
+    def as_json(self, question: Question, plan: Plan) -> dict[str, float]:
+        """Without restarts, validation and what else a run stops for."""
+        per_hour = 3600 * plan.price.tokens_per_s_per_gpu
+        found = {}
+        if self.tokens:
+            found |= {"days": self.tokens / per_hour / question.num_gpus / 24, "gpu_hours": self.tokens / per_hour}
+        if self.hours:
+            found["tokens_for_budget"] = self.hours * per_hour
+        return found
+
+
+def scaling(answers: list[tuple[Question, Answer]], length: Length) -> str:
+    """The best plan of each number of GPUs, and how much of a GPU's speed on the fewest is kept."""
+    question = answers[0][0]
+    count = sum(info.size for info in question.rows)
+    lines = [f"{said(count)} parameters, {question.global_batch:,} × {question.seq_len:,} tokens a step on {question.rated.gpu.name}, "
+             f"{size(question.usable_bytes)} usable on each; the best plan of each number of GPUs", ""]
+    header = ("GPUs", "mesh", "rules", "microbatches", "remat", "memory", "step", "tokens/s", "tokens/s a GPU", "kept", "MFU",
+              *length.header())
+    rows, first = [], None
+    for asked, answer in answers:
+        if not answer.plans:
+            rows.append((f"{asked.num_gpus:,}", "nothing fits", *[""] * (len(header) - 2)))
+            continue
+        plan = answer.plans[0]
+        one = plan.price
+        first = first or one.tokens_per_s_per_gpu
+        rows.append((f"{asked.num_gpus:,}", _short(plan), _stem(plan), str(plan.options.microbatches), plan.options.remat,
+                     size(one.memory_bytes["total"]), seconds(one.step_s), f"{one.tokens_per_s_per_gpu * asked.num_gpus:,.0f}",
+                     f"{one.tokens_per_s_per_gpu:,.0f}", f"{one.tokens_per_s_per_gpu / first:.0%}", f"{one.mfu:.1%}",
+                     *length.cells(asked, plan)))
+    lines += [columns([header, *rows]), "", "kept: of a GPU's tokens/s on the first of them, with the same batch a step. Formulas, "
+              "nothing compiled or measured."]
+    return "\n".join(lines)
+
+
+def page(question: Question, answer: Answer, most: int, length: Length = Length()) -> str:
     gpu, assumed = question.rated.gpu, question.rated.assumed
     count = sum(info.size for info in question.rows)
     engine = question.practice.engine
@@ -23,7 +75,7 @@ def page(question: Question, answer: Answer, most: int) -> str:
              f"{question.num_gpus:,} × {gpu.name}, {size(question.usable_bytes)} usable on each; attention by {engine}{documents}; "
              f"{answer.tried:,} layouts tried", ""]
     if answer.plans:
-        lines += [_table(answer.plans[:most]), "", *_sentences(question, answer.plans), ""]
+        lines += [_table(question, answer.plans[:most], length), "", *_sentences(question, answer.plans), ""]
     else:
         lines += ["no layout fits; more GPUs, sequences split over mesh.context, or fewer tokens a microbatch would", ""]
     if answer.misses:
@@ -42,17 +94,22 @@ def _short(plan: Plan) -> str:
     return " × ".join(f"{axis} {plan.sizes[axis]}" for axis in AXES if plan.sizes[axis] > 1) or "one GPU"
 
 
-def _table(plans: list[Plan]) -> str:
-    header = ("", "mesh", "rules", "schedule", "microbatches", "remat", "memory", "step", "tokens/s a GPU", "MFU", "bubble", "")
+def _stem(plan: Plan) -> str:
+    return plan.rules.path.removeprefix("sharding_rules/").removesuffix(".toml")
+
+
+def _table(question: Question, plans: list[Plan], length: Length) -> str:
+    header = ("", "mesh", "rules", "schedule", "microbatches", "remat", "memory", "step", "tokens/s a GPU", "MFU", "bubble",
+              *length.header(), "")
     rows = []
     for k, plan in enumerate(plans, 1):
         options, one = plan.options, plan.price
         schedule = options.schedule + (f" × {options.chunks}" if options.chunks > 1 else "") if plan.sizes["stage"] > 1 else "–"
         method = f" {options.method}" if plan.sizes["context"] > 1 else ""
-        rows.append((str(k), _short(plan) + method, plan.rules.path.removeprefix("sharding_rules/").removesuffix(".toml"), schedule,
+        rows.append((str(k), _short(plan) + method, _stem(plan), schedule,
                      str(options.microbatches), options.remat, size(one.memory_bytes["total"]), seconds(one.step_s),
                      f"{one.tokens_per_s_per_gpu:,.0f}", f"{one.mfu:.1%}", f"{one.bubble:.1%}" if one.bubble else "–",
-                     "memory within 5% of the limit" if plan.reason else ""))
+                     *length.cells(question, plan), "memory within 5% of the limit" if plan.reason else ""))
     return columns([header, *rows])
 
 
