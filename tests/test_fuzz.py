@@ -79,8 +79,9 @@ def check(number: int, directory):
     np.testing.assert_allclose(numbers[0], expected[0], rtol=2e-5, err_msg="loss and gradient norm")
     scales = [np.abs(e).max(initial=0) for e in jax.tree.leaves(expected_state)]
     for (path, a), e in zip(jax.tree.leaves_with_path(first), jax.tree.leaves(expected_state), strict=True):
-        # float32 sums in another order; a leaf whose true value is nearly zero is measured against the largest.
-        scale = max(np.abs(e).max(initial=0), 1e-6 * max(scales))
+        # float32 sums in another order; a leaf whose true value is zero (the bias of a key's norm) holds the rounding of
+        # what cancels in it, up to some 1e-9 of the largest.
+        scale = max(np.abs(e).max(initial=0), 1e-5 * max(scales))
         assert np.abs(a - e).max(initial=0) <= 2e-4 * scale, jax.tree_util.keystr(path)
     # Later steps: Adam divides by the root of tiny moments, and lion takes signs: what is nearly zero may turn.
     np.testing.assert_allclose(numbers[:, 0], expected[:, 0], rtol=1e-3)
