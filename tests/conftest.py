@@ -32,9 +32,9 @@ from hypothesis import settings  # noqa: E402
 settings.register_profile("no deadline", deadline=None)     # how busy the machine is says nothing about the code
 settings.load_profile("no deadline")
 
-CELLS_OF_A_FILE = 2
+CELLS_OF_A_FILE = 1
 LONG = [f"test_{name}.py" for name in ("several_processes", "gpu_program", "fuzz", "pipeline", "stops", "context", "gpu_pipeline",
-                                       "commands", "layouts")]
+                                       "commands", "layouts", "first_light", "float8", "collective_order")]
 STARTED = time.monotonic()
 
 

@@ -5,7 +5,6 @@ import types
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 import sampling
@@ -44,11 +43,11 @@ def written_out(forms, x, ws, dys):
         return (np.asarray(a, np.float64) / s).astype(np.float32).astype(dtype).astype(np.float64)
 
     sx, sw, sd = scale([x], 448), scale(ws, 448), scale(dys, 57344)
-    qx = quantise(x, sx, ml_dtypes.float8_e4m3fn)
+    qx = quantise(x, sx, jnp.float8_e4m3fn)
     ys, dx, dws = [], 0, []
     for (eq, _), w, dy in zip(forms, ws, dys, strict=True):
         (left, right), out = eq.split("->")[0].split(","), eq.split("->")[1]
-        qw, qd = quantise(w, sw, ml_dtypes.float8_e4m3fn), quantise(dy, sd, ml_dtypes.float8_e5m2)
+        qw, qd = quantise(w, sw, jnp.float8_e4m3fn), quantise(dy, sd, jnp.float8_e5m2)
         ys.append(sx * sw * np.einsum(eq, qx, qw))
         dx = dx + sd * sw * np.einsum(f"{out},{right}->{left}", qd, qw)
         dws.append(sx * sd * np.einsum(f"{left},{out}->{right}", qx, qd))
