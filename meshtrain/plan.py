@@ -6,7 +6,8 @@ but rule files is read. MODEL is a preset, changed by --model.key value if need 
 --schedule, --chunks, --microbatches, --remat and --compute-dtype fix what they name; --rules FILE adds a rule file of one's own;
 --max-memory GiB and --gpus-per-host N say what the GPUs are; --assume NAME=VALUE changes what is assumed. --gpus 64,128,256 shows
 the best plan of each; --tokens 1e12 in how many days it trains them, --budget-hours H what so many GPU hours train. --write puts
-the best plan into a run file. Exit codes: 0, also where nothing fits · 2 the user's mistake, one message.
+the best plan into a run file; --verify K compiles the best K for these GPUs and shows formula beside compiled. Exit codes: 0, also
+where nothing fits · 2 the user's mistake, one message.
 """
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
 from meshtrain import assembly, config
 from meshtrain.config import ConfigError, Run
 from meshtrain.config.shipped import found, names
-from meshtrain.cost import assumptions, hardware, rates, search
+from meshtrain.cost import assumptions, audit, hardware, rates, report, roofline, search
+from meshtrain.cost import compile as gpu_compile
 from meshtrain.cost import plans as told
 from meshtrain.cost.price import Practice
 from meshtrain.layout import rules
@@ -42,8 +44,8 @@ from meshtrain.training import state
 USAGE = ("python -m meshtrain.plan MODEL|RUN.toml --gpus N --gpu NAME [--seq-len S] [--global-batch B] [--AXIS N] "
          "[--schedule NAME] [--chunks V] [--microbatches M] [--remat POLICY] [--compute-dtype D] [--rules FILE] "
          "[--max-memory GiB] [--gpus-per-host N] [--tokens T] [--budget-hours H] [--assume NAME=VALUE] [--json] "
-         "[--write RUN.toml] [--section.key value ...]")
-COUNTS = ("seq-len", "global-batch", "gpus-per-host", "chunks", "microbatches", *AXES)
+         "[--write RUN.toml] [--verify K] [--section.key value ...]")
+COUNTS = ("verify", "seq-len", "global-batch", "gpus-per-host", "chunks", "microbatches", *AXES)
 WORDS = {"gpu": tuple(hardware.GPUS), "schedule": tuple(name for name in NAMES if name != "zb_h1"), "remat": search.REMAT,
          "compute-dtype": ("bfloat16", "float32"), "write": None}
 NUMBERS = {"max-memory": ("GiB", "70"), "tokens": ("tokens", "1e12"), "budget-hours": ("GPU hours", "100000")}
@@ -64,6 +66,7 @@ def main(argv: Sequence[str]) -> int:
         question, answer = answers[0]
         if "write" in options and answer.plans:
             _write(run_file(run, answer.plans[0], options["write"]), options["write"])
+        compiled = [verified(run, question, plan) for plan in answer.plans[:options.get("verify", 0)]]
     except ConfigError as error:
         say.err(f"error: {error}")
         return 2
@@ -72,13 +75,15 @@ def main(argv: Sequence[str]) -> int:
     if options["json"]:
         plans = [(q, plan) for q, a in answers for plan in (a.plans[:1] if several else [*a.plans[:TOLD], *a.misses])]
         say.out(json.dumps({"plans": [plan.as_json() | ({"gpus": q.num_gpus} if several else {}) | length.as_json(q, plan)
-                                      for q, plan in plans],
+                                      | ({"compiled": compiled[k]} if k < len(compiled) else {}) for k, (q, plan) in enumerate(plans)],
                             "model": run.model.model_dump(), "gpus": options["gpus"] if several else question.num_gpus,
                             "gpu": question.rated.gpu.name, "seq_len": question.seq_len, "global_batch": question.global_batch,
                             "tried": sum(a.tried for _, a in answers), "attention": question.practice.engine,
                             "assumed": question.rated.assumed.as_dict(formula=True)}))
     else:
         say.out(told.scaling(answers, length) if several else told.page(question, answer, TOLD, length))
+        if compiled:
+            say.out("\n" + told.beside(question, answer.plans, compiled))
     if "write" in options:
         say.err(f"written: {options['write']}" if answer.plans else "nothing fits, so nothing is written")
     return 0
@@ -118,8 +123,9 @@ def flags(argv: list[str]) -> tuple[dict, list[str]]:
     for option, example in (("gpus", "64"), ("gpu", "h100")):
         if option not in options and not any(f"--{option} " in fault or f"--{option}=" in fault for fault in faults):
             faults.append(f"--{option} is missing: which layout is best depends on it; add e.g. --{option} {example}")
-    if len(options.get("gpus", ())) > 1 and "write" in options:
-        faults.append("--write takes the best plan of one number of GPUs; give --gpus one")
+    for option in ("write", "verify"):
+        if len(options.get("gpus", ())) > 1 and option in options:
+            faults.append(f"--{option} takes the best plans of one number of GPUs; give --gpus one")
     if faults:
         raise ConfigError(*faults)
     return options, rest
@@ -241,6 +247,23 @@ def laid_out(run: Run, plan: search.Plan) -> Run:
                  context={"method": options.method if split else "ring"},
                  training={"microbatches": options.microbatches, "remat": options.remat},
                  pipeline={"schedule": options.schedule if pipelined else "auto", "chunks": options.chunks})
+
+
+def verified(run: Run, question: search.Question, plan: search.Plan) -> dict:
+    """What the program of a plan holds [bytes of a GPU], sends [bytes of a GPU and step, by mesh axes] and takes by the roofline
+    [s]. Raises: ConfigError where nothing can be compiled for these GPUs here."""
+    gpu, given = question.rated.gpu, question.rated.assumed.given
+    with config.user_errors(), say.without_noise():
+        devices = gpu_compile.topology(f"{gpu.name}:{question.num_gpus}")
+    made = assembly.assemble(_with(laid_out(run, plan), sharding={"rules": str(found(plan.rules.path))}), devices)
+    executable = assembly.compile_step(made)
+    text = executable.as_text()
+    sent: dict[str, int] = {}
+    for row in audit.read(text, made.mesh).collectives:
+        axes = "+".join(row.axes)
+        sent[axes] = sent.get(axes, 0) + row.bytes
+    line = roofline.of_run(made, text, {name: value for name, value in given.items() if not assumptions.TABLE[name].formula})
+    return {"memory_bytes": report.held_by_program(made, executable), "traffic_bytes": sent, "step_time_s": line.step_s}
 
 
 def run_file(run: Run, plan: search.Plan, path: str) -> str:

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from meshtrain import assembly, config, inspect, plan
-from meshtrain.cost import hardware, search
+from meshtrain.cost import compile, hardware, search
 from meshtrain.cost import price as prices
 from meshtrain.cost.price import Options
 from meshtrain.layout.mesh import MeshSpec
@@ -177,6 +177,20 @@ def test_several_numbers_of_gpus_show_how_speed_and_days_scale():
     assert f"{few['days']:,.1f}" in page and f"{many['tokens_per_s_per_gpu'] / few['tokens_per_s_per_gpu']:.0%}" in page
 
 
+@pytest.mark.skipif(not compile.has_gpu_compile(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
+def test_verify_shows_what_the_program_of_a_plan_holds_and_sends():
+    words = ("configs/quickstart.toml", "--gpus", 2, "--gpu", "h100", "--compute-dtype", "bfloat16", "--model.num_layers", 1,
+             "--fsdp", 2, "--verify", 1)
+    code, out, err = call(*words, "--json")
+    best, *others = json.loads(out)["plans"]
+    assert code == 0 and "compiled" in best and not any("compiled" in one for one in others), err
+    found = best["compiled"]
+    for states in ("params", "optimizer"):
+        assert found["memory_bytes"][states] == pytest.approx(best["memory_bytes"][states], rel=0.001)
+    assert found["traffic_bytes"]["fsdp"] == pytest.approx(best["traffic_bytes"]["fsdp"], rel=0.02)
+    assert found["step_time_s"] > 0
+
+
 def test_16384_gpus_are_planned_in_ten_seconds():
     begin = time.process_time()
     _, asked = question("llama3-405b --gpus 16384 --gpu h100 --global-batch 2048")
@@ -233,6 +247,8 @@ def test_of_rule_files_that_say_the_same_on_a_mesh_the_simpler_one_is_named():
     ("llama3-8b --gpus 8 --gpu h100 --tokens much", "is not a number of tokens"),
     ("llama3-8b --gpus 8,,16 --gpu h100", "--gpus= is not a whole number"),
     ("llama3-8b --gpus 8,16 --gpu h100 --write a.toml", "one number of GPUs"),
+    ("llama3-8b --gpus 8,16 --gpu h100 --verify 2", "one number of GPUs"),
+    ("llama3-8b --gpus 8 --gpu h100 --verify 0", "--verify=0 is not a whole number from 1"),
     ("llama3-8b --gpus 8 --gpu h100 --global-batch 3 --data 8", "batch=3 does not divide over data 8")])
 def test_a_mistake_is_one_message(words, said):
     code, out, err = call(*words.split())

@@ -94,6 +94,19 @@ def _short(plan: Plan) -> str:
     return " × ".join(f"{axis} {plan.sizes[axis]}" for axis in AXES if plan.sizes[axis] > 1) or "one GPU"
 
 
+def beside(question: Question, plans: list[Plan], compiled: list[dict]) -> str:
+    """Formula beside compiled of the best plans, see `meshtrain.plan.verified`."""
+    rows = [("", "memory", "compiled", "step", "roofline", "sent by a GPU, by the formulas", "compiled")]
+    told_axes = lambda traffic: ", ".join(f"{axes} {size(sent)}" for axes, sent in sorted(traffic.items()) if sent >= 2**20) or "–"
+    for k, (plan, found) in enumerate(zip(plans, compiled), 1):
+        one, held = plan.price, found["memory_bytes"]["total"]
+        fits = "" if held <= question.usable_bytes else ", does not fit"
+        rows.append((str(k), size(one.memory_bytes["total"]), size(held) + fits, seconds(one.step_s),
+                     seconds(found["step_time_s"]), told_axes(one.traffic_bytes),
+                     told_axes(found["traffic_bytes"])))
+    return columns(rows)
+
+
 def _stem(plan: Plan) -> str:
     return plan.rules.path.removeprefix("sharding_rules/").removesuffix(".toml")
 
