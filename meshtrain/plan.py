@@ -64,9 +64,9 @@ def main(argv: Sequence[str]) -> int:
         run = asked(options, rest)
         answers = [answered(run, options, count) for count in options["gpus"]]
         question, answer = answers[0]
+        compiled = [verified(run, question, plan) for plan in answer.plans[:options.get("verify", 0)]]
         if "write" in options and answer.plans:
             _write(run_file(run, answer.plans[0], options["write"]), options["write"])
-        compiled = [verified(run, question, plan) for plan in answer.plans[:options.get("verify", 0)]]
     except ConfigError as error:
         say.err(f"error: {error}")
         return 2

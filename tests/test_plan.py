@@ -105,6 +105,12 @@ def test_short_sequences_are_not_split_and_planned_all_the_same():
     assert code == 0 and "2.2M parameters" in out and "fsdp 8" in out and "context" not in out.split("The first plan")[0], err
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_first_plan_with_stages_is_told_with_what_formulas_leave_out(stages):
+    _, out, _ = call("llama3-8b", "--gpus", 8, "--gpu", "h100", "--global-batch", 64, "--stage", stages)
+    assert ("--verify" in out) == (stages > 1)
+
+
 def test_people_read_a_table_and_what_bounds_the_first_plan():
     code, out, _ = call("llama3-8b", "--gpus", 8, "--gpu", "h100", "--global-batch", 64)
     assert code == 0 and "The first plan is bound by" in out and "A GPU holds" in out and "matmul.sustained" in out

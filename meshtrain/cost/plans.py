@@ -85,6 +85,9 @@ def page(question: Question, answer: Answer, most: int, length: Length = Length(
     lines += ["Formulas, nothing compiled or measured: 51 published runs were met with a median error of 4%, a tenth of them "
               "by more than 11%. What moves them most (--assume NAME=VALUE sets another; reasons: meshtrain/cost/assumptions.py): "
               + ", ".join(f"{name} {value:g}" for name, value in named.items())]
+    if answer.plans and answer.plans[0].sizes["stage"] > 1:
+        lines += ["Stages: the formulas leave out that they share the head, and the programs compiled so far took 1.4 and 1.8 times as "
+                  "long by the roofline (docs/plan.md); compare with a plan of --stage 1 by --verify."]
     if answer.plans and answer.plans[0].price.step_s < 0.3 and question.num_gpus >= 100:
         lines += ["Steps below 0.3 s on hundreds of GPUs follow no formula: latencies and stragglers set their time."]
     return "\n".join(lines)
