@@ -1,14 +1,18 @@
-"""python -m meshtrain.inspect [RUN.toml] [--section.key value …] [--topology h100:64] [--schedule] [--json]: what a run costs.
+"""python -m meshtrain.inspect [RUN.toml] [--section.key value …] [--topology h100:64] [--schedule] [--json] [--expect FILE]: what
+a run costs.
 
 Compiles the training step, never trains, reads no data. With --topology the step is compiled for GPUs that are not
 here, as many as it says, and priced kernel by kernel; --assume NAME=VALUE, as often as wanted, changes what that assumes.
 With --schedule the pipeline is drawn instead (before, with --json): as text, and into <run.name>-schedule.svg and .png.
-Exit codes: 0 · 2 the user's mistake, one message · 75 stopped on request · 1 a program that would compute wrong numbers.
+--expect FILE tells only what differs from what FILE says of collectives and memory; --expect FILE --update writes it.
+Exit codes: 0 · 2 the user's mistake, one message · 75 stopped on request · 1 a program that would compute wrong numbers, or
+that --expect did not expect.
 """
 from __future__ import annotations
 
 import importlib
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,35 +28,48 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
 from meshtrain import assembly, config
 from meshtrain import devices as local_devices
 from meshtrain.config import ConfigError
-from meshtrain.cost import assumptions, audit, chart, hardware, report, roofline, simulate
+from meshtrain.cost import assumptions, audit, chart, expect, hardware, report, roofline, simulate
 from meshtrain.cost import compile as gpu_compile
 from meshtrain.layout.mesh import MeshSpec
 
 USAGE = ("python -m meshtrain.inspect [RUN.toml] [--section.key value ...] [--topology NAME:N] [--assume NAME=VALUE ...] "
-         "[--schedule] [--json]")
+         "[--schedule] [--json] [--expect FILE [--update]]")
+FLAGS, VALUES = ("schedule", "json", "update"), ("topology", "assume", "expect")
 
 
 def main(argv: Sequence[str]) -> int:
     try:
         with config.user_errors():
             hardware.memory_share()         # what fits is measured against it
-        topology, given, schedule, as_json, rest = _own_flags(list(argv))
+        own, rest = _own_flags(list(argv))
+        as_json, given = own["json"], own["assume"]
         run = config.load(rest, usage=USAGE)
-        if schedule:
-            _show_schedule(run, topology, say.err if as_json else say.out)
+        before = _expected(own["expect"]) if own["expect"] and not own["update"] else None
+        if own["schedule"]:
+            _show_schedule(run, own["topology"], say.err if as_json else say.out)
             if not as_json:
                 return 0
-        devices = _devices(run, topology)
+        devices = _devices(run, own["topology"])
         made = assembly.assemble(run, devices)
         if given and not roofline.gpu_of(made):
             raise ConfigError("--assume changes the roofline, and there is none without a GPU of known speed; "
                               "add e.g. --topology h100:8")
         executable = made.program.compile()       # a broken one is shown, not refused
         assembly.check_branches(made, executable)
+        program = audit.read(executable.as_text(), made.mesh)
+        now = expect.of(made, program, report.held_by_program(made, executable))
+        if own["update"]:
+            _write(own["expect"], expect.dumps(now, f"python -m meshtrain.inspect {shlex.join(word for word in argv if word != '--update')}"))
     except ConfigError as error:
         say.err(f"error: {error}")
         return 2
-    program, line = audit.read(executable.as_text(), made.mesh), roofline.of_run(made, executable.as_text(), given)
+    if as_json or not own["expect"]:
+        _tell(made, executable, program, given, as_json)
+    return 1 if program.broken_permutes or before and _differs(before, now, own["expect"]) else 0
+
+
+def _tell(made, executable, program: audit.Program, given: dict[str, float], as_json: bool) -> None:
+    line = roofline.of_run(made, executable.as_text(), given)
     if as_json:
         say.out(json.dumps(report.as_json(made, executable, program, line)))
         for note in made.notes:
@@ -61,32 +78,74 @@ def main(argv: Sequence[str]) -> int:
         say.out("\n\n".join([report.before(made), report.params_table(made), report.memory_table(made, executable),
                              report.collectives_table(program), report.matmuls(program),
                              *([report.roofline_table(line, made.mesh_spec)] if line else [])]))
-    return 1 if program.broken_permutes else 0
 
 
-def _own_flags(argv: list[str]) -> tuple[str | None, dict[str, float], bool, bool, list[str]]:
-    """(--topology, --assume, --schedule, --json, the rest). Raises: ConfigError for an option without its value, and for what
-    cannot be assumed."""
-    values, rest = {"--topology": [], "--assume": []}, []
-    schedule, as_json = "--schedule" in argv, "--json" in argv
-    words = iter(arg for arg in argv if arg not in ("--schedule", "--json"))
+def _own_flags(argv: list[str]) -> tuple[dict, list[str]]:
+    """({option: value}, the rest). Raises: ConfigError for an option without its value, and for what cannot be assumed."""
+    values, rest = {name: [] for name in VALUES}, []
+    own = {name: f"--{name}" in argv for name in FLAGS}
+    words = iter(arg for arg in argv if arg.removeprefix("--") not in FLAGS)
     for word in words:
         option, equals, value = word.partition("=")
-        if option in values:
-            values[option].append(value if equals else next(words, ""))
+        if option.removeprefix("--") in values and option.startswith("--"):
+            values[option.removeprefix("--")].append(value if equals else next(words, ""))
         else:
             rest.append(word)
-    if any(not value or value.startswith("--") for value in values["--topology"]):
-        raise ConfigError("--topology has no value; write a GPU and how many, e.g. --topology h100:64")
+    for option, what in (("topology", "a GPU and how many, e.g. --topology h100:64"), ("expect", "a file, e.g. --expect step.toml")):
+        if any(not value or value.startswith("--") for value in values[option]):
+            raise ConfigError(f"--{option} has no value; write {what}")
     try:
-        given = dict(map(assumptions.parse, values["--assume"]))
+        given = dict(map(assumptions.parse, values["assume"]))
         assumptions.Assumptions("", given)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if foreign := [name for name in given if assumptions.TABLE[name].formula]:
         raise ConfigError(f"--assume {foreign[0]} changes the formulas of `python -m meshtrain.plan` alone: a compiled step shows "
                           "what hides behind what; leave it out")
-    return (values["--topology"] or [None])[-1], given, schedule, as_json, rest
+    own |= {"assume": given} | {name: (values[name] or [None])[-1] for name in ("topology", "expect")}
+    if own["update"] and not own["expect"]:
+        raise ConfigError("--update says nothing alone; name the file, --expect FILE --update")
+    if own["expect"] and own["schedule"] and not own["json"]:
+        raise ConfigError("--schedule compiles nothing, so there is nothing for --expect; leave one of them out")
+    return own, rest
+
+
+# ---- what was expected -----------------------------------------------------------------------------------------------
+
+
+def _expected(path: str) -> expect.Expected:
+    """Raises: ConfigError."""
+    try:
+        return expect.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"--expect={path}: there is no such file; --expect {path} --update writes it") from None
+    except OSError as error:
+        raise ConfigError(f"--expect={path} cannot be read: {error.strerror}; name a file that can") from None
+    except ValueError as error:
+        raise ConfigError(f"--expect={path} is not what --update writes: {error}; write it anew with --update") from None
+
+
+def _write(path: str, text: str) -> None:
+    """Raises: ConfigError."""
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise ConfigError(f"--expect={path} cannot be written: {error.strerror}; name a file that can") from None
+    say.err(f"written: {path}")
+
+
+def _differs(before: expect.Expected, now: expect.Expected, path: str) -> bool:
+    """Tells every difference."""
+    lines, causes = expect.differences(before, now), expect.causes(before, now)
+    for line in lines + causes:
+        say.err(line)
+    if lines:
+        say.err(f"not as {path} says: {len(lines)} difference(s); where they are meant, add --update")
+    else:
+        sent = sum(row.bytes for row in now.collectives.values())
+        say.err(f"as {path} says: {len(now.collectives)} kinds of collectives, {sent:,} bytes sent, "
+                f"{now.memory_bytes['total']:,} bytes held")
+    return bool(lines)
 
 
 def _devices(run, topology: str | None):

@@ -29,7 +29,7 @@ class Collective:
     kind: str  # as HLO spells it, without -start
     axes: tuple[str, ...]  # mesh axes that the group spans, in mesh order; 'data:2~' = part of one, or no product of axes
     count: int  # executions, each operand of a combined instruction counted apart
-    bytes: int  # what the GPU sends in a ring: see _ring_bytes
+    bytes: int  # what the GPU sends in a ring: see ring_bytes
     payload_bytes: int  # the logical arrays: the full one for all-gather, reduce-scatter and all-reduce
     dtype: str
     source: str  # shortened JAX path
@@ -37,6 +37,7 @@ class Collective:
     group_size: int
     is_async: bool
     in_branch: bool  # inside a conditional: counted as if taken
+    arrays: tuple[tuple[int, ...], ...] = ()  # dims of each operand, as the group holds it whole
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def _kind(ins: hlo.Instruction) -> str | None:
     return kind if kind in KINDS else None
 
 
-def _ring_bytes(kind: str, payload_bytes: int, n: int) -> int:
+def ring_bytes(kind: str, payload_bytes: int, n: int) -> int:
     """Bytes one of n GPUs sends: reduce-scatter + all-gather make an all-reduce, so it moves (n-1)/n twice."""
     if kind == "all-reduce":
         return payload_bytes * 2 * (n - 1) // n
@@ -194,9 +195,11 @@ def collective_rows(module: hlo.Module, visit: hlo.Visit, mesh_shape: dict[str, 
     operands = module.operand_shapes(visit.computation, ins)
     if kind == "ragged-all-to-all":
         operands = operands[:1]  # then: output, offsets, sizes. Assumption: the input is full
-    by_dtype = defaultdict(list)
+    by_dtype, arrays = defaultdict(list), defaultdict(list)
+    joined = ins.ints("dimensions") if kind == "all-gather" else ()
     for shape in operands:
         by_dtype[shape[0]].append(hlo.shape_bytes(shape))
+        arrays[shape[0]].append(tuple(size * n if k in joined else size for k, size in enumerate(shape[1])))
     # The tuple form of all-to-all passes one operand per peer: together they are one logical array.
     one_array = kind == "all-to-all" and not re.search(r"\bdimensions=\{\d", ins.attrs)
     rows = []
@@ -204,9 +207,10 @@ def collective_rows(module: hlo.Module, visit: hlo.Visit, mesh_shape: dict[str, 
         payload = sum(sizes) * visit.trips * (n if kind == "all-gather" else 1)
         started = ins.op.endswith("-start") or visit.is_async
         rows.append(Collective(
-            kind=kind, axes=axes, count=visit.trips * (1 if one_array else len(sizes)), bytes=_ring_bytes(kind, payload, n),
+            kind=kind, axes=axes, count=visit.trips * (1 if one_array else len(sizes)), bytes=ring_bytes(kind, payload, n),
             payload_bytes=payload, dtype=dtype, source=_source(module, visit), trips=visit.trips, group_size=n,
             is_async=started and '"is_sync":true' not in ins.attrs, in_branch=visit.in_branch,
+            arrays=tuple(arrays[dtype][:1] if one_array else arrays[dtype]),
         ))  # fmt: skip
     return rows
 
