@@ -1,9 +1,10 @@
-"""python -m meshtrain.inspect [RUN.toml] [--section.key value …] [--topology h100:64] [--schedule] [--json] [--expect FILE]: what
-a run costs.
+"""python -m meshtrain.inspect [RUN.toml] [--section.key value …] [--topology h100:64] [--schedule] [--json] [--html FILE]
+[--expect FILE]: what a run costs.
 
 Compiles the training step, never trains, reads no data. With --topology the step is compiled for GPUs that are not
 here, as many as it says, and priced kernel by kernel; --assume NAME=VALUE, as often as wanted, changes what that assumes.
 With --schedule the pipeline is drawn instead (before, with --json): as text, and into <run.name>-schedule.svg and .png.
+--html FILE makes a page of it for a browser, one file that loads nothing, beside what is printed.
 --expect FILE tells only what differs from what FILE says of collectives and memory; --expect FILE --update writes it.
 Exit codes: 0 · 2 the user's mistake, one message · 75 stopped on request · 1 a program that would compute wrong numbers, or
 that --expect did not expect.
@@ -28,13 +29,14 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
 from meshtrain import assembly, config
 from meshtrain import devices as local_devices
 from meshtrain.config import ConfigError
-from meshtrain.cost import assumptions, audit, chart, expect, hardware, report, roofline, simulate
+from meshtrain.cost import assumptions, audit, chart, expect, facts, hardware, report, roofline, simulate
 from meshtrain.cost import compile as gpu_compile
 from meshtrain.layout.mesh import MeshSpec
+from meshtrain.pages import layout, skin
 
 USAGE = ("python -m meshtrain.inspect [RUN.toml] [--section.key value ...] [--topology NAME:N] [--assume NAME=VALUE ...] "
-         "[--schedule] [--json] [--expect FILE [--update]]")
-FLAGS, VALUES = ("schedule", "json", "update"), ("topology", "assume", "expect")
+         "[--schedule] [--json] [--html FILE] [--expect FILE [--update]]")
+FLAGS, VALUES = ("schedule", "json", "update"), ("topology", "assume", "expect", "html")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,6 +46,9 @@ def main(argv: Sequence[str]) -> int:
         own, rest = _own_flags(list(argv))
         as_json, given = own["json"], own["assume"]
         run = config.load(rest, usage=USAGE)
+        if own["html"]:
+            with config.user_errors():
+                skin.check_free("--html", own["html"])
         before = _expected(own["expect"]) if own["expect"] and not own["update"] else None
         if own["schedule"]:
             _show_schedule(run, own["topology"], say.err if as_json else say.out)
@@ -60,24 +65,31 @@ def main(argv: Sequence[str]) -> int:
         now = expect.of(made, program, report.held_by_program(made, executable))
         if own["update"]:
             _write(own["expect"], expect.dumps(now, f"python -m meshtrain.inspect {shlex.join(word for word in argv if word != '--update')}"))
+        if as_json or own["html"] or not own["expect"]:
+            _tell(made, executable, program, own)
     except ConfigError as error:
         say.err(f"error: {error}")
         return 2
-    if as_json or not own["expect"]:
-        _tell(made, executable, program, given, as_json)
     return 1 if program.broken_permutes or before and _differs(before, now, own["expect"]) else 0
 
 
-def _tell(made, executable, program: audit.Program, given: dict[str, float], as_json: bool) -> None:
-    line = roofline.of_run(made, executable.as_text(), given)
-    if as_json:
-        say.out(json.dumps(report.as_json(made, executable, program, line)))
+def _tell(made, executable, program: audit.Program, own: dict) -> None:
+    """Raises: ConfigError where the page cannot be written."""
+    line = roofline.of_run(made, executable.as_text(), own["assume"])
+    told = report.as_json(made, executable, program, line) | facts.of_run(made)
+    if own["html"]:
+        with config.user_errors():
+            skin.write("--html", own["html"], layout.page(told))
+    if own["json"]:
+        say.out(json.dumps(told))
         for note in made.notes:
             say.err(f"note: {note}")
-    else:
+    elif not own["expect"]:
         say.out("\n\n".join([report.before(made), report.params_table(made), report.memory_table(made, executable),
                              report.collectives_table(program), report.matmuls(program),
                              *([report.roofline_table(line, made.mesh_spec)] if line else [])]))
+    if own["html"]:
+        say.err(f"written: {own['html']}")
 
 
 def _own_flags(argv: list[str]) -> tuple[dict, list[str]]:
@@ -91,7 +103,8 @@ def _own_flags(argv: list[str]) -> tuple[dict, list[str]]:
             values[option.removeprefix("--")].append(value if equals else next(words, ""))
         else:
             rest.append(word)
-    for option, what in (("topology", "a GPU and how many, e.g. --topology h100:64"), ("expect", "a file, e.g. --expect step.toml")):
+    for option, what in (("topology", "a GPU and how many, e.g. --topology h100:64"), ("expect", "a file, e.g. --expect step.toml"),
+                         ("html", "a file that is not there yet, e.g. --html cost.html")):
         if any(not value or value.startswith("--") for value in values[option]):
             raise ConfigError(f"--{option} has no value; write {what}")
     try:
@@ -102,11 +115,12 @@ def _own_flags(argv: list[str]) -> tuple[dict, list[str]]:
     if foreign := [name for name in given if assumptions.TABLE[name].formula]:
         raise ConfigError(f"--assume {foreign[0]} changes the formulas of `python -m meshtrain.plan` alone: a compiled step shows "
                           "what hides behind what; leave it out")
-    own |= {"assume": given} | {name: (values[name] or [None])[-1] for name in ("topology", "expect")}
+    own |= {"assume": given} | {name: (values[name] or [None])[-1] for name in ("topology", "expect", "html")}
     if own["update"] and not own["expect"]:
         raise ConfigError("--update says nothing alone; name the file, --expect FILE --update")
-    if own["expect"] and own["schedule"] and not own["json"]:
-        raise ConfigError("--schedule compiles nothing, so there is nothing for --expect; leave one of them out")
+    for option in ("expect", "html"):
+        if own[option] and own["schedule"] and not own["json"]:
+            raise ConfigError(f"--schedule compiles nothing, so there is nothing for --{option}; leave one of them out")
     return own, rest
 
 

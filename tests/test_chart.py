@@ -43,6 +43,20 @@ def test_the_boxes_of_a_picture_are_as_many_as_ops_and_losses(tmp_path):
     assert [boxes[chart.COLORS[kind]] for kind in ("F", "B", "W", "loss")] == [8, 8, 8, 4]
 
 
+@pytest.mark.parametrize("name, p, m, v", [("zb_h1", 2, 4, 1), ("interleaved", 2, 4, 2), *LONG])
+def test_a_schedule_as_json_has_every_op_of_its_lines_once_and_names_what_repeats(name, p, m, v):
+    schedule = schedules.make(name, p, m, v)
+    told = chart.as_json(simulate.Choice(schedule, simulate.simulate(schedule, COSTS), GIB, True, "asked for"))
+    ops = [tuple(op) for line in told["lines"] for op in line["ops"]
+           if op[1] != "loss" and line["begin"] <= op[4] and op[5] <= line["end"]]
+    assert len(set(ops)) == len(ops) <= chart.MOST_OPS and (len(told["lines"]) == 1) == (m == 4)
+    if m == 4:
+        assert sorted(op[2] for op in ops) == sorted([*range(4)] * (3 if schedule.split else 2) * 2 * v)
+    else:
+        assert any("repeated every" in line["heading"] for line in told["lines"])
+    assert {op[0] for op in ops} == set(range(p)) and told["bubble"] > 0
+
+
 @pytest.mark.parametrize("name, p, m, v", LONG)
 def test_a_long_schedule_is_its_warm_up_one_steady_period_and_its_cool_down(name, p, m, v):
     schedule = schedules.make(name, p, m, v)

@@ -15,7 +15,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EACH = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 DOORS = sorted(path.stem for path in (ROOT / "meshtrain").glob("*.py") if "__main__" in path.read_text())
 # Options of the commands themselves -> whether a value follows.
-OWN = {"inspect": {"--topology": 1, "--assume": 1, "--schedule": 0, "--json": 0, "--expect": 1, "--update": 0},
+OWN = {"inspect": {"--topology": 1, "--assume": 1, "--schedule": 0, "--json": 0, "--html": 1, "--expect": 1,
+                   "--update": 0},
        "tokenize": {"--processes": 1, "--verify": 0}, "train": {},
        "plan": {}}
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Which rooms each room may import, besides itself; the doors (files of meshtrain/ itself) may import everything, names and
-# jax_private belong to all.
+# Which rooms each room may import, besides itself; the doors (files of meshtrain/ itself) may import everything, names,
+# units and jax_private belong to all.
 OPEN_TO = {
-    "config": set(), "layout": set(), "data": set(), "kernels": set(),
+    "config": set(), "layout": set(), "data": set(), "kernels": set(), "pages": set(),
     "cluster": {"config"},
     "parallel": {"layout", "kernels"},
     "model": {"layout"},
@@ -16,7 +16,7 @@ OPEN_TO = {
     "inference": {"layout", "model"},
     "run": {"cluster", "config", "data", "training"},
 }
-EVERYONE = {"names", "jax_private"}
+EVERYONE = {"names", "jax_private", "units"}
 
 
 def imported(path: Path) -> set[str]:

@@ -28,7 +28,11 @@ def test_inspect_prints_tables_and_reads_no_data(tiny, tmp_path):
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_inspect_json_is_the_contract(tiny, microbatches):
     told = inspected(*tiny, "--data.global_batch", 16, "--training.microbatches", microbatches)
-    assert set(told) == {"memory_bytes", "recomputed_by_xla", "collectives", "roofline"}
+    assert set(told) == {"memory_bytes", "recomputed_by_xla", "collectives", "roofline", "run", "mesh", "parameters", "schedule",
+                         "notes"}
+    assert told["mesh"]["sizes"]["data"] == told["mesh"]["num_devices"] == 8 and told["schedule"] is None
+    assert sum(row["stored_bytes"] for row in told["parameters"]) == told["memory_bytes"]["formula"]["params"]
+    assert sum(row["size"] for row in told["parameters"]) == told["run"]["num_params"]
     assert told["memory_bytes"]["usable"] is None and told["recomputed_by_xla"] == 0
     assert told["roofline"] is None, "a CPU's speed is not known"
     formula, compiled = told["memory_bytes"]["formula"], told["memory_bytes"]["compiled"]

@@ -7,12 +7,12 @@ other. Drawing needs matplotlib, the extra `chart`; it is imported where it is u
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from meshtrain.cost.simulate import Outcome, gib
+from meshtrain.cost.simulate import Choice, Outcome, gib
 from meshtrain.parallel.schedules import F, KINDS, Schedule
 
 COLORS = {"F": "#4c78a8", "B": "#f58518", "W": "#54a24b", "loss": "#b8a2cc", "idle": "#eeeeee"}
@@ -22,6 +22,7 @@ TEXT_COLUMNS = 180       # of the text form, at most
 WIDTH_IN, DPI = 32 / 3, 150      # 1,600 pixels
 ROW_IN, FONT_PT = 0.3, 8
 DIGIT_PT = 0.66 * FONT_PT
+MOST_OPS = 6000          # of a schedule as JSON, about
 MARGIN_IN = 1.0          # beside the rows: their names
 
 
@@ -139,9 +140,7 @@ def draw(schedule: Schedule, outcome: Outcome, heading: str, paths: Sequence[Pat
     # What a line has room for: a forward must hold its microbatch's number.
     digits = len(str(schedule.num_microbatches - 1))
     forward_s = np.nanmin((outcome.end_s - outcome.begin_s)[..., F])
-    span_s = forward_s * (WIDTH_IN - MARGIN_IN) * 72 / (DIGIT_PT * (digits + 0.2))
-    parts = [Panel("", 0, schedule.num_ticks)] if outcome.makespan_s <= span_s else panels(schedule)
-    spans = [_span(outcome, part, span_s) for part in parts]
+    parts, spans = _lines_of(schedule, outcome, forward_s * (WIDTH_IN - MARGIN_IN) * 72 / (DIGIT_PT * (digits + 0.2)))
     shown_s = max(stop - start for start, stop in spans)
     rows_in = ROW_IN * schedule.num_stages
     height = len(parts) * (rows_in + 0.45) + 0.9
@@ -160,6 +159,41 @@ def draw(schedule: Schedule, outcome: Outcome, heading: str, paths: Sequence[Pat
         figure.legend(handles=_legend(schedule, outcome), loc="lower center", ncols=5, frameon=False, fontsize=FONT_PT)
         for path in paths:
             figure.savefig(path, dpi=DPI, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def as_json(choice: Choice) -> dict:
+    """A run's schedule for the page: each line of its chart with the ops on it, [stage, kind, microbatch, chunk, begin, end] in
+    model time; microbatch -1: the head's loss, on all of them."""
+    schedule, outcome = choice.schedule, choice.outcome
+    forward_s = np.nanmin((outcome.end_s - outcome.begin_s)[..., F])
+    forwards = min(60, max(16, MOST_OPS // (6 * schedule.num_stages)))
+    parts, spans = _lines_of(schedule, outcome, forward_s * forwards)
+    unit = lambda time_s: round(float(time_s) / forward_s, 4)
+    lines = [{"heading": part.heading if part.name else "", "begin": unit(start_s), "end": unit(stop_s),
+              "more_before": bool(start_s > 1e-9), "more_after": bool(stop_s < outcome.makespan_s * (1 - 1e-9)),
+              "ops": [[s, kind, i, chunk, unit(begin_s), unit(end_s)]
+                      for s, kind, i, chunk, begin_s, end_s in _ops(schedule, outcome) if begin_s < stop_s and end_s > start_s]}
+             for part, (start_s, stop_s) in zip(parts, spans)]
+    return {"name": schedule.name, "num_stages": schedule.num_stages, "num_microbatches": schedule.num_microbatches,
+            "num_chunks": schedule.num_chunks, "split": bool(schedule.split), "bubble": float(outcome.bubble),
+            "peak_live": float(outcome.peak_live), "memory_bytes": choice.memory_bytes, "why": choice.why, "lines": lines}
+
+
+def _lines_of(schedule: Schedule, outcome: Outcome, span_s: float) -> tuple[list[Panel], list[tuple[float, float]]]:
+    """The panels of a chart whose lines have room for span_s, and the times between which each of them shows ops."""
+    parts = [Panel("", 0, schedule.num_ticks)] if outcome.makespan_s <= span_s else panels(schedule)
+    return parts, [_span(outcome, part, span_s) for part in parts]
+
+
+def _ops(schedule: Schedule, outcome: Outcome) -> Iterator[tuple[int, str, int, int, float, float]]:
+    """(stage, kind, microbatch, chunk, begin, end) of every op; of the head's loss microbatch -1."""
+    for t, s, k in np.argwhere(schedule.ops[..., 0] >= 0).tolist():
+        i, chunk = schedule.ops[t, s, k].tolist()
+        yield s, KINDS[k], i, chunk, outcome.begin_s[t, s, k], outcome.end_s[t, s, k]
+    for t in np.flatnonzero(schedule.shared["loss_on"]) if outcome.loss_s else ():
+        for s in range(schedule.num_stages) if schedule.family == "phase" else [schedule.num_stages - 1]:
+            end_s = outcome.end_s[t, -1, F]
+            yield s, "loss", -1, 0, end_s, end_s + outcome.loss_s
 
 
 def _span(outcome: Outcome, part: Panel, most_s: float) -> tuple[float, float]:
@@ -183,16 +217,10 @@ def _panel(axes, schedule: Schedule, outcome: Outcome, start_s: float, stop_s: f
             corners = [(left, s - 0.42), (right, s - 0.42), (right, s + 0.42), (left, s + 0.42), (left, s - 0.42)]
             boxes.setdefault(color, []).append(Outline(corners, closed=True))
 
-    for t, s, k in np.argwhere(schedule.ops[..., 0] >= 0).tolist():
-        i, chunk = schedule.ops[t, s, k].tolist()
-        begin_s, end_s = outcome.begin_s[t, s, k], outcome.end_s[t, s, k]
-        box(s, begin_s, end_s, _shade(KINDS[k], chunk, schedule.num_chunks))
-        if start_s <= begin_s and end_s <= stop_s * (1 + 1e-9):
+    for s, kind, i, chunk, begin_s, end_s in _ops(schedule, outcome):
+        box(s, begin_s, end_s, _shade(kind, chunk, schedule.num_chunks))
+        if i >= 0 and start_s <= begin_s and end_s <= stop_s * (1 + 1e-9):
             axes.text((begin_s + end_s) / 2, s, str(i), ha="center", va="center", fontsize=FONT_PT)
-    for t in np.flatnonzero(schedule.shared["loss_on"]) if outcome.loss_s else ():
-        for s in range(schedule.num_stages) if schedule.family == "phase" else [schedule.num_stages - 1]:
-            end_s = outcome.end_s[t, -1, F]
-            box(s, end_s, end_s + outcome.loss_s, COLORS["loss"])
     for color, outlines in boxes.items():
         axes.add_patch(PathPatch(Outline.make_compound_path(*outlines), facecolor=color, edgecolor="white", linewidth=0.6))
     axes.set(xlim=(start_s, stop_s), ylim=(schedule.num_stages - 0.5, -0.5), xticks=[], yticks=range(schedule.num_stages))

@@ -4,14 +4,11 @@ Given an assembled run (`meshtrain.assembly.Assembly`) and, where there is one, 
 """
 from __future__ import annotations
 
-import math
 import re
 
-import numpy as np
-from jax.sharding import NamedSharding
-
-from meshtrain.cost import audit, hardware, memory, roofline
+from meshtrain.cost import audit, facts, hardware, memory, roofline
 from meshtrain.layout import rules
+from meshtrain.units import seconds, size
 
 LABELS = {"read": "weights as they are read", "host": "on the host", "loop_weights": "weights in the pipeline's loop",
           "loop_grads": "gradients in it"}
@@ -90,19 +87,13 @@ def as_json(made, executable, program: audit.Program, line: roofline.Roofline | 
 def params_table(made) -> str:
     """Per parameter: logical axes -> specs as read, by [params], and as stored, by [optimizer]; bytes per device stored and of
     its gradient."""
-    rows = []
-    replicated = []
-    for info in made.model.parameters():
-        shards = {name: NamedSharding(made.mesh, made.layout.spec(name, info.axes)) for name in
-                  ("params", "grads", "optimizer")}
-        held = {name: math.prod(s.shard_shape(info.shape)) for name, s in shards.items()}
-        itemsize = np.dtype(info.dtype).itemsize
-        axes = " ".join(f"{axis or '·'}={n}" for axis, n in zip(info.axes, info.shape))
-        rows.append((info.name, axes, _spec(shards["params"]), _spec(shards["optimizer"]), size(held["optimizer"] * itemsize),
-                     size(held["grads"] * 4)))
-        if made.mesh_spec.num_devices > 1 and held["optimizer"] == info.size and info.size * itemsize >= LARGE:
-            replicated.append(f"warning: {info.name} ({size(info.size * itemsize)}) is stored whole on every device; a rule for "
-                              f"{' or '.join(repr(a) for a in info.axes if a)} in [params] or [optimizer] would split it")
+    rows, replicated = [], []
+    for row in facts.parameters(made):
+        axes = " ".join(f"{axis or '·'}={n}" for axis, n in zip(row["axes"], row["shape"]))
+        rows.append((row["name"], axes, _spec(row["read"]), _spec(row["stored"]), size(row["stored_bytes"]), size(row["grads_bytes"])))
+        if made.mesh_spec.num_devices > 1 and row["stored_bytes"] == row["bytes"] >= LARGE:
+            replicated.append(f"warning: {row['name']} ({size(row['stored_bytes'])}) is stored whole on every device; a rule for "
+                              f"{' or '.join(repr(a) for a in row['axes'] if a)} in [params] or [optimizer] would split it")
     header = ("parameter", "logical axes", "[params] spec", "stored, by [optimizer]", "params", "grads")
     totals = formula(made)
     opt = f"optimizer state per device ({made.run.optimizer.name}): {size(totals['optimizer'])}"
@@ -110,9 +101,8 @@ def params_table(made) -> str:
     return "\n".join([columns([header, *rows, total]), opt, *replicated])
 
 
-def _spec(sharding: NamedSharding) -> str:
-    return "(" + ", ".join("·" if entry is None else "+".join([entry] if isinstance(entry, str) else entry)
-                           for entry in sharding.spec) + ")"
+def _spec(split: list[list[str]]) -> str:
+    return "(" + ", ".join("+".join(axes) or "·" for axes in split) + ")"
 
 
 def collectives_table(program: audit.Program) -> str:
@@ -194,20 +184,7 @@ def roofline_table(line: roofline.Roofline, mesh_spec) -> str:
     return "\n".join(lines)
 
 
-def seconds(value: float) -> str:
-    return f"{value:.3f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
-
-
 def columns(rows) -> str:
     """Left-aligned text columns."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
-
-
-def size(count: float) -> str:
-    """Bytes in binary units: 1536 -> 1.5 KiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

@@ -1,0 +1,1 @@
+"""Pages for people: one HTML file each, made of the JSON that the commands print."""

@@ -1,0 +1,225 @@
+"""The page of `inspect --html`: what a run is, holds, sends and takes, from the dict that `--json` prints."""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from meshtrain.pages import pictures, skin
+from meshtrain.pages.pictures import Bar
+from meshtrain.pages.skin import Cell, Column, Section, Tile, of_bytes, of_count, of_seconds, of_share
+from meshtrain.units import parameters, seconds, size
+
+# Part of the memory → (as a bar calls it, as the table does).
+MEMORY = {"params": ("weights", "weights, as they are stored"), "grads": ("gradients", "gradient accumulators"),
+          "optimizer": ("optimizer", "optimizer state"), "activations": ("activations", "activations and temporaries"),
+          "host": ("", "on the host"), "loop_weights": ("", "weights in the pipeline's loop"),
+          "loop_grads": ("", "gradients in the pipeline's loop")}
+STACKED = ("params", "grads", "optimizer", "activations")
+LEAST_SHARE = 0.002         # of a bar, to be drawn
+SHARES = ("matmul", "attention", "elementwise", "optimizer", "communication", "contention", "host")
+
+
+def page(told: dict) -> str:
+    """told: the dict of `inspect --json`."""
+    return skin.document("what a run costs", told["run"]["name"], lead(told), skin.tiles(tiles(told)), sections(told), told)
+
+
+def sections(told: dict) -> list[Section]:
+    return [Section("mesh", "The mesh on its hosts", mesh(told["mesh"])), Section("memory", "Memory of a device", memory(told)),
+            Section("traffic", "What is sent", traffic(told)), Section("schedule", "The pipeline's schedule", schedule(told)),
+            Section("time", "Where the time goes", time(told)), Section("parameters", "Parameters", params(told)),
+            Section("notes", "Notes", notes(told))]
+
+
+def lead(told: dict) -> str:
+    run, mesh = told["run"], told["mesh"]
+    float8 = " with float8 matmuls" if run["matmul_dtype"] == "float8" else ""
+    simulated = " (simulated)" if mesh["simulated"] else ""
+    return (f"{parameters(run['num_params'])} parameters in {run['num_layers']} layers on {mesh['num_devices']:,} × "
+            f"{mesh['gpu'] or mesh['device']}{simulated}: {_mesh_words(mesh)}, {run['rules']}, remat {run['remat']}, "
+            f"{run['compute_dtype']}{float8}, {run['optimizer']}.")
+
+
+def tiles(told: dict) -> list[Tile]:
+    run, held, line = told["run"], told["memory_bytes"]["compiled"], told["roofline"]
+    usable, in_parts = told["memory_bytes"]["usable"], f"{run['microbatches']:,} microbatch{'es' * (run['microbatches'] > 1)}"
+    fits = usable is None or held["total"] <= usable
+    verdict = "as compiled" if usable is None else f"of {size(usable)} usable: {'it fits' if fits else 'IT DOES NOT FIT'}"
+    rows = [Tile("parameters", parameters(run["num_params"]), f"{run['num_params']:,}"),
+            Tile("tokens a step", f"{run['tokens_per_step']:,}", f"{run['global_batch']:,} × {run['seq_len']:,} in {in_parts}"),
+            Tile("memory of a device", size(held["total"]), verdict, "" if fits else "warn")]
+    if line:
+        rows += [Tile("a step, by the roofline", seconds(line["step_s"]), "nothing measured"),
+                 Tile("tokens/s a GPU", f"{line['tokens_per_s'] / line['num_gpus']:,.0f}",
+                      f"{line['tokens_per_s']:,.0f} in all"),
+                 Tile("MFU", f"{line['mfu']:.1%}", f"of the {line['mfu_dtype']} peak")]
+    return rows
+
+
+def _mesh_words(mesh: dict) -> str:
+    return " × ".join(f"{axis} {mesh['sizes'][axis]}" for axis in mesh["placement"] if mesh["sizes"][axis] > 1) or "one device"
+
+
+# ---- the mesh --------------------------------------------------------------------------------------------------------
+
+
+def mesh(mesh: dict) -> str:
+    order = ", ".join(axis for axis in mesh["placement"] if mesh["sizes"][axis] > 1)
+    caption = ("Every column is a device, every row an axis, its number the place on it. Devices are dealt out by "
+               f"mesh.placement, slowest link first: {order}. An axis whose numbers change within a host uses the links in it.")
+    if mesh["simulated"]:
+        caption += " These devices are simulated on one machine; hosts of eight stand for what GPUs would have."
+    elif mesh["gpus_per_link_domain"] > mesh["gpus_per_host"]:
+        caption += (f" NVLink reaches {mesh['gpus_per_link_domain']} GPUs, "
+                    f"{mesh['gpus_per_link_domain'] // mesh['gpus_per_host']} hosts.")
+    columns = [Column("axis"), Column("size", "n"), Column("of it in a link domain", "n"), Column("its collectives go over")]
+    rows = [(axis, of_count(link["size"]), of_count(link["inside"]), over(mesh, axis))
+            for axis, link in mesh["links"].items()]
+    return skin.figure(pictures.mesh(mesh), caption if order else "") + skin.table(columns, rows, "axes")
+
+
+def over(mesh: dict, axes: str) -> str:
+    """The links that a group over mesh axes uses: 'fsdp', 'data+fsdp'. "": unknown, of part of an axis."""
+    links = [mesh["links"].get(axis) for axis in axes.split("+")]
+    if not all(links):
+        return ""
+    cards = math.prod(link["inside"] for link in links)
+    hosts = math.prod(link["size"] for link in links) // cards
+    if hosts == 1:
+        return "this machine's memory" if mesh["simulated"] else "NVLink" if mesh["gpu"] else "links of a host"
+    return f"network: {hosts:,} hosts, {cards} card{'s' * (cards > 1)} each"
+
+
+# ---- memory and traffic ----------------------------------------------------------------------------------------------
+
+
+def memory(told: dict) -> str:
+    held, hbm = told["memory_bytes"], told["mesh"]["hbm_bytes"]
+    compiled, formula = held["compiled"], held["formula"]
+    bars = [Bar("as compiled", _stack(compiled)),
+            Bar("by formulas" if formula.get("total") else "by the rules", _stack(formula))]
+    key = skin.key(sorted({(color, name, "") for bar in bars for color, name, _ in bar.parts}))
+    marks = [(held["usable"], f"usable {size(held['usable'])}"), (hbm, f"HBM {size(hbm)}")] if hbm else []
+    names = [name for name in dict.fromkeys([*compiled, *formula]) if name != "total"]
+    cells = lambda name: (of_bytes(compiled.get(name)), of_bytes(formula.get(name)))
+    table = skin.table([Column("on a device"), Column("as compiled", "n"), Column(bars[1].label, "n")],
+                       [(MEMORY.get(name, ("", name))[1], *cells(name)) for name in names], "memory-parts",
+                       total=("total", *cells("total")))
+    again = told["recomputed_by_xla"]
+    note = skin.paragraph(f"XLA recomputes {again} values by itself, since the step came near to its limit of memory.", "warn")
+    return skin.figure(pictures.bars(bars, size, "memory of a device", marks), key=key) + (note if again else "") + table
+
+
+def _stack(held: dict) -> list[tuple[int, str, float]]:
+    """What stands beside each other on a device; what the named parts leave of the total are batches and scalars."""
+    known = [(k, MEMORY[part][0], held[part]) for k, part in enumerate(STACKED) if held.get(part)]
+    rest = (held.get("total") or 0) - sum(value for *_, value in known)
+    return [*known, (len(STACKED), "other arguments", rest)] if rest > LEAST_SHARE * (held.get("total") or 0) else known
+
+
+def traffic(told: dict) -> str:
+    rows, mesh, formula = told["collectives"]["compiled"], told["mesh"], told["collectives"]["formula"]
+    if not rows:
+        return skin.paragraph("The compiled step has no collectives.")
+    color = {kind: k % pictures.COLORS for k, kind in enumerate(dict.fromkeys(row["kind"] for row in rows))}
+    by_axes: dict[str, dict[str, int]] = {}
+    for row in rows:
+        sent = by_axes.setdefault("+".join(row["axes"]), {})
+        sent[row["kind"]] = sent.get(row["kind"], 0) + row["bytes"]
+    bars = [Bar(axes.replace("+", " × "), [(color[kind], kind, count) for kind, count in sent.items()],
+                over(mesh, axes).removeprefix("network: "))
+            for axes, sent in sorted(by_axes.items(), key=lambda pair: -sum(pair[1].values()))]
+    key = skin.key((color[kind], kind, size(sum(sent.get(kind, 0) for sent in by_axes.values()))) for kind in color)
+    drawn = skin.figure(pictures.bars(bars, size, "bytes that a device sends in a step"), "What one device sends in a step, "
+                        "in rings, by the mesh axes of a group and the links between its members.", key)
+    by_formulas = "<h3>By formulas</h3>" + _collectives(formula, mesh, "formula-collectives") if formula else ""
+    return drawn + _collectives(rows, mesh, "collectives") + by_formulas
+
+
+def _collectives(rows: Sequence[dict], mesh: dict, name: str) -> str:
+    columns = [Column("collective", "keep"), Column("axes", "keep"), Column("dtype"), Column("count", "n"),
+               Column("sent by a device", "n"), Column("over", "keep"), Column("from", "code")]
+    cells = [(row["kind"], " × ".join(row["axes"]), row["dtype"], of_count(row["count"]), of_bytes(row["bytes"]),
+              over(mesh, "+".join(row["axes"])), row.get("source") or "") for row in rows]
+    return skin.table(columns, cells, name, search="collective, axis or operation")
+
+
+# ---- time ------------------------------------------------------------------------------------------------------------
+
+
+def schedule(told: dict) -> str:
+    found = told["schedule"]
+    if not found:
+        return ""
+    drawn = {op[1] for part in found["lines"] for op in part["ops"]}
+    kinds = {kind: words for kind, words in pictures.KINDS.items() if kind in drawn}
+    if not found["split"] and "B" in kinds:
+        kinds["B"] = (kinds["B"][0], "both gradients")
+    chunks = f" in {found['num_chunks']} chunks (later ones lighter)" if found["num_chunks"] > 1 else ""
+    held = f" ({size(found['memory_bytes'])})" if found["memory_bytes"] is not None else ""
+    caption = (f"{found['name']}: {found['num_stages']} stages{chunks}, {found['num_microbatches']} microbatches. Bubble "
+               f"{found['bubble']:.1%} of the step in model time; at most the activations of {found['peak_live']:g} "
+               f"microbatches on a stage{held}.")
+    return skin.figure(pictures.schedule(found), caption, skin.key((color, name, "") for color, name in kinds.values()))
+
+
+def time(told: dict) -> str:
+    line = told["roofline"]
+    if not line:
+        return skin.paragraph("Compiled for no GPU of known speed, so nothing is said of time: add e.g. --topology h100:8.")
+    percent = "{:.1%}".format
+    shares = [(k, name, line["shares"].get(name, 0.0)) for k, name in enumerate(SHARES)]
+    bar = Bar("of the step", [share for share in shares if share[2] > 0], seconds(line["step_s"]))
+    caption = (f"{seconds(line['step_s'])} a step: {seconds(line['compute_s'])} of kernels and {seconds(line['exposed_s'])} of "
+               f"waiting for links; {seconds(line['hidden_s'])} of collectives hide under kernels, and "
+               f"{seconds(line['free_matmul_s'])} of matmuls have none beside them.")
+    drawn = skin.figure(pictures.bars([bar], percent, "shares of the step", most=1.0), caption,
+                        skin.key((k, name, percent(share)) for k, name, share in shares))
+    assumed = ", ".join(f"{name} {value:g}" for name, value in line["assumed"].items())
+    return (drawn + _exposed(line) + "<h3>Kernels, costliest first</h3>" + _kernels(line)
+            + skin.bullets(f"warning: counted once, its length is unknown: loop {name}" for name in line["unknown_loops"])
+            + skin.bullets(f"warning: counted by its bytes alone: {name}" for name in line["uncounted"])
+            + skin.paragraph("Nothing is measured: hardware peaks at assumed shares of them. Assumed (--assume NAME=VALUE sets "
+                             f"another): {assumed}.", "small"))
+
+
+def _exposed(line: dict) -> str:
+    columns = [Column("collective", "keep"), Column("axes", "keep"), Column("runs", "n"), Column("sent", "n"),
+               Column("time", "n"), Column("exposed", "n"), Column("hidden under")]
+    beside = lambda row: ", ".join(f"{part} {seconds(s)}" for part, s in
+                                   sorted(row["hidden_under"].items(), key=lambda pair: -pair[1]) if s >= 5e-4)
+    rows = [(row["kind"], " × ".join(row["axes"]), of_count(row["runs"]), of_bytes(row["sent_bytes"]),
+             of_seconds(row["seconds"]), of_seconds(row["exposed_s"]), beside(row)) for row in line["traffic"]]
+    return "<h3>Collectives, and what they hide under</h3>" + skin.table(columns, rows, "exposed") if rows else ""
+
+
+def _kernels(line: dict) -> str:
+    columns = [Column("part"), Column("runs", "n"), Column("time", "n"), Column("of step", "n"), Column("bound"),
+               Column("TFLOP", "n"), Column("HBM", "n"), Column("line", "code"), Column("from", "code")]
+    rows = [(row["part"], of_count(row["runs"]), of_seconds(row["seconds"]), of_share(row["seconds"] / line["step_s"]),
+             row["bound"], Cell(f"{row['flops'] / 1e12:,.1f}", row["flops"]), of_bytes(row["hbm_bytes"]), row["line"],
+             row["source"]) for row in line["kernels"]]
+    return skin.table(columns, rows, "kernels", search="part, line or operation of a kernel")
+
+
+# ---- parameters ------------------------------------------------------------------------------------------------------
+
+
+def params(told: dict) -> str:
+    split = lambda dims: "(" + ", ".join("+".join(axes) or "·" for axes in dims) + ")"
+    many = lambda count: Cell(parameters(count), count)
+    columns = [Column("parameter", "code"), Column("shape", "keep"), Column("logical axes"), Column("dtype"),
+               Column("size", "n"), Column("read, by [params]"), Column("stored, by [optimizer]"), Column("stored bytes", "n"),
+               Column("gradient", "n")]
+    rows = [(row["name"], " × ".join(f"{n:,}" for n in row["shape"]), " ".join(axis or "·" for axis in row["axes"]),
+             row["dtype"], many(row["size"]), split(row["read"]), split(row["stored"]), of_bytes(row["stored_bytes"]),
+             of_bytes(row["grads_bytes"])) for row in told["parameters"]]
+    in_all = {name: sum(row[name] for row in told["parameters"]) for name in ("size", "stored_bytes", "grads_bytes")}
+    total = ("in all, on a device", "", "", "", many(in_all["size"]), "", "", of_bytes(in_all["stored_bytes"]),
+             of_bytes(in_all["grads_bytes"]))
+    rules = f"<h3>{skin.esc(told['run']['rules'])}</h3><pre>{skin.esc(told['run']['rules_text'].strip())}</pre>"
+    return skin.table(columns, rows, "parameter-table", search="name, axis or mesh axis of a parameter", total=total) + rules
+
+
+def notes(told: dict) -> str:
+    return skin.bullets([*(f"warning: {text}" for text in told.get("warnings", ())), *told["notes"]])

@@ -1,0 +1,190 @@
+"""The skin of every page: one HTML file that needs no server, no network and no script to be read.
+
+The numbers of a page come from the one dict that its command prints as JSON; it stands in the page, too. What a run file, a
+path or a program brings along is text and never markup: everything goes through `esc`. Scripts sort and search tables, no more.
+"""
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from meshtrain.units import seconds, size
+
+HERE = Path(__file__).parent
+# Nothing is loaded from anywhere, whatever a name in the page says.
+POLICY = ("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
+          "form-action 'none'; base-uri 'none'")
+FOOT = ("Written by meshtrain. One file: it loads nothing and sends nothing. The JSON that its numbers come from "
+        "stands in it, in the element with the id data.")
+
+
+class Section(NamedTuple):
+    name: str           # of its anchor
+    heading: str
+    body: str           # HTML
+
+
+class Cell(NamedTuple):
+    """text: as shown. exact: the number as the JSON has it, to sort by and to read on hovering; None: there is none."""
+    text: str
+    exact: float | int | None = None
+
+
+class Tile(NamedTuple):
+    """note: a word below the value. mark: "warn" where it is bad news."""
+    name: str
+    value: str
+    note: str = ""
+    mark: str = ""
+
+
+class Column(NamedTuple):
+    """kind: "" of text, "n" of numbers, "code", "keep" of text that is not broken into lines."""
+    heading: str
+    kind: str = ""
+
+
+def of_bytes(count: float | None) -> Cell:
+    return Cell("–") if count is None else Cell(size(count), count)
+
+
+def of_count(count: float | None) -> Cell:
+    return Cell("–") if count is None else Cell(f"{count:,.0f}", count)
+
+
+def of_seconds(value: float | None) -> Cell:
+    return Cell("–") if value is None else Cell(seconds(value), value)
+
+
+def of_share(value: float | None) -> Cell:
+    return Cell("–") if value is None else Cell(f"{value:.1%}", value)
+
+
+def esc(value) -> str:
+    return html.escape(str(value), quote=True)
+
+
+def document(kind: str, title: str, lead: str, top: str, sections: Sequence[Section], data: dict) -> str:
+    """A page. kind, title, lead: text. top: HTML below the title. data: what the page is made of."""
+    sections = [section for section in sections if section.body]
+    links = "".join(f'<a href="#{esc(s.name)}">{esc(s.heading)}</a>' for s in sections)
+    bodies = "\n".join(f'<section id="{esc(s.name)}">\n<h2>{esc(s.heading)}</h2>\n{s.body}\n</section>' for s in sections)
+    # No "<" in it: nothing in the JSON can end the element.
+    embedded = json.dumps(data, ensure_ascii=True).replace("<", "\\u003c")
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta name="generator" content="meshtrain">
+<title>{esc(title)} · {esc(kind)}</title>
+<link rel="icon" href="data:,">
+<style>
+{(HERE / "skin.css").read_text(encoding="utf-8")}</style>
+<noscript><style>.search {{ display: none; }}</style></noscript>
+</head>
+<body>
+<header>
+<p class="kind">{esc(kind)}</p>
+<h1>{esc(title)}</h1>
+<p class="lead">{esc(lead)}</p>
+{top}
+<nav aria-label="sections">{links}</nav>
+</header>
+<main>
+{bodies}
+</main>
+<footer><p>{esc(FOOT)}</p></footer>
+<script type="application/json" id="data">{embedded}</script>
+<script>
+{(HERE / "skin.js").read_text(encoding="utf-8")}</script>
+</body>
+</html>
+"""
+
+
+def tiles(rows: Iterable[Tile]) -> str:
+    """The figures that matter most."""
+    note = lambda row: f"<dd{_class(row.mark)}>{esc(row.note)}</dd>" if row.note else ""
+    return '<dl class="tiles">' + "".join(
+        f"<div><dt>{esc(row.name)}</dt><dd>{esc(row.value)}</dd>{note(row)}</div>" for row in rows) + "</dl>"
+
+
+def paragraph(text: str, kind: str = "") -> str:
+    return f"<p{_class(kind)}>{esc(text)}</p>"
+
+
+def bullets(texts: Iterable[str]) -> str:
+    items = "".join(f"<li>{esc(text)}</li>" for text in texts)
+    return f"<ul>{items}</ul>" if items else ""
+
+
+def figure(drawing: str, caption: str = "", key: str = "") -> str:
+    """drawing, key: HTML. caption: text."""
+    told = f"<figcaption>{esc(caption)}</figcaption>" if caption else ""
+    return f'<figure><div class="wide">{drawing}</div>{key}{told}</figure>'
+
+
+def key(rows: Iterable[tuple[int, str, str]]) -> str:
+    """What the colours stand for: (colour, name, value)."""
+    swatch = '<svg viewBox="0 0 10 10" aria-hidden="true"><rect class="c{}" width="10" height="10"/></svg>'
+    return '<ul class="key">' + "".join(f"<li>{swatch.format(color)}{esc(name)} <b>{esc(value)}</b></li>"
+                                        for color, name, value in rows) + "</ul>"
+
+
+def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell | str]], name: str, *, search: str = "",
+          total: Sequence[Cell | str] = (), marks: Sequence[str] = ()) -> str:
+    """A table that sorts. name: its id. search: what the field that narrows it is called; "" for none. marks: a class of each
+    row."""
+    if not rows:
+        return ""
+    marks = [*marks, *[""] * (len(rows) - len(marks))]
+    heads = "".join(f'<th scope="col"{_class(column.kind)}>{esc(column.heading)}</th>' for column in columns)
+    body = "\n".join(f"<tr{_class(mark)}>{_row(columns, row)}</tr>" for row, mark in zip(rows, marks))
+    foot = f"<tfoot><tr>{_row(columns, total)}</tr></tfoot>" if total else ""
+    field = (f'<div class="search"><input type="search" data-table="{name}" placeholder="{esc(search)}" '
+             f'aria-label="{esc(search)}" autocomplete="off" spellcheck="false"><output>{len(rows)}</output></div>')
+    return (f'{field if search else ""}<div class="table" tabindex="0" role="region" aria-label="{name}">'
+            f'<table class="sorts" id="{name}">'
+            f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{body}\n</tbody>{foot}</table></div>")
+
+
+def _row(columns: Sequence[Column], row: Sequence[Cell | str]) -> str:
+    cells = (cell if isinstance(cell, Cell) else Cell(cell) for cell in row)
+    return "".join(f"<td{_class(column.kind)}{_exact(cell)}>{esc(cell.text)}</td>"
+                   for column, cell in zip(columns, cells, strict=True))
+
+
+def _class(name: str) -> str:
+    return f' class="{name}"' if name else ""
+
+
+def _exact(cell: Cell) -> str:
+    return "" if cell.exact is None else f' data-v="{esc(cell.exact)}" title="{esc(cell.exact)}"'
+
+
+# ---- the file --------------------------------------------------------------------------------------------------------
+
+
+def check_free(option: str, path: str) -> None:
+    """Before anything is computed. Raises: ValueError where nothing may or can be written there."""
+    if Path(path).exists():
+        raise ValueError(f"{option}={path} is there already; name another file, or remove it")
+    if not Path(path).parent.is_dir():
+        raise ValueError(f"{option}={path} cannot be written: there is no directory {Path(path).parent}; name a file that can")
+
+
+def write(option: str, path: str, text: str) -> None:
+    """Raises: ValueError where it cannot be written, or a file is there."""
+    try:
+        with open(Path(path), "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ValueError(f"{option}={path} is there already; name another file, or remove it") from None
+    except OSError as error:
+        raise ValueError(f"{option}={path} cannot be written: {error.strerror}; name a file that can") from None

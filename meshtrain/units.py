@@ -1,0 +1,20 @@
+"""Numbers as people read them."""
+from __future__ import annotations
+
+
+def size(count: float) -> str:
+    """Bytes in binary units: 1536 -> 1.5 KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def seconds(value: float) -> str:
+    return f"{value:.3f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
+
+
+def parameters(count: int) -> str:
+    """70.6B, 2.2M."""
+    return f"{count / 1e9:,.1f}B" if count >= 1e9 else f"{count / 1e6:,.1f}M"

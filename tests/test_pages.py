@@ -1,0 +1,212 @@
+"""The pages: whole without script, server or network; every number of the JSON is on them; nobody's name is markup."""
+import html.parser
+import json
+import re
+
+import browser
+import pages_samples
+import pytest
+from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
+
+from meshtrain import inspect
+from meshtrain.pages import layout, pictures, skin
+
+VOID = {"meta", "link", "input", "img", "br", "hr"}
+
+
+class Read(html.parser.HTMLParser):
+    """A page taken apart; fails where a tag is not closed."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.open, self.tags, self.text, self.exact, self.ids = [], [], [], set(), []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self.ids += [value for name, value in attrs if name == "id"]
+        self.exact |= {value for name, value in attrs if name == "data-v"}
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open.pop() == tag, (tag, self.getpos())
+
+    def handle_data(self, data):
+        if not self.open or self.open[-1] not in ("style", "script"):
+            self.text.append(data)
+
+    @property
+    def words(self) -> str:
+        return " ".join(" ".join(self.text).split())
+
+
+def embedded(page: str) -> dict:
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
+
+
+def standing_alone(page: str) -> Read:
+    """The page, once nothing in it asks for anything of anywhere."""
+    read = Read(page)
+    assert len(read.ids) == len(set(read.ids))
+    for tag, attrs in read.tags:
+        assert tag not in ("iframe", "object", "embed", "base", "form"), tag
+        assert {"src", "srcset", "action", "xlink:href"}.isdisjoint(attrs), (tag, attrs)
+        assert attrs.get("href", "#").startswith(("#", "data:")), attrs
+        assert not any(name.startswith("on") for name in attrs), attrs
+    style = "".join(re.findall(r"<style>(.*?)</style>", page, re.DOTALL))
+    assert "url(" not in style and "@import" not in style and "prefers-color-scheme: dark" in style and "@media print" in style
+    return read
+
+
+SAMPLES = {
+    "8 GPUs": pages_samples.inspected(),
+    "16,384 GPUs and 1,000 parameters": pages_samples.inspected({"data": 64, "fsdp": 2, "tensor": 8, "stage": 16}, 1000),
+    "one device": pages_samples.inspected({"data": 1}, gpu=None),
+    "hostile names": pages_samples.inspected(name=pages_samples.HOSTILE),
+}
+
+
+@pytest.mark.parametrize("told", SAMPLES.values(), ids=SAMPLES)
+def test_a_page_is_one_well_formed_file_that_asks_for_nothing_and_holds_its_json(told):
+    page = layout.page(told)
+    standing_alone(page)
+    assert embedded(page) == json.loads(json.dumps(told))
+
+
+def numbers(told) -> set:
+    """Those of the JSON that have a cell of their own."""
+    line = told["roofline"]
+    rows = [told["memory_bytes"]["compiled"], told["memory_bytes"]["formula"], *told["collectives"]["compiled"]]
+    found = {value for row in rows for value in row.values() if type(value) is int}
+    found |= {row[key] for row in told["parameters"] for key in ("size", "stored_bytes", "grads_bytes")}
+    found |= {row[key] for row in line["kernels"] for key in ("runs", "seconds", "flops", "hbm_bytes")}
+    return found | {row[key] for row in line["traffic"] for key in ("sent_bytes", "seconds", "exposed_s")}
+
+
+def test_every_number_of_the_json_is_on_the_page():
+    told = pages_samples.inspected()
+    read = Read(layout.page(told))
+    assert {str(number) for number in numbers(told)} - read.exact == set()
+    for part in ("1.2B", "1,234,567,891", "262,144", "2.500 s", "13,107", "43.2%", "matmul 60.0%", "72.8 GiB", "79.1 GiB"):
+        assert part in read.words, part
+
+
+def test_names_of_users_are_text_and_never_markup():
+    page = layout.page(pages_samples.inspected(name=pages_samples.HOSTILE))
+    read = Read(page)
+    assert " ".join(pages_samples.HOSTILE.split()) in read.words
+    assert page.count("<script") == 2 == page.count("</script>") and "<img" not in page and "<!--" not in page
+
+
+@pytest.mark.parametrize("sizes, hosts", [({"fsdp": 8}, 1), ({"data": 8, "tensor": 8}, 8), ({"data": 2048, "tensor": 8}, 2048)])
+def test_a_mesh_of_any_size_is_a_drawing_of_at_most_eight_hosts(sizes, hosts):
+    drawn = pictures.mesh(pages_samples.inspected(sizes)["mesh"])
+    assert drawn.count(">host ") == min(hosts, 8) and (f"{hosts - 8:,} hosts of 8 more" in drawn) == (hosts > 8)
+    assert drawn.count("<rect") <= 8 * 8 * 2
+
+
+def test_the_places_on_a_page_are_those_of_the_mesh():
+    from meshtrain.layout.mesh import MeshSpec
+    spec = MeshSpec({"data": 2, "tensor": 4, "stage": 3, "context": 2}, ["data", "stage", "fsdp", "tensor", "context"])
+    told = {"sizes": dict(spec.sizes), "placement": list(spec.placement)}
+    ids = spec.ids()
+    for place in [(0, 0, 0, 0, 0), (1, 0, 3, 2, 1), (0, 0, 2, 1, 0)]:
+        assert tuple(pictures.coordinate(told, axis, int(ids[place])) for axis in spec.sizes) == place
+
+
+@pytest.mark.parametrize("low, high", [(0, 1), (3.2, 3.3), (0, 16384), (-5, 5), (1e-9, 3e-9)])
+def test_ticks_are_round_and_lie_within(low, high):
+    found = pictures.ticks(low, high)
+    assert 2 <= len(found) <= 12 and all(low - 1e-12 <= tick <= high * (1 + 1e-9) for tick in found)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_inspect_writes_the_page_of_what_it_prints(tiny, tmp_path):
+    ran = call(inspect.main, *tiny, "--json", "--html", "cost.html")
+    assert (ran.code, "written: cost.html" in ran.err) == (0, True), ran
+    page, told = (tmp_path / "cost.html").read_text(), json.loads(ran.out)
+    read = standing_alone(page)
+    assert embedded(page) == told and "tiny" in read.words and "data 8" in read.words
+    cells = {row["stored_bytes"] for row in told["parameters"]} | {row["bytes"] for row in told["collectives"]["compiled"]}
+    cells |= {value for held in ("formula", "compiled") for value in told["memory_bytes"][held].values() if value is not None}
+    assert {str(cell) for cell in cells} - read.exact == set()
+
+
+@pytest.mark.parametrize("words, parts", [
+    (["--html", "there.html"], ["--html=there.html", "there already", "another file"]),
+    (["--html", "no/where.html"], ["--html=no/where.html", "no directory no"]),
+    (["--html"], ["--html has no value", "cost.html"]),
+    (["--html", "new.html", "--schedule"], ["--schedule compiles nothing", "--html"])])
+def test_nothing_is_compiled_for_a_page_that_cannot_be_written_and_nothing_overwritten(words, parts, tiny, tmp_path, monkeypatch):
+    (tmp_path / "there.html").write_text("mine")
+    monkeypatch.setattr(inspect.assembly, "assemble", lambda *_: pytest.fail("compiled"))
+    refused(call(inspect.main, *tiny, *words), *parts)
+    assert (tmp_path / "there.html").read_text() == "mine"
+
+
+def test_a_page_that_appears_meanwhile_is_not_overwritten(tmp_path):
+    (tmp_path / "there.html").write_text("mine")
+    with pytest.raises(ValueError, match="there already"):
+        skin.write("--html", str(tmp_path / "there.html"), "page")
+
+
+# ---- in a browser ----------------------------------------------------------------------------------------------------
+
+LOOK = """
+const field = document.querySelector('input[data-table="parameter-table"]'), table = document.getElementById("parameter-table");
+const shown = () => [...table.tBodies[0].rows].filter(row => row.offsetParent !== null).map(row => row.cells[0].textContent);
+const click = name => [...table.querySelectorAll("th button")].find(button => button.textContent === name).click();
+const seen = {all: shown().length};
+field.value = "LAYERS/7"; field.dispatchEvent(new Event("input")); seen.searched = shown();
+field.value = ""; field.dispatchEvent(new Event("input"));
+click("size"); seen.descending = shown()[0]; click("size"); seen.ascending = shown()[0];
+const style = getComputedStyle(document.body);
+Object.assign(seen, {paper: style.backgroundColor, ink: style.color, title: document.title,
+  width: document.documentElement.scrollWidth <= innerWidth, drawings: [...document.querySelectorAll(".wide svg")].map(
+    svg => svg.getBoundingClientRect().height > 20 && svg.getBBox().width <= 961 && svg.getBBox().x >= -1)});
+document.body.replaceChildren(JSON.stringify(seen));
+"""
+
+
+def looked(page: str, tmp_path, dark: bool = False) -> dict:
+    dom, console = browser.visit(page, tmp_path, LOOK, dark)
+    assert console == []
+    return json.loads(html.unescape(re.search(r"<body>(.*?)</body>", dom, re.DOTALL)[1]))
+
+
+def luminance(color: str) -> float:
+    return sum(w * int(n) for w, n in zip((0.2126, 0.7152, 0.0722), re.findall(r"\d+", color))) / 255
+
+
+@browser.needed
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_in_a_browser_a_page_is_quiet_searches_sorts_and_follows_the_colour_scheme(dark, tmp_path):
+    seen = looked(layout.page(pages_samples.inspected()), tmp_path, dark)
+    assert seen["all"] == 12 and seen["searched"] == ["layers/7/a run"]
+    assert (seen["descending"], seen["ascending"]) == ("layers/11/a run", "layers/0/a run")
+    assert all(seen["drawings"]) and len(seen["drawings"]) == 4 and seen["width"]
+    paper, ink = luminance(seen["paper"]), luminance(seen["ink"])
+    assert (paper < 0.2 and ink > 0.8) if dark else (paper > 0.9 and ink < 0.2)
+
+
+@browser.needed
+def test_in_a_browser_a_hostile_name_runs_nothing(tmp_path):
+    seen = looked(layout.page(pages_samples.inspected(name=pages_samples.HOSTILE)), tmp_path)
+    assert seen["all"] == 12 and seen["title"].startswith("</script>")
+
+
+@browser.needed
+def test_the_browser_test_hears_the_console(tmp_path):
+    page = layout.page(pages_samples.inspected()).replace("</main>", '<img src="https://example.invalid/a.png"></main>')
+    _, console = browser.visit(page, tmp_path, "console.error('heard')")
+    assert any("heard" in line for line in console) and any("Content Security Policy" in line for line in console)
