@@ -26,7 +26,7 @@ METHODS = ("ring", "gather", "ulysses")
 # host where sequences are split.
 PLACEMENTS = (PLACEMENT, ("data", "stage", "fsdp", "context", "tensor"), ("stage", "data", "context", "fsdp", "tensor"),
               ("data", "fsdp", "stage", "context", "tensor"))
-MOST_CONTEXT, MOST_STAGES, MOST_SEQUENCES = 64, 64, 16      # of an axis; of a microbatch on one GPU
+MOST_CONTEXT, MOST_STAGES, MOST_SEQUENCES, MOST_CHUNKS = 64, 64, 16, 16     # of an axis; of a microbatch on one GPU; of a stage
 SHORTEST = 512              # tokens of a sequence on one device
 PADDED = 1.1                # layers in the pipeline's loop over those of the model, at most
 REFINED = 60                # plans whose placement and context method are varied
@@ -211,7 +211,7 @@ def _schedules(question: Question, p: int, m: int) -> list[tuple[str, int]]:
     """[(name, chunks)], the smallest bubble first where F, B and W cost the same."""
     if p == 1:
         return [("", 1)]
-    counts = simulate.chunk_counts(question.cfg.num_layers, p)
+    counts = simulate.chunk_counts(question.cfg.num_layers, p, MOST_CHUNKS)
     names = [question.fixed["schedule"]] if "schedule" in question.fixed else simulate.AUTOMATIC
     found = [(name, v) for name in names for v in counts
              if (v > 1) == (name in schedules.INTERLEAVED) and question.fixed.get("chunks", v) == v
