@@ -28,7 +28,7 @@ from meshtrain.cost import flops, hardware, report
 from meshtrain.data import packing, parts, sources
 from meshtrain.data.contracts import Batches
 from meshtrain.inference import sample
-from meshtrain.run import loop, metrics, resume, rundir
+from meshtrain.run import loop, metrics, pretrained, resume, rundir
 from meshtrain.run.checkpoint import CheckpointError, Checkpoints
 from meshtrain.run.profiling import Trace
 from meshtrain.run.progress import Progress
@@ -61,9 +61,10 @@ def main(argv: Sequence[str]) -> int:
                     say.out(f"{directory} is finished: it has {start.step} of training.steps={run.training.steps} steps; "
                             "raise training.steps to go on")
                     return DONE
+                given = None if start.saved else agree.everywhere(lambda: _given_weights(run, made))
                 corpus, batches = agree.everywhere(lambda: _open_data(run, directory, start))
                 agree.same_everywhere("the data", corpus.fingerprint)
-                return _train(run, made, corpus, batches, directory, checkpoints, start)
+                return _train(run, made, corpus, batches, directory, checkpoints, start, given)
     except ConfigError as error:
         return _fail(USER_ERROR, f"error: {error}", error)
     except meet.PeerError as error:
@@ -106,15 +107,17 @@ def _devices(run: Run, argv: Sequence[str], cluster: find.Cluster | None) -> tup
 
 
 def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: Batches, directory: Path,
-           checkpoints: Checkpoints, start: resume.Start) -> int:
+           checkpoints: Checkpoints, start: resume.Start, given) -> int:
     started = time.perf_counter()
     say.out(report.before(made))
-    state = agree.everywhere(lambda: _start_state(run, made, checkpoints, start))
+    state = agree.everywhere(lambda: _start_state(run, made, checkpoints, start, given))
     if batches.validation:
         made = agree.everywhere(lambda: assembly.compile_evaluation(made))
     step = agree.everywhere(lambda: assembly.compile_step(made))
     say.out(report.compiled(step, made, time.perf_counter() - started))
     resume.begin(run, start, checkpoints, directory, made.layout.rules.text)
+    if start.saved is None:
+        pretrained.keep_companions(run, directory)
     metadata = lambda number: rundir.metadata(run, made.layout.rules.text, resume.data_metadata(corpus, batches, number))
     with metrics.open_writers(run, directory, start.step) as writer, stops.deferred() as listener:
         stop = loop.Stop(listener)
@@ -161,8 +164,13 @@ def _open_data(run: Run, directory: Path, start: resume.Start) -> tuple[sources.
         return corpus, resume.position(start, lambda position: packing.open_batches(d, corpus, run.run.seed, position))
 
 
-def _start_state(run: Run, made: assembly.Assembly, checkpoints: Checkpoints, start: resume.Start) -> State:
-    """Restored, begun from another run's weights, or fresh."""
+def _given_weights(run: Run, made: assembly.Assembly):
+    """The model folder that the run starts from, checked against its parameters; None without one."""
+    return pretrained.opened(run, [info.name for info in made.model.parameters()])
+
+
+def _start_state(run: Run, made: assembly.Assembly, checkpoints: Checkpoints, start: resume.Start, given) -> State:
+    """Restored, begun from a model folder's or another run's weights, or fresh."""
     abstract = made.program.spec.with_shardings()
     if start.saved is not None:
         with config.user_errors():
@@ -170,6 +178,9 @@ def _start_state(run: Run, made: assembly.Assembly, checkpoints: Checkpoints, st
         say.out(f"going on after step {start.step}")
         return state
     state = assembly.initialize(made)
+    if given:
+        pretrained.tell(given[0])
+        return State(state.step, pretrained.load(*given, run.model, state.params), state.opt_state)
     if run.checkpoint.init_from:
         source, step = resume.source(run)
         wanted = {"params": abstract.params}

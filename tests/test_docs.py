@@ -1,5 +1,6 @@
 """The pages say what is so: their commands parse, their links and files exist, their keys are keys."""
 import fnmatch
+import json
 import re
 import shlex
 from pathlib import Path
@@ -18,7 +19,15 @@ DOORS = sorted(path.stem for path in (ROOT / "meshtrain").glob("*.py") if "__mai
 OWN = {"inspect": {"--topology": 1, "--assume": 1, "--schedule": 0, "--json": 0, "--html": 1, "--expect": 1,
                    "--update": 0},
        "tokenize": {"--processes": 1, "--verify": 0}, "train": {},
-       "plan": {}}
+       "plan": {}, "convert": {}}
+
+
+# As published with the model: the shipped run file of this shape must not contradict it.
+LLAMA_1B = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 8192, "rms_norm_eps": 1e-05, "tie_word_embeddings": True,
+    "rope_theta": 500000.0, "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                                             "original_max_position_embeddings": 8192, "rope_type": "llama3"}}
 
 
 def commands(page: Path) -> list[str]:
@@ -32,10 +41,12 @@ def commands(page: Path) -> list[str]:
 
 @pytest.fixture
 def as_a_user(tmp_path, monkeypatch):
-    """A directory with what the pages take for given: a finished run, a rule file of one's own."""
+    """A directory with what the pages take for given: a finished run, a rule file of one's own, a model folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "quickstart").mkdir(parents=True)
     (tmp_path / "my_rules.toml").write_text("")
+    (tmp_path / "Llama-3.2-1B").mkdir()
+    (tmp_path / "Llama-3.2-1B" / "config.json").write_text(json.dumps(LLAMA_1B))
 
 
 @EACH
@@ -48,6 +59,9 @@ def test_commands_have_options_that_are_there_and_files_that_exist(page, as_a_us
             argv = argv[3:]
         elif module == "meshtrain.plan":
             assert plan.asked(*plan.flags(argv)).mesh.data == 1
+            continue
+        elif module == "meshtrain.convert":
+            assert len(argv) == 1
             continue
         elif module.startswith("meshtrain."):
             assert door in DOORS

@@ -12,6 +12,7 @@ from meshtrain.config.messages import ConfigError, join, next_multiple, toml
 from meshtrain.config.sections import Data, Mesh, Run
 from meshtrain.config.shipped import names
 from meshtrain.names import AXES
+from meshtrain.weights import folder
 
 # The run file's key that sets the size of each logical axis, for messages.
 SIZE_KEYS = {"batch": "data.global_batch / training.microbatches", "seq": "data.seq_len", "residual_seq": "data.seq_len",
@@ -41,7 +42,11 @@ def _run_problems(run: Run):
     if not source or "://" in source:
         return
     if not os.path.isdir(source):
-        yield f"checkpoint.init_from={toml(source)} is not a directory; name the run.dir whose weights to start from"
+        yield (f"checkpoint.init_from={toml(source)} is not a directory; name the run.dir, or the model folder, whose weights to "
+               "start from")
+    elif run.checkpoint.init_optimizer and folder.is_one(source):
+        yield (f"checkpoint.init_optimizer=true: checkpoint.init_from={toml(source)} is a model folder, which has no optimizer's "
+               "state; leave init_optimizer out")
     elif Path(source).resolve() == Path(run.run.dir).resolve():
         yield (f"checkpoint.init_from={toml(source)} is this run's own run.dir={toml(run.run.dir)}; "
                "give the new run another run.name, or leave init_from out to go on with the old run")

@@ -21,8 +21,9 @@ from meshtrain.config.checks import problems
 from meshtrain.config.messages import (
     SECTIONS, ConfigError, join, kind_of, toml, unknown_key, unknown_name, unknown_section, wrong_value,
 )  # fmt: skip
-from meshtrain.config.sections import Run, Sharding
+from meshtrain.config.sections import Model, Run, Sharding
 from meshtrain.config.shipped import found, names, shipped
+from meshtrain.weights import folder
 
 QUICKSTART = shipped("configs/quickstart.toml")
 USAGE = "python -m meshtrain.train [RUN.toml] [--section.key value ...]"
@@ -37,7 +38,7 @@ def load(argv: typing.Sequence[str], usage: str = USAGE) -> Run:
     """
     path, overrides, faults = _arguments(argv)
     tables, unreadable = _read(found(path) if path else QUICKSTART)
-    _override(tables, overrides)
+    _override(tables, overrides, path is None)
     run, wrong, told = _build(tables)
     if {"--help", "-h"} & set(argv):
         with contextlib.suppress(OSError):      # `--help | head`
@@ -106,10 +107,16 @@ def _read(path: Path) -> tuple[dict, list[str]]:
         return {}, [f"{place}: {what}; in TOML strings take quotes, booleans are true or false, lists close with ]"]
 
 
-def _override(tables: dict, overrides) -> None:
-    """Put the command line's values into the tables: bare text where the key is a string, else a TOML value."""
-    if dict(overrides).get("model.preset") and isinstance(tables.get("model"), dict):
-        # A preset on the command line replaces the shape in the file; only a key on the command line stands beside it.
+def _override(tables: dict, overrides, default: bool) -> None:
+    """Put the command line's values into the tables: bare text where the key is a string, else a TOML value.
+
+    default: the tables are those of the quickstart, since no file was named.
+    """
+    given = dict(overrides)
+    # A preset on the command line replaces the shape in the file; only a key on the command line stands beside it.
+    # So does a model folder that of the quickstart, which nobody has written.
+    replaced = given.get("model.preset") or default and folder.is_one(given.get("checkpoint.init_from", ""))
+    if replaced and isinstance(tables.get("model"), dict):
         tables["model"] = {key: value for key, value in tables["model"].items() if key.endswith(NOT_SHAPE)}
     for name, text in overrides:
         section, key = name.split(".")
@@ -150,6 +157,9 @@ def _build(tables: dict) -> tuple[Run, list[str], re.Pattern]:
                 faults.append(unknown_name("model.preset", table["preset"], presets()))
                 faulty.append("model.preset")
             del table["preset"]
+        if name == "model":
+            table, longest, contradictions = _with_folder(table, tables.get("checkpoint"))
+            faults += contradictions
         try:
             sections[name] = cls(**table)
         except ValidationError as e:
@@ -159,8 +169,32 @@ def _build(tables: dict) -> tuple[Run, list[str], re.Pattern]:
             sections[name] = cls(**{key: value for key, value in table.items() if key not in wrong})
     run = Run(**sections)
     run = run.model_copy(update={"sharding": Sharding(rules=str(found(run.sharding.rules)))})
+    if longest and run.data.seq_len > longest:
+        faults.append(f"data.seq_len={run.data.seq_len} is longer than the window of {run.checkpoint.init_from}, which looks back "
+                      f"{longest} tokens, and [model] has none; use data.seq_len={longest} or less")
     faulty += ["model"] if "model.preset" in faulty else []
     return run, faults, re.compile("|".join(rf"\b{re.escape(name)}\b" for name in faulty) or "$^")
+
+
+def _with_folder(table: dict, checkpoint) -> tuple[dict, int | None, list[str]]:
+    """(the keys of [model], of which checkpoint.init_from decides the shape where it is a model folder; the longest sequence for
+    which they are exact, None: any; faults)."""
+    source = checkpoint.get("init_from") if isinstance(checkpoint, dict) else None
+    if not isinstance(source, str) or not folder.is_one(source):
+        return table, None, []
+    try:
+        keys, longest = folder.settings_of(Path(source))
+    except ValueError as error:
+        return table, None, [f"checkpoint.init_from: {fault}" for fault in str(error).splitlines()]
+    free = {key: value for key, value in table.items() if key.endswith(NOT_SHAPE) or key == "attention"}
+    try:
+        decided, given = Model(**keys), Model(**keys | table)
+    except ValidationError:
+        return table, None, []      # told by whoever builds the section
+    wrong = [key for key in table if key not in free and getattr(given, key) != getattr(decided, key)]
+    return keys | free, longest, [
+        f"model.{key}={toml(table[key])} contradicts checkpoint.init_from={toml(source)}, whose config.json makes it "
+        f"{toml(getattr(decided, key))}; leave the key out" for key in wrong]
 
 
 # ---- out -------------------------------------------------------------------------------------------------------------
@@ -178,6 +212,16 @@ def dump(run: Run) -> str:
     for name, section in run:
         lines += ["", f"[{name}]", *(f"{key} = {toml(value)}" for key, value in section)]
     return "\n".join(lines) + "\n"
+
+
+def shape_table(model: Model) -> str:
+    """The keys of [model] that make its shape, as TOML; those at their defaults are left out, but for sizes."""
+    default = Model()
+    keys = [key for key, value in model if not (key.endswith(NOT_SHAPE) or key in ("preset", "attention"))
+            and (type(value) is int and value or value != getattr(default, key))]
+    if model.rope_scaling_factor == 1:
+        keys.remove("rope_original_seq_len")
+    return "\n".join(["[model]", *(f"{key} = {toml(getattr(model, key))}" for key in keys)])
 
 
 def help_text(run: Run, usage: str = USAGE) -> str:

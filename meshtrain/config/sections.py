@@ -205,7 +205,7 @@ class Checkpoint(Section):
     keep: int = key(2, "checkpoints kept, the newest", ge=1)
     resume: Literal["auto", "never"] = key("auto", "go on from run.dir's newest checkpoint, or refuse it")
     step: int = key(0, "saved step to go on from, later ones are set aside; of init_from's steps in a new run; 0 = newest", ge=0)
-    init_from: str = key("", "run.dir of another run whose weights a new run starts from")
+    init_from: str = key("", "weights a new run starts from: another run's run.dir, or a folder of Hugging Face's, which decides [model]")
     init_optimizer: bool = key(False, "init_from brings the optimizer's state along")
 
 

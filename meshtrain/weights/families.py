@@ -1,0 +1,149 @@
+"""The families of models that can be read and written, as data: tensors, settings, and what of them we do not compute.
+
+A row of `tensors` is theirs -> ours, with the form of `forms`; {l} is a layer's number, and ours are then stacked. Where one of
+theirs holds several of ours, they are listed in their order. Rows of ours that a model does not have (a bias, a tied head) are
+not used. Every weight of a torch Linear is [out, in]; GPT-2's Conv1D is [in, out]. Rope is half-split on both sides.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One model_type of config.json.
+
+    prefix: what names begin with where there is a head; folders of the bare model lack it. keys: config.json's -> [model]'s,
+    one or several that are equal. defaults: what their class takes for a key that is absent (null is a value). multiples:
+    key -> (key, n): what null or absence stands for. fixed: what the architecture says of [model]. only: the values of a key that
+    we compute; the first is written. ropes: rope types that we compute; none: no rope. window: whether a key of theirs limits
+    how far attention looks back, which [model] cannot: exact while sequences are no longer.
+    """
+    model_type: str
+    architecture: str
+    prefix: str
+    tensors: Mapping[str, tuple[str, ...]]
+    keys: Mapping[str, tuple[str, ...]]
+    defaults: Mapping[str, object]
+    fixed: Mapping[str, object]
+    only: Mapping[str, tuple]
+    multiples: Mapping[str, tuple[str, int]] = dataclasses.field(default_factory=dict)
+    ropes: tuple[str, ...] = ("default", "llama3")
+    window: bool = False
+
+
+LAYER = "model.layers.{l}."
+LLAMA_TENSORS = {
+    "model.embed_tokens.weight": ("embedding/table: V D -> V D",),
+    "model.norm.weight": ("final_norm/scale: D -> D",),
+    "lm_head.weight": ("head/kernel: V D -> D V",),
+    LAYER + "input_layernorm.weight": ("layers/attention_norm/scale: D -> D",),
+    LAYER + "post_attention_layernorm.weight": ("layers/mlp_norm/scale: D -> D",),
+    LAYER + "self_attn.q_proj.weight": ("layers/attention/query/kernel: (N H) D -> D N H",),
+    LAYER + "self_attn.k_proj.weight": ("layers/attention/key/kernel: (K H) D -> D K H",),
+    LAYER + "self_attn.v_proj.weight": ("layers/attention/value/kernel: (K H) D -> D K H",),
+    LAYER + "self_attn.o_proj.weight": ("layers/attention/out/kernel: D (N H) -> N H D",),
+    LAYER + "self_attn.q_proj.bias": ("layers/attention/query/bias: (N H) -> N H",),
+    LAYER + "self_attn.k_proj.bias": ("layers/attention/key/bias: (K H) -> K H",),
+    LAYER + "self_attn.v_proj.bias": ("layers/attention/value/bias: (K H) -> K H",),
+    LAYER + "self_attn.q_norm.weight": ("layers/attention/query_norm/scale: H -> H",),
+    LAYER + "self_attn.k_norm.weight": ("layers/attention/key_norm/scale: H -> H",),
+    LAYER + "mlp.gate_proj.weight": ("layers/mlp/gate/kernel: F D -> D F",),
+    LAYER + "mlp.up_proj.weight": ("layers/mlp/up/kernel: F D -> D F",),
+    LAYER + "mlp.down_proj.weight": ("layers/mlp/down/kernel: D F -> F D",),
+    LAYER + "mlp.gate_proj.bias": ("layers/mlp/gate/bias: F -> F",),
+    LAYER + "mlp.up_proj.bias": ("layers/mlp/up/bias: F -> F",),
+    LAYER + "mlp.down_proj.bias": ("layers/mlp/down/bias: D -> D",),
+}
+FUSED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+PHI3_TENSORS = {name: ours for name, ours in LLAMA_TENSORS.items() if not any(part in name for part in FUSED)} | {
+    LAYER + "self_attn.qkv_proj.weight": (
+        "layers/attention/query/kernel: *(N H) D -> D N H", "layers/attention/key/kernel: *(K H) D -> D K H",
+        "layers/attention/value/kernel: *(K H) D -> D K H"),
+    LAYER + "mlp.gate_up_proj.weight": ("layers/mlp/gate/kernel: *F D -> D F", "layers/mlp/up/kernel: *F D -> D F"),
+}
+BLOCK = "transformer.h.{l}."
+GPT2_TENSORS = {
+    "transformer.wte.weight": ("embedding/table: V D -> V D",),
+    "transformer.wpe.weight": ("position/table: C D -> C D",),
+    "transformer.ln_f.weight": ("final_norm/scale: D -> D",),
+    "transformer.ln_f.bias": ("final_norm/bias: D -> D",),
+    "lm_head.weight": ("head/kernel: V D -> D V",),
+    BLOCK + "ln_1.weight": ("layers/attention_norm/scale: D -> D",),
+    BLOCK + "ln_1.bias": ("layers/attention_norm/bias: D -> D",),
+    BLOCK + "ln_2.weight": ("layers/mlp_norm/scale: D -> D",),
+    BLOCK + "ln_2.bias": ("layers/mlp_norm/bias: D -> D",),
+    BLOCK + "attn.c_attn.weight": (
+        "layers/attention/query/kernel: D *(N H) -> D N H", "layers/attention/key/kernel: D *(K H) -> D K H",
+        "layers/attention/value/kernel: D *(K H) -> D K H"),
+    BLOCK + "attn.c_attn.bias": (
+        "layers/attention/query/bias: *(N H) -> N H", "layers/attention/key/bias: *(K H) -> K H",
+        "layers/attention/value/bias: *(K H) -> K H"),
+    BLOCK + "attn.c_proj.weight": ("layers/attention/out/kernel: (N H) D -> N H D",),
+    BLOCK + "attn.c_proj.bias": ("layers/attention/out/bias: D -> D",),
+    BLOCK + "mlp.c_fc.weight": ("layers/mlp/up/kernel: D F -> D F",),
+    BLOCK + "mlp.c_fc.bias": ("layers/mlp/up/bias: F -> F",),
+    BLOCK + "mlp.c_proj.weight": ("layers/mlp/down/kernel: F D -> F D",),
+    BLOCK + "mlp.c_proj.bias": ("layers/mlp/down/bias: D -> D",),
+}
+
+KEYS = {
+    "vocab_size": ("vocab_size",), "hidden_size": ("embed_dim",), "num_hidden_layers": ("num_layers",),
+    "num_attention_heads": ("num_heads",), "num_key_value_heads": ("num_kv_heads",), "head_dim": ("head_dim",),
+    "intermediate_size": ("mlp_dim",), "rms_norm_eps": ("norm_eps",), "tie_word_embeddings": ("tie_embeddings",),
+}
+DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0}
+FIXED = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "qk_norm": False, "attention_bias": False, "mlp_bias": False}
+ONLY = {"hidden_act": ("silu",)}
+
+LLAMA = Family(
+    "llama", "LlamaForCausalLM", "model.", LLAMA_TENSORS, KEYS | {"mlp_bias": ("mlp_bias",)}, DEFAULTS | {"mlp_bias": False},
+    {key: value for key, value in FIXED.items() if key != "mlp_bias"}, ONLY | {"attention_bias": (False,), "pretraining_tp": (1,)})
+MISTRAL = Family(
+    "mistral", "MistralForCausalLM", "model.", LLAMA_TENSORS, KEYS,
+    DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096}, FIXED, ONLY, window=True)
+QWEN2 = Family(
+    "qwen2", "Qwen2ForCausalLM", "model.", LLAMA_TENSORS, KEYS, DEFAULTS | {"num_key_value_heads": 32},
+    FIXED | {"attention_bias": True}, ONLY | {"use_sliding_window": (False,)})
+QWEN3 = Family(
+    "qwen3", "Qwen3ForCausalLM", "model.", LLAMA_TENSORS, KEYS, DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128},
+    FIXED | {"qk_norm": True}, ONLY | {"use_sliding_window": (False,), "attention_bias": (False,)})
+PHI3 = Family(
+    "phi3", "Phi3ForCausalLM", "model.", PHI3_TENSORS, KEYS, DEFAULTS | {"rms_norm_eps": 1e-5}, FIXED,
+    ONLY | {"partial_rotary_factor": (1.0,)}, ropes=("default",), window=True)
+GPT2 = Family(
+    "gpt2", "GPT2LMHeadModel", "transformer.", GPT2_TENSORS,
+    {"vocab_size": ("vocab_size",), "n_embd": ("embed_dim",), "n_layer": ("num_layers",), "n_head": ("num_heads",),
+     "n_positions": ("max_seq_len",), "n_inner": ("mlp_dim",), "layer_norm_epsilon": ("norm_eps",),
+     "tie_word_embeddings": ("tie_embeddings",)},
+    {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
+    {"norm": "layernorm", "activation": "gelu", "position": "learned", "qk_norm": False, "attention_bias": True, "mlp_bias": True},
+    {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
+     "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
+    multiples={"n_inner": ("n_embd", 4)}, ropes=())
+
+# Where a model of ours fits several, the first is written.
+FAMILIES = {one.model_type: one for one in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, GPT2)}
+
+# Known, and not read: what [model] lacks for them.
+LACKING = {
+    "gemma": "gated GELU and scaled embeddings", "gemma2": "windows and softcaps", "gemma3_text": "windows", "olmo2": "norms after attention",
+    "olmo3": "windows", "mixtral": "experts", "qwen3_moe": "experts", "olmoe": "experts", "qwen2_moe": "experts",
+    "gemma3": "other inputs than text", "mistral3": "other inputs than text", "llama4": "other inputs than text",
+    "mllama": "other inputs than text", "qwen2_vl": "other inputs than text", "qwen2_5_vl": "other inputs than text",
+}
+
+# Keys of config.json that change no logit: what a trainer of theirs, a tokenizer or a generation reads.
+HARMLESS = frozenset("""
+    architectures model_type torch_dtype dtype transformers_version auto_map use_cache initializer_range max_position_embeddings
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id suppress_tokens
+    begin_suppress_tokens attention_dropout attn_pdrop embd_pdrop resid_pdrop embedding_dropout hidden_dropout n_ctx
+    original_max_position_embeddings max_window_layers summary_activation summary_first_dropout summary_proj_to_labels summary_type
+    summary_use_proj task_specific_params finetuning_task id2label label2id num_labels problem_type output_attentions
+    output_hidden_states output_scores return_dict return_dict_in_generate torchscript chunk_size_feed_forward gradient_checkpointing
+    reorder_and_upcast_attn attn_implementation max_length min_length do_sample temperature top_k top_p typical_p num_beams
+    num_beam_groups diversity_penalty early_stopping repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size num_return_sequences bad_words_ids remove_invalid_values exponential_decay_length_penalty
+    tokenizer_class prefix name_or_path use_bfloat16 tf_legacy_loss pruned_heads unsloth_version unsloth_fixed
+""".split())

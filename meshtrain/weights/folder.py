@@ -1,0 +1,203 @@
+"""A model folder as it lies there: opened, checked, and matched with the parameters of a model of ours, before any is read.
+
+Files are those that the index names, plain names of *.safetensors in the folder itself (links are followed: the hub's cache
+has them), or model.safetensors alone. Pickles are never opened. Everything that is wrong is told at once.
+"""
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from meshtrain.weights import forms, safetensors, settings
+from meshtrain.weights.families import Family
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+MOST_INDEX_BYTES = 100_000_000
+TOLD = 8        # faults of a kind that are told one by one
+# Buffers that some writers have saved, and no parameters.
+BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
+# What belongs to a model beside its weights and goes along with them.
+COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+              "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+              "preprocessor_config.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One parameter of ours in a tensor of theirs. path: of the parameter. first: where it begins along the form's star."""
+    path: str
+    form: forms.Form
+    first: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A tensor of theirs, or one for each layer, and what it is of ours."""
+    name: str       # with {l} for a layer's number
+    pieces: tuple[Piece, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def stacked(self) -> bool:
+        return "{l}" in self.name
+
+    def of_layer(self, layer: int) -> str:
+        return self.name.replace("{l}", str(layer))
+
+
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """An opened folder. model: the keys of [model] that it decides. longest: sequences for which they are exact; None: any."""
+    directory: Path
+    family: Family
+    config: Mapping
+    model: Mapping
+    longest: int | None
+    entries: Mapping[str, safetensors.Entry]
+
+
+def is_one(directory: str | os.PathLike) -> bool:
+    """Whether a directory looks like a model folder; those of our runs have no config.json."""
+    return os.path.isfile(os.path.join(directory, settings.CONFIG))
+
+
+def settings_of(directory: Path) -> tuple[dict, int | None]:
+    """`settings.model_keys` of a folder; its weights are not looked at. Raises: ValueError."""
+    try:
+        return settings.model_keys(config := settings.read(directory), settings.family_of(config))
+    except ValueError as error:
+        raise _at(directory, str(error).splitlines()) from None
+
+
+def open_folder(directory: Path) -> Folder:
+    """Raises: ValueError that lists what is wrong with config.json, the index and every file's header."""
+    def described():
+        family = settings.family_of(config := settings.read(directory))
+        return family, config, *settings.model_keys(config, family)
+
+    found, faults = [], []
+    for read in (described, lambda: (_entries(directory),)):
+        try:
+            found += read()
+        except ValueError as error:
+            faults += str(error).splitlines()
+    if faults:
+        raise _at(directory, faults)
+    return Folder(directory, *found)
+
+
+def rows(family: Family, model, paths) -> list[Row]:
+    """The tensors of a model in a family's names. model: keys of [model] as attributes. paths: of its parameters.
+
+    Raises: ValueError where a parameter has no name.
+    """
+    sizes, found, covered = forms.sizes_of(model), [], set()
+    for name, texts in family.tensors.items():
+        parsed = [(path, forms.parse(form)) for path, _, form in (text.partition(": ") for text in texts)]
+        if not all(path in paths for path, _ in parsed):
+            continue
+        star, shape = parsed[0][1].star, list(parsed[0][1].their_shape(sizes))
+        lengths = [form.their_shape(sizes)[star or 0] for _, form in parsed]
+        firsts = [0, *itertools.accumulate(lengths)]
+        shape[star or 0] = firsts[-1] if star is not None else shape[0]
+        found.append(Row(name, tuple(Piece(path, form, first) for (path, form), first in zip(parsed, firsts)), tuple(shape)))
+        covered |= {path for path, _ in parsed}
+    if missing := set(paths) - covered:
+        raise ValueError(f"{family.model_type} has no name for {', '.join(sorted(missing))}")
+    return found
+
+
+def match(folder: Folder, model, paths) -> list[Row]:
+    """The rows of a model, each with a tensor of the folder; names are as this folder has them.
+
+    Raises: ValueError with all tensors that are absent, superfluous, of another shape, or of a dtype that is not read.
+    """
+    wanted, left = rows(folder.family, model, paths), set(folder.entries)
+    if not any(name.startswith(folder.family.prefix) for name in left):     # of the bare model, without its head
+        wanted = [dataclasses.replace(row, name=row.name.removeprefix(folder.family.prefix)) for row in wanted]
+    absent, wrong, quantized = [], [], []
+    # A folder cannot have more layers than tensors, whatever its config.json says.
+    layers = range(min(model.num_layers, len(left) + 1))
+    for row in wanted:
+        for name in map(row.of_layer, layers) if row.stacked else [row.name]:
+            entry = folder.entries.get(name)
+            left.discard(name)
+            if entry is None:
+                absent.append(name)
+            elif entry.dtype not in safetensors.DTYPES:
+                quantized.append(f"{name} is {entry.dtype}; only {', '.join(safetensors.DTYPES)} are read, quantized weights are not")
+            elif entry.shape != row.shape:
+                wrong.append(f"{name} is {list(entry.shape)}; {settings.CONFIG} asks for {list(row.shape)}")
+    if model.tie_embeddings:
+        left.discard("lm_head.weight")      # the embedding again
+    extra = sorted(name for name in left if not BUFFERS.fullmatch(name))
+    faults = [f"{name} is absent{_near(name, extra)}" for name in absent[:TOLD]] + _more(absent, "absent tensors")
+    faults += wrong[:TOLD] + _more(wrong, "tensors of another shape") + quantized[:TOLD] + _more(quantized, "quantized tensors")
+    faults += [f"{name} is not a tensor of this model" for name in extra[:TOLD]] + _more(extra, "superfluous tensors")
+    if faults:
+        raise _at(folder.directory, faults)
+    return wanted
+
+
+def _entries(directory: Path) -> dict[str, safetensors.Entry]:
+    """The tensors of all files. Raises: ValueError."""
+    index = directory / INDEX
+    if os.path.lexists(index):
+        weight_map = _weight_map(index)
+        files = sorted(set(weight_map.values()))
+    else:
+        weight_map, files = None, [SINGLE]
+        if not os.path.lexists(directory / SINGLE):
+            pickles = sorted(path.name for path in directory.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+            what = f"; {pickles[0]} is a pickle, which can run code when it is opened, and stays closed" if pickles else ""
+            raise ValueError(f"there is no {SINGLE} and no {INDEX}{what}; save the model as safetensors")
+    entries, faults = {}, []
+    for file in files:
+        try:
+            found = safetensors.read_header(directory / file)
+        except ValueError as error:
+            faults.append(f"{file}: {error}")
+            continue
+        if twice := sorted(entries.keys() & found.keys()):
+            faults.append(f"{file}: {twice[0]} is in {entries[twice[0]].path.name}, too")
+        entries |= found
+    if not faults and weight_map is not None:
+        elsewhere = [f"{INDEX}: {name} is not in {file}" for name, file in sorted(weight_map.items())
+                     if name not in entries or entries[name].path.name != file]
+        faults = elsewhere[:TOLD] + _more(elsewhere, "tensors that are not where the index says")
+    if faults:
+        raise ValueError("\n".join(faults))
+    return entries
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    if not os.path.isfile(index) or os.path.getsize(index) > MOST_INDEX_BYTES:
+        raise ValueError(f"{INDEX} is no file of an index's size")
+    try:
+        weight_map = safetensors.parse_json(index.read_bytes(), INDEX).get("weight_map")
+    except OSError as error:
+        raise ValueError(f"{INDEX} cannot be read: {error.strerror}") from None
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ValueError(f"{INDEX} has no weight_map of names to files")
+    for file in weight_map.values():
+        if file != os.path.basename(file) or not re.fullmatch(r"[^/\\\0]+\.safetensors", file):
+            raise ValueError(f"{INDEX}: {file[:80]!r} is not the plain name of a .safetensors file beside it, and is not opened")
+    return weight_map
+
+
+def _at(directory: Path, faults: list[str]) -> ValueError:
+    return ValueError("\n".join(f"{directory}: {fault}" for fault in faults))
+
+
+def _near(name: str, others: list[str]) -> str:
+    near = difflib.get_close_matches(name, others[:200], n=1, cutoff=0.8)
+    return f"; there is {near[0]}" if near else ""
+
+
+def _more(faults: list[str], what: str) -> list[str]:
+    return [f"… and {len(faults) - TOLD} more {what}"] if len(faults) > TOLD else []

@@ -1,0 +1,61 @@
+"""A small language for one tensor in two forms: "(N H) D -> D N H", theirs -> ours.
+
+A letter is a size of the model. Letters in parentheses are one dim of theirs that is several of ours, the slowest first. A star
+marks the dim of theirs along which several tensors of ours lie one after another. Arrays of numpy and of jax will both do.
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Mapping
+
+# Letter -> the key of [model] that is its size. C: rows of the table of learned positions.
+LETTERS = {"D": "embed_dim", "N": "num_heads", "K": "num_kv_heads", "H": "head_dim", "F": "mlp_dim", "V": "vocab_size",
+           "C": "max_seq_len"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """One tensor of ours in a tensor of theirs. groups: letters of each dim of theirs. ours: letters of our dims, layers apart."""
+    groups: tuple[tuple[str, ...], ...]
+    ours: tuple[str, ...]
+    star: int | None
+
+    def their_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(math.prod(sizes[letter] for letter in group) for group in self.groups)
+
+    def our_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(sizes[letter] for letter in self.ours)
+
+    def to_ours(self, x, sizes: Mapping[str, int]):
+        """An array of `their_shape` as one of `our_shape`."""
+        letters = self._letters()
+        return x.reshape([sizes[letter] for letter in letters]).transpose([letters.index(letter) for letter in self.ours])
+
+    def to_theirs(self, x, sizes: Mapping[str, int]):
+        """An array of `our_shape` as one of `their_shape`."""
+        return x.transpose([self.ours.index(letter) for letter in self._letters()]).reshape(self.their_shape(sizes))
+
+    def _letters(self) -> list[str]:
+        return [letter for group in self.groups for letter in group]
+
+
+@functools.cache
+def parse(text: str) -> Form:
+    """Raises: ValueError for what is no form: an unknown letter, one that stands twice or on one side alone, two stars."""
+    left, arrow, right = text.partition("->")
+    words = re.findall(r"\*?\([^()]*\)|\*?\w+|\S", left)
+    groups = tuple(tuple(word.strip("*()").split()) for word in words)
+    stars = [i for i, word in enumerate(words) if word.startswith("*")]
+    letters, ours = [letter for group in groups for letter in group], tuple(right.split())
+    if not arrow or not letters or set(letters) - set(LETTERS) or len(set(letters)) != len(letters) or len(stars) > 1 \
+            or sorted(letters) != sorted(ours):
+        raise ValueError(f'"{text}" is no form; write e.g. "(N H) D -> D N H", each of {", ".join(LETTERS)} at most once a side')
+    return Form(groups, ours, stars[0] if stars else None)
+
+
+def sizes_of(model) -> dict[str, int]:
+    """The size of each letter. model: an object with the keys of [model] as attributes."""
+    return {letter: getattr(model, key) for letter, key in LETTERS.items()}

@@ -1,0 +1,184 @@
+"""config.json <-> the keys of [model], by the tables of `families`.
+
+Read: the form of transformers 5 (rope_parameters, dtype) and that of 4 (rope_theta and rope_scaling, torch_dtype). Written: the
+latter, which both read. A key that changes what is computed and is not modelled is a fault; so is one that nobody knows.
+"""
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from meshtrain.weights import safetensors
+from meshtrain.weights.families import FAMILIES, HARMLESS, LACKING, Family
+
+CONFIG = "config.json"
+MOST_BYTES = 1 << 24    # of a config.json
+FLAGS, NUMBERS = ("tie_embeddings", "mlp_bias"), ("norm_eps",)
+ROPE_KEYS = ("rope_parameters", "rope_theta", "rope_scaling")
+# Of a scaled rope: theirs -> ours, in a config.json's order.
+SCALED = {"llama3": {"factor": "rope_scaling_factor", "low_freq_factor": "rope_low_freq_factor",
+                     "high_freq_factor": "rope_high_freq_factor", "original_max_position_embeddings": "rope_original_seq_len"}}
+WHOLE = ("rope_original_seq_len",)
+
+
+def read(directory: Path) -> dict:
+    """The object of config.json. Raises: ValueError."""
+    path = directory / CONFIG
+    if not os.path.isfile(path):
+        raise ValueError(f"there is no {CONFIG}; name a folder that has one beside its *.safetensors")
+    try:
+        with open(path, "rb") as file:
+            text = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"{CONFIG} cannot be read: {error.strerror}") from None
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"{CONFIG} is larger than {MOST_BYTES:,} bytes, which no such file is")
+    return safetensors.parse_json(text, CONFIG)
+
+
+def family_of(config: Mapping) -> Family:
+    """Raises: ValueError for a family that cannot be read."""
+    kind = config.get("model_type")
+    if isinstance(kind, str) and kind in FAMILIES:
+        return FAMILIES[kind]
+    if isinstance(kind, str) and kind in LACKING:
+        raise ValueError(f'{CONFIG}: model_type="{kind}" needs {LACKING[kind]}, which [model] does not have; '
+                         f"known are {', '.join(FAMILIES)}")
+    near = difflib.get_close_matches(kind, FAMILIES, n=1) if isinstance(kind, str) else []
+    guess = f'did you mean "{near[0]}"? Known' if near else "known"
+    raise ValueError(f"{CONFIG}: model_type={_shown(kind)} is not a family that can be read; {guess} are {', '.join(FAMILIES)}")
+
+
+def model_keys(config: Mapping, family: Family) -> tuple[dict, int | None]:
+    """(the keys of [model] that a config.json decides, the longest sequence for which they are exact; None: any).
+
+    Raises: ValueError, a line for everything that would be computed otherwise than by transformers.
+    """
+    get = lambda key: config[key] if key in config else family.defaults.get(key)
+    keys, faults = dict(family.fixed), []
+    for theirs, ours in family.keys.items():
+        value = get(theirs)
+        if value is None and theirs in family.multiples:
+            source, times = family.multiples[theirs]
+            value = get(source) * times if type(get(source)) is int else None
+        if value is None and ours[0] in ("num_kv_heads", "head_dim"):
+            continue        # derived from the others
+        faults += _fault(theirs, value, ours[0])
+        keys |= {one: float(value) if one in NUMBERS and type(value) is int else value for one in ours}
+    for key, allowed in family.only.items():
+        value = get(key)
+        if value is not None and not any(type(value) is type(one) and value == one for one in allowed):
+            faults.append(f"{CONFIG}: {key}={_shown(value)} cannot be computed; only {' or '.join(map(_shown, allowed))} can")
+    rope, wrong = _rope(config, family)
+    window, no_window = _window(config, family, get)
+    known = {*family.keys, *family.only, *HARMLESS, "layer_types", "sliding_window", *(ROPE_KEYS if family.ropes else ())}
+    for key in sorted(set(config) - known):
+        if config[key] not in (None, False, [], {}) and not key.startswith("_"):
+            what = "quantized weights cannot be read" if key == "quantization_config" else \
+                "it is not known here, and may change what is computed; take it out of a copy if it does not"
+            faults.append(f"{CONFIG}: {key}={_shown(config[key])}: {what}")
+    if not faults:
+        heads, width = keys["num_heads"], keys["embed_dim"]
+        if heads % keys.get("num_kv_heads", heads):
+            faults.append(f"{CONFIG}: {keys['num_kv_heads']} key and value heads do not divide {heads} heads")
+        if "head_dim" not in keys and width % heads:
+            faults.append(f"{CONFIG}: {heads} heads do not divide the width of {width}, and there is no head_dim")
+    if faults := faults + wrong + no_window:
+        raise ValueError("\n".join(faults))
+    return keys | rope, window
+
+
+def config_of(model, family: Family, dtype: str, longest: int, source: Mapping) -> dict:
+    """config.json of a model. model: the keys of [model] as attributes. longest: the sequences it was trained on. source: the
+    config.json that the model came from, whose other keys stay."""
+    kept = {key: value for key, value in source.items() if key not in ("rope_parameters", "dtype")}
+    made = kept | {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": dtype}
+    made |= {theirs: getattr(model, ours[0]) for theirs, ours in family.keys.items()}
+    made |= {key: allowed[0] for key, allowed in family.only.items() if source.get(key) not in allowed}
+    if family.window and not source:
+        made["sliding_window"] = None       # absent, some classes take one
+    if not family.ropes:
+        return made
+    made |= {"max_position_embeddings": max(longest, source.get("max_position_embeddings") or 0), "rope_theta": model.rope_theta}
+    scaled = model.rope_scaling_factor != 1
+    made["rope_scaling"] = {"rope_type": "llama3"} | {
+        theirs: getattr(model, ours) for theirs, ours in SCALED["llama3"].items()} if scaled else None
+    return made
+
+
+def family_for(model) -> Family:
+    """The first family that computes what a model does. Raises: ValueError where none does."""
+    for family in FAMILIES.values():
+        sizes = {one for ours in family.keys.values() for one in ours}
+        heads = "num_kv_heads" in sizes or model.num_kv_heads == model.num_heads
+        width = "head_dim" in sizes or model.head_dim * model.num_heads == model.embed_dim
+        rope = model.rope_scaling_factor == 1 or "llama3" in family.ropes or model.position != "rope"
+        if heads and width and rope and all(getattr(model, key) == value for key, value in family.fixed.items()):
+            return family
+    told = ", ".join(f"model.{key}={_shown(getattr(model, key))}" for key in FAMILIES["llama"].fixed)
+    raise ValueError(f"no family of Hugging Face's computes this model ({told}); known are {', '.join(FAMILIES)}")
+
+
+def _rope(config: Mapping, family: Family) -> tuple[dict, list[str]]:
+    """(keys of [model], faults)."""
+    if not family.ropes:
+        return {}, []
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        return {}, [f"{CONFIG}: rope_parameters={_shown(given)} is no object"]
+    given = {key: value for key, value in given.items() if value is not None}
+    theta = given.pop("rope_theta", config.get("rope_theta") or family.defaults["rope_theta"])
+    kind = given.pop("rope_type", given.pop("type", "default"))
+    given.pop("type", None)
+    faults = [] if _is_number(theta) else [f"{CONFIG}: rope_theta={_shown(theta)} is not a number larger than 0"]
+    if kind not in family.ropes:
+        return {}, [*faults, f"{CONFIG}: rope_type={_shown(kind)} cannot be computed; only {' or '.join(family.ropes)} can"]
+    keys = {"rope_theta": float(theta)} if not faults else {}
+    if given.get("partial_rotary_factor") == 1.0:
+        del given["partial_rotary_factor"]
+    wanted = SCALED.get(kind, {})
+    for theirs, ours in wanted.items():
+        value = given.pop(theirs, None)
+        if not _is_number(value) or (ours in WHOLE and type(value) is not int):
+            faults.append(f"{CONFIG}: {theirs}={_shown(value)} of the rope is not a number larger than 0")
+        else:
+            keys[ours] = value if ours in WHOLE else float(value)
+    if given:
+        faults += [f"{CONFIG}: {key}={_shown(value)} of the rope cannot be computed" for key, value in given.items()]
+    return keys, faults
+
+
+def _window(config: Mapping, family: Family, get) -> tuple[int | None, list[str]]:
+    """(the longest sequence that no window cuts short, faults)."""
+    kinds, window = config.get("layer_types") or [], get("sliding_window")
+    if set(map(str, kinds)) - {"full_attention"} and not family.window:
+        return None, [f"{CONFIG}: layer_types={_shown(kinds)}: [model] has no window; only full_attention can be computed"]
+    if window is None or not family.window:
+        return None, []
+    if type(window) is not int or window < 1:
+        return None, [f"{CONFIG}: sliding_window={_shown(window)} is not a whole number larger than 0"]
+    return window, []
+
+
+def _fault(theirs: str, value, ours: str) -> list[str]:
+    if value is None:
+        return [f"{CONFIG}: {theirs} is not there; every family needs it"]
+    if ours in FLAGS:
+        return [] if type(value) is bool else [f"{CONFIG}: {theirs}={_shown(value)} is not true or false"]
+    if ours in NUMBERS:
+        return [] if _is_number(value) else [f"{CONFIG}: {theirs}={_shown(value)} is not a number larger than 0"]
+    least = 2 if ours == "vocab_size" else 1
+    if type(value) is not int or not least <= value < 2**31:
+        return [f"{CONFIG}: {theirs}={_shown(value)} is not a whole number from {least} to {2**31 - 1}"]
+    return []
+
+
+def _is_number(value) -> bool:
+    return type(value) in (int, float) and 0 < value < float("inf")
+
+
+def _shown(value) -> str:
+    return json.dumps(value)[:80]

@@ -1,0 +1,209 @@
+"""A run begins from a model folder: its logits are those that transformers computed, on any layout, and every byte is read once."""
+import functools
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sampling
+from checkpoints import assert_same_bits
+from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
+
+from meshtrain import assembly, config, train
+from meshtrain.model import transformer
+from meshtrain.run import pretrained
+from meshtrain.weights import families, folder, safetensors, settings
+
+ROOT = Path(__file__).resolve().parent
+GOLDENS = ROOT / "goldens"
+NAMES = sorted(path.name for path in GOLDENS.iterdir() if path.is_dir())
+EIGHT = ("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2))
+ONE = ("ddp", {})
+B = 8
+
+
+def run_of(source: Path, rule: str, mesh: dict, *words: str, length: int = 40) -> config.Run:
+    """Tokens come from files that nobody reads: bytes would need a larger vocabulary."""
+    values = {"sharding.rules": ROOT.parent / f"sharding_rules/{rule}.toml", "mesh.simulated_devices": 0, "mesh.data": 1, "mesh.fsdp": 1,
+              "mesh.tensor": 1, "data.source": "tokens", "data.paths": '["none.tokens.npy"]', "data.seq_len": length,
+              "data.global_batch": B, "training.microbatches": 1, "model.compute_dtype": "float32", "checkpoint.init_from": source}
+    values |= {f"mesh.{axis}": size for axis, size in mesh.items()}
+    return config.load([f"--{key}={value}" for key, value in values.items()] + list(words))
+
+
+class Loaded:
+    """A run of a model folder, put together, with its parameters as they were read."""
+
+    def __init__(self, source: Path, rule: str, mesh: dict, *words: str, length: int = 40):
+        self.run = run_of(source, rule, mesh, *words, length=length)
+        self.made = assembly.assemble(self.run, jax.devices()[:math.prod(mesh.values())])
+        spec = self.made.program.spec
+        self.found, self.rows = pretrained.opened(self.run, [info.name for info in self.made.model.parameters()])
+        # Other numbers than zeros: what is not overwritten shows.
+        full = jax.jit(lambda: jax.tree.map(lambda a: jnp.full(a.shape, 7, a.dtype), spec.abstract.params),
+                       out_shardings=spec.sharding.params)
+        with jax.set_mesh(self.made.mesh):
+            self.params = pretrained.load(self.found, self.rows, self.run.model, full())
+
+    def logits(self, tokens_BT) -> np.ndarray:
+        made, length = self.made, tokens_BT.shape[1]
+        tokens = np.resize(tokens_BT, (B, length))
+        index = np.tile(np.arange(length), (B, 1))
+        batch = {"tokens": tokens, "positions": index, "index": index, "segments": np.ones_like(index), "sequence": np.arange(B)}
+
+        @jax.jit
+        def every(params, batch):
+            params = made.model.as_read(made.layout, params, jnp.float32)
+            at = lambda t: made.model.logits(made.program.execution, params, batch, t)
+            return jax.vmap(at, out_axes=1)(jnp.arange(length))
+
+        with jax.default_matmul_precision("highest"), jax.set_mesh(made.mesh):
+            return np.asarray(every(self.params, batch))[:len(tokens_BT)]
+
+
+FAST = ("phi3", "llama3.1")
+CELLS = [pytest.param(name, *EIGHT, marks=sampling.GRID, id=f"{name}, eight devices") for name in NAMES] + [
+    pytest.param(name, *ONE, marks=() if name in FAST else sampling.GRID, id=f"{name}, one device") for name in NAMES]
+
+
+@pytest.mark.parametrize(("name", "rule", "mesh"), CELLS)
+def test_logits_of_a_folder_equal_those_of_transformers(name, rule, mesh):
+    golden = np.load(GOLDENS / name / "golden.npz")
+    _, longest = folder.settings_of(GOLDENS / name)
+    tokens, expected = (golden[key][:, :longest] for key in ("tokens", "logits"))
+    loaded = Loaded(GOLDENS / name, rule, mesh, length=longest or 40)
+    # Logits up to 8 or so, float32; either implementation is some 2e-5 from float64.
+    np.testing.assert_allclose(loaded.logits(tokens), expected, atol=1e-4)
+
+
+@functools.cache
+def plain(name: str, dtype: str = "float32") -> dict:
+    """Parameters of a golden on one device, as numpy arrays."""
+    return jax.device_get(Loaded(GOLDENS / name, *ONE, f"--model.param_dtype={dtype}").params)
+
+
+@pytest.mark.parametrize(("name", "rule", "mesh"), [
+    ("gpt2", *EIGHT), ("qwen2", "zero3", dict(fsdp=8)), ("llama2", "tensor", dict(data=2, fsdp=2, tensor=2)),
+    ("phi3", "zero1_tensor_sequence_pipeline", dict(fsdp=2, tensor=2, stage=2))])
+def test_every_layout_reads_the_same_bits_and_each_byte_once(name, rule, mesh, monkeypatch):
+    expected, spans, original = plain(name), [], safetensors.read
+    monkeypatch.setattr(safetensors, "read", lambda entry, start, stop: spans.append((entry, start, stop)) or original(entry, start, stop))
+    words = ("--training.microbatches=2", "--pipeline.schedule=1f1b") if "stage" in mesh else ()
+    loaded = Loaded(GOLDENS / name, rule, mesh, *words)
+    assert_same_bits(jax.device_get(loaded.params), expected)
+    for wanted, leaf in zip(jax.tree.leaves(loaded.made.program.spec.sharding.params), jax.tree.leaves(loaded.params), strict=True):
+        assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim)
+    read = {}
+    for entry, start, stop in spans:
+        read.setdefault(entry, []).append((start, stop))
+    used = {loaded.found.entries[row.of_layer(layer)] for row in loaded.rows for layer in range(loaded.run.model.num_layers)}
+    assert set(read) == used
+    devices = math.prod(mesh.values())
+    for entry, parts in read.items():
+        count, end = math.prod(entry.shape), 0
+        for start, stop in sorted(parts):
+            assert start == end and stop - start <= -(-count // devices)        # an equal share of every tensor
+            end = stop
+        assert end == count
+
+
+def test_rows_beyond_the_vocabulary_are_zeros_and_weights_may_be_stored_in_another_dtype():
+    exact, rounded = plain("qwen2"), plain("qwen2", "bfloat16")
+    table = exact["embedding"]["table"]
+    assert table.shape[0] == 256 and not table[200:].any() and table[:200].any(1).all() and not exact["head"]["kernel"][:, 200:].any()
+    for a, b in zip(jax.tree.leaves(exact), jax.tree.leaves(rounded), strict=True):
+        assert b.dtype == jnp.bfloat16 and np.array_equal(a.astype(jnp.bfloat16), b)
+
+
+@pytest.mark.parametrize("kind", ["F64", "F16", "BF16"])
+def test_a_folder_in_another_dtype_and_several_files_is_the_same_model(kind, tmp_path):
+    """All of a golden's numbers, rounded to 8 bits so that every dtype holds them, in two files with an index."""
+    source = GOLDENS / "gpt2"
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    entries = safetensors.read_header(source / "model.safetensors")
+    names, weight_map = sorted(entries), {}
+    for number, part in enumerate((names[:9], names[9:])):
+        text, _ = safetensors.header({name.removeprefix("transformer."): entries[name].shape for name in part}, kind)
+        numbers = [safetensors.read(entries[name], 0, math.prod(entries[name].shape)) for name in part]
+        rounded = [np.asarray(jnp.asarray(x, jnp.bfloat16)).astype(safetensors.DTYPES[kind]) for x in numbers]
+        (tmp_path / f"{number}.safetensors").write_bytes(text + b"".join(x.tobytes() for x in rounded))
+        weight_map |= {name.removeprefix("transformer."): f"{number}.safetensors" for name in part}
+    (tmp_path / folder.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    got = jax.device_get(Loaded(tmp_path, *ONE).params)
+    # float16 has no more than 2^-24 for the smallest of them.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, np.asarray(jnp.asarray(b, jnp.bfloat16), np.float32), atol=2**-24),
+                 got, plain("gpt2"))
+
+
+@pytest.mark.parametrize("preset", sorted(config.presets()))
+def test_names_and_parameters_of_every_preset_cover_each_other(preset):
+    run = config.load([f"--model.preset={preset}"])
+    infos = transformer.build(run.model).parameters()
+    try:
+        family = settings.family_for(run.model)
+    except ValueError as error:
+        assert preset == "gpt-180b", error
+        return
+    rows = folder.rows(family, run.model, [info.name for info in infos])
+    theirs = sum(math.prod(row.shape) * (run.model.num_layers if row.stacked else 1) for row in rows)
+    padding = (transformer.padded_vocab(run.model) - run.model.vocab_size) * run.model.embed_dim * (2 - run.model.tie_embeddings)
+    assert theirs == sum(info.size for info in infos) - padding
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokens(home) -> tuple[str, ...]:
+    """Overrides that train on ids of the goldens' vocabulary."""
+    ids = np.random.default_rng(0).integers(3, 200, 6000).astype(np.uint32)
+    np.save(home / "ids.tokens.npy", ids)
+    np.save(home / "ids.ends.npy", np.arange(100, 6001, 100))
+    return ("--data.source=tokens", f"--data.paths={json.dumps([str(home / 'ids.tokens.npy')])}", "--data.bos_token=1")
+
+
+def without_model(tiny) -> list[str]:
+    return [word for k, word in enumerate(tiny) if not any(w.startswith("--model.") for w in (word, tiny[k - 1]))]
+
+
+def test_a_run_starts_from_a_folder_and_takes_its_config_along(tiny, tokens, tmp_path):
+    words = [*without_model(tiny), *tokens, "--model.compute_dtype=float32", f"--checkpoint.init_from={GOLDENS / 'qwen3'}",
+             "--run.dir", tmp_path / "run", "--run.sample_tokens=0", "--data.validation_fraction=0"]
+    ran = call(train.main, *words, "--training.steps=2")
+    assert (ran.code, ran.err) == (0, ""), ran
+    assert "weights from" in ran.out and "qwen3, 25 tensors" in ran.out
+    kept = tmp_path / "run" / "hf"
+    assert [path.name for path in kept.iterdir()] == ["config.json"]
+    assert (kept / "config.json").read_bytes() == (GOLDENS / "qwen3" / "config.json").read_bytes()
+    # It goes on from its own checkpoint: its config.toml names the folder and all that this decides.
+    ran = call(train.main, tmp_path / "run" / "config.toml", "--training.steps=3")
+    assert (ran.code, ran.err) == (0, "") and "going on after step 2" in ran.out and "weights from" not in ran.out
+    # A run that starts from this one takes them on.
+    third = config.Run(checkpoint=dict(init_from=str(tmp_path / "run")))
+    (tmp_path / "third").mkdir()
+    pretrained.keep_companions(third, tmp_path / "third")
+    assert (tmp_path / "third" / "hf" / "config.json").read_bytes() == (kept / "config.json").read_bytes()
+
+
+def test_what_contradicts_a_folder_is_refused_before_anything_starts(tiny, tokens, tmp_path):
+    source = GOLDENS / "mistral_window"
+    words = [*without_model(tiny), *tokens, f"--checkpoint.init_from={source}", "--run.dir", tmp_path / "run"]
+    ran = call(train.main, *words, "--model.embed_dim=64", "--model.rope_theta=1e6", "--model.num_kv_heads=2",
+               "--checkpoint.init_optimizer=true")
+    refused(ran, "model.embed_dim=64 contradicts", "makes it 32", "model.rope_theta=1000000.0 contradicts", "data.seq_len=32 is longer",
+            "looks back 12 tokens", "init_optimizer")
+    assert "num_kv_heads" not in ran.err and not (tmp_path / "run").exists()
+    refused(call(train.main, *words, "--data.seq_len=12", "--checkpoint.step=3"), "checkpoint.step=3", "no steps")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_bytes((source / "config.json").read_bytes())
+    refused(call(train.main, *words, "--data.seq_len=12", f"--checkpoint.init_from={tmp_path / 'empty'}"),
+            "checkpoint.init_from: ", "there is no model.safetensors")
+    (tmp_path / "empty" / "config.json").write_text('{"model_type": "bert"}')
+    refused(call(train.main, *words, f"--checkpoint.init_from={tmp_path / 'empty'}"), 'model_type="bert"')
+
+
+def test_lacking_families_are_not_known_ones():
+    assert not set(families.LACKING) & set(families.FAMILIES)

@@ -1,0 +1,211 @@
+"""Folders that are not what they say: each is refused with one message, exit 2, and nothing of it is executed or trusted."""
+import json
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import call, refused
+from hypothesis import given, settings, strategies
+
+from meshtrain import convert
+from meshtrain.weights import families, folder, forms, safetensors
+
+GOLDENS = Path(__file__).resolve().parent / "goldens"
+WHOLE = GOLDENS / "llama2"
+
+
+def raw(header: bytes, data: bytes = b"", length: int | None = None) -> bytes:
+    return (len(header) if length is None else length).to_bytes(8, "little") + header + data
+
+
+def entries(**given) -> bytes:
+    return json.dumps({name: {"dtype": dtype, "shape": shape, "data_offsets": span} for name, (dtype, shape, span) in given.items()}).encode()
+
+
+GOOD = (WHOLE / "model.safetensors").read_bytes()
+NAMES = list(safetensors.read_header(WHOLE / "model.safetensors"))
+ONE = b'"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
+FILES = {
+    "empty": (b"", "0 bytes"),
+    "7 bytes": (b"1234567", "7 bytes"),
+    "a header of 2^63 bytes": (raw(b"{}", length=1 << 63), "9,223,372,036,854,775,808"),
+    "a header longer than the file": (raw(b"{}", length=10**6), "1,000,000"),
+    "no JSON": (raw(b"{{{{"), "its header is broken"),
+    "no UTF-8": (raw(b"\xff\xfe{}"), "its header is broken"),
+    "a list": (raw(b"[]"), "no object"),
+    "brackets within brackets": (raw(b"[" * 200_000), "its header is broken"),
+    "offsets beyond the file": (raw(entries(a=("F32", [4], [0, 16])), b"\0" * 8), "end at byte"),
+    "tensors that overlap": (raw(entries(a=("F32", [2], [0, 8]), b=("F32", [2], [4, 12])), b"\0" * 12), "overlap"),
+    "a hole": (raw(entries(a=("F32", [2], [0, 8]), b=("F32", [2], [12, 20])), b"\0" * 20), "hole"),
+    "a shape that lies": (raw(entries(a=("F32", [1000, 1000], [0, 8])), b"\0" * 8), "'a' is broken"),
+    "negative sizes": (raw(entries(a=("F32", [-2], [0, -8])), b"\0" * 8), "'a' is broken"),
+    "sizes beyond 64 bits": (raw(entries(a=("F32", [1 << 40, 1 << 40], [0, 8])), b"\0" * 8), "'a' is broken"),
+    "a number of 5000 digits": (raw(b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,8]}}', b"\0" * 8), "is broken"),
+    "true for a size": (raw(b'{"a":{"dtype":"F32","shape":[true],"data_offsets":[0,4]}}', b"\0" * 4), "'a' is broken"),
+    "an unknown dtype": (raw(entries(a=("F4", [2], [0, 8])), b"\0" * 8), "'a' is broken"),
+    "bytes behind the tensors": (GOOD + b"xx", "the file has"),
+    "cut off": (GOOD[:-10], "cut off"),
+    "a name twice": (raw(b"{" + ONE + b"," + ONE + b"}", b"\0" * 4), "stands twice"),
+    "an entry that is no object": (raw(b'{"a":7}'), "'a' is broken"),
+}
+INDEXES = {
+    "a file of the folder above": ({name: "../llama2/model.safetensors" for name in NAMES}, "is not opened"),
+    "a file of the system": ({name: "/etc/passwd" for name in NAMES}, "is not opened"),
+    "a pickle": ({name: "pytorch_model.bin" for name in NAMES}, "is not opened"),
+    "a file that is not there": ({name: "b.safetensors" for name in NAMES}, "no such file"),
+    "a tensor that is elsewhere": ({name: "a.safetensors" for name in NAMES} | {"x.weight": "a.safetensors"}, "x.weight is not in"),
+    "no map": (["a"], "no weight_map"),
+    "a map to numbers": ({name: 7 for name in NAMES}, "no weight_map"),
+}
+CONFIGS = {
+    "another width": ({"hidden_size": 128}, "asks for [200, 128]"),
+    "another number of layers": ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is absent"),
+    "more layers than anything has": ({"num_hidden_layers": 10**9}, "more absent tensors"),
+    "another vocabulary": ({"vocab_size": 299}, "asks for [299, 32]"),
+    "another architecture": ({"model_type": "mamba"}, "is not a family"),
+    "an architecture nearly right": ({"model_type": "lama"}, 'did you mean "llama"?'),
+    "a number as text": ({"num_attention_heads": "4"}, "is not a whole number"),
+    "a width that no memory has": ({"intermediate_size": 10**12}, "is not a whole number from 1 to"),
+    "heads that do not divide": ({"num_key_value_heads": 3}, "do not divide"),
+    "a tied head": ({"tie_word_embeddings": "yes"}, "is not true or false"),
+    "an untied head that is not there": ({"tie_word_embeddings": None}, "is not there"),
+    "quantized weights": ({"quantization_config": {"bits": 4}}, "quantized"),
+    "a key that nobody knows": ({"mixture_of_depths": 3}, "mixture_of_depths=3"),
+    "biases that we lack": ({"attention_bias": True}, "attention_bias=true"),
+    "another activation": ({"hidden_act": "gelu"}, "hidden_act"),
+    "a rope of another kind": ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),
+    "a rope with a factor too many": ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mscale": 2}}, "mscale"),
+    "a rope without its factor": ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "factor=null"),
+    "infinity": ({"rms_norm_eps": float("inf")}, "rms_norm_eps"),
+}
+
+
+@pytest.fixture
+def bad(tmp_path) -> Path:
+    shutil.copytree(WHOLE, tmp_path / "bad")
+    return tmp_path / "bad"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_broken_file_is_refused(bad, name):
+    content, said = FILES[name]
+    (bad / "model.safetensors").write_bytes(content)
+    refused(call(convert.main, bad), str(bad), said)
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_a_broken_index_is_refused(bad, name):
+    weight_map, said = INDEXES[name]
+    (bad / "model.safetensors").rename(bad / "a.safetensors")
+    (bad / folder.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    refused(call(convert.main, bad), str(bad), said)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_that_the_weights_do_not_fit_is_refused(bad, name):
+    change, said = CONFIGS[name]
+    config = json.loads((bad / "config.json").read_text()) | change
+    (bad / "config.json").write_text(json.dumps(config))
+    refused(call(convert.main, bad), str(bad), said)
+
+
+@pytest.mark.parametrize("text", ["[]", "{nope", "\0", '{"model_type": "llama", "model_type": "gpt2"}'])
+def test_a_config_that_is_no_object_is_refused(bad, text):
+    (bad / "config.json").write_text(text)
+    refused(call(convert.main, bad), "config.json is broken")
+
+
+def test_what_is_no_file_is_not_opened(bad):
+    """A pipe would be waited for, and /dev/zero never ends."""
+    for name in ("config.json", "model.safetensors"):
+        (bad / name).rename(bad / "kept")
+        os.mkfifo(bad / name)
+        refused(call(convert.main, bad), str(bad))
+        (bad / name).unlink()
+        (bad / name).symlink_to("/dev/zero")
+        refused(call(convert.main, bad), str(bad))
+        (bad / name).unlink()
+        (bad / "kept").rename(bad / name)
+    assert call(convert.main, bad).code == 0
+
+
+def test_a_pickle_stays_closed(bad):
+    (bad / "model.safetensors").unlink()
+    (bad / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'echo opened'\ntR.")
+    refused(call(convert.main, bad), "pytorch_model.bin is a pickle")
+
+
+def test_links_are_followed_as_the_cache_of_the_hub_has_them(bad):
+    (bad / "model.safetensors").rename(bad.parent / "blob")
+    (bad / "model.safetensors").symlink_to("../blob")
+    assert call(convert.main, bad).code == 0
+
+
+def test_every_fault_of_a_folder_stands_in_one_message(bad):
+    tensors = {name: entry for name, entry in safetensors.read_header(WHOLE / "model.safetensors").items()}
+    shapes = {name: entry.shape for name, entry in tensors.items()}
+    del shapes["model.norm.weight"]
+    shapes["model.embed_tokens.weight"] = (200, 31)
+    shapes["model.layers.0.self_attn.rotary_emb.inv_freq"] = (4,)       # a buffer, which older files have
+    shapes["model.layers.1.adapter.weight"] = (2, 2)
+    text, _ = safetensors.header(shapes, "F32")
+    text = text.replace(b'"model.layers.0.mlp.up_proj.weight":{"dtype":"F32"', b'"model.layers.0.mlp.up_proj.weight":{"dtype":"I32"')
+    numbers = sum(int(np.prod(shape)) for shape in shapes.values())
+    (bad / "model.safetensors").write_bytes(text + bytes(4 * numbers))
+    ran = call(convert.main, bad)
+    refused(ran, "model.norm.weight is absent", "model.embed_tokens.weight is [200, 31]", "asks for [200, 32]",
+            "model.layers.0.mlp.up_proj.weight is I32", "model.layers.1.adapter.weight is not a tensor of this model")
+    assert "inv_freq" not in ran.err
+    config = json.loads((bad / "config.json").read_text()) | {"hidden_act": "relu"}
+    (bad / "config.json").write_text(json.dumps(config))
+    (bad / "model.safetensors").write_bytes(b"")
+    refused(call(convert.main, bad), "hidden_act", "has 0 bytes")       # of the two files as well
+
+
+@settings(max_examples=150)
+@given(strategies.one_of(
+    strategies.binary(max_size=64),
+    strategies.recursive(strategies.none() | strategies.booleans() | strategies.integers(-2**70, 2**70) | strategies.text(max_size=4),
+                         lambda x: strategies.lists(x, max_size=3) | strategies.dictionaries(
+                             strategies.sampled_from(["a", "dtype", "shape", "data_offsets", "__metadata__", "F32"]), x, max_size=4),
+                         max_leaves=12).map(lambda x: raw(json.dumps(x).encode(), b"\0" * 8))))
+def test_any_bytes_are_a_sound_file_or_a_value_error(content):
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "x.safetensors"
+        path.write_bytes(content)
+        try:
+            found = safetensors.read_header(path)
+        except ValueError:
+            return
+        assert all(entry.stop <= len(content) and entry.stop - entry.start >= 0 for entry in found.values())
+
+
+def test_every_row_of_every_family_is_a_form_and_names_each_tensor_once():
+    for family in families.FAMILIES.values():
+        pieces = [text.partition(": ") for texts in family.tensors.values() for text in texts]
+        for path, _, form in pieces:
+            forms.parse(form)
+        assert len({path for path, *_ in pieces}) == len(pieces)
+        for name, texts in family.tensors.items():
+            assert ("{l}" in name) == all(text.startswith("layers/") for text in texts)
+            assert len(texts) == 1 or all("*" in text for text in texts)
+        both = set(family.fixed) & {one for ours in family.keys.values() for one in ours}
+        assert not both and not set(family.keys) & set(family.only)
+
+
+@pytest.mark.parametrize("text", ["N H D", "(N H) D -> D N", "X -> X", "D D -> D D", "*D *F -> D F", ""])
+def test_what_is_no_form_is_refused(text):
+    with pytest.raises(ValueError, match=re.escape(text) or "no form"):
+        forms.parse(text)
+
+
+def test_a_form_and_its_way_back_are_the_identity():
+    sizes, x = {"D": 5, "N": 2, "K": 1, "H": 3, "F": 4, "V": 7, "C": 6}, np.arange(30.0)
+    form = forms.parse("D (N H) -> N H D")
+    ours = form.to_ours(x.reshape(5, 6), sizes)
+    assert ours.shape == form.our_shape(sizes) == (2, 3, 5) and ours[1, 2, 4] == x.reshape(5, 6)[4, 5]
+    np.testing.assert_array_equal(form.to_theirs(ours, sizes), x.reshape(5, 6))
