@@ -33,7 +33,7 @@ from meshtrain.config.shipped import found, names
 from meshtrain.cost import assumptions, audit, hardware, rates, report, roofline, search
 from meshtrain.cost import compile as gpu_compile
 from meshtrain.cost import plans as told
-from meshtrain.cost.price import Practice
+from meshtrain.cost.placed import Practice
 from meshtrain.layout import rules
 from meshtrain.layout.mesh import MeshSpec
 from meshtrain.model import transformer

@@ -9,7 +9,8 @@ from meshtrain.config import run_file
 from meshtrain.config.sections import Model
 from meshtrain.cost import hardware
 from meshtrain.cost.assumptions import TABLE, Assumptions
-from meshtrain.cost.price import Options, Practice, place, price
+from meshtrain.cost.placed import Options, Practice, place
+from meshtrain.cost.price import price
 from meshtrain.cost.rates import Rates
 from meshtrain.layout import rules
 from meshtrain.layout.mesh import MeshSpec
@@ -65,16 +66,16 @@ def priced(case: dict, given: dict | None = None):
         given["nic.share"] = network * given.get("nic.share", TABLE["nic.share"].of(case["gpu"]))
     again = case.get("recomputed", "none")
     traits = {key: case[key] for key in ("eager", "user_buffers", "overlaps", "short_ends", "grad_bytes") if key in case}
-    practice = Practice(engine=case["engine"], recomputed=RECOMPUTED.get(again) or (again,) * 3, shared_head=False, **traits)
+    practice = Practice(engine=case["engine"], recomputed=RECOMPUTED.get(again) or (again,) * 3, shared_head=False, by_columns=False, **traits)
     rated = Rates(hardware.get(case["gpu"]), Assumptions(case["gpu"], given))
-    placed = place(rows, cfg, Layout(rules.parse(text), mesh.sizes), mesh)
+    placed = place(rows, cfg, Layout(rules.parse(text), mesh.sizes), mesh, practice)
     replicas = mesh.sizes["data"] * mesh.sizes["fsdp"]
     found = []
     for b in case.get("best_b") or [case["b"]]:
         batch = case.get("batch") or b * replicas * case.get("k", 1)
         schedule = "interleaved" if case.get("chunks", 1) > 1 else "1f1b"
         options = Options(case["seq_len"], batch, batch // (b * replicas), "none", schedule, case.get("chunks", 1))
-        found.append(price(placed, cfg, rows, rated, options, practice))
+        found.append(price(placed, rated, options, practice))
     return min(found, key=lambda one: one.step_s)
 
 

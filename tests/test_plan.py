@@ -8,8 +8,7 @@ import time
 import pytest
 
 from meshtrain import assembly, config, inspect, plan
-from meshtrain.cost import compile, hardware, search
-from meshtrain.cost import price as prices
+from meshtrain.cost import compile, footprint, hardware, search
 from meshtrain.layout.mesh import MeshSpec
 from meshtrain.model import transformer
 
@@ -69,7 +68,7 @@ def test_a_plan_keeps_in_its_slots_what_training_would(remat, schedule, tmp_path
     run, asked = question("llama3-70b --gpus 64 --gpu h100 --global-batch 128 --tensor 8 --stage 4 --data 1 --microbatches 64 "
                           f"--remat {remat} --schedule {schedule} --chunks 4 --max-memory 300")
     best = search.search(asked).plans[0]
-    slots = prices.slot_bytes(best.placed, asked.cfg, best.options, asked.seq_len)
+    slots = footprint.slot_bytes(best.placed, best.options)
     (tmp_path / "best.toml").write_text(plan.run_file(run, best, "best.toml"))
     design = assembly.design(config.load(["best.toml"]), best.placed.mesh, "gpu", asked.rated.gpu)
     assert slots == pytest.approx(design.choice.memory_bytes, rel=.01)

@@ -11,7 +11,8 @@ from meshtrain.config import run_file, shipped
 from meshtrain.config.sections import Model
 from meshtrain.cost import hardware, simulate
 from meshtrain.cost.assumptions import Assumptions
-from meshtrain.cost.price import Options, bubble_s, group, place, price
+from meshtrain.cost.placed import Options, place
+from meshtrain.cost.price import bubble_s, group, price
 from meshtrain.cost.rates import Group, Rates
 from meshtrain.layout import rules
 from meshtrain.layout.mesh import MeshSpec
@@ -31,7 +32,7 @@ def priced(rule: str, mesh: dict, options: Options, preset="llama3-8b", gpu="h10
     cfg, rows = model(preset, **keys)
     spec = MeshSpec(mesh)
     placed = place(rows, cfg, Layout(rules.load(shipped(f"sharding_rules/{rule}.toml")), spec.sizes), spec)
-    return price(placed, cfg, rows, Rates(hardware.get(gpu), Assumptions(gpu, given or {})), options)
+    return price(placed, Rates(hardware.get(gpu), Assumptions(gpu, given or {})), options)
 
 
 # ---- published runs --------------------------------------------------------------------------------------------------
@@ -117,14 +118,15 @@ def test_traffic_of_data_parallel_steps_is_what_zero_says():
     share = count * (n - 1) / n
     assert sent("ddp", 2) == pytest.approx(2 * 4 * share, rel=1e-6)
     assert sent("zero1", 2) == pytest.approx((4 + 2) * share, rel=1e-6)
-    assert sent("zero3", 1) < (4 + 2 * 2) * share and sent("zero3", 2) == pytest.approx(2 * sent("zero3", 1), rel=1e-6)
+    # 1%: the embedding is looked up where it lies, and its rows travel once a token instead.
+    assert sent("zero3", 1) < (4 + 2 * 2) * share and sent("zero3", 2) == pytest.approx(2 * sent("zero3", 1), rel=.01)
 
 
 def test_tensor_parallelism_sends_the_same_with_and_without_sequence_parallelism():
     sent = {rule: priced(rule, dict(tensor=8), Options(8192, 1, 1)).traffic_bytes["tensor"]
             for rule in ("tensor", "tensor_sequence")}
     assert sent["tensor"] == pytest.approx(sent["tensor_sequence"])
-    assert sent["tensor"] == pytest.approx(32 * 8 * 8192 * 4096 * 2 * 7 / 8)          # 8 of T·h·2 bytes a layer
+    assert sent["tensor"] == pytest.approx((32 * 8 + 4) * 8192 * 4096 * 2 * 7 / 8)    # 8 of T·h·2 bytes a layer, 4 at the ends
 
 
 def test_a_group_with_one_member_on_each_host_has_one_nic():

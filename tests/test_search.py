@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import sampling
 from meshtrain import assembly, config, plan
-from meshtrain.cost import compile, search
-from meshtrain.cost import price as prices
-from meshtrain.cost.price import Options
+from meshtrain.cost import compile, footprint, search
+from meshtrain.cost.placed import Options, place
+from meshtrain.cost.price import price
 from meshtrain.layout.mesh import MeshSpec
 from meshtrain.names import AXES
 from meshtrain.parallel import schedules
@@ -56,11 +56,10 @@ class Allowed:
         asked = self.asked
         options = Options(asked.seq_len, asked.global_batch, m, remat, name, chunks, method, asked.visited, asked.loss_chunk,
                           asked.optimizer_bytes)
-        placed = prices.place(asked.rows, asked.cfg, layout, mesh)
-        tokens = asked.global_batch * asked.seq_len / m / layout.ways(layout.token_axes)
-        if prices.memory(placed, asked.cfg, options, tokens)["total"] > asked.usable_bytes:
+        placed = place(asked.rows, asked.cfg, layout, mesh)
+        if footprint.memory(placed, options)["total"] > asked.usable_bytes:
             return None
-        return prices.price(placed, asked.cfg, asked.rows, asked.rated, options, asked.practice)
+        return price(placed, asked.rated, options, asked.practice)
 
     def drawn(self, draw: random.Random):
         """One at random: rule file, sizes of the axes that it names, method, placement, microbatches, remat, schedule, chunks."""

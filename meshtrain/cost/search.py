@@ -11,9 +11,10 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 
+from meshtrain.cost import footprint, simulate
 from meshtrain.cost import price as prices
-from meshtrain.cost import simulate
-from meshtrain.cost.price import Options, Placed, Practice, Price
+from meshtrain.cost.placed import Options, Placed, Practice, place
+from meshtrain.cost.price import Price
 from meshtrain.cost.rates import Rates
 from meshtrain.layout.mesh import MeshSpec
 from meshtrain.layout.rules import Layout, Rules
@@ -146,7 +147,7 @@ def _layouts(question: Question) -> Iterator[tuple[Placed | None, Rules, list[st
                 if key not in seen:
                     seen.add(key)
                     layout, wrong = question.lay(mesh.sizes, rules, question.methods[0])
-                    yield None if wrong else prices.place(question.rows, question.cfg, layout, mesh), rules, wrong
+                    yield None if wrong else place(question.rows, question.cfg, layout, mesh), rules, wrong
 
 
 def _said(rules: Rules, axes) -> frozenset:
@@ -224,13 +225,12 @@ def _fitting(question: Question, placed: Placed, m: int) -> Iterator[tuple[Optio
     where nothing does, what needs least."""
     p = placed.mesh.sizes["stage"]
     policies = [question.fixed["remat"]] if "remat" in question.fixed else REMAT
-    tokens = question.global_batch * question.seq_len / m / placed.layout.ways(placed.layout.token_axes)
     order, least, any_fits = _schedules(question, p, m), None, False
     for remat in policies:
         for name, chunks in order:
             options = Options(question.seq_len, question.global_batch, m, remat, name, chunks, question.methods[0],
                               question.visited, question.loss_chunk, question.optimizer_bytes)
-            needed = prices.memory(placed, question.cfg, options, tokens)["total"]
+            needed = footprint.memory(placed, options)["total"]
             if least is None or needed < least[1]:
                 least = options, needed
             if needed <= question.usable_bytes:
@@ -247,7 +247,7 @@ def _fitting(question: Question, placed: Placed, m: int) -> Iterator[tuple[Optio
 
 
 def _priced(question: Question, placed: Placed, rules: Rules, options: Options) -> Plan:
-    one = prices.price(placed, question.cfg, question.rows, question.rated, options, question.practice)
+    one = prices.price(placed, question.rated, options, question.practice)
     held, usable = one.memory_bytes["total"], question.usable_bytes
     unsure = "within 5% of the memory there is: compile it before you rely on it" if held > UNSURE * usable else ""
     return Plan(placed, rules, options, one, held <= usable, unsure)

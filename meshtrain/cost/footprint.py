@@ -1,0 +1,107 @@
+"""What a step holds on one device, in closed formulas: states, weights, what a microbatch leaves, what one layer needs.
+
+The peak of a step lies where all layers have left what their backward reads: in the loss, beside logits, or in the backward of
+the last layer. What is kept follows the rematerialization of `model.transformer`; what else lives then was read off the buffers
+of programs compiled for GPUs, and stands here as widths of a token.
+"""
+from __future__ import annotations
+
+from meshtrain.cost.placed import Options, Placed
+from meshtrain.model import parts
+from meshtrain.parallel import schedules
+
+
+def memory(placed: Placed, options: Options) -> dict[str, int]:
+    """Bytes on one device by kind, as `inspect` has them: grads are the accumulators that a microbatch adds to, activations
+    everything that lives for a while."""
+    held = {"params": 4 * placed.stored, "grads": 4 * placed.grads, "optimizer": options.optimizer_bytes * placed.stored}
+    if placed.mesh.sizes["stage"] > 1:
+        # A full stage in the loop. assumption: of [grads] behind it half lies in the place of what is reduced.
+        held |= {"grads": 4 * placed.used,
+                 "activations": placed.itemsize * placed.used + 2 * placed.grads + _in_stages(placed, options)}
+    else:
+        held["activations"] = _beside_stored(placed, options) + _in_layers(placed, options)
+    held = {name: int(count) for name, count in held.items()}
+    return held | {"total": sum(held.values())}
+
+
+def _beside_stored(placed: Placed, options: Options) -> float:
+    """Weights as the loop over microbatches reads them, and gradients beside the accumulators; of one microbatch those of the
+    ends are made before the layers' or after them, in no accumulator."""
+    alone = options.microbatches == 1
+    if not placed.stacked:          # a matrix's gradient and its sum are made outside of the accumulators
+        return placed.itemsize * placed.cast + 8 * placed.largest - 4 * placed.ends_grads * alone
+    # Stored as they are; of one microbatch all layers' gradients. XLA turns shards that it joins along their last dim.
+    return 4 * (placed.moved + placed.grads * (not alone) + placed.turned) + placed.itemsize * placed.largest
+
+
+def _in_layers(placed: Placed, options: Options) -> float:
+    """What a microbatch keeps of its layers, and the more of what the loss and the last layer's backward need beside it."""
+    cfg, size, tokens = placed.cfg, placed.itemsize, placed.tokens(options)
+    kept = cfg.num_layers * size * tokens * _kept_width(placed, options)
+    stream, chunk = cfg.embed_dim / placed.stream_ways, min(tokens, options.loss_chunk)
+    head = placed.head.n * placed.head.k
+    # Logits of a chunk in float32 and their gradient; the output, normed and its gradient; the head gathered.
+    loss = chunk * ((4 + size) * placed.head.n + size * cfg.embed_dim) + 3 * size * tokens * stream
+    loss += size * head if placed.stacked else 0
+    # The head's gradient in float32 stays until the layers are done.
+    return kept + 4 * head + max(loss, size * tokens * _working_width(placed, options) + _of_parts(placed, options))
+
+
+def _kept_width(placed: Placed, options: Options) -> float:
+    """Elements of a token that a layer keeps for its backward."""
+    h = placed.cfg.embed_dim
+    stream, (q, kv, f) = h / placed.stream_ways, placed.widths
+    gates = 2 if placed.cfg.activation == "swiglu" else 1
+    again = q if placed.ways("seq") > 1 else 0          # attention over several devices is never repeated
+    return {"none": 2 * stream + 2 * h + 2 * q + 2 * kv + gates * f,       # without remat what matmuls read is kept whole
+            "selective": 2 * stream + 2 * q + 2 * kv + gates * f, "full": stream + again, "offload": again}[options.remat]
+
+
+def _working_width(placed: Placed, options: Options) -> float:
+    """Elements of a token that live while a layer's attention goes backward. Where collectives run beside a layer's matmuls,
+    XLA puts some of these off, and what they read lives longer."""
+    (q, kv, f), h, context = placed.widths, placed.cfg.embed_dim, placed.ways("seq")
+    if context > 1:
+        attention = {"ring": 12 * q + 8 * kv, "gather": 10 * q + (6 * context + 2) * kv, "ulysses": 6 * q + 6 * kv}
+        return 6 * h + attention[options.method] + 4 * f
+    if not placed.gathered and not placed.scattered and placed.ways("mlp") == 1:
+        return 3 * h + 3 * q + 3 * kv + 2 * f
+    return 4 * h + 4 * q + 4 * kv + (4 if options.remat in ("full", "offload") else 3) * f
+
+
+def _of_parts(placed: Placed, options: Options) -> float:
+    """Bytes of a layer's gradient in float32, of one part of a microbatch beside the other's."""
+    rows = options.global_batch // options.microbatches
+    shared = options.remat != "none" or not placed.stacked
+    return 4 * placed.layer_used if shared and parts.of_rows(placed.layout, (rows, options.seq_len))[1] > 1 else 0
+
+
+# ---- pipelines -------------------------------------------------------------------------------------------------------
+
+
+def _in_stages(placed: Placed, options: Options) -> float:
+    """The slots of the schedule, and what one layer's differentiation and the loss of a chunk need beside them."""
+    tokens, (q, kv, f) = placed.tokens(options), placed.widths
+    working = 2 * placed.itemsize * tokens * (4 * placed.cfg.embed_dim / placed.stream_ways + 2 * q + 2 * kv + 3 * f)
+    working += 8 * min(tokens, options.loss_chunk) * placed.head.n          # logits and their gradient in float32
+    context = placed.ways("seq")
+    if context > 1:             # keys and values under way, and their gradients in float32; or all heads' for a while
+        working += placed.itemsize * tokens * kv * {"ring": 6, "gather": 6 * context, "ulysses": 4}[options.method]
+    return slot_bytes(placed, options) + working
+
+
+def slot_bytes(placed: Placed, options: Options) -> float:
+    """Bytes of a pipeline's slots: what microbatches leave in a stage. assumption, as in `memory.slot_bytes`: without remat,
+    and in what B leaves for a W of its own, what is as wide as the residual stream lies whole on each device."""
+    h, (q, kv, f) = placed.cfg.embed_dim, placed.widths
+    stream, gates = h / placed.stream_ways, 2 if placed.cfg.activation == "swiglu" else 1
+    for_backward = {"none": 4 * h + stream + 2 * q + 2 * kv + gates * f, "selective": 2 * stream + 2 * q + 2 * kv + gates * f,
+                    "full": stream + (q if placed.ways("seq") > 1 else 0)}[options.remat]
+    for_weights = {"none": 10 * h + q + 2 * kv + (gates + 1) * f, "selective": 10 * h + q + 2 * kv + (gates + 2) * f,
+                   "full": 12 * h + 2 * q + 2 * kv + (gates + 2) * f}[options.remat]
+    p = placed.mesh.sizes["stage"]
+    _, slots = schedules.counts(options.schedule, p, options.microbatches, options.chunks)
+    depth = -(-placed.cfg.num_layers // (p * options.chunks))
+    elements = depth * (slots["Q"] * for_backward + slots.get("Z", 0) * for_weights) + (slots["X"] + slots["D"]) * stream
+    return placed.itemsize * placed.tokens(options) * elements

@@ -1,0 +1,248 @@
+"""A model under a layout, as the formulas see it: the sizes on one device, and which arrays travel over which mesh axes.
+
+What a model is comes from its parameter table, where its tensors lie from the rules; nothing here depends on the batch.
+`traffic`, `footprint` and `price` make bytes and seconds of it.
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+
+from meshtrain.layout.mesh import MeshSpec
+from meshtrain.layout.rules import Layout
+from meshtrain.model import layers
+from meshtrain.names import AXES, LAYERS, MATMUL_ROLES
+
+Axes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Practice:
+    """How a framework runs a step; the defaults are this project's.
+
+    recomputed: shares of a layer's forward products, attention and elementwise work that its backward does again; None: as
+    training.remat says. shared_head: all stages work on the head; else it stands on the last. short_ends: the first and last
+    stage have one layer less than the others. grad_bytes: of a gradient's element as it is reduced. by_columns: an embedding
+    that is split over its columns alone is looked up where it lies, and rows travel instead of the table.
+    """
+    engine: str = "cudnn"
+    recomputed: tuple[float, float, float] | None = None
+    eager: bool = False
+    user_buffers: bool = False
+    overlaps: bool = True
+    shared_head: bool = True
+    short_ends: bool = False
+    grad_bytes: int = 4
+    by_columns: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What of a step the layout leaves open. schedule: "" without stages."""
+    seq_len: int
+    global_batch: int
+    microbatches: int = 1
+    remat: str = "none"
+    schedule: str = ""
+    chunks: int = 1
+    method: str = "ring"
+    visited: float = 1.0        # pairs that attention's kernel visits, as a share of the causal half
+    loss_chunk: int = 2048
+    optimizer_bytes: float = 8  # of state for each parameter, beside the parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """Matrices of one layer, or the head, that multiply the same input: [tokens, k] × [k, n] with the sizes one device has.
+
+    row: the mesh axes that split k, over which the result is summed. outward: the result is added to the residual stream.
+    """
+    k: float
+    n: float
+    row: Axes = ()
+    outward: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Placed:
+    """A model under a layout: sizes on one device, and the elements that travel, by the mesh axes that they travel over.
+
+    products, head: of one layer, and of the head. For each microbatch, of one layer or of embedding and head (ends): gathered
+    weights, scattered and summed gradients; looked_up: tables that are looked up by columns. Once a step: once_scattered and
+    once_summed gradients, regathered new weights. stored, grads, ends_grads: parameters that a device keeps; turned: of the
+    stored the layers' that are gathered along their last dim. used: of its stage and the ends, as they are multiplied; cast:
+    of those, what the microbatches read from a copy in the compute dtype; moved: from one in another place. layer_used,
+    largest: of one layer, and of its largest matrix.
+    """
+    cfg: object                 # the [model] section
+    rows: list                  # the parameter table
+    layout: Layout
+    mesh: MeshSpec
+    products: tuple[Product, ...]
+    head: Product
+    head_ways: int
+    depth: int                  # layers of a stage
+    gathered: Mapping[Axes, float]
+    scattered: Mapping[Axes, float]
+    summed: Mapping[Axes, float]
+    ends_gathered: Mapping[Axes, float]
+    ends_scattered: Mapping[Axes, float]
+    ends_summed: Mapping[Axes, float]
+    looked_up: Mapping[Axes, float]
+    once_scattered: Mapping[Axes, float]
+    once_summed: Mapping[Axes, float]
+    regathered: Mapping[Axes, float]
+    stored: float
+    grads: float
+    ends_grads: float
+    turned: float
+    used: float
+    cast: float
+    moved: float
+    layer_used: float
+    largest: float
+
+    @property
+    def stacked(self) -> bool:
+        """Whether a microbatch's gradients stand beside their sums, as where layers gather their weights."""
+        return bool(self.gathered)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an activation, and of a weight as it is gathered."""
+        return 2 if self.cfg.compute_dtype == "bfloat16" else 4
+
+    @property
+    def dtype(self) -> str:
+        """Of the same, as HLO spells it."""
+        return "bf16" if self.itemsize == 2 else "f32"
+
+    def tokens(self, options: Options) -> float:
+        """Of a microbatch on one device, sequences that are split counted as they lie."""
+        return options.global_batch * options.seq_len / options.microbatches / self.layout.ways(self.layout.token_axes)
+
+    def layers(self, options: Options, practice: Practice) -> float:
+        """That a stage works through for a microbatch."""
+        if practice.shared_head:        # ours: filled up with layers that cost the same and do nothing
+            return -(-self.cfg.num_layers // (self.layout.sizes["stage"] * options.chunks)) * options.chunks
+        return (self.cfg.num_layers + 2 * practice.short_ends) / self.layout.sizes["stage"]
+
+    def ways(self, axis: str) -> int:
+        """How many devices split an activation's dim."""
+        return self.layout.ways(self.layout.mesh_axes("activations", axis))
+
+    @property
+    def stream_ways(self) -> int:
+        """How many devices share a residual stream beyond those that split its sequences (sequence parallelism)."""
+        context = self.layout.mesh_axes("activations", "seq")
+        return self.layout.ways(a for a in self.layout.mesh_axes("activations", "residual_seq") if a not in context)
+
+    @functools.cached_property
+    def widths(self) -> tuple[float, float, float]:
+        """Of a token's queries, of its keys, of the MLP, on one device."""
+        cfg = self.cfg
+        kv_heads = layers.kv_heads(self.layout, cfg.num_kv_heads) / self.ways("kv_heads")
+        return cfg.num_heads * cfg.head_dim / self.ways("heads"), kv_heads * cfg.head_dim, cfg.mlp_dim / self.ways("mlp")
+
+
+TRAVEL = ("gathered", "scattered", "summed", "ends_gathered", "ends_scattered", "ends_summed", "looked_up", "once_scattered",
+          "once_summed", "regathered")
+HELD = ("stored", "grads", "ends_grads", "turned", "used", "cast", "moved", "layer_used", "largest")
+
+
+def place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice = Practice()) -> Placed:
+    """rows: the parameter table (ParamInfo); cfg: the [model] section; the layout has the sizes of the mesh."""
+    local, tokens = _Local(cfg, layout), frozenset(layout.token_axes)
+    travel, held = {name: defaultdict(float) for name in TRAVEL}, dict.fromkeys(HELD, 0.0)
+    stages, products, head = layout.sizes["stage"], {}, None
+    stage_layers = -(-cfg.num_layers // stages)
+    in_grads = {axis for axes in layout.rules.tables["grads"].values() for axis in axes}
+    once = tokens if stages > 1 else frozenset(layout.batch_axes) - in_grads
+    for info in rows:
+        in_use, lies = local.axes(info)
+        depth = stage_layers if info.axes[:1] == (LAYERS,) else 0
+        whole = info.size / layout.ways(in_use)
+        if depth and stages > 1:        # a stage has its own layers in the loop, also where the rules cannot split them
+            whole = info.size / cfg.num_layers * depth / layout.ways(in_use - {"stage"})
+        _hold(held, info, cfg, layout, lies, whole, depth)
+        if stages > 1:                  # inside the loop weights and gradients are whole: exchanged once a step
+            lies |= {"params": in_use, "grads": in_use}
+        uses = 1
+        if info.role == "embedding":
+            columns = practice.by_columns and layers.lies_by_columns(layout, info.axes)
+            uses = (not columns) + (cfg.tie_embeddings and info.axes[0] == "vocab")
+            travel["looked_up"][_ordered(lies["params"])] += columns
+        _send(travel, layout, info, {table: axes - in_use for table, axes in lies.items()}, whole, depth, uses,
+              tokens - lies["grads"] - in_use, once)
+        if info.role == "matrix":
+            into, out = info.matrix_dims
+            key = info.path[:-2], tuple(info.axes[d] for d in into)
+            row = _ordered(frozenset().union(*(local.uses(info.axes[d]) for d in into)))
+            n = products[key].n if key in products else 0
+            products[key] = Product(local.size(info, into), n + local.size(info, out), row, info.axes[out[-1]] == "embed")
+        elif info.axes[-2:] in (("embed", "vocab"), ("vocab", "embed")) and (info.role == "head" or cfg.tie_embeddings):
+            ways = layout.ways(local.uses("vocab"))
+            head = Product(cfg.embed_dim, info.size // cfg.embed_dim // ways), ways
+    some = {name: {axes: n for axes, n in sums.items() if axes and n} for name, sums in travel.items()}
+    return Placed(cfg, rows, layout, mesh, tuple(products.values()), *head, stage_layers, **some, **held)
+
+
+def _hold(held, info, cfg, layout: Layout, lies, whole: float, depth: int) -> None:
+    """What a device keeps of a parameter; depth: 0 of embedding and head."""
+    held["stored"] += info.size / layout.ways(lies["optimizer"])
+    held["grads"] += info.size / layout.ways(lies["grads"])
+    held["used"] += whole
+    elsewhere = lies["params"] != lies["optimizer"]
+    held["moved"] += elsewhere and info.size / layout.ways(lies["params"])
+    held["cast"] += (elsewhere or info.role in MATMUL_ROLES and str(info.dtype) != cfg.compute_dtype) and whole
+    held["ends_grads"] += not depth and info.size / layout.ways(lies["grads"])
+    if depth:
+        held["layer_used"] += whole / depth
+        held["largest"] = max(held["largest"], whole / depth)
+        if info.role == "matrix" and info.axes[-1] == "embed":
+            held["turned"] += info.size / layout.ways(lies["optimizer"])
+
+
+def _send(travel, layout: Layout, info, lies, whole: float, depth: int, uses: int, late: frozenset, once: frozenset) -> None:
+    """What travels of a parameter. lies: where its tables split it beyond its use; uses: how often the ends gather it; late:
+    axes over which its gradient is summed that do not split it; once: axes of sums that wait for the end of the step."""
+    n, part = (whole / depth, "") if depth else (whole, "ends_")
+    params, grads = lies["params"], lies["grads"]
+    travel[part + "gathered"][_ordered(params)] += uses * n
+    travel[part + "scattered"][_ordered(grads)] += uses * n
+    travel["regathered"][_ordered(lies["optimizer"] - params)] += whole / layout.ways(params)
+    into = late & once & lies["optimizer"]
+    travel["once_scattered"][_ordered(into)] += whole / layout.ways(grads)
+    travel["once_summed"][_ordered((late & once) - into)] += whole / layout.ways(grads | into)
+    if info.role == "embedding":        # what its lookups leave XLA itself adds up before it sums it over devices
+        travel["once_summed"][_ordered(late - once)] += whole / layout.ways(grads)
+    else:
+        travel[part + "summed"][_ordered(late - once)] += n / layout.ways(grads)
+
+
+class _Local:
+    """The mesh axes that the tables give to logical axes, each asked for once, and what a device has of a parameter."""
+
+    def __init__(self, cfg, layout: Layout):
+        self.layout = layout
+        self.splits = functools.cache(lambda table, axis: frozenset(layout.mesh_axes(table, axis)))
+        self.uses = functools.cache(lambda axis: frozenset(layout.axes_in_use(axis)))
+        self.kv_heads = layers.kv_heads(layout, cfg.num_kv_heads) // layout.ways(layout.mesh_axes("activations", "kv_heads"))
+
+    def axes(self, info) -> tuple[frozenset, dict[str, frozenset]]:
+        """(those that split a parameter where it is used, those that split it in each table)."""
+        union = lambda of: frozenset().union(*map(of, info.axes))
+        tables = ("params", "grads", "optimizer")
+        return union(self.uses), {table: union(functools.partial(self.splits, table)) for table in tables}
+
+    def size(self, info, dims) -> int:
+        """Elements of these dims of a matrix on one device, as it is multiplied: each device has key heads of its own."""
+        split = lambda d: info.shape[d] // max(1, self.layout.ways(self.uses(info.axes[d])))
+        return math.prod(self.kv_heads if info.axes[d] == "kv_heads" else split(d) for d in dims)
+
+
+def _ordered(axes) -> Axes:
+    return tuple(a for a in AXES if a in axes)

@@ -1,0 +1,176 @@
+"""The collectives of a step in closed formulas: what travels, over which mesh axes, how often, and beside what.
+
+One list for bytes and seconds: `inspect` puts it beside the compiled program's, `price` takes its times from it. What weights
+and gradients send comes from `placed`; what the residual stream, keys and values and the boundaries of stages send follows
+from the sizes of a microbatch.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from meshtrain.cost.placed import Axes, Options, Placed, Practice
+
+FORWARD, BACKWARD, MICROBATCH = "forward", "backward", "microbatch"             # what a collective hides behind
+ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
+FLOAT32 = "f32"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """Collectives of one kind, `runs` of them in a step.
+
+    array_bytes: the whole array of an all-gather, reduce-scatter or all-reduce, what one GPU sends of others. dtype, kind: as
+    HLO spells them. waits: the name under which a step's exposed seconds are told. beside: the compute behind which it hides,
+    "" where the step waits for all of it. layer: whether it belongs to a layer of a microbatch; else to its ends or the step.
+    """
+    kind: str
+    axes: Axes
+    dtype: str
+    array_bytes: float
+    runs: float
+    waits: str
+    beside: str = ""
+    layer: bool = True
+
+    def ring_bytes(self, sizes: Mapping[str, int]) -> float:
+        """What one GPU sends in a step, in a ring."""
+        n = 1
+        for axis in self.axes:
+            n *= sizes[axis]
+        share = 1 if self.kind == "collective-permute" else (n - 1) / n * (2 if self.kind == "all-reduce" else 1)
+        return self.runs * self.array_bytes * share
+
+
+def of(placed: Placed, options: Options, practice: Practice = Practice()) -> list[Sent]:
+    """Of a step on one device, in the words of `Sent`."""
+    found = [*_tensor(placed, options, practice), *_weights(placed, options, practice),
+             *_context(placed, options, practice), *_stages(placed, options), *_once(placed, practice)]
+    return [sent for sent in found if sent.axes and sent.array_bytes and sent.runs]
+
+
+def summarized(found: list[Sent], sizes: Mapping[str, int]) -> list[dict]:
+    """Merged by (kind, axes, dtype), largest first, in the form of `audit.summarize`; source: what waits for most of it."""
+    merged = defaultdict(list)
+    for sent in found:
+        merged[sent.kind, sent.axes, sent.dtype].append(sent)
+    rows = []
+    for (kind, axes, dtype), same in merged.items():
+        most = max(same, key=lambda sent: sent.ring_bytes(sizes))
+        rows.append({"kind": kind, "axes": list(axes), "count": round(sum(sent.runs for sent in same)),
+                     "bytes": round(sum(sent.ring_bytes(sizes) for sent in same)), "dtype": dtype, "source": most.waits})
+    return sorted(rows, key=lambda row: (-row["bytes"], row["kind"], row["axes"], row["dtype"]))
+
+
+def by_axes(found: list[Sent], sizes: Mapping[str, int]) -> dict[str, float]:
+    """Bytes that one GPU sends in a step, by mesh axes ("data+fsdp")."""
+    sums = defaultdict(float)
+    for sent in found:
+        sums["+".join(sent.axes)] += sent.ring_bytes(sizes)
+    return dict(sums)
+
+
+# ---- what weights and gradients send ---------------------------------------------------------------------------------
+
+
+def _weights(placed: Placed, options: Options, practice: Practice) -> Iterator[Sent]:
+    """Of every microbatch: gathered weights, forward and backward, and gradients, reduced to where [grads] has them."""
+    runs, m = options.microbatches * placed.layers(options, practice), options.microbatches
+    size, grads = placed.itemsize, (practice.grad_bytes, "bf16" if practice.grad_bytes == 2 else FLOAT32)
+    gather = lambda axes, n, times, *how: Sent("all-gather", axes, placed.dtype, n * size, times, *how)
+    reduced = lambda kind, axes, n, times, *how: Sent(kind, axes, grads[1], n * grads[0], times, *how)
+    for axes, n in placed.gathered.items():
+        yield gather(axes, n, runs, "fsdp", FORWARD)
+        yield gather(axes, n, runs, "fsdp", BACKWARD)
+    for axes, n in placed.scattered.items():
+        yield reduced("reduce-scatter", axes, n, runs, "fsdp", BACKWARD)
+    for axes, n in placed.summed.items():
+        yield reduced("all-reduce", axes, n, runs, "context", BACKWARD)
+    for axes, n in placed.ends_gathered.items():
+        yield gather(axes, n, m, "fsdp", "", False)
+    for axes, n in placed.ends_scattered.items():
+        yield reduced("reduce-scatter", axes, n, m, "fsdp", "", False)
+    for axes, n in placed.ends_summed.items():
+        yield reduced("all-reduce", axes, n, m, "context", "", False)
+    looked_up = placed.tokens(options) * placed.cfg.embed_dim * size    # rows from the devices that hold columns; cotangents
+    for axes, tables in placed.looked_up.items():
+        yield Sent("all-to-all", axes, placed.dtype, looked_up, 2 * m * tables, "fsdp", "", False)
+
+
+def _once(placed: Placed, practice: Practice) -> Iterator[Sent]:
+    """Once a step: gradients that [grads] leaves whole are summed, new weights that [optimizer] alone splits are gathered."""
+    dtype = "bf16" if practice.grad_bytes == 2 else FLOAT32
+    for kind, sums in (("reduce-scatter", placed.once_scattered), ("all-reduce", placed.once_summed)):
+        for axes, n in sums.items():
+            yield Sent(kind, axes, dtype, n * practice.grad_bytes, 1, "once a step", MICROBATCH, False)
+    for axes, n in placed.regathered.items():
+        yield Sent("all-gather", axes, placed.dtype, n * placed.itemsize, 1, "once a step", MICROBATCH, False)
+
+
+# ---- what activations send -------------------------------------------------------------------------------------------
+
+
+def _tensor(placed: Placed, options: Options, practice: Practice) -> Iterator[Sent]:
+    """Around products whose contracted dim is split: a gather before and a reduce-scatter behind each pair, where the residual
+    stream is split as well, or one all-reduce. The backward mirrors it, and does again what remat says.
+
+    A table whose rows are split sums what devices look up, and the head what they make of its cotangent.
+    """
+    runs, m = options.microbatches * placed.layers(options, practice), options.microbatches
+    split = frozenset(placed.layout.mesh_axes("activations", "residual_seq"))
+    stream = placed.tokens(options) * placed.cfg.embed_dim * placed.itemsize
+    outward = [product for product in placed.products if product.row]
+    gathers, sums = _again(options.remat, practice, len(outward))
+    send = lambda kind, axes, times, layer: Sent(kind, axes, placed.dtype, stream, times, "tensor", "", layer)
+    for product in outward:
+        if set(product.row) <= split:
+            yield send("all-gather", product.row, runs * (2 + gathers), True)
+            yield send("reduce-scatter", product.row, runs * (2 + sums), True)
+        else:
+            yield send("all-reduce", product.row, runs * (2 + sums), True)
+    vocab = tuple(a for a in placed.layout.axes_in_use("vocab") if a != "stage")
+    if vocab and set(vocab) <= split:       # rows looked up are scattered, their cotangent gathered; of the head the reverse
+        yield send("all-gather", vocab, 2 * m, False)
+        yield send("reduce-scatter", vocab, 2 * m, False)
+    elif vocab:
+        yield send("all-reduce", vocab, 2 * m, False)
+
+
+def _again(remat: str, practice: Practice, pairs: int) -> tuple[float, float]:
+    """Shares of a layer's gathers and sums that its backward does again: what the last product adds is never needed."""
+    if practice.recomputed is not None or not pairs:
+        return (practice.recomputed or (0.0,))[0], (practice.recomputed or (0.0,))[0]
+    return float(remat != "none"), (pairs - 1) / pairs if remat in ("full", "offload") else 0.0
+
+
+def _context(placed: Placed, options: Options, practice: Practice) -> Iterator[Sent]:
+    """Where sequences are split. A ring hides behind attention, the others stand before it; remat repeats neither."""
+    axes = tuple(placed.layout.mesh_axes("activations", "seq"))
+    c, runs, dtype = placed.layout.ways(axes), options.microbatches * placed.layers(options, practice), placed.dtype
+    if c == 1:
+        return
+    query, key = (placed.tokens(options) * width for width in placed.widths[:2])
+    size = placed.itemsize
+    send = lambda kind, elements, bytes_each, times, beside="": Sent(
+        kind, axes, FLOAT32 if bytes_each == 4 else dtype, elements * bytes_each, runs * times, "context", beside)
+    if options.method == "ring":
+        yield send("collective-permute", 2 * key, size, c - 1, ATTENTION)
+        yield send("collective-permute", 2 * key, size, c - 1, ATTENTION_BACKWARD)
+        # The sums of dK and dV: float32 as long as a loop carries them, rounded before the hop behind it (`parallel.ring`).
+        in_float32 = c - 1 if c > 2 else 0
+        yield send("collective-permute", 2 * key, 4, in_float32, ATTENTION_BACKWARD)
+        yield send("collective-permute", 2 * key, size, c - in_float32, ATTENTION_BACKWARD)
+    elif options.method == "gather":        # keys and values whole, again in the backward, and their gradients back
+        yield send("all-gather", 2 * c * key, size, 2)
+        yield send("reduce-scatter", 2 * c * key, 4, 1)
+    else:                                   # q, k, v and o; in the backward as well, and do, dq, dk and dv
+        yield send("all-to-all", 2 * (query + key), size, 3)
+
+
+def _stages(placed: Placed, options: Options) -> Iterator[Sent]:
+    """The boundaries of stages, forward and backward."""
+    if placed.mesh.sizes["stage"] > 1:
+        boundary = placed.itemsize * placed.tokens(options) * placed.cfg.embed_dim / placed.stream_ways
+        runs = 2 * options.microbatches * options.chunks
+        yield Sent("collective-permute", ("stage",), placed.dtype, boundary, runs, "stage", "", False)
