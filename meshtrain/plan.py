@@ -30,7 +30,7 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
 from meshtrain import assembly, config
 from meshtrain.config import ConfigError, Run
 from meshtrain.config.shipped import found, names
-from meshtrain.cost import assumptions, audit, hardware, rates, report, roofline, search
+from meshtrain.cost import assumptions, audit, behind, hardware, rates, report, roofline, search
 from meshtrain.cost import compile as gpu_compile
 from meshtrain.cost import plans as told
 from meshtrain.cost.placed import Practice
@@ -64,6 +64,8 @@ def main(argv: Sequence[str]) -> int:
         run = asked(options, rest)
         answers = [answered(run, options, count) for count in options["gpus"]]
         question, answer = answers[0]
+        free = search.search(dataclasses.replace(question, fixed={})) if question.fixed and answer.plans else None
+        stands = behind.of(question, answer.plans[0], free) if free else None
         compiled = [verified(run, question, plan) for plan in answer.plans[:options.get("verify", 0)]]
         if "write" in options and answer.plans:
             _write(run_file(run, answer.plans[0], options["write"]), options["write"])
@@ -78,10 +80,10 @@ def main(argv: Sequence[str]) -> int:
                                       | ({"compiled": compiled[k]} if k < len(compiled) else {}) for k, (q, plan) in enumerate(plans)],
                             "model": run.model.model_dump(), "gpus": options["gpus"] if several else question.num_gpus,
                             "gpu": question.rated.gpu.name, "seq_len": question.seq_len, "global_batch": question.global_batch,
-                            "tried": sum(a.tried for _, a in answers), "attention": question.practice.engine,
+                            "behind": stands and stands.as_json(), "tried": sum(a.tried for _, a in answers), "attention": question.practice.engine,
                             "assumed": question.rated.assumed.as_dict(formula=True)}))
     else:
-        say.out(told.scaling(answers, length) if several else told.page(question, answer, TOLD, length))
+        say.out(told.scaling(answers, length) if several else told.page(question, answer, TOLD, length, stands))
         if compiled:
             say.out("\n" + told.beside(question, answer.plans, compiled))
     if "write" in options:

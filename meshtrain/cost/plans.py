@@ -3,7 +3,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from meshtrain.cost.price import RECOMPUTED, group
+from meshtrain.cost.behind import Behind, link
+from meshtrain.cost.price import RECOMPUTED
 from meshtrain.cost.report import columns
 from meshtrain.cost.search import Answer, Plan, Question
 from meshtrain.names import AXES
@@ -62,7 +63,7 @@ def scaling(answers: list[tuple[Question, Answer]], length: Length) -> str:
     return "\n".join(lines)
 
 
-def page(question: Question, answer: Answer, most: int, length: Length = Length()) -> str:
+def page(question: Question, answer: Answer, most: int, length: Length = Length(), behind: Behind | None = None) -> str:
     gpu, assumed = question.rated.gpu, question.rated.assumed
     count = sum(info.size for info in question.rows)
     engine = question.practice.engine
@@ -71,7 +72,7 @@ def page(question: Question, answer: Answer, most: int, length: Length = Length(
              f"{question.num_gpus:,} × {gpu.name}, {size(question.usable_bytes)} usable on each; attention by {engine}{documents}; "
              f"{answer.tried:,} layouts tried", ""]
     if answer.plans:
-        lines += [_table(question, answer.plans[:most], length), "", *_sentences(question, answer.plans), ""]
+        lines += [_table(question, answer.plans[:most], length), "", *_sentences(question, answer.plans), *([standing(behind)] if behind else []), ""]
     else:
         lines += ["no layout fits; more GPUs, sequences split over mesh.context, or fewer tokens a microbatch would", ""]
     if answer.misses:
@@ -125,6 +126,18 @@ def _table(question: Question, plans: list[Plan], length: Length) -> str:
     return columns([header, *rows])
 
 
+def standing(behind: Behind) -> str:
+    """Where the first plan stands among all, with what was fixed."""
+    fixed = ", ".join(f"{name} {value}" for name, value in behind.fixed.items())
+    if behind.rank == 1:
+        return f"No other layout is faster: what is fixed ({fixed}) costs nothing."
+    best, options = behind.best, behind.best.options
+    lines = [f"With {fixed} fixed the first plan is number {behind.rank} of {behind.count} and takes {behind.share:.1%} longer than the "
+             f"best: {_short(best)}, {_stem(best)}, {options.microbatches} microbatches, remat {options.remat}, {seconds(best.price.step_s)} a step"
+             + (". Why:" if behind.reasons else ".")]
+    return "\n".join([*lines, *(f"  - {reason}" for reason in behind.reasons)])
+
+
 # ---- three sentences -------------------------------------------------------------------------------------------------
 
 
@@ -152,24 +165,18 @@ def _sentences(question: Question, plans: list[Plan]) -> list[str]:
 def _losses(question: Question, plan: Plan) -> list[tuple[str, float, str]]:
     """(what the step waits for, seconds, what would help)."""
     one, sizes, found = plan.price, plan.sizes, []
-    mesh, domain = plan.placed.mesh, question.rated.gpu.gpus_per_link_domain
     again = RECOMPUTED[plan.options.remat]
     if again[0]:
         found.append(("recomputation", one.parts["matmul"] / 4, "memory for activations, by more GPUs or another split, would "
                       "spare the forward that remat full does twice"))
     for name, lost_s in one.exposed.items():
-        if name in AXES and sizes[name] > 1:
-            order = tuple(mesh.placement)
-            of = group(tuple(mesh.sizes[a] for a in order), order, (name,), domain)
-            link = "NVLink" if of.domains == 1 else f"the network, {of.per_domain} NIC(s) of a host for each group"
-        else:
-            link = "its links"
+        crossed = link(question, plan, (name,))[1] if name in AXES and sizes[name] > 1 else "its links"
         remedy = {
             "tensor": f"a smaller tensor than {sizes['tensor']}: its collectives stand between the products and hide behind nothing",
             "fsdp": "fewer microbatches or more tokens in each: weights are gathered for every one of them",
             "context": "a smaller context, or more tokens of a sequence on each GPU",
             "once a step": "more tokens a step: gradients and new weights are exchanged once in it"}.get(name, "fewer stages")
-        found.append((f"{name} ({link})" if name in AXES else f"what is exchanged {name}", lost_s, remedy))
+        found.append((f"{name} ({crossed})" if name in AXES else f"what is exchanged {name}", lost_s, remedy))
     if one.bubble_s:
         found.append(("the pipeline's bubble", one.bubble_s, "more microbatches, by a larger global batch or fewer replicas"))
     found.append(("the optimizer's update", one.update_s, "states split over more GPUs"))

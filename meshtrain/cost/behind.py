@@ -1,0 +1,148 @@
+"""How far a layout that was asked for is behind the best one, and why: from the parts of both prices, nothing by rule of thumb.
+
+The parts of two steps are subtracted, and what is lost most is told with what causes it: which link a layer's weights cross and
+what they stand beside, what is computed again, what waits.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from meshtrain.cost.price import RECOMPUTED, group
+from meshtrain.cost.rates import Group, Matmul
+from meshtrain.cost.search import Answer, Plan, Question
+from meshtrain.names import AXES
+from meshtrain.units import seconds
+
+EXPLAINED, MOST = 0.8, 3        # share of the distance that the reasons reach for, and how many there are at most
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Behind:
+    """A plan with sizes or options that were fixed, beside the best with nothing fixed. rank: 1 + how many meshes and rule files
+    are faster, of `count` that fit. share: how much longer its step takes. reasons: largest first; () for the best."""
+    fixed: Mapping[str, object]
+    best: Plan
+    rank: int
+    count: int
+    share: float
+    reasons: tuple[str, ...]
+
+    def as_json(self) -> dict:
+        return {"fixed": dict(self.fixed), "best": self.best.as_json(), "rank": self.rank, "of": self.count, "behind": self.share,
+                "reasons": list(self.reasons)}
+
+
+def of(question: Question, plan: Plan, free: Answer) -> Behind:
+    """question: with what is fixed; plan: its best; free: the answer with nothing fixed."""
+    best = min([free.plans[0], plan] if free.plans else [plan], key=lambda one: one.price.step_s)
+    share = plan.price.step_s / best.price.step_s - 1
+    faster = sum(one.price.step_s < plan.price.step_s for one in free.plans)
+    return Behind(question.fixed, best, 1 + faster, max(1, len(free.plans)), share,
+                  tuple(reasons(question, plan, best)) if faster else ())
+
+
+def reasons(question: Question, plan: Plan, best: Plan) -> list[str]:
+    """What the plan loses against the best, each in words with its seconds, until most of the distance is explained."""
+    mine, other = (_lost_s(question, one) for one in (plan, best))
+    lost = sorted(((mine[name] - other.get(name, 0.0), name) for name in mine), reverse=True)
+    found, explained, distance = [], 0.0, plan.price.step_s - best.price.step_s
+    for more, name in lost[:MOST]:
+        if more <= 0 or explained >= EXPLAINED * distance:
+            break
+        explained += more
+        found.append(f"{_cause(question, plan, best, name)} ({seconds(more)} more than the best)")
+    return found
+
+
+def link(question: Question, plan: Plan, axes: tuple[str, ...]) -> tuple[Group, str]:
+    """Who takes part in collectives over these axes, and what they cross."""
+    order = tuple(plan.placed.mesh.placement)
+    domain = question.rated.gpu.gpus_per_link_domain
+    of = group(tuple(plan.sizes[a] for a in order), order, tuple(a for a in order if a in axes), domain)
+    if of.domains == 1:
+        return of, "over NVLink"
+    return of, f"{of.per_domain} NIC{'s' if of.per_domain > 1 else ''} on each of {of.domains:,} hosts"
+
+
+def _lost_s(question: Question, plan: Plan) -> dict[str, float]:
+    """Seconds of a step by name; what is computed again apart from what is computed once."""
+    one, again = plan.price, RECOMPUTED[plan.options.remat]
+    # Of matmuls forward and backward are three parts, and a part that is done again a fourth; of the others forward is two in seven.
+    repeated = {"matmul": again[0] / (3 + again[0]), "attention": again[1] * 2 / (7 + 2 * again[1]),
+                "elementwise": again[2] * 2 / (5 + 2 * again[2])}
+    if plan.sizes["context"] > 1:       # attention over several devices is never repeated
+        repeated["attention"] = 0.0
+    twice = {name: one.parts[name] * share for name, share in repeated.items()}
+    return {**{name: one.parts[name] - twice[name] for name in one.parts}, "recomputed": sum(twice.values()), **one.exposed,
+            "bubble": one.bubble_s, "update": one.update_s}
+
+
+def _cause(question: Question, plan: Plan, best: Plan, name: str) -> str:
+    sizes, options = plan.sizes, plan.options
+    axes = tuple(a for a in AXES if sizes[a] > 1)
+    if name == "recomputed":
+        return f"remat {options.remat} computes forward work again, where the best has room for remat {best.options.remat}"
+    if name == "tensor":
+        each, products = plan.price.exposed["tensor"] / _runs(question, plan), 3 * _products_s(question, plan)
+        return (f"tensor {sizes['tensor']}: a layer's collectives take {_ms(each)} beside {_ms(products)} of products and hide "
+                f"behind nothing, {_runs(question, plan):,.0f} times a step; {link(question, plan, ('tensor',))[1]}")
+    if name == "fsdp":
+        gathered, scattered = plan.placed.gathered, plan.placed.scattered
+        over = tuple(a for a in axes if any(a in group_axes for group_axes in gathered or scattered))
+        gather_s, reduce_s = _each_s(question, plan, gathered, "all-gather"), _each_s(question, plan, scattered, "reduce-scatter")
+        forward_s, runs = _products_s(question, plan), _runs(question, plan)
+        what = [f"a layer's weights take {_ms(gather_s)} to gather beside {_ms(forward_s)} of forward products"] if gathered else []
+        what += [f"its gradients {_ms(reduce_s)} to reduce" if gathered else f"a layer's gradients take {_ms(reduce_s)} to reduce"]
+        slowed = question.rated.assumed["link.contend"] if gather_s < forward_s else 0
+        return (f"{_sized(plan, over)}: {link(question, plan, over)[1]} for each group; {' and '.join(what)} beside {_ms(2 * forward_s)} of "
+                f"backward products, {runs:,.0f} times a step" + (f"; what hides slows them by {slowed:.0%} of its time" if slowed else ""))
+    if name == "context":
+        return (f"context {sizes['context']} by {options.method}: a layer waits {_ms(plan.price.exposed[name] / _runs(question, plan))} "
+                f"for keys and values, {_runs(question, plan):,.0f} times a step; {link(question, plan, ('context',))[1]}")
+    if name == "bubble":
+        return (f"stage {sizes['stage']}: {options.schedule} of {options.microbatches} microbatches in {options.chunks} chunk(s) leaves "
+                f"{plan.price.bubble:.0%} of the step idle")
+    if name == "stage":
+        return f"stage {sizes['stage']}: what stages send to each other, {link(question, plan, ('stage',))[1]}"
+    if name == "once a step":
+        over = tuple(a for a in axes if a in ("data", "fsdp", "context"))
+        return f"gradients and new weights, exchanged once a step over {_sized(plan, over)}, {link(question, plan, over)[1]}"
+    if name in ("matmul", "attention", "elementwise"):
+        return f"{name} is less efficient: {_tokens(plan):,.0f} tokens of a microbatch on a GPU beside {_tokens(best):,.0f}, tensor " \
+               f"{sizes['tensor']} beside {best.sizes['tensor']}"
+    return "the optimizer's update, its states split over fewer GPUs" if name == "update" else f"what waits for {name}"
+
+
+# ---- of one layer and microbatch -------------------------------------------------------------------------------------
+
+
+def _tokens(plan: Plan) -> float:
+    options, layout = plan.options, plan.placed.layout
+    return options.global_batch * options.seq_len / options.microbatches / layout.ways(layout.token_axes)
+
+
+def _runs(question: Question, plan: Plan) -> float:
+    """How often a device works through a layer in a step."""
+    chunks = plan.options.chunks
+    return plan.options.microbatches * -(-question.cfg.num_layers // (plan.sizes["stage"] * chunks)) * chunks
+
+
+def _products_s(question: Question, plan: Plan) -> float:
+    """Of the forward's."""
+    matmul = lambda w: Matmul(_tokens(plan), w.n, w.k, 1, question.cfg.compute_dtype)
+    return sum(question.rated.matmul_s(matmul(w)) for w in plan.placed.products)
+
+
+def _each_s(question: Question, plan: Plan, elements: Mapping[tuple[str, ...], float], kind: str) -> float:
+    """Of one layer's weights as they are gathered, or its float32 gradients as they are reduced."""
+    itemsize = 4 if kind == "reduce-scatter" or question.cfg.compute_dtype == "float32" else 2
+    return sum(question.rated.collective_s(kind, n * itemsize, link(question, plan, axes)[0]) for axes, n in elements.items())
+
+
+def _sized(plan: Plan, axes: tuple[str, ...]) -> str:
+    return " × ".join(f"{axis} {plan.sizes[axis]}" for axis in axes)
+
+
+def _ms(value: float) -> str:
+    return f"{1e3 * value:.1f} ms"
