@@ -1,13 +1,13 @@
-"""python -m meshtrain.plan MODEL|RUN.toml --gpus N --gpu h100 [--seq-len S] [--global-batch B] [--json] [--write RUN.toml]: which
-layout to take.
+"""python -m meshtrain.plan MODEL|RUN.toml --gpus N --gpu h100 [--seq-len S] [--global-batch B] [--json] [--html FILE]
+[--write RUN.toml]: which layout to take.
 
 Prices every layout that the model and the hosts allow by closed formulas, and ranks what fits; nothing is compiled, and nothing
 but rule files is read. MODEL is a preset, changed by --model.key value if need be. --data, --fsdp, --tensor, --stage, --context,
 --schedule, --chunks, --microbatches, --remat and --compute-dtype fix what they name; --rules FILE adds a rule file of one's own;
 --max-memory GiB and --gpus-per-host N say what the GPUs are; --assume NAME=VALUE changes what is assumed. --gpus 64,128,256 shows
 the best plan of each; --tokens 1e12 in how many days it trains them, --budget-hours H what so many GPU hours train. --write puts
-the best plan into a run file; --verify K compiles the best K for these GPUs and shows formula beside compiled. Exit codes: 0, also
-where nothing fits · 2 the user's mistake, one message.
+the best plan into a run file, --html all of it into a page for a browser; --verify K compiles the best K for these GPUs and
+shows formula beside compiled. Exit codes: 0, also where nothing fits · 2 the user's mistake, one message.
 """
 from __future__ import annotations
 
@@ -38,21 +38,22 @@ from meshtrain.layout import rules
 from meshtrain.layout.mesh import MeshSpec
 from meshtrain.model import transformer
 from meshtrain.names import AXES
+from meshtrain.pages import plans, skin
 from meshtrain.parallel.schedules import NAMES
 from meshtrain.training import state
 
 USAGE = ("python -m meshtrain.plan MODEL|RUN.toml --gpus N --gpu NAME [--seq-len S] [--global-batch B] [--AXIS N] "
          "[--schedule NAME] [--chunks V] [--microbatches M] [--remat POLICY] [--compute-dtype D] [--rules FILE] "
          "[--max-memory GiB] [--gpus-per-host N] [--tokens T] [--budget-hours H] [--assume NAME=VALUE] [--json] "
-         "[--write RUN.toml] [--verify K] [--section.key value ...]")
+         "[--html FILE] [--write RUN.toml] [--verify K] [--section.key value ...]")
 COUNTS = ("verify", "seq-len", "global-batch", "gpus-per-host", "chunks", "microbatches", *AXES)
 WORDS = {"gpu": tuple(hardware.GPUS), "schedule": tuple(name for name in NAMES if name != "zb_h1"), "remat": search.REMAT,
-         "compute-dtype": ("bfloat16", "float32"), "write": None}
+         "compute-dtype": ("bfloat16", "float32"), "write": None, "html": None}
 NUMBERS = {"max-memory": ("GiB", "70"), "tokens": ("tokens", "1e12"), "budget-hours": ("GPU hours", "100000")}
 MANY = ("assume", "rules")
 MOST_GPUS = 1 << 17
 TOKENS = 1 << 22            # of a step, where nothing says how many: 4 million, as runs of billions of parameters take
-TOLD = 20                   # plans in the answer
+TOLD, OTHERS = 20, 400      # plans in the answer; more of them in JSON as points alone
 
 
 def main(argv: Sequence[str]) -> int:
@@ -62,33 +63,53 @@ def main(argv: Sequence[str]) -> int:
             return 0
         options, rest = flags(list(argv))
         run = asked(options, rest)
+        if "html" in options:
+            with config.user_errors():
+                skin.check_free("--html", options["html"])
         answers = [answered(run, options, count) for count in options["gpus"]]
         question, answer = answers[0]
         free = search.search(dataclasses.replace(question, fixed={})) if question.fixed and answer.plans else None
         stands = behind.of(question, answer.plans[0], free) if free else None
         compiled = [verified(run, question, plan) for plan in answer.plans[:options.get("verify", 0)]]
+        length = told.Length(options.get("tokens"), options.get("budget-hours"))
+        if "html" in options:
+            with config.user_errors():
+                skin.write("--html", options["html"], plans.page(as_json(run, answers, length, compiled, stands)))
         if "write" in options and answer.plans:
             _write(run_file(run, answer.plans[0], options["write"]), options["write"])
     except ConfigError as error:
         say.err(f"error: {error}")
         return 2
-    length = told.Length(options.get("tokens"), options.get("budget-hours"))
-    several = len(answers) > 1
     if options["json"]:
-        plans = [(q, plan) for q, a in answers for plan in (a.plans[:1] if several else [*a.plans[:TOLD], *a.misses])]
-        say.out(json.dumps({"plans": [plan.as_json() | ({"gpus": q.num_gpus} if several else {}) | length.as_json(q, plan)
-                                      | ({"compiled": compiled[k]} if k < len(compiled) else {}) for k, (q, plan) in enumerate(plans)],
-                            "model": run.model.model_dump(), "gpus": options["gpus"] if several else question.num_gpus,
-                            "gpu": question.rated.gpu.name, "seq_len": question.seq_len, "global_batch": question.global_batch,
-                            "behind": stands and stands.as_json(), "tried": sum(a.tried for _, a in answers), "attention": question.practice.engine,
-                            "assumed": question.rated.assumed.as_dict(formula=True)}))
+        say.out(json.dumps(as_json(run, answers, length, compiled, stands)))
     else:
-        say.out(told.scaling(answers, length) if several else told.page(question, answer, TOLD, length, stands))
+        say.out(told.scaling(answers, length) if len(answers) > 1 else told.page(question, answer, TOLD, length, stands))
         if compiled:
             say.out("\n" + told.beside(question, answer.plans, compiled))
+    if "html" in options:
+        say.err(f"written: {options['html']}")
     if "write" in options:
         say.err(f"written: {options['write']}" if answer.plans else "nothing fits, so nothing is written")
     return 0
+
+
+def as_json(run: Run, answers: list[tuple[search.Question, search.Answer]], length: told.Length, compiled: list[dict],
+            stands: behind.Behind | None) -> dict:
+    """What `--json` prints: of one number of GPUs the best plans and what nearly fits, of several the best plan of each."""
+    (question, answer), several = answers[0], len(answers) > 1
+    of_each = [(q, plan) for q, a in answers for plan in (a.plans[:1] if several else [*a.plans[:TOLD], *a.misses])]
+    found = [plan.as_json() | ({"gpus": q.num_gpus} if several else {}) | length.as_json(q, plan)
+             | ({"compiled": compiled[k]} if k < len(compiled) else {}) for k, (q, plan) in enumerate(of_each)]
+    others = [] if several else answer.plans[TOLD:][:OTHERS]
+    return {"plans": found, "model": run.model.model_dump(), "name": run.run.name,
+            "num_params": sum(info.size for info in question.rows), "gpus": [q.num_gpus for q, _ in answers] if several
+            else question.num_gpus, "gpu": question.rated.gpu.name, "usable_bytes": question.usable_bytes,
+            "seq_len": question.seq_len, "global_batch": question.global_batch, "tried": sum(a.tried for _, a in answers),
+            "attention": question.practice.engine, "behind": stands and stands.as_json(),
+            "first": None if several else told.first(question, answer, stands),
+            "others": [{"mesh": dict(plan.sizes), "rules": plan.rules.path, "memory_bytes": plan.price.memory_bytes["total"],
+                        "step_time_s": plan.price.step_s} for plan in others],
+            "caveats": told.caveats(question, answer), "assumed": question.rated.assumed.as_dict(formula=True)}
 
 
 def answered(run: Run, options: dict, num_gpus: int) -> tuple[search.Question, search.Answer]:

@@ -24,7 +24,8 @@ def inspected(sizes=None, params=12, name="a run", gpu="h100", per_host=8) -> di
     return {
         "run": {"name": name, "num_params": 1_234_567_891, "num_layers": 16, "steps": 100, "global_batch": 64, "seq_len": 4096,
                 "tokens_per_step": 262144, "microbatches": 2, "remat": "none", "compute_dtype": "bfloat16",
-                "matmul_dtype": "auto", "optimizer": "adamw", "context_method": None, "rules": f"{name}.toml", "rules_text": f"# {name}"},
+                "matmul_dtype": "auto", "optimizer": "adamw",
+                "context_method": None, "rules": f"{name}.toml", "rules_text": f"# {name}"},
         "mesh": {"sizes": sizes, "placement": list(PLACEMENT), "num_devices": count, "device": "NVIDIA H100 80GB HBM3",
                  "simulated": gpu is None, "gpu": gpu, "hbm_bytes": gpu and 84_942_979_072, "gpus_per_host": per_host,
                  "gpus_per_link_domain": 8, "links": links},
@@ -43,7 +44,8 @@ def inspected(sizes=None, params=12, name="a run", gpu="h100", per_host=8) -> di
 def _roofline(name, axes, count, numbers) -> dict:
     second = lambda: next(numbers) / 1e10
     kernel = lambda: {"name": "gemm", "part": "matmul", "source": name, "line": "model/layers.py:1",
-                      "runs": next(numbers) % 997, "seconds": second(), "flops": next(numbers), "hbm_bytes": next(numbers), "bound": "FLOPs",
+                      "runs": next(numbers) % 997, "seconds": second(),
+                      "flops": next(numbers), "hbm_bytes": next(numbers), "bound": "FLOPs",
                       "instructions": ["gemm"]}
     traffic = lambda: {"kind": "all-gather", "axes": axes[:1], "runs": 7, "sent_bytes": next(numbers), "seconds": second(),
                        "exposed_s": second(), "hidden_under": {"matmul": second()}}

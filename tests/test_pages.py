@@ -8,10 +8,10 @@ import pages_samples
 import pytest
 from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
 
-from meshtrain import inspect
-from meshtrain.pages import layout, pictures, skin
+from meshtrain import inspect, plan
+from meshtrain.pages import layout, pictures, plans, skin
 
-VOID = {"meta", "link", "input", "img", "br", "hr"}
+VOID = {"meta", "link", "input", "img", "wbr"}
 
 
 class Read(html.parser.HTMLParser):
@@ -30,6 +30,8 @@ class Read(html.parser.HTMLParser):
         self.exact |= {value for name, value in attrs if name == "data-v"}
         if tag not in VOID:
             self.open.append(tag)
+        if tag == "wbr":
+            self.text.append("<wbr>")
 
     def handle_startendtag(self, tag, attrs):
         self.handle_starttag(tag, attrs)
@@ -45,7 +47,7 @@ class Read(html.parser.HTMLParser):
 
     @property
     def words(self) -> str:
-        return " ".join(" ".join(self.text).split())
+        return " ".join(" ".join(self.text).replace(" <wbr> ", "").split())
 
 
 def embedded(page: str) -> dict:
@@ -147,7 +149,7 @@ def test_inspect_writes_the_page_of_what_it_prints(tiny, tmp_path):
     (["--html", "no/where.html"], ["--html=no/where.html", "no directory no"]),
     (["--html"], ["--html has no value", "cost.html"]),
     (["--html", "new.html", "--schedule"], ["--schedule compiles nothing", "--html"])])
-def test_nothing_is_compiled_for_a_page_that_cannot_be_written_and_nothing_overwritten(words, parts, tiny, tmp_path, monkeypatch):
+def test_a_page_that_cannot_be_written_costs_no_compiling_and_no_file(words, parts, tiny, tmp_path, monkeypatch):
     (tmp_path / "there.html").write_text("mine")
     monkeypatch.setattr(inspect.assembly, "assemble", lambda *_: pytest.fail("compiled"))
     refused(call(inspect.main, *tiny, *words), *parts)
@@ -158,6 +160,77 @@ def test_a_page_that_appears_meanwhile_is_not_overwritten(tmp_path):
     (tmp_path / "there.html").write_text("mine")
     with pytest.raises(ValueError, match="there already"):
         skin.write("--html", str(tmp_path / "there.html"), "page")
+
+
+PLAN = ("llama3-8b", "--gpu", "a100-40gb", "--global-batch", 64, "--tokens", "1e12")
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    """(what plan prints as JSON, its page), of 8 GPUs and of several numbers."""
+    directory, found = tmp_path_factory.mktemp("plans"), []
+    for k, gpus in enumerate(["8", "8,16"]):
+        ran = call(plan.main, *PLAN, "--gpus", gpus, "--json", "--html", directory / f"{k}.html")
+        assert ran.code == 0 and f"written: {directory}/{k}.html" in ran.err, ran
+        found.append((json.loads(ran.out), (directory / f"{k}.html").read_text()))
+    return found
+
+
+def test_plan_writes_the_page_of_what_it_prints(planned):
+    for told, page in planned:
+        read = standing_alone(page)
+        assert embedded(page) == told
+        fitting = [one for one in told["plans"] if one["fits"]]
+        cells = {one["memory_bytes"]["total"] for one in told["plans"]}
+        cells |= {one[key] for one in fitting for key in ("step_time_s", "tokens_per_s_per_gpu", "mfu", "days", "gpu_hours")}
+        assert {str(cell) for cell in cells} - read.exact == set() and "8.0B parameters" in read.words
+    told, page = planned[0]
+    read = Read(page)
+    for part in [*told["first"]["sentences"], *told["caveats"], *(one["reason"] for one in told["plans"] if not one["fits"])]:
+        assert " ".join(part.split()) in read.words, part
+    near = [one for one in told["plans"] + told["others"] if one["step_time_s"] <= 4 * told["plans"][0]["step_time_s"]]
+    assert page.count("<circle") == len(near) > 20
+
+
+def test_what_a_step_consists_of_adds_up_to_it(planned):
+    told, _ = planned[0]
+    assert sum(told["first"]["time_s"].values()) == pytest.approx(told["plans"][0]["step_time_s"])
+
+
+def test_a_rule_file_of_any_name_is_text_on_the_page(planned):
+    for told, _ in planned:
+        renamed = [one | {"rules": pages_samples.HOSTILE, "reason": pages_samples.HOSTILE} for one in told["plans"]]
+        page = plans.page(told | {"plans": renamed, "name": pages_samples.HOSTILE})
+        assert "<img" not in page and page.count("<script") == 2
+        assert " ".join(pages_samples.HOSTILE.split()) in standing_alone(page).words
+
+
+def test_what_was_compiled_stands_beside_the_formulas(planned):
+    told, _ = planned[0]
+    best = told["plans"][0] | {"compiled": {"memory_bytes": {"total": 12345678901}, "step_time_s": 7.125,
+                                            "traffic_bytes": {"fsdp": 1234567890, "": 1}}}
+    read = standing_alone(plans.page(told | {"plans": [best, *told["plans"][1:]]}))
+    assert {"12345678901", "1234567891", "7.125"} <= read.exact and "Formula beside compiled" in read.words
+
+
+def test_where_nothing_fits_the_page_says_so_and_why(tmp_path):
+    ran = call(plan.main, "llama3-70b", "--gpus", 8, "--gpu", "a100-40gb", "--global-batch", 64, "--html", "none.html")
+    read = standing_alone((tmp_path / "none.html").read_text())
+    assert ran.code == 0 and "No layout fits" in read.words and "What does not fit" in read.words and "needs" in read.words
+
+
+def test_a_layout_that_is_fixed_stands_on_the_page_with_its_distance_to_the_best(tmp_path):
+    ran = call(plan.main, *PLAN, "--gpus", 8, "--tensor", 8, "--json", "--html", "fixed.html")
+    told, words = json.loads(ran.out), standing_alone((tmp_path / "fixed.html").read_text()).words
+    assert told["behind"]["reasons"] and "With tensor 8 fixed the first plan is number" in words
+    assert [reason for reason in told["behind"]["reasons"] if " ".join(reason.split()) not in words] == []
+
+
+def test_plan_overwrites_no_page(tmp_path, monkeypatch):
+    (tmp_path / "there.html").write_text("mine")
+    monkeypatch.setattr(plan, "answered", lambda *_: pytest.fail("searched"))
+    refused(call(plan.main, *PLAN, "--gpus", 8, "--html", "there.html"), "--html=there.html", "there already")
+    assert (tmp_path / "there.html").read_text() == "mine"
 
 
 # ---- in a browser ----------------------------------------------------------------------------------------------------
@@ -197,6 +270,24 @@ def test_in_a_browser_a_page_is_quiet_searches_sorts_and_follows_the_colour_sche
     assert all(seen["drawings"]) and len(seen["drawings"]) == 4 and seen["width"]
     paper, ink = luminance(seen["paper"]), luminance(seen["ink"])
     assert (paper < 0.2 and ink > 0.8) if dark else (paper > 0.9 and ink < 0.2)
+
+
+SORTED = """
+const table = document.getElementById("ranked"), heads = [...table.querySelectorAll("th")];
+const column = heads.findIndex(head => head.textContent === "memory"), shown = () => [...table.tBodies[0].rows].map(
+  row => Number(row.cells[column].dataset.v));
+heads[column].firstChild.click(); const down = shown(); heads[column].firstChild.click();
+document.body.replaceChildren(JSON.stringify({down, up: shown()}));
+"""
+
+
+@browser.needed
+def test_in_a_browser_plans_sort_by_memory(planned, tmp_path):
+    told, page = planned[0]
+    dom, console = browser.visit(page, tmp_path, SORTED)
+    seen = json.loads(re.search(r"<body>(.*?)</body>", dom, re.DOTALL)[1])
+    held = sorted(one["memory_bytes"]["total"] for one in told["plans"] if one["fits"])
+    assert console == [] and seen["up"] == seen["down"][::-1] == held
 
 
 @browser.needed

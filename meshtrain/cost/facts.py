@@ -10,11 +10,14 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from meshtrain.cost import chart, hardware, roofline
+from meshtrain.layout.mesh import MeshSpec
 
 
 def of_run(made) -> dict:
     """made: `meshtrain.assembly.Assembly`. Bytes and links are those of one device."""
-    return {"run": _run(made), "mesh": _mesh(made), "parameters": parameters(made),
+    kind, simulated = made.mesh.devices.flat[0].device_kind, bool(made.run.mesh.simulated_devices)
+    on = mesh(made.mesh_spec, roofline.gpu_of(made), kind, simulated)
+    return {"run": _run(made), "mesh": on, "parameters": parameters(made),
             "schedule": made.choice and chart.as_json(made.choice), "notes": list(made.notes)}
 
 
@@ -29,12 +32,12 @@ def _run(made) -> dict:
             "rules": made.layout.rules.path, "rules_text": made.layout.rules.text}
 
 
-def _mesh(made) -> dict:
-    """links: of axes larger than 1, how many of a group share a link domain. gpu: null where its speed is not known."""
-    spec, kind, gpu = made.mesh_spec, made.mesh.devices.flat[0].device_kind, roofline.gpu_of(made)
+def mesh(spec: MeshSpec, gpu: hardware.Gpu | None, device: str, simulated: bool = False) -> dict:
+    """A mesh on its hosts. links: of axes larger than 1, how many of a group share a link domain. gpu: None where its speed is
+    not known. device: as jax calls it."""
     host = gpu or hardware.GPUS["cpu"]
-    return {"sizes": dict(spec.sizes), "placement": list(spec.placement), "num_devices": spec.num_devices, "device": kind,
-            "simulated": bool(made.run.mesh.simulated_devices), "gpu": gpu and gpu.name, "hbm_bytes": gpu and gpu.hbm_bytes,
+    return {"sizes": dict(spec.sizes), "placement": list(spec.placement), "num_devices": spec.num_devices, "device": device,
+            "simulated": simulated, "gpu": gpu and gpu.name, "hbm_bytes": gpu and gpu.hbm_bytes,
             "gpus_per_host": host.gpus_per_host, "gpus_per_link_domain": host.gpus_per_link_domain,
             "links": {axis: {"size": n, "inside": inside} for axis, (n, inside) in roofline.links(host, spec).items()}}
 

@@ -3,10 +3,12 @@ from __future__ import annotations
 
 import dataclasses
 
+from meshtrain.cost import facts
 from meshtrain.cost.behind import Behind, link
 from meshtrain.cost.price import RECOMPUTED
 from meshtrain.cost.report import columns
 from meshtrain.cost.search import Answer, Plan, Question
+from meshtrain.layout.mesh import MeshSpec
 from meshtrain.names import AXES
 from meshtrain.units import parameters, seconds, size
 
@@ -72,14 +74,21 @@ def page(question: Question, answer: Answer, most: int, length: Length = Length(
              f"{question.num_gpus:,} × {gpu.name}, {size(question.usable_bytes)} usable on each; attention by {engine}{documents}; "
              f"{answer.tried:,} layouts tried", ""]
     if answer.plans:
-        lines += [_table(question, answer.plans[:most], length), "", *_sentences(question, answer.plans), *([standing(behind)] if behind else []), ""]
+        told = [*sentences(question, answer.plans), *([standing(behind)] if behind else [])]
+        lines += [_table(question, answer.plans[:most], length), "", *told, ""]
     else:
         lines += ["no layout fits; more GPUs, sequences split over mesh.context, or fewer tokens a microbatch would", ""]
     if answer.misses:
         lines += ["do not fit:", *(f"  {_short(plan)}, {plan.rules.path}: {plan.reason}" for plan in answer.misses), ""]
+    return "\n".join(lines + caveats(question, answer))
+
+
+def caveats(question: Question, answer: Answer) -> list[str]:
+    """What the numbers are, and what they do not know."""
+    engine, assumed = question.practice.engine, question.rated.assumed
     named = {name: value for name, value in assumed.as_dict(formula=True).items()
              if name.startswith(FIRST[:2]) or name.startswith(f"attention.{engine}")}
-    lines += ["Formulas, nothing compiled or measured: 51 published runs were met with a median error of 4%, a tenth of them "
+    lines = ["Formulas, nothing compiled or measured: 51 published runs were met with a median error of 4%, a tenth of them "
               "by more than 11%. What moves them most (--assume NAME=VALUE sets another; reasons: meshtrain/cost/assumptions.py): "
               + ", ".join(f"{name} {value:g}" for name, value in named.items())]
     if answer.plans and answer.plans[0].sizes["stage"] > 1:
@@ -87,7 +96,21 @@ def page(question: Question, answer: Answer, most: int, length: Length = Length(
                   "long by the roofline (docs/plan.md); compare with a plan of --stage 1 by --verify."]
     if answer.plans and answer.plans[0].price.step_s < 0.3 and question.num_gpus >= 100:
         lines += ["Steps below 0.3 s on hundreds of GPUs follow no formula: latencies and stragglers set their time."]
-    return "\n".join(lines)
+    return lines
+
+
+def first(question: Question, answer: Answer, behind: Behind | None = None) -> dict | None:
+    """What is told of the first plan, as JSON. time_s: what its step consists of."""
+    if not answer.plans:
+        return None
+    plan = answer.plans[0]
+    one, gpu = plan.price, question.rated.gpu
+    time_s = dict(one.parts) | {f"waiting for {name}" if name in AXES else f"exchanged {name}": lost_s
+                                for name, lost_s in one.exposed.items()}
+    time_s |= {"bubble": one.bubble_s, "optimizer": one.update_s, "host": one.host_s}
+    time_s["ends of microbatches"] = max(0.0, one.step_s - sum(time_s.values()))
+    return {"sentences": sentences(question, answer.plans), "standing": standing(behind) if behind else "",
+            "time_s": time_s, "mesh": facts.mesh(MeshSpec(plan.sizes, plan.placed.mesh.placement), gpu, gpu.name)}
 
 
 def _short(plan: Plan) -> str:
@@ -141,7 +164,8 @@ def standing(behind: Behind) -> str:
 # ---- three sentences -------------------------------------------------------------------------------------------------
 
 
-def _sentences(question: Question, plans: list[Plan]) -> list[str]:
+def sentences(question: Question, plans: list[Plan]) -> list[str]:
+    """What bounds the first plan, what it holds, and what would help."""
     plan = plans[0]
     one = plan.price
     share = lambda value: f"{value / one.step_s:.0%}"

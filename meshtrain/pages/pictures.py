@@ -100,10 +100,11 @@ def coordinate(told: dict, axis: str, device: int) -> int:
 
 
 class Bar(NamedTuple):
-    """parts: (colour, name, value)."""
+    """parts: (colour, name, value). total: what stands at its end; None: their sum."""
     label: str
     parts: Sequence[tuple[int, str, float]]
     note: str = ""
+    total: float | None = None
 
 
 def bars(rows: Sequence[Bar], show: Callable[[float], str], label: str, marks: Sequence[tuple[float, str]] = (),
@@ -112,9 +113,9 @@ def bars(rows: Sequence[Bar], show: Callable[[float], str], label: str, marks: S
     left, right, height = max(110, 7.2 * max(len(row.label) for row in rows) + 14), WIDTH - 92, 30
     most = most or max([sum(part[2] for part in row.parts) for row in rows] + [value for value, _ in marks]) or 1.0
     scale = (right - left) / most
-    parts, y = [], 26.0 if marks else 4.0
+    parts, y = [], 28.0 if marks else 4.0
     for row in rows:
-        x, total = left, sum(part[2] for part in row.parts)
+        x, total = left, sum(part[2] for part in row.parts) if row.total is None else row.total
         parts += [text(left - 12, y + (14 if row.note else 20), row.label, 12.5, "end")]
         parts += [text(left - 12, y + 28, row.note, 10.5, "end", "soft")] if row.note else []
         parts += [rect(left, y, (right - left) if marks else 0, height, "box")] if marks else []
@@ -127,11 +128,11 @@ def bars(rows: Sequence[Bar], show: Callable[[float], str], label: str, marks: S
             elif width > 6.4 * len(name) + 8:
                 parts += [text(x + width / 2, y + 19.5, name, 11.5, "middle", "on")]
             x += width
-        parts += [] if row.note is None else [text(x + 8, y + 20, show(total), 12)]
+        parts += [text(right + 8 if marks else x + 8, y + 20, show(total), 12)]
         y += height + 14
     for k, (value, words) in enumerate(marks):
         x = left + value * scale
-        parts += [line(x, 20, x, y - 8, "edge"), text(x + (4 if k else -4), 14, words, 11, "start" if k else "end", "soft")]
+        parts += [line(x, 20, x, y - 10, "edge"), text(x + (4 if k else -4), 15, words, 11, "start" if k else "end", "soft")]
     return drawing(y - 4, parts, label)
 
 
@@ -148,9 +149,9 @@ class Curve(NamedTuple):
 
 def curves(rows: Sequence[Curve], x_name: str, y_name: str, show_x: Callable[[float], str], show_y: Callable[[float], str],
            label: str, *, verticals: Sequence[tuple[float, str]] = (), levels: Sequence[tuple[float, str]] = (),
-           zero: bool = False, height: int = 300, told: Callable[[int, int], str] | None = None) -> str:
-    """Curves in one frame. verticals, levels: (value, what it is), lines across. zero: y begins at 0. told: (curve, point) →
-    its title."""
+           zero: bool = False, height: int = 300, unit: float = 1.0, told: Callable[[int, int], str] | None = None) -> str:
+    """Curves in one frame. verticals, levels: (value, what it is), lines across. zero: y begins at 0. unit: of y, whose
+    round multiples are marked. told: (curve, point) → its title."""
     points = [point for row in rows for point in row.points]
     xs, ys = [x for x, _ in points] + [x for x, _ in verticals], [y for _, y in points] + [y for y, _ in levels]
     low_x, high_x = min(xs), max(xs)
@@ -162,7 +163,7 @@ def curves(rows: Sequence[Curve], x_name: str, y_name: str, show_x: Callable[[fl
     at_x = lambda x: left + (x - low_x) / (high_x - low_x) * (right - left)
     at_y = lambda y: bottom - (y - low_y) / (high_y - low_y) * (bottom - top)
     parts = [text(left, 11, y_name, 11, kind="soft"), text(right, height - 4, x_name, 11, "end", "soft")]
-    for y in ticks(low_y, high_y):
+    for y in (unit * tick for tick in ticks(low_y / unit, high_y / unit)):
         parts += [line(left, at_y(y), right, at_y(y), "rule"), text(left - 8, at_y(y) + 4, show_y(y), 11, "end", "soft")]
     parts += [text(at_x(x), bottom + 18, show_x(x), 11, "middle", "soft") for x in ticks(low_x, high_x)]
     for value, words in levels:

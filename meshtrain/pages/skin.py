@@ -42,7 +42,8 @@ class Tile(NamedTuple):
 
 
 class Column(NamedTuple):
-    """kind: "" of text, "n" of numbers, "code", "keep" of text that is not broken into lines."""
+    """kind: "" of text, "n" of numbers, "code", "keep" of text that is not broken into lines, "some" of
+    text that is broken late."""
     heading: str
     kind: str = ""
 
@@ -156,8 +157,13 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell | str]], name:
 
 def _row(columns: Sequence[Column], row: Sequence[Cell | str]) -> str:
     cells = (cell if isinstance(cell, Cell) else Cell(cell) for cell in row)
-    return "".join(f"<td{_class(column.kind)}{_exact(cell)}>{esc(cell.text)}</td>"
+    return "".join(f"<td{_class(column.kind)}{_exact(cell)}>{_broken(cell.text)}</td>"
                    for column, cell in zip(columns, cells, strict=True))
+
+
+def _broken(text: str) -> str:
+    """Names with underscores may be broken at them."""
+    return esc(text).replace("_", "_<wbr>")
 
 
 def _class(name: str) -> str:

@@ -1,0 +1,192 @@
+"""The page of `plan --html`: the ranked plans, from the dict that `--json` prints."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshtrain.names import AXES
+from meshtrain.pages import layout, pictures, skin
+from meshtrain.pages.pictures import Bar, Curve
+from meshtrain.pages.skin import Cell, Column, Section, Tile, of_bytes, of_count, of_seconds, of_share
+from meshtrain.units import parameters, seconds, size
+
+FITS, OTHERS, MISSES = (0, "plans that fit, best in the table"), (7, "other plans that fit"), (4, "plans that do not fit")
+STACKED = {"params": "weights", "grads": "gradients", "optimizer": "optimizer", "activations": "activations"}
+DRAWN = 10          # plans whose memory is drawn
+
+
+def page(told: dict) -> str:
+    """told: the dict of `plan --json`."""
+    several = isinstance(told["gpus"], list)
+    found = [Section("scaling", "The best plan of each number of GPUs", scaling(told))] if several else [
+        Section("first", "The first plan", first(told)), Section("plans", "The plans, best first", ranked(told)),
+        Section("trade", "Memory against time", trade(told)), Section("memory", "What takes the memory", memory(told)),
+        Section("misses", "What does not fit", misses(told)), Section("compiled", "Formula beside compiled", compiled(told))]
+    assumed = Section("numbers", "What the numbers are", skin.bullets(told["caveats"]) + _assumed(told))
+    return skin.document("which layout", told["name"], lead(told), skin.tiles(tiles(told)) if told["first"] else "",
+                         [*found, assumed], told)
+
+
+def lead(told: dict) -> str:
+    gpus = ", ".join(f"{count:,}" for count in (told["gpus"] if isinstance(told["gpus"], list) else [told["gpus"]]))
+    best = f" First of them: {_mesh(told['plans'][0])}, {_rules(told['plans'][0])}." if told["first"] else ""
+    return (f"{parameters(told['num_params'])} parameters, {told['global_batch']:,} × {told['seq_len']:,} tokens a step on "
+            f"{gpus} × {told['gpu']}, {size(told['usable_bytes'])} usable on each; {told['tried']:,} layouts tried.{best}")
+
+
+def tiles(told: dict) -> list[Tile]:
+    plan = told["plans"][0]
+    speed, held = plan["tokens_per_s_per_gpu"], plan["memory_bytes"]["total"]
+    rows = [Tile("a step", seconds(plan["step_time_s"]), "by formulas"),
+            Tile("tokens/s a GPU", f"{speed:,.0f}", f"{speed * told['gpus']:,.0f} in all"),
+            Tile("MFU", f"{plan['mfu']:.1%}", "nothing recomputed counted"),
+            Tile("memory of a GPU", size(held), plan["reason"] or f"of {size(told['usable_bytes'])} usable",
+                 "warn" if plan["reason"] else "")]
+    if "days" in plan:
+        rows.append(Tile("training takes", f"{plan['days']:,.1f} days", f"{plan['gpu_hours']:,.0f} GPU hours"))
+    if "tokens_for_budget" in plan:
+        rows.append(Tile("the budget trains", f"{plan['tokens_for_budget'] / 1e9:,.1f}B", "tokens"))
+    return rows
+
+
+def _fitting(told: dict) -> list[dict]:
+    return [plan for plan in told["plans"] if plan["fits"]]
+
+
+def _mesh(plan: dict) -> str:
+    method = f" {plan['context_method']}" if plan.get("context_method") else ""
+    return (" × ".join(f"{axis} {plan['mesh'][axis]}" for axis in AXES if plan["mesh"][axis] > 1) or "one GPU") + method
+
+
+def _rules(plan: dict) -> str:
+    return plan["rules"].removeprefix("sharding_rules/").removesuffix(".toml")
+
+
+def _schedule(plan: dict) -> str:
+    return (plan["schedule"] or "–") + (f" × {plan['chunks']}" if plan["schedule"] and plan["chunks"] > 1 else "")
+
+
+# ---- sections --------------------------------------------------------------------------------------------------------
+
+
+def first(told: dict) -> str:
+    found = told["first"]
+    if not found:
+        return skin.paragraph("No layout fits; more GPUs, sequences split over mesh.context, or fewer tokens a microbatch "
+                              "would.", "warn")
+    step_s = told["plans"][0]["step_time_s"]
+    spent = {name: spent_s for name, spent_s in found["time_s"].items() if spent_s > layout.LEAST_SHARE * step_s}
+    shares = [(k % pictures.COLORS, name, spent_s) for k, (name, spent_s) in enumerate(spent.items())]
+    drawing = pictures.bars([Bar("a step", shares, total=step_s)], seconds, "what the step consists of")
+    key = skin.key((color, name, f"{spent_s / step_s:.1%}") for color, name, spent_s in shares)
+    stands, *why = found["standing"].split("\n  - ")
+    told = [*found["sentences"], stands] if stands else found["sentences"]
+    return ("".join(map(skin.paragraph, told)) + skin.bullets(why) + skin.figure(drawing, key=key) + layout.mesh(found["mesh"]))
+
+
+def ranked(told: dict) -> str:
+    plans = _fitting(told)
+    columns = [Column("", "n"), Column("mesh", "some"), Column("rules", "some"), Column("schedule"),
+               Column("microbatches", "n"), Column("remat"), Column("memory", "n"),
+               Column("step", "n"), Column("tokens/s a GPU", "n"), Column("MFU", "n"),
+               Column("bubble", "n"), *_length_columns(plans)]
+    held = lambda plan: Cell(size(plan["memory_bytes"]["total"]) + " *" * bool(plan["reason"]), plan["memory_bytes"]["total"])
+    rows = [(of_count(k), _mesh(plan), _rules(plan), _schedule(plan), of_count(plan["microbatches"]), plan["remat"], held(plan),
+             of_seconds(plan["step_time_s"]), of_count(plan["tokens_per_s_per_gpu"]), of_share(plan["mfu"]),
+             of_share(plan["bubble"]), *_length(plan)) for k, plan in enumerate(plans, 1)]
+    unsure = sorted({plan["reason"] for plan in plans} - {""})
+    return skin.table(columns, rows, "ranked", search="axis, rule file, schedule …", marks=["first"]) + "".join(
+        skin.paragraph(f"* {reason}.", "small") for reason in unsure)
+
+
+def _length_columns(plans: Sequence[dict]) -> list[Column]:
+    names = {"days": "days", "gpu_hours": "GPU hours", "tokens_for_budget": "tokens for it"}
+    return [Column(words, "n") for key, words in names.items() if plans and key in plans[0]]
+
+
+def _length(plan: dict) -> list[Cell]:
+    shown = {"days": "{:,.1f}", "gpu_hours": "{:,.0f}", "tokens_for_budget": "{:,.0f}"}
+    return [Cell(form.format(plan[key]), plan[key]) for key, form in shown.items() if key in plan]
+
+
+def trade(told: dict) -> str:
+    plans, missed = _fitting(told), [plan for plan in told["plans"] if not plan["fits"]]
+    if not plans:
+        return ""
+    point = lambda plan: (plan["step_time_s"], plan["memory_bytes"]["total"])
+    rows = [Curve(OTHERS[0], OTHERS[1], [(plan["step_time_s"], plan["memory_bytes"]) for plan in told["others"]], dots=True),
+            Curve(MISSES[0], MISSES[1], [point(plan) for plan in missed], dots=True),
+            Curve(FITS[0], FITS[1], [point(plan) for plan in plans], dots=True)]
+    known = [told["others"], missed, plans]
+    said = lambda k, i: f"{_mesh(known[k][i])}, {_rules(known[k][i])}"
+    # What is many times as slow as the best would leave no room for the rest.
+    most = 4 * plans[0]["step_time_s"]
+    kept = [[i for i, (x, _) in enumerate(row.points) if x <= most] for row in rows]
+    drawn = [row._replace(points=[row.points[i] for i in these]) for row, these in zip(rows, kept)]
+    picture = pictures.curves(drawn, "step", "memory of a GPU", "{:g} s".format, size, "memory against step time", zero=True,
+                              height=380, unit=2**30,
+                              levels=[(told["usable_bytes"], f"usable {size(told['usable_bytes'])}")],
+                              told=lambda k, i: said(k, kept[k][i]))
+    left_out = sum(len(row.points) for row in rows) - sum(map(len, kept))
+    caption = "Each point is the best plan of a mesh and a rule file; left and low is better." + (
+        f" {left_out} plans that take more than four times as long as the best are left out." if left_out else "")
+    return skin.figure(picture, caption, skin.key((row.color, row.name, str(len(row.points))) for row in drawn if row.points))
+
+
+def memory(told: dict) -> str:
+    plans = _fitting(told)[:DRAWN]
+    if not plans:
+        return ""
+    parts = lambda plan: [(color, STACKED[part], plan["memory_bytes"][part]) for color, part in enumerate(STACKED)]
+    drawing = pictures.bars([Bar(f"{k}", parts(plan)) for k, plan in enumerate(plans, 1)], size, "memory of the best plans",
+                            [(told["usable_bytes"], f"usable {size(told['usable_bytes'])}")])
+    columns = [Column("", "n"), *(Column(name, "n") for name in STACKED.values()), Column("in all", "n"),
+               Column("sent by a GPU, by mesh axes")]
+    sent = lambda plan: ", ".join(f"{axes} {size(count)}" for axes, count in sorted(plan["traffic_bytes"].items())
+                                  if count >= 2**20) or "–"
+    rows = [(of_count(k), *(of_bytes(plan["memory_bytes"][part]) for part in (*STACKED, "total")), sent(plan))
+            for k, plan in enumerate(plans, 1)]
+    key = skin.key((color, name, "") for color, name in enumerate(STACKED.values()))
+    return skin.figure(drawing, key=key) + skin.table(columns, rows, "held")
+
+
+def misses(told: dict) -> str:
+    columns = [Column("mesh", "some"), Column("rules", "some"), Column("memory", "n"), Column("why")]
+    rows = [(_mesh(plan), _rules(plan), of_bytes(plan["memory_bytes"]["total"]), plan["reason"])
+            for plan in told["plans"] if not plan["fits"]]
+    return skin.table(columns, rows, "near-misses")
+
+
+def compiled(told: dict) -> str:
+    columns = [Column("", "n"), Column("memory", "n"), Column("compiled", "n"), Column("step", "n"), Column("roofline", "n"),
+               Column("sent by a GPU", "n"), Column("compiled", "n")]
+    sent = lambda plan: of_bytes(sum(plan["traffic_bytes"].values()))
+    rows = [(of_count(k), of_bytes(plan["memory_bytes"]["total"]), of_bytes(plan["compiled"]["memory_bytes"]["total"]),
+             of_seconds(plan["step_time_s"]), of_seconds(plan["compiled"]["step_time_s"]), sent(plan), sent(plan["compiled"]))
+            for k, plan in enumerate(told["plans"], 1) if "compiled" in plan]
+    return skin.table(columns, rows, "verified")
+
+
+def scaling(told: dict) -> str:
+    plans = told["plans"]
+    if not plans:
+        return skin.paragraph("On none of them a layout fits.", "warn")
+    speed = [plan["tokens_per_s_per_gpu"] / plans[0]["tokens_per_s_per_gpu"] for plan in plans]
+    columns = [Column("GPUs", "n"), Column("mesh", "some"), Column("rules", "some"), Column("schedule"),
+               Column("microbatches", "n"), Column("remat"), Column("memory", "n"),
+               Column("step", "n"), Column("tokens/s a GPU", "n"), Column("kept", "n"),
+               Column("MFU", "n"), *_length_columns(plans)]
+    rows = [(of_count(plan["gpus"]), _mesh(plan), _rules(plan), _schedule(plan), of_count(plan["microbatches"]), plan["remat"],
+             of_bytes(plan["memory_bytes"]["total"]), of_seconds(plan["step_time_s"]), of_count(plan["tokens_per_s_per_gpu"]),
+             of_share(kept), of_share(plan["mfu"]), *_length(plan)) for plan, kept in zip(plans, speed)]
+    none = [f"{count:,}" for count in told["gpus"] if count not in {plan["gpus"] for plan in plans}]
+    note = skin.paragraph(f"On {', '.join(none)} GPUs nothing fits.", "warn") if none else ""
+    curve = Curve(0, "kept", [(plan["gpus"], kept) for plan, kept in zip(plans, speed)])
+    drawn = skin.figure(pictures.curves(
+        [curve, curve._replace(dots=True)], "GPUs", "of a GPU's tokens/s on the first of them, kept", "{:,.0f}".format,
+        "{:.0%}".format, "how speed scales", zero=True, height=260), "With the same batch a step.") if len(plans) > 1 else ""
+    return drawn + note + skin.table(columns, rows, "best")
+
+
+def _assumed(told: dict) -> str:
+    assumed = ", ".join(f"{name} {value:g}" for name, value in told["assumed"].items())
+    return skin.paragraph(f"Attention by {told['attention']}. All that is assumed: {assumed}.", "small")
