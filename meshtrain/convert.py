@@ -1,7 +1,9 @@
-"""python -m meshtrain.convert HF_DIR: prints the [model] table of a folder of Hugging Face's, whose every tensor is accounted for.
+"""python -m meshtrain.convert HF_DIR · RUN_DIR OUT [--step N] [--dtype D] [--shard-gb G]: model folders of Hugging Face, in and out.
 
-To start a run from it: --checkpoint.init_from HF_DIR. No weights are read.
-Exit codes: 0 · 2 the user's mistake, one message.
+HF_DIR alone: checks the folder and prints its [model] table; --checkpoint.init_from HF_DIR starts a run from it. RUN_DIR OUT:
+writes the weights of a run's newest checkpoint, or of step N, as the folder OUT, in bfloat16 or --dtype float32 or float16, in
+files of at most G (5) GB; it is whole or not there. Works on CPUs; as one of several processes under srun or mpirun.
+Exit codes: 0 · 2 the user's mistake, one message · 1 anything else.
 """
 from __future__ import annotations
 
@@ -15,16 +17,23 @@ from meshtrain.run import say
 
 if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
     say.begin()
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     with say.without_noise():
         importlib.import_module("jax")
 
-from meshtrain import config
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+from meshtrain import config, devices
+from meshtrain.cluster import agree, find, meet
 from meshtrain.config import ConfigError
 from meshtrain.model import transformer
+from meshtrain.run import export, pretrained, resume
+from meshtrain.run.checkpoint import CheckpointError
 from meshtrain.weights import folder
 
-USAGE = "python -m meshtrain.convert HF_DIR"
+USAGE = "python -m meshtrain.convert HF_DIR | RUN_DIR OUT [--step N] [--dtype bfloat16] [--shard-gb 5]"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,13 +41,52 @@ def main(argv: Sequence[str]) -> int:
         if {"--help", "-h"} & set(argv):
             say.out(f"usage: {USAGE}\n\n{__doc__.rstrip()}")
             return 0
-        if len(argv) != 1 or argv[0].startswith("-"):
-            raise ConfigError(f"{' '.join(argv) or 'nothing'} is not what can be converted; the usage is {USAGE}")
-        say.out(_table(Path(argv[0])))
+        names, step, dtype, shard_bytes = flags(argv)
+        if len(names) == 1:
+            say.out(_table(Path(names[0])))
+            return 0
+        cluster = find.cluster(config.Distributed(), os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+        found = devices.start(config.Run(run=config.Identity(compilation_cache="")), cluster)
+        said = _export(found, Path(names[0]), Path(names[1]), step, dtype, shard_bytes)
+        if jax.process_index() == 0:
+            say.out(said)
         return 0
     except ConfigError as error:
-        say.err(f"error: {error}")
+        if not agree.told_by_first(error):
+            say.err(f"error: {error}")
         return 2
+    except (CheckpointError, meet.PeerError) as error:
+        say.err(f"error: {error}")
+        return 1
+
+
+def flags(argv: Sequence[str]) -> tuple[list[str], int, str, int]:
+    """(the names of one folder, or of a run and a folder, step, dtype, most bytes of a file). Raises: ConfigError."""
+    given, names, faults = {"--step": "0", "--dtype": "bfloat16", "--shard-gb": "5"}, [], []
+    words = iter(map(str, argv))
+    for word in words:
+        option, equals, value = word.partition("=")
+        if option in given:
+            given[option] = value if equals else next(words, "")
+        elif word.startswith("-"):
+            faults.append(f"{word} is not an option; the usage is {USAGE}")
+        else:
+            names.append(word)
+    if len(names) not in (1, 2):
+        faults.append(f"{' '.join(names) or 'nothing'} is not one folder, or a run and a folder; the usage is {USAGE}")
+    if not given["--step"].isdecimal():
+        faults.append(f"--step {given['--step']} is not a step; give the number of one that is saved, or 0 for the newest")
+    if given["--dtype"] not in export.DTYPES:
+        faults.append(f"--dtype {given['--dtype']} is not known; use {', '.join(export.DTYPES)}")
+    try:
+        shard_bytes = int(float(given["--shard-gb"]) * 1e9)
+    except (ValueError, OverflowError):
+        shard_bytes = 0
+    if shard_bytes < 1:
+        faults.append(f"--shard-gb {given['--shard-gb']} is not a size; give gigabytes, e.g. 5 or 0.5")
+    if faults:
+        raise ConfigError(*faults)
+    return names, int(given["--step"]), given["--dtype"], shard_bytes
 
 
 def _table(directory: Path) -> str:
@@ -53,6 +101,34 @@ def _table(directory: Path) -> str:
     return "\n".join([
         f"# {found.directory}: {found.family.architecture}, {len(found.entries)} tensors of {size / 1e9:.2f} GB", *window,
         config.shape_table(shape)])
+
+
+def _export(found: Sequence[jax.Device], run_dir: Path, out: Path, step: int, dtype: str, shard_bytes: int) -> str:
+    """Writes `out`, one parameter in memory at a time; what is to be said of it."""
+    checkpoints, step = resume.source(run_dir, step, str(run_dir), "--step ")
+    with config.user_errors():
+        saved = checkpoints.metadata(step)
+        shape = config.Model(**saved["run"]["model"])
+    infos = {info.name: info for info in transformer.build(shape).parameters()}
+    mesh = Mesh(np.array(found), ("all",), axis_types=(AxisType.Auto,))
+
+    def leaf(path: str) -> jax.Array:
+        info = infos[path]
+        wanted = jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=NamedSharding(mesh, _spread(info.shape, mesh.size)))
+        taken, _ = checkpoints.restore(step, {"params": pretrained.nested({path: wanted})}, part=True)
+        ((_, array),) = pretrained.leaves_of(taken["params"])
+        return array
+
+    with config.user_errors():
+        size = export.write(out, shape, leaf, list(infos), dtype=dtype, shard_bytes=shard_bytes, data=saved["run"]["data"],
+                            bos=saved["data"]["tokenizer"][1], source=export.kept(run_dir))
+    return f"{out}: the weights of step {step} of {run_dir}, {size / 1e9:.2f} GB in {dtype}"
+
+
+def _spread(shape: tuple[int, ...], ways: int) -> P:
+    """An equal share of a parameter on every device, where any dim divides."""
+    dims = [dim for dim in reversed(range(len(shape))) if shape[dim] % ways == 0]
+    return P(*[None] * dims[0], "all") if dims else P()
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from meshtrain.cost import flops, hardware, report
 from meshtrain.data import packing, parts, sources
 from meshtrain.data.contracts import Batches
 from meshtrain.inference import sample
-from meshtrain.run import loop, metrics, pretrained, resume, rundir
+from meshtrain.run import export, loop, metrics, pretrained, resume, rundir
 from meshtrain.run.checkpoint import CheckpointError, Checkpoints
 from meshtrain.run.profiling import Trace
 from meshtrain.run.progress import Progress
@@ -126,9 +126,13 @@ def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: B
             record = Record(run, writer, Progress(run.training.steps, _memory(made, step)), *_flops(made))
             save = loop.Hook(lambda number, ending: ending or checkpoints.due(number),
                              lambda number, state: {"checkpoint_wait_s": checkpoints.save(number, state, metadata(number))})
+            exported = loop.Hook(lambda number, ending: run.checkpoint.export == "every" and (ending or checkpoints.due(number)),
+                                 lambda number, state: export.of_run(directory, number, run, state.params, corpus.tokenizer.bos) or {})
             state, done = loop.train(made.program, step, state, batches, run.training.steps, run.data.prefetch, record,
-                                     (validation.hook(), trace.hook(), save), stop)
+                                     (validation.hook(), trace.hook(), save, exported), stop)
         checkpoints.wait()
+        if run.checkpoint.export == "last" and done == run.training.steps:
+            export.of_run(directory, done, run, state.params, corpus.tokenizer.bos)
     if done < run.training.steps:
         say.out(f"stopped after step {done}, saved in {directory}; the same command goes on from there")
         return STOPPED
@@ -182,7 +186,8 @@ def _start_state(run: Run, made: assembly.Assembly, checkpoints: Checkpoints, st
         pretrained.tell(given[0])
         return State(state.step, pretrained.load(*given, run.model, state.params), state.opt_state)
     if run.checkpoint.init_from:
-        source, step = resume.source(run)
+        source, step = resume.source(Path(run.checkpoint.init_from), run.checkpoint.step,
+                                     f"checkpoint.init_from={run.checkpoint.init_from}")
         wanted = {"params": abstract.params}
         if run.checkpoint.init_optimizer:
             wanted["opt_state"] = abstract.opt_state

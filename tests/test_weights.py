@@ -2,7 +2,6 @@
 import functools
 import json
 import math
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,58 +10,12 @@ import pytest
 import sampling
 from checkpoints import assert_same_bits
 from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
+from folders import EIGHT, GOLDENS, NAMES, ONE, Loaded
 
-from meshtrain import assembly, config, train
+from meshtrain import config, train
 from meshtrain.model import transformer
 from meshtrain.run import pretrained
 from meshtrain.weights import families, folder, safetensors, settings
-
-ROOT = Path(__file__).resolve().parent
-GOLDENS = ROOT / "goldens"
-NAMES = sorted(path.name for path in GOLDENS.iterdir() if path.is_dir())
-EIGHT = ("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2))
-ONE = ("ddp", {})
-B = 8
-
-
-def run_of(source: Path, rule: str, mesh: dict, *words: str, length: int = 40) -> config.Run:
-    """Tokens come from files that nobody reads: bytes would need a larger vocabulary."""
-    values = {"sharding.rules": ROOT.parent / f"sharding_rules/{rule}.toml", "mesh.simulated_devices": 0, "mesh.data": 1, "mesh.fsdp": 1,
-              "mesh.tensor": 1, "data.source": "tokens", "data.paths": '["none.tokens.npy"]', "data.seq_len": length,
-              "data.global_batch": B, "training.microbatches": 1, "model.compute_dtype": "float32", "checkpoint.init_from": source}
-    values |= {f"mesh.{axis}": size for axis, size in mesh.items()}
-    return config.load([f"--{key}={value}" for key, value in values.items()] + list(words))
-
-
-class Loaded:
-    """A run of a model folder, put together, with its parameters as they were read."""
-
-    def __init__(self, source: Path, rule: str, mesh: dict, *words: str, length: int = 40):
-        self.run = run_of(source, rule, mesh, *words, length=length)
-        self.made = assembly.assemble(self.run, jax.devices()[:math.prod(mesh.values())])
-        spec = self.made.program.spec
-        self.found, self.rows = pretrained.opened(self.run, [info.name for info in self.made.model.parameters()])
-        # Other numbers than zeros: what is not overwritten shows.
-        full = jax.jit(lambda: jax.tree.map(lambda a: jnp.full(a.shape, 7, a.dtype), spec.abstract.params),
-                       out_shardings=spec.sharding.params)
-        with jax.set_mesh(self.made.mesh):
-            self.params = pretrained.load(self.found, self.rows, self.run.model, full())
-
-    def logits(self, tokens_BT) -> np.ndarray:
-        made, length = self.made, tokens_BT.shape[1]
-        tokens = np.resize(tokens_BT, (B, length))
-        index = np.tile(np.arange(length), (B, 1))
-        batch = {"tokens": tokens, "positions": index, "index": index, "segments": np.ones_like(index), "sequence": np.arange(B)}
-
-        @jax.jit
-        def every(params, batch):
-            params = made.model.as_read(made.layout, params, jnp.float32)
-            at = lambda t: made.model.logits(made.program.execution, params, batch, t)
-            return jax.vmap(at, out_axes=1)(jnp.arange(length))
-
-        with jax.default_matmul_precision("highest"), jax.set_mesh(made.mesh):
-            return np.asarray(every(self.params, batch))[:len(tokens_BT)]
-
 
 FAST = ("phi3", "llama3.1")
 CELLS = [pytest.param(name, *EIGHT, marks=sampling.GRID, id=f"{name}, eight devices") for name in NAMES] + [

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -48,7 +48,7 @@ def load(found: folder.Folder, rows: Sequence[folder.Row], model, params: dict) 
 
     params: nested dicts of arrays on one mesh, which say shape, dtype and place. Raises: CheckpointError where a file fails.
     """
-    leaves = {"/".join(path): leaf for path, leaf in _flat(params)}
+    leaves = dict(leaves_of(params))
     (mesh,) = {leaf.sharding.mesh for leaf in leaves.values()}
     sizes, shares = forms.sizes_of(model), NamedSharding(mesh, P(mesh.axis_names))
     for row in rows:
@@ -59,7 +59,7 @@ def load(found: folder.Folder, rows: Sequence[folder.Row], model, params: dict) 
             # What was read before is in its place before more is gathered: memory, and the order of collectives.
             stacks = jax.block_until_ready([leaves[path] for path in paths])
             leaves |= zip(paths, place(stacks, flat, np.int32(layer)), strict=True)
-    return _nested(jax.block_until_ready(leaves))
+    return nested(jax.block_until_ready(leaves))
 
 
 def keep_companions(run: Run, directory: Path) -> None:
@@ -128,13 +128,15 @@ def _program(row: folder.Row, sizes, stacks, mesh):
     return jax.jit(place, donate_argnums=0, out_shardings=shardings)
 
 
-def _flat(tree, path=()):
+def leaves_of(tree: dict, path: tuple[str, ...] = ()) -> list[tuple[str, jax.Array]]:
+    """[(path, array)] of nested dicts."""
     if not isinstance(tree, dict):
-        return [(path, tree)]
-    return [pair for name, subtree in tree.items() for pair in _flat(subtree, (*path, name))]
+        return [("/".join(path), tree)]
+    return [pair for name, subtree in tree.items() for pair in leaves_of(subtree, (*path, name))]
 
 
-def _nested(leaves: dict) -> dict:
+def nested(leaves: Mapping[str, object]) -> dict:
+    """Nested dicts of what stands at paths."""
     tree: dict = {}
     for path, leaf in leaves.items():
         *parents, name = path.split("/")

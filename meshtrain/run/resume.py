@@ -152,18 +152,20 @@ def begin(run: Run, start: Start, checkpoints: Checkpoints, directory: Path, rul
         _record(directory / RECORD, start.step, changes)
 
 
-def source(run: Run) -> tuple[Checkpoints, int]:
-    """The checkpoint of checkpoint.init_from that a new run takes its weights from. Raises: ConfigError where there is none."""
-    directory = Path(run.checkpoint.init_from) / "checkpoints"
-    checkpoints = Checkpoints(directory, read_only=True) if directory.is_dir() else None
-    if checkpoints and run.checkpoint.step:
-        _check_saved(checkpoints, run.checkpoint.step)
-        return checkpoints, run.checkpoint.step
-    step = checkpoints.latest() if checkpoints else None
-    if step is None:
-        raise ConfigError(f"checkpoint.init_from={run.checkpoint.init_from} holds no whole checkpoint; name the run.dir "
-                          "of a run that has saved one")
-    return checkpoints, step
+def source(directory: Path, step: int, name: str, option: str = "checkpoint.step=") -> tuple[Checkpoints, int]:
+    """The checkpoint of a run that its weights are taken from: of a step, or the newest. name, option: of the two, for messages.
+
+    Raises: ConfigError where there is none.
+    """
+    saved = directory / "checkpoints"
+    checkpoints = Checkpoints(saved, read_only=True) if saved.is_dir() else None
+    if checkpoints and step:
+        _check_saved(checkpoints, step, option)
+        return checkpoints, step
+    newest = checkpoints.latest() if checkpoints else None
+    if newest is None:
+        raise ConfigError(f"{name} holds no whole checkpoint; name the run.dir of a run that has saved one")
+    return checkpoints, newest
 
 
 def _metadata(checkpoints: Checkpoints, step: int) -> dict:
@@ -179,14 +181,14 @@ def _done(run: Run, saved: dict | None) -> bool:
     return skip == run.data.skip_batches and run.checkpoint.step in (0, step)
 
 
-def _check_saved(checkpoints: Checkpoints, step: int) -> None:
+def _check_saved(checkpoints: Checkpoints, step: int, option: str = "checkpoint.step=") -> None:
     steps = checkpoints.steps()
     if step not in steps:
         there = f"has those of steps {', '.join(map(str, steps))}" if steps else "has none"
-        raise agree.agreed(ConfigError(f"checkpoint.step={step} is not saved: {checkpoints.directory} {there}; name one that "
+        raise agree.agreed(ConfigError(f"{option}{step} is not saved: {checkpoints.directory} {there}; name one that "
                                        "is, or 0 for the newest"))
     if fault := checkpoints.fault(step):
-        raise agree.agreed(ConfigError(f"checkpoint.step={step}: {checkpoints.directory / str(step)} is damaged ({fault}); "
+        raise agree.agreed(ConfigError(f"{option}{step}: {checkpoints.directory / str(step)} is damaged ({fault}); "
                                        "name another"))
 
 

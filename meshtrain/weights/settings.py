@@ -98,8 +98,8 @@ def config_of(model, family: Family, dtype: str, longest: int, source: Mapping) 
     made = kept | {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": dtype}
     made |= {theirs: getattr(model, ours[0]) for theirs, ours in family.keys.items()}
     made |= {key: allowed[0] for key, allowed in family.only.items() if source.get(key) not in allowed}
-    if family.window and not source:
-        made["sliding_window"] = None       # absent, some classes take one
+    if family.window:
+        made.setdefault("sliding_window", None)     # absent, some classes take one
     if not family.ropes:
         return made
     made |= {"max_position_embeddings": max(longest, source.get("max_position_embeddings") or 0), "rope_theta": model.rope_theta}

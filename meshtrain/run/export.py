@@ -1,0 +1,205 @@
+"""Weights of a run as a model folder of Hugging Face's: whole or not there, one tensor in memory at a time, on any mesh.
+
+Of each tensor one compiled program takes the layer, casts it, puts it in their form and gathers it; the process that owns the
+file writes it into its place. Sizes are known beforehand, so headers come first. Files are synced, then index, config and what
+belongs to a tokenizer are written, and the directory gets its name last.
+"""
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from meshtrain.cluster import agree
+from meshtrain.config import ConfigError, Run, user_errors
+from meshtrain.run import disk
+from meshtrain.run.checkpoint import CheckpointError
+from meshtrain.run.pretrained import KEPT, copy_companions, leaves_of
+from meshtrain.weights import folder, forms, safetensors, settings
+
+DTYPES = ("float32", "bfloat16", "float16")
+SHARD_BYTES = 5_000_000_000     # of one file
+DIRECTORY = "export"            # in run.dir
+
+
+def write(directory: Path, model, leaf: Callable[[str], jax.Array], paths: Sequence[str], *, dtype: str, shard_bytes: int,
+          data: Mapping, bos: int, source: Path | None) -> int:
+    """Writes the folder; returns the bytes of its weights. All processes call it alike.
+
+    model: keys of [model] as attributes. leaf: parameter of a path; each is asked for once, and not kept. data: the section [data]
+    that the model was trained on. bos: the token that stood before its documents. source: a folder whose other settings, tokenizer
+    and templates go along; without one they are as the data were.
+    Raises: ConfigError where the folder cannot be begun or the model has no family; CheckpointError where a file cannot be
+    written. Nothing then stands under its name.
+    """
+    with user_errors():
+        theirs = agree.on_first(lambda: settings.read(source) if source else {})
+        family = settings.family_of(theirs) if theirs else settings.family_for(model)
+        theirs = theirs or {"bos_token_id": bos, "eos_token_id": None if data["eos"] else bos}
+        rows = folder.rows(family, model, paths)
+    files = _files(rows, model.num_layers, safetensors.NAMES[dtype], shard_bytes)
+    place = directory.with_name(f".{directory.name}.saving")
+    agree.on_first(lambda: _begin(directory, place))
+    written = _Files(place, files, safetensors.NAMES[dtype])
+    for row in rows:
+        _write_row(row, [leaf(piece.path) for piece in row.pieces], model, written)
+    agree.everywhere(written.close)
+    config = settings.config_of(model, family, dtype, data["seq_len"], theirs)
+    agree.on_first(lambda: _commit(place, directory, files, written.size, config, source, Path(data["tokenizer"])))
+    return written.size
+
+
+def of_run(run_dir: Path, step: int, run: Run, params: dict, bos: int) -> None:
+    """checkpoint.export: the parameters of a step as run.dir/export/STEP, in the compute dtype, unless they are there already."""
+    directory = run_dir / DIRECTORY / str(step)
+    if agree.on_first(directory.exists):
+        return
+    leaves = dict(leaves_of(params))
+    write(directory, run.model, leaves.__getitem__, list(leaves), dtype=run.model.compute_dtype, shard_bytes=SHARD_BYTES,
+          data=run.data.model_dump(), bos=bos, source=kept(run_dir))
+
+
+def kept(run_dir: Path) -> Path | None:
+    """What came with the weights that a run started from."""
+    return run_dir / KEPT if agree.on_first(lambda: folder.is_one(run_dir / KEPT)) else None
+
+
+def _write_row(row: folder.Row, leaves: list[jax.Array], model, written: _Files) -> None:
+    program, before = _program(row, leaves, forms.sizes_of(model), written.dtype), None
+    for layer in range(model.num_layers if row.stacked else 1):
+        # The one before is written while this one is gathered; no more is under way at a time.
+        now = row.of_layer(layer), program(leaves, np.int32(layer))
+        if before:
+            written.put(*before)
+        jax.block_until_ready(now[1])
+        before = now
+    written.put(*before)
+
+
+def _program(row: folder.Row, leaves: list[jax.Array], sizes: Mapping[str, int], dtype: np.dtype):
+    """Jitted (leaves, layer) -> the row's tensor of that layer, whole on every device."""
+    mesh, ways = leaves[0].sharding.mesh, [_layer_ways(leaf) if row.stacked else 1 for leaf in leaves]
+
+    def gather(leaves, layer):
+        parts = []
+        for piece, leaf, over in zip(row.pieces, leaves, ways, strict=True):
+            x = _layer(leaf, layer, over, dtype) if row.stacked else leaf.astype(dtype)
+            x = x[tuple(slice(0, n) for n in piece.form.our_shape(sizes))]      # without the padding of the vocabulary
+            parts.append(piece.form.to_theirs(x, sizes))
+        return jnp.concatenate(parts, row.pieces[0].form.star) if len(parts) > 1 else parts[0]
+    return jax.jit(gather, out_shardings=NamedSharding(mesh, P()))
+
+
+def _layer_ways(leaf: jax.Array) -> int:
+    """Over how many devices the layers of a stack are split."""
+    return leaf.shape[0] // leaf.sharding.shard_shape(leaf.shape)[0]
+
+
+def _layer(leaf, layer, ways: int, dtype: np.dtype):
+    """One layer of a stack, cast. Where stages hold the layers, all of them add what they have of it, bit by bit: one layer is
+    moved, where an index would gather the stack."""
+    if ways == 1:
+        return jax.lax.dynamic_index_in_dim(leaf, layer, 0, keepdims=False).astype(dtype)
+    each = leaf.shape[0] // ways
+    parts = leaf.reshape(ways, each, *leaf.shape[1:])
+    mine = jax.lax.dynamic_index_in_dim(parts, layer % each, 1, keepdims=False).astype(dtype)
+    bits = jax.lax.bitcast_convert_type(mine, jnp.dtype(f"uint{8 * dtype.itemsize}"))
+    owner = (jnp.arange(ways) == layer // each).reshape(ways, *[1] * (bits.ndim - 1))
+    return jax.lax.bitcast_convert_type(jnp.sum(jnp.where(owner, bits, 0), 0, dtype=bits.dtype), dtype)
+
+
+class _Files:
+    """The files of an export, of which this process writes every N-th. What fails is told at the end: until then the others
+    count on this process's part in gathering."""
+
+    def __init__(self, place: Path, files: Mapping[str, Mapping[str, tuple[int, ...]]], kind: str):
+        self.dtype, self.size, self.failed = safetensors.DTYPES[kind], 0, None
+        self.open, self.at = {}, {}
+        for number, (name, tensors) in enumerate(files.items()):
+            text, begins = safetensors.header(tensors, kind)
+            self.size += sum(math.prod(shape) for shape in tensors.values()) * self.dtype.itemsize
+            if number % jax.process_count() == jax.process_index():
+                self.at |= {tensor: (name, begin) for tensor, begin in begins.items()}
+                self._try(lambda: self._create(place / name, text))
+
+    def _create(self, path: Path, text: bytes) -> None:
+        self.open[path.name] = open(path, "xb", buffering=0)
+        self._write(self.open[path.name], text, 0)
+
+    def put(self, tensor: str, array: jax.Array) -> None:
+        if tensor in self.at and not self.failed:
+            name, begin = self.at[tensor]
+            numbers = np.ascontiguousarray(array.addressable_data(0))
+            self._try(lambda: self._write(self.open[name], memoryview(numbers.reshape(-1).view(np.uint8)), begin))
+
+    @staticmethod
+    def _write(file, content, begin: int) -> None:
+        view = memoryview(content)
+        while view:
+            count = os.pwrite(file.fileno(), view[:disk.CHUNK_BYTES], begin)
+            view, begin = view[count:], begin + count
+
+    def _try(self, what: Callable) -> None:
+        try:
+            what()
+        except OSError as error:
+            self.failed = self.failed or error
+
+    def close(self) -> None:
+        for file in self.open.values():
+            self._try(lambda: os.fsync(file.fileno()))
+            file.close()
+        if self.failed:
+            raise CheckpointError(f"the weights could not be written: {disk.said(self.failed)}") from self.failed
+
+
+def _files(rows: Sequence[folder.Row], num_layers: int, kind: str, shard_bytes: int) -> dict[str, dict[str, tuple[int, ...]]]:
+    """File -> tensor -> shape: what stands before the layers, layer after layer, what stands behind, none split."""
+    first = [(row.name, row.shape) for row in rows if not row.stacked][:1]
+    layers = [(row.of_layer(layer), row.shape) for layer in range(num_layers) for row in rows if row.stacked]
+    last = [(row.name, row.shape) for row in rows if not row.stacked][1:]
+    files, size = [{}], 0
+    for name, shape in (*first, *layers, *last):
+        more = math.prod(shape) * safetensors.DTYPES[kind].itemsize
+        if files[-1] and size + more > shard_bytes:
+            files.append({})
+            size = 0
+        files[-1][name], size = shape, size + more
+    names = [folder.SINGLE] if len(files) == 1 else [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    return dict(zip(names, files, strict=True))
+
+
+def _begin(directory: Path, place: Path) -> None:
+    if directory.is_dir() and any(directory.iterdir()) or directory.exists() and not directory.is_dir():
+        raise ConfigError(f"{directory} is there already, and nothing is written over; name another directory")
+    try:
+        if place.exists():
+            shutil.rmtree(place)        # of an export that was killed
+        place.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be written: {disk.said(error)}; name a directory that can") from None
+
+
+def _commit(place: Path, directory: Path, files, size: int, config: dict, source: Path | None, tokenizer: Path) -> None:
+    try:
+        if source:
+            copy_companions(source, place)
+        elif tokenizer.is_file():
+            shutil.copyfile(tokenizer, place / "tokenizer.json")
+        if len(files) > 1:
+            weight_map = {tensor: name for name, tensors in files.items() for tensor in tensors}
+            disk.write(place / folder.INDEX, json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=1))
+        disk.write(place / settings.CONFIG, json.dumps(config, indent=1))
+        disk.sync(place)
+        place.rename(directory)
+        disk.sync(directory.parent)
+    except OSError as error:
+        raise CheckpointError(f"{directory} could not be written: {disk.said(error)}") from error
