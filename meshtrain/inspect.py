@@ -29,7 +29,7 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
 from meshtrain import assembly, config
 from meshtrain import devices as local_devices
 from meshtrain.config import ConfigError
-from meshtrain.cost import assumptions, audit, chart, expect, facts, hardware, report, roofline, simulate
+from meshtrain.cost import assumptions, audit, beside, chart, expect, facts, hardware, report, roofline, simulate
 from meshtrain.cost import compile as gpu_compile
 from meshtrain.layout.mesh import MeshSpec
 from meshtrain.pages import layout, skin
@@ -76,7 +76,8 @@ def main(argv: Sequence[str]) -> int:
 def _tell(made, executable, program: audit.Program, own: dict) -> None:
     """Raises: ConfigError where the page cannot be written."""
     line = roofline.of_run(made, executable.as_text(), own["assume"])
-    told = report.as_json(made, executable, program, line) | facts.of_run(made)
+    formulas = beside.of(made, report.formula(made))
+    told = report.as_json(made, executable, program, formulas, line) | facts.of_run(made)
     if own["html"]:
         with config.user_errors():
             skin.write("--html", own["html"], layout.page(told))
@@ -85,8 +86,9 @@ def _tell(made, executable, program: audit.Program, own: dict) -> None:
         for note in made.notes:
             say.err(f"note: {note}")
     elif not own["expect"]:
-        say.out("\n\n".join([report.before(made), report.params_table(made), report.memory_table(made, executable),
-                             report.collectives_table(program), report.matmuls(program),
+        say.out("\n\n".join([report.before(made), report.params_table(made), report.memory_table(made, executable, formulas),
+                             report.collectives_table(program, formulas), report.matmuls(program, formulas),
+                             report.differences(made, executable, program, formulas),
                              *([report.roofline_table(line, made.mesh_spec)] if line else [])]))
     if own["html"]:
         say.err(f"written: {own['html']}")

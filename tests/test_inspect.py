@@ -29,7 +29,7 @@ def test_inspect_prints_tables_and_reads_no_data(tiny, tmp_path):
 def test_inspect_json_is_the_contract(tiny, microbatches):
     told = inspected(*tiny, "--data.global_batch", 16, "--training.microbatches", microbatches)
     assert set(told) == {"memory_bytes", "recomputed_by_xla", "collectives", "roofline", "run", "mesh", "parameters", "schedule",
-                         "notes"}
+                         "notes", "matmul_flops", "differences"}
     assert told["mesh"]["sizes"]["data"] == told["mesh"]["num_devices"] == 8 and told["schedule"] is None
     assert sum(row["stored_bytes"] for row in told["parameters"]) == told["memory_bytes"]["formula"]["params"]
     assert sum(row["size"] for row in told["parameters"]) == told["run"]["num_params"]
@@ -37,8 +37,9 @@ def test_inspect_json_is_the_contract(tiny, microbatches):
     assert told["roofline"] is None, "a CPU's speed is not known"
     formula, compiled = told["memory_bytes"]["formula"], told["memory_bytes"]["compiled"]
     assert set(formula) == set(compiled) == MEMORY
-    assert formula["activations"] is formula["total"] is told["collectives"]["formula"] is None
-    assert {type(formula[key]) for key in ("params", "grads", "optimizer")} == {int}
+    assert {type(count) for count in formula.values()} == {int} and formula["total"] == sum(formula.values()) - formula["total"]
+    assert told["differences"] == [], "the formulas are of programs for GPUs"
+    assert set(told["matmul_flops"]) == {"formula", "compiled"} and min(told["matmul_flops"].values()) > 0
     assert compiled["params"] == formula["params"]
     assert compiled["optimizer"] >= formula["optimizer"] > 0
     if microbatches == 1:
@@ -47,7 +48,7 @@ def test_inspect_json_is_the_contract(tiny, microbatches):
         assert 0 <= compiled["grads"] - formula["grads"] <= 16, "but for scalars that the loop carries too"
     assert compiled["total"] >= compiled["params"] + compiled["optimizer"] + compiled["activations"]
     assert told["collectives"]["compiled"], "data 8 reduces its gradients"
-    for row in told["collectives"]["compiled"]:
+    for row in told["collectives"]["compiled"] + told["collectives"]["formula"]:
         assert {key: type(value) for key, value in row.items()} == ROW
         assert set(row["axes"]) <= {"data"} and row["count"] > 0 and row["bytes"] > 0
 
@@ -89,7 +90,7 @@ def test_inspect_compiles_for_64_gpus_that_are_not_here(tiny):
     compiled = told["memory_bytes"]["compiled"]
     assert compiled["params"] == told["memory_bytes"]["formula"]["params"] > 0
     assert told["memory_bytes"]["usable"] == int(0.92 * 84_942_979_072) and told["recomputed_by_xla"] == 0
-    assert told["collectives"]["compiled"]
+    assert told["collectives"]["compiled"] and told["differences"] == []
     line = told["roofline"]
     assert (line["gpu"], line["num_gpus"]) == ("h100", 64) and 0 < line["mfu"] < 1
     assert line["tokens_per_s"] == pytest.approx(256 * 256 / line["step_s"]) and sum(line["shares"].values()) == pytest.approx(1)

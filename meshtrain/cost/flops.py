@@ -1,7 +1,9 @@
-"""Model FLOPs: what one token needs, whatever the program executes. The numerator of MFU."""
+"""Model FLOPs, the numerator of MFU: what one token needs, whatever is executed. And what the matmuls of a step execute."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+from meshtrain.cost.placed import Options, Placed, Practice
 
 
 def model_flops_per_token(table: Iterable, cfg, seq_len: int) -> float:
@@ -14,3 +16,20 @@ def model_flops_per_token(table: Iterable, cfg, seq_len: int) -> float:
     if cfg.tie_embeddings:
         matrices += sum(info.size for info in table if info.path[0] == "embedding")
     return 6.0 * matrices + 6.0 * cfg.num_layers * cfg.num_heads * cfg.head_dim * seq_len
+
+
+def executed(placed: Placed, options: Options, practice: Practice = Practice()) -> float:
+    """FLOPs of one device's matmuls in a step, attention's apart: forward, twice as much backward, and what remat does again."""
+    tokens, forward = placed.tokens(options), sum(product.k * product.n for product in placed.products)
+    layers = placed.layers(options, practice) * (3 * forward + again(placed, options, practice))
+    return 2 * options.microbatches * tokens * (layers + 3 * placed.head.k * placed.head.n)
+
+
+def again(placed: Placed, options: Options, practice: Practice = Practice()) -> float:
+    """Elements of a layer's matrices whose products its backward does again: but for what the last of them adds to the residual
+    stream, which nothing there reads."""
+    forward = sum(product.k * product.n for product in placed.products)
+    if practice.recomputed is not None:
+        return practice.recomputed[0] * forward
+    *_, last = (product for product in placed.products if product.outward)
+    return forward - last.k * last.n if options.remat in ("full", "offload") else 0.0

@@ -45,14 +45,13 @@ def group(sizes: tuple[int, ...], placement: tuple[str, ...], axes: tuple[str, .
 class Price:
     """A step on `num_gpus`: step_s = compute_s + exposed (by what is waited for) + bubble_s + update_s + host_s.
 
-    collectives: those of a step. parts: compute_s by kind. matmul_flops: of one GPU, attention's kernels apart. links_s:
-    seconds that each axes' collectives take, hidden or not. mfu: the causal half of attention counted, nothing recomputed.
+    collectives: those of a step. parts: compute_s by kind. links_s: seconds that each axes' collectives take, hidden or not. mfu:
+    the causal half of attention counted, nothing recomputed.
     """
     num_gpus: int
     memory_bytes: Mapping[str, int]
     collectives: tuple[traffic.Sent, ...]
     sizes: Mapping[str, int]
-    matmul_flops: float
     links_s: Mapping[str, float]
     parts: Mapping[str, float]
     exposed: Mapping[str, float]
@@ -117,9 +116,8 @@ def price(placed: Placed, rated: Rates, options: Options, practice: Practice = P
         parts[name] += m * seconds
     per_gpu = options.global_batch * options.seq_len / step_s / num_gpus
     model_flops = flops.model_flops_per_token(placed.rows, cfg, options.seq_len)
-    matmul_flops = m * (layers * work.layer_flops + work.head_flops)
     exposed = {name: seconds for name, seconds in waits.exposed.items() if seconds}
-    return Price(num_gpus, footprint.memory(placed, options), tuple(waits.sent), sizes, matmul_flops, waits.links_s, parts,
+    return Price(num_gpus, footprint.memory(placed, options), tuple(waits.sent), sizes, waits.links_s, parts,
                  exposed, idle_s / busy, idle_s, update_s, step_s - busy, step_s, per_gpu,
                  per_gpu * model_flops / rated.peak(cfg.compute_dtype))
 
@@ -154,7 +152,7 @@ class _Waits:
 
 
 class _Work:
-    """Seconds of one layer and of the head for one microbatch on one device, and the FLOPs of their matmuls."""
+    """Seconds of one layer and of the head for one microbatch on one device."""
 
     def __init__(self, placed: Placed, rated: Rates, options: Options, practice: Practice):
         cfg, tokens = placed.cfg, placed.tokens(options)
@@ -174,11 +172,10 @@ class _Work:
         fused *= placed.itemsize / 2
         small = fused * rated.stream_s(moved(6 if gated else 4))
         small_b = fused * rated.stream_s(moved(10 if gated else 6))
-        flop, again = 2 * tokens * sum(w.k * w.n for w in placed.products), practice.recomputed or RECOMPUTED[options.remat]
-        again_s, again_flops = again[0] * forward, again[0] * flop
+        again = practice.recomputed or RECOMPUTED[options.remat]
+        again_s = again[0] * forward
         if practice.recomputed is None and again[0]:    # ours: what the last product adds is never needed again
-            last_s, last = max((i, s, w) for i, (s, w) in enumerate(zip(products, placed.products)) if w.outward)[1:]
-            again_s, again_flops = forward - last_s, flop - 2 * tokens * last.k * last.n
+            again_s -= [seconds for seconds, product in zip(products, placed.products) if product.outward][-1]
         if practice.recomputed is None and placed.ways("seq") > 1:
             again = again[0], 0.0, again[2]             # ours: attention over several devices is never repeated
         recomputed_s = again_s + again[1] * attention + again[2] * small
@@ -190,12 +187,10 @@ class _Work:
                        traffic.ATTENTION_BACKWARD: attention_b}
         self.parts = {"matmul": forward + again_s + backward, "attention": attention * (1 + again[1]) + attention_b,
                       "elementwise": small * (1 + again[2]) + small_b}
-        self.layer_flops = 3 * flop + again_flops
         n, k = placed.head.n, placed.head.k
         if not practice.shared_head and options.schedule:
             beside_stage = placed.layout.ways(a for a in placed.layout.axes_in_use("vocab") if a != "stage")
             n = n * placed.head_ways // max(1, beside_stage)
-        self.head_flops = 3 * 2 * tokens * n * k
         self.head = {"matmul": matmul(tokens, n, k) + matmul(tokens, k, n) + matmul(k, n, tokens),
                      "elementwise": fused * rated.stream_s(LOGIT_BYTES * tokens * n)}
 

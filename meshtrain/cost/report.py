@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 
-from meshtrain.cost import audit, facts, hardware, memory, roofline
+from meshtrain.cost import audit, beside, facts, hardware, memory, roofline
 from meshtrain.layout import rules
 from meshtrain.units import seconds, size
 
@@ -74,14 +74,22 @@ def compiled(executable, made, seconds: float) -> str:
             f"gradients and activations {size(held['activations'] + (held['grads'] or 0))})")
 
 
-def as_json(made, executable, program: audit.Program, line: roofline.Roofline | None) -> dict:
-    """The contract of `inspect --json`. roofline: null where no GPU of known speed is compiled for."""
-    gpu = roofline.gpu_of(made)
-    return {"memory_bytes": {"formula": formula(made), "compiled": held_by_program(made, executable),
+def as_json(made, executable, program: audit.Program, formulas: beside.Formulas | None,
+            line: roofline.Roofline | None) -> dict:
+    """The contract of `inspect --json`. formula: null where none reaches. roofline: null where no GPU of known speed is compiled
+    for. differences: of a program for GPUs."""
+    gpu, held = roofline.gpu_of(made), held_by_program(made, executable)
+    return {"memory_bytes": {"formula": formulas.memory_bytes if formulas else formula(made), "compiled": held,
                              "usable": gpu and hardware.usable_bytes(gpu)},
             "recomputed_by_xla": audit.recomputed(executable.as_text()),
-            "collectives": {"formula": None, "compiled": audit.summarize(program.collectives)},
+            "collectives": {"formula": formulas and formulas.collectives, "compiled": audit.summarize(program.collectives)},
+            "matmul_flops": {"formula": formulas and formulas.matmul_flops, "compiled": beside.matmul_flops(program)},
+            "differences": beside.differences(made, formulas, held, program) if formulas and _for_gpus(made) else [],
             "roofline": line and line.as_json()}
+
+
+def _for_gpus(made) -> bool:
+    return made.mesh.devices.flat[0].platform != "cpu"
 
 
 def params_table(made) -> str:
@@ -105,35 +113,53 @@ def _spec(split: list[list[str]]) -> str:
     return "(" + ", ".join("+".join(axes) or "·" for axes in split) + ")"
 
 
-def collectives_table(program: audit.Program) -> str:
-    """The compiled step's collectives by mesh axis, per device and step."""
-    rows = [(c["kind"], " × ".join(c["axes"]), c["dtype"], f"{c['count']:,}", size(c["bytes"]), c["source"][:60])
-            for c in audit.summarize(program.collectives)]
+def collectives_table(program: audit.Program, formulas: beside.Formulas | None) -> str:
+    """A step's collectives by mesh axis, per device, by formulas and compiled."""
+    key = lambda row: (row["kind"], *row["axes"], row["dtype"])
+    compiled, priced = ({key(row): row for row in rows} for rows in (
+        audit.summarize(program.collectives), formulas.collectives if formulas else []))
+    show = lambda found, key: size(found[key]["bytes"]) if key in found else "–"
+    rows = []
+    for at in dict.fromkeys([*compiled, *priced]):
+        row = compiled.get(at) or priced[at] | {"count": 0, "source": ""}
+        rows.append((row["kind"], " × ".join(row["axes"]), row["dtype"], show(priced, at), show(compiled, at), f"{row['count']:,}",
+                     row["source"][:60]))
     if not rows:
         return "collectives of the compiled step: none"
-    header = ("collective", "axes", "dtype", "count", "sent per device", "from")
-    lines = [columns([header, *rows])]
+    lines = [columns([("sent per device", "axes", "dtype", "by formulas", "compiled", "count", "from"), *rows])]
     lines += [f"warning: counted once, its length is unknown: loop {name}" for name in program.unknown_loops]
     lines += [f"error: a permute leaves devices with zeros: {text}" for text in program.broken_permutes]
     return "\n".join(lines)
 
 
-def matmuls(program: audit.Program) -> str:
+def matmuls(program: audit.Program, formulas: beside.Formulas | None = None) -> str:
+    """FLOPs of a step's matmuls on one device."""
     per_dtype = ", ".join(f"{dtype} {flops:.4g}" for dtype, flops in sorted(program.flops.items()))
     unsure = [kernel for kernel in program.uncounted if not re.search("meshtrain_attention|fmha", kernel)]
-    beside = "; beside them attention's kernels" if len(unsure) < len(program.uncounted) else ""
-    beside += f"; not counted: {', '.join(unsure)}" if unsure else ""
-    return f"matmul FLOPs per device and step: {per_dtype or 'none'}{beside}"
+    apart = "; beside them attention's kernels" if len(unsure) < len(program.uncounted) else ""
+    apart += f"; not counted: {', '.join(unsure)}" if unsure else ""
+    priced = f"; by formulas {formulas.matmul_flops:.4g} without attention" if formulas else ""
+    return f"matmul FLOPs per device and step: {per_dtype or 'none'}{apart}{priced}"
 
 
-def memory_table(made, executable) -> str:
-    """Formula beside compiled, each difference visible."""
-    held = held_by_program(made, executable)
-    ruled = formula(made)
+def differences(made, executable, program: audit.Program, formulas: beside.Formulas | None) -> str:
+    """Where the compiled step is not what the formulas say, and what of it follows from no rule."""
+    if not formulas:
+        return "no formulas: none reaches float8 projections or the schedule zb_h1"
+    if not _for_gpus(made):
+        return "the formulas are of the program for GPUs: simulated devices send more; compare by --topology, e.g. h100:8"
+    found = beside.differences(made, formulas, held_by_program(made, executable), program)
+    return "\n".join(f"warning: {line}" for line in found) or "the compiled step is what the formulas say"
+
+
+def memory_table(made, executable, formulas: beside.Formulas | None) -> str:
+    """Formula beside compiled."""
+    held, ruled = held_by_program(made, executable), formula(made)
+    priced = formulas.memory_bytes if formulas else ruled
     show = lambda value: "–" if value is None else size(value)
     keys = [key for key in ("params", "grads", "optimizer", "activations", "total", "host") if key in held]
-    rows = [(LABELS.get(key, key), show(ruled[key]), show(held[key])) for key in keys]
-    lines = [columns([("memory per device", "by the rules", "compiled"), *rows])]
+    rows = [(LABELS.get(key, key), show(priced[key]), show(held[key])) for key in keys]
+    lines = [columns([("memory per device", "by formulas", "compiled"), *rows])]
     if gpu := roofline.gpu_of(made):
         usable = hardware.usable_bytes(gpu)
         lines += [f"of {size(usable)} usable on {gpu.name}, {hardware.memory_share():g} of its {size(gpu.hbm_bytes)}: "
@@ -143,8 +169,8 @@ def memory_table(made, executable) -> str:
                   "training.remat or more devices do it better"]
     if made.choice:
         lines += [f"inside the pipeline's loop: a full stage of weights in {made.run.model.compute_dtype}, "
-                  f"{size(ruled['loop_weights'])}, and its float32 gradients, {size(ruled['loop_grads'])}; by the rules: the "
-                  "layout outside of it. compiled grads: those of the loop"]
+                  f"{size(ruled['loop_weights'])}, and its float32 gradients, {size(ruled['loop_grads'])}. grads by "
+                  "formulas: outside of it, in no total; compiled: those of the loop"]
     elif read_bytes(made):
         lines += [f"params: as they are stored, by [optimizer]. Beside them, in activations: {size(read_bytes(made))} of weights "
                   f"as the loop over microbatches reads them, by [params], in {made.run.model.compute_dtype}, gathered once per step"]

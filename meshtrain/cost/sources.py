@@ -63,7 +63,7 @@ class Sources:
         """attention, optimizer or "" (the rest of the step); None where the instruction tells nothing."""
         frames = self.stack(ins)
         ours = [frame.ours for frame in frames if frame.ours]
-        if _ATTENTION_SCOPE.search(ins.op_name):
+        if in_attention(ins.op_name):
             return ATTENTION
         if any(_OPTIMIZER_FILES.search(file) for file in ours) or (ours and _STEP_FILE.search(ours[0])):
             return OPTIMIZER        # step.py calls the gradients; what it computes itself is the update
@@ -73,6 +73,11 @@ class Sources:
         """'model/layers.py:55', the innermost line of this project, or ''."""
         at = next((frame for frame in self.stack(ins) if frame.ours), None)
         return f"{at.ours.removeprefix('meshtrain/')}:{at.line}" if at else ""
+
+
+def in_attention(op_name: str) -> bool:
+    """Whether a JAX path, shortened or not, goes through attention."""
+    return bool(_ATTENTION_SCOPE.search(op_name))
 
 
 def _table(text: str, name: str) -> str:
