@@ -12,7 +12,8 @@ import numpy as np
 
 from meshtrain import config
 from meshtrain.config import ConfigError, Run
-from meshtrain.cost import audit, hardware, memory, simulate
+from meshtrain.cost import assumptions, audit, hardware, memory, price, rates, simulate
+from meshtrain.cost.placed import Options, Practice, place
 from meshtrain.inference import sample
 from meshtrain.layout import rules
 from meshtrain.layout.mesh import MeshSpec
@@ -175,6 +176,17 @@ def _choose_schedule(run: Run, mesh_spec: MeshSpec, model, layout: Layout, atten
     residual_ways = layout.ways(a for a in layout.mesh_axes("activations", "residual_seq") if a == "tensor")
     fbw, x = pipelined.layer_fbw(run, model, layout, mesh, attend)
     held = state.describe(model, run.optimizer, run.training.steps, layout, mesh)
-    return simulate.of_run(run, simulate.modelled(run, parameters, mesh_spec, gpu, residual_ways), mesh_spec.sizes["stage"],
+    return simulate.of_run(run, _stage_costs(run, mesh_spec, model, layout, gpu), mesh_spec.sizes["stage"],
                            memory.slot_bytes(run, layout, fbw, x, residual_ways),
                            memory.slot_budget_bytes(gpu, held, memory.in_loop(parameters, layout), run.model.compute_dtype))
+
+
+def _stage_costs(run: Run, mesh_spec: MeshSpec, model, layout: Layout, gpu) -> simulate.Costs:
+    """assumption: where the speed of the devices is not known, a stage's ops relate as on an H100, and links cost nothing."""
+    known = gpu is not None and gpu.hbm_bytes_per_s is not None
+    gpu = gpu if known else hardware.get("h100")
+    rated = rates.Rates(gpu, assumptions.Assumptions(gpu.name))
+    visited, engine = rates.packed(run.data, rated.assumed)
+    placed = place(model.parameters(), run.model, layout, mesh_spec)
+    costs = price.stage_costs(placed, rated, Options.of(run, chunks=run.pipeline.chunks, visited=visited), Practice(engine))
+    return costs if known else dataclasses.replace(costs, link_s=0.0)

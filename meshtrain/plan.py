@@ -235,19 +235,16 @@ def question_of(run: Run, options: dict, num_gpus: int) -> search.Question:
     if "max-memory" in options:
         usable = int(options["max-memory"] * 2**30)
     model = transformer.build(run.model)
-    seq_len, assumed = run.data.seq_len, rated.assumed
-    visited = 1.0
-    if run.data.document_mask:
-        visited = rates.visited_share(seq_len, assumed["documents.mean"], assumed["documents.sigma"])
+    visited, engine = rates.packed(run.data, rated.assumed)
 
     def lay(sizes, loaded: rules.Rules, method: str):
         asked = _with(run, mesh=sizes, context={"method": method}, pipeline={"schedule": "1f1b"})
         layout, _, faults = assembly.lay_out(asked, sizes, loaded, model)
         return layout, faults
     fixed = {name: options[name] for name in search.fixable() if name in options}
-    return search.Question(run.model, model.parameters(), num_gpus, seq_len, run.data.global_batch, rated, usable, rule_files,
+    return search.Question(run.model, model.parameters(), num_gpus, run.data.seq_len, run.data.global_batch, rated, usable, rule_files,
                            fixed, _optimizer_bytes(run, model), visited, run.training.loss_chunk,
-                           Practice(engine="pallas" if run.data.document_mask else "cudnn"), lay)
+                           Practice(engine), lay)
 
 
 def _optimizer_bytes(run: Run, model) -> float:

@@ -2,8 +2,15 @@
 import pytest
 
 from meshtrain import config, devices
-from meshtrain.cost import hardware, simulate
+from meshtrain.cost import hardware
+from meshtrain.cost.assumptions import Assumptions
+from meshtrain.cost.placed import Options, place
+from meshtrain.cost.price import stage_costs
+from meshtrain.cost.rates import Rates
+from meshtrain.layout import rules
 from meshtrain.layout.mesh import MeshSpec
+from meshtrain.layout.rules import Layout
+from meshtrain.model import transformer
 from meshtrain.names import AXES, PLACEMENT
 
 NAMES = "a100-40gb a100-80gb h100 h100-pcie h100-96gb h200 b200 gb200 b300 gb300 mi300x mi325x cpu".split()
@@ -96,5 +103,7 @@ def test_stages_are_priced_at_the_link_of_their_domain_not_of_their_host(name, n
     """Two stages, `num_tensor` GPUs apart: within a rack of 72, or a host of 8, over NVLink."""
     run = config.Run(model=dict(embed_dim=1024, compute_dtype="bfloat16"), data=dict(seq_len=512, global_batch=8))
     mesh_spec = MeshSpec({axis: 1 for axis in AXES} | dict(stage=2, tensor=num_tensor), PLACEMENT)
-    costs = simulate.modelled(run, [], mesh_spec, hardware.get(name))
-    assert costs.link_s == pytest.approx(8 * 512 * 1024 * 2 / bytes_per_s)
+    gpu = hardware.get(name)
+    rated = Rates(gpu, Assumptions(name, {"link.share": 1, "nic.share": 1, "link.hop_us": 0, "link.host_hop_us": 0}))
+    placed = place(transformer.build(run.model).parameters(), run.model, Layout(rules.parse(""), mesh_spec.sizes), mesh_spec)
+    assert stage_costs(placed, rated, Options.of(run)).link_s == pytest.approx(8 * 512 * 1024 * 2 / bytes_per_s)

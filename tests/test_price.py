@@ -7,12 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import published
+from meshtrain import assembly, plan
 from meshtrain.config import run_file, shipped
 from meshtrain.config.sections import Model
-from meshtrain.cost import hardware, simulate
+from meshtrain.cost import hardware, search, simulate
 from meshtrain.cost.assumptions import Assumptions
 from meshtrain.cost.placed import Options, place
-from meshtrain.cost.price import bubble_s, group, price
+from meshtrain.cost.price import bubble_s, group, price, stage_costs
 from meshtrain.cost.rates import Group, Rates
 from meshtrain.layout import rules
 from meshtrain.layout.mesh import MeshSpec
@@ -87,6 +88,34 @@ def test_a_bubble_is_what_the_simulator_finds(kind, p, rounds, seconds):
     (name, v), m, costs = kind, p * rounds, simulate.Costs(*seconds)
     makespan_s = simulate.simulate(schedules.make(name, p, m, v), costs).makespan_s
     assert bubble_s(costs, name, p, m, v) == pytest.approx(makespan_s - m * costs.ideal_s, abs=1e-9 * makespan_s)
+
+
+def test_what_auto_weighs_are_the_parts_of_the_price():
+    """Of m microbatches on a stage that never waits: all of the step but the bubble, what stages send and what stands at its ends."""
+    cfg, rows = model()
+    spec = MeshSpec(dict(stage=4, tensor=2))
+    path = shipped("sharding_rules/zero1_tensor_sequence_pipeline.toml")
+    placed = place(rows, cfg, Layout(rules.load(path), spec.sizes), spec)
+    rated = Rates(hardware.get("h100"), Assumptions("h100"))
+    for remat in ("none", "selective", "full"):
+        options = Options(8192, 16, 16, remat, "zero_bubble")
+        costs, one = stage_costs(placed, rated, options), price(placed, rated, options)
+        inside = one.compute_s + one.exposed["tensor"]
+        assert .97 * inside <= 16 * costs.ideal_s <= inside        # the ends' own collectives are not a stage's
+        assert bubble_s(costs, "zero_bubble", 4, 16, 1) == pytest.approx(one.bubble_s)
+        assert costs.link_s > 8192 * 4096 * 2 / 2 / 450e9, "a boundary, split over tensor"
+
+
+def test_auto_takes_the_schedule_that_the_planner_prices_lowest():
+    words = "llama3-8b --gpus 8 --gpu h200 --global-batch 16 --stage 4 --tensor 2 --microbatches 8 --remat full"
+    options, rest = plan.flags(words.split())
+    run = plan.asked(options, rest)
+    best = search.search(plan.question_of(run, options, 8)).plans[0]
+    open_run = plan.laid_out(run, best)
+    open_run = open_run.model_copy(update={"pipeline": open_run.pipeline.model_copy(update={"schedule": "auto"}),
+                                           "sharding": open_run.sharding.model_copy(update={"rules": str(shipped(best.rules.path))})})
+    choice = assembly.design(open_run, best.placed.mesh, "gpu", hardware.get("h200")).choice
+    assert (choice.schedule.name, choice.schedule.num_chunks) == (best.options.schedule, best.options.chunks)
 
 
 def test_the_shipped_70b_runs_take_about_the_memory_that_was_compiled():

@@ -53,6 +53,12 @@ class Options:
     loss_chunk: int = 2048
     optimizer_bytes: float = 8  # of state for each parameter, beside the parameter
 
+    @classmethod
+    def of(cls, run, **more) -> Options:
+        """Those of a run file."""
+        return cls(run.data.seq_len, run.data.global_batch, run.training.microbatches, run.training.remat, method=run.context.method,
+                   loss_chunk=run.training.loss_chunk, **more)
+
 
 @dataclasses.dataclass(frozen=True)
 class Product:

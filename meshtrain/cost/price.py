@@ -98,9 +98,7 @@ def price(placed: Placed, rated: Rates, options: Options, practice: Practice = P
     stage_s = layers * (layer_s + waits_s)
     idle_s = 0.0
     if p > 1 and practice.shared_head:
-        costs = Costs(layers * (work.forward_s + waits_s / 2), layers * (work.input_grad_s + waits_s / 2),
-                      layers * work.weight_grad_s)
-        idle_s = bubble_s(costs, options.schedule, p, m, options.chunks)
+        idle_s = bubble_s(_stage(work, layers, waits_s), options.schedule, p, m, options.chunks)
     elif p > 1:                         # of runtimes with one program a stage: 1F1B and its interleaved form
         idle_s = (p - 1) / options.chunks * stage_s
     last_layers = layers - 1 if practice.short_ends else layers
@@ -120,6 +118,20 @@ def price(placed: Placed, rated: Rates, options: Options, practice: Practice = P
     return Price(num_gpus, footprint.memory(placed, options), tuple(waits.sent), sizes, waits.links_s, parts,
                  exposed, idle_s / busy, idle_s, update_s, step_s - busy, step_s, per_gpu,
                  per_gpu * model_flops / rated.peak(cfg.compute_dtype))
+
+
+def stage_costs(placed: Placed, rated: Rates, options: Options, practice: Practice = Practice()) -> Costs:
+    """One microbatch through one whole stage, as `simulate` takes it to choose a schedule."""
+    work, layers = _Work(placed, rated, options, practice), placed.layers(options, practice)
+    waits, links = _Waits(placed, rated, options, practice, work, layers), _Links(rated, placed.mesh)
+    link_s = sum(links.one_s(sent) for sent in waits.sent if sent.waits == "stage")
+    costs = _stage(work, layers, waits.layer_s / (options.microbatches * layers))
+    return dataclasses.replace(costs, loss_s=sum(work.head.values()), link_s=link_s)
+
+
+def _stage(work: _Work, layers: float, waits_s: float) -> Costs:
+    """waits_s: of one layer; half of it stands in the forward."""
+    return Costs(layers * (work.forward_s + waits_s / 2), layers * (work.input_grad_s + waits_s / 2), layers * work.weight_grad_s)
 
 
 class _Waits:

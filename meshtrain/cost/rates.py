@@ -112,6 +112,13 @@ class Rates:
 BLOCK = 128     # assumption: tokens of a kernel's block of queries or keys; at 64 a row of 8,192 has 2% less to visit
 
 
+def packed(data, assumed: Assumptions) -> tuple[float, str]:
+    """(pairs that attention visits as a share of the causal half, the engine that does), of a run's [data]."""
+    if not data.document_mask:
+        return 1.0, "cudnn"
+    return visited_share(data.seq_len, assumed["documents.mean"], assumed["documents.sigma"]), "pallas"
+
+
 def visited_share(length: int, mean: float, sigma: float, block: int = BLOCK) -> float:
     """Pairs that a kernel visits in a row of packed documents, as a share of the causal square length²/2.
 

@@ -219,42 +219,6 @@ def chunk_counts(num_layers: int, p: int, most: int = 4) -> tuple[int, ...]:
 
 # ---- of a run --------------------------------------------------------------------------------------------------------
 
-EFFICIENCY = 0.5             # assumption: the share of the peak that matmuls reach; it weighs them against the links only
-ATTENTION_BACKWARD = 2.5     # backward over forward: the scores are made again, then four products where there were two
-
-
-def modelled(run, rows, mesh_spec, gpu=None, residual_ways: int = 1) -> Costs:
-    """Costs of one stage from the model's shapes alone.
-
-    run: the run file, with the mesh it asks for in `mesh_spec` (MeshSpec); rows: the model's ParamInfo schedule; gpu: its entry of
-    the hardware schedule. residual_ways: how many devices of a data replica share the residual stream between them (sequence
-    parallelism). Where the gpu's peak is unknown, the unit is a forward and links cost nothing.
-    """
-    cfg, sizes = run.model, mesh_spec.sizes
-    p = sizes["stage"]
-    tokens = (run.data.global_batch * run.data.seq_len / run.training.microbatches
-              / (sizes["data"] * sizes["fsdp"] * sizes["context"]))
-    chunks = run.pipeline.chunks
-    padding = -(-cfg.num_layers // (p * chunks)) * p * chunks / cfg.num_layers
-    shared = tokens / (p * sizes["tensor"])
-    matmuls = 2 * sum(info.size for info in rows if info.role == "matrix") * shared * padding
-    attention = 2 * cfg.num_layers * cfg.num_heads * cfg.head_dim * run.data.seq_len * shared * padding
-    vocab = max((info.size for info in rows if info.role in ("head", "embedding")), default=0)
-    forward = matmuls + attention
-    input_grad = matmuls + ATTENTION_BACKWARD * attention + (forward if run.training.remat in ("full", "offload") else 0)
-    peak = gpu.peak("float8" if cfg.matmul_dtype == "float8" else cfg.compute_dtype) if gpu else None
-    per_s = EFFICIENCY * peak if peak else forward
-    link_s = 0.0
-    if peak and gpu.intra_host_bytes_per_s:
-        itemsize = 2 if cfg.compute_dtype == "bfloat16" else 4
-        # assumption: link domains are filled one after the other, as hosts are
-        domains = [{device // gpu.gpus_per_link_domain for device in group} for group in mesh_spec.groups("stage")]
-        inside = all(len(domain) == 1 for domain in domains)
-        rate = gpu.intra_host_bytes_per_s if inside else gpu.inter_host_bytes_per_s
-        link_s = tokens * cfg.embed_dim * itemsize / residual_ways / rate
-    return Costs(forward / per_s, input_grad / per_s, matmuls / per_s, 6 * vocab * shared / per_s, link_s)
-
-
 def of_run(run, costs: Costs, p: int, slot_bytes: SlotBytes | None = None, budget_bytes: int | None = None) -> Choice:
     """The schedule that the run file's [pipeline] means on p stages. "auto" with chunks = 1 is free to take more of them.
 
