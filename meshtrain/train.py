@@ -5,6 +5,7 @@ Exit codes: 0 done · 2 the user's mistake, one message · 75 stopped on request
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 import time
@@ -24,11 +25,11 @@ import jax
 from meshtrain import assembly, config, devices
 from meshtrain.cluster import agree, find, meet
 from meshtrain.config import ConfigError, Run
-from meshtrain.cost import flops, hardware, report
+from meshtrain.cost import audit, beside, facts, flops, hardware, report, roofline
 from meshtrain.data import packing, parts, sources
 from meshtrain.data.contracts import Batches
 from meshtrain.inference import sample
-from meshtrain.run import export, loop, metrics, pretrained, resume, rundir
+from meshtrain.run import disk, export, history, loop, measured, metrics, pretrained, resume, rundir
 from meshtrain.run.checkpoint import CheckpointError, Checkpoints
 from meshtrain.run.profiling import Trace
 from meshtrain.run.progress import Progress
@@ -119,7 +120,11 @@ def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: B
     if start.saved is None:
         pretrained.keep_companions(run, directory)
     metadata = lambda number: rundir.metadata(run, made.layout.rules.text, resume.data_metadata(corpus, batches, number))
-    with metrics.open_writers(run, directory, start.step) as writer, stops.deferred() as listener:
+    _write_cost(made, step, directory)
+    begun = {"on": f"{made.mesh_spec}: {made.mesh_spec.num_devices} × {made.mesh.devices.flat[0].device_kind}",
+             "prepared_s": time.perf_counter() - started}
+    with (history.kept(directory, start.step, begun) as ended, metrics.open_writers(run, directory, start.step) as writer,
+          stops.deferred() as listener):
         stop = loop.Stop(listener)
         validation = Validation(run, made.program, batches, stop)
         with Trace(run.metrics.profile_steps, directory / "tensorboard", start.step) as trace:
@@ -133,11 +138,25 @@ def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: B
         checkpoints.wait()
         if run.checkpoint.export == "last" and done == run.training.steps:
             export.of_run(directory, done, run, state.params, corpus.tokenizer.bos)
+        ended("finished" if done == run.training.steps else "stopped on request", done)
     if done < run.training.steps:
         say.out(f"stopped after step {done}, saved in {directory}; the same command goes on from there")
         return STOPPED
     _tell_the_end(run, made, corpus.tokenizer, state, validation.loss, stop.agreed, directory)
     return DONE
+
+
+def _write_cost(made: assembly.Assembly, step, directory: Path) -> None:
+    """What `inspect --json` tells of the step, for `meshtrain.report` to stand beside what is measured."""
+    if jax.process_index():
+        return
+    try:
+        text, formulas = step.as_text(), beside.of(made, report.formula(made))
+        line = roofline.of_run(made, text)
+        told = report.as_json(made, step, audit.read(text, made.mesh), formulas, line) | facts.of_run(made)
+        disk.replace(directory / measured.COST, json.dumps(told))
+    except Exception as error:      # whatever it is, it is not worth a run
+        say.err(f"{directory / measured.COST} is not written ({disk.said(error)}); training goes on, and the report has no price")
 
 
 def _memory(made: assembly.Assembly, step) -> Callable[[], int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain import config, convert, plan
+from meshtrain import config, convert, plan, report
 from meshtrain.cost import hardware
 from meshtrain.run import resume
 
@@ -59,6 +59,9 @@ def test_commands_have_options_that_are_there_and_files_that_exist(page, as_a_us
             argv = argv[3:]
         elif module == "meshtrain.plan":
             assert plan.asked(*plan.flags(argv)).mesh.data == 1
+            continue
+        elif module == "meshtrain.report":
+            assert report.flags(argv)[0].startswith("runs/")
             continue
         elif module == "meshtrain.convert":
             assert convert.flags(argv)[0]

@@ -110,7 +110,7 @@ class Bar(NamedTuple):
 def bars(rows: Sequence[Bar], show: Callable[[float], str], label: str, marks: Sequence[tuple[float, str]] = (),
          most: float | None = None) -> str:
     """Stacked bars on one scale. show: a value as text. marks: values that stand as lines across all bars."""
-    left, right, height = max(110, 7.2 * max(len(row.label) for row in rows) + 14), WIDTH - 92, 30
+    left, right, height = max(max(110, 7.2 * len(row.label) + 14, 5.8 * len(row.note) + 14) for row in rows), WIDTH - 92, 30
     most = most or max([sum(part[2] for part in row.parts) for row in rows] + [value for value, _ in marks]) or 1.0
     scale = (right - left) / most
     parts, y = [], 28.0 if marks else 4.0
@@ -169,7 +169,7 @@ def curves(rows: Sequence[Curve], x_name: str, y_name: str, show_x: Callable[[fl
     for value, words in levels:
         parts += [line(left, at_y(value), right, at_y(value), "edge"), text(right, at_y(value) - 5, words, 11, "end", "soft")]
     for value, words in verticals:
-        parts += [line(at_x(value), top, at_x(value), bottom, "edge"), text(at_x(value) + 4, top + 8, words, 10.5, kind="soft")]
+        parts += [line(at_x(value), top, at_x(value), bottom, "mark"), text(at_x(value) + 4, top + 8, words, 10.5, kind="soft")]
     for k, row in enumerate(rows):
         if row.dots:
             parts += [f'<circle cx="{at_x(x):.1f}" cy="{at_y(y):.1f}" r="4.5" class="c{row.color} gap">'

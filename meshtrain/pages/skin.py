@@ -150,7 +150,8 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell | str]], name:
     foot = f"<tfoot><tr>{_row(columns, total)}</tr></tfoot>" if total else ""
     field = (f'<div class="search"><input type="search" data-table="{name}" placeholder="{esc(search)}" '
              f'aria-label="{esc(search)}" autocomplete="off" spellcheck="false"><output>{len(rows)}</output></div>')
-    return (f'{field if search else ""}<div class="table" tabindex="0" role="region" aria-label="{name}">'
+    narrow = " narrow" if len(columns) < 5 else ""
+    return (f'{field if search else ""}<div class="table{narrow}" tabindex="0" role="region" aria-label="{name}">'
             f'<table class="sorts" id="{name}">'
             f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{body}\n</tbody>{foot}</table></div>")
 

@@ -128,6 +128,19 @@ def _began(pid: int) -> str:
     return ""
 
 
+def at_work(directory: Path) -> dict | None:
+    """Who the lock file says is at work: host, pid, time, and seen: whether the process was found. None: nobody, or on this host
+    a process that is gone. Locks nothing, so that whoever looks never stands in a run's way."""
+    try:
+        with open(directory / LOCK) as lock:
+            owner = _owner(lock)
+    except OSError:
+        return None
+    if owner is None or owner["host"] != socket.gethostname():
+        return owner and owner | {"seen": False}
+    return owner | {"seen": True} if owner["began"] and owner["began"] == _began(owner["pid"]) else None
+
+
 def _put(lock, text: str) -> None:
     lock.seek(0)
     lock.truncate()

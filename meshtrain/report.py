@@ -1,0 +1,91 @@
+"""python -m meshtrain.report RUN_DIR [--html FILE]: what a run has measured, beside what was priced before it began.
+
+Reads what the run's directory holds, during the run and after it, however it ended, and disturbs nothing; no GPU is needed.
+With --html a page for a browser is written, too, one file that loads nothing.
+Exit codes: 0 · 2 the user's mistake, one message.
+"""
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshtrain.run import say
+
+if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
+    say.begin()
+    with say.without_noise():
+        importlib.import_module("jax")
+
+from meshtrain import config
+from meshtrain.config import ConfigError
+from meshtrain.pages import measured as pages
+from meshtrain.pages import skin
+from meshtrain.run import measured
+
+USAGE = "python -m meshtrain.report RUN_DIR [--html FILE]"
+
+
+def main(argv: Sequence[str]) -> int:
+    if {"--help", "-h"} & set(argv):
+        say.out(f"usage: {USAGE}\n\n{__doc__}")
+        return 0
+    try:
+        directory, html = flags(list(argv))
+        with config.user_errors():
+            if html:
+                skin.check_free("--html", html)
+            told = measured.of(Path(directory))
+            if html:
+                skin.write("--html", html, pages.page(told))
+    except ConfigError as error:
+        say.err(f"error: {error}")
+        return 2
+    say.out(summary(told))
+    if html:
+        say.err(f"written: {html}")
+    return 0
+
+
+def flags(argv: list[str]) -> tuple[str, str]:
+    """(RUN_DIR, --html or ""). Raises: ConfigError."""
+    places, html = [], ""
+    while argv:
+        option, equals, value = argv.pop(0).partition("=")
+        if option == "--html":
+            html = value if equals else argv.pop(0) if argv else ""
+            if not html or html.startswith("--"):
+                raise ConfigError("--html has no value; write a file that is not there yet, e.g. --html report.html")
+        elif option.startswith("--"):
+            raise ConfigError(f"{option} is unknown; usage: {USAGE}")
+        else:
+            places.append(option + equals + value)
+    if len(places) != 1:
+        raise ConfigError(f"{'which run' if not places else 'one run at a time'}? usage: {USAGE}")
+    return places[0], html
+
+
+def summary(told: dict) -> str:
+    """A few lines of `measured.of`."""
+    loss, speed = told["loss"], told["speed"]
+    lines = [f"{told['name']}: step {told['step']:,} of {told['steps']:,}, {told['tokens']:,} tokens; {told['state']}"]
+    if loss["last"] is not None:
+        words = [f"loss {loss['first']:.4f} at first", f"{loss['last']:.4f} now"]
+        if loss["validation"] is not None:
+            words += [f"validation {loss['validation']:.4f} after step {loss['validation_step']:,}"]
+        lines += [", ".join(words) + (f"; {told['skipped']:,} steps skipped" if told["skipped"] else "")]
+    if speed["tokens_per_s"]:
+        mfu = f", MFU {speed['mfu']:.1%} ({pages.beside(told, 'mfu')})" if speed["mfu"] else ""
+        lines += [f"{speed['tokens_per_s']:,.0f} tokens/s ({pages.beside(told, 'tokens_per_s')}){mfu}"]
+    if parts := {name: spent_s for name, spent_s in told["time_s"].items() if spent_s > 0}:
+        total = sum(parts.values())
+        lines += ["time: " + ", ".join(f"{name} {pages.long(spent_s)} ({spent_s / total:.1%})"
+                                       for name, spent_s in parts.items())]
+    if len(told["starts"]) > 1:
+        lines += [f"{len(told['starts'])} starts; {sum(one['steps_again'] for one in told['starts']):,} steps taken again"]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

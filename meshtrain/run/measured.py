@@ -1,0 +1,142 @@
+"""What a run's directory tells of it: how far it is, how fast, what took the time, and what was priced before it began.
+
+Reads, and writes nothing: of a run that goes on, that was stopped or killed, or that has not taken a step yet. Needs none of the
+run's devices, data or code.
+"""
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import time
+import tomllib
+from pathlib import Path
+
+from meshtrain.run import history, metrics, rundir
+
+COST = "cost.json"          # what `inspect --json` prints of the step, written by `train`
+MOST_ROWS = 3000            # of metrics in the answer
+CURVES = ("step", "loss", "val_loss", "tokens_per_s", "mfu", "step_time_s", "grad_norm", "learning_rate", "data_wait_s")
+
+
+def of(directory: Path) -> dict:
+    """Everything, as JSON. Raises: ValueError where the directory holds no run, or a file of it is broken."""
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is no directory; name the run.dir of a run, e.g. runs/quickstart")
+    if not (directory / "config.toml").is_file():
+        raise ValueError(f"{directory} is no run directory (no config.toml); name the run.dir of a run, e.g. runs/quickstart")
+    try:
+        run = tomllib.loads((directory / "config.toml").read_text(encoding="utf-8"))
+        name, steps, batch, seq_len = run["run"]["name"], run["training"]["steps"], run["data"]["global_batch"], run["data"]["seq_len"]
+        steps, per_step = int(steps), int(batch) * int(seq_len)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{directory / 'config.toml'} cannot be read as a run file ({type(error).__name__}: {error}); train writes "
+                         "one, the same command again") from None
+    path = directory / "metrics.jsonl"
+    try:
+        rows = metrics.read(path) if path.exists() else []
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    done = rows[-1]["step"] if rows else 0
+    attempts = _attempts(history.read(directory), path.stat().st_mtime if rows else None, done)
+    state = _state(directory, attempts, done, steps)
+    saved = directory / "checkpoints"
+    return {"name": name, "dir": str(directory), "steps": steps, "tokens_per_step": per_step, "step": done,
+            "tokens": rows[-1].get("tokens", done * per_step) if rows else 0, "state": state,
+            "skipped": sum(bool(row.get("skipped")) for row in rows), "loss": _loss(rows), "speed": _speed(rows),
+            "time_s": _spent(rows, attempts), "starts": attempts, "changes": _changes(directory),
+            "checkpoints": sorted(int(entry.name) for entry in saved.glob("*") if entry.name.isdecimal()) if saved.is_dir() else [],
+            "rows": _curves(rows), "priced": _priced(directory)}
+
+
+def _attempts(events: list[dict], last_row: float | None, done: int) -> list[dict]:
+    """Every start with its end. how: "" where it ended without a word, or goes on."""
+    found = []
+    for k, event in enumerate(events):
+        if event["event"] != "start":
+            continue
+        following = events[k + 1] if k + 1 < len(events) else None
+        prepared_s = event.get("prepared_s", 0.0)
+        one = {"began": event["time"] - prepared_s, "prepared_s": prepared_s, "from_step": event.get("step", 0), "how": "",
+               "ended": last_row, "to_step": done, "steps_again": event.get("steps_again", 0), "again_s": event.get("again_s", 0.0),
+               "on": event.get("on", "")}
+        if following and following["event"] == "end":
+            one |= {"ended": following["time"], "to_step": following.get("step"), "how": following.get("how", "")}
+        elif following:
+            one |= {"ended": following.get("last_row"), "to_step": following.get("step", 0) + following.get("steps_again", 0)}
+        one["ended"] = max(one["ended"] or 0.0, event["time"])
+        found.append(one)
+    return found
+
+
+def _state(directory: Path, attempts: list[dict], done: int, steps: int) -> str:
+    """In words."""
+    how = attempts[-1]["how"] if attempts else ""
+    if owner := rundir.at_work(directory):
+        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(owner["time"]))
+        return f"at work: pid {owner['pid']} on {owner['host']}, since {since}" + (
+            "" if owner["seen"] else " (as its lock file says; that host cannot be seen from here)")
+    if done >= steps or how == "finished":
+        return "finished"
+    return how or ("ended without a word, perhaps killed; the same command goes on" if done else "has not taken a step")
+
+
+def _loss(rows: list[dict]) -> dict:
+    known = [row for row in rows if row.get("loss") is not None]
+    validated = [row for row in rows if row.get("val_loss") is not None]
+    return {"first": known[0]["loss"] if known else None, "last": known[-1]["loss"] if known else None,
+            "validation": validated[-1]["val_loss"] if validated else None,
+            "validation_step": validated[-1]["step"] if validated else None,
+            "validation_best": min((row["val_loss"] for row in validated), default=None)}
+
+
+def _speed(rows: list[dict]) -> dict:
+    """Medians, which the first step and pauses do not move; None where there is none."""
+    values = {key: [row[key] for row in rows if row.get(key) is not None] for key in ("step_time_s", "tokens_per_s", "mfu")}
+    return {key: statistics.median(found) if found else None for key, found in values.items()}
+
+
+def _spent(rows: list[dict], attempts: list[dict]) -> dict[str, float]:
+    """Seconds, by what they went into. With a history they add up to all the time since the first start."""
+    before = [0, *(row["step"] for row in rows)]
+    taken = sum((row.get("step_time_s") or 0.0) * (row["step"] - last) for row, last in zip(rows, before))
+    waited = {key: sum(row.get(key) or 0.0 for row in rows) for key in ("data_wait_s", "checkpoint_wait_s")}
+    spent = {"steps": taken - waited["data_wait_s"], "waiting for data": waited["data_wait_s"],
+             "waiting for checkpoints": waited["checkpoint_wait_s"]}
+    if attempts:
+        spent["steps taken again"] = sum(one["again_s"] for one in attempts)
+        spent["restoring and compiling"] = sum(one["prepared_s"] for one in attempts)
+        spent["between starts"] = sum(max(0.0, later["began"] - one["ended"]) for one, later in zip(attempts, attempts[1:]))
+        wall_s = attempts[-1]["ended"] - attempts[0]["began"]
+        spent["validation and the rest"] = max(0.0, wall_s - sum(spent.values()))
+    return spent
+
+
+def _changes(directory: Path) -> list[dict]:
+    """What was changed when the run went on: [{step, key, from, to}]."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in (directory / "changes.jsonl").read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+    return [row for row in found if isinstance(row, dict) and {"step", "key", "from", "to"} <= row.keys()
+            and type(row["step"]) is int]
+
+
+def _curves(rows: list[dict]) -> dict[str, list]:
+    """Columns; of too many rows those with the lowest and the highest loss of each stretch, and all that were validated."""
+    if len(rows) > MOST_ROWS:
+        stretch, kept = -(-2 * len(rows) // MOST_ROWS), set()
+        for start in range(0, len(rows), stretch):
+            part = sorted(range(start, min(start + stretch, len(rows))), key=lambda k: rows[k].get("loss") or 0.0)
+            kept |= {part[0], part[-1], *(k for k in part if rows[k].get("val_loss") is not None)}
+        rows = [rows[k] for k in sorted(kept)]
+    return {key: [row.get(key) for row in rows] for key in CURVES}
+
+
+def _priced(directory: Path) -> dict | None:
+    try:
+        told = json.loads((directory / COST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return told if isinstance(told, dict) and {"run", "mesh", "memory_bytes"} <= told.keys() else None

@@ -1,0 +1,165 @@
+"""What report tells of a run: at work, stopped, killed, without a step; and that it disturbs nothing."""
+import json
+import os
+import shutil
+import socket
+
+import browser
+import jax
+import pages_samples
+import pytest
+from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
+from test_pages import Read, embedded, standing_alone
+
+from meshtrain import report, train
+from meshtrain.pages import measured as pages
+from meshtrain.run import history, measured, rundir
+
+
+@pytest.fixture(scope="module")
+def trained(tiny, home):  # noqa: F811
+    """The run.dir of a run that was trained for 4 steps, then for 6."""
+    directory = home / "trained"
+    for steps in (4, 6):
+        ran = call(train.main, *tiny, "--run.dir", directory, "--training.steps", steps, "--validation.every", 2)
+        assert ran.code == 0, ran
+    return directory
+
+
+@pytest.fixture
+def run_dir(trained, tmp_path):
+    """A copy of it, to be spoilt."""
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+def files(directory) -> dict:
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in directory.rglob("*") if path.is_file()}
+
+
+def test_a_run_that_is_finished_is_told_with_all_its_starts_and_nothing_is_touched(trained):
+    before = files(trained)
+    ran, told = call(report.main, trained), measured.of(trained)
+    assert ran.code == 0 and "step 6 of 6" in ran.out and "finished" in ran.out and "2 starts; 0 steps taken again" in ran.out, ran
+    rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    assert told["loss"]["last"] == rows[-1]["loss"] and told["rows"]["loss"] == [row["loss"] for row in rows]
+    assert [(one["from_step"], one["to_step"], one["how"]) for one in told["starts"]] == [(0, 4, "finished"), (4, 6, "finished")]
+    assert told["checkpoints"] and told["loss"]["validation_step"] == 6
+    spent, starts = told["time_s"], told["starts"]
+    assert sum(spent.values()) == pytest.approx(starts[-1]["ended"] - starts[0]["began"], rel=0.02)
+    assert spent["restoring and compiling"] > 0 and spent["waiting for data"] == pytest.approx(sum(row["data_wait_s"] for row in rows))
+    assert files(trained) == before
+
+
+def test_train_writes_down_what_inspect_says_of_its_step(trained, tiny):  # noqa: F811
+    from meshtrain import inspect
+    told = json.loads(call(inspect.main, *tiny, "--training.steps", 6, "--validation.every", 2, "--run.dir", trained, "--json").out)
+    assert json.loads((trained / "cost.json").read_text()) == told
+
+
+def test_the_page_has_what_was_measured_and_what_was_priced(trained, tmp_path):
+    ran = call(report.main, trained, "--html", "report.html")
+    assert (ran.code, "written: report.html" in ran.err) == (0, True), ran
+    page, told = (tmp_path / "report.html").read_text(), measured.of(trained)
+    read = standing_alone(page)
+    assert embedded(page) == told and "Priced: memory of a device" in read.words and "step 6 of 6; finished" in read.words
+    cells = [told["speed"]["tokens_per_s"], *told["time_s"].values(), *(value for value in told["rows"]["val_loss"] if value)]
+    cells += [row["stored_bytes"] for row in told["priced"]["parameters"]]
+    assert {str(cell) for cell in cells if cell} - read.exact == set()
+    refused(call(report.main, trained, "--html", "report.html"), "--html=report.html", "there already")
+
+
+def test_a_killed_run_is_told_and_what_it_lost_is_kept_when_it_goes_on(run_dir):
+    lines = (run_dir / "history.jsonl").read_text().splitlines()
+    (run_dir / "history.jsonl").write_text("\n".join(lines[:-1]) + '\n{"event": "end", "ti')
+    rows = (run_dir / "metrics.jsonl").read_text()
+    (run_dir / "metrics.jsonl").write_text("\n".join(rows.splitlines()[:5]) + '\n{"step": 6, "lo')
+    ran, told = call(report.main, run_dir), measured.of(run_dir)
+    assert ran.code == 0 and "step 5 of 6" in ran.out and "ended without a word" in ran.out
+    assert told["starts"][-1]["to_step"] == 5 and told["starts"][-1]["how"] == ""
+    with pytest.raises(RuntimeError), history.kept(run_dir, 4, {"on": "here", "prepared_s": 0.0}):
+        raise RuntimeError("the power went")
+    told = measured.of(run_dir)
+    assert [(one["from_step"], one["to_step"], one["steps_again"]) for one in told["starts"]] == [(0, 4, 0), (4, 5, 0), (4, None, 1)]
+    assert "the power went" in told["state"] and told["time_s"]["steps taken again"] > 0
+    standing_alone(pages.page(told))
+
+
+@pytest.mark.parametrize("host, words", [(socket.gethostname(), "at work: pid"), ("elsewhere", "as its lock file says")])
+def test_a_run_at_work_is_seen_by_its_lock_and_is_not_disturbed(run_dir, host, words):
+    owner = {"host": host, "pid": os.getpid(), "began": rundir._began(os.getpid()), "time": 1.0, "nonce": "x"}
+    (run_dir / ".lock").write_text(json.dumps(owner))
+    assert words in measured.of(run_dir)["state"]
+    (run_dir / ".lock").write_text(json.dumps(owner | {"began": "0", "host": socket.gethostname()}))
+    assert measured.of(run_dir)["state"] == "finished", "the process is gone"
+
+
+def test_a_run_without_a_step_has_a_page_that_says_so(run_dir):
+    for name in ("metrics.jsonl", "history.jsonl", "cost.json"):
+        (run_dir / name).unlink()
+    shutil.rmtree(run_dir / "checkpoints")
+    ran = call(report.main, run_dir, "--html", "none.html")
+    assert (ran.code, ran.out.splitlines()) == (0, ["tiny: step 0 of 6, 0 tokens; has not taken a step"])
+    read = standing_alone(pages.page(measured.of(run_dir)))
+    assert "No step is written yet" in read.words and "no cost.json" in read.words
+
+
+@pytest.mark.parametrize("words, parts", [
+    ([], ["which run", "usage"]), (["a", "b"], ["one run at a time"]), (["nowhere"], ["nowhere is no directory", "runs/"]),
+    (["."], ["no run directory", "config.toml"]), (["broken"], ["broken/config.toml", "run file"]),
+    (["numbers"], ["numbers/metrics.jsonl, line 1", "not JSON"]), (["x", "--html"], ["--html has no value"]),
+    (["x", "--json"], ["--json is unknown", "RUN_DIR"])])
+def test_what_is_no_run_is_refused_in_one_message(words, parts, tmp_path):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.toml").write_text("[run]\nname = 'x'\n")
+    (tmp_path / "numbers").mkdir()
+    (tmp_path / "numbers" / "config.toml").write_text(
+        "[run]\nname = 'x'\n[training]\nsteps = 3\n[data]\nglobal_batch = 2\nseq_len = 4\n")
+    (tmp_path / "numbers" / "metrics.jsonl").write_text("what?\n{}\n")
+    refused(call(report.main, *words), *parts)
+
+
+def test_a_long_run_keeps_its_spikes_and_its_validations():
+    rows = [{"step": k, "loss": 9.0 if k == 70_001 else None if k == 5 else 2.0 + 1 / k, "val_loss": 2.5 if k % 9_973 == 0 else None,
+             "step_time_s": 1.0, "tokens_per_s": 5.0} for k in range(1, 100_001)]
+    told = measured._curves(rows)
+    assert max(value for value in told["loss"] if value) == 9.0 and len(told["step"]) <= measured.MOST_ROWS + 20
+    assert [step for step, value in zip(told["step"], told["val_loss"]) if value] == list(range(9_973, 100_001, 9_973))
+    points = [(step, value) for step, value in zip(range(100_000), [0.0] * 50_000 + [1.0] + [0.0] * 49_999)]
+    assert (50_000, 1.0) in pages.pictures.thinned(points) and len(pages.pictures.thinned(points)) <= pages.pictures.MOST_POINTS
+
+
+def test_hostile_names_in_a_run_directory_are_text(run_dir):
+    told = measured.of(run_dir)
+    told |= {"name": pages_samples.HOSTILE, "dir": pages_samples.HOSTILE, "state": pages_samples.HOSTILE,
+             "priced": pages_samples.inspected(name=pages_samples.HOSTILE)}
+    told["changes"] = [{"step": 3, "key": pages_samples.HOSTILE, "from": "<b>", "to": None}]
+    page = pages.page(told)
+    standing_alone(page)
+    assert page.count("<script") == 2 and "<img" not in page
+
+
+def test_what_was_priced_stands_beside_what_was_measured(run_dir):
+    told = measured.of(run_dir) | {"priced": pages_samples.inspected()}
+    told["speed"] |= {"mfu": 0.36, "tokens_per_s": 52428.8}
+    told["rows"]["mfu"] = [0.36] * len(told["rows"]["step"])
+    read = Read(pages.page(told))
+    for part in ("50% of what was priced", "83% of what was priced", "priced 104,858", "priced 43.2%", "50.0%"):
+        assert part in read.words, part
+
+
+def test_a_history_that_cannot_be_written_ends_no_run(tmp_path, capsys, monkeypatch):
+    (tmp_path / "history.jsonl").mkdir()
+    with history.kept(tmp_path, 0, {}) as ended:
+        ended("finished", 3)
+    assert "history.jsonl cannot be written" in capsys.readouterr().err
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with history.kept(tmp_path / "nowhere", 0, {}) as ended:
+        ended("finished", 3)
+    assert capsys.readouterr().err == "", "process 0 alone writes"
+
+
+@browser.needed
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_in_a_browser_the_page_of_a_run_is_quiet(dark, trained, tmp_path):
+    dom, console = browser.visit(pages.page(measured.of(trained)), tmp_path, dark=dark)
+    assert console == [] and "finished" in dom
