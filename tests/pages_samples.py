@@ -36,8 +36,11 @@ def inspected(sizes=None, params=12, name="a run", gpu="h100", per_host=8) -> di
                          "formula": held("params", "grads", "optimizer") | {"activations": None, "total": None},
                          "usable": gpu and 78_147_540_746},
         "recomputed_by_xla": 3,
-        "collectives": {"formula": None, "compiled": [
+        "collectives": {"formula": [collective("all-gather", axes[:1]), collective("all-to-all", axes[:1])] if axes else None,
+                        "compiled": [
             collective("all-gather", axes[:1]), collective("all-reduce", axes)] if axes else []},
+        "matmul_flops": {"formula": 123_000_000_000_000, "compiled": 234_500_000_000_000},
+        "differences": [f"matmuls differ: {name}"],
         "roofline": gpu and _roofline(name, axes, count, numbers), "schedule": None, "notes": [name]}
 
 

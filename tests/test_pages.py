@@ -87,6 +87,7 @@ def numbers(told) -> set:
     """Those of the JSON that have a cell of their own."""
     line = told["roofline"]
     rows = [told["memory_bytes"]["compiled"], told["memory_bytes"]["formula"], *told["collectives"]["compiled"]]
+    rows += [{"bytes": row["bytes"]} for row in told["collectives"]["formula"]]
     found = {value for row in rows for value in row.values() if type(value) is int}
     found |= {row[key] for row in told["parameters"] for key in ("size", "stored_bytes", "grads_bytes")}
     found |= {row[key] for row in line["kernels"] for key in ("runs", "seconds", "flops", "hbm_bytes")}
@@ -97,7 +98,8 @@ def test_every_number_of_the_json_is_on_the_page():
     told = pages_samples.inspected()
     read = Read(layout.page(told))
     assert {str(number) for number in numbers(told)} - read.exact == set()
-    for part in ("1.2B", "1,234,567,891", "262,144", "2.500 s", "13,107", "43.2%", "matmul 60.0%", "72.8 GiB", "79.1 GiB"):
+    for part in ("1.2B", "1,234,567,891", "262,144", "2.500 s", "13,107", "43.2%", "matmul 60.0%", "72.8 GiB", "79.1 GiB",
+                 "234.5 TFLOP", "123.0 by formulas", "matmuls differ: a run"):
         assert part in read.words, part
 
 

@@ -27,7 +27,9 @@ def page(told: dict) -> str:
 def sections(told: dict) -> list[Section]:
     return [Section("mesh", "The mesh on its hosts", mesh(told["mesh"])), Section("memory", "Memory of a device", memory(told)),
             Section("traffic", "What is sent", traffic(told)), Section("schedule", "The pipeline's schedule", schedule(told)),
-            Section("time", "Where the time goes", time(told)), Section("parameters", "Parameters", params(told)),
+            Section("time", "Where the time goes", time(told)),
+            Section("differences", "Formulas against the compiler" if told["differences"] else "Matmuls", differences(told)),
+            Section("parameters", "Parameters", params(told)),
             Section("notes", "Notes", notes(told))]
 
 
@@ -111,37 +113,62 @@ def memory(told: dict) -> str:
 
 
 def _stack(held: dict) -> list[tuple[int, str, float]]:
-    """What stands beside each other on a device; what the named parts leave of the total are batches and scalars."""
-    known = [(k, MEMORY[part][0], held[part]) for k, part in enumerate(STACKED) if held.get(part)]
+    """What stands beside each other on a device; what the named parts leave of the total are batches and scalars. Of a
+    pipeline's gradients those in its loop count, which are as large or larger."""
+    parts = held | ({"grads": held["loop_grads"]} if held.get("loop_grads") else {})
+    known = [(k, MEMORY[part][0], parts[part]) for k, part in enumerate(STACKED) if parts.get(part)]
     rest = (held.get("total") or 0) - sum(value for *_, value in known)
     return [*known, (len(STACKED), "other arguments", rest)] if rest > LEAST_SHARE * (held.get("total") or 0) else known
 
 
 def traffic(told: dict) -> str:
-    rows, mesh, formula = told["collectives"]["compiled"], told["mesh"], told["collectives"]["formula"]
-    if not rows:
+    rows, mesh, formula = told["collectives"]["compiled"], told["mesh"], told["collectives"]["formula"] or []
+    if not rows and not formula:
         return skin.paragraph("The compiled step has no collectives.")
-    color = {kind: k % pictures.COLORS for k, kind in enumerate(dict.fromkeys(row["kind"] for row in rows))}
-    by_axes: dict[str, dict[str, int]] = {}
-    for row in rows:
-        sent = by_axes.setdefault("+".join(row["axes"]), {})
-        sent[row["kind"]] = sent.get(row["kind"], 0) + row["bytes"]
-    bars = [Bar(axes.replace("+", " × "), [(color[kind], kind, count) for kind, count in sent.items()],
-                over(mesh, axes).removeprefix("network: "))
-            for axes, sent in sorted(by_axes.items(), key=lambda pair: -sum(pair[1].values()))]
-    key = skin.key((color[kind], kind, size(sum(sent.get(kind, 0) for sent in by_axes.values()))) for kind in color)
+    color = {kind: k % pictures.COLORS for k, kind in enumerate(dict.fromkeys(row["kind"] for row in [*rows, *formula]))}
+    compiled, priced = _by_axes(rows), _by_axes(formula)
+    stack = lambda sent: [(color[kind], kind, count) for kind, count in sent.items()]
+    order = sorted(compiled | priced, key=lambda axes: -sum(compiled.get(axes, {}).values()))
+    bars = []
+    for axes in order:
+        bars.append(Bar(axes.replace("+", " × "), stack(compiled.get(axes, {})), over(mesh, axes).removeprefix("network: ")))
+        if axes in priced:
+            bars.append(Bar("by formulas", stack(priced[axes])))
+    key = skin.key((color[kind], kind, size(sum(sent.get(kind, 0) for sent in compiled.values()))) for kind in color)
     drawn = skin.figure(pictures.bars(bars, size, "bytes that a device sends in a step"), "What one device sends in a step, "
                         "in rings, by the mesh axes of a group and the links between its members.", key)
-    by_formulas = "<h3>By formulas</h3>" + _collectives(formula, mesh, "formula-collectives") if formula else ""
-    return drawn + _collectives(rows, mesh, "collectives") + by_formulas
+    return drawn + _collectives(rows, formula, mesh)
 
 
-def _collectives(rows: Sequence[dict], mesh: dict, name: str) -> str:
+def _by_axes(rows: Sequence[dict]) -> dict[str, dict[str, int]]:
+    """Mesh axes → kind → bytes."""
+    found: dict[str, dict[str, int]] = {}
+    for row in rows:
+        sent = found.setdefault("+".join(row["axes"]), {})
+        sent[row["kind"]] = sent.get(row["kind"], 0) + row["bytes"]
+    return found
+
+
+def _collectives(rows: Sequence[dict], formula: Sequence[dict], mesh: dict) -> str:
+    """A row for each kind, axes and dtype, by formulas and compiled."""
+    at = lambda row: (row["kind"], tuple(row["axes"]), row["dtype"])
+    compiled, priced = {at(row): row for row in rows}, {at(row): row for row in formula}
+    sent = lambda found, key: of_bytes(found[key]["bytes"] if key in found else None)
     columns = [Column("collective", "keep"), Column("axes", "keep"), Column("dtype"), Column("count", "n"),
-               Column("sent by a device", "n"), Column("over", "keep"), Column("from", "code")]
-    cells = [(row["kind"], " × ".join(row["axes"]), row["dtype"], of_count(row["count"]), of_bytes(row["bytes"]),
-              over(mesh, "+".join(row["axes"])), row.get("source") or "") for row in rows]
-    return skin.table(columns, cells, name, search="collective, axis or operation")
+               Column("sent by a device", "n"), *([Column("by formulas", "n")] if formula else []), Column("over", "keep"),
+               Column("from", "code")]
+    cells = [(kind, " × ".join(axes), dtype, of_count(compiled.get(key, {}).get("count")), sent(compiled, key),
+              *([sent(priced, key)] if formula else []), over(mesh, "+".join(axes)), compiled.get(key, {}).get("source") or "")
+             for key in dict.fromkeys([*compiled, *priced]) for kind, axes, dtype in [key]]
+    return skin.table(columns, cells, "collectives", search="collective, axis or operation")
+
+
+def differences(told: dict) -> str:
+    """Where the compiled step is not what the formulas say."""
+    found, flops = told["differences"], told["matmul_flops"]
+    by_formulas = "" if flops["formula"] is None else f", {flops['formula'] / 1e12:,.1f} by formulas"
+    said = skin.paragraph(f"A device computes {flops['compiled'] / 1e12:,.1f} TFLOP of matmuls in a step{by_formulas}.")
+    return said + skin.bullets(found)
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from pathlib import Path
 from meshtrain.run import history, metrics, rundir
 
 COST = "cost.json"          # what `inspect --json` prints of the step, written by `train`
+PRICED = {"run", "mesh", "parameters", "memory_bytes", "collectives", "matmul_flops", "differences", "roofline", "schedule", "notes"}
 MOST_ROWS = 3000            # of metrics in the answer
 CURVES = ("step", "loss", "val_loss", "tokens_per_s", "mfu", "step_time_s", "grad_norm", "learning_rate", "data_wait_s")
 
@@ -139,4 +140,4 @@ def _priced(directory: Path) -> dict | None:
         told = json.loads((directory / COST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return told if isinstance(told, dict) and {"run", "mesh", "memory_bytes"} <= told.keys() else None
+    return told if isinstance(told, dict) and PRICED <= told.keys() else None
