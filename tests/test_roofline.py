@@ -117,7 +117,9 @@ def test_a_fusion_that_slices_an_operand_reads_the_slice():
     assert moved(entry, body) == (8 * 1024 * 4 + 4, 8 * 1024 * 2)
 
 
-def test_an_update_in_place_touches_the_slice_alone():
+@pytest.mark.parametrize("fusion", [
+    "f32[1024,1024]{1,0} fusion", "((f32[1024,1024], f32[8,1024], s32[]), f32[1024,1024]{1,0}, u32[]) fusion-start"])
+def test_an_update_in_place_touches_the_slice_alone(fusion):
     body = """%updated (a: f32[1024,1024], u: f32[8,1024], i: s32[]) -> f32[1024,1024] {
   %a = f32[1024,1024]{1,0} parameter(0)
   %u = f32[8,1024]{1,0} parameter(1)
@@ -126,9 +128,9 @@ def test_an_update_in_place_touches_the_slice_alone():
   %new = f32[8,1024]{1,0} add(%old, %u)
   ROOT %s = f32[1024,1024]{1,0} dynamic-update-slice(%a, %new, %i, %i)
 }"""
-    entry = """%n = s32[] constant(3)
-      %part = f32[8,1024]{1,0} slice(%y), slice={[0:8], [0:1024]}
-      ROOT %r = f32[1024,1024]{1,0} fusion(%x, %part, %n), kind=kLoop, calls=%updated"""
+    entry = f"""%n = s32[] constant(3)
+      %part = f32[8,1024]{{1,0}} slice(%y), slice={{[0:8], [0:1024]}}
+      ROOT %r = {fusion}(%x, %part, %n), kind=kLoop, calls=%updated"""
     rows = 8 * 1024 * 4
     assert moved(entry, body) == (2 * rows + 4, rows)      # the slice and the update, the index; the sum
 

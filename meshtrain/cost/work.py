@@ -18,6 +18,7 @@ from meshtrain.cost.rates import Attention, Matmul
 FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "opt-barrier", "optimization-barrier",
         "partition-id", "replica-id"}
 _UPDATES = ("dynamic-update-slice", "scatter")      # change a part of their first operand
+_FUSIONS = ("fusion", "fusion-start")               # jax 0.12 starts some and waits for them later
 _WHOLE = ("dot", "scaled-dot", "ragged-dot", "convolution", "custom-call", "sort", "rng-bit-generator")
 PRODUCTS = {"forward": 2, "dq": 3, "dkv": 4}    # of a Pallas attention kernel, for each visited pair of query and key
 _PALLAS = re.compile(r"meshtrain_attention_(forward|dq|dkv)(_causal)?")
@@ -79,7 +80,7 @@ def _matmuls(module, computation, ins):
     """Those of an instruction and, for a fusion, of what it calls."""
     if found := matmul(module, computation, ins):
         yield found
-    if ins.op in ("fusion", "call", "async-start"):
+    if ins.op in (*_FUSIONS, "call", "async-start"):
         for called in ins.called:
             for inner in module.computations[called].values():
                 yield from _matmuls(module, called, inner)
@@ -106,7 +107,7 @@ def _attention(module, computation, ins, visited) -> Attention | None:
 
 def traffic(module: hlo.Module, computation: str, ins: hlo.Instruction) -> tuple[int, int]:
     """(HBM bytes read, written) by one execution."""
-    if ins.op != "fusion":
+    if ins.op not in _FUSIONS:
         scope = module.computations[computation]
         update = ins.name if ins.op in _UPDATES else None
         needs = _needs(module, scope, ins, _elements(ins), bool(update))
