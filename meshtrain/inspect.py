@@ -21,7 +21,7 @@ from pathlib import Path
 from meshtrain.run import say, stops
 
 if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
-    say.begin()
+    say.begin(level=1)          # what XLA warns of while it compiles is read
     stops.listen("stopped")
     with say.without_noise():
         importlib.import_module("jax")
@@ -29,7 +29,7 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
 from meshtrain import assembly, config
 from meshtrain import devices as local_devices
 from meshtrain.config import ConfigError
-from meshtrain.cost import assumptions, audit, beside, chart, expect, facts, hardware, report, roofline, simulate
+from meshtrain.cost import assumptions, audit, beside, chart, expect, facts, hardware, report, roofline, simulate, unasked
 from meshtrain.cost import compile as gpu_compile
 from meshtrain.layout.mesh import MeshSpec
 from meshtrain.pages import layout, skin
@@ -59,25 +59,27 @@ def main(argv: Sequence[str]) -> int:
         if given and not roofline.gpu_of(made):
             raise ConfigError("--assume changes the roofline, and there is none without a GPU of known speed; "
                               "add e.g. --topology h100:8")
-        executable = made.program.compile()       # a broken one is shown, not refused
+        logged: list[str] = []
+        with say.without_noise(logged):
+            executable = made.program.compile()       # a broken one is shown, not refused
         assembly.check_branches(made, executable)
         program = audit.read(executable.as_text(), made.mesh)
         now = expect.of(made, program, report.held_by_program(made, executable))
         if own["update"]:
             _write(own["expect"], expect.dumps(now, f"python -m meshtrain.inspect {shlex.join(word for word in argv if word != '--update')}"))
         if as_json or own["html"] or not own["expect"]:
-            _tell(made, executable, program, own)
+            _tell(made, executable, program, unasked.warnings(made, program, logged), own)
     except ConfigError as error:
         say.err(f"error: {error}")
         return 2
     return 1 if program.broken_permutes or before and _differs(before, now, own["expect"]) else 0
 
 
-def _tell(made, executable, program: audit.Program, own: dict) -> None:
+def _tell(made, executable, program: audit.Program, warnings: list[str], own: dict) -> None:
     """Raises: ConfigError where the page cannot be written."""
     line = roofline.of_run(made, executable.as_text(), own["assume"])
     formulas = beside.of(made, report.formula(made))
-    told = report.as_json(made, executable, program, formulas, line) | facts.of_run(made)
+    told = report.as_json(made, executable, program, formulas, line) | facts.of_run(made) | {"warnings": warnings}
     if own["html"]:
         with config.user_errors():
             skin.write("--html", own["html"], layout.page(told))
@@ -88,7 +90,8 @@ def _tell(made, executable, program: audit.Program, own: dict) -> None:
     elif not own["expect"]:
         say.out("\n\n".join([report.before(made), report.params_table(made), report.memory_table(made, executable, formulas),
                              report.collectives_table(program, formulas), report.matmuls(program, formulas),
-                             report.differences(made, executable, program, formulas),
+                             "\n".join([report.differences(made, executable, program, formulas),
+                                        *(f"warning: {line}" for line in warnings)]),
                              *([report.roofline_table(line, made.mesh_spec)] if line else [])]))
     if own["html"]:
         say.err(f"written: {own['html']}")

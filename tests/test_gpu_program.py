@@ -14,7 +14,7 @@ import pytest
 import sampling
 
 from meshtrain import assembly, config
-from meshtrain.cost import audit, compile, memory, roofline
+from meshtrain.cost import audit, compile, memory, roofline, unasked
 from meshtrain.kernels import pallas
 from meshtrain.model import parts
 
@@ -126,7 +126,7 @@ def check_traffic(got: dict, want: dict):
 def test_collectives_are_those_of_the_accepted_form(rule):
     made, program = gpu_step(rule)
     check_traffic(traffic(program), expected(rule, made))
-    assert not program.unknown_loops
+    assert not program.unknown_loops and unasked.gathered_in_loops(made, program) == []
 
 
 @pytest.mark.parametrize("rule", TRIED)

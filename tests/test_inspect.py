@@ -29,7 +29,7 @@ def test_inspect_prints_tables_and_reads_no_data(tiny, tmp_path):
 def test_inspect_json_is_the_contract(tiny, microbatches):
     told = inspected(*tiny, "--data.global_batch", 16, "--training.microbatches", microbatches)
     assert set(told) == {"memory_bytes", "recomputed_by_xla", "collectives", "roofline", "run", "mesh", "parameters", "schedule",
-                         "notes", "matmul_flops", "differences"}
+                         "notes", "matmul_flops", "differences", "warnings"}
     assert told["mesh"]["sizes"]["data"] == told["mesh"]["num_devices"] == 8 and told["schedule"] is None
     assert sum(row["stored_bytes"] for row in told["parameters"]) == told["memory_bytes"]["formula"]["params"]
     assert sum(row["size"] for row in told["parameters"]) == told["run"]["num_params"]
@@ -39,6 +39,7 @@ def test_inspect_json_is_the_contract(tiny, microbatches):
     assert set(formula) == set(compiled) == MEMORY
     assert {type(count) for count in formula.values()} == {int} and formula["total"] == sum(formula.values()) - formula["total"]
     assert told["differences"] == [], "the formulas are of programs for GPUs"
+    assert told["warnings"] == []
     assert set(told["matmul_flops"]) == {"formula", "compiled"} and min(told["matmul_flops"].values()) > 0
     assert compiled["params"] == formula["params"]
     assert compiled["optimizer"] >= formula["optimizer"] > 0

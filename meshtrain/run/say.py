@@ -16,6 +16,7 @@ import tempfile
 
 # What C++ reports where a CUDA plugin is installed and no GPU is there, and the header of such lines.
 NOISE = re.compile(rb"cudart_stub|absl::InitializeLog\(\)")
+WARNING = re.compile(r"W\d{4} [\d:.]+ ")
 
 _live = 0   # characters of the unfinished line that stands on the terminal
 
@@ -47,13 +48,15 @@ def on_terminal() -> bool:
     return False
 
 
-def begin() -> None:
+def begin(level: int = 2) -> None:
     """First thing in a command, before jax is imported: nothing but our own words, and nothing fails for a stream.
+
+    level: from which C++ logs; 1: warnings, for a command that reads them, 2: errors alone.
 
     A standard stream that is closed would leave its number to the next file that is opened, a checkpoint perhaps, and what
     C++ reports would be written into that.
     """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")      # read when jax's C++ is loaded; errors are still told
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", str(level))      # read when jax's C++ is loaded; errors are still told
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -65,10 +68,10 @@ def begin() -> None:
 
 
 @contextlib.contextmanager
-def without_noise():
+def without_noise(warnings: list[str] | None = None):
     """What is written to descriptor 2 meanwhile is passed on afterwards, without the lines of NOISE.
 
-    Around whatever loads jax's C++: some of it heeds no environment variable.
+    Around whatever loads jax's C++: some of it heeds no environment variable. warnings: takes the lines that C++ logs as such.
     """
     try:
         kept = os.dup(2)
@@ -84,8 +87,12 @@ def without_noise():
             os.dup2(kept, 2)
             os.close(kept)
             held.seek(0)
-            if left := b"".join(line for line in held if not NOISE.search(line)):
-                err(left.decode(errors="replace").rstrip("\n"))
+            left = [line.decode(errors="replace") for line in held if not NOISE.search(line)]
+            if warnings is not None:
+                warnings += filter(WARNING.match, left)
+                left = [line for line in left if not WARNING.match(line)]
+            if left:
+                err("".join(left).rstrip("\n"))
 
 
 def end() -> None:

@@ -1,0 +1,59 @@
+"""What a compiled step does that its layout does not ask for: weights gathered in a loop, tensors that XLA replicates to reshard.
+
+Neither is wrong, both cost many times what the layout promises, and nobody sees them in a loss. The second XLA only logs while
+it partitions a program.
+"""
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+from meshtrain.cost import audit, expect
+from meshtrain.units import size
+
+# What XLA logs where its partitioner finds no way from one sharding to another.
+REPLICATED = re.compile(r"Involuntary full rematerialization.*?from sharding (\{.*?\}) to (\{.*?\}) efficiently for HLO operation "
+                        r"%\S+ = (\w+\[[\d,]*\])")
+
+
+def warnings(made, program: audit.Program, logged: Iterable[str]) -> list[str]:
+    """made: the assembled run; program: its compiled step, audited; logged: lines of XLA's from when it was compiled."""
+    return gathered_in_loops(made, program) + replicated(made, logged)
+
+
+def gathered_in_loops(made, program: audit.Program) -> list[str]:
+    """All-gathers of a parameter in a loop, over axes that split sequences or tokens and that its [params] does not name."""
+    layout, named = made.layout, expect.tensors(made)
+    infos = {info.name: info for info in made.model.parameters()}
+
+    def asked(name: str) -> set[str]:
+        """The axes over which layers gather a parameter for themselves; in a pipeline's loop none."""
+        axes = infos[name].axes
+        return set() if made.choice else {a for axis in axes for a in layout.mesh_axes("params", axis)}
+
+    found, tokens = Counter(), set(layout.token_axes)
+    for row in program.collectives:
+        if row.kind != "all-gather" or row.trips == 1 or not set(row.axes) <= tokens:
+            continue
+        for dims in row.arrays:
+            names = [name for name in named(dims) if infos[name].role not in ("norm", "bias")]
+            if names and not any(set(row.axes) <= asked(name) for name in names):
+                found[" or ".join(names), row.axes, row.trips] += row.bytes // len(row.arrays)
+    return [f"{name} is gathered over {' × '.join(axes)} {trips:,} times a step, {size(sent)}, inside a loop: [params] of "
+            f"{layout.rules.path} keeps it whole there, so once a step would do" for (name, axes, trips), sent in found.items()]
+
+
+def replicated(made, logged: Iterable[str]) -> list[str]:
+    """Tensors that XLA makes whole on every device on the way from one sharding to another."""
+    named, found = expect.tensors(made), Counter()
+    for line in logged:
+        if told := REPLICATED.search(line):
+            before, after, array = told.groups()
+            source = re.search(r'op_name="([^"]*)"', line)
+            dims = tuple(int(n) for n in re.findall(r"\d+", array.partition("[")[2]))
+            where = ", ".join(named(dims)) or audit.short_source(source.group(1) if source else "") or "an operation without a name"
+            found[f"{array} of {where}", before, after] += 1
+    return [f"XLA makes {what} whole on every device to get from sharding {before} to {after}"
+            + (f", {count} times in the program" if count > 1 else "") + "; a rule or constraint that splits both the same way avoids it"
+            for (what, before, after), count in found.items()]
