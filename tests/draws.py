@@ -101,15 +101,18 @@ def _model(rng: random.Random, sizes: dict[str, int], T: int) -> dict:
     chosen = dict(
         vocab_size=rng.choice((257, 300, 509, 512)), embed_dim=ways * rng.choice((4, 6, 8)), num_layers=rng.randint(1, 5),
         num_heads=heads, num_kv_heads=kv_heads, head_dim=rng.choice((4, 6, 8)), mlp_dim=tensor * rng.randint(5, 17),
-        norm=rng.choice(("rmsnorm", "layernorm")), activation=rng.choice(("swiglu", "gelu")), position=position,
-        qk_norm=rng.random() < 0.3, attention_bias=rng.random() < 0.3, mlp_bias=rng.random() < 0.3,
+        norm=rng.choice(("rmsnorm", "layernorm")), activation=rng.choice(("swiglu", "geglu", "gelu")), position=position,
+        norm_placement=rng.choice(("before", "before", "after", "both")), norm_offset=rng.choice((0.0, 0.0, 1.0)),
+        scale_embedding=rng.random() < 0.2, qk_norm=rng.random() < 0.3, qk_norm_over=rng.choice(("head", "heads")), attention_bias=rng.random() < 0.3, mlp_bias=rng.random() < 0.3,
         tie_embeddings=rng.random() < 0.4, residual_dropout=rng.choice((0.0, 0.0, 0.2)),
         embedding_dropout=rng.choice((0.0, 0.0, 0.1)), compute_dtype="float32",
     )  # fmt: skip
     if position == "learned":
         chosen["max_seq_len"] = T + rng.randint(0, 5)
     elif rng.random() < 0.3:
-        chosen |= dict(rope_scaling_factor=8.0, rope_original_seq_len=16)
+        chosen |= dict(rope_scaling=rng.choice(("llama3", "linear", "yarn")), rope_scaling_factor=8.0, rope_original_seq_len=16)
+    if chosen["norm_placement"] != "before":
+        chosen["norm_eps"] = 0.01       # a norm of numbers as small as a first layer's would magnify their rounding
     return chosen
 
 

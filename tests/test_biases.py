@@ -39,7 +39,7 @@ def test_the_gradient_of_a_bias_is_the_float32_sum_of_its_cotangent(shape, axes)
 @pytest.mark.parametrize("leaf", ["scale", "bias"])
 def test_the_gradient_of_a_norm_is_the_float32_sum_of_its_cotangent(leaf):
     cfg = config.Model(norm="layernorm", embed_dim=D, num_heads=1)
-    norm = params.Module(lambda rngs: layers.Norm(cfg, rngs, D, "embed"))
+    norm = params.Module(lambda rngs: layers.Norm(cfg, rngs, (D,), ("embed",)))
     x = jax.random.normal(jax.random.key(0), (B, T, D)).astype(jnp.bfloat16)
     dy = 1 + jax.random.normal(jax.random.key(1), x.shape).astype(jnp.bfloat16)
     p = norm.init(jax.random.key(2))

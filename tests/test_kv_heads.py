@@ -24,6 +24,7 @@ CASES = [
 GRID = [
     (GQA, "zero3_tensor_sequence", dict(fsdp=2, tensor=4), {}),
     (MQA, "zero3_tensor_sequence_context_pipeline", dict(context=2, stage=2, tensor=2), dict(context=dict(method="ring"))),
+    (GQA | dict(qk_norm_over="heads"), "zero3_tensor_sequence", dict(fsdp=2, tensor=4), {}),
     (GQA, "tensor", dict(data=2, tensor=4), {}),
     (MQA, "tensor_sequence", dict(tensor=8), {}),
     (GQA, "zero1_tensor_sequence_pipeline", dict(stage=2, tensor=4), dict(pipeline=dict(schedule="1f1b"))),

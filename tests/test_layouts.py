@@ -221,6 +221,10 @@ VARIANTS = {
     "gpt2": (GPT2, dict()),
     "qk_norm, scaled rope, z_loss": (
         dict(qk_norm=True, rope_scaling_factor=8.0, rope_original_seq_len=16), dict(z_loss=1e-2, remat="full")),
+    "norms after, over all heads": (
+        dict(norm_placement="after", qk_norm=True, qk_norm_over="heads", attention_bias=True, attention_out_bias=True), dict(remat="full")),
+    "gemma": (dict(norm_placement="both", norm_offset=1.0, activation="geglu", scale_embedding=True, tie_embeddings=True,
+                   rope_scaling="yarn", rope_scaling_factor=4.0, rope_original_seq_len=16, rope_high_freq_factor=32.0), dict()),
     "dropout": (dict(embedding_dropout=0.1, residual_dropout=0.2), dict()),
 }  # fmt: skip
 

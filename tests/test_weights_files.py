@@ -75,10 +75,12 @@ CONFIGS = {
     "an untied head that is not there": ({"tie_word_embeddings": None}, "is not there"),
     "quantized weights": ({"quantization_config": {"bits": 4}}, "quantized"),
     "a key that nobody knows": ({"mixture_of_depths": 3}, "mixture_of_depths=3"),
-    "biases that we lack": ({"attention_bias": True}, "attention_bias=true"),
+    "biases that are not there": ({"attention_bias": True}, "self_attn.o_proj.bias is absent"),
     "another activation": ({"hidden_act": "gelu"}, "hidden_act"),
     "a rope of another kind": ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),
     "a rope with a factor too many": ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mscale": 2}}, "mscale"),
+    "a yarn of another sharpness": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64,
+                                                         "attention_factor": 2.0}}, "attention_factor=2.0 of the rope"),
     "a rope without its factor": ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "factor=null"),
     "infinity": ({"rms_norm_eps": float("inf")}, "rms_norm_eps"),
 }

@@ -86,7 +86,7 @@ def _model_problems(run: Run):
     if model.position == "learned" and seq_len > model.max_seq_len:
         yield (f"data.seq_len={seq_len} is longer than the model.max_seq_len={model.max_seq_len} learned positions; "
                "shorten the sequences or lengthen the table")
-    if model.rope_scaling_factor != 1 and model.rope_high_freq_factor <= model.rope_low_freq_factor:
+    if model.rope_scaling != "linear" and model.rope_scaling_factor != 1 and model.rope_high_freq_factor <= model.rope_low_freq_factor:
         yield (f"model.rope_high_freq_factor={model.rope_high_freq_factor} must be larger than "
                f"model.rope_low_freq_factor={model.rope_low_freq_factor} for a scaled rope; use e.g. 4.0 and 1.0")
     if model.attention_dropout:

@@ -74,18 +74,24 @@ class Model(Section):
     num_kv_heads: int = key(0, "key and value heads; 0 = num_heads", ge=0)
     head_dim: int = key(0, "width of a head; 0 = embed_dim / num_heads", ge=0)
     mlp_dim: int = key(768, "width of the MLP", ge=1)
-    norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", "normalization before attention, MLP and head")
+    norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", "normalization around attention and MLP and before the head")
+    norm_placement: Literal["before", "after", "both"] = key("before", "norms before attention and MLP, after them, or both")
     norm_eps: float = key(1e-5, "added to the variance in a norm", gt=0)
-    activation: Literal["swiglu", "gelu"] = key("swiglu", "swiglu has three matrices, gelu two")
+    norm_offset: float = key(0.0, "added to a norm's weights; with Gemma's 1 they are around 0", ge=0, le=1)
+    activation: Literal["swiglu", "geglu", "gelu"] = key("swiglu", "swiglu and geglu have three matrices, gelu two")
+    scale_embedding: bool = key(False, "the embedding times the root of embed_dim")
     position: Literal["rope", "learned"] = key("rope", "rotated queries and keys, or a learned table")
     max_seq_len: int = key(0, "rows of the table of learned positions; 0 = data.seq_len; unused with rope", ge=0)
     rope_theta: float = key(10000.0, "base of the rotation frequencies", gt=0)
-    rope_scaling_factor: float = key(1.0, "Llama 3.1 scaling of the low frequencies; 1 = off", ge=1)
+    rope_scaling: Literal["llama3", "yarn", "linear"] = key("llama3", "which frequencies are scaled: the low ones, or all (linear)")
+    rope_scaling_factor: float = key(1.0, "frequencies are divided by this; 1 = off", ge=1)
     rope_low_freq_factor: float = key(1.0, "wavelengths beyond rope_original_seq_len / this are scaled in full", gt=0)
-    rope_high_freq_factor: float = key(4.0, "wavelengths below rope_original_seq_len / this stay as they are", gt=0)
+    rope_high_freq_factor: float = key(4.0, "wavelengths below rope_original_seq_len / this stay as they are; yarn: 32", gt=0)
     rope_original_seq_len: int = key(8192, "sequence length before the scaling", ge=1, lt=2**31)
-    qk_norm: bool = key(False, "RMSNorm on each head's queries and keys")
+    qk_norm: bool = key(False, "norm of queries and keys")
+    qk_norm_over: Literal["head", "heads"] = key("head", "of each head by itself, or of all heads together")
     attention_bias: bool = key(False, "biases of queries, keys and values; with layernorm of the output too")
+    attention_out_bias: bool = key(False, "bias of attention's output")
     mlp_bias: bool = key(False, "biases of the MLP")
     tie_embeddings: bool = key(False, "the head is the transposed embedding")
     embedding_dropout: float = key(0.0, "dropout after the embedding", ge=0, lt=1)
@@ -104,7 +110,8 @@ class Model(Section):
     def _fill_in(self):
         # A width that does not divide stays 0, and `problems` names it.
         derived_head_dim = 0 if self.embed_dim % self.num_heads else self.embed_dim // self.num_heads
-        return _filled(self, num_kv_heads=self.num_kv_heads or self.num_heads, head_dim=self.head_dim or derived_head_dim)
+        return _filled(self, num_kv_heads=self.num_kv_heads or self.num_heads, head_dim=self.head_dim or derived_head_dim,
+                       attention_out_bias=self.attention_out_bias or self.attention_bias and self.norm == "layernorm")
 
 
 class Component(Section):

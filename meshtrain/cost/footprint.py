@@ -52,7 +52,7 @@ def _kept_width(placed: Placed, options: Options) -> float:
     """Elements of a token that a layer keeps for its backward."""
     h = placed.cfg.embed_dim
     stream, (q, kv, f) = h / placed.stream_ways, placed.widths
-    gates = 2 if placed.cfg.activation == "swiglu" else 1
+    gates = 2 if placed.cfg.activation != "gelu" else 1
     again = q if placed.ways("seq") > 1 else 0          # attention over several devices is never repeated
     return {"none": 2 * stream + 2 * h + 2 * q + 2 * kv + gates * f,       # without remat what matmuls read is kept whole
             "selective": 2 * stream + 2 * q + 2 * kv + gates * f, "full": stream + again, "offload": again}[options.remat]
@@ -95,7 +95,7 @@ def slot_bytes(placed: Placed, options: Options) -> float:
     """Bytes of a pipeline's slots: what microbatches leave in a stage. assumption, as in `memory.slot_bytes`: without remat,
     and in what B leaves for a W of its own, what is as wide as the residual stream lies whole on each device."""
     h, (q, kv, f) = placed.cfg.embed_dim, placed.widths
-    stream, gates = h / placed.stream_ways, 2 if placed.cfg.activation == "swiglu" else 1
+    stream, gates = h / placed.stream_ways, 2 if placed.cfg.activation != "gelu" else 1
     for_backward = {"none": 4 * h + stream + 2 * q + 2 * kv + gates * f, "selective": 2 * stream + 2 * q + 2 * kv + gates * f,
                     "full": stream + (q if placed.ways("seq") > 1 else 0)}[options.remat]
     for_weights = {"none": 10 * h + q + 2 * kv + (gates + 1) * f, "selective": 10 * h + q + 2 * kv + (gates + 2) * f,

@@ -179,7 +179,7 @@ class _Work:
         attention, attention_b = attend("forward", pairs), attend("backward", BACKWARD * pairs)
         beside = 16 * cfg.embed_dim / placed.stream_ways + 4 * (query + key)
         moved = lambda times: tokens * (beside + times * mlp)
-        gated = cfg.activation == "swiglu"
+        gated = cfg.activation != "gelu"
         fused = rated.assumed["elementwise.eager"] if practice.eager else 1.0
         fused *= placed.itemsize / 2
         small = fused * rated.stream_s(moved(6 if gated else 4))

@@ -20,6 +20,7 @@ from meshtrain.layout.mesh import psum
 from meshtrain.layout.rules import Layout
 from meshtrain.model import float8
 from meshtrain.model.params import declare
+from meshtrain.model.rope import rotate
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -171,24 +172,27 @@ def _small(ex: Execution, vector, axes):
 
 
 class Norm(nnx.Module):
-    """RMSNorm or LayerNorm over the last dim, in float32, returned in the compute dtype."""
+    """RMSNorm or LayerNorm over the last dims, those that it has weights for, in float32, returned in the compute dtype."""
 
-    def __init__(self, cfg, rngs, size: int, axis: str):
+    def __init__(self, cfg, rngs, shape, axes):
         dtype = jnp.dtype(cfg.param_dtype)
-        self.eps, self.centred, self.axis = cfg.norm_eps, cfg.norm == "layernorm", axis
-        self.scale = declare(rngs, dtype, (size,), (axis,), "norm", value=1.0)
-        self.bias = declare(rngs, dtype, (size,), (axis,), "bias", value=0.0) if self.centred else None
+        self.eps, self.centred, self.axes, self.offset = cfg.norm_eps, cfg.norm == "layernorm", tuple(axes), cfg.norm_offset
+        self.scale = declare(rngs, dtype, shape, axes, "norm", value=1.0 - self.offset)
+        self.bias = declare(rngs, dtype, shape, axes, "bias", value=0.0) if self.centred else None
 
-    def __call__(self, ex: Execution, x):
+    def __call__(self, ex: Execution, x, repeats: int = 1):
+        """repeats: as for `Linear`, of a norm over all kv_heads, whose mean they do not change."""
+        dims = tuple(range(-len(self.axes), 0))
+
         def normed(x, scale, bias):
             y = x.astype(jnp.float32)
             if self.centred:
-                y = y - jnp.mean(y, -1, keepdims=True)
-            y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
-            y = y * scale
+                y = y - jnp.mean(y, dims, keepdims=True)
+            y = y * jax.lax.rsqrt(jnp.mean(y * y, dims, keepdims=True) + self.eps)
+            y = y * (scale + self.offset if self.offset else scale)
             return (y if bias is None else y + bias).astype(ex.dtype)
-        bias = None if self.bias is None else _small(ex, self.bias[...], (self.axis,))
-        return recomputed(ex, normed)(x, _small(ex, self.scale[...], (self.axis,)), bias)
+        bias, scale = (None if w is None else _small(ex, *_repeated(ex, w[...], self.axes, repeats)) for w in (self.bias, self.scale))
+        return recomputed(ex, normed)(x, scale, bias)
 
 
 # --- embedding -----------------------------------------------------------------------------------------------------
@@ -306,10 +310,15 @@ class Attention(nnx.Module):
         self.key = Linear(cfg, rngs, "BTD,DKH->BTKH", (D, K, H), ("embed", "kv_heads", "head_dim"), bias=bias)
         self.value = Linear(cfg, rngs, "BTD,DKH->BTKH", (D, K, H), ("embed", "kv_heads", "head_dim"), bias=bias)
         self.out = Linear(cfg, rngs, "BTNH,NHD->BTD", (N, H, D), ("heads", "head_dim", "embed"), fan_in_dims=2,
-                          bias=cfg.attention_bias and cfg.norm == "layernorm",
-                          std=(N * H * 2 * cfg.num_layers) ** -0.5)
-        self.query_norm = Norm(cfg, rngs, H, "head_dim") if cfg.qk_norm else None
-        self.key_norm = Norm(cfg, rngs, H, "head_dim") if cfg.qk_norm else None
+                          bias=cfg.attention_out_bias, std=(N * H * 2 * cfg.num_layers) ** -0.5)
+        self.query_norm, self.key_norm = (self._norm(cfg, rngs, *one) for one in ((N, "heads"), (K, "kv_heads")))
+
+    @staticmethod
+    def _norm(cfg, rngs, heads: int, axis: str):
+        if not cfg.qk_norm:
+            return None
+        shape, axes = ((heads, cfg.head_dim), (axis, "head_dim")) if cfg.qk_norm_over == "heads" else ((cfg.head_dim,), ("head_dim",))
+        return Norm(cfg, rngs, shape, axes)
 
     def __call__(self, ex: Execution, x_BTD, inputs):
         act, repeats = ex.layout.act, kv_heads(ex.layout, self.num_kv_heads) // self.num_kv_heads
@@ -318,7 +327,8 @@ class Attention(nnx.Module):
         k_BTKH = act(k_BTKH, "batch", "seq", "kv_heads", "head_dim")
         v_BTKH = act(v_BTKH, "batch", "seq", "kv_heads", "head_dim")
         if self.query_norm is not None:
-            q_BTNH, k_BTKH = self.query_norm(ex, q_BTNH), self.key_norm(ex, k_BTKH)
+            over_heads = len(self.key_norm.axes) > 1
+            q_BTNH, k_BTKH = self.query_norm(ex, q_BTNH), self.key_norm(ex, k_BTKH, repeats if over_heads else 1)
         if inputs.rope is not None:
             q_BTNH, k_BTKH = rotate(q_BTNH, inputs.rope), rotate(k_BTKH, inputs.rope)
             q_BTNH = act(q_BTNH, "batch", "seq", "heads", "head_dim")
@@ -330,11 +340,11 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU (arXiv:2002.05202) or GELU."""
+    """SwiGLU or GeGLU (arXiv:2002.05202), or GELU; every GELU in its tanh form."""
 
     def __init__(self, cfg, rngs):
         D, F, bias = cfg.embed_dim, cfg.mlp_dim, cfg.mlp_bias
-        gated = cfg.activation == "swiglu"
+        gated, self.gating = cfg.activation != "gelu", jax.nn.gelu if cfg.activation == "geglu" else jax.nn.silu
         self.gate = Linear(cfg, rngs, "BTD,DF->BTF", (D, F), ("embed", "mlp"), bias=bias) if gated else None
         self.up = Linear(cfg, rngs, "BTD,DF->BTF", (D, F), ("embed", "mlp"), bias=bias)
         self.down = Linear(cfg, rngs, "BTF,FD->BTD", (F, D), ("mlp", "embed"), bias=bias,
@@ -347,13 +357,13 @@ class MLP(nnx.Module):
         gate_BTF = gate[0] if gate else None
 
         def down(gate_BTF, up_BTF):
-            h_BTF = jax.nn.gelu(up_BTF) if gate_BTF is None else jax.nn.silu(gate_BTF) * up_BTF
+            h_BTF = jax.nn.gelu(up_BTF) if gate_BTF is None else self.gating(gate_BTF) * up_BTF
             return self.down(ex, act(h_BTF, "batch", "seq", "mlp"), out_axes=("batch", "seq", None))
         return recomputed(ex, down)(gate_BTF, up_BTF)
 
 
 class Layer(nnx.Module):
-    """Pre-norm residual block.
+    """Residual block: norms before attention and MLP, after them, or both.
 
     Every layer returns (x_BTD, aux). aux: {name: float32 array}, sums over the tokens of the microbatch that are added up over
     layers and microbatches; the step divides them by its number of targets and reports them under their names. The one named
@@ -361,19 +371,19 @@ class Layer(nnx.Module):
     """
 
     def __init__(self, cfg, rngs):
+        norm = lambda where: Norm(cfg, rngs, (cfg.embed_dim,), ("embed",)) if cfg.norm_placement in (where, "both") else None
         self.dropout = cfg.residual_dropout
-        self.attention_norm = Norm(cfg, rngs, cfg.embed_dim, "embed")
-        self.attention = Attention(cfg, rngs)
-        self.mlp_norm = Norm(cfg, rngs, cfg.embed_dim, "embed")
-        self.mlp = MLP(cfg, rngs)
+        self.attention_norm, self.attention, self.attention_post_norm = norm("before"), Attention(cfg, rngs), norm("after")
+        self.mlp_norm, self.mlp, self.mlp_post_norm = norm("before"), MLP(cfg, rngs), norm("after")
 
     def __call__(self, ex: Execution, x_BTD, inputs, number):
         residual = lambda y: ex.layout.act(y, "batch", "residual_seq", None)
-        h_BTD = self._full(ex, self.attention_norm(ex, x_BTD))
-        y_BTD = residual(self.attention(ex, h_BTD, inputs))
+        normed = lambda norm, x_BTD: x_BTD if norm is None else norm(ex, x_BTD)
+        h_BTD = self._full(ex, normed(self.attention_norm, x_BTD))
+        y_BTD = normed(self.attention_post_norm, residual(self.attention(ex, h_BTD, inputs)))
         x_BTD = residual(x_BTD + dropout(ex, y_BTD, self.dropout, inputs, 2 * number))
-        h_BTD = self._full(ex, self.mlp_norm(ex, x_BTD))
-        y_BTD = residual(self.mlp(ex, h_BTD))
+        h_BTD = self._full(ex, normed(self.mlp_norm, x_BTD))
+        y_BTD = normed(self.mlp_post_norm, residual(self.mlp(ex, h_BTD)))
         return residual(x_BTD + dropout(ex, y_BTD, self.dropout, inputs, 2 * number + 1)), {}
 
     @staticmethod
@@ -386,30 +396,7 @@ class Layer(nnx.Module):
         return h_BTD if ex.float8 else ex.layout.act(h_BTD, "batch", "seq", None)
 
 
-# --- positions and dropout -----------------------------------------------------------------------------------------
-
-def rope_angles(cfg, positions_BT):
-    """(cos, sin), each [B, T, H/2] float32, with Llama 3's frequency scaling where the config asks for it.
-
-    Source: arXiv:2104.09864; scaling: arXiv:2407.21783 and the published Llama 3.1 code.
-    """
-    half = cfg.head_dim // 2
-    freq = cfg.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    if cfg.rope_scaling_factor != 1.0:
-        low, high, factor = cfg.rope_low_freq_factor, cfg.rope_high_freq_factor, cfg.rope_scaling_factor
-        turns = cfg.rope_original_seq_len * freq / (2 * jnp.pi)
-        blend = jnp.clip((turns - low) / (high - low), 0.0, 1.0)   # 0: slow dims, stretched; 1: fast dims, as they are
-        freq = freq * (blend + (1 - blend) / factor)
-    angle = positions_BT[..., None].astype(jnp.float32) * freq
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(x_BTNH, rope):
-    """Rotary embedding on the two halves of H (Hugging Face's convention)."""
-    cos, sin = (a[:, :, None].astype(jnp.float32) for a in rope)
-    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, -1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x_BTNH.dtype)
-
+# --- dropout --------------------------------------------------------------------------------------------------------
 
 def dropout(ex: Execution, x_BTD, rate: float, inputs, site):
     """Zeroes with probability `rate`. The bits depend on (seed, step, site, global sequence, index, feature) alone.

@@ -21,8 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.layout.mesh import after
 from meshtrain.layout.rules import Layout, Rules, Tensor
-from meshtrain.model import float8, params, parts
-from meshtrain.model.layers import Embedding, Layer, Linear, Norm, Execution, dropout, kv_heads, rope_angles
+from meshtrain.model import float8, params, parts, rope
+from meshtrain.model.layers import Embedding, Layer, Linear, Norm, Execution, dropout, kv_heads
 from meshtrain.model.loss import LossSpec, loss_sums
 from meshtrain.names import AUX_LOSS, LAYERS, MATMUL_ROLES
 
@@ -54,7 +54,7 @@ class Ends(nnx.Module):
         self.embedding = Embedding(cfg, rngs, V, ("vocab", "embed"))
         if cfg.position == "learned":
             self.position = Embedding(cfg, rngs, cfg.max_seq_len, (None, "embed"))
-        self.final_norm = Norm(cfg, rngs, D, "embed")
+        self.final_norm = Norm(cfg, rngs, (D,), ("embed",))
         if not cfg.tie_embeddings:
             self.head = Linear(cfg, rngs, "BTD,DV->BTV", (D, V), ("embed", "vocab"), std=D ** -0.5, role="head")
 
@@ -180,13 +180,15 @@ class Transformer:
     # What a pipeline puts together itself; p in embed and head_loss needs no LAYERS.
 
     def inputs(self, batch, dropout_key=None) -> Inputs:
-        rope = rope_angles(self.cfg, batch["positions"]) if self.cfg.position == "rope" else None
-        return Inputs(batch["segments"], batch["index"], batch["sequence"], rope, dropout_key)
+        turns = rope.angles(self.cfg, batch["positions"]) if self.cfg.position == "rope" else None
+        return Inputs(batch["segments"], batch["index"], batch["sequence"], turns, dropout_key)
 
     def embed(self, ex: Execution, p, batch, dropout_key=None):
         """The residual stream before the first layer [B, T, D]."""
         ends = self._ends(p)
         x_BTD = ends.embedding(ex, batch["tokens"])
+        if self.cfg.scale_embedding:
+            x_BTD = x_BTD * jnp.asarray(self.cfg.embed_dim ** 0.5, x_BTD.dtype)
         if self.cfg.position == "learned":
             x_BTD = x_BTD + ends.position(ex, batch["positions"])
         x_BTD = dropout(ex, x_BTD, self.cfg.embedding_dropout, self.inputs(batch, dropout_key), 2 * self.cfg.num_layers)

@@ -29,7 +29,7 @@ class Family:
     fixed: Mapping[str, object]
     only: Mapping[str, tuple]
     multiples: Mapping[str, tuple[str, int]] = dataclasses.field(default_factory=dict)
-    ropes: tuple[str, ...] = ("default", "llama3")
+    ropes: tuple[str, ...] = ("default", "llama3", "linear", "yarn")
     window: bool = False
 
 
@@ -47,6 +47,7 @@ LLAMA_TENSORS = {
     LAYER + "self_attn.q_proj.bias": ("layers/attention/query/bias: (N H) -> N H",),
     LAYER + "self_attn.k_proj.bias": ("layers/attention/key/bias: (K H) -> K H",),
     LAYER + "self_attn.v_proj.bias": ("layers/attention/value/bias: (K H) -> K H",),
+    LAYER + "self_attn.o_proj.bias": ("layers/attention/out/bias: D -> D",),
     LAYER + "self_attn.q_norm.weight": ("layers/attention/query_norm/scale: H -> H",),
     LAYER + "self_attn.k_norm.weight": ("layers/attention/key_norm/scale: H -> H",),
     LAYER + "mlp.gate_proj.weight": ("layers/mlp/gate/kernel: F D -> D F",),
@@ -62,6 +63,13 @@ PHI3_TENSORS = {name: ours for name, ours in LLAMA_TENSORS.items() if not any(pa
         "layers/attention/query/kernel: *(N H) D -> D N H", "layers/attention/key/kernel: *(K H) D -> D K H",
         "layers/attention/value/kernel: *(K H) D -> D K H"),
     LAYER + "mlp.gate_up_proj.weight": ("layers/mlp/gate/kernel: *F D -> D F", "layers/mlp/up/kernel: *F D -> D F"),
+}
+# Norms stand after attention and MLP, and are called so; those of queries and keys are over all heads.
+OLMO2_TENSORS = {name: ours for name, ours in LLAMA_TENSORS.items() if "layernorm" not in name} | {
+    LAYER + "post_attention_layernorm.weight": ("layers/attention_post_norm/scale: D -> D",),
+    LAYER + "post_feedforward_layernorm.weight": ("layers/mlp_post_norm/scale: D -> D",),
+    LAYER + "self_attn.q_norm.weight": ("layers/attention/query_norm/scale: (N H) -> N H",),
+    LAYER + "self_attn.k_norm.weight": ("layers/attention/key_norm/scale: (K H) -> K H",),
 }
 BLOCK = "transformer.h.{l}."
 GPT2_TENSORS = {
@@ -94,12 +102,16 @@ KEYS = {
     "intermediate_size": ("mlp_dim",), "rms_norm_eps": ("norm_eps",), "tie_word_embeddings": ("tie_embeddings",),
 }
 DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0}
-FIXED = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "qk_norm": False, "attention_bias": False, "mlp_bias": False}
+FIXED = {"norm": "rmsnorm", "norm_placement": "before", "norm_offset": 0.0, "activation": "swiglu", "scale_embedding": False,
+         "position": "rope", "qk_norm": False, "qk_norm_over": "head", "attention_bias": False, "attention_out_bias": False,
+         "mlp_bias": False}
 ONLY = {"hidden_act": ("silu",)}
 
 LLAMA = Family(
-    "llama", "LlamaForCausalLM", "model.", LLAMA_TENSORS, KEYS | {"mlp_bias": ("mlp_bias",)}, DEFAULTS | {"mlp_bias": False},
-    {key: value for key, value in FIXED.items() if key != "mlp_bias"}, ONLY | {"attention_bias": (False,), "pretraining_tp": (1,)})
+    "llama", "LlamaForCausalLM", "model.", LLAMA_TENSORS,
+    KEYS | {"mlp_bias": ("mlp_bias",), "attention_bias": ("attention_bias", "attention_out_bias")},
+    DEFAULTS | {"mlp_bias": False, "attention_bias": False},
+    {key: value for key, value in FIXED.items() if not key.endswith("_bias")}, ONLY | {"pretraining_tp": (1,)})
 MISTRAL = Family(
     "mistral", "MistralForCausalLM", "model.", LLAMA_TENSORS, KEYS,
     DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096}, FIXED, ONLY, window=True)
@@ -112,24 +124,34 @@ QWEN3 = Family(
 PHI3 = Family(
     "phi3", "Phi3ForCausalLM", "model.", PHI3_TENSORS, KEYS, DEFAULTS | {"rms_norm_eps": 1e-5}, FIXED,
     ONLY | {"partial_rotary_factor": (1.0,)}, ropes=("default",), window=True)
+OLMO2 = Family(
+    "olmo2", "Olmo2ForCausalLM", "model.", OLMO2_TENSORS, KEYS, DEFAULTS | {"rms_norm_eps": 1e-5},
+    FIXED | {"norm_placement": "after", "qk_norm": True, "qk_norm_over": "heads"}, ONLY | {"attention_bias": (False,)})
+# Its first releases say gelu and mean the tanh form.
+TANH = ("gelu_pytorch_tanh", "gelu")
+GEMMA = Family(
+    "gemma", "GemmaForCausalLM", "model.", LLAMA_TENSORS, KEYS,
+    DEFAULTS | {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True, "hidden_act": TANH[0]},
+    FIXED | {"activation": "geglu", "norm_offset": 1.0, "scale_embedding": True},
+    {"hidden_act": TANH, "hidden_activation": TANH[:1], "attention_bias": (False,), "use_bidirectional_attention": (False,)})
 GPT2 = Family(
     "gpt2", "GPT2LMHeadModel", "transformer.", GPT2_TENSORS,
     {"vocab_size": ("vocab_size",), "n_embd": ("embed_dim",), "n_layer": ("num_layers",), "n_head": ("num_heads",),
      "n_positions": ("max_seq_len",), "n_inner": ("mlp_dim",), "layer_norm_epsilon": ("norm_eps",),
      "tie_word_embeddings": ("tie_embeddings",)},
     {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
-    {"norm": "layernorm", "activation": "gelu", "position": "learned", "qk_norm": False, "attention_bias": True, "mlp_bias": True},
+    FIXED | {"norm": "layernorm", "activation": "gelu", "position": "learned", "attention_bias": True, "attention_out_bias": True,
+             "mlp_bias": True},
     {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
      "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
     multiples={"n_inner": ("n_embd", 4)}, ropes=())
 
 # Where a model of ours fits several, the first is written.
-FAMILIES = {one.model_type: one for one in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, GPT2)}
+FAMILIES = {one.model_type: one for one in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, OLMO2, GEMMA, GPT2)}
 
 # Known, and not read: what [model] lacks for them.
 LACKING = {
-    "gemma": "gated GELU and scaled embeddings", "gemma2": "windows and softcaps", "gemma3_text": "windows", "olmo2": "norms after attention",
-    "olmo3": "windows", "mixtral": "experts", "qwen3_moe": "experts", "olmoe": "experts", "qwen2_moe": "experts",
+    "gemma2": "windows and softcaps", "gemma3_text": "windows", "olmo3": "windows", "mixtral": "experts", "qwen3_moe": "experts", "olmoe": "experts", "qwen2_moe": "experts",
     "gemma3": "other inputs than text", "mistral3": "other inputs than text", "llama4": "other inputs than text",
     "mllama": "other inputs than text", "qwen2_vl": "other inputs than text", "qwen2_5_vl": "other inputs than text",
 }

@@ -16,11 +16,17 @@ from meshtrain.weights.families import FAMILIES, HARMLESS, LACKING, Family
 
 CONFIG = "config.json"
 MOST_BYTES = 1 << 24    # of a config.json
-FLAGS, NUMBERS = ("tie_embeddings", "mlp_bias"), ("norm_eps",)
+FLAGS, NUMBERS = ("tie_embeddings", "mlp_bias", "attention_bias"), ("norm_eps",)
 ROPE_KEYS = ("rope_parameters", "rope_theta", "rope_scaling")
-# Of a scaled rope: theirs -> ours, in a config.json's order.
-SCALED = {"llama3": {"factor": "rope_scaling_factor", "low_freq_factor": "rope_low_freq_factor",
-                     "high_freq_factor": "rope_high_freq_factor", "original_max_position_embeddings": "rope_original_seq_len"}}
+# Of a scaled rope: theirs -> ours, and what an absent one is.
+SCALED = {
+    "llama3": {"factor": ("rope_scaling_factor", None), "low_freq_factor": ("rope_low_freq_factor", None),
+               "high_freq_factor": ("rope_high_freq_factor", None),
+               "original_max_position_embeddings": ("rope_original_seq_len", None)},
+    "linear": {"factor": ("rope_scaling_factor", None)},
+    "yarn": {"factor": ("rope_scaling_factor", None), "beta_slow": ("rope_low_freq_factor", 1.0),
+             "beta_fast": ("rope_high_freq_factor", 32.0), "original_max_position_embeddings": ("rope_original_seq_len", None)},
+}
 WHOLE = ("rope_original_seq_len",)
 
 
@@ -104,8 +110,8 @@ def config_of(model, family: Family, dtype: str, longest: int, source: Mapping) 
         return made
     made |= {"max_position_embeddings": max(longest, source.get("max_position_embeddings") or 0), "rope_theta": model.rope_theta}
     scaled = model.rope_scaling_factor != 1
-    made["rope_scaling"] = {"rope_type": "llama3"} | {
-        theirs: getattr(model, ours) for theirs, ours in SCALED["llama3"].items()} if scaled else None
+    made["rope_scaling"] = {"rope_type": model.rope_scaling} | {
+        theirs: getattr(model, ours) for theirs, (ours, _) in SCALED[model.rope_scaling].items()} if scaled else None
     return made
 
 
@@ -115,8 +121,9 @@ def family_for(model) -> Family:
         sizes = {one for ours in family.keys.values() for one in ours}
         heads = "num_kv_heads" in sizes or model.num_kv_heads == model.num_heads
         width = "head_dim" in sizes or model.head_dim * model.num_heads == model.embed_dim
-        rope = model.rope_scaling_factor == 1 or "llama3" in family.ropes or model.position != "rope"
-        if heads and width and rope and all(getattr(model, key) == value for key, value in family.fixed.items()):
+        rope = model.rope_scaling_factor == 1 or model.rope_scaling in family.ropes or model.position != "rope"
+        if heads and width and rope and all(getattr(model, key) == value for key, value in family.fixed.items()) and all(
+                getattr(model, one) == getattr(model, ours[0]) for ours in family.keys.values() for one in ours):
             return family
     told = ", ".join(f"model.{key}={_shown(getattr(model, key))}" for key in FAMILIES["llama"].fixed)
     raise ValueError(f"no family of Hugging Face's computes this model ({told}); known are {', '.join(FAMILIES)}")
@@ -137,11 +144,11 @@ def _rope(config: Mapping, family: Family) -> tuple[dict, list[str]]:
     if kind not in family.ropes:
         return {}, [*faults, f"{CONFIG}: rope_type={_shown(kind)} cannot be computed; only {' or '.join(family.ropes)} can"]
     keys = {"rope_theta": float(theta)} if not faults else {}
+    keys |= {"rope_scaling": kind} if kind in SCALED else {}
     if given.get("partial_rotary_factor") == 1.0:
         del given["partial_rotary_factor"]
-    wanted = SCALED.get(kind, {})
-    for theirs, ours in wanted.items():
-        value = given.pop(theirs, None)
+    for theirs, (ours, absent) in SCALED.get(kind, {}).items():
+        value = given.pop(theirs, absent)
         if not _is_number(value) or (ours in WHOLE and type(value) is not int):
             faults.append(f"{CONFIG}: {theirs}={_shown(value)} of the rope is not a number larger than 0")
         else:

@@ -1,0 +1,48 @@
+"""Rotary positions: how far each pair of dims turns per token, and the turning.
+
+Sources: arXiv:2104.09864 (rope); 2306.15595 (linear); 2309.00071 (YaRN); 2407.21783 and the published Llama 3.1 code.
+"""
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+
+
+def angles(cfg, positions_BT):
+    """(cos, sin), each [B, T, H/2] float32, with the frequencies scaled where the config asks for it."""
+    half = cfg.head_dim // 2
+    freq = cfg.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if cfg.rope_scaling_factor != 1.0:
+        factor, fast = cfg.rope_scaling_factor, _FAST[cfg.rope_scaling](cfg, freq)
+        freq = freq * (fast + (1 - fast) / factor)
+    angle = positions_BT[..., None].astype(jnp.float32) * freq
+    if cfg.rope_scaling == "yarn":      # its softmax is sharper, by a factor on queries and keys both
+        sharper = 0.1 * math.log(cfg.rope_scaling_factor) + 1
+        return sharper * jnp.cos(angle), sharper * jnp.sin(angle)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def _by_turns(cfg, freq):
+    """Of each pair, 0: slow, stretched; 1: fast, as it is; between them a ramp over turns within the original length."""
+    low, high = cfg.rope_low_freq_factor, cfg.rope_high_freq_factor
+    turns = cfg.rope_original_seq_len * freq / (2 * jnp.pi)
+    return jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+
+
+def _by_dims(cfg, freq):
+    """As `_by_turns`, the ramp over pairs, between the whole ones next to those many turns."""
+    pair = lambda turns: freq.size * math.log(cfg.rope_original_seq_len / (2 * math.pi * turns)) / math.log(cfg.rope_theta)
+    first, last = math.floor(pair(cfg.rope_high_freq_factor)), math.ceil(pair(cfg.rope_low_freq_factor))
+    first, last = max(first, 0), min(last, cfg.head_dim - 1)
+    return 1 - jnp.clip((jnp.arange(freq.size) - first) / max(last - first, 0.001), 0.0, 1.0)
+
+
+_FAST = {"llama3": _by_turns, "yarn": _by_dims, "linear": lambda cfg, freq: jnp.zeros_like(freq)}
+
+
+def rotate(x_BTNH, rope):
+    """Rotary embedding on the two halves of H (Hugging Face's convention)."""
+    cos, sin = (a[:, :, None].astype(jnp.float32) for a in rope)
+    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, -1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x_BTNH.dtype)
