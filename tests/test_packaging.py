@@ -76,7 +76,7 @@ def test_the_wheel_holds_every_module_and_every_shipped_file(wheel):
     held = set(zipfile.ZipFile(wheel).namelist())
     modules = {str(path.relative_to(ROOT)) for name in ("meshtrain", "launch") for path in (ROOT / name).rglob("*.py")}
     assert modules | {f"meshtrain/{path}" for path in SHIPPED} | {"launch/slurm.sbatch"} <= held
-    assert {"meshtrain/pages/skin.css", "meshtrain/pages/skin.js"} <= held
+    assert {f"meshtrain/pages/{name}" for name in ("drawing.css", "skin.css", "skin.js")} <= held
     assert {name.split("/")[0] for name in held if ".dist-info" not in name} == {"meshtrain", "launch"}
 
 

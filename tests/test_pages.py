@@ -2,6 +2,7 @@
 import html.parser
 import json
 import re
+from xml.etree import ElementTree
 
 import browser
 import pages_samples
@@ -124,6 +125,16 @@ def test_the_places_on_a_page_are_those_of_the_mesh():
     ids = spec.ids()
     for place in [(0, 0, 0, 0, 0), (1, 0, 3, 2, 1), (0, 0, 2, 1, 0)]:
         assert tuple(pictures.coordinate(told, axis, int(ids[place])) for axis in spec.sizes) == place
+
+
+def test_a_drawing_alone_is_an_svg_file_with_its_own_colours():
+    told = pages_samples.inspected()
+    bar = pictures.Bar("<&>", [(0, "one", 1.0), (7, "two", 2.0)], "a note")
+    for drawing in (pictures.mesh(told["mesh"]), pictures.bars([bar], "{:.1f}".format, "bars", [(4.0, "most")])):
+        root = ElementTree.fromstring(skin.alone(drawing))
+        assert root.tag == "{http://www.w3.org/2000/svg}svg" and "prefers-color-scheme: dark" in root[0].text
+        used = {name for element in root.iter() for name in element.get("class", "").split()}
+        assert {name for name in used if f".{name} " not in root[0].text} == set()
 
 
 @pytest.mark.parametrize("low, high", [(0, 1), (3.2, 3.3), (0, 16384), (-5, 5), (1e-9, 3e-9)])

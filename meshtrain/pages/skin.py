@@ -86,7 +86,7 @@ def document(kind: str, title: str, lead: str, top: str, sections: Sequence[Sect
 <title>{esc(title)} · {esc(kind)}</title>
 <link rel="icon" href="data:,">
 <style>
-{(HERE / "skin.css").read_text(encoding="utf-8")}</style>
+{_held("drawing.css")}{_held("skin.css")}</style>
 <noscript><style>.search {{ display: none; }}</style></noscript>
 </head>
 <body>
@@ -103,10 +103,19 @@ def document(kind: str, title: str, lead: str, top: str, sections: Sequence[Sect
 <footer><p>{esc(FOOT)}</p></footer>
 <script type="application/json" id="data">{embedded}</script>
 <script>
-{(HERE / "skin.js").read_text(encoding="utf-8")}</script>
+{_held("skin.js")}</script>
 </body>
 </html>
 """
+
+
+def alone(drawing: str) -> str:
+    """A drawing of a page as an SVG file of its own, for a notebook or a text."""
+    return drawing.replace(">", f"><style>{_held('drawing.css')}</style>", 1)
+
+
+def _held(name: str) -> str:
+    return (HERE / name).read_text(encoding="utf-8")
 
 
 def tiles(rows: Iterable[Tile]) -> str:
