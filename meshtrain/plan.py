@@ -47,7 +47,7 @@ USAGE = ("python -m meshtrain.plan MODEL|RUN.toml --gpus N --gpu NAME [--seq-len
          "[--max-memory GiB] [--gpus-per-host N] [--tokens T] [--budget-hours H] [--assume NAME=VALUE] [--json] "
          "[--html FILE] [--write RUN.toml] [--verify K] [--section.key value ...]")
 COUNTS = ("verify", "seq-len", "global-batch", "gpus-per-host", "chunks", "microbatches", *AXES)
-WORDS = {"gpu": tuple(hardware.GPUS), "schedule": tuple(name for name in NAMES if name != "zb_h1"), "remat": search.REMAT,
+WORDS = {"gpu": tuple(hardware.GPUS), "schedule": tuple(name for name in NAMES if name != "zb_h1"), "remat": (*search.REMAT, search.OFFLOAD),
          "compute-dtype": ("bfloat16", "float32"), "write": None, "html": None}
 NUMBERS = {"max-memory": ("GiB", "70"), "tokens": ("tokens", "1e12"), "budget-hours": ("GPU hours", "100000")}
 MANY = ("assume", "rules")
@@ -230,15 +230,16 @@ def question_of(run: Run, options: dict, num_gpus: int) -> search.Question:
         rated = rates.Rates(gpu, assumptions.Assumptions(gpu.name, dict(map(assumptions.parse, options["assume"]))))
         paths = [*options["rules"], *(f"sharding_rules/{stem}.toml" for stem in sorted(names("sharding_rules"), key=len))]
         rule_files = tuple(dataclasses.replace(rules.load(found(path)), path=path) for path in paths)
-    if run.model.matmul_dtype == "float8":
-        raise ConfigError('model.matmul_dtype="float8" has no price here; use "auto", or inspect with --topology')
+    if run.model.matmul_dtype == "float8" and hardware.lacks_float8(gpu):
+        raise ConfigError(f'model.matmul_dtype="float8": {gpu.name} has no float8 matmuls; use model.matmul_dtype="auto", or e.g. --gpu h100')
     if "max-memory" in options:
         usable = int(options["max-memory"] * 2**30)
     model = transformer.build(run.model)
     visited, engine = rates.packed(run.data, rated.assumed)
 
     def lay(sizes, loaded: rules.Rules, method: str):
-        asked = _with(run, mesh=sizes, context={"method": method}, pipeline={"schedule": "1f1b"})
+        asked = _with(run, mesh=sizes, context={"method": method}, pipeline={"schedule": "1f1b"},
+                      training={"remat": options.get("remat", "none")})
         layout, _, faults = assembly.lay_out(asked, sizes, loaded, model)
         return layout, faults
     fixed = {name: options[name] for name in search.fixable() if name in options}

@@ -91,6 +91,27 @@ def test_json_is_best_first_and_what_does_not_fit_last_with_its_reason():
         assert held["total"] == sum(held[key] for key in ("params", "grads", "optimizer", "activations"))
 
 
+def test_where_full_remat_does_not_fit_layers_inputs_wait_on_the_host():
+    words = "llama3-8b --gpus 8 --gpu h100 --global-batch 8 --fsdp 8 --seq-len 65536".split()
+    limits = [min(one["memory_bytes"]["total"] for one in json.loads(call(*words, "--remat", remat, "--json")[1])["plans"]) / 2**30
+              for remat in ("full", "offload")]
+    code, out, _ = call(*words, "--max-memory", sum(limits) / 2, "--json")
+    best = json.loads(out)["plans"][0]
+    assert code == 0 and limits[1] < limits[0] and best["fits"] and best["remat"] == "offload"
+    code, _, err = call(*words[:5], "--stage", 8, "--remat", "offload")
+    assert code == 2 and 'training.remat="offload" cannot stand beside mesh.stage=8' in err
+
+
+def test_float8_is_priced_and_refused_where_a_gpu_has_none(tmp_path):
+    words = ("llama3-8b", "--gpus", 8, "--global-batch", 64, "--model.matmul_dtype", "float8")
+    plain, fast = (json.loads(call(*some, "--gpu", "h100", "--json")[1])["plans"][0] for some in (words[:5], words))
+    assert fast["step_time_s"] < 0.85 * plain["step_time_s"]
+    assert call(*words, "--gpu", "h100", "--write", "fast.toml")[0] == 0
+    assert config.load(["fast.toml"]).model.matmul_dtype == "float8"
+    code, _, err = call(*words, "--gpu", "a100-80gb")
+    assert code == 2 and "a100-80gb has no float8 matmuls" in err
+
+
 def test_where_nothing_fits_it_is_said_and_why():
     code, out, _ = call("llama3-70b", "--gpus", 8, "--gpu", "a100-40gb", "--global-batch", 64)
     assert code == 0 and "no layout fits" in out and "do not fit:" in out and "needs" in out

@@ -128,6 +128,30 @@ def test_the_shipped_70b_runs_take_about_the_memory_that_was_compiled():
         assert priced(rule, mesh, options, "llama3-70b").memory_bytes["total"] == pytest.approx(gib * GIB, rel=.08)
 
 
+# ---- float8 and offload ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule, mesh, options, preset, share", [
+    ("zero3", dict(fsdp=8), Options(8192, 64, 8, "selective"), "llama3-8b", 5.80 / 7.71),
+    ("zero3_tensor_sequence", dict(tensor=8, fsdp=8), Options(8192, 128, 2, "full"), "llama3-70b", 16.5 / 22.9)])
+def test_float8_saves_about_what_it_saves_in_the_compiled_programs(rule, mesh, options, preset, share):
+    """Shares of the step by the roofline (docs/numbers.md). Within a tenth: the roofline's attention is Pallas, cuDNN here."""
+    one, other = (priced(rule, mesh, options, preset, matmul_dtype=dtype) for dtype in ("auto", "float8"))
+    assert other.step_s / one.step_s == pytest.approx(share, rel=.1)
+    assert other.parts["attention"] == one.parts["attention"] and other.parts["elementwise"] > one.parts["elementwise"]
+    gathered = lambda price: sum(sent.array_bytes * sent.runs for sent in price.collectives if sent.kind == "all-gather" and sent.layer)
+    assert gathered(other) == pytest.approx(gathered(one) / 2)
+    assert other.mfu > one.mfu, "a share of the bfloat16 peak all the same"
+
+
+def test_offload_holds_less_than_full_remat_and_waits_where_the_host_is_slow():
+    of = lambda remat, **given: priced("zero3", dict(fsdp=8), Options(8192, 64, 2, remat), given=given)
+    full, offload, slow = of("full"), of("offload"), of("offload", **{"offload.gb_per_s": 4})
+    assert offload.memory_bytes["activations"] < full.memory_bytes["activations"] - 32 * 4 * 8192 * 4096     # half of what layers keep
+    assert offload.step_s == pytest.approx(full.step_s) and "offload" not in offload.exposed
+    assert slow.step_s > 1.02 * full.step_s and slow.exposed["offload"] > 0
+
+
 # ---- what the rules promise ------------------------------------------------------------------------------------------
 
 

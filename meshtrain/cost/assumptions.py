@@ -72,6 +72,8 @@ TABLE = {row.name: row for row in (
                "(Transformer Engine's user buffers)", 0, formula=True),
     Assumption("elementwise.eager", {"": 1.8}, "bytes of elementwise work without a fusing compiler over those with one", 1, 10,
                formula=True),
+    Assumption("offload.gb_per_s", {"": 50, "a100": 25, "gb": 200, "mi": 50}, "GB/s of one direction between a GPU and its host's "
+               "memory: PCIe 5 × 16 has 64, PCIe 4 32, NVLink-C2C 450 for two GPUs", 1, 1e3, formula=True),
     Assumption("kernel.launch_us", {"": 3}, "gap between two kernels that wait for each other", 0, 1e3),
     Assumption("step.overhead", {"": .02}, "host, data and logging, share of a step", 0),
 )}  # fmt: skip

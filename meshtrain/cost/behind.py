@@ -103,6 +103,10 @@ def _cause(question: Question, plan: Plan, best: Plan, name: str) -> str:
     if name == "bubble":
         return (f"stage {sizes['stage']}: {options.schedule} of {options.microbatches} microbatches in {options.chunks} chunk(s) leaves "
                 f"{plan.price.bubble:.0%} of the step idle")
+    if name == "offload":
+        return "remat offload: layers' inputs take longer to the host and back than the layers beside them"
+    if name == "scales":
+        return f"float8: the largest values that all devices agree on, {_runs(question, plan):,.0f} layers' a step"
     if name == "stage":
         return f"stage {sizes['stage']}: what stages send to each other, {link(question, plan, ('stage',))[1]}"
     if name == "once a step":

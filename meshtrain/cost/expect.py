@@ -64,7 +64,7 @@ def of(made, program: audit.Program, held: Mapping[str, int | None]) -> Expected
 def _payloads(row: audit.Collective) -> list[int]:
     """Bytes of each of its arrays, once."""
     sizes = [math.prod(dims) for dims in row.arrays]
-    return [row.payload_bytes // row.trips * size // max(1, sum(sizes)) for size in sizes]
+    return [row.payload_bytes // max(1, row.trips) * size // max(1, sum(sizes)) for size in sizes]
 
 
 def tensors(made) -> Callable[[tuple[int, ...]], list[str]]:

@@ -122,6 +122,11 @@ class Placed:
         return 2 if self.cfg.compute_dtype == "bfloat16" else 4
 
     @property
+    def float8(self) -> bool:
+        """Whether the layers' projections multiply in float8: what they read is gathered so, each tensor with a scale."""
+        return self.cfg.matmul_dtype == "float8"
+
+    @property
     def dtype(self) -> str:
         """Of the same, as HLO spells it."""
         return "bf16" if self.itemsize == 2 else "f32"

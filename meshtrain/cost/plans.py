@@ -199,7 +199,9 @@ def _losses(question: Question, plan: Plan) -> list[tuple[str, float, str]]:
             "tensor": f"a smaller tensor than {sizes['tensor']}: its collectives stand between the products and hide behind nothing",
             "fsdp": "fewer microbatches or more tokens in each: weights are gathered for every one of them",
             "context": "a smaller context, or more tokens of a sequence on each GPU",
-            "once a step": "more tokens a step: gradients and new weights are exchanged once in it"}.get(name, "fewer stages")
+            "once a step": "more tokens a step: gradients and new weights are exchanged once in it",
+            "offload": "more tokens in each microbatch, or another remat: copies to the host outlast the layers beside them",
+            "scales": "more tokens in each microbatch: every layer's scales cost the same, however many there are"}.get(name, "fewer stages")
         found.append((f"{name} ({crossed})" if name in AXES else f"what is exchanged {name}", lost_s, remedy))
     if one.bubble_s:
         found.append(("the pipeline's bubble", one.bubble_s, "more microbatches, by a larger global batch or fewer replicas"))

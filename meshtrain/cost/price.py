@@ -25,6 +25,7 @@ from meshtrain.parallel import schedules
 BACKWARD = 2.5              # FLOPs of attention's backward over its forward's: the scores again, then four products for two
 LOGIT_BYTES = 14            # what a logit moves through memory, forward and backward
 UPDATE_BYTES = 30           # what a stored parameter moves in the optimizer's update
+QUANTISE_BYTES = 5          # of an element that becomes float8: read for the largest value, read again, written
 FULL, SELECTIVE = (1.0, 1.0, 1.0), (0.0, 0.0, 0.6)
 RECOMPUTED = {"none": (0.0, 0.0, 0.0), "selective": SELECTIVE, "full": FULL, "offload": FULL}
 
@@ -160,6 +161,11 @@ class _Waits:
             exposed_s = (1 - hidden.get(name, 0.0)) * _beside(seconds, compute[beside], hide, assumed["link.contend"])
             self.exposed[name] += exposed_s
             self.layer_s += exposed_s if layer else 0.0
+        if options.remat == "offload":      # each layer's input to the host, and back for its backward
+            copy_s = placed.itemsize * placed.tokens(options) * placed.cfg.embed_dim / placed.stream_ways / rated.host_bytes_per_s
+            self.exposed["offload"] = m * layers * sum(
+                max(0.0, copy_s - assumed["overlap.fsdp"] * work.beside[kind]) for kind in (traffic.FORWARD, traffic.BACKWARD))
+            self.layer_s += self.exposed["offload"]
         self.other_s = sum(self.exposed.values()) - self.layer_s
 
 
@@ -168,7 +174,7 @@ class _Work:
 
     def __init__(self, placed: Placed, rated: Rates, options: Options, practice: Practice):
         cfg, tokens = placed.cfg, placed.tokens(options)
-        matmul = functools.partial(_matmul_s, rated, cfg.compute_dtype, placed.itemsize)
+        matmul = functools.partial(_matmul_s, rated, "float8" if placed.float8 else cfg.compute_dtype, placed.itemsize)
         products = [matmul(tokens, w.n, w.k) for w in placed.products]
         forward = sum(products)
         backward = sum(matmul(tokens, w.k, w.n) + matmul(w.k, w.n, tokens) for w in placed.products)
@@ -184,6 +190,8 @@ class _Work:
         fused *= placed.itemsize / 2
         small = fused * rated.stream_s(moved(6 if gated else 4))
         small_b = fused * rated.stream_s(moved(10 if gated else 6))
+        if placed.float8:
+            small, small_b = (each + rated.stream_s(tokens * moved) for each, moved in zip((small, small_b), _quantised_bytes(placed)))
         again = practice.recomputed or RECOMPUTED[options.remat]
         again_s = again[0] * forward
         if practice.recomputed is None and again[0]:    # ours: what the last product adds is never needed again
@@ -199,12 +207,23 @@ class _Work:
                        traffic.ATTENTION_BACKWARD: attention_b}
         self.parts = {"matmul": forward + again_s + backward, "attention": attention * (1 + again[1]) + attention_b,
                       "elementwise": small * (1 + again[2]) + small_b}
+        matmul = functools.partial(_matmul_s, rated, cfg.compute_dtype, placed.itemsize)
         n, k = placed.head.n, placed.head.k
         if not practice.shared_head and options.schedule:
             beside_stage = placed.layout.ways(a for a in placed.layout.axes_in_use("vocab") if a != "stage")
             n = n * placed.head_ways // max(1, beside_stage)
         self.head = {"matmul": matmul(tokens, n, k) + matmul(tokens, k, n) + matmul(k, n, tokens),
                      "elementwise": fused * rated.stream_s(LOGIT_BYTES * tokens * n)}
+
+
+def _quantised_bytes(placed: Placed) -> tuple[float, float]:
+    """What a token of a layer moves through memory to become float8: what its products read, forward; the cotangents of what they
+    make, backward. Each is turned for the weights' gradients as well, what was gathered after that."""
+    stream, products = placed.cfg.embed_dim / placed.stream_ways, placed.products
+    read = sum(product.k if product.outward else stream for product in products)
+    made = sum(stream if product.outward else product.n for product in products)
+    gathered = 2 * placed.cfg.embed_dim * len(products) if placed.stream_ways > 1 else 0
+    return QUANTISE_BYTES * read, (QUANTISE_BYTES + 1) * made + gathered
 
 
 def _matmul_s(rated: Rates, dtype: str, size: int, m: float, n: float, k: float) -> float:

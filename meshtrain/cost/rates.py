@@ -103,6 +103,11 @@ class Rates:
         return seconds + (a["link.host_hop_us"] if crossing else a["link.hop_us"]) * US
 
     @property
+    def host_bytes_per_s(self) -> float:
+        """Of copies to the host's memory or from it."""
+        return 1e9 * self.assumed["offload.gb_per_s"]
+
+    @property
     def launch_s(self) -> float:
         return self.assumed["kernel.launch_us"] * US
 

@@ -22,6 +22,7 @@ from meshtrain.names import AXES, PLACEMENT
 from meshtrain.parallel import schedules
 
 REMAT = ("none", "selective", "full")           # in order of what they recompute
+OFFLOAD = "offload"         # as full, and layers' inputs wait on the host: where no stages keep them
 METHODS = ("ring", "gather", "ulysses")
 # Slowest link first. The second keeps a stage's neighbours nearer than its replicas, the third lets weights be gathered inside a
 # host where sequences are split.
@@ -224,7 +225,7 @@ def _fitting(question: Question, placed: Placed, m: int) -> Iterator[tuple[Optio
     """(options, bytes) of what is worth a price: for each remat policy the best schedule that fits, until the best of all fits;
     where nothing does, what needs least."""
     p = placed.mesh.sizes["stage"]
-    policies = [question.fixed["remat"]] if "remat" in question.fixed else REMAT
+    policies = [question.fixed["remat"]] if "remat" in question.fixed else REMAT if p > 1 else (*REMAT, OFFLOAD)
     order, least, any_fits = _schedules(question, p, m), None, False
     for remat in policies:
         for name, chunks in order:

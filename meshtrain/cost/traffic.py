@@ -11,10 +11,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from meshtrain.cost.placed import Axes, Options, Placed, Practice
+from meshtrain.names import AXES
 
 FORWARD, BACKWARD, MICROBATCH = "forward", "backward", "microbatch"             # what a collective hides behind
 ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
-FLOAT32 = "f32"
+FLOAT32, E4M3 = "f32", "f8e4m3fn"
+SCALES = 12                 # of a layer in float8, forward and backward: the largest values that devices agree on, one number each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +82,10 @@ def _weights(placed: Placed, options: Options, practice: Practice) -> Iterator[S
     size, grads = placed.itemsize, (practice.grad_bytes, "bf16" if practice.grad_bytes == 2 else FLOAT32)
     gather = lambda axes, n, times, *how: Sent("all-gather", axes, placed.dtype, n * size, times, *how)
     reduced = lambda kind, axes, n, times, *how: Sent(kind, axes, grads[1], n * grads[0], times, *how)
+    layer_size, dtype = (1, E4M3) if placed.float8 else (size, placed.dtype)
     for axes, n in placed.gathered.items():
-        yield gather(axes, n, runs, "fsdp", FORWARD)
-        yield gather(axes, n, runs, "fsdp", BACKWARD)
+        for beside in (FORWARD, BACKWARD):
+            yield Sent("all-gather", axes, dtype, n * layer_size, runs, "fsdp", beside)
     for axes, n in placed.scattered.items():
         yield reduced("reduce-scatter", axes, n, runs, "fsdp", BACKWARD)
     for axes, n in placed.summed.items():
@@ -123,9 +126,13 @@ def _tensor(placed: Placed, options: Options, practice: Practice) -> Iterator[Se
     outward = [product for product in placed.products if product.row]
     gathers, sums = _again(options.remat, practice, len(outward))
     send = lambda kind, axes, times, layer: Sent(kind, axes, placed.dtype, stream, times, "tensor", "", layer)
+    if placed.float8:
+        axes = tuple(a for a in AXES if placed.layout.sizes[a] > 1)
+        yield Sent("all-reduce", axes, FLOAT32, 4, SCALES * runs, "scales")
     for product in outward:
         if set(product.row) <= split:
-            yield send("all-gather", product.row, runs * (2 + gathers), True)
+            sent = send("all-gather", product.row, runs * (2 + gathers), True)
+            yield dataclasses.replace(sent, array_bytes=stream / placed.itemsize, dtype=E4M3) if placed.float8 else sent
             yield send("reduce-scatter", product.row, runs * (2 + sums), True)
         else:
             yield send("all-reduce", product.row, runs * (2 + sums), True)
