@@ -25,7 +25,7 @@ import jax
 from meshtrain import assembly, config, devices
 from meshtrain.cluster import agree, find, meet
 from meshtrain.config import ConfigError, Run
-from meshtrain.cost import audit, beside, facts, flops, hardware, report, roofline
+from meshtrain.cost import audit, beside, facts, flops, hardware, report, roofline, unasked
 from meshtrain.data import packing, parts, sources
 from meshtrain.data.contracts import Batches
 from meshtrain.inference import sample
@@ -152,8 +152,9 @@ def _write_cost(made: assembly.Assembly, step, directory: Path) -> None:
         return
     try:
         text, formulas = step.as_text(), beside.of(made, report.formula(made))
-        line = roofline.of_run(made, text)
-        told = report.as_json(made, step, audit.read(text, made.mesh), formulas, line) | facts.of_run(made)
+        program, line = audit.read(text, made.mesh), roofline.of_run(made, text)
+        told = report.as_json(made, step, program, formulas, line) | facts.of_run(made)
+        told["warnings"] = unasked.warnings(made, program, ())      # what XLA logs is for `inspect` to hear
         disk.replace(directory / measured.COST, json.dumps(told))
     except Exception as error:      # whatever it is, it is not worth a run
         say.err(f"{directory / measured.COST} is not written ({disk.said(error)}); training goes on, and the report has no price")

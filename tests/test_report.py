@@ -53,7 +53,9 @@ def test_a_run_that_is_finished_is_told_with_all_its_starts_and_nothing_is_touch
 def test_train_writes_down_what_inspect_says_of_its_step(trained, tiny):  # noqa: F811
     from meshtrain import inspect
     told = json.loads(call(inspect.main, *tiny, "--training.steps", 6, "--validation.every", 2, "--run.dir", trained, "--json").out)
-    assert json.loads((trained / "cost.json").read_text()) == told
+    written = json.loads((trained / "cost.json").read_text())
+    assert set(written.pop("warnings")) <= set(told.pop("warnings"))
+    assert written == told
 
 
 def test_the_page_has_what_was_measured_and_what_was_priced(trained, tmp_path):
