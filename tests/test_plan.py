@@ -128,6 +128,19 @@ def test_a_first_plan_with_stages_is_told_with_what_formulas_leave_out(stages):
     assert ("--verify" in out) == (stages > 1)
 
 
+def test_a_step_too_short_for_formulas_has_no_time_on_the_page():
+    words = ("llama3.2-1b", "--gpu", "h100", "--global-batch", 1024, "--seq-len", 2048)
+    _, out, _ = call(*words, "--gpus", 1024)
+    rows = [line for line in out.splitlines() if line[:2].strip().isdigit()]
+    assert rows and all("< 0.3 s" in row and " ms " not in row for row in rows) and "follows no formula" in out
+    told = json.loads(call(*words, "--gpus", 1024, "--json")[1])["plans"]
+    assert all("follows no formula" in one["reason"] for one in told if one["step_time_s"] < 0.3)
+    _, few, _ = call(*words, "--gpus", 64)
+    assert "no formula" not in few and "< 0.3 s" not in few
+    _, several, _ = call(*words, "--gpus", "64,1024")
+    assert several.count("< 0.3 s") == 2 and "follows no formula" in several
+
+
 def test_people_read_a_table_and_what_bounds_the_first_plan():
     code, out, _ = call("llama3-8b", "--gpus", 8, "--gpu", "h100", "--global-batch", 64)
     assert code == 0 and "The first plan is bound by" in out and "A GPU holds" in out and "matmul.sustained" in out

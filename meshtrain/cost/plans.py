@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from meshtrain.cost import facts
+from meshtrain.cost import facts, search
 from meshtrain.cost.behind import Behind, link
 from meshtrain.cost.price import RECOMPUTED
 from meshtrain.cost.report import columns
@@ -56,13 +56,21 @@ def scaling(answers: list[tuple[Question, Answer]], length: Length) -> str:
         plan = answer.plans[0]
         one = plan.price
         first = first or one.tokens_per_s_per_gpu
+        speed = (seconds(one.step_s), f"{one.tokens_per_s_per_gpu * asked.num_gpus:,.0f}", f"{one.tokens_per_s_per_gpu:,.0f}",
+                 f"{one.tokens_per_s_per_gpu / first:.0%}", f"{one.mfu:.1%}", *length.cells(asked, plan))
         rows.append((f"{asked.num_gpus:,}", _short(plan), _stem(plan), str(plan.options.microbatches), plan.options.remat,
-                     size(one.memory_bytes["total"]), seconds(one.step_s), f"{one.tokens_per_s_per_gpu * asked.num_gpus:,.0f}",
-                     f"{one.tokens_per_s_per_gpu:,.0f}", f"{one.tokens_per_s_per_gpu / first:.0%}", f"{one.mfu:.1%}",
-                     *length.cells(asked, plan)))
+                     size(one.memory_bytes["total"]), *(unknown(speed) if search.TOO_SHORT in plan.reason else speed)))
     lines += [columns([header, *rows]), "", "kept: of a GPU's tokens/s on the first of them, with the same batch a step. Formulas, "
-              "nothing compiled or measured."]
+              "nothing compiled or measured." + (f" {BELOW}: {search.TOO_SHORT}." if any(BELOW in row for row in rows) else "")]
     return "\n".join(lines)
+
+
+BELOW = f"< {search.SHORT_S} s"
+
+
+def unknown(speed: tuple[str, ...]) -> tuple[str, ...]:
+    """Cells of a step that follows no formula: how long it takes is not told to three digits."""
+    return BELOW, *["–"] * (len(speed) - 1)
 
 
 def page(question: Question, answer: Answer, most: int, length: Length = Length(), behind: Behind | None = None) -> str:
@@ -94,8 +102,8 @@ def caveats(question: Question, answer: Answer) -> list[str]:
     if answer.plans and answer.plans[0].sizes["stage"] > 1:
         lines += ["Stages: the formulas leave out that they share the head, and the programs compiled so far took 1.4 and 1.8 times as "
                   "long by the roofline (docs/plan.md); compare with a plan of --stage 1 by --verify."]
-    if answer.plans and answer.plans[0].price.step_s < 0.3 and question.num_gpus >= 100:
-        lines += ["Steps below 0.3 s on hundreds of GPUs follow no formula: latencies and stragglers set their time."]
+    if answer.plans and search.TOO_SHORT in answer.plans[0].reason:
+        lines += [f"{search.TOO_SHORT[0].upper()}{search.TOO_SHORT[1:]}; the order of the plans is a guess, their shares are of the formulas' step."]
     return lines
 
 
@@ -142,10 +150,12 @@ def _table(question: Question, plans: list[Plan], length: Length) -> str:
         options, one = plan.options, plan.price
         schedule = options.schedule + (f" × {options.chunks}" if options.chunks > 1 else "") if plan.sizes["stage"] > 1 else "–"
         method = f" {options.method}" if plan.sizes["context"] > 1 else ""
+        speed = (seconds(one.step_s), f"{one.tokens_per_s_per_gpu:,.0f}", f"{one.mfu:.1%}", f"{one.bubble:.1%}" if one.bubble else "–",
+                 *length.cells(question, plan))
         rows.append((str(k), _short(plan) + method, _stem(plan), schedule,
-                     str(options.microbatches), options.remat, size(one.memory_bytes["total"]), seconds(one.step_s),
-                     f"{one.tokens_per_s_per_gpu:,.0f}", f"{one.mfu:.1%}", f"{one.bubble:.1%}" if one.bubble else "–",
-                     *length.cells(question, plan), "memory within 5% of the limit" if plan.reason else ""))
+                     str(options.microbatches), options.remat, size(one.memory_bytes["total"]),
+                     *(unknown(speed) if search.TOO_SHORT in plan.reason else speed),
+                     "memory within 5% of the limit" if search.NEAR_LIMIT in plan.reason else ""))
     return columns([header, *rows])
 
 
@@ -180,7 +190,7 @@ def sentences(question: Question, plans: list[Plan]) -> list[str]:
     largest = max(("params", "grads", "optimizer", "activations"), key=held.get)
     sentences = [f"{bound}; beside it {waits or 'nothing above 1%'}.",
                  f"A GPU holds {size(held['total'])} of {size(question.usable_bytes)}, most of it {largest} ({size(held[largest])})"
-                 + (", which is too near to the limit to be sure." if plan.reason else ".")]
+                 + (", which is too near to the limit to be sure." if search.NEAR_LIMIT in plan.reason else ".")]
     if lost_s < 0.02 * one.step_s:
         return [*sentences, "Nothing but faster matmuls or fewer tokens would help by more than 2%."]
     return [*sentences, f"What would help most: {remedy} ({share(lost_s)} of the step)."]

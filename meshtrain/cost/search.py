@@ -36,6 +36,9 @@ NEAR = 1.3                  # memory over what there is, up to which a plan is a
 MOST_MISSES = 5
 TOLD_AS = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer states", "activations": "activations"}
 UNSURE = 0.95               # share of the memory beyond which a formula cannot tell whether it fits
+NEAR_LIMIT = "within 5% of the memory there is: compile it before you rely on it"
+SHORT_S, MANY = 0.3, 100    # steps below that on so many GPUs follow no formula
+TOO_SHORT = "a step below 0.3 s on hundreds of GPUs follows no formula: latencies and stragglers set its time"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -250,8 +253,8 @@ def _fitting(question: Question, placed: Placed, m: int) -> Iterator[tuple[Optio
 def _priced(question: Question, placed: Placed, rules: Rules, options: Options) -> Plan:
     one = prices.price(placed, question.rated, options, question.practice)
     held, usable = one.memory_bytes["total"], question.usable_bytes
-    unsure = "within 5% of the memory there is: compile it before you rely on it" if held > UNSURE * usable else ""
-    return Plan(placed, rules, options, one, held <= usable, unsure)
+    unsure = [NEAR_LIMIT] * (held > UNSURE * usable) + [TOO_SHORT] * (one.step_s < SHORT_S and one.num_gpus >= MANY)
+    return Plan(placed, rules, options, one, held <= usable, "; ".join(unsure))
 
 
 def _refined(question: Question, plan: Plan) -> Plan:
