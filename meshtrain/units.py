@@ -15,6 +15,6 @@ def seconds(value: float) -> str:
     return f"{value:.3f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
 
 
-def parameters(count: int) -> str:
-    """70.6B, 2.2M."""
-    return f"{count / 1e9:,.1f}B" if count >= 1e9 else f"{count / 1e6:,.1f}M"
+def many(count: int) -> str:
+    """Of parameters or tokens: 70.6B, 2.2M, 8,192."""
+    return f"{count / 1e9:,.1f}B" if count >= 1e9 else f"{count / 1e6:,.1f}M" if count >= 1e6 else f"{count:,}"

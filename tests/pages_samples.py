@@ -40,7 +40,7 @@ def inspected(sizes=None, params=12, name="a run", gpu="h100", per_host=8) -> di
                         "compiled": [
             collective("all-gather", axes[:1]), collective("all-reduce", axes)] if axes else []},
         "matmul_flops": {"formula": 123_000_000_000_000, "compiled": 234_500_000_000_000},
-        "differences": [f"matmuls differ: {name}"],
+        "warnings": [f"gathered in a loop: {name}"], "differences": [f"matmuls differ: {name}"],
         "roofline": gpu and _roofline(name, axes, count, numbers), "schedule": None, "notes": [name]}
 
 

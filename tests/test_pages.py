@@ -100,7 +100,7 @@ def test_every_number_of_the_json_is_on_the_page():
     read = Read(layout.page(told))
     assert {str(number) for number in numbers(told)} - read.exact == set()
     for part in ("1.2B", "1,234,567,891", "262,144", "2.500 s", "13,107", "43.2%", "matmul 60.0%", "72.8 GiB", "79.1 GiB",
-                 "234.5 TFLOP", "123.0 by formulas", "matmuls differ: a run"):
+                 "234.5 TFLOP", "123.0 by formulas", "matmuls differ: a run", "gathered in a loop: a run"):
         assert part in read.words, part
 
 
@@ -251,7 +251,7 @@ def test_plan_overwrites_no_page(tmp_path, monkeypatch):
 LOOK = """
 const field = document.querySelector('input[data-table="parameter-table"]'), table = document.getElementById("parameter-table");
 const shown = () => [...table.tBodies[0].rows].filter(row => row.offsetParent !== null).map(row => row.cells[0].textContent);
-const click = name => [...table.querySelectorAll("th button")].find(button => button.textContent === name).click();
+const click = name => [...table.querySelectorAll("th")].find(head => head.textContent === name).click();
 const seen = {all: shown().length};
 field.value = "LAYERS/7"; field.dispatchEvent(new Event("input")); seen.searched = shown();
 field.value = ""; field.dispatchEvent(new Event("input"));
@@ -289,7 +289,8 @@ SORTED = """
 const table = document.getElementById("ranked"), heads = [...table.querySelectorAll("th")];
 const column = heads.findIndex(head => head.textContent === "memory"), shown = () => [...table.tBodies[0].rows].map(
   row => Number(row.cells[column].dataset.v));
-heads[column].firstChild.click(); const down = shown(); heads[column].firstChild.click();
+heads[column].click(); const down = shown();
+heads[column].dispatchEvent(new KeyboardEvent("keydown", {key: "Enter"}));
 document.body.replaceChildren(JSON.stringify({down, up: shown()}));
 """
 

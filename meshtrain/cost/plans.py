@@ -10,7 +10,7 @@ from meshtrain.cost.report import columns
 from meshtrain.cost.search import Answer, Plan, Question
 from meshtrain.layout.mesh import MeshSpec
 from meshtrain.names import AXES
-from meshtrain.units import parameters, seconds, size
+from meshtrain.units import many, seconds, size
 
 FIRST = ("matmul.sustained", "link.contend", "attention")      # what moves a price most
 
@@ -44,7 +44,7 @@ def scaling(answers: list[tuple[Question, Answer]], length: Length) -> str:
     """The best plan of each number of GPUs, and how much of a GPU's speed on the fewest is kept."""
     question = answers[0][0]
     count = sum(info.size for info in question.rows)
-    lines = [f"{parameters(count)} parameters, {question.global_batch:,} × {question.seq_len:,} tokens a step on {question.rated.gpu.name}, "
+    lines = [f"{many(count)} parameters, {question.global_batch:,} × {question.seq_len:,} tokens a step on {question.rated.gpu.name}, "
              f"{size(question.usable_bytes)} usable on each; the best plan of each number of GPUs", ""]
     header = ("GPUs", "mesh", "rules", "microbatches", "remat", "memory", "step", "tokens/s", "tokens/s a GPU", "kept", "MFU",
               *length.header())
@@ -78,7 +78,7 @@ def page(question: Question, answer: Answer, most: int, length: Length = Length(
     count = sum(info.size for info in question.rows)
     engine = question.practice.engine
     documents = f", documents of {assumed['documents.mean']:,.0f} tokens in the mean" if question.visited < 1 else ""
-    lines = [f"{parameters(count)} parameters, {question.global_batch:,} × {question.seq_len:,} tokens a step on "
+    lines = [f"{many(count)} parameters, {question.global_batch:,} × {question.seq_len:,} tokens a step on "
              f"{question.num_gpus:,} × {gpu.name}, {size(question.usable_bytes)} usable on each; attention by {engine}{documents}; "
              f"{answer.tried:,} layouts tried", ""]
     if answer.plans:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from meshtrain.pages import pictures, skin
 from meshtrain.pages.pictures import Bar
 from meshtrain.pages.skin import Cell, Column, Section, Tile, of_bytes, of_count, of_seconds, of_share
-from meshtrain.units import parameters, seconds, size
+from meshtrain.units import many, seconds, size
 
 # Part of the memory → (as a bar calls it, as the table does).
 MEMORY = {"params": ("weights", "weights, as they are stored"), "grads": ("gradients", "gradient accumulators"),
@@ -21,7 +21,8 @@ SHARES = ("matmul", "attention", "elementwise", "optimizer", "communication", "c
 
 def page(told: dict) -> str:
     """told: the dict of `inspect --json`."""
-    return skin.document("what a run costs", told["run"]["name"], lead(told), skin.tiles(tiles(told)), sections(told), told)
+    top = skin.tiles(tiles(told)) + skin.bullets(told["warnings"], "warn")
+    return skin.document("what a run costs", told["run"]["name"], lead(told), top, sections(told), told)
 
 
 def sections(told: dict) -> list[Section]:
@@ -37,7 +38,7 @@ def lead(told: dict) -> str:
     run, mesh = told["run"], told["mesh"]
     float8 = " with float8 matmuls" if run["matmul_dtype"] == "float8" else ""
     simulated = " (simulated)" if mesh["simulated"] else ""
-    return (f"{parameters(run['num_params'])} parameters in {run['num_layers']} layers on {mesh['num_devices']:,} × "
+    return (f"{many(run['num_params'])} parameters in {run['num_layers']} layers on {mesh['num_devices']:,} × "
             f"{mesh['gpu'] or mesh['device']}{simulated}: {_mesh_words(mesh)}, {run['rules']}, remat {run['remat']}, "
             f"{run['compute_dtype']}{float8}, {run['optimizer']}.")
 
@@ -47,7 +48,7 @@ def tiles(told: dict) -> list[Tile]:
     usable, in_parts = told["memory_bytes"]["usable"], f"{run['microbatches']:,} microbatch{'es' * (run['microbatches'] > 1)}"
     fits = usable is None or held["total"] <= usable
     verdict = "as compiled" if usable is None else f"of {size(usable)} usable: {'it fits' if fits else 'IT DOES NOT FIT'}"
-    rows = [Tile("parameters", parameters(run["num_params"]), f"{run['num_params']:,}"),
+    rows = [Tile("parameters", many(run["num_params"]), f"{run['num_params']:,}"),
             Tile("tokens a step", f"{run['tokens_per_step']:,}", f"{run['global_batch']:,} × {run['seq_len']:,} in {in_parts}"),
             Tile("memory of a device", size(held["total"]), verdict, "" if fits else "warn")]
     if line:
@@ -222,11 +223,11 @@ def _exposed(line: dict) -> str:
 
 def _kernels(line: dict) -> str:
     columns = [Column("part"), Column("runs", "n"), Column("time", "n"), Column("of step", "n"), Column("bound"),
-               Column("TFLOP", "n"), Column("HBM", "n"), Column("line", "code"), Column("from", "code")]
+               Column("TFLOP", "n"), Column("HBM", "n"), Column("line", "keep"), Column("from", "code")]
     rows = [(row["part"], of_count(row["runs"]), of_seconds(row["seconds"]), of_share(row["seconds"] / line["step_s"]),
              row["bound"], Cell(f"{row['flops'] / 1e12:,.1f}", row["flops"]), of_bytes(row["hbm_bytes"]), row["line"],
              row["source"]) for row in line["kernels"]]
-    return skin.table(columns, rows, "kernels", search="part, line or operation of a kernel")
+    return skin.table(columns, rows, "kernels", search="part, line or operation of a kernel", brief=True)
 
 
 # ---- parameters ------------------------------------------------------------------------------------------------------
@@ -234,19 +235,19 @@ def _kernels(line: dict) -> str:
 
 def params(told: dict) -> str:
     split = lambda dims: "(" + ", ".join("+".join(axes) or "·" for axes in dims) + ")"
-    many = lambda count: Cell(parameters(count), count)
+    counted = lambda count: Cell(many(count), count)
     columns = [Column("parameter", "code"), Column("shape", "keep"), Column("logical axes"), Column("dtype"),
                Column("size", "n"), Column("read, by [params]"), Column("stored, by [optimizer]"), Column("stored bytes", "n"),
                Column("gradient", "n")]
     rows = [(row["name"], " × ".join(f"{n:,}" for n in row["shape"]), " ".join(axis or "·" for axis in row["axes"]),
-             row["dtype"], many(row["size"]), split(row["read"]), split(row["stored"]), of_bytes(row["stored_bytes"]),
+             row["dtype"], counted(row["size"]), split(row["read"]), split(row["stored"]), of_bytes(row["stored_bytes"]),
              of_bytes(row["grads_bytes"])) for row in told["parameters"]]
     in_all = {name: sum(row[name] for row in told["parameters"]) for name in ("size", "stored_bytes", "grads_bytes")}
-    total = ("in all, on a device", "", "", "", many(in_all["size"]), "", "", of_bytes(in_all["stored_bytes"]),
+    total = ("in all, on a device", "", "", "", counted(in_all["size"]), "", "", of_bytes(in_all["stored_bytes"]),
              of_bytes(in_all["grads_bytes"]))
     rules = f"<h3>{skin.esc(told['run']['rules'])}</h3><pre>{skin.esc(told['run']['rules_text'].strip())}</pre>"
     return skin.table(columns, rows, "parameter-table", search="name, axis or mesh axis of a parameter", total=total) + rules
 
 
 def notes(told: dict) -> str:
-    return skin.bullets([*(f"warning: {text}" for text in told.get("warnings", ())), *told["notes"]])
+    return skin.bullets(told["notes"])

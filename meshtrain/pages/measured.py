@@ -7,7 +7,7 @@ import time
 from meshtrain.pages import layout, pictures, skin
 from meshtrain.pages.pictures import Bar, Curve
 from meshtrain.pages.skin import Cell, Column, Section, Tile, of_count, of_share
-from meshtrain.units import parameters, seconds
+from meshtrain.units import many, seconds
 
 GOOD, BAD = ("finished", "at work", "stopped on request"), "warn"
 MOST_MARKS, MOST_TIMES = 40, 2.0      # starts that are marked; speeds that are drawn, of the median
@@ -37,7 +37,7 @@ def tiles(told: dict) -> list[Tile]:
     found, quick, good = told["loss"], told["speed"], told["state"].startswith(GOOD)
     share = min(1.0, told["step"] / told["steps"]) if told["steps"] else 1.0
     rows = [Tile("step", f"{told['step']:,}", f"{share:.0%} of {told['steps']:,}", "" if good else BAD),
-            Tile("tokens", count(told["tokens"]), f"{told['tokens_per_step']:,} a step")]
+            Tile("tokens", many(told["tokens"]), f"{told['tokens_per_step']:,} a step")]
     if found["last"] is not None:
         rows += [Tile("loss", f"{found['last']:.4f}", f"{found['first']:.4f} at first")]
     if found["validation"] is not None:
@@ -49,10 +49,6 @@ def tiles(told: dict) -> list[Tile]:
     if told["skipped"]:
         rows += [Tile("steps skipped", f"{told['skipped']:,}", "no finite loss or gradient", BAD)]
     return rows
-
-
-def count(tokens: int) -> str:
-    return parameters(tokens) if tokens >= 1e6 else f"{tokens:,}"
 
 
 def priced(told: dict, key: str) -> float | None:

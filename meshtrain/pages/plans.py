@@ -7,7 +7,7 @@ from meshtrain.names import AXES
 from meshtrain.pages import layout, pictures, skin
 from meshtrain.pages.pictures import Bar, Curve
 from meshtrain.pages.skin import Cell, Column, Section, Tile, of_bytes, of_count, of_seconds, of_share
-from meshtrain.units import parameters, seconds, size
+from meshtrain.units import many, seconds, size
 
 FITS, OTHERS, MISSES = (0, "plans that fit, best in the table"), (7, "other plans that fit"), (4, "plans that do not fit")
 STACKED = {"params": "weights", "grads": "gradients", "optimizer": "optimizer", "activations": "activations"}
@@ -29,7 +29,7 @@ def page(told: dict) -> str:
 def lead(told: dict) -> str:
     gpus = ", ".join(f"{count:,}" for count in (told["gpus"] if isinstance(told["gpus"], list) else [told["gpus"]]))
     best = f" First of them: {_mesh(told['plans'][0])}, {_rules(told['plans'][0])}." if told["first"] else ""
-    return (f"{parameters(told['num_params'])} parameters, {told['global_batch']:,} × {told['seq_len']:,} tokens a step on "
+    return (f"{many(told['num_params'])} parameters, {told['global_batch']:,} × {told['seq_len']:,} tokens a step on "
             f"{gpus} × {told['gpu']}, {size(told['usable_bytes'])} usable on each; {told['tried']:,} layouts tried.{best}")
 
 

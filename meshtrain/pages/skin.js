@@ -3,11 +3,11 @@
 for (const table of document.querySelectorAll("table.sorts")) {
   const body = table.tBodies[0], heads = table.tHead.rows[0].cells;
   [...heads].forEach((head, column) => {
-    const button = document.createElement("button");
-    button.type = "button";
-    button.textContent = head.textContent;
-    head.replaceChildren(button);
-    button.addEventListener("click", () => {
+    head.tabIndex = 0;      // the cell itself: on paper a button would not be repeated on the next sheet
+    head.addEventListener("keydown", event => {
+      if (event.key === "Enter" || event.key === " ") { event.preventDefault(); head.click(); }
+    });
+    head.addEventListener("click", () => {
       const was = head.getAttribute("aria-sort"), number = head.classList.contains("n");
       const down = was ? was === "ascending" : number;
       const value = row => { const cell = row.cells[column]; return cell.dataset.v ?? cell.textContent; };

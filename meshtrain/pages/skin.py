@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from meshtrain.units import seconds, size
 
+ON_PAPER = 25       # as skin.css has it
 HERE = Path(__file__).parent
 # Nothing is loaded from anywhere, whatever a name in the page says.
 POLICY = ("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
@@ -129,9 +130,9 @@ def paragraph(text: str, kind: str = "") -> str:
     return f"<p{_class(kind)}>{esc(text)}</p>"
 
 
-def bullets(texts: Iterable[str]) -> str:
+def bullets(texts: Iterable[str], kind: str = "") -> str:
     items = "".join(f"<li>{esc(text)}</li>" for text in texts)
-    return f"<ul>{items}</ul>" if items else ""
+    return f"<ul{_class(kind)}>{items}</ul>" if items else ""
 
 
 def figure(drawing: str, caption: str = "", key: str = "") -> str:
@@ -148,9 +149,9 @@ def key(rows: Iterable[tuple[int, str, str]]) -> str:
 
 
 def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell | str]], name: str, *, search: str = "",
-          total: Sequence[Cell | str] = (), marks: Sequence[str] = ()) -> str:
+          total: Sequence[Cell | str] = (), marks: Sequence[str] = (), brief: bool = False) -> str:
     """A table that sorts. name: its id. search: what the field that narrows it is called; "" for none. marks: a class of each
-    row."""
+    row. brief: on paper the first ON_PAPER rows are enough."""
     if not rows:
         return ""
     marks = [*marks, *[""] * (len(rows) - len(marks))]
@@ -159,10 +160,12 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell | str]], name:
     foot = f"<tfoot><tr>{_row(columns, total)}</tr></tfoot>" if total else ""
     field = (f'<div class="search"><input type="search" data-table="{name}" placeholder="{esc(search)}" '
              f'aria-label="{esc(search)}" autocomplete="off" spellcheck="false"><output>{len(rows)}</output></div>')
-    narrow = " narrow" if len(columns) < 5 else ""
-    return (f'{field if search else ""}<div class="table{narrow}" tabindex="0" role="region" aria-label="{name}">'
+    shape = " narrow" * (len(columns) < 5) + " brief" * brief
+    left_out = paragraph(f"The first {ON_PAPER} of {len(rows)}; the page itself has all.", "small paper") if (
+        brief and len(rows) > ON_PAPER) else ""
+    return (f'{field if search else ""}<div class="table{shape}" tabindex="0" role="region" aria-label="{name}">'
             f'<table class="sorts" id="{name}">'
-            f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{body}\n</tbody>{foot}</table></div>")
+            f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{body}\n</tbody>{foot}</table></div>{left_out}")
 
 
 def _row(columns: Sequence[Column], row: Sequence[Cell | str]) -> str:
