@@ -97,10 +97,8 @@ def _table(directory: Path) -> str:
         parameters = transformer.build(shape).parameters()
         folder.match(found, shape, [info.name for info in parameters])
     size = sum(entry.stop - entry.start for entry in found.entries.values())
-    window = [f"# It looks back {found.longest} tokens, which [model] cannot: keep data.seq_len at that or less."] if found.longest else []
-    return "\n".join([
-        f"# {found.directory}: {found.family.architecture}, {len(found.entries)} tensors of {size / 1e9:.2f} GB", *window,
-        config.shape_table(shape)])
+    return (f"# {found.directory}: {found.family.architecture}, {len(found.entries)} tensors of {size / 1e9:.2f} GB\n"
+            f"{config.shape_table(shape)}")
 
 
 def _export(found: Sequence[jax.Device], run_dir: Path, out: Path, step: int, dtype: str, shard_bytes: int) -> str:

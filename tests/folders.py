@@ -18,10 +18,10 @@ ONE = ("ddp", {})
 B = 8
 
 
-def run_of(source: Path, rule: str, mesh: dict, *words: str, length: int = 40) -> config.Run:
+def run_of(source: Path, rule: str, mesh: dict, *words: str) -> config.Run:
     """Tokens come from files that nobody reads: bytes would need a larger vocabulary."""
     values = {"sharding.rules": ROOT.parent / f"sharding_rules/{rule}.toml", "mesh.simulated_devices": 0, "mesh.data": 1, "mesh.fsdp": 1,
-              "mesh.tensor": 1, "data.source": "tokens", "data.paths": '["none.tokens.npy"]', "data.seq_len": length,
+              "mesh.tensor": 1, "data.source": "tokens", "data.paths": '["none.tokens.npy"]', "data.seq_len": 40,
               "data.global_batch": B, "training.microbatches": 1, "model.compute_dtype": "float32", "checkpoint.init_from": source}
     values |= {f"mesh.{axis}": size for axis, size in mesh.items()}
     return config.load([f"--{key}={value}" for key, value in values.items()] + list(words))
@@ -30,8 +30,8 @@ def run_of(source: Path, rule: str, mesh: dict, *words: str, length: int = 40) -
 class Loaded:
     """A run of a model folder, put together, with its parameters as they were read."""
 
-    def __init__(self, source: Path, rule: str, mesh: dict, *words: str, length: int = 40):
-        self.run = run_of(source, rule, mesh, *words, length=length)
+    def __init__(self, source: Path, rule: str, mesh: dict, *words: str):
+        self.run = run_of(source, rule, mesh, *words)
         self.made = assembly.assemble(self.run, jax.devices()[:math.prod(mesh.values())])
         spec = self.made.program.spec
         self.found, self.rows = pretrained.opened(self.run, [info.name for info in self.made.model.parameters()])

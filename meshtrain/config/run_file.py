@@ -158,7 +158,7 @@ def _build(tables: dict) -> tuple[Run, list[str], re.Pattern]:
                 faulty.append("model.preset")
             del table["preset"]
         if name == "model":
-            table, longest, contradictions = _with_folder(table, tables.get("checkpoint"))
+            table, contradictions = _with_folder(table, tables.get("checkpoint"))
             faults += contradictions
         try:
             sections[name] = cls(**table)
@@ -169,30 +169,26 @@ def _build(tables: dict) -> tuple[Run, list[str], re.Pattern]:
             sections[name] = cls(**{key: value for key, value in table.items() if key not in wrong})
     run = Run(**sections)
     run = run.model_copy(update={"sharding": Sharding(rules=str(found(run.sharding.rules)))})
-    if longest and run.data.seq_len > longest:
-        faults.append(f"data.seq_len={run.data.seq_len} is longer than the window of {run.checkpoint.init_from}, which looks back "
-                      f"{longest} tokens, and [model] has none; use data.seq_len={longest} or less")
     faulty += ["model"] if "model.preset" in faulty else []
     return run, faults, re.compile("|".join(rf"\b{re.escape(name)}\b" for name in faulty) or "$^")
 
 
-def _with_folder(table: dict, checkpoint) -> tuple[dict, int | None, list[str]]:
-    """(the keys of [model], of which checkpoint.init_from decides the shape where it is a model folder; the longest sequence for
-    which they are exact, None: any; faults)."""
+def _with_folder(table: dict, checkpoint) -> tuple[dict, list[str]]:
+    """(the keys of [model], of which checkpoint.init_from decides the shape where it is a model folder; faults)."""
     source = checkpoint.get("init_from") if isinstance(checkpoint, dict) else None
     if not isinstance(source, str) or not folder.is_one(source):
-        return table, None, []
+        return table, []
     try:
-        keys, longest = folder.settings_of(Path(source))
+        keys = folder.settings_of(Path(source))
     except ValueError as error:
-        return table, None, [f"checkpoint.init_from: {fault}" for fault in str(error).splitlines()]
+        return table, [f"checkpoint.init_from: {fault}" for fault in str(error).splitlines()]
     free = {key: value for key, value in table.items() if key.endswith(NOT_SHAPE) or key == "attention"}
     try:
         decided, given = Model(**keys), Model(**keys | table)
     except ValidationError:
-        return table, None, []      # told by whoever builds the section
+        return table, []      # told by whoever builds the section
     wrong = [key for key in table if key not in free and getattr(given, key) != getattr(decided, key)]
-    return keys | free, longest, [
+    return keys | free, [
         f"model.{key}={toml(table[key])} contradicts checkpoint.init_from={toml(source)}, whose config.json makes it "
         f"{toml(getattr(decided, key))}; leave the key out" for key in wrong]
 

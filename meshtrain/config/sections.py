@@ -90,6 +90,7 @@ class Model(Section):
     rope_original_seq_len: int = key(8192, "sequence length before the scaling", ge=1, lt=2**31)
     qk_norm: bool = key(False, "norm of queries and keys")
     qk_norm_over: Literal["head", "heads"] = key("head", "of each head by itself, or of all heads together")
+    window: int = key(0, "tokens that attention looks back on, the token itself among them; 0 = all", ge=0)
     attention_bias: bool = key(False, "biases of queries, keys and values; with layernorm of the output too")
     attention_out_bias: bool = key(False, "bias of attention's output")
     mlp_bias: bool = key(False, "biases of the MLP")

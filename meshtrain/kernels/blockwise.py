@@ -1,7 +1,7 @@
 """Attention without a score matrix, compiled by XLA: blocks of queries against blocks of keys, with a running softmax.
 
-The list of visited block pairs is static, on or below the diagonal alone where it is causal, so the compiled loop has a known
-length. Scores are float32; every matmul takes its operands in the compute dtype, in the backward too. Source: FlashAttention-2,
+The list of visited block pairs is static, on or below the diagonal alone where it is causal and none beyond the window, so the
+compiled loop has a known length. Scores are float32; every matmul takes its operands in the compute dtype, in the backward too. Source: FlashAttention-2,
 arXiv:2307.08691. Knows no mesh.
 """
 from __future__ import annotations
@@ -17,18 +17,21 @@ from meshtrain.kernels.engine import MASKED, Engine
 BLOCK = 512          # tokens; the largest score block is [B, N, BLOCK, BLOCK] float32
 
 
-def engine(block: int = BLOCK) -> Engine:
-    """The engine in blocks of at most `block` tokens. Its memory beyond arguments and results is [B, N, block, block]."""
-    return Engine(partial(_forward, block=block), partial(_backward, block=block))
+def engine(block: int = BLOCK, window: int = 0) -> Engine:
+    """The engine in blocks of at most `block` tokens. Its memory beyond arguments and results is [B, N, block, block].
+
+    window: tokens that a token sees, itself among them, where it is causal, and it always must be then; 0: all before it.
+    """
+    return Engine(partial(_forward, block=block, window=window), partial(_backward, block=block, window=window))
 
 
-def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, causal, *, block):
+def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, causal, *, block, window):
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     queries, keys = _Blocks(T, block), _Blocks(k_BSKH.shape[1], block)
     # Differentiating a scan over layers moves out of it whatever does not depend on the layer, and keeps it: here the masks
     # of all block pairs, B·N·T·S bytes. Behind the barrier everything depends on q.
-    pairs = _pairs(queries, keys, causal)
+    pairs = _pairs(queries, keys, causal, window)
     q_BTNH, q_segments_BT, k_segments_BS, pairs = jax.lax.optimization_barrier((q_BTNH, q_segments_BT, k_segments_BS, pairs))
     q = queries.pad(q_BTNH.reshape(B, T, K, N // K, H))
     k, v = keys.pad(k_BSKH), keys.pad(v_BSKH)
@@ -38,7 +41,7 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, causal, *, bl
         o, l, m = carry                       # unnormalised output, sum and maximum so far, float32
         i, j = pair
         k_j, v_j = keys.take(k, j), keys.take(v, j)
-        s = _scores(queries.take(q, i), k_j, queries.take(q_seg, i), keys.take(k_seg, j), queries.size * (i - j) if causal else None)
+        s = _scores(queries.take(q, i), k_j, queries.take(q_seg, i), keys.take(k_seg, j), queries.size * (i - j) if causal else None, window)
         m_old, l_old, o_old = queries.take(m, i), queries.take(l, i), queries.take(o, i)
         m_new = jnp.maximum(m_old, s.max(-1).transpose(0, 3, 1, 2))
         p = jnp.exp(s - m_new.transpose(0, 2, 3, 1)[..., None])
@@ -57,7 +60,7 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, causal, *, bl
     return o[:, :T].reshape(B, T, N, H), lse[:, :T].reshape(B, T, N)
 
 
-def _backward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, o_BTNH, lse_BTN, do_BTNH, causal, *, block):
+def _backward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, o_BTNH, lse_BTN, do_BTNH, causal, *, block, window):
     B, T, N, H = q_BTNH.shape
     S, K = k_BSKH.shape[1:3]
     queries, keys = _Blocks(T, block), _Blocks(S, block)
@@ -72,7 +75,7 @@ def _backward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, o_BTNH, lse_
         i, j = pair
         q_i, do_i, k_j, v_j = queries.take(q, i), queries.take(do, i), keys.take(k, j), keys.take(v, j)
         lead = lambda x: queries.take(x, i).transpose(0, 2, 3, 1)[..., None]
-        s = _scores(q_i, k_j, queries.take(q_seg, i), keys.take(k_seg, j), queries.size * (i - j) if causal else None)
+        s = _scores(q_i, k_j, queries.take(q_seg, i), keys.take(k_seg, j), queries.size * (i - j) if causal else None, window)
         p = jnp.where(s > MASKED / 2, jnp.exp(s - lead(lse)), 0.0)
         dp = jnp.einsum("BTKGH,BSKH->BKGTS", do_i, v_j, preferred_element_type=jnp.float32)
         # Back to the compute dtype before the matmuls: a float32 cotangent would make both of them float32 dots.
@@ -84,7 +87,7 @@ def _backward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, o_BTNH, lse_
         return (dq, dk, dv), None
 
     start = tuple(jnp.zeros_like(x, jnp.float32) for x in (q, k, v))
-    (dq, dk, dv), _ = jax.lax.scan(visit, start, _pairs(queries, keys, causal))
+    (dq, dk, dv), _ = jax.lax.scan(visit, start, _pairs(queries, keys, causal, window))
     return dq[:, :T].reshape(B, T, N, H), dk[:, :S], dv[:, :S]
 
 
@@ -106,17 +109,22 @@ class _Blocks:
         return jax.lax.dynamic_update_slice_in_dim(x, value, i * self.size, 1)
 
 
-def _pairs(queries: _Blocks, keys: _Blocks, causal: bool):
-    """(i, j) int32 arrays of the visited block pairs, by blocks of queries: j <= i where causal."""
-    pairs = [(i, j) for i in range(queries.count) for j in range(keys.count) if not causal or j <= i]
+def _pairs(queries: _Blocks, keys: _Blocks, causal: bool, window: int):
+    """(i, j) int32 arrays of the visited block pairs, by blocks of queries: j <= i where causal, and within the window."""
+    assert causal or not window, "where queries and keys stand apart is not known here"
+    seen = lambda i, j: not causal or j <= i and (not window or (i - j - 1) * queries.size + 1 < window)
+    pairs = [(i, j) for i in range(queries.count) for j in range(keys.count) if seen(i, j)]
     return tuple(jnp.asarray(numbers) for numbers in np.array(pairs, np.int32).T)
 
 
-def _scores(q_i, k_j, q_seg, k_seg, ahead):
+def _scores(q_i, k_j, q_seg, k_seg, ahead, window):
     """float32 [B, K, G, T, S] of one block pair, MASKED across documents. ahead: by how many tokens the queries begin
-    after the keys, and later keys are MASKED; None: all keys are seen."""
+    after the keys, and later keys are MASKED, and those beyond the window; None: all keys are seen."""
     s = jnp.einsum("BTKGH,BSKH->BKGTS", q_i, k_j, preferred_element_type=jnp.float32) * q_i.shape[-1] ** -0.5
     seen = q_seg[:, :, None] == k_seg[:, None, :]
     if ahead is not None:
-        seen &= ahead + jnp.arange(q_i.shape[1])[:, None] >= jnp.arange(k_j.shape[1])[None, :]
+        t, s_at = ahead + jnp.arange(q_i.shape[1])[:, None], jnp.arange(k_j.shape[1])[None, :]
+        seen &= t >= s_at
+        if window:
+            seen &= t - s_at < window
     return jnp.where(seen[:, None, None], s, MASKED)

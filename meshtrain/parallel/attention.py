@@ -155,6 +155,9 @@ def problems(run, layout: Layout) -> list[str]:
         each = run.model.num_heads // ways
         faults.append(f"context.method=\"ulysses\" splits {each} heads (model.num_heads={run.model.num_heads} over tensor {ways}) "
                       f"over mesh.context={cp}, which does not divide; use ring or gather, or a mesh.context that divides {each}")
+    if method != "ulysses" and window(run):
+        faults.append(f'context.method="{method}" has no window, and model.window={run.model.window} is shorter than data.seq_len={T}; '
+                      'use context.method="ulysses", or mesh.context=1')
     return faults
 
 
@@ -186,15 +189,20 @@ def _engine(name: str, run, cp: int, gpu: str) -> Engine:
     if name == "pallas":
         return pallas.engine(tiles.of(run.model.head_dim, gpu))
     if cp == 1 or run.context.method == "ulysses":
-        return blockwise.engine()
+        return blockwise.engine(window=window(run))
     # Four blocks a chunk at least: the diagonal blocks, half of them masked, are then 1/8 of a causal square of two chunks.
     chunk = run.data.seq_len // (2 * cp)
     return blockwise.engine(min(blockwise.BLOCK, max(32, -(-chunk // 4))))
 
 
+def window(run) -> int:
+    """Tokens that a token sees; 0 where that is all of the sequence."""
+    return run.model.window if run.model.window < run.data.seq_len else 0
+
+
 def _against_kernels(run, layout: Layout, platform: str) -> list[str]:
     """Why no kernel at all can serve this run."""
-    reasons = []
+    reasons = [f"the kernels have no window (model.window={run.model.window})"] if window(run) else []
     if platform not in GPU_PLATFORMS:
         reasons.append(f"kernels run on GPUs, not on platform {platform!r}")
     if run.model.compute_dtype != "bfloat16":

@@ -17,8 +17,7 @@ class Family:
     prefix: what names begin with where there is a head; folders of the bare model lack it. keys: config.json's -> [model]'s,
     one or several that are equal. defaults: what their class takes for a key that is absent (null is a value). multiples:
     key -> (key, n): what null or absence stands for. fixed: what the architecture says of [model]. only: the values of a key that
-    we compute; the first is written. ropes: rope types that we compute; none: no rope. window: whether a key of theirs limits
-    how far attention looks back, which [model] cannot: exact while sequences are no longer.
+    we compute; the first is written. ropes: rope types that we compute; none: no rope.
     """
     model_type: str
     architecture: str
@@ -30,7 +29,6 @@ class Family:
     only: Mapping[str, tuple]
     multiples: Mapping[str, tuple[str, int]] = dataclasses.field(default_factory=dict)
     ropes: tuple[str, ...] = ("default", "llama3", "linear", "yarn")
-    window: bool = False
 
 
 LAYER = "model.layers.{l}."
@@ -104,7 +102,7 @@ KEYS = {
 DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0}
 FIXED = {"norm": "rmsnorm", "norm_placement": "before", "norm_offset": 0.0, "activation": "swiglu", "scale_embedding": False,
          "position": "rope", "qk_norm": False, "qk_norm_over": "head", "attention_bias": False, "attention_out_bias": False,
-         "mlp_bias": False}
+         "mlp_bias": False, "window": 0}
 ONLY = {"hidden_act": ("silu",)}
 
 LLAMA = Family(
@@ -112,9 +110,11 @@ LLAMA = Family(
     KEYS | {"mlp_bias": ("mlp_bias",), "attention_bias": ("attention_bias", "attention_out_bias")},
     DEFAULTS | {"mlp_bias": False, "attention_bias": False},
     {key: value for key, value in FIXED.items() if not key.endswith("_bias")}, ONLY | {"pretraining_tp": (1,)})
+WINDOW = {"sliding_window": ("window",)}
+EVERYWHERE = {key: value for key, value in FIXED.items() if key != "window"}
 MISTRAL = Family(
-    "mistral", "MistralForCausalLM", "model.", LLAMA_TENSORS, KEYS,
-    DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096}, FIXED, ONLY, window=True)
+    "mistral", "MistralForCausalLM", "model.", LLAMA_TENSORS, KEYS | WINDOW,
+    DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096}, EVERYWHERE, ONLY)
 QWEN2 = Family(
     "qwen2", "Qwen2ForCausalLM", "model.", LLAMA_TENSORS, KEYS, DEFAULTS | {"num_key_value_heads": 32},
     FIXED | {"attention_bias": True}, ONLY | {"use_sliding_window": (False,)})
@@ -122,8 +122,8 @@ QWEN3 = Family(
     "qwen3", "Qwen3ForCausalLM", "model.", LLAMA_TENSORS, KEYS, DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128},
     FIXED | {"qk_norm": True}, ONLY | {"use_sliding_window": (False,), "attention_bias": (False,)})
 PHI3 = Family(
-    "phi3", "Phi3ForCausalLM", "model.", PHI3_TENSORS, KEYS, DEFAULTS | {"rms_norm_eps": 1e-5}, FIXED,
-    ONLY | {"partial_rotary_factor": (1.0,)}, ropes=("default",), window=True)
+    "phi3", "Phi3ForCausalLM", "model.", PHI3_TENSORS, KEYS | WINDOW, DEFAULTS | {"rms_norm_eps": 1e-5}, EVERYWHERE,
+    ONLY | {"partial_rotary_factor": (1.0,)}, ropes=("default",))
 OLMO2 = Family(
     "olmo2", "Olmo2ForCausalLM", "model.", OLMO2_TENSORS, KEYS, DEFAULTS | {"rms_norm_eps": 1e-5},
     FIXED | {"norm_placement": "after", "qk_norm": True, "qk_norm_over": "heads"}, ONLY | {"attention_bias": (False,)})
@@ -151,7 +151,8 @@ FAMILIES = {one.model_type: one for one in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, 
 
 # Known, and not read: what [model] lacks for them.
 LACKING = {
-    "gemma2": "windows and softcaps", "gemma3_text": "windows", "olmo3": "windows", "mixtral": "experts", "qwen3_moe": "experts", "olmoe": "experts", "qwen2_moe": "experts",
+    "gemma2": "windows in some layers alone and softcaps", "gemma3_text": "windows in some layers alone",
+    "olmo3": "windows in some layers alone", "mixtral": "experts", "qwen3_moe": "experts", "olmoe": "experts", "qwen2_moe": "experts",
     "gemma3": "other inputs than text", "mistral3": "other inputs than text", "llama4": "other inputs than text",
     "mllama": "other inputs than text", "qwen2_vl": "other inputs than text", "qwen2_5_vl": "other inputs than text",
 }

@@ -52,12 +52,11 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """An opened folder. model: the keys of [model] that it decides. longest: sequences for which they are exact; None: any."""
+    """An opened folder. model: the keys of [model] that it decides."""
     directory: Path
     family: Family
     config: Mapping
     model: Mapping
-    longest: int | None
     entries: Mapping[str, safetensors.Entry]
 
 
@@ -66,7 +65,7 @@ def is_one(directory: str | os.PathLike) -> bool:
     return os.path.isfile(os.path.join(directory, settings.CONFIG))
 
 
-def settings_of(directory: Path) -> tuple[dict, int | None]:
+def settings_of(directory: Path) -> dict:
     """`settings.model_keys` of a folder; its weights are not looked at. Raises: ValueError."""
     try:
         return settings.model_keys(config := settings.read(directory), settings.family_of(config))
@@ -78,7 +77,7 @@ def open_folder(directory: Path) -> Folder:
     """Raises: ValueError that lists what is wrong with config.json, the index and every file's header."""
     def described():
         family = settings.family_of(config := settings.read(directory))
-        return family, config, *settings.model_keys(config, family)
+        return family, config, settings.model_keys(config, family)
 
     found, faults = [], []
     for read in (described, lambda: (_entries(directory),)):

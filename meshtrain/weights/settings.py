@@ -58,8 +58,8 @@ def family_of(config: Mapping) -> Family:
     raise ValueError(f"{CONFIG}: model_type={_shown(kind)} is not a family that can be read; {guess} are {', '.join(FAMILIES)}")
 
 
-def model_keys(config: Mapping, family: Family) -> tuple[dict, int | None]:
-    """(the keys of [model] that a config.json decides, the longest sequence for which they are exact; None: any).
+def model_keys(config: Mapping, family: Family) -> dict:
+    """The keys of [model] that a config.json decides.
 
     Raises: ValueError, a line for everything that would be computed otherwise than by transformers.
     """
@@ -70,8 +70,8 @@ def model_keys(config: Mapping, family: Family) -> tuple[dict, int | None]:
         if value is None and theirs in family.multiples:
             source, times = family.multiples[theirs]
             value = get(source) * times if type(get(source)) is int else None
-        if value is None and ours[0] in ("num_kv_heads", "head_dim"):
-            continue        # derived from the others
+        if value is None and ours[0] in ("num_kv_heads", "head_dim", "window"):
+            continue        # derived from the others; no window
         faults += _fault(theirs, value, ours[0])
         keys |= {one: float(value) if one in NUMBERS and type(value) is int else value for one in ours}
     for key, allowed in family.only.items():
@@ -79,7 +79,8 @@ def model_keys(config: Mapping, family: Family) -> tuple[dict, int | None]:
         if value is not None and not any(type(value) is type(one) and value == one for one in allowed):
             faults.append(f"{CONFIG}: {key}={_shown(value)} cannot be computed; only {' or '.join(map(_shown, allowed))} can")
     rope, wrong = _rope(config, family)
-    window, no_window = _window(config, family, get)
+    if "sliding_attention" in (kinds := config.get("layer_types") or ()) and len(set(map(str, kinds))) > 1:
+        faults.append(f"{CONFIG}: layer_types={_shown(kinds)}: [model] has one window for all layers")
     known = {*family.keys, *family.only, *HARMLESS, "layer_types", "sliding_window", *(ROPE_KEYS if family.ropes else ())}
     for key in sorted(set(config) - known):
         if config[key] not in (None, False, [], {}) and not key.startswith("_"):
@@ -92,9 +93,9 @@ def model_keys(config: Mapping, family: Family) -> tuple[dict, int | None]:
             faults.append(f"{CONFIG}: {keys['num_kv_heads']} key and value heads do not divide {heads} heads")
         if "head_dim" not in keys and width % heads:
             faults.append(f"{CONFIG}: {heads} heads do not divide the width of {width}, and there is no head_dim")
-    if faults := faults + wrong + no_window:
+    if faults := faults + wrong:
         raise ValueError("\n".join(faults))
-    return keys | rope, window
+    return keys | rope
 
 
 def config_of(model, family: Family, dtype: str, longest: int, source: Mapping) -> dict:
@@ -104,8 +105,8 @@ def config_of(model, family: Family, dtype: str, longest: int, source: Mapping) 
     made = kept | {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": dtype}
     made |= {theirs: getattr(model, ours[0]) for theirs, ours in family.keys.items()}
     made |= {key: allowed[0] for key, allowed in family.only.items() if source.get(key) not in allowed}
-    if family.window:
-        made.setdefault("sliding_window", None)     # absent, some classes take one
+    if "sliding_window" in made:
+        made["sliding_window"] = made["sliding_window"] or None     # absent, some classes take one
     if not family.ropes:
         return made
     made |= {"max_position_embeddings": max(longest, source.get("max_position_embeddings") or 0), "rope_theta": model.rope_theta}
@@ -156,18 +157,6 @@ def _rope(config: Mapping, family: Family) -> tuple[dict, list[str]]:
     if given:
         faults += [f"{CONFIG}: {key}={_shown(value)} of the rope cannot be computed" for key, value in given.items()]
     return keys, faults
-
-
-def _window(config: Mapping, family: Family, get) -> tuple[int | None, list[str]]:
-    """(the longest sequence that no window cuts short, faults)."""
-    kinds, window = config.get("layer_types") or [], get("sliding_window")
-    if set(map(str, kinds)) - {"full_attention"} and not family.window:
-        return None, [f"{CONFIG}: layer_types={_shown(kinds)}: [model] has no window; only full_attention can be computed"]
-    if window is None or not family.window:
-        return None, []
-    if type(window) is not int or window < 1:
-        return None, [f"{CONFIG}: sliding_window={_shown(window)} is not a whole number larger than 0"]
-    return window, []
 
 
 def _fault(theirs: str, value, ours: str) -> list[str]:
