@@ -105,6 +105,13 @@ def pairs(far: float = 1.05) -> list[tuple[float, float]]:
     return found
 
 
+def regrets() -> list[float]:
+    """Of each set of layouts: the published time of the one that is priced lowest over that of the fastest, − 1."""
+    sets = [list(layouts) for _, layouts in itertools.groupby(cases("orders"), key=lambda case: case["name"])]
+    return [min(layouts, key=lambda case: priced(case).step_s)["seconds"] / min(case["seconds"] for case in layouts) - 1
+            for layouts in sets]
+
+
 # ---- one source left out ---------------------------------------------------------------------------------------------
 
 # What the runs themselves set: the share of its best rate that a generation sustains, and what a hidden collective costs the

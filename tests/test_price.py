@@ -56,6 +56,11 @@ def test_layouts_of_one_model_come_in_the_order_that_was_measured():
     assert len(found) == 33 and sum(ratio > 1 for _, ratio in found) >= .85 * len(found)
 
 
+def test_the_layout_that_is_priced_lowest_was_about_the_fastest():
+    found = published.regrets()
+    assert len(found) == 2 and max(found) <= .05
+
+
 def test_a_source_that_no_constant_has_seen_is_met_too():
     """One source at a time left out, and the constants that rest on runs fitted to the others."""
     found = published.held_out()
