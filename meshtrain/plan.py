@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import math
 import os
 import shlex
 import sys
@@ -210,6 +211,12 @@ def asked(options: dict, rest: list[str]) -> Run:
     run = config.load([*rest[:1 - preset], *words, *rest[1 - preset:]], usage=USAGE)
     if preset and "global-batch" not in options and not any(word.startswith("--data.global_batch") for word in rest):
         batch = max(1, TOKENS // run.data.seq_len, max(options["gpus"]) // 8)
+        together = math.lcm(*options["gpus"])
+        even = together & -together
+        odd = together // even                  # 3 of 96 GPUs, 125 of 1,000
+        while even > 1 and odd * even > batch:
+            even //= 2
+        batch = max(1, round(batch / (odd * even))) * odd * even
         run = run.model_copy(update={"data": run.data.model_copy(update={"global_batch": batch})})
     return run
 

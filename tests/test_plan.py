@@ -117,6 +117,12 @@ def test_where_nothing_fits_it_is_said_and_why():
     assert code == 0 and "no layout fits" in out and "do not fit:" in out and "needs" in out
 
 
+@pytest.mark.parametrize("gpus, batch", [(96, 480), (1000, 500), (64, 512)])
+def test_a_batch_that_nobody_gave_can_be_split_over_the_gpus(gpus, batch):
+    told = json.loads(call("llama3.2-1b", "--gpus", gpus, "--gpu", "h200", "--json")[1])
+    assert told["plans"][0]["fits"] and told["global_batch"] == batch
+
+
 def test_short_sequences_are_not_split_and_planned_all_the_same():
     code, out, err = call("configs/quickstart.toml", "--gpus", 8, "--gpu", "h100")
     assert code == 0 and "2.2M parameters" in out and "fsdp 8" in out and "context" not in out.split("The first plan")[0], err
