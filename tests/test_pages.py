@@ -10,7 +10,9 @@ import pytest
 from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
 
 from meshtrain import inspect, plan
+from meshtrain.cost import chart, simulate
 from meshtrain.pages import layout, pictures, plans, skin
+from meshtrain.parallel import schedules
 
 VOID = {"meta", "link", "input", "img", "wbr"}
 
@@ -100,7 +102,8 @@ def test_every_number_of_the_json_is_on_the_page():
     read = Read(layout.page(told))
     assert {str(number) for number in numbers(told)} - read.exact == set()
     for part in ("1.2B", "1,234,567,891", "262,144", "2.500 s", "13,107", "43.2%", "matmul 60.0%", "72.8 GiB", "79.1 GiB",
-                 "234.5 TFLOP", "123.0 by formulas", "matmuls differ: a run", "gathered in a loop: a run"):
+                 "234.5 TFLOP", "123.0 by formulas", "matmuls differ: a run", "gathered in a loop: a run",
+                 "WRONG NUMBERS", "no zeros, please: a run"):
         assert part in read.words, part
 
 
@@ -116,6 +119,26 @@ def test_a_mesh_of_any_size_is_a_drawing_of_at_most_eight_hosts(sizes, hosts):
     drawn = pictures.mesh(pages_samples.inspected(sizes)["mesh"])
     assert drawn.count(">host ") == min(hosts, 8) and (f"{hosts - 8:,} hosts of 8 more" in drawn) == (hosts > 8)
     assert drawn.count("<rect") <= 8 * 8 * 2
+
+
+def test_a_rack_is_drawn_by_its_hosts_and_told_by_its_links():
+    told = pages_samples.inspected({"data": 2, "tensor": 36}, gpu="gb200", per_host=4)
+    told["mesh"] |= {"gpus_per_link_domain": 72, "links": {"data": {"size": 2, "inside": 2}, "tensor": {"size": 36, "inside": 36}}}
+    read = Read(layout.page(told))
+    assert "10 hosts of 4 more" in read.words and "NVLink reaches 72 GPUs, 18 hosts" in read.words
+
+
+@pytest.mark.parametrize("name, p, m, v", [("1f1b", 4, 6, 1), ("interleaved_zero_bubble", 4, 64, 2), ("1f1b", 64, 128, 1)])
+def test_a_schedule_is_drawn_with_every_op_of_its_lines(name, p, m, v):
+    schedule = schedules.make(name, p, m, v)
+    outcome = simulate.simulate(schedule, simulate.Costs(loss_s=0.25))
+    found = chart.as_json(simulate.Choice(schedule, outcome, 3 * 2**30, True, "asked for"))
+    drawn = pictures.schedule(found)
+    backgrounds = p * len(found["lines"])
+    assert drawn.count("<rect") == backgrounds + sum(len(part["ops"]) for part in found["lines"])
+    assert drawn.count("head and loss") == 0 and f">stage {p - 1}<" in drawn and len(drawn) < 2**20
+    read = standing_alone(layout.page(pages_samples.inspected() | {"schedule": found}))
+    assert f"{name}: {p} stages" in read.words and f"Bubble {outcome.bubble:.1%}" in read.words and "3.0 GiB" in read.words
 
 
 def test_the_places_on_a_page_are_those_of_the_mesh():

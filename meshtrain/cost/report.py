@@ -81,7 +81,7 @@ def as_json(made, executable, program: audit.Program, formulas: beside.Formulas 
     gpu, held = roofline.gpu_of(made), held_by_program(made, executable)
     return {"memory_bytes": {"formula": formulas.memory_bytes if formulas else formula(made), "compiled": held,
                              "usable": gpu and hardware.usable_bytes(gpu)},
-            "recomputed_by_xla": audit.recomputed(executable.as_text()),
+            "broken_permutes": list(program.broken_permutes), "recomputed_by_xla": audit.recomputed(executable.as_text()),
             "collectives": {"formula": formulas and formulas.collectives, "compiled": audit.summarize(program.collectives)},
             "matmul_flops": {"formula": formulas and formulas.matmul_flops, "compiled": beside.matmul_flops(program)},
             "differences": beside.differences(made, formulas, held, program) if formulas and _for_gpus(made) else [],

@@ -21,7 +21,9 @@ SHARES = ("matmul", "attention", "elementwise", "optimizer", "communication", "c
 
 def page(told: dict) -> str:
     """told: the dict of `inspect --json`."""
-    top = skin.tiles(tiles(told)) + skin.bullets(told["warnings"], "warn")
+    wrong = [f"THIS PROGRAM WOULD COMPUTE WRONG NUMBERS, and train refuses it: a permute leaves devices with zeros: {permute}"
+             for permute in told["broken_permutes"]]
+    top = skin.tiles(tiles(told)) + skin.bullets([*wrong, *told["warnings"]], "warn")
     return skin.document("what a run costs", told["run"]["name"], lead(told), top, sections(told), told)
 
 

@@ -226,7 +226,8 @@ def schedule(told: dict) -> str:
             shade = 1 - 0.45 * chunk / max(1, told["num_chunks"] - 1)
             parts += [rect(x, y + tall * s, width, tall - 2, f"c{KINDS[kind][0]} gap", shade)]
             if microbatch >= 0 and width > 6 * len(str(microbatch)) + 2 and begin >= start and end <= stop + 1e-6:
-                parts += [text(x + width / 2, y + tall * s + tall / 2 + 3, microbatch, min(10.5, tall - 4), "middle", "on")]
+                parts += [text(x + width / 2, y + tall * s + tall / 2 + 3, microbatch, min(10.5, tall - 4), "middle",
+                               "on" if shade > 0.8 else "")]
         middle = y + tall * told["num_stages"] / 2 + 4
         parts += [text(left - 4, middle, "…", 14, "end")] if part["more_before"] and not part["heading"] else []
         parts += [text(left + (stop - start) * scale + 4, middle, "…", 14)] if part["more_after"] else []

@@ -16,7 +16,7 @@ from meshtrain.run import history, metrics, rundir
 
 COST = "cost.json"          # what `inspect --json` prints of the step, written by `train`
 PRICED = {"run", "mesh", "parameters", "memory_bytes", "collectives", "matmul_flops", "differences", "roofline", "schedule", "notes",
-          "warnings"}
+          "warnings", "broken_permutes", "recomputed_by_xla"}
 MOST_ROWS = 3000            # of metrics in the answer
 CURVES = ("step", "loss", "val_loss", "tokens_per_s", "mfu", "step_time_s", "grad_norm", "learning_rate", "data_wait_s")
 
