@@ -9,3 +9,4 @@ MATMUL_ROLES = ("matrix", "embedding", "head")                      # cast to th
 LAYERS = "layers"      # key of the stacked layers in the parameter tree, and the logical axis of their leading dim
 NO_TARGET = -1         # in a batch's targets: no loss at this token
 AUX_LOSS = "aux_loss"  # the one entry of a layer's aux that is added to the objective
+TAKEN = "taken_{}_of_{}"   # scope around a condition: how often it holds, in how many executions; no compiler knows

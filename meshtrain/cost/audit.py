@@ -36,7 +36,7 @@ class Collective:
     trips: int  # executions of the instruction
     group_size: int
     is_async: bool
-    in_branch: bool  # inside a conditional: counted as if taken
+    in_branch: bool  # inside a conditional: see `hlo.Visit`
     arrays: tuple[tuple[int, ...], ...] = ()  # dims of each operand, as the group holds it whole
 
 
@@ -48,7 +48,7 @@ class Dot:
     flops: int  # per step: 2 × output elements × contracted size × trips
     trips: int
     source: str
-    in_branch: bool  # inside a conditional: counted as if taken, so FLOPs of a program with branches are an upper bound
+    in_branch: bool  # inside a conditional: see `hlo.Visit`
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def summarize(rows: Iterable[Collective]) -> list[dict]:
 def short_source(op_name: str) -> str:
     """'jit(step)/while/body/closed_call/transpose(jvp())/mlp/dot_general' → 'transpose(jvp())/mlp/dot_general'."""
     noise = {"while", "body", "cond", "closed_call", "eval_jaxpr", "checkpoint", "jvp()", "shard_map", "pjit"}
-    parts = [p for p in op_name.split("/") if p not in noise and not re.fullmatch(r"jit\(\w+\)", p)]
+    parts = [p for p in op_name.split("/") if p not in noise and not re.fullmatch(r"jit\(\w+\)|taken_\d+_of_\d+", p)]
     return "/".join("remat" if p == "rematted_computation" else p for p in parts)
 
 

@@ -10,7 +10,10 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
+
+from meshtrain.names import TAKEN
 
 Shape = tuple[str, tuple[int, ...]]  # (dtype as HLO spells it, dimensions)
 
@@ -18,6 +21,7 @@ _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([0-9,<=]*)\]")
 _COMPUTATION = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s.*->.*\{\s*$")
 _INSTRUCTION = re.compile(r"\s+(ROOT\s+)?%?([\w.\-]+)\s*=\s*(.*)$")
+_TAKEN = TAKEN.format(r"(\d+)", r"(\d+)")
 _MAX_SIMULATED_TRIPS = 1 << 16  # a loop counter is stepped at most so often before the loop is called unknown
 
 
@@ -62,6 +66,13 @@ class Instruction:
         """The JAX path that made this instruction: 'jit(step)/while/body/…/dot_general', or ''."""
         found = re.search(r'op_name="([^"]*)"', self.attrs)
         return found.group(1) if found else ""
+
+    @cached_property
+    def taken(self) -> Fraction:
+        """In which share of its executions a conditional takes the branch that does something, as `names.TAKEN` has it; 1 where
+        nobody says: an upper bound."""
+        found = re.findall(_TAKEN, self.op_name) if self.op == "conditional" else []
+        return Fraction(*map(int, found[-1])) if found else Fraction(1)
 
     @cached_property
     def target(self) -> str:
@@ -151,7 +162,7 @@ class Visit:
     instruction: Instruction
     trips: int  # executions per step
     is_async: bool  # inside an async wrapper
-    in_branch: bool  # inside a conditional: counted as if taken, every branch, so an upper bound
+    in_branch: bool  # inside a conditional: every branch counts as often as `Instruction.taken` says
     in_unknown_loop: bool  # trips counts such a loop once
 
 
@@ -188,7 +199,7 @@ def walk(module: Module, wanted: Callable[[Instruction], bool]) -> tuple[list[Vi
                 branch = ins.op == "conditional"
                 args = [] if branch else [frame.thunk(o) for o in ins.operands]
                 for part in called:
-                    visit(part, args, trips, is_async or ins.op.endswith("-start"), in_branch or branch, in_unknown)
+                    visit(part, args, round(trips * ins.taken), is_async or ins.op.endswith("-start"), in_branch or branch, in_unknown)
 
     visit(module.entry, [], 1, False, False, False)
     return visits, sorted(set(unknown))

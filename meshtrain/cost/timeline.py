@@ -11,6 +11,7 @@ import bisect
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 
 from meshtrain.cost import hlo, work
 
@@ -25,7 +26,7 @@ class Transfer:
     exposed_s: float = 0.0          # it holds the link while the compute stream waits, for it or for one behind it
     under: Counter = dataclasses.field(default_factory=Counter)     # part → seconds that it ran beside such kernels
 
-    def add(self, other: Transfer, times: int) -> None:
+    def add(self, other: Transfer, times: int | Fraction) -> None:
         self.runs += times * other.runs
         self.seconds += times * other.seconds
         self.exposed_s += times * other.exposed_s
@@ -45,7 +46,7 @@ class Played:
     kernels: Counter = dataclasses.field(default_factory=Counter)                   # Key → runs
     transfers: dict[Key, Transfer] = dataclasses.field(default_factory=dict)
 
-    def add(self, other: Played, times: int = 1) -> None:
+    def add(self, other: Played, times: int | Fraction = 1) -> None:
         self.seconds += times * other.seconds
         for mine, others in ((self.parts, other.parts), (self.kernels, other.kernels)):
             for key, count in others.items():
@@ -73,7 +74,8 @@ class Prices:
 
 
 def play(module: hlo.Module, trips: Mapping[str, int], prices: Prices) -> Played:
-    """The entry computation. trips: of each loop, by the name of its `while`. Of a conditional the costliest branch counts."""
+    """The entry computation. trips: of each loop, by the name of its `while`. Of a conditional the costliest branch counts, as
+    often as it is taken."""
     memo: dict[str, Played] = {}
 
     def played(name: str) -> Played:
@@ -84,7 +86,11 @@ def play(module: hlo.Module, trips: Mapping[str, int], prices: Prices) -> Played
                     _issue(stream, name, ins, prices, trips, played)
             memo[name] = stream.close()
         return memo[name]
-    return played(module.entry)
+    step = played(module.entry)
+    step.kernels = Counter({key: round(runs) for key, runs in step.kernels.items()})       # shares of loops that are taken
+    for transfer in step.transfers.values():
+        transfer.runs = round(transfer.runs)
+    return step
 
 
 def loop_trips(module: hlo.Module) -> tuple[dict[str, int], list[str]]:
@@ -116,7 +122,7 @@ class _Streams:
     def clock(self) -> float:
         return self.total.seconds
 
-    def compute(self, inner: Played, times: int = 1) -> None:
+    def compute(self, inner: Played, times: int | Fraction = 1) -> None:
         begin = self.clock
         self.total.add(inner, times)
         if self.clock > begin:
@@ -172,7 +178,7 @@ def _issue(streams: _Streams, name: str, ins: hlo.Instruction, prices: Prices, t
     elif ins.op in ("call", "async-start"):
         streams.compute(played(ins.called[0]))
     elif ins.op == "conditional":
-        streams.compute(max((played(branch) for branch in ins.called), key=lambda branch: branch.seconds))
+        streams.compute(max((played(branch) for branch in ins.called), key=lambda branch: branch.seconds), ins.taken)
     else:
         seconds, part = prices.kernel(name, ins)
         streams.compute(Played(seconds, Counter({part: seconds}), Counter({key: 1})))

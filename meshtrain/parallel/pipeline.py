@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.layout.mesh import after, psum
+from meshtrain.names import TAKEN
 from meshtrain.parallel import schedules, split
 from meshtrain.parallel.schedules import Phase, Schedule
 from meshtrain.parallel.split import put, take
@@ -171,7 +172,7 @@ def _forward(this: Shard, phase: _Phase, c, tick):
     """(c, y) with the stage's output, and what F saves for B and W."""
     x = take(c["X"], tick["F_x"])
     if phase.embed != "never":
-        first = _sometimes(phase.embed, tick["embed_on"], lambda: this.embed(this.ends, tick["embed_mb"]), lambda: x)
+        first = _sometimes(this, phase, "embed", tick, lambda: this.embed(this.ends, tick["embed_mb"]), lambda: x)
         x = jnp.where(tick["F_first"] > 0, first, x)
     if not this.fbw:
         return c, lax.scan(lambda x, w: (this.model.layer(w[0], x, (w[1], tick["F_e"]))[0], None), x, this.layers)[0]
@@ -194,8 +195,8 @@ def _loss(this: Shard, phase: _Phase, c, tick, y):
 
     # Only what is new goes through a condition: XLA would copy the buffers.
     if not this.fbw:
-        return c | dict(metric=_sometimes(phase.loss, on, metric, lambda: c["metric"]))
-    metric, d_ends, dy = _sometimes(phase.loss, on, with_gradients, lambda: (c["metric"], c["ends"], y))
+        return c | dict(metric=_sometimes(this, phase, "loss", tick, metric, lambda: c["metric"]))
+    metric, d_ends, dy = _sometimes(this, phase, "loss", tick, with_gradients, lambda: (c["metric"], c["ends"], y))
     return c | dict(metric=metric, ends=d_ends, D=put(c["D"], tick["loss_d"], dy))
 
 
@@ -246,7 +247,7 @@ def _tick(this: Shard, phase: _Phase, wait: Callable, c, following):
         c, dx = _backward(this, c, tick)
         c, tick = c | dict(dx=dx), later(tick, dx, READ_BY_EMBED_GRAD_AND_W)
         if phase.embed_grad != "never":
-            grads, shared = _sometimes(phase.embed_grad, tick["embed_grad_on"], lambda: _embed_grad(this, c, tick, dx),
+            grads, shared = _sometimes(this, phase, "embed_grad", tick, lambda: _embed_grad(this, c, tick, dx),
                                        lambda: (c["ends"], dx))
             c, following = c | dict(ends=grads), wait(following, shared)
     if "W" in phase.kinds:
@@ -287,9 +288,14 @@ def _phases(schedule: Schedule) -> list[_Phase]:
                                                  for name in ("embed", "embed_grad")}) for phase in schedule.phases()]
 
 
-def _sometimes(how: str, on, then, otherwise):
-    """The condition is the same on all devices, so its branches may hold collectives."""
-    return then() if how == "always" else lax.cond(on > 0, then, otherwise)
+def _sometimes(this: Shard, phase: _Phase, what: str, tick, then, otherwise):
+    """then() in the ticks of the phase that have `what`: loss, embed or embed_grad. The condition is the same on all devices, so
+    its branches may hold collectives."""
+    if getattr(phase, what) == "always":
+        return then()
+    on = this.schedule.shared[f"{what}_on"][phase.start:phase.stop]
+    with jax.named_scope(TAKEN.format(on.sum(), len(on))):
+        return lax.cond(tick[f"{what}_on"] > 0, then, otherwise)
 
 
 def _share(x, here):
