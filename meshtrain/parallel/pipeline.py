@@ -1,9 +1,10 @@
 """One executor for every schedule of the phase family: a whole pipelined step inside one `shard_map`.
 
-In a tick all stages execute the same slots in the same order (receive, embedding, F, send, loss, B, W), each on the microbatch
-and the buffer slots that the schedule gives it; a stage that has nothing to do works masked, so no control flow differs between
-devices and collectives may stand anywhere. Ticks with the same slots are a phase, one scan. The executor makes the gradients
-itself: jax never differentiates through it. It is given the model as four functions and knows nothing else of it.
+In a tick all stages execute the same slots in the same order (receive, embedding, layers, send, loss), each on the microbatch and
+the buffer slots that the schedule gives it; a stage that has nothing to do works masked, so no control flow differs between
+devices and collectives may stand anywhere. F, B and W of a tick go through the layers together: none waits for another, so the
+collectives of one run beside the products of the others. Ticks with the same slots are a phase, one scan. The executor makes the
+gradients itself: jax never differentiates through it. It is given the model as four functions and knows nothing else of it.
 Manual are `stage` and the axes over which gradients are summed once, after the step; all others are automatic.
 Sources: `schedules`; arXiv:1811.06965, 2104.04473, 2401.10241.
 """
@@ -23,11 +24,9 @@ from meshtrain.layout.mesh import after, psum
 from meshtrain.names import TAKEN
 from meshtrain.parallel import schedules, split
 from meshtrain.parallel.schedules import Phase, Schedule
-from meshtrain.parallel.split import put, take
+from meshtrain.parallel.split import added, put, take
 
 STAGE = "stage"
-READ_BY_F, READ_BY_B = ("embed_mb", "F_e", "F_x"), ("B_e", "B_r", "B_q", "B_d")       # values of a tick
-READ_BY_EMBED_GRAD_AND_W = ("B_first", "embed_grad_mb", "W_mb", "W_q", "W_z")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,12 +95,12 @@ class Shard:
     batch: dict                  # [M, …]
     extra: dict
     x: jax.ShapeDtypeStruct      # the residual stream between stages
-    fbw: split.FBW | None        # F, B and W of a chunk; None where nothing is differentiated
+    fbw: split.FBW | None        # F, B and W of one layer; None where nothing is differentiated
     columns: tuple[str, ...]     # of the schedule, in the order of a tick's numbers
 
-    def chunk(self, i):
-        """Chunk i of the layers, as `fbw` takes its w."""
-        return *self.layers, i * self.depth
+    def layer(self, chunk, i):
+        """(weights, number) of layer i of a chunk."""
+        return take(self.layers, chunk * self.depth + i)
 
     def microbatch(self, i):
         return take(self.batch, i)
@@ -139,20 +138,21 @@ def shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage,
     numbers = ((jnp.arange(num_chunks) * num_stages + stage)[:, None] * depth + jnp.arange(depth)).reshape(-1)
     batch = jax.tree.map(lambda a: a[:, 0], batch)                                      # [M, 1, …] -> [M, …]
     x = jax.eval_shape(lambda: model.embed(ends, take(batch, 0), extra))
-    fbw = split.stack(model.layer, flat, depth, x, jax.eval_shape(lambda: model.prepare(take(batch, 0), extra))
-                      ) if differentiate else None
+    fbw = split.layer_of(model.layer, flat, x, jax.eval_shape(lambda: model.prepare(take(batch, 0), extra))
+                         ) if differentiate else None
     columns = dict(schedule.columns) | {name: np.tile(a[:, None], num_stages) for name, a in schedule.shared.items()}
     columns["dx_in"] = np.roll(columns["dx_in"], 1, axis=0)           # the slot of what arrives one tick late
     ticks = jnp.take(np.stack(list(columns.values()), axis=2), stage, axis=1)
     this = Shard(schedule, model, (flat, numbers), depth, ends, batch, extra, x, fbw, tuple(columns))
-    buffer = lambda avals, name: jax.tree.map(lambda a: jnp.zeros((schedule.slots[name], *a.shape), a.dtype), avals)
+    buffer = lambda avals, *shape: jax.tree.map(lambda a: jnp.zeros((*shape, *a.shape), a.dtype), avals)
+    slots = schedule.slots
     zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), tree)
-    carry = dict(X=buffer(x, "X"), metric=jnp.float32(0))
+    carry = dict(X=buffer(x, slots["X"]), metric=jnp.float32(0))
     if differentiate:
-        carry |= dict(R=buffer(fbw.r, "R"), Q=buffer(fbw.q, "Q"), D=buffer(x, "D"))
+        carry |= dict(R=buffer(fbw.r, slots["R"], depth), Q=buffer(fbw.q, slots["Q"], depth), D=buffer(x, slots["D"]))
         carry |= dict(ws=zeros(flat), ends=zeros(ends), aux=zeros(fbw.aux))
     if schedule.split:
-        carry["Z"] = buffer(fbw.z, "Z")
+        carry["Z"] = buffer(fbw.z, slots["Z"], depth)
     # Carried from tick to tick: picked or prepared where it is used, that would be done for every element of what it is
     # used for, attention's scores among them.
     carry["tick"] = this.prepared(ticks[0])
@@ -168,16 +168,55 @@ def unflattened(ws, num_chunks: int):
 # c: the carry. tick: {name: value}, what this stage has in each column of the schedule, and F_e, B_e.
 
 
-def _forward(this: Shard, phase: _Phase, c, tick):
-    """(c, y) with the stage's output, and what F saves for B and W."""
+def _input(this: Shard, phase: _Phase, c, tick):
+    """What F reads: what the stage before has sent, or the embedding."""
     x = take(c["X"], tick["F_x"])
-    if phase.embed != "never":
-        first = _sometimes(this, phase, "embed", tick, lambda: this.embed(this.ends, tick["embed_mb"]), lambda: x)
-        x = jnp.where(tick["F_first"] > 0, first, x)
-    if not this.fbw:
-        return c, lax.scan(lambda x, w: (this.model.layer(w[0], x, (w[1], tick["F_e"]))[0], None), x, this.layers)[0]
-    y, aux, (r, q) = this.fbw.forward(this.chunk(tick["F_chunk"]), x, tick["F_e"])
-    return c | dict(R=put(c["R"], tick["F_r"], r), Q=put(c["Q"], tick["F_q"], q), aux=_add(c["aux"], aux, tick["F_on"] > 0)), y
+    if phase.embed == "never":
+        return x
+    first = _sometimes(this, phase, "embed", tick, lambda: this.embed(this.ends, tick["embed_mb"]), lambda: x)
+    return jnp.where(tick["F_first"] > 0, first, x)
+
+
+def _layers(this: Shard, kinds: str, wait: Callable, c, tick, x):
+    """(c, y, dx): F of x, B and W, those in `kinds`; in each step of one scan a layer of each.
+
+    B and W begin with the last layer. In the buffers an entry [slot, layer] is read and written where it lies.
+    """
+    fbw, kinds = this.fbw, set(kinds)
+    w_e = this.prepare(tick["W_mb"]) if "W" in kinds else None
+
+    def visit(carry, i):
+        c, x, dx = carry
+        back = this.depth - 1 - i
+        if "F" in kinds:
+            w, number = this.layer(tick["F_chunk"], i)
+            x, aux, (r, q) = fbw.forward(w, x, (number, tick["F_e"]))
+            back = wait(back, x)
+        if "B" in kinds:
+            w, number = this.layer(tick["B_chunk"], back)
+            saved = take(c["R"], tick["B_r"], back), take(c["Q"], tick["B_q"], back)
+            if "F" in kinds:
+                R, Q, saved = lax.optimization_barrier((c["R"], c["Q"], saved))
+                c = c | dict(R=R, Q=Q)
+            if this.schedule.split:
+                dx, z = fbw.backward_input(w, (number, tick["B_e"]), *saved, dx)
+                c = c | dict(Z=put(c["Z"], z, tick["B_z"], back))
+            else:
+                dx, dw = fbw.backward(w, (number, tick["B_e"]), *saved, dx)
+                c = c | dict(ws=added(c["ws"], tick["B_chunk"] * this.depth + back, dw, tick["B_on"] > 0))
+        if "W" in kinds:
+            w, number = this.layer(tick["W_chunk"], back)
+            saved = take(c["Q"], tick["W_q"], back), take(c["Z"], tick["W_z"], back)
+            dw = fbw.backward_weight(w, (number, w_e), *saved)
+            c = c | dict(ws=added(c["ws"], tick["W_chunk"] * this.depth + back, dw, tick["W_on"] > 0))
+        if "F" in kinds:
+            c = c | dict(R=put(c["R"], r, tick["F_r"], i), Q=put(c["Q"], q, tick["F_q"], i), aux=_add(c["aux"], aux, tick["F_on"] > 0))
+        return (c, x, dx), None
+
+    dx = take(c["D"], tick["B_d"]) if "B" in kinds else None
+    changed = {name: c[name] for name in ("R", "Q", "Z", "ws", "aux") if name in c}
+    (changed, y, dx), _ = lax.scan(visit, (changed, x, dx), jnp.arange(this.depth))
+    return c | changed, y, dx
 
 
 def _loss(this: Shard, phase: _Phase, c, tick, y):
@@ -197,18 +236,7 @@ def _loss(this: Shard, phase: _Phase, c, tick, y):
     if not this.fbw:
         return c | dict(metric=_sometimes(this, phase, "loss", tick, metric, lambda: c["metric"]))
     metric, d_ends, dy = _sometimes(this, phase, "loss", tick, with_gradients, lambda: (c["metric"], c["ends"], y))
-    return c | dict(metric=metric, ends=d_ends, D=put(c["D"], tick["loss_d"], dy))
-
-
-def _backward(this: Shard, c, tick):
-    """(c, dx): B, and where W is not split off the weight gradients, too."""
-    saved = take(c["R"], tick["B_r"]), take(c["Q"], tick["B_q"])
-    args = this.chunk(tick["B_chunk"]), tick["B_e"], *saved, take(c["D"], tick["B_d"])
-    if this.schedule.split:
-        dx, z = this.fbw.backward_input(*args)
-        return c | dict(Z=put(c["Z"], tick["B_z"], z)), dx
-    dx, ws = this.fbw.backward(*args, c["ws"], tick["B_on"] > 0)
-    return c | dict(ws=ws), dx
+    return c | dict(metric=metric, ends=d_ends, D=put(c["D"], dy, tick["loss_d"]))
 
 
 def _embed_grad(this: Shard, c, tick, dx):
@@ -218,42 +246,32 @@ def _embed_grad(this: Shard, c, tick, dx):
     return _add(c["ends"], vjp(shared)[0], tick["embed_grad_on"] > 0), shared
 
 
-def _weight(this: Shard, c, tick):
-    saved = take(c["Q"], tick["W_q"]), take(c["Z"], tick["W_z"])
-    args = this.chunk(tick["W_chunk"]), this.prepare(tick["W_mb"]), *saved
-    return c | dict(ws=this.fbw.backward_weight(*args, c["ws"], tick["W_on"] > 0))
-
-
 # ---- ticks and phases ------------------------------------------------------------------------------------------------
 
 
 def _tick(this: Shard, phase: _Phase, wait: Callable, c, following):
     """One tick of a phase: (carry, None). following: the numbers of the next one."""
     tick, num_stages = this.named(c["tick"]), this.schedule.num_stages
-    later = lambda tick, done, names: tick | wait({name: tick[name] for name in names if name in tick}, done)
-    if "dx" in c:                          # made in the tick before; sent here, it can overlap F
+    if "dx" in c:                          # made in the tick before
         dx = lax.ppermute(c["dx"], STAGE, [(i, (i - 1) % num_stages) for i in range(num_stages)])
-        c, tick = c | dict(D=put(c["D"], tick["dx_in"], dx)), later(tick, dx, READ_BY_F if "F" in phase.kinds else READ_BY_B)
-    arrived = None
-    if "F" in phase.kinds:
-        c, y = _forward(this, phase, c, tick)
-        # Needed by the next stage in the next tick: it can overlap the loss, B and W of this one.
+        c, tick = c | dict(D=put(c["D"], dx, tick["dx_in"])), wait(tick, dx)
+    if not this.fbw:
+        y = lax.scan(lambda x, w: (this.model.layer(w[0], x, (w[1], tick["F_e"]))[0], None), _input(this, phase, c, tick),
+                     this.layers)[0]
+    else:
+        c, y, dx = _layers(this, phase.kinds, wait, c, tick, _input(this, phase, c, tick) if "F" in phase.kinds else None)
+    if "F" in phase.kinds:                  # needed by the next stage in the next tick: it can overlap the loss
         arrived = lax.ppermute(y, STAGE, [(i, (i + 1) % num_stages) for i in range(num_stages)])
-        tick = later(tick, arrived, ("loss_here", "loss_mb", *READ_BY_B))
+        c, tick, following = c | dict(X=put(c["X"], arrived, tick["y_in"])), wait(tick, arrived), wait(following, arrived)
         if phase.loss != "never":
             c = _loss(this, phase, c, tick, y)
-            tick, following = later(tick, c["metric"], READ_BY_B), wait(following, c["metric"])
+            tick, following = wait(tick, c["metric"]), wait(following, c["metric"])
     if "B" in phase.kinds:
-        c, dx = _backward(this, c, tick)
-        c, tick = c | dict(dx=dx), later(tick, dx, READ_BY_EMBED_GRAD_AND_W)
+        c, tick, following = c | dict(dx=dx), wait(tick, dx), wait(following, dx)
         if phase.embed_grad != "never":
             grads, shared = _sometimes(this, phase, "embed_grad", tick, lambda: _embed_grad(this, c, tick, dx),
                                        lambda: (c["ends"], dx))
             c, following = c | dict(ends=grads), wait(following, shared)
-    if "W" in phase.kinds:
-        c = _weight(this, c, tick)
-    if arrived is not None:
-        c, following = c | dict(X=put(c["X"], tick["y_in"], arrived)), wait(following, arrived)
     return c | dict(tick=this.prepared(following)), None
 
 

@@ -171,7 +171,7 @@ def make(name: str, p: int, m: int, v: int = 1) -> Schedule:
     split = name in SPLIT
     if name == "zb_h1":
         return _schedule(name, "switch", p, m, v, split, _as_soon_as_possible(_zero_bubble_orders(p, m, 1), p, m, 1))
-    first_b = m + p - 1 if name == "gpipe" else v * p - 1
+    first_b = m + p - 1 if name == "gpipe" else v * p       # the last stage's first loss is made in the tick before
     return _schedule(name, "phase", p, m, v, split, _phase_ops(p, m, v, split, first_b))
 
 
@@ -179,7 +179,7 @@ def counts(name: str, p: int, m: int, v: int = 1) -> tuple[dict[str, int], dict[
     """(`executed`, `slots`) of the phase schedule that `make` gives, without its table: for those who compare thousands."""
     ops, split = m * v, name in SPLIT
     executed = {"F": ops + p - 1, "B": ops + p - 1, "W": ops if split else 0, "loss": m}
-    kept = ops + 1 if name == "gpipe" else min((v + 1) * p - 1, ops + 1)
+    kept = ops + 1 if name == "gpipe" else min((v + 1) * p, ops + 1)
     slots = {"X": 1, "R": kept, "Q": kept, "D": kept if name == "gpipe" else 2}
     return executed, slots | ({"Z": min(p, ops + 1)} if split else {})
 

@@ -152,16 +152,22 @@ def stack(f: Callable, ws, depth: int, x, e) -> FBW:
     more arguments and return, for dw, `total` [n, …] with the gradients added in place where `on`: stacked, those of one
     microbatch would be as large as the total.
     """
-    one = layer(f, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), ws), x,
-                (jax.ShapeDtypeStruct((), jnp.int32), e))
+    return stacked(layer_of(f, ws, x, e), depth)
+
+
+def layer_of(f: Callable, ws, x, e) -> FBW:
+    """As `layer`, of one of those layers f(w, x, (number, e)) whose weights are stacked in ws [n, …]."""
+    w = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), ws)
+    return layer(f, w, x, (jax.ShapeDtypeStruct((), jnp.int32), e))
+
+
+def stacked(one: FBW, depth: int) -> FBW:
+    """As `stack`, from the F, B and W of one layer."""
     scan, order = jax.lax.scan, jnp.arange(depth)
 
     def at(w, e, i):
         weights, number = take(w[:2], w[2] + i)
         return weights, (number, e)
-
-    def added(total, i, dw, on):
-        return put(total, i, jax.tree.map(lambda t, d: t + jnp.where(on, d, 0), take(total, i), dw))
 
     def forward(w, x, e):
         def visit(x, i):
@@ -186,20 +192,44 @@ def stack(f: Callable, ws, depth: int, x, e) -> FBW:
             return (dx, added(total, w[2] + a[0], dw, on)), None
         return scan(visit, (dy, total), (order, r, q), reverse=True)[0]
 
-    stacked = lambda avals: [jax.ShapeDtypeStruct((depth, *a.shape), a.dtype) for a in avals]
-    return FBW(forward, backward_input, backward_weight, backward, one.aux, stacked(one.r), stacked(one.q), stacked(one.z))
+    of_all = lambda avals: [jax.ShapeDtypeStruct((depth, *a.shape), a.dtype) for a in avals]
+    return FBW(forward, backward_input, backward_weight, backward, one.aux, of_all(one.r), of_all(one.q), of_all(one.z))
 
 
-def take(tree, i):
-    """[n, …] -> […], entry i, which is never negative: what jnp adds for those stands in every loop and costs time."""
-    index = lambda a: jax.lax.dynamic_index_in_dim(a, i, 0, keepdims=False, allow_negative_indices=False)
-    return jax.tree.map(index, tree)
+def added(total, i, new, on):
+    """`total` [n, …] with `new` added to entry i where `on`.
+
+    In one kernel and in place, which XLA for GPUs makes of it only where both slices have the same index, an instruction and no
+    formula of either, and nothing is reshaped between them.
+    """
+    i = jax.lax.optimization_barrier(i)
+
+    def add(t, d):
+        at = _start(t, (i,))
+        old = jax.lax.dynamic_slice(t, at, (1, *t.shape[1:]), allow_negative_indices=False)
+        return jax.lax.dynamic_update_slice(t, old + jnp.where(on, d, 0)[None], at, allow_negative_indices=False)
+    return jax.tree.map(add, total, new)
 
 
-def put(tree, i, value):
-    """The tree [n, …] with entry i replaced by `value`, cast to its dtype."""
-    update = lambda a, new: jax.lax.dynamic_update_index_in_dim(a, new.astype(a.dtype), i, 0, allow_negative_indices=False)
+def take(tree, *at):
+    """[n, …] -> […], entry `at` of the leading dims. Never negative: what jnp adds for that stands in every loop and costs time."""
+    def entry(a):
+        sizes = (1,) * len(at) + a.shape[len(at):]
+        found = jax.lax.dynamic_slice(a, _start(a, at), sizes, allow_negative_indices=False)
+        return jax.lax.squeeze(found, range(len(at)))
+    return jax.tree.map(entry, tree)
+
+
+def put(tree, value, *at):
+    """The tree [n, …] with entry `at` of the leading dims replaced by `value`, cast to its dtype."""
+    def update(a, new):
+        new = jax.lax.expand_dims(new.astype(a.dtype), range(len(at)))
+        return jax.lax.dynamic_update_slice(a, new, _start(a, at), allow_negative_indices=False)
     return jax.tree.map(update, tree, value)
+
+
+def _start(a, at):
+    return *at, *(0 for _ in a.shape[len(at):])
 
 
 def wide(w):

@@ -29,7 +29,8 @@ def gradients(schedule: Schedule, model: ModelFunctions, mesh, once, ws, ends, b
 
 def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, stage, ws, ends, batch, extra):
     this, c, following = shard(schedule, model, True, stage, ws, ends, batch, extra)
-    fbw, num_stages, w = this.fbw, schedule.num_stages, this.chunk(0)     # the family has one chunk
+    fbw, num_stages = split.stacked(this.fbw, this.depth), schedule.num_stages
+    w = (*this.layers, 0)               # the family has one chunk
     wait = integers_after if in_order else lambda values, _: values
     zeros = lambda avals: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), avals)
     nothing = dict(y=zeros(this.x), dx=zeros(this.x), dy=zeros(this.x), R=zeros(fbw.r), Q=zeros(fbw.q), Z=zeros(fbw.z))
@@ -68,14 +69,14 @@ def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, stage, w
         tick = this.named(c["tick"])
         # Made in the tick before. The switch comes after it, and the other permute after the switch.
         dx = lax.ppermute(c["dx"], STAGE, [(i, (i - 1) % num_stages) for i in range(num_stages)])
-        c, tick = c | dict(D=put(c["D"], tick["dx_in"], dx)), wait(tick, dx)
+        c, tick = c | dict(D=put(c["D"], dx, tick["dx_in"])), wait(tick, dx)
         sums, new = _branch(tick["op"], [partial(op, c, tick) for op in (idle, forward, backward, weight)],
                             {name: c[name] for name in ("ws", "ends", "metric", "aux")})
         y = lax.ppermute(new["y"], STAGE, [(i, (i + 1) % num_stages) for i in range(num_stages)])
         # What an op does not make is written, too, into slots that nobody holds.
         return c | sums | dict(
-            X=put(c["X"], tick["y_in"], y), R=put(c["R"], tick["F_r"], new["R"]), Q=put(c["Q"], tick["F_q"], new["Q"]),
-            D=put(c["D"], tick["loss_d"], new["dy"]), Z=put(c["Z"], tick["B_z"], new["Z"]), dx=new["dx"],
+            X=put(c["X"], y, tick["y_in"]), R=put(c["R"], new["R"], tick["F_r"]), Q=put(c["Q"], new["Q"], tick["F_q"]),
+            D=put(c["D"], new["dy"], tick["loss_d"]), Z=put(c["Z"], new["Z"], tick["B_z"]), dx=new["dx"],
             tick=this.prepared(following)), None
 
     c, _ = lax.scan(one_tick, c | dict(dx=zeros(this.x)), following)
