@@ -109,7 +109,7 @@ class Schedule:
         return dict(zip(KINDS, ticks.sum(0).tolist())) | {"loss": int(self.shared["loss_on"].sum())}
 
     def phases(self) -> list[Phase]:
-        """The ticks in order, grouped into scans. Where all ticks with a loss are consecutive, they are a phase of their own.
+        """The ticks in order, grouped into scans. Where several ticks with a loss are consecutive, they are a phase of their own.
 
         Every scan is compiled for itself. A condition around W would save one, but XLA copies what goes through: on GPUs
         a stage's float32 gradients, twice a tick.
@@ -122,7 +122,7 @@ class Schedule:
         for start, stop in _equal_stretches(active):
             kinds = "".join(k for k, on in zip(KINDS, active[start]) if on)
             stretches = _equal_stretches(loss[start:stop])
-            if len(stretches) <= 3 and sum(loss[start + a] for a, _ in stretches) <= 1:
+            if loss[start:stop].sum() != 1 and len(stretches) <= 3 and sum(loss[start + a] for a, _ in stretches) <= 1:
                 found += [Phase(start + a, start + b, kinds, "always" if loss[start + a] else "never") for a, b in stretches]
             else:
                 found.append(Phase(start, stop, kinds, "sometimes"))
