@@ -72,7 +72,7 @@ def check_program(case: Compiled):
 def unordered(text: str) -> list[tuple[str, str]]:
     """Instructions that send by hand in the same way, one of them a loop or a branch, and do not wait for each other.
 
-    On CPUs what they send may pair up, once in a hundred runs: `integers_after`. A loop of one trip is no loop any more.
+    On CPUs what they send may pair up, once in a hundred runs: `ordered`. A loop of one trip is no loop any more.
     """
     module = hlo.parse(text)
     by_hand = {"collective-permute": "ppermute", "all-reduce": "psum|pmax"}
@@ -366,7 +366,7 @@ def five_axes():
 @pytest.mark.slow
 def test_forty_runs_of_a_ring_inside_a_pipeline_give_the_same_bits():
     """Permutes of one device that are under way together pair up on CPUs, once in a hundred runs, without the order
-    that `integers_after` makes."""
+    that `ordered` makes."""
     in_its_own_process("forty_runs()", 8)
 
 

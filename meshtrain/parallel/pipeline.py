@@ -141,7 +141,6 @@ def shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage,
     fbw = split.layer_of(model.layer, flat, x, jax.eval_shape(lambda: model.prepare(take(batch, 0), extra))
                          ) if differentiate else None
     columns = dict(schedule.columns) | {name: np.tile(a[:, None], num_stages) for name, a in schedule.shared.items()}
-    columns["dx_in"] = np.roll(columns["dx_in"], 1, axis=0)           # the slot of what arrives one tick late
     ticks = jnp.take(np.stack(list(columns.values()), axis=2), stage, axis=1)
     this = Shard(schedule, model, (flat, numbers), depth, ends, batch, extra, x, fbw, tuple(columns))
     buffer = lambda avals, *shape: jax.tree.map(lambda a: jnp.zeros((*shape, *a.shape), a.dtype), avals)
@@ -252,37 +251,39 @@ def _embed_grad(this: Shard, c, tick, dx):
 def _tick(this: Shard, phase: _Phase, wait: Callable, c, following):
     """One tick of a phase: (carry, None). following: the numbers of the next one."""
     tick, num_stages = this.named(c["tick"]), this.schedule.num_stages
-    if "dx" in c:                          # made in the tick before
-        dx = lax.ppermute(c["dx"], STAGE, [(i, (i - 1) % num_stages) for i in range(num_stages)])
-        c, tick = c | dict(D=put(c["D"], dx, tick["dx_in"])), wait(tick, dx)
+    send = lambda array, by: lax.ppermute(array, STAGE, [(i, (i + by) % num_stages) for i in range(num_stages)])
     if not this.fbw:
         y = lax.scan(lambda x, w: (this.model.layer(w[0], x, (w[1], tick["F_e"]))[0], None), _input(this, phase, c, tick),
                      this.layers)[0]
     else:
         c, y, dx = _layers(this, phase.kinds, wait, c, tick, _input(this, phase, c, tick) if "F" in phase.kinds else None)
-    if "F" in phase.kinds:                  # needed by the next stage in the next tick: it can overlap the loss
-        arrived = lax.ppermute(y, STAGE, [(i, (i + 1) % num_stages) for i in range(num_stages)])
-        c, tick, following = c | dict(X=put(c["X"], arrived, tick["y_in"])), wait(tick, arrived), wait(following, arrived)
-        if phase.loss != "never":
-            c = _loss(this, phase, c, tick, y)
-            tick, following = wait(tick, c["metric"]), wait(following, c["metric"])
+    # What the neighbours need in the next tick travels beside the loss, as far as there is one.
+    arrived = {}
+    if "F" in phase.kinds:
+        arrived["y"] = send(y, 1)
     if "B" in phase.kinds:
-        c, tick, following = c | dict(dx=dx), wait(tick, dx), wait(following, dx)
-        if phase.embed_grad != "never":
-            grads, shared = _sometimes(this, phase, "embed_grad", tick, lambda: _embed_grad(this, c, tick, dx),
-                                       lambda: (c["ends"], dx))
-            c, following = c | dict(ends=grads), wait(following, shared)
+        arrived["dx"] = send(wait(dx, arrived["y"]) if "F" in phase.kinds else dx, -1)
+    for array in arrived.values():
+        tick, following = wait(tick, array), wait(following, array)
+    if phase.loss != "never":
+        c = _loss(this, phase, c, tick, y)
+        tick, following = wait(tick, c["metric"]), wait(following, c["metric"])
+    if "B" in phase.kinds and phase.embed_grad != "never":
+        grads, shared = _sometimes(this, phase, "embed_grad", tick, lambda: _embed_grad(this, c, tick, dx), lambda: (c["ends"], dx))
+        c, following = c | dict(ends=grads), wait(following, shared)
+    # Behind the loss, which where it is masked writes into a slot of D that is free until here.
+    for name, buffer, slot in (("y", "X", "y_in"), ("dx", "D", "dx_in")):
+        if name in arrived:
+            c = c | {buffer: put(c[buffer], arrived[name], tick[slot])}
     return c | dict(tick=this.prepared(following)), None
 
 
 def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, differentiate: bool, stage, ws, ends, batch, extra):
     this, c, following = shard(schedule, model, differentiate, stage, ws, ends, batch, extra)
-    wait = integers_after if in_order else lambda values, _: values
+    wait = ordered if in_order else lambda values, _: values
     for phase in _phases(schedule):
         if not differentiate and "B" in phase.kinds:
             break
-        if "B" in phase.kinds and "dx" not in c:
-            c["dx"] = take(c["X"], 0)          # nobody reads it; but it is sent, and on CPUs not before the phase before ends
         c, _ = lax.scan(partial(_tick, this, phase, wait), c, following[phase.start:phase.stop])
     if not differentiate:
         return (c["metric"][None],)
@@ -321,15 +322,17 @@ def _share(x, here):
     return psum(jnp.where(here > 0, x, 0), STAGE)
 
 
-def integers_after(values, done):
-    """The values, a pytree, whose integers can be used only once the array `done` exists (`mesh.after`), for CPUs alone.
+def ordered(values, done):
+    """An array, or a tree whose integers can be used only once the array `done` exists (`mesh.after`), for CPUs alone.
 
     All permutes of one device share a rendezvous there, and XLA may start one while another is under way inside a loop
     that it does not depend on: they then pair with each other, which gives wrong numbers or a hang, once in a hundred
-    programs. Only one line of an array is read, and summed, because it may be split over an automatic axis. Of floats nothing
-    is sent as it is.
+    programs. Only one line of an array is read, and summed, because it may be split over an automatic axis. Of the floats in a
+    tree nothing is sent as it is.
     """
     line = done[0, :, 0].sum() if done.ndim == 3 else done
+    if isinstance(values, jax.Array):
+        return after(values, line)
     return jax.tree.map(lambda a: after(a, line) if jnp.issubdtype(a.dtype, jnp.integer) else a, values)
 
 

@@ -63,15 +63,14 @@ class Schedule:
       F_on F_mb F_chunk     does this stage forward in this tick, which microbatch, which chunk
       F_first               1: virtual stage 0. Its input is the embedding of F_mb, not X[F_x]
       F_x F_r F_q           reads X[F_x], writes R[F_r], Q[F_q]
-      loss_here loss_d      1: F was of the last virtual stage; the loss of its output comes at once and writes D[loss_d]
+      loss_here loss_d      1: F was of the last virtual stage; the loss of its output comes in this tick and writes D[loss_d]
       B_on B_mb B_chunk     as F
       B_first               1: virtual stage 0. Its result is the cotangent of the embedding of B_mb
       B_r B_q B_d B_z       reads R[B_r], Q[B_q], D[B_d], writes Z[B_z]
       W_on W_mb W_chunk W_q W_z   as F; reads Q[W_q], Z[W_z]
       y_out dx_out          1: what F (B) made in this tick is awaited by stage s+1 (s−1), both modulo P
       y_in dx_in            slots X[y_in], D[dx_in] that take what stage s−1 (s+1) made by F (B) in THIS tick. They are
-                            written after W of this tick and before F of the next: an executor may send dx at the start
-                            of the next tick, to overlap F, and then reads this column one tick late
+                            written after W of this tick and before F of the next
       y_in_on dx_in_on      1: that arrival is awaited; else it is noise from a ring permute, in a slot that nobody holds
       op                    switch family: 0 idle, 1 F, 2 B, 3 W
     shared {name: int32 [T]}, equal on all stages, for an embedding and a head that all stages work on together:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshtrain.parallel import split
-from meshtrain.parallel.pipeline import STAGE, ModelFunctions, integers_after, needs_order, over_stages, shard, unflattened
+from meshtrain.parallel.pipeline import STAGE, ModelFunctions, needs_order, ordered, over_stages, shard, unflattened
 from meshtrain.parallel.schedules import Schedule
 from meshtrain.parallel.split import put, take
 
@@ -31,7 +31,7 @@ def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, stage, w
     this, c, following = shard(schedule, model, True, stage, ws, ends, batch, extra)
     fbw, num_stages = split.stacked(this.fbw, this.depth), schedule.num_stages
     w = (*this.layers, 0)               # the family has one chunk
-    wait = integers_after if in_order else lambda values, _: values
+    wait = ordered if in_order else lambda values, _: values
     zeros = lambda avals: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), avals)
     nothing = dict(y=zeros(this.x), dx=zeros(this.x), dy=zeros(this.x), R=zeros(fbw.r), Q=zeros(fbw.q), Z=zeros(fbw.z))
     add = lambda total, new: jax.tree.map(jnp.add, total, new)
@@ -67,19 +67,18 @@ def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, stage, w
 
     def one_tick(c, following):
         tick = this.named(c["tick"])
-        # Made in the tick before. The switch comes after it, and the other permute after the switch.
-        dx = lax.ppermute(c["dx"], STAGE, [(i, (i - 1) % num_stages) for i in range(num_stages)])
-        c, tick = c | dict(D=put(c["D"], dx, tick["dx_in"])), wait(tick, dx)
         sums, new = _branch(tick["op"], [partial(op, c, tick) for op in (idle, forward, backward, weight)],
                             {name: c[name] for name in ("ws", "ends", "metric", "aux")})
         y = lax.ppermute(new["y"], STAGE, [(i, (i + 1) % num_stages) for i in range(num_stages)])
+        dx = lax.ppermute(wait(new["dx"], y), STAGE, [(i, (i - 1) % num_stages) for i in range(num_stages)])
+        following = wait(following, dx)
         # What an op does not make is written, too, into slots that nobody holds.
         return c | sums | dict(
             X=put(c["X"], y, tick["y_in"]), R=put(c["R"], new["R"], tick["F_r"]), Q=put(c["Q"], new["Q"], tick["F_q"]),
-            D=put(c["D"], new["dy"], tick["loss_d"]), Z=put(c["Z"], new["Z"], tick["B_z"]), dx=new["dx"],
+            D=put(put(c["D"], new["dy"], tick["loss_d"]), dx, tick["dx_in"]), Z=put(c["Z"], new["Z"], tick["B_z"]),
             tick=this.prepared(following)), None
 
-    c, _ = lax.scan(one_tick, c | dict(dx=zeros(this.x)), following)
+    c, _ = lax.scan(one_tick, c, following)
     # Once a step, in float32: the first stage's gradients and the last one's, whole embedding and head.
     metric, d_ends = lax.psum((c["metric"], c["ends"]), STAGE)
     d_ends, aux = jax.tree.map(lambda a: a[None], (d_ends, c["aux"]))
