@@ -114,8 +114,8 @@ def test_makespans_are_those_of_independent_simulations(make, name, v, makespans
 def test_ops_of_the_phase_family_flow_one_stage_a_tick():
     schedule = schedules.make("interleaved_zero_bubble", 2, 4, 2)
     assert [entry.split()[2:] for entry in chart.text(schedule).splitlines()] == [
-        "F0a F1a F0b F1b · F2a B0b W0b F3a B1b W1b F2b B0a W0a F3b B1a W1a · B2b W2b B3b W3b B2a W2a B3a W3a".split(),
-        "· F0a F1a F0b B0b F1b B1b W0b F2a B0a W1b F3a B1a W0a F2b B2b W1a F3b B3b W2b B2a W3b B3a W2a · W3a".split()]
+        "F0a F1a F0b F1b F2a · F3a B0b W0b F2b B1b W1b F3b B0a W0a · B1a W1a B2b W2b B3b W3b B2a W2a B3a W3a".split(),
+        "· F0a F1a F0b F1b B0b F2a B1b W0b F3a B0a W1b F2b B1a W0a F3b B2b W1a B3b W2b B2a W3b B3a W2a · W3a".split()]
 
 
 @pytest.mark.parametrize("make, name, p, m, v, s, order", [
@@ -358,9 +358,9 @@ def test_inspect_draws_the_schedule_and_prints_it(pipeline, tmp_path):
     code, out, err = call(*pipeline, "--pipeline.schedule", "1f1b")
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert lines[0].startswith("1f1b: 4 stages, 8 microbatches · bubble 2") and "activations of 7 microbatches" in lines[0]
-    assert lines[2] == "stage 0 F0 F1 F2 F3 ·  F4 ·  F5 ·  F6 B0 F7 B1 ·  B2 ·  B3 ·  B4 B5 B6 B7"
-    assert lines[5] == "stage 3 ·  ·  ·  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7 ·  ·  ·"
+    assert lines[0].startswith("1f1b: 4 stages, 8 microbatches · bubble 2") and "activations of 8 microbatches" in lines[0]
+    assert lines[2] == "stage 0 F0 F1 F2 F3 F4 ·  F5 ·  F6 ·  F7 B0 ·  B1 ·  B2 ·  B3 B4 B5 B6 B7"
+    assert lines[5] == "stage 3 ·  ·  ·  F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 B7 ·  ·  ·"
     assert lines[6] == "drawn: mine-schedule.svg and mine-schedule.png"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine-schedule.png", "mine-schedule.svg"]
     assert (tmp_path / "mine-schedule.png").read_bytes().startswith(b"\x89PNG")

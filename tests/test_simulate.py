@@ -39,14 +39,13 @@ def test_a_switch_tick_waits_for_both_neighbours_and_no_further():
     assert outcome.begin_s[2, :, F].tolist() == [11, 11, 11, 11]
 
 
-def test_a_phase_table_hides_links_behind_the_next_op_and_pays_them_where_there_is_none():
+def test_a_phase_table_pays_both_links_in_every_tick_but_for_what_the_loss_hides():
     base, p, link_s = simulate.simulate(schedules.make("1f1b", 4, 8), UNEQUAL).makespan_s, 4, 0.5
     slow = dataclasses.replace(UNEQUAL, link_s=link_s)
-    # y beside B, dx beside the next F; p−1 ticks have F alone and p−1 have B alone.
-    assert simulate.simulate(schedules.make("1f1b", p, 8), slow).makespan_s == pytest.approx(base + 2 * (p - 1) * link_s)
-    longer = dataclasses.replace(UNEQUAL, link_s=1.5)          # longer than F: from the second B on, B waits 0.5
-    makespan_s = simulate.simulate(schedules.make("1f1b", p, 8), longer).makespan_s
-    assert makespan_s == pytest.approx(base + 2 * (p - 1) * 1.5 + 7 * 0.5)
+    # Ten ticks in which some stage sends y on, and ten with a dx: the last F goes to no stage, nor does the last B.
+    assert simulate.simulate(schedules.make("1f1b", p, 8), slow).makespan_s == pytest.approx(base + 2 * 10 * link_s)
+    losing = dataclasses.replace(slow, loss_s=0.75)            # eight ticks: the first sends y alone, six both, the last dx alone
+    assert simulate.simulate(schedules.make("1f1b", p, 8), losing).makespan_s == pytest.approx(base + 2 * 10 * link_s + 2 * 0.25)
     # Without other work a microbatch crosses p−1 links each way.
     one = simulate.simulate(schedules.megatron("1f1b", p, 1), slow)
     assert one.makespan_s == pytest.approx(p * UNEQUAL.ideal_s + 2 * (p - 1) * link_s)
@@ -89,8 +88,8 @@ def test_slot_bytes_are_those_of_the_arrays_that_a_split_keeps():
     split = SimpleNamespace(r=shapes(((2, 8), np.float32)), q=shapes(((4,), np.float32), ((6,), np.float16)), z=[])
     of = SlotBytes.of(split, np.zeros((3, 4), np.float16), chunks=2, ways=2)
     assert of == SlotBytes(boundary=12, for_b=2 * 32, for_w=2 * 14, b_to_w=0)
-    # Four stages, 1F1B of two chunks: 11 slots of a chunk each, one X and two D.
-    assert of.peak(schedules.make("interleaved", 4, 8, 2)) == 3 * 12 + 11 * (32 + 14)
+    # Four stages, 1F1B of two chunks: 12 slots of a chunk each, one X and two D.
+    assert of.peak(schedules.make("interleaved", 4, 8, 2)) == 3 * 12 + 12 * (32 + 14)
 
 
 def test_auto_takes_the_cheapest_table_that_fits_and_says_why():

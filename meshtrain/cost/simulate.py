@@ -86,24 +86,17 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Outcome:
 
 
 def _phase(schedule: Schedule, op_s, costs: Costs):
-    """All stages do the same, so one clock serves all. dx travels beside the next tick's F, y beside loss, B and W."""
+    """All stages do the same, so one clock serves all. y and then dx travel at the end of a tick, beside the loss."""
     used = (schedule.ops[..., 0] >= 0).any(1)
     begin, end = np.zeros((2, schedule.num_ticks, schedule.num_stages, 3))
+    sends = sum(schedule.columns[name].any(1) * costs.link_s for name in ("y_out", "dx_out"))
     now = 0.0
-    dx_travels = False
     for t in range(schedule.num_ticks):
-        dx_here, y_here = now + costs.link_s * dx_travels, now
         for kind in np.flatnonzero(used[t]):
-            if kind == B:
-                now = max(now, dx_here)
             begin[t, :, kind] = now
             now += op_s[kind]
             end[t, :, kind] = now
-            if kind == F:
-                y_here = now + costs.link_s * bool(schedule.columns["y_out"][t].any())
-                now += costs.loss_s * bool(schedule.shared["loss_on"][t])
-        now = max(now, y_here)
-        dx_travels = bool(schedule.columns["dx_out"][t].any())
+        now += max(sends[t], costs.loss_s * bool(schedule.shared["loss_on"][t]))
     return begin, end, float(now)
 
 
