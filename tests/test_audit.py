@@ -313,8 +313,11 @@ def test_collective_in_a_branch_is_marked():
 }}
 """
     text = module("%k = s32[] constant(0)\n%c = f32[64] conditional(%k, %x, %x), branch_computations={%yes, %no}", extra)
-    assert only(text, MESH).in_branch
+    assert only(text, MESH).in_branch and only(text, MESH).count == 1
     assert audit.read(text, MESH).branch_permutes == ()
+    seldom = text.replace("branch_computations={%yes, %no}",
+                          'branch_computations={%yes, %no}, metadata={op_name="jit(step)/while/body/taken_1_of_4/cond"}')
+    assert only(seldom, MESH).count == 0, "once in four executions, and here there is one"
 
 
 def test_permute_in_a_branch_is_named_and_one_outside_is_not():

@@ -18,7 +18,7 @@ import sampling
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import assembly, config
-from meshtrain.cost import audit, compile
+from meshtrain.cost import audit, compile, hlo
 from meshtrain.kernels import pallas
 from meshtrain.layout.mesh import MeshSpec, psum
 from meshtrain.parallel import pipeline, schedules
@@ -55,8 +55,10 @@ class Step(NamedTuple):
         return L // (self.schedule.num_stages * self.schedule.num_chunks)
 
     def ticks(self, what: str) -> int:
-        """How often the ends of the model work: "embed", "loss" or "embed_grad", conditions counted as if they held."""
-        return sum(run.stop - run.start for run in pipeline._phases(self.schedule) if getattr(run, what) != "never")
+        """How often the ends of the model work: "embed", "loss" or "embed_grad"; where no condition asks, in every tick, masked."""
+        on = self.schedule.shared[f"{what}_on"]
+        often = {"never": lambda ticks: 0, "sometimes": lambda ticks: int(on[ticks].sum()), "always": lambda ticks: len(on[ticks])}
+        return sum(often[getattr(run, what)](slice(run.start, run.stop)) for run in pipeline._phases(self.schedule))
 
 
 @functools.cache
@@ -171,6 +173,19 @@ def test_nothing_crosses_the_batch_inside_the_loop(case):
     batch = {axis for axis in ("data", "fsdp", "context") if step.made.mesh_spec.sizes[axis] > 1}
     over = [c for c in step.program.collectives if batch & set(c.axes)]
     assert over and not [c for c in over if c.trips > 1 and (c.kind, c.axes) != ("collective-permute", ("context",))]
+
+
+@every_case
+def test_slots_are_written_and_read_in_place_and_layers_share_one_loop(case):
+    """A copy of what all microbatches under way have saved, once a layer, would take longer than the layer. F and B of a tick
+    stand in one loop over layers: as many loops hold attention's kernels as there are phases."""
+    step = gpu_step(*case)
+    module, schedule = hlo.parse(step.text), step.schedule
+    saved = {(schedule.slots[name], step.depth) for name in ("R", "Q", "Z") if name in schedule.slots}
+    copies, _ = hlo.walk(module, lambda ins: ins.op.startswith("copy") and hlo.shapes(ins.type_text)[0][1][:2] in saved)
+    assert not [visit.instruction.name for visit in copies if visit.trips > 1]
+    kernels, _ = hlo.walk(module, lambda ins: ins.op == "custom-call" and pallas.NAME in ins.attrs)
+    assert len({visit.computation for visit in kernels}) == len([p for p in schedule.phases() if set(p.kinds) & {"F", "B"}])
 
 
 @every_case

@@ -368,6 +368,13 @@ def test_a_conditional_counts_its_costliest_branch():
     assert lined(program(entry, one, two)).step_s == pytest.approx(ADD_S + 12 * MB / HBM)
 
 
+def test_a_conditional_in_a_loop_counts_as_often_as_its_scope_says():
+    taken = """%yes = pred[] constant(true)
+      %k = f32[1024,1024]{1,0} conditional(%yes, %w, %w), branch_computations={%add_body, %add_body}, metadata={op_name="S"}"""
+    said, unsaid = (lined(loop(6, taken.replace("S", scope), ADD)) for scope in ("taken_2_of_6/cond", "cond"))
+    assert [said.kernels[0].runs, unsaid.kernels[0].runs] == [2, 6] and unsaid.step_s == pytest.approx(3 * said.step_s)
+
+
 # ---- assumptions -----------------------------------------------------------------------------------------------------
 
 

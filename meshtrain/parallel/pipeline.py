@@ -183,6 +183,7 @@ def _layers(this: Shard, kinds: str, wait: Callable, c, tick, x):
     """
     fbw, kinds = this.fbw, set(kinds)
     w_e = this.prepare(tick["W_mb"]) if "W" in kinds else None
+    reads = [(buffer, slot) for buffer, slot in (("R", "B_r"), ("Q", "B_q"), ("Q", "W_q"), ("Z", "W_z")) if slot[0] in kinds]
 
     def visit(carry, i):
         c, x, dx = carry
@@ -191,22 +192,24 @@ def _layers(this: Shard, kinds: str, wait: Callable, c, tick, x):
             w, number = this.layer(tick["F_chunk"], i)
             x, aux, (r, q) = fbw.forward(w, x, (number, tick["F_e"]))
             back = wait(back, x)
+        saved = {slot: take(c[buffer], tick[slot], back) for buffer, slot in reads}
+        if reads:          # XLA copies a buffer in which it might be written before it is read
+            buffers, saved = lax.optimization_barrier(({name: c[name] for name in "RQZ" if name in c}, saved))
+            c = c | buffers
         if "B" in kinds:
             w, number = this.layer(tick["B_chunk"], back)
-            saved = take(c["R"], tick["B_r"], back), take(c["Q"], tick["B_q"], back)
-            if "F" in kinds:
-                R, Q, saved = lax.optimization_barrier((c["R"], c["Q"], saved))
-                c = c | dict(R=R, Q=Q)
+            args = w, (number, tick["B_e"]), saved["B_r"], saved["B_q"], dx
             if this.schedule.split:
-                dx, z = fbw.backward_input(w, (number, tick["B_e"]), *saved, dx)
+                dx, z = fbw.backward_input(*args)
                 c = c | dict(Z=put(c["Z"], z, tick["B_z"], back))
             else:
-                dx, dw = fbw.backward(w, (number, tick["B_e"]), *saved, dx)
+                dx, dw = fbw.backward(*args)
                 c = c | dict(ws=added(c["ws"], tick["B_chunk"] * this.depth + back, dw, tick["B_on"] > 0))
         if "W" in kinds:
             w, number = this.layer(tick["W_chunk"], back)
-            saved = take(c["Q"], tick["W_q"], back), take(c["Z"], tick["W_z"], back)
-            dw = fbw.backward_weight(w, (number, w_e), *saved)
+            # The first stage's W takes what B has made in this tick; there is no W in a tick without a B.
+            z = jax.tree.map(lambda new, old: jnp.where(tick["W_z"] == tick["B_z"], new, old), z, saved["W_z"])
+            dw = fbw.backward_weight(w, (number, w_e), saved["W_q"], z)
             c = c | dict(ws=added(c["ws"], tick["W_chunk"] * this.depth + back, dw, tick["W_on"] > 0))
         if "F" in kinds:
             c = c | dict(R=put(c["R"], r, tick["F_r"], i), Q=put(c["Q"], q, tick["F_q"], i), aux=_add(c["aux"], aux, tick["F_on"] > 0))
