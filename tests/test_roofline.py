@@ -359,7 +359,7 @@ def test_a_loop_of_unknown_length_is_counted_once_and_named():
     assert lost.kernels[0].runs == 1 and [name.split()[0] for name in lost.unknown_loops] == ["l"]
 
 
-def test_a_conditional_counts_its_costliest_branch():
+def test_a_conditional_counts_its_costliest_branch_as_often_as_its_scope_says():
     one = ADD.replace("add_body", "one")
     two = one.replace("%one", "%two").replace("ROOT %sum", "%sum").replace(
         "add(%a, %b)\n", "add(%a, %b)\n  ROOT %twice = f32[1024,1024]{1,0} add(%sum, %sum)\n")
@@ -367,8 +367,6 @@ def test_a_conditional_counts_its_costliest_branch():
       ROOT %r = f32[1024,1024]{1,0} conditional(%yes, %x, %y), true_computation=%one, false_computation=%two"""
     assert lined(program(entry, one, two)).step_s == pytest.approx(ADD_S + 12 * MB / HBM)
 
-
-def test_a_conditional_in_a_loop_counts_as_often_as_its_scope_says():
     taken = """%yes = pred[] constant(true)
       %k = f32[1024,1024]{1,0} conditional(%yes, %w, %w), branch_computations={%add_body, %add_body}, metadata={op_name="S"}"""
     said, unsaid = (lined(loop(6, taken.replace("S", scope), ADD)) for scope in ("taken_2_of_6/cond", "cond"))

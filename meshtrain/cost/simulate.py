@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from meshtrain.parallel import schedules
-from meshtrain.parallel.schedules import B, F, Schedule
+from meshtrain.parallel.schedules import F, Schedule
 
 # In the order in which equal ones are preferred. zb_h1 is experimental: only on request.
 AUTOMATIC = ("1f1b", "zero_bubble", "interleaved", "interleaved_zero_bubble", "gpipe")
