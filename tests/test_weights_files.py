@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import call, refused
-from hypothesis import given, settings, strategies
+from hypothesis import given, strategies
+from hypothesis import settings as examples
 
 from meshtrain import convert
-from meshtrain.weights import families, folder, forms, safetensors
+from meshtrain.config import Model
+from meshtrain.weights import families, folder, forms, safetensors, settings
 
 GOLDENS = Path(__file__).resolve().parent / "goldens"
 WHOLE = GOLDENS / "llama2"
@@ -84,6 +86,38 @@ CONFIGS = {
     "a rope without its factor": ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "factor=null"),
     "infinity": ({"rms_norm_eps": float("inf")}, "rms_norm_eps"),
 }
+
+
+# As the hub has them, but for the keys that KEYS of Llama would repeat: what their writers and trainers left in them.
+LEFT = {"_name_or_path": "x", "architectures": ["X"], "torch_dtype": "bfloat16", "transformers_version": "4.40.1", "use_cache": True,
+        "bos_token_id": 1, "eos_token_id": [2, 3], "initializer_range": 0.02, "max_position_embeddings": 4096, "attention_dropout": 0.0}
+SIZES = {"vocab_size": 32064, "hidden_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+         "intermediate_size": 8192, "rope_theta": 10000, "hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+PUBLISHED = {
+    "Llama 2": ({"model_type": "llama", "pretraining_tp": 2, "rope_scaling": None, "rms_norm_eps": 1e-06}, {"norm_eps": 1e-6, "head_dim": 96}),
+    "SmolLM 2": ({"model_type": "llama", "is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}}, {}),
+    "Qwen 2.5": ({"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28, "use_mrope": False,
+                  "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
+                 {"rope_scaling": "yarn", "rope_high_freq_factor": 32.0, "window": 0, "attention_bias": True, "attention_out_bias": False}),
+    "Mistral 7B v0.1": ({"model_type": "mistral", "sliding_window": 4096}, {"window": 4096}),
+    "Mistral 7B, said by its class": ({"model_type": "mistral", "num_key_value_heads": 8}, {"window": 4096}),
+    "Mistral 7B v0.3": ({"model_type": "mistral", "sliding_window": None}, {"window": 0}),
+    "Phi-3 mini": ({"model_type": "phi3", "attention_bias": False, "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+                    "embd_pdrop": 0.0, "original_max_position_embeddings": 4096, "sliding_window": 2047, "rope_scaling": None},
+                   {"window": 2047}),
+    "Gemma 7B": ({"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None, "head_dim": 256, "rope_scaling": None},
+                 {"head_dim": 256, "activation": "geglu", "norm_offset": 1.0}),
+    "OLMo 2": ({"model_type": "olmo2", "attention_bias": False, "rope_scaling": None}, {"norm_placement": "after", "qk_norm_over": "heads"}),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configs_as_they_are_published_are_read(name):
+    theirs, expected = PUBLISHED[name]
+    config = LEFT | SIZES | theirs
+    model = Model(**settings.model_keys(config, settings.family_of(config)))
+    assert {key: getattr(model, key) for key in expected} == expected
+    assert (model.embed_dim, model.num_layers, model.num_kv_heads, model.rope_theta) == (3072, 32, 8, 10000.0)
 
 
 @pytest.fixture
@@ -168,7 +202,7 @@ def test_every_fault_of_a_folder_stands_in_one_message(bad):
     refused(call(convert.main, bad), "hidden_act", "has 0 bytes")       # of the two files as well
 
 
-@settings(max_examples=150)
+@examples(max_examples=150)
 @given(strategies.one_of(
     strategies.binary(max_size=64),
     strategies.recursive(strategies.none() | strategies.booleans() | strategies.integers(-2**70, 2**70) | strategies.text(max_size=4),

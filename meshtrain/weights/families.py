@@ -109,7 +109,7 @@ LLAMA = Family(
     "llama", "LlamaForCausalLM", "model.", LLAMA_TENSORS,
     KEYS | {"mlp_bias": ("mlp_bias",), "attention_bias": ("attention_bias", "attention_out_bias")},
     DEFAULTS | {"mlp_bias": False, "attention_bias": False},
-    {key: value for key, value in FIXED.items() if not key.endswith("_bias")}, ONLY | {"pretraining_tp": (1,)})
+    {key: value for key, value in FIXED.items() if not key.endswith("_bias")}, ONLY)
 WINDOW = {"sliding_window": ("window",)}
 EVERYWHERE = {key: value for key, value in FIXED.items() if key != "window"}
 MISTRAL = Family(
@@ -168,5 +168,6 @@ HARMLESS = frozenset("""
     reorder_and_upcast_attn attn_implementation max_length min_length do_sample temperature top_k top_p typical_p num_beams
     num_beam_groups diversity_penalty early_stopping repetition_penalty length_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size num_return_sequences bad_words_ids remove_invalid_values exponential_decay_length_penalty
-    tokenizer_class prefix name_or_path use_bfloat16 tf_legacy_loss pruned_heads unsloth_version unsloth_fixed
+    tokenizer_class prefix name_or_path use_bfloat16 tf_legacy_loss pruned_heads unsloth_version unsloth_fixed pretraining_tp
+    is_llama_config max_sequence_length is_decoder use_flash_attn transformers.js_config
 """.split())

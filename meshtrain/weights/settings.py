@@ -146,8 +146,9 @@ def _rope(config: Mapping, family: Family) -> tuple[dict, list[str]]:
         return {}, [*faults, f"{CONFIG}: rope_type={_shown(kind)} cannot be computed; only {' or '.join(family.ropes)} can"]
     keys = {"rope_theta": float(theta)} if not faults else {}
     keys |= {"rope_scaling": kind} if kind in SCALED else {}
-    if given.get("partial_rotary_factor") == 1.0:
-        del given["partial_rotary_factor"]
+    for key, harmless in (("partial_rotary_factor", 1.0), ("truncate", True)):
+        if given.get(key) == harmless:
+            del given[key]
     for theirs, (ours, absent) in SCALED.get(kind, {}).items():
         value = given.pop(theirs, absent)
         if not _is_number(value) or (ours in WHOLE and type(value) is not int):
