@@ -20,9 +20,10 @@ def model_flops_per_token(table: Iterable, cfg, seq_len: int) -> float:
 
 def executed(placed: Placed, options: Options, practice: Practice = Practice()) -> float:
     """FLOPs of one device's matmuls in a step, attention's apart: forward, twice as much backward, and what remat does again."""
-    tokens, forward = placed.tokens(options), sum(product.k * product.n for product in placed.products)
-    layers = placed.layers(options, practice) * (3 * forward + again(placed, options, practice))
-    return 2 * options.microbatches * tokens * (layers + 3 * placed.head.k * placed.head.n)
+    layer, (_, loss, _) = sum(product.k * product.n for product in placed.products), placed.ends(options, practice)
+    forward, backward, weights = placed.visits(options, practice)
+    layers = (forward + backward + weights) * layer + backward * again(placed, options, practice)
+    return 2 * placed.tokens(options) * (layers + 3 * loss * placed.head.k * placed.head.n)
 
 
 def again(placed: Placed, options: Options, practice: Practice = Practice()) -> float:

@@ -15,6 +15,7 @@ from meshtrain.layout.mesh import MeshSpec
 from meshtrain.layout.rules import Layout
 from meshtrain.model import layers
 from meshtrain.names import AXES, LAYERS, MATMUL_ROLES
+from meshtrain.parallel import schedules
 
 Axes = tuple[str, ...]
 
@@ -78,8 +79,8 @@ class Placed:
 
     products, head: of one layer, and of the head. For each microbatch, of one layer or of embedding and head (ends): gathered
     weights, scattered and summed gradients; looked_up: tables that are looked up by columns. Once a step: once_scattered and
-    once_summed gradients, regathered new weights. stored, grads, ends_grads: parameters that a device keeps; turned: of the
-    stored the layers' that are gathered along their last dim. used: of its stage and the ends, as they are multiplied; cast:
+    once_summed gradients, regathered new weights. stored, grads, ends_grads: parameters that a device keeps; layers_stored: of
+    them the layers', layers_read: as [params] has them; turned: of the stored those that are gathered along their last dim. used: of its stage and the ends, as they are multiplied; cast:
     of those, what the microbatches read from a copy in the compute dtype; moved: from one in another place. layer_used,
     largest: of one layer, and of its largest matrix.
     """
@@ -102,6 +103,8 @@ class Placed:
     once_summed: Mapping[Axes, float]
     regathered: Mapping[Axes, float]
     stored: float
+    layers_stored: float
+    layers_read: float
     grads: float
     ends_grads: float
     turned: float
@@ -141,6 +144,30 @@ class Placed:
             return -(-self.cfg.num_layers // (self.layout.sizes["stage"] * options.chunks)) * options.chunks
         return (self.cfg.num_layers + 2 * practice.short_ends) / self.layout.sizes["stage"]
 
+    def visits(self, options: Options, practice: Practice) -> tuple[float, float, float]:
+        """How often a step works through a layer: forward, backward for its input, for its weights. In our pipelines stages that
+        have nothing to do work masked: with the schedule also those visits count."""
+        layers = self.layers(options, practice)
+        if not self.masked(options, practice):
+            return (options.microbatches * layers,) * 3
+        executed, depth = self._executed(options), layers / options.chunks
+        return depth * executed["F"], depth * executed["B"], depth * (executed["W"] or executed["B"])
+
+    def ends(self, options: Options, practice: Practice) -> tuple[int, int, int]:
+        """How often a step looks up the embedding, makes the loss with its gradient, and the embedding's gradient."""
+        m = options.microbatches
+        if not self.masked(options, practice) or options.chunks > 2:        # conditioned where few ticks need them
+            return m, m, m
+        executed = self._executed(options)
+        return executed["F"], m, executed["W"] or executed["B"]     # with W apart, ticks before the first stage's B are a phase
+
+    def masked(self, options: Options, practice: Practice) -> bool:
+        """Whether all stages work in every tick of a schedule."""
+        return practice.shared_head and self.layout.sizes["stage"] > 1 and options.schedule != ""
+
+    def _executed(self, options: Options) -> dict[str, int]:
+        return schedules.counts(options.schedule, self.layout.sizes["stage"], options.microbatches, options.chunks)[0]
+
     def ways(self, axis: str) -> int:
         """How many devices split an activation's dim."""
         return self.layout.ways(self.layout.mesh_axes("activations", axis))
@@ -161,7 +188,7 @@ class Placed:
 
 TRAVEL = ("gathered", "scattered", "summed", "ends_gathered", "ends_scattered", "ends_summed", "looked_up", "once_scattered",
           "once_summed", "regathered")
-HELD = ("stored", "grads", "ends_grads", "turned", "used", "cast", "moved", "layer_used", "largest")
+HELD = ("stored", "layers_stored", "layers_read", "grads", "ends_grads", "turned", "used", "cast", "moved", "layer_used", "largest")
 
 
 def place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice = Practice()) -> Placed:
@@ -211,6 +238,8 @@ def _hold(held, info, cfg, layout: Layout, lies, whole: float, depth: int) -> No
     held["cast"] += (elsewhere or info.role in MATMUL_ROLES and str(info.dtype) != cfg.compute_dtype) and whole
     held["ends_grads"] += not depth and info.size / layout.ways(lies["grads"])
     if depth:
+        held["layers_read"] += info.size / layout.ways(lies["params"])
+        held["layers_stored"] += info.size / layout.ways(lies["optimizer"])
         held["layer_used"] += whole / depth
         held["largest"] = max(held["largest"], whole / depth)
         if info.role == "matrix" and info.axes[-1] == "embed":

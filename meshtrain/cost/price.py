@@ -85,7 +85,8 @@ class _Links:
         self.domain = next(n for n in range(min(num_gpus, most), 0, -1) if num_gpus % n == 0)
 
     def one_s(self, sent: traffic.Sent) -> float:
-        of = group(self.sizes, self.placement, sent.axes, self.domain)
+        axes = tuple(axis.partition(":")[0] for axis in sent.axes)      # a part of an axis counts as all of it
+        of = group(self.sizes, self.placement, axes, self.domain)
         return self.rates.collective_s(sent.kind, sent.array_bytes, of)
 
 
@@ -125,7 +126,7 @@ def stage_costs(placed: Placed, rated: Rates, options: Options, practice: Practi
     """One microbatch through one whole stage, as `simulate` takes it to choose a schedule."""
     work, layers = _Work(placed, rated, options, practice), placed.layers(options, practice)
     waits, links = _Waits(placed, rated, options, practice, work, layers), _Links(rated, placed.mesh)
-    link_s = sum(links.one_s(sent) for sent in waits.sent if sent.waits == "stage")
+    link_s = sum(links.one_s(sent) for sent in waits.sent if sent.waits == "stage" and sent.kind == "collective-permute")
     costs = _stage(work, layers, waits.layer_s / (options.microbatches * layers))
     return dataclasses.replace(costs, loss_s=sum(work.head.values()), link_s=link_s)
 
@@ -148,17 +149,20 @@ class _Waits:
         for sent in self.sent:
             one_s = links.one_s(sent)
             self.links_s["+".join(sent.axes)] += sent.runs * one_s
-            together[sent.waits, sent.beside, sent.layer] += (2 * (p - 1) if sent.waits == "stage" else sent.runs) * one_s
+            between = sent.waits == "stage" and sent.kind == "collective-permute"       # hidden but for those of the bubble
+            together[sent.waits, sent.beside, sent.layer] += (2 * (p - 1) if between else sent.runs) * one_s
             if sent.layer and sent.waits == "fsdp" and sent.beside == traffic.BACKWARD:
                 self.exposed["fsdp"] += m * one_s       # the first layer's gather and the last one's reduction: behind nothing
+        visits = placed.visits(options, practice)[0]
         compute = {"": 0.0, traffic.MICROBATCH: layers * (work.forward_s + work.backward_s)} | {
-            beside: m * layers * seconds for beside, seconds in work.beside.items()}
+            beside: visits * seconds for beside, seconds in work.beside.items()}
         hidden = {"tensor": assumed["overlap.user_buffers" if practice.user_buffers else "overlap.tensor"]}
         for (name, beside, layer), seconds in together.items():
             hide = assumed["overlap.data" if beside == traffic.MICROBATCH else "overlap.fsdp"]
             if not practice.overlaps and name != "context":
                 hide = 0.0
             exposed_s = (1 - hidden.get(name, 0.0)) * _beside(seconds, compute[beside], hide, assumed["link.contend"])
+            exposed_s *= m * layers / visits if layer else 1.0      # what masked visits wait for is the bubble's
             self.exposed[name] += exposed_s
             self.layer_s += exposed_s if layer else 0.0
         if options.remat == "offload":      # each layer's input to the host, and back for its backward

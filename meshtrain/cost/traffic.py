@@ -7,6 +7,7 @@ from the sizes of a microbatch.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
@@ -23,8 +24,8 @@ SCALES = 12                 # of a layer in float8, forward and backward: the la
 class Sent:
     """Collectives of one kind, `runs` of them in a step.
 
-    array_bytes: the whole array of an all-gather, reduce-scatter or all-reduce, what one GPU sends of others. dtype, kind: as
-    HLO spells them. waits: the name under which a step's exposed seconds are told. beside: the compute behind which it hides,
+    kind, dtype: as HLO spells them; axes: as `audit.Collective` has them. array_bytes: the whole array of an all-gather,
+    reduce-scatter or all-reduce, what one GPU sends of others. waits: the name under which a step's exposed seconds are told. beside: the compute behind which it hides,
     "" where the step waits for all of it. layer: whether it belongs to a layer of a microbatch; else to its ends or the step.
     """
     kind: str
@@ -38,9 +39,7 @@ class Sent:
 
     def ring_bytes(self, sizes: Mapping[str, int]) -> float:
         """What one GPU sends in a step, in a ring."""
-        n = 1
-        for axis in self.axes:
-            n *= sizes[axis]
+        n = math.prod(sizes.get(axis) or int(axis[axis.index(":") + 1:-1]) for axis in self.axes)
         share = 1 if self.kind == "collective-permute" else (n - 1) / n * (2 if self.kind == "all-reduce" else 1)
         return self.runs * self.array_bytes * share
 
@@ -48,7 +47,7 @@ class Sent:
 def of(placed: Placed, options: Options, practice: Practice = Practice()) -> list[Sent]:
     """Of a step on one device, in the words of `Sent`."""
     found = [*_tensor(placed, options, practice), *_weights(placed, options, practice),
-             *_context(placed, options, practice), *_stages(placed, options), *_once(placed, practice)]
+             *_context(placed, options, practice), *_stages(placed, options, practice), *_once(placed, practice)]
     return [sent for sent in found if sent.axes and sent.array_bytes and sent.runs]
 
 
@@ -120,7 +119,7 @@ def _tensor(placed: Placed, options: Options, practice: Practice) -> Iterator[Se
 
     A table whose rows are split sums what devices look up, and the head what they make of its cotangent.
     """
-    runs, m = options.microbatches * placed.layers(options, practice), options.microbatches
+    (forward, backward, _), (looked_up, loss, looked_up_back) = placed.visits(options, practice), placed.ends(options, practice)
     split = frozenset(placed.layout.mesh_axes("activations", "residual_seq"))
     stream = placed.tokens(options) * placed.cfg.embed_dim * placed.itemsize
     outward = [product for product in placed.products if product.row]
@@ -128,20 +127,20 @@ def _tensor(placed: Placed, options: Options, practice: Practice) -> Iterator[Se
     send = lambda kind, axes, times, layer: Sent(kind, axes, placed.dtype, stream, times, "tensor", "", layer)
     if placed.float8:
         axes = tuple(a for a in AXES if placed.layout.sizes[a] > 1)
-        yield Sent("all-reduce", axes, FLOAT32, 4, SCALES * runs, "scales")
+        yield Sent("all-reduce", axes, FLOAT32, 4, SCALES * forward, "scales")
     for product in outward:
         if set(product.row) <= split:
-            sent = send("all-gather", product.row, runs * (2 + gathers), True)
+            sent = send("all-gather", product.row, forward + backward * (1 + gathers), True)
             yield dataclasses.replace(sent, array_bytes=stream / placed.itemsize, dtype=E4M3) if placed.float8 else sent
-            yield send("reduce-scatter", product.row, runs * (2 + sums), True)
+            yield send("reduce-scatter", product.row, forward + backward * (1 + sums), True)
         else:
-            yield send("all-reduce", product.row, runs * (2 + sums), True)
+            yield send("all-reduce", product.row, forward + backward * (1 + sums), True)
     vocab = tuple(a for a in placed.layout.axes_in_use("vocab") if a != "stage")
     if vocab and set(vocab) <= split:       # rows looked up are scattered, their cotangent gathered; of the head the reverse
-        yield send("all-gather", vocab, 2 * m, False)
-        yield send("reduce-scatter", vocab, 2 * m, False)
+        yield send("all-gather", vocab, loss + looked_up_back, False)
+        yield send("reduce-scatter", vocab, looked_up + loss, False)
     elif vocab:
-        yield send("all-reduce", vocab, 2 * m, False)
+        yield send("all-reduce", vocab, looked_up + loss, False)
 
 
 def _again(remat: str, practice: Practice, pairs: int) -> tuple[float, float]:
@@ -154,30 +153,49 @@ def _again(remat: str, practice: Practice, pairs: int) -> tuple[float, float]:
 def _context(placed: Placed, options: Options, practice: Practice) -> Iterator[Sent]:
     """Where sequences are split. A ring hides behind attention, the others stand before it; remat repeats neither."""
     axes = tuple(placed.layout.mesh_axes("activations", "seq"))
-    c, runs, dtype = placed.layout.ways(axes), options.microbatches * placed.layers(options, practice), placed.dtype
+    c, (forward, backward, _), dtype = placed.layout.ways(axes), placed.visits(options, practice), placed.dtype
     if c == 1:
         return
     query, key = (placed.tokens(options) * width for width in placed.widths[:2])
     size = placed.itemsize
     send = lambda kind, elements, bytes_each, times, beside="": Sent(
-        kind, axes, FLOAT32 if bytes_each == 4 else dtype, elements * bytes_each, runs * times, "context", beside)
+        kind, axes, FLOAT32 if bytes_each == 4 else dtype, elements * bytes_each, times, "context", beside)
     if options.method == "ring":
-        yield send("collective-permute", 2 * key, size, c - 1, ATTENTION)
-        yield send("collective-permute", 2 * key, size, c - 1, ATTENTION_BACKWARD)
+        yield send("collective-permute", 2 * key, size, forward * (c - 1), ATTENTION)
+        yield send("collective-permute", 2 * key, size, backward * (c - 1), ATTENTION_BACKWARD)
         # The sums of dK and dV: float32 as long as a loop carries them, rounded before the hop behind it (`parallel.ring`).
-        in_float32 = c - 1 if c > 2 else 0
-        yield send("collective-permute", 2 * key, 4, in_float32, ATTENTION_BACKWARD)
-        yield send("collective-permute", 2 * key, size, c - in_float32, ATTENTION_BACKWARD)
+        in_float32 = c - 1 if c > 2 or placed.masked(options, practice) else 0
+        yield send("collective-permute", 2 * key, 4, backward * in_float32, ATTENTION_BACKWARD)
+        yield send("collective-permute", 2 * key, size, backward * (c - in_float32), ATTENTION_BACKWARD)
     elif options.method == "gather":        # keys and values whole, again in the backward, and their gradients back
-        yield send("all-gather", 2 * c * key, size, 2)
-        yield send("reduce-scatter", 2 * c * key, 4, 1)
+        yield send("all-gather", 2 * c * key, size, forward + backward)
+        yield send("reduce-scatter", 2 * c * key, 4, backward)
     else:                                   # q, k, v and o; in the backward as well, and do, dq, dk and dv
-        yield send("all-to-all", 2 * (query + key), size, 3)
+        yield send("all-to-all", 2 * (query + key), size, forward + 2 * backward)
 
 
-def _stages(placed: Placed, options: Options) -> Iterator[Sent]:
-    """The boundaries of stages, forward and backward."""
-    if placed.mesh.sizes["stage"] > 1:
-        boundary = placed.itemsize * placed.tokens(options) * placed.cfg.embed_dim / placed.stream_ways
-        runs = 2 * options.microbatches * options.chunks
-        yield Sent("collective-permute", ("stage",), placed.dtype, boundary, runs, "stage", "", False)
+def _stages(placed: Placed, options: Options, practice: Practice) -> Iterator[Sent]:
+    """The boundaries of stages, forward and backward. In our pipelines all stages get the last one's output and the cotangent of
+    the first one's input, and where they share the vocabulary add up what is looked up and what the head's cotangent makes.
+
+    A chunk of layers is stored beside those that follow it and worked on by another stage: once a step it travels there, split as
+    it is stored, and its gradient back.
+    """
+    p, chunks, size = placed.mesh.sizes["stage"], options.chunks, placed.itemsize
+    if p == 1:
+        return
+    boundary = size * placed.tokens(options) * placed.cfg.embed_dim / placed.stream_ways
+    send = lambda kind, runs: Sent(kind, ("stage",), placed.dtype, boundary, runs, "stage", "", False)
+    move = lambda kind, axis, dtype, sent_bytes: Sent(kind, (axis,), dtype, sent_bytes, 1, "once a step", MICROBATCH, False)
+    forward, backward, _ = (chunks * visits / placed.layers(options, practice) for visits in placed.visits(options, practice))
+    yield send("collective-permute", forward + backward)
+    if not placed.masked(options, practice):
+        return
+    looked_up, loss, looked_up_back = placed.ends(options, practice)
+    shared = "stage" in placed.layout.axes_in_use("vocab")
+    yield send("all-reduce", loss + looked_up_back + shared * (looked_up + loss))
+    travelling = ((placed.dtype, size * placed.layers_read), (FLOAT32, 4 * placed.layers_stored)) if chunks > 1 else ()
+    for dtype, sent_bytes in travelling:
+        yield move("all-to-all", "stage" if chunks % p == 0 else f"stage:{chunks}~", dtype, sent_bytes)
+        if chunks % p:
+            yield move("collective-permute", "stage", dtype, sent_bytes)
