@@ -68,19 +68,20 @@ def _mesh_words(mesh: dict) -> str:
 # ---- the mesh --------------------------------------------------------------------------------------------------------
 
 
-def mesh(mesh: dict) -> str:
-    order = ", ".join(axis for axis in mesh["placement"] if mesh["sizes"][axis] > 1)
+def mesh(told: dict) -> str:
+    """told: the mesh alone."""
+    order = ", ".join(axis for axis in told["placement"] if told["sizes"][axis] > 1)
     caption = ("Every column is a device, every row an axis, its number the place on it. Devices are dealt out by "
                f"mesh.placement, slowest link first: {order}. An axis whose numbers change within a host uses the links in it.")
-    if mesh["simulated"]:
+    if told["simulated"]:
         caption += " These devices are simulated on one machine; hosts of eight stand for what GPUs would have."
-    elif mesh["gpus_per_link_domain"] > mesh["gpus_per_host"]:
-        caption += (f" NVLink reaches {mesh['gpus_per_link_domain']} GPUs, "
-                    f"{mesh['gpus_per_link_domain'] // mesh['gpus_per_host']} hosts.")
+    elif told["gpus_per_link_domain"] > told["gpus_per_host"]:
+        caption += (f" NVLink reaches {told['gpus_per_link_domain']} GPUs, "
+                    f"{told['gpus_per_link_domain'] // told['gpus_per_host']} hosts.")
     columns = [Column("axis"), Column("size", "n"), Column("of it in a link domain", "n"), Column("its collectives go over")]
-    rows = [(axis, of_count(link["size"]), of_count(link["inside"]), over(mesh, axis))
-            for axis, link in mesh["links"].items()]
-    return skin.figure(pictures.mesh(mesh), caption if order else "") + skin.table(columns, rows, "axes")
+    rows = [(axis, of_count(link["size"]), of_count(link["inside"]), over(told, axis))
+            for axis, link in told["links"].items()]
+    return skin.figure(pictures.mesh(told), caption if order else "") + skin.table(columns, rows, "axes")
 
 
 def over(mesh: dict, axes: str) -> str:

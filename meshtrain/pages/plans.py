@@ -11,6 +11,7 @@ from meshtrain.units import many, seconds, size
 
 FITS, OTHERS, MISSES = (0, "plans that fit, best in the table"), (7, "other plans that fit"), (4, "plans that do not fit")
 STACKED = {"params": "weights", "grads": "gradients", "optimizer": "optimizer", "activations": "activations"}
+MICROBATCHES = "micro\N{SOFT HYPHEN}batches"     # the widest head over the narrowest numbers
 DRAWN = 10          # plans whose memory is drawn
 
 
@@ -86,7 +87,7 @@ def first(told: dict) -> str:
 def ranked(told: dict) -> str:
     plans = _fitting(told)
     columns = [Column("", "n"), Column("mesh", "some"), Column("rules", "some"), Column("schedule"),
-               Column("microbatches", "n"), Column("remat"), Column("memory", "n"),
+               Column(MICROBATCHES, "n"), Column("remat"), Column("memory", "n"),
                Column("step", "n"), Column("tokens/s a GPU", "n"), Column("MFU", "n"),
                Column("bubble", "n"), *_length_columns(plans)]
     held = lambda plan: Cell(size(plan["memory_bytes"]["total"]) + " *" * bool(plan["reason"]), plan["memory_bytes"]["total"])
@@ -150,8 +151,9 @@ def memory(told: dict) -> str:
 
 
 def misses(told: dict) -> str:
-    columns = [Column("mesh", "some"), Column("rules", "some"), Column("memory", "n"), Column("why")]
-    rows = [(_mesh(plan), _rules(plan), of_bytes(plan["memory_bytes"]["total"]), plan["reason"])
+    columns = [Column("mesh", "some"), Column("rules", "some"), Column("memory", "n"), Column("step", "n"), Column("why")]
+    rows = [(_mesh(plan), _rules(plan), of_bytes(plan["memory_bytes"]["total"]), of_seconds(plan["step_time_s"]),
+             plan["reason"])
             for plan in told["plans"] if not plan["fits"]]
     return skin.table(columns, rows, "near-misses")
 
@@ -172,7 +174,7 @@ def scaling(told: dict) -> str:
         return skin.paragraph("On none of them a layout fits.", "warn")
     speed = [plan["tokens_per_s_per_gpu"] / plans[0]["tokens_per_s_per_gpu"] for plan in plans]
     columns = [Column("GPUs", "n"), Column("mesh", "some"), Column("rules", "some"), Column("schedule"),
-               Column("microbatches", "n"), Column("remat"), Column("memory", "n"),
+               Column(MICROBATCHES, "n"), Column("remat"), Column("memory", "n"),
                Column("step", "n"), Column("tokens/s a GPU", "n"), Column("kept", "n"),
                Column("MFU", "n"), *_length_columns(plans)]
     rows = [(of_count(plan["gpus"]), _mesh(plan), _rules(plan), _schedule(plan), of_count(plan["microbatches"]), plan["remat"],
