@@ -13,7 +13,7 @@ from test_pages import Read, embedded, standing_alone
 
 from meshtrain import report, train
 from meshtrain.pages import measured as pages
-from meshtrain.run import history, measured, rundir
+from meshtrain.run import history, measured, metrics, rundir
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +78,13 @@ def test_a_killed_run_is_told_and_what_it_lost_is_kept_when_it_goes_on(run_dir):
     ran, told = call(report.main, run_dir), measured.of(run_dir)
     assert ran.code == 0 and "step 5 of 6" in ran.out and "ended without a word" in ran.out
     assert told["starts"][-1]["to_step"] == 5 and told["starts"][-1]["how"] == ""
-    with pytest.raises(RuntimeError), history.kept(run_dir, 4, {"on": "here", "prepared_s": 0.0}):
+    died = (run_dir / "metrics.jsonl").stat().st_mtime
+    with pytest.raises(RuntimeError), history.kept(run_dir, 4, {"on": "here", "prepared_s": 0.0}), \
+            metrics.MetricsWriter(run_dir / "metrics.jsonl") as writer:
+        writer.truncate_after(4)
         raise RuntimeError("the power went")
     told = measured.of(run_dir)
+    assert told["step"] == 4 and told["starts"][1]["ended"] == died
     assert [(one["from_step"], one["to_step"], one["steps_again"]) for one in told["starts"]] == [(0, 4, 0), (4, 5, 0), (4, None, 1)]
     assert "the power went" in told["state"] and told["time_s"]["steps taken again"] > 0
     standing_alone(pages.page(told))
