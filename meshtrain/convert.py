@@ -94,8 +94,7 @@ def _table(directory: Path) -> str:
     with config.user_errors():
         found = folder.open_folder(directory)
         shape = config.Model(**found.model)
-        parameters = transformer.build(shape).parameters()
-        folder.match(found, shape, [info.name for info in parameters])
+        folder.match(found, shape, transformer.build(shape).names())
     size = sum(entry.stop - entry.start for entry in found.entries.values())
     return (f"# {found.directory}: {found.family.architecture}, {len(found.entries)} tensors of {size / 1e9:.2f} GB\n"
             f"{config.shape_table(shape)}")
@@ -107,7 +106,8 @@ def _export(found: Sequence[jax.Device], run_dir: Path, out: Path, step: int, dt
     with config.user_errors():
         saved = checkpoints.metadata(step)
         shape = config.Model(**saved["run"]["model"])
-    infos = {info.name: info for info in transformer.build(shape).parameters()}
+    model = transformer.build(shape)
+    infos = {info.name: info for info in model.parameters()}
     mesh = Mesh(np.array(found), ("all",), axis_types=(AxisType.Auto,))
 
     def leaf(path: str) -> jax.Array:
@@ -118,7 +118,7 @@ def _export(found: Sequence[jax.Device], run_dir: Path, out: Path, step: int, dt
         return array
 
     with config.user_errors():
-        size = export.write(out, shape, leaf, list(infos), dtype=dtype, shard_bytes=shard_bytes, data=saved["run"]["data"],
+        size = export.write(out, model, leaf, dtype=dtype, shard_bytes=shard_bytes, data=saved["run"]["data"],
                             bos=saved["data"]["tokenizer"][1], source=export.kept(run_dir))
     return f"{out}: the weights of step {step} of {run_dir}, {size / 1e9:.2f} GB in {dtype}"
 

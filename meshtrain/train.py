@@ -132,12 +132,12 @@ def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: B
             save = loop.Hook(lambda number, ending: ending or checkpoints.due(number),
                              lambda number, state: {"checkpoint_wait_s": checkpoints.save(number, state, metadata(number))})
             exported = loop.Hook(lambda number, ending: run.checkpoint.export == "every" and (ending or checkpoints.due(number)),
-                                 lambda number, state: export.of_run(directory, number, run, state.params, corpus.tokenizer.bos) or {})
+                                 lambda number, state: export.of_run(directory, number, run, made.model, state.params, corpus.tokenizer.bos) or {})
             state, done = loop.train(made.program, step, state, batches, run.training.steps, run.data.prefetch, record,
                                      (validation.hook(), trace.hook(), save, exported), stop)
         checkpoints.wait()
         if run.checkpoint.export == "last" and done == run.training.steps:
-            export.of_run(directory, done, run, state.params, corpus.tokenizer.bos)
+            export.of_run(directory, done, run, made.model, state.params, corpus.tokenizer.bos)
         ended("finished" if done == run.training.steps else "stopped on request", done)
     if done < run.training.steps:
         say.out(f"stopped after step {done}, saved in {directory}; the same command goes on from there")
@@ -190,7 +190,7 @@ def _open_data(run: Run, directory: Path, start: resume.Start) -> tuple[sources.
 
 def _given_weights(run: Run, made: assembly.Assembly):
     """The model folder that the run starts from, checked against its parameters; None without one."""
-    return pretrained.opened(run, [info.name for info in made.model.parameters()])
+    return pretrained.opened(run, made.model.names())
 
 
 def _start_state(run: Run, made: assembly.Assembly, checkpoints: Checkpoints, start: resume.Start, given) -> State:
@@ -204,7 +204,7 @@ def _start_state(run: Run, made: assembly.Assembly, checkpoints: Checkpoints, st
     state = assembly.initialize(made)
     if given:
         pretrained.tell(given[0])
-        return State(state.step, pretrained.load(*given, run.model, state.params), state.opt_state)
+        return State(state.step, pretrained.load(*given, run.model, made.model.places(), state.params), state.opt_state)
     if run.checkpoint.init_from:
         source, step = resume.source(Path(run.checkpoint.init_from), run.checkpoint.step,
                                      f"checkpoint.init_from={run.checkpoint.init_from}")

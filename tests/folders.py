@@ -34,12 +34,12 @@ class Loaded:
         self.run = run_of(source, rule, mesh, *words)
         self.made = assembly.assemble(self.run, jax.devices()[:math.prod(mesh.values())])
         spec = self.made.program.spec
-        self.found, self.rows = pretrained.opened(self.run, [info.name for info in self.made.model.parameters()])
+        self.found, self.rows = pretrained.opened(self.run, self.made.model.names())
         # Other numbers than zeros: what is not overwritten shows.
         full = jax.jit(lambda: jax.tree.map(lambda a: jnp.full(a.shape, 7, a.dtype), spec.abstract.params),
                        out_shardings=spec.sharding.params)
         with jax.set_mesh(self.made.mesh):
-            self.params = pretrained.load(self.found, self.rows, self.run.model, full())
+            self.params = pretrained.load(self.found, self.rows, self.run.model, self.made.model.places(), full())
 
     def logits(self, tokens_BT) -> np.ndarray:
         made, length = self.made, tokens_BT.shape[1]

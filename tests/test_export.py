@@ -21,7 +21,7 @@ LAYOUTS = [("zero3", dict(fsdp=8)), ("tensor_sequence", dict(data=2, tensor=4)),
 def write(loaded: Loaded, out, dtype="float32", shard_bytes=30_000, source=None) -> int:
     leaves = dict(pretrained.leaves_of(loaded.params))
     with jax.set_mesh(loaded.made.mesh):
-        return export.write(out, loaded.run.model, leaves.__getitem__, list(leaves), dtype=dtype, shard_bytes=shard_bytes,
+        return export.write(out, loaded.made.model, leaves.__getitem__, dtype=dtype, shard_bytes=shard_bytes,
                             data={"seq_len": 40, "eos": "", "tokenizer": "bytes"}, bos=1, source=source)
 
 

@@ -15,7 +15,7 @@ OPEN_TO = {
     "cost": {"layout", "model", "parallel"},
     "training": {"layout", "model", "parallel"},
     "inference": {"layout", "model"},
-    "run": {"cluster", "config", "data", "training", "weights"},
+    "run": {"cluster", "config", "data", "model", "training", "weights"},
 }
 EVERYONE = {"names", "jax_private", "units"}
 

@@ -17,7 +17,7 @@ from meshtrain.model import transformer
 from meshtrain.run import pretrained
 from meshtrain.weights import families, folder, safetensors, settings
 
-FAST = ("phi3", "llama3.1", "llama_yarn", "gemma", "olmo2")
+FAST = ("phi3", "llama3.1", "llama_yarn", "gemma", "olmo2", "olmo3")
 CELLS = [pytest.param(name, *EIGHT, marks=sampling.GRID, id=f"{name}, eight devices") for name in NAMES] + [
     pytest.param(name, *ONE, marks=() if name in FAST else sampling.GRID, id=f"{name}, one device") for name in NAMES]
 

@@ -107,6 +107,14 @@ PUBLISHED = {
                    {"window": 2047}),
     "Gemma 7B": ({"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None, "head_dim": 256, "rope_scaling": None},
                  {"head_dim": 256, "activation": "geglu", "norm_offset": 1.0}),
+    "OLMo 3": ({"model_type": "olmo3", "sliding_window": 4096, "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+                "num_hidden_layers": 4, "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32, "beta_slow": 1,
+                                                         "original_max_position_embeddings": 8192, "attention_factor": None}},
+               {"window": 4096, "global_every": 4, "local_rope_theta": 10000.0, "rope_scaling_factor": 8.0}),
+    "Gemma 3 1B": ({"model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "head_dim": 256,
+                    "sliding_window": 512, "sliding_window_pattern": 6, "rope_local_base_freq": 10000, "rope_theta": 1000000,
+                    "attn_logit_softcapping": None, "cache_implementation": "hybrid", "hidden_act": None, "num_hidden_layers": 26, "rope_scaling": None},
+                   {"window": 512, "global_every": 6, "local_rope_theta": 10000.0, "rope_theta": 1e6, "attention_scale_dim": 256}),
     "OLMo 2": ({"model_type": "olmo2", "attention_bias": False, "rope_scaling": None}, {"norm_placement": "after", "qk_norm_over": "heads"}),
 }
 
@@ -117,7 +125,8 @@ def test_configs_as_they_are_published_are_read(name):
     config = LEFT | SIZES | theirs
     model = Model(**settings.model_keys(config, settings.family_of(config)))
     assert {key: getattr(model, key) for key in expected} == expected
-    assert (model.embed_dim, model.num_layers, model.num_kv_heads, model.rope_theta) == (3072, 32, 8, 10000.0)
+    sizes = model.embed_dim, model.num_layers, model.num_kv_heads, model.rope_theta
+    assert sizes == (3072, config["num_hidden_layers"], 8, config["rope_theta"])
 
 
 @pytest.fixture

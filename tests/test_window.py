@@ -12,6 +12,7 @@ from test_context import drawn, laid_out, with_gradients
 
 from meshtrain import assembly, config
 from meshtrain.kernels import blockwise, engine
+from meshtrain.model import transformer
 from meshtrain.parallel import attention
 
 
@@ -63,6 +64,37 @@ def test_kernels_without_a_window_and_rings_are_not_taken_where_one_is_shorter_t
             assembly.assemble(run.model_copy(update={"context": config.Context(method=method)}), jax.devices()[:2])
     long = run.model_copy(update={"model": run.model.model_copy(update={"window": test_layouts.T})})
     assert attention.window(long) == 0 and attention.window(run) == 16      # no token of theirs is further back
+
+
+EVERY = dict(window=12, global_every=2, local_rope_theta=100.0, attention_scale_dim=16)
+
+
+@pytest.mark.parametrize(("num_layers", "rule", "mesh"), [pytest.param(*cell, marks=sampling.GRID) for cell in (
+    (2, "zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2)), (3, "zero3", dict(fsdp=4)), (5, "zero2", dict(fsdp=2)))])
+def test_layers_with_and_without_a_window_equal_one_device(num_layers, rule, mesh):
+    """Whole periods of two, and what is left of three and of five layers."""
+    model = EVERY | dict(num_layers=num_layers)
+    case = test_layouts.Compiled(test_layouts.run_of(rule, mesh, model))
+    assert len(case.made.model.groups) == 1 + num_layers % 2
+    params, losses, moments = test_layouts.reference(tuple(model.items()), steps=2)
+    got, got_moments = case.train(params, 2)
+    np.testing.assert_allclose(got, losses, rtol=2e-5)        # as in test_layouts
+    test_layouts.check_gradients(got_moments, moments)
+
+
+def test_places_name_every_stack_once_and_stages_are_refused():
+    for num_layers, expected in ((4, ["layers/0", "layers/1"] * 2), (3, ["layers/periods/0", "layers/periods/1", "layers/left"]),
+                                 (1, ["layers"])):
+        model = transformer.build(config.Model(**EVERY, num_layers=num_layers))
+        assert [name for name, _ in model.places()] == expected
+        assert model.places()[-1][1] == (num_layers - 1) // 2 * (num_layers % 2 == 0)
+        paths = {name + path.removeprefix("layers") for name, _ in model.places() for path in model.names() if path.startswith("layers/")}
+        assert paths == {info.name for info in model.parameters() if info.name.startswith("layers/")}
+    run = test_layouts.run_of("zero3_tensor_sequence_pipeline", dict(stage=2), EVERY)
+    with pytest.raises(config.ConfigError, match="model.global_every=2 makes layers of two kinds, .* set mesh.stage to 1"):
+        assembly.assemble(run, jax.devices()[:2])
+    with pytest.raises(config.ConfigError, match="model.global_every=2 has no model.window"):
+        config.load(["--model.global_every=2"])
 
 
 @pytest.mark.parametrize(("rule", "mesh", "more"), [

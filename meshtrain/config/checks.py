@@ -89,6 +89,12 @@ def _model_problems(run: Run):
     if model.rope_scaling != "linear" and model.rope_scaling_factor != 1 and model.rope_high_freq_factor <= model.rope_low_freq_factor:
         yield (f"model.rope_high_freq_factor={model.rope_high_freq_factor} must be larger than "
                f"model.rope_low_freq_factor={model.rope_low_freq_factor} for a scaled rope; use e.g. 4.0 and 1.0")
+    if model.global_every and not model.window:
+        yield (f"model.global_every={model.global_every} has no model.window that the other layers could keep to; give one, or "
+               "leave global_every out")
+    if model.local_rope_theta and not model.global_every:
+        yield (f"model.local_rope_theta={model.local_rope_theta} is for layers with a window beside global ones; use model.rope_theta, "
+               "or model.global_every")
     if model.attention_dropout:
         yield (f"model.attention_dropout={model.attention_dropout} needs the full score matrix, which is never held; "
                "use 0.0, and model.residual_dropout instead")

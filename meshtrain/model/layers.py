@@ -301,11 +301,15 @@ def kv_heads(layout: Layout, num_kv_heads: int) -> int:
 
 
 class Attention(nnx.Module):
-    """Grouped-query causal attention; `ex.attend` is the engine (blocks, cuDNN), on one device or round a ring."""
+    """Grouped-query causal attention; `ex.attend` is the engine (blocks, cuDNN), on one device or round a ring.
 
-    def __init__(self, cfg, rngs):
+    everywhere: the layer sees all tokens, where others of the model have a window.
+    """
+
+    def __init__(self, cfg, rngs, everywhere: bool = False):
         D, N, K, H = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
-        self.num_kv_heads, bias = K, cfg.attention_bias
+        self.num_kv_heads, bias, self.everywhere = K, cfg.attention_bias, everywhere
+        self.query_scale = (H / (cfg.attention_scale_dim or H)) ** 0.5      # beside the engines' own, 1/√H
         self.query = Linear(cfg, rngs, "BTD,DNH->BTNH", (D, N, H), ("embed", "heads", "head_dim"), bias=bias)
         self.key = Linear(cfg, rngs, "BTD,DKH->BTKH", (D, K, H), ("embed", "kv_heads", "head_dim"), bias=bias)
         self.value = Linear(cfg, rngs, "BTD,DKH->BTKH", (D, K, H), ("embed", "kv_heads", "head_dim"), bias=bias)
@@ -330,11 +334,15 @@ class Attention(nnx.Module):
             over_heads = len(self.key_norm.axes) > 1
             q_BTNH, k_BTKH = self.query_norm(ex, q_BTNH), self.key_norm(ex, k_BTKH, repeats if over_heads else 1)
         if inputs.rope is not None:
-            q_BTNH, k_BTKH = rotate(q_BTNH, inputs.rope), rotate(k_BTKH, inputs.rope)
+            rope = inputs.rope if self.everywhere or inputs.local_rope is None else inputs.local_rope
+            turn = rope if self.query_scale == 1 else tuple(a * self.query_scale for a in rope)     # still in float32
+            q_BTNH, k_BTKH = rotate(q_BTNH, turn), rotate(k_BTKH, rope)
             q_BTNH = act(q_BTNH, "batch", "seq", "heads", "head_dim")
             k_BTKH = act(k_BTKH, "batch", "seq", "kv_heads", "head_dim")
         with jax.named_scope("attention"):      # by this name its kernels are found in the compiled program
-            o_BTNH = ex.attend(ex.layout, q_BTNH, k_BTKH, v_BTKH, inputs.segments_BT)
+            # Only what `parallel.attention` makes for models with both kinds of layers takes `everywhere`.
+            kind = {"everywhere": True} if self.everywhere else {}
+            o_BTNH = ex.attend(ex.layout, q_BTNH, k_BTKH, v_BTKH, inputs.segments_BT, **kind)
         o_BTNH = act(o_BTNH, "batch", "seq", "heads", "head_dim")
         return self.out(ex, o_BTNH, out_axes=("batch", "seq", None))
 
@@ -370,10 +378,10 @@ class Layer(nnx.Module):
     AUX_LOSS, a scalar, is also part of the objective. This layer has none.
     """
 
-    def __init__(self, cfg, rngs):
+    def __init__(self, cfg, rngs, everywhere: bool = False):
         norm = lambda where: Norm(cfg, rngs, (cfg.embed_dim,), ("embed",)) if cfg.norm_placement in (where, "both") else None
         self.dropout = cfg.residual_dropout
-        self.attention_norm, self.attention, self.attention_post_norm = norm("before"), Attention(cfg, rngs), norm("after")
+        self.attention_norm, self.attention, self.attention_post_norm = norm("before"), Attention(cfg, rngs, everywhere), norm("after")
         self.mlp_norm, self.mlp, self.mlp_post_norm = norm("before"), MLP(cfg, rngs), norm("after")
 
     def __call__(self, ex: Execution, x_BTD, inputs, number):

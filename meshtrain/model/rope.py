@@ -9,6 +9,13 @@ import math
 import jax.numpy as jnp
 
 
+def local_angles(cfg, positions_BT):
+    """As `angles`, of layers with a window beside global ones; None where they turn alike."""
+    if not cfg.local_rope_theta:
+        return None
+    return angles(cfg.model_copy(update={"rope_theta": cfg.local_rope_theta, "rope_scaling_factor": 1.0}), positions_BT)
+
+
 def angles(cfg, positions_BT):
     """(cos, sin), each [B, T, H/2] float32, with the frequencies scaled where the config asks for it."""
     half = cfg.head_dim // 2
@@ -17,7 +24,7 @@ def angles(cfg, positions_BT):
         factor, fast = cfg.rope_scaling_factor, _FAST[cfg.rope_scaling](cfg, freq)
         freq = freq * (fast + (1 - fast) / factor)
     angle = positions_BT[..., None].astype(jnp.float32) * freq
-    if cfg.rope_scaling == "yarn":      # its softmax is sharper, by a factor on queries and keys both
+    if cfg.rope_scaling == "yarn" and cfg.rope_scaling_factor != 1.0:      # its softmax is sharper, by a factor on queries and keys both
         sharper = 0.1 * math.log(cfg.rope_scaling_factor) + 1
         return sharper * jnp.cos(angle), sharper * jnp.sin(angle)
     return jnp.cos(angle), jnp.sin(angle)

@@ -1,7 +1,7 @@
 """The decoder: tokens -> embedding -> layers, group by group -> norm -> head and loss.
 
 Llama-like by default, GPT-2-like by the same fields of `[model]`. The layers are groups, each a scan over what repeats in it
-(leading dense layers, then the others; a window in every second layer): today one group of equal layers. Parameters are one
+(leading dense layers, then the others; a window in all but every sixth layer): mostly one group of equal layers. Parameters are one
 nested dict: {"embedding", "position"?, LAYERS, "final_norm", "head"?}, where LAYERS holds stacked weights [L, …] if all layers
 are equal, else {group: [repeats, …]}, or {group: {position in the period: [repeats, …]}}. Nothing here depends on the layout
 of the run except through `ex.layout`, and initialization depends on the seed alone.
@@ -37,6 +37,7 @@ class Inputs(NamedTuple):
     sequence_B: jax.Array                        # global sequence number, for dropout
     rope: tuple[jax.Array, jax.Array] | None     # cos, sin [B, T, H/2]
     dropout_key: jax.Array | None
+    local_rope: tuple[jax.Array, jax.Array] | None = None    # of layers with a window, where they turn otherwise
 
     def cut(self, shards: int, count: int) -> list[Inputs]:
         """Of each part of the rows, see `parts.cut`."""
@@ -140,6 +141,20 @@ class Transformer:
         firsts = itertools.accumulate((group.num_layers for group in self.groups), initial=0)
         return list(zip(firsts, self.groups))
 
+    def names(self) -> list[str]:
+        """The paths of the parameters as if all layers were one stack, LAYERS/…, each once."""
+        layers = [info for group in self.groups for layer in group.period for info in params.infos(layer, (LAYERS,))]
+        return sorted({info.name for info in (*params.infos(self.ends), *layers)})
+
+    def places(self) -> list[tuple[str, int]]:
+        """Where each layer lies: (what stands for LAYERS in the paths of its stacks, its index in them)."""
+        found = []
+        for group in self.groups:
+            base = LAYERS if len(self.groups) == 1 else f"{LAYERS}/{group.name}"
+            names = [base] if len(group.period) == 1 else [f"{base}/{i}" for i in range(len(group.period))]
+            found += [(name, repeat) for repeat in range(group.repeats) for name in names]
+        return found
+
     @property
     def layer(self) -> params.Module:
         """The one layer that all layers repeat. Raises: ValueError where they differ, as no pipeline can have them yet."""
@@ -181,7 +196,8 @@ class Transformer:
 
     def inputs(self, batch, dropout_key=None) -> Inputs:
         turns = rope.angles(self.cfg, batch["positions"]) if self.cfg.position == "rope" else None
-        return Inputs(batch["segments"], batch["index"], batch["sequence"], turns, dropout_key)
+        local = None if turns is None else rope.local_angles(self.cfg, batch["positions"])
+        return Inputs(batch["segments"], batch["index"], batch["sequence"], turns, dropout_key, local)
 
     def embed(self, ex: Execution, p, batch, dropout_key=None):
         """The residual stream before the first layer [B, T, D]."""
@@ -288,9 +304,14 @@ class Transformer:
 
 
 def build(cfg) -> Transformer:
-    """The model of a run file: one group of equal layers."""
-    layer = params.Module(lambda rngs: Layer(cfg, rngs))
-    return Transformer(cfg, params.Module(lambda rngs: Ends(cfg, rngs)), (Group("layers", (layer,), cfg.num_layers),))
+    """The model of a run file: one group of equal layers, or, with global_every, one of whole periods and one of what is left."""
+    layer = lambda everywhere: params.Module(lambda rngs: Layer(cfg, rngs, everywhere))
+    groups, every = (Group("layers", (layer(False),), cfg.num_layers),), cfg.global_every
+    if every:
+        period = (*(layer(False) for _ in range(every - 1)), layer(True))
+        left = Group("left", (layer(False),), cfg.num_layers % every)
+        groups = tuple(group for group in (Group("periods", period, cfg.num_layers // every), left) if group.repeats)
+    return Transformer(cfg, params.Module(lambda rngs: Ends(cfg, rngs)), groups)
 
 
 def without_layers(tree: dict) -> dict:

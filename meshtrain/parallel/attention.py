@@ -179,8 +179,17 @@ def choose(run, layout: Layout, platform: str, gpu: str = "") -> tuple[Callable,
         why = [*dict.fromkeys(why + against["pallas"])]
     note = f"attention: {LABELS[name]}" + (f", because {'; '.join(why)}" if why else "")
     engine = _engine(name, run, cp, gpu)
-    method = Local(engine) if cp == 1 else ContextParallel(METHODS[run.context.method], engine)
+    method_of = lambda engine: Local(engine) if cp == 1 else ContextParallel(METHODS[run.context.method], engine)
+    method = method_of(engine)
+    if run.model.global_every:
+        whole = method_of(blockwise.engine()) if window(run) else method
+        return partial(_attend_either, method, whole), note if platform in GPU_PLATFORMS or asked != "auto" else ""
     return partial(attend, method), note if platform in GPU_PLATFORMS or asked != "auto" else ""
+
+
+def _attend_either(windowed, whole, layout, *args, everywhere: bool = False):
+    """`attend` of a model whose layers have a window, but for those that see all tokens."""
+    return attend(whole if everywhere else windowed, layout, *args)
 
 
 def _engine(name: str, run, cp: int, gpu: str) -> Engine:

@@ -21,6 +21,9 @@ def problems(run, loaded: Rules, sizes) -> list[str]:
     if run.training.remat == "offload":
         faults.append(f'training.remat="offload" cannot stand beside mesh.stage={num_stages}: what waits for its backward stays '
                       'in the slots of the schedule, on the device; use training.remat="full"')
+    if run.model.global_every:
+        faults.append(f"model.global_every={run.model.global_every} makes layers of two kinds, and stages of a pipeline must be equal; "
+                      "set mesh.stage to 1")
     virtual_stages = num_stages * chunks
     if num_layers % virtual_stages and run.pipeline.uneven == "refuse":
         faults.append(f"model.num_layers={num_layers} cannot be split over mesh.stage={num_stages} × pipeline.chunks={chunks}; "

@@ -20,9 +20,10 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError, Run, user_errors
+from meshtrain.model.transformer import Transformer
 from meshtrain.run import disk
 from meshtrain.run.checkpoint import CheckpointError
-from meshtrain.run.pretrained import KEPT, copy_companions, leaves_of
+from meshtrain.run.pretrained import KEPT, copy_companions, leaves_of, paths_of
 from meshtrain.weights import folder, forms, safetensors, settings
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -30,40 +31,44 @@ SHARD_BYTES = 5_000_000_000     # of one file
 DIRECTORY = "export"            # in run.dir
 
 
-def write(directory: Path, model, leaf: Callable[[str], jax.Array], paths: Sequence[str], *, dtype: str, shard_bytes: int,
+def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.Array], *, dtype: str, shard_bytes: int,
           data: Mapping, bos: int, source: Path | None) -> int:
     """Writes the folder; returns the bytes of its weights. All processes call it alike.
 
-    model: keys of [model] as attributes. leaf: parameter of a path; each is asked for once, and not kept. data: the section [data]
+    leaf: parameter of a path of the transformer's; each is asked for once, and not kept. data: the section [data]
     that the model was trained on. bos: the token that stood before its documents. source: a folder whose other settings, tokenizer
     and templates go along; without one they are as the data were.
     Raises: ConfigError where the folder cannot be begun or the model has no family; CheckpointError where a file cannot be
     written. Nothing then stands under its name.
     """
+    model, places = transformer.cfg, transformer.places()
     with user_errors():
         theirs = agree.on_first(lambda: settings.read(source) if source else {})
         family = settings.family_of(theirs) if theirs else settings.family_for(model)
         theirs = theirs or {"bos_token_id": bos, "eos_token_id": None if data["eos"] else bos}
-        rows = folder.rows(family, model, paths)
+        rows = folder.rows(family, model, transformer.names())
     files = _files(rows, model.num_layers, safetensors.NAMES[dtype], shard_bytes)
     place = directory.with_name(f".{directory.name}.saving")
     agree.on_first(lambda: _begin(directory, place))
     written = _Files(place, files, safetensors.NAMES[dtype])
     for row in rows:
-        _write_row(row, [leaf(piece.path) for piece in row.pieces], model, written)
+        # Of a stack all layers before the next one, so that only one is held.
+        for stack in dict.fromkeys(name for name, _ in places) if row.stacked else [""]:
+            layers = [(layer, index) for layer, (name, index) in enumerate(places) if name == stack] if row.stacked else [(0, 0)]
+            _write_row(row, [leaf(path) for path in paths_of(row, stack)], layers, forms.sizes_of(model), written)
     agree.everywhere(written.close)
     config = settings.config_of(model, family, dtype, data["seq_len"], theirs)
     agree.on_first(lambda: _commit(place, directory, files, written.size, config, source, Path(data["tokenizer"])))
     return written.size
 
 
-def of_run(run_dir: Path, step: int, run: Run, params: dict, bos: int) -> None:
+def of_run(run_dir: Path, step: int, run: Run, transformer: Transformer, params: dict, bos: int) -> None:
     """checkpoint.export: the parameters of a step as run.dir/export/STEP, in the compute dtype, unless they are there already."""
     directory = run_dir / DIRECTORY / str(step)
     if agree.on_first(directory.exists):
         return
     leaves = dict(leaves_of(params))
-    write(directory, run.model, leaves.__getitem__, list(leaves), dtype=run.model.compute_dtype, shard_bytes=SHARD_BYTES,
+    write(directory, transformer, leaves.__getitem__, dtype=run.model.compute_dtype, shard_bytes=SHARD_BYTES,
           data=run.data.model_dump(), bos=bos, source=kept(run_dir))
 
 
@@ -72,11 +77,12 @@ def kept(run_dir: Path) -> Path | None:
     return run_dir / KEPT if agree.on_first(lambda: folder.is_one(run_dir / KEPT)) else None
 
 
-def _write_row(row: folder.Row, leaves: list[jax.Array], model, written: _Files) -> None:
-    program, before = _program(row, leaves, forms.sizes_of(model), written.dtype), None
-    for layer in range(model.num_layers if row.stacked else 1):
+def _write_row(row: folder.Row, leaves: list[jax.Array], layers, sizes, written: _Files) -> None:
+    """layers: [(number, index in the leaves)]."""
+    program, before = _program(row, leaves, sizes, written.dtype), None
+    for layer, index in layers:
         # The one before is written while this one is gathered; no more is under way at a time.
-        now = row.of_layer(layer), program(leaves, np.int32(layer))
+        now = row.of_layer(layer), program(leaves, np.int32(index))
         if before:
             written.put(*before)
         jax.block_until_ready(now[1])

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError, Run, user_errors
+from meshtrain.names import LAYERS
 from meshtrain.run import disk, say
 from meshtrain.run.checkpoint import CheckpointError
 from meshtrain.weights import folder, forms, safetensors
@@ -27,8 +28,8 @@ from meshtrain.weights import folder, forms, safetensors
 KEPT = "hf"     # in run.dir: what came with the weights, for those who take them on
 
 
-def opened(run: Run, paths: Sequence[str]) -> tuple[folder.Folder, list[folder.Row]] | None:
-    """The model folder of checkpoint.init_from with its rows; None where that is no model folder. paths: of the parameters.
+def opened(run: Run, names: Sequence[str]) -> tuple[folder.Folder, list[folder.Row]] | None:
+    """The model folder of checkpoint.init_from with its rows; None where that is no model folder. names: `Transformer.names`.
 
     Raises: ConfigError with every fault of the folder.
     """
@@ -40,26 +41,32 @@ def opened(run: Run, paths: Sequence[str]) -> tuple[folder.Folder, list[folder.R
                           "steps; leave it out")
     with user_errors("checkpoint.init_from: "):
         found = folder.open_folder(Path(source))
-        return found, folder.match(found, run.model, paths)
+        return found, folder.match(found, run.model, names)
 
 
-def load(found: folder.Folder, rows: Sequence[folder.Row], model, params: dict) -> dict:
+def load(found: folder.Folder, rows: Sequence[folder.Row], model, places: Sequence[tuple[str, int]], params: dict) -> dict:
     """The parameters, with every number of them that of the folder; `params` is donated. model: keys of [model] as attributes.
 
-    params: nested dicts of arrays on one mesh, which say shape, dtype and place. Raises: CheckpointError where a file fails.
+    places: of the layers, `Transformer.places`. params: nested dicts of arrays on one mesh, which say shape, dtype and place. Raises: CheckpointError where a file fails.
     """
     leaves = dict(leaves_of(params))
     (mesh,) = {leaf.sharding.mesh for leaf in leaves.values()}
     sizes, shares = forms.sizes_of(model), NamedSharding(mesh, P(mesh.axis_names))
     for row in rows:
-        paths = [piece.path for piece in row.pieces]
-        place = _program(row, sizes, [leaves[path] for path in paths], mesh)
-        for layer in range(model.num_layers if row.stacked else 1):
+        programs: dict = {}
+        for layer, (stack, index) in enumerate(places if row.stacked else [("", 0)]):
+            paths = paths_of(row, stack)
+            place = programs.setdefault(stack, _program(row, sizes, [leaves[path] for path in paths], mesh))
             flat = _shares(found.entries[row.of_layer(layer)], shares)
             # What was read before is in its place before more is gathered: memory, and the order of collectives.
             stacks = jax.block_until_ready([leaves[path] for path in paths])
-            leaves |= zip(paths, place(stacks, flat, np.int32(layer)), strict=True)
+            leaves |= zip(paths, place(stacks, flat, np.int32(index)), strict=True)
     return nested(jax.block_until_ready(leaves))
+
+
+def paths_of(row: folder.Row, stack: str) -> list[str]:
+    """The paths of a row's parameters. stack: that of the layer, of a stacked row."""
+    return [stack + piece.path.removeprefix(LAYERS) if row.stacked else piece.path for piece in row.pieces]
 
 
 def keep_companions(run: Run, directory: Path) -> None:

@@ -17,7 +17,7 @@ class Family:
     prefix: what names begin with where there is a head; folders of the bare model lack it. keys: config.json's -> [model]'s,
     one or several that are equal. defaults: what their class takes for a key that is absent (null is a value). multiples:
     key -> (key, n): what null or absence stands for. fixed: what the architecture says of [model]. only: the values of a key that
-    we compute; the first is written. ropes: rope types that we compute; none: no rope.
+    we compute; the first is written. every: where layers have a window but for each n-th, n if config.json does not say. ropes: rope types that we compute; none: no rope.
     """
     model_type: str
     architecture: str
@@ -28,6 +28,7 @@ class Family:
     fixed: Mapping[str, object]
     only: Mapping[str, tuple]
     multiples: Mapping[str, tuple[str, int]] = dataclasses.field(default_factory=dict)
+    every: int = 0
     ropes: tuple[str, ...] = ("default", "llama3", "linear", "yarn")
 
 
@@ -69,6 +70,12 @@ OLMO2_TENSORS = {name: ours for name, ours in LLAMA_TENSORS.items() if "layernor
     LAYER + "self_attn.q_norm.weight": ("layers/attention/query_norm/scale: (N H) -> N H",),
     LAYER + "self_attn.k_norm.weight": ("layers/attention/key_norm/scale: (K H) -> K H",),
 }
+# Norms stand before and after.
+GEMMA3_TENSORS = {name: ours for name, ours in LLAMA_TENSORS.items() if "post_attention_layernorm" not in name} | {
+    LAYER + "post_attention_layernorm.weight": ("layers/attention_post_norm/scale: D -> D",),
+    LAYER + "pre_feedforward_layernorm.weight": ("layers/mlp_norm/scale: D -> D",),
+    LAYER + "post_feedforward_layernorm.weight": ("layers/mlp_post_norm/scale: D -> D",),
+}
 BLOCK = "transformer.h.{l}."
 GPT2_TENSORS = {
     "transformer.wte.weight": ("embedding/table: V D -> V D",),
@@ -102,7 +109,7 @@ KEYS = {
 DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0}
 FIXED = {"norm": "rmsnorm", "norm_placement": "before", "norm_offset": 0.0, "activation": "swiglu", "scale_embedding": False,
          "position": "rope", "qk_norm": False, "qk_norm_over": "head", "attention_bias": False, "attention_out_bias": False,
-         "mlp_bias": False, "window": 0}
+         "mlp_bias": False, "window": 0, "global_every": 0, "local_rope_theta": 0.0, "attention_scale_dim": 0}
 ONLY = {"hidden_act": ("silu",)}
 
 LLAMA = Family(
@@ -127,6 +134,10 @@ PHI3 = Family(
 OLMO2 = Family(
     "olmo2", "Olmo2ForCausalLM", "model.", OLMO2_TENSORS, KEYS, DEFAULTS | {"rms_norm_eps": 1e-5},
     FIXED | {"norm_placement": "after", "qk_norm": True, "qk_norm_over": "heads"}, ONLY | {"attention_bias": (False,)})
+ALTERNATING = {key: value for key, value in FIXED.items() if key not in ("window", "global_every", "local_rope_theta")}
+OLMO3 = Family(
+    "olmo3", "Olmo3ForCausalLM", "model.", OLMO2_TENSORS, KEYS | WINDOW, DEFAULTS | {"rms_norm_eps": 1e-5, "sliding_window": 4096},
+    ALTERNATING | {"norm_placement": "after", "qk_norm": True, "qk_norm_over": "heads"}, ONLY | {"attention_bias": (False,)}, every=4)
 # Its first releases say gelu and mean the tanh form.
 TANH = ("gelu_pytorch_tanh", "gelu")
 GEMMA = Family(
@@ -134,6 +145,15 @@ GEMMA = Family(
     DEFAULTS | {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True, "hidden_act": TANH[0]},
     FIXED | {"activation": "geglu", "norm_offset": 1.0, "scale_embedding": True},
     {"hidden_act": TANH, "hidden_activation": TANH[:1], "attention_bias": (False,), "use_bidirectional_attention": (False,)})
+GEMMA3 = Family(
+    "gemma3_text", "Gemma3ForCausalLM", "model.", GEMMA3_TENSORS,
+    KEYS | WINDOW | {"query_pre_attn_scalar": ("attention_scale_dim",)},
+    GEMMA.defaults | {"num_key_value_heads": 4, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window": 4096,
+                      "query_pre_attn_scalar": 256},
+    {key: value for key, value in ALTERNATING.items() if key != "attention_scale_dim"} | {
+        "activation": "geglu", "norm_offset": 1.0, "scale_embedding": True, "norm_placement": "both", "qk_norm": True},
+    {"hidden_activation": TANH[:1], "attention_bias": (False,), "use_bidirectional_attention": (False,),
+     "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,)}, every=6)
 GPT2 = Family(
     "gpt2", "GPT2LMHeadModel", "transformer.", GPT2_TENSORS,
     {"vocab_size": ("vocab_size",), "n_embd": ("embed_dim",), "n_layer": ("num_layers",), "n_head": ("num_heads",),
@@ -147,12 +167,11 @@ GPT2 = Family(
     multiples={"n_inner": ("n_embd", 4)}, ropes=())
 
 # Where a model of ours fits several, the first is written.
-FAMILIES = {one.model_type: one for one in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, OLMO2, GEMMA, GPT2)}
+FAMILIES = {one.model_type: one for one in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, OLMO2, OLMO3, GEMMA, GEMMA3, GPT2)}
 
 # Known, and not read: what [model] lacks for them.
 LACKING = {
-    "gemma2": "windows in some layers alone and softcaps", "gemma3_text": "windows in some layers alone",
-    "olmo3": "windows in some layers alone", "mixtral": "experts", "qwen3_moe": "experts", "olmoe": "experts", "qwen2_moe": "experts",
+    "gemma2": "softcaps", "mixtral": "experts", "qwen3_moe": "experts", "olmoe": "experts", "qwen2_moe": "experts",
     "gemma3": "other inputs than text", "mistral3": "other inputs than text", "llama4": "other inputs than text",
     "mllama": "other inputs than text", "qwen2_vl": "other inputs than text", "qwen2_5_vl": "other inputs than text",
 }
@@ -169,5 +188,5 @@ HARMLESS = frozenset("""
     num_beam_groups diversity_penalty early_stopping repetition_penalty length_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size num_return_sequences bad_words_ids remove_invalid_values exponential_decay_length_penalty
     tokenizer_class prefix name_or_path use_bfloat16 tf_legacy_loss pruned_heads unsloth_version unsloth_fixed pretraining_tp
-    is_llama_config max_sequence_length is_decoder use_flash_attn transformers.js_config
+    is_llama_config max_sequence_length is_decoder use_flash_attn cache_implementation transformers.js_config
 """.split())

@@ -17,6 +17,7 @@ from meshtrain.weights.families import FAMILIES, HARMLESS, LACKING, Family
 CONFIG = "config.json"
 MOST_BYTES = 1 << 24    # of a config.json
 FLAGS, NUMBERS = ("tie_embeddings", "mlp_bias", "attention_bias"), ("norm_eps",)
+WINDOW_KEYS = ("layer_types", "sliding_window", "sliding_window_pattern", "rope_local_base_freq")
 ROPE_KEYS = ("rope_parameters", "rope_theta", "rope_scaling")
 # Of a scaled rope: theirs -> ours, and what an absent one is.
 SCALED = {
@@ -79,9 +80,13 @@ def model_keys(config: Mapping, family: Family) -> dict:
         if value is not None and not any(type(value) is type(one) and value == one for one in allowed):
             faults.append(f"{CONFIG}: {key}={_shown(value)} cannot be computed; only {' or '.join(map(_shown, allowed))} can")
     rope, wrong = _rope(config, family)
-    if "sliding_attention" in (kinds := config.get("layer_types") or ()) and len(set(map(str, kinds))) > 1:
+    if family.every and not faults:
+        kinds, more = _kinds(config, family, keys)
+        keys |= kinds
+        wrong += more
+    if not family.every and "sliding_attention" in (kinds := config.get("layer_types") or ()) and len(set(map(str, kinds))) > 1:
         faults.append(f"{CONFIG}: layer_types={_shown(kinds)}: [model] has one window for all layers")
-    known = {*family.keys, *family.only, *HARMLESS, "layer_types", "sliding_window", *(ROPE_KEYS if family.ropes else ())}
+    known = {*family.keys, *family.only, *HARMLESS, *WINDOW_KEYS, *(ROPE_KEYS if family.ropes else ())}
     for key in sorted(set(config) - known):
         if config[key] not in (None, False, [], {}) and not key.startswith("_"):
             what = "quantized weights cannot be read" if key == "quantization_config" else \
@@ -95,6 +100,8 @@ def model_keys(config: Mapping, family: Family) -> dict:
             faults.append(f"{CONFIG}: {heads} heads do not divide the width of {width}, and there is no head_dim")
     if faults := faults + wrong:
         raise ValueError("\n".join(faults))
+    if not keys.get("global_every"):
+        rope.pop("local_rope_theta", None)
     return keys | rope
 
 
@@ -105,6 +112,10 @@ def config_of(model, family: Family, dtype: str, longest: int, source: Mapping) 
     made = kept | {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": dtype}
     made |= {theirs: getattr(model, ours[0]) for theirs, ours in family.keys.items()}
     made |= {key: allowed[0] for key, allowed in family.only.items() if source.get(key) not in allowed}
+    if family.every:
+        every = (model.global_every or model.num_layers + 1) if model.window else 1
+        made["layer_types"] = [_KINDS[(i + 1) % every == 0] for i in range(model.num_layers)]
+        made["rope_local_base_freq"] = model.local_rope_theta or model.rope_theta
     if "sliding_window" in made:
         made["sliding_window"] = made["sliding_window"] or None     # absent, some classes take one
     if not family.ropes:
@@ -135,7 +146,10 @@ def _rope(config: Mapping, family: Family) -> tuple[dict, list[str]]:
     if not family.ropes:
         return {}, []
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(given, dict):
+    local = {}
+    if isinstance(given, dict) and "full_attention" in given:
+        given, local = given["full_attention"], given.get("sliding_attention", {})
+    if not isinstance(given, dict) or not isinstance(local, dict):
         return {}, [f"{CONFIG}: rope_parameters={_shown(given)} is no object"]
     given = {key: value for key, value in given.items() if value is not None}
     theta = given.pop("rope_theta", config.get("rope_theta") or family.defaults["rope_theta"])
@@ -155,9 +169,34 @@ def _rope(config: Mapping, family: Family) -> tuple[dict, list[str]]:
             faults.append(f"{CONFIG}: {theirs}={_shown(value)} of the rope is not a number larger than 0")
         else:
             keys[ours] = value if ours in WHOLE else float(value)
+    if family.every and not faults:
+        base = local.get("rope_theta", config.get("rope_local_base_freq") or family.defaults.get("rope_local_base_freq") or theta)
+        if not _is_number(base) or local.get("rope_type", "default") != "default":
+            faults.append(f"{CONFIG}: the rope of layers with a window, {_shown(local or base)}, cannot be computed; only default can")
+        elif base != theta or kind in SCALED:
+            keys["local_rope_theta"] = float(base)
     if given:
         faults += [f"{CONFIG}: {key}={_shown(value)} of the rope cannot be computed" for key, value in given.items()]
     return keys, faults
+
+
+def _kinds(config: Mapping, family: Family, keys: Mapping) -> tuple[dict, list[str]]:
+    """(the keys of [model] that say which layers have a window, faults)."""
+    count = keys["num_layers"]
+    every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or family.every
+    every = every if type(every) is int and every > 0 else family.every
+    kinds = config.get("layer_types") or [_KINDS[(i + 1) % every == 0] for i in range(min(count, 10_000))]
+    if not isinstance(kinds, list) or len(kinds) != count:
+        return {}, [f"{CONFIG}: layer_types={_shown(kinds)} does not name each of {count} layers"]
+    every = kinds.index(_KINDS[True]) + 1 if _KINDS[True] in kinds else count + 1
+    if set(map(str, kinds)) == {_KINDS[True]}:
+        return {"window": 0}, []
+    if any(kind != _KINDS[(i + 1) % every == 0] for i, kind in enumerate(kinds)):
+        return {}, [f"{CONFIG}: layer_types={_shown(kinds)}: only {_KINDS[False]} with {_KINDS[True]} as every n-th can be computed"]
+    return {"global_every": every}, []
+
+
+_KINDS = {False: "sliding_attention", True: "full_attention"}
 
 
 def _fault(theirs: str, value, ours: str) -> list[str]:
