@@ -1,8 +1,8 @@
 """Attention without a score matrix, compiled by XLA: blocks of queries against blocks of keys, with a running softmax.
 
 The list of visited block pairs is static, on or below the diagonal alone where it is causal and none beyond the window, so the
-compiled loop has a known length. Scores are float32; every matmul takes its operands in the compute dtype, in the backward too. Source: FlashAttention-2,
-arXiv:2307.08691. Knows no mesh.
+compiled loop has a known length. Scores are float32; every matmul takes its operands in the compute dtype, in the backward too.
+Source: FlashAttention-2, arXiv:2307.08691. Knows no mesh.
 """
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, causal, *, bl
         o, l, m = carry                       # unnormalised output, sum and maximum so far, float32
         i, j = pair
         k_j, v_j = keys.take(k, j), keys.take(v, j)
-        s = _scores(queries.take(q, i), k_j, queries.take(q_seg, i), keys.take(k_seg, j), queries.size * (i - j) if causal else None, window)
+        s = _scores(queries.take(q, i), k_j, queries.take(q_seg, i), keys.take(k_seg, j),
+                    queries.size * (i - j) if causal else None, window)
         m_old, l_old, o_old = queries.take(m, i), queries.take(l, i), queries.take(o, i)
         m_new = jnp.maximum(m_old, s.max(-1).transpose(0, 3, 1, 2))
         p = jnp.exp(s - m_new.transpose(0, 2, 3, 1)[..., None])

@@ -305,11 +305,11 @@ class Transformer:
 
 def build(cfg) -> Transformer:
     """The model of a run file: one group of equal layers, or, with global_every, one of whole periods and one of what is left."""
-    layer = lambda everywhere: params.Module(lambda rngs: Layer(cfg, rngs, everywhere))
-    groups, every = (Group("layers", (layer(False),), cfg.num_layers),), cfg.global_every
+    layer = lambda **kind: params.Module(lambda rngs: Layer(cfg, rngs, **kind))
+    groups, every = (Group("layers", (layer(),), cfg.num_layers),), cfg.global_every
     if every:
-        period = (*(layer(False) for _ in range(every - 1)), layer(True))
-        left = Group("left", (layer(False),), cfg.num_layers % every)
+        period = (*(layer() for _ in range(every - 1)), layer(everywhere=True))
+        left = Group("left", (layer(),), cfg.num_layers % every)
         groups = tuple(group for group in (Group("periods", period, cfg.num_layers // every), left) if group.repeats)
     return Transformer(cfg, params.Module(lambda rngs: Ends(cfg, rngs)), groups)
 

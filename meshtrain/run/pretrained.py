@@ -47,7 +47,8 @@ def opened(run: Run, names: Sequence[str]) -> tuple[folder.Folder, list[folder.R
 def load(found: folder.Folder, rows: Sequence[folder.Row], model, places: Sequence[tuple[str, int]], params: dict) -> dict:
     """The parameters, with every number of them that of the folder; `params` is donated. model: keys of [model] as attributes.
 
-    places: of the layers, `Transformer.places`. params: nested dicts of arrays on one mesh, which say shape, dtype and place. Raises: CheckpointError where a file fails.
+    places: of the layers, `Transformer.places`. params: nested dicts of arrays on one mesh, which say shape, dtype and place.
+    Raises: CheckpointError where a file fails.
     """
     leaves = dict(leaves_of(params))
     (mesh,) = {leaf.sharding.mesh for leaf in leaves.values()}

@@ -17,7 +17,8 @@ class Family:
     prefix: what names begin with where there is a head; folders of the bare model lack it. keys: config.json's -> [model]'s,
     one or several that are equal. defaults: what their class takes for a key that is absent (null is a value). multiples:
     key -> (key, n): what null or absence stands for. fixed: what the architecture says of [model]. only: the values of a key that
-    we compute; the first is written. every: where layers have a window but for each n-th, n if config.json does not say. ropes: rope types that we compute; none: no rope.
+    we compute; the first is written. every: where layers have a window but for each n-th, n if config.json
+    does not say. ropes: rope types that we compute; none: no rope.
     """
     model_type: str
     architecture: str
