@@ -16,9 +16,7 @@ def memory(placed: Placed, options: Options) -> dict[str, int]:
     everything that lives for a while."""
     held = {"params": 4 * placed.stored, "grads": 4 * placed.grads, "optimizer": options.optimizer_bytes * placed.stored}
     if placed.mesh.sizes["stage"] > 1:
-        # A full stage in the loop. assumption: of [grads] behind it half lies in the place of what is reduced.
-        held |= {"grads": 4 * placed.used,
-                 "activations": placed.itemsize * placed.used + 2 * placed.grads + _in_stages(placed, options)}
+        held |= {"grads": 4 * placed.used, "activations": _in_stages(placed, options)}      # in the loop: of a full stage
     else:
         held["activations"] = _beside_stored(placed, options) + _in_layers(placed, options)
     held = {name: int(count) for name, count in held.items()}
@@ -81,14 +79,16 @@ def _of_parts(placed: Placed, options: Options) -> float:
 
 
 def _in_stages(placed: Placed, options: Options) -> float:
-    """The slots of the schedule, and what one layer's differentiation and the loss of a chunk need beside them."""
-    tokens, (q, kv, f) = placed.tokens(options), placed.widths
-    working = 2 * placed.itemsize * tokens * (4 * placed.cfg.embed_dim / placed.stream_ways + 2 * q + 2 * kv + 3 * f)
-    working += 8 * min(tokens, options.loss_chunk) * placed.head.n          # logits and their gradient in float32
-    context = placed.ways("seq")
-    if context > 1:             # keys and values under way, and their gradients in float32; or all heads' for a while
-        working += placed.itemsize * tokens * kv * {"ring": 6, "gather": 6 * context, "ulysses": 4}[options.method]
-    return slot_bytes(placed, options) + working
+    """A full stage of weights, the slots of the schedule, and the more of what the loss and a layer need beside them."""
+    cfg, size, tokens = placed.cfg, placed.itemsize, placed.tokens(options)
+    stream, chunk = cfg.embed_dim / placed.stream_ways, min(tokens, options.loss_chunk)
+    # Logits of a chunk in float32 and their gradient; the stage's output on its way to all, normed, and its gradient. Of the head
+    # and the embedding beside each other what a microbatch adds to their gradients, in float32.
+    loss = chunk * ((4 + size) * placed.head.n + size * cfg.embed_dim) + 7 * size * tokens * stream
+    loss += 16 * placed.head.n * placed.head.k
+    # A layer of B beside one of F, with their weights out of the stack.
+    layer = size * tokens * (_working_width(placed, options) + 4 * stream + 2 * placed.widths[2]) + size * placed.layer_used
+    return size * placed.used + slot_bytes(placed, options) + max(loss, layer)
 
 
 def slot_bytes(placed: Placed, options: Options) -> float:

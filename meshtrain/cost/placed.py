@@ -154,12 +154,13 @@ class Placed:
         return depth * executed["F"], depth * executed["B"], depth * (executed["W"] or executed["B"])
 
     def ends(self, options: Options, practice: Practice) -> tuple[int, int, int]:
-        """How often a step looks up the embedding, makes the loss with its gradient, and the embedding's gradient."""
-        m = options.microbatches
-        if not self.masked(options, practice) or options.chunks > 2:        # conditioned where few ticks need them
+        """How often a step looks up the embedding, makes the loss with its gradient, and the embedding's gradient: where at least
+        half of a phase's ticks need it, in all of them (`parallel.pipeline`)."""
+        m, p = options.microbatches, self.layout.sizes["stage"]
+        if not self.masked(options, practice) or options.chunks > 2:
             return m, m, m
-        executed = self._executed(options)
-        return executed["F"], m, executed["W"] or executed["B"]     # with W apart, ticks before the first stage's B are a phase
+        often = m + p - (options.chunks == 1)       # with two chunks half of the warm-up's and the cool-down's ticks
+        return often, m, self._executed(options)["W"] or often
 
     def masked(self, options: Options, practice: Practice) -> bool:
         """Whether all stages work in every tick of a schedule."""
