@@ -225,6 +225,7 @@ VARIANTS = {
         dict(norm_placement="after", qk_norm=True, qk_norm_over="heads", attention_bias=True, attention_out_bias=True), dict(remat="full")),
     "gemma": (dict(norm_placement="both", norm_offset=1.0, activation="geglu", scale_embedding=True, tie_embeddings=True,
                    rope_scaling="yarn", rope_scaling_factor=4.0, rope_original_seq_len=16, rope_high_freq_factor=32.0), dict()),
+    "softcaps": (dict(score_softcap=0.5, logit_softcap=2.0), dict(remat="full")),
     "dropout": (dict(embedding_dropout=0.1, residual_dropout=0.2), dict()),
 }  # fmt: skip
 

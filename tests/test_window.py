@@ -20,11 +20,11 @@ def documents(rng, B: int, T: int) -> np.ndarray:
     return np.cumsum(rng.random((B, T)) < 0.08, 1).astype(np.int32) + 1
 
 
-def check(split, layout, mesh, T: int, window: int, seed: int):
+def check(split, layout, mesh, T: int, window: int, seed: int, softcap: float = 0.0):
     segments = documents(np.random.default_rng(seed), 2, T)
     q, k, v, do = drawn(seed, 2, T, 4, 2)
     ours = jax.jit(partial(with_gradients, partial(attention.attend, split, layout)))
-    plain = jax.jit(partial(with_gradients, partial(engine.plain, window=window)))
+    plain = jax.jit(partial(with_gradients, partial(engine.plain, window=window, softcap=softcap)))
     with jax.set_mesh(mesh):
         got = ours(q, k, v, segments, do)
     # float32 sums of up to T terms, in another order.
@@ -36,6 +36,11 @@ def check(split, layout, mesh, T: int, window: int, seed: int):
 def test_blocks_with_a_window_equal_plain_attention(T, block, window):
     mesh, layout = laid_out({})
     check(attention.Local(blockwise.engine(block, window)), layout, mesh, T, window, seed=T + window)
+
+
+def test_scores_within_a_softcap_equal_plain_attention():
+    mesh, layout = laid_out({})
+    check(attention.Local(blockwise.engine(16, 12, 0.7)), layout, mesh, 40, 12, seed=1, softcap=0.7)
 
 
 def test_the_heads_of_two_devices_see_the_whole_sequence_and_its_window():

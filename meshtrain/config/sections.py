@@ -94,6 +94,8 @@ class Model(Section):
     global_every: int = key(0, "every n-th layer sees all tokens, the others those of window; 0 = none does", ge=0)
     local_rope_theta: float = key(0.0, "rope_theta, never scaled, of the layers with a window beside global ones; 0 = as theirs", ge=0)
     attention_scale_dim: int = key(0, "scores are divided by its root; 0 = head_dim", ge=0)
+    score_softcap: float = key(0.0, "scores stay within this, by tanh; 0 = off", ge=0)
+    logit_softcap: float = key(0.0, "logits of the head stay within this, by tanh; 0 = off", ge=0)
     attention_bias: bool = key(False, "biases of queries, keys and values; with layernorm of the output too")
     attention_out_bias: bool = key(False, "bias of attention's output")
     mlp_bias: bool = key(False, "biases of the MLP")

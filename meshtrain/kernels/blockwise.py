@@ -17,15 +17,17 @@ from meshtrain.kernels.engine import MASKED, Engine
 BLOCK = 512          # tokens; the largest score block is [B, N, BLOCK, BLOCK] float32
 
 
-def engine(block: int = BLOCK, window: int = 0) -> Engine:
+def engine(block: int = BLOCK, window: int = 0, softcap: float = 0.0) -> Engine:
     """The engine in blocks of at most `block` tokens. Its memory beyond arguments and results is [B, N, block, block].
 
-    window: tokens that a token sees, itself among them, where it is causal, and it always must be then; 0: all before it.
+    window: tokens that a token sees, itself among them, where it is causal, and it always must be then; 0: all before it. softcap: what tanh keeps
+    scores within; 0: nothing.
     """
-    return Engine(partial(_forward, block=block, window=window), partial(_backward, block=block, window=window))
+    options = dict(block=block, window=window, softcap=softcap)
+    return Engine(partial(_forward, **options), partial(_backward, **options))
 
 
-def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, causal, *, block, window):
+def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, causal, *, block, window, softcap):
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     queries, keys = _Blocks(T, block), _Blocks(k_BSKH.shape[1], block)
@@ -42,7 +44,7 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, causal, *, bl
         i, j = pair
         k_j, v_j = keys.take(k, j), keys.take(v, j)
         s = _scores(queries.take(q, i), k_j, queries.take(q_seg, i), keys.take(k_seg, j),
-                    queries.size * (i - j) if causal else None, window)
+                    queries.size * (i - j) if causal else None, window, softcap)
         m_old, l_old, o_old = queries.take(m, i), queries.take(l, i), queries.take(o, i)
         m_new = jnp.maximum(m_old, s.max(-1).transpose(0, 3, 1, 2))
         p = jnp.exp(s - m_new.transpose(0, 2, 3, 1)[..., None])
@@ -61,7 +63,7 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, causal, *, bl
     return o[:, :T].reshape(B, T, N, H), lse[:, :T].reshape(B, T, N)
 
 
-def _backward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, o_BTNH, lse_BTN, do_BTNH, causal, *, block, window):
+def _backward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, o_BTNH, lse_BTN, do_BTNH, causal, *, block, window, softcap):
     B, T, N, H = q_BTNH.shape
     S, K = k_BSKH.shape[1:3]
     queries, keys = _Blocks(T, block), _Blocks(S, block)
@@ -76,11 +78,12 @@ def _backward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, o_BTNH, lse_
         i, j = pair
         q_i, do_i, k_j, v_j = queries.take(q, i), queries.take(do, i), keys.take(k, j), keys.take(v, j)
         lead = lambda x: queries.take(x, i).transpose(0, 2, 3, 1)[..., None]
-        s = _scores(q_i, k_j, queries.take(q_seg, i), keys.take(k_seg, j), queries.size * (i - j) if causal else None, window)
+        s = _scores(q_i, k_j, queries.take(q_seg, i), keys.take(k_seg, j), queries.size * (i - j) if causal else None, window, softcap)
         p = jnp.where(s > MASKED / 2, jnp.exp(s - lead(lse)), 0.0)
         dp = jnp.einsum("BTKGH,BSKH->BKGTS", do_i, v_j, preferred_element_type=jnp.float32)
         # Back to the compute dtype before the matmuls: a float32 cotangent would make both of them float32 dots.
-        ds = (p * (dp - lead(delta)) * H ** -0.5).astype(q.dtype)
+        slope = jnp.where(s > MASKED / 2, 1 - jnp.square(s / softcap), 0.0) if softcap else 1.0
+        ds = (p * (dp - lead(delta)) * (slope * H ** -0.5)).astype(q.dtype)
         f32 = dict(preferred_element_type=jnp.float32)
         dq = queries.put(dq, queries.take(dq, i) + jnp.einsum("BKGTS,BSKH->BTKGH", ds, k_j, **f32), i)
         dk = keys.put(dk, keys.take(dk, j) + jnp.einsum("BKGTS,BTKGH->BSKH", ds, q_i, **f32), j)
@@ -118,10 +121,12 @@ def _pairs(queries: _Blocks, keys: _Blocks, causal: bool, window: int):
     return tuple(jnp.asarray(numbers) for numbers in np.array(pairs, np.int32).T)
 
 
-def _scores(q_i, k_j, q_seg, k_seg, ahead, window):
+def _scores(q_i, k_j, q_seg, k_seg, ahead, window, softcap):
     """float32 [B, K, G, T, S] of one block pair, MASKED across documents. ahead: by how many tokens the queries begin
     after the keys, and later keys are MASKED, and those beyond the window; None: all keys are seen."""
     s = jnp.einsum("BTKGH,BSKH->BKGTS", q_i, k_j, preferred_element_type=jnp.float32) * q_i.shape[-1] ** -0.5
+    if softcap:
+        s = softcap * jnp.tanh(s / softcap)
     seen = q_seg[:, :, None] == k_seg[:, None, :]
     if ahead is not None:
         t, s_at = ahead + jnp.arange(q_i.shape[1])[:, None], jnp.arange(k_j.shape[1])[None, :]

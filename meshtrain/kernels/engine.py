@@ -28,12 +28,13 @@ class Engine(NamedTuple):
     partitions: bool = True
 
 
-def plain(q_BTNH, k_BSKH, v_BSKH, segments_BT, window: int = 0):
-    """The oracle of the tests: whole scores, autodiff. window: tokens that a token sees; 0: all. Returns o [B, T, N, H]."""
+def plain(q_BTNH, k_BSKH, v_BSKH, segments_BT, window: int = 0, softcap: float = 0.0):
+    """The oracle of the tests: whole scores, autodiff. window: tokens that a token sees; 0: all. softcap: of scores. Returns o [B, T, N, H]."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
     s_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * H ** -0.5
+    s_BKGTS = softcap * jnp.tanh(s_BKGTS / softcap) if softcap else s_BKGTS
     within = jnp.tril(jnp.ones((T, T), bool)) & ~jnp.tril(jnp.ones((T, T), bool), -(window or T))
     seen_BTS = within & (segments_BT[:, :, None] == segments_BT[:, None, :])
     p_BKGTS = jax.nn.softmax(jnp.where(seen_BTS[:, None, None], s_BKGTS, MASKED), -1).astype(q_BTNH.dtype)

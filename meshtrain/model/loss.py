@@ -27,6 +27,7 @@ class LossSpec:
     vocab_size: int
     z_loss: float
     chunk: int
+    softcap: float = 0.0        # what tanh keeps logits within; 0: nothing
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -73,6 +74,8 @@ def _sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT, with_grads: bool)
         if with_grads:
             p = jnp.exp(logits - lse[..., None])
             dl = has[..., None] * (p * (1 + 2 * spec.z_loss * lse)[..., None] - hit_V.astype(f32))
+            if spec.softcap:        # of what is padding dl is 0, and the logit has no slope
+                dl = dl * jnp.where(logits > -jnp.inf, 1 - jnp.square(logits / spec.softcap), 0.0)
             dl = vocab.pin(dl.astype(ex.dtype))
             dx = tokens.put(dx, vocab.dx(dl), c)
             dw = dw + jnp.einsum(f"nrsD,nrsV->n{vocab.letters}", x_c, dl, preferred_element_type=f32)
@@ -93,12 +96,17 @@ def _sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT, with_grads: bool)
     return sums, (layout.act(tokens.join(dx), "batch", "residual_seq", None), dw)
 
 
+def capped(logits, softcap: float):
+    """Logits within ±softcap, by tanh; as they are where it is 0."""
+    return softcap * jnp.tanh(logits / softcap) if softcap else logits
+
+
 class _VocabShard:
     """Logits and their statistics where the vocabulary V is split over devices: over automatic axes by placement, over manual
     ones by hand (in a pipeline every stage has a shard of the vocabulary)."""
 
     def __init__(self, layout: Layout, tokens: _TokenChunks, spec: LossSpec, full):
-        self.full, self.tokens = full, tokens
+        self.full, self.tokens, self.softcap = full, tokens, spec.softcap
         self.letters = "DV" if spec.axes == ("embed", "vocab") else "VD"
         self.axes = layout.mesh_axes("activations", "vocab") or None
         self.manual = layout.by_hand("activations", "vocab")
@@ -112,7 +120,7 @@ class _VocabShard:
     def logits(self, x_c, t_c):
         """(logits [n, r, s, V], log-sum-exp [n, r, s], [n, r, s, V] where the target is, logit of the target), float32."""
         logits = jnp.einsum(f"nrsD,{self.letters}->nrsV", x_c, self.full, preferred_element_type=jnp.float32)
-        logits = jnp.where(self.real_V, self.pin(logits), -jnp.inf)
+        logits = jnp.where(self.real_V, capped(self.pin(logits), self.softcap), -jnp.inf)
         hit_V = self.first + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 3) == t_c[..., None]
         hit = jnp.sum(jnp.where(hit_V, logits, 0.0), -1)
         if not self.manual:

@@ -23,7 +23,7 @@ from meshtrain.layout.mesh import after
 from meshtrain.layout.rules import Layout, Rules, Tensor
 from meshtrain.model import float8, params, parts, rope
 from meshtrain.model.layers import Embedding, Layer, Linear, Norm, Execution, dropout, kv_heads
-from meshtrain.model.loss import LossSpec, loss_sums
+from meshtrain.model.loss import LossSpec, capped, loss_sums
 from meshtrain.names import AUX_LOSS, LAYERS, MATMUL_ROLES
 
 VOCAB_MULTIPLE = 256
@@ -215,7 +215,7 @@ class Transformer:
         p = self._read_after(ex, p, x_BTD)
         axes, w = self._head(p)
         x_BTD = self._normed(ex, p, x_BTD)
-        return loss_sums(ex, LossSpec(axes, self.cfg.vocab_size, z_loss, chunk), x_BTD, w, targets_BT)
+        return loss_sums(ex, LossSpec(axes, self.cfg.vocab_size, z_loss, chunk, self.cfg.logit_softcap), x_BTD, w, targets_BT)
 
     def loss(self, ex: Execution, p, batch, *, z_loss: float = 0.0, chunk: int = 2048, dropout_key=None):
         """(objective, nll, aux), sums over the tokens of `batch` that have a target, in nats. Divide by their count.
@@ -265,7 +265,8 @@ class Transformer:
         x_BTD = ex.layout.act(x_BTD, "batch", "seq", None)
         x_BD = jax.lax.dynamic_index_in_dim(x_BTD, at, 1, keepdims=False)
         eq = "BD,DV->BV" if axes == ("embed", "vocab") else "BD,VD->BV"
-        return jnp.einsum(eq, x_BD.astype(jnp.float32), w.astype(jnp.float32))[:, :self.cfg.vocab_size]
+        logits_BV = jnp.einsum(eq, x_BD.astype(jnp.float32), w.astype(jnp.float32))[:, :self.cfg.vocab_size]
+        return capped(logits_BV, self.cfg.logit_softcap)
 
     def _head(self, p):
         if self.cfg.tie_embeddings:

@@ -182,7 +182,7 @@ def choose(run, layout: Layout, platform: str, gpu: str = "") -> tuple[Callable,
     method_of = lambda engine: Local(engine) if cp == 1 else ContextParallel(METHODS[run.context.method], engine)
     method = method_of(engine)
     if run.model.global_every:
-        whole = method_of(blockwise.engine()) if window(run) else method
+        whole = method_of(blockwise.engine(softcap=run.model.score_softcap)) if window(run) else method
         return partial(_attend_either, method, whole), note if platform in GPU_PLATFORMS or asked != "auto" else ""
     return partial(attend, method), note if platform in GPU_PLATFORMS or asked != "auto" else ""
 
@@ -198,10 +198,10 @@ def _engine(name: str, run, cp: int, gpu: str) -> Engine:
     if name == "pallas":
         return pallas.engine(tiles.of(run.model.head_dim, gpu))
     if cp == 1 or run.context.method == "ulysses":
-        return blockwise.engine(window=window(run))
+        return blockwise.engine(window=window(run), softcap=run.model.score_softcap)
     # Four blocks a chunk at least: the diagonal blocks, half of them masked, are then 1/8 of a causal square of two chunks.
     chunk = run.data.seq_len // (2 * cp)
-    return blockwise.engine(min(blockwise.BLOCK, max(32, -(-chunk // 4))))
+    return blockwise.engine(min(blockwise.BLOCK, max(32, -(-chunk // 4))), softcap=run.model.score_softcap)
 
 
 def window(run) -> int:
@@ -212,6 +212,8 @@ def window(run) -> int:
 def _against_kernels(run, layout: Layout, platform: str) -> list[str]:
     """Why no kernel at all can serve this run."""
     reasons = [f"the kernels have no window (model.window={run.model.window})"] if window(run) else []
+    if run.model.score_softcap:
+        reasons.append(f"the kernels have no softcap (model.score_softcap={run.model.score_softcap})")
     if platform not in GPU_PLATFORMS:
         reasons.append(f"kernels run on GPUs, not on platform {platform!r}")
     if run.model.compute_dtype != "bfloat16":

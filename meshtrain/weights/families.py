@@ -110,7 +110,8 @@ KEYS = {
 DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0}
 FIXED = {"norm": "rmsnorm", "norm_placement": "before", "norm_offset": 0.0, "activation": "swiglu", "scale_embedding": False,
          "position": "rope", "qk_norm": False, "qk_norm_over": "head", "attention_bias": False, "attention_out_bias": False,
-         "mlp_bias": False, "window": 0, "global_every": 0, "local_rope_theta": 0.0, "attention_scale_dim": 0}
+         "mlp_bias": False, "window": 0, "global_every": 0, "local_rope_theta": 0.0, "attention_scale_dim": 0,
+         "score_softcap": 0.0, "logit_softcap": 0.0}
 ONLY = {"hidden_act": ("silu",)}
 
 LLAMA = Family(
@@ -153,8 +154,16 @@ GEMMA3 = Family(
                       "query_pre_attn_scalar": 256},
     {key: value for key, value in ALTERNATING.items() if key != "attention_scale_dim"} | {
         "activation": "geglu", "norm_offset": 1.0, "scale_embedding": True, "norm_placement": "both", "qk_norm": True},
-    {"hidden_activation": TANH[:1], "attention_bias": (False,), "use_bidirectional_attention": (False,),
+    {"hidden_act": TANH, "hidden_activation": TANH[:1], "attention_bias": (False,), "use_bidirectional_attention": (False,),
      "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,)}, every=6)
+GEMMA2 = Family(
+    "gemma2", "Gemma2ForCausalLM", "model.",
+    {name: ours for name, ours in GEMMA3_TENSORS.items() if "_norm.weight" not in name},
+    GEMMA3.keys | {"attn_logit_softcapping": ("score_softcap",), "final_logit_softcapping": ("logit_softcap",)},
+    {key: value for key, value in GEMMA3.defaults.items() if key != "rope_local_base_freq"} | {
+        "rope_theta": 1e4, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    {key: value for key, value in GEMMA3.fixed.items() if not key.endswith("_softcap")} | {"qk_norm": False},
+    {key: value for key, value in GEMMA3.only.items() if not key.endswith("_softcapping")}, every=2)
 GPT2 = Family(
     "gpt2", "GPT2LMHeadModel", "transformer.", GPT2_TENSORS,
     {"vocab_size": ("vocab_size",), "n_embd": ("embed_dim",), "n_layer": ("num_layers",), "n_head": ("num_heads",),
@@ -168,11 +177,11 @@ GPT2 = Family(
     multiples={"n_inner": ("n_embd", 4)}, ropes=())
 
 # Where a model of ours fits several, the first is written.
-FAMILIES = {one.model_type: one for one in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, OLMO2, OLMO3, GEMMA, GEMMA3, GPT2)}
+FAMILIES = {one.model_type: one for one in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, OLMO2, OLMO3, GEMMA, GEMMA2, GEMMA3, GPT2)}
 
 # Known, and not read: what [model] lacks for them.
 LACKING = {
-    "gemma2": "softcaps", "mixtral": "experts", "qwen3_moe": "experts", "olmoe": "experts", "qwen2_moe": "experts",
+    "mixtral": "experts", "qwen3_moe": "experts", "olmoe": "experts", "qwen2_moe": "experts",
     "gemma3": "other inputs than text", "mistral3": "other inputs than text", "llama4": "other inputs than text",
     "mllama": "other inputs than text", "qwen2_vl": "other inputs than text", "qwen2_5_vl": "other inputs than text",
 }

@@ -16,7 +16,7 @@ from meshtrain.weights.families import FAMILIES, HARMLESS, LACKING, Family
 
 CONFIG = "config.json"
 MOST_BYTES = 1 << 24    # of a config.json
-FLAGS, NUMBERS = ("tie_embeddings", "mlp_bias", "attention_bias"), ("norm_eps",)
+FLAGS, NUMBERS = ("tie_embeddings", "mlp_bias", "attention_bias"), ("norm_eps", "score_softcap", "logit_softcap")
 WINDOW_KEYS = ("layer_types", "sliding_window", "sliding_window_pattern", "rope_local_base_freq")
 ROPE_KEYS = ("rope_parameters", "rope_theta", "rope_scaling")
 # Of a scaled rope: theirs -> ours, and what an absent one is.
@@ -71,8 +71,8 @@ def model_keys(config: Mapping, family: Family) -> dict:
         if value is None and theirs in family.multiples:
             source, times = family.multiples[theirs]
             value = get(source) * times if type(get(source)) is int else None
-        if value is None and ours[0] in ("num_kv_heads", "head_dim", "window"):
-            continue        # derived from the others; no window
+        if value is None and ours[0] in ("num_kv_heads", "head_dim", "window", "score_softcap", "logit_softcap"):
+            continue        # derived from the others; no window, no cap
         faults += _fault(theirs, value, ours[0])
         keys |= {one: float(value) if one in NUMBERS and type(value) is int else value for one in ours}
     for key, allowed in family.only.items():
@@ -116,6 +116,7 @@ def config_of(model, family: Family, dtype: str, longest: int, source: Mapping) 
         every = (model.global_every or model.num_layers + 1) if model.window else 1
         made["layer_types"] = [_KINDS[(i + 1) % every == 0] for i in range(model.num_layers)]
         made["rope_local_base_freq"] = model.local_rope_theta or model.rope_theta
+    made |= {key: made[key] or None for key in made if key.endswith("_softcapping")}
     if "sliding_window" in made:
         made["sliding_window"] = made["sliding_window"] or None     # absent, some classes take one
     if not family.ropes:
