@@ -128,12 +128,6 @@ def test_short_sequences_are_not_split_and_planned_all_the_same():
     assert code == 0 and "2.2M parameters" in out and "fsdp 8" in out and "context" not in out.split("The first plan")[0], err
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_a_first_plan_with_stages_is_told_with_what_formulas_leave_out(stages):
-    _, out, _ = call("llama3-8b", "--gpus", 8, "--gpu", "h100", "--global-batch", 64, "--stage", stages)
-    assert ("--verify" in out) == (stages > 1)
-
-
 def test_a_step_too_short_for_formulas_has_no_time_on_the_page():
     words = ("llama3.2-1b", "--gpu", "h100", "--global-batch", 1024, "--seq-len", 2048)
     _, out, _ = call(*words, "--gpus", 1024)

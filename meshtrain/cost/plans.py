@@ -99,9 +99,6 @@ def caveats(question: Question, answer: Answer) -> list[str]:
     lines = ["Formulas, nothing compiled or measured: 51 published runs were met with a median error of 4%, a tenth of them "
               "by more than 11%. What moves them most (--assume NAME=VALUE sets another; reasons: meshtrain/cost/assumptions.py): "
               + ", ".join(f"{name} {value:g}" for name, value in named.items())]
-    if answer.plans and answer.plans[0].sizes["stage"] > 1:
-        lines += ["Stages: the formulas leave out that they share the head, and the programs compiled so far took 1.4 and 1.8 times as "
-                  "long by the roofline (docs/plan.md); compare with a plan of --stage 1 by --verify."]
     if answer.plans and search.TOO_SHORT in answer.plans[0].reason:
         lines += [f"{search.TOO_SHORT[0].upper()}{search.TOO_SHORT[1:]}; the order of the plans is a guess, their shares are of the formulas' step."]
     return lines
