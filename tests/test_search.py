@@ -139,7 +139,7 @@ def test_the_best_plan_loses_to_none_of_all_layouts_that_are_allowed(words):
 def test_a_search_that_leaves_out_the_chunks_is_found_out(monkeypatch):
     """With four chunks a stage at most, as once, layouts that are allowed beat the best plan."""
     monkeypatch.setattr(search, "MOST_CHUNKS", 4)
-    asked = question("llama3-70b --gpus 64 --gpu h100 --global-batch 64")
+    asked = question("llama3-70b --gpus 64 --gpu a100-80gb --global-batch 48")
     narrow = search.search(asked).plans[0]
     monkeypatch.undo()
     assert narrow.price.step_s > search.search(asked).plans[0].price.step_s

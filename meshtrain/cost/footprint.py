@@ -91,17 +91,24 @@ def _in_stages(placed: Placed, options: Options) -> float:
     return size * placed.used + slot_bytes(placed, options) + max(loss, layer)
 
 
-def slot_bytes(placed: Placed, options: Options) -> float:
-    """Bytes of a pipeline's slots: what microbatches leave in a stage. assumption, as in `memory.slot_bytes`: without remat,
-    and in what B leaves for a W of its own, what is as wide as the residual stream lies whole on each device."""
+def slot_widths(placed: Placed, options: Options) -> tuple[float, float]:
+    """Elements of a token that a layer leaves in slots: for its backward, and from there for a W of its own. assumption, as in
+    `memory.slot_bytes`: without remat, and for W, what is as wide as the residual stream lies whole on each device."""
     h, (q, kv, f) = placed.cfg.embed_dim, placed.widths
     stream, gates = h / placed.stream_ways, 2 if placed.cfg.activation != "gelu" else 1
     for_backward = {"none": 4 * h + stream + 2 * q + 2 * kv + gates * f, "selective": 2 * stream + 2 * q + 2 * kv + gates * f,
                     "full": stream + (q if placed.ways("seq") > 1 else 0)}[options.remat]
     for_weights = {"none": 10 * h + q + 2 * kv + (gates + 1) * f, "selective": 10 * h + q + 2 * kv + (gates + 2) * f,
                    "full": 12 * h + 2 * q + 2 * kv + (gates + 2) * f}[options.remat]
+    return for_backward, for_weights
+
+
+def slot_bytes(placed: Placed, options: Options) -> float:
+    """Bytes of a pipeline's slots: what microbatches leave in a stage."""
+    for_backward, for_weights = slot_widths(placed, options)
     p = placed.mesh.sizes["stage"]
     _, slots = schedules.counts(options.schedule, p, options.microbatches, options.chunks)
     depth = -(-placed.cfg.num_layers // (p * options.chunks))
-    elements = depth * (slots["Q"] * for_backward + slots.get("Z", 0) * for_weights) + (slots["X"] + slots["D"]) * stream
+    elements = depth * (slots["Q"] * for_backward + slots.get("Z", 0) * for_weights)
+    elements += (slots["X"] + slots["D"]) * placed.cfg.embed_dim / placed.stream_ways
     return placed.itemsize * placed.tokens(options) * elements

@@ -196,6 +196,8 @@ class _Work:
         small_b = fused * rated.stream_s(moved(10 if gated else 6))
         if placed.float8:
             small, small_b = (each + rated.stream_s(tokens * moved) for each, moved in zip((small, small_b), _quantised_bytes(placed)))
+        in_stage = _stage_bytes(placed, options) if placed.masked(options, practice) else (0.0, 0.0, 0.0)
+        stage_f, stage_b, stage_w = map(rated.stream_s, in_stage)
         again = practice.recomputed or RECOMPUTED[options.remat]
         again_s = again[0] * forward
         if practice.recomputed is None and again[0]:    # ours: what the last product adds is never needed again
@@ -203,14 +205,14 @@ class _Work:
         if practice.recomputed is None and placed.ways("seq") > 1:
             again = again[0], 0.0, again[2]             # ours: attention over several devices is never repeated
         recomputed_s = again_s + again[1] * attention + again[2] * small
-        self.forward_s = forward + attention + small
-        self.input_grad_s = backward / 2 + attention_b + small_b + recomputed_s
-        self.weight_grad_s = backward / 2
+        self.forward_s = forward + attention + small + stage_f
+        self.input_grad_s = backward / 2 + attention_b + small_b + recomputed_s + stage_b
+        self.weight_grad_s = backward / 2 + stage_w
         self.backward_s = self.input_grad_s + self.weight_grad_s
         self.beside = {traffic.FORWARD: self.forward_s, traffic.BACKWARD: self.backward_s, traffic.ATTENTION: attention,
                        traffic.ATTENTION_BACKWARD: attention_b}
         self.parts = {"matmul": forward + again_s + backward, "attention": attention * (1 + again[1]) + attention_b,
-                      "elementwise": small * (1 + again[2]) + small_b}
+                      "elementwise": small * (1 + again[2]) + small_b + stage_f + stage_b + stage_w}
         matmul = functools.partial(_matmul_s, rated, cfg.compute_dtype, placed.itemsize)
         n, k = placed.head.n, placed.head.k
         if not practice.shared_head and options.schedule:
@@ -218,6 +220,17 @@ class _Work:
             n = n * placed.head_ways // max(1, beside_stage)
         self.head = {"matmul": matmul(tokens, n, k) + matmul(tokens, k, n) + matmul(k, n, tokens),
                      "elementwise": fused * rated.stream_s(LOGIT_BYTES * tokens * n)}
+
+
+def _stage_bytes(placed: Placed, options: Options) -> tuple[float, float, float]:
+    """What F, B and W of a layer move through memory because they stand in a pipeline's loop: its weights are sliced out of the
+    stage's stack, its gradients added into theirs, what waits is put into slots and taken out; what waits for a W of its own
+    passes a mask as well. Read off compiled programs: 8B on stage 2, 70B on tensor 8 × stage 4."""
+    size, weights = placed.itemsize, placed.layer_used
+    for_backward, for_weights = (size * placed.tokens(options) * width for width in footprint.slot_widths(placed, options))
+    split = 4 * for_weights if options.schedule in schedules.SPLIT else 0
+    slice_bytes = 2 * size * weights
+    return slice_bytes + 2 * for_backward, slice_bytes + 2 * for_backward + split, 12 * weights + split
 
 
 def _quantised_bytes(placed: Placed) -> tuple[float, float]:

@@ -225,23 +225,27 @@ def _schedules(question: Question, p: int, m: int) -> list[tuple[str, int]]:
 
 
 def _fitting(question: Question, placed: Placed, m: int) -> Iterator[tuple[Options, int]]:
-    """(options, bytes) of what is worth a price: for each remat policy the best schedule that fits, until the best of all fits;
-    where nothing does, what needs least."""
+    """(options, bytes) of what is worth a price: for each remat policy the schedule with the smallest bubble that fits, of those with a
+    W of its own and of the others, until the best of all fits; where nothing does, what needs least. In a pipeline's loop what no
+    remat keeps has its price, so selective is tried beside it."""
     p = placed.mesh.sizes["stage"]
     policies = [question.fixed["remat"]] if "remat" in question.fixed else REMAT if p > 1 else (*REMAT, OFFLOAD)
     order, least, any_fits = _schedules(question, p, m), None, False
-    for remat in policies:
-        for name, chunks in order:
-            options = Options(question.seq_len, question.global_batch, m, remat, name, chunks, question.methods[0],
-                              question.visited, question.loss_chunk, question.optimizer_bytes)
-            needed = footprint.memory(placed, options)["total"]
-            if least is None or needed < least[1]:
-                least = options, needed
-            if needed <= question.usable_bytes:
-                any_fits = True
-                yield options, needed
-                if (name, chunks) == order[0]:
-                    return
+    for kind in (True, False):
+        family = [pair for pair in order if (pair[0] in schedules.SPLIT) == kind]
+        for remat in policies if family else ():
+            fits_first = False
+            for name, chunks in family:
+                options = Options(question.seq_len, question.global_batch, m, remat, name, chunks, question.methods[0],
+                                  question.visited, question.loss_chunk, question.optimizer_bytes)
+                needed = footprint.memory(placed, options)["total"]
+                if least is None or needed < least[1]:
+                    least = options, needed
+                if needed <= question.usable_bytes:
+                    any_fits, fits_first = True, (name, chunks) == family[0]
+                    yield options, needed
+                    break
+            if fits_first and (p == 1 or remat != REMAT[0]):
                 break
     if not any_fits and least:
         yield least
