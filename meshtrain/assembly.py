@@ -21,6 +21,7 @@ from meshtrain.layout.rules import Layout, Tensor
 from meshtrain.model import transformer
 from meshtrain.model.layers import kv_heads
 from meshtrain.parallel import attention, stages
+from meshtrain.parallel.schedules import Schedule
 from meshtrain.training import pipelined, state, step
 
 
@@ -181,12 +182,17 @@ def _choose_schedule(run: Run, mesh_spec: MeshSpec, model, layout: Layout, atten
                            memory.slot_budget_bytes(gpu, held, memory.in_loop(parameters, layout), run.model.compute_dtype))
 
 
-def _stage_costs(run: Run, mesh_spec: MeshSpec, model, layout: Layout, gpu) -> simulate.Costs:
-    """assumption: where the speed of the devices is not known, a stage's ops relate as on an H100, and links cost nothing."""
+def _stage_costs(run: Run, mesh_spec: MeshSpec, model, layout: Layout, gpu) -> Callable[[Schedule], simulate.Costs]:
+    """What a stage's ops cost under each schedule. assumption: where the speed of the devices is not known, they relate as on an
+    H100, and what only memory and links take costs nothing."""
     known = gpu is not None and gpu.hbm_bytes_per_s is not None
     gpu = gpu if known else hardware.get("h100")
     rated = rates.Rates(gpu, assumptions.Assumptions(gpu.name))
     visited, engine = rates.packed(run.data, rated.assumed)
     placed = place(model.parameters(), run.model, layout, mesh_spec)
-    costs = price.stage_costs(placed, rated, Options.of(run, chunks=run.pipeline.chunks, visited=visited), Practice(engine))
-    return costs if known else dataclasses.replace(costs, link_s=0.0)
+
+    def of(schedule: Schedule) -> simulate.Costs:
+        options = Options.of(run, schedule=schedule.name if known else "", chunks=schedule.num_chunks, visited=visited)
+        costs = price.stage_costs(placed, rated, options, Practice(engine))
+        return costs if known else dataclasses.replace(costs, link_s=0.0)
+    return of

@@ -21,13 +21,13 @@ from test_price import model, priced
 
 # The words of the command → how far it is behind the best at most, and what the reasons name.
 ADVISED = {
-    "llama3-8b --gpus 8 --gpu h100 --global-batch 64 --fsdp 8": (.10, ""),
-    "llama3-70b --gpus 64 --gpu h100 --global-batch 128 --tensor 8 --fsdp 8": (.55, "1 NIC on each of 8 hosts"),
-    "llama3-70b --gpus 64 --gpu a100-80gb --global-batch 128 --tensor 8 --stage 2": (.20, "tensor 8"),
+    "llama3-8b --gpus 8 --gpu h100 --global-batch 64 --fsdp 8": (.05, ""),
+    "llama3-70b --gpus 64 --gpu h100 --global-batch 128 --tensor 8 --fsdp 8": (.35, "tensor 8"),
+    "llama3-70b --gpus 64 --gpu a100-80gb --global-batch 128 --tensor 8 --stage 2": (.12, "tensor 8"),
     "gpt-180b --gpus 128 --gpu h100 --global-batch 512 --tensor 8 --stage 4": (.25, "tensor 8"),
-    "llama3-70b --gpus 64 --gpu h100 --global-batch 16 --seq-len 131072 --tensor 8 --context 2 --stage 1": (.45, "tensor 8"),
-    "llama3-405b --gpus 16384 --gpu h100 --global-batch 2048 --tensor 8 --stage 16 --context 1": (.15, "tensor 8"),
-    "llama3-405b --gpus 16384 --gpu h100 --global-batch 128 --seq-len 131072 --tensor 8 --stage 16 --context 16": (.10, "")}
+    "llama3-70b --gpus 64 --gpu h100 --global-batch 16 --seq-len 131072 --tensor 8 --context 2 --stage 1": (.35, "tensor 8"),
+    "llama3-405b --gpus 16384 --gpu h100 --global-batch 2048 --tensor 8 --stage 16 --context 1": (.05, ""),
+    "llama3-405b --gpus 16384 --gpu h100 --global-batch 128 --seq-len 131072 --tensor 8 --stage 16 --context 16": (.05, "")}
 
 
 def call(words: str) -> tuple[dict, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -143,11 +143,11 @@ class Choice:
     why: str
 
 
-def choose(p: int, m: int, costs: Costs = Costs(), slot_bytes: SlotBytes | None = None, budget_bytes: int | None = None,
+def choose(p: int, m: int, costs: Costs | Callable[[Schedule], Costs] = Costs(), slot_bytes: SlotBytes | None = None, budget_bytes: int | None = None,
            chunks: Iterable[int] = (1,)) -> Choice:
     """The cheapest phase schedule whose slots fit into the budget; where none does, the one that needs least.
 
-    p stages, m microbatches; slot_bytes and budget_bytes: what a microbatch leaves on a device, and the bytes there are
+    p stages, m microbatches; costs: of all schedules, or of each; slot_bytes and budget_bytes: what a microbatch leaves on a device, and the bytes there are
     for it (without both, memory is no concern). chunks: the counts that the layers can be cut into. A pure function of
     modelled numbers, so that every process and every restart chooses the same: measured times must not enter.
 
@@ -155,18 +155,20 @@ def choose(p: int, m: int, costs: Costs = Costs(), slot_bytes: SlotBytes | None 
     """
     chunks = sorted(set(chunks))
     known = slot_bytes is not None and budget_bytes is not None
+    of = costs if callable(costs) else lambda schedule: costs
     found = []
     for name in AUTOMATIC:
         for v in chunks:
             if (v > 1) == (name in schedules.INTERLEAVED) and not schedules.problems(name, p, m, v):
                 schedule = schedules.make(name, p, m, v)
-                outcome = simulate(schedule, costs)
+                outcome = simulate(schedule, of(schedule))
                 held = slot_bytes.peak(schedule) if slot_bytes else None
                 found.append((schedule, outcome, held, held <= budget_bytes if known else None))
     if not found:
         raise ValueError("\n".join(schedules.problems("interleaved", p, m, min(chunks))))
     # Rounded, so that sums of the same costs in another order are equal and the order of AUTOMATIC decides.
-    cost = lambda entry: (round(entry[1].bubble, 9), entry[2] or 0)
+    first_s = found[0][1].makespan_s
+    cost = lambda entry: (round(entry[1].makespan_s / first_s, 9), entry[2] or 0)
     fitting = [entry for entry in found if entry[3] is not False]
     best = min(fitting, key=cost) if fitting else min(found, key=lambda entry: (entry[2], cost(entry)))
     schedule, outcome, held, fits = best
@@ -179,15 +181,15 @@ def _why(found, fitting, best, budget_bytes) -> str:
     if fits is False:
         return f"{what}; none of {len(found)} schedules fits into {gib(budget_bytes)}, and this one needs least"
     others = [entry for entry in found if entry is not best]
-    faster = [entry for entry in others if entry[3] is False and entry[1].bubble < outcome.bubble]
+    faster = [entry for entry in others if entry[3] is False and entry[1].makespan_s < outcome.makespan_s]
     if faster:
-        first = min(faster, key=lambda entry: entry[1].bubble)
+        first = min(faster, key=lambda entry: entry[1].makespan_s)
         return f"{what}; {_called(first[0])} ({first[1].bubble:.1%}) needs {gib(first[2])}, there are {gib(budget_bytes)}"
     rest = [entry for entry in fitting if entry is not best]
     if not rest:
         return f"{what}; the only schedule {'that fits' if fits else 'there is'}"
-    second = min(rest, key=lambda entry: entry[1].bubble)
-    return f"{what}, the least of {len(fitting)} schedules; next {_called(second[0])} ({second[1].bubble:.1%})"
+    second = min(rest, key=lambda entry: entry[1].makespan_s)
+    return f"{what}, the fastest of {len(fitting)} schedules; next {_called(second[0])} ({second[1].bubble:.1%})"
 
 
 def _what(schedule: Schedule, outcome: Outcome, held: int | None) -> str:
@@ -212,7 +214,7 @@ def chunk_counts(num_layers: int, p: int, most: int = 4) -> tuple[int, ...]:
 
 # ---- of a run --------------------------------------------------------------------------------------------------------
 
-def of_run(run, costs: Costs, p: int, slot_bytes: SlotBytes | None = None, budget_bytes: int | None = None) -> Choice:
+def of_run(run, costs: Costs | Callable[[Schedule], Costs], p: int, slot_bytes: SlotBytes | None = None, budget_bytes: int | None = None) -> Choice:
     """The schedule that the run file's [pipeline] means on p stages. "auto" with chunks = 1 is free to take more of them.
 
     Raises: ValueError as `schedules.make` and `choose`.
@@ -222,7 +224,7 @@ def of_run(run, costs: Costs, p: int, slot_bytes: SlotBytes | None = None, budge
         counts = chunk_counts(run.model.num_layers, p) if v == 1 else (v,)
         return choose(p, m, costs, slot_bytes, budget_bytes, counts)
     schedule = schedules.make(name, p, m, v)
-    outcome = simulate(schedule, costs)
+    outcome = simulate(schedule, costs(schedule) if callable(costs) else costs)
     held = slot_bytes.peak(schedule) if slot_bytes else None
     fits = held <= budget_bytes if slot_bytes is not None and budget_bytes is not None else None
     why = _what(schedule, outcome, held) + ", as asked for"
