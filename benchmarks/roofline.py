@@ -41,7 +41,9 @@ class Case:
 SHIPPED = (
     Case("llama3-8b, remat full", "llama3-8b.toml", 8, "--training.remat full"),
     Case("llama3-8b, remat selective", "llama3-8b.toml", 8, "--training.remat selective"),
+    Case("llama3-8b, remat selective, float8", "llama3-8b.toml", 8, "--training.remat selective --model.matmul_dtype float8"),
     Case("llama3-70b, tensor 8 × fsdp 8", "llama3-70b.toml", 64),
+    Case("llama3-70b-pipeline, stage 4 × tensor 8 × fsdp 2", "llama3-70b-pipeline.toml", 64),
 )
 
 
@@ -126,7 +128,8 @@ def costliest(gpu: str, case: Case, count: int = 10) -> list[str]:
 
 
 def written() -> str:
-    shipped = [row(gpu, case) for gpu in GPUS for case in SHIPPED]
+    shipped = [row(gpu, case) for gpu in GPUS for case in SHIPPED
+               if "float8" not in case.words or not hardware.lacks_float8(hardware.get(gpu))]
     lines = ["# The roofline of the shipped runs", "",
              "Written by `python benchmarks/roofline.py`; how a step is priced stands in meshtrain/cost/roofline.py. Nothing "
              "here was measured.", "",
