@@ -135,6 +135,6 @@ def test_auto_refuses_chunks_that_the_microbatches_do_not_allow():
 
 def test_chunks_are_those_that_need_no_padding():
     assert simulate.chunk_counts(32, 4) == (1, 2, 4)
-    assert simulate.chunk_counts(24, 4) == (1, 2, 3)
+    assert simulate.chunk_counts(24, 4) == (1, 2), "three chunks and four stages: weights would travel many times"
     assert simulate.chunk_counts(30, 4) == (1, 2, 4), "30 layers are padded to 32 anyway"
     assert simulate.chunk_counts(4, 4) == (1,)
