@@ -245,9 +245,9 @@ def test_a_newest_checkpoint_that_cannot_be_read_is_no_obstacle_on_the_way_back(
 def test_a_new_run_takes_the_step_that_it_names_of_another(two, tmp_path):
     for step, want in ((0, 4), (2, 2)):
         run = run_in(tmp_path / "new", "--checkpoint.init_from", two, "--checkpoint.step", step)
-        assert resume.source(run)[1] == want
+        assert resume.source(two, step, "checkpoint.init_from")[1] == want
         assert resume.find(run, checkpoint.Checkpoints(tmp_path / "new" / "checkpoints")).step == 0
     with pytest.raises(ConfigError, match="checkpoint.step=3 is not saved"):
-        resume.source(run_in(tmp_path / "new", "--checkpoint.init_from", two, "--checkpoint.step", 3))
+        resume.source(two, 3, "checkpoint.init_from")
     saved(tmp_path / "new", run, 1)
     assert found(tmp_path / "new", "--checkpoint.init_from", two, "--checkpoint.step", 2).step == 1, "the new run goes on"
