@@ -59,7 +59,8 @@ def assemble(run: Run, devices: Sequence[jax.Device]) -> Assembly:
     mesh = mesh_spec.build(devices)
     spec = state.describe(model, run.optimizer, run.training.steps, layout, mesh)
     order = attention.token_order(run, mesh_spec.sizes)
-    program = step.build(run, model, layout, mesh, made.attend, spec, order, choice and choice.schedule)
+    share = {} if device.platform == "cpu" else {"memory_share": hardware.memory_share()}
+    program = step.build(run, model, layout, mesh, made.attend, spec, order, choice and choice.schedule, **share)
     return Assembly(run, mesh_spec, mesh, layout, model, program, choice, made.notes)
 
 

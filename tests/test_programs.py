@@ -83,7 +83,13 @@ def test_step_evaluation_initialization_and_sampling_are_compiled_with_the_same_
 
 def test_nothing_is_asked_of_cpus_for_deterministic_runs():
     assert step.compiler_options("cpu", True) == step.compiler_options("cpu", False) == {}
-    assert step.compiler_options("gpu", False) == step.COMPILER_OPTIONS["gpu"]
+    assert step.compiler_options("gpu", False).items() >= step.COMPILER_OPTIONS["gpu"].items()
+
+
+def test_xla_may_fill_what_the_process_takes(monkeypatch):
+    """Beyond its limit, 80% of a GPU, XLA recomputes by itself: of a process that takes 92% the limit is 92%."""
+    limit = lambda share: step.compiler_options("gpu", False, memory_share=share)["xla_gpu_memory_limit_slop_factor"]
+    assert (limit(0.92), limit(0.8), limit(0.4)) == (115, 100, 50)
 
 
 @pytest.mark.skipif(not compile.has_gpu_compile(), reason=f"install the extra gpu-compile: no {compile.missing_wheels()}")

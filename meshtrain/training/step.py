@@ -39,45 +39,42 @@ COMPILER_OPTIONS = {
     },
     "cpu": {},
 }
-# With training.deterministic: the same bits in every run on the same GPUs. CPUs give them anyway.
+# On GPUs, with training.deterministic: the same bits in every run on the same GPUs. CPUs give them anyway.
 DETERMINISTIC_OPTIONS = {
-    "gpu": {
-        # Scatters add in a fixed order (the embedding's gradient: sorted first), and no kernel with atomics is taken.
-        "xla_gpu_deterministic_ops": True,
-        "xla_gpu_exclude_nondeterministic_ops": True,
-        # No timing decides between kernels: one compilation may choose another than the next, and adds in another order.
-        "xla_gpu_autotune_level": 0,
-        # cuBLAS's own choice instead of Triton's: jax 0.12 finds no Triton configuration without timing.
-        "xla_gpu_enable_triton_gemm": False,
-    },
-    "cpu": {},
+    # Scatters add in a fixed order (the embedding's gradient: sorted first), and no kernel with atomics is taken.
+    "xla_gpu_deterministic_ops": True,
+    "xla_gpu_exclude_nondeterministic_ops": True,
+    # No timing decides between kernels: one compilation may choose another than the next, and adds in another order.
+    "xla_gpu_autotune_level": 0,
+    # cuBLAS's own choice instead of Triton's: jax 0.12 finds no Triton configuration without timing.
+    "xla_gpu_enable_triton_gemm": False,
 }
-# With training.remat = "offload".
+# On GPUs, with training.remat = "offload".
 OFFLOAD_OPTIONS = {
-    "gpu": {
-        # A layer's input comes back from the host while the backward of the layer behind it runs, not before its own first
-        # matmul; one more of them stands on the device.
-        "xla_gpu_enable_pipelined_host_offloading": True,
-    },
-    "cpu": {},
+    # A layer's input comes back from the host while the backward of the layer behind it runs, not before its own first
+    # matmul; one more of them stands on the device.
+    "xla_gpu_enable_pipelined_host_offloading": True,
 }
-# With stages.
+# On GPUs, with stages.
 PIPELINE_OPTIONS = {
-    "gpu": {
-        # F, B and W of a layer stand beside each other: with one collective under way at a time, one that is awaited soon waits
-        # for one that is not. llama3-70b-pipeline on 64 H100 by the roofline: 19.8 s, with two 19.2, with four or eight 18.9.
-        # Without stages it lost (llama3-70b 22.9 to 23.5 s, llama3-8b 7.7 to 7.9).
-        "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
-    },
-    "cpu": {},
+    # F, B and W of a layer stand beside each other: with one collective under way at a time, one that is awaited soon waits
+    # for one that is not. llama3-70b-pipeline on 64 H100 by the roofline: 19.8 s, with two 19.2, with four or eight 18.9.
+    # Without stages it lost (llama3-70b 22.9 to 23.5 s, llama3-8b 7.7 to 7.9).
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
 }
+# The share of a GPU's memory beyond which XLA recomputes values by itself, in silence; its flag is in percent of that. Llama 3 8B
+# without remat on 16 A100, 68 of 73 GiB, by the roofline: 10.8 s, and 8.9 s where the limit is what the process takes.
+XLA_MEMORY_SHARE = 0.80
 
 
-def compiler_options(platform: str, deterministic: bool, remat: str = "none", pipelined: bool = False) -> dict:
-    """What every program of a run is compiled with on this platform, as jax calls it."""
-    platform = "cpu" if platform == "cpu" else "gpu"
-    return (COMPILER_OPTIONS[platform] | (DETERMINISTIC_OPTIONS[platform] if deterministic else {})
-            | (OFFLOAD_OPTIONS[platform] if remat == "offload" else {}) | (PIPELINE_OPTIONS[platform] if pipelined else {}))
+def compiler_options(platform: str, deterministic: bool, remat: str = "none", pipelined: bool = False,
+                     memory_share: float = XLA_MEMORY_SHARE) -> dict:
+    """What every program of a run is compiled with on this platform, as jax calls it. memory_share: of a GPU, for the process."""
+    if platform == "cpu":
+        return COMPILER_OPTIONS["cpu"]
+    limit = {"xla_gpu_memory_limit_slop_factor": round(100 * memory_share / XLA_MEMORY_SHARE)}
+    return (COMPILER_OPTIONS["gpu"] | limit | (DETERMINISTIC_OPTIONS if deterministic else {})
+            | (OFFLOAD_OPTIONS if remat == "offload" else {}) | (PIPELINE_OPTIONS if pipelined else {}))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -133,11 +130,12 @@ class Program:
             return function.lower(*args).compile(compiler_options=self.compiler_options)
 
 
-def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec: StateSpec,
-          order: np.ndarray | None = None, schedule: schedules.Schedule | None = None) -> Program:
+def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec: StateSpec, order: np.ndarray | None = None,
+          schedule: schedules.Schedule | None = None, memory_share: float = XLA_MEMORY_SHARE) -> Program:
     """run: the checked run file (its data, training, optimizer and model sections are read here).
 
-    order: how tokens lie in a sequence that is split. schedule: the pipeline's where mesh.stage is larger than 1.
+    order: how tokens lie in a sequence that is split. schedule: the pipeline's where mesh.stage is larger than 1. memory_share: see
+    `compiler_options`.
     """
     training, step = run.training, accumulate.step_spec(run, model, layout, mesh, attend, spec, bool(schedule))
     gradients, nll = pipelined.pipelined(step, schedule) if schedule else accumulate.scanned(step)
@@ -176,6 +174,7 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         evaluate=jax.jit(evaluate, in_shardings=(spec.sharding.params, batch_shardings), out_shardings=whole),
         initialize=jax.jit(initialize, out_shardings=spec.sharding),
         spec=spec, batch=step.batch, execution=dataclasses.replace(step.ex, layout=layout), once=step.once, mesh=mesh,
-        compiler_options=compiler_options(mesh.devices.flat[0].platform, training.deterministic, training.remat, schedule is not None),
+        compiler_options=compiler_options(mesh.devices.flat[0].platform, training.deterministic, training.remat,
+                                          schedule is not None, memory_share),
         schedule=schedule,
         order=order)
