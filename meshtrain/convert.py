@@ -73,7 +73,8 @@ def flags(argv: Sequence[str]) -> tuple[list[str], int, str, int]:
         else:
             names.append(word)
     if len(names) not in (1, 2):
-        faults.append(f"{' '.join(names) or 'nothing'} is not one folder, or a run and a folder; the usage is {USAGE}")
+        faults.append(f"{len(names)} directories are named, where one model folder or a run and a new directory are asked for; "
+                      f"the usage is {USAGE}")
     if not given["--step"].isdecimal():
         faults.append(f"--step {given['--step']} is not a step; give the number of one that is saved, or 0 for the newest")
     if given["--dtype"] not in export.DTYPES:

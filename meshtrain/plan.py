@@ -118,8 +118,9 @@ def answered(run: Run, options: dict, num_gpus: int) -> tuple[search.Question, s
     question = question_of(run, options, num_gpus)
     answer = search.search(question)
     if not answer.tried:
-        raise ConfigError(*(answer.faults[:5] or [f"no mesh of {num_gpus} GPUs has the sizes that are fixed; their "
-                                                  "product must divide the number of GPUs"]))
+        fixed = " ".join(f"--{axis} {options[axis]}" for axis in AXES if axis in options)
+        raise ConfigError(*(answer.faults[:5] or [f"{fixed}: no mesh of {num_gpus} GPUs has the sizes that are fixed; their product "
+                                                  "must divide the number of GPUs, and heads and layers must allow them"]))
     return question, answer
 
 
