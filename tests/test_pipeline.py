@@ -280,7 +280,9 @@ THIRDS = dict(embed_dim=48, num_heads=6, num_kv_heads=6)
     ((("zero1_tensor_sequence_pipeline", dict(stage=2, tensor=3)), dict(model=THIRDS, data=dict(seq_len=48))),
      ["vocab=512", "tensor 3", "model.vocab_size"]),
     ((("pipeline", dict(stage=4)), dict(training=dict(remat="offload"))), ['training.remat="offload"', "mesh.stage=4", '"full"']),
-], ids=["chunks", "microbatches", "zb_h1", "layers", "rules", "vocabulary", "offload"])  # fmt: skip
+    ((("pipeline", dict(stage=4)), dict(schedule="interleaved", chunks=3, model=dict(num_layers=7))),
+     ["pipeline.chunks=3", "num_layers=7", "without a layer", "use at most 2"]),
+], ids=["chunks", "microbatches", "zb_h1", "layers", "rules", "vocabulary", "offload", "empty chunks"])  # fmt: skip
 def test_pipeline_that_cannot_be_is_refused_in_one_line(case, parts):
     with pytest.raises(config.ConfigError) as error:
         assembled(*case[0], **case[1])

@@ -31,6 +31,7 @@ TICK = 8
 NAMES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "interleaved_zero_bubble", "zb_h1")
 INTERLEAVED = ("interleaved", "interleaved_zero_bubble")
 SPLIT = ("zero_bubble", "interleaved_zero_bubble", "zb_h1")
+MOST_OPS = 200_000       # F of all microbatches, stages and chunks: tables of more take minutes to make and to compare
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +147,10 @@ def problems(name: str, p: int, m: int, v: int = 1) -> list[str]:
     for key, size in (("mesh.stage", p), ("training.microbatches", m), ("pipeline.chunks", v)):
         if size < 1:
             faults.append(f"{key}={size} must be at least 1")
+    if not faults and p * m * v > MOST_OPS:
+        faults.append(f"training.microbatches={m} × mesh.stage={p} × pipeline.chunks={v} make a schedule of {p * m * v} ops, more than "
+                      f"{MOST_OPS}; "
+                      f"use fewer microbatches, at most {max(1, MOST_OPS // (p * v))}")
     if faults:
         return faults
     if v > 1 and name not in INTERLEAVED:

@@ -18,6 +18,10 @@ def problems(run, loaded: Rules, sizes) -> list[str]:
         faults.append(f'pipeline.schedule="zb_h1" cannot stand beside mesh.context={sizes["context"]}: its stages take '
                       "different branches, where permutes over context would mix; use mesh.context=1, or "
                       'pipeline.schedule="zero_bubble"')
+    most = max(1, -(-num_layers // num_stages))
+    if chunks > most:
+        faults.append(f"pipeline.chunks={chunks} cuts model.num_layers={num_layers} on mesh.stage={num_stages} into chunks without a "
+                      f"layer; use at most {most}")
     if run.training.remat == "offload":
         faults.append(f'training.remat="offload" cannot stand beside mesh.stage={num_stages}: what waits for its backward stays '
                       'in the slots of the schedule, on the device; use training.remat="full"')
