@@ -139,16 +139,25 @@ def sampler(made: Assembly, bos: int) -> Callable:
 def searched(made: Assembly, name: str, executable):
     """The executable itself, where nothing in it is known to give wrong numbers. name: for the message.
 
-    Raises: BrokenProgramError where devices would receive zeros from a permute: a fault of XLA's on GPUs (openxla/xla
-    45218, 47083) that no CPU shows. ConfigError: as `check_branches`.
+    Raises: as `searched_for_permutes`; ConfigError: as `check_branches`.
     """
-    if made.mesh.devices.flat[0].platform != "cpu":
-        if broken := audit.broken_permutes(executable.as_text(), made.mesh):
+    searched_for_permutes(made.mesh, name, executable)
+    check_branches(made, executable)
+    return executable
+
+
+def searched_for_permutes(mesh: jax.sharding.Mesh, name: str, executable):
+    """The executable itself. name: for the message.
+
+    Raises: BrokenProgramError where devices would receive zeros from a permute: a fault of XLA's on GPUs (openxla/xla
+    45218, 47083) that no CPU shows.
+    """
+    if mesh.devices.flat[0].platform != "cpu":
+        if broken := audit.broken_permutes(executable.as_text(), mesh):
             raise BrokenProgramError(
                 f"XLA compiled {name} to {len(broken)} collective permute(s) that leave devices with zeros, which would give "
                 f"wrong numbers: {'; '.join(broken[:3])}; nothing was computed. Use another mesh or rule file, or another "
                 "version of jax")
-    check_branches(made, executable)
     return executable
 
 

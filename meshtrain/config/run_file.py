@@ -51,6 +51,27 @@ def load(argv: typing.Sequence[str], usage: str = USAGE) -> Run:
     return run
 
 
+def resolve(tables: dict, words: typing.Sequence[str], allowed: typing.Sequence[str], command: str) -> tuple[Run, frozenset[str]]:
+    """(the run of these tables with overrides, the names of the keys that `words` give), for a command that trains nothing.
+
+    allowed: what the names of its keys begin with; no other may be given, and only of these contradictions are told. Raises: ConfigError.
+    """
+    path, overrides, faults = _arguments(words)
+    if path is not None:
+        faults.append(f"{path} is one name too many; {command} takes one directory")
+    given = frozenset(name for name, _ in overrides)
+    known = [f"{section}.{key}" for section, cls in SECTIONS.items() for key in cls.model_fields]
+    faults += [f"{name} changes nothing here; {command} reads {join([one + '*' * one.endswith('.') for one in allowed], 'and')}"
+               for name in sorted(given) if name in known and not name.startswith(tuple(allowed))]
+    tables = {section: dict(table) for section, table in tables.items()}
+    _override(tables, overrides, False)
+    run, wrong, told = _build(tables)
+    contradictions = [message for message in problems(run) if message.startswith(tuple(allowed)) and not told.search(message)]
+    if faults + wrong + contradictions:
+        raise ConfigError(*faults, *wrong, *contradictions)
+    return run, given
+
+
 def names_mesh(argv: typing.Sequence[str]) -> bool:
     """Whether a mesh was asked for: by a run file, wherever it stands among the options, or by a key of [mesh]."""
     path, overrides, _ = _arguments(argv)

@@ -158,6 +158,12 @@ def describe(data, *, vocab_size: int) -> Description:
                        data.cache)
 
 
+def reader_of(data, *, vocab_size: int) -> tuple[Tokenizer, int]:
+    """(the tokenizer of the run file's [data], the end of a document); no file of it is looked for. Raises: ValueError."""
+    reader = _open_tokenizer(data, [one.source for one in (data.mixture if data.source == "mixture" else [data])], vocab_size)
+    return reader, _find_eos(data, reader, vocab_size)
+
+
 def _key_of_section(where: str, error: ValueError) -> str:
     """A message about `where`.paths that names the key which the run file has."""
     return str(error).replace(f"{where}.paths", f"{where.removesuffix(VALIDATION)}.validation_paths") \

@@ -84,22 +84,29 @@ class TokenizerFile:
         return self.library.decode(kept.tolist(), skip_special_tokens=False)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Published:
+    """The tokenizer.json of a model folder, used as transformers does: names of special tokens are these tokens, and its
+    post-processor puts others where it will, e.g. one in front of every prompt."""
+    library: Any    # tokenizers.Tokenizer
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """special: with what the post-processor puts there."""
+        return self.library.encode(text, add_special_tokens=special).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens; ids beyond the vocabulary leave no trace."""
+        return self.library.decode([int(i) for i in ids], skip_special_tokens=True)
+
+
+def open_published(path: str | os.PathLike) -> Published:
+    """Raises: ValueError where the file is missing or broken."""
+    return Published(_library(path, str(path))[0])
+
+
 def open_file(path: str, bos_token: str = "") -> TokenizerFile:
     """Raises: ValueError where the file is missing or broken, or has no such separator."""
-    tokenizers = import_extra("tokenizers", f"data.tokenizer={path!r}")
-    try:
-        with open(os.path.expanduser(path), "rb") as file:
-            content = file.read()
-    except OSError as error:
-        raise ValueError(f"data.tokenizer={path!r} cannot be read: {error.strerror}; name a tokenizer.json of the tokenizers "
-                         'library, or "bytes"') from None
-    try:
-        library = tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:    # the library has no exceptions of its own
-        raise ValueError(f"data.tokenizer={path!r} is not a tokenizer.json of the tokenizers library: {error}; "
-                         "save it again, or update the library") from None
-    library.no_truncation()
-    library.no_padding()
+    library, content = _library(os.path.expanduser(path), f"data.tokenizer={path!r}")
     library.encode_special_tokens = True
     vocab = library.get_vocab(with_added_tokens=True)
     if not vocab:
@@ -112,6 +119,25 @@ def open_file(path: str, bos_token: str = "") -> TokenizerFile:
         raise ValueError(f"{what} of data.tokenizer={path!r}; name the token that stands before every document as "
                          f"data.bos_token" + (f", e.g. one of its special tokens: {', '.join(special)}" if special else ""))
     return TokenizerFile(path, library, max(vocab.values()) + 1, bos, hashlib.blake2b(content, digest_size=16).hexdigest())
+
+
+def _library(path: str | os.PathLike, name: str) -> tuple[Any, bytes]:
+    """(the tokenizers library's object of a tokenizer.json, which neither cuts nor pads; its bytes). name: for messages."""
+    tokenizers = import_extra("tokenizers", name)
+    try:
+        with open(path, "rb") as file:
+            content = file.read()
+    except OSError as error:
+        raise ValueError(f"{name} cannot be read: {error.strerror}; name a tokenizer.json of the tokenizers "
+                         'library, or "bytes"') from None
+    try:
+        library = tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:    # the library has no exceptions of its own
+        raise ValueError(f"{name} is not a tokenizer.json of the tokenizers library: {error}; "
+                         "save it again, or update the library") from None
+    library.no_truncation()
+    library.no_padding()
+    return library, content
 
 
 def import_extra(module: str, wanted_by: str) -> Any:

@@ -259,13 +259,16 @@ class Transformer:
     def logits(self, ex: Execution, p, batch, at):
         """float32 logits [B, V] of the next token after position `at` of every sequence; padding removed."""
         x_BTD, _ = self._through_layers(ex, p, batch)
+        return self.head_logits(ex, p, x_BTD, at)
+
+    def head_logits(self, ex: Execution, p, x_BTD, at):
+        """As `logits`, from the output of the last layer."""
         p = self._read_after(ex, p, x_BTD)
         axes, w = self._head(p)
-        x_BTD = self._normed(ex, p, x_BTD)
-        x_BTD = ex.layout.act(x_BTD, "batch", "seq", None)
+        x_BTD = ex.layout.act(self._normed(ex, p, x_BTD), "batch", "seq", None)
         x_BD = jax.lax.dynamic_index_in_dim(x_BTD, at, 1, keepdims=False)
         eq = "BD,DV->BV" if axes == ("embed", "vocab") else "BD,VD->BV"
-        logits_BV = jnp.einsum(eq, x_BD.astype(jnp.float32), w.astype(jnp.float32))[:, :self.cfg.vocab_size]
+        logits_BV = jnp.einsum(eq, x_BD, w.astype(ex.dtype), preferred_element_type=jnp.float32)[:, :self.cfg.vocab_size]
         return capped(logits_BV, self.cfg.logit_softcap)
 
     def _head(self, p):

@@ -33,6 +33,11 @@ def err(text: str) -> None:
     _send(sys.stderr, f"{below}{text}\n")
 
 
+def part(text: str) -> None:
+    """Text on stdout, on whose line more may come."""
+    _send(sys.stdout, _over_live(text))
+
+
 def live(text: str) -> None:
     """A line on stdout, a terminal, that the next one replaces; cut to its width, or it could not be replaced."""
     global _live

@@ -14,7 +14,7 @@ from pathlib import Path
 from meshtrain.weights import safetensors
 from meshtrain.weights.families import FAMILIES, HARMLESS, LACKING, Family
 
-CONFIG = "config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 MOST_BYTES = 1 << 24    # of a config.json
 FLAGS, NUMBERS = ("tie_embeddings", "mlp_bias", "attention_bias"), ("norm_eps", "score_softcap", "logit_softcap")
 WINDOW_KEYS = ("layer_types", "sliding_window", "sliding_window_pattern", "rope_local_base_freq")
@@ -31,19 +31,38 @@ SCALED = {
 WHOLE = ("rope_original_seq_len",)
 
 
-def read(directory: Path) -> dict:
-    """The object of config.json. Raises: ValueError."""
-    path = directory / CONFIG
+def read(directory: Path, name: str = CONFIG) -> dict:
+    """The object of config.json, or of another such file. Raises: ValueError."""
+    path = directory / name
     if not os.path.isfile(path):
-        raise ValueError(f"there is no {CONFIG}; name a folder that has one beside its *.safetensors")
+        raise ValueError(f"there is no {name}; name a folder that has one beside its *.safetensors")
     try:
         with open(path, "rb") as file:
             text = file.read(MOST_BYTES + 1)
     except OSError as error:
-        raise ValueError(f"{CONFIG} cannot be read: {error.strerror}") from None
+        raise ValueError(f"{name} cannot be read: {error.strerror}") from None
     if len(text) > MOST_BYTES:
-        raise ValueError(f"{CONFIG} is larger than {MOST_BYTES:,} bytes, which no such file is")
-    return safetensors.parse_json(text, CONFIG)
+        raise ValueError(f"{name} is larger than {MOST_BYTES:,} bytes, which no such file is")
+    return safetensors.parse_json(text, name)
+
+
+def stop_ids(directory: Path) -> tuple[int, ...]:
+    """The tokens that end an answer: eos_token_id of generation_config.json, else of config.json. Raises: ValueError."""
+    for name in (GENERATION, CONFIG):
+        found = read(directory, name).get("eos_token_id") if os.path.isfile(directory / name) else None
+        if found is None:
+            continue
+        ids = found if isinstance(found, list) else [found]
+        if not all(type(one) is int and 0 <= one < 2**31 for one in ids):
+            raise ValueError(f"{directory / name}: eos_token_id={_shown(found)} is not a token id or a list of them")
+        return tuple(ids)
+    return ()
+
+
+def longest(directory: Path) -> int:
+    """Tokens of a sequence that the model was made for, max_position_embeddings; 0 where config.json does not say."""
+    found = read(directory).get("max_position_embeddings")
+    return found if type(found) is int and found > 0 else 0
 
 
 def family_of(config: Mapping) -> Family:

@@ -1,0 +1,231 @@
+"""python -m meshtrain.generate RUN_DIR|HF_DIR --prompt TEXT|--prompts FILE|--prompt-ids JSON [option …]: what a model goes on with.
+
+RUN_DIR: a run's directory, its newest checkpoint or --step N. HF_DIR: a model folder of Hugging Face's.
+--prompt TEXT, as often as wanted; --prompts FILE: a prompt on each line, of .jsonl {"prompt": …}; --prompt-ids '[[5, 6], [7]]': token
+ids, for which no tokenizer is needed.
+--max-tokens N (256)    tokens of an answer at most
+--temperature T (0)     0: the most likely token; else drawn; 1 where one of the next three is given
+--top-k K, --top-p P, --min-p P    what is left to draw from, as in transformers
+--seed N (0)            the same seed draws the same answer to a prompt, whatever else is asked and on any mesh
+--stop TEXT             ends an answer, as often as wanted, beside the model's own end tokens
+--json                  only JSON on stdout: {"completions": [{"prompt_ids", "token_ids", "text", "stopped": "stop"|"length"}]}
+--mesh.data, --mesh.fsdp, --mesh.tensor N: devices that have prompts of their own, and that share weights (all on tensor without a
+word of it); --mesh.simulated_devices N: on the CPU. --model.compute_dtype, --run.compilation_cache, --data.tokenizer: as in a run.
+Exit codes: 0 · 2 the user's mistake, one message · 1 anything else.
+"""
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import math
+import sys
+from collections.abc import Sequence
+
+from meshtrain.run import say
+
+if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
+    say.begin()
+    with say.without_noise():
+        importlib.import_module("jax")
+
+import jax
+
+from meshtrain import assembly, config, trained
+from meshtrain.config import ConfigError
+from meshtrain.inference.generate import Completion, Limits
+from meshtrain.inference.picking import Picking
+from meshtrain.inference.words import Stream, Words
+from meshtrain.run.checkpoint import CheckpointError
+
+USAGE = "python -m meshtrain.generate RUN_DIR|HF_DIR --prompt TEXT|--prompts FILE|--prompt-ids JSON [--max-tokens N] [--temperature T] [--json]"
+NUMBERS = {     # option -> (kind, default, the least, the most, what it is)
+    "step": (int, 0, 0, math.inf, "the number of a saved step, or 0 for the newest"),
+    "max-tokens": (int, 256, 1, 10**7, "a number of tokens, at least 1"),
+    "temperature": (float, None, 0, math.inf, "0 for the most likely token, or more, e.g. 0.8"),
+    "top-k": (int, 0, 1, math.inf, "a number of tokens, at least 1"),
+    "top-p": (float, 1.0, 0, 1, "a probability, e.g. 0.9"),
+    "min-p": (float, 0.0, 0, 1, "a share, e.g. 0.05"),
+    "seed": (int, 0, 0, 2**32 - 1, "a whole number from 0 on"),
+}
+TEXTS = ("prompt", "prompts", "prompt-ids", "stop")
+MOST_PROMPT_BYTES = 1 << 28     # of a file of prompts
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        if {"--help", "-h"} & set(argv):
+            say.out(f"usage: {USAGE}\n\n{__doc__.rstrip()}")
+            return 0
+        options, texts, directory, rest = _options(list(map(str, argv)))
+        found = trained.describe(directory, options["step"], rest, "generate", keys=("data.tokenizer",))
+        words, prompts = _prompts(found, texts)
+        ended = (lambda _, tokens: words.ended(tokens)) if texts["stop"] else None
+        limits = Limits(options["max-tokens"], found.stop_ids(), found.longest(), ended)
+        _check(prompts, found, limits)
+        placed = found.place()
+        with jax.set_mesh(placed.mesh):
+            _answer(placed.generator(), prompts, limits, words, options)
+        return 0
+    except ConfigError as error:
+        say.err(f"error: {error}")
+        return 2
+    except (CheckpointError, assembly.BrokenProgramError) as error:
+        say.err(f"error: {error}")
+        return 1
+
+
+def _answer(generator, prompts: list[list[int]], limits: Limits, words: Words | None, options: dict) -> None:
+    """Makes the completions and says them: as JSON, or as text, of one prompt while it comes."""
+    how = Picking(options["temperature"], options["top-k"], options["top-p"], options["min-p"])
+    ask = lambda tell=None: generator.complete(prompts, limits, how, options["seed"], tell)
+    if options["json"]:
+        say.out(json.dumps({"completions": [_as_json(one, words) for one in ask()]}))
+    elif words is None:
+        for one in ask():
+            say.out(" ".join(map(str, one.tokens)))
+    elif len(prompts) == 1:
+        stream = Stream(words)
+        (one,) = ask(lambda _, tokens: say.part(stream.more(tokens)))
+        say.out(stream.rest(one.tokens))
+    else:
+        for number, one in enumerate(ask()):
+            say.out(f"--- {number + 1}: {json.dumps(words.decode(one.prompt), ensure_ascii=False)}\n{words.text(one.tokens)}")
+
+
+def _as_json(one: Completion, words: Words | None) -> dict:
+    return {"prompt_ids": one.prompt, "token_ids": one.tokens, "text": words.text(one.tokens) if words else None, "stopped": one.stopped}
+
+
+def _check(prompts: list[list[int]], found: trained.Trained, limits: Limits) -> None:
+    """Raises: ConfigError with every prompt that the model cannot take."""
+    vocab_size, faults = found.run.model.vocab_size, []
+    for number, prompt in enumerate(prompts):
+        if beyond := [one for one in prompt if not 0 <= one < vocab_size]:
+            faults.append(f"prompt {number + 1} has the id {beyond[0]}, and the model's vocabulary has 0 to {vocab_size - 1}; give others"
+                          ", or the tokenizer that belongs to the model")
+        if limits.length and len(prompt) > limits.length:
+            what = "learned positions" if found.run.model.position == "learned" else "tokens of its config.json (max_position_embeddings)"
+            faults.append(f"prompt {number + 1} has {len(prompt)} tokens, and the model takes sequences of at most the {limits.length} "
+                          f"{what}; shorten it")
+    if faults:
+        raise ConfigError(*faults)
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+
+def _prompts(found: trained.Trained, texts: dict[str, list[str]]) -> tuple[Words | None, list[list[int]]]:
+    """(how answers become text, None without a tokenizer; the prompts as ids). Raises: ConfigError."""
+    text = found.text()
+    words = Words(text.decode, tuple(texts["stop"]), found.stop_ids()) if text else None
+    if text is None and (texts["prompt"] or texts["prompts"] or texts["stop"]):
+        option = next(name for name in ("prompt", "prompts", "stop") if texts[name])
+        raise ConfigError(f"--{option} needs a tokenizer, and {found.directory} has none; give --data.tokenizer the path of a "
+                          "tokenizer.json, or token ids, --prompt-ids '[[5, 6], [7]]'")
+    if texts["prompt-ids"]:
+        return words, _ids(texts["prompt-ids"][-1])
+    given = texts["prompt"] or _lines(texts["prompts"][-1])
+    if empty := [number + 1 for number, one in enumerate(given) if not one]:
+        raise ConfigError(f"prompt {empty[0]} is empty; give the text that the model is to go on with")
+    with config.user_errors():
+        prompts = [list(text.prompt(one)) for one in given]
+    if empty := [one for one, ids in zip(given, prompts) if not ids]:
+        raise ConfigError(f"of the prompt {json.dumps(empty[0])} the tokenizer leaves no token; give another")
+    return words, prompts
+
+
+def _ids(text: str) -> list[list[int]]:
+    """The prompts of --prompt-ids. Raises: ConfigError."""
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError):
+        given = None
+    if isinstance(given, list) and given and all(type(one) is int for one in given):
+        given = [given]
+    if not isinstance(given, list) or not all(isinstance(one, list) and all(type(i) is int for i in one) for one in given):
+        raise ConfigError(f"--prompt-ids {text[:60]} is not a list of lists of whole numbers; write e.g. '[[5, 6], [7]]'")
+    if not given or not all(given):
+        raise ConfigError(f"--prompt-ids {text[:60]} has an empty prompt; give at least one token of each, e.g. '[[5, 6], [7]]'")
+    return given
+
+
+def _lines(path: str) -> list[str]:
+    """The prompts of a file, a line each. Raises: ConfigError."""
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MOST_PROMPT_BYTES + 1)
+        lines = content.decode().splitlines() if len(content) <= MOST_PROMPT_BYTES else None
+    except OSError as error:
+        raise ConfigError(f"--prompts {path} cannot be read: {error.strerror}; name a file with a prompt on each line") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--prompts {path} is not text (byte {error.start} is not UTF-8); name a file of UTF-8") from None
+    if lines is None:
+        raise ConfigError(f"--prompts {path} is larger than {MOST_PROMPT_BYTES:,} bytes; name a file of prompts")
+    found = [line for line in lines if line.strip()]
+    if not found:
+        raise ConfigError(f"--prompts {path} is empty; write a prompt on each line")
+    return [_of_json(path, number + 1, line) for number, line in enumerate(found)] if path.endswith(".jsonl") else found
+
+
+def _of_json(path: str, number: int, line: str) -> str:
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        prompt = None
+    if not isinstance(prompt, str):
+        raise ConfigError(f'--prompts {path}: line {number} is not {{"prompt": "…"}}; write one such object a line')
+    return prompt
+
+
+def _options(argv: list[str]) -> tuple[dict, dict[str, list[str]], str, list[str]]:
+    """(numbers and flags by name, texts by name, the directory, what is left for `config.resolve`). Raises: ConfigError."""
+    numbers, texts, names, rest, faults = {}, {name: [] for name in TEXTS}, [], [], []
+    words = iter(word for word in argv if word != "--json")
+    for word in words:
+        option, equals, value = word.partition("=")
+        name = option.removeprefix("--")
+        if not word.startswith("--"):
+            names.append(word)
+        elif name in NUMBERS or name in TEXTS:
+            value = value if equals else next(words, None)
+            if value is None:
+                faults.append(f"--{name} has no value; the usage is {USAGE}")
+            elif name in TEXTS:
+                texts[name].append(value)
+            else:
+                numbers[name] = _number(name, value, faults)
+        elif "." in name:
+            value = [] if equals else [word for word in [next(words, None)] if word is not None]
+            rest += [word, *value]
+        else:
+            near = difflib.get_close_matches(name, [*NUMBERS, *TEXTS, "json"], n=1)
+            faults.append(f"{option} is not an option; {f'did you mean --{near[0]}?' if near else f'the usage is {USAGE}'}")
+    if len(names) != 1 and not faults:      # the value of what is no option would be another name
+        faults.append(f"{len(names)} directories are named{f' ({names[0]}, {names[1]})' if len(names) > 1 else ''}, where one run's "
+                      f"directory or model folder is asked for; the usage is {USAGE}")
+    if sum(bool(texts[name]) for name in ("prompt", "prompts", "prompt-ids")) != 1:
+        faults.append("give one of --prompt TEXT, --prompts FILE and --prompt-ids '[[5, 6], [7]]'")
+    if "" in texts["stop"]:
+        faults.append("--stop is empty, and would end every answer at once; give it text, or leave it out")
+    if faults:
+        raise ConfigError(*faults)
+    drawn = any(name in numbers for name in ("top-k", "top-p", "min-p"))
+    defaults = {name: default for name, (_, default, *_) in NUMBERS.items()} | {"temperature": 1.0 if drawn else 0.0}
+    return {**defaults, **numbers, "json": "--json" in argv}, texts, names[0], rest
+
+
+def _number(name: str, text: str, faults: list[str]):
+    kind, default, least, most, what = NUMBERS[name]
+    try:
+        value = kind(text)
+    except (ValueError, OverflowError):
+        value = math.nan
+    if not least <= value <= most or value == math.inf or name == "top-p" and value == 0:
+        faults.append(f"--{name} {text} is not {what}; give e.g. --{name} {default or (1.0 if kind is float else max(least, 1))}")
+        return default
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,68 @@
+"""Where weights and rows lie while a model answers: weights never move, activations do.
+
+A token's matmuls read every weight once and multiply it with a few rows: to gather a weight, as training does where it shards
+states, would cost more than the product. So `tensor` splits heads, MLP and vocabulary as in training, other axes split the width of
+every weight, whose products are then summed, and `data` has rows of its own. This module knows no run file.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from meshtrain.layout.rules import TABLES, Layout, Rules
+from meshtrain.model.layers import kv_heads
+from meshtrain.model.transformer import Transformer
+
+NAME = "the layout of generation"
+SPLIT = ("heads", "kv_heads", "mlp", "vocab")
+WHAT = {"heads": "query heads", "kv_heads": "key and value heads", "mlp": "width of the MLP", "vocab": "padded vocabulary",
+        "embed": "width"}
+
+
+def command(model: Transformer, sizes: Mapping[str, int]) -> Layout:
+    """The layout on a mesh of the user's: data × fsdp × tensor. Raises: ValueError with every fault."""
+    faults = [f"mesh.{axis}={sizes[axis]} has no use here: a model answers without stages, and its sequences stay whole; leave it "
+              "out, and use mesh.tensor or mesh.fsdp" for axis in ("stage", "context") if sizes[axis] > 1]
+    layout = _layout(model, sizes, ("data",), ("fsdp",), SPLIT)
+    if wrong := _undivided(model, layout, SPLIT):
+        fitting = [n for n in range(1, sizes["tensor"] + 1)
+                   if not _undivided(model, _layout(model, {**sizes, "tensor": n}, ("data",), ("fsdp",), SPLIT), SPLIT)]
+        faults.append(f"mesh.tensor={sizes['tensor']} does not divide this model's {' or '.join(wrong)}; use mesh.tensor="
+                      f"{fitting[-1]}, and mesh.data or mesh.fsdp for other devices")
+    if wrong := _undivided(model, layout, ("embed",)):
+        faults.append(f"mesh.fsdp={sizes['fsdp']} does not divide this model's {wrong[0]}; use another, or mesh.data")
+    if faults:
+        raise ValueError("\n".join(faults))
+    return layout
+
+
+def within(model: Transformer, trained: Layout) -> Layout:
+    """The layout for one row on a training mesh, where no device is to hold more of the weights than it did.
+
+    What the run splits over tensor stays so; all other axes split the width as far as it divides.
+    """
+    split = [logical for logical in SPLIT if "tensor" in trained.rules.mesh_axes("params", logical)]
+    split += [logical for logical in ("kv_heads",) if "heads" in split and logical not in split]
+    embed: tuple[str, ...] = ()
+    for axis in ("data", "fsdp", "context", "stage"):       # as [optimizer] lists them; stages come in by an all-to-all
+        if model.cfg.embed_dim % (math.prod(trained.sizes[a] for a in embed) * trained.sizes[axis]) == 0:
+            embed += (axis,)
+    return _layout(model, trained.sizes, (), embed, split)
+
+
+def _layout(model: Transformer, sizes: Mapping[str, int], rows: tuple[str, ...], embed: tuple[str, ...], split: Sequence[str]) -> Layout:
+    tensor = {logical: ("tensor",) for logical in split}
+    weights = tensor | {"embed": embed}
+    tables = {name: tensor | {"batch": rows} if name == "activations" else weights for name in TABLES}
+    fitted, _ = model.fit(Rules(tables, "", NAME), sizes)
+    return Layout(fitted, sizes)
+
+
+def _undivided(model: Transformer, layout: Layout, logicals: Sequence[str]) -> list[str]:
+    """The dims of weights and heads that their mesh axes do not divide, in words."""
+    dims = {(logical, dim) for info in model.parameters() for dim, logical in zip(info.shape, info.axes, strict=True)
+            if logical in logicals and dim % layout.ways(layout.mesh_axes("params", logical))}
+    heads = kv_heads(layout, model.cfg.num_kv_heads)
+    if "kv_heads" in logicals and heads % layout.ways(layout.mesh_axes("activations", "kv_heads")):
+        dims.add(("kv_heads", heads))
+    return [f"{dim} ({WHAT[logical]})" for logical, dim in sorted(dims)]

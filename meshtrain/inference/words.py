@@ -1,0 +1,54 @@
+"""Answers as text: without the token that ended them, cut before a stop string, and told as they come."""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+BROKEN = "\ufffd"       # of bytes that are not yet a character
+
+
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """decode: ids -> text. stops: strings that end an answer. stop_ids: tokens that do."""
+    decode: Callable[[Sequence[int]], str]
+    stops: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Of an answer, up to what ended it."""
+        whole = self.decode(tokens[:-1] if tokens and tokens[-1] in self.stop_ids else tokens)
+        return whole[:min((at for stop in self.stops if (at := whole.find(stop)) >= 0), default=len(whole))]
+
+    def ended(self, tokens: Sequence[int]) -> int | None:
+        """How many tokens an answer takes to its first stop string; None where it has none."""
+        has = lambda count: any(stop in self.decode(tokens[:count]) for stop in self.stops)
+        if not has(len(tokens)):
+            return None
+        low, high = 1, len(tokens)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if has(middle) else (middle + 1, high)
+        return low
+
+
+class Stream:
+    """What can be told of an answer as it comes: whole characters, and nothing that may yet become a stop string."""
+
+    def __init__(self, words: Words):
+        self.words, self.told = words, ""
+
+    def more(self, tokens: Sequence[int]) -> str:
+        """What has not been told yet, of which no later token changes anything."""
+        text = self.words.text(tokens)
+        sure = text.rstrip(BROKEN)
+        held = max((n for stop in self.words.stops for n in range(1, len(stop)) if sure.endswith(stop[:n])), default=0)
+        return self._tell(sure[:len(sure) - held])
+
+    def rest(self, tokens: Sequence[int]) -> str:
+        """What is left when the answer is whole."""
+        return self._tell(self.words.text(tokens))
+
+    def _tell(self, text: str) -> str:
+        # A decoder may change what it has said, the space before a comma; what is told stays as it is.
+        more, self.told = (text[len(self.told):], text) if len(text) > len(self.told) else ("", self.told)
+        return more

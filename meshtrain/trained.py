@@ -1,0 +1,195 @@
+"""A trained model with its weights on a mesh of its own: of a run's directory, or of a model folder of Hugging Face's.
+
+`describe` finds out what it is, reads no weights and starts no backend; `place` puts it on devices. What a run read and wrote decides
+the tokenizer, the separator in front of a prompt and the token that ends an answer; of a folder, its own files do.
+"""
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from meshtrain import assembly, config, devices
+from meshtrain.config import ConfigError, Run
+from meshtrain.data import sources, tokenizer
+from meshtrain.inference import placement
+from meshtrain.inference.generate import Generator
+from meshtrain.layout import rules
+from meshtrain.layout.mesh import MeshSpec, by_gloo
+from meshtrain.layout.rules import Layout
+from meshtrain.model import params, transformer
+from meshtrain.model.layers import Execution
+from meshtrain.names import AXES
+from meshtrain.parallel import attention
+from meshtrain.run import pretrained, resume
+from meshtrain.run.checkpoint import Checkpoints
+from meshtrain.training import step as training_step
+from meshtrain.weights import folder, settings
+
+KEYS = ("mesh.", "model.compute_dtype", "run.compilation_cache")      # that every command on a trained model takes
+TOKENIZER = "tokenizer.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Text to ids and back. prompt: with what stands in front of a document. of: the tokenizer itself."""
+    prompt: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+    of: object
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trained:
+    """A model that was found. run: its shape, data and mesh. given: the keys of the command line. weights: an open folder, or
+    (checkpoints, step). files: the folder with config and tokenizer files of Hugging Face's; None: a run that began from nothing."""
+    directory: Path
+    run: Run
+    given: frozenset[str]
+    weights: folder.Folder | tuple[Checkpoints, int]
+    files: Path | None
+
+    @property
+    def of_folder(self) -> bool:
+        return isinstance(self.weights, folder.Folder)
+
+    def longest(self) -> int:
+        """Most tokens of a sequence; 0 where nothing limits them. Raises: ConfigError."""
+        model = self.run.model
+        with config.user_errors():
+            said = settings.longest(self.files) if self.files else 0
+        return min(filter(None, (model.max_seq_len, said)), default=0) if model.position == "learned" else said
+
+    def text(self) -> Text | None:
+        """None where there is no tokenizer. Raises: ConfigError where it cannot be opened."""
+        with config.user_errors():
+            if self.of_folder:
+                named = self.run.data.tokenizer if "data.tokenizer" in self.given else str(self.directory / TOKENIZER)
+                if "data.tokenizer" not in self.given and not os.path.isfile(named):
+                    return None
+                published = tokenizer.open_published(os.path.expanduser(named))
+                return Text(published.encode, published.decode, published)
+            reader, _ = sources.reader_of(self.run.data, vocab_size=self.run.model.vocab_size)
+        if isinstance(reader, tokenizer.Ids):
+            return None
+        return Text(lambda text: [reader.bos, *map(int, reader.encode([text])[0])], reader.decode, reader)
+
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer: the end of a document, as the run wrote it, and what the folder names. Raises: ConfigError."""
+        with config.user_errors():
+            found = settings.stop_ids(self.files) if self.files else ()
+            if not self.of_folder:
+                found += (sources.reader_of(self.run.data, vocab_size=self.run.model.vocab_size)[1],)
+        return tuple(dict.fromkeys(found))
+
+    def place(self) -> Placed:
+        """With its weights on the devices of [mesh]; starts the backend. Raises: ConfigError, CheckpointError."""
+        found = devices.start(self.run)
+        model = transformer.build(self.run.model)
+        spec = MeshSpec(_sizes(self.run, self.given, model, len(found)), self.run.mesh.placement)
+        with config.user_errors():
+            layout = placement.command(model, spec.sizes)
+        mesh, dtype = spec.build(found), jnp.dtype(self.run.model.compute_dtype)
+        placed = lambda info: jax.sharding.NamedSharding(mesh, layout.spec("params", info.axes))
+        with jax.set_mesh(mesh):
+            if self.of_folder:
+                zeros = jax.jit(lambda: params.tree(model.parameters(), lambda info: jnp.zeros(info.shape, info.dtype)),
+                                out_shardings=params.tree(model.parameters(), placed))
+                rows = folder.match(self.weights, self.run.model, model.names())
+                weights = pretrained.load(self.weights, rows, self.run.model, model.places(), zeros())
+            else:
+                checkpoints, step = self.weights
+                wanted = params.tree(model.parameters(), lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=placed(info)))
+                with config.user_errors():
+                    taken, _ = checkpoints.restore(step, {"params": wanted}, part=True)
+                weights = taken["params"]
+            return Placed(model, mesh, execution(self.run, model, layout, mesh), weights)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Placed:
+    """A model on its mesh, which `jax.set_mesh` is to put in context. params: as they were read, in any layout of the mesh."""
+    model: transformer.Transformer
+    mesh: jax.sharding.Mesh
+    ex: Execution
+    params: dict
+
+    def generator(self) -> Generator:
+        """Raises: assembly.BrokenProgramError."""
+        read = jax.jit(lambda p: self.model.as_read(self.ex.layout, p, self.ex.dtype))
+        return Generator(self.model, self.ex, self.compiled("the reading of the weights", read, self.params)(self.params), self.compiled)
+
+    def compiled(self, name: str, jitted, *args):
+        """The jitted function, compiled for these arguments as programs of a run are, and searched as they are."""
+        platform = self.mesh.devices.flat[0].platform
+        executable = jitted.lower(*args).compile(compiler_options=training_step.compiler_options(platform, deterministic=False))
+        return assembly.searched_for_permutes(self.mesh, name, executable)
+
+
+def execution(run: Run, model: transformer.Transformer, layout: Layout, mesh: jax.sharding.Mesh) -> Execution:
+    """How the model is computed where sequences stay whole, of any length: with the engine that knows every kind of mask."""
+    whole = Layout(layout.rules, {**layout.sizes, "context": 1})
+    run = run.model_copy(update={"model": run.model.model_copy(update={"attention": "blockwise"}),
+                                 "data": run.data.model_copy(update={"seq_len": 2**31 - 1})})
+    attend, _ = attention.choose(run, whole, mesh.devices.flat[0].platform)
+    return Execution(layout, jnp.dtype(run.model.compute_dtype), attend, in_order=by_gloo(mesh))
+
+
+def describe(directory: str, step: int, words: Sequence[str], command: str, keys: Sequence[str] = ()) -> Trained:
+    """What lies in a directory, with the overrides of the command line. step: of a run's checkpoints; 0: the newest.
+
+    keys: that the command takes besides KEYS, see `config.resolve`. Raises: ConfigError.
+    """
+    allowed, path = (*KEYS, *keys), Path(directory)
+    if not path.is_dir():
+        raise ConfigError(f"{directory} is not a directory; name a run's directory, or a model folder of Hugging Face's")
+    if not folder.is_one(path) and not (path / "checkpoints").is_dir():
+        raise ConfigError(f"{directory} has neither config.json nor checkpoints/: it is no model folder of Hugging Face's and no run's "
+                          "directory that has saved one; name one of the two")
+    if folder.is_one(path):
+        if step:
+            raise ConfigError(f"--step {step}: {directory} is a model folder, which has no steps; leave it out")
+        with config.user_errors():
+            found = folder.open_folder(path)
+        stored = "bfloat16" if {entry.dtype for entry in found.entries.values()} == {"BF16"} else "float32"
+        tables = {"model": {**found.model, "compute_dtype": stored}, "data": {}}
+        run, given = _resolved(tables, words, allowed, command)
+        # Weights are kept as they are computed with: what a float32 copy of them would hold beside is never read.
+        run = run.model_copy(update={"model": run.model.model_copy(update={"param_dtype": run.model.compute_dtype})})
+        with config.user_errors():
+            folder.match(found, run.model, transformer.build(run.model).names())
+        return Trained(path, run, given, found, path)
+    checkpoints, step = resume.source(path, step, directory, "--step ")
+    with config.user_errors():
+        saved = checkpoints.metadata(step)["run"]
+    run, given = _resolved({"model": {**saved["model"], "matmul_dtype": "auto"}, "data": saved["data"]}, words, allowed, command)
+    files = path / pretrained.KEPT
+    return Trained(path, run, given, (checkpoints, step), files if folder.is_one(files) else None)
+
+
+def _resolved(tables: Mapping, words: Sequence[str], allowed: Sequence[str], command: str) -> tuple[Run, frozenset[str]]:
+    run, given = config.resolve(tables, words, allowed, command)
+    sized = {axis for axis in AXES if f"mesh.{axis}" in given}
+    if "tensor" not in sized and not any(getattr(run.mesh, axis) == -1 for axis in sized):
+        run = run.model_copy(update={"mesh": run.mesh.model_copy(update={"tensor": -1})})
+    return run, given
+
+
+def _sizes(run: Run, given: frozenset[str], model: transformer.Transformer, count: int) -> dict[str, int]:
+    """The mesh of the command line; without a word of it as many of the devices, all on tensor, as the model can be split over."""
+    if not any(name.startswith("mesh.") for name in given):
+        for n in range(count, 0, -1):
+            sizes = {axis: n if axis == "tensor" else 1 for axis in AXES}
+            try:
+                placement.command(model, sizes)
+                return sizes
+            except ValueError:
+                continue
+    sizes = [getattr(run.mesh, axis) for axis in AXES]
+    taken = 1
+    for size in sizes:
+        taken *= size
+    return config.mesh_sizes(run, taken if -1 not in sizes and 0 < taken < count else count)

@@ -1,0 +1,246 @@
+"""What a model goes on with: the tokens that transformers' generate gives, from any folder or run, on any mesh, in any batch."""
+import functools
+import json
+import math
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sampling
+from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
+from folders import GOLDENS, NAMES, ROOT
+
+from meshtrain import generate, train, trained
+from meshtrain.inference import picking, words
+from meshtrain.inference.generate import STRIDE, Limits
+from meshtrain.inference.picking import Picking
+
+ONE, EIGHT = {"tensor": 1}, {"data": 2, "fsdp": 2, "tensor": 2}
+FAST = ("gpt2", "gemma3", "olmo3")
+NEW = 24
+
+
+@functools.cache
+def generator(name: str, **sizes):
+    """(mesh, generator) of a golden, in float32."""
+    words = [f"--mesh.{axis}={size}" for axis, size in sizes.items()]
+    placed = trained.describe(str(GOLDENS / name), 0, words, "generate").place()
+    assert placed.mesh.size == math.prod(sizes.values())
+    with jax.set_mesh(placed.mesh):
+        return placed.mesh, placed.generator()
+
+
+def complete(name: str, sizes: dict, *args, **options):
+    mesh, made = generator(name, **sizes)
+    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
+        return made.complete(*args, **options)
+
+
+def golden(name: str) -> tuple[list[list[int]], list[list[int]]]:
+    """(prompts of 3, 6 and 9 tokens, what follows)."""
+    found = np.load(GOLDENS / name / "golden.npz")
+    return [[token for token in row if token >= 0] for row in found["prompts"].tolist()], found["greedy"].tolist()
+
+
+CELLS = [pytest.param(name, EIGHT, marks=() if name == "llama3.1" else sampling.GRID, id=f"{name}, eight devices") for name in NAMES] + [
+    pytest.param(name, ONE, marks=() if name in FAST else sampling.GRID, id=f"{name}, one device") for name in NAMES]
+
+
+@pytest.mark.parametrize(("name", "sizes"), CELLS)
+def test_greedy_tokens_equal_those_of_transformers_alone_and_in_a_padded_batch(name, sizes):
+    prompts, wanted = golden(name)
+    assert len({len(prompt) for prompt in prompts}) == 3
+    together = complete(name, sizes, prompts, Limits(NEW))
+    assert [one.tokens for one in together] == wanted and {one.stopped for one in together} == {"length"}
+    assert [one.prompt for one in together] == prompts
+    assert complete(name, sizes, prompts[1:2], Limits(NEW)) == together[1:2]
+
+
+def test_more_tensor_ranks_than_kv_heads_give_the_same_tokens():
+    prompts, wanted = golden("llama3.2")
+    assert [one.tokens for one in complete("llama3.2", {"tensor": 4, "data": 2}, prompts, Limits(NEW))] == wanted
+
+
+def test_what_is_drawn_depends_on_seed_and_prompt_alone():
+    """Not on the rows beside it, their lengths, the mesh, or how often the host looks."""
+    prompts, _ = golden("qwen3")
+    how, limits = Picking(1.0, top_k=50, top_p=0.95), Limits(NEW)
+    wanted = complete("qwen3", ONE, prompts, limits, how, 7)
+    assert complete("qwen3", EIGHT, prompts[::-1], limits, how, 7) == wanted[::-1]
+    assert complete("qwen3", ONE, prompts[2:], limits, how, 7, tell=lambda *_: None) == wanted[2:]
+    assert complete("qwen3", ONE, prompts, limits, how, 8) != wanted
+
+
+def test_rows_stop_one_by_one_at_a_stop_id_at_their_length_and_at_what_the_host_finds():
+    prompts, greedy = golden("qwen3")
+    stop = greedy[1][5]
+    first = greedy[1].index(stop) + 1
+    limits = Limits(NEW, (stop,), length=9 + 4, ended=lambda row, tokens: 2 if row == 0 and len(tokens) > 2 else None)
+    told = {}
+    found = complete("qwen3", ONE, prompts, limits, tell=lambda row, tokens: told.update({row: tokens}))
+    assert [(one.tokens, one.stopped) for one in found] == [
+        (greedy[0][:2], "stop"), (greedy[1][:min(first, 8)], "stop" if first <= 8 else "length"), (greedy[2][:5], "length")]
+    assert told == {row: one.tokens for row, one in enumerate(found)}
+    assert STRIDE < NEW, "the host looks more than once"
+
+
+def plain_allowed(z, temperature, top_k, top_p, min_p) -> np.ndarray:
+    """The processors of transformers, one after another, for one row in float64."""
+    z = np.asarray(z, np.float64) / temperature
+    softmax = lambda z: np.exp(z - z.max()) / np.exp(z - z.max()).sum()
+    if top_k:
+        z = np.where(z < np.sort(z)[-min(top_k, len(z))], -np.inf, z)
+    if top_p < 1:
+        rising = np.argsort(z, kind="stable")
+        out = np.cumsum(softmax(z)[rising]) <= 1 - top_p
+        out[-1] = False
+        z[rising[out]] = -np.inf
+    if min_p:
+        p = softmax(z)
+        z = np.where(p < min_p * p.max(), -np.inf, z)
+    return z
+
+
+@pytest.mark.parametrize("how", [(0.7, 0, 1.0, 0.0), (1.0, 3, 1.0, 0.0), (1.3, 0, 0.8, 0.0), (1.0, 0, 1.0, 0.2), (0.9, 7, 0.6, 0.1),
+                                 (1.0, 1, 1.0, 0.0), (1.0, 0, 1e-9, 0.0), (1.0, 0, 1.0, 1.0), (1.0, 500, 0.999, 0.0)])
+def test_what_is_left_to_draw_from_is_what_transformers_leaves(how):
+    z = 3 * np.random.default_rng(3).normal(size=(20, 60)).astype(np.float32)
+    np.testing.assert_allclose(picking.allowed(Picking(*how), jnp.asarray(z)), [plain_allowed(row, *how) for row in z], rtol=1e-5)
+
+
+def test_draws_have_the_probabilities_of_the_logits():
+    z = jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05]))
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(4000))
+    drawn = picking.pick(Picking(1.0, top_k=3), jnp.tile(z, (4000, 1)), keys)
+    # Four standard deviations of 4,000 draws.
+    np.testing.assert_allclose(np.bincount(drawn, minlength=4) / 4000, np.asarray([0.5, 0.3, 0.15, 0]) / 0.95, atol=4 * 0.5 / 4000 ** 0.5)
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+
+
+def bytes_of(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def test_an_answer_ends_before_its_first_stop_string_and_its_stop_id_is_no_text():
+    made = words.Words(lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace"), ("END", "\n\n"), (256,))
+    assert made.text([*bytes_of("so it is"), 256]) == "so it is" and made.ended([*bytes_of("so it is"), 256]) is None
+    assert made.text(bytes_of("one\n\ntwo END")) == "one" and made.ended(bytes_of("one\n\ntwo END")) == 5
+    stream, told = words.Stream(made), []
+    answer = bytes_of("gré E EN Ende ENDlich")
+    for count in range(1, len(answer) + 1):
+        told.append(stream.more(answer[:count]))
+    assert "".join(told) + stream.rest(answer) == "gré E EN Ende "
+    assert all("\ufffd" not in one and not one.endswith("E") for one in told), "what may yet be a stop string, or a letter, waits"
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def ids(*prompts) -> str:
+    return json.dumps(prompts)
+
+
+def test_a_folder_is_asked_with_ids_and_only_json_is_said():
+    prompts, greedy = golden("gpt2")
+    ran = call(generate.main, GOLDENS / "gpt2", "--prompt-ids", json.dumps(prompts), f"--max-tokens={NEW}", "--json", "--mesh.tensor=1")
+    assert (ran.code, ran.err) == (0, ""), ran
+    found = json.loads(ran.out)["completions"]
+    ends = [tokens.index(2) + 1 if 2 in tokens else NEW for tokens in greedy]     # config.json: eos_token_id
+    assert min(ends) < NEW
+    assert found == [{"prompt_ids": prompt, "token_ids": tokens[:end], "text": None, "stopped": "stop" if tokens[end - 1] == 2 else "length"}
+                     for prompt, tokens, end in zip(prompts, greedy, ends)]
+
+
+@pytest.fixture(scope="module")
+def run_dir(home, tiny):
+    """A run of two stages of three layers."""
+    words = (*tiny, "--mesh.data=1", "--mesh.fsdp=2", "--mesh.tensor=2", "--mesh.stage=2", "--model.num_layers=3", "--training.microbatches=2",
+             f"--sharding.rules={ROOT.parent / 'sharding_rules/zero1_tensor_sequence_pipeline.toml'}", "--pipeline.schedule=1f1b",
+             "--training.steps=4", "--validation.every=0", "--run.dir", home / "staged", "--model.compute_dtype=float32")
+    ran = call(train.main, *words)
+    assert (ran.code, ran.err) == (0, ""), ran
+    (home / "staged" / "said.txt").write_text(ran.out)
+    return home / "staged"
+
+
+def test_a_run_of_uneven_stages_is_asked_with_text_and_answers_alike_on_other_meshes(run_dir, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "line 1:\\n"}\n\n{"prompt": "square é"}\n')
+    asked = (run_dir, "--prompts", tmp_path / "prompts.jsonl", "--max-tokens=20", "--temperature=1", "--json")
+    ran = call(generate.main, *asked, "--mesh.tensor=1")
+    assert (ran.code, ran.err) == (0, ""), ran
+    found = json.loads(ran.out)["completions"]
+    assert found[1]["prompt_ids"] == [256, *"square é".encode()]
+    for one in found:
+        assert 1 <= len(one["token_ids"]) <= 20 and (one["stopped"] == "stop") == (one["token_ids"][-1] == 256)
+        assert one["text"] == bytes(token for token in one["token_ids"] if token < 256).decode(errors="replace")
+    assert call(generate.main, *asked, "--mesh.data=2", "--mesh.fsdp=2", "--mesh.tensor=2").out == ran.out
+    # One prompt streams, and what is told is the same text.
+    told = call(generate.main, run_dir, "--prompt", "line 1:\n", "--max-tokens=20", "--temperature=1", "--mesh.tensor=1", "--step=4").out
+    assert told == found[0]["text"] + "\n"
+    stop = found[0]["text"][3:5]
+    told = call(generate.main, run_dir, "--prompt=line 1:\n", "--max-tokens=20", "--temperature=1", "--mesh.tensor=1", "--stop", stop).out
+    assert told == found[0]["text"].split(stop)[0] + "\n"
+
+
+def test_without_a_word_of_the_mesh_all_devices_that_divide_the_model_share_it():
+    found = trained.describe(str(GOLDENS / "llama2"), 0, [], "generate")
+    assert found.place().mesh.shape == {"data": 1, "fsdp": 1, "tensor": 4, "stage": 1, "context": 1}, "of eight"
+
+
+FIVE = ("--prompt-ids", "[[5]]")
+REFUSED = {
+    "no directory": (["nowhere", *FIVE], ["nowhere is not a directory"]),
+    "neither": ([".", *FIVE], ["neither config.json nor checkpoints/"]),
+    "no prompt": ([GOLDENS / "qwen3"], ["give one of --prompt"]),
+    "two kinds": ([GOLDENS / "qwen3", *FIVE, "--prompt=a"], ["give one of --prompt"]),
+    "text without a tokenizer": ([GOLDENS / "qwen3", "--prompt", "a"], ["--prompt needs a tokenizer", "--prompt-ids"]),
+    "a stop string without a tokenizer": ([GOLDENS / "qwen3", *FIVE, "--stop=a"], ["--stop needs a tokenizer"]),
+    "ids beyond": ([GOLDENS / "qwen3", "--prompt-ids", "[[5], [200], [-1]]"], ["prompt 2 has the id 200", "0 to 199", "prompt 3 has the id -1"]),
+    "no ids": ([GOLDENS / "qwen3", "--prompt-ids", "[[5], []]"], ["empty prompt"]),
+    "no list": ([GOLDENS / "qwen3", "--prompt-ids", "[[5.0]]"], ["not a list of lists"]),
+    "words": ([GOLDENS / "qwen3", "--prompt-ids", "five"], ["--prompt-ids five"]),
+    "too long": ([GOLDENS / "gpt2", "--prompt-ids", json.dumps([[5] * 129])], ["has 129 tokens", "128 learned positions"]),
+    "longer than config.json": ([GOLDENS / "qwen3", "--prompt-ids", json.dumps([[5] * 513])], ["512 tokens", "max_position_embeddings"]),
+    "odd heads": ([GOLDENS / "qwen3", *FIVE, "--mesh.tensor=3", "--mesh.data=1"], ["mesh.tensor=3 does not divide", "query heads", "use mesh.tensor=2"]),
+    "stages": ([GOLDENS / "qwen3", *FIVE, "--mesh.stage=2"], ["mesh.stage=2 has no use here"]),
+    "options": ([GOLDENS / "qwen3", *FIVE, "--max-tokens=0", "--temperature=-1", "--top-p=1.5", "--top-k=x", "--tempreature=1"],
+                ["--max-tokens 0 is not", "--temperature -1 is not", "--top-p 1.5 is not", "--top-k x is not", "did you mean --temperature"]),
+    "keys": ([GOLDENS / "qwen3", *FIVE, "--training.steps=3", "--model.embed_dim=64"], ["training.steps changes nothing", "model.embed_dim changes"]),
+    "a step of a folder": ([GOLDENS / "qwen3", *FIVE, "--step=3"], ["--step 3", "no steps"]),
+    "two directories": ([GOLDENS / "qwen3", GOLDENS / "gpt2", *FIVE], ["2 directories are named"]),
+    "no file": ([GOLDENS / "qwen3", "--prompts", "none.txt"], ["--prompts needs a tokenizer"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_answered_is_told_in_one_message(name):
+    words, parts = REFUSED[name]
+    refused(call(generate.main, *words), *parts)
+
+
+def test_what_is_wrong_with_prompts_of_a_run_is_told(run_dir, tmp_path):
+    (tmp_path / "empty.txt").write_text("\n \n")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": 5}\n')
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
+    for given, part in ((["--prompt", ""], "prompt 1 is empty"), (["--prompts", "empty.txt"], "empty.txt is empty"),
+                        (["--prompts", "none.txt"], "none.txt cannot be read"), (["--prompts", "bad.jsonl"], "line 1 is not"),
+                        (["--prompts", "bytes.txt"], "not text"), (["--prompt-ids", "[[300]]"], "has the id 300"),
+                        (["--prompt=a", "--step=3"], "--step 3 is not saved")):
+        refused(call(generate.main, run_dir, *given), part)
+
+
+@pytest.mark.parametrize(("files", "wanted"), [
+    ({"config.json": {"eos_token_id": 5}, "generation_config.json": {"eos_token_id": [7, 9]}}, (7, 9)),
+    ({"config.json": {"eos_token_id": 5}, "generation_config.json": {}}, (5,)), ({"config.json": {"eos_token_id": None}}, ())])
+def test_stop_ids_are_those_of_the_generation_config_then_of_the_config(files, wanted, tmp_path):
+    shutil.copytree(GOLDENS / "qwen3", tmp_path / "folder")
+    for name, change in files.items():
+        path = tmp_path / "folder" / name
+        path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | change))
+    assert trained.describe(str(tmp_path / "folder"), 0, [], "generate").stop_ids() == wanted
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": "two"}))
+    refused(call(generate.main, tmp_path / "folder", *FIVE), 'eos_token_id="two" is not a token id')
