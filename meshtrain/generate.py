@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         if {"--help", "-h"} & set(argv):
             say.out(f"usage: {USAGE}\n\n{__doc__.rstrip()}")
             return 0
-        options, texts, directory, rest = _options(list(map(str, argv)))
+        options, texts, directory, rest = options_of(list(map(str, argv)))
         found = trained.describe(directory, options["step"], rest, "generate", keys=("data.tokenizer",))
         words, prompts = _prompts(found, texts)
         ended = (lambda _, tokens: words.ended(tokens)) if texts["stop"] else None
@@ -178,7 +178,7 @@ def _of_json(path: str, number: int, line: str) -> str:
     return prompt
 
 
-def _options(argv: list[str]) -> tuple[dict, dict[str, list[str]], str, list[str]]:
+def options_of(argv: list[str]) -> tuple[dict, dict[str, list[str]], str, list[str]]:
     """(numbers and flags by name, texts by name, the directory, what is left for `config.resolve`). Raises: ConfigError."""
     numbers, texts, names, rest, faults = {}, {name: [] for name in TEXTS}, [], [], []
     words = iter(word for word in argv if word != "--json")
