@@ -18,7 +18,6 @@ from meshtrain.config import ConfigError, Run
 from meshtrain.data import sources, tokenizer
 from meshtrain.inference import placement
 from meshtrain.inference.generate import Generator
-from meshtrain.layout import rules
 from meshtrain.layout.mesh import MeshSpec, by_gloo
 from meshtrain.layout.rules import Layout
 from meshtrain.model import params, transformer
@@ -92,7 +91,7 @@ class Trained:
         spec = MeshSpec(_sizes(self.run, self.given, model, len(found)), self.run.mesh.placement)
         with config.user_errors():
             layout = placement.command(model, spec.sizes)
-        mesh, dtype = spec.build(found), jnp.dtype(self.run.model.compute_dtype)
+        mesh = spec.build(found)
         placed = lambda info: jax.sharding.NamedSharding(mesh, layout.spec("params", info.axes))
         with jax.set_mesh(mesh):
             if self.of_folder:

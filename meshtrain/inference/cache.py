@@ -7,7 +7,6 @@ period, [repeats, B, S, K, H], split as rows and kv_heads are; positions and win
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
