@@ -3,10 +3,15 @@
 AXES = ("data", "fsdp", "tensor", "stage", "context")               # of the mesh
 PLACEMENT = ("stage", "data", "fsdp", "context", "tensor")          # their order from the slowest link to the fastest
 
-ROLES = ("matrix", "embedding", "head", "norm", "bias")             # of parameters
+# Of parameters. router: float32 wherever it is used; balance: biases of the choice of experts, no optimizer touches them.
+ROLES = ("matrix", "embedding", "head", "norm", "bias", "router", "balance")
 MATMUL_ROLES = ("matrix", "embedding", "head")                      # cast to the compute dtype, and decayed by the optimizer
 
 LAYERS = "layers"      # key of the stacked layers in the parameter tree, and the logical axis of their leading dim
 NO_TARGET = -1         # in a batch's targets: no loss at this token
 AUX_LOSS = "aux_loss"  # the one entry of a layer's aux that is added to the objective
+EXPERT_LOAD = "expert_load"    # in a layer's aux: tokens by layer and expert [L, E]
+# Logical axes of the experts' matrices, by their names in the parameter tree.
+EXPERT_AXES = {"gate": ("expert", "expert_embed", "expert_mlp"), "up": ("expert", "expert_embed", "expert_mlp"),
+               "down": ("expert", "expert_mlp", "expert_embed")}
 TAKEN = "taken_{}_of_{}"   # scope around a condition: how often it holds, in how many executions; no compiler knows

@@ -18,14 +18,15 @@ from meshtrain.weights import folder
 SIZE_KEYS = {"batch": "data.global_batch / training.microbatches", "seq": "data.seq_len", "residual_seq": "data.seq_len",
              "embed": "model.embed_dim", "heads": "model.num_heads", "kv_heads": "model.num_kv_heads",
              "head_dim": "model.head_dim", "mlp": "model.mlp_dim", "vocab": "model.vocab_size (padded to 256)",
-             "layers": "model.num_layers"}
+             "layers": "model.num_layers", "expert": "model.num_experts", "expert_embed": "model.embed_dim",
+             "expert_mlp": "model.expert_mlp_dim"}
 BYTE_VOCAB = 257  # 256 bytes and the separator between documents
 
 
 def problems(run: Run) -> list[str]:
     """Everything in which the keys of a run contradict each other or the files they name; empty = sound."""
-    return [*_run_problems(run), *_mesh_problems(run), *_model_problems(run), *_data_problems(run), *_training_problems(run),
-            *_distributed_problems(run), *_metrics_problems(run)]
+    return [*_run_problems(run), *_mesh_problems(run), *_model_problems(run), *_expert_problems(run), *_data_problems(run),
+            *_training_problems(run), *_distributed_problems(run), *_metrics_problems(run)]
 
 
 def _run_problems(run: Run):
@@ -104,6 +105,41 @@ def _model_problems(run: Run):
     if model.vocab_size < BYTE_VOCAB and _reads_bytes(run):
         yield (f"model.vocab_size={model.vocab_size} is too small for data.source={toml(run.data.source)}, "
                f"which has 256 bytes and a separator; use at least {BYTE_VOCAB}")
+
+
+EXPERT_KEYS = ("experts_per_token", "expert_mlp_dim", "shared_expert_dim", "first_dense_layers", "router_score", "router_normalize",
+               "router_scale", "router_groups", "router_group_limit", "router_bias")
+
+
+def _expert_problems(run: Run):
+    model, default = run.model, type(run.model)()
+    E, K, groups, limit = model.num_experts, model.experts_per_token, model.router_groups, model.router_group_limit
+    if not E:
+        given = [f"model.{key}={toml(getattr(model, key))}" for key in EXPERT_KEYS if getattr(model, key) != getattr(default, key)]
+        given += [f"experts.{key}={toml(value)}" for key, value in run.experts if value != getattr(type(run.experts)(), key)]
+        if given:
+            yield f"{join(given, 'and')}: the model has no experts (model.num_experts=0); give it some, e.g. 8, or leave this out"
+        return
+    if K > E:
+        yield f"model.experts_per_token={K} is more than model.num_experts={E}; use at most {E}"
+    if model.first_dense_layers >= model.num_layers:
+        yield (f"model.first_dense_layers={model.first_dense_layers} leaves none of model.num_layers={model.num_layers} with "
+               f"experts; use at most {model.num_layers - 1}, or model.num_experts=0")
+    if model.global_every and model.first_dense_layers % model.global_every:
+        yield (f"model.first_dense_layers={model.first_dense_layers} is no multiple of model.global_every={model.global_every}, in "
+               f"which layers repeat; use e.g. {next_multiple(model.first_dense_layers, model.global_every)}, or 0")
+    if groups and E % groups:
+        yield (f"model.router_groups={groups} does not divide model.num_experts={E}; use a divisor, e.g. "
+               f"{max(n for n in range(1, groups + 1) if E % n == 0)}")
+    elif limit > groups:
+        yield f"model.router_group_limit={limit} is more than model.router_groups={groups}; use at most {groups}, or 0 for all"
+    elif groups and K <= E < K * groups // limit:
+        yield (f"model.experts_per_token={K} does not fit into model.router_group_limit={limit} of {groups} groups with "
+               f"{E // groups} experts each; use a limit of at least {-(-K * groups // E)}")
+    if model.mlp_bias:
+        yield "model.mlp_bias=true: experts have no biases; leave it out"
+    if model.matmul_dtype == "float8":
+        yield 'model.matmul_dtype="float8": experts are not multiplied in float8; use "auto"'
 
 
 def _reads_bytes(run: Run) -> bool:

@@ -99,6 +99,17 @@ class Model(Section):
     attention_bias: bool = key(False, "biases of queries, keys and values; with layernorm of the output too")
     attention_out_bias: bool = key(False, "bias of attention's output")
     mlp_bias: bool = key(False, "biases of the MLP")
+    num_experts: int = key(0, "experts of a layer, in place of its MLP; 0 = a dense model", ge=0)
+    experts_per_token: int = key(0, "experts that a token goes to; 0 = 2 of them, where there are experts", ge=0)
+    expert_mlp_dim: int = key(0, "width of an expert; 0 = mlp_dim", ge=0)
+    shared_expert_dim: int = key(0, "width of an MLP beside the experts that all tokens go through; 0 = none", ge=0)
+    first_dense_layers: int = key(0, "leading layers that keep a dense MLP, of mlp_dim", ge=0)
+    router_score: Literal["softmax", "sigmoid"] = key("softmax", "scores of the experts, over all of them or each by itself")
+    router_normalize: bool = key(True, "weights of the chosen experts sum to 1; with softmax: as a softmax of the chosen alone")
+    router_scale: float = key(1.0, "the weights times this", gt=0)
+    router_groups: int = key(0, "groups of experts, ranked by their two best; 0 = none", ge=0)
+    router_group_limit: int = key(0, "groups that a token may use; 0 = all", ge=0)
+    router_bias: bool = key(False, "biases that take part in the choice alone; experts.bias_rate turns them on, and moves them")
     tie_embeddings: bool = key(False, "the head is the transposed embedding")
     embedding_dropout: float = key(0.0, "dropout after the embedding", ge=0, lt=1)
     residual_dropout: float = key(0.0, "dropout of what attention and MLP add to the residual stream", ge=0, lt=1)
@@ -115,6 +126,10 @@ class Model(Section):
     @model_validator(mode="after")
     def _fill_in(self):
         # A width that does not divide stays 0, and `problems` names it.
+        if self.num_experts:
+            _filled(self, experts_per_token=self.experts_per_token or min(2, self.num_experts),
+                    expert_mlp_dim=self.expert_mlp_dim or self.mlp_dim,
+                    router_group_limit=self.router_group_limit or self.router_groups)
         derived_head_dim = 0 if self.embed_dim % self.num_heads else self.embed_dim // self.num_heads
         return _filled(self, num_kv_heads=self.num_kv_heads or self.num_heads, head_dim=self.head_dim or derived_head_dim,
                        attention_out_bias=self.attention_out_bias or self.attention_bias and self.norm == "layernorm")
@@ -204,6 +219,15 @@ class Context(Section):
     method: Literal["ring", "gather", "ulysses"] = key("ring", "how keys and values travel")
 
 
+class Experts(Section):
+    """[experts]: how tokens reach their experts and what keeps these equally busy, where model.num_experts is not 0."""
+
+    dispatch: Literal["auto", "gather"] = key("auto", "gather: tokens are gathered over the axes of experts, sums are scattered")
+    aux_loss: float = key(0.01, "weight of the balance loss, of each sequence by itself; 0 = off", ge=0)
+    z_loss: float = key(0.0, "weight of the router's squared log-partition; 0 = off", ge=0)
+    bias_rate: float = key(0.0, "step of the biases towards experts with too few tokens, e.g. 0.001; 0 = they stay", ge=0)
+
+
 class Validation(Section):
     """[validation]: the loss on held-out data."""
 
@@ -256,6 +280,7 @@ class Run(Section):
     optimizer: Optimizer = Optimizer()
     pipeline: Pipeline = Pipeline()
     context: Context = Context()
+    experts: Experts = Experts()
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()
@@ -265,4 +290,6 @@ class Run(Section):
     def _fill_in(self):
         if self.model.position == "learned" and self.model.max_seq_len == 0:
             _filled(self, model=self.model.model_copy(update={"max_seq_len": self.data.seq_len}))
+        if self.model.num_experts and self.experts.bias_rate:
+            _filled(self, model=self.model.model_copy(update={"router_bias": True}))
         return self

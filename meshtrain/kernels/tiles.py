@@ -41,6 +41,24 @@ COMPILED = {name: tiles for names, tiles in (
 TIMED: dict[tuple[str, int], Tiles] = {
 }
 
+
+
+class Grouped(NamedTuple):
+    """A program of the grouped matmuls (`grouped`): `rows` × `columns` of the result, `step` of what is summed at a time.
+
+    rows: of a block, too, and every group fills up its last one.
+    """
+    rows: int
+    columns: int
+    step: int
+    warps: int
+    stages: int
+
+
+# One for all GPUs: two warp groups with 64 rows each, as wgmma takes them, 96 KiB of shared memory for three stages, at most
+# 210 registers a thread and no spills on sm_80, sm_90a and sm_100a. Larger blocks would fill up more rows of small groups.
+GROUPED = Grouped(128, 128, 64, 8, 3)
+
 WIDTHS = tuple(_HOPPER)
 # Programs that fill a GPU: two for each of an H100's 132 multiprocessors. With fewer, the query heads of a group are not
 # summed inside the dkv kernel but outside: more programs, and float32 sums through memory.

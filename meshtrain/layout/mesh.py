@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, get_abstract_mesh
 
 from meshtrain.names import AXES, PLACEMENT
 
@@ -83,6 +83,24 @@ def psum(x, axes):
     """
     by_cpu = lambda x: lax.psum(x.astype(jnp.float32), axes).astype(x.dtype)
     return lax.platform_dependent(x, cpu=by_cpu, default=lambda x: lax.psum(x, axes))
+
+
+def psum_scatter(x, axes, dim: int):
+    """lax.psum_scatter (tiled) over manual mesh axes in x's dtype; by CPUs in float32, for the same reason."""
+    scatter = lambda x: lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+    return lax.platform_dependent(x, cpu=lambda x: scatter(x.astype(jnp.float32)).astype(x.dtype), default=scatter)
+
+
+def on_shards(local, in_specs, out_specs):
+    """`local` on the shards of each device, all axes manual: those that are automatic here become so, those of size 1 too.
+
+    Where none is left it is `local` itself. Both directions are the caller's: nothing is differentiated through it.
+    """
+    mesh = get_abstract_mesh()
+    automatic = set(mesh.axis_names) - set(mesh.manual_axes)
+    if not automatic:
+        return local
+    return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names=automatic, check_vma=False)
 
 
 # --- CPUs start collectives in any order ---------------------------------------------------------------------------

@@ -20,9 +20,12 @@ from jax.sharding import NamedSharding, PartitionSpec as P, get_abstract_mesh
 from meshtrain.names import AXES
 
 TABLES = ("params", "grads", "optimizer", "activations")
-LOGICAL = ("batch", "seq", "residual_seq", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "layers", "expert")
+LOGICAL = ("batch", "seq", "residual_seq", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "layers", "expert",
+           "expert_embed", "expert_mlp")
 ACTIVATION_ONLY = ("batch", "seq", "residual_seq")
-NEVER_GATHERED = ("expert",)
+NEVER_GATHERED = ("expert", "expert_mlp")      # tokens are sent to experts
+# A table that names no axis of experts treats their matrices like others.
+AS_OTHERS = {"expert_embed": "embed", "expert_mlp": "mlp"}
 REPLICAS = "replicas"       # axis name of the vmap over a layout's hidden axes
 
 
@@ -34,7 +37,10 @@ class Rules:
     path: str
 
     def mesh_axes(self, table: str, logical: str | None) -> tuple[str, ...]:
-        return self.tables[table].get(logical, ())
+        named = self.tables[table]
+        if logical in AS_OTHERS and table != "activations" and not {"expert", *AS_OTHERS} & set(named):
+            logical = AS_OTHERS[logical]
+        return named.get(logical, ())
 
 
 def load(path: str | Path) -> Rules:
@@ -163,6 +169,13 @@ class Layout:
         """The mesh axes that split this dim and are manual here: its size is local, sums over it are the caller's."""
         manual = get_abstract_mesh().manual_axes
         return tuple(a for a in self._split_axes(table, logical) if a in manual)
+
+    def every_axis(self, table: str, logical: str | None) -> tuple[str, ...]:
+        """The mesh axes that split this dim, whether they are manual here or not. Of the hidden ones those that are manual: a
+        vmap's replicas are none."""
+        manual = get_abstract_mesh().manual_axes
+        return tuple(a for a in self.rules.mesh_axes(table, logical) if self.sizes[a] > 1
+                     and not (table == "activations" and a in self.hidden and a not in manual))
 
     def _split_axes(self, table: str, logical: str | None) -> tuple[str, ...]:
         return tuple(a for a in self.rules.mesh_axes(table, logical)

@@ -33,6 +33,7 @@ class Execution:
     float8: jax.lax.DotAlgorithmPreset | None = None    # how projections ask for float8 products; None: they are in dtype
     in_order: bool = False  # whether collectives outside a loop must not run beside those in it (`mesh.after`)
     in_parts: bool = False  # the layer sees one part of a microbatch, and its weights are `parts.shared`
+    experts: Callable | None = None     # (layout, x_BTD, chosen_BTK, weight_BTK, weights) -> y_BTD; None: the model has none
 
 
 def recomputed(ex: Execution, f: Callable) -> Callable:
@@ -348,10 +349,10 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU or GeGLU (arXiv:2002.05202), or GELU; every GELU in its tanh form."""
+    """SwiGLU or GeGLU (arXiv:2002.05202), or GELU; every GELU in its tanh form. width: where it is not mlp_dim."""
 
-    def __init__(self, cfg, rngs):
-        D, F, bias = cfg.embed_dim, cfg.mlp_dim, cfg.mlp_bias
+    def __init__(self, cfg, rngs, width: int = 0):
+        D, F, bias = cfg.embed_dim, width or cfg.mlp_dim, cfg.mlp_bias
         gated, self.gating = cfg.activation != "gelu", jax.nn.gelu if cfg.activation == "geglu" else jax.nn.silu
         self.gate = Linear(cfg, rngs, "BTD,DF->BTF", (D, F), ("embed", "mlp"), bias=bias) if gated else None
         self.up = Linear(cfg, rngs, "BTD,DF->BTF", (D, F), ("embed", "mlp"), bias=bias)
@@ -371,18 +372,20 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Residual block: norms before attention and MLP, after them, or both.
+    """Residual block: norms before attention and MLP, after them, or both. make_moe: (cfg, rngs) -> what stands for the MLP.
 
     Every layer returns (x_BTD, aux). aux: {name: float32 array}, sums over the tokens of the microbatch that are added up over
     layers and microbatches; the step divides them by its number of targets and reports them under their names. The one named
-    AUX_LOSS, a scalar, is also part of the objective. This layer has none.
+    AUX_LOSS, a scalar, is also part of the objective. A layer with an MLP has none.
     """
 
-    def __init__(self, cfg, rngs, everywhere: bool = False):
+    def __init__(self, cfg, rngs, everywhere: bool = False, make_moe: Callable | None = None):
         norm = lambda where: Norm(cfg, rngs, (cfg.embed_dim,), ("embed",)) if cfg.norm_placement in (where, "both") else None
         self.dropout = cfg.residual_dropout
         self.attention_norm, self.attention, self.attention_post_norm = norm("before"), Attention(cfg, rngs, everywhere), norm("after")
-        self.mlp_norm, self.mlp, self.mlp_post_norm = norm("before"), MLP(cfg, rngs), norm("after")
+        self.mlp_norm, self.mlp_post_norm = norm("before"), norm("after")
+        self.mlp = MLP(cfg, rngs) if make_moe is None else None
+        self.moe = None if make_moe is None else make_moe(cfg, rngs)
 
     def __call__(self, ex: Execution, x_BTD, inputs, number):
         residual = lambda y: ex.layout.act(y, "batch", "residual_seq", None)
@@ -390,9 +393,10 @@ class Layer(nnx.Module):
         h_BTD = self._full(ex, normed(self.attention_norm, x_BTD))
         y_BTD = normed(self.attention_post_norm, residual(self.attention(ex, h_BTD, inputs)))
         x_BTD = residual(x_BTD + dropout(ex, y_BTD, self.dropout, inputs, 2 * number))
-        h_BTD = self._full(ex, normed(self.mlp_norm, x_BTD))
-        y_BTD = normed(self.mlp_post_norm, residual(self.mlp(ex, h_BTD)))
-        return residual(x_BTD + dropout(ex, y_BTD, self.dropout, inputs, 2 * number + 1)), {}
+        h_BTD = normed(self.mlp_norm, x_BTD)
+        y_BTD, aux = (self.mlp(ex, self._full(ex, h_BTD)), {}) if self.moe is None else self.moe(ex, residual(h_BTD), number)
+        y_BTD = normed(self.mlp_post_norm, residual(y_BTD))
+        return residual(x_BTD + dropout(ex, y_BTD, self.dropout, inputs, 2 * number + 1)), aux
 
     @staticmethod
     def _full(ex: Execution, h_BTD):

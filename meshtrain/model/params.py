@@ -39,10 +39,10 @@ class ParamInfo:
 
     @property
     def matrix_dims(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """(input dims, output dims) of a matrix, the layers dim in neither; None for anything else."""
+        """(input dims, output dims) of a matrix, the dims of layers and experts in neither; None for anything else."""
         if self.role != "matrix":
             return None
-        first = 1 if self.axes[0] == LAYERS else 0
+        first = sum(axis in (LAYERS, "expert") for axis in self.axes)       # stacks of matrices
         split = first + self.fan_in_dims
         return tuple(range(first, split)), tuple(range(split, len(self.shape)))
 

@@ -24,6 +24,7 @@ from meshtrain.layout.rules import Layout, Rules, Tensor
 from meshtrain.model import float8, params, parts, rope
 from meshtrain.model.layers import Embedding, Layer, Linear, Norm, Execution, dropout, kv_heads
 from meshtrain.model.loss import LossSpec, capped, loss_sums
+from meshtrain.model.moe import MoE
 from meshtrain.names import AUX_LOSS, LAYERS, MATMUL_ROLES
 
 VOCAB_MULTIPLE = 256
@@ -293,6 +294,12 @@ class Transformer:
             f"attention: {num_kv_heads} key and value heads over {ways}: each is computed by {computed // num_kv_heads} ranks, "
             f"and the weights and states of all of them lie on every rank"]
 
+    def mlp_widths(self) -> list[int]:
+        """Of the MLPs that all tokens go through."""
+        cfg = self.cfg
+        dense = not cfg.num_experts or cfg.first_dense_layers
+        return [cfg.mlp_dim] * bool(dense) + [cfg.shared_expert_dim] * bool(cfg.num_experts and cfg.shared_expert_dim)
+
     def activations(self, batch: int, seq_len: int, num_kv_heads: int) -> list[Tensor]:
         """The activations that rules place, with their full shapes, for the checks at load.
 
@@ -302,20 +309,27 @@ class Transformer:
         found = [("residual stream", ("batch", "residual_seq", None), (batch, seq_len, cfg.embed_dim))]
         heads = lambda n, axis: (("batch", "seq", axis, "head_dim"), (batch, seq_len, n, cfg.head_dim))
         found += [("queries", *heads(cfg.num_heads, "heads")), ("keys", *heads(num_kv_heads, "kv_heads")),
-                 ("mlp", ("batch", "seq", "mlp"), (batch, seq_len, cfg.mlp_dim)),
+                 *(("mlp", ("batch", "seq", "mlp"), (batch, seq_len, width)) for width in self.mlp_widths()),
                  ("logits", ("batch", "seq", "vocab"), (batch, seq_len, padded_vocab(cfg)))]
         return [Tensor("activations", name, shape, axes) for name, axes, shape in found]
 
 
 def build(cfg) -> Transformer:
-    """The model of a run file: one group of equal layers, or, with global_every, one of whole periods and one of what is left."""
-    layer = lambda **kind: params.Module(lambda rngs: Layer(cfg, rngs, **kind))
-    groups, every = (Group("layers", (layer(),), cfg.num_layers),), cfg.global_every
-    if every:
-        period = (*(layer() for _ in range(every - 1)), layer(everywhere=True))
-        left = Group("left", (layer(),), cfg.num_layers % every)
-        groups = tuple(group for group in (Group("periods", period, cfg.num_layers // every), left) if group.repeats)
+    """The model of a run file: one group of equal layers, or, with global_every, one of whole periods and one of what is left;
+    before layers with experts the dense ones, a group by themselves."""
+    dense = cfg.first_dense_layers
+    groups = _groups(cfg, "dense_", dense) + _groups(cfg, "", cfg.num_layers - dense, **{"make_moe": MoE} if cfg.num_experts else {})
     return Transformer(cfg, params.Module(lambda rngs: Ends(cfg, rngs)), groups)
+
+
+def _groups(cfg, prefix: str, num_layers: int, **kind) -> tuple[Group, ...]:
+    layer = lambda **more: params.Module(lambda rngs: Layer(cfg, rngs, **kind, **more))
+    every = cfg.global_every
+    if not every or not num_layers:
+        return (Group(prefix + "layers", (layer(),), num_layers),) if num_layers else ()
+    period = (*(layer() for _ in range(every - 1)), layer(everywhere=True))
+    found = Group(prefix + "periods", period, num_layers // every), Group(prefix + "left", (layer(),), num_layers % every)
+    return tuple(group for group in found if group.repeats)
 
 
 def without_layers(tree: dict) -> dict:
@@ -341,9 +355,9 @@ def block(ex: Execution, layer: params.Module, weights, x_BTD, inputs: Inputs, n
 
 def _can_share(ex: Execution, infos) -> bool:
     """Whether parts of a microbatch can share a layer's weights. Not in float8, whose scales are of the whole microbatch, and not
-    where the backward of every projection gathers its weight again (ZeRO-3 without remat)."""
+    where the backward of every projection gathers its weight again (ZeRO-3 without remat), and not the experts."""
     kept = all(ex.layout.spec_in_use(info.axes) == ex.layout.spec("params", info.axes) for info in infos)
-    return not ex.float8 and (kept or ex.remat != "none")
+    return not ex.float8 and (kept or ex.remat != "none") and not any("expert" in info.axes for info in infos)
 
 
 def add_aux(a: dict, b: dict) -> dict:

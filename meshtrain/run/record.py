@@ -25,6 +25,9 @@ class TooManySkippedSteps(RuntimeError):
     """The run stopped because step after step had no finite loss or gradient."""
 
 
+STEP_METRICS = ("loss", "grad_norm", "learning_rate", "tokens", "skipped")      # of every model; more come from its layers
+
+
 class _Step(NamedTuple):
     """A step that was dispatched. tokens: so far. ended: when the device was done with it. paused_s: before it, since the
     one before."""
@@ -95,7 +98,8 @@ class Record:
                 "learning_rate": float(metrics["learning_rate"]), "tokens": step.tokens,
                 "step_time_s": step_time_s, "tokens_per_s": self.tokens_per_step / step_time_s,
                 "mfu": self.flops_per_step / step_time_s / self.peak_flops if self.peak_flops else None,
-                "skipped": bool(metrics["skipped"]), **dict.fromkeys(WAITS, 0.0), **self._extra}
+                "skipped": bool(metrics["skipped"]),
+                **{name: float(value) for name, value in metrics.items() if name not in STEP_METRICS}, **dict.fromkeys(WAITS, 0.0), **self._extra}
 
     def _count_skipped(self, row: dict) -> None:
         if not row["skipped"]:

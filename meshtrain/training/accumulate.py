@@ -24,7 +24,7 @@ from meshtrain.model.layers import Execution
 from meshtrain.model.loss import with_loss
 from meshtrain.model.transformer import Transformer, without_layers
 from meshtrain.names import AUX_LOSS, NO_TARGET
-from meshtrain.parallel import split
+from meshtrain.parallel import expert, split
 from meshtrain.training.state import StateSpec
 
 FIELDS = {"tokens": 1, "targets": 1, "segments": 1, "positions": 1, "index": 1, "sequence": 0}  # dims after [batch]
@@ -52,11 +52,14 @@ def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, s
     they lie afterwards."""
     training, data = run.training, run.data
     grads_axes = {axis for names in layout.rules.tables["grads"].values() for axis in names}
+    if run.model.num_experts:       # tokens of several replicas meet there
+        grads_axes |= {axis for name in rules.NEVER_GATHERED for axis in layout.mesh_axes("params", name)}
     once = tuple(axis for axis in layout.batch_axes if staged or axis not in grads_axes)
     replicas, inner = layout.ways(once), layout.hide(once)
-    precision = float8.precision(mesh.devices.flat[0].platform) if run.model.matmul_dtype == "float8" else None
+    platform = mesh.devices.flat[0].platform
+    precision = float8.precision(platform) if run.model.matmul_dtype == "float8" else None
     ex = Execution(inner, jnp.dtype(run.model.compute_dtype), attend, training.remat, precision,
-                   in_order=not staged and by_gloo(mesh))
+                   in_order=not staged and by_gloo(mesh), experts=expert.choose(run, platform))
     batch_spec = lambda dims: P(None, once or None, *inner.spec("activations", ("batch", "seq")[:1 + dims]))
     sequences = data.global_batch // training.microbatches // replicas
     batch = {name: jax.ShapeDtypeStruct((training.microbatches, replicas, sequences) + (data.seq_len,) * dims, jnp.int32,

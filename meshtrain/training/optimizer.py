@@ -28,19 +28,22 @@ SCHEDULES = ("cosine", "linear", "wsd", "constant")
 MUON_RMS = 0.2  # AdamW's updates have this root mean square (arXiv:2502.16982, section 2.2): one learning rate serves both
 
 
-def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any, placements: Any = None,
-          dtype: Any = jnp.float32) -> optax.GradientTransformationExtraArgs:
+def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any, placements: Any = None, dtype: Any = jnp.float32,
+          balance_rate: float = 0.0) -> optax.GradientTransformationExtraArgs:
     """The optimizer of a run of `steps` steps. All its state is float32, whatever the dtype of the parameters.
 
     update(grads, state, params, step=n): n, the steps that the run has taken, sets the learning rate; no state counts them.
 
     cfg: name, learning_rate, b1, b2, eps, weight_decay, and what `learning_rate_schedule` reads.
-    roles: a tree like params, each leaf one of `ROLES`. `matrix`, `head` and `embedding` are decayed, `norm` and `bias`
+    roles: a tree like params, each leaf one of `ROLES`. `matrix`, `head`, `embedding` and `router` are decayed, `norm` and `bias`
         never: Megatron-LM, GPT-NeoX and nanoGPT decay everything with two dims, embeddings included (OLMo 2 leaves them out).
     matrix_dims: a tree like params, each leaf None or (input dims, output dims): indices into the stacked array, so [L,D,N,H]
         has ((1,), (2, 3)). Dims in neither are a batch of independent matrices. Every `matrix` needs one.
     placements: a tree like params of NamedShardings, how the state of each leaf lies; None: on one device. dtype: of muon's
         matmuls, and of what it sends.
+
+    balance_rate: how far a step moves the biases of role `balance` towards experts with too few tokens: their "gradients" are the
+        tokens of each expert. No optimizer, learning rate or decay touches them (arXiv:2408.15664).
 
     adamw: b1, b2, eps. lion: b1, b2. adafactor: no first moment, b2 bounds the decay of the second. muon: every `matrix`;
     the others, embeddings and head included, take adamw.
@@ -48,14 +51,13 @@ def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any, placements: Any = 
     Raises: ValueError for an unknown name or role, or a `matrix` without its dims, which muon would leave to Adam in silence.
     """
     _check(cfg, roles, matrix_dims)
-    decayed = jax.tree.map(lambda role: role in MATMUL_ROLES, roles)
-    return _in_float32(
-        optax.chain(
-            _rule(cfg, roles, matrix_dims, placements, dtype),
-            optax.add_decayed_weights(cfg.weight_decay, decayed),
-            _scale_by_learning_rate(learning_rate_schedule(cfg, steps)),
-        )
+    decayed = jax.tree.map(lambda role: role in (*MATMUL_ROLES, "router"), roles)
+    rule = optax.chain(
+        _rule(cfg, roles, matrix_dims, placements, dtype),
+        optax.add_decayed_weights(cfg.weight_decay, decayed),
+        _scale_by_learning_rate(learning_rate_schedule(cfg, steps)),
     )
+    return _in_float32(_balanced(rule, roles, balance_rate))
 
 
 def learning_rate_schedule(cfg: Any, steps: int) -> optax.Schedule:
@@ -126,6 +128,19 @@ def _rule(cfg, roles, matrix_dims, placements, dtype):
     # optax.contrib.muon is not used whole: it runs its Adam with Nesterov momentum and decays norms and biases.
     labels = jax.tree.map(lambda role: "muon" if role == "matrix" else "adam", roles)
     return optax.partition({"muon": _muon(roles, matrix_dims, placements, dtype), "adam": adam}, labels)
+
+
+def _balanced(rule, roles, rate: float):
+    """`rule`, which finds nothing to do in leaves of role `balance`: these move by rate · sign(mean − tokens), layer by layer."""
+    if "balance" not in jax.tree.leaves(roles):
+        return rule
+    towards = lambda tokens: rate * jnp.sign(tokens.mean(-1, keepdims=True) - tokens)
+
+    def update(grads, state, params=None, **extra):
+        quiet = jax.tree.map(lambda role, g: jnp.zeros_like(g) if role == "balance" else g, roles, grads)
+        updates, state = rule.update(quiet, state, params, **extra)
+        return jax.tree.map(lambda role, u, g: towards(g) if role == "balance" else u, roles, updates, grads), state
+    return optax.GradientTransformationExtraArgs(rule.init, update)
 
 
 def _scale_by_learning_rate(schedule):

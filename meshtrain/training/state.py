@@ -35,7 +35,7 @@ class StateSpec:
         return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), self.abstract, self.sharding)
 
 
-def describe(model: Transformer, optimizer_cfg, steps: int, layout: Layout, mesh) -> StateSpec:
+def describe(model: Transformer, optimizer_cfg, steps: int, layout: Layout, mesh, balance_rate: float = 0.0) -> StateSpec:
     """Parameters and the optimizer's leaves are stored as [optimizer] says, whatever their shape; a step reads the parameters
     as [params] says, see `Transformer.as_read`."""
     table = model.parameters()
@@ -43,7 +43,7 @@ def describe(model: Transformer, optimizer_cfg, steps: int, layout: Layout, mesh
     place = lambda table_name, tree: rules.shardings(layout, mesh, table_name, tree)
     stored = place("optimizer", axes)
     tx = optimizer.build(optimizer_cfg, steps, params.tree(table, lambda info: info.role),
-                         params.tree(table, lambda info: info.matrix_dims), stored, model.cfg.compute_dtype)
+                         params.tree(table, lambda info: info.matrix_dims), stored, model.cfg.compute_dtype, balance_rate)
     p = params.tree(table, lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype))
     abstract = State(jax.ShapeDtypeStruct((), jnp.int32), p, jax.eval_shape(tx.init, p))
     opt_axes = optimizer.state_axes(tx, p, axes)

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain.layout.mesh import after
 from meshtrain.layout.rules import Layout
+from meshtrain.model import moe
 from meshtrain.model.layers import Execution
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import NO_TARGET
@@ -82,7 +83,7 @@ class Program:
     """The jitted functions of a run, and where their arguments live.
 
     `train(state, batch) -> (state, metrics)` donates the state; metrics: loss (nats per target token), grad_norm,
-    learning_rate, tokens (with a target), skipped, and the aux of the layers, each name by itself.
+    learning_rate, tokens (with a target), skipped, and the aux of the layers as `moe.reported` has it.
     `evaluate(params, batch) -> (nll sum, token count)`.
     `initialize() -> State`, a function of the seed alone.
     """
@@ -138,13 +139,14 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
     `compiler_options`.
     """
     training, step = run.training, accumulate.step_spec(run, model, layout, mesh, attend, spec, bool(schedule))
+    roles = [info.role for info in model.parameters()]
     gradients, nll = pipelined.pipelined(step, schedule) if schedule else accumulate.scanned(step)
 
     def train(state: State, batch):
         key = jax.random.fold_in(jax.random.key(run.run.seed), state.step) if accumulate.drops(run) else None
         grads, loss, count, aux = gradients(state.params, batch, key)
-        grad_norm = optax.global_norm(grads)
-        if training.grad_clip:
+        grad_norm = optax.global_norm([g for g, role in zip(jax.tree.leaves(grads), roles, strict=True) if role != "balance"])
+        if training.grad_clip:      # of biases that balance experts only signs count
             grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, training.grad_clip / (grad_norm + 1e-12)), grads)
         updates, opt_state = spec.tx.update(grads, state.opt_state, state.params, step=state.step)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -155,7 +157,7 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         rate = learning_rate_schedule(run.optimizer, training.steps)(state.step)
         metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": jnp.asarray(rate, jnp.float32), "tokens": count,
                    "skipped": ~finite}
-        return new, metrics | aux
+        return new, metrics | moe.reported(aux)
 
     def evaluate(p, batch):
         total, targets = nll(p, batch), batch["targets"]

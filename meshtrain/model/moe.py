@@ -1,0 +1,188 @@
+"""A mixture of experts in place of the MLP: a router in float32, the experts that it chooses, and shared ones for all tokens.
+
+Experts are parameters [E, D, F]; where they are computed is `ex.experts`' business (`parallel.expert`). Both balance losses are
+sums over tokens and sequences, so that no layout and no microbatch changes them.
+Sources: sequence-wise balance: arXiv:2412.19437 (DeepSeek-V3, eq. 17 to 20); z-loss: arXiv:2202.08906 (ST-MoE); the bias:
+arXiv:2408.15664. Softmax of the chosen scores alone (Mixtral) is softmax over all, then `router_normalize`: the same numbers.
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from meshtrain.layout.mesh import on_shards
+from meshtrain.layout.rules import Layout
+from meshtrain.model.layers import MLP, Execution, project
+from meshtrain.model.params import declare
+from meshtrain.names import AUX_LOSS, EXPERT_AXES, EXPERT_LOAD
+
+ROUTER_AXES = ("embed", None)
+TINY = 1e-20        # beside a sum of sigmoids, which may be all zero; as DeepSeek-V3 has it
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """What the router of `[model]` does with its logits."""
+    num_experts: int
+    experts_per_token: int
+    score: str
+    normalize: bool
+    scale: float
+    groups: int
+    group_limit: int
+
+    @classmethod
+    def of(cls, cfg) -> Routing:
+        return cls(cfg.num_experts, cfg.experts_per_token, cfg.router_score, cfg.router_normalize, cfg.router_scale,
+                   cfg.router_groups, cfg.router_group_limit)
+
+    def scores(self, logits):
+        return jax.nn.softmax(logits, -1) if self.score == "softmax" else jax.nn.sigmoid(logits)
+
+    def select(self, scores, bias_E):
+        """The numbers of the chosen experts [..., K]; of equal scores the lower number. The bias decides here and nowhere else."""
+        scores = scores if bias_E is None else scores + bias_E
+        if self.groups > 1:
+            by_group = scores.reshape(*scores.shape[:-1], self.groups, -1)
+            best = lax.top_k(by_group, min(2, by_group.shape[-1]))[0].sum(-1)
+            kept = jax.nn.one_hot(lax.top_k(best, self.group_limit)[1], self.groups, dtype=bool).any(-2)
+            scores = jnp.where(kept[..., None], by_group, -jnp.inf).reshape(scores.shape)
+        return lax.top_k(scores, self.experts_per_token)[1].astype(jnp.int32)
+
+    def weigh(self, scores, chosen):
+        weight = jnp.take_along_axis(scores, chosen, -1)
+        if self.normalize:
+            weight = weight / (weight.sum(-1, keepdims=True) + (TINY if self.score == "sigmoid" else 0.0))
+        return weight * self.scale
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def route(layout: Layout, routing: Routing, logits_BTE, bias_E):
+    """(chosen experts [B, T, K] int32, their weights, how often each was chosen in each sequence [B, E]), float32.
+
+    logits are split like the residual stream. The gradient of the bias is how many tokens chose each expert: summed over
+    microbatches and devices like any other, it is what the step needs to know. All axes are manual in here: XLA would gather the
+    scores of all tokens for top_k.
+    """
+    axes = layout.every_axis("activations", "residual_seq")       # they split a sequence
+
+    def local(logits, bias):
+        scores = routing.scores(logits)
+        chosen = routing.select(scores, bias)
+        counts = _counts(routing, chosen, (1, 2))
+        return chosen, routing.weigh(scores, chosen), lax.psum(counts, axes) if axes else counts
+    tokens, bias = layout.spec("activations", ("batch", "residual_seq", None)), _whole(bias_E)
+    out = tokens, tokens, layout.spec("activations", ("batch", None))
+    return on_shards(local, (tokens, bias), out)(logits_BTE, bias_E)
+
+
+def _route_forward(layout, routing, logits_BTE, bias_E):
+    out = route(layout, routing, logits_BTE, bias_E)
+    return out, (logits_BTE, out[0], bias_E)
+
+
+def _route_backward(layout, routing, saved, cotangents):
+    logits_BTE, chosen_BTK, bias_E = saved
+    # Over the axes that are manual already the caller adds it up, like any weight's gradient.
+    axes = layout.mesh_axes("activations", "batch") + layout.mesh_axes("activations", "residual_seq")
+
+    def local(logits, chosen, dweight, bias):
+        _, back = jax.vjp(lambda logits: routing.weigh(routing.scores(logits), chosen), logits)
+        if bias is None:
+            return back(dweight)[0], None
+        counts = _counts(routing, chosen, (0, 1, 2))
+        return back(dweight)[0], (lax.psum(counts, axes) if axes else counts).astype(bias.dtype)
+    tokens, bias = layout.spec("activations", ("batch", "residual_seq", None)), _whole(bias_E)
+    return on_shards(local, (tokens, tokens, tokens, bias), (tokens, bias))(logits_BTE, chosen_BTK, cotangents[1], bias_E)
+
+
+route.defvjp(_route_forward, _route_backward)
+
+
+def _whole(bias_E):
+    return None if bias_E is None else P()
+
+
+def _counts(routing: Routing, chosen, dims):
+    """How often each expert was chosen, summed over dims of [B, T, K]; float32, exact below 2^24."""
+    return jnp.sum(chosen[..., None] == jnp.arange(routing.num_experts), dims, dtype=jnp.float32)
+
+
+def balance_loss(layout: Layout, routing: Routing, aux_loss: float, z_loss: float, logits_BTE, counts_BE):
+    """aux_loss · Σ_sequences T·E·Σ_e f_e·P_e + z_loss · Σ_tokens lse²: sums, to be divided by the tokens of the step.
+
+    f: share of the choices, not differentiated; P: mean score. Where the sequence is split by hand it is this shard's part.
+    """
+    by_hand = layout.by_hand("activations", "residual_seq")
+    seq_len, loss = logits_BTE.shape[1] * layout.ways(by_hand), jnp.float32(0)
+    if aux_loss:
+        scores = routing.scores(logits_BTE)
+        share = scores if routing.score == "softmax" else scores / (scores.sum(-1, keepdims=True) + TINY)
+        f_BE = lax.stop_gradient(counts_BE) / (seq_len * routing.experts_per_token)
+        loss += aux_loss * routing.num_experts * jnp.sum(f_BE * share.sum(1))
+    if z_loss:
+        loss += z_loss * jnp.sum(jax.nn.logsumexp(logits_BTE, -1) ** 2)
+    return loss
+
+
+class MoE(nnx.Module):
+    """The experts of one layer, those of all tokens among them."""
+
+    def __init__(self, cfg, rngs):
+        D, E, F, dtype = cfg.embed_dim, cfg.num_experts, cfg.expert_mlp_dim, jnp.dtype(cfg.param_dtype)
+        self.routing, self.num_layers = Routing.of(cfg), cfg.num_layers
+        self.router = declare(rngs, dtype, (D, E), ROUTER_AXES, "router", std=D ** -0.5)
+        self.bias = declare(rngs, dtype, (E,), (None,), "balance", value=0.0) if cfg.router_bias else None
+        inward = lambda name: declare(rngs, dtype, (E, D, F), EXPERT_AXES[name], "matrix", std=D ** -0.5)
+        self.gate = inward("gate") if cfg.activation != "gelu" else None
+        self.up = inward("up")
+        self.down = declare(rngs, dtype, (E, F, D), EXPERT_AXES["down"], "matrix", std=(F * 2 * cfg.num_layers) ** -0.5)
+        self.shared = MLP(cfg, rngs, cfg.shared_expert_dim) if cfg.shared_expert_dim else None
+
+    def __call__(self, ex: Execution, x_BTD, number):
+        """(y, aux) of x, both split like the residual stream; number: of the layer."""
+        logits_BTE = self._logits(ex, x_BTD)
+        bias_E = None if self.bias is None else self.bias[...]
+        chosen_BTK, weight_BTK, counts_BE = route(ex.layout, self.routing, logits_BTE, bias_E)
+        weights = {name: getattr(self, name)[...] for name in EXPERT_AXES if getattr(self, name) is not None}
+        y_BTD = ex.experts(ex.layout, x_BTD, chosen_BTK, weight_BTK, weights)
+        if self.shared is not None:
+            whole_BTD = x_BTD if ex.float8 else ex.layout.act(x_BTD, "batch", "seq", None)
+            y_BTD = y_BTD + ex.layout.act(self.shared(ex, whole_BTD), "batch", "residual_seq", None)
+        layer = jnp.arange(self.num_layers)[:, None] == number
+        aux = {EXPERT_LOAD: jnp.where(layer, self._load(ex.layout, counts_BE), 0.0)}
+        if ex.experts.aux_loss or ex.experts.z_loss:
+            losses = ex.experts.aux_loss, ex.experts.z_loss
+            aux[AUX_LOSS] = balance_loss(ex.layout, self.routing, *losses, logits_BTE, counts_BE)
+        return y_BTD, aux
+
+    def _logits(self, ex: Execution, x_BTD):
+        """float32, by a float32 product: in bfloat16 the choice would be another for one token in a hundred."""
+        wide = dataclasses.replace(ex, dtype=jnp.dtype("float32"))
+        logits_BTE = project(wide, "BTD,DE->BTE", ROUTER_AXES, None, x_BTD.astype(jnp.float32), self.router[...])
+        return ex.layout.act(logits_BTE, "batch", "residual_seq", None)
+
+    @staticmethod
+    def _load(layout: Layout, counts_BE):
+        """[E]: a sequence that several devices share by hand is counted by all of them, and they will be summed."""
+        return counts_BE.sum(0) / layout.ways(layout.by_hand("activations", "residual_seq"))
+
+
+def reported(aux: dict) -> dict:
+    """A step's aux as metrics: instead of the load of every expert the largest of a layer relative to its mean, of the worst layer,
+    and the entropy of the choices relative to that of even ones, the mean of the layers with experts."""
+    if EXPERT_LOAD not in aux:
+        return aux
+    load_LE = aux[EXPERT_LOAD]
+    total_L = load_LE.sum(-1)
+    share_LE = load_LE / jnp.maximum(total_L, TINY)[:, None]
+    entropy_L = -jnp.sum(jax.scipy.special.xlogy(share_LE, share_LE), -1) / max(math.log(load_LE.shape[-1]), TINY)
+    return {name: value for name, value in aux.items() if name != EXPERT_LOAD} | {
+        "expert_load_max": share_LE.max() * load_LE.shape[-1], "expert_load_entropy": entropy_L.sum() / jnp.sum(total_L > 0)}

@@ -1,0 +1,154 @@
+"""Layers with experts: on every layout the loss and every gradient leaf of a plain loop over experts on one device."""
+import dataclasses
+import functools
+import math
+
+import jax
+import numpy as np
+import pytest
+from sampling import GRID
+
+import experts
+from meshtrain import assembly, config
+from meshtrain.parallel import expert
+from meshtrain.training import accumulate
+
+V, T, SEQUENCES = 61, 16, 16
+MODEL = dict(vocab_size=V, embed_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24, num_experts=8,
+             experts_per_token=2, expert_mlp_dim=24, compute_dtype="float32")
+EXPERTS = dict(aux_loss=0.5, z_loss=0.05, bias_rate=1e-3)
+# Both sides sum in float32, in other orders; a gap of 1e-5 between scores keeps rounding from choosing another expert.
+TOLERANCE, GAP = 2e-5, 1e-5
+
+Z = '[params]\nembed = ["data", "fsdp"]\n'
+BATCH = '[activations]\nbatch = ["data", "fsdp"]\n'
+SEQUENCE = BATCH + 'residual_seq = "tensor"\n'
+CONTEXT = BATCH + 'seq = "context"\nresidual_seq = "context"\n'
+# name: (rules, mesh)
+LAYOUTS = {
+    "expert over fsdp": (Z + 'expert = "fsdp"\nexpert_embed = "data"\n' + BATCH, dict(data=2, fsdp=4)),
+    "expert over tensor with sequence parallelism": (
+        Z + 'expert = "tensor"\nexpert_embed = ["data", "fsdp"]\n' + SEQUENCE, dict(fsdp=2, tensor=4)),
+    "expert over tensor without": (Z + 'expert = "tensor"\nexpert_embed = "fsdp"\n' + BATCH, dict(fsdp=2, tensor=4)),
+    "expert over fsdp and context": (
+        Z + 'expert = ["fsdp", "context"]\nexpert_embed = "data"\n' + CONTEXT, dict(data=2, fsdp=2, context=2)),
+    "expert over fsdp, expert_mlp over tensor": (
+        Z + 'expert = "fsdp"\nexpert_mlp = "tensor"\n' + SEQUENCE, dict(fsdp=4, tensor=2)),
+    "expert over fsdp and tensor": (Z + 'expert = ["fsdp", "tensor"]\n' + SEQUENCE, dict(fsdp=4, tensor=2)),
+    "expert over data, the rest once a step": ('[params]\nexpert = "data"\n' + BATCH, dict(data=2, fsdp=4)),
+    "expert over fsdp, data once a step": ('[params]\nembed = "fsdp"\nexpert = "fsdp"\n' + BATCH, dict(data=2, fsdp=4)),
+    "no axis of experts, zero3": (Z + BATCH, dict(data=2, fsdp=4)),
+    "no axis of experts, zero3 with tensor": (Z + 'mlp = "tensor"\n' + SEQUENCE + 'mlp = "tensor"\n', dict(data=2, fsdp=2, tensor=2)),
+    "ddp": (BATCH, dict(data=2, fsdp=2)),
+    "zero1": (BATCH + '[optimizer]\nembed = ["data", "fsdp"]\n', dict(data=2, fsdp=2)),
+    "zero2 of the experts": (BATCH + '[grads]\nexpert = ["data", "fsdp"]\n', dict(data=2, fsdp=2)),
+    "expert_embed over tensor": (Z + 'expert = "fsdp"\nexpert_embed = "tensor"\n' + BATCH, dict(fsdp=4, tensor=2)),
+}
+MODELS = {
+    "softmax": {},
+    "sigmoid in groups, scaled, shared, a dense layer first": dict(
+        router_score="sigmoid", router_groups=4, router_group_limit=2, router_scale=2.5, shared_expert_dim=8, num_layers=3,
+        first_dense_layers=1),
+    "softmax, not normalized, three of six": dict(num_experts=6, experts_per_token=3, router_normalize=False, expert_mlp_dim=10),
+    "gelu, one of four": dict(num_experts=4, experts_per_token=1, activation="gelu", router_normalize=False),
+    "geglu, all of three": dict(num_experts=3, experts_per_token=3, activation="geglu"),
+}
+# Biases of the choice: every token to experts 3 and 0; nobody to 1, 2 and 6.
+LEANINGS = {"all to two": {3: 1e3, 0: 5e2}, "three without any": {1: -1e3, 2: -1e3, 6: -1e3}}
+
+
+def run_of(rules_file, mesh: dict, model: dict = {}, training: dict = {}) -> config.Run:
+    return config.Run(mesh=mesh, sharding=dict(rules=str(rules_file)), model=MODEL | model, experts=EXPERTS,
+                      data=dict(seq_len=T, global_batch=SEQUENCES), training=dict(microbatches=2, loss_chunk=24) | training)
+
+
+@functools.cache
+def batch() -> dict:
+    rng = np.random.default_rng(3)
+    shape = (SEQUENCES, T)
+    out = {"tokens": rng.integers(0, V, shape), "targets": np.where(rng.random(shape) < 0.2, -1, rng.integers(0, V, shape)),
+           "index": np.tile(np.arange(T), (SEQUENCES, 1)), "positions": np.tile(np.arange(T), (SEQUENCES, 1)),
+           "segments": np.ones(shape, int), "sequence": np.arange(SEQUENCES)}
+    return {name: a.astype(np.int32) for name, a in out.items()}
+
+
+@functools.cache
+def expected(model: str, leaning: str = ""):
+    """(parameters, nll, gradients, counts) of a model on one device, by the plain loop."""
+    run = run_of("sharding_rules/ddp.toml", {}, MODELS[model])
+    dumped, fresh = run.model_dump(), assembly.assemble(run, jax.devices()[:1]).model.init
+
+    def moved(path, leaf):
+        if path[-1].key == "router":
+            return leaf * 2         # clearer choices
+        if path[-1].key == "bias":
+            return leaf + sum(b * (np.arange(leaf.shape[-1]) == n) for n, b in LEANINGS.get(leaning, {}).items())
+        return leaf
+    for seed in range(9):
+        params = jax.device_get(jax.tree_util.tree_map_with_path(moved, jax.jit(fresh)(jax.random.key(seed))))
+        nll, grads, counts, gap = experts.gradients(dumped["model"], dumped["experts"], params, batch())
+        if gap > GAP:
+            return params, nll, grads, counts
+    raise AssertionError("no parameters with clear choices")
+
+
+def computed(run: config.Run, params, devices, change=lambda ex: ex):
+    """(loss, gradients, aux) of a step."""
+    made = assembly.assemble(run, devices)
+    program = made.program
+    params = jax.device_put(params, program.spec.sharding.params)
+    with jax.default_matmul_precision("highest"), jax.set_mesh(made.mesh):
+        grads, loss, _, aux = jax.device_get(jax.jit(program.gradients)(params, program.place(batch()), None))
+    return float(loss), grads, aux
+
+
+def assert_equal(run, wanted, devices):
+    params, nll, grads, counts = wanted
+    loss, got, aux = computed(run, params, devices)
+    assert abs(loss - nll) < 2e-6 * nll          # one float32 sum of 256 numbers
+    errors = jax.tree.map(lambda a, b: float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-6)), got, grads)
+    worst = max((error, jax.tree_util.keystr(path)) for path, error in jax.tree_util.tree_leaves_with_path(errors))
+    assert worst[0] < TOLERANCE, worst
+    targets = (batch()["targets"] >= 0).sum()
+    dense = run.model.first_dense_layers
+    np.testing.assert_allclose(aux["expert_load"][dense:] * targets, counts, rtol=1e-6)
+    tokens = jax.tree_util.tree_leaves_with_path(got)
+    biases = [leaf for path, leaf in tokens if path[-1].key == "bias"]
+    assert biases and all((leaf == counts).all() for leaf in biases)        # whole numbers
+
+
+def check(tmp_path, layout: str, model: str = "softmax", leaning: str = "", **training):
+    text, mesh = LAYOUTS[layout]
+    rules_file = tmp_path / "rules.toml"
+    rules_file.write_text(text)
+    run = run_of(rules_file, mesh, MODELS[model], training)
+    assert_equal(run, expected(model, leaning), jax.devices()[:math.prod(mesh.values())])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_device_computes_what_a_loop_over_experts_does(model):
+    assert_equal(run_of("sharding_rules/ddp.toml", {}, MODELS[model]), expected(model), jax.devices()[:1])
+
+
+FAST = ("expert over fsdp", "expert over tensor with sequence parallelism", "expert over data, the rest once a step")
+
+
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=() if name in FAST else GRID) for name in LAYOUTS])
+def test_layouts_compute_what_one_device_does(tmp_path, layout):
+    check(tmp_path, layout)
+
+
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=GRID) for name in LAYOUTS])
+@pytest.mark.parametrize("model, leaning, remat", [
+    ("softmax", "all to two", "full"), ("softmax", "three without any", "selective"),
+    ("sigmoid in groups, scaled, shared, a dense layer first", "", "full")])
+def test_uneven_choices_and_other_routers_on_layouts(tmp_path, layout, model, leaning, remat):
+    check(tmp_path, layout, model, leaning, remat=remat)
+
+
+@pytest.mark.parametrize("spare", [1.0, 0.3])
+@pytest.mark.parametrize("leaning", ["", "all to two"])
+def test_a_buffer_that_is_too_small_takes_more_rounds(tmp_path, monkeypatch, spare, leaning):
+    chosen = expert.choose
+    monkeypatch.setattr(accumulate.expert, "choose", lambda *args: dataclasses.replace(chosen(*args), spare=spare))
+    check(tmp_path, "expert over fsdp", leaning=leaning)
