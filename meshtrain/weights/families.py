@@ -111,7 +111,7 @@ DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10
 FIXED = {"norm": "rmsnorm", "norm_placement": "before", "norm_offset": 0.0, "activation": "swiglu", "scale_embedding": False,
          "position": "rope", "qk_norm": False, "qk_norm_over": "head", "attention_bias": False, "attention_out_bias": False,
          "mlp_bias": False, "window": 0, "global_every": 0, "local_rope_theta": 0.0, "attention_scale_dim": 0,
-         "score_softcap": 0.0, "logit_softcap": 0.0}
+         "score_softcap": 0.0, "logit_softcap": 0.0, "num_experts": 0}
 ONLY = {"hidden_act": ("silu",)}
 
 LLAMA = Family(
