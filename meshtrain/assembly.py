@@ -8,13 +8,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
-import numpy as np
 
 from meshtrain import config
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost import assumptions, audit, hardware, memory, price, rates, simulate
 from meshtrain.cost.placed import Options, Practice, place
-from meshtrain.inference import sample
 from meshtrain.layout import rules
 from meshtrain.layout.mesh import MeshSpec
 from meshtrain.layout.rules import Layout, Tensor
@@ -126,14 +124,6 @@ def compile_evaluation(made: Assembly) -> Assembly:
 def initialize(made: Assembly) -> state.State:
     """The state before the first step. Raises: as `searched`."""
     return searched(made, "the initialization", made.program.compiled(made.program.initialize))()
-
-
-def sampler(made: Assembly, bos: int) -> Callable:
-    """The compiled (params, count, seed) of `inference.sample`. Raises: as `searched`."""
-    program = made.program
-    function = sample.build(made.model, program.execution, made.run.data.seq_len, bos, program.order)
-    arguments = program.spec.with_shardings().params, np.int32(0), np.uint32(0)
-    return searched(made, "the sampling of text", program.compiled(function, *arguments))
 
 
 def searched(made: Assembly, name: str, executable):

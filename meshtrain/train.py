@@ -22,13 +22,15 @@ if __name__ == "__main__":      # now, not in main: importing jax takes seconds,
 
 import jax
 
-from meshtrain import assembly, config, devices
+from meshtrain import assembly, config, devices, trained
 from meshtrain.cluster import agree, find, meet
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost import audit, beside, facts, flops, hardware, report, roofline, unasked
 from meshtrain.data import packing, parts, sources
 from meshtrain.data.contracts import Batches
-from meshtrain.inference import sample
+from meshtrain.inference.generate import Limits
+from meshtrain.inference.picking import Picking
+from meshtrain.inference.words import Words
 from meshtrain.run import disk, export, history, loop, measured, metrics, pretrained, resume, rundir
 from meshtrain.run.checkpoint import CheckpointError, Checkpoints
 from meshtrain.run.profiling import Trace
@@ -142,7 +144,7 @@ def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: B
     if done < run.training.steps:
         say.out(f"stopped after step {done}, saved in {directory}; the same command goes on from there")
         return STOPPED
-    _tell_the_end(run, made, corpus.tokenizer, state, validation.loss, stop.agreed, directory)
+    _tell_the_end(run, made, corpus, state, validation.loss, stop.agreed, directory)
     return DONE
 
 
@@ -218,13 +220,13 @@ def _start_state(run: Run, made: assembly.Assembly, checkpoints: Checkpoints, st
     return state
 
 
-def _tell_the_end(run: Run, made: assembly.Assembly, tokenizer, state: State, val_loss: float | None, stopped: bool,
+def _tell_the_end(run: Run, made: assembly.Assembly, corpus: sources.Corpus, state: State, val_loss: float | None, stopped: bool,
                   directory: Path) -> None:
     if val_loss is not None:
         say.out(f"validation loss {val_loss:.4f} nats per token ({val_loss / 0.6931471805599453:.3f} bits)")
     if run.run.sample_tokens and not stopped:
         try:
-            say.out(_sample(run, made, tokenizer, state))
+            say.out(_sample(run, made, corpus, state))
         except Exception as error:
             if jax.process_count() > 1:     # the others would wait for this one's part
                 raise
@@ -232,12 +234,11 @@ def _tell_the_end(run: Run, made: assembly.Assembly, tokenizer, state: State, va
     say.out(f"written: {directory}/ with config.toml, rules.toml, metrics.jsonl, checkpoints/ and tensorboard/")
 
 
-def _sample(run: Run, made: assembly.Assembly, tokenizer, state: State) -> str:
-    if made.mesh_spec.sizes["stage"] > 1:
-        return "no sample of text: it would gather all layers, and with mesh.stage > 1 they may not fit on one device"
-    generate = assembly.sampler(made, tokenizer.bos)
-    text = sample.text(generate, state.params, run.data.seq_len, run.run.sample_tokens, run.run.seed, tokenizer.decode)
-    return f"a sample:\n{text}\n"
+def _sample(run: Run, made: assembly.Assembly, corpus: sources.Corpus, state: State) -> str:
+    limits = Limits(run.run.sample_tokens, (corpus.eos,), length=run.data.seq_len)
+    generator = trained.within(made, state.params).generator()
+    (answer,) = generator.complete([[corpus.tokenizer.bos]], limits, Picking(temperature=0.8), run.run.seed)
+    return f"a sample:\n{Words(corpus.tokenizer.decode, stop_ids=limits.stop_ids).text(answer.tokens)}\n"
 
 
 if __name__ == "__main__":

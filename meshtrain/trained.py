@@ -105,16 +105,19 @@ class Trained:
                 with config.user_errors():
                     taken, _ = checkpoints.restore(step, {"params": wanted}, part=True)
                 weights = taken["params"]
-            return Placed(model, mesh, execution(self.run, model, layout, mesh), weights)
+            options = training_step.compiler_options(found[0].platform, deterministic=False)
+            return Placed(model, mesh, execution(self.run, model, layout, mesh), weights, options)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placed:
-    """A model on its mesh, which `jax.set_mesh` is to put in context. params: as they were read, in any layout of the mesh."""
+    """A model on its mesh, which `jax.set_mesh` is to put in context. params: as they were read, in any layout of the mesh. options: that
+    its programs are compiled with."""
     model: transformer.Transformer
     mesh: jax.sharding.Mesh
     ex: Execution
     params: dict
+    options: dict
 
     def generator(self) -> Generator:
         """Raises: assembly.BrokenProgramError."""
@@ -122,10 +125,14 @@ class Placed:
         return Generator(self.model, self.ex, self.compiled("the reading of the weights", read, self.params)(self.params), self.compiled)
 
     def compiled(self, name: str, jitted, *args):
-        """The jitted function, compiled for these arguments as programs of a run are, and searched as they are."""
-        platform = self.mesh.devices.flat[0].platform
-        executable = jitted.lower(*args).compile(compiler_options=training_step.compiler_options(platform, deterministic=False))
-        return assembly.searched_for_permutes(self.mesh, name, executable)
+        """The jitted function, compiled for these arguments, and searched as the programs of a run are."""
+        return assembly.searched_for_permutes(self.mesh, name, jitted.lower(*args).compile(compiler_options=self.options))
+
+
+def within(made: assembly.Assembly, weights: dict) -> Placed:
+    """The model of a run on its own devices, with the weights of its state, of which no device is to hold more than it did."""
+    layout = placement.within(made.model, made.layout)
+    return Placed(made.model, made.mesh, execution(made.run, made.model, layout, made.mesh), weights, made.program.compiler_options)
 
 
 def execution(run: Run, model: transformer.Transformer, layout: Layout, mesh: jax.sharding.Mesh) -> Execution:

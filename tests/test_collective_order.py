@@ -3,16 +3,18 @@
 Read from the compiled program: XLA's CPU backend orders the collectives of one computation, but what follows a loop may start
 while the loop runs unless it reads what the loop makes.
 """
+import dataclasses
 import functools
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 import pytest
 import sampling
 from test_layouts import GRID, LAYOUTS, Compiled, check_equal, run_of
 
+from meshtrain import trained
 from meshtrain.cost import audit, hlo
-from meshtrain.inference import sample
+from meshtrain.inference.generate import Limits
 from meshtrain.training import accumulate
 
 CONTEXT = [("zero3_context", dict(data=2, context=4)), ("zero3_tensor_sequence_context", dict(fsdp=2, tensor=2, context=2))]
@@ -57,7 +59,8 @@ def unordered(text: str, num_devices: int) -> list[str]:
 
 @pytest.fixture
 def by_gloo(monkeypatch):
-    monkeypatch.setattr(accumulate, "by_gloo", lambda mesh: True)
+    for module in (accumulate, trained):
+        monkeypatch.setattr(module, "by_gloo", lambda mesh: True)
 
 
 @pytest.mark.parametrize("rule, mesh", CELLS)
@@ -67,6 +70,11 @@ def test_a_step_of_several_processes_has_one_order_and_equals_one_device(rule, m
     check_equal(case)
 
 
+def order_checked(executable, devices: int):
+    assert unordered(executable.as_text(), devices) == []
+    return executable
+
+
 @pytest.mark.parametrize("rule, mesh", LAYOUTS[-1:])
 def test_so_have_the_evaluation_and_the_sample(rule, mesh, by_gloo):
     case = Compiled(run_of(rule, mesh))
@@ -74,8 +82,13 @@ def test_so_have_the_evaluation_and_the_sample(rule, mesh, by_gloo):
     params = program.spec.with_shardings().params
     devices = made.mesh.size
     assert unordered(program.compiled(program.evaluate, params, program.batch).as_text(), devices) == []
-    text = sample.build(made.model, program.execution, made.run.data.seq_len, 0, program.order)
-    assert unordered(program.compiled(text, params, np.int32(4), np.uint32(0)).as_text(), devices) == []
+    with jax.set_mesh(made.mesh):
+        placed = trained.within(made, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), params))
+        names = []
+        generator = placed.generator()
+        compiled = lambda name, jitted, *args: names.append(name) or order_checked(generator.compiled(name, jitted, *args), devices)
+        dataclasses.replace(generator, compiled=compiled).complete([[5]], Limits(3))
+    assert len(names) == 2
 
 
 def test_without_the_order_the_head_meets_the_layers():

@@ -5,9 +5,10 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain import assembly, config, train
+from meshtrain import assembly, config, train, trained
 from meshtrain.cost import audit, compile
-from meshtrain.inference import sample
+from meshtrain.inference.generate import Limits
+from meshtrain.inference.picking import Picking
 from meshtrain.training import step
 
 TINY = dict(vocab_size=300, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16)
@@ -76,9 +77,10 @@ def test_step_evaluation_initialization_and_sampling_are_compiled_with_the_same_
     made = assembly.assemble(run, jax.devices()[:1])
     state = assembly.initialize(made)
     assembly.compile_step(assembly.compile_evaluation(made))
-    generate = assembly.sampler(made, 256)
-    assert options == [{"xla_backend_optimization_level": 0}] * 4
-    assert len(sample.text(generate, state.params, 16, 5, 2**32 - 1, list)) == 5       # the largest seed of a run file
+    with jax.set_mesh(made.mesh):
+        generator = trained.within(made, state.params).generator()
+        (answer,) = generator.complete([[256]], Limits(5), Picking(1.0), 2**32 - 1)        # the largest seed of a run file
+    assert options == [{"xla_backend_optimization_level": 0}] * 6 and len(answer.tokens) == 5
 
 
 def test_nothing_is_asked_of_cpus_for_deterministic_runs():

@@ -117,11 +117,14 @@ def _programs(model: Transformer, ex: Execution, T: int, room: int, how: picking
     ended_B) -> going, of `until` tokens or of those at which every row is done; `going` is donated. What the host reads lies whole on every
     device.
     """
+    def whole(going: Going) -> Going:
+        told = {name: jax.lax.with_sharding_constraint(x, P()) for name, x in going._asdict().items() if name != "caches"}
+        return going._replace(**told)
+
     def picked(going: Going, logits_BV, budget_B, names_B, seed) -> Going:
         """With one token more in each row that is not done."""
         key = jax.random.fold_in(jax.random.key(seed), going.count)
         token_B = picking.pick(how, logits_BV, jax.vmap(lambda name: jax.random.fold_in(key, name))(names_B))
-        token_B = jax.lax.with_sharding_constraint(token_B, P())
         out_BT = jax.lax.dynamic_update_slice_in_dim(going.out_BT, jnp.where(going.done_B, 0, token_B)[:, None], going.count, 1)
         count_B = going.count_B + ~going.done_B
         done_B = going.done_B | (count_B >= budget_B) | (token_B[:, None] == jnp.asarray(stop_ids or (-1,), jnp.int32)).any(-1)
@@ -136,7 +139,7 @@ def _programs(model: Transformer, ex: Execution, T: int, room: int, how: picking
         x_BTD, caches = cache.prefill(model, ex, p, batch, room)
         zeros_B = jnp.zeros(B, jnp.int32)
         going = Going(jnp.int32(0), zeros_B, jnp.zeros((B, room), jnp.int32), zeros_B, budget_B <= 0, caches)
-        return picked(going, model.head_logits(ex, p, x_BTD, T - 1), budget_B, names_B, seed)
+        return whole(picked(going, model.head_logits(ex, p, x_BTD, T - 1), budget_B, names_B, seed))
 
     def go_on(p, going: Going, lengths_B, budget_B, names_B, seed, until, ended_B):
         def one_more(going: Going) -> Going:
@@ -147,6 +150,6 @@ def _programs(model: Transformer, ex: Execution, T: int, room: int, how: picking
             x_BTD, caches = cache.extend(model, ex, p, batch, going.caches, T + before, T - lengths_B)
             return picked(going._replace(caches=caches), model.head_logits(ex, p, x_BTD, 0), budget_B, names_B, seed)
         unfinished = lambda going: (going.count < until) & ~going.done_B.all()
-        return jax.lax.while_loop(unfinished, one_more, going._replace(done_B=going.done_B | ended_B))
+        return whole(jax.lax.while_loop(unfinished, one_more, going._replace(done_B=going.done_B | ended_B)))
 
     return jax.jit(start), jax.jit(go_on, donate_argnums=1)
