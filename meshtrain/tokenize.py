@@ -20,6 +20,7 @@ from meshtrain.cluster import find
 from meshtrain.config import ConfigError
 from meshtrain.data import parts, sources, token_files
 from meshtrain.run import say
+from meshtrain.weights import folder
 
 DONE, USER_ERROR, STOPPED = 0, 2, 75
 USAGE = "python -m meshtrain.tokenize [RUN.toml] [--section.key value ...] [--verify] [--processes I/N]"
@@ -35,7 +36,8 @@ def main(argv: Sequence[str]) -> int:
             cluster = find.cluster(run.distributed, os.environ | {"CUDA_VISIBLE_DEVICES": ""})
             share = (cluster.index, cluster.count) if cluster else (0, 1)
         with config.user_errors():
-            described = sources.describe(run.data, vocab_size=run.model.vocab_size)
+            described = sources.describe(run.data, vocab_size=run.model.vocab_size,
+                                         folders=folder.companions_of(run.run.dir, run.checkpoint.init_from))
             job = parts.Job(say.out, lambda: bool(stop), verify, share)
             opened = described.open(Path(run.run.dir) / sources.CACHE, job)
         for component, source in zip(described.components, opened):

@@ -39,6 +39,7 @@ from meshtrain.run.record import Record, TooManySkippedSteps
 from meshtrain.run.stops import DONE, FAILED, STOPPED, USER_ERROR
 from meshtrain.run.validation import Validation
 from meshtrain.training.state import State
+from meshtrain.weights import folder
 
 PEERS_STOP_S = 3.0      # within so long all processes of a run that is told to stop have heard it
 
@@ -183,7 +184,8 @@ def _open_data(run: Run, directory: Path, start: resume.Start) -> tuple[sources.
     """What the run reads, tokenized where it is not yet, and its batches, those that it has trained on behind it."""
     d = run.data
     with config.user_errors():
-        described = sources.describe(d, vocab_size=run.model.vocab_size)
+        described = sources.describe(d, vocab_size=run.model.vocab_size,
+                                     folders=folder.companions_of(run.run.dir, run.checkpoint.init_from))
         resume.check_tokenizer(run, start, described.tokenizer)     # before it is tokenized with another for hours
         corpus = sources.corpus_of(described, described.open(directory / sources.CACHE, parts.Job(say.out)))
         resume.check_data(run, start, corpus.fingerprint)

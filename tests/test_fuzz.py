@@ -34,7 +34,7 @@ def on_one_device(run: config.Run) -> config.Run:
 
 
 def batch_of(run: config.Run, step: int) -> dict:
-    """Packed documents, some targets missing, some sequences with hardly any."""
+    """Packed documents, some targets missing, some sequences with hardly any or padded at the end."""
     B, T, rng = run.data.global_batch, run.data.seq_len, np.random.default_rng(step)
     starts = rng.random((B, T)) < 0.15
     starts[:, 0] = True
@@ -44,6 +44,8 @@ def batch_of(run: config.Run, step: int) -> dict:
     batch = {"tokens": rng.integers(0, run.model.vocab_size, (B, T)), "targets": targets, "index": index,
              "segments": np.cumsum(starts, 1), "positions": index - np.maximum.accumulate(np.where(starts, index, 0), 1),
              "sequence": step * B + np.arange(B)}  # fmt: skip
+    padding = index >= T - rng.integers(0, T, (B, 1)) * (rng.random((B, 1)) < 0.3)      # where no document is cut
+    batch["segments"][padding], batch["targets"][padding] = 0, NO_TARGET
     return {name: x.astype(np.int32) for name, x in batch.items()}
 
 

@@ -173,9 +173,12 @@ def _data_problems(run: Run):
         yield (f"data.validation_tokens={data.validation_tokens} limits the share data.validation_fraction, which is 0; use e.g. "
                "data.validation_fraction=0.02, the smaller of the two is held out")
     named = [(f"data.mixture[{i}]", one) for i, one in enumerate(data.mixture)] or [("data", data)]
+    for key in ("chat_template", "loss_on"):
+        if getattr(data, key) != Data.model_fields[key].default and "chat" not in {one.source for _, one in named}:
+            yield (f'data.{key}={toml(getattr(data, key))} is read for conversations alone; use data.source="chat", or leave it out')
     for where, one in named:
         if one.source not in ("stdlib", "mixture") and not one.paths:
-            example = {"text": "data/*.txt", "tokens": "data/*.tokens.npy"}.get(one.source, f"data/*.{one.source}")
+            example = {"text": "data/*.txt", "tokens": "data/*.tokens.npy", "chat": "data/*.jsonl"}.get(one.source, f"data/*.{one.source}")
             yield f'{where}.source={toml(one.source)} has no {where}.paths to read; use e.g. {where}.paths=["{example}"]'
 
 

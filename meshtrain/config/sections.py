@@ -138,7 +138,7 @@ class Model(Section):
 class Component(Section):
     """One source of data.mixture."""
 
-    source: Literal["stdlib", "text", "jsonl", "parquet", "arrow", "tokens"] = Field(description="as data.source")
+    source: Literal["stdlib", "text", "jsonl", "chat", "parquet", "arrow", "tokens"] = Field(description="as data.source")
     paths: tuple[str, ...] = key((), "as data.paths", strict=False)
     field: str = key("text", "as data.field")
     weight: float = key(1.0, "share of the tokens, on any scale", gt=0)
@@ -149,8 +149,8 @@ class Component(Section):
 class Data(Section):
     """[data]: what is read, and how much of it per step."""
 
-    source: Literal["stdlib", "text", "jsonl", "parquet", "arrow", "tokens", "mixture"] = key(
-        "stdlib", "Python's library sources, files of data.paths, or data.mixture"
+    source: Literal["stdlib", "text", "jsonl", "chat", "parquet", "arrow", "tokens", "mixture"] = key(
+        "stdlib", "Python's library sources, files of data.paths (chat: conversations in lines of JSON), or data.mixture"
     )
     paths: tuple[str, ...] = key(
         (), "files or globs; text and jsonl may end in .gz or .zst; tokens: X.tokens.npy with X.ends.npy, or X.bin", strict=False
@@ -162,6 +162,8 @@ class Data(Section):
     tokenizer: str = key("bytes", "bytes, or the path of a tokenizer.json")
     bos_token: str = key("", "token before every document; empty = the tokenizer's; its id where tokens have no tokenizer")
     eos: str = key("", "last target of every document; empty = the token before it; its id where tokens have no tokenizer")
+    chat_template: str = key("", "of chat: a template's file, or a model folder; empty = beside the tokenizer, or in run.dir/hf")
+    loss_on: Literal["assistant", "all"] = key("assistant", "what is learned of chat: what the assistant says, or all of it")
     cache: str = key("", "directory of the token cache; empty = .meshtrain beside the first file, or in run.dir")
     seq_len: int = key(256, "target tokens per sequence", ge=1)
     global_batch: int = key(16, "sequences per step, over all devices and microbatches", ge=1)

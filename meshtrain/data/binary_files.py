@@ -30,10 +30,18 @@ class Ids:
     offset: int                   # bytes before the first id
     size: int                     # ids
     ends: Callable[[], Iterator[np.ndarray]] | None
+    mask: token_files.Numbers | None = None
 
 
 def open_ids(path: str) -> Ids:
-    """The ids of an X.tokens.npy or X.bin; headers and sizes are checked. Raises: ValueError."""
+    """The ids of an X.tokens.npy or X.bin, with X.mask.npy where there is one; headers and sizes are checked. Raises: ValueError."""
+    ids, beside = _open_ids(path), token_files.mask_path(path)
+    if not os.path.exists(beside):
+        return ids
+    return dataclasses.replace(ids, files=(*ids.files, beside), mask=token_files.open_mask(beside, path, ids.size))
+
+
+def _open_ids(path: str) -> Ids:
     if path.endswith(token_files.TOKENS):
         pair = token_files.open_pair(path)
         ends_file = token_files.ends_path(path)

@@ -1,6 +1,6 @@
 """What data is to the rest of the program: a Source is documents that packing reads, Batches are what a run trains on.
 
-A new kind of file is a new Source, a new way to make sequences (chat with loss masks) is a new Batches; the loop and the
+A new kind of file is a new Source, a new way to make sequences is a new Batches; the loop and the
 checkpoint know nothing else of data. Both are structural: nothing is inherited.
 """
 from __future__ import annotations
@@ -17,7 +17,10 @@ Rows = slice | Sequence[int] | np.ndarray | None
 class Source(Protocol):
     """Documents of tokens, in an order that is the same on every host and in every run. Called from several threads at once.
 
-    Where documents end may be a file of any size: it is gathered from, never held.
+    Where documents end may be a file of any size: it is gathered from, never held. A source may have two more attributes:
+    `complete`, true where its documents stand as they are read by a model, conversations say: no separator is put before them,
+    their own first token stands in its place (at -1, and not counted), and no end behind them; and `masked`, true where it has
+    `mask(document, start, stop)`, as `read`: of each token whether it is a target, or None where all are.
     """
 
     @property
@@ -54,7 +57,7 @@ class Batches(Protocol):
     T = seq_len:
       tokens    [B, T]
       targets   [B, T]  the next token of the document, behind its last one the end of a document; NO_TARGET: no loss here
-      segments  [B, T]  the document within the row, from 1; 0 is padding (only in validation)
+      segments  [B, T]  the document within the row, from 1; 0 is padding (in validation, and where no document is cut)
       positions [B, T]  the place in the document; a document that an earlier sequence began restarts at 0, as its earlier
                         tokens cannot be attended to, and nobody has to look back
       index     [B, T]  the place in the row

@@ -33,8 +33,14 @@ class Piece(NamedTuple):
 def read(format: str, path: str, field: str) -> Iterator[Piece]:
     """The documents of the file at `path`; format is text, jsonl, parquet or arrow. Raises: ValueError for a faulty file."""
     reader = {"text": read_text, "jsonl": read_jsonl, "parquet": read_parquet, "arrow": read_arrow}[format]
-    try:
+    with unreadable_told(path):
         yield from reader(path) if format == "text" else reader(path, field)
+
+
+@contextlib.contextmanager
+def unreadable_told(path: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}; mend it or take it out of data.paths") from None
 
@@ -56,6 +62,13 @@ def read_text(path: str) -> Iterator[Piece]:
 
 def read_jsonl(path: str, field: str) -> Iterator[Piece]:
     """One object a line; blank lines are none. Names that end in .gz and .zst are decompressed."""
+    for number, value, position in read_objects(path, f'{{"{field}": "…"}}'):
+        for part, last in _cut_text(_text_of(path, number, value, field)):
+            yield Piece(part, last, position)
+
+
+def read_objects(path: str, example: str) -> Iterator[tuple[int, dict, int]]:
+    """(number of the line, its object, bytes of the file read so far) of JSON lines. example: of an object, for messages."""
     with open(path, "rb") as raw, _decompress(path, raw) as lines:
         number = 0
         while True:
@@ -64,9 +77,8 @@ def read_jsonl(path: str, field: str) -> Iterator[Piece]:
             if not line:
                 return
             if line.strip():
-                text = _parse(path, number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, field)
-                for part, last in _cut_text(text):
-                    yield Piece(part, last, raw.tell())
+                line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+                yield number, _parse(path, number, line, example), raw.tell()
 
 
 def read_parquet(path: str, field: str) -> Iterator[Piece]:
@@ -138,11 +150,16 @@ def _read_rows(path: str, field: str, column, first: int, position: Callable[[in
             yield Piece(part, last, position(row + 1))
 
 
+def fault(path: str, number: int, what: str) -> ValueError:
+    """What is wrong with a line of a file, and its remedy."""
+    return ValueError(f"{path}, line {number}: {what}")
+
+
 def _fault(path: str, place: str, what: str, remedy: str) -> ValueError:
     return ValueError(f"{f'{path}, {place}:' if place else path} {what}; {remedy}")
 
 
-def _parse(path: str, number: int, line: bytes, field: str) -> str:
+def _parse(path: str, number: int, line: bytes, example: str) -> dict:
     place = f"line {number}"
     try:
         value = json.loads(line.rstrip().decode())
@@ -154,7 +171,12 @@ def _parse(path: str, number: int, line: bytes, field: str) -> str:
     except (ValueError, RecursionError) as error:    # a number of thousands of digits, thousands of brackets
         raise _fault(path, place, f"JSON that cannot be read ({error})", "mend or remove the line") from None
     if not isinstance(value, dict):
-        raise _fault(path, place, "is not an object", f'write one a line, e.g. {{"{field}": "…"}}')
+        raise _fault(path, place, "is not an object", f"write one a line, e.g. {example}")
+    return value
+
+
+def _text_of(path: str, number: int, value: dict, field: str) -> str:
+    place = f"line {number}"
     if field not in value:
         keys = ", ".join(map(repr, list(value)[:8])) or "none"
         raise _fault(path, place, f"has no {field!r} (its keys: {keys})", "set data.field to the key of the text")

@@ -85,6 +85,9 @@ class Given:
         if token_files.checksum(pair.map(), job.check_stop) != note["crc32"][0]:
             raise ValueError(f"{pair.path} does not hold the ids that were read when it was first opened, although its size "
                              "and time of change are the same: it is damaged; restore it, or touch it to have it read anew")
+        if pair.mask and token_files.checksum(pair.mask.map(), job.check_stop) != note["crc32"][2]:
+            raise ValueError(f"{pair.mask.path} does not hold the mask that was read when it was first opened, although its size and "
+                             "time of change are the same: it is damaged; restore it, or touch it to have it read anew")
         if token_files.checksum(pair.ends, job.check_stop) != note["crc32"][1]:
             return None, "its documents' ends are damaged (wrong checksum)"
         return pair, ""
@@ -99,7 +102,7 @@ class Given:
         if len(ends) != note["documents"]:
             raise ValueError("another size")
         return token_files.Pair(path, tuple(note["stamps"][0]), ends, self.ids.size, self.ids.dtype, self.ids.offset,
-                                note["lead"], note["gap"], note["largest"])
+                                note["lead"], note["gap"], note["largest"], self.ids.mask)
 
     def build(self, job: Job, progress: Progress) -> token_files.Pair:
         """See parts.Part."""
@@ -108,6 +111,7 @@ class Given:
             tokens = token_files.map_file(path, self.ids.dtype, self.ids.offset, self.ids.size)
             stamps = self._stamps(derived=False)
             largest, crc = self._scan(tokens, job, progress)
+            of_mask = [self._scan_mask(job)] if self.ids.mask else []
             lead, tail = self._find_separators(tokens, job)
             derived = self.ids.ends is None or bool(lead or tail) or not path.endswith(token_files.TOKENS)
             if derived:
@@ -116,7 +120,7 @@ class Given:
                 raise ValueError(f"{path} changed while it was read; start again when nobody writes it")
             ends = token_files.open_ends(str(self.ends) if derived else token_files.ends_path(path), path)
             note = {"derived": derived, "stamps": self._stamps(derived), "largest": largest, "lead": lead, "gap": lead + tail,
-                    "documents": len(ends), "crc32": [crc, token_files.checksum(ends, job.check_stop)]}
+                    "documents": len(ends), "crc32": [crc, token_files.checksum(ends, job.check_stop), *of_mask]}
             parts.write_whole(self.manifest, json.dumps(note))
             return self._open(note)
         except OSError as error:
@@ -137,6 +141,21 @@ class Given:
             progress.reach(first * tokens.itemsize)
         progress.finish(tokens.nbytes)
         return largest, crc
+
+    def _scan_mask(self, job: Job) -> int:
+        """The mask's checksum. Raises: ValueError where it is none, or leaves nothing to learn."""
+        mask, some, crc = self.ids.mask.map(), False, 0
+        for first, chunk in token_files.chunks(mask):
+            job.check_stop()
+            if chunk.max() > 1:
+                k = int(np.argmax(chunk > 1))
+                raise ValueError(f"{self.ids.mask.path}: entry {first + k} (from 0) is {chunk[k]}, and a mask has 1 for what is to be "
+                                 "learned and 0 for what is not; write the file again")
+            some, crc = some or bool(chunk.any()), zlib.crc32(chunk, crc)
+        if len(mask) and not some:
+            raise ValueError(f"{self.ids.mask.path} is 0 everywhere, so nothing of {os.path.basename(self.inputs[0])} is to be learned; "
+                             "write the file again, or take it away where all is")
+        return crc
 
     def _find_separators(self, tokens: np.ndarray, job: Job) -> tuple[int, int]:
         """(lead, tail): how many separators each document of the file begins and ends with."""

@@ -10,11 +10,12 @@ from meshtrain.data import order
 from meshtrain.data.contracts import Source
 
 
-def split(source: Source, fraction: float, tokens: int = 0) -> tuple[order.Part, order.Part]:
+def split(source: Source, fraction: float, tokens: int = 0, cut: bool = True) -> tuple[order.Part, order.Part]:
     """(train, validation): at most this fraction of the tokens is held out, and where `tokens` is not 0, at most so many.
 
     Where whole documents cannot fill half of that (one file, a few books), every document gives its tail instead, a document
-    of its own; where there are millions and a run of neighbours is more than asked for, the shortest run is held out.
+    of its own. Where none may be cut, and where there are millions and a run of neighbours is more than asked for, the
+    shortest run is held out; of a single one nothing is.
     """
     total = int(source.totals.sum())
     wanted = min(int(total * fraction), tokens or total)
@@ -26,9 +27,9 @@ def split(source: Source, fraction: float, tokens: int = 0) -> tuple[order.Part,
     fits = (lengths > 0) & (2 * lengths <= wanted)
     rank, lengths = rank[fits], lengths[fits]
     rank, held = rank[np.cumsum(lengths) <= wanted], int(lengths[np.cumsum(lengths) <= wanted].sum())
-    if order.run_length(source.num_documents) == 1 and 2 * held < wanted:
+    if cut and order.run_length(source.num_documents) == 1 and 2 * held < wanted:
         return _tails(source, wanted / total)
-    if not held:
+    if not held and np.count_nonzero(source.totals) > 1:
         rank = np.flatnonzero(source.totals == source.totals[source.totals > 0].min())[:1]
     out = np.zeros(len(source.totals), bool)
     out[rank] = True

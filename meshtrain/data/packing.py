@@ -61,7 +61,7 @@ class Packed:
             raise IndexError(f"batch {n}: " + ("batches are counted from 0" if n < 0 else
                              f"the settings of data are those from batch {self.phase.batches} on"))
         runs = mixture.lay_rows(self.shape.seq_len, [stream.grids for stream in self.train], self._given(n), self._given(n + 1))
-        return _assemble(self.shape, self.train, n, runs, self.shape.global_batch * self.shape.seq_len, rows)
+        return _assemble(self.shape, self.train, n, runs, rows)
 
     def iterate(self, start: int, rows: Rows = None, prefetch: int = 2) -> Iterator[Batch]:
         # grain makes batches ahead in threads, in order, and hands exceptions over. Shuffling, sharding and packing are ours:
@@ -107,7 +107,7 @@ class HeldOut:
         size = self.shape.seq_len * self.shape.global_batch
         real = min(size, self.stream.tokens_per_epoch - i * size)
         runs = mixture.lay_rows(self.shape.seq_len, [self.stream.grids], [i * size], [i * size + real])
-        return _assemble(self.shape, (self.stream,), i, runs, real, rows)
+        return _assemble(self.shape, (self.stream,), i, runs, rows)
 
 
 def open_batches(data, corpus: sources.Corpus, seed: int, position: dict | None = None) -> Packed:
@@ -141,7 +141,8 @@ def pack(corpus: Sequence[Source], weights: Sequence[float], *, bos: int, seq_le
     whole, grids = mixture.whole_weights(weights), (Grid(0, seq_len, None),)
     separate = list(validation) or [None] * len(corpus)
     parts = [(order.whole(source), order.whole(other)) if other is not None
-             else holdout.split(source, validation_fraction, validation_tokens) for source, other in zip(corpus, separate)]
+             else holdout.split(source, validation_fraction, validation_tokens, cut=not getattr(source, "complete", False))
+             for source, other in zip(corpus, separate)]
     streams = tuple(Stream(train, seed, i, grids) for i, (train, _) in enumerate(parts))
     held = tuple(Stream(part, None, i, grids) for i, (_, part) in enumerate(parts)) \
         if validation_fraction or any(separate) else ()
@@ -179,29 +180,39 @@ def _go_on(streams: Sequence[Stream], wanted: Phase, position: dict) -> tuple[tu
     return tuple(streams), dataclasses.replace(wanted, batches=position["batches"], tokens=tokens)
 
 
-def _read(stream: Stream, pieces: Pieces, tokens: np.ndarray, eos: int) -> np.ndarray:
-    """Puts the texts into tokens, int32 [rows laid end to end]; gives the token behind each piece, int32 [pieces].
+def _read(stream: Stream, pieces: Pieces, tokens: np.ndarray, learn: np.ndarray | None, shape: Shape) -> np.ndarray:
+    """Puts the texts into tokens, int32 [rows laid end to end]; gives the target behind each piece, int32 [pieces].
 
-    Where a document ends that is eos; but nothing where the rest of it is held out, or a document is empty: that a text ends
-    before it begins is not to be learned.
+    learn: bool, as tokens: set false where the token is no target. Where a document ends its target is eos; but nothing where
+    the rest of it is held out, its last token is no target, or a document is empty: that a text ends before it begins is not to
+    be learned. A complete document (contracts.py) has its end within it.
     """
-    count, source = pieces.count - pieces.begins, stream.part.source
-    behind = np.where(pieces.empty | (stream.part.side == "head"), NO_TARGET, eos).astype(np.int32)
+    source, own = stream.part.source, getattr(stream.part.source, "complete", False)
+    ours = pieces.begins & (not own)        # where a separator stands
+    tokens[pieces.line[ours]] = shape.bos
+    count, first, behind = pieces.count - ours, pieces.first - (pieces.begins & own), np.full(len(pieces.line), NO_TARGET, np.int32)
+    if not own and stream.part.side != "head":
+        behind[~pieces.empty] = shape.eos
     wanted = np.flatnonzero(count + pieces.goes_on)
-    table = (pieces.line + pieces.begins, count, pieces.goes_on, pieces.document, pieces.first)
-    read = source.read
+    table = (pieces.line + ours, count, pieces.goes_on, pieces.document, first)
+    masks = getattr(source, "masked", False)
     for i, line, count, goes_on, document, first in zip(wanted.tolist(), *(column[wanted].tolist() for column in table)):
-        text = read(document, first, first + count + goes_on)
+        text = source.read(document, first, first + count + goes_on)
         if goes_on:
             behind[i] = text[count]
             tokens[line:line + count] = text[:count]
         else:
             tokens[line:line + count] = text
+        mask = source.mask(document, first, first + count + goes_on) if masks else None
+        if mask is not None:
+            learn[line:line + count] = mask[:count]
+            if not mask[-1]:
+                behind[i] = NO_TARGET
     return behind
 
 
-def _assemble(shape: Shape, streams: Sequence[Stream], n: int, runs: Sequence[Runs], size: int, rows: Rows) -> Batch:
-    """These rows of batch n, of whose tokens the streams give `size` in `runs`; what lies behind is padding."""
+def _assemble(shape: Shape, streams: Sequence[Stream], n: int, runs: Sequence[Runs], rows: Rows) -> Batch:
+    """These rows of batch n, of whose tokens the streams give `runs`; what they leave at the end of a row is padding."""
     T, every = shape.seq_len, np.arange(shape.global_batch)
     chosen = every if rows is None else every[rows if isinstance(rows, slice) else np.asarray(rows, np.int64)]
     B = len(chosen)
@@ -210,21 +221,21 @@ def _assemble(shape: Shape, streams: Sequence[Stream], n: int, runs: Sequence[Ru
     assert (place >= 0).sum() == B, f"rows {rows} name a row twice"
 
     tokens = np.zeros((B, T), np.int32)
+    learn = np.ones((B, T), bool) if any(getattr(stream.part.source, "masked", False) for stream in streams) else None
     found, after = [], []
     for stream, given in zip(streams, runs):
         row = place[given.line // T]
         here = row >= 0
         if here.any():
             found.append(stream.find(Runs(given.start[here], given.count[here], row[here] * T + given.line[here] % T)))
-            after.append(_read(stream, found[-1], tokens.reshape(-1), shape.eos))
+            after.append(_read(stream, found[-1], tokens.reshape(-1), None if learn is None else learn.reshape(-1), shape))
     pieces = Pieces(*map(np.concatenate, zip(*found))) if found else Pieces(*np.zeros((7, 0), np.int64))
-    tokens.reshape(-1)[pieces.line[pieces.begins.astype(bool)]] = shape.bos
     targets = np.empty((B, T), np.int32)
-    targets[:, :-1] = tokens[:, 1:]
+    targets[:, :-1] = tokens[:, 1:] if learn is None else np.where(learn[:, 1:], tokens[:, 1:], NO_TARGET)
     targets.reshape(-1)[pieces.line + pieces.count - 1] = np.concatenate(after or [[]])
 
     index = np.tile(np.arange(T, dtype=np.int32), (B, 1))
-    real = np.clip(size - chosen * T, 0, T)
+    real = np.bincount(pieces.line // T, pieces.count, B).astype(np.int64)      # pieces stand end to end
     if shape.document_mask:
         line = np.sort(np.append(pieces.line, np.flatnonzero(real == 0) * T))     # a row of padding begins something, too
         column, k = line % T, np.arange(len(line))

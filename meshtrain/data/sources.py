@@ -21,13 +21,14 @@ from pathlib import Path
 
 import numpy as np
 
-from meshtrain.data import formats, given_tokens, order, parts, token_cache, token_files, tokenizer
+from meshtrain.data import chat, formats, given_tokens, order, parts, token_cache, token_files, tokenizer
 from meshtrain.data.contracts import Source
+from meshtrain.data.conversations import Chats
 from meshtrain.data.tokenizer import Tokenizer
 
-NAMES = ("stdlib", "text", "jsonl", "parquet", "arrow", "tokens")
+NAMES = ("stdlib", "text", "jsonl", "parquet", "arrow", "tokens", "chat")
 EXAMPLES = {"text": "corpus/**/*.txt", "jsonl": "corpus/*.jsonl.gz", "parquet": "corpus/*.parquet",
-            "arrow": "corpus/*.arrow", "tokens": "corpus/*.tokens.npy"}
+            "arrow": "corpus/*.arrow", "tokens": "corpus/*.tokens.npy", "chat": "chats/*.jsonl"}
 VALIDATION = ".validation"  # behind the section of a component: its validation files
 CACHE = ".meshtrain"    # the directory of the token cache, beside the files
 
@@ -102,6 +103,7 @@ class Description:
     tokenizer: Tokenizer
     vocab_size: int     # the model's
     cache: str          # data.cache
+    chats: Chats | None     # how conversations become tokens, where there are some
 
     def open(self, cache_dir: Path, job: parts.Job) -> tuple[Source | None, ...]:
         """The sources; what needs a token cache gets one, which may take long the first time.
@@ -120,10 +122,11 @@ class Description:
         return tuple(opened)
 
 
-def describe(data, *, vocab_size: int) -> Description:
+def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Description:
     """What the run file's [data] names: quick, so that a run is compared with its directory before hours of tokenizing.
 
-    `vocab_size` is the model's. Raises: ValueError with every fault of the tokenizer, or of the listing, a line each.
+    `vocab_size` is the model's. folders: model folders that may have a chat template, where the tokenizer's has none. Raises:
+    ValueError with every fault of the tokenizer, or of the listing, a line each.
     """
     mixed = data.source == "mixture"
     named = [(f"data.mixture[{i}]", one) for i, one in enumerate(data.mixture)] if mixed else [("data", data)]
@@ -148,6 +151,12 @@ def describe(data, *, vocab_size: int) -> Description:
     trained = {os.path.realpath(path) for component in components[:len(named)] for path in component.paths}
     faults += [f"{component.where.removesuffix(VALIDATION)}.validation_paths: {path} is trained on, too; take it out of one"
                for component in components[len(named):] for path in component.paths if os.path.realpath(path) in trained]
+    chats = None
+    if any(one.source == "chat" for _, one in named):
+        try:
+            chats = Chats(chat.open_template(reader, data.chat_template, folders), data.loss_on == "all")
+        except ValueError as error:
+            faults.append(str(error))
     if faults:
         raise ValueError("\n".join(faults))
     numbers = itertools.count(len(named))
@@ -155,7 +164,7 @@ def describe(data, *, vocab_size: int) -> Description:
     names = tuple(one.name or str(i) for i, one in enumerate(data.mixture)) if mixed else ("",)
     weights = tuple(one.weight for _, one in named) if mixed else (1.0,)
     return Description(tuple(components), names, validation, _find_eos(data, reader, vocab_size), weights, reader, vocab_size,
-                       data.cache)
+                       data.cache, chats)
 
 
 def reader_of(data, *, vocab_size: int) -> tuple[Tokenizer, int]:
@@ -190,13 +199,13 @@ def _find_eos(data, reader: Tokenizer, vocab_size: int) -> int:
 
 
 def open_corpus(data, *, vocab_size: int, cache_dir: Path, tell: Callable[[str], None] = print,
-                should_stop: Callable[[], bool] = lambda: False) -> Corpus:
+                should_stop: Callable[[], bool] = lambda: False, folders: Sequence[Path] = ()) -> Corpus:
     """The corpus of the run file's [data]: `describe` and `Description.open`.
 
     `cache_dir` is where a cache goes that cannot stand beside its files; `tell` is told, in lines, what takes time or is
-    unusual; `should_stop` is asked between batches of it. Raises: as those two.
+    unusual; `should_stop` is asked between batches of it; folders: as `describe`. Raises: as those two.
     """
-    described = describe(data, vocab_size=vocab_size)
+    described = describe(data, vocab_size=vocab_size, folders=folders)
     return corpus_of(described, described.open(cache_dir, parts.Job(tell, should_stop)))
 
 
@@ -204,7 +213,7 @@ def corpus_of(described: Description, opened: Sequence[Source]) -> Corpus:
     trained = tuple(opened[:len(described.weights)])
     return Corpus(trained, described.weights, described.tokenizer, described.eos, described.names,
                   tuple(opened[k] if k is not None else None for k in described.validation),
-                  _fingerprint(trained, described.tokenizer))
+                  _fingerprint(trained, described))
 
 
 def _open_tokenizer(data, names: Sequence[str], vocab_size: int) -> Tokenizer:
@@ -242,10 +251,11 @@ def _open(described: Description, component: Component, cache_dir: Path, job: pa
         found = given_tokens.open_given([(path, caches) for (path,), caches in groups], described.tokenizer.bos, job)
         _check_ids(found, described.vocab_size)
     else:
-        found = token_cache.open_tokenized(kind, groups, component.field, described.tokenizer, job)
+        chats = described.chats if source == "chat" else None
+        found = token_cache.open_tokenized(kind, groups, component.field, described.tokenizer, job, chats)
     if None in found:
         return None
-    files = token_files.TokenFiles(tuple(found))
+    files = token_files.TokenFiles(tuple(found), complete=source == "chat")
     _check_not_empty(where, paths, files, job.tell)
     return files
 
@@ -275,8 +285,9 @@ def _some(paths: Sequence[str]) -> str:
     return ", ".join(paths[:3]) + (", …" if len(paths) > 3 else "")
 
 
-def _fingerprint(opened: Sequence[Source], reader: Tokenizer) -> str:
-    digest = hashlib.blake2b(json.dumps([reader.key, reader.bos]).encode(), digest_size=8)
+def _fingerprint(opened: Sequence[Source], described: Description) -> str:
+    reader, chats = described.tokenizer, described.chats
+    digest = hashlib.blake2b(json.dumps([reader.key, reader.bos, *([chats.template.key] if chats else [])]).encode(), digest_size=8)
     for source in opened:
         digest.update(np.asarray([source.num_documents], "<i8").tobytes())    # where a source ends
         digest.update(np.asarray(source.totals, "<i8").tobytes())

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from meshtrain.data import formats, parts, token_files
+from meshtrain.data.conversations import Chats
 from meshtrain.data.parts import Job
 from meshtrain.data.progress import Progress
 from meshtrain.data.tokenizer import Tokenizer
@@ -30,12 +31,14 @@ BATCH_CHARS, BATCH_PIECES = 1 << 22, 1 << 13
 
 
 def open_tokenized(format: str, groups: Sequence[tuple[tuple[str, ...], Sequence[Path]]], field: str, tokenizer: Tokenizer,
-                   job: Job) -> list[token_files.Pair | None]:
-    """The documents of text, jsonl, parquet or arrow files as tokens: a pair for each group of paths; None as parts.open_all.
+                   job: Job, chats: Chats | None = None) -> list[token_files.Pair | None]:
+    """The documents of text, jsonl, parquet, arrow or chat files as tokens: a pair for each group of paths; None as
+    parts.open_all.
 
-    groups: (paths, the directories where their cache may be) of each part, see `group`. Raises: as parts.open_all.
+    groups: (paths, the directories where their cache may be) of each part, see `group`. chats: for chat files. Raises: as
+    parts.open_all.
     """
-    field = "" if format == "text" else field
+    field = chats.key if chats else "" if format == "text" else field
     key = hashlib.blake2b(json.dumps([VERSION, format, field, tokenizer.key]).encode(), digest_size=8).hexdigest()
     earlier = {}
     choices = []
@@ -43,7 +46,7 @@ def open_tokenized(format: str, groups: Sequence[tuple[tuple[str, ...], Sequence
         homes = [directory / f"{format}-{key}" for directory in directories]
         for home in homes:
             earlier.setdefault(home, Earlier(home))
-        choices.append([Tokenized(home, paths, format, field, tokenizer, earlier[home]) for home in homes])
+        choices.append([Tokenized(home, paths, format, field, tokenizer, earlier[home], chats) for home in homes])
     return parts.open_all(choices, job)
 
 
@@ -75,6 +78,7 @@ class Tokenized:
     field: str
     tokenizer: Tokenizer
     earlier: Earlier
+    chats: Chats | None = None
     verb = "tokenizing"
 
     @functools.cached_property
@@ -88,6 +92,14 @@ class Tokenized:
     @property
     def ends(self) -> Path:
         return self.home / (self.name + token_files.ENDS)
+
+    @property
+    def mask(self) -> Path | None:
+        return self.home / (self.name + token_files.MASK) if self.chats and not self.chats.learn_all else None
+
+    @property
+    def files(self) -> list[Path]:
+        return [self.tokens, self.ends, *filter(None, [self.mask])]
 
     @property
     def manifest(self) -> Path:
@@ -122,8 +134,8 @@ class Tokenized:
                 return None, "the file has changed"
             pair, stamps = self._open(manifest), self._stamps()
             if stamps != manifest["stamps"] or job.verify:
-                sums = [token_files.checksum(array, job.check_stop) for array in (pair.map(), pair.ends)]
-                if sums != manifest["crc32"]:
+                arrays = [pair.map(), pair.ends, *([pair.mask.map()] if pair.mask else [])]
+                if [token_files.checksum(array, job.check_stop) for array in arrays] != manifest["crc32"]:
                     return None, "the cache is damaged (wrong checksum)"
         except (OSError, ValueError, KeyError, TypeError) as error:
             return None, f"the cache is damaged ({str(error) or type(error).__name__})"
@@ -137,27 +149,28 @@ class Tokenized:
         pair = token_files.open_pair(str(self.tokens))
         if (str(pair.dtype), pair.size, pair.num_documents) != (manifest["dtype"], manifest["tokens"], manifest["documents"]):
             raise ValueError("another size")
-        return pair
+        mask = self.mask and token_files.open_mask(str(self.mask), str(self.tokens), pair.size)
+        return dataclasses.replace(pair, mask=mask)
 
     def _stamps(self) -> list[list[int]]:
-        return [list(token_files.stamp(str(path))) for path in (self.tokens, self.ends)]
+        return [list(token_files.stamp(str(path))) for path in self.files]
 
     def build(self, job: Job, progress: Progress) -> token_files.Pair:
         """See parts.Part. Written under temporary names and renamed, the manifest last; of texts that another part of this
         directory has, the tokens are taken from there."""
         dtype = np.uint16 if self.tokenizer.vocab_size <= 1 << 16 else np.uint32
-        temporary = [path.with_name(path.name + ".tmp") for path in (self.tokens, self.ends)]
+        temporary = [path.with_name(path.name + ".tmp") for path in self.files]
         writers = []
         try:
-            writers += [token_files.Writer(str(path), kind) for path, kind in zip(temporary, (dtype, np.int64))]
-            tokens, ends = writers
-            inputs = self._fill(tokens, ends, job, progress)
+            writers += [token_files.Writer(str(path), kind) for path, kind in zip(temporary, (dtype, np.int64, np.uint8))]
+            tokens, ends, *_ = writers
+            inputs = self._fill_chats(writers, job, progress) if self.chats else self._fill(tokens, ends, job, progress)
             for writer in writers:
                 writer.close()
-            for path, whole in zip(temporary, (self.tokens, self.ends)):
+            for path, whole in zip(temporary, self.files):
                 os.replace(path, whole)
             manifest = {"inputs": inputs, "dtype": str(tokens.dtype), "tokens": tokens.count, "documents": ends.count,
-                        "crc32": [tokens.crc, ends.crc], "stamps": self._stamps()}
+                        "crc32": [writer.crc for writer in writers], "stamps": self._stamps()}
             parts.write_whole(self.manifest, json.dumps(manifest))
             return self._open(manifest)
         except OSError as error:
@@ -185,11 +198,26 @@ class Tokenized:
                 for piece in formats.read(self.format, path, self.field):
                     if batch.add(piece):
                         progress.reach(piece.position)
-            if _quick(path) != (identity["size"], identity["mtime_ns"]):
-                raise ValueError(f"{path} changed while it was tokenized; start again when nobody writes it")
+            _check_unchanged(path, identity)
             progress.finish(identity["size"])
         batch.flush()
         return inputs
+
+    def _fill_chats(self, writers: Sequence[token_files.Writer], job: Job, progress: Progress) -> list[dict]:
+        """As `_fill`. writers: of tokens, ends and, where some are not to be learned, the mask."""
+        tokens, ends, *mask = writers
+        (path,) = self.inputs
+        identity = _identify_input(self.home, path, job)
+        for encoded, position in self.chats.read(path):
+            job.check_stop()
+            ends.append(tokens.count + np.cumsum([len(one.ids) for one in encoded], dtype=np.int64))
+            tokens.append(np.concatenate([one.ids for one in encoded]))
+            for writer in mask:
+                writer.append(np.concatenate([one.mask for one in encoded]))
+            progress.reach(position)
+        _check_unchanged(path, identity)
+        progress.finish(identity["size"])
+        return [identity]
 
 
 class _Batch:
@@ -253,6 +281,11 @@ class Earlier:
             if sums == json.loads(manifest.read_text())["crc32"]:
                 return pair
         return None
+
+
+def _check_unchanged(path: str, identity: dict) -> None:
+    if _quick(path) != (identity["size"], identity["mtime_ns"]):
+        raise ValueError(f"{path} changed while it was tokenized; start again when nobody writes it")
 
 
 def _quick(path: str) -> tuple[int, int]:

@@ -1,4 +1,5 @@
 """Token files: X.tokens.npy, one array of uint16, uint32 or int32 ids, and X.ends.npy, int64, where each document ends in it.
+X.mask.npy beside them, uint8 or bool, says of each id whether it is to be learned; without it all are.
 
 Any program with numpy writes them; the token cache is made of them too. Other layouts of ids on disk (binary_files.py) become
 the same `Pair`, so there is one reader. Ids and ends are memory-mapped; nothing of a document is held.
@@ -21,11 +22,31 @@ import numpy as np
 
 from meshtrain.data import order
 
-TOKENS, ENDS = ".tokens.npy", ".ends.npy"
+TOKENS, ENDS, MASK = ".tokens.npy", ".ends.npy", ".mask.npy"
 CHUNK_BYTES = 1 << 26
 # Linux allows a process 65,530 maps.
 MAPS_HELD = 1 << 14
 Stamp = tuple[int, int, int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Numbers:
+    """An array in a file. `stamp` tells whether that is still the one that was checked."""
+    path: str
+    stamp: Stamp
+    size: int
+    dtype: np.dtype
+    offset: int              # bytes before the first
+
+    def map(self) -> np.ndarray:
+        """[size], memory-mapped. Raises: OSError where the file is not the one that was checked."""
+        try:
+            if stamp(self.path) == self.stamp:
+                return map_file(self.path, self.dtype, self.offset, self.size)
+        except (OSError, ValueError):
+            pass
+        raise OSError(f"{self.path} is not the file it was when the run began; token files must not change while a run reads "
+                      "them")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,6 +66,7 @@ class Pair:
     lead: int = 0
     gap: int = 0
     largest: int = -1               # id, where somebody has looked
+    mask: Numbers | None = None     # of each id in the file, whether it is to be learned; None: all are
 
     @property
     def num_documents(self) -> int:
@@ -60,20 +82,15 @@ class Pair:
         return (self.ends.item(document - 1) if document else 0) + document * self.gap + self.lead
 
     def map(self) -> np.ndarray:
-        """Integers [size], memory-mapped. Raises: OSError where the file is not the one that was checked."""
-        try:
-            if stamp(self.path) == self.stamp:
-                return map_file(self.path, self.dtype, self.offset, self.size)
-        except (OSError, ValueError):
-            pass
-        raise OSError(f"{self.path} is not the file it was when the run began; token files must not change while a run reads "
-                      "them")
+        """Integers [size], memory-mapped. Raises: as Numbers.map."""
+        return Numbers(self.path, self.stamp, self.size, self.dtype, self.offset).map()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenFiles:
-    """A Source: the documents of many pairs, one pair after another."""
+    """A Source: the documents of many pairs, one pair after another. complete: see contracts.py."""
     pairs: tuple[Pair, ...]
+    complete: bool = False
 
     @functools.cached_property
     def num_documents(self) -> int:
@@ -93,7 +110,15 @@ class TokenFiles:
         """The tokens before each pair."""
         return list(itertools.accumulate((int(pair.ends[-1]) if len(pair.ends) else 0 for pair in self.pairs[:-1]), initial=0))
 
+    @functools.cached_property
+    def masked(self) -> bool:
+        return any(pair.mask for pair in self.pairs)
+
     def ends(self, documents: np.ndarray) -> np.ndarray:
+        ends = self._ends(documents)
+        return ends - documents - 1 if self.complete else ends      # without first tokens
+
+    def _ends(self, documents: np.ndarray) -> np.ndarray:
         if len(self.pairs) == 1:
             return self.pairs[0].ends[documents]
         which = np.searchsorted(np.array(self._firsts), documents, side="right") - 1
@@ -107,10 +132,22 @@ class TokenFiles:
     def _map(self):
         return functools.lru_cache(maxsize=MAPS_HELD)(lambda k: self.pairs[k].map())
 
-    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+    @functools.cached_property
+    def _map_mask(self):
+        return functools.lru_cache(maxsize=MAPS_HELD)(lambda k: self.pairs[k].mask.map())
+
+    def _place(self, document: int) -> tuple[int, int]:
+        """(pair, place of the document's first token there, behind its own separator)."""
         k = bisect.bisect_right(self._firsts, document) - 1
-        begin = self.pairs[k].begin(document - self._firsts[k])
+        return k, self.pairs[k].begin(document - self._firsts[k]) + self.complete
+
+    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+        k, begin = self._place(document)
         return self._map(k)[begin + start:begin + stop]
+
+    def mask(self, document: int, start: int, stop: int) -> np.ndarray | None:
+        k, begin = self._place(document)
+        return self._map_mask(k)[begin + start:begin + stop] if self.pairs[k].mask else None
 
 
 def first_beyond(pair: Pair, vocab_size: int) -> tuple[int, int]:
@@ -126,6 +163,11 @@ def first_beyond(pair: Pair, vocab_size: int) -> tuple[int, int]:
 
 def ends_path(path: str) -> str:
     return path.removesuffix(TOKENS) + ENDS
+
+
+def mask_path(path: str) -> str:
+    """Of X.tokens.npy or X.bin."""
+    return (path.removesuffix(TOKENS) if path.endswith(TOKENS) else path.removesuffix(".bin")) + MASK
 
 
 def open_pair(path: str) -> Pair:
@@ -157,6 +199,18 @@ def open_ends(path: str, tokens: str) -> np.ndarray:
         raise ValueError(f"{path} holds {_describe(dtype, shape)}, and the ends of documents are one dimension of int64; "
                          "write np.save(path, np.cumsum(lengths, dtype=np.int64))")
     return open_checked(path, lambda path: map_file(path, dtype, offset, shape[0]))
+
+
+def open_mask(path: str, tokens: str, size: int) -> Numbers:
+    """The mask of a file of `size` ids in the file `path`. Raises: ValueError."""
+    dtype, shape, offset = open_checked(path, read_header)
+    if len(shape) != 1 or dtype not in (np.dtype(np.uint8), np.dtype(bool)):
+        raise ValueError(f"{path} holds {_describe(dtype, shape)}, and a mask is one dimension of uint8 or bool; write "
+                         "np.save(path, mask.astype(bool))")
+    if shape[0] != size:
+        raise ValueError(f"{path} has {shape[0]:,} entries, and {os.path.basename(tokens)} has {size:,} ids, one for each; "
+                         "write both again")
+    return Numbers(path, open_checked(path, stamp), size, np.dtype(np.uint8), offset)
 
 
 def check_rising(path: str, ends: np.ndarray) -> None:

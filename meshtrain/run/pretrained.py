@@ -24,8 +24,7 @@ from meshtrain.names import LAYERS
 from meshtrain.run import disk, say
 from meshtrain.run.checkpoint import CheckpointError
 from meshtrain.weights import folder, forms, safetensors
-
-KEPT = "hf"     # in run.dir: what came with the weights, for those who take them on
+from meshtrain.weights.folder import KEPT
 
 
 def opened(run: Run, names: Sequence[str]) -> tuple[folder.Folder, list[folder.Row]] | None:

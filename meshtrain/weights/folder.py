@@ -17,6 +17,7 @@ from meshtrain.weights import forms, safetensors, settings
 from meshtrain.weights.families import Family
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+KEPT = "hf"     # in run.dir: what came with the weights, for those who take them on
 MOST_INDEX_BYTES = 100_000_000
 TOLD = 8        # faults of a kind that are told one by one
 # Buffers that some writers have saved, and no parameters.
@@ -58,6 +59,11 @@ class Folder:
     config: Mapping
     model: Mapping
     entries: Mapping[str, safetensors.Entry]
+
+
+def companions_of(run_dir: str, init_from: str) -> list[Path]:
+    """Folders that may have what belongs to a run's model: what it keeps, and what it starts from, a model folder or a run."""
+    return [Path(run_dir) / KEPT, *([Path(init_from), Path(init_from) / KEPT] if init_from else [])]
 
 
 def is_one(directory: str | os.PathLike) -> bool:
