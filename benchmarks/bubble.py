@@ -61,16 +61,16 @@ def compiled_step(schedule: schedules.Schedule, mesh, slept: list):
     layer = sleeping_layer(STAGE_S / schedule.num_chunks, slept)
     model = pipeline.ModelFunctions(
         prepare=lambda microbatch, extra: (),
-        embed=lambda ends, microbatch, extra: microbatch + ends,
-        layer=lambda w, x, numbered: (layer(w, x), {}),
-        head=lambda ends, x, microbatch, extra: (jnp.sum(x * ends), jnp.float32(0)))
+        embed=lambda ends, frozen, microbatch, extra: microbatch + ends,
+        layer=lambda w, x, e: (layer(w, x), {}),
+        head=lambda ends, frozen, x, microbatch, extra: (jnp.sum(x * ends), jnp.float32(0)))
     ws = jnp.zeros((schedule.num_chunks, schedule.num_stages, 1))
     batch = jnp.ones((schedule.num_microbatches, 1, 1, 4, 8))
 
     executor = switch if schedule.family == "switch" else pipeline
 
     def step(ws, batch):
-        return executor.gradients(schedule, model, mesh, (), ws, jnp.ones(()), batch, (), ends_specs=P(), batch_specs=P())
+        return executor.gradients(schedule, model, mesh, (), ((ws, {}), (jnp.ones(()), {})), batch, (), ends_specs=(P(), {}), batch_specs=P())
     with jax.set_mesh(mesh):
         return jax.jit(step).lower(ws, batch).compile(), (ws, batch)
 

@@ -72,7 +72,8 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
         _check_float8(run, platform, gpu.name, gpu)
     with config.user_errors():
         loaded = rules.load(run.sharding.rules)
-    model = transformer.build(run.model)
+    with config.user_errors():
+        model = transformer.build(run.model, run.lora)
     layout, notes, faults = lay_out(run, sizes, loaded, model)
     if faults:
         raise ConfigError(*faults)

@@ -22,6 +22,7 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
         importlib.import_module("jax")
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
@@ -29,7 +30,7 @@ from meshtrain import config, devices
 from meshtrain.cluster import agree, find, meet
 from meshtrain.config import ConfigError
 from meshtrain.model import transformer
-from meshtrain.run import export, pretrained, resume
+from meshtrain.run import adapters, export, pretrained, resume
 from meshtrain.run.checkpoint import CheckpointError
 from meshtrain.weights import folder
 
@@ -114,8 +115,8 @@ def _export(found: Sequence[jax.Device], run_dir: Path, out: Path, step: int, dt
     def leaf(path: str) -> jax.Array:
         info = infos[path]
         wanted = jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=NamedSharding(mesh, _spread(info.shape, mesh.size)))
-        taken, _ = checkpoints.restore(step, {"params": pretrained.nested({path: wanted})}, part=True)
-        ((_, array),) = pretrained.leaves_of(taken["params"])
+        taken = adapters.restore(checkpoints, step, pretrained.nested({path: wanted}), dtype=jnp.float32)
+        ((_, array),) = pretrained.leaves_of(taken)
         return array
 
     with config.user_errors():

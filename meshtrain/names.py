@@ -7,6 +7,8 @@ PLACEMENT = ("stage", "data", "fsdp", "context", "tensor")          # their orde
 ROLES = ("matrix", "embedding", "head", "norm", "bias", "router", "balance")
 MATMUL_ROLES = ("matrix", "embedding", "head")                      # cast to the compute dtype, and decayed by the optimizer
 
+LORA = "lora"          # key of a projection's adapter in the parameter tree: the rest is frozen where there is one
+LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")   # projections that can have an adapter
 LAYERS = "layers"      # key of the stacked layers in the parameter tree, and the logical axis of their leading dim
 NO_TARGET = -1         # in a batch's targets: no loss at this token
 AUX_LOSS = "aux_loss"  # the one entry of a layer's aux that is added to the objective

@@ -31,7 +31,8 @@ from meshtrain.data.contracts import Batches
 from meshtrain.inference.generate import Limits
 from meshtrain.inference.picking import Picking
 from meshtrain.inference.words import Words
-from meshtrain.run import disk, export, history, loop, measured, metrics, pretrained, resume, rundir
+from meshtrain.model import params
+from meshtrain.run import adapters, disk, export, history, loop, measured, metrics, pretrained, resume, rundir
 from meshtrain.run.checkpoint import CheckpointError, Checkpoints
 from meshtrain.run.profiling import Trace
 from meshtrain.run.progress import Progress
@@ -212,14 +213,28 @@ def _start_state(run: Run, made: assembly.Assembly, checkpoints: Checkpoints, st
     if run.checkpoint.init_from:
         source, step = resume.source(Path(run.checkpoint.init_from), run.checkpoint.step,
                                      f"checkpoint.init_from={run.checkpoint.init_from}")
-        wanted = {"params": abstract.params}
-        if run.checkpoint.init_optimizer:
-            wanted["opt_state"] = abstract.opt_state
         with config.user_errors("checkpoint.init_from: "):
-            taken, _ = source.restore(step, wanted, part=True)
-        say.out(f"weights{' and optimizer' * run.checkpoint.init_optimizer} from step {step} of {run.checkpoint.init_from}")
-        state = State(state.step, taken["params"], taken.get("opt_state", state.opt_state))
+            return _begun_from(run, made, source, step, state)
     return state
+
+
+def _begun_from(run: Run, made: assembly.Assembly, source: Checkpoints, step: int, state: State) -> State:
+    """The state with the weights of another run's step. Its adapters are taken over by a run with the same [lora]; else they are
+    merged, and those of this run begin."""
+    abstract, had = made.program.spec.with_shardings(), adapters.section(source, step)
+    if (had or run.lora.rank) and config.Lora(**had) != run.lora:
+        if run.checkpoint.init_optimizer:
+            raise ValueError(f"{run.checkpoint.init_from} trained other parameters ({adapters.described(had)}) than this run "
+                             f"({adapters.described(run.lora.model_dump())}), and checkpoint.init_optimizer=true asks for their state; "
+                             "leave it out")
+        trained, _ = made.model.divided(state.params) if run.lora.rank else ({}, {})
+        _, wanted = made.model.divided(abstract.params) if run.lora.rank else ({}, abstract.params)
+        taken = {"params": params.joined(trained, adapters.restore(source, step, wanted))}
+    else:
+        wanted = {"params": abstract.params} | ({"opt_state": abstract.opt_state} if run.checkpoint.init_optimizer else {})
+        taken, _ = source.restore(step, wanted, part=True)
+    say.out(f"weights{' and optimizer' * run.checkpoint.init_optimizer} from step {step} of {run.checkpoint.init_from}")
+    return State(state.step, taken["params"], taken.get("opt_state", state.opt_state))
 
 
 def _tell_the_end(run: Run, made: assembly.Assembly, corpus: sources.Corpus, state: State, val_loss: float | None, stopped: bool,

@@ -24,7 +24,7 @@ from meshtrain.model import params, transformer
 from meshtrain.model.layers import Execution
 from meshtrain.names import AXES
 from meshtrain.parallel import attention
-from meshtrain.run import pretrained, resume
+from meshtrain.run import adapters, pretrained, resume
 from meshtrain.run.checkpoint import Checkpoints
 from meshtrain.training import step as training_step
 from meshtrain.weights import folder, settings
@@ -103,8 +103,7 @@ class Trained:
                 checkpoints, step = self.weights
                 wanted = params.tree(model.parameters(), lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=placed(info)))
                 with config.user_errors():
-                    taken, _ = checkpoints.restore(step, {"params": wanted}, part=True)
-                weights = taken["params"]
+                    weights = adapters.restore(checkpoints, step, wanted)
             options = training_step.compiler_options(found[0].platform, deterministic=False)
             return Placed(model, mesh, execution(self.run, model, layout, mesh), weights, options)
 

@@ -32,7 +32,7 @@ def test_gradients_added_in_place_are_those_of_autodiff(remat, model, monkeypatc
 
     @jax.jit
     def both(p):
-        return [make(step)(p, before, batch, count, jax.random.key(5)) for make in (accumulate._stacked, accumulate._in_place)]
+        return [make(step)(model.divided(p), before, batch, count, jax.random.key(5)) for make in (accumulate._stacked, accumulate._in_place)]
     with jax.default_matmul_precision("highest"):
         (expected, *expected_sums), (got, *sums) = both(p)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), sums, expected_sums)

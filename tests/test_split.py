@@ -36,7 +36,7 @@ def test_split_backward_is_the_backward_bit_for_bit(remat):
     f, ws, x, e, dy = layer_case(remat)
     numbers = jnp.arange(3)
     w, zeros = (ws, numbers, 0), jax.tree.map(jnp.zeros_like, ws)
-    parts = split.stack(f, ws, 3, x, e)
+    parts = split.stack(f, ws, jnp.arange(3), 3, x, e)
 
     @jax.jit
     def plain():
@@ -63,7 +63,7 @@ def test_split_backward_is_the_backward_bit_for_bit(remat):
 
 def test_weight_gradients_of_bfloat16_weights_are_float32():
     f, ws, x, e, dy = layer_case("full", "bfloat16")
-    parts = split.stack(f, ws, 3, x, e)
+    parts = split.stack(f, ws, jnp.arange(3), 3, x, e)
     y, _, (r, q) = parts.forward((ws, jnp.arange(3), 0), x, e)
     dx, z = parts.backward_input((ws, jnp.arange(3), 0), e, r, q, dy)
     dw = parts.backward_weight((ws, jnp.arange(3), 0), e, q, z, jax.tree.map(lambda a: jnp.zeros(a.shape), ws), True)
@@ -74,7 +74,7 @@ def test_weight_gradients_of_bfloat16_weights_are_float32():
 
 def test_weight_gradients_are_added_to_those_of_their_own_layers_and_only_where_they_count():
     f, ws, x, e, dy = layer_case("none")
-    parts = split.stack(f, ws, 1, x, e)
+    parts = split.stack(f, ws, jnp.arange(3), 1, x, e)
     w, ones = (ws, jnp.arange(3), 1), jax.tree.map(jnp.ones_like, ws)
     y, _, (r, q) = parts.forward(w, x, e)
     dx, z = parts.backward_input(w, e, r, q, dy)
@@ -87,7 +87,7 @@ def test_weight_gradients_are_added_to_those_of_their_own_layers_and_only_where_
 def test_weights_and_inputs_are_not_kept_for_the_backward():
     """Every microbatch in flight would have its own copy."""
     f, ws, x, e, dy = layer_case("full")
-    parts = split.stack(f, ws, 3, x, e)
+    parts = split.stack(f, ws, jnp.arange(3), 3, x, e)
     assert [(a.shape, a.dtype) for a in parts.r + parts.q] == [((3, *x.shape), x.dtype)]
 
 

@@ -8,10 +8,10 @@ import os
 import re
 from pathlib import Path
 
-from meshtrain.config.messages import ConfigError, join, next_multiple, toml
+from meshtrain.config.messages import ConfigError, join, next_multiple, toml, unknown_name
 from meshtrain.config.sections import Data, Mesh, Run
 from meshtrain.config.shipped import names
-from meshtrain.names import AXES
+from meshtrain.names import AXES, LORA_TARGETS
 from meshtrain.weights import folder
 
 # The run file's key that sets the size of each logical axis, for messages.
@@ -26,7 +26,7 @@ BYTE_VOCAB = 257  # 256 bytes and the separator between documents
 def problems(run: Run) -> list[str]:
     """Everything in which the keys of a run contradict each other or the files they name; empty = sound."""
     return [*_run_problems(run), *_mesh_problems(run), *_model_problems(run), *_expert_problems(run), *_data_problems(run),
-            *_training_problems(run), *_distributed_problems(run), *_metrics_problems(run)]
+            *_training_problems(run), *_lora_problems(run), *_distributed_problems(run), *_metrics_problems(run)]
 
 
 def _run_problems(run: Run):
@@ -194,6 +194,18 @@ def _training_problems(run: Run):
     if run.optimizer.schedule == "wsd" and not run.optimizer.decay_steps:
         yield ('optimizer.schedule="wsd" ends with a decay, and optimizer.decay_steps=0 gives it no steps; '
                f"use e.g. {max(1, training.steps // 10)}")
+
+
+def _lora_problems(run: Run):
+    lora = run.lora
+    for name in dict.fromkeys(lora.targets):
+        if name not in LORA_TARGETS:
+            yield unknown_name("lora.targets", name, LORA_TARGETS)
+        if lora.targets.count(name) > 1:
+            yield f"lora.targets={toml(lora.targets)} names {toml(name)} twice; name it once"
+    if not lora.rank and lora.targets:
+        yield (f"lora.targets={toml(lora.targets)} has no use with lora.rank=0, which trains the whole model; give a rank, e.g. 16, "
+               "or leave the targets out")
 
 
 def _distributed_problems(run: Run):

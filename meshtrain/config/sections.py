@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from meshtrain.names import PLACEMENT
+from meshtrain.names import LORA_TARGETS, PLACEMENT
 
 
 def key(default, description: str, **limits):
@@ -205,6 +205,16 @@ class Optimizer(Section):
     final_fraction: float = key(0.1, "final learning rate as a share of the peak", ge=0, le=1)
 
 
+class Lora(Section):
+    """[lora]: adapters are trained, and the model is frozen."""
+
+    rank: int = key(0, "inner width of the adapters; 0 = none, the whole model is trained", ge=0)
+    alpha: float = key(16.0, "what an adapter adds is multiplied by alpha / rank", gt=0)
+    targets: tuple[str, ...] = key(
+        (), f"projections with an adapter, of {', '.join(LORA_TARGETS)}; empty = all that the model has", strict=False
+    )
+
+
 class Pipeline(Section):
     """[pipeline]: the order of work where mesh.stage is larger than 1."""
 
@@ -280,6 +290,7 @@ class Run(Section):
     data: Data = Data()
     training: Training = Training()
     optimizer: Optimizer = Optimizer()
+    lora: Lora = Lora()
     pipeline: Pipeline = Pipeline()
     context: Context = Context()
     experts: Experts = Experts()

@@ -65,13 +65,13 @@ def loop_bytes(shapes, compute_dtype: str) -> dict:
     """Bytes on one device of `in_loop`: a full stage of weights in the compute dtype, and its float32 accumulators."""
     itemsize = lambda info: np.dtype(compute_dtype if info.role in MATMUL_ROLES else info.dtype).itemsize
     return {"loop_weights": sum(math.prod(shape) * itemsize(info) for info, shape in shapes),
-            "loop_grads": sum(math.prod(shape) * 4 for _, shape in shapes)}
+            "loop_grads": sum(math.prod(shape) * 4 for info, shape in shapes if info.trainable)}
 
 
-def formula(state_abstract, state_shardings, grads_shardings) -> dict:
-    """The keys of `inspect --json`; activations and total wait for their formulas."""
+def formula(state_abstract, state_shardings, trained, grads_shardings) -> dict:
+    """The keys of `inspect --json`; activations and total wait for their formulas. trained: of the parameters."""
     return {"params": placed_bytes(state_abstract.params, state_shardings.params),
-            "grads": accumulator_bytes(state_abstract.params, grads_shardings),
+            "grads": accumulator_bytes(trained, grads_shardings),
             "optimizer": placed_bytes(state_abstract.opt_state, state_shardings.opt_state),
             "activations": None, "total": None}
 
@@ -85,7 +85,7 @@ def compiled(executable, state_abstract, microbatches: int, loop=None) -> dict:
     analysis = executable.memory_analysis()
     placed = executable.input_shardings[0][0]
     if loop is not None:
-        grads = audit.accumulator_bytes(executable.as_text(), [shape for _, shape in loop])
+        grads = audit.accumulator_bytes(executable.as_text(), [shape for info, shape in loop if info.trainable])
     else:
         grads = audit.carried_bytes(executable.as_text(), microbatches) if microbatches > 1 else None
     return {"params": placed_bytes(state_abstract.params, placed.params),

@@ -17,12 +17,13 @@ LARGE = 64 * 2**20   # bytes on one device from which a replicated parameter is 
 
 def grads_shardings(made):
     """Where [grads] puts each accumulator."""
-    return rules.shardings(made.layout, made.mesh, "grads", made.program.spec.axes)
+    return rules.shardings(made.layout, made.mesh, "grads", made.program.spec.trained_axes)
 
 
 def formula(made) -> dict:
     """By the rules. With a pipeline also what stands inside its loop, whatever [params] and [grads] say of the rest."""
-    held = memory.formula(made.program.spec.abstract, made.program.spec.sharding, grads_shardings(made))
+    spec = made.program.spec
+    held = memory.formula(spec.abstract, spec.sharding, made.model.divided(spec.abstract.params)[0], grads_shardings(made))
     host = memory.host_bytes(made.run, made.layout)
     return (held | (memory.loop_bytes(_loop(made), made.run.model.compute_dtype) if made.choice else {})
             | ({"host": host} if host else {}))

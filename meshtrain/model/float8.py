@@ -49,17 +49,17 @@ def largest(arrays):
     return functools.reduce(jnp.maximum, [jnp.max(jnp.abs(a)) for a in arrays])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def project(ex, forms, out_axes, x, ws):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def project(ex, forms, out_axes, frozen, x, ws):
     """The products of x with each of ws, in the compute dtype; gradients as `layers.project` has them.
 
-    forms: ((eq, logical axes of w), …). out_axes: as there, for a single projection back onto the residual stream; the others
-    read x from it, as it is split over the sequence.
+    forms: ((eq, logical axes of w), …). out_axes, frozen: as there, out_axes for a single projection back onto the residual
+    stream; the others read x from it, as it is split over the sequence.
     """
-    return _forward(ex, forms, out_axes, x, ws)[0]
+    return _forward(ex, forms, out_axes, frozen, x, ws)[0]
 
 
-def _forward(ex, forms, out_axes, x, ws):
+def _forward(ex, forms, out_axes, frozen, x, ws):
     sx = _kept(scale_of(ex.layout.over_tokens(largest([x])), E4M3))
     qx = quantised(x, sx, E4M3)
     if not out_axes:                        # sequence parallel: (N-1)/N of B·T·D bytes, half of bfloat16's
@@ -72,10 +72,10 @@ def _forward(ex, forms, out_axes, x, ws):
         y = _dot(ex, eq, qx, w, ex.dtype)
         ys.append(_scaled(_on_residual(ex, y) if out_axes else y, sx * sw))
     # As in `layers.project`: without remat the shard is kept, and quantised and gathered again.
-    return tuple(ys), (qx, sx, ws if ex.remat == "none" else full, sw)
+    return tuple(ys), (None if frozen else qx, sx, ws if ex.remat == "none" else full, sw)
 
 
-def _backward(ex, forms, out_axes, saved, dys):
+def _backward(ex, forms, out_axes, frozen, saved, dys):
     qx, sx, ws, sw = saved
     full = _gathered(ex, forms, ws, sw) if ex.remat == "none" else ws
     scale = scale_of(ex.layout.over_tokens(largest(dys)), E5M2)
@@ -87,10 +87,12 @@ def _backward(ex, forms, out_axes, saved, dys):
         operands, out = eq.split("->")
         left, right = operands.split(",")
         dx += _dot(ex, f"{out},{right}->{left}", dy, w, ex.dtype)
+        if frozen:
+            continue
         dw = _dot(ex, f"{left},{out}->{right}", qx, dy, jnp.float32)
         dws.append(_scaled(ex.layout.constrain("grads", dw, axes), sx * scale))
     # Summed over tensor before it is scaled: a scale in between would give every product an all-reduce of its own.
-    return _scaled(dx if out_axes else _on_residual(ex, dx), scale * sw), tuple(dws)
+    return _scaled(dx if out_axes else _on_residual(ex, dx), scale * sw), tuple(dws) or (None,) * len(forms)
 
 
 project.defvjp(_forward, _backward)

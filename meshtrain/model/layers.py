@@ -64,25 +64,26 @@ def _placed(ex: Execution, dw, axes):
     return dw if ex.in_parts else ex.layout.constrain("grads", dw, axes)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def project(ex: Execution, eq: str, axes, out_axes, x, w):
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+def project(ex: Execution, eq: str, axes, out_axes, frozen: bool, x, w):
     """einsum(eq, x, w) in the compute dtype with a float32 weight gradient.
 
     eq: e.g. "BTD,DNH->BTNH". axes: logical axes of w. out_axes: for projections back onto the residual stream, the
     logical axes of the output before it is split over the sequence, else None. A GPU reduces a weight gradient in the
-    dtype of the dot that makes it, so that dot is written here with a float32 result and placed as [grads].
+    dtype of the dot that makes it, so that dot is written here with a float32 result and placed as [grads]. Of a frozen
+    weight there is none, and x is not kept for it.
     """
     return jnp.einsum(eq, x, gathered(ex, w, axes))
 
 
-def _project_forward(ex, eq, axes, out_axes, x, w):
+def _project_forward(ex, eq, axes, out_axes, frozen, x, w):
     full = gathered(ex, w, axes)
     # With remat the gathered weight lives only inside the recomputed layer. Without, keeping it would hold every
     # layer's gathered weights until the backward: keep the shard and gather again.
-    return jnp.einsum(eq, x, full), (x, w if ex.remat == "none" else full)
+    return jnp.einsum(eq, x, full), (None if frozen else x, w if ex.remat == "none" else full)
 
 
-def _project_backward(ex, eq, axes, out_axes, saved, dy):
+def _project_backward(ex, eq, axes, out_axes, frozen, saved, dy):
     x, w = saved
     if out_axes:
         # Sequence parallel: gather the cotangent once, for dx and dw both. The barrier is REQUIRED: without it later
@@ -93,6 +94,8 @@ def _project_backward(ex, eq, axes, out_axes, saved, dy):
     operands, out = eq.split("->")
     left, right = operands.split(",")
     dx = jnp.einsum(f"{out},{right}->{left}", dy, full)
+    if frozen:
+        return dx, None
     dw = jnp.einsum(f"{left},{out}->{right}", x, dy, preferred_element_type=jnp.float32)
     return dx, _placed(ex, dw, axes)
 
@@ -101,7 +104,7 @@ project.defvjp(_project_forward, _project_backward)
 
 
 class Linear(nnx.Module):
-    """A weight of any shape, with an optional bias over its output dims."""
+    """A weight of any shape, with an optional bias over its output dims. `model.lora` may freeze it and give it an adapter."""
 
     def __init__(self, cfg, rngs, eq: str, shape, axes, *, fan_in_dims=1, bias=False, std=None, role="matrix"):
         dtype = jnp.dtype(cfg.param_dtype)
@@ -109,6 +112,7 @@ class Linear(nnx.Module):
         self.bias_axes = self.axes[fan_in_dims:]
         self.kernel = declare(rngs, dtype, shape, axes, role, std=std, fan_in_dims=fan_in_dims)
         self.bias = declare(rngs, dtype, shape[fan_in_dims:], self.bias_axes, "bias", value=0.0) if bias else None
+        self.frozen, self.lora = False, None
 
     def __call__(self, ex: Execution, x, out_axes=None, repeats: int = 1):
         """repeats: how often each of the kv_heads is computed, see `kv_heads`."""
@@ -117,22 +121,24 @@ class Linear(nnx.Module):
     def biased(self, ex: Execution, y, repeats: int):
         if self.bias is None:
             return y
-        bias, axes = _repeated(ex, self.bias[...], self.bias_axes, repeats)
+        bias, axes = repeated(ex, self.bias[...], self.bias_axes, repeats)
         return add_bias(ex, axes, y, bias)
 
 
 def together(ex: Execution, x, *linears: tuple[Linear, int], out_axes=None) -> list:
     """What each (Linear, its repeats) makes of one x. In float8 x is quantised once for all, and so it is gathered."""
-    weights = [_repeated(ex, linear.kernel[...], linear.axes, repeats) for linear, repeats in linears]
+    weights = [repeated(ex, linear.kernel[...], linear.axes, repeats) for linear, repeats in linears]
     forms = tuple((linear.eq, axes) for (linear, _), (_, axes) in zip(linears, weights))
+    frozen = linears[0][0].frozen
     if ex.float8:
-        ys = float8.project(ex, forms, out_axes, x, tuple(w for w, _ in weights))
+        ys = float8.project(ex, forms, out_axes, frozen, x, tuple(w for w, _ in weights))
     else:
-        ys = [project(ex, eq, axes, out_axes, x, w) for (eq, axes), (w, _) in zip(forms, weights)]
+        ys = [project(ex, eq, axes, out_axes, frozen, x, w) for (eq, axes), (w, _) in zip(forms, weights)]
+    ys = [y if linear.lora is None else linear.lora(ex, x, y, repeats, out_axes) for (linear, repeats), y in zip(linears, ys)]
     return [linear.biased(ex, y, repeats) for (linear, repeats), y in zip(linears, ys)]
 
 
-def _repeated(ex: Execution, w, axes, repeats: int):
+def repeated(ex: Execution, w, axes, repeats: int):
     """(w with each kv head `repeats` times, next to each other so that query groups stay whole; its logical axes).
 
     Pinned as heads are, before it is gathered: every tensor rank takes its own head of the whole w, and nothing moves.
@@ -192,7 +198,7 @@ class Norm(nnx.Module):
             y = y * jax.lax.rsqrt(jnp.mean(y * y, dims, keepdims=True) + self.eps)
             y = y * (scale + self.offset if self.offset else scale)
             return (y if bias is None else y + bias).astype(ex.dtype)
-        bias, scale = (None if w is None else _small(ex, *_repeated(ex, w[...], self.axes, repeats)) for w in (self.bias, self.scale))
+        bias, scale = (None if w is None else _small(ex, *repeated(ex, w[...], self.axes, repeats)) for w in (self.bias, self.scale))
         return recomputed(ex, normed)(x, scale, bias)
 
 

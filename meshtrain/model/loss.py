@@ -28,6 +28,7 @@ class LossSpec:
     z_loss: float
     chunk: int
     softcap: float = 0.0        # what tanh keeps logits within; 0: nothing
+    frozen: bool = False        # the weight has no gradient
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -47,7 +48,7 @@ def _loss_forward(ex, spec, x_BTD, w, targets_BT):
 def _loss_backward(ex, spec, saved, cotangents):
     dx_BTD, dw = saved
     scale = cotangents[0]
-    return (dx_BTD * scale).astype(dx_BTD.dtype), dw * scale, None
+    return (dx_BTD * scale).astype(dx_BTD.dtype), None if dw is None else dw * scale, None
 
 
 loss_sums.defvjp(_loss_forward, _loss_backward)
@@ -78,6 +79,7 @@ def _sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT, with_grads: bool)
                 dl = dl * jnp.where(logits > -jnp.inf, 1 - jnp.square(logits / spec.softcap), 0.0)
             dl = vocab.pin(dl.astype(ex.dtype))
             dx = tokens.put(dx, vocab.dx(dl), c)
+        if dw is not None:
             dw = dw + jnp.einsum(f"nrsD,nrsV->n{vocab.letters}", x_c, dl, preferred_element_type=f32)
             dw = pin_dw(dw)
         return (objective, nll, dx, dw), None
@@ -86,13 +88,13 @@ def _sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT, with_grads: bool)
     dx = dw = None
     if with_grads:
         dx = jnp.zeros_like(x_nrsD)
-        dw = pin_dw(jnp.zeros((tokens.n,) + full.shape, f32))
+        dw = None if spec.frozen else pin_dw(jnp.zeros((tokens.n,) + full.shape, f32))
     (objective, nll, dx, dw), _ = jax.lax.scan(visit, (zero_n, zero_n, dx, dw), jnp.arange(tokens.count))
     sums = (objective.sum(), nll.sum())
     if not with_grads:
         return sums, None
     # One reduction over the batch shards, in float32: nothing may stand between the sum and the constraint.
-    dw = layout.constrain("grads", dw.sum(0), spec.axes)
+    dw = None if dw is None else layout.constrain("grads", dw.sum(0), spec.axes)
     return sums, (layout.act(tokens.join(dx), "batch", "residual_seq", None), dw)
 
 

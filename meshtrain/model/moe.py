@@ -166,7 +166,7 @@ class MoE(nnx.Module):
     def _logits(self, ex: Execution, x_BTD):
         """float32, by a float32 product: in bfloat16 the choice would be another for one token in a hundred."""
         wide = dataclasses.replace(ex, dtype=jnp.dtype("float32"))
-        logits_BTE = project(wide, "BTD,DE->BTE", ROUTER_AXES, None, x_BTD.astype(jnp.float32), self.router[...])
+        logits_BTE = project(wide, "BTD,DE->BTE", ROUTER_AXES, None, False, x_BTD.astype(jnp.float32), self.router[...])
         return ex.layout.act(logits_BTE, "batch", "residual_seq", None)
 
     @staticmethod

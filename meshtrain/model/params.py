@@ -28,6 +28,7 @@ class ParamInfo:
     axes: tuple[str | None, ...]
     role: str
     fan_in_dims: int    # how many leading dims (layers apart) a matrix contracts with its input
+    trainable: bool = True  # else frozen: it has no gradient and no optimizer state
 
     @property
     def name(self) -> str:
@@ -99,3 +100,19 @@ def tree(infos: list[ParamInfo], leaf: Callable[[ParamInfo], object]):
 def mapped(infos: list[ParamInfo], f: Callable[[ParamInfo, object], object], params):
     """A nested dict like the parameters with `f(info, leaf)` in each place."""
     return tree(infos, lambda info: f(info, functools.reduce(dict.__getitem__, info.path, params)))
+
+
+def divided(infos: list[ParamInfo], params: dict) -> tuple[dict, dict]:
+    """(what is trained, what is frozen) of a nested dict like the parameters; both have all its dicts, if empty."""
+    trainable = {info.path: info.trainable for info in infos}
+
+    def part(node, path, wanted):
+        of = {key: (*path, key) for key in node}
+        return {key: leaf if of[key] in trainable else part(leaf, of[key], wanted) for key, leaf in node.items()
+                if trainable.get(of[key], wanted) == wanted}
+    return part(params, (), True), part(params, (), False)
+
+
+def joined(a: dict, b: dict) -> dict:
+    """What `divided` has divided."""
+    return {key: joined(a[key], b[key]) if key in a and key in b else (a if key in a else b)[key] for key in a | b}

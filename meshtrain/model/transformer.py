@@ -21,11 +21,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.layout.mesh import after
 from meshtrain.layout.rules import Layout, Rules, Tensor
-from meshtrain.model import float8, params, parts, rope
+from meshtrain.model import float8, lora, params, parts, rope
 from meshtrain.model.layers import Embedding, Layer, Linear, Norm, Execution, dropout, kv_heads
 from meshtrain.model.loss import LossSpec, capped, loss_sums
 from meshtrain.model.moe import MoE
-from meshtrain.names import AUX_LOSS, LAYERS, MATMUL_ROLES
+from meshtrain.names import AUX_LOSS, LAYERS, LORA, MATMUL_ROLES
 
 VOCAB_MULTIPLE = 256
 LAYER_INPUT = "layer_input"     # what `offload` keeps on the host
@@ -115,10 +115,14 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Transformer:
-    """The model of one `[model]` section: parameter table, initializer, loss and logits. Its layers are numbered from 0."""
+    """The model of one `[model]` section: parameter table, initializer, loss and logits. Its layers are numbered from 0.
+
+    lora: the section [lora] where its layers have adapters: all else is frozen then.
+    """
     cfg: object
     ends: params.Module
     groups: tuple[Group, ...]
+    lora: object | None = None
 
     def __post_init__(self):
         assert sum(group.num_layers for group in self.groups) == self.cfg.num_layers
@@ -128,7 +132,13 @@ class Transformer:
         found = params.infos(self.ends)
         for group in self.groups:
             found += group.parameters((LAYERS,) if len(self.groups) == 1 else (LAYERS, group.name))
+        if self.lora:
+            found = [dataclasses.replace(info, trainable=LORA in info.path) for info in found]
         return sorted(found, key=lambda info: info.path)
+
+    def divided(self, p: dict) -> tuple[dict, dict]:
+        """(what is trained, what is frozen) of the parameters, as `params.divided`."""
+        return params.divided(self.parameters(), p)
 
     def init(self, key: jax.Array):
         """The parameters of seed `key`, float32 or [model].param_dtype."""
@@ -143,9 +153,9 @@ class Transformer:
         return list(zip(firsts, self.groups))
 
     def names(self) -> list[str]:
-        """The paths of the parameters as if all layers were one stack, LAYERS/…, each once."""
+        """The paths of the parameters as if all layers were one stack, LAYERS/…, each once; adapters apart."""
         layers = [info for group in self.groups for layer in group.period for info in params.infos(layer, (LAYERS,))]
-        return sorted({info.name for info in (*params.infos(self.ends), *layers)})
+        return sorted({info.name for info in (*params.infos(self.ends), *layers) if LORA not in info.path})
 
     def places(self) -> list[tuple[str, int]]:
         """Where each layer lies: (what stands for LAYERS in the paths of its stacks, its index in them)."""
@@ -216,7 +226,8 @@ class Transformer:
         p = self._read_after(ex, p, x_BTD)
         axes, w = self._head(p)
         x_BTD = self._normed(ex, p, x_BTD)
-        return loss_sums(ex, LossSpec(axes, self.cfg.vocab_size, z_loss, chunk, self.cfg.logit_softcap), x_BTD, w, targets_BT)
+        spec = LossSpec(axes, self.cfg.vocab_size, z_loss, chunk, self.cfg.logit_softcap, frozen=self.lora is not None)
+        return loss_sums(ex, spec, x_BTD, w, targets_BT)
 
     def loss(self, ex: Execution, p, batch, *, z_loss: float = 0.0, chunk: int = 2048, dropout_key=None):
         """(objective, nll, aux), sums over the tokens of `batch` that have a target, in nats. Divide by their count.
@@ -314,16 +325,22 @@ class Transformer:
         return [Tensor("activations", name, shape, axes) for name, axes, shape in found]
 
 
-def build(cfg) -> Transformer:
+def build(cfg, adapters=None) -> Transformer:
     """The model of a run file: one group of equal layers, or, with global_every, one of whole periods and one of what is left;
-    before layers with experts the dense ones, a group by themselves."""
-    dense = cfg.first_dense_layers
-    groups = _groups(cfg, "dense_", dense) + _groups(cfg, "", cfg.num_layers - dense, **{"make_moe": MoE} if cfg.num_experts else {})
-    return Transformer(cfg, params.Module(lambda rngs: Ends(cfg, rngs)), groups)
+    before layers with experts the dense ones, a group by themselves.
+
+    adapters: the section [lora]. Raises: ValueError as `lora.adapt`.
+    """
+    dense, adapters = cfg.first_dense_layers, adapters if adapters is not None and adapters.rank else None
+    kind = {"make_moe": MoE} if cfg.num_experts else {}
+    groups = _groups(cfg, adapters, "dense_", dense) + _groups(cfg, adapters, "", cfg.num_layers - dense, **kind)
+    return Transformer(cfg, params.Module(lambda rngs: Ends(cfg, rngs)), groups, adapters)
 
 
-def _groups(cfg, prefix: str, num_layers: int, **kind) -> tuple[Group, ...]:
-    layer = lambda **more: params.Module(lambda rngs: Layer(cfg, rngs, **kind, **more))
+def _groups(cfg, adapters, prefix: str, num_layers: int, **kind) -> tuple[Group, ...]:
+    def layer(**more):
+        plain = lambda rngs: Layer(cfg, rngs, **kind, **more)
+        return params.Module(plain if adapters is None else lambda rngs: lora.adapt(plain(rngs), rngs, adapters))
     every = cfg.global_every
     if not every or not num_layers:
         return (Group(prefix + "layers", (layer(),), num_layers),) if num_layers else ()

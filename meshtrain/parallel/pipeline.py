@@ -34,11 +34,11 @@ class ModelFunctions:
     """What is pipelined; every function is called inside the shard_map, on a device's shard.
 
     prepare(microbatch, extra) -> e: what all layers see beside the residual stream, recomputed where it is needed.
-    embed(ends, microbatch, extra) -> x, before the first layer. layer(w, x, (number, e)) -> (x, aux).
-    head(ends, x, microbatch, extra) -> (objective, metric), after the last; the objective is differentiated.
+    embed(ends, frozen, microbatch, extra) -> x, before the first layer. layer(w, x, ((number, frozen), e)) -> (x, aux).
+    head(ends, frozen, x, microbatch, extra) -> (objective, metric), after the last; the objective is differentiated.
     aux: {name: float32 array}, sums that are not differentiated. `ends` are the weights of embed and head, which all stages
     work on together: where they are split over the stages, embed and head gather and sum over them, and return the same on
-    every stage.
+    every stage. frozen: of a layer or of the ends those weights that have no gradient.
     """
     prepare: Callable
     embed: Callable
@@ -46,24 +46,25 @@ class ModelFunctions:
     head: Callable
 
 
-def gradients(schedule: Schedule, model: ModelFunctions, mesh, once, ws, ends, batch, extra, *, ends_specs, batch_specs):
+def gradients(schedule: Schedule, model: ModelFunctions, mesh, once, weights, batch, extra, *, ends_specs, batch_specs):
     """(metric [R], gradients of ws [R, V, P, n, …], gradients of ends [R, …], aux by name [R·P, …]), float32 and unsummed over
     replicas, aux over stages, too.
 
     R = product of the sizes of `once`, the axes over which the batch is split and the caller sums; the leading dim lies
-    on them. ws: layers [V, P, n, …], dim 1 over stage; layer (v, s, i) has the number (v·P + s)·n + i. batch: [M, R, …].
-    extra: replicated. ends_specs, batch_specs: how these are split over `stage` and `once`, PartitionSpecs by leaf.
+    on them. weights: (ws, frozen ws), (ends, frozen ends). ws: layers [V, P, n, …], dim 1 over stage; layer (v, s, i) has the
+    number (v·P + s)·n + i. batch: [M, R, …]. extra: replicated. ends_specs: (of ends, of frozen ends), batch_specs: how these are
+    split over `stage` and `once`, PartitionSpecs by leaf.
     """
     execute = partial(_execute, schedule, model, needs_order(mesh), True)
-    return over_stages(execute, True, mesh, once, ws, ends, batch, extra, ends_specs, batch_specs)
+    return over_stages(execute, True, mesh, once, weights, batch, extra, ends_specs, batch_specs)
 
 
-def evaluate(model: ModelFunctions, mesh, once, ws, ends, batch, extra, *, ends_specs, batch_specs):
+def evaluate(model: ModelFunctions, mesh, once, weights, batch, extra, *, ends_specs, batch_specs):
     """The metric [R] of `gradients` alone, by the forward ticks of GPipe's schedule: ws [1, P, n, …], nothing is saved."""
-    microbatches, stages = jax.tree.leaves(batch)[0].shape[0], jax.tree.leaves(ws)[0].shape[1]
+    microbatches, stages = jax.tree.leaves(batch)[0].shape[0], jax.tree.leaves(weights[0])[0].shape[1]
     schedule = schedules.make("gpipe", stages, microbatches)
     execute = partial(_execute, schedule, model, needs_order(mesh), False)
-    return over_stages(execute, False, mesh, once, ws, ends, batch, extra, ends_specs, batch_specs)[0]
+    return over_stages(execute, False, mesh, once, weights, batch, extra, ends_specs, batch_specs)[0]
 
 
 def needs_order(mesh) -> bool:
@@ -71,14 +72,15 @@ def needs_order(mesh) -> bool:
     return mesh.devices.flat[0].platform == "cpu"
 
 
-def over_stages(execute, differentiate: bool, mesh, once, ws, ends, batch, extra, ends_specs, batch_specs):
-    """execute(stage [1], ws, ends, batch, extra) on every device's shard. Returns as `gradients`, or (metric,)."""
-    grads_specs = (jax.tree.map(lambda _: P(once or None, None, STAGE), ws),
-                   jax.tree.map(lambda spec: P(once or None, *spec), ends_specs), P((*once, STAGE))) if differentiate else ()
-    specs = (P(STAGE), jax.tree.map(lambda _: P(None, STAGE), ws), ends_specs, batch_specs, jax.tree.map(lambda _: P(), extra))
+def over_stages(execute, differentiate: bool, mesh, once, weights, batch, extra, ends_specs, batch_specs):
+    """execute(stage [1], weights, batch, extra) on every device's shard. Returns as `gradients`, or (metric,)."""
+    ws, _ = weights
+    grads_specs = (jax.tree.map(lambda _: P(once or None, None, STAGE), ws[0]),
+                   jax.tree.map(lambda spec: P(once or None, *spec), ends_specs[0]), P((*once, STAGE))) if differentiate else ()
+    specs = (P(STAGE), (jax.tree.map(lambda _: P(None, STAGE), ws), ends_specs), batch_specs, jax.tree.map(lambda _: P(), extra))
     step = jax.shard_map(execute, mesh=mesh, axis_names={STAGE, *once}, in_specs=specs, out_specs=(P(once or None), *grads_specs),
                          check_vma=False)
-    return step(jnp.arange(mesh.shape[STAGE]), ws, ends, batch, extra)
+    return step(jnp.arange(mesh.shape[STAGE]), weights, batch, extra)
 
 
 # ---- the shard of a device -------------------------------------------------------------------------------------------
@@ -89,9 +91,10 @@ class Shard:
     """What one device has of a step; all of it stays as it is from tick to tick. What changes is the carry."""
     schedule: Schedule
     model: ModelFunctions
-    layers: tuple                # (weights of all chunks [V·n, …], their numbers [V·n])
+    layers: tuple                # (weights of all chunks [V·n, …], (their numbers [V·n], frozen weights [V·n, …]))
     depth: int                   # n, layers of a chunk
     ends: dict
+    frozen_ends: dict
     batch: dict                  # [M, …]
     extra: dict
     x: jax.ShapeDtypeStruct      # the residual stream between stages
@@ -99,7 +102,7 @@ class Shard:
     columns: tuple[str, ...]     # of the schedule, in the order of a tick's numbers
 
     def layer(self, chunk, i):
-        """(weights, number) of layer i of a chunk."""
+        """(weights, (number, frozen weights)) of layer i of a chunk."""
         return take(self.layers, chunk * self.depth + i)
 
     def microbatch(self, i):
@@ -109,10 +112,10 @@ class Shard:
         return self.model.prepare(self.microbatch(i), self.extra)
 
     def embed(self, ends, i):
-        return self.model.embed(ends, self.microbatch(i), self.extra)
+        return self.model.embed(ends, self.frozen_ends, self.microbatch(i), self.extra)
 
     def head(self, ends, y, i):
-        return self.model.head(ends, y, self.microbatch(i), self.extra)
+        return self.model.head(ends, self.frozen_ends, y, self.microbatch(i), self.extra)
 
     def prepared(self, numbers):
         """What a tick is given, from its numbers in the schedule's columns: them, and what F and B see of their microbatches."""
@@ -125,24 +128,25 @@ class Shard:
         return dict(zip(self.columns, numbers)) | seen
 
 
-def shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage, ws, ends, batch, extra):
+def shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage, weights, batch, extra):
     """(Shard, carry of the first tick, numbers [T, columns] of the tick after each) for the arguments of an executor.
 
     carry: buffers X R Q D (Z) and the sums metric, ws, ends and aux, all zero; tick: what the first tick is given. Where nothing is
     differentiated, X, metric and tick alone.
     """
-    stage = stage[0]
+    stage, (ws, (ends, frozen_ends)) = stage[0], weights
     num_stages, num_chunks = schedule.num_stages, schedule.num_chunks
     depth = jax.tree.leaves(ws)[0].shape[2]
-    flat = jax.tree.map(lambda a: a.reshape(num_chunks * depth, *a.shape[3:]), ws)      # [V, 1, n, …] -> [V·n, …]
+    flat, frozen = jax.tree.map(lambda a: a.reshape(num_chunks * depth, *a.shape[3:]), ws)      # [V, 1, n, …] -> [V·n, …]
     numbers = ((jnp.arange(num_chunks) * num_stages + stage)[:, None] * depth + jnp.arange(depth)).reshape(-1)
     batch = jax.tree.map(lambda a: a[:, 0], batch)                                      # [M, 1, …] -> [M, …]
-    x = jax.eval_shape(lambda: model.embed(ends, take(batch, 0), extra))
-    fbw = split.layer_of(model.layer, flat, x, jax.eval_shape(lambda: model.prepare(take(batch, 0), extra))
+    own = numbers, frozen
+    x = jax.eval_shape(lambda: model.embed(ends, frozen_ends, take(batch, 0), extra))
+    fbw = split.layer_of(model.layer, flat, own, x, jax.eval_shape(lambda: model.prepare(take(batch, 0), extra))
                          ) if differentiate else None
     columns = dict(schedule.columns) | {name: np.tile(a[:, None], num_stages) for name, a in schedule.shared.items()}
     ticks = jnp.take(np.stack(list(columns.values()), axis=2), stage, axis=1)
-    this = Shard(schedule, model, (flat, numbers), depth, ends, batch, extra, x, fbw, tuple(columns))
+    this = Shard(schedule, model, (flat, own), depth, ends, frozen_ends, batch, extra, x, fbw, tuple(columns))
     buffer = lambda avals, *shape: jax.tree.map(lambda a: jnp.zeros((*shape, *a.shape), a.dtype), avals)
     slots = schedule.slots
     zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), tree)
@@ -189,16 +193,16 @@ def _layers(this: Shard, kinds: str, wait: Callable, c, tick, x):
         c, x, dx = carry
         back = this.depth - 1 - i
         if "F" in kinds:
-            w, number = this.layer(tick["F_chunk"], i)
-            x, aux, (r, q) = fbw.forward(w, x, (number, tick["F_e"]))
+            w, own = this.layer(tick["F_chunk"], i)
+            x, aux, (r, q) = fbw.forward(w, x, (own, tick["F_e"]))
             back = wait(back, x)
         saved = {slot: take(c[buffer], tick[slot], back) for buffer, slot in reads}
         if reads:          # XLA copies a buffer in which it might be written before it is read
             buffers, saved = lax.optimization_barrier(({name: c[name] for name in "RQZ" if name in c}, saved))
             c = c | buffers
         if "B" in kinds:
-            w, number = this.layer(tick["B_chunk"], back)
-            args = w, (number, tick["B_e"]), saved["B_r"], saved["B_q"], dx
+            w, own = this.layer(tick["B_chunk"], back)
+            args = w, (own, tick["B_e"]), saved["B_r"], saved["B_q"], dx
             if this.schedule.split:
                 dx, z = fbw.backward_input(*args)
                 c = c | dict(Z=put(c["Z"], z, tick["B_z"], back))
@@ -206,10 +210,10 @@ def _layers(this: Shard, kinds: str, wait: Callable, c, tick, x):
                 dx, dw = fbw.backward(*args)
                 c = c | dict(ws=added(c["ws"], tick["B_chunk"] * this.depth + back, dw, tick["B_on"] > 0))
         if "W" in kinds:
-            w, number = this.layer(tick["W_chunk"], back)
+            w, own = this.layer(tick["W_chunk"], back)
             # The first stage's W takes what B has made in this tick; there is no W in a tick without a B.
             z = jax.tree.map(lambda new, old: jnp.where(tick["W_z"] == tick["B_z"], new, old), z, saved["W_z"])
-            dw = fbw.backward_weight(w, (number, w_e), saved["W_q"], z)
+            dw = fbw.backward_weight(w, (own, w_e), saved["W_q"], z)
             c = c | dict(ws=added(c["ws"], tick["W_chunk"] * this.depth + back, dw, tick["W_on"] > 0))
         if "F" in kinds:
             c = c | dict(R=put(c["R"], r, tick["F_r"], i), Q=put(c["Q"], q, tick["F_q"], i), aux=_add(c["aux"], aux, tick["F_on"] > 0))
@@ -281,10 +285,10 @@ def _tick(this: Shard, phase: _Phase, wait: Callable, c, following):
     return c | dict(tick=this.prepared(following)), None
 
 
-def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, differentiate: bool, stage, ws, ends, batch, extra):
-    this, c, following = shard(schedule, model, differentiate, stage, ws, ends, batch, extra)
+def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, differentiate: bool, stage, weights, batch, extra):
+    this, c, following = shard(schedule, model, differentiate, stage, weights, batch, extra)
     wait = ordered if in_order else lambda values, _: values
-    for phase in _phases(schedule):
+    for phase in _phases(schedule, bool(jax.tree.leaves(this.ends))):
         if not differentiate and "B" in phase.kinds:
             break
         c, _ = lax.scan(partial(_tick, this, phase, wait), c, following[phase.start:phase.stop])
@@ -301,13 +305,14 @@ class _Phase(Phase):
     embed_grad: str
 
 
-def _phases(schedule: Schedule) -> list[_Phase]:
+def _phases(schedule: Schedule, trained_ends: bool) -> list[_Phase]:
     """An embedding costs little: where half of the ticks need it, and without chunks, all have it, masked, unconditioned."""
     def often(on):
         few = schedule.num_chunks > 1 and on.mean() < 0.5
         return "never" if not on.any() else "sometimes" if few else "always"
-    return [_Phase(**dataclasses.asdict(phase), **{name: often(schedule.shared[f"{name}_on"][phase.start:phase.stop])
-                                                 for name in ("embed", "embed_grad")}) for phase in schedule.phases()]
+    on = lambda phase, name: schedule.shared[f"{name}_on"][phase.start:phase.stop]
+    return [_Phase(**dataclasses.asdict(phase), embed=often(on(phase, "embed")),
+                   embed_grad=often(on(phase, "embed_grad")) if trained_ends else "never") for phase in schedule.phases()]
 
 
 def _sometimes(this: Shard, phase: _Phase, what: str, tick, then, otherwise):

@@ -142,23 +142,24 @@ class _Backward:
         return _constants(self.traced) | dict(zip(self.w_and_e, jax.tree.leaves((w, e))))
 
 
-def stack(f: Callable, ws, depth: int, x, e) -> FBW:
-    """F, B and W of `depth` layers f(w, x, (number, e)) -> (x, aux), one after the other; aux is summed over them.
+def stack(f: Callable, ws, own, depth: int, x, e) -> FBW:
+    """F, B and W of `depth` layers f(w, x, (own, e)) -> (x, aux), one after the other; aux is summed over them.
 
-    Their weights are stacked in ws [n, …], n at least `depth`.
+    Their weights are stacked in ws [n, …], n at least `depth`, and so is, in `own`, what each of them alone has and nobody
+    differentiates: its number, weights that are frozen.
 
-    In the result's functions w is (ws, numbers [n], first): layers first … first + depth − 1 of the stack, so that a
+    In the result's functions w is (ws, own, first): layers first … first + depth − 1 of the stack, so that a
     stage with several chunks needs no copy of one. e is the same for all layers. backward_weight and backward take two
     more arguments and return, for dw, `total` [n, …] with the gradients added in place where `on`: stacked, those of one
     microbatch would be as large as the total.
     """
-    return stacked(layer_of(f, ws, x, e), depth)
+    return stacked(layer_of(f, ws, own, x, e), depth)
 
 
-def layer_of(f: Callable, ws, x, e) -> FBW:
-    """As `layer`, of one of those layers f(w, x, (number, e)) whose weights are stacked in ws [n, …]."""
-    w = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), ws)
-    return layer(f, w, x, (jax.ShapeDtypeStruct((), jnp.int32), e))
+def layer_of(f: Callable, ws, own, x, e) -> FBW:
+    """As `layer`, of one of those layers f(w, x, (own, e)) of which ws and own are stacked [n, …]."""
+    w, own = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), (ws, own))
+    return layer(f, w, x, (own, e))
 
 
 def stacked(one: FBW, depth: int) -> FBW:
@@ -166,8 +167,8 @@ def stacked(one: FBW, depth: int) -> FBW:
     scan, order = jax.lax.scan, jnp.arange(depth)
 
     def at(w, e, i):
-        weights, number = take(w[:2], w[2] + i)
-        return weights, (number, e)
+        weights, own = take(w[:2], w[2] + i)
+        return weights, (own, e)
 
     def forward(w, x, e):
         def visit(x, i):

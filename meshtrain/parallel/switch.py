@@ -21,14 +21,14 @@ from meshtrain.parallel.schedules import Schedule
 from meshtrain.parallel.split import put, take
 
 
-def gradients(schedule: Schedule, model: ModelFunctions, mesh, once, ws, ends, batch, extra, *, ends_specs, batch_specs):
+def gradients(schedule: Schedule, model: ModelFunctions, mesh, once, weights, batch, extra, *, ends_specs, batch_specs):
     """As `pipeline.gradients`, for schedules of the switch family; `ends` are whole, the same on all stages."""
     execute = partial(_execute, schedule, model, needs_order(mesh))
-    return over_stages(execute, True, mesh, once, ws, ends, batch, extra, ends_specs, batch_specs)
+    return over_stages(execute, True, mesh, once, weights, batch, extra, ends_specs, batch_specs)
 
 
-def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, stage, ws, ends, batch, extra):
-    this, c, following = shard(schedule, model, True, stage, ws, ends, batch, extra)
+def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, stage, weights, batch, extra):
+    this, c, following = shard(schedule, model, True, stage, weights, batch, extra)
     fbw, num_stages = split.stacked(this.fbw, this.depth), schedule.num_stages
     w = (*this.layers, 0)               # the family has one chunk
     wait = ordered if in_order else lambda values, _: values

@@ -21,9 +21,9 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.model.transformer import Transformer
-from meshtrain.run import disk
+from meshtrain.run import adapters, disk
 from meshtrain.run.checkpoint import CheckpointError
-from meshtrain.run.pretrained import KEPT, copy_companions, leaves_of, paths_of
+from meshtrain.run.pretrained import KEPT, copy_companions, paths_of
 from meshtrain.weights import folder, forms, safetensors, settings
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -63,12 +63,12 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
 
 
 def of_run(run_dir: Path, step: int, run: Run, transformer: Transformer, params: dict, bos: int) -> None:
-    """checkpoint.export: the parameters of a step as run.dir/export/STEP, in the compute dtype, unless they are there already."""
+    """checkpoint.export: the parameters of a step, adapters merged, as run.dir/export/STEP, in the compute dtype, unless they are
+    there already."""
     directory = run_dir / DIRECTORY / str(step)
     if agree.on_first(directory.exists):
         return
-    leaves = dict(leaves_of(params))
-    write(directory, transformer, leaves.__getitem__, dtype=run.model.compute_dtype, shard_bytes=SHARD_BYTES,
+    write(directory, transformer, adapters.leaf(transformer, params), dtype=run.model.compute_dtype, shard_bytes=SHARD_BYTES,
           data=run.data.model_dump(), bos=bos, source=kept(run_dir))
 
 

@@ -43,7 +43,7 @@ CHANGES = (
     ("data.validation_fraction", STAYS), ("data.validation_tokens", STAYS),     # what is held out is not trained on
     ("data.prefetch", FREE), ("data.cache", FREE), ("data.validation_paths", FREE), ("data.skip_batches", FREE),
     ("data.*", CONTENT),
-    ("optimizer.name", STAYS),
+    ("optimizer.name", STAYS), ("lora.*", STAYS),
     ("training.max_skipped_steps", FREE),
     ("validation.*", FREE), ("checkpoint.*", FREE), ("metrics.*", FREE), ("distributed.*", FREE),
     ("*", RECORDED),
@@ -205,7 +205,7 @@ def _changes(run: Run, old: dict) -> tuple[tuple[str, object, object], ...]:
                 continue
             if rule(name) == STAYS:
                 refused.append(f"{name}={json.dumps(new)}, but the run in {run.run.dir} has {json.dumps(was)}; on resume the "
-                               "model, the data, optimizer.name and run.seed must stay: change it back, or give another "
+                               "model, [lora], the data, optimizer.name and run.seed must stay: change it back, or give another "
                                "run.name (checkpoint.init_from takes the weights along)")
             elif rule(name) == RECORDED:
                 recorded.append((name, was, new))

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from meshtrain.layout import rules
 from meshtrain.layout.mesh import after, by_gloo
 from meshtrain.layout.rules import Layout
-from meshtrain.model import float8, transformer
+from meshtrain.model import float8, params, transformer
 from meshtrain.model.layers import Execution
 from meshtrain.model.loss import with_loss
 from meshtrain.model.transformer import Transformer, without_layers
@@ -71,10 +71,10 @@ def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, s
 def scanned(step: StepSpec):
     """(`gradients`, `evaluate`), microbatch after microbatch.
 
-    gradients: (params, batch, dropout key) -> (grads placed as [optimizer], loss, count, aux); aux: the layers' sums by name,
-    divided by count. evaluate: (params, batch) -> nll sum.
+    gradients: (params, batch, dropout key) -> (grads placed as [optimizer], loss, count, aux), of what is trained alone; aux: the
+    layers' sums by name, divided by count. evaluate: (params, batch) -> nll sum.
     """
-    layout, once, param_axes = step.layout, step.once, step.state.axes
+    layout, once, trained_axes = step.layout, step.once, step.state.trained_axes
     inner, replicas = step.ex.layout, layout.ways(once)
     by_layer = step.model.gathered_by_layer(layout)
     added = _stacked(step) if by_layer and not step.ex.in_order else _in_place(step)
@@ -89,11 +89,11 @@ def scanned(step: StepSpec):
         if all(n == 1 for n in layout.sizes.values()):
             return grads
         spec_of = lambda axes: P(once or None, *inner.spec("grads", axes))
-        return jax.tree.map(lambda axes, g: jax.lax.with_sharding_constraint(g, spec_of(axes)), param_axes, grads,
+        return jax.tree.map(lambda axes, g: jax.lax.with_sharding_constraint(g, spec_of(axes)), trained_axes, grads,
                             is_leaf=rules.is_axes)
 
     def gradients(p, batch, key):
-        p, count = as_read(p), jnp.maximum(jnp.sum(batch["targets"] != NO_TARGET), 1).astype(jnp.float32)
+        p, count = step.model.divided(as_read(p)), jnp.maximum(jnp.sum(batch["targets"] != NO_TARGET), 1).astype(jnp.float32)
         if step.ex.in_order:
             batch = after(batch, count)
 
@@ -102,11 +102,11 @@ def scanned(step: StepSpec):
             grads, nll_r, aux_r = replicated(lambda grads, b: added(p, grads, b, count, key))(grads, microbatch)
             return (pin(grads), nll + nll_r), aux_r
 
-        zeros = jax.tree.map(lambda x: jnp.zeros((replicas,) + x.shape, jnp.float32), p)
+        zeros = jax.tree.map(lambda x: jnp.zeros((replicas,) + x.shape, jnp.float32), p[0])
         (grads, nll), aux = jax.lax.scan(add, (pin(zeros), jnp.zeros(replicas)), batch)
         # Pinned once more, still unsummed: otherwise propagation shards the accumulators inside the loop (ZeRO-1: 11
         # all-gathers per microbatch).
-        grads = jax.tree.map(lambda axes, g: reduce_once(layout, once, axes, g), param_axes, pin(grads), is_leaf=rules.is_axes)
+        grads = jax.tree.map(lambda axes, g: reduce_once(layout, once, axes, g), trained_axes, pin(grads), is_leaf=rules.is_axes)
         return grads, nll.sum() / count, count, jax.tree.map(lambda a: a.sum((0, 1)) / count, aux)
 
     def evaluate(p, batch):
@@ -121,7 +121,7 @@ def scanned(step: StepSpec):
 
 
 def _stacked(step: StepSpec):
-    """(params, grads, microbatch, count, key) -> (grads with the microbatch's added, nll, aux), by autodiff.
+    """((trained, frozen), grads, microbatch, count, key) -> (grads with the microbatch's added, nll, aux), by autodiff.
 
     The microbatch's gradients of all layers stand beside the accumulators until they are added: where both are split as finely
     as in ZeRO-3 that is little, and the reduce-scatters hide better than in `_in_place`.
@@ -129,10 +129,13 @@ def _stacked(step: StepSpec):
     model, ex, training = step.model, step.ex, step.run.training
 
     def added(p, grads, microbatch, count, key):
-        def objective(p):
+        trained, frozen = p
+
+        def objective(trained):
+            p = params.joined(trained, frozen)
             total, nll, aux = model.loss(ex, p, microbatch, z_loss=training.z_loss, chunk=training.loss_chunk, dropout_key=key)
             return total / count, (nll, aux)
-        new, (nll, aux) = jax.grad(objective, has_aux=True)(p)
+        new, (nll, aux) = jax.grad(objective, has_aux=True)(trained)
         return _sum(grads, new), nll, aux
     return added
 
@@ -145,23 +148,28 @@ def _in_place(step: StepSpec):
     """
     model, ex, training = step.model, step.ex, step.run.training
 
-    def repeat(group: transformer.Group, weights, x_BTD, e):
-        number, (inputs, count) = e
-        y_BTD, aux = group.apply(ex, weights, x_BTD, (number, inputs))
+    def repeat(group: transformer.Group, trained, x_BTD, e):
+        (number, frozen), (inputs, count) = e
+        y_BTD, aux = group.apply(ex, joined(trained, frozen), x_BTD, (number, inputs))
         return with_loss(y_BTD, aux[AUX_LOSS] / count) if AUX_LOSS in aux else y_BTD, aux
 
+    def joined(trained: tuple, frozen: tuple) -> tuple:
+        return tuple(map(params.joined, trained, frozen))
+
     def added(p, grads, microbatch, count, key):
+        p, frozen = p
         ends, e, aux, done = split.wide(without_layers(p)), (model.inputs(microbatch, key), count), {}, []
-        x_BTD, back_of_embed = jax.vjp(lambda ends: model.embed(ex, ends, microbatch, key), ends)
+        with_frozen = lambda ends: params.joined(ends, without_layers(frozen))
+        x_BTD, back_of_embed = jax.vjp(lambda ends: model.embed(ex, with_frozen(ends), microbatch, key), ends)
         for first, group in model.numbered():
-            w = model.weights(p, group), group.numbers(first), 0
-            layers = split.stack(partial(repeat, group), w[0], group.repeats, x_BTD, e)
+            w = model.weights(p, group), (group.numbers(first), model.weights(frozen, group)), 0
+            layers = split.stack(partial(repeat, group), *w[:2], group.repeats, x_BTD, e)
             x_BTD, group_aux, saved = layers.forward(w, x_BTD, e)
             aux = transformer.add_aux(aux, group_aux)
             done.append((layers.backward, w, saved, model.weights(grads, group)))
 
         def head(ends, x_BTD):
-            return model.head_loss(ex, ends, x_BTD, microbatch["targets"], z_loss=training.z_loss, chunk=training.loss_chunk)
+            return model.head_loss(ex, with_frozen(ends), x_BTD, microbatch["targets"], z_loss=training.z_loss, chunk=training.loss_chunk)
         _, back_of_head, nll = jax.vjp(head, ends, x_BTD, has_aux=True)
         of_head, dx_BTD = back_of_head(1 / count)
         if ex.in_order:

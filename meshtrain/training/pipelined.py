@@ -32,9 +32,10 @@ def pipelined(step: StepSpec, schedule: Schedule):
     """(`gradients`, `evaluate`) as those of `accumulate.scanned`; evaluation is without chunks, whatever the schedule."""
     model, layout, num_stages = step.model, step.layout, schedule.num_stages
     functions = _functions(step, num_stages * schedule.num_chunks)
-    ends_axes, layers_axes = without_layers(step.state.axes), step.state.axes[LAYERS]
+    ends_axes, layers_axes = without_layers(step.state.trained_axes), step.state.trained_axes[LAYERS]
     others = tuple(a for a in layout.sizes if a != pipeline.STAGE)
-    specs = dict(ends_specs=_map_axes(lambda axes: layout.spec("params", axes, drop=others), ends_axes),
+    specs = dict(ends_specs=_map_axes(lambda axes: layout.spec("params", axes, drop=others),
+                                      tuple(map(without_layers, model.divided(step.state.axes)))),
                  batch_specs={name: abstract.sharding.spec for name, abstract in step.batch.items()})
     summed = step.once + layout.mesh_axes("activations", "seq")       # a shard of a sequence has gradients of its own, too
 
@@ -47,14 +48,14 @@ def pipelined(step: StepSpec, schedule: Schedule):
         extra = {"count": count} | ({} if key is None else {"key": key})
         executor = switch if schedule.family == "switch" else pipeline
         weights = _into_loop(step, p, num_stages, schedule.num_chunks)
-        nll, ws, ends, aux = executor.gradients(schedule, functions, step.mesh, summed, *weights, batch, extra, **specs)
+        nll, ws, ends, aux = executor.gradients(schedule, functions, step.mesh, summed, weights, batch, extra, **specs)
         grads = _map_axes(lambda axes, g: reduce_once(layout, summed, axes, g), ends_axes, ends)
         grads[LAYERS] = _map_axes(out_of_stages, layers_axes, ws)
         return grads, nll.sum() / count, count, jax.tree.map(lambda a: a.sum(0) / count, aux)
 
     def evaluate(p, batch):
         weights = _into_loop(step, p, num_stages, 1)
-        return pipeline.evaluate(functions, step.mesh, summed, *weights, batch, {"count": jnp.float32(1)}, **specs).sum()
+        return pipeline.evaluate(functions, step.mesh, summed, weights, batch, {"count": jnp.float32(1)}, **specs).sum()
 
     return gradients, evaluate
 
@@ -66,27 +67,28 @@ def _functions(step: StepSpec, virtual_stages: int) -> pipeline.ModelFunctions:
     def prepare(microbatch, extra):
         return model.inputs(microbatch, extra.get("key")), extra["count"]
 
-    def embed(ends, microbatch, extra):
-        return model.embed(ex, ends, microbatch, extra.get("key"))
+    def embed(ends, frozen, microbatch, extra):
+        return model.embed(ex, params.joined(ends, frozen), microbatch, extra.get("key"))
 
-    def layer(weights, x, numbered):
-        number, (inputs, count) = numbered
-        y, aux = transformer.block(ex, model.layer, weights, x, inputs, number)
+    def layer(weights, x, e):
+        (number, frozen), (inputs, count) = e
+        y, aux = transformer.block(ex, model.layer, params.joined(weights, frozen), x, inputs, number)
         if num_layers % virtual_stages:
             aux = jax.tree.map(lambda a: jnp.where(number < num_layers, a, 0), aux)
         if AUX_LOSS in aux:
             y = with_loss(y, aux[AUX_LOSS] / count)
         return jnp.where(number < num_layers, y, x) if num_layers % virtual_stages else y, aux
 
-    def head(ends, x, microbatch, extra):
-        total, nll = model.head_loss(ex, ends, x, microbatch["targets"], z_loss=training.z_loss, chunk=training.loss_chunk)
+    def head(ends, frozen, x, microbatch, extra):
+        total, nll = model.head_loss(ex, params.joined(ends, frozen), x, microbatch["targets"], z_loss=training.z_loss, chunk=training.loss_chunk)
         return total / extra["count"], nll
 
     return pipeline.ModelFunctions(prepare, embed, layer, head)
 
 
 def _into_loop(step: StepSpec, p, num_stages: int, num_chunks: int):
-    """(layers, ends): gathered once per step, in the compute dtype; inside the loop stands a full stage of them."""
+    """(layers, ends), both as (trained, frozen): gathered once per step, in the compute dtype; inside the loop stands a full stage
+    of them."""
     layout, num_layers = step.layout, step.model.cfg.num_layers
 
     def into_stages(axes, w):
@@ -97,7 +99,8 @@ def _into_loop(step: StepSpec, p, num_stages: int, num_chunks: int):
 
     p = step.model.as_read(layout, p, step.ex.dtype)
     ends = _map_axes(lambda axes, w: layout.in_use(w, axes), without_layers(step.state.axes), without_layers(p))
-    return _map_axes(into_stages, step.state.axes[LAYERS], p[LAYERS]), ends
+    both = step.model.divided({**ends, LAYERS: _map_axes(into_stages, step.state.axes[LAYERS], p[LAYERS])})
+    return tuple(part[LAYERS] for part in both), tuple(map(without_layers, both))
 
 
 def _staged(axes):
@@ -116,15 +119,16 @@ def layer_fbw(run, model: Transformer, layout: Layout, mesh, attend: Callable) -
     sequences = run.data.global_batch // run.training.microbatches // layout.ways(once)
     sizes = (sequences, run.data.seq_len // layout.ways(seq))
     x = jax.ShapeDtypeStruct((*sizes, run.model.embed_dim), dtype)
-    weights = params.tree(model.parameters(), lambda info: jax.ShapeDtypeStruct(
-        info.shape[1:], dtype if info.role == "matrix" else info.dtype))[LAYERS]
+    weights, frozen = (part[LAYERS] for part in model.divided(params.tree(model.parameters(), lambda info: jax.ShapeDtypeStruct(
+        info.shape[1:], dtype if info.role == "matrix" else info.dtype))))
     fbw = None
 
     def trace():
         nonlocal fbw
         key = jax.random.key(0) if drops(run) else None
         inputs = model.inputs({name: jnp.zeros(sizes[:1 + dims], jnp.int32) for name, dims in FIELDS.items()}, key)
-        fbw = split.layer(lambda w, x, e: transformer.block(ex, model.layer, w, x, e[1], e[0]), weights, x, (jnp.int32(0), inputs))
+        layer = lambda w, x, e: transformer.block(ex, model.layer, params.joined(w, e[2]), x, e[1], e[0])
+        fbw = split.layer(layer, weights, x, (jnp.int32(0), inputs, frozen))
         return jnp.int32(0)
 
     with jax.sharding.use_abstract_mesh(mesh):          # whatever mesh the caller has in force

@@ -27,6 +27,7 @@ class StateSpec:
     """Shapes, logical axes and placements of a State, all known before one exists."""
     tx: object                  # optax.GradientTransformation
     axes: dict                  # logical axes of each parameter, a tree like params
+    trained_axes: dict          # of those that are trained, a tree like their gradients
     abstract: State             # ShapeDtypeStructs
     sharding: State             # NamedShardings
 
@@ -40,12 +41,14 @@ def describe(model: Transformer, optimizer_cfg, steps: int, layout: Layout, mesh
     as [params] says, see `Transformer.as_read`."""
     table = model.parameters()
     axes = params.tree(table, lambda info: info.axes)
+    trained = lambda leaf: params.divided(table, params.tree(table, leaf))[0]
     place = lambda table_name, tree: rules.shardings(layout, mesh, table_name, tree)
     stored = place("optimizer", axes)
-    tx = optimizer.build(optimizer_cfg, steps, params.tree(table, lambda info: info.role),
-                         params.tree(table, lambda info: info.matrix_dims), stored, model.cfg.compute_dtype, balance_rate)
+    tx = optimizer.build(optimizer_cfg, steps, trained(lambda info: info.role), trained(lambda info: info.matrix_dims),
+                         place("optimizer", trained(lambda info: info.axes)), model.cfg.compute_dtype, balance_rate)
     p = params.tree(table, lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype))
-    abstract = State(jax.ShapeDtypeStruct((), jnp.int32), p, jax.eval_shape(tx.init, p))
-    opt_axes = optimizer.state_axes(tx, p, axes)
+    trained_p, trained_axes = model.divided(p)[0], trained(lambda info: info.axes)
+    abstract = State(jax.ShapeDtypeStruct((), jnp.int32), p, jax.eval_shape(tx.init, trained_p))
+    opt_axes = optimizer.state_axes(tx, trained_p, trained_axes)
     sharding = State(place("optimizer", ()), stored, place("optimizer", opt_axes))
-    return StateSpec(tx, axes, abstract, sharding)
+    return StateSpec(tx, axes, trained_axes, abstract, sharding)

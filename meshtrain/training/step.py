@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain.layout.mesh import after
 from meshtrain.layout.rules import Layout
-from meshtrain.model import moe
+from meshtrain.model import moe, params
 from meshtrain.model.layers import Execution
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import NO_TARGET
@@ -88,7 +88,7 @@ class Program:
     `initialize() -> State`, a function of the seed alone.
     """
     train: Callable
-    gradients: Callable            # (params, batch, dropout key) -> (grads placed as [optimizer], loss, count, aux); not jitted
+    gradients: Callable            # (params, batch, dropout key) -> (grads of what is trained, placed as [optimizer], loss, count, aux)
     evaluate: Callable
     initialize: Callable
     spec: StateSpec
@@ -139,7 +139,7 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
     `compiler_options`.
     """
     training, step = run.training, accumulate.step_spec(run, model, layout, mesh, attend, spec, bool(schedule))
-    roles = [info.role for info in model.parameters()]
+    roles = [info.role for info in model.parameters() if info.trainable]
     gradients, nll = pipelined.pipelined(step, schedule) if schedule else accumulate.scanned(step)
 
     def train(state: State, batch):
@@ -148,12 +148,13 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         grad_norm = optax.global_norm([g for g, role in zip(jax.tree.leaves(grads), roles, strict=True) if role != "balance"])
         if training.grad_clip:      # of biases that balance experts only signs count
             grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, training.grad_clip / (grad_norm + 1e-12)), grads)
-        updates, opt_state = spec.tx.update(grads, state.opt_state, state.params, step=state.step)
+        trained, frozen = model.divided(state.params)
+        updates, opt_state = spec.tx.update(grads, state.opt_state, trained, step=state.step)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         # A step that is not finite changes nothing but the count of steps, from which the learning rate follows.
         updates = jax.tree.map(lambda u: jnp.where(finite, u, 0.0), updates)
         opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), opt_state, state.opt_state)
-        new = State(state.step + 1, optax.apply_updates(state.params, updates), opt_state)
+        new = State(state.step + 1, params.joined(optax.apply_updates(trained, updates), frozen), opt_state)
         rate = learning_rate_schedule(run.optimizer, training.steps)(state.step)
         metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": jnp.asarray(rate, jnp.float32), "tokens": count,
                    "skipped": ~finite}
@@ -165,7 +166,7 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
 
     def initialize():
         p = model.init(jax.random.key(run.run.seed))
-        return State(jnp.int32(0), p, spec.tx.init(p))
+        return State(jnp.int32(0), p, spec.tx.init(model.divided(p)[0]))
 
     batch_shardings = {name: abstract.sharding for name, abstract in step.batch.items()}
     whole = NamedSharding(mesh, P())

@@ -1,0 +1,84 @@
+"""Weights of runs that trained adapters: merged, wherever weights are asked for without them.
+
+Whoever reads a run's parameters asks here, and need not know whether it had adapters.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from meshtrain.model import lora
+from meshtrain.model.transformer import Transformer
+from meshtrain.names import LORA
+from meshtrain.run.checkpoint import Checkpoints
+from meshtrain.run.pretrained import leaves_of, nested
+
+KERNEL = "kernel"
+
+
+def section(checkpoints: Checkpoints, step: int) -> dict:
+    """The section [lora] of the run that saved a step; empty where it trained the whole model."""
+    found = checkpoints.metadata(step)["run"].get("lora", {})
+    return found if found.get("rank") else {}
+
+
+def described(found: Mapping) -> str:
+    """A section [lora] in the words of a message."""
+    if not found.get("rank"):
+        return "the whole model"
+    return f"adapters of lora.rank={found['rank']}, alpha={found['alpha']} at {', '.join(found['targets']) or 'all projections'}"
+
+
+def restore(checkpoints: Checkpoints, step: int, wanted: dict, dtype=None) -> dict:
+    """The parameters of a step that are wanted, ready to use by a model without adapters: those that the run trained are merged.
+
+    wanted: nested dicts of jax.ShapeDtypeStruct with NamedShardings, all parameters or some. dtype: of what is merged; None: as it
+    is stored. Raises: as `Checkpoints.restore`.
+    """
+    kernels, found = dict(leaves_of(wanted)), section(checkpoints, step)
+    if found:
+        stored = dict(leaves_of(checkpoints.arrays(step)["params"]))
+        for path in [path for path in kernels if _beside(path, "a") in stored]:
+            kernels |= {_beside(path, one): _placed(stored[_beside(path, one)], kernels[path], one) for one in "ab"}
+    taken, _ = checkpoints.restore(step, {"params": nested(kernels)}, part=True)
+    return nested(_merged(dict(leaves_of(taken["params"])), found["alpha"] / found["rank"], dtype)) if found else taken["params"]
+
+
+def leaf(transformer: Transformer, params: dict) -> Callable[[str], jax.Array]:
+    """Path -> that parameter, merged in float32 where it has an adapter."""
+    leaves, scale = dict(leaves_of(params)), transformer.lora and transformer.lora.alpha / transformer.lora.rank
+
+    def of(path: str) -> jax.Array:
+        own = {name: leaves[name] for name in (path, _beside(path, "a"), _beside(path, "b")) if name in leaves}
+        return _merged(own, scale, jnp.float32)[path]
+    return of
+
+
+def _beside(path: str, name: str) -> str:
+    return f"{path.removesuffix(KERNEL)}{LORA}/{name}" if path.endswith(KERNEL) else ""
+
+
+def _placed(stored, kernel, name: str) -> jax.ShapeDtypeStruct:
+    """A or B with the rank whole, its other dims as the kernel's."""
+    spec = (*kernel.sharding.spec, *[None] * len(kernel.shape))[:len(kernel.shape)]
+    into = len(kernel.shape) - len(stored.shape) + 2        # where B's dims behind the rank begin: L and the inputs go before
+    spec = (*spec[:len(stored.shape) - 1], None) if name == "a" else (spec[0], None, *spec[into:])
+    return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=NamedSharding(kernel.sharding.mesh, P(*spec)))
+
+
+def _merged(leaves: Mapping[str, jax.Array], scale: float | None, dtype) -> dict[str, jax.Array]:
+    """The leaves, those of adapters in their kernels; one after another."""
+    out = {}
+    for path, kernel in leaves.items():
+        if _beside(path, "a") in leaves:
+            kernel = _merge(kernel.sharding, dtype or kernel.dtype)(kernel, *(leaves[_beside(path, one)] for one in "ab"), scale)
+        if f"/{LORA}/" not in path:
+            out[path] = kernel
+    return out
+
+
+def _merge(sharding, dtype):
+    return jax.jit(lambda kernel, a, b, scale: lora.merged(kernel, {"a": a, "b": b}, scale).astype(dtype), out_shardings=sharding)

@@ -1,0 +1,157 @@
+"""LoRA: every layout trains the adapters that one device trains, and nothing else moves.
+
+One device is compared with the model without adapters at the merged weights: by the chain rule its weights' gradients give
+those of A and B.
+"""
+import functools
+
+import jax
+import numpy as np
+import pytest
+import sampling
+
+from meshtrain import assembly, config
+from meshtrain.cost import report
+from meshtrain.model import lora, params
+from meshtrain.training import pipelined
+from test_layouts import ONE, Compiled, MODEL, rows, run_of
+
+RANK, ALPHA = 4, 6.0
+SCALE = ALPHA / RANK
+MESHES = [
+    ("zero1", dict(fsdp=4)), ("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2)),
+    ("zero3_tensor_sequence_pipeline", dict(fsdp=2, tensor=2, stage=2)),
+]
+GRID = [
+    ("ddp", dict(data=4)), ("zero2", dict(data=2, fsdp=2)), ("zero3", dict(data=2, fsdp=4)), ("hsdp", dict(data=2, fsdp=2)),
+    ("tensor", dict(data=2, tensor=2)), ("tensor_sequence", dict(tensor=8)), ("zero3_context", dict(fsdp=2, context=2)),
+    ("zero3_tensor_sequence_context", dict(fsdp=2, tensor=2, context=2)), ("pipeline", dict(data=2, stage=2)),
+    ("zero1_tensor_sequence_pipeline", dict(data=2, tensor=2, stage=2)), ("zero3_tensor_sequence_context_pipeline", dict(stage=2, context=2)),
+]  # fmt: skip
+
+
+def lora_run(rule: str, mesh: dict, model: dict = {}, training: dict = {}, targets: tuple = (), **sections) -> config.Run:
+    made = dict(run_of(rule, mesh, model, training))
+    return config.Run(**made | dict(lora=dict(rank=RANK, alpha=ALPHA, targets=targets)) | sections)
+
+
+def begun(made, seed: int = 1) -> dict:
+    """Host parameters with every B away from zero, where A has no gradient."""
+    rng = np.random.default_rng(seed)
+    trained, frozen = made.model.divided(jax.device_get(made.program.initialize().params))
+    trained = jax.tree.map_with_path(
+        lambda path, a: rng.normal(size=a.shape, scale=0.1).astype(a.dtype) if path[-1].key == "b" else a, trained)
+    return params.joined(trained, frozen)
+
+
+@functools.cache
+def reference(model: tuple = (), training: tuple = (), targets: tuple = ()):
+    """(params, losses, first moments) of one device."""
+    one = Compiled(lora_run("ddp", ONE, dict(model), dict(training), targets))
+    p = begun(one.made)
+    return p, *one.train(p, 3)
+
+
+def assert_equal_gradients(found, expected, tolerance):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        assert np.abs(a - b).max() <= tolerance * np.abs(b).max(), jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("rule, mesh", [*MESHES, *(pytest.param(*case, marks=sampling.GRID) for case in GRID)], ids=str)
+def test_every_layout_trains_the_adapters_that_one_device_trains(rule, mesh):
+    p, losses, moments = reference()
+    found, found_moments = Compiled(lora_run(rule, mesh)).train(p, 3)
+    np.testing.assert_allclose(found, losses, rtol=2e-6)            # float32 sums in another order
+    assert_equal_gradients(found_moments, moments, 1e-5)
+
+
+def test_adapters_have_the_gradients_that_the_merged_model_gives_them():
+    """dA = s dW B', dB = s A' dW of W + s A B, on one device, of all projections."""
+    p, losses, moments = reference(training=(("grad_clip", 0.0),))
+    plain = Compiled(run_of("ddp", ONE, training=dict(grad_clip=0.0)))
+    merged = jax.device_get(without_adapters(p))
+    plain_losses, of_weights = plain.train(merged, 1)
+    assert abs(plain_losses[0] - losses[0]) < 2e-6 * losses[0]
+    checked = 0
+    for part, names in (("attention", ("query", "key", "value", "out")), ("mlp", ("gate", "up", "down"))):
+        for name in names:
+            a, b = (p["layers"][part][name]["lora"][one] for one in "ab")
+            dw = of_weights["layers"][part][name]["kernel"].reshape(len(a), int(np.prod(a.shape[1:-1])), -1)
+            a2, b2 = a.reshape(len(a), -1, RANK), b.reshape(len(b), RANK, -1)
+            found = moments["layers"][part][name]["lora"]
+            assert_equal_gradients(found, {"a": SCALE * np.einsum("lio,lro->lir", dw, b2).reshape(a.shape),
+                                           "b": SCALE * np.einsum("lir,lio->lro", a2, dw).reshape(b.shape)}, 1e-4)
+            checked += 1
+    assert checked == 7 and len(jax.tree.leaves(moments)) == 14, "no other leaf is trained"
+
+
+def without_adapters(p: dict) -> dict:
+    """The merged parameters, by the formula."""
+    def visit(node):
+        if not isinstance(node, dict):
+            return node
+        node = {key: visit(value) for key, value in node.items()}
+        if "lora" in node:
+            adapter = node.pop("lora")
+            node["kernel"] = lora.merged(node["kernel"], adapter, SCALE)
+        return node
+    return visit(p)
+
+
+@pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=sampling.GRID), pytest.param("adafactor", marks=sampling.GRID),
+                                  pytest.param("lion", marks=sampling.GRID)])
+def test_the_base_stays_bit_for_bit_and_only_adapters_have_a_state(name):
+    compiled = Compiled(lora_run("zero3", dict(fsdp=4), optimizer=dict(name=name, learning_rate=0.1)))
+    made = compiled.made
+    state = made.program.initialize()
+    before = jax.device_get(state.params)
+    for n in range(3):
+        state, metrics = compiled.step(state, made.program.place(rows(n)))
+        assert not metrics["skipped"]
+    (trained, frozen), (old, expected) = map(made.model.divided, (jax.device_get(state.params), before))
+    jax.tree.map(np.testing.assert_array_equal, frozen, expected)
+    assert all((a != b).any() for a, b in zip(jax.tree.leaves(trained), jax.tree.leaves(old), strict=True)), "every adapter moved"
+    names = {"/".join(str(getattr(key, "key", key)) for key in path) for path, leaf in jax.tree.leaves_with_path(state.opt_state)
+             if leaf.ndim > 1}
+    assert names and all("/lora/" in name for name in names)
+    size = sum(leaf.size for leaf in jax.tree.leaves(trained))
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.opt_state)) < 2 * size + 10
+
+
+def test_the_first_step_computes_what_the_model_without_adapters_does():
+    run = lora_run("ddp", ONE)
+    with_adapters = Compiled(run)
+    state = with_adapters.made.program.initialize()
+    plain = Compiled(run_of("ddp", ONE)).made
+    p = plain.program.initialize().params
+    frozen = with_adapters.made.model.divided(state.params)[1]
+    flat = dict(jax.tree.leaves_with_path(frozen))
+    assert all((flat[path] == leaf).all() for path, leaf in jax.tree.leaves_with_path(p)), "adapters do not change the draws of the others"
+    batch = plain.program.place(rows(0))
+    losses = [made.program.evaluate(q, batch)[0] for made, q in ((plain, p), (with_adapters.made, state.params))]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("mesh, rule", [pytest.param(dict(data=2), "ddp", marks=sampling.GRID), (dict(stage=2), "pipeline")], ids=str)
+def test_no_accumulator_of_a_frozen_weight_stands_in_the_compiled_step(rule, mesh):
+    compiled = Compiled(lora_run(rule, mesh, targets=("query", "value")))
+    made, held = compiled.made, report.formula(compiled.made)
+    trained = made.model.divided(made.program.spec.abstract.params)[0]
+    size = sum(leaf.size for leaf in jax.tree.leaves(trained))
+    assert held["grads"] == 4 * size // mesh.get("stage", 1)
+    assert held["optimizer"] == 2 * 4 * size // mesh.get("stage", 1) + 4
+    found = report.held_by_program(made, compiled.step)
+    assert (found["grads"], found["optimizer"]) == (held["grads"], held["optimizer"])
+
+
+def test_without_remat_nothing_is_kept_for_the_gradient_of_a_frozen_weight():
+    """Of attention's output and the MLP's input nothing is kept that only their own weights' gradients would read."""
+    kept = {}
+    for targets in ((), ("query",)):
+        made = assembly.assemble(lora_run("pipeline", dict(stage=2), targets=targets), jax.devices()[:2])
+        fbw, x = pipelined.layer_fbw(made.run, made.model, made.layout, made.mesh.abstract_mesh, made.program.execution.attend)
+        kept[targets] = sum(a.size for a in fbw.r + fbw.q)
+    tokens = x.shape[0] * x.shape[1]
+    # The normed inputs of the MLP, which gate and up alone read for their weights' gradients.
+    assert kept[()] - kept[("query",)] >= tokens * MODEL["embed_dim"]
