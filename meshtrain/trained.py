@@ -6,6 +6,7 @@ the tokenizer, the separator in front of a prompt and the token that ends an ans
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from meshtrain.config import ConfigError, Run
 from meshtrain.data import sources, tokenizer
 from meshtrain.inference import placement
 from meshtrain.inference.generate import Generator
+from meshtrain.inference.score import Scorer
 from meshtrain.layout.mesh import MeshSpec, by_gloo
 from meshtrain.layout.rules import Layout
 from meshtrain.model import params, transformer
@@ -35,7 +37,8 @@ TOKENIZER = "tokenizer.json"
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Text to ids and back. prompt: with what stands in front of a document. of: the tokenizer itself."""
+    """Text to ids and back. encode: alone; prompt: with what stands in front of a document. of: the tokenizer itself."""
+    encode: Callable[[str], list[int]]
     prompt: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
     of: object
@@ -70,11 +73,12 @@ class Trained:
                 if "data.tokenizer" not in self.given and not os.path.isfile(named):
                     return None
                 published = tokenizer.open_published(os.path.expanduser(named))
-                return Text(published.encode, published.decode, published)
+                return Text(lambda text: published.encode(text, special=False), published.encode, published.decode, published)
             reader, _ = sources.reader_of(self.run.data, vocab_size=self.run.model.vocab_size)
         if isinstance(reader, tokenizer.Ids):
             return None
-        return Text(lambda text: [reader.bos, *map(int, reader.encode([text])[0])], reader.decode, reader)
+        encode = lambda text: list(map(int, reader.encode([text])[0]))
+        return Text(encode, lambda text: [reader.bos, *encode(text)], reader.decode, reader)
 
     def stop_ids(self) -> tuple[int, ...]:
         """The tokens that end an answer: the end of a document, as the run wrote it, and what the folder names. Raises: ConfigError."""
@@ -83,6 +87,11 @@ class Trained:
             if not self.of_folder:
                 found += (sources.reader_of(self.run.data, vocab_size=self.run.model.vocab_size)[1],)
         return tuple(dict.fromkeys(found))
+
+    def separator(self) -> int | None:
+        """bos_token_id of the folder's config.json; None without one."""
+        found = settings.read(self.files).get("bos_token_id") if self.files else None
+        return found if type(found) is int and 0 <= found < self.run.model.vocab_size else None
 
     def place(self) -> Placed:
         """With its weights on the devices of [mesh]; starts the backend. Raises: ConfigError, CheckpointError."""
@@ -118,10 +127,19 @@ class Placed:
     params: dict
     options: dict
 
+    @functools.cached_property
+    def read(self) -> dict:
+        """The weights as matmuls read them. Raises: assembly.BrokenProgramError."""
+        read = jax.jit(lambda p: self.model.as_read(self.ex.layout, p, self.ex.dtype))
+        return self.compiled("the reading of the weights", read, self.params)(self.params)
+
     def generator(self) -> Generator:
         """Raises: assembly.BrokenProgramError."""
-        read = jax.jit(lambda p: self.model.as_read(self.ex.layout, p, self.ex.dtype))
-        return Generator(self.model, self.ex, self.compiled("the reading of the weights", read, self.params)(self.params), self.compiled)
+        return Generator(self.model, self.ex, self.read, self.compiled)
+
+    def scorer(self) -> Scorer:
+        """Raises: assembly.BrokenProgramError."""
+        return Scorer(self.model, self.ex, self.read, self.mesh, self.compiled)
 
     def compiled(self, name: str, jitted, *args):
         """The jitted function, compiled for these arguments, and searched as the programs of a run are."""

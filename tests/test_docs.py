@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain import config, convert, generate, plan, report
+from meshtrain import config, convert, evaluate, generate, plan, report
 from meshtrain.cost import hardware
 from meshtrain.run import resume
 
@@ -65,6 +65,9 @@ def test_commands_have_options_that_are_there_and_files_that_exist(page, as_a_us
             continue
         elif module == "meshtrain.convert":
             assert convert.flags(argv)[0]
+            continue
+        elif module == "meshtrain.evaluate":
+            assert all(word.startswith("--data.") for word in evaluate.options_of(argv)[2][::2])
             continue
         elif module == "meshtrain.generate":
             assert all(word.startswith("--") for word in generate.options_of(argv)[3][::2])

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import os
+import re
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 # What tokenizers call the token that stands before a document, or between two; the first that a vocabulary has is taken.
 BOS_NAMES = ("<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<bos>", "<s>", "[BOS]", "<|bos|>", "<|startoftext|>",
              "<|endoftext|>")
+SPACE = "▁"     # what SentencePiece writes for a space
 
 
 class Tokenizer(Protocol):
@@ -99,9 +102,44 @@ class Published:
         return self.library.decode([int(i) for i in ids], skip_special_tokens=True)
 
 
+class Lengths(NamedTuple):
+    """How many bytes of text tokens stand for. bytes_V: of each id. prefix: of a document's first token, those that the tokenizer put
+    there: a space."""
+    bytes_V: np.ndarray
+    prefix: int
+
+
+def lengths(reader: Tokenizer) -> Lengths | None:
+    """None of a tokenizer whose tokens do not tell: there is none, or its words lose what stood between them."""
+    if isinstance(reader, Bytes):
+        return Lengths(np.where(np.arange(reader.vocab_size) < reader.bos, 1, 0), 0)
+    if not isinstance(reader, TokenizerFile):
+        return None
+    decoder = json.dumps(json.loads(reader.library.to_str()).get("decoder"), ensure_ascii=False)
+    if not any(mark in decoder for mark in ("ByteLevel", "Metaspace", SPACE)):
+        return None
+    added = reader.library.get_added_tokens_decoder()
+    found = np.zeros(reader.vocab_size, np.int64)
+    for piece, number in reader.library.get_vocab(with_added_tokens=True).items():
+        if number in added:     # special ones are no text: names of them in a text are ordinary characters
+            found[number] = 0 if added[number].special else len(piece.encode())
+        elif "ByteLevel" in decoder:
+            found[number] = len(piece)      # each character of it is a byte
+        else:
+            found[number] = 1 if re.fullmatch("<0x[0-9A-F]{2}>", piece) else len(piece.replace(SPACE, " ").encode())
+    one = reader.library.encode("a", add_special_tokens=False).ids
+    return Lengths(found, max(int(found[one].sum()) - 1, 0))
+
+
 def open_published(path: str | os.PathLike) -> Published:
     """Raises: ValueError where the file is missing or broken."""
     return Published(_library(path, str(path))[0])
+
+
+def names_of(path: str | os.PathLike, *ids: int | None) -> list[str]:
+    """The tokens of a tokenizer.json that have these ids; "" where none has. Raises: ValueError."""
+    library = _library(path, str(path))[0]
+    return [(library.id_to_token(one) or "") if one is not None else "" for one in ids]
 
 
 def open_file(path: str, bos_token: str = "") -> TokenizerFile:
@@ -140,11 +178,11 @@ def _library(path: str | os.PathLike, name: str) -> tuple[Any, bytes]:
     return library, content
 
 
-def import_extra(module: str, wanted_by: str) -> Any:
-    """A module of the extra `data`. Raises: ValueError that says what to install."""
+def import_extra(module: str, wanted_by: str, extra: str = "data") -> Any:
+    """A module of an extra. Raises: ValueError that says what to install."""
     import importlib
     try:
         return importlib.import_module(module)
     except ImportError:
         raise ValueError(f"{wanted_by} needs the package {module.partition('.')[0]}, which is not installed; "
-                         "run pip install -e '.[data]'") from None
+                         f"run pip install -e '.[{extra}]'") from None

@@ -139,7 +139,7 @@ def _programs(model: Transformer, ex: Execution, T: int, room: int, how: picking
         x_BTD, caches = cache.prefill(model, ex, p, batch, room)
         zeros_B = jnp.zeros(B, jnp.int32)
         going = Going(jnp.int32(0), zeros_B, jnp.zeros((B, room), jnp.int32), zeros_B, budget_B <= 0, caches)
-        return whole(picked(going, model.head_logits(ex, p, x_BTD, T - 1), budget_B, names_B, seed))
+        return whole(picked(going, model.head_logits(ex, p, x_BTD[:, T - 1:])[:, 0], budget_B, names_B, seed))
 
     def go_on(p, going: Going, lengths_B, budget_B, names_B, seed, until, ended_B):
         def one_more(going: Going) -> Going:
@@ -148,7 +148,7 @@ def _programs(model: Transformer, ex: Execution, T: int, room: int, how: picking
             batch = {"tokens": token_B1, "positions": lengths_B[:, None] + before, "segments": jnp.ones_like(token_B1),
                      "index": jnp.zeros_like(token_B1), "sequence": jnp.zeros_like(going.token_B)}
             x_BTD, caches = cache.extend(model, ex, p, batch, going.caches, T + before, T - lengths_B)
-            return picked(going._replace(caches=caches), model.head_logits(ex, p, x_BTD, 0), budget_B, names_B, seed)
+            return picked(going._replace(caches=caches), model.head_logits(ex, p, x_BTD)[:, 0], budget_B, names_B, seed)
         unfinished = lambda going: (going.count < until) & ~going.done_B.all()
         return whole(jax.lax.while_loop(unfinished, one_more, going._replace(done_B=going.done_B | ended_B)))
 

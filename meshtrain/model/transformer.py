@@ -234,11 +234,11 @@ class Transformer:
 
         The objective is differentiated; aux[AUX_LOSS], where the layers make one, is part of it.
         """
-        x_BTD, aux = self._through_layers(ex, p, batch, dropout_key)
+        x_BTD, aux = self.through_layers(ex, p, batch, dropout_key)
         objective, nll = self.head_loss(ex, p, x_BTD, batch["targets"], z_loss=z_loss, chunk=chunk)
         return objective + aux[AUX_LOSS] if AUX_LOSS in aux else objective, nll, aux
 
-    def _through_layers(self, ex: Execution, p, batch, dropout_key=None):
+    def through_layers(self, ex: Execution, p, batch, dropout_key=None):
         """(output of the last layer, aux summed over the layers)."""
         inputs, aux = self.inputs(batch, dropout_key), {}
         x_BTD = self.embed(ex, p, batch, dropout_key)
@@ -270,18 +270,16 @@ class Transformer:
 
     def logits(self, ex: Execution, p, batch, at):
         """float32 logits [B, V] of the next token after position `at` of every sequence; padding removed."""
-        x_BTD, _ = self._through_layers(ex, p, batch)
-        return self.head_logits(ex, p, x_BTD, at)
+        return jax.lax.dynamic_index_in_dim(self.head_logits(ex, p, self.through_layers(ex, p, batch)[0]), at, 1, keepdims=False)
 
-    def head_logits(self, ex: Execution, p, x_BTD, at):
-        """As `logits`, from the output of the last layer."""
+    def head_logits(self, ex: Execution, p, x_BTD):
+        """float32 logits [B, T, V] of the next token after each, from the output of the last layer; padding removed."""
         p = self._read_after(ex, p, x_BTD)
         axes, w = self._head(p)
         x_BTD = ex.layout.act(self._normed(ex, p, x_BTD), "batch", "seq", None)
-        x_BD = jax.lax.dynamic_index_in_dim(x_BTD, at, 1, keepdims=False)
-        eq = "BD,DV->BV" if axes == ("embed", "vocab") else "BD,VD->BV"
-        logits_BV = jnp.einsum(eq, x_BD, w.astype(ex.dtype), preferred_element_type=jnp.float32)[:, :self.cfg.vocab_size]
-        return capped(logits_BV, self.cfg.logit_softcap)
+        eq = "BTD,DV->BTV" if axes == ("embed", "vocab") else "BTD,VD->BTV"
+        logits_BTV = jnp.einsum(eq, x_BTD, w.astype(ex.dtype), preferred_element_type=jnp.float32)[..., :self.cfg.vocab_size]
+        return capped(logits_BTV, self.cfg.logit_softcap)
 
     def _head(self, p):
         if self.cfg.tie_embeddings:

@@ -1,0 +1,238 @@
+"""python -m meshtrain.evaluate RUN_DIR|HF_DIR [--data.key value …] [--tasks a,b] [--step N] [--json]: how well a model predicts.
+
+The loss (nats per target, a document's end among them), perplexity and bits per byte of text, of each source and of all. RUN_DIR: of what
+the run holds out, all of it, or of all documents of --data.paths (with --data.source, --data.mixture) where they are given. HF_DIR, a model
+folder of Hugging Face's: of the documents that are given. --tasks: of the LM evaluation harness, by their names, comma-separated, or paths
+of their YAML files (pip install -e '.[eval]'); --num-fewshot N, --limit N (documents of each task): as there.
+--json: only JSON on stdout: {"loss", "tokens", "perplexity", "bits_per_byte", "sources": {name: the same}, "tasks": {name: metrics}};
+null where there is none. --mesh.data, --mesh.fsdp, --mesh.tensor N: the command's own mesh, as of meshtrain.generate.
+Exit codes: 0 · 2 the user's mistake, one message · 1 anything else.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import importlib
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from meshtrain.run import say
+
+if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
+    say.begin()
+    with say.without_noise():
+        importlib.import_module("jax")
+
+import jax
+import numpy as np
+
+from meshtrain import assembly, config, trained
+from meshtrain.config import ConfigError
+from meshtrain.data import packing, sources, tokenizer
+from meshtrain.data.contracts import ValidationSet
+from meshtrain.inference.score import Scorer
+from meshtrain.names import NO_TARGET
+from meshtrain.run.checkpoint import CheckpointError
+
+USAGE = "python -m meshtrain.evaluate RUN_DIR|HF_DIR [--data.key value ...] [--tasks a,b] [--step N] [--json]"
+OPTIONS = ("tasks", "step", "num-fewshot", "limit")
+GIVEN = ("data.source", "data.paths", "data.mixture", "data.validation_paths")      # that say what to evaluate on
+SEQ_LEN = 1024      # of a folder, unless told otherwise or it takes less
+
+
+@dataclasses.dataclass
+class Sums:
+    """Over the targets that were scored. num_bytes: of their text; None where the tokenizer does not tell."""
+    nats: float = 0.0
+    tokens: int = 0
+    num_bytes: int | None = 0
+
+    def __add__(self, other: Sums) -> Sums:
+        known = self.num_bytes is not None and other.num_bytes is not None
+        return Sums(self.nats + other.nats, self.tokens + other.tokens, self.num_bytes + other.num_bytes if known else None)
+
+    def as_json(self) -> dict:
+        loss = self.nats / self.tokens if self.tokens else math.nan
+        bits = self.nats / math.log(2) / self.num_bytes if self.num_bytes else math.nan
+        finite = lambda x: x if math.isfinite(x) else None
+        return {"loss": finite(loss), "tokens": self.tokens, "perplexity": finite(math.exp(loss) if loss < 700 else math.inf),
+                "bits_per_byte": finite(bits)}
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        if {"--help", "-h"} & set(argv):
+            say.out(f"usage: {USAGE}\n\n{__doc__.rstrip()}")
+            return 0
+        options, directory, rest = options_of(list(map(str, argv)))
+        found = trained.describe(directory, options["step"], rest, "evaluate", keys=("data.",))
+        found = _with_tokenizer(found)
+        with tempfile.TemporaryDirectory() as scratch:
+            corpus, sets = _open_data(found, bool(options["tasks"]), Path(scratch))
+            asked = _asked(found, options) if options["tasks"] else None
+            placed = found.place()
+            with jax.set_mesh(placed.mesh):
+                scorer = placed.scorer()
+                each = {held.name or found.run.data.source: _measured(scorer, corpus, held) for held in sets}
+                tasks = asked(scorer, placed.generator()) if asked else {}
+        told = sum(each.values(), Sums()).as_json() | {"sources": {name: sums.as_json() for name, sums in each.items()}, "tasks": tasks}
+        say.out(json.dumps(told) if options["json"] else _table(told))
+        return 0
+    except ConfigError as error:
+        say.err(f"error: {error}")
+        return 2
+    except (CheckpointError, assembly.BrokenProgramError) as error:
+        say.err(f"error: {error}")
+        return 1
+
+
+# ---- what is evaluated on --------------------------------------------------------------------------------------------
+
+
+def _with_tokenizer(found: trained.Trained) -> trained.Trained:
+    """Of a folder: its own tokenizer, separator and end, and sequences as long as it takes, where the command line has no others."""
+    if not found.of_folder:
+        return found
+    data, changes, path = found.run.data, {}, found.directory / trained.TOKENIZER
+    if "data.seq_len" not in found.given:
+        changes["seq_len"] = min(filter(None, (SEQ_LEN, found.longest())))
+    if "data.tokenizer" not in found.given and os.path.isfile(path):
+        changes["tokenizer"] = str(path)
+        with config.user_errors():
+            names = tokenizer.names_of(path, found.separator(), *found.stop_ids()[:1])
+        changes |= {key: name for key, name in zip(("bos_token", "eos"), names) if name and f"data.{key}" not in found.given}
+    run = found.run.model_copy(update={"data": data.model_copy(update=changes)})
+    return dataclasses.replace(found, run=run)
+
+
+def _open_data(found: trained.Trained, may_be_none: bool, scratch: Path) -> tuple[sources.Corpus | None, Sequence[ValidationSet]]:
+    """What the command line names, all of it, else what the run holds out; nothing where tasks are asked of a folder alone."""
+    data, everything = found.run.data, found.of_folder or any(key in found.given for key in GIVEN)
+    if found.of_folder and not any(key in found.given for key in GIVEN):
+        if may_be_none:
+            return None, ()
+        raise ConfigError(f"{found.directory} is a model folder, and nothing says what to evaluate on; give e.g. --data.source text "
+                          "--data.paths '[\"corpus/*.txt\"]', or --tasks")
+    if "data.validation_paths" in found.given:
+        data = data.model_copy(update={"paths": data.validation_paths, "validation_paths": ()})
+    if everything:
+        data = data.model_copy(update={"global_batch": 1})
+    with config.user_errors():
+        folders = [found.files] if found.files else []
+        cache = scratch if found.of_folder else found.directory / sources.CACHE
+        corpus = sources.open_corpus(data, vocab_size=found.run.model.vocab_size, cache_dir=cache, tell=say.err, folders=folders)
+        if everything:
+            corpus = dataclasses.replace(corpus, validation=corpus.sources)
+        sets = packing.open_batches(data, corpus, found.run.run.seed).validation
+    if not sets:
+        raise ConfigError(f"the run in {found.directory} holds nothing out (data.validation_fraction={data.validation_fraction}); name what to "
+                          "evaluate on, e.g. --data.source text --data.paths '[\"corpus/*.txt\"]'")
+    return corpus, sets
+
+
+def _measured(scorer: Scorer, corpus: sources.Corpus, held: ValidationSet) -> Sums:
+    """The sums over all targets of a set."""
+    lengths, total = tokenizer.lengths(corpus.tokenizer), Sums()
+    for batch in _batches(held, scorer):
+        logprobs, _ = scorer.score(batch)
+        targets, here = batch["targets"], batch["targets"] != NO_TARGET
+        num_bytes = None
+        if lengths:
+            first = here & (batch["tokens"] == corpus.tokenizer.bos) & (targets != corpus.eos)
+            num_bytes = int(lengths.bytes_V[targets[here]].sum()) - lengths.prefix * int(first.sum())
+        total += Sums(-float(logprobs[here].sum(dtype=np.float64)), int(here.sum()), num_bytes)
+    return total
+
+
+def _batches(held: ValidationSet, scorer: Scorer) -> Iterator[dict[str, np.ndarray]]:
+    """The rows of a set, as many at a time as the scorer takes; the last are filled up with rows without a target."""
+    kept: list[dict] = []
+    for i in range(held.num_batches):
+        batch = held.batch(i)
+        kept += [{name: x[row] for name, x in batch.items()} for row in range(len(batch["tokens"]))]
+        count = scorer.rows(batch["tokens"].shape[1])
+        while len(kept) >= count or kept and i == held.num_batches - 1:
+            taken, kept = kept[:count], kept[count:]
+            empty = {name: np.full_like(x, NO_TARGET if name == "targets" else 0) for name, x in taken[0].items()}
+            taken += [empty] * (count - len(taken))
+            yield {name: np.stack([row[name] for row in taken]) for name in taken[0]}
+
+
+def _asked(found: trained.Trained, options: dict):
+    """(scorer, generator) -> {task: metrics}, by the harness. Raises: ConfigError where it or a tokenizer is not there."""
+    with config.user_errors():
+        tokenizer.import_extra("lm_eval", "--tasks", "eval")
+    from meshtrain.inference import harness     # here: it imports lm_eval, which is an extra
+    text, stop_ids = found.text(), found.stop_ids()
+    if text is None:
+        raise ConfigError(f"--tasks needs a tokenizer, and {found.directory} has none; give --data.tokenizer the path of a tokenizer.json")
+    prefix = next((one for one in (found.separator() if found.of_folder else text.of.bos, *stop_ids) if one is not None), None)
+    if prefix is None:
+        raise ConfigError(f"--tasks: {found.directory} names neither bos_token_id nor eos_token_id, one of which stands before a text; give "
+                          "its config.json one")
+    length = found.longest() or found.run.data.seq_len
+
+    def answered(scorer, generator) -> dict:
+        model = harness.Model(scorer, generator, text.encode, text.decode, prefix, stop_ids, length)
+        with config.user_errors(), contextlib.redirect_stdout(sys.stderr):
+            return harness.results(model, options["tasks"], options["num-fewshot"], options["limit"])
+    return answered
+
+
+def _table(told: dict) -> str:
+    show = lambda x: "-" if x is None else f"{x:.4f}"
+    rows = [("", "loss", "perplexity", "bits per byte", "tokens")]
+    named = told["sources"] if len(told["sources"]) == 1 else {**told["sources"], "all": told}
+    rows += [(name, show(one["loss"]), show(one["perplexity"]), show(one["bits_per_byte"]), f"{one['tokens']:,}")
+             for name, one in named.items()]
+    tasks = [f"{task}: {', '.join(f'{name} {value:.4g}' for name, value in metrics.items())}" for task, metrics in told["tasks"].items()]
+    return "\n".join(tasks if len(rows) == 1 else [*_aligned(rows), *tasks])
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+
+def options_of(argv: list[str]) -> tuple[dict, str, list[str]]:
+    """(options by name, the directory, what is left for `config.resolve`). Raises: ConfigError."""
+    given, names, rest, faults = {}, [], [], []
+    words = iter(word for word in argv if word != "--json")
+    for word in words:
+        option, equals, value = word.partition("=")
+        name = option.removeprefix("--")
+        if not word.startswith("--"):
+            names.append(word)
+        elif name in OPTIONS:
+            given[name] = value if equals else next(words, "")
+        elif "." in name:
+            value = [] if equals else [word for word in [next(words, None)] if word is not None]
+            rest += [word, *value]
+        else:
+            near = difflib.get_close_matches(name, [*OPTIONS, "json"], n=1)
+            faults.append(f"{option} is not an option; {f'did you mean --{near[0]}?' if near else f'the usage is {USAGE}'}")
+    for name in ("step", "num-fewshot", "limit"):
+        if not given.get(name, "0").isdecimal():
+            faults.append(f"--{name} {given[name]} is not a whole number; give e.g. --{name} 5")
+    if len(names) != 1 and not faults:
+        faults.append(f"{len(names)} directories are named, where one run's directory or model folder is asked for; the usage is {USAGE}")
+    tasks = [task for task in given.get("tasks", "").split(",") if task]
+    if "tasks" in given and not tasks:
+        faults.append("--tasks names none; give their names, comma-separated, e.g. --tasks lambada_openai,hellaswag")
+    if faults:
+        raise ConfigError(*faults)
+    numbers = {name: int(given[name]) if name in given else None for name in ("num-fewshot", "limit")}
+    return {"json": "--json" in argv, "tasks": tasks, "step": int(given.get("step", 0)), **numbers}, names[0], rest
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

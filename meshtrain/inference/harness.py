@@ -1,0 +1,143 @@
+"""The LM evaluation harness over a model of ours: its three requests, answered by the scorer and the generator.
+
+A request's tokens are encoded without special tokens, as the harness's own models of Hugging Face's do; an empty context is the
+prefix token. Sequences are padded on the right to a multiple of STEP: few programs. lm_eval is imported with this module.
+Source: github.com/EleutherAI/lm-evaluation-harness, lm_eval.api.model.TemplateLM.
+"""
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import lm_eval
+import numpy as np
+from lm_eval.api.model import TemplateLM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from meshtrain.inference.generate import Generator, Limits
+from meshtrain.inference.picking import Picking
+from meshtrain.inference.score import Scorer
+from meshtrain.inference.words import Words
+from meshtrain.names import NO_TARGET
+
+STEP = 64
+NEW_TOKENS = 256        # of an answer, where a task does not say
+
+
+class Model(TemplateLM):
+    """encode, decode: text to ids without special tokens, and back. prefix: the token that stands before a document. length: most
+    tokens of a sequence."""
+
+    def __init__(self, scorer: Scorer, generator: Generator, encode: Callable[[str], list[int]], decode: Callable[[Sequence[int]], str],
+                 prefix: int, stop_ids: Sequence[int], length: int, seed: int = 0):
+        super().__init__()
+        self.scorer, self.generator, self.encode, self.decode = scorer, generator, encode, decode
+        self.prefix, self.stop_ids, self.length, self.seed = prefix, tuple(stop_ids), length, seed
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.stop_ids[0] if self.stop_ids else self.prefix
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self.prefix
+
+    @property
+    def max_length(self) -> int:
+        return self.length
+
+    @property
+    def tokenizer_name(self) -> str:
+        return "meshtrain"
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
+        return list(self.encode(string))
+
+    def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **kwargs) -> list[tuple[float, bool]]:
+        """(log-likelihood of the continuation, whether it is the greedy one) of each (texts, context ids, continuation ids)."""
+        rows = [(context + continuation)[-(self.length + 1):] for _, context, continuation in requests]
+        order, found = sorted(range(len(rows)), key=lambda i: -len(rows[i])), {}
+        while order:
+            T = -(-max(len(rows[order[0]]) - 1, 1) // STEP) * STEP
+            taken, order = order[:self.scorer.rows(T)], order[self.scorer.rows(T):]
+            logprobs, likeliest = self.scorer.score(self._batch([rows[i] for i in taken], T))
+            for row, i in enumerate(taken):
+                end = len(rows[i]) - 1
+                continuation = slice(end - min(len(requests[i][2]), end), end)
+                found[i] = float(logprobs[row, continuation].sum(dtype=np.float64)), bool(likeliest[row, continuation].all())
+        return [found[i] for i in range(len(rows))]
+
+    def _batch(self, rows: Sequence[list[int]], T: int) -> dict[str, np.ndarray]:
+        B = self.scorer.rows(T)
+        batch = {name: np.zeros((B, T), np.int32) for name in ("tokens", "targets", "segments")}
+        batch["targets"][:] = NO_TARGET
+        for i, row in enumerate(rows):
+            end = len(row) - 1
+            batch["tokens"][i, :end], batch["targets"][i, :end], batch["segments"][i, :end] = row[:-1], row[1:], 1
+        index = np.tile(np.arange(T, dtype=np.int32), (B, 1))
+        return batch | {"index": index, "positions": index, "sequence": np.zeros(B, np.int32)}
+
+    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+        windows, owners = [], []
+        for owner, request in enumerate(requests):
+            for window in get_rolling_token_windows(self.tok_encode(request.args[0]), prefix_token=self.prefix, max_seq_len=self.length,
+                                                    context_len=1):
+                windows.append((None, *make_disjoint_window(window)))
+                owners.append(owner)
+        totals = [0.0] * len(requests)
+        for owner, (logprob, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            totals[owner] += logprob
+        return totals
+
+    def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
+        """Requests with equal options are answered together."""
+        found: dict[int, str] = {}
+        alike: dict[str, list[int]] = {}
+        for i, request in enumerate(requests):
+            alike.setdefault(repr(sorted(request.args[1].items())), []).append(i)
+        for numbers in alike.values():
+            found |= zip(numbers, self._generated([requests[i].args[0] for i in numbers], requests[numbers[0]].args[1]), strict=True)
+        return [found[i] for i in range(len(requests))]
+
+    def _generated(self, contexts: Sequence[str], options: dict) -> list[str]:
+        until = options.get("until") or ()
+        new = int(options.get("max_gen_toks") or options.get("max_new_tokens") or NEW_TOKENS)
+        new = min(new, max(self.length - 1, 1))
+        drawn = options.get("do_sample", False)
+        how = Picking(float(options.get("temperature") or 1.0), int(options.get("top_k") or 0), float(options.get("top_p") or 1.0),
+                      float(options.get("min_p") or 0.0)) if drawn else Picking()
+        words = Words(self.decode, (until,) if isinstance(until, str) else tuple(until), self.stop_ids)
+        # Cut on the left, as the harness does.
+        prompts = [(self.tok_encode(context) or [self.prefix])[-max(self.length - new, 1):] for context in contexts]
+        ended = (lambda _, tokens: words.ended(tokens)) if words.stops else None
+        answers = self.generator.complete(prompts, Limits(new, self.stop_ids, ended=ended), how, self.seed)
+        return [words.text(answer.tokens) for answer in answers]
+
+
+def results(model: Model, tasks: Sequence[str], num_fewshot: int | None, limit: int | None) -> dict[str, dict]:
+    """{task: {metric: value}}. tasks: names, or paths of YAML files. Raises: ValueError for a task that is not there."""
+    files = [Path(task) for task in tasks if task.endswith((".yaml", ".yml"))]
+    names = [_name_in(Path(task)) if Path(task) in files else task for task in tasks]
+    manager = TaskManager(include_path=sorted({path.resolve().parent for path in files}) or None, include_defaults=len(files) < len(tasks))
+    if missing := [name for name in names if name not in manager.all_tasks]:
+        near = difflib.get_close_matches(missing[0], manager.all_tasks, n=1)
+        guess = f"did you mean {near[0]}?" if near else "name a task, or the path of its .yaml file"
+        raise ValueError(f"--tasks: {missing[0]} is not a task of the harness; {guess}")
+    told = lm_eval.simple_evaluate(model, tasks=names, num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False,
+                                   bootstrap_iters=0)
+    numbers = lambda metrics: {name.removesuffix(",none"): value for name, value in metrics.items() if type(value) in (int, float)}
+    return {name: numbers(metrics) for name, metrics in told["results"].items()}
+
+
+def _name_in(path: Path) -> str:
+    """What a task's YAML file calls it. Raises: ValueError."""
+    try:
+        found = re.search(r"^task:\s*[\"']?([^\s\"']+)", path.read_text(), re.MULTILINE)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--tasks: {path} cannot be read: {error}; name the .yaml file of a task") from None
+    if not found:
+        raise ValueError(f"--tasks: {path} has no line task: NAME; name the .yaml file of a task")
+    return found[1]

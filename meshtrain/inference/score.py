@@ -1,0 +1,61 @@
+"""How likely a model finds tokens that are given: the log-probability of every target, and whether it is the likeliest token.
+
+The forward pass of training; the head reads some places of each row at a time, so whole logits never exist.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from meshtrain.model.layers import Execution
+from meshtrain.model.transformer import Transformer
+
+PLACES = 256        # of a row, whose logits exist together
+TOKENS = 8192       # of a batch, on each device that has rows of its own
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scorer:
+    """A model with its weights on a mesh, which is the one in context. compiled: (name, jitted, its arguments) -> what to call."""
+    model: Transformer
+    ex: Execution
+    params: dict
+    mesh: jax.sharding.Mesh
+    compiled: Callable = lambda name, jitted, *args: jitted
+    programs: dict = dataclasses.field(default_factory=dict)
+
+    def rows(self, length: int) -> int:
+        """Rows of a batch of sequences of this length."""
+        return max(1, TOKENS // length) * self.ex.layout.ways(self.ex.layout.batch_axes)
+
+    def score(self, batch: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """(float32 log-probabilities in nats [B, T], whether they are the largest [B, T]) of batch["targets"], whatever stands where
+        there is none. batch: as of training, of `rows` rows."""
+        layout = self.ex.layout
+        spec = lambda x: layout.spec("activations", ("batch", "seq")[:x.ndim])
+        placed = {name: jax.device_put(x, NamedSharding(self.mesh, spec(x))) for name, x in batch.items()}
+        shape = batch["tokens"].shape
+        if shape not in self.programs:
+            self.programs[shape] = self.compiled("the scoring of tokens", jax.jit(self._score), self.params, placed)
+        return tuple(np.asarray(x) for x in self.programs[shape](self.params, placed))
+
+    def _score(self, p, batch):
+        x_BTD, _ = self.model.through_layers(self.ex, p, batch)
+        B, T, D = x_BTD.shape
+        count = -(-T // PLACES)
+        size = -(-T // count)
+        pad = [(0, 0), (0, count * size - T)]
+        in_parts = lambda x: jnp.moveaxis(x.reshape(B, count, size, *x.shape[2:]), 1, 0)
+
+        def part(given):
+            x_BcD, targets_Bc = given
+            logits_BcV = self.model.head_logits(self.ex, p, x_BcD)
+            found_Bc = jnp.take_along_axis(logits_BcV, jnp.maximum(targets_Bc, 0)[..., None], -1)[..., 0]
+            return found_Bc - jax.nn.logsumexp(logits_BcV, -1), jnp.argmax(logits_BcV, -1) == targets_Bc
+        found = jax.lax.map(part, (in_parts(jnp.pad(x_BTD, [*pad, (0, 0)])), in_parts(jnp.pad(batch["targets"], pad))))
+        return tuple(jnp.moveaxis(x, 0, 1).reshape(B, -1)[:, :T] for x in found)

@@ -1,0 +1,118 @@
+"""How well a model predicts: the loss of a run's own validation, on any mesh, and the numbers of the evaluation harness."""
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
+from folders import GOLDENS
+
+from meshtrain import evaluate, train, trained
+from meshtrain.data import tokenizer
+from meshtrain.names import NO_TARGET
+
+MIXTURE = '[{source="text", paths=["%s"], weight=3, name="squares"}, {source="text", paths=["%s"], name="cubes"}]'
+
+
+@pytest.fixture(scope="module")
+def run_dir(home, tiny):
+    """A run of two sources, and what it said of its validation."""
+    (home / "cubes.txt").write_text("".join(f"{i}: {i ** 3} é\n" for i in range(400)))
+    words = [*tiny, "--data.source=mixture", "--data.paths=[]", f"--data.mixture={MIXTURE % (home / 'corpus.txt', home / 'cubes.txt')}",
+             "--data.validation_fraction=0.1", "--validation.batches=100", "--training.steps=3", "--run.sample_tokens=0",
+             "--model.compute_dtype=float32", "--run.dir", home / "mixed"]
+    ran = call(train.main, *words)
+    assert (ran.code, ran.err) == (0, ""), ran
+    return home / "mixed"
+
+
+def asked(*words) -> dict:
+    ran = call(evaluate.main, *words, "--json")
+    assert (ran.code, ran.err) == (0, ""), ran
+    return json.loads(ran.out)
+
+
+def test_the_loss_of_each_source_is_that_of_the_runs_validation_on_any_mesh(run_dir):
+    row = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    found = asked(run_dir, "--mesh.tensor=1")
+    assert set(found) == {"loss", "tokens", "perplexity", "bits_per_byte", "sources", "tasks"}
+    for name in ("squares", "cubes"):
+        assert found["sources"][name]["loss"] == pytest.approx(row[f"val_loss/{name}"], rel=1e-5)     # float32 sums of other orders
+    each = found["sources"].values()
+    assert found["tokens"] == sum(one["tokens"] for one in each)
+    assert found["loss"] == pytest.approx(sum(one["loss"] * one["tokens"] for one in each) / found["tokens"])
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    other = asked(run_dir, "--mesh.data=2", "--mesh.fsdp=2", "--mesh.tensor=2")
+    assert other["tokens"] == found["tokens"] and other["loss"] == pytest.approx(found["loss"], rel=1e-5)
+
+
+def test_of_files_that_are_named_every_token_counts_once_and_bytes_are_those_of_the_files(run_dir, home):
+    found = asked(run_dir, "--data.source=text", "--data.mixture=[]", f'--data.paths=["{home}/cubes.txt"]', "--mesh.tensor=1")
+    size = (home / "cubes.txt").stat().st_size
+    assert found["tokens"] == size + 1, "and the document's end"
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] * found["tokens"] / math.log(2) / size)
+    assert found["sources"] == {"text": {key: found[key] for key in ("loss", "tokens", "perplexity", "bits_per_byte")}}
+    table = call(evaluate.main, run_dir, "--data.source=text", "--data.mixture=[]", f'--data.paths=["{home}/cubes.txt"]', "--mesh.tensor=1").out
+    assert f"{found['loss']:.4f}" in table and f"{size + 1:,}" in table
+
+
+@pytest.mark.parametrize("name", ["gemma2"])
+def test_log_probabilities_are_those_of_the_logits_of_transformers(name):
+    golden = np.load(GOLDENS / name / "golden.npz")
+    placed = trained.describe(str(GOLDENS / name), 0, ["--mesh.data=2", "--mesh.tensor=2"], "evaluate").place()
+    logits, tokens = golden["logits"][0].astype(np.float64), golden["tokens"][0]
+    with jax.set_mesh(placed.mesh), jax.default_matmul_precision("highest"):
+        scorer = placed.scorer()
+        B, T = scorer.rows(40), 40
+        index = np.tile(np.arange(T, dtype=np.int32), (B, 1))
+        batch = {"tokens": np.tile(tokens, (B, 1)), "targets": np.tile(np.append(tokens[1:], NO_TARGET), (B, 1)), "index": index,
+                 "positions": index, "segments": np.ones_like(index), "sequence": np.zeros(B, np.int32)}
+        logprobs, likeliest = scorer.score(batch)
+    wanted = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    # As the logits: 1e-4.
+    np.testing.assert_allclose(logprobs[:, :-1], np.tile(wanted[np.arange(39), tokens[1:]], (B, 1)), atol=1e-4)
+    np.testing.assert_array_equal(likeliest[0, :-1], logits.argmax(-1)[:-1] == tokens[1:])
+
+
+def test_what_cannot_be_evaluated_is_told(run_dir, tmp_path):
+    refused(call(evaluate.main, GOLDENS / "qwen3"), "nothing says what to evaluate on")
+    refused(call(evaluate.main, run_dir, "--data.paths", '["none.txt"]', "--data.source=text", "--data.mixture=[]"), "none.txt")
+    refused(call(evaluate.main, run_dir, "--optimizer.learning_rate=1"), "optimizer.learning_rate changes nothing here")
+    refused(call(evaluate.main, run_dir, "--task=a"), "did you mean --tasks")
+    refused(call(evaluate.main, run_dir, "--tasks="), "--tasks names none")
+    refused(call(evaluate.main, GOLDENS / "gpt2", "--data.seq_len=129", "--data.source=tokens", '--data.paths=["x.tokens.npy"]'),
+            "data.seq_len=129 is longer than the model.max_seq_len=128")
+
+
+# ---- bytes of tokens -------------------------------------------------------------------------------------------------
+
+
+def trained_tokenizer(path, kind: str):
+    tokenizers = pytest.importorskip("tokenizers")
+    models, pre, decoders, trainers = tokenizers.models, tokenizers.pre_tokenizers, tokenizers.decoders, tokenizers.trainers
+    library = tokenizers.Tokenizer(models.BPE(byte_fallback=kind == "spaces", unk_token="<unk>" if kind == "spaces" else None))
+    if kind == "bytes":
+        library.pre_tokenizer, library.decoder = pre.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        special, alphabet = ["<s>"], pre.ByteLevel.alphabet()
+    else:
+        library.pre_tokenizer = pre.Metaspace()
+        library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+        special, alphabet = ["<s>", "<unk>", *(f"<0x{i:02X}>" for i in range(256))], []
+    library.train_from_iterator(["the cat sat on the mat, 12 é times " * 20], trainers.BpeTrainer(vocab_size=700, special_tokens=special,
+                                                                                              initial_alphabet=alphabet))
+    library.save(str(path))
+    return tokenizer.open_file(str(path))
+
+
+def test_the_bytes_of_a_texts_tokens_are_the_bytes_of_the_text(tmp_path):
+    reader = trained_tokenizer(tmp_path / "tokenizer.json", "bytes")
+    lengths = tokenizer.lengths(reader)
+    for text in ("the cat", " on the 12 mats\n\n", "日本語 <s> é\u0301", "\x00\ufeff"):
+        assert lengths.bytes_V[reader.encode([text])[0]].sum() - lengths.prefix == len(text.encode())
+    assert lengths.bytes_V[reader.bos] == 0
+    spaces = trained_tokenizer(tmp_path / "spaces.json", "spaces")
+    lengths = tokenizer.lengths(spaces)
+    for text in ("the cat", "on the 12 mats é"):
+        assert lengths.prefix == 1 and lengths.bytes_V[spaces.encode([text])[0]].sum() - 1 == len(text.encode())
+    assert tokenizer.lengths(tokenizer.Ids(10, 1)) is None
