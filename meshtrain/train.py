@@ -190,6 +190,8 @@ def _open_data(run: Run, directory: Path, start: resume.Start) -> tuple[sources.
         resume.check_tokenizer(run, start, described.tokenizer)     # before it is tokenized with another for hours
         corpus = sources.corpus_of(described, described.open(directory / sources.CACHE, parts.Job(say.out)))
         resume.check_data(run, start, corpus.fingerprint)
+        for line in packing.notes(d, corpus):
+            say.out(line)
         return corpus, resume.position(start, lambda position: packing.open_batches(d, corpus, run.run.seed, position))
 
 

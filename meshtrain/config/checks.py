@@ -148,10 +148,14 @@ def _reads_bytes(run: Run) -> bool:
 
 def notes(run: Run) -> list[str]:
     """What is sound and yet rarely meant; told once, before the run starts."""
+    told = []
     if run.model.vocab_size > 16 * BYTE_VOCAB and _reads_bytes(run):
-        return [f'data.tokenizer="bytes" uses {BYTE_VOCAB} of model.vocab_size={run.model.vocab_size} ids; '
-                "give data.tokenizer the path of the model's tokenizer.json"]
-    return []
+        told.append(f'data.tokenizer="bytes" uses {BYTE_VOCAB} of model.vocab_size={run.model.vocab_size} ids; '
+                    "give data.tokenizer the path of the model's tokenizer.json")
+    if run.data.packing == "stream" and "chat" in {one.source for one in run.data.mixture or [run.data]}:
+        told.append('data.packing="stream" cuts conversations where sequences end, and answers are learned without their question; '
+                    'data.packing="whole" keeps them together')
+    return told
 
 
 def _data_problems(run: Run):

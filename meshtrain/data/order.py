@@ -161,15 +161,19 @@ class Stream:
     def __post_init__(self):
         tokens = self.part.num_tokens
         held = -(-CHUNK_TOKENS * self.num_windows // max(tokens, 1)) + 4     # those that a batch reads from, if they are few
-        object.__setattr__(self, "_epochs", _Recent(EPOCHS_HELD))
+        object.__setattr__(self, "_epochs", Recent(EPOCHS_HELD))
         object.__setattr__(self, "_held", min(held, WINDOWS_HELD))
-        object.__setattr__(self, "_windows", _Recent(self._held))
+        object.__setattr__(self, "_windows", Recent(self._held))
         object.__setattr__(self, "_table", _Table(frozenset(), *np.zeros((4, 0), np.int64)))
         object.__setattr__(self, "_lock", threading.Lock())
 
     @functools.cached_property
     def tokens_per_epoch(self) -> int:
         return self.part.num_tokens
+
+    @property
+    def positions_per_epoch(self) -> int:
+        return self.tokens_per_epoch
 
     @functools.cached_property
     def _width(self) -> int:
@@ -305,7 +309,7 @@ class Stream:
         return epochs * self.num_windows + windows
 
 
-class _Recent:
+class Recent:
     """The last things used, for several threads."""
 
     def __init__(self, keep: int):

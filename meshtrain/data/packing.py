@@ -7,6 +7,7 @@ without the document mask, so that a model learns to stop.
 Of a mixture, a batch holds the next tokens of each source by its exact share (mixture.py). Where documents are about as long
 as sequences, or longer, shares are whole sequences. Where they are short, shares are exact to two tokens or so, and a
 sequence that is not done at a batch's end goes on in the next batch, its documents cut there.
+Or no document is cut (whole.py): sequences of whole documents, padded, mixed sequence by sequence.
 A restart needs no state but n. A restart with other weights, seq_len or global_batch needs the `position` of the run before:
 the tokens that each source has given; from there on its order goes on, so that still no token is lost or comes twice.
 This module knows no devices: a host asks for its rows of the global batch.
@@ -21,9 +22,10 @@ from fractions import Fraction
 
 import numpy as np
 
-from meshtrain.data import holdout, mixture, order, sources
+from meshtrain.data import holdout, mixture, order, sources, whole
 from meshtrain.data.contracts import Batch, Rows, Source
 from meshtrain.data.order import Grid, Pieces, Runs, Stream
+from meshtrain.data.whole import WholeStream
 from meshtrain.names import NO_TARGET
 
 
@@ -50,7 +52,7 @@ class Phase:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Packed:
     """Batches (contracts.py) of packed documents."""
-    train: tuple[Stream, ...]
+    train: tuple[Stream | WholeStream, ...]
     validation: tuple[HeldOut, ...]
     shape: Shape
     phase: Phase
@@ -78,7 +80,7 @@ class Packed:
         """Of each source the tokens given so far and how the stream behind them is cut; and the phase, so that a run which goes
         on with the same settings finds the very same batches. `pack` reads it."""
         given = self._given(batches)
-        return {"batches": batches, "phase": dataclasses.asdict(self.phase),
+        return {"batches": batches, "phase": dataclasses.asdict(self.phase), "packing": _packing_of(self.train),
                 "sources": [{"tokens": tokens, "tokens_per_epoch": stream.tokens_per_epoch,
                              "grids": [list(grid) for grid in stream.grids]} for stream, tokens in zip(self.train, given)]}
 
@@ -94,18 +96,18 @@ class HeldOut:
     """A ValidationSet (contracts.py)."""
     name: str
     weight: float
-    stream: Stream
+    stream: Stream | WholeStream
     shape: Shape
 
     @property
     def num_batches(self) -> int:
-        return -(-self.stream.tokens_per_epoch // (self.shape.seq_len * self.shape.global_batch))
+        return -(-self.stream.positions_per_epoch // (self.shape.seq_len * self.shape.global_batch))
 
     def batch(self, i: int, rows: Rows = None) -> Batch:
         if not 0 <= i < self.num_batches:
             raise IndexError(f"validation batch {i} of {self.num_batches}")
         size = self.shape.seq_len * self.shape.global_batch
-        real = min(size, self.stream.tokens_per_epoch - i * size)
+        real = min(size, self.stream.positions_per_epoch - i * size)
         runs = mixture.lay_rows(self.shape.seq_len, [self.stream.grids], [i * size], [i * size + real])
         return _assemble(self.shape, (self.stream,), i, runs, rows)
 
@@ -115,13 +117,13 @@ def open_batches(data, corpus: sources.Corpus, seed: int, position: dict | None 
     return pack(corpus.sources, corpus.weights, bos=corpus.tokenizer.bos, eos=corpus.eos, seq_len=data.seq_len,
                 global_batch=data.global_batch, seed=seed, validation_fraction=data.validation_fraction,
                 validation_tokens=data.validation_tokens, validation=corpus.validation, names=corpus.names,
-                document_mask=data.document_mask, position=position)
+                document_mask=data.document_mask, packing=data.packing, position=position)
 
 
 def pack(corpus: Sequence[Source], weights: Sequence[float], *, bos: int, seq_len: int, global_batch: int, seed: int,
          eos: int | None = None, validation_fraction: float = 0.0, validation_tokens: int = 0,
          validation: Sequence[Source | None] = (), names: Sequence[str] = (), document_mask: bool = True,
-         position: dict | None = None) -> Packed:
+         packing: str = "stream", position: dict | None = None) -> Packed:
     """Sources as batches, mixed in the proportions of `weights` (positive numbers of any sum; shares of the tokens).
 
     eos: the target behind a document's last token; None: bos. Held out of each source is the fraction, and at most
@@ -129,8 +131,8 @@ def pack(corpus: Sequence[Source], weights: Sequence[float], *, bos: int, seq_le
     sets. position: what `Packed.position(n)` gave in the run before. Where nothing differs, all batches are the same bit for
     bit. Weights, seq_len and global_batch may differ: batches are then those from n on, in which every source goes on behind
     its last token; sequences of the chunk that was begun (order.CHUNK_TOKENS) keep their order, cut anew at the rows' ends.
-    Raises: ValueError where a source is too short for its share of one batch, or the held-out part for one sequence, or the
-    position is another data's.
+    packing: "stream", or "whole", where no document is cut and seq_len stays. Raises: ValueError where a source is too short for
+    its share of one batch, or the held-out part for one sequence, or the position is another data's.
     """
     _check_settings(seq_len, global_batch, seed, validation_fraction, validation_tokens)
     assert len(corpus) == len(weights) > 0
@@ -138,32 +140,45 @@ def pack(corpus: Sequence[Source], weights: Sequence[float], *, bos: int, seq_le
               for i, weight in enumerate(weights) if not 0 < weight < math.inf]
     if faults:
         raise ValueError("\n".join(faults))
-    whole, grids = mixture.whole_weights(weights), (Grid(0, seq_len, None),)
+    shares, grids = mixture.whole_weights(weights), (Grid(0, seq_len, None),)
     separate = list(validation) or [None] * len(corpus)
+    cut, kind = packing == "stream", Stream if packing == "stream" else WholeStream
     parts = [(order.whole(source), order.whole(other)) if other is not None
-             else holdout.split(source, validation_fraction, validation_tokens, cut=not getattr(source, "complete", False))
+             else holdout.split(source, validation_fraction, validation_tokens, cut and not getattr(source, "complete", False))
              for source, other in zip(corpus, separate)]
-    streams = tuple(Stream(train, seed, i, grids) for i, (train, _) in enumerate(parts))
-    held = tuple(Stream(part, None, i, grids) for i, (_, part) in enumerate(parts)) \
+    streams = tuple(kind(train, seed, i, grids) for i, (train, _) in enumerate(parts))
+    held = tuple(kind(part, None, i, grids) for i, (_, part) in enumerate(parts)) \
         if validation_fraction or any(separate) else ()
     shape = Shape(bos, bos if eos is None else eos, seq_len, global_batch, document_mask)
-    faults = _check_lengths(shape, whole, streams, held, validation_fraction, validation_tokens)
+    faults = (_check_lengths if cut else _check_whole)(shape, shares, streams, held, validation_fraction, validation_tokens)
     if faults:
         raise ValueError("\n".join(faults))
     # At most the tokens of the longest document; exactly, where a run is one.
     longest = max(int(stream.part.tokens.max()) // order.run_length(stream.part.source.num_documents) for stream in streams)
     # Whole sequences, so that no batch's end cuts one, unless that would be coarser than the documents are.
-    quantum = seq_len if len(corpus) > 1 and mixture.deviation(whole) * seq_len <= longest else 1
-    phase = Phase(0, (0,) * len(corpus), whole, seq_len, global_batch)
+    quantum = seq_len if not cut or len(corpus) > 1 and mixture.deviation(shares) * seq_len <= longest else 1
+    phase = Phase(0, (0,) * len(corpus), shares, seq_len, global_batch)
     if position is not None:
         streams, phase = _go_on(streams, phase, position)
     names = list(names) or ([""] if len(corpus) == 1 else [str(i) for i in range(len(corpus))])
-    sets = tuple(HeldOut(name, weight / sum(whole), stream, shape) for name, weight, stream in zip(names, whole, held))
+    sets = tuple(HeldOut(name, weight / sum(shares), stream, shape) for name, weight, stream in zip(names, shares, held))
     return Packed(streams, sets, shape, phase, quantum)
+
+
+def _packing_of(streams: Sequence[Stream | WholeStream]) -> str:
+    return "whole" if isinstance(streams[0], WholeStream) else "stream"
 
 
 def _go_on(streams: Sequence[Stream], wanted: Phase, position: dict) -> tuple[tuple[Stream, ...], Phase]:
     """The streams and the phase in which a run goes on from a position."""
+    had, has = position.get("packing", "stream"), _packing_of(streams)
+    if had != has:
+        raise ValueError(f'data.packing="{has}", and the checkpoint was trained with "{had}"; use that, or a new run.dir with '
+                         "checkpoint.init_from")
+    if has == "whole" and position["phase"]["seq_len"] != wanted.seq_len:
+        raise ValueError(f'data.seq_len={wanted.seq_len}, and the checkpoint was trained with {position["phase"]["seq_len"]}, for '
+                         'which data.packing="whole" has put its sequences together; use that, or a new run.dir with '
+                         "checkpoint.init_from")
     was = [source["tokens_per_epoch"] for source in position["sources"]]
     now = [stream.tokens_per_epoch for stream in streams]
     if was != now:
@@ -285,6 +300,36 @@ def _check_lengths(shape: Shape, weights: Sequence[int], train: Sequence[Stream]
                       f"data.seq_len={T} takes {T:,}; use {'more tokens' if tokens else 'a larger fraction'}, more text, a "
                       "shorter seq_len, or validation_fraction=0 for no validation")
     return faults
+
+
+def _check_whole(shape: Shape, weights: Sequence[int], train: Sequence[WholeStream], held: Sequence[WholeStream], fraction: float,
+                 tokens: int) -> list[str]:
+    """As `_check_lengths`, in sequences of whole documents."""
+    B, faults = shape.global_batch, []
+    for i, (stream, weight) in enumerate(zip(train, weights)):
+        needed = math.ceil(Fraction(weight, sum(weights)) * B)
+        if not stream.has(needed):
+            where = f"data.mixture[{i}]" if len(train) > 1 else "the data"
+            faults.append(f'data.packing="whole" makes {stream.num_sequences} sequences of data.seq_len={shape.seq_len} of {where}, and '
+                          f"their share of a batch of data.global_batch={B} is {needed}: not one full batch; use a smaller batch, a "
+                          "shorter data.seq_len or more text")
+    for i, stream in enumerate(held):
+        if not stream.has(1):
+            where = f" of data.mixture[{i}]" if len(held) > 1 else ""
+            faults.append(f"data.validation_fraction={fraction} holds out no document{where}; use a larger fraction, more documents, "
+                          "or validation_fraction=0 for no validation")
+    return faults
+
+
+def notes(data, corpus: sources.Corpus) -> list[str]:
+    """What is to be told of the packing of a corpus before it is trained on."""
+    told = []
+    for name, source in zip(corpus.names, corpus.sources) if data.packing == "whole" else ():
+        documents, tokens = whole.too_long(source, data.seq_len)
+        if documents:
+            told.append(f'data.packing="whole"{name and f", {name}"}: {documents:,} of {source.num_documents:,} documents are longer than '
+                        f"data.seq_len={data.seq_len} and end there; {tokens:,} of their tokens are left out")
+    return told
 
 
 def _check_settings(seq_len: int, global_batch: int, seed: int, validation_fraction: float, validation_tokens: int) -> None:

@@ -40,6 +40,7 @@ CHANGES = (
     ("data.seq_len", RECORDED), ("data.global_batch", RECORDED), ("data.document_mask", RECORDED), ("data.eos", RECORDED),
     ("data.loss_on", RECORDED),
     ("data.mixture", RECORDED),     # its weights; its sources are content
+    ("data.packing", STAYS),
     ("data.validation_fraction", STAYS), ("data.validation_tokens", STAYS),     # what is held out is not trained on
     ("data.prefetch", FREE), ("data.cache", FREE), ("data.validation_paths", FREE), ("data.skip_batches", FREE),
     ("data.*", CONTENT),

@@ -1,0 +1,161 @@
+"""Sequences of whole documents: none is cut by a sequence's end, and what is left of a sequence is padding.
+
+The documents of a window (order.py: some 8,192 from everywhere in the source) are put together best fit decreasing: the longest
+first, each into the fullest sequence that has room. Which documents share a sequence is the same in every epoch; the windows'
+order and that of their sequences are not. A document that is longer than a sequence loses what lies behind its end.
+Held are a number per window and the windows last used: any sequence is found from (seed, its number), by a count of the sequences
+before it in the first epoch, a microsecond a document. Source: Johnson 1973 (best fit decreasing); arXiv:2404.10830 (for packing).
+"""
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import threading
+from typing import NamedTuple
+
+import numpy as np
+
+from meshtrain.data import order
+from meshtrain.data.contracts import Source
+from meshtrain.data.order import Grid, Part, Pieces, Runs, Stream
+
+PASS_DOCUMENTS = 1 << 20        # whose lengths are read at a time
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """(bin of each, where it begins there, number of bins), int64 [documents] both. lengths: 1 to capacity.
+
+    Bins with room are kept by their room, and which rooms there are in the bits of one number.
+    """
+    bins, places, count = [0] * len(lengths), [0] * len(lengths), 0
+    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    rooms = 0
+    descending = np.argsort(-lengths, kind="stable")
+    for document, length in zip(descending.tolist(), lengths[descending].tolist()):
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            chosen = with_room[room].pop()
+            if not with_room[room]:
+                rooms ^= 1 << room
+        else:
+            room, chosen, count = capacity, count, count + 1
+        bins[document], places[document] = chosen, capacity - room
+        left = room - length
+        if left:
+            if not with_room[left]:
+                rooms |= 1 << left
+            with_room[left].append(chosen)
+    return np.array(bins, np.int64), np.array(places, np.int64), count
+
+
+class _Window(NamedTuple):
+    """The sequences of a window, and their documents, one sequence after another."""
+    firsts: np.ndarray      # int64 [sequences + 1]: the first document of each
+    documents: np.ndarray
+    starts: np.ndarray      # the first token of each that the part has
+    lengths: np.ndarray     # separator counted
+    columns: np.ndarray     # where each begins in its sequence
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WholeStream:
+    """As order.Stream, sequence by sequence: a position is a place in a sequence, padding counted. seed None: own order."""
+    part: Part
+    seed: int | None
+    number: int             # of the source in its mixture
+    grids: tuple[Grid]
+
+    def __post_init__(self):
+        object.__setattr__(self, "_order", Stream(self.part, self.seed, self.number, ()))
+        object.__setattr__(self, "_windows", order.Recent(order.WINDOWS_HELD))
+        object.__setattr__(self, "_epochs", order.Recent(order.EPOCHS_HELD))
+        object.__setattr__(self, "_counts", [0])        # sequences before each window, and after those that were counted
+        object.__setattr__(self, "_lock", threading.Lock())
+
+    @property
+    def seq_len(self) -> int:
+        return self.grids[0].seq_len
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        return self.part.num_tokens
+
+    @functools.cached_property
+    def num_sequences(self) -> int:
+        """Of an epoch; counts them all."""
+        self.has(1 << 62)
+        return self._counts[-1]
+
+    @property
+    def positions_per_epoch(self) -> int:
+        return self.num_sequences * self.seq_len
+
+    def has(self, sequences: int) -> bool:
+        """Whether an epoch has so many; no more are counted than it takes."""
+        with self._lock:
+            while self._counts[-1] < sequences and len(self._counts) <= self._order.num_windows:
+                self._counts.append(self._counts[-1] + len(self._window(len(self._counts) - 1).firsts) - 1)
+            return self._counts[-1] >= sequences
+
+    def regrid(self, position: int, seq_len: int) -> tuple[Grid]:
+        assert seq_len == self.seq_len
+        return self.grids
+
+    def find(self, runs: Runs) -> Pieces:
+        """The documents of whole sequences, a run each."""
+        assert (runs.start % self.seq_len == 0).all() and (runs.count == self.seq_len).all()
+        parts = []
+        for sequence, line in zip((runs.start // self.seq_len).tolist(), runs.line.tolist()):
+            window, row = self._locate(sequence)
+            held = self._window(window)
+            own = slice(held.firsts[row], held.firsts[row + 1])
+            parts.append((line + held.columns[own], held.lengths[own], held.documents[own], held.starts[own]))
+        line, length, document, start = map(np.concatenate, zip(*parts))
+        return Pieces(line, np.minimum(length, self.seq_len), np.ones(len(line), bool), length > self.seq_len, length == 1, document,
+                      start)
+
+    def _locate(self, sequence: int) -> tuple[int, int]:
+        """(window, row of it) of the sequence so many from the beginning of all epochs."""
+        if self.has(sequence + 1):
+            epoch, windows, counts = 0, None, self._counts
+        else:
+            epoch, sequence = divmod(sequence, self.num_sequences)
+            windows, counts = self._epoch(epoch)
+        place = bisect.bisect_right(counts, sequence) - 1
+        window = place if windows is None else int(windows[place])
+        row, count = sequence - int(counts[place]), int(counts[place + 1] - counts[place])
+        if self.seed is None:
+            return window, row
+        return window, int(order.bijection(np.array([row]), count, self.seed, self.number, 4, epoch, window)[0])
+
+    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """(order of the windows, sequences before each and after the last) of an epoch behind the first."""
+        def make():
+            counts = np.diff(self._counts)
+            windows = np.arange(len(counts)) if self.seed is None else \
+                order.permutation(len(counts), self.seed, self.number, 3, epoch)
+            return windows, np.append(0, np.cumsum(counts[windows]))
+        return self._epochs.get(epoch, make)
+
+    def _window(self, window: int) -> _Window:
+        def make():
+            found = self._order.window(0, window)
+            lengths = np.diff(found.ends, prepend=found.begin)
+            bins, columns, count = best_fit(np.minimum(lengths, self.seq_len), self.seq_len)
+            together = np.lexsort((columns, bins))
+            firsts = np.searchsorted(bins[together], np.arange(count + 1))
+            return _Window(firsts, *(column[together] for column in (found.documents, found.starts, lengths, columns)))
+        return self._windows.get(window, make)
+
+
+def too_long(source: Source, seq_len: int) -> tuple[int, int]:
+    """(documents that are longer than a sequence, tokens that they lose), by a pass over all lengths."""
+    separators = 1      # or the first token of documents that have none
+    documents = tokens = 0
+    for first in range(0, source.num_documents, PASS_DOCUMENTS):
+        lengths = order.lengths(source, np.arange(first, min(first + PASS_DOCUMENTS, source.num_documents))) + separators
+        beyond = lengths[lengths > seq_len]
+        documents, tokens = documents + len(beyond), tokens + int((beyond - seq_len).sum())
+    return documents, tokens
