@@ -1,6 +1,7 @@
 """Every attention engine on a device against whole scores in float32 on the CPU: forward, backward, each kind of block."""
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,6 +15,7 @@ from benchmarks.gpu_record import Item
 from meshtrain.cost import hardware
 from meshtrain.kernels import blockwise, cudnn, pallas, tiles
 from meshtrain.kernels.engine import MASKED, Engine
+from meshtrain.kernels.mask import CAUSAL, WHOLE, Mask
 from meshtrain.kernels.tiles import Tiles
 
 DTYPE = jnp.bfloat16
@@ -39,7 +41,7 @@ class Case(NamedTuple):
     name: str
     q_segments: np.ndarray
     k_segments: np.ndarray
-    causal: bool
+    mask: Mask
 
 
 def documents(rng, rows: int, length: int, mean: float) -> np.ndarray:
@@ -52,25 +54,29 @@ def cases(sizes: Sizes, with_documents: bool) -> Iterator[Case]:
     is what costs."""
     rng, (B, T, S) = np.random.default_rng(0), sizes[:3]
     ones = lambda length: np.ones((B, length), np.int32)
-    yield Case("whole rows", ones(T), ones(T), True)
-    yield Case("an earlier chunk", ones(T), ones(S), False)
+    yield Case("whole rows", ones(T), ones(T), CAUSAL._replace(documents=with_documents))
+    yield Case("an earlier chunk", ones(T), ones(S), WHOLE._replace(documents=with_documents))
     if not with_documents:
         return
     packed = documents(rng, B, T, T / 5)
-    yield Case("documents", packed, packed, True)
+    yield Case("documents", packed, packed, CAUSAL)
+    near = CAUSAL._replace(window=T // 7)
+    yield Case("documents within a window", packed, packed, near)
+    yield Case("an earlier chunk at the window's edge", ones(T), ones(S), near._replace(causal=False, ahead=T // 16))
     line = documents(rng, B, T + S, T / 3)
     line[1, S + 5:] = 0                                              # what follows the last document
-    yield Case("documents over two chunks", line[:, S:], line[:, :S], False)
+    yield Case("documents over two chunks", line[:, S:], line[:, :S], WHOLE)
     blind, unseen = packed.copy(), packed.copy()
     blind[:, T // 4:T // 2], unseen[:, T // 4:T // 2], blind[-1], unseen[-1] = -1, -2, -1, -2
-    yield Case("rows that see nothing", blind, unseen, True)
-    yield Case("nothing in common", 5 * ones(T), 3 * ones(S), False)
+    yield Case("rows that see nothing", blind, unseen, CAUSAL)
+    yield Case("nothing in common", 5 * ones(T), 3 * ones(S), WHOLE)
 
 
 def visible(case: Case) -> np.ndarray:
     """bool [B, T, S]."""
     seen = case.q_segments[:, :, None] == case.k_segments[:, None, :]
-    return seen & np.tri(*seen.shape[1:], dtype=bool) if case.causal else seen
+    within = case.mask.sees(np.arange(seen.shape[1])[:, None], np.arange(seen.shape[2]))
+    return seen if within is None else seen & within
 
 
 @jax.jit
@@ -101,10 +107,10 @@ def plain_backward(q, k, v, seen_BTS, o, lse_BTN, do):
             once(jnp.einsum("BNTS,BTNH->BSNH", p_BNTS, do)))
 
 
-def check(functions: dict, case: Case, width: int, sizes: Sizes, device, cpu) -> dict[str, float]:
+def check(functions: Callable, case: Case, width: int, sizes: Sizes, device, cpu) -> dict[str, float]:
     """The engine's errors, of the largest number of each result; inf where rows that see nothing are not zeros and MASKED.
 
-    functions: by causal, the engine's forward and backward, jitted. The backward is given o and lse as if the queries saw other
+    functions: the engine's forward and backward of a mask, jitted. The backward is given o and lse as if the queries saw other
     keys as well, on another device.
     """
     rng = np.random.default_rng(width)
@@ -122,7 +128,7 @@ def check(functions: dict, case: Case, width: int, sizes: Sizes, device, cpu) ->
         grads = plain_backward(q, k, v, seen, whole, together, do)
     on_device = lambda dtype, *arrays: [jax.device_put(np.asarray(x, dtype), device) for x in arrays]
     given = [*on_device(DTYPE, q, k, v), *on_device(np.int32, case.q_segments, case.k_segments)]
-    forward, backward = functions[case.causal]
+    forward, backward = functions(case.mask)
     got_o, got_lse = jax.device_get(forward(*given))
     rest = *on_device(DTYPE, whole), *on_device(np.float32, together), *on_device(DTYPE, do)
     got = jax.device_get(backward(*given, *rest))
@@ -152,8 +158,8 @@ def engines(width: int, gpu: str, sizes: Sizes, interpret: bool) -> dict[str, Ca
 def measured(make: Callable[[], Engine], width: int, with_documents: bool, sizes: Sizes, device, cpu) -> dict:
     """What Item.measure returns; a case that raises is told and the others go on."""
     compared, errors, engine = {}, {}, make()
-    jitted = lambda causal: [jax.jit(partial(way, causal=causal)) for way in (engine.forward, engine.backward)]
-    functions = {causal: jitted(causal) for causal in (True, False)}
+    jitted = lambda mask: [jax.jit(partial(way, mask=mask)) for way in (engine.forward, engine.backward)]
+    functions = functools.cache(jitted)
     for case in cases(sizes, with_documents):
         try:
             for what, error in check(functions, case, width, sizes, device, cpu).items():

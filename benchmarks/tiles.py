@@ -25,6 +25,7 @@ import numpy as np
 
 from meshtrain.cost import hardware
 from meshtrain.kernels import pallas, tiles
+from meshtrain.kernels.mask import CAUSAL
 from meshtrain.kernels.tiles import Blocks, Tiles
 
 TABLE = ROOT / "meshtrain" / "kernels" / "tiles.py"
@@ -58,14 +59,14 @@ def kernels(head_dim: int, shape: Shape, full: int = tiles.FULL, interpret: bool
     q, k, v, do = array(N), array(K), array(K), array(N)
     segments = jnp.asarray(1 + np.cumsum(rng.random((B, T)) < 1 / document, 1), jnp.int32)
     base = tiles.COMPILED["h100"][min(width for width in tiles.WIDTHS if head_dim <= width)]
-    o, lse = jax.jit(partial(pallas.engine(base, interpret=interpret).forward, causal=True))(q, k, v, segments, segments)
+    o, lse = jax.jit(partial(pallas.engine(base, interpret=interpret).forward, mask=CAUSAL))(q, k, v, segments, segments)
     delta = (do * o).sum(-1)
-    rest = dict(causal=True, scale=head_dim ** -0.5, interpret=interpret)
+    rest = dict(mask=CAUSAL, scale=head_dim ** -0.5, interpret=interpret)
     backward = q, k, v, segments, segments, do, lse.swapaxes(1, 2), delta.swapaxes(1, 2)
 
     def forward(blocks):
         engine = pallas.engine(base._replace(forward=blocks), interpret=interpret)
-        return jax.jit(partial(engine.forward, causal=True)), (q, k, v, segments, segments)
+        return jax.jit(partial(engine.forward, mask=CAUSAL)), (q, k, v, segments, segments)
 
     return {"forward": forward, "dq": lambda blocks: (jax.jit(partial(pallas.dq_of, blocks=blocks, **rest)), backward),
             "dkv": lambda blocks: (jax.jit(partial(pallas.dkv_of, blocks=blocks, full=full, **rest)), backward)}

@@ -36,9 +36,9 @@ class CudnnAttention(NamedTuple):
     """cuDNN's flash attention with its log-sum-exp, and a backward that takes both from outside.
 
     The public jax.nn.dot_product_attention rounds the log-sum-exp to bfloat16 and has no such backward.
-    forward(q_BTNH, k_BSKH, v_BSKH, causal, scale) -> o_BTNH, lse_BNT float32.
-    backward(q, k, v, o, lse_BNT, do, causal, scale) -> dq, dk, dv in the dtype of q.
-    bfloat16 or float16. Every axis of the mesh must be manual where they stand.
+    forward(q_BTNH, k_BSKH, v_BSKH, causal, window, scale) -> o_BTNH, lse_BNT float32.
+    backward(q, k, v, o, lse_BNT, do, causal, window, scale) -> dq, dk, dv in the dtype of q.
+    window: tokens that a query sees, where causal; 0: all. bfloat16 or float16. Every axis of the mesh must be manual where they stand.
     """
     forward: Callable
     backward: Callable
@@ -50,23 +50,25 @@ def cudnn_attention() -> CudnnAttention | None:
         from jax._src.cudnn import fused_attention_stablehlo as fused
         forward_p, backward_p = fused._dot_product_attention_fwd_p_wrapper, fused._dot_product_attention_bwd_p_wrapper
         causal_or_not = {True: fused.MaskType.CAUSAL, False: fused.MaskType.NO_MASK}
-        options = dict(seed=42, dropout_rate=0.0, variadic_args=(False, False), layout=fused.AttentionLayout.BTNH.value,
-                       sliding_window_length=None)
+        options = dict(seed=42, dropout_rate=0.0, variadic_args=(False, False), layout=fused.AttentionLayout.BTNH.value)
         known = inspect.signature(fused._dot_product_attention_fwd_impl).parameters
     except (ImportError, AttributeError):
         return None
     if "score_mod" in known:        # from jax 0.11 on
         options["score_mod"] = None
-    if not {"scale", "mask_type", "is_training", *options} <= set(known):
+    if not {"scale", "mask_type", "is_training", "sliding_window_length", *options} <= set(known):
         return None
 
     def absent(q, count):           # bias, sequence lengths, offsets, page tables
         return [jnp.zeros(0, q.dtype)] * count
 
-    def forward(q, k, v, causal, scale):
-        return forward_p.bind(q, k, v, *absent(q, 7), scale=scale, mask_type=causal_or_not[causal], is_training=True, **options)
+    def asked(causal, window, scale):
+        return dict(mask_type=causal_or_not[causal], sliding_window_length=window or None, scale=scale, **options)
 
-    def backward(q, k, v, o, lse, do, causal, scale):
-        return backward_p.bind(q, k, v, *absent(q, 7), lse, o, do, scale=scale, mask_type=causal_or_not[causal], **options)
+    def forward(q, k, v, *how):
+        return forward_p.bind(q, k, v, *absent(q, 7), is_training=True, **asked(*how))
+
+    def backward(q, k, v, o, lse, do, *how):
+        return backward_p.bind(q, k, v, *absent(q, 7), lse, o, do, **asked(*how))
 
     return CudnnAttention(forward, backward)

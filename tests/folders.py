@@ -41,17 +41,21 @@ class Loaded:
         with jax.set_mesh(self.made.mesh):
             self.params = pretrained.load(self.found, self.rows, self.run.model, self.made.model.places(), full())
 
-    def logits(self, tokens_BT) -> np.ndarray:
-        made, length = self.made, tokens_BT.shape[1]
-        tokens = np.resize(tokens_BT, (B, length))
+    def logits(self, tokens_BT, documents: int = 1) -> np.ndarray:
+        """[B, T·documents, V] of rows that hold each sequence so many times, as documents of their own."""
+        made, length = self.made, tokens_BT.shape[1] * documents
+        order = np.arange(length) if made.program.order is None else made.program.order
+        tokens = np.resize(np.tile(tokens_BT, documents), (B, length))
         index = np.tile(np.arange(length), (B, 1))
-        batch = {"tokens": tokens, "positions": index, "index": index, "segments": np.ones_like(index), "sequence": np.arange(B)}
+        batch = {"tokens": tokens, "positions": index % tokens_BT.shape[1], "index": index,
+                 "segments": 1 + index // tokens_BT.shape[1]}
+        batch = {name: a[:, order] for name, a in batch.items()} | {"sequence": np.arange(B)}
 
         @jax.jit
         def every(params, batch):
             params = made.model.as_read(made.layout, params, jnp.float32)
             at = lambda t: made.model.logits(made.program.execution, params, batch, t)
-            return jax.vmap(at, out_axes=1)(jnp.arange(length))
+            return jax.vmap(at, out_axes=1)(jnp.argsort(order))
 
         with jax.default_matmul_precision("highest"), jax.set_mesh(made.mesh):
             return np.asarray(every(self.params, batch))[:len(tokens_BT)]

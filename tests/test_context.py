@@ -25,6 +25,7 @@ from meshtrain.cost import audit, compile
 from meshtrain.layout import rules
 from meshtrain.layout.mesh import MeshSpec
 from meshtrain.kernels import blockwise, engine
+from meshtrain.kernels.mask import CAUSAL
 from meshtrain.parallel import attention, zigzag
 
 RULES = Path(__file__).resolve().parent.parent / "sharding_rules"
@@ -133,7 +134,7 @@ def test_rows_that_see_nothing_are_zero_and_pass_no_gradient(method):
     whole, T, cp = blockwise.engine(4), 48, 4
     seen = lambda forward, s, z, *rest: forward(jnp.where(s == NOWHERE, -1, s), jnp.where(z == NOWHERE, -2, z), *rest)
     blind = engine.Engine(
-        lambda q, k, v, s, z, causal: seen(lambda s, z: whole.forward(q, k, v, s, z, causal), s, z),
+        lambda q, k, v, s, z, mask: seen(lambda s, z: whole.forward(q, k, v, s, z, mask), s, z),
         lambda q, k, v, s, z, *rest: seen(lambda s, z: whole.backward(q, k, v, s, z, *rest), s, z))
     mesh, layout = laid_out({"context": cp})
     order = attention.METHODS[method].order(T, cp)
@@ -146,8 +147,8 @@ def test_rows_that_see_nothing_are_zero_and_pass_no_gradient(method):
     def split_up(q, k, v, segments, do):
         split = attention.ContextParallel(attention.METHODS[method], blind)
         args = [x[:, order] for x in (q, k, v, segments)]
-        o, lse = split.forward(layout, *args)
-        grads = split.backward(layout, *args, o, lse, do[:, order])
+        o, lse = split.forward(layout, CAUSAL, *args)
+        grads = split.backward(layout, CAUSAL, *args, o, lse, do[:, order])
         return jax.tree.map(lambda x: x[:, np.argsort(order)], (o, lse, *grads))
 
     with jax.set_mesh(mesh):

@@ -14,6 +14,7 @@ from meshtrain.cost import compile
 from meshtrain.layout.mesh import MeshSpec
 from meshtrain.layout.rules import Layout, parse
 from meshtrain.kernels import cudnn
+from meshtrain.kernels.mask import Mask
 from meshtrain.parallel import attention
 
 RULES = parse("""
@@ -28,10 +29,11 @@ SIZES = dict(data=2, context=2, tensor=2)
 B, T, N, K, H = 4, 1024, 8, 4, 64
 
 
-def lowered(method: str) -> str:
+def lowered(method: str, window: int = 0) -> str:
     mesh_spec = MeshSpec(SIZES)
     layout, mesh = Layout(RULES, mesh_spec.sizes), mesh_spec.build(jax.devices())
-    attend = partial(attention.attend, attention.ContextParallel(attention.METHODS[method], cudnn.engine()), layout)
+    attend = partial(attention.attend, attention.ContextParallel(attention.METHODS[method], cudnn.engine()), layout,
+                     mask=Mask(window=window, documents=False))
 
     def both(q, k, v, segments, do):
         o, back = jax.vjp(lambda q, k, v: attend(q, k, v, segments), q, k, v)
@@ -58,6 +60,13 @@ def test_methods_call_cudnn_for_their_blocks_alone(method, forward, backward):
     assert text.count("custom_call @__cudnn$fmhaSoftmax(") == forward
     assert text.count("custom_call @__cudnn$fmhaSoftmaxBackward(") == backward
     assert "dot_general" not in text        # no scores beside the kernel's
+
+
+@pytest.mark.skipif(jax_private.cudnn_attention() is None, reason="this jax does not offer cuDNN's blocks")
+def test_cudnns_kernels_are_told_the_window():
+    for window, told in ((100, 100), (0, 0), (T, 0)):      # one that reaches over all tokens is none
+        text = lowered("ulysses", window)
+        assert text.count(f'sliding_window_length\\22: {told}') == 2, (window, text[:3000])
 
 
 def test_a_missing_private_api_is_told_and_not_an_error(monkeypatch):

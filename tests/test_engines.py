@@ -57,6 +57,9 @@ def with_cudnn(monkeypatch):
     ("blockwise", dict(table=HEADS_ALONE, sizes=dict(tensor=2))), ("pallas", dict(table=HEADS_ALONE)),
     ("pallas", dict(table=HEADS_ALONE, sizes=dict(tensor=2), model=dict(num_kv_heads=1))),
     ("blockwise", dict(data=WHOLE, table=SEQUENCE_OVER_TENSOR, sizes=dict(tensor=2))),
+    ("pallas", dict(model=dict(window=64))), ("cudnn", dict(data=WHOLE, model=dict(window=64))),
+    ("pallas", dict(data=WHOLE, model=dict(window=64), sizes=dict(context=2))), ("cudnn", dict(data=WHOLE, sizes=dict(context=2))),
+    ("pallas", dict(data=WHOLE, model=dict(score_softcap=50.0))), ("pallas", dict(model=dict(window=64, score_softcap=50.0, global_every=2))),
 ])
 def test_packed_rows_take_pallas_whole_rows_cudnn_and_others_blocks(expected, asked, with_cudnn):
     assert chosen(**asked)[0] == expected
@@ -69,6 +72,11 @@ def test_the_choice_is_said_in_one_line_with_its_reason(with_cudnn, monkeypatch)
     assert "training.deterministic=true" in chosen(data=WHOLE, training=dict(deterministic=True))[1]
     assert chosen(platform="cpu")[1] == ""
     assert chosen(platform="cpu", model=dict(attention="blockwise"))[1].endswith("because model.attention=blockwise")
+    windowed = chosen(data=WHOLE, model=dict(window=64, global_every=6, num_layers=6), sizes=dict(context=2))[1]
+    assert windowed.startswith("attention: Pallas kernels that visit only what documents reach, 64 tokens back but in every 6. layer, because")
+    assert 'no window over the chunks of context.method="ring" (model.window=64)' in windowed
+    assert chosen(platform="cpu", model=dict(window=64))[1].startswith("attention: blockwise XLA engine, 64 tokens back, because")
+    assert chosen(platform="cpu", model=dict(window=256))[1] == ""          # of sequences of 256
     note = chosen(model=dict(compute_dtype="float32"))[1]
     assert "blockwise XLA engine, because" in note and note.count("model.compute_dtype=float32") == 1 and "\n" not in note
     assert "not in the table of GPUs" in chosen(gpu="")[1]

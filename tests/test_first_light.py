@@ -175,7 +175,7 @@ WRONG_ENGINES = {
     "the last key": lambda engine: engine._replace(
         backward=lambda *a, **k: (lambda dq, dk, dv: (dq, dk.at[:, -1].set(0), dv))(*engine.backward(*a, **k))),
     "its own lse": lambda engine: engine._replace(
-        backward=lambda *a, causal: engine.backward(*a[:5], *engine.forward(*a[:5], causal=causal), a[7], causal=causal)),
+        backward=lambda *a, mask: engine.backward(*a[:5], *engine.forward(*a[:5], mask=mask), a[7], mask=mask)),
 }
 
 
@@ -189,8 +189,8 @@ def test_a_wrong_engine_is_found_wrong(fault, some_cases):
 def test_a_case_that_raises_is_told_and_the_other_cases_go_on(some_cases):
     some_cases("whole rows", "an earlier chunk")
 
-    def forward(*args, causal):
-        raise ValueError("no kernel for this") if causal else ZeroDivisionError
+    def forward(*args, mask):
+        raise ValueError("no kernel for this") if mask.causal else ZeroDivisionError
     make = lambda: blockwise.engine(16)._replace(forward=forward)
     found = gpu_attention.measured(make, 16, True, SMALL, jax.devices()[0], CPU())
     assert gpu_record.verdict(found) == FAILED

@@ -11,7 +11,7 @@ OPEN_TO = {
     "config": {"weights"},
     "cluster": {"config"},
     "parallel": {"layout", "kernels"},
-    "model": {"layout"},
+    "model": {"layout", "kernels"},
     "cost": {"layout", "model", "parallel"},
     "training": {"layout", "model", "parallel"},
     "inference": {"layout", "model"},

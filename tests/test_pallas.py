@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from meshtrain.cost import compile
 from meshtrain.kernels import pallas, tiles
 from meshtrain.kernels.engine import MASKED
+from meshtrain.kernels.mask import CAUSAL, WHOLE, Mask, Scores
 from meshtrain.kernels.tiles import Blocks, Tiles
 from meshtrain.layout.mesh import MeshSpec
 
@@ -60,19 +61,25 @@ KINDS = ("one document", "short documents", "documents of half a row", "borders 
          "nothing in common", "no order")
 
 
-def seen_pairs(q_segments, k_segments, causal: bool) -> np.ndarray:
+def seen_pairs(q_segments, k_segments, mask: Mask) -> np.ndarray:
     """bool [B, T, S]."""
     seen = q_segments[:, :, None] == k_segments[:, None, :]
-    return seen & np.tri(*seen.shape[1:], dtype=bool) if causal else seen
+    T, S = seen.shape[1:]
+    apart = mask.ahead + np.arange(T)[:, None] - np.arange(S)
+    return seen & ((apart >= 0) | (not mask.causal)) & (apart < (mask.window or T + S + mask.ahead))
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
-def plain_forward(q, k, v, seen):
+def capped(s, softcap: float):
+    return softcap * np.tanh(s / softcap) if softcap else s
+
+
+def plain_forward(q, k, v, seen, softcap):
     """o and lse in float64."""
     G = q.shape[2] // k.shape[2]
-    s = np.where(seen[:, None], np.einsum("btnh,bsnh->bnts", q, np.repeat(k, G, 2)) * q.shape[3] ** -0.5, -np.inf)
+    s = np.where(seen[:, None], capped(np.einsum("btnh,bsnh->bnts", q, np.repeat(k, G, 2)) * q.shape[3] ** -0.5, softcap), -np.inf)
     some = seen.any(2)[:, None, :, None]
     p = np.exp(s - np.where(some, s.max(-1, keepdims=True), 0))
     total = np.where(some, p.sum(-1, keepdims=True), 1)
@@ -80,29 +87,37 @@ def plain_forward(q, k, v, seen):
     return np.einsum("bnts,bsnh->btnh", p / total, np.repeat(v, G, 2)), lse[..., 0].swapaxes(1, 2)
 
 
-def plain_backward(q, k, v, seen, o, lse, do):
+def plain_backward(q, k, v, seen, o, lse, do, softcap):
     """dq, dk, dv of these pairs in float64, o and lse given."""
     (B, S, K, H), G = k.shape, q.shape[2] // k.shape[2]
     many = lambda x: np.repeat(x, G, 2)
-    s = np.einsum("btnh,bsnh->bnts", q, many(k)) * H ** -0.5
+    s = capped(np.einsum("btnh,bsnh->bnts", q, many(k)) * H ** -0.5, softcap)
     p = np.exp(np.where(seen[:, None], s - lse.swapaxes(1, 2)[..., None], -np.inf))
     ds = p * (np.einsum("btnh,bsnh->bnts", do, many(v)) - (do * o).sum(-1).swapaxes(1, 2)[..., None]) * H ** -0.5
+    ds = ds * (1 - (s / softcap) ** 2) if softcap else ds
     once = lambda x: x.reshape(B, S, K, G, H).sum(3)
     return (np.einsum("bnts,bsnh->btnh", ds, many(k)), once(np.einsum("bnts,btnh->bsnh", ds, q)),
             once(np.einsum("bnts,btnh->bsnh", p, do)))
 
 
 SQUARE, FLAT, TALL = (Tiles(*[Blocks(rows, columns, 4, 2)] * 3) for rows, columns in ((16, 16), (16, 32), (32, 16)))
-# T, S, N, K, H, causal, tiles, programs that fill the GPU (1: the heads of a group are summed inside dkv)
+near = lambda window: CAUSAL._replace(window=window)
+edge = lambda window, ahead: Mask(False, window, ahead)
+# T, S, N, K, H, mask, tiles, programs that fill the GPU (1: the heads of a group are summed inside dkv), softcap
 CELLS = {
-    "causal, heads summed inside": (70, 70, 4, 2, 16, True, TALL, 1),
-    "keys before queries, one kv head, S > T": (40, 72, 2, 1, 24, False, FLAT, 10**6),
+    "causal, heads summed inside": (70, 70, 4, 2, 16, CAUSAL, TALL, 1, 0),
+    "keys before queries, one kv head, S > T": (40, 72, 2, 1, 24, WHOLE, FLAT, 10**6, 0),
+    "a window, a softcap": (70, 70, 2, 1, 16, near(21), TALL, 1, 0.7),
 }
 SLOW = {
-    "S < T, no group": (90, 33, 2, 2, 16, False, TALL, 1), "causal, heads summed outside": (64, 64, 6, 2, 16, True, SQUARE, 10**6),
-    "causal, a head of 80": (50, 50, 2, 1, 80, True, FLAT, 1), "eight heads of one": (48, 48, 8, 1, 32, True, TALL, 1),
-    "the tiles of H100": (256, 256, 2, 1, 128, True, tiles.of(128, "h100"), 1),
-    "the tiles of heads of 256": (96, 128, 2, 2, 256, False, tiles.of(256, "b200"), 1),
+    "S < T, no group": (90, 33, 2, 2, 16, WHOLE, TALL, 1, 0), "causal, heads summed outside": (64, 64, 6, 2, 16, CAUSAL, SQUARE, 10**6, 0),
+    "causal, a head of 80": (50, 50, 2, 1, 80, CAUSAL, FLAT, 1, 0), "eight heads of one": (48, 48, 8, 1, 32, CAUSAL, TALL, 1, 0),
+    "the tiles of H100": (256, 256, 2, 1, 128, CAUSAL, tiles.of(128, "h100"), 1, 0),
+    "the tiles of heads of 256": (96, 128, 2, 2, 256, WHOLE, tiles.of(256, "b200"), 1, 0),
+    "a window of one token": (50, 50, 2, 1, 16, near(1), FLAT, 1, 0), "a window of a block": (64, 64, 4, 2, 16, near(16), SQUARE, 10**6, 0),
+    "a chunk at the window's edge": (48, 48, 2, 1, 16, edge(70, 48), SQUARE, 1, 0.7),
+    "a chunk beyond the window": (33, 48, 2, 1, 16, edge(20, 80), TALL, 1, 0),
+    "a window within the tiles of H100": (256, 256, 2, 1, 128, near(100), tiles.of(128, "h100"), 1, 30.0),
 }
 # Of the largest number of a result. float32: sums of up to 128 products of 256 in another order. bfloat16: o, p and ds are
 # rounded to 8 bits before they are summed.
@@ -110,30 +125,30 @@ TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2}
 
 
 @functools.cache
-def both_ways(causal: bool, tiles: Tiles, full: int):
+def both_ways(mask: Mask, tiles: Tiles, full: int, softcap: float):
     """Jitted (q, k, v, q segments, k segments, o, lse, do) -> forward and backward of the engine, the backward with o and lse as given."""
-    engine = pallas.engine(tiles, full=full, interpret=True)
-    return jax.jit(lambda *args: (engine.forward(*args[:5], causal), engine.backward(*args, causal)))
+    engine = pallas.engine(tiles, Scores(softcap=softcap), full=full, interpret=True)
+    return jax.jit(lambda *args: (engine.forward(*args[:5], mask), engine.backward(*args, mask)))
 
 
 def check(cell, kind: str, dtype: str, seed: int):
     """The backward is given o and lse as if the queries saw other keys as well, elsewhere."""
-    T, S, N, K, H, causal, tiles, full = cell
+    T, S, N, K, H, mask, tiles, full, softcap = cell
     rng, B = np.random.default_rng(seed), 2
     exact = lambda x: np.asarray(jnp.asarray(x, dtype), np.float64)     # numbers that the dtype has
     q, k, v, do = (exact(rng.standard_normal((B, length, heads, H))) for length, heads in ((T, N), (S, K), (S, K), (T, N)))
-    segments = drawn_segments(kind, rng, B, T, S, causal)
-    seen = seen_pairs(*segments, causal)
-    o, lse = plain_forward(q, k, v, seen)
+    segments = drawn_segments(kind, rng, B, T, S, mask.causal)
+    seen = seen_pairs(*segments, mask)
+    o, lse = plain_forward(q, k, v, seen, softcap)
     elsewhere = rng.standard_normal(lse.shape)
     together = np.logaddexp(lse, elsewhere)
     whole = exact(o * np.exp(lse - together)[..., None] + rng.standard_normal(o.shape) * np.exp(elsewhere - together)[..., None])
     given = [jnp.asarray(x, dtype) for x in (q, k, v)] + [jnp.asarray(x) for x in segments]
-    (got_o, got_lse), grads = both_ways(causal, tiles, full)(
+    (got_o, got_lse), grads = both_ways(mask, tiles, full, softcap)(
         *given, jnp.asarray(whole, dtype), jnp.asarray(together, jnp.float32), jnp.asarray(do, dtype))
     nothing = ~seen.any(2)
     assert not np.asarray(got_o)[nothing].any() and (np.asarray(got_lse)[nothing] == np.float32(MASKED)).all()
-    expected = (o, np.where(nothing[..., None], 0, lse), *plain_backward(q, k, v, seen, whole, together, do))
+    expected = (o, np.where(nothing[..., None], 0, lse), *plain_backward(q, k, v, seen, whole, together, do, softcap))
     got = (got_o, np.where(nothing[..., None], 0, got_lse), *grads)
     for name, a, b in zip(("o", "lse", "dq", "dk", "dv"), got, expected):
         assert np.asarray(a).dtype in (np.float32, np.float64), name
@@ -153,19 +168,19 @@ def test_kernels_equal_plain_attention_and_its_gradients(cell, dtype):
 
 
 @functools.cache
-def jitted_spans(block: int, step: int, causal: bool, own_are_queries: bool):
-    return jax.jit(lambda own, other: pallas.spans(own, other, block, step, causal, own_are_queries))
+def jitted_spans(block: int, step: int, mask: Mask, own_are_queries: bool):
+    return jax.jit(lambda own, other: pallas.spans(own, other, block, step, mask, own_are_queries))
 
 
-@pytest.mark.parametrize("T, S, causal", [(96, 96, True), (64, 128, False)])
-def test_visited_blocks_hold_every_visible_pair_and_where_documents_ascend_no_other_block(T, S, causal):
+@pytest.mark.parametrize("T, S, mask", [(96, 96, CAUSAL), (64, 128, WHOLE), (96, 96, near(50)), (64, 96, edge(110, 64))])
+def test_visited_blocks_hold_every_visible_pair_and_where_documents_ascend_no_other_block(T, S, mask):
     rng, in_vain, visited, bare = np.random.default_rng(0), 0, 0, 0
     for kind in [kind for kind in KINDS for _ in range(6)]:
-        q, k = drawn_segments(kind, rng, 1, T, S, causal)
-        seen = seen_pairs(q, k, causal)[0]
+        q, k = drawn_segments(kind, rng, 1, T, S, mask.causal)
+        seen = seen_pairs(q, k, mask)[0]
         for own_are_queries, block, step in ((True, 16, 32), (True, 32, 16), (False, 16, 16), (False, 32, 32)):
             own, other, pairs = (q, k, seen) if own_are_queries else (k, q, seen.T)
-            rows = np.asarray(jitted_spans(block, step, causal, own_are_queries)(own, other))[0]
+            rows = np.asarray(jitted_spans(block, step, mask, own_are_queries)(own, other))[0]
             for i, (start, bare_start, bare_stop, stop) in enumerate(rows):
                 of_block = pairs[i * block:(i + 1) * block].reshape(block, -1, step)
                 live, full = of_block.any((0, 2)), of_block.all((0, 2))
@@ -173,7 +188,7 @@ def test_visited_blocks_hold_every_visible_pair_and_where_documents_ascend_no_ot
                 assert not live[:start].any() and not live[stop:].any() and full[bare_start:bare_stop].all()
                 visited, bare = visited + stop - start, bare + bare_stop - bare_start
                 # In a row, padding stands at the end alone, so it is not among keys before queries.
-                if kind not in ("no order", "rows that see nothing", *(() if causal else ("padding",))):
+                if kind not in ("no order", "rows that see nothing", *(() if mask.causal else ("padding",))):
                     in_vain += stop - start - live.sum()
     assert in_vain == 0 and visited > bare > 0
 
@@ -189,14 +204,14 @@ def ptxas() -> Path:
     return next(path for root in roots if (path := root / "bin" / "ptxas").is_file())
 
 
-def resources(gpu: str, head_dim: int, causal: bool, folder: Path) -> dict[str, tuple[int, int]]:
+def resources(gpu: str, head_dim: int, mask: Mask, scores: Scores, folder: Path) -> dict[str, tuple[int, int]]:
     """{kernel: (spilled bytes of a thread, shared memory of a block)} of forward and backward, at the shape of Llama 3 8B."""
     B, T, N, K = 1, 8192, 32, 8
     mesh = MeshSpec({}).build(compile.topology(f"{gpu}:1"))
-    engine = pallas.engine(tiles.of(head_dim, gpu))
+    engine = pallas.engine(tiles.of(head_dim, gpu, bool(scores.softcap)), scores)
 
     def both(q, k, v, segments, o, lse, do):
-        return engine.forward(q, k, v, segments, segments, causal), engine.backward(q, k, v, segments, segments, o, lse, do, causal)
+        return engine.forward(q, k, v, segments, segments, mask), engine.backward(q, k, v, segments, segments, o, lse, do, mask)
 
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, P()))
     q, k = (array(jnp.bfloat16, B, T, heads, head_dim) for heads in (N, K))
@@ -219,15 +234,17 @@ def resources(gpu: str, head_dim: int, causal: bool, folder: Path) -> dict[str, 
     return found
 
 
-COMPILED = [(gpu, head_dim, causal) for gpu in ("a100-80gb", "h100", "h200", "b200") for head_dim in tiles.WIDTHS for causal in (True, False)]
-FAST = [("h100", 128, True), ("b200", 256, False)]
+CAPPED = Scores(224, 50.0)      # Gemma 2's
+COMPILED = [(gpu, head_dim, mask, scores) for gpu in ("a100-80gb", "h100", "h200", "b200") for head_dim in tiles.WIDTHS for mask, scores in (
+    (CAUSAL, Scores()), (WHOLE, Scores()), (near(4096), CAPPED), (edge(4096, 2048), Scores()))]
+FAST = [("h100", 128, near(4096), Scores()), ("b200", 256, WHOLE, Scores())]
 
 
 @pytest.mark.skipif(not compile.has_gpu_compile(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
-@pytest.mark.parametrize("gpu, head_dim, causal", [*FAST, *(slow(*cell) for cell in COMPILED if cell not in FAST)])
-def test_kernels_compiled_for_a_gpu_spill_next_to_nothing_and_fit_its_shared_memory(gpu, head_dim, causal, tmp_path):
-    found = resources(gpu, head_dim, causal, tmp_path)
-    assert set(found) == {f"{pallas.NAME}_{what}{'_causal' * causal}" for what in ("forward", "dq", "dkv")}
+@pytest.mark.parametrize("gpu, head_dim, mask, scores", [*FAST, *(slow(*cell) for cell in COMPILED if cell not in FAST)])
+def test_kernels_compiled_for_a_gpu_spill_next_to_nothing_and_fit_its_shared_memory(gpu, head_dim, mask, scores, tmp_path):
+    found = resources(gpu, head_dim, mask, scores, tmp_path)
+    assert set(found) == {f"{pallas.NAME}_{what}{mask.label}" for what in ("forward", "dq", "dkv")}
     for name, (spilled, shared) in found.items():
         assert spilled <= MAX_SPILLED_BYTES, (name, found)
         assert 0 < shared <= compile._TARGETS[gpu].shared_bytes_per_block, (name, found)

@@ -29,6 +29,20 @@ def test_logits_of_a_folder_equal_those_of_transformers(name, rule, mesh):
     np.testing.assert_allclose(Loaded(GOLDENS / name, rule, mesh).logits(golden["tokens"]), golden["logits"], atol=1e-4)
 
 
+WINDOWED = [(name, method) for name in ("mistral_window", "gemma2", "gemma3", "olmo3") for method in ("ring", "ulysses", "gather")]
+
+
+@pytest.mark.parametrize(("name", "method"), [cell if cell == ("gemma2", "ring") else pytest.param(*cell, marks=sampling.GRID)
+                                              for cell in WINDOWED])
+def test_logits_beyond_a_window_of_packed_documents_over_two_devices_equal_those_of_transformers(name, method):
+    """Two documents of 40 tokens in a row, each beyond its window of 12 and across two chunks of 20."""
+    golden = np.load(GOLDENS / name / "golden.npz")
+    loaded = Loaded(GOLDENS / name, "zero3_context", dict(context=2, fsdp=2), f"--context.method={method}", "--data.seq_len=80")
+    got = loaded.logits(golden["tokens"], documents=2)
+    for document in np.split(got, 2, axis=1):
+        np.testing.assert_allclose(document, golden["logits"], atol=1e-4)       # as above
+
+
 @functools.cache
 def plain(name: str, dtype: str = "float32") -> dict:
     """Parameters of a golden on one device, as numpy arrays."""

@@ -1,4 +1,7 @@
-"""A window in attention: the numbers of whole scores with a band, and no block is visited that the band does not touch."""
+"""A window in attention: the numbers of whole scores with a band, on one device and over several, and no block is visited, no chunk
+is sent that the band does not touch."""
+import functools
+import math
 from functools import partial
 
 import jax
@@ -8,68 +11,177 @@ import sampling
 import test_layouts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 from test_context import drawn, laid_out, with_gradients
 
 from meshtrain import assembly, config
+from meshtrain.cost import audit
 from meshtrain.kernels import blockwise, engine
+from meshtrain.kernels.mask import CAUSAL, Mask, Scores
 from meshtrain.model import transformer
-from meshtrain.parallel import attention
+from meshtrain.parallel import attention, band
+
+slow = partial(pytest.param, marks=sampling.GRID)
+near = lambda window: CAUSAL._replace(window=window)
 
 
 def documents(rng, B: int, T: int) -> np.ndarray:
     return np.cumsum(rng.random((B, T)) < 0.08, 1).astype(np.int32) + 1
 
 
-def check(split, layout, mesh, T: int, window: int, seed: int, softcap: float = 0.0):
-    segments = documents(np.random.default_rng(seed), 2, T)
-    q, k, v, do = drawn(seed, 2, T, 4, 2)
-    ours = jax.jit(partial(with_gradients, partial(attention.attend, split, layout)))
-    plain = jax.jit(partial(with_gradients, partial(engine.plain, window=window, softcap=softcap)))
-    with jax.set_mesh(mesh):
-        got = ours(q, k, v, segments, do)
+@functools.cache
+def programs(method: str, sizes: tuple, T: int, block: int, mask: Mask, scores: Scores, manual: tuple = ()):
+    """Jitted (q, k, v, segments, do) in natural order -> ((o, gradients) of the method, those of plain attention)."""
+    mesh, layout = laid_out(dict(sizes))
+    own = blockwise.engine(block, scores)
+    split = attention.ContextParallel(attention.METHODS[method], own) if method else attention.Local(own)
+    order = attention.METHODS[method].order(T, dict(sizes)["context"]) if method else np.arange(T)
+
+    def body(*args):
+        return with_gradients(partial(attention.attend, split, layout, mask=mask), *args)
+
+    def both(*args):
+        spec = P(None, "context")
+        inside = jax.shard_map(body, axis_names=set(manual), in_specs=(spec,) * 5, out_specs=(spec, (spec,) * 3)) if manual else body
+        out = inside(*(x[:, order] for x in args))
+        return jax.tree.map(lambda x: x[:, np.argsort(order)], out), with_gradients(partial(engine.plain, mask=mask, scores=scores), *args)
+
+    run = jax.jit(both)
+
+    def call(*args):
+        with jax.set_mesh(mesh):
+            return run(*args)
+    return call
+
+
+def check(method: str, cp: int, T: int, window: int, *, block: int = 16, segments=None, seed: int = 0, scores=Scores(), heads=(4, 2), **more):
+    segments = documents(np.random.default_rng(seed), 2, T) if segments is None else segments
+    q, k, v, do = drawn(seed, 2, T, *heads)
+    sizes = (("context", cp),) if method else ()
+    got, expected = programs(method, sizes, T, block, near(window), scores, **more)(q, k, v, segments, do)
     # float32 sums of up to T terms, in another order.
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5), got, plain(q, k, v, segments, do))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5), got, expected)
 
 
 @pytest.mark.parametrize(("T", "block", "window"), [
     (40, 16, 12), (64, 16, 16), (64, 16, 17), (64, 16, 1), (50, 16, 33), (40, 512, 12), (64, 16, 63)])
 def test_blocks_with_a_window_equal_plain_attention(T, block, window):
-    mesh, layout = laid_out({})
-    check(attention.Local(blockwise.engine(block, window)), layout, mesh, T, window, seed=T + window)
+    check("", 1, T, window, block=block, seed=T + window)
 
 
-def test_scores_within_a_softcap_equal_plain_attention():
-    mesh, layout = laid_out({})
-    check(attention.Local(blockwise.engine(16, 12, 0.7)), layout, mesh, 40, 12, seed=1, softcap=0.7)
+def test_scores_of_another_scale_within_a_softcap_equal_plain_attention():
+    check("", 1, 40, 12, scores=Scores(3, 0.7))
 
 
-def test_the_heads_of_two_devices_see_the_whole_sequence_and_its_window():
-    mesh, layout = laid_out(dict(context=2))
-    check(attention.ContextParallel(attention.METHODS["ulysses"], blockwise.engine(16, 12)), layout, mesh, 48, 12, seed=3)
+# A window of one token, within a chunk, of a chunk and one more, odd ones over several chunks, and nearly the whole sequence.
+@pytest.mark.parametrize(("method", "cp", "window"), [
+    ("ring", 2, 31), ("ring", 4, 9), ("gather", 4, 22), ("ulysses", 2, 12), *(
+        slow(method, cp, window) for method in ("ring", "gather") for cp in (2, 4)
+        for window in (1, 2, 5, 6, 7, 12, 13, 25, 37, 12 * cp - 1) if (method, cp, window) != ("gather", 4, 22))])
+def test_windows_over_chunks_equal_plain_attention(method, cp, window):
+    """Chunks of six tokens, blocks of four; documents end anywhere."""
+    T = 12 * cp
+    if window < T:
+        check(method, cp, T, window, block=4, seed=window)
+
+
+@st.composite
+def windowed(draw):
+    method, cp = draw(st.sampled_from(sorted(attention.METHODS))), draw(st.sampled_from([2, 3, 4, 8]))
+    chunk, K, G = draw(st.integers(1, 9)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    if method == "ulysses":
+        G *= cp // math.gcd(K * G, cp)
+    T = 2 * cp * chunk
+    return method, cp, T, draw(st.integers(1, T + 2)), draw(st.sampled_from([3, 512])), (K * G, K), draw(st.integers(0, 99))
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(windowed())
+def test_windows_of_any_length_over_any_chunks_equal_plain_attention(case):
+    method, cp, T, window, block, heads, seed = case
+    check(method, cp, T, window, block=block, heads=heads, seed=seed)
+
+
+@pytest.mark.parametrize("method", ["ring", slow("gather")])
+def test_a_window_inside_a_region_that_is_manual_over_context_already(method):
+    """As a pipeline calls it, varying axes checked; a window of three chunks and a token."""
+    check(method, 2, 24, 19, block=4, manual=("context",))
+
+
+@pytest.mark.parametrize("documents", [False, slow(True)])
+def test_rows_of_one_document_are_not_looked_at_for_others(documents):
+    """Segments that say otherwise change nothing where the mask has no documents."""
+    T = 24
+    q, k, v, do = drawn(0, 2, T, 4, 2)
+    segments = np.tile(np.arange(T, dtype=np.int32) // 5, (2, 1))
+    of = lambda segments, documents: programs("ring", (("context", 2),), T, 4, near(9)._replace(documents=documents), Scores())(
+        q, k, v, segments, do)[0]
+    got, expected = of(segments, documents), of(segments if documents else np.zeros_like(segments), True)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+# ---- what is visited and sent ----------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60)
-@given(st.integers(1, 60), st.integers(1, 20), st.integers(0, 70))
-def test_exactly_the_blocks_that_the_window_touches_are_visited(length, block, window):
-    blocks = blockwise._Blocks(length, block)
-    visited = set(zip(*(np.asarray(numbers).tolist() for numbers in blockwise._pairs(blocks, blocks, True, window))))
-    t, s = np.arange(blocks.size * blocks.count)[:, None], np.arange(blocks.size * blocks.count)[None]
-    live = (t >= s) & ((t - s < window) | (window == 0))
-    touched = {(i // blocks.size, j // blocks.size) for i, j in np.argwhere(live).tolist()}
-    assert visited == touched
+@given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 20), st.integers(0, 70), st.integers(0, 90), st.booleans())
+def test_exactly_the_blocks_that_the_mask_touches_are_visited(T, S, block, window, ahead, causal):
+    queries, keys = blockwise._Blocks(T, block), blockwise._Blocks(S, block)
+    mask = Mask(causal, window, ahead)
+    visited = set(zip(*(np.asarray(numbers).tolist() for numbers in blockwise._pairs(queries, keys, mask))))
+    apart = ahead + np.arange(queries.size * queries.count)[:, None] - np.arange(keys.size * keys.count)
+    live = ((apart >= 0) | (not causal)) & ((apart < window) | (window == 0))
+    assert visited == {(i // queries.size, j // keys.size) for i, j in np.argwhere(live).tolist()}
 
 
-def test_kernels_without_a_window_and_rings_are_not_taken_where_one_is_shorter_than_the_sequence():
-    run = config.Run(model=dict(window=16, attention="pallas"), data=dict(seq_len=32, global_batch=2))
-    with pytest.raises(config.ConfigError, match=r"the kernels have no window \(model.window=16\)"):
-        assembly.assemble(run, jax.devices()[:1])
-    run = test_layouts.run_of("zero3_context", dict(context=2), dict(window=16))
-    for method in ("ring", "gather"):
-        with pytest.raises(config.ConfigError, match=f'context.method="{method}" has no window, .* use context.method="ulysses"'):
-            assembly.assemble(run.model_copy(update={"context": config.Context(method=method)}), jax.devices()[:2])
-    long = run.model_copy(update={"model": run.model.model_copy(update={"window": test_layouts.T})})
-    assert attention.window(long) == 0 and attention.window(run) == 16      # no token of theirs is further back
+@given(st.integers(1, 200), st.integers(1, 20), st.integers(2, 8))
+def test_distances_are_those_at_which_a_window_reaches_a_chunk_and_whole_ones_need_no_mask(window, chunk, cp):
+    found = {d: of for of in band.distances(near(window), chunk, cp) for d in range(of.first, of.first + of.count)}
+    for d in range(1, 2 * cp):
+        nearest, furthest = (d - 1) * chunk + 1, (d + 1) * chunk - 1
+        assert (d in found) == (nearest < window)
+        if d in found:
+            assert found[d].early == (d < cp) and bool(found[d].mask.window) == (furthest >= window)
 
+
+@functools.cache
+def audited(method: str, cp: int, T: int, window: int):
+    """What (forward, forward and backward) of one attention compute and send."""
+    mesh, layout = laid_out({"context": cp})
+    split = attention.ContextParallel(attention.METHODS[method], blockwise.engine(8))
+    attend = partial(attention.attend, split, layout, mask=near(window))
+    q, k = (jax.ShapeDtypeStruct((1, T, n, 8), np.float32) for n in (4, 2))
+    segments = jax.ShapeDtypeStruct((1, T), np.int32)
+
+    def read(f, *args):
+        with jax.set_mesh(mesh):
+            return audit.read(jax.jit(f).lower(*args).compile().as_text(), mesh)
+    return read(attend, q, k, k, segments), read(partial(with_gradients, attend), q, k, k, segments, q)
+
+
+@pytest.mark.parametrize(("window", "hops", "home"), [(40, 2, 2), slow(1, 0, 0), slow(33, 1, 1), slow(200, 7, 1)])
+def test_a_windowed_ring_sends_its_chunks_no_further_than_the_window(window, hops, home):
+    """Chunks of 32 at context 4. K and V of both chunks go on once a distance, their sums as often, and home the shorter way."""
+    forward, both = audited("ring", 4, 256, window)
+    permutes = lambda program: sum(c.count for c in program.collectives if c.kind == "collective-permute" and c.dtype == "f32")
+    assert permutes(forward) in (4 * hops, 4 * hops - 2)        # where the last hop is for late chunks alone, K and V of early ones stay
+    sums = 4 * (max(hops - 1, 0) + home)
+    assert permutes(forward) + sums <= permutes(both) <= 8 * hops + sums        # XLA may share what both send alike
+    assert not both.broken_permutes and not both.partial_permutes and not both.unknown_loops
+
+
+@pytest.mark.parametrize("method", ["ring", slow("gather")])
+def test_a_window_over_chunks_multiplies_little_more_than_it_sees(method):
+    """A window of 64 in 1,024 tokens, chunks of 128, blocks of 8 tokens: the pairs seen, the rims of blocks, and a distance of whose
+    chunks the first has nothing before it."""
+    forward, both = audited(method, 4, 1024, 64)
+    pairs = 1024 * 64 / 4
+    assert 1 <= forward.flops["f32"] / (4 * pairs * 4 * 8) <= 1.35
+    assert 1 <= (both.flops["f32"] - forward.flops["f32"]) / (10 * pairs * 4 * 8) <= 1.35
+
+
+# ---- whole runs ------------------------------------------------------------------------------------------------------
 
 EVERY = dict(window=12, global_every=2, local_rope_theta=100.0, attention_scale_dim=16)
 
@@ -81,10 +193,15 @@ def test_layers_with_and_without_a_window_equal_one_device(num_layers, rule, mes
     model = EVERY | dict(num_layers=num_layers)
     case = test_layouts.Compiled(test_layouts.run_of(rule, mesh, model))
     assert len(case.made.model.groups) == 1 + num_layers % 2
+    equals_one_device(case, model)
+
+
+def equals_one_device(case, model: dict):
     params, losses, moments = test_layouts.reference(tuple(model.items()), steps=2)
     got, got_moments = case.train(params, 2)
-    np.testing.assert_allclose(got, losses, rtol=2e-5)        # as in test_layouts
+    np.testing.assert_allclose(got, losses, rtol=2e-5)        # float32 sums in another order, as in test_layouts
     test_layouts.check_gradients(got_moments, moments)
+    return losses
 
 
 def test_places_name_every_stack_once_and_stages_are_refused():
@@ -102,17 +219,24 @@ def test_places_name_every_stack_once_and_stages_are_refused():
         config.load(["--model.global_every=2"])
 
 
-@pytest.mark.parametrize(("rule", "mesh", "more"), [
-    pytest.param("zero3_context", dict(context=2, fsdp=2), dict(context=dict(method="ulysses")), marks=sampling.GRID),
-    pytest.param("zero3_tensor_sequence_pipeline", dict(stage=2, fsdp=2, tensor=2), dict(pipeline=dict(schedule="1f1b")), marks=sampling.GRID),
-    pytest.param("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2), {}, marks=sampling.GRID)])
-def test_layouts_with_a_window_equal_one_device(rule, mesh, more):
-    model = dict(window=12)
+CAPPED = dict(window=11, score_softcap=2.0, attention_scale_dim=5)
+RING, GATHER, ULYSSES = (dict(context=dict(method=method)) for method in ("ring", "gather", "ulysses"))
+
+
+@pytest.mark.parametrize(("rule", "mesh", "model", "more"), [
+    ("zero3_tensor_sequence_context", dict(context=2, tensor=2), EVERY, RING), *(pytest.param(*cell, marks=sampling.GRID) for cell in (
+        ("zero3_context", dict(context=2, fsdp=2), dict(window=12), ULYSSES),
+        ("zero3_context", dict(context=4, fsdp=2), dict(window=7), RING), ("zero3_context", dict(context=4), dict(window=41), GATHER),
+        ("context", dict(context=2, data=2), CAPPED, GATHER), ("zero3_context", dict(context=2, fsdp=2), EVERY | CAPPED, ULYSSES),
+        ("context", dict(context=4), CAPPED | dict(position="learned", max_seq_len=test_layouts.T), RING),
+        ("zero3_tensor_sequence_pipeline", dict(stage=2, fsdp=2, tensor=2), dict(window=12), dict(pipeline=dict(schedule="1f1b"))),
+        ("zero3_tensor_sequence_context_pipeline", dict(stage=2, tensor=2, context=2), dict(window=12), dict(
+            pipeline=dict(schedule="zero_bubble"))),
+        ("zero3_tensor_sequence_context_pipeline", dict(stage=2, context=2), dict(window=21), GATHER | dict(
+            pipeline=dict(schedule="interleaved", chunks=1))),
+        ("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2), dict(window=12), {})))])
+def test_layouts_with_a_window_equal_one_device(rule, mesh, model, more):
     run = test_layouts.run_of(rule, mesh, model)
     run = config.Run(**run.model_dump(exclude=set(more)), **more)
-    case = test_layouts.Compiled(run)
-    params, losses, moments = test_layouts.reference(tuple(model.items()), steps=2)
-    got, got_moments = case.train(params, 2)
-    np.testing.assert_allclose(got, losses, rtol=2e-5)        # float32 sums in another order, as in test_layouts
-    test_layouts.check_gradients(got_moments, moments)
+    losses = equals_one_device(test_layouts.Compiled(run), model)
     assert abs(losses[0] - test_layouts.reference(steps=2)[1][0]) > 1e-5      # or it would agree without a window, too

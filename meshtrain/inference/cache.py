@@ -67,17 +67,15 @@ class _Reading:
     def __init__(self, cfg, cache, index, at, pad_B):
         self.cfg, self.cache, self.index, self.at, self.pad_B = cfg, cache, index, at, pad_B
 
-    def __call__(self, layout: Layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, everywhere: bool = False):
+    def __call__(self, layout: Layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, mask):
         B, T, N, H = q_BTNH.shape
         S, K = self.cache[0].shape[2:4]
         self.cache = tuple(self._written(layout, *pair) for pair in zip(self.cache, (k_BTKH, v_BTKH), strict=True))
         k_BSKH, v_BSKH = (_placed(layout, jax.lax.dynamic_index_in_dim(x, self.index, 0, keepdims=False), "batch") for x in self.cache)
         place_S = jnp.arange(S)
-        seen_BS = (place_S <= self.at) & (place_S >= self.pad_B[:, None])
-        if self.cfg.window and not everywhere:
-            seen_BS &= self.at - place_S < self.cfg.window
+        seen_BS = mask.sees(self.at, place_S) & (place_S >= self.pad_B[:, None])
         s = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTNH.reshape(B, T, K, N // K, H), k_BSKH, preferred_element_type=jnp.float32)
-        s = jnp.where(seen_BS[:, None, None, None], capped(s * H ** -0.5, self.cfg.score_softcap), MASKED)
+        s = jnp.where(seen_BS[:, None, None, None], capped(s * (self.cfg.attention_scale_dim or H) ** -0.5, self.cfg.score_softcap), MASKED)
         o = jnp.einsum("BKGTS,BSKH->BTKGH", jax.nn.softmax(s, -1).astype(v_BSKH.dtype), v_BSKH, preferred_element_type=jnp.float32)
         return o.reshape(B, T, N, H).astype(q_BTNH.dtype)
 

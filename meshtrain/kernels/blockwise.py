@@ -1,7 +1,7 @@
 """Attention without a score matrix, compiled by XLA: blocks of queries against blocks of keys, with a running softmax.
 
-The list of visited block pairs is static, on or below the diagonal alone where it is causal and none beyond the window, so the
-compiled loop has a known length. Scores are float32; every matmul takes its operands in the compute dtype, in the backward too.
+The list of visited block pairs is static, those of which the mask leaves something, so the compiled loop has a known length.
+Scores are float32; every matmul takes its operands in the compute dtype, in the backward too.
 Source: FlashAttention-2, arXiv:2307.08691. Knows no mesh.
 """
 from __future__ import annotations
@@ -13,38 +13,34 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtrain.kernels.engine import MASKED, Engine
+from meshtrain.kernels.mask import Mask, Scores
 
 BLOCK = 512          # tokens; the largest score block is [B, N, BLOCK, BLOCK] float32
 
 
-def engine(block: int = BLOCK, window: int = 0, softcap: float = 0.0) -> Engine:
-    """The engine in blocks of at most `block` tokens. Its memory beyond arguments and results is [B, N, block, block].
-
-    window: tokens that a token sees, itself among them, where it is causal, and it always must be then; 0: all before it. softcap: what tanh keeps
-    scores within; 0: nothing.
-    """
-    options = dict(block=block, window=window, softcap=softcap)
-    return Engine(partial(_forward, **options), partial(_backward, **options))
+def engine(block: int = BLOCK, scores: Scores = Scores()) -> Engine:
+    """The engine in blocks of at most `block` tokens. Its memory beyond arguments and results is [B, N, block, block]."""
+    return Engine(partial(_forward, block=block, scores=scores), partial(_backward, block=block, scores=scores))
 
 
-def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, causal, *, block, window, softcap):
+def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, mask, *, block, scores):
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     queries, keys = _Blocks(T, block), _Blocks(k_BSKH.shape[1], block)
     # Differentiating a scan over layers moves out of it whatever does not depend on the layer, and keeps it: here the masks
     # of all block pairs, B·N·T·S bytes. Behind the barrier everything depends on q.
-    pairs = _pairs(queries, keys, causal, window)
+    pairs = _pairs(queries, keys, mask)
     q_BTNH, q_segments_BT, k_segments_BS, pairs = jax.lax.optimization_barrier((q_BTNH, q_segments_BT, k_segments_BS, pairs))
     q = queries.pad(q_BTNH.reshape(B, T, K, N // K, H))
     k, v = keys.pad(k_BSKH), keys.pad(v_BSKH)
-    q_seg, k_seg = queries.pad(q_segments_BT, -1), keys.pad(k_segments_BS, -2)     # padding sees and is seen by nothing
+    q_seg, k_seg = _segments(queries, keys, q_segments_BT, k_segments_BS, mask)
 
     def visit(carry, pair):
         o, l, m = carry                       # unnormalised output, sum and maximum so far, float32
         i, j = pair
         k_j, v_j = keys.take(k, j), keys.take(v, j)
-        s = _scores(queries.take(q, i), k_j, queries.take(q_seg, i), keys.take(k_seg, j),
-                    queries.size * (i - j) if causal else None, window, softcap)
+        seen = _seen(queries.take(q_seg, i), keys.take(k_seg, j), queries.size * i, keys.size * j, mask)
+        s = _scores(queries.take(q, i), k_j, seen, scores)
         m_old, l_old, o_old = queries.take(m, i), queries.take(l, i), queries.take(o, i)
         m_new = jnp.maximum(m_old, s.max(-1).transpose(0, 3, 1, 2))
         p = jnp.exp(s - m_new.transpose(0, 2, 3, 1)[..., None])
@@ -63,7 +59,7 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, causal, *, bl
     return o[:, :T].reshape(B, T, N, H), lse[:, :T].reshape(B, T, N)
 
 
-def _backward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, o_BTNH, lse_BTN, do_BTNH, causal, *, block, window, softcap):
+def _backward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, o_BTNH, lse_BTN, do_BTNH, mask, *, block, scores):
     B, T, N, H = q_BTNH.shape
     S, K = k_BSKH.shape[1:3]
     queries, keys = _Blocks(T, block), _Blocks(S, block)
@@ -71,19 +67,20 @@ def _backward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, o_BTNH, lse_
     grouped = lambda x: queries.pad(x.reshape(B, T, K, N // K, *x.shape[3:]))
     q, do, lse, delta = grouped(q_BTNH), grouped(do_BTNH.astype(q_BTNH.dtype)), grouped(lse_BTN), grouped(delta_BTN)
     k, v = keys.pad(k_BSKH), keys.pad(v_BSKH)
-    q_seg, k_seg = queries.pad(q_segments_BT, -1), keys.pad(k_segments_BS, -2)
+    q_seg, k_seg = _segments(queries, keys, q_segments_BT, k_segments_BS, mask)
 
     def visit(carry, pair):
         dq, dk, dv = carry
         i, j = pair
         q_i, do_i, k_j, v_j = queries.take(q, i), queries.take(do, i), keys.take(k, j), keys.take(v, j)
         lead = lambda x: queries.take(x, i).transpose(0, 2, 3, 1)[..., None]
-        s = _scores(q_i, k_j, queries.take(q_seg, i), keys.take(k_seg, j), queries.size * (i - j) if causal else None, window, softcap)
+        seen = _seen(queries.take(q_seg, i), keys.take(k_seg, j), queries.size * i, keys.size * j, mask)
+        s = _scores(q_i, k_j, seen, scores)
         p = jnp.where(s > MASKED / 2, jnp.exp(s - lead(lse)), 0.0)
         dp = jnp.einsum("BTKGH,BSKH->BKGTS", do_i, v_j, preferred_element_type=jnp.float32)
         # Back to the compute dtype before the matmuls: a float32 cotangent would make both of them float32 dots.
-        slope = jnp.where(s > MASKED / 2, 1 - jnp.square(s / softcap), 0.0) if softcap else 1.0
-        ds = (p * (dp - lead(delta)) * (slope * H ** -0.5)).astype(q.dtype)
+        slope = jnp.where(s > MASKED / 2, 1 - jnp.square(s / scores.softcap), 0.0) if scores.softcap else 1.0
+        ds = (p * (dp - lead(delta)) * (slope * scores.scale(H))).astype(q.dtype)
         f32 = dict(preferred_element_type=jnp.float32)
         dq = queries.put(dq, queries.take(dq, i) + jnp.einsum("BKGTS,BSKH->BTKGH", ds, k_j, **f32), i)
         dk = keys.put(dk, keys.take(dk, j) + jnp.einsum("BKGTS,BTKGH->BSKH", ds, q_i, **f32), j)
@@ -91,7 +88,7 @@ def _backward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, o_BTNH, lse_
         return (dq, dk, dv), None
 
     start = tuple(jnp.zeros_like(x, jnp.float32) for x in (q, k, v))
-    (dq, dk, dv), _ = jax.lax.scan(visit, start, _pairs(queries, keys, causal, window))
+    (dq, dk, dv), _ = jax.lax.scan(visit, start, _pairs(queries, keys, mask))
     return dq[:, :T].reshape(B, T, N, H), dk[:, :S], dv[:, :S]
 
 
@@ -113,24 +110,30 @@ class _Blocks:
         return jax.lax.dynamic_update_slice_in_dim(x, value, i * self.size, 1)
 
 
-def _pairs(queries: _Blocks, keys: _Blocks, causal: bool, window: int):
-    """(i, j) int32 arrays of the visited block pairs, by blocks of queries: j <= i where causal, and within the window."""
-    assert causal or not window, "where queries and keys stand apart is not known here"
-    seen = lambda i, j: not causal or j <= i and (not window or (i - j - 1) * queries.size + 1 < window)
-    pairs = [(i, j) for i in range(queries.count) for j in range(keys.count) if seen(i, j)]
-    return tuple(jnp.asarray(numbers) for numbers in np.array(pairs, np.int32).T)
+def _pairs(queries: _Blocks, keys: _Blocks, mask: Mask):
+    """(i, j) int32 arrays of the visited block pairs, by blocks of queries."""
+    i, j = np.indices((queries.count, keys.count))
+    some, _ = mask.of_blocks(i * queries.size, (i + 1) * queries.size - 1, j * keys.size, (j + 1) * keys.size - 1)
+    return tuple(jnp.asarray(numbers, jnp.int32) for numbers in np.nonzero(some))
 
 
-def _scores(q_i, k_j, q_seg, k_seg, ahead, window, softcap):
-    """float32 [B, K, G, T, S] of one block pair, MASKED across documents. ahead: by how many tokens the queries begin
-    after the keys, and later keys are MASKED, and those beyond the window; None: all keys are seen."""
-    s = jnp.einsum("BTKGH,BSKH->BKGTS", q_i, k_j, preferred_element_type=jnp.float32) * q_i.shape[-1] ** -0.5
-    if softcap:
-        s = softcap * jnp.tanh(s / softcap)
+def _segments(queries: _Blocks, keys: _Blocks, q_segments_BT, k_segments_BS, mask: Mask):
+    """Padded; padding sees and is seen by nothing."""
+    if not mask.documents:
+        q_segments_BT, k_segments_BS = jnp.zeros_like(q_segments_BT), jnp.zeros_like(k_segments_BS)
+    return queries.pad(q_segments_BT, -1), keys.pad(k_segments_BS, -2)
+
+
+def _seen(q_seg, k_seg, q_first, k_first, mask: Mask):
+    """bool [B, T, S] of one block pair."""
+    within = mask.sees(q_first + jnp.arange(q_seg.shape[1])[:, None], k_first + jnp.arange(k_seg.shape[1]))
     seen = q_seg[:, :, None] == k_seg[:, None, :]
-    if ahead is not None:
-        t, s_at = ahead + jnp.arange(q_i.shape[1])[:, None], jnp.arange(k_j.shape[1])[None, :]
-        seen &= t >= s_at
-        if window:
-            seen &= t - s_at < window
+    return seen if within is None else seen & within
+
+
+def _scores(q_i, k_j, seen, scores: Scores):
+    """float32 [B, K, G, T, S] of one block pair, MASKED where nothing is seen."""
+    s = jnp.einsum("BTKGH,BSKH->BKGTS", q_i, k_j, preferred_element_type=jnp.float32) * scores.scale(q_i.shape[-1])
+    if scores.softcap:
+        s = scores.softcap * jnp.tanh(s / scores.softcap)
     return jnp.where(seen[:, None, None], s, MASKED)

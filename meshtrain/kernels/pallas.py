@@ -1,6 +1,6 @@
-"""Attention within documents as GPU kernels: Pallas, lowered through Triton.
+"""Attention within documents and windows as GPU kernels: Pallas, lowered through Triton.
 
-A block of queries visits the blocks of keys that one of its documents reaches and no others, so packed rows cost less than
+A block of queries visits the blocks of keys that one of its documents and its window reach and no others, so packed rows cost less than
 whole ones: about 0.57 of the causal square with documents of 2,000 tokens in rows of 8,192. Which blocks those are is found
 outside the kernels (`spans`) and read by them as the bounds of two loops: one with masks, and one without for blocks of a single document.
 The backward is a kernel for dq and one for dk and dv; nothing is added by atomics, so every run gives the same bits.
@@ -20,6 +20,7 @@ from jax.experimental.pallas import triton
 
 from meshtrain.kernels import tiles as tile_table
 from meshtrain.kernels.engine import MASKED, Engine
+from meshtrain.kernels.mask import Mask, Scores
 from meshtrain.kernels.tiles import Blocks, Tiles
 
 LOG2E = math.log2(math.e)               # scores are powers of two: exp2 is one instruction, exp is two
@@ -28,16 +29,16 @@ MIN_WIDTH = 16                          # of a head: the least that a tensor cor
 NAME = "meshtrain_attention"            # profiles and the compiled program show the kernels under it
 
 
-def engine(tiles: Tiles, full: int = tile_table.FULL, interpret: bool = False) -> Engine:
+def engine(tiles: Tiles, scores: Scores = Scores(), full: int = tile_table.FULL, interpret: bool = False) -> Engine:
     """The kernels with these tiles as an engine; bfloat16 or float16, float32 slowly. head_dim is padded to a power of two.
 
     full: programs that fill the GPU. interpret: computed by XLA step by step, on any device, for tests.
     """
-    return Engine(partial(_forward, tiles=tiles, interpret=interpret),
-                  partial(_backward, tiles=tiles, full=full, interpret=interpret), partitions=False)
+    return Engine(partial(_forward, tiles=tiles, scores=scores, interpret=interpret),
+                  partial(_backward, tiles=tiles, scores=scores, full=full, interpret=interpret), partitions=False)
 
 
-def spans(own_BT, other_BS, block: int, step: int, causal: bool, own_are_queries: bool):
+def spans(own_BT, other_BS, block: int, step: int, mask: Mask, own_are_queries: bool):
     """int32 [B, blocks, 4]: (start, bare_start, bare_stop, stop) for each block of `own`, in steps of `other`.
 
     own, other: segments of queries and keys, or of keys and queries; whole blocks of them. [start, stop) encloses every step
@@ -54,13 +55,10 @@ def spans(own_BT, other_BS, block: int, step: int, causal: bool, own_are_queries
     i, j = jnp.arange(count)[:, None], jnp.arange(steps)[None, :]
     live = (other_high >= low) & (other_low <= high)
     bare = (low == high) & (other_low == other_high) & (low == other_low)
-    if causal and own_are_queries:      # the first key not after the last query; the last key not after the first query
-        live &= j * step < (i + 1) * block
-        bare &= (j + 1) * step - 1 <= i * block
-    elif causal:
-        live &= (j + 1) * step > i * block
-        bare &= j * step >= (i + 1) * block - 1
-    bare &= live
+    own_at, other_at = (i * block, (i + 1) * block - 1), (j * step, (j + 1) * step - 1)
+    some, every = mask.of_blocks(*own_at, *other_at) if own_are_queries else mask.of_blocks(*other_at, *own_at)
+    live &= some
+    bare &= live & every
     start = jnp.where(live.any(-1), jnp.argmax(live, -1), 0)
     stop = jnp.where(live.any(-1), steps - jnp.argmax(live[..., ::-1], -1), 0)
     bare_start = jnp.where(bare.any(-1), jnp.argmax(bare, -1), stop)
@@ -85,16 +83,23 @@ def _dot(x, y):
     return triton.dot(x, y, precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
 
 
-def _visible(q_segments, k_segments, q_at, k_at, causal):
+def _visible(q_segments, k_segments, q_at, k_at, mask: Mask):
     """[queries, keys], or what the arguments broadcast to."""
-    seen = q_segments == k_segments
-    return seen & (q_at >= k_at) if causal else seen
+    seen, within = q_segments == k_segments, mask.sees(q_at, k_at)
+    return seen if within is None else seen & within
 
 
-def _call(kernel, what: str, causal: bool, blocks: Blocks, interpret: bool, **kwargs):
+def _scored(product, scale: float, softcap: float):
+    """(scores as powers of two, their slope beside scale and LOG2E) of products of queries and keys."""
+    if not softcap:
+        return product * (scale * LOG2E), None
+    capped = jnp.tanh(product * (scale / softcap))
+    return capped * (softcap * LOG2E), 1 - capped * capped
+
+
+def _call(kernel, what: str, mask: Mask, blocks: Blocks, interpret: bool, **kwargs):
     compiler_params = triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages)
-    name = f"{NAME}_{what}" + ("_causal" if causal else "")
-    return pl.pallas_call(kernel, name=name, compiler_params=compiler_params, interpret=interpret, **kwargs)
+    return pl.pallas_call(partial(kernel, mask=mask), name=f"{NAME}_{what}{mask.label}", compiler_params=compiler_params, interpret=interpret, **kwargs)
 
 
 def _pad(x, multiple: int, axis: int, value=0):
@@ -103,8 +108,10 @@ def _pad(x, multiple: int, axis: int, value=0):
     return jnp.pad(x, widths, constant_values=value)
 
 
-def _padded(q, k, v, q_segments, k_segments, rows: int, columns: int):
+def _padded(q, k, v, q_segments, k_segments, mask: Mask, rows: int, columns: int):
     """Lengths as multiples of the blocks, heads of a power of two; padding sees nothing and is seen by nothing."""
+    if not mask.documents:
+        q_segments, k_segments = jnp.ones_like(q_segments), jnp.ones_like(k_segments)
     H = max(MIN_WIDTH, pl.next_power_of_2(q.shape[3]))
     return (_pad(_pad(q, rows, 1), H, 3), _pad(_pad(k, columns, 1), H, 3), _pad(_pad(v, columns, 1), H, 3),
             _pad(q_segments, rows, 1, -1), _pad(k_segments, columns, 1, -2))
@@ -113,7 +120,7 @@ def _padded(q, k, v, q_segments, k_segments, rows: int, columns: int):
 # ---- forward ---------------------------------------------------------------------------------------------------------
 
 
-def _forward_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_ref, o_ref, lse_ref, *, causal, scale, step):
+def _forward_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_ref, o_ref, lse_ref, *, mask, scale, softcap, step):
     block, H = q_ref.shape
     i = pl.num_programs(0) - 1 - pl.program_id(0)       # the longest rows first where it is causal: no program is left at the end
     q, q_segments = q_ref[...], q_segments_ref[...]
@@ -122,10 +129,10 @@ def _forward_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_r
     def visit(j, carry, masked):
         o, l, m = carry                                 # unnormalised output, sum and maximum so far, float32
         keys = pl.ds(j * step, step)
-        s = _dot(q, k_ref[keys, :].T) * (scale * LOG2E)
+        s, _ = _scored(_dot(q, k_ref[keys, :].T), scale, softcap)
         if masked:
             k_at = j * step + jnp.arange(step)
-            seen = _visible(q_segments[:, None], k_segments_ref[keys][None, :], q_at[:, None], k_at[None, :], causal)
+            seen = _visible(q_segments[:, None], k_segments_ref[keys][None, :], q_at[:, None], k_at[None, :], mask)
             s = jnp.where(seen, s, MASKED)
         m_new = jnp.maximum(m, s.max(1))
         p = jnp.exp2(s - m_new[:, None])
@@ -141,23 +148,23 @@ def _forward_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_r
     lse_ref[...] = jnp.where(some, m / LOG2E + jnp.log(l), MASKED)
 
 
-def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, causal, *, tiles, interpret):
+def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, mask, *, tiles, scores, interpret):
     B, T, N, H = q_BTNH.shape
     block, step = tiles.forward[:2]
-    q, k, v, q_segments, k_segments = _padded(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, block, step)
+    q, k, v, q_segments, k_segments = _padded(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, mask, block, step)
     (length, width), keys = q.shape[1::2], k.shape[1]
     blocks, group = length // block, N // k.shape[2]
     flip = lambda i: blocks - 1 - i
     own = pl.BlockSpec((None, block, None, width), lambda i, n, b: (b, flip(i), n, 0))
     whole = pl.BlockSpec((None, keys, None, width), lambda i, n, b: (b, 0, n // group, 0))
     o, lse = _call(
-        partial(_forward_kernel, causal=causal, scale=H ** -0.5, step=step), "forward", causal, tiles.forward, interpret,
+        partial(_forward_kernel, scale=scores.scale(H), softcap=scores.softcap, step=step), "forward", mask, tiles.forward, interpret,
         grid=(blocks, N, B),
         in_specs=[pl.BlockSpec((None, blocks, 4), lambda i, n, b: (b, 0, 0)), own, whole, whole,
                   pl.BlockSpec((None, block), lambda i, n, b: (b, flip(i))), pl.BlockSpec((None, keys), lambda i, n, b: (b, 0))],
         out_specs=[own, pl.BlockSpec((None, None, block), lambda i, n, b: (b, n, flip(i)))],
         out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, N, length), jnp.float32)],
-    )(spans(q_segments, k_segments, block, step, causal, True), q, k, v, q_segments, k_segments)
+    )(spans(q_segments, k_segments, block, step, mask, True), q, k, v, q_segments, k_segments)
     # float32 by contract; where the caller rounds again, XLA drops both conversions.
     return o[:, :T, :, :H].astype(jnp.float32), lse[:, :, :T].swapaxes(1, 2)
 
@@ -166,7 +173,7 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, causal, *, ti
 
 
 def _dq_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_ref, do_ref, lse_ref, delta_ref, dq_ref, *,
-               causal, scale, step):
+               mask, scale, softcap, step):
     block = q_ref.shape[0]
     i = pl.num_programs(0) - 1 - pl.program_id(0)
     q, do, q_segments = q_ref[...], do_ref[...], q_segments_ref[...]
@@ -176,12 +183,14 @@ def _dq_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_ref, d
     def visit(j, dq, masked):
         keys = pl.ds(j * step, step)
         k, v = k_ref[keys, :], v_ref[keys, :]
-        s = _dot(q, k.T) * (scale * LOG2E) - lse[:, None]
+        s, slope = _scored(_dot(q, k.T), scale, softcap)
+        s -= lse[:, None]
         if masked:
             k_at = j * step + jnp.arange(step)
-            seen = _visible(q_segments[:, None], k_segments_ref[keys][None, :], q_at[:, None], k_at[None, :], causal)
+            seen = _visible(q_segments[:, None], k_segments_ref[keys][None, :], q_at[:, None], k_at[None, :], mask)
             s = jnp.where(seen, s, MASKED)
         ds = jnp.exp2(s) * (_dot(do, v.T) - delta[:, None])
+        ds = ds if slope is None else ds * slope
         return dq + _dot(ds.astype(k.dtype), k)
 
     zeros = jnp.zeros(q_ref.shape, jnp.float32)
@@ -190,7 +199,7 @@ def _dq_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_ref, d
 
 
 def _dkv_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_ref, do_ref, lse_ref, delta_ref, dk_ref, dv_ref, *,
-                causal, scale, step, heads):
+                mask, scale, softcap, step, heads):
     """Keys × queries throughout: neither product with q and do needs a transposed p."""
     block = k_ref.shape[0]
     j = pl.program_id(0)                    # where it is causal early keys have the most queries
@@ -203,14 +212,16 @@ def _dkv_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_ref, 
             queries = pl.ds(i * step, step)
             q, do = q_ref[queries, n, :], do_ref[queries, n, :]
             lse, delta = lse_ref[n, queries] * LOG2E, delta_ref[n, queries]
-            s = _dot(k, q.T) * (scale * LOG2E) - lse[None, :]
+            s, slope = _scored(_dot(k, q.T), scale, softcap)
+            s -= lse[None, :]
             if masked:
                 q_at = i * step + jnp.arange(step)
-                seen = _visible(q_segments_ref[queries][None, :], k_segments[:, None], q_at[None, :], k_at[:, None], causal)
+                seen = _visible(q_segments_ref[queries][None, :], k_segments[:, None], q_at[None, :], k_at[:, None], mask)
                 s = jnp.where(seen, s, MASKED)
             p = jnp.exp2(s)
             dv += _dot(p.astype(do.dtype), do)
             ds = p * (_dot(v, do.T) - delta[None, :])
+            ds = ds if slope is None else ds * slope
             return dk + _dot(ds.astype(q.dtype), q), dv
         return _visit_all(spans_ref, j, partial(visit, masked=True), partial(visit, masked=False), sums)
 
@@ -220,22 +231,22 @@ def _dkv_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_ref, 
     dv_ref[...] = dv.astype(dv_ref.dtype)
 
 
-def _backward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, o_BTNH, lse_BTN, do_BTNH, causal, *, tiles, full, interpret):
+def _backward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, o_BTNH, lse_BTN, do_BTNH, mask, *, tiles, scores, full, interpret):
     T, S, H = q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[3]
     delta_BTN = jnp.sum(do_BTNH.astype(jnp.float32) * o_BTNH.astype(jnp.float32), -1)
     # One padding for both kernels.
     rows, columns = math.lcm(tiles.dq.rows, tiles.dkv.columns), math.lcm(tiles.dq.columns, tiles.dkv.rows)
-    q, k, v, q_segments, k_segments = _padded(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, rows, columns)
+    q, k, v, q_segments, k_segments = _padded(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, mask, rows, columns)
     do = _pad(_pad(do_BTNH.astype(q.dtype), rows, 1), q.shape[3], 3)
     lse, delta = (_pad(x.swapaxes(1, 2), rows, 2) for x in (lse_BTN, delta_BTN))
     args = q, k, v, q_segments, k_segments, do, lse, delta
-    common = dict(causal=causal, scale=H ** -0.5, interpret=interpret)
+    common = dict(mask=mask, scale=scores.scale(H), softcap=scores.softcap, interpret=interpret)
     dq = dq_of(*args, blocks=tiles.dq, **common)
     dk, dv = dkv_of(*args, blocks=tiles.dkv, full=full, **common)
     return tuple(x[:, :length, :, :H].astype(jnp.float32) for x, length in ((dq, T), (dk, S), (dv, S)))
 
 
-def dq_of(q, k, v, q_segments, k_segments, do, lse, delta, *, causal, scale, blocks: Blocks, interpret=False):
+def dq_of(q, k, v, q_segments, k_segments, do, lse, delta, *, mask, scale, softcap=0.0, blocks: Blocks, interpret=False):
     """dq, padded like q. Arrays are padded to whole blocks; lse and delta [B, N, T], delta = sum(do · o, -1)."""
     B, T, N, H = q.shape
     block, step = blocks[:2]
@@ -245,15 +256,15 @@ def dq_of(q, k, v, q_segments, k_segments, do, lse, delta, *, causal, scale, blo
     whole = pl.BlockSpec((None, S, None, H), lambda i, n, b: (b, 0, n // group, 0))
     row = pl.BlockSpec((None, None, block), lambda i, n, b: (b, n, flip(i)))
     return _call(
-        partial(_dq_kernel, causal=causal, scale=scale, step=step), "dq", causal, blocks, interpret, grid=(count, N, B),
+        partial(_dq_kernel, scale=scale, softcap=softcap, step=step), "dq", mask, blocks, interpret, grid=(count, N, B),
         in_specs=[pl.BlockSpec((None, count, 4), lambda i, n, b: (b, 0, 0)), own, whole, whole,
                   pl.BlockSpec((None, block), lambda i, n, b: (b, flip(i))), pl.BlockSpec((None, S), lambda i, n, b: (b, 0)),
                   own, row, row],
         out_specs=own, out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-    )(spans(q_segments, k_segments, block, step, causal, True), q, k, v, q_segments, k_segments, do, lse, delta)
+    )(spans(q_segments, k_segments, block, step, mask, True), q, k, v, q_segments, k_segments, do, lse, delta)
 
 
-def dkv_of(q, k, v, q_segments, k_segments, do, lse, delta, *, causal, scale, blocks: Blocks, full: int, interpret=False):
+def dkv_of(q, k, v, q_segments, k_segments, do, lse, delta, *, mask, scale, softcap=0.0, blocks: Blocks, full: int, interpret=False):
     """(dk, dv), padded like k; arguments as those of `dq_of`."""
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
@@ -268,11 +279,11 @@ def dkv_of(q, k, v, q_segments, k_segments, do, lse, delta, *, causal, scale, bl
     out = pl.BlockSpec((None, block, None, H), lambda j, n, b: (b, j, n, 0))
     shape = jax.ShapeDtypeStruct((B, S, outer, H), k.dtype if per_kv == 1 else jnp.float32)
     dk, dv = _call(
-        partial(_dkv_kernel, causal=causal, scale=scale, step=step, heads=heads), "dkv", causal, blocks, interpret,
+        partial(_dkv_kernel, scale=scale, softcap=softcap, step=step, heads=heads), "dkv", mask, blocks, interpret,
         grid=(count, outer, B),
         in_specs=[pl.BlockSpec((None, count, 4), lambda j, n, b: (b, 0, 0)), whole, own, own,
                   pl.BlockSpec((None, T), lambda j, n, b: (b, 0)), pl.BlockSpec((None, block), lambda j, n, b: (b, j)),
                   whole, row, row],
         out_specs=[out, out], out_shape=[shape, shape],
-    )(spans(k_segments, q_segments, block, step, causal, False), q, k, v, q_segments, k_segments, do, lse, delta)
+    )(spans(k_segments, q_segments, block, step, mask, False), q, k, v, q_segments, k_segments, do, lse, delta)
     return (dk, dv) if per_kv == 1 else tuple(x.reshape(B, S, K, per_kv, H).sum(3) for x in (dk, dv))

@@ -65,7 +65,11 @@ WIDTHS = tuple(_HOPPER)
 FULL = 264
 
 
-def of(head_dim: int, gpu: str) -> Tiles | None:
-    """The tiles for heads of this width on this GPU, named as the hardware table has it; None where none are known to fit."""
+def of(head_dim: int, gpu: str, softcap: bool = False) -> Tiles | None:
+    """The tiles for heads of this width on this GPU, named as the hardware table has it; None where none are known to fit.
+
+    softcap: whether scores have one. Its slope stands beside the scores: dkv at 128 spills 240 bytes in four warps, none in eight.
+    """
     width = next((width for width in WIDTHS if head_dim <= width), None)
-    return TIMED.get((gpu, width)) or COMPILED.get(gpu, {}).get(width)
+    found = TIMED.get((gpu, width)) or COMPILED.get(gpu, {}).get(width)
+    return found._replace(dkv=found.dkv._replace(warps=8)) if found and softcap and width == 128 else found

@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.layout.mesh import psum
+from meshtrain.kernels.mask import Mask
 from meshtrain.layout.rules import Layout
 from meshtrain.model import float8
 from meshtrain.model.params import declare
@@ -28,7 +29,7 @@ class Execution:
     """How the model is computed: placements, compute dtype, the attention engine and what the backward recomputes."""
     layout: Layout
     dtype: jnp.dtype
-    attend: Callable        # (layout, q_BTNH, k_BSKH, v_BSKH, segments_BT) -> o_BTNH
+    attend: Callable        # (layout, q_BTNH, k_BSKH, v_BSKH, segments_BT, mask=…) -> o_BTNH
     remat: str = "none"     # none, selective, full, offload
     float8: jax.lax.DotAlgorithmPreset | None = None    # how projections ask for float8 products; None: they are in dtype
     in_order: bool = False  # whether collectives outside a loop must not run beside those in it (`mesh.after`)
@@ -316,7 +317,7 @@ class Attention(nnx.Module):
     def __init__(self, cfg, rngs, everywhere: bool = False):
         D, N, K, H = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
         self.num_kv_heads, bias, self.everywhere = K, cfg.attention_bias, everywhere
-        self.query_scale = (H / (cfg.attention_scale_dim or H)) ** 0.5      # beside the engines' own, 1/√H
+        self.mask = Mask(window=0 if everywhere else cfg.window)
         self.query = Linear(cfg, rngs, "BTD,DNH->BTNH", (D, N, H), ("embed", "heads", "head_dim"), bias=bias)
         self.key = Linear(cfg, rngs, "BTD,DKH->BTKH", (D, K, H), ("embed", "kv_heads", "head_dim"), bias=bias)
         self.value = Linear(cfg, rngs, "BTD,DKH->BTKH", (D, K, H), ("embed", "kv_heads", "head_dim"), bias=bias)
@@ -342,14 +343,11 @@ class Attention(nnx.Module):
             q_BTNH, k_BTKH = self.query_norm(ex, q_BTNH), self.key_norm(ex, k_BTKH, repeats if over_heads else 1)
         if inputs.rope is not None:
             rope = inputs.rope if self.everywhere or inputs.local_rope is None else inputs.local_rope
-            turn = rope if self.query_scale == 1 else tuple(a * self.query_scale for a in rope)     # still in float32
-            q_BTNH, k_BTKH = rotate(q_BTNH, turn), rotate(k_BTKH, rope)
+            q_BTNH, k_BTKH = rotate(q_BTNH, rope), rotate(k_BTKH, rope)
             q_BTNH = act(q_BTNH, "batch", "seq", "heads", "head_dim")
             k_BTKH = act(k_BTKH, "batch", "seq", "kv_heads", "head_dim")
         with jax.named_scope("attention"):      # by this name its kernels are found in the compiled program
-            # Only what `parallel.attention` makes for models with both kinds of layers takes `everywhere`.
-            kind = {"everywhere": True} if self.everywhere else {}
-            o_BTNH = ex.attend(ex.layout, q_BTNH, k_BTKH, v_BTKH, inputs.segments_BT, **kind)
+            o_BTNH = ex.attend(ex.layout, q_BTNH, k_BTKH, v_BTKH, inputs.segments_BT, mask=self.mask)
         o_BTNH = act(o_BTNH, "batch", "seq", "heads", "head_dim")
         return self.out(ex, o_BTNH, out_axes=("batch", "seq", None))
 

@@ -18,6 +18,7 @@ from jax.sharding import get_abstract_mesh
 
 from meshtrain.kernels import blockwise, cudnn, pallas, tiles
 from meshtrain.kernels.engine import Engine
+from meshtrain.kernels.mask import CAUSAL, Mask, Scores
 from meshtrain.layout.rules import Layout
 from meshtrain.parallel import gather, ring, ulysses
 
@@ -28,42 +29,46 @@ LABELS = {"cudnn": "cuDNN's kernel", "pallas": "Pallas kernels that visit only w
           "blockwise": "blockwise XLA engine"}
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def attend(method, layout, q_BTNH, k_BSKH, v_BSKH, segments_BT):
-    """Causal attention within segments: [B, T, N, H] from N query heads and K key/value heads (N a multiple of K).
+def attend(method, layout, q_BTNH, k_BSKH, v_BSKH, segments_BT, mask: Mask = CAUSAL):
+    """Attention within segments and the mask: [B, T, N, H] from N query heads and K key/value heads (N a multiple of K).
 
-    method: forward(layout, q, k, v, segments) -> o, lse and backward(layout, q, k, v, segments, o, lse, do) -> dq, dk, dv.
+    method: forward(layout, mask, q, k, v, segments) -> o, lse and backward(layout, mask, q, k, v, segments, o, lse, do) -> dq, dk, dv.
     """
-    return method.forward(layout, q_BTNH, k_BSKH, v_BSKH, segments_BT)[0].astype(q_BTNH.dtype)
+    return _attend(method, layout, mask, q_BTNH, k_BSKH, v_BSKH, segments_BT)
 
 
-def _attend_forward(method, layout, q_BTNH, k_BSKH, v_BSKH, segments_BT):
-    o_BTNH, lse_BTN = method.forward(layout, q_BTNH, k_BSKH, v_BSKH, segments_BT)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attend(method, layout, mask, q_BTNH, k_BSKH, v_BSKH, segments_BT):
+    return method.forward(layout, mask, q_BTNH, k_BSKH, v_BSKH, segments_BT)[0].astype(q_BTNH.dtype)
+
+
+def _attend_forward(method, layout, mask, q_BTNH, k_BSKH, v_BSKH, segments_BT):
+    o_BTNH, lse_BTN = method.forward(layout, mask, q_BTNH, k_BSKH, v_BSKH, segments_BT)
     # Named, so that selective remat keeps them and the backward never repeats the forward loop.
     o_BTNH = checkpoint_name(o_BTNH.astype(q_BTNH.dtype), "attention_o")
     lse_BTN = checkpoint_name(lse_BTN, "attention_lse")
     return o_BTNH, (q_BTNH, k_BSKH, v_BSKH, segments_BT, o_BTNH, lse_BTN)
 
 
-def _attend_backward(method, layout, saved, do_BTNH):
+def _attend_backward(method, layout, mask, saved, do_BTNH):
     q, k, v = saved[:3]
-    dq, dk, dv = method.backward(layout, *saved, do_BTNH)
+    dq, dk, dv = method.backward(layout, mask, *saved, do_BTNH)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
-attend.defvjp(_attend_forward, _attend_backward)
+_attend.defvjp(_attend_forward, _attend_backward)
 
 
 class Local(NamedTuple):
     """The method where every device holds whole sequences: one engine, all pairs of queries and keys."""
     engine: Engine
 
-    def forward(self, layout, *args):
-        local = lambda q, k, v, segments: self.engine.forward(q, k, v, segments, segments, True)
+    def forward(self, layout, mask, *args):
+        local = lambda q, k, v, segments: self.engine.forward(q, k, v, segments, segments, mask.within(q.shape[1]))
         return _forward(local, not self.engine.partitions, layout, *args)
 
-    def backward(self, layout, *args):
-        local = lambda q, k, v, segments, *rest: self.engine.backward(q, k, v, segments, segments, *rest, True)
+    def backward(self, layout, mask, *args):
+        local = lambda q, k, v, segments, *rest: self.engine.backward(q, k, v, segments, segments, *rest, mask.within(q.shape[1]))
         return _backward(local, not self.engine.partitions, layout, *args)
 
 
@@ -73,11 +78,11 @@ class ContextParallel(NamedTuple):
     method: ModuleType
     engine: Engine
 
-    def forward(self, layout, *args):
-        return _forward(partial(self.method.forward, self.engine, axis=AXIS), self._by_hand(), layout, *args)
+    def forward(self, layout, mask, *args):
+        return _forward(partial(self.method.forward, self.engine, mask, axis=AXIS), self._by_hand(), layout, *args)
 
-    def backward(self, layout, *args):
-        return _backward(partial(self.method.backward, self.engine, axis=AXIS), self._by_hand(), layout, *args)
+    def backward(self, layout, mask, *args):
+        return _backward(partial(self.method.backward, self.engine, mask, axis=AXIS), self._by_hand(), layout, *args)
 
     def _by_hand(self) -> bool:
         return not self.engine.partitions or AXIS not in get_abstract_mesh().manual_axes
@@ -155,9 +160,6 @@ def problems(run, layout: Layout) -> list[str]:
         each = run.model.num_heads // ways
         faults.append(f"context.method=\"ulysses\" splits {each} heads (model.num_heads={run.model.num_heads} over tensor {ways}) "
                       f"over mesh.context={cp}, which does not divide; use ring or gather, or a mesh.context that divides {each}")
-    if method != "ulysses" and window(run):
-        faults.append(f'context.method="{method}" has no window, and model.window={run.model.window} is shorter than data.seq_len={T}; '
-                      'use context.method="ulysses", or mesh.context=1')
     return faults
 
 
@@ -177,31 +179,37 @@ def choose(run, layout: Layout, platform: str, gpu: str = "") -> tuple[Callable,
     why = [f"model.attention={asked}"] if asked != "auto" else against["cudnn"][:1] if name == "pallas" else against["cudnn"]
     if name == "blockwise" and asked == "auto":
         why = [*dict.fromkeys(why + against["pallas"])]
-    note = f"attention: {LABELS[name]}" + (f", because {'; '.join(why)}" if why else "")
+    note = f"attention: {LABELS[name]}{_of(run)}" + (f", because {'; '.join(why)}" if why else "")
     engine = _engine(name, run, cp, gpu)
-    method_of = lambda engine: Local(engine) if cp == 1 else ContextParallel(METHODS[run.context.method], engine)
-    method = method_of(engine)
-    if run.model.global_every:
-        whole = method_of(blockwise.engine(softcap=run.model.score_softcap)) if window(run) else method
-        return partial(_attend_either, method, whole), note if platform in GPU_PLATFORMS or asked != "auto" else ""
-    return partial(attend, method), note if platform in GPU_PLATFORMS or asked != "auto" else ""
+    method = Local(engine) if cp == 1 else ContextParallel(METHODS[run.context.method], engine)
+    of_rows = partial(attend, method) if run.data.document_mask else partial(_attend_whole_rows, method)
+    return of_rows, note if platform in GPU_PLATFORMS or asked != "auto" or window(run) else ""
 
 
-def _attend_either(windowed, whole, layout, *args, everywhere: bool = False):
-    """`attend` of a model whose layers have a window, but for those that see all tokens."""
-    return attend(whole if everywhere else windowed, layout, *args)
+def _attend_whole_rows(method, layout, *args, mask: Mask = CAUSAL):
+    """`attend` of rows that are one document."""
+    return attend(method, layout, *args, mask=mask._replace(documents=False))
+
+
+def _of(run) -> str:
+    """What is attended to, for the note; "" where that is all before a token."""
+    within, every = window(run), run.model.global_every
+    if not within:
+        return ""
+    return f", {within:,} tokens back" + (f" but in every {every}. layer" if every else "")
 
 
 def _engine(name: str, run, cp: int, gpu: str) -> Engine:
+    scores = Scores(run.model.attention_scale_dim, run.model.score_softcap)
     if name == "cudnn":
-        return cudnn.engine()
+        return cudnn.engine(scores)
     if name == "pallas":
-        return pallas.engine(tiles.of(run.model.head_dim, gpu))
+        return pallas.engine(tiles.of(run.model.head_dim, gpu, bool(scores.softcap)), scores)
     if cp == 1 or run.context.method == "ulysses":
-        return blockwise.engine(window=window(run), softcap=run.model.score_softcap)
+        return blockwise.engine(scores=scores)
     # Four blocks a chunk at least: the diagonal blocks, half of them masked, are then 1/8 of a causal square of two chunks.
     chunk = run.data.seq_len // (2 * cp)
-    return blockwise.engine(min(blockwise.BLOCK, max(32, -(-chunk // 4))), softcap=run.model.score_softcap)
+    return blockwise.engine(min(blockwise.BLOCK, max(32, -(-chunk // 4))), scores)
 
 
 def window(run) -> int:
@@ -211,9 +219,7 @@ def window(run) -> int:
 
 def _against_kernels(run, layout: Layout, platform: str) -> list[str]:
     """Why no kernel at all can serve this run."""
-    reasons = [f"the kernels have no window (model.window={run.model.window})"] if window(run) else []
-    if run.model.score_softcap:
-        reasons.append(f"the kernels have no softcap (model.score_softcap={run.model.score_softcap})")
+    reasons = []
     if platform not in GPU_PLATFORMS:
         reasons.append(f"kernels run on GPUs, not on platform {platform!r}")
     if run.model.compute_dtype != "bfloat16":
@@ -231,6 +237,11 @@ def _against_cudnn(run, layout: Layout, platform: str) -> list[str]:
     reasons = _against_kernels(run, layout, platform)
     if run.data.document_mask:
         reasons.append("cuDNN's kernel has no document mask (data.document_mask=true)")
+    if run.model.score_softcap:
+        reasons.append(f"cuDNN's kernel has no softcap (model.score_softcap={run.model.score_softcap})")
+    if window(run) and layout.sizes[AXIS] > 1 and run.context.method != "ulysses":
+        reasons.append(f'cuDNN\'s kernel has no window over the chunks of context.method="{run.context.method}" '
+                       f"(model.window={run.model.window})")
     if run.model.head_dim % 8 or run.model.head_dim > 128:
         reasons.append(f"cuDNN's kernel needs a head_dim that is a multiple of 8 up to 128, not {run.model.head_dim}")
     if run.training.deterministic:

@@ -10,36 +10,44 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
+from meshtrain.kernels.mask import Mask
+from meshtrain.parallel import band
 from meshtrain.parallel.zigzag import choose, halves, join, merge, order
 
 __all__ = ["backward", "forward", "order"]
 
 
-def forward(engine, q_BTNH, k_BTKH, v_BTKH, segments_BT, axis: str = "context"):
+def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, axis: str = "context"):
     """o [B, T, N, H] and lse [B, T, N] of these queries to the keys of all devices, float32."""
     cp, i = lax.axis_size(axis), lax.axis_index(axis)
+    if (mask := mask.within(cp * q_BTNH.shape[1])).window:
+        return band.forward(engine, mask, band.gathered(axis), q_BTNH, k_BTKH, v_BTKH, segments_BT, axis)
+    whole = mask._replace(causal=False)
     chunks = _Chunks(q_BTNH, cp)
     (q0, q1), (s0, s1) = halves(q_BTNH), halves(segments_BT)
     K, V, Z = (_all(x, axis) for x in (k_BTKH, v_BTKH, segments_BT))
     (k0, k1), (v0, v1) = halves(k_BTKH), halves(v_BTKH)
-    early = engine.forward(q0, k0, v0, s0, s0, True)
-    late = engine.forward(q1, k1, v1, s1, s1, True)
+    early = engine.forward(q0, k0, v0, s0, s0, mask)
+    late = engine.forward(q1, k1, v1, s1, s1, mask)
 
     def step(acc, n):
         early, late = acc
         first, at = chunks.nth(n, i)
         block = choose(first, (q0, s0), (q1, s1))
         take = lambda x: chunks.take(x, at)
-        new = merge(*choose(first, early, late), *engine.forward(block[0], take(K), take(V), block[1], take(Z), False))
+        new = merge(*choose(first, early, late), *engine.forward(block[0], take(K), take(V), block[1], take(Z), whole))
         return (choose(first, new, early), choose(first, late, new)), None
 
     ((o0, l0), (o1, l1)), _ = lax.scan(step, (early, late), jnp.arange(2 * cp - 1))
     return join(o0, o1), join(l0, l1)
 
 
-def backward(engine, q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, lse_BTN, do_BTNH, axis: str = "context"):
+def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, lse_BTN, do_BTNH, axis: str = "context"):
     """dq, dk, dv of what this device holds, float32."""
     cp, i = lax.axis_size(axis), lax.axis_index(axis)
+    if (mask := mask.within(cp * q_BTNH.shape[1])).window:
+        return band.backward(engine, mask, band.gathered(axis), q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, lse_BTN, do_BTNH, axis)
+    whole = mask._replace(causal=False)
     chunks = _Chunks(q_BTNH, cp)
     K, V, Z = (_all(x, axis) for x in (k_BTKH, v_BTKH, segments_BT))
     early, late = zip(*map(halves, (q_BTNH, segments_BT, o_BTNH, lse_BTN, do_BTNH)))
@@ -47,7 +55,7 @@ def backward(engine, q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, lse_BTN, do_BT
 
     def diagonal(chunk, k, v):
         q, s, o, lse, do = chunk
-        return engine.backward(q, k, v, s, s, o, lse, do, True)
+        return engine.backward(q, k, v, s, s, o, lse, do, mask)
 
     dq0, dk0, dv0 = diagonal(early, k0, v0)
     dq1, dk1, dv1 = diagonal(late, k1, v1)
@@ -60,7 +68,7 @@ def backward(engine, q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, lse_BTN, do_BT
         first, at = chunks.nth(n, i)
         q, s, o, lse, do = choose(first, early, late)
         take = lambda x: chunks.take(x, at)
-        dq, dk, dv = engine.backward(q, take(K), take(V), s, take(Z), o, lse, do, False)
+        dq, dk, dv = engine.backward(q, take(K), take(V), s, take(Z), o, lse, do, whole)
         return (dq0 + jnp.where(first, dq, 0.0), dq1 + jnp.where(first, 0.0, dq),
                 chunks.add(dK, dk, at), chunks.add(dV, dv, at)), None
 

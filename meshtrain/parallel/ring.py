@@ -13,14 +13,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshtrain.kernels.mask import Mask
+from meshtrain.parallel import band
 from meshtrain.parallel.zigzag import choose, halves, join, merge, order
 
 __all__ = ["backward", "forward", "order"]
 
 
-def forward(engine, q_BTNH, k_BTKH, v_BTKH, segments_BT, axis: str = "context"):
+def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, axis: str = "context"):
     """o [B, T, N, H] and lse [B, T, N] of these queries to the keys of all devices, float32."""
     cp, i = lax.axis_size(axis), lax.axis_index(axis)
+    if (mask := mask.within(cp * q_BTNH.shape[1])).window:
+        return band.forward(engine, mask, band.ring(axis), q_BTNH, k_BTKH, v_BTKH, segments_BT, axis)
+    whole = mask._replace(causal=False)
     q0, q1 = halves(q_BTNH)
     s0, s1 = halves(segments_BT)
 
@@ -29,14 +34,14 @@ def forward(engine, q_BTNH, k_BTKH, v_BTKH, segments_BT, axis: str = "context"):
         (k0, k1), (v0, v1), (z0, z1) = map(halves, kv)
         (o0, o1), (l0, l1) = map(halves, acc)
         earlier = (i - t) % cp < i
-        o1, l1 = merge(o1, l1, *engine.forward(q1, k0, v0, s1, z0, False))
+        o1, l1 = merge(o1, l1, *engine.forward(q1, k0, v0, s1, z0, whole))
         block = choose(earlier, (q0, k0, v0, s0, z0), (q1, k1, v1, s1, z1))
-        new = merge(*choose(earlier, (o0, l0), (o1, l1)), *engine.forward(*block, False))
+        new = merge(*choose(earlier, (o0, l0), (o1, l1)), *engine.forward(*block, whole))
         (o0, l0), (o1, l1) = choose(earlier, new, (o0, l0)), choose(earlier, (o1, l1), new)
         return join(o0, o1), join(l0, l1)
 
     kv = _pass_on((k_BTKH, v_BTKH, segments_BT), axis)       # on its way while the diagonal is computed
-    acc = engine.forward(q_BTNH, k_BTKH, v_BTKH, segments_BT, segments_BT, True)
+    acc = engine.forward(q_BTNH, k_BTKH, v_BTKH, segments_BT, segments_BT, mask)
 
     def step(carry, t):
         kv, acc = carry
@@ -47,12 +52,15 @@ def forward(engine, q_BTNH, k_BTKH, v_BTKH, segments_BT, axis: str = "context"):
     return visit(kv, acc, cp - 1)
 
 
-def backward(engine, q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, lse_BTN, do_BTNH, axis: str = "context"):
+def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, lse_BTN, do_BTNH, axis: str = "context"):
     """dq, dk, dv of what this device holds, float32. o and lse: the forward's, over all keys.
 
     The sums of dK and dV travel one step behind the keys that they belong to, and make one hop more to come home.
     """
     cp, i = lax.axis_size(axis), lax.axis_index(axis)
+    if (mask := mask.within(cp * q_BTNH.shape[1])).window:
+        return band.backward(engine, mask, band.ring(axis), q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, lse_BTN, do_BTNH, axis)
+    whole = mask._replace(causal=False)
     (q0, q1), (s0, s1), (o0, o1), (l0, l1), (g0, g1) = map(halves, (q_BTNH, segments_BT, o_BTNH, lse_BTN, do_BTNH))
 
     def visit(kv, sums, t):
@@ -60,16 +68,16 @@ def backward(engine, q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, lse_BTN, do_BT
         dq, dkv = sums
         dk, dv = _pass_on(dkv, axis)                # the sums of these keys, while their next summand is computed
         earlier = (i - t) % cp < i
-        dq_a, dk_a, dv_a = engine.backward(q1, k0, v0, s1, z0, o1, l1, g1, False)
+        dq_a, dk_a, dv_a = engine.backward(q1, k0, v0, s1, z0, o1, l1, g1, whole)
         block = choose(earlier, (q0, k0, v0, s0, z0, o0, l0, g0), (q1, k1, v1, s1, z1, o1, l1, g1))
-        dq_b, dk_b, dv_b = engine.backward(*block, False)
+        dq_b, dk_b, dv_b = engine.backward(*block, whole)
         early = lambda x: jnp.where(earlier, x, 0.0)
         late = lambda x: jnp.where(earlier, 0.0, x)
         return (dq + join(early(dq_b), dq_a + late(dq_b)),
                 (dk + join(dk_a + early(dk_b), late(dk_b)), dv + join(dv_a + early(dv_b), late(dv_b))))
 
     kv = _pass_on((k_BTKH, v_BTKH, segments_BT), axis)
-    dq, dk, dv = engine.backward(q_BTNH, k_BTKH, v_BTKH, segments_BT, segments_BT, o_BTNH, lse_BTN, do_BTNH, True)
+    dq, dk, dv = engine.backward(q_BTNH, k_BTKH, v_BTKH, segments_BT, segments_BT, o_BTNH, lse_BTN, do_BTNH, mask)
     sums = dq, (dk, dv)
 
     def step(carry, t):
