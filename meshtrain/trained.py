@@ -156,7 +156,7 @@ def execution(run: Run, model: transformer.Transformer, layout: Layout, mesh: ja
     """How the model is computed where sequences stay whole, of any length: with the engine that knows every kind of mask."""
     whole = Layout(layout.rules, {**layout.sizes, "context": 1})
     run = run.model_copy(update={"model": run.model.model_copy(update={"attention": "blockwise"}),
-                                 "data": run.data.model_copy(update={"seq_len": 2**31 - 1})})
+                                 "data": run.data.model_copy(update={"seq_len": 2**31 - 1, "document_mask": True})})   # padding is one
     attend, _ = attention.choose(run, whole, mesh.devices.flat[0].platform)
     return Execution(layout, jnp.dtype(run.model.compute_dtype), attend, in_order=by_gloo(mesh))
 

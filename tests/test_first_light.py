@@ -154,7 +154,7 @@ def attention_of(name: str) -> dict:
 def test_every_kind_of_block_is_compared():
     found = attention_of("blockwise")
     assert gpu_record.verdict(found) == RIGHT, found
-    assert len({what.partition(":")[0] for what in found["compared"]}) == 6 and len(found["compared"]) == 6 * 5 + 3
+    assert len({what.partition(":")[0] for what in found["compared"]}) == 8 and len(found["compared"]) == 8 * 5 + 4
 
 
 @pytest.mark.parametrize("names", [("rows that see nothing",), *(pytest.param(names, marks=sampling.GRID) for names in (
