@@ -172,7 +172,8 @@ def jitted_spans(block: int, step: int, mask: Mask, own_are_queries: bool):
     return jax.jit(lambda own, other: pallas.spans(own, other, block, step, mask, own_are_queries))
 
 
-@pytest.mark.parametrize("T, S, mask", [(96, 96, CAUSAL), (64, 128, WHOLE), (96, 96, near(50)), (64, 96, edge(110, 64))])
+@pytest.mark.parametrize("T, S, mask", [(96, 96, CAUSAL), (64, 128, WHOLE), (96, 96, near(50)), (64, 96, edge(110, 64))],
+                         ids=["causal", "keys before queries", "a window", "a window's edge"])
 def test_visited_blocks_hold_every_visible_pair_and_where_documents_ascend_no_other_block(T, S, mask):
     rng, in_vain, visited, bare = np.random.default_rng(0), 0, 0, 0
     for kind in [kind for kind in KINDS for _ in range(6)]:
