@@ -2,7 +2,8 @@
 
 HF_DIR alone: checks the folder and prints its [model] table; --checkpoint.init_from HF_DIR starts a run from it. RUN_DIR OUT:
 writes the weights of a run's newest checkpoint, or of step N, as the folder OUT, in bfloat16 or --dtype float32 or float16, in
-files of at most G (5) GB; it is whole or not there. Works on CPUs; as one of several processes under srun or mpirun.
+files of at most G (5) GB; it is whole or not there. Of a run with LoRA the weights are merged; --adapters writes the adapters alone
+as PEFT has them, in float32 or --dtype. Works on CPUs; as one of several processes under srun or mpirun.
 Exit codes: 0 · 2 the user's mistake, one message · 1 anything else.
 """
 from __future__ import annotations
@@ -30,11 +31,11 @@ from meshtrain import config, devices
 from meshtrain.cluster import agree, find, meet
 from meshtrain.config import ConfigError
 from meshtrain.model import transformer
-from meshtrain.run import adapters, export, pretrained, resume
+from meshtrain.run import adapters, export, peft, pretrained, resume
 from meshtrain.run.checkpoint import CheckpointError
 from meshtrain.weights import folder
 
-USAGE = "python -m meshtrain.convert HF_DIR | RUN_DIR OUT [--step N] [--dtype bfloat16] [--shard-gb 5]"
+USAGE = "python -m meshtrain.convert HF_DIR | RUN_DIR OUT [--step N] [--dtype bfloat16] [--shard-gb 5] [--adapters]"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,13 +43,14 @@ def main(argv: Sequence[str]) -> int:
         if {"--help", "-h"} & set(argv):
             say.out(f"usage: {USAGE}\n\n{__doc__.rstrip()}")
             return 0
-        names, step, dtype, shard_bytes = flags(argv)
+        names, step, dtype, shard_bytes, alone = flags(argv)
         if len(names) == 1:
             say.out(_table(Path(names[0])))
             return 0
         cluster = find.cluster(config.Distributed(), os.environ | {"CUDA_VISIBLE_DEVICES": ""})
         found = devices.start(config.Run(run=config.Identity(compilation_cache="")), cluster)
-        said = _export(found, Path(names[0]), Path(names[1]), step, dtype, shard_bytes)
+        said = (_export_adapters(found, Path(names[0]), Path(names[1]), step, dtype) if alone else
+                _export(found, Path(names[0]), Path(names[1]), step, dtype, shard_bytes))
         if jax.process_index() == 0:
             say.out(said)
         return 0
@@ -61,10 +63,14 @@ def main(argv: Sequence[str]) -> int:
         return 1
 
 
-def flags(argv: Sequence[str]) -> tuple[list[str], int, str, int]:
-    """(the names of one folder, or of a run and a folder, step, dtype, most bytes of a file). Raises: ConfigError."""
-    given, names, faults = {"--step": "0", "--dtype": "bfloat16", "--shard-gb": "5"}, [], []
-    words = iter(map(str, argv))
+def flags(argv: Sequence[str]) -> tuple[list[str], int, str, int, bool]:
+    """(the names of one folder, or of a run and a folder, step, dtype, most bytes of a file, whether adapters alone).
+
+    Raises: ConfigError.
+    """
+    alone, names, faults = "--adapters" in argv, [], []
+    given = {"--step": "0", "--dtype": "float32" if alone else "bfloat16", "--shard-gb": "5"}
+    words = iter(str(word) for word in argv if word != "--adapters")
     for word in words:
         option, equals, value = word.partition("=")
         if option in given:
@@ -88,7 +94,7 @@ def flags(argv: Sequence[str]) -> tuple[list[str], int, str, int]:
         faults.append(f"--shard-gb {given['--shard-gb']} is not a size; give gigabytes, e.g. 5 or 0.5")
     if faults:
         raise ConfigError(*faults)
-    return names, int(given["--step"]), given["--dtype"], shard_bytes
+    return names, int(given["--step"]), given["--dtype"], shard_bytes, alone
 
 
 def _table(directory: Path) -> str:
@@ -123,6 +129,28 @@ def _export(found: Sequence[jax.Device], run_dir: Path, out: Path, step: int, dt
         size = export.write(out, model, leaf, dtype=dtype, shard_bytes=shard_bytes, data=saved["run"]["data"],
                             bos=saved["data"]["tokenizer"][1], source=export.kept(run_dir))
     return f"{out}: the weights of step {step} of {run_dir}, {size / 1e9:.2f} GB in {dtype}"
+
+
+def _export_adapters(found: Sequence[jax.Device], run_dir: Path, out: Path, step: int, dtype: str) -> str:
+    """Writes `out`, as `_export`."""
+    checkpoints, step = resume.source(run_dir, step, str(run_dir), "--step ")
+    with config.user_errors():
+        saved, section = checkpoints.metadata(step)["run"], adapters.section(checkpoints, step)
+        if not section:
+            raise ConfigError(f"--adapters: {run_dir} trained the whole model, without LoRA; leave it out")
+        model = transformer.build(config.Model(**saved["model"]), config.Lora(**section))
+    infos, whole = {info.name: info for info in model.parameters()}, NamedSharding(Mesh(np.array(found), ("all",)), P())
+
+    def leaf(path: str) -> jax.Array | None:
+        if path not in infos:
+            return None
+        wanted = jax.ShapeDtypeStruct(infos[path].shape, infos[path].dtype, sharding=whole)
+        taken, _ = checkpoints.restore(step, {"params": pretrained.nested({path: wanted})}, part=True)
+        return pretrained.leaves_of(taken["params"])[0][1]
+
+    with config.user_errors():
+        size = peft.write(out, model, leaf, dtype=dtype, base=saved["checkpoint"]["init_from"], source=export.kept(run_dir))
+    return f"{out}: the adapters of step {step} of {run_dir}, {size / 1e6:.2f} MB in {dtype}"
 
 
 def _spread(shape: tuple[int, ...], ways: int) -> P:

@@ -246,7 +246,8 @@ def question_of(run: Run, options: dict, num_gpus: int) -> search.Question:
         raise ConfigError(f'model.matmul_dtype="float8": {gpu.name} has no float8 matmuls; use model.matmul_dtype="auto", or e.g. --gpu h100')
     if "max-memory" in options:
         usable = int(options["max-memory"] * 2**30)
-    model = transformer.build(run.model)
+    with config.user_errors():
+        model = transformer.build(run.model, run.lora)
     visited, engine = rates.packed(run.data, rated.assumed)
 
     def lay(sizes, loaded: rules.Rules, method: str):

@@ -32,7 +32,7 @@ from meshtrain.inference.generate import Limits
 from meshtrain.inference.picking import Picking
 from meshtrain.inference.words import Words
 from meshtrain.model import params
-from meshtrain.run import adapters, disk, export, history, loop, measured, metrics, pretrained, resume, rundir
+from meshtrain.run import adapters, disk, export, history, loop, measured, metrics, peft, pretrained, resume, rundir
 from meshtrain.run.checkpoint import CheckpointError, Checkpoints
 from meshtrain.run.profiling import Trace
 from meshtrain.run.progress import Progress
@@ -136,18 +136,25 @@ def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: B
             save = loop.Hook(lambda number, ending: ending or checkpoints.due(number),
                              lambda number, state: {"checkpoint_wait_s": checkpoints.save(number, state, metadata(number))})
             exported = loop.Hook(lambda number, ending: run.checkpoint.export == "every" and (ending or checkpoints.due(number)),
-                                 lambda number, state: export.of_run(directory, number, run, made.model, state.params, corpus.tokenizer.bos) or {})
+                                 lambda number, state: _export(run, made, directory, number, state.params, corpus.tokenizer.bos) or {})
             state, done = loop.train(made.program, step, state, batches, run.training.steps, run.data.prefetch, record,
                                      (validation.hook(), trace.hook(), save, exported), stop)
         checkpoints.wait()
         if run.checkpoint.export == "last" and done == run.training.steps:
-            export.of_run(directory, done, run, made.model, state.params, corpus.tokenizer.bos)
+            _export(run, made, directory, done, state.params, corpus.tokenizer.bos)
         ended("finished" if done == run.training.steps else "stopped on request", done)
     if done < run.training.steps:
         say.out(f"stopped after step {done}, saved in {directory}; the same command goes on from there")
         return STOPPED
     _tell_the_end(run, made, corpus, state, validation.loss, stop.agreed, directory)
     return DONE
+
+
+def _export(run: Run, made: assembly.Assembly, directory: Path, step: int, weights: dict, bos: int) -> None:
+    if run.lora.export == "adapters":
+        peft.of_run(directory, step, run, made.model, weights)
+    else:
+        export.of_run(directory, step, run, made.model, weights, bos)
 
 
 def _write_cost(made: assembly.Assembly, step, directory: Path) -> None:

@@ -11,10 +11,14 @@ import pytest
 import sampling
 
 from meshtrain import assembly, config
-from meshtrain.cost import report
-from meshtrain.model import lora, params
+from meshtrain.cost import flops, report
+from meshtrain.cost.placed import place
+from meshtrain.layout import rules
+from meshtrain.layout.mesh import MeshSpec
+from meshtrain.layout.rules import Layout
+from meshtrain.model import lora, params, transformer
 from meshtrain.training import pipelined
-from test_layouts import ONE, Compiled, MODEL, rows, run_of
+from test_layouts import ONE, Compiled, MODEL, T, rows as rows_of, run_of
 
 RANK, ALPHA = 4, 6.0
 SCALE = ALPHA / RANK
@@ -107,7 +111,7 @@ def test_the_base_stays_bit_for_bit_and_only_adapters_have_a_state(name):
     state = made.program.initialize()
     before = jax.device_get(state.params)
     for n in range(3):
-        state, metrics = compiled.step(state, made.program.place(rows(n)))
+        state, metrics = compiled.step(state, made.program.place(rows_of(n)))
         assert not metrics["skipped"]
     (trained, frozen), (old, expected) = map(made.model.divided, (jax.device_get(state.params), before))
     jax.tree.map(np.testing.assert_array_equal, frozen, expected)
@@ -128,7 +132,7 @@ def test_the_first_step_computes_what_the_model_without_adapters_does():
     frozen = with_adapters.made.model.divided(state.params)[1]
     flat = dict(jax.tree.leaves_with_path(frozen))
     assert all((flat[path] == leaf).all() for path, leaf in jax.tree.leaves_with_path(p)), "adapters do not change the draws of the others"
-    batch = plain.program.place(rows(0))
+    batch = plain.program.place(rows_of(0))
     losses = [made.program.evaluate(q, batch)[0] for made, q in ((plain, p), (with_adapters.made, state.params))]
     assert losses[0] == losses[1]
 
@@ -155,3 +159,16 @@ def test_without_remat_nothing_is_kept_for_the_gradient_of_a_frozen_weight():
     tokens = x.shape[0] * x.shape[1]
     # The normed inputs of the MLP, which gate and up alone read for their weights' gradients.
     assert kept[()] - kept[("query",)] >= tokens * MODEL["embed_dim"]
+
+
+def test_the_plan_and_the_flops_count_what_is_trained():
+    run = lora_run("ddp", ONE)
+    with_adapters, plain = (transformer.build(run.model, section) for section in (run.lora, None))
+    size = lambda infos: sum(info.size for info in infos)
+    adapters = [info for info in with_adapters.parameters() if info.trainable]
+    matrices = [info for info in plain.parameters() if info.role in ("matrix", "head")]
+    difference = flops.model_flops_per_token(plain.parameters(), run.model, T) - flops.model_flops_per_token(with_adapters.parameters(), run.model, T)
+    assert difference == 2 * size(matrices) - 6 * size(adapters)
+    layout = Layout(rules.parse(""), dict.fromkeys(config.AXES, 1))
+    placed = place(with_adapters.parameters(), run.model, layout, MeshSpec({}))
+    assert placed.grads == size(adapters) and placed.stored == size(adapters) + size(plain.parameters())

@@ -207,6 +207,8 @@ def _lora_problems(run: Run):
             yield unknown_name("lora.targets", name, LORA_TARGETS)
         if lora.targets.count(name) > 1:
             yield f"lora.targets={toml(lora.targets)} names {toml(name)} twice; name it once"
+    if not lora.rank and lora.export == "adapters":
+        yield 'lora.export="adapters" has none to write with lora.rank=0; give a rank, or leave it out'
     if not lora.rank and lora.targets:
         yield (f"lora.targets={toml(lora.targets)} has no use with lora.rank=0, which trains the whole model; give a rank, e.g. 16, "
                "or leave the targets out")

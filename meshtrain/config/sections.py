@@ -216,6 +216,9 @@ class Lora(Section):
     targets: tuple[str, ...] = key(
         (), f"projections with an adapter, of {', '.join(LORA_TARGETS)}; empty = all that the model has", strict=False
     )
+    export: Literal["merged", "adapters"] = key(
+        "merged", "what checkpoint.export writes: the whole model, or a folder of PEFT's with the adapters alone"
+    )
 
 
 class Pipeline(Section):

@@ -7,15 +7,14 @@ from meshtrain.cost.placed import Options, Placed, Practice
 
 
 def model_flops_per_token(table: Iterable, cfg, seq_len: int) -> float:
-    """Forward and backward, without recomputation: 6 per matrix element, and causal attention's two products.
+    """Forward and backward, without recomputation: 6 per matrix element, 4 of a frozen one, and causal attention's two products.
 
     table: ParamInfo rows; cfg: the [model] section. Embedding look-ups cost nothing, a tied head counts as a matrix.
     Attention: 12·L·N·H·S of which the causal half, 6·L·N·H·S (PaLM, arXiv:2204.02311, appendix B, halved for causality).
     """
-    matrices = sum(info.size for info in table if info.role in ("matrix", "head"))
-    if cfg.tie_embeddings:
-        matrices += sum(info.size for info in table if info.path[0] == "embedding")
-    return 6.0 * matrices + 6.0 * cfg.num_layers * cfg.num_heads * cfg.head_dim * seq_len
+    multiplied = [info for info in table if info.role in ("matrix", "head") or cfg.tie_embeddings and info.path[0] == "embedding"]
+    matrices = sum((6.0 if info.trainable else 4.0) * info.size for info in multiplied)
+    return matrices + 6.0 * cfg.num_layers * cfg.num_heads * cfg.head_dim * seq_len
 
 
 def executed(placed: Placed, options: Options, practice: Practice = Practice()) -> float:

@@ -232,12 +232,12 @@ def place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice = Practi
 def _hold(held, info, cfg, layout: Layout, lies, whole: float, depth: int) -> None:
     """What a device keeps of a parameter; depth: 0 of embedding and head."""
     held["stored"] += info.size / layout.ways(lies["optimizer"])
-    held["grads"] += info.size / layout.ways(lies["grads"])
+    held["grads"] += info.trainable and info.size / layout.ways(lies["grads"])
     held["used"] += whole
     elsewhere = lies["params"] != lies["optimizer"]
     held["moved"] += elsewhere and info.size / layout.ways(lies["params"])
     held["cast"] += (elsewhere or info.role in MATMUL_ROLES and str(info.dtype) != cfg.compute_dtype) and whole
-    held["ends_grads"] += not depth and info.size / layout.ways(lies["grads"])
+    held["ends_grads"] += not depth and info.trainable and info.size / layout.ways(lies["grads"])
     if depth:
         held["layers_read"] += info.size / layout.ways(lies["params"])
         held["layers_stored"] += info.size / layout.ways(lies["optimizer"])
@@ -253,8 +253,10 @@ def _send(travel, layout: Layout, info, lies, whole: float, depth: int, uses: in
     n, part = (whole / depth, "") if depth else (whole, "ends_")
     params, grads = lies["params"], lies["grads"]
     travel[part + "gathered"][_ordered(params)] += uses * n
-    travel[part + "scattered"][_ordered(grads)] += uses * n
     travel["regathered"][_ordered(lies["optimizer"] - params)] += whole / layout.ways(params)
+    if not info.trainable:
+        return
+    travel[part + "scattered"][_ordered(grads)] += uses * n
     into = late & once & lies["optimizer"]
     travel["once_scattered"][_ordered(into)] += whole / layout.ways(grads)
     travel["once_summed"][_ordered((late & once) - into)] += whole / layout.ways(grads | into)

@@ -49,8 +49,8 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
         rows = folder.rows(family, model, transformer.names())
     files = _files(rows, model.num_layers, safetensors.NAMES[dtype], shard_bytes)
     place = directory.with_name(f".{directory.name}.saving")
-    agree.on_first(lambda: _begin(directory, place))
-    written = _Files(place, files, safetensors.NAMES[dtype])
+    agree.on_first(lambda: begin(directory, place))
+    written = Files(place, files, safetensors.NAMES[dtype])
     for row in rows:
         # Of a stack all layers before the next one, so that only one is held.
         for stack in dict.fromkeys(name for name, _ in places) if row.stacked else [""]:
@@ -77,7 +77,7 @@ def kept(run_dir: Path) -> Path | None:
     return run_dir / KEPT if agree.on_first(lambda: folder.is_one(run_dir / KEPT)) else None
 
 
-def _write_row(row: folder.Row, leaves: list[jax.Array], layers, sizes, written: _Files) -> None:
+def _write_row(row: folder.Row, leaves: list[jax.Array], layers, sizes, written: Files) -> None:
     """layers: [(number, index in the leaves)]."""
     program, before = _program(row, leaves, sizes, written.dtype), None
     for layer, index in layers:
@@ -92,24 +92,24 @@ def _write_row(row: folder.Row, leaves: list[jax.Array], layers, sizes, written:
 
 def _program(row: folder.Row, leaves: list[jax.Array], sizes: Mapping[str, int], dtype: np.dtype):
     """Jitted (leaves, layer) -> the row's tensor of that layer, whole on every device."""
-    mesh, ways = leaves[0].sharding.mesh, [_layer_ways(leaf) if row.stacked else 1 for leaf in leaves]
+    mesh, ways = leaves[0].sharding.mesh, [layer_ways(leaf) if row.stacked else 1 for leaf in leaves]
 
     def gather(leaves, layer):
         parts = []
         for piece, leaf, over in zip(row.pieces, leaves, ways, strict=True):
-            x = _layer(leaf, layer, over, dtype) if row.stacked else leaf.astype(dtype)
+            x = layer_of(leaf, layer, over, dtype) if row.stacked else leaf.astype(dtype)
             x = x[tuple(slice(0, n) for n in piece.form.our_shape(sizes))]      # without the padding of the vocabulary
             parts.append(piece.form.to_theirs(x, sizes))
         return jnp.concatenate(parts, row.pieces[0].form.star) if len(parts) > 1 else parts[0]
     return jax.jit(gather, out_shardings=NamedSharding(mesh, P()))
 
 
-def _layer_ways(leaf: jax.Array) -> int:
+def layer_ways(leaf: jax.Array) -> int:
     """Over how many devices the layers of a stack are split."""
     return leaf.shape[0] // leaf.sharding.shard_shape(leaf.shape)[0]
 
 
-def _layer(leaf, layer, ways: int, dtype: np.dtype):
+def layer_of(leaf, layer, ways: int, dtype: np.dtype):
     """One layer of a stack, cast. Where stages hold the layers, all of them add what they have of it, bit by bit: one layer is
     moved, where an index would gather the stack."""
     if ways == 1:
@@ -122,7 +122,7 @@ def _layer(leaf, layer, ways: int, dtype: np.dtype):
     return jax.lax.bitcast_convert_type(jnp.sum(jnp.where(owner, bits, 0), 0, dtype=bits.dtype), dtype)
 
 
-class _Files:
+class Files:
     """The files of an export, of which this process writes every N-th. What fails is told at the end: until then the others
     count on this process's part in gathering."""
 
@@ -183,7 +183,7 @@ def _files(rows: Sequence[folder.Row], num_layers: int, kind: str, shard_bytes: 
     return dict(zip(names, files, strict=True))
 
 
-def _begin(directory: Path, place: Path) -> None:
+def begin(directory: Path, place: Path) -> None:
     if directory.is_dir() and any(directory.iterdir()) or directory.exists() and not directory.is_dir():
         raise ConfigError(f"{directory} is there already, and nothing is written over; name another directory")
     try:

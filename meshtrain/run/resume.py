@@ -44,7 +44,7 @@ CHANGES = (
     ("data.validation_fraction", STAYS), ("data.validation_tokens", STAYS),     # what is held out is not trained on
     ("data.prefetch", FREE), ("data.cache", FREE), ("data.validation_paths", FREE), ("data.skip_batches", FREE),
     ("data.*", CONTENT),
-    ("optimizer.name", STAYS), ("lora.*", STAYS),
+    ("optimizer.name", STAYS), ("lora.export", FREE), ("lora.*", STAYS),
     ("training.max_skipped_steps", FREE),
     ("validation.*", FREE), ("checkpoint.*", FREE), ("metrics.*", FREE), ("distributed.*", FREE),
     ("*", RECORDED),
