@@ -1,8 +1,9 @@
-"""python -m meshtrain.generate RUN_DIR|HF_DIR --prompt TEXT|--prompts FILE|--prompt-ids JSON [option …]: what a model goes on with.
+"""python -m meshtrain.generate RUN_DIR|HF_DIR --prompt TEXT|--prompts FILE|--prompt-ids JSON|--chat [option …]: what a model goes on with.
 
 RUN_DIR: a run's directory, its newest checkpoint or --step N. HF_DIR: a model folder of Hugging Face's.
 --prompt TEXT, as often as wanted; --prompts FILE: a prompt on each line, of .jsonl {"prompt": …}; --prompt-ids '[[5, 6], [7]]': token
-ids, for which no tokenizer is needed.
+ids, for which no tokenizer is needed. --chat: a conversation by the chat template, a question on each line that you type; with --prompt or
+--prompts, of .jsonl also {"messages": [...]}, each is a conversation of its own.
 --max-tokens N (256)    tokens of an answer at most
 --temperature T (0)     0: the most likely token; else drawn; 1 where one of the next three is given
 --top-k K, --top-p P, --min-p P    what is left to draw from, as in transformers
@@ -31,14 +32,14 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
 
 import jax
 
-from meshtrain import assembly, config, trained
+from meshtrain import assembly, config, talk, trained
 from meshtrain.config import ConfigError
 from meshtrain.inference.generate import Completion, Limits
 from meshtrain.inference.picking import Picking
 from meshtrain.inference.words import Stream, Words
 from meshtrain.run.checkpoint import CheckpointError
 
-USAGE = "python -m meshtrain.generate RUN_DIR|HF_DIR --prompt TEXT|--prompts FILE|--prompt-ids JSON [--max-tokens N] [--temperature T] [--json]"
+USAGE = "python -m meshtrain.generate RUN_DIR|HF_DIR --prompt TEXT|--prompts FILE|--prompt-ids JSON|--chat [--max-tokens N] [--temperature T] [--json]"
 NUMBERS = {     # option -> (kind, default, the least, the most, what it is)
     "step": (int, 0, 0, math.inf, "the number of a saved step, or 0 for the newest"),
     "max-tokens": (int, 256, 1, 10**7, "a number of tokens, at least 1"),
@@ -58,14 +59,19 @@ def main(argv: Sequence[str]) -> int:
             say.out(f"usage: {USAGE}\n\n{__doc__.rstrip()}")
             return 0
         options, texts, directory, rest = options_of(list(map(str, argv)))
-        found = trained.describe(directory, options["step"], rest, "generate", keys=("data.tokenizer",))
-        words, prompts = _prompts(found, texts)
-        ended = (lambda _, tokens: words.ended(tokens)) if texts["stop"] else None
-        limits = Limits(options["max-tokens"], found.stop_ids(), found.longest(), ended)
+        found = trained.describe(directory, options["step"], rest, "generate", keys=("data.tokenizer", "data.chat_template"))
+        talking = talk.open_talk(found) if options["chat"] else None
+        words = _words(found, texts, talking)
+        prompts = _prompts(found, texts, talking)
+        ended = (lambda _, tokens: words.ended(tokens)) if words and words.stops else None
+        limits = Limits(options["max-tokens"], words.stop_ids if words else found.stop_ids(), found.longest(), ended)
         _check(prompts, found, limits)
         placed = found.place()
         with jax.set_mesh(placed.mesh):
-            _answer(placed.generator(), prompts, limits, words, options)
+            if prompts:
+                _answer(placed.generator(), prompts, limits, words, options)
+            else:
+                _converse(placed.generator(), found, talking, limits, words, options)
         return 0
     except ConfigError as error:
         say.err(f"error: {error}")
@@ -77,20 +83,52 @@ def main(argv: Sequence[str]) -> int:
 
 def _answer(generator, prompts: list[list[int]], limits: Limits, words: Words | None, options: dict) -> None:
     """Makes the completions and says them: as JSON, or as text, of one prompt while it comes."""
-    how = Picking(options["temperature"], options["top-k"], options["top-p"], options["min-p"])
-    ask = lambda tell=None: generator.complete(prompts, limits, how, options["seed"], tell)
+    ask = lambda tell=None: generator.complete(prompts, limits, _picking(options), options["seed"], tell)
     if options["json"]:
         say.out(json.dumps({"completions": [_as_json(one, words) for one in ask()]}))
     elif words is None:
         for one in ask():
             say.out(" ".join(map(str, one.tokens)))
     elif len(prompts) == 1:
-        stream = Stream(words)
-        (one,) = ask(lambda _, tokens: say.part(stream.more(tokens)))
-        say.out(stream.rest(one.tokens))
+        _streamed(words, ask)
     else:
         for number, one in enumerate(ask()):
             say.out(f"--- {number + 1}: {json.dumps(words.decode(one.prompt), ensure_ascii=False)}\n{words.text(one.tokens)}")
+
+
+def _picking(options: dict) -> Picking:
+    return Picking(options["temperature"], options["top-k"], options["top-p"], options["min-p"])
+
+
+def _streamed(words: Words, ask) -> str:
+    """The text of the one answer of `ask`, told as it comes."""
+    stream = Stream(words)
+    (one,) = ask(lambda _, tokens: say.part(stream.more(tokens)))
+    say.out(stream.rest(one.tokens))
+    return words.text(one.tokens)
+
+
+def _converse(generator, found: trained.Trained, talking: talk.Talk, limits: Limits, words: Words, options: dict) -> None:
+    """Answers each line of stdin, the conversation so far before it; ends where stdin ends."""
+    messages: list[dict] = []
+    while True:
+        if say.on_terminal():
+            say.part("> ")
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if not line.strip():
+            continue
+        asked = [*messages, {"role": "user", "content": line.rstrip("\n")}]
+        try:
+            with config.user_errors():
+                prompt = talking.prompt(asked)
+            _check([prompt], found, limits)
+        except ConfigError as error:        # of this question alone
+            say.err(f"error: {error}")
+            continue
+        answer = _streamed(words, lambda tell: generator.complete([prompt], limits, _picking(options), options["seed"], tell))
+        messages = [*asked, {"role": "assistant", "content": answer}]
 
 
 def _as_json(one: Completion, words: Words | None) -> dict:
@@ -115,24 +153,37 @@ def _check(prompts: list[list[int]], found: trained.Trained, limits: Limits) -> 
 # ---- the command line ------------------------------------------------------------------------------------------------
 
 
-def _prompts(found: trained.Trained, texts: dict[str, list[str]]) -> tuple[Words | None, list[list[int]]]:
-    """(how answers become text, None without a tokenizer; the prompts as ids). Raises: ConfigError."""
-    text = found.text()
-    words = Words(text.decode, tuple(texts["stop"]), found.stop_ids()) if text else None
-    if text is None and (texts["prompt"] or texts["prompts"] or texts["stop"]):
-        option = next(name for name in ("prompt", "prompts", "stop") if texts[name])
-        raise ConfigError(f"--{option} needs a tokenizer, and {found.directory} has none; give --data.tokenizer the path of a "
-                          "tokenizer.json, or token ids, --prompt-ids '[[5, 6], [7]]'")
+def _words(found: trained.Trained, texts: dict[str, list[str]], talking: talk.Talk | None) -> Words | None:
+    """How answers become text; None without a tokenizer. Raises: ConfigError."""
+    text, stops = found.text(), tuple(texts["stop"])
+    if text is None:
+        if option := next((name for name in ("prompt", "prompts", "stop") if texts[name]), None):
+            raise ConfigError(f"--{option} needs a tokenizer, and {found.directory} has none; give --data.tokenizer the path of a "
+                              "tokenizer.json, or token ids, --prompt-ids '[[5, 6], [7]]'")
+        return None
+    stop_ids = found.stop_ids()
+    if talking:
+        stops, stop_ids = stops + talking.stops, tuple(dict.fromkeys(stop_ids + talking.stop_ids))
+    return Words(text.decode, stops, stop_ids)
+
+
+def _prompts(found: trained.Trained, texts: dict[str, list[str]], talking: talk.Talk | None) -> list[list[int]]:
+    """The prompts as ids; none where a conversation is to be held. Raises: ConfigError."""
     if texts["prompt-ids"]:
-        return words, _ids(texts["prompt-ids"][-1])
-    given = texts["prompt"] or _lines(texts["prompts"][-1])
-    if empty := [number + 1 for number, one in enumerate(given) if not one]:
-        raise ConfigError(f"prompt {empty[0]} is empty; give the text that the model is to go on with")
-    with config.user_errors():
-        prompts = [list(text.prompt(one)) for one in given]
-    if empty := [one for one, ids in zip(given, prompts) if not ids]:
-        raise ConfigError(f"of the prompt {json.dumps(empty[0])} the tokenizer leaves no token; give another")
-    return words, prompts
+        return _ids(texts["prompt-ids"][-1])
+    given = texts["prompt"] or (_lines(texts["prompts"][-1], bool(talking)) if texts["prompts"] else [])
+    prompts = []
+    for number, one in enumerate(given):
+        if not one:
+            raise ConfigError(f"prompt {number + 1} is empty; give the text that the model is to go on with")
+        with config.user_errors(f"prompt {number + 1} "):
+            if talking:
+                prompts.append(talking.prompt(one if isinstance(one, list) else [{"role": "user", "content": one}]))
+            else:
+                prompts.append(list(found.text().prompt(one)))
+        if not prompts[-1]:
+            raise ConfigError(f"of the prompt {json.dumps(one)} the tokenizer leaves no token; give another")
+    return prompts
 
 
 def _ids(text: str) -> list[list[int]]:
@@ -150,8 +201,8 @@ def _ids(text: str) -> list[list[int]]:
     return given
 
 
-def _lines(path: str) -> list[str]:
-    """The prompts of a file, a line each. Raises: ConfigError."""
+def _lines(path: str, chats: bool) -> list:
+    """The prompts of a file, a line each; chats: they may be lists of messages. Raises: ConfigError."""
     try:
         with open(path, "rb") as file:
             content = file.read(MOST_PROMPT_BYTES + 1)
@@ -165,27 +216,35 @@ def _lines(path: str) -> list[str]:
     found = [line for line in lines if line.strip()]
     if not found:
         raise ConfigError(f"--prompts {path} is empty; write a prompt on each line")
-    return [_of_json(path, number + 1, line) for number, line in enumerate(found)] if path.endswith(".jsonl") else found
+    return [_of_json(path, number + 1, line, chats) for number, line in enumerate(found)] if path.endswith(".jsonl") else found
 
 
-def _of_json(path: str, number: int, line: str) -> str:
+def _of_json(path: str, number: int, line: str, chats: bool):
     try:
-        prompt = json.loads(line)["prompt"]
-    except (ValueError, RecursionError, KeyError, TypeError):
-        prompt = None
-    if not isinstance(prompt, str):
-        raise ConfigError(f'--prompts {path}: line {number} is not {{"prompt": "…"}}; write one such object a line')
-    return prompt
+        given = json.loads(line)
+    except (ValueError, RecursionError):
+        given = None
+    given = given if isinstance(given, dict) else {}
+    messages = given.get("messages")
+    if chats and isinstance(messages, list) and messages and all(isinstance(one, dict) for one in messages):
+        return messages
+    if not isinstance(given.get("prompt"), str):
+        raise ConfigError(f'--prompts {path}: line {number} is not {{"prompt": "…"}}{" or {messages: [...]}" * chats}; write one such '
+                          "object a line")
+    return given["prompt"]
 
 
 def options_of(argv: list[str]) -> tuple[dict, dict[str, list[str]], str, list[str]]:
     """(numbers and flags by name, texts by name, the directory, what is left for `config.resolve`). Raises: ConfigError."""
     numbers, texts, names, rest, faults = {}, {name: [] for name in TEXTS}, [], [], []
-    words = iter(word for word in argv if word != "--json")
+    flags = {"json": False, "chat": False}
+    words = iter(argv)
     for word in words:
         option, equals, value = word.partition("=")
         name = option.removeprefix("--")
-        if not word.startswith("--"):
+        if word in ("--json", "--chat"):
+            flags[name] = True
+        elif not word.startswith("--"):
             names.append(word)
         elif name in NUMBERS or name in TEXTS:
             value = value if equals else next(words, None)
@@ -199,20 +258,23 @@ def options_of(argv: list[str]) -> tuple[dict, dict[str, list[str]], str, list[s
             value = [] if equals else [word for word in [next(words, None)] if word is not None]
             rest += [word, *value]
         else:
-            near = difflib.get_close_matches(name, [*NUMBERS, *TEXTS, "json"], n=1)
+            near = difflib.get_close_matches(name, [*NUMBERS, *TEXTS, *flags], n=1)
             faults.append(f"{option} is not an option; {f'did you mean --{near[0]}?' if near else f'the usage is {USAGE}'}")
     if len(names) != 1 and not faults:      # the value of what is no option would be another name
         faults.append(f"{len(names)} directories are named{f' ({names[0]}, {names[1]})' if len(names) > 1 else ''}, where one run's "
                       f"directory or model folder is asked for; the usage is {USAGE}")
-    if sum(bool(texts[name]) for name in ("prompt", "prompts", "prompt-ids")) != 1:
-        faults.append("give one of --prompt TEXT, --prompts FILE and --prompt-ids '[[5, 6], [7]]'")
+    kinds = [name for name in ("prompt", "prompts", "prompt-ids") if texts[name]]
+    if len(kinds) != 1 and not (flags["chat"] and not kinds) or flags["chat"] and texts["prompt-ids"]:
+        faults.append("give one of --prompt TEXT, --prompts FILE and --prompt-ids '[[5, 6], [7]]', or --chat, alone or with one of the first two")
+    elif flags["json"] and not kinds:
+        faults.append("--chat --json has no prompts; give --prompt TEXT or --prompts FILE, or leave --json out to talk")
     if "" in texts["stop"]:
         faults.append("--stop is empty, and would end every answer at once; give it text, or leave it out")
     if faults:
         raise ConfigError(*faults)
     drawn = any(name in numbers for name in ("top-k", "top-p", "min-p"))
     defaults = {name: default for name, (_, default, *_) in NUMBERS.items()} | {"temperature": 1.0 if drawn else 0.0}
-    return {**defaults, **numbers, "json": "--json" in argv}, texts, names[0], rest
+    return {**defaults, **numbers, **flags}, texts, names[0], rest
 
 
 def _number(name: str, text: str, faults: list[str]):

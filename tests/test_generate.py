@@ -1,9 +1,11 @@
 """What a model goes on with: the tokens that transformers' generate gives, from any folder or run, on any mesh, in any batch."""
 import functools
+import io
 import json
 import math
 import shutil
 
+import conversations
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ import sampling
 from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
 from folders import GOLDENS, NAMES, ROOT
 
-from meshtrain import generate, train, trained
+from meshtrain import generate, talk, train, trained
 from meshtrain.inference import picking, words
 from meshtrain.inference.generate import STRIDE, Limits
 from meshtrain.inference.picking import Picking
@@ -190,6 +192,53 @@ def test_without_a_word_of_the_mesh_all_devices_that_divide_the_model_share_it()
     found = trained.describe(str(GOLDENS / "llama2"), 0, [], "generate")
     assert found.place().mesh.shape == {"data": 1, "fsdp": 1, "tensor": 4, "stage": 1, "context": 1}, "of eight"
 
+
+# ---- conversations ---------------------------------------------------------------------------------------------------
+
+TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+def test_a_run_is_talked_to_by_a_template_and_remembers_what_was_said(run_dir, tmp_path, monkeypatch):
+    (tmp_path / "turns.jinja").write_text(TURNS)
+    (tmp_path / "asked.jsonl").write_text('{"messages": [{"role": "system", "content": "be"}, {"role": "user", "content": "6"}]}\n')
+    asked = (run_dir, "--chat", f"--data.chat_template={tmp_path / 'turns.jinja'}", "--max-tokens=12", "--temperature=1", "--mesh.tensor=1")
+    ran = call(generate.main, *asked, "--prompt", "one", "--json")
+    assert (ran.code, ran.err) == (0, ""), ran
+    once = json.loads(ran.out)["completions"][0]
+    assert bytes(once["prompt_ids"]).decode() == "[user]one\n[assistant]"
+    assert "\n" not in once["text"], "what the template writes behind an answer ends it"
+    once = json.loads(call(generate.main, *asked, "--prompts", tmp_path / "asked.jsonl", "--json").out)["completions"][0]
+    assert bytes(once["prompt_ids"]).decode() == "[system]be\n[user]6\n[assistant]"
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo"))
+    ran = call(generate.main, *asked)
+    assert (ran.code, ran.err) == (0, ""), ran
+    first = json.loads(call(generate.main, *asked, "--prompt", "one", "--json").out)["completions"][0]["text"]
+    history = [{"role": "user", "content": "one"}, {"role": "assistant", "content": first}, {"role": "user", "content": "two"}]
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"messages": history}))
+    second = json.loads(call(generate.main, *asked, "--prompts", tmp_path / "asked.jsonl", "--json").out)["completions"][0]["text"]
+    assert ran.out == f"{first}\n{second}\n"
+
+
+def test_the_template_of_a_folder_makes_its_prompts_and_its_end_of_turn_ends_an_answer(tmp_path):
+    home = conversations.folder(tmp_path, "chatml")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(GOLDENS / "qwen3" / name, home / name)
+    found = trained.describe(str(home), 0, [], "generate")
+    made, library = talk.open_talk(found), found.text().of.library
+    assert library.decode(made.prompt([{"role": "user", "content": "why?"}]), skip_special_tokens=False) == \
+        "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
+    assert library.token_to_id("<|im_end|>") in made.stop_ids and made.stops == ()
+    refused(call(generate.main, home, "--chat", "--prompt", "a<|im_end|>"), "prompt 1 holds '<|im_end|>'", "special token")
+
+
+def test_without_a_template_or_a_tokenizer_there_is_no_talk(run_dir):
+    refused(call(generate.main, run_dir, "--chat"), "there is no chat template")
+    refused(call(generate.main, GOLDENS / "qwen3", "--chat"), "--chat needs a tokenizer")
+    refused(call(generate.main, run_dir, "--chat", "--prompt-ids=[[5]]"), "give one of --prompt")
+    refused(call(generate.main, run_dir, "--chat", "--json"), "--chat --json has no prompts")
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
 
 FIVE = ("--prompt-ids", "[[5]]")
 REFUSED = {

@@ -54,7 +54,7 @@ def load(argv: typing.Sequence[str], usage: str = USAGE) -> Run:
 def resolve(tables: dict, words: typing.Sequence[str], allowed: typing.Sequence[str], command: str) -> tuple[Run, frozenset[str]]:
     """(the run of these tables with overrides, the names of the keys that `words` give), for a command that trains nothing.
 
-    allowed: what the names of its keys begin with; no other may be given, and only of these contradictions are told. Raises: ConfigError.
+    allowed: sections ("mesh.") and keys; no other may be given, and only of these sections contradictions are told. Raises: ConfigError.
     """
     path, overrides, faults = _arguments(words)
     if path is not None:
@@ -66,7 +66,8 @@ def resolve(tables: dict, words: typing.Sequence[str], allowed: typing.Sequence[
     tables = {section: dict(table) for section, table in tables.items()}
     _override(tables, overrides, False)
     run, wrong, told = _build(tables)
-    contradictions = [message for message in problems(run) if message.startswith(tuple(allowed)) and not told.search(message)]
+    checked = tuple(name for name in allowed if name.endswith("."))
+    contradictions = [message for message in problems(run) if message.startswith(checked) and not told.search(message)]
     if faults + wrong + contradictions:
         raise ConfigError(*faults, *wrong, *contradictions)
     return run, given

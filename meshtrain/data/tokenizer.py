@@ -91,6 +91,7 @@ class TokenizerFile:
 class Published:
     """The tokenizer.json of a model folder, used as transformers does: names of special tokens are these tokens, and its
     post-processor puts others where it will, e.g. one in front of every prompt."""
+    path: str
     library: Any    # tokenizers.Tokenizer
 
     def encode(self, text: str, special: bool = True) -> list[int]:
@@ -133,7 +134,7 @@ def lengths(reader: Tokenizer) -> Lengths | None:
 
 def open_published(path: str | os.PathLike) -> Published:
     """Raises: ValueError where the file is missing or broken."""
-    return Published(_library(path, str(path))[0])
+    return Published(str(path), _library(path, str(path))[0])
 
 
 def names_of(path: str | os.PathLike, *ids: int | None) -> list[str]:

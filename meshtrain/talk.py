@@ -1,0 +1,60 @@
+"""Conversations with a trained model: prompts by the template of its folder, and what the template writes behind an answer ends one."""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from meshtrain import config, trained
+from meshtrain.config import ConfigError
+from meshtrain.data import chat, tokenizer
+
+PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+@dataclasses.dataclass(frozen=True)
+class Talk:
+    """A template, and the token or the text that ends an answer."""
+    template: chat.Template
+    stop_ids: tuple[int, ...]
+    stops: tuple[str, ...]
+
+    def prompt(self, messages: Sequence[dict]) -> list[int]:
+        """The ids of a conversation up to where the model is to answer. Raises: ValueError."""
+        return chat.prompt(self.template, messages).tolist()
+
+
+def open_talk(found: trained.Trained) -> Talk:
+    """Raises: ConfigError where there is no tokenizer or no template."""
+    text = found.text()
+    if text is None:
+        raise ConfigError(f"--chat needs a tokenizer, and {found.directory} has none; give --data.tokenizer the path of a tokenizer.json "
+                          "with a chat template beside it")
+    with config.user_errors():
+        template = chat.open_template(_reader(found, text), found.run.data.chat_template, [found.files] if found.files else [], today=True)
+        return Talk(template, *_endings(template))
+
+
+def _reader(found: trained.Trained, text: trained.Text) -> tokenizer.Tokenizer:
+    """The tokenizer as data has it. Raises: ValueError."""
+    if not isinstance(text.of, tokenizer.Published):
+        return text.of
+    ids = [one for one in (found.separator(), *found.stop_ids()) if one is not None]
+    name = next(filter(None, tokenizer.names_of(text.of.path, *ids)), "")
+    return tokenizer.open_file(text.of.path, name)
+
+
+def _endings(template: chat.Template) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """(tokens, texts) that end an answer: the first special token behind it and the one that the tokenizer's config calls eos_token;
+    where ids are bytes, what is written behind it."""
+    prompt = chat.prompt(template, PROBE[:1]).tolist()
+    (whole,) = chat.encode(template, [chat.Conversation(PROBE, [True, True])], learn_all=True)
+    ids = np.asarray(whole.ids).tolist()
+    behind = ids[len(prompt):] if ids[:len(prompt)] == prompt else []
+    if template.library is None:
+        written = bytes(behind).decode(errors="replace").partition(PROBE[1]["content"])[2]
+        return (), tuple(filter(None, [written.strip() or (written if "\n" in written else "")]))
+    special = {number for number, token in template.library.get_added_tokens_decoder().items() if token.special}
+    ends = [next((one for one in behind if one in special), None), template.library.token_to_id(template.tokens.get("eos_token", ""))]
+    return tuple(dict.fromkeys(one for one in ends if one is not None)), ()
