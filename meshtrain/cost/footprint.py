@@ -27,10 +27,10 @@ def _beside_stored(placed: Placed, options: Options) -> float:
     """Weights as the loop over microbatches reads them, and gradients beside the accumulators; of one microbatch those of the
     ends are made before the layers' or after them, in no accumulator."""
     alone = options.microbatches == 1
-    if not placed.stacked:          # a matrix's gradient and its sum are made outside of the accumulators
+    if not placed.by_layer:          # a matrix's gradient and its sum are made outside of the accumulators
         return placed.itemsize * placed.cast + 8 * placed.largest - 4 * placed.ends_grads * alone
-    # Stored as they are; of one microbatch all layers' gradients. XLA turns shards that it joins along their last dim.
-    return 4 * (placed.moved + placed.grads * (not alone) + placed.turned) + placed.itemsize * placed.largest
+    # Stored as they are. XLA turns shards that it joins along their last dim.
+    return 4 * (placed.moved + placed.turned) + placed.itemsize * placed.largest
 
 
 def _in_layers(placed: Placed, options: Options) -> float:
@@ -41,7 +41,7 @@ def _in_layers(placed: Placed, options: Options) -> float:
     head = placed.head.n * placed.head.k
     # Logits of a chunk in float32 and their gradient; the output, normed and its gradient; the head gathered.
     loss = chunk * ((4 + size) * placed.head.n + size * cfg.embed_dim) + 3 * size * tokens * stream
-    loss += size * head if placed.stacked else 0
+    loss += size * head if placed.by_layer else 0
     # The head's gradient in float32 stays until the layers are done.
     return kept + 4 * head + max(loss, size * tokens * _working_width(placed, options) + _of_parts(placed, options))
 
@@ -71,7 +71,7 @@ def _working_width(placed: Placed, options: Options) -> float:
 def _of_parts(placed: Placed, options: Options) -> float:
     """Bytes of a layer's gradient in float32, of one part of a microbatch beside the other's."""
     rows = options.global_batch // options.microbatches
-    shared = options.remat != "none" or not placed.stacked
+    shared = options.remat != "none" or not placed.by_layer
     return 4 * placed.layer_used if shared and parts.of_rows(placed.layout, (rows, options.seq_len))[1] > 1 else 0
 
 

@@ -115,8 +115,8 @@ class Placed:
     largest: float
 
     @property
-    def stacked(self) -> bool:
-        """Whether a microbatch's gradients stand beside their sums, as where layers gather their weights."""
+    def by_layer(self) -> bool:
+        """Whether layers gather their weights."""
         return bool(self.gathered)
 
     @property

@@ -20,9 +20,11 @@ from meshtrain.model.params import ParamInfo
 # than the traffic: halves of 1,024 tokens 3.70 to 3.80 ms, of 2,048 tokens 6.90 to 6.71. Source: a scheduled llama3-70b layer,
 # forward and backward, tensor 8 on H100.
 MIN_TOKENS = 2048
-# More compile longer. A part of one row is best: XLA copies what it gathers over the second dim of several. Source: the
-# roofline of llama3-70b, tensor 8 × fsdp 8, 8 rows: 24.2 s whole, 23.4 in two parts, 23.8 in four, 22.9 in eight.
-MAX_PARTS = 8
+# Parts of one row are best, XLA copies what it gathers over the second dim of several; but every part is compiled by itself.
+# Source: the roofline of llama3-70b, tensor 8 × fsdp 8. 8 rows: 24.2 s whole, 23.4 in two parts, 23.8 in four, 22.9 in eight.
+# 16 rows: 23.2 s whole, 22.1 in two, 22.0 in four, 22.3 in eight, 21.4 in sixteen, which take 4 times as long to compile as four.
+MAX_PARTS_OF_ONE_ROW = 8
+MAX_PARTS = 4
 
 
 def of_rows(layout: Layout, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -35,7 +37,7 @@ def of_rows(layout: Layout, shape: tuple[int, ...]) -> tuple[int, int]:
     rows, tokens = shape[0] // shards, shape[1] // ways("seq")
     if ways("mlp") == 1:
         return shards, 1
-    most = min(MAX_PARTS, rows * tokens // MIN_TOKENS)
+    most = min(MAX_PARTS_OF_ONE_ROW if rows <= MAX_PARTS_OF_ONE_ROW else MAX_PARTS, rows * tokens // MIN_TOKENS)
     return shards, max(n for n in range(1, rows + 1) if rows % n == 0 and (n == 1 or n <= most))
 
 

@@ -76,9 +76,8 @@ def scanned(step: StepSpec):
     """
     layout, once, trained_axes = step.layout, step.once, step.state.trained_axes
     inner, replicas = step.ex.layout, layout.ways(once)
-    by_layer = step.model.gathered_by_layer(layout)
-    added = _stacked(step) if by_layer and not step.ex.in_order else _in_place(step)
-    as_read = partial(step.model.as_read, layout, dtype=None if by_layer else step.ex.dtype)
+    added = _by_hand(step)
+    as_read = partial(step.model.as_read, layout, dtype=None if step.model.gathered_by_layer(layout) else step.ex.dtype)
 
     def replicated(f):
         """f of one replica over a leading replica axis, which lies on the `once` mesh axes."""
@@ -120,31 +119,11 @@ def scanned(step: StepSpec):
     return gradients, evaluate
 
 
-def _stacked(step: StepSpec):
-    """((trained, frozen), grads, microbatch, count, key) -> (grads with the microbatch's added, nll, aux), by autodiff.
+def _by_hand(step: StepSpec):
+    """((trained, frozen), grads, microbatch, count, key) -> (grads with the microbatch's added, nll, aux), the backward written out.
 
-    The microbatch's gradients of all layers stand beside the accumulators until they are added: where both are split as finely
-    as in ZeRO-3 that is little, and the reduce-scatters hide better than in `_in_place`.
-    """
-    model, ex, training = step.model, step.ex, step.run.training
-
-    def added(p, grads, microbatch, count, key):
-        trained, frozen = p
-
-        def objective(trained):
-            p = params.joined(trained, frozen)
-            total, nll, aux = model.loss(ex, p, microbatch, z_loss=training.z_loss, chunk=training.loss_chunk, dropout_key=key)
-            return total / count, (nll, aux)
-        new, (nll, aux) = jax.grad(objective, has_aux=True)(trained)
-        return _sum(grads, new), nll, aux
-    return added
-
-
-def _in_place(step: StepSpec):
-    """As `_stacked`, the backward written out: each layer's gradient is added to its accumulator as soon as it is made, so that
-    a microbatch's gradients never stand beside their sums (ddp and ZeRO-1: 4 bytes a parameter less).
-
-    Gradients are float32, whatever the dtype of the weights.
+    Each layer's gradient is added to its accumulator as soon as it is made, so that a microbatch's gradients never stand beside
+    their sums: 4 bytes less for each parameter that a device accumulates. They are float32, whatever the dtype of the weights.
     """
     model, ex, training = step.model, step.ex, step.run.training
 
