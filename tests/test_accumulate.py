@@ -24,7 +24,7 @@ def model_with_aux(monkeypatch, **model):
     ("selective", None), pytest.param("none", dict(tie_embeddings=True), marks=sampling.GRID),
     pytest.param("full", dict(residual_dropout=0.2), marks=sampling.GRID), pytest.param("offload", dict(), marks=sampling.GRID),
 ], ids=["two groups", "tied", "dropout", "offload"])  # fmt: skip
-def test_gradients_added_in_place_are_those_of_autodiff(remat, model, monkeypatch):
+def test_gradients_added_layer_by_layer_are_those_of_autodiff(remat, model, monkeypatch):
     model = model_of(*LEADING) if model is None else model_with_aux(monkeypatch, **model)
     step = types.SimpleNamespace(model=model, ex=execution(remat), run=config.Run(training=dict(z_loss=1e-2, loss_chunk=24)))
     p, batch, count = model.init(jax.random.key(0)), batch_of(), jnp.float32(100)

@@ -163,10 +163,10 @@ def test_parts_of_a_microbatch_move_what_the_whole_moves(rule, remat, gathers, s
 
 @pytest.mark.slow
 def test_the_shipped_70b_run_hides_its_tensor_axis_under_the_matmuls_of_its_parts():
-    """22.9 s a step, 4.1% of it exposed on tensor, when this was written; with whole microbatches 24.2 s and 14.6%."""
+    """22.0 s a step, 5.6% of it exposed and 4.2% on tensor, when this was written; with whole microbatches 23.2 s and 16.3%."""
     made = assembly.assemble(config.load([str(RULES.parent / "configs/llama3-70b.toml")]), compile.topology("h100:64"))
     line = roofline.of_run(made, made.program.compile().as_text())
-    assert line.mfu > 0.32 and line.exposed_by_axes["tensor"] < 0.05 * line.step_s
+    assert line.mfu > 0.33 and line.exposed_s < 0.1 * line.step_s and line.exposed_by_axes["tensor"] < 0.05 * line.step_s
 
 
 def test_tensor_sequence_without_remat_moves_four_and_four_a_layer():
