@@ -47,14 +47,14 @@ def inspected(sizes=None, params=12, name="a run", gpu="h100", per_host=8) -> di
 def _roofline(name, axes, count, numbers) -> dict:
     second = lambda: next(numbers) / 1e10
     kernel = lambda: {"name": "gemm", "part": "matmul", "source": name, "line": "model/layers.py:1",
-                      "runs": next(numbers) % 997, "seconds": second(),
-                      "flops": next(numbers), "hbm_bytes": next(numbers), "bound": "FLOPs",
+                      "count": next(numbers) % 997, "time_s": second(),
+                      "flops": next(numbers), "bytes": next(numbers), "bound": "FLOPs",
                       "instructions": ["gemm"]}
     traffic = lambda: {"kind": "all-gather", "axes": axes[:1], "runs": 7, "sent_bytes": next(numbers), "seconds": second(),
                        "exposed_s": second(), "hidden_under": {"matmul": second()}}
-    return {"gpu": "h100", "num_gpus": count, "step_s": 2.5, "tokens_per_s": 104857.6, "mfu": 0.4321, "mfu_dtype": "bfloat16",
-            "compute_s": 2.0, "exposed_s": 0.2, "exposed_s_by_axes": {}, "hidden_s": 0.4, "free_matmul_s": 1.1,
-            "shares": {"attention": 0.1, "matmul": 0.6, "elementwise": 0.1, "optimizer": 0.02, "communication": 0.08,
-                       "contention": 0.06, "host": 0.04},
+    return {"gpu": "h100", "num_gpus": count, "step_time_s": 2.5, "tokens_per_s": 104857.6, "mfu": 0.4321, "mfu_dtype": "bfloat16",
+            "compute_s": 2.0, "communication_s": 0.6, "exposed_s": 0.2, "exposed_s_by_axes": {}, "hidden_s": 0.4, "free_matmul_s": 1.1,
+            "share": {"attention": 0.1, "matmul": 0.6, "elementwise": 0.1, "optimizer": 0.02, "other": 0.18},
+            "other": {"communication": 0.08, "contention": 0.06, "host": 0.04},
             "traffic": [traffic()], "kernels": [kernel() for _ in range(30)], "unknown_loops": [name], "uncounted": [],
             "assumed": {"matmul.sustained": 0.84}}

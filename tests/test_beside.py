@@ -41,7 +41,7 @@ class Cell:
 
 
 # A few hundred MiB in all, of which XLA's workspaces are a part that no formula knows.
-TINY = dict(rows=1, memory=.1)
+TINY = dict(rows=1, memory=.12)
 CELLS = {
     "ddp": Cell("ddp", dict(data=8), "none"),
     "zero1": Cell("zero1", dict(fsdp=8), "selective"),

@@ -94,9 +94,9 @@ def test_inspect_compiles_for_64_gpus_that_are_not_here(tiny):
     assert told["collectives"]["compiled"] and told["differences"] == []
     line = told["roofline"]
     assert (line["gpu"], line["num_gpus"]) == ("h100", 64) and 0 < line["mfu"] < 1
-    assert line["tokens_per_s"] == pytest.approx(256 * 256 / line["step_s"]) and sum(line["shares"].values()) == pytest.approx(1)
+    assert line["tokens_per_s"] == pytest.approx(256 * 256 / line["step_time_s"]) and sum(line["share"].values()) == pytest.approx(1)
     assert line["exposed_s"] == pytest.approx(sum(line["exposed_s_by_axes"].values())) and "data" in line["exposed_s_by_axes"]
-    assert line["compute_s"] == pytest.approx(sum(kernel["seconds"] for kernel in line["kernels"]))
+    assert line["compute_s"] == pytest.approx(sum(kernel["time_s"] for kernel in line["kernels"]))
     assert line["assumed"]["hbm.share"] == 0.5, "what --assume says"
 
 

@@ -93,7 +93,7 @@ def numbers(told) -> set:
     rows += [{"bytes": row["bytes"]} for row in told["collectives"]["formula"]]
     found = {value for row in rows for value in row.values() if type(value) is int}
     found |= {row[key] for row in told["parameters"] for key in ("size", "stored_bytes", "grads_bytes")}
-    found |= {row[key] for row in line["kernels"] for key in ("runs", "seconds", "flops", "hbm_bytes")}
+    found |= {row[key] for row in line["kernels"] for key in ("count", "time_s", "flops", "bytes")}
     return found | {row[key] for row in line["traffic"] for key in ("sent_bytes", "seconds", "exposed_s")}
 
 

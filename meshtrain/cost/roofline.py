@@ -39,6 +39,11 @@ class Kernel:
     bound: str          # FLOPs, HBM or launch: what takes most of its time
     instructions: tuple[str, ...]   # all of them, as a profile names them
 
+    def as_json(self) -> dict:
+        return {"name": self.name, "part": self.part, "source": self.source, "line": self.line, "count": self.runs,
+                "time_s": self.seconds, "flops": self.flops, "bytes": self.hbm_bytes, "bound": self.bound,
+                "instructions": self.instructions}
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -82,18 +87,26 @@ class Roofline:
         return {name: value / self.step_s for name, value in seconds.items()}
 
     @property
+    def communication_s(self) -> float:
+        """Seconds of collectives, exposed or hidden."""
+        return self.exposed_s + self.hidden_s
+
+    @property
     def free_matmul_s(self) -> float:
         """Seconds of matmuls with no collective beside them: what exposed communication could hide under."""
         return self.parts.get(MATMUL, 0.0) - sum(row.hidden_under.get(MATMUL, 0.0) for row in self.traffic)
 
     def as_json(self) -> dict:
-        """The contract of `inspect --json`; seconds of one GPU and step."""
+        """The contract of `inspect --json`; seconds of one GPU and step. What "other" is of the step stands in `other`, too."""
+        other = {name: share for name, share in self.shares.items() if name not in PARTS}
+        share = {part: self.shares[part] for part in PARTS} | {"other": sum(other.values())}
         return {
-            "gpu": self.gpu.name, "num_gpus": self.num_gpus, "step_s": self.step_s, "tokens_per_s": self.tokens_per_s,
-            "mfu": self.mfu, "mfu_dtype": self.mfu_dtype, "compute_s": self.compute_s, "exposed_s": self.exposed_s,
-            "exposed_s_by_axes": self.exposed_by_axes, "hidden_s": self.hidden_s, "free_matmul_s": self.free_matmul_s,
-            "shares": self.shares, "traffic": [dataclasses.asdict(row) for row in self.traffic],
-            "kernels": [dataclasses.asdict(row) for row in self.kernels], "unknown_loops": self.unknown_loops,
+            "gpu": self.gpu.name, "num_gpus": self.num_gpus, "step_time_s": self.step_s, "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu, "mfu_dtype": self.mfu_dtype, "compute_s": self.compute_s, "communication_s": self.communication_s,
+            "exposed_s": self.exposed_s, "exposed_s_by_axes": self.exposed_by_axes, "hidden_s": self.hidden_s,
+            "free_matmul_s": self.free_matmul_s, "share": share, "other": other,
+            "traffic": [dataclasses.asdict(row) for row in self.traffic],
+            "kernels": [row.as_json() for row in self.kernels], "unknown_loops": self.unknown_loops,
             "uncounted": self.uncounted, "assumed": self.assumed.as_dict()}
 
     @property

@@ -54,7 +54,7 @@ def tiles(told: dict) -> list[Tile]:
             Tile("tokens a step", f"{run['tokens_per_step']:,}", f"{run['global_batch']:,} × {run['seq_len']:,} in {in_parts}"),
             Tile("memory of a device", size(held["total"]), verdict, "" if fits else "warn")]
     if line:
-        rows += [Tile("a step, by the roofline", seconds(line["step_s"]), "nothing measured"),
+        rows += [Tile("a step, by the roofline", seconds(line["step_time_s"]), "nothing measured"),
                  Tile("tokens/s a GPU", f"{line['tokens_per_s'] / line['num_gpus']:,.0f}",
                       f"{line['tokens_per_s']:,.0f} in all"),
                  Tile("MFU", f"{line['mfu']:.1%}", f"of the {line['mfu_dtype']} peak")]
@@ -198,10 +198,10 @@ def time(told: dict) -> str:
     line = told["roofline"]
     if not line:
         return skin.paragraph("Compiled for no GPU of known speed, so nothing is said of time: add e.g. --topology h100:8.")
-    percent = "{:.1%}".format
-    shares = [(k, name, line["shares"].get(name, 0.0)) for k, name in enumerate(SHARES)]
-    bar = Bar("of the step", [share for share in shares if share[2] > 0], seconds(line["step_s"]))
-    caption = (f"{seconds(line['step_s'])} a step: {seconds(line['compute_s'])} of kernels and {seconds(line['exposed_s'])} of "
+    percent, all_shares = "{:.1%}".format, line["share"] | line["other"]
+    shares = [(k, name, all_shares.get(name, 0.0)) for k, name in enumerate(SHARES)]
+    bar = Bar("of the step", [share for share in shares if share[2] > 0], seconds(line["step_time_s"]))
+    caption = (f"{seconds(line['step_time_s'])} a step: {seconds(line['compute_s'])} of kernels and {seconds(line['exposed_s'])} of "
                f"waiting for links; {seconds(line['hidden_s'])} of collectives hide under kernels, and "
                f"{seconds(line['free_matmul_s'])} of matmuls have none beside them.")
     drawn = skin.figure(pictures.bars([bar], percent, "shares of the step", most=1.0), caption,
@@ -227,8 +227,8 @@ def _exposed(line: dict) -> str:
 def _kernels(line: dict) -> str:
     columns = [Column("part"), Column("runs", "n"), Column("time", "n"), Column("of step", "n"), Column("bound"),
                Column("TFLOP", "n"), Column("HBM", "n"), Column("line", "keep"), Column("from", "code")]
-    rows = [(row["part"], of_count(row["runs"]), of_seconds(row["seconds"]), of_share(row["seconds"] / line["step_s"]),
-             row["bound"], Cell(f"{row['flops'] / 1e12:,.1f}", row["flops"]), of_bytes(row["hbm_bytes"]), row["line"],
+    rows = [(row["part"], of_count(row["count"]), of_seconds(row["time_s"]), of_share(row["time_s"] / line["step_time_s"]),
+             row["bound"], Cell(f"{row['flops'] / 1e12:,.1f}", row["flops"]), of_bytes(row["bytes"]), row["line"],
              row["source"]) for row in line["kernels"]]
     return skin.table(columns, rows, "kernels", search="part, line or operation of a kernel", brief=True)
 

@@ -12,7 +12,7 @@ from meshtrain.units import many, seconds
 GOOD, BAD = ("finished", "at work", "stopped on request"), "warn"
 MOST_MARKS, MOST_TIMES = 40, 2.0      # starts that are marked; speeds that are drawn, of the median
 UNITS = (("days", 86400), ("h", 3600), ("min", 60))
-SPEED = {"step_time_s": ("a step", "step_s"), "tokens_per_s": ("tokens/s", "tokens_per_s"), "mfu": ("MFU", "mfu")}
+SPEED = {"step_time_s": ("a step", "step_time_s"), "tokens_per_s": ("tokens/s", "tokens_per_s"), "mfu": ("MFU", "mfu")}
 
 
 def page(told: dict) -> str:
