@@ -18,7 +18,7 @@ from meshtrain.layout.mesh import MeshSpec
 from meshtrain.layout.rules import Layout, Tensor
 from meshtrain.model import transformer
 from meshtrain.model.layers import kv_heads
-from meshtrain.parallel import attention, stages
+from meshtrain.parallel import attention, expert, stages
 from meshtrain.parallel.schedules import Schedule
 from meshtrain.training import pipelined, state, step
 
@@ -79,7 +79,8 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
         raise ConfigError(*faults)
     with config.user_errors():
         attend, note = attention.choose(run, layout, platform, gpu.name if gpu else "")
-    choice = _choose_schedule(run, mesh_spec, model, layout, attend, gpu) if sizes["stage"] > 1 else None
+    experts = expert.choose(run, platform)
+    choice = _choose_schedule(run, mesh_spec, model, layout, attend, experts, gpu) if sizes["stage"] > 1 else None
     if choice:
         notes = [f"pipeline: {choice.why}", *stages.notes(run, choice.schedule), *notes]
     for axis, section in (("stage", run.pipeline), ("context", run.context)):
@@ -172,11 +173,11 @@ def tensors(run: Run, model: transformer.Transformer, layout: Layout) -> list[Te
                                       kv_heads(layout, run.model.num_kv_heads))
 
 
-def _choose_schedule(run: Run, mesh_spec: MeshSpec, model, layout: Layout, attend: Callable, gpu) -> simulate.Choice:
+def _choose_schedule(run: Run, mesh_spec: MeshSpec, model, layout: Layout, attend: Callable, experts, gpu) -> simulate.Choice:
     """The pipeline schedule of the run, with what it costs in time and memory."""
     mesh, parameters = mesh_spec.abstract(), model.parameters()
     residual_ways = layout.ways(a for a in layout.mesh_axes("activations", "residual_seq") if a == "tensor")
-    fbw, x = pipelined.layer_fbw(run, model, layout, mesh, attend)
+    fbw, x = pipelined.layer_fbw(run, model, layout, mesh, attend, experts)
     held = state.describe(model, run.optimizer, run.training.steps, layout, mesh)
     return simulate.of_run(run, _stage_costs(run, mesh_spec, model, layout, gpu), mesh_spec.sizes["stage"],
                            memory.slot_bytes(run, layout, fbw, x, residual_ways),

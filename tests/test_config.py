@@ -166,6 +166,8 @@ def count_params(model: config.Model) -> int:
     D, N, K, H, F = model.embed_dim, model.num_heads, model.num_kv_heads, model.head_dim, model.mlp_dim
     attention = D * H * (2 * N + 2 * K) + model.attention_bias * (H * (N + 2 * K) + D * (model.norm == "layernorm")) + model.qk_norm * 2 * H
     mlp = D * F * (3 if model.activation == "swiglu" else 2) + model.mlp_bias * (F + D)
+    if E := model.num_experts:
+        mlp = E * (D + D * model.expert_mlp_dim * 3)
     norm = D * (2 if model.norm == "layernorm" else 1)
     tables = model.vocab_size * D * (1 if model.tie_embeddings else 2)
     positions = model.max_seq_len * D if model.position == "learned" else 0
@@ -175,6 +177,7 @@ def count_params(model: config.Model) -> int:
 PUBLISHED = {
     "llama3.2-1b": 1.24e9, "llama3-8b": 8.03e9, "llama3-70b": 70.6e9, "llama3-405b": 405.9e9,
     "llama2-7b": 6.74e9, "qwen3-8b": 8.19e9, "gpt-180b": 180e9,
+    "mixtral-8x7b": 46.7e9, "olmoe-1b-7b": 6.92e9, "qwen3-30b-a3b": 30.5e9, "qwen3-235b-a22b": 235.1e9,
 }  # fmt: skip
 
 
@@ -186,7 +189,7 @@ def test_presets_are_the_published_ones():
 def test_a_preset_has_the_published_parameter_count(preset):
     model = config.load(["--model.preset", preset]).model
     assert count_params(model) == pytest.approx(PUBLISHED[preset], rel=0.005)  # published to three digits
-    assert model.num_heads % 8 == model.num_kv_heads % 8 == model.vocab_size % 8 == model.embed_dim % 64 == 0
+    assert model.num_heads % 8 == model.num_kv_heads % (4 if model.num_experts else 8) == model.vocab_size % 8 == model.embed_dim % 64 == 0
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------

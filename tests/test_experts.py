@@ -10,6 +10,8 @@ from sampling import GRID
 
 import experts
 from meshtrain import assembly, config
+from meshtrain.cost import flops
+from meshtrain.model import transformer
 from meshtrain.parallel import expert
 from meshtrain.training import accumulate
 
@@ -44,6 +46,27 @@ LAYOUTS = {
     "zero2 of the experts": (BATCH + '[grads]\nexpert = ["data", "fsdp"]\n', dict(data=2, fsdp=2)),
     "expert_embed over tensor": (Z + 'expert = "fsdp"\nexpert_embed = "tensor"\n' + BATCH, dict(fsdp=4, tensor=2)),
 }
+STAGED = '[params]\nlayers = "stage"\nembed = ["data", "fsdp"]\nvocab = "stage"\n'
+STAGED_BATCH = BATCH + 'vocab = "stage"\n'
+# name: (rules, mesh, schedule, chunks)
+PIPELINES = {
+    "expert over fsdp, tensor beside, 1f1b": (
+        STAGED + 'expert = "fsdp"\n' + STAGED_BATCH + 'residual_seq = "tensor"\n', dict(stage=2, fsdp=2, tensor=2), "1f1b", 1),
+    "expert over tensor, interleaved zero bubble": (
+        STAGED + 'expert = "tensor"\n' + STAGED_BATCH + 'residual_seq = "tensor"\n', dict(stage=2, fsdp=2, tensor=2),
+        "interleaved_zero_bubble", 2),
+    "expert over fsdp, expert_embed over data, zero bubble": (
+        STAGED + 'expert = "fsdp"\nexpert_embed = "data"\n' + STAGED_BATCH, dict(stage=2, fsdp=2, data=2), "zero_bubble", 1),
+    "expert over fsdp and tensor, gpipe": (
+        STAGED + 'expert = ["fsdp", "tensor"]\n' + STAGED_BATCH + 'residual_seq = "tensor"\n', dict(stage=2, fsdp=2, tensor=2), "gpipe", 1),
+    "expert over data and expert_mlp over tensor, layers that do not divide, 1f1b": (
+        STAGED + 'expert = "data"\nexpert_mlp = "tensor"\n' + STAGED_BATCH, dict(stage=2, data=2, tensor=2), "1f1b", 1),
+    "expert over context and fsdp, zero bubble": (
+        STAGED + 'expert = ["context", "fsdp"]\n' + STAGED_BATCH + 'seq = "context"\nresidual_seq = "context"\n',
+        dict(stage=2, fsdp=2, context=2), "zero_bubble", 1),
+    "no axis of experts, interleaved": (STAGED + STAGED_BATCH, dict(stage=2, fsdp=2, data=2), "interleaved", 2),
+    "expert over fsdp, zb_h1": (STAGED.replace('vocab = "stage"\n', "") + 'expert = "fsdp"\n' + BATCH, dict(stage=2, fsdp=4), "zb_h1", 1),
+}
 MODELS = {
     "softmax": {},
     "sigmoid in groups, scaled, shared, a dense layer first": dict(
@@ -53,13 +76,14 @@ MODELS = {
     "gelu, one of four": dict(num_experts=4, experts_per_token=1, activation="gelu", router_normalize=False),
     "geglu, all of three": dict(num_experts=3, experts_per_token=3, activation="geglu"),
 }
+FOUR_LAYERS = {"four layers": dict(num_layers=4), "three layers, sigmoid": dict(num_layers=3, router_score="sigmoid", shared_expert_dim=8)}
 # Biases of the choice: every token to experts 3 and 0; nobody to 1, 2 and 6.
 LEANINGS = {"all to two": {3: 1e3, 0: 5e2}, "three without any": {1: -1e3, 2: -1e3, 6: -1e3}}
 
 
-def run_of(rules_file, mesh: dict, model: dict = {}, training: dict = {}) -> config.Run:
+def run_of(rules_file, mesh: dict, model: dict = {}, training: dict = {}, pipeline: dict = {}) -> config.Run:
     return config.Run(mesh=mesh, sharding=dict(rules=str(rules_file)), model=MODEL | model, experts=EXPERTS,
-                      data=dict(seq_len=T, global_batch=SEQUENCES), training=dict(microbatches=2, loss_chunk=24) | training)
+                      data=dict(seq_len=T, global_batch=SEQUENCES), training=dict(microbatches=2, loss_chunk=24) | training, pipeline=pipeline)
 
 
 @functools.cache
@@ -75,7 +99,7 @@ def batch() -> dict:
 @functools.cache
 def expected(model: str, leaning: str = ""):
     """(parameters, nll, gradients, counts) of a model on one device, by the plain loop."""
-    run = run_of("sharding_rules/ddp.toml", {}, MODELS[model])
+    run = run_of("sharding_rules/ddp.toml", {}, (MODELS | FOUR_LAYERS)[model])
     dumped, fresh = run.model_dump(), assembly.assemble(run, jax.devices()[:1]).model.init
 
     def moved(path, leaf):
@@ -125,12 +149,12 @@ def check(tmp_path, layout: str, model: str = "softmax", leaning: str = "", **tr
     assert_equal(run, expected(model, leaning), jax.devices()[:math.prod(mesh.values())])
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [pytest.param(name, marks=() if "groups" in name else GRID) for name in MODELS])
 def test_one_device_computes_what_a_loop_over_experts_does(model):
     assert_equal(run_of("sharding_rules/ddp.toml", {}, MODELS[model]), expected(model), jax.devices()[:1])
 
 
-FAST = ("expert over fsdp", "expert over tensor with sequence parallelism", "expert over data, the rest once a step")
+FAST = ("expert over fsdp", "expert over tensor with sequence parallelism")
 
 
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=() if name in FAST else GRID) for name in LAYOUTS])
@@ -146,9 +170,40 @@ def test_uneven_choices_and_other_routers_on_layouts(tmp_path, layout, model, le
     check(tmp_path, layout, model, leaning, remat=remat)
 
 
-@pytest.mark.parametrize("spare", [1.0, 0.3])
-@pytest.mark.parametrize("leaning", ["", "all to two"])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=GRID) for name in PIPELINES])
+def test_pipelines_compute_what_one_device_does(tmp_path, name):
+    text, mesh, schedule, chunks = PIPELINES[name]
+    model = "three layers, sigmoid" if "do not divide" in name else "four layers"
+    rules_file = tmp_path / "rules.toml"
+    rules_file.write_text(text)
+    run = run_of(rules_file, mesh, FOUR_LAYERS[model], dict(microbatches=4), dict(schedule=schedule, chunks=chunks))
+    assert_equal(run, expected(model), jax.devices()[:math.prod(mesh.values())])
+
+
+@pytest.mark.parametrize("spare, leaning", [(0.3, "all to two"), pytest.param(1.0, "", marks=GRID), pytest.param(0.3, "", marks=GRID)])
 def test_a_buffer_that_is_too_small_takes_more_rounds(tmp_path, monkeypatch, spare, leaning):
     chosen = expert.choose
     monkeypatch.setattr(accumulate.expert, "choose", lambda *args: dataclasses.replace(chosen(*args), spare=spare))
     check(tmp_path, "expert over fsdp", leaning=leaning)
+
+
+# ---- the shipped models ------------------------------------------------------------------------------------------------
+
+PUBLISHED = {       # total and active parameters, from the models' configurations
+    "mixtral-8x7b": (46_702_792_704, 12_879_925_248), "olmoe-1b-7b": (6_919_161_856, 1_282_017_280),
+    "qwen3-30b-a3b": (30_532_122_624, 3_353_032_704), "qwen3-235b-a22b": (235_093_634_560, 22_190_763_520)}
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_presets_have_the_published_total_and_active_parameters(preset):
+    run = config.load(["--model.preset", preset, "--data.source", "tokens", "--data.paths", '["a.tokens.npy"]'])
+    model, cfg = transformer.build(run.model), run.model
+    padding = 2 * (transformer.padded_vocab(cfg) - cfg.vocab_size) * cfg.embed_dim
+    total, active = (sum(of(info) for info in model.parameters()) - padding
+                     for of in (lambda info: info.size, lambda info: flops.active(info, cfg)))
+    assert (total, active) == PUBLISHED[preset]
+    # 6 FLOPs for each active parameter that is multiplied, and attention's causal half.
+    norms = sum(info.size for info in model.parameters() if info.role == "norm")
+    multiplied = active + padding // 2 - cfg.vocab_size * cfg.embed_dim - norms
+    attention = 6 * cfg.num_layers * cfg.num_heads * cfg.head_dim * 4096
+    assert flops.model_flops_per_token(model.parameters(), cfg, 4096) == 6 * multiplied + attention

@@ -9,12 +9,19 @@ from meshtrain.cost.placed import Options, Placed, Practice
 def model_flops_per_token(table: Iterable, cfg, seq_len: int) -> float:
     """Forward and backward, without recomputation: 6 per matrix element, 4 of a frozen one, and causal attention's two products.
 
-    table: ParamInfo rows; cfg: the [model] section. Embedding look-ups cost nothing, a tied head counts as a matrix.
+    table: ParamInfo rows; cfg: the [model] section. Embedding look-ups cost nothing, a tied head counts as a matrix, of experts
+    only those that a token goes to.
     Attention: 12·L·N·H·S of which the causal half, 6·L·N·H·S (PaLM, arXiv:2204.02311, appendix B, halved for causality).
     """
-    multiplied = [info for info in table if info.role in ("matrix", "head") or cfg.tie_embeddings and info.path[0] == "embedding"]
-    matrices = sum((6.0 if info.trainable else 4.0) * info.size for info in multiplied)
+    multiplied = [info for info in table if info.role in ("matrix", "head", "router")
+                  or cfg.tie_embeddings and info.path[0] == "embedding"]
+    matrices = sum((6.0 if info.trainable else 4.0) * active(info, cfg) for info in multiplied)
     return matrices + 6.0 * cfg.num_layers * cfg.num_heads * cfg.head_dim * seq_len
+
+
+def active(info, cfg) -> int:
+    """Elements of a parameter that one token uses."""
+    return info.size * cfg.experts_per_token // cfg.num_experts if "expert" in info.axes else info.size
 
 
 def executed(placed: Placed, options: Options, practice: Practice = Practice()) -> float:

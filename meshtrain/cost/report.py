@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 
-from meshtrain.cost import audit, beside, facts, hardware, memory, roofline
+from meshtrain.cost import audit, beside, facts, flops, hardware, memory, roofline
 from meshtrain.layout import rules
 from meshtrain.units import seconds, size
 
@@ -52,8 +52,9 @@ def before(made) -> str:
     held = formula(made) | ({"read": read_bytes(made)} if read_bytes(made) else {})
     kind = made.mesh.devices.flat[0].device_kind
     simulated = " (simulated)" if run.mesh.simulated_devices else ""
+    used = sum(flops.active(info, run.model) for info in table)
     lines = [
-        f"{run.run.name}: {count:,} parameters in {run.model.num_layers} layers, {run.training.steps} steps of "
+        f"{run.run.name}: {count:,} parameters{f' ({used:,} for each token)' if used != count else ''} in {run.model.num_layers} layers, {run.training.steps} steps of "
         f"{run.data.global_batch} × {run.data.seq_len} tokens in {run.training.microbatches} microbatch(es)",
         f"layout: {made.mesh_spec} on {made.mesh_spec.num_devices} × {kind}{simulated}, {made.layout.rules.path}, "
         f"remat {run.training.remat}, {_dtypes(run.model)}, {run.optimizer.name}",

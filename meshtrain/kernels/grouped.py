@@ -8,7 +8,7 @@ differentiated: whoever calls them writes both directions. Knows no experts, no 
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -112,7 +112,8 @@ def _rows_kernel(owner_ref, count_ref, x_ref, w_ref, y_ref, *, step: int, transp
         y_ref[...] = sums.astype(y_ref.dtype)
 
 
-def _triton_rows(x, w, groups: Groups, transpose: bool = False, *, of: tiles.Grouped, interpret: bool):
+def _triton_rows(x, w, groups: Groups, transpose: bool = False, *, by_size: Mapping[int, tiles.Grouped], interpret: bool):
+    of = by_size[x.dtype.itemsize]
     block, N = _block_rows(x, groups), w.shape[1 if transpose else 2]
     width, step = _tile(N, of.columns), _tile(x.shape[1], of.step)
     x, (out, into) = _padded(x, step, 1), ((1, 2) if transpose else (2, 1))
@@ -139,7 +140,8 @@ def _outer_kernel(first_ref, blocks_ref, x_ref, y_ref, sums_ref, *, block: int, 
     sums_ref[...] = lax.fori_loop(0, trips, visit, jnp.zeros(sums_ref.shape, jnp.float32))
 
 
-def _triton_outer(x, y, groups: Groups, *, of: tiles.Grouped, interpret: bool):
+def _triton_outer(x, y, groups: Groups, *, by_size: Mapping[int, tiles.Grouped], interpret: bool):
+    of = by_size[x.dtype.itemsize]
     (rows, K), N, block = x.shape, y.shape[1], _block_rows(x, groups)
     height, width, step = _tile(K, of.rows), _tile(N, of.columns), min(of.step, block)
     x, y = _padded(x, height, 1), _padded(y, width, 1)
@@ -166,6 +168,8 @@ def _padded(a, multiple: int, axis: int):
     return jnp.pad(a, [(0, -n % multiple if dim == axis else 0) for dim, n in enumerate(a.shape)])
 
 
-def kernels(of: tiles.Grouped = tiles.GROUPED, interpret: bool = False) -> Engine:
-    return Engine(partial(_triton_rows, of=of, interpret=interpret), partial(_triton_outer, of=of, interpret=interpret),
-                  lambda rows, groups: of.rows)
+def kernels(by_size: Mapping[int, tiles.Grouped] = tiles.GROUPED, interpret: bool = False) -> Engine:
+    """by_size: tiles by the bytes of an element; all with blocks of equal rows."""
+    (rows,) = {of.rows for of in by_size.values()}
+    return Engine(partial(_triton_rows, by_size=by_size, interpret=interpret), partial(_triton_outer, by_size=by_size, interpret=interpret),
+                  lambda *_: rows)

@@ -91,16 +91,21 @@ def psum_scatter(x, axes, dim: int):
     return lax.platform_dependent(x, cpu=lambda x: scatter(x.astype(jnp.float32)).astype(x.dtype), default=scatter)
 
 
+def automatic_axes() -> tuple[str, ...]:
+    """The mesh axes that XLA splits arrays over here: not those that are manual."""
+    mesh = get_abstract_mesh()
+    return tuple(a for a in mesh.axis_names if a not in mesh.manual_axes)
+
+
 def on_shards(local, in_specs, out_specs):
     """`local` on the shards of each device, all axes manual: those that are automatic here become so, those of size 1 too.
 
-    Where none is left it is `local` itself. Both directions are the caller's: nothing is differentiated through it.
+    Where none of them is larger than 1 it is `local` itself. Both directions are the caller's: nothing is differentiated through it.
     """
-    mesh = get_abstract_mesh()
-    automatic = set(mesh.axis_names) - set(mesh.manual_axes)
-    if not automatic:
+    axes, shape = automatic_axes(), get_abstract_mesh().shape
+    if all(shape[a] == 1 for a in axes):
         return local
-    return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names=automatic, check_vma=False)
+    return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False)
 
 
 # --- CPUs start collectives in any order ---------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.kernels import grouped
-from meshtrain.layout.mesh import on_shards, psum, psum_scatter
+from meshtrain.layout.mesh import automatic_axes, on_shards, psum, psum_scatter
 from meshtrain.layout.rules import Layout
 from meshtrain.names import EXPERT_AXES
 
@@ -113,15 +113,21 @@ def _apply_forward(experts, layout, *args):
 
 
 def _apply_backward(experts, layout, saved, dy_BTD):
+    """In two regions, so that a pipeline can put the weights' half into W (`parallel.split`): a region is never divided."""
     weights = saved[3]
-    ways = Ways.of(layout, weights)
+    # Every device has rows of its own; those of replicas are a vmap's business.
+    ways, everywhere = Ways.of(layout, weights), P(tuple(a for a in automatic_axes() if a not in layout.hidden))
 
-    def local(x_BTD, chosen_BTK, weight_BTK, weights, dy_BTD):
+    def inputs_half(x_BTD, chosen_BTK, weight_BTK, weights, dy_BTD):
         args = *map(_flat, (x_BTD, chosen_BTK, weight_BTK)), ways.in_use(weights, x_BTD.dtype)
-        dx, dweight, dw = _backward(experts, ways.region, *args, _flat(dy_BTD))
-        return dx.reshape(x_BTD.shape), dweight.reshape(weight_BTK.shape), ways.added_up(dw)
-    out = ways.tokens, ways.tokens, ways.grads
-    dx, dweight, dw = on_shards(local, (ways.tokens,) * 3 + (ways.stored, ways.tokens), out)(*saved, dy_BTD)
+        dx, dweight, passed_on = _backward(experts, ways.region, *args, _flat(dy_BTD))
+        return dx.reshape(x_BTD.shape), dweight.reshape(weight_BTK.shape), passed_on
+
+    def weights_half(passed_on):
+        return ways.added_up(passed_on.gradients(experts.engine))
+    out = ways.tokens, ways.tokens, everywhere
+    dx, dweight, passed_on = on_shards(inputs_half, (ways.tokens,) * 3 + (ways.stored, ways.tokens), out)(*saved, dy_BTD)
+    dw = on_shards(weights_half, (everywhere,), ways.grads)(passed_on)
     dw = {name: layout.constrain("grads", d, EXPERT_AXES[name]).astype(weights[name].dtype) for name, d in dw.items()}
     return dx, None, dweight, dw
 
@@ -251,18 +257,16 @@ class Arranged:
         group = jnp.minimum(jnp.sum(high[None, None] <= place[..., None], -1), len(self.sizes) - 1)
         return Rows(groups, assignment_R, jnp.where(here, groups.first[group] * self.block + place - low[group], -1))
 
-    def add_up(self, one_round: Callable):
-        """Sum of one_round(rows) over the rounds; in one that is always there, and a loop over what more are needed.
+    def further(self, one_round: Callable, first):
+        """first + the sum of one_round(rows) over the rounds behind the first; mostly there are none.
 
-        Apart from the loop's, so that the first round's products can be divided into those of B and W (`split`).
+        Their count is known on the device alone, and the loop's sums stand beside the first round's.
         """
-        first = one_round(self.round(0))
         if self.one_round:
             return first
         step = lambda carry: (carry[0] + 1, jax.tree.map(jnp.add, carry[1], one_round(self.round(carry[0]))))
         more = lambda carry: carry[0] * self.rows < self.sizes.sum()
-        rest = lax.while_loop(more, step, (jnp.int32(1), jax.tree.map(jnp.zeros_like, first)))[1]
-        return jax.tree.map(jnp.add, first, rest)
+        return lax.while_loop(more, step, (jnp.int32(1), first))[1]
 
 
 def _sorted(key, e: int):
@@ -290,31 +294,55 @@ def _forward(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, weigh
         # The weight multiplies here, not behind `down`: its gradient then needs no y.
         y_RD = rows_of((h_RF * rows.weight(weight_AK)).astype(x_RD.dtype), weights["down"], rows.groups)
         return rows.sum(y_RD, x_RD.dtype)
-    return region.give(arranged.add_up(one_round))
+    return region.give(arranged.further(one_round, one_round(arranged.round(0))))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PassedOn:
+    """What the gradients of weights are made of: rows, and the cotangents of what they were multiplied to. more: the gradients of
+    further rounds by name, made already; None where one round always suffices."""
+    groups: grouped.Groups
+    x_RD: jax.Array
+    dy_RD: jax.Array
+    h_RF: jax.Array         # weighted
+    d_inward: dict
+    more: dict | None = None
+
+    def gradients(self, engine: grouped.Engine) -> dict:
+        """float32, by name."""
+        dw = {name: engine.outer(self.x_RD, d, self.groups) for name, d in self.d_inward.items()}
+        dw["down"] = engine.outer(self.h_RF, self.dy_RD, self.groups)
+        return dw if self.more is None else jax.tree.map(jnp.add, dw, self.more)
 
 
 def _backward(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, weights, dy_TD):
-    """(dx, dweight, dw): of this device's tokens; dw of its experts, float32, over the tokens that it has seen."""
-    (rows_of, outer, _), K, dtype = experts.engine, chosen_TK.shape[1], x_TD.dtype
+    """(dx, dweight, PassedOn): of this device's tokens; the latter of its experts, over the tokens that it has seen."""
+    rows_of, K, dtype = experts.engine.rows, chosen_TK.shape[1], x_TD.dtype
     x_AD, chosen_AK, weight_AK, dy_AD = map(region.bring, (x_TD, chosen_TK, weight_TK, dy_TD))
     arranged = Arranged(experts, region, chosen_AK, weights["down"].shape[0])
 
     def one_round(rows: Rows):
         x_RD, dy_RD, weight_R1 = rows.take(x_AD, K), rows.take(dy_AD, K), rows.weight(weight_AK)
         names, groups = _inward(weights), rows.groups
-        inward = [rows_of(x_RD, weights[name], groups).astype(jnp.float32) for name in names]
-        h_RF, back = jax.vjp(experts.activation, *inward)
+        h_RF, back = jax.vjp(experts.activation, *(rows_of(x_RD, weights[name], groups).astype(jnp.float32) for name in names))
         dhw_RF = rows_of(dy_RD, weights["down"], groups, transpose=True).astype(jnp.float32)
         dweight_R = (dhw_RF * h_RF).sum(-1)
-        d_inward = [d.astype(dtype) for d in back(dhw_RF * weight_R1)]
-        dw = {name: outer(x_RD, d, groups) for name, d in zip(names, d_inward)}
-        dw["down"] = outer((h_RF * weight_R1).astype(dtype), dy_RD, groups)
-        dx_RD = sum(rows_of(d, weights[name], groups, transpose=True).astype(jnp.float32) for name, d in zip(names, d_inward))
+        d_inward = {name: d.astype(dtype) for name, d in zip(names, back(dhw_RF * weight_R1))}
+        dx_RD = sum(rows_of(d, weights[name], groups, transpose=True).astype(jnp.float32) for name, d in d_inward.items())
         here = rows.row_AK >= 0
         dweight_AK = jnp.where(here, dweight_R[jnp.where(here, rows.row_AK, 0)], 0.0)
-        return rows.sum(dx_RD, dtype), dweight_AK, dw
-    dx_AD, dweight_AK, dw = arranged.add_up(one_round)
-    return region.give(dx_AD), region.give(dweight_AK), dw
+        return rows.sum(dx_RD, dtype), dweight_AK, PassedOn(groups, x_RD, dy_RD, (h_RF * weight_R1).astype(dtype), d_inward)
+
+    def whole_round(rows: Rows):
+        dx_AD, dweight_AK, passed_on = one_round(rows)
+        return dx_AD, dweight_AK, passed_on.gradients(experts.engine)
+    dx_AD, dweight_AK, passed_on = one_round(arranged.round(0))
+    if not arranged.one_round:
+        none = {name: jnp.zeros(w.shape, jnp.float32) for name, w in weights.items()}
+        dx_AD, dweight_AK, more = arranged.further(whole_round, (dx_AD, dweight_AK, none))
+        passed_on = dataclasses.replace(passed_on, more=more)
+    return region.give(dx_AD), region.give(dweight_AK), passed_on
 
 
 # ---- what a run file asks for ------------------------------------------------------------------------------------------

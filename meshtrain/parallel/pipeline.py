@@ -46,25 +46,26 @@ class ModelFunctions:
     head: Callable
 
 
-def gradients(schedule: Schedule, model: ModelFunctions, mesh, once, weights, batch, extra, *, ends_specs, batch_specs):
+def gradients(schedule: Schedule, model: ModelFunctions, mesh, once, weights, batch, extra, *, ws_axes, ends_specs, batch_specs):
     """(metric [R], gradients of ws [R, V, P, n, …], gradients of ends [R, …], aux by name [R·P, …]), float32 and unsummed over
     replicas, aux over stages, too.
 
     R = product of the sizes of `once`, the axes over which the batch is split and the caller sums; the leading dim lies
     on them. weights: (ws, frozen ws), (ends, frozen ends). ws: layers [V, P, n, …], dim 1 over stage; layer (v, s, i) has the
     number (v·P + s)·n + i. batch: [M, R, …]. extra: replicated. ends_specs: (of ends, of frozen ends), batch_specs: how these are
-    split over `stage` and `once`, PartitionSpecs by leaf.
+    split over `stage` and `once`, PartitionSpecs by leaf. ws_axes: (of ws, of frozen ws), those of `once` that split a leaf, for each
+    dim behind n; along them its gradient is whole already, and R has none of them.
     """
     execute = partial(_execute, schedule, model, needs_order(mesh), True)
-    return over_stages(execute, True, mesh, once, weights, batch, extra, ends_specs, batch_specs)
+    return over_stages(execute, True, mesh, once, weights, batch, extra, ws_axes, ends_specs, batch_specs)
 
 
-def evaluate(model: ModelFunctions, mesh, once, weights, batch, extra, *, ends_specs, batch_specs):
+def evaluate(model: ModelFunctions, mesh, once, weights, batch, extra, *, ws_axes, ends_specs, batch_specs):
     """The metric [R] of `gradients` alone, by the forward ticks of GPipe's schedule: ws [1, P, n, …], nothing is saved."""
     microbatches, stages = jax.tree.leaves(batch)[0].shape[0], jax.tree.leaves(weights[0])[0].shape[1]
     schedule = schedules.make("gpipe", stages, microbatches)
     execute = partial(_execute, schedule, model, needs_order(mesh), False)
-    return over_stages(execute, False, mesh, once, weights, batch, extra, ends_specs, batch_specs)[0]
+    return over_stages(execute, False, mesh, once, weights, batch, extra, ws_axes, ends_specs, batch_specs)[0]
 
 
 def needs_order(mesh) -> bool:
@@ -72,12 +73,15 @@ def needs_order(mesh) -> bool:
     return mesh.devices.flat[0].platform == "cpu"
 
 
-def over_stages(execute, differentiate: bool, mesh, once, weights, batch, extra, ends_specs, batch_specs):
+def over_stages(execute, differentiate: bool, mesh, once, weights, batch, extra, ws_axes, ends_specs, batch_specs):
     """execute(stage [1], weights, batch, extra) on every device's shard. Returns as `gradients`, or (metric,)."""
     ws, _ = weights
-    grads_specs = (jax.tree.map(lambda _: P(once or None, None, STAGE), ws[0]),
+    dims = lambda axes: (on or None for on in axes)
+    apart = lambda axes: tuple(a for a in once if a not in sum(axes, ())) or None
+    grads_specs = (jax.tree.map(lambda _, axes: P(apart(axes), None, STAGE, None, *dims(axes)), ws[0], ws_axes[0]),
                    jax.tree.map(lambda spec: P(once or None, *spec), ends_specs[0]), P((*once, STAGE))) if differentiate else ()
-    specs = (P(STAGE), (jax.tree.map(lambda _: P(None, STAGE), ws), ends_specs), batch_specs, jax.tree.map(lambda _: P(), extra))
+    ws_specs = jax.tree.map(lambda _, axes: P(None, STAGE, None, *dims(axes)), ws, ws_axes)
+    specs = (P(STAGE), (ws_specs, ends_specs), batch_specs, jax.tree.map(lambda _: P(), extra))
     step = jax.shard_map(execute, mesh=mesh, axis_names={STAGE, *once}, in_specs=specs, out_specs=(P(once or None), *grads_specs),
                          check_vma=False)
     return step(jnp.arange(mesh.shape[STAGE]), weights, batch, extra)

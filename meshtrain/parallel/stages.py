@@ -28,8 +28,9 @@ def problems(run, loaded: Rules, sizes) -> list[str]:
     if run.model.global_every:
         faults.append(f"model.global_every={run.model.global_every} makes layers of two kinds, and stages of a pipeline must be equal; "
                       "set mesh.stage to 1")
-    if run.model.num_experts:
-        faults.append(f"model.num_experts={run.model.num_experts}: experts cannot stand in a pipeline; set mesh.stage to 1")
+    if run.model.first_dense_layers:
+        faults.append(f"model.first_dense_layers={run.model.first_dense_layers} makes layers of two kinds, and stages of a pipeline must "
+                      "be equal; set mesh.stage to 1")
     virtual_stages = num_stages * chunks
     if num_layers % virtual_stages and run.pipeline.uneven == "refuse":
         faults.append(f"model.num_layers={num_layers} cannot be split over mesh.stage={num_stages} × pipeline.chunks={chunks}; "

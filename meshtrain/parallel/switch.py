@@ -21,10 +21,10 @@ from meshtrain.parallel.schedules import Schedule
 from meshtrain.parallel.split import put, take
 
 
-def gradients(schedule: Schedule, model: ModelFunctions, mesh, once, weights, batch, extra, *, ends_specs, batch_specs):
+def gradients(schedule: Schedule, model: ModelFunctions, mesh, once, weights, batch, extra, *, ws_axes, ends_specs, batch_specs):
     """As `pipeline.gradients`, for schedules of the switch family; `ends` are whole, the same on all stages."""
     execute = partial(_execute, schedule, model, needs_order(mesh))
-    return over_stages(execute, True, mesh, once, weights, batch, extra, ends_specs, batch_specs)
+    return over_stages(execute, True, mesh, once, weights, batch, extra, ws_axes, ends_specs, batch_specs)
 
 
 def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, stage, weights, batch, extra):

@@ -34,13 +34,17 @@ def pipelined(step: StepSpec, schedule: Schedule):
     functions = _functions(step, num_stages * schedule.num_chunks)
     ends_axes, layers_axes = without_layers(step.state.trained_axes), step.state.trained_axes[LAYERS]
     others = tuple(a for a in layout.sizes if a != pipeline.STAGE)
-    specs = dict(ends_specs=_map_axes(lambda axes: layout.spec("params", axes, drop=others),
+    summed = step.once + layout.mesh_axes("activations", "seq")       # a shard of a sequence has gradients of its own, too
+    # Experts stay on their devices: along what splits them, gradients are whole already.
+    own = lambda axes: tuple(tuple(a for a in layout.axes_in_use(axis) if a in summed) for axis in axes[1:])
+    specs = dict(ws_axes=tuple(_map_axes(own, part[LAYERS]) for part in model.divided(step.state.axes)),
+                 ends_specs=_map_axes(lambda axes: layout.spec("params", axes, drop=others),
                                       tuple(map(without_layers, model.divided(step.state.axes)))),
                  batch_specs={name: abstract.sharding.spec for name, abstract in step.batch.items()})
-    summed = step.once + layout.mesh_axes("activations", "seq")       # a shard of a sequence has gradients of its own, too
 
     def out_of_stages(axes, g):
-        g = reduce_once(layout, summed, _staged(axes), g)
+        whole = sum(own(axes), ())
+        g = reduce_once(layout, tuple(a for a in summed if a not in whole), _staged(axes), g)
         return layout.constrain("optimizer", g.reshape(-1, *g.shape[3:])[:model.cfg.num_layers], axes)
 
     def gradients(p, batch, key):
@@ -108,19 +112,20 @@ def _staged(axes):
     return (None, LAYERS, None, *axes[1:])
 
 
-def layer_fbw(run, model: Transformer, layout: Layout, mesh, attend: Callable) -> tuple[split.FBW, jax.ShapeDtypeStruct]:
+def layer_fbw(run, model: Transformer, layout: Layout, mesh, attend: Callable, experts=None) -> tuple[split.FBW, jax.ShapeDtypeStruct]:
     """F, B and W of one layer as they stand in the pipeline's loop, and its input: what a microbatch leaves on a device.
 
     Traced, not compiled; the mesh may be abstract. Shapes are one device's, but whole over tensor, which XLA splits.
     """
     dtype, once, seq = jnp.dtype(run.model.compute_dtype), layout.batch_axes, layout.mesh_axes("activations", "seq")
     precision = float8.precision("cpu") if run.model.matmul_dtype == "float8" else None     # of shapes no platform is asked
-    ex = Execution(layout.hide(once), dtype, attend, run.training.remat, precision)
+    ex = Execution(layout.hide(once), dtype, attend, run.training.remat, precision, experts=experts)
     sequences = run.data.global_batch // run.training.microbatches // layout.ways(once)
     sizes = (sequences, run.data.seq_len // layout.ways(seq))
     x = jax.ShapeDtypeStruct((*sizes, run.model.embed_dim), dtype)
+    own = lambda axis: layout.ways(a for a in layout.axes_in_use(axis) if a in (*once, *seq))       # of experts
     weights, frozen = (part[LAYERS] for part in model.divided(params.tree(model.parameters(), lambda info: jax.ShapeDtypeStruct(
-        info.shape[1:], dtype if info.role == "matrix" else info.dtype))))
+        tuple(n // own(axis) for n, axis in zip(info.shape[1:], info.axes[1:])), dtype if info.role == "matrix" else info.dtype))))
     fbw = None
 
     def trace():

@@ -1,0 +1,97 @@
+"""Grouped matmuls against a loop over groups in numpy, and what the GPUs' compilers make of the kernels."""
+import re
+import subprocess
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from meshtrain.cost import compile
+from meshtrain.kernels import grouped, tiles
+from meshtrain.layout.mesh import MeshSpec
+from test_pallas import ptxas
+
+SMALL = dict.fromkeys((2, 4), tiles.Grouped(16, 16, 16, 4, 2))
+ENGINES = {"loop": grouped.loop(), "kernels": grouped.kernels(SMALL, interpret=True)}
+# Rows of each group: odd ones, one that has all, none at all, whole blocks.
+SIZES = {"odd": [5, 16, 33, 0, 1], "one has all": [0, 0, 64, 0], "none": [0, 0, 0], "whole blocks": [16, 32, 16], "one group": [17]}
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-6), ("bfloat16", 1e-2)])     # a rounding of the result's dtype, twice over
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))
+def test_every_group_is_multiplied_with_its_own_matrix(sizes, name, dtype, tolerance, K=33, N=48, block=16):
+    engine, count = ENGINES[name], sum(-(-size // block) for size in sizes) + 2
+    groups, rng = grouped.groups_of(jnp.array(sizes, jnp.int32), count, block), np.random.default_rng(0)
+    owner = np.full(count * block, -1)
+    for group, size in enumerate(sizes):
+        owner[int(groups.first[group]) * block:][:size] = group
+    used = owner >= 0
+    rows = lambda width: jnp.asarray(rng.normal(size=(len(owner), width)) * used[:, None], dtype)
+    x, y, w = rows(K), rows(N), jnp.asarray(rng.normal(size=(len(sizes), K, N)), dtype)
+
+    @jax.jit
+    def products(x, y, w):
+        with jax.default_matmul_precision("highest"):
+            return engine.rows(x, w, groups), engine.rows(y, w, groups, transpose=True), engine.outer(x, y, groups)
+    found = [np.asarray(a, np.float64) for a in products(x, y, w)]
+    x, y, w = (np.asarray(a, np.float64) for a in (x, y, w))
+    wanted = [np.zeros((len(owner), N)), np.zeros((len(owner), K)), np.zeros(w.shape)]
+    for group in range(len(sizes)):
+        mine = owner == group
+        wanted[0][mine], wanted[1][mine], wanted[2][group] = x[mine] @ w[group], y[mine] @ w[group].T, x[mine].T @ y[mine]
+    for got, want, where in zip(found, wanted, (used, used, slice(None))):
+        assert np.abs(got[where] - want[where]).max(initial=0) <= tolerance * max(1, np.abs(want).max())
+    assert np.isfinite(found[0][0]).all()      # row 0 is read by whoever has no row
+
+
+def test_blocks_fill_up_less_than_a_block_for_each_group():
+    for rows, of in ((64, 8), (4096, 8), (1, 64), (100000, 16)):
+        assert 8 <= grouped.loop().block(rows, of) <= 128 and grouped.kernels().block(rows, of) == tiles.GROUPED[2].rows
+
+
+# Qwen3-30B-A3B over 8 and gpt-oss's width, which no power of two beyond 64 divides.
+SHAPES = {"2048 × 768": (2048, 768), "2880 × 2880": (2880, 2880)}
+
+
+@pytest.mark.skipif(not compile.has_gpu_compile(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
+@pytest.mark.parametrize("gpu, shape, dtype", [
+    (gpu, shape, dtype) if (gpu, shape, dtype) in (("h100", "2048 × 768", "bfloat16"), ("b200", "2048 × 768", "bfloat16"))
+    else pytest.param(gpu, shape, dtype, marks=pytest.mark.slow)
+    for gpu in ("a100-80gb", "h100", "h200", "b200") for shape in SHAPES for dtype in ("bfloat16", "float32")])
+def test_kernels_compiled_for_a_gpu_spill_nothing_and_need_no_memory_beside_their_results(gpu, shape, dtype, tmp_path):
+    found = resources(gpu, *SHAPES[shape], dtype, tmp_path)
+    assert set(found) == {"grouped_rows", "grouped_rows_transposed", "grouped_outer"}
+    for name, (spilled, shared) in found.items():
+        assert spilled == 0 and 0 < shared <= compile._TARGETS[gpu].shared_bytes_per_block, (name, found)
+
+
+def resources(gpu: str, D: int, F: int, dtype: str, folder: Path) -> dict[str, tuple[int, int]]:
+    """{kernel: (spilled bytes of a thread, shared memory of a block)} of the three products of 16 groups."""
+    E, engine, mesh = 16, grouped.kernels(), MeshSpec({}).build(compile.topology(f"{gpu}:1"))
+    block = engine.block(0, E)
+    blocks = 65536 // block + E
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
+
+    def products(x, y, w, sizes):
+        groups = grouped.groups_of(sizes, blocks, block)
+        return engine.rows(x, w, groups), engine.rows(y, w, groups, transpose=True), engine.outer(x, y, groups)
+    rows = blocks * block
+    args = array(dtype, rows, D), array(dtype, rows, F), array(dtype, E, D, F), array(jnp.int32, E)
+    options = {"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx", "xla_backend_optimization_level": 3}
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(products).lower(*args).compile(compiler_options=options)
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**20 and "dot(" not in compiled.as_text()
+    launches = "".join(path.read_text() for path in folder.glob("*thunk_sequence.txt"))
+    shared = {name: int(size) for name, size in re.findall(r"(grouped_\w*) grid:.*shared_memory: (\d+) bytes", launches)}
+    architecture = {8: "sm_80", 9: "sm_90a", 10: "sm_100a"}[compile._TARGETS[gpu].compute_capability]
+    found = {}
+    for path in folder.glob("*.ptx"):
+        for name in re.findall(r"\.entry (grouped_\w*)", path.read_text()):
+            said = subprocess.run([ptxas(), "-v", f"-arch={architecture}", path, "-o", "/dev/null"], capture_output=True, text=True)
+            assert said.returncode == 0, said.stderr[:300]
+            found[name] = int(re.search(r"(\d+) bytes spill stores", said.stderr).group(1)), shared[name]
+    return found
