@@ -145,6 +145,27 @@ def test_every_masked_target_of_an_epoch_comes_once_however_sequences_fall(tmp_p
     np.testing.assert_array_equal(np.bincount(found + 1, minlength=size), rounds * np.bincount(wanted + 1, minlength=size))
 
 
+def test_whole_conversations_share_sequences_and_long_ones_lose_their_end(tmp_path):
+    values = many(count=60)
+    data = chats(tmp_path, values, seq_len=64, global_batch=4, packing="whole")
+    packed = packing.open_batches(data, opened := Opened(data, tmp_path).corpus, seed=0)
+    sequences = packed.train[0].num_sequences
+    found = documents(packed.batch(n) for n in range(-(-sequences // 4)))
+    by_itself = alone(data, values)
+    wanted = [tuple(part[:64] for part in learned(one)) for one in by_itself]
+    assert len(found) - 4 < len(wanted) <= len(found) and set(found) == set(wanted)
+    long = [len(one.ids) - 64 for one in by_itself if len(one.ids) > 64]
+    assert packing.notes(data, opened) == [f'data.packing="whole": {len(long)} of 60 documents are longer than data.seq_len=64 and end '
+                                           f"there; {sum(long):,} of their tokens are left out"]
+
+
+def test_held_out_conversations_are_whole(tmp_path):
+    values = many(count=30)
+    data = chats(tmp_path, values, seq_len=2048, global_batch=1, validation_fraction=0.001, packing="whole")
+    held = documents([packing.open_batches(data, Opened(data, tmp_path).corpus, seed=0).validation[0].batch(0)])
+    assert len(held) == 1 and held[0] in [learned(one) for one in alone(data, values)]
+
+
 def test_loss_on_all_learns_all_but_the_first_token(tmp_path):
     values = many()
     data = chats(tmp_path, values, seq_len=4096, global_batch=1, loss_on="all")

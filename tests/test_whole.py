@@ -32,19 +32,19 @@ def rows_of(packed, count, first=0):
 
 
 def documents(rows):
-    """The tokens of each segment, without the separator."""
-    return [tokens[segments == k][1:].tolist() for tokens, segments in zip(rows["tokens"], rows["segments"])
+    """The tokens of each segment."""
+    return [tokens[segments == k].tolist() for tokens, segments in zip(rows["tokens"], rows["segments"])
             for k in range(1, segments.max() + 1)]
 
 
 @settings(deadline=None, max_examples=40)
 @given(sizes, shapes)
-def test_an_epoch_has_every_document_once_and_whole_or_its_beginning(lengths, shape):
+def test_an_epoch_has_every_document_once_and_whole_where_a_sequence_has_room(lengths, shape):
     T = shape[0]
     lengths, packed = packed_whole(lengths, shape)
     stream, = packed.train
-    ends = np.cumsum(lengths)
-    wanted = sorted([FIRST_ID + end - n + k for k in range(min(n, T - 1))] for end, n in zip(ends, lengths))
+    texts = [[BOS, *range(FIRST_ID + end - n, FIRST_ID + end)] for end, n in zip(np.cumsum(lengths), lengths)]
+    wanted = sorted(text[k:k + T] for text in texts for k in range(0, len(text), T))
     for epoch in (0, 2):
         rows = rows_of(packed, stream.num_sequences, epoch * stream.num_sequences)
         assert sorted(documents(rows)) == wanted
@@ -56,18 +56,17 @@ def test_an_epoch_has_every_document_once_and_whole_or_its_beginning(lengths, sh
 def test_targets_are_those_of_each_document_by_itself(lengths, shape):
     T = shape[0]
     lengths, packed = packed_whole(lengths, shape)
-    first_of = dict(zip(FIRST_ID + np.cumsum(lengths) - lengths, lengths))
+    ends = set((FIRST_ID + np.cumsum(lengths) - 1).tolist())
     rows = rows_of(packed, min(60, packed.train[0].num_sequences))
     for tokens, targets, segments, positions in zip(*(rows[key] for key in ("tokens", "targets", "segments", "positions"))):
+        assert (targets[segments == 0] == NO_TARGET).all()
         for k in range(1, segments.max() + 1):
             here = segments == k
-            assert tokens[here][0] == BOS and (positions[here] == np.arange(here.sum())).all()
-            if here.sum() == 1:     # of a sequence of one token, or an empty document
-                assert targets[here][0] == NO_TARGET or T == 1 and targets[here][0] in first_of
-                continue
-            n = first_of[tokens[here][1]]
-            wanted = [*range(tokens[here][1], tokens[here][1] + n), EOS][:T]
-            assert targets[here].tolist() == wanted
+            assert (positions[here] == np.arange(here.sum())).all() and BOS not in tokens[here][1:]
+            assert targets[here][:-1].tolist() == tokens[here][1:].tolist()
+            last, target = tokens[here][-1], targets[here][-1]
+            assert target == EOS if last in ends else target == NO_TARGET if last == BOS and T > 1 else \
+                target == last + 1 or last == BOS
 
 
 @settings(deadline=None, max_examples=30)
@@ -158,6 +157,8 @@ def test_too_few_documents_for_a_batch_or_a_validation_are_told():
 def test_documents_that_are_too_long_are_counted_with_what_they_lose(monkeypatch):
     monkeypatch.setattr(whole, "PASS_DOCUMENTS", 3)
     source = numbered([3, 15, 16, 40, 0, 9]).train[0].part.source
+    assert whole.too_long(source, 16) == (0, 0)     # they are divided
+    object.__setattr__(source, "complete", True)
     assert whole.too_long(source, 16) == (2, 1 + 25)
     assert whole.too_long(source, 64) == (0, 0)
 

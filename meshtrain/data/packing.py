@@ -144,7 +144,7 @@ def pack(corpus: Sequence[Source], weights: Sequence[float], *, bos: int, seq_le
     separate = list(validation) or [None] * len(corpus)
     cut, kind = packing == "stream", Stream if packing == "stream" else WholeStream
     parts = [(order.whole(source), order.whole(other)) if other is not None
-             else holdout.split(source, validation_fraction, validation_tokens, cut and not getattr(source, "complete", False))
+             else holdout.split(source, validation_fraction, validation_tokens, _may_cut(source, cut, seq_len))
              for source, other in zip(corpus, separate)]
     streams = tuple(kind(train, seed, i, grids) for i, (train, _) in enumerate(parts))
     held = tuple(kind(part, None, i, grids) for i, (_, part) in enumerate(parts)) \
@@ -163,6 +163,11 @@ def pack(corpus: Sequence[Source], weights: Sequence[float], *, bos: int, seq_le
     names = list(names) or ([""] if len(corpus) == 1 else [str(i) for i in range(len(corpus))])
     sets = tuple(HeldOut(name, weight / sum(shares), stream, shape) for name, weight, stream in zip(names, shares, held))
     return Packed(streams, sets, shape, phase, quantum)
+
+
+def _may_cut(source: Source, stream: bool, seq_len: int) -> bool:
+    """Whether documents may give their tails to validation: no conversations, and with whole documents only long ones."""
+    return not getattr(source, "complete", False) and (stream or int(source.totals.sum()) > seq_len * source.num_documents)
 
 
 def _packing_of(streams: Sequence[Stream | WholeStream]) -> str:

@@ -2,7 +2,8 @@
 
 The documents of a window (order.py: some 8,192 from everywhere in the source) are put together best fit decreasing: the longest
 first, each into the fullest sequence that has room. Which documents share a sequence is the same in every epoch; the windows'
-order and that of their sequences are not. A document that is longer than a sequence loses what lies behind its end.
+order and that of their sequences are not. A document that is longer than a sequence is several, each but the last a sequence;
+but a conversation, or what has a mask, loses what lies behind the sequence's end: an answer without its question teaches nothing.
 Held are a number per window and the windows last used: any sequence is found from (seed, its number), by a count of the sequences
 before it in the first epoch, a microsecond a document. Source: Johnson 1973 (best fit decreasing); arXiv:2404.10830 (for packing).
 """
@@ -51,12 +52,9 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
 
 
 class _Window(NamedTuple):
-    """The sequences of a window, and their documents, one sequence after another."""
-    firsts: np.ndarray      # int64 [sequences + 1]: the first document of each
-    documents: np.ndarray
-    starts: np.ndarray      # the first token of each that the part has
-    lengths: np.ndarray     # separator counted
-    columns: np.ndarray     # where each begins in its sequence
+    """The sequences of a window, and the documents or parts of them in it, one sequence after another."""
+    firsts: np.ndarray      # int64 [sequences + 1]: the first piece of each
+    pieces: Pieces          # line: where each begins in its sequence
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -110,11 +108,9 @@ class WholeStream:
         for sequence, line in zip((runs.start // self.seq_len).tolist(), runs.line.tolist()):
             window, row = self._locate(sequence)
             held = self._window(window)
-            own = slice(held.firsts[row], held.firsts[row + 1])
-            parts.append((line + held.columns[own], held.lengths[own], held.documents[own], held.starts[own]))
-        line, length, document, start = map(np.concatenate, zip(*parts))
-        return Pieces(line, np.minimum(length, self.seq_len), np.ones(len(line), bool), length > self.seq_len, length == 1, document,
-                      start)
+            own = [column[held.firsts[row]:held.firsts[row + 1]] for column in held.pieces]
+            parts.append([own[0] + line, *own[1:]])
+        return Pieces(*map(np.concatenate, zip(*parts)))
 
     def _locate(self, sequence: int) -> tuple[int, int]:
         """(window, row of it) of the sequence so many from the beginning of all epochs."""
@@ -142,19 +138,34 @@ class WholeStream:
     def _window(self, window: int) -> _Window:
         def make():
             found = self._order.window(0, window)
-            lengths = np.diff(found.ends, prepend=found.begin)
-            bins, columns, count = best_fit(np.minimum(lengths, self.seq_len), self.seq_len)
+            pieces = self._divided(found.documents, found.starts, np.diff(found.ends, prepend=found.begin))
+            bins, columns, count = best_fit(pieces.count, self.seq_len)
             together = np.lexsort((columns, bins))
             firsts = np.searchsorted(bins[together], np.arange(count + 1))
-            return _Window(firsts, *(column[together] for column in (found.documents, found.starts, lengths, columns)))
+            return _Window(firsts, Pieces(*(column[together] for column in pieces._replace(line=columns))))
         return self._windows.get(window, make)
+
+    def _divided(self, documents: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> Pieces:
+        """Documents, their separators counted in lengths, in pieces that a sequence has room for; their lines are none yet."""
+        T = self.seq_len
+        num = np.ones_like(lengths) if ends_with_sequence(self.part.source) else -(-lengths // T)
+        which = np.repeat(np.arange(len(documents)), num)
+        offset = (np.arange(len(which)) - np.repeat(np.cumsum(num) - num, num)) * T
+        count = np.minimum(lengths[which] - offset, T)
+        return Pieces(offset, count, offset == 0, offset + count < lengths[which], lengths[which] == 1, documents[which],
+                      starts[which] + np.maximum(offset - 1, 0))
+
+
+def ends_with_sequence(source: Source) -> bool:
+    """Whether its documents lose what lies behind a sequence's end."""
+    return getattr(source, "complete", False) or getattr(source, "masked", False)
 
 
 def too_long(source: Source, seq_len: int) -> tuple[int, int]:
-    """(documents that are longer than a sequence, tokens that they lose), by a pass over all lengths."""
+    """(documents that are longer than a sequence, tokens that they lose), by a pass over all lengths where any may."""
     separators = 1      # or the first token of documents that have none
     documents = tokens = 0
-    for first in range(0, source.num_documents, PASS_DOCUMENTS):
+    for first in range(0, source.num_documents, PASS_DOCUMENTS) if ends_with_sequence(source) else ():
         lengths = order.lengths(source, np.arange(first, min(first + PASS_DOCUMENTS, source.num_documents))) + separators
         beyond = lengths[lengths > seq_len]
         documents, tokens = documents + len(beyond), tokens + int((beyond - seq_len).sum())
