@@ -163,6 +163,12 @@ def test_documents_that_are_too_long_are_counted_with_what_they_lose(monkeypatch
     assert whole.too_long(source, 64) == (0, 0)
 
 
+def test_padding_is_told_where_it_is_much():
+    told = lambda lengths: whole.filled(numbered(lengths).train[0].part.source, 16)
+    assert told([15] * 20) == (1.0, 20) and told([31, 47]) == (1.0, 2)
+    assert told([9] * 20) == (10 / 16, 20) and told([16 + 9] * 20) == (26 / 32, 20)
+
+
 def test_a_hundred_million_documents_are_begun_without_a_pass_over_them():
     source = Endless()
     packed = packing.pack([source], [1.0], bos=0, seed=0, seq_len=4096, global_batch=16, packing="whole")

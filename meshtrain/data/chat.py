@@ -57,7 +57,7 @@ class Template:
     """A chat template and the tokenizer that reads what it writes."""
     text: str
     path: str                   # of the file that it came from
-    tokens: dict[str, str]      # what it calls bos_token, eos_token, …
+    tokens: dict[str, str | None]       # what it calls bos_token, eos_token, …; None: the tokenizer has none
     tokenizer: Tokenizer
     today: bool                 # whether it may know the date; in training that is a fixed day
 
@@ -233,13 +233,13 @@ def _template_at(place: Path, given: str) -> tuple[str, Path] | None:
     return (found, path) if found else None
 
 
-def _tokens(folder: Path) -> dict[str, str]:
-    """What the tokenizer's config calls bos_token, eos_token, …"""
+def _tokens(folder: Path) -> dict[str, str | None]:
+    """What the tokenizer's config calls bos_token, eos_token, …; None where it says that there is none."""
     told = {}
     for name in reversed(CONFIG_FILES):
         for token, value in _config(folder / name).items():
             value = value.get("content") if isinstance(value, dict) else value
-            if token in SPECIAL_NAMES and isinstance(value, str):
+            if token in SPECIAL_NAMES and (value is None or isinstance(value, str)):
                 told[token] = value
     return told
 
@@ -267,7 +267,8 @@ class _Renderer:
         # -P: the folder of the script is no place to import from.
         self._process = subprocess.Popen([sys.executable, "-P", str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                          stderr=subprocess.DEVNULL)
-        self._write({"template": self.template.text, "tokens": self.template.tokens, "today": self.template.today,
+        tokens = {name: token for name, token in self.template.tokens.items() if token is not None}
+        self._write({"template": self.template.text, "tokens": tokens, "today": self.template.today,
                      "limit_s": LIMIT_S})
         told = self._read() or {"fault": f"it does not end within {LIMIT_S:g} s"}
         if "fault" in told:

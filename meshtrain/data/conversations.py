@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from meshtrain.data import chat, formats
 from meshtrain.data.chat import Conversation, Encoded, Template
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool", "function_call": "assistant"}
 USER, ASSISTANT = "user", "assistant"
 BATCH_CHARS, BATCH_LINES = 1 << 22, 1 << 10     # what is encoded at a time

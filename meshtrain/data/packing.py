@@ -330,9 +330,14 @@ def notes(data, corpus: sources.Corpus) -> list[str]:
     """What is to be told of the packing of a corpus before it is trained on."""
     told = []
     for name, source in zip(corpus.names, corpus.sources) if data.packing == "whole" else ():
+        where = f'data.packing="whole"{name and f", {name}"}'
+        filled, of = whole.filled(source, data.seq_len)
+        if filled < 0.9:
+            told.append(f"{where}: sequences of data.seq_len={data.seq_len} are {filled:.0%} full (by the first {of:,} documents), the rest "
+                        "is padding; longer sequences may hold more")
         documents, tokens = whole.too_long(source, data.seq_len)
         if documents:
-            told.append(f'data.packing="whole"{name and f", {name}"}: {documents:,} of {source.num_documents:,} documents are longer than '
+            told.append(f'{where}: {documents:,} of {source.num_documents:,} documents are longer than '
                         f"data.seq_len={data.seq_len} and end there; {tokens:,} of their tokens are left out")
     return told
 

@@ -91,7 +91,7 @@ class Renderer:
             before, with_it = self.render(messages[:i], tools, True), self.render(messages[:i + 1], tools, False)
             if not (text.startswith(with_it) and with_it.startswith(before)):
                 raise ValueError("the chat template writes a turn otherwise once others follow (it leaves reasoning out, say) and "
-                                 "has no {% generation %}, so what the assistant said cannot be told")
+                                 "has no {% generation %}, so what the assistant said cannot be told; give a line for each answer")
             found.append((len(before), len(with_it)))
         return text, found
 

@@ -161,6 +161,15 @@ def ends_with_sequence(source: Source) -> bool:
     return getattr(source, "complete", False) or getattr(source, "masked", False)
 
 
+def filled(source: Source, seq_len: int) -> tuple[float, int]:
+    """(share of sequences that is no padding, documents by which it is told): of the first window in the source's own order."""
+    documents = np.arange(min(source.num_documents, order.WINDOW))
+    lengths = order.lengths(source, documents) + 1
+    full, rest = np.divmod(np.minimum(lengths, seq_len) if ends_with_sequence(source) else lengths, seq_len)
+    sequences = int(full.sum()) + best_fit(rest[rest > 0], seq_len)[2]
+    return int((full * seq_len + rest).sum()) / (sequences * seq_len), len(documents)
+
+
 def too_long(source: Source, seq_len: int) -> tuple[int, int]:
     """(documents that are longer than a sequence, tokens that they lose), by a pass over all lengths where any may."""
     separators = 1      # or the first token of documents that have none
