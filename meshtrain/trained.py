@@ -1,6 +1,6 @@
 """A trained model with its weights on a mesh of its own: of a run's directory, or of a model folder of Hugging Face's.
 
-`describe` finds out what it is, reads no weights and starts no backend; `place` puts it on devices. What a run read and wrote decides
+`describe` finds out what it is and reads no weights; `place` puts it on devices. What a run read and wrote decides
 the tokenizer, the separator in front of a prompt and the token that ends an answer; of a folder, its own files do.
 """
 from __future__ import annotations
@@ -185,6 +185,8 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
         with config.user_errors():
             folder.match(found, run.model, transformer.build(run.model).names())
         return Trained(path, run, given, found, path)
+    # Whoever asks for checkpoints asks how many processes there are, and that starts the backend: with these devices.
+    devices.start(_resolved({}, words, allowed, command)[0])
     checkpoints, step = resume.source(path, step, directory, "--step ")
     with config.user_errors():
         saved = checkpoints.metadata(step)["run"]

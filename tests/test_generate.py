@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sampling
-from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
+from commands import call, home, in_a_directory_of_its_own, process, refused, tiny  # noqa: F401
 from folders import GOLDENS, NAMES, ROOT
 
 from meshtrain import generate, talk, train, trained
@@ -186,6 +186,15 @@ def test_a_run_of_uneven_stages_is_asked_with_text_and_answers_alike_on_other_me
     stop = found[0]["text"][3:5]
     told = call(generate.main, run_dir, "--prompt=line 1:\n", "--max-tokens=20", "--temperature=1", "--mesh.tensor=1", "--stop", stop).out
     assert told == found[0]["text"].split(stop)[0] + "\n"
+
+
+def test_the_command_starts_the_devices_that_it_is_told_of(run_dir):
+    """A process of its own, as a user has it: here eight devices are up already."""
+    prompt, options = "line 1:", ("--max-tokens=5", "--json", "--mesh.tensor=1")
+    ran = process("-m", "meshtrain.generate", run_dir, "--prompt", prompt, *options, "--mesh.data=2", "--mesh.simulated_devices=2")
+    out, err = ran.communicate(timeout=300)
+    assert (ran.returncode, err) == (0, ""), err
+    assert out == call(generate.main, run_dir, "--prompt", prompt, *options).out
 
 
 def test_without_a_word_of_the_mesh_all_devices_that_divide_the_model_share_it():
