@@ -12,7 +12,7 @@ import experts
 from meshtrain import assembly, config
 from meshtrain.cost import flops
 from meshtrain.model import transformer
-from meshtrain.parallel import expert
+from meshtrain.parallel import exchange, expert
 from meshtrain.training import accumulate
 
 V, T, SEQUENCES = 61, 16, 16
@@ -81,8 +81,8 @@ FOUR_LAYERS = {"four layers": dict(num_layers=4), "three layers, sigmoid": dict(
 LEANINGS = {"all to two": {3: 1e3, 0: 5e2}, "three without any": {1: -1e3, 2: -1e3, 6: -1e3}}
 
 
-def run_of(rules_file, mesh: dict, model: dict = {}, training: dict = {}, pipeline: dict = {}) -> config.Run:
-    return config.Run(mesh=mesh, sharding=dict(rules=str(rules_file)), model=MODEL | model, experts=EXPERTS,
+def run_of(rules_file, mesh: dict, model: dict = {}, training: dict = {}, pipeline: dict = {}, dispatch="auto") -> config.Run:
+    return config.Run(mesh=mesh, sharding=dict(rules=str(rules_file)), model=MODEL | model, experts=EXPERTS | dict(dispatch=dispatch),
                       data=dict(seq_len=T, global_batch=SEQUENCES), training=dict(microbatches=2, loss_chunk=24) | training, pipeline=pipeline)
 
 
@@ -141,11 +141,11 @@ def assert_equal(run, wanted, devices):
     assert biases and all((leaf == counts).all() for leaf in biases)        # whole numbers
 
 
-def check(tmp_path, layout: str, model: str = "softmax", leaning: str = "", **training):
+def check(tmp_path, layout: str, model: str = "softmax", leaning: str = "", dispatch: str = "gather", **training):
     text, mesh = LAYOUTS[layout]
     rules_file = tmp_path / "rules.toml"
     rules_file.write_text(text)
-    run = run_of(rules_file, mesh, MODELS[model], training)
+    run = run_of(rules_file, mesh, MODELS[model], training, dispatch=dispatch)
     assert_equal(run, expected(model, leaning), jax.devices()[:math.prod(mesh.values())])
 
 
@@ -185,6 +185,33 @@ def test_a_buffer_that_is_too_small_takes_more_rounds(tmp_path, monkeypatch, spa
     chosen = expert.choose
     monkeypatch.setattr(accumulate.expert, "choose", lambda *args: dataclasses.replace(chosen(*args), spare=spare))
     check(tmp_path, "expert over fsdp", leaning=leaning)
+
+
+SENT = ("expert over fsdp", "expert over tensor with sequence parallelism", "expert over fsdp and context",
+        "expert over fsdp and tensor", "expert over data, the rest once a step", "expert over fsdp, data once a step", "expert_embed over tensor")
+
+
+@pytest.mark.parametrize("layout, leaning, capacity", [
+    ("expert over fsdp", "all to two", exchange.CAPACITY), *(pytest.param(layout, leaning, capacity, marks=GRID)
+    for layout in SENT for leaning in ("", "all to two", "three without any") for capacity in (exchange.CAPACITY, 0.3))])
+def test_tokens_that_are_sent_compute_the_same(tmp_path, monkeypatch, layout, leaning, capacity):
+    monkeypatch.setattr(exchange, "CAPACITY", capacity)
+    check(tmp_path, layout, leaning=leaning, dispatch="all_to_all")
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in SENT])
+def test_an_all_to_all_that_cannot_be_is_refused(tmp_path, layout):
+    with pytest.raises(config.ConfigError, match='experts.dispatch="all_to_all": .*; use "gather"'):
+        check(tmp_path, layout, dispatch="all_to_all")
+
+
+@pytest.mark.parametrize("K, ways, said", [(2, 2, "gather over fsdp 2, because 2 ways are less than 1.25 × 2 experts a token"),
+                                          (2, 4, "all_to_all over fsdp 4, because 4 ways are not less"), (8, 8, "gather over fsdp 8")])
+def test_auto_takes_what_sends_less_and_says_so(K, ways, said):
+    run = run_of("sharding_rules/zero3_expert.toml", dict(fsdp=ways), dict(experts_per_token=K))
+    made = assembly.assemble(run, jax.devices()[:ways])
+    assert any(note.startswith(f"experts: {said}") for note in made.notes)
+    assert made.program.execution.experts.exchanged == ("all_to_all" in said)
 
 
 # ---- the shipped models ------------------------------------------------------------------------------------------------

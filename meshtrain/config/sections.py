@@ -240,7 +240,9 @@ class Context(Section):
 class Experts(Section):
     """[experts]: how tokens reach their experts and what keeps these equally busy, where model.num_experts is not 0."""
 
-    dispatch: Literal["auto", "gather"] = key("auto", "gather: tokens are gathered over the axes of experts, sums are scattered")
+    dispatch: Literal["auto", "gather", "all_to_all"] = key(
+        "auto", "tokens are gathered over the axes of experts, or each is sent to its own; auto: what sends less"
+    )
     aux_loss: float = key(0.01, "weight of the balance loss, of each sequence by itself; 0 = off", ge=0)
     z_loss: float = key(0.0, "weight of the router's squared log-partition; 0 = off", ge=0)
     bias_rate: float = key(0.0, "step of the biases towards experts with too few tokens, e.g. 0.001; 0 = they stay", ge=0)

@@ -4,6 +4,7 @@ The rules say what splits the experts ([params] expert, expert_mlp) and what spl
 axes that split both, each device works on the rows that chose its experts, and the sums are scattered back: a gather and a
 reduce-scatter of T·D each way. Over `tensor` with sequence parallelism that is what a dense MLP sends, too. All of it, and the
 gathers of weights that are split further (ZeRO-3), stands in one region where every axis is manual, both directions written out.
+Where many devices share the experts or K is small, `exchange` sends less.
 The rows of a device's experts lie in a buffer of SPARE times their even share; where more come, further rounds take the rest.
 Dims: A tokens after the gather, K experts of a token, e experts of this device, F their width, R rows.
 """
@@ -23,6 +24,7 @@ from meshtrain.kernels import grouped
 from meshtrain.layout.mesh import automatic_axes, on_shards, psum, psum_scatter
 from meshtrain.layout.rules import Layout
 from meshtrain.names import EXPERT_AXES
+from meshtrain.parallel import exchange
 
 # With random choices a device of 16 among 128 experts gets up to 1.1 times its share; what is spared costs memory alone.
 SPARE = 1.25
@@ -40,6 +42,7 @@ class Experts:
     aux_loss: float = 0.0
     z_loss: float = 0.0
     spare: float = SPARE
+    exchanged: bool = False     # whether tokens are sent by all-to-alls (`exchange`), or gathered
 
     def __call__(self, layout: Layout, x_BTD, chosen_BTK, weight_BTK, weights):
         """Σ_k weight · expert(x), split like the residual stream. weights: {gate?, up, down}, stored as [params] says."""
@@ -53,6 +56,7 @@ class Region:
     inner: tuple[str, ...]
     tokens: tuple[str, ...]
     sizes: Mapping[str, int]
+    alone: bool = False     # tokens are here already, and nothing is brought, given or summed
 
     @classmethod
     def of(cls, layout: Layout) -> Region:
@@ -66,12 +70,12 @@ class Region:
     @property
     def gathered(self) -> tuple[str, ...]:
         """Tokens of these are brought together, and their sums scattered."""
-        return tuple(a for a in self.tokens if a in self.own)
+        return () if self.alone else tuple(a for a in self.tokens if a in self.own)
 
     @property
     def summed(self) -> tuple[str, ...]:
         """The tokens are the same along these; only their sums are added up."""
-        return tuple(a for a in self.own if a not in self.tokens)
+        return () if self.alone else tuple(a for a in self.own if a not in self.tokens)
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -104,7 +108,7 @@ def apply(experts: Experts, layout: Layout, x_BTD, chosen_BTK, weight_BTK, weigh
 
     def local(x_BTD, chosen_BTK, weight_BTK, weights):
         args = *map(_flat, (x_BTD, chosen_BTK, weight_BTK)), ways.in_use(weights, x_BTD.dtype)
-        return _forward(experts, ways.region, *args).reshape(x_BTD.shape)
+        return (_exchanged if experts.exchanged else _forward)(experts, ways.region, *args).reshape(x_BTD.shape)
     return on_shards(local, (ways.tokens,) * 3 + (ways.stored,), ways.tokens)(x_BTD, chosen_BTK, weight_BTK, weights)
 
 
@@ -120,7 +124,8 @@ def _apply_backward(experts, layout, saved, dy_BTD):
 
     def inputs_half(x_BTD, chosen_BTK, weight_BTK, weights, dy_BTD):
         args = *map(_flat, (x_BTD, chosen_BTK, weight_BTK)), ways.in_use(weights, x_BTD.dtype)
-        dx, dweight, passed_on = _backward(experts, ways.region, *args, _flat(dy_BTD))
+        backward = _exchanged_backward if experts.exchanged else _backward
+        dx, dweight, passed_on = backward(experts, ways.region, *args, _flat(dy_BTD))
         return dx.reshape(x_BTD.shape), dweight.reshape(weight_BTK.shape), passed_on
 
     def weights_half(passed_on):
@@ -345,15 +350,89 @@ def _backward(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, weig
     return region.give(dx_AD), region.give(dweight_AK), passed_on
 
 
+# ---- the same by all-to-alls -------------------------------------------------------------------------------------------
+
+
+def _apart(experts: Experts, region: Region, chosen_TK, weights):
+    """(Experts, Region, Exchange): each device works on what was sent to it, rows of one choice each, in a buffer that suffices."""
+    swap = exchange.Exchange(region.experts, region.ways(region.experts), weights["down"].shape[0], chosen_TK, _sorted)
+    return dataclasses.replace(experts, spare=0.0), dataclasses.replace(region, alone=True), swap
+
+
+def _exchanged(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, weights):
+    experts, alone, swap = _apart(experts, region, chosen_TK, weights)
+
+    def one_round(now: exchange.Round):
+        return now.back(_forward(experts, alone, now.send(x_TD), now.chosen(), now.weight(weight_TK), weights)).sum(1)
+    return swap.further(one_round, one_round(swap.round(0))).astype(x_TD.dtype)
+
+
+def _exchanged_backward(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, weights, dy_TD):
+    experts, alone, swap = _apart(experts, region, chosen_TK, weights)
+
+    def one_round(now: exchange.Round):
+        args = now.send(x_TD), now.chosen(), now.weight(weight_TK), weights, now.send(dy_TD)
+        dx, dweight, passed_on = _backward(experts, alone, *args)
+        return now.back(dx).sum(1), now.back(dweight)[..., 0], passed_on
+
+    def whole_round(now: exchange.Round):
+        dx, dweight, passed_on = one_round(now)
+        return dx, dweight, passed_on.gradients(experts.engine)
+    dx, dweight, passed_on = one_round(swap.round(0))
+    none = {name: jnp.zeros(w.shape, jnp.float32) for name, w in weights.items()}
+    dx, dweight, more = swap.further(whole_round, (dx, dweight, none))
+    return dx.astype(x_TD.dtype), dweight, dataclasses.replace(passed_on, more=more)
+
+
 # ---- what a run file asks for ------------------------------------------------------------------------------------------
 
 ACTIVATIONS = {"swiglu": lambda gate, up: jax.nn.silu(gate) * up, "geglu": lambda gate, up: jax.nn.gelu(gate) * up,
                "gelu": jax.nn.gelu}
 
 
-def choose(run, platform: str) -> Experts | None:
+def choose(run, layout: Layout, platform: str) -> Experts | None:
     """How this run computes its experts on a platform, as jax calls it; None where it has none."""
     if not run.model.num_experts:
         return None
     engine = grouped.loop() if platform == "cpu" else grouped.kernels()
-    return Experts(engine, run.model.num_experts, ACTIVATIONS[run.model.activation], run.experts.aux_loss, run.experts.z_loss)
+    return Experts(engine, run.model.num_experts, ACTIVATIONS[run.model.activation], run.experts.aux_loss, run.experts.z_loss,
+                   exchanged=_dispatch(run, layout)[0] == "all_to_all")
+
+
+def problems(run, layout: Layout) -> list[str]:
+    """Why experts.dispatch cannot be what the run file says."""
+    if not run.model.num_experts or run.experts.dispatch != "all_to_all" or not (against := _against_exchange(layout)):
+        return []
+    return [f'experts.dispatch="all_to_all": {against}; use "gather"']
+
+
+def note(run, layout: Layout) -> str:
+    """How tokens reach their experts, and why so; "" where none travel."""
+    region = Region.of(layout)
+    if not run.model.num_experts or not region.own:
+        return ""
+    method, why = _dispatch(run, layout)
+    return f"experts: {method} over {' × '.join(f'{a} {layout.sizes[a]}' for a in region.own)}" + (f", because {why}" if why else "")
+
+
+def _against_exchange(layout: Layout) -> str:
+    region = Region.of(layout)
+    if region.inner or not region.experts:
+        return f"{layout.rules.path} [params] splits experts over {list(region.experts)} and their width over {list(region.inner)}, " \
+               "and tokens are only sent where experts are split, and whole"
+    if region.summed:
+        return f"{layout.rules.path} splits no tokens over {list(region.summed)}, which splits experts"
+    return ""
+
+
+def _dispatch(run, layout: Layout) -> tuple[str, str]:
+    """(gather or all_to_all, why). Both send equally often; a gather (n-1)·T·D, an all-to-all CAPACITY·K·T·D·(n-1)/n."""
+    if run.experts.dispatch != "auto":
+        return run.experts.dispatch, f"experts.dispatch={run.experts.dispatch}"
+    if against := _against_exchange(layout):
+        return "gather", against
+    if layout.sizes["stage"] > 1:
+        return "gather", "rounds of an all-to-all cannot be divided into a pipeline's B and W"
+    ways, K = layout.ways(Region.of(layout).experts), run.model.experts_per_token
+    cheaper = ways < exchange.CAPACITY * K
+    return ("gather" if cheaper else "all_to_all"), f"{ways} ways are {'less' if cheaper else 'not less'} than {exchange.CAPACITY} × {K} experts a token"

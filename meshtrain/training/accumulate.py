@@ -59,7 +59,7 @@ def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, s
     platform = mesh.devices.flat[0].platform
     precision = float8.precision(platform) if run.model.matmul_dtype == "float8" else None
     ex = Execution(inner, jnp.dtype(run.model.compute_dtype), attend, training.remat, precision,
-                   in_order=not staged and by_gloo(mesh), experts=expert.choose(run, platform))
+                   in_order=not staged and by_gloo(mesh), experts=expert.choose(run, layout, platform))
     batch_spec = lambda dims: P(None, once or None, *inner.spec("activations", ("batch", "seq")[:1 + dims]))
     sequences = data.global_batch // training.microbatches // replicas
     batch = {name: jax.ShapeDtypeStruct((training.microbatches, replicas, sequences) + (data.seq_len,) * dims, jnp.int32,
