@@ -25,7 +25,7 @@ from meshtrain.layout.rules import Layout
 from meshtrain.model import params, transformer
 from meshtrain.model.layers import Execution
 from meshtrain.names import AXES
-from meshtrain.parallel import attention
+from meshtrain.parallel import attention, expert
 from meshtrain.run import adapters, pretrained, resume
 from meshtrain.run.checkpoint import Checkpoints
 from meshtrain.training import step as training_step
@@ -157,8 +157,9 @@ def execution(run: Run, model: transformer.Transformer, layout: Layout, mesh: ja
     whole = Layout(layout.rules, {**layout.sizes, "context": 1})
     run = run.model_copy(update={"model": run.model.model_copy(update={"attention": "blockwise"}),
                                  "data": run.data.model_copy(update={"seq_len": 2**31 - 1, "document_mask": True})})   # padding is one
-    attend, _ = attention.choose(run, whole, mesh.devices.flat[0].platform)
-    return Execution(layout, jnp.dtype(run.model.compute_dtype), attend, in_order=by_gloo(mesh))
+    platform = mesh.devices.flat[0].platform
+    attend, _ = attention.choose(run, whole, platform)
+    return Execution(layout, jnp.dtype(run.model.compute_dtype), attend, in_order=by_gloo(mesh), experts=expert.choose(run, layout, platform))
 
 
 def describe(directory: str, step: int, words: Sequence[str], command: str, keys: Sequence[str] = ()) -> Trained:

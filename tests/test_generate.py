@@ -249,6 +249,19 @@ def test_without_a_template_or_a_tokenizer_there_is_no_talk(run_dir):
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
+@pytest.mark.slow
+def test_experts_answer_alike_on_every_mesh(tiny, tmp_path):
+    """Their width, 36, is not divided by tensor 8; the run's own sample is made on its own devices."""
+    ran = call(train.main, *tiny, "--model.num_experts=4", "--model.experts_per_token=2", "--model.expert_mlp_dim=36", "--model.num_layers=2",
+               "--model.first_dense_layers=1", "--model.num_heads=8", "--training.steps=2", "--model.compute_dtype=float32", "--run.dir", tmp_path)
+    assert (ran.code, ran.err) == (0, "") and "a sample:" in ran.out, ran
+    asked = (tmp_path, "--prompt=line 1", "--prompt=7", "--max-tokens=6", "--json")
+    found = call(generate.main, *asked, "--mesh.tensor=1")
+    assert (found.code, found.err) == (0, ""), found
+    for mesh in (("--mesh.data=2", "--mesh.fsdp=2", "--mesh.tensor=2"), ("--mesh.tensor=8",)):
+        assert call(generate.main, *asked, *mesh) == found
+
+
 FIVE = ("--prompt-ids", "[[5]]")
 REFUSED = {
     "no directory": (["nowhere", *FIVE], ["nowhere is not a directory"]),

@@ -53,6 +53,9 @@ def within(model: Transformer, trained: Layout) -> Layout:
 def _layout(model: Transformer, sizes: Mapping[str, int], rows: tuple[str, ...], embed: tuple[str, ...], split: Sequence[str]) -> Layout:
     tensor = {logical: ("tensor",) for logical in split}
     weights = tensor | {"embed": embed}
+    if model.cfg.num_experts:       # tokens of all of them are here; only their width is split, where it divides
+        inner = tensor.get("mlp", ()) if model.cfg.expert_mlp_dim % sizes["tensor"] == 0 else ()
+        weights |= {"expert_embed": embed, "expert_mlp": inner}
     tables = {name: tensor | {"batch": rows} if name == "activations" else weights for name in TABLES}
     fitted, _ = model.fit(Rules(tables, "", NAME), sizes)
     return Layout(fitted, sizes)
