@@ -32,7 +32,7 @@ def one():
 
 @pytest.mark.parametrize(("name", "rule", "mesh"), [
     *(pytest.param(name, *ONE, marks=sampling.GRID) for name in NAMES), pytest.param("gpt2", *EIGHT, id="gpt2, eight devices"),
-    *(("phi3", *layout) for layout in LAYOUTS)])
+    ("qwen3_moe", "zero3_expert", dict(data=2, fsdp=4)), *(("phi3", *layout) for layout in LAYOUTS)])
 def test_a_folder_that_was_read_is_written_as_it_was(name, rule, mesh, tmp_path):
     words = ("--training.microbatches=2", "--pipeline.schedule=1f1b") if "stage" in mesh else ()
     write(Loaded(GOLDENS / name, rule, mesh, *words), tmp_path / "out", source=GOLDENS / name)

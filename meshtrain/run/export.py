@@ -6,6 +6,7 @@ belongs to a tokenizer are written, and the directory gets its name last.
 """
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -51,11 +52,12 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
     place = directory.with_name(f".{directory.name}.saving")
     agree.on_first(lambda: begin(directory, place))
     written = Files(place, files, safetensors.NAMES[dtype])
-    for row in rows:
+    for _, alike in itertools.groupby(rows, lambda row: row.kind):
+        row, *more = alike      # of all experts
         # Of a stack all layers before the next one, so that only one is held.
         for stack in dict.fromkeys(name for name, _ in places) if row.stacked else [""]:
             layers = [(layer, index) for layer, (name, index) in enumerate(places) if name == stack] if row.stacked else [(0, 0)]
-            _write_row(row, [leaf(path) for path in paths_of(row, stack)], layers, forms.sizes_of(model), written)
+            _write_rows([row, *more], [leaf(path) for path in paths_of(row, stack)], layers, forms.sizes_of(model), written)
     agree.everywhere(written.close)
     config = settings.config_of(model, family, dtype, data["seq_len"], theirs)
     agree.on_first(lambda: _commit(place, directory, files, written.size, config, source, Path(data["tokenizer"])))
@@ -77,12 +79,12 @@ def kept(run_dir: Path) -> Path | None:
     return run_dir / KEPT if agree.on_first(lambda: folder.is_one(run_dir / KEPT)) else None
 
 
-def _write_row(row: folder.Row, leaves: list[jax.Array], layers, sizes, written: Files) -> None:
-    """layers: [(number, index in the leaves)]."""
-    program, before = _program(row, leaves, sizes, written.dtype), None
-    for layer, index in layers:
+def _write_rows(rows: list[folder.Row], leaves: list[jax.Array], layers, sizes, written: Files) -> None:
+    """rows: of one kind. layers: [(number, index in the leaves)]."""
+    program, before = _program(rows[0], leaves, sizes, written.dtype), None
+    for (layer, index), row in itertools.product(layers, rows):
         # The one before is written while this one is gathered; no more is under way at a time.
-        now = row.of_layer(layer), program(leaves, np.int32(index))
+        now = row.of_layer(layer), program(leaves, np.int32(index), np.int32(row.expert or 0))
         if before:
             written.put(*before)
         jax.block_until_ready(now[1])
@@ -91,13 +93,15 @@ def _write_row(row: folder.Row, leaves: list[jax.Array], layers, sizes, written:
 
 
 def _program(row: folder.Row, leaves: list[jax.Array], sizes: Mapping[str, int], dtype: np.dtype):
-    """Jitted (leaves, layer) -> the row's tensor of that layer, whole on every device."""
+    """Jitted (leaves, layer, expert) -> the row's tensor of that layer, and expert, whole on every device."""
     mesh, ways = leaves[0].sharding.mesh, [layer_ways(leaf) if row.stacked else 1 for leaf in leaves]
 
-    def gather(leaves, layer):
+    def gather(leaves, layer, expert):
         parts = []
         for piece, leaf, over in zip(row.pieces, leaves, ways, strict=True):
             x = layer_of(leaf, layer, over, dtype) if row.stacked else leaf.astype(dtype)
+            if row.expert is not None:
+                x = jax.lax.dynamic_index_in_dim(x, expert, 0, keepdims=False)
             x = x[tuple(slice(0, n) for n in piece.form.our_shape(sizes))]      # without the padding of the vocabulary
             parts.append(piece.form.to_theirs(x, sizes))
         return jnp.concatenate(parts, row.pieces[0].form.star) if len(parts) > 1 else parts[0]

@@ -52,15 +52,16 @@ def load(found: folder.Folder, rows: Sequence[folder.Row], model, places: Sequen
     leaves = dict(leaves_of(params))
     (mesh,) = {leaf.sharding.mesh for leaf in leaves.values()}
     sizes, shares = forms.sizes_of(model), NamedSharding(mesh, P(mesh.axis_names))
+    programs: dict = {}         # of one kind of rows
     for row in rows:
-        programs: dict = {}
+        programs = {key: program for key, program in programs.items() if key[0] == row.kind}
         for layer, (stack, index) in enumerate(places if row.stacked else [("", 0)]):
             paths = paths_of(row, stack)
-            place = programs.setdefault(stack, _program(row, sizes, [leaves[path] for path in paths], mesh))
+            place = programs.setdefault((row.kind, stack), _program(row, sizes, [leaves[path] for path in paths], mesh))
             flat = _shares(found.entries[row.of_layer(layer)], shares)
             # What was read before is in its place before more is gathered: memory, and the order of collectives.
             stacks = jax.block_until_ready([leaves[path] for path in paths])
-            leaves |= zip(paths, place(stacks, flat, np.int32(index)), strict=True)
+            leaves |= zip(paths, place(stacks, flat, np.array(row.at(index), np.int32)), strict=True)
     return nested(jax.block_until_ready(leaves))
 
 
@@ -115,22 +116,25 @@ def _shares(entry: safetensors.Entry, sharding: NamedSharding) -> jax.Array:
 
 
 def _program(row: folder.Row, sizes, stacks, mesh):
-    """Jitted (stacks, shares of the row's tensor of a layer, layer) -> stacks with that in its place."""
+    """Jitted (stacks, shares of the row's tensor of a layer, where that lies in them) -> stacks with it in its place."""
     count, shardings = int(np.prod(row.shape, dtype=np.int64)), tuple(stack.sharding for stack in stacks)
 
-    def place(stacks, flat, layer):
+    lead = len(row.at(0))
+
+    def place(stacks, flat, at):
         # One all-gather, in the file's dtype; all that follows is local.
         whole = jax.lax.with_sharding_constraint(flat, NamedSharding(mesh, P()))[:count].reshape(row.shape)
-        return tuple(written(piece, stack, whole, layer) for piece, stack in zip(row.pieces, stacks))
+        return tuple(written(piece, stack, whole, at) for piece, stack in zip(row.pieces, stacks))
 
-    def written(piece, stack, whole, layer):
+    def written(piece, stack, whole, at):
         if piece.form.star is not None:
             length = piece.form.their_shape(sizes)[piece.form.star]
             whole = jax.lax.slice_in_dim(whole, piece.first, piece.first + length, axis=piece.form.star)
         x = piece.form.to_ours(whole, sizes).astype(stack.dtype)
-        shape = stack.shape[1:] if row.stacked else stack.shape
+        shape = stack.shape[lead:]
         x = jnp.pad(x, [(0, ours - theirs) for ours, theirs in zip(shape, x.shape, strict=True)])   # of the vocabulary
-        return jax.lax.dynamic_update_index_in_dim(stack, x, layer, 0) if row.stacked else x
+        begin = (*at, *(0 for _ in shape))
+        return jax.lax.dynamic_update_slice(stack, x.reshape((1,) * lead + shape), begin) if lead else x
 
     return jax.jit(place, donate_argnums=0, out_shardings=shardings)
 

@@ -1,6 +1,6 @@
 """The families of models that can be read and written, as data: tensors, settings, and what of them we do not compute.
 
-A row of `tensors` is theirs -> ours, with the form of `forms`; {l} is a layer's number, and ours are then stacked. Where one of
+A row of `tensors` is theirs -> ours, with the form of `forms`; {l} is a layer's number, {e} an expert's, and ours are then stacked. Where one of
 theirs holds several of ours, they are listed in their order. Rows of ours that a model does not have (a bias, a tied head) are
 not used. Every weight of a torch Linear is [out, in]; GPT-2's Conv1D is [in, out]. Rope is half-split on both sides.
 """
@@ -18,7 +18,7 @@ class Family:
     one or several that are equal. defaults: what their class takes for a key that is absent (null is a value). multiples:
     key -> (key, n): what null or absence stands for. fixed: what the architecture says of [model]. only: the values of a key that
     we compute; the first is written. every: where layers have a window but for each n-th, n if config.json
-    does not say. ropes: rope types that we compute; none: no rope.
+    does not say. aliases: other names of keys, where the class reads both. ropes: rope types that we compute; none: no rope.
     """
     model_type: str
     architecture: str
@@ -30,6 +30,7 @@ class Family:
     only: Mapping[str, tuple]
     multiples: Mapping[str, tuple[str, int]] = dataclasses.field(default_factory=dict)
     every: int = 0
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ropes: tuple[str, ...] = ("default", "llama3", "linear", "yarn")
 
 
@@ -56,6 +57,23 @@ LLAMA_TENSORS = {
     LAYER + "mlp.gate_proj.bias": ("layers/mlp/gate/bias: F -> F",),
     LAYER + "mlp.up_proj.bias": ("layers/mlp/up/bias: F -> F",),
     LAYER + "mlp.down_proj.bias": ("layers/mlp/down/bias: D -> D",),
+}
+EXPERTS = {name: ours for name, ours in LLAMA_TENSORS.items() if ".mlp." not in name}
+MIXTRAL_TENSORS = EXPERTS | {
+    LAYER + "block_sparse_moe.gate.weight": ("layers/moe/router: E D -> D E",),
+    LAYER + "block_sparse_moe.experts.{e}.w1.weight": ("layers/moe/gate: W D -> D W",),
+    LAYER + "block_sparse_moe.experts.{e}.w3.weight": ("layers/moe/up: W D -> D W",),
+    LAYER + "block_sparse_moe.experts.{e}.w2.weight": ("layers/moe/down: D W -> W D",),
+}
+QWEN3_MOE_TENSORS = EXPERTS | {
+    LAYER + "mlp.gate.weight": ("layers/moe/router: E D -> D E",),
+    LAYER + "mlp.experts.{e}.gate_proj.weight": ("layers/moe/gate: W D -> D W",),
+    LAYER + "mlp.experts.{e}.up_proj.weight": ("layers/moe/up: W D -> D W",),
+    LAYER + "mlp.experts.{e}.down_proj.weight": ("layers/moe/down: D W -> W D",),
+}
+OLMOE_TENSORS = QWEN3_MOE_TENSORS | {
+    LAYER + "self_attn.q_norm.weight": ("layers/attention/query_norm/scale: (N H) -> N H",),
+    LAYER + "self_attn.k_norm.weight": ("layers/attention/key_norm/scale: (K H) -> K H",),
 }
 FUSED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 PHI3_TENSORS = {name: ours for name, ours in LLAMA_TENSORS.items() if not any(part in name for part in FUSED)} | {
@@ -176,12 +194,41 @@ GPT2 = Family(
      "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
     multiples={"n_inner": ("n_embd", 4)}, ropes=())
 
+# A layer's experts. intermediate_size is theirs, or of layers without any, which none has here.
+ROUTED = {key: value for key, value in FIXED.items() if key != "num_experts"} | {
+    "router_score": "softmax", "router_scale": 1.0, "router_groups": 0, "router_bias": False, "shared_expert_dim": 0,
+    "first_dense_layers": 0}
+CHOSEN = {"num_experts_per_tok": ("experts_per_token",)}
+MIXTRAL = Family(
+    "mixtral", "MixtralForCausalLM", "model.", MIXTRAL_TENSORS,
+    {key: ours for key, ours in KEYS.items() if key != "intermediate_size"} | WINDOW | CHOSEN | {
+        "num_local_experts": ("num_experts",), "intermediate_size": ("expert_mlp_dim",)},
+    DEFAULTS | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "num_experts_per_tok": 2, "num_local_experts": 8, "rope_theta": 1e6},
+    {key: value for key, value in ROUTED.items() if key != "window"} | {"router_normalize": True}, ONLY)
+NORMALIZED = {"num_experts": ("num_experts",), "norm_topk_prob": ("router_normalize",)}
+OLMOE = Family(
+    "olmoe", "OlmoeForCausalLM", "model.", OLMOE_TENSORS,
+    {key: ours for key, ours in KEYS.items() if key != "intermediate_size"} | CHOSEN | NORMALIZED | {"intermediate_size": ("expert_mlp_dim",)},
+    DEFAULTS | {"rms_norm_eps": 1e-5, "num_experts_per_tok": 8, "num_experts": 64, "norm_topk_prob": False},
+    ROUTED | {"qk_norm": True, "qk_norm_over": "heads"}, ONLY | {"attention_bias": (False,), "clip_qkv": (None,)},
+    aliases={"num_local_experts": "num_experts"})
+QWEN3_MOE = Family(
+    "qwen3_moe", "Qwen3MoeForCausalLM", "model.", QWEN3_MOE_TENSORS,
+    KEYS | CHOSEN | NORMALIZED | {"moe_intermediate_size": ("expert_mlp_dim",)},
+    DEFAULTS | {"num_key_value_heads": 4, "num_experts_per_tok": 8, "num_experts": 128, "norm_topk_prob": False,
+                "moe_intermediate_size": 768},
+    ROUTED | {"qk_norm": True},
+    ONLY | {"attention_bias": (False,), "use_sliding_window": (False,), "mlp_only_layers": ([],), "decoder_sparse_step": (1,)},
+    aliases={"num_local_experts": "num_experts"})
+
 # Where a model of ours fits several, the first is written.
-FAMILIES = {one.model_type: one for one in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, OLMO2, OLMO3, GEMMA, GEMMA2, GEMMA3, GPT2)}
+FAMILIES = {one.model_type: one for one in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, OLMO2, OLMO3, GEMMA, GEMMA2, GEMMA3, GPT2,
+                                        MIXTRAL, OLMOE, QWEN3_MOE)}
 
 # Known, and not read: what [model] lacks for them.
 LACKING = {
-    "mixtral": "experts", "qwen3_moe": "experts", "olmoe": "experts", "qwen2_moe": "experts",
+    "qwen2_moe": "a gate of the shared expert", "gpt_oss": "attention sinks and biases of experts",
+    "deepseek_v3": "multi-head latent attention",
     "gemma3": "other inputs than text", "mistral3": "other inputs than text", "llama4": "other inputs than text",
     "mllama": "other inputs than text", "qwen2_vl": "other inputs than text", "qwen2_5_vl": "other inputs than text",
 }
@@ -198,5 +245,5 @@ HARMLESS = frozenset("""
     num_beam_groups diversity_penalty early_stopping repetition_penalty length_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size num_return_sequences bad_words_ids remove_invalid_values exponential_decay_length_penalty
     tokenizer_class prefix name_or_path use_bfloat16 tf_legacy_loss pruned_heads unsloth_version unsloth_fixed pretraining_tp
-    is_llama_config max_sequence_length is_decoder use_flash_attn cache_implementation transformers.js_config
+    output_router_logits router_aux_loss_coef router_jitter_noise is_llama_config max_sequence_length is_decoder use_flash_attn cache_implementation transformers.js_config
 """.split())

@@ -38,14 +38,23 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A tensor of theirs, or one for each layer, and what it is of ours."""
+    """A tensor of theirs, or one for each layer, and what it is of ours; of experts, which are stacked in ours, one row each.
+
+    kind: the same of all experts' rows. expert: its number, of such a row.
+    """
     name: str       # with {l} for a layer's number
     pieces: tuple[Piece, ...]
     shape: tuple[int, ...]
+    kind: str
+    expert: int | None = None
 
     @property
     def stacked(self) -> bool:
         return "{l}" in self.name
+
+    def at(self, index: int) -> tuple[int, ...]:
+        """Where it lies in a stack of ours. index: of the layer, in the stack."""
+        return (index,) * self.stacked + (() if self.expert is None else (self.expert,))
 
     def of_layer(self, layer: int) -> str:
         return self.name.replace("{l}", str(layer))
@@ -110,7 +119,9 @@ def rows(family: Family, model, paths) -> list[Row]:
         lengths = [form.their_shape(sizes)[star or 0] for _, form in parsed]
         firsts = [0, *itertools.accumulate(lengths)]
         shape[star or 0] = firsts[-1] if star is not None else shape[0]
-        found.append(Row(name, tuple(Piece(path, form, first) for (path, form), first in zip(parsed, firsts)), tuple(shape)))
+        pieces = tuple(Piece(path, form, first) for (path, form), first in zip(parsed, firsts))
+        for expert in range(model.num_experts) if "{e}" in name else (None,):
+            found.append(Row(name.replace("{e}", str(expert)), pieces, tuple(shape), name, expert))
         covered |= {path for path, _ in parsed}
     if missing := set(paths) - covered:
         raise ValueError(f"{family.model_type} has no name for {', '.join(sorted(missing))}")

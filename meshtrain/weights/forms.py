@@ -11,9 +11,9 @@ import math
 import re
 from collections.abc import Mapping
 
-# Letter -> the key of [model] that is its size. C: rows of the table of learned positions.
+# Letter -> the key of [model] that is its size. C: rows of the table of learned positions; W: the width of an expert.
 LETTERS = {"D": "embed_dim", "N": "num_heads", "K": "num_kv_heads", "H": "head_dim", "F": "mlp_dim", "V": "vocab_size",
-           "C": "max_seq_len"}
+           "C": "max_seq_len", "E": "num_experts", "W": "expert_mlp_dim"}
 
 
 @dataclasses.dataclass(frozen=True)

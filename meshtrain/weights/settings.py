@@ -16,7 +16,7 @@ from meshtrain.weights.families import FAMILIES, HARMLESS, LACKING, Family
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 MOST_BYTES = 1 << 24    # of a config.json
-FLAGS, NUMBERS = ("tie_embeddings", "mlp_bias", "attention_bias"), ("norm_eps", "score_softcap", "logit_softcap")
+FLAGS, NUMBERS = ("tie_embeddings", "mlp_bias", "attention_bias", "router_normalize"), ("norm_eps", "score_softcap", "logit_softcap")
 WINDOW_KEYS = ("layer_types", "sliding_window", "sliding_window_pattern", "rope_local_base_freq")
 ROPE_KEYS = ("rope_parameters", "rope_theta", "rope_scaling")
 # Of a scaled rope: theirs -> ours, and what an absent one is.
@@ -83,6 +83,7 @@ def model_keys(config: Mapping, family: Family) -> dict:
 
     Raises: ValueError, a line for everything that would be computed otherwise than by transformers.
     """
+    config = {**config, **{key: config[alias] for alias, key in family.aliases.items() if alias in config and key not in config}}
     get = lambda key: config[key] if key in config else family.defaults.get(key)
     keys, faults = dict(family.fixed), []
     for theirs, ours in family.keys.items():
@@ -105,7 +106,7 @@ def model_keys(config: Mapping, family: Family) -> dict:
         wrong += more
     if not family.every and "sliding_attention" in (kinds := config.get("layer_types") or ()) and len(set(map(str, kinds))) > 1:
         faults.append(f"{CONFIG}: layer_types={_shown(kinds)}: [model] has one window for all layers")
-    known = {*family.keys, *family.only, *HARMLESS, *WINDOW_KEYS, *(ROPE_KEYS if family.ropes else ())}
+    known = {*family.keys, *family.only, *family.aliases, *HARMLESS, *WINDOW_KEYS, *(ROPE_KEYS if family.ropes else ())}
     for key in sorted(set(config) - known):
         if config[key] not in (None, False, [], {}) and not key.startswith("_"):
             what = "quantized weights cannot be read" if key == "quantization_config" else \
@@ -127,7 +128,7 @@ def model_keys(config: Mapping, family: Family) -> dict:
 def config_of(model, family: Family, dtype: str, longest: int, source: Mapping) -> dict:
     """config.json of a model. model: the keys of [model] as attributes. longest: the sequences it was trained on. source: the
     config.json that the model came from, whose other keys stay."""
-    kept = {key: value for key, value in source.items() if key not in ("rope_parameters", "dtype")}
+    kept = {key: value for key, value in source.items() if key not in ("rope_parameters", "dtype", *family.aliases)}
     made = kept | {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": dtype}
     made |= {theirs: getattr(model, ours[0]) for theirs, ours in family.keys.items()}
     made |= {key: allowed[0] for key, allowed in family.only.items() if source.get(key) not in allowed}
