@@ -75,6 +75,8 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
     with config.user_errors():
         model = transformer.build(run.model, run.lora)
     layout, notes, faults = lay_out(run, sizes, loaded, model)
+    if run.training.objective == "dpo" and sizes["stage"] > 1:
+        faults = [f'mesh.stage={sizes["stage"]}: training.objective="dpo" is not computed in pipelines; use mesh.stage=1', *faults]
     if faults:
         raise ConfigError(*faults)
     with config.user_errors():

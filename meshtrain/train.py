@@ -26,13 +26,13 @@ from meshtrain import assembly, config, devices, trained
 from meshtrain.cluster import agree, find, meet
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost import audit, beside, facts, flops, hardware, report, roofline, unasked
-from meshtrain.data import packing, parts, sources
+from meshtrain.data import packing, parts, preferences, sources
 from meshtrain.data.contracts import Batches
 from meshtrain.inference.generate import Limits
 from meshtrain.inference.picking import Picking
 from meshtrain.inference.words import Words
 from meshtrain.model import params
-from meshtrain.run import adapters, disk, export, history, loop, measured, metrics, peft, pretrained, resume, rundir
+from meshtrain.run import adapters, disk, export, history, loop, measured, metrics, peft, pretrained, reference, resume, rundir
 from meshtrain.run.checkpoint import CheckpointError, Checkpoints
 from meshtrain.run.profiling import Trace
 from meshtrain.run.progress import Progress
@@ -116,6 +116,9 @@ def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: B
     started = time.perf_counter()
     say.out(report.before(made))
     state = agree.everywhere(lambda: _start_state(run, made, checkpoints, start, given))
+    if run.training.objective == "dpo":
+        weights = None if start.saved else state.params
+        batches = agree.everywhere(lambda: reference.with_references(run, made.program, batches, corpus, directory, weights))
     if batches.validation:
         made = agree.everywhere(lambda: assembly.compile_evaluation(made))
     step = agree.everywhere(lambda: assembly.compile_step(made))
@@ -197,9 +200,11 @@ def _open_data(run: Run, directory: Path, start: resume.Start) -> tuple[sources.
         resume.check_tokenizer(run, start, described.tokenizer)     # before it is tokenized with another for hours
         corpus = sources.corpus_of(described, described.open(directory / sources.CACHE, parts.Job(say.out)))
         resume.check_data(run, start, corpus.fingerprint)
-        for line in packing.notes(d, corpus):
+        notes, opened = ((preferences.notes, preferences.open_pairs) if d.source == "preferences" else
+                         (packing.notes, packing.open_batches))
+        for line in notes(d, corpus):
             say.out(line)
-        return corpus, resume.position(start, lambda position: packing.open_batches(d, corpus, run.run.seed, position))
+        return corpus, resume.position(start, lambda position: opened(d, corpus, run.run.seed, position))
 
 
 def _given_weights(run: Run, made: assembly.Assembly):
@@ -249,7 +254,8 @@ def _begun_from(run: Run, made: assembly.Assembly, source: Checkpoints, step: in
 def _tell_the_end(run: Run, made: assembly.Assembly, corpus: sources.Corpus, state: State, val_loss: float | None, stopped: bool,
                   directory: Path) -> None:
     if val_loss is not None:
-        say.out(f"validation loss {val_loss:.4f} nats per token ({val_loss / 0.6931471805599453:.3f} bits)")
+        say.out(f"validation loss {val_loss:.4f} a pair" if run.training.objective == "dpo" else
+                f"validation loss {val_loss:.4f} nats per token ({val_loss / 0.6931471805599453:.3f} bits)")
     if run.run.sample_tokens and not stopped:
         try:
             say.out(_sample(run, made, corpus, state))

@@ -43,7 +43,8 @@ def commands(page: Path) -> list[str]:
 def as_a_user(tmp_path, monkeypatch):
     """A directory with what the pages take for given: a finished run, a rule file of one's own, a model folder."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "quickstart").mkdir(parents=True)
+    for run in ("quickstart", "sft"):
+        (tmp_path / "runs" / run).mkdir(parents=True)
     (tmp_path / "my_rules.toml").write_text("")
     (tmp_path / "Llama-3.2-1B").mkdir()
     (tmp_path / "Llama-3.2-1B" / "config.json").write_text(json.dumps(LLAMA_1B))

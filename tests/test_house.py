@@ -61,7 +61,7 @@ def test_the_import_test_sees_an_import(tmp_path):
 CHAIN = [
     ("train.py", "made.program", "class Program"),
     ("training/step.py", "accumulate.scanned(", "def scanned("),
-    ("training/accumulate.py", "model.loss(", "def loss("),
+    ("training/accumulate.py", "group.apply(", "def apply("),
     ("model/transformer.py", "Layer(", "class Layer("),
     ("model/layers.py", "ex.attend(", "def engine("),
     ("kernels/blockwise.py", 'einsum("BTKGH,BSKH->BKGTS", q_i, k_j', None),

@@ -26,7 +26,7 @@ BYTE_VOCAB = 257  # 256 bytes and the separator between documents
 def problems(run: Run) -> list[str]:
     """Everything in which the keys of a run contradict each other or the files they name; empty = sound."""
     return [*_run_problems(run), *_mesh_problems(run), *_model_problems(run), *_expert_problems(run), *_data_problems(run),
-            *_training_problems(run), *_lora_problems(run), *_distributed_problems(run), *_metrics_problems(run)]
+            *_training_problems(run), *_lora_problems(run), *_preference_problems(run), *_distributed_problems(run), *_metrics_problems(run)]
 
 
 def _run_problems(run: Run):
@@ -178,12 +178,34 @@ def _data_problems(run: Run):
                "data.validation_fraction=0.02, the smaller of the two is held out")
     named = [(f"data.mixture[{i}]", one) for i, one in enumerate(data.mixture)] or [("data", data)]
     for key in ("chat_template", "loss_on"):
-        if getattr(data, key) != Data.model_fields[key].default and "chat" not in {one.source for _, one in named}:
+        if getattr(data, key) != Data.model_fields[key].default and "chat" not in {one.source for _, one in named} and (
+                key == "loss_on" or data.source != "preferences"):
             yield (f'data.{key}={toml(getattr(data, key))} is read for conversations alone; use data.source="chat", or leave it out')
     for where, one in named:
         if one.source not in ("stdlib", "mixture") and not one.paths:
-            example = {"text": "data/*.txt", "tokens": "data/*.tokens.npy", "chat": "data/*.jsonl"}.get(one.source, f"data/*.{one.source}")
+            example = {"text": "data/*.txt", "tokens": "data/*.tokens.npy", "chat": "data/*.jsonl",
+                       "preferences": "data/*.jsonl"}.get(one.source, f"data/*.{one.source}")
             yield f'{where}.source={toml(one.source)} has no {where}.paths to read; use e.g. {where}.paths=["{example}"]'
+
+
+def _preference_problems(run: Run):
+    data, training = run.data, run.training
+    dpo, pairs = training.objective == "dpo", data.source == "preferences"
+    if dpo and not pairs:
+        yield f'training.objective="dpo" learns from pairs of answers, and data.source={toml(data.source)} has none; use data.source="preferences"'
+    if pairs and not dpo:
+        yield 'data.source="preferences" has pairs of answers, from which training.objective="dpo" learns; use that, or another source'
+    if training.dpo_beta != type(training).model_fields["dpo_beta"].default and not dpo:
+        yield f'training.dpo_beta={training.dpo_beta} has no use with training.objective={toml(training.objective)}; use "dpo", or leave it out'
+    if dpo and training.z_loss:
+        yield f'training.z_loss={training.z_loss} is not part of training.objective="dpo"; use 0'
+    if not pairs:
+        return
+    if not data.document_mask:
+        yield 'data.document_mask=false would let the rejected answer see the chosen one (data.source="preferences"); leave it out'
+    for key in ("skip_batches", "validation_paths", "validation_tokens"):
+        if getattr(data, key) != Data.model_fields[key].default:
+            yield f'data.{key}={toml(getattr(data, key))} is not read by data.source="preferences", a pair a sequence; leave it out'
 
 
 def _training_problems(run: Run):

@@ -149,7 +149,7 @@ class Component(Section):
 class Data(Section):
     """[data]: what is read, and how much of it per step."""
 
-    source: Literal["stdlib", "text", "jsonl", "chat", "parquet", "arrow", "tokens", "mixture"] = key(
+    source: Literal["stdlib", "text", "jsonl", "chat", "parquet", "arrow", "tokens", "preferences", "mixture"] = key(
         "stdlib", "Python's library sources, files of data.paths (chat: conversations in lines of JSON), or data.mixture"
     )
     paths: tuple[str, ...] = key(
@@ -187,6 +187,8 @@ class Training(Section):
         "none", "what the backward pass recomputes instead of keeping; offload: as full, layers' inputs wait on the host"
     )
     grad_clip: float = key(1.0, "largest global norm of the gradient; 0 = off", ge=0)
+    objective: Literal["next_token", "dpo"] = key("next_token", "what is learned: the next token, or preferences of pairs (DPO)")
+    dpo_beta: float = key(0.1, "how much departing from the reference weighs against the preferences (DPO)", gt=0)
     z_loss: float = key(0.0, "weight of the squared log-partition, which keeps logits small; 0 = off", ge=0)
     loss_chunk: int = key(2048, "tokens whose logits are held at once; below it the head waits for memory on GPUs", ge=1)
     deterministic: bool = key(False, "the same bits in every run on the same GPUs, at some speed; CPUs give them anyway")

@@ -19,27 +19,30 @@ BATCH_CHARS, BATCH_LINES = 1 << 22, 1 << 10     # what is encoded at a time
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chats:
-    """How conversations become tokens. learn_all: not only what the assistant says."""
+    """How conversations become tokens. learn_all: not only what the assistant says. pairs: lines hold two, chosen and rejected."""
     template: Template
     learn_all: bool
+    pairs: bool = False
 
     @property
     def key(self) -> str:
         """The same for two that give the same tokens and masks."""
-        return f"{self.template.key}-{'all' if self.learn_all else 'assistant'}"
+        return f"{self.template.key}-{'pairs' if self.pairs else 'all' if self.learn_all else 'assistant'}"
 
     def read(self, path: str) -> Iterator[tuple[list[Encoded], int]]:
         """Some conversations of a file of JSON lines at a time, with the bytes of it read so far. Raises: ValueError."""
         batch, numbers, chars = [], [], 0
         with formats.unreadable_told(path):
-            for number, value, position in formats.read_objects(path, '{"messages": […]}'):
+            example = '{"prompt": "…", "chosen": "…", "rejected": "…"}' if self.pairs else '{"messages": […]}'
+            for number, value, position in formats.read_objects(path, example):
                 try:
-                    batch.append(parse(value, self.learn_all))
+                    found = parse_pair(value) if self.pairs else [parse(value, self.learn_all)]
                 except ValueError as error:
                     self._encode(path, batch, numbers)      # a fault of an earlier line comes first
                     raise formats.fault(path, number, str(error)) from None
-                numbers.append(number)
-                chars += sum(len(message["content"]) for message in batch[-1].messages)
+                batch += found
+                numbers += [number] * len(found)
+                chars += sum(len(message["content"]) for one in found for message in one.messages)
                 if chars >= BATCH_CHARS or len(batch) >= BATCH_LINES:
                     yield self._encode(path, batch, numbers), position
                     batch, numbers, chars = [], [], 0
@@ -85,6 +88,40 @@ def parse(line: dict, learn_all: bool = False) -> Conversation:
         raise ValueError(f"has tools that are no list, but {_short(tools)}; give a list of their schemas, or none")
     _check_characters(messages, tools)
     return Conversation(messages, trained, tools or None)
+
+
+def parse_pair(line: dict) -> list[Conversation]:
+    """The conversations with the chosen and with the rejected answer. Raises: ValueError.
+
+    The answers are texts or messages, behind a prompt; or both are whole conversations, and what they begin with alike is the
+    prompt, which may stand beside them once more.
+    """
+    if not {"chosen", "rejected"} <= line.keys():
+        keys = ", ".join(map(repr, list(line)[:8])) or "none"
+        raise ValueError(f"is no pair of answers (its keys: {keys}); give it prompt, chosen and rejected")
+    prompt = _turns(line, "prompt", USER) if line.get("prompt") is not None else []
+    answers = [_turns(line, key, ASSISTANT) for key in ("chosen", "rejected")]
+    if all(one[0]["role"] != ASSISTANT for one in answers):
+        alike = [a == b for a, b in zip(*answers)]
+        shared = alike.index(False) if False in alike else len(alike)
+        given, prompt = prompt, answers[0][:shared]
+        if given and prompt[-len(given):] != given:
+            raise ValueError("has whole conversations as answers that do not begin with its prompt; mend it, or leave the prompt out")
+        answers = [one[shared:] for one in answers]
+    elif not prompt:
+        raise ValueError("has no prompt; give one beside the answers, or whole conversations as chosen and rejected")
+    if answers[0] == answers[1]:
+        raise ValueError("has the same answer as chosen and as rejected; remove it")
+    for key, one in zip(("chosen", "rejected"), answers):
+        if not any(message["role"] == ASSISTANT for message in one):
+            raise ValueError(f"has no answer of the assistant in {key!r}; remove it")
+    if isinstance(line.get("system"), str) and line["system"] and (prompt or answers[0])[0]["role"] != "system":
+        prompt = [{"role": "system", "content": line["system"]}, *prompt]
+    tools = line.get("tools")
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError(f"has tools that are no list, but {_short(tools)}; give a list of their schemas, or none")
+    _check_characters(prompt, answers, tools)
+    return [Conversation(prompt + one, [False] * len(prompt) + [True] * len(one), tools or None) for one in answers]
 
 
 def read_messages(value, key: str) -> list[dict]:

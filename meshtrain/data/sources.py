@@ -26,9 +26,11 @@ from meshtrain.data.contracts import Source
 from meshtrain.data.conversations import Chats
 from meshtrain.data.tokenizer import Tokenizer
 
-NAMES = ("stdlib", "text", "jsonl", "parquet", "arrow", "tokens", "chat")
+NAMES = ("stdlib", "text", "jsonl", "parquet", "arrow", "tokens", "chat", "preferences")
 EXAMPLES = {"text": "corpus/**/*.txt", "jsonl": "corpus/*.jsonl.gz", "parquet": "corpus/*.parquet",
-            "arrow": "corpus/*.arrow", "tokens": "corpus/*.tokens.npy", "chat": "chats/*.jsonl"}
+            "arrow": "corpus/*.arrow", "tokens": "corpus/*.tokens.npy", "chat": "chats/*.jsonl",
+            "preferences": "pairs/*.jsonl"}
+CHATS = ("chat", "preferences")     # conversations
 VALIDATION = ".validation"  # behind the section of a component: its validation files
 CACHE = ".meshtrain"    # the directory of the token cache, beside the files
 
@@ -152,9 +154,9 @@ def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Descript
     faults += [f"{component.where.removesuffix(VALIDATION)}.validation_paths: {path} is trained on, too; take it out of one"
                for component in components[len(named):] for path in component.paths if os.path.realpath(path) in trained]
     chats = None
-    if any(one.source == "chat" for _, one in named):
+    if any(one.source in CHATS for _, one in named):
         try:
-            chats = Chats(chat.open_template(reader, data.chat_template, folders), data.loss_on == "all")
+            chats = Chats(chat.open_template(reader, data.chat_template, folders), data.loss_on == "all", data.source == "preferences")
         except ValueError as error:
             faults.append(str(error))
     if faults:
@@ -251,11 +253,11 @@ def _open(described: Description, component: Component, cache_dir: Path, job: pa
         found = given_tokens.open_given([(path, caches) for (path,), caches in groups], described.tokenizer.bos, job)
         _check_ids(found, described.vocab_size)
     else:
-        chats = described.chats if source == "chat" else None
+        chats = described.chats if source in CHATS else None
         found = token_cache.open_tokenized(kind, groups, component.field, described.tokenizer, job, chats)
     if None in found:
         return None
-    files = token_files.TokenFiles(tuple(found), complete=source == "chat")
+    files = token_files.TokenFiles(tuple(found), complete=source in CHATS)
     _check_not_empty(where, paths, files, job.tell)
     return files
 

@@ -56,18 +56,13 @@ loss_sums.defvjp(_loss_forward, _loss_backward)
 
 def _sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT, with_grads: bool):
     """((objective, nll), (dx_BTD, dw) or None)."""
-    layout, f32 = ex.layout, jnp.float32
-    full = gathered(ex, w, spec.axes)                    # once per microbatch, bf16
-    tokens = _TokenChunks(layout, x_BTD.shape, spec.chunk)
-    vocab = _VocabShard(layout, tokens, spec, full)
-    x_nrsD, targets_nrs = tokens.cut(x_BTD), tokens.cut(targets_BT, fill=NO_TARGET)
+    layout, f32, chunks = ex.layout, jnp.float32, _Chunks(ex, spec, x_BTD, w, targets_BT)
+    tokens, vocab = chunks.tokens, chunks.vocab
     pin_dw = lambda dw: tokens.pin(dw, tokens.shards, *layout.spec_in_use(spec.axes))
 
     def visit(carry, c):
         objective, nll, dx, dw = carry
-        # Sequence parallel: each chunk is gathered over tensor here (s·D bf16) and its dx scattered back below.
-        x_c, t_c = tokens.take(x_nrsD, c), tokens.take(targets_nrs, c)
-        logits, lse, hit_V, hit = vocab.logits(x_c, t_c)
+        x_c, t_c, logits, lse, hit_V, hit = chunks.take(c)
         has = (t_c != NO_TARGET).astype(f32)
         nll_c = has * (lse - hit)
         nll = nll + nll_c.sum((1, 2))
@@ -87,8 +82,8 @@ def _sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT, with_grads: bool)
     zero_n = jnp.zeros((tokens.n,), f32)
     dx = dw = None
     if with_grads:
-        dx = jnp.zeros_like(x_nrsD)
-        dw = None if spec.frozen else pin_dw(jnp.zeros((tokens.n,) + full.shape, f32))
+        dx = jnp.zeros_like(chunks.x_nrsD)
+        dw = None if spec.frozen else pin_dw(jnp.zeros((tokens.n,) + vocab.full.shape, f32))
     (objective, nll, dx, dw), _ = jax.lax.scan(visit, (zero_n, zero_n, dx, dw), jnp.arange(tokens.count))
     sums = (objective.sum(), nll.sum())
     if not with_grads:
@@ -96,6 +91,72 @@ def _sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT, with_grads: bool)
     # One reduction over the batch shards, in float32: nothing may stand between the sum and the constraint.
     dw = None if dw is None else layout.constrain("grads", dw.sum(0), spec.axes)
     return sums, (layout.act(tokens.join(dx), "batch", "residual_seq", None), dw)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def token_nll(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
+    """nll of each token [B, T], float32, 0 where there is no target; in x and w as `loss_sums`.
+
+    For objectives that are no sum over tokens: what a token's nll weighs is known only once the forward has ended, so the
+    backward makes the logits again (4 head matmuls instead of 3).
+    """
+    chunks = _Chunks(ex, spec, x_BTD, w, targets_BT)
+
+    def visit(nll, c):
+        _, t_c, _, lse, _, hit = chunks.take(c)
+        return chunks.tokens.put(nll, jnp.where(t_c != NO_TARGET, lse - hit, 0.0), c), None
+    zeros = jnp.zeros(chunks.targets_nrs.shape, jnp.float32)
+    return chunks.tokens.join(jax.lax.scan(visit, zeros, jnp.arange(chunks.tokens.count))[0])
+
+
+def _nll_forward(ex, spec, x_BTD, w, targets_BT):
+    return token_nll(ex, spec, x_BTD, w, targets_BT), (x_BTD, w, targets_BT)
+
+
+def _nll_backward(ex, spec, saved, d_BT):
+    chunks, layout = _Chunks(ex, spec, *saved), ex.layout
+    tokens, vocab = chunks.tokens, chunks.vocab
+    d_nrs = tokens.cut(d_BT)
+    pin_dw = lambda dw: tokens.pin(dw, tokens.shards, *layout.spec_in_use(spec.axes))
+
+    def visit(carry, c):
+        dx, dw = carry
+        x_c, t_c, logits, lse, hit_V, _ = chunks.take(c)
+        weight = jnp.where(t_c != NO_TARGET, tokens.take(d_nrs, c), 0.0)
+        dl = weight[..., None] * (jnp.exp(logits - lse[..., None]) - hit_V.astype(jnp.float32))
+        if spec.softcap:
+            dl = dl * jnp.where(logits > -jnp.inf, 1 - jnp.square(logits / spec.softcap), 0.0)
+        dl = vocab.pin(dl.astype(ex.dtype))
+        dx = tokens.put(dx, vocab.dx(dl), c)
+        if dw is not None:
+            dw = pin_dw(dw + jnp.einsum(f"nrsD,nrsV->n{vocab.letters}", x_c, dl, preferred_element_type=jnp.float32))
+        return (dx, dw), None
+
+    dw = None if spec.frozen else pin_dw(jnp.zeros((tokens.n,) + vocab.full.shape, jnp.float32))
+    (dx, dw), _ = jax.lax.scan(visit, (jnp.zeros_like(chunks.x_nrsD), dw), jnp.arange(tokens.count))
+    dw = None if dw is None else layout.constrain("grads", dw.sum(0), spec.axes)
+    return layout.act(tokens.join(dx), "batch", "residual_seq", None), dw, None
+
+
+token_nll.defvjp(_nll_forward, _nll_backward)
+
+
+class _Chunks:
+    """The tokens in chunks, and the logits of each."""
+
+    def __init__(self, ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
+        full = gathered(ex, w, spec.axes)                    # once per microbatch, bf16
+        self.tokens = _TokenChunks(ex.layout, x_BTD.shape, spec.chunk)
+        self.vocab = _VocabShard(ex.layout, self.tokens, spec, full)
+        self.x_nrsD, self.targets_nrs = self.tokens.cut(x_BTD), self.tokens.cut(targets_BT, fill=NO_TARGET)
+
+    def take(self, c):
+        """(x, targets, logits, lse, where the target is, its logit) of chunk c.
+
+        Sequence parallel: each chunk is gathered over tensor here (s·D bf16), and its dx scattered back where it is put.
+        """
+        x_c, t_c = self.tokens.take(self.x_nrsD, c), self.tokens.take(self.targets_nrs, c)
+        return x_c, t_c, *self.vocab.logits(x_c, t_c)
 
 
 def capped(logits, softcap: float):

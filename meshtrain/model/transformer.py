@@ -23,7 +23,7 @@ from meshtrain.layout.mesh import after
 from meshtrain.layout.rules import Layout, Rules, Tensor
 from meshtrain.model import float8, lora, params, parts, rope
 from meshtrain.model.layers import Embedding, Layer, Linear, Norm, Execution, dropout, kv_heads
-from meshtrain.model.loss import LossSpec, capped, loss_sums
+from meshtrain.model.loss import LossSpec, capped, loss_sums, token_nll
 from meshtrain.model.moe import MoE
 from meshtrain.names import AUX_LOSS, LAYERS, LORA, MATMUL_ROLES
 
@@ -223,11 +223,17 @@ class Transformer:
 
     def head_loss(self, ex: Execution, p, x_BTD, targets_BT, *, z_loss: float = 0.0, chunk: int = 2048):
         """(objective, nll) from the output of the last layer, as `loss`."""
+        return loss_sums(ex, *self._head_inputs(ex, p, x_BTD, z_loss, chunk), targets_BT)
+
+    def head_token_nll(self, ex: Execution, p, x_BTD, targets_BT, chunk: int = 2048):
+        """nll of each token [B, T], float32, from the output of the last layer; 0 where there is no target."""
+        return token_nll(ex, *self._head_inputs(ex, p, x_BTD, 0.0, chunk), targets_BT)
+
+    def _head_inputs(self, ex: Execution, p, x_BTD, z_loss: float, chunk: int):
         p = self._read_after(ex, p, x_BTD)
         axes, w = self._head(p)
-        x_BTD = self._normed(ex, p, x_BTD)
         spec = LossSpec(axes, self.cfg.vocab_size, z_loss, chunk, self.cfg.logit_softcap, frozen=self.lora is not None)
-        return loss_sums(ex, spec, x_BTD, w, targets_BT)
+        return spec, self._normed(ex, p, x_BTD), w
 
     def loss(self, ex: Execution, p, batch, *, z_loss: float = 0.0, chunk: int = 2048, dropout_key=None):
         """(objective, nll, aux), sums over the tokens of `batch` that have a target, in nats. Divide by their count.

@@ -20,6 +20,7 @@ class Validation:
     def __init__(self, run: Run, program: Program, data: Batches, stop: Stop):
         self.program, self.sets, self.stop = program, data.validation, stop
         self.batches, self.every, self.last = run.validation.batches, run.validation.every, run.training.steps
+        self.unit = "a pair" if run.training.objective == "dpo" else "nats per token"
         self.loss: float | None = None
 
     def hook(self) -> Hook:
@@ -43,7 +44,7 @@ class Validation:
         self.loss = sum(held.weight * loss for held, loss in zip(self.sets, losses))
         each = {held.name: loss for held, loss in zip(self.sets, losses)} if len(self.sets) > 1 else {}
         told = f" ({', '.join(f'{name} {loss:.4f}' for name, loss in each.items())})" if each else ""
-        say.out(f"step {step}: validation loss {self.loss:.4f} nats per token{told}")
+        say.out(f"step {step}: validation loss {self.loss:.4f} {self.unit}{told}")
         return {"val_loss": self.loss} | {f"val_loss/{name}": loss for name, loss in each.items()}
 
     def _measure(self, state: State, held: ValidationSet) -> float | None:

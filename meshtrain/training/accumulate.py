@@ -23,11 +23,10 @@ from meshtrain.model import float8, params, transformer
 from meshtrain.model.layers import Execution
 from meshtrain.model.loss import with_loss
 from meshtrain.model.transformer import Transformer, without_layers
-from meshtrain.names import AUX_LOSS, NO_TARGET
+from meshtrain.names import AUX_LOSS
 from meshtrain.parallel import expert, split
+from meshtrain.training import objective
 from meshtrain.training.state import StateSpec
-
-FIELDS = {"tokens": 1, "targets": 1, "segments": 1, "positions": 1, "index": 1, "sequence": 0}  # dims after [batch]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,18 +61,20 @@ def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, s
                    in_order=not staged and by_gloo(mesh), experts=expert.choose(run, layout, platform))
     batch_spec = lambda dims: P(None, once or None, *inner.spec("activations", ("batch", "seq")[:1 + dims]))
     sequences = data.global_batch // training.microbatches // replicas
-    batch = {name: jax.ShapeDtypeStruct((training.microbatches, replicas, sequences) + (data.seq_len,) * dims, jnp.int32,
+    batch = {name: jax.ShapeDtypeStruct((training.microbatches, replicas, sequences) + (data.seq_len,) * dims, dtype,
                                         sharding=NamedSharding(mesh, batch_spec(dims)))
-             for name, dims in FIELDS.items()}
+             for name, (dims, dtype) in objective.of_run(training).fields.items()}
     return StepSpec(run, model, layout, mesh, state, ex, once, batch)
 
 
 def scanned(step: StepSpec):
-    """(`gradients`, `evaluate`), microbatch after microbatch.
+    """(`gradients`, `evaluate`, `preferred`), microbatch after microbatch.
 
     gradients: (params, batch, dropout key) -> (grads placed as [optimizer], loss, count, aux), of what is trained alone; aux: the
-    layers' sums by name, divided by count. evaluate: (params, batch) -> nll sum.
+    layers' sums by name, divided by count. evaluate: (params, batch) -> sum of the loss. preferred, of DPO: (params,
+    batch) -> `Preference.preferred` of every sequence, [microbatches, replicas, sequences].
     """
+    aim = objective.of_run(step.run.training)
     layout, once, trained_axes = step.layout, step.once, step.state.trained_axes
     inner, replicas = step.ex.layout, layout.ways(once)
     added = _by_hand(step)
@@ -92,7 +93,7 @@ def scanned(step: StepSpec):
                             is_leaf=rules.is_axes)
 
     def gradients(p, batch, key):
-        p, count = step.model.divided(as_read(p)), jnp.maximum(jnp.sum(batch["targets"] != NO_TARGET), 1).astype(jnp.float32)
+        p, count = step.model.divided(as_read(p)), jnp.maximum(aim.count(batch), 1).astype(jnp.float32)
         if step.ex.in_order:
             batch = after(batch, count)
 
@@ -112,11 +113,16 @@ def scanned(step: StepSpec):
         p = as_read(p)
 
         def add(carry, microbatch):
-            nll = lambda b: step.model.loss(step.ex, p, b, chunk=step.run.training.loss_chunk)[1]
-            return carry + replicated(nll)(microbatch).sum(), None
+            loss = lambda b: aim.head(step.model, step.ex, p, step.model.through_layers(step.ex, p, b)[0], b)[1]
+            return carry + replicated(loss)(microbatch).sum(), None
         return jax.lax.scan(add, jnp.float32(0), batch)[0]
 
-    return gradients, evaluate
+    def preferred(p, batch):
+        p = as_read(p)
+        of = lambda b: aim.preferred(step.model, step.ex, p, step.model.through_layers(step.ex, p, b)[0], b)
+        return jax.lax.scan(lambda _, microbatch: (None, replicated(of)(microbatch)), None, batch)[1]
+
+    return gradients, evaluate, preferred
 
 
 def _by_hand(step: StepSpec):
@@ -125,7 +131,7 @@ def _by_hand(step: StepSpec):
     Each layer's gradient is added to its accumulator as soon as it is made, so that a microbatch's gradients never stand beside
     their sums: 4 bytes less for each parameter that a device accumulates. They are float32, whatever the dtype of the weights.
     """
-    model, ex, training = step.model, step.ex, step.run.training
+    model, ex, aim = step.model, step.ex, objective.of_run(step.run.training)
 
     def repeat(group: transformer.Group, trained, x_BTD, e):
         (number, frozen), (inputs, count) = e
@@ -148,8 +154,9 @@ def _by_hand(step: StepSpec):
             done.append((layers.backward, w, saved, model.weights(grads, group)))
 
         def head(ends, x_BTD):
-            return model.head_loss(ex, with_frozen(ends), x_BTD, microbatch["targets"], z_loss=training.z_loss, chunk=training.loss_chunk)
-        _, back_of_head, nll = jax.vjp(head, ends, x_BTD, has_aux=True)
+            total, nll, more = aim.head(model, ex, with_frozen(ends), x_BTD, microbatch)
+            return total, (nll, more)
+        _, back_of_head, (nll, more) = jax.vjp(head, ends, x_BTD, has_aux=True)
         of_head, dx_BTD = back_of_head(1 / count)
         if ex.in_order:
             dx_BTD = after(dx_BTD, (of_head, nll))
@@ -161,7 +168,7 @@ def _by_hand(step: StepSpec):
         if ex.in_order:
             of_head, nll = after((of_head, nll), dx_BTD)
         ends_sums = _sum(without_layers(grads), jax.tree.map(jnp.add, of_head, of_embed))
-        return model.with_layers(ends_sums, sums[::-1]), nll, aux
+        return model.with_layers(ends_sums, sums[::-1]), nll, aux | more
     return added
 
 

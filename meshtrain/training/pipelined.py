@@ -23,7 +23,8 @@ from meshtrain.model.transformer import Transformer, without_layers
 from meshtrain.names import AUX_LOSS, LAYERS, NO_TARGET
 from meshtrain.parallel import pipeline, split, switch
 from meshtrain.parallel.schedules import Schedule
-from meshtrain.training.accumulate import FIELDS, StepSpec, drops, reduce_once
+from meshtrain.training.accumulate import StepSpec, drops, reduce_once
+from meshtrain.training.objective import FIELDS
 
 _map_axes = functools.partial(jax.tree.map, is_leaf=rules.is_axes)
 

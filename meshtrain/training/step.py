@@ -20,9 +20,8 @@ from meshtrain.layout.rules import Layout
 from meshtrain.model import moe, params
 from meshtrain.model.layers import Execution
 from meshtrain.model.transformer import Transformer
-from meshtrain.names import NO_TARGET
 from meshtrain.parallel import schedules
-from meshtrain.training import accumulate, pipelined
+from meshtrain.training import accumulate, objective, pipelined
 from meshtrain.training.optimizer import learning_rate_schedule
 from meshtrain.training.state import State, StateSpec
 
@@ -84,13 +83,16 @@ class Program:
 
     `train(state, batch) -> (state, metrics)` donates the state; metrics: loss (nats per target token), grad_norm,
     learning_rate, tokens (with a target), skipped, and the aux of the layers as `moe.reported` has it.
-    `evaluate(params, batch) -> (nll sum, token count)`.
+    `evaluate(params, batch) -> (sum of the loss, how many targets, or pairs, it is of)`.
+    `preferred(params, batch)`, of DPO -> what the model prefers the chosen answers by [microbatches, replicas, sequences], whole on
+    every process.
     `initialize() -> State`, a function of the seed alone.
     """
     train: Callable
     gradients: Callable            # (params, batch, dropout key) -> (grads of what is trained, placed as [optimizer], loss, count, aux)
     evaluate: Callable
     initialize: Callable
+    preferred: Callable | None
     spec: StateSpec
     batch: dict                    # ShapeDtypeStructs with shardings, [microbatches, replicas, sequences, T]
     execution: Execution           # for forward passes outside the replica axis
@@ -140,7 +142,8 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
     """
     training, step = run.training, accumulate.step_spec(run, model, layout, mesh, attend, spec, bool(schedule))
     roles = [info.role for info in model.parameters() if info.trainable]
-    gradients, nll = pipelined.pipelined(step, schedule) if schedule else accumulate.scanned(step)
+    gradients, loss_sum, *more = pipelined.pipelined(step, schedule) if schedule else accumulate.scanned(step)
+    aim = objective.of_run(training)
 
     def train(state: State, batch):
         key = jax.random.fold_in(jax.random.key(run.run.seed), state.step) if accumulate.drops(run) else None
@@ -161,8 +164,8 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         return new, metrics | moe.reported(aux)
 
     def evaluate(p, batch):
-        total, targets = nll(p, batch), batch["targets"]
-        return total, jnp.sum((after(targets, total) if step.ex.in_order else targets) != NO_TARGET)
+        total = loss_sum(p, batch)
+        return total, aim.count(after(batch, total) if step.ex.in_order else batch)
 
     def initialize():
         p = model.init(jax.random.key(run.run.seed))
@@ -176,6 +179,8 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         gradients=gradients,
         evaluate=jax.jit(evaluate, in_shardings=(spec.sharding.params, batch_shardings), out_shardings=whole),
         initialize=jax.jit(initialize, out_shardings=spec.sharding),
+        preferred=jax.jit(more[0], in_shardings=(spec.sharding.params, batch_shardings), out_shardings=whole)
+        if training.objective == "dpo" else None,
         spec=spec, batch=step.batch, execution=dataclasses.replace(step.ex, layout=layout), once=step.once, mesh=mesh,
         compiler_options=compiler_options(mesh.devices.flat[0].platform, training.deterministic, training.remat,
                                           schedule is not None, memory_share),
