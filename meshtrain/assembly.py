@@ -177,13 +177,13 @@ def tensors(run: Run, model: transformer.Transformer, layout: Layout) -> list[Te
 
 def _choose_schedule(run: Run, mesh_spec: MeshSpec, model, layout: Layout, attend: Callable, experts, gpu) -> simulate.Choice:
     """The pipeline schedule of the run, with what it costs in time and memory."""
-    mesh, parameters = mesh_spec.abstract(), model.parameters()
+    mesh = mesh_spec.abstract()
     residual_ways = layout.ways(a for a in layout.mesh_axes("activations", "residual_seq") if a == "tensor")
     fbw, x = pipelined.layer_fbw(run, model, layout, mesh, attend, experts)
     held = state.describe(model, run.optimizer, run.training.steps, layout, mesh)
     return simulate.of_run(run, _stage_costs(run, mesh_spec, model, layout, gpu), mesh_spec.sizes["stage"],
                            memory.slot_bytes(run, layout, fbw, x, residual_ways),
-                           memory.slot_budget_bytes(gpu, held, memory.in_loop(parameters, layout), run.model.compute_dtype))
+                           memory.slot_budget_bytes(gpu, held, memory.in_loop(model, layout), run.model.compute_dtype))
 
 
 def _stage_costs(run: Run, mesh_spec: MeshSpec, model, layout: Layout, gpu) -> Callable[[Schedule], simulate.Costs]:
@@ -192,7 +192,7 @@ def _stage_costs(run: Run, mesh_spec: MeshSpec, model, layout: Layout, gpu) -> C
     known = gpu is not None and gpu.hbm_bytes_per_s is not None
     gpu = gpu if known else hardware.get("h100")
     rated = rates.Rates(gpu, assumptions.Assumptions(gpu.name))
-    visited, engine = rates.packed(run.data, rated.assumed)
+    visited, engine = rates.packed(run, rated.assumed)
     placed = place(model.parameters(), run.model, layout, mesh_spec)
 
     def of(schedule: Schedule) -> simulate.Costs:

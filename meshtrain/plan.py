@@ -248,7 +248,7 @@ def question_of(run: Run, options: dict, num_gpus: int) -> search.Question:
         usable = int(options["max-memory"] * 2**30)
     with config.user_errors():
         model = transformer.build(run.model, run.lora)
-    visited, engine = rates.packed(run.data, rated.assumed)
+    visited, engine = rates.packed(run, rated.assumed)
 
     def lay(sizes, loaded: rules.Rules, method: str):
         asked = _with(run, mesh=sizes, context={"method": method}, pipeline={"schedule": "1f1b"},

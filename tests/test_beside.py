@@ -63,6 +63,14 @@ CELLS = {
     "ring": Cell("context", dict(data=2, context=4), "selective", **LONG),
     "gather": Cell("context", dict(data=2, context=4), "full", method="gather", **LONG),
     "ulysses": Cell("context", dict(data=2, context=4), "none", method="ulysses", **LONG),
+    # What a window's blocks leave to live XLA orders as it likes.
+    "a window round a ring": Cell("context", dict(data=2, context=4), "selective", memory=.1, **LONG, model=MODEL | dict(window=5000)),
+    "windows and global layers round a ring": Cell("zero3_context", dict(fsdp=2, context=4), "full", memory=.1, **LONG, model=MODEL | dict(
+        window=2048, global_every=2)),
+    "windows and global layers in stages": Cell("zero1_pipeline", dict(stage=2, fsdp=4), "selective", 8, 1, memory=.1, model=MODEL | dict(
+        window=1024, global_every=2)),
+    "a window, gathered": Cell("context", dict(data=2, context=4), "full", method="gather", memory=.1, **LONG, model=MODEL | dict(
+        window=3000)),
     "zero3 and context": Cell("zero3_context", dict(fsdp=2, context=4), "full", **LONG),
     # A ring of two needs no loop, and less lives in it.
     "zero3, tensor and context": Cell("zero3_tensor_sequence_context", dict(fsdp=2, tensor=2, context=2), "full", memory=.1, **LONG),

@@ -121,7 +121,7 @@ def test_equal_layers_stand_in_the_tree_as_one_stack():
 
 def test_layers_of_several_kinds_are_refused_by_a_pipeline():
     with pytest.raises(ValueError, match="dense: 2 × 1, others: 1 × 2.*mesh.stage to 1"):
-        model_of(*LEADING).layer
+        model_of(*LEADING).period
 
 
 # ---- aux -------------------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def by_hand():
     count = int((batch["targets"] >= 0).sum())
 
     def objective(p):
-        layers = [(model.layer, jax.tree.map(lambda a: a[i], p[LAYERS])) for i in range(4)]
+        layers = [(model.period[0], jax.tree.map(lambda a: a[i], p[LAYERS])) for i in range(4)]
         total, (nll, _) = one_by_one(model, ex, p, batch, layers)
         return total / count, (total - nll) / count
     with jax.default_matmul_precision("highest"):

@@ -154,7 +154,7 @@ def test_inspect_tells_people_the_same():
 
 def test_accumulators_that_are_in_no_loop_are_null_and_not_zero():
     case = Compiled(run_of("pipeline", dict(stage=2), "1f1b", model=dict(num_layers=2)))
-    shapes = memory.in_loop(case.made.model.parameters(), case.made.layout)
+    shapes = memory.in_loop(case.made.model, case.made.layout)
     text = case.step.as_text()
     assert audit.accumulator_bytes(text, [s for _, s in shapes]) == sum(4 * math.prod(s) for _, s in shapes)
     assert audit.accumulator_bytes(text, [s for _, s in shapes] + [(3, 5, 7)]) is None

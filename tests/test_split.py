@@ -28,7 +28,7 @@ def layer_case(remat: str, dtype: str = "float32"):
     e = model.inputs(batch, jax.random.key(3))
     x, dy = (jax.random.normal(jax.random.key(k), (2, T, cfg.embed_dim)).astype(dtype) for k in (1, 2))
     weights = jax.tree.map(lambda a: a.astype(dtype), model.init(jax.random.key(0))["layers"])
-    return lambda w, x, e: transformer.block(ex, model.layer, w, x, e[1], e[0]), weights, x, e, dy
+    return lambda w, x, e: transformer.block(ex, model.period[0], w, x, e[1], e[0]), weights, x, e, dy
 
 
 @pytest.mark.parametrize("remat", ["full", *(pytest.param(remat, marks=sampling.GRID) for remat in ("none", "selective"))])

@@ -20,6 +20,7 @@ from meshtrain.kernels import blockwise, engine
 from meshtrain.kernels.mask import CAUSAL, Mask, Scores
 from meshtrain.model import transformer
 from meshtrain.parallel import attention, band
+from meshtrain.parallel import stages as parallel_stages
 
 slow = partial(pytest.param, marks=sampling.GRID)
 near = lambda window: CAUSAL._replace(window=window)
@@ -204,7 +205,7 @@ def equals_one_device(case, model: dict):
     return losses
 
 
-def test_places_name_every_stack_once_and_stages_are_refused():
+def test_places_name_every_stack_once():
     for num_layers, expected in ((4, ["layers/0", "layers/1"] * 2), (3, ["layers/periods/0", "layers/periods/1", "layers/left"]),
                                  (1, ["layers"])):
         model = transformer.build(config.Model(**EVERY, num_layers=num_layers))
@@ -212,11 +213,37 @@ def test_places_name_every_stack_once_and_stages_are_refused():
         assert model.places()[-1][1] == (num_layers - 1) // 2 * (num_layers % 2 == 0)
         paths = {name + path.removeprefix("layers") for name, _ in model.places() for path in model.names() if path.startswith("layers/")}
         assert paths == {info.name for info in model.parameters() if info.name.startswith("layers/")}
-    run = test_layouts.run_of("zero3_tensor_sequence_pipeline", dict(stage=2), EVERY)
-    with pytest.raises(config.ConfigError, match="model.global_every=2 makes layers of two kinds, .* set mesh.stage to 1"):
-        assembly.assemble(run, jax.devices()[:2])
     with pytest.raises(config.ConfigError, match="model.global_every=2 has no model.window"):
         config.load(["--model.global_every=2"])
+
+
+@pytest.mark.parametrize(("num_layers", "stages", "chunks", "padded"), [(4, 2, 1, 4), (5, 2, 1, 8), (3, 2, 2, 8), (1, 2, 1, 2), (9, 4, 1, 16)])
+def test_stages_hold_whole_periods_or_say_what_is_filled_up(num_layers, stages, chunks, padded):
+    model = dict(window=4, global_every=2, num_layers=num_layers)
+    assert parallel_stages.padded(config.Model(**model), stages * chunks) == padded
+    run = test_layouts.run_of("zero1_pipeline", dict(stage=stages), model)
+    run = config.Run(**run.model_dump(exclude={"pipeline"}), pipeline=dict(
+        schedule="1f1b" if chunks == 1 else "interleaved", chunks=chunks, uneven="refuse"))
+    if padded > num_layers:
+        with pytest.raises(config.ConfigError, match=f"model.num_layers={num_layers}.* cannot be split over mesh.stage={stages} × pipeline"):
+            assembly.assemble(run, jax.devices()[:stages])
+
+
+PERIODS = [("1f1b", 1, dict(stage=2, fsdp=2, tensor=2), 4), *(pytest.param(*cell, marks=sampling.GRID) for cell in (
+    ("gpipe", 1, dict(stage=2, data=2), 4), ("zero_bubble", 1, dict(stage=2, tensor=2), 5), ("interleaved", 2, dict(stage=2, fsdp=2), 8),
+    ("interleaved", 2, dict(stage=2), 5), ("interleaved_zero_bubble", 2, dict(stage=2, fsdp=2), 7), ("zb_h1", 1, dict(stage=2, data=2), 5),
+    ("auto", 1, dict(stage=4, data=2), 5), ("1f1b", 1, dict(stage=2), 1), ("1f1b", 1, dict(stage=2, context=2, tensor=2), 6)))]
+
+
+@pytest.mark.parametrize(("schedule", "chunks", "mesh", "num_layers"), PERIODS)
+def test_stages_of_layers_with_and_without_a_window_equal_one_device(schedule, chunks, mesh, num_layers):
+    """Whole periods of two in each stage, and what is left of them, filled up."""
+    model = EVERY | dict(num_layers=num_layers)
+    rule = "zero3_tensor_sequence_context_pipeline" if "context" in mesh else (
+        "zero1_tensor_sequence_pipeline" if {"fsdp", "tensor"} & set(mesh) else "pipeline")
+    run = test_layouts.run_of(rule, mesh, model)
+    run = config.Run(**run.model_dump(exclude={"pipeline"}), pipeline=dict(schedule=schedule, chunks=chunks, uneven="pad"))
+    equals_one_device(test_layouts.Compiled(run), model)
 
 
 CAPPED = dict(window=11, score_softcap=2.0, attention_scale_dim=5)

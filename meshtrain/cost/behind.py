@@ -12,6 +12,7 @@ from meshtrain.cost.price import RECOMPUTED, group
 from meshtrain.cost.rates import Group, Matmul
 from meshtrain.cost.search import Answer, Plan, Question
 from meshtrain.names import AXES
+from meshtrain.parallel import stages
 from meshtrain.units import seconds
 
 EXPLAINED, MOST = 0.8, 3        # share of the distance that the reasons reach for, and how many there are at most
@@ -129,7 +130,7 @@ def _tokens(plan: Plan) -> float:
 def _runs(question: Question, plan: Plan) -> float:
     """How often a device works through a layer in a step."""
     chunks = plan.options.chunks
-    return plan.options.microbatches * -(-question.cfg.num_layers // (plan.sizes["stage"] * chunks)) * chunks
+    return plan.options.microbatches * stages.padded(question.cfg, plan.sizes["stage"] * chunks) // plan.sizes["stage"]
 
 
 def _products_s(question: Question, plan: Plan) -> float:

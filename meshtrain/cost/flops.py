@@ -11,17 +11,31 @@ def model_flops_per_token(table: Iterable, cfg, seq_len: int) -> float:
 
     table: ParamInfo rows; cfg: the [model] section. Embedding look-ups cost nothing, a tied head counts as a matrix, of experts
     only those that a token goes to.
-    Attention: 12·L·N·H·S of which the causal half, 6·L·N·H·S (PaLM, arXiv:2204.02311, appendix B, halved for causality).
+    Attention: 12·L·N·H·S of which the causal half, 6·L·N·H·S (PaLM, arXiv:2204.02311, appendix B, halved for causality), and of
+    that half what a layer's window leaves.
     """
     multiplied = [info for info in table if info.role in ("matrix", "head", "router")
                   or cfg.tie_embeddings and info.path[0] == "embedding"]
     matrices = sum((6.0 if info.trainable else 4.0) * active(info, cfg) for info in multiplied)
-    return matrices + 6.0 * cfg.num_layers * cfg.num_heads * cfg.head_dim * seq_len
+    return matrices + 6.0 * cfg.num_layers * cfg.num_heads * cfg.head_dim * seq_len * attended(cfg, seq_len)
 
 
 def active(info, cfg) -> int:
     """Elements of a parameter that one token uses."""
     return info.size * cfg.experts_per_token // cfg.num_experts if "expert" in info.axes else info.size
+
+
+def local_layers(cfg, seq_len: int) -> float:
+    """The share of the layers that have a window shorter than the sequence."""
+    if not 0 < cfg.window < seq_len:
+        return 0.0
+    return 1 - (cfg.num_layers // cfg.global_every if cfg.global_every else 0) / cfg.num_layers
+
+
+def attended(cfg, seq_len: int) -> float:
+    """Pairs that a token of a whole row attends to, as a share of the causal half, S / 2, in the mean of all layers."""
+    part, within = local_layers(cfg, seq_len), cfg.window / seq_len
+    return 1 - part + part * (2 - within) * within if part else 1.0
 
 
 def executed(placed: Placed, options: Options, practice: Practice = Practice()) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from meshtrain.cost.placed import Options, Placed
 from meshtrain.model import parts
-from meshtrain.parallel import schedules
+from meshtrain.parallel import schedules, stages
 
 
 def memory(placed: Placed, options: Options) -> dict[str, int]:
@@ -108,7 +108,7 @@ def slot_bytes(placed: Placed, options: Options) -> float:
     for_backward, for_weights = slot_widths(placed, options)
     p = placed.mesh.sizes["stage"]
     _, slots = schedules.counts(options.schedule, p, options.microbatches, options.chunks)
-    depth = -(-placed.cfg.num_layers // (p * options.chunks))
+    depth = stages.padded(placed.cfg, p * options.chunks) // (p * options.chunks)
     elements = depth * (slots["Q"] * for_backward + slots.get("Z", 0) * for_weights)
     elements += (slots["X"] + slots["D"]) * placed.cfg.embed_dim / placed.stream_ways
     return placed.itemsize * placed.tokens(options) * elements

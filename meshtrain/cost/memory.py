@@ -10,6 +10,7 @@ import numpy as np
 from meshtrain.cost import audit, hardware
 from meshtrain.cost.simulate import SlotBytes
 from meshtrain.names import LAYERS, MATMUL_ROLES
+from meshtrain.parallel import stages
 
 
 def placed_bytes(abstract, shardings) -> int:
@@ -45,18 +46,21 @@ def host_bytes(run, layout) -> int:
     return run.model.num_layers * tokens // ways * run.model.embed_dim * np.dtype(run.model.compute_dtype).itemsize
 
 
-def in_loop(infos, layout, num_chunks: int = 1) -> list[tuple]:
+def in_loop(model, layout, num_chunks: int = 1) -> list[tuple]:
     """[(ParamInfo, its shape on one device inside the pipeline's loop)], whole over the axes that split the batch.
 
-    A stage's layers are one stack, all its chunks and those layers that fill up the last one included.
+    A stage's layers are one stack for each layer of a period, all its chunks and those layers that fill up the last one included.
     """
-    virtual_stages = layout.sizes["stage"] * num_chunks
+    num_stages, whole = layout.sizes["stage"], model.groups[0]
+    periods = stages.padded(model.cfg, num_stages * num_chunks) // len(whole.period) // num_stages
     kept = lambda axis: layout.ways(layout.axes_in_use(axis))
     found = []
-    for info in infos:
+    for info in model.parameters():
         shape = tuple(n // kept(axis) for n, axis in zip(info.shape, info.axes))
         if info.axes[:1] == (LAYERS,):
-            shape = (-(-info.shape[0] // virtual_stages) * num_chunks, *shape[1:])
+            if len(model.groups) > 1 and info.path[1] != whole.name:
+                continue            # what is left of a period is in the stacks of whole ones
+            shape = (periods, *shape[1:])
         found.append((info, shape))
     return found
 
@@ -96,7 +100,7 @@ def compiled(executable, state_abstract, microbatches: int, loop=None) -> dict:
 
 
 def slot_bytes(run, layout, fbw, x, residual_ways: int) -> SlotBytes:
-    """What a microbatch leaves in a stage, from F, B and W of one layer and its input: heads and mlp are split over tensor.
+    """What a microbatch leaves in a stage, from F, B and W of one period and its input: heads and mlp are split over tensor.
 
     What is as wide as the residual stream: under remat F keeps it split like the stream (layers' inputs, what attention
     adds). assumption: without remat, and in what B passes to W, it is whole, as it is where a matmul reads it: an upper bound.
@@ -107,7 +111,8 @@ def slot_bytes(run, layout, fbw, x, residual_ways: int) -> SlotBytes:
         ways = stream_ways if a.shape[-1:] in ((), (1,), (run.model.embed_dim,)) else layout.sizes["tensor"]
         return jax.ShapeDtypeStruct((-(-math.prod(a.shape) // ways),), a.dtype)
     fbw = dataclasses.replace(fbw, **{name: [held(a, ways) for a in getattr(fbw, name)] for name, ways in wide_ways.items()})
-    depth = -(-run.model.num_layers // layout.sizes["stage"])
+    num_stages = layout.sizes["stage"]
+    depth = stages.padded(run.model, num_stages) // num_stages // stages.period(run.model)
     return SlotBytes.of(fbw, held(x, residual_ways), chunks=depth)
 
 

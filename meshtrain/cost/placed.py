@@ -15,7 +15,7 @@ from meshtrain.layout.mesh import MeshSpec
 from meshtrain.layout.rules import Layout
 from meshtrain.model import layers
 from meshtrain.names import AXES, LAYERS, MATMUL_ROLES
-from meshtrain.parallel import schedules
+from meshtrain.parallel import schedules, stages
 
 Axes = tuple[str, ...]
 
@@ -141,7 +141,7 @@ class Placed:
     def layers(self, options: Options, practice: Practice) -> float:
         """That a stage works through for a microbatch."""
         if practice.shared_head:        # ours: filled up with layers that cost the same and do nothing
-            return -(-self.cfg.num_layers // (self.layout.sizes["stage"] * options.chunks)) * options.chunks
+            return stages.padded(self.cfg, self.layout.sizes["stage"] * options.chunks) // self.layout.sizes["stage"]
         return (self.cfg.num_layers + 2 * practice.short_ends) / self.layout.sizes["stage"]
 
     def visits(self, options: Options, practice: Practice) -> tuple[float, float, float]:
@@ -196,18 +196,18 @@ def place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice = Practi
     """rows: the parameter table (ParamInfo); cfg: the [model] section; the layout has the sizes of the mesh."""
     local, tokens = _Local(cfg, layout), frozenset(layout.token_axes)
     travel, held = {name: defaultdict(float) for name in TRAVEL}, dict.fromkeys(HELD, 0.0)
-    stages, products, head = layout.sizes["stage"], {}, None
-    stage_layers = -(-cfg.num_layers // stages)
+    num_stages, products, head, equal = layout.sizes["stage"], {}, None, {}
+    stage_layers = stages.padded(cfg, num_stages) // num_stages if num_stages > 1 else cfg.num_layers
     in_grads = {axis for axes in layout.rules.tables["grads"].values() for axis in axes}
-    once = tokens if stages > 1 else frozenset(layout.batch_axes) - in_grads
+    once = tokens if num_stages > 1 else frozenset(layout.batch_axes) - in_grads
     for info in rows:
         in_use, lies = local.axes(info)
         depth = stage_layers if info.axes[:1] == (LAYERS,) else 0
         whole = info.size / layout.ways(in_use)
-        if depth and stages > 1:        # a stage has its own layers in the loop, also where the rules cannot split them
+        if depth and num_stages > 1:        # a stage has its own layers in the loop, also where the rules cannot split them
             whole = info.size / cfg.num_layers * depth / layout.ways(in_use - {"stage"})
         _hold(held, info, cfg, layout, lies, whole, depth)
-        if stages > 1:                  # inside the loop weights and gradients are whole: exchanged once a step
+        if num_stages > 1:              # inside the loop weights and gradients are whole: exchanged once a step
             lies |= {"params": in_use, "grads": in_use}
         uses = 1
         if info.role == "embedding":
@@ -216,7 +216,8 @@ def place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice = Practi
             travel["looked_up"][_ordered(lies["params"])] += columns
         _send(travel, layout, info, {table: axes - in_use for table, axes in lies.items()}, whole, depth, uses,
               tokens - lies["grads"] - in_use, once)
-        if info.role == "matrix":
+        # Of layers that repeat with a period the matrices of one: they differ in what they attend to alone.
+        if info.role == "matrix" and equal.setdefault(info.path[-3:], info.path) == info.path:
             into, out = info.matrix_dims
             key = info.path[:-2], tuple(info.axes[d] for d in into)
             row = _ordered(frozenset().union(*(local.uses(info.axes[d]) for d in into)))
@@ -242,7 +243,7 @@ def _hold(held, info, cfg, layout: Layout, lies, whole: float, depth: int) -> No
         held["layers_read"] += info.size / layout.ways(lies["params"])
         held["layers_stored"] += info.size / layout.ways(lies["optimizer"])
         held["layer_used"] += whole / depth
-        held["largest"] = max(held["largest"], whole / depth)
+        held["largest"] = max(held["largest"], whole / depth * cfg.num_layers / info.shape[0])
         if info.role == "matrix" and info.axes[-1] == "embed":
             held["turned"] += info.size / layout.ways(lies["optimizer"])
 

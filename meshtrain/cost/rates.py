@@ -6,9 +6,10 @@ no program and no mesh; `roofline` takes them through a compiled schedule.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
-from meshtrain.cost import hardware
+from meshtrain.cost import flops, hardware
 from meshtrain.cost.assumptions import Assumptions
 
 TILE = 128 * 256        # elements of the output that one multiprocessor makes at a time, in the largest tiles of cuBLAS
@@ -117,29 +118,49 @@ class Rates:
 BLOCK = 128     # assumption: tokens of a kernel's block of queries or keys; at 64 a row of 8,192 has 2% less to visit
 
 
-def packed(data, assumed: Assumptions) -> tuple[float, str]:
-    """(pairs that attention visits as a share of the causal half, the engine that does), of a run's [data]."""
-    if not data.document_mask:
-        return 1.0, "cudnn"
-    return visited_share(data.seq_len, assumed["documents.mean"], assumed["documents.sigma"]), "pallas"
+def packed(run, assumed: Assumptions) -> tuple[float, str]:
+    """(pairs that attention visits as a share of the causal half, in the mean of a run's layers, the engine that does)."""
+    cfg, length = run.model, run.data.seq_len
+    if not run.data.document_mask:
+        return flops.attended(cfg, length), "pallas" if cfg.score_softcap else "cudnn"
+    visited = functools.partial(visited_share, length, assumed["documents.mean"], assumed["documents.sigma"])
+    part = flops.local_layers(cfg, length)
+    return (1 - part) * visited() + (part * visited(window=cfg.window) if part else 0.0), "pallas"
 
 
-def visited_share(length: int, mean: float, sigma: float, block: int = BLOCK) -> float:
+def visited_share(length: int, mean: float, sigma: float, block: int = BLOCK, window: int = 0) -> float:
     """Pairs that a kernel visits in a row of packed documents, as a share of the causal square length²/2.
 
     Documents of log-normal length follow each other, and the row begins at any place of one: long documents hold more of the
     tokens than of the documents. A block of queries visits the blocks of keys from the start of its first query's document
     on. P(that start lies more than a tokens back) = E[max(L − a, 0)] / mean, for a log-normal L the Black–Scholes formula.
+    window: tokens that a query sees; 0: all.
     """
-    block = min(block, length)
-    visited, back, older = 0.0, 0.0, 1.0                # back: tokens between a query and its document's start in the row
+    block, reach = min(block, length), window - 1 if window else length
+    visited, back, older = 0.0, 0.0, 1.0                # back: tokens between a query and the first one that it sees
     for start in range(0, length, block):
         rows = min(block, length - start)
-        # A start somewhere inside a block of keys, half a block in the mean; the row's own start is a block's.
-        visited += rows * (back + rows + (1 - older) * block / 2)
-        before, older = older, _older(start + rows, mean, sigma)
-        back += rows * (before + older) / 2
+        # A start somewhere inside a block of keys, half a block in the mean; the row's own start is a block's, and where a window
+        # ends in its block is known.
+        ends = older * (-reach % block) if reach < start else 0.0
+        visited += rows * (back + rows + ends + (1 - older) * block / 2)
+        if start < reach:
+            further = min(rows, reach - start)
+            before, older = older, _older(start + further, mean, sigma)
+            back += further * (before + older) / 2
     return visited / (length * length / 2)
+
+
+def banded_pairs(queries: int, keys: int, ahead: int, window: int, mean: float = math.inf, sigma: float = 1.0) -> float:
+    """Pairs at most window - 1 tokens apart and none before its key, of queries that begin so many tokens after the keys, and of one
+    document where `mean` says how long these are."""
+    pairs = 0.0
+    for first in range(max(0, ahead - keys + 1), min(window, ahead + queries), BLOCK):
+        last = min(first + BLOCK, window, ahead + queries) - 1          # distances: pairs of each, from the mean of the ends
+        count = lambda apart: max(0, min(queries, keys + apart - ahead) - max(0, apart - ahead))
+        alike = 1.0 if math.isinf(mean) else _older((first + last) / 2 or 1, mean, sigma)
+        pairs += (last - first + 1) * (count(first) + count(last)) / 2 * alike
+    return pairs
 
 
 def _older(age: float, mean: float, sigma: float) -> float:

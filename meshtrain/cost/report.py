@@ -42,7 +42,7 @@ def held_by_program(made, executable) -> dict:
 
 def _loop(made):
     """The parameters as they stand in the pipeline's loop; None where there is none."""
-    return memory.in_loop(made.model.parameters(), made.layout, made.choice.schedule.num_chunks) if made.choice else None
+    return memory.in_loop(made.model, made.layout, made.choice.schedule.num_chunks) if made.choice else None
 
 
 def before(made) -> str:

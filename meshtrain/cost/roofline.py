@@ -181,13 +181,16 @@ class _Program:
         seconds = sum(map(self.prices.matmul_s, found.matmuls))
         return seconds + (self.prices.attention_s(found.attention) if found.attention else 0.0)
 
-    def _visited(self, queries: int, keys: int, causal: bool) -> float:
+    def _visited(self, queries: int, keys: int, causal: bool, window: int, ahead: int) -> float:
         """Pairs of a row that a kernel with block skipping visits. Not causal: the keys are an earlier chunk, and the nearest
-        one counts, an upper bound."""
+        one counts, an upper bound; of a window the one that it reaches."""
+        a = self.prices.assumed
+        if window and (not self.packed or not causal):
+            documents = (a["documents.mean"], a["documents.sigma"]) if self.packed else ()
+            return rates.banded_pairs(queries, keys, ahead, window, *documents)
         if not self.packed:
             return queries * keys / (2 if causal else 1)
-        a = self.prices.assumed
-        pairs = lambda n: rates.visited_share(n, a["documents.mean"], a["documents.sigma"]) * n * n / 2
+        pairs = lambda n: rates.visited_share(n, a["documents.mean"], a["documents.sigma"], window=window) * n * n / 2
         return pairs(queries) if causal else min(queries * keys, pairs(queries + keys) - pairs(queries) - pairs(keys))
 
     def _part(self, computation: str, ins: hlo.Instruction, found: work.Work) -> str:

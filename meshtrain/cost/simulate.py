@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from meshtrain.parallel import schedules
+from meshtrain.parallel import schedules, stages
 from meshtrain.parallel.schedules import F, Schedule
 
 # In the order in which equal ones are preferred. zb_h1 is experimental: only on request.
@@ -207,7 +207,7 @@ def _called(schedule: Schedule) -> str:
 
 
 def chunk_counts(num_layers: int, p: int, most: int = 4) -> tuple[int, ...]:
-    """The chunk counts that need no more padding layers than one chunk does, and of which p is a multiple or which are of p.
+    """num_layers: or periods of them, where these stay together. The chunk counts that need no more padding layers than one chunk does, and of which p is a multiple or which are of p.
 
     Of others each stage's weights lie on many: XLA moves them ten times over on their way (8 stages of 10 chunks: 112 GiB a step
     of a 70B model, a third of the step).
@@ -225,7 +225,7 @@ def of_run(run, costs: Costs | Callable[[Schedule], Costs], p: int, slot_bytes: 
     """
     name, m, v = run.pipeline.schedule, run.training.microbatches, run.pipeline.chunks
     if name == "auto":
-        counts = chunk_counts(run.model.num_layers, p) if v == 1 else (v,)
+        counts = chunk_counts(-(-run.model.num_layers // stages.period(run.model)), p) if v == 1 else (v,)
         return choose(p, m, costs, slot_bytes, budget_bytes, counts)
     schedule = schedules.make(name, p, m, v)
     outcome = simulate(schedule, costs(schedule) if callable(costs) else costs)

@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
+from meshtrain.cost import flops
 from meshtrain.cost.placed import Axes, Options, Placed, Practice
 from meshtrain.names import AXES
 
@@ -161,17 +162,32 @@ def _context(placed: Placed, options: Options, practice: Practice) -> Iterator[S
     send = lambda kind, elements, bytes_each, times, beside="": Sent(
         kind, axes, FLOAT32 if bytes_each == 4 else dtype, elements * bytes_each, times, "context", beside)
     if options.method == "ring":
-        yield send("collective-permute", 2 * key, size, forward * (c - 1), ATTENTION)
-        yield send("collective-permute", 2 * key, size, backward * (c - 1), ATTENTION_BACKWARD)
-        # The sums of dK and dV: float32 as long as a loop carries them, rounded before the hop behind it (`parallel.ring`).
-        in_float32 = c - 1 if c > 2 or placed.masked(options, practice) else 0
-        yield send("collective-permute", 2 * key, 4, backward * in_float32, ATTENTION_BACKWARD)
-        yield send("collective-permute", 2 * key, size, backward * (c - in_float32), ATTENTION_BACKWARD)
-    elif options.method == "gather":        # keys and values whole, again in the backward, and their gradients back
+        yield from _ring(placed, options, practice, send, 2 * key)
+    elif options.method == "gather":        # whatever the window: keys and values whole, again in the backward, and their gradients back
         yield send("all-gather", 2 * c * key, size, forward + backward)
         yield send("reduce-scatter", 2 * c * key, 4, backward)
     else:                                   # q, k, v and o; in the backward as well, and do, dq, dk and dv
         yield send("all-to-all", 2 * (query + key), size, forward + 2 * backward)
+
+
+def _ring(placed: Placed, options: Options, practice: Practice, send, pairs: float) -> Iterator[Sent]:
+    """pairs: elements of K and V on a device; beside them travel float32 sums of their gradients."""
+    c, (forward, backward, _), size = placed.ways("seq"), placed.visits(options, practice), placed.itemsize
+    near = flops.local_layers(placed.cfg, options.seq_len)
+    if near:            # `parallel.band`: as far as the window reaches, and the sums home by the shorter way
+        reach = min(-(-(placed.cfg.window - 1) * 2 * c // options.seq_len), 2 * c - 1)
+        home = max(reach - 1, 0) + min(reach, 2 * c - reach)
+        yield send("collective-permute", pairs, size, near * forward * reach, ATTENTION)
+        yield send("collective-permute", pairs, size, near * backward * reach, ATTENTION_BACKWARD)
+        yield send("collective-permute", pairs, 4, near * backward * home, ATTENTION_BACKWARD)
+    if near < 1:
+        forward, backward = (1 - near) * forward, (1 - near) * backward
+        yield send("collective-permute", pairs, size, forward * (c - 1), ATTENTION)
+        yield send("collective-permute", pairs, size, backward * (c - 1), ATTENTION_BACKWARD)
+        # The sums of dK and dV: float32 as long as a loop carries them, rounded before the hop behind it (`parallel.ring`).
+        in_float32 = c - 1 if c > 2 or placed.masked(options, practice) else 0
+        yield send("collective-permute", pairs, 4, backward * in_float32, ATTENTION_BACKWARD)
+        yield send("collective-permute", pairs, size, backward * (c - in_float32), ATTENTION_BACKWARD)
 
 
 def _stages(placed: Placed, options: Options, practice: Practice) -> Iterator[Sent]:

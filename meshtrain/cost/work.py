@@ -21,7 +21,8 @@ _UPDATES = ("dynamic-update-slice", "scatter")      # change a part of their fir
 _FUSIONS = ("fusion", "fusion-start")               # jax 0.12 starts some and waits for them later
 _WHOLE = ("dot", "scaled-dot", "ragged-dot", "convolution", "custom-call", "sort", "rng-bit-generator")
 PRODUCTS = {"forward": 2, "dq": 3, "dkv": 4}    # of a Pallas attention kernel, for each visited pair of query and key
-_PALLAS = re.compile(r"meshtrain_attention_(forward|dq|dkv)(_causal)?")
+_PALLAS = re.compile(r"meshtrain_attention_(forward|dq|dkv)(_causal)?(?:_window(\d+))?(?:_ahead(\d+))?")     # `kernels.mask.label`
+_CUDNN_WINDOW = re.compile(r'"sliding_window_length":\s*(\d+)')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Work:
 def of(module: hlo.Module, computation: str, ins: hlo.Instruction, visited) -> Work:
     """The work of an instruction that is a kernel: not in FREE, no loop, no collective.
 
-    visited(queries, keys, causal) -> pairs of a packed row that a Pallas attention kernel visits.
+    visited(queries, keys, causal, window, ahead) -> pairs of a packed row that a Pallas attention kernel visits.
     """
     attention = _attention(module, computation, ins, visited)
     matmuls = tuple(_matmuls(module, computation, ins))
@@ -94,11 +95,12 @@ def _attention(module, computation, ins, visited) -> Attention | None:
     arrays = [dims for _, dims in module.operand_shapes(computation, ins) if len(dims) == 4]
     (B, T, N, H), (_, S, _, _) = arrays[:2]
     if ours:
-        kernel, causal = ours.groups()
-        flops = PRODUCTS[kernel] * 2 * B * N * H * visited(T, S, bool(causal))
+        kernel, causal, window, ahead = ours.groups()
+        flops = PRODUCTS[kernel] * 2 * B * N * H * visited(T, S, bool(causal), int(window or 0), int(ahead or 0))
         return Attention("pallas", "forward" if kernel == "forward" else "backward", flops, S, H)
     backward, causal = "Backward" in ins.target, '"mask_type":"NO_MASK"' not in ins.attrs
-    pairs = T * S / 2 if causal else T * S
+    window = int(found.group(1)) if (found := _CUDNN_WINDOW.search(ins.attrs)) else 0
+    pairs = window * (T - window / 2) if 0 < window < T else T * S / 2 if causal else T * S
     return Attention("cudnn", "backward" if backward else "forward", (5 if backward else 2) * 2 * B * N * H * pairs, S, H)
 
 

@@ -166,15 +166,46 @@ class Transformer:
             found += [(name, repeat) for repeat in range(group.repeats) for name in names]
         return found
 
+    # What a pipeline passes through its stages: whole periods, the last one filled up with layers that do nothing.
+
     @property
-    def layer(self) -> params.Module:
-        """The one layer that all layers repeat. Raises: ValueError where they differ, as no pipeline can have them yet."""
-        (first, *others) = self.groups
-        if others or len(first.period) > 1:
+    def period(self) -> tuple[params.Module, ...]:
+        """The layers that all layers repeat in turn; the last time perhaps not to the end. Raises: ValueError where they do not."""
+        first, *left = self.groups
+        if len(left) > 1 or any(group.period * group.repeats != first.period[:group.repeats] for group in left):
             described = ", ".join(f"{group.name}: {group.repeats} × {len(group.period)}" for group in self.groups)
             raise ValueError(f"this model has layers of several kinds ({described}), and stages of a pipeline must be equal; "
                              "set mesh.stage to 1")
-        return first.period[0]
+        return first.period
+
+    def first(self, layers):
+        """Of a tree like LAYERS what belongs to whole periods."""
+        return layers if len(self.groups) == 1 else layers[self.groups[0].name]
+
+    def by_period(self, layers, length: int):
+        """The tree of LAYERS as the tree of one period, stacked: [length, …] for each of its layers, zeros behind the last."""
+        first, *left = self.groups
+        found = [[weights] for weights in self.weights({LAYERS: layers}, first)]
+        for group in left:
+            (stack,) = self.weights({LAYERS: layers}, group)
+            for i in range(group.repeats):
+                found[i].append(jax.tree.map(lambda a, i=i: a[i:i + 1], stack))
+
+        def stacked(*arrays):
+            a = jnp.concatenate(arrays) if len(arrays) > 1 else arrays[0]
+            return jnp.pad(a, [(0, length - a.shape[0])] + [(0, 0)] * (a.ndim - 1))
+        return first.subtree(tuple(jax.tree.map(stacked, *trees) for trees in found))
+
+    def from_period(self, tree):
+        """What `by_period` makes of LAYERS, as LAYERS again."""
+        first, *left = self.groups
+        entries = lambda start, stop, place: jax.tree.map(lambda a: a[start:stop], place)
+        places = first.weights(tree)
+        trees = {first.name: first.subtree(tuple(entries(0, first.repeats, place) for place in places))}
+        for group in left:
+            alone = [entries(first.repeats, first.repeats + 1, place) for place in places[:group.repeats]]
+            trees[group.name] = group.subtree((jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *alone),))
+        return trees if left else trees[first.name]
 
     def gathered_by_layer(self, layout: Layout) -> bool:
         """Whether layers gather their weights when they use them (ZeRO-3). Else these lie as [params] says all step long."""
@@ -348,8 +379,9 @@ def _groups(cfg, adapters, prefix: str, num_layers: int, **kind) -> tuple[Group,
     every = cfg.global_every
     if not every or not num_layers:
         return (Group(prefix + "layers", (layer(),), num_layers),) if num_layers else ()
-    period = (*(layer() for _ in range(every - 1)), layer(everywhere=True))
-    found = Group(prefix + "periods", period, num_layers // every), Group(prefix + "left", (layer(),), num_layers % every)
+    local = layer()
+    period = (*(local for _ in range(every - 1)), layer(everywhere=True))
+    found = Group(prefix + "periods", period, num_layers // every), Group(prefix + "left", (local,), num_layers % every)
     return tuple(group for group in found if group.repeats)
 
 

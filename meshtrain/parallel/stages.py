@@ -8,6 +8,17 @@ from meshtrain.layout.rules import Rules
 from meshtrain.parallel import schedules
 
 
+def period(cfg) -> int:
+    """Layers that a stage must hold together: those that repeat. cfg: the [model] section."""
+    return cfg.global_every if 0 < cfg.global_every <= cfg.num_layers else 1
+
+
+def padded(cfg, virtual_stages: int) -> int:
+    """Layers of so many equal stages of whole periods, with those that do nothing."""
+    together = period(cfg) * virtual_stages
+    return -(-cfg.num_layers // together) * together
+
+
 def problems(run, loaded: Rules, sizes) -> list[str]:
     """Why this run cannot be pipelined, one message each, in the words of the run file; empty where it can."""
     num_stages, chunks, num_layers = sizes["stage"], run.pipeline.chunks, run.model.num_layers
@@ -18,23 +29,22 @@ def problems(run, loaded: Rules, sizes) -> list[str]:
         faults.append(f'pipeline.schedule="zb_h1" cannot stand beside mesh.context={sizes["context"]}: its stages take '
                       "different branches, where permutes over context would mix; use mesh.context=1, or "
                       'pipeline.schedule="zero_bubble"')
-    most = max(1, -(-num_layers // num_stages))
+    together = period(run.model)
+    most = max(1, -(-num_layers // (num_stages * together)))
     if chunks > most:
         faults.append(f"pipeline.chunks={chunks} cuts model.num_layers={num_layers} on mesh.stage={num_stages} into chunks without a "
                       f"layer; use at most {most}")
     if run.training.remat == "offload":
         faults.append(f'training.remat="offload" cannot stand beside mesh.stage={num_stages}: what waits for its backward stays '
                       'in the slots of the schedule, on the device; use training.remat="full"')
-    if run.model.global_every:
-        faults.append(f"model.global_every={run.model.global_every} makes layers of two kinds, and stages of a pipeline must be equal; "
-                      "set mesh.stage to 1")
     if run.model.first_dense_layers:
         faults.append(f"model.first_dense_layers={run.model.first_dense_layers} makes layers of two kinds, and stages of a pipeline must "
                       "be equal; set mesh.stage to 1")
-    virtual_stages = num_stages * chunks
-    if num_layers % virtual_stages and run.pipeline.uneven == "refuse":
-        faults.append(f"model.num_layers={num_layers} cannot be split over mesh.stage={num_stages} × pipeline.chunks={chunks}; "
-                      f'use a multiple of {virtual_stages}, e.g. {-(-num_layers // virtual_stages) * virtual_stages}, or pipeline.uneven="pad"')
+    filled = padded(run.model, num_stages * chunks)
+    if filled > num_layers and run.pipeline.uneven == "refuse":
+        whole = f" in periods of model.global_every={together}" if together > 1 else ""
+        faults.append(f"model.num_layers={num_layers}{whole} cannot be split over mesh.stage={num_stages} × pipeline.chunks={chunks}; "
+                      f'use a multiple of {together * num_stages * chunks}, e.g. {filled}, or pipeline.uneven="pad"')
     missing = [f"[{table}]" for table in ("params", "grads", "optimizer") if loaded.mesh_axes(table, "layers") != ("stage",)]
     if missing:
         faults.append(f'mesh.stage={num_stages} needs layers = "stage" in {", ".join(missing)} of {loaded.path}; take one of '
@@ -60,9 +70,11 @@ def fit(run, loaded: Rules, sizes, vocab: int) -> tuple[Rules, list[str]]:
         return loaded, said
     splits = [math.prod(sizes[a] for a in table["vocab"]) for table in loaded.tables.values()
               if "stage" in table.get("vocab", ())]
-    if num_layers % num_stages:
+    together = period(run.model)
+    if num_layers % (together * num_stages):
         drop.add("layers")
-        said.append(f"pipeline: {num_layers} layers do not divide over mesh.stage={num_stages}: outside the pipeline's loop "
+        each = f" in periods of {together}" if together > 1 else ""
+        said.append(f"pipeline: {num_layers} layers{each} do not divide over mesh.stage={num_stages}: outside the pipeline's loop "
                      "every stage keeps the states of all of them")
     if schedule_name(run) == "zb_h1":
         drop.add("vocab")
@@ -81,7 +93,7 @@ def fit(run, loaded: Rules, sizes, vocab: int) -> tuple[Rules, list[str]]:
 def notes(run, schedule: schedules.Schedule) -> list[str]:
     """What this schedule costs beside its bubble, where it costs anything."""
     num_stages, chunks, num_layers = schedule.num_stages, schedule.num_chunks, run.model.num_layers
-    said, extra = [], -num_layers % (num_stages * chunks)
+    said, extra = [], padded(run.model, num_stages * chunks) - num_layers
     if extra:
         said.append(f"pipeline: {num_layers} layers over mesh.stage={num_stages} × pipeline.chunks={chunks} are filled up with "
                      f"{extra} that do nothing; they cost time like the others")

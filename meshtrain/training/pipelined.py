@@ -21,7 +21,7 @@ from meshtrain.model.layers import Execution
 from meshtrain.model.loss import with_loss
 from meshtrain.model.transformer import Transformer, without_layers
 from meshtrain.names import AUX_LOSS, LAYERS, NO_TARGET
-from meshtrain.parallel import pipeline, split, switch
+from meshtrain.parallel import pipeline, split, stages, switch
 from meshtrain.parallel.schedules import Schedule
 from meshtrain.training.accumulate import StepSpec, drops, reduce_once
 from meshtrain.training.objective import FIELDS
@@ -38,7 +38,7 @@ def pipelined(step: StepSpec, schedule: Schedule):
     summed = step.once + layout.mesh_axes("activations", "seq")       # a shard of a sequence has gradients of its own, too
     # Experts stay on their devices: along what splits them, gradients are whole already.
     own = lambda axes: tuple(tuple(a for a in layout.axes_in_use(axis) if a in summed) for axis in axes[1:])
-    specs = dict(ws_axes=tuple(_map_axes(own, part[LAYERS]) for part in model.divided(step.state.axes)),
+    specs = dict(ws_axes=tuple(_map_axes(own, model.first(part[LAYERS])) for part in model.divided(step.state.axes)),
                  ends_specs=_map_axes(lambda axes: layout.spec("params", axes, drop=others),
                                       tuple(map(without_layers, model.divided(step.state.axes)))),
                  batch_specs={name: abstract.sharding.spec for name, abstract in step.batch.items()})
@@ -46,7 +46,7 @@ def pipelined(step: StepSpec, schedule: Schedule):
     def out_of_stages(axes, g):
         whole = sum(own(axes), ())
         g = reduce_once(layout, tuple(a for a in summed if a not in whole), _staged(axes), g)
-        return layout.constrain("optimizer", g.reshape(-1, *g.shape[3:])[:model.cfg.num_layers], axes)
+        return g.reshape(-1, *g.shape[3:])
 
     def gradients(p, batch, key):
         count = jnp.maximum(jnp.sum(batch["targets"] != NO_TARGET), 1).astype(jnp.float32)
@@ -55,7 +55,8 @@ def pipelined(step: StepSpec, schedule: Schedule):
         weights = _into_loop(step, p, num_stages, schedule.num_chunks)
         nll, ws, ends, aux = executor.gradients(schedule, functions, step.mesh, summed, weights, batch, extra, **specs)
         grads = _map_axes(lambda axes, g: reduce_once(layout, summed, axes, g), ends_axes, ends)
-        grads[LAYERS] = _map_axes(out_of_stages, layers_axes, ws)
+        layers = model.from_period(_map_axes(out_of_stages, model.first(layers_axes), ws))
+        grads[LAYERS] = _map_axes(lambda axes, g: layout.constrain("optimizer", g, axes), layers_axes, layers)
         return grads, nll.sum() / count, count, jax.tree.map(lambda a: a.sum(0) / count, aux)
 
     def evaluate(p, batch):
@@ -66,8 +67,10 @@ def pipelined(step: StepSpec, schedule: Schedule):
 
 
 def _functions(step: StepSpec, virtual_stages: int) -> pipeline.ModelFunctions:
-    """Where the virtual stages do not divide the layers, the last ones are filled up with layers that do nothing."""
+    """What stages repeat is a period of layers. Where they do not divide these, the last ones are filled up with layers that do
+    nothing."""
     model, ex, training, num_layers = step.model, step.ex, step.run.training, step.model.cfg.num_layers
+    uneven = stages.padded(step.run.model, virtual_stages) > num_layers
 
     def prepare(microbatch, extra):
         return model.inputs(microbatch, extra.get("key")), extra["count"]
@@ -75,37 +78,45 @@ def _functions(step: StepSpec, virtual_stages: int) -> pipeline.ModelFunctions:
     def embed(ends, frozen, microbatch, extra):
         return model.embed(ex, params.joined(ends, frozen), microbatch, extra.get("key"))
 
-    def layer(weights, x, e):
-        (number, frozen), (inputs, count) = e
-        y, aux = transformer.block(ex, model.layer, params.joined(weights, frozen), x, inputs, number)
-        if num_layers % virtual_stages:
+    def layer(of, weights, x, number, inputs, count):
+        y, aux = transformer.block(ex, of, weights, x, inputs, number)
+        if uneven:
             aux = jax.tree.map(lambda a: jnp.where(number < num_layers, a, 0), aux)
         if AUX_LOSS in aux:
             y = with_loss(y, aux[AUX_LOSS] / count)
-        return jnp.where(number < num_layers, y, x) if num_layers % virtual_stages else y, aux
+        return jnp.where(number < num_layers, y, x) if uneven else y, aux
+
+    def period(weights, x, e):
+        (number, frozen), (inputs, count) = e
+        sums: dict = {}
+        for i, (of, w) in enumerate(zip(model.period, model.groups[0].weights(params.joined(weights, frozen)), strict=True)):
+            x, aux = layer(of, w, x, number * len(model.period) + i, inputs, count)
+            sums = transformer.add_aux(sums, aux)
+        return x, sums
 
     def head(ends, frozen, x, microbatch, extra):
         total, nll = model.head_loss(ex, params.joined(ends, frozen), x, microbatch["targets"], z_loss=training.z_loss, chunk=training.loss_chunk)
         return total / extra["count"], nll
 
-    return pipeline.ModelFunctions(prepare, embed, layer, head)
+    return pipeline.ModelFunctions(prepare, embed, period, head)
 
 
 def _into_loop(step: StepSpec, p, num_stages: int, num_chunks: int):
     """(layers, ends), both as (trained, frozen): gathered once per step, in the compute dtype; inside the loop stands a full stage
     of them."""
-    layout, num_layers = step.layout, step.model.cfg.num_layers
+    layout, model = step.layout, step.model
+    periods = stages.padded(step.run.model, num_stages * num_chunks) // len(model.period)
 
     def into_stages(axes, w):
-        depth = -(-num_layers // (num_stages * num_chunks))
-        w = jnp.pad(w, [(0, depth * num_stages * num_chunks - num_layers)] + [(0, 0)] * (w.ndim - 1))
-        w = layout.constrain("params", w.reshape(num_chunks, num_stages, depth, *w.shape[1:]), _staged(axes))
+        w = layout.constrain("params", w.reshape(num_chunks, num_stages, -1, *w.shape[1:]), _staged(axes))
         return layout.in_use(w, _staged(axes))
 
-    p = step.model.as_read(layout, p, step.ex.dtype)
+    p = model.as_read(layout, p, step.ex.dtype)
     ends = _map_axes(lambda axes, w: layout.in_use(w, axes), without_layers(step.state.axes), without_layers(p))
-    both = step.model.divided({**ends, LAYERS: _map_axes(into_stages, step.state.axes[LAYERS], p[LAYERS])})
-    return tuple(part[LAYERS] for part in both), tuple(map(without_layers, both))
+    both = model.divided({**ends, LAYERS: p[LAYERS]})
+    layers = tuple(_map_axes(into_stages, model.first(axes[LAYERS]), model.by_period(part[LAYERS], periods))
+                   for axes, part in zip(model.divided(step.state.axes), both))
+    return layers, tuple(map(without_layers, both))
 
 
 def _staged(axes):
@@ -114,7 +125,7 @@ def _staged(axes):
 
 
 def layer_fbw(run, model: Transformer, layout: Layout, mesh, attend: Callable, experts=None) -> tuple[split.FBW, jax.ShapeDtypeStruct]:
-    """F, B and W of one layer as they stand in the pipeline's loop, and its input: what a microbatch leaves on a device.
+    """F, B and W of one period of layers as they stand in the pipeline's loop, and its input: what a microbatch leaves on a device.
 
     Traced, not compiled; the mesh may be abstract. Shapes are one device's, but whole over tensor, which XLA splits.
     """
@@ -125,7 +136,7 @@ def layer_fbw(run, model: Transformer, layout: Layout, mesh, attend: Callable, e
     sizes = (sequences, run.data.seq_len // layout.ways(seq))
     x = jax.ShapeDtypeStruct((*sizes, run.model.embed_dim), dtype)
     own = lambda axis: layout.ways(a for a in layout.axes_in_use(axis) if a in (*once, *seq))       # of experts
-    weights, frozen = (part[LAYERS] for part in model.divided(params.tree(model.parameters(), lambda info: jax.ShapeDtypeStruct(
+    weights, frozen = (model.first(part[LAYERS]) for part in model.divided(params.tree(model.parameters(), lambda info: jax.ShapeDtypeStruct(
         tuple(n // own(axis) for n, axis in zip(info.shape[1:], info.axes[1:])), dtype if info.role == "matrix" else info.dtype))))
     fbw = None
 
@@ -133,8 +144,10 @@ def layer_fbw(run, model: Transformer, layout: Layout, mesh, attend: Callable, e
         nonlocal fbw
         key = jax.random.key(0) if drops(run) else None
         inputs = model.inputs({name: jnp.zeros(sizes[:1 + dims], jnp.int32) for name, dims in FIELDS.items()}, key)
-        layer = lambda w, x, e: transformer.block(ex, model.layer, params.joined(w, e[2]), x, e[1], e[0])
-        fbw = split.layer(layer, weights, x, (jnp.int32(0), inputs, frozen))
+        group = model.groups[0]
+        assert group.period == model.period
+        layers = lambda w, x, e: group.apply(ex, group.weights(params.joined(w, e[2])), x, (e[0], e[1]))
+        fbw = split.layer(layers, weights, x, (jnp.int32(0), inputs, frozen))
         return jnp.int32(0)
 
     with jax.sharding.use_abstract_mesh(mesh):          # whatever mesh the caller has in force
