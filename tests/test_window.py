@@ -119,7 +119,8 @@ def test_rows_of_one_document_are_not_looked_at_for_others(documents):
     of = lambda segments, documents: programs("ring", (("context", 2),), T, 4, near(9)._replace(documents=documents), Scores())(
         q, k, v, segments, do)[0]
     got, expected = of(segments, documents), of(segments if documents else np.zeros_like(segments), True)
-    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    # Two programs, which may round differently; a token of another document changes the first digit.
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, expected)
 
 
 # ---- what is visited and sent ----------------------------------------------------------------------------------------
