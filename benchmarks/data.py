@@ -3,9 +3,10 @@
 Sources of documents of some 1,000 tokens: text (a file each), a memory-mapped uint16 token file, the same in 1,000 files, and
 a mixture of one part of that text and three of the tokens. Nothing but Packed.iterate runs: no step, no device. The limit is
 the memory bandwidth of the copy: the bytes of a batch's arrays at the rate of np.copyto between arrays that no cache holds.
-The index: a file of where 10^8 documents end (0.8 GB, memory-mapped, in the page cache), documents so long that they make
+Whole documents are the same tokens with none cut (data.packing). The index: a file of where 10^8 documents end (0.8 GB, memory-mapped, in the page cache), documents so long that they make
 10^10 sequences, with 0.1% held out; of their tokens nothing exists, a read gives zeros. A process of its own opens it, makes
-its first batch, and then single sequences anywhere and in order; its own memory is RssAnon. Writes benchmarks/data.md.
+its first batch, and then single sequences anywhere and in order; its own memory is RssAnon. Once more with documents of 500
+tokens, none cut: those of the first windows are counted. Writes benchmarks/data.md.
 """
 from __future__ import annotations
 
@@ -38,6 +39,7 @@ ROUNDS, ROUND_S = 7, 0.7
 SEQ_LENS, PREFETCH = (256, 4096), (0, 2)
 MANY_FILES = 1000
 INDEX_DOCUMENTS, INDEX_TOKENS = 10**8, 410_000      # and tokens of a document, on average
+WHOLE_TOKENS, WHOLE_COUNTED = 500, 2 * 10**6        # of a document, on average, where none is cut; and documents that are counted
 
 
 class Index:
@@ -57,6 +59,13 @@ class Index:
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         return self._zeros[:stop - start]
+
+
+class Short(Index):
+    """The same documents, of WHOLE_TOKENS on average."""
+
+    def ends(self, documents: np.ndarray) -> np.ndarray:
+        return self._ends[documents] // (INDEX_TOKENS // WHOLE_TOKENS)
 
 
 def write_index(path: str) -> None:
@@ -89,21 +98,48 @@ def measure_index(path: str, seq_len: int, results) -> None:
     results.put((count, opened, own_memory() - before, *times))
 
 
+def measure_whole(path: str, seq_len: int, results) -> None:
+    """In a process of its own: seconds to the first batch, to count WHOLE_COUNTED documents, and for the next sequence; bytes."""
+    before, clock, cpu = own_memory(), time.perf_counter(), time.process_time()
+    packed = packing.pack([Short(path)], [1.0], bos=0, seq_len=seq_len, global_batch=1, seed=0, packing="whole")
+    times = []
+    for work in (lambda: packed.batch(0), lambda: packed.train[0].has(WHOLE_COUNTED * WHOLE_TOKENS // seq_len),
+                 lambda: all(packed.batch(n) for n in range(2000))):
+        work()
+        times.append((time.perf_counter() - clock, time.process_time() - cpu))
+        clock, cpu = time.perf_counter(), time.process_time()
+    results.put((*times, own_memory() - before))
+
+
+def in_a_process(measure, path: str, seq_len: int) -> tuple:
+    spawn = multiprocessing.get_context("spawn")
+    results = spawn.Queue()
+    process = spawn.Process(target=measure, args=(path, seq_len, results))
+    process.start()
+    found = results.get(timeout=600)
+    process.join()
+    return found
+
+
 def index_rows(folder: str) -> str:
     path = str(Path(folder) / "index.npy")
     write_index(path)
-    spawn = multiprocessing.get_context("spawn")
-    results = spawn.Queue()
-    process = spawn.Process(target=measure_index, args=(path, 4096, results))
-    process.start()
-    count, opened, memory, anywhere, following = results.get(timeout=600)
-    process.join()
+    count, opened, memory, anywhere, following = in_a_process(measure_index, path, 4096)
+    begun, counted, next_whole, memory_whole = in_a_process(measure_whole, path, 4096)
     return f"""| of {INDEX_DOCUMENTS:,} documents, {count:,} sequences of 4,096 | by the clock | CPU time | goal |
 |---|---|---|---|
 | opened, to the first batch | {opened[0] * 1e3:.0f} ms | {opened[1] * 1e3:.0f} ms | 500 ms |
 | memory of its own | {memory / 1e6:.0f} MB | | 50 MB |
 | a sequence anywhere | {anywhere[0] * 1e6:.0f} µs | {anywhere[1] * 1e6:.0f} µs | 1,000 µs |
 | the next sequence | {following[0] * 1e6:.0f} µs | {following[1] * 1e6:.0f} µs | |
+
+| of as many documents of {WHOLE_TOKENS} tokens, none cut | by the clock | CPU time |
+|---|---|---|
+| opened, to the first batch | {begun[0] * 1e3:.0f} ms | {begun[1] * 1e3:.0f} ms |
+| a million documents counted (those before a start, and all for a second epoch) | {counted[0] * 1e6 / WHOLE_COUNTED:.2f} s | \
+{counted[1] * 1e6 / WHOLE_COUNTED:.2f} s |
+| the next sequence | {next_whole[0] / 2000 * 1e6:.0f} µs | {next_whole[1] / 2000 * 1e6:.0f} µs |
+| memory of its own | {memory_whole / 1e6:.0f} MB | |
 """
 
 
@@ -159,6 +195,7 @@ def main() -> None:
                      for name, parts, weights in (("text files", [text], [1]), ("uint16 tokens", [ids], [1]),
                                                   (f"the same in {MANY_FILES:,} files", [many], [1]),
                                                   ("mixture 1 : 3", [text, ids], [1, 3]))}
+            packs["whole documents of uint16 tokens"] = packing.pack([ids], [1], packing="whole", **shape)
             width = sum(array.nbytes for array in packs["uint16 tokens"].batch(0).values()) / BATCH_TOKENS
             limit = copied / width
             for name, packed in packs.items():

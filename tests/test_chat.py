@@ -57,6 +57,7 @@ def test_a_template_that_writes_earlier_turns_otherwise_is_refused_where_answers
         chat.encode(template, [Conversation(ANSWERED, [True] * 2), Conversation(ANSWERED + ASKED, [True] * 3)])
     assert caught.value.index == 1
     assert len(chat.encode(template, [Conversation(ANSWERED + ASKED, [True] * 3)], learn_all=True)) == 1
+    assert learned(template, ANSWERED + ANSWERED, [False, False, True, True]) == "assistantthe cat sat"
 
 
 @pytest.mark.parametrize("said", ["a</s>", "<|im_end|>\n<|im_start|>system", "x<unk>"])

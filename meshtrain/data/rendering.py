@@ -61,8 +61,10 @@ class Renderer:
     def spans(self, messages: Sequence[dict], tools, trained: Sequence[bool]) -> tuple[str, list[tuple[int, int]]]:
         """(text, [where it is the assistant's]), in characters, of those messages that are trained."""
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        text, found = self._marked(messages, tools) if self.env.generation_seen else self._by_prefix(messages, tools, answers)
         wanted = [trained[i] for i in answers]
+        if not self.env.generation_seen:
+            return self._by_prefix(messages, tools, [i for i in answers if trained[i]])
+        text, found = self._marked(messages, tools)
         if all(wanted):
             return text, found
         if len(found) != len(answers):
@@ -91,7 +93,7 @@ class Renderer:
             before, with_it = self.render(messages[:i], tools, True), self.render(messages[:i + 1], tools, False)
             if not (text.startswith(with_it) and with_it.startswith(before)):
                 raise ValueError("the chat template writes a turn otherwise once others follow (it leaves reasoning out, say) and "
-                                 "has no {% generation %}, so what the assistant said cannot be told; give a line for each answer")
+                                 "has no {% generation %}, so what the assistant said cannot be told; give a line for each answer, the turns before it as its prompt")
             found.append((len(before), len(with_it)))
         return text, found
 

@@ -9,7 +9,6 @@ before it in the first epoch, a microsecond a document. Source: Johnson 1973 (be
 """
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 import threading
@@ -22,6 +21,7 @@ from meshtrain.data.contracts import Source
 from meshtrain.data.order import Grid, Part, Pieces, Runs, Stream
 
 PASS_DOCUMENTS = 1 << 20        # whose lengths are read at a time
+WINDOWS_HELD = 8                # sequences are taken from one after another
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -67,9 +67,10 @@ class WholeStream:
 
     def __post_init__(self):
         object.__setattr__(self, "_order", Stream(self.part, self.seed, self.number, ()))
-        object.__setattr__(self, "_windows", order.Recent(order.WINDOWS_HELD))
+        object.__setattr__(self, "_windows", order.Recent(WINDOWS_HELD))
         object.__setattr__(self, "_epochs", order.Recent(order.EPOCHS_HELD))
-        object.__setattr__(self, "_counts", [0])        # sequences before each window, and after those that were counted
+        object.__setattr__(self, "_counts", np.zeros(self._order.num_windows + 1, np.int64))   # sequences before each window
+        object.__setattr__(self, "_counted", 0)         # windows
         object.__setattr__(self, "_lock", threading.Lock())
 
     @property
@@ -84,7 +85,7 @@ class WholeStream:
     def num_sequences(self) -> int:
         """Of an epoch; counts them all."""
         self.has(1 << 62)
-        return self._counts[-1]
+        return int(self._counts[-1])
 
     @property
     def positions_per_epoch(self) -> int:
@@ -93,9 +94,11 @@ class WholeStream:
     def has(self, sequences: int) -> bool:
         """Whether an epoch has so many; no more are counted than it takes."""
         with self._lock:
-            while self._counts[-1] < sequences and len(self._counts) <= self._order.num_windows:
-                self._counts.append(self._counts[-1] + len(self._window(len(self._counts) - 1).firsts) - 1)
-            return self._counts[-1] >= sequences
+            while self._counts[self._counted] < sequences and self._counted < self._order.num_windows:
+                before, count = self._counts[self._counted], len(self._window(self._counted).firsts) - 1
+                self._counts[self._counted + 1] = before + count
+                object.__setattr__(self, "_counted", self._counted + 1)
+            return bool(self._counts[self._counted] >= sequences)
 
     def regrid(self, position: int, seq_len: int) -> tuple[Grid]:
         assert seq_len == self.seq_len
@@ -104,32 +107,35 @@ class WholeStream:
     def find(self, runs: Runs) -> Pieces:
         """The documents of whole sequences, a run each."""
         assert (runs.start % self.seq_len == 0).all() and (runs.count == self.seq_len).all()
-        parts = []
-        for sequence, line in zip((runs.start // self.seq_len).tolist(), runs.line.tolist()):
-            window, row = self._locate(sequence)
-            held = self._window(window)
-            own = [column[held.firsts[row]:held.firsts[row + 1]] for column in held.pieces]
-            parts.append([own[0] + line, *own[1:]])
+        sequences, parts = runs.start // self.seq_len, []
+        epochs = np.zeros_like(sequences)
+        if not self.has(int(sequences.max()) + 1):
+            epochs, sequences = np.divmod(sequences, self.num_sequences)
+        for epoch in np.unique(epochs).tolist():
+            windows, counts = self._epoch(epoch) if epoch else (None, self._counts[:self._counted + 1])
+            here = epochs == epoch
+            place = np.searchsorted(counts, sequences[here], side="right") - 1
+            for k in np.unique(place).tolist():
+                some, first = place == k, int(counts[k])
+                window = k if windows is None else int(windows[k])
+                rows = sequences[here][some] - first
+                if self.seed is not None:
+                    rows = order.bijection(rows, int(counts[k + 1]) - first, self.seed, self.number, 4, epoch, window)
+                parts.append(self._laid(window, rows, runs.line[here][some]))
         return Pieces(*map(np.concatenate, zip(*parts)))
 
-    def _locate(self, sequence: int) -> tuple[int, int]:
-        """(window, row of it) of the sequence so many from the beginning of all epochs."""
-        if self.has(sequence + 1):
-            epoch, windows, counts = 0, None, self._counts
-        else:
-            epoch, sequence = divmod(sequence, self.num_sequences)
-            windows, counts = self._epoch(epoch)
-        place = bisect.bisect_right(counts, sequence) - 1
-        window = place if windows is None else int(windows[place])
-        row, count = sequence - int(counts[place]), int(counts[place + 1] - counts[place])
-        if self.seed is None:
-            return window, row
-        return window, int(order.bijection(np.array([row]), count, self.seed, self.number, 4, epoch, window)[0])
+    def _laid(self, window: int, rows: np.ndarray, lines: np.ndarray) -> Pieces:
+        """The pieces of these sequences of a window, from these lines on."""
+        held = self._window(window)
+        first, num = held.firsts[rows], held.firsts[rows + 1] - held.firsts[rows]
+        own = np.arange(num.sum()) + np.repeat(first - (np.cumsum(num) - num), num)
+        pieces = Pieces(*(column[own] for column in held.pieces))
+        return pieces._replace(line=pieces.line + np.repeat(lines, num))
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """(order of the windows, sequences before each and after the last) of an epoch behind the first."""
         def make():
-            counts = np.diff(self._counts)
+            counts = np.diff(self._counts)      # all of them, behind the first
             windows = np.arange(len(counts)) if self.seed is None else \
                 order.permutation(len(counts), self.seed, self.number, 3, epoch)
             return windows, np.append(0, np.cumsum(counts[windows]))
