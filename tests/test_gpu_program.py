@@ -161,12 +161,22 @@ def test_parts_of_a_microbatch_move_what_the_whole_moves(rule, remat, gathers, s
     assert not program.broken_permutes and not program.partial_permutes
 
 
+def test_a_stream_gathered_from_several_rows_is_not_copied():
+    """Over the second dim of several rows XLA gathers into another buffer and turns it round: layers put tokens first."""
+    made, executable = gpu_program("zero3_tensor_sequence")
+    stream_bytes = B // M // 16 * T * D * 2
+    kernels = roofline.of_run(made, executable.as_text()).kernels
+    assert any(kernel.hbm_bytes > kernel.runs * stream_bytes for kernel in kernels)
+    assert [kernel.name for kernel in kernels if "sharding_constraint" in kernel.source
+            and kernel.hbm_bytes > kernel.runs * stream_bytes] == []
+
+
 @pytest.mark.slow
 def test_the_shipped_70b_run_hides_its_tensor_axis_under_the_matmuls_of_its_parts():
-    """22.0 s a step, 5.6% of it exposed and 4.2% on tensor, when this was written; with whole microbatches 23.2 s and 16.3%."""
+    """20.6 s a step, 6.1% of it exposed and 4.3% on tensor, when this was written; with whole microbatches 21.6 s and 15.6%."""
     made = assembly.assemble(config.load([str(RULES.parent / "configs/llama3-70b.toml")]), compile.topology("h100:64"))
     line = roofline.of_run(made, made.program.compile().as_text())
-    assert line.mfu > 0.33 and line.exposed_s < 0.1 * line.step_s and line.exposed_by_axes["tensor"] < 0.05 * line.step_s
+    assert line.mfu > 0.35 and line.exposed_s < 0.1 * line.step_s and line.exposed_by_axes["tensor"] < 0.05 * line.step_s
 
 
 def test_tensor_sequence_without_remat_moves_four_and_four_a_layer():

@@ -156,10 +156,12 @@ class Layout:
 
     Axes of size 1 vanish, and so do axes that are manual where the constraint stands (inside a shard_map), so that
     model code runs unchanged there. `hidden` are axes taken out of the `batch` rule: the replicas of a vmap over them.
+    tokens_first: `act` is given activations [T, B, …] in place of [B, T, …].
     """
     rules: Rules
     sizes: Mapping[str, int]
     hidden: tuple[str, ...] = ()
+    tokens_first: bool = False
 
     def mesh_axes(self, table: str, logical: str | None) -> tuple[str, ...]:
         manual = get_abstract_mesh().manual_axes
@@ -193,7 +195,7 @@ class Layout:
 
     def act(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """`x` pinned as an activation: `layout.act(q_BTNH, "batch", "seq", "heads", "head_dim")`."""
-        return self.constrain("activations", x, axes)
+        return self.constrain("activations", x, (axes[1], axes[0], *axes[2:]) if self.tokens_first else axes)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:

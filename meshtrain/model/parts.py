@@ -7,6 +7,7 @@ Source: two batches beside each other, arXiv:2409.15241 (Domino); here by plain 
 """
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -20,10 +21,8 @@ from meshtrain.model.params import ParamInfo
 # than the traffic: halves of 1,024 tokens 3.70 to 3.80 ms, of 2,048 tokens 6.90 to 6.71. Source: a scheduled llama3-70b layer,
 # forward and backward, tensor 8 on H100.
 MIN_TOKENS = 2048
-# Parts of one row are best, XLA copies what it gathers over the second dim of several; but every part is compiled by itself.
-# Source: the roofline of llama3-70b, tensor 8 × fsdp 8. 8 rows: 24.2 s whole, 23.4 in two parts, 23.8 in four, 22.9 in eight.
-# 16 rows: 23.2 s whole, 22.1 in two, 22.0 in four, 22.3 in eight, 21.4 in sixteen, which take 4 times as long to compile as four.
-MAX_PARTS_OF_ONE_ROW = 8
+# More compile longer, and the sum of their gradients costs more. Source: the roofline of tensor 8 on H100. llama3-70b × fsdp 8, 16 rows:
+# 20.9 s in two parts, 20.6 in four, 21.4 in sixteen; 8 rows: 22.4 s in four, 22.9 in eight; llama3-8b, 8 rows: 10.1 s and 10.5.
 MAX_PARTS = 4
 
 
@@ -37,7 +36,7 @@ def of_rows(layout: Layout, shape: tuple[int, ...]) -> tuple[int, int]:
     rows, tokens = shape[0] // shards, shape[1] // ways("seq")
     if ways("mlp") == 1:
         return shards, 1
-    most = min(MAX_PARTS_OF_ONE_ROW if rows <= MAX_PARTS_OF_ONE_ROW else MAX_PARTS, rows * tokens // MIN_TOKENS)
+    most = min(MAX_PARTS, rows * tokens // MIN_TOKENS)
     return shards, max(n for n in range(1, rows + 1) if rows % n == 0 and (n == 1 or n <= most))
 
 
@@ -51,6 +50,22 @@ def join(parts: list[jax.Array], shards: int) -> jax.Array:
     """What `cut` has cut."""
     pieces = [part.reshape(shards, -1, *part.shape[1:]) for part in parts]
     return jnp.stack(pieces, 1).reshape(-1, *parts[0].shape[1:])
+
+
+def turned(tree):
+    """[B, T, …] → [T, B, …] and back, every array of the tree."""
+    return jax.tree.map(lambda a: a.swapaxes(0, 1), tree)
+
+
+def tokens_first(ex: Execution) -> Execution:
+    """How a layer is computed on a residual stream [T, B, D]: as on [B, T, D], but for attention, which wants rows.
+
+    Tokens are gathered and sums scattered over the first dim then. Over the second one of several rows, XLA copies the whole
+    gathered stream; queries, keys and values are smaller by the ways of the tensor axis.
+    """
+    def attend(layout, q, k, v, segments_BT, **kind):
+        return turned(ex.attend(ex.layout, *turned((q, k, v)), segments_BT, **kind))
+    return dataclasses.replace(ex, layout=dataclasses.replace(ex.layout, tokens_first=True), attend=attend)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

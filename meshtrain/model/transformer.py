@@ -40,6 +40,10 @@ class Inputs(NamedTuple):
     dropout_key: jax.Array | None
     local_rope: tuple[jax.Array, jax.Array] | None = None    # of layers with a window, where they turn otherwise
 
+    def turned(self) -> Inputs:
+        """For a stream [T, B, D]: attention, which the segments are for, sees rows all the same; without dropout."""
+        return self._replace(rope=parts.turned(self.rope), local_rope=parts.turned(self.local_rope))
+
     def cut(self, shards: int, count: int) -> list[Inputs]:
         """Of each part of the rows, see `parts.cut`."""
         pieces = jax.tree.map(lambda a: parts.cut(a, shards, count), self._replace(dropout_key=None))
@@ -392,25 +396,35 @@ def without_layers(tree: dict) -> dict:
 def block(ex: Execution, layer: params.Module, weights, x_BTD, inputs: Inputs, number):
     """(output, aux) of layer number `number` with these weights; the backward keeps what ex.remat says."""
     infos = params.infos(layer)
-    shards, count = parts.of_rows(ex.layout, x_BTD.shape) if _can_share(ex, infos) else (1, 1)
+    experts = any("expert" in info.axes for info in infos)
+    shards, count = parts.of_rows(ex.layout, x_BTD.shape) if not experts and _can_share(ex, infos) else (1, 1)
+    gathers = ex.layout.mesh_axes("activations", "residual_seq") != ex.layout.mesh_axes("activations", "seq")
+    several = x_BTD.shape[0] > count * ex.layout.ways(ex.layout.batch_axes)
+    turning = gathers and several and not experts and inputs.dropout_key is None
 
     def apply(weights, x_BTD, inputs, number):
-        x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
-        if count == 1:
-            return layer.bind(weights)(ex, x_BTD, inputs, number)
-        weights = params.mapped(infos, lambda info, w: w if info.role == "norm" else parts.shared(ex, info, w), weights)
-        bound, one = layer.bind(weights), dataclasses.replace(ex, in_parts=True)
-        outs = [bound(one, *part, number) for part in zip(parts.cut(x_BTD, shards, count), inputs.cut(shards, count), strict=True)]
-        aux = functools.reduce(add_aux, (aux for _, aux in outs))
-        return ex.layout.act(parts.join([y_BTD for y_BTD, _ in outs], shards), "batch", "residual_seq", None), aux
+        x_BTD, one = checkpoint_name(x_BTD, LAYER_INPUT), parts.tokens_first(ex) if turning else ex
+        pieces = [(x_BTD, inputs)]
+        if count > 1:
+            weights = params.mapped(infos, lambda info, w: w if info.role == "norm" else parts.shared(ex, info, w), weights)
+            one = dataclasses.replace(one, in_parts=True)
+            pieces = zip(parts.cut(x_BTD, shards, count), inputs.cut(shards, count), strict=True)
+        bound, outs = layer.bind(weights), []
+        for x_BTD, inputs in pieces:
+            if turning:
+                x_BTD, inputs = parts.turned(x_BTD), inputs.turned()
+            y_BTD, aux = bound(one, x_BTD, inputs, number)
+            outs.append((parts.turned(y_BTD) if turning else y_BTD, aux))
+        y_BTD = parts.join([y_BTD for y_BTD, _ in outs], shards)
+        return ex.layout.act(y_BTD, "batch", "residual_seq", None), functools.reduce(add_aux, (aux for _, aux in outs))
     return rematerialized(apply, ex)(weights, x_BTD, inputs, number)
 
 
 def _can_share(ex: Execution, infos) -> bool:
     """Whether parts of a microbatch can share a layer's weights. Not in float8, whose scales are of the whole microbatch, and not
-    where the backward of every projection gathers its weight again (ZeRO-3 without remat), and not the experts."""
+    where the backward of every projection gathers its weight again (ZeRO-3 without remat)."""
     kept = all(ex.layout.spec_in_use(info.axes) == ex.layout.spec("params", info.axes) for info in infos)
-    return not ex.float8 and (kept or ex.remat != "none") and not any("expert" in info.axes for info in infos)
+    return not ex.float8 and (kept or ex.remat != "none")
 
 
 def add_aux(a: dict, b: dict) -> dict:
