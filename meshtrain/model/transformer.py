@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from meshtrain.layout.mesh import after
 from meshtrain.layout.rules import Layout, Rules, Tensor
 from meshtrain.model import float8, lora, params, parts, rope
+from meshtrain.model.inputs import Inputs
 from meshtrain.model.layers import Embedding, Layer, Linear, Norm, Execution, dropout, kv_heads
 from meshtrain.model.loss import LossSpec, capped, loss_sums, token_nll
 from meshtrain.model.moe import MoE
@@ -29,27 +29,6 @@ from meshtrain.names import AUX_LOSS, LAYERS, LORA, MATMUL_ROLES
 
 VOCAB_MULTIPLE = 256
 LAYER_INPUT = "layer_input"     # what `offload` keeps on the host
-
-
-class Inputs(NamedTuple):
-    """What every layer sees beside the residual stream; none of it is differentiated."""
-    segments_BT: jax.Array                       # document number; attention stays within one
-    index_BT: jax.Array                          # index in the sequence, for dropout
-    sequence_B: jax.Array                        # global sequence number, for dropout
-    rope: tuple[jax.Array, jax.Array] | None     # cos, sin [B, T, H/2]
-    dropout_key: jax.Array | None
-    local_rope: tuple[jax.Array, jax.Array] | None = None    # of layers with a window, where they turn otherwise
-
-    def turned(self) -> Inputs:
-        """For a stream [T, B, D]: attention, which the segments are for, sees rows all the same; without dropout."""
-        return self._replace(rope=parts.turned(self.rope), local_rope=parts.turned(self.local_rope))
-
-    def cut(self, shards: int, count: int) -> list[Inputs]:
-        """Of each part of the rows, see `parts.cut`."""
-        pieces = jax.tree.map(lambda a: parts.cut(a, shards, count), self._replace(dropout_key=None))
-        whole = jax.tree.structure(self._replace(dropout_key=None))
-        return [part._replace(dropout_key=self.dropout_key)
-                for part in jax.tree.transpose(whole, jax.tree.structure([0] * count), pieces)]
 
 
 class Ends(nnx.Module):

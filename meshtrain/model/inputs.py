@@ -1,0 +1,29 @@
+"""What every layer sees beside the residual stream."""
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+
+from meshtrain.model import parts
+
+
+class Inputs(NamedTuple):
+    """None of it is differentiated."""
+    segments_BT: jax.Array                       # document number; attention stays within one
+    index_BT: jax.Array                          # index in the sequence, for dropout
+    sequence_B: jax.Array                        # global sequence number, for dropout
+    rope: tuple[jax.Array, jax.Array] | None     # cos, sin [B, T, H/2]
+    dropout_key: jax.Array | None
+    local_rope: tuple[jax.Array, jax.Array] | None = None    # of layers with a window, where they turn otherwise
+
+    def turned(self) -> Inputs:
+        """For a stream [T, B, D]: attention, which the segments are for, sees rows all the same; without dropout."""
+        return self._replace(rope=parts.turned(self.rope), local_rope=parts.turned(self.local_rope))
+
+    def cut(self, shards: int, count: int) -> list[Inputs]:
+        """Of each part of the rows, see `parts.cut`."""
+        pieces = jax.tree.map(lambda a: parts.cut(a, shards, count), self._replace(dropout_key=None))
+        whole = jax.tree.structure(self._replace(dropout_key=None))
+        return [part._replace(dropout_key=self.dropout_key)
+                for part in jax.tree.transpose(whole, jax.tree.structure([0] * count), pieces)]
