@@ -6,9 +6,10 @@ import conversations as drawn
 import jax
 import numpy as np
 import pytest
+from commands import ROOT, call
 from corpora import Opened, fault, write_tokens
 
-from meshtrain import assembly, config
+from meshtrain import assembly, config, train
 from meshtrain.data import chat, conversations, packing, sources
 from meshtrain.data.chat import Conversation
 from meshtrain.names import NO_TARGET
@@ -272,3 +273,29 @@ def test_a_batch_without_a_target_makes_no_nan(optimizer, mesh, tmp_path):
         state, metrics = made.program.compile()(assembly.initialize(made), made.program.place(batch))
         assert (float(metrics["loss"]), int(metrics["tokens"]), bool(metrics["skipped"])) == (0.0, 1, False)
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(state.params)))
+
+
+@pytest.mark.slow
+def test_the_run_file_for_fine_tuning_trains_on_conversations_and_goes_on(tmp_path, monkeypatch):
+    data = chats(tmp_path, many())
+    monkeypatch.chdir(tmp_path)
+    words = {"mesh.simulated_devices": 8, "model.vocab_size": 512, "model.embed_dim": 32, "model.num_layers": 2, "model.num_heads": 4,
+             "model.num_kv_heads": 2, "model.head_dim": 8, "model.mlp_dim": 64, "model.compute_dtype": "float32", "data.seq_len": 64,
+             "data.global_batch": 8, "data.paths": json.dumps(list(data.paths)), "data.tokenizer": data.tokenizer, "data.bos_token": "<s>"}
+    argv = [f"--{key}={value}" for key, value in words.items()]
+    for steps in (2, 3):
+        ran = call(train.main, ROOT / "configs/llama3.2-1b-sft.toml", *argv, "--training.steps", steps)
+        assert ran.code == 0, ran
+    assert "going on after step 2" in ran.out
+    rows = [json.loads(line) for line in (tmp_path / "runs/llama3.2-1b-sft/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3] and all(0 < row["val_loss"] < 10 for row in rows[1:])
+    assert (tmp_path / "runs/llama3.2-1b-sft/export/3/model.safetensors").is_file()
+    again = call(train.main, ROOT / "configs/llama3.2-1b-sft.toml", *argv, "--training.steps", 4, "--data.packing", "stream")
+    assert again.code == 2 and 'data.packing="stream", but the run in ' in again.err
+
+
+def test_a_mask_beside_a_bare_file_of_ids_counts_its_separators(tmp_path):
+    np.array([0, 1, 2, 0, 3], np.uint16).tofile(tmp_path / "a.bin")
+    np.save(tmp_path / "a.mask.npy", np.array([0, 0, 1, 0, 1], np.uint8))
+    source = Opened(config.Data(source="tokens", paths=[str(tmp_path / "a.bin")], bos_token="0"), tmp_path).corpus.sources[0]
+    assert [source.mask(0, 0, 2).tolist(), source.mask(1, 0, 1).tolist()] == [[0, 1], [1]]

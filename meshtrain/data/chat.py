@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -158,11 +159,13 @@ def _request(conversation: Conversation, trained: Sequence[bool] | None, wants_a
 
 def _mark(mask: np.ndarray, token_at: Callable[[int], int | None], begin: int, end: int) -> None:
     """Marks the tokens of the characters begin..end-1, as transformers does: from the token with the first of them to the first
-    token with the last. Unlike there, characters at the end that are in no token do not mark all that follows."""
+    token with the last. Unlike there, characters at the ends that are in no token are passed over."""
     while end > begin and token_at(end - 1) is None:
         end -= 1
-    if end > begin and (first := token_at(begin)) is not None:
-        mask[first:token_at(end - 1) + 1] = True
+    while end > begin and token_at(begin) is None:
+        begin += 1
+    if end > begin:
+        mask[token_at(begin):token_at(end - 1) + 1] = True
 
 
 def _tokenized(template: Template, replies: Sequence[dict]) -> list[tuple[np.ndarray, Callable[[int], int | None]]]:
@@ -213,9 +216,9 @@ def _template_at(place: Path, given: str) -> tuple[str, Path] | None:
     """(template, its file), of a template's file or a folder. Raises: ValueError."""
     try:
         if place.is_file() and given:
-            return place.read_text(), place
+            return place.read_text("utf-8"), place
         if (place / TEMPLATE_FILE).is_file():
-            return (place / TEMPLATE_FILE).read_text(), place / TEMPLATE_FILE
+            return (place / TEMPLATE_FILE).read_text("utf-8"), place / TEMPLATE_FILE
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"the chat template of {place} cannot be read: {getattr(error, 'strerror', None) or error}; mend it, or "
                          "name another as data.chat_template") from None
@@ -248,7 +251,7 @@ def _config(path: Path) -> dict:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as JSON ({error}); mend it, or name a template as data.chat_template") from None
     return value if isinstance(value, dict) else {}
@@ -270,7 +273,10 @@ class _Renderer:
         tokens = {name: token for name, token in self.template.tokens.items() if token is not None}
         self._write({"template": self.template.text, "tokens": tokens, "today": self.template.today,
                      "limit_s": LIMIT_S})
-        told = self._read() or {"fault": f"it does not end within {LIMIT_S:g} s"}
+        told = self._read()
+        if told is None:
+            raise ValueError(f"the chat template {self.template.path} {self._ended()}; mend it, or name another as "
+                             "data.chat_template")
         if "fault" in told:
             self._end()
             raise ValueError(f"the chat template {self.template.path} is not one of jinja: {told['fault']}; mend it, or name another "
@@ -287,9 +293,8 @@ class _Renderer:
             for index in range(first, first + len(requests)):
                 reply = self._read()
                 if reply is None:
-                    self._end()
-                    raise Fault(index, f"the chat template {self.template.path} does not end within {LIMIT_S:g} s of CPU time, and "
-                                       "is cut off; mend it, or name another as data.chat_template")
+                    raise Fault(index, f"the chat template {self.template.path} {self._ended()}; mend it, or name another as "
+                                       "data.chat_template")
                 if "fault" in reply:
                     self._end()     # with the replies that nobody reads
                     raise Fault(index, f"{reply['fault']}; mend or remove it, or name another template as data.chat_template")
@@ -311,6 +316,13 @@ class _Renderer:
         process, self._process = self._process, None
         process.kill()
         process.communicate()
+
+    def _ended(self) -> str:
+        """How the process ended, of itself."""
+        code = self._process.wait()     # it has closed its output
+        self._end()
+        return f"does not end within {LIMIT_S:g} s of CPU time, and is cut off" if code == -signal.SIGPROF else \
+            f"has ended its process (exit code {code})"
 
     def __del__(self):
         if self.__dict__.get("_process"):
