@@ -73,7 +73,8 @@ def _adapted(transformer: Transformer, row: folder.Row) -> list[str]:
     """The parameters of a row that have adapters."""
     found = {info.name for info in transformer.parameters() if info.trainable}
     stacks = dict.fromkeys(name for name, _ in transformer.places())
-    return [path for stack in list(stacks)[:1] if row.stacked for path in paths_of(row, stack) if _path(path, "a") in found]
+    return [path for stack in list(stacks)[:1] if row.stacked for path in paths_of(row, stack)
+            if path.endswith("/kernel") and _path(path, "a") in found]
 
 
 def _path(kernel: str, name: str) -> str:
