@@ -12,7 +12,7 @@ from meshtrain.weights import safetensors
 
 ROOT = Path(__file__).resolve().parent
 GOLDENS = ROOT / "goldens"
-NAMES = sorted(path.name for path in GOLDENS.iterdir() if path.is_dir())
+NAMES = sorted(path.parent.name for path in GOLDENS.glob("*/golden.npz"))
 EIGHT = ("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2))
 ONE = ("ddp", {})
 B = 8

@@ -46,8 +46,9 @@ def golden(name: str) -> tuple[list[list[int]], list[list[int]]]:
     return [[token for token in row if token >= 0] for row in found["prompts"].tolist()], found["greedy"].tolist()
 
 
-CELLS = [pytest.param(name, EIGHT, marks=() if name == "llama3.1" else sampling.GRID, id=f"{name}, eight devices") for name in NAMES] + [
-    pytest.param(name, ONE, marks=() if name in FAST else sampling.GRID, id=f"{name}, one device") for name in NAMES]
+ASKED = [name for name in NAMES if "greedy" in np.load(GOLDENS / name / "golden.npz")]
+CELLS = [pytest.param(name, EIGHT, marks=() if name == "llama3.1" else sampling.GRID, id=f"{name}, eight devices") for name in ASKED] + [
+    pytest.param(name, ONE, marks=() if name in FAST else sampling.GRID, id=f"{name}, one device") for name in ASKED]
 
 
 @pytest.mark.parametrize(("name", "sizes"), CELLS)
