@@ -137,6 +137,12 @@ def test_a_model_of_no_family_is_refused():
         settings.family_for(config.Model(activation="gelu"))
 
 
+def test_the_end_of_documents_is_told_by_its_id_where_it_can_be_looked_up():
+    end_of = lambda **keys: export.end_of(config.Data(**keys).model_dump(), 1, 200)
+    assert (end_of(), end_of(source="tokens", paths=["x"], bos_token="1", eos="2")) == (1, 2)
+    assert end_of(tokenizer="gone.json", eos="</s>") is None
+
+
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain.cluster import agree
-from meshtrain.config import ConfigError, Run, user_errors
+from meshtrain.config import ConfigError, Data, Run, user_errors
+from meshtrain.data import sources
 from meshtrain.model.transformer import Transformer
 from meshtrain.run import adapters, disk
 from meshtrain.run.checkpoint import CheckpointError
@@ -46,7 +47,7 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
     with user_errors():
         theirs = agree.on_first(lambda: settings.read(source) if source else {})
         family = settings.family_of(theirs) if theirs else settings.family_for(model)
-        theirs = theirs or {"bos_token_id": bos, "eos_token_id": None if data["eos"] else bos}
+        theirs = theirs or {"bos_token_id": bos, "eos_token_id": end_of(data, bos, model.vocab_size)}
         rows = folder.rows(family, model, transformer.names())
     files = _files(rows, model.num_layers, safetensors.NAMES[dtype], shard_bytes)
     place = directory.with_name(f".{directory.name}.saving")
@@ -62,6 +63,16 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
     config = settings.config_of(model, family, dtype, data["seq_len"], theirs)
     agree.on_first(lambda: _commit(place, directory, files, written.size, config, source, Path(data["tokenizer"])))
     return written.size
+
+
+def end_of(data: Mapping, bos: int, vocab_size: int) -> int | None:
+    """The token with which documents ended; None where its name can no longer be looked up."""
+    if not data["eos"]:
+        return bos
+    try:
+        return sources.reader_of(Data(**data), vocab_size=vocab_size)[1]
+    except ValueError:
+        return None
 
 
 def of_run(run_dir: Path, step: int, run: Run, transformer: Transformer, params: dict, bos: int) -> None:
