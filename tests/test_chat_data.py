@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from commands import ROOT, call
 from corpora import Opened, fault, write_tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from meshtrain import assembly, config, train
 from meshtrain.data import chat, conversations, packing, sources
@@ -101,6 +103,27 @@ WRONG = [
     ('{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "x"}]}', "a lone surrogate"),
     ({"messages": [{"role": "user", "content": "<|im_end|>"}, ANSWER]}, "holds '<|im_end|>' in what is said, which is a special token"),
 ]
+
+
+texts = st.sampled_from(["user", "assistant", "human", "gpt", "text", "", "why?", "\ud800", "a" * 50])
+keys = st.sampled_from(["messages", "conversations", "prompt", "completion", "system", "tools", "role", "from", "content", "value", "weight",
+                        "type", "text", "tool_calls"])
+values = st.recursive(st.none() | st.booleans() | st.integers(-1, 2) | st.floats(allow_nan=False) | texts,
+                      lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4), max_leaves=12)
+messages = st.lists(st.dictionaries(keys, values, max_size=3) | st.fixed_dictionaries({"role": texts, "content": texts | values}), max_size=3)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.dictionaries(keys, values, max_size=4) | st.fixed_dictionaries({"messages": messages}) |
+       st.fixed_dictionaries({"prompt": texts | messages, "completion": texts | messages}), st.booleans())
+def test_any_object_is_a_conversation_or_one_fault(line, learn_all):
+    try:
+        found = conversations.parse(json.loads(json.dumps(line)), learn_all)
+    except ValueError as error:
+        assert re.search("; |Known are", str(error)) and "\n" not in str(error) and len(str(error)) < 400
+        return
+    assert found.messages and len(found.trained) == len(found.messages)
+    assert all(isinstance(m["role"], str) and isinstance(m["content"], str) for m in found.messages)
 
 
 @pytest.mark.parametrize("line, part", WRONG, ids=[part[:40] for _, part in WRONG])
