@@ -39,11 +39,13 @@ def attended(cfg, seq_len: int) -> float:
 
 
 def executed(placed: Placed, options: Options, practice: Practice = Practice()) -> float:
-    """FLOPs of one device's matmuls in a step, attention's apart: forward, twice as much backward, and what remat does again."""
+    """FLOPs of one device's matmuls in a step, attention's apart: forward, twice as much backward, of what is frozen once, and what
+    remat does again."""
     layer, (_, loss, _) = sum(product.k * product.n for product in placed.products), placed.ends(options, practice)
+    trained = sum(product.k * product.n for product in placed.products if product.trained)
     forward, backward, weights = placed.visits(options, practice)
-    layers = (forward + backward + weights) * layer + backward * again(placed, options, practice)
-    return 2 * placed.tokens(options) * (layers + 3 * loss * placed.head.k * placed.head.n)
+    layers = (forward + backward) * layer + weights * trained + backward * again(placed, options, practice)
+    return 2 * placed.tokens(options) * (layers + (2 + placed.head.trained) * loss * placed.head.k * placed.head.n)
 
 
 def again(placed: Placed, options: Options, practice: Practice = Practice()) -> float:

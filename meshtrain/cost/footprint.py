@@ -43,7 +43,7 @@ def _in_layers(placed: Placed, options: Options) -> float:
     loss = chunk * ((4 + size) * placed.head.n + size * cfg.embed_dim) + 3 * size * tokens * stream
     loss += size * head if placed.by_layer else 0
     # The head's gradient in float32 stays until the layers are done.
-    return kept + 4 * head + max(loss, size * tokens * _working_width(placed, options) + _of_parts(placed, options))
+    return kept + 4 * head * placed.head.trained + max(loss, size * tokens * _working_width(placed, options) + _of_parts(placed, options))
 
 
 def _kept_width(placed: Placed, options: Options) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from meshtrain.layout.mesh import MeshSpec
 from meshtrain.layout.rules import Layout
 from meshtrain.model import layers
-from meshtrain.names import AXES, LAYERS, MATMUL_ROLES
+from meshtrain.names import AXES, LAYERS, LORA, MATMUL_ROLES
 from meshtrain.parallel import schedules, stages
 
 Axes = tuple[str, ...]
@@ -66,11 +66,13 @@ class Product:
     """Matrices of one layer, or the head, that multiply the same input: [tokens, k] × [k, n] with the sizes one device has.
 
     row: the mesh axes that split k, over which the result is summed. outward: the result is added to the residual stream.
+    trained: they have gradients.
     """
     k: float
     n: float
     row: Axes = ()
     outward: bool = False
+    trained: bool = True
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -200,7 +202,7 @@ def place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice = Practi
     stage_layers = stages.padded(cfg, num_stages) // num_stages if num_stages > 1 else cfg.num_layers
     in_grads = {axis for axes in layout.rules.tables["grads"].values() for axis in axes}
     once = tokens if num_stages > 1 else frozenset(layout.batch_axes) - in_grads
-    for info in rows:
+    for info in sorted(rows, key=lambda info: LORA not in info.path):      # the last product of a layer is none of an adapter's
         in_use, lies = local.axes(info)
         depth = stage_layers if info.axes[:1] == (LAYERS,) else 0
         whole = info.size / layout.ways(in_use)
@@ -222,10 +224,11 @@ def place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice = Practi
             key = info.path[:-2], tuple(info.axes[d] for d in into)
             row = _ordered(frozenset().union(*(local.uses(info.axes[d]) for d in into)))
             n = products[key].n if key in products else 0
-            products[key] = Product(local.size(info, into), n + local.size(info, out), row, info.axes[out[-1]] == "embed")
+            products[key] = Product(local.size(info, into), n + local.size(info, out), row, info.axes[out[-1]] == "embed",
+                                    info.trainable)
         elif info.axes[-2:] in (("embed", "vocab"), ("vocab", "embed")) and (info.role == "head" or cfg.tie_embeddings):
             ways = layout.ways(local.uses("vocab"))
-            head = Product(cfg.embed_dim, info.size // cfg.embed_dim // ways), ways
+            head = Product(cfg.embed_dim, info.size // cfg.embed_dim // ways, trained=info.trainable), ways
     some = {name: {axes: n for axes, n in sums.items() if axes and n} for name, sums in travel.items()}
     return Placed(cfg, rows, layout, mesh, tuple(products.values()), *head, stage_layers, **some, **held)
 

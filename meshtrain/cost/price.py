@@ -181,7 +181,7 @@ class _Work:
         matmul = functools.partial(_matmul_s, rated, "float8" if placed.float8 else cfg.compute_dtype, placed.itemsize)
         products = [matmul(tokens, w.n, w.k) for w in placed.products]
         forward = sum(products)
-        backward = sum(matmul(tokens, w.k, w.n) + matmul(w.k, w.n, tokens) for w in placed.products)
+        backward = sum(matmul(tokens, w.k, w.n) + w.trained * matmul(w.k, w.n, tokens) for w in placed.products)
         query, key, mlp = placed.widths
         pairs = 2 * tokens * options.seq_len * options.visited * query
         attend = lambda direction, flop: rated.attention_s(
@@ -218,7 +218,7 @@ class _Work:
         if not practice.shared_head and options.schedule:
             beside_stage = placed.layout.ways(a for a in placed.layout.axes_in_use("vocab") if a != "stage")
             n = n * placed.head_ways // max(1, beside_stage)
-        self.head = {"matmul": matmul(tokens, n, k) + matmul(tokens, k, n) + matmul(k, n, tokens),
+        self.head = {"matmul": matmul(tokens, n, k) + matmul(tokens, k, n) + placed.head.trained * matmul(k, n, tokens),
                      "elementwise": fused * rated.stream_s(LOGIT_BYTES * tokens * n)}
 
 
