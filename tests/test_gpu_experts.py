@@ -1,0 +1,81 @@
+"""The step of a mixture of experts as 64 H100 would run it: what it sends, multiplies and holds, by formula.
+
+Qwen3-30B-A3B's layers, experts over the 8 GPUs of a host and ZeRO-3 over all 64; compiled without a GPU.
+"""
+import functools
+from pathlib import Path
+
+import pytest
+
+from meshtrain import assembly, config
+from meshtrain.cost import audit, compile
+from meshtrain.kernels import tiles
+
+pytestmark = pytest.mark.skipif(not compile.has_gpu_compile(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
+
+RULES = Path(__file__).resolve().parent.parent / "sharding_rules"
+L, M, T, D, F, E, K = 2, 2, 4096, 2048, 768, 128, 8
+HOST, HOSTS = 8, 8
+A = HOST * T            # tokens that a GPU's experts see: one sequence a GPU and microbatch
+EXPERTS = 3 * E // HOST * D * F         # elements of a GPU's experts
+
+
+@functools.cache
+def program(dispatch: str = "gather"):
+    run = config.Run(
+        mesh=dict(data=HOSTS, fsdp=HOST), sharding=dict(rules=str(RULES / "zero3_expert.toml")),
+        model=dict(vocab_size=1024, embed_dim=D, num_layers=L, num_heads=8, num_kv_heads=8, head_dim=64, num_experts=E,
+                   experts_per_token=K, expert_mlp_dim=F),
+        data=dict(seq_len=T, global_batch=64 * M), training=dict(microbatches=M, remat="full"), experts=dict(dispatch=dispatch))
+    made = assembly.assemble(run, compile.topology("h100:64"))
+    executable = made.program.compile()
+    return executable, audit.read(executable.as_text(), made.mesh)
+
+
+def sent(found, kind: str, *axes: str, dtype: str) -> int:
+    rows = [row for row in audit.summarize(found.collectives) if row["kind"] == kind and tuple(row["axes"]) == axes and row["dtype"] == dtype]
+    return sum(row["bytes"] for row in rows)
+
+
+def test_tokens_are_gathered_and_scattered_in_bfloat16_and_experts_over_hosts_alone():
+    _, found = program()
+    runs, over = L * M, lambda n: (n - 1) / n
+    # x, and in the backward x again and dy; y and dx. Choices and weights of both directions beside them, and weights' gradients.
+    assert sent(found, "all-gather", "fsdp", dtype="bf16") == runs * 3 * A * D * 2 * over(HOST)
+    assert sent(found, "reduce-scatter", "fsdp", dtype="bf16") == runs * 2 * A * D * 2 * over(HOST)
+    small = runs * A * K * 4 * over(HOST)
+    assert sent(found, "all-gather", "fsdp", dtype="s32") == sent(found, "all-gather", "fsdp", dtype="f32") == 2 * small
+    assert sent(found, "reduce-scatter", "fsdp", dtype="f32") == small
+    # Weights forward and backward; gradients once per microbatch, in float32.
+    assert sent(found, "all-gather", "data", dtype="bf16") == runs * 2 * EXPERTS * 2 * over(HOSTS)
+    assert sent(found, "reduce-scatter", "data", dtype="f32") == runs * EXPERTS * 4 * over(HOSTS)
+
+
+def test_no_product_goes_over_all_experts_and_the_forward_is_not_repeated():
+    executable, found = program()
+    text = executable.as_text()
+    # 3 products of the forward, 3 of its rows again and 5 transposed and outer ones; the rounds behind the first have their own.
+    kernels = [line for line in text.splitlines() if "__gpu$xla.gpu.triton" in line and "grouped_" in line]
+    assert len(kernels) == 2 * (3 + 8)
+    # What is not a kernel: attention's and the router's products, embedding and head.
+    tokens = T * M
+    projections, router, head = 4 * D * 512, D * E, D * 1024
+    mine = 2 * tokens * (L * (4 * projections + 3 * router) + 3 * head)
+    assert sum(dot.flops for dot in found.dots) <= 1.6 * mine < 0.2 * (6 * tokens * L * E * 3 * D * F)
+
+
+def test_executed_rows_are_the_spared_share_and_the_tiles_fill():
+    executable, _ = program()
+    rows = -(-int(1.25 * A * K / HOST) // tiles.GROUPED[2].rows) + E // HOST
+    assert f"bf16[{rows * tiles.GROUPED[2].rows},{D}]" in executable.as_text()
+
+
+def test_what_a_layer_needs_for_a_while_is_that_of_the_spared_buffer():
+    executable, _ = program()
+    rows = 1.25 * A * K / HOST + E // HOST * 128
+    # Of rows: x, dy, dx in bfloat16, dx in float32 and its two summands, and the inward, outward and weighted ones of width F in
+    # bfloat16 and float32. Of tokens: x, dy and the sums, and K of them in float32 where they are added. Of weights: a layer's, and
+    # its gradients twice, which rounds carry.
+    buffers = rows * (D * (2 + 2 + 2 + 4 + 2 + 2) + F * (6 * 2 + 4 * 4))
+    temporaries = executable.memory_analysis().temp_size_in_bytes
+    assert temporaries <= 1.3 * (buffers + A * D * 12 + EXPERTS * (2 + 2 * 4) + 2 * L * EXPERTS * 4 / HOSTS)
