@@ -32,7 +32,7 @@ from meshtrain.inference.generate import Limits
 from meshtrain.inference.picking import Picking
 from meshtrain.inference.words import Words
 from meshtrain.model import params
-from meshtrain.run import adapters, disk, export, history, loop, measured, metrics, peft, pretrained, reference, resume, rundir
+from meshtrain.run import adapters, disk, export, history, loop, measured, metrics, peft, pretrained, reference, resume, rundir, upcycle
 from meshtrain.run.checkpoint import CheckpointError, Checkpoints
 from meshtrain.run.profiling import Trace
 from meshtrain.run.progress import Progress
@@ -235,6 +235,12 @@ def _start_state(run: Run, made: assembly.Assembly, checkpoints: Checkpoints, st
 def _begun_from(run: Run, made: assembly.Assembly, source: Checkpoints, step: int, state: State) -> State:
     """The state with the weights of another run's step. Its adapters are taken over by a run with the same [lora]; else they are
     merged, and those of this run begin."""
+    if upcycle.is_due(run, source, step) and not run.lora.rank:
+        if run.checkpoint.init_optimizer:
+            raise ValueError(f"{run.checkpoint.init_from} has no experts, whose state checkpoint.init_optimizer=true asks for; leave it out")
+        grown = upcycle.load(run, made.layout, made.mesh, source, step, state.params)
+        say.out(f"weights from step {step} of {run.checkpoint.init_from}, every expert as the MLP there")
+        return State(state.step, grown, state.opt_state)
     abstract, had = made.program.spec.with_shardings(), adapters.section(source, step)
     if (had or run.lora.rank) and config.Lora(**had) != run.lora:
         if run.checkpoint.init_optimizer:

@@ -247,6 +247,9 @@ class Experts(Section):
     )
     aux_loss: float = key(0.01, "weight of the balance loss, of each sequence by itself; 0 = off", ge=0)
     z_loss: float = key(0.0, "weight of the router's squared log-partition; 0 = off", ge=0)
+    upcycle_noise: float = key(
+        0.0, "where init_from has a dense model, of which all experts are copies: noise in them, relative to their weights", ge=0, lt=1
+    )
     bias_rate: float = key(0.0, "step of the biases towards experts with too few tokens, e.g. 0.001; 0 = they stay", ge=0)
 
 

@@ -36,6 +36,14 @@ class StateSpec:
         return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), self.abstract, self.sharding)
 
 
+def stored(model: Transformer, layout: Layout, mesh) -> dict:
+    """ShapeDtypeStructs of a model's parameters that carry where they are stored, as [optimizer] says."""
+    table = model.parameters()
+    placed = rules.shardings(layout, mesh, "optimizer", params.tree(table, lambda info: info.axes))
+    shapes = params.tree(table, lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype))
+    return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, placed)
+
+
 def describe(model: Transformer, optimizer_cfg, steps: int, layout: Layout, mesh, balance_rate: float = 0.0) -> StateSpec:
     """Parameters and the optimizer's leaves are stored as [optimizer] says, whatever their shape; a step reads the parameters
     as [params] says, see `Transformer.as_read`."""

@@ -1,0 +1,75 @@
+"""Runs with experts, by the commands: balanced, grown from a dense one, gone on with on another layout, refused."""
+import json
+import numpy as np
+import pytest
+from commands import call, home, in_a_directory_of_its_own, tiny  # noqa: F401
+from test_lora_runs import paths, ran, saved
+
+from meshtrain import config, train
+from pathlib import Path
+
+RULES = Path(__file__).resolve().parent.parent / "sharding_rules"
+EXPERTS = ("--model.num_experts", "4", "--experts.bias_rate", "0.01")
+
+
+def rows(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def runs(home, tiny, tmp_path_factory):
+    """A dense run, and one with experts grown from it."""
+    place = tmp_path_factory.mktemp("runs")
+    of = lambda name: ("--run.dir", str(place / name))
+    ran(*tiny, *of("dense"), "--training.steps", "2")
+    ran(*tiny, *of("experts"), *EXPERTS, "--training.steps", "2", "--checkpoint.init_from", str(place / "dense"))
+    return place
+
+
+def test_experts_grown_from_a_dense_run_begin_where_it_ended(runs, tiny):
+    dense, first = rows(runs / "dense"), rows(runs / "experts")
+    assert first[0]["loss"] < dense[0]["loss"] and first[0]["skipped"] is False
+    # The second step of the dense run was made with the weights before its last update, the first here with those after.
+    ran(*tiny, "--run.dir", "again", "--training.steps", "1", "--checkpoint.init_from", str(runs / "dense"))
+    again = rows(Path("again"))[0]
+    assert first[0]["loss"] == pytest.approx(again["loss"], rel=1e-6)       # weights of the chosen sum to 1: rounding alone
+    assert {"aux_loss", "expert_load_max", "expert_load_entropy"} <= set(first[0]) and "aux_loss" not in again
+
+
+def test_biases_move_by_their_rate_and_no_optimizer_touches_them(runs):
+    biases = paths(saved(runs / "experts", 2)["params"])["layers/moe/bias"]
+    assert np.isin(np.round(biases / 0.01, 3), (-2, -1, 0, 1, 2)).all() and biases.any()
+
+
+def test_the_norm_of_the_gradient_has_no_counts(runs):
+    tokens = 8 * 2      # sequences of a step, at least; every expert's count would be of that order
+    assert all(row["grad_norm"] < tokens for row in rows(runs / "experts"))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_its_experts_on_another_layout(runs, tiny, tmp_path):
+    import shutil
+    shutil.copytree(runs / "experts", tmp_path / "there")
+    done = ran(*tiny, "--run.dir", str(tmp_path / "there"), *EXPERTS, "--training.steps", "3", "--mesh.data", "2", "--mesh.fsdp", "4",
+               "--sharding.rules", str(RULES / "zero3_expert.toml"))
+    assert "going on after step 2" in done.out and rows(tmp_path / "there")[-1]["step"] == 3
+
+
+@pytest.mark.parametrize("words, said", [
+    ("--model.experts_per_token 2", "the model has no experts (model.num_experts=0)"),
+    ("--experts.bias_rate 0.1", "experts.bias_rate=0.1: the model has no experts"),
+    ("--model.num_experts 4 --model.experts_per_token 5", "model.experts_per_token=5 is more than model.num_experts=4; use at most 4"),
+    ("--model.num_experts 4 --model.first_dense_layers 5", "leaves none of model.num_layers=5 with experts; use at most 4"),
+    ("--model.num_experts 6 --model.router_groups 4", "model.router_groups=4 does not divide model.num_experts=6; use a divisor, e.g. 3"),
+    ("--model.num_experts 8 --model.experts_per_token 6 --model.router_groups 4 --model.router_group_limit 2", "use a limit of at least 3"),
+    ("--model.num_experts 4 --model.mlp_bias true", "experts have no biases"),
+    ("--model.num_experts 4 --model.matmul_dtype float8 --model.compute_dtype bfloat16", "experts are not multiplied in float8")])
+def test_contradictions_are_told_with_a_remedy(words, said):
+    with pytest.raises(config.ConfigError, match=said.replace("(", r"\(").replace(")", r"\)")):
+        config.load(["configs/quickstart.toml", *words.split()])
+
+
+def test_a_dense_run_of_another_width_is_refused(runs, tiny):
+    done = call(train.main, *tiny, "--run.dir", "wide", *EXPERTS, "--model.expert_mlp_dim", "48", "--checkpoint.init_from",
+                str(runs / "dense"), "--training.steps", "1")
+    assert done.code == 2 and "model.expert_mlp_dim=48: the dense run has MLPs of model.mlp_dim=64" in done.err
