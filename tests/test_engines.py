@@ -164,9 +164,9 @@ def kernels(text: str) -> Counter:
     return found
 
 
-def gpu_step(rule: str, mesh: dict, **sections):
+def gpu_step(rule: str, mesh: dict, model: dict = {}, **sections):
     run = config.Run(mesh=mesh, sharding=dict(rules=str(RULES / f"{rule}.toml")),
-                     model=dict(vocab_size=512, embed_dim=256, num_layers=L, num_heads=N, num_kv_heads=K, head_dim=H, mlp_dim=256),
+                     model=dict(vocab_size=512, embed_dim=256, num_layers=L, num_heads=N, num_kv_heads=K, head_dim=H, mlp_dim=256) | model,
                      data=dict(seq_len=T, global_batch=B), training=dict(microbatches=M, remat="selective", loss_chunk=256), **sections)
     return assembly.assemble(run, compile.topology("h100:8"))
 
@@ -180,6 +180,19 @@ def test_under_selective_remat_each_layer_runs_its_forward_once_on_a_devices_own
     rows, heads = B // M // (8 // mesh.get("tensor", 1)), N // mesh.get("tensor", 1)
     assert kernels(text) == {("forward_causal", (rows, T, heads, H)): L * M, ("dq_causal", (rows, T, heads, H)): L * M,
                              ("dkv_causal", (rows, T, heads, H)): L * M}     # few programs: heads of a group summed outside
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("method", [slow("ring"), slow("gather")])
+def test_a_window_over_chunks_runs_its_kernels_where_it_reaches_and_no_further(method):
+    """Of two layers one has a window of 100 tokens over chunks of 64: itself and the two before it, for both chunks of a device."""
+    made = gpu_step("zero3_context", dict(context=4, fsdp=2), dict(window=100, global_every=2), context=dict(method=method))
+    found = Counter()
+    for (name, _), calls in kernels(made.program.compile().as_text()).items():
+        found[name] += calls
+    near = {"_causal_window100": 2, "_window100_ahead64": 2, "_window100_ahead128": 2}
+    every = {"_causal": 1, "": 6} if method == "ring" else {"_causal": 2, "": 7}
+    assert found == {kernel + label: calls * M for kernel in ("forward", "dq", "dkv") for label, calls in (near | every).items()}
 
 
 @needs_gpu_compiler

@@ -207,8 +207,9 @@ def _called(schedule: Schedule) -> str:
 
 
 def chunk_counts(num_layers: int, p: int, most: int = 4) -> tuple[int, ...]:
-    """num_layers: or periods of them, where these stay together. The chunk counts that need no more padding layers than one chunk does, and of which p is a multiple or which are of p.
+    """The chunk counts that need no more padding layers than one chunk does, and of which p is a multiple or which are of p.
 
+    num_layers: or periods of them, where these stay together.
     Of others each stage's weights lie on many: XLA moves them ten times over on their way (8 stages of 10 chunks: 112 GiB a step
     of a 70B model, a third of the step).
     """

@@ -99,7 +99,8 @@ def _scored(product, scale: float, softcap: float):
 
 def _call(kernel, what: str, mask: Mask, blocks: Blocks, interpret: bool, **kwargs):
     compiler_params = triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages)
-    return pl.pallas_call(partial(kernel, mask=mask), name=f"{NAME}_{what}{mask.label}", compiler_params=compiler_params, interpret=interpret, **kwargs)
+    return pl.pallas_call(partial(kernel, mask=mask), name=f"{NAME}_{what}{mask.label}", compiler_params=compiler_params,
+                          interpret=interpret, **kwargs)
 
 
 def _pad(x, multiple: int, axis: int, value=0):
