@@ -1,0 +1,113 @@
+"""python benchmarks/generate.py: tokens a second with keys and values kept, beside whole forward passes and the memory's limit.
+
+Whole passes are what a sampler without a cache does: for every token the forward of all seq_len places, of which one is read. With a
+cache a token reads every weight once and the keys and values before it; a machine that does nothing but read these bytes at the speed of
+its memory (a sum over an array of the weights' size, measured beside) would make the tokens of the last column but one. Both samplers are
+greedy and must agree. On the devices that there are; writes benchmarks/generate.md.
+"""
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import machine
+from meshtrain import config, trained
+from meshtrain import devices as local_devices
+from meshtrain.inference import placement
+from meshtrain.inference.generate import Limits
+from meshtrain.layout.mesh import MeshSpec
+from meshtrain.model import transformer
+
+SHAPES = {      # name: (layers, width, heads, kv heads, MLP, vocabulary)
+    "2 million": (4, 192, 4, 4, 512, 512),
+    "25 million": (8, 512, 8, 4, 1408, 4096),
+}
+CASES = [("2 million", 256, 1), ("2 million", 1024, 1), ("2 million", 256, 8), ("25 million", 256, 1), ("25 million", 256, 8)]
+PROMPT, NEW, WHOLE = 16, 64, 4     # tokens; of whole passes some are enough
+
+
+def placed(name: str, devices) -> trained.Placed:
+    """A model with random weights on one device."""
+    layers, width, heads, kv_heads, mlp, vocab = SHAPES[name]
+    run = config.Run(model=dict(vocab_size=vocab, embed_dim=width, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, mlp_dim=mlp,
+                                compute_dtype="float32" if devices[0].platform == "cpu" else "bfloat16"))
+    model, spec = transformer.build(run.model), MeshSpec({})
+    mesh, layout = spec.build(devices), placement.command(model, spec.sizes)
+    with jax.set_mesh(mesh):
+        return trained.Placed(model, mesh, trained.execution(run, model, layout, mesh), jax.jit(model.init)(jax.random.key(0)), {})
+
+
+def whole_passes(made: trained.Placed, prompts: np.ndarray, seq_len: int):
+    """(params, tokens) -> the next WHOLE tokens, by whole forward passes."""
+    index = jnp.broadcast_to(jnp.arange(seq_len), (len(prompts), seq_len))
+    batch = {"segments": jnp.ones_like(index), "positions": index, "index": index, "sequence": jnp.zeros(len(prompts), jnp.int32)}
+
+    @jax.jit
+    def sample(p, tokens_BT):
+        def extend(i, tokens_BT):
+            x_BTD, _ = made.model.through_layers(made.ex, p, {**batch, "tokens": tokens_BT})
+            logits_BV = made.model.head_logits(made.ex, p, jax.lax.dynamic_slice_in_dim(x_BTD, i, 1, 1))[:, 0]
+            return jax.lax.dynamic_update_slice(tokens_BT, jnp.argmax(logits_BV, -1)[:, None].astype(jnp.int32), (0, i + 1))
+        return jax.lax.fori_loop(PROMPT - 1, PROMPT - 1 + WHOLE, extend, tokens_BT)[:, PROMPT:PROMPT + WHOLE]
+    tokens = np.zeros((len(prompts), seq_len), np.int32)
+    tokens[:, :PROMPT] = prompts
+    return lambda: np.asarray(sample(made.read, tokens))
+
+
+def seconds(call, repeats: int = 2) -> tuple[float, object]:
+    """(the least of some runs, the first apart, which compiles; what it gives)."""
+    found, least = call(), float("inf")
+    for _ in range(repeats):
+        began = time.perf_counter()
+        found = call()
+        least = min(least, time.perf_counter() - began)
+    return least, found
+
+
+def bytes_per_s(nbytes: int) -> float:
+    """At which this many bytes are read, once the device has seen them."""
+    array, total = jnp.ones(nbytes // 4, jnp.float32), jax.jit(jnp.sum)
+    return nbytes / seconds(lambda: total(array).block_until_ready(), 5)[0]
+
+
+def measure(name: str, seq_len: int, rows: int, devices) -> str:
+    made = placed(name, devices)
+    with jax.set_mesh(made.mesh):
+        cfg, generator = made.model.cfg, made.generator()
+        prompts = np.random.default_rng(rows).integers(0, cfg.vocab_size, (rows, PROMPT))
+        one, _ = seconds(lambda: generator.complete(prompts.tolist(), Limits(1)))
+        all_s, answers = seconds(lambda: generator.complete(prompts.tolist(), Limits(NEW)))
+        whole_s, plain = seconds(whole_passes(made, prompts, seq_len))
+    assert [answer.tokens[:WHOLE] for answer in answers] == plain.tolist(), "the two samplers do not agree"
+    step, whole = (all_s - one) / (NEW - 1), whole_s / WHOLE
+    size = made.ex.dtype.itemsize
+    weights = sum(info.size for info in made.model.parameters() if info.name != "embedding/table") * size
+    kept = rows * 2 * cfg.num_layers * (PROMPT + NEW // 2) * cfg.num_kv_heads * cfg.head_dim * size
+    limit = (weights + kept) / bytes_per_s(weights)
+    print(name, seq_len, rows, step, whole, limit, flush=True)
+    return (f"| {name} | {seq_len:,} | {rows} | {rows / whole:,.1f} | {rows / step:,.1f} | {whole / step:,.0f} | {weights / 1e6:,.1f} + {kept / 1e6:,.2f} "
+            f"| {rows / limit:,.0f} | {limit / step:.0%} |")
+
+
+def main() -> int:
+    devices = local_devices.start(config.Run(run=config.Identity(compilation_cache="")))[:1]
+    table = [measure(*case, devices) for case in CASES]
+    lines = ["# Generation", "", "Written by `python benchmarks/generate.py`; what is measured, and how, stands there.", "",
+             machine.line("" if devices[0].platform == "cpu" else devices[0].device_kind, "jax", "jaxlib"), "",
+             f"Prompts of {PROMPT} tokens, {NEW} new ones. The machine was shared: rates compare the columns of a row.", "",
+             "| parameters | seq_len of whole passes | rows | tokens/s, whole passes | tokens/s, cached | times as fast "
+             "| MB read per token step: weights + cache | tokens/s at the memory's speed | reached |", "|" + "---|" * 9, *table, ""]
+    (ROOT / "benchmarks" / "generate.md").write_text("\n".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
