@@ -42,7 +42,7 @@ from meshtrain.run.checkpoint import CheckpointError
 
 USAGE = "python -m meshtrain.evaluate RUN_DIR|HF_DIR [--data.key value ...] [--tasks a,b] [--step N] [--json]"
 OPTIONS = ("tasks", "step", "num-fewshot", "limit")
-GIVEN = ("data.source", "data.paths", "data.mixture", "data.validation_paths")      # that say what to evaluate on
+GIVEN = ("data.source", "data.paths", "data.mixture", "data.validation_paths", "data.validation_sources")      # that say what to evaluate on
 SEQ_LEN = 1024      # of a folder, unless told otherwise or it takes less
 
 
@@ -127,7 +127,7 @@ def _open_data(found: trained.Trained, may_be_none: bool, scratch: Path) -> tupl
         folders = [found.files] if found.files else []
         cache = scratch if found.of_folder else found.directory / sources.CACHE
         corpus = sources.open_corpus(data, vocab_size=found.run.model.vocab_size, cache_dir=cache, tell=say.err, folders=folders)
-        if everything:
+        if everything and not corpus.curves:
             corpus = dataclasses.replace(corpus, validation=corpus.sources)
         sets = packing.open_batches(data, corpus, found.run.run.seed).validation
     if not sets:

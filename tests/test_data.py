@@ -54,6 +54,27 @@ def test_validation_files_and_names_of_a_mixture_come_from_the_run_file(tmp_path
     assert packed.train[0].tokens_per_epoch == 36 and packed.train[1].tokens_per_epoch == 72
 
 
+def test_several_sources_are_validated_on_in_place_of_a_share(tmp_path):
+    for name, ids in (("a", [[1, 2, 3]] * 9), ("held", [[6, 6], [7]]), ("more", [[8] * 9])):
+        write_tokens(tmp_path / f"{name}.tokens.npy", ids)
+    tables = [{"source": "tokens", "paths": [str(tmp_path / "held.tokens.npy")], "name": "web", "weight": 3.0},
+              {"source": "tokens", "paths": [str(tmp_path / "more.tokens.npy")]}]
+    data = config.Data(source="tokens", paths=[str(tmp_path / "a.tokens.npy")], bos_token="0", eos="9", seq_len=5, global_batch=1,
+                       validation_fraction=0.2, validation_sources=tables)
+    packed = packing.open_batches(data, Opened(data, tmp_path).corpus, seed=0)
+    assert [(held.name, held.weight) for held in packed.validation] == [("web", 0.75), ("1", 0.25)]
+    assert validation(packed.validation[0], "targets").tolist() == [6, 6, 9, 7, 9]
+    assert packed.train[0].tokens_per_epoch == 36, "nothing is held out"
+    short = data.model_copy(update={"seq_len": 7})
+    with pytest.raises(ValueError, match=r"data.validation_sources\[0\] holds 5 tokens"):
+        packing.open_batches(short, Opened(short, tmp_path).corpus, seed=0)
+    itself = data.model_copy(update={"validation_sources": (data.validation_sources[0].model_copy(update={"paths": data.paths}),)})
+    assert "data.validation_sources[0].paths: " in fault(itself, tmp_path) and "trained on" in fault(itself, tmp_path)
+    run = config.Run(data=data.model_copy(update={"validation_paths": ("x",), "validation_sources": data.validation_sources[:1] * 2}))
+    told = "\n".join(config.problems(run))
+    assert 'validation_sources names two sources "web"' in told and "both say what to validate on" in told
+
+
 def test_validation_files_that_are_missing_or_trained_on_are_refused_by_their_key(tmp_path):
     write(tmp_path / "a.jsonl", ["one"])
     with pytest.raises(ValueError, match="data.validation_paths: 'none.jsonl' matches no file"):

@@ -173,6 +173,12 @@ def _data_problems(run: Run):
                        "give it to the sources of data.mixture")
     elif data.mixture:
         yield f'data.mixture is not read by data.source={toml(data.source)}; use data.source="mixture", or leave it out'
+    names = [one.name or str(i) for i, one in enumerate(data.validation_sources)]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f'data.validation_sources names two sources {toml(name)}; give each a name of its own'
+    if data.validation_sources and any(one.validation_paths for one in [data, *data.mixture, *data.validation_sources]):
+        yield ("data.validation_sources stands beside validation_paths, and both say what to validate on; put those files into a table of "
+               "data.validation_sources")
     if data.validation_tokens and not data.validation_fraction:
         yield (f"data.validation_tokens={data.validation_tokens} limits the share data.validation_fraction, which is 0; use e.g. "
                "data.validation_fraction=0.02, the smaller of the two is held out")
@@ -181,6 +187,7 @@ def _data_problems(run: Run):
         if getattr(data, key) != Data.model_fields[key].default and "chat" not in {one.source for _, one in named} and (
                 key == "loss_on" or data.source != "preferences"):
             yield (f'data.{key}={toml(getattr(data, key))} is read for conversations alone; use data.source="chat", or leave it out')
+    named += [(f"data.validation_sources[{i}]", one) for i, one in enumerate(data.validation_sources)]
     for where, one in named:
         if one.source not in ("stdlib", "mixture") and not one.paths:
             example = {"text": "data/*.txt", "tokens": "data/*.tokens.npy", "chat": "data/*.jsonl",
@@ -203,7 +210,7 @@ def _preference_problems(run: Run):
         return
     if not data.document_mask:
         yield 'data.document_mask=false would let the rejected answer see the chosen one (data.source="preferences"); leave it out'
-    for key in ("skip_batches", "validation_paths", "validation_tokens"):
+    for key in ("skip_batches", "validation_paths", "validation_sources", "validation_tokens"):
         if getattr(data, key) != Data.model_fields[key].default:
             yield f'data.{key}={toml(getattr(data, key))} is not read by data.source="preferences", a pair a sequence; leave it out'
 
@@ -213,7 +220,7 @@ def _training_problems(run: Run):
     if data.global_batch % training.microbatches:
         yield (f"data.global_batch={data.global_batch} cannot be split over training.microbatches={training.microbatches}"
                f"; use a multiple, e.g. {next_multiple(data.global_batch, training.microbatches)}")
-    separate = any(one.validation_paths for one in [data, *data.mixture])
+    separate = data.validation_sources or any(one.validation_paths for one in [data, *data.mixture])
     if run.validation.every and not data.validation_fraction and not separate:
         yield (f"validation.every={run.validation.every} has no data, since data.validation_fraction=0 holds none out; "
                "use e.g. data.validation_fraction=0.02, or validation.every=0")

@@ -170,6 +170,9 @@ class Data(Section):
     validation_fraction: float = key(0.02, "share of the data held out for validation; 0 = none", ge=0, lt=1)
     validation_tokens: int = key(0, "most tokens held out of a source; 0 = no limit but the fraction", ge=0)
     validation_paths: tuple[str, ...] = key((), "files to validate on, in place of a held-out share", strict=False)
+    validation_sources: tuple[Component, ...] = key(
+        (), 'several to validate on, each with its own curve, in place of a held-out share: tables as those of data.mixture', strict=False
+    )
     packing: Literal["stream", "whole"] = key(
         "stream", "documents end to end, cut into sequences, or only whole ones in a sequence, its rest padded"
     )

@@ -117,18 +117,18 @@ def open_batches(data, corpus: sources.Corpus, seed: int, position: dict | None 
     return pack(corpus.sources, corpus.weights, bos=corpus.tokenizer.bos, eos=corpus.eos, seq_len=data.seq_len,
                 global_batch=data.global_batch, seed=seed, validation_fraction=data.validation_fraction,
                 validation_tokens=data.validation_tokens, validation=corpus.validation, names=corpus.names,
-                document_mask=data.document_mask, packing=data.packing, position=position)
+                document_mask=data.document_mask, packing=data.packing, position=position, curves=corpus.curves)
 
 
 def pack(corpus: Sequence[Source], weights: Sequence[float], *, bos: int, seq_len: int, global_batch: int, seed: int,
          eos: int | None = None, validation_fraction: float = 0.0, validation_tokens: int = 0,
          validation: Sequence[Source | None] = (), names: Sequence[str] = (), document_mask: bool = True,
-         packing: str = "stream", position: dict | None = None) -> Packed:
+         packing: str = "stream", position: dict | None = None, curves: Sequence[sources.Curve] = ()) -> Packed:
     """Sources as batches, mixed in the proportions of `weights` (positive numbers of any sum; shares of the tokens).
 
     eos: the target behind a document's last token; None: bos. Held out of each source is the fraction, and at most
-    validation_tokens where that is not 0; nothing of one with a source of its own in `validation`. names: of the validation
-    sets. position: what `Packed.position(n)` gave in the run before. Where nothing differs, all batches are the same bit for
+    validation_tokens where that is not 0; nothing of one with a source of its own in `validation`, and of none where there are `curves`, which are then the validation sets. names: of
+    the others. position: what `Packed.position(n)` gave in the run before. Where nothing differs, all batches are the same bit for
     bit. Weights, seq_len and global_batch may differ: batches are then those from n on, in which every source goes on behind
     its last token; sequences of the chunk that was begun (order.CHUNK_TOKENS) keep their order, cut anew at the rows' ends.
     packing: "stream", or "whole", where no document is cut and seq_len stays. Raises: ValueError where a source is too short for
@@ -142,6 +142,7 @@ def pack(corpus: Sequence[Source], weights: Sequence[float], *, bos: int, seq_le
         raise ValueError("\n".join(faults))
     shares, grids = mixture.whole_weights(weights), (Grid(0, seq_len, None),)
     separate = list(validation) or [None] * len(corpus)
+    validation_fraction = 0.0 if curves else validation_fraction
     cut, kind = packing == "stream", Stream if packing == "stream" else WholeStream
     parts = [(order.whole(source), order.whole(other)) if other is not None
              else holdout.split(source, validation_fraction, validation_tokens, _may_cut(source, cut, seq_len))
@@ -149,8 +150,12 @@ def pack(corpus: Sequence[Source], weights: Sequence[float], *, bos: int, seq_le
     streams = tuple(kind(train, seed, i, grids) for i, (train, _) in enumerate(parts))
     held = tuple(kind(part, None, i, grids) for i, (_, part) in enumerate(parts)) \
         if validation_fraction or any(separate) else ()
+    measured = [(curve.name, curve.weight, kind(order.whole(curve.source), None, i, grids)) for i, curve in enumerate(curves)]
     shape = Shape(bos, bos if eos is None else eos, seq_len, global_batch, document_mask)
     faults = (_check_lengths if cut else _check_whole)(shape, shares, streams, held, validation_fraction, validation_tokens)
+    faults += [f"data.validation_sources[{i}] holds {stream.tokens_per_epoch:,} tokens, and one sequence of data.seq_len={seq_len} takes "
+               f"{seq_len:,}; use more text or a shorter seq_len" for i, (*_, stream) in enumerate(measured)
+               if stream.tokens_per_epoch < seq_len]
     if faults:
         raise ValueError("\n".join(faults))
     # At most the tokens of the longest document; exactly, where a run is one.
@@ -161,7 +166,9 @@ def pack(corpus: Sequence[Source], weights: Sequence[float], *, bos: int, seq_le
     if position is not None:
         streams, phase = _go_on(streams, phase, position)
     names = list(names) or ([""] if len(corpus) == 1 else [str(i) for i in range(len(corpus))])
-    sets = tuple(HeldOut(name, weight / sum(shares), stream, shape) for name, weight, stream in zip(names, shares, held))
+    measured = measured or list(zip(names, shares, held))
+    total = sum(weight for _, weight, _ in measured)
+    sets = tuple(HeldOut(name, weight / total, stream, shape) for name, weight, stream in measured)
     return Packed(streams, sets, shape, phase, quantum)
 
 

@@ -18,6 +18,7 @@ import re
 import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -72,6 +73,13 @@ class Files:
         return np.frombuffer(data, np.uint8)
 
 
+class Curve(NamedTuple):
+    """A source to validate on, with its name and its weight in the loss of all of them (any positive scale)."""
+    name: str
+    weight: float
+    source: Source
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
     """What a run reads: one source, or a mixture of several with their weights (any positive scale), and the tokenizer."""
@@ -82,6 +90,7 @@ class Corpus:
     names: tuple[str, ...]                  # of the sources; "" where there is one
     validation: tuple[Source | None, ...]   # of each source, the files to validate on; None: a share of it is held out
     fingerprint: str    # of content: the sources' lengths, as far as packing holds them (Source.totals), and the tokenizer
+    curves: tuple[Curve, ...] = ()      # to validate on, in place of all that
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -106,6 +115,7 @@ class Description:
     vocab_size: int     # the model's
     cache: str          # data.cache
     chats: Chats | None     # how conversations become tokens, where there are some
+    curves: tuple[tuple[str, float], ...] = ()      # (name, weight) of those to validate on, the last components
 
     def open(self, cache_dir: Path, job: parts.Job) -> tuple[Source | None, ...]:
         """The sources; what needs a token cache gets one, which may take long the first time.
@@ -142,6 +152,7 @@ def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Descript
                          f"use model.vocab_size={reader.vocab_size} or more")
     given = [(where, one, one.paths) for where, one in named]
     given += [(f"{where}{VALIDATION}", one, one.validation_paths) for where, one in named if one.validation_paths]
+    given += [(f"data.validation_sources[{i}]", one, one.paths) for i, one in enumerate(data.validation_sources)]
     components, faults = [], []
     for where, one, patterns in given:
         try:
@@ -151,10 +162,10 @@ def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Descript
         except ValueError as error:
             faults.append(_key_of_section(where, error))
     trained = {os.path.realpath(path) for component in components[:len(named)] for path in component.paths}
-    faults += [f"{component.where.removesuffix(VALIDATION)}.validation_paths: {path} is trained on, too; take it out of one"
+    faults += [f"{_key_of_section(component.where, ValueError(f'{component.where}.paths'))}: {path} is trained on, too; take it out of one"
                for component in components[len(named):] for path in component.paths if os.path.realpath(path) in trained]
     chats = None
-    if any(one.source in CHATS for _, one in named):
+    if any(one.source in CHATS for _, one, _ in given):
         try:
             chats = Chats(chat.open_template(reader, data.chat_template, folders), data.loss_on == "all", data.source == "preferences")
         except ValueError as error:
@@ -166,7 +177,7 @@ def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Descript
     names = tuple(one.name or str(i) for i, one in enumerate(data.mixture)) if mixed else ("",)
     weights = tuple(one.weight for _, one in named) if mixed else (1.0,)
     return Description(tuple(components), names, validation, _find_eos(data, reader, vocab_size), weights, reader, vocab_size,
-                       data.cache, chats)
+                       data.cache, chats, tuple((one.name or str(i), one.weight) for i, one in enumerate(data.validation_sources)))
 
 
 def reader_of(data, *, vocab_size: int) -> tuple[Tokenizer, int]:
@@ -215,7 +226,8 @@ def corpus_of(described: Description, opened: Sequence[Source]) -> Corpus:
     trained = tuple(opened[:len(described.weights)])
     return Corpus(trained, described.weights, described.tokenizer, described.eos, described.names,
                   tuple(opened[k] if k is not None else None for k in described.validation),
-                  _fingerprint(trained, described))
+                  _fingerprint(trained, described),
+                  tuple(Curve(*curve, source) for curve, source in zip(described.curves, opened[len(opened) - len(described.curves):])))
 
 
 def _open_tokenizer(data, names: Sequence[str], vocab_size: int) -> Tokenizer:

@@ -42,7 +42,7 @@ CHANGES = (
     ("data.mixture", RECORDED),     # its weights; its sources are content
     ("data.packing", STAYS),
     ("data.validation_fraction", STAYS), ("data.validation_tokens", STAYS),     # what is held out is not trained on
-    ("data.prefetch", FREE), ("data.cache", FREE), ("data.validation_paths", FREE), ("data.skip_batches", FREE),
+    ("data.prefetch", FREE), ("data.cache", FREE), ("data.validation_paths", FREE), ("data.validation_sources", FREE), ("data.skip_batches", FREE),
     ("data.*", CONTENT),
     ("optimizer.name", STAYS), ("lora.export", FREE), ("lora.*", STAYS),
     ("training.max_skipped_steps", FREE), ("training.objective", STAYS),
