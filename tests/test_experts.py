@@ -193,7 +193,8 @@ SENT = ("expert over fsdp", "expert over tensor with sequence parallelism", "exp
 
 @pytest.mark.parametrize("layout, leaning, capacity", [
     ("expert over fsdp", "all to two", exchange.CAPACITY), *(pytest.param(layout, leaning, capacity, marks=GRID)
-    for layout in SENT for leaning in ("", "all to two", "three without any") for capacity in (exchange.CAPACITY, 0.3))])
+    for layout in SENT for leaning in ("", "all to two", "three without any") for capacity in (exchange.CAPACITY, 0.3)
+    if (layout, leaning, capacity) != ("expert over fsdp", "all to two", exchange.CAPACITY))])
 def test_tokens_that_are_sent_compute_the_same(tmp_path, monkeypatch, layout, leaning, capacity):
     monkeypatch.setattr(exchange, "CAPACITY", capacity)
     check(tmp_path, layout, leaning=leaning, dispatch="all_to_all")

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from meshtrain import assembly, config
-from meshtrain.cost import audit, compile
+from meshtrain.cost import audit, compile, traffic
+from meshtrain.cost.placed import Options, place
 from meshtrain.kernels import tiles
 
 pytestmark = pytest.mark.skipif(not compile.has_gpu_compile(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
@@ -21,13 +22,18 @@ EXPERTS = 3 * E // HOST * D * F         # elements of a GPU's experts
 
 
 @functools.cache
-def program(dispatch: str = "gather"):
+def assembled():
     run = config.Run(
         mesh=dict(data=HOSTS, fsdp=HOST), sharding=dict(rules=str(RULES / "zero3_expert.toml")),
         model=dict(vocab_size=1024, embed_dim=D, num_layers=L, num_heads=8, num_kv_heads=8, head_dim=64, num_experts=E,
                    experts_per_token=K, expert_mlp_dim=F),
-        data=dict(seq_len=T, global_batch=64 * M), training=dict(microbatches=M, remat="full"), experts=dict(dispatch=dispatch))
-    made = assembly.assemble(run, compile.topology("h100:64"))
+        data=dict(seq_len=T, global_batch=64 * M), training=dict(microbatches=M, remat="full"), experts=dict(dispatch="gather"))
+    return assembly.assemble(run, compile.topology("h100:64"))
+
+
+@functools.cache
+def program():
+    made = assembled()
     executable = made.program.compile()
     return executable, audit.read(executable.as_text(), made.mesh)
 
@@ -49,6 +55,17 @@ def test_tokens_are_gathered_and_scattered_in_bfloat16_and_experts_over_hosts_al
     # Weights forward and backward; gradients once per microbatch, in float32.
     assert sent(found, "all-gather", "data", dtype="bf16") == runs * 2 * EXPERTS * 2 * over(HOSTS)
     assert sent(found, "reduce-scatter", "data", dtype="f32") == runs * EXPERTS * 4 * over(HOSTS)
+
+
+def test_inspects_formulas_tell_what_the_program_sends_for_its_experts():
+    made, found = assembled(), program()[1]
+    placed = place(made.model.parameters(), made.run.model, made.layout, made.mesh_spec)
+    told = traffic.summarized(traffic.of(placed, Options.of(made.run)), made.mesh_spec.sizes)
+    for kind, axes, dtype in (("all-gather", "fsdp", "bf16"), ("reduce-scatter", "fsdp", "bf16"), ("all-gather", "fsdp", "s32"),
+                              ("all-gather", "fsdp", "f32"), ("reduce-scatter", "fsdp", "f32"), ("all-gather", "data", "bf16"),
+                              ("reduce-scatter", "data", "f32")):
+        (row,) = (row for row in told if (row["kind"], row["axes"], row["dtype"]) == (kind, [axes], dtype))
+        assert row["bytes"] == pytest.approx(sent(found, kind, axes, dtype=dtype)), (kind, axes, dtype)
 
 
 def test_no_product_goes_over_all_experts_and_the_forward_is_not_repeated():

@@ -15,7 +15,7 @@ from meshtrain.layout.mesh import MeshSpec
 from meshtrain.layout.rules import Layout
 from meshtrain.model import layers
 from meshtrain.names import AXES, LAYERS, LORA, MATMUL_ROLES
-from meshtrain.parallel import schedules, stages
+from meshtrain.parallel import expert, schedules, stages
 
 Axes = tuple[str, ...]
 
@@ -66,13 +66,14 @@ class Product:
     """Matrices of one layer, or the head, that multiply the same input: [tokens, k] × [k, n] with the sizes one device has.
 
     row: the mesh axes that split k, over which the result is summed. outward: the result is added to the residual stream.
-    trained: they have gradients.
+    trained: they have gradients. routed: experts', n times the rows of a device's own token, the experts equally busy.
     """
     k: float
     n: float
     row: Axes = ()
     outward: bool = False
     trained: bool = True
+    routed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -223,9 +224,9 @@ def place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice = Practi
             into, out = info.matrix_dims
             key = info.path[:-2], tuple(info.axes[d] for d in into)
             row = _ordered(frozenset().union(*(local.uses(info.axes[d]) for d in into)))
-            n = products[key].n if key in products else 0
-            products[key] = Product(local.size(info, into), n + local.size(info, out), row, info.axes[out[-1]] == "embed",
-                                    info.trainable)
+            n, routed = products[key].n if key in products else 0, "expert" in info.axes
+            products[key] = Product(local.size(info, into), n + local.size(info, out) * (local.rows if routed else 1), row,
+                                    info.axes[out[-1]] in ("embed", "expert_embed"), info.trainable, routed)
         elif info.axes[-2:] in (("embed", "vocab"), ("vocab", "embed")) and (info.role == "head" or cfg.tie_embeddings):
             ways = layout.ways(local.uses("vocab"))
             head = Product(cfg.embed_dim, info.size // cfg.embed_dim // ways, trained=info.trainable), ways
@@ -277,6 +278,10 @@ class _Local:
         self.layout = layout
         self.splits = functools.cache(lambda table, axis: frozenset(layout.mesh_axes(table, axis)))
         self.uses = functools.cache(lambda axis: frozenset(layout.axes_in_use(axis)))
+        region, seq = expert.Region.of(layout), layout.mesh_axes("activations", "seq")
+        stream = layout.ways(a for a in layout.mesh_axes("activations", "residual_seq") if a not in seq)
+        # Of experts, for a token that a device has where its sequence is whole.
+        self.rows = cfg.experts_per_token * layout.ways(region.gathered) / layout.ways(region.experts) / stream
         self.kv_heads = layers.kv_heads(layout, cfg.num_kv_heads) // layout.ways(layout.mesh_axes("activations", "kv_heads"))
 
     def axes(self, info) -> tuple[frozenset, dict[str, frozenset]]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from meshtrain.cost import flops
 from meshtrain.cost.placed import Axes, Options, Placed, Practice
 from meshtrain.names import AXES
+from meshtrain.parallel import expert
 
 FORWARD, BACKWARD, MICROBATCH = "forward", "backward", "microbatch"             # what a collective hides behind
 ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
@@ -47,7 +48,7 @@ class Sent:
 
 def of(placed: Placed, options: Options, practice: Practice = Practice()) -> list[Sent]:
     """Of a step on one device, in the words of `Sent`."""
-    found = [*_tensor(placed, options, practice), *_weights(placed, options, practice),
+    found = [*_tensor(placed, options, practice), *_experts(placed, options, practice), *_weights(placed, options, practice),
              *_context(placed, options, practice), *_stages(placed, options, practice), *_once(placed, practice)]
     return [sent for sent in found if sent.axes and sent.array_bytes and sent.runs]
 
@@ -123,7 +124,7 @@ def _tensor(placed: Placed, options: Options, practice: Practice) -> Iterator[Se
     (forward, backward, _), (looked_up, loss, looked_up_back) = placed.visits(options, practice), placed.ends(options, practice)
     split = frozenset(placed.layout.mesh_axes("activations", "residual_seq"))
     stream = placed.tokens(options) * placed.cfg.embed_dim * placed.itemsize
-    outward = [product for product in placed.products if product.row]
+    outward = [product for product in placed.products if product.row and not product.routed]
     gathers, sums = _again(options.remat, practice, len(outward))
     send = lambda kind, axes, times, layer: Sent(kind, axes, placed.dtype, stream, times, "tensor", "", layer)
     if placed.float8:
@@ -142,6 +143,26 @@ def _tensor(placed: Placed, options: Options, practice: Practice) -> Iterator[Se
         yield send("reduce-scatter", vocab, looked_up + loss, False)
     elif vocab:
         yield send("all-reduce", vocab, looked_up + loss, False)
+
+
+def _experts(placed: Placed, options: Options, practice: Practice) -> Iterator[Sent]:
+    """Tokens on their way to experts and back, gathered and scattered: x and y, in the backward x again, dy and dx, and which
+    experts with which weights. All-to-alls send less, and have no formula here: their rounds depend on the choices."""
+    if not placed.cfg.num_experts:
+        return
+    region, cfg = expert.Region.of(placed.layout), placed.cfg
+    share = 1 - cfg.first_dense_layers / cfg.num_layers
+    forward, backward = (share * visits for visits in placed.visits(options, practice)[:2])
+    tokens = placed.tokens(options) / placed.stream_ways * placed.layout.ways(region.gathered)
+    stream, choices = tokens * cfg.embed_dim * placed.itemsize, tokens * cfg.experts_per_token * 4
+    send = lambda kind, axes, dtype, sent_bytes, runs: Sent(kind, axes, dtype, sent_bytes, runs, "experts")
+    gathered, summed = (tuple(a for a in AXES if a in axes) for axes in (region.gathered, region.summed))
+    yield send("all-gather", gathered, placed.dtype, stream, forward + 2 * backward)
+    yield send("reduce-scatter", gathered, placed.dtype, stream, forward + backward)
+    for dtype in ("s32", FLOAT32):
+        yield send("all-gather", gathered, dtype, choices, forward + backward)
+    yield send("reduce-scatter", gathered, FLOAT32, choices, backward)
+    yield send("all-reduce", summed, placed.dtype, stream, forward + backward)
 
 
 def _again(remat: str, practice: Practice, pairs: int) -> tuple[float, float]:
