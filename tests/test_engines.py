@@ -73,9 +73,9 @@ def test_the_choice_is_said_in_one_line_with_its_reason(with_cudnn, monkeypatch)
     assert chosen(platform="cpu")[1] == ""
     assert chosen(platform="cpu", model=dict(attention="blockwise"))[1].endswith("because model.attention=blockwise")
     windowed = chosen(data=WHOLE, model=dict(window=64, global_every=6, num_layers=6), sizes=dict(context=2))[1]
-    assert windowed.startswith("attention: Pallas kernels that visit only what documents reach, 64 tokens back but in every 6. layer, because")
+    assert windowed.startswith("attention: Pallas kernels that visit only what documents reach, window 64 in 5 layers of 6, because")
     assert 'no window over the chunks of context.method="ring" (model.window=64)' in windowed
-    assert chosen(platform="cpu", model=dict(window=64))[1].startswith("attention: blockwise XLA engine, 64 tokens back, because")
+    assert chosen(platform="cpu", model=dict(window=64))[1] == "attention: blockwise XLA engine, window 64"
     assert chosen(platform="cpu", model=dict(window=256))[1] == ""          # of sequences of 256
     note = chosen(model=dict(compute_dtype="float32"))[1]
     assert "blockwise XLA engine, because" in note and note.count("model.compute_dtype=float32") == 1 and "\n" not in note

@@ -179,6 +179,8 @@ def choose(run, layout: Layout, platform: str, gpu: str = "") -> tuple[Callable,
     why = [f"model.attention={asked}"] if asked != "auto" else against["cudnn"][:1] if name == "pallas" else against["cudnn"]
     if name == "blockwise" and asked == "auto":
         why = [*dict.fromkeys(why + against["pallas"])]
+    if platform not in GPU_PLATFORMS and asked == "auto":
+        why = []                # nobody asks there
     note = f"attention: {LABELS[name]}{_of(run)}" + (f", because {'; '.join(why)}" if why else "")
     engine = _engine(name, run, cp, gpu)
     method = Local(engine) if cp == 1 else ContextParallel(METHODS[run.context.method], engine)
@@ -194,9 +196,9 @@ def _attend_whole_rows(method, layout, *args, mask: Mask = CAUSAL):
 def _of(run) -> str:
     """What is attended to, for the note; "" where that is all before a token."""
     within, every = window(run), run.model.global_every
-    if not within:
+    if not within or every == 1:
         return ""
-    return f", {within:,} tokens back" + (f" but in every {every}. layer" if every else "")
+    return f", window {within:,}" + (f" in {every - 1} layers of {every}" if every else "")
 
 
 def _engine(name: str, run, cp: int, gpu: str) -> Engine:
