@@ -63,6 +63,8 @@ class Trained:
         model = self.run.model
         with config.user_errors():
             said = settings.longest(self.files) if self.files else 0
+        if said and not self.of_folder:     # it may have been trained on longer ones since
+            said = max(said, self.run.data.seq_len)
         return min(filter(None, (model.max_seq_len, said)), default=0) if model.position == "learned" else said
 
     def text(self) -> Text | None:

@@ -14,7 +14,9 @@ import sampling
 from commands import call, home, in_a_directory_of_its_own, process, refused, tiny  # noqa: F401
 from folders import GOLDENS, NAMES, ROOT
 
-from meshtrain import generate, talk, train, trained
+from meshtrain import assembly, config, generate, talk, train, trained
+from meshtrain.cost import audit, compile
+from meshtrain.inference import generate as inference
 from meshtrain.inference import picking, words
 from meshtrain.inference.generate import STRIDE, Limits
 from meshtrain.inference.picking import Picking
@@ -64,6 +66,31 @@ def test_greedy_tokens_equal_those_of_transformers_alone_and_in_a_padded_batch(n
 def test_more_tensor_ranks_than_kv_heads_give_the_same_tokens():
     prompts, wanted = golden("llama3.2")
     assert [one.tokens for one in complete("llama3.2", {"tensor": 4, "data": 2}, prompts, Limits(NEW))] == wanted
+
+
+class Enough(Exception):
+    """Of programs that cannot run here."""
+
+
+@pytest.mark.skipif(not compile.has_gpu_compile(), reason=f"install the extra gpu-compile: no {compile.missing_wheels()}")
+def test_on_gpus_no_table_moves_for_a_token():
+    """One prompt, and an embedding that is split over tensor: XLA would gather it to take one row of it."""
+    run = config.Run(mesh=dict(tensor=2), sharding=dict(rules=str(ROOT.parent / "sharding_rules/tensor.toml")), data=dict(global_batch=2),
+                     model=dict(vocab_size=4096, embed_dim=128, num_layers=2, num_heads=2, head_dim=64, mlp_dim=256, tie_embeddings=True))
+    made, programs = assembly.assemble(run, compile.topology("h100:2")), []
+    placed = trained.within(made, made.program.spec.with_shardings().params)
+
+    def compiled(name, jitted, *args):
+        executable = placed.compiled(name, jitted, *args)
+        programs.append(audit.read(executable.as_text(), made.mesh))
+        if len(programs) == 2:
+            raise Enough
+        given = jax.eval_shape(jitted, *args)
+        return lambda *_: jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), given,
+                                       executable.output_shardings)
+    with jax.set_mesh(made.mesh), pytest.raises(Enough):
+        inference.Generator(placed.model, placed.ex, placed.params, compiled).complete([[5, 6]], Limits(3))
+    assert max(one.payload_bytes for one in programs[1].collectives) < 4096 * 4 * 2 + 1      # two rows of float32 logits; the table: 1 MB
 
 
 def test_what_is_drawn_depends_on_seed_and_prompt_alone():

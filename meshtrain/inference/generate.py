@@ -75,7 +75,9 @@ class Generator:
 
     def _together(self, prompts, numbers, limits: Limits, how, seed: int, tell) -> list[Completion]:
         ways = self.ex.layout.ways(self.ex.layout.batch_axes)
-        B, T = -(-len(prompts) // ways) * ways, -(-max(map(len, prompts)) // PROMPT_STEP) * PROMPT_STEP
+        # Two rows at least: XLA makes a slice of a lookup by one id, and to slice a table that is split it gathers all of it.
+        B = max(-(-len(prompts) // ways) * ways, 2)
+        T = -(-max(map(len, prompts)) // PROMPT_STEP) * PROMPT_STEP
         prompt_BT, lengths_B, budget_B, names_B = np.zeros((B, T), np.int32), np.ones(B, np.int32), np.zeros(B, np.int32), np.zeros(B, np.uint32)
         for i, prompt in enumerate(prompts):
             prompt_BT[i, T - len(prompt):], lengths_B[i] = prompt, len(prompt)
