@@ -13,7 +13,7 @@ from meshtrain import assembly, config
 from meshtrain.cost import flops
 from meshtrain.model import transformer
 from meshtrain.parallel import exchange, expert
-from meshtrain.training import accumulate
+from meshtrain.training import accumulate, optimizer
 
 V, T, SEQUENCES = 61, 16, 16
 MODEL = dict(vocab_size=V, embed_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24, num_experts=8,
@@ -213,6 +213,18 @@ def test_auto_takes_what_sends_less_and_says_so(K, ways, said):
     made = assembly.assemble(run, jax.devices()[:ways])
     assert any(note.startswith(f"experts: {said}") for note in made.notes)
     assert made.program.execution.experts.exchanged == ("all_to_all" in said)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
+def test_biases_move_towards_experts_with_too_few_tokens_by_their_rate_alone(name):
+    cfg = config.Optimizer(name=name, learning_rate=0.5, weight_decay=0.3)
+    roles, dims = {"layers": {"bias": "balance", "w": "matrix"}}, {"layers": {"bias": None, "w": ((1,), (2,))}}
+    p = {"layers": {"bias": np.full((2, 3), 7.0, np.float32), "w": np.ones((2, 4, 4), np.float32)}}
+    counts = np.array([[9, 3, 0], [4, 4, 4]], np.float32)
+    tx = optimizer.build(cfg, 10, roles, dims, balance_rate=0.01)
+    updates, _ = tx.update({"layers": {"bias": counts, "w": p["layers"]["w"]}}, tx.init(p), p, step=0)
+    np.testing.assert_allclose(updates["layers"]["bias"], [[-0.01, 0.01, 0.01], [0, 0, 0]])
+    assert (updates["layers"]["w"] != 0).all()
 
 
 # ---- the shipped models ------------------------------------------------------------------------------------------------
