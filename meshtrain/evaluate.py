@@ -114,6 +114,11 @@ def _with_tokenizer(found: trained.Trained) -> trained.Trained:
 def _open_data(found: trained.Trained, may_be_none: bool, scratch: Path) -> tuple[sources.Corpus | None, Sequence[ValidationSet]]:
     """What the command line names, all of it, else what the run holds out; nothing where tasks are asked of a folder alone."""
     data, everything = found.run.data, found.of_folder or any(key in found.given for key in GIVEN)
+    if data.source == "preferences":
+        if may_be_none:
+            return None, ()
+        raise ConfigError('data.source="preferences" has pairs of answers, and a loss is measured on texts; give some, e.g. '
+                          "--data.source text --data.paths '[\"corpus/*.txt\"]', or --tasks")
     if found.of_folder and not any(key in found.given for key in GIVEN):
         if may_be_none:
             return None, ()

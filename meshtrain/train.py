@@ -194,6 +194,9 @@ def _flops(made: assembly.Assembly) -> tuple[float, float | None]:
 def _open_data(run: Run, directory: Path, start: resume.Start) -> tuple[sources.Corpus, Batches]:
     """What the run reads, tokenized where it is not yet, and its batches, those that it has trained on behind it."""
     d = run.data
+    if d.source == "preferences" and run.training.objective != "dpo":
+        raise ConfigError('data.source="preferences" has pairs of answers, from which training.objective="dpo" learns; use that, or another '
+                          "source")
     with config.user_errors():
         described = sources.describe(d, vocab_size=run.model.vocab_size,
                                      folders=folder.companions_of(run.run.dir, run.checkpoint.init_from))

@@ -8,7 +8,7 @@ from checkpoints import assert_same_bits
 from commands import call, home, in_a_directory_of_its_own  # noqa: F401
 from test_lora_runs import saved
 
-from meshtrain import config, train
+from meshtrain import config, evaluate, generate, train
 from meshtrain.data import conversations, preferences, sources
 from meshtrain.data.conversations import parse_pair
 from meshtrain.names import NO_TARGET
@@ -139,3 +139,14 @@ def test_a_sequence_holds_both_answers_behind_their_prompts_and_learns_them_alon
     epoch = np.concatenate([pairs.with_references(np.arange(23, dtype=np.float32)).batch(n)["reference"] for n in range(len(pairs.pairs))])
     assert (np.bincount(epoch.astype(int), minlength=23)[pairs.pairs] == 8).all() and len(pairs.pairs) == 19
     np.testing.assert_array_equal(pairs.batch(3, [5, 2])["tokens"], pairs.batch(3)["tokens"][[5, 2]])
+
+
+def test_a_run_of_preferences_answers_and_is_measured_on_texts(place, tmp_path):
+    ran(*words(place, "asked", "--training.steps=1", "--data.validation_fraction=0"))
+    asked = call(generate.main, place / "asked", "--prompt", "why", "--max-tokens", "2", "--json")
+    assert asked.code == 0 and len(json.loads(asked.out)["completions"]) == 1, asked.err
+    done = call(evaluate.main, place / "asked")
+    assert done.code == 2 and "a loss is measured on texts" in done.err
+    (tmp_path / "text.txt").write_text("the cat sat why " * 200)
+    text = ("--data.source", "text", "--data.paths", json.dumps([str(tmp_path / "text.txt")]))
+    assert call(evaluate.main, place / "asked", *text, "--json").code == 0

@@ -200,8 +200,6 @@ def _preference_problems(run: Run):
     dpo, pairs = training.objective == "dpo", data.source == "preferences"
     if dpo and not pairs:
         yield f'training.objective="dpo" learns from pairs of answers, and data.source={toml(data.source)} has none; use data.source="preferences"'
-    if pairs and not dpo:
-        yield 'data.source="preferences" has pairs of answers, from which training.objective="dpo" learns; use that, or another source'
     if training.dpo_beta != type(training).model_fields["dpo_beta"].default and not dpo:
         yield f'training.dpo_beta={training.dpo_beta} has no use with training.objective={toml(training.objective)}; use "dpo", or leave it out'
     if dpo and training.z_loss:
