@@ -22,7 +22,7 @@ from meshtrain.inference.generate import STRIDE, Limits
 from meshtrain.inference.picking import Picking
 
 ONE, EIGHT = {"tensor": 1}, {"data": 2, "fsdp": 2, "tensor": 2}
-FAST = ("gpt2", "gemma3", "olmo3")
+FAST = ("gpt2", "gemma3")
 NEW = 24
 
 
