@@ -174,3 +174,11 @@ def test_the_plan_and_the_flops_count_what_is_trained():
     layout = Layout(rules.parse(""), dict.fromkeys(config.AXES, 1))
     placed = place(with_adapters.parameters(), run.model, layout, MeshSpec({}))
     assert placed.grads == size(adapters) and placed.stored == size(adapters) + size(plain.parameters())
+
+
+def test_what_is_rarely_meant_is_told_once():
+    told = lambda **model: " ".join(config.notes(lora_run("ddp", ONE, model)))
+    assert "freezes weights that nobody has trained" in told() and "4 bytes each" not in told()
+    assert "4 bytes each" in told(compute_dtype="bfloat16")
+    assert "4 bytes each" not in told(compute_dtype="bfloat16", param_dtype="bfloat16")
+    assert config.notes(run_of("ddp", ONE)) == []

@@ -155,6 +155,11 @@ def notes(run: Run) -> list[str]:
     if run.data.packing == "stream" and "chat" in {one.source for one in run.data.mixture or [run.data]}:
         told.append('data.packing="stream" cuts conversations where sequences end, and answers are learned without their question; '
                     'data.packing="whole" keeps them together')
+    if run.lora.rank and not run.checkpoint.init_from:
+        told.append(f"lora.rank={run.lora.rank} without checkpoint.init_from freezes weights that nobody has trained")
+    if run.lora.rank and run.model.param_dtype == "float32" != run.model.compute_dtype:
+        told.append('model.param_dtype="float32" stores the frozen weights in 4 bytes each; "bfloat16" takes 2, and keeps every bit of a '
+                    "bfloat16 folder")
     return told
 
 
