@@ -129,7 +129,7 @@ def test_the_shipped_70b_runs_take_about_the_memory_that_was_compiled():
     scan = "zero3_tensor_sequence", dict(tensor=8, fsdp=8)
     for (rule, mesh), options, gib in ((pipeline, Options(8192, 128, 64, "selective", "interleaved", 4), 44),
                                        (pipeline, Options(8192, 128, 64, "full", "interleaved", 4), 28),
-                                       (scan, Options(8192, 128, 2, "full"), 41)):
+                                       (scan, Options(8192, 128, 1, "full"), 49)):
         assert priced(rule, mesh, options, "llama3-70b").memory_bytes["total"] == pytest.approx(gib * GIB, rel=.08)
 
 
@@ -137,8 +137,8 @@ def test_the_shipped_70b_runs_take_about_the_memory_that_was_compiled():
 
 
 @pytest.mark.parametrize("rule, mesh, options, preset, share", [
-    ("zero3", dict(fsdp=8), Options(8192, 64, 8, "selective"), "llama3-8b", 5.80 / 7.71),
-    ("zero3_tensor_sequence", dict(tensor=8, fsdp=8), Options(8192, 128, 2, "full"), "llama3-70b", 16.5 / 22.9)])
+    ("zero3", dict(fsdp=8), Options(8192, 64, 4, "selective"), "llama3-8b", 5.36 / 7.26),
+    ("zero3_tensor_sequence", dict(tensor=8, fsdp=8), Options(8192, 128, 1, "full"), "llama3-70b", 14.5 / 20.6)])
 def test_float8_saves_about_what_it_saves_in_the_compiled_programs(rule, mesh, options, preset, share):
     """Shares of the step by the roofline (docs/numbers.md). Within a tenth: the roofline's attention is Pallas, cuDNN here."""
     one, other = (priced(rule, mesh, options, preset, matmul_dtype=dtype) for dtype in ("auto", "float8"))
