@@ -69,7 +69,7 @@ def test_a_merged_folder_has_the_numbers_of_the_formula_and_none_of_adapters(run
 
 
 def test_adapters_are_written_as_peft_names_and_shapes_them(runs, tmp_path):
-    """A golden of PEFT 0.21: of LlamaForCausalLM with get_peft_model(LoraConfig(r=3)).save_pretrained."""
+    """As PEFT names what get_peft_model(LlamaForCausalLM, LoraConfig(r=3)).save_pretrained writes. Source: its code, 0.21."""
     done = call(convert.main, runs / "lora", tmp_path / "out", "--adapters", "--step", "4")
     assert done.code == 0, done.err
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
