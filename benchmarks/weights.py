@@ -1,0 +1,109 @@
+"""python benchmarks/weights.py: a model folder of Hugging Face's in and out, beside the disk's own speed.
+
+A Llama of 0.27 billion random weights, 1.1 GB in float32, is written by `run.export` and read by `run.pretrained`, from and onto one
+device and eight simulated ones, split as ZeRO-3 has them. Beside them stands what this disk needs for as many bytes, written in one piece
+to where they are safe (fsync), and read again: out of memory, as the folder is, which has just been written. Writes
+benchmarks/weights.md.
+"""
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+MODEL = dict(vocab_size=32000, embed_dim=1024, num_layers=16, num_heads=16, num_kv_heads=8, head_dim=64, mlp_dim=2816)
+CASES = [("float32", 1), ("float32", 8), ("bfloat16", 8)]
+FILE_BYTES = 300 * 10**6
+
+
+def timed(call) -> tuple[float, object]:
+    began = time.perf_counter()
+    found = call()
+    return time.perf_counter() - began, found
+
+
+def disk(place: Path, size: int) -> tuple[float, float]:
+    """Seconds to write and to read so many bytes in one file."""
+    data, path = os.urandom(2**24), place / "bytes"
+
+    def write():
+        with open(path, "wb") as file:
+            for start in range(0, size, len(data)):
+                file.write(data[:min(len(data), size - start)])
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read():
+        with open(path, "rb", buffering=0) as file:
+            into = bytearray(2**24)
+            while file.readinto(into):
+                pass
+    found = timed(write)[0], timed(read)[0]
+    path.unlink()
+    return found
+
+
+def measure(dtype: str, count: int, place: Path) -> str:
+    """A row of the table, in this process, which simulates the devices."""
+    import jax
+
+    from meshtrain import config, devices
+    from meshtrain.layout import rules
+    from meshtrain.layout.mesh import MeshSpec
+    from meshtrain.model import params, transformer
+    from meshtrain.run import export, pretrained
+    from meshtrain.weights import folder
+
+    run = config.Run(model=MODEL, mesh=dict(simulated_devices=count), run=dict(compilation_cache=""))
+    spec, model = MeshSpec({"fsdp": count}), transformer.build(run.model)
+    mesh = spec.build(devices.start(run))
+    layout = rules.Layout(rules.load(str(ROOT / "sharding_rules/zero3.toml")), spec.sizes)
+    placed = params.tree(model.parameters(), lambda info: jax.sharding.NamedSharding(mesh, layout.spec("params", info.axes)))
+    out = place / "out"
+    with jax.set_mesh(mesh):
+        weights = jax.jit(model.init, out_shardings=placed)(jax.random.key(0))
+        leaves = dict(pretrained.leaves_of(weights))
+        write = lambda: export.write(out, model, leaves.__getitem__, dtype=dtype, shard_bytes=FILE_BYTES, source=None, bos=1,
+                                     data={"seq_len": 1024, "eos": "", "tokenizer": "bytes"})
+        write_s, size = timed(write)
+        found = folder.open_folder(out)
+        rows = folder.match(found, run.model, model.names())
+        zeros = jax.block_until_ready(jax.jit(lambda: jax.tree.map(jax.numpy.zeros_like, weights), out_shardings=placed)())
+        read_s, again = timed(lambda: pretrained.load(found, rows, run.model, model.places(), zeros))
+        if dtype == "float32":
+            assert all(map(bool, jax.tree.leaves(jax.tree.map(lambda a, b: (a == b).all(), weights, again)))), "other weights came back"
+    shutil.rmtree(out)
+    disk_write_s, disk_read_s = disk(place, size)
+    return f"| {dtype} | {count} | {size / 1e9:.2f} | {write_s:.1f} | {disk_write_s:.1f} | {read_s:.1f} | {disk_read_s:.2f} |"
+
+
+def main() -> int:
+    from benchmarks import machine
+
+    if len(sys.argv) > 1:
+        print(measure(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])))
+        return 0
+    table = []
+    with tempfile.TemporaryDirectory(prefix="meshtrain-weights-", dir=ROOT) as place:
+        for dtype, count in CASES:
+            done = subprocess.run([sys.executable, __file__, dtype, str(count), place], check=True, stdout=subprocess.PIPE, text=True)
+            table.append(done.stdout.strip().splitlines()[-1])
+            print(table[-1], flush=True)
+    lines = ["# Model folders in and out", "", "Written by `python benchmarks/weights.py`; what is measured, and how, stands there.", "",
+             machine.line("", "jax", "jaxlib"), "",
+             "Seconds for the whole folder, with the compiling of a program for each kind of tensor.", "",
+             "| written as | devices | GB | out, s | the disk's writing, s | in, s | the disk's reading, s |",
+             "|" + "---|" * 7, *table, ""]
+    (ROOT / "benchmarks" / "weights.md").write_text("\n".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
