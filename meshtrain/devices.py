@@ -20,6 +20,12 @@ DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 SCHEDULER_FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
 
 
+def memory_bytes(found: Sequence[jax.Device]) -> int:
+    """What these devices of this process may fill together; of CPU devices the machine's memory, which they share."""
+    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in found]
+    return sum(limits) if all(limits) else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def start(run: Run, cluster: find.Cluster | None = None) -> Sequence[jax.Device]:
     """The devices of all processes of the run; starts the jax backend. simulated_devices > 0 means that many CPU devices.
 

@@ -32,12 +32,13 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
 
 import jax
 
-from meshtrain import assembly, config, talk, trained
+from meshtrain import assembly, config, devices, talk, trained
 from meshtrain.config import ConfigError
-from meshtrain.inference.generate import Completion, Limits
+from meshtrain.inference.generate import MOST_ROWS, Completion, Limits
 from meshtrain.inference.picking import Picking
 from meshtrain.inference.words import Stream, Words
 from meshtrain.run.checkpoint import CheckpointError
+from meshtrain.units import size
 
 USAGE = "python -m meshtrain.generate RUN_DIR|HF_DIR --prompt TEXT|--prompts FILE|--prompt-ids JSON|--chat [--max-tokens N] [--temperature T] [--json]"
 NUMBERS = {     # option -> (kind, default, the least, the most, what it is)
@@ -67,6 +68,7 @@ def main(argv: Sequence[str]) -> int:
         limits = Limits(options["max-tokens"], words.stop_ids if words else found.stop_ids(), found.longest(), ended)
         _check(prompts, found, limits)
         placed = found.place()
+        _check_memory(placed, prompts or [[]], limits)
         with jax.set_mesh(placed.mesh):
             if prompts:
                 _answer(placed.generator(), prompts, limits, words, options)
@@ -148,6 +150,16 @@ def _check(prompts: list[list[int]], found: trained.Trained, limits: Limits) -> 
                           f"{what}; shorten it")
     if faults:
         raise ConfigError(*faults)
+
+
+def _check_memory(placed: trained.Placed, prompts: list[list[int]], limits: Limits) -> None:
+    """Raises: ConfigError where the keys and values alone are more than the devices hold."""
+    cfg, rows, longest = placed.model.cfg, min(len(prompts), MOST_ROWS), max(map(len, prompts))
+    tokens = longest + (min(limits.tokens, limits.length) if limits.length else limits.tokens)
+    held = 2 * rows * tokens * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * placed.ex.dtype.itemsize
+    if held > (has := devices.memory_bytes(placed.mesh.devices.flatten())):
+        raise ConfigError(f"--max-tokens {limits.tokens}: the keys and values of {rows} × {tokens} tokens take {size(held)}, and the devices "
+                          f"have {size(has)}; ask for fewer tokens, or of fewer prompts at once")
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------

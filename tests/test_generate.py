@@ -14,7 +14,7 @@ import sampling
 from commands import call, home, in_a_directory_of_its_own, process, refused, tiny  # noqa: F401
 from folders import GOLDENS, NAMES, ROOT
 
-from meshtrain import assembly, config, generate, talk, train, trained
+from meshtrain import assembly, config, devices, generate, talk, train, trained
 from meshtrain.cost import audit, compile
 from meshtrain.inference import generate as inference
 from meshtrain.inference import picking, words
@@ -214,6 +214,12 @@ def test_a_run_of_uneven_stages_is_asked_with_text_and_answers_alike_on_other_me
     stop = found[0]["text"][3:5]
     told = call(generate.main, run_dir, "--prompt=line 1:\n", "--max-tokens=20", "--temperature=1", "--mesh.tensor=1", "--stop", stop).out
     assert told == found[0]["text"].split(stop)[0] + "\n"
+
+
+def test_answers_that_no_memory_holds_are_refused_before_it_is_taken(run_dir, monkeypatch):
+    monkeypatch.setattr(devices, "memory_bytes", lambda found: 2**30 * len(found))
+    ran = call(generate.main, run_dir, "--prompt=a", "--max-tokens=10000000", "--mesh.tensor=1")
+    refused(ran, "--max-tokens 10000000", "and the devices have 1.0 GiB; ask for fewer tokens")
 
 
 def test_the_command_starts_the_devices_that_it_is_told_of(run_dir):
