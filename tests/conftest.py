@@ -73,7 +73,7 @@ def pytest_runtest_setup(item):
 def pytest_terminal_summary(terminalreporter):
     sampled = [f"{outcome:8} {report.nodeid}" for outcome in ("passed", "failed", "skipped")
                for report in terminalreporter.getreports(outcome)
-               if ("sampled", True) in report.user_properties and (report.when == "call" or outcome != "passed")]
+               if ("sampled", True) in getattr(report, "user_properties", ()) and (report.when == "call" or outcome != "passed")]
     if sampled:
         terminalreporter.section("cells of grids in this run")
         for line in sampled:

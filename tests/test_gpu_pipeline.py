@@ -58,7 +58,7 @@ class Step(NamedTuple):
         """How often the ends of the model work: "embed", "loss" or "embed_grad"; where no condition asks, in every tick, masked."""
         on = self.schedule.shared[f"{what}_on"]
         often = {"never": lambda ticks: 0, "sometimes": lambda ticks: int(on[ticks].sum()), "always": lambda ticks: len(on[ticks])}
-        return sum(often[getattr(run, what)](slice(run.start, run.stop)) for run in pipeline._phases(self.schedule))
+        return sum(often[getattr(run, what)](slice(run.start, run.stop)) for run in pipeline._phases(self.schedule, True))
 
 
 @functools.cache
