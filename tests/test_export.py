@@ -210,3 +210,17 @@ def test_two_processes_read_half_of_every_file_each_and_write_what_one_would(tmp
     assert contents(tmp_path / "out") == contents(GOLDENS / "qwen3")
     files = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert files == ["config.json", *(f"model-{i:05d}-of-00005.safetensors" for i in range(1, 6)), "model.safetensors.index.json"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama3.1", "qwen3", "gemma2", "olmo2", "phi3", "mixtral"])
+def test_transformers_reads_an_export_and_computes_the_same_logits(name, tmp_path):
+    """From our own settings, without the folder that the weights came from."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    loaded, golden = Loaded(GOLDENS / name, *ONE), np.load(GOLDENS / name / "golden.npz")
+    write(loaded, tmp_path / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    with torch.no_grad():
+        logits = model(torch.from_numpy(golden["tokens"].astype(np.int64))).logits.numpy()
+    # float32, either implementation is some 2e-5 from float64.
+    np.testing.assert_allclose(logits, golden["logits"], atol=1e-4)

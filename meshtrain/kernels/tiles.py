@@ -55,9 +55,9 @@ class Grouped(NamedTuple):
     stages: int
 
 
-# By bytes of an element, for all GPUs: in bfloat16 two warp groups with 64 rows each, as wgmma takes them, 96 KiB of shared memory
-# for three stages; in float32, which no tensor core multiplies exactly, 128 columns would spill 508 bytes a thread. Neither spills on
-# sm_80, sm_90a and sm_100a. Larger blocks would fill up more rows of small groups.
+# By bytes of an element, for all GPUs: in bfloat16 two warp groups with 64 rows each, as wgmma takes them, 96 KiB of shared
+# memory for three stages; in float32, which no tensor core multiplies exactly, 128 columns would spill 508 bytes a thread.
+# Neither spills on sm_80, sm_90a and sm_100a. Larger blocks would fill up more rows of small groups.
 GROUPED = {2: Grouped(128, 128, 64, 8, 3), 4: Grouped(128, 64, 32, 8, 2)}
 
 WIDTHS = tuple(_HOPPER)

@@ -36,8 +36,8 @@ def of_rows(layout: Layout, shape: tuple[int, ...]) -> tuple[int, int]:
     rows, tokens = shape[0] // shards, shape[1] // ways("seq")
     if ways("mlp") == 1:
         return shards, 1
-    most = min(MAX_PARTS, rows * tokens // MIN_TOKENS)
-    return shards, max(n for n in range(1, rows + 1) if rows % n == 0 and (n == 1 or n <= most))
+    found = [n for n in range(2, 2 * MAX_PARTS) if rows % n == 0 and rows * tokens >= n * MIN_TOKENS]
+    return shards, max((n for n in found if n <= MAX_PARTS), default=min(found, default=1))     # five or seven rows go one by one
 
 
 def cut(a: jax.Array, shards: int, count: int) -> list[jax.Array]:
