@@ -3,7 +3,7 @@
 HF_DIR alone: checks the folder and prints its [model] table; --checkpoint.init_from HF_DIR starts a run from it. RUN_DIR OUT:
 writes the weights of a run's newest checkpoint, or of step N, as the folder OUT, in bfloat16 or --dtype float32 or float16, in
 files of at most G (5) GB; it is whole or not there. Of a run with LoRA the weights are merged; --adapters writes the adapters alone
-as PEFT has them, in float32 or --dtype. Works on CPUs; as one of several processes under srun or mpirun.
+as PEFT has them, in float32 or --dtype. Works on CPUs; as one of several processes under a launcher.
 Exit codes: 0 · 2 the user's mistake, one message · 1 anything else.
 """
 from __future__ import annotations

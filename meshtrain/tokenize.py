@@ -1,7 +1,7 @@
 """python -m meshtrain.tokenize RUN.toml [--section.key value …] [--verify] [--processes I/N]: makes a run's token cache.
 
 Training with the same run file then finds everything built. Without GPUs and without jax. Any number of processes may work
-side by side, on this host or others: each takes what nobody has. With --processes I/N, or under srun or mpirun, process I
+side by side, on this host or others: each takes what nobody has. With --processes I/N, or under a launcher, process I
 (from 0) takes only every N-th part, and the cache is whole when all of them are done. --verify reads the whole cache and
 compares checksums: what is damaged is built again.
 Exit codes: 0 done · 2 the user's mistake, one message · 75 stopped on request, what is finished is kept · 1 anything else.

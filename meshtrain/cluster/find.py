@@ -1,6 +1,9 @@
-"""Which process of how many this is: from flags, Open MPI's environment or Slurm's.
+"""Which process of how many this is: from flags, or the environment that a launcher made.
 
-This module knows no run, model or data, and starts nothing.
+[distributed] wins. Then what names a process in words of its own: JAX_PROCESS_ID and its kin (Kubeflow), RANK and its kin
+(torchrun, and scripts written for PyTorch). Then Open MPI, then Slurm. Two that name this process differently are refused,
+because either may be a variable that a batch script exported once for all its tasks; torchrun alone may stand below
+another launcher, whose task it then divides. This module knows no run, model or data, and starts nothing.
 """
 from __future__ import annotations
 
@@ -9,13 +12,17 @@ import dataclasses
 import ipaddress
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from meshtrain import config
 from meshtrain.cluster import gpus
 from meshtrain.config import ConfigError
 
 FIRST_PORT, NUM_PORTS = 10_000, 20_000      # below 32768, where systems take ports for outgoing connections
 SLURM_OWN_STEPS = 0xFFFFFFF0    # step ids from here up are Slurm's own: the batch script, salloc's shell
+JAX = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_COORDINATOR_ADDRESS")
+TORCH = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
+LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,40 +52,145 @@ class Cluster:
 
 
 def cluster(section, environ: Mapping[str, str]) -> Cluster | None:
-    """The cluster that [distributed] or, where that is empty, Open MPI or Slurm describes; None = a single process.
+    """The cluster that [distributed] or, where that is empty, a launcher's environment describes; None = a single process.
 
     section: coordinator_address, num_processes and process_id of a sound run. coordinator_address alone moves the
-    meeting place of what a launcher describes. Raises: ConfigError where that cannot be told.
+    meeting place of what a launcher describes; so does JAX_COORDINATOR_ADDRESS alone.
+    Raises: ConfigError where that cannot be told, is said in part, or twice and differently.
     """
     address = section.coordinator_address
     if section.num_processes:
         found = Cluster(address, section.num_processes, section.process_id)
     else:
-        # mpirun starts its daemons by srun, so below it both environments are there, and Slurm's is that of the daemon.
-        found = _open_mpi(environ, address) or _slurm(environ, address)
+        found = _of_environment(environ, address)
     if address and found is None:
-        raise ConfigError(f"distributed.coordinator_address={address} is for several processes, and neither srun nor "
-                          "mpirun started this one; give distributed.num_processes and distributed.process_id too")
+        raise ConfigError(f"distributed.coordinator_address={address} is for several processes, and no launcher's environment "
+                          "tells which of them this is; give distributed.num_processes and distributed.process_id too")
     return found if found is not None and found.count > 1 else None
 
 
-def _slurm(environ: Mapping[str, str], address: str) -> Cluster | None:
-    """The tasks of one srun. A batch script and salloc's shell see most of these variables, and are not tasks."""
-    step = int(environ.get("SLURM_STEP_ID", SLURM_OWN_STEPS))
-    if "SLURM_PROCID" not in environ or step >= SLURM_OWN_STEPS:
+def _of_environment(environ: Mapping[str, str], address: str) -> Cluster | None:
+    environ = {name: value for name, value in environ.items() if value or name not in (*JAX, *TORCH, *LOCAL)}
+    # mpirun starts its daemons by srun, so below it both environments are there, and Slurm's is that of the daemon.
+    launcher = ("mpirun" if "OMPI_COMM_WORLD_RANK" in environ else
+                "srun" if "SLURM_PROCID" in environ and _slurm_step(environ) < SLURM_OWN_STEPS else None)
+    named = {words: found for words, found in ((JAX, _jax(environ, address, launcher)), (TORCH, _torch(environ, address, launcher)))
+             if found is not None}
+    places = [(_said(environ, words[:2]), found.count, found.index) for words, found in named.items()]
+    if launcher is not None and "TORCHELASTIC_RUN_ID" not in environ:
+        keys = (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK") if launcher == "mpirun" else
+                ("SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS", "SLURM_PROCID"))
+        count, index = (_whole(environ, key) for key in keys)
+        if count > 1:       # a task that is alone may start several processes by itself
+            places.append((_said(environ, keys), count, index))
+    if len({place[1:] for place in places}) > 1:
+        raise ConfigError(f"the environment describes this process in {len(places)} ways that contradict each other: "
+                          f"{'; '.join(said for said, _, _ in places)}; unset the variables that are not meant "
+                          "(a batch script that exports them gives every task the same), or give --distributed.coordinator_address, "
+                          "--distributed.num_processes and --distributed.process_id, which win")
+    if named:
+        return next(iter(named.values()))
+    address = address or _address(environ)
+    return {"mpirun": _open_mpi, "srun": _slurm}[launcher](environ, address) if launcher else None
+
+
+def _jax(environ: Mapping[str, str], address: str, launcher: str | None) -> Cluster | None:
+    """What Kubeflow's JAX runtime sets. The address alone is no half of it where a launcher tells the rest."""
+    given = [name for name in JAX if name in environ]
+    if not given or launcher and given == ["JAX_COORDINATOR_ADDRESS"]:
         return None
+    _whole_or_nothing(environ, JAX, address)
+    count, index = _place(environ, "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    return Cluster(address or _address(environ), count, index)
+
+
+def _torch(environ: Mapping[str, str], address: str, launcher: str | None) -> Cluster | None:
+    """What torchrun and Kubeflow's PyTorch runtime set. Below srun and mpirun batch scripts export all but RANK, for every
+    task: that names nobody, and is left alone."""
+    if not any(name in environ for name in TORCH) or launcher and "RANK" not in environ:
+        return None
+    _whole_or_nothing(environ, TORCH, address)
+    count, index = _place(environ, "WORLD_SIZE", "RANK")
+    own = _local_rank(environ)
+    if address or "MASTER_ADDR" not in environ:
+        return Cluster(address, count, index, own)
+    host, port = environ["MASTER_ADDR"], _whole(environ, "MASTER_PORT")
+    if not 0 < port < 65536:
+        raise ConfigError(f"MASTER_PORT={port} is no port; use one from 1 to 65535 that is free on {host}")
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":   # torchrun itself listens there
+        port = _port(f"{host}:{port} {environ.get('TORCHELASTIC_RUN_ID')} {environ.get('TORCHELASTIC_RESTART_COUNT')}")
+    return Cluster(f"{f'[{host}]' if ':' in host else host}:{port}", count, index, own)
+
+
+def _local_rank(environ: Mapping[str, str]) -> tuple[int, ...] | None:
+    """The GPUs of PyTorch's local rank; where nobody tells how many share the host, one, as PyTorch takes it."""
+    if "LOCAL_RANK" not in environ:
+        return None
+    if "LOCAL_WORLD_SIZE" in environ:
+        local_count, index = _place(environ, "LOCAL_WORLD_SIZE", "LOCAL_RANK")
+        return gpus.own(index, local_count, environ)
+    index, seen = _whole(environ, "LOCAL_RANK"), len(gpus.visible(environ))
+    if 1 < seen <= index:
+        raise ConfigError(f"LOCAL_RANK={index} has no GPU of its own: this process sees {seen}; start at most {seen} processes per "
+                          "host, or set LOCAL_WORLD_SIZE, by which the GPUs are divided")
+    return None if seen == 1 else (index,)
+
+
+def _address(environ: Mapping[str, str]) -> str:
+    address = environ.get("JAX_COORDINATOR_ADDRESS", "")
+    if address and not config.is_address(address):
+        raise ConfigError(f"JAX_COORDINATOR_ADDRESS={address} is not HOST:PORT; use e.g. node1:12345, with a port that is "
+                          "free on that host")
+    return address
+
+
+def _whole_or_nothing(environ: Mapping[str, str], names: Sequence[str], address: str) -> None:
+    """Raises: ConfigError where some of the variables that describe one process together are missing."""
+    missing = [name for name in names if name not in environ]
+    if address:     # given apart
+        missing = [name for name in missing if name not in ("JAX_COORDINATOR_ADDRESS", "MASTER_ADDR", "MASTER_PORT")]
+    if missing:
+        raise ConfigError(f"{_said(environ, names)} describe one process together with {', '.join(missing)}, which "
+                          f"{'is' if len(missing) == 1 else 'are'} not set; set all of {', '.join(names)}, or none for a single "
+                          "process")
+
+
+def _place(environ: Mapping[str, str], count_name: str, index_name: str) -> tuple[int, int]:
+    count, index = _whole(environ, count_name), _whole(environ, index_name)
+    if not 0 <= index < count:
+        raise ConfigError(f"{index_name}={index} is not one of {count_name}={count} processes; they are counted from 0 to "
+                          f"{count_name} - 1")
+    return count, index
+
+
+def _whole(environ: Mapping[str, str], name: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", environ.get(name, "").strip()):
+        raise ConfigError(f"{name}={environ.get(name, '')} is no whole number; correct it, or unset it where no launcher has set it")
+    return int(environ[name])
+
+
+def _said(environ: Mapping[str, str], names: Sequence[str]) -> str:
+    return " ".join(f"{name}={environ[name]}" for name in names if name in environ)
+
+
+def _slurm_step(environ: Mapping[str, str]) -> int:
+    return int(environ.get("SLURM_STEP_ID", SLURM_OWN_STEPS))
+
+
+def _slurm(environ: Mapping[str, str], address: str) -> Cluster:
+    """The tasks of one srun. A batch script and salloc's shell see most of these variables, and are not tasks."""
     count = int(environ.get("SLURM_STEP_NUM_TASKS") or environ["SLURM_NTASKS"])
     per_node = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "1"))
     local_count = per_node[min(int(environ.get("SLURM_NODEID", 0)), len(per_node) - 1)]
     nodes = environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]
     host = "127.0.0.1" if local_count == count else _first_host(nodes)
-    return Cluster(address or f"{host}:{_port(environ.get('SLURM_JOB_ID', '0') + '.' + str(step))}", count,
+    # A job that is requeued may find its old port held still, by a process that could not be killed.
+    job = ".".join((environ.get("SLURM_JOB_ID", "0"), environ["SLURM_STEP_ID"], environ.get("SLURM_RESTART_COUNT", "0")))
+    return Cluster(address or f"{host}:{_port(job)}", count,
                    int(environ["SLURM_PROCID"]), gpus.own(int(environ.get("SLURM_LOCALID", 0)), local_count, environ))
 
 
-def _open_mpi(environ: Mapping[str, str], address: str) -> Cluster | None:
-    if "OMPI_COMM_WORLD_RANK" not in environ:
-        return None
+def _open_mpi(environ: Mapping[str, str], address: str) -> Cluster:
     count, local_count = int(environ["OMPI_COMM_WORLD_SIZE"]), int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1))
     own = gpus.own(int(environ.get("OMPI_COMM_WORLD_LOCAL_RANK", 0)), local_count, environ)
     if not address:

@@ -1,6 +1,6 @@
 """The run file: its sections, what they owe to each other, and what is said where they are wrong. No jax, no model."""
 
-from meshtrain.config.checks import SIZE_KEYS, mesh_sizes, notes, problems
+from meshtrain.config.checks import SIZE_KEYS, is_address, mesh_sizes, notes, problems
 from meshtrain.config.messages import SECTIONS, ConfigError, user_errors
 from meshtrain.config.run_file import QUICKSTART, dump, help_text, load, names_mesh, presets, resolve, shape_table
 from meshtrain.config.sections import (
@@ -11,8 +11,8 @@ from meshtrain.config.shipped import shipped
 from meshtrain.names import AXES
 
 __all__ = [
-    "AXES", "ConfigError", "QUICKSTART", "SECTIONS", "SIZE_KEYS", "dump", "help_text", "load", "mesh_sizes", "names_mesh", "notes",
-    "presets", "problems", "resolve", "shape_table", "shipped", "user_errors",
+    "AXES", "ConfigError", "QUICKSTART", "SECTIONS", "SIZE_KEYS", "dump", "help_text", "is_address", "load", "mesh_sizes", "names_mesh",
+    "notes", "presets", "problems", "resolve", "shape_table", "shipped", "user_errors",
     "Checkpoint", "Component", "Context", "Data", "Distributed", "Identity", "Lora", "Mesh", "Metrics", "Model", "Optimizer",
     "Pipeline", "Run", "Sharding", "Training", "Validation",
 ]  # fmt: skip

@@ -246,15 +246,20 @@ def _lora_problems(run: Run):
                "or leave the targets out")
 
 
+def is_address(text: str) -> bool:
+    """Whether text is HOST:PORT, an IPv6 address in brackets."""
+    port = re.fullmatch(r"(?:[^\s:\[\]]+|\[[0-9a-fA-F:]+\]):(\d{1,5})", text)
+    return bool(port) and 0 < int(port[1]) < 65536
+
+
 def _distributed_problems(run: Run):
     address, count, index = run.distributed.coordinator_address, run.distributed.num_processes, run.distributed.process_id
-    port = re.fullmatch(r"(?:[^\s:\[\]]+|\[[0-9a-fA-F:]+\]):(\d{1,5})", address)
-    if address and not (port and 0 < int(port[1]) < 65536):
+    if address and not is_address(address):
         yield (f"distributed.coordinator_address={toml(address)} is not HOST:PORT; "
                "use e.g. node1:12345, with a port that is free on that host")
     if bool(count) != (index >= 0) or count and not address:
         yield (f"distributed.num_processes={count}, distributed.process_id={index} and distributed.coordinator_address="
-               f"{toml(address)} describe one process together; give all three, or none under srun and mpirun")
+               f"{toml(address)} describe one process together; give all three, or none where a launcher tells it")
     elif index >= count > 0:
         yield (f"distributed.process_id={index} is not one of distributed.num_processes={count} processes; "
                f"they are counted from 0 to {count - 1}")

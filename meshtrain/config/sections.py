@@ -288,11 +288,11 @@ class Metrics(Section):
 
 
 class Distributed(Section):
-    """[distributed]: one process among several; not needed under launch.local, srun and mpirun, which tell it."""
+    """[distributed]: one process among several; not needed under a launcher that tells it (docs/pods.md)."""
 
-    coordinator_address: str = key("", "HOST:PORT where process 0 is met, the port free there; empty = by srun or mpirun")
-    num_processes: int = key(0, "processes of the run; 0 = by srun or mpirun, else one", ge=0)
-    process_id: int = key(-1, "which of them this one is, from 0; -1 = by srun or mpirun", ge=-1)
+    coordinator_address: str = key("", "HOST:PORT where process 0 is met, the port free there; empty = by the launcher")
+    num_processes: int = key(0, "processes of the run; 0 = by the launcher, else one", ge=0)
+    process_id: int = key(-1, "which of them this one is, from 0; -1 = by the launcher", ge=-1)
     timeout_s: int = key(300, "seconds that processes wait at the start for those that come late", ge=1)
 
 
