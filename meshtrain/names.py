@@ -14,6 +14,8 @@ CHOSEN, REJECTED = 1, 2     # segments of a sequence that holds a pair of prefer
 NO_TARGET = -1         # in a batch's targets: no loss at this token
 AUX_LOSS = "aux_loss"  # the one entry of a layer's aux that is added to the objective
 EXPERT_LOAD = "expert_load"    # in a layer's aux: tokens by layer and expert [L, E]
+# Of a row of metrics, made of that: numbers of each layer [L], null where it has no experts.
+LOAD_BY_LAYER = ("expert_load_max_by_layer", "expert_load_min_by_layer", "expert_load_entropy_by_layer")
 # Logical axes of the experts' matrices, by their names in the parameter tree.
 EXPERT_AXES = {"gate": ("expert", "expert_embed", "expert_mlp"), "up": ("expert", "expert_embed", "expert_mlp"),
                "down": ("expert", "expert_mlp", "expert_embed")}

@@ -78,6 +78,11 @@ def summary(told: dict) -> str:
     if speed["tokens_per_s"]:
         mfu = f", MFU {speed['mfu']:.1%} ({pages.beside(told, 'mfu')})" if speed["mfu"] else ""
         lines += [f"{speed['tokens_per_s']:,.0f} tokens/s ({pages.beside(told, 'tokens_per_s')}){mfu}"]
+    if (found := told["experts"]) and None not in found["max"][-1]:
+        busiest, idlest = max(found["max"][-1]), min(found["min"][-1])
+        layers = found["layers"][found["max"][-1].index(busiest)], found["layers"][found["min"][-1].index(idlest)]
+        lines += [f"experts: the busiest has {busiest:.2f} × the mean (layer {layers[0]}), the idlest {idlest:.2f} × (layer {layers[1]}), "
+                  f"entropy {min(found['entropy'][-1]):.3f} or more"]
     if parts := {name: spent_s for name, spent_s in told["time_s"].items() if spent_s > 0}:
         total = sum(parts.values())
         lines += ["time: " + ", ".join(f"{name} {pages.long(spent_s)} ({spent_s / total:.1%})"

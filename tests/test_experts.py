@@ -11,7 +11,7 @@ from sampling import GRID
 import experts
 from meshtrain import assembly, config
 from meshtrain.cost import flops
-from meshtrain.model import transformer
+from meshtrain.model import moe, transformer
 from meshtrain.parallel import exchange, expert
 from meshtrain.training import accumulate, optimizer
 
@@ -225,6 +225,19 @@ def test_biases_move_towards_experts_with_too_few_tokens_by_their_rate_alone(nam
     updates, _ = tx.update({"layers": {"bias": counts, "w": p["layers"]["w"]}}, tx.init(p), p, step=0)
     np.testing.assert_allclose(updates["layers"]["bias"], [[-0.01, 0.01, 0.01], [0, 0, 0]])
     assert (updates["layers"]["w"] != 0).all()
+
+
+def test_the_load_of_every_layer_is_reported_and_a_dense_one_has_none():
+    load = np.array([[0, 0, 0, 0], [2, 2, 2, 2], [6, 1, 1, 0]], np.float32) / 3         # tokens, divided by the step's targets
+    got = jax.device_get(moe.reported({"expert_load": load, "aux_loss": 5.0}))
+    half = -(6 * np.log(6 / 8) + 2 * np.log(1 / 8)) / 8 / np.log(4)
+    wanted = {"expert_load_max_by_layer": [np.nan, 1, 3], "expert_load_min_by_layer": [np.nan, 1, 0],
+              "expert_load_entropy_by_layer": [np.nan, 1, half], "expert_load_max": 3, "expert_load_entropy": (1 + half) / 2, "aux_loss": 5}
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        np.testing.assert_allclose(got[name], value, rtol=1e-6, err_msg=name)
+    alone = moe.reported({"expert_load": np.ones((2, 1), np.float32)})      # one expert is always as busy as the mean
+    assert alone["expert_load_max"] == alone["expert_load_entropy"] == 1
 
 
 # ---- the shipped models ------------------------------------------------------------------------------------------------

@@ -34,6 +34,10 @@ def test_experts_grown_from_a_dense_run_begin_where_it_ended(runs, tiny):
     again = rows(Path("again"))[0]
     assert first[0]["loss"] == pytest.approx(again["loss"], rel=1e-6)       # weights of the chosen sum to 1: rounding alone
     assert {"aux_loss", "expert_load_max", "expert_load_entropy"} <= set(first[0]) and "aux_loss" not in again
+    for row in first:       # one layer
+        assert row["expert_load_max_by_layer"] == pytest.approx([row["expert_load_max"]])
+        assert row["expert_load_entropy_by_layer"] == pytest.approx([row["expert_load_entropy"]])
+        assert 0 <= row["expert_load_min_by_layer"][0] <= 1 <= row["expert_load_max"]
 
 
 def test_biases_move_by_their_rate_and_no_optimizer_touches_them(runs):

@@ -3,6 +3,7 @@ import json
 import os
 import shutil
 import socket
+from pathlib import Path
 
 import browser
 import jax
@@ -48,6 +49,23 @@ def test_a_run_that_is_finished_is_told_with_all_its_starts_and_nothing_is_touch
     assert sum(spent.values()) == pytest.approx(starts[-1]["ended"] - starts[0]["began"], rel=0.02)
     assert spent["restoring and compiling"] > 0 and spent["waiting for data"] == pytest.approx(sum(row["data_wait_s"] for row in rows))
     assert files(trained) == before
+
+
+def test_the_load_of_experts_is_drawn_over_layers_and_steps(run_dir):
+    path, by_layer = run_dir / "metrics.jsonl", ("expert_load_max_by_layer", "expert_load_min_by_layer", "expert_load_entropy_by_layer")
+    steps, rows = range(1, 131), metrics.read(path)
+    assert measured.of(run_dir)["experts"] is None and "experts" not in call(report.main, run_dir).out
+    load = lambda step: dict(zip(by_layer, ([None, 1.5, 4.0 if step == 7 else 1.25], [None, 0.5, 0.0 if step == 130 else 0.75],
+                                            [None, 0.9, 0.95])))
+    path.write_text("".join(json.dumps(rows[0] | {"step": step} | load(step)) + "\n" for step in steps))
+    found = measured.of(run_dir)["experts"]
+    assert found["layers"] == [1, 2] and found["steps"][-1] == 130 and len(found["steps"]) <= measured.MOST_STRETCHES
+    assert max(map(max, found["max"])) == 4.0 and found["max"][-1] == [1.5, 1.25]       # the worst of a stretch is not lost
+    told = call(report.main, run_dir, "--html", "page.html").out
+    assert "experts: the busiest has 1.50 × the mean (layer 1), the idlest 0.00 × (layer 2), entropy 0.900 or more" in told
+    page = Path("page.html").read_text()
+    assert "layer 2, step" in page and "layer 0, step" not in page and page.count(": 4.00</title>") == 1
+    standing_alone(page)
 
 
 def test_train_writes_down_what_inspect_says_of_its_step(trained, tiny):  # noqa: F811

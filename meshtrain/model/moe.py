@@ -21,7 +21,7 @@ from meshtrain.layout.mesh import on_shards
 from meshtrain.layout.rules import Layout
 from meshtrain.model.layers import MLP, Execution, project
 from meshtrain.model.params import declare
-from meshtrain.names import AUX_LOSS, EXPERT_AXES, EXPERT_LOAD
+from meshtrain.names import AUX_LOSS, EXPERT_AXES, EXPERT_LOAD, LOAD_BY_LAYER
 
 ROUTER_AXES = ("embed", None)
 TINY = 1e-20        # beside a sum of sigmoids, which may be all zero; as DeepSeek-V3 has it
@@ -176,13 +176,15 @@ class MoE(nnx.Module):
 
 
 def reported(aux: dict) -> dict:
-    """A step's aux as metrics: instead of the load of every expert the largest of a layer relative to its mean, of the worst layer,
-    and the entropy of the choices relative to that of even ones, the mean of the layers with experts."""
+    """A step's aux as metrics: instead of the load of every expert, by layer [L], the largest and the smallest relative to the mean
+    and the entropy of the choices relative to that of even ones, NaN for layers without experts; and the largest of all, and the mean
+    entropy."""
     if EXPERT_LOAD not in aux:
         return aux
     load_LE = aux[EXPERT_LOAD]
-    total_L = load_LE.sum(-1)
+    num_experts, total_L = load_LE.shape[-1], load_LE.sum(-1)
     share_LE = load_LE / jnp.maximum(total_L, TINY)[:, None]
-    entropy_L = -jnp.sum(jax.scipy.special.xlogy(share_LE, share_LE), -1) / max(math.log(load_LE.shape[-1]), TINY)
+    entropy_L = -jnp.sum(jax.scipy.special.xlogy(share_LE, share_LE), -1) / math.log(num_experts) if num_experts > 1 else jnp.ones_like(total_L)
+    by_layer = [jnp.where(total_L > 0, a, jnp.nan) for a in (share_LE.max(-1) * num_experts, share_LE.min(-1) * num_experts, entropy_L)]
     return {name: value for name, value in aux.items() if name != EXPERT_LOAD} | {
-        "expert_load_max": share_LE.max() * load_LE.shape[-1], "expert_load_entropy": entropy_L.sum() / jnp.sum(total_L > 0)}
+        "expert_load_max": jnp.nanmax(by_layer[0]), "expert_load_entropy": jnp.nanmean(by_layer[2])} | dict(zip(LOAD_BY_LAYER, by_layer))

@@ -18,6 +18,7 @@ SPEED = {"step_time_s": ("a step", "step_time_s"), "tokens_per_s": ("tokens/s", 
 def page(told: dict) -> str:
     """told: the dict of `measured.of`."""
     found = [Section("loss", "Loss", loss(told)), Section("speed", "Speed", speed(told)),
+             *([Section("experts", "How busy the experts are", experts(told))] if told["experts"] else []),
              Section("spent", "Where the time went", spent(told)), Section("starts", "Starts and stops", starts(told)),
              Section("more", "Gradients and learning rate", more(told))]
     if told["priced"]:
@@ -150,6 +151,24 @@ def starts(told: dict) -> str:
     saved = ", ".join(f"{step:,}" for step in told["checkpoints"])
     return skin.table(columns, rows, "attempts") + skin.bullets(changed) + skin.paragraph(
         f"Checkpoints of steps {saved}." if saved else "No checkpoint is saved.", "small")
+
+
+def experts(told: dict) -> str:
+    found = told["experts"]
+    busiest, idlest, entropy = (found[name][-1] for name in ("max", "min", "entropy"))
+    number = lambda value, show="{:.2f}": Cell("–") if value is None else Cell(show.format(value), value)
+    rows = [(of_count(layer), *map(number, values)) for layer, *values in zip(found["layers"], busiest, idlest, entropy)]
+    columns = [Column("layer", "n"), Column("busiest expert, of the mean", "n"), Column("idlest, of the mean", "n"), Column("entropy", "n")]
+    drawn = pictures.heat([(f"layer {layer}", [column[k] for column in found["max"]]) for k, layer in enumerate(found["layers"])],
+                          found["steps"], "{:.2f}".format, "tokens of each layer's busiest expert by step, relative to the mean")
+    worst = max((value for column in found["max"] for value in column if value is not None), default=1.0)
+    caption = (f"Tokens of each layer's busiest expert relative to the mean of its experts: pale at 1, full at {max(worst, 2):.2f}. Steps "
+               "to the right, of several steps the worst; the table has the last of them. No token is dropped, however busy an expert is.")
+    curve = lambda key, name, color, **more: skin.figure(_curve(told, key, name, "{:.3g}".format, color=color, height=200, **more)) \
+        if _points(told, key) else ""
+    return (skin.figure(drawn, caption) + curve("expert_load_max", "busiest expert of all layers, of the mean", 3)
+            + curve("expert_load_entropy", "entropy of the choices, mean of the layers; 1 is even", 2)
+            + skin.table(columns, rows, "experts-load"))
 
 
 def more(told: dict) -> str:

@@ -203,6 +203,25 @@ def ticks(low: float, high: float, about: int = 6) -> list[float]:
     return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
+# ---- heat ------------------------------------------------------------------------------------------------------------
+
+
+def heat(rows: Sequence[tuple[str, Sequence[float | None]]], columns: Sequence[int], show: Callable[[float], str], label: str) -> str:
+    """A cell for each row and column, whose values begin at 1: pale there, full at the largest, or at 2. columns: their numbers."""
+    left, right, most = 74, WIDTH - 24, max([2.0, *(value for _, values in rows for value in values if value is not None)])
+    tall, width = max(4.0, min(18.0, 480 / len(rows))), (right - left) / len(columns)
+    every, parts = math.ceil(11 / tall), []
+    for k, (name, values) in enumerate(rows):
+        parts += [text(left - 8, 4 + tall * (k + 0.5) + 4, name, 11, "end", "soft")] if k % every == 0 else []
+        parts += [rect(left + width * i, 4 + tall * k, width - 1, tall - 1, "c1", 0.06 + 0.93 * (value - 1) / (most - 1),
+                       f"{name}, step {columns[i]:,}: {show(value)}") for i, value in enumerate(values) if value is not None]
+    bottom = 4 + tall * len(rows)
+    marked = sorted({0, len(columns) - 1, *range(0, len(columns), max(1, len(columns) // 6))})
+    marked = [i for i in marked if i in (0, len(columns) - 1) or len(columns) - 1 - i >= len(columns) / 8]
+    parts += [text(left + width * (i + 0.5), bottom + 16, f"{columns[i]:,}", 11, "middle", "soft") for i in marked]
+    return drawing(bottom + 34, [*parts, text(right, bottom + 31, "step", 11, "end", "soft")], label)
+
+
 # ---- a schedule ------------------------------------------------------------------------------------------------------
 
 KINDS = {"F": (0, "forward"), "B": (1, "input gradient"), "W": (2, "weight gradient"), "loss": (3, "head and loss")}

@@ -12,13 +12,16 @@ import time
 import tomllib
 from pathlib import Path
 
+from meshtrain.names import LOAD_BY_LAYER
 from meshtrain.run import history, metrics, rundir
 
 COST = "cost.json"          # what `inspect --json` prints of the step, written by `train`
 PRICED = {"run", "mesh", "parameters", "memory_bytes", "collectives", "matmul_flops", "differences", "roofline", "schedule", "notes",
           "warnings", "broken_permutes", "recomputed_by_xla"}
 MOST_ROWS = 3000            # of metrics in the answer
-CURVES = ("step", "loss", "val_loss", "tokens_per_s", "mfu", "step_time_s", "grad_norm", "learning_rate", "data_wait_s")
+MOST_STRETCHES = 60         # of steps, for numbers of every layer
+CURVES = ("step", "loss", "val_loss", "tokens_per_s", "mfu", "step_time_s", "grad_norm", "learning_rate", "data_wait_s",
+          "expert_load_max", "expert_load_entropy")
 
 
 def of(directory: Path) -> dict:
@@ -48,7 +51,7 @@ def of(directory: Path) -> dict:
             "skipped": sum(bool(row.get("skipped")) for row in rows), "loss": _loss(rows), "speed": _speed(rows),
             "time_s": _spent(rows, attempts), "starts": attempts, "changes": _changes(directory),
             "checkpoints": sorted(int(entry.name) for entry in saved.glob("*") if entry.name.isdecimal()) if saved.is_dir() else [],
-            "rows": _curves(rows), "priced": _priced(directory)}
+            "rows": _curves(rows), "experts": _experts(rows), "priced": _priced(directory)}
 
 
 def _attempts(events: list[dict], last_row: float | None, done: int) -> list[dict]:
@@ -134,6 +137,22 @@ def _curves(rows: list[dict]) -> dict[str, list]:
             kept |= {part[0], part[-1], *(k for k in part if rows[k].get("val_loss") is not None)}
         rows = [rows[k] for k in sorted(kept)]
     return {key: [row.get(key) for row in rows] for key in CURVES}
+
+
+def _experts(rows: list[dict]) -> dict | None:
+    """How busy experts are, by layer: {"layers": those that have any, "steps": the last of each stretch, "max", "min", "entropy":
+    [stretch][layer], the worst of the stretch}. None where no row has it."""
+    rows = [row for row in rows if all(isinstance(row.get(key), list) for key in LOAD_BY_LAYER)]
+    rows = [row for row in rows if len({len(row[key]) for key in LOAD_BY_LAYER} | {len(rows[-1][LOAD_BY_LAYER[0]])}) == 1]
+    layers = [i for i, value in enumerate(rows[-1][LOAD_BY_LAYER[0]]) if value is not None] if rows else []
+    if not layers:
+        return None
+    stretch = -(-len(rows) // MOST_STRETCHES)
+    parts = [rows[max(0, stop - stretch):stop] for stop in range(len(rows), 0, -stretch)][::-1]
+    worst = lambda pick, key, part, i: pick((row[key][i] for row in part if row[key][i] is not None), default=None)
+    found = {name: [[worst(pick, key, part, i) for i in layers] for part in parts]
+             for name, pick, key in zip(("max", "min", "entropy"), (max, min, min), LOAD_BY_LAYER)}
+    return {"layers": layers, "steps": [part[-1]["step"] for part in parts]} | found
 
 
 def _priced(directory: Path) -> dict | None:

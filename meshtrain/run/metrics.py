@@ -85,7 +85,7 @@ class MetricsWriter:
         self._file = _Appended(self.path)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Appends one row. Values: numbers, also numpy's and jax's scalars, bools, strings, None."""
+        """Appends one row. Values: numbers, also numpy's and jax's scalars, bools, strings, None; lists of them."""
         line = json.dumps({key: _finite(_plain(value)) for key, value in row.items()}, allow_nan=False)
         self._file.append(line.encode() + b"\n")
 
@@ -259,4 +259,6 @@ def _plain(value):
 
 
 def _finite(value):
+    if isinstance(value, list):
+        return [_finite(_plain(each)) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

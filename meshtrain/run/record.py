@@ -99,7 +99,8 @@ class Record:
                 "step_time_s": step_time_s, "tokens_per_s": self.tokens_per_step / step_time_s,
                 "mfu": self.flops_per_step / step_time_s / self.peak_flops if self.peak_flops else None,
                 "skipped": bool(metrics["skipped"]),
-                **{name: float(value) for name, value in metrics.items() if name not in STEP_METRICS}, **dict.fromkeys(WAITS, 0.0), **self._extra}
+                **{name: _listed(value) for name, value in metrics.items() if name not in STEP_METRICS}, **dict.fromkeys(WAITS, 0.0),
+                **self._extra}
 
     def _count_skipped(self, row: dict) -> None:
         if not row["skipped"]:
@@ -114,3 +115,8 @@ class Record:
                 f"norm; nothing of them was applied. Lower optimizer.learning_rate={self.optimizer.learning_rate}, lengthen "
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps}, leave these batches out by data.skip_batches, or go "
                 "on from an earlier checkpoint by checkpoint.step; all four are allowed on resume")
+
+
+def _listed(value):
+    """A number, or a list of them: of layers there are many, and the shortest digits that say a float32 are half as many."""
+    return [float(str(each)) for each in value] if value.ndim else value.item()
