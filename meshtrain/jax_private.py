@@ -21,6 +21,17 @@ def backends_are_initialized() -> bool:
         return True
 
 
+def coordination_client():
+    """The client of the service through which processes find each other, with key_value_set(key, text) and
+    key_value_try_get(key); None with one process, and where jax has that otherwise."""
+    try:
+        from jax._src import distributed
+        client = distributed.global_state.client
+    except (ImportError, AttributeError):
+        return None
+    return client if hasattr(client, "key_value_set") and hasattr(client, "key_value_try_get") else None
+
+
 def as_written(eqn) -> contextlib.AbstractContextManager:
     """Where an equation of a jaxpr that is evaluated keeps its own source line, and its name behind the caller's; a context
     that changes nothing where jax has that otherwise."""

@@ -98,6 +98,11 @@ with checkpoint.Checkpoints(directory, keep=2, tell=lambda text: say("told", tex
     except checkpoint.CheckpointError as error:
         say("raised", error)
     say("quickly", time.perf_counter() - start < 20)
+    try:
+        for step in (6, 7, 8):
+            checkpoints.save(step, state(step), {})
+    except checkpoint.CheckpointError as error:
+        say("raised", str(error).partition(": see to")[0])
     disk.checksums = write
     checkpoints.save(5, state(5), {"from": "two"})
     checkpoints.save(5, state(6), {"from": "the second attempt"})
@@ -107,10 +112,13 @@ say("left", sorted(os.listdir(directory)))
     failed = f"checkpoint of step 4 not saved in {tmp_path}: "
     damaged = (f"told checkpoint {tmp_path}/2 is damaged (metadata.json: its checksum differs), kept as 2.damaged; "
                "trying the one before")  # fmt: skip
-    missing = failed + "process 1 did not write its part (its output says why)"
+    missing = failed + "process 1: No space left on device"
+    later = {n: missing.replace("step 4", f"step {n}") for n in (6, 7)}
+    stops = "; 3 saves in a row have failed, and the run stops before it loses more"
     assert zero == [damaged, "latest 1", "latest 3", f"told {missing}", f"raised {missing}", "quickly True",
-                    "left ['2.damaged', '3', '5']"]  # fmt: skip
+                    *(f"told {text}" for text in later.values()), f"raised {later[7]}{stops}", "left ['2.damaged', '3', '5']"]  # fmt: skip
     assert one == ["latest 1", "latest 3", f"told {failed}No space left on device", f"raised {missing}", "quickly True",
+                   *(f"told {failed.replace('step 4', f'step {n}')}No space left on device" for n in later), f"raised {later[7]}{stops}",
                    "left ['2.damaged', '3', '5']"]  # fmt: skip
     checkpoints = checkpoint.Checkpoints(tmp_path, read_only=True)
     assert checkpoints.latest() == 5

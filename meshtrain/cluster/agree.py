@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from meshtrain import jax_private
 from meshtrain.cluster.meet import PeerError, named
 from meshtrain.config import ConfigError
 
@@ -105,6 +106,19 @@ def agreed(error: Exception) -> Exception:
     """Marks an error that every process raises: process 0 tells it, and all end in order."""
     error.agreed = True
     return error
+
+
+def leave_word(key: str, text: str) -> None:
+    """For another process to find by `word`, from any thread, whatever the others do. Raises nothing: it may not arrive."""
+    with contextlib.suppress(Exception):
+        jax_private.coordination_client().key_value_set(f"meshtrain {key}", text)
+
+
+def word(key: str) -> str:
+    """What a process has left under this key; empty where it has left nothing."""
+    with contextlib.suppress(Exception):
+        return jax_private.coordination_client().key_value_try_get(f"meshtrain {key}")
+    return ""
 
 
 def part(timeout_s: float = 5.0) -> None:

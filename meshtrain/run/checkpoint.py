@@ -5,7 +5,7 @@ object. A checkpoint holds no class, no function and no mesh: loading it runs no
 whatever sharding is asked for. The arrays are copied to the host before `save` returns, so the next step may donate them.
 
     <step>/           whole: state/ (orbax), metadata.json, and checksums.json: size and xxh3-128 of every other file
-    .<step>.saving/   being written; renamed to <step> when all of it, checksums included, is on disk
+    .<step>.saving/   being written, see `commit`; renamed to <step> when all of it, checksums included, is on disk
     .<step>.deleting/ beyond `keep`: renamed first, so that half a checkpoint never stands under its number
     <step>.damaged/   its checksums did not hold; set aside for a person to look at
     <step>.aside/     whole, and later than the step that a run was told to go on from
@@ -38,12 +38,12 @@ from etils import epath
 
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
-from meshtrain.run import disk, say
+from meshtrain.run import commit, disk, say
+from meshtrain.run.commit import CHECKSUMS, METADATA
 
 # Of the layout described above; a reader that meets a higher number refuses. 1 had no checksums, 2 was of runs that read
 # their data in another order.
 FORMAT = 3
-CHECKSUMS, METADATA = "checksums.json", "metadata.json"
 PEERS_TIMEOUT_S = 3600  # a process that has not written its part by then holds up nobody else
 MAX_FAILED_SAVES = 3  # in a row: what is trained after them would be lost too
 
@@ -222,24 +222,24 @@ class Checkpoints:
     def _save(self, step, state, document, copied):
         """In the background, by every process: writes its part; process 0 then commits."""
         place, index = self.directory / f".{step}.saving", jax.process_index()
-        error = None
+        key, error = f"checkpoint {step} {self._saves}", None
         try:
             (place / "state").mkdir(parents=True, exist_ok=True)  # by whoever comes first
             writing = asyncio.run(self._arrays.async_save(epath.Path(place / "state"), args=ocp.args.PyTreeSave(state)))
             copied.set()
             for future in writing or ():
                 future.result()
-            mine = disk.files(place / "state" / f"ocdbt.process_{index}")
-            disk.write(place / f"part-{index}.json", json.dumps(disk.checksums(place, mine, sync=True)))
+            commit.hand_over(place, index)
         except Exception as caught:  # tensorstore reports a full disk as ValueError; nothing that goes wrong here may be lost
             error = caught
+            agree.leave_word(f"{key} {index}", disk.said(error))
         finally:
             copied.set()
         try:
-            # Whether it succeeded or not: what a process has not told by its part-….json by now, it has not got.
-            ocp.multihost.get_barrier_sync_fn()(key=f"checkpoint {step} {self._saves}", timeout_ms=PEERS_TIMEOUT_S * 1000)
+            # Whether it succeeded or not: what a process has not handed over by now, it has not got.
+            ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=PEERS_TIMEOUT_S * 1000)
             if index == 0 and error is None:
-                self._commit(step, place, document)
+                self._commit(step, place, document, key)
         except Exception as caught:
             error = caught
         self._failure, self._failed = "", 0 if error is None else self._failed + 1
@@ -250,22 +250,9 @@ class Checkpoints:
         if error is not None:
             self.tell(self._failure)
 
-    def _commit(self, step, place, document):
-        parts = [place / f"part-{index}.json" for index in range(jax.process_count())]
-        if missing := [str(index) for index, part in enumerate(parts) if not part.exists()]:
-            raise CheckpointError(f"process {', '.join(missing)} did not write its part (its output says why)")
-        disk.write(place / METADATA, document)
-        self._arrays.finalize(epath.Path(place / "state"))  # merges the indexes of the processes' parts
-        checksums = {}
-        for part in parts:
-            checksums |= json.loads(disk.patiently(part.read_text, missing=True))
-            part.unlink()
-        files = [str(path.relative_to(place)) for path in disk.files(place)]
-        checksums = {name: checksums[name] for name in files if name in checksums}
-        checksums |= disk.checksums(place, (place / name for name in files if name not in checksums), sync=True)
-        disk.write(place / CHECKSUMS, json.dumps(checksums))
-        for directory in {path.parent for path in disk.files(place)} | {place}:
-            disk.sync(directory)
+    def _commit(self, step, place, document, key):
+        merge = lambda: self._arrays.finalize(epath.Path(place / "state"))      # the indexes of the processes' arrays
+        commit.commit(place, jax.process_count(), document, merge, lambda index: agree.word(f"{key} {index}"))
         if not (self.directory / str(step)).exists():
             place.rename(self.directory / str(step))
             disk.sync(self.directory)

@@ -1,0 +1,95 @@
+"""How a checkpoint becomes whole where thousands of processes write it: each sees to its own files, process 0 to the rest.
+
+A process has synced and summed its files and their folders before it hands over one small record of them; process 0 looks at no
+file that is in a record. What is left to it grows by one record a process: reading them, and merging the indexes of the arrays.
+This module knows no step, no state and no run.
+"""
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from meshtrain.run import disk
+
+STATE, CHECKSUMS, METADATA = "state", "checksums.json", "metadata.json"
+RECORDS = "records"     # gone when the checkpoint is whole
+READERS = 32            # threads: on a shared file system each file is a round trip or two
+
+
+class NotHandedOver(OSError):
+    """A process has not written its part of a checkpoint. The message says which and, where it could tell, why."""
+
+
+def hand_over(place: Path, index: int) -> None:
+    """By every process, when orbax has written its arrays into place/state: what is its own is on the disk, and in its record."""
+    folder = place / STATE / f"ocdbt.process_{index}"
+    mine = disk.files(folder)
+    if (described := place / STATE / "array_metadatas" / f"process_{index}").exists():
+        mine.append(described)
+    sums = disk.checksums(place, mine, sync=True)
+    for directory in {path.parent for path in mine if path != described} | ({folder} if folder.exists() else set()):
+        disk.sync(directory)
+    (place / RECORDS).mkdir(exist_ok=True)
+    (place / RECORDS / str(index)).write_text(json.dumps(sums))
+
+
+def commit(place: Path, count: int, document: str, merge: Callable[[], None], word: Callable[[int], str] = lambda index: "") -> None:
+    """By process 0, when all of `count` processes have ended their writing: all of the checkpoint is on the disk, with checksums.
+
+    document: its metadata, as JSON. merge: makes one index of what the processes have written. word: of a process, why it failed.
+    Raises: NotHandedOver.
+    """
+    checksums = _handed_over(place, count, word)
+    disk.write(place / METADATA, document)
+    merge()
+    for name in os.listdir(place / RECORDS):
+        os.unlink(place / RECORDS / name)
+    (place / RECORDS).rmdir()
+    owned = {os.path.join(place, STATE, f"ocdbt.process_{index}") for index in range(count)}
+    known = {os.path.join(place, name) for name in checksums}
+    directories, files = [], []
+    for path, is_directory in _walk(os.fspath(place), owned):
+        if is_directory:
+            directories.append(path)
+        elif path not in known:
+            files.append(Path(path))
+    disk.write(place / CHECKSUMS, json.dumps(checksums | disk.checksums(place, files, sync=True)))
+    for directory in directories:
+        disk.sync(directory)
+
+
+def _handed_over(place: Path, count: int, word: Callable[[int], str]) -> dict[str, list]:
+    """Name -> [bytes, checksum] of what the processes have written. Raises: NotHandedOver."""
+    records = place / RECORDS
+    try:
+        there = set(disk.patiently(lambda: os.listdir(records)))
+    except FileNotFoundError:
+        there = set()
+    words = {index: text for index in range(count) if str(index) not in there and (text := word(index))}
+
+    def read(index):
+        try:
+            return json.loads(disk.patiently((records / str(index)).read_text, missing=True))
+        except FileNotFoundError:
+            return None
+
+    with concurrent.futures.ThreadPoolExecutor(READERS) as threads:
+        sums = dict(zip(range(count), threads.map(lambda index: None if index in words else read(index), range(count))))
+    if missing := [index for index, one in sums.items() if one is None]:
+        told = [f"process {index}: {words.get(index, 'did not write its part (its output says why)')}" for index in missing[:8]]
+        raise NotHandedOver("; ".join(told) + (f"; and {len(missing) - 8} more processes" if len(missing) > 8 else ""))
+    return {name: entry for one in sums.values() for name, entry in one.items()}
+
+
+def _walk(directory: str, owned: set[str]) -> Iterator[tuple[str, bool]]:
+    """The directory and all in it, as (path, whether it is a directory), but for the folders that are `owned`."""
+    yield directory, True
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if not entry.is_dir(follow_symlinks=False):
+                yield entry.path, False
+            elif entry.path not in owned:
+                yield from _walk(entry.path, owned)
