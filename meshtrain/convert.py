@@ -4,7 +4,7 @@ HF_DIR alone: checks the folder and prints its [model] table; --checkpoint.init_
 writes the weights of a run's newest checkpoint, or of step N, as the folder OUT, in bfloat16 or --dtype float32 or float16, in
 files of at most G (5) GB; it is whole or not there. Of a run with LoRA the weights are merged; --adapters writes the adapters alone
 as PEFT has them, in float32 or --dtype. Works on CPUs; as one of several processes under a launcher.
-Exit codes: 0 · 2 the user's mistake, one message · 1 anything else.
+Exit codes: 0 · 2 the user's mistake, one message · 75 stopped on request · 1 anything else.
 """
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshtrain.run import say
+from meshtrain.run import command, say, stops
 
 if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
     say.begin()
+    stops.listen("stopped")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     with say.without_noise():
         importlib.import_module("jax")
@@ -39,28 +40,20 @@ USAGE = "python -m meshtrain.convert HF_DIR | RUN_DIR OUT [--step N] [--dtype bf
 
 
 def main(argv: Sequence[str]) -> int:
-    try:
-        if {"--help", "-h"} & set(argv):
-            say.out(f"usage: {USAGE}\n\n{__doc__.rstrip()}")
-            return 0
-        names, step, dtype, shard_bytes, alone = flags(argv)
-        if len(names) == 1:
-            say.out(_table(Path(names[0])))
-            return 0
-        cluster = find.cluster(config.Distributed(), os.environ | {"CUDA_VISIBLE_DEVICES": ""})
-        found = devices.start(config.Run(run=config.Identity(compilation_cache="")), cluster)
-        said = (_export_adapters(found, Path(names[0]), Path(names[1]), step, dtype) if alone else
-                _export(found, Path(names[0]), Path(names[1]), step, dtype, shard_bytes))
-        if jax.process_index() == 0:
-            say.out(said)
-        return 0
-    except ConfigError as error:
-        if not agree.told_by_first(error):
-            say.err(f"error: {error}")
-        return 2
-    except (CheckpointError, meet.PeerError) as error:
-        say.err(f"error: {error}")
-        return 1
+    return command.answer(_convert, argv, USAGE, __doc__, (CheckpointError, meet.PeerError), agree.told_by_first)
+
+
+def _convert(argv: list[str]) -> None:
+    names, step, dtype, shard_bytes, alone = flags(argv)
+    if len(names) == 1:
+        say.out(_table(Path(names[0])))
+        return
+    cluster = find.cluster(config.Distributed(), os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    found = devices.start(config.Run(run=config.Identity(compilation_cache="")), cluster)
+    said = (_export_adapters(found, Path(names[0]), Path(names[1]), step, dtype) if alone else
+            _export(found, Path(names[0]), Path(names[1]), step, dtype, shard_bytes))
+    if jax.process_index() == 0:
+        say.out(said)
 
 
 def flags(argv: Sequence[str]) -> tuple[list[str], int, str, int, bool]:
@@ -68,33 +61,26 @@ def flags(argv: Sequence[str]) -> tuple[list[str], int, str, int, bool]:
 
     Raises: ConfigError.
     """
-    alone, names, faults = "--adapters" in argv, [], []
-    given = {"--step": "0", "--dtype": "float32" if alone else "bfloat16", "--shard-gb": "5"}
-    words = iter(str(word) for word in argv if word != "--adapters")
-    for word in words:
-        option, equals, value = word.partition("=")
-        if option in given:
-            given[option] = value if equals else next(words, "")
-        elif word.startswith("-"):
-            faults.append(f"{word} is not an option; the usage is {USAGE}")
-        else:
-            names.append(word)
-    if len(names) not in (1, 2):
-        faults.append(f"{len(names)} directories are named, where one model folder or a run and a new directory are asked for; "
+    asked = config.split(argv, USAGE, values=("step", "dtype", "shard-gb"), flags=("adapters",))
+    alone = "adapters" in asked.flags
+    step, dtype, size = asked.last("step", "0"), asked.last("dtype", "float32" if alone else "bfloat16"), asked.last("shard-gb", "5")
+    faults = asked.faults + [f"{key} changes nothing here; the usage is {USAGE}" for key in asked.keys[:1]]
+    if len(asked.names) not in (1, 2) and not faults:
+        faults.append(f"{len(asked.names)} directories are named, where one model folder or a run and a new directory are asked for; "
                       f"the usage is {USAGE}")
-    if not given["--step"].isdecimal():
-        faults.append(f"--step {given['--step']} is not a step; give the number of one that is saved, or 0 for the newest")
-    if given["--dtype"] not in export.DTYPES:
-        faults.append(f"--dtype {given['--dtype']} is not known; use {', '.join(export.DTYPES)}")
+    if not step.isdecimal():
+        faults.append(f"--step {step} is not a step; give the number of one that is saved, or 0 for the newest")
+    if dtype not in export.DTYPES:
+        faults.append(f"--dtype {dtype} is not known; use {', '.join(export.DTYPES)}")
     try:
-        shard_bytes = int(float(given["--shard-gb"]) * 1e9)
+        shard_bytes = int(float(size) * 1e9)
     except (ValueError, OverflowError):
         shard_bytes = 0
     if shard_bytes < 1:
-        faults.append(f"--shard-gb {given['--shard-gb']} is not a size; give gigabytes, e.g. 5 or 0.5")
+        faults.append(f"--shard-gb {size} is not a size; give gigabytes, e.g. 5 or 0.5")
     if faults:
         raise ConfigError(*faults)
-    return names, int(given["--step"]), given["--dtype"], shard_bytes, alone
+    return asked.names, int(step), dtype, shard_bytes, alone
 
 
 def _table(directory: Path) -> str:

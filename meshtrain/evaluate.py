@@ -6,13 +6,12 @@ folder of Hugging Face's: of the documents that are given. --tasks: of the LM ev
 of their YAML files (pip install -e '.[eval]'); --num-fewshot N, --limit N (documents of each task): as there.
 --json: only JSON on stdout: {"loss", "tokens", "perplexity", "bits_per_byte", "sources": {name: the same}, "tasks": {name: metrics}};
 null where there is none. --mesh.data, --mesh.fsdp, --mesh.tensor N: the command's own mesh, as of meshtrain.generate.
-Exit codes: 0 · 2 the user's mistake, one message · 1 anything else.
+Exit codes: 0 · 2 the user's mistake, one message · 75 stopped on request · 1 anything else.
 """
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import importlib
 import json
 import math
@@ -22,10 +21,11 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from meshtrain.run import say
+from meshtrain.run import command, say, stops
 
 if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
     say.begin()
+    stops.listen("stopped")
     with say.without_noise():
         importlib.import_module("jax")
 
@@ -66,30 +66,26 @@ class Sums:
 
 
 def main(argv: Sequence[str]) -> int:
-    try:
-        if {"--help", "-h"} & set(argv):
-            say.out(f"usage: {USAGE}\n\n{__doc__.rstrip()}")
-            return 0
-        options, directory, rest = options_of(list(map(str, argv)))
-        found = trained.describe(directory, options["step"], rest, "evaluate", keys=("data.",))
-        found = _with_tokenizer(found)
-        with tempfile.TemporaryDirectory() as scratch:
-            corpus, sets = _open_data(found, bool(options["tasks"]), Path(scratch))
-            asked = _asked(found, options) if options["tasks"] else None
-            placed = found.place()
-            with jax.set_mesh(placed.mesh):
-                scorer = placed.scorer()
-                each = {held.name or found.run.data.source: _measured(scorer, corpus, held) for held in sets}
-                tasks = asked(scorer, placed.generator()) if asked else {}
-        told = sum(each.values(), Sums()).as_json() | {"sources": {name: sums.as_json() for name, sums in each.items()}, "tasks": tasks}
-        say.out(json.dumps(told) if options["json"] else _table(told))
-        return 0
-    except ConfigError as error:
-        say.err(f"error: {error}")
-        return 2
-    except (CheckpointError, assembly.BrokenProgramError) as error:
-        say.err(f"error: {error}")
-        return 1
+    return command.answer(_evaluate, argv, USAGE, __doc__, (CheckpointError, assembly.BrokenProgramError))
+
+
+def _evaluate(argv: list[str]) -> None:
+    options, directory, rest = options_of(argv)
+    found = trained.describe(directory, options["step"], rest, "evaluate", keys=("data.",))
+    found = _with_tokenizer(found)
+    if 0 < (longest := found.longest()) < found.run.data.seq_len:
+        say.err(f"note: data.seq_len={found.run.data.seq_len} is more than the {longest} tokens that the model was made for "
+                "(max_position_embeddings of its config.json); tokens beyond them are predicted badly")
+    with tempfile.TemporaryDirectory() as scratch:
+        corpus, sets = _open_data(found, bool(options["tasks"]), Path(scratch))
+        asked = _asked(found, options) if options["tasks"] else None
+        placed = found.place()
+        with jax.set_mesh(placed.mesh):
+            scorer = placed.scorer()
+            each = {held.name or found.run.data.source: _measured(scorer, corpus, held) for held in sets}
+            tasks = asked(scorer, placed.generator()) if asked else {}
+    told = sum(each.values(), Sums()).as_json() | {"sources": {name: sums.as_json() for name, sums in each.items()}, "tasks": tasks}
+    say.out(json.dumps(told) if options["json"] else _table(told))
 
 
 # ---- what is evaluated on --------------------------------------------------------------------------------------------
@@ -210,33 +206,20 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
 
 def options_of(argv: list[str]) -> tuple[dict, str, list[str]]:
     """(options by name, the directory, what is left for `config.resolve`). Raises: ConfigError."""
-    given, names, rest, faults = {}, [], [], []
-    words = iter(word for word in argv if word != "--json")
-    for word in words:
-        option, equals, value = word.partition("=")
-        name = option.removeprefix("--")
-        if not word.startswith("--"):
-            names.append(word)
-        elif name in OPTIONS:
-            given[name] = value if equals else next(words, "")
-        elif "." in name:
-            value = [] if equals else [word for word in [next(words, None)] if word is not None]
-            rest += [word, *value]
-        else:
-            near = difflib.get_close_matches(name, [*OPTIONS, "json"], n=1)
-            faults.append(f"{option} is not an option; {f'did you mean --{near[0]}?' if near else f'the usage is {USAGE}'}")
+    asked = config.split(argv, USAGE, values=OPTIONS, flags=("json",))
+    faults = list(asked.faults)
     for name in ("step", "num-fewshot", "limit"):
-        if not given.get(name, "0").isdecimal():
-            faults.append(f"--{name} {given[name]} is not a whole number; give e.g. --{name} 5")
-    if len(names) != 1 and not faults:
-        faults.append(f"{len(names)} directories are named, where one run's directory or model folder is asked for; the usage is {USAGE}")
-    tasks = [task for task in given.get("tasks", "").split(",") if task]
-    if "tasks" in given and not tasks:
+        if asked.last(name) and not asked.last(name).isdecimal():
+            faults.append(f"--{name} {asked.last(name)} is not a whole number; give e.g. --{name} 5")
+    if len(asked.names) != 1 and not faults:
+        faults.append(f"{len(asked.names)} directories are named, where one run's directory or model folder is asked for; the usage is {USAGE}")
+    tasks = [task for task in asked.last("tasks", "").split(",") if task]
+    if asked.last("tasks") and not tasks:
         faults.append("--tasks names none; give their names, comma-separated, e.g. --tasks lambada_openai,hellaswag")
     if faults:
         raise ConfigError(*faults)
-    numbers = {name: int(given[name]) if name in given else None for name in ("num-fewshot", "limit")}
-    return {"json": "--json" in argv, "tasks": tasks, "step": int(given.get("step", 0)), **numbers}, names[0], rest
+    numbers = {name: int(asked.last(name)) if name in asked.values else None for name in ("num-fewshot", "limit")}
+    return {"json": "json" in asked.flags, "tasks": tasks, "step": int(asked.last("step", "0")), **numbers}, asked.names[0], asked.keys
 
 
 if __name__ == "__main__":

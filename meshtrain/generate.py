@@ -12,21 +12,21 @@ ids, for which no tokenizer is needed. --chat: a conversation by the chat templa
 --json                  only JSON on stdout: {"completions": [{"prompt_ids", "token_ids", "text", "stopped": "stop"|"length"}]}
 --mesh.data, --mesh.fsdp, --mesh.tensor N: devices that have prompts of their own, and that share weights (all on tensor without a
 word of it); --mesh.simulated_devices N: on the CPU. --model.compute_dtype, --run.compilation_cache, --data.tokenizer: as in a run.
-Exit codes: 0 · 2 the user's mistake, one message · 1 anything else.
+Exit codes: 0 · 2 the user's mistake, one message · 75 stopped on request · 1 anything else.
 """
 from __future__ import annotations
 
-import difflib
 import importlib
 import json
 import math
 import sys
 from collections.abc import Sequence
 
-from meshtrain.run import say
+from meshtrain.run import command, say, stops
 
 if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
     say.begin()
+    stops.listen("stopped")
     with say.without_noise():
         importlib.import_module("jax")
 
@@ -55,32 +55,25 @@ MOST_PROMPT_BYTES = 1 << 28     # of a file of prompts
 
 
 def main(argv: Sequence[str]) -> int:
-    try:
-        if {"--help", "-h"} & set(argv):
-            say.out(f"usage: {USAGE}\n\n{__doc__.rstrip()}")
-            return 0
-        options, texts, directory, rest = options_of(list(map(str, argv)))
-        found = trained.describe(directory, options["step"], rest, "generate", keys=("data.tokenizer", "data.chat_template"))
-        talking = talk.open_talk(found) if options["chat"] else None
-        words = _words(found, texts, talking)
-        prompts = _prompts(found, texts, talking)
-        ended = (lambda _, tokens: words.ended(tokens)) if words and words.stops else None
-        limits = Limits(options["max-tokens"], words.stop_ids if words else found.stop_ids(), found.longest(), ended)
-        _check(prompts, found, limits)
-        placed = found.place()
-        _check_memory(placed, prompts or [[]], limits)
-        with jax.set_mesh(placed.mesh):
-            if prompts:
-                _answer(placed.generator(), prompts, limits, words, options)
-            else:
-                _converse(placed.generator(), found, talking, limits, words, options)
-        return 0
-    except ConfigError as error:
-        say.err(f"error: {error}")
-        return 2
-    except (CheckpointError, assembly.BrokenProgramError) as error:
-        say.err(f"error: {error}")
-        return 1
+    return command.answer(_generate, argv, USAGE, __doc__, (CheckpointError, assembly.BrokenProgramError))
+
+
+def _generate(argv: list[str]) -> None:
+    options, texts, directory, rest = options_of(argv)
+    found = trained.describe(directory, options["step"], rest, "generate", keys=("data.tokenizer", "data.chat_template"))
+    talking = talk.open_talk(found) if options["chat"] else None
+    words = _words(found, texts, talking)
+    prompts = _prompts(found, texts, talking)
+    ended = (lambda _, tokens: words.ended(tokens)) if words and words.stops else None
+    limits = Limits(options["max-tokens"], words.stop_ids if words else found.stop_ids(), found.longest(), ended)
+    _check(prompts, found, limits)
+    placed = found.place()
+    _check_memory(placed, prompts or [[]], limits)
+    with jax.set_mesh(placed.mesh):
+        if prompts:
+            _answer(placed.generator(), prompts, limits, words, options)
+        else:
+            _converse(placed.generator(), found, talking, limits, words, options)
 
 
 def _answer(generator, prompts: list[list[int]], limits: Limits, words: Words | None, options: dict) -> None:
@@ -248,45 +241,28 @@ def _of_json(path: str, number: int, line: str, chats: bool):
 
 def options_of(argv: list[str]) -> tuple[dict, dict[str, list[str]], str, list[str]]:
     """(numbers and flags by name, texts by name, the directory, what is left for `config.resolve`). Raises: ConfigError."""
-    numbers, texts, names, rest, faults = {}, {name: [] for name in TEXTS}, [], [], []
-    flags = {"json": False, "chat": False}
-    words = iter(argv)
-    for word in words:
-        option, equals, value = word.partition("=")
-        name = option.removeprefix("--")
-        if word in ("--json", "--chat"):
-            flags[name] = True
-        elif not word.startswith("--"):
-            names.append(word)
-        elif name in NUMBERS or name in TEXTS:
-            value = value if equals else next(words, None)
-            if value is None:
-                faults.append(f"--{name} has no value; the usage is {USAGE}")
-            elif name in TEXTS:
-                texts[name].append(value)
-            else:
-                numbers[name] = _number(name, value, faults)
-        elif "." in name:
-            value = [] if equals else [word for word in [next(words, None)] if word is not None]
-            rest += [word, *value]
-        else:
-            near = difflib.get_close_matches(name, [*NUMBERS, *TEXTS, *flags], n=1)
-            faults.append(f"{option} is not an option; {f'did you mean --{near[0]}?' if near else f'the usage is {USAGE}'}")
-    if len(names) != 1 and not faults:      # the value of what is no option would be another name
-        faults.append(f"{len(names)} directories are named{f' ({names[0]}, {names[1]})' if len(names) > 1 else ''}, where one run's "
-                      f"directory or model folder is asked for; the usage is {USAGE}")
+    asked = config.split(argv, USAGE, values=(*NUMBERS, *TEXTS), flags=("json", "chat"))
+    faults = list(asked.faults)
+    texts = {name: asked.values.get(name, []) for name in TEXTS}
+    flags = {name: name in asked.flags for name in ("json", "chat")}
+    numbers = {name: _number(name, asked.last(name), faults) for name in NUMBERS if asked.last(name)}
+    if len(asked.names) != 1 and not faults:      # the value of what is no option would be another name
+        few = f" ({asked.names[0]}, {asked.names[1]})" if asked.names else ""
+        faults.append(f"{len(asked.names)} directories are named{few}, where one run's directory or model folder is asked for; "
+                      f"the usage is {USAGE}")
     kinds = [name for name in ("prompt", "prompts", "prompt-ids") if texts[name]]
+    if faults:
+        raise ConfigError(*faults)
     if len(kinds) != 1 and not (flags["chat"] and not kinds) or flags["chat"] and texts["prompt-ids"]:
-        faults.append("give one of --prompt TEXT, --prompts FILE and --prompt-ids '[[5, 6], [7]]', or --chat, alone or with one of the first two")
+        faults.append("give one of --prompt TEXT, --prompts FILE and --prompt-ids '[[5, 6], [7]]', or --chat, alone or with one of the "
+                      "first two")
     elif flags["json"] and not kinds:
         faults.append("--chat --json has no prompts; give --prompt TEXT or --prompts FILE, or leave --json out to talk")
-    if "" in texts["stop"]:
-        faults.append("--stop is empty, and would end every answer at once; give it text, or leave it out")
     if faults:
         raise ConfigError(*faults)
     drawn = any(name in numbers for name in ("top-k", "top-p", "min-p"))
     defaults = {name: default for name, (_, default, *_) in NUMBERS.items()} | {"temperature": 1.0 if drawn else 0.0}
-    return {**defaults, **numbers, **flags}, texts, names[0], rest
+    return {**defaults, **numbers, **flags}, texts, asked.names[0], asked.keys
 
 
 def _number(name: str, text: str, faults: list[str]):

@@ -99,34 +99,25 @@ def _tell(made, executable, program: audit.Program, warnings: list[str], own: di
 
 def _own_flags(argv: list[str]) -> tuple[dict, list[str]]:
     """({option: value}, the rest). Raises: ConfigError for an option without its value, and for what cannot be assumed."""
-    values, rest = {name: [] for name in VALUES}, []
-    own = {name: f"--{name}" in argv for name in FLAGS}
-    words = iter(arg for arg in argv if arg.removeprefix("--") not in FLAGS)
-    for word in words:
-        option, equals, value = word.partition("=")
-        if option.removeprefix("--") in values and option.startswith("--"):
-            values[option.removeprefix("--")].append(value if equals else next(words, ""))
-        else:
-            rest.append(word)
-    for option, what in (("topology", "a GPU and how many, e.g. --topology h100:64"), ("expect", "a file, e.g. --expect step.toml"),
-                         ("html", "a file that is not there yet, e.g. --html cost.html")):
-        if any(not value or value.startswith("--") for value in values[option]):
-            raise ConfigError(f"--{option} has no value; write {what}")
+    asked = config.split(argv, USAGE, values=VALUES, flags=FLAGS)
+    if asked.faults:
+        raise ConfigError(*asked.faults)
+    own = {name: name in asked.flags for name in FLAGS}
     try:
-        given = dict(map(assumptions.parse, values["assume"]))
+        given = dict(map(assumptions.parse, asked.values.get("assume", [])))
         assumptions.Assumptions("", given)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if foreign := [name for name in given if assumptions.TABLE[name].formula]:
         raise ConfigError(f"--assume {foreign[0]} changes the formulas of `python -m meshtrain.plan` alone: a compiled step shows "
                           "what hides behind what; leave it out")
-    own |= {"assume": given} | {name: (values[name] or [None])[-1] for name in ("topology", "expect", "html")}
+    own |= {"assume": given} | {name: asked.last(name) for name in ("topology", "expect", "html")}
     if own["update"] and not own["expect"]:
         raise ConfigError("--update says nothing alone; name the file, --expect FILE --update")
     for option in ("expect", "html"):
         if own[option] and own["schedule"] and not own["json"]:
             raise ConfigError(f"--schedule compiles nothing, so there is nothing for --{option}; leave one of them out")
-    return own, rest
+    return own, asked.names + asked.keys
 
 
 # ---- what was expected -----------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ but rule files is read. MODEL is a preset, changed by --model.key value if need 
 --max-memory GiB and --gpus-per-host N say what the GPUs are; --assume NAME=VALUE changes what is assumed. --gpus 64,128,256 shows
 the best plan of each; --tokens 1e12 in how many days it trains them, --budget-hours H what so many GPU hours train. --write puts
 the best plan into a run file, --html all of it into a page for a browser; --verify K compiles the best K for these GPUs and
-shows formula beside compiled. Exit codes: 0, also where nothing fits · 2 the user's mistake, one message.
+shows formula beside compiled. Exit codes: 0, also where nothing fits · 2 the user's mistake, one message ·
+75 stopped on request.
 """
 from __future__ import annotations
 
@@ -21,10 +22,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshtrain.run import say
+from meshtrain.run import command, say, stops
 
 if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
     say.begin()
+    stops.listen("stopped")
     with say.without_noise():
         importlib.import_module("jax")
 
@@ -58,29 +60,26 @@ TOLD, OTHERS = 20, 400      # plans in the answer; more of them in JSON as point
 
 
 def main(argv: Sequence[str]) -> int:
-    try:
-        if {"--help", "-h"} & set(argv):
-            say.out(f"usage: {USAGE}\n\n{__doc__}")
-            return 0
-        options, rest = flags(list(argv))
-        run = asked(options, rest)
-        if "html" in options:
-            with config.user_errors():
-                skin.check_free("--html", options["html"])
-        answers = [answered(run, options, count) for count in options["gpus"]]
-        question, answer = answers[0]
-        free = search.search(dataclasses.replace(question, fixed={})) if question.fixed and answer.plans else None
-        stands = behind.of(question, answer.plans[0], free) if free else None
-        compiled = [verified(run, question, plan) for plan in answer.plans[:options.get("verify", 0)]]
-        length = told.Length(options.get("tokens"), options.get("budget-hours"))
-        if "html" in options:
-            with config.user_errors():
-                skin.write("--html", options["html"], plans.page(as_json(run, answers, length, compiled, stands)))
-        if "write" in options and answer.plans:
-            _write(run_file(run, answer.plans[0], options["write"]), options["write"])
-    except ConfigError as error:
-        say.err(f"error: {error}")
-        return 2
+    return command.answer(_plan, argv, USAGE, __doc__)
+
+
+def _plan(argv: list[str]) -> None:
+    options, rest = flags(argv)
+    run = asked(options, rest)
+    if "html" in options:
+        with config.user_errors():
+            skin.check_free("--html", options["html"])
+    answers = [answered(run, options, count) for count in options["gpus"]]
+    question, answer = answers[0]
+    free = search.search(dataclasses.replace(question, fixed={})) if question.fixed and answer.plans else None
+    stands = behind.of(question, answer.plans[0], free) if free else None
+    compiled = [verified(run, question, plan) for plan in answer.plans[:options.get("verify", 0)]]
+    length = told.Length(options.get("tokens"), options.get("budget-hours"))
+    if "html" in options:
+        with config.user_errors():
+            skin.write("--html", options["html"], plans.page(as_json(run, answers, length, compiled, stands)))
+    if "write" in options and answer.plans:
+        _write(run_file(run, answer.plans[0], options["write"]), options["write"])
     if options["json"]:
         say.out(json.dumps(as_json(run, answers, length, compiled, stands)))
     else:
@@ -91,7 +90,6 @@ def main(argv: Sequence[str]) -> int:
         say.err(f"written: {options['html']}")
     if "write" in options:
         say.err(f"written: {options['write']}" if answer.plans else "nothing fits, so nothing is written")
-    return 0
 
 
 def as_json(run: Run, answers: list[tuple[search.Question, search.Answer]], length: told.Length, compiled: list[dict],
@@ -129,31 +127,24 @@ def answered(run: Run, options: dict, num_gpus: int) -> tuple[search.Question, s
 
 def flags(argv: list[str]) -> tuple[dict, list[str]]:
     """({option: value}, the rest). Raises: ConfigError with every fault."""
-    options, rest, faults = {"json": "--json" in argv, "assume": [], "rules": []}, [], []
-    words = [arg for arg in argv if arg != "--json"]
-    while words:
-        name, equals, value = words.pop(0).partition("=")
-        option = name.removeprefix("--")
-        if not name.startswith("--") or option not in ("gpus", *COUNTS, *WORDS, *NUMBERS, *MANY):
-            rest.append(name + equals + value)
-            continue
-        if not equals:
-            value = words.pop(0) if words and not words[0].startswith("--") else ""
-        try:
-            if not value:
-                raise ValueError(f"--{option} has no value; write --{option} VALUE")
-            options |= {option: options[option] + [value] if option in MANY else _value(option, value)}
-        except ValueError as error:
-            faults.append(str(error))
+    asked = config.split(argv, USAGE, values=("gpus", *COUNTS, *WORDS, *NUMBERS, *MANY), flags=("json",))
+    faults = list(asked.faults)
+    options = {"json": "json" in asked.flags} | {option: asked.values.get(option, []) for option in MANY}
+    for option in asked.values.keys() - set(MANY):
+        if text := asked.last(option):
+            try:
+                options[option] = _value(option, text)
+            except ValueError as error:
+                faults.append(str(error))
     for option, example in (("gpus", "64"), ("gpu", "h100")):
-        if option not in options and not any(f"--{option} " in fault or f"--{option}=" in fault for fault in faults):
+        if option not in asked.values:
             faults.append(f"--{option} is missing: which layout is best depends on it; add e.g. --{option} {example}")
     for option in ("write", "verify"):
         if len(options.get("gpus", ())) > 1 and option in options:
             faults.append(f"--{option} takes the best plans of one number of GPUs; give --gpus one")
     if faults:
         raise ConfigError(*faults)
-    return options, rest
+    return options, asked.names + asked.keys
 
 
 def _value(option: str, text: str):

@@ -2,7 +2,7 @@
 
 Reads what the run's directory holds, during the run and after it, however it ended, and disturbs nothing; no GPU is needed.
 With --html a page for a browser is written, too, one file that loads nothing.
-Exit codes: 0 · 2 the user's mistake, one message.
+Exit codes: 0 · 2 the user's mistake, one message · 75 stopped on request.
 """
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshtrain.run import say
+from meshtrain.run import command, say, stops
 
 if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
     say.begin()
+    stops.listen("stopped")
     with say.without_noise():
         importlib.import_module("jax")
 
@@ -28,42 +29,31 @@ USAGE = "python -m meshtrain.report RUN_DIR [--html FILE]"
 
 
 def main(argv: Sequence[str]) -> int:
-    if {"--help", "-h"} & set(argv):
-        say.out(f"usage: {USAGE}\n\n{__doc__}")
-        return 0
-    try:
-        directory, html = flags(list(argv))
-        with config.user_errors():
-            if html:
-                skin.check_free("--html", html)
-            told = measured.of(Path(directory))
-            if html:
-                skin.write("--html", html, pages.page(told))
-    except ConfigError as error:
-        say.err(f"error: {error}")
-        return 2
+    return command.answer(_report, argv, USAGE, __doc__)
+
+
+def _report(argv: list[str]) -> None:
+    directory, html = flags(argv)
+    with config.user_errors():
+        if html:
+            skin.check_free("--html", html)
+        told = measured.of(Path(directory))
+        if html:
+            skin.write("--html", html, pages.page(told))
     say.out(summary(told))
     if html:
         say.err(f"written: {html}")
-    return 0
 
 
-def flags(argv: list[str]) -> tuple[str, str]:
-    """(RUN_DIR, --html or ""). Raises: ConfigError."""
-    places, html = [], ""
-    while argv:
-        option, equals, value = argv.pop(0).partition("=")
-        if option == "--html":
-            html = value if equals else argv.pop(0) if argv else ""
-            if not html or html.startswith("--"):
-                raise ConfigError("--html has no value; write a file that is not there yet, e.g. --html report.html")
-        elif option.startswith("--"):
-            raise ConfigError(f"{option} is unknown; usage: {USAGE}")
-        else:
-            places.append(option + equals + value)
-    if len(places) != 1:
-        raise ConfigError(f"{'which run' if not places else 'one run at a time'}? usage: {USAGE}")
-    return places[0], html
+def flags(argv: list[str]) -> tuple[str, str | None]:
+    """(RUN_DIR, --html). Raises: ConfigError."""
+    asked = config.split(argv, USAGE, values=("html",))
+    faults = asked.faults + [f"{key} changes nothing of a run that is over; the usage is {USAGE}" for key in asked.keys[:1]]
+    if len(asked.names) != 1 and not faults:
+        faults.append(f"{'which run' if not asked.names else 'one run at a time'}? The usage is {USAGE}")
+    if faults:
+        raise ConfigError(*faults)
+    return asked.names[0], asked.last("html")
 
 
 def summary(told: dict) -> str:

@@ -29,8 +29,11 @@ USAGE = "python -m meshtrain.tokenize [RUN.toml] [--section.key value ...] [--ve
 def main(argv: Sequence[str]) -> int:
     stop = _listen()
     try:
-        argv, verify, share = _flags(argv)
-        run = config.load(argv, USAGE)
+        asked = config.split(argv, USAGE, values=("processes",), flags=("verify",))
+        if asked.faults:
+            raise ConfigError(*asked.faults)
+        share = _share(asked.last("processes"))
+        run = config.load(asked.names + asked.keys, USAGE)
         if share is None:
             # Without GPUs, so that they need not divide among the processes.
             cluster = find.cluster(run.distributed, os.environ | {"CUDA_VISIBLE_DEVICES": ""})
@@ -38,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         with config.user_errors():
             described = sources.describe(run.data, vocab_size=run.model.vocab_size,
                                          folders=folder.companions_of(run.run.dir, run.checkpoint.init_from))
-            job = parts.Job(say.out, lambda: bool(stop), verify, share)
+            job = parts.Job(say.out, lambda: bool(stop), "verify" in asked.flags, share)
             opened = described.open(Path(run.run.dir) / sources.CACHE, job)
         for component, source in zip(described.components, opened):
             say.out(f"{component.where}: {_sum_up(source)}")
@@ -61,19 +64,14 @@ def _sum_up(source: sources.Source | None) -> str:
     return "bytes are the tokens; nothing to do"
 
 
-def _flags(argv: Sequence[str]) -> tuple[list[str], bool, tuple[int, int] | None]:
-    """(what is left for the run file, verify, share). Raises: ConfigError."""
-    rest, share = [arg for arg in argv if arg != "--verify"], None
-    for k, arg in enumerate(rest):
-        if arg.partition("=")[0] == "--processes":
-            text = arg.partition("=")[2] or "".join(rest[k + 1:k + 2])
-            match = re.fullmatch(r"(\d+)/(\d+)", text)
-            if not match or not int(match[1]) < int(match[2]):
-                raise ConfigError(f"--processes {text} is not I/N; give which process this is, from 0, of how many, e.g. 0/4")
-            share = int(match[1]), int(match[2])
-            del rest[k:k + (1 if "=" in arg else 2)]
-            break
-    return rest, "--verify" in argv, share
+def _share(text: str | None) -> tuple[int, int] | None:
+    """(which process, of how many) of I/N. Raises: ConfigError."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not match or not int(match[1]) < int(match[2]):
+        raise ConfigError(f"--processes {text} is not I/N; give which process this is, from 0, of how many, e.g. 0/4")
+    return int(match[1]), int(match[2])
 
 
 def _listen() -> list[int]:

@@ -116,3 +116,13 @@ def test_the_bytes_of_a_texts_tokens_are_the_bytes_of_the_text(tmp_path):
     for text in ("the cat", "on the 12 mats é"):
         assert lengths.prefix == 1 and lengths.bytes_V[spaces.encode([text])[0]].sum() - 1 == len(text.encode())
     assert tokenizer.lengths(tokenizer.Ids(10, 1)) is None
+
+
+def test_sequences_longer_than_the_model_was_made_for_are_noted(tmp_path):
+    np.save(tmp_path / "x.tokens.npy", np.arange(1300, dtype=np.uint16) % 200)
+    np.save(tmp_path / "x.ends.npy", np.array([1300]))
+    words = (GOLDENS / "qwen3", "--data.source=tokens", '--data.paths=["x.tokens.npy"]', "--mesh.tensor=1", "--json",
+             "--data.bos_token=1", "--data.seq_len")
+    ran = call(evaluate.main, *words, 600)
+    assert ran.code == 0 and "note: data.seq_len=600 is more than the 512 tokens" in ran.err and json.loads(ran.out)["loss"] > 0
+    assert call(evaluate.main, *words, 512).err == ""

@@ -2,8 +2,10 @@
 import functools
 import io
 import json
+import os
 import math
 import shutil
+import signal
 
 import conversations
 import jax
@@ -229,6 +231,15 @@ def test_the_command_starts_the_devices_that_it_is_told_of(run_dir):
     out, err = ran.communicate(timeout=300)
     assert (ran.returncode, err) == (0, ""), err
     assert out == call(generate.main, run_dir, "--prompt", prompt, *options).out
+
+
+def test_a_signal_ends_a_command_in_one_line(run_dir, tmp_path):
+    os.mkfifo(tmp_path / "prompts")
+    ran = process("-m", "meshtrain.generate", run_dir, "--prompts", tmp_path / "prompts")
+    with open(tmp_path / "prompts", "w"):      # waits until the command reads it
+        ran.send_signal(signal.SIGINT)
+        out, err = ran.communicate(timeout=60)
+    assert (ran.returncode, out, err) == (75, "SIGINT: stopped\n", "")
 
 
 def test_without_a_word_of_the_mesh_all_devices_that_divide_the_model_share_it():
