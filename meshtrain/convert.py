@@ -61,7 +61,7 @@ def flags(argv: Sequence[str]) -> tuple[list[str], int, str, int, bool]:
 
     Raises: ConfigError.
     """
-    asked = config.split(argv, USAGE, values=("step", "dtype", "shard-gb"), flags=("adapters",))
+    asked = config.split(argv, USAGE, {"step": "100", "dtype": "float32", "shard-gb": "5"}, ("adapters",))
     alone = "adapters" in asked.flags
     step, dtype, size = asked.last("step", "0"), asked.last("dtype", "float32" if alone else "bfloat16"), asked.last("shard-gb", "5")
     faults = asked.faults + [f"{key} changes nothing here; the usage is {USAGE}" for key in asked.keys[:1]]

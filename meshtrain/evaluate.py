@@ -41,7 +41,7 @@ from meshtrain.names import NO_TARGET
 from meshtrain.run.checkpoint import CheckpointError
 
 USAGE = "python -m meshtrain.evaluate RUN_DIR|HF_DIR [--data.key value ...] [--tasks a,b] [--step N] [--json]"
-OPTIONS = ("tasks", "step", "num-fewshot", "limit")
+OPTIONS = {"tasks": "hellaswag", "step": "100", "num-fewshot": "5", "limit": "100"}
 GIVEN = ("data.source", "data.paths", "data.mixture", "data.validation_paths", "data.validation_sources")      # that say what to evaluate on
 SEQ_LEN = 1024      # of a folder, unless told otherwise or it takes less
 
@@ -206,7 +206,7 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
 
 def options_of(argv: list[str]) -> tuple[dict, str, list[str]]:
     """(options by name, the directory, what is left for `config.resolve`). Raises: ConfigError."""
-    asked = config.split(argv, USAGE, values=OPTIONS, flags=("json",))
+    asked = config.split(argv, USAGE, OPTIONS, ("json",))
     faults = list(asked.faults)
     for name in ("step", "num-fewshot", "limit"):
         if asked.last(name) and not asked.last(name).isdecimal():

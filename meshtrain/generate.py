@@ -41,16 +41,16 @@ from meshtrain.run.checkpoint import CheckpointError
 from meshtrain.units import size
 
 USAGE = "python -m meshtrain.generate RUN_DIR|HF_DIR --prompt TEXT|--prompts FILE|--prompt-ids JSON|--chat [--max-tokens N] [--temperature T] [--json]"
-NUMBERS = {     # option -> (kind, default, the least, the most, what it is)
-    "step": (int, 0, 0, math.inf, "the number of a saved step, or 0 for the newest"),
-    "max-tokens": (int, 256, 1, 10**7, "a number of tokens, at least 1"),
-    "temperature": (float, None, 0, math.inf, "0 for the most likely token, or more, e.g. 0.8"),
-    "top-k": (int, 0, 1, math.inf, "a number of tokens, at least 1"),
-    "top-p": (float, 1.0, 0, 1, "a probability, e.g. 0.9"),
-    "min-p": (float, 0.0, 0, 1, "a share, e.g. 0.05"),
-    "seed": (int, 0, 0, 2**32 - 1, "a whole number from 0 on"),
+NUMBERS = {     # option -> (kind, default, the least, the most, what it is, an example)
+    "step": (int, 0, 0, math.inf, "the number of a saved step, or 0 for the newest", "100"),
+    "max-tokens": (int, 256, 1, 10**7, "a number of tokens, at least 1", "256"),
+    "temperature": (float, None, 0, math.inf, "0 for the most likely token, or more", "0.8"),
+    "top-k": (int, 0, 1, math.inf, "a number of tokens, at least 1", "50"),
+    "top-p": (float, 1.0, 0, 1, "a probability", "0.9"),
+    "min-p": (float, 0.0, 0, 1, "a share", "0.05"),
+    "seed": (int, 0, 0, 2**32 - 1, "a whole number from 0 on", "1"),
 }
-TEXTS = ("prompt", "prompts", "prompt-ids", "stop")
+TEXTS = {"prompt": "'Once upon a time'", "prompts": "prompts.txt", "prompt-ids": "'[[5, 6], [7]]'", "stop": "END"}
 MOST_PROMPT_BYTES = 1 << 28     # of a file of prompts
 
 
@@ -241,7 +241,7 @@ def _of_json(path: str, number: int, line: str, chats: bool):
 
 def options_of(argv: list[str]) -> tuple[dict, dict[str, list[str]], str, list[str]]:
     """(numbers and flags by name, texts by name, the directory, what is left for `config.resolve`). Raises: ConfigError."""
-    asked = config.split(argv, USAGE, values=(*NUMBERS, *TEXTS), flags=("json", "chat"))
+    asked = config.split(argv, USAGE, TEXTS | {name: example for name, (*_, example) in NUMBERS.items()}, ("json", "chat"))
     faults = list(asked.faults)
     texts = {name: asked.values.get(name, []) for name in TEXTS}
     flags = {name: name in asked.flags for name in ("json", "chat")}
@@ -266,13 +266,13 @@ def options_of(argv: list[str]) -> tuple[dict, dict[str, list[str]], str, list[s
 
 
 def _number(name: str, text: str, faults: list[str]):
-    kind, default, least, most, what = NUMBERS[name]
+    kind, default, least, most, what, example = NUMBERS[name]
     try:
         value = kind(text)
     except (ValueError, OverflowError):
         value = math.nan
     if not least <= value <= most or value == math.inf or name == "top-p" and value == 0:
-        faults.append(f"--{name} {text} is not {what}; give e.g. --{name} {default or (1.0 if kind is float else max(least, 1))}")
+        faults.append(f"--{name} {text} is not {what}; give e.g. --{name} {example}")
         return default
     return value
 

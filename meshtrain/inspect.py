@@ -36,7 +36,8 @@ from meshtrain.pages import layout, skin
 
 USAGE = ("python -m meshtrain.inspect [RUN.toml] [--section.key value ...] [--topology NAME:N] [--assume NAME=VALUE ...] "
          "[--schedule] [--json] [--html FILE] [--expect FILE [--update]]")
-FLAGS, VALUES = ("schedule", "json", "update"), ("topology", "assume", "expect", "html")
+FLAGS = ("schedule", "json", "update")
+VALUES = {"topology": "h100:64", "assume": "matmul.best=0.7", "expect": "step.toml", "html": "cost.html"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -99,7 +100,7 @@ def _tell(made, executable, program: audit.Program, warnings: list[str], own: di
 
 def _own_flags(argv: list[str]) -> tuple[dict, list[str]]:
     """({option: value}, the rest). Raises: ConfigError for an option without its value, and for what cannot be assumed."""
-    asked = config.split(argv, USAGE, values=VALUES, flags=FLAGS)
+    asked = config.split(argv, USAGE, VALUES, FLAGS)
     if asked.faults:
         raise ConfigError(*asked.faults)
     own = {name: name in asked.flags for name in FLAGS}

@@ -53,7 +53,9 @@ COUNTS = ("verify", "seq-len", "global-batch", "gpus-per-host", "chunks", "micro
 WORDS = {"gpu": tuple(hardware.GPUS), "schedule": tuple(name for name in NAMES if name != "zb_h1"), "remat": (*search.REMAT, search.OFFLOAD),
          "compute-dtype": ("bfloat16", "float32"), "write": None, "html": None}
 NUMBERS = {"max-memory": ("GiB", "70"), "tokens": ("tokens", "1e12"), "budget-hours": ("GPU hours", "100000")}
-MANY = ("assume", "rules")
+MANY = {"assume": "matmul.best=0.7", "rules": "my_rules.toml"}
+VALUES = {"gpus": "64", **dict.fromkeys(COUNTS, "8"), **{option: known[0] if known else "best.toml" for option, known in WORDS.items()},
+          **{option: example for option, (_, example) in NUMBERS.items()}, **MANY, "html": "plans.html"}
 MOST_GPUS = 1 << 17
 TOKENS = 1 << 22            # of a step, where nothing says how many: 4 million, as runs of billions of parameters take
 TOLD, OTHERS = 20, 400      # plans in the answer; more of them in JSON as points alone
@@ -127,7 +129,7 @@ def answered(run: Run, options: dict, num_gpus: int) -> tuple[search.Question, s
 
 def flags(argv: list[str]) -> tuple[dict, list[str]]:
     """({option: value}, the rest). Raises: ConfigError with every fault."""
-    asked = config.split(argv, USAGE, values=("gpus", *COUNTS, *WORDS, *NUMBERS, *MANY), flags=("json",))
+    asked = config.split(argv, USAGE, VALUES, ("json",))
     faults = list(asked.faults)
     options = {"json": "json" in asked.flags} | {option: asked.values.get(option, []) for option in MANY}
     for option in asked.values.keys() - set(MANY):

@@ -47,7 +47,7 @@ def _report(argv: list[str]) -> None:
 
 def flags(argv: list[str]) -> tuple[str, str | None]:
     """(RUN_DIR, --html). Raises: ConfigError."""
-    asked = config.split(argv, USAGE, values=("html",))
+    asked = config.split(argv, USAGE, {"html": "report.html"})
     faults = asked.faults + [f"{key} changes nothing of a run that is over; the usage is {USAGE}" for key in asked.keys[:1]]
     if len(asked.names) != 1 and not faults:
         faults.append(f"{'which run' if not asked.names else 'one run at a time'}? The usage is {USAGE}")

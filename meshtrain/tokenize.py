@@ -29,7 +29,7 @@ USAGE = "python -m meshtrain.tokenize [RUN.toml] [--section.key value ...] [--ve
 def main(argv: Sequence[str]) -> int:
     stop = _listen()
     try:
-        asked = config.split(argv, USAGE, values=("processes",), flags=("verify",))
+        asked = config.split(argv, USAGE, {"processes": "0/4"}, ("verify",))
         if asked.faults:
             raise ConfigError(*asked.faults)
         share = _share(asked.last("processes"))

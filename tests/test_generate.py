@@ -342,7 +342,7 @@ def test_what_is_wrong_with_prompts_of_a_run_is_told(run_dir, tmp_path):
     (tmp_path / "empty.txt").write_text("\n \n")
     (tmp_path / "bad.jsonl").write_text('{"prompt": 5}\n')
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
-    for given, part in ((["--prompt", ""], "prompt 1 is empty"), (["--prompts", "empty.txt"], "empty.txt is empty"),
+    for given, part in ((["--prompt", ""], "--prompt has no value"), (["--prompts", "empty.txt"], "empty.txt is empty"),
                         (["--prompts", "none.txt"], "none.txt cannot be read"), (["--prompts", "bad.jsonl"], "line 1 is not"),
                         (["--prompts", "bytes.txt"], "not text"), (["--prompt-ids", "[[300]]"], "has the id 300"),
                         (["--prompt=a", "--step=3"], "--step 3 is not saved")):

@@ -75,7 +75,7 @@ def test_mistakes_are_one_message_and_code_2(call, tmp_path):
     write(tmp_path / "a.jsonl", TEXTS).write_bytes(b"{")
     flags = ["--data.source", "jsonl", "--data.paths", f'["{tmp_path}/*.jsonl"]']
     for argv, part in [(flags, "a.jsonl, line 1: broken JSON"), (["--processes", "4/4"], "give which process this is"),
-                       (["--processes"], "is not I/N"), (["--data.sauce", "x"], "did you mean data.source?")]:
+                       (["--processes"], "has no value; write e.g. --processes 0/4"), (["--data.sauce", "x"], "did you mean data.source?")]:
         code, out, err = call(*argv)
         assert code == 2 and err.startswith("error: ") and part in err and "Traceback" not in err
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from meshtrain.config.messages import SECTIONS, join
 
@@ -25,8 +25,9 @@ class CommandLine:
         return self.values.get(option, [default])[-1]
 
 
-def split(argv: Iterable[str], usage: str, values: Sequence[str] = (), flags: Sequence[str] = ()) -> CommandLine:
-    """The words of `argv`. values: options that take one, as `--name VALUE` or `--name=VALUE`; flags: those that take none.
+def split(argv: Iterable[str], usage: str, values: Mapping[str, str], flags: Sequence[str] = ()) -> CommandLine:
+    """The words of `argv`. values: options that take one, as `--name VALUE` or `--name=VALUE`, each with an example; flags: those
+    that take none.
 
     A value that begins with two dashes is written with `=`.
     """
@@ -49,7 +50,7 @@ def split(argv: Iterable[str], usage: str, values: Sequence[str] = (), flags: Se
             if not equals:
                 value = left.pop(0) if left and not left[0].startswith("--") else ""
             if not value:
-                faults.append(f"{option} has no value; write {option} VALUE")
+                faults.append(f"{option} has no value; write e.g. {option} {values[name]}")
             found.setdefault(name, []).append(value)
         else:
             faults.append(f"{option} is not an option; {_remedy(name, [*values, *flags], usage)}")
