@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import local
+from launch import local, supervise
 from meshtrain import config
 from meshtrain.config import ConfigError
 
@@ -110,8 +110,8 @@ def stand_in(pid_file: Path, body: str) -> str:
 def launched(tmp_path, *bodies: str, grace_s: float = 0.5) -> subprocess.Popen:
     """A launcher whose processes run these pieces of Python; each leaves its pid in a file."""
     argvs = [[sys.executable, "-u", "-c", stand_in(tmp_path / f"pid{i}", body)] for i, body in enumerate(bodies)]
-    code = ("import json, os, sys\nfrom launch import local\n"
-            f"sys.exit(local.supervise(json.loads(sys.argv[1]), [dict(os.environ)] * {len(bodies)}, grace_s={grace_s}))")
+    code = ("import json, os, sys\nfrom launch import supervise\n"
+            f"sys.exit(supervise.supervise(json.loads(sys.argv[1]), [dict(os.environ)] * {len(bodies)}, grace_s={grace_s}).code)")
     return subprocess.Popen([sys.executable, "-c", code, json.dumps(argvs)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE)
 
@@ -196,10 +196,49 @@ def test_a_killed_process_is_named_by_its_signal(tmp_path):
 
 
 def test_peers_that_die_of_it_are_not_blamed_nor_their_stack_shown(tmp_path):
-    lost = (f"print({local.LOST_PEERS.decode()!r}); print('    @ 0x7fb176640634 absl::LogMessage'); os.abort()")
+    lost = (f"print({supervise.LOST_PEERS.decode()!r}); print('    @ 0x7fb176640634 absl::LogMessage'); os.abort()")
     code, _, err = ran(tmp_path, FOREVER, lost, "time.sleep(0.2); print('mine'); sys.exit(1)", grace_s=1)
     assert code == 1 and err.startswith("process 2 ") and "  mine\n" in err and "absl" not in err
     assert re.search(r"then process 1 .*SIGABRT", err)
+
+
+STANDS_STILL = "os.kill(os.getpid(), signal.SIGSTOP)"
+GLOO = "sys.stderr.write('Gloo AllReduce failed: Connection closed by peer [127.0.0.1]:1\\n'); time.sleep(0.5); sys.exit(1)"
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_stopped_process_is_named_whatever_died_first_of_it(which, tmp_path):
+    lost = f"time.sleep(1); sys.stderr.write({supervise.LOST_PEERS.decode()!r}); sys.stderr.flush(); os.abort()"
+    bodies = [lost, lost, GLOO.replace("0.5", "1")]
+    bodies.insert(which, STANDS_STILL)
+    code, _, err = ran(tmp_path, *bodies)
+    assert code == 1 and f"process {which} (pid {pids(tmp_path, 4)[which]}) failed first: it was stopped (SIGSTOP" in err
+    assert len(re.findall(r"^then process ", err, re.MULTILINE)) == 3
+
+
+def test_who_is_unheard_of_is_named_where_it_was_not_stopped(tmp_path):
+    lost = ("time.sleep(0.5); sys.stderr.write('INTERNAL: Task 2 heartbeat timeout. This indicates that the remote task has failed\\n"
+            f"{supervise.LOST_PEERS.decode()}'); sys.stderr.flush(); os.abort()")
+    code, _, err = ran(tmp_path, lost, lost, FOREVER)
+    assert code == 1 and re.search(r"^process 2 .* failed first: the others have not heard of it any more$", err, re.MULTILINE), err
+
+
+def test_gloos_victims_are_not_blamed_though_they_ended_first(tmp_path):
+    code, _, err = ran(tmp_path, GLOO, GLOO, "time.sleep(1.5); print('mine'); sys.exit(1)", grace_s=3)
+    assert code == 1 and re.search(r"^process 2 .*failed first.*exit code 1$", err, re.MULTILINE) and "  mine\n" in err
+
+
+def test_a_process_0_that_failed_of_itself_is_named_by_what_it_said(tmp_path):
+    code, _, err = ran(tmp_path, f"print({supervise.LOST_PEERS.decode()!r}, file=sys.stderr); sys.exit(1)",
+                       "time.sleep(0.3); sys.stderr.write('mine\\n'); sys.exit(1)", grace_s=3)
+    assert code == 1 and re.search(r"^process 1 .*failed first", err, re.MULTILINE) and "  mine\n" in err
+
+
+def test_a_reason_that_only_another_process_knows_is_shown_at_once_and_at_the_end(tmp_path):
+    reason = "checkpoint of step 10 not saved in /d/checkpoints: No space left on device"
+    second = f"time.sleep(0.3); sys.stderr.write({reason!r} + chr(10)); sys.stderr.flush(); time.sleep(1); sys.exit(1)"
+    code, _, err = ran(tmp_path, "time.sleep(1); sys.exit(1)", second, grace_s=5)
+    assert code == 1 and err.startswith(f"process 1: {reason}\n") and f"  {reason}\n" in err
 
 
 def test_peers_may_end_by_themselves_after_a_failure(tmp_path):
@@ -252,8 +291,8 @@ def test_no_process_outlives_a_killed_launcher(tmp_path):
 
 def test_a_command_that_cannot_start_leaves_nobody_behind(tmp_path):
     forever = [sys.executable, "-c", stand_in(tmp_path / "pid0", FOREVER)]
-    code = ("import os, sys, time\nfrom launch import local\n"
-            f"local.supervise([{forever!r}, ['/nowhere/python']], [dict(os.environ)] * 2)")
+    code = ("import os, sys, time\nfrom launch import supervise\n"
+            f"supervise.supervise([{forever!r}, ['/nowhere/python']], [dict(os.environ)] * 2)")
     launcher = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=60)
     assert launcher.returncode == 1 and "/nowhere/python" in launcher.stderr
     time.sleep(0.2)

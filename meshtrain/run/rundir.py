@@ -21,10 +21,10 @@ from meshtrain.cluster import agree
 from meshtrain.config import ConfigError, Run
 from meshtrain.run import disk, say
 
-LOCK = ".lock"
+LOCK, RESTARTS = ".lock", "restarts.json"      # the second is a launcher's count
 NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
 # What a run leaves that ended before its first step: by Ctrl-C while it compiled, by a kill, or a mistake found late.
-OF_A_START = {LOCK, ".meshtrain", "rules.toml", "config.toml.tmp", "changes.jsonl.tmp", "checkpoints", "tensorboard"}
+OF_A_START = {LOCK, ".meshtrain", "rules.toml", "config.toml.tmp", "changes.jsonl.tmp", "checkpoints", "tensorboard", RESTARTS}
 
 
 @contextlib.contextmanager
@@ -175,7 +175,7 @@ def _left_by_a_start(directory: Path) -> bool:
     """Empty, or what a run of ours left that never came to its first step, or what meshtrain.tokenize wrote."""
     left = {path.name for path in directory.iterdir() if not path.name.startswith(".nfs")}   # deleted, but held open
     saved = directory / "checkpoints"
-    return left <= {".meshtrain"} or (LOCK in left and left <= OF_A_START and not (saved.exists() and any(saved.iterdir())))
+    return left <= {".meshtrain", RESTARTS} or (LOCK in left and left <= OF_A_START and not (saved.exists() and any(saved.iterdir())))
 
 
 def metadata(run: Run, rules_text: str, data: dict) -> dict:

@@ -1,0 +1,237 @@
+"""Runs the processes of one start of a run to their end, and says which of them failed first, whatever died first of it.
+
+Process 0 speaks for all; what another said is shown where it failed, because peers die of that with pages about themselves. Of a
+process that is stopped (SIGSTOP) or hangs the others die first: they are its victims, and it is named. This module knows no run.
+"""
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import dataclasses
+import os
+import re
+import selectors
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from meshtrain.run import say, stops
+
+AGREED = (0, 2, 75)
+GRACE_S = 5.0       # for peers of one that failed: to end by themselves, then after SIGTERM
+KEPT_LINES = 40
+MOST_TOLD = 3       # processes whose last lines are shown
+# What says nothing of a failure: Gloo's connections, and an installed CUDA plugin that finds no GPU.
+NOISE = re.compile(rb"^\[Gloo\] Rank |is connected to \d+ peer ranks|absl::InitializeLog\(\)|cudart_stub")
+# jax ends a process that has lost its peers with this and a C++ stack trace.
+LOST_PEERS = b"Terminating process because the JAX distributed service detected fatal errors"
+# What a process says that fails of another: jax's coordination service, Gloo, and our own meeting.
+VICTIM = re.compile(LOST_PEERS + rb"|Connection (closed|reset) by peer|stopped sending heartbeats|Gloo .*Timed out waiting|"
+                    rb"PeerError: |error: process(es)? [\d, and]+(of \d+ did not come to|: )")
+# Whom the coordination service, or process 0 at the meeting, has not heard of.
+UNHEARD = re.compile(rb"\bTask (\d+) heartbeat timeout|error: process (\d+) of \d+ did not come")
+MISMATCHED = b"gloo::EnforceNotMet"     # two collectives of one group met that are not the same
+NOT_SAVED = b" not saved in "           # of a process whose disk is full: the run goes on, and process 0 has no reason to tell
+PR_SET_PDEATHSIG = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a start ended. code: of the whole. culprit: the process that failed first; None: none did. words: the failure in a line.
+    asked: a signal came from outside."""
+    code: int
+    culprit: int | None = None
+    words: str = ""
+    asked: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class Child:
+    """One process, what it said last, and how it ended. code: subprocess's, negative for a signal; None while it runs.
+
+    forced: it was told to end because another had failed. stopped: it stood still (SIGSTOP, a debugger) at that time.
+    """
+    index: int
+    process: subprocess.Popen
+    pidfd: int
+    lines: collections.deque[bytes] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=KEPT_LINES))
+    reader: threading.Thread | None = None
+    code: int | None = None
+    ended_s: float = 0.0
+    forced: bool = False
+    stopped: bool = False
+
+    def listen(self) -> None:
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stderr or self.process.stdout:
+            if self.index == 0:
+                with contextlib.suppress(OSError):      # nobody reads: what is written is still kept here
+                    os.write(2, line.rstrip(b"\n") + b"\n")       # its last may be broken off
+            elif NOT_SAVED in line:
+                say.err(f"process {self.index}: {_text(line)}")
+            if not NOISE.search(line):
+                self.lines.append(line)
+
+    def send(self, number: int) -> None:
+        if self.code is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, number)
+
+    def stands_still(self) -> bool:
+        """Whether it is stopped at this moment, as the kernel has it."""
+        with contextlib.suppress(OSError, IndexError):
+            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        return False
+
+    @property
+    def failed(self) -> bool:
+        return self.code not in (0, 75)
+
+    @property
+    def victim(self) -> bool:
+        """Whether it ended of another's failure."""
+        return self.forced or self.code in (1, -signal.SIGABRT) and any(VICTIM.search(line) for line in self.lines)
+
+    @property
+    def name(self) -> str:
+        return f"process {self.index} (pid {self.process.pid})"
+
+    @property
+    def ending(self) -> str:
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        return f"killed by {signal.Signals(-self.code).name} (signal {-self.code})"
+
+
+def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, str]], grace_s: float = GRACE_S) -> Outcome:
+    """Runs all commands until all have ended; call it from the main thread.
+
+    The output of the first is the launcher's. Once one has failed, the others have grace_s seconds to end by themselves
+    and as long after SIGTERM. Signals that come meanwhile reach every process.
+    """
+    children: list[Child] = []
+    asked: list[int] = []
+    early: list[int] = []       # signals from before all were there
+
+    def forward(number, frame):
+        asked.append(number)
+        if len(children) < len(argvs):
+            early.append(number)
+            return
+        for child in children:
+            child.send(number)
+
+    old = {number: signal.signal(number, forward) for number in stops.heeded()}
+    start = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: [signal.signal(number, handler) for number, handler in old.items()])
+        for index, (argv, environ) in enumerate(zip(argvs, environs, strict=True)):
+            captured = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if index else {"stderr": subprocess.PIPE}
+            # A session of its own: a terminal's Ctrl-C reaches the launcher alone, which passes it on once.
+            process = subprocess.Popen(argv, env=environ, stdin=subprocess.DEVNULL, start_new_session=True,
+                                       preexec_fn=_die_with(os.getpid()), **captured)
+            children.append(Child(index, process, os.pidfd_open(process.pid)))
+            stack.callback(os.close, children[-1].pidfd)
+        for number in early:
+            forward(number, None)
+        for child in children:      # threads only after the last fork
+            child.listen()
+        ended = _wait(children, start, grace_s)
+        outcome = _conclude(ended)
+    return dataclasses.replace(outcome, asked=bool(asked))
+
+
+def _die_with(parent: int):
+    """For the child, before exec: the kernel kills it when the launcher is gone, however that died."""
+    prctl = ctypes.CDLL(None).prctl
+
+    def apply():
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+    return apply
+
+
+def _wait(children: Sequence[Child], start: float, grace_s: float) -> list[Child]:
+    """The children in the order in which they ended."""
+    ended: list[Child] = []
+    measures, deadline = [signal.SIGTERM, signal.SIGKILL], None
+    with selectors.DefaultSelector() as selector:
+        for child in children:
+            selector.register(child.pidfd, selectors.EVENT_READ, child)
+        while len(ended) < len(children):
+            if deadline is not None and measures and time.monotonic() >= deadline:
+                number, deadline = measures.pop(0), time.monotonic() + grace_s
+                for child in children:
+                    child.forced |= child.code is None
+                    child.send(number)
+            left_s = max(0, deadline - time.monotonic()) if measures and deadline is not None else None
+            for key, _ in selector.select(left_s):
+                child = key.data
+                selector.unregister(child.pidfd)
+                child.code, child.ended_s = child.process.wait(), time.monotonic() - start
+                ended.append(child)
+                if child.failed and deadline is None:
+                    deadline = time.monotonic() + grace_s
+                    for other in children:
+                        other.stopped = other.code is None and other.stands_still()
+    return ended
+
+
+def _conclude(ended: Sequence[Child]) -> Outcome:
+    """The outcome of the whole; says who failed first where they do not agree on a code that a run ends with."""
+    if len({child.code for child in ended}) == 1 and ended[0].code in AGREED:
+        return Outcome(ended[0].code)
+    for child in ended:
+        child.reader.join(1)        # not for ever: something that it started may hold the pipe
+    in_order = sorted(ended, key=lambda child: child.index)
+    first = _culprit(ended)
+    if first is None:
+        words = "the processes do not agree on how the run ended"
+        _tell(words, *(f"{child.name}: {child.ending}" for child in in_order))
+        return Outcome(1, words=words)
+    if first.stopped:
+        words = f"{first.name} failed first: it was stopped (SIGSTOP, or a debugger), and the others lost it"
+    elif first.forced:
+        words = f"{first.name} failed first: the others have not heard of it any more"
+    else:
+        words = f"{first.name} failed first, {first.ended_s:.1f} s after the start: {first.ending}"
+    _tell(words)
+    shown = [first, *(child for child in ended if child.failed and not child.victim and child is not first)]
+    for child in [child for child in shown if child.index and child.lines][:MOST_TOLD]:      # those of the first are on the screen
+        _tell("its last lines:" if child is first else f"the last lines of {child.name}:",
+              *(f"  {_text(line)}" for line in child.lines))
+    if any(MISMATCHED in line for child in ended if child.failed for line in child.lines):
+        _tell("gloo::EnforceNotMet: XLA started collectives of the simulated devices in another order in each "
+              "process, and Gloo matches them by order; start one process, or use a pipeline.schedule that does not split "
+              "the backward, e.g. 1f1b (docs/limits.md). GPUs are not concerned")
+    _tell(*(f"then {child.name}: {child.ending}" for child in in_order if child is not first))
+    last = "" if first.victim else next((_text(line) for line in reversed(first.lines) if line.strip()), "")
+    return Outcome(1, first.index, f"{words}{f'; its last line: {last}' if last else ''}")
+
+
+def _culprit(ended: Sequence[Child]) -> Child | None:
+    """Who failed first, of all in the order in which they ended; None: none failed."""
+    failed = [child for child in ended if child.failed]
+    unheard = {int(index) for child in failed for line in child.lines for found in UNHEARD.findall(line) for index in found if index}
+    return next((child for candidates in (
+        (child for child in failed if not child.victim),
+        (child for child in ended if child.stopped),
+        (child for child in ended if child.forced and child.index in unheard),
+        failed) for child in candidates), None)
+
+
+def _text(line: bytes) -> str:
+    return line.decode(errors="replace").rstrip("\n")
+
+
+def _tell(*lines: str) -> None:
+    for line in lines:
+        say.err(line)
