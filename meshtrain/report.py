@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,8 +24,10 @@ from meshtrain import config
 from meshtrain.config import ConfigError
 from meshtrain.pages import measured as pages
 from meshtrain.pages import skin
-from meshtrain.run import measured
+from meshtrain.run import goodput, measured
+from meshtrain.units import duration
 
+TRIES = 8       # the newest, each in a line
 USAGE = "python -m meshtrain.report RUN_DIR [--html FILE]"
 
 
@@ -73,13 +76,23 @@ def summary(told: dict) -> str:
         layers = found["layers"][found["max"][-1].index(busiest)], found["layers"][found["min"][-1].index(idlest)]
         lines += [f"experts: the busiest has {busiest:.2f} × the mean (layer {layers[0]}), the idlest {idlest:.2f} × (layer {layers[1]}), "
                   f"entropy {min(found['entropy'][-1]):.3f} or more"]
-    if parts := {name: spent_s for name, spent_s in told["time_s"].items() if spent_s > 0}:
+    if told["goodput"] is not None:
+        lines += [goodput.line(told["time_s"])]
+    elif parts := {name: spent_s for name, spent_s in told["time_s"].items() if spent_s > 0}:
         total = sum(parts.values())
-        lines += ["time: " + ", ".join(f"{name} {pages.long(spent_s)} ({spent_s / total:.1%})"
-                                       for name, spent_s in parts.items())]
+        lines += ["time: " + ", ".join(f"{name} {duration(spent_s)} ({spent_s / total:.1%})" for name, spent_s in parts.items())]
     if len(told["starts"]) > 1:
         lines += [f"{len(told['starts'])} starts; {sum(one['steps_again'] for one in told['starts']):,} steps taken again"]
-    return "\n".join(lines)
+    return "\n".join(lines + [_of_try(told, number) for number in range(max(1, len(told["starts"]) - TRIES + 1), len(told["starts"]) + 1)])
+
+
+def _of_try(told: dict, number: int) -> str:
+    one, last = told["starts"][number - 1], number == len(told["starts"])
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one["began"]))
+    again = f", {one['steps_again']:,} steps again" if one["steps_again"] else ""
+    clock = f"; the wall clock was set by {one['clock_s']:+,.0f} s meanwhile" if one["clock_s"] else ""
+    return (f"start {number}: {began}, {one['cause'] or 'after step ' + format(one['from_step'], ',')}{again}; to step {one['to_step'] or 0:,} in "
+            f"{duration(one['run_s'])}: {one['how'] or (told['state'] if last else goodput.UNKNOWN)}{clock}")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from meshtrain.run import say, stops
 
+BEGAN = time.perf_counter() if __name__ == "__main__" else None     # a caller's process began earlier than the command
 if __name__ == "__main__":      # now, not in main: importing jax takes seconds, and its C++ reports what it does not find
     say.begin()
     stops.listen()
@@ -32,7 +33,7 @@ from meshtrain.inference.generate import Limits
 from meshtrain.inference.picking import Picking
 from meshtrain.inference.words import Words
 from meshtrain.model import params
-from meshtrain.run import adapters, disk, export, history, loop, measured, metrics, peft, pretrained, reference, resume, rundir, upcycle
+from meshtrain.run import adapters, disk, export, goodput, history, loop, measured, metrics, peft, pretrained, reference, resume, rundir, upcycle
 from meshtrain.run.checkpoint import CheckpointError, Checkpoints
 from meshtrain.run.profiling import Trace
 from meshtrain.run.progress import Progress
@@ -46,6 +47,7 @@ PEERS_STOP_S = 3.0      # within so long all processes of a run that is told to 
 
 
 def main(argv: Sequence[str]) -> int:
+    account = goodput.Account(BEGAN)
     try:
         run = config.load(argv)
         metrics.check_wandb(run)
@@ -66,10 +68,14 @@ def main(argv: Sequence[str]) -> int:
                     say.out(f"{directory} is finished: it has {start.step} of training.steps={run.training.steps} steps; "
                             "raise training.steps to go on")
                     return DONE
-                given = None if start.saved else agree.everywhere(lambda: _given_weights(run, made))
-                corpus, batches = agree.everywhere(lambda: _open_data(run, directory, start))
-                agree.same_everywhere("the data", corpus.fingerprint)
-                return _train(run, made, corpus, batches, directory, checkpoints, start, given)
+                begun = {"on": f"{made.mesh_spec}: {made.mesh_spec.num_devices} × {made.mesh.devices.flat[0].device_kind}",
+                         "processes": jax.process_count(), "cause": start.cause}
+                with history.kept(directory, start.step, account, begun) as this:
+                    with account.to("data"):
+                        given = None if start.saved else agree.everywhere(lambda: _given_weights(run, made))
+                        corpus, batches = agree.everywhere(lambda: _open_data(run, directory, start))
+                    agree.same_everywhere("the data", corpus.fingerprint)
+                    return _train(run, made, corpus, batches, directory, checkpoints, start, given, this)
     except ConfigError as error:
         return _fail(USER_ERROR, f"error: {error}", error)
     except meet.PeerError as error:
@@ -112,40 +118,43 @@ def _devices(run: Run, argv: Sequence[str], cluster: find.Cluster | None) -> tup
 
 
 def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: Batches, directory: Path,
-           checkpoints: Checkpoints, start: resume.Start, given) -> int:
-    started = time.perf_counter()
+           checkpoints: Checkpoints, start: resume.Start, given, this: history.Try) -> int:
+    started, account = time.perf_counter(), this.account
     say.out(report.before(made))
-    state = agree.everywhere(lambda: _start_state(run, made, checkpoints, start, given))
+    with account.to("start" if start.saved is None and not given and not run.checkpoint.init_from else "restore"):
+        state = agree.everywhere(lambda: _start_state(run, made, checkpoints, start, given))
     if run.training.objective == "dpo":
-        weights = None if start.saved else state.params
-        batches = agree.everywhere(lambda: reference.with_references(run, made.program, batches, corpus, directory, weights))
-    if batches.validation:
-        made = agree.everywhere(lambda: assembly.compile_evaluation(made))
-    step = agree.everywhere(lambda: assembly.compile_step(made))
+        with account.to("data"):
+            weights = None if start.saved else state.params
+            batches = agree.everywhere(lambda: reference.with_references(run, made.program, batches, corpus, directory, weights))
+    with account.to("compile"):
+        if batches.validation:
+            made = agree.everywhere(lambda: assembly.compile_evaluation(made))
+        step = agree.everywhere(lambda: assembly.compile_step(made))
     say.out(report.compiled(step, made, time.perf_counter() - started))
     resume.begin(run, start, checkpoints, directory, made.layout.rules.text)
     if start.saved is None:
         pretrained.keep_companions(run, directory)
     metadata = lambda number: rundir.metadata(run, made.layout.rules.text, resume.data_metadata(corpus, batches, number))
     _write_cost(made, step, directory)
-    begun = {"on": f"{made.mesh_spec}: {made.mesh_spec.num_devices} × {made.mesh.devices.flat[0].device_kind}",
-             "prepared_s": time.perf_counter() - started}
-    with (history.kept(directory, start.step, begun) as ended, metrics.open_writers(run, directory, start.step) as writer,
-          stops.deferred() as listener):
+    with account.to("rest"), metrics.open_writers(run, directory, start.step) as writer, stops.deferred() as listener:
         stop = loop.Stop(listener)
         validation = Validation(run, made.program, batches, stop)
-        with Trace(run.metrics.profile_steps, directory / "tensorboard", start.step) as trace:
-            record = Record(run, writer, Progress(run.training.steps, _memory(made, step)), *_flops(made))
+        with Trace(run.metrics.profile_steps, directory / "tensorboard", start.step) as trace, account.to(goodput.LOOP):
+            record = Record(run, writer, Progress(run.training.steps, _memory(made, step)), *_flops(made), account)
             save = loop.Hook(lambda number, ending: ending or checkpoints.due(number),
-                             lambda number, state: {"checkpoint_wait_s": checkpoints.save(number, state, metadata(number))})
+                             lambda number, state: {"checkpoint_wait_s": checkpoints.save(number, state, metadata(number))},
+                             part="checkpoint")
             exported = loop.Hook(lambda number, ending: run.checkpoint.export == "every" and (ending or checkpoints.due(number)),
                                  lambda number, state: _export(run, made, directory, number, state.params, corpus.tokenizer.bos) or {})
             state, done = loop.train(made.program, step, state, batches, run.training.steps, run.data.prefetch, record,
                                      (validation.hook(), trace.hook(), save, exported), stop)
-        checkpoints.wait()
+        with account.to("checkpoint"):
+            checkpoints.wait()
         if run.checkpoint.export == "last" and done == run.training.steps:
             _export(run, made, directory, done, state.params, corpus.tokenizer.bos)
-        ended("finished" if done == run.training.steps else "stopped on request", done)
+        this.ended(listener.ending(done == run.training.steps), code=DONE if done == run.training.steps else STOPPED)
+    say.out(this.line())
     if done < run.training.steps:
         say.out(f"stopped after step {done}, saved in {directory}; the same command goes on from there")
         return STOPPED

@@ -1,6 +1,8 @@
 """Numbers as people read them."""
 from __future__ import annotations
 
+LONG = (("days", 86400), ("h", 3600), ("min", 60))
+
 
 def size(count: float) -> str:
     """Bytes in binary units: 1536 -> 1.5 KiB."""
@@ -13,6 +15,12 @@ def size(count: float) -> str:
 
 def seconds(value: float) -> str:
     return f"{value:.3f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
+
+
+def duration(value: float) -> str:
+    """Seconds of a run: 3.2 s, 12.0 min, 4.1 h, 12.3 days."""
+    unit, length_s = next(((unit, length_s) for unit, length_s in LONG if value >= 2 * length_s), ("s", 1))
+    return f"{value / length_s:,.1f} {unit}"
 
 
 def many(count: int) -> str:

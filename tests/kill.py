@@ -30,7 +30,7 @@ from meshtrain.run.checkpoint import Checkpoints
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STEPS, EVERY = 40, 2
 PATIENCE_S = 300  # for one life of a run, on a busy machine
-VARYING = ("step_time_s", "tokens_per_s", "mfu", "data_wait_s", "checkpoint_wait_s")
+VARYING = ("step_time_s", "tokens_per_s", "mfu", "data_wait_s", "checkpoint_wait_s", "time", "elapsed_s", "goodput")
 
 RUN = """
 [run]

@@ -22,7 +22,7 @@ from commands import (  # noqa: F401
 from meshtrain import inspect, train
 from meshtrain.run import metrics
 
-TIMES = ("step_time_s", "tokens_per_s", "mfu", "data_wait_s", "checkpoint_wait_s")
+TIMES = ("step_time_s", "tokens_per_s", "mfu", "data_wait_s", "checkpoint_wait_s", "time", "elapsed_s", "goodput")
 
 
 @pytest.fixture(scope="module")

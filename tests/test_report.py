@@ -14,7 +14,7 @@ from test_pages import Read, embedded, standing_alone
 
 from meshtrain import report, train
 from meshtrain.pages import measured as pages
-from meshtrain.run import history, measured, metrics, rundir
+from meshtrain.run import goodput, history, measured, metrics, rundir
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,10 @@ def test_a_run_that_is_finished_is_told_with_all_its_starts_and_nothing_is_touch
     assert told["checkpoints"] and told["loss"]["validation_step"] == 6
     spent, starts = told["time_s"], told["starts"]
     assert sum(spent.values()) == pytest.approx(starts[-1]["ended"] - starts[0]["began"], rel=0.02)
-    assert spent["restoring and compiling"] > 0 and spent["waiting for data"] == pytest.approx(sum(row["data_wait_s"] for row in rows))
+    steps_s = sum(row["step_time_s"] - row["data_wait_s"] for row in rows)
+    assert spent["steps"] == pytest.approx(steps_s) and rows[-1]["goodput"] * rows[-1]["elapsed_s"] == pytest.approx(steps_s)
+    assert min(spent[part] for part in ("start", "compile", "restore", "data", "checkpoints", "validation")) > 0
+    assert 0 < told["goodput"] < 1 and f"goodput {told['goodput']:.1%} of" in ran.out
     assert files(trained) == before
 
 
@@ -96,14 +99,13 @@ def test_a_killed_run_is_told_and_what_it_lost_is_kept_when_it_goes_on(run_dir):
     ran, told = call(report.main, run_dir), measured.of(run_dir)
     assert ran.code == 0 and "step 5 of 6" in ran.out and "ended without a word" in ran.out
     assert told["starts"][-1]["to_step"] == 5 and told["starts"][-1]["how"] == ""
-    died = (run_dir / "metrics.jsonl").stat().st_mtime
-    with pytest.raises(RuntimeError), history.kept(run_dir, 4, {"on": "here", "prepared_s": 0.0}), \
+    with pytest.raises(RuntimeError), history.kept(run_dir, 4, goodput.Account(), {"on": "here", "cause": "after a kill"}), \
             metrics.MetricsWriter(run_dir / "metrics.jsonl") as writer:
         writer.truncate_after(4)
         raise RuntimeError("the power went")
     told = measured.of(run_dir)
-    assert told["step"] == 4 and told["starts"][1]["ended"] == died
-    assert [(one["from_step"], one["to_step"], one["steps_again"]) for one in told["starts"]] == [(0, 4, 0), (4, 5, 0), (4, None, 1)]
+    assert told["step"] == 4 and goodput.UNKNOWN in told["starts"][1]["how"]
+    assert [(one["from_step"], one["to_step"], one["steps_again"]) for one in told["starts"]] == [(0, 4, 0), (4, 5, 0), (4, 4, 1)]
     assert "the power went" in told["state"] and told["time_s"]["steps taken again"] > 0
     standing_alone(pages.page(told))
 
@@ -173,12 +175,12 @@ def test_what_was_priced_stands_beside_what_was_measured(run_dir):
 
 def test_a_history_that_cannot_be_written_ends_no_run(tmp_path, capsys, monkeypatch):
     (tmp_path / "history.jsonl").mkdir()
-    with history.kept(tmp_path, 0, {}) as ended:
-        ended("finished", 3)
+    with history.kept(tmp_path, 0, goodput.Account(), {"on": "", "cause": ""}) as this:
+        this.ended("finished")
     assert "history.jsonl cannot be written" in capsys.readouterr().err
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    with history.kept(tmp_path / "nowhere", 0, {}) as ended:
-        ended("finished", 3)
+    with history.kept(tmp_path / "nowhere", 0, goodput.Account(), {}) as this:
+        this.ended("finished")
     assert capsys.readouterr().err == "", "process 0 alone writes"
 
 

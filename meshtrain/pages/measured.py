@@ -7,11 +7,10 @@ import time
 from meshtrain.pages import layout, pictures, skin
 from meshtrain.pages.pictures import Bar, Curve
 from meshtrain.pages.skin import Cell, Column, Section, Tile, of_count, of_share
-from meshtrain.units import many, seconds
+from meshtrain.units import duration, many, seconds
 
 GOOD, BAD = ("finished", "at work", "stopped on request"), "warn"
 MOST_MARKS, MOST_TIMES = 40, 2.0      # starts that are marked; speeds that are drawn, of the median
-UNITS = (("days", 86400), ("h", 3600), ("min", 60))
 SPEED = {"step_time_s": ("a step", "step_time_s"), "tokens_per_s": ("tokens/s", "tokens_per_s"), "mfu": ("MFU", "mfu")}
 
 
@@ -47,6 +46,8 @@ def tiles(told: dict) -> list[Tile]:
         rows += [Tile("tokens/s", f"{quick['tokens_per_s']:,.0f}", beside(told, "tokens_per_s"))]
     if quick["mfu"]:
         rows += [Tile("MFU", f"{quick['mfu']:.1%}", beside(told, "mfu"))]
+    if told["goodput"] is not None:
+        rows += [Tile("goodput", f"{told['goodput']:.1%}", "time in steps that counted")]
     if told["skipped"]:
         rows += [Tile("steps skipped", f"{told['skipped']:,}", "no finite loss or gradient", BAD)]
     return rows
@@ -125,24 +126,19 @@ def spent(told: dict) -> str:
     rows = [(k % pictures.COLORS, name, spent_s) for k, (name, spent_s) in enumerate(parts.items())]
     bar = Bar("all of it", [row for row in rows if row[2] > layout.LEAST_SHARE * total])
     columns = [Column("what"), Column("time", "n"), Column("of all", "n")]
-    table = skin.table(columns, [(name, Cell(long(spent_s), spent_s), of_share(spent_s / total)) for _, name, spent_s in rows],
+    table = skin.table(columns, [(name, Cell(duration(spent_s), spent_s), of_share(spent_s / total)) for _, name, spent_s in rows],
                        "time-spent")
-    words = "All the time since the first start." if told["starts"] else "Of steps alone: this directory has no history.jsonl."
+    words = "Of steps alone: this directory has no history.jsonl." if told["goodput"] is None else (
+        f"All the time since the first start; goodput, the share of steps that counted, is {told['goodput']:.1%}.")
     key = skin.key((color, name, f"{spent_s / total:.1%}") for color, name, spent_s in rows)
-    return skin.figure(pictures.bars([bar], long, "where the time went", most=total), words, key) + table
-
-
-def long(value: float) -> str:
-    """Seconds of a run: 3.2 s, 12.0 min, 4.1 h, 12.3 days."""
-    unit, length_s = next(((unit, length_s) for unit, length_s in UNITS if value >= 2 * length_s), ("s", 1))
-    return f"{value / length_s:,.1f} {unit}"
+    return skin.figure(pictures.bars([bar], duration, "where the time went", most=total), words, key) + table
 
 
 def starts(told: dict) -> str:
     moment = lambda when: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
     how = lambda k, one: one["how"] or (told["state"] if k == len(told["starts"]) else "ended without a word")
     rows = [(of_count(k), moment(one["began"]), of_count(one["from_step"]), of_count(one["to_step"]),
-             Cell(long(one["ended"] - one["began"]), one["ended"] - one["began"]), of_count(one["steps_again"]), how(k, one),
+             Cell(duration(one["run_s"]), one["run_s"]), of_count(one["steps_again"]), how(k, one),
              one["on"]) for k, one in enumerate(told["starts"], 1)]
     columns = [Column("start", "n"), Column("began", "keep"), Column("after step", "n"), Column("to step", "n"),
                Column("lasted", "n"), Column("steps taken again", "n"), Column("how it ended"), Column("on")]

@@ -1,56 +1,132 @@
-"""When a run began, went on and ended: run.dir/history.jsonl, a line for each start and one for each end that was orderly.
+"""The tries of a run: run.dir/history.jsonl, a line for each start and one for each end, with its cause and where the seconds went.
 
-A start without an end was killed, or is at work still. What a start takes back, the steps behind the checkpoint that it goes on
-from, is written down before their rows of metrics are dropped. A disk that is full ends no run.
+A start without an end was killed, or is at work still: beside it lies .alive, rewritten every few seconds, from which the next start
+writes the end that was never told. What a start takes again, the steps behind the checkpoint that it goes on from, is written down
+before their rows of metrics are dropped. A disk that is full ends no run.
 """
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import socket
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
 
-from meshtrain.run import disk, metrics, say
+from meshtrain.config import ConfigError
+from meshtrain.run import disk, goodput, metrics, say, stops
 
-HISTORY = "history.jsonl"
+HISTORY, ALIVE = "history.jsonl", ".alive"
+STACKS = "stacks"       # of a run that was found stuck; the watchdog's
+BEAT_S = 5.0            # by so much the end of a killed try may be too early
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Try:
+    """This start of the command, as process 0 writes it down; in the others it writes nothing."""
+
+    def __init__(self, directory: Path, account: goodput.Account):
+        self.path, self.alive, self.account = directory / HISTORY, directory / ALIVE, account
+        self.first, self.began, self._told, self._done = not self.path.exists(), 0.0, False, threading.Event()
+        self._lock = threading.Lock()
+
+    def start(self, step: int, more: Mapping) -> None:
+        """Writes the end of the try before, if it said none, and the start of this one, which goes on after `step`."""
+        directory, run_s = self.path.parent, time.perf_counter() - self.account.began
+        lines, rows = read(directory), _rows(directory)
+        found = goodput.tries(lines, beat(directory), rows, _written(directory))
+        if lines and lines[-1]["event"] == "start" and "elapsed_s" in lines[-1]:
+            how, stuck = unsaid(directory, lines[-1])
+            lines.append(goodput.ended(goodput.last_sign(lines[-1], beat(directory), rows), how, stuck=stuck))
+            self._append(lines[-1])
+            found = goodput.tries(lines, None, rows, None)
+        own = {"event": "start", "time": time.time() - run_s, "uptime_s": time.clock_gettime(time.CLOCK_BOOTTIME) - run_s,
+               "boot": BOOT_ID.read_text().strip() if BOOT_ID.exists() else "", "host": socket.gethostname(), "pid": os.getpid(),
+               "step": step, "run_s": run_s, "spent_s": self.account.so_far()["spent_s"], **more}
+        own |= goodput.began_after(found, own, lines, rows)
+        self.began = own["time"]
+        self.account.goes_on(own["elapsed_s"], own["counted_s"], step)
+        self._append(own)
+        self.beat()
+        threading.Thread(target=self._keep_beating, daemon=True, name="beat").start()
+
+    def ended(self, how: str, **more) -> None:
+        """The try has ended, or is about to; what is said first counts."""
+        with self._lock:
+            if self._told or not self.began:
+                return
+            self._told = True
+        self._done.set()
+        self._append(goodput.ended(self.account.so_far(), how, **more))
+        with contextlib.suppress(OSError):
+            self.alive.unlink()
+
+    def forget(self) -> None:
+        """The user's mistake, found late: a first start leaves nothing behind."""
+        self._told = True
+        self._done.set()
+        with contextlib.suppress(OSError):
+            self.alive.unlink()
+            self.path.unlink()
+
+    def line(self) -> str:
+        """The goodput of the run until now."""
+        directory = self.path.parent
+        return goodput.line(goodput.spent_s(goodput.tries(read(directory), beat(directory), (), None)))
+
+    def beat(self) -> None:
+        temporary = self.alive.with_name(f"{ALIVE}.tmp")
+        with contextlib.suppress(OSError):      # the next one may be written
+            temporary.write_text(json.dumps({"of": self.began, **self.account.so_far()}) + "\n")
+            temporary.replace(self.alive)
+
+    def _keep_beating(self) -> None:
+        while not self._done.wait(BEAT_S):
+            self.beat()
+
+    def _append(self, row: Mapping) -> None:
+        try:
+            torn = self.path.exists() and self.path.stat().st_size and self.path.read_bytes()[-1:] != b"\n"      # by a kill
+            with open(self.path, "ab") as file:
+                file.write(b"\n" * bool(torn) + json.dumps(row).encode() + b"\n")
+        except OSError as error:
+            say.err(f"{self.path} cannot be written: {error.strerror}; training goes on")
 
 
 @contextlib.contextmanager
-def kept(directory: Path, step: int, started: Mapping) -> Iterator[Callable[[str, int], None]]:
-    """Records that the run goes on after `step`; yields (how, step) → None, to be told of its end. An exception is an end, too.
+def kept(directory: Path, step: int, account: goodput.Account, more: Mapping) -> Iterator[Try]:
+    """Records that the run goes on after `step`, and its end: as `Try.ended` is told, else by the exception that ends it.
 
-    Before metrics.jsonl is cut to `step`. started: what else is to be said of the start. Only process 0 writes.
+    Before metrics.jsonl is cut to `step`. more: what else is to be said of the start: on, cause. Only process 0 writes.
     """
-    path, told = directory / HISTORY, []
-
-    def ended(how: str, done: int | None = None) -> None:
-        told.append(how)
-        _append(path, {"event": "end", "time": time.time(), "how": how, "step": done})
-
-    _append(path, {"event": "start", "time": time.time(), "step": step, **started, **taken_back(directory, step)})
+    this = Try(directory, account)
+    if jax.process_index() == 0:
+        this.start(step, more)
+        stops.record_endings(lambda words, code: this.ended("stopped on request: " * (code == stops.STOPPED) + words, code=code))
     try:
-        yield ended
-    except BaseException as error:
-        if not told:
-            ended(f"failed: {disk.said(error)[:300]}")
+        yield this
+    except ConfigError as error:
+        if this.first and this.began:
+            this.forget()
+        this.ended(f"refused: {disk.said(error)[:300]}", code=stops.USER_ERROR)
         raise
+    except BaseException as error:
+        this.ended(f"failed: {disk.said(error)[:300]}", code=stops.FAILED)
+        raise
+    finally:
+        stops.record_endings(lambda words, code: None)
 
 
-def taken_back(directory: Path, step: int) -> dict:
-    """What an earlier start left behind `step`: steps that are taken again, the seconds that they took, when its last row was
-    written (None: there is none)."""
-    path = directory / "metrics.jsonl"
-    try:
-        written, rows = path.stat().st_mtime, metrics.read(path)
-    except (OSError, ValueError):       # none yet; a broken one is told by who goes on writing it
-        written, rows = None, []
-    later = [row for row in rows if row["step"] > step]
-    again = later[-1]["step"] - step if later else 0
-    again_s = again * sum(row.get("step_time_s") or 0.0 for row in later) / max(1, len(later))
-    return {"steps_again": again, "again_s": again_s, "last_row": written if rows else None}
+def unsaid(directory: Path, start: Mapping) -> tuple[str, bool]:
+    """(how a try ended that said nothing, whether it was stuck): where a watchdog has left its stacks, those tell."""
+    with contextlib.suppress(OSError):
+        if any(path.stat().st_mtime >= start["time"] for path in (directory / STACKS).iterdir()):
+            return f"hang: see {STACKS}/", True
+    return goodput.UNKNOWN + " (killed, or the power went)", False
 
 
 def read(directory: Path) -> list[dict]:
@@ -68,12 +144,20 @@ def read(directory: Path) -> list[dict]:
     return rows
 
 
-def _append(path: Path, row: dict) -> None:
-    if jax.process_index():
-        return
+def beat(directory: Path) -> dict | None:
+    """The last sign of life that was kept; None: there is none, or it was being written."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads((directory / ALIVE).read_text())
+        return found if isinstance(found, dict) else None
+
+
+def _rows(directory: Path) -> list[dict]:
     try:
-        torn = path.exists() and path.stat().st_size and path.read_bytes()[-1:] != b"\n"      # by a kill
-        with open(path, "ab") as file:
-            file.write(b"\n" * bool(torn) + json.dumps(row).encode() + b"\n")
-    except OSError as error:
-        say.err(f"{path} cannot be written: {error.strerror}; training goes on")
+        return metrics.read(directory / "metrics.jsonl")
+    except (OSError, ValueError):       # none yet; a broken one is told by who goes on writing it
+        return []
+
+
+def _written(directory: Path) -> float | None:
+    with contextlib.suppress(OSError):
+        return (directory / "metrics.jsonl").stat().st_mtime

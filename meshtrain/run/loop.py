@@ -28,10 +28,12 @@ class Hook:
     due: (step just taken, whether it is the last before the loop ends) -> whether to act.
     act: (step, state) -> numbers for the metrics: of this step's row, or of the next one where this row is written already.
     after_row: the row of the step is written before; that ends a run whose steps are skipped.
+    part: of the run's seconds that it is put down to, see `goodput.PARTS`.
     """
     due: Callable[[int, bool], bool]
     act: Callable[[int, State], Mapping[str, float]]
     after_row: bool = True
+    part: str = "rest"
 
 
 class Stop:
@@ -71,7 +73,7 @@ def train(program: Program, step: Callable, state: State, data: Batches, last: i
             stop.reached()
             for hook in hooks:
                 if hook.due(done, done == last or stop.agreed):     # a hook, too, may find that the loop is to stop
-                    with record.paused():
+                    with record.paused(hook.part):
                         if hook.after_row:
                             record.settle()
                         record.add(hook.act(done, state))

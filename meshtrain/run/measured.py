@@ -13,7 +13,7 @@ import tomllib
 from pathlib import Path
 
 from meshtrain.names import LOAD_BY_LAYER
-from meshtrain.run import history, metrics, rundir
+from meshtrain.run import goodput, history, metrics, rundir
 
 COST = "cost.json"          # what `inspect --json` prints of the step, written by `train`
 PRICED = {"run", "mesh", "parameters", "memory_bytes", "collectives", "matmul_flops", "differences", "roofline", "schedule", "notes",
@@ -43,35 +43,15 @@ def of(directory: Path) -> dict:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     done = rows[-1]["step"] if rows else 0
-    attempts = _attempts(history.read(directory), path.stat().st_mtime if rows else None, done)
+    attempts = goodput.tries(history.read(directory), history.beat(directory), rows, path.stat().st_mtime if rows else None)
     state = _state(directory, attempts, done, steps)
     saved = directory / "checkpoints"
     return {"name": name, "dir": str(directory), "steps": steps, "tokens_per_step": per_step, "step": done,
             "tokens": rows[-1].get("tokens", done * per_step) if rows else 0, "state": state,
             "skipped": sum(bool(row.get("skipped")) for row in rows), "loss": _loss(rows), "speed": _speed(rows),
-            "time_s": _spent(rows, attempts), "starts": attempts, "changes": _changes(directory),
+            "time_s": _spent(rows, attempts), "goodput": _goodput(attempts), "starts": attempts, "changes": _changes(directory),
             "checkpoints": sorted(int(entry.name) for entry in saved.glob("*") if entry.name.isdecimal()) if saved.is_dir() else [],
             "rows": _curves(rows), "experts": _experts(rows), "priced": _priced(directory)}
-
-
-def _attempts(events: list[dict], last_row: float | None, done: int) -> list[dict]:
-    """Every start with its end. how: "" where it ended without a word, or goes on."""
-    found = []
-    for k, event in enumerate(events):
-        if event["event"] != "start":
-            continue
-        following = events[k + 1] if k + 1 < len(events) else None
-        prepared_s = event.get("prepared_s", 0.0)
-        one = {"began": event["time"] - prepared_s, "prepared_s": prepared_s, "from_step": event.get("step", 0), "how": "",
-               "ended": last_row, "to_step": done, "steps_again": event.get("steps_again", 0), "again_s": event.get("again_s", 0.0),
-               "on": event.get("on", "")}
-        if following and following["event"] == "end":
-            one |= {"ended": following["time"], "to_step": following.get("step"), "how": following.get("how", "")}
-        elif following:
-            one |= {"ended": following.get("last_row"), "to_step": following.get("step", 0) + following.get("steps_again", 0)}
-        one["ended"] = max(one["ended"] or 0.0, event["time"])
-        found.append(one)
-    return found
 
 
 def _state(directory: Path, attempts: list[dict], done: int, steps: int) -> str:
@@ -102,19 +82,19 @@ def _speed(rows: list[dict]) -> dict:
 
 
 def _spent(rows: list[dict], attempts: list[dict]) -> dict[str, float]:
-    """Seconds, by what they went into. With a history they add up to all the time since the first start."""
+    """Seconds, by what they went into. With a history they are all the time since the first try began."""
+    if attempts:
+        return goodput.spent_s(attempts)
     before = [0, *(row["step"] for row in rows)]
     taken = sum((row.get("step_time_s") or 0.0) * (row["step"] - last) for row, last in zip(rows, before))
-    waited = {key: sum(row.get(key) or 0.0 for row in rows) for key in ("data_wait_s", "checkpoint_wait_s")}
-    spent = {"steps": taken - waited["data_wait_s"], "waiting for data": waited["data_wait_s"],
-             "waiting for checkpoints": waited["checkpoint_wait_s"]}
-    if attempts:
-        spent["steps taken again"] = sum(one["again_s"] for one in attempts)
-        spent["restoring and compiling"] = sum(one["prepared_s"] for one in attempts)
-        spent["between starts"] = sum(max(0.0, later["began"] - one["ended"]) for one, later in zip(attempts, attempts[1:]))
-        wall_s = attempts[-1]["ended"] - attempts[0]["began"]
-        spent["validation and the rest"] = max(0.0, wall_s - sum(spent.values()))
-    return spent
+    waited = {key: sum(row.get(f"{key}_wait_s") or 0.0 for row in rows) for key in ("data", "checkpoint")}
+    return {goodput.PARTS["steps"]: taken - waited["data"], **{goodput.PARTS[key]: value for key, value in waited.items()}}
+
+
+def _goodput(attempts: list[dict]) -> float | None:
+    """Share of all the time that went into steps that count; None where that is not known."""
+    spent = goodput.spent_s(attempts)
+    return spent[goodput.PARTS["steps"]] / total if (total := sum(spent.values())) else None
 
 
 def _changes(directory: Path) -> list[dict]:

@@ -27,7 +27,8 @@ from meshtrain.run import disk, say
 # Where a row's numbers stand in TensorBoard and W&B; any other key stands under its own name.
 TAGS = {"loss": "train/loss", "grad_norm": "train/grad_norm", "learning_rate": "train/learning_rate",
         "tokens": "train/tokens", "skipped": "train/skipped", "val_loss": "validation/loss", "step_time_s": "time/step_s",
-        "data_wait_s": "time/data_wait_s", "checkpoint_wait_s": "time/checkpoint_wait_s"}
+        "data_wait_s": "time/data_wait_s", "checkpoint_wait_s": "time/checkpoint_wait_s", "elapsed_s": "time/elapsed_s",
+        "goodput": "time/goodput"}
 WANDB_START_TIMEOUT_S = 30.0     # the other processes of the run stand and wait for it
 WANDB_FINISH_TIMEOUT_S = 120.0   # for uploading what is left at the end; without one, no network means no end
 
@@ -249,8 +250,8 @@ class _Appended:
 
 
 def _scalars(row: dict[str, Any]) -> dict[str, float]:
-    """The row's numbers by tag; true is 1."""
-    plain = {key: _plain(value) for key, value in row.items() if key != "step"}
+    """The row's numbers by tag; true is 1. Step and wall clock are no curves: both stand beside every point."""
+    plain = {key: _plain(value) for key, value in row.items() if key not in ("step", "time")}
     return {TAGS.get(key, key): float(value) for key, value in plain.items() if isinstance(value, (int, float))}
 
 

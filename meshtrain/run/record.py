@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 
 from meshtrain.config import Run
-from meshtrain.run import say
+from meshtrain.run import goodput, say
 from meshtrain.run.metrics import Writers
 from meshtrain.run.progress import Progress
 
@@ -41,19 +41,22 @@ class _Step(NamedTuple):
 class Record:
     """Rows of metrics, a line of progress for each, and the count of skipped steps.
 
-    flops_per_step: of the model. peak_flops: FLOP/s of all devices together; None: mfu is null.
+    flops_per_step: of the model. peak_flops: FLOP/s of all devices together; None: mfu is null. account: of all seconds.
     """
 
-    def __init__(self, run: Run, writer: Writers, progress: Progress, flops_per_step: float, peak_flops: float | None):
+    def __init__(self, run: Run, writer: Writers, progress: Progress, flops_per_step: float, peak_flops: float | None,
+                 account: goodput.Account | None = None):
         self.every, self.max_skipped = run.metrics.every, run.training.max_skipped_steps
         self.optimizer = run.optimizer
         self.tokens_per_step = run.data.global_batch * run.data.seq_len
         self.writer, self.progress = writer, progress
         self.flops_per_step, self.peak_flops = flops_per_step, peak_flops
+        self.account = account or goodput.Account()
         self.skipped_in_a_row = 0
         self._pending: _Step | None = None
         self._mark, self._paused_s = time.perf_counter(), 0.0
         self._extra: dict[str, float] = {}
+        self._waited_s = 0.0        # for data, since the step before
 
     def dispatched(self, number: int, tokens: int, metrics: dict, ended: Future) -> None:
         """A step has been given to the device: settles the one before while it runs."""
@@ -77,30 +80,33 @@ class Record:
         self._count_skipped(row)
 
     @contextlib.contextmanager
-    def paused(self):
-        """What is done meanwhile, once the device has ended its step, is not in the time of any step."""
+    def paused(self, part: str = "rest"):
+        """What is done meanwhile, once the device has ended its step, is not in the time of any step. part: of the account."""
         began = time.perf_counter() if self._pending is None else self._pending.ended.result()
         try:
-            yield
+            with self.account.to(part):
+                yield
         finally:
             self._paused_s += time.perf_counter() - began
 
     def add(self, numbers: Mapping[str, float]) -> None:
         """More for the next row to be written; seconds of WAITS add up."""
+        self._waited_s += numbers.get("data_wait_s", 0.0)
         for name, value in numbers.items():
             self._extra[name] = self._extra.get(name, 0.0) + value
 
     def _row(self, step: _Step, metrics: dict) -> dict:
         ended = step.ended.result()
         step_time_s = max(ended - self._mark - step.paused_s, 1e-9)
-        self._mark = ended
+        self._mark, waited_s, self._waited_s = ended, self._waited_s, 0.0
+        self.account.took(step.number, step_time_s, min(waited_s, step_time_s))
         return {"step": step.number, "loss": float(metrics["loss"]), "grad_norm": float(metrics["grad_norm"]),
                 "learning_rate": float(metrics["learning_rate"]), "tokens": step.tokens,
                 "step_time_s": step_time_s, "tokens_per_s": self.tokens_per_step / step_time_s,
                 "mfu": self.flops_per_step / step_time_s / self.peak_flops if self.peak_flops else None,
                 "skipped": bool(metrics["skipped"]),
                 **{name: _listed(value) for name, value in metrics.items() if name not in STEP_METRICS}, **dict.fromkeys(WAITS, 0.0),
-                **self._extra}
+                **self._extra, **self.account.at(ended)}
 
     def _count_skipped(self, row: dict) -> None:
         if not row["skipped"]:

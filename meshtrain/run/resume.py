@@ -66,6 +66,13 @@ class Start:
     skip_batches: int = 0
     back: bool = False
 
+    @property
+    def cause(self) -> str:
+        """In words, for the history."""
+        if self.saved is None:
+            return "from the beginning"
+        return f"back to step {self.step}" if self.back else f"going on after step {self.step}"
+
 
 def rule(key: str) -> str:
     """What another value of section.key means when a run goes on."""

@@ -39,6 +39,7 @@ class Listener:
         self._deferred, self._code = False, STOPPED
         self._lock = threading.Lock()
         self._before_ending: Callable[[], None] = lambda: None
+        self._record: Callable[[str, int], None] = lambda words, code: None
         self._old = {}
         woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
@@ -55,6 +56,12 @@ class Listener:
             for number, handler in self._old.items():
                 signal.signal(number, handler)
         os.close(self._wake)
+
+    def ending(self, finished: bool) -> str:
+        """How a loop ended that went to its end, for the history."""
+        if finished:
+            return "finished"
+        return f"stopped on request ({'to another process' if self.number is None else signal.Signals(self.number).name})"
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
@@ -94,7 +101,7 @@ class Listener:
 
     def _end(self, words: str) -> None:
         """Ends the process. Not by an exception: nothing raised in the main thread reaches it while C++ runs."""
-        speaker = threading.Thread(target=lambda: (say.out(words), say.end()), daemon=True)
+        speaker = threading.Thread(target=lambda: (say.out(words), say.end(), self._record(words, self._code)), daemon=True)
         speaker.start()
         speaker.join(LAST_WORDS_S)
         os._exit(self._code)
@@ -113,6 +120,12 @@ def end_together(meet_the_others: Callable[[], None]) -> None:
     """What a process does before it ends at once, now that it has peers; it must come back in seconds."""
     if _listener is not None:
         _listener._before_ending = meet_the_others
+
+
+def record_endings(record: Callable[[str, int], None]) -> None:
+    """record: (words, exit code) -> None, told where a signal ends this process at once."""
+    if _listener is not None:
+        _listener._record = record
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ class Validation:
         self.loss: float | None = None
 
     def hook(self) -> Hook:
-        return Hook(self._due, self._act, after_row=False)
+        return Hook(self._due, self._act, after_row=False, part="validation")
 
     def _due(self, step: int, ending: bool) -> bool:
         regular = step == self.last or self.every > 0 and step % self.every == 0

@@ -1,0 +1,206 @@
+"""Where the seconds of a run go, over all its tries: steps that count, and everything else.
+
+A try is one start of the command. Within it seconds are a steady clock's, whatever happens to the wall clock; between two tries
+on one boot of one host they are that host's uptime, else the difference of the wall clocks. A try that ended without a word
+(kill -9, a power cut) ended at its last sign of life: its last row, or the beat that `history` keeps.
+This module reads and writes no files, and knows neither model nor processes.
+"""
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+from meshtrain.units import duration
+
+LOOP = "loop"       # of an account alone; in lines of the history it is divided into steps, data and rest
+# The parts of all seconds, and what they are called. The last three are found when a try has ended.
+PARTS = {"steps": "steps", "start": "start", "compile": "compile", "restore": "restore", "data": "data",
+         "checkpoint": "checkpoints", "validation": "validation", "rest": "the rest", "hang": "hang",
+         "again": "steps taken again", "down": "between tries"}
+HANG_S, HANG_STEPS = 60.0, 10.0     # a try that lived on so long, and for so many of its steps, after its last one was stuck
+STEPPED_S = 2.0     # by which a wall clock differs from a steady one when it was set; slewing stays below
+UNKNOWN = "ended without a word"
+
+
+class Account:
+    """The seconds of this try, each in one part. began: of time.perf_counter, when the command began; None: now."""
+
+    def __init__(self, began: float | None = None):
+        self.began = self._mark = self._progress = time.perf_counter() if began is None else began
+        self.part, self._spent, self._waited_s = "start", dict.fromkeys((*PARTS, LOOP), 0.0), 0.0
+        self.elapsed_s, self.counted_s, self.step, self.steps = 0.0, 0.0, 0, 0
+
+    def goes_on(self, elapsed_s: float, counted_s: float, step: int) -> None:
+        """The run until this try began: its age, the seconds in steps that count, and the step that it goes on from."""
+        self.elapsed_s, self.counted_s, self.step = elapsed_s, counted_s, step
+
+    @contextlib.contextmanager
+    def to(self, part: str) -> Iterator[None]:
+        """What is done meanwhile goes to a part, and to no other. An error that ends the try leaves it there."""
+        before = self._enter(part)
+        yield
+        self._enter(before)
+
+    def _enter(self, part: str) -> str:
+        now = time.perf_counter()
+        self._spent[self.part] += now - self._mark
+        before, self.part, self._mark, self._progress = self.part, part, now, now
+        return before
+
+    def took(self, step: int, step_time_s: float, waited_s: float) -> None:
+        """A step of the loop has ended: its time, in which it waited for data."""
+        counts_s = max(0.0, step_time_s - waited_s)
+        self._spent["steps"] += counts_s
+        self._waited_s += waited_s
+        self.counted_s += counts_s
+        self.step, self.steps, self._progress = step, self.steps + 1, time.perf_counter()
+
+    def at(self, moment: float) -> dict[str, float]:
+        """Keys of the row of a step that ended at a moment of time.perf_counter."""
+        elapsed_s = self.elapsed_s + max(1e-9, moment - self.began)
+        return {"time": time.time() - (time.perf_counter() - moment), "elapsed_s": elapsed_s,
+                "goodput": min(1.0, self.counted_s / elapsed_s)}
+
+    def so_far(self) -> dict:
+        """What lines of the history say of it."""
+        now, spent = time.perf_counter(), dict(self._spent)
+        spent[self.part] += now - self._mark
+        loop_s = spent.pop(LOOP)
+        spent["data"] += self._waited_s
+        spent["rest"] += max(0.0, loop_s - spent["steps"] - self._waited_s)
+        return {"time": time.time(), "run_s": now - self.began, "step": self.step, "steps": self.steps, "counted_s": self.counted_s,
+                "spent_s": {part: value for part, value in spent.items() if value}, "part": self.part,
+                "idle_s": now - self._progress}
+
+
+def ended(found: Mapping, how: str, *, stuck: bool = False, **more) -> dict:
+    """The line of a try's end. found: `so_far` when it ended. stuck: it is known to have hung; else that is judged."""
+    spent, idle_s, steps = dict(found["spent_s"]), found["idle_s"], found["steps"]
+    part = "rest" if found["part"] == LOOP else found["part"]
+    if stuck or part == "rest" and steps and idle_s > max(HANG_S, HANG_STEPS * spent.get("steps", 0.0) / steps):
+        hung_s = min(idle_s, spent.get(part, 0.0))
+        spent |= {part: spent.get(part, 0.0) - hung_s, "hang": spent.get("hang", 0.0) + hung_s}
+        how = how if stuck else f"{how}, stuck for {duration(idle_s)} after step {found['step']}"
+    return {"event": "end", "how": how, **{key: found[key] for key in ("time", "run_s", "step", "counted_s")}, "spent_s": spent, **more}
+
+
+def last_sign(start: Mapping, beat: Mapping | None, rows: Sequence[Mapping]) -> dict:
+    """`so_far` of a try that said no word at its end, or goes on. beat: the last one that was kept. rows: of metrics."""
+    found = {"time": start["time"] + start["run_s"], "run_s": start["run_s"], "step": start["step"], "steps": 0, "idle_s": 0.0,
+             "counted_s": start["counted_s"], "spent_s": start["spent_s"], "part": "start"}
+    if beat and beat.get("of") == start["time"]:
+        found |= {key: beat[key] for key in found}
+    row = rows[-1] if rows else {}
+    later_s = row.get("elapsed_s", 0.0) - start["elapsed_s"] - found["run_s"]
+    if later_s > 0:
+        counts_s = max(0.0, row["goodput"] * row["elapsed_s"] - found["counted_s"])
+        spent = dict(found["spent_s"])
+        spent |= {"steps": spent.get("steps", 0.0) + counts_s, "rest": spent.get("rest", 0.0) + max(0.0, later_s - counts_s)}
+        found |= {"time": row["time"], "run_s": found["run_s"] + later_s, "step": row["step"], "counted_s": found["counted_s"] + counts_s,
+                  "steps": found["steps"] + row["step"] - found["step"], "spent_s": spent, "idle_s": 0.0}
+    return found
+
+
+def counted_s(rows: Sequence[Mapping], step: int) -> float:
+    """Seconds of the steps up to `step`, without what they waited for data. rows: of metrics, also of earlier versions, which tell
+    of each step alone. A step between two rows is as long as its neighbours."""
+    total, before = 0.0, 0
+    for row in rows:
+        own_s = (row.get("step_time_s") or 0.0) * (row["step"] - before) - (row.get("data_wait_s") or 0.0)
+        until_s = row["goodput"] * row["elapsed_s"] if "goodput" in row else total + max(0.0, own_s)
+        if row["step"] > step:
+            return total + (until_s - total) * (step - before) / (row["step"] - before)
+        total, before = until_s, row["step"]
+    return total * step / before if before else 0.0     # rows that a full disk has lost were like the others
+
+
+def tries(lines: Sequence[Mapping], beat: Mapping | None, rows: Sequence[Mapping], written: float | None) -> list[dict]:
+    """Every try of the history. written: when the last row was. how: "" where it ended without a word, or goes on.
+
+    began, ended: wall clock. elapsed_s: age of the run when it began; run_s: how long it lasted; down_s: before it, since the one
+    before. spent_s: part -> seconds. again_s: of steps_again steps of earlier tries that it takes again.
+    """
+    found: list[dict] = []
+    for k, start in enumerate(lines):
+        if start["event"] != "start":
+            continue
+        following = lines[k + 1] if k + 1 < len(lines) else None
+        end = following if following and following["event"] == "end" else None
+        if "elapsed_s" not in start:
+            found.append(_of_earlier_version(found, start, end, following, rows, written))
+            continue
+        end = end or ended(last_sign(start, beat, rows), "")
+        found.append({"began": start["time"], "ended": end["time"], "from_step": start["step"], "to_step": end["step"], "how": end["how"],
+                      "steps_again": start["steps_again"], "again_s": start["again_s"], "on": start["on"], "cause": start["cause"],
+                      "elapsed_s": start["elapsed_s"], "run_s": end["run_s"], "down_s": start["down_s"], "spent_s": end["spent_s"],
+                      "counted_s": end["counted_s"], "clock_s": _stepped(end["time"] - start["time"] - end["run_s"])})
+    return found
+
+
+def _of_earlier_version(before: Sequence[Mapping], start: Mapping, end: Mapping | None, following: Mapping | None,
+                        rows: Sequence[Mapping], written: float | None) -> dict:
+    """A try whose line was written when all was compiled, with the seconds that had taken; what the rest took its rows tell."""
+    prepared_s, step = start.get("prepared_s", 0.0), start.get("step", 0)
+    began, again = start["time"] - prepared_s, (following or {}).get("steps_again", 0)
+    if end:
+        done, until = end.get("step"), end["time"]
+    elif following:
+        done, until = following.get("step", 0) + again, following.get("last_row")
+    else:
+        done, until = rows[-1]["step"] if rows else 0, written
+    until = max(until or 0.0, start["time"])
+    lost_s = (following or {}).get("again_s", 0.0)
+    own = [row for row in rows if step < row["step"] <= (done or 0)]
+    steps_s = counted_s(rows, own[-1]["step"]) - counted_s(rows, step) + lost_s if own else lost_s
+    spent = {"start": prepared_s, "steps": steps_s, **{part: sum(row.get(f"{key}_wait_s") or 0.0 for row in own)
+                                                        for part, key in (("data", "data"), ("checkpoint", "checkpoint"))}}
+    run_s = until - began
+    spent["rest"] = max(0.0, run_s - sum(spent.values()))
+    age_s = before[-1]["elapsed_s"] + before[-1]["run_s"] if before else 0.0
+    down_s = max(0.0, began - before[-1]["ended"]) if before else 0.0
+    return {"began": began, "ended": until, "from_step": step, "to_step": done, "how": (end or {}).get("how", ""),
+            "steps_again": start.get("steps_again", 0), "again_s": start.get("again_s", 0.0), "on": start.get("on", ""), "cause": "",
+            "elapsed_s": age_s + down_s, "run_s": run_s, "down_s": down_s, "spent_s": spent, "counted_s": counted_s(rows, done or step),
+            "clock_s": 0.0}
+
+
+def _stepped(by_s: float) -> float:
+    return by_s if abs(by_s) > STEPPED_S else 0.0
+
+
+def began_after(found: Sequence[Mapping], start: Mapping, lines: Sequence[Mapping], rows: Sequence[Mapping]) -> dict:
+    """What a start says of the tries before it: its age, the time since the last one, and what it takes again. found: those tries."""
+    if not found:
+        return {"elapsed_s": 0.0, "down_s": 0.0, "counted_s": counted_s(rows, start["step"]), "steps_again": 0, "again_s": 0.0}
+    last, line = found[-1], next(line for line in reversed(lines) if line["event"] == "start")
+    done = last["to_step"] or last["from_step"]
+    unwritten = [{"step": done, "goodput": 1.0, "elapsed_s": last["counted_s"]}] if not rows or rows[-1]["step"] < done else []
+    counts_s = counted_s([*rows, *unwritten], start["step"])
+    down_s = start["time"] - last["ended"]
+    if start["boot"] and line.get("boot") == start["boot"]:
+        down_s = start["uptime_s"] - line["uptime_s"] - last["run_s"]
+    down_s = max(0.0, down_s)
+    return {"elapsed_s": last["elapsed_s"] + last["run_s"] + down_s, "down_s": down_s, "counted_s": counts_s,
+            "steps_again": max(0, done - start["step"]),
+            "again_s": max(0.0, last["counted_s"] - counts_s)}
+
+
+def spent_s(found: Sequence[Mapping]) -> dict[str, float]:
+    """Seconds of all tries by what they went into (the names of PARTS), together all the time since the first began."""
+    total = {part: sum(one["spent_s"].get(part, 0.0) for one in found) for part in PARTS}
+    again_s = min(total["steps"], sum(one["again_s"] for one in found))
+    total |= {"steps": total["steps"] - again_s, "again": again_s, "down": sum(one["down_s"] for one in found)}
+    # What no part claims: lines of a history that were lost.
+    total["rest"] += max(0.0, sum(one["run_s"] + one["down_s"] for one in found) - sum(total.values()))
+    return {name: total[part] for part, name in PARTS.items()}
+
+
+def line(spent: Mapping[str, float]) -> str:
+    """The share of steps that counted, and what took the rest. spent: of `spent_s`."""
+    total = sum(spent.values())
+    if not total:
+        return ""
+    others = sorted(((value, name) for name, value in spent.items() if name != PARTS["steps"] and value >= 0.0005 * total), reverse=True)
+    shares = ", ".join(f"{name} {value / total:.1%}" for value, name in others)
+    return f"goodput {spent[PARTS['steps']] / total:.1%} of {duration(total)}" + (f"; {shares}" if shares else "")

@@ -1,0 +1,346 @@
+"""Where the seconds of a run went: exact after kills, stops, hangs, steps taken again and clocks that were set.
+
+Runs are lived on a clock of the test's own, through the record, the rows and the history that a real run writes.
+"""
+import concurrent.futures
+import json
+import os
+import shutil
+import types
+from pathlib import Path
+
+import jax
+import pytest
+
+from meshtrain import config, report
+from meshtrain.config import ConfigError
+from meshtrain.run import goodput, history, measured, metrics, record
+
+EXACT = 1e-6    # of sums of floats near 1e9, where a wall clock's last digits lie
+
+
+class Killed(BaseException):
+    """The process is gone: nothing more is written."""
+
+
+class Clocks:
+    """A steady clock, and a wall clock that may be set."""
+
+    def __init__(self):
+        self.steady, self.wall, self.uptime, self.boot = 1000.0, 1.7e9, 5000.0, "boot 1"
+
+    def sleep(self, seconds: float) -> None:
+        self.steady, self.wall, self.uptime = self.steady + seconds, self.wall + seconds, self.uptime + seconds
+
+    def module(self):
+        return types.SimpleNamespace(perf_counter=lambda: self.steady, time=lambda: self.wall, CLOCK_BOOTTIME=7,
+                                     clock_gettime=lambda _: self.uptime)
+
+
+class Life:
+    """Tries of one run, in a directory of their own."""
+
+    def __init__(self, directory: Path, clocks: Clocks, every: int = 1):
+        self.directory, self.clocks, self.every = directory, clocks, every
+        directory.mkdir()
+        (directory / "config.toml").write_text('[run]\nname = "x"\n[training]\nsteps = 100\n[data]\nglobal_batch = 2\nseq_len = 4\n')
+        boot = directory / "boot"
+        self.boot, history.BOOT_ID = boot, boot
+
+    def try_(self, step: int, to: int, *, ends="killed", start=10.0, compile=20.0, restore=5.0, step_s=2.0, wait=0.5, save_every=4,
+             save_s=3.0, validation_s=0.0, idle_s=0.0, at=lambda number: None):
+        """A try from after `step` to the end of step `to`. ends: killed, or what it says at its end; or an exception to raise."""
+        self.boot.write_text(self.clocks.boot)
+        account, run = goodput.Account(), config.Run(metrics=dict(every=self.every), training=dict(steps=100))
+        sleep = self.clocks.sleep
+        sleep(start)
+        killed = False
+        try:
+            with history.kept(self.directory, step, account, {"on": "here", "cause": f"from {step}", "processes": 1}) as this:
+                with account.to("compile"):
+                    sleep(compile)
+                with account.to("restore"):
+                    sleep(restore)
+                try:
+                    with metrics.MetricsWriter(self.directory / "metrics.jsonl") as rows, account.to(goodput.LOOP):
+                        rows.truncate_after(step)
+                        kept = record.Record(run, rows, types.SimpleNamespace(step=lambda row: None), 1.0, None, account)
+                        for number in range(step + 1, to + 1):
+                            sleep(step_s)
+                            kept.dispatched(number, number, dict(loss=1.0, grad_norm=1.0, learning_rate=0.1, skipped=False),
+                                            self._ended())
+                            kept.add({"data_wait_s": wait})
+                            kept.settle()
+                            if number % save_every == 0:
+                                with kept.paused("checkpoint"):
+                                    sleep(save_s)
+                            if validation_s:
+                                with kept.paused("validation"):
+                                    sleep(validation_s)
+                            at(number)
+                            this.beat()
+                        sleep(idle_s)
+                        this.beat()
+                        if isinstance(ends, BaseException):
+                            raise ends
+                    if ends == "killed":
+                        raise Killed
+                    this.ended(ends)
+                except Killed:
+                    killed = this._told = True
+                    this._done.set()
+        except Exception as error:
+            assert error is ends
+        assert killed == (ends == "killed")
+
+    def _ended(self):
+        future = concurrent.futures.Future()
+        future.set_result(self.clocks.steady)
+        return future
+
+    def told(self) -> dict:
+        return measured.of(self.directory)
+
+
+@pytest.fixture
+def clocks(monkeypatch) -> Clocks:
+    made = Clocks()
+    for module in (goodput, history, record):
+        monkeypatch.setattr(module, "time", made.module())
+    monkeypatch.setattr(history, "BEAT_S", 3600.0)      # by the test itself
+    monkeypatch.setattr(history, "BOOT_ID", history.BOOT_ID)
+    return made
+
+
+@pytest.fixture
+def life(tmp_path, clocks) -> Life:
+    return Life(tmp_path / "run", clocks)
+
+
+def three_tries(life: Life) -> None:
+    """0 to 7, killed; 70 s down; from the checkpoint of 4 to 10, stopped; 30 s down; from 10 to 12."""
+    life.try_(0, 7)
+    life.clocks.sleep(70)
+    life.try_(4, 10, ends="stopped on request (SIGTERM)")
+    life.clocks.sleep(30)
+    life.try_(10, 12, ends="finished")
+
+
+SPENT = {"steps": 12 * 1.5, "start": 30.0, "compile": 60.0, "restore": 15.0, "data": 15 * 0.5, "checkpoints": 3 * 3.0, "validation": 0.0,
+         "the rest": 0.0, "hang": 0.0, "steps taken again": 3 * 1.5, "between tries": 100.0}
+
+
+def test_all_seconds_of_three_tries_are_told_apart(life):
+    three_tries(life)
+    told = life.told()
+    assert told["time_s"] == pytest.approx(SPENT, abs=EXACT)
+    assert told["goodput"] == pytest.approx(18 / sum(SPENT.values()))
+    assert [(one["from_step"], one["to_step"], one["steps_again"], one["how"]) for one in told["starts"]] == [
+        (0, 7, 0, f"{goodput.UNKNOWN} (killed, or the power went)"), (4, 10, 3, "stopped on request (SIGTERM)"), (10, 12, 0, "finished")]
+    assert [one["run_s"] for one in told["starts"]] == pytest.approx([35 + 7 * 2 + 3, 35 + 6 * 2 + 3, 35 + 4 + 3], abs=EXACT)
+
+
+def test_every_row_has_the_wall_clock_and_the_share_until_then(life):
+    began = life.clocks.wall
+    three_tries(life)
+    rows = {row["step"]: row for row in metrics.read(life.directory / "metrics.jsonl")}
+    assert [rows[1]["time"] - began, rows[1]["elapsed_s"]] == pytest.approx([37, 37], abs=EXACT)
+    assert rows[1]["goodput"] == pytest.approx(1.5 / 37)
+    # Killed after 52 s; 70 s later the second try begins, whose first step ends 37 s after that. Of the steps 5 to 7 only one counts.
+    assert rows[5]["elapsed_s"] == pytest.approx(52 + 70 + 37) and rows[5]["goodput"] == pytest.approx(5 * 1.5 / (52 + 70 + 37))
+    assert rows[12]["goodput"] * rows[12]["elapsed_s"] == pytest.approx(12 * 1.5)
+
+
+@pytest.mark.parametrize("every", [3, 5, 100])
+def test_rows_that_are_thinned_out_change_no_account(tmp_path, clocks, every):
+    life = Life(tmp_path / "run", clocks, every)
+    three_tries(life)
+    # Steps between two rows are as long as their neighbours: here all are.
+    assert life.told()["time_s"] == pytest.approx(SPENT, abs=EXACT)
+
+
+def test_a_run_that_goes_back_behind_several_tries_takes_all_of_their_steps_again(life):
+    life.try_(0, 9)
+    life.try_(8, 10)
+    life.try_(4, 6, ends="stopped on request (SIGINT)")
+    told = life.told()
+    assert [one["steps_again"] for one in told["starts"]] == [0, 1, 6]
+    assert told["time_s"]["steps"] == pytest.approx(6 * 1.5) and told["time_s"]["steps taken again"] == pytest.approx(7 * 1.5)
+    assert sum(told["time_s"].values()) == pytest.approx(sum(one["run_s"] for one in told["starts"]))
+
+
+def test_a_start_that_dies_before_its_first_step_takes_nothing_again_and_is_no_mystery(life):
+    three_tries(life)
+    life.try_(8, 8, step_s=0.0)     # its rows are not cut, nor its steps taken
+    life.try_(8, 8, ends="finished")
+    told = life.told()
+    assert [one["steps_again"] for one in told["starts"]] == [0, 3, 0, 4, 0]
+    assert [(one["from_step"], one["to_step"]) for one in told["starts"][3:]] == [(8, 8), (8, 8)]
+    assert told["time_s"]["steps"] == pytest.approx(8 * 1.5)
+    assert sum(told["time_s"].values()) == pytest.approx(sum(one["run_s"] + one["down_s"] for one in told["starts"]))
+
+
+@pytest.mark.parametrize("by_s", [300.0, -86_400.0])
+def test_a_wall_clock_that_is_set_within_a_try_or_between_two_moves_no_second(life, by_s):
+    def set_clock(number):
+        life.clocks.wall += by_s * (number == 2)
+    life.try_(0, 7, at=set_clock)
+    life.clocks.sleep(70)
+    life.clocks.wall += by_s
+    life.try_(4, 10, ends="stopped on request (SIGTERM)", at=lambda number: None)
+    life.clocks.sleep(30)
+    life.try_(10, 12, ends="finished")
+    told = life.told()
+    assert told["time_s"] == pytest.approx(SPENT, abs=EXACT)
+    assert [one["clock_s"] for one in told["starts"]] == pytest.approx([by_s, 0, 0], abs=EXACT)
+    assert f"the wall clock was set by {by_s:+,.0f} s meanwhile" in report.summary(told)
+
+
+def test_on_another_host_the_wall_clock_tells_the_time_between_tries(life):
+    life.try_(0, 4)
+    life.clocks.sleep(70)
+    life.clocks.boot, life.clocks.uptime = "boot 2", 3.0
+    life.try_(4, 8, ends="finished")
+    assert life.told()["time_s"]["between tries"] == pytest.approx(70, abs=EXACT)
+
+
+def test_a_clock_that_went_back_between_two_hosts_gives_no_negative_time(life):
+    life.try_(0, 4)
+    life.clocks.boot, life.clocks.wall = "boot 2", life.clocks.wall - 1e6
+    life.try_(4, 8, ends="finished")
+    told = life.told()
+    assert told["time_s"]["between tries"] == 0 and min(told["time_s"].values()) >= 0 and 0 < told["goodput"] < 1
+
+
+@pytest.mark.parametrize("idle_s, stacks, hang_s", [(600.0, False, 600.0), (600.0, True, 600.0), (30.0, True, 30.0), (30.0, False, 0.0)])
+def test_a_try_that_was_stuck_before_it_was_killed_hung(life, idle_s, stacks, hang_s):
+    life.try_(0, 8, idle_s=idle_s)
+    if stacks:
+        (life.directory / "stacks").mkdir()
+        (life.directory / "stacks" / "process-1.txt").write_text("Thread 0x01")
+        os.utime(life.directory / "stacks" / "process-1.txt", (life.clocks.wall, life.clocks.wall))
+    life.try_(8, 9, ends="finished")
+    told = life.told()
+    assert told["time_s"]["hang"] == pytest.approx(hang_s) and told["time_s"]["the rest"] == pytest.approx(30.0 - min(hang_s, 30.0))
+    how = told["starts"][0]["how"]
+    assert ("see stacks/" in how) == stacks and ("stuck for 10.0 min after step 8" in how) == (hang_s == 600 and not stacks)
+
+
+def test_slow_steps_are_no_hang(life):
+    life.try_(0, 4, step_s=100.0, idle_s=150.0)
+    life.try_(4, 5, step_s=100.0, ends="finished")
+    assert life.told()["time_s"]["hang"] == 0
+
+
+@pytest.mark.parametrize("error, how", [(RuntimeError("the power went"), "failed: RuntimeError: the power went"),
+                                        (ConfigError("data.paths is empty"), "refused: data.paths is empty")])
+def test_an_error_is_the_cause_of_an_end(life, error, how):
+    life.try_(0, 4)
+    life.try_(4, 6, ends=error, idle_s=1.0)
+    one = life.told()["starts"][-1]
+    assert how in one["how"] and one["to_step"] == 6 and one["spent_s"]["steps"] == pytest.approx(2 * 1.5)
+
+
+def test_a_mistake_that_is_found_late_in_the_first_start_leaves_nothing(tmp_path):
+    with pytest.raises(ConfigError), history.kept(tmp_path, 0, goodput.Account(), {"on": "", "cause": ""}):
+        assert (tmp_path / "history.jsonl").exists() and (tmp_path / ".alive").exists()
+        raise ConfigError("no such file")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_validations_and_checkpoints_are_not_the_rest(life):
+    life.try_(0, 8, validation_s=4.0, ends="finished")
+    spent = life.told()["time_s"]
+    assert (spent["validation"], spent["checkpoints"], spent["the rest"]) == pytest.approx((32.0, 6.0, 0.0), abs=EXACT)
+
+
+def test_a_run_at_work_is_told_up_to_its_last_sign_of_life(life, capsys):
+    live = []
+    life.try_(0, 7, at=lambda number: live.append(life.told()) if number == 6 else None)
+    told, = live    # the last beat was after step 5, the last row is that of step 6
+    assert told["starts"][0]["to_step"] == 6 and told["time_s"]["steps"] == pytest.approx(6 * 1.5)
+    assert told["starts"][0]["run_s"] == pytest.approx(35 + 6 * 2 + 3)
+
+
+@pytest.mark.parametrize("spoil", ["no beat", "torn beat", "torn history", "another try's beat", "beat is a list"])
+def test_what_a_kill_has_torn_is_made_up_from_the_rows(life, spoil):
+    life.try_(0, 7)
+    alive, lines = life.directory / ".alive", life.directory / "history.jsonl"
+    if spoil == "no beat":
+        alive.unlink()
+    elif spoil == "torn history":
+        lines.write_text(lines.read_text() + '{"event": "en')
+    else:
+        alive.write_text({"torn beat": '{"of": 17', "another try's beat": '{"of": 1.0}', "beat is a list": "[]"}[spoil])
+    life.clocks.sleep(70)
+    life.try_(4, 8, ends="finished")
+    told = life.told()
+    assert told["starts"][0]["to_step"] == 7 and told["time_s"]["steps"] == pytest.approx(8 * 1.5)
+    assert told["time_s"]["steps taken again"] == pytest.approx(3 * 1.5)
+    # The checkpoint of step 4 ended before the row of step 7; without a beat what it took is of no part.
+    assert sum(told["time_s"].values()) == pytest.approx(52 + 70 + 35 + 4 * 2 + 3, abs=1e-3)
+
+
+def without_the_fields(directory: Path) -> None:
+    rows = metrics.read(directory / "metrics.jsonl")
+    text = "".join(json.dumps({key: value for key, value in row.items() if key not in ("time", "elapsed_s", "goodput")}) + "\n" for row in rows)
+    (directory / "metrics.jsonl").write_text(text)
+
+
+def test_rows_of_an_earlier_version_count_as_well(life):
+    life.try_(0, 7)
+    without_the_fields(life.directory)
+    life.clocks.sleep(70)
+    life.try_(4, 10, ends="stopped on request (SIGTERM)")
+    without_the_fields(life.directory)
+    life.clocks.sleep(30)
+    life.try_(10, 12, ends="finished")
+    assert life.told()["time_s"] == pytest.approx(SPENT, abs=EXACT)
+
+
+def test_a_history_of_an_earlier_version_is_told_and_gone_on_with(life):
+    life.try_(0, 8)
+    without_the_fields(life.directory)
+    began = life.clocks.wall - 54
+    (life.directory / ".alive").unlink()
+    lines = [{"event": "start", "time": began + 35, "step": 0, "on": "there", "prepared_s": 35.0, "steps_again": 0, "again_s": 0.0,
+              "last_row": None}, {"event": "end", "time": began + 54 + 3, "how": "finished", "step": 8}]
+    (life.directory / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    old = life.told()
+    assert old["time_s"]["start"] == 35 and old["time_s"]["steps"] == pytest.approx(12) and old["time_s"]["data"] == pytest.approx(4)
+    assert sum(old["time_s"].values()) == pytest.approx(57)
+    life.clocks.sleep(3 + 40)
+    life.try_(4, 10, ends="finished")
+    told = life.told()
+    assert told["time_s"]["steps"] == pytest.approx(10 * 1.5) and told["time_s"]["steps taken again"] == pytest.approx(4 * 1.5)
+    assert told["time_s"]["between tries"] == pytest.approx(40, abs=1e-3) and told["starts"][1]["steps_again"] == 4
+
+
+def test_rows_alone_tell_of_steps_and_name_no_share(life):
+    three_tries(life)
+    (life.directory / "history.jsonl").unlink()
+    told = life.told()
+    assert told["goodput"] is None and told["time_s"] == pytest.approx({"steps": 12 * 1.5, "data": 6.0, "checkpoints": 0.0})
+    assert "time: steps" in report.summary(told) and "goodput" not in report.summary(told)
+
+
+def test_the_line_at_the_end_names_what_took_the_rest_largest_first(life):
+    three_tries(life)
+    words = goodput.line(life.told()["time_s"])
+    assert words.startswith("goodput 7.4% of 4.1 min; between tries 41.0%, compile 24.6%, start 12.3%, restore 6.1%, checkpoints 3.7%"), words
+    assert words in report.summary(life.told()) and goodput.line({}) == ""
+
+
+def test_other_processes_write_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with history.kept(tmp_path, 0, goodput.Account(), {}) as this:
+        this.ended("finished")
+    assert list(tmp_path.iterdir()) == [] and this.line() == ""
+
+
+def test_a_report_reads_and_touches_nothing(life, tmp_path):
+    three_tries(life)
+    shutil.copytree(life.directory, tmp_path / "copy")
+    life.told()
+    assert {path.name: path.read_bytes() for path in life.directory.iterdir()} == {
+        path.name: path.read_bytes() for path in (tmp_path / "copy").iterdir()}
