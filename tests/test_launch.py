@@ -331,15 +331,23 @@ Path(os.environ["SAID"], str(cluster.index)).write_text(json.dumps([cluster.coor
 '''
 
 
-def submitted(tmp_path, python: str, code: int, *argv: str) -> subprocess.CompletedProcess:
+# The rule of restarts is the real one.
+RULE = '''
+import os, sys
+if sys.argv[1:3] == ["-m", "launch.restart"]:
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+'''
+
+
+def submitted(tmp_path, python: str, code: int, *argv: str, rule: str = RULE, **more: str) -> subprocess.CompletedProcess:
     """The batch script with stand-ins for srun, scontrol and python on the PATH."""
-    (tmp_path / "said").mkdir()
-    for name, interpreter, text in (("srun", sys.executable, SRUN), ("python", sys.executable, python),
+    (tmp_path / "said").mkdir(exist_ok=True)
+    for name, interpreter, text in (("srun", sys.executable, SRUN), ("python", sys.executable, rule + python),
                                     ("scontrol", "/bin/sh", f'echo "$@" > {tmp_path}/asked\n')):
         (tmp_path / name).write_text(f"#!{interpreter}\n{text}")
         (tmp_path / name).chmod((tmp_path / name).stat().st_mode | stat.S_IXUSR)
     environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "CODE": str(code),
-                            "SAID": str(tmp_path / "said"), "SLURM_JOB_ID": "4711", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
+                            "SAID": str(tmp_path / "said"), "SLURM_JOB_ID": "4711", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"} | more
     return subprocess.run(["bash", str(SBATCH), *argv], env=environ, text=True, capture_output=True, timeout=100)
 
 
@@ -372,8 +380,29 @@ def test_every_task_gets_the_run(argv, tmp_path):
         assert said == ["-u", "-m", "meshtrain.train", *(argv or ["configs/llama3-8b-64.toml"])]
 
 
-@pytest.mark.parametrize("code", [0, 1, 2, 75])
-def test_a_job_that_stopped_on_request_goes_back_into_the_queue(code, tmp_path):
-    assert submitted(tmp_path, ARGUMENTS, code).returncode == code
+@pytest.mark.parametrize("code, again", [(0, False), (2, False), (75, True), (1, True), (137, True)])
+def test_a_job_goes_back_into_the_queue_unless_it_is_done_or_a_mistake(code, again, tmp_path):
+    job = submitted(tmp_path, ARGUMENTS, code, "configs/quickstart.toml", "--run.dir", str(tmp_path / "run"))
+    assert job.returncode == code, job
     asked = (tmp_path / "asked").read_text() if (tmp_path / "asked").exists() else ""
-    assert asked == ("requeue 4711\n" if code == 75 else "")
+    assert asked == ("requeue 4711\n" if again else "") and ("back into the queue" in job.stdout) == again
+    assert (f"exit code {code}; back" in job.stdout) == (code in (1, 137)) and "error" not in job.stderr
+
+
+def test_a_job_that_fails_again_and_again_without_a_checkpoint_is_given_up(tmp_path):
+    run = ("configs/quickstart.toml", "--run.dir", str(tmp_path / "run"))
+    first, last = (submitted(tmp_path, ARGUMENTS, 137, *run, MAX_RESTARTS="1") for _ in range(2))
+    assert "back into the queue" in first.stdout and "failure 1 without a newer checkpoint" in first.stderr
+    assert last.returncode == 137 and "back into the queue" not in last.stdout
+    assert "given up after 2 failures in a row" in last.stderr
+    assert "back into the queue" in submitted(tmp_path, ARGUMENTS, 1, *run, MAX_RESTARTS="1").stdout, "submitted anew, it counts anew"
+
+
+@pytest.mark.parametrize("wait_s, slept", [("80", ""), ("120", ""), ("160", "40"), ("300", "180")])
+def test_a_job_that_is_to_wait_longer_than_slurm_holds_it_back_waits_for_the_rest(wait_s, slept, tmp_path):
+    (tmp_path / "sleep").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/slept\n')
+    (tmp_path / "sleep").chmod(0o755)
+    (tmp_path / "slept").touch()
+    rule = f"import sys\nif 'launch.restart' in sys.argv:\n    print('{wait_s}')\n    sys.exit(0)\n"
+    submitted(tmp_path, ARGUMENTS, 1, rule=rule)
+    assert (tmp_path / "slept").read_text().strip() == slept
