@@ -75,14 +75,14 @@ def test_an_installed_wheel_loads_every_shipped_file_from_an_empty_directory(whe
 def test_the_wheel_holds_every_module_and_every_shipped_file(wheel):
     held = set(zipfile.ZipFile(wheel).namelist())
     modules = {str(path.relative_to(ROOT)) for name in ("meshtrain", "launch") for path in (ROOT / name).rglob("*.py")}
-    assert modules | {f"meshtrain/{path}" for path in SHIPPED} | {"launch/slurm.sbatch"} <= held
+    assert modules | {f"meshtrain/{path}" for path in SHIPPED} | {"launch/slurm.sbatch", "launch/kubernetes.yaml"} <= held
     assert {f"meshtrain/pages/{name}" for name in ("drawing.css", "skin.css", "skin.js")} <= held
     assert {name.split("/")[0] for name in held if ".dist-info" not in name} == {"meshtrain", "launch"}
 
 
 def test_every_package_that_is_imported_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    called = {"orbax": "orbax-checkpoint", "ml_dtypes": "ml-dtypes", "lm_eval": "lm-eval"}
+    called = {"orbax": "orbax-checkpoint", "ml_dtypes": "ml-dtypes", "lm_eval": "lm-eval", "yaml": "pyyaml"}
     extras = [line for lines in project["optional-dependencies"].values() for line in lines]
     declared = {re.match(r"[\w-]+", line)[0].replace("_", "-") for line in [*project["dependencies"], *extras]}
     ours = {"meshtrain", "launch", "benchmarks", "tests", *(path.stem for path in (ROOT / "tests").glob("*.py"))}
