@@ -312,10 +312,10 @@ def sharded(run, n: int):
                                   config.Sharding(rules=str(ROOT / "sharding_rules" / "zero3.toml"))})
 
 
-def take_turns(contestants) -> None:
-    for _ in range(ROUNDS):
+def take_turns(contestants, rounds: int = ROUNDS, steps: int = STEPS) -> None:
+    for _ in range(rounds):
         for contestant in contestants:
-            wall, cpu = contestant.go(STEPS)
+            wall, cpu = contestant.go(steps)
             contestant.times.append(wall)
             contestant.cpu_times.append(cpu)
         print(" · ".join(f"{c.name} {c.times[-1] * 1e3:.0f} ms" for c in contestants), file=sys.stderr)

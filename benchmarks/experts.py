@@ -1,0 +1,290 @@
+"""python benchmarks/experts.py [step] [dispatch] [learning]: what experts cost, send and are worth, beside a dense model.
+
+step: a training step of experts and one of a dense model of the same active parameters, timed in turns within one run; on GPUs
+layers of Qwen3-30B-A3B, as many as the memory holds, and their MFU by active parameters.
+dispatch: what a layer sends and holds by method and ways, from programs compiled for H100 (the extra gpu-compile, no GPU). Also
+draws benchmarks/experts.svg, what is sent over the tokens of a GPU, by formula.
+learning: configs/quickstart-experts.toml and the same file with a dense MLP as wide as a token's experts together, for each of
+three seeds: the loss on held-out text after equal steps. Tens of CPU minutes.
+No word: step, and where there is no GPU dispatch. Each writes its own section of benchmarks/experts.md and leaves the others.
+"""
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import gpu_speed, machine, step
+from benchmarks.gpu_record import table
+from meshtrain import assembly, config
+from meshtrain import devices as local_devices
+from meshtrain.cost import audit, flops
+from meshtrain.cost import compile as gpu_compile
+from meshtrain.data import packing, sources
+from meshtrain.pages import pictures, skin
+from meshtrain.parallel import exchange
+
+PAGE, PICTURE = ROOT / "benchmarks" / "experts.md", ROOT / "benchmarks" / "experts.svg"
+MIB, GIB = 2**20, 2**30
+
+
+# ---- step: a training step ---------------------------------------------------------------------------------------------
+
+MLP_DIM = 704                                       # of the dense model; K experts of a token are as wide together
+CHOICES = ((8, 2), (32, 4))                         # E, K
+AIM, MFU_AIM = 1.35, .35
+ROUNDS, STEPS = 5, 2
+
+
+def step_section() -> list[str]:
+    if not local_devices.gpus_expected():
+        return on_cpu()
+    local_devices.take_memory(os.environ)
+    return on_gpus(local_devices.start(config.Run()))
+
+
+def narrow(*overrides: str) -> config.Run:
+    given = ["--run.compilation_cache", "", "--data.validation_fraction", "0", "--model.mlp_dim", str(MLP_DIM), *overrides]
+    return config.load([str(ROOT / "benchmarks" / "step.toml"), *given])
+
+
+def with_experts(E: int, K: int, width: int) -> tuple[str, ...]:
+    """Overrides: E experts, K of which are as wide as an MLP of `width`."""
+    return ("--model.num_experts", str(E), "--model.experts_per_token", str(K), "--model.expert_mlp_dim", str(width // K))
+
+
+def on_cpu() -> list[str]:
+    dense = narrow()
+    runs = {"dense": dense} | {f"{E} experts, {K} a token": narrow(*with_experts(E, K, MLP_DIM)) for E, K in CHOICES}
+    devices = local_devices.start(dense)
+    with tempfile.TemporaryDirectory() as scratch:
+        read = sources.open_corpus(dense.data, vocab_size=dense.model.vocab_size, cache_dir=Path(scratch))
+        rows = packing.open_batches(dense.data, read, dense.run.seed).batch(0)
+    made = {name: assembly.assemble(run, devices[:1]) for name, run in runs.items()}
+    contestants = []
+    for name in runs:
+        print(f"compiling {name} …", file=sys.stderr)
+        contestants.append(step.ours(name, made[name], rows)[0])
+    step.take_turns(contestants, ROUNDS, STEPS)
+    base, out = contestants[0], []
+    for c in contestants:
+        parameters = made[c.name].model.parameters()
+        ratios = ("–", "–") if c is base else (f"**{step.ratio(c, base, 'cpu_times'):.2f}**", f"{step.ratio(c, base):.2f}")
+        took = (f"{statistics.median(times) * 1e3:,.0f} ms" for times in (c.cpu_times, c.times))
+        out.append((c.name, f"{sum(info.size for info in parameters):,}", f"{active(made[c.name]):,}", *took, *ratios,
+                    f"{c.peak_bytes / MIB:.0f} MiB", f"{c.compile_s:.1f} s"))
+    m, d = dense.model, dense.data
+    return [f"One CPU device, {m.compute_dtype}, embed {m.embed_dim}, {m.num_layers} layers, {d.global_batch} sequences of "
+            f"{d.seq_len}. The dense MLP is {MLP_DIM} wide, and so are the experts of a token together. In turns, {STEPS} steps "
+            f"each, medians of {ROUNDS} rounds; aim ≤ {AIM} of CPU seconds.", "",
+            *table(("model", "parameters", "active", "step, CPU", "step, wall", "÷ dense, CPU", "÷ dense, wall", "memory", "compile"), out)]
+
+
+A3B, A3B_SIZES = gpu_speed.Plan("experts", "configs/qwen3-30b-a3b.toml", 2, False, "selective"), gpu_speed.Sizes(microbatches=8)
+NO_EXPERTS = ("--model.num_experts", "0", "--model.experts_per_token", "0", "--model.expert_mlp_dim", "0", "--experts.aux_loss",
+              "0.01", "--sharding.rules", str(ROOT / "sharding_rules" / "zero3.toml"))
+
+
+def on_gpus(devices, plan: gpu_speed.Plan = A3B, sizes: gpu_speed.Sizes = A3B_SIZES) -> list[str]:
+    """plan: experts; 16 sequences of a GPU and step, as in its run file. The dense model beside it has as many layers, and its MLP
+    of mlp_dim is as wide as a token's experts."""
+    bare = plan._replace(name="dense", overrides=plan.overrides + NO_EXPERTS)
+    made, compiled, compile_s = gpu_speed.compiled(plan, devices, sizes)
+    layers, rows, seconds = made.run.model.num_layers, [], []
+    for of in (plan, bare):
+        if of is bare:
+            made = assembly.assemble(gpu_speed.run_of(bare, len(devices), sizes.microbatches, layers), devices)
+            compiled = assembly.compile_step(made)
+        with tempfile.TemporaryDirectory() as directory:
+            measured = gpu_speed.measure(made, compiled, compile_s, sizes, Path(directory))
+        row = gpu_speed.told(of, made, compiled, measured)["row"]
+        seconds.append(statistics.median(measured.times))
+        rows.append((of.name, f"{active(made):,}", *(row[name] for name in ROW)))
+    return [f"{len(devices)} × {devices[0].device_kind}: layers of {Path(plan.run_file).stem}, and dense ones with an MLP of "
+            f"{made.run.model.mlp_dim}; remat {plan.remat}. Experts ÷ dense: **{seconds[0] / seconds[1]:.2f}**, aim ≤ {AIM}; MFU by "
+            f"active parameters, aim ≥ {MFU_AIM:.0%}.", "", *table(("model", "active parameters", *ROW), rows)]
+
+
+ROW = ("layers", "tokens", "step, s", "tokens/s a GPU", "MFU", "peak, GiB", "by inspect, GiB")
+
+
+def active(made) -> int:
+    """Parameters that one token uses, the whole embedding among them."""
+    return sum(flops.active(info, made.run.model) for info in made.model.parameters())
+
+
+# ---- dispatch: what a layer sends and holds ----------------------------------------------------------------------------
+
+TOKENS = 4096                   # of a GPU and microbatch
+
+
+class Shape(NamedTuple):
+    """A layer's experts, and over how many GPUs they are compiled."""
+    name: str
+    D: int
+    F: int
+    E: int
+    K: int
+    ways: tuple[int, ...]
+
+
+LAYERS = (Shape("Mixtral 8x7B", 4096, 14336, 8, 2, (2, 8)), Shape("Qwen3-30B-A3B", 2048, 768, 128, 8, (16,)))
+DEPTH = 2                       # of one layer XLA keeps the gathered weights, and gathers them once
+MOVES = ("all-gather", "reduce-scatter", "all-to-all")
+METHODS = {"gather": "expert", "all_to_all": "expert", "zero3": "expert_embed"}     # what is split over the GPUs; zero3: no tokens move
+
+
+def dispatch_section() -> list[str]:
+    if missing := gpu_compile.missing_wheels():
+        print(f"error: dispatch compiles for GPUs that are not here: pip install -e '.[gpu-compile]' (no {missing})", file=sys.stderr)
+        raise SystemExit(2)
+    local_devices.start(config.Run())
+    PICTURE.write_text(picture())
+    rows = []
+    for shape in LAYERS:
+        for ways in shape.ways:
+            for method in METHODS:
+                rows.append((shape.name, ways, method, *measured(shape, ways, method)))
+                print(" · ".join(map(str, rows[-1])), file=sys.stderr)
+    return [f"A layer of {DEPTH}, forward and backward with remat full, {TOKENS:,} tokens a GPU in bfloat16, compiled for H100; experts over "
+            "`fsdp`, all else on every GPU. `zero3`: the experts' matrices are gathered, and no token moves. Sent: by a GPU, of tokens, "
+            "choices and experts' weights and gradients alone, where one round suffices; by formula as "
+            "[docs/experts.md](../docs/experts.md) has it. Temporaries: of the whole step.", "",
+            *table(("layer", "ways", "method", "sent, MiB", "by formula, MiB", "temporaries, MiB"), rows)]
+
+
+def measured(shape: Shape, ways: int, method: str) -> tuple[str, ...]:
+    made = assembled(shape, ways, method, TOKENS, gpu_compile.topology(f"h100:{ways}"))
+    program = made.program.compile()
+    moved = [c for c in audit.read(program.as_text(), made.mesh).collectives if c.kind in MOVES]
+    # The loop of further rounds stands in the program with as many all-to-alls as the first round, and is counted once.
+    sent = sum(c.bytes / 2 if c.kind == "all-to-all" else c.bytes for c in moved) / DEPTH
+    by_formula = formula(shape, ways, method, TOKENS)
+    return tuple(f"{count / MIB:,.0f}" for count in (sent, by_formula, program.memory_analysis().temp_size_in_bytes))
+
+
+def assembled(shape: Shape, ways: int, method: str, tokens: int, devices):
+    """A model of DEPTH layers, of which the experts alone are split; other weights' gradients are summed by all-reduces, which are not MOVES."""
+    with tempfile.TemporaryDirectory() as scratch:
+        rules = Path(scratch) / "rules.toml"
+        rules.write_text(f'[params]\n{METHODS[method]} = "fsdp"\n[activations]\nbatch = "fsdp"\n')
+        run = config.Run(
+            mesh=dict(fsdp=ways), sharding=dict(rules=str(rules)), data=dict(seq_len=tokens, global_batch=ways),
+            model=dict(vocab_size=1024, embed_dim=shape.D, num_layers=DEPTH, num_heads=8, num_kv_heads=8, head_dim=64, mlp_dim=shape.F,
+                       num_experts=shape.E, experts_per_token=shape.K, expert_mlp_dim=shape.F),
+            training=dict(remat="full"), experts=dict(dispatch="auto" if method == "zero3" else method))
+        return assembly.assemble(run, devices)
+
+
+def formula(shape: Shape, ways: int, method: str, tokens: int) -> float:
+    """Bytes that a GPU sends: tokens five times in bfloat16, or weights twice in bfloat16 and their gradients in float32.
+
+    Choices and weights of the choices go beside tokens, there and there again in the backward, and a weight's gradient back.
+    """
+    over, choices = (ways - 1) / ways, shape.K * tokens
+    if method == "zero3":
+        return over * 3 * shape.E * shape.D * shape.F * (2 * 2 + 4)
+    if method == "gather":
+        return (ways - 1) * (5 * tokens * shape.D * 2 + 5 * choices * 4)
+    return over * exchange.CAPACITY * (5 * choices * shape.D * 2 + 5 * choices * 4)
+
+
+def picture() -> str:
+    """What a GPU sends for a layer of Qwen3-30B-A3B over its tokens: an SVG."""
+    shape, most = LAYERS[1], 40960
+    cases = [(ways, method) for ways in (8, 16) for method in ("gather", "all_to_all")]
+    names = [f"{method}, {ways} ways" for ways, method in cases]
+    rows = [pictures.Curve(k, name, [(tokens, formula(shape, *case, tokens) / GIB) for tokens in (0, most)])
+            for k, (case, name) in enumerate(zip(cases, names))]
+    weights = formula(shape, cases[0][0], "zero3", 0)
+    rows = [row._replace(points=within(row.points, 1.6 * weights / GIB)) for row in rows]
+    drawn = pictures.curves(
+        rows, "tokens of a GPU and microbatch", "GiB that a GPU sends for a layer", lambda x: f"{x:,.0f}", lambda y: f"{y:g}",
+        f"What a GPU sends for the experts of a layer of {shape.name}", levels=[(weights / GIB, "zero3: the experts' weights travel")],
+        zero=True)
+    legend = [pictures.rect(92, 30 + 18 * k, 12, 12, f"c{k}") + pictures.text(110, 40 + 18 * k, name) for k, name in enumerate(names)]
+    return skin.alone(drawn.replace("</svg>", "".join(legend) + "</svg>")) + "\n"
+
+
+def within(points, most: float):
+    """A line from (0, 0), cut off where it goes beyond."""
+    (x0, y0), (x1, y1) = points
+    return [(x0, y0), (x1 * most / y1, most) if y1 > most else (x1, y1)]
+
+
+# ---- learning: the loss after equal steps ------------------------------------------------------------------------------
+
+SEEDS = (0, 1, 2)
+SMALL = tuple("--model.embed_dim 96 --model.num_layers 3 --training.steps 480".split())
+RUNS = {"dense": ("configs/quickstart.toml", (*SMALL, "--model.mlp_dim", "256")),
+        "8 experts, 2 a token": ("configs/quickstart-experts.toml", (*SMALL, "--model.expert_mlp_dim", "128"))}
+ALONE = tuple("--mesh.data 1 --mesh.fsdp 1 --mesh.tensor 1 --mesh.simulated_devices 0 --sharding.rules sharding_rules/ddp.toml "
+              "--run.sample_tokens 0 --metrics.tensorboard false --checkpoint.every 0".split())
+
+
+def learning_section() -> list[str]:
+    found = {name: [trained(file, seed, words) for seed in SEEDS] for name, (file, words) in RUNS.items()}
+    mean = lambda rows: statistics.mean(row["loss"] for row in rows)
+    out = [(name, *(f"{row['loss']:.4f}" for row in rows), f"**{mean(rows):.4f}**", max(row["load"] for row in rows) or "–")
+           for name, rows in found.items()]
+    return [f"`{'` and `'.join(file for file, _ in RUNS.values())}` with `{' '.join(SMALL)}` and an MLP of 256, or experts of 128: the "
+            "same data, steps and learning rate, and equal active parameters but for the routers. On one device, since the loss is "
+            "that of any layout. Loss on held-out text in nats a byte; load: tokens of the busiest expert of the worst layer by the "
+            "mean, the largest in the last quarter of the steps.", "",
+            *table(("model", *(f"seed {seed}" for seed in SEEDS), "mean", "load, max ÷ mean"), out)]
+
+
+def trained(file: str, seed: int, words: tuple[str, ...]) -> dict:
+    """{loss: on held-out text after the last step, load: the largest late in the run, 0 without experts}"""
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-m", "meshtrain.train", str(ROOT / file), "--run.dir", directory, "--run.seed", str(seed), *ALONE,
+                   *words]
+        subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, check=True)
+        found = outcome(Path(directory))
+    print(f"{file}, seed {seed}: {found}", file=sys.stderr)
+    return found
+
+
+def outcome(directory: Path) -> dict:
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    late = [row["expert_load_max"] for row in rows[-len(rows) // 4:] if "expert_load_max" in row]
+    return {"loss": rows[-1]["val_loss"], "load": round(max(late, default=0), 2)}
+
+
+# ---- the page ----------------------------------------------------------------------------------------------------------
+
+SECTIONS = {"step": ("A training step", step_section), "dispatch": ("What tokens send", dispatch_section),
+            "learning": ("What is learned", learning_section)}
+
+
+def written(page: str, name: str, lines: list[str]) -> str:
+    """The page with that section anew; the others stay, in the order of SECTIONS."""
+    kept = dict(re.findall(r"^## (.+)\n((?:(?!## ).*\n?)*)", page, re.MULTILINE))
+    kept[SECTIONS[name][0]] = "\n".join(["", *lines, ""])
+    parts = ["# Experts\n\nWritten by `python benchmarks/experts.py`; what is measured, and how, stands there.\n"]
+    return "\n".join(parts + [f"## {title}\n{kept[title].rstrip()}\n" for title, _ in SECTIONS.values() if title in kept])
+
+
+def main(argv) -> int:
+    if bad := [word for word in argv if word not in SECTIONS]:
+        print(f"error: {' '.join(bad)}: give any of {', '.join(SECTIONS)}, or nothing", file=sys.stderr)
+        return 2
+    for name in argv or ("step", "dispatch")[:1 if local_devices.gpus_expected() else 2]:
+        lines = SECTIONS[name][1]()
+        lines = [machine.line("", "jax", "jaxlib"), "", *lines]
+        print("\n".join(lines))
+        PAGE.write_text(written(PAGE.read_text() if PAGE.exists() else "", name, lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

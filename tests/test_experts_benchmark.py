@@ -1,0 +1,63 @@
+"""What benchmarks/experts.py writes: formulas beside inspect's, the picture, a page of sections. And what it claims of learning."""
+import re
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))       # benchmarks is installed nowhere
+
+from benchmarks import experts, gpu_speed  # noqa: E402
+from meshtrain.cost import traffic  # noqa: E402
+from meshtrain.cost.placed import Options, place  # noqa: E402
+
+LAYER = experts.Shape("a layer", 64, 48, 16, 4, (4,))
+
+
+@pytest.mark.parametrize("method", ["gather", "zero3"])
+def test_what_a_layer_sends_is_what_inspects_formulas_say(method):
+    (ways,) = LAYER.ways
+    made = experts.assembled(LAYER, ways, method, 32, jax.devices()[:ways])
+    placed = place(made.model.parameters(), made.run.model, made.layout, made.mesh_spec)
+    told = traffic.summarized(traffic.of(placed, Options.of(made.run)), made.mesh_spec.sizes)
+    sent = sum(row["bytes"] for row in told if row["kind"] in experts.MOVES)
+    assert sent / experts.DEPTH == pytest.approx(experts.formula(LAYER, ways, method, 32))
+
+
+def test_the_picture_is_that_of_today():
+    words = lambda text: re.findall(r">([^<>\n]+)</text>", text)
+    assert words(experts.PICTURE.read_text()) == words(experts.picture())
+
+
+def test_a_section_that_is_measured_anew_leaves_the_others():
+    page = experts.written("", "learning", ["learned"])
+    page = experts.written(page, "step", ["first"])
+    page = experts.written(page, "step", ["second", "", "| a |"])
+    assert re.findall(r"^## .*", page, re.MULTILINE) == ["## A training step", "## What is learned"]
+    assert "first" not in page and "second\n\n| a |\n" in page and page.endswith("learned\n") and "\n\n\n" not in page
+
+
+def test_a_word_that_is_no_section_is_refused(capsys):
+    assert experts.main(["steps"]) == 2 and "steps" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_on_gpus_a_model_with_experts_stands_beside_a_dense_one_of_equal_active_parameters():
+    """On simulated devices and a small model, what a GPU would run."""
+    tiny = ("--model.preset", "", "--model.vocab_size", "512", "--model.embed_dim", "32", "--model.num_layers", "2", "--model.num_heads",
+            "4", "--model.num_kv_heads", "4", "--model.head_dim", "8", "--model.mlp_dim", "32", "--model.num_experts", "8",
+            "--model.experts_per_token", "4", "--model.expert_mlp_dim", "8", "--data.seq_len", "32")
+    plan, sizes = experts.A3B._replace(overrides=tiny), gpu_speed.Sizes(microbatches=2, warm=1, steps=1, profiled=1)
+    *_, sparse, dense = experts.on_gpus(jax.devices()[:2], plan, sizes)
+    counts = [int(line.split("|")[2].replace(",", "")) for line in (sparse, dense)]
+    assert counts[0] - counts[1] == 2 * 32 * 8          # routers
+
+
+@pytest.mark.slow
+def test_experts_beat_the_dense_model_of_equal_active_parameters_at_equal_steps():
+    """Of one seed, the smallest model and fewest steps at which the difference, 0.03 nats, is several times that of two seeds."""
+    losses = {name: experts.trained(file, 0, words) for name, (file, words) in experts.RUNS.items()}
+    dense, sparse = losses.values()
+    assert sparse["loss"] < dense["loss"] - 0.01
+    assert sparse["load"] <= 2
