@@ -34,7 +34,8 @@ from meshtrain.inference.picking import Picking
 from meshtrain.inference.words import Words
 from meshtrain.model import params
 from meshtrain.run import adapters, disk, export, goodput, history, loop, measured, metrics, peft, pretrained, reference, resume, rundir, upcycle
-from meshtrain.run.checkpoint import CheckpointError, Checkpoints
+from meshtrain.run.checkpoint import FORMAT, CheckpointError, Checkpoints
+from meshtrain.run.local_tier import LocalTier
 from meshtrain.run.profiling import Trace
 from meshtrain.run.progress import Progress
 from meshtrain.run.record import Record, TooManySkippedSteps
@@ -63,7 +64,8 @@ def main(argv: Sequence[str]) -> int:
         with rundir.claimed(run) as directory:
             with jax.set_mesh(made.mesh), Checkpoints(directory / "checkpoints", every=run.checkpoint.every,
                                                       keep=run.checkpoint.keep) as checkpoints:
-                start = resume.find(run, checkpoints)
+                near = LocalTier(run.checkpoint.local_dir, run.checkpoint.local_every, directory)
+                start = resume.find(run, checkpoints, near, made.program.spec.with_shardings())
                 if start.step >= run.training.steps:
                     say.out(f"{directory} is finished: it has {start.step} of training.steps={run.training.steps} steps; "
                             "raise training.steps to go on")
@@ -75,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
                         given = None if start.saved else agree.everywhere(lambda: _given_weights(run, made))
                         corpus, batches = agree.everywhere(lambda: _open_data(run, directory, start))
                     agree.same_everywhere("the data", corpus.fingerprint)
-                    return _train(run, made, corpus, batches, directory, checkpoints, start, given, this)
+                    return _train(run, made, corpus, batches, directory, checkpoints, near, start, given, this)
     except ConfigError as error:
         return _fail(USER_ERROR, f"error: {error}", error)
     except meet.PeerError as error:
@@ -118,11 +120,11 @@ def _devices(run: Run, argv: Sequence[str], cluster: find.Cluster | None) -> tup
 
 
 def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: Batches, directory: Path,
-           checkpoints: Checkpoints, start: resume.Start, given, this: history.Try) -> int:
+           checkpoints: Checkpoints, near: LocalTier, start: resume.Start, given, this: history.Try) -> int:
     started, account = time.perf_counter(), this.account
     say.out(report.before(made))
     with account.to("start" if start.saved is None and not given and not run.checkpoint.init_from else "restore"):
-        state = agree.everywhere(lambda: _start_state(run, made, checkpoints, start, given))
+        state = agree.everywhere(lambda: _start_state(run, made, checkpoints, near, start, given))
     if run.training.objective == "dpo":
         with account.to("data"):
             weights = None if start.saved else state.params
@@ -132,7 +134,7 @@ def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: B
             made = agree.everywhere(lambda: assembly.compile_evaluation(made))
         step = agree.everywhere(lambda: assembly.compile_step(made))
     say.out(report.compiled(step, made, time.perf_counter() - started))
-    resume.begin(run, start, checkpoints, directory, made.layout.rules.text)
+    resume.begin(run, start, checkpoints, directory, made.layout.rules.text, near)
     if start.saved is None:
         pretrained.keep_companions(run, directory)
     metadata = lambda number: rundir.metadata(run, made.layout.rules.text, resume.data_metadata(corpus, batches, number))
@@ -145,12 +147,16 @@ def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: B
             save = loop.Hook(lambda number, ending: ending or checkpoints.due(number),
                              lambda number, state: {"checkpoint_wait_s": checkpoints.save(number, state, metadata(number))},
                              part="checkpoint")
+            kept = loop.Hook(lambda number, ending: near.due(number) and not ending and not checkpoints.due(number),
+                             lambda number, state: {"checkpoint_wait_s": near.save(number, state, {"format": FORMAT, **metadata(number)})},
+                             part="checkpoint")
             exported = loop.Hook(lambda number, ending: run.checkpoint.export == "every" and (ending or checkpoints.due(number)),
                                  lambda number, state: _export(run, made, directory, number, state.params, corpus.tokenizer.bos) or {})
             state, done = loop.train(made.program, step, state, batches, run.training.steps, run.data.prefetch, record,
-                                     (validation.hook(), trace.hook(), save, exported), stop)
+                                     (validation.hook(), trace.hook(), save, kept, exported), stop)
         with account.to("checkpoint"):
             checkpoints.wait()
+            near.forget()
         if run.checkpoint.export == "last" and done == run.training.steps:
             _export(run, made, directory, done, state.params, corpus.tokenizer.bos)
         this.ended(listener.ending(done == run.training.steps), code=DONE if done == run.training.steps else STOPPED)
@@ -224,13 +230,13 @@ def _given_weights(run: Run, made: assembly.Assembly):
     return pretrained.opened(run, made.model.names())
 
 
-def _start_state(run: Run, made: assembly.Assembly, checkpoints: Checkpoints, start: resume.Start, given) -> State:
+def _start_state(run: Run, made: assembly.Assembly, checkpoints: Checkpoints, near: LocalTier, start: resume.Start, given) -> State:
     """Restored, begun from a model folder's or another run's weights, or fresh."""
     abstract = made.program.spec.with_shardings()
     if start.saved is not None:
         with config.user_errors():
-            state, _ = checkpoints.restore(start.step, abstract)
-        say.out(f"going on after step {start.step}")
+            state = near.restore(start.step, abstract) if start.local else checkpoints.restore(start.step, abstract)[0]
+        say.out(f"going on after step {start.step}{', kept in checkpoint.local_dir' * start.local}")
         return state
     state = assembly.initialize(made)
     if given:

@@ -33,10 +33,18 @@ def _run_problems(run: Run):
     name, source = run.run.name, run.checkpoint.init_from
     if not re.fullmatch(r"[\w.+-]+( [\w.+-]+)*", name) or not name.strip("."):
         yield f"run.name={toml(name)} is not a plain name; use letters, digits, - and _, and run.dir for a path"
-    for key, value in (("run.dir", run.run.dir), ("data.cache", run.data.cache), ("checkpoint.init_from", source)):
+    for key, value in (("run.dir", run.run.dir), ("data.cache", run.data.cache), ("checkpoint.init_from", source),
+                       ("checkpoint.local_dir", run.checkpoint.local_dir)):
         if "://" in value:
             yield (f"{key}={toml(value)} is an address, and only directories can be used; mount it, or copy it to a "
                    "file system that all hosts have")
+    near, every = run.checkpoint.local_dir, run.checkpoint.local_every
+    if bool(near) != bool(every):
+        yield (f"checkpoint.local_every={every} and checkpoint.local_dir={toml(near)} are one thing, how often and where; give both, e.g. 20 "
+               'and "/dev/shm/meshtrain", or neither')
+    elif near and Path(near).resolve().is_relative_to(Path(run.run.dir).resolve()):
+        yield (f"checkpoint.local_dir={toml(near)} is in run.dir={toml(run.run.dir)}, which all hosts share; give a directory of each host's "
+               "own, e.g. /dev/shm/meshtrain")
     if run.checkpoint.init_optimizer and not source:
         yield ("checkpoint.init_optimizer=true takes the optimizer's state of another run, and checkpoint.init_from names "
                "none; name its run.dir, or leave init_optimizer out")

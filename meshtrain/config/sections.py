@@ -269,6 +269,8 @@ class Checkpoint(Section):
     every: int = key(500, "steps between checkpoints; 0 = only after the last", ge=0)
     keep: int = key(2, "checkpoints kept, the newest", ge=1)
     resume: Literal["auto", "never"] = key("auto", "go on from run.dir's newest checkpoint, or refuse it")
+    local_every: int = key(0, "steps between copies in local_dir, from which a crash goes on where all hosts still have theirs; 0 = none", ge=0)
+    local_dir: str = key("", "where, on each host's own disk or in its memory, e.g. /dev/shm/meshtrain")
     step: int = key(0, "saved step to go on from, later ones are set aside; of init_from's steps in a new run; 0 = newest", ge=0)
     init_from: str = key("", "weights a new run starts from: another run's run.dir, or a folder of Hugging Face's, which decides [model]")
     init_optimizer: bool = key(False, "init_from brings the optimizer's state along")

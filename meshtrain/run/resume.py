@@ -24,6 +24,7 @@ from meshtrain.data.sources import Corpus
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.run import disk, metrics, rundir, say
 from meshtrain.run.checkpoint import CheckpointError, Checkpoints
+from meshtrain.run.local_tier import LocalTier
 
 STAYS = "stays"             # another value is another run: refused
 CONTENT = "content"         # however it is spelled: what is read is compared with what was read
@@ -59,12 +60,14 @@ class Start:
     """Where a run begins. step: 0 for a fresh one. saved: the metadata of the checkpoint it goes on from.
 
     changes: (key, old, new) of what is recorded. skip_batches: of the data, from here on. back: to a step before the newest.
+    local: its arrays are in the fast tier.
     """
     step: int
     saved: dict | None = None
     changes: tuple[tuple[str, object, object], ...] = ()
     skip_batches: int = 0
     back: bool = False
+    local: bool = False
 
     @property
     def cause(self) -> str:
@@ -79,17 +82,22 @@ def rule(key: str) -> str:
     return next(meaning for pattern, meaning in CHANGES if fnmatch.fnmatchcase(key, pattern))
 
 
-def find(run: Run, checkpoints: Checkpoints) -> Start:
+def find(run: Run, checkpoints: Checkpoints, near: LocalTier | None = None, abstract=None) -> Start:
     """The checkpoint that the run goes on from: the newest whole one, or that of checkpoint.step; all processes call it.
+
+    near: may have a newer one than the shared `checkpoints`. abstract: what is to be restored, with shardings.
 
     `checkpoint.step` and `data.skip_batches` are done once: a checkpoint that was saved under the same two has them behind
     it, so that the same command goes on. With another answer to the same trouble (RETRIED) the run goes back again.
     Raises: ConfigError where checkpoint.step is not there, or what must stay has changed.
     """
-    wanted, newest, saved = run.checkpoint.step, None, None
+    wanted, newest, saved, local = run.checkpoint.step, None, None, None
     try:
-        newest = checkpoints.latest()
-        saved = None if newest is None else _metadata(checkpoints, newest)
+        if local := near and near.newest(max(checkpoints.steps(), default=0), abstract):
+            newest, saved = local
+        else:
+            newest = checkpoints.latest()
+            saved = None if newest is None else _metadata(checkpoints, newest)
     except (CheckpointError, PeerError):
         if not wanted:
             raise
@@ -101,7 +109,7 @@ def find(run: Run, checkpoints: Checkpoints) -> Start:
         _check_saved(checkpoints, wanted)
         start = Start(wanted, _metadata(checkpoints, wanted), back=wanted != newest)
     else:
-        start = Start(newest, saved)
+        start = Start(newest, saved, local=local is not None)
     if start.saved["format"] < ORDERED_SINCE:
         raise agree.agreed(ConfigError(
             f"{checkpoints.directory / str(start.step)} was written by an earlier version, which read the data in another order; "
@@ -140,7 +148,8 @@ def data_metadata(corpus: Corpus, data: Batches, step: int) -> dict:
             "position": data.position(step)}
 
 
-def begin(run: Run, start: Start, checkpoints: Checkpoints, directory: Path, rules_text: str) -> None:
+def begin(run: Run, start: Start, checkpoints: Checkpoints, directory: Path, rules_text: str,
+          near: LocalTier | None = None) -> None:
     """Last thing before the first step: sets aside what lies behind `start`, tells and records what has changed."""
     told = []
     if start.back:
@@ -159,6 +168,8 @@ def begin(run: Run, start: Start, checkpoints: Checkpoints, directory: Path, rul
         if start.back:
             changes.append(("checkpoint.step", None, start.step))
         _record(directory / RECORD, start.step, changes)
+    if near is not None:
+        near.begin(start.step, start.local)
 
 
 def source(directory: Path, step: int, name: str, option: str = "checkpoint.step=") -> tuple[Checkpoints, int]:
