@@ -227,6 +227,16 @@ def test_biases_move_towards_experts_with_too_few_tokens_by_their_rate_alone(nam
     assert (updates["layers"]["w"] != 0).all()
 
 
+@pytest.mark.parametrize("num_experts", [3, 6, 7, 60])
+def test_biases_stay_where_all_experts_have_just_the_mean(num_experts):
+    tokens = np.arange(1, 1000)
+    counts = np.tile(tokens[:, None], num_experts).astype(np.float32)
+    p = {"layers": {"bias": np.zeros_like(counts)}}
+    tx = optimizer.build(config.Optimizer(), 10, {"layers": {"bias": "balance"}}, {"layers": {"bias": None}}, balance_rate=0.01)
+    updates, _ = jax.jit(lambda counts: tx.update({"layers": {"bias": counts}}, tx.init(p), p, step=0))(counts)
+    assert (updates["layers"]["bias"] == 0).all()
+
+
 def test_the_load_of_every_layer_is_reported_and_a_dense_one_has_none():
     load = np.array([[0, 0, 0, 0], [2, 2, 2, 2], [6, 1, 1, 0]], np.float32) / 3         # tokens, divided by the step's targets
     got = jax.device_get(moe.reported({"expert_load": load, "aux_loss": 5.0}))

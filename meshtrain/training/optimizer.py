@@ -131,10 +131,13 @@ def _rule(cfg, roles, matrix_dims, placements, dtype):
 
 
 def _balanced(rule, roles, rate: float):
-    """`rule`, which finds nothing to do in leaves of role `balance`: these move by rate · sign(mean − tokens), layer by layer."""
+    """`rule`, which finds nothing to do in leaves of role `balance`: these move by rate · sign(mean − tokens), layer by layer.
+
+    The sign is that of whole numbers: a mean that is rounded would move an expert that has just as many tokens.
+    """
     if "balance" not in jax.tree.leaves(roles):
         return rule
-    towards = lambda tokens: rate * jnp.sign(tokens.mean(-1, keepdims=True) - tokens)
+    towards = lambda tokens: rate * jnp.sign(tokens.sum(-1, keepdims=True) - tokens.shape[-1] * tokens)
 
     def update(grads, state, params=None, **extra):
         quiet = jax.tree.map(lambda role, g: jnp.zeros_like(g) if role == "balance" else g, roles, grads)

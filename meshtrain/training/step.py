@@ -149,8 +149,10 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         key = jax.random.fold_in(jax.random.key(run.run.seed), state.step) if accumulate.drops(run) else None
         grads, loss, count, aux = gradients(state.params, batch, key)
         grad_norm = optax.global_norm([g for g, role in zip(jax.tree.leaves(grads), roles, strict=True) if role != "balance"])
-        if training.grad_clip:      # of biases that balance experts only signs count
-            grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, training.grad_clip / (grad_norm + 1e-12)), grads)
+        if training.grad_clip:      # counts stay whole numbers: scaled, an expert with just the mean would be above or below it
+            clip = jnp.minimum(1.0, training.grad_clip / (grad_norm + 1e-12))
+            clipped = [g if role == "balance" else g * clip for g, role in zip(jax.tree.leaves(grads), roles, strict=True)]
+            grads = jax.tree.unflatten(jax.tree.structure(grads), clipped)
         trained, frozen = model.divided(state.params)
         updates, opt_state = spec.tx.update(grads, state.opt_state, trained, step=state.step)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
