@@ -94,7 +94,7 @@ def test_twenty_steps_stay_those_of_one_device_load_and_biases_included(tmp_path
 
 
 def test_biases_stay_where_all_experts_are_equally_busy_however_much_is_clipped(tmp_path):
-    trained = Trained("", tmp_path / "rules.toml", dict(num_experts=7, experts_per_token=7, num_layers=1), clip=0.037)
+    trained = Trained("", tmp_path / "rules.toml", dict(num_experts=60, experts_per_token=60, expert_mlp_dim=4, num_layers=1), clip=0.037)
     state, found = trained.train(trained.fresh(), range(6))
     assert all(metrics["grad_norm"] > 0.037 and abs(metrics["expert_load_max"] - 1) < 1e-6 for metrics in found)
     assert (jax.device_get(state.params["layers"]["moe"]["bias"]) == 0).all()
@@ -183,7 +183,7 @@ def sent_bytes(layout: str, microbatches: int, path) -> dict:
     # know nothing of each other until the step's end: over it other weights' gradients are summed in every microbatch, too.
     pytest.param("expert over data, the rest once a step", "fsdp", "data", marks=GRID)])
 def test_gradients_are_summed_once_a_step_over_axes_that_split_no_experts(tmp_path, layout, once, each):
-    few, many = (sent_bytes(layout, n, tmp_path / "rules.toml") for n in (2, 4))
+    few, many = (sent_bytes(layout, n, tmp_path / "rules.toml") for n in (1, 2))
     gradients = 4 * MODEL["embed_dim"] * (2 * MODEL["vocab_size"])          # smaller than what is summed, larger than scalars
     assert few[once, "all-reduce"] > gradients and few[once, "all-reduce"] == many[once, "all-reduce"]
     assert many[each, "all-gather"] > 1.2 * few[each, "all-gather"] or many[each, "all-reduce"] > 1.2 * few[each, "all-reduce"]
@@ -194,9 +194,9 @@ def test_the_router_multiplies_in_float32_whatever_the_compute_dtype(tmp_path):
     (tmp_path / "rules.toml").write_text("")
     made = assembly.assemble(run_of(tmp_path / "rules.toml", {}, dict(compute_dtype="bfloat16")), jax.devices()[:1])
     layer = made.model.groups[0].period[0]
-    weights = jax.eval_shape(layer.init, jax.random.key(0))
-    x = jax.ShapeDtypeStruct((2, T, MODEL["embed_dim"]), jnp.bfloat16)
+    weights = layer.init(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (2, T, MODEL["embed_dim"]), jnp.bfloat16)
     with jax.set_mesh(made.mesh):
-        text = str(jax.make_jaxpr(lambda w, x: layer.bind(w).moe._logits(made.program.execution, x))(weights, x))
-    dots = [line for line in text.splitlines() if "dot_general" in line]
-    assert len(dots) == 1 and f"f32[2,{T},8] = dot_general" in dots[0], dots
+        logits = jax.jit(lambda w, x: layer.bind(w).moe._logits(made.program.execution, x))(weights, x)
+    wanted = np.asarray(x, np.float64) @ np.asarray(weights["moe"]["router"], np.float64)
+    np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())      # sums of 16 products in float32
