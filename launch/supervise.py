@@ -31,7 +31,7 @@ NOISE = re.compile(rb"^\[Gloo\] Rank |is connected to \d+ peer ranks|absl::Initi
 LOST_PEERS = b"Terminating process because the JAX distributed service detected fatal errors"
 # What a process says that fails of another: jax's coordination service, Gloo, and our own meeting.
 VICTIM = re.compile(LOST_PEERS + rb"|Connection (closed|reset) by peer|stopped sending heartbeats|Gloo .*Timed out waiting|"
-                    rb"PeerError: |error: process(es)? [\d, and]+(of \d+ did not come to|: )")
+                    rb"PeerError: | waits for the others in |error: process(es)? [\d, and]+(of \d+ did not come to|: )")
 # Whom the coordination service, or process 0 at the meeting, has not heard of.
 UNHEARD = re.compile(rb"\bTask (\d+) heartbeat timeout|error: process (\d+) of \d+ did not come")
 MISMATCHED = b"gloo::EnforceNotMet"     # two collectives of one group met that are not the same

@@ -24,7 +24,7 @@ if __name__ == "__main__":      # now, not in main: importing jax takes seconds,
 import jax
 
 from meshtrain import assembly, config, devices, trained
-from meshtrain.cluster import agree, find, meet
+from meshtrain.cluster import agree, find, meet, watch
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost import audit, beside, facts, flops, hardware, report, roofline, unasked
 from meshtrain.data import packing, parts, preferences, sources
@@ -56,28 +56,8 @@ def main(argv: Sequence[str]) -> int:
         # Which process this is belongs to no run.
         run = run.model_copy(update={"distributed": config.Distributed(timeout_s=run.distributed.timeout_s)})
         found, run = _devices(run, argv, cluster)
-        stops.end_together(agree.part)
-        if jax.process_index() > 0:
-            sys.stdout = open(os.devnull, "w")      # process 0 speaks for all
-        agree.same_everywhere("the run", config.dump(run))
-        made = agree.everywhere(lambda: assembly.assemble(run, found))
-        with rundir.claimed(run) as directory:
-            with jax.set_mesh(made.mesh), Checkpoints(directory / "checkpoints", every=run.checkpoint.every,
-                                                      keep=run.checkpoint.keep) as checkpoints:
-                near = LocalTier(run.checkpoint.local_dir, run.checkpoint.local_every, directory)
-                start = resume.find(run, checkpoints, near, made.program.spec.with_shardings())
-                if start.step >= run.training.steps:
-                    say.out(f"{directory} is finished: it has {start.step} of training.steps={run.training.steps} steps; "
-                            "raise training.steps to go on")
-                    return DONE
-                begun = {"on": f"{made.mesh_spec}: {made.mesh_spec.num_devices} × {made.mesh.devices.flat[0].device_kind}",
-                         "processes": jax.process_count(), "cause": start.cause}
-                with history.kept(directory, start.step, account, begun) as this:
-                    with account.to("data"):
-                        given = None if start.saved else agree.everywhere(lambda: _given_weights(run, made))
-                        corpus, batches = agree.everywhere(lambda: _open_data(run, directory, start))
-                    agree.same_everywhere("the data", corpus.fingerprint)
-                    return _train(run, made, corpus, batches, directory, checkpoints, near, start, given, this)
+        with watch.on(_limits(run), jax.process_index(), jax.process_count(), say.err) as watchdog:
+            return _run(run, found, account, watchdog)
     except ConfigError as error:
         return _fail(USER_ERROR, f"error: {error}", error)
     except meet.PeerError as error:
@@ -91,6 +71,37 @@ def main(argv: Sequence[str]) -> int:
     except Exception as error:
         _wait_for_stop(error)
         raise
+
+
+def _limits(run: Run) -> watch.Limits:
+    t = run.training
+    return watch.Limits(t.step_timeout_s, run.distributed.timeout_s, t.compile_timeout_s, t.restore_timeout_s, t.save_timeout_s)
+
+
+def _run(run: Run, found: Sequence[jax.Device], account: goodput.Account, watchdog: watch.Watchdog) -> int:
+    stops.end_together(agree.part)
+    if jax.process_index() > 0:
+        sys.stdout = open(os.devnull, "w")      # process 0 speaks for all
+    agree.same_everywhere("the run", config.dump(run))
+    made = agree.everywhere(lambda: assembly.assemble(run, found))
+    with rundir.claimed(run) as directory, watchdog.kept_in(directory / watch.STACKS):
+        with jax.set_mesh(made.mesh), Checkpoints(directory / "checkpoints", every=run.checkpoint.every,
+                                                  keep=run.checkpoint.keep) as checkpoints:
+            near = LocalTier(run.checkpoint.local_dir, run.checkpoint.local_every, directory)
+            with watch.phase("looking for a checkpoint", "restore"):
+                start = resume.find(run, checkpoints, near, made.program.spec.with_shardings())
+            if start.step >= run.training.steps:
+                say.out(f"{directory} is finished: it has {start.step} of training.steps={run.training.steps} steps; "
+                        "raise training.steps to go on")
+                return DONE
+            begun = {"on": f"{made.mesh_spec}: {made.mesh_spec.num_devices} × {made.mesh.devices.flat[0].device_kind}",
+                     "processes": jax.process_count(), "cause": start.cause}
+            with history.kept(directory, start.step, account, begun) as this:
+                with account.to("data"), watch.phase("opening the data", watch.UNLIMITED):      # tokenizing may take hours
+                    given = None if start.saved else agree.everywhere(lambda: _given_weights(run, made))
+                    corpus, batches = agree.everywhere(lambda: _open_data(run, directory, start))
+                agree.same_everywhere("the data", corpus.fingerprint)
+                return _train(run, made, corpus, batches, directory, checkpoints, near, start, given, this)
 
 
 def _fail(code: int, message: str, error: Exception) -> int:
@@ -123,13 +134,14 @@ def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: B
            checkpoints: Checkpoints, near: LocalTier, start: resume.Start, given, this: history.Try) -> int:
     started, account = time.perf_counter(), this.account
     say.out(report.before(made))
-    with account.to("start" if start.saved is None and not given and not run.checkpoint.init_from else "restore"):
+    with account.to("start" if start.saved is None and not given and not run.checkpoint.init_from else "restore"), \
+            watch.phase("restore" if start.saved else "initialization", "restore"):
         state = agree.everywhere(lambda: _start_state(run, made, checkpoints, near, start, given))
     if run.training.objective == "dpo":
-        with account.to("data"):
+        with account.to("data"), watch.phase("reference log-probabilities", watch.UNLIMITED):
             weights = None if start.saved else state.params
             batches = agree.everywhere(lambda: reference.with_references(run, made.program, batches, corpus, directory, weights))
-    with account.to("compile"):
+    with account.to("compile"), watch.phase("compile", "compile"):
         if batches.validation:
             made = agree.everywhere(lambda: assembly.compile_evaluation(made))
         step = agree.everywhere(lambda: assembly.compile_step(made))
@@ -154,17 +166,19 @@ def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: B
                                  lambda number, state: _export(run, made, directory, number, state.params, corpus.tokenizer.bos) or {})
             state, done = loop.train(made.program, step, state, batches, run.training.steps, run.data.prefetch, record,
                                      (validation.hook(), trace.hook(), save, kept, exported), stop)
-        with account.to("checkpoint"):
+        with account.to("checkpoint"), watch.phase("last checkpoint", "save"):
             checkpoints.wait()
             near.forget()
         if run.checkpoint.export == "last" and done == run.training.steps:
-            _export(run, made, directory, done, state.params, corpus.tokenizer.bos)
+            with watch.phase("export", "save"):
+                _export(run, made, directory, done, state.params, corpus.tokenizer.bos)
         this.ended(listener.ending(done == run.training.steps), code=DONE if done == run.training.steps else STOPPED)
     say.out(this.line())
     if done < run.training.steps:
         say.out(f"stopped after step {done}, saved in {directory}; the same command goes on from there")
         return STOPPED
-    _tell_the_end(run, made, corpus, state, validation.loss, stop.agreed, directory)
+    with watch.phase("sample of text", "compile"):
+        _tell_the_end(run, made, corpus, state, validation.loss, stop.agreed, directory)
     return DONE
 
 

@@ -196,6 +196,12 @@ class Training(Section):
     loss_chunk: int = key(2048, "tokens whose logits are held at once; below it the head waits for memory on GPUs", ge=1)
     deterministic: bool = key(False, "the same bits in every run on the same GPUs, at some speed; CPUs give them anyway")
     max_skipped_steps: int = key(10, "steps in a row without a finite gradient before the run stops", ge=1)
+    step_timeout_s: int = key(
+        0, "seconds after which a step hangs, and the run ends; 0 = 10 times the median step, 60 at least; -1 = never", ge=-1
+    )
+    compile_timeout_s: int = key(3600, "the same of compiling, and of the first steps; -1 = never", ge=-1)
+    restore_timeout_s: int = key(3600, "the same of initializing or reading the state; -1 = never", ge=-1)
+    save_timeout_s: int = key(3600, "the same of saving, exporting and each batch of a validation; -1 = never", ge=-1)
 
 
 class Optimizer(Section):

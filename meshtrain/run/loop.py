@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
-from meshtrain.cluster import agree
+from meshtrain.cluster import agree, watch
 from meshtrain.data.contracts import Batches
 from meshtrain.run.record import Record
 from meshtrain.run.stops import Listener
@@ -28,7 +28,7 @@ class Hook:
     due: (step just taken, whether it is the last before the loop ends) -> whether to act.
     act: (step, state) -> numbers for the metrics: of this step's row, or of the next one where this row is written already.
     after_row: the row of the step is written before; that ends a run whose steps are skipped.
-    part: of the run's seconds that it is put down to, see `goodput.PARTS`.
+    part: of the run's seconds that it is put down to, see `goodput.PARTS`; the watchdog gives it the time of a save.
     """
     due: Callable[[int, bool], bool]
     act: Callable[[int, State], Mapping[str, float]]
@@ -45,6 +45,7 @@ class Stop:
     def reached(self) -> bool:
         """Every process calls it at the same places."""
         self.agreed = self.agreed or self.agreement.reached(self.listener.number is not None)
+        watch.progress()
         return self.agreed
 
 
@@ -57,9 +58,10 @@ def train(program: Program, step: Callable, state: State, data: Batches, last: i
     """
     done = int(state.step)
     batches = data.iterate(done, rows=program.rows, prefetch=prefetch)
-    with contextlib.closing(batches), concurrent.futures.ThreadPoolExecutor(1) as watch:
-        ended = watch.submit(_time_when_ready, ())      # when the device ended the step before
+    with contextlib.closing(batches), concurrent.futures.ThreadPoolExecutor(1) as clock:
+        ended = clock.submit(_time_when_ready, ())      # when the device ended the step before
         while done < last and not stop.agreed:
+            watch.step(done + 1)
             asked = time.perf_counter()
             batch = program.place(next(batches))
             # While the step before still runs, nobody waits for the batch of the next.
@@ -67,13 +69,13 @@ def train(program: Program, step: Callable, state: State, data: Batches, last: i
             done += 1
             with jax.profiler.StepTraceAnnotation("train", step_num=done):
                 state, metrics = step(state, batch)
-            ended = watch.submit(_time_when_ready, metrics)
+            ended = clock.submit(_time_when_ready, metrics)
             record.dispatched(done, data.tokens(done), metrics, ended)
             record.add({"data_wait_s": data_wait_s})
             stop.reached()
             for hook in hooks:
                 if hook.due(done, done == last or stop.agreed):     # a hook, too, may find that the loop is to stop
-                    with record.paused(hook.part):
+                    with record.paused(hook.part), watch.phase(f"{hook.part} after step {done}", "save"):
                         if hook.after_row:
                             record.settle()
                         record.add(hook.act(done, state))

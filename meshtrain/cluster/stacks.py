@@ -1,0 +1,216 @@
+"""What each process of a run was doing when it hung: one file a process in run.dir/stacks, and who the culprit is.
+
+A process that waits for the others stands in a collective, a barrier or an agreement; the one that they wait for stands
+somewhere else, or has left no stacks at all because it is stopped. This module reads and writes files; it starts nothing.
+
+    process-<i>.txt   the first HEAD bytes: a line of words, a line of JSON (the fields of `State`), blanks; then stacks as
+                      faulthandler writes them, more than once perhaps
+    try-<k>/          the same of an earlier start of the run, the newest KEPT_TRIES of them
+
+state: "runs" (nothing happened; also where the process was killed or stopped, or held the interpreter's lock when its C
+watchdog fired: then stacks follow all the same) · "hangs" (its watchdog fired) · "failed" (an error of its own, in `words`) ·
+"lost" (it failed because others had gone: a victim, `words` says of whom where that is known).
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+HEAD = 1024         # bytes: words and JSON are rewritten in place, the stacks stand behind
+KEPT_TRIES = 5
+# Where a thread waits for other processes: (end of the file's name, function, or "" for any in it).
+WAITING = [("meshtrain/cluster/agree.py", name) for name in ("exchange", "_broadcast", "part", "reached", "_gather")] + [
+    ("meshtrain/cluster/meet.py", ""), ("jax/experimental/multihost_utils.py", ""), ("orbax/checkpoint/_src/multihost/multihost.py", ""),
+    ("jax/_src/array.py", "_value"), ("jax/_src/array.py", "block_until_ready"), ("jax/_src/array.py", "__array__"),
+    ("jax/_src/api.py", "device_get"), ("jax/_src/api.py", "block_until_ready"), ("jax/_src/interpreters/pxla.py", "__call__"),
+    ("jax/_src/distributed.py", "shutdown")]
+JOINS = (("threading.py", "join"), ("threading.py", "_wait_for_tstate_lock"), ("threading.py", "wait"),
+         ("concurrent/futures/_base.py", "result"))
+THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*\(most recent call first\):$")
+FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+FATAL = re.compile(r"^Fatal Python error: (?!Aborted)(.+)$", re.MULTILINE)      # jax aborts the victims of others
+
+
+class Frame(NamedTuple):
+    file: str
+    line: str
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.function} ({'/'.join(self.file.split('/')[-3:])}:{self.line})"
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What a process writes of itself. since: wall clock, seconds. moment: grows with every phase, alike in all processes, so
+    that the lowest is behind. main: its main thread, as stacks name it."""
+    process: int
+    count: int
+    host: str
+    pid: int
+    attempt: str
+    phase: str
+    since: float
+    moment: int
+    main: str
+    state: str = "runs"
+    words: str = ""
+
+    def head(self) -> bytes:
+        line = (f"process {self.process} of {self.count} on {self.host}, pid {self.pid}: {self.phase} since {at(self.since)}"
+                f"{' · ' * bool(self.words)}{self.words}")
+        fields = dataclasses.asdict(self) | {"words": self.words[:200].encode("ascii", "replace").decode()}
+        body = f"{line.splitlines()[0][:HEAD - 600]}\n{json.dumps(fields, ensure_ascii=True)}\n".encode()
+        return body[:HEAD - 1].ljust(HEAD - 1) + b"\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """One process's file. threads: of its first stacks, the innermost frame first; None: it left none. fatal: what it crashed by.
+    locked: its C watchdog fired, because nothing of Python ran any more."""
+    state: State
+    threads: dict[str, list[Frame]] | None
+    fatal: str
+    locked: bool
+
+    @property
+    def main(self) -> list[Frame]:
+        return (self.threads or {}).get(self.state.main, [])
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for other processes: in its main thread, or in one that its main thread waits for."""
+        if any(map(_waiting, self.main)):
+            return True
+        return _joining(self.main) and any(_waiting(frame) for frames in (self.threads or {}).values() for frame in frames)
+
+    @property
+    def where(self) -> str:
+        """The innermost frame of the main thread, those of waiting for a thread of its own apart."""
+        frames = [frame for frame in self.main if not _is_join(frame)] or self.main
+        return f" in {frames[0]}" if frames else ""
+
+    @property
+    def doing(self) -> str:
+        """In words that follow "process 1": hangs or waits, in which phase, since when and where."""
+        waits = self.waits and not self.locked
+        holds = ", and holds the interpreter's lock" if self.locked else ""
+        return f"{'waits for the others' if waits else 'hangs'} in {self.state.phase} since {at(self.state.since)}{self.where}{holds}"
+
+
+def at(wall: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(wall))
+
+
+def begin(directory: Path) -> str:
+    """By one process, before any of them writes: puts the stacks of earlier starts away; returns a name for this start."""
+    directory.mkdir(parents=True, exist_ok=True)
+    earlier = read(directory)
+    if any(report.threads is not None or report.state.state != "runs" for report in earlier.values()):
+        tries = sorted((int(path.name[4:]), path) for path in directory.glob("try-*") if path.name[4:].isdecimal())
+        place = directory / f"try-{tries[-1][0] + 1 if tries else 1}"
+        place.mkdir()
+        for path in directory.glob("process-*.txt"):
+            path.rename(place / path.name)
+        for _, path in tries[:max(0, len(tries) + 1 - KEPT_TRIES)]:
+            shutil.rmtree(path, ignore_errors=True)
+    for path in directory.glob("process-*.txt"):
+        path.unlink(missing_ok=True)
+    return secrets.token_hex(4)
+
+
+def read(directory: Path, since: float = 0.0) -> dict[int, Report]:
+    """Process -> what its file says; those that were last written before `since` (wall clock, seconds) are left out."""
+    found = {}
+    for path in Path(directory).glob("process-*.txt"):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, IndexError):     # gone again, or torn
+            if path.stat().st_mtime < since:
+                continue
+            data = path.read_bytes()
+            state = State(**json.loads(data[:HEAD].decode().splitlines()[1]))
+            found[state.process] = report(state, data[HEAD:].decode(errors="replace"))
+    newest = max(found.values(), key=lambda report: report.state.since, default=None)
+    return {index: report for index, report in found.items() if report.state.attempt == newest.state.attempt}
+
+
+def culprit(directory: Path | str, since: float = 0.0) -> tuple[int, str] | None:
+    """(process, what it was doing) of the one that the others waited for or died of; None: nothing tells, or all wait alike.
+
+    directory: run.dir/stacks. since: wall clock in seconds, e.g. when this try was started; older files say nothing.
+    """
+    reports = read(Path(directory), since)
+    crashed = [report for report in reports.values() if report.fatal]
+    failed = [report for report in reports.values() if report.state.state == "failed"]
+    fired = [report for report in reports.values() if report.locked or report.state.state == "hangs"]
+    stuck = [report for report in fired if report.locked or not report.waits]
+    silent = [report for report in reports.values() if report.threads is None and report.state.state == "runs"] if fired else []
+    for suspects, words in ((crashed, _crashed), (failed, _failed), (stuck, lambda report: report.doing), (silent, _silent)):
+        if suspects:
+            first = min(suspects, key=lambda report: (report.state.moment, report.state.process))
+            return first.state.process, words(first)
+    return None
+
+
+def report(state: State, text: str) -> Report:
+    """text: the stacks behind the head."""
+    fatal = FATAL.search(text)
+    return Report(state, _threads(text), fatal[1] if fatal else "", text.startswith("Timeout ("))
+
+
+def _crashed(report: Report) -> str:
+    return f"{report.fatal} in {report.state.phase}{report.where}"
+
+
+def _failed(report: Report) -> str:
+    return f"failed in {report.state.phase}: {report.state.words}"
+
+
+def _silent(report: Report) -> str:
+    return f"left no stacks of {report.state.phase}: it is stopped, or its host is gone (pid {report.state.pid} on {report.state.host})"
+
+
+def _threads(text: str) -> dict[str, list[Frame]] | None:
+    """Thread -> frames, the innermost first, of the first stacks in the text."""
+    threads: dict[str, list[Frame]] = {}
+    frames = None
+    for line in text.splitlines():
+        if thread := THREAD.match(line):
+            name = thread[1].lstrip("0")
+            if name in threads:     # the next stacks begin
+                break
+            frames = threads[name] = []
+        elif frames is not None and (frame := FRAME.match(line)):
+            frames.append(Frame(*frame.groups()))
+    return threads or None
+
+
+def _waiting(frame: Frame) -> bool:
+    return any(frame.file.endswith(file) and function in ("", frame.function) for file, function in WAITING)
+
+
+def _is_join(frame: Frame) -> bool:
+    return any(frame.file.endswith(file) and function == frame.function for file, function in JOINS)
+
+
+def _joining(frames: Sequence[Frame]) -> bool:
+    return bool(frames) and _is_join(frames[0])
+
+
+def written(threads: Sequence[tuple[int, str, object]]) -> str:
+    """Stacks as faulthandler writes them, but of any number of threads: (ident, name, innermost frame)."""
+    lines = []
+    for ident, name, frame in threads:
+        lines += ["", f"Thread 0x{ident:016x} [{name}] (most recent call first):"]
+        while frame is not None:
+            lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}')
+            frame = frame.f_back
+    return "\n".join([*lines[1:], ""])

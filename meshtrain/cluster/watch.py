@@ -1,0 +1,296 @@
+"""A watchdog in every process: whoever makes no progress in time leaves its stacks and ends, and the culprit is named.
+
+Each phase of a run has its limit: start, compile, restore, save by a key each, a step by LONGER_THAN_MEDIAN times the median of
+the steps before it, at least LEAST_STEP_S. A thread looks every LOOK_S; where the phase has lasted too long it writes what all
+threads of this process are doing into run.dir/stacks (`cluster.stacks`), waits WINDOW_S for the others' watchdogs, which fire
+within the same moments because all wait for one, and ends the process with exit code 1. Should the interpreter's lock be held,
+so that no thread of Python runs, faulthandler's C thread writes and ends in its place, a little later.
+
+jax's own heartbeats come from a C++ thread: they see a process that is dead or stopped, never one whose Python or collective is
+stuck. This module knows no run and no model.
+"""
+from __future__ import annotations
+
+import contextlib
+import collections
+import dataclasses
+import faulthandler
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from meshtrain.cluster import agree, lost, stacks
+from meshtrain.cluster.meet import named
+from meshtrain.cluster.stacks import State, culprit as culprit      # for launchers
+from meshtrain.config import ConfigError
+
+LEAST_STEP_S, LONGER_THAN_MEDIAN = 60.0, 10.0
+LOOK_S = 1.0
+WINDOW_S = 8.0      # from the first watchdog's stacks to the end: the others' fire, and a lock that is held shows itself
+LOCK_HELD_S = 4.0   # so much later the C thread fires; within the window of those that wait
+NOTED_S = 10.0      # so old is the step that stands in the file, at most: read where nothing of Python runs any more
+STUCK_DISK_S = 3.0
+STACKS = "stacks"   # in run.dir
+READERS = 2         # so many processes read all stacks to name the culprit: not each of thousands
+
+
+# What a phase may take its time from, and the key of the run file that says it.
+KEYS = {"start": "distributed.timeout_s", "compile": "training.compile_timeout_s", "restore": "training.restore_timeout_s",
+        "step": "training.step_timeout_s", "save": "training.save_timeout_s"}
+UNLIMITED = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Seconds that a phase of each kind may last. step: 0: by the median of the steps. Anything below 0: for ever."""
+    step: float = 0.0
+    start: float = 300.0
+    compile: float = 3600.0
+    restore: float = 3600.0
+    save: float = 3600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Now:
+    """The phase of this process. kind: of its limit, as in KEYS. limit_s: infinite where nothing ends it. began: monotonic;
+    since: wall clock."""
+    phase: str
+    kind: str
+    limit_s: float
+    began: float
+    since: float
+    moment: int
+
+
+class Watchdog:
+    """One process's. tell: says a line to the user. The clock runs from the first phase on."""
+
+    def __init__(self, limits: Limits, index: int, count: int, tell: Callable[[str], None]):
+        self.limits, self.index, self.count, self.tell = limits, index, count, tell
+        self._file = None               # of run.dir/stacks; before there is one, stacks go to stderr
+        self._directory, self._attempt = None, ""
+        self._steps_s: collections.deque[float] = collections.deque(maxlen=64)
+        self._in_step = False
+        self._closed, self._firing = threading.Event(), threading.RLock()
+        self._noting: threading.Thread | None = None
+        self._now = _Now("start", "start", self._limit_s("start"), time.monotonic(), time.time(), 0)
+        self._noted = self._now
+        self._arm()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
+        self._thread.start()
+
+    def enter(self, phase: str, kind: str) -> None:
+        """Another phase begins. kind: what its limit is, of KEYS; UNLIMITED: it may last for ever."""
+        before, now = self._now.kind, time.monotonic()
+        if self._in_step:
+            self._steps_s.append(now - self._now.began)
+            self._in_step = False
+        self._now = _Now(phase, kind, self._limit_s(kind), now, time.time(), self._now.moment + 1)
+        if kind != before:      # else the C thread would fire by the limit of the phase before, and tell that phase
+            self._arm()
+            self._noted = self._now
+            self._note()
+
+    def step(self, number: int) -> None:
+        """Another step begins. The first loads programs and connects devices while the second waits: they have the time of a
+        compile."""
+        self.enter(f"step {number}", "step" if len(self._steps_s) + self._in_step >= 2 else "compile")
+        self._in_step = True
+
+    def progress(self) -> None:
+        """What lasts longer than its pieces has come a piece further: the time of the phase begins anew."""
+        if not self._in_step:
+            self._now = dataclasses.replace(self._now, began=time.monotonic(), since=time.time(), moment=self._now.moment + 1)
+
+    def _limit_s(self, kind: str) -> float:
+        limit_s = getattr(self.limits, kind) if kind else -1
+        if kind == "step" and limit_s == 0:
+            return max(LEAST_STEP_S, LONGER_THAN_MEDIAN * sorted(self._steps_s)[len(self._steps_s) // 2])
+        return float("inf") if limit_s < 0 else limit_s
+
+    @contextlib.contextmanager
+    def kept_in(self, directory: Path) -> Iterator[None]:
+        """Meanwhile stacks go there. Every process calls it. The file stays where this process hangs, crashes or fails alone."""
+        self._attempt = agree.on_first(lambda: stacks.begin(directory))
+        path = directory / f"process-{self.index}.txt"
+        with open(path, "wb+", buffering=0) as file:
+            file.seek(stacks.HEAD)      # where faulthandler writes
+            self._directory, self._file = directory, file
+            self._note()
+            faulthandler.enable(file)       # a crash leaves its stacks there, too
+            self._arm()
+            stays = False
+            try:
+                yield
+            except Exception as error:
+                stays = self._told(error)
+                raise
+            finally:
+                with self._firing:      # a watchdog that has fired ends the process
+                    self._file = None
+                    faulthandler.disable()
+                    self._arm()
+                if not stays:
+                    with contextlib.suppress(OSError):
+                        path.unlink()
+                        directory.rmdir()     # by the last; not where stacks of earlier tries are
+
+    def _told(self, error: Exception) -> bool:
+        """Whether the error is this process's alone: then its file says so."""
+        if isinstance(error, ConfigError) or getattr(error, "agreed", False):
+            return False
+        gone = lost.others(error)
+        words = f"{type(error).__name__}: {error}" if gone is None else f"lost {named(gone) if gone else 'other processes'}"
+        with contextlib.suppress(OSError):
+            os.pwrite(self._file.fileno(), self._state("failed" if gone is None else "lost", words).head(), 0)
+        return True
+
+    def close(self) -> None:
+        """Nothing is watched any more."""
+        self._closed.set()
+        with self._firing:
+            faulthandler.cancel_dump_traceback_later()
+
+    # ---- the thread --------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        looked = time.monotonic()
+        while not self._closed.wait(LOOK_S):
+            now, slept_s = self._now, time.monotonic() - looked
+            looked = time.monotonic()
+            if slept_s > 3 * LOOK_S + 1:      # stopped and continued, or starved: that time counts for nobody
+                self._now = now = dataclasses.replace(now, began=now.began + slept_s) if now is self._now else self._now
+            lasted_s = looked - now.began
+            if lasted_s >= now.limit_s:
+                with self._firing:
+                    if not self._closed.is_set():
+                        self._fire(now, lasted_s)
+            with self._firing:
+                if not self._closed.is_set():
+                    self._arm()
+            if now.began - self._noted.began > NOTED_S:
+                self._note_aside()
+
+    def _note_aside(self) -> None:
+        """In a thread of its own: a file system that hangs must not hang the watchdog."""
+        if self._noting is None or not self._noting.is_alive():
+            self._noted = self._now
+            self._noting = threading.Thread(target=self._note, daemon=True)
+            self._noting.start()
+
+    def _arm(self) -> None:
+        """Sets the C thread anew: it fires by itself where this one cannot run."""
+        now = self._now
+        left_s = now.began + now.limit_s - time.monotonic()
+        if left_s == float("inf"):
+            faulthandler.cancel_dump_traceback_later()
+        else:
+            faulthandler.dump_traceback_later(max(left_s, 0) + LOCK_HELD_S, exit=True, file=self._file or 2)
+
+    def _fire(self, now: _Now, lasted_s: float) -> None:
+        """Ends the process; what it says and writes has some seconds, and no longer."""
+        faulthandler.dump_traceback_later(_window_s(now) + 2 * STUCK_DISK_S + 5, exit=True, file=self._file or 2)
+        words = f"{lasted_s:.0f} s are more than {KEYS[now.kind]} allows ({now.limit_s:g} s)"
+        text = self._stacks()
+        report = stacks.report(self._state("hangs", words), text)
+        place = f"its stacks: {self._directory / f'process-{self.index}.txt'}" if self._file else f"its stacks:\n{text}"
+        _within(STUCK_DISK_S, lambda: self._leave(report.state, text))
+        _within(STUCK_DISK_S, lambda: self.tell(
+            f"error: process {self.index} of {self.count} ({socket.gethostname()}, pid {os.getpid()}) {report.doing}: "
+            f"{words}; {place}"))
+        if self.count > 1:
+            time.sleep(_window_s(now) + (self.index == 0))      # jax aborts all once process 0 has gone
+        if self.index < READERS:
+            _within(STUCK_DISK_S, self._name_culprit)
+        os._exit(1)
+
+    def _stacks(self) -> str:
+        """What all threads are doing, the main thread first; this one apart."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        frames = sys._current_frames()
+        del frames[threading.get_ident()]
+        in_order = sorted(frames, key=lambda ident: ident != threading.main_thread().ident)
+        return stacks.written([(ident, names.get(ident, ""), frames[ident]) for ident in in_order])
+
+    def _leave(self, state: State, text: str) -> None:
+        if self._file is not None:
+            os.pwrite(self._file.fileno(), state.head() + text.encode(errors="replace"), 0)
+            os.fsync(self._file.fileno())       # other hosts read it
+
+    def _name_culprit(self) -> None:
+        found = self._directory and culprit(self._directory)
+        if found:
+            self.tell(f"error: the culprit is process {found[0]}: it {found[1]}")
+        elif self._directory:
+            self.tell(f"error: all processes wait for each other ({self._now.phase}); see {self._directory}")
+
+    def _note(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):      # there is none, or none any more
+            os.pwrite(self._file.fileno(), self._state().head(), 0)
+
+    def _state(self, state: str = "runs", words: str = "") -> State:
+        now = self._now
+        return State(self.index, self.count, socket.gethostname(), os.getpid(), self._attempt, now.phase, now.since, now.moment,
+                     f"{threading.main_thread().ident:x}", state, words)
+
+
+def _window_s(now: _Now) -> float:
+    """Medians of steps differ a little from process to process, and so do their limits."""
+    return WINDOW_S + 0.02 * now.limit_s
+
+
+def _within(limit_s: float, function: Callable[[], None]) -> None:
+    def quietly():
+        with contextlib.suppress(Exception):
+            function()
+    thread = threading.Thread(target=quietly, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+
+
+# ---- of a command ----------------------------------------------------------------------------------------------------
+
+_watchdog: Watchdog | None = None       # outside a command (notebook, test) nothing is watched
+
+
+@contextlib.contextmanager
+def on(limits: Limits, index: int, count: int, tell: Callable[[str], None]) -> Iterator[Watchdog]:
+    """While a command runs: its phases are watched."""
+    global _watchdog
+    _watchdog = Watchdog(limits, index, count, tell)
+    try:
+        yield _watchdog
+    finally:
+        _watchdog.close()
+        _watchdog = None
+
+
+@contextlib.contextmanager
+def phase(name: str, kind: str) -> Iterator[None]:
+    """Meanwhile this process does `name`, with a limit of this kind (KEYS, UNLIMITED); then what it did before."""
+    watchdog = _watchdog
+    if watchdog is None:
+        yield
+        return
+    before = watchdog._now
+    watchdog.enter(name, kind)
+    try:
+        yield
+    finally:
+        watchdog.enter(before.phase, before.kind)
+
+
+def step(number: int) -> None:
+    """The loop begins another step."""
+    if _watchdog is not None:
+        _watchdog.step(number)
+
+
+def progress() -> None:
+    """What is under way has come a piece further: its time begins anew."""
+    if _watchdog is not None:
+        _watchdog.progress()
