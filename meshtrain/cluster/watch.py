@@ -278,10 +278,8 @@ def phase(name: str, kind: str) -> Iterator[None]:
         return
     before = watchdog._now
     watchdog.enter(name, kind)
-    try:
-        yield
-    finally:
-        watchdog.enter(before.phase, before.kind)
+    yield       # what raises ends the run, in this phase
+    watchdog.enter(before.phase, before.kind)
 
 
 def step(number: int) -> None:
