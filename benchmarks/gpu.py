@@ -171,7 +171,7 @@ def main(argv: Sequence[str]) -> int:
     code = 2
     if local_devices.gpus_expected():
         try:
-            local_devices.take_memory(os.environ)
+            local_devices.prepare_gpus(os.environ)
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2

@@ -1,11 +1,14 @@
-"""Starts the jax backend: the only place that sets flags."""
+"""Starts the jax backend: the only place that sets flags and the environment's variables, by two tables."""
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import mmap
 import os
 import re
 import socket
 from collections.abc import MutableMapping, Sequence
+from pathlib import Path
 
 import jax
 
@@ -16,8 +19,30 @@ from meshtrain.names import AXES
 from meshtrain.run import say
 
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
-# The concurrency-optimized CPU scheduler deadlocks programs with independent collectives (2 of 4 ZeRO-3 steps did).
-SCHEDULER_FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """An environment variable that a process sets before jax starts, unless the user has; with -- before it, a flag in XLA_FLAGS."""
+    name: str
+    value: str
+    why: str
+
+
+# What the compiled programs are given is elsewhere: training.step has those options.
+ON_GPUS = (
+    Setting(hardware.MEMORY_VARIABLES[0], str(hardware.MEMORY_SHARE),
+            "the share of a GPU's memory that a run takes; jax alone takes 0.75"),
+    Setting("NCCL_DEBUG", "WARN", "NCCL says why it has failed; unless told it says nothing"),
+    Setting("--xla_gpu_execution_terminate_timeout", "30m",
+            "a program that is stuck on the GPU, in a collective whose peer hangs, ends its process, which it else never does"),
+    Setting("--xla_gpu_nccl_termination_timeout_seconds", "1800",
+            "so does NCCL where not all processes come to set up a group of GPUs"),
+)
+SIMULATED = (
+    Setting("--xla_cpu_enable_concurrency_optimized_scheduler", "false",
+            "XLA's default scheduler deadlocks programs with independent collectives (2 of 4 ZeRO-3 steps did)"),
+)
 
 
 def memory_bytes(found: Sequence[jax.Device]) -> int:
@@ -41,13 +66,15 @@ def start(run: Run, cluster: find.Cluster | None = None) -> Sequence[jax.Device]
                           f"{num_processes}; use a multiple of {num_processes}")
     count = total // num_processes
     if count:
-        os.environ["XLA_FLAGS"] = _with_flags(os.environ.get("XLA_FLAGS", ""), count)
+        _set(os.environ, SIMULATED)
+        others = re.sub(rf"{DEVICE_COUNT_FLAG}=\d+", "", os.environ["XLA_FLAGS"]).split()
+        os.environ["XLA_FLAGS"] = " ".join([*others, f"{DEVICE_COUNT_FLAG}={count}"])
         # A collective that waits for its peers blocks a thread of the CPU client's pool, and a device may have several
         # under way: with one thread a device (the default) all of them can end up waiting for one that cannot start.
         os.environ.setdefault("NPROC", str(max(4 * count, os.cpu_count() or 1)))
         jax.config.update("jax_platforms", "cpu")
     elif gpus_expected():
-        take_memory(os.environ)
+        prepare_gpus(os.environ)
     else:
         # Without this an installed CUDA plugin tries to start, fails with a page of warnings, and ends on the CPU.
         jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
@@ -65,12 +92,49 @@ def start(run: Run, cluster: find.Cluster | None = None) -> Sequence[jax.Device]
     return devices
 
 
-def take_memory(environ: MutableMapping[str, str]) -> None:
-    """Tells jax how much of each GPU it takes, unless the user has. Raises: ConfigError for what is no share."""
+def prepare_gpus(environ: MutableMapping[str, str]) -> None:
+    """Sets what ON_GPUS has and the user has not. A flag only where XLA has it: it aborts at one that it does not know.
+
+    Raises: ConfigError for a share of memory that is none.
+    """
     with user_errors():
-        share = hardware.memory_share(environ)
-    if not any(environ.get(name) for name in hardware.MEMORY_VARIABLES):
-        environ[hardware.MEMORY_VARIABLES[0]] = str(share)
+        hardware.memory_share(environ)
+    known = known_flags([one.name for one in ON_GPUS if one.name.startswith("--")])
+    _set(environ, [one for one in ON_GPUS if one.name in known or not one.name.startswith("--")])
+
+
+def known_flags(names: Sequence[str]) -> set[str]:
+    """Those of these flags that stand in each of XLA's libraries here, jaxlib's and the GPU plugin's: both read XLA_FLAGS.
+
+    XLA itself cannot be asked: it reads its flags once, and then they are what they are. The libraries' bytes are searched for
+    the names, which takes 0.3 s.
+    """
+    libraries = _xla_libraries()
+    known = set(names) if libraries else set()
+    for library in libraries:
+        with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as code:
+            known = {name for name in known if code.find(name.removeprefix("--").encode() + b"\0") >= 0}
+    return known
+
+
+def _xla_libraries() -> list[Path]:
+    found = []
+    for package, pattern in (("jaxlib", "libjax_common.so"), ("jax_plugins", "xla_*/xla_*_plugin.so")):
+        spec = importlib.util.find_spec(package)
+        for folder in (spec.submodule_search_locations or ()) if spec else ():
+            found += Path(folder).glob(pattern)
+    return found
+
+
+def _set(environ: MutableMapping[str, str], settings: Sequence[Setting]) -> None:
+    flags = environ.get("XLA_FLAGS", "").split()
+    given = {flag.partition("=")[0] for flag in flags}
+    flags += [f"{one.name}={one.value}" for one in settings if one.name.startswith("--") and one.name not in given]
+    environ["XLA_FLAGS"] = " ".join(flags)
+    for one in settings:
+        names = hardware.MEMORY_VARIABLES if one.name in hardware.MEMORY_VARIABLES else (one.name,)
+        if not one.name.startswith("--") and not any(environ.get(name) for name in names):
+            environ[one.name] = one.value
 
 
 def gpus_expected() -> bool:
@@ -93,11 +157,3 @@ def on_gpus(run: Run, num_gpus: int) -> Run:
                           f"{run.model.embed_dim} and the batch of {sequences}; start fewer processes, or give a mesh")
     sizes = {axis: 1 for axis in AXES} | {"fsdp": n, "simulated_devices": 0}
     return run.model_copy(update={"mesh": run.mesh.model_copy(update=sizes)})
-
-
-def _with_flags(flags: str, count: int) -> str:
-    """XLA_FLAGS with the simulated device count in them; whatever else stands there stays."""
-    flags = re.sub(rf"{DEVICE_COUNT_FLAG}=\d+", "", flags).split()
-    if not any(flag.startswith(SCHEDULER_FLAG) for flag in flags):
-        flags.append(f"{SCHEDULER_FLAG}=false")
-    return " ".join(flags + [f"{DEVICE_COUNT_FLAG}={count}"])

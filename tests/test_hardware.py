@@ -42,17 +42,18 @@ def test_numbers_that_the_field_knows_by_heart():
     assert hardware.get("a100-40gb").peak("float8") is None
 
 
-def test_a_run_takes_092_of_a_gpus_memory_unless_the_environment_says_another_share():
+def test_a_run_takes_092_of_a_gpus_memory_unless_the_environment_says_another_share(monkeypatch):
+    monkeypatch.setattr(devices, "known_flags", set)
     h100, (new, old) = hardware.get("h100"), hardware.MEMORY_VARIABLES
     for given, share in (({}, 0.92), ({new: "0.5"}, 0.5), ({old: ".75"}, 0.75), ({new: ""}, 0.92)):
         assert hardware.usable_bytes(h100, given) == int(share * h100.hbm_bytes)
         taken = dict(given)
-        devices.take_memory(taken)
+        devices.prepare_gpus(taken)
         said = [value for value in (taken.get(new), taken.get(old)) if value]
         assert len(said) == 1 and float(said[0]) == share, "jax refuses both at once"
     for wrong in ("0", "1.1", "75%", "nan", "-0.5"):
         with pytest.raises(config.ConfigError, match=f"{old}={wrong}.*0.92"):
-            devices.take_memory({old: wrong})
+            devices.prepare_gpus({old: wrong})
 
 
 def test_cpu_has_no_peak():

@@ -1,0 +1,62 @@
+"""The environment that a process sets before jax starts: what the user says stays, and no flag that this XLA does not know."""
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshtrain import config, devices
+
+ROOT = Path(__file__).resolve().parent.parent
+FLAGS = [one for one in devices.ON_GPUS if one.name.startswith("--")]
+
+
+def test_the_flags_of_gpus_are_known_to_this_xla_and_one_that_is_not_is_left_out(monkeypatch):
+    names = [one.name for one in FLAGS]
+    assert devices.known_flags([*names, "--xla_gpu_no_such_flag", names[0][:-1]]) == set(names)
+    odd = devices.Setting("--xla_gpu_no_such_flag", "1", "a flag of another XLA")
+    monkeypatch.setattr(devices, "ON_GPUS", (odd, *devices.ON_GPUS))
+    environ = {}
+    devices.prepare_gpus(environ)
+    assert environ["XLA_FLAGS"].split() == [f"{one.name}={one.value}" for one in FLAGS]
+    assert {name: environ[name] for name in ("XLA_CLIENT_MEM_FRACTION", "NCCL_DEBUG")} == {
+        "XLA_CLIENT_MEM_FRACTION": "0.92", "NCCL_DEBUG": "WARN"}
+
+
+def test_where_xlas_libraries_are_not_found_no_flag_is_set(monkeypatch):
+    monkeypatch.setattr(devices, "_xla_libraries", list)
+    environ = {"XLA_FLAGS": "--mine=1"}
+    devices.prepare_gpus(environ)
+    assert environ["XLA_FLAGS"] == "--mine=1" and environ["NCCL_DEBUG"] == "WARN"
+
+
+def test_what_the_user_has_set_stays():
+    given = {"NCCL_DEBUG": "INFO", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5", "XLA_FLAGS": f"{FLAGS[0].name}=1h --other=2"}
+    environ = dict(given)
+    devices.prepare_gpus(environ)
+    assert environ["XLA_FLAGS"].split() == [f"{FLAGS[0].name}=1h", "--other=2", f"{FLAGS[1].name}={FLAGS[1].value}"]
+    assert {name: environ[name] for name in environ if name != "XLA_FLAGS"} == {name: given[name] for name in given if name != "XLA_FLAGS"}
+
+
+def test_a_share_of_memory_that_is_none_is_a_mistake():
+    with pytest.raises(config.ConfigError, match="XLA_CLIENT_MEM_FRACTION=2"):
+        devices.prepare_gpus({"XLA_CLIENT_MEM_FRACTION": "2"})
+
+
+def test_simulated_devices_keep_the_users_flags_and_their_own_count(monkeypatch):
+    """In a process of its own: XLA reads its flags once, and takes these."""
+    code = ("import os\nfrom meshtrain import config, devices\n"
+            "run = config.load(['--mesh.simulated_devices', '4', '--mesh.fsdp', '-1', '--mesh.data', '1', '--mesh.tensor', '1'])\n"
+            "print(len(devices.start(run)), os.environ['XLA_FLAGS'])")
+    flags = " ".join(f"{one.name}={one.value}" for one in FLAGS)        # of GPUs: known to the CPU's XLA as well
+    environ = {"PATH": "/usr/bin", "PYTHONPATH": str(ROOT), "XLA_FLAGS": f"{devices.DEVICE_COUNT_FLAG}=2 {flags}"}
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, text=True, capture_output=True, timeout=300)
+    (scheduler,) = devices.SIMULATED
+    assert ran.stdout.split() == ["4", *flags.split(), f"{scheduler.name}={scheduler.value}", f"{devices.DEVICE_COUNT_FLAG}=4"], ran
+
+
+def test_the_page_has_the_table_of_the_environment():
+    text = (ROOT / "docs" / "pods.md").read_text()
+    rows = re.findall(r"^\| `([\w-]+)` \| `(\S+)` \| (.+) \|$", text, re.MULTILINE)
+    assert rows == [(one.name, one.value, one.why) for one in devices.ON_GPUS]
