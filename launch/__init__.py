@@ -1,1 +1,1 @@
-"""How the same command starts on many processes: on this machine (local), under Slurm (slurm.sbatch), on Kubernetes (kubernetes.yaml)."""
+"""How the same command starts on many processes: on this machine (local), under Slurm, on Kubernetes, on Ray."""

@@ -144,7 +144,7 @@ def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, st
         for child in children:      # threads only after the last fork
             child.listen()
         ended = _wait(children, start, grace_s)
-        outcome = _conclude(ended)
+        outcome = conclude(ended)
     return dataclasses.replace(outcome, asked=bool(asked))
 
 
@@ -185,11 +185,11 @@ def _wait(children: Sequence[Child], start: float, grace_s: float) -> list[Child
     return ended
 
 
-def _conclude(ended: Sequence[Child]) -> Outcome:
+def conclude(ended: Sequence[Child]) -> Outcome:
     """The outcome of the whole; says who failed first where they do not agree on a code that a run ends with."""
     if len({child.code for child in ended}) == 1 and ended[0].code in AGREED:
         return Outcome(ended[0].code)
-    for child in ended:
+    for child in [child for child in ended if child.reader is not None]:
         child.reader.join(1)        # not for ever: something that it started may hold the pipe
     in_order = sorted(ended, key=lambda child: child.index)
     first = _culprit(ended)

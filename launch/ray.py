@@ -1,0 +1,307 @@
+"""python -m launch.ray --processes N [--gpus-per-process G] -- [RUN.toml] [--section.key value …]: N processes on a Ray cluster.
+
+A placement group reserves the GPUs, and one actor per bundle starts `python -m meshtrain.train` beside itself; nothing of the run
+goes through Ray. It is the cluster that RAY_ADDRESS names, or this machine's; on KubeRay the command is that of a RayJob.
+meshtrain must be installed on all nodes, and run.dir shared by them. A run that fails is started again by the rule of all launchers,
+once Ray has the resources again. Extra `ray`.
+Exit codes: the run's 0, 2 or 75 where all processes agree on it, else 1.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import dataclasses
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch import restart, supervise
+from meshtrain import config
+from meshtrain.config import ConfigError, Run
+from meshtrain.run import say, stops
+
+try:
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+except ImportError:
+    ray = None
+
+USAGE = ("python -m launch.ray --processes N [--gpus-per-process G] [--cpus-per-process C] [--max-restarts R] "
+         "-- [RUN.toml] [--section.key value ...]")
+FIRST_PORT, LAST_PORT = 20_000, 29_999      # above those of Ray's workers, below those of outgoing connections
+POLL_S = 0.3
+ANSWER_S = 60.0         # for an actor to answer; a node that is lost is noticed by Ray after about half as long
+TOLD_EVERY_S = 30.0
+
+
+class Process:
+    """The actor that holds one bundle: runs one process of the training, which dies with it."""
+
+    def __init__(self):
+        self.child: subprocess.Popen | None = None
+        self.said: list[tuple[int, bytes]] = []
+        self.lock = threading.Lock()
+
+    def place(self) -> tuple[str, list[str]]:
+        """The address of its node, and its GPUs."""
+        return ray.util.get_node_ip_address(), [str(gpu) for gpu in ray.get_gpu_ids()]
+
+    def port(self) -> int:
+        """A free port of its node."""
+        while True:
+            port = random.randint(FIRST_PORT, LAST_PORT)
+            with contextlib.suppress(OSError), socket.create_server(("", port)):
+                return port
+
+    def run(self, words: Sequence[str], environ: dict[str, str], folder: str) -> int:
+        """Runs python with these words until it ends; its code as subprocess has it."""
+        prctl = ctypes.CDLL(None).prctl
+        # A session of its own: a signal to Ray's processes is none to the run. It dies with this thread, however that ends.
+        self.child = subprocess.Popen(
+            [sys.executable, *words], env=os.environ | environ, cwd=folder if Path(folder).is_dir() else None,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+            preexec_fn=lambda: prctl(supervise.PR_SET_PDEATHSIG, signal.SIGKILL))
+        readers = [threading.Thread(target=self._read, args=(number, stream), daemon=True)
+                   for number, stream in ((1, self.child.stdout), (2, self.child.stderr))]
+        for reader in readers:
+            reader.start()
+        code = self.child.wait()
+        for reader in readers:
+            reader.join(1)      # not for ever: something that it started may hold the pipe
+        return code
+
+    def _read(self, number: int, stream) -> None:
+        for line in stream:
+            with self.lock:
+                self.said.append((number, line))
+
+    def new_lines(self) -> list[tuple[int, bytes]]:
+        """What it has said since it was last asked: (1 or 2 for stdout or stderr, a line)."""
+        with self.lock:
+            lines, self.said = self.said, []
+        return lines
+
+    def about(self) -> tuple[int, bool]:
+        """Its pid, and whether it stands still (SIGSTOP)."""
+        with contextlib.suppress(OSError, IndexError, AttributeError):
+            return self.child.pid, Path(f"/proc/{self.child.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        return 0, False
+
+    def send(self, number: int) -> None:
+        if self.child is not None and self.child.poll() is None:
+            self.child.send_signal(number)
+
+
+@dataclasses.dataclass(eq=False)
+class Member(supervise.Child):
+    """One process as the driver sees it. lost: its node, or the worker of Ray's that held it, has gone, and nobody knows its code."""
+    actor: object = None
+    host: str = ""
+    pid: int = 0
+    lost: bool = False
+
+    def lose(self) -> None:
+        self.lost, self.forced, self.stopped = True, False, False
+
+    def send(self, number: int) -> None:
+        if self.code is None and not self.lost:
+            self.actor.send.remote(number)
+
+    @property
+    def victim(self) -> bool:
+        return not self.lost and super().victim
+
+    @property
+    def name(self) -> str:
+        return f"process {self.index} ({self.host}{f', pid {self.pid}' if self.pid else ''})"
+
+    @property
+    def ending(self) -> str:
+        return "its node is lost, or the worker of Ray's that held it was killed" if self.lost else super().ending
+
+
+def main(argv: Sequence[str]) -> int:
+    at = list(argv).index("--") if "--" in argv else len(argv)
+    options, rest = parse(argv[:at]), argv[at + 1:]
+    try:
+        run = config.load(rest, USAGE)
+        bundle = bundle_of(run, options)
+    except ConfigError as error:
+        say.err(f"error: {error}")
+        return stops.USER_ERROR
+    asked: list[int] = []
+    ray.init(log_to_driver=False, logging_level="ERROR")
+    for number in stops.heeded():       # now: Ray has set handlers of its own
+        signal.signal(number, lambda number, frame: asked.append(number))
+    group = placement_group([bundle] * options.processes, strategy="PACK")
+    failures = restart.Failures(Path(run.run.dir), options.max_restarts)
+    try:
+        while _reserved(group, bundle, options.processes, run.distributed.timeout_s, asked):
+            outcome = life(group, options.processes, rest, bundle, asked)
+            wait_s = None if asked else failures.wait_s(outcome.code, outcome.words)
+            if wait_s is None:
+                return outcome.code
+            _sleep(wait_s, asked)
+        return stops.STOPPED if asked else stops.FAILED
+    finally:
+        remove_placement_group(group)
+        ray.shutdown()
+
+
+def parse(own: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m launch.ray", usage=USAGE, allow_abbrev=False, description=(
+        "Starts one run in N processes on a Ray cluster: RAY_ADDRESS's, else this machine's. The keys of a run: `-- --help`."))
+    parser.add_argument("--processes", type=int, required=True, metavar="N", help="how many processes, at least 1")
+    parser.add_argument("--gpus-per-process", type=int, metavar="G", help="GPUs of each, at best all of a host (default 1; 0 with "
+                        "mesh.simulated_devices)")
+    parser.add_argument("--cpus-per-process", type=int, default=1, metavar="C", help="cores that Ray reserves for each (default 1)")
+    parser.add_argument("--max-restarts", type=int, default=0, metavar="R", help="a run that fails is started again from its newest "
+                        "checkpoint, so many times in a row without a newer one (default 0)")
+    parsed, unknown = parser.parse_known_args(own)
+    if unknown:
+        parser.error(f"{unknown[0]} is no option of the launcher; the run file and its options stand behind --, e.g. "
+                     f"--processes {parsed.processes} -- {' '.join(unknown)}")
+    for option, least in (("processes", 1), ("gpus_per_process", 0), ("cpus_per_process", 1), ("max_restarts", 0)):
+        if (value := getattr(parsed, option)) is not None and value < least:
+            parser.error(f"--{option.replace('_', '-')} {value} is too few; use at least {least}")
+    if ray is None:
+        parser.error("ray is not installed here; pip install '.[ray]' where this repository lies")
+    return parsed
+
+
+def bundle_of(run: Run, options: argparse.Namespace) -> dict[str, int]:
+    """What Ray reserves for one process. Raises: ConfigError where that and the run contradict each other."""
+    total, count, given = run.mesh.simulated_devices, options.processes, run.distributed
+    if (given.coordinator_address, given.num_processes, given.process_id) != ("", 0, -1):
+        raise ConfigError("[distributed] is set here by the launcher; leave it out of the run file and the command line")
+    if total % count:
+        raise ConfigError(f"mesh.simulated_devices={total} cannot be divided among --processes {count}; use a multiple of {count}")
+    gpus = options.gpus_per_process if options.gpus_per_process is not None else 0 if total else 1
+    if total and gpus:
+        raise ConfigError(f"mesh.simulated_devices={total} needs no GPUs; leave --gpus-per-process {gpus} out, or simulate none")
+    if not total and not gpus:
+        raise ConfigError("--gpus-per-process 0 leaves the run without devices; give each process some, or mesh.simulated_devices")
+    return {"CPU": options.cpus_per_process} | ({"GPU": gpus} if gpus else {})
+
+
+def life(group, count: int, rest: Sequence[str], bundle: dict[str, int], asked: list[int]) -> supervise.Outcome:
+    """One start of all processes, to its end. asked: signals that have come and come meanwhile, which reach every process."""
+    start = time.monotonic()
+    # Threads: it is asked while it runs the process.
+    kind = ray.remote(num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_restarts=0, max_concurrency=4)(Process)
+    actors = [kind.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)).remote()
+              for i in range(count)]
+    try:
+        places = ray.get([actor.place.remote() for actor in actors], timeout=ANSWER_S)
+        # Host by host: the last axis of the placement is to stay inside a host.
+        order = sorted(range(count), key=lambda i: (places[i], i))
+        members = [Member(index, None, -1, actor=actors[i], host=places[i][0]) for index, i in enumerate(order)]
+        told = [] if count == 1 else [
+            f"--distributed.coordinator_address={_address(members[0].host, ray.get(members[0].actor.port.remote(), timeout=ANSWER_S))}",
+            f"--distributed.num_processes={count}"]
+        environ = {"PYTHONUNBUFFERED": "1"} | ({} if "GPU" in bundle else {"CUDA_VISIBLE_DEVICES": ""})
+        running = {member.actor.run.remote(["-m", "meshtrain.train", *rest, *told,
+                                            *([f"--distributed.process_id={member.index}"] if told else [])], environ, os.getcwd()): member
+                   for member in members}
+        return dataclasses.replace(supervise.conclude(_wait(running, start, asked)), asked=bool(asked))
+    except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
+        words = f"Ray could not start the processes: {str(error).strip().splitlines()[0]}"
+        say.err(words)
+        return supervise.Outcome(stops.FAILED, words=words, asked=bool(asked))
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+
+
+def _wait(running: dict, start: float, asked: list[int]) -> list[Member]:
+    """The processes in the order in which they ended. Once one has failed, the others have GRACE_S seconds to end by themselves, and
+    as long after SIGTERM."""
+    members, ended = list(running.values()), []
+    measures, deadline, passed_on = [signal.SIGTERM, signal.SIGKILL], None, 0
+    while running:
+        for number in asked[passed_on:]:
+            for member in members:
+                member.send(number)
+        passed_on = len(asked)
+        if deadline is not None and time.monotonic() >= deadline:
+            if not measures:
+                for member in running.values():     # killed, and nothing comes of it: nobody is there
+                    member.lose()
+                return ended + list(running.values())
+            number = measures.pop(0)
+            deadline = time.monotonic() + (supervise.GRACE_S if measures else ANSWER_S)
+            for member in running.values():
+                member.forced = True
+                member.send(number)
+        done, _ = ray.wait(list(running), timeout=POLL_S)
+        _hear([member for member in members if member.index == 0 and member.code is None and not member.lost])
+        for reference in done:
+            member = running.pop(reference)
+            member.ended_s = time.monotonic() - start
+            try:
+                member.code = ray.get(reference)
+                _hear([member])
+            except ray.exceptions.RayError:
+                member.lose()
+            ended.append(member)
+            if member.failed and deadline is None:
+                deadline = time.monotonic() + supervise.GRACE_S
+                for other in running.values():
+                    with contextlib.suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+                        other.pid, other.stopped = ray.get(other.actor.about.remote(), timeout=2 * POLL_S)
+    return ended
+
+
+def _hear(members: Sequence[Member]) -> None:
+    """Takes over what these have said; the first one's words are the driver's."""
+    for member in members:
+        with contextlib.suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+            for number, line in ray.get(member.actor.new_lines.remote(), timeout=ANSWER_S):
+                if not supervise.NOISE.search(line):
+                    member.lines.append(line)
+                if member.index == 0:
+                    with contextlib.suppress(OSError):      # nobody reads
+                        os.write(number, line)
+
+
+def _reserved(group, bundle: dict[str, int], count: int, limit_s: float, asked: list[int]) -> bool:
+    """Waits until the cluster has room for all, which it has not while a lost node is not replaced."""
+    begun = told = time.monotonic()
+    while not asked:
+        with contextlib.suppress(ray.exceptions.GetTimeoutError):
+            ray.get(group.ready(), timeout=1)
+            return True
+        now = time.monotonic()
+        free = {kind: round(n) for kind, n in ray.available_resources().items() if kind in ("CPU", "GPU")}
+        if now - begun > limit_s:
+            say.err(f"error: the cluster has no room for {count} processes of {bundle} within distributed.timeout_s={limit_s:g}; "
+                    f"free are {free}. Add nodes, or start fewer processes")
+            return False
+        if now - told > TOLD_EVERY_S:
+            told = now
+            say.err(f"waiting for room for {count} processes of {bundle}; free are {free}")
+    return False
+
+
+def _sleep(wait_s: float, asked: list[int]) -> None:
+    until = time.monotonic() + wait_s
+    while time.monotonic() < until and not asked:
+        time.sleep(POLL_S)
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+if __name__ == "__main__":
+    say.begin()
+    sys.exit(main(sys.argv[1:]))

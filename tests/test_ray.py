@@ -1,0 +1,180 @@
+"""launch/ray.py: its command line, and with Ray installed (extra `ray`) real runs: a killed worker, a killed node, a signal.
+
+Two raylets on this machine are the cluster; without Ray these tests are skipped.
+"""
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from launch import ray as launcher
+from slurm import rows, wait
+
+ROOT = Path(__file__).resolve().parent.parent
+START_S = 400       # a worker of Ray's, two processes that import, meet and compile, on a machine that has other things to do
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argv, parts", [
+    ([], ["usage:", "--processes"]), (["--processes", "0"], ["--processes 0", "at least 1"]),
+    (["--processes", "2", "--gpus-per-process", "-1"], ["--gpus-per-process -1", "at least 0"]),
+    (["--processes", "2", "--cpus-per-process", "0"], ["--cpus-per-process 0"]),
+    (["--processes", "2", "--max-restarts", "-1"], ["--max-restarts -1"]),
+    (["--processes", "2", "configs/quickstart.toml"], ["behind --", "-- configs/quickstart.toml"]),
+    (["--processes", "2", "--", "--training.stpes", "3"], ["error:", "training.steps"]),
+    (["--processes", "3", "--"], ["error:", "simulated_devices=8", "--processes 3"]),
+    (["--processes", "2", "--gpus-per-process", "1", "--"], ["error:", "simulated_devices=8", "--gpus-per-process 1"]),
+    (["--processes", "2", "--gpus-per-process", "0", "--", "configs/llama3-8b-64.toml"], ["error:", "--gpus-per-process 0"]),
+    (["--processes", "2", "--", "--distributed.num_processes", "2", "--distributed.process_id", "0",
+      "--distributed.coordinator_address", "a:1"], ["error:", "[distributed]"])])
+def test_a_mistake_is_exit_2_and_one_message(argv, parts, capsys, monkeypatch):
+    monkeypatch.setattr(launcher, "ray", object())      # nothing of it is asked
+    try:
+        code = launcher.main(argv)
+    except SystemExit as ended:
+        code = ended.code
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "") and [part for part in parts if part not in err] == [], err
+
+
+def test_ray_that_is_not_installed_is_told_with_its_extra(capsys, monkeypatch):
+    monkeypatch.setattr(launcher, "ray", None)
+    with pytest.raises(SystemExit) as ended:
+        launcher.main(["--processes", "2", "--"])
+    assert ended.value.code == 2 and "pip install '.[ray]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words, bundle", [
+    ("", {"CPU": 1}), ("--cpus-per-process 4", {"CPU": 4}), ("-- configs/llama3-8b-64.toml", {"CPU": 1, "GPU": 1}),
+    ("--gpus-per-process 8 -- configs/llama3-8b-64.toml", {"CPU": 1, "GPU": 8})])
+def test_a_bundle_holds_what_a_process_takes(words, bundle, monkeypatch):
+    monkeypatch.setattr(launcher, "ray", object())
+    own, _, rest = f"--processes 2 {words}".partition(" -- ")
+    run = launcher.config.load(rest.split())
+    assert launcher.bundle_of(run, launcher.parse(own.split())) == bundle
+
+
+def test_a_lost_node_is_the_culprit_whatever_died_first_of_it(capfd):
+    """Its peers' connections break at once; Ray notices half a minute later, when they have ended of it."""
+    peer, lost = (launcher.Member(index, None, -1, host=f"host{index}") for index in (0, 1))
+    peer.code, peer.ended_s, lost.forced = 1, 3.0, True
+    lost.lose()
+    peer.lines.append(b"Connection closed by peer")
+    outcome = launcher.supervise.conclude([peer, lost])
+    assert (outcome.code, outcome.culprit) == (1, 1)
+    assert "process 1 (host1) failed first" in capfd.readouterr().err and "its node is lost" in outcome.words
+
+
+# ---- a real cluster --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    pytest.importorskip("ray", reason="extra `ray` is not installed")
+    from ray.cluster_utils import Cluster
+    os.environ["PYTHONPATH"] = str(ROOT)        # of the workers
+    ours = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0})
+    ours.add_node(num_cpus=1, num_gpus=0)
+    ours.wait_for_nodes()
+    yield ours
+    ours.shutdown()
+
+
+class Driver:
+    """`python -m launch.ray` and what it says."""
+
+    def __init__(self, cluster, folder: Path, *words: str):
+        self.directory, self.said = folder / "run", []
+        environ = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "launch.ray", *words, "--run.dir", str(self.directory)], cwd=ROOT, text=True,
+            env=environ | {"RAY_ADDRESS": cluster.address, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self.reader = threading.Thread(target=lambda: self.said.extend(self.process.stdout), daemon=True)
+        self.reader.start()
+
+    @property
+    def output(self) -> str:
+        return "".join(self.said)
+
+    def stepping(self, beyond: int) -> None:
+        def there():
+            assert self.process.poll() is None, self.output[-3000:]
+            return rows(self.directory) and rows(self.directory)[-1]["step"] > beyond
+        wait(lambda: f"steps beyond {beyond}: {self.output[-3000:]}", there, START_S)
+
+    def saved(self) -> int:
+        return max((int(path.name) for path in (self.directory / "checkpoints").glob("[0-9]*") if path.name.isdecimal()), default=0)
+
+    def trains(self, index: int) -> int:
+        """The pid of process `index` of the run."""
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                words = path.read_bytes().decode().split("\0")
+            except OSError:
+                continue
+            if str(self.directory) in words and f"--distributed.process_id={index}" in words:
+                return int(path.parent.name)
+        return 0
+
+
+@pytest.fixture
+def driver(cluster, tmp_path):
+    (tmp_path / "corpus.txt").write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(600)))
+    values = {"run.compilation_cache": tmp_path.parent / "cache", "run.sample_tokens": 0, "mesh.data": 1, "mesh.fsdp": 2, "mesh.tensor": 1,
+              "mesh.simulated_devices": 2, "sharding.rules": ROOT / "sharding_rules" / "zero3.toml", "model.vocab_size": 257,
+              "model.embed_dim": 32, "model.num_layers": 1, "model.num_heads": 2, "model.num_kv_heads": 1, "model.mlp_dim": 64,
+              "data.source": "text", "data.paths": json.dumps([str(tmp_path / "corpus.txt")]), "data.seq_len": 32,
+              "data.global_batch": 8, "validation.batches": 1, "optimizer.warmup_steps": 2, "optimizer.schedule": "constant",
+              "training.steps": 1_000_000, "checkpoint.every": 50}
+    one = Driver(cluster, tmp_path, "--processes", "2", "--max-restarts", "2", "--",
+                 *(word for key, value in values.items() for word in (f"--{key}", str(value))))
+    yield one
+    if one.process.poll() is None:
+        one.process.kill()
+
+
+@pytest.mark.slow
+def test_a_run_outlives_a_killed_process_and_a_killed_node_and_stops_when_it_is_asked(driver, cluster):
+    driver.stepping(60)
+    wait("a checkpoint", driver.saved, 60)
+    began, saved = time.monotonic(), driver.saved()
+    os.kill(driver.trains(1), signal.SIGKILL)
+    wait(lambda: driver.output[-3000:], lambda: "starting again from step" in driver.output, 120)
+    print(f"killed process: told after {time.monotonic() - began:.1f} s")
+    assert re.search(r"process 1 \(\S+\) failed first, .*SIGKILL", driver.output), driver.output[-3000:]
+    wait(lambda: driver.output[-3000:], lambda: "going on after step" in driver.output, START_S)
+    driver.stepping(saved + 100)
+    print(f"killed process: 100 steps on after {time.monotonic() - began:.1f} s")
+
+    began, before = time.monotonic(), len(driver.output)
+    on_node = {node.node_id: node for node in cluster.worker_nodes}
+    cluster.remove_node(next(iter(on_node.values())), allow_graceful=False)
+    wait(lambda: driver.output[-3000:], lambda: "starting again from step" in driver.output[before:], 180)
+    print(f"killed node: told after {time.monotonic() - began:.1f} s")
+    assert re.search(r"process \d \(\S+\) failed first: its node is lost|failed first, .*: its node is lost", driver.output[before:])
+    cluster.add_node(num_cpus=1, num_gpus=0)
+    wait(lambda: driver.output[-3000:], lambda: "going on after step" in driver.output[before:], START_S)
+    step = rows(driver.directory)[-1]["step"]
+    driver.stepping(step + 5)
+    print(f"killed node: going on after {time.monotonic() - began:.1f} s")
+
+    driver.process.send_signal(signal.SIGTERM)
+    assert driver.process.wait(120) == 75
+    driver.reader.join(10)
+    assert "the same command goes on from there" in driver.output and driver.saved() == rows(driver.directory)[-1]["step"]
+    steps = [row["step"] for row in rows(driver.directory)]
+    assert steps == list(range(1, steps[-1] + 1))
