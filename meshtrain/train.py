@@ -39,6 +39,7 @@ from meshtrain.run.local_tier import LocalTier
 from meshtrain.run.profiling import Trace
 from meshtrain.run.progress import Progress
 from meshtrain.run.record import Record, TooManySkippedSteps
+from meshtrain.run.replicas import Replicas, ReplicasDiffer
 from meshtrain.run.stops import DONE, FAILED, STOPPED, USER_ERROR
 from meshtrain.run.validation import Validation
 from meshtrain.training.state import State
@@ -66,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         if jax.process_index() == 0:
             say.err(f"stopped: {error}")
         return FAILED
-    except (CheckpointError, assembly.BrokenProgramError) as error:
+    except (CheckpointError, assembly.BrokenProgramError, ReplicasDiffer) as error:
         return _fail(FAILED, f"error: {error}", error)
     except Exception as error:
         _wait_for_stop(error)
@@ -145,6 +146,7 @@ def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: B
         if batches.validation:
             made = agree.everywhere(lambda: assembly.compile_evaluation(made))
         step = agree.everywhere(lambda: assembly.compile_step(made))
+        checked = _replicas(run, made)
     say.out(report.compiled(step, made, time.perf_counter() - started))
     resume.begin(run, start, checkpoints, directory, made.layout.rules.text, near)
     if start.saved is None:
@@ -164,8 +166,11 @@ def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: B
                              part="checkpoint")
             exported = loop.Hook(lambda number, ending: run.checkpoint.export == "every" and (ending or checkpoints.due(number)),
                                  lambda number, state: _export(run, made, directory, number, state.params, corpus.tokenizer.bos) or {})
+            saving = (save, kept, exported)
+            if checked:
+                saving = (checked.hook(run.training.check_replicas_every, saving), *saving)
             state, done = loop.train(made.program, step, state, batches, run.training.steps, run.data.prefetch, record,
-                                     (validation.hook(), trace.hook(), save, kept, exported), stop)
+                                     (validation.hook(), trace.hook(), *saving), stop)
         with account.to("checkpoint"), watch.phase("last checkpoint", "save"):
             checkpoints.wait()
             near.forget()
@@ -180,6 +185,18 @@ def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: B
     with watch.phase("sample of text", "compile"):
         _tell_the_end(run, made, corpus, state, validation.loss, stop.agreed, directory)
     return DONE
+
+
+def _replicas(run: Run, made: assembly.Assembly) -> Replicas | None:
+    """What checks the replicas of the state, if the run asks for it and there are any."""
+    if not run.training.check_replicas_every:
+        return None
+    found = Replicas(made.program.spec.with_shardings(), made.mesh)
+    if not found.any:
+        say.out(f"training.check_replicas_every={run.training.check_replicas_every}: nothing but scalars is replicated on this mesh, so there "
+                "is nothing to compare, and it is off")
+        return None
+    return found.compile()
 
 
 def _export(run: Run, made: assembly.Assembly, directory: Path, step: int, weights: dict, bos: int) -> None:

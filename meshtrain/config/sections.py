@@ -195,6 +195,7 @@ class Training(Section):
     z_loss: float = key(0.0, "weight of the squared log-partition, which keeps logits small; 0 = off", ge=0)
     loss_chunk: int = key(2048, "tokens whose logits are held at once; below it the head waits for memory on GPUs", ge=1)
     deterministic: bool = key(False, "the same bits in every run on the same GPUs, at some speed; CPUs give them anyway")
+    check_replicas_every: int = key(0, "steps between checks that replicas have the same bits, also before each save; 0 = none", ge=0)
     max_skipped_steps: int = key(10, "steps in a row without a finite gradient before the run stops", ge=1)
     step_timeout_s: int = key(
         0, "seconds after which a step hangs, and the run ends; 0 = 10 times the median step, 60 at least; -1 = never", ge=-1

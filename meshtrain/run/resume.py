@@ -46,7 +46,7 @@ CHANGES = (
     ("data.prefetch", FREE), ("data.cache", FREE), ("data.validation_paths", FREE), ("data.validation_sources", FREE), ("data.skip_batches", FREE),
     ("data.*", CONTENT),
     ("optimizer.name", STAYS), ("lora.export", FREE), ("lora.*", STAYS),
-    ("training.max_skipped_steps", FREE), ("training.objective", STAYS),
+    ("training.max_skipped_steps", FREE), ("training.check_replicas_every", FREE), ("training.objective", STAYS),
     ("validation.*", FREE), ("checkpoint.*", FREE), ("metrics.*", FREE), ("distributed.*", FREE),
     ("*", RECORDED),
 )

@@ -1,0 +1,116 @@
+"""Silent faults: replicas of one shard must have the same bits, and a device that miscomputes or forgets gives its own other ones.
+
+Every device sums the 32-bit words of its shards, each times an odd number of its place, modulo 2**32: one flipped bit always
+changes the sum. The sums (4 bytes per array and device) are gathered, and every process compares those of the same shard. That
+reads the state once, and needs no second copy of it. What has no replica (most of a ZeRO-3 state) cannot be checked so.
+
+It must not know what the state means: any pytree of jax arrays on one mesh will do.
+"""
+from __future__ import annotations
+
+import collections
+import math
+import socket
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from meshtrain.cluster import agree
+from meshtrain.run.loop import Hook
+
+MOST_NAMED = 3      # arrays in a message
+WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}     # by bytes of an element; of 8 bytes two
+
+
+class ReplicasDiffer(RuntimeError):
+    """A device holds other bits than its replicas: nothing computed since can be believed."""
+
+
+class Replicas:
+    """The replicas of a state. state: a pytree of arrays, or ShapeDtypeStructs, with NamedShardings on `mesh`."""
+
+    def __init__(self, state, mesh: Mesh):
+        self.mesh = mesh
+        self.leaves = [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf, _replicated(leaf, mesh))
+                       for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
+        specs = tuple(leaf.sharding.spec for _, leaf, axes in self.leaves if axes)
+        self._abstract = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for _, leaf, axes in self.leaves if axes]
+        local = lambda *shards: jnp.stack([_sum(shard) for shard in shards])[None]
+        summed = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(mesh.axis_names), check_vma=False)
+        self._sums = jax.jit(summed, out_shardings=NamedSharding(mesh, P()))    # an all-gather, 4 bytes per array and device
+
+    @property
+    def any(self) -> bool:
+        """Whether anything but scalars has replicas."""
+        return any(axes and leaf.shape for _, leaf, axes in self.leaves)
+
+    def compile(self) -> "Replicas":
+        """Ready to check, so that the first time takes no longer than others."""
+        self._sums = self._sums.lower(*self._abstract).compile()
+        return self
+
+    def hook(self, every: int, saving: Sequence[Hook]) -> Hook:
+        """Checks every `every` steps and before each of the hooks that keep the state, so that nothing that is kept has a fault in it
+        that replicas show. Raises: ReplicasDiffer."""
+        return Hook(lambda step, ending: step % every == 0 or any(hook.due(step, ending) for hook in saving),
+                    lambda step, state: self.check(step, state) or {})
+
+    def check(self, step: int, state) -> None:
+        """Raises: ReplicasDiffer, in every process alike, with the arrays and devices."""
+        if faults := self.faults(state):
+            hosts = agree.exchange(socket.gethostname())
+            place = lambda device: f"device {device.id} (process {device.process_index} on {hosts[device.process_index]})"
+            told = "; ".join(f"{name}: {_said(groups, place)}" for name, groups in faults[:MOST_NAMED])
+            more = f"; and {len(faults) - MOST_NAMED} arrays more" if len(faults) > MOST_NAMED else ""
+            raise agree.agreed(ReplicasDiffer(
+                f"step {step}: replicas that must have the same bits differ in {told}{more}. A device has miscomputed or lost a bit: this "
+                "state is not saved, and the same command goes on from the last checkpoint. Test the devices that are named, or leave "
+                "them out"))
+
+    def faults(self, state) -> list[tuple[str, list[list[jax.Device]]]]:
+        """(array, its devices by the bits that they hold, the most frequent first) of every shard whose replicas differ."""
+        checked = [(name, axes) for name, _, axes in self.leaves if axes]
+        leaves = [leaf for leaf, (_, _, axes) in zip(jax.tree.leaves(state), self.leaves, strict=True) if axes]
+        if not leaves:
+            return []
+        table = np.asarray(self._sums(*leaves).addressable_data(0)).reshape(*self.mesh.devices.shape, len(leaves))
+        found = []
+        for number, (name, axes) in enumerate(checked):
+            sums, along = table[..., number], tuple(self.mesh.axis_names.index(axis) for axis in axes)
+            if (sums == sums.max(along, keepdims=True)).all():
+                continue
+            rows = np.moveaxis(sums, along, range(len(along))).reshape(math.prod(sums.shape[i] for i in along), -1)
+            devices = np.moveaxis(self.mesh.devices, along, range(len(along))).reshape(rows.shape)
+            for column in np.flatnonzero((rows != rows[0]).any(0)):
+                groups = collections.defaultdict(list)
+                for device, held in zip(devices[:, column], rows[:, column]):
+                    groups[int(held)].append(device)
+                found.append((name, sorted(groups.values(), key=len, reverse=True)))
+        return found
+
+
+def _replicated(leaf, mesh: Mesh) -> tuple[str, ...]:
+    """The mesh axes over which an array has replicas."""
+    split = {axis for part in leaf.sharding.spec if part for axis in ((part,) if isinstance(part, str) else part)}
+    return tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1 and axis not in split) if math.prod(leaf.shape) else ()
+
+
+def _sum(shard):
+    """Of one device's shard: uint32."""
+    words = jax.lax.bitcast_convert_type(shard, WORDS[shard.dtype.itemsize]) if shard.dtype != bool else shard
+    words = words.astype(jnp.uint32)
+    place, stride = jnp.zeros((), jnp.uint32), 2
+    for dim in reversed(range(words.ndim)):
+        place, stride = place + jnp.uint32(stride % 2**32) * jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim), stride * words.shape[dim]
+    return jnp.sum(words * (place + 1), dtype=jnp.uint32)
+
+
+def _said(groups: list[list[jax.Device]], place: Callable[[jax.Device], str]) -> str:
+    most, others = groups[0], [device for group in groups[1:] for device in group]
+    if len(groups[1]) == len(most):     # nobody knows which is right
+        return " and ".join(", ".join(map(place, group)) for group in groups)
+    named = ", ".join(map(place, others[:8])) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
+    return f"{named} against {len(most)} others"
