@@ -13,6 +13,8 @@ import jax
 import pytest
 
 from meshtrain import config, report
+from meshtrain.cluster import watch
+from meshtrain.cluster.stacks import State
 from meshtrain.config import ConfigError
 from meshtrain.run import goodput, history, measured, metrics, record
 
@@ -215,15 +217,17 @@ def test_a_clock_that_went_back_between_two_hosts_gives_no_negative_time(life):
 @pytest.mark.parametrize("idle_s, stacks, hang_s", [(600.0, False, 600.0), (600.0, True, 600.0), (30.0, True, 30.0), (30.0, False, 0.0)])
 def test_a_try_that_was_stuck_before_it_was_killed_hung(life, idle_s, stacks, hang_s):
     life.try_(0, 8, idle_s=idle_s)
-    if stacks:
-        (life.directory / "stacks").mkdir()
-        (life.directory / "stacks" / "process-1.txt").write_text("Thread 0x01")
-        os.utime(life.directory / "stacks" / "process-1.txt", (life.clocks.wall, life.clocks.wall))
+    for state in ("hangs", "runs") if stacks else ("runs",):        # a process that was killed leaves a file, too
+        place = life.directory / watch.STACKS / ("try-1" if state == "hangs" else "")
+        place.mkdir(parents=True, exist_ok=True)
+        told = State(1, 2, "host", 17, "a", "step 9", life.clocks.wall - idle_s, 9, "1", state, "too long")
+        (place / "process-1.txt").write_bytes(told.head() + b'Thread 0x0000000000000001 (most recent call first):\n  File "a.py", line 1 in f\n' * (state == "hangs"))
+        os.utime(place / "process-1.txt", (life.clocks.wall, life.clocks.wall))
     life.try_(8, 9, ends="finished")
     told = life.told()
     assert told["time_s"]["hang"] == pytest.approx(hang_s) and told["time_s"]["the rest"] == pytest.approx(30.0 - min(hang_s, 30.0))
     how = told["starts"][0]["how"]
-    assert ("see stacks/" in how) == stacks and ("stuck for 10.0 min after step 8" in how) == (hang_s == 600 and not stacks)
+    assert ("process 1 hangs in step 9" in how) == stacks and ("stuck for 10.0 min after step 8" in how) == (hang_s == 600 and not stacks)
 
 
 def test_slow_steps_are_no_hang(life):

