@@ -1,6 +1,7 @@
 """Projections in float8: against the quantised computation written out, on every layout, and as a GPU's float8 matmuls."""
 import functools
 import math
+import re
 import types
 
 import jax
@@ -17,6 +18,7 @@ from meshtrain.layout.mesh import MeshSpec
 from meshtrain.layout.rules import Layout
 from meshtrain.model import float8, layers
 from meshtrain.names import AXES
+from meshtrain.training import objective
 from meshtrain.training.state import State
 from test_layouts import GPT2, ONE, RULES, Compiled, rows, run_of
 
@@ -252,6 +254,42 @@ def test_biases_and_norms_of_heads_go_with_float8(variant):
     norm = math.sqrt(sum(float(np.sum(np.square(m))) for m in jax.tree.leaves(moments)))
     for g, e in zip(jax.tree.leaves(got), jax.tree.leaves(moments), strict=True):
         assert np.linalg.norm(g - e) <= NEAR * max(np.linalg.norm(e), 1e-2 * norm)      # a key's bias has a gradient of zero
+
+
+# Every expert for every token: the float8 numbers that layouts differ in would send a token elsewhere.
+EXPERTS = FLOAT8 | dict(num_experts=4, experts_per_token=4, expert_mlp_dim=24, shared_expert_dim=16)
+
+
+def float8_products(model: dict) -> int:
+    """Of a layer's forward."""
+    made = assembly.assemble(run_of("ddp", ONE, model), jax.devices()[:1])
+    layer, ex = made.model.groups[0].period[0], made.program.execution
+    arrays = {name: jnp.zeros((2, T) if dims else 2, jnp.int32) for name, (dims, _) in objective.of_run(made.run.training).fields.items()}
+    with jax.set_mesh(made.mesh):
+        f = lambda w, x: layer.bind(w)(ex, x, made.model.inputs(arrays), 0)[0]
+        text = str(jax.make_jaxpr(f)(jax.eval_shape(layer.init, jax.random.key(0)),
+                                     jax.ShapeDtypeStruct((2, T, made.run.model.embed_dim), ex.dtype)))
+    made_float8 = {line.split(":")[0].strip() for line in text.splitlines() if re.match(r"\s*\w+:f8_e4m3fn\S* = ", line)}
+    dots = re.findall(r"dot_general\[.*?\]\s+(\w+) (\w+)", text, re.DOTALL)
+    return sum({a, b} <= made_float8 for a, b in dots)
+
+
+def test_projections_of_all_tokens_are_in_float8_and_routed_experts_are_not():
+    assert float8_products(FLOAT8) == 7             # query, key, value, out; gate, up, down
+    assert float8_products(EXPERTS) == 7            # the shared experts' three
+    assert float8_products(EXPERTS | dict(shared_expert_dim=0)) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.grid
+@pytest.mark.parametrize("rule, mesh", [("zero3_expert", dict(data=2, fsdp=2)), ("zero3_tensor_sequence_expert", dict(fsdp=2, tensor=2))])
+def test_experts_beside_float8_compute_what_one_device_does(rule, mesh):
+    one = Compiled(run_of("ddp", ONE, EXPERTS))
+    params = jax.device_get(one.made.model.init(jax.random.key(0)))
+    (loss,), moments = one.train(params, 1)
+    losses, got = Compiled(run_of(rule, mesh, EXPERTS, dict(remat="full"))).train(params, 1)
+    assert abs(losses[0] - loss) < 1e-5 * loss
+    assert max(relative(got["layers"], moments["layers"])) < NEAR
 
 
 @pytest.mark.slow

@@ -146,8 +146,6 @@ def _expert_problems(run: Run):
                f"{E // groups} experts each; use a limit of at least {-(-K * groups // E)}")
     if model.mlp_bias:
         yield "model.mlp_bias=true: experts have no biases; leave it out"
-    if model.matmul_dtype == "float8":
-        yield 'model.matmul_dtype="float8": experts are not multiplied in float8; use "auto"'
 
 
 def _reads_bytes(run: Run) -> bool:

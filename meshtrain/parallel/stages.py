@@ -39,7 +39,7 @@ def problems(run, loaded: Rules, sizes) -> list[str]:
                       'in the slots of the schedule, on the device; use training.remat="full"')
     if run.model.first_dense_layers:
         faults.append(f"model.first_dense_layers={run.model.first_dense_layers} makes layers of two kinds, and stages of a pipeline must "
-                      "be equal; set mesh.stage to 1")
+                      "be equal; set mesh.stage to 1, or model.first_dense_layers to 0")
     filled = padded(run.model, num_stages * chunks)
     if filled > num_layers and run.pipeline.uneven == "refuse":
         whole = f" in periods of model.global_every={together}" if together > 1 else ""

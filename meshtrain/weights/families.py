@@ -227,8 +227,9 @@ FAMILIES = {one.model_type: one for one in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, 
 
 # Known, and not read: what [model] lacks for them.
 LACKING = {
-    "qwen2_moe": "a gate of the shared expert", "gpt_oss": "attention sinks and biases of experts",
-    "deepseek_v3": "multi-head latent attention",
+    "qwen2_moe": "a gate of the shared expert",
+    "gpt_oss": "attention sinks, biases of the router and of experts, a clamped SwiGLU and weights in MXFP4",
+    "deepseek_v3": "multi-head latent attention and weights in float8 with scales by block",
     "gemma3": "other inputs than text", "mistral3": "other inputs than text", "llama4": "other inputs than text",
     "mllama": "other inputs than text", "qwen2_vl": "other inputs than text", "qwen2_5_vl": "other inputs than text",
 }
