@@ -39,6 +39,7 @@ USAGE = ("python -m launch.ray --processes N [--gpus-per-process G] [--cpus-per-
          "-- [RUN.toml] [--section.key value ...]")
 FIRST_PORT, LAST_PORT = 20_000, 29_999      # above those of Ray's workers, below those of outgoing connections
 POLL_S = 0.3
+FIRST_TOLD_S = 5.0      # that there is no room yet
 ANSWER_S = 60.0         # for an actor to answer; a node that is lost is noticed by Ray after about half as long
 TOLD_EVERY_S = 30.0
 
@@ -139,7 +140,18 @@ def main(argv: Sequence[str]) -> int:
         say.err(f"error: {error}")
         return stops.USER_ERROR
     asked: list[int] = []
-    ray.init(log_to_driver=False, logging_level="ERROR")
+    try:
+        ray.init(log_to_driver=False, logging_level="ERROR")
+    except (KeyboardInterrupt, SystemExit):     # Ray's own handlers
+        say.err("stopped before the first step; the same command starts again")
+        return stops.STOPPED
+    except ConnectionError as error:
+        say.err(f"error: no Ray cluster at RAY_ADDRESS={os.environ.get('RAY_ADDRESS', '')} ({_first_line(error)}); give the address "
+                "of one that runs, or unset it to use this machine")
+        return stops.USER_ERROR
+    except Exception as error:
+        say.err(f"error: Ray does not start: {_first_line(error)}")
+        return stops.FAILED
     for number in stops.heeded():       # now: Ray has set handlers of its own
         signal.signal(number, lambda number, frame: asked.append(number))
     group = placement_group([bundle] * options.processes, strategy="PACK")
@@ -214,7 +226,7 @@ def life(group, count: int, rest: Sequence[str], bundle: dict[str, int], asked: 
                    for member in members}
         return dataclasses.replace(supervise.conclude(_wait(running, start, asked)), asked=bool(asked))
     except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
-        words = f"Ray could not start the processes: {str(error).strip().splitlines()[0]}"
+        words = f"Ray could not start the processes: {_first_line(error)}"
         say.err(words)
         return supervise.Outcome(stops.FAILED, words=words, asked=bool(asked))
     finally:
@@ -275,19 +287,24 @@ def _hear(members: Sequence[Member]) -> None:
 
 def _reserved(group, bundle: dict[str, int], count: int, limit_s: float, asked: list[int]) -> bool:
     """Waits until the cluster has room for all, which it has not while a lost node is not replaced."""
-    begun = told = time.monotonic()
+    begun = time.monotonic()
+    tell, ready = begun + FIRST_TOLD_S, group.ready()
     while not asked:
-        with contextlib.suppress(ray.exceptions.GetTimeoutError):
-            ray.get(group.ready(), timeout=1)
+        try:
+            ray.get(ready, timeout=1)
             return True
+        except ray.exceptions.GetTimeoutError:
+            pass
+        except ray.exceptions.RayError:     # it asked a node that is lost
+            ready = group.ready()
         now = time.monotonic()
         free = {kind: round(n) for kind, n in ray.available_resources().items() if kind in ("CPU", "GPU")}
         if now - begun > limit_s:
             say.err(f"error: the cluster has no room for {count} processes of {bundle} within distributed.timeout_s={limit_s:g}; "
                     f"free are {free}. Add nodes, or start fewer processes")
             return False
-        if now - told > TOLD_EVERY_S:
-            told = now
+        if now > tell:
+            tell = now + TOLD_EVERY_S
             say.err(f"waiting for room for {count} processes of {bundle}; free are {free}")
     return False
 
@@ -296,6 +313,10 @@ def _sleep(wait_s: float, asked: list[int]) -> None:
     until = time.monotonic() + wait_s
     while time.monotonic() < until and not asked:
         time.sleep(POLL_S)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _address(host: str, port: int) -> str:

@@ -58,6 +58,21 @@ def test_ray_that_is_not_installed_is_told_with_its_extra(capsys, monkeypatch):
     assert ended.value.code == 2 and "pip install '.[ray]'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("error, code, said", [
+    (ConnectionError("nobody answers\nat all"), 2, "RAY_ADDRESS=a:1 (nobody answers)"), (SystemExit(15), 75, "stopped"),
+    (KeyboardInterrupt(), 75, "stopped"), (Exception("the node timed out"), 1, "Ray does not start: the node timed out")])
+def test_a_cluster_that_does_not_come_is_told_without_a_traceback(error, code, said, capsys, monkeypatch):
+    class Ray:
+        @staticmethod
+        def init(**options):
+            raise error
+
+    monkeypatch.setattr(launcher, "ray", Ray)
+    monkeypatch.setenv("RAY_ADDRESS", "a:1")
+    assert launcher.main(["--processes", "2", "--"]) == code
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words, bundle", [
     ("", {"CPU": 1}), ("--cpus-per-process 4", {"CPU": 4}), ("-- configs/llama3-8b-64.toml", {"CPU": 1, "GPU": 1}),
     ("--gpus-per-process 8 -- configs/llama3-8b-64.toml", {"CPU": 1, "GPU": 8})])
