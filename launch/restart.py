@@ -59,18 +59,15 @@ class Failures:
         count = len(self.said)
         if count > self.most:
             if self.most:
-                say.err(f"given up after {count} failures in a row without a checkpoint newer than {self._where}:")
+                say.err(f"given up after {count} failures in a row without a newer checkpoint than "
+                        f"{f'that of step {reached}' if reached else 'none'}:")
                 for number, one in enumerate(self.said, 1):
                     say.err(f"  {number}: {one}")
             return None
         wait_s = min(FIRST_S * 2 ** (count - 1), LONGEST_S)
-        say.err(f"starting again from {self._where} in {wait_s:g} s (failure {count} without a newer checkpoint; "
-                f"given up after {self.most + 1})")
+        say.err(f"starting again from {f'step {reached}' if reached else 'the beginning'} in {wait_s:g} s (failure {count} without a "
+                f"newer checkpoint; given up after {self.most + 1})")
         return wait_s
-
-    @property
-    def _where(self) -> str:
-        return f"step {self.step}" if self.step else "step 0: none is saved"
 
 
 def main(argv: Sequence[str]) -> int:

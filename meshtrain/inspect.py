@@ -26,7 +26,7 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
     with say.without_noise():
         importlib.import_module("jax")
 
-from meshtrain import assembly, config
+from meshtrain import assembly, config, elastic
 from meshtrain import devices as local_devices
 from meshtrain.config import ConfigError
 from meshtrain.cost import assumptions, audit, beside, chart, expect, facts, hardware, report, roofline, simulate, unasked
@@ -56,6 +56,9 @@ def main(argv: Sequence[str]) -> int:
             if not as_json:
                 return 0
         devices = _devices(run, own["topology"])
+        run, fewer = elastic.fitted(run, len(devices))
+        if fewer and not as_json:
+            say.out(fewer)
         made = assembly.assemble(run, devices)
         if given and not roofline.gpu_of(made):
             raise ConfigError("--assume changes the roofline, and there is none without a GPU of known speed; "

@@ -23,7 +23,7 @@ if __name__ == "__main__":      # now, not in main: importing jax takes seconds,
 
 import jax
 
-from meshtrain import assembly, config, devices, trained
+from meshtrain import assembly, config, devices, elastic, trained
 from meshtrain.cluster import agree, find, meet, watch
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost import audit, beside, facts, flops, hardware, report, roofline, unasked
@@ -57,8 +57,9 @@ def main(argv: Sequence[str]) -> int:
         # Which process this is belongs to no run.
         run = run.model_copy(update={"distributed": config.Distributed(timeout_s=run.distributed.timeout_s)})
         found, run = _devices(run, argv, cluster)
+        run, fewer = elastic.fitted(run, len(found))
         with watch.on(_limits(run), jax.process_index(), jax.process_count(), say.err) as watchdog:
-            return _run(run, found, account, watchdog)
+            return _run(run, found, fewer, account, watchdog)
     except ConfigError as error:
         return _fail(USER_ERROR, f"error: {error}", error)
     except meet.PeerError as error:
@@ -79,10 +80,12 @@ def _limits(run: Run) -> watch.Limits:
     return watch.Limits(t.step_timeout_s, run.distributed.timeout_s, t.compile_timeout_s, t.restore_timeout_s, t.save_timeout_s)
 
 
-def _run(run: Run, found: Sequence[jax.Device], account: goodput.Account, watchdog: watch.Watchdog) -> int:
+def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Account, watchdog: watch.Watchdog) -> int:
     stops.end_together(agree.part)
     if jax.process_index() > 0:
         sys.stdout = open(os.devnull, "w")      # process 0 speaks for all
+    if fewer:
+        say.out(fewer)
     agree.same_everywhere("the run", config.dump(run))
     made = agree.everywhere(lambda: assembly.assemble(run, found))
     with rundir.claimed(run) as directory, watchdog.kept_in(directory / watch.STACKS):

@@ -50,7 +50,7 @@ def test_a_run_is_given_up_after_as_many_failures_in_a_row_with_the_last_words_o
     assert [failures.wait_s(1, f"word {i}") for i in range(3)] == [5, 10, None]
     told = capfd.readouterr().err.splitlines()
     assert told[0].startswith("starting again from step 20 in 5 s") and "given up after 3" in told[0]
-    assert told[2:] == ["given up after 3 failures in a row without a checkpoint newer than step 20:",
+    assert told[2:] == ["given up after 3 failures in a row without a newer checkpoint than that of step 20:",
                         "  1: word 0", "  2: word 1", "  3: word 2"]
 
 

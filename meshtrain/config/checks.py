@@ -70,6 +70,9 @@ def _mesh_problems(run: Run):
         size = getattr(mesh, axis)
         if size == 0:
             yield f"mesh.{axis}=0 leaves no device; use 1, or -1 for the devices that are left"
+    if mesh.full_devices and not rest:
+        yield (f"mesh.full_devices={mesh.full_devices} is for an axis that shrinks where fewer devices are there, and none is -1; use "
+               "mesh.data=-1 or mesh.fsdp=-1, or leave full_devices out")
     if sorted(mesh.placement) != sorted(AXES):
         yield f"mesh.placement={toml(mesh.placement)} must name each axis once; use e.g. {toml(Mesh().placement)}"
     rules = run.sharding.rules

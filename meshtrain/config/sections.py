@@ -54,6 +54,9 @@ class Mesh(Section):
     placement: tuple[str, ...] = key(
         PLACEMENT, "the five axes, from the slowest link to the fastest", strict=False
     )
+    full_devices: int = key(
+        0, "devices that training.microbatches is meant for: on fewer, the axis of -1 shrinks and microbatches grow; 0 = those there", ge=0
+    )
     simulated_devices: int = key(0, "CPU devices to simulate, the total over all processes; 0 = the real devices", ge=0, le=4096)
 
 

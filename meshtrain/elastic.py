@@ -1,0 +1,58 @@
+"""A run on fewer devices than it was laid out for: the same batches in more microbatches, so that no device holds more of them.
+
+mesh.full_devices says for how many devices training.microbatches is meant. The mesh's axis of -1 takes those that are there, and
+each device works through more microbatches of as many sequences as before. What fsdp shards is shared by fewer: that part of the
+memory of a device grows.
+"""
+from __future__ import annotations
+
+from meshtrain import assembly, config
+from meshtrain.config import ConfigError, Run
+from meshtrain.layout import rules
+from meshtrain.layout.rules import Layout
+from meshtrain.model import transformer
+from meshtrain.names import AXES
+
+
+def fitted(run: Run, num_devices: int) -> tuple[Run, str]:
+    """(the run as it is on these devices, with mesh.full_devices done; what to tell, empty where nothing changes).
+
+    Raises: ConfigError where its batch cannot be split over so few.
+    """
+    full = run.mesh.full_devices
+    plain = run.model_copy(update={"mesh": run.mesh.model_copy(update={"full_devices": 0})})
+    if not full or num_devices >= full:
+        return plain, ""
+    sizes, wanted = config.mesh_sizes(run, num_devices), config.mesh_sizes(run, full)
+    with config.user_errors():
+        loaded = rules.load(run.sharding.rules)
+    (shrunk,) = (axis for axis in AXES if getattr(run.mesh, axis) == -1)
+    batch_axes = loaded.mesh_axes("activations", "batch")
+    if shrunk not in batch_axes:
+        raise ConfigError(f"mesh.{shrunk}=-1 shrinks from {wanted[shrunk]} to {sizes[shrunk]} on {num_devices} of mesh.full_devices="
+                          f"{full} devices, and each would hold more of the model; give -1 to an axis that splits the batch "
+                          f"({', '.join(f'mesh.{axis}' for axis in batch_axes) or 'none in these rules'}), or leave full_devices out")
+    batch, before = run.data.global_batch, run.training.microbatches
+    ways, ways_before = (Layout(loaded, of).ways(batch_axes) for of in (sizes, wanted))
+    held = max(1, batch // (before * ways_before))      # sequences of a microbatch on each device
+    count = next((m for m in range(before, batch + 1) if batch % (m * ways) == 0 and batch // (m * ways) <= held), 0)
+    if not count:
+        raise ConfigError(f"data.global_batch={batch} cannot be split over {ways} devices, mesh.{shrunk}=-1 of {num_devices} "
+                          f"devices; use as many as divide it, e.g. {_divisor(batch, ways)}, or another batch")
+    told = (f"{num_devices} of {full} devices: mesh.{shrunk}={sizes[shrunk]} (of {wanted[shrunk]}), training.microbatches={count} "
+            f"(of {before}); the batch stays {batch}, {batch // count // ways} sequences a device at a time")
+    return plain.model_copy(update={"training": run.training.model_copy(update={"microbatches": count})}), told
+
+
+def check(run: Run, num_devices: int) -> None:
+    """Starts no backend. Raises: ConfigError where the run cannot be laid out on so many devices."""
+    run, _ = fitted(run, num_devices)
+    with config.user_errors():
+        loaded, model = rules.load(run.sharding.rules), transformer.build(run.model, run.lora)
+    _, _, faults = assembly.lay_out(run, config.mesh_sizes(run, num_devices), loaded, model)
+    if faults:
+        raise ConfigError(*faults)
+
+
+def _divisor(batch: int, most: int) -> int:
+    return max(n for n in range(1, most + 1) if batch % n == 0)
