@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import restart, supervise
+from launch import restart
 from meshtrain import config
 from meshtrain.run import rundir
 
