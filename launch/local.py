@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from launch import elastic, restart, supervise
 from meshtrain import config
@@ -40,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         say.err(f"error: {error}")
         return stops.USER_ERROR
-    failures = restart.Failures(Path(run.run.dir), options.max_restarts)
+    failures = restart.Failures(run, options.max_restarts)
     while True:     # each start at another port: an old process may still hold the last one
         words = commands([*rest, *places.overrides()], len(places.taken), free_port())
         outcome = supervise.supervise(words, [environs[place] for place in places.taken])

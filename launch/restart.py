@@ -25,20 +25,28 @@ from meshtrain.run import say, stops
 USAGE = "python -m launch.restart CODE --max-restarts R -- [RUN.toml] [--section.key value ...]"
 ENDS = (stops.DONE, stops.USER_ERROR, stops.STOPPED)
 FIRST_S, LONGEST_S = 5.0, 300.0
-KEPT = "restarts.json"      # in run.dir
+KEPT, LINEAGE = "restarts.json", "local.json"     # in run.dir: the count of the command below, and which parts of the fast tier count
 
 
-def newest(directory: Path) -> int:
-    """The step of the newest checkpoint of a run; 0: none. One that is still being written has another name."""
-    with contextlib.suppress(OSError):
-        return max((int(name) for name in os.listdir(directory / "checkpoints") if name.isdecimal()), default=0)
-    return 0
+def newest(run: Run) -> int:
+    """The step of the newest checkpoint of a run, of the fast tier what this host has; 0: none. One that is still being written has
+    another name."""
+    places = [Path(run.run.dir) / "checkpoints"]
+    if run.checkpoint.local_dir:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):     # nothing is kept yet
+            kept = json.loads((Path(run.run.dir) / LINEAGE).read_text())["run"]
+            places += (Path(run.checkpoint.local_dir) / kept).glob("process-*")
+    steps = [0]
+    for place in places:
+        with contextlib.suppress(OSError):
+            steps += (int(name) for name in os.listdir(place) if name.isdecimal())
+    return max(steps)
 
 
 @dataclasses.dataclass
 class Failures:
     """Those in a row without a newer checkpoint. said: the last words of each. step: of the newest checkpoint at the last of them."""
-    directory: Path
+    run: Run
     most: int                   # restarts; 0: none, and nothing is said
     step: int = 0
     said: list[str] = dataclasses.field(default_factory=list)
@@ -51,7 +59,7 @@ class Failures:
         if code in ENDS:
             self.said = []
             return None
-        reached = newest(self.directory)
+        reached = newest(self.run)
         if reached > self.step:
             self.said = []
         self.step = reached
@@ -92,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
 def _kept(run: Run, most: int, code: int) -> float | None:
     """`Failures.wait_s`, with the count in run.dir. Raises: ConfigError where it cannot be kept: the restarts would have no end."""
     path = Path(run.run.dir) / KEPT
-    failures = Failures(path.parent, most)
+    failures = Failures(run, most)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):     # none yet, or torn by a kill
         kept = json.loads(path.read_text())
         failures.step, failures.said = int(kept["step"]), [str(words) for words in kept["said"]]

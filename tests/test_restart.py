@@ -17,6 +17,10 @@ from meshtrain.run import rundir
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def run_in(directory: Path, *words: str) -> config.Run:
+    return config.load(["--run.dir", str(directory), *words])
+
+
 def saved(directory: Path, *steps: int | str) -> None:
     for step in steps:
         (directory / "checkpoints" / str(step)).mkdir(parents=True)
@@ -27,7 +31,7 @@ def saved(directory: Path, *steps: int | str) -> None:
 
 @pytest.mark.parametrize("code", [0, 2, 75])
 def test_done_a_mistake_and_a_stop_end_the_run(code, tmp_path, capfd):
-    failures = restart.Failures(tmp_path, 3)
+    failures = restart.Failures(run_in(tmp_path), 3)
     assert failures.wait_s(1) == 5
     capfd.readouterr()
     assert failures.wait_s(code) is None and failures.said == []
@@ -36,17 +40,17 @@ def test_done_a_mistake_and_a_stop_end_the_run(code, tmp_path, capfd):
 
 @pytest.mark.parametrize("code", [1, 3, 134, 137, 139, 255, -9, -6])
 def test_anything_else_starts_it_again(code, tmp_path):
-    assert restart.Failures(tmp_path, 1).wait_s(code) == 5
+    assert restart.Failures(run_in(tmp_path), 1).wait_s(code) == 5
 
 
 def test_waits_double_up_to_300_s(tmp_path):
-    failures = restart.Failures(tmp_path, 9)
+    failures = restart.Failures(run_in(tmp_path), 9)
     assert [failures.wait_s(1) for _ in range(9)] == [5, 10, 20, 40, 80, 160, 300, 300, 300]
 
 
 def test_a_run_is_given_up_after_as_many_failures_in_a_row_with_the_last_words_of_each(tmp_path, capfd):
     saved(tmp_path, 20)
-    failures = restart.Failures(tmp_path, 2)
+    failures = restart.Failures(run_in(tmp_path), 2)
     assert [failures.wait_s(1, f"word {i}") for i in range(3)] == [5, 10, None]
     told = capfd.readouterr().err.splitlines()
     assert told[0].startswith("starting again from step 20 in 5 s") and "given up after 3" in told[0]
@@ -55,7 +59,7 @@ def test_a_run_is_given_up_after_as_many_failures_in_a_row_with_the_last_words_o
 
 
 def test_a_newer_checkpoint_starts_the_count_and_the_waits_anew(tmp_path):
-    failures = restart.Failures(tmp_path, 2)
+    failures = restart.Failures(run_in(tmp_path), 2)
     assert [failures.wait_s(1), failures.wait_s(1)] == [5, 10]
     for step in (10, 20, 30, 40):
         saved(tmp_path, step)
@@ -64,14 +68,26 @@ def test_a_newer_checkpoint_starts_the_count_and_the_waits_anew(tmp_path):
 
 
 def test_what_is_half_written_damaged_or_set_aside_is_no_newer_checkpoint(tmp_path):
-    failures = restart.Failures(tmp_path, 1)
+    failures = restart.Failures(run_in(tmp_path), 1)
     assert failures.wait_s(1) == 5
     saved(tmp_path, ".10.saving", ".8.deleting", "12.damaged", "14.aside")
     assert failures.wait_s(1) is None
 
 
+def test_what_this_host_keeps_of_the_fast_tier_is_a_newer_checkpoint(tmp_path):
+    near, home = tmp_path / "near", tmp_path / "run"
+    failures = restart.Failures(run_in(home, "--checkpoint.local_dir", str(near), "--checkpoint.local_every", "2"), 1)
+    assert failures.wait_s(1) == 5
+    home.mkdir()
+    (home / restart.LINEAGE).write_text(json.dumps({"run": "abc", "start": "x"}))
+    for kept in ("another/process-0/90", "abc/process-0/.saving", "abc/process-1/4"):
+        (near / kept).mkdir(parents=True)
+    assert failures.wait_s(1) == 5 and failures.step == 4
+    assert failures.wait_s(1) is None
+
+
 def test_without_restarts_nothing_is_said(tmp_path, capfd):
-    assert restart.Failures(tmp_path, 0).wait_s(1, "words") is None
+    assert restart.Failures(run_in(tmp_path), 0).wait_s(1, "words") is None
     assert capfd.readouterr() == ("", "")
 
 
