@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from launch import elastic, restart, supervise
 from meshtrain import config
@@ -42,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     failures = restart.Failures(run, options.max_restarts)
     while True:     # each start at another port: an old process may still hold the last one
         words = commands([*rest, *places.overrides()], len(places.taken), free_port())
-        outcome = supervise.supervise(words, [environs[place] for place in places.taken])
+        outcome = supervise.supervise(words, [environs[place] for place in places.taken], left=Path(run.run.dir) / "stacks")
         wait_s = None if outcome.asked else failures.wait_s(outcome.code, outcome.words)
         if wait_s is None:
             return outcome.code

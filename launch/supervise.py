@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from meshtrain.cluster import stacks
 from meshtrain.run import say, stops
 
 AGREED = (0, 2, 75)
@@ -110,8 +111,9 @@ class Child:
         return f"killed by {signal.Signals(-self.code).name} (signal {-self.code})"
 
 
-def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, str]], grace_s: float = GRACE_S) -> Outcome:
-    """Runs all commands until all have ended; call it from the main thread.
+def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, str]], grace_s: float = GRACE_S,
+              left: Path | None = None) -> Outcome:
+    """Runs all commands until all have ended; call it from the main thread. left: where they leave their stacks when they hang.
 
     The output of the first is the launcher's. Once one has failed, the others have grace_s seconds to end by themselves
     and as long after SIGTERM. Signals that come meanwhile reach every process.
@@ -129,7 +131,7 @@ def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, st
             child.send(number)
 
     old = {number: signal.signal(number, forward) for number in stops.heeded()}
-    start = time.monotonic()
+    start, since = time.monotonic(), time.time()
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: [signal.signal(number, handler) for number, handler in old.items()])
         for index, (argv, environ) in enumerate(zip(argvs, environs, strict=True)):
@@ -144,7 +146,7 @@ def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, st
         for child in children:      # threads only after the last fork
             child.listen()
         ended = _wait(children, start, grace_s)
-        outcome = conclude(ended)
+        outcome = conclude(ended, left, since)
     return dataclasses.replace(outcome, asked=bool(asked))
 
 
@@ -185,14 +187,18 @@ def _wait(children: Sequence[Child], start: float, grace_s: float) -> list[Child
     return ended
 
 
-def conclude(ended: Sequence[Child]) -> Outcome:
-    """The outcome of the whole; says who failed first where they do not agree on a code that a run ends with."""
+def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.0) -> Outcome:
+    """The outcome of the whole; says who failed first where they do not agree on a code that a run ends with.
+
+    left: the directory of their stacks, if they were to leave any. since: when they were started, of the wall clock.
+    """
     if len({child.code for child in ended}) == 1 and ended[0].code in AGREED:
         return Outcome(ended[0].code)
     for child in [child for child in ended if child.reader is not None]:
         child.reader.join(1)        # not for ever: something that it started may hold the pipe
     in_order = sorted(ended, key=lambda child: child.index)
-    first = _culprit(ended)
+    found = stacks.culprit(left, since) if left else None
+    first = _culprit(ended, found and found[0])
     if first is None:
         words = "the processes do not agree on how the run ended"
         _tell(words, *(f"{child.name}: {child.ending}" for child in in_order))
@@ -203,6 +209,8 @@ def conclude(ended: Sequence[Child]) -> Outcome:
         words = f"{first.name} failed first: the others have not heard of it any more"
     else:
         words = f"{first.name} failed first, {first.ended_s:.1f} s after the start: {first.ending}"
+    if found and found[0] == first.index:
+        words += f"; it {found[1]}"
     _tell(words)
     shown = [first, *(child for child in ended if child.failed and not child.victim and child is not first)]
     for child in [child for child in shown if child.index and child.lines][:MOST_TOLD]:      # those of the first are on the screen
@@ -217,11 +225,13 @@ def conclude(ended: Sequence[Child]) -> Outcome:
     return Outcome(1, first.index, f"{words}{f'; its last line: {last}' if last else ''}")
 
 
-def _culprit(ended: Sequence[Child]) -> Child | None:
-    """Who failed first, of all in the order in which they ended; None: none failed."""
+def _culprit(ended: Sequence[Child], stuck: int | None) -> Child | None:
+    """Who failed first, of all in the order in which they ended; None: none failed. stuck: whom the stacks name."""
     failed = [child for child in ended if child.failed]
     unheard = {int(index) for child in failed for line in child.lines for found in UNHEARD.findall(line) for index in found if index}
     return next((child for candidates in (
+        (child for child in failed if child.code < 0 and not child.victim),     # by a signal that was not ours
+        (child for child in failed if child.index == stuck),
         (child for child in failed if not child.victim),
         (child for child in ended if child.stopped),
         (child for child in ended if child.forced and child.index in unheard),

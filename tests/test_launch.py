@@ -13,6 +13,7 @@ import pytest
 
 from launch import local, supervise
 from meshtrain import config
+from meshtrain.cluster import stacks
 from meshtrain.config import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -107,17 +108,18 @@ def stand_in(pid_file: Path, body: str) -> str:
     return f"import os, signal, sys, time\nopen({str(pid_file)!r}, 'w').write(str(os.getpid()))\n{body}"
 
 
-def launched(tmp_path, *bodies: str, grace_s: float = 0.5) -> subprocess.Popen:
+def launched(tmp_path, *bodies: str, grace_s: float = 0.5, left: Path | None = None) -> subprocess.Popen:
     """A launcher whose processes run these pieces of Python; each leaves its pid in a file."""
     argvs = [[sys.executable, "-u", "-c", stand_in(tmp_path / f"pid{i}", body)] for i, body in enumerate(bodies)]
-    code = ("import json, os, sys\nfrom launch import supervise\n"
-            f"sys.exit(supervise.supervise(json.loads(sys.argv[1]), [dict(os.environ)] * {len(bodies)}, grace_s={grace_s}).code)")
+    code = ("import json, os, sys\nfrom pathlib import Path\nfrom launch import supervise\n"
+            f"left = {str(left)!r} if {left is not None} else None\nargvs = json.loads(sys.argv[1])\n"
+            f"sys.exit(supervise.supervise(argvs, [dict(os.environ)] * {len(bodies)}, {grace_s}, left and Path(left)).code)")
     return subprocess.Popen([sys.executable, "-c", code, json.dumps(argvs)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE)
 
 
-def ran(tmp_path, *bodies: str, grace_s: float = 0.5) -> tuple[int, str, str]:
-    launcher = launched(tmp_path, *bodies, grace_s=grace_s)
+def ran(tmp_path, *bodies: str, grace_s: float = 0.5, left: Path | None = None) -> tuple[int, str, str]:
+    launcher = launched(tmp_path, *bodies, grace_s=grace_s, left=left)
     try:
         out, err = launcher.communicate(timeout=60)
     finally:
@@ -239,6 +241,19 @@ def test_a_reason_that_only_another_process_knows_is_shown_at_once_and_at_the_en
     second = f"time.sleep(0.3); sys.stderr.write({reason!r} + chr(10)); sys.stderr.flush(); time.sleep(1); sys.exit(1)"
     code, _, err = ran(tmp_path, "time.sleep(1); sys.exit(1)", second, grace_s=5)
     assert code == 1 and err.startswith(f"process 1: {reason}\n") and f"  {reason}\n" in err
+
+
+def test_who_is_stuck_is_named_by_its_stacks_though_another_ended_first(tmp_path):
+    state = {"count": 2, "host": "h", "pid": 1, "attempt": "a", "phase": "step 7", "since": 1e9, "moment": 9, "main": "1"}
+    main = 'Thread 0x0000000000000001 [MainThread] (most recent call first):\n  File "{}", line 3 in {}\n'
+    for index, where in enumerate((("/m/meshtrain/cluster/agree.py", "exchange"), ("/m/data/reader.py", "read"))):
+        body = stacks.State(process=index, state="hangs", **state).head() + main.format(*where).encode()
+        (tmp_path / f"process-{index}.txt").write_bytes(body)
+    now = f"import pathlib; [path.touch() for path in pathlib.Path({str(tmp_path)!r}).glob('process-*')]; "
+    code, _, err = ran(tmp_path, now + "sys.exit(1)", now + "time.sleep(0.3); sys.exit(1)", grace_s=5, left=tmp_path)
+    assert code == 1 and re.search(r"^process 1 .* exit code 1; it hangs in step 7 since 2001-09-09T01:46:40Z in read", err, re.MULTILINE), err
+    code, _, err = ran(tmp_path, now + "os.kill(os.getpid(), signal.SIGKILL)", now + "time.sleep(0.3); sys.exit(1)", grace_s=5, left=tmp_path)
+    assert err.startswith("process 0 "), "what was killed is no guess"
 
 
 def test_peers_may_end_by_themselves_after_a_failure(tmp_path):
