@@ -155,7 +155,7 @@ def main(argv: Sequence[str]) -> int:
     for number in stops.heeded():       # now: Ray has set handlers of its own
         signal.signal(number, lambda number, frame: asked.append(number))
     group = placement_group([bundle] * options.processes, strategy="PACK")
-    failures = restart.Failures(Path(run.run.dir), options.max_restarts)
+    failures = restart.Failures(run, options.max_restarts)
     try:
         while _reserved(group, bundle, options.processes, run.distributed.timeout_s, asked):
             outcome = life(group, options.processes, rest, bundle, asked)
