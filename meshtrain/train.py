@@ -4,6 +4,7 @@ Exit codes: 0 done · 2 the user's mistake, one message · 75 stopped on request
 """
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
@@ -36,6 +37,7 @@ from meshtrain.model import params
 from meshtrain.run import adapters, disk, export, goodput, history, loop, measured, metrics, peft, pretrained, reference, resume, rundir, upcycle
 from meshtrain.run.checkpoint import FORMAT, CheckpointError, Checkpoints
 from meshtrain.run.local_tier import LocalTier
+from meshtrain.run.spikes import MAX_ROLLBACKS, LossSpike, Spikes, TooManyRollbacks
 from meshtrain.run.profiling import Trace
 from meshtrain.run.progress import Progress
 from meshtrain.run.record import Record, TooManySkippedSteps
@@ -64,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         return _fail(USER_ERROR, f"error: {error}", error)
     except meet.PeerError as error:
         return _fail(FAILED, f"error: {error}", error)
-    except TooManySkippedSteps as error:   # of all processes: they read the same metrics
+    except (TooManySkippedSteps, TooManyRollbacks) as error:   # of all processes: they read the same metrics
         if jax.process_index() == 0:
             say.err(f"stopped: {error}")
         return FAILED
@@ -105,7 +107,7 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
                     given = None if start.saved else agree.everywhere(lambda: _given_weights(run, made))
                     corpus, batches = agree.everywhere(lambda: _open_data(run, directory, start))
                 agree.same_everywhere("the data", corpus.fingerprint)
-                return _train(run, made, corpus, batches, directory, checkpoints, near, start, given, this)
+                return _train(_Parts(run, made, corpus, directory, checkpoints, near, given, this), start, batches)
 
 
 def _fail(code: int, message: str, error: Exception) -> int:
@@ -134,59 +136,69 @@ def _devices(run: Run, argv: Sequence[str], cluster: find.Cluster | None) -> tup
     return devices.start(run, cluster), run
 
 
-def _train(run: Run, made: assembly.Assembly, corpus: sources.Corpus, batches: Batches, directory: Path,
-           checkpoints: Checkpoints, near: LocalTier, start: resume.Start, given, this: history.Try) -> int:
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Parts:
+    """What a start of the command has put together before it trains. given: the model folder of its weights, see `_given_weights`."""
+    run: Run
+    made: assembly.Assembly
+    corpus: sources.Corpus
+    directory: Path
+    checkpoints: Checkpoints
+    near: LocalTier
+    given: object
+    this: history.Try
+    checked: Replicas | None = None
+
+
+def _train(parts: _Parts, start: resume.Start, batches: Batches) -> int:
+    run, made, directory, this = parts.run, parts.made, parts.directory, parts.this
     started, account = time.perf_counter(), this.account
     say.out(report.before(made))
-    with account.to("start" if start.saved is None and not given and not run.checkpoint.init_from else "restore"), \
+    with account.to("start" if start.saved is None and not parts.given and not run.checkpoint.init_from else "restore"), \
             watch.phase("restore" if start.saved else "initialization", "restore"):
-        state = agree.everywhere(lambda: _start_state(run, made, checkpoints, near, start, given))
+        state = agree.everywhere(lambda: _start_state(parts, start))
     if run.training.objective == "dpo":
         with account.to("data"), watch.phase("reference log-probabilities", watch.UNLIMITED):
             weights = None if start.saved else state.params
-            batches = agree.everywhere(lambda: reference.with_references(run, made.program, batches, corpus, directory, weights))
+            batches = agree.everywhere(lambda: reference.with_references(run, made.program, batches, parts.corpus, directory, weights))
     with account.to("compile"), watch.phase("compile", "compile"):
         if batches.validation:
             made = agree.everywhere(lambda: assembly.compile_evaluation(made))
         step = agree.everywhere(lambda: assembly.compile_step(made))
         checked = _replicas(run, made)
     say.out(report.compiled(step, made, time.perf_counter() - started))
-    resume.begin(run, start, checkpoints, directory, made.layout.rules.text, near)
+    parts = dataclasses.replace(parts, made=made, checked=checked)
+    resume.begin(run, start, parts.checkpoints, directory, made.layout.rules.text, parts.near)
     if start.saved is None:
         pretrained.keep_companions(run, directory)
-    metadata = lambda number: rundir.metadata(run, made.layout.rules.text, resume.data_metadata(corpus, batches, number))
     _write_cost(made, step, directory)
-    with account.to("rest"), metrics.open_writers(run, directory, start.step) as writer, stops.deferred() as listener:
-        stop = loop.Stop(listener)
-        validation = Validation(run, made.program, batches, stop)
-        with Trace(run.metrics.profile_steps, directory / "tensorboard", start.step) as trace, account.to(goodput.LOOP):
-            record = Record(run, writer, Progress(run.training.steps, _memory(made, step)), *_flops(made), account)
-            save = loop.Hook(lambda number, ending: ending or checkpoints.due(number),
-                             lambda number, state: {"checkpoint_wait_s": checkpoints.save(number, state, metadata(number))},
-                             part="checkpoint")
-            kept = loop.Hook(lambda number, ending: near.due(number) and not ending and not checkpoints.due(number),
-                             lambda number, state: {"checkpoint_wait_s": near.save(number, state, {"format": FORMAT, **metadata(number)})},
-                             part="checkpoint")
-            exported = loop.Hook(lambda number, ending: run.checkpoint.export == "every" and (ending or checkpoints.due(number)),
-                                 lambda number, state: _export(run, made, directory, number, state.params, corpus.tokenizer.bos) or {})
-            saving = (save, kept, exported)
-            if checked:
-                saving = (checked.hook(run.training.check_replicas_every, saving), *saving)
-            state, done = loop.train(made.program, step, state, batches, run.training.steps, run.data.prefetch, record,
-                                     (validation.hook(), trace.hook(), *saving), stop)
+    with account.to("rest"), stops.deferred() as listener:
+        spikes, stop = Spikes(run, (start.saved or {}).get("spikes")), loop.Stop(listener)
+        while True:
+            try:
+                state, done, val_loss = _steps(parts, step, state, batches, start, spikes, stop)
+                break
+            except LossSpike as found:
+                spike = (found.step, str(found))
+            state = None    # its memory is for the one that comes back
+            with account.to("restore"), watch.phase("going back before a spike", "restore"):
+                start = _back_before(parts, start, spikes, *spike)
+                state, batches = agree.everywhere(lambda: (_start_state(parts, start), _batches(run, parts.corpus, start)))
+                resume.begin(run, start, parts.checkpoints, directory, made.layout.rules.text, parts.near)
+            spikes = Spikes(run, (start.saved or {}).get("spikes"), start.rollbacks)
         with account.to("checkpoint"), watch.phase("last checkpoint", "save"):
-            checkpoints.wait()
-            near.forget()
+            parts.checkpoints.wait()
+            parts.near.forget()
         if run.checkpoint.export == "last" and done == run.training.steps:
             with watch.phase("export", "save"):
-                _export(run, made, directory, done, state.params, corpus.tokenizer.bos)
+                _export(run, made, directory, done, state.params, parts.corpus.tokenizer.bos)
         this.ended(listener.ending(done == run.training.steps), code=DONE if done == run.training.steps else STOPPED)
     say.out(this.line())
     if done < run.training.steps:
         say.out(f"stopped after step {done}, saved in {directory}; the same command goes on from there")
         return STOPPED
     with watch.phase("sample of text", "compile"):
-        _tell_the_end(run, made, corpus, state, validation.loss, stop.agreed, directory)
+        _tell_the_end(run, made, parts.corpus, state, val_loss, stop.agreed, directory)
     return DONE
 
 
@@ -200,6 +212,49 @@ def _replicas(run: Run, made: assembly.Assembly) -> Replicas | None:
                 "is nothing to compare, and it is off")
         return None
     return found.compile()
+
+
+def _steps(parts: _Parts, step: Callable, state: State, batches: Batches, start: resume.Start, spikes: Spikes,
+           stop: loop.Stop) -> tuple[State, int, float | None]:
+    """The loop from `start` on, with its hooks and writers: the state, steps taken in all, the last loss of validation. Raises:
+    LossSpike, where the run is to go back."""
+    run, made, directory, checkpoints, near, account = (parts.run, parts.made, parts.directory, parts.checkpoints, parts.near,
+                                                        parts.this.account)
+    metadata = lambda number: {**rundir.metadata(run, made.layout.rules.text, resume.data_metadata(parts.corpus, batches, number)),
+                               "spikes": spikes.as_saved()}
+    validation = Validation(run, made.program, batches, stop)
+    with (metrics.open_writers(run, directory, start.step) as writer,
+          Trace(run.metrics.profile_steps, directory / "tensorboard", start.step) as trace, account.to(goodput.LOOP)):
+        record = Record(run, writer, Progress(run.training.steps, _memory(made, step)), *_flops(made), account, spikes)
+        if start.rollbacks:
+            record.add({"rollbacks": start.rollbacks, "skipped_batches": start.skip_batches})
+        save = loop.Hook(lambda number, ending: ending or checkpoints.due(number),
+                         lambda number, state: {"checkpoint_wait_s": checkpoints.save(number, state, metadata(number))},
+                         part="checkpoint")
+        kept = loop.Hook(lambda number, ending: near.due(number) and not ending and not checkpoints.due(number),
+                         lambda number, state: {"checkpoint_wait_s": near.save(number, state, {"format": FORMAT, **metadata(number)})},
+                         part="checkpoint")
+        exported = loop.Hook(lambda number, ending: run.checkpoint.export == "every" and (ending or checkpoints.due(number)),
+                             lambda number, state: _export(run, made, directory, number, state.params, parts.corpus.tokenizer.bos) or {})
+        saving = (save, kept, exported)
+        if parts.checked:
+            saving = (parts.checked.hook(run.training.check_replicas_every, saving), *saving)
+        state, done = loop.train(made.program, step, state, batches, run.training.steps, run.data.prefetch, record,
+                                 (validation.hook(), trace.hook(), *saving), stop)
+    return state, done, validation.loss
+
+
+def _back_before(parts: _Parts, start: resume.Start, spikes: Spikes, spiked: int, why: str) -> resume.Start:
+    """The newest checkpoint, which is from before the spike, and the batches from there to the spike left out."""
+    if spikes.rollbacks >= MAX_ROLLBACKS:
+        raise TooManyRollbacks(f"{why}, and the run has gone back before spikes {MAX_ROLLBACKS} times, which is all that it may; lower "
+                               f"optimizer.learning_rate={parts.run.optimizer.learning_rate}, look at the data, or start again with "
+                               'training.loss_spike="skip"')
+    parts.checkpoints.wait()
+    new = resume.before(parts.run, start, spiked, parts.checkpoints, parts.near, parts.made.program.spec.with_shardings())
+    say.out(f"{why}: back to step {new.step}, without the {spiked - new.step} batches up to the spike "
+            f"(training.loss_spike=\"rollback\", {spikes.rollbacks + 1} of {MAX_ROLLBACKS})")
+    return dataclasses.replace(new, rollbacks=spikes.rollbacks + 1)
 
 
 def _export(run: Run, made: assembly.Assembly, directory: Path, step: int, weights: dict, bos: int) -> None:
@@ -252,11 +307,14 @@ def _open_data(run: Run, directory: Path, start: resume.Start) -> tuple[sources.
         resume.check_tokenizer(run, start, described.tokenizer)     # before it is tokenized with another for hours
         corpus = sources.corpus_of(described, described.open(directory / sources.CACHE, parts.Job(say.out)))
         resume.check_data(run, start, corpus.fingerprint)
-        notes, opened = ((preferences.notes, preferences.open_pairs) if d.source == "preferences" else
-                         (packing.notes, packing.open_batches))
-        for line in notes(d, corpus):
+        for line in (preferences if d.source == "preferences" else packing).notes(d, corpus):
             say.out(line)
-        return corpus, resume.position(start, lambda position: opened(d, corpus, run.run.seed, position))
+        return corpus, _batches(run, corpus, start)
+
+
+def _batches(run: Run, corpus: sources.Corpus, start: resume.Start) -> Batches:
+    opened = preferences.open_pairs if run.data.source == "preferences" else packing.open_batches
+    return resume.position(start, lambda position: opened(run.data, corpus, run.run.seed, position))
 
 
 def _given_weights(run: Run, made: assembly.Assembly):
@@ -264,12 +322,13 @@ def _given_weights(run: Run, made: assembly.Assembly):
     return pretrained.opened(run, made.model.names())
 
 
-def _start_state(run: Run, made: assembly.Assembly, checkpoints: Checkpoints, near: LocalTier, start: resume.Start, given) -> State:
+def _start_state(parts: _Parts, start: resume.Start) -> State:
     """Restored, begun from a model folder's or another run's weights, or fresh."""
+    run, made, given = parts.run, parts.made, parts.given
     abstract = made.program.spec.with_shardings()
     if start.saved is not None:
         with config.user_errors():
-            state = near.restore(start.step, abstract) if start.local else checkpoints.restore(start.step, abstract)[0]
+            state = (parts.near.restore(start.step, abstract) if start.local else parts.checkpoints.restore(start.step, abstract)[0])
         say.out(f"going on after step {start.step}{', kept in checkpoint.local_dir' * start.local}")
         return state
     state = assembly.initialize(made)

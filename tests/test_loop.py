@@ -26,7 +26,7 @@ class Bench:
     def __init__(self, *words, broken=()):
         self.run = config.load(["--training.steps", "6", *words])
         self.broken, self.events, self.rows = broken, [], []
-        self.program = SimpleNamespace(rows=None, place=lambda batch: batch, evaluate=lambda p, batch: batch)
+        self.program = SimpleNamespace(rows=None, place=lambda batch: batch, limit=lambda loss: (), evaluate=lambda p, batch: batch)
         self.data = SimpleNamespace(tokens=lambda batches: 100 * batches, validation=(),
                                     iterate=lambda start, rows, prefetch: (n for n in itertools.count(start)))
         self.listener = SimpleNamespace(number=None)

@@ -236,6 +236,8 @@ def _training_problems(run: Run):
     if run.validation.every and not data.validation_fraction and not separate:
         yield (f"validation.every={run.validation.every} has no data, since data.validation_fraction=0 holds none out; "
                "use e.g. data.validation_fraction=0.02, or validation.every=0")
+    if training.loss_spike == "rollback" and data.source == "preferences":
+        yield ('training.loss_spike="rollback" leaves batches out, and data.source="preferences" cannot; use "skip" or "tell"')
     if run.optimizer.schedule == "wsd" and not run.optimizer.decay_steps:
         yield ('optimizer.schedule="wsd" ends with a decay, and optimizer.decay_steps=0 gives it no steps; '
                f"use e.g. {max(1, training.steps // 10)}")

@@ -199,7 +199,11 @@ class Training(Section):
     loss_chunk: int = key(2048, "tokens whose logits are held at once; below it the head waits for memory on GPUs", ge=1)
     deterministic: bool = key(False, "the same bits in every run on the same GPUs, at some speed; CPUs give them anyway")
     check_replicas_every: int = key(0, "steps between checks that replicas have the same bits, also before each save; 0 = none", ge=0)
-    max_skipped_steps: int = key(10, "steps in a row without a finite gradient before the run stops", ge=1)
+    max_skipped_steps: int = key(10, "steps in a row that are skipped, as without a finite gradient, before the run stops", ge=1)
+    loss_spike: Literal["off", "tell", "skip", "rollback"] = key(
+        "tell", "a loss far above those before: tell it, do not apply the step, or go back to a checkpoint and leave the batches out"
+    )
+    spike_threshold: float = key(10.0, "a spike is so many times the spread of the last 128 losses above their median", ge=1)
     step_timeout_s: int = key(
         0, "seconds after which a step hangs, and the run ends; 0 = 10 times the median step, 60 at least; -1 = never", ge=-1
     )

@@ -71,6 +71,7 @@ class LocalTier:
 
         abstract: a pytree of jax.ShapeDtypeStruct with shardings. Every process reads its parts, and all decide alike.
         """
+        self._join()
         found = self._parts()
         steps = agree.exchange(sorted(step for step in found if step > after))
         for step in sorted({step for one in steps for step in one}, reverse=True):

@@ -54,7 +54,7 @@ def train(program: Program, step: Callable, state: State, data: Batches, last: i
     """Trains from state.step to step `last`. Returns (state, steps taken in all); fewer than `last` after a stop.
 
     Every process of the run calls it alike. step: the compiled training step. prefetch: batches made ahead.
-    hooks: in the order in which they act. Raises: TooManySkippedSteps.
+    hooks: in the order in which they act. Raises: TooManySkippedSteps, LossSpike.
     """
     done = int(state.step)
     batches = data.iterate(done, rows=program.rows, prefetch=prefetch)
@@ -68,7 +68,7 @@ def train(program: Program, step: Callable, state: State, data: Batches, last: i
             data_wait_s = max(0.0, time.perf_counter() - max(asked, ended.result())) if ended.done() else 0.0
             done += 1
             with jax.profiler.StepTraceAnnotation("train", step_num=done):
-                state, metrics = step(state, batch)
+                state, metrics = step(state, batch, *program.limit(record.spikes.limit(done)))
             ended = clock.submit(_time_when_ready, metrics)
             record.dispatched(done, data.tokens(done), metrics, ended)
             record.add({"data_wait_s": data_wait_s})

@@ -17,6 +17,7 @@ from meshtrain.config import Run
 from meshtrain.run import goodput, say
 from meshtrain.run.metrics import Writers
 from meshtrain.run.progress import Progress
+from meshtrain.run.spikes import LossSpike, Spikes, described
 
 WAITS = ("data_wait_s", "checkpoint_wait_s")    # seconds, since the row before
 
@@ -42,16 +43,18 @@ class Record:
     """Rows of metrics, a line of progress for each, and the count of skipped steps.
 
     flops_per_step: of the model. peak_flops: FLOP/s of all devices together; None: mfu is null. account: of all seconds.
+    spikes: the losses before.
     """
 
     def __init__(self, run: Run, writer: Writers, progress: Progress, flops_per_step: float, peak_flops: float | None,
-                 account: goodput.Account | None = None):
+                 account: goodput.Account | None = None, spikes: Spikes | None = None):
         self.every, self.max_skipped = run.metrics.every, run.training.max_skipped_steps
         self.optimizer = run.optimizer
         self.tokens_per_step = run.data.global_batch * run.data.seq_len
         self.writer, self.progress = writer, progress
         self.flops_per_step, self.peak_flops = flops_per_step, peak_flops
         self.account = account or goodput.Account()
+        self.spikes = spikes or Spikes(run)
         self.skipped_in_a_row = 0
         self._pending: _Step | None = None
         self._mark, self._paused_s = time.perf_counter(), 0.0
@@ -67,17 +70,26 @@ class Record:
     def settle(self) -> None:
         """Reads the metrics of the step under way, waits for the device, and writes its row; nothing where it is written.
 
-        Raises: TooManySkippedSteps.
+        Raises: TooManySkippedSteps, LossSpike.
         """
         if self._pending is None:
             return
         step, self._pending = self._pending, None
-        row = self._row(step, jax.device_get(step.metrics))
+        metrics = jax.device_get(step.metrics)
+        loss, limit = float(metrics["loss"]), self.spikes.limit(step.number)
+        self.spikes.seen(step.number, loss)
+        if spike := loss > limit:
+            self._extra["spike_limit"] = limit      # this row is written whatever metrics.every says
+        row = self._row(step, metrics)
         if step.number % self.every == 0 or self._extra.keys() - WAITS:
             self.writer.write(row)
             self._extra = {}
         self.progress.step(row)
-        self._count_skipped(row)
+        if spike and not row["skipped"]:
+            say.out(f"step {step.number}: a loss spike, {described(loss, limit)}")
+        self._count_skipped(row, limit)
+        if self.spikes.policy == "rollback" and (spike or row["skipped"]):
+            raise LossSpike(step.number, loss, limit)
 
     @contextlib.contextmanager
     def paused(self, part: str = "rest"):
@@ -108,17 +120,18 @@ class Record:
                 **{name: _listed(value) for name, value in metrics.items() if name not in STEP_METRICS}, **dict.fromkeys(WAITS, 0.0),
                 **self._extra, **self.account.at(ended)}
 
-    def _count_skipped(self, row: dict) -> None:
+    def _count_skipped(self, row: dict, limit: float) -> None:
         if not row["skipped"]:
             self.skipped_in_a_row = 0
             return
         self.skipped_in_a_row += 1
-        say.out(f"step {row['step']}: loss {row['loss']}, gradient norm {row['grad_norm']}: not finite, skipped "
+        why = "a loss spike, " + described(row["loss"], limit) if row["loss"] > limit else "not finite"
+        say.out(f"step {row['step']}: loss {row['loss']}, gradient norm {row['grad_norm']}: {why}, skipped "
                 f"({self.skipped_in_a_row} in a row, the run stops at {self.max_skipped})")
         if self.skipped_in_a_row >= self.max_skipped:
             raise TooManySkippedSteps(
                 f"{self.skipped_in_a_row} steps in a row, the last of them {row['step']}, had no finite loss or gradient "
-                f"norm; nothing of them was applied. Lower optimizer.learning_rate={self.optimizer.learning_rate}, lengthen "
+                f"norm, or a loss spike; nothing of them was applied. Lower optimizer.learning_rate={self.optimizer.learning_rate}, lengthen "
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps}, leave these batches out by data.skip_batches, or go "
                 "on from an earlier checkpoint by checkpoint.step; all four are allowed on resume")
 

@@ -60,7 +60,7 @@ class Start:
     """Where a run begins. step: 0 for a fresh one. saved: the metadata of the checkpoint it goes on from.
 
     changes: (key, old, new) of what is recorded. skip_batches: of the data, from here on. back: to a step before the newest.
-    local: its arrays are in the fast tier.
+    local: its arrays are in the fast tier. rollbacks: how often the run has gone back before a loss spike, this time too.
     """
     step: int
     saved: dict | None = None
@@ -68,6 +68,7 @@ class Start:
     skip_batches: int = 0
     back: bool = False
     local: bool = False
+    rollbacks: int = 0
 
     @property
     def cause(self) -> str:
@@ -118,6 +119,15 @@ def find(run: Run, checkpoints: Checkpoints, near: LocalTier | None = None, abst
     return dataclasses.replace(start, changes=_changes(run, start.saved["run"]), skip_batches=skip)
 
 
+def before(run: Run, start: Start, spiked: int, checkpoints: Checkpoints, near: LocalTier, abstract) -> Start:
+    """Where a run goes back to that began at `start` and met a loss spike at step `spiked`: its newest checkpoint, which is older,
+    without the batches up to the spike. Those that this start has left out behind the same checkpoint stay out."""
+    section = run.checkpoint.model_copy(update={"step": 0})
+    new = find(run.model_copy(update={"checkpoint": section}), checkpoints, near, abstract)
+    again = start.skip_batches if new.step == start.step else 0
+    return dataclasses.replace(new, changes=(), skip_batches=again + spiked - new.step, back=True)
+
+
 def check_tokenizer(run: Run, start: Start, tokenizer: Tokenizer) -> None:
     """Before anything is tokenized, which may take hours. Raises: ConfigError where it is not the run's."""
     if start.saved is not None and start.saved["data"]["tokenizer"] != [tokenizer.key, tokenizer.bos]:
@@ -155,7 +165,8 @@ def begin(run: Run, start: Start, checkpoints: Checkpoints, directory: Path, rul
     if start.back:
         rows = agree.on_first(lambda: metrics.set_aside_after(directory / "metrics.jsonl", start.step))
         later = checkpoints.set_aside_after(start.step)
-        told = [f"back to step {start.step}: later checkpoints are kept as {', '.join(later)}{f', later rows in {rows}' if rows else ''}"]
+        kept = [f"later checkpoints are kept as {', '.join(later)}"] * bool(later) + [f"later rows in {rows}"] * bool(rows)
+        told = [f"back to step {start.step}: {', '.join(kept) or 'nothing lies behind it'}"]
     if jax.process_index() == 0:
         changes = list(start.changes)
         if start.skip_batches:

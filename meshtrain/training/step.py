@@ -81,7 +81,7 @@ def compiler_options(platform: str, deterministic: bool, remat: str = "none", pi
 class Program:
     """The jitted functions of a run, and where their arguments live.
 
-    `train(state, batch) -> (state, metrics)` donates the state; metrics: loss (nats per target token), grad_norm,
+    `train(state, batch) -> (state, metrics)` (with `limited` `train(state, batch, limit)`) donates the state; metrics: loss (nats per target token), grad_norm,
     learning_rate, tokens (with a target), skipped, and the aux of the layers as `moe.reported` has it.
     `evaluate(params, batch) -> (sum of the loss, how many targets, or pairs, it is of)`.
     `preferred(params, batch)`, of DPO -> what the model prefers the chosen answers by [microbatches, replicas, sequences], whole on
@@ -89,6 +89,7 @@ class Program:
     `initialize() -> State`, a function of the seed alone.
     """
     train: Callable
+    limited: bool                  # the step takes a third argument, the largest loss with which it is applied (see `limit`)
     gradients: Callable            # (params, batch, dropout key) -> (grads of what is trained, placed as [optimizer], loss, count, aux)
     evaluate: Callable
     initialize: Callable
@@ -125,7 +126,14 @@ class Program:
 
     def compile(self):
         """The compiled training step, ready to call: (state, batch) -> (state, metrics)."""
-        return self.compiled(self.train, self.spec.with_shardings(), self.batch)
+        whole = NamedSharding(self.mesh, P())
+        limit = [jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)] * self.limited
+        return self.compiled(self.train, self.spec.with_shardings(), self.batch, *limit)
+
+    def limit(self, loss: float) -> list[jax.Array]:
+        """What the compiled step takes beside state and batch: the largest loss with which it is applied, where it is to know."""
+        whole = NamedSharding(self.mesh, P())
+        return [jax.make_array_from_callback((), whole, lambda index: np.float32(loss))] * self.limited
 
     def compiled(self, function: Callable, *args):
         """A jitted function, compiled for these arguments (or ShapeDtypeStructs) with the options of the run."""
@@ -145,7 +153,7 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
     gradients, loss_sum, *more = pipelined.pipelined(step, schedule) if schedule else accumulate.scanned(step)
     aim = objective.of_run(training)
 
-    def train(state: State, batch):
+    def train(state: State, batch, *loss_limit):
         key = jax.random.fold_in(jax.random.key(run.run.seed), state.step) if accumulate.drops(run) else None
         grads, loss, count, aux = gradients(state.params, batch, key)
         grad_norm = optax.global_norm([g for g, role in zip(jax.tree.leaves(grads), roles, strict=True) if role != "balance"])
@@ -156,7 +164,9 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         trained, frozen = model.divided(state.params)
         updates, opt_state = spec.tx.update(grads, state.opt_state, trained, step=state.step)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        # A step that is not finite changes nothing but the count of steps, from which the learning rate follows.
+        if loss_limit:
+            finite &= loss <= loss_limit[0]
+        # A step that is not finite, or a spike, changes nothing but the count of steps, from which the learning rate follows.
         updates = jax.tree.map(lambda u: jnp.where(finite, u, 0.0), updates)
         opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), opt_state, state.opt_state)
         new = State(state.step + 1, params.joined(optax.apply_updates(trained, updates), frozen), opt_state)
@@ -174,10 +184,11 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         return State(jnp.int32(0), p, spec.tx.init(model.divided(p)[0]))
 
     batch_shardings = {name: abstract.sharding for name, abstract in step.batch.items()}
-    whole = NamedSharding(mesh, P())
+    whole, limited = NamedSharding(mesh, P()), training.loss_spike == "skip"
     return Program(
-        train=jax.jit(train, in_shardings=(spec.sharding, batch_shardings), out_shardings=(spec.sharding, whole),
+        train=jax.jit(train, in_shardings=(spec.sharding, batch_shardings, *[whole] * limited), out_shardings=(spec.sharding, whole),
                       donate_argnums=0),
+        limited=limited,
         gradients=gradients,
         evaluate=jax.jit(evaluate, in_shardings=(spec.sharding.params, batch_shardings), out_shardings=whole),
         initialize=jax.jit(initialize, out_shardings=spec.sharding),
