@@ -230,7 +230,7 @@ def _culprit(ended: Sequence[Child], stuck: int | None) -> Child | None:
     failed = [child for child in ended if child.failed]
     unheard = {int(index) for child in failed for line in child.lines for found in UNHEARD.findall(line) for index in found if index}
     return next((child for candidates in (
-        (child for child in failed if child.code < 0 and not child.victim),     # by a signal that was not ours
+        (child for child in failed if (child.code is None or child.code < 0) and not child.victim),   # killed or gone, and not by us
         (child for child in failed if child.index == stuck),
         (child for child in failed if not child.victim),
         (child for child in ended if child.stopped),
