@@ -231,10 +231,8 @@ def question_of(run: Run, options: dict, num_gpus: int) -> search.Question:
         rated = rates.Rates(gpu, assumptions.Assumptions(gpu.name, dict(map(assumptions.parse, options["assume"]))))
         paths = [*options["rules"], *(f"sharding_rules/{stem}.toml" for stem in sorted(names("sharding_rules"), key=len))]
         rule_files = tuple(dataclasses.replace(rules.load(found(path)), path=path) for path in paths)
-    if run.model.num_experts:
-        raise ConfigError(f"model.num_experts={run.model.num_experts}: layouts of experts have no prices yet; "
-                          "ask inspect for one of them")
-    rule_files = tuple(one for one in rule_files if "expert" not in one.tables["params"])
+    if not run.model.num_experts:
+        rule_files = tuple(one for one in rule_files if "expert" not in one.tables["params"])
     if run.model.matmul_dtype == "float8" and hardware.lacks_float8(gpu):
         raise ConfigError(f'model.matmul_dtype="float8": {gpu.name} has no float8 matmuls; use model.matmul_dtype="auto", or e.g. --gpu h100')
     if "max-memory" in options:
@@ -251,7 +249,7 @@ def question_of(run: Run, options: dict, num_gpus: int) -> search.Question:
     fixed = {name: options[name] for name in search.fixable() if name in options}
     return search.Question(run.model, model.parameters(), num_gpus, run.data.seq_len, run.data.global_batch, rated, usable, rule_files,
                            fixed, _optimizer_bytes(run, model), visited, run.training.loss_chunk,
-                           Practice(engine), lay)
+                           Practice(engine), lay, dispatch=run.experts.dispatch)
 
 
 def _optimizer_bytes(run: Run, model) -> float:

@@ -18,6 +18,8 @@ MODEL = dict(vocab_size=32768, embed_dim=2048, num_layers=8, num_heads=16, num_k
 GPT = dict(vocab_size=50304, embed_dim=1600, num_layers=12, num_heads=25, num_kv_heads=25, head_dim=64, mlp_dim=6400,
            norm="layernorm", activation="gelu", position="learned", attention_bias=True, mlp_bias=True, tie_embeddings=True)
 LONG = dict(seq_len=16384, rows=1)
+# Experts no power of two, and as wide as they are for products to be most of it.
+EXPERTS = MODEL | dict(num_layers=4, num_experts=24, experts_per_token=3, expert_mlp_dim=768)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +88,19 @@ CELLS = {
                                     schedule="interleaved_zero_bubble", chunks=2, memory=.1),
     "five axes on 64 GPUs": Cell("zero3_tensor_sequence_context_pipeline", dict(stage=4, fsdp=4, context=2, tensor=2), "selective",
                                  8, 1, 8192, schedule="interleaved", chunks=2, memory=.1),
+    # What a round keeps beside what it passes on XLA orders as it likes.
+    "experts over fsdp": Cell("zero3_expert", dict(fsdp=8), "full", model=EXPERTS, memory=.1),
+    "experts over fsdp, the rest over data": Cell("zero3_expert", dict(data=2, fsdp=4), "none", model=EXPERTS, memory=.1),
+    "experts over nothing": Cell("zero3", dict(fsdp=8), "selective", model=EXPERTS, memory=.1),
+    "one choice, sent, and a shared expert": Cell("zero3_expert", dict(data=2, fsdp=4), "selective", memory=.1, model=EXPERTS | dict(
+        experts_per_token=1, shared_expert_dim=1024)),
+    "experts over tensor behind a dense layer": Cell("zero3_tensor_sequence_expert", dict(fsdp=2, tensor=4), "full", memory=.1,
+                                                     model=EXPERTS | dict(first_dense_layers=1, shared_expert_dim=512)),
+    "experts over tensor and context": Cell("zero3_tensor_sequence_context_expert", dict(fsdp=2, tensor=2, context=2), "full",
+                                            memory=.1, **LONG, model=EXPERTS),
+    "experts in stages": Cell("zero3_expert_pipeline", dict(data=2, fsdp=2, stage=2), "selective", 8, 1, model=EXPERTS, memory=.15),
+    "experts over tensor in stages": Cell("zero3_tensor_sequence_expert_pipeline", dict(fsdp=2, tensor=2, stage=2), "full", 8, 1,
+                                          schedule="zero_bubble", model=EXPERTS, memory=.15),
     "64 GPUs": Cell("zero3_tensor_sequence", dict(data=2, fsdp=8, tensor=4), "full", **TINY),
     "1,024 GPUs": Cell("hsdp", dict(data=128, fsdp=8), "full"),
     "1,024 GPUs, tensor": Cell("zero3_tensor_sequence", dict(fsdp=128, tensor=8), "selective", **TINY),

@@ -12,7 +12,7 @@ OPEN_TO = {
     "cluster": {"config"},
     "parallel": {"layout", "kernels"},
     "model": {"layout", "kernels"},
-    "cost": {"layout", "model", "parallel"},
+    "cost": {"layout", "kernels", "model", "parallel"},
     "training": {"layout", "model", "parallel"},
     "inference": {"layout", "model"},
     "run": {"cluster", "config", "data", "model", "training", "weights"},

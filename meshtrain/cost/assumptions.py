@@ -13,6 +13,9 @@ from collections.abc import Mapping
 
 _MAMF = "largest matmul rate found by search over shapes, share of the dense bf16 peak (stas00/ml-engineering, MAMF table)"
 _HOT = "a step is hot: power and clocks; from published runs. Blackwell rests on two of them (+13%, -8%)"
+_GROUPED = ("share of the dense bf16 peak that rows × experts' matrices, or the latter's gradients, reach in Triton, before "
+            "matmul.sustained. assumption: as Liger-Kernel's at the shapes of Qwen3-30B-A3B on H100, 501 TFLOP/s forward, 413 both "
+            "ways (Liger-Kernel 1294). To be measured")
 _FLASH = ("share of the dense bf16 peak, the causal half counted; FlashAttention-3's paper: H100, head_dim 128, 4,096 tokens, "
           "cuDNN 609 TFLOP/s forward; SimuMax on B200: .44 to .58 forward, .37 to .44 backward")
 _ELSEWHERE = "share of the dense bf16 peak, the causal half counted; for runs of other frameworks: "
@@ -40,6 +43,10 @@ TABLE = {row.name: row for row in (
     Assumption("matmul.clock", {"": 1.0, "h100-96gb": .80}, "500 W instead of 700 W; from that part's runs"),
     Assumption("matmul.wave", {"": .35}, "share of a wave of 128 × 256 tiles that the last, partly filled one costs", 0, 10),
     Assumption("matmul.k0", {"": 128}, "prologue and epilogue of a tile, in elements of the contracted dimension", 0, 1e4),
+    Assumption("grouped.rows", {"": .65}, _GROUPED),
+    Assumption("grouped.outer", {"": .40}, _GROUPED),
+    Assumption("experts.rounds", {"": 0}, "further rounds of a layer's experts, in the mean of layers and devices: none where they are "
+               "equally busy, one where a device has up to twice its buffer", 0, 64),
     Assumption("attention.cudnn_forward", {"": .58, "b": .60, "gb": .60}, _FLASH),
     Assumption("attention.cudnn_backward", {"": .50, "b": .48, "gb": .48}, _FLASH),
     Assumption("attention.pallas_forward", {"": .38, "a100": .50}, _TRITON),
@@ -64,6 +71,9 @@ TABLE = {row.name: row for row in (
                "takes multiprocessors and memory bandwidth; from published runs", 0),
     Assumption("overlap.fsdp", {"": .90}, "share of a layer's compute behind which its weights' gathers and its gradients' "
                "reductions hide, and keys and values of a ring behind attention", 0, formula=True),
+    Assumption("overlap.experts", {"": .25}, "the same of experts' weights: they are gathered and reduced between the kernels that "
+               "need and make them; read off the compiled programs of configs/qwen3-30b-a3b-64.toml (.27) and mixtral-8x7b-64.toml "
+               "(.25)", 0, formula=True),
     Assumption("overlap.data", {"": .80}, "the same of what is reduced and gathered once a step, behind one microbatch", 0,
                formula=True),
     Assumption("overlap.tensor", {"": 0}, "share of tensor parallelism's collectives that hides: they stand between the "

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshtrain.cost import hlo, work
+from meshtrain.names import EVEN_ROWS, FURTHER_ROUNDS, TAKEN
 
 KINDS = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
@@ -60,6 +61,7 @@ class Program:
     partial_permutes: tuple[str, ...]  # shifts without wrap-around, parts of uneven arrays: some devices receive zeros, rightly
     branch_permutes: tuple[str, ...]  # permutes inside a conditional: wrong or stuck where devices branch differently
     uncounted: tuple[str, ...]  # kernels that do matmuls of unknown size: not in dots
+    further_rounds: int = 0  # loops that run only where experts are not equally busy: counted as none
 
     @property
     def flops(self) -> dict[str, int]:
@@ -83,18 +85,22 @@ class Program:
 def read(text: str, mesh) -> Program:
     """Audit a compiled program. text: `compiled.as_text()`; mesh: the mesh that it was compiled for."""
     module, mesh_shape = hlo.parse(text), dict(mesh.shape)
-    visits, unknown = hlo.walk(module, lambda i: bool(_kind(i)) or work.multiplies(i))
+    visits, unknown = hlo.walk(module, lambda i: bool(_kind(i)) or work.multiplies(i) or i.further_rounds)
     collectives, dots, uncounted, broken, partial, branch = [], [], [], [], [], []
     for visit in visits:
         ins = visit.instruction
+        if ins.further_rounds:
+            continue
         if not _kind(ins):
             dot = _dot(module, visit)
+            if not visit.trips:
+                continue
             if dot:
                 dots.append(dot)
             else:
                 uncounted.append(f"{ins.name} ({ins.target or ins.op}) {short_source(ins.op_name)}".strip())
             continue
-        collectives += collective_rows(module, visit, mesh_shape)
+        collectives += collective_rows(module, visit, mesh_shape) if visit.trips else []
         if _kind(ins) == "collective-permute":
             if visit.in_branch:
                 branch.append(f"{ins.name} {_source(module, visit)}".strip())
@@ -102,7 +108,7 @@ def read(text: str, mesh) -> Program:
             if note:
                 (broken if wrong else partial).append(f"{ins.name}: {note} {short_source(ins.op_name)}".strip())
     return Program(tuple(collectives), tuple(dots), tuple(unknown), tuple(broken), tuple(partial), tuple(branch),
-                   tuple(uncounted))
+                   tuple(uncounted), sum(visit.instruction.further_rounds for visit in visits))
 
 
 def broken_permutes(text: str, mesh) -> list[str]:
@@ -149,8 +155,12 @@ def summarize(rows: Iterable[Collective]) -> list[dict]:
 def short_source(op_name: str) -> str:
     """'jit(step)/while/body/closed_call/transpose(jvp())/mlp/dot_general' → 'transpose(jvp())/mlp/dot_general'."""
     noise = {"while", "body", "cond", "closed_call", "eval_jaxpr", "checkpoint", "jvp()", "shard_map", "pjit"}
-    parts = [p for p in op_name.split("/") if p not in noise and not re.fullmatch(r"jit\(\w+\)|taken_\d+_of_\d+", p)]
+    parts = [p for p in op_name.split("/") if p not in noise and not _TOLD.fullmatch(p)]
     return "/".join("remat" if p == "rematted_computation" else p for p in parts)
+
+
+# What no JAX path has but by us: scopes that say how often, see `names`.
+_TOLD = re.compile(r"jit\(\w+\)|" + "|".join((TAKEN.format(r"\d+", r"\d+"), EVEN_ROWS.format(r"\d+"), FURTHER_ROUNDS)))
 
 
 def _source(module: hlo.Module, visit: hlo.Visit) -> str:
@@ -333,9 +343,10 @@ def _permute_coverage(attrs: str, op_name: str, mesh_shape: dict[str, int]) -> t
 
 
 def _dot(module: hlo.Module, visit: hlo.Visit) -> Dot | None:
-    """FLOPs of an HLO dot or a cuBLAS call; None where they are unknown."""
-    found = work.matmul(module, visit.computation, visit.instruction)
-    return found and Dot(found.dtype, found.flops * visit.trips, visit.trips, _source(module, visit), visit.in_branch)
+    """FLOPs of an HLO dot, a cuBLAS call or experts' kernel; None where they are unknown."""
+    at = module, visit.computation, visit.instruction
+    found = work.matmul(*at) or work.grouped(*at)
+    return found and Dot(found.dtype, round(found.flops) * visit.trips, visit.trips, _source(module, visit), visit.in_branch)
 
 
 def carried_bytes(text: str, trips: int) -> int:

@@ -33,7 +33,7 @@ def of(made, ruled: Mapping[str, int | None]) -> Formulas | None:
         return None
     options = Options(run.data.seq_len, run.data.global_batch, run.training.microbatches, run.training.remat,
                       schedule.name if schedule else "", schedule.num_chunks if schedule else 1, run.context.method,
-                      loss_chunk=run.training.loss_chunk)
+                      loss_chunk=run.training.loss_chunk, dispatch=run.experts.dispatch)
     placed = place(made.model.parameters(), run.model, made.layout, made.mesh_spec)
     lives = footprint.memory(placed, options)["activations"]
     grads = ruled["loop_grads"] if schedule else ruled["grads"]

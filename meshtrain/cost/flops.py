@@ -1,9 +1,11 @@
 """Model FLOPs, the numerator of MFU: what one token needs, whatever is executed. And what the matmuls of a step execute."""
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
-from meshtrain.cost.placed import Options, Placed, Practice
+from meshtrain.cost import routed
+from meshtrain.cost.placed import Options, Placed, Practice, Product
 
 
 def model_flops_per_token(table: Iterable, cfg, seq_len: int) -> float:
@@ -41,18 +43,28 @@ def attended(cfg, seq_len: int) -> float:
 def executed(placed: Placed, options: Options, practice: Practice = Practice()) -> float:
     """FLOPs of one device's matmuls in a step, attention's apart: forward, twice as much backward, of what is frozen once, and what
     remat does again."""
-    layer, (_, loss, _) = sum(product.k * product.n for product in placed.products), placed.ends(options, practice)
-    trained = sum(product.k * product.n for product in placed.products if product.trained)
-    forward, backward, weights = placed.visits(options, practice)
+    of = functools.partial(_elements, placed)
+    layer, (_, loss, _) = sum(map(of, placed.products)), placed.ends(options, practice)
+    trained = sum(of(product) for product in placed.products if product.trained)
+    visits = forward, backward, weights = placed.visits(options, practice)
     layers = (forward + backward) * layer + weights * trained + backward * again(placed, options, practice)
-    return 2 * placed.tokens(options) * (layers + (2 + placed.head.trained) * loss * placed.head.k * placed.head.n)
+    experts = 0.0
+    if found := routed.of(placed, options):
+        runs = sum(times * count for times, count in zip(visits, found.products))
+        experts = 2 * found.share * runs * found.executed * found.embed_dim * found.width
+    return experts + 2 * placed.tokens(options) * (layers + (2 + placed.head.trained) * loss * placed.head.k * placed.head.n)
+
+
+def _elements(placed: Placed, product: Product) -> float:
+    """Of a product's matrices for a token that a device has where its sequence is whole."""
+    return product.share * product.k * product.n / (placed.stream_ways if product.router else 1)
 
 
 def again(placed: Placed, options: Options, practice: Practice = Practice()) -> float:
     """Elements of a layer's matrices whose products its backward does again: but for what the last of them adds to the residual
     stream, which nothing there reads."""
-    forward = sum(product.k * product.n for product in placed.products)
+    of = functools.partial(_elements, placed)
+    forward = sum(map(of, placed.products))
     if practice.recomputed is not None:
         return practice.recomputed[0] * forward
-    *_, last = (product for product in placed.products if product.outward)
-    return forward - last.k * last.n if options.remat in ("full", "offload") else 0.0
+    return forward - sum(of(product) for product in placed.products if product.unread) if options.remat in ("full", "offload") else 0.0

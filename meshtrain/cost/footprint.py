@@ -6,6 +6,7 @@ of programs compiled for GPUs, and stands here as widths of a token.
 """
 from __future__ import annotations
 
+from meshtrain.cost import routed
 from meshtrain.cost.placed import Options, Placed
 from meshtrain.model import parts
 from meshtrain.parallel import schedules, stages
@@ -43,7 +44,9 @@ def _in_layers(placed: Placed, options: Options) -> float:
     loss = chunk * ((4 + size) * placed.head.n + size * cfg.embed_dim) + 3 * size * tokens * stream
     loss += size * head if placed.by_layer else 0
     # The head's gradient in float32 stays until the layers are done.
-    return kept + 4 * head * placed.head.trained + max(loss, size * tokens * _working_width(placed, options) + _of_parts(placed, options))
+    experts = routed.of(placed, options)
+    layer = max(size * tokens * _working_width(placed, options) + _of_parts(placed, options), experts.working_bytes if experts else 0)
+    return kept + 4 * head * placed.head.trained + max(loss, layer)
 
 
 def _kept_width(placed: Placed, options: Options) -> float:
@@ -71,7 +74,7 @@ def _working_width(placed: Placed, options: Options) -> float:
 def _of_parts(placed: Placed, options: Options) -> float:
     """Bytes of a layer's gradient in float32, of one part of a microbatch beside the other's."""
     rows = options.global_batch // options.microbatches
-    shared = options.remat != "none" or not placed.by_layer
+    shared = not placed.cfg.num_experts and (options.remat != "none" or not placed.by_layer)
     return 4 * placed.layer_used if shared and parts.of_rows(placed.layout, (rows, options.seq_len))[1] > 1 else 0
 
 
@@ -88,6 +91,8 @@ def _in_stages(placed: Placed, options: Options) -> float:
     loss += 16 * placed.head.n * placed.head.k
     # A layer of B beside one of F, with their weights out of the stack.
     layer = size * tokens * (_working_width(placed, options) + 4 * stream + 2 * placed.widths[2]) + size * placed.layer_used
+    if experts := routed.of(placed, options):
+        layer = max(layer, experts.working_bytes + 4 * size * tokens * stream + size * placed.layer_used)
     return size * placed.used + slot_bytes(placed, options) + max(loss, layer)
 
 
@@ -100,6 +105,8 @@ def slot_widths(placed: Placed, options: Options) -> tuple[float, float]:
                     "full": stream + (q if placed.ways("seq") > 1 else 0)}[options.remat]
     for_weights = {"none": 10 * h + q + 2 * kv + (gates + 1) * f, "selective": 10 * h + q + 2 * kv + (gates + 2) * f,
                    "full": 12 * h + 2 * q + 2 * kv + (gates + 2) * f}[options.remat]
+    if experts := routed.of(placed, options):
+        for_weights += experts.passed_on / placed.itemsize / placed.tokens(options)
     return for_backward, for_weights
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
-from meshtrain.names import TAKEN
+from meshtrain.names import FURTHER_ROUNDS, TAKEN
 
 Shape = tuple[str, tuple[int, ...]]  # (dtype as HLO spells it, dimensions)
 
@@ -73,6 +73,11 @@ class Instruction:
         nobody says: an upper bound."""
         found = re.findall(_TAKEN, self.op_name) if self.op == "conditional" else []
         return Fraction(*map(int, found[-1])) if found else Fraction(1)
+
+    @property
+    def further_rounds(self) -> bool:
+        """Whether it is a loop that runs only where experts are not equally busy."""
+        return self.op == "while" and self.op_name.endswith(f"{FURTHER_ROUNDS}/while")
 
     @cached_property
     def target(self) -> str:
@@ -170,7 +175,8 @@ def walk(module: Module, wanted: Callable[[Instruction], bool]) -> tuple[list[Vi
     """Every wanted instruction with its executions per step, and the loops whose trip count nobody knows.
 
     A loop's trips are XLA's known_trip_count; where a pass dropped it, the loop counter is stepped from its constant
-    start until the condition fails. Loops (transitively) without a wanted instruction are not looked at.
+    start until the condition fails. Further rounds of experts are none. Loops (transitively) without a wanted instruction
+    are not looked at.
     """
     holds = _holders(module, wanted)
     visits, unknown = [], []
@@ -184,7 +190,7 @@ def walk(module: Module, wanted: Callable[[Instruction], bool]) -> tuple[list[Vi
             if called and ins.op == "while":
                 body, condition = ins.attr("body"), ins.attr("condition")
                 state = frame.scalars(ins.operands[0])
-                n = known_trips(ins)
+                n = 0 if ins.further_rounds else known_trips(ins)
                 if n is None:
                     n = _simulated_trips(module, condition, body, state)
                 lost = n is None
@@ -193,7 +199,7 @@ def walk(module: Module, wanted: Callable[[Instruction], bool]) -> tuple[list[Vi
                 n = 1 if lost else n
                 inner = _invariants(module, body, state)
                 for part, runs in ((body, n), (condition, n + 1)):
-                    if part in called and runs:
+                    if part in called and (runs or ins.further_rounds):
                         visit(part, [inner], trips * runs, is_async, in_branch, in_unknown or lost)
             elif called:
                 branch = ins.op == "conditional"

@@ -8,14 +8,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 from meshtrain.layout.mesh import MeshSpec
 from meshtrain.layout.rules import Layout
 from meshtrain.model import layers
 from meshtrain.names import AXES, LAYERS, LORA, MATMUL_ROLES
-from meshtrain.parallel import expert, schedules, stages
+from meshtrain.parallel import schedules, stages
 
 Axes = tuple[str, ...]
 
@@ -53,12 +53,13 @@ class Options:
     visited: float = 1.0        # pairs that attention's kernel visits, as a share of the causal half
     loss_chunk: int = 2048
     optimizer_bytes: float = 8  # of state for each parameter, beside the parameter
+    dispatch: str = "auto"      # how tokens reach their experts
 
     @classmethod
     def of(cls, run, **more) -> Options:
         """Those of a run file."""
         return cls(run.data.seq_len, run.data.global_batch, run.training.microbatches, run.training.remat, method=run.context.method,
-                   loss_chunk=run.training.loss_chunk, **more)
+                   loss_chunk=run.training.loss_chunk, dispatch=run.experts.dispatch, **more)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,26 +67,30 @@ class Product:
     """Matrices of one layer, or the head, that multiply the same input: [tokens, k] × [k, n] with the sizes one device has.
 
     row: the mesh axes that split k, over which the result is summed. outward: the result is added to the residual stream.
-    trained: they have gradients. routed: experts', n times the rows of a device's own token, the experts equally busy.
+    unread: nothing in the backward reads the result. trained: they have gradients. share: of the layers that have them. router: in
+    float32, of tokens as the residual stream has them. Experts are none of them (`routed`).
     """
     k: float
     n: float
     row: Axes = ()
     outward: bool = False
+    unread: bool = False
     trained: bool = True
-    routed: bool = False
+    share: float = 1.0
+    router: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placed:
     """A model under a layout: sizes on one device, and the elements that travel, by the mesh axes that they travel over.
 
-    products, head: of one layer, and of the head. For each microbatch, of one layer or of embedding and head (ends): gathered
-    weights, scattered and summed gradients; looked_up: tables that are looked up by columns. Once a step: once_scattered and
-    once_summed gradients, regathered new weights. stored, grads, ends_grads: parameters that a device keeps; layers_stored: of
-    them the layers', layers_read: as [params] has them; turned: of the stored those that are gathered along their last dim. used: of its stage and the ends, as they are multiplied; cast:
-    of those, what the microbatches read from a copy in the compute dtype; moved: from one in another place. layer_used,
-    largest: of one layer, and of its largest matrix.
+    products, head: of one layer, and of the head. For each microbatch, of one layer, of its experts, or of embedding and head (ends):
+    gathered weights, scattered and summed gradients; router_gathered: in float32; looked_up: tables that are looked up by columns.
+    Once a step: once_scattered and once_summed gradients, regathered new weights. stored, grads, ends_grads: parameters that a
+    device keeps; layers_stored: of them the layers', layers_read: as [params] has them; turned: of the stored those that are
+    gathered along any dim but their first. used: of its stage and the ends, as they are multiplied; cast: of those, what the
+    microbatches read from a copy in the compute dtype; moved: from one in another place. layer_used, largest: of one layer, and
+    of its largest matrix.
     """
     cfg: object                 # the [model] section
     rows: list                  # the parameter table
@@ -98,6 +103,10 @@ class Placed:
     gathered: Mapping[Axes, float]
     scattered: Mapping[Axes, float]
     summed: Mapping[Axes, float]
+    router_gathered: Mapping[Axes, float]
+    experts_gathered: Mapping[Axes, float]
+    experts_scattered: Mapping[Axes, float]
+    experts_summed: Mapping[Axes, float]
     ends_gathered: Mapping[Axes, float]
     ends_scattered: Mapping[Axes, float]
     ends_summed: Mapping[Axes, float]
@@ -120,7 +129,7 @@ class Placed:
     @property
     def by_layer(self) -> bool:
         """Whether layers gather their weights."""
-        return bool(self.gathered)
+        return bool(self.gathered or self.experts_gathered)
 
     @property
     def itemsize(self) -> int:
@@ -187,17 +196,22 @@ class Placed:
         """Of a token's queries, of its keys, of the MLP, on one device."""
         cfg = self.cfg
         kv_heads = layers.kv_heads(self.layout, cfg.num_kv_heads) / self.ways("kv_heads")
-        return cfg.num_heads * cfg.head_dim / self.ways("heads"), kv_heads * cfg.head_dim, cfg.mlp_dim / self.ways("mlp")
+        dense = cfg.first_dense_layers / cfg.num_layers if cfg.num_experts else 1.0     # beside experts the mean of all layers
+        mlp = dense * cfg.mlp_dim + (1 - dense) * cfg.shared_expert_dim
+        return cfg.num_heads * cfg.head_dim / self.ways("heads"), kv_heads * cfg.head_dim, mlp / self.ways("mlp")
 
 
-TRAVEL = ("gathered", "scattered", "summed", "ends_gathered", "ends_scattered", "ends_summed", "looked_up", "once_scattered",
-          "once_summed", "regathered")
+TRAVEL = ("gathered", "scattered", "summed", "router_gathered", "experts_gathered", "experts_scattered", "experts_summed",
+          "ends_gathered", "ends_scattered", "ends_summed", "looked_up", "once_scattered", "once_summed", "regathered")
 HELD = ("stored", "layers_stored", "layers_read", "grads", "ends_grads", "turned", "used", "cast", "moved", "layer_used", "largest")
 
 
 def place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice = Practice()) -> Placed:
     """rows: the parameter table (ParamInfo); cfg: the [model] section; the layout has the sizes of the mesh."""
     local, tokens = _Local(cfg, layout), frozenset(layout.token_axes)
+    layers_with = Counter()
+    for info in rows:
+        layers_with[info.path[-3:]] += info.shape[0]
     travel, held = {name: defaultdict(float) for name in TRAVEL}, dict.fromkeys(HELD, 0.0)
     num_stages, products, head, equal = layout.sizes["stage"], {}, None, {}
     stage_layers = stages.padded(cfg, num_stages) // num_stages if num_stages > 1 else cfg.num_layers
@@ -209,7 +223,7 @@ def place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice = Practi
         whole = info.size / layout.ways(in_use)
         if depth and num_stages > 1:        # a stage has its own layers in the loop, also where the rules cannot split them
             whole = info.size / cfg.num_layers * depth / layout.ways(in_use - {"stage"})
-        _hold(held, info, cfg, layout, lies, whole, depth)
+        _hold(held, info, cfg, layout, lies, in_use, whole, depth)
         if num_stages > 1:              # inside the loop weights and gradients are whole: exchanged once a step
             lies |= {"params": in_use, "grads": in_use}
         uses = 1
@@ -220,13 +234,16 @@ def place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice = Practi
         _send(travel, layout, info, {table: axes - in_use for table, axes in lies.items()}, whole, depth, uses,
               tokens - lies["grads"] - in_use, once)
         # Of layers that repeat with a period the matrices of one: they differ in what they attend to alone.
-        if info.role == "matrix" and equal.setdefault(info.path[-3:], info.path) == info.path:
+        if info.role == "matrix" and "expert" not in info.axes and equal.setdefault(info.path[-3:], info.path) == info.path:
             into, out = info.matrix_dims
             key = info.path[:-2], tuple(info.axes[d] for d in into)
             row = _ordered(frozenset().union(*(local.uses(info.axes[d]) for d in into)))
-            n, routed = products[key].n if key in products else 0, "expert" in info.axes
-            products[key] = Product(local.size(info, into), n + local.size(info, out) * (local.rows if routed else 1), row,
-                                    info.axes[out[-1]] in ("embed", "expert_embed"), info.trainable, routed)
+            n, outward = products[key].n if key in products else 0, info.axes[out[-1]] == "embed"
+            products[key] = Product(local.size(info, into), n + local.size(info, out), row, outward, outward and key[1] == ("mlp",),
+                                    info.trainable, layers_with[info.path[-3:]] / cfg.num_layers)
+        elif info.role == "router" and equal.setdefault("router", info.path) == info.path:
+            products["router"] = Product(*info.shape[-2:], trained=info.trainable, router=True,
+                                         share=1 - cfg.first_dense_layers / cfg.num_layers)
         elif info.axes[-2:] in (("embed", "vocab"), ("vocab", "embed")) and (info.role == "head" or cfg.tie_embeddings):
             ways = layout.ways(local.uses("vocab"))
             head = Product(cfg.embed_dim, info.size // cfg.embed_dim // ways, trained=info.trainable), ways
@@ -234,8 +251,8 @@ def place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice = Practi
     return Placed(cfg, rows, layout, mesh, tuple(products.values()), *head, stage_layers, **some, **held)
 
 
-def _hold(held, info, cfg, layout: Layout, lies, whole: float, depth: int) -> None:
-    """What a device keeps of a parameter; depth: 0 of embedding and head."""
+def _hold(held, info, cfg, layout: Layout, lies, in_use: frozenset, whole: float, depth: int) -> None:
+    """What a device keeps of a parameter. in_use: the axes that split it where it is used; depth: 0 of embedding and head."""
     held["stored"] += info.size / layout.ways(lies["optimizer"])
     held["grads"] += info.trainable and info.size / layout.ways(lies["grads"])
     held["used"] += whole
@@ -248,16 +265,18 @@ def _hold(held, info, cfg, layout: Layout, lies, whole: float, depth: int) -> No
         held["layers_stored"] += info.size / layout.ways(lies["optimizer"])
         held["layer_used"] += whole / depth
         held["largest"] = max(held["largest"], whole / depth * cfg.num_layers / info.shape[0])
-        if info.role == "matrix" and info.axes[-1] == "embed":
+        gathered = "expert" in info.axes and bool(lies["params"] - in_use)
+        outer = info.shape[1] // layout.ways(layout.axes_in_use("expert")) > 1 or info.axes[-1] == "expert_embed"
+        if info.role == "matrix" and (info.axes[-1] == "embed" or gathered and outer):
             held["turned"] += info.size / layout.ways(lies["optimizer"])
 
 
 def _send(travel, layout: Layout, info, lies, whole: float, depth: int, uses: int, late: frozenset, once: frozenset) -> None:
     """What travels of a parameter. lies: where its tables split it beyond its use; uses: how often the ends gather it; late:
     axes over which its gradient is summed that do not split it; once: axes of sums that wait for the end of the step."""
-    n, part = (whole / depth, "") if depth else (whole, "ends_")
+    n, part = (whole / depth, "experts_" if "expert" in info.axes else "") if depth else (whole, "ends_")
     params, grads = lies["params"], lies["grads"]
-    travel[part + "gathered"][_ordered(params)] += uses * n
+    travel["router_gathered" if info.role == "router" else part + "gathered"][_ordered(params)] += uses * n
     travel["regathered"][_ordered(lies["optimizer"] - params)] += whole / layout.ways(params)
     if not info.trainable:
         return
@@ -278,10 +297,6 @@ class _Local:
         self.layout = layout
         self.splits = functools.cache(lambda table, axis: frozenset(layout.mesh_axes(table, axis)))
         self.uses = functools.cache(lambda axis: frozenset(layout.axes_in_use(axis)))
-        region, seq = expert.Region.of(layout), layout.mesh_axes("activations", "seq")
-        stream = layout.ways(a for a in layout.mesh_axes("activations", "residual_seq") if a not in seq)
-        # Of experts, for a token that a device has where its sequence is whole.
-        self.rows = cfg.experts_per_token * layout.ways(region.gathered) / layout.ways(region.experts) / stream
         self.kv_heads = layers.kv_heads(layout, cfg.num_kv_heads) // layout.ways(layout.mesh_axes("activations", "kv_heads"))
 
     def axes(self, info) -> tuple[frozenset, dict[str, frozenset]]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from meshtrain.cost import facts, search
+from meshtrain.cost import facts, search, traffic
 from meshtrain.cost.behind import Behind, link
 from meshtrain.cost.price import RECOMPUTED
 from meshtrain.cost.report import columns
@@ -208,6 +208,8 @@ def _losses(question: Question, plan: Plan) -> list[tuple[str, float, str]]:
             "context": "a smaller context, or more tokens of a sequence on each GPU",
             "once a step": "more tokens a step: gradients and new weights are exchanged once in it",
             "offload": "more tokens in each microbatch, or another remat: copies to the host outlast the layers beside them",
+            traffic.ROUTED: "experts split over fewer GPUs: tokens travel to all that share them",
+            traffic.EXPERTS: "fewer microbatches or more tokens in each: experts' weights are gathered for every one of them",
             "scales": "more tokens in each microbatch: every layer's scales cost the same, however many there are"}.get(name, "fewer stages")
         found.append((f"{name} ({crossed})" if name in AXES else f"what is exchanged {name}", lost_s, remedy))
     if one.bubble_s:

@@ -15,16 +15,18 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from meshtrain.cost import flops, footprint, rates, traffic
+from meshtrain.cost import flops, footprint, rates, routed, traffic
 from meshtrain.cost.placed import Options, Placed, Practice
 from meshtrain.cost.rates import Group, Matmul, Rates
 from meshtrain.cost.simulate import Costs
 from meshtrain.layout.mesh import MeshSpec
 from meshtrain.parallel import schedules
 
-BACKWARD = 2.5              # FLOPs of attention's backward over its forward's: the scores again, then four products for two
+# FLOPs of attention's backward over its forward's: the scores again, then four products for two; our two kernels make scores each
+BACKWARD, BACKWARD_APART = 2.5, 3.5
 LOGIT_BYTES = 14            # what a logit moves through memory, forward and backward
 UPDATE_BYTES = 30           # what a stored parameter moves in the optimizer's update
+QK_NORM = (6, 17)           # of an element of queries and keys that are normed, forward and backward
 QUANTISE_BYTES = 5          # of an element that becomes float8: read for the largest value, read again, written
 FULL, SELECTIVE = (1.0, 1.0, 1.0), (0.0, 0.0, 0.6)
 RECOMPUTED = {"none": (0.0, 0.0, 0.0), "selective": SELECTIVE, "full": FULL, "offload": FULL}
@@ -158,7 +160,8 @@ class _Waits:
             beside: visits * seconds for beside, seconds in work.beside.items()}
         hidden = {"tensor": assumed["overlap.user_buffers" if practice.user_buffers else "overlap.tensor"]}
         for (name, beside, layer), seconds in together.items():
-            hide = assumed["overlap.data" if beside == traffic.MICROBATCH else "overlap.fsdp"]
+            near = "overlap.experts" if name == traffic.EXPERTS else "overlap.fsdp"
+            hide = assumed["overlap.data" if beside == traffic.MICROBATCH else near]
             if not practice.overlaps and name != "context":
                 hide = 0.0
             exposed_s = (1 - hidden.get(name, 0.0)) * _beside(seconds, compute[beside], hide, assumed["link.contend"])
@@ -179,21 +182,25 @@ class _Work:
     def __init__(self, placed: Placed, rated: Rates, options: Options, practice: Practice):
         cfg, tokens = placed.cfg, placed.tokens(options)
         matmul = functools.partial(_matmul_s, rated, "float8" if placed.float8 else cfg.compute_dtype, placed.itemsize)
-        products = [matmul(tokens, w.n, w.k) for w in placed.products]
+        dense, routers = ([w for w in placed.products if w.router == wanted] for wanted in (False, True))
+        products = [w.share * matmul(tokens, w.n, w.k) for w in dense]
         forward = sum(products)
-        backward = sum(matmul(tokens, w.k, w.n) + w.trained * matmul(w.k, w.n, tokens) for w in placed.products)
+        backward = sum(w.share * (matmul(tokens, w.k, w.n) + w.trained * matmul(w.k, w.n, tokens)) for w in dense)
+        routing = sum(w.share * _matmul_s(rated, "float32", 4, tokens / placed.stream_ways, w.n, w.k) for w in routers)
+        forward, backward = forward + routing, backward + 2 * routing
         query, key, mlp = placed.widths
         pairs = 2 * tokens * options.seq_len * options.visited * query
         attend = lambda direction, flop: rated.attention_s(
             rates.Attention(practice.engine, direction, flop, options.seq_len, cfg.head_dim))
-        attention, attention_b = attend("forward", pairs), attend("backward", BACKWARD * pairs)
+        products_b = BACKWARD_APART if practice.engine == "pallas" else BACKWARD
+        attention, attention_b = attend("forward", pairs), attend("backward", products_b * pairs)
         beside = 16 * cfg.embed_dim / placed.stream_ways + 4 * (query + key)
-        moved = lambda times: tokens * (beside + times * mlp)
+        moved = lambda times, norm: tokens * (beside + times * mlp + norm * cfg.qk_norm * (query + key))
         gated = cfg.activation != "gelu"
         fused = rated.assumed["elementwise.eager"] if practice.eager else 1.0
         fused *= placed.itemsize / 2
-        small = fused * rated.stream_s(moved(6 if gated else 4))
-        small_b = fused * rated.stream_s(moved(10 if gated else 6))
+        small = fused * rated.stream_s(moved(6 if gated else 4, QK_NORM[0]))
+        small_b = fused * rated.stream_s(moved(10 if gated else 6, QK_NORM[1]))
         if placed.float8:
             small, small_b = (each + rated.stream_s(tokens * moved) for each, moved in zip((small, small_b), _quantised_bytes(placed)))
         in_stage = _stage_bytes(placed, options) if placed.masked(options, practice) else (0.0, 0.0, 0.0)
@@ -201,18 +208,19 @@ class _Work:
         again = practice.recomputed or RECOMPUTED[options.remat]
         again_s = again[0] * forward
         if practice.recomputed is None and again[0]:    # ours: what the last product adds is never needed again
-            again_s -= [seconds for seconds, product in zip(products, placed.products) if product.outward][-1]
+            again_s -= sum(seconds for seconds, product in zip(products, dense) if product.unread)
         if practice.recomputed is None and placed.ways("seq") > 1:
             again = again[0], 0.0, again[2]             # ours: attention over several devices is never repeated
         recomputed_s = again_s + again[1] * attention + again[2] * small
-        self.forward_s = forward + attention + small + stage_f
-        self.input_grad_s = backward / 2 + attention_b + small_b + recomputed_s + stage_b
-        self.weight_grad_s = backward / 2 + stage_w
+        (experts, experts_b, experts_w), (moved_f, moved_b) = _experts_s(placed, rated, options)
+        self.forward_s = forward + attention + small + stage_f + experts + moved_f
+        self.input_grad_s = backward / 2 + attention_b + small_b + recomputed_s + stage_b + experts_b + moved_b
+        self.weight_grad_s = backward / 2 + stage_w + experts_w
         self.backward_s = self.input_grad_s + self.weight_grad_s
         self.beside = {traffic.FORWARD: self.forward_s, traffic.BACKWARD: self.backward_s, traffic.ATTENTION: attention,
                        traffic.ATTENTION_BACKWARD: attention_b}
-        self.parts = {"matmul": forward + again_s + backward, "attention": attention * (1 + again[1]) + attention_b,
-                      "elementwise": small * (1 + again[2]) + small_b + stage_f + stage_b + stage_w}
+        self.parts = {"matmul": forward + again_s + backward + experts + experts_b + experts_w, "attention": attention * (1 + again[1]) + attention_b,
+                      "elementwise": small * (1 + again[2]) + small_b + stage_f + stage_b + stage_w + moved_f + moved_b}
         matmul = functools.partial(_matmul_s, rated, cfg.compute_dtype, placed.itemsize)
         n, k = placed.head.n, placed.head.k
         if not practice.shared_head and options.schedule:
@@ -220,6 +228,21 @@ class _Work:
             n = n * placed.head_ways // max(1, beside_stage)
         self.head = {"matmul": matmul(tokens, n, k) + matmul(tokens, k, n) + placed.head.trained * matmul(k, n, tokens),
                      "elementwise": fused * rated.stream_s(LOGIT_BYTES * tokens * n)}
+
+
+def _experts_s(placed: Placed, rated: Rates, options: Options) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Seconds of a layer's experts: (products forward, backward for inputs and for weights), (elementwise forward, backward)."""
+    found = routed.of(placed, options)
+    if not found:
+        return (0.0,) * 3, (0.0,) * 2
+    k, n, dtype = found.embed_dim, found.width, placed.cfg.compute_dtype
+
+    def one_s(outer: bool) -> float:
+        moved = found.itemsize * found.executed * (k + n) + (4 if outer else found.itemsize) * found.matrix
+        kernel = rates.Grouped(found.executed, found.num_experts, k, n, dtype, outer)
+        return max(rated.grouped_s(kernel), rated.stream_s(moved))
+    products = (found.share * times * one_s(outer) for times, outer in zip(found.products, (False, False, True)))
+    return tuple(products), tuple(found.share * rated.stream_s(moved) for moved in found.elementwise_bytes())
 
 
 def _stage_bytes(placed: Placed, options: Options) -> tuple[float, float, float]:
@@ -236,9 +259,9 @@ def _stage_bytes(placed: Placed, options: Options) -> tuple[float, float, float]
 def _quantised_bytes(placed: Placed) -> tuple[float, float]:
     """What a token of a layer moves through memory to become float8: what its products read, forward; the cotangents of what they
     make, backward. Each is turned for the weights' gradients as well, what was gathered after that."""
-    stream, products = placed.cfg.embed_dim / placed.stream_ways, placed.products
-    read = sum(product.k if product.outward else stream for product in products)
-    made = sum(stream if product.outward else product.n for product in products)
+    stream, products = placed.cfg.embed_dim / placed.stream_ways, [product for product in placed.products if not product.router]
+    read = sum(product.share * (product.k if product.outward else stream) for product in products)
+    made = sum(product.share * (stream if product.outward else product.n) for product in products)
     gathered = 2 * placed.cfg.embed_dim * len(products) if placed.stream_ways > 1 else 0
     return QUANTISE_BYTES * read, (QUANTISE_BYTES + 1) * made + gathered
 

@@ -31,6 +31,22 @@ class Matmul:
 
 
 @dataclasses.dataclass(frozen=True)
+class Grouped:
+    """One kernel for rows of many groups, each times its group's matrix: [rows, k] × [groups, k, n]; outer: the gradients of these,
+    [k, rows] × [rows, n] of each group. rows: as multiplied, zeros that fill up blocks among them."""
+    rows: float
+    groups: int
+    k: int
+    n: int
+    dtype: str
+    outer: bool = False
+
+    @property
+    def flops(self) -> float:
+        return 2 * self.rows * self.k * self.n
+
+
+@dataclasses.dataclass(frozen=True)
 class Attention:
     """One flash attention kernel. flops: what it computes, pairs that it skips left out."""
     engine: str         # as `assumptions` names it: cudnn, pallas; of other frameworks flash2, triton, scores
@@ -65,6 +81,15 @@ class Rates:
         waves = matmul.batch * matmul.m * matmul.n / TILE / self.gpu.num_sms
         full = waves / (waves + a["matmul.wave"]) * matmul.k / (matmul.k + a["matmul.k0"])
         return matmul.flops / (self.peak(matmul.dtype) * a["matmul.best"] * a["matmul.sustained"] * a["matmul.clock"] * full)
+
+    def grouped_s(self, grouped: Grouped) -> float:
+        a = self.assumed
+        results = grouped.groups * grouped.k * grouped.n if grouped.outer else grouped.rows * grouped.n
+        summed = grouped.rows / grouped.groups if grouped.outer else grouped.k
+        waves = results / TILE / self.gpu.num_sms
+        share = a["grouped.outer" if grouped.outer else "grouped.rows"] * a["matmul.sustained"] * a["matmul.clock"]
+        full = waves / (waves + a["matmul.wave"]) * summed / (summed + a["matmul.k0"])
+        return grouped.flops / (self.peak(grouped.dtype) * share * full)
 
     def stream_s(self, hbm_bytes: float) -> float:
         return hbm_bytes / (self.gpu.hbm_bytes_per_s * self.assumed["hbm.share"])

@@ -130,6 +130,8 @@ def collectives_table(program: audit.Program, formulas: beside.Formulas | None) 
         return "collectives of the compiled step: none"
     lines = [columns([("sent per device", "axes", "dtype", "by formulas", "compiled", "count", "from"), *rows])]
     lines += [f"warning: counted once, its length is unknown: loop {name}" for name in program.unknown_loops]
+    if program.further_rounds:
+        lines += [f"experts count as equally busy: {program.further_rounds} loop(s) of further rounds count as none"]
     lines += [f"error: a permute leaves devices with zeros: {text}" for text in program.broken_permutes]
     return "\n".join(lines)
 

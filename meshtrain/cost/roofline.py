@@ -161,7 +161,7 @@ class _Program:
 
     def __init__(self, text: str, mesh_spec: MeshSpec, prices: rates.Rates, packed: bool):
         self.module, self.sources, self.prices, self.packed = hlo.parse(text), Sources.of(text), prices, packed
-        self.trips, self.unknown = timeline.loop_trips(self.module)
+        self.trips, self.unknown = timeline.loop_trips(self.module, prices.assumed["experts.rounds"])
         self.mesh_shape, self.device_ids = mesh_spec.sizes, mesh_spec.ids().reshape(-1)
         self.uncounted, self._work = set(), {}
         self.callers = {called: ins for body in self.module.computations.values() for ins in body.values()
@@ -178,7 +178,7 @@ class _Program:
         return seconds, self._part(computation, ins, found)
 
     def _math_s(self, found: work.Work) -> float:
-        seconds = sum(map(self.prices.matmul_s, found.matmuls))
+        seconds = sum(map(self.prices.matmul_s, found.matmuls)) + (self.prices.grouped_s(found.grouped) if found.grouped else 0.0)
         return seconds + (self.prices.attention_s(found.attention) if found.attention else 0.0)
 
     def _visited(self, queries: int, keys: int, causal: bool, window: int, ahead: int) -> float:
@@ -195,7 +195,7 @@ class _Program:
 
     def _part(self, computation: str, ins: hlo.Instruction, found: work.Work) -> str:
         part = ATTENTION if found.attention else self.sources.part(self._origin(computation, ins))
-        return part or (MATMUL if found.matmuls else ELEMENTWISE)
+        return part or (MATMUL if found.matmuls or found.grouped else ELEMENTWISE)
 
     def _origin(self, computation: str, ins: hlo.Instruction) -> hlo.Instruction:
         """The instruction whose metadata tells where a kernel comes from: where it has none, what it is fused from, what it

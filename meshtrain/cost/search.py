@@ -17,7 +17,7 @@ from meshtrain.cost.placed import Options, Placed, Practice, place
 from meshtrain.cost.price import Price
 from meshtrain.cost.rates import Rates
 from meshtrain.layout.mesh import MeshSpec
-from meshtrain.layout.rules import Layout, Rules
+from meshtrain.layout.rules import AS_OTHERS, Layout, Rules
 from meshtrain.names import AXES, PLACEMENT
 from meshtrain.parallel import schedules, stages
 
@@ -60,6 +60,7 @@ class Question:
     practice: Practice
     lay: Callable[[Mapping[str, int], Rules, str], tuple[Layout, list[str]]]
     methods: tuple[str, ...] = METHODS
+    dispatch: str = "auto"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -145,7 +146,7 @@ def _layouts(question: Question) -> Iterator[tuple[Placed | None, Rules, list[st
         active = frozenset(axis for axis in ("tensor", "stage", "context") if sizes[axis] > 1)
         rest = question.num_gpus // (sizes["tensor"] * sizes["stage"] * sizes["context"])
         for rules, together in _distinct(question.rule_files, active, rest > 1):
-            for data, fsdp in _replicas(question, rest, together):
+            for data, fsdp in _replicas(question, rest, together, "expert" in rules.tables["params"]):
                 mesh = MeshSpec({**sizes, "data": data, "fsdp": fsdp})
                 key = tuple(mesh.sizes.values()), _said(rules, {axis for axis, n in mesh.sizes.items() if n > 1})
                 if key not in seen:
@@ -155,9 +156,9 @@ def _layouts(question: Question) -> Iterator[tuple[Placed | None, Rules, list[st
 
 
 def _said(rules: Rules, axes) -> frozenset:
-    """What the rules say where these axes are larger than 1."""
-    tables = {(table, logical): tuple(a for a in mesh_axes if a in axes)
-              for table, entries in rules.tables.items() for logical, mesh_axes in entries.items()}
+    """What the rules say where these axes are larger than 1; of experts also what they say by saying nothing."""
+    tables = {(table, logical): tuple(a for a in rules.mesh_axes(table, logical) if a in axes)
+              for table, entries in rules.tables.items() for logical in (*entries, *AS_OTHERS)}
     return frozenset((key, value) for key, value in tables.items() if value)
 
 
@@ -187,15 +188,15 @@ def _distinct(rule_files: tuple[Rules, ...], active: frozenset[str], replicas: b
     return list(seen.values())
 
 
-def _replicas(question: Question, rest: int, together: bool) -> Iterator[tuple[int, int]]:
+def _replicas(question: Question, rest: int, together: bool, experts: bool) -> Iterator[tuple[int, int]]:
     """(data, fsdp). Taken together by the rules they are one axis, fsdp; else both are larger than 1, or the rules say no more
-    than others do."""
+    than others do: but for experts, which are split over fsdp alone."""
     fixed = question.fixed
     for data in divisors(rest):
         fsdp = rest // data
         if fixed.get("data", data) != data or fixed.get("fsdp", fsdp) != fsdp:
             continue
-        if "data" in fixed or "fsdp" in fixed or (data == 1 if together else data > 1 and fsdp > 1):
+        if "data" in fixed or "fsdp" in fixed or (data == 1 if together else (data > 1 or experts) and fsdp > 1):
             yield data, fsdp
 
 
@@ -237,7 +238,7 @@ def _fitting(question: Question, placed: Placed, m: int) -> Iterator[tuple[Optio
             fits_first = False
             for name, chunks in family:
                 options = Options(question.seq_len, question.global_batch, m, remat, name, chunks, question.methods[0],
-                                  question.visited, question.loss_chunk, question.optimizer_bytes)
+                                  question.visited, question.loss_chunk, question.optimizer_bytes, question.dispatch)
                 needed = footprint.memory(placed, options)["total"]
                 if least is None or needed < least[1]:
                     least = options, needed

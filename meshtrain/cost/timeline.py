@@ -93,8 +93,9 @@ def play(module: hlo.Module, trips: Mapping[str, int], prices: Prices) -> Played
     return step
 
 
-def loop_trips(module: hlo.Module) -> tuple[dict[str, int], list[str]]:
-    """Iterations of every loop, by the name of its `while`, and the loops of unknown length: counted once."""
+def loop_trips(module: hlo.Module, further_rounds: float = 0) -> tuple[dict[str, float], list[str]]:
+    """Iterations of every loop, by the name of its `while`, and the loops of unknown length: counted once. further_rounds: those
+    of a loop of further rounds."""
     visits, unknown = hlo.walk(module, lambda ins: ins.op == "while" or ins.is_root)
     runs = Counter()
     for visit in visits:
@@ -105,7 +106,7 @@ def loop_trips(module: hlo.Module) -> tuple[dict[str, int], list[str]]:
             if ins.op == "while" and runs[name, ins.name]:
                 inner = ins.attr("body")
                 root = next(i.name for i in module.computations[inner].values() if i.is_root)
-                found[ins.name] = runs[inner, root] // runs[name, ins.name]
+                found[ins.name] = further_rounds if ins.further_rounds else runs[inner, root] // runs[name, ins.name]
     return found, unknown
 
 
@@ -123,6 +124,8 @@ class _Streams:
         return self.total.seconds
 
     def compute(self, inner: Played, times: int | Fraction = 1) -> None:
+        if not times:
+            return
         begin = self.clock
         self.total.add(inner, times)
         if self.clock > begin:

@@ -11,13 +11,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-from meshtrain.cost import flops
-from meshtrain.cost.placed import Axes, Options, Placed, Practice
+from meshtrain.cost import flops, routed
+from meshtrain.cost.placed import Axes, Options, Placed, Practice, Product
 from meshtrain.names import AXES
-from meshtrain.parallel import expert
 
 FORWARD, BACKWARD, MICROBATCH = "forward", "backward", "microbatch"             # what a collective hides behind
 ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
+ROUTED, EXPERTS = "for experts", "for experts' weights"        # what waits for tokens on their way to them, and for these
 FLOAT32, E4M3 = "f32", "f8e4m3fn"
 SCALES = 12                 # of a layer in float8, forward and backward: the largest values that devices agree on, one number each
 
@@ -87,10 +87,17 @@ def _weights(placed: Placed, options: Options, practice: Practice) -> Iterator[S
     for axes, n in placed.gathered.items():
         for beside in (FORWARD, BACKWARD):
             yield Sent("all-gather", axes, dtype, n * layer_size, runs, "fsdp", beside)
-    for axes, n in placed.scattered.items():
-        yield reduced("reduce-scatter", axes, n, runs, "fsdp", BACKWARD)
-    for axes, n in placed.summed.items():
-        yield reduced("all-reduce", axes, n, runs, "context", BACKWARD)
+    for axes, n in placed.router_gathered.items():
+        yield Sent("all-gather", axes, FLOAT32, 4 * n, 2 * runs, "fsdp", FORWARD)
+    for axes, n in placed.experts_gathered.items():
+        for beside in (FORWARD, BACKWARD):
+            yield gather(axes, n, runs, EXPERTS, beside)
+    of_layers = (placed.scattered, placed.summed, "fsdp"), (placed.experts_scattered, placed.experts_summed, EXPERTS)
+    for scattered, summed, waits in of_layers:
+        for axes, n in scattered.items():
+            yield reduced("reduce-scatter", axes, n, runs, waits, BACKWARD)
+        for axes, n in summed.items():
+            yield reduced("all-reduce", axes, n, runs, "context", BACKWARD)
     for axes, n in placed.ends_gathered.items():
         yield gather(axes, n, m, "fsdp", "", False)
     for axes, n in placed.ends_scattered.items():
@@ -124,19 +131,19 @@ def _tensor(placed: Placed, options: Options, practice: Practice) -> Iterator[Se
     (forward, backward, _), (looked_up, loss, looked_up_back) = placed.visits(options, practice), placed.ends(options, practice)
     split = frozenset(placed.layout.mesh_axes("activations", "residual_seq"))
     stream = placed.tokens(options) * placed.cfg.embed_dim * placed.itemsize
-    outward = [product for product in placed.products if product.row and not product.routed]
-    gathers, sums = _again(options.remat, practice, len(outward))
     send = lambda kind, axes, times, layer: Sent(kind, axes, placed.dtype, stream, times, "tensor", "", layer)
     if placed.float8:
         axes = tuple(a for a in AXES if placed.layout.sizes[a] > 1)
         yield Sent("all-reduce", axes, FLOAT32, 4, SCALES * forward, "scales")
-    for product in outward:
-        if set(product.row) <= split:
-            sent = send("all-gather", product.row, forward + backward * (1 + gathers), True)
+    for product in placed.products:
+        gathers, sums = _again(options.remat, practice, product)
+        gathered, summed = (product.share * (forward + backward * (1 + again)) for again in (gathers, sums))
+        if product.row and set(product.row) <= split:
+            sent = send("all-gather", product.row, gathered, True)
             yield dataclasses.replace(sent, array_bytes=stream / placed.itemsize, dtype=E4M3) if placed.float8 else sent
-            yield send("reduce-scatter", product.row, forward + backward * (1 + sums), True)
-        else:
-            yield send("all-reduce", product.row, forward + backward * (1 + sums), True)
+            yield send("reduce-scatter", product.row, summed, True)
+        elif product.row:
+            yield send("all-reduce", product.row, summed, True)
     vocab = tuple(a for a in placed.layout.axes_in_use("vocab") if a != "stage")
     if vocab and set(vocab) <= split:       # rows looked up are scattered, their cotangent gathered; of the head the reverse
         yield send("all-gather", vocab, loss + looked_up_back, False)
@@ -146,30 +153,32 @@ def _tensor(placed: Placed, options: Options, practice: Practice) -> Iterator[Se
 
 
 def _experts(placed: Placed, options: Options, practice: Practice) -> Iterator[Sent]:
-    """Tokens on their way to experts and back, gathered and scattered: x and y, in the backward x again, dy and dx, and which
-    experts with which weights. All-to-alls send less, and have no formula here: their rounds depend on the choices."""
-    if not placed.cfg.num_experts:
+    """Tokens on their way to experts and back: x and y, in the backward x again, dy and dx, and which experts with which weights.
+    Gathered and scattered, or exchanged in rooms of which the fullest decides how many rounds it takes: one, of equally busy experts."""
+    found = routed.of(placed, options)
+    if not found:
         return
-    region, cfg = expert.Region.of(placed.layout), placed.cfg
-    share = 1 - cfg.first_dense_layers / cfg.num_layers
-    forward, backward = (share * visits for visits in placed.visits(options, practice)[:2])
-    tokens = placed.tokens(options) / placed.stream_ways * placed.layout.ways(region.gathered)
-    stream, choices = tokens * cfg.embed_dim * placed.itemsize, tokens * cfg.experts_per_token * 4
-    send = lambda kind, axes, dtype, sent_bytes, runs: Sent(kind, axes, dtype, sent_bytes, runs, "experts")
-    gathered, summed = (tuple(a for a in AXES if a in axes) for axes in (region.gathered, region.summed))
-    yield send("all-gather", gathered, placed.dtype, stream, forward + 2 * backward)
-    yield send("reduce-scatter", gathered, placed.dtype, stream, forward + backward)
+    forward, backward = (found.share * visits for visits in placed.visits(options, practice)[:2])
+    stream, choices = found.seen * found.embed_dim * placed.itemsize, found.seen * found.choices * 4
+    brought, summed = found.axes
+    send = lambda kind, axes, dtype, sent_bytes, runs: Sent(kind, axes, dtype, sent_bytes, runs, ROUTED)
+    there, back = ("all-to-all",) * 2 if found.exchanged else ("all-gather", "reduce-scatter")
+    yield send(there, brought, placed.dtype, stream, forward + 2 * backward)
+    yield send(back, brought, placed.dtype, stream, forward + backward)
     for dtype in ("s32", FLOAT32):
-        yield send("all-gather", gathered, dtype, choices, forward + backward)
-    yield send("reduce-scatter", gathered, FLOAT32, choices, backward)
+        yield send(there, brought, dtype, choices, forward + backward)
+    yield send(back, brought, FLOAT32, choices, backward)
+    if found.exchanged:         # the number of rounds
+        yield send("all-reduce", brought, "s32", 4, forward + backward)
     yield send("all-reduce", summed, placed.dtype, stream, forward + backward)
+    yield send("all-reduce", summed, FLOAT32, choices, backward)
 
 
-def _again(remat: str, practice: Practice, pairs: int) -> tuple[float, float]:
-    """Shares of a layer's gathers and sums that its backward does again: what the last product adds is never needed."""
-    if practice.recomputed is not None or not pairs:
-        return (practice.recomputed or (0.0,))[0], (practice.recomputed or (0.0,))[0]
-    return float(remat != "none"), (pairs - 1) / pairs if remat in ("full", "offload") else 0.0
+def _again(remat: str, practice: Practice, product: Product) -> tuple[float, float]:
+    """How often a layer's backward does the gather before a product again, and the sum behind it."""
+    if practice.recomputed is not None:
+        return practice.recomputed[0], practice.recomputed[0]
+    return float(remat != "none"), float(remat in ("full", "offload") and not product.unread)
 
 
 def _context(placed: Placed, options: Options, practice: Practice) -> Iterator[Sent]:

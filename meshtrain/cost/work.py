@@ -12,7 +12,10 @@ import re
 from collections import Counter
 
 from meshtrain.cost import hlo
-from meshtrain.cost.rates import Attention, Matmul
+from meshtrain.cost.rates import Attention, Grouped, Matmul
+from meshtrain.kernels import grouped as kernels
+from meshtrain.kernels import tiles
+from meshtrain.names import EVEN_ROWS
 
 # No kernel of their own: names for what is there already.
 FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "opt-barrier", "optimization-barrier",
@@ -22,6 +25,8 @@ _FUSIONS = ("fusion", "fusion-start")               # jax 0.12 starts some and w
 _WHOLE = ("dot", "scaled-dot", "ragged-dot", "convolution", "custom-call", "sort", "rng-bit-generator")
 PRODUCTS = {"forward": 2, "dq": 3, "dkv": 4}    # of a Pallas attention kernel, for each visited pair of query and key
 _PALLAS = re.compile(r"meshtrain_attention_(forward|dq|dkv)(_causal)?(?:_window(\d+))?(?:_ahead(\d+))?")     # `kernels.mask.label`
+_GROUPED = re.compile(r"\bgrouped_(rows_transposed|rows|outer)\b")       # of `kernels.grouped`
+_EVEN_ROWS = re.compile(EVEN_ROWS.format(r"(\d+)"))
 _CUDNN_WINDOW = re.compile(r'"sliding_window_length":\s*(\d+)')
 
 
@@ -32,10 +37,11 @@ class Work:
     attention: Attention | None
     hbm_bytes: int
     known: bool = True
+    grouped: Grouped | None = None
 
     @property
     def flops(self) -> float:
-        return sum(matmul.flops for matmul in self.matmuls) + (self.attention.flops if self.attention else 0)
+        return sum(one.flops for one in (*self.matmuls, self.attention, self.grouped) if one)
 
 
 def of(module: hlo.Module, computation: str, ins: hlo.Instruction, visited) -> Work:
@@ -44,9 +50,9 @@ def of(module: hlo.Module, computation: str, ins: hlo.Instruction, visited) -> W
     visited(queries, keys, causal, window, ahead) -> pairs of a packed row that a Pallas attention kernel visits.
     """
     attention = _attention(module, computation, ins, visited)
-    matmuls = tuple(_matmuls(module, computation, ins))
-    known = bool(attention or matmuls or not multiplies(ins))
-    return Work(matmuls, attention, sum(traffic(module, computation, ins)), known)
+    matmuls, routed = tuple(_matmuls(module, computation, ins)), grouped(module, computation, ins)
+    known = bool(attention or matmuls or routed or not multiplies(ins))
+    return Work(matmuls, attention, sum(traffic(module, computation, ins)), known, routed)
 
 
 # ---- FLOPs -----------------------------------------------------------------------------------------------------------
@@ -68,6 +74,19 @@ def matmul(module: hlo.Module, computation: str, ins: hlo.Instruction) -> Matmul
     k, batches = size(contracting), size(batch)
     m = math.prod(lhs[1]) // (k * batches)
     return Matmul(m, math.prod(output) // (m * batches), k, batches, max(lhs[0], rhs[0], key=hlo.dtype_bits))
+
+
+def grouped(module: hlo.Module, computation: str, ins: hlo.Instruction) -> Grouped | None:
+    """A kernel of `kernels.grouped`: of as many rows as it has where experts are equally busy, which its scope tells, else of all
+    that its buffer holds; None for anything else."""
+    found = _GROUPED.search(ins.op_name) if ins.op == "custom-call" else None
+    if not found:
+        return None
+    arrays = [(dtype, dims) for dtype, dims in module.operand_shapes(computation, ins) if len(dims) > 1]
+    (dtype, (held, _)), (_, (groups, k, n)) = arrays[0], (arrays[1] if len(arrays[1][1]) == 3 else hlo.shapes(ins.type_text)[0])
+    block, even = tiles.GROUPED[hlo.dtype_bits(dtype) // 8].rows, _EVEN_ROWS.findall(ins.op_name)
+    rows = min(held, kernels.executed_rows(int(even[-1]), groups, block)) if even else held
+    return Grouped(rows, groups, *((n, k) if found[1] == "rows_transposed" else (k, n)), dtype, found[1] == "outer")
 
 
 def multiplies(ins: hlo.Instruction) -> bool:

@@ -50,6 +50,13 @@ def groups_of(sizes_G, num_blocks: int, block: int) -> Groups:
     return Groups(as_int(jnp.minimum(owner, len(sizes_G) - 1)), as_int(ends[-1:]), as_int(ends - blocks), as_int(blocks))
 
 
+def executed_rows(rows: float, groups: float, block: int) -> float:
+    """Rows of the blocks that so many rows of equally large groups use: what fills up a group's last block is half of one in the
+    mean, and no group with rows has less than one."""
+    each = rows / groups
+    return groups * block * (max(1.0, each / block + 0.5) if each > 1 else each)
+
+
 # ---- XLA: a loop over the used blocks --------------------------------------------------------------------------------
 
 

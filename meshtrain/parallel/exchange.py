@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshtrain.names import FURTHER_ROUNDS
+
 CAPACITY = 1.25
 
 
@@ -29,6 +31,7 @@ class Exchange:
         place = jnp.zeros(count, jnp.int32).at[self.order].set(jnp.arange(count, dtype=jnp.int32), unique_indices=True)
         self.rank = place - self.first[self.device]             # among those for the same device
         self.room = max(1, min(count, -(-int(CAPACITY * count) // ways)))
+        self.filled = count / (ways * self.room)                # of the rooms, where experts are equally busy
         self.rounds = lax.pmax(-(-self.counts.max() // self.room), axes)
 
     def round(self, n) -> Round:
@@ -37,7 +40,8 @@ class Exchange:
     def further(self, one_round: Callable, first):
         """first + the sum of one_round(round) over the rounds behind the first."""
         step = lambda carry: (carry[0] + 1, jax.tree.map(jnp.add, carry[1], one_round(self.round(carry[0]))))
-        return lax.while_loop(lambda carry: carry[0] < self.rounds, step, (jnp.int32(1), first))[1]
+        with jax.named_scope(FURTHER_ROUNDS):
+            return lax.while_loop(lambda carry: carry[0] < self.rounds, step, (jnp.int32(1), first))[1]
 
 
 class Round:

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from meshtrain.kernels import grouped
 from meshtrain.layout.mesh import automatic_axes, on_shards, psum, psum_scatter
 from meshtrain.layout.rules import Layout
-from meshtrain.names import EXPERT_AXES
+from meshtrain.names import EVEN_ROWS, EXPERT_AXES, FURTHER_ROUNDS
 from meshtrain.parallel import exchange
 
 # With random choices a device of 16 among 128 experts gets up to 1.1 times its share; what is spared costs memory alone.
@@ -57,6 +57,7 @@ class Region:
     tokens: tuple[str, ...]
     sizes: Mapping[str, int]
     alone: bool = False     # tokens are here already, and nothing is brought, given or summed
+    filled: float = 1.0     # the share of them that has an expert
 
     @classmethod
     def of(cls, layout: Layout) -> Region:
@@ -84,6 +85,10 @@ class Region:
 
     def ways(self, axes) -> int:
         return math.prod(self.sizes[a] for a in axes)
+
+    def even_rows(self, T: int, K: int) -> int:
+        """Of this device's experts for T tokens of each device, where all experts are equally busy."""
+        return max(1, round(T * K * self.filled * self.ways(self.gathered) / (1 if self.alone else self.ways(self.experts))))
 
     def first_expert(self, e: int):
         """The number of this device's first expert."""
@@ -271,7 +276,8 @@ class Arranged:
             return first
         step = lambda carry: (carry[0] + 1, jax.tree.map(jnp.add, carry[1], one_round(self.round(carry[0]))))
         more = lambda carry: carry[0] * self.rows < self.sizes.sum()
-        return lax.while_loop(more, step, (jnp.int32(1), first))[1]
+        with jax.named_scope(FURTHER_ROUNDS):
+            return lax.while_loop(more, step, (jnp.int32(1), first))[1]
 
 
 def _sorted(key, e: int):
@@ -299,7 +305,9 @@ def _forward(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, weigh
         # The weight multiplies here, not behind `down`: its gradient then needs no y.
         y_RD = rows_of((h_RF * rows.weight(weight_AK)).astype(x_RD.dtype), weights["down"], rows.groups)
         return rows.sum(y_RD, x_RD.dtype)
-    return region.give(arranged.further(one_round, one_round(arranged.round(0))))
+    with jax.named_scope(EVEN_ROWS.format(region.even_rows(*chosen_TK.shape))):
+        y_AD = arranged.further(one_round, one_round(arranged.round(0)))
+    return region.give(y_AD)
 
 
 @jax.tree_util.register_dataclass
@@ -313,17 +321,19 @@ class PassedOn:
     h_RF: jax.Array         # weighted
     d_inward: dict
     more: dict | None = None
+    even_rows: int = dataclasses.field(default=1, metadata={"static": True})
 
     def gradients(self, engine: grouped.Engine) -> dict:
         """float32, by name."""
-        dw = {name: engine.outer(self.x_RD, d, self.groups) for name, d in self.d_inward.items()}
-        dw["down"] = engine.outer(self.h_RF, self.dy_RD, self.groups)
+        with jax.named_scope(EVEN_ROWS.format(self.even_rows)):
+            dw = {name: engine.outer(self.x_RD, d, self.groups) for name, d in self.d_inward.items()}
+            dw["down"] = engine.outer(self.h_RF, self.dy_RD, self.groups)
         return dw if self.more is None else jax.tree.map(jnp.add, dw, self.more)
 
 
 def _backward(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, weights, dy_TD):
     """(dx, dweight, PassedOn): of this device's tokens; the latter of its experts, over the tokens that it has seen."""
-    rows_of, K, dtype = experts.engine.rows, chosen_TK.shape[1], x_TD.dtype
+    rows_of, even_rows, K, dtype = experts.engine.rows, region.even_rows(*chosen_TK.shape), chosen_TK.shape[1], x_TD.dtype
     x_AD, chosen_AK, weight_AK, dy_AD = map(region.bring, (x_TD, chosen_TK, weight_TK, dy_TD))
     arranged = Arranged(experts, region, chosen_AK, weights["down"].shape[0])
 
@@ -337,16 +347,18 @@ def _backward(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, weig
         dx_RD = sum(rows_of(d, weights[name], groups, transpose=True).astype(jnp.float32) for name, d in d_inward.items())
         here = rows.row_AK >= 0
         dweight_AK = jnp.where(here, dweight_R[jnp.where(here, rows.row_AK, 0)], 0.0)
-        return rows.sum(dx_RD, dtype), dweight_AK, PassedOn(groups, x_RD, dy_RD, (h_RF * weight_R1).astype(dtype), d_inward)
+        hw_RF = (h_RF * weight_R1).astype(dtype)
+        return rows.sum(dx_RD, dtype), dweight_AK, PassedOn(groups, x_RD, dy_RD, hw_RF, d_inward, even_rows=even_rows)
 
     def whole_round(rows: Rows):
         dx_AD, dweight_AK, passed_on = one_round(rows)
         return dx_AD, dweight_AK, passed_on.gradients(experts.engine)
-    dx_AD, dweight_AK, passed_on = one_round(arranged.round(0))
-    if not arranged.one_round:
-        none = {name: jnp.zeros(w.shape, jnp.float32) for name, w in weights.items()}
-        dx_AD, dweight_AK, more = arranged.further(whole_round, (dx_AD, dweight_AK, none))
-        passed_on = dataclasses.replace(passed_on, more=more)
+    with jax.named_scope(EVEN_ROWS.format(even_rows)):
+        dx_AD, dweight_AK, passed_on = one_round(arranged.round(0))
+        if not arranged.one_round:
+            none = {name: jnp.zeros(w.shape, jnp.float32) for name, w in weights.items()}
+            dx_AD, dweight_AK, more = arranged.further(whole_round, (dx_AD, dweight_AK, none))
+            passed_on = dataclasses.replace(passed_on, more=more)
     return region.give(dx_AD), region.give(dweight_AK), passed_on
 
 
@@ -356,7 +368,7 @@ def _backward(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, weig
 def _apart(experts: Experts, region: Region, chosen_TK, weights):
     """(Experts, Region, Exchange): each device works on what was sent to it, rows of one choice each, in a buffer that suffices."""
     swap = exchange.Exchange(region.experts, region.ways(region.experts), weights["down"].shape[0], chosen_TK, _sorted)
-    return dataclasses.replace(experts, spare=0.0), dataclasses.replace(region, alone=True), swap
+    return dataclasses.replace(experts, spare=0.0), dataclasses.replace(region, alone=True, filled=swap.filled), swap
 
 
 def _exchanged(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, weights):
@@ -396,7 +408,7 @@ def choose(run, layout: Layout, platform: str) -> Experts | None:
         return None
     engine = grouped.loop() if platform == "cpu" else grouped.kernels()
     return Experts(engine, run.model.num_experts, ACTIVATIONS[run.model.activation], run.experts.aux_loss, run.experts.z_loss,
-                   exchanged=_dispatch(run, layout)[0] == "all_to_all")
+                   exchanged=dispatch(run.experts.dispatch, run.model.experts_per_token, layout)[0] == "all_to_all")
 
 
 def problems(run, layout: Layout) -> list[str]:
@@ -411,7 +423,7 @@ def note(run, layout: Layout) -> str:
     region = Region.of(layout)
     if not run.model.num_experts or not region.own:
         return ""
-    method, why = _dispatch(run, layout)
+    method, why = dispatch(run.experts.dispatch, run.model.experts_per_token, layout)
     return f"experts: {method} over {' × '.join(f'{a} {layout.sizes[a]}' for a in region.own)}" + (f", because {why}" if why else "")
 
 
@@ -425,14 +437,14 @@ def _against_exchange(layout: Layout) -> str:
     return ""
 
 
-def _dispatch(run, layout: Layout) -> tuple[str, str]:
+def dispatch(asked: str, K: int, layout: Layout) -> tuple[str, str]:
     """(gather or all_to_all, why). Both send equally often; a gather (n-1)·T·D, an all-to-all CAPACITY·K·T·D·(n-1)/n."""
-    if run.experts.dispatch != "auto":
-        return run.experts.dispatch, f"experts.dispatch={run.experts.dispatch}"
+    if asked != "auto":
+        return asked, f"experts.dispatch={asked}"
     if against := _against_exchange(layout):
         return "gather", against
     if layout.sizes["stage"] > 1:
         return "gather", "rounds of an all-to-all cannot be divided into a pipeline's B and W"
-    ways, K = layout.ways(Region.of(layout).experts), run.model.experts_per_token
+    ways = layout.ways(Region.of(layout).experts)
     cheaper = ways < exchange.CAPACITY * K
     return ("gather" if cheaper else "all_to_all"), f"{ways} ways are {'less' if cheaper else 'not less'} than {exchange.CAPACITY} × {K} experts a token"

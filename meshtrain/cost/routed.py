@@ -1,0 +1,104 @@
+"""The experts of one layer for a microbatch on one device, in closed formulas: rows, what is sent for them, what they hold.
+
+All experts are taken to be equally busy. What `parallel.expert` and `parallel.exchange` do with any choices is read off them
+here for even ones: the buffers are as large, and no further round follows the first.
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from meshtrain.cost.placed import Options, Placed
+from meshtrain.kernels import grouped, tiles
+from meshtrain.names import AXES
+from meshtrain.parallel import exchange, expert
+
+
+@dataclasses.dataclass(frozen=True)
+class Routed:
+    """tokens: of this device. seen: those, or single choices, that are brought here, `choices` of each. even: rows of this device's
+    experts; held: that its buffer has; executed: that its kernels multiply. num_experts, width: of this device; inward: matrices
+    beside `down`. further: whether more rounds may follow. gathered: whether weights are. share: of the layers that have experts."""
+    exchanged: bool
+    region: expert.Region
+    tokens: float
+    seen: float
+    choices: int
+    even: float
+    held: float
+    executed: float
+    num_experts: float
+    embed_dim: int
+    width: float
+    inward: int
+    further: bool
+    gathered: bool
+    trained: bool
+    share: float
+    itemsize: int
+
+    @property
+    def matrix(self) -> float:
+        """Elements of one matrix of each of this device's experts."""
+        return self.num_experts * self.embed_dim * self.width
+
+    @property
+    def products(self) -> tuple[int, int, int]:
+        """Of the rows with one matrix each: forward, backward for the inputs, where the inward ones are made again, and for weights.
+        Whatever remat says."""
+        return self.inward + 1, 2 * self.inward + 1, (self.inward + 1) * self.trained
+
+    @property
+    def axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """(those over which tokens are brought together or exchanged, those over which sums are added up)."""
+        ordered = lambda axes: tuple(a for a in AXES if a in axes)
+        return ordered(self.region.experts if self.exchanged else self.region.gathered), ordered(self.region.summed)
+
+    @property
+    def passed_on(self) -> float:
+        """Bytes of what weights' gradients are made of (`expert.PassedOn`): rows, and the sums of further rounds."""
+        rows = self.held * (2 * self.embed_dim + (self.inward + 1) * self.width)
+        return self.trained * (self.itemsize * rows + (4 * (self.inward + 1) * self.matrix if self.further else 0))
+
+    @property
+    def working_bytes(self) -> float:
+        """That live at most in a layer's backward: in the rounds behind the first, beside what this has passed on and the sums; where
+        one round suffices in it, or while weights' gradients are made."""
+        weights = (self.inward + 1) * self.matrix
+        of_round = self.itemsize * (self.held * ((2 + self.inward) * self.embed_dim + (self.inward + 1) * self.width)
+                                    + 3 * self.seen * self.embed_dim + weights)
+        return of_round + self.passed_on if self.further else max(of_round, self.passed_on + 4 * weights * self.trained)
+
+    def elementwise_bytes(self) -> tuple[float, float]:
+        """What moves through memory beside the products, forward and backward: rows taken from tokens and summed to them again, the
+        activation and its gradient; of weights' gradients the sums of rounds; weights and gradients turned for the links, which join
+        and part arrays along their first dim. Read off programs compiled for H100 and H200."""
+        rows, tokens = self.held * self.embed_dim, self.seen * self.embed_dim
+        inner, dx = 2 * (self.inward + 1) * self.held * self.width, self.inward + (self.inward > 1) + 1
+        weights, turned = (self.inward + 1) * self.matrix, 2 * self.itemsize * self.gathered
+        sums = (16 if self.further else 0) + (8 if self.gathered else 4 * self.further)
+        return (self.itemsize * (3 * rows + tokens + inner) + turned * weights,
+                self.itemsize * ((2 + dx) * rows + 3 * tokens + inner) + (turned + sums * self.trained) * weights)
+
+
+def of(placed: Placed, options: Options) -> Routed | None:
+    """None where the model has no experts."""
+    cfg, layout = placed.cfg, placed.layout
+    if not cfg.num_experts:
+        return None
+    region, K = expert.Region.of(layout), cfg.experts_per_token
+    exchanged = expert.dispatch(options.dispatch, K, layout)[0] == "all_to_all"
+    tokens, ways = placed.tokens(options) / placed.stream_ways, layout.ways(region.experts)
+    e, block = cfg.num_experts / ways, tiles.GROUPED[placed.itemsize].rows
+    if exchanged:
+        seen = most = ways * math.ceil(exchange.CAPACITY * tokens * K / ways)
+        even, rows, choices = tokens * K, most, 1
+    else:
+        seen, choices = tokens * layout.ways(region.gathered), K
+        even, most = seen * K / ways, seen * min(K, e)
+        rows = min(most, math.ceil(expert.SPARE * even))
+    inward = 1 if cfg.activation == "gelu" else 2
+    trained = all(info.trainable for info in placed.rows if "expert" in info.axes)
+    return Routed(exchanged, region, tokens, seen, choices, even, (math.ceil(rows / block) + e) * block,
+                  grouped.executed_rows(even, e, block), e, cfg.embed_dim, cfg.expert_mlp_dim / layout.ways(region.inner), inward,
+                  exchanged or rows < most, bool(placed.experts_gathered), trained, 1 - cfg.first_dense_layers / cfg.num_layers, placed.itemsize)
