@@ -11,8 +11,8 @@ import pytest
 import sampling
 
 from meshtrain import assembly, config
-from meshtrain.cost import flops, report
-from meshtrain.cost.placed import place
+from meshtrain.cost import flops, footprint, report, traffic
+from meshtrain.cost.placed import Options, place
 from meshtrain.layout import rules
 from meshtrain.layout.mesh import MeshSpec
 from meshtrain.layout.rules import Layout
@@ -173,7 +173,22 @@ def test_the_plan_and_the_flops_count_what_is_trained():
     assert difference == 2 * size(matrices) - 6 * size(adapters)
     layout = Layout(rules.parse(""), dict.fromkeys(config.AXES, 1))
     placed = place(with_adapters.parameters(), run.model, layout, MeshSpec({}))
-    assert placed.grads == size(adapters) and placed.stored == size(adapters) + size(plain.parameters())
+    assert placed.grads == placed.updated == size(adapters) and placed.stored == size(adapters) + size(plain.parameters())
+    narrow = lora_run("ddp", ONE, dict(param_dtype="bfloat16"))
+    infos = transformer.build(narrow.model, narrow.lora).parameters()
+    placed = place(infos, narrow.model, layout, MeshSpec({}))
+    of_base = sum(info.size * info.dtype.itemsize for info in infos)
+    assert footprint.memory(placed, Options.of(narrow))["params"] == of_base < 4 * size(infos)
+
+
+def test_rows_of_a_frozen_table_travel_once_and_of_a_trained_one_their_cotangents_as_well():
+    def sent(run):
+        mesh = MeshSpec(config.mesh_sizes(run, 4))
+        layout = Layout(rules.load(run.sharding.rules), mesh.sizes)
+        placed = place(transformer.build(run.model, run.lora).parameters(), run.model, layout, mesh)
+        return sum(row.runs for row in traffic.of(placed, Options.of(run)) if row.kind == "all-to-all")
+    frozen, trained = (sent(run) for run in (lora_run("zero3", dict(fsdp=4)), run_of("zero3", dict(fsdp=4))))
+    assert 2 * frozen == trained > 0
 
 
 def test_what_is_rarely_meant_is_told_once():

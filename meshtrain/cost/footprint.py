@@ -15,7 +15,7 @@ from meshtrain.parallel import schedules, stages
 def memory(placed: Placed, options: Options) -> dict[str, int]:
     """Bytes on one device by kind, as `inspect` has them: grads are the accumulators that a microbatch adds to, activations
     everything that lives for a while."""
-    held = {"params": 4 * placed.stored, "grads": 4 * placed.grads, "optimizer": options.optimizer_bytes * placed.stored}
+    held = {"params": placed.stored_bytes, "grads": 4 * placed.grads, "optimizer": options.optimizer_bytes * placed.stored}
     if placed.mesh.sizes["stage"] > 1:
         held |= {"grads": 4 * placed.used, "activations": _in_stages(placed, options)}      # in the loop: of a full stage
     else:
@@ -31,7 +31,7 @@ def _beside_stored(placed: Placed, options: Options) -> float:
     if not placed.by_layer:          # a matrix's gradient and its sum are made outside of the accumulators
         return placed.itemsize * placed.cast + 8 * placed.largest - 4 * placed.ends_grads * alone
     # Stored as they are. XLA turns shards that it joins along their last dim.
-    return 4 * (placed.moved + placed.turned) + placed.itemsize * placed.largest
+    return placed.moved + placed.turned + placed.itemsize * placed.largest
 
 
 def _in_layers(placed: Placed, options: Options) -> float:

@@ -85,11 +85,12 @@ class Placed:
     """A model under a layout: sizes on one device, and the elements that travel, by the mesh axes that they travel over.
 
     products, head: of one layer, and of the head. For each microbatch, of one layer, of its experts, or of embedding and head (ends):
-    gathered weights, scattered and summed gradients; router_gathered: in float32; looked_up: tables that are looked up by columns.
+    gathered weights, scattered and summed gradients; router_gathered: in float32; looked_up: how often a token's row of a table that
+    is looked up by columns travels, or the row's cotangent.
     Once a step: once_scattered and once_summed gradients, regathered new weights. stored, grads, ends_grads: parameters that a
-    device keeps; layers_stored: of them the layers', layers_read: as [params] has them; turned: of the stored those that are
-    gathered along any dim but their first. used: of its stage and the ends, as they are multiplied; cast: of those, what the
-    microbatches read from a copy in the compute dtype; moved: from one in another place. layer_used, largest: of one layer, and
+    device keeps; updated: of them those that are trained, layers_stored: the layers', layers_read: as [params] has them;
+    stored_bytes: of all; turned: bytes of those that are gathered along any dim but their first. used: of its stage and the ends, as they are multiplied; cast: of those, what the
+    microbatches read from a copy in the compute dtype; moved: bytes of a copy in another place. layer_used, largest: of one layer, and
     of its largest matrix.
     """
     cfg: object                 # the [model] section
@@ -115,6 +116,8 @@ class Placed:
     once_summed: Mapping[Axes, float]
     regathered: Mapping[Axes, float]
     stored: float
+    stored_bytes: float
+    updated: float
     layers_stored: float
     layers_read: float
     grads: float
@@ -203,7 +206,7 @@ class Placed:
 
 TRAVEL = ("gathered", "scattered", "summed", "router_gathered", "experts_gathered", "experts_scattered", "experts_summed",
           "ends_gathered", "ends_scattered", "ends_summed", "looked_up", "once_scattered", "once_summed", "regathered")
-HELD = ("stored", "layers_stored", "layers_read", "grads", "ends_grads", "turned", "used", "cast", "moved", "layer_used", "largest")
+HELD = ("stored", "stored_bytes", "updated", "layers_stored", "layers_read", "grads", "ends_grads", "turned", "used", "cast", "moved", "layer_used", "largest")
 
 
 def place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice = Practice()) -> Placed:
@@ -230,7 +233,7 @@ def place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice = Practi
         if info.role == "embedding":
             columns = practice.by_columns and layers.lies_by_columns(layout, info.axes)
             uses = (not columns) + (cfg.tie_embeddings and info.axes[0] == "vocab")
-            travel["looked_up"][_ordered(lies["params"])] += columns
+            travel["looked_up"][_ordered(lies["params"])] += columns * (1 + info.trainable)
         _send(travel, layout, info, {table: axes - in_use for table, axes in lies.items()}, whole, depth, uses,
               tokens - lies["grads"] - in_use, once)
         # Of layers that repeat with a period the matrices of one: they differ in what they attend to alone.
@@ -253,11 +256,13 @@ def place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice = Practi
 
 def _hold(held, info, cfg, layout: Layout, lies, in_use: frozenset, whole: float, depth: int) -> None:
     """What a device keeps of a parameter. in_use: the axes that split it where it is used; depth: 0 of embedding and head."""
-    held["stored"] += info.size / layout.ways(lies["optimizer"])
+    held["stored"] += (stored := info.size / layout.ways(lies["optimizer"]))
+    held["stored_bytes"] += stored * info.dtype.itemsize
+    held["updated"] += info.trainable and stored
     held["grads"] += info.trainable and info.size / layout.ways(lies["grads"])
     held["used"] += whole
     elsewhere = lies["params"] != lies["optimizer"]
-    held["moved"] += elsewhere and info.size / layout.ways(lies["params"])
+    held["moved"] += elsewhere and info.size / layout.ways(lies["params"]) * info.dtype.itemsize
     held["cast"] += (elsewhere or info.role in MATMUL_ROLES and str(info.dtype) != cfg.compute_dtype) and whole
     held["ends_grads"] += not depth and info.trainable and info.size / layout.ways(lies["grads"])
     if depth:
@@ -268,7 +273,7 @@ def _hold(held, info, cfg, layout: Layout, lies, in_use: frozenset, whole: float
         gathered = "expert" in info.axes and bool(lies["params"] - in_use)
         outer = info.shape[1] // layout.ways(layout.axes_in_use("expert")) > 1 or info.axes[-1] == "expert_embed"
         if info.role == "matrix" and (info.axes[-1] == "embed" or gathered and outer):
-            held["turned"] += info.size / layout.ways(lies["optimizer"])
+            held["turned"] += stored * info.dtype.itemsize
 
 
 def _send(travel, layout: Layout, info, lies, whole: float, depth: int, uses: int, late: frozenset, once: frozenset) -> None:

@@ -110,7 +110,7 @@ def price(placed: Placed, rated: Rates, options: Options, practice: Practice = P
         steady = max(stage_s, last_layers * (layer_s + waits_s) + head_s)
     else:
         steady = stage_s + head_s
-    update_s = rated.stream_s(UPDATE_BYTES * placed.stored)
+    update_s = rated.stream_s(UPDATE_BYTES * placed.updated)
     busy = m * steady + idle_s + waits.other_s + update_s
     step_s = busy * (1 + assumed["step.overhead"])
     parts = {name: m * layers * seconds for name, seconds in work.parts.items()}

@@ -106,7 +106,7 @@ def _weights(placed: Placed, options: Options, practice: Practice) -> Iterator[S
         yield reduced("all-reduce", axes, n, m, "context", "", False)
     looked_up = placed.tokens(options) * placed.cfg.embed_dim * size    # rows from the devices that hold columns; cotangents
     for axes, tables in placed.looked_up.items():
-        yield Sent("all-to-all", axes, placed.dtype, looked_up, 2 * m * tables, "fsdp", "", False)
+        yield Sent("all-to-all", axes, placed.dtype, looked_up, m * tables, "fsdp", "", False)
 
 
 def _once(placed: Placed, practice: Practice) -> Iterator[Sent]:
