@@ -152,7 +152,7 @@ def environments(run: Run, count: int, environ: Mapping[str, str]) -> list[dict[
     Raises: ConfigError where the run's devices cannot be divided among `count` processes.
     """
     given, total = run.distributed, run.mesh.simulated_devices
-    if given != config.Distributed(timeout_s=given.timeout_s):
+    if given != given.without_place():
         raise ConfigError("[distributed] is set here by the launcher; leave it out of the run file and the command line")
     # Unbuffered: what is said last is what a process that is killed has to tell.
     common = {**environ, "PYTHONUNBUFFERED": "1"}

@@ -79,7 +79,7 @@ def start(run: Run, cluster: find.Cluster | None = None) -> Sequence[jax.Device]
         # Without this an installed CUDA plugin tries to start, fails with a page of warnings, and ends on the CPU.
         jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
     if cluster:
-        meet.start(cluster, run.distributed.timeout_s)
+        meet.start(cluster, run.distributed.timeout_s, run.distributed.heartbeat_timeout_s)
     with say.without_noise():
         devices = jax.devices()
     if cluster and devices[0].platform != "cpu":

@@ -22,14 +22,14 @@ def backends_are_initialized() -> bool:
 
 
 def coordination_client():
-    """The client of the service through which processes find each other, with key_value_set(key, text) and
-    key_value_try_get(key); None with one process, and where jax has that otherwise."""
+    """The client of the service through which processes find each other, with key_value_set(key, text),
+    key_value_try_get(key) and wait_at_barrier(name, timeout_ms); None with one process, and where jax has that otherwise."""
     try:
         from jax._src import distributed
         client = distributed.global_state.client
     except (ImportError, AttributeError):
         return None
-    return client if hasattr(client, "key_value_set") and hasattr(client, "key_value_try_get") else None
+    return client if all(hasattr(client, name) for name in ("key_value_set", "key_value_try_get", "wait_at_barrier")) else None
 
 
 def as_written(eqn) -> contextlib.AbstractContextManager:

@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         metrics.check_wandb(run)
         cluster = find.cluster(run.distributed, os.environ)
         # Which process this is belongs to no run.
-        run = run.model_copy(update={"distributed": config.Distributed(timeout_s=run.distributed.timeout_s)})
+        run = run.model_copy(update={"distributed": run.distributed.without_place()})
         found, run = _devices(run, argv, cluster)
         run, fewer = elastic.fitted(run, len(found))
         with watch.on(_limits(run), jax.process_index(), jax.process_count(), say.err) as watchdog:

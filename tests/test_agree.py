@@ -20,7 +20,7 @@ from meshtrain.config import ConfigError
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)
 address, count, index = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-meet.start(find.Cluster(address, count, index), 45)
+meet.start(find.Cluster(address, count, index), 45, 30)
 said = {"devices": len(jax.devices())}
 
 def raised(name, call):
@@ -50,6 +50,11 @@ for step in range(1, 1000):
     if agreement.reached(index == 2 and step == 20):
         break
 said["stopped"] = step
+agree.patience_s = lambda: 2.0
+if index == 2:
+    time.sleep(4)       # it does not come
+else:
+    raised("missing", lambda: agree.exchange(index))
 print("SAID " + json.dumps(said), flush=True)
 if index == 1:
     raise RuntimeError("alone")     # the others wait for it in jax's orderly end
@@ -114,6 +119,11 @@ def test_what_differs_is_told_with_who_has_which(said):
 
 def test_all_stop_after_the_same_step_when_one_wants_to(said):
     assert [one["stopped"] for one in said] == [21] * COUNT
+
+
+def test_who_does_not_come_to_an_agreement_is_named_and_nobody_waits_for_ever(said):
+    for one in said[:2]:
+        assert one["missing"][:2] == ["PeerError", "process 2 of 3 did not come to an agreement within 2 s; look at what it said"]
 
 
 def test_a_process_that_fails_alone_ends_at_once(children, said):

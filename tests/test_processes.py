@@ -2,6 +2,7 @@
 import contextlib
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -195,12 +196,12 @@ def test_addresses_of_all_kinds_are_taken(address, monkeypatch):
 def test_the_time_to_meet_is_a_key_that_reaches_the_meeting_and_jax(monkeypatch):
     monkeypatch.chdir(ROOT)
     assert config.Distributed().timeout_s == 300
-    run = config.load(["--distributed.timeout_s", "900", "--mesh.simulated_devices", "0"])
+    run = config.load(["--distributed.timeout_s", "900", "--distributed.heartbeat_timeout_s", "60", "--mesh.simulated_devices", "0"])
     asked = []
-    monkeypatch.setattr(meet, "start", lambda cluster, timeout_s: asked.append(timeout_s))
+    monkeypatch.setattr(meet, "start", lambda cluster, *seconds: asked.extend(seconds))
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     devices.start(run, Cluster("a:12345", 2, 1))
-    assert asked == [900]
+    assert asked == [900, 60]
 
 
 # ---- coming together -------------------------------------------------------------------------------------------------
@@ -262,17 +263,23 @@ def test_all_meet_in_whatever_order_they_come(order, address):
     assert [meeting() for meeting in meetings] == [None] * 4
 
 
+NO_HELLOS = [b"[]", b"7", b"{}", b"null", b"[" * 4000, b'{"index": 1}',
+             *(json.dumps({"index": 1, "count": 2, "host": "h", "pid": 1, "left_s": 20} | wrong).encode() for wrong in (
+                 {"index": 99}, {"index": 2}, {"index": -1}, {"index": "1"}, {"index": True}, {"index": 1.0}, {"left_s": "20"},
+                 {"left_s": None}, {"left_s": -1}, {"left_s": float("nan")}, {"count": [2]}, {"host": 7}, {"pid": "1"}))]
+
+
 def test_strangers_do_not_disturb_the_meeting(address):
     first = Meeting(address, 2, 0)
     junk = [b"", b"GET / HTTP/1.1\r\n\r\n", meet.HELLO[:5], b"\0" * 100_000, meet.HELLO + b"no json\n",
-            meet.HELLO + b"x" * 5000]
+            meet.HELLO + b"x" * 5000, *(meet.HELLO + text + b"\n" for text in NO_HELLOS)]
     with contextlib.ExitStack() as stack:
         for text in junk:
             with contextlib.suppress(OSError):      # it may be thrown out while it still speaks
                 stack.enter_context(connect(address, text))
         connect(address).close()
         time.sleep(0.2)
-        assert first.result == "still waiting"
+        assert first.result == "still waiting", first.result
         second = Meeting(address, 2, 1)
         assert (first(), second()) == (None, None)
 
@@ -285,6 +292,25 @@ def test_who_does_not_come_is_named_by_all_who_did(address):
         assert str(error).startswith(f"processes 2 and 4 of 5 did not come to {address} within 1 s"), error
         for index in (0, 1, 3):
             assert f"{index} ({socket.gethostname()}, pid {os.getpid()})" in str(error)
+
+
+def test_who_is_missing_is_told_while_they_are_waited_for(address, monkeypatch, capfd):
+    monkeypatch.setattr(meet, "TELL_AFTER_S", 0.3)
+    first, last = Meeting(address, 4, 0), Meeting(address, 4, 3)
+    time.sleep(1)
+    assert first.result == "still waiting"
+    assert re.fullmatch(rf"still waiting, up to \d+ s more: processes 1 and 2 of 4 have not come to {address} within \d s\n",
+                        capfd.readouterr().err)
+    assert [meeting() for meeting in (Meeting(address, 4, 1), Meeting(address, 4, 2), first, last)] == [None] * 4
+
+
+def test_a_first_process_that_is_missing_is_told_while_it_is_waited_for(address, monkeypatch, capfd):
+    monkeypatch.setattr(meet, "TELL_AFTER_S", 0.3)
+    second, third = Meeting(address, 3, 1), Meeting(address, 3, 2)
+    time.sleep(1)
+    err = capfd.readouterr().err
+    assert re.fullmatch(rf"still waiting, .*: process 0 of 3 has not come to {address} within \d s \(Connection refused\)\n", err)
+    assert [meeting() for meeting in (Meeting(address, 3, 0), second, third)] == [None] * 3
 
 
 def test_nobody_waits_longer_than_the_first_who_came(address):
@@ -332,7 +358,8 @@ def test_a_taken_port_is_told_with_its_address():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         error = Meeting(address, 2, 0)()
-    assert isinstance(error, ConfigError) and address in str(error) and "in use" in str(error)
+    assert isinstance(error, PeerError), "no mistake of the user: exit 1, and the next try takes another"
+    assert address in str(error) and "in use" in str(error)
 
 
 def test_processes_that_expect_other_numbers_are_named_by_both(address):
@@ -375,8 +402,9 @@ def test_loopback_stays_on_loopback(host, bound, address, monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     before = jax.config.jax_enable_preemption_service
     try:
-        meet.start(cluster, 400)
+        meet.start(cluster, 400, 60)
     finally:
         jax.config.update("jax_enable_preemption_service", before)
     assert calls["coordinator_bind_address"] == (bound and f"{bound}:{cluster.port}")
     assert calls["cluster_detection_method"] == "deactivate" and calls["initialization_timeout"] == 400
+    assert calls["heartbeat_timeout_seconds"] == 60

@@ -211,7 +211,7 @@ from meshtrain.run import disk, rundir
 import jax
 jax.config.update("jax_platforms", "cpu")
 index = int(sys.argv[1])
-meet.start(find.Cluster(sys.argv[2], 2, index), 60)
+meet.start(find.Cluster(sys.argv[2], 2, index), 60, 30)
 os.chdir(sys.argv[3 + index])
 disk.PAUSES_S = (0.01,)
 try:

@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshtrain import jax_private
+from meshtrain.cluster import lost
 from meshtrain.cluster.meet import PeerError, named
 from meshtrain.config import ConfigError
 
@@ -96,6 +97,7 @@ def exchange(value) -> list:
     """The JSON-able values of all processes, in their order: the same list in every process."""
     if jax.process_count() == 1:
         return [value]
+    _gather()
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = np.ravel(multihost_utils.process_allgather(np.int32(len(text))))
     rows = multihost_utils.process_allgather(_padded(text, max(sizes)))
@@ -106,6 +108,31 @@ def agreed(error: Exception) -> Exception:
     """Marks an error that every process raises: process 0 tells it, and all end in order."""
     error.agreed = True
     return error
+
+
+# Seconds that an agreement waits for those that do not come; the watchdog gives it those of the phase.
+patience_s: Callable[[], float] = lambda: MOST_PATIENCE_S
+MOST_PATIENCE_S = 7 * 24 * 3600.0
+_gathered = 0
+
+
+def _gather() -> None:
+    """All processes come together before they agree by collectives, which wait for ever and name nobody.
+
+    Raises: PeerError that names who did not come.
+    """
+    global _gathered
+    _gathered, client, limit_s = _gathered + 1, jax_private.coordination_client(), min(patience_s(), MOST_PATIENCE_S)
+    if client is None:
+        return
+    try:
+        client.wait_at_barrier(f"meshtrain agreement {_gathered}", int(limit_s * 1000))
+    except Exception as error:
+        gone = lost.others(error)
+        if not gone:
+            raise
+        raise PeerError(f"{named(gone)} of {jax.process_count()} did not come to an agreement within {limit_s:.0f} s; look at what "
+                        f"{'it' if len(gone) == 1 else 'they'} said") from None
 
 
 def leave_word(key: str, text: str) -> None:
@@ -174,6 +201,7 @@ def _again(outcome: dict) -> Exception:
 
 def _broadcast(value):
     """Process 0's JSON-able value, in every process."""
+    _gather()
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     return json.loads(multihost_utils.broadcast_one_to_all(_padded(text[:size], size)).tobytes()[:size])

@@ -21,7 +21,7 @@ from meshtrain.config import ConfigError
 
 HELLO, ANSWER = b"meshtrain-process-1 ", b"meshtrain-answer-1 "
 LINE_BYTES = 4096
-HEARTBEAT_TIMEOUT_S = 30        # jax's 100 would leave a pod idle for longer than most restarts take
+TELL_AFTER_S, TELL_AGAIN_S = 30.0, 60.0     # who is missing is told after so long, and again
 SHUTDOWN_TIMEOUT_S = 120        # how long those that are done wait for one that still writes
 
 
@@ -33,16 +33,17 @@ def meet(cluster: Cluster, timeout_s: float) -> None:
     """Returns when all processes of the cluster are there, in all of them.
 
     Nobody waits longer than timeout_s (process 0 goes by the one who came first).
-    Raises: PeerError that names who did not come; ConfigError where the processes contradict each other or the port is
-    taken.
+    Raises: PeerError that names who did not come, or that the port is taken, which the next try may find free or choose
+    another; ConfigError where the processes contradict each other.
     """
     (_receive if cluster.index == 0 else _arrive)(cluster, timeout_s)
 
 
-def start(cluster: Cluster, timeout_s: float) -> None:
+def start(cluster: Cluster, timeout_s: float, heartbeat_timeout_s: int) -> None:
     """Brings jax up as one process of the cluster. No backend may run yet. Raises: as `meet`.
 
-    timeout_s: for the meeting, and again for jax, whose own service the processes then join.
+    timeout_s: for the meeting, and again for jax, whose own service the processes then join. heartbeat_timeout_s: a process that
+    has stood still for so long is lost, and all end.
     """
     meet(cluster, timeout_s)
     # Its handler would take SIGTERM away from ours; orbax treats it as absent.
@@ -52,7 +53,7 @@ def start(cluster: Cluster, timeout_s: float) -> None:
         cluster_detection_method="deactivate",      # else Slurm's local rank replaces local_devices=None
         coordinator_bind_address=f"{_loopback(cluster)}:{cluster.port}" if cluster.on_loopback else None,
         initialization_timeout=max(10, int(timeout_s)),
-        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S, shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S)
+        heartbeat_timeout_seconds=heartbeat_timeout_s, shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S)
     sys.excepthook = _end_alone
 
 
@@ -74,7 +75,8 @@ def _end_alone(kind, error, trace) -> None:
 
 def _receive(cluster: Cluster, timeout_s: float) -> None:
     """Process 0: waits for all others at the coordinator's port, then lets them go on together, or fail together."""
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
+    deadline, tell_at = began + timeout_s, began + TELL_AFTER_S
     arrived: dict[int, tuple[socket.socket, dict]] = {}
     unread: dict[socket.socket, bytes] = {}
     fault = contradiction = None
@@ -83,20 +85,26 @@ def _receive(cluster: Cluster, timeout_s: float) -> None:
         listener = stack.enter_context(_listen(cluster))
         selector.register(listener, selectors.EVENT_READ)
         while len(arrived) < cluster.count - 1 and not fault:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                fault = _missing(cluster, [_about(cluster), *(about for _, about in arrived.values())], timeout_s)
-            for connection in [key.fileobj for key, _ in selector.select(max(left_s, 0))]:
+            now = time.monotonic()
+            here = [_about(cluster), *(about for _, about in arrived.values())] if now >= min(deadline, tell_at) else []
+            if now >= deadline:
+                fault = _missing(cluster, here, timeout_s)
+            elif now >= tell_at:
+                tell_at = now + TELL_AGAIN_S
+                _tell(f"still waiting, up to {deadline - now:.0f} s more: {_absent(cluster, here)} not come to "
+                      f"{cluster.coordinator} within {now - began:.0f} s")
+            for connection in [key.fileobj for key, _ in selector.select(max(min(deadline, tell_at) - now, 0))]:
                 if connection is listener:
-                    with contextlib.suppress(OSError):      # it has gone again
-                        connection = stack.enter_context(listener.accept()[0])
-                        connection.setblocking(False)
-                        unread[connection] = b""
-                        selector.register(connection, selectors.EVENT_READ)
+                    with contextlib.suppress(OSError):      # no more of them, or it has gone again
+                        while True:     # the system keeps a few thousand that are not accepted, and lets others try again
+                            connection = stack.enter_context(listener.accept()[0])
+                            connection.setblocking(False)
+                            unread[connection] = b""
+                            selector.register(connection, selectors.EVENT_READ)
                     continue
                 received = _read(connection)
                 unread[connection] += received
-                about = _parse(HELLO, unread[connection])
+                about = _hello(unread[connection])
                 if about is not None and received:
                     before = arrived.get(about["index"], (None, None))[1]
                     fault = contradiction = fault or _contradiction(cluster, about, before)
@@ -129,8 +137,13 @@ def _contradiction(cluster: Cluster, about: dict, before: dict | None) -> str | 
 
 def _arrive(cluster: Cluster, timeout_s: float) -> None:
     """Every other process: tells process 0 that it is there, and waits for all the others in its answer."""
-    deadline, why = time.monotonic() + timeout_s, "no connection"
+    began, why, told = time.monotonic(), "no connection", False
+    deadline = began + timeout_s
     while (left_s := deadline - time.monotonic()) > 0:
+        if cluster.index == 1 and not told and timeout_s - left_s >= TELL_AFTER_S:      # one for all
+            told = True
+            _tell(f"still waiting, up to {left_s:.0f} s more: process 0 of {cluster.count} has not come to {cluster.coordinator} "
+                  f"within {timeout_s - left_s:.0f} s ({why})")
         try:
             with socket.create_connection((_loopback(cluster) or cluster.host, cluster.port), min(left_s, 5)) as connection:
                 connection.sendall(HELLO + json.dumps(_about(cluster) | {"left_s": left_s}).encode() + b"\n")
@@ -164,9 +177,9 @@ def _listen(cluster: Cluster) -> socket.socket:
     try:
         listener = socket.create_server(address, **options)
     except OSError as error:
-        raise ConfigError(f"distributed.coordinator_address={cluster.coordinator}: process 0 cannot listen there "
-                          f"({error.strerror}); give a port that is free on its host, and see that no older run still "
-                          "holds it") from None
+        raise PeerError(f"distributed.coordinator_address={cluster.coordinator}: process 0 cannot listen there "
+                        f"({error.strerror}); start again, which takes another port where the launcher chooses it, or give a "
+                        "port that is free on its host, and see that no older run still holds it") from None
     listener.setblocking(False)
     return listener
 
@@ -194,13 +207,35 @@ def _read(connection: socket.socket) -> bytes:
 def _parse(magic: bytes, line: bytes) -> dict | None:
     """What stands behind the magic word in a whole line; None for anything else."""
     if line.startswith(magic) and line.endswith(b"\n"):
-        with contextlib.suppress(ValueError):
-            return json.loads(line[len(magic):])
+        with contextlib.suppress(ValueError, RecursionError):
+            said = json.loads(line[len(magic):])
+            return said if isinstance(said, dict) else None
     return None
+
+
+def _hello(line: bytes) -> dict | None:
+    """What a process says of itself; None where it is not all there, or not what a process of ours could say."""
+    about = _parse(HELLO, line)
+    kinds = {"index": int, "count": int, "pid": int, "host": str}
+    if about is None or any(type(about.get(name)) is not kind for name, kind in kinds.items()):
+        return None
+    left_s = about.get("left_s")
+    sound = type(left_s) in (int, float) and 0 <= left_s < float("inf") and 0 <= about["index"] < about["count"]
+    return about if sound else None
 
 
 def _may_become(magic: bytes, line: bytes) -> bool:
     return line[:len(magic)] == magic[:len(line)] and b"\n" not in line and len(line) <= LINE_BYTES
+
+
+def _absent(cluster: Cluster, here: list[dict]) -> str:
+    missing = sorted(set(range(cluster.count)) - {about["index"] for about in here})
+    return f"{named(missing)} of {cluster.count} ha{'s' if len(missing) == 1 else 've'}"
+
+
+def _tell(words: str) -> None:
+    with contextlib.suppress(OSError, ValueError):      # nobody reads
+        print(words, file=sys.stderr, flush=True)
 
 
 def _missing(cluster: Cluster, here: list[dict], timeout_s: float) -> str:

@@ -34,6 +34,8 @@ WINDOW_S = 8.0      # from the first watchdog's stacks to the end: the others' f
 LOCK_HELD_S = 4.0   # so much later the C thread fires; within the window of those that wait
 NOTED_S = 10.0      # so old is the step that stands in the file, at most: read where nothing of Python runs any more
 STUCK_DISK_S = 3.0
+AFTER_WATCHDOGS_S = 30.0
+CLOCK_JUMP_S = 5.0
 STACKS = "stacks"   # in run.dir
 READERS = 2         # so many processes read all stacks to name the culprit: not each of thousands
 
@@ -155,13 +157,18 @@ class Watchdog:
         with self._firing:
             faulthandler.cancel_dump_traceback_later()
 
+    def patience_s(self) -> float:
+        """How long an agreement of this phase waits: until all watchdogs have had their say."""
+        now = self._now
+        return max(now.began + now.limit_s - time.monotonic(), 0) + AFTER_WATCHDOGS_S
+
     # ---- the thread --------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        looked = time.monotonic()
+        looked, ahead_s = time.monotonic(), time.time() - time.monotonic()
         while not self._closed.wait(LOOK_S):
             now, slept_s = self._now, time.monotonic() - looked
-            looked = time.monotonic()
+            looked, ahead_s = time.monotonic(), self._watch_clock(ahead_s)
             if slept_s > 3 * LOOK_S + 1:      # stopped and continued, or starved: that time counts for nobody
                 self._now = now = dataclasses.replace(now, began=now.began + slept_s) if now is self._now else self._now
             lasted_s = looked - now.began
@@ -174,6 +181,18 @@ class Watchdog:
                     self._arm()
             if now.began - self._noted.began > NOTED_S:
                 self._note_aside()
+
+    def _watch_clock(self, ahead_s: float) -> float:
+        """The clock's lead over the time since the machine began, which is constant unless somebody sets the clock: then that is
+        said. jax's service, in process 0, reads the clock, and takes all processes for dead."""
+        now_s = time.time() - time.monotonic()
+        jump_s = now_s - ahead_s
+        if abs(jump_s) > CLOCK_JUMP_S and self.count > 1:
+            _within(STUCK_DISK_S, lambda: self.tell(
+                f"warning: the clock of {socket.gethostname()} jumped by {jump_s:+.0f} s (it was set, or the machine was suspended)"
+                + ("; jax's heartbeats go by it here, and all processes will seem dead: let the clock be slewed (chrony, ntpd -x), "
+                   "never stepped, while a run goes on" if self.index == 0 else "")))
+        return now_s
 
     def _note_aside(self) -> None:
         """In a thread of its own: a file system that hangs must not hang the watchdog."""
@@ -261,10 +280,12 @@ _watchdog: Watchdog | None = None       # outside a command (notebook, test) not
 def on(limits: Limits, index: int, count: int, tell: Callable[[str], None]) -> Iterator[Watchdog]:
     """While a command runs: its phases are watched."""
     global _watchdog
-    _watchdog = Watchdog(limits, index, count, tell)
+    _watchdog, before = Watchdog(limits, index, count, tell), agree.patience_s
+    agree.patience_s = _watchdog.patience_s
     try:
         yield _watchdog
     finally:
+        agree.patience_s = before
         _watchdog.close()
         _watchdog = None
 

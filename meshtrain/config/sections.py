@@ -310,6 +310,13 @@ class Distributed(Section):
     num_processes: int = key(0, "processes of the run; 0 = by the launcher, else one", ge=0)
     process_id: int = key(-1, "which of them this one is, from 0; -1 = by the launcher", ge=-1)
     timeout_s: int = key(300, "seconds that processes wait at the start for those that come late", ge=1)
+    heartbeat_timeout_s: int = key(
+        30, "seconds that a process may stand still (a debugger, a live migration); half of them it always may", ge=10
+    )
+
+    def without_place(self) -> Distributed:
+        """What belongs to the run: not which of its processes this is."""
+        return Distributed(timeout_s=self.timeout_s, heartbeat_timeout_s=self.heartbeat_timeout_s)
 
 
 class Run(Section):
