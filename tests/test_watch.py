@@ -1,6 +1,9 @@
 """The watchdog: it fires in every process, its stacks are left, and the one that the others wait for is named."""
 import contextlib
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -254,3 +257,54 @@ def test_a_process_that_hangs_ends_the_run_and_is_named_with_its_stacks(name, ho
     assert f"hangs in {name if name in ('compile', 'restore') else ''}" in found[1] or name == "restore", found
     reports = stacks.read(directory / "stacks")
     assert set(reports) == {0, 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_process_that_is_stopped_is_named_by_the_launcher_whoever_died_of_it_first(process, home):
+    directory = home / f"stopped_{process}"
+    child = injected.launched(home, directory, 2, fault=f"{process} step:8 SIGSTOP")
+    try:
+        code = child.wait(400)
+    finally:
+        child.kill()
+    text, began = Path(f"{directory}.log").read_text(), float(Path(f"{directory}.fault").read_text().split()[0])
+    assert code == 1 and time.time() - began < 60 + 40, text
+    assert re.search(rf"^process {process} \(pid \d+\) failed first: it was stopped", text, re.MULTILINE), text
+
+
+@pytest.mark.slow
+def test_a_pause_that_the_key_allows_is_survived(home):
+    directory = home / "paused"
+    rows = lambda: (directory / "metrics.jsonl").read_text().count("\n") if (directory / "metrics.jsonl").exists() else 0
+    child = injected.launched(home, directory, 2, "--distributed.heartbeat_timeout_s", "90", fault="1 step:8 SIGSTOP")
+    try:
+        while not Path(f"{directory}.fault").exists() or not Path(f"{directory}.fault").read_text():
+            assert child.poll() is None, Path(f"{directory}.log").read_text()
+            time.sleep(0.2)
+        time.sleep(25)
+        assert child.poll() is None
+        before = rows()
+        os.kill(int(Path(f"{directory}.fault").read_text().split()[1]), signal.SIGCONT)
+        while rows() < before + 20:
+            assert child.poll() is None, Path(f"{directory}.log").read_text()
+            time.sleep(0.2)
+        child.terminate()
+        assert child.wait(120) == 75
+    finally:
+        child.kill()
+
+
+def test_a_clock_that_is_set_is_told_by_the_process_that_counts_the_heartbeats(monkeypatch):
+    told = []
+    monkeypatch.setattr(watch, "LOOK_S", 0.02)
+    with watch.on(watch.Limits(), 0, 2, told.append):
+        time.sleep(0.1)
+        assert told == []
+        real = time.time
+        monkeypatch.setattr(time, "time", lambda: real() + 300)
+        deadline = time.monotonic() + 20
+        while not told and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)
+    assert len(told) == 1 and "jumped by +300 s" in told[0] and "all processes will seem dead" in told[0]
