@@ -210,6 +210,7 @@ BARRIER = ("DEADLINE_EXCEEDED: Barrier timed out. Id: two::0.\n# of tasks that r
     (RuntimeError(GLOO), []), (RuntimeError(BARRIER), [2]), (PeerError("process 1 did not come"), []),
     (RuntimeError("Gloo all-gather failed: Timed out waiting 20000ms for recv operation to complete"), []),
     (RuntimeError("NCCL operation ncclAllReduce failed: remote process exited or there was a network error"), []),
+    (RuntimeError("UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):\n1\n4\nThe tasks have crashed."), [1, 4]),
     (RuntimeError("UNAVAILABLE: /job:jax_worker/replica:0/task:3 stopped sending heartbeats"), [3]),
     (RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), None), (ValueError("a shape"), None), (OSError(28, "No space left"), None)])
 def test_who_has_lost_others_is_a_victim_and_who_fails_alone_is_the_culprit(error, gone, tmp_path):

@@ -15,7 +15,7 @@ LOST = re.compile(
     r"CoordinationService|coordination service|Barrier (?:timed out|failed)|stopped sending heartbeats|"
     r"rendezvous.*(?:timed? ?out|DEADLINE)|DEADLINE_EXCEEDED|Socket closed", re.IGNORECASE)
 NAMED = re.compile(r"/task:(\d+)|\bTask (\d+) heartbeat")
-TIMED_OUT = re.compile(r"timed out task names:\s*\n?((?:\s*(?:\S*task:)?\d+\s*\n?)+)")
+TIMED_OUT = re.compile(r"(?:timed out task names|stopped sending heartbeats\)):\s*\n?((?:\s*(?:\S*task:)?\d+\s*\n?)+)")
 
 
 def others(error: BaseException | str) -> list[int] | None:
