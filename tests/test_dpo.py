@@ -73,6 +73,29 @@ def expected():
     return p, batch, float(loss), np.asarray(margins), jax.device_get(grads)
 
 
+@pytest.mark.slow
+@pytest.mark.grid
+def test_the_balance_of_experts_weighs_as_much_beside_preferences_as_beside_the_next_token():
+    """Per token with a target: divided by the count of pairs it would outweigh any preference."""
+    experts = dict(num_experts=4, num_layers=1)
+
+    def made(objective: str, weight: float):
+        run = run_of("ddp", ONE, experts, DPO if objective == "dpo" else dict(grad_clip=0.0))
+        return run.model_copy(update={"data": run.data.model_copy(update={"global_batch": PAIRS}),
+                                      "experts": run.experts.model_copy(update={"aux_loss": weight, "z_loss": weight})})
+    p, made_by = None, {}
+    for objective in ("dpo", "next_token"):
+        of_weight = []
+        for weight in (0.0, 0.5):
+            compiled = Compiled(made(objective, weight))
+            p = jax.device_get(compiled.made.model.init(jax.random.key(0))) if p is None else p
+            of_weight.append(moments_of(compiled, p, pairs()))
+        made_by[objective] = of_weight[1][1]["layers"]["moe"]["router"] - of_weight[0][1]["layers"]["moe"]["router"]
+        assert of_weight[1][0]["aux_loss"] > 0
+    want = made_by["next_token"]
+    assert np.abs(made_by["dpo"] - want).max() < 1e-4 * np.abs(want).max()      # differences of sums in float32
+
+
 @pytest.mark.parametrize("rule, mesh", [("ddp", ONE), *MESHES, *(pytest.param(*case, marks=sampling.GRID) for case in GRID)], ids=str)
 def test_loss_and_every_gradient_are_those_of_the_papers_equation(rule, mesh):
     p, batch, loss, margins, grads = expected()

@@ -71,8 +71,9 @@ def scanned(step: StepSpec):
     """(`gradients`, `evaluate`, `preferred`), microbatch after microbatch.
 
     gradients: (params, batch, dropout key) -> (grads placed as [optimizer], loss, count, aux), of what is trained alone; aux: the
-    layers' sums by name, divided by count. evaluate: (params, batch) -> sum of the loss. preferred, of DPO: (params,
-    batch) -> `Preference.preferred` of every sequence, [microbatches, replicas, sequences].
+    layers' sums by name, divided by count, AUX_LOSS by the tokens with a target, whatever the objective counts. evaluate: (params,
+    batch) -> sum of the loss. preferred, of DPO: (params, batch) -> `Preference.preferred` of every sequence, [microbatches, replicas,
+    sequences].
     """
     aim = objective.of_run(step.run.training)
     layout, once, trained_axes = step.layout, step.once, step.state.trained_axes
@@ -94,12 +95,13 @@ def scanned(step: StepSpec):
 
     def gradients(p, batch, key):
         p, count = step.model.divided(as_read(p)), jnp.maximum(aim.count(batch), 1).astype(jnp.float32)
+        counts = count, aim.targets(batch, count)
         if step.ex.in_order:
-            batch = after(batch, count)
+            batch = after(batch, counts)
 
         def add(carry, microbatch):
             grads, nll = carry
-            grads, nll_r, aux_r = replicated(lambda grads, b: added(p, grads, b, count, key))(grads, microbatch)
+            grads, nll_r, aux_r = replicated(lambda grads, b: added(p, grads, b, counts, key))(grads, microbatch)
             return (pin(grads), nll + nll_r), aux_r
 
         zeros = jax.tree.map(lambda x: jnp.zeros((replicas,) + x.shape, jnp.float32), p[0])
@@ -107,7 +109,7 @@ def scanned(step: StepSpec):
         # Pinned once more, still unsummed: otherwise propagation shards the accumulators inside the loop (ZeRO-1: 11
         # all-gathers per microbatch).
         grads = jax.tree.map(lambda axes, g: reduce_once(layout, once, axes, g), trained_axes, pin(grads), is_leaf=rules.is_axes)
-        return grads, nll.sum() / count, count, jax.tree.map(lambda a: a.sum((0, 1)) / count, aux)
+        return grads, nll.sum() / count, count, {name: a.sum((0, 1)) / counts[name == AUX_LOSS] for name, a in aux.items()}
 
     def evaluate(p, batch):
         p = as_read(p)
@@ -126,7 +128,9 @@ def scanned(step: StepSpec):
 
 
 def _by_hand(step: StepSpec):
-    """((trained, frozen), grads, microbatch, count, key) -> (grads with the microbatch's added, nll, aux), the backward written out.
+    """((trained, frozen), grads, microbatch, counts, key) -> (grads with the microbatch's added, nll, aux), the backward written out.
+
+    counts: by what the step's objective is divided, and by what AUX_LOSS.
 
     Each layer's gradient is added to its accumulator as soon as it is made, so that a microbatch's gradients never stand beside
     their sums: 4 bytes less for each parameter that a device accumulates. They are float32, whatever the dtype of the weights.
@@ -134,16 +138,16 @@ def _by_hand(step: StepSpec):
     model, ex, aim = step.model, step.ex, objective.of_run(step.run.training)
 
     def repeat(group: transformer.Group, trained, x_BTD, e):
-        (number, frozen), (inputs, count) = e
+        (number, frozen), (inputs, targets) = e
         y_BTD, aux = group.apply(ex, joined(trained, frozen), x_BTD, (number, inputs))
-        return with_loss(y_BTD, aux[AUX_LOSS] / count) if AUX_LOSS in aux else y_BTD, aux
+        return with_loss(y_BTD, aux[AUX_LOSS] / targets) if AUX_LOSS in aux else y_BTD, aux
 
     def joined(trained: tuple, frozen: tuple) -> tuple:
         return tuple(map(params.joined, trained, frozen))
 
-    def added(p, grads, microbatch, count, key):
-        p, frozen = p
-        ends, e, aux, done = split.wide(without_layers(p)), (model.inputs(microbatch, key), count), {}, []
+    def added(p, grads, microbatch, counts, key):
+        (p, frozen), (count, targets) = p, counts
+        ends, e, aux, done = split.wide(without_layers(p)), (model.inputs(microbatch, key), targets), {}, []
         with_frozen = lambda ends: params.joined(ends, without_layers(frozen))
         x_BTD, back_of_embed = jax.vjp(lambda ends: model.embed(ex, with_frozen(ends), microbatch, key), ends)
         for first, group in model.numbered():

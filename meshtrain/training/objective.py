@@ -27,6 +27,10 @@ class NextToken:
     def count(self, batch):
         return jnp.sum(batch["targets"] != NO_TARGET)
 
+    def targets(self, batch, count):
+        """Tokens with a target, by which sums over tokens are divided that layers make. count: `count` of the batch."""
+        return count
+
     def head(self, model: Transformer, ex: Execution, p, x_BTD, batch):
         """(objective, loss, aux), sums over the microbatch; the objective is differentiated."""
         objective, nll = model.head_loss(ex, p, x_BTD, batch["targets"], z_loss=self.z_loss, chunk=self.chunk)
@@ -46,6 +50,9 @@ class Preference:
 
     def count(self, batch):
         return jnp.sum(self._pairs(batch))
+
+    def targets(self, batch, count):
+        return jnp.maximum(jnp.sum(batch["targets"] != NO_TARGET), 1).astype(jnp.float32)
 
     def head(self, model: Transformer, ex: Execution, p, x_BTD, batch):
         margin_B = self.beta * (self.preferred(model, ex, p, x_BTD, batch) - batch["reference"])
