@@ -39,7 +39,7 @@ def test_gradients_added_layer_by_layer_are_those_of_autodiff(remat, model, monk
 
     @jax.jit
     def both(p):
-        return by_autodiff(p), accumulate._by_hand(step)(model.divided(p), before, batch, count, jax.random.key(5))
+        return by_autodiff(p), accumulate._by_hand(step)(model.divided(p), before, batch, (count, count), jax.random.key(5))
     with jax.default_matmul_precision("highest"):
         (expected, *expected_sums), (got, *sums) = both(p)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), sums, expected_sums)
