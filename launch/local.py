@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         environs = environments(run, options.processes, os.environ)
         places = Places(rest, options.processes, options.min_processes, devices_of(run, os.environ), bool(run.mesh.simulated_devices))
         if places.least < places.count:
-            _check_elastic(run)
+            check_elastic(run)
     except ConfigError as error:
         say.err(f"error: {error}")
         return stops.USER_ERROR
@@ -99,7 +99,7 @@ class Places:
         say.err(f"process {place} of {self.count} failed twice in a row: the next start is without it, in {len(self.taken)} processes")
 
 
-def _check_elastic(run: Run) -> None:
+def check_elastic(run: Run) -> None:
     """Raises: ConfigError where nothing in the run can shrink."""
     if run.mesh.full_devices:
         raise ConfigError("mesh.full_devices is set here by the launcher (--min-processes); leave it out")

@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch import restart, supervise
+from launch import elastic, local, restart, supervise
 from meshtrain import config
 from meshtrain.config import ConfigError, Run
 from meshtrain.run import say, stops
@@ -36,12 +36,13 @@ except ImportError:
     ray = None
 
 USAGE = ("python -m launch.ray --processes N [--gpus-per-process G] [--cpus-per-process C] [--max-restarts R] "
-         "-- [RUN.toml] [--section.key value ...]")
+         "[--min-processes K] -- [RUN.toml] [--section.key value ...]")
 FIRST_PORT, LAST_PORT = 20_000, 29_999      # above those of Ray's workers, below those of outgoing connections
 POLL_S = 0.3
 FIRST_TOLD_S = 5.0      # that there is no room yet
 ANSWER_S = 60.0         # for an actor to answer; a node that is lost is noticed by Ray after about half as long
 TOLD_EVERY_S = 30.0
+ROOM_S = 30.0           # with --min-processes: for those that are missing to come, before it goes on with fewer
 
 
 class Process:
@@ -111,7 +112,7 @@ class Member(supervise.Child):
     lost: bool = False
 
     def lose(self) -> None:
-        self.lost, self.forced, self.stopped = True, False, False
+        self.lost, self.forced, self.stopped, self.code = True, False, False, -signal.SIGKILL
 
     def send(self, number: int) -> None:
         if self.code is None and not self.lost:
@@ -136,6 +137,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         run = config.load(rest, USAGE)
         bundle = bundle_of(run, options)
+        if options.min_processes not in (0, options.processes):
+            local.check_elastic(run)
     except ConfigError as error:
         say.err(f"error: {error}")
         return stops.USER_ERROR
@@ -154,18 +157,18 @@ def main(argv: Sequence[str]) -> int:
         return stops.FAILED
     for number in stops.heeded():       # now: Ray has set handlers of its own
         signal.signal(number, lambda number, frame: asked.append(number))
-    group = placement_group([bundle] * options.processes, strategy="PACK")
+    room = Room(run, options, rest, bundle, asked)
     failures = restart.Failures(run, options.max_restarts)
     try:
-        while _reserved(group, bundle, options.processes, run.distributed.timeout_s, asked):
-            outcome = life(group, options.processes, rest, bundle, asked)
+        while room.reserve():
+            outcome = life(room, [*rest, *room.overrides()], Path(run.run.dir) / "stacks")
             wait_s = None if asked else failures.wait_s(outcome.code, outcome.words)
             if wait_s is None:
                 return outcome.code
             _sleep(wait_s, asked)
         return stops.STOPPED if asked else stops.FAILED
     finally:
-        remove_placement_group(group)
+        room.leave()
         ray.shutdown()
 
 
@@ -178,13 +181,17 @@ def parse(own: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--cpus-per-process", type=int, default=1, metavar="C", help="cores that Ray reserves for each (default 1)")
     parser.add_argument("--max-restarts", type=int, default=0, metavar="R", help="a run that fails is started again from its newest "
                         "checkpoint, so many times in a row without a newer one (default 0)")
+    parser.add_argument("--min-processes", type=int, default=0, metavar="K", help="goes on with fewer, down to K, while the cluster has "
+                        "no room for all; the axis of -1 shrinks, and the batch stays (default N)")
     parsed, unknown = parser.parse_known_args(own)
     if unknown:
         parser.error(f"{unknown[0]} is no option of the launcher; the run file and its options stand behind --, e.g. "
                      f"--processes {parsed.processes} -- {' '.join(unknown)}")
-    for option, least in (("processes", 1), ("gpus_per_process", 0), ("cpus_per_process", 1), ("max_restarts", 0)):
+    for option, least in (("processes", 1), ("gpus_per_process", 0), ("cpus_per_process", 1), ("max_restarts", 0), ("min_processes", 0)):
         if (value := getattr(parsed, option)) is not None and value < least:
             parser.error(f"--{option.replace('_', '-')} {value} is too few; use at least {least}")
+    if parsed.min_processes > parsed.processes:
+        parser.error(f"--min-processes {parsed.min_processes} must be from 1 to --processes {parsed.processes}")
     if ray is None:
         parser.error("ray is not installed here; pip install '.[ray]' where this repository lies")
     return parsed
@@ -205,9 +212,90 @@ def bundle_of(run: Run, options: argparse.Namespace) -> dict[str, int]:
     return {"CPU": options.cpus_per_process} | ({"GPU": gpus} if gpus else {})
 
 
-def life(group, count: int, rest: Sequence[str], bundle: dict[str, int], asked: list[int]) -> supervise.Outcome:
-    """One start of all processes, to its end. asked: signals that have come and come meanwhile, which reach every process."""
-    start = time.monotonic()
+@dataclasses.dataclass
+class Room:
+    """The placement group that holds the bundles of the next start: of all processes, or of fewer, at least --min-processes, where
+    the cluster has no room for more. asked: signals that have come."""
+    run: Run
+    options: argparse.Namespace
+    words: Sequence[str]
+    bundle: dict[str, int]
+    asked: list[int]
+    group: object = None
+    count: int = 0
+
+    @property
+    def devices(self) -> int:
+        """Of one process."""
+        return self.bundle.get("GPU") or self.run.mesh.simulated_devices // self.options.processes
+
+    def overrides(self) -> list[str]:
+        return elastic.overrides(self.count, self.devices, self.devices * self.options.processes, "GPU" not in self.bundle)
+
+    def reserve(self) -> bool:
+        """Waits until the cluster has room, which it has not while a lost node is not replaced; False: it has none, which is told, or
+        a signal has come."""
+        most, least = self.options.processes, self.options.min_processes or self.options.processes
+        limit_s, begun, count = self.run.distributed.timeout_s, time.monotonic(), most
+        while not self.asked:
+            self._ask_for(count)
+            if self._comes(min(ROOM_S, limit_s) if least < most else limit_s):
+                if count < most:
+                    say.err(f"the cluster has no room for all {most} processes: this start has {count}")
+                return True
+            if time.monotonic() - begun > limit_s and not self.asked:
+                say.err(f"error: the cluster has no room for {least} processes of {self.bundle} within distributed.timeout_s={limit_s:g}; "
+                        f"free are {_free()}. Add nodes, or start fewer processes")
+                return False
+            count = self._fewer(min(count, most) - 1, least) or most
+        return False
+
+    def leave(self) -> None:
+        if self.group is not None:
+            remove_placement_group(self.group)
+        self.group, self.count = None, 0
+
+    def _ask_for(self, count: int) -> None:
+        if count != self.count:     # else what is there stays reserved between two starts
+            self.leave()
+            self.group, self.count = placement_group([self.bundle] * count, strategy="PACK"), count
+
+    def _comes(self, limit_s: float) -> bool:
+        begun = time.monotonic()
+        tell, ready = begun + FIRST_TOLD_S, self.group.ready()
+        while not self.asked and time.monotonic() - begun < limit_s:
+            try:
+                ray.get(ready, timeout=1)
+                return True
+            except ray.exceptions.GetTimeoutError:
+                pass
+            except ray.exceptions.RayError:     # it asked a node that is lost
+                ready = self.group.ready()
+            if time.monotonic() > tell:
+                tell = time.monotonic() + TOLD_EVERY_S
+                say.err(f"waiting for room for {self.count} processes of {self.bundle}; free are {_free()}")
+        return False
+
+    def _fewer(self, most: int, least: int) -> int:
+        """How many processes, at most `most`, can train the run and have room; 0: not as many as `least`."""
+        self.leave()
+        time.sleep(POLL_S)      # what was reserved in part is free again
+        most = min([most, *(int(_free().get(kind, 0) // each) for kind, each in self.bundle.items())])
+        if most < least:
+            return 0
+        ran = subprocess.run([sys.executable, "-m", "launch.elastic", f"--processes={most}", f"--min-processes={least}",
+                              f"--devices={self.devices}", f"--full={self.devices * self.options.processes}", "--", *self.words],
+                             capture_output=True, text=True)
+        if ran.returncode or not ran.stdout.strip().isdecimal():
+            say.err((ran.stderr.strip().splitlines() or ["?"])[-1])
+            return 0
+        return int(ran.stdout)
+
+
+def life(room: Room, rest: Sequence[str], left: Path) -> supervise.Outcome:
+    """One start of all processes, to its end. left: where they leave their stacks when they hang."""
+    start, since = time.monotonic(), time.time()
+    group, count, bundle, asked = room.group, room.count, room.bundle, room.asked
     # Threads: it is asked while it runs the process.
     kind = ray.remote(num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_restarts=0, max_concurrency=4)(Process)
     actors = [kind.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)).remote()
@@ -224,7 +312,7 @@ def life(group, count: int, rest: Sequence[str], bundle: dict[str, int], asked: 
         running = {member.actor.run.remote(["-m", "meshtrain.train", *rest, *told,
                                             *([f"--distributed.process_id={member.index}"] if told else [])], environ, os.getcwd()): member
                    for member in members}
-        return dataclasses.replace(supervise.conclude(_wait(running, start, asked)), asked=bool(asked))
+        return dataclasses.replace(supervise.conclude(_wait(running, start, asked), left, since), asked=bool(asked))
     except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
         words = f"Ray could not start the processes: {_first_line(error)}"
         say.err(words)
@@ -285,28 +373,8 @@ def _hear(members: Sequence[Member]) -> None:
                         os.write(number, line)
 
 
-def _reserved(group, bundle: dict[str, int], count: int, limit_s: float, asked: list[int]) -> bool:
-    """Waits until the cluster has room for all, which it has not while a lost node is not replaced."""
-    begun = time.monotonic()
-    tell, ready = begun + FIRST_TOLD_S, group.ready()
-    while not asked:
-        try:
-            ray.get(ready, timeout=1)
-            return True
-        except ray.exceptions.GetTimeoutError:
-            pass
-        except ray.exceptions.RayError:     # it asked a node that is lost
-            ready = group.ready()
-        now = time.monotonic()
-        free = {kind: round(n) for kind, n in ray.available_resources().items() if kind in ("CPU", "GPU")}
-        if now - begun > limit_s:
-            say.err(f"error: the cluster has no room for {count} processes of {bundle} within distributed.timeout_s={limit_s:g}; "
-                    f"free are {free}. Add nodes, or start fewer processes")
-            return False
-        if now > tell:
-            tell = now + TOLD_EVERY_S
-            say.err(f"waiting for room for {count} processes of {bundle}; free are {free}")
-    return False
+def _free() -> dict[str, float]:
+    return {kind: n for kind, n in ray.available_resources().items() if kind in ("CPU", "GPU")}
 
 
 def _sleep(wait_s: float, asked: list[int]) -> None:
