@@ -309,3 +309,21 @@ def test_a_clock_that_is_set_is_told_by_the_process_that_counts_the_heartbeats(m
             time.sleep(0.01)
         time.sleep(0.1)
     assert len(told) == 1 and "jumped by +300 s" in told[0] and "all processes will seem dead" in told[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, ending", [("raise", "exit code 1"), ("SIGSEGV", "killed by SIGSEGV"), ("SIGKILL", "killed by SIGKILL"),
+                                          ("SIGABRT", "killed by SIGABRT")])
+def test_a_process_that_dies_in_a_step_is_named_by_the_launcher_and_by_what_it_left(kind, ending, home):
+    directory = home / kind
+    child = injected.launched(home, directory, 2, fault=f"1 step:8 {kind}")
+    try:
+        code = child.wait(400)
+    finally:
+        child.kill()
+    text, began = Path(f"{directory}.log").read_text(), float(Path(f"{directory}.fault").read_text().split()[0])
+    assert code == 1 and time.time() - began < 60 + 40, text
+    assert re.search(rf"^process 1 \(pid \d+\) failed first, [\d.]+ s after the start: {ending}", text, re.MULTILINE), text
+    found = stacks.culprit(directory / "stacks", since=began - 60)
+    wanted = {"raise": "failed in step 8: RuntimeError: a fault that was injected", "SIGSEGV": "Segmentation fault in step "}
+    assert found is None if kind not in wanted else found[0] == 1 and found[1].startswith(wanted[kind]), found
