@@ -84,6 +84,7 @@ def _limits(run: Run) -> watch.Limits:
 
 def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Account, watchdog: watch.Watchdog) -> int:
     stops.end_together(agree.part)
+    stops.suspend_by(watch.suspend)
     if jax.process_index() > 0:
         sys.stdout = open(os.devnull, "w")      # process 0 speaks for all
     if fewer:

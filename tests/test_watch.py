@@ -191,6 +191,25 @@ def test_a_process_that_hangs_leaves_its_stacks_and_ends_with_1(body, locked, tm
         assert "hangs in save after step 3" in err and "more than training.save_timeout_s allows (0.5 s)" in err
 
 
+SUSPENDED = ALONE.replace("with watch.on", "from meshtrain.run import stops\nstops.listen()\nstops.suspend_by(watch.suspend)\nwith watch.on", 1)
+
+
+def test_a_process_that_ctrl_z_has_stopped_goes_on_however_long_it_stood(tmp_path):
+    body = "print('ready', flush=True); time.sleep(0.2); time.sleep(0.2); print('done', flush=True)"
+    child = subprocess.Popen([sys.executable, "-c", SUSPENDED.format(body=body).replace("save=0.5", "save=3"), tmp_path / "stacks"], cwd=ROOT,
+                             text=True, stdout=subprocess.PIPE)
+    assert child.stdout.readline() == "ready\n"
+    child.send_signal(signal.SIGTSTP)
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert child.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(3 + watch.LOCK_HELD_S + 1)
+    child.send_signal(signal.SIGCONT)
+    out, _ = child.communicate(timeout=50)
+    assert (child.returncode, out) == (0, "done\n")
+
+
 @pytest.mark.parametrize("error", [None, ConfigError("a mistake"), agree.agreed(ValueError("of all"))])
 def test_a_command_that_ends_leaves_no_files(error, tmp_path):
     with contextlib.suppress(type(error or ())), watch.on(watch.Limits(), 0, 1, print) as watchdog:

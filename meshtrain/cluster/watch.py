@@ -16,6 +16,7 @@ import collections
 import dataclasses
 import faulthandler
 import os
+import signal
 import socket
 import sys
 import threading
@@ -157,6 +158,20 @@ class Watchdog:
         with self._firing:
             faulthandler.cancel_dump_traceback_later()
 
+    def suspend(self) -> None:
+        """Stops this process, as Ctrl-Z asks, until it is continued; the time until then counts for nothing."""
+        with self._firing:
+            faulthandler.cancel_dump_traceback_later()      # its clock runs on, and it would end the process when that continues
+            stopped = time.monotonic()
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(0.1)     # the stop may come a moment after the call
+            self._count_out(time.monotonic() - stopped)
+            self._arm()
+
+    def _count_out(self, paused_s: float) -> None:
+        now = self._now
+        self._now = dataclasses.replace(now, began=min(now.began + paused_s, time.monotonic()))
+
     def patience_s(self) -> float:
         """How long an agreement of this phase waits: until all watchdogs have had their say."""
         now = self._now
@@ -170,7 +185,8 @@ class Watchdog:
             now, slept_s = self._now, time.monotonic() - looked
             looked, ahead_s = time.monotonic(), self._watch_clock(ahead_s)
             if slept_s > 3 * LOOK_S + 1:      # stopped and continued, or starved: that time counts for nobody
-                self._now = now = dataclasses.replace(now, began=now.began + slept_s) if now is self._now else self._now
+                self._count_out(slept_s)
+                now = self._now
             lasted_s = looked - now.began
             if lasted_s >= now.limit_s:
                 with self._firing:
@@ -307,6 +323,14 @@ def step(number: int) -> None:
     """The loop begins another step."""
     if _watchdog is not None:
         _watchdog.step(number)
+
+
+def suspend() -> None:
+    """Stops this process until it is continued."""
+    if _watchdog is not None:
+        _watchdog.suspend()
+    else:
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def progress() -> None:

@@ -39,6 +39,7 @@ class Listener:
         self._deferred, self._code = False, STOPPED
         self._lock = threading.Lock()
         self._before_ending: Callable[[], None] = lambda: None
+        self.suspend: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGSTOP)
         self._record: Callable[[str, int], None] = lambda words, code: None
         self._old = {}
         woken, self._wake = os.pipe()
@@ -47,7 +48,8 @@ class Listener:
         if threading.current_thread() is not threading.main_thread():
             return      # a notebook's worker: Python allows handlers in the main thread alone
         self._old_wake = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
-        self._old = {number: signal.signal(number, lambda number, frame: None) for number in heeded()}
+        suspending = [signal.SIGTSTP] if signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL else []
+        self._old = {number: signal.signal(number, lambda number, frame: None) for number in (*heeded(), *suspending)}
 
     def close(self) -> None:
         """Gives the signals back to whoever had them."""
@@ -81,6 +83,8 @@ class Listener:
             for number in numbers:
                 if number in SIGNALS:
                     self._receive(number)
+                elif number == signal.SIGTSTP:      # Ctrl-Z
+                    self.suspend()
         os.close(woken)
 
     def _receive(self, number: int) -> None:
@@ -126,6 +130,12 @@ def record_endings(record: Callable[[str, int], None]) -> None:
     """record: (words, exit code) -> None, told where a signal ends this process at once."""
     if _listener is not None:
         _listener._record = record
+
+
+def suspend_by(stop: Callable[[], None]) -> None:
+    """How this process stops at Ctrl-Z, until it is continued."""
+    if _listener is not None:
+        _listener.suspend = stop
 
 
 @contextlib.contextmanager
