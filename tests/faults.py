@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("meshtrain", "tests", "configs", "sharding_rules", "launch", "pyproject.toml", "README.md")
+COPIED = ("meshtrain", "tests", "benchmarks", "configs", "sharding_rules", "launch", "pyproject.toml", "README.md")
 TIMEOUT_S = 600
 
 
