@@ -84,9 +84,11 @@ def on_cpu() -> list[str]:
                     f"{c.peak_bytes / MIB:.0f} MiB", f"{c.compile_s:.1f} s"))
     m, d = dense.model, dense.data
     return [f"One CPU device, {m.compute_dtype}, embed {m.embed_dim}, {m.num_layers} layers, {d.global_batch} sequences of "
-            f"{d.seq_len}. The dense MLP is {MLP_DIM} wide, and so are the experts of a token together. In turns, {STEPS} steps "
-            f"each, medians of {ROUNDS} rounds; aim ≤ {AIM} of CPU seconds.", "",
-            *table(("model", "parameters", "active", "step, CPU", "step, wall", "÷ dense, CPU", "÷ dense, wall", "memory", "compile"), out)]
+            f"{d.seq_len}. The dense MLP is {MLP_DIM} wide, and so are the experts of a token together. In turns, {STEPS} "
+            f"steps each, medians of {ROUNDS} rounds; aim ≤ {AIM} of CPU seconds. The optimizer goes over all parameters, "
+            "active or not.", "",
+            *table(("model", "parameters", "active", "step, CPU", "step, wall", "÷ dense, CPU", "÷ dense, wall", "memory",
+                    "compile"), out)]
 
 
 A3B, A3B_SIZES = gpu_speed.Plan("experts", "configs/qwen3-30b-a3b.toml", 2, False, "selective"), gpu_speed.Sizes(microbatches=8)
@@ -95,8 +97,8 @@ NO_EXPERTS = ("--model.num_experts", "0", "--model.experts_per_token", "0", "--m
 
 
 def on_gpus(devices, plan: gpu_speed.Plan = A3B, sizes: gpu_speed.Sizes = A3B_SIZES) -> list[str]:
-    """plan: experts; 16 sequences of a GPU and step, as in its run file. The dense model beside it has as many layers, and its MLP
-    of mlp_dim is as wide as a token's experts."""
+    """plan: experts; 16 sequences of a GPU and step, as in its run file. The dense model beside it has as many layers, and its
+    MLP of mlp_dim is as wide as a token's experts."""
     bare = plan._replace(name="dense", overrides=plan.overrides + NO_EXPERTS)
     made, compiled, compile_s = gpu_speed.compiled(plan, devices, sizes)
     layers, rows, seconds = made.run.model.num_layers, [], []
@@ -110,8 +112,8 @@ def on_gpus(devices, plan: gpu_speed.Plan = A3B, sizes: gpu_speed.Sizes = A3B_SI
         seconds.append(statistics.median(measured.times))
         rows.append((of.name, f"{active(made):,}", *(row[name] for name in ROW)))
     return [f"{len(devices)} × {devices[0].device_kind}: layers of {Path(plan.run_file).stem}, and dense ones with an MLP of "
-            f"{made.run.model.mlp_dim}; remat {plan.remat}. Experts ÷ dense: **{seconds[0] / seconds[1]:.2f}**, aim ≤ {AIM}; MFU by "
-            f"active parameters, aim ≥ {MFU_AIM:.0%}.", "", *table(("model", "active parameters", *ROW), rows)]
+            f"{made.run.model.mlp_dim}; remat {plan.remat}. Experts ÷ dense: **{seconds[0] / seconds[1]:.2f}**, aim ≤ {AIM}; "
+            f"MFU by active parameters, aim ≥ {MFU_AIM:.0%}.", "", *table(("model", "active parameters", *ROW), rows)]
 
 
 ROW = ("layers", "tokens", "step, s", "tokens/s a GPU", "MFU", "peak, GiB", "by inspect, GiB")
@@ -140,12 +142,13 @@ class Shape(NamedTuple):
 LAYERS = (Shape("Mixtral 8x7B", 4096, 14336, 8, 2, (2, 8)), Shape("Qwen3-30B-A3B", 2048, 768, 128, 8, (16,)))
 DEPTH = 2                       # of one layer XLA keeps the gathered weights, and gathers them once
 MOVES = ("all-gather", "reduce-scatter", "all-to-all")
-METHODS = {"gather": "expert", "all_to_all": "expert", "zero3": "expert_embed"}     # what is split over the GPUs; zero3: no tokens move
+METHODS = {"gather": "expert", "all_to_all": "expert", "zero3": "expert_embed"}     # what is split over the GPUs
 
 
 def dispatch_section() -> list[str]:
     if missing := gpu_compile.missing_wheels():
-        print(f"error: dispatch compiles for GPUs that are not here: pip install -e '.[gpu-compile]' (no {missing})", file=sys.stderr)
+        print(f"error: dispatch compiles for GPUs that are not here: pip install -e '.[gpu-compile]' (no {missing})",
+              file=sys.stderr)
         raise SystemExit(2)
     local_devices.start(config.Run())
     PICTURE.write_text(picture())
@@ -155,9 +158,9 @@ def dispatch_section() -> list[str]:
             for method in METHODS:
                 rows.append((shape.name, ways, method, *measured(shape, ways, method)))
                 print(" · ".join(map(str, rows[-1])), file=sys.stderr)
-    return [f"A layer of {DEPTH}, forward and backward with remat full, {TOKENS:,} tokens a GPU in bfloat16, compiled for H100; experts over "
-            "`fsdp`, all else on every GPU. `zero3`: the experts' matrices are gathered, and no token moves. Sent: by a GPU, of tokens, "
-            "choices and experts' weights and gradients alone, where one round suffices; by formula as "
+    return [f"A layer of {DEPTH}, forward and backward with remat full, {TOKENS:,} tokens a GPU in bfloat16, compiled for "
+            "H100; experts over `fsdp`, all else on every GPU. `zero3`: the experts' matrices are gathered, and no token moves. "
+            "Sent: by a GPU, of tokens, choices and experts' weights and gradients alone, where one round suffices; by formula as "
             "[docs/experts.md](../docs/experts.md) has it. Temporaries: of the whole step.", "",
             *table(("layer", "ways", "method", "sent, MiB", "by formula, MiB", "temporaries, MiB"), rows)]
 
@@ -173,14 +176,14 @@ def measured(shape: Shape, ways: int, method: str) -> tuple[str, ...]:
 
 
 def assembled(shape: Shape, ways: int, method: str, tokens: int, devices):
-    """A model of DEPTH layers, of which the experts alone are split; other weights' gradients are summed by all-reduces, which are not MOVES."""
+    """A model of DEPTH layers, of which the experts alone are split; gradients of others are summed by all-reduces."""
     with tempfile.TemporaryDirectory() as scratch:
         rules = Path(scratch) / "rules.toml"
         rules.write_text(f'[params]\n{METHODS[method]} = "fsdp"\n[activations]\nbatch = "fsdp"\n')
         run = config.Run(
             mesh=dict(fsdp=ways), sharding=dict(rules=str(rules)), data=dict(seq_len=tokens, global_batch=ways),
-            model=dict(vocab_size=1024, embed_dim=shape.D, num_layers=DEPTH, num_heads=8, num_kv_heads=8, head_dim=64, mlp_dim=shape.F,
-                       num_experts=shape.E, experts_per_token=shape.K, expert_mlp_dim=shape.F),
+            model=dict(vocab_size=1024, embed_dim=shape.D, num_layers=DEPTH, num_heads=8, num_kv_heads=8, head_dim=64,
+                       mlp_dim=shape.F, num_experts=shape.E, experts_per_token=shape.K, expert_mlp_dim=shape.F),
             training=dict(remat="full"), experts=dict(dispatch="auto" if method == "zero3" else method))
         return assembly.assemble(run, devices)
 
@@ -209,9 +212,10 @@ def picture() -> str:
     rows = [row._replace(points=within(row.points, 1.6 * weights / GIB)) for row in rows]
     drawn = pictures.curves(
         rows, "tokens of a GPU and microbatch", "GiB that a GPU sends for a layer", lambda x: f"{x:,.0f}", lambda y: f"{y:g}",
-        f"What a GPU sends for the experts of a layer of {shape.name}", levels=[(weights / GIB, "zero3: the experts' weights travel")],
-        zero=True)
-    legend = [pictures.rect(92, 30 + 18 * k, 12, 12, f"c{k}") + pictures.text(110, 40 + 18 * k, name) for k, name in enumerate(names)]
+        f"What a GPU sends for the experts of a layer of {shape.name}", zero=True,
+        levels=[(weights / GIB, "zero3: the experts' weights travel")])
+    legend = [pictures.rect(92, 30 + 18 * k, 12, 12, f"c{k}") + pictures.text(110, 40 + 18 * k, name)
+              for k, name in enumerate(names)]
     return skin.alone(drawn.replace("</svg>", "".join(legend) + "</svg>")) + "\n"
 
 
@@ -236,18 +240,18 @@ def learning_section() -> list[str]:
     mean = lambda rows: statistics.mean(row["loss"] for row in rows)
     out = [(name, *(f"{row['loss']:.4f}" for row in rows), f"**{mean(rows):.4f}**", max(row["load"] for row in rows) or "–")
            for name, rows in found.items()]
-    return [f"`{'` and `'.join(file for file, _ in RUNS.values())}` with `{' '.join(SMALL)}` and an MLP of 256, or experts of 128: the "
-            "same data, steps and learning rate, and equal active parameters but for the routers. On one device, since the loss is "
-            "that of any layout. Loss on held-out text in nats a byte; load: tokens of the busiest expert of the worst layer by the "
-            "mean, the largest in the last quarter of the steps.", "",
+    return [f"`{'` and `'.join(file for file, _ in RUNS.values())}` with `{' '.join(SMALL)}` and an MLP of 256, or experts of "
+            "128: the same data, steps and learning rate, and equal active parameters but for the routers. On one device, "
+            "since the loss is that of any layout. Loss on held-out text in nats a byte; load: tokens of the busiest expert of the "
+            "worst layer by the mean, the largest in the last quarter of the steps.", "",
             *table(("model", *(f"seed {seed}" for seed in SEEDS), "mean", "load, max ÷ mean"), out)]
 
 
 def trained(file: str, seed: int, words: tuple[str, ...]) -> dict:
     """{loss: on held-out text after the last step, load: the largest late in the run, 0 without experts}"""
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "meshtrain.train", str(ROOT / file), "--run.dir", directory, "--run.seed", str(seed), *ALONE,
-                   *words]
+        command = [sys.executable, "-m", "meshtrain.train", str(ROOT / file), "--run.dir", directory, "--run.seed", str(seed),
+                   *ALONE, *words]
         subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, check=True)
         found = outcome(Path(directory))
     print(f"{file}, seed {seed}: {found}", file=sys.stderr)

@@ -56,8 +56,8 @@ def test_on_gpus_a_model_with_experts_stands_beside_a_dense_one_of_equal_active_
 
 @pytest.mark.slow
 def test_experts_beat_the_dense_model_of_equal_active_parameters_at_equal_steps():
-    """Of one seed, the smallest model and fewest steps at which the difference, 0.03 nats, is several times that of two seeds."""
+    """Of one seed, by a third of what was measured: 0.065 nats with jax 0.10, where seeds differ by less in that difference."""
     losses = {name: experts.trained(file, 0, words) for name, (file, words) in experts.RUNS.items()}
     dense, sparse = losses.values()
-    assert sparse["loss"] < dense["loss"] - 0.01
+    assert sparse["loss"] < dense["loss"] - 0.02
     assert sparse["load"] <= 2

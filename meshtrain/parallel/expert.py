@@ -228,8 +228,8 @@ class Rows:
     def sum(self, y_RD, dtype):
         """Each token's rows added in the order of its choices, in float32: gathers, so the same bits every time.
 
-        Row 0 is always written; what is multiplied with zero here must be a number. One gather a choice: on a CPU a sum over [A, K, D]
-        takes twice as long.
+        Row 0 is always written; what is multiplied with zero here must be a number. One gather a choice: on a CPU a sum over
+        [A, K, D] takes twice as long.
         """
         here = self.row_AK >= 0
         row_AK = jnp.where(here, self.row_AK, 0)
