@@ -159,9 +159,9 @@ def dispatch_section() -> list[str]:
                 rows.append((shape.name, ways, method, *measured(shape, ways, method)))
                 print(" · ".join(map(str, rows[-1])), file=sys.stderr)
     return [f"A layer of {DEPTH}, forward and backward with remat full, {TOKENS:,} tokens a GPU in bfloat16, compiled for "
-            "H100; experts over `fsdp`, all else on every GPU. `zero3`: the experts' matrices are gathered, and no token moves. "
-            "Sent: by a GPU, of tokens, choices and experts' weights and gradients alone, where one round suffices; by formula as "
-            "[docs/experts.md](../docs/experts.md) has it. Temporaries: of the whole step.", "",
+            "H100; experts over `fsdp`, all else on every GPU. `zero3`: the experts' matrices are gathered, and no token "
+            "moves. Sent: by a GPU, of tokens, choices and experts' weights and gradients alone, where one round suffices; by "
+            "formula as [docs/experts.md](../docs/experts.md) has it. Temporaries: of the whole step.", "",
             *table(("layer", "ways", "method", "sent, MiB", "by formula, MiB", "temporaries, MiB"), rows)]
 
 
@@ -242,8 +242,8 @@ def learning_section() -> list[str]:
            for name, rows in found.items()]
     return [f"`{'` and `'.join(file for file, _ in RUNS.values())}` with `{' '.join(SMALL)}` and an MLP of 256, or experts of "
             "128: the same data, steps and learning rate, and equal active parameters but for the routers. On one device, "
-            "since the loss is that of any layout. Loss on held-out text in nats a byte; load: tokens of the busiest expert of the "
-            "worst layer by the mean, the largest in the last quarter of the steps.", "",
+            "since the loss is that of any layout. Loss on held-out text in nats a byte; load: tokens of the busiest expert of "
+            "the worst layer by the mean, the largest in the last quarter of the steps.", "",
             *table(("model", *(f"seed {seed}" for seed in SEEDS), "mean", "load, max ÷ mean"), out)]
 
 
