@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -184,6 +185,7 @@ def _train(parts: _Parts, start: resume.Start, batches: Batches) -> int:
             state = None    # its memory is for the one that comes back
             with account.to("restore"), watch.phase("going back before a spike", "restore"):
                 start = _back_before(parts, start, spikes, *spike)
+                this.goes_back(start.step)
                 state, batches = agree.everywhere(lambda: (_start_state(parts, start), _batches(run, parts.corpus, start)))
                 resume.begin(run, start, parts.checkpoints, directory, made.layout.rules.text, parts.near)
             spikes = Spikes(run, (start.saved or {}).get("spikes"), start.rollbacks)
@@ -226,7 +228,8 @@ def _steps(parts: _Parts, step: Callable, state: State, batches: Batches, start:
     validation = Validation(run, made.program, batches, stop)
     with (metrics.open_writers(run, directory, start.step) as writer,
           Trace(run.metrics.profile_steps, directory / "tensorboard", start.step) as trace, account.to(goodput.LOOP)):
-        record = Record(run, writer, Progress(run.training.steps, _memory(made, step)), *_flops(made), account, spikes)
+        record = Record(run, writer, Progress(run.training.steps, _memory(made, step)), *_flops(made), account, spikes,
+                        agree.exchange(socket.gethostname()))
         if start.rollbacks:
             record.add({"rollbacks": start.rollbacks, "skipped_batches": start.skip_batches})
         save = loop.Hook(lambda number, ending: ending or checkpoints.due(number),

@@ -252,6 +252,24 @@ def test_a_mistake_that_is_found_late_in_the_first_start_leaves_nothing(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_try_that_goes_back_by_itself_takes_its_steps_again(life):
+    rows = []
+
+    def spike(number):
+        if number == 7:
+            this, = [one for one in rows if not one._done.is_set()]
+            this.goes_back(4)
+    real = history.Try.beat
+    try:
+        history.Try.beat = lambda self: (rows.append(self) if self not in rows else None, real(self))
+        life.try_(0, 9, ends="finished", at=spike)
+    finally:
+        history.Try.beat = real
+    spent = life.told()["time_s"]
+    assert (spent["steps"], spent["steps taken again"], spent["the rest"]) == pytest.approx((6 * 1.5, 3 * 1.5, 0.0), abs=EXACT)
+    assert sum(spent.values()) == pytest.approx(35 + 9 * 2 + 2 * 3)
+
+
 def test_validations_and_checkpoints_are_not_the_rest(life):
     life.try_(0, 8, validation_s=4.0, ends="finished")
     spent = life.told()["time_s"]

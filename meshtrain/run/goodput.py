@@ -35,6 +35,13 @@ class Account:
         """The run until this try began: its age, the seconds in steps that count, and the step that it goes on from."""
         self.elapsed_s, self.counted_s, self.step = elapsed_s, counted_s, step
 
+    def goes_back(self, step: int, counted_s: float) -> None:
+        """The steps behind `step`, up to which the steps took so long, are taken again by this try."""
+        lost_s = max(0.0, self.counted_s - counted_s)
+        self._spent["steps"] -= lost_s
+        self._spent["again"] += lost_s
+        self.step, self.counted_s = step, self.counted_s - lost_s
+
     @contextlib.contextmanager
     def to(self, part: str) -> Iterator[None]:
         """What is done meanwhile goes to a part, and to no other. An error that ends the try leaves it there."""
@@ -68,7 +75,7 @@ class Account:
         spent[self.part] += now - self._mark
         loop_s = spent.pop(LOOP)
         spent["data"] += self._waited_s
-        spent["rest"] += max(0.0, loop_s - spent["steps"] - self._waited_s)
+        spent["rest"] += max(0.0, loop_s - spent["steps"] - spent["again"] - self._waited_s)
         return {"time": time.time(), "run_s": now - self.began, "step": self.step, "steps": self.steps, "counted_s": self.counted_s,
                 "spent_s": {part: value for part, value in spent.items() if value}, "part": self.part,
                 "idle_s": now - self._progress}
@@ -190,7 +197,7 @@ def spent_s(found: Sequence[Mapping]) -> dict[str, float]:
     """Seconds of all tries by what they went into (the names of PARTS), together all the time since the first began."""
     total = {part: sum(one["spent_s"].get(part, 0.0) for one in found) for part in PARTS}
     again_s = min(total["steps"], sum(one["again_s"] for one in found))
-    total |= {"steps": total["steps"] - again_s, "again": again_s, "down": sum(one["down_s"] for one in found)}
+    total |= {"steps": total["steps"] - again_s, "again": total["again"] + again_s, "down": sum(one["down_s"] for one in found)}
     # What no part claims: lines of a history that were lost.
     total["rest"] += max(0.0, sum(one["run_s"] + one["down_s"] for one in found) - sum(total.values()))
     return {name: total[part] for part, name in PARTS.items()}

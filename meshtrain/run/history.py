@@ -54,6 +54,10 @@ class Try:
         self.beat()
         threading.Thread(target=self._keep_beating, daemon=True, name="beat").start()
 
+    def goes_back(self, step: int) -> None:
+        """This try goes on from an earlier step of its own. Before metrics.jsonl is cut to that."""
+        self.account.goes_back(step, goodput.counted_s(_rows(self.path.parent), step))
+
     def ended(self, how: str, **more) -> None:
         """The try has ended, or is about to; what is said first counts."""
         with self._lock:

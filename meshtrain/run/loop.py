@@ -42,9 +42,9 @@ class Stop:
     def __init__(self, listener: Listener):
         self.listener, self.agreement, self.agreed = listener, agree.StopAgreement(), False
 
-    def reached(self) -> bool:
-        """Every process calls it at the same places."""
-        self.agreed = self.agreed or self.agreement.reached(self.listener.number is not None)
+    def reached(self, late_s: float | None = None) -> bool:
+        """Every process calls it at the same places. late_s: of a step, see `agree.StopAgreement`."""
+        self.agreed = self.agreed or self.agreement.reached(self.listener.number is not None, late_s)
         watch.progress()
         return self.agreed
 
@@ -60,27 +60,38 @@ def train(program: Program, step: Callable, state: State, data: Batches, last: i
     batches = data.iterate(done, rows=program.rows, prefetch=prefetch)
     with contextlib.closing(batches), concurrent.futures.ThreadPoolExecutor(1) as clock:
         ended = clock.submit(_time_when_ready, ())      # when the device ended the step before
+        paused = True       # before this step: its host comes as late as what was done meanwhile took
         while done < last and not stop.agreed:
             watch.step(done + 1)
             asked = time.perf_counter()
             batch = program.place(next(batches))
             # While the step before still runs, nobody waits for the batch of the next.
             data_wait_s = max(0.0, time.perf_counter() - max(asked, ended.result())) if ended.done() else 0.0
-            done += 1
+            done, came, before = done + 1, time.perf_counter(), ended
             with jax.profiler.StepTraceAnnotation("train", step_num=done):
                 state, metrics = step(state, batch, *program.limit(record.spikes.limit(done)))
+            if not all(value.is_ready() for value in metrics.values()):     # until now the device was given nothing
+                came = time.perf_counter()
             ended = clock.submit(_time_when_ready, metrics)
             record.dispatched(done, data.tokens(done), metrics, ended)
             record.add({"data_wait_s": data_wait_s})
-            stop.reached()
+            stop.reached(None if paused else _late_s(before, came))
+            record.late(stop.agreement.late)
+            paused = False
             for hook in hooks:
                 if hook.due(done, done == last or stop.agreed):     # a hook, too, may find that the loop is to stop
+                    paused = True
                     with record.paused(hook.part), watch.phase(f"{hook.part} after step {done}", "save"):
                         if hook.after_row:
                             record.settle()
                         record.add(hook.act(done, state))
         record.settle()
     return state, done
+
+
+def _late_s(before: concurrent.futures.Future, came: float) -> float:
+    """How long the device had been done with the step before when its host came with the next."""
+    return max(0.0, came - before.result()) if before.done() else 0.0
 
 
 def _time_when_ready(arrays) -> float:

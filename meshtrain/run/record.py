@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
 import jax
 
 from meshtrain.config import Run
-from meshtrain.run import goodput, say
+from meshtrain.run import goodput, say, stragglers
 from meshtrain.run.metrics import Writers
 from meshtrain.run.progress import Progress
 from meshtrain.run.spikes import LossSpike, Spikes, described
@@ -43,11 +43,12 @@ class Record:
     """Rows of metrics, a line of progress for each, and the count of skipped steps.
 
     flops_per_step: of the model. peak_flops: FLOP/s of all devices together; None: mfu is null. account: of all seconds.
-    spikes: the losses before.
+    spikes: the losses before. hosts: of all processes.
     """
 
     def __init__(self, run: Run, writer: Writers, progress: Progress, flops_per_step: float, peak_flops: float | None,
-                 account: goodput.Account | None = None, spikes: Spikes | None = None):
+                 account: goodput.Account | None = None, spikes: Spikes | None = None,
+                 hosts: Sequence[str] = ()):
         self.every, self.max_skipped = run.metrics.every, run.training.max_skipped_steps
         self.optimizer = run.optimizer
         self.tokens_per_step = run.data.global_batch * run.data.seq_len
@@ -60,6 +61,7 @@ class Record:
         self._mark, self._paused_s = time.perf_counter(), 0.0
         self._extra: dict[str, float] = {}
         self._waited_s = 0.0        # for data, since the step before
+        self.stragglers, self.hosts, self._step_time_s = stragglers.Stragglers(), hosts, None
 
     def dispatched(self, number: int, tokens: int, metrics: dict, ended: Future) -> None:
         """A step has been given to the device: settles the one before while it runs."""
@@ -101,6 +103,13 @@ class Record:
         finally:
             self._paused_s += time.perf_counter() - began
 
+    def late(self, late: tuple[int, float] | None) -> None:
+        """Which process came last to a step, and by how much; see `stragglers`."""
+        if self._step_time_s is not None and self.stragglers.step(late, self._step_time_s):
+            process, late_s, share = self.stragglers.named
+            host = f" on {self.hosts[process]}" if process < len(self.hosts) else ""
+            say.out(f"process {process}{host} holds the others up: its host comes {late_s:.3f} s late to a step, {share:.0%} of it")
+
     def add(self, numbers: Mapping[str, float]) -> None:
         """More for the next row to be written; seconds of WAITS add up."""
         self._waited_s += numbers.get("data_wait_s", 0.0)
@@ -111,6 +120,7 @@ class Record:
         ended = step.ended.result()
         step_time_s = max(ended - self._mark - step.paused_s, 1e-9)
         self._mark, waited_s, self._waited_s = ended, self._waited_s, 0.0
+        self._step_time_s, named = step_time_s, self.stragglers.named
         self.account.took(step.number, step_time_s, min(waited_s, step_time_s))
         return {"step": step.number, "loss": float(metrics["loss"]), "grad_norm": float(metrics["grad_norm"]),
                 "learning_rate": float(metrics["learning_rate"]), "tokens": step.tokens,
@@ -118,7 +128,7 @@ class Record:
                 "mfu": self.flops_per_step / step_time_s / self.peak_flops if self.peak_flops else None,
                 "skipped": bool(metrics["skipped"]),
                 **{name: _listed(value) for name, value in metrics.items() if name not in STEP_METRICS}, **dict.fromkeys(WAITS, 0.0),
-                **self._extra, **self.account.at(ended)}
+                **self._extra, **self.account.at(ended), **({"straggler": named[0], "straggler_s": named[1]} if named else {})}
 
     def _count_skipped(self, row: dict, limit: float) -> None:
         if not row["skipped"]:

@@ -1,0 +1,127 @@
+"""python -m benchmarks.pods: what it costs a step to be watched: watchdog, agreement, checks of replicas, the account of all seconds.
+
+Seconds are CPU seconds, for each call of what a step calls: on a machine that others use, too, wall seconds say nothing. Those of
+the thread that drives the steps are what a step is longer by; those of the others run beside it. The agreement runs in real
+processes over loopback; checks of replicas stand beside `x + 1` over the same arrays. Writes benchmarks/pods.md.
+"""
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks import machine
+
+PROCESSES, DEVICES, CALLS, ROUNDS = 2, 4, 2000, 5
+STEP_S, EVERY = 1.0, 100        # of the steps that all is compared with; between two checks of replicas
+HBM_BYTES, HBM_BYTES_PER_S = 80e9, 3.35e12     # of an H100
+WIDTH, ARRAYS = 1024, 12        # of the state whose replicas are checked: ARRAYS × 8 × WIDTH², float32
+
+
+def cpu_s(call, calls: int = CALLS) -> tuple[float, float]:
+    """CPU seconds for each call, of this thread and of all others of the process; medians of ROUNDS."""
+    found = []
+    for _ in range(ROUNDS):
+        own, all_ = time.thread_time(), time.process_time()
+        for number in range(calls):
+            call(number)
+        own, all_ = time.thread_time() - own, time.process_time() - all_
+        found.append((own / calls, max(0.0, all_ - own) / calls))
+    return tuple(map(statistics.median, zip(*found)))
+
+
+def watched() -> dict[str, tuple[float, float]]:
+    from meshtrain.cluster import watch
+    with tempfile.TemporaryDirectory() as home, watch.on(watch.Limits(), 0, 1, print) as dog, dog.kept_in(Path(home) / watch.STACKS):
+        step = cpu_s(lambda number: (watch.step(number), watch.progress()))
+        start = time.process_time()
+        time.sleep(10 * STEP_S)
+        return {"watchdog: a step's calls": step, "watchdog: its thread, in a step": (0.0, (time.process_time() - start) / 10)}
+
+
+def accounted() -> dict[str, tuple[float, float]]:
+    from meshtrain.run import goodput, history
+    with tempfile.TemporaryDirectory() as home:
+        account = goodput.Account()
+        with history.kept(Path(home), 0, account, {"on": "", "cause": ""}) as this:
+            row = cpu_s(lambda number: (account.took(number, 1.0, 0.0), account.at(time.perf_counter())))
+            beat = sum(cpu_s(lambda number: this.beat(), 200)) * STEP_S / history.BEAT_S
+            this.ended("finished")
+        return {"goodput: a row's share": row, "goodput: the sign of life, in a step": (0.0, beat)}
+
+
+def agreeing(address: str, index: int) -> dict[str, tuple[float, float]]:
+    import jax
+
+    from meshtrain.cluster import agree, find, meet
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    meet.start(find.Cluster(address, PROCESSES, index), 120, 100)
+    agreement = agree.StopAgreement()
+    return {"agreement: nobody is late": cpu_s(lambda number: agreement.reached(False, 0.0), 300),
+            "agreement: each tells how late it is": cpu_s(lambda number: agreement.reached(False, 1e-3 * (1 + number % 50)), 300)}
+
+
+def checked() -> dict[str, tuple[float, float]]:
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from meshtrain.run import replicas
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    mesh = jax.make_mesh((2, DEVICES // 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    make = jax.jit(lambda key: {f"w{k}": jax.random.normal(jax.random.fold_in(key, k), (8, WIDTH, WIDTH)) for k in range(ARRAYS)},
+                   out_shardings=NamedSharding(mesh, P(None, "fsdp")))
+    state = make(jax.random.key(0))
+    found = replicas.Replicas(state, mesh).compile()
+    add = jax.jit(lambda state: jax.tree.map(lambda x: x + jnp.float32(1), state))
+    check = lambda number: found.check(1, state)
+    plain = lambda number: jax.block_until_ready(add(state))
+    for warm in (check, plain):
+        warm(0)
+    return {"check": cpu_s(check, 2), "x + 1": cpu_s(plain, 2), "bytes": (2.0 * sum(x.nbytes for x in state.values()), 0.0)}
+
+
+def alone(name: str, *words: str) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-m", "benchmarks.pods", name, *words], text=True, stdout=subprocess.PIPE,
+                            env=os.environ | {"XLA_FLAGS": "--xla_cpu_enable_concurrency_optimized_scheduler=false"})
+
+
+def answer(*children: subprocess.Popen) -> dict[str, tuple[float, float]]:
+    return [json.loads(child.communicate()[0].splitlines()[-1]) for child in children][0]
+
+
+def main() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    rows = answer(alone("watched")) | answer(*[alone("agreeing", address, str(index)) for index in range(PROCESSES)]) | answer(alone("accounted"))
+    check = answer(alone("checked"))
+    times = sum(check["check"]) / sum(check["x + 1"])
+    rows[f"check of replicas every {EVERY} steps"] = times * 2 * HBM_BYTES / HBM_BYTES_PER_S / EVERY, 0.0
+    late = sum(own for name, (own, _) in rows.items() if name != "agreement: nobody is late")
+    lines = ["# What it costs to be watched", "", "Written by `python -m benchmarks.pods`; what is measured, and how, stands there.", "",
+             machine.line("", "jax"), "", "| | µs, the step's thread | of a step of 1 s | µs, other threads |", "|---|---:|---:|---:|"]
+    lines += [f"| {name} | {1e6 * own:,.1f} | {own / STEP_S:.4%} | {1e6 * others:,.1f} |" for name, (own, others) in rows.items()]
+    lines += [f"| **all, with each telling how late it is** | {1e6 * late:,.1f} | **{late / STEP_S:.3%}** | |", "",
+              f"A check of replicas took {times:.2f} times the CPU seconds of `x + 1` over the same arrays "
+              f"({check['bytes'][0] / 1e6:,.0f} MB on {DEVICES} simulated devices). Its line is computed: as many times what `x + 1` takes "
+              "over an H100's 80 GB at 3.35 TB/s, all of it replicated. It stands in the step's way; all else is done while the device "
+              "works. The other threads of the agreement are those of the simulated devices and of Gloo.", ""]
+    Path(__file__).with_suffix(".md").write_text("\n".join(lines))
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        print(json.dumps({"watched": watched, "accounted": accounted, "checked": checked,
+                          "agreeing": lambda address, index: agreeing(address, int(index))}[sys.argv[1]](*sys.argv[2:])))
+    else:
+        main()
