@@ -170,14 +170,21 @@ def test_uneven_choices_and_other_routers_on_layouts(tmp_path, layout, model, le
     check(tmp_path, layout, model, leaning, remat=remat)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=GRID) for name in PIPELINES])
-def test_pipelines_compute_what_one_device_does(tmp_path, name):
+FIRST, SPLIT, DATA = "expert over fsdp, tensor beside, 1f1b", "expert over tensor, interleaved zero bubble", \
+    "expert over fsdp, expert_embed over data, zero bubble"
+
+
+@pytest.mark.parametrize("name, leaning, dispatch, remat", [pytest.param(*case, marks=GRID) for case in (
+    *((name, "", "auto", "none") for name in PIPELINES),
+    *((name, leaning, "gather", "full") for name in (FIRST, SPLIT) for leaning in LEANINGS),
+    (DATA, "", "all_to_all", "none"), (DATA, "all to two", "all_to_all", "full"))])
+def test_pipelines_compute_what_one_device_does(tmp_path, name, leaning, dispatch, remat):
     text, mesh, schedule, chunks = PIPELINES[name]
     model = "three layers, sigmoid" if "do not divide" in name else "four layers"
     rules_file = tmp_path / "rules.toml"
     rules_file.write_text(text)
-    run = run_of(rules_file, mesh, FOUR_LAYERS[model], dict(microbatches=4), dict(schedule=schedule, chunks=chunks))
-    assert_equal(run, expected(model), jax.devices()[:math.prod(mesh.values())])
+    run = run_of(rules_file, mesh, FOUR_LAYERS[model], dict(microbatches=4, remat=remat), dict(schedule=schedule, chunks=chunks), dispatch)
+    assert_equal(run, expected(model, leaning), jax.devices()[:math.prod(mesh.values())])
 
 
 @pytest.mark.parametrize("spare, leaning", [(0.3, "all to two"), pytest.param(1.0, "", marks=GRID), pytest.param(0.3, "", marks=GRID)])
