@@ -183,8 +183,9 @@ def free_port() -> int:
 
 
 def _leave(number, frame) -> None:
-    """A signal while nobody runs, to whom it could be passed on."""
-    say.err(f"{signal.Signals(number).name}: nothing runs; the same command starts the run, or goes on with it")
+    """A signal while nobody runs, to whom it could be passed on. Not by `say`: it may have come in the middle of a line."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{signal.Signals(number).name}: nothing runs; the same command starts the run, or goes on with it\n".encode())
     os._exit(stops.STOPPED)
 
 

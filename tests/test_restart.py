@@ -14,6 +14,8 @@ from launch import restart
 from meshtrain import config
 from meshtrain.run import rundir
 
+from tests import soak
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -231,3 +233,29 @@ def test_a_count_that_cannot_be_kept_starts_nothing(tmp_path):
     told = asked(tmp_path / "run", 1)
     assert told.returncode == 1 and told.stdout == "" and "cannot be written" in told.stderr
     assert asked(tmp_path, 1, "--training.stpes", "3").returncode == 1
+
+
+# ---- for real --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_real_run_whose_process_is_killed_goes_on_by_itself_after_five_seconds(tmp_path):
+    soak.prepare(tmp_path)
+    directory = tmp_path / "run"
+    child = subprocess.Popen([sys.executable, "-m", "launch.local", "--processes", "2", "--max-restarts", "1", "--",
+                              str(tmp_path / "run.toml"), "--run.dir", str(directory)], cwd=ROOT, text=True,
+                             env={name: value for name, value in os.environ.items() if name != "NPROC"} | {"PYTHONPATH": str(ROOT)},
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + soak.PATIENCE_S
+    while not soak.steps(directory):
+        assert child.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    children = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
+    victim = next(int(pid) for pid in children if b"process_id=1\0" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(victim, signal.SIGKILL)
+    out, err = child.communicate(timeout=soak.PATIENCE_S)
+    assert child.returncode == 0, err
+    assert f"process 1 (pid {victim}) failed first" in err and "killed by SIGKILL" in err
+    again = int(re.search(r"starting again from step (\d+) in 5 s \(failure 1 ", err)[1])
+    assert f"going on after step {again}" in out
+    assert [row["step"] for row in soak.rows(directory)] == list(range(1, soak.STEPS + 1))
