@@ -1,4 +1,5 @@
 """Checksums of replicas: one flipped bit is found and named, replicas of a healthy run are the same bit for bit."""
+import injected
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -131,8 +132,8 @@ def with_a_flipped_bit(monkeypatch, at: int, name: str, device: int):
         def __getattr__(self, name):
             return getattr(self.compiled, name)
 
-        def __call__(self, state, batch):
-            state, out = self.compiled(state, batch)
+        def __call__(self, state, batch, *more):
+            state, out = self.compiled(state, batch, *more)
             self.calls += 1
             if self.calls == at:
                 jax.block_until_ready(state)
@@ -162,3 +163,46 @@ def test_where_nothing_is_replicated_that_is_said_and_nothing_is_checked(capsys)
     assert train._replicas(run, assembly.assemble(run, jax.devices()[:8])) is None
     assert capsys.readouterr().out.count("training.check_replicas_every=5: nothing but scalars is replicated on this mesh") == 1
     assert train._replicas(run_of("ddp", dict(fsdp=8)), None) is None and capsys.readouterr().out == "", "off by default"
+
+
+FLIP = '''
+import sys, threading, time
+def flip():
+    while not hasattr(sys.modules.get("meshtrain.train"), "main") and not hasattr(sys.modules["__main__"], "_train"):
+        time.sleep(0.002)
+    sys.path.insert(0, "tests")
+    import jax
+    from test_replicas import flipped
+    from meshtrain.training import step
+    real = step.Program.compile
+    class Flips:
+        calls = 0
+        def __init__(self, compiled):
+            self.compiled = compiled
+        def __getattr__(self, name):
+            return getattr(self.compiled, name)
+        def __call__(self, state, batch, *more):
+            state, out = self.compiled(state, batch, *more)
+            self.calls += 1
+            if self.calls == 5:
+                jax.block_until_ready(state)
+                name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
+                own = jax.local_devices()[0].id
+                state = jax.tree_util.tree_map_with_path(
+                    lambda path, x: flipped(x, own, 3) if name(path) == "params/final_norm/scale" else x, state)
+            return state, out
+    step.Program.compile = lambda self: Flips(real(self))
+if any(word == "--distributed.process_id=1" for word in sys.argv):
+    threading.Thread(target=flip, daemon=True).start()
+'''
+
+
+@pytest.mark.slow
+def test_a_bit_that_flips_in_the_second_of_two_processes_ends_both_with_1(tmp_path):
+    injected.prepare(tmp_path)
+    (tmp_path / "inject" / "sitecustomize.py").write_text(FLIP)
+    run = injected.launched(tmp_path, tmp_path / "run", 2, "--training.steps", 9, "--checkpoint.every", 3, "--training.check_replicas_every", 4)
+    code, said = run.wait(600), (tmp_path / "run.log").read_text()
+    assert code == 1 and said.count("error: step 6: replicas that must have the same bits differ in params/final_norm/scale") == 1, said
+    assert "(process 0 on " in said and "(process 1 on " in said, "of two replicas nobody knows which is right"
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["3"]
