@@ -67,7 +67,7 @@ def test_topology_without_a_value_is_refused(tiny):
 
 @pytest.mark.parametrize("words, parts", [
     (["--assume", "matmul.sustaned=0.8"], ["matmul.sustaned", "did you mean matmul.sustained"]),
-    (["--assume=hbm.share=2"], ["hbm.share=2", "between 0.01 and 1"]), (["--assume"], ["NAME=NUMBER"]),
+    (["--assume=hbm.share=2"], ["hbm.share=2", "between 0.01 and 1"]), (["--assume"], ["has no value", "matmul.best=0.7"]), (["--assume", "x"], ["NAME=NUMBER"]),
     (["--assume", "hbm.share=0.7"], ["no", "GPU of known speed", "--topology"])])
 def test_what_cannot_be_assumed_is_refused_by_name(words, parts, tiny):
     refused(call(inspect.main, *tiny, *words), *parts)
