@@ -236,8 +236,7 @@ def test_slow_steps_are_no_hang(life):
     assert life.told()["time_s"]["hang"] == 0
 
 
-@pytest.mark.parametrize("error, how", [(RuntimeError("the power went"), "failed: RuntimeError: the power went"),
-                                        (ConfigError("data.paths is empty"), "refused: data.paths is empty")])
+@pytest.mark.parametrize("error, how", [(RuntimeError("the power went"), "failed: RuntimeError: the power went")])
 def test_an_error_is_the_cause_of_an_end(life, error, how):
     life.try_(0, 4)
     life.try_(4, 6, ends=error, idle_s=1.0)

@@ -50,6 +50,7 @@ class Try:
         own |= goodput.began_after(found, own, lines, rows)
         self.began = own["time"]
         self.account.goes_on(own["elapsed_s"], own["counted_s"], step)
+        self._size = self.path.stat().st_size if self.path.exists() else 0
         self._append(own)
         self.beat()
         threading.Thread(target=self._keep_beating, daemon=True, name="beat").start()
@@ -70,12 +71,13 @@ class Try:
             self.alive.unlink()
 
     def forget(self) -> None:
-        """The user's mistake, found late: a first start leaves nothing behind."""
+        """The user's mistake, found late: this start leaves nothing behind."""
         self._told = True
         self._done.set()
         with contextlib.suppress(OSError):
             self.alive.unlink()
-            self.path.unlink()
+        with contextlib.suppress(OSError):
+            self.path.unlink() if self.first else os.truncate(self.path, self._size)
 
     def line(self) -> str:
         """The goodput of the run until now."""
@@ -113,10 +115,9 @@ def kept(directory: Path, step: int, account: goodput.Account, more: Mapping) ->
         stops.record_endings(lambda words, code: this.ended("stopped on request: " * (code == stops.STOPPED) + words, code=code))
     try:
         yield this
-    except ConfigError as error:
-        if this.first and this.began:
+    except ConfigError:
+        if this.began:
             this.forget()
-        this.ended(f"refused: {disk.said(error)[:300]}", code=stops.USER_ERROR)
         raise
     except BaseException as error:
         this.ended(f"failed: {disk.said(error)[:300]}", code=stops.FAILED)
