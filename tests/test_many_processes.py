@@ -66,5 +66,4 @@ def test_16384_processes_meet_within_15_seconds():
     told, _ = peers.communicate(timeout=100)
     assert (result, int(told)) == ([None], MANY - 1)
     print(json.dumps({"processes": MANY, "seconds": took_s, "cpu_seconds_of_the_first": cpu_s}))
-    # By what process 0 has to do: how long it lasts is the machine's, which may do much else.
-    assert cpu_s < LIMIT_S and (took_s < LIMIT_S or cpu_s < LIMIT_S / 3)
+    assert took_s < LIMIT_S
