@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshtrain.layout.mesh import on_shards
 from meshtrain.layout.rules import Layout
-from meshtrain.model.layers import MLP, Execution, project
+from meshtrain.model.layers import MLP, Execution, project, recomputed
 from meshtrain.model.params import declare
 from meshtrain.names import AUX_LOSS, EXPERT_AXES, EXPERT_LOAD, LOAD_BY_LAYER
 
@@ -164,9 +164,13 @@ class MoE(nnx.Module):
         return y_BTD, aux
 
     def _logits(self, ex: Execution, x_BTD):
-        """float32, by a float32 product: in bfloat16 the choice would be another for one token in a hundred."""
+        """float32, by a float32 product: in bfloat16 the choice would be another for one token in a hundred. Its backward widens x
+        again: what the experts keep anyway is half as large."""
         wide = dataclasses.replace(ex, dtype=jnp.dtype("float32"))
-        logits_BTE = project(wide, "BTD,DE->BTE", ROUTER_AXES, None, False, x_BTD.astype(jnp.float32), self.router[...])
+
+        def product(x_BTD, router_DE):
+            return project(wide, "BTD,DE->BTE", ROUTER_AXES, None, False, x_BTD.astype(jnp.float32), router_DE)
+        logits_BTE = recomputed(ex, product)(x_BTD, self.router[...])
         return ex.layout.act(logits_BTE, "batch", "residual_seq", None)
 
     @staticmethod
