@@ -52,6 +52,7 @@ CELLS = {
     # XLA makes the zeros that the head's gradient begins with once for all microbatches, and keeps them.
     "zero2": Cell("zero2", dict(fsdp=8), "full", memory=.1),
     "zero3": Cell("zero3", dict(fsdp=8), "none"),
+    "zero3, norms of queries and keys": Cell("zero3", dict(fsdp=8), "none", 1, 4, model=MODEL | dict(num_heads=32, qk_norm=True)),
     "zero3, selective": Cell("zero3", dict(fsdp=8), "selective"),
     "zero3, full": Cell("zero3", dict(fsdp=8), "full"),
     "zero3, one microbatch": Cell("zero3", dict(fsdp=8), "full", microbatches=1),
@@ -91,6 +92,9 @@ CELLS = {
     # What a round keeps beside what it passes on XLA orders as it likes.
     "experts over fsdp": Cell("zero3_expert", dict(fsdp=8), "full", model=EXPERTS, memory=.1),
     "experts over fsdp, the rest over data": Cell("zero3_expert", dict(data=2, fsdp=4), "none", model=EXPERTS, memory=.1),
+    # What a layer keeps outweighs all else: norms of queries and keys read as much as attention, and no router keeps float32 of x.
+    "experts over nothing, all kept": Cell("zero3", dict(fsdp=8), "none", 1, 4, model=EXPERTS | dict(
+        num_layers=12, num_heads=32, qk_norm=True), memory=.05),
     "experts over nothing": Cell("zero3", dict(fsdp=8), "selective", model=EXPERTS, memory=.1),
     "one choice, sent, and a shared expert": Cell("zero3_expert", dict(data=2, fsdp=4), "selective", memory=.1, model=EXPERTS | dict(
         experts_per_token=1, shared_expert_dim=1024)),

@@ -55,8 +55,21 @@ def _kept_width(placed: Placed, options: Options) -> float:
     stream, (q, kv, f) = h / placed.stream_ways, placed.widths
     gates = 2 if placed.cfg.activation != "gelu" else 1
     again = q if placed.ways("seq") > 1 else 0          # attention over several devices is never repeated
-    return {"none": 2 * stream + 2 * h + 2 * q + 2 * kv + gates * f,       # without remat what matmuls read is kept whole
-            "selective": 2 * stream + 2 * q + 2 * kv + gates * f, "full": stream + again, "offload": again}[options.remat]
+    routing = _routing_width(placed) / placed.stream_ways
+    return {"none": 2 * stream + 2 * h + 2 * q + 2 * kv + gates * f + _normed_width(placed) + routing,    # what matmuls read is kept whole
+            "selective": 2 * stream + 2 * q + 2 * kv + gates * f + routing / 2, "full": stream + again, "offload": again}[options.remat]
+
+
+def _normed_width(placed: Placed) -> float:
+    """Of what norms of queries and keys read, which lies beside what attention reads where no remat makes this again."""
+    q, kv, _ = placed.widths
+    return placed.cfg.qk_norm * (q + kv)
+
+
+def _routing_width(placed: Placed) -> float:
+    """Of the router's float32 logits and what the balance loss keeps of them; the mean of all layers."""
+    cfg = placed.cfg
+    return 2 * cfg.num_experts * (1 - cfg.first_dense_layers / cfg.num_layers) * 4 / placed.itemsize if cfg.num_experts else 0
 
 
 def _working_width(placed: Placed, options: Options) -> float:
@@ -101,7 +114,7 @@ def slot_widths(placed: Placed, options: Options) -> tuple[float, float]:
     `memory.slot_bytes`: without remat, and for W, what is as wide as the residual stream lies whole on each device."""
     h, (q, kv, f) = placed.cfg.embed_dim, placed.widths
     stream, gates = h / placed.stream_ways, 2 if placed.cfg.activation != "gelu" else 1
-    for_backward = {"none": 4 * h + stream + 2 * q + 2 * kv + gates * f, "selective": 2 * stream + 2 * q + 2 * kv + gates * f,
+    for_backward = {"none": 4 * h + stream + 2 * q + 2 * kv + gates * f + _normed_width(placed), "selective": 2 * stream + 2 * q + 2 * kv + gates * f,
                     "full": stream + (q if placed.ways("seq") > 1 else 0)}[options.remat]
     for_weights = {"none": 10 * h + q + 2 * kv + (gates + 1) * f, "selective": 10 * h + q + 2 * kv + (gates + 2) * f,
                    "full": 12 * h + 2 * q + 2 * kv + (gates + 2) * f}[options.remat]
