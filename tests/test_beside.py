@@ -53,6 +53,8 @@ CELLS = {
     "zero2": Cell("zero2", dict(fsdp=8), "full", memory=.1),
     "zero3": Cell("zero3", dict(fsdp=8), "none"),
     "zero3, norms of queries and keys": Cell("zero3", dict(fsdp=8), "none", 1, 4, model=MODEL | dict(num_heads=32, qk_norm=True)),
+    "zero3, norms before and after": Cell("zero3", dict(fsdp=8), "none", 1, 4, model=MODEL | dict(norm_placement="both")),
+    "zero3, norms after, selective": Cell("zero3", dict(fsdp=8), "selective", 1, 4, model=MODEL | dict(norm_placement="after")),
     "zero3, selective": Cell("zero3", dict(fsdp=8), "selective"),
     "zero3, full": Cell("zero3", dict(fsdp=8), "full"),
     "zero3, one microbatch": Cell("zero3", dict(fsdp=8), "full", microbatches=1),

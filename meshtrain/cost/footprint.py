@@ -55,9 +55,12 @@ def _kept_width(placed: Placed, options: Options) -> float:
     stream, (q, kv, f) = h / placed.stream_ways, placed.widths
     gates = 2 if placed.cfg.activation != "gelu" else 1
     again = q if placed.ways("seq") > 1 else 0          # attention over several devices is never repeated
-    routing = _routing_width(placed) / placed.stream_ways
-    return {"none": 2 * stream + 2 * h + 2 * q + 2 * kv + gates * f + _normed_width(placed) + routing,    # what matmuls read is kept whole
-            "selective": 2 * stream + 2 * q + 2 * kv + gates * f + routing / 2, "full": stream + again, "offload": again}[options.remat]
+    beside = _routing_width(placed) / placed.stream_ways
+    placement = placed.cfg.norm_placement                # norms behind attention and MLP read what their last matmuls give
+    whole, chosen = 2 * stream * (placement == "both"), stream * (placement != "before" and not placed.cfg.num_experts)
+    # Without remat what matmuls read is kept whole.
+    return {"none": 2 * stream + 2 * h + 2 * q + 2 * kv + gates * f + _normed_width(placed) + beside + whole,
+            "selective": 2 * stream + 2 * q + 2 * kv + gates * f + beside / 2 + chosen, "full": stream + again, "offload": again}[options.remat]
 
 
 def _normed_width(placed: Placed) -> float:
