@@ -100,7 +100,8 @@ def read(text: str, mesh) -> Program:
             else:
                 uncounted.append(f"{ins.name} ({ins.target or ins.op}) {short_source(ins.op_name)}".strip())
             continue
-        collectives += collective_rows(module, visit, mesh_shape) if visit.trips else []
+        if visit.trips or visit.in_branch:      # of further rounds, none
+            collectives += collective_rows(module, visit, mesh_shape)
         if _kind(ins) == "collective-permute":
             if visit.in_branch:
                 branch.append(f"{ins.name} {_source(module, visit)}".strip())
