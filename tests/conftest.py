@@ -34,12 +34,13 @@ settings.load_profile("no deadline")
 
 CELLS_OF_A_FILE = 1
 LONG = [f"test_{name}.py" for name in ("several_processes", "gpu_program", "fuzz", "pipeline", "stops", "context", "gpu_pipeline",
-                                       "commands", "layouts", "first_light", "float8", "collective_order")]
+                                       "commands", "layouts", "first_light", "float8", "collective_order", "beside",
+                                       "experts", "gpu_experts", "watch", "generate", "dpo_runs", "search")]
 STARTED = time.monotonic()
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow-minutes", type=float, help="begin no test once this many minutes have passed")
+    parser.addoption("--slow-minutes", type=float, help="begin no test once this many minutes have passed, but those marked first")
 
 
 def pytest_report_header():
@@ -66,7 +67,7 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_runtest_setup(item):
     minutes = item.config.option.slow_minutes
-    if minutes and time.monotonic() - STARTED > 60 * minutes:
+    if minutes and time.monotonic() - STARTED > 60 * minutes and not item.get_closest_marker("first"):
         pytest.skip("the time for slow tests is up")
 
 
