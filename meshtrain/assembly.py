@@ -55,7 +55,7 @@ def assemble(run: Run, devices: Sequence[jax.Device]) -> Assembly:
     made = design(run, mesh_spec, device.platform, gpu)
     layout, model, choice = made.layout, made.model, made.choice
     mesh = mesh_spec.build(devices)
-    spec = state.describe(model, run.optimizer, run.training.steps, layout, mesh, run.experts.bias_rate)
+    spec = state.describe(model, run.optimizer, run.training.steps, layout, mesh, run.experts.bias_rate, run.experts.bias_rule)
     order = attention.token_order(run, mesh_spec.sizes)
     share = {} if device.platform == "cpu" else {"memory_share": hardware.memory_share()}
     program = step.build(run, model, layout, mesh, made.attend, spec, order, choice and choice.schedule, **share)

@@ -234,12 +234,24 @@ def test_biases_move_towards_experts_with_too_few_tokens_by_their_rate_alone(nam
     assert (updates["layers"]["w"] != 0).all()
 
 
+def test_biases_move_by_the_share_of_the_mean_that_their_expert_lacks_where_the_rule_is_the_error():
+    """Their mean stays: what some gain others lose. A layer without a token (all frozen, none routed) moves nothing."""
+    counts = np.array([[9, 3, 0], [4, 4, 4], [0, 0, 0]], np.float32)
+    p = {"layers": {"bias": np.full((3, 3), 7.0, np.float32)}}
+    tx = optimizer.build(config.Optimizer(), 10, {"layers": {"bias": "balance"}}, {"layers": {"bias": None}}, balance_rate=0.01,
+                         balance_rule="error")
+    updates, _ = tx.update({"layers": {"bias": counts}}, tx.init(p), p, step=0)
+    np.testing.assert_allclose(updates["layers"]["bias"], 0.01 * np.array([[-5 / 4, 1 / 4, 1], [0, 0, 0], [0, 0, 0]]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("rule", ["sign", "error"])
 @pytest.mark.parametrize("num_experts", [3, 6, 7, 60])
-def test_biases_stay_where_all_experts_have_just_the_mean(num_experts):
+def test_biases_stay_where_all_experts_have_just_the_mean(num_experts, rule):
     tokens = np.arange(1, 1000)
     counts = np.tile(tokens[:, None], num_experts).astype(np.float32)
     p = {"layers": {"bias": np.zeros_like(counts)}}
-    tx = optimizer.build(config.Optimizer(), 10, {"layers": {"bias": "balance"}}, {"layers": {"bias": None}}, balance_rate=0.01)
+    tx = optimizer.build(config.Optimizer(), 10, {"layers": {"bias": "balance"}}, {"layers": {"bias": None}}, balance_rate=0.01,
+                         balance_rule=rule)
     updates, _ = jax.jit(lambda counts: tx.update({"layers": {"bias": counts}}, tx.init(p), p, step=0))(counts)
     assert (updates["layers"]["bias"] == 0).all()
 

@@ -208,9 +208,10 @@ class Norm(nnx.Module):
 class Embedding(nnx.Module):
     """A table [rows, D] looked up by integers [B, T]."""
 
-    def __init__(self, cfg, rngs, rows: int, axes, std: float = 0.02):
+    def __init__(self, cfg, rngs, rows: int, axes):
         self.axes = tuple(axes)
-        self.table = declare(rngs, jnp.dtype(cfg.param_dtype), (rows, cfg.embed_dim), axes, "embedding", std=std)
+        self.table = declare(rngs, jnp.dtype(cfg.param_dtype), (rows, cfg.embed_dim), axes, "embedding",
+                             std=cfg.embedding_std)
 
     def __call__(self, ex: Execution, ids_BT):
         x_BTD = lookup(ex, self.axes, self.table[...], ids_BT)

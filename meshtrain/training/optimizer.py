@@ -29,7 +29,7 @@ MUON_RMS = 0.2  # AdamW's updates have this root mean square (arXiv:2502.16982, 
 
 
 def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any, placements: Any = None, dtype: Any = jnp.float32,
-          balance_rate: float = 0.0) -> optax.GradientTransformationExtraArgs:
+          balance_rate: float = 0.0, balance_rule: str = "sign") -> optax.GradientTransformationExtraArgs:
     """The optimizer of a run of `steps` steps. All its state is float32, whatever the dtype of the parameters.
 
     update(grads, state, params, step=n): n, the steps that the run has taken, sets the learning rate; no state counts them.
@@ -43,7 +43,8 @@ def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any, placements: Any = 
         matmuls, and of what it sends.
 
     balance_rate: how far a step moves the biases of role `balance` towards experts with too few tokens: their "gradients" are the
-        tokens of each expert. No optimizer, learning rate or decay touches them (arXiv:2408.15664).
+        tokens of each expert. No optimizer, learning rate or decay touches them. balance_rule: sign: by the rate; error: by the rate
+        times the share of the mean that an expert lacks, negative where it has too much (arXiv:2408.15664 compares the two).
 
     adamw: b1, b2, eps. lion: b1, b2. adafactor: no first moment, b2 bounds the decay of the second. muon: every `matrix`;
     the others, embeddings and head included, take adamw.
@@ -57,7 +58,7 @@ def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any, placements: Any = 
         optax.add_decayed_weights(cfg.weight_decay, decayed),
         _scale_by_learning_rate(learning_rate_schedule(cfg, steps)),
     )
-    return _in_float32(_balanced(rule, roles, balance_rate))
+    return _in_float32(_balanced(rule, roles, balance_rate, balance_rule))
 
 
 def learning_rate_schedule(cfg: Any, steps: int) -> optax.Schedule:
@@ -130,14 +131,19 @@ def _rule(cfg, roles, matrix_dims, placements, dtype):
     return optax.partition({"muon": _muon(roles, matrix_dims, placements, dtype), "adam": adam}, labels)
 
 
-def _balanced(rule, roles, rate: float):
-    """`rule`, which finds nothing to do in leaves of role `balance`: these move by rate · sign(mean − tokens), layer by layer.
+def _balanced(rule, roles, rate: float, by: str):
+    """`rule`, which finds nothing to do in leaves of role `balance`: these move by rate · sign(mean − tokens), layer by layer, or
+    with by = "error" by rate · (mean − tokens) / mean.
 
-    The sign is that of whole numbers: a mean that is rounded would move an expert that has just as many tokens.
+    The difference is that of whole numbers: a mean that is rounded would move an expert that has just as many tokens.
     """
     if "balance" not in jax.tree.leaves(roles):
         return rule
-    towards = lambda tokens: rate * jnp.sign(tokens.sum(-1, keepdims=True) - tokens.shape[-1] * tokens)
+
+    def towards(tokens):
+        total = tokens.sum(-1, keepdims=True)
+        missing = total - tokens.shape[-1] * tokens
+        return rate * (jnp.sign(missing) if by == "sign" else missing / jnp.maximum(total, 1))
 
     def update(grads, state, params=None, **extra):
         quiet = jax.tree.map(lambda role, g: jnp.zeros_like(g) if role == "balance" else g, roles, grads)

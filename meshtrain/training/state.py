@@ -44,7 +44,8 @@ def stored(model: Transformer, layout: Layout, mesh) -> dict:
     return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, placed)
 
 
-def describe(model: Transformer, optimizer_cfg, steps: int, layout: Layout, mesh, balance_rate: float = 0.0) -> StateSpec:
+def describe(model: Transformer, optimizer_cfg, steps: int, layout: Layout, mesh, balance_rate: float = 0.0,
+             balance_rule: str = "sign") -> StateSpec:
     """Parameters and the optimizer's leaves are stored as [optimizer] says, whatever their shape; a step reads the parameters
     as [params] says, see `Transformer.as_read`."""
     table = model.parameters()
@@ -53,7 +54,7 @@ def describe(model: Transformer, optimizer_cfg, steps: int, layout: Layout, mesh
     place = lambda table_name, tree: rules.shardings(layout, mesh, table_name, tree)
     stored = place("optimizer", axes)
     tx = optimizer.build(optimizer_cfg, steps, trained(lambda info: info.role), trained(lambda info: info.matrix_dims),
-                         place("optimizer", trained(lambda info: info.axes)), model.cfg.compute_dtype, balance_rate)
+                         place("optimizer", trained(lambda info: info.axes)), model.cfg.compute_dtype, balance_rate, balance_rule)
     p = params.tree(table, lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype))
     trained_p, trained_axes = model.divided(p)[0], trained(lambda info: info.axes)
     abstract = State(jax.ShapeDtypeStruct((), jnp.int32), p, jax.eval_shape(tx.init, trained_p))
