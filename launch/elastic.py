@@ -1,19 +1,22 @@
-"""python -m launch.elastic --processes N --min-processes K --devices D --full F -- [RUN.toml] [--section.key value …]: how many
-processes with D devices each, at most N and at least K, can train a run that is meant for F devices.
+"""python -m launch.elastic --processes N [--min-processes K] --devices D [--full F] -- [RUN.toml] [--section.key value …]: how many
+processes (or hosts) with D devices each, at most N and at least K, can train a run that is meant for F devices.
 
-Prints the number; the processes then need --mesh.full_devices F, and as many --mesh.simulated_devices as they have. Exit codes: 0,
-or 2 with the reason where none can. It starts no devices.
+Prints the number and, behind it, the options that the processes then need. Without --full: F is the run's mesh.full_devices; where
+that is 0 nothing shrinks, and the number is N. Exit codes: 0, or 2 with the reason where none can. It starts no devices.
 """
 from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 
+from meshtrain import config
+from meshtrain.config import ConfigError, Run
 from meshtrain.run import say
 
-USAGE = "python -m launch.elastic --processes N --min-processes K --devices D --full F -- [RUN.toml] [--section.key value ...]"
+USAGE = ("python -m launch.elastic --processes N [--min-processes K] --devices D [--full F] -- [RUN.toml] [--section.key value ...]")
 
 
 def overrides(processes: int, devices: int, full: int, simulated: bool) -> list[str]:
@@ -22,25 +25,53 @@ def overrides(processes: int, devices: int, full: int, simulated: bool) -> list[
     return [f"--mesh.full_devices={full}", *simulate] if processes * devices < full else []
 
 
+def check(run: Run) -> None:
+    """Raises: ConfigError where nothing in the run can shrink."""
+    if -1 not in (run.mesh.data, run.mesh.fsdp):
+        raise ConfigError("--min-processes needs an axis of the mesh that shrinks with the devices, and none is -1; use mesh.data=-1 or "
+                          "mesh.fsdp=-1")
+
+
+def most(words: Sequence[str], processes: int, least: int, devices: int, full: int) -> tuple[int, str]:
+    """(how many can train the run of these words, ""), or (0, why none can). In a process of its own: it takes jax, and a launcher
+    needs none."""
+    ran = subprocess.run([sys.executable, "-m", "launch.elastic", f"--processes={processes}", f"--min-processes={least}",
+                          f"--devices={devices}", f"--full={full}", "--", *words], capture_output=True, text=True)
+    found = ran.stdout.split()
+    if ran.returncode or not found or not found[0].isdecimal():
+        return 0, (ran.stderr.strip().splitlines() or ["?"])[-1].removeprefix("error: ")
+    return int(found[0]), ""
+
+
 def main(argv: Sequence[str]) -> int:
     at = list(argv).index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(prog="python -m launch.elastic", usage=USAGE, allow_abbrev=False,
                                      description="How many processes can train the run, where not all are there.")
     parser.add_argument("--processes", type=int, required=True, metavar="N", help="that are there")
-    parser.add_argument("--min-processes", type=int, required=True, metavar="K", help="fewer are not worth it")
+    parser.add_argument("--min-processes", type=int, default=1, metavar="K", help="fewer are not worth it (default 1)")
     parser.add_argument("--devices", type=int, required=True, metavar="D", help="of each process")
-    parser.add_argument("--full", type=int, required=True, metavar="F", help="devices that the run is meant for")
-    options = parser.parse_args(argv[:at])
-    from meshtrain import config, elastic       # jax takes seconds: only once the words are right
+    parser.add_argument("--full", type=int, metavar="F", help="devices that the run is meant for (default its mesh.full_devices)")
+    options, words = parser.parse_args(argv[:at]), argv[at + 1:]
+    try:
+        run = config.load(words, USAGE)
+    except ConfigError as error:
+        say.err(f"error: {error}")
+        return 2
+    full = options.full or run.mesh.full_devices
+    tell = lambda count: say.out(" ".join([str(count), *overrides(count, options.devices, full, bool(run.mesh.simulated_devices))]))
+    if options.processes * options.devices >= full:
+        tell(options.processes)
+        return 0
+    with say.without_noise():
+        from meshtrain import elastic       # jax takes seconds: only where something shrinks
     fault = "none was tried"
     for count in range(options.processes, options.min_processes - 1, -1):
         try:
-            run = config.load([*argv[at + 1:], *overrides(count, options.devices, options.full, False)], USAGE)
-            elastic.check(run, count * options.devices)
-        except config.ConfigError as error:
+            elastic.check(config.load([*words, f"--mesh.full_devices={full}"], USAGE), count * options.devices)
+        except ConfigError as error:
             fault = str(error)
             continue
-        say.out(str(count))
+        tell(count)
         return 0
     say.err(f"error: no number of processes from {options.min_processes} to {options.processes} can train this run: {fault}")
     return 2

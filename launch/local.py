@@ -11,15 +11,13 @@ import contextlib
 import dataclasses
 import os
 import random
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launch import elastic, restart, supervise
+from launch import elastic, options, restart, supervise
 from meshtrain import config
 from meshtrain.cluster import gpus
 from meshtrain.config import ConfigError, Run
@@ -30,17 +28,18 @@ USAGE = "python -m launch.local --processes N [--max-restarts R] [--min-processe
 
 def main(argv: Sequence[str]) -> int:
     own, rest = split(argv)
-    options = parse(own)
+    given = parse(own)
     try:
         run = config.load(rest, USAGE)
-        environs = environments(run, options.processes, os.environ)
-        places = Places(rest, options.processes, options.min_processes, devices_of(run, os.environ), bool(run.mesh.simulated_devices))
+        environs = environments(run, given.processes, os.environ)
+        places = Places(rest, given.processes, given.min_processes, devices_of(run, os.environ), bool(run.mesh.simulated_devices),
+                        run.mesh.full_devices)
         if places.least < places.count:
-            check_elastic(run)
+            elastic.check(run)
     except ConfigError as error:
         say.err(f"error: {error}")
         return stops.USER_ERROR
-    failures = restart.Failures(run, options.max_restarts)
+    failures = restart.Failures(run, given.max_restarts)
     while True:     # each start at another port: an old process may still hold the last one
         words = commands([*rest, *places.overrides()], len(places.taken), free_port())
         outcome = supervise.supervise(words, [environs[place] for place in places.taken], left=Path(run.run.dir) / "stacks")
@@ -57,22 +56,24 @@ class Places:
 
     A place whose process failed first twice in a row, without a newer checkpoint between, is left out, and the run goes on with as
     many as can train it, at least `least`. The start after a newer checkpoint has all of them again. devices: of all places.
+    full: devices that the run is meant for; 0: these.
     """
     words: Sequence[str]
     count: int
     least: int
     devices: int
     simulated: bool
+    full: int = 0
     taken: list[int] = dataclasses.field(default_factory=list)
     lost: set[int] = dataclasses.field(default_factory=set)
     last: int | None = None     # whose process failed first before
 
     def __post_init__(self):
-        self.least = self.least or self.count
+        self.least, self.full = self.least or self.count, self.full or self.devices
         self.taken = list(range(self.count))
 
     def overrides(self) -> list[str]:
-        return elastic.overrides(len(self.taken), self.devices // self.count, self.devices, self.simulated)
+        return elastic.overrides(len(self.taken), self.devices // self.count, self.full, self.simulated)
 
     def after(self, culprit: int | None, first: bool) -> None:
         """After a failure. culprit: index among the processes of that start. first: there is a newer checkpoint than at the last."""
@@ -87,25 +88,13 @@ class Places:
 
     def _leave_out(self, place: int) -> None:
         there = [one for one in range(self.count) if one not in self.lost | {place}]
-        ran = subprocess.run([sys.executable, "-m", "launch.elastic", f"--processes={len(there)}", f"--min-processes={self.least}",
-                              f"--devices={self.devices // self.count}", f"--full={self.devices}", "--", *self.words],
-                             capture_output=True, text=True)
-        if ran.returncode or not ran.stdout.strip().isdecimal():
-            say.err(f"process {place} of {self.count} failed twice in a row, and the run cannot go on without it: "
-                    f"{(ran.stderr.strip().splitlines() or ['?'])[-1].removeprefix('error: ')}")
+        count, why = elastic.most(self.words, len(there), self.least, self.devices // self.count, self.full)
+        if not count:
+            say.err(f"process {place} of {self.count} failed twice in a row, and the run cannot go on without it: {why}")
             return
         self.lost.add(place)
-        self.taken = there[:int(ran.stdout)]
+        self.taken = there[:count]
         say.err(f"process {place} of {self.count} failed twice in a row: the next start is without it, in {len(self.taken)} processes")
-
-
-def check_elastic(run: Run) -> None:
-    """Raises: ConfigError where nothing in the run can shrink."""
-    if run.mesh.full_devices:
-        raise ConfigError("mesh.full_devices is set here by the launcher (--min-processes); leave it out")
-    if -1 not in (run.mesh.data, run.mesh.fsdp):
-        raise ConfigError("--min-processes needs an axis of the mesh that shrinks with the devices, and none is -1; use mesh.data=-1 or "
-                          "mesh.fsdp=-1")
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -114,24 +103,10 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def parse(own: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m launch.local", usage=USAGE, description=(
+    parser = options.parser("local", USAGE, (
         "Starts one run in N processes on this machine: simulated devices, or the GPUs, are divided among them. "
-        "Without RUN.toml: configs/quickstart.toml. The keys of a run: `-- --help`."), allow_abbrev=False)
-    parser.add_argument("--processes", type=int, required=True, metavar="N", help="how many processes, at least 1")
-    parser.add_argument("--max-restarts", type=int, default=0, metavar="R", help="a run that fails is started again from its newest "
-                        "checkpoint, so many times in a row without a newer one (default 0)")
-    parser.add_argument("--min-processes", type=int, default=0, metavar="K", help="goes on with fewer, down to K, where the same one "
-                        "fails twice in a row; the axis of -1 shrinks, and the batch stays (default N)")
-    parsed, unknown = parser.parse_known_args(own)
-    if unknown:
-        parser.error(f"{unknown[0]} is no option of the launcher; the run file and its options stand behind --, e.g. "
-                     f"--processes {parsed.processes} -- {' '.join(unknown)}")
-    if parsed.processes < 1:
-        parser.error(f"--processes {parsed.processes} starts nothing; use at least 1")
-    if parsed.max_restarts < 0:
-        parser.error(f"--max-restarts {parsed.max_restarts} is no number of starts; use 0 for none, or e.g. 5")
-    if parsed.min_processes and not 1 <= parsed.min_processes <= parsed.processes:
-        parser.error(f"--min-processes {parsed.min_processes} must be from 1 to --processes {parsed.processes}")
+        "Without RUN.toml: configs/quickstart.toml. The keys of a run: `-- --help`."), "where the same one fails twice in a row")
+    parsed = options.parse(parser, own)
     if parsed.min_processes not in (0, parsed.processes) and parsed.max_restarts < 2:
         parser.error("--min-processes needs --max-restarts of at least 2: a process is left out after it has failed twice")
     return parsed
@@ -182,15 +157,7 @@ def free_port() -> int:
             return port
 
 
-def _leave(number, frame) -> None:
-    """A signal while nobody runs, to whom it could be passed on. Not by `say`: it may have come in the middle of a line."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"{signal.Signals(number).name}: nothing runs; the same command starts the run, or goes on with it\n".encode())
-    os._exit(stops.STOPPED)
-
-
 if __name__ == "__main__":
     say.begin()
-    for asked in stops.heeded():
-        signal.signal(asked, _leave)
+    restart.leave_on_request()
     sys.exit(main(sys.argv[1:]))

@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch import elastic, local, restart, supervise
+from launch import elastic, options, restart, supervise
 from meshtrain import config
 from meshtrain.config import ConfigError, Run
 from meshtrain.run import say, stops
@@ -133,12 +133,12 @@ class Member(supervise.Child):
 
 def main(argv: Sequence[str]) -> int:
     at = list(argv).index("--") if "--" in argv else len(argv)
-    options, rest = parse(argv[:at]), argv[at + 1:]
+    given, rest = parse(argv[:at]), argv[at + 1:]
     try:
         run = config.load(rest, USAGE)
-        bundle = bundle_of(run, options)
-        if options.min_processes not in (0, options.processes):
-            local.check_elastic(run)
+        bundle = bundle_of(run, given)
+        if given.min_processes not in (0, given.processes):
+            elastic.check(run)
     except ConfigError as error:
         say.err(f"error: {error}")
         return stops.USER_ERROR
@@ -157,8 +157,8 @@ def main(argv: Sequence[str]) -> int:
         return stops.FAILED
     for number in stops.heeded():       # now: Ray has set handlers of its own
         signal.signal(number, lambda number, frame: asked.append(number))
-    room = Room(run, options, rest, bundle, asked)
-    failures = restart.Failures(run, options.max_restarts)
+    room = Room(run, given, rest, bundle, asked)
+    failures = restart.Failures(run, given.max_restarts)
     try:
         while room.reserve():
             outcome = life(room, [*rest, *room.overrides()], Path(run.run.dir) / "stacks")
@@ -173,25 +173,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(own: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m launch.ray", usage=USAGE, allow_abbrev=False, description=(
-        "Starts one run in N processes on a Ray cluster: RAY_ADDRESS's, else this machine's. The keys of a run: `-- --help`."))
-    parser.add_argument("--processes", type=int, required=True, metavar="N", help="how many processes, at least 1")
+    parser = options.parser("ray", USAGE, (
+        "Starts one run in N processes on a Ray cluster: RAY_ADDRESS's, else this machine's. The keys of a run: `-- --help`."),
+        "while the cluster has no room for all")
     parser.add_argument("--gpus-per-process", type=int, metavar="G", help="GPUs of each, at best all of a host (default 1; 0 with "
                         "mesh.simulated_devices)")
     parser.add_argument("--cpus-per-process", type=int, default=1, metavar="C", help="cores that Ray reserves for each (default 1)")
-    parser.add_argument("--max-restarts", type=int, default=0, metavar="R", help="a run that fails is started again from its newest "
-                        "checkpoint, so many times in a row without a newer one (default 0)")
-    parser.add_argument("--min-processes", type=int, default=0, metavar="K", help="goes on with fewer, down to K, while the cluster has "
-                        "no room for all; the axis of -1 shrinks, and the batch stays (default N)")
-    parsed, unknown = parser.parse_known_args(own)
-    if unknown:
-        parser.error(f"{unknown[0]} is no option of the launcher; the run file and its options stand behind --, e.g. "
-                     f"--processes {parsed.processes} -- {' '.join(unknown)}")
-    for option, least in (("processes", 1), ("gpus_per_process", 0), ("cpus_per_process", 1), ("max_restarts", 0), ("min_processes", 0)):
-        if (value := getattr(parsed, option)) is not None and value < least:
-            parser.error(f"--{option.replace('_', '-')} {value} is too few; use at least {least}")
-    if parsed.min_processes > parsed.processes:
-        parser.error(f"--min-processes {parsed.min_processes} must be from 1 to --processes {parsed.processes}")
+    parsed = options.parse(parser, own)
+    for option, value, least in (("gpus", parsed.gpus_per_process, 0), ("cpus", parsed.cpus_per_process, 1)):
+        if value is not None and value < least:
+            parser.error(f"--{option}-per-process {value} is too few; use at least {least}")
     if ray is None:
         parser.error("ray is not installed here; pip install '.[ray]' where this repository lies")
     return parsed
@@ -229,8 +220,13 @@ class Room:
         """Of one process."""
         return self.bundle.get("GPU") or self.run.mesh.simulated_devices // self.options.processes
 
+    @property
+    def full(self) -> int:
+        """Devices that the run is meant for."""
+        return self.run.mesh.full_devices or self.devices * self.options.processes
+
     def overrides(self) -> list[str]:
-        return elastic.overrides(self.count, self.devices, self.devices * self.options.processes, "GPU" not in self.bundle)
+        return elastic.overrides(self.count, self.devices, self.full, "GPU" not in self.bundle)
 
     def reserve(self) -> bool:
         """Waits until the cluster has room, which it has not while a lost node is not replaced; False: it has none, which is told, or
@@ -283,13 +279,10 @@ class Room:
         most = min([most, *(int(_free().get(kind, 0) // each) for kind, each in self.bundle.items())])
         if most < least:
             return 0
-        ran = subprocess.run([sys.executable, "-m", "launch.elastic", f"--processes={most}", f"--min-processes={least}",
-                              f"--devices={self.devices}", f"--full={self.devices * self.options.processes}", "--", *self.words],
-                             capture_output=True, text=True)
-        if ran.returncode or not ran.stdout.strip().isdecimal():
-            say.err((ran.stderr.strip().splitlines() or ["?"])[-1])
-            return 0
-        return int(ran.stdout)
+        count, why = elastic.most(self.words, most, least, self.devices, self.full)
+        if not count:
+            say.err(f"error: {why}")
+        return count
 
 
 def life(room: Room, rest: Sequence[str], left: Path) -> supervise.Outcome:

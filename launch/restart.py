@@ -2,7 +2,8 @@
 
 Exit codes 0, 2 and 75 end a run: done, the user's mistake, stopped on request. Anything else starts it again, from its newest whole
 checkpoint, after 5, 10, 20 … 300 s; after so many failures in a row without a newer checkpoint it is given up, with the last words
-of each. This module starts and ends nothing, and imports no jax.
+of each. A scheduler that stops a run wants it started again: there 75 is an end only where nothing newer was saved as often as that.
+This module starts and ends nothing, and imports no jax.
 
 python -m launch.restart CODE --max-restarts R -- [RUN.toml] [--section.key value …] is the rule for a shell script, which keeps the
 count in run.dir/restarts.json: it prints the seconds to wait and exits with 0 where the run is to be started again, else with 1.
@@ -14,18 +15,24 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
+import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from launch import supervise
 from meshtrain import config
 from meshtrain.config import ConfigError, Run
-from meshtrain.run import say, stops
+from meshtrain.run import disk, say, stops
 
-USAGE = "python -m launch.restart CODE --max-restarts R -- [RUN.toml] [--section.key value ...]"
+USAGE = "python -m launch.restart CODE [--scheduled] [--said FILE] --max-restarts R -- [RUN.toml] [--section.key value ...]"
 ENDS = (stops.DONE, stops.USER_ERROR, stops.STOPPED)
 FIRST_S, LONGEST_S = 5.0, 300.0
 KEPT, LINEAGE = "restarts.json", "local.json"     # in run.dir: the count of the command below, and which parts of the fast tier count
+TASK_ENDED = re.compile(r"^srun: error: (\S+: tasks? .*)$", re.MULTILINE)
+READ_BYTES = 1 << 20    # of what a start has said: its end
 
 
 def newest(run: Run) -> int:
@@ -45,25 +52,33 @@ def newest(run: Run) -> int:
 
 @dataclasses.dataclass
 class Failures:
-    """Those in a row without a newer checkpoint. said: the last words of each. step: of the newest checkpoint at the last of them."""
+    """Those in a row without a newer checkpoint. said: the last words of each. step: of the newest checkpoint at the last of them.
+
+    scheduled: a scheduler stops the run and starts it again. Stops count like failures, so that a time limit which is shorter than
+    a start does not do that for ever.
+    """
     run: Run
     most: int                   # restarts; 0: none, and nothing is said
     step: int = 0
     said: list[str] = dataclasses.field(default_factory=list)
+    scheduled: bool = False
 
     def wait_s(self, code: int, words: str = "") -> float | None:
         """After a start that ended with this code: seconds until the next one; None: the run has ended, or is given up, which is told.
 
         words: what it said last, in a line.
         """
-        if code in ENDS:
+        stopped = code == stops.STOPPED
+        if code in ENDS and not (stopped and self.scheduled):
             self.said = []
             return None
-        reached = newest(self.run)
-        if reached > self.step:
-            self.said = []
+        reached, before = newest(self.run), self.step
         self.step = reached
-        self.said.append(words or f"exit code {code}")
+        if reached > before:
+            self.said = []
+            if stopped:
+                return 0.0
+        self.said.append(words or ("stopped on request, before anything newer was saved" if stopped else f"exit code {code}"))
         count = len(self.said)
         if count > self.most:
             if self.most:
@@ -73,7 +88,7 @@ class Failures:
                     say.err(f"  {number}: {one}")
             return None
         wait_s = min(FIRST_S * 2 ** (count - 1), LONGEST_S)
-        say.err(f"starting again from {f'step {reached}' if reached else 'the beginning'} in {wait_s:g} s (failure {count} without a "
+        say.err(f"starting again from {f'step {reached}' if reached else 'the beginning'} in {wait_s:g} s ({'stop' if stopped else 'failure'} {count} without a "
                 f"newer checkpoint; given up after {self.most + 1})")
         return wait_s
 
@@ -84,10 +99,12 @@ def main(argv: Sequence[str]) -> int:
         "Whether a run that has ended with CODE is started again: prints the seconds to wait and exits with 0, else exits with 1."))
     parser.add_argument("code", type=int, metavar="CODE", help="exit code of the run")
     parser.add_argument("--max-restarts", type=int, default=5, metavar="R", help="in a row without a newer checkpoint (default 5)")
+    parser.add_argument("--scheduled", action="store_true", help="by a scheduler, which stops it to start it again: 75 starts it again")
+    parser.add_argument("--said", type=Path, metavar="FILE", help="what it wrote to stderr, where its last words are")
     options = parser.parse_args(argv[:at])
     try:
         run = config.load(argv[at + 1:], USAGE)
-        wait_s = _kept(run, options.max_restarts, options.code)
+        wait_s = counted(Failures(run, options.max_restarts, scheduled=options.scheduled), options.code, _last_words(options))
     except ConfigError as error:
         say.err(f"error: {error}")
         return 1
@@ -97,23 +114,58 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _kept(run: Run, most: int, code: int) -> float | None:
-    """`Failures.wait_s`, with the count in run.dir. Raises: ConfigError where it cannot be kept: the restarts would have no end."""
-    path = Path(run.run.dir) / KEPT
-    failures = Failures(run, most)
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):     # none yet, or torn by a kill
-        kept = json.loads(path.read_text())
-        failures.step, failures.said = int(kept["step"]), [str(words) for words in kept["said"]]
-    wait_s = failures.wait_s(code)
+def _last_words(options: argparse.Namespace) -> str:
+    """The exit code, which task srun says ended first, and the last line that is of no victim of it."""
+    if options.said is None or options.code in ENDS:
+        return ""
+    with contextlib.suppress(OSError), open(options.said, "rb") as file:
+        file.seek(-min(READ_BYTES, options.said.stat().st_size), os.SEEK_END)
+        text = file.read()
+        ended = TASK_ENDED.search(text.decode(errors="replace"))
+        lines = [line for line in text.splitlines() if line.strip() and not line.startswith((b"srun: ", b"slurmstepd: "))
+                 and not supervise.NOISE.search(line) and not supervise.VICTIM.search(line)]
+        return "; ".join([f"exit code {options.code}", *([ended[1]] if ended else []),
+                          *([f"the last line: {lines[-1].decode(errors='replace')}"] if lines else [])])
+    return ""
+
+
+def counted(failures: Failures, code: int, words: str = "", **more) -> float | None:
+    """`Failures.wait_s`, with the count in run.dir/restarts.json. more: what else is kept there beside `begins`, the wall clock's time
+    of the next start. Raises: ConfigError where it cannot be kept: the restarts would have no end."""
+    path = Path(failures.run.run.dir) / KEPT
+    if kept := read(failures.run):
+        failures.step, failures.said = kept["step"], kept["said"]
+    wait_s = failures.wait_s(code, words)
     try:
         if wait_s is None:
             path.unlink(missing_ok=True)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"step": failures.step, "said": failures.said}))
+            disk.replace(path, json.dumps({"step": failures.step, "said": failures.said, "begins": time.time() + wait_s, **more}))
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}; it is not started again") from None
     return wait_s
+
+
+def read(run: Run) -> dict:
+    """What run.dir/restarts.json says; empty: nothing has failed yet, or it was torn by a kill."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        kept = json.loads((Path(run.run.dir) / KEPT).read_text())
+        return kept | {"step": int(kept["step"]), "said": [str(words) for words in kept["said"]]}
+    return {}
+
+
+def leave_on_request() -> None:
+    """From here on a signal ends this process at once, with 75: while nobody runs to whom it could be passed on."""
+    for number in stops.heeded():
+        signal.signal(number, _leave)
+
+
+def _leave(number, frame) -> None:
+    """Not by `say`: it may have come in the middle of a line."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{signal.Signals(number).name}: nothing runs; the same command starts the run, or goes on with it\n".encode())
+    os._exit(stops.STOPPED)
 
 
 if __name__ == "__main__":

@@ -43,10 +43,11 @@ PR_SET_PDEATHSIG = 1
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """How a start ended. code: of the whole. culprit: the process that failed first; None: none did. words: the failure in a line.
-    asked: a signal came from outside."""
+    victim: also that one ended of another's failure, of whom nothing is known here. asked: a signal came from outside."""
     code: int
     culprit: int | None = None
     words: str = ""
+    victim: bool = False
     asked: bool = False
 
 
@@ -65,6 +66,7 @@ class Child:
     ended_s: float = 0.0
     forced: bool = False
     stopped: bool = False
+    called: str = ""     # else by its index
 
     def listen(self) -> None:
         self.reader = threading.Thread(target=self._read, daemon=True)
@@ -102,7 +104,7 @@ class Child:
 
     @property
     def name(self) -> str:
-        return f"process {self.index} (pid {self.process.pid})"
+        return f"{self.called or f'process {self.index}'} (pid {self.process.pid})"
 
     @property
     def ending(self) -> str:
@@ -112,8 +114,9 @@ class Child:
 
 
 def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, str]], grace_s: float = GRACE_S,
-              left: Path | None = None) -> Outcome:
+              left: Path | None = None, called: str = "") -> Outcome:
     """Runs all commands until all have ended; call it from the main thread. left: where they leave their stacks when they hang.
+    called: the name of one that is alone here, and has its peers elsewhere.
 
     The output of the first is the launcher's. Once one has failed, the others have grace_s seconds to end by themselves
     and as long after SIGTERM. Signals that come meanwhile reach every process.
@@ -139,7 +142,7 @@ def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, st
             # A session of its own: a terminal's Ctrl-C reaches the launcher alone, which passes it on once.
             process = subprocess.Popen(argv, env=environ, stdin=subprocess.DEVNULL, start_new_session=True,
                                        preexec_fn=_die_with(os.getpid()), **captured)
-            children.append(Child(index, process, os.pidfd_open(process.pid)))
+            children.append(Child(index, process, os.pidfd_open(process.pid), called=called))
             stack.callback(os.close, children[-1].pidfd)
         for number in early:
             forward(number, None)
@@ -222,7 +225,7 @@ def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.
               "the backward, e.g. 1f1b (docs/limits.md). GPUs are not concerned")
     _tell(*(f"then {child.name}: {child.ending}" for child in in_order if child is not first))
     last = "" if first.victim else next((_text(line) for line in reversed(first.lines) if line.strip()), "")
-    return Outcome(1, first.index, f"{words}{f'; its last line: {last}' if last else ''}")
+    return Outcome(1, first.index, f"{words}{f'; its last line: {last}' if last else ''}", first.victim)
 
 
 def _culprit(ended: Sequence[Child], stuck: int | None) -> Child | None:

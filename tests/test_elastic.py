@@ -83,7 +83,7 @@ def places(count: int, least: int, monkeypatch, fits=lambda there: there) -> loc
     def answer(argv, **_):
         n = fits(int(argv[3].removeprefix("--processes=")))
         return subprocess.CompletedProcess(argv, 0 if n >= least else 2, f"{n}\n" if n >= least else "", "" if n >= least else "error: why")
-    monkeypatch.setattr(local.subprocess, "run", answer)
+    monkeypatch.setattr(fewer.subprocess, "run", answer)
     return local.Places([], count, least, 2 * count, True)
 
 
@@ -139,8 +139,19 @@ def test_a_mistake_of_the_launcher_is_exit_2(argv, part, capfd):
 def test_the_command_tells_how_many_processes_fit(capfd):
     words = ["--mesh.simulated_devices", "12", "--mesh.tensor", "1", "--mesh.fsdp", "-1", "--data.global_batch", "12", "--model.embed_dim", "48"]
     ask = lambda n, k: fewer.main([f"--processes={n}", f"--min-processes={k}", "--devices=1", "--full=12", "--", *words])
-    assert (ask(11, 2), capfd.readouterr().out) == (0, "6\n")
+    assert (ask(11, 2), capfd.readouterr().out) == (0, "6 --mesh.full_devices=12 --mesh.simulated_devices=6\n")
     assert ask(11, 7) == 2 and "from 7 to 11" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("hosts, fit", [(9, "9"), (8, "8"), (7, "4 --mesh.full_devices=64"), (3, "2 --mesh.full_devices=64")])
+def test_a_run_that_says_what_it_is_meant_for_fits_on_fewer_hosts(hosts, fit, capfd):
+    assert fewer.main([f"--processes={hosts}", "--devices=8", "--", str(ROOT / "configs/llama3-8b-64.toml")]) == 0
+    assert capfd.readouterr().out == f"{fit}\n"
+
+
+def test_a_run_that_does_not_say_it_takes_what_is_there(capfd):
+    assert fewer.main(["--processes=3", "--devices=2", "--", "--mesh.data=-1", "--mesh.simulated_devices=0"]) == 0
+    assert capfd.readouterr().out == "3\n"
 
 
 # ---- for real --------------------------------------------------------------------------------------------------------

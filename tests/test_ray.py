@@ -113,7 +113,7 @@ class Cores:
 def test_where_there_is_no_room_for_all_fewer_start_that_can_train_it(free, least, groups, started, said, monkeypatch, capsys):
     """How many can train it, `launch.elastic` is asked."""
     asked = []
-    monkeypatch.setattr(launcher.subprocess, "run", lambda words, **options: asked.append(words) or launcher.subprocess.CompletedProcess(
+    monkeypatch.setattr(launcher.elastic.subprocess, "run", lambda words, **options: asked.append(words) or launcher.subprocess.CompletedProcess(
         words, 0, "2\n", ""))
     cores = Cores(free)
     monkeypatch.setattr(launcher, "ray", cores)

@@ -88,6 +88,19 @@ def test_what_this_host_keeps_of_the_fast_tier_is_a_newer_checkpoint(tmp_path):
     assert failures.wait_s(1) is None
 
 
+def test_a_scheduler_starts_again_what_it_stopped_unless_nothing_is_saved_in_between(tmp_path, capfd):
+    failures = restart.Failures(run_in(tmp_path), 2, scheduled=True)
+    for step in (10, 20, 30, 40):
+        saved(tmp_path, step)
+        assert failures.wait_s(75) == 0 and failures.said == []
+    assert [failures.wait_s(75), failures.wait_s(1, "word"), failures.wait_s(75)] == [5, 10, None]
+    told = capfd.readouterr().err
+    assert "starting again from step 40 in 5 s (stop 1 without a newer checkpoint" in told
+    assert told.endswith("  1: stopped on request, before anything newer was saved\n  2: word\n"
+                         "  3: stopped on request, before anything newer was saved\n")
+    assert [failures.wait_s(code) for code in (0, 2)] == [None, None]
+
+
 def test_without_restarts_nothing_is_said(tmp_path, capfd):
     assert restart.Failures(run_in(tmp_path), 0).wait_s(1, "words") is None
     assert capfd.readouterr() == ("", "")
@@ -96,13 +109,12 @@ def test_without_restarts_nothing_is_said(tmp_path, capfd):
 # ---- the launcher ----------------------------------------------------------------------------------------------------
 
 LAUNCHER = """
-import json, signal, sys
+import json, sys
 from launch import local, restart
 restart.FIRST_S = float(sys.argv[1])
 bodies = json.loads(sys.argv[2])
 local.commands = lambda rest, count, port: [[sys.executable, "-u", "-c", body, str(port)] for body in bodies]
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, local._leave)
+restart.leave_on_request()
 sys.exit(local.main(sys.argv[3:]))
 """
 # A stand-in knows how many starts there were by the lines that it and its like have written.
@@ -207,7 +219,8 @@ def test_a_negative_number_of_restarts_is_a_mistake():
 
 
 def asked(home: Path, code: int, *words: str, restarts: int = 2) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "launch.restart", str(code), "--max-restarts", str(restarts), "--", *words,
+    own, run = (words, ()) if "--said" in words else ((), words)
+    return subprocess.run([sys.executable, "-m", "launch.restart", str(code), *own, "--max-restarts", str(restarts), "--", *run,
                            "--run.dir", str(home)], cwd=ROOT, text=True, capture_output=True)
 
 
@@ -220,6 +233,14 @@ def test_a_script_is_told_the_seconds_and_the_count_is_kept_in_run_dir(tmp_path)
     saved(home, 10)
     assert asked(home, 1).stdout == "5\n"
     assert asked(home, 75).returncode == 1 and not (home / restart.KEPT).exists()
+
+
+def test_a_script_gives_the_last_words_of_who_was_no_victim(tmp_path):
+    said = tmp_path / "said"
+    said.write_text("Traceback:\nValueError: bad weather\nGloo AllReduce failed: Connection closed by peer [1]:1\n"
+                    "srun: error: n2: task 9: Killed\nsrun: error: n1: tasks 0-7: Exited with exit code 1\nsrun: Terminating\n")
+    told = [asked(tmp_path / "run", 137, "--said", str(file), restarts=1) for file in (said, tmp_path / "none")]
+    assert "  1: exit code 137; n2: task 9: Killed; the last line: ValueError: bad weather\n  2: exit code 137\n" in told[1].stderr
 
 
 def test_a_run_whose_first_start_failed_is_still_begun_in_its_directory(tmp_path):

@@ -25,7 +25,7 @@ LOCK, RESTARTS = ".lock", "restarts.json"      # the second is a launcher's coun
 NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
 # What a run leaves that ended before its first step: by Ctrl-C while it compiled, by a kill, or a mistake found late.
 OF_A_START = {LOCK, ".meshtrain", "rules.toml", "config.toml.tmp", "changes.jsonl.tmp", "checkpoints", "tensorboard", RESTARTS,
-              "history.jsonl", ".alive", ".alive.tmp", "stacks"}
+              f"{RESTARTS}.tmp", "last_words", "history.jsonl", ".alive", ".alive.tmp", "stacks"}
 
 
 @contextlib.contextmanager

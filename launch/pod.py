@@ -1,0 +1,124 @@
+"""python -m launch.pod --attempt K [--max-restarts R] -- [RUN.toml] [--section.key value …]: one process of a run on Kubernetes.
+
+JobSet starts all pods again whatever ended one of them, at once and without knowing of checkpoints. Here stands the rule of all
+launchers (`launch.restart`): K is JobSet's count of restarts, and before a start that is not the first process 0 decides whether it is
+worth it and when it begins; the others wait for its word in run.dir/restarts.json. A process that fails leaves its last words in
+run.dir/last_words, for its pod is deleted with its log. Given up is exit code 2, which ends the JobSet. It imports no jax.
+Exit codes: the run's 0, 2 and 75; 2 also where it is given up; else 1.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch import restart, supervise
+from meshtrain import config
+from meshtrain.cluster import find
+from meshtrain.config import ConfigError, Run
+from meshtrain.run import say, stops
+
+USAGE = "python -m launch.pod --attempt K [--max-restarts R] -- [RUN.toml] [--section.key value ...]"
+LAST_WORDS = "last_words"       # in run.dir
+LOOK_S = 1.0        # for the word of process 0, which all others look for
+
+
+def main(argv: Sequence[str]) -> int:
+    at = list(argv).index("--") if "--" in argv else len(argv)
+    options, words = parse(argv[:at]), list(argv[at + 1:])
+    try:
+        run = config.load(words, USAGE)
+        place = find.cluster(run.distributed, os.environ)
+        index = place.index if place else 0
+        begins = _judged(run, options) if index == 0 else _told(run, options.attempt)
+    except ConfigError as error:
+        say.err(f"error: {error}")
+        return stops.USER_ERROR
+    if begins is None:
+        return stops.USER_ERROR
+    # Of a clock that is wrong no more comes than the longest wait.
+    time.sleep(min(max(0.0, begins - time.time()), restart.LONGEST_S))
+    train = [sys.executable, "-u", "-m", "meshtrain.train", *words]
+    outcome = supervise.supervise([train], [os.environ], called=f"process {index}")
+    if outcome.code not in (stops.DONE, stops.USER_ERROR):
+        _leave_words(run, options.attempt, index, outcome)
+    return outcome.code
+
+
+def parse(own: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m launch.pod", usage=USAGE, allow_abbrev=False, description=(
+        "One process of a run on Kubernetes, in a pod of launch/kubernetes.yaml, which says which one it is."))
+    parser.add_argument("--attempt", type=int, required=True, metavar="K", help="JobSet's count of restarts")
+    parser.add_argument("--max-restarts", type=int, default=5, metavar="R", help="in a row without a newer checkpoint (default 5)")
+    parsed = parser.parse_args(own)
+    for option, value in (("--attempt", parsed.attempt), ("--max-restarts", parsed.max_restarts)):
+        if value < 0:
+            parser.error(f"{option} {value} is too few; use at least 0")
+    return parsed
+
+
+def _judged(run: Run, options: argparse.Namespace) -> float | None:
+    """By process 0: when this start begins, of the wall clock; None: the run is given up, which is told."""
+    if options.attempt == 0:        # of another JobSet
+        with contextlib.suppress(OSError):
+            os.unlink(Path(run.run.dir) / restart.KEPT)
+        shutil.rmtree(_place(run), ignore_errors=True)
+        return 0.0
+    code, said = _last_words(run, options.attempt - 1)
+    say.err(f"the start before ended: {said}")
+    failures = restart.Failures(run, options.max_restarts, scheduled=True)
+    wait_s = restart.counted(failures, code, said, attempt=options.attempt)
+    for path in _place(run).glob("*"):
+        if not path.name.startswith(f"{options.attempt}-"):
+            with contextlib.suppress(OSError):
+                path.unlink()
+    return None if wait_s is None else time.time() + wait_s
+
+
+def _told(run: Run, attempt: int) -> float:
+    """By the others: when this start begins, as process 0 says; at once where it says nothing: they meet it, or miss it there."""
+    until = time.monotonic() + run.distributed.timeout_s
+    while attempt and time.monotonic() < until:
+        kept = restart.read(run)
+        if kept.get("attempt") == attempt:
+            return kept["begins"]
+        time.sleep(LOOK_S)
+    return 0.0
+
+
+def _place(run: Run) -> Path:
+    return Path(run.run.dir) / LAST_WORDS
+
+
+def _leave_words(run: Run, attempt: int, index: int, outcome: supervise.Outcome) -> None:
+    told = {"code": outcome.code, "victim": outcome.victim, "time": time.time(), "words": outcome.words}
+    try:
+        _place(run).mkdir(parents=True, exist_ok=True)
+        (_place(run) / f"{attempt}-{index}").write_text(json.dumps(told))
+    except OSError as error:
+        say.err(f"{_place(run)} cannot be written: {error.strerror}")
+
+
+def _last_words(run: Run, attempt: int) -> tuple[int, str]:
+    """Exit code and words of the process that failed first in that attempt, as far as one has left any."""
+    left = []
+    for path in _place(run).glob(f"{attempt}-*"):
+        with contextlib.suppress(OSError, ValueError, KeyError):    # torn: its host was lost then
+            told = json.loads(path.read_text())
+            left.append((bool(told["victim"]), told["code"] == stops.STOPPED, float(told["time"]), str(told["words"])))
+    victim, stopped, _, words = min(left, default=(True, False, 0.0, ""))
+    if victim:
+        return stops.FAILED, "no process failed of itself: a pod was killed, or its host is lost"
+    return (stops.STOPPED, "stopped on request") if stopped else (stops.FAILED, words)
+
+
+if __name__ == "__main__":
+    say.begin()
+    restart.leave_on_request()
+    sys.exit(main(sys.argv[1:]))
