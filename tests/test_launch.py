@@ -1,9 +1,8 @@
-"""The launcher on this machine, with stand-ins for the training command; and the Slurm script, with one for srun."""
+"""The launcher on this machine, with stand-ins for the training command."""
 import json
 import os
 import re
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -17,7 +16,6 @@ from meshtrain.cluster import stacks
 from meshtrain.config import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
-SBATCH = ROOT / "launch" / "slurm.sbatch"
 
 
 @pytest.fixture(autouse=True)
@@ -312,112 +310,3 @@ def test_a_command_that_cannot_start_leaves_nobody_behind(tmp_path):
     assert launcher.returncode == 1 and "/nowhere/python" in launcher.stderr
     time.sleep(0.2)
     assert not any(alive(int(path.read_text())) for path in tmp_path.glob("pid*") if path.read_text())
-
-
-# ---- Slurm -----------------------------------------------------------------------------------------------------------
-
-# srun: two tasks on this machine with what Slurm tells them; its code is the highest of theirs.
-SRUN = r'''
-import os, subprocess, sys
-argv = sys.argv[1:]
-while argv[0].startswith("-"):
-    option = argv.pop(0)
-    assert "=" in option, option
-tasks = [subprocess.Popen(argv, env=os.environ | {
-    "SLURM_STEP_ID": "0", "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i), "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "node[1-1]"}) for i in range(2)]
-sys.exit(max(task.wait() for task in tasks))
-'''
-# What stands for `python -u -m meshtrain.train …`: it leaves its arguments, and its place, and ends as it is told.
-ARGUMENTS = '''
-import json, os, sys
-from pathlib import Path
-Path(os.environ["SAID"], os.environ["SLURM_PROCID"]).write_text(json.dumps(sys.argv[1:]))
-sys.exit(int(os.environ["CODE"]))
-'''
-PLACE = '''
-import json, os
-from pathlib import Path
-from meshtrain import config
-from meshtrain.cluster import find, meet
-cluster = find.cluster(config.Distributed(), os.environ)
-meet.meet(cluster, 30)
-Path(os.environ["SAID"], str(cluster.index)).write_text(json.dumps([cluster.coordinator, cluster.local_devices]))
-'''
-
-
-# The rule of restarts is the real one.
-RULE = '''
-import os, sys
-if sys.argv[1:3] == ["-m", "launch.restart"]:
-    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-'''
-
-
-def submitted(tmp_path, python: str, code: int, *argv: str, rule: str = RULE, **more: str) -> subprocess.CompletedProcess:
-    """The batch script with stand-ins for srun, scontrol and python on the PATH."""
-    (tmp_path / "said").mkdir(exist_ok=True)
-    for name, interpreter, text in (("srun", sys.executable, SRUN), ("python", sys.executable, rule + python),
-                                    ("scontrol", "/bin/sh", f'echo "$@" > {tmp_path}/asked\n')):
-        (tmp_path / name).write_text(f"#!{interpreter}\n{text}")
-        (tmp_path / name).chmod((tmp_path / name).stat().st_mode | stat.S_IXUSR)
-    environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "CODE": str(code),
-                            "SAID": str(tmp_path / "said"), "SLURM_JOB_ID": "4711", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"} | more
-    return subprocess.run(["bash", str(SBATCH), *argv], env=environ, text=True, capture_output=True, timeout=100)
-
-
-def test_the_batch_script_is_bash_and_names_what_exists():
-    assert subprocess.run(["bash", "-n", str(SBATCH)]).returncode == 0
-    text = SBATCH.read_text()
-    assert text.startswith("#!")
-    files = re.findall(r"configs/\S+\.toml", text)
-    assert files and all((ROOT / file).is_file() for file in files)
-    first_command = re.search(r"^[^#\n]", text, re.MULTILINE).start()
-    assert text.rfind("#SBATCH") < first_command, "sbatch reads no options after the first command"
-    gpus = int(re.search(r"--nodes=(\d+)", text)[1]) * int(re.search(r"--gpus-per-node=(\d+)", text)[1])
-    assert re.search(r"--ntasks-per-node=(\d+)", text)[1] == re.search(r"--gpus-per-node=(\d+)", text)[1]
-    assert config.mesh_sizes(config.load([files[0]]), gpus)
-
-
-def test_the_tasks_of_a_batch_script_find_each_other(tmp_path):
-    job = submitted(tmp_path, PLACE, 0)
-    assert job.returncode == 0, job
-    said = [json.loads((tmp_path / "said" / str(index)).read_text()) for index in range(2)]
-    assert len({address for address, _ in said}) == 1 and [own for _, own in said] == [[0], [1]]
-
-
-@pytest.mark.parametrize("argv", [[], ["my.toml", "--run.name", "two words"]], ids=["default", "given"])
-def test_every_task_gets_the_run(argv, tmp_path):
-    job = submitted(tmp_path, ARGUMENTS, 0, *argv)
-    assert job.returncode == 0, job
-    for index in range(2):
-        said = json.loads((tmp_path / "said" / str(index)).read_text())
-        assert said == ["-u", "-m", "meshtrain.train", *(argv or ["configs/llama3-8b-64.toml"])]
-
-
-@pytest.mark.parametrize("code, again", [(0, False), (2, False), (75, True), (1, True), (137, True)])
-def test_a_job_goes_back_into_the_queue_unless_it_is_done_or_a_mistake(code, again, tmp_path):
-    job = submitted(tmp_path, ARGUMENTS, code, "configs/quickstart.toml", "--run.dir", str(tmp_path / "run"))
-    assert job.returncode == code, job
-    asked = (tmp_path / "asked").read_text() if (tmp_path / "asked").exists() else ""
-    assert asked == ("requeue 4711\n" if again else "") and ("back into the queue" in job.stdout) == again
-    assert (f"exit code {code}; back" in job.stdout) == (code in (1, 137)) and "error" not in job.stderr
-
-
-def test_a_job_that_fails_again_and_again_without_a_checkpoint_is_given_up(tmp_path):
-    run = ("configs/quickstart.toml", "--run.dir", str(tmp_path / "run"))
-    first, last = (submitted(tmp_path, ARGUMENTS, 137, *run, MAX_RESTARTS="1") for _ in range(2))
-    assert "back into the queue" in first.stdout and "failure 1 without a newer checkpoint" in first.stderr
-    assert last.returncode == 137 and "back into the queue" not in last.stdout
-    assert "given up after 2 failures in a row" in last.stderr
-    assert "back into the queue" in submitted(tmp_path, ARGUMENTS, 1, *run, MAX_RESTARTS="1").stdout, "submitted anew, it counts anew"
-
-
-@pytest.mark.parametrize("wait_s, slept", [("80", ""), ("120", ""), ("160", "40"), ("300", "180")])
-def test_a_job_that_is_to_wait_longer_than_slurm_holds_it_back_waits_for_the_rest(wait_s, slept, tmp_path):
-    (tmp_path / "sleep").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/slept\n')
-    (tmp_path / "sleep").chmod(0o755)
-    (tmp_path / "slept").touch()
-    rule = f"import sys\nif 'launch.restart' in sys.argv:\n    print('{wait_s}')\n    sys.exit(0)\n"
-    submitted(tmp_path, ARGUMENTS, 1, rule=rule)
-    assert (tmp_path / "slept").read_text().strip() == slept

@@ -6,8 +6,11 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 
+import numpy as np
 import pytest
 
 import slurm as real
@@ -64,8 +67,21 @@ def goes_on(job):
     assert steps == list(range(1, steps[-1] + 1)), "a step is missing or there twice"
 
 
-def submit(slurm, folder, tiny, *more):  # noqa: F811
-    return slurm.submit(folder, OPTIONS, [*tiny, "--run.name", "tiny", *more])
+def submit(slurm, folder, tiny, *more, **environ):  # noqa: F811
+    return slurm.submit(folder, OPTIONS, [*tiny, "--run.name", "tiny", *more], **environ)
+
+
+def lose_node(job, slurm) -> None:  # noqa: F811
+    """Node n2 is gone, with its daemon and all that ran there."""
+    tasks = job.tasks()
+    stepd = _parent(tasks[max(tasks)])
+    daemon = int((slurm.home / "slurmd-n2.pid").read_text())
+    for pid in (daemon, stepd, *[pid for pid in tasks.values() if _parent(pid) == stepd]):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _parent(pid: int) -> int:
+    return int(re.search(r"^PPid:\s*(\d+)", open(f"/proc/{pid}/status").read(), re.MULTILINE)[1])
 
 
 @pytest.fixture(scope="module")
@@ -123,11 +139,7 @@ def test_a_job_whose_task_is_killed_or_stopped_goes_back_into_the_queue_and_goes
 
 
 def test_a_job_that_loses_a_node_goes_back_into_the_queue_and_goes_on_when_there_is_one(job):
-    task = job.tasks()[1]
-    stepd = int(re.search(r"^PPid:\s*(\d+)", open(f"/proc/{task}/status").read(), re.MULTILINE)[1])
-    daemon = int((job.slurm.home / "slurmd-n2.pid").read_text())
-    for pid in (daemon, stepd, task):
-        os.kill(pid, signal.SIGKILL)
+    lose_node(job, job.slurm)
     print(f"node lost: pending after {job.until('PENDING', 240):.1f} s")
     job.slurm.start_node(2)
     goes_on(job)
@@ -139,6 +151,56 @@ def test_a_job_that_is_cancelled_saves_and_stays_cancelled(job):
     real.wait("the tasks are gone", lambda: not job.tasks(), 60)
     time.sleep(3)
     assert saved(job) == rows(trained(job.folder))[-1]["step"] and job.state == "CANCELLED"
+
+
+def test_a_job_whose_time_limit_is_shorter_than_its_start_is_given_up(slurm, tiny, tmp_path):  # noqa: F811
+    """It is stopped before the first step, again and again; the signal stands for the limit, whose minutes are too long here."""
+    job = submit(slurm, tmp_path, tiny, MAX_RESTARTS="1")
+    for start in (1, 2):
+        real.wait(lambda: f"the tasks of start {start}: {job.told()}", lambda: len(job.tasks()) == 2, START_S)
+        time.sleep(3)       # Python, and its handlers, are there
+        stop_by_term(job)
+        job.until("PENDING" if start == 1 else "FAILED", 120)
+        if start == 1:
+            assert "(stop 1 without a newer checkpoint; given up after 2)" in job.output and saved(job) == 0
+            job.go_on()
+    assert "given up after 2 failures in a row" in job.output and job.output.count("back into the queue") == 1
+
+
+def test_a_job_with_a_range_of_nodes_goes_on_with_fewer_and_grows_again_with_the_same_losses(slurm, tiny, tmp_path):  # noqa: F811
+    options = [*(word for word in OPTIONS if not word.startswith(("--nodes", "--ntasks", "--gpus", "--mem"))), "--nodes=1-2",
+               "--gpus-per-node=2", "--mem=0", "--exclusive"]
+    words = [*tiny, "--run.name", "tiny", "--mesh.fsdp", "-1", "--mesh.simulated_devices", "4", "--mesh.full_devices", "4",
+             "--model.compute_dtype", "float32", "--optimizer.learning_rate", "1e-5"]
+    job = slurm.submit(tmp_path, options, words)
+    stepping(job, count=60)
+    assert len(job.tasks()) == 4
+    lose_node(job, slurm)
+    print(f"node lost: pending after {job.until('PENDING', 240):.1f} s")
+    said = len(job.output)
+    goes_on(job)
+    assert len(job.tasks()) == 2 and job.about()["NumNodes"] == "1"
+    assert "2 of 4 devices: mesh.fsdp=2 (of 4), training.microbatches=2 (of 1)" in job.output[said:]
+    fewer = rows(trained(job.folder))[-1]["step"]
+    stepping(job, fewer, 60)
+    slurm.start_node(2)
+    real.wait("both nodes", lambda: slurm("sinfo", "-h", "-p", "low", "-t", "idle,mixed,allocated", "-o", "%D").strip() == "2", 60)
+    requeue(job)
+    job.until("PENDING", 180)
+    goes_on(job)
+    assert len(job.tasks()) == 4
+    job.slurm("scancel", job.number)
+    job.until("CANCELLED", 60)
+    real.wait("the tasks are gone", lambda: not job.tasks(), 60)
+    got = rows(trained(job.folder))
+    last = got[-1]["step"]
+    plain = subprocess.run([sys.executable, "-m", "meshtrain.train", *words, "--run.dir", str(tmp_path / "plain"), "--training.steps", str(last)],
+                           cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=START_S)
+    assert plain.returncode == 0, plain.stderr
+    wanted = rows(tmp_path / "plain")
+    assert [(row["step"], row["tokens"]) for row in got] == [(row["step"], row["tokens"]) for row in wanted]
+    # Sums in another order: the last bits of float32, which so small a learning rate does not let grow.
+    np.testing.assert_allclose([row["loss"] for row in got], [row["loss"] for row in wanted], rtol=1e-6)
 
 
 @pytest.mark.parametrize("more, state, said", [
