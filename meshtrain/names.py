@@ -10,6 +10,7 @@ MATMUL_ROLES = ("matrix", "embedding", "head")                      # cast to th
 LORA = "lora"          # key of a projection's adapter in the parameter tree: the rest is frozen where there is one
 LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")   # projections that can have an adapter
 LAYERS = "layers"      # key of the stacked layers in the parameter tree, and the logical axis of their leading dim
+LEADING = "leading_layers"     # that axis of layers before the stages of a pipeline: no rule splits it, every stage has all of them
 CHOSEN, REJECTED = 1, 2     # segments of a sequence that holds a pair of preferences
 NO_TARGET = -1         # in a batch's targets: no loss at this token
 AUX_LOSS = "aux_loss"  # the one entry of a layer's aux that is added to the objective

@@ -105,6 +105,11 @@ CELLS = {
     "experts in stages": Cell("zero3_expert_pipeline", dict(data=2, fsdp=2, stage=2), "selective", 8, 1, model=EXPERTS, memory=.15),
     "experts over tensor in stages": Cell("zero3_tensor_sequence_expert_pipeline", dict(fsdp=2, tensor=2, stage=2), "full", 8, 1,
                                           schedule="zero_bubble", model=EXPERTS, memory=.15),
+    "experts in stages behind dense layers": Cell(
+        "zero3_expert_pipeline", dict(data=2, fsdp=2, stage=2), "selective", 8, 1, model=EXPERTS | dict(num_layers=6, first_dense_layers=2), memory=.15),
+    "experts over tensor in stages behind dense layers": Cell(
+        "zero3_tensor_sequence_expert_pipeline", dict(fsdp=2, tensor=2, stage=2), "full", 6, 1, schedule="interleaved_zero_bubble", chunks=2,
+        model=EXPERTS | dict(num_layers=7, first_dense_layers=3), memory=.15),
     "64 GPUs": Cell("zero3_tensor_sequence", dict(data=2, fsdp=8, tensor=4), "full", **TINY),
     "1,024 GPUs": Cell("hsdp", dict(data=128, fsdp=8), "full"),
     "1,024 GPUs, tensor": Cell("zero3_tensor_sequence", dict(fsdp=128, tensor=8), "selective", **TINY),

@@ -109,8 +109,6 @@ def test_any_mixture_has_a_plan(words):
     assert code == 0, err.getvalue()
     found = json.loads(out.getvalue())
     assert found["plans"][0]["fits"] and 0.02 < found["plans"][0]["mfu"] < 0.6
-    if "first_dense" in words:
-        assert all(one["mesh"]["stage"] == 1 for one in found["plans"]), "leading dense layers make no pipelines"
 
 
 def test_experts_whose_tokens_cannot_be_sent_are_planned_with_those_that_can():

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from meshtrain.cost import audit
-from meshtrain.names import LAYERS
+from meshtrain.names import LAYERS, LEADING
 
 COMPILER = ("jax", "jaxlib")
 KEYS = {"model": (), "pipeline": (), "context": (), "data": ("seq_len", "global_batch", "document_mask"),
@@ -73,7 +73,7 @@ def tensors(made) -> Callable[[tuple[int, ...]], list[str]]:
     exact, sorted_too = defaultdict(list), defaultdict(list)
     for info in made.model.parameters():
         dims = [n // made.layout.ways(made.layout.axes_in_use(axis)) for n, axis in zip(info.shape, info.axes)]
-        for shape in {_bare(dims), _bare(dims[info.axes[:1] == (LAYERS,):])}:
+        for shape in {_bare(dims), _bare(dims[info.axes[0] in (LAYERS, LEADING):])}:
             exact[shape].append(info.name)
             sorted_too[tuple(sorted(shape))].append(info.name)
     return lambda dims: exact.get(_bare(dims)) or sorted_too.get(tuple(sorted(_bare(dims))), [])

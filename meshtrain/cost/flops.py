@@ -45,6 +45,7 @@ def executed(placed: Placed, options: Options, practice: Practice = Practice()) 
     remat does again."""
     of = functools.partial(_elements, placed)
     layer, (_, loss, _) = sum(map(of, placed.products)), placed.ends(options, practice)
+    ahead = executed(placed.leading, options, practice) if placed.leading else 0.0
     trained = sum(of(product) for product in placed.products if product.trained)
     visits = forward, backward, weights = placed.visits(options, practice)
     layers = (forward + backward) * layer + weights * trained + backward * again(placed, options, practice)
@@ -52,7 +53,7 @@ def executed(placed: Placed, options: Options, practice: Practice = Practice()) 
     if found := routed.of(placed, options):
         runs = sum(times * count for times, count in zip(visits, found.products))
         experts = 2 * found.share * runs * found.executed * found.embed_dim * found.width
-    return experts + 2 * placed.tokens(options) * (layers + (2 + placed.head.trained) * loss * placed.head.k * placed.head.n)
+    return ahead + experts + 2 * placed.tokens(options) * (layers + (2 + placed.head.trained) * loss * placed.head.k * placed.head.n)
 
 
 def _elements(placed: Placed, product: Product) -> float:

@@ -133,5 +133,8 @@ def slot_bytes(placed: Placed, options: Options) -> float:
     _, slots = schedules.counts(options.schedule, p, options.microbatches, options.chunks)
     depth = stages.padded(placed.cfg, p * options.chunks) // (p * options.chunks)
     elements = depth * (slots["Q"] * for_backward + slots.get("Z", 0) * for_weights)
-    elements += (slots["X"] + slots["D"]) * placed.cfg.embed_dim / placed.stream_ways
+    stream = placed.cfg.embed_dim / placed.stream_ways
+    elements += (slots["X"] + slots["D"]) * stream
+    if leading := placed.leading:
+        elements += placed.rounds(options) * (leading.depth * slot_widths(leading, options)[0] + stream)
     return placed.itemsize * placed.tokens(options) * elements

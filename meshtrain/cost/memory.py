@@ -9,7 +9,7 @@ import numpy as np
 
 from meshtrain.cost import audit, hardware
 from meshtrain.cost.simulate import SlotBytes
-from meshtrain.names import LAYERS, MATMUL_ROLES
+from meshtrain.names import LAYERS, LEADING, MATMUL_ROLES
 from meshtrain.parallel import stages
 
 
@@ -51,7 +51,7 @@ def in_loop(model, layout, num_chunks: int = 1) -> list[tuple]:
 
     A stage's layers are one stack for each layer of a period, all its chunks and those layers that fill up the last one included.
     """
-    num_stages, whole = layout.sizes["stage"], model.groups[0]
+    num_stages, whole = layout.sizes["stage"], model.staged[0]
     periods = stages.padded(model.cfg, num_stages * num_chunks) // len(whole.period) // num_stages
     kept = lambda axis: layout.ways(layout.axes_in_use(axis))
     found = []
@@ -89,7 +89,10 @@ def compiled(executable, state_abstract, microbatches: int, loop=None) -> dict:
     analysis = executable.memory_analysis()
     placed = executable.input_shardings[0][0]
     if loop is not None:
-        grads = audit.accumulator_bytes(executable.as_text(), [shape for info, shape in loop if info.trainable])
+        text, apart = executable.as_text(), lambda wanted: [        # leading layers have a loop of their own
+            shape for info, shape in loop if info.trainable and (info.axes[0] == LEADING) == wanted]
+        found = [audit.accumulator_bytes(text, shapes) for shapes in map(apart, (False, True)) if shapes]
+        grads = None if None in found else sum(found)
     else:
         grads = audit.carried_bytes(executable.as_text(), microbatches) if microbatches > 1 else None
     return {"params": placed_bytes(state_abstract.params, placed.params),

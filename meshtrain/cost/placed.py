@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from meshtrain.layout.mesh import MeshSpec
 from meshtrain.layout.rules import Layout
 from meshtrain.model import layers
-from meshtrain.names import AXES, LAYERS, LORA, MATMUL_ROLES
+from meshtrain.names import AXES, LAYERS, LEADING, LORA, MATMUL_ROLES
 from meshtrain.parallel import schedules, stages
 
 Axes = tuple[str, ...]
@@ -92,6 +92,8 @@ class Placed:
     stored_bytes: of all; turned: bytes of those that are gathered along any dim but their first. used: of its stage and the ends, as they are multiplied; cast: of those, what the
     microbatches read from a copy in the compute dtype; moved: bytes of a copy in another place. layer_used, largest: of one layer, and
     of its largest matrix.
+    leading: in our pipelines the layers before the stages, as a model of their own whose microbatches the stages share; rows, cfg
+    and all that is of layers are then of the others, what is kept and travels once a step of both. leads: it is such a model.
     """
     cfg: object                 # the [model] section
     rows: list                  # the parameter table
@@ -128,6 +130,8 @@ class Placed:
     moved: float
     layer_used: float
     largest: float
+    leading: Placed | None = None
+    leads: bool = False
 
     @property
     def by_layer(self) -> bool:
@@ -155,6 +159,8 @@ class Placed:
 
     def layers(self, options: Options, practice: Practice) -> float:
         """That a stage works through for a microbatch."""
+        if self.leads:
+            return self.rounds(options) * self.cfg.num_layers / options.microbatches
         if practice.shared_head:        # ours: filled up with layers that cost the same and do nothing
             return stages.padded(self.cfg, self.layout.sizes["stage"] * options.chunks) // self.layout.sizes["stage"]
         return (self.cfg.num_layers + 2 * practice.short_ends) / self.layout.sizes["stage"]
@@ -163,14 +169,26 @@ class Placed:
         """How often a step works through a layer: forward, backward for its input, for its weights. In our pipelines stages that
         have nothing to do work masked: with the schedule also those visits count."""
         layers = self.layers(options, practice)
-        if not self.masked(options, practice):
+        if not self.masked(options, practice) or self.leads:
             return (options.microbatches * layers,) * 3
         executed, depth = self._executed(options), layers / options.chunks
         return depth * executed["F"], depth * executed["B"], depth * (executed["W"] or executed["B"])
 
+    def rounds(self, options: Options) -> int:
+        """How often a stage works through its leading layers."""
+        return -(-options.microbatches // self.layout.sizes["stage"])
+
     def ends(self, options: Options, practice: Practice) -> tuple[int, int, int]:
-        """How often a step looks up the embedding, makes the loss with its gradient, and the embedding's gradient: where at least
-        half of a phase's ticks need it, in all of them (`parallel.pipeline`)."""
+        """How often a step looks up the embedding, makes the loss with its gradient, and the embedding's gradient."""
+        if self.leads:
+            return 0, 0, 0
+        begun = self.begun(options, practice)
+        all_rounds = self.rounds(options) * self.layout.sizes["stage"]
+        return (all_rounds, begun[1], all_rounds) if self.leading else begun
+
+    def begun(self, options: Options, practice: Practice) -> tuple[int, int, int]:
+        """How often a step makes the first stage's input, the loss, and takes that input's cotangent: where at least half of a
+        phase's ticks need it, in all of them (`parallel.pipeline`)."""
         m, p = options.microbatches, self.layout.sizes["stage"]
         if not self.masked(options, practice) or options.chunks > 2:
             return m, m, m
@@ -206,23 +224,38 @@ class Placed:
 
 TRAVEL = ("gathered", "scattered", "summed", "router_gathered", "experts_gathered", "experts_scattered", "experts_summed",
           "ends_gathered", "ends_scattered", "ends_summed", "looked_up", "once_scattered", "once_summed", "regathered")
+ONCE = ("once_scattered", "once_summed", "regathered")
 HELD = ("stored", "stored_bytes", "updated", "layers_stored", "layers_read", "grads", "ends_grads", "turned", "used", "cast", "moved", "layer_used", "largest")
 
 
 def place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice = Practice()) -> Placed:
     """rows: the parameter table (ParamInfo); cfg: the [model] section; the layout has the sizes of the mesh."""
-    local, tokens = _Local(cfg, layout), frozenset(layout.token_axes)
+    if layout.sizes["stage"] == 1 or not cfg.first_dense_layers or not practice.shared_head:
+        return _place(rows, cfg, layout, mesh, practice)
+    split = {wanted: [info for info in rows if (info.axes[0] == LEADING) == wanted] for wanted in (True, False)}
+    dense = dict(num_layers=cfg.first_dense_layers, num_experts=0, shared_expert_dim=0, first_dense_layers=0)
+    leading = _place(split[True], cfg.model_copy(update=dense), layout, mesh, practice, leads=True)
+    others = dict(num_layers=cfg.num_layers - cfg.first_dense_layers, first_dense_layers=0)
+    staged = _place(split[False], cfg.model_copy(update=others), layout, mesh, practice)
+    held = {name: getattr(staged, name) + getattr(leading, name) for name in HELD if not name.startswith("layer") and name != "largest"}
+    once = {name: dict(Counter(getattr(staged, name)) + Counter(getattr(leading, name))) for name in ONCE}
+    return dataclasses.replace(staged, leading=leading, **held, **once)
+
+
+def _place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice, leads: bool = False) -> Placed:
+    """leads: these layers stand before the stages, their gradients are summed over them."""
+    local, tokens = _Local(cfg, layout), frozenset(layout.token_axes) | ({"stage"} if leads else set())
     layers_with = Counter()
     for info in rows:
         layers_with[info.path[-3:]] += info.shape[0]
     travel, held = {name: defaultdict(float) for name in TRAVEL}, dict.fromkeys(HELD, 0.0)
-    num_stages, products, head, equal = layout.sizes["stage"], {}, None, {}
-    stage_layers = stages.padded(cfg, num_stages) // num_stages if num_stages > 1 else cfg.num_layers
+    num_stages, products, head, equal = layout.sizes["stage"], {}, (Product(0, 0), 1), {}
+    stage_layers = stages.padded(cfg, num_stages) // num_stages if num_stages > 1 and not leads else cfg.num_layers
     in_grads = {axis for axes in layout.rules.tables["grads"].values() for axis in axes}
     once = tokens if num_stages > 1 else frozenset(layout.batch_axes) - in_grads
     for info in sorted(rows, key=lambda info: LORA not in info.path):      # the last product of a layer is none of an adapter's
         in_use, lies = local.axes(info)
-        depth = stage_layers if info.axes[:1] == (LAYERS,) else 0
+        depth = stage_layers if info.axes[0] in (LAYERS, LEADING) else 0
         whole = info.size / layout.ways(in_use)
         if depth and num_stages > 1:        # a stage has its own layers in the loop, also where the rules cannot split them
             whole = info.size / cfg.num_layers * depth / layout.ways(in_use - {"stage"})
@@ -251,7 +284,7 @@ def place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice = Practi
             ways = layout.ways(local.uses("vocab"))
             head = Product(cfg.embed_dim, info.size // cfg.embed_dim // ways, trained=info.trainable), ways
     some = {name: {axes: n for axes, n in sums.items() if axes and n} for name, sums in travel.items()}
-    return Placed(cfg, rows, layout, mesh, tuple(products.values()), *head, stage_layers, **some, **held)
+    return Placed(cfg, rows, layout, mesh, tuple(products.values()), *head, stage_layers, **some, **held, leads=leads)
 
 
 def _hold(held, info, cfg, layout: Layout, lies, in_use: frozenset, whole: float, depth: int) -> None:

@@ -110,18 +110,29 @@ def price(placed: Placed, rated: Rates, options: Options, practice: Practice = P
         steady = max(stage_s, last_layers * (layer_s + waits_s) + head_s)
     else:
         steady = stage_s + head_s
+    ahead, ahead_s = _ahead(placed, rated, options, practice)
+    idle_s += (placed.rounds(options) * p / m - 1) * ahead_s
     update_s = rated.stream_s(UPDATE_BYTES * placed.updated)
-    busy = m * steady + idle_s + waits.other_s + update_s
+    busy = m * steady + ahead_s + idle_s + waits.other_s + update_s
     step_s = busy * (1 + assumed["step.overhead"])
     parts = {name: m * layers * seconds for name, seconds in work.parts.items()}
-    for name, seconds in work.head.items():
+    for name, seconds in (*work.head.items(), *ahead.items()):
         parts[name] += m * seconds
     per_gpu = options.global_batch * options.seq_len / step_s / num_gpus
-    model_flops = flops.model_flops_per_token(placed.rows, cfg, options.seq_len)
+    model_flops = sum(flops.model_flops_per_token(part.rows, part.cfg, options.seq_len) for part in (placed, placed.leading) if part)
     exposed = {name: seconds for name, seconds in waits.exposed.items() if seconds}
     return Price(num_gpus, footprint.memory(placed, options), tuple(waits.sent), sizes, waits.links_s, parts,
                  exposed, idle_s / busy, idle_s, update_s, step_s - busy, step_s, per_gpu,
                  per_gpu * model_flops / rated.peak(cfg.compute_dtype))
+
+
+def _ahead(placed: Placed, rated: Rates, options: Options, practice: Practice) -> tuple[dict[str, float], float]:
+    """Of the leading layers before our stages: (a stage's seconds for each microbatch of the step by kind, all of its seconds)."""
+    if not (leading := placed.leading):
+        return {}, 0.0
+    work, share = _Work(leading, rated, dataclasses.replace(options, schedule="gpipe"), practice), leading.depth / placed.layout.sizes["stage"]
+    each = {name: share * seconds for name, seconds in work.parts.items()}
+    return each, options.microbatches * share * (work.forward_s + work.backward_s)
 
 
 def stage_costs(placed: Placed, rated: Rates, options: Options, practice: Practice = Practice()) -> Costs:
@@ -227,7 +238,7 @@ class _Work:
             beside_stage = placed.layout.ways(a for a in placed.layout.axes_in_use("vocab") if a != "stage")
             n = n * placed.head_ways // max(1, beside_stage)
         self.head = {"matmul": matmul(tokens, n, k) + matmul(tokens, k, n) + placed.head.trained * matmul(k, n, tokens),
-                     "elementwise": fused * rated.stream_s(LOGIT_BYTES * tokens * n)}
+                     "elementwise": fused * rated.stream_s(LOGIT_BYTES * tokens * n)} if n else {}
 
 
 def _experts_s(placed: Placed, rated: Rates, options: Options) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -226,7 +226,7 @@ def of_run(run, costs: Costs | Callable[[Schedule], Costs], p: int, slot_bytes: 
     """
     name, m, v = run.pipeline.schedule, run.training.microbatches, run.pipeline.chunks
     if name == "auto":
-        counts = chunk_counts(-(-run.model.num_layers // stages.period(run.model)), p) if v == 1 else (v,)
+        counts = chunk_counts(-(-stages.staged(run.model) // stages.period(run.model)), p) if v == 1 else (v,)
         return choose(p, m, costs, slot_bytes, budget_bytes, counts)
     schedule = schedules.make(name, p, m, v)
     outcome = simulate(schedule, costs(schedule) if callable(costs) else costs)

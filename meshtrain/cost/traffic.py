@@ -50,6 +50,9 @@ def of(placed: Placed, options: Options, practice: Practice = Practice()) -> lis
     """Of a step on one device, in the words of `Sent`."""
     found = [*_tensor(placed, options, practice), *_experts(placed, options, practice), *_weights(placed, options, practice),
              *_context(placed, options, practice), *_stages(placed, options, practice), *_once(placed, practice)]
+    if leading := placed.leading:
+        ahead = (*_tensor(leading, options, practice), *_context(leading, options, practice))
+        found += [dataclasses.replace(sent, layer=False) for sent in ahead]
     return [sent for sent in found if sent.axes and sent.array_bytes and sent.runs]
 
 
@@ -237,9 +240,10 @@ def _stages(placed: Placed, options: Options, practice: Practice) -> Iterator[Se
     yield send("collective-permute", forward + backward)
     if not placed.masked(options, practice):
         return
-    looked_up, loss, looked_up_back = placed.ends(options, practice)
+    (looked_up, loss, looked_up_back), (begun, _, begun_back) = placed.ends(options, practice), placed.begun(options, practice)
     shared = "stage" in placed.layout.axes_in_use("vocab")
-    yield send("all-reduce", loss + looked_up_back + shared * (looked_up + loss))
+    beside = begun + looked_up_back if placed.leading else 0        # out of the leading layers, and back to the embedding
+    yield send("all-reduce", loss + begun_back + beside + shared * (looked_up + loss))
     travelling = ((placed.dtype, size * placed.layers_read), (FLOAT32, 4 * placed.layers_stored)) if chunks > 1 else ()
     for dtype, sent_bytes in travelling:
         yield move("all-to-all", "stage" if chunks % p == 0 else f"stage:{chunks}~", dtype, sent_bytes)

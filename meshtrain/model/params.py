@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from meshtrain.names import LAYERS
+from meshtrain.names import LAYERS, LEADING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ParamInfo:
         """(input dims, output dims) of a matrix, the dims of layers and experts in neither; None for anything else."""
         if self.role != "matrix":
             return None
-        first = sum(axis in (LAYERS, "expert") for axis in self.axes)       # stacks of matrices
+        first = sum(axis in (LAYERS, LEADING, "expert") for axis in self.axes)       # stacks of matrices
         split = first + self.fan_in_dims
         return tuple(range(first, split)), tuple(range(split, len(self.shape)))
 
@@ -77,9 +77,9 @@ class Module:
         return nnx.merge(self.graphdef, jax.tree.unflatten(jax.tree.structure(self.state), jax.tree.leaves(params)))
 
 
-def infos(module: Module, prefix: tuple[str, ...] = (), num_layers: int | None = None) -> list[ParamInfo]:
-    """The parameters of a module; with num_layers they are stacked, a leading dim on the logical axis 'layers'."""
-    lead, lead_axes = ((num_layers,), (LAYERS,)) if num_layers else ((), ())
+def infos(module: Module, prefix: tuple[str, ...] = (), num_layers: int | None = None, axis: str = LAYERS) -> list[ParamInfo]:
+    """The parameters of a module; with num_layers they are stacked, a leading dim on the logical axis `axis`."""
+    lead, lead_axes = ((num_layers,), (axis,)) if num_layers else ((), ())
     found = []
     for path, variable in module.infos.items():
         meta = variable.get_metadata()

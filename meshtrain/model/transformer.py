@@ -25,7 +25,7 @@ from meshtrain.model.inputs import Inputs
 from meshtrain.model.layers import Embedding, Layer, Linear, Norm, Execution, dropout, kv_heads
 from meshtrain.model.loss import LossSpec, capped, loss_sums, token_nll
 from meshtrain.model.moe import MoE
-from meshtrain.names import AUX_LOSS, LAYERS, LORA, MATMUL_ROLES
+from meshtrain.names import AUX_LOSS, LAYERS, LEADING, LORA, MATMUL_ROLES
 
 VOCAB_MULTIPLE = 256
 LAYER_INPUT = "layer_input"     # what `offload` keeps on the host
@@ -54,11 +54,12 @@ class Group:
     """Consecutive layers that repeat with a period: the layers of `period` in turn, `repeats` times.
 
     The weights of each layer of the period are stacked over the repeats, [repeats, …]; a period of one has no level of its own
-    in the parameter tree.
+    in the parameter tree. leading: they stand before the stages of a pipeline, in none of them.
     """
     name: str
     period: tuple[params.Module, ...]
     repeats: int
+    leading: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -66,9 +67,9 @@ class Group:
 
     def parameters(self, path: tuple[str, ...]) -> list[params.ParamInfo]:
         """The parameters of the group, whose subtree stands at `path`."""
-        if len(self.period) == 1:
-            return params.infos(self.period[0], path, self.repeats)
-        return [info for i, layer in enumerate(self.period) for info in params.infos(layer, (*path, str(i)), self.repeats)]
+        axis, several = LEADING if self.leading else LAYERS, len(self.period) > 1
+        paths = [(*path, str(i)) for i in range(len(self.period))] if several else [path]
+        return [info for layer, path in zip(self.period, paths) for info in params.infos(layer, path, self.repeats, axis)]
 
     def init(self, keys: jax.Array) -> tuple:
         """The stacked weights of each layer of the period, from one key per layer."""
@@ -152,9 +153,18 @@ class Transformer:
     # What a pipeline passes through its stages: whole periods, the last one filled up with layers that do nothing.
 
     @property
+    def leading(self) -> Group | None:
+        """The layers before the stages."""
+        return self.groups[0] if self.groups[0].leading else None
+
+    @property
+    def staged(self) -> tuple[Group, ...]:
+        return self.groups[bool(self.leading):]
+
+    @property
     def period(self) -> tuple[params.Module, ...]:
-        """The layers that all layers repeat in turn; the last time perhaps not to the end. Raises: ValueError where they do not."""
-        first, *left = self.groups
+        """The layers that all staged ones repeat in turn; the last time perhaps not to the end. Raises: ValueError where they do not."""
+        first, *left = self.staged
         if len(left) > 1 or any(group.period * group.repeats != first.period[:group.repeats] for group in left):
             described = ", ".join(f"{group.name}: {group.repeats} × {len(group.period)}" for group in self.groups)
             raise ValueError(f"this model has layers of several kinds ({described}), and stages of a pipeline must be equal; "
@@ -163,11 +173,15 @@ class Transformer:
 
     def first(self, layers):
         """Of a tree like LAYERS what belongs to whole periods."""
-        return layers if len(self.groups) == 1 else layers[self.groups[0].name]
+        return layers if len(self.groups) == 1 else layers[self.staged[0].name]
+
+    def before(self, layers):
+        """Of a tree like LAYERS what belongs to leading layers."""
+        return layers[self.leading.name] if self.leading else {}
 
     def by_period(self, layers, length: int):
         """The tree of LAYERS as the tree of one period, stacked: [length, …] for each of its layers, zeros behind the last."""
-        first, *left = self.groups
+        first, *left = self.staged
         found = [[weights] for weights in self.weights({LAYERS: layers}, first)]
         for group in left:
             (stack,) = self.weights({LAYERS: layers}, group)
@@ -179,16 +193,16 @@ class Transformer:
             return jnp.pad(a, [(0, length - a.shape[0])] + [(0, 0)] * (a.ndim - 1))
         return first.subtree(tuple(jax.tree.map(stacked, *trees) for trees in found))
 
-    def from_period(self, tree):
-        """What `by_period` makes of LAYERS, as LAYERS again."""
-        first, *left = self.groups
+    def from_period(self, tree, before):
+        """What `by_period` and `before` make of LAYERS, as LAYERS again."""
+        first, *left = self.staged
         entries = lambda start, stop, place: jax.tree.map(lambda a: a[start:stop], place)
         places = first.weights(tree)
         trees = {first.name: first.subtree(tuple(entries(0, first.repeats, place) for place in places))}
         for group in left:
             alone = [entries(first.repeats, first.repeats + 1, place) for place in places[:group.repeats]]
             trees[group.name] = group.subtree((jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *alone),))
-        return trees if left else trees[first.name]
+        return trees | ({self.leading.name: before} if self.leading else {}) if len(self.groups) > 1 else trees[first.name]
 
     def gathered_by_layer(self, layout: Layout) -> bool:
         """Whether layers gather their weights when they use them (ZeRO-3). Else these lie as [params] says all step long."""
@@ -351,20 +365,20 @@ def build(cfg, adapters=None) -> Transformer:
     """
     dense, adapters = cfg.first_dense_layers, adapters if adapters is not None and adapters.rank else None
     kind = {"make_moe": MoE} if cfg.num_experts else {}
-    groups = _groups(cfg, adapters, "dense_", dense) + _groups(cfg, adapters, "", cfg.num_layers - dense, **kind)
+    groups = (_groups(cfg, adapters, dense, leading=True) if dense else ()) + _groups(cfg, adapters, cfg.num_layers - dense, **kind)
     return Transformer(cfg, params.Module(lambda rngs: Ends(cfg, rngs)), groups, adapters)
 
 
-def _groups(cfg, adapters, prefix: str, num_layers: int, **kind) -> tuple[Group, ...]:
+def _groups(cfg, adapters, num_layers: int, leading: bool = False, **kind) -> tuple[Group, ...]:
     def layer(**more):
         plain = lambda rngs: Layer(cfg, rngs, **kind, **more)
         return params.Module(plain if adapters is None else lambda rngs: lora.adapt(plain(rngs), rngs, adapters))
-    every = cfg.global_every
-    if not every or not num_layers:
-        return (Group(prefix + "layers", (layer(),), num_layers),) if num_layers else ()
-    local = layer()
-    period = (*(local for _ in range(every - 1)), layer(everywhere=True))
-    found = Group(prefix + "periods", period, num_layers // every), Group(prefix + "left", (local,), num_layers % every)
+    every, local, group = cfg.global_every, layer(), lambda name, *of: Group("dense_" * leading + name, *of, leading)
+    if not every:
+        found = (group("layers", (local,), num_layers),)
+    else:
+        period = (*(local for _ in range(every - 1)), layer(everywhere=True))
+        found = group("periods", period, num_layers // every), group("left", (local,), num_layers % every)
     return tuple(group for group in found if group.repeats)
 
 

@@ -4,7 +4,8 @@ In a tick all stages execute the same slots in the same order (receive, embeddin
 the buffer slots that the schedule gives it; a stage that has nothing to do works masked, so no control flow differs between
 devices and collectives may stand anywhere. F, B and W of a tick go through the layers together: none waits for another, so the
 collectives of one run beside the products of the others. Ticks with the same slots are a phase, one scan. The executor makes the
-gradients itself: jax never differentiates through it. It is given the model as four functions and knows nothing else of it.
+gradients itself: jax never differentiates through it. It is given the model as functions and knows nothing else of it.
+Leading layers, unlike those of the stages, stand before the first tick and behind the last one, on all stages at once.
 Manual are `stage` and the axes over which gradients are summed once, after the step; all others are automatic.
 Sources: `schedules`; arXiv:1811.06965, 2104.04473, 2401.10241.
 """
@@ -38,21 +39,23 @@ class ModelFunctions:
     head(ends, frozen, x, microbatch, extra) -> (objective, metric), after the last; the objective is differentiated.
     aux: {name: float32 array}, sums that are not differentiated. `ends` are the weights of embed and head, which all stages
     work on together: where they are split over the stages, embed and head gather and sum over them, and return the same on
-    every stage. frozen: of a layer or of the ends those weights that have no gradient.
+    every stage. frozen: of a layer or of the ends those weights that have no gradient. leading: as `layer`, of layers of another
+    kind before the first stage, which have no aux; None: there are none.
     """
     prepare: Callable
     embed: Callable
     layer: Callable
     head: Callable
+    leading: Callable | None = None
 
 
 def gradients(schedule: Schedule, model: ModelFunctions, mesh, once, weights, batch, extra, *, ws_axes, ends_specs, batch_specs):
-    """(metric [R], gradients of ws [R, V, P, n, …], gradients of ends [R, …], aux by name [R·P, …]), float32 and unsummed over
-    replicas, aux over stages, too.
+    """(metric [R], gradients of ws [R, V, P, n, …], of ends [R, …], of leading layers [R·P, n, …], aux by name [R·P, …]), float32 and
+    unsummed over replicas, those of leading layers and aux over stages, too.
 
     R = product of the sizes of `once`, the axes over which the batch is split and the caller sums; the leading dim lies
-    on them. weights: (ws, frozen ws), (ends, frozen ends). ws: layers [V, P, n, …], dim 1 over stage; layer (v, s, i) has the
-    number (v·P + s)·n + i. batch: [M, R, …]. extra: replicated. ends_specs: (of ends, of frozen ends), batch_specs: how these are
+    on them. weights: (ws, frozen ws), (ends, frozen ends), (leading, frozen leading). ws: layers [V, P, n, …], dim 1 over stage;
+    layer (v, s, i) has the number (v·P + s)·n + i. leading: [n, …]. batch: [M, R, …]. extra: replicated. ends_specs: (of ends, of frozen ends), batch_specs: how these are
     split over `stage` and `once`, PartitionSpecs by leaf. ws_axes: (of ws, of frozen ws), those of `once` that split a leaf, for each
     dim behind n; along them its gradient is whole already, and R has none of them.
     """
@@ -75,13 +78,14 @@ def needs_order(mesh) -> bool:
 
 def over_stages(execute, differentiate: bool, mesh, once, weights, batch, extra, ws_axes, ends_specs, batch_specs):
     """execute(stage [1], weights, batch, extra) on every device's shard. Returns as `gradients`, or (metric,)."""
-    ws, _ = weights
+    ws, _, leading = weights
     dims = lambda axes: (on or None for on in axes)
     apart = lambda axes: tuple(a for a in once if a not in sum(axes, ())) or None
     grads_specs = (jax.tree.map(lambda _, axes: P(apart(axes), None, STAGE, None, *dims(axes)), ws[0], ws_axes[0]),
-                   jax.tree.map(lambda spec: P(once or None, *spec), ends_specs[0]), P((*once, STAGE))) if differentiate else ()
+                   jax.tree.map(lambda spec: P(once or None, *spec), ends_specs[0]), P((*once, STAGE)), P((*once, STAGE))
+                   ) if differentiate else ()
     ws_specs = jax.tree.map(lambda _, axes: P(None, STAGE, None, *dims(axes)), ws, ws_axes)
-    specs = (P(STAGE), (ws_specs, ends_specs), batch_specs, jax.tree.map(lambda _: P(), extra))
+    specs = (P(STAGE), (ws_specs, ends_specs, jax.tree.map(lambda _: P(), leading)), batch_specs, jax.tree.map(lambda _: P(), extra))
     step = jax.shard_map(execute, mesh=mesh, axis_names={STAGE, *once}, in_specs=specs, out_specs=(P(once or None), *grads_specs),
                          check_vma=False)
     return step(jnp.arange(mesh.shape[STAGE]), weights, batch, extra)
@@ -95,14 +99,17 @@ class Shard:
     """What one device has of a step; all of it stays as it is from tick to tick. What changes is the carry."""
     schedule: Schedule
     model: ModelFunctions
+    stage: jax.Array
     layers: tuple                # (weights of all chunks [V·n, …], (their numbers [V·n], frozen weights [V·n, …]))
     depth: int                   # n, layers of a chunk
     ends: dict
     frozen_ends: dict
+    leading: tuple               # as layers, [n, …]
     batch: dict                  # [M, …]
     extra: dict
     x: jax.ShapeDtypeStruct      # the residual stream between stages
     fbw: split.FBW | None        # F, B and W of one layer; None where nothing is differentiated
+    ahead: split.FBW | None      # of all leading layers; None, too, where there are none
     columns: tuple[str, ...]     # of the schedule, in the order of a tick's numbers
 
     def layer(self, chunk, i):
@@ -135,29 +142,31 @@ class Shard:
 def shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage, weights, batch, extra):
     """(Shard, carry of the first tick, numbers [T, columns] of the tick after each) for the arguments of an executor.
 
-    carry: buffers X R Q D (Z) and the sums metric, ws, ends and aux, all zero; tick: what the first tick is given. Where nothing is
-    differentiated, X, metric and tick alone.
+    carry: buffers X R Q D (Z) and the sums metric, ws, ends, leading and aux, all zero; tick: what the first tick is given. Where
+    nothing is differentiated, X, metric and tick alone.
     """
-    stage, (ws, (ends, frozen_ends)) = stage[0], weights
+    stage, (ws, (ends, frozen_ends), (leading, frozen_leading)) = stage[0], weights
     num_stages, num_chunks = schedule.num_stages, schedule.num_chunks
     depth = jax.tree.leaves(ws)[0].shape[2]
     flat, frozen = jax.tree.map(lambda a: a.reshape(num_chunks * depth, *a.shape[3:]), ws)      # [V, 1, n, …] -> [V·n, …]
     numbers = ((jnp.arange(num_chunks) * num_stages + stage)[:, None] * depth + jnp.arange(depth)).reshape(-1)
     batch = jax.tree.map(lambda a: a[:, 0], batch)                                      # [M, 1, …] -> [M, …]
-    own = numbers, frozen
+    own, count = (numbers, frozen), len(jax.tree.leaves((leading, frozen_leading))[0]) if model.leading else 0
+    leading = leading, (jnp.arange(count), frozen_leading)
     x = jax.eval_shape(lambda: model.embed(ends, frozen_ends, take(batch, 0), extra))
-    fbw = split.layer_of(model.layer, flat, own, x, jax.eval_shape(lambda: model.prepare(take(batch, 0), extra))
-                         ) if differentiate else None
+    e = jax.eval_shape(lambda: model.prepare(take(batch, 0), extra))
+    fbw = split.layer_of(model.layer, flat, own, x, e) if differentiate else None
+    ahead = split.stack(model.leading, *leading, count, x, e) if differentiate and count else None
     columns = dict(schedule.columns) | {name: np.tile(a[:, None], num_stages) for name, a in schedule.shared.items()}
     ticks = jnp.take(np.stack(list(columns.values()), axis=2), stage, axis=1)
-    this = Shard(schedule, model, (flat, own), depth, ends, frozen_ends, batch, extra, x, fbw, tuple(columns))
+    this = Shard(schedule, model, stage, (flat, own), depth, ends, frozen_ends, leading, batch, extra, x, fbw, ahead, tuple(columns))
     buffer = lambda avals, *shape: jax.tree.map(lambda a: jnp.zeros((*shape, *a.shape), a.dtype), avals)
     slots = schedule.slots
     zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), tree)
     carry = dict(X=buffer(x, slots["X"]), metric=jnp.float32(0))
     if differentiate:
         carry |= dict(R=buffer(fbw.r, slots["R"], depth), Q=buffer(fbw.q, slots["Q"], depth), D=buffer(x, slots["D"]))
-        carry |= dict(ws=zeros(flat), ends=zeros(ends), aux=zeros(fbw.aux))
+        carry |= dict(ws=zeros(flat), ends=zeros(ends), leading=zeros(leading[0]), aux=zeros(fbw.aux))
     if schedule.split:
         carry["Z"] = buffer(fbw.z, slots["Z"], depth)
     # Carried from tick to tick: picked or prepared where it is used, that would be done for every element of what it is
@@ -176,11 +185,12 @@ def unflattened(ws, num_chunks: int):
 
 
 def _input(this: Shard, phase: _Phase, c, tick):
-    """What F reads: what the stage before has sent, or the embedding."""
+    """What F reads: what the stage before has sent, or the embedding, or what leading layers have made of it."""
     x = take(c["X"], tick["F_x"])
     if phase.embed == "never":
         return x
-    first = _sometimes(this, phase, "embed", tick, lambda: this.embed(this.ends, tick["embed_mb"]), lambda: x)
+    begin = partial(led, this, c) if this.model.leading else partial(this.embed, this.ends)
+    first = _sometimes(this, phase, "embed", tick, lambda: begin(tick["embed_mb"]), lambda: x)
     return jnp.where(tick["F_first"] > 0, first, x)
 
 
@@ -250,10 +260,86 @@ def _loss(this: Shard, phase: _Phase, c, tick, y):
 
 
 def _embed_grad(this: Shard, c, tick, dx):
-    """(gradients of the ends, dx of the first stage): all stages work on it."""
+    """(gradients of the ends, dx of the first stage): all stages work on it. Behind leading layers dx alone."""
     shared = _share(dx, tick["B_first"])
-    _, vjp = jax.vjp(lambda ends: this.embed(ends, tick["embed_grad_mb"]), split.wide(this.ends))
-    return _add(c["ends"], vjp(shared)[0], tick["embed_grad_on"] > 0), shared
+    if this.model.leading:
+        return c["ends"], shared
+    return _looked_up_back(this, c["ends"], tick["embed_grad_mb"], shared, tick["embed_grad_on"] > 0), shared
+
+
+def _looked_up_back(this: Shard, ends, i, dx, on):
+    """The gradients of the ends with those that the embedding of microbatch i has from the cotangent dx, where `on`."""
+    _, vjp = jax.vjp(lambda ends: this.embed(ends, i), split.wide(this.ends))
+    return _add(ends, vjp(dx)[0], on)
+
+
+# ---- leading layers --------------------------------------------------------------------------------------------------
+# Stage s has microbatches s, s + P, …, one in each round: their forward before the first tick, their backward behind the last
+# one. On the first stage alone, in its ticks, they would cost as much on all others, which wait for it. From there to here
+# a microbatch is in a buffer L [rounds, …]: what leading layers made of it until F has read it, then its cotangent.
+
+
+def lead(this: Shard, c, together: bool = True):
+    """(c with L, what the backward of leading layers needs of each round). together: all stages work on an embedding."""
+    num_stages = this.schedule.num_stages
+
+    def one_round(_, k):
+        i = _at_most(this, k * num_stages + this.stage)
+
+        def looked_up(x, s):
+            return jnp.where(s == this.stage, this.embed(this.ends, _at_most(this, k * num_stages + s)), x), None
+        x = lax.scan(looked_up, jnp.zeros(this.x.shape, this.x.dtype), jnp.arange(num_stages))[0] if together else this.embed(this.ends, i)
+        e = this.prepare(i)
+        if this.ahead:
+            y, _, saved = this.ahead.forward((*this.leading, 0), x, e)
+            return None, (y, saved)
+        return None, (lax.scan(lambda x, w: (this.model.leading(w[0], x, (w[1], e))[0], None), x, this.leading)[0], None)
+    _, (ys, saved) = lax.scan(one_round, None, jnp.arange(_rounds(this)))
+    return c | dict(L=ys), saved
+
+
+def led(this: Shard, c, i):
+    """What the leading layers made of microbatch i, on all stages."""
+    return _share(take(c["L"], lax.div(i, this.schedule.num_stages)), lax.rem(i, this.schedule.num_stages) == this.stage)
+
+
+def lead_next(this: Shard, c, tick, dx):
+    """c with the cotangent dx, the same on all stages, of what leading layers made of the tick's microbatch."""
+    k, s = (of(tick["embed_grad_mb"], this.schedule.num_stages) for of in (lax.div, lax.rem))
+    here = (tick["embed_grad_on"] > 0) & (s == this.stage)
+    return c | dict(L=put(c["L"], jnp.where(here, dx, take(c["L"], k)), k))
+
+
+def lead_back(this: Shard, c, saved, together: bool = True):
+    """c with the gradients of leading layers and of the embedding before them."""
+    num_stages = this.schedule.num_stages
+    numbers = lambda k, s: (_at_most(this, k * num_stages + s), k * num_stages + s < this.schedule.num_microbatches)
+
+    def one_round(sums, visited):
+        ends, leading = sums
+        k, dy, saved = visited
+        i, on = numbers(k, this.stage)
+        dx, leading = this.ahead.backward((*this.leading, 0), this.prepare(i), *saved, dy, leading, on)
+        if not jax.tree.leaves(ends):
+            return (ends, leading), None
+        if not together:
+            return (_looked_up_back(this, ends, i, dx, on), leading), None
+
+        def of_stage(ends, s):
+            i, on = numbers(k, s)
+            return _looked_up_back(this, ends, i, _share(dx, s == this.stage), on), None
+        return (lax.scan(of_stage, ends, jnp.arange(num_stages))[0], leading), None
+    (ends, leading), _ = lax.scan(one_round, (c["ends"], c["leading"]), (jnp.arange(_rounds(this)), c["L"], saved))
+    return c | dict(ends=ends, leading=leading)
+
+
+def _rounds(this: Shard) -> int:
+    return -(-this.schedule.num_microbatches // this.schedule.num_stages)
+
+
+def _at_most(this: Shard, i):
+    """The number of a microbatch, the last one's for what fills up the last round."""
+    return jnp.minimum(i, this.schedule.num_microbatches - 1)
 
 
 # ---- ticks and phases ------------------------------------------------------------------------------------------------
@@ -282,6 +368,7 @@ def _tick(this: Shard, phase: _Phase, wait: Callable, c, following):
     if "B" in phase.kinds and phase.embed_grad != "never":
         grads, shared = _sometimes(this, phase, "embed_grad", tick, lambda: _embed_grad(this, c, tick, dx), lambda: (c["ends"], dx))
         c, following = c | dict(ends=grads), wait(following, shared)
+        c = lead_next(this, c, tick, shared) if this.model.leading else c
     # Behind the loss, which where it is masked writes into a slot of D that is free until here.
     for name, buffer, slot in (("y", "X", "y_in"), ("dx", "D", "dx_in")):
         if name in arrived:
@@ -292,14 +379,17 @@ def _tick(this: Shard, phase: _Phase, wait: Callable, c, following):
 def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, differentiate: bool, stage, weights, batch, extra):
     this, c, following = shard(schedule, model, differentiate, stage, weights, batch, extra)
     wait = ordered if in_order else lambda values, _: values
-    for phase in _phases(schedule, bool(jax.tree.leaves(this.ends))):
+    if model.leading:
+        c, saved = lead(this, c)
+    for phase in _phases(schedule, bool(jax.tree.leaves(this.ends) or model.leading)):
         if not differentiate and "B" in phase.kinds:
             break
         c, _ = lax.scan(partial(_tick, this, phase, wait), c, following[phase.start:phase.stop])
     if not differentiate:
         return (c["metric"][None],)
-    ends, aux = jax.tree.map(lambda a: a[None], (c["ends"], c["aux"]))
-    return c["metric"][None], unflattened(c["ws"], schedule.num_chunks), ends, aux
+    c = lead_back(this, c, saved) if model.leading else c
+    ends, leading, aux = jax.tree.map(lambda a: a[None], (c["ends"], c["leading"], c["aux"]))
+    return c["metric"][None], unflattened(c["ws"], schedule.num_chunks), ends, leading, aux
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,22 +8,29 @@ from meshtrain.layout.rules import Rules
 from meshtrain.parallel import schedules
 
 
+def staged(cfg) -> int:
+    """Layers that lie in stages: all but the leading ones, which stand before them. cfg: the [model] section."""
+    return cfg.num_layers - cfg.first_dense_layers
+
+
 def period(cfg) -> int:
-    """Layers that a stage must hold together: those that repeat. cfg: the [model] section."""
-    return cfg.global_every if 0 < cfg.global_every <= cfg.num_layers else 1
+    """Layers that a stage must hold together: those that repeat."""
+    return cfg.global_every if 0 < cfg.global_every <= staged(cfg) else 1
 
 
 def padded(cfg, virtual_stages: int) -> int:
     """Layers of so many equal stages of whole periods, with those that do nothing."""
     together = period(cfg) * virtual_stages
-    return -(-cfg.num_layers // together) * together
+    return -(-staged(cfg) // together) * together
 
 
 def problems(run, loaded: Rules, sizes) -> list[str]:
     """Why this run cannot be pipelined, one message each, in the words of the run file; empty where it can."""
-    num_stages, chunks, num_layers = sizes["stage"], run.pipeline.chunks, run.model.num_layers
+    num_stages, chunks, first = sizes["stage"], run.pipeline.chunks, run.model.first_dense_layers
     if num_stages == 1:
         return []
+    num_layers, layers = staged(run.model), f"model.num_layers={run.model.num_layers}"
+    layers += f", of which model.first_dense_layers={first} lie in no stage," if first else ""
     faults = schedules.problems(schedule_name(run), num_stages, run.training.microbatches, chunks)
     if schedule_name(run) == "zb_h1" and sizes["context"] > 1:
         faults.append(f'pipeline.schedule="zb_h1" cannot stand beside mesh.context={sizes["context"]}: its stages take '
@@ -32,19 +39,17 @@ def problems(run, loaded: Rules, sizes) -> list[str]:
     together = period(run.model)
     most = max(1, -(-num_layers // (num_stages * together)))
     if chunks > most:
-        faults.append(f"pipeline.chunks={chunks} cuts model.num_layers={num_layers} on mesh.stage={num_stages} into chunks without a "
+        faults.append(f"pipeline.chunks={chunks} cuts {layers} on mesh.stage={num_stages} into chunks without a "
                       f"layer; use at most {most}")
     if run.training.remat == "offload":
         faults.append(f'training.remat="offload" cannot stand beside mesh.stage={num_stages}: what waits for its backward stays '
                       'in the slots of the schedule, on the device; use training.remat="full"')
-    if run.model.first_dense_layers:
-        faults.append(f"model.first_dense_layers={run.model.first_dense_layers} makes layers of two kinds, and stages of a pipeline must "
-                      "be equal; set mesh.stage to 1, or model.first_dense_layers to 0")
     filled = padded(run.model, num_stages * chunks)
     if filled > num_layers and run.pipeline.uneven == "refuse":
         whole = f" in periods of model.global_every={together}" if together > 1 else ""
-        faults.append(f"model.num_layers={num_layers}{whole} cannot be split over mesh.stage={num_stages} × pipeline.chunks={chunks}; "
-                      f'use a multiple of {together * num_stages * chunks}, e.g. {filled}, or pipeline.uneven="pad"')
+        faults.append(f"{layers}{whole} cannot be split over mesh.stage={num_stages} × pipeline.chunks={chunks}; "
+                      f'use {f"{first} and " if first else ""}a multiple of {together * num_stages * chunks}, e.g. {first + filled}, or '
+                      'pipeline.uneven="pad"')
     missing = [f"[{table}]" for table in ("params", "grads", "optimizer") if loaded.mesh_axes(table, "layers") != ("stage",)]
     if missing:
         faults.append(f'mesh.stage={num_stages} needs layers = "stage" in {", ".join(missing)} of {loaded.path}; take one of '
@@ -65,7 +70,7 @@ def fit(run, loaded: Rules, sizes, vocab: int) -> tuple[Rules, list[str]]:
 
     Padding with layers that do nothing happens inside the step: what is stored are the layers of the model, in order.
     """
-    num_stages, num_layers, drop, said = sizes["stage"], run.model.num_layers, set(), []
+    num_stages, num_layers, drop, said = sizes["stage"], staged(run.model), set(), []
     if num_stages == 1:
         return loaded, said
     splits = [math.prod(sizes[a] for a in table["vocab"]) for table in loaded.tables.values()
@@ -92,8 +97,14 @@ def fit(run, loaded: Rules, sizes, vocab: int) -> tuple[Rules, list[str]]:
 
 def notes(run, schedule: schedules.Schedule) -> list[str]:
     """What this schedule costs beside its bubble, where it costs anything."""
-    num_stages, chunks, num_layers = schedule.num_stages, schedule.num_chunks, run.model.num_layers
+    num_stages, chunks, num_layers = schedule.num_stages, schedule.num_chunks, staged(run.model)
     said, extra = [], padded(run.model, num_stages * chunks) - num_layers
+    if first := run.model.first_dense_layers:
+        idle = -schedule.num_microbatches % num_stages
+        said.append(f"pipeline: model.first_dense_layers={first}: every stage has them whole, with their states, and takes every "
+                    f"{num_stages}th microbatch through them before the first tick and back behind the last one" + (
+                        f"; training.microbatches={schedule.num_microbatches} leave {idle} of {num_stages} stages idle in the last round, a "
+                        f"multiple of {num_stages} none" if idle else ""))
     if extra:
         said.append(f"pipeline: {num_layers} layers over mesh.stage={num_stages} × pipeline.chunks={chunks} are filled up with "
                      f"{extra} that do nothing; they cost time like the others")

@@ -16,7 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshtrain.parallel import split
-from meshtrain.parallel.pipeline import STAGE, ModelFunctions, needs_order, ordered, over_stages, shard, unflattened
+from meshtrain.parallel.pipeline import (
+    STAGE, ModelFunctions, lead, lead_back, lead_next, led, needs_order, ordered, over_stages, shard, unflattened)
+from meshtrain.layout.mesh import psum
 from meshtrain.parallel.schedules import Schedule
 from meshtrain.parallel.split import put, take
 
@@ -33,6 +35,8 @@ def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, stage, w
     w = (*this.layers, 0)               # the family has one chunk
     wait = ordered if in_order else lambda values, _: values
     zeros = lambda avals: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), avals)
+    if leading := model.leading is not None:
+        c, saved = lead(this, c, together=False)
     nothing = dict(y=zeros(this.x), dx=zeros(this.x), dy=zeros(this.x), R=zeros(fbw.r), Q=zeros(fbw.q), Z=zeros(fbw.z))
     add = lambda total, new: jax.tree.map(jnp.add, total, new)
 
@@ -40,7 +44,7 @@ def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, stage, w
         return sums, nothing
 
     def forward(c, tick, sums):
-        x = _branch(tick["F_first"], [lambda: take(c["X"], tick["F_x"]), lambda: this.embed(this.ends, tick["F_mb"])])
+        x = _branch(tick["F_first"], [lambda: take(c["X"], tick["F_x"]), lambda: tick["begin"] if leading else this.embed(this.ends, tick["F_mb"])])
         y, aux, (r, q) = fbw.forward(w, x, tick["F_e"])
         sums = sums | dict(aux=add(sums["aux"], aux))
 
@@ -58,7 +62,8 @@ def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, stage, w
         def embed_grad():
             embed = lambda ends: this.embed(ends, tick["B_mb"])
             return add(sums["ends"], jax.vjp(embed, split.wide(this.ends))[1](dx)[0])
-        sums = sums | dict(ends=_branch(tick["B_first"], [lambda: sums["ends"], embed_grad]))
+        if not leading:
+            sums = sums | dict(ends=_branch(tick["B_first"], [lambda: sums["ends"], embed_grad]))
         return sums, nothing | dict(dx=dx, Z=z)
 
     def weight(c, tick, sums):
@@ -67,11 +72,15 @@ def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, stage, w
 
     def one_tick(c, following):
         tick = this.named(c["tick"])
+        if leading:
+            tick = tick | dict(begin=led(this, c, tick["embed_mb"]))
         sums, new = _branch(tick["op"], [partial(op, c, tick) for op in (idle, forward, backward, weight)],
                             {name: c[name] for name in ("ws", "ends", "metric", "aux")})
         y = lax.ppermute(new["y"], STAGE, [(i, (i + 1) % num_stages) for i in range(num_stages)])
         dx = lax.ppermute(wait(new["dx"], y), STAGE, [(i, (i - 1) % num_stages) for i in range(num_stages)])
         following = wait(following, dx)
+        if leading:
+            c = lead_next(this, c, tick, psum(jnp.where(tick["B_first"] > 0, new["dx"], 0), STAGE))
         # What an op does not make is written, too, into slots that nobody holds.
         return c | sums | dict(
             X=put(c["X"], y, tick["y_in"]), R=put(c["R"], new["R"], tick["F_r"]), Q=put(c["Q"], new["Q"], tick["F_q"]),
@@ -79,10 +88,11 @@ def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, stage, w
             tick=this.prepared(following)), None
 
     c, _ = lax.scan(one_tick, c, following)
+    c = lead_back(this, c, saved, together=False) if leading else c
     # Once a step, in float32: the first stage's gradients and the last one's, whole embedding and head.
     metric, d_ends = lax.psum((c["metric"], c["ends"]), STAGE)
-    d_ends, aux = jax.tree.map(lambda a: a[None], (d_ends, c["aux"]))
-    return metric[None], unflattened(c["ws"], 1), d_ends, aux
+    d_ends, d_leading, aux = jax.tree.map(lambda a: a[None], (d_ends, c["leading"], c["aux"]))
+    return metric[None], unflattened(c["ws"], 1), d_ends, d_leading, aux
 
 
 def _branch(number, branches, *args):

@@ -38,6 +38,7 @@ def pipelined(step: StepSpec, schedule: Schedule):
     summed = step.once + layout.mesh_axes("activations", "seq")       # a shard of a sequence has gradients of its own, too
     # Experts stay on their devices: along what splits them, gradients are whole already.
     own = lambda axes: tuple(tuple(a for a in layout.axes_in_use(axis) if a in summed) for axis in axes[1:])
+    before_axes = model.before(layers_axes)
     specs = dict(ws_axes=tuple(_map_axes(own, model.first(part[LAYERS])) for part in model.divided(step.state.axes)),
                  ends_specs=_map_axes(lambda axes: layout.spec("params", axes, drop=others),
                                       tuple(map(without_layers, model.divided(step.state.axes)))),
@@ -53,9 +54,10 @@ def pipelined(step: StepSpec, schedule: Schedule):
         extra = {"count": count} | ({} if key is None else {"key": key})
         executor = switch if schedule.family == "switch" else pipeline
         weights = _into_loop(step, p, num_stages, schedule.num_chunks)
-        nll, ws, ends, aux = executor.gradients(schedule, functions, step.mesh, summed, weights, batch, extra, **specs)
+        nll, ws, ends, before, aux = executor.gradients(schedule, functions, step.mesh, summed, weights, batch, extra, **specs)
         grads = _map_axes(lambda axes, g: reduce_once(layout, summed, axes, g), ends_axes, ends)
-        layers = model.from_period(_map_axes(out_of_stages, model.first(layers_axes), ws))
+        before = _map_axes(lambda axes, g: reduce_once(layout, (*summed, pipeline.STAGE), axes, g), before_axes, before)
+        layers = model.from_period(_map_axes(out_of_stages, model.first(layers_axes), ws), before)
         grads[LAYERS] = _map_axes(lambda axes, g: layout.constrain("optimizer", g, axes), layers_axes, layers)
         return grads, nll.sum() / count, count, jax.tree.map(lambda a: a.sum(0) / count, aux)
 
@@ -70,7 +72,8 @@ def _functions(step: StepSpec, virtual_stages: int) -> pipeline.ModelFunctions:
     """What stages repeat is a period of layers. Where they do not divide these, the last ones are filled up with layers that do
     nothing."""
     model, ex, training, num_layers = step.model, step.ex, step.run.training, step.model.cfg.num_layers
-    uneven = stages.padded(step.run.model, virtual_stages) > num_layers
+    uneven, leading = stages.padded(step.run.model, virtual_stages) > stages.staged(step.run.model), model.leading
+    before = leading.num_layers if leading else 0
 
     def prepare(microbatch, extra):
         return model.inputs(microbatch, extra.get("key")), extra["count"]
@@ -89,8 +92,8 @@ def _functions(step: StepSpec, virtual_stages: int) -> pipeline.ModelFunctions:
     def period(weights, x, e):
         (number, frozen), (inputs, count) = e
         sums: dict = {}
-        for i, (of, w) in enumerate(zip(model.period, model.groups[0].weights(params.joined(weights, frozen)), strict=True)):
-            x, aux = layer(of, w, x, number * len(model.period) + i, inputs, count)
+        for i, (of, w) in enumerate(zip(model.period, model.staged[0].weights(params.joined(weights, frozen)), strict=True)):
+            x, aux = layer(of, w, x, before + number * len(model.period) + i, inputs, count)
             sums = transformer.add_aux(sums, aux)
         return x, sums
 
@@ -98,12 +101,16 @@ def _functions(step: StepSpec, virtual_stages: int) -> pipeline.ModelFunctions:
         total, nll = model.head_loss(ex, params.joined(ends, frozen), x, microbatch["targets"], z_loss=training.z_loss, chunk=training.loss_chunk)
         return total / extra["count"], nll
 
-    return pipeline.ModelFunctions(prepare, embed, period, head)
+    def leading_period(weights, x, e):
+        (number, frozen), (inputs, _) = e
+        return leading.apply(ex, leading.weights(params.joined(weights, frozen)), x, (number * len(leading.period), inputs))
+
+    return pipeline.ModelFunctions(prepare, embed, period, head, leading_period if leading else None)
 
 
 def _into_loop(step: StepSpec, p, num_stages: int, num_chunks: int):
-    """(layers, ends), both as (trained, frozen): gathered once per step, in the compute dtype; inside the loop stands a full stage
-    of them."""
+    """(layers, ends, leading layers), each as (trained, frozen): gathered once per step, in the compute dtype; inside the loop stands
+    a full stage of them, and all leading ones."""
     layout, model = step.layout, step.model
     periods = stages.padded(step.run.model, num_stages * num_chunks) // len(model.period)
 
@@ -116,7 +123,9 @@ def _into_loop(step: StepSpec, p, num_stages: int, num_chunks: int):
     both = model.divided({**ends, LAYERS: p[LAYERS]})
     layers = tuple(_map_axes(into_stages, model.first(axes[LAYERS]), model.by_period(part[LAYERS], periods))
                    for axes, part in zip(model.divided(step.state.axes), both))
-    return layers, tuple(map(without_layers, both))
+    before = tuple(_map_axes(lambda axes, w: layout.in_use(w, axes), model.before(axes[LAYERS]), model.before(part[LAYERS]))
+                   for axes, part in zip(model.divided(step.state.axes), both))
+    return layers, tuple(map(without_layers, both)), before
 
 
 def _staged(axes):
@@ -144,7 +153,7 @@ def layer_fbw(run, model: Transformer, layout: Layout, mesh, attend: Callable, e
         nonlocal fbw
         key = jax.random.key(0) if drops(run) else None
         inputs = model.inputs({name: jnp.zeros(sizes[:1 + dims], jnp.int32) for name, dims in FIELDS.items()}, key)
-        group = model.groups[0]
+        group = model.staged[0]
         assert group.period == model.period
         layers = lambda w, x, e: group.apply(ex, group.weights(params.joined(w, e[2])), x, (e[0], e[1]))
         fbw = split.layer(layers, weights, x, (jnp.int32(0), inputs, frozen))

@@ -1,0 +1,141 @@
+"""Dense layers before stages of experts: every schedule computes what one device does, and no stage computes them for another."""
+import math
+
+import jax
+import numpy as np
+import pytest
+from sampling import GRID
+
+from checkpoints import assert_same_bits
+from meshtrain import assembly, config
+from meshtrain.layout.rules import is_axes
+from meshtrain.names import LEADING
+from meshtrain.run import checkpoint
+from test_experts import BATCH, MODELS, PIPELINES, SEQUENCES, STAGED, STAGED_BATCH, T, assert_equal, batch, expected, run_of
+from test_layouts import Compiled
+from test_pipeline import unordered
+
+TWO = "two dense layers, then four"
+MODELS |= {
+    TWO: dict(num_layers=6, first_dense_layers=2),
+    "one dense layer, then five, sigmoid, shared": dict(num_layers=6, first_dense_layers=1, router_score="sigmoid", shared_expert_dim=8),
+    "periods of two, two of them dense": dict(num_layers=7, first_dense_layers=4, global_every=2, window=5, qk_norm=True)}
+MESHES = PIPELINES | {
+    "three stages, experts over data, 1f1b": (STAGED.replace('vocab = "stage"\n', "") + 'expert = "data"\n' + BATCH,
+                                              dict(stage=3, data=2), "1f1b", 1),
+    "four stages, experts over fsdp, zero bubble": (STAGED + 'expert = "fsdp"\n' + STAGED_BATCH, dict(stage=4, fsdp=2), "zero_bubble", 1)}
+SPLIT, THREE = "expert over tensor, interleaved zero bubble", "three stages, experts over data, 1f1b"
+
+
+def made_of(path, name: str, model: dict, microbatches: int, remat: str = "none", **sections) -> config.Run:
+    text, mesh, schedule, chunks = MESHES[name] if name else (BATCH, {}, "1f1b", 1)
+    (path / "rules.toml").write_text(text)
+    run = run_of(path / "rules.toml", mesh, model, dict(microbatches=microbatches, remat=remat), dict(schedule=schedule, chunks=chunks))
+    return config.Run(**run.model_dump(exclude_defaults=True) | sections)
+
+
+def devices(run: config.Run):
+    return jax.devices()[:math.prod(getattr(run.mesh, axis) for axis in config.AXES)]
+
+
+# Rounds in which stages are idle: 4 microbatches on 3 stages, 1 on 2, 2 on 4.
+@pytest.mark.parametrize("name, model, microbatches, remat", [
+    (THREE, "one dense layer, then five, sigmoid, shared", 4, "none"),
+    *(pytest.param(name, TWO, 4, remat, marks=GRID) for name in MESHES for remat in ("none", "selective", "full") if "context" not in name),
+    *(pytest.param("expert over context and fsdp, zero bubble", TWO, 4, remat, marks=GRID) for remat in ("none", "full")),
+    *(pytest.param(name, "one dense layer, then five, sigmoid, shared", n, "full", marks=GRID) for name, n in (
+        ("expert over fsdp, tensor beside, 1f1b", 1), ("four stages, experts over fsdp, zero bubble", 2), ("expert over fsdp, zb_h1", 1),
+        ("expert over fsdp and tensor, gpipe", 8), (SPLIT, 8)))])
+def test_pipelines_behind_dense_layers_compute_what_one_device_does(tmp_path, name, model, microbatches, remat):
+    run = made_of(tmp_path, name, MODELS[model], microbatches, remat)
+    assert_equal(run, expected(model), devices(run))
+
+
+def gradients(run: config.Run, params, key=None):
+    """(loss, gradients, loss of the evaluation) of a step from these parameters; None: those of the seed."""
+    made = assembly.assemble(run, devices(run))
+    program = made.program
+    with jax.default_matmul_precision("highest"), jax.set_mesh(made.mesh):
+        params = program.initialize().params if params is None else jax.device_put(params, program.spec.sharding.params)
+        rows = program.place(batch())
+        grads, loss, *_ = jax.jit(program.gradients)(params, rows, key)
+        return float(loss), jax.device_get(grads), float(program.evaluate(params, rows)[0]), jax.device_get(params)
+
+
+KINDS = {
+    "dropout": (TWO, dict(residual_dropout=0.2, embedding_dropout=0.1), {}),
+    "adapters": (TWO, {}, dict(lora=dict(rank=2, alpha=4))),
+    "periods": ("periods of two, two of them dense", {}, {}),
+    "tied": (TWO, dict(tie_embeddings=True), {}),
+}
+
+
+@pytest.mark.parametrize("kind, name", [pytest.param(kind, name, marks=GRID)
+                                        for kind in KINDS for name in (THREE, SPLIT, "expert over fsdp, zb_h1")])
+def test_every_kind_of_leading_layers_has_one_devices_loss_gradients_and_evaluation(tmp_path, kind, name):
+    model, more, sections = KINDS[kind]
+    key = jax.random.key(1) if kind == "dropout" else None
+    one, staged = (made_of(tmp_path, layout, MODELS[model] | more, 4, **sections) for layout in ("", name))
+    loss, grads, evaluated, params = gradients(one, None, key)
+    got_loss, got, got_evaluated, _ = gradients(staged, params, key)
+    # Sums in other orders, of float32.
+    assert abs(got_loss - loss) < 2e-6 * loss and abs(got_evaluated - evaluated) < 2e-6 * evaluated
+    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(grads), strict=True):
+        assert np.abs(a - b).max() <= 2e-5 * max(np.abs(b).max(), 1e-6), jax.tree_util.keystr(path)
+
+
+def compiled(path, name: str, model: dict, microbatches: int, remat: str = "none") -> Compiled:
+    return Compiled(made_of(path, name, model, microbatches, remat))
+
+
+@pytest.mark.parametrize("name, microbatches", [pytest.param(THREE, 4, marks=GRID), pytest.param(SPLIT, 8, marks=GRID)])
+def test_a_stage_computes_leading_layers_for_its_share_of_the_microbatches_alone(tmp_path, name, microbatches):
+    """Every matmul of the program counted, with them and without: those of a layer, as often as a stage has microbatches."""
+    flops = lambda case: sum(dot.flops for dot in case.audit.dots)
+    plain = dict(num_layers=6)
+    case, without = (compiled(tmp_path, name, plain | more, microbatches) for more in (dict(num_layers=8, first_dense_layers=2), {}))
+    sizes = case.made.mesh_spec.sizes
+    linear = sum(info.size for info in case.made.model.parameters() if info.axes[0] == LEADING and info.role == "matrix") // 2
+    tokens, cfg = SEQUENCES // microbatches * T // sizes["data"] // sizes["fsdp"], case.made.run.model
+    layer = 3 * 2 * tokens * linear + 7 * 2 * tokens * T * cfg.num_heads * cfg.head_dim      # attention: two products forward, five back
+    rounds = -(-microbatches // sizes["stage"])
+    # In stages that are not split over tensor every matmul is whole.
+    ways = sizes["tensor"] if "mlp" in case.made.layout.rules.tables["params"] else 1
+    assert flops(case) - flops(without) == rounds * 2 * layer // ways
+    assert not unordered(case.step.as_text())
+
+
+def test_leading_layers_lie_whole_on_every_stage_and_the_others_are_split(tmp_path):
+    run = made_of(tmp_path, SPLIT, MODELS[TWO], 4)
+    made = assembly.assemble(run, devices(run))
+    specs = jax.tree.map(lambda axes: made.layout.spec("optimizer", axes), made.program.spec.axes["layers"], is_leaf=is_axes)
+    over_stages = lambda group: {spec[0] for spec in jax.tree.leaves(specs[group], is_leaf=lambda s: isinstance(s, jax.sharding.PartitionSpec))}
+    assert over_stages("dense_layers") == {None} and over_stages("layers") == {"stage"}
+    (note,) = [note for note in made.notes if "first_dense_layers" in note]
+    assert "every stage has them whole" in note and "idle" not in note
+    (note,) = [note for note in assembly.assemble(made_of(tmp_path, THREE, MODELS[TWO], 4), jax.devices()[:6]).notes if "idle" in note]
+    assert "training.microbatches=4 leave 2 of 3 stages idle in the last round, a multiple of 3 none" in note
+
+
+def test_a_checkpoint_goes_from_stages_to_none_and_to_other_stages(tmp_path):
+    first = assembly.assemble(run := made_of(tmp_path, THREE, MODELS[TWO], 4), devices(run)).program
+    with jax.set_mesh(first.mesh):
+        state = first.initialize()
+    with checkpoint.Checkpoints(tmp_path / "checkpoints") as kept:
+        kept.save(1, state, {})
+    for name in ("", SPLIT):
+        other = assembly.assemble(run := made_of(tmp_path, name, MODELS[TWO], 4), devices(run)).program
+        restored, _ = checkpoint.Checkpoints(tmp_path / "checkpoints", read_only=True).restore(1, other.spec.with_shardings())
+        assert_same_bits(jax.device_get(state), jax.device_get(restored))
+
+
+@pytest.mark.parametrize("model, pipeline, said", [
+    (dict(num_layers=8, first_dense_layers=3), dict(uneven="refuse"),
+     "model.num_layers=8, of which model.first_dense_layers=3 lie in no stage, cannot be split over mesh.stage=2 × pipeline.chunks=2; "
+     "use 3 and a multiple of 4, e.g. 11"),
+    (dict(num_layers=7, first_dense_layers=3), dict(chunks=3), "into chunks without a layer; use at most 2")])
+def test_what_does_not_fit_behind_leading_layers_is_refused(tmp_path, model, pipeline, said):
+    run = made_of(tmp_path, SPLIT, MODELS[TWO] | model, 4)
+    run = run.model_copy(update={"pipeline": run.pipeline.model_copy(update=pipeline)})
+    with pytest.raises(config.ConfigError, match=said.replace(".", r"\.")):
+        assembly.assemble(run, devices(run))
