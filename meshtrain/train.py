@@ -35,7 +35,7 @@ from meshtrain.inference.generate import Limits
 from meshtrain.inference.picking import Picking
 from meshtrain.inference.words import Words
 from meshtrain.model import params
-from meshtrain.run import adapters, disk, export, goodput, history, loop, measured, metrics, peft, pretrained, reference, resume, rundir, upcycle
+from meshtrain.run import adapters, disk, export, goodput, history, loop, measured, metrics, peft, pretrained, reference, rehearsal, resume, rundir, upcycle
 from meshtrain.run.checkpoint import FORMAT, CheckpointError, Checkpoints
 from meshtrain.run.local_tier import LocalTier
 from meshtrain.run.spikes import MAX_ROLLBACKS, LossSpike, Spikes, TooManyRollbacks
@@ -225,6 +225,10 @@ def _steps(parts: _Parts, step: Callable, state: State, batches: Batches, start:
                                                         parts.this.account)
     metadata = lambda number: {**rundir.metadata(run, made.layout.rules.text, resume.data_metadata(parts.corpus, batches, number)),
                                "spikes": spikes.as_saved()}
+    if start.saved is None and run.experts.bias_warmup:
+        with account.to("start"), watch.phase("evening out the experts", watch.UNLIMITED):
+            fresh = lambda: assembly.initialize(made)
+            state = agree.everywhere(lambda: rehearsal.balanced(made.program, step, state, batches, run.experts.bias_warmup, fresh))
     validation = Validation(run, made.program, batches, stop)
     with (metrics.open_writers(run, directory, start.step) as writer,
           Trace(run.metrics.profile_steps, directory / "tensorboard", start.step) as trace, account.to(goodput.LOOP)):

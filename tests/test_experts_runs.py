@@ -1,11 +1,14 @@
 """Runs with experts, by the commands: balanced, grown from a dense one, gone on with on another layout, refused."""
 import json
+import jax
 import numpy as np
 import pytest
 from commands import call, home, in_a_directory_of_its_own, tiny  # noqa: F401
 from test_lora_runs import paths, ran, saved
 
-from meshtrain import config, train
+from meshtrain import assembly, config, train
+from meshtrain.data import packing, sources
+from meshtrain.run import rehearsal
 from pathlib import Path
 
 RULES = Path(__file__).resolve().parent.parent / "sharding_rules"
@@ -50,6 +53,24 @@ def test_the_norm_of_the_gradient_has_no_counts(runs):
     assert all(row["grad_norm"] < tokens for row in rows(runs / "experts"))
 
 
+def test_before_the_first_step_batches_move_the_biases_and_nothing_else(tiny, tmp_path):
+    """By rate × error, as steps would; weights, optimizer, count of steps and data are those of a run without."""
+    made = assembly.assemble(config.load([*tiny, *EXPERTS, "--experts.bias_rule", "error", "--optimizer.weight_decay", "0.5"]), jax.devices())
+    corpus = sources.open_corpus(made.run.data, vocab_size=made.run.model.vocab_size, cache_dir=tmp_path)
+    batches = packing.open_batches(made.run.data, corpus, made.run.run.seed)
+    with jax.set_mesh(made.mesh):
+        fresh, step = assembly.initialize(made), made.program.compile()
+        load = lambda state: float(step(state, made.program.place(batches.batch(0)))[1]["expert_load_max"])
+        once, often = (rehearsal.balanced(made.program, step, assembly.initialize(made), batches, passes, lambda: assembly.initialize(made))
+                       for passes in (1, 30))
+        assert once.step == 0
+        same = lambda a, b: jax.tree.map(lambda a, b: bool((a == b).all()), a, b)
+        assert [path for path, kept in paths(same(once.params, fresh.params)).items() if not kept] == ["layers/moe/bias"]
+        assert all(jax.tree.leaves(same(once.opt_state, fresh.opt_state)))
+        assert abs(np.asarray(once.params["layers"]["moe"]["bias"])).max() <= 0.01 * 3
+        assert load(often) < min(load(fresh), 1.5)
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_with_its_experts_on_another_layout(runs, tiny, tmp_path):
     import shutil
@@ -62,6 +83,10 @@ def test_a_run_goes_on_with_its_experts_on_another_layout(runs, tiny, tmp_path):
 @pytest.mark.parametrize("words, said", [
     ("--model.experts_per_token 2", "the model has no experts (model.num_experts=0)"),
     ("--experts.bias_rate 0.1", "experts.bias_rate=0.1: the model has no experts"),
+    ("--model.num_experts 4 --experts.bias_warmup 3", "experts.bias_warmup=3: no bias moves with experts.bias_rate=0"),
+    ("--model.num_experts 4 --experts.bias_warmup 3 --experts.bias_rate 0.1 --lora.rank 2", "biases are frozen with lora.rank=2"),
+    ("--model.num_experts 4 --experts.bias_warmup 3 --experts.bias_rate 0.1 --checkpoint.init_from x --checkpoint.init_optimizer true",
+     "experts.bias_warmup=3 begins with a fresh optimizer"),
     ("--model.num_experts 4 --model.experts_per_token 5", "model.experts_per_token=5 is more than model.num_experts=4; use at most 4"),
     ("--model.num_experts 4 --model.first_dense_layers 5", "leaves none of model.num_layers=5 with experts; use at most 4"),
     ("--model.num_experts 6 --model.router_groups 4", "model.router_groups=4 does not divide model.num_experts=6; use a divisor, e.g. 3"),

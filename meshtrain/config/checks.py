@@ -149,6 +149,13 @@ def _expert_problems(run: Run):
                f"{E // groups} experts each; use a limit of at least {-(-K * groups // E)}")
     if model.mlp_bias:
         yield "model.mlp_bias=true: experts have no biases; leave it out"
+    if run.experts.bias_warmup and not run.experts.bias_rate:
+        yield f"experts.bias_warmup={run.experts.bias_warmup}: no bias moves with experts.bias_rate=0; give it, e.g. 0.001, or leave this out"
+    if run.experts.bias_warmup and run.lora.rank:
+        yield f"experts.bias_warmup={run.experts.bias_warmup}: biases are frozen with lora.rank={run.lora.rank}; leave it out"
+    if run.experts.bias_warmup and run.checkpoint.init_optimizer:
+        yield (f"experts.bias_warmup={run.experts.bias_warmup} begins with a fresh optimizer, and checkpoint.init_optimizer=true with another "
+               "run's; leave one out")
 
 
 def _reads_bytes(run: Run) -> bool:

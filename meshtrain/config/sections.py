@@ -272,6 +272,7 @@ class Experts(Section):
     bias_rule: Literal["sign", "error"] = key(
         "sign", "every step of a bias is bias_rate, or bias_rate times the share of the mean that its expert lacks"
     )
+    bias_warmup: int = key(0, "batches, the run's first, that move the biases alone before the first step", ge=0)
 
 
 class Validation(Section):
