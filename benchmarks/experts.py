@@ -228,7 +228,8 @@ def within(points, most: float):
 # ---- learning: the loss after equal steps ------------------------------------------------------------------------------
 
 SEEDS = (0, 1, 2)
-SMALL = tuple("--model.embed_dim 96 --model.num_layers 3 --training.steps 480".split())
+SMALL = tuple("--model.embed_dim 96 --model.num_layers 3 --training.steps 480 --model.embedding_std 1 --optimizer.warmup_steps 60".split())
+BOUND = 2           # of the load
 RUNS = {"dense": ("configs/quickstart.toml", (*SMALL, "--model.mlp_dim", "256")),
         "8 experts, 2 a token": ("configs/quickstart-experts.toml", (*SMALL, "--model.expert_mlp_dim", "128"))}
 ALONE = tuple("--mesh.data 1 --mesh.fsdp 1 --mesh.tensor 1 --mesh.simulated_devices 0 --sharding.rules sharding_rules/ddp.toml "
@@ -238,17 +239,19 @@ ALONE = tuple("--mesh.data 1 --mesh.fsdp 1 --mesh.tensor 1 --mesh.simulated_devi
 def learning_section() -> list[str]:
     found = {name: [trained(file, seed, words) for seed in SEEDS] for name, (file, words) in RUNS.items()}
     mean = lambda rows: statistics.mean(row["loss"] for row in rows)
-    out = [(name, *(f"{row['loss']:.4f}" for row in rows), f"**{mean(rows):.4f}**", max(row["load"] for row in rows) or "–")
+    out = [(name, *(f"{row['loss']:.4f}" for row in rows), f"**{mean(rows):.4f}**",
+            *(max(row[key] for row in rows) if rows[0]["load"] else "–" for key in ("load", "late", "above", "last")))
            for name, rows in found.items()]
     return [f"`{'` and `'.join(file for file, _ in RUNS.values())}` with `{' '.join(SMALL)}` and an MLP of 256, or experts of "
-            "128: the same data, steps and learning rate, and equal active parameters but for the routers. On one device, "
-            "since the loss is that of any layout. Loss on held-out text in nats a byte; load: tokens of the busiest expert of "
-            "the worst layer by the mean, the largest in the last quarter of the steps.", "",
-            *table(("model", *(f"seed {seed}" for seed in SEEDS), "mean", "load, max ÷ mean"), out)]
+            "128: the same data, steps, learning rates and embedding, and equal active parameters but for the routers. On one device, "
+            "since the loss is that of any layout. Loss on held-out text in nats a byte; load: tokens of the busiest expert of the "
+            f"worst layer by the mean, the largest of all steps and of the last three quarters, in how many steps it is above {BOUND}, "
+            "and the last of them, each of the worst seed.", "",
+            *table(("model", *(f"seed {seed}" for seed in SEEDS), "mean", "load", "late load", f"steps above {BOUND}", "the last"), out)]
 
 
 def trained(file: str, seed: int, words: tuple[str, ...]) -> dict:
-    """{loss: on held-out text after the last step, load: the largest late in the run, 0 without experts}"""
+    """As `outcome`, of a run on one device."""
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "meshtrain.train", str(ROOT / file), "--run.dir", directory, "--run.seed", str(seed),
                    *ALONE, *words]
@@ -259,9 +262,13 @@ def trained(file: str, seed: int, words: tuple[str, ...]) -> dict:
 
 
 def outcome(directory: Path) -> dict:
+    """{loss: on held-out text after the last step, load: the largest, late: the largest after the first quarter of the steps, above:
+    how many are beyond BOUND, last: the step of the last of them}; loads are 0 without experts."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    late = [row["expert_load_max"] for row in rows[-len(rows) // 4:] if "expert_load_max" in row]
-    return {"loss": rows[-1]["val_loss"], "load": round(max(late, default=0), 2)}
+    load = [row.get("expert_load_max", 0) for row in rows]
+    above = [row["step"] for row, found in zip(rows, load) if found > BOUND]
+    return {"loss": rows[-1]["val_loss"], "load": round(max(load), 2), "late": round(max(load[len(rows) // 4:]), 2), "above": len(above),
+            "last": max(above, default=0)}
 
 
 # ---- the page ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from meshtrain.cluster import watch
 from meshtrain.data.contracts import Batches
@@ -25,13 +25,14 @@ def balanced(program: Program, step: Callable, state: State, data: Batches, pass
     step: the compiled training step; it takes the state's memory. fresh: a state whose optimizer has not begun.
     """
     params, opt_state = state.params, state.opt_state
+    before_first = lambda: jax.make_array_from_callback((), program.spec.sharding.step, lambda index: np.int32(-1))
     del state
     with contextlib.closing(data.iterate(0, rows=program.rows, prefetch=1)) as batches:
         for _ in range(passes):
-            before = State(jax.device_put(jnp.int32(-1), program.spec.sharding.step), params, opt_state)
-            moved, _ = step(before, program.place(next(batches)), *program.limit(math.inf))
-            params, opt_state = moved.params, moved.opt_state
+            state, _ = step(State(before_first(), params, opt_state), program.place(next(batches)), *program.limit(math.inf))
+            params, opt_state = state.params, state.opt_state
             watch.progress()
-    del before, moved, opt_state    # fresh() has room
+    del state
+    opt_state = None    # its memory is for that of fresh()
     begun = fresh()
     return State(begun.step, params, begun.opt_state)
