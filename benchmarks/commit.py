@@ -2,10 +2,11 @@
 
 Simulated here: the files, written as orbax writes them (a store of its own for each process, with its pieces of every array).
 Real: what each process does with its own files, one after the other here, and all that process 0 does when the last has ended.
-Default: 64, 512, 2048. Writes benchmarks/commit.md.
+Without PROCESSES: 64, 512 and 2048. Writes benchmarks/commit.md.
 """
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import shutil
@@ -27,6 +28,7 @@ from etils import epath
 from benchmarks import machine
 from meshtrain.run import commit
 
+COUNTS = (64, 512, 2048)
 ARRAYS, PIECES, WIDTH = 36, 4, 40      # of a process: as many arrays as Llama's with adamw's moments, pieces of each, and their numbers
 GROUPS = 4                             # in which a process writes them: about as many files of data as orbax makes
 
@@ -111,9 +113,18 @@ def report(results: list[dict[str, float]]) -> str:
         "process, in 32 threads, and orbax its index and the description of its arrays.", ""])
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text} is no number of processes; use at least 1")
+    return int(text)
+
+
 def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python benchmarks/commit.py", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("processes", nargs="*", type=_count, default=COUNTS, metavar="PROCESSES", help="how many write the checkpoint")
     results = []
-    for count in map(int, argv or (64, 512, 2048)):
+    for count in parser.parse_args(argv).processes:
         with tempfile.TemporaryDirectory() as directory:
             results.append(measure(Path(directory), count))
         print({key: round(value, 4) for key, value in results[-1].items()}, flush=True)

@@ -78,3 +78,11 @@ def test_each_process_has_its_own_files_and_folders_on_the_disk(tmp_path, monkey
     monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(os.readlink(f"/proc/self/fd/{descriptor}")), real(descriptor)))
     commit.hand_over(tmp_path, 5)
     assert {str(folder), *map(str, folder.rglob("*"))} <= set(synced)
+
+
+@pytest.mark.parametrize("argv, code, said", [(["--help"], 0, "64, 512 and 2048"), (["0"], 2, "0 is no number of processes"), (["-4"], 2, ""),
+                                              (["many"], 2, "many is no number of processes")])
+def test_the_benchmark_says_what_it_takes(argv, code, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main(argv)
+    assert ended.value.code == code and said in "".join(capsys.readouterr())
