@@ -88,8 +88,8 @@ class Failures:
                     say.err(f"  {number}: {one}")
             return None
         wait_s = min(FIRST_S * 2 ** (count - 1), LONGEST_S)
-        say.err(f"starting again from {f'step {reached}' if reached else 'the beginning'} in {wait_s:g} s ({'stop' if stopped else 'failure'} {count} without a "
-                f"newer checkpoint; given up after {self.most + 1})")
+        say.err(f"starting again from {f'step {reached}' if reached else 'the beginning'} in {wait_s:g} s "
+                f"({'stop' if stopped else 'failure'} {count} without a newer checkpoint; given up after {self.most + 1})")
         return wait_s
 
 
@@ -141,7 +141,8 @@ def counted(failures: Failures, code: int, words: str = "", **more) -> float | N
             path.unlink(missing_ok=True)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
-            disk.replace(path, json.dumps({"step": failures.step, "said": failures.said, "begins": time.time() + wait_s, **more}))
+            text = json.dumps({"step": failures.step, "said": failures.said, "begins": time.time() + wait_s, **more})
+            disk.patiently(lambda: disk.replace(path, text))
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}; it is not started again") from None
     return wait_s

@@ -178,7 +178,8 @@ def _count(option: str, text: str, most: int) -> int:
 
 def asked(options: dict, rest: list[str]) -> Run:
     """The run file that is asked about, with nothing laid out yet."""
-    given = {"training.microbatches": 1, "pipeline.schedule": "auto", "pipeline.chunks": 1, "mesh.simulated_devices": 0}
+    given = {"training.microbatches": 1, "pipeline.schedule": "auto", "pipeline.chunks": 1, "mesh.simulated_devices": 0,
+             "mesh.full_devices": 0}
     given |= {f"mesh.{axis}": 1 for axis in AXES} | {"sharding.rules": "sharding_rules/ddp.toml"}
     asked = [arg for arg in rest[:1] if not arg.startswith("-")]
     if not asked:

@@ -145,7 +145,7 @@ def test_the_command_tells_how_many_processes_fit(capfd):
 
 @pytest.mark.parametrize("hosts, fit", [(9, "9"), (8, "8"), (7, "4 --mesh.full_devices=64"), (3, "2 --mesh.full_devices=64")])
 def test_a_run_that_says_what_it_is_meant_for_fits_on_fewer_hosts(hosts, fit, capfd):
-    assert fewer.main([f"--processes={hosts}", "--devices=8", "--", str(ROOT / "configs/llama3-8b-64.toml")]) == 0
+    assert fewer.main([f"--processes={hosts}", "--devices=8", "--", str(ROOT / "configs/llama3-8b-64.toml"), "--mesh.full_devices=64"]) == 0
     assert capfd.readouterr().out == f"{fit}\n"
 
 
