@@ -16,10 +16,12 @@ import pytest
 import yaml
 
 from launch import pod as pods
-from launch import restart, supervise
+from launch import local, restart, supervise
 from meshtrain import config, elastic
 from meshtrain.cluster import find
 from meshtrain.run import stops
+
+from tests import soak
 
 ROOT = Path(__file__).resolve().parent.parent
 PATH = ROOT / "launch" / "kubernetes.yaml"
@@ -258,6 +260,37 @@ def test_a_pod_that_is_told_to_end_while_it_waits_ends_at_once_with_75_and_its_p
     assert child.stdout.readline() == "ready\n"
     child.terminate()
     assert child.wait(60) == 75
+
+
+@pytest.mark.slow
+def test_a_real_run_whose_process_is_killed_in_its_pod_goes_on_when_jobset_has_started_all_again(jobset, tmp_path):
+    soak.prepare(tmp_path)
+    directory, port = tmp_path / "run", local.free_port()
+    environ = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")} | {"PYTHONPATH": str(ROOT)}
+
+    def begin(index: int, attempt: int) -> subprocess.Popen:
+        own, given = (part.split() for part in " ".join(arguments(jobset, index, attempt)).split(" -- "))
+        told = [word for word in given if word.startswith("--distributed.process_id")]
+        return subprocess.Popen([sys.executable, *own[1:], "--", str(tmp_path / "run.toml"), *told, f"--run.dir={directory}",
+                                 f"--distributed.coordinator_address=127.0.0.1:{port}", "--distributed.num_processes=2"],
+                                env=environ, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+    first = [begin(index, 0) for index in (0, 1)]
+    deadline = time.monotonic() + soak.PATIENCE_S
+    while not soak.steps(directory):
+        assert all(pod.poll() is None for pod in first) and time.monotonic() < deadline
+        time.sleep(0.01)
+    (trains,) = map(int, Path(f"/proc/{first[1].pid}/task/{first[1].pid}/children").read_text().split())
+    os.kill(trains, signal.SIGKILL)
+    said = [pod.communicate(timeout=soak.PATIENCE_S)[0] for pod in reversed(first)][::-1]
+    assert [pod.returncode for pod in first] == [1, 1], said
+    second = [begin(index, 1) for index in (0, 1)]
+    said = [pod.communicate(timeout=soak.PATIENCE_S)[0] for pod in second]
+    assert [pod.returncode for pod in second] == [0, 0], said
+    assert f"the start before ended: process 1 (pid {trains}) failed first, " in said[0] and "killed by SIGKILL (signal 9)" in said[0]
+    assert re.search(r"starting again from step \d+ in 5 s \(failure 1 without a newer checkpoint; given up after 6\)", said[0])
+    assert "going on after step" in said[0]
+    assert [row["step"] for row in soak.rows(directory)] == list(range(1, soak.STEPS + 1))
 
 
 # ---- the API ---------------------------------------------------------------------------------------------------------
