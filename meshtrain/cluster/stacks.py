@@ -8,17 +8,20 @@ somewhere else, or has left no stacks at all because it is stopped. This module 
     try-<k>/          the same of an earlier start of the run, the newest KEPT_TRIES of them
 
 state: "runs" (nothing happened; also where the process was killed or stopped, or held the interpreter's lock when its C
-watchdog fired: then stacks follow all the same) · "hangs" (its watchdog fired) · "failed" (an error of its own, in `words`) ·
-"lost" (it failed because others had gone: a victim, `words` says of whom where that is known).
+watchdog fired: then stacks follow all the same) · "hangs" (its watchdog fired) · "ends" (so it did, and this process has seen the
+stacks of all others) · "failed" (an error of its own, in `words`) · "lost" (it failed because others had gone: a victim, `words`
+says of whom where that is known).
 """
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import re
 import secrets
 import shutil
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,6 +85,11 @@ class Report:
     locked: bool
 
     @property
+    def fired(self) -> bool:
+        """Whether its watchdog has."""
+        return self.locked or self.state.state in ("hangs", "ends")
+
+    @property
     def main(self) -> list[Frame]:
         return (self.threads or {}).get(self.state.main, [])
 
@@ -129,16 +137,16 @@ def begin(directory: Path) -> str:
 
 def read(directory: Path, since: float = 0.0) -> dict[int, Report]:
     """Process -> what its file says; those that were last written before `since` (wall clock, seconds) are left out."""
-    found = {}
-    for path in Path(directory).glob("process-*.txt"):
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, IndexError):     # gone again, or torn
-            if path.stat().st_mtime < since:
-                continue
-            data = path.read_bytes()
-            state = State(**json.loads(data[:HEAD].decode().splitlines()[1]))
-            found[state.process] = report(state, data[HEAD:].decode(errors="replace"))
+    one = [_report_in(path, since) for path in Path(directory).glob("process-*.txt")]
+    found = {report.state.process: report for report in one if report}
     newest = max(found.values(), key=lambda report: report.state.since, default=None)
     return {index: report for index, report in found.items() if report.state.attempt == newest.state.attempt}
+
+
+def of(directory: Path, index: int, attempt: str) -> Report | None:
+    """What the file of one process says; None where this start has none."""
+    found = _report_in(directory / f"process-{index}.txt")
+    return found if found and found.state.attempt == attempt else None
 
 
 def culprit(directory: Path | str, since: float = 0.0) -> tuple[int, str] | None:
@@ -149,13 +157,33 @@ def culprit(directory: Path | str, since: float = 0.0) -> tuple[int, str] | None
     reports = read(Path(directory), since)
     crashed = [report for report in reports.values() if report.fatal]
     failed = [report for report in reports.values() if report.state.state == "failed"]
-    fired = [report for report in reports.values() if report.locked or report.state.state == "hangs"]
+    fired = [report for report in reports.values() if report.fired]
     stuck = [report for report in fired if report.locked or not report.waits]
     silent = [report for report in reports.values() if report.threads is None and report.state.state == "runs"] if fired else []
     for suspects, words in ((crashed, _crashed), (failed, _failed), (stuck, lambda report: report.doing), (silent, _silent)):
         if suspects:
             first = min(suspects, key=lambda report: (report.state.moment, report.state.process))
             return first.state.process, words(first)
+    return None
+
+
+def _report_in(path: Path, since: float = 0.0) -> Report | None:
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, IndexError):     # gone again, or torn
+        if path.stat().st_mtime >= since:
+            data = path.read_bytes()
+            return report(State(**json.loads(data[:HEAD].decode().splitlines()[1])), data[HEAD:].decode(errors="replace"))
+    return None
+
+
+def died(directory: Path) -> tuple[int, str] | None:
+    """(process, how) of one of this host that has gone without a word, by kill -9 as a rule; None: nobody of this host has.
+
+    Each process holds a lock on its file while it lives. Of other hosts it is not asked: not every file system passes locks on."""
+    for index, report in sorted(read(directory).items()):
+        if report.state.state == "runs" and report.threads is None and report.state.host == socket.gethostname():
+            with contextlib.suppress(OSError), open(directory / f"process-{index}.txt", "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return index, f"died in {report.state.phase} without a word (pid {report.state.pid}): it was killed"
     return None
 
 
@@ -166,7 +194,7 @@ def report(state: State, text: str) -> Report:
 
 
 def _crashed(report: Report) -> str:
-    return f"{report.fatal} in {report.state.phase}{report.where}"
+    return f"crashed in {report.state.phase}{report.where}: {report.fatal}"
 
 
 def _failed(report: Report) -> str:

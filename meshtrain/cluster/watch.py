@@ -2,9 +2,10 @@
 
 Each phase of a run has its limit: start, compile, restore, save by a key each, a step by LONGER_THAN_MEDIAN times the median of
 the steps before it, at least LEAST_STEP_S. A thread looks every LOOK_S; where the phase has lasted too long it writes what all
-threads of this process are doing into run.dir/stacks (`cluster.stacks`), waits WINDOW_S for the others' watchdogs, which fire
-within the same moments because all wait for one, and ends the process with exit code 1. Should the interpreter's lock be held,
-so that no thread of Python runs, faulthandler's C thread writes and ends in its place, a little later.
+threads of this process are doing into run.dir/stacks (`cluster.stacks`), waits for the others' watchdogs, which fire within the
+same moments because all wait for one, until process 0 has seen the stacks of all, at most WINDOW_S, and ends the process with
+exit code 1. Should the interpreter's lock be held, so that no thread of Python runs, faulthandler's C thread writes and ends in its
+place, a little later.
 
 jax's own heartbeats come from a C++ thread: they see a process that is dead or stopped, never one whose Python or collective is
 stuck. This module knows no run and no model.
@@ -15,6 +16,7 @@ import contextlib
 import collections
 import dataclasses
 import faulthandler
+import fcntl
 import os
 import signal
 import socket
@@ -31,12 +33,14 @@ from meshtrain.config import ConfigError
 
 LEAST_STEP_S, LONGER_THAN_MEDIAN = 60.0, 10.0
 LOOK_S = 1.0
-WINDOW_S = 8.0      # from the first watchdog's stacks to the end: the others' fire, and a lock that is held shows itself
+WINDOW_S = 8.0      # from the first watchdog's stacks to the end, at most: the others' fire, and a lock that is held shows itself
 LOCK_HELD_S = 4.0   # so much later the C thread fires; within the window of those that wait
+LISTEN_S = 0.25     # between two looks for the stacks of others, at least
+LAST_S = 1.0        # process 0 ends so long after it has seen all stacks: jax aborts those that are still there
 NOTED_S = 10.0      # so old is the step that stands in the file, at most: read where nothing of Python runs any more
 STUCK_DISK_S = 3.0
 AFTER_WATCHDOGS_S = 30.0
-CLOCK_JUMP_S = 5.0
+CLOCK_JUMP_S, CLOCK_LOOK_S = 5.0, 0.1
 STACKS = "stacks"   # in run.dir
 READERS = 2         # so many processes read all stacks to name the culprit: not each of thousands
 
@@ -85,6 +89,8 @@ class Watchdog:
         self._arm()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
         self._thread.start()
+        if count > 1:
+            threading.Thread(target=self._watch_clock, daemon=True, name="clock").start()
 
     def enter(self, phase: str, kind: str) -> None:
         """Another phase begins. kind: what its limit is, of KEYS; UNLIMITED: it may last for ever."""
@@ -122,6 +128,8 @@ class Watchdog:
         path = directory / f"process-{self.index}.txt"
         with open(path, "wb+", buffering=0) as file:
             file.seek(stacks.HEAD)      # where faulthandler writes
+            with contextlib.suppress(OSError):      # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)        # until this process is gone, see `stacks.died`
             self._directory, self._file = directory, file
             self._note()
             faulthandler.enable(file)       # a crash leaves its stacks there, too
@@ -150,6 +158,9 @@ class Watchdog:
         words = f"{type(error).__name__}: {error}" if gone is None else f"lost {named(gone) if gone else 'other processes'}"
         with contextlib.suppress(OSError):
             os.pwrite(self._file.fileno(), self._state("failed" if gone is None else "lost", words).head(), 0)
+            found = stacks.culprit(self._directory) or stacks.died(self._directory) if gone == [] else None
+            if found:
+                self.tell(f"error: process {self.index} of {self.count} has lost process {found[0]}: it {found[1]}")
         return True
 
     def close(self) -> None:
@@ -180,10 +191,10 @@ class Watchdog:
     # ---- the thread --------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        looked, ahead_s = time.monotonic(), time.time() - time.monotonic()
+        looked = time.monotonic()
         while not self._closed.wait(LOOK_S):
             now, slept_s = self._now, time.monotonic() - looked
-            looked, ahead_s = time.monotonic(), self._watch_clock(ahead_s)
+            looked = time.monotonic()
             if slept_s > 3 * LOOK_S + 1:      # stopped and continued, or starved: that time counts for nobody
                 self._count_out(slept_s)
                 now = self._now
@@ -198,17 +209,18 @@ class Watchdog:
             if now.began - self._noted.began > NOTED_S:
                 self._note_aside()
 
-    def _watch_clock(self, ahead_s: float) -> float:
-        """The clock's lead over the time since the machine began, which is constant unless somebody sets the clock: then that is
-        said. jax's service, in process 0, reads the clock, and takes all processes for dead."""
-        now_s = time.time() - time.monotonic()
-        jump_s = now_s - ahead_s
-        if abs(jump_s) > CLOCK_JUMP_S and self.count > 1:
-            _within(STUCK_DISK_S, lambda: self.tell(
-                f"warning: the clock of {socket.gethostname()} jumped by {jump_s:+.0f} s (it was set, or the machine was suspended)"
-                + ("; jax's heartbeats go by it here, and all processes will seem dead: let the clock be slewed (chrony, ntpd -x), "
-                   "never stepped, while a run goes on" if self.index == 0 else "")))
-        return now_s
+    def _watch_clock(self) -> None:
+        """The clock's lead over the time since the machine began is constant unless somebody sets the clock: then that is said.
+        jax's service, in process 0, reads the clock, and takes all processes for dead, this one too, within a second."""
+        ahead_s = time.time() - time.monotonic()
+        while not self._closed.wait(CLOCK_LOOK_S):
+            jump_s = time.time() - time.monotonic() - ahead_s
+            ahead_s += jump_s
+            if abs(jump_s) > CLOCK_JUMP_S:
+                self.tell(
+                    f"warning: the clock of {socket.gethostname()} jumped by {jump_s:+.0f} s (it was set, or the machine was suspended)"
+                    + ("; jax's heartbeats go by it here, and all processes will seem dead: let the clock be slewed (chrony, ntpd -x), "
+                       "never stepped, while a run goes on" if self.index == 0 else ""))
 
     def _note_aside(self) -> None:
         """In a thread of its own: a file system that hangs must not hang the watchdog."""
@@ -228,7 +240,7 @@ class Watchdog:
 
     def _fire(self, now: _Now, lasted_s: float) -> None:
         """Ends the process; what it says and writes has some seconds, and no longer."""
-        faulthandler.dump_traceback_later(_window_s(now) + 2 * STUCK_DISK_S + 5, exit=True, file=self._file or 2)
+        faulthandler.dump_traceback_later(_window_s(now) + 3 * STUCK_DISK_S + 5, exit=True, file=self._file or 2)
         words = f"{lasted_s:.0f} s are more than {KEYS[now.kind]} allows ({now.limit_s:g} s)"
         text = self._stacks()
         report = stacks.report(self._state("hangs", words), text)
@@ -237,11 +249,30 @@ class Watchdog:
         _within(STUCK_DISK_S, lambda: self.tell(
             f"error: process {self.index} of {self.count} ({socket.gethostname()}, pid {os.getpid()}) {report.doing}: "
             f"{words}; {place}"))
-        if self.count > 1:
-            time.sleep(_window_s(now) + (self.index == 0))      # jax aborts all once process 0 has gone
+        deadline, heard = time.monotonic() + _window_s(now), threading.Event()
+        if self.count > 1:      # in a thread: a file system that hangs must not hang the watchdog
+            threading.Thread(target=self._listen, args=(heard, deadline), daemon=True).start()
+            heard.wait(deadline - time.monotonic())
         if self.index < READERS:
             _within(STUCK_DISK_S, self._name_culprit)
+        if self.index == 0 and self.count > 1:
+            if heard.is_set():
+                _within(STUCK_DISK_S, lambda: self._leave(dataclasses.replace(report.state, state="ends"), text))
+            time.sleep(LAST_S)
         os._exit(1)
+
+    def _listen(self, heard: threading.Event, deadline: float) -> None:
+        """Process 0 looks for the stacks of all others, they for its word that it has them all: not each of thousands for all."""
+        unheard = set(range(1, self.count)) if self.index == 0 else {0}
+        while self._directory and unheard and time.monotonic() < deadline:
+            began = time.monotonic()
+            for index in sorted(unheard):
+                report = stacks.of(self._directory, index, self._attempt)
+                if report and report.fired and (self.index == 0 or report.state.state == "ends"):
+                    unheard.remove(index)
+            time.sleep(max(LISTEN_S, time.monotonic() - began))
+        if not unheard:
+            heard.set()
 
     def _stacks(self) -> str:
         """What all threads are doing, the main thread first; this one apart."""

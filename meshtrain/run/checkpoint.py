@@ -68,7 +68,8 @@ class Checkpoints:
 
     def __init__(self, directory: str | pathlib.Path, *, every: int = 0, keep: int = 0, read_only: bool = False,
                  tell: Callable[[str], None] | None = None):
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs 60 lines per save, two tracebacks per full disk
+        for name in ("absl", "asyncio"):  # orbax logs 60 lines per save, a traceback for each array that a full disk refuses
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         self.directory = pathlib.Path(directory).absolute()  # orbax refuses relative paths
         self.every, self.keep, self.read_only, self.tell = every, keep, read_only, tell or say.err
         # Compressed, weights would be 8 % smaller, and saving them would take two to three times as long.
