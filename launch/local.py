@@ -2,7 +2,7 @@
 
 They meet over loopback and train one run: simulated devices, or the GPUs, are divided among them. Signals that reach the launcher
 reach every process. With --max-restarts a run that fails is started again (`launch.restart`). Linux only.
-Exit codes: the run's 0, 2 or 75 where all processes agree on it, else 1.
+Exit codes: the run's 0, 2 or 75 where all processes agree on it, 2 also where the others ended of it, else 1.
 """
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def main(argv: Sequence[str]) -> int:
     failures = restart.Failures(run, given.max_restarts)
     while True:     # each start at another port: an old process may still hold the last one
         words = commands([*rest, *places.overrides()], len(places.taken), free_port())
-        outcome = supervise.supervise(words, [environs[place] for place in places.taken], left=Path(run.run.dir) / "stacks")
+        outcome = supervise.supervise(words, [environs[place] for place in places.taken], left=Path(run.run.dir) / "stacks",
+                                      still_s=run.distributed.heartbeat_timeout_s)
         wait_s = None if outcome.asked else failures.wait_s(outcome.code, outcome.words)
         if wait_s is None:
             return outcome.code

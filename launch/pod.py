@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     # Of a clock that is wrong no more comes than the longest wait.
     time.sleep(min(max(0.0, begins - time.time()), restart.LONGEST_S))
     train = [sys.executable, "-u", "-m", "meshtrain.train", *words]
-    outcome = supervise.supervise([train], [os.environ], called=f"process {index}")
+    outcome = supervise.supervise([train], [os.environ], called=f"process {index}", still_s=run.distributed.heartbeat_timeout_s)
     if outcome.code not in (stops.DONE, stops.USER_ERROR):
         _leave_words(run, options.attempt, index, outcome)
     return outcome.code

@@ -1,7 +1,8 @@
 """Runs the processes of one start of a run to their end, and says which of them failed first, whatever died first of it.
 
 Process 0 speaks for all; what another said is shown where it failed, because peers die of that with pages about themselves. Of a
-process that is stopped (SIGSTOP) or hangs the others die first: they are its victims, and it is named. This module knows no run.
+process that is stopped (SIGSTOP) or hangs the others die first: they are its victims, and it is named. One that stands still for
+too long is ended, also where it is alone and nobody misses it. This module knows no run.
 """
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import collections
 import contextlib
 import ctypes
 import dataclasses
+import math
 import os
 import re
 import selectors
@@ -25,6 +27,7 @@ from meshtrain.run import say, stops
 AGREED = (0, 2, 75)
 GRACE_S = 5.0       # for peers of one that failed: to end by themselves, then after SIGTERM
 KEPT_LINES = 40
+LOOK_S = 1.0        # between two looks whether a process stands still
 MOST_TOLD = 3       # processes whose last lines are shown
 # What says nothing of a failure: Gloo's connections, and an installed CUDA plugin that finds no GPU.
 NOISE = re.compile(rb"^\[Gloo\] Rank |is connected to \d+ peer ranks|absl::InitializeLog\(\)|cudart_stub")
@@ -32,9 +35,13 @@ NOISE = re.compile(rb"^\[Gloo\] Rank |is connected to \d+ peer ranks|absl::Initi
 LOST_PEERS = b"Terminating process because the JAX distributed service detected fatal errors"
 # What a process says that fails of another: jax's coordination service, Gloo, and our own meeting.
 VICTIM = re.compile(LOST_PEERS + rb"|Connection (closed|reset) by peer|stopped sending heartbeats|Gloo .*Timed out waiting|"
-                    rb"PeerError: | waits for the others in |error: process(es)? [\d, and]+(of \d+ did not come to|: )")
+                    rb"PeerError: | waits for the others in | has lost process \d|error: process(es)? [\d, and]+(of \d+ did not come to|: )")
 # Whom the coordination service, or process 0 at the meeting, has not heard of.
 UNHEARD = re.compile(rb"\bTask (\d+) heartbeat timeout|error: process (\d+) of \d+ did not come")
+# Of process 0, where jax's service takes that very process for dead: it goes by the wall clock.
+CLOCK_SET = re.compile(rb"stopped sending heartbeats\):\s+(\S*task:)?0\n")
+LATE = re.compile(rb"Gloo .*Timed out waiting")      # for one that is not dead
+BLAMED = re.compile(rb"^error: .* not saved in .*?: process (\d+): ")     # by process 0, for the reason that all end with
 MISMATCHED = b"gloo::EnforceNotMet"     # two collectives of one group met that are not the same
 NOT_SAVED = b" not saved in "           # of a process whose disk is full: the run goes on, and process 0 has no reason to tell
 PR_SET_PDEATHSIG = 1
@@ -55,7 +62,8 @@ class Outcome:
 class Child:
     """One process, what it said last, and how it ended. code: subprocess's, negative for a signal; None while it runs.
 
-    forced: it was told to end because another had failed. stopped: it stood still (SIGSTOP, a debugger) at that time.
+    forced: it was told to end, as a rule because another had failed. stopped: it stood still (SIGSTOP, a debugger) at that time.
+    stood: since when it stands still, and how often it had come and gone by then; None: it runs.
     """
     index: int
     process: subprocess.Popen
@@ -67,6 +75,7 @@ class Child:
     forced: bool = False
     stopped: bool = False
     called: str = ""     # else by its index
+    stood: tuple[float, list[str]] | None = None
 
     def listen(self) -> None:
         self.reader = threading.Thread(target=self._read, daemon=True)
@@ -89,9 +98,18 @@ class Child:
 
     def stands_still(self) -> bool:
         """Whether it is stopped at this moment, as the kernel has it."""
-        with contextlib.suppress(OSError, IndexError):
-            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-        return False
+        return self.still_s() is not None
+
+    def still_s(self) -> float | None:
+        """For how long it has been seen to be stopped; None where it runs, or has run a little since it was last asked."""
+        stood, self.stood = self.stood, None
+        with contextlib.suppress(OSError):
+            status = Path(f"/proc/{self.process.pid}/status").read_text()
+            if self.code is None and re.search(r"^State:\s+[Tt] ", status, re.MULTILINE):
+                switches = re.findall(r"ctxt_switches:\s+(\d+)", status)
+                self.stood = stood if stood and stood[1] == switches else (time.monotonic(), switches)
+                return time.monotonic() - self.stood[0]
+        return None
 
     @property
     def failed(self) -> bool:
@@ -101,6 +119,11 @@ class Child:
     def victim(self) -> bool:
         """Whether it ended of another's failure."""
         return self.forced or self.code in (1, -signal.SIGABRT) and any(VICTIM.search(line) for line in self.lines)
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether it is process 0, and ended because its clock was set."""
+        return self.name.startswith("process 0 ") and not self.forced and CLOCK_SET.search(b"".join(self.lines)) is not None
 
     @property
     def name(self) -> str:
@@ -114,12 +137,12 @@ class Child:
 
 
 def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, str]], grace_s: float = GRACE_S,
-              left: Path | None = None, called: str = "") -> Outcome:
+              left: Path | None = None, called: str = "", still_s: float = math.inf) -> Outcome:
     """Runs all commands until all have ended; call it from the main thread. left: where they leave their stacks when they hang.
     called: the name of one that is alone here, and has its peers elsewhere.
 
     The output of the first is the launcher's. Once one has failed, the others have grace_s seconds to end by themselves
-    and as long after SIGTERM. Signals that come meanwhile reach every process.
+    and as long after SIGTERM. One that stands still for still_s seconds is killed. Signals that come meanwhile reach every process.
     """
     children: list[Child] = []
     asked: list[int] = []
@@ -148,7 +171,7 @@ def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, st
             forward(number, None)
         for child in children:      # threads only after the last fork
             child.listen()
-        ended = _wait(children, start, grace_s)
+        ended = _wait(children, start, grace_s, still_s)
         outcome = conclude(ended, left, since)
     return dataclasses.replace(outcome, asked=bool(asked))
 
@@ -164,7 +187,7 @@ def _die_with(parent: int):
     return apply
 
 
-def _wait(children: Sequence[Child], start: float, grace_s: float) -> list[Child]:
+def _wait(children: Sequence[Child], start: float, grace_s: float, longest_still_s: float) -> list[Child]:
     """The children in the order in which they ended."""
     ended: list[Child] = []
     measures, deadline = [signal.SIGTERM, signal.SIGKILL], None
@@ -176,9 +199,15 @@ def _wait(children: Sequence[Child], start: float, grace_s: float) -> list[Child
                 number, deadline = measures.pop(0), time.monotonic() + grace_s
                 for child in children:
                     child.forced |= child.code is None
-                    child.send(number)
-            left_s = max(0, deadline - time.monotonic()) if measures and deadline is not None else None
-            for key, _ in selector.select(left_s):
+                    child.send(signal.SIGKILL if child.stopped else number)
+            for child in children:
+                if not child.stopped and (child.still_s() or 0) >= longest_still_s:
+                    child.forced = child.stopped = True
+                    _tell(f"{child.name} has stood still for {longest_still_s:g} s (SIGSTOP, or a debugger) and is killed: "
+                          "distributed.heartbeat_timeout_s allows no more")
+                    child.send(signal.SIGKILL)
+            left_s = max(0, deadline - time.monotonic()) if measures and deadline is not None else LOOK_S
+            for key, _ in selector.select(min(left_s, LOOK_S)):
                 child = key.data
                 selector.unregister(child.pidfd)
                 child.code, child.ended_s = child.process.wait(), time.monotonic() - start
@@ -186,12 +215,13 @@ def _wait(children: Sequence[Child], start: float, grace_s: float) -> list[Child
                 if child.failed and deadline is None:
                     deadline = time.monotonic() + grace_s
                     for other in children:
-                        other.stopped = other.code is None and other.stands_still()
+                        other.stopped |= other.code is None and other.stands_still()
     return ended
 
 
 def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.0) -> Outcome:
-    """The outcome of the whole; says who failed first where they do not agree on a code that a run ends with.
+    """The outcome of the whole; says who failed first where they do not agree on a code that a run ends with. A mistake of the user
+    that one of them alone has seen (2), and of which the others ended, is the whole's: it would be the same again.
 
     left: the directory of their stacks, if they were to leave any. since: when they were started, of the wall clock.
     """
@@ -207,8 +237,11 @@ def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.
         _tell(words, *(f"{child.name}: {child.ending}" for child in in_order))
         return Outcome(1, words=words)
     if first.stopped:
-        words = f"{first.name} failed first: it was stopped (SIGSTOP, or a debugger), and the others lost it"
-    elif first.forced:
+        words = f"{first.name} failed first: it was stopped (SIGSTOP, or a debugger){', and the others lost it' * (len(ended) > 1)}"
+    elif first.out_of_time:
+        words = (f"{first.name} failed first: its clock was set, or its machine was suspended, and jax takes all processes for dead that "
+                 "are silent for so long by the clock")
+    elif first.forced or first in _waited_for(ended):
         words = f"{first.name} failed first: the others have not heard of it any more"
     else:
         words = f"{first.name} failed first, {first.ended_s:.1f} s after the start: {first.ending}"
@@ -219,26 +252,39 @@ def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.
     for child in [child for child in shown if child.index and child.lines][:MOST_TOLD]:      # those of the first are on the screen
         _tell("its last lines:" if child is first else f"the last lines of {child.name}:",
               *(f"  {_text(line)}" for line in child.lines))
+    mistake = first.code == stops.USER_ERROR and all(child.victim or child.code == stops.USER_ERROR for child in ended)
     if any(MISMATCHED in line for child in ended if child.failed for line in child.lines):
         _tell("gloo::EnforceNotMet: XLA started collectives of the simulated devices in another order in each "
               "process, and Gloo matches them by order; start one process, or use a pipeline.schedule that does not split "
               "the backward, e.g. 1f1b (docs/limits.md). GPUs are not concerned")
     _tell(*(f"then {child.name}: {child.ending}" for child in in_order if child is not first))
     last = "" if first.victim else next((_text(line) for line in reversed(first.lines) if line.strip()), "")
-    return Outcome(1, first.index, f"{words}{f'; its last line: {last}' if last else ''}", first.victim)
+    return Outcome(stops.USER_ERROR if mistake else stops.FAILED, first.index, f"{words}{f'; its last line: {last}' if last else ''}",
+                   first.victim)
 
 
 def _culprit(ended: Sequence[Child], stuck: int | None) -> Child | None:
     """Who failed first, of all in the order in which they ended; None: none failed. stuck: whom the stacks name."""
     failed = [child for child in ended if child.failed]
     unheard = {int(index) for child in failed for line in child.lines for found in UNHEARD.findall(line) for index in found if index}
+    blamed = {int(found[1]) for child in failed for line in child.lines if (found := BLAMED.search(line))}
     return next((child for candidates in (
         (child for child in failed if (child.code is None or child.code < 0) and not child.victim),   # killed or gone, and not by us
         (child for child in failed if child.index == stuck),
+        (child for child in failed if child.out_of_time),
+        (child for child in failed if child.index in blamed),
         (child for child in failed if not child.victim),
         (child for child in ended if child.stopped),
         (child for child in ended if child.forced and child.index in unheard),
+        _waited_for(ended),
         failed) for child in candidates), None)
+
+
+def _waited_for(ended: Sequence[Child]) -> list[Child]:
+    """The only one that says nothing of Gloo, where Gloo has waited in vain in others."""
+    late = any(LATE.search(line) for child in ended for line in child.lines)
+    quiet = [child for child in ended if not any(b"Gloo" in line for line in child.lines)]
+    return quiet if late and len(quiet) == 1 else []
 
 
 def _text(line: bytes) -> str:
