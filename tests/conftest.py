@@ -35,7 +35,7 @@ settings.load_profile("no deadline")
 CELLS_OF_A_FILE = 1
 LONG = [f"test_{name}.py" for name in ("several_processes", "gpu_program", "fuzz", "pipeline", "stops", "context", "gpu_pipeline",
                                        "commands", "layouts", "first_light", "float8", "collective_order", "beside",
-                                       "experts", "gpu_experts", "watch", "generate", "dpo_runs", "search")]
+                                       "experts", "gpu_experts", "fault_table", "generate", "dpo_runs", "search")]
 STARTED = time.monotonic()
 
 

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.run import checkpoint, disk
-from checkpoints import ROOT, abstract, assert_same_bits, latest, make_state, mesh, names
+from checkpoints import ROOT, abstract, assert_same_bits, latest, make_state, mesh, names, small_disk  # noqa: F401
 
 
 def test_state_comes_back_bit_for_bit_on_another_mesh(tmp_path):
@@ -183,18 +183,7 @@ def test_a_process_killed_while_saving_leaves_a_whole_checkpoint_or_none(tmp_pat
 # ---- what the disk refuses -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 4 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place], capture_output=True).returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield place
-    subprocess.run(["umount", place], check=True)
-
-
-def test_a_full_disk_is_told_leaves_nothing_and_the_next_save_may_work(small_disk, capfd):
+def test_a_full_disk_is_told_leaves_nothing_and_the_next_save_may_work(small_disk, capfd):  # noqa: F811
     random = jnp.asarray(np.random.default_rng(0).normal(size=2_000_000).astype("f4"))  # 8 MB that hardly compress
     told = []
     with checkpoint.Checkpoints(small_disk / "c", keep=1, tell=told.append) as checkpoints:

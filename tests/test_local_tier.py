@@ -16,7 +16,7 @@ from meshtrain.config import ConfigError
 from meshtrain.run.checkpoint import Checkpoints
 from meshtrain.run.local_tier import LocalTier
 from meshtrain.run.record import Record
-from checkpoints import ROOT, abstract, assert_same_bits, flip, make_state, mesh, names, run_processes
+from checkpoints import ROOT, abstract, assert_same_bits, flip, make_state, mesh, names, run_processes, small_disk  # noqa: F401
 from test_commands import call, home, in_a_directory_of_its_own, lasting, refused, tiny  # noqa: F401
 
 
@@ -125,20 +125,9 @@ tier._join()
     assert newest == (2, {"position": 2}) and told == [] and names(tier._own()) == [".saving", "2"]
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 1 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], capture_output=True).returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield place
-    subprocess.run(["umount", place], check=True)
-
-
-def test_a_full_disk_is_told_once_and_what_was_kept_before_stays(small_disk):
+def test_a_full_disk_is_told_once_and_what_was_kept_before_stays(small_disk):  # noqa: F811
     tier, told = kept(small_disk, 2)
-    large = {"w": jax.numpy.ones(1_000_000)}
+    large = {"w": jax.numpy.ones(2_000_000)}
     for step in (4, 6, 8):
         tier.save(step, large, {})
     tier._settle()

@@ -11,36 +11,9 @@ import numpy as np
 import pytest
 
 from meshtrain.run import metrics
+from tests import tiny_run
 
 ROOT = Path(__file__).resolve().parent.parent
-RUN = """
-[run]
-sample_tokens = 8
-[mesh]
-data = 2
-fsdp = 2
-simulated_devices = 4
-[sharding]
-rules = "sharding_rules/hsdp.toml"
-[model]
-vocab_size = 257
-embed_dim = 32
-num_layers = 1
-num_heads = 2
-mlp_dim = 64
-compute_dtype = "float32"
-[data]
-source = "text"
-seq_len = 32
-global_batch = 8
-[training]
-steps = 6
-microbatches = 2
-[optimizer]
-schedule = "constant"
-[validation]
-batches = 2
-"""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +22,9 @@ def home(tmp_path_factory) -> Path:
     rng = np.random.default_rng(0)
     for i in range(4):
         (home / f"{i}.txt").write_bytes(rng.integers(97, 123, 3000, np.uint8).tobytes())
-    (home / "run.toml").write_text(RUN)
+    (home / "run.toml").write_text(tiny_run.text(
+        run__sample_tokens=8, mesh__fsdp=2, mesh__simulated_devices=4, sharding__rules="sharding_rules/hsdp.toml", training__steps=6,
+        training__microbatches=2, validation__batches=2))
     return home
 
 

@@ -15,40 +15,17 @@ from pathlib import Path
 import pytest
 
 from meshtrain.run import metrics, stops
+from tests import tiny_run
 
 ROOT = Path(__file__).resolve().parent.parent
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 PATIENCE_S = 240    # on a machine that does much else
-RUN = """
-[run]
-sample_tokens = 0
-[mesh]
-data = 2
-simulated_devices = 2
-[model]
-vocab_size = 257
-embed_dim = 32
-num_layers = 1
-num_heads = 2
-mlp_dim = 64
-compute_dtype = "float32"
-[data]
-source = "text"
-seq_len = 32
-global_batch = 8
-[training]
-steps = 1000000
-[validation]
-batches = 1000000
-[optimizer]
-schedule = "constant"
-"""
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
     home = tmp_path_factory.mktemp("stops")
-    (home / "run.toml").write_text(RUN)
+    (home / "run.toml").write_text(tiny_run.text(validation__batches=1_000_000))
     (home / "small.txt").write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(60_000)))
     with open(home / "large.jsonl", "w") as file:     # plain text needs no tokenizing: its bytes are the tokens
         file.writelines(f'{{"text": "{n * n} is the square of {n}"}}\n' for n in range(500_000))
