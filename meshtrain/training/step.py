@@ -55,11 +55,12 @@ OFFLOAD_OPTIONS = {
     # matmul; one more of them stands on the device.
     "xla_gpu_enable_pipelined_host_offloading": True,
 }
-# On GPUs, with stages.
-PIPELINE_OPTIONS = {
-    # F, B and W of a layer stand beside each other: with one collective under way at a time, one that is awaited soon waits
-    # for one that is not. llama3-70b-pipeline on 64 H100 by the roofline: 19.8 s, with two 19.2, with four or eight 18.9.
-    # Without stages it lost (llama3-70b 22.9 to 23.5 s, llama3-8b 7.7 to 7.9).
+# On GPUs, with stages or experts.
+SEVERAL_OPTIONS = {
+    # F, B and W of a layer stand beside each other, and gradients of experts beside their tokens: with one collective under way at a
+    # time, one that is awaited soon waits for one that is not. llama3-70b-pipeline on 64 H100 by the roofline: 19.8 s, with two 19.2,
+    # with four or eight 18.9. Qwen3-30B-A3B's layers on 8 H200, zero3_expert, data 4: 460 ms, with four 446; zero3 470 and 471.
+    # Without either it lost (llama3-70b 22.9 to 23.5 s, llama3-8b 7.7 to 7.9).
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
 }
 # The share of a GPU's memory beyond which XLA recomputes values by itself, in silence; its flag is in percent of that. Llama 3 8B
@@ -67,14 +68,15 @@ PIPELINE_OPTIONS = {
 XLA_MEMORY_SHARE = 0.80
 
 
-def compiler_options(platform: str, deterministic: bool, remat: str = "none", pipelined: bool = False,
+def compiler_options(platform: str, deterministic: bool, remat: str = "none", several: bool = False,
                      memory_share: float = XLA_MEMORY_SHARE) -> dict:
-    """What every program of a run is compiled with on this platform, as jax calls it. memory_share: of a GPU, for the process."""
+    """What every program of a run is compiled with on this platform, as jax calls it. several: see
+    SEVERAL_OPTIONS. memory_share: of a GPU, for the process."""
     if platform == "cpu":
         return COMPILER_OPTIONS["cpu"]
     limit = {"xla_gpu_memory_limit_slop_factor": round(100 * memory_share / XLA_MEMORY_SHARE)}
     return (COMPILER_OPTIONS["gpu"] | limit | (DETERMINISTIC_OPTIONS if deterministic else {})
-            | (OFFLOAD_OPTIONS if remat == "offload" else {}) | (PIPELINE_OPTIONS if pipelined else {}))
+            | (OFFLOAD_OPTIONS if remat == "offload" else {}) | (SEVERAL_OPTIONS if several else {}))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -196,6 +198,6 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         if training.objective == "dpo" else None,
         spec=spec, batch=step.batch, execution=dataclasses.replace(step.ex, layout=layout), once=step.once, mesh=mesh,
         compiler_options=compiler_options(mesh.devices.flat[0].platform, training.deterministic, training.remat,
-                                          schedule is not None, memory_share),
+                                          schedule is not None or run.model.num_experts > 0, memory_share),
         schedule=schedule,
         order=order)
