@@ -157,9 +157,10 @@ def test_the_three_products_of_experts_weight_gradients_stand_in_w_alone(tmp_pat
     experts = expert.choose(run, made.layout, "gpu")        # Pallas kernels, which have names; they are not compiled
     pipelined.layer_fbw(run, made.model, made.layout, made.mesh_spec.abstract(), made.program.execution.attend, experts)
     # Behind the first round each of the further ones, which mostly are none, has products of its own.
-    assert parts["F"] == {"grouped_rows": (3, 3)}
-    assert parts["W"] == {"grouped_outer": (3, 0)}
-    assert parts["B"] == {"grouped_rows": (2, 2), "grouped_rows_transposed": (3, 3), "grouped_outer": (0, 3)}
+    # gate and up transposed are one product of two pairs.
+    assert parts["F"] == {"grouped_rows_gkn": (3, 3)}
+    assert parts["W"] == {"grouped_outer_gkn": (3, 0)}
+    assert parts["B"] == {"grouped_rows_gkn": (2, 2), "grouped_rows_gnk": (2, 2), "grouped_outer_gkn": (0, 3)}
 
 
 @functools.cache

@@ -23,7 +23,8 @@ SIZES = {"odd": [5, 16, 33, 0, 1], "one has all": [0, 0, 64, 0], "none": [0, 0, 
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-6), ("bfloat16", 1e-2)])     # a rounding of the result's dtype, twice over
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))
-def test_every_group_is_multiplied_with_its_own_matrix(sizes, name, dtype, tolerance, K=33, N=48, block=16):
+@pytest.mark.parametrize("dims", ["gkn", "kgn"])
+def test_every_group_is_multiplied_with_its_own_matrix(dims, sizes, name, dtype, tolerance, K=33, N=48, block=16):
     engine, count = ENGINES[name], sum(-(-size // block) for size in sizes) + 2
     groups, rng = grouped.groups_of(jnp.array(sizes, jnp.int32), count, block), np.random.default_rng(0)
     owner = np.full(count * block, -1)
@@ -32,12 +33,14 @@ def test_every_group_is_multiplied_with_its_own_matrix(sizes, name, dtype, toler
     used = owner >= 0
     rows = lambda width: jnp.asarray(rng.normal(size=(len(owner), width)) * used[:, None], dtype)
     x, y, w = rows(K), rows(N), jnp.asarray(rng.normal(size=(len(sizes), K, N)), dtype)
+    placed, turned = w.transpose(["gkn".index(letter) for letter in dims]), dims.translate(str.maketrans("kn", "nk"))
 
     @jax.jit
     def products(x, y, w):
         with jax.default_matmul_precision("highest"):
-            return engine.rows(x, w, groups), engine.rows(y, w, groups, transpose=True), engine.outer(x, y, groups)
-    found = [np.asarray(a, np.float64) for a in products(x, y, w)]
+            return engine.rows((x,), (w,), groups, dims), engine.rows((y, y), (w, 2 * w), groups, turned), engine.outer(x, y, groups, dims)
+    found = [np.asarray(a, np.float64) for a in products(x, y, placed)]
+    found[1], found[2] = found[1] / 3, found[2].transpose([dims.index(letter) for letter in "gkn"])
     x, y, w = (np.asarray(a, np.float64) for a in (x, y, w))
     wanted = [np.zeros((len(owner), N)), np.zeros((len(owner), K)), np.zeros(w.shape)]
     for group in range(len(sizes)):
@@ -64,23 +67,25 @@ SHAPES = {"2048 × 768": (2048, 768), "2880 × 2880": (2880, 2880)}
     for gpu in ("a100-80gb", "h100", "h200", "b200") for shape in SHAPES for dtype in ("bfloat16", "float32")])
 def test_kernels_compiled_for_a_gpu_spill_nothing_and_need_no_memory_beside_their_results(gpu, shape, dtype, tmp_path):
     found = resources(gpu, *SHAPES[shape], dtype, tmp_path)
-    assert set(found) == {"grouped_rows", "grouped_rows_transposed", "grouped_outer"}
+    assert set(found) == {f"grouped_{name}" for name in ("rows_gkn", "rows_kgn", "rows_gnk", "rows_ngk", "outer_gkn", "outer_ngk")}
     for name, (spilled, shared) in found.items():
         assert spilled == 0 and 0 < shared <= compile._TARGETS[gpu].shared_bytes_per_block, (name, found)
 
 
 def resources(gpu: str, D: int, F: int, dtype: str, folder: Path) -> dict[str, tuple[int, int]]:
-    """{kernel: (spilled bytes of a thread, shared memory of a block)} of the three products of 16 groups."""
+    """{kernel: (spilled bytes of a thread, shared memory of a block)} of the products of 16 groups, in the orders that experts have."""
     E, engine, mesh = 16, grouped.kernels(), MeshSpec({}).build(compile.topology(f"{gpu}:1"))
     block = engine.block(0, E)
     blocks = 65536 // block + E
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
 
-    def products(x, y, w, sizes):
+    def products(x, y, w, turned, sizes):
         groups = grouped.groups_of(sizes, blocks, block)
-        return engine.rows(x, w, groups), engine.rows(y, w, groups, transpose=True), engine.outer(x, y, groups)
+        into = engine.rows((x,), (w,), groups, "gkn"), engine.rows((x,), (turned,), groups, "kgn")
+        back = engine.rows((y, y), (w, w), groups, "gnk"), engine.rows((y, y), (turned, turned), groups, "ngk")
+        return into, back, engine.outer(x, y, groups, "gkn"), engine.outer(y, x, groups, "ngk")
     rows = blocks * block
-    args = array(dtype, rows, D), array(dtype, rows, F), array(dtype, E, D, F), array(jnp.int32, E)
+    args = array(dtype, rows, D), array(dtype, rows, F), array(dtype, E, D, F), array(dtype, D, E, F), array(jnp.int32, E)
     options = {"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx", "xla_backend_optimization_level": 3}
     with jax.set_mesh(mesh):
         compiled = jax.jit(products).lower(*args).compile(compiler_options=options)

@@ -136,14 +136,14 @@ def kernel(name: str, operands: str, result: str) -> str:
 
 
 @pytest.mark.parametrize("name, operands, result", [
-    ("grouped_rows", "%g, %g, %x, %w", "bf16[51200,768]{1,0}"), ("grouped_rows_transposed", "%g, %g, %y, %w", "bf16[51200,2048]{1,0}"),
-    ("grouped_outer", "%g, %g, %x, %y", "f32[16,2048,768]{2,1,0}")])
+    ("grouped_rows_gkn", "%g, %g, %x, %w", "bf16[51200,768]{1,0}"), ("grouped_rows_gnk", "%g, %g, %y, %w", "bf16[51200,2048]{1,0}"),
+    ("grouped_rows_gnk", "%g, %g, %y, %w, %y, %w", "bf16[51200,2048]{1,0}"), ("grouped_outer_kgn", "%g, %g, %x, %y", "f32[2048,16,768]{2,1,0}")])
 def test_experts_kernels_multiply_the_rows_that_their_scope_tells_and_what_fills_up_blocks(name, operands, result):
     text = kernel(name, operands, result)
     line = lined(text, **{"grouped.rows": 0.5, "grouped.outer": 0.25})
     (one,) = (one for one in line.kernels if "grouped" in one.source)
-    assert one.flops == 2 * (40000 + 16 * 64) * 2048 * 768 and one.part == "matmul" and not line.uncounted
-    assert one.seconds == pytest.approx(one.flops / PEAK / (0.25 if name == "grouped_outer" else 0.5))
+    assert one.flops == operands.count("%w, %y") * 2 * (40000 + 16 * 64) * 2048 * 768 + 2 * (40000 + 16 * 64) * 2048 * 768 and one.part == "matmul" and not line.uncounted
+    assert one.seconds == pytest.approx(one.flops / PEAK / (0.25 if "outer" in name else 0.5))
     found = audit.read(text, MESH)
     assert found.flops == {"bf16": one.flops} and not found.uncounted
 

@@ -18,7 +18,8 @@ from meshtrain.parallel import exchange, expert
 class Routed:
     """tokens: of this device. seen: those, or single choices, that are brought here, `choices` of each. even: rows of this device's
     experts; held: that its buffer has; executed: that its kernels multiply. num_experts, width: of this device; inward: matrices
-    beside `down`. further: whether more rounds may follow. gathered: whether weights are. share: of the layers that have experts."""
+    beside `down`. further: whether more rounds may follow. apart: whether weights' gradients stand apart from inputs', for a pipeline's
+    W. gathered: over how many ways weights are. share: of the layers that have experts."""
     exchanged: bool
     region: expert.Region
     tokens: float
@@ -32,7 +33,8 @@ class Routed:
     width: float
     inward: int
     further: bool
-    gathered: bool
+    apart: bool
+    gathered: int
     trained: bool
     share: float
     itemsize: int
@@ -56,29 +58,28 @@ class Routed:
 
     @property
     def passed_on(self) -> float:
-        """Bytes of what weights' gradients are made of (`expert.PassedOn`): rows, and the sums of further rounds."""
+        """Bytes of what weights' gradients are made of (`expert.PassedOn`): rows, and apart the sums of further rounds."""
         rows = self.held * (2 * self.embed_dim + (self.inward + 1) * self.width)
-        return self.trained * (self.itemsize * rows + (4 * (self.inward + 1) * self.matrix if self.further else 0))
+        return self.trained * (self.itemsize * rows + (4 * (self.inward + 1) * self.matrix if self.further and self.apart else 0))
 
     @property
     def working_bytes(self) -> float:
         """That live at most in a layer's backward: in the rounds behind the first, beside what this has passed on and the sums; where
         one round suffices in it, or while weights' gradients are made."""
         weights = (self.inward + 1) * self.matrix
-        of_round = self.itemsize * (self.held * ((2 + self.inward) * self.embed_dim + (self.inward + 1) * self.width)
+        of_round = self.itemsize * (self.held * (3 * self.embed_dim + (self.inward + 1) * self.width)
                                     + 3 * self.seen * self.embed_dim + weights)
         return of_round + self.passed_on if self.further else max(of_round, self.passed_on + 4 * weights * self.trained)
 
     def elementwise_bytes(self) -> tuple[float, float]:
         """What moves through memory beside the products, forward and backward: rows taken from tokens and summed to them again, the
-        activation and its gradient; of weights' gradients the sums of rounds; weights and gradients turned for the links, which join
-        and part arrays along their first dim. Read off programs compiled for H100 and H200."""
-        rows, tokens = self.held * self.embed_dim, self.seen * self.embed_dim
-        inner, dx = 2 * (self.inward + 1) * self.held * self.width, self.inward + (self.inward > 1) + 1
-        weights, turned = (self.inward + 1) * self.matrix, 2 * self.itemsize * self.gathered
-        sums = (16 if self.further else 0) + (8 if self.gathered else 4 * self.further)
-        return (self.itemsize * (3 * rows + tokens + inner) + turned * weights,
-                self.itemsize * ((2 + dx) * rows + 3 * tokens + inner) + (turned + sums * self.trained) * weights)
+        activation and its gradient, stored weights cast; apart, of weights' gradients the sums of rounds. Read off programs compiled
+        for H100 and H200."""
+        rows, tokens, inner = self.held * self.embed_dim, self.seen * self.embed_dim, (self.inward + 1) * self.held * self.width
+        weights = (self.inward + 1) * self.matrix
+        cast = 0 if self.apart else (4 + self.itemsize) * weights / self.gathered
+        sums = 20 * weights * self.trained if self.further and self.apart else 0
+        return self.itemsize * (2 * rows + tokens + inner) + cast, self.itemsize * (3 * rows + 3 * tokens + 2 * inner) + cast + sums
 
 
 def of(placed: Placed, options: Options) -> Routed | None:
@@ -101,4 +102,4 @@ def of(placed: Placed, options: Options) -> Routed | None:
     trained = all(info.trainable for info in placed.rows if "expert" in info.axes)
     return Routed(exchanged, region, tokens, seen, choices, even, (math.ceil(rows / block) + e) * block,
                   grouped.executed_rows(even, e, block), e, cfg.embed_dim, cfg.expert_mlp_dim / layout.ways(region.inner), inward,
-                  exchanged or rows < most, bool(placed.experts_gathered), trained, 1 - cfg.first_dense_layers / cfg.num_layers, placed.itemsize)
+                  exchanged or rows < most, placed.mesh.sizes["stage"] > 1, layout.ways(layout.mesh_axes("params", "expert_embed")) if placed.experts_gathered else 1, trained, 1 - cfg.first_dense_layers / cfg.num_layers, placed.itemsize)

@@ -25,7 +25,7 @@ _FUSIONS = ("fusion", "fusion-start")               # jax 0.12 starts some and w
 _WHOLE = ("dot", "scaled-dot", "ragged-dot", "convolution", "custom-call", "sort", "rng-bit-generator")
 PRODUCTS = {"forward": 2, "dq": 3, "dkv": 4}    # of a Pallas attention kernel, for each visited pair of query and key
 _PALLAS = re.compile(r"meshtrain_attention_(forward|dq|dkv)(_causal)?(?:_window(\d+))?(?:_ahead(\d+))?")     # `kernels.mask.label`
-_GROUPED = re.compile(r"\bgrouped_(rows_transposed|rows|outer)\b")       # of `kernels.grouped`
+_GROUPED = re.compile(r"\bgrouped_(rows|outer)_([gkn]{3})\b")     # of `kernels.grouped`, with the order of a matrix's dims
 _EVEN_ROWS = re.compile(EVEN_ROWS.format(r"(\d+)"))
 _CUDNN_WINDOW = re.compile(r'"sliding_window_length":\s*(\d+)')
 
@@ -82,11 +82,13 @@ def grouped(module: hlo.Module, computation: str, ins: hlo.Instruction) -> Group
     found = _GROUPED.search(ins.op_name) if ins.op == "custom-call" else None
     if not found:
         return None
-    arrays = [(dtype, dims) for dtype, dims in module.operand_shapes(computation, ins) if len(dims) > 1]
-    (dtype, (held, _)), (_, (groups, k, n)) = arrays[0], (arrays[1] if len(arrays[1][1]) == 3 else hlo.shapes(ins.type_text)[0])
+    outer, arrays = found[1] == "outer", [(dtype, dims) for dtype, dims in module.operand_shapes(computation, ins) if len(dims) > 1]
+    (dtype, (held, _)), matrices = arrays[0], hlo.shapes(ins.type_text) if outer else arrays[1::2]
+    groups, summed, n = (sum(dims[found[2].index(letter)] for _, dims in matrices) for letter in "gkn")
+    groups, n = groups // len(matrices), n // len(matrices)
     block, even = tiles.GROUPED[hlo.dtype_bits(dtype) // 8].rows, _EVEN_ROWS.findall(ins.op_name)
     rows = min(held, kernels.executed_rows(int(even[-1]), groups, block)) if even else held
-    return Grouped(rows, groups, *((n, k) if found[1] == "rows_transposed" else (k, n)), dtype, found[1] == "outer")
+    return Grouped(rows, groups, summed, n, dtype, outer)
 
 
 def multiplies(ins: hlo.Instruction) -> bool:

@@ -30,10 +30,11 @@ class Groups(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """rows(x_RK, w_GKN, groups) -> [R, N], or with transpose x_RN and the same w -> [R, K], in x's dtype, summed in float32.
+    """rows((x_RK, …), (w, …), groups, dims) -> [R, N], the sum of each x with its w in float32, rounded to x's dtype.
 
-    outer(x_RK, y_RN, groups) -> float32 [G, K, N], of a group without rows zeros. block(rows, groups): rows of a block where so
-    many rows go to so many groups.
+    outer(x_RK, y_RN, groups, dims) -> float32, of a group without rows zeros. dims: the order of w's or the result's dims, a
+    permutation of "gkn"; so a transposed w needs no copy, nor one whose groups are not its first dim. block(rows, groups): rows of a
+    block where so many rows go to so many groups.
     """
     rows: Callable
     outer: Callable
@@ -64,26 +65,33 @@ def _block_rows(x, groups: Groups) -> int:
     return x.shape[0] // groups.owner.shape[0]
 
 
-def _loop_rows(x, w, groups: Groups, transpose: bool = False):
-    block = _block_rows(x, groups)
+def _loop_rows(xs, ws, groups: Groups, dims: str):
+    block, of_group = _block_rows(xs[0], groups), dims.replace("g", "")
 
     def visit(b, y):
-        own = lax.dynamic_index_in_dim(w, groups.owner[b], 0, keepdims=False)
-        x_b = lax.dynamic_slice_in_dim(x, b * block, block, 0)
-        y_b = jnp.einsum("rn,kn->rk" if transpose else "rk,kn->rn", x_b, own, preferred_element_type=jnp.float32)
-        return lax.dynamic_update_slice_in_dim(y, y_b.astype(x.dtype), b * block, 0)
-    return lax.fori_loop(0, groups.count[0], visit, jnp.zeros((x.shape[0], w.shape[1 if transpose else 2]), x.dtype))
+        y_b = 0
+        for x, w in zip(xs, ws, strict=True):
+            own = lax.dynamic_index_in_dim(w, groups.owner[b], dims.index("g"), keepdims=False)
+            x_b = lax.dynamic_slice_in_dim(x, b * block, block, 0)
+            y_b += jnp.einsum(f"rk,{of_group}->rn", x_b, own, preferred_element_type=jnp.float32)
+        return lax.dynamic_update_slice_in_dim(y, y_b.astype(y.dtype), b * block, 0)
+    return lax.fori_loop(0, groups.count[0], visit, jnp.zeros((xs[0].shape[0], ws[0].shape[dims.index("n")]), xs[0].dtype))
 
 
-def _loop_outer(x, y, groups: Groups):
-    block = _block_rows(x, groups)
+def _loop_outer(x, y, groups: Groups, dims: str):
+    block, at = _block_rows(x, groups), dims.index("g")
 
     def visit(b, sums):
         take = lambda a: lax.dynamic_slice_in_dim(a, b * block, block, 0)
-        own = lax.dynamic_index_in_dim(sums, groups.owner[b], 0, keepdims=False)
-        new = own + jnp.einsum("rk,rn->kn", take(x), take(y), preferred_element_type=jnp.float32)
-        return lax.dynamic_update_index_in_dim(sums, new, groups.owner[b], 0)
-    return lax.fori_loop(0, groups.count[0], visit, jnp.zeros((len(groups.first), x.shape[1], y.shape[1]), jnp.float32))
+        own = lax.dynamic_index_in_dim(sums, groups.owner[b], at, keepdims=False)
+        new = own + jnp.einsum(f"rk,rn->{dims.replace('g', '')}", take(x), take(y), preferred_element_type=jnp.float32)
+        return lax.dynamic_update_index_in_dim(sums, new, groups.owner[b], at)
+    shape = _ordered(dims, g=len(groups.first), k=x.shape[1], n=y.shape[1])
+    return lax.fori_loop(0, groups.count[0], visit, jnp.zeros(shape, jnp.float32))
+
+
+def _ordered(dims: str, **of_letter) -> tuple:
+    return tuple(of_letter[letter] for letter in dims)
 
 
 def _loop_block(rows: int, groups: int) -> int:
@@ -102,40 +110,47 @@ def _dot(x, y):
     return jnp.dot(x, y, preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
 
 
-def _rows_kernel(owner_ref, count_ref, x_ref, w_ref, y_ref, *, step: int, transpose: bool):
+def _turned(a, dims: str):
+    """A tile of "kn" as it stands in an array of `dims`, and back."""
+    return a.T if dims.index("n") < dims.index("k") else a
+
+
+def _rows_kernel(owner_ref, count_ref, *refs, steps: tuple[int, ...], dims: str):
     """One block of rows, one tile of columns; an unused block ends at once."""
-    column, b = pl.program_id(0), pl.program_id(1)
+    column, b, *pairs, y_ref = pl.program_id(0), pl.program_id(1), *refs
     width = y_ref.shape[1]
 
     @pl.when(b < count_ref[0])
     def _():
-        own, columns = owner_ref[b], pl.ds(column * width, width)
-
-        def visit(i, sums):
-            at = pl.ds(i * step, step)
-            w = w_ref[own, columns, at].T if transpose else w_ref[own, at, columns]
-            return sums + _dot(x_ref[:, at], w)
-        sums = lax.fori_loop(0, x_ref.shape[1] // step, visit, jnp.zeros(y_ref.shape, jnp.float32))
+        own, columns, sums = owner_ref[b], pl.ds(column * width, width), jnp.zeros(y_ref.shape, jnp.float32)
+        for x_ref, w_ref, step in zip(pairs[::2], pairs[1::2], steps, strict=True):
+            def visit(i, sums):
+                at = pl.ds(i * step, step)
+                return sums + _dot(x_ref[:, at], _turned(w_ref[_ordered(dims, g=own, k=at, n=columns)], dims))
+            sums = lax.fori_loop(0, x_ref.shape[1] // step, visit, sums)
         y_ref[...] = sums.astype(y_ref.dtype)
 
 
-def _triton_rows(x, w, groups: Groups, transpose: bool = False, *, by_size: Mapping[int, tiles.Grouped], interpret: bool):
-    of = by_size[x.dtype.itemsize]
-    block, N = _block_rows(x, groups), w.shape[1 if transpose else 2]
-    width, step = _tile(N, of.columns), _tile(x.shape[1], of.step)
-    x, (out, into) = _padded(x, step, 1), ((1, 2) if transpose else (2, 1))
-    w = _padded(_padded(w, width, out), step, into)
-    rows, columns = x.shape[0], w.shape[out]
+def _triton_rows(xs, ws, groups: Groups, dims: str, *, by_size: Mapping[int, tiles.Grouped], interpret: bool):
+    of, at = by_size[xs[0].dtype.itemsize], dims.index
+    block, N = _block_rows(xs[0], groups), ws[0].shape[at("n")]
+    width, steps = _tile(N, of.columns), tuple(_tile(x.shape[1], of.step) for x in xs)
+    xs = [_padded(x, step, 1) for x, step in zip(xs, steps)]
+    ws = [_padded(_padded(w, width, at("n")), step, at("k")) for w, step in zip(ws, steps)]
+    rows, columns = xs[0].shape[0], ws[0].shape[at("n")]
+    pairs, specs = [a for pair in zip(xs, ws, strict=True) for a in pair], []
+    for x in xs:
+        specs += [pl.BlockSpec((block, x.shape[1]), lambda j, b: (b, 0)), pl.no_block_spec]
     y = pl.pallas_call(
-        partial(_rows_kernel, step=step, transpose=transpose), grid=(columns // width, rows // block),
-        in_specs=[pl.no_block_spec, pl.no_block_spec, pl.BlockSpec((block, x.shape[1]), lambda j, b: (b, 0)), pl.no_block_spec],
-        out_specs=pl.BlockSpec((block, width), lambda j, b: (b, j)), out_shape=jax.ShapeDtypeStruct((rows, columns), x.dtype),
-        name="grouped_rows_transposed" if transpose else "grouped_rows", interpret=interpret,
-        compiler_params=triton.CompilerParams(num_warps=of.warps, num_stages=of.stages))(groups.owner, groups.count, x, w)
+        partial(_rows_kernel, steps=steps, dims=dims), grid=(columns // width, rows // block),
+        in_specs=[pl.no_block_spec, pl.no_block_spec, *specs],
+        out_specs=pl.BlockSpec((block, width), lambda j, b: (b, j)), out_shape=jax.ShapeDtypeStruct((rows, columns), xs[0].dtype),
+        name=f"grouped_rows_{dims}", interpret=interpret,
+        compiler_params=triton.CompilerParams(num_warps=of.warps, num_stages=of.stages))(groups.owner, groups.count, *pairs)
     return y[:, :N]
 
 
-def _outer_kernel(first_ref, blocks_ref, x_ref, y_ref, sums_ref, *, block: int, step: int):
+def _outer_kernel(first_ref, blocks_ref, x_ref, y_ref, sums_ref, *, block: int, step: int, tile: tuple[int, int], dims: str):
     """One tile of one group's matrix, over all of the group's rows."""
     group = pl.program_id(2)
     start = first_ref[group] * block
@@ -144,23 +159,24 @@ def _outer_kernel(first_ref, blocks_ref, x_ref, y_ref, sums_ref, *, block: int, 
         at = pl.ds(start + i * step, step)
         return sums + _dot(x_ref[at, :].T, y_ref[at, :])
     trips = blocks_ref[group] * (block // step)
-    sums_ref[...] = lax.fori_loop(0, trips, visit, jnp.zeros(sums_ref.shape, jnp.float32))
+    sums_ref[...] = _turned(lax.fori_loop(0, trips, visit, jnp.zeros(tile, jnp.float32)), dims)
 
 
-def _triton_outer(x, y, groups: Groups, *, by_size: Mapping[int, tiles.Grouped], interpret: bool):
+def _triton_outer(x, y, groups: Groups, dims: str, *, by_size: Mapping[int, tiles.Grouped], interpret: bool):
     of = by_size[x.dtype.itemsize]
-    (rows, K), N, block = x.shape, y.shape[1], _block_rows(x, groups)
+    (rows, K), N, G, block = x.shape, y.shape[1], len(groups.first), _block_rows(x, groups)
     height, width, step = _tile(K, of.rows), _tile(N, of.columns), min(of.step, block)
     x, y = _padded(x, height, 1), _padded(y, width, 1)
     sums = pl.pallas_call(
-        partial(_outer_kernel, block=block, step=step), grid=(y.shape[1] // width, x.shape[1] // height, len(groups.first)),
+        partial(_outer_kernel, block=block, step=step, tile=(height, width), dims=dims),
+        grid=(y.shape[1] // width, x.shape[1] // height, G),
         in_specs=[pl.no_block_spec, pl.no_block_spec, pl.BlockSpec((rows, height), lambda j, i, g: (0, i)),
                   pl.BlockSpec((rows, width), lambda j, i, g: (0, j))],
-        out_specs=pl.BlockSpec((None, height, width), lambda j, i, g: (g, i, j)),
-        out_shape=jax.ShapeDtypeStruct((len(groups.first), x.shape[1], y.shape[1]), jnp.float32),
-        name="grouped_outer", interpret=interpret,
+        out_specs=pl.BlockSpec(_ordered(dims, g=None, k=height, n=width), lambda j, i, g: _ordered(dims, g=g, k=i, n=j)),
+        out_shape=jax.ShapeDtypeStruct(_ordered(dims, g=G, k=x.shape[1], n=y.shape[1]), jnp.float32),
+        name=f"grouped_outer_{dims}", interpret=interpret,
         compiler_params=triton.CompilerParams(num_warps=of.warps, num_stages=of.stages))(groups.first, groups.blocks, x, y)
-    return sums[:, :K, :N]
+    return sums[_ordered(dims, g=slice(None), k=slice(K), n=slice(N))]
 
 
 def _tile(n: int, most: int) -> int:

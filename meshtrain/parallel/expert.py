@@ -23,8 +23,9 @@ from jax.sharding import PartitionSpec as P
 from meshtrain.kernels import grouped
 from meshtrain.layout.mesh import automatic_axes, on_shards, psum, psum_scatter
 from meshtrain.layout.rules import Layout
-from meshtrain.names import EVEN_ROWS, EXPERT_AXES, FURTHER_ROUNDS
+from meshtrain.names import EVEN_ROWS, EXPERT_AXES
 from meshtrain.parallel import exchange
+from meshtrain.parallel.arranged import Arranged, Rows, sorted_by
 
 # With random choices a device of 16 among 128 experts gets up to 1.1 times its share; what is spared costs memory alone.
 SPARE = 1.25
@@ -112,7 +113,7 @@ def apply(experts: Experts, layout: Layout, x_BTD, chosen_BTK, weight_BTK, weigh
     ways = Ways.of(layout, weights)
 
     def local(x_BTD, chosen_BTK, weight_BTK, weights):
-        args = *map(_flat, (x_BTD, chosen_BTK, weight_BTK)), ways.in_use(weights, x_BTD.dtype)
+        args = *map(_flat, (x_BTD, chosen_BTK, weight_BTK)), ways.in_use(experts.engine, weights, x_BTD.dtype)
         return (_exchanged if experts.exchanged else _forward)(experts, ways.region, *args).reshape(x_BTD.shape)
     return on_shards(local, (ways.tokens,) * 3 + (ways.stored,), ways.tokens)(x_BTD, chosen_BTK, weight_BTK, weights)
 
@@ -122,22 +123,23 @@ def _apply_forward(experts, layout, *args):
 
 
 def _apply_backward(experts, layout, saved, dy_BTD):
-    """In two regions, so that a pipeline can put the weights' half into W (`parallel.split`): a region is never divided."""
-    weights = saved[3]
-    # Every device has rows of its own; those of replicas are a vmap's business.
-    ways, everywhere = Ways.of(layout, weights), P(tuple(a for a in automatic_axes() if a not in layout.hidden))
+    """In one region; with stages in two, so that a pipeline can put the weights' half into W (`parallel.split`): a region is never
+    divided."""
+    weights, ways, staged = saved[3], Ways.of(layout, saved[3]), layout.sizes["stage"] > 1
 
     def inputs_half(x_BTD, chosen_BTK, weight_BTK, weights, dy_BTD):
-        args = *map(_flat, (x_BTD, chosen_BTK, weight_BTK)), ways.in_use(weights, x_BTD.dtype)
-        backward = _exchanged_backward if experts.exchanged else _backward
-        dx, dweight, passed_on = backward(experts, ways.region, *args, _flat(dy_BTD))
-        return dx.reshape(x_BTD.shape), dweight.reshape(weight_BTK.shape), passed_on
+        args = *map(_flat, (x_BTD, chosen_BTK, weight_BTK)), ways.in_use(experts.engine, weights, x_BTD.dtype), _flat(dy_BTD)
+        dx, dweight, rest = (_exchanged_backward if experts.exchanged else _backward)(experts, ways.region, *args, staged)
+        return dx.reshape(x_BTD.shape), dweight.reshape(weight_BTK.shape), rest if staged else ways.added_up(rest)
 
     def weights_half(passed_on):
-        return ways.added_up(passed_on.gradients(experts.engine))
-    out = ways.tokens, ways.tokens, everywhere
-    dx, dweight, passed_on = on_shards(inputs_half, (ways.tokens,) * 3 + (ways.stored, ways.tokens), out)(*saved, dy_BTD)
-    dw = on_shards(weights_half, (everywhere,), ways.grads)(passed_on)
+        return ways.added_up(passed_on.gradients(experts.engine, ways.axes))
+    # Every device has rows of its own; those of replicas are a vmap's business.
+    everywhere = P(tuple(a for a in automatic_axes() if a not in layout.hidden))
+    out = ways.tokens, ways.tokens, everywhere if staged else ways.grads
+    dx, dweight, dw = on_shards(inputs_half, (ways.tokens,) * 3 + (ways.stored, ways.tokens), out)(*saved, dy_BTD)
+    if staged:
+        dw = on_shards(weights_half, (everywhere,), ways.grads)(dw)
     dw = {name: layout.constrain("grads", d, EXPERT_AXES[name]).astype(weights[name].dtype) for name, d in dw.items()}
     return dx, None, dweight, dw
 
@@ -154,14 +156,15 @@ class Ways:
     """How arrays come into the region and leave it. tokens, stored, grads: PartitionSpecs over the axes that are automatic outside,
     of what is split like tokens, and by name of the weights as they are stored and of their gradients.
 
-    gathers: by name [(dim, axes)] that split no experts, over which a weight is gathered. scatters: the same of gradients, over
-    axes with other tokens that [grads] names. rest: the axes over which they are then added up; what a pipeline sums after its
-    loop is in neither.
+    axes: by name the logical axes of a weight's dims where it is multiplied. gathers: by name [(axis, mesh axes)] that split no
+    experts, over which a weight is gathered. scatters: the same of gradients, over mesh axes with other tokens that [grads] names.
+    rest: those over which they are then added up; what a pipeline sums after its loop is in neither.
     """
     region: Region
     tokens: P
     stored: dict
     grads: dict
+    axes: dict
     gathers: dict
     scatters: dict
     rest: dict
@@ -170,139 +173,97 @@ class Ways:
     def of(cls, layout: Layout, names) -> Ways:
         region, axes_of = Region.of(layout), layout.mesh_axes
         automatic = {a for axis in ("batch", "residual_seq") for a in axes_of("activations", axis)}
-        by_dim = lambda name, pick: [(dim, axes) for dim, axis in enumerate(EXPERT_AXES[name]) if (axes := pick(axis))]
+        by_axis = lambda name, pick: [(axis, axes) for axis in EXPERT_AXES[name] if (axes := pick(axis))]
         own = lambda axis: tuple(a for a in axes_of("params", axis) if a in region.own)
         others = lambda axis: tuple(a for a in axes_of("grads", axis) if a in region.others and a not in own(axis))
-        scatters = {name: by_dim(name, others) for name in names}
+        gathered = lambda axis: tuple(a for a in axes_of("params", axis) if a not in region.own)
+        scatters = {name: by_axis(name, others) for name in names}
+        # Shards lie one behind the other: joined and parted along any dim but the first, all of a weight is turned.
+        embed_first = bool(gathered("expert_embed") or others("expert_embed"))
         unscattered = lambda name: tuple(a for a in region.others if a in automatic
                                          and a not in [a for _, axes in scatters[name] for a in axes])
         return cls(
             region, layout.spec("activations", ("batch", "residual_seq", None)),
             stored={name: layout.spec("params", EXPERT_AXES[name]) for name in names},
             grads={name: P(*(own(axis) + others(axis) or None for axis in EXPERT_AXES[name])) for name in names},
-            gathers={name: by_dim(name, lambda axis: tuple(a for a in axes_of("params", axis) if a not in region.own))
-                     for name in names},
-            scatters=scatters, rest={name: unscattered(name) for name in names})
+            axes={name: ("expert_embed", "expert", "expert_mlp") if embed_first else EXPERT_AXES[name] for name in names},
+            gathers={name: by_axis(name, gathered) for name in names}, scatters=scatters, rest={name: unscattered(name) for name in names})
 
-    def in_use(self, weights, dtype):
+    def in_use(self, engine: grouped.Engine, weights, dtype) -> Matrices:
         """Cast, then gathered: float32 shards travel in the compute dtype.
 
         Inside the region, so that nothing of it is kept for the backward, and the backward's gradients stay float32.
         """
-        used = {name: w.astype(dtype) for name, w in weights.items()}
-        for name, gathers in self.gathers.items():
-            for dim, axes in gathers:
-                used[name] = lax.all_gather(used[name], axes, axis=dim, tiled=True)
-        return used
+        used = {}
+        for name, w in weights.items():
+            used[name] = _in_order(w.astype(dtype), EXPERT_AXES[name], self.axes[name])
+            for axis, axes in self.gathers[name]:
+                used[name] = lax.all_gather(used[name], axes, axis=self.axes[name].index(axis), tiled=True)
+        return Matrices(engine, used, self.axes)
 
     def added_up(self, dw):
-        """Gradients over other tokens, float32."""
+        """Gradients over other tokens, float32, as weights are stored."""
         summed = dict(dw)
         for name, scatters in self.scatters.items():
-            for dim, axes in scatters:
-                summed[name] = psum_scatter(summed[name], axes, dim)
+            for axis, axes in scatters:
+                summed[name] = psum_scatter(summed[name], axes, self.axes[name].index(axis))
             if self.rest[name]:
                 summed[name] = lax.psum(summed[name], self.rest[name])
-        return summed
+        return {name: _in_order(d, self.axes[name], EXPERT_AXES[name]) for name, d in summed.items()}
+
+
+def _in_order(a, axes: tuple[str, ...], wanted: tuple[str, ...]):
+    return a if axes == wanted else a.transpose([axes.index(axis) for axis in wanted])
 
 
 # ---- one device's part -------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
-    """The rows of a device's experts in one round: their groups, the assignment (token · K + k) of each or -1, and where each
-    assignment's row is or -1."""
-    groups: grouped.Groups
-    assignment_R: jax.Array
-    row_AK: jax.Array
+class Matrices:
+    """Of this device's experts, by name. axes: the order of their dims."""
+    engine: grouped.Engine
+    arrays: dict
+    axes: dict
 
-    def take(self, a_AD, num_choices: int):
-        """What the row's token has, else zero. A product, no `where`: XLA would keep [R, D] of zeros through the layers' loop."""
-        used = self.assignment_R >= 0
-        return a_AD[jnp.where(used, self.assignment_R // num_choices, 0)] * used[:, None].astype(a_AD.dtype)
+    @property
+    def e(self) -> int:
+        return self.arrays["down"].shape[self.axes["down"].index("expert")]
 
-    def weight(self, weight_AK):
-        return jnp.where(self.assignment_R >= 0, weight_AK.reshape(-1)[jnp.maximum(self.assignment_R, 0)], 0.0)[:, None]
+    @property
+    def inward(self) -> list[str]:
+        return [name for name in ("gate", "up") if name in self.arrays]
 
-    def sum(self, y_RD, dtype):
-        """Each token's rows added in the order of its choices, in float32: gathers, so the same bits every time.
+    def rows(self, by_name: Mapping, summed: str, groups: grouped.Groups):
+        """The sum of rows by name, each times its matrices; summed: the logical axis that they share."""
+        (dims,) = {_letters(self.axes[name], summed) for name in by_name}
+        return self.engine.rows(tuple(by_name.values()), tuple(self.arrays[name] for name in by_name), groups, dims)
 
-        Row 0 is always written: what is multiplied with zero must be a number. A sum over [A, K, D] takes a CPU twice as long.
-        """
-        here_KA, row_KA = self.row_AK.T >= 0, jnp.maximum(self.row_AK.T, 0)
-        return sum(y_RD[row].astype(jnp.float32) * here[:, None] for row, here in zip(row_KA, here_KA)).astype(dtype)
-
-
-class Arranged:
-    """All assignments sorted by this device's experts, those of others last; `round(n)` has the rows of its n-th part."""
-
-    def __init__(self, experts: Experts, region: Region, chosen_AK, e: int):
-        A, K = chosen_AK.shape
-        local = chosen_AK.reshape(-1) - region.first_expert(e)
-        key = jnp.where((local >= 0) & (local < e), local, e)
-        order = _sorted(key, e)
-        # A scatter turns the order round: it writes every place once.
-        self.place_AK = jnp.zeros(A * K, jnp.int32).at[order].set(jnp.arange(A * K, dtype=jnp.int32), unique_indices=True
-                                                                   ).reshape(A, K)
-        self.order, self.sizes = order, jnp.sum(key[:, None] == jnp.arange(e), 0, dtype=jnp.int32)
-        most, even = A * min(K, e), A * K * e // experts.num_experts
-        self.rows = max(1, min(most, math.ceil(experts.spare * even)) if experts.spare else most)
-        self.block = experts.engine.block(self.rows, e)
-        self.num_blocks = -(-self.rows // self.block) + e
-        self.one_round = self.rows >= most
-
-    def round(self, n) -> Rows:
-        start, ends = n * self.rows, jnp.cumsum(self.sizes)
-        low, high = (jnp.clip(edge - start, 0, self.rows) for edge in (ends - self.sizes, ends))
-        groups = grouped.groups_of(high - low, self.num_blocks, self.block)
-        at = jnp.arange(self.num_blocks * self.block)
-        owner = groups.owner[at // self.block]
-        within = at - groups.first[owner] * self.block
-        used = (at // self.block < groups.count[0]) & (within < (high - low)[owner])
-        assignment_R = jnp.where(used, self.order[jnp.where(used, low[owner] + within + start, 0)], -1)
-        place = self.place_AK - start
-        here = (place >= 0) & (place < self.rows) & (self.place_AK < ends[-1])
-        group = jnp.minimum(jnp.sum(high[None, None] <= place[..., None], -1), len(self.sizes) - 1)
-        return Rows(groups, assignment_R, jnp.where(here, groups.first[group] * self.block + place - low[group], -1))
-
-    def further(self, one_round: Callable, first):
-        """first + the sum of one_round(rows) over the rounds behind the first; mostly there are none.
-
-        Their count is known on the device alone, and the loop's sums stand beside the first round's.
-        """
-        if self.one_round:
-            return first
-        step = lambda carry: (carry[0] + 1, jax.tree.map(jnp.add, carry[1], one_round(self.round(carry[0]))))
-        more = lambda carry: carry[0] * self.rows < self.sizes.sum()
-        with jax.named_scope(FURTHER_ROUNDS):
-            return lax.while_loop(more, step, (jnp.int32(1), first))[1]
+    def zeros(self) -> dict:
+        return {name: jnp.zeros(w.shape, jnp.float32) for name, w in self.arrays.items()}
 
 
-def _sorted(key, e: int):
-    """The order that sorts the keys 0 … e, equal ones as they come. Packed into one number with the index, keys are unique."""
-    n = key.shape[0]
-    bits = max(1, (n - 1).bit_length())
-    index = jnp.arange(n, dtype=jnp.uint32)
-    if bits + e.bit_length() > 32:
-        return lax.sort((key, index.astype(jnp.int32)), num_keys=1, is_stable=True)[1]
-    return (lax.sort((key.astype(jnp.uint32) << bits) | index) & jnp.uint32((1 << bits) - 1)).astype(jnp.int32)
+def _letters(axes: tuple[str, ...], summed: str) -> str:
+    """The order of dims as `grouped` has it."""
+    return "".join("g" if axis == "expert" else "k" if axis == summed else "n" for axis in axes)
 
 
-def _inward(weights) -> list[str]:
-    return [name for name in ("gate", "up") if name in weights]
+def _arranged(experts: Experts, region: Region, chosen_AK, matrices: Matrices) -> Arranged:
+    e = matrices.e
+    return Arranged(chosen_AK, region.first_expert(e), e, experts.num_experts, experts.spare, experts.engine.block)
 
 
-def _forward(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, weights):
-    rows_of, K = experts.engine.rows, chosen_TK.shape[1]
+def _forward(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, matrices: Matrices):
+    K = chosen_TK.shape[1]
     x_AD, chosen_AK, weight_AK = map(region.bring, (x_TD, chosen_TK, weight_TK))
-    arranged = Arranged(experts, region, chosen_AK, weights["down"].shape[0])
+    arranged = _arranged(experts, region, chosen_AK, matrices)
 
     def one_round(rows: Rows):
         x_RD = rows.take(x_AD, K)
-        h_RF = experts.activation(*(rows_of(x_RD, weights[name], rows.groups).astype(jnp.float32) for name in _inward(weights)))
+        inward = (matrices.rows({name: x_RD}, "expert_embed", rows.groups) for name in matrices.inward)
+        h_RF = experts.activation(*(a.astype(jnp.float32) for a in inward))
         # The weight multiplies here, not behind `down`: its gradient then needs no y.
-        y_RD = rows_of((h_RF * rows.weight(weight_AK)).astype(x_RD.dtype), weights["down"], rows.groups)
+        y_RD = matrices.rows({"down": (h_RF * rows.weight(weight_AK)).astype(x_RD.dtype)}, "expert_mlp", rows.groups)
         return rows.sum(y_RD, x_RD.dtype)
     with jax.named_scope(EVEN_ROWS.format(region.even_rows(*chosen_TK.shape))):
         y_AD = arranged.further(one_round, one_round(arranged.round(0)))
@@ -322,77 +283,85 @@ class PassedOn:
     more: dict | None = None
     even_rows: int = dataclasses.field(default=1, metadata={"static": True})
 
-    def gradients(self, engine: grouped.Engine) -> dict:
-        """float32, by name."""
+    def gradients(self, engine: grouped.Engine, axes: Mapping[str, tuple]) -> dict:
+        """float32, by name; axes: the order of their dims."""
         with jax.named_scope(EVEN_ROWS.format(self.even_rows)):
-            dw = {name: engine.outer(self.x_RD, d, self.groups) for name, d in self.d_inward.items()}
-            dw["down"] = engine.outer(self.h_RF, self.dy_RD, self.groups)
+            dw = {name: engine.outer(self.x_RD, d, self.groups, _letters(axes[name], "expert_embed")) for name, d in self.d_inward.items()}
+            dw["down"] = engine.outer(self.h_RF, self.dy_RD, self.groups, _letters(axes["down"], "expert_mlp"))
         return dw if self.more is None else jax.tree.map(jnp.add, dw, self.more)
 
 
-def _backward(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, weights, dy_TD):
-    """(dx, dweight, PassedOn): of this device's tokens; the latter of its experts, over the tokens that it has seen."""
-    rows_of, even_rows, K, dtype = experts.engine.rows, region.even_rows(*chosen_TK.shape), chosen_TK.shape[1], x_TD.dtype
+def _backward(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, matrices: Matrices, dy_TD, apart: bool):
+    """(dx, dweight, gradients of this device's experts over the tokens that it has seen; apart: PassedOn)."""
+    even_rows, K, dtype = region.even_rows(*chosen_TK.shape), chosen_TK.shape[1], x_TD.dtype
     x_AD, chosen_AK, weight_AK, dy_AD = map(region.bring, (x_TD, chosen_TK, weight_TK, dy_TD))
-    arranged = Arranged(experts, region, chosen_AK, weights["down"].shape[0])
+    arranged = _arranged(experts, region, chosen_AK, matrices)
 
     def one_round(rows: Rows):
         x_RD, dy_RD, weight_R1 = rows.take(x_AD, K), rows.take(dy_AD, K), rows.weight(weight_AK)
-        names, groups = _inward(weights), rows.groups
-        h_RF, back = jax.vjp(experts.activation, *(rows_of(x_RD, weights[name], groups).astype(jnp.float32) for name in names))
-        dhw_RF = rows_of(dy_RD, weights["down"], groups, transpose=True).astype(jnp.float32)
+        names, groups = matrices.inward, rows.groups
+        inward = (matrices.rows({name: x_RD}, "expert_embed", groups) for name in names)
+        h_RF, back = jax.vjp(experts.activation, *(a.astype(jnp.float32) for a in inward))
+        dhw_RF = matrices.rows({"down": dy_RD}, "expert_embed", groups).astype(jnp.float32)
         dweight_R = (dhw_RF * h_RF).sum(-1)
         d_inward = {name: d.astype(dtype) for name, d in zip(names, back(dhw_RF * weight_R1))}
-        dx_RD = sum(rows_of(d, weights[name], groups, transpose=True).astype(jnp.float32) for name, d in d_inward.items())
+        dx_RD = matrices.rows(d_inward, "expert_mlp", groups)
         here = rows.row_AK >= 0
         dweight_AK = jnp.where(here, dweight_R[jnp.where(here, rows.row_AK, 0)], 0.0)
         hw_RF = (h_RF * weight_R1).astype(dtype)
         return rows.sum(dx_RD, dtype), dweight_AK, PassedOn(groups, x_RD, dy_RD, hw_RF, d_inward, even_rows=even_rows)
-
-    def whole_round(rows: Rows):
-        dx_AD, dweight_AK, passed_on = one_round(rows)
-        return dx_AD, dweight_AK, passed_on.gradients(experts.engine)
     with jax.named_scope(EVEN_ROWS.format(even_rows)):
-        dx_AD, dweight_AK, passed_on = one_round(arranged.round(0))
-        if not arranged.one_round:
-            none = {name: jnp.zeros(w.shape, jnp.float32) for name, w in weights.items()}
-            dx_AD, dweight_AK, more = arranged.further(whole_round, (dx_AD, dweight_AK, none))
-            passed_on = dataclasses.replace(passed_on, more=more)
-    return region.give(dx_AD), region.give(dweight_AK), passed_on
+        dx_AD, dweight_AK, rest = _rounds(arranged, one_round, arranged.round(0), matrices, apart, arranged.one_round)
+    return region.give(dx_AD), region.give(dweight_AK), rest
+
+
+def _rounds(of: Arranged | exchange.Exchange, one_round: Callable, first, matrices: Matrices, apart: bool, alone: bool):
+    """(dx, dweight, gradients or, apart, PassedOn) of the first round and those behind it; alone: there are none.
+
+    Further rounds run twice, for inputs and for weights: their sums begin with the first round's in place. One loop for both would
+    begin with zeros as large as all gradients in every step, mostly for nothing, or hold dx back until the gradients are made.
+    """
+    gradients = lambda passed_on: passed_on.gradients(matrices.engine, matrices.axes)
+    dx, dweight, passed_on = one_round(first)
+    if not apart:
+        dx, dweight = of.further(lambda now: one_round(now)[:2], (dx, dweight))
+        return dx, dweight, of.further(lambda now: gradients(one_round(now)[2]), gradients(passed_on))
+    if alone:
+        return dx, dweight, passed_on
+
+    def whole_round(now):
+        dx, dweight, passed_on = one_round(now)
+        return dx, dweight, gradients(passed_on)
+    dx, dweight, more = of.further(whole_round, (dx, dweight, matrices.zeros()))
+    return dx, dweight, dataclasses.replace(passed_on, more=more)
 
 
 # ---- the same by all-to-alls -------------------------------------------------------------------------------------------
 
 
-def _apart(experts: Experts, region: Region, chosen_TK, weights):
+def _apart(experts: Experts, region: Region, chosen_TK, matrices: Matrices):
     """(Experts, Region, Exchange): each device works on what was sent to it, rows of one choice each, in a buffer that suffices."""
-    swap = exchange.Exchange(region.experts, region.ways(region.experts), weights["down"].shape[0], chosen_TK, _sorted)
+    swap = exchange.Exchange(region.experts, region.ways(region.experts), matrices.e, chosen_TK, sorted_by)
     return dataclasses.replace(experts, spare=0.0), dataclasses.replace(region, alone=True, filled=swap.filled), swap
 
 
-def _exchanged(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, weights):
-    experts, alone, swap = _apart(experts, region, chosen_TK, weights)
+def _exchanged(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, matrices: Matrices):
+    experts, alone, swap = _apart(experts, region, chosen_TK, matrices)
 
     def one_round(now: exchange.Round):
-        return now.back(_forward(experts, alone, now.send(x_TD), now.chosen(), now.weight(weight_TK), weights)).sum(1)
+        return now.back(_forward(experts, alone, now.send(x_TD), now.chosen(), now.weight(weight_TK), matrices)).sum(1)
     return swap.further(one_round, one_round(swap.round(0))).astype(x_TD.dtype)
 
 
-def _exchanged_backward(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, weights, dy_TD):
-    experts, alone, swap = _apart(experts, region, chosen_TK, weights)
+def _exchanged_backward(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, matrices: Matrices, dy_TD, apart: bool):
+    experts, alone, swap = _apart(experts, region, chosen_TK, matrices)
 
     def one_round(now: exchange.Round):
-        args = now.send(x_TD), now.chosen(), now.weight(weight_TK), weights, now.send(dy_TD)
-        dx, dweight, passed_on = _backward(experts, alone, *args)
+        args = now.send(x_TD), now.chosen(), now.weight(weight_TK), matrices, now.send(dy_TD)
+        dx, dweight, passed_on = _backward(experts, alone, *args, True)
         return now.back(dx).sum(1), now.back(dweight)[..., 0], passed_on
-
-    def whole_round(now: exchange.Round):
-        dx, dweight, passed_on = one_round(now)
-        return dx, dweight, passed_on.gradients(experts.engine)
-    dx, dweight, passed_on = one_round(swap.round(0))
-    none = {name: jnp.zeros(w.shape, jnp.float32) for name, w in weights.items()}
-    dx, dweight, more = swap.further(whole_round, (dx, dweight, none))
-    return dx.astype(x_TD.dtype), dweight, dataclasses.replace(passed_on, more=more)
+    dx, dweight, rest = _rounds(swap, one_round, swap.round(0), matrices, apart, False)
+    return dx.astype(x_TD.dtype), dweight, rest
 
 
 # ---- what a run file asks for ------------------------------------------------------------------------------------------

@@ -1,0 +1,100 @@
+"""Which rows a device's experts multiply: its tokens' choices sorted by expert, blocks of rows, and rounds of them.
+
+Where choices are even one round has them all; what does not fit into its buffer goes in further ones, and nothing is dropped. Rows
+are taken from tokens and added up to them again by gathers alone, so the same bits every time. Knows no matrices and no mesh.
+Dims: A tokens, K experts of a token, e experts of this device, R rows.
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshtrain.kernels import grouped
+from meshtrain.names import FURTHER_ROUNDS
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows of a device's experts in one round: their groups, the assignment (token · K + k) of each or -1, and where each
+    assignment's row is or -1."""
+    groups: grouped.Groups
+    assignment_R: jax.Array
+    row_AK: jax.Array
+
+    def take(self, a_AD, num_choices: int):
+        """What the row's token has, else zero. A product, no `where`: XLA would keep [R, D] of zeros through the layers' loop."""
+        used = self.assignment_R >= 0
+        return a_AD[jnp.where(used, self.assignment_R // num_choices, 0)] * used[:, None].astype(a_AD.dtype)
+
+    def weight(self, weight_AK):
+        return jnp.where(self.assignment_R >= 0, weight_AK.reshape(-1)[jnp.maximum(self.assignment_R, 0)], 0.0)[:, None]
+
+    def sum(self, y_RD, dtype):
+        """Each token's rows added in the order of its choices, in float32: gathers, so the same bits every time.
+
+        Row 0 is always written: what is multiplied with zero must be a number. A sum over [A, K, D] takes a CPU twice as long.
+        """
+        here_KA, row_KA = self.row_AK.T >= 0, jnp.maximum(self.row_AK.T, 0)
+        return sum(y_RD[row].astype(jnp.float32) * here[:, None] for row, here in zip(row_KA, here_KA)).astype(dtype)
+
+
+class Arranged:
+    """All assignments sorted by this device's experts, those of others last; `round(n)` has the rows of its n-th part."""
+
+    def __init__(self, chosen_AK, first, e: int, num_experts: int, spare: float, block: Callable):
+        """first: the number of this device's first expert, of e among num_experts. spare: rows of the buffer relative to an
+        even share, 0 for one that always suffices. block: as an engine's."""
+        A, K = chosen_AK.shape
+        local = chosen_AK.reshape(-1) - first
+        key = jnp.where((local >= 0) & (local < e), local, e)
+        order = sorted_by(key, e)
+        # A scatter turns the order round: it writes every place once.
+        self.place_AK = jnp.zeros(A * K, jnp.int32).at[order].set(jnp.arange(A * K, dtype=jnp.int32), unique_indices=True
+                                                                   ).reshape(A, K)
+        self.order, self.sizes = order, jnp.sum(key[:, None] == jnp.arange(e), 0, dtype=jnp.int32)
+        most = A * min(K, e)
+        self.rows = max(1, min(most, math.ceil(spare * (A * K * e // num_experts))) if spare else most)
+        self.block = block(self.rows, e)
+        self.num_blocks = -(-self.rows // self.block) + e
+        self.one_round = self.rows >= most
+
+    def round(self, n) -> Rows:
+        start, ends = n * self.rows, jnp.cumsum(self.sizes)
+        low, high = (jnp.clip(edge - start, 0, self.rows) for edge in (ends - self.sizes, ends))
+        groups = grouped.groups_of(high - low, self.num_blocks, self.block)
+        at = jnp.arange(self.num_blocks * self.block)
+        owner = groups.owner[at // self.block]
+        within = at - groups.first[owner] * self.block
+        used = (at // self.block < groups.count[0]) & (within < (high - low)[owner])
+        assignment_R = jnp.where(used, self.order[jnp.where(used, low[owner] + within + start, 0)], -1)
+        place = self.place_AK - start
+        here = (place >= 0) & (place < self.rows) & (self.place_AK < ends[-1])
+        group = jnp.minimum(jnp.sum(high[None, None] <= place[..., None], -1), len(self.sizes) - 1)
+        return Rows(groups, assignment_R, jnp.where(here, groups.first[group] * self.block + place - low[group], -1))
+
+    def further(self, one_round: Callable, first):
+        """first + the sum of one_round(rows) over the rounds behind the first; mostly there are none.
+
+        Their count is known on the device alone, and the loop's sums stand beside the first round's.
+        """
+        if self.one_round:
+            return first
+        step = lambda carry: (carry[0] + 1, jax.tree.map(jnp.add, carry[1], one_round(self.round(carry[0]))))
+        more = lambda carry: carry[0] * self.rows < self.sizes.sum()
+        with jax.named_scope(FURTHER_ROUNDS):
+            return lax.while_loop(more, step, (jnp.int32(1), first))[1]
+
+
+def sorted_by(key, e: int):
+    """The order that sorts the keys 0 … e, equal ones as they come. Packed into one number with the index, keys are unique."""
+    n = key.shape[0]
+    bits = max(1, (n - 1).bit_length())
+    index = jnp.arange(n, dtype=jnp.uint32)
+    if bits + e.bit_length() > 32:
+        return lax.sort((key, index.astype(jnp.int32)), num_keys=1, is_stable=True)[1]
+    return (lax.sort((key.astype(jnp.uint32) << bits) | index) & jnp.uint32((1 << bits) - 1)).astype(jnp.int32)
