@@ -14,7 +14,7 @@ import pytest
 import sampling
 
 from meshtrain import assembly, config
-from meshtrain.cost import audit, compile, memory, roofline, unasked
+from meshtrain.cost import audit, compile, hlo, memory, roofline, unasked
 from meshtrain.kernels import pallas
 from meshtrain.model import parts
 
@@ -194,6 +194,16 @@ def test_a_microbatch_s_gradients_never_stand_beside_their_sums(rule):
     n = sizes(made)
     beside = executable.memory_analysis().temp_size_in_bytes - 4 * n["all"] - 2 * n["all"]     # accumulators; weights in bfloat16
     assert 0 < beside < 0.8 * 4 * L * n["layer"]            # gradients and logits of the head; stacked ones would double it
+
+
+def test_what_layers_keep_is_neither_cleared_nor_copied_in_a_microbatch():
+    module = hlo.parse(gpu_program("zero3", "selective")[1].as_text())
+    root = lambda ins: next(i.op for i in module.computations[ins.called[0]].values() if i.is_root) if ins.op == "fusion" else ins.op
+    whole = lambda ins: f"[{L},{B // 64 // M},{T},"           # of all layers: what a device keeps of its rows
+    made = [(computation, root(ins)) for computation, body in module.computations.items() for ins in body.values()
+            if ins.op in ("fusion", "copy", "broadcast") and whole(ins) in ins.type_text and "fused" not in computation]
+    assert {op for _, op in made} >= {"dynamic-update-slice"}, "they are found"
+    assert not [(computation, op) for computation, op in made if op in ("copy", "broadcast") and computation != module.entry]
 
 
 @pytest.mark.parametrize("rule", ["zero3", pytest.param("zero1", marks=sampling.GRID)])

@@ -151,7 +151,8 @@ def stack(f: Callable, ws, own, depth: int, x, e) -> FBW:
     In the result's functions w is (ws, own, first): layers first … first + depth − 1 of the stack, so that a
     stage with several chunks needs no copy of one. e is the same for all layers. backward_weight and backward take two
     more arguments and return, for dw, `total` [n, …] with the gradients added in place where `on`: stacked, those of one
-    microbatch would be as large as the total.
+    microbatch would be as large as the total. forward takes one more: `room`, (r, q) of some earlier call, which is written over; without
+    it buffers are filled with zeros first, and copied where two are alike.
     """
     return stacked(layer_of(f, ws, own, x, e), depth)
 
@@ -164,34 +165,37 @@ def layer_of(f: Callable, ws, own, x, e) -> FBW:
 
 def stacked(one: FBW, depth: int) -> FBW:
     """As `stack`, from the F, B and W of one layer."""
-    scan, order = jax.lax.scan, jnp.arange(depth)
+    scan = jax.lax.scan
+
+    def order():
+        return jnp.arange(depth)        # where it is used: these functions may be made in one trace and called in another
 
     def at(w, e, i):
         weights, own = take(w[:2], w[2] + i)
         return weights, (own, e)
 
-    def forward(w, x, e):
-        def visit(x, i):
+    def forward(w, x, e, room=None):
+        def visit(carry, i):
             w_i, e_i = at(w, e, i)
-            y, aux, saved = one.forward(w_i, x, e_i)
-            return y, (aux, saved)
-        y, (aux, saved) = scan(visit, x, order)
-        return y, jax.tree.map(lambda a: a.sum(0), aux), saved
+            y, aux, saved = one.forward(w_i, carry[0], e_i)
+            return (y, None if room is None else put(carry[1], saved, i)), (aux, saved if room is None else None)
+        (y, kept), (aux, saved) = scan(visit, (x, room), order())
+        return y, jax.tree.map(lambda a: a.sum(0), aux), saved if room is None else kept
 
     def backward_input(w, e, r, q, dy):
-        return scan(lambda dy, a: one.backward_input(*at(w, e, a[0]), *a[1:], dy), dy, (order, r, q), reverse=True)
+        return scan(lambda dy, a: one.backward_input(*at(w, e, a[0]), *a[1:], dy), dy, (order(), r, q), reverse=True)
 
     def backward_weight(w, e, q, z, total, on):
         def visit(total, a):
             return added(total, w[2] + a[0], one.backward_weight(*at(w, e, a[0]), *a[1:]), on), None
-        return scan(visit, total, (order, q, z))[0]
+        return scan(visit, total, (order(), q, z))[0]
 
     def backward(w, e, r, q, dy, total, on):
         def visit(carry, a):
             dy, total = carry
             dx, dw = one.backward(*at(w, e, a[0]), *a[1:], dy)
             return (dx, added(total, w[2] + a[0], dw, on)), None
-        return scan(visit, (dy, total), (order, r, q), reverse=True)[0]
+        return scan(visit, (dy, total), (order(), r, q), reverse=True)[0]
 
     of_all = lambda avals: [jax.ShapeDtypeStruct((depth, *a.shape), a.dtype) for a in avals]
     return FBW(forward, backward_input, backward_weight, backward, one.aux, of_all(one.r), of_all(one.q), of_all(one.z))

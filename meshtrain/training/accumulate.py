@@ -93,19 +93,25 @@ def scanned(step: StepSpec):
         return jax.tree.map(lambda axes, g: jax.lax.with_sharding_constraint(g, spec_of(axes)), trained_axes, grads,
                             is_leaf=rules.is_axes)
 
+    def of_replicas(x):
+        return jax.lax.with_sharding_constraint(x, P(once, *[P.UNCONSTRAINED] * (x.ndim - 1))) if once else x
+
     def gradients(p, batch, key):
         p, count = step.model.divided(as_read(p)), jnp.maximum(aim.count(batch), 1).astype(jnp.float32)
         counts = count, aim.targets(batch, count)
         if step.ex.in_order:
             batch = after(batch, counts)
+        stacks, avals = _stacks(step, replicated, p, jax.tree.map(lambda x: x[0], batch), counts, key)
 
         def add(carry, microbatch):
-            grads, nll = carry
-            grads, nll_r, aux_r = replicated(lambda grads, b: added(p, grads, b, counts, key))(grads, microbatch)
-            return (pin(grads), nll + nll_r), aux_r
+            grads, nll, room = carry
+            one = lambda grads, b, room: added(p, grads, b, counts, key, stacks, room)
+            grads, nll_r, room, aux_r = replicated(one)(grads, microbatch, room)
+            return (pin(grads), nll + nll_r, room), aux_r
 
         zeros = jax.tree.map(lambda x: jnp.zeros((replicas,) + x.shape, jnp.float32), p[0])
-        (grads, nll), aux = jax.lax.scan(add, (pin(zeros), jnp.zeros(replicas)), batch)
+        room = jax.tree.map(lambda a: of_replicas(jnp.zeros(a.shape, a.dtype)), avals)
+        (grads, nll, _), aux = jax.lax.scan(add, (pin(zeros), jnp.zeros(replicas), room), batch)
         # Pinned once more, still unsummed: otherwise propagation shards the accumulators inside the loop (ZeRO-1: 11
         # all-gathers per microbatch).
         grads = jax.tree.map(lambda axes, g: reduce_once(layout, once, axes, g), trained_axes, pin(grads), is_leaf=rules.is_axes)
@@ -128,32 +134,23 @@ def scanned(step: StepSpec):
 
 
 def _by_hand(step: StepSpec):
-    """((trained, frozen), grads, microbatch, counts, key) -> (grads with the microbatch's added, nll, aux), the backward written out.
+    """((trained, frozen), grads, microbatch, counts, key, stacks, room) -> (grads with the microbatch's added, nll, room, aux), the
+    backward written out.
 
-    counts: by what the step's objective is divided, and by what AUX_LOSS.
+    counts: by what the step's objective is divided, and by what AUX_LOSS. stacks, room: of `_stacks`; what room held is written over.
 
     Each layer's gradient is added to its accumulator as soon as it is made, so that a microbatch's gradients never stand beside
     their sums: 4 bytes less for each parameter that a device accumulates. They are float32, whatever the dtype of the weights.
     """
     model, ex, aim = step.model, step.ex, objective.of_run(step.run.training)
 
-    def repeat(group: transformer.Group, trained, x_BTD, e):
-        (number, frozen), (inputs, targets) = e
-        y_BTD, aux = group.apply(ex, joined(trained, frozen), x_BTD, (number, inputs))
-        return with_loss(y_BTD, aux[AUX_LOSS] / targets) if AUX_LOSS in aux else y_BTD, aux
-
-    def joined(trained: tuple, frozen: tuple) -> tuple:
-        return tuple(map(params.joined, trained, frozen))
-
-    def added(p, grads, microbatch, counts, key):
+    def added(p, grads, microbatch, counts, key, stacks, room):
         (p, frozen), (count, targets) = p, counts
         ends, e, aux, done = split.wide(without_layers(p)), (model.inputs(microbatch, key), targets), {}, []
         with_frozen = lambda ends: params.joined(ends, without_layers(frozen))
         x_BTD, back_of_embed = jax.vjp(lambda ends: model.embed(ex, with_frozen(ends), microbatch, key), ends)
-        for first, group in model.numbered():
-            w = model.weights(p, group), (group.numbers(first), model.weights(frozen, group)), 0
-            layers = split.stack(partial(repeat, group), *w[:2], group.repeats, x_BTD, e)
-            x_BTD, group_aux, saved = layers.forward(w, x_BTD, e)
+        for layers, w, (_, group), own_room in zip(stacks, _weights(model, p, frozen), model.numbered(), room, strict=True):
+            x_BTD, group_aux, saved = layers.forward(w, x_BTD, e, own_room)
             aux = transformer.add_aux(aux, group_aux)
             done.append((layers.backward, w, saved, model.weights(grads, group)))
 
@@ -172,8 +169,38 @@ def _by_hand(step: StepSpec):
         if ex.in_order:
             of_head, nll = after((of_head, nll), dx_BTD)
         ends_sums = _sum(without_layers(grads), jax.tree.map(jnp.add, of_head, of_embed))
-        return model.with_layers(ends_sums, sums[::-1]), nll, aux | more
+        room = [own if own is None else saved for own, (_, _, saved, _) in zip(room, done)]
+        return model.with_layers(ends_sums, sums[::-1]), nll, room, aux | more
     return added
+
+
+def _stacks(step: StepSpec, replicated: Callable, p, microbatch, counts, key):
+    """([F, B and W of each group's layers], the ShapeDtypeStructs of what their forwards keep for the backward, with replicas).
+
+    Buffers for that go round the loop over microbatches and are written over in each: XLA would fill them with zeros first, 3% of
+    a step of llama3-8b. Not what lies on the host: None.
+    """
+    (p, frozen), found = p, []
+
+    def repeat(group: transformer.Group, trained, x_BTD, e):
+        (number, frozen), (inputs, targets) = e
+        weights = tuple(map(params.joined, trained, frozen))
+        y_BTD, aux = group.apply(step.ex, weights, x_BTD, (number, inputs))
+        return with_loss(y_BTD, aux[AUX_LOSS] / targets) if AUX_LOSS in aux else y_BTD, aux
+
+    def keep(microbatch):
+        e = step.model.inputs(microbatch, key), counts[1]
+        x_BTD = jax.eval_shape(lambda: step.model.embed(step.ex, params.joined(p, frozen), microbatch, key))
+        for (_, group), w in zip(step.model.numbered(), _weights(step.model, p, frozen), strict=True):
+            found.append(split.stack(partial(repeat, group), *w[:2], group.repeats, x_BTD, e))
+        zeros = lambda avals: [jnp.zeros(a.shape, a.dtype) for a in avals]
+        return [None if step.ex.remat == "offload" else (zeros(one.r), zeros(one.q)) for one in found]
+    return found, jax.eval_shape(replicated(keep), microbatch)
+
+
+def _weights(model: Transformer, p, frozen):
+    """What the functions of each group's `split.stack` take for w."""
+    return [(model.weights(p, group), (group.numbers(first), model.weights(frozen, group)), 0) for first, group in model.numbered()]
 
 
 def _sum(total, new):
