@@ -97,7 +97,7 @@ def test_float8_is_some_percent_off_and_not_more():
     x, ws, dys = drawn(QUERY_KEY)
     got = projected(execution(), QUERY_KEY, None, x, ws, dys)
     ex = layers.Execution(execution().layout, jnp.dtype(jnp.float32), None)
-    plain = lambda x, ws: tuple(layers.project(ex, eq, axes, None, False, x, w) for (eq, axes), w in zip(QUERY_KEY, ws))
+    plain = lambda x, ws: layers.project(ex, QUERY_KEY, None, False, x, ws)
     ys, back = jax.vjp(plain, x, ws)
     for g, e in zip(jax.tree.leaves(got), jax.tree.leaves((ys, *back(dys))), strict=True):
         assert 0.01 < np.linalg.norm(g - e) / np.linalg.norm(e) < 0.08      # e4m3 keeps 4 bits, e5m2 3

@@ -196,6 +196,13 @@ def test_a_microbatch_s_gradients_never_stand_beside_their_sums(rule):
     assert 0 < beside < 0.8 * 4 * L * n["layer"]            # gradients and logits of the head; stacked ones would double it
 
 
+def test_matmuls_add_what_is_added_to_their_products():
+    """Of a layer forward out and down to the residual stream; backward the products of queries, keys and values, of gate and up."""
+    lines = gpu_program("zero3", "selective")[1].as_text().splitlines()
+    adding = [line for line in lines if "__cublas$lt$matmul" in line and '"beta":1' in line]
+    assert len([line for line in adding if "bf16[" in line.split("=")[1]]) >= (5 if EXACT_COUNTS else 2), len(adding)
+
+
 def test_what_layers_keep_is_neither_cleared_nor_copied_in_a_microbatch():
     module = hlo.parse(gpu_program("zero3", "selective")[1].as_text())
     root = lambda ins: next(i.op for i in module.computations[ins.called[0]].values() if i.is_root) if ins.op == "fusion" else ins.op

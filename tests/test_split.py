@@ -91,12 +91,23 @@ def test_weights_and_inputs_are_not_kept_for_the_backward():
     assert [(a.shape, a.dtype) for a in parts.r + parts.q] == [((3, *x.shape), x.dtype)]
 
 
-def test_without_remat_a_layer_keeps_what_matmuls_attention_and_norms_read_in_bfloat16():
-    """Norms and SwiGLU are made again from their inputs: nothing of them is kept in float32, and not their product either."""
-    f, ws, x, e, _ = layer_case("none", "bfloat16")
+def test_under_selective_remat_the_stream_behind_attention_is_kept_not_what_attention_added():
+    f, ws, x, e, _ = layer_case("selective")
+    w, e = jax.tree.map(lambda a: a[0], ws), (jnp.int32(0), e)
+    _, _, (r, q) = split.layer(f, w, x, e).forward(w, x, e)
+    before, behind = sorted((a for a in r + q if a.shape == x.shape), key=lambda a: float(jnp.abs(a - x).max()))
+    assert (before == x).all() and 0.05 < float((behind == x).mean()) < 0.15, "a tenth of what attention added is dropped out"
+
+
+@pytest.mark.parametrize("remat", ["none", "selective"])
+def test_a_layer_keeps_what_matmuls_attention_and_norms_read_in_bfloat16(remat):
+    """Norms and SwiGLU are made again from their inputs: nothing of them is kept in float32, and not their product either. Of what
+    attention adds to the stream the sum is kept, which the norm behind it reads."""
+    f, ws, x, e, _ = layer_case(remat, "bfloat16")
     parts, (B, S, D) = split.layer(f, jax.tree.map(lambda a: a[0], ws), x, (jnp.int32(0), e)), x.shape
     N, K, H, F = (MODEL[key] for key in ("num_heads", "num_kv_heads", "head_dim", "mlp_dim"))
-    read = [(D,)] * 4 + [(N, H), (K, H), (K, H), (N, H)] + [(F,)] * 2       # stream and its norm, twice; q, k, v, o; gate, up
+    streams = {"none": 4, "selective": 2}[remat]                            # before each norm and, without remat, behind it
+    read = [(D,)] * streams + [(N, H), (K, H), (K, H), (N, H)] + [(F,)] * 2         # q, k, v, o; gate, up
     expected = [((B, S, *shape), jnp.bfloat16) for shape in read] + [((B, S, N), jnp.float32)]      # and attention's lse
     kept = [(a.shape, a.dtype) for a in parts.r + parts.q]
     assert sorted(kept, key=str) == sorted(((shape, jnp.dtype(dtype)) for shape, dtype in expected), key=str)

@@ -198,6 +198,11 @@ class Layout:
         return self.constrain("activations", x, (axes[1], axes[0], *axes[2:]) if self.tokens_first else axes)
 
     @property
+    def splits_stream(self) -> bool:
+        """Whether the residual stream has its tokens over more axes than what layers compute of it (sequence parallelism)."""
+        return self.mesh_axes("activations", "residual_seq") != self.mesh_axes("activations", "seq")
+
+    @property
     def batch_axes(self) -> tuple[str, ...]:
         """The mesh axes over which a batch is split (and with it the sum of every weight gradient)."""
         return self.mesh_axes("activations", "batch")

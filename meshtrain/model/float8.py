@@ -83,7 +83,7 @@ def _backward(ex, forms, out_axes, frozen, saved, dys):
     for (eq, axes), w, dy in zip(forms, full, dys, strict=True):
         dy = quantised(dy, scale, E5M2)
         if out_axes:
-            dy = ex.layout.act(lax.optimization_barrier(dy), *out_axes)         # as in `layers.project`, in float8
+            dy = ex.layout.act(lax.optimization_barrier(dy) if ex.layout.splits_stream else dy, *out_axes)  # as in `layers.project`
         operands, out = eq.split("->")
         left, right = operands.split(",")
         dx += _dot(ex, f"{out},{right}->{left}", dy, w, ex.dtype)

@@ -14,6 +14,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.layout.mesh import psum
@@ -65,40 +66,46 @@ def _placed(ex: Execution, dw, axes):
     return dw if ex.in_parts else ex.layout.constrain("grads", dw, axes)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
-def project(ex: Execution, eq: str, axes, out_axes, frozen: bool, x, w):
-    """einsum(eq, x, w) in the compute dtype with a float32 weight gradient.
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def project(ex: Execution, forms, out_axes, frozen: bool, x, ws):
+    """(einsum(eq, x, w), …) of each of ws in the compute dtype, with float32 weight gradients.
 
-    eq: e.g. "BTD,DNH->BTNH". axes: logical axes of w. out_axes: for projections back onto the residual stream, the
+    forms: ((eq, logical axes of w), …), e.g. "BTD,DNH->BTNH". out_axes: for a single projection back onto the residual stream, the
     logical axes of the output before it is split over the sequence, else None. A GPU reduces a weight gradient in the
-    dtype of the dot that makes it, so that dot is written here with a float32 result and placed as [grads]. Of a frozen
-    weight there is none, and x is not kept for it.
+    dtype of the dot that makes it, so that dot is written here with a float32 result and placed as [grads]. Of frozen
+    weights there is none, and x is not kept for it.
     """
-    return jnp.einsum(eq, x, gathered(ex, w, axes))
+    return tuple(jnp.einsum(eq, x, gathered(ex, w, axes)) for (eq, axes), w in zip(forms, ws, strict=True))
 
 
-def _project_forward(ex, eq, axes, out_axes, frozen, x, w):
-    full = gathered(ex, w, axes)
+def _project_forward(ex, forms, out_axes, frozen, x, ws):
+    full = [gathered(ex, w, axes) for (_, axes), w in zip(forms, ws, strict=True)]
     # With remat the gathered weight lives only inside the recomputed layer. Without, keeping it would hold every
     # layer's gathered weights until the backward: keep the shard and gather again.
-    return jnp.einsum(eq, x, full), (None if frozen else x, w if ex.remat == "none" else full)
+    ys = tuple(jnp.einsum(eq, x, w) for (eq, _), w in zip(forms, full))
+    return ys, (None if frozen else x, ws if ex.remat == "none" else tuple(full))
 
 
-def _project_backward(ex, eq, axes, out_axes, frozen, saved, dy):
-    x, w = saved
-    if out_axes:
-        # Sequence parallel: gather the cotangent once, for dx and dw both. The barrier is REQUIRED: without it later
-        # uses of the shard are rewritten to gather + slice, and a GPU pass turns that into a collective-permute
-        # without pairs, which outputs zeros (openxla/xla 45218, 47083). CPU programs are right without it.
-        dy = ex.layout.act(jax.lax.optimization_barrier(dy), *out_axes)
-    full = gathered(ex, w, axes) if ex.remat == "none" else w
-    operands, out = eq.split("->")
-    left, right = operands.split(",")
-    dx = jnp.einsum(f"{out},{right}->{left}", dy, full)
-    if frozen:
-        return dx, None
-    dw = jnp.einsum(f"{left},{out}->{right}", x, dy, preferred_element_type=jnp.float32)
-    return dx, _placed(ex, dw, axes)
+def _project_backward(ex, forms, out_axes, frozen, saved, dys):
+    x, ws = saved
+    dx, dws = None, []
+    for (eq, axes), w, dy in zip(forms, ws, dys, strict=True):
+        if out_axes:
+            if ex.layout.splits_stream:
+                # Sequence parallel: gather the cotangent once, for dx and dw both. The barrier is REQUIRED: without it later
+                # uses of the shard are rewritten to gather + slice, and a GPU pass turns that into a collective-permute
+                # without pairs, which outputs zeros (openxla/xla 45218, 47083). CPU programs are right without it.
+                dy = jax.lax.optimization_barrier(dy)
+            dy = ex.layout.act(dy, *out_axes)
+        full = gathered(ex, w, axes) if ex.remat == "none" else w
+        operands, out = eq.split("->")
+        left, right = operands.split(",")
+        product = jnp.einsum(f"{out},{right}->{left}", dy, full)
+        dx = product if dx is None else product + dx        # the new product first: cuBLAS then adds the others to it
+        if not frozen:
+            dw = jnp.einsum(f"{left},{out}->{right}", x, dy, preferred_element_type=jnp.float32)
+            dws.append(_placed(ex, dw, axes))
+    return dx, tuple(dws) or (None,) * len(forms)
 
 
 project.defvjp(_project_forward, _project_backward)
@@ -131,10 +138,7 @@ def together(ex: Execution, x, *linears: tuple[Linear, int], out_axes=None) -> l
     weights = [repeated(ex, linear.kernel[...], linear.axes, repeats) for linear, repeats in linears]
     forms = tuple((linear.eq, axes) for (linear, _), (_, axes) in zip(linears, weights))
     frozen = linears[0][0].frozen
-    if ex.float8:
-        ys = float8.project(ex, forms, out_axes, frozen, x, tuple(w for w, _ in weights))
-    else:
-        ys = [project(ex, eq, axes, out_axes, frozen, x, w) for (eq, axes), (w, _) in zip(forms, weights)]
+    ys = (float8.project if ex.float8 else project)(ex, forms, out_axes, frozen, x, tuple(w for w, _ in weights))
     ys = [y if linear.lora is None else linear.lora(ex, x, y, repeats, out_axes) for (linear, repeats), y in zip(linears, ys)]
     return [linear.biased(ex, y, repeats) for (linear, repeats), y in zip(linears, ys)]
 
@@ -398,6 +402,8 @@ class Layer(nnx.Module):
         h_BTD = self._full(ex, normed(self.attention_norm, x_BTD))
         y_BTD = normed(self.attention_post_norm, residual(self.attention(ex, h_BTD, inputs)))
         x_BTD = residual(x_BTD + dropout(ex, y_BTD, self.dropout, inputs, 2 * number))
+        if self.attention_post_norm is None:
+            x_BTD = checkpoint_name(x_BTD, "attention_stream")
         h_BTD = normed(self.mlp_norm, x_BTD)
         y_BTD, aux = (self.mlp(ex, self._full(ex, h_BTD)), {}) if self.moe is None else self.moe(ex, residual(h_BTD), number)
         y_BTD = normed(self.mlp_post_norm, residual(y_BTD))

@@ -34,11 +34,11 @@ class Adapter(nnx.Module):
     def __call__(self, ex: Execution, x, y, repeats: int, out_axes):
         """y + alpha/rank · (x·A)·B. repeats, out_axes: as of `Linear`, whose y it is."""
         act = ex.layout.act
-        h_BTR = project(ex, self.down_eq, self.down_axes, out_axes, False, x, self.a[...])
+        h_BTR = project(ex, ((self.down_eq, self.down_axes),), out_axes, False, x, (self.a[...],))[0]
         # What goes back onto the residual stream is split there before it is added: B·T·R is scattered, not B·T·D.
         h_BTR = act(h_BTR, "batch", "residual_seq" if out_axes else "seq", None) * jnp.asarray(self.scale, ex.dtype)
         b, axes = repeated(ex, self.b[...], self.up_axes, repeats)
-        more = project(ex, self.up_eq, axes, None, False, h_BTR, b)
+        more = project(ex, ((self.up_eq, axes),), None, False, h_BTR, (b,))[0]
         return (act(y, "batch", "residual_seq", None) if out_axes else y) + more
 
 

@@ -169,7 +169,7 @@ class MoE(nnx.Module):
         wide = dataclasses.replace(ex, dtype=jnp.dtype("float32"))
 
         def product(x_BTD, router_DE):
-            return project(wide, "BTD,DE->BTE", ROUTER_AXES, None, False, x_BTD.astype(jnp.float32), router_DE)
+            return project(wide, (("BTD,DE->BTE", ROUTER_AXES),), None, False, x_BTD.astype(jnp.float32), (router_DE,))[0]
         logits_BTE = recomputed(ex, product)(x_BTD, self.router[...])
         return ex.layout.act(logits_BTE, "batch", "residual_seq", None)
 

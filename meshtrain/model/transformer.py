@@ -391,9 +391,8 @@ def block(ex: Execution, layer: params.Module, weights, x_BTD, inputs: Inputs, n
     infos = params.infos(layer)
     experts = any("expert" in info.axes for info in infos)
     shards, count = parts.of_rows(ex.layout, x_BTD.shape) if not experts and _can_share(ex, infos) else (1, 1)
-    gathers = ex.layout.mesh_axes("activations", "residual_seq") != ex.layout.mesh_axes("activations", "seq")
     several = x_BTD.shape[0] > count * ex.layout.ways(ex.layout.batch_axes)
-    turning = gathers and several and not experts and inputs.dropout_key is None
+    turning = ex.layout.splits_stream and several and not experts and inputs.dropout_key is None
 
     def apply(weights, x_BTD, inputs, number):
         x_BTD, one = checkpoint_name(x_BTD, LAYER_INPUT), parts.tokens_first(ex) if turning else ex
@@ -438,6 +437,8 @@ def rematerialized(layer, ex: Execution):
     names = [float8.SCALE]
     if ex.layout.sizes["context"] > 1 or ex.remat == "selective":
         names += ["attention_o", "attention_lse"]
+    if ex.remat == "selective":
+        names += ["attention_stream"]
     keep = policies.save_only_these_names(*names)
     if ex.remat == "offload":
         # The name must be the input's: a layer's output so named stays on the device in silence.
