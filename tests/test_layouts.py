@@ -14,7 +14,7 @@ import pytest
 import sampling
 
 from meshtrain import assembly, config
-from meshtrain.cost import audit, memory, report
+from meshtrain.cost import audit, report
 from meshtrain.kernels import blockwise, engine
 from meshtrain.model import parts
 from meshtrain.parallel import attention
@@ -172,7 +172,7 @@ def test_initialization_is_the_same_bits_on_any_layout():
 
 
 def test_bytes_per_device_are_what_the_rule_file_says(layout):
-    held = memory.compiled(layout.step, layout.made.program.spec.abstract, MICROBATCHES)
+    held = report.held_by_program(layout.made, layout.step)
     ruled = report.formula(layout.made)
     assert (held["params"], held["optimizer"]) == (ruled["params"], ruled["optimizer"])
     assert held["grads"] == ruled["grads"]
@@ -204,7 +204,7 @@ def test_zero_table_as_measured_bytes_per_parameter(rule, n):
     """float32 params 4, accumulators 4, adamw 8, params stored as adamw's moments. ZeRO-1 and ZeRO-2 read whole weights beside
     them (arXiv:1910.02054 counts these 2, gradients 2 and the split 12)."""
     case = compiled(rule, (("fsdp", n),))
-    held = memory.compiled(case.step, case.made.program.spec.abstract, MICROBATCHES)
+    held = report.held_by_program(case.made, case.step)
     count = sum(info.size for info in case.made.model.parameters())
     measured = (held["params"] + held["grads"] + held["optimizer"]) / count
     read = report.read_bytes(case.made) / count

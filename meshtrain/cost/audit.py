@@ -350,18 +350,17 @@ def _dot(module: hlo.Module, visit: hlo.Visit) -> Dot | None:
     return found and Dot(found.dtype, round(found.flops) * visit.trips, visit.trips, _source(module, visit), visit.in_branch)
 
 
-def carried_bytes(text: str, trips: int) -> int:
-    """Bytes of the float32 arrays that the outermost loop of `trips` iterations carries and changes; 0 without one.
+def carried_bytes(text: str, trips: int, expected: Iterable[tuple[int, ...]]) -> int:
+    """Bytes of the float32 arrays of the expected shapes that the outermost loop of `trips` iterations carries and changes.
 
-    In a training step these are the gradient accumulators: weights pass through the loop unchanged and do not count.
+    Beside the gradient accumulators a training step carries what its layers keep for their backward. XLA orders dims as it likes.
     """
-    module = hlo.parse(text)
-    totals = [0]
+    module, most, key = hlo.parse(text), Counter(), lambda shape: tuple(sorted(n for n in shape if n > 1))
+    expected = Counter(map(key, expected))
     for ins in module.computations[module.entry].values():
         if ins.op == "while" and hlo.known_trips(ins) == trips:
-            totals.append(sum(hlo.shape_bytes(shape) for shape in hlo.changed(module, ins.attr("body"))
-                              if shape[0] == "f32" and math.prod(shape[1]) > 1))    # loss sums are scalars
-    return max(totals)
+            most |= Counter(key(shape[1]) for shape in hlo.changed(module, ins.attr("body")) if shape[0] == "f32") & expected
+    return sum(4 * math.prod(shape) * n for shape, n in most.items())
 
 
 def accumulator_bytes(text: str, expected: Iterable[tuple[int, ...]]) -> int | None:

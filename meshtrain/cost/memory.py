@@ -80,10 +80,11 @@ def formula(state_abstract, state_shardings, trained, grads_shardings) -> dict:
             "activations": None, "total": None}
 
 
-def compiled(executable, state_abstract, microbatches: int, loop=None) -> dict:
+def compiled(executable, state_abstract, microbatches: int, accumulators: list[tuple[int, ...]], loop=None) -> dict:
     """The same keys from a compiled step: arguments as they are placed, accumulators that the microbatch loop carries.
 
-    loop: `in_loop`, where there is a pipeline: its loops must carry an accumulator for each of them, else grads is None.
+    accumulators: their shapes on a device. loop: `in_loop`, where there is a pipeline: its loops must carry an accumulator for each
+    of them, else grads is None.
     activations: temporaries beside the accumulators. total: arguments + temporaries (outputs alias donated arguments).
     """
     analysis = executable.memory_analysis()
@@ -94,7 +95,7 @@ def compiled(executable, state_abstract, microbatches: int, loop=None) -> dict:
         found = [audit.accumulator_bytes(text, shapes) for shapes in map(apart, (False, True)) if shapes]
         grads = None if None in found else sum(found)
     else:
-        grads = audit.carried_bytes(executable.as_text(), microbatches) if microbatches > 1 else None
+        grads = audit.carried_bytes(executable.as_text(), microbatches, accumulators) if microbatches > 1 else None
     return {"params": placed_bytes(state_abstract.params, placed.params),
             "grads": grads,
             "optimizer": placed_bytes(state_abstract.opt_state, placed.opt_state),

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import re
 
+import jax
+
 from meshtrain.cost import audit, beside, facts, flops, hardware, memory, roofline
 from meshtrain.layout import rules
 from meshtrain.units import seconds, size
@@ -35,7 +37,10 @@ def read_bytes(made) -> int:
 
 
 def held_by_program(made, executable) -> dict:
-    held = memory.compiled(executable, made.program.spec.abstract, made.run.training.microbatches, _loop(made))
+    trained = made.model.divided(made.program.spec.abstract.params)[0]
+    shapes = jax.tree.map(lambda a, s: s.shard_shape(a.shape), trained, grads_shardings(made))
+    accumulators = jax.tree.leaves(shapes, is_leaf=lambda shape: isinstance(shape, tuple))
+    held = memory.compiled(executable, made.program.spec.abstract, made.run.training.microbatches, accumulators, _loop(made))
     host = executable.memory_analysis().host_temp_size_in_bytes
     return held | ({"host": host} if memory.host_bytes(made.run, made.layout) else {})
 
