@@ -89,7 +89,7 @@ def _project_forward(ex, forms, out_axes, frozen, x, ws):
 def _project_backward(ex, forms, out_axes, frozen, saved, dys):
     x, ws = saved
     dx, dws = None, []
-    for (eq, axes), w, dy in zip(forms, ws, dys, strict=True):
+    for (eq, axes), w, dy in reversed([*zip(forms, ws, dys, strict=True)]):
         if out_axes:
             if ex.layout.splits_stream:
                 # Sequence parallel: gather the cotangent once, for dx and dw both. The barrier is REQUIRED: without it later
@@ -105,7 +105,7 @@ def _project_backward(ex, forms, out_axes, frozen, saved, dys):
         if not frozen:
             dw = jnp.einsum(f"{left},{out}->{right}", x, dy, preferred_element_type=jnp.float32)
             dws.append(_placed(ex, dw, axes))
-    return dx, tuple(dws) or (None,) * len(forms)
+    return dx, tuple(dws[::-1]) or (None,) * len(forms)
 
 
 project.defvjp(_project_forward, _project_backward)

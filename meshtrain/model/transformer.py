@@ -436,9 +436,7 @@ def rematerialized(layer, ex: Execution):
         return layer
     names = [float8.SCALE]
     if ex.layout.sizes["context"] > 1 or ex.remat == "selective":
-        names += ["attention_o", "attention_lse"]
-    if ex.remat == "selective":
-        names += ["attention_stream"]
+        names += ["attention_o", "attention_lse"] + ["attention_stream"] * (ex.remat == "selective")
     keep = policies.save_only_these_names(*names)
     if ex.remat == "offload":
         # The name must be the input's: a layer's output so named stays on the device in silence.
