@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from launch import options
 from meshtrain import config
 from meshtrain.config import ConfigError, Run
 from meshtrain.run import say
@@ -51,29 +52,30 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--min-processes", type=int, default=1, metavar="K", help="fewer are not worth it (default 1)")
     parser.add_argument("--devices", type=int, required=True, metavar="D", help="of each process")
     parser.add_argument("--full", type=int, metavar="F", help="devices that the run is meant for (default its mesh.full_devices)")
-    options, words = parser.parse_args(argv[:at]), argv[at + 1:]
+    given = options.known(parser, argv[:at], {"processes": 1, "min_processes": 1, "devices": 1, "full": 1})
+    words = argv[at + 1:]
     try:
         run = config.load(words, USAGE)
     except ConfigError as error:
         say.err(f"error: {error}")
         return 2
-    full = options.full or run.mesh.full_devices
-    tell = lambda count: say.out(" ".join([str(count), *overrides(count, options.devices, full, bool(run.mesh.simulated_devices))]))
-    if options.processes * options.devices >= full:
-        tell(options.processes)
+    full = given.full or run.mesh.full_devices
+    tell = lambda count: say.out(" ".join([str(count), *overrides(count, given.devices, full, bool(run.mesh.simulated_devices))]))
+    if given.processes * given.devices >= full:
+        tell(given.processes)
         return 0
     with say.without_noise():
         from meshtrain import elastic       # jax takes seconds: only where something shrinks
     fault = "none was tried"
-    for count in range(options.processes, options.min_processes - 1, -1):
+    for count in range(given.processes, given.min_processes - 1, -1):
         try:
-            elastic.check(config.load([*words, f"--mesh.full_devices={full}"], USAGE), count * options.devices)
+            elastic.check(config.load([*words, f"--mesh.full_devices={full}"], USAGE), count * given.devices)
         except ConfigError as error:
             fault = str(error)
             continue
         tell(count)
         return 0
-    say.err(f"error: no number of processes from {options.min_processes} to {options.processes} can train this run: {fault}")
+    say.err(f"error: no number of processes from {given.min_processes} to {given.processes} can train this run: {fault}")
     return 2
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch import restart, supervise
+from launch import options, restart, supervise
 from meshtrain import config
 from meshtrain.cluster import find
 from meshtrain.config import ConfigError, Run
@@ -31,12 +31,12 @@ LOOK_S = 1.0        # for the word of process 0, which all others look for
 
 def main(argv: Sequence[str]) -> int:
     at = list(argv).index("--") if "--" in argv else len(argv)
-    options, words = parse(argv[:at]), list(argv[at + 1:])
+    given, words = parse(argv[:at]), list(argv[at + 1:])
     try:
         run = config.load(words, USAGE)
         place = find.cluster(run.distributed, os.environ)
         index = place.index if place else 0
-        begins = _judged(run, options) if index == 0 else _told(run, options.attempt)
+        begins = _judged(run, given) if index == 0 else _told(run, given.attempt)
     except ConfigError as error:
         say.err(f"error: {error}")
         return stops.USER_ERROR
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     train = [sys.executable, "-u", "-m", "meshtrain.train", *words]
     outcome = supervise.supervise([train], [os.environ], called=f"process {index}", still_s=run.distributed.heartbeat_timeout_s)
     if outcome.code not in (stops.DONE, stops.USER_ERROR):
-        _leave_words(run, options.attempt, index, outcome)
+        _leave_words(run, given.attempt, index, outcome)
     return outcome.code
 
 
@@ -56,26 +56,22 @@ def parse(own: Sequence[str]) -> argparse.Namespace:
         "One process of a run on Kubernetes, in a pod of launch/kubernetes.yaml, which says which one it is."))
     parser.add_argument("--attempt", type=int, required=True, metavar="K", help="JobSet's count of restarts")
     parser.add_argument("--max-restarts", type=int, default=5, metavar="R", help="in a row without a newer checkpoint (default 5)")
-    parsed = parser.parse_args(own)
-    for option, value in (("--attempt", parsed.attempt), ("--max-restarts", parsed.max_restarts)):
-        if value < 0:
-            parser.error(f"{option} {value} is too few; use at least 0")
-    return parsed
+    return options.known(parser, own, {"attempt": 0, "max_restarts": 0})
 
 
-def _judged(run: Run, options: argparse.Namespace) -> float | None:
+def _judged(run: Run, given: argparse.Namespace) -> float | None:
     """By process 0: when this start begins, of the wall clock; None: the run is given up, which is told."""
-    if options.attempt == 0:        # of another JobSet
+    if given.attempt == 0:        # of another JobSet
         with contextlib.suppress(OSError):
             os.unlink(Path(run.run.dir) / restart.KEPT)
         shutil.rmtree(_place(run), ignore_errors=True)
         return 0.0
-    code, said = _last_words(run, options.attempt - 1)
+    code, said = _last_words(run, given.attempt - 1)
     say.err(f"the start before ended: {said}")
-    failures = restart.Failures(run, options.max_restarts, scheduled=True)
-    wait_s = restart.counted(failures, code, said, attempt=options.attempt)
+    failures = restart.Failures(run, given.max_restarts, scheduled=True)
+    wait_s = restart.counted(failures, code, said, attempt=given.attempt)
     for path in _place(run).glob("*"):
-        if not path.name.startswith(f"{options.attempt}-"):
+        if not path.name.startswith(f"{given.attempt}-"):
             with contextlib.suppress(OSError):
                 path.unlink()
     return None if wait_s is None else time.time() + wait_s

@@ -179,10 +179,7 @@ def parse(own: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--gpus-per-process", type=int, metavar="G", help="GPUs of each, at best all of a host (default 1; 0 with "
                         "mesh.simulated_devices)")
     parser.add_argument("--cpus-per-process", type=int, default=1, metavar="C", help="cores that Ray reserves for each (default 1)")
-    parsed = options.parse(parser, own)
-    for option, value, least in (("gpus", parsed.gpus_per_process, 0), ("cpus", parsed.cpus_per_process, 1)):
-        if value is not None and value < least:
-            parser.error(f"--{option}-per-process {value} is too few; use at least {least}")
+    parsed = options.parse(parser, own, {"gpus_per_process": 0, "cpus_per_process": 1})
     if ray is None:
         parser.error("ray is not installed here; pip install '.[ray]' where this repository lies")
     return parsed

@@ -143,6 +143,15 @@ def test_the_command_tells_how_many_processes_fit(capfd):
     assert ask(11, 7) == 2 and "from 7 to 11" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("words, said", [("--processes 0 --devices 8", "--processes 0 is too few; use at least 1"),
+                                         ("--processes 2 --devices 0", "--devices 0"),
+                                         ("--processes 8 --devices 8 --mesh.data 8", "--processes 8 -- --mesh.data 8")])
+def test_a_mistake_in_the_question_is_exit_2(words, said, capfd):
+    with pytest.raises(SystemExit) as ended:
+        fewer.main(words.split())
+    assert ended.value.code == 2 and said in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("hosts, fit", [(9, "9"), (8, "8"), (7, "4 --mesh.full_devices=64"), (3, "2 --mesh.full_devices=64")])
 def test_a_run_that_says_what_it_is_meant_for_fits_on_fewer_hosts(hosts, fit, capfd):
     assert fewer.main([f"--processes={hosts}", "--devices=8", "--", str(ROOT / "configs/llama3-8b-64.toml"), "--mesh.full_devices=64"]) == 0

@@ -223,6 +223,16 @@ def test_a_drained_host_is_no_failure_where_all_is_saved(jobset, tmp_path):
     assert all("the start before ended: stopped on request" in log and "starting again" not in log for log, in ours.logs[1:])
 
 
+@pytest.mark.parametrize("words, said", [("--", "--attempt"), ("--attempt= --", "''"), ("--attempt=-1 --", "at least 0"),
+                                         ("--attempt=1 -- --training.stpes 3", "training.steps"), ("--attempt=1 RUN.toml", "-- RUN.toml")])
+def test_a_mistake_is_exit_2_before_anything_starts(words, said, capfd):
+    try:
+        code = pods.main(words.split())
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2 and said in capfd.readouterr().err
+
+
 def test_what_the_pods_leave_in_run_dir_is_known_to_the_run():
     from meshtrain.run import rundir
     assert {pods.LAST_WORDS, restart.KEPT, f"{restart.KEPT}.tmp"} <= rundir.OF_A_START
