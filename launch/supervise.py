@@ -260,7 +260,7 @@ def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.
     _tell(*(f"then {child.name}: {child.ending}" for child in in_order if child is not first))
     last = "" if first.victim else next((_text(line) for line in reversed(first.lines) if line.strip()), "")
     return Outcome(stops.USER_ERROR if mistake else stops.FAILED, first.index, f"{words}{f'; its last line: {last}' if last else ''}",
-                   first.victim)
+                   first.victim and not first.stopped)
 
 
 def _culprit(ended: Sequence[Child], stuck: int | None) -> Child | None:

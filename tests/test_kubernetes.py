@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -254,6 +255,12 @@ def test_a_pod_that_was_killed_leaves_no_word_and_its_victims_are_not_blamed(job
     assert (first.wait(60), second.wait(60)) == (1, -signal.SIGKILL)
     assert ours.attempt(1) == [0, 0]
     assert "the start before ended: no process failed of itself: a pod was killed, or its host is lost\n" in ours.logs[-1][0]
+
+
+def test_a_process_that_was_stopped_and_killed_for_it_is_no_victim(capfd):
+    child = supervise.Child(0, types.SimpleNamespace(pid=7), -1, called="process 3", code=-signal.SIGKILL, forced=True, stopped=True)
+    outcome = supervise.conclude([child])
+    assert not outcome.victim and outcome.words.startswith("process 3 (pid 7) failed first: it was stopped")
 
 
 def test_a_pod_that_is_told_to_end_while_it_waits_ends_at_once_with_75_and_its_program_is_told_too(jobset, tmp_path):
