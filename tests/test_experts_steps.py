@@ -163,6 +163,23 @@ def test_the_three_products_of_experts_weight_gradients_stand_in_w_alone(tmp_pat
     assert parts["B"] == {"grouped_rows_gkn": (2, 2), "grouped_rows_gnk": (2, 2), "grouped_outer_gkn": (0, 3)}
 
 
+@pytest.mark.parametrize("remat, again", [("none", 0), ("full", 2)])
+def test_gate_and_up_are_made_again_where_remat_keeps_less_than_all(remat, again):
+    run = run_of("sharding_rules/ddp.toml", {}, dict(expert_mlp_dim=32), dict(remat=remat))
+    made, m = assembly.assemble(run, jax.devices()[:1]), run.model
+    experts = expert.choose(run, made.layout, "gpu")
+    x_BTD, choices = jnp.ones((2, 16, m.embed_dim)), (2, 16, m.experts_per_token)
+    into = jnp.ones((m.num_experts, m.embed_dim, m.expert_mlp_dim))
+    weights = dict(gate=into, up=into, down=into.swapaxes(1, 2))
+
+    def both(x_BTD, weights):
+        y_BTD, back = jax.vjp(lambda x, w: experts(made.layout, x, jnp.zeros(choices, jnp.int32), jnp.ones(choices), w), x_BTD, weights)
+        return back(y_BTD)
+    with jax.set_mesh(made.mesh):
+        found = kernels(both, x_BTD, weights)
+    assert found == {"grouped_rows_gkn": (3 + again, 0), "grouped_rows_gnk": (2, 0), "grouped_outer_gkn": (3, 0)}
+
+
 @functools.cache
 def sent_bytes(layout: str, microbatches: int, path) -> dict:
     text, mesh = LAYOUTS[layout]

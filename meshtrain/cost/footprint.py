@@ -37,14 +37,14 @@ def _beside_stored(placed: Placed, options: Options) -> float:
 def _in_layers(placed: Placed, options: Options) -> float:
     """What a microbatch keeps of its layers, and the more of what the loss and the last layer's backward need beside it."""
     cfg, size, tokens = placed.cfg, placed.itemsize, placed.tokens(options)
-    kept = cfg.num_layers * size * tokens * _kept_width(placed, options)
+    experts = routed.of(placed, options)
+    kept = cfg.num_layers * (size * tokens * _kept_width(placed, options) + (experts.kept_bytes if experts else 0))
     stream, chunk = cfg.embed_dim / placed.stream_ways, min(tokens, options.loss_chunk)
     head = placed.head.n * placed.head.k
     # Logits of a chunk in float32 and their gradient; the output, normed and its gradient; the head gathered.
     loss = chunk * ((4 + size) * placed.head.n + size * cfg.embed_dim) + 3 * size * tokens * stream
     loss += size * head if placed.by_layer else 0
     # The head's gradient in float32 stays until the layers are done.
-    experts = routed.of(placed, options)
     layer = max(size * tokens * _working_width(placed, options) + _of_parts(placed, options), experts.working_bytes if experts else 0)
     return kept + 4 * head * placed.head.trained + max(loss, layer)
 

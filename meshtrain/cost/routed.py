@@ -19,7 +19,7 @@ class Routed:
     """tokens: of this device. seen: those, or single choices, that are brought here, `choices` of each. even: rows of this device's
     experts; held: that its buffer has; executed: that its kernels multiply. num_experts, width: of this device; inward: matrices
     beside `down`. further: whether more rounds may follow. apart: whether weights' gradients stand apart from inputs', for a pipeline's
-    W. gathered: over how many ways weights are. share: of the layers that have experts."""
+    W. gathered: over how many ways weights are. kept: whether what the inward matrices give is. share: of the layers that have experts."""
     exchanged: bool
     region: expert.Region
     tokens: float
@@ -35,6 +35,7 @@ class Routed:
     further: bool
     apart: bool
     gathered: int
+    kept: bool
     trained: bool
     share: float
     itemsize: int
@@ -46,9 +47,14 @@ class Routed:
 
     @property
     def products(self) -> tuple[int, int, int]:
-        """Of the rows with one matrix each: forward, backward for the inputs, where the inward ones are made again, and for weights.
-        Whatever remat says."""
-        return self.inward + 1, 2 * self.inward + 1, (self.inward + 1) * self.trained
+        """Of the rows with one matrix each: forward, backward for the inputs, where the inward ones that are not kept are made again,
+        and for weights."""
+        return self.inward + 1, (1 if self.kept else 2) * self.inward + 1, (self.inward + 1) * self.trained
+
+    @property
+    def kept_bytes(self) -> float:
+        """What waits for a layer's backward."""
+        return self.itemsize * self.inward * self.held * self.width * self.kept * self.share
 
     @property
     def axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -102,4 +108,6 @@ def of(placed: Placed, options: Options) -> Routed | None:
     trained = all(info.trainable for info in placed.rows if "expert" in info.axes)
     return Routed(exchanged, region, tokens, seen, choices, even, (math.ceil(rows / block) + e) * block,
                   grouped.executed_rows(even, e, block), e, cfg.embed_dim, cfg.expert_mlp_dim / layout.ways(region.inner), inward,
-                  exchanged or rows < most, placed.mesh.sizes["stage"] > 1, layout.ways(layout.mesh_axes("params", "expert_embed")) if placed.experts_gathered else 1, trained, 1 - cfg.first_dense_layers / cfg.num_layers, placed.itemsize)
+                  exchanged or rows < most, placed.mesh.sizes["stage"] > 1,
+                  layout.ways(layout.mesh_axes("params", "expert_embed")) if placed.experts_gathered else 1,
+                  expert.keeps(options.remat, placed.mesh.sizes["stage"]), trained, 1 - cfg.first_dense_layers / cfg.num_layers, placed.itemsize)

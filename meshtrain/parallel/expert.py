@@ -35,7 +35,8 @@ SPARE = 1.25
 class Experts:
     """How a run computes its experts. activation(inward products) -> h; spare: see SPARE, 0 for a buffer that always suffices.
 
-    aux_loss, z_loss: weights of the losses that a layer's router makes.
+    aux_loss, z_loss: weights of the losses that a layer's router makes. kept: whether the forward leaves what the inward matrices
+    give to the backward (`keeps`).
     """
     engine: grouped.Engine
     num_experts: int
@@ -43,6 +44,7 @@ class Experts:
     aux_loss: float = 0.0
     z_loss: float = 0.0
     spare: float = SPARE
+    kept: bool = False
     exchanged: bool = False     # whether tokens are sent by all-to-alls (`exchange`), or gathered
 
     def __call__(self, layout: Layout, x_BTD, chosen_BTK, weight_BTK, weights):
@@ -110,16 +112,24 @@ class Region:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def apply(experts: Experts, layout: Layout, x_BTD, chosen_BTK, weight_BTK, weights):
+    return _apply_forward(experts, layout, x_BTD, chosen_BTK, weight_BTK, weights)[0]
+
+
+def _apply_forward(experts, layout, x_BTD, chosen_BTK, weight_BTK, weights):
     ways = Ways.of(layout, weights)
 
     def local(x_BTD, chosen_BTK, weight_BTK, weights):
         args = *map(_flat, (x_BTD, chosen_BTK, weight_BTK)), ways.in_use(experts.engine, weights, x_BTD.dtype)
-        return (_exchanged if experts.exchanged else _forward)(experts, ways.region, *args).reshape(x_BTD.shape)
-    return on_shards(local, (ways.tokens,) * 3 + (ways.stored,), ways.tokens)(x_BTD, chosen_BTK, weight_BTK, weights)
+        y_TD, inward = (_exchanged if experts.exchanged else _forward)(experts, ways.region, *args)
+        return y_TD.reshape(x_BTD.shape), inward if experts.kept else None
+    args = x_BTD, chosen_BTK, weight_BTK, weights
+    y_BTD, kept = on_shards(local, (ways.tokens,) * 3 + (ways.stored,), (ways.tokens, _everywhere(layout)))(*args)
+    return y_BTD, (*args, kept)
 
 
-def _apply_forward(experts, layout, *args):
-    return apply(experts, layout, *args), args
+def _everywhere(layout: Layout) -> P:
+    """Every device has rows of its own; those of replicas are a vmap's business."""
+    return P(tuple(a for a in automatic_axes() if a not in layout.hidden))
 
 
 def _apply_backward(experts, layout, saved, dy_BTD):
@@ -127,17 +137,16 @@ def _apply_backward(experts, layout, saved, dy_BTD):
     divided."""
     weights, ways, staged = saved[3], Ways.of(layout, saved[3]), layout.sizes["stage"] > 1
 
-    def inputs_half(x_BTD, chosen_BTK, weight_BTK, weights, dy_BTD):
-        args = *map(_flat, (x_BTD, chosen_BTK, weight_BTK)), ways.in_use(experts.engine, weights, x_BTD.dtype), _flat(dy_BTD)
+    def inputs_half(x_BTD, chosen_BTK, weight_BTK, weights, kept, dy_BTD):
+        args = *map(_flat, (x_BTD, chosen_BTK, weight_BTK)), ways.in_use(experts.engine, weights, x_BTD.dtype), kept, _flat(dy_BTD)
         dx, dweight, rest = (_exchanged_backward if experts.exchanged else _backward)(experts, ways.region, *args, staged)
         return dx.reshape(x_BTD.shape), dweight.reshape(weight_BTK.shape), rest if staged else ways.added_up(rest)
 
     def weights_half(passed_on):
         return ways.added_up(passed_on.gradients(experts.engine, ways.axes))
-    # Every device has rows of its own; those of replicas are a vmap's business.
-    everywhere = P(tuple(a for a in automatic_axes() if a not in layout.hidden))
+    everywhere = _everywhere(layout)
     out = ways.tokens, ways.tokens, everywhere if staged else ways.grads
-    dx, dweight, dw = on_shards(inputs_half, (ways.tokens,) * 3 + (ways.stored, ways.tokens), out)(*saved, dy_BTD)
+    dx, dweight, dw = on_shards(inputs_half, (ways.tokens,) * 3 + (ways.stored, everywhere, ways.tokens), out)(*saved, dy_BTD)
     if staged:
         dw = on_shards(weights_half, (everywhere,), ways.grads)(dw)
     dw = {name: layout.constrain("grads", d, EXPERT_AXES[name]).astype(weights[name].dtype) for name, d in dw.items()}
@@ -254,20 +263,22 @@ def _arranged(experts: Experts, region: Region, chosen_AK, matrices: Matrices) -
 
 
 def _forward(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, matrices: Matrices):
+    """y, and of the first round what the inward matrices give."""
     K = chosen_TK.shape[1]
     x_AD, chosen_AK, weight_AK = map(region.bring, (x_TD, chosen_TK, weight_TK))
     arranged = _arranged(experts, region, chosen_AK, matrices)
 
     def one_round(rows: Rows):
         x_RD = rows.take(x_AD, K)
-        inward = (matrices.rows({name: x_RD}, "expert_embed", rows.groups) for name in matrices.inward)
+        inward = [matrices.rows({name: x_RD}, "expert_embed", rows.groups) for name in matrices.inward]
         h_RF = experts.activation(*(a.astype(jnp.float32) for a in inward))
         # The weight multiplies here, not behind `down`: its gradient then needs no y.
         y_RD = matrices.rows({"down": (h_RF * rows.weight(weight_AK)).astype(x_RD.dtype)}, "expert_mlp", rows.groups)
-        return rows.sum(y_RD, x_RD.dtype)
+        return rows.sum(y_RD, x_RD.dtype), inward
     with jax.named_scope(EVEN_ROWS.format(region.even_rows(*chosen_TK.shape))):
-        y_AD = arranged.further(one_round, one_round(arranged.round(0)))
-    return region.give(y_AD)
+        y_AD, inward = one_round(arranged.round(0))
+        y_AD = arranged.further(lambda rows: one_round(rows)[0], y_AD)
+    return region.give(y_AD), inward
 
 
 @jax.tree_util.register_dataclass
@@ -291,16 +302,17 @@ class PassedOn:
         return dw if self.more is None else jax.tree.map(jnp.add, dw, self.more)
 
 
-def _backward(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, matrices: Matrices, dy_TD, apart: bool):
-    """(dx, dweight, gradients of this device's experts over the tokens that it has seen; apart: PassedOn)."""
+def _backward(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, matrices: Matrices, kept, dy_TD, apart: bool):
+    """(dx, dweight, gradients of this device's experts over the tokens that it has seen; apart: PassedOn). kept: of the first round
+    what the inward matrices give, or None."""
     even_rows, K, dtype = region.even_rows(*chosen_TK.shape), chosen_TK.shape[1], x_TD.dtype
     x_AD, chosen_AK, weight_AK, dy_AD = map(region.bring, (x_TD, chosen_TK, weight_TK, dy_TD))
     arranged = _arranged(experts, region, chosen_AK, matrices)
 
-    def one_round(rows: Rows):
+    def one_round(rows: Rows, inward=None):
         x_RD, dy_RD, weight_R1 = rows.take(x_AD, K), rows.take(dy_AD, K), rows.weight(weight_AK)
         names, groups = matrices.inward, rows.groups
-        inward = (matrices.rows({name: x_RD}, "expert_embed", groups) for name in names)
+        inward = inward or [matrices.rows({name: x_RD}, "expert_embed", groups) for name in names]
         h_RF, back = jax.vjp(experts.activation, *(a.astype(jnp.float32) for a in inward))
         dhw_RF = matrices.rows({"down": dy_RD}, "expert_embed", groups).astype(jnp.float32)
         dweight_R = (dhw_RF * h_RF).sum(-1)
@@ -311,18 +323,18 @@ def _backward(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, matr
         hw_RF = (h_RF * weight_R1).astype(dtype)
         return rows.sum(dx_RD, dtype), dweight_AK, PassedOn(groups, x_RD, dy_RD, hw_RF, d_inward, even_rows=even_rows)
     with jax.named_scope(EVEN_ROWS.format(even_rows)):
-        dx_AD, dweight_AK, rest = _rounds(arranged, one_round, arranged.round(0), matrices, apart, arranged.one_round)
+        dx_AD, dweight_AK, rest = _rounds(arranged, one_round, kept, matrices, apart, arranged.one_round)
     return region.give(dx_AD), region.give(dweight_AK), rest
 
 
-def _rounds(of: Arranged | exchange.Exchange, one_round: Callable, first, matrices: Matrices, apart: bool, alone: bool):
+def _rounds(of: Arranged | exchange.Exchange, one_round: Callable, kept, matrices: Matrices, apart: bool, alone: bool):
     """(dx, dweight, gradients or, apart, PassedOn) of the first round and those behind it; alone: there are none.
 
     Further rounds run twice, for inputs and for weights: their sums begin with the first round's in place. One loop for both would
     begin with zeros as large as all gradients in every step, mostly for nothing, or hold dx back until the gradients are made.
     """
     gradients = lambda passed_on: passed_on.gradients(matrices.engine, matrices.axes)
-    dx, dweight, passed_on = one_round(first)
+    dx, dweight, passed_on = one_round(of.round(0), kept)
     if not apart:
         dx, dweight = of.further(lambda now: one_round(now)[:2], (dx, dweight))
         return dx, dweight, of.further(lambda now: gradients(one_round(now)[2]), gradients(passed_on))
@@ -349,18 +361,20 @@ def _exchanged(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, mat
     experts, alone, swap = _apart(experts, region, chosen_TK, matrices)
 
     def one_round(now: exchange.Round):
-        return now.back(_forward(experts, alone, now.send(x_TD), now.chosen(), now.weight(weight_TK), matrices)).sum(1)
-    return swap.further(one_round, one_round(swap.round(0))).astype(x_TD.dtype)
+        y, inward = _forward(experts, alone, now.send(x_TD), now.chosen(), now.weight(weight_TK), matrices)
+        return now.back(y).sum(1), inward
+    y_TD, inward = one_round(swap.round(0))
+    return swap.further(lambda now: one_round(now)[0], y_TD).astype(x_TD.dtype), inward
 
 
-def _exchanged_backward(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, matrices: Matrices, dy_TD, apart: bool):
+def _exchanged_backward(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, matrices: Matrices, kept, dy_TD, apart: bool):
     experts, alone, swap = _apart(experts, region, chosen_TK, matrices)
 
-    def one_round(now: exchange.Round):
-        args = now.send(x_TD), now.chosen(), now.weight(weight_TK), matrices, now.send(dy_TD)
+    def one_round(now: exchange.Round, inward=None):
+        args = now.send(x_TD), now.chosen(), now.weight(weight_TK), matrices, inward, now.send(dy_TD)
         dx, dweight, passed_on = _backward(experts, alone, *args, True)
         return now.back(dx).sum(1), now.back(dweight)[..., 0], passed_on
-    dx, dweight, rest = _rounds(swap, one_round, swap.round(0), matrices, apart, False)
+    dx, dweight, rest = _rounds(swap, one_round, kept, matrices, apart, False)
     return dx.astype(x_TD.dtype), dweight, rest
 
 
@@ -376,7 +390,13 @@ def choose(run, layout: Layout, platform: str) -> Experts | None:
         return None
     engine = grouped.loop() if platform == "cpu" else grouped.kernels()
     return Experts(engine, run.model.num_experts, ACTIVATIONS[run.model.activation], run.experts.aux_loss, run.experts.z_loss,
-                   exchanged=dispatch(run.experts.dispatch, run.model.experts_per_token, layout)[0] == "all_to_all")
+                   kept=keeps(run.training.remat, layout.sizes["stage"]), exchanged=dispatch(run.experts.dispatch, run.model.experts_per_token, layout)[0] == "all_to_all")
+
+
+def keeps(remat: str, stages: int) -> bool:
+    """Whether what gate and up give waits for the backward: two of eleven products less, for rows as wide as two experts. Under
+    `selective` they are more bytes than all else that it keeps, for less time, and in stages they would wait in every slot."""
+    return remat == "none" and stages == 1
 
 
 def problems(run, layout: Layout) -> list[str]:
