@@ -72,8 +72,8 @@ TABLE = {row.name: row for row in (
     Assumption("overlap.fsdp", {"": .90}, "share of a layer's compute behind which its weights' gathers and its gradients' "
                "reductions hide, and keys and values of a ring behind attention", 0, formula=True),
     Assumption("overlap.experts", {"": .25}, "the same of experts' weights: they are gathered and reduced between the kernels that "
-               "need and make them; read off the compiled programs of configs/qwen3-30b-a3b-64.toml (.27) and mixtral-8x7b-64.toml "
-               "(.25)", 0, formula=True),
+               "need and make them; read off programs of Qwen3-30B-A3B (.27) and Mixtral (.25) on 64 H100 in "
+               "four microbatches, experts over 8", 0, formula=True),
     Assumption("overlap.data", {"": .80}, "the same of what is reduced and gathered once a step, behind one microbatch", 0,
                formula=True),
     Assumption("overlap.tensor", {"": 0}, "share of tensor parallelism's collectives that hides: they stand between the "
