@@ -11,8 +11,8 @@ import jax
 
 from meshtrain import config
 from meshtrain.config import ConfigError, Run
-from meshtrain.cost import assumptions, audit, hardware, memory, price, rates, simulate
-from meshtrain.cost.placed import Options, Practice, place
+from meshtrain.cost import assumptions, audit, footprint, hardware, memory, price, rates, simulate
+from meshtrain.cost.placed import Options, Placed, Practice, place
 from meshtrain.layout import rules
 from meshtrain.layout.mesh import MeshSpec
 from meshtrain.layout.rules import Layout, Tensor
@@ -181,19 +181,20 @@ def _choose_schedule(run: Run, mesh_spec: MeshSpec, model, layout: Layout, atten
     residual_ways = layout.ways(a for a in layout.mesh_axes("activations", "residual_seq") if a == "tensor")
     fbw, x = pipelined.layer_fbw(run, model, layout, mesh, attend, experts)
     held = state.describe(model, run.optimizer, run.training.steps, layout, mesh)
-    return simulate.of_run(run, _stage_costs(run, mesh_spec, model, layout, gpu), mesh_spec.sizes["stage"],
-                           memory.slot_bytes(run, layout, fbw, x, residual_ways),
-                           memory.slot_budget_bytes(gpu, held, memory.in_loop(model, layout), run.model.compute_dtype))
+    placed = place(model.parameters(), run.model, layout, mesh_spec)
+    budget = memory.slot_budget_bytes(gpu, held, memory.in_loop(model, layout), run.model.compute_dtype,
+                                      footprint.leading_bytes(placed, Options.of(run)))
+    return simulate.of_run(run, _stage_costs(run, placed, gpu), mesh_spec.sizes["stage"],
+                           memory.slot_bytes(run, layout, fbw, x, residual_ways), budget)
 
 
-def _stage_costs(run: Run, mesh_spec: MeshSpec, model, layout: Layout, gpu) -> Callable[[Schedule], simulate.Costs]:
+def _stage_costs(run: Run, placed: Placed, gpu) -> Callable[[Schedule], simulate.Costs]:
     """What a stage's ops cost under each schedule. assumption: where the speed of the devices is not known, they relate as on an
     H100, and what only memory and links take costs nothing."""
     known = gpu is not None and gpu.hbm_bytes_per_s is not None
     gpu = gpu if known else hardware.get("h100")
     rated = rates.Rates(gpu, assumptions.Assumptions(gpu.name))
     visited, engine = rates.packed(run, rated.assumed)
-    placed = place(model.parameters(), run.model, layout, mesh_spec)
 
     def of(schedule: Schedule) -> simulate.Costs:
         options = Options.of(run, schedule=schedule.name if known else "", chunks=schedule.num_chunks, visited=visited)

@@ -135,6 +135,12 @@ def slot_bytes(placed: Placed, options: Options) -> float:
     elements = depth * (slots["Q"] * for_backward + slots.get("Z", 0) * for_weights)
     stream = placed.cfg.embed_dim / placed.stream_ways
     elements += (slots["X"] + slots["D"]) * stream
-    if leading := placed.leading:
-        elements += placed.rounds(options) * (leading.depth * slot_widths(leading, options)[0] + stream)
-    return placed.itemsize * placed.tokens(options) * elements
+    return placed.itemsize * placed.tokens(options) * elements + leading_bytes(placed, options)
+
+
+def leading_bytes(placed: Placed, options: Options) -> float:
+    """Bytes of what leading layers keep for their backward, and of what they pass to the first stage."""
+    if not (leading := placed.leading):
+        return 0.0
+    kept = leading.depth * slot_widths(leading, options)[0] + placed.cfg.embed_dim / placed.stream_ways
+    return placed.itemsize * placed.tokens(options) * placed.rounds(options) * kept

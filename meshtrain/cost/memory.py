@@ -120,15 +120,15 @@ def slot_bytes(run, layout, fbw, x, residual_ways: int) -> SlotBytes:
     return SlotBytes.of(fbw, held(x, residual_ways), chunks=depth)
 
 
-def slot_budget_bytes(gpu, state, loop, compute_dtype: str) -> int | None:
+def slot_budget_bytes(gpu, state, loop, compute_dtype: str, leading: float = 0.0) -> int | None:
     """The bytes of one GPU that are left for a schedule's slots; None where its memory is not known.
 
     What one op needs while it runs comes out of the same.
 
-    state: the run's StateSpec. loop: `in_loop`.
+    state: the run's StateSpec. loop: `in_loop`. leading: bytes that layers before the stages keep (`footprint.leading_bytes`).
     """
     if not (gpu and gpu.hbm_bytes):
         return None
     beside = [placed_bytes(state.abstract.params, state.sharding.params),
               placed_bytes(state.abstract.opt_state, state.sharding.opt_state), *loop_bytes(loop, compute_dtype).values()]
-    return max(0, hardware.usable_bytes(gpu) - sum(beside))
+    return max(0, hardware.usable_bytes(gpu) - sum(beside) - int(leading))

@@ -108,7 +108,7 @@ def params_table(made) -> str:
         rows.append((row["name"], axes, _spec(row["read"]), _spec(row["stored"]), size(row["stored_bytes"]), size(row["grads_bytes"])))
         if made.mesh_spec.num_devices > 1 and row["stored_bytes"] == row["bytes"] >= LARGE:
             replicated.append(f"warning: {row['name']} ({size(row['stored_bytes'])}) is stored whole on every device; a rule for "
-                              f"{' or '.join(repr(a) for a in row['axes'] if a)} in [params] or [optimizer] would split it")
+                              f"{' or '.join(repr(a) for a in row['axes'] if a in rules.LOGICAL)} in [params] or [optimizer] would split it")
     header = ("parameter", "logical axes", "[params] spec", "stored, by [optimizer]", "params", "grads")
     totals = formula(made)
     opt = f"optimizer state per device ({made.run.optimizer.name}): {size(totals['optimizer'])}"

@@ -101,8 +101,8 @@ def notes(run, schedule: schedules.Schedule) -> list[str]:
     said, extra = [], padded(run.model, num_stages * chunks) - num_layers
     if first := run.model.first_dense_layers:
         idle = -schedule.num_microbatches % num_stages
-        said.append(f"pipeline: model.first_dense_layers={first}: every stage has them whole, with their states, and takes every "
-                    f"{num_stages}th microbatch through them before the first tick and back behind the last one" + (
+        said.append(f"pipeline: model.first_dense_layers={first}: every stage has them whole, with their states, and takes one "
+                    f"microbatch in {num_stages} through them before the first tick and back behind the last one" + (
                         f"; training.microbatches={schedule.num_microbatches} leave {idle} of {num_stages} stages idle in the last round, a "
                         f"multiple of {num_stages} none" if idle else ""))
     if extra:
