@@ -11,7 +11,7 @@ import pytest
 from meshtrain import assembly, config, plan
 from meshtrain.config.shipped import shipped
 from meshtrain.cost import audit, routed, search, traffic
-from meshtrain.cost.placed import Options, place
+from meshtrain.cost.placed import Options, Practice, place
 from meshtrain.kernels import grouped
 from meshtrain.layout import rules
 from meshtrain.layout.mesh import MeshSpec
@@ -74,6 +74,15 @@ def test_rows_are_those_that_the_tokens_of_all_ways_choose_and_tiles_fill_half_a
 def test_all_layouts_multiply_the_same_rows_but_for_those_that_fill_up_blocks(rule, mesh):
     found = routed.of(placed(QWEN, rule, **mesh), Options(8192, 64))
     assert found.even == 64 * 8192 * 8 / 8 and found.even <= found.executed <= 1.1 * found.even
+
+
+def test_without_stages_a_step_works_through_leading_dense_layers_like_through_others():
+    """Formulas of a layer are then of the mean of both kinds."""
+    cfg = config.load(["configs/quickstart.toml", "--model.preset", QWEN, "--model.first_dense_layers", "8"]).model
+    spec, options = MeshSpec(dict(fsdp=4, tensor=2)), Options(4096, 8, microbatches=2)
+    layout = rules.Layout(rules.load(shipped("sharding_rules/zero3_tensor_sequence_expert.toml")), spec.sizes)
+    found = place(transformer.build(cfg).parameters(), cfg, layout, spec)
+    assert found.visits(options, Practice()) == (2 * 48,) * 3 and routed.of(found, options).share == 40 / 48
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------

@@ -161,6 +161,8 @@ class Placed:
         """That a stage works through for a microbatch."""
         if self.leads:
             return self.rounds(options) * self.cfg.num_layers / options.microbatches
+        if practice.shared_head and self.layout.sizes["stage"] == 1:
+            return self.cfg.num_layers
         if practice.shared_head:        # ours: filled up with layers that cost the same and do nothing
             return stages.padded(self.cfg, self.layout.sizes["stage"] * options.chunks) // self.layout.sizes["stage"]
         return (self.cfg.num_layers + 2 * practice.short_ends) / self.layout.sizes["stage"]
