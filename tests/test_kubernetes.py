@@ -195,16 +195,20 @@ class Pods:
 
 
 def test_pods_that_fail_start_again_after_doubled_waits_and_are_given_up_with_the_last_words_of_each(jobset, tmp_path):
-    ours = Pods(jobset, tmp_path, "time.sleep(0.3); sys.exit(1)", "sys.exit(f'bad weather {start}')")
-    codes = [ours.attempt(number) for number in range(4)]
+    ours = Pods(jobset, tmp_path, "time.sleep(0.3); sys.exit(1)", "sys.exit(f'bad weather {start}')", first_s=2)
+    codes, begins = [], []
+    for number in range(4):
+        codes.append(ours.attempt(number))
+        begins.append(restart.read(config.load([f"--run.dir={tmp_path / 'run'}"])).get("begins", 0))
     assert codes == [[1, 1]] * 3 + [[2, 75]], "--max-restarts=2: the third failure is the last"
     begun = ours.starts()
     assert len(begun) == 3
     for number in range(1, 3):
-        wait_s = 0.2 * 2 ** (number - 1)
+        wait_s = 2 * 2 ** (number - 1)
         assert f"starting again from the beginning in {wait_s:g} s (failure {number} without" in ours.logs[number][0]
         assert re.search(rf"the start before ended: process \d .*exit code 1(; its last line: bad weather {number})?\n", ours.logs[number][0])
         assert begun[number] - begun[number - 1] >= wait_s
+        assert begun[number] >= begins[number] and ours.starts(1)[number] >= begins[number], "not before the wait is over"
     assert "given up after 3 failures in a row without a newer checkpoint than none:" in ours.logs[3][0]
     assert len(re.findall(r"^  \d: process [01] \(pid \d+\) failed first, .*exit code 1", ours.logs[3][0], re.MULTILINE)) == 3
     assert "bad weather" in ours.logs[3][0]

@@ -24,7 +24,7 @@ MEETS = """
 import json, os
 from meshtrain import config, devices
 from meshtrain.cluster import find
-run = config.load(["--mesh.simulated_devices", "2", "--mesh.fsdp", "2", "--mesh.tensor", "1"])
+run = config.load(["--distributed.timeout_s", "100", "--mesh.simulated_devices", "2", "--mesh.fsdp", "2", "--mesh.tensor", "1"])
 found = devices.start(run, find.cluster(run.distributed, os.environ))
 import jax
 print(json.dumps([jax.process_index(), jax.process_count(), len(found)]))
