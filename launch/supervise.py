@@ -39,7 +39,7 @@ VICTIM = re.compile(LOST_PEERS + rb"|Connection (closed|reset) by peer|stopped s
 # Whom the coordination service, or process 0 at the meeting, has not heard of.
 UNHEARD = re.compile(rb"\bTask (\d+) heartbeat timeout|error: process (\d+) of \d+ did not come")
 # Of process 0, where jax's service takes that very process for dead: it goes by the wall clock.
-CLOCK_SET = re.compile(rb"stopped sending heartbeats\):\s+(\S*task:)?0\n")
+CLOCK_SET = re.compile(rb"stopped sending heartbeats\):\s+(?:\S+\n)*?(?:\S*task:)?0\n")
 LATE = re.compile(rb"Gloo .*Timed out waiting")      # for one that is not dead
 BLAMED = re.compile(rb"^error: .* not saved in .*?: process (\d+): ")     # by process 0, for the reason that all end with
 MISMATCHED = b"gloo::EnforceNotMet"     # two collectives of one group met that are not the same

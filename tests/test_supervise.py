@@ -170,12 +170,13 @@ def test_gloos_victims_are_not_blamed_though_they_ended_first(tmp_path):
     assert code == 1 and re.search(r"^process 2 .*failed first.*exit code 1$", err, re.MULTILINE) and "  mine\n" in err
 
 
-def test_a_process_0_that_takes_itself_for_dead_had_its_clock_set(tmp_path):
-    dead = "The following tasks are unhealthy (stopped sending heartbeats):\\n0\\n1\\nThe tasks have crashed.\\n"
+@pytest.mark.parametrize("listed", ["0\\n10", "10\\n0", "2\\n10\\n0\\n1"])
+def test_a_process_0_that_takes_itself_for_dead_had_its_clock_set(listed, tmp_path):
+    dead = f"The following tasks are unhealthy (stopped sending heartbeats):\\n{listed}\\nThe tasks have crashed.\\n"
     lost = f"sys.stderr.write('{dead}' + {supervise.LOST_PEERS.decode()!r}); sys.stderr.flush(); os.abort()"
     code, _, err = ran(tmp_path, "time.sleep(0.5); " + lost, lost, grace_s=3)
     assert code == 1 and re.search(r"^process 0 \(pid \d+\) failed first: its clock was set, or its machine was suspended", err, re.MULTILINE), err
-    code, _, err = ran(tmp_path, lost.replace("0\\n1", "1"), FOREVER)
+    code, _, err = ran(tmp_path, lost.replace(listed, "10\\n1"), FOREVER)
     assert "clock" not in err
 
 
