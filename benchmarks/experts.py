@@ -91,14 +91,16 @@ def on_cpu() -> list[str]:
                     "compile"), out)]
 
 
-A3B, A3B_SIZES = gpu_speed.Plan("experts", "configs/qwen3-30b-a3b.toml", 2, False, "selective"), gpu_speed.Sizes(microbatches=8)
+A3B, A3B_SIZES = gpu_speed.Plan("experts", "configs/qwen3-30b-a3b.toml", 8, False, "selective"), gpu_speed.Sizes(microbatches=2)
 NO_EXPERTS = ("--model.num_experts", "0", "--model.experts_per_token", "0", "--model.expert_mlp_dim", "0", "--experts.aux_loss",
               "0.01", "--sharding.rules", str(ROOT / "sharding_rules" / "zero3.toml"))
 
 
 def on_gpus(devices, plan: gpu_speed.Plan = A3B, sizes: gpu_speed.Sizes = A3B_SIZES) -> list[str]:
-    """plan: experts; 16 sequences of a GPU and step, as in its run file. The dense model beside it has as many layers, and its
-    MLP of mlp_dim is as wide as a token's experts."""
+    """plan: experts; 16 sequences of a GPU and step, and experts over pairs of GPUs, as in its run file. The dense model beside it has
+    as many layers, and its MLP of mlp_dim is as wide as a token's experts."""
+    if len(devices) % 2 == 0:
+        plan = plan._replace(overrides=(*plan.overrides, "--mesh.fsdp", "2"))
     bare = plan._replace(name="dense", overrides=plan.overrides + NO_EXPERTS)
     made, compiled, compile_s = gpu_speed.compiled(plan, devices, sizes)
     layers, rows, seconds = made.run.model.num_layers, [], []
