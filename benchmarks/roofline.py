@@ -79,7 +79,7 @@ PUBLISHED = (
     Published(Case("Llama 2 70B, fsdp 128, 4,096 tokens", "llama3-8b.toml", 128, "--model.preset llama3-70b --model.vocab_size "
                    "32000 --data.seq_len 4096 " + LLAMA_3.format(256, "full")), "a100-80gb", 410, "IBM fms-fsdp",
               FLASH_2["a100"] | SLOW_NETWORK, "gradients: theirs bfloat16, ours float32; theirs gathers "
-              "the next layer while it computes one, ours waits for a third of the step"),
+              "the next layer while it computes one, ours waits for a fifth of the step"),
 )  # fmt: skip
 
 

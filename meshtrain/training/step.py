@@ -34,10 +34,6 @@ COMPILER_OPTIONS = {
         # 64 H100, 24.7 to 24.2 s by the roofline; elsewhere no change. Tried and left out: pipelined all-gathers (8B 7.7 to
         # 8.5 s, 70B 24.7 to 25.7), the same threshold for all-gathers (0.3%), the analytical latency estimator (none).
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**20,
-        # Matmuls are cuBLAS's, not Triton's: it adds what is added to a product as it makes it (the other products of one gradient, the
-        # residual stream), and XLA, which tries Triton's kernels one by one where there is a GPU, compiles faster. By the roofline on
-        # H100 llama3-8b 7.15 to 7.07 s, llama3-70b 20.6 to 20.5.
-        "xla_gpu_enable_triton_gemm": False,
         # Rewrites gather + slice into a permute that can have no pairs and then outputs zeros (openxla/xla 45218, 47083).
         "xla_disable_hlo_passes": "all-gather-to-collective-permute-simplifier",
     },
@@ -50,6 +46,14 @@ DETERMINISTIC_OPTIONS = {
     "xla_gpu_exclude_nondeterministic_ops": True,
     # No timing decides between kernels: one compilation may choose another than the next, and adds in another order.
     "xla_gpu_autotune_level": 0,
+    # cuBLAS's own choice instead of Triton's: jax 0.12 finds no Triton configuration without timing.
+    "xla_gpu_enable_triton_gemm": False,
+}
+# On GPUs, where nothing splits a layer's matmuls or its tokens, and it has no experts.
+WHOLE_OPTIONS = {
+    # cuBLAS adds what is added to a product as it makes it (the other products of one gradient, the residual stream). llama3-8b on
+    # 8 H100 by the roofline: 7.15 to 7.07 s. With tensor 8 more of the tensor axis' traffic is exposed (llama3-70b: 4.3 to 6.8%).
+    "xla_gpu_enable_triton_gemm": False,
 }
 # On GPUs, with training.remat = "offload".
 OFFLOAD_OPTIONS = {
@@ -71,14 +75,15 @@ XLA_MEMORY_SHARE = 0.80
 
 
 def compiler_options(platform: str, deterministic: bool, remat: str = "none", several: bool = False,
-                     memory_share: float = XLA_MEMORY_SHARE) -> dict:
+                     memory_share: float = XLA_MEMORY_SHARE, whole: bool = False) -> dict:
     """What every program of a run is compiled with on this platform, as jax calls it. several: see
-    SEVERAL_OPTIONS. memory_share: of a GPU, for the process."""
+    SEVERAL_OPTIONS. memory_share: of a GPU, for the process. whole: see WHOLE_OPTIONS."""
     if platform == "cpu":
         return COMPILER_OPTIONS["cpu"]
     limit = {"xla_gpu_memory_limit_slop_factor": round(100 * memory_share / XLA_MEMORY_SHARE)}
     return (COMPILER_OPTIONS["gpu"] | limit | (DETERMINISTIC_OPTIONS if deterministic else {})
-            | (OFFLOAD_OPTIONS if remat == "offload" else {}) | (SEVERAL_OPTIONS if several else {}))
+            | (OFFLOAD_OPTIONS if remat == "offload" else {}) | (SEVERAL_OPTIONS if several else {})
+            | (WHOLE_OPTIONS if whole else {}))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -152,6 +157,7 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
     order: how tokens lie in a sequence that is split. schedule: the pipeline's where mesh.stage is larger than 1. memory_share: see
     `compiler_options`.
     """
+    split = any(layout.sizes[axis] > 1 for axis in ("stage", "tensor", "context"))
     training, step = run.training, accumulate.step_spec(run, model, layout, mesh, attend, spec, bool(schedule))
     roles = [info.role for info in model.parameters() if info.trainable]
     gradients, loss_sum, *more = pipelined.pipelined(step, schedule) if schedule else accumulate.scanned(step)
@@ -200,6 +206,7 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         if training.objective == "dpo" else None,
         spec=spec, batch=step.batch, execution=dataclasses.replace(step.ex, layout=layout), once=step.once, mesh=mesh,
         compiler_options=compiler_options(mesh.devices.flat[0].platform, training.deterministic, training.remat,
-                                          schedule is not None or run.model.num_experts > 0, memory_share),
+                                          schedule is not None or run.model.num_experts > 0, memory_share,
+                                          whole=not split and not run.model.num_experts),
         schedule=schedule,
         order=order)
