@@ -50,6 +50,7 @@ ROWS = {
     "hang of the only one": (1, "0 step:8 sleep", STEP, HANGS.format("{}", "step 8")),
     "hang with the lock": (2, "1 step:8 lock", STEP, HANGS.format("{}", NOTED) + ".*, and holds the interpreter's lock"),
     "hang with the lock of the first": (2, "0 step:8 lock", STEP, HANGS.format("{}", NOTED) + ".*, and holds the interpreter's lock"),
+    "stuck before run.dir is claimed": (2, "1 agree sleep", ("--distributed.timeout_s", 20), FIRST.format("{}", "exit code 1")),
     "hang while it compiles": (2, "1 compile sleep", COMPILE, HANGS.format("{}", "compile")),
     "hang while it restores": (2, "1 restore sleep", ("--training.restore_timeout_s", 20), HANGS.format("{}", r"[\w ]+")),
     "hang while it saves": (2, "1 save sleep", ("--training.save_timeout_s", 6, *SAVING), SAVES),
