@@ -88,6 +88,15 @@ def test_nothing_is_asked_of_cpus_for_deterministic_runs():
     assert step.compiler_options("gpu", False).items() >= step.COMPILER_OPTIONS["gpu"].items()
 
 
+@pytest.mark.skipif(not compile.has_gpu_compile(), reason=f"install the extra gpu-compile: no {compile.missing_wheels()}")
+@pytest.mark.parametrize("mesh, cublas", [({"fsdp": 4}, True), ({"fsdp": 2, "tensor": 2}, False)])
+def test_matmuls_are_cublas_s_alone_where_nothing_splits_a_layer(mesh, cublas):
+    rules = "zero3_tensor_sequence" if "tensor" in mesh else "zero3"
+    run = config.Run(model=TINY, mesh=mesh, sharding=dict(rules=f"sharding_rules/{rules}.toml"), data=dict(seq_len=64, global_batch=4))
+    options = assembly.assemble(run, compile.topology("h100:4")).program.compiler_options
+    assert ("xla_gpu_enable_triton_gemm" in options) == cublas
+
+
 def test_xla_may_fill_what_the_process_takes(monkeypatch):
     """Beyond its limit, 80% of a GPU, XLA recomputes by itself: of a process that takes 92% the limit is 92%."""
     limit = lambda share: step.compiler_options("gpu", False, memory_share=share)["xla_gpu_memory_limit_slop_factor"]
