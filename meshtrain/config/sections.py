@@ -83,7 +83,7 @@ class Model(Section):
     norm_offset: float = key(0.0, "added to a norm's weights; with Gemma's 1 they are around 0", ge=0, le=1)
     activation: Literal["swiglu", "geglu", "gelu"] = key("swiglu", "swiglu and geglu have three matrices, gelu two")
     scale_embedding: bool = key(False, "the embedding times the root of embed_dim")
-    embedding_std: float = key(0.02, "deviation of the embedding's initial weights; 1 with experts, whose routers then see tokens", gt=0)
+    embedding_std: float = key(0.02, "deviation of the embedding's initial weights; 1 with experts and untied: their routers then see tokens", gt=0)
     position: Literal["rope", "learned"] = key("rope", "rotated queries and keys, or a learned table")
     max_seq_len: int = key(0, "rows of the table of learned positions; 0 = data.seq_len; unused with rope", ge=0)
     rope_theta: float = key(10000.0, "base of the rotation frequencies", gt=0)
