@@ -100,8 +100,9 @@ CELLS = {
     "experts over nothing": Cell("zero3", dict(fsdp=8), "selective", model=EXPERTS, memory=.1),
     "one choice, sent, and a shared expert": Cell("zero3_expert", dict(data=2, fsdp=4), "selective", memory=.1, model=EXPERTS | dict(
         experts_per_token=1, shared_expert_dim=1024)),
+    # Four collectives under way hold 34 of 2,697 MiB more than one, and a ring of two the rest that its formula leaves out.
     "experts over tensor and context": Cell("zero3_tensor_sequence_context_expert", dict(fsdp=2, tensor=2, context=2), "full",
-                                            memory=.1, **LONG, model=EXPERTS),
+                                            memory=.12, **LONG, model=EXPERTS),
     "experts in stages": Cell("zero3_expert_pipeline", dict(data=2, fsdp=2, stage=2), "selective", 8, 1, model=EXPERTS, memory=.15),
     "experts over tensor in stages": Cell("zero3_tensor_sequence_expert_pipeline", dict(fsdp=2, tensor=2, stage=2), "full", 8, 1,
                                           schedule="zero_bubble", model=EXPERTS, memory=.15),
