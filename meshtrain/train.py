@@ -174,6 +174,10 @@ def _train(parts: _Parts, start: resume.Start, batches: Batches) -> int:
     if start.saved is None:
         pretrained.keep_companions(run, directory)
     _write_cost(made, step, directory)
+    if start.saved is None and run.experts.bias_warmup:     # before stops are deferred: nothing of it is worth saving
+        with account.to("start"), watch.phase("evening out the experts", watch.UNLIMITED):
+            state = agree.everywhere(lambda: rehearsal.balanced(made.program, step, state, batches, run.experts.bias_warmup,
+                                                                lambda: assembly.initialize(made)))
     with account.to("rest"), stops.deferred() as listener:
         spikes, stop = Spikes(run, (start.saved or {}).get("spikes")), loop.Stop(listener)
         while True:
@@ -225,10 +229,6 @@ def _steps(parts: _Parts, step: Callable, state: State, batches: Batches, start:
                                                         parts.this.account)
     metadata = lambda number: {**rundir.metadata(run, made.layout.rules.text, resume.data_metadata(parts.corpus, batches, number)),
                                "spikes": spikes.as_saved()}
-    if start.saved is None and run.experts.bias_warmup:
-        with account.to("start"), watch.phase("evening out the experts", watch.UNLIMITED):
-            fresh = lambda: assembly.initialize(made)
-            state = agree.everywhere(lambda: rehearsal.balanced(made.program, step, state, batches, run.experts.bias_warmup, fresh))
     validation = Validation(run, made.program, batches, stop)
     with (metrics.open_writers(run, directory, start.step) as writer,
           Trace(run.metrics.profile_steps, directory / "tensorboard", start.step) as trace, account.to(goodput.LOOP)):
