@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import machine
+from benchmarks import machine, words
 from meshtrain import config
 from meshtrain import devices as local_devices
 from meshtrain.cost import simulate
@@ -100,7 +100,8 @@ def measure(schedule: schedules.Schedule, mesh) -> float:
     return 1 - 3 * STAGE_S * schedule.num_microbatches / min(times)
 
 
-def main() -> int:
+def main(argv) -> int:
+    words.Parser(__doc__).parse_args(argv)
     os.environ.setdefault("NPROC", "32")               # a sleeping callback holds a thread of the CPU client's pool
     devices = local_devices.start(config.Run(mesh=dict(stage=STAGES, simulated_devices=STAGES)))
     mesh = jax.make_mesh((STAGES,), (pipeline.STAGE,), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
@@ -136,4 +137,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -7,6 +7,7 @@ a local disk or the cluster's file system. Writes benchmarks/checkpoint.md.
 """
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import sys
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import machine
+from benchmarks import machine, words
 from meshtrain import assembly, config
 from meshtrain.run.checkpoint import Checkpoints
 
@@ -156,8 +157,16 @@ def report(results: dict[str, dict[str, float]]) -> str:
     return "\n".join([*lines, ""])
 
 
+def _directory(text: str) -> str:
+    if not os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"{text} is no directory")
+    return text
+
+
 def main(argv: list[str]) -> int:
-    parent = argv[0] if argv else None
+    parser = words.Parser(__doc__)
+    parser.add_argument("directory", nargs="?", metavar="DIRECTORY", type=_directory, help="where a run's directory would be")
+    parent = parser.parse_args(argv).directory
     state, step_s = model()
     results = {}
     for name, state, step_s in (("model of step.toml", state, step_s), ("1 GB, steps of 1 s", large(), 1.0)):

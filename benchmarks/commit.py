@@ -25,7 +25,7 @@ import orbax.checkpoint as ocp
 import tensorstore
 from etils import epath
 
-from benchmarks import machine
+from benchmarks import machine, words
 from meshtrain.run import commit
 
 COUNTS = (64, 512, 2048)
@@ -120,8 +120,7 @@ def _count(text: str) -> int:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python benchmarks/commit.py", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = words.Parser(__doc__)
     parser.add_argument("processes", nargs="*", type=_count, default=COUNTS, metavar="PROCESSES", help="how many write the checkpoint")
     results = []
     for count in parser.parse_args(argv).processes:

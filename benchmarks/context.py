@@ -16,6 +16,7 @@ nothing. Kernels stay below their peak, so the true c is smaller.
 """
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import time
@@ -27,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 import jax
 import numpy as np
 
-from benchmarks import machine
+from benchmarks import machine, words
 from meshtrain import config
 from meshtrain import devices as local_devices
 from meshtrain.cost import audit, hardware
@@ -111,16 +112,22 @@ def bounds() -> list[str]:
     return out
 
 
+def _length(text: str) -> int:
+    if not text.isdecimal() or not int(text) or int(text) % (2 * SIMULATED):
+        raise argparse.ArgumentTypeError(f"{text}: sequence lengths are multiples of {2 * SIMULATED}")
+    return int(text)
+
+
 def main(argv) -> int:
-    if bad := [word for word in argv if not word.isdigit() or int(word) % (2 * SIMULATED) or word == "0"]:
-        print(f"error: {' '.join(bad)}: sequence lengths are multiples of {2 * SIMULATED}", file=sys.stderr)
-        return 2
+    parser = words.Parser(__doc__)
+    parser.add_argument("lengths", nargs="*", type=_length, metavar="SEQ_LEN", help=f"multiples of {2 * SIMULATED}")
+    asked = parser.parse_args(argv).lengths
     few = config.Mesh(simulated_devices=0 if local_devices.gpus_expected() else SIMULATED)
     devices = local_devices.start(config.Run(mesh=few))
     on_cpu = devices[0].platform == "cpu"
     N, K, H, lengths = SHAPES["cpu" if on_cpu else "gpu"]
     rows, notes = [], []
-    for S in [int(word) for word in argv] or lengths:
+    for S in asked or lengths:
         for cp in [n for n in (2, 4, 8) if n <= len(devices)]:
             contestants = [Contestant(method, S, cp, devices) for method in attention.METHODS]
             results = [c.results() for c in contestants]

@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np
 
+from benchmarks import words
 from meshtrain.data import order, packing, sources, token_files
 from meshtrain.data.contracts import Source
 
@@ -182,7 +183,8 @@ def copy_bytes_per_s() -> tuple[float, float]:
     return tokens_per_s(lambda: np.copyto(target, source), COPY_BYTES)
 
 
-def main() -> None:
+def main(argv) -> None:
+    words.Parser(__doc__).parse_args(argv)
     lines = []
     _, copied = copy_bytes_per_s()
     with tempfile.TemporaryDirectory() as folder:
@@ -227,4 +229,4 @@ The index, in one process:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -10,6 +10,7 @@ No word: step, and where there is no GPU dispatch. Each writes its own section o
 """
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -23,7 +24,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import gpu_speed, machine, step
+from benchmarks import gpu_speed, machine, step, words
 from benchmarks.gpu_record import table
 from meshtrain import assembly, config
 from meshtrain import devices as local_devices
@@ -239,7 +240,7 @@ ALONE = tuple("--mesh.data 1 --mesh.fsdp 1 --mesh.tensor 1 --mesh.simulated_devi
 
 
 def learning_section() -> list[str]:
-    found = {name: [trained(file, seed, words) for seed in SEEDS] for name, (file, words) in RUNS.items()}
+    found = {name: [trained(file, seed, given) for seed in SEEDS] for name, (file, given) in RUNS.items()}
     mean = lambda rows: statistics.mean(row["loss"] for row in rows)
     out = [(name, *(f"{row['loss']:.4f}" for row in rows), f"**{mean(rows):.4f}**",
             *(max(row[key] for row in rows) if rows[0]["load"] else "–" for key in ("load", "late", "above", "last")))
@@ -252,11 +253,11 @@ def learning_section() -> list[str]:
             *table(("model", *(f"seed {seed}" for seed in SEEDS), "mean", "load", "late load", f"steps above {BOUND}", "the last"), out)]
 
 
-def trained(file: str, seed: int, words: tuple[str, ...] = ()) -> dict:
+def trained(file: str, seed: int, given: tuple[str, ...] = ()) -> dict:
     """As `outcome`, of a run on one device."""
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "meshtrain.train", str(ROOT / file), "--run.dir", directory, "--run.seed", str(seed),
-                   *ALONE, *words]
+                   *ALONE, *given]
         # A caller that simulates devices, as tests do, has them in XLA_FLAGS, and this run is to have one.
         env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
         subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, check=True)
@@ -289,11 +290,16 @@ def written(page: str, name: str, lines: list[str]) -> str:
     return "\n".join(parts + [f"## {title}\n{kept[title].rstrip()}\n" for title, _ in SECTIONS.values() if title in kept])
 
 
+def _section(text: str) -> str:
+    if text not in SECTIONS:
+        raise argparse.ArgumentTypeError(f"{text}: give any of {', '.join(SECTIONS)}, or nothing")
+    return text
+
+
 def main(argv) -> int:
-    if bad := [word for word in argv if word not in SECTIONS]:
-        print(f"error: {' '.join(bad)}: give any of {', '.join(SECTIONS)}, or nothing", file=sys.stderr)
-        return 2
-    for name in argv or ("step", "dispatch")[:1 if local_devices.gpus_expected() else 2]:
+    parser = words.Parser(__doc__)
+    parser.add_argument("sections", nargs="*", type=_section, metavar="SECTION", help=f"any of {', '.join(SECTIONS)}")
+    for name in parser.parse_args(argv).sections or ("step", "dispatch")[:1 if local_devices.gpus_expected() else 2]:
         lines = SECTIONS[name][1]()
         lines = [machine.line("", "jax", "jaxlib"), "", *lines]
         print("\n".join(lines))

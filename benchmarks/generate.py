@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import machine
+from benchmarks import machine, words
 from meshtrain import config, trained
 from meshtrain import devices as local_devices
 from meshtrain.inference import placement
@@ -97,7 +97,8 @@ def measure(name: str, seq_len: int, rows: int, devices) -> str:
             f"| {rows / limit:,.0f} | {limit / step:.0%} |")
 
 
-def main() -> int:
+def main(argv) -> int:
+    words.Parser(__doc__).parse_args(argv)
     devices = local_devices.start(config.Run(run=config.Identity(compilation_cache="")))[:1]
     table = [measure(*case, devices) for case in CASES]
     lines = ["# Generation", "", "Written by `python benchmarks/generate.py`; what is measured, and how, stands there.", "",
@@ -110,4 +111,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

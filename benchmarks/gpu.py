@@ -7,7 +7,6 @@ that raises, crashes or hangs is recorded, and the rest go on. Exit codes: 0 · 
 """
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import subprocess
@@ -22,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 import jax
 
-from benchmarks import gpu_attention, gpu_speed, gpu_steps, machine
+from benchmarks import gpu_attention, gpu_speed, gpu_steps, machine, words
 from benchmarks.gpu_record import FAILED, GROUPS, RIGHT, WRONG, Item, Record, code_digest
 from meshtrain import devices as local_devices
 from meshtrain.config import ConfigError
@@ -162,7 +161,7 @@ def _listen(pipe: Connection, child, until: float, longest_s: float, grace_s: fl
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.split("\n\n")[0].partition(": ")[2])
+    parser = words.Parser(__doc__)
     parser.add_argument("--minutes", type=float, default=8, help="no item is begun that would end later")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks", help="where .md, .json and profiles come to lie")
     parser.add_argument("--checks", action="store_true", help="only what is right or wrong: no speed, no tiles")

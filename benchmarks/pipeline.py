@@ -45,7 +45,6 @@ ROUNDS, COMPILES = 5, 3
 AGREE = {"float32": 1e-4, "bfloat16": 3e-2}    # relative: loss, and the norm of the gradients' difference
 FLOPS_AIM, COMPILE_AIM = 1.02, 2.0
 NO_SLOWER = ("1f1b", "interleaved")
-USAGE = "python benchmarks/pipeline.py [RUN.toml] [--section.key value ...]"
 
 
 # --- the baseline ----------------------------------------------------------------------------------------------------
@@ -205,7 +204,7 @@ def main(argv) -> int:
     if not argv or argv[0].startswith("-"):
         argv = [str(ROOT / "benchmarks" / "pipeline.toml"), *argv]
     try:
-        run = config.load([*argv, "--run.compilation_cache", ""], USAGE)
+        run = config.load([*argv, "--run.compilation_cache", ""], __doc__)
         if lacking := no_baseline(run):
             raise ConfigError(f"the baseline has stages only, no {', '.join(lacking)}; take another run file, or drop it")
         os.environ.setdefault("NPROC", "32")

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-from benchmarks import machine
+from benchmarks import machine, words
 from meshtrain import plan
 from meshtrain.cost import search
 
@@ -31,7 +31,8 @@ def searched(model: str, gpus: int, batch: int, length: int) -> tuple[float, sea
     return time.process_time() - begin, answer
 
 
-def main() -> None:
+def main(argv) -> None:
+    words.Parser(__doc__).parse_args(argv)
     searched(*ROWS[0])                  # what the first call alone pays
     lines = ["# Searching layouts", "", "Written by `python benchmarks/plan.py`; what is measured stands there.", "",
              machine.line("", "jax"), "", "| model | GPUs | tokens of a sequence | layouts tried | meshes and rule files that fit | CPU seconds |",
@@ -45,4 +46,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

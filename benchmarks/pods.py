@@ -16,7 +16,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks import machine
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import machine, words
 
 PROCESSES, DEVICES, CALLS, ROUNDS = 2, 4, 2000, 5
 STEP_S, EVERY = 1.0, 100        # of the steps that all is compared with; between two checks of replicas
@@ -90,8 +93,8 @@ def checked() -> dict[str, tuple[float, float]]:
     return {"check": cpu_s(check, 2), "x + 1": cpu_s(plain, 2), "bytes": (2.0 * sum(x.nbytes for x in state.values()), 0.0)}
 
 
-def alone(name: str, *words: str) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-m", "benchmarks.pods", name, *words], text=True, stdout=subprocess.PIPE,
+def alone(name: str, *given: str) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-m", "benchmarks.pods", "--alone", name, *given], text=True, stdout=subprocess.PIPE,
                             env=os.environ | {"XLA_FLAGS": "--xla_cpu_enable_concurrency_optimized_scheduler=false"})
 
 
@@ -99,7 +102,13 @@ def answer(*children: subprocess.Popen) -> dict[str, tuple[float, float]]:
     return [json.loads(child.communicate()[0].splitlines()[-1]) for child in children][0]
 
 
-def main() -> None:
+def main(argv) -> None:
+    parser = words.Parser(__doc__)
+    parser.add_alone()
+    if asked := parser.parse_args(argv).alone:
+        print(json.dumps({"watched": watched, "accounted": accounted, "checked": checked,
+                          "agreeing": lambda address, index: agreeing(address, int(index))}[asked[0]](*asked[1:])))
+        return
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     rows = answer(alone("watched")) | answer(*[alone("agreeing", address, str(index)) for index in range(PROCESSES)]) | answer(alone("accounted"))
@@ -120,8 +129,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        print(json.dumps({"watched": watched, "accounted": accounted, "checked": checked,
-                          "agreeing": lambda address, index: agreeing(address, int(index))}[sys.argv[1]](*sys.argv[2:])))
-    else:
-        main()
+    main(sys.argv[1:])

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-from benchmarks import machine
+from benchmarks import machine, words
 from meshtrain import assembly, config
 from meshtrain.cost import compile as gpu_compile
 from meshtrain.cost import flops, hardware, report, roofline
@@ -160,5 +160,6 @@ def written() -> str:
 
 
 if __name__ == "__main__":
+    words.Parser(__doc__).parse_args()
     warnings.filterwarnings("ignore")
     (ROOT / "benchmarks" / "roofline.md").write_text(written())

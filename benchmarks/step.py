@@ -44,7 +44,6 @@ from meshtrain.training.optimizer import learning_rate_schedule
 ROUNDS, STEPS = 15, 4
 AGREE = 1e-4                   # relative, loss and gradient norm of the first step, float32
 SIMULATED = 8
-USAGE = "python benchmarks/step.py [RUN.toml] [--section.key value ...]"
 
 
 # --- the step written by hand ----------------------------------------------------------------------------------------
@@ -240,7 +239,7 @@ def main(argv) -> int:
     if not [arg for arg in argv if not arg.startswith("-")][:1] or argv[0].startswith("-"):
         argv = [str(ROOT / "benchmarks" / "step.toml"), *argv]
     try:
-        run = config.load([*argv, "--run.compilation_cache", "", "--data.validation_fraction", "0"], USAGE)
+        run = config.load([*argv, "--run.compilation_cache", "", "--data.validation_fraction", "0"], __doc__)
         one = {axis: 1 for axis in config.AXES} | {"simulated_devices": 0}
         run = run.model_copy(update={"mesh": run.mesh.model_copy(update=one)})
         with tempfile.TemporaryDirectory() as scratch:

@@ -6,9 +6,7 @@ come first; candidates that the compiler refuses or whose numbers differ are lef
 """
 from __future__ import annotations
 
-import argparse
 import itertools
-import re
 import statistics
 import sys
 import time
@@ -23,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import words
 from meshtrain.cost import hardware
 from meshtrain.kernels import pallas, tiles
 from meshtrain.kernels.mask import CAUSAL
@@ -133,7 +132,7 @@ def written(text: str, gpu: str, width: int, chosen: Tiles, said: str) -> str:
 
 
 def main(argv) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tiles", description=re.split(r": |\n", __doc__)[1])
+    parser = words.Parser(__doc__)
     parser.add_argument("head_dims", nargs="*", type=int, default=tiles.WIDTHS)
     parser.add_argument("--write", action="store_true", help=f"put the fastest into {TABLE.relative_to(ROOT)}")
     parser.add_argument("--minutes", type=float, default=5, help="for each head_dim")

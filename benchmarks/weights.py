@@ -84,16 +84,18 @@ def measure(dtype: str, count: int, place: Path) -> str:
     return f"| {dtype} | {count} | {size / 1e9:.2f} | {write_s:.1f} | {disk_write_s:.1f} | {read_s:.1f} | {disk_read_s:.2f} |"
 
 
-def main() -> int:
-    from benchmarks import machine
+def main(argv) -> int:
+    from benchmarks import machine, words
 
-    if len(sys.argv) > 1:
-        print(measure(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])))
+    parser = words.Parser(__doc__)
+    parser.add_alone("DTYPE", "COUNT", "PLACE")
+    if alone := parser.parse_args(argv).alone:
+        print(measure(alone[0], int(alone[1]), Path(alone[2])))
         return 0
     table = []
     with tempfile.TemporaryDirectory(prefix="meshtrain-weights-", dir=ROOT) as place:
         for dtype, count in CASES:
-            done = subprocess.run([sys.executable, __file__, dtype, str(count), place], check=True, stdout=subprocess.PIPE, text=True)
+            done = subprocess.run([sys.executable, __file__, "--alone", dtype, str(count), place], check=True, stdout=subprocess.PIPE, text=True)
             table.append(done.stdout.strip().splitlines()[-1])
             print(table[-1], flush=True)
     lines = ["# Model folders in and out", "", "Written by `python benchmarks/weights.py`; what is measured, and how, stands there.", "",
@@ -106,4 +108,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -38,10 +38,6 @@ def test_a_section_that_is_measured_anew_leaves_the_others():
     assert "first" not in page and "second\n\n| a |\n" in page and page.endswith("learned\n") and "\n\n\n" not in page
 
 
-def test_a_word_that_is_no_section_is_refused(capsys):
-    assert experts.main(["steps"]) == 2 and "steps" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_on_gpus_a_model_with_experts_stands_beside_a_dense_one_of_equal_active_parameters():
     """On simulated devices and a small model, what a GPU would run."""
