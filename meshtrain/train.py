@@ -360,6 +360,9 @@ def _begun_from(run: Run, made: assembly.Assembly, source: Checkpoints, step: in
         grown = upcycle.load(run, made.layout, made.mesh, source, step, state.params)
         say.out(f"weights from step {step} of {run.checkpoint.init_from}, every expert as the MLP there")
         return State(state.step, grown, state.opt_state)
+    if run.experts.upcycle_noise and not upcycle.is_due(run, source, step):
+        raise ValueError(f"experts.upcycle_noise={run.experts.upcycle_noise}: {run.checkpoint.init_from} has experts already, and noise "
+                         "is for those that begin as a dense run's MLPs; leave it out")
     abstract, had = made.program.spec.with_shardings(), adapters.section(source, step)
     if (had or run.lora.rank) and config.Lora(**had) != run.lora:
         if run.checkpoint.init_optimizer:
@@ -373,6 +376,7 @@ def _begun_from(run: Run, made: assembly.Assembly, source: Checkpoints, step: in
         wanted = {"params": abstract.params} | ({"opt_state": abstract.opt_state} if run.checkpoint.init_optimizer else {})
         taken, _ = source.restore(step, wanted, part=True)
     say.out(f"weights{' and optimizer' * run.checkpoint.init_optimizer} from step {step} of {run.checkpoint.init_from}")
+    adapters.tell_left_out(source, step, abstract.params)
     return State(state.step, taken["params"], taken.get("opt_state", state.opt_state))
 
 

@@ -8,7 +8,8 @@ from test_lora_runs import paths, ran, saved
 
 from meshtrain import assembly, config, train
 from meshtrain.data import packing, sources
-from meshtrain.run import rehearsal
+from meshtrain.run import adapters, rehearsal, upcycle
+from meshtrain.run.checkpoint import Checkpoints
 from pathlib import Path
 
 RULES = Path(__file__).resolve().parent.parent / "sharding_rules"
@@ -84,6 +85,9 @@ def test_a_run_goes_on_with_its_experts_on_another_layout(runs, tiny, tmp_path):
     ("--model.experts_per_token 2", "the model has no experts (model.num_experts=0)"),
     ("--experts.bias_rate 0.1", "experts.bias_rate=0.1: the model has no experts"),
     ("--model.num_experts 4 --experts.bias_warmup 3", "experts.bias_warmup=3: no bias moves with experts.bias_rate=0"),
+    ("--model.num_experts 4 --experts.bias_rule error", 'experts.bias_rule="error": no bias moves with experts.bias_rate=0'),
+    ("--model.num_experts 4 --experts.upcycle_noise 0.1", "experts.upcycle_noise=0.1 is for experts that begin as a dense run's MLPs"),
+    ("--model.num_experts 4 --model.router_group_limit 2", "model.router_group_limit=2 limits no groups, as model.router_groups=0"),
     ("--model.num_experts 4 --experts.bias_warmup 3 --experts.bias_rate 0.1 --lora.rank 2", "biases are frozen with lora.rank=2"),
     ("--model.num_experts 4 --experts.bias_warmup 3 --experts.bias_rate 0.1 --checkpoint.init_from x --checkpoint.init_optimizer true",
      "experts.bias_warmup=3 begins with a fresh optimizer"),
@@ -97,7 +101,31 @@ def test_contradictions_are_told_with_a_remedy(words, said):
         config.load(["configs/quickstart.toml", *words.split()])
 
 
-def test_a_dense_run_of_another_width_is_refused(runs, tiny):
-    done = call(train.main, *tiny, "--run.dir", "wide", *EXPERTS, "--model.expert_mlp_dim", "48", "--checkpoint.init_from",
-                str(runs / "dense"), "--training.steps", "1")
-    assert done.code == 2 and "model.expert_mlp_dim=48: the dense run has MLPs of model.mlp_dim=64" in done.err
+@pytest.mark.parametrize("source, words, said", [
+    ("dense", "--model.expert_mlp_dim 48", "model.expert_mlp_dim=48: the dense run has MLPs of model.mlp_dim=64"),
+    ("dense", "--model.activation gelu", 'model.activation="gelu": the dense run has MLPs of "swiglu"'),
+    ("experts", "--experts.upcycle_noise 0.1", "has experts already")])
+def test_runs_whose_mlps_cannot_become_experts_are_refused(runs, tiny, source, words, said):
+    done = call(train.main, *tiny, "--run.dir", "wrong", *EXPERTS, *words.split(), "--checkpoint.init_from", str(runs / source),
+                "--training.steps", "1")
+    assert done.code == 2 and said in done.err
+
+
+def test_a_dense_run_with_biases_in_its_mlps_is_refused(runs, monkeypatch):
+    """Experts have none, and would not compute what the MLPs did."""
+    source = Checkpoints(runs / "dense" / "checkpoints", read_only=True)
+    said = source.metadata(2)
+    said["run"]["model"]["mlp_bias"] = True
+    monkeypatch.setattr(source, "metadata", lambda step: said)
+    with pytest.raises(ValueError, match="the MLPs of the dense run have biases"):
+        upcycle.load(config.load(["configs/quickstart.toml", "--model.num_experts", "4", "--model.expert_mlp_dim", "64"]), None, None, source, 2, {})
+
+
+def test_parameters_of_another_run_that_this_one_lacks_are_named(runs, capsys):
+    source = Checkpoints(runs / "experts" / "checkpoints", read_only=True)
+    params = source.arrays(2)["params"]
+    adapters.tell_left_out(source, 2, params)
+    assert not capsys.readouterr().out
+    del params["layers"]["moe"]["bias"]
+    adapters.tell_left_out(source, 2, params)
+    assert "parameters that this one lacks, and they are left out: layers/moe/bias" in capsys.readouterr().out

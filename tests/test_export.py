@@ -135,6 +135,8 @@ def test_a_full_disk_is_told_and_leaves_nothing_under_the_name(one, tmp_path, mo
 def test_a_model_of_no_family_is_refused():
     with pytest.raises(ValueError, match='no family of Hugging Face\'s computes this model .*model.activation="gelu"'):
         settings.family_for(config.Model(activation="gelu"))
+    with pytest.raises(ValueError, match='model.router_score="sigmoid".*model.router_bias=true'):
+        settings.family_for(config.Model(num_experts=8, router_score="sigmoid", router_bias=True))
 
 
 def test_the_end_of_documents_is_told_by_its_id_where_it_can_be_looked_up():

@@ -139,7 +139,9 @@ def _expert_problems(run: Run):
     if model.global_every and model.first_dense_layers % model.global_every:
         yield (f"model.first_dense_layers={model.first_dense_layers} is no multiple of model.global_every={model.global_every}, in "
                f"which layers repeat; use e.g. {next_multiple(model.first_dense_layers, model.global_every)}, or 0")
-    if groups and E % groups:
+    if limit and not groups:
+        yield f"model.router_group_limit={limit} limits no groups, as model.router_groups=0 makes none; give it, e.g. 4, or leave this out"
+    elif groups and E % groups:
         yield (f"model.router_groups={groups} does not divide model.num_experts={E}; use a divisor, e.g. "
                f"{max(n for n in range(1, groups + 1) if E % n == 0)}")
     elif limit > groups:
@@ -149,6 +151,11 @@ def _expert_problems(run: Run):
                f"{E // groups} experts each; use a limit of at least {-(-K * groups // E)}")
     if model.mlp_bias:
         yield "model.mlp_bias=true: experts have no biases; leave it out"
+    if run.experts.bias_rule != "sign" and not run.experts.bias_rate:
+        yield f'experts.bias_rule="{run.experts.bias_rule}": no bias moves with experts.bias_rate=0; give it, e.g. 0.02, or leave this out'
+    if run.experts.upcycle_noise and not run.checkpoint.init_from:
+        yield (f"experts.upcycle_noise={run.experts.upcycle_noise} is for experts that begin as a dense run's MLPs, and checkpoint.init_from "
+               "names no run; give it, or leave this out")
     if run.experts.bias_warmup and not run.experts.bias_rate:
         yield f"experts.bias_warmup={run.experts.bias_warmup}: no bias moves with experts.bias_rate=0; give it, e.g. 0.001, or leave this out"
     if run.experts.bias_warmup and run.lora.rank:

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from meshtrain.model import lora
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import LORA
+from meshtrain.run import say
 from meshtrain.run.checkpoint import Checkpoints
 from meshtrain.run.pretrained import leaves_of, nested
 
@@ -45,6 +46,13 @@ def restore(checkpoints: Checkpoints, step: int, wanted: dict, dtype=None) -> di
             kernels |= {_beside(path, one): _placed(stored[_beside(path, one)], kernels[path], one) for one in "ab"}
     taken, _ = checkpoints.restore(step, {"params": nested(kernels)}, part=True)
     return nested(_merged(dict(leaves_of(taken["params"])), found["alpha"] / found["rank"], dtype)) if found else taken["params"]
+
+
+def tell_left_out(checkpoints: Checkpoints, step: int, params: dict) -> None:
+    """Names the parameters of a step that have no place in `params`, which begin from it; adapters are merged."""
+    paths = {path for path, _ in leaves_of(checkpoints.arrays(step)["params"]) if f"/{LORA}/" not in path}
+    if left := sorted(paths - {path for path, _ in leaves_of(params)}):
+        say.out(f"note: the model there has parameters that this one lacks, and they are left out: {', '.join(left)}")
 
 
 def leaf(transformer: Transformer, params: dict) -> Callable[[str], jax.Array]:

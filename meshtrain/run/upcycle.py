@@ -28,7 +28,12 @@ def load(run: Run, layout, mesh, source: Checkpoints, step: int, fresh: dict) ->
 
     Raises: ValueError where the MLPs of the dense run are no experts of this one; as `Checkpoints.restore`.
     """
-    cfg, width = run.model, source.metadata(step)["run"]["model"]["mlp_dim"]
+    cfg, had = run.model, source.metadata(step)["run"]["model"]
+    width, activation = had["mlp_dim"], had.get("activation", cfg.activation)
+    if activation != cfg.activation:
+        raise ValueError(f'model.activation="{cfg.activation}": the dense run has MLPs of "{activation}", as which experts start; use it, too')
+    if had.get("mlp_bias"):
+        raise ValueError("the MLPs of the dense run have biases (model.mlp_bias=true), and experts have none; begin from a run without")
     wrong = [f"model.{key}={have}" for key, have in (("expert_mlp_dim", cfg.expert_mlp_dim), ("mlp_dim", cfg.mlp_dim))
              if have != width and (key == "expert_mlp_dim" or cfg.first_dense_layers)]
     if wrong:
@@ -36,7 +41,9 @@ def load(run: Run, layout, mesh, source: Checkpoints, step: int, fresh: dict) ->
     if cfg.global_every:
         raise ValueError(f"model.global_every={cfg.global_every}: layers of two kinds are not made into experts; leave it out")
     dense = transformer.build(cfg.model_copy(update=DENSE | {"mlp_dim": width}))
-    taken = dict(leaves_of(adapters.restore(source, step, state.stored(dense, layout, mesh))))
+    wanted = state.stored(dense, layout, mesh)
+    taken = dict(leaves_of(adapters.restore(source, step, wanted)))
+    adapters.tell_left_out(source, step, wanted)
     first, noise, key = cfg.first_dense_layers, run.experts.upcycle_noise, jax.random.key(run.run.seed)
 
     def expanded(taken, fresh):

@@ -158,7 +158,8 @@ def family_for(model) -> Family:
         if heads and width and rope and all(getattr(model, key) == value for key, value in family.fixed.items()) and all(
                 getattr(model, one) == getattr(model, ours[0]) for ours in family.keys.values() for one in ours):
             return family
-    told = ", ".join(f"model.{key}={_shown(getattr(model, key))}" for key in FAMILIES["llama"].fixed)
+    asked = dict.fromkeys([*FAMILIES["llama"].fixed, *(FAMILIES["mixtral"].fixed if model.num_experts else ())])
+    told = ", ".join(f"model.{key}={_shown(getattr(model, key))}" for key in asked)
     raise ValueError(f"no family of Hugging Face's computes this model ({told}); known are {', '.join(FAMILIES)}")
 
 
