@@ -20,6 +20,7 @@ GPT = dict(vocab_size=50304, embed_dim=1600, num_layers=12, num_heads=25, num_kv
 LONG = dict(seq_len=16384, rows=1)
 # Experts no power of two, and as wide as they are for products to be most of it.
 EXPERTS = MODEL | dict(num_layers=4, num_experts=24, experts_per_token=3, expert_mlp_dim=768)
+BEHIND_DENSE = EXPERTS | dict(num_layers=6, first_dense_layers=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,26 +92,43 @@ CELLS = {
                                     schedule="interleaved_zero_bubble", chunks=2, memory=.1),
     "five axes on 64 GPUs": Cell("zero3_tensor_sequence_context_pipeline", dict(stage=4, fsdp=4, context=2, tensor=2), "selective",
                                  8, 1, 8192, schedule="interleaved", chunks=2, memory=.1),
-    # What a round keeps beside what it passes on XLA orders as it likes.
-    "experts over fsdp": Cell("zero3_expert", dict(fsdp=8), "full", model=EXPERTS, memory=.1),
-    "experts over fsdp, the rest over data": Cell("zero3_expert", dict(data=2, fsdp=4), "none", model=EXPERTS, memory=.1),
+    "experts over fsdp": Cell("zero3_expert", dict(fsdp=8), "full", model=EXPERTS),
+    "experts over fsdp, the rest over data": Cell("zero3_expert", dict(data=2, fsdp=4), "none", model=EXPERTS),
     # What a layer keeps outweighs all else: norms of queries and keys read as much as attention, and no router keeps float32 of x.
     "experts over nothing, all kept": Cell("zero3", dict(fsdp=8), "none", 1, 4, model=EXPERTS | dict(
-        num_layers=12, num_heads=32, qk_norm=True), memory=.05),
-    "experts over nothing": Cell("zero3", dict(fsdp=8), "selective", model=EXPERTS, memory=.1),
-    "one choice, sent, and a shared expert": Cell("zero3_expert", dict(data=2, fsdp=4), "selective", memory=.1, model=EXPERTS | dict(
+        num_layers=12, num_heads=32, qk_norm=True)),
+    "experts over nothing": Cell("zero3", dict(fsdp=8), "selective", model=EXPERTS),
+    "one choice, sent, and a shared expert": Cell("zero3_expert", dict(data=2, fsdp=4), "selective", model=EXPERTS | dict(
         experts_per_token=1, shared_expert_dim=1024)),
-    # Four collectives under way hold 34 of 2,697 MiB more than one, and a ring of two the rest that its formula leaves out.
+    # Rows of a round outweigh the sums of weights' gradients.
+    "experts over tensor, many rows": Cell("zero3_tensor_sequence_expert", dict(fsdp=4, tensor=2), "full", 1, 8, model=EXPERTS),
+    "experts over more of tensor": Cell("zero3_tensor_sequence_expert", dict(fsdp=2, tensor=4), "full", model=BEHIND_DENSE),
+    "experts over tensor behind dense layers": Cell("zero3_tensor_sequence_expert", dict(fsdp=4, tensor=2), "selective",
+                                                    model=BEHIND_DENSE),
+    # Experts' layers hold less than a dense one, whose gradient is made by two parts of the microbatch.
+    "experts over tensor behind a wide dense layer": Cell("zero3_tensor_sequence_expert", dict(fsdp=4, tensor=2), "full",
+                                                          model=EXPERTS | dict(num_layers=5, first_dense_layers=1, mlp_dim=24576)),
+    # Of several rows XLA turns what all layers keep.
+    "experts over tensor behind dense layers, all kept": Cell("zero3_tensor_sequence_expert", dict(fsdp=4, tensor=2), "none",
+                                                              model=BEHIND_DENSE),
+    "experts over tensor, all kept of one row": Cell("zero3_tensor_sequence_expert", dict(fsdp=4, tensor=2), "none", 2, 1, 8192,
+                                                     model=EXPERTS),
     "experts over tensor and context": Cell("zero3_tensor_sequence_context_expert", dict(fsdp=2, tensor=2, context=2), "full",
-                                            memory=.12, **LONG, model=EXPERTS),
-    "experts in stages": Cell("zero3_expert_pipeline", dict(data=2, fsdp=2, stage=2), "selective", 8, 1, model=EXPERTS, memory=.15),
+                                            **LONG, model=EXPERTS),
+    "experts over tensor and a longer ring": Cell("zero3_tensor_sequence_context_expert", dict(tensor=2, context=4), "full",
+                                                  **LONG, model=EXPERTS),
+    "experts over tensor and context, all kept": Cell("zero3_tensor_sequence_context_expert", dict(fsdp=2, tensor=2, context=2),
+                                                      "none", **LONG, model=EXPERTS),
+    "experts round Ulysses": Cell("zero3_tensor_sequence_context_expert", dict(fsdp=2, tensor=2, context=2), "full",
+                                  method="ulysses", **LONG, model=EXPERTS),
+    "experts in stages": Cell("zero3_expert_pipeline", dict(data=2, fsdp=2, stage=2), "selective", 8, 1, model=EXPERTS, memory=.1),
     "experts over tensor in stages": Cell("zero3_tensor_sequence_expert_pipeline", dict(fsdp=2, tensor=2, stage=2), "full", 8, 1,
-                                          schedule="zero_bubble", model=EXPERTS, memory=.15),
-    "experts in stages behind dense layers": Cell(
-        "zero3_expert_pipeline", dict(data=2, fsdp=2, stage=2), "selective", 8, 1, model=EXPERTS | dict(num_layers=6, first_dense_layers=2), memory=.15),
+                                          schedule="zero_bubble", model=EXPERTS, memory=.1),
+    "experts in stages behind dense layers": Cell("zero3_expert_pipeline", dict(data=2, fsdp=2, stage=2), "selective", 8, 1,
+                                                  model=BEHIND_DENSE, memory=.1),
     "experts over tensor in stages behind dense layers": Cell(
-        "zero3_tensor_sequence_expert_pipeline", dict(fsdp=2, tensor=2, stage=2), "full", 6, 1, schedule="interleaved_zero_bubble", chunks=2,
-        model=EXPERTS | dict(num_layers=7, first_dense_layers=3), memory=.15),
+        "zero3_tensor_sequence_expert_pipeline", dict(fsdp=2, tensor=2, stage=2), "full", 6, 1, schedule="interleaved_zero_bubble",
+        chunks=2, model=EXPERTS | dict(num_layers=7, first_dense_layers=3), memory=.1),
     "64 GPUs": Cell("zero3_tensor_sequence", dict(data=2, fsdp=8, tensor=4), "full", **TINY),
     "1,024 GPUs": Cell("hsdp", dict(data=128, fsdp=8), "full"),
     "1,024 GPUs, tensor": Cell("zero3_tensor_sequence", dict(fsdp=128, tensor=8), "selective", **TINY),

@@ -45,8 +45,11 @@ def _in_layers(placed: Placed, options: Options) -> float:
     loss = chunk * ((4 + size) * placed.head.n + size * cfg.embed_dim) + 3 * size * tokens * stream
     loss += size * head if placed.by_layer else 0
     # The head's gradient in float32 stays until the layers are done.
-    layer = max(size * tokens * _working_width(placed, options) + _of_parts(placed, options), experts.working_bytes if experts else 0)
-    return kept + 4 * head * placed.head.trained + max(loss, layer)
+    layer = size * tokens * _working_width(placed, options) + _of_parts(placed, options)
+    if experts:
+        inputs, weights = (size * tokens * width for width in _beside_experts(placed, options))
+        layer = max(layer, experts.inputs_bytes + inputs, experts.weights_bytes + weights)
+    return kept + size * tokens * _turned_width(placed, options) + 4 * head * placed.head.trained + max(loss, layer)
 
 
 def _kept_width(placed: Placed, options: Options) -> float:
@@ -63,6 +66,14 @@ def _kept_width(placed: Placed, options: Options) -> float:
             "selective": 2 * stream + 2 * q + 2 * kv + gates * f + beside / 2 + chosen, "full": stream + again, "offload": again}[options.remat]
 
 
+def _turned_width(placed: Placed, options: Options) -> float:
+    """Elements of a token, of all layers with experts together, that XLA copies before the backward: what they keep without remat of a
+    stream that is gathered has the tokens of several rows first. Other layers see them so throughout (`parts.tokens_first`)."""
+    cfg, rows = placed.cfg, options.global_batch / options.microbatches / placed.layout.ways(placed.layout.batch_axes)
+    turned = cfg.num_experts and options.remat == "none" and placed.stream_ways > 1 and rows > 1
+    return (cfg.num_layers - cfg.first_dense_layers) * (cfg.embed_dim + cfg.embed_dim / placed.stream_ways) * bool(turned)
+
+
 def _normed_width(placed: Placed) -> float:
     """Of what norms of queries and keys read, which lies beside what attention reads where no remat makes this again."""
     q, kv, _ = placed.widths
@@ -76,9 +87,9 @@ def _routing_width(placed: Placed) -> float:
 
 
 def _working_width(placed: Placed, options: Options) -> float:
-    """Elements of a token that live while a layer's attention goes backward. Where collectives run beside a layer's matmuls,
-    XLA puts some of these off, and what they read lives longer."""
-    (q, kv, f), h, context = placed.widths, placed.cfg.embed_dim, placed.ways("seq")
+    """Elements of a token that live while a layer's attention goes backward, of one with the widest MLP. Where collectives run beside a
+    layer's matmuls, XLA puts some of these off, and what they read lives longer."""
+    (q, kv, _), h, f, context = placed.widths, placed.cfg.embed_dim, _widest_mlp(placed), placed.ways("seq")
     if context > 1:
         attention = {"ring": 12 * q + 8 * kv, "gather": 10 * q + (6 * context + 2) * kv, "ulysses": 6 * q + 6 * kv}
         return 6 * h + attention[options.method] + 4 * f
@@ -87,11 +98,35 @@ def _working_width(placed: Placed, options: Options) -> float:
     return 4 * h + 4 * q + 4 * kv + (4 if options.remat in ("full", "offload") else 3) * f
 
 
+def _widest_mlp(placed: Placed) -> float:
+    """Of a token, on one device, in the layer whose MLP for all tokens is the widest."""
+    cfg = placed.cfg
+    dense = cfg.mlp_dim if cfg.first_dense_layers or not cfg.num_experts else 0
+    return max(dense, cfg.shared_expert_dim if cfg.num_experts else 0) / placed.ways("mlp")
+
+
+def _beside_experts(placed: Placed, options: Options) -> tuple[float, float]:
+    """Elements of a token that live beside experts that go backward, while inputs have their gradients made and while weights have.
+
+    The first: what attention reads and gives, as far as it was made again, and the stream and its cotangents. XLA puts the second off
+    until a collective of attention's backward is under way, whose cotangents live then, and what it sums over the tokens of norms."""
+    (q, kv, _), h = placed.widths, placed.cfg.embed_dim
+    stream, remade = h / placed.stream_ways, {"none": 0, "selective": q + 2 * kv}.get(options.remat, h + 2 * q + 2 * kv)
+    inputs = remade + 3 * stream
+    gathered = 2 * h if placed.stream_ways > 1 else 0
+    ring = 2 * q + 5 * kv if placed.ways("seq") > 1 and options.method == "ring" else 0
+    return inputs, 2 * q + 2 * kv + gathered + (7 if placed.ways("residual_seq") > 1 else 3) * stream + ring
+
+
 def _of_parts(placed: Placed, options: Options) -> float:
-    """Bytes of a layer's gradient in float32, of one part of a microbatch beside the other's."""
-    rows = options.global_batch // options.microbatches
-    shared = not placed.cfg.num_experts and (options.remat != "none" or not placed.by_layer)
-    return 4 * placed.layer_used if shared and parts.of_rows(placed.layout, (rows, options.seq_len))[1] > 1 else 0
+    """Bytes of a layer's gradient in float32, of one part of a microbatch beside the other's; layers with experts work on it whole."""
+    cfg, rows = placed.cfg, options.global_batch // options.microbatches
+    dense = not cfg.num_experts or cfg.first_dense_layers
+    if not dense or options.remat == "none" and placed.by_layer or parts.of_rows(placed.layout, (rows, options.seq_len))[1] == 1:
+        return 0
+    (q, kv, _), gates = placed.widths, 2 if cfg.activation != "gelu" else 1
+    of_dense = cfg.embed_dim * (2 * q + 2 * kv + (gates + 1) * _widest_mlp(placed))
+    return 4 * (of_dense if cfg.num_experts else placed.layer_used)
 
 
 # ---- pipelines -------------------------------------------------------------------------------------------------------
@@ -108,7 +143,7 @@ def _in_stages(placed: Placed, options: Options) -> float:
     # A layer of B beside one of F, with their weights out of the stack.
     layer = size * tokens * (_working_width(placed, options) + 4 * stream + 2 * placed.widths[2]) + size * placed.layer_used
     if experts := routed.of(placed, options):
-        layer = max(layer, experts.working_bytes + 4 * size * tokens * stream + size * placed.layer_used)
+        layer = max(layer, experts.staged_bytes + 4 * size * tokens * stream + size * placed.layer_used)
     return size * placed.used + slot_bytes(placed, options) + max(loss, layer)
 
 

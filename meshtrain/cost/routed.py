@@ -46,6 +46,11 @@ class Routed:
         return self.num_experts * self.embed_dim * self.width
 
     @property
+    def weights(self) -> float:
+        """Of all of them."""
+        return (self.inward + 1) * self.matrix
+
+    @property
     def products(self) -> tuple[int, int, int]:
         """Of the rows with one matrix each: forward, backward for the inputs, where the inward ones that are not kept are made again,
         and for weights."""
@@ -63,19 +68,46 @@ class Routed:
         return ordered(self.region.experts if self.exchanged else self.region.gathered), ordered(self.region.summed)
 
     @property
-    def passed_on(self) -> float:
-        """Bytes of what weights' gradients are made of (`expert.PassedOn`): rows, and apart the sums of further rounds."""
-        rows = self.held * (2 * self.embed_dim + (self.inward + 1) * self.width)
-        return self.trained * (self.itemsize * rows + (4 * (self.inward + 1) * self.matrix if self.further and self.apart else 0))
+    def round_bytes(self) -> float:
+        """Rows of a round that weights' gradients are made of."""
+        return self.itemsize * self.held * (2 * self.embed_dim + (self.inward + 1) * self.width)
 
     @property
-    def working_bytes(self) -> float:
-        """That live at most in a layer's backward: in the rounds behind the first, beside what this has passed on and the sums; where
-        one round suffices in it, or while weights' gradients are made."""
-        weights = (self.inward + 1) * self.matrix
-        of_round = self.itemsize * (self.held * (3 * self.embed_dim + (self.inward + 1) * self.width)
-                                    + 3 * self.seen * self.embed_dim + weights)
-        return of_round + self.passed_on if self.further else max(of_round, self.passed_on + 4 * weights * self.trained)
+    def passed_on(self) -> float:
+        """Bytes of what weights' gradients are made of (`expert.PassedOn`): rows, and apart the sums of further rounds."""
+        return self.trained * (self.round_bytes + (4 * self.weights if self.further and self.apart else 0))
+
+    @property
+    def staged_bytes(self) -> float:
+        """That live at most in a layer's B of a pipeline: a further round with what weights' gradients of it are made of, added to the
+        sums that the first one passes on; beside them the zeros, of either shape, that a tick without work adds instead."""
+        if not self.further:
+            of_round = self.held * (3 * self.embed_dim + (self.inward + 1) * self.width) + 3 * self.seen * self.embed_dim + self.weights
+            return max(self.itemsize * of_round, self.passed_on + 4 * self.weights * self.trained)
+        sums = (self.round_bytes + 12 * self.matrix) * self.trained
+        return self.passed_on + sums + self.itemsize * (self.weights + 4 * self.seen * self.embed_dim)
+
+    @property
+    def inputs_bytes(self) -> float:
+        """That live at most while inputs have their gradients made. What the first round passes on waits for weights' gradients; beside
+        it stands the next round, with the tokens that are brought together or sent, and the sum of their gradients; if there is none
+        the rows' gradient."""
+        if not self.further:
+            return self.passed_on + self.itemsize * (self.held * self.embed_dim + self.inward * self.matrix)
+        tokens = 2 * self.seen + (4 * self.tokens / self.itemsize if self.exchanged else self.seen)      # of those sent, in float32
+        return self.passed_on + self.itemsize * (
+            self.held * (2 * self.embed_dim + self.width) + tokens * self.embed_dim + self.weights)
+
+    @property
+    def weights_bytes(self) -> float:
+        """That live at most while weights have theirs: the sums over rounds and what is added to one of them, and all that the next
+        round is made of; if there is none, the rows of the products that are left."""
+        if not self.trained:
+            return 0.0
+        if not self.further:
+            last = self.itemsize * self.held * (self.embed_dim + self.width) + 4 * self.weights
+            return max(self.passed_on + 4 * self.matrix, last)
+        return 4 * (self.weights + self.matrix) + self.passed_on + self.itemsize * (self.weights + 2 * self.seen * self.embed_dim)
 
     def elementwise_bytes(self) -> tuple[float, float]:
         """What moves through memory beside the products, forward and backward: rows taken from tokens and summed to them again, the
