@@ -200,5 +200,26 @@ def test_what_contradicts_a_folder_is_refused_before_anything_starts(tiny, token
     refused(call(train.main, *words, f"--checkpoint.init_from={tmp_path / 'empty'}"), 'model_type="bert"')
 
 
+def test_a_folder_of_experts_is_contradicted_only_by_keys_that_it_knows():
+    """Of a model whose layers all have experts config.json need not name mlp_dim, and presets do; weights that are read have no initial
+    deviation."""
+    words = ["configs/quickstart-experts.toml", "--model.mlp_dim=14336", "--data.source=tokens", '--data.paths=["x"]', f"--checkpoint.init_from={GOLDENS / 'mixtral'}"]
+    shape = [f"--model.{key}={value}" for key, value in folder.settings_of(GOLDENS / "mixtral").items() if isinstance(value, int)
+             and not isinstance(value, bool)]
+    run = config.load([*words, *shape, "--experts.bias_rate=0", "--experts.bias_rule=sign", "--experts.bias_warmup=0"])
+    assert run.model.num_experts == folder.settings_of(GOLDENS / "mixtral")["num_experts"] and run.model.embedding_std == 1
+    with pytest.raises(config.ConfigError) as told:
+        config.load([*words, *shape, "--experts.upcycle_noise=0.1", "--model.num_experts=3"])
+    for part in ("model.num_experts=3 contradicts", "experts.bias_rate=0.02 moves biases of the routers", "upcycle_noise=0.1 is for experts"):
+        assert part in str(told.value)
+    assert "mlp_dim" not in str(told.value)
+
+
+def test_a_run_is_the_same_in_a_directory_that_has_a_config_json(tmp_path):
+    run = config.load([])
+    (tmp_path / "config.json").write_bytes((GOLDENS / "mixtral" / "config.json").read_bytes())      # the current directory
+    assert folder.is_one(".") and config.load([]) == run == config.load(["--checkpoint.init_from="])
+
+
 def test_lacking_families_are_not_known_ones():
     assert not set(families.LACKING) & set(families.FAMILIES)

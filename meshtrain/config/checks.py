@@ -156,6 +156,13 @@ def _expert_problems(run: Run):
     if run.experts.upcycle_noise and not run.checkpoint.init_from:
         yield (f"experts.upcycle_noise={run.experts.upcycle_noise} is for experts that begin as a dense run's MLPs, and checkpoint.init_from "
                "names no run; give it, or leave this out")
+    if source := folder.is_one(run.checkpoint.init_from) and run.checkpoint.init_from:
+        if run.experts.bias_rate:
+            yield (f"experts.bias_rate={run.experts.bias_rate} moves biases of the routers, and checkpoint.init_from={toml(source)}, a model "
+                   "folder, has none; leave it out")
+        if run.experts.upcycle_noise:
+            yield (f"experts.upcycle_noise={run.experts.upcycle_noise} is for experts that begin as a dense run's MLPs, and "
+                   f"checkpoint.init_from={toml(source)} has experts; leave it out")
     if run.experts.bias_warmup and not run.experts.bias_rate:
         yield f"experts.bias_warmup={run.experts.bias_warmup}: no bias moves with experts.bias_rate=0; give it, e.g. 0.001, or leave this out"
     if run.experts.bias_warmup and run.lora.rank:

@@ -204,11 +204,13 @@ def _with_folder(table: dict, checkpoint) -> tuple[dict, list[str]]:
         keys = folder.settings_of(Path(source))
     except ValueError as error:
         return table, [f"checkpoint.init_from: {fault}" for fault in str(error).splitlines()]
-    free = {key: value for key, value in table.items() if key.endswith(NOT_SHAPE) or key == "attention"}
+    free = {key: value for key, value in table.items() if key.endswith(NOT_SHAPE) or key in ("attention", "embedding_std")}
     try:
         decided, given = Model(**keys), Model(**keys | table)
     except ValidationError:
         return table, []      # told by whoever builds the section
+    if decided.num_experts and not decided.first_dense_layers:      # no layer has an MLP of this width, and some families name none
+        free |= {key: table[key] for key in ("mlp_dim",) if key in table}
     wrong = [key for key in table if key not in free and getattr(given, key) != getattr(decided, key)]
     return keys | free, [
         f"model.{key}={toml(table[key])} contradicts checkpoint.init_from={toml(source)}, whose config.json makes it "

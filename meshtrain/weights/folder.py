@@ -76,8 +76,8 @@ def companions_of(run_dir: str, init_from: str) -> list[Path]:
 
 
 def is_one(directory: str | os.PathLike) -> bool:
-    """Whether a directory looks like a model folder; those of our runs have no config.json."""
-    return os.path.isfile(os.path.join(directory, settings.CONFIG))
+    """Whether a directory looks like a model folder; those of our runs have no config.json. "" names none, not the current one."""
+    return directory != "" and os.path.isfile(os.path.join(directory, settings.CONFIG))
 
 
 def settings_of(directory: Path) -> dict:
