@@ -46,11 +46,10 @@ DETERMINISTIC_OPTIONS = {
     "xla_gpu_exclude_nondeterministic_ops": True,
     # No timing decides between kernels: one compilation may choose another than the next, and adds in another order.
     "xla_gpu_autotune_level": 0,
-    # cuBLAS's own choice instead of Triton's: jax 0.12 finds no Triton configuration without timing.
-    "xla_gpu_enable_triton_gemm": False,
 }
-# On GPUs, where nothing splits a layer's matmuls or its tokens, and it has no experts.
-WHOLE_OPTIONS = {
+# On GPUs, with training.deterministic, since jax 0.12 finds no Triton configuration without timing; and where nothing splits a layer's
+# matmuls or its tokens, and it has no experts.
+CUBLAS_OPTIONS = {
     # cuBLAS adds what is added to a product as it makes it (the other products of one gradient, the residual stream). llama3-8b on
     # 8 H100 by the roofline: 7.15 to 7.07 s. With tensor 8 more of the tensor axis' traffic is exposed (llama3-70b: 4.3 to 6.8%).
     "xla_gpu_enable_triton_gemm": False,
@@ -77,13 +76,13 @@ XLA_MEMORY_SHARE = 0.80
 def compiler_options(platform: str, deterministic: bool, remat: str = "none", several: bool = False,
                      memory_share: float = XLA_MEMORY_SHARE, whole: bool = False) -> dict:
     """What every program of a run is compiled with on this platform, as jax calls it. several: see
-    SEVERAL_OPTIONS. memory_share: of a GPU, for the process. whole: see WHOLE_OPTIONS."""
+    SEVERAL_OPTIONS. memory_share: of a GPU, for the process. whole: see CUBLAS_OPTIONS."""
     if platform == "cpu":
         return COMPILER_OPTIONS["cpu"]
     limit = {"xla_gpu_memory_limit_slop_factor": round(100 * memory_share / XLA_MEMORY_SHARE)}
     return (COMPILER_OPTIONS["gpu"] | limit | (DETERMINISTIC_OPTIONS if deterministic else {})
             | (OFFLOAD_OPTIONS if remat == "offload" else {}) | (SEVERAL_OPTIONS if several else {})
-            | (WHOLE_OPTIONS if whole else {}))
+            | (CUBLAS_OPTIONS if whole or deterministic else {}))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
