@@ -55,8 +55,15 @@ def model_of(*groups: tuple[str, tuple, int]) -> transformer.Transformer:
         transformer.Group(name, tuple(map(module, kinds)), n) for name, kinds, n in groups))
 
 
+def loss(model, ex, p, batch, dropout_key=None, **head):
+    """(objective, nll, aux) of all layers at once, as sums; head: of `Transformer.head_loss`."""
+    x_BTD, aux = model.through_layers(ex, p, batch, dropout_key)
+    objective, nll = model.head_loss(ex, p, x_BTD, batch["targets"], **head)
+    return objective + aux.get(AUX_LOSS, 0.0), nll, aux
+
+
 def one_by_one(model, ex, p, batch, layers):
-    """The loss as `Transformer.loss` by definition: layers [(module, its weights)] applied in turn."""
+    """The same by definition: layers [(module, its weights)] applied in turn."""
     inputs, x_BTD, sums = model.inputs(batch), model.embed(ex, p, batch), {AUX_LOSS: 0.0, "last_layer": 0.0}
     for number, (layer, weights) in enumerate(layers):
         x_BTD, aux = layer.bind(weights)(ex, x_BTD, inputs, number)
@@ -86,7 +93,7 @@ def test_groups_compute_what_their_layers_compute_one_by_one(groups, paths):
         return one_by_one(model, ex, p, batch, [(layer, take(*path)) for layer, path in zip(order, paths)])
 
     def at_once(p):
-        objective, *sums = model.loss(ex, p, batch)
+        objective, *sums = loss(model, ex, p, batch)
         return objective, tuple(sums)
 
     with jax.default_matmul_precision("highest"):

@@ -25,7 +25,7 @@ from meshtrain.model.inputs import Inputs
 from meshtrain.model.layers import Embedding, Layer, Linear, Norm, Execution, dropout, kv_heads
 from meshtrain.model.loss import LossSpec, capped, loss_sums, token_nll
 from meshtrain.model.moe import MoE
-from meshtrain.names import AUX_LOSS, LAYERS, LEADING, LORA, MATMUL_ROLES
+from meshtrain.names import LAYERS, LEADING, LORA, MATMUL_ROLES
 
 VOCAB_MULTIPLE = 256
 LAYER_INPUT = "layer_input"     # what `offload` keeps on the host
@@ -250,7 +250,10 @@ class Transformer:
         return after(x_BTD, without_layers(p)) if ex.in_order else x_BTD
 
     def head_loss(self, ex: Execution, p, x_BTD, targets_BT, *, z_loss: float = 0.0, chunk: int = 2048):
-        """(objective, nll) from the output of the last layer, as `loss`."""
+        """(objective, nll) from the output of the last layer: sums over the tokens that have a target, in nats. Divide by their count.
+
+        The objective is differentiated, with aux[AUX_LOSS] beside it where the layers make one.
+        """
         return loss_sums(ex, *self._head_inputs(ex, p, x_BTD, z_loss, chunk), targets_BT)
 
     def head_token_nll(self, ex: Execution, p, x_BTD, targets_BT, chunk: int = 2048):
@@ -262,15 +265,6 @@ class Transformer:
         axes, w = self._head(p)
         spec = LossSpec(axes, self.cfg.vocab_size, z_loss, chunk, self.cfg.logit_softcap, frozen=self.lora is not None)
         return spec, self._normed(ex, p, x_BTD), w
-
-    def loss(self, ex: Execution, p, batch, *, z_loss: float = 0.0, chunk: int = 2048, dropout_key=None):
-        """(objective, nll, aux), sums over the tokens of `batch` that have a target, in nats. Divide by their count.
-
-        The objective is differentiated; aux[AUX_LOSS], where the layers make one, is part of it.
-        """
-        x_BTD, aux = self.through_layers(ex, p, batch, dropout_key)
-        objective, nll = self.head_loss(ex, p, x_BTD, batch["targets"], z_loss=z_loss, chunk=chunk)
-        return objective + aux[AUX_LOSS] if AUX_LOSS in aux else objective, nll, aux
 
     def through_layers(self, ex: Execution, p, batch, dropout_key=None):
         """(output of the last layer, aux summed over the layers)."""
