@@ -117,6 +117,8 @@ CELLS = {
                                             **LONG, model=EXPERTS),
     "experts over tensor and a longer ring": Cell("zero3_tensor_sequence_context_expert", dict(tensor=2, context=4), "full",
                                                   **LONG, model=EXPERTS),
+    "experts on each of a ring": Cell("zero3_tensor_sequence_context_expert", dict(fsdp=2, context=4), "full", **LONG,
+                                      model=EXPERTS),
     "experts over tensor and context, all kept": Cell("zero3_tensor_sequence_context_expert", dict(fsdp=2, tensor=2, context=2),
                                                       "none", **LONG, model=EXPERTS),
     "experts round Ulysses": Cell("zero3_tensor_sequence_context_expert", dict(fsdp=2, tensor=2, context=2), "full",

@@ -49,7 +49,18 @@ def _in_layers(placed: Placed, options: Options) -> float:
     if experts:
         inputs, weights = (size * tokens * width for width in _beside_experts(placed, options))
         layer = max(layer, experts.inputs_bytes + inputs, experts.weights_bytes + weights)
-    return kept + size * tokens * _turned_width(placed, options) + 4 * head * placed.head.trained + max(loss, layer)
+    kept += size * tokens * _turned_width(placed, options) + _begun_early(placed)
+    return kept + 4 * head * placed.head.trained + max(loss, layer)
+
+
+def _begun_early(placed: Placed) -> float:
+    """Bytes of the zeros that the embedding's gradient begins with, where the table is gathered over context and its rows are whole:
+    XLA makes them before the layers go backward, elsewhere behind."""
+    layout = placed.layout
+    whole = layout.ways(layout.mesh_axes("params", "vocab")) == 1
+    if layout.sizes["context"] == 1 or "context" not in layout.mesh_axes("params", "embed") or not whole:
+        return 0
+    return 4 * sum(info.size for info in placed.rows if info.role == "embedding" and info.axes[0] == "vocab" and info.trainable)
 
 
 def _kept_width(placed: Placed, options: Options) -> float:
