@@ -1,8 +1,8 @@
-"""python -m launch.elastic --processes N [--min-processes K] --devices D [--full F] -- [RUN.toml] [--section.key value …]: how many
-processes (or hosts) with D devices each, at most N and at least K, can train a run that is meant for F devices.
+"""python -m launch.elastic --processes N [--min-processes K] --devices D [--full F] -- [RUN.toml] [--section.key value …]: how
+many processes (or hosts) with D devices each, at most N and at least K, can train a run that is meant for F devices.
 
-Prints the number and, behind it, the options that the processes then need. Without --full: F is the run's mesh.full_devices; where
-that is 0 nothing shrinks, and the number is N. Exit codes: 0, or 2 with the reason where none can. It starts no devices.
+Prints the number and, behind it, the options that the processes then need. Without --full: F is the run's mesh.full_devices;
+where that is 0 nothing shrinks, and the number is N. Exit codes: 0, or 2 with the reason where none can. It starts no devices.
 """
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def check(run: Run) -> None:
 
 
 def most(words: Sequence[str], processes: int, least: int, devices: int, full: int) -> tuple[int, str]:
-    """(how many can train the run of these words, ""), or (0, why none can). In a process of its own: it takes jax, and a launcher
-    needs none."""
+    """(how many can train the run of these words, ""), or (0, why none can). In a process of its own: it takes jax, and a
+    launcher needs none."""
     ran = subprocess.run([sys.executable, "-m", "launch.elastic", f"--processes={processes}", f"--min-processes={least}",
                           f"--devices={devices}", f"--full={full}", "--", *words], capture_output=True, text=True)
     found = ran.stdout.split()

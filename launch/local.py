@@ -1,7 +1,7 @@
 """python -m launch.local --processes N -- [RUN.toml] [--section.key value …]: N real processes on this machine.
 
-They meet over loopback and train one run: simulated devices, or the GPUs, are divided among them. Signals that reach the launcher
-reach every process. With --max-restarts a run that fails is started again (`launch.restart`). Linux only.
+They meet over loopback and train one run: simulated devices, or the GPUs, are divided among them. Signals that reach the
+launcher reach every process. With --max-restarts a run that fails is started again (`launch.restart`). Linux only.
 Exit codes: the run's 0, 2 or 75 where all processes agree on it, 2 also where the others ended of it, else 1.
 """
 from __future__ import annotations
@@ -55,8 +55,8 @@ def main(argv: Sequence[str]) -> int:
 class Places:
     """Where processes run, from 0 to count − 1, and which of them take part in the next start.
 
-    A place whose process failed first twice in a row, without a newer checkpoint between, is left out, and the run goes on with as
-    many as can train it, at least `least`. The start after a newer checkpoint has all of them again. devices: of all places.
+    A place whose process failed first twice in a row, without a newer checkpoint between, is left out, and the run goes on with
+    as many as can train it, at least `least`. The start after a newer checkpoint has all of them again. devices: of all places.
     full: devices that the run is meant for; 0: these.
     """
     words: Sequence[str]
@@ -77,7 +77,8 @@ class Places:
         return elastic.overrides(len(self.taken), self.devices // self.count, self.full, self.simulated)
 
     def after(self, culprit: int | None, first: bool) -> None:
-        """After a failure. culprit: index among the processes of that start. first: there is a newer checkpoint than at the last."""
+        """After a failure. culprit: index among the processes of that start. first:
+        there is a newer checkpoint than at the last."""
         place = None if culprit is None else self.taken[culprit]
         if first and self.lost:
             self.lost.clear()

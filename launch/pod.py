@@ -1,10 +1,11 @@
-"""python -m launch.pod --attempt K [--max-restarts R] -- [RUN.toml] [--section.key value …]: one process of a run on Kubernetes.
+"""python -m launch.pod --attempt K [--max-restarts R] -- [RUN.toml] [--section.key value …]:
+one process of a run on Kubernetes.
 
 JobSet starts all pods again whatever ended one of them, at once and without knowing of checkpoints. Here stands the rule of all
-launchers (`launch.restart`): K is JobSet's count of restarts, and before a start that is not the first process 0 decides whether it is
-worth it and when it begins; the others wait for its word in run.dir/restarts.json. A process that fails leaves its last words in
-run.dir/last_words, for its pod is deleted with its log. Given up is exit code 2, which ends the JobSet. It imports no jax.
-Exit codes: the run's 0, 2 and 75; 2 also where it is given up; else 1.
+launchers (`launch.restart`): K is JobSet's count of restarts, and before a start that is not the first process 0 decides
+whether it is worth it and when it begins; the others wait for its word in run.dir/restarts.json. A process that fails leaves
+its last words in run.dir/last_words, for its pod is deleted with its log. Given up is exit code 2, which ends the JobSet. It
+imports no jax. Exit codes: the run's 0, 2 and 75; 2 also where it is given up; else 1.
 """
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def _judged(run: Run, given: argparse.Namespace) -> float | None:
 
 
 def _told(run: Run, attempt: int) -> float:
-    """By the others: when this start begins, as process 0 says; at once where it says nothing: they meet it, or miss it there."""
+    """By the others: when this start begins, as process 0 says; at once where it says nothing: they meet it,
+    or miss it there."""
     until = time.monotonic() + run.distributed.timeout_s
     while attempt and time.monotonic() < until:
         kept = restart.read(run)

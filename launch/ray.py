@@ -1,9 +1,10 @@
-"""python -m launch.ray --processes N [--gpus-per-process G] -- [RUN.toml] [--section.key value …]: N processes on a Ray cluster.
+"""python -m launch.ray --processes N [--gpus-per-process G] -- [RUN.toml] [--section.key value …]:
+N processes on a Ray cluster.
 
-A placement group reserves the GPUs, and one actor per bundle starts `python -m meshtrain.train` beside itself; nothing of the run
-goes through Ray. It is the cluster that RAY_ADDRESS names, or this machine's; on KubeRay the command is that of a RayJob.
-meshtrain must be installed on all nodes, and run.dir shared by them. A run that fails is started again by the rule of all launchers,
-once Ray has the resources again. Extra `ray`.
+A placement group reserves the GPUs, and one actor per bundle starts `python -m meshtrain.train` beside itself; nothing of the
+run goes through Ray. It is the cluster that RAY_ADDRESS names, or this machine's; on KubeRay the command is that of a RayJob.
+meshtrain must be installed on all nodes, and run.dir shared by them. A run that fails is started again by the rule of all
+launchers, once Ray has the resources again. Extra `ray`.
 Exit codes: the run's 0, 2 or 75 where all processes agree on it, else 1.
 """
 from __future__ import annotations
@@ -105,7 +106,8 @@ class Process:
 
 @dataclasses.dataclass(eq=False)
 class Member(supervise.Child):
-    """One process as the driver sees it. lost: its node, or the worker of Ray's that held it, has gone, and nobody knows its code."""
+    """One process as the driver sees it. lost: its node, or the worker of Ray's that held it, has gone,
+    and nobody knows its code."""
     actor: object = None
     host: str = ""
     pid: int = 0
@@ -202,8 +204,8 @@ def bundle_of(run: Run, options: argparse.Namespace) -> dict[str, int]:
 
 @dataclasses.dataclass
 class Room:
-    """The placement group that holds the bundles of the next start: of all processes, or of fewer, at least --min-processes, where
-    the cluster has no room for more. asked: signals that have come."""
+    """The placement group that holds the bundles of the next start: of all processes, or of fewer, at least --min-processes,
+    where the cluster has no room for more. asked: signals that have come."""
     run: Run
     options: argparse.Namespace
     words: Sequence[str]
@@ -226,8 +228,8 @@ class Room:
         return elastic.overrides(self.count, self.devices, self.full, "GPU" not in self.bundle)
 
     def reserve(self) -> bool:
-        """Waits until the cluster has room, which it has not while a lost node is not replaced; False: it has none, which is told, or
-        a signal has come."""
+        """Waits until the cluster has room, which it has not while a lost node is not replaced; False: it has none, which is
+        told, or a signal has come."""
         most, least = self.options.processes, self.options.min_processes or self.options.processes
         limit_s, begun, count = self.run.distributed.timeout_s, time.monotonic(), most
         while not self.asked:
@@ -313,8 +315,8 @@ def life(room: Room, rest: Sequence[str], left: Path) -> supervise.Outcome:
 
 
 def _wait(running: dict, start: float, asked: list[int]) -> list[Member]:
-    """The processes in the order in which they ended. Once one has failed, the others have GRACE_S seconds to end by themselves, and
-    as long after SIGTERM."""
+    """The processes in the order in which they ended. Once one has failed, the others have GRACE_S seconds to end by
+    themselves, and as long after SIGTERM."""
     members, ended = list(running.values()), []
     measures, deadline, passed_on = [signal.SIGTERM, signal.SIGKILL], None, 0
     while running:

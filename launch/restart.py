@@ -1,12 +1,13 @@
 """Whether a run that has ended is started again, and when: one rule for every launcher.
 
-Exit codes 0, 2 and 75 end a run: done, the user's mistake, stopped on request. Anything else starts it again, from its newest whole
-checkpoint, after 5, 10, 20 … 300 s; after so many failures in a row without a newer checkpoint it is given up, with the last words
-of each. A scheduler that stops a run wants it started again: there 75 is an end only where nothing newer was saved as often as that.
-This module starts and ends nothing, and imports no jax.
+Exit codes 0, 2 and 75 end a run: done, the user's mistake, stopped on request. Anything else starts it again, from its newest
+whole checkpoint, after 5, 10, 20 … 300 s; after so many failures in a row without a newer checkpoint it is given up, with the
+last words of each. A scheduler that stops a run wants it started again: there 75 is an end only where nothing newer was saved
+as often as that. This module starts and ends nothing, and imports no jax.
 
-python -m launch.restart CODE --max-restarts R -- [RUN.toml] [--section.key value …] is the rule for a shell script, which keeps the
-count in run.dir/restarts.json: it prints the seconds to wait and exits with 0 where the run is to be started again, else with 1.
+python -m launch.restart CODE --max-restarts R -- [RUN.toml] [--section.key value …] is the rule for a shell script, which keeps
+the count in run.dir/restarts.json: it prints the seconds to wait and exits with 0 where the run is to be started again,
+else with 1.
 """
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ READ_BYTES = 1 << 20    # of what a start has said: its end
 
 
 def newest(run: Run) -> int:
-    """The step of the newest checkpoint of a run, of the fast tier what this host has; 0: none. One that is still being written has
-    another name."""
+    """The step of the newest checkpoint of a run, of the fast tier what this host has; 0: none. One that is still being written
+    has another name."""
     places = [Path(run.run.dir) / "checkpoints"]
     if run.checkpoint.local_dir:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):     # nothing is kept yet
@@ -52,10 +53,11 @@ def newest(run: Run) -> int:
 
 @dataclasses.dataclass
 class Failures:
-    """Those in a row without a newer checkpoint. said: the last words of each. step: of the newest checkpoint at the last of them.
+    """Those in a row without a newer checkpoint. said: the last words of each. step:
+    of the newest checkpoint at the last of them.
 
-    scheduled: a scheduler stops the run and starts it again. Stops count like failures, so that a time limit which is shorter than
-    a start does not do that for ever.
+    scheduled: a scheduler stops the run and starts it again. Stops count like failures, so that a time limit which is shorter
+    than a start does not do that for ever.
     """
     run: Run
     most: int                   # restarts; 0: none, and nothing is said
@@ -64,7 +66,8 @@ class Failures:
     scheduled: bool = False
 
     def wait_s(self, code: int, words: str = "") -> float | None:
-        """After a start that ended with this code: seconds until the next one; None: the run has ended, or is given up, which is told.
+        """After a start that ended with this code: seconds until the next one; None: the run has ended, or is given up,
+        which is told.
 
         words: what it said last, in a line.
         """
@@ -130,8 +133,8 @@ def _last_words(options: argparse.Namespace) -> str:
 
 
 def counted(failures: Failures, code: int, words: str = "", **more) -> float | None:
-    """`Failures.wait_s`, with the count in run.dir/restarts.json. more: what else is kept there beside `begins`, the wall clock's time
-    of the next start. Raises: ConfigError where it cannot be kept: the restarts would have no end."""
+    """`Failures.wait_s`, with the count in run.dir/restarts.json. more: what else is kept there beside `begins`, the wall
+    clock's time of the next start. Raises: ConfigError where it cannot be kept: the restarts would have no end."""
     path = Path(failures.run.run.dir) / KEPT
     if kept := read(failures.run):
         failures.step, failures.said = kept["step"], kept["said"]

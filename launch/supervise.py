@@ -1,8 +1,8 @@
 """Runs the processes of one start of a run to their end, and says which of them failed first, whatever died first of it.
 
-Process 0 speaks for all; what another said is shown where it failed, because peers die of that with pages about themselves. Of a
-process that is stopped (SIGSTOP) or hangs the others die first: they are its victims, and it is named. One that stands still for
-too long is ended, also where it is alone and nobody misses it. This module knows no run.
+Process 0 speaks for all; what another said is shown where it failed, because peers die of that with pages about themselves. Of
+a process that is stopped (SIGSTOP) or hangs the others die first: they are its victims, and it is named. One that stands still
+for too long is ended, also where it is alone and nobody misses it. This module knows no run.
 """
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ PR_SET_PDEATHSIG = 1
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a start ended. code: of the whole. culprit: the process that failed first; None: none did. words: the failure in a line.
-    victim: also that one ended of another's failure, of whom nothing is known here. asked: a signal came from outside."""
+    """How a start ended. code: of the whole. culprit: the process that failed first; None: none did. words: the failure in a
+    line. victim: also that one ended of another's failure, of whom nothing is known here. asked: a signal came from outside."""
     code: int
     culprit: int | None = None
     words: str = ""
@@ -62,8 +62,8 @@ class Outcome:
 class Child:
     """One process, what it said last, and how it ended. code: subprocess's, negative for a signal; None while it runs.
 
-    forced: it was told to end, as a rule because another had failed. stopped: it stood still (SIGSTOP, a debugger) at that time.
-    stood: since when it stands still, and how often it had come and gone by then; None: it runs.
+    forced: it was told to end, as a rule because another had failed. stopped: it stood still (SIGSTOP, a debugger) at that
+    time. stood: since when it stands still, and how often it had come and gone by then; None: it runs.
     """
     index: int
     process: subprocess.Popen
@@ -142,7 +142,8 @@ def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, st
     called: the name of one that is alone here, and has its peers elsewhere.
 
     The output of the first is the launcher's. Once one has failed, the others have grace_s seconds to end by themselves
-    and as long after SIGTERM. One that stands still for still_s seconds is killed. Signals that come meanwhile reach every process.
+    and as long after SIGTERM. One that stands still for still_s seconds is killed.
+    Signals that come meanwhile reach every process.
     """
     children: list[Child] = []
     asked: list[int] = []
@@ -220,8 +221,8 @@ def _wait(children: Sequence[Child], start: float, grace_s: float, longest_still
 
 
 def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.0) -> Outcome:
-    """The outcome of the whole; says who failed first where they do not agree on a code that a run ends with. A mistake of the user
-    that one of them alone has seen (2), and of which the others ended, is the whole's: it would be the same again.
+    """The outcome of the whole; says who failed first where they do not agree on a code that a run ends with. A mistake of the
+    user that one of them alone has seen (2), and of which the others ended, is the whole's: it would be the same again.
 
     left: the directory of their stacks, if they were to leave any. since: when they were started, of the wall clock.
     """

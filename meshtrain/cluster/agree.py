@@ -162,11 +162,12 @@ def part(timeout_s: float = 5.0) -> None:
 
 
 class StopAgreement:
-    """All processes stop after the same step, the one after that in which one of them wished to; and they know who came last to it.
+    """All processes stop after the same step, the one after that in which one of them wished to;
+    and they know who came last to it.
 
     The wishes of a step are read a step later, when they have long arrived: nobody waits. Moves 12 bytes per device and step.
-    late: (process, seconds) of the step that was read last: whose host came latest, by how much more than the least late of all;
-    None: not known.
+    late: (process, seconds) of the step that was read last: whose host came latest, by how much more than the least late of
+    all; None: not known.
     """
 
     def __init__(self):

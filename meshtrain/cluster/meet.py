@@ -42,8 +42,8 @@ def meet(cluster: Cluster, timeout_s: float) -> None:
 def start(cluster: Cluster, timeout_s: float, heartbeat_timeout_s: int) -> None:
     """Brings jax up as one process of the cluster. No backend may run yet. Raises: as `meet`.
 
-    timeout_s: for the meeting, and again for jax, whose own service the processes then join. heartbeat_timeout_s: a process that
-    has stood still for so long is lost, and all end.
+    timeout_s: for the meeting, and again for jax, whose own service the processes then join. heartbeat_timeout_s: a process
+    that has stood still for so long is lost, and all end.
     """
     meet(cluster, timeout_s)
     # Its handler would take SIGTERM away from ours; orbax treats it as absent.

@@ -8,9 +8,9 @@ somewhere else, or has left no stacks at all because it is stopped. This module 
     try-<k>/          the same of an earlier start of the run, the newest KEPT_TRIES of them
 
 state: "runs" (nothing happened; also where the process was killed or stopped, or held the interpreter's lock when its C
-watchdog fired: then stacks follow all the same) · "hangs" (its watchdog fired) · "ends" (so it did, and this process has seen the
-stacks of all others) · "failed" (an error of its own, in `words`) · "lost" (it failed because others had gone: a victim, `words`
-says of whom where that is known).
+watchdog fired: then stacks follow all the same) · "hangs" (its watchdog fired) · "ends" (so it did, and this process has seen
+the stacks of all others) · "failed" (an error of its own, in `words`) · "lost" (it failed because others had gone: a victim,
+`words` says of whom where that is known).
 """
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """One process's file. threads: of its first stacks, the innermost frame first; None: it left none. fatal: what it crashed by.
-    locked: its C watchdog fired, because nothing of Python ran any more."""
+    """One process's file. threads: of its first stacks, the innermost frame first; None: it left none. fatal: what it crashed
+    by. locked: its C watchdog fired, because nothing of Python ran any more."""
     state: State
     threads: dict[str, list[Frame]] | None
     fatal: str
@@ -178,7 +178,8 @@ def _report_in(path: Path, since: float = 0.0) -> Report | None:
 def died(directory: Path) -> tuple[int, str] | None:
     """(process, how) of one of this host that has gone without a word, by kill -9 as a rule; None: nobody of this host has.
 
-    Each process holds a lock on its file while it lives. Of other hosts it is not asked: not every file system passes locks on."""
+    Each process holds a lock on its file while it lives. Of other hosts it is not asked:
+    not every file system passes locks on."""
     for index, report in sorted(read(directory).items()):
         if report.state.state == "runs" and report.threads is None and report.state.host == socket.gethostname():
             with contextlib.suppress(OSError), open(directory / f"process-{index}.txt", "rb") as file:

@@ -4,8 +4,8 @@ Each phase of a run has its limit: start, compile, restore, save by a key each, 
 the steps before it, at least LEAST_STEP_S. A thread looks every LOOK_S; where the phase has lasted too long it writes what all
 threads of this process are doing into run.dir/stacks (`cluster.stacks`), waits for the others' watchdogs, which fire within the
 same moments because all wait for one, until process 0 has seen the stacks of all, at most WINDOW_S, and ends the process with
-exit code 1. Should the interpreter's lock be held, so that no thread of Python runs, faulthandler's C thread writes and ends in its
-place, a little later.
+exit code 1. Should the interpreter's lock be held, so that no thread of Python runs, faulthandler's C thread writes and ends in
+its place, a little later.
 
 jax's own heartbeats come from a C++ thread: they see a process that is dead or stopped, never one whose Python or collective is
 stuck. This module knows no run and no model.
@@ -123,7 +123,8 @@ class Watchdog:
 
     @contextlib.contextmanager
     def kept_in(self, directory: Path) -> Iterator[None]:
-        """Meanwhile stacks go there. Every process calls it. The file stays where this process hangs, crashes or fails alone."""
+        """Meanwhile stacks go there. Every process calls it. The file stays where this process hangs,
+        crashes or fails alone."""
         self._attempt = agree.on_first(lambda: stacks.begin(directory))
         path = directory / f"process-{self.index}.txt"
         with open(path, "wb+", buffering=0) as file:
@@ -262,7 +263,8 @@ class Watchdog:
         os._exit(1)
 
     def _listen(self, heard: threading.Event, deadline: float) -> None:
-        """Process 0 looks for the stacks of all others, they for its word that it has them all: not each of thousands for all."""
+        """Process 0 looks for the stacks of all others, they for its word that it has them all:
+        not each of thousands for all."""
         unheard = set(range(1, self.count)) if self.index == 0 else {0}
         while self._directory and unheard and time.monotonic() < deadline:
             began = time.monotonic()

@@ -113,7 +113,8 @@ def read(text: str, mesh) -> Program:
 
 
 def broken_permutes(text: str, mesh) -> list[str]:
-    """As `read(text, mesh).broken_permutes`, from the lines of the permutes alone: a quarter of the time (0.04 s for 2.4 MB)."""
+    """As `read(text, mesh).broken_permutes`, from the lines of the permutes alone:
+    a quarter of the time (0.04 s for 2.4 MB)."""
     found, mesh_shape = [], dict(mesh.shape)
     for line in _PERMUTE.finditer(text):
         op_name = re.search(r'op_name="([^"]*)"', line.group(0))
@@ -353,7 +354,8 @@ def _dot(module: hlo.Module, visit: hlo.Visit) -> Dot | None:
 def carried_bytes(text: str, trips: int, expected: Iterable[tuple[int, ...]]) -> int:
     """Bytes of the float32 arrays of the expected shapes that the outermost loop of `trips` iterations carries and changes.
 
-    Beside the gradient accumulators a training step carries what its layers keep for their backward. XLA orders dims as it likes.
+    Beside the gradient accumulators a training step carries what its layers keep for their backward.
+    XLA orders dims as it likes.
     """
     module, most, key = hlo.parse(text), Counter(), lambda shape: tuple(sorted(n for n in shape if n > 1))
     expected = Counter(map(key, expected))

@@ -20,8 +20,8 @@ EXPLAINED, MOST = 0.8, 3        # share of the distance that the reasons reach f
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Behind:
-    """A plan with sizes or options that were fixed, beside the best with nothing fixed. rank: 1 + how many meshes and rule files
-    are faster, of `count` that fit. share: how much longer its step takes. reasons: largest first; () for the best."""
+    """A plan with sizes or options that were fixed, beside the best with nothing fixed. rank: 1 + how many meshes and rule
+    files are faster, of `count` that fit. share: how much longer its step takes. reasons: largest first; () for the best."""
     fixed: Mapping[str, object]
     best: Plan
     rank: int
@@ -69,7 +69,8 @@ def link(question: Question, plan: Plan, axes: tuple[str, ...]) -> tuple[Group, 
 def _lost_s(question: Question, plan: Plan) -> dict[str, float]:
     """Seconds of a step by name; what is computed again apart from what is computed once."""
     one, again = plan.price, RECOMPUTED[plan.options.remat]
-    # Of matmuls forward and backward are three parts, and a part that is done again a fourth; of the others forward is two in seven.
+    # Of matmuls forward and backward are three parts, and a part that is done again a fourth;
+    # of the others forward is two in seven.
     repeated = {"matmul": again[0] / (3 + again[0]), "attention": again[1] * 2 / (7 + 2 * again[1]),
                 "elementwise": again[2] * 2 / (5 + 2 * again[2])}
     if plan.sizes["context"] > 1:       # attention over several devices is never repeated

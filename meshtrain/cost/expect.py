@@ -26,7 +26,8 @@ NAMED = 4                   # tensors of one shape that are told by name
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What moves one array: count and bytes are one device's, of a step. of: parameters of that shape, or where it comes from."""
+    """What moves one array: count and bytes are one device's, of a step. of: parameters of that shape,
+    or where it comes from."""
     count: int
     bytes: int
     of: str

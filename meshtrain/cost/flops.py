@@ -9,7 +9,8 @@ from meshtrain.cost.placed import Options, Placed, Practice, Product
 
 
 def model_flops_per_token(table: Iterable, cfg, seq_len: int) -> float:
-    """Forward and backward, without recomputation: 6 per matrix element, 4 of a frozen one, and causal attention's two products.
+    """Forward and backward, without recomputation: 6 per matrix element, 4 of a frozen one,
+    and causal attention's two products.
 
     table: ParamInfo rows; cfg: the [model] section. Embedding look-ups cost nothing, a tied head counts as a matrix, of experts
     only those that a token goes to.
@@ -41,8 +42,8 @@ def attended(cfg, seq_len: int) -> float:
 
 
 def executed(placed: Placed, options: Options, practice: Practice = Practice()) -> float:
-    """FLOPs of one device's matmuls in a step, attention's apart: forward, twice as much backward, of what is frozen once, and what
-    remat does again."""
+    """FLOPs of one device's matmuls in a step, attention's apart: forward, twice as much backward, of what is frozen once, and
+    what remat does again."""
     of = functools.partial(_elements, placed)
     layer, (_, loss, _) = sum(map(of, placed.products)), placed.ends(options, practice)
     ahead = executed(placed.leading, options, practice) if placed.leading else 0.0

@@ -54,8 +54,8 @@ def _in_layers(placed: Placed, options: Options) -> float:
 
 
 def _begun_early(placed: Placed) -> float:
-    """Bytes of the zeros that the embedding's gradient begins with, where the table is gathered over context and its rows are whole:
-    XLA makes them before the layers go backward, elsewhere behind."""
+    """Bytes of the zeros that the embedding's gradient begins with, where the table is gathered over context and its rows are
+    whole: XLA makes them before the layers go backward, elsewhere behind."""
     layout = placed.layout
     whole = layout.ways(layout.mesh_axes("params", "vocab")) == 1
     if layout.sizes["context"] == 1 or "context" not in layout.mesh_axes("params", "embed") or not whole:
@@ -78,8 +78,9 @@ def _kept_width(placed: Placed, options: Options) -> float:
 
 
 def _turned_width(placed: Placed, options: Options) -> float:
-    """Elements of a token, of all layers with experts together, that XLA copies before the backward: what they keep without remat of a
-    stream that is gathered has the tokens of several rows first. Other layers see them so throughout (`parts.tokens_first`)."""
+    """Elements of a token, of all layers with experts together, that XLA copies before the backward: what they keep without
+    remat of a stream that is gathered has the tokens of several rows first.
+    Other layers see them so throughout (`parts.tokens_first`)."""
     cfg, rows = placed.cfg, options.global_batch / options.microbatches / placed.layout.ways(placed.layout.batch_axes)
     turned = cfg.num_experts and options.remat == "none" and placed.stream_ways > 1 and rows > 1
     return (cfg.num_layers - cfg.first_dense_layers) * (cfg.embed_dim + cfg.embed_dim / placed.stream_ways) * bool(turned)
@@ -98,8 +99,8 @@ def _routing_width(placed: Placed) -> float:
 
 
 def _working_width(placed: Placed, options: Options) -> float:
-    """Elements of a token that live while a layer's attention goes backward, of one with the widest MLP. Where collectives run beside a
-    layer's matmuls, XLA puts some of these off, and what they read lives longer."""
+    """Elements of a token that live while a layer's attention goes backward, of one with the widest MLP. Where collectives run
+    beside a layer's matmuls, XLA puts some of these off, and what they read lives longer."""
     (q, kv, _), h, f, context = placed.widths, placed.cfg.embed_dim, _widest_mlp(placed), placed.ways("seq")
     if context > 1:
         attention = {"ring": 12 * q + 8 * kv, "gather": 10 * q + (6 * context + 2) * kv, "ulysses": 6 * q + 6 * kv}
@@ -117,10 +118,12 @@ def _widest_mlp(placed: Placed) -> float:
 
 
 def _beside_experts(placed: Placed, options: Options) -> tuple[float, float]:
-    """Elements of a token that live beside experts that go backward, while inputs have their gradients made and while weights have.
+    """Elements of a token that live beside experts that go backward, while inputs
+    have their gradients made and while weights have.
 
-    The first: what attention reads and gives, as far as it was made again, and the stream and its cotangents. XLA puts the second off
-    until a collective of attention's backward is under way, whose cotangents live then, and what it sums over the tokens of norms."""
+    The first: what attention reads and gives, as far as it was made again, and the stream and its cotangents. XLA puts the
+    second off until a collective of attention's backward is under way, whose cotangents live then,
+    and what it sums over the tokens of norms."""
     (q, kv, _), h = placed.widths, placed.cfg.embed_dim
     stream, remade = h / placed.stream_ways, {"none": 0, "selective": q + 2 * kv}.get(options.remat, h + 2 * q + 2 * kv)
     inputs = remade + 3 * stream
@@ -130,7 +133,8 @@ def _beside_experts(placed: Placed, options: Options) -> tuple[float, float]:
 
 
 def _of_parts(placed: Placed, options: Options) -> float:
-    """Bytes of a layer's gradient in float32, of one part of a microbatch beside the other's; layers with experts work on it whole."""
+    """Bytes of a layer's gradient in float32, of one part of a microbatch beside the other's;
+    layers with experts work on it whole."""
     cfg, rows = placed.cfg, options.global_batch // options.microbatches
     dense = not cfg.num_experts or cfg.first_dense_layers
     if not dense or options.remat == "none" and placed.by_layer or parts.of_rows(placed.layout, (rows, options.seq_len))[1] == 1:
@@ -147,8 +151,8 @@ def _in_stages(placed: Placed, options: Options) -> float:
     """A full stage of weights, the slots of the schedule, and the more of what the loss and a layer need beside them."""
     cfg, size, tokens = placed.cfg, placed.itemsize, placed.tokens(options)
     stream, chunk = cfg.embed_dim / placed.stream_ways, min(tokens, options.loss_chunk)
-    # Logits of a chunk in float32 and their gradient; the stage's output on its way to all, normed, and its gradient. Of the head
-    # and the embedding beside each other what a microbatch adds to their gradients, in float32.
+    # Logits of a chunk in float32 and their gradient; the stage's output on its way to all, normed, and its gradient. Of the
+    # head and the embedding beside each other what a microbatch adds to their gradients, in float32.
     loss = chunk * ((4 + size) * placed.head.n + size * cfg.embed_dim) + 7 * size * tokens * stream
     loss += 16 * placed.head.n * placed.head.k
     # A layer of B beside one of F, with their weights out of the stack.

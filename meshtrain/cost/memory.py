@@ -49,7 +49,8 @@ def host_bytes(run, layout) -> int:
 def in_loop(model, layout, num_chunks: int = 1) -> list[tuple]:
     """[(ParamInfo, its shape on one device inside the pipeline's loop)], whole over the axes that split the batch.
 
-    A stage's layers are one stack for each layer of a period, all its chunks and those layers that fill up the last one included.
+    A stage's layers are one stack for each layer of a period, all its chunks
+    and those layers that fill up the last one included.
     """
     num_stages, whole = layout.sizes["stage"], model.staged[0]
     periods = stages.padded(model.cfg, num_stages * num_chunks) // len(whole.period) // num_stages
@@ -83,8 +84,8 @@ def formula(state_abstract, state_shardings, trained, grads_shardings) -> dict:
 def compiled(executable, state_abstract, microbatches: int, accumulators: list[tuple[int, ...]], loop=None) -> dict:
     """The same keys from a compiled step: arguments as they are placed, accumulators that the microbatch loop carries.
 
-    accumulators: their shapes on a device. loop: `in_loop`, where there is a pipeline: its loops must carry an accumulator for each
-    of them, else grads is None.
+    accumulators: their shapes on a device. loop: `in_loop`, where there is a pipeline: its loops must carry an accumulator for
+    each of them, else grads is None.
     activations: temporaries beside the accumulators. total: arguments + temporaries (outputs alias donated arguments).
     """
     analysis = executable.memory_analysis()

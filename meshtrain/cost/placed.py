@@ -67,8 +67,8 @@ class Product:
     """Matrices of one layer, or the head, that multiply the same input: [tokens, k] × [k, n] with the sizes one device has.
 
     row: the mesh axes that split k, over which the result is summed. outward: the result is added to the residual stream.
-    unread: nothing in the backward reads the result. trained: they have gradients. share: of the layers that have them. router: in
-    float32, of tokens as the residual stream has them. Experts are none of them (`routed`).
+    unread: nothing in the backward reads the result. trained: they have gradients. share: of the layers that have them. router:
+    in float32, of tokens as the residual stream has them. Experts are none of them (`routed`).
     """
     k: float
     n: float
@@ -84,16 +84,17 @@ class Product:
 class Placed:
     """A model under a layout: sizes on one device, and the elements that travel, by the mesh axes that they travel over.
 
-    products, head: of one layer, and of the head. For each microbatch, of one layer, of its experts, or of embedding and head (ends):
-    gathered weights, scattered and summed gradients; router_gathered: in float32; looked_up: how often a token's row of a table that
-    is looked up by columns travels, or the row's cotangent.
+    products, head: of one layer, and of the head. For each microbatch, of one layer, of its experts, or of embedding and head
+    (ends): gathered weights, scattered and summed gradients; router_gathered: in float32; looked_up: how often a token's row of
+    a table that is looked up by columns travels, or the row's cotangent.
     Once a step: once_scattered and once_summed gradients, regathered new weights. stored, grads, ends_grads: parameters that a
     device keeps; updated: of them those that are trained, layers_stored: the layers', layers_read: as [params] has them;
-    stored_bytes: of all; turned: bytes of those that are gathered along any dim but their first. used: of its stage and the ends, as they are multiplied; cast: of those, what the
-    microbatches read from a copy in the compute dtype; moved: bytes of a copy in another place. layer_used, largest: of one layer, and
-    of its largest matrix.
-    leading: in our pipelines the layers before the stages, as a model of their own whose microbatches the stages share; rows, cfg
-    and all that is of layers are then of the others, what is kept and travels once a step of both. leads: it is such a model.
+    stored_bytes: of all; turned: bytes of those that are gathered along any dim but their first. used: of its stage and the
+    ends, as they are multiplied; cast: of those, what the microbatches read from a copy in the compute dtype; moved: bytes of a
+    copy in another place. layer_used, largest: of one layer, and of its largest matrix.
+    leading: in our pipelines the layers before the stages, as a model of their own whose microbatches the stages share; rows,
+    cfg and all that is of layers are then of the others, what is kept and travels once a step of both. leads:
+    it is such a model.
     """
     cfg: object                 # the [model] section
     rows: list                  # the parameter table
@@ -168,8 +169,8 @@ class Placed:
         return (self.cfg.num_layers + 2 * practice.short_ends) / self.layout.sizes["stage"]
 
     def visits(self, options: Options, practice: Practice) -> tuple[float, float, float]:
-        """How often a step works through a layer: forward, backward for its input, for its weights. In our pipelines stages that
-        have nothing to do work masked: with the schedule also those visits count."""
+        """How often a step works through a layer: forward, backward for its input, for its weights. In our pipelines stages
+        that have nothing to do work masked: with the schedule also those visits count."""
         layers = self.layers(options, practice)
         if not self.masked(options, practice) or self.leads:
             return (options.microbatches * layers,) * 3

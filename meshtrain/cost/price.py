@@ -22,7 +22,8 @@ from meshtrain.cost.simulate import Costs
 from meshtrain.layout.mesh import MeshSpec
 from meshtrain.parallel import schedules
 
-# FLOPs of attention's backward over its forward's: the scores again, then four products for two; our two kernels make scores each
+# FLOPs of attention's backward over its forward's: the scores again, then four products for two;
+# our two kernels make scores each
 BACKWARD, BACKWARD_APART = 2.5, 3.5
 LOGIT_BYTES = 14            # what a logit moves through memory, forward and backward
 UPDATE_BYTES = 30           # what a stored parameter moves in the optimizer's update
@@ -48,8 +49,8 @@ def group(sizes: tuple[int, ...], placement: tuple[str, ...], axes: tuple[str, .
 class Price:
     """A step on `num_gpus`: step_s = compute_s + exposed (by what is waited for) + bubble_s + update_s + host_s.
 
-    collectives: those of a step. parts: compute_s by kind. links_s: seconds that each axes' collectives take, hidden or not. mfu:
-    the causal half of attention counted, nothing recomputed.
+    collectives: those of a step. parts: compute_s by kind. links_s: seconds that each axes' collectives take, hidden or not.
+    mfu: the causal half of attention counted, nothing recomputed.
     """
     num_gpus: int
     memory_bytes: Mapping[str, int]
@@ -127,7 +128,8 @@ def price(placed: Placed, rated: Rates, options: Options, practice: Practice = P
 
 
 def _ahead(placed: Placed, rated: Rates, options: Options, practice: Practice) -> tuple[dict[str, float], float]:
-    """Of the leading layers before our stages: (a stage's seconds for each microbatch of the step by kind, all of its seconds)."""
+    """Of the leading layers before our stages: (a stage's seconds for each microbatch of the step by kind,
+    all of its seconds)."""
     if not (leading := placed.leading):
         return {}, 0.0
     work, share = _Work(leading, rated, dataclasses.replace(options, schedule="gpipe"), practice), leading.depth / placed.layout.sizes["stage"]
@@ -242,7 +244,8 @@ class _Work:
 
 
 def _experts_s(placed: Placed, rated: Rates, options: Options) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of a layer's experts: (products forward, backward for inputs and for weights), (elementwise forward, backward)."""
+    """Seconds of a layer's experts: (products forward, backward for inputs and for weights), (elementwise forward,
+    backward)."""
     found = routed.of(placed, options)
     if not found:
         return (0.0,) * 3, (0.0,) * 2
@@ -268,8 +271,8 @@ def _stage_bytes(placed: Placed, options: Options) -> tuple[float, float, float]
 
 
 def _quantised_bytes(placed: Placed) -> tuple[float, float]:
-    """What a token of a layer moves through memory to become float8: what its products read, forward; the cotangents of what they
-    make, backward. Each is turned for the weights' gradients as well, what was gathered after that."""
+    """What a token of a layer moves through memory to become float8: what its products read, forward; the cotangents of what
+    they make, backward. Each is turned for the weights' gradients as well, what was gathered after that."""
     stream, products = placed.cfg.embed_dim / placed.stream_ways, [product for product in placed.products if not product.router]
     read = sum(product.share * (product.k if product.outward else stream) for product in products)
     made = sum(product.share * (stream if product.outward else product.n) for product in products)

@@ -32,8 +32,8 @@ class Matmul:
 
 @dataclasses.dataclass(frozen=True)
 class Grouped:
-    """One kernel for rows of many groups, each times its group's matrix: [rows, k] × [groups, k, n]; outer: the gradients of these,
-    [k, rows] × [rows, n] of each group. rows: as multiplied, zeros that fill up blocks among them."""
+    """One kernel for rows of many groups, each times its group's matrix: [rows, k] × [groups, k, n]; outer: the gradients of
+    these, [k, rows] × [rows, n] of each group. rows: as multiplied, zeros that fill up blocks among them."""
     rows: float
     groups: int
     k: int
@@ -165,8 +165,8 @@ def visited_share(length: int, mean: float, sigma: float, block: int = BLOCK, wi
     visited, back, older = 0.0, 0.0, 1.0                # back: tokens between a query and the first one that it sees
     for start in range(0, length, block):
         rows = min(block, length - start)
-        # A start somewhere inside a block of keys, half a block in the mean; the row's own start is a block's, and where a window
-        # ends in its block is known.
+        # A start somewhere inside a block of keys, half a block in the mean; the row's own start is a block's, and where a
+        # window ends in its block is known.
         ends = older * (-reach % block) if reach < start else 0.0
         visited += rows * (back + rows + ends + (1 - older) * block / 2)
         if start < reach:
@@ -177,8 +177,8 @@ def visited_share(length: int, mean: float, sigma: float, block: int = BLOCK, wi
 
 
 def banded_pairs(queries: int, keys: int, ahead: int, window: int, mean: float = math.inf, sigma: float = 1.0) -> float:
-    """Pairs at most window - 1 tokens apart and none before its key, of queries that begin so many tokens after the keys, and of one
-    document where `mean` says how long these are."""
+    """Pairs at most window - 1 tokens apart and none before its key, of queries that begin so many tokens after the keys, and
+    of one document where `mean` says how long these are."""
     pairs = 0.0
     for first in range(max(0, ahead - keys + 1), min(window, ahead + queries), BLOCK):
         last = min(first + BLOCK, window, ahead + queries) - 1          # distances: pairs of each, from the mean of the ends

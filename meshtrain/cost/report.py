@@ -83,8 +83,8 @@ def compiled(executable, made, seconds: float) -> str:
 
 def as_json(made, executable, program: audit.Program, formulas: beside.Formulas | None,
             line: roofline.Roofline | None) -> dict:
-    """The contract of `inspect --json`. formula: null where none reaches. roofline: null where no GPU of known speed is compiled
-    for. differences: of a program for GPUs."""
+    """The contract of `inspect --json`. formula: null where none reaches. roofline: null where no GPU of known speed is
+    compiled for. differences: of a program for GPUs."""
     gpu, held = roofline.gpu_of(made), held_by_program(made, executable)
     return {"memory_bytes": {"formula": formulas.memory_bytes if formulas else formula(made), "compiled": held,
                              "usable": gpu and hardware.usable_bytes(gpu)},

@@ -1,8 +1,9 @@
-"""The layouts that a model, its batch and its hosts allow, priced and ranked: meshes, rule files, microbatches, schedules, remat.
+"""The layouts that a model, its batch and its hosts allow, priced and ranked: meshes, rule files, microbatches, schedules,
+remat.
 
 Every factorization of the GPUs over the five axes is tried whose tensor groups stay within a link domain. Rule files that say
-the same on a mesh are tried once. Of a layout the least recomputation that fits is priced, and of its schedules the one with the
-smallest bubble that fits; for the best plans also the other ways to place the axes and to exchange keys and values.
+the same on a mesh are tried once. Of a layout the least recomputation that fits is priced, and of its schedules the one with
+the smallest bubble that fits; for the best plans also the other ways to place the axes and to exchange keys and values.
 What a run file allows is not known here: it is asked of `Question.lay`, the checks that training starts with.
 """
 from __future__ import annotations
@@ -24,8 +25,8 @@ from meshtrain.parallel import schedules, stages
 REMAT = ("none", "selective", "full")           # in order of what they recompute
 OFFLOAD = "offload"         # as full, and layers' inputs wait on the host: where no stages keep them
 METHODS = ("ring", "gather", "ulysses")
-# Slowest link first. The second keeps a stage's neighbours nearer than its replicas, the third lets weights be gathered inside a
-# host where sequences are split.
+# Slowest link first. The second keeps a stage's neighbours nearer than its replicas, the third lets weights be gathered inside
+# a host where sequences are split.
 PLACEMENTS = (PLACEMENT, ("data", "stage", "fsdp", "context", "tensor"), ("stage", "data", "context", "fsdp", "tensor"),
               ("data", "fsdp", "stage", "context", "tensor"))
 MOST_CONTEXT, MOST_STAGES, MOST_SEQUENCES, MOST_CHUNKS = 64, 64, 16, 16     # of an axis; of a microbatch on one GPU; of a stage
@@ -90,8 +91,8 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Answer:
-    """plans: those that fit, best first, the best of each mesh and rule file. misses: near misses, fastest first. tried: layouts
-    that are allowed. faults: why others are not, each once."""
+    """plans: those that fit, best first, the best of each mesh and rule file. misses: near misses, fastest first. tried:
+    layouts that are allowed. faults: why others are not, each once."""
     plans: list[Plan]
     misses: list[Plan]
     tried: int
@@ -226,9 +227,9 @@ def _schedules(question: Question, p: int, m: int) -> list[tuple[str, int]]:
 
 
 def _fitting(question: Question, placed: Placed, m: int) -> Iterator[tuple[Options, int]]:
-    """(options, bytes) of what is worth a price: for each remat policy the schedule with the smallest bubble that fits, of those with a
-    W of its own and of the others, until the best of all fits; where nothing does, what needs least. In a pipeline's loop what no
-    remat keeps has its price, so selective is tried beside it."""
+    """(options, bytes) of what is worth a price: for each remat policy the schedule with the smallest bubble that fits, of
+    those with a W of its own and of the others, until the best of all fits; where nothing does, what needs least. In a
+    pipeline's loop what no remat keeps has its price, so selective is tried beside it."""
     p = placed.mesh.sizes["stage"]
     policies = [question.fixed["remat"]] if "remat" in question.fixed else REMAT if p > 1 else (*REMAT, OFFLOAD)
     order, least, any_fits = _schedules(question, p, m), None, False

@@ -147,9 +147,10 @@ def choose(p: int, m: int, costs: Costs | Callable[[Schedule], Costs] = Costs(),
            chunks: Iterable[int] = (1,)) -> Choice:
     """The cheapest phase schedule whose slots fit into the budget; where none does, the one that needs least.
 
-    p stages, m microbatches; costs: of all schedules, or of each; slot_bytes and budget_bytes: what a microbatch leaves on a device, and the bytes there are
-    for it (without both, memory is no concern). chunks: the counts that the layers can be cut into. A pure function of
-    modelled numbers, so that every process and every restart chooses the same: measured times must not enter.
+    p stages, m microbatches; costs: of all schedules, or of each; slot_bytes and budget_bytes: what a microbatch leaves on a
+    device, and the bytes there are for it (without both, memory is no concern). chunks: the counts that the layers can be cut
+    into. A pure function of modelled numbers, so that every process and every restart chooses the same:
+    measured times must not enter.
 
     Raises: ValueError where no count of chunks has a schedule.
     """
@@ -210,8 +211,8 @@ def chunk_counts(num_layers: int, p: int, most: int = 4) -> tuple[int, ...]:
     """The chunk counts that need no more padding layers than one chunk does, and of which p is a multiple or which are of p.
 
     num_layers: or periods of them, where these stay together.
-    Of others each stage's weights lie on many: XLA moves them ten times over on their way (8 stages of 10 chunks: 112 GiB a step
-    of a 70B model, a third of the step).
+    Of others each stage's weights lie on many: XLA moves them ten times over on their way (8 stages of 10 chunks: 112 GiB a
+    step of a 70B model, a third of the step).
     """
     padded = lambda v: -(-num_layers // (p * v)) * v
     return tuple(v for v in range(1, most + 1) if padded(v) == padded(1) and (p % v == 0 or v % p == 0))

@@ -94,8 +94,8 @@ def play(module: hlo.Module, trips: Mapping[str, int], prices: Prices) -> Played
 
 
 def loop_trips(module: hlo.Module, further_rounds: float = 0) -> tuple[dict[str, float], list[str]]:
-    """Iterations of every loop, by the name of its `while`, and the loops of unknown length: counted once. further_rounds: those
-    of a loop of further rounds."""
+    """Iterations of every loop, by the name of its `while`, and the loops of unknown length: counted once. further_rounds:
+    those of a loop of further rounds."""
     visits, unknown = hlo.walk(module, lambda ins: ins.op == "while" or ins.is_root)
     runs = Counter()
     for visit in visits:

@@ -27,8 +27,9 @@ class Sent:
     """Collectives of one kind, `runs` of them in a step.
 
     kind, dtype: as HLO spells them; axes: as `audit.Collective` has them. array_bytes: the whole array of an all-gather,
-    reduce-scatter or all-reduce, what one GPU sends of others. waits: the name under which a step's exposed seconds are told. beside: the compute behind which it hides,
-    "" where the step waits for all of it. layer: whether it belongs to a layer of a microbatch; else to its ends or the step.
+    reduce-scatter or all-reduce, what one GPU sends of others. waits: the name under which a step's exposed seconds are told.
+    beside: the compute behind which it hides, "" where the step waits for all of it. layer:
+    whether it belongs to a layer of a microbatch; else to its ends or the step.
     """
     kind: str
     axes: Axes
@@ -156,8 +157,9 @@ def _tensor(placed: Placed, options: Options, practice: Practice) -> Iterator[Se
 
 
 def _experts(placed: Placed, options: Options, practice: Practice) -> Iterator[Sent]:
-    """Tokens on their way to experts and back: x and y, in the backward x again, dy and dx, and which experts with which weights.
-    Gathered and scattered, or exchanged in rooms of which the fullest decides how many rounds it takes: one, of equally busy experts."""
+    """Tokens on their way to experts and back: x and y, in the backward x again, dy and dx, and which experts with which
+    weights. Gathered and scattered, or exchanged in rooms of which the fullest decides how many rounds it takes: one,
+    of equally busy experts."""
     found = routed.of(placed, options)
     if not found:
         return
@@ -224,11 +226,11 @@ def _ring(placed: Placed, options: Options, practice: Practice, send, pairs: flo
 
 
 def _stages(placed: Placed, options: Options, practice: Practice) -> Iterator[Sent]:
-    """The boundaries of stages, forward and backward. In our pipelines all stages get the last one's output and the cotangent of
-    the first one's input, and where they share the vocabulary add up what is looked up and what the head's cotangent makes.
+    """The boundaries of stages, forward and backward. In our pipelines all stages get the last one's output and the cotangent
+    of the first one's input, and where they share the vocabulary add up what is looked up and what the head's cotangent makes.
 
-    A chunk of layers is stored beside those that follow it and worked on by another stage: once a step it travels there, split as
-    it is stored, and its gradient back.
+    A chunk of layers is stored beside those that follow it and worked on by another stage: once a step it travels there, split
+    as it is stored, and its gradient back.
     """
     p, chunks, size = placed.mesh.sizes["stage"], options.chunks, placed.itemsize
     if p == 1:

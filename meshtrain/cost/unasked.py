@@ -1,4 +1,5 @@
-"""What a compiled step does that its layout does not ask for: weights gathered in a loop, tensors that XLA replicates to reshard.
+"""What a compiled step does that its layout does not ask for: weights gathered in a loop,
+tensors that XLA replicates to reshard.
 
 Neither is wrong, both cost many times what the layout promises, and nobody sees them in a loss. The second XLA only logs while
 it partitions a program.

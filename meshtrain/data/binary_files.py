@@ -34,7 +34,8 @@ class Ids:
 
 
 def open_ids(path: str) -> Ids:
-    """The ids of an X.tokens.npy or X.bin, with X.mask.npy where there is one; headers and sizes are checked. Raises: ValueError."""
+    """The ids of an X.tokens.npy or X.bin, with X.mask.npy where there is one; headers and sizes are checked. Raises:
+    ValueError."""
     ids, beside = _open_ids(path), token_files.mask_path(path)
     if not os.path.exists(beside):
         return ids

@@ -1,9 +1,9 @@
 """Conversations as token ids: the template of a model folder, rendered elsewhere (`rendering.py`), and which ids to learn.
 
 A template writes all there is, the separators and the ends of turns, too: nothing is added to its text. What it marks as the
-assistant's ({% generation %}) becomes a mask over ids as transformers makes it; of a template without the tag, an answer is what
-the text has behind the prompt for it. Names of special tokens in what people say would become the tokens: they are refused.
-This module knows no files of conversations and no cache.
+assistant's ({% generation %}) becomes a mask over ids as transformers makes it; of a template without the tag, an answer is
+what the text has behind the prompt for it. Names of special tokens in what people say would become the tokens: they are
+refused. This module knows no files of conversations and no cache.
 """
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ class Template:
 
 
 def open_template(tokenizer: Tokenizer, given: str = "", folders: Sequence[Path] = (), today: bool = False) -> Template:
-    """The template of `given` (its file or a model folder), else of the folder of the tokenizer's file or of the first of `folders`
-    that has one: chat_template.jinja, else chat_template in tokenizer_config.json.
+    """The template of `given` (its file or a model folder), else of the folder of the tokenizer's file or of the first of
+    `folders` that has one: chat_template.jinja, else chat_template in tokenizer_config.json.
 
     Raises: ValueError where there is none, or it is broken.
     """

@@ -1,5 +1,5 @@
-"""Conversations as people keep them, in lines of JSON, told apart by their keys: messages, ShareGPT's conversations, or a prompt
-and its completion. Whatever is wrong with a line is one ValueError that names file, line and remedy.
+"""Conversations as people keep them, in lines of JSON, told apart by their keys: messages, ShareGPT's conversations, or a
+prompt and its completion. Whatever is wrong with a line is one ValueError that names file, line and remedy.
 """
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ BATCH_CHARS, BATCH_LINES = 1 << 22, 1 << 10     # what is encoded at a time
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chats:
-    """How conversations become tokens. learn_all: not only what the assistant says. pairs: lines hold two, chosen and rejected."""
+    """How conversations become tokens. learn_all: not only what the assistant says. pairs: lines hold two,
+    chosen and rejected."""
     template: Template
     learn_all: bool
     pairs: bool = False

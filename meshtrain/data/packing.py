@@ -127,12 +127,13 @@ def pack(corpus: Sequence[Source], weights: Sequence[float], *, bos: int, seq_le
     """Sources as batches, mixed in the proportions of `weights` (positive numbers of any sum; shares of the tokens).
 
     eos: the target behind a document's last token; None: bos. Held out of each source is the fraction, and at most
-    validation_tokens where that is not 0; nothing of one with a source of its own in `validation`, and of none where there are `curves`, which are then the validation sets. names: of
-    the others. position: what `Packed.position(n)` gave in the run before. Where nothing differs, all batches are the same bit for
-    bit. Weights, seq_len and global_batch may differ: batches are then those from n on, in which every source goes on behind
-    its last token; sequences of the chunk that was begun (order.CHUNK_TOKENS) keep their order, cut anew at the rows' ends.
-    packing: "stream", or "whole", where no document is cut and seq_len stays. Raises: ValueError where a source is too short for
-    its share of one batch, or the held-out part for one sequence, or the position is another data's.
+    validation_tokens where that is not 0; nothing of one with a source of its own in `validation`, and of none where there are
+    `curves`, which are then the validation sets. names: of the others. position: what `Packed.position(n)` gave in the run
+    before. Where nothing differs, all batches are the same bit for bit. Weights, seq_len and global_batch may differ: batches
+    are then those from n on, in which every source goes on behind its last token; sequences of the chunk that was begun
+    (order.CHUNK_TOKENS) keep their order, cut anew at the rows' ends. packing: "stream", or "whole", where no document is cut
+    and seq_len stays. Raises: ValueError where a source is too short for its share of one batch,
+    or the held-out part for one sequence, or the position is another data's.
     """
     _check_settings(seq_len, global_batch, seed, validation_fraction, validation_tokens)
     assert len(corpus) == len(weights) > 0

@@ -1,8 +1,9 @@
 """Pairs of answers as batches: a sequence holds a prompt with the chosen answer and behind it the same with the rejected one.
 
-The token cache has them as two documents, one after the other: 2i chosen, 2i + 1 rejected, both complete (contracts.py), of which
-the answers alone are targets. Batch n is a function of (seed, n): epochs of all pairs that fit, each in an order of its own. A
-pair that does not fit into a sequence is left out: cut, its answers would be compared by what happened to be left of them.
+The token cache has them as two documents, one after the other: 2i chosen, 2i + 1 rejected, both complete (contracts.py), of
+which the answers alone are targets. Batch n is a function of (seed, n): epochs of all pairs that fit, each in an order of its
+own. A pair that does not fit into a sequence is left out: cut, its answers would
+be compared by what happened to be left of them.
 """
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ ORDER, HELD = 5, 6      # of seeds: of an epoch, of what is held out
 class Pairs:
     """Batches (contracts.py) of pairs, with `reference` [B] float32 beside the other arrays.
 
-    pairs: int64, the numbers of those that fit and are trained on. references: by number of the pair, what the reference prefers
-    the chosen answer by; None: zeros, as long as they are not known.
+    pairs: int64, the numbers of those that fit and are trained on. references: by number of the pair, what the reference
+    prefers the chosen answer by; None: zeros, as long as they are not known.
     """
     source: Source
     pairs: np.ndarray

@@ -104,8 +104,8 @@ class Published:
 
 
 class Lengths(NamedTuple):
-    """How many bytes of text tokens stand for. bytes_V: of each id. prefix: of a document's first token, those that the tokenizer put
-    there: a space."""
+    """How many bytes of text tokens stand for. bytes_V: of each id. prefix: of a document's first token, those that the
+    tokenizer put there: a space."""
     bytes_V: np.ndarray
     prefix: int
 

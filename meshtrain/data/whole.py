@@ -3,9 +3,10 @@
 The documents of a window (order.py: some 8,192 from everywhere in the source) are put together best fit decreasing: the longest
 first, each into the fullest sequence that has room. Which documents share a sequence is the same in every epoch; the windows'
 order and that of their sequences are not. A document that is longer than a sequence is several, each but the last a sequence;
-but a conversation, or what has a mask, loses what lies behind the sequence's end: an answer without its question teaches nothing.
-Held are a number per window and the windows last used: any sequence is found from (seed, its number), by a count of the sequences
-before it in the first epoch, a microsecond a document. Source: Johnson 1973 (best fit decreasing); arXiv:2404.10830 (for packing).
+but a conversation, or what has a mask, loses what lies behind the sequence's end: an answer without its question teaches
+nothing. Held are a number per window and the windows last used: any sequence is found from (seed, its number), by a count of
+the sequences before it in the first epoch, a microsecond a document. Source: Johnson 1973 (best fit decreasing);
+arXiv:2404.10830 (for packing).
 """
 from __future__ import annotations
 

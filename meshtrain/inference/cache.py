@@ -1,8 +1,8 @@
 """The forward pass with its keys and values kept: of whole prompts at once, then of one token after another.
 
 The layers are those of training; they call `ex.attend`, and here that keeps what it is given. Rows end at the same place of the
-cache: prompts are padded on the left, padding is segment 0. A cache is, for each group of layers, (keys, values) of each layer of its
-period, [repeats, B, S, K, H], split as rows and kv_heads are; positions and windows follow from the places alone.
+cache: prompts are padded on the left, padding is segment 0. A cache is, for each group of layers, (keys, values) of each layer
+of its period, [repeats, B, S, K, H], split as rows and kv_heads are; positions and windows follow from the places alone.
 """
 from __future__ import annotations
 

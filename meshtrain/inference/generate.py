@@ -1,8 +1,8 @@
 """Tokens that follow prompts: prefill, then a loop of one token after another until every row has stopped.
 
-Two programs: `start` takes the prompts and picks their first tokens, `go_on` loops on the device for as many tokens as the host asks,
-which reads them in between, to tell them as they come and to look for stop strings. What is drawn for a row depends on the seed, on its
-prompt and on how many tokens it has, not on the other rows, their number or the mesh.
+Two programs: `start` takes the prompts and picks their first tokens, `go_on` loops on the device for as many tokens as the host
+asks, which reads them in between, to tell them as they come and to look for stop strings. What is drawn for a row depends on
+the seed, on its prompt and on how many tokens it has, not on the other rows, their number or the mesh.
 """
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """tokens: most new ones. stop_ids: tokens that end an answer. length: of prompt and answer together; 0: none. ended: (row, its tokens) ->
-    how many of them are the answer, where it has ended by more than its last token; asked every STRIDE tokens."""
+    """tokens: most new ones. stop_ids: tokens that end an answer. length: of prompt and answer together; 0: none. ended: (row,
+    its tokens) -> how many of them are the answer, where it has ended by more than its last token;
+    asked every STRIDE tokens."""
     tokens: int
     stop_ids: tuple[int, ...] = ()
     length: int = 0
@@ -56,7 +57,8 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Generator:
-    """A model with its weights on a mesh, which is the one in context. compiled: (name, jitted, its arguments) -> what to call."""
+    """A model with its weights on a mesh, which is the one in context. compiled: (name, jitted,
+    its arguments) -> what to call."""
     model: Transformer
     ex: Execution
     params: dict
@@ -64,8 +66,8 @@ class Generator:
 
     def complete(self, prompts: Sequence[Sequence[int]], limits: Limits, how: picking.Picking = picking.Picking(), seed: int = 0,
                  tell: Callable[[int, list[int]], None] | None = None) -> list[Completion]:
-        """The completions of prompts, none of them empty, in their order. tell: called with a prompt's number and its tokens so far, as
-        they come."""
+        """The completions of prompts, none of them empty, in their order. tell: called with a prompt's number and its tokens so
+        far, as they come."""
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         found: dict[int, Completion] = {}
         for at in range(0, len(order), MOST_ROWS):
@@ -115,9 +117,9 @@ class Generator:
 def _programs(model: Transformer, ex: Execution, T: int, room: int, how: picking.Picking, stop_ids: tuple[int, ...]):
     """(start, go_on), jitted, for prompts of T tokens and `room` more.
 
-    start(params, prompt_BT, lengths_B, budget_B, names_B, seed) -> Going. go_on(params, going, lengths_B, budget_B, names_B, seed, until,
-    ended_B) -> going, of `until` tokens or of those at which every row is done; `going` is donated. What the host reads lies whole on every
-    device.
+    start(params, prompt_BT, lengths_B, budget_B, names_B, seed) -> Going. go_on(params, going, lengths_B, budget_B, names_B,
+    seed, until, ended_B) -> going, of `until` tokens or of those at which every row is done; `going` is donated. What the host
+    reads lies whole on every device.
     """
     def whole(going: Going) -> Going:
         told = {name: jax.lax.with_sharding_constraint(x, P()) for name, x in going._asdict().items() if name != "caches"}

@@ -28,8 +28,8 @@ NEW_TOKENS = 256        # of an answer, where a task does not say
 
 
 class Model(TemplateLM):
-    """encode, decode: text to ids without special tokens, and back. prefix: the token that stands before a document. length: most
-    tokens of a sequence."""
+    """encode, decode: text to ids without special tokens, and back. prefix: the token that stands before a document. length:
+    most tokens of a sequence."""
 
     def __init__(self, scorer: Scorer, generator: Generator, encode: Callable[[str], list[int]], decode: Callable[[Sequence[int]], str],
                  prefix: int, stop_ids: Sequence[int], length: int, seed: int = 0):

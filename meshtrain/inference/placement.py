@@ -1,8 +1,8 @@
 """Where weights and rows lie while a model answers: weights never move, activations do.
 
 A token's matmuls read every weight once and multiply it with a few rows: to gather a weight, as training does where it shards
-states, would cost more than the product. So `tensor` splits heads, MLP and vocabulary as in training, other axes split the width of
-every weight, whose products are then summed, and `data` has rows of its own. This module knows no run file.
+states, would cost more than the product. So `tensor` splits heads, MLP and vocabulary as in training, other axes split the
+width of every weight, whose products are then summed, and `data` has rows of its own. This module knows no run file.
 """
 from __future__ import annotations
 

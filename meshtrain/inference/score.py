@@ -21,7 +21,8 @@ TOKENS = 8192       # of a batch, on each device that has rows of its own
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scorer:
-    """A model with its weights on a mesh, which is the one in context. compiled: (name, jitted, its arguments) -> what to call."""
+    """A model with its weights on a mesh, which is the one in context. compiled: (name, jitted,
+    its arguments) -> what to call."""
     model: Transformer
     ex: Execution
     params: dict
@@ -34,8 +35,8 @@ class Scorer:
         return max(1, TOKENS // length) * self.ex.layout.ways(self.ex.layout.batch_axes)
 
     def score(self, batch: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """(float32 log-probabilities in nats [B, T], whether they are the largest [B, T]) of batch["targets"], whatever stands where
-        there is none. batch: as of training, of `rows` rows."""
+        """(float32 log-probabilities in nats [B, T], whether they are the largest [B, T]) of batch["targets"], whatever stands
+        where there is none. batch: as of training, of `rows` rows."""
         layout = self.ex.layout
         spec = lambda x: layout.spec("activations", ("batch", "seq")[:x.ndim])
         placed = {name: jax.device_put(x, NamedSharding(self.mesh, spec(x))) for name, x in batch.items()}

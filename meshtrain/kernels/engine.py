@@ -17,7 +17,8 @@ MASKED = -1e30       # finite: a query that sees no key gives zeros, not NaN
 
 
 class Engine(NamedTuple):
-    """Attention of T queries to S keys, within segments and a `kernels.mask.Mask`; block pairs that it leaves nothing of cost nothing.
+    """Attention of T queries to S keys, within segments and a `kernels.mask.Mask`;
+    block pairs that it leaves nothing of cost nothing.
 
     forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, mask) -> o_BTNH, lse_BTN, both float32 (lse the natural
     log-sum-exp of the scores; MASKED and zeros where a query sees nothing).

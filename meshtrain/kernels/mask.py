@@ -1,4 +1,5 @@
-"""Which keys a query sees, and how a pair is scored: two values that every engine and every method of context parallelism carries.
+"""Which keys a query sees, and how a pair is scored: two values that every engine
+and every method of context parallelism carries.
 
 A mask speaks of places alone. Which tokens are of one document is data: segments travel beside keys and queries. A window of w
 is that of transformers and FlashAttention: a token sees itself and the w - 1 tokens before it. Knows no mesh.

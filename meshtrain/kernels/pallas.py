@@ -1,10 +1,11 @@
 """Attention within documents and windows as GPU kernels: Pallas, lowered through Triton.
 
-A block of queries visits the blocks of keys that one of its documents and its window reach and no others, so packed rows cost less than
-whole ones: about 0.57 of the causal square with documents of 2,000 tokens in rows of 8,192. Which blocks those are is found
-outside the kernels (`spans`) and read by them as the bounds of two loops: one with masks, and one without for blocks of a single document.
-The backward is a kernel for dq and one for dk and dv; nothing is added by atomics, so every run gives the same bits.
-XLA has no partitioning rule for them: where a mesh axis is not manual, every device along it computes all heads, in silence.
+A block of queries visits the blocks of keys that one of its documents and its window reach and no others, so packed rows cost
+less than whole ones: about 0.57 of the causal square with documents of 2,000 tokens in rows of 8,192. Which blocks those are is
+found outside the kernels (`spans`) and read by them as the bounds of two loops: one with masks, and one without for blocks of a
+single document. The backward is a kernel for dq and one for dk and dv; nothing is added by atomics, so every run gives the same
+bits. XLA has no partitioning rule for them: where a mesh axis is not manual, every device along it computes all heads,
+in silence.
 Source: FlashAttention-2, arXiv:2307.08691. Knows no mesh.
 """
 from __future__ import annotations

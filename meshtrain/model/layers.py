@@ -70,8 +70,8 @@ def _placed(ex: Execution, dw, axes):
 def project(ex: Execution, forms, out_axes, frozen: bool, x, ws):
     """(einsum(eq, x, w), …) of each of ws in the compute dtype, with float32 weight gradients.
 
-    forms: ((eq, logical axes of w), …), e.g. "BTD,DNH->BTNH". out_axes: for a single projection back onto the residual stream, the
-    logical axes of the output before it is split over the sequence, else None. A GPU reduces a weight gradient in the
+    forms: ((eq, logical axes of w), …), e.g. "BTD,DNH->BTNH". out_axes: for a single projection back onto the residual stream,
+    the logical axes of the output before it is split over the sequence, else None. A GPU reduces a weight gradient in the
     dtype of the dot that makes it, so that dot is written here with a float32 result and placed as [grads]. Of frozen
     weights there is none, and x is not kept for it.
     """

@@ -200,7 +200,8 @@ class _VocabShard:
 
 
 class _TokenChunks:
-    """[B, T, …] as [n, r, tokens, …]: n token shards × r shards of the residual stream, whose tokens are padded to whole chunks.
+    """[B, T, …] as [n, r, tokens, …]: n token shards × r shards of the residual stream,
+    whose tokens are padded to whole chunks.
 
     n = b · c shards of batch and sequence: tokens are independent here, so a shard of a sequence is one like any other.
     """

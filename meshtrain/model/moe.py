@@ -47,7 +47,8 @@ class Routing:
         return jax.nn.softmax(logits, -1) if self.score == "softmax" else jax.nn.sigmoid(logits)
 
     def select(self, scores, bias_E):
-        """The numbers of the chosen experts [..., K]; of equal scores the lower number. The bias decides here and nowhere else."""
+        """The numbers of the chosen experts [..., K]; of equal scores the lower number.
+        The bias decides here and nowhere else."""
         scores = scores if bias_E is None else scores + bias_E
         if self.groups > 1:
             by_group = scores.reshape(*scores.shape[:-1], self.groups, -1)
@@ -68,8 +69,8 @@ def route(layout: Layout, routing: Routing, logits_BTE, bias_E):
     """(chosen experts [B, T, K] int32, their weights, how often each was chosen in each sequence [B, E]), float32.
 
     logits are split like the residual stream. The gradient of the bias is how many tokens chose each expert: summed over
-    microbatches and devices like any other, it is what the step needs to know. All axes are manual in here: XLA would gather the
-    scores of all tokens for top_k.
+    microbatches and devices like any other, it is what the step needs to know. All axes are manual in here: XLA would gather
+    the scores of all tokens for top_k.
     """
     axes = layout.every_axis("activations", "residual_seq")       # they split a sequence
 
@@ -164,8 +165,8 @@ class MoE(nnx.Module):
         return y_BTD, aux
 
     def _logits(self, ex: Execution, x_BTD):
-        """float32, by a float32 product: in bfloat16 the choice would be another for one token in a hundred. Its backward widens x
-        again: what the experts keep anyway is half as large."""
+        """float32, by a float32 product: in bfloat16 the choice would be another for one token in a hundred. Its backward
+        widens x again: what the experts keep anyway is half as large."""
         wide = dataclasses.replace(ex, dtype=jnp.dtype("float32"))
 
         def product(x_BTD, router_DE):
@@ -180,9 +181,9 @@ class MoE(nnx.Module):
 
 
 def reported(aux: dict) -> dict:
-    """A step's aux as metrics: instead of the load of every expert, by layer [L], the largest and the smallest relative to the mean
-    and the entropy of the choices relative to that of even ones, NaN for layers without experts; and the largest of all, and the mean
-    entropy."""
+    """A step's aux as metrics: instead of the load of every expert, by layer [L], the largest and the smallest relative to the
+    mean and the entropy of the choices relative to that of even ones, NaN for layers without experts; and the largest of all,
+    and the mean entropy."""
     if EXPERT_LOAD not in aux:
         return aux
     load_LE = aux[EXPERT_LOAD]

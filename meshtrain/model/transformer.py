@@ -1,10 +1,10 @@
 """The decoder: tokens -> embedding -> layers, group by group -> norm -> head and loss.
 
 Llama-like by default, GPT-2-like by the same fields of `[model]`. The layers are groups, each a scan over what repeats in it
-(leading dense layers, then the others; a window in all but every sixth layer): mostly one group of equal layers. Parameters are one
-nested dict: {"embedding", "position"?, LAYERS, "final_norm", "head"?}, where LAYERS holds stacked weights [L, …] if all layers
-are equal, else {group: [repeats, …]}, or {group: {position in the period: [repeats, …]}}. Nothing here depends on the layout
-of the run except through `ex.layout`, and initialization depends on the seed alone.
+(leading dense layers, then the others; a window in all but every sixth layer): mostly one group of equal layers. Parameters are
+one nested dict: {"embedding", "position"?, LAYERS, "final_norm", "head"?}, where LAYERS holds stacked weights [L, …] if all
+layers are equal, else {group: [repeats, …]}, or {group: {position in the period: [repeats, …]}}. Nothing here depends on the
+layout of the run except through `ex.layout`, and initialization depends on the seed alone.
 """
 from __future__ import annotations
 
@@ -163,7 +163,8 @@ class Transformer:
 
     @property
     def period(self) -> tuple[params.Module, ...]:
-        """The layers that all staged ones repeat in turn; the last time perhaps not to the end. Raises: ValueError where they do not."""
+        """The layers that all staged ones repeat in turn; the last time perhaps not to the end. Raises:
+        ValueError where they do not."""
         first, *left = self.staged
         if len(left) > 1 or any(group.period * group.repeats != first.period[:group.repeats] for group in left):
             described = ", ".join(f"{group.name}: {group.repeats} × {len(group.period)}" for group in self.groups)
@@ -250,7 +251,8 @@ class Transformer:
         return after(x_BTD, without_layers(p)) if ex.in_order else x_BTD
 
     def head_loss(self, ex: Execution, p, x_BTD, targets_BT, *, z_loss: float = 0.0, chunk: int = 2048):
-        """(objective, nll) from the output of the last layer: sums over the tokens that have a target, in nats. Divide by their count.
+        """(objective, nll) from the output of the last layer: sums over the tokens that have a target, in nats.
+        Divide by their count.
 
         The objective is differentiated, with aux[AUX_LOSS] beside it where the layers make one.
         """
@@ -407,8 +409,8 @@ def block(ex: Execution, layer: params.Module, weights, x_BTD, inputs: Inputs, n
 
 
 def _can_share(ex: Execution, infos) -> bool:
-    """Whether parts of a microbatch can share a layer's weights. Not in float8, whose scales are of the whole microbatch, and not
-    where the backward of every projection gathers its weight again (ZeRO-3 without remat)."""
+    """Whether parts of a microbatch can share a layer's weights. Not in float8, whose scales are of the whole microbatch, and
+    not where the backward of every projection gathers its weight again (ZeRO-3 without remat)."""
     kept = all(ex.layout.spec_in_use(info.axes) == ex.layout.spec("params", info.axes) for info in infos)
     return not ex.float8 and (kept or ex.remat != "none")
 
@@ -422,8 +424,8 @@ def rematerialized(layer, ex: Execution):
     """none: what matmuls, norms and attention read is kept; selective: matmul outputs and attention's o and lse; full: only
     the input; offload: only the input, in the memory of the host (B·T·D there and back, beside the matmuls of a layer).
 
-    Where sequences are split over devices, full and offload keep o and lse, too (B·T·N·H): the backward never runs a ring again.
-    All keep the forward's scales of float8, numbers whose making would be a pass over each tensor and an all-reduce.
+    Where sequences are split over devices, full and offload keep o and lse, too (B·T·N·H): the backward never runs a ring
+    again. All keep the forward's scales of float8, numbers whose making would be a pass over each tensor and an all-reduce.
     """
     policies = jax.checkpoint_policies
     if ex.remat == "none":

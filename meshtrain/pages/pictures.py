@@ -207,7 +207,8 @@ def ticks(low: float, high: float, about: int = 6) -> list[float]:
 
 
 def heat(rows: Sequence[tuple[str, Sequence[float | None]]], columns: Sequence[int], show: Callable[[float], str], label: str) -> str:
-    """A cell for each row and column, whose values begin at 1: pale there, full at the largest, or at 2. columns: their numbers."""
+    """A cell for each row and column, whose values begin at 1: pale there, full at the largest, or at 2. columns:
+    their numbers."""
     left, right, most = 74, WIDTH - 24, max([2.0, *(value for _, values in rows for value in values if value is not None)])
     tall, width = max(4.0, min(18.0, 480 / len(rows))), (right - left) / len(columns)
     every, parts = math.ceil(11 / tall), []

@@ -32,7 +32,8 @@ LABELS = {"cudnn": "cuDNN's kernel", "pallas": "Pallas kernels that visit only w
 def attend(method, layout, q_BTNH, k_BSKH, v_BSKH, segments_BT, mask: Mask = CAUSAL):
     """Attention within segments and the mask: [B, T, N, H] from N query heads and K key/value heads (N a multiple of K).
 
-    method: forward(layout, mask, q, k, v, segments) -> o, lse and backward(layout, mask, q, k, v, segments, o, lse, do) -> dq, dk, dv.
+    method: forward(layout, mask, q, k, v, segments) -> o, lse and backward(layout, mask, q, k, v, segments, o, lse, do) -> dq,
+    dk, dv.
     """
     return _attend(method, layout, mask, q_BTNH, k_BSKH, v_BSKH, segments_BT)
 
@@ -122,7 +123,7 @@ def _specs(layout, **heads):
     return tuple(layout.spec("activations", ("batch", "seq", *([axis] if axis else []))) for axis in heads.values())
 
 
-# ---- what a run file asks for --------------------------------------------------------------------------------------------------------
+# ---- what a run file asks for ----------------------------------------------------------------------------------------
 
 
 def token_order(run, sizes: Mapping[str, int]):

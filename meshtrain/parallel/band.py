@@ -1,4 +1,5 @@
-"""Attention within a window over sequences in zigzag order: a chunk sees itself and the chunks right before it, nothing further.
+"""Attention within a window over sequences in zigzag order: a chunk sees itself and the chunks right before it,
+nothing further.
 
 Of 2·cp chunks of c tokens, chunk a sees those at distances 1 … D = ceil((window - 1) / c). At one distance the mask is the same
 on every device: none up to the last one or two, and there that of queries which begin a known number of tokens after the keys.
@@ -111,8 +112,8 @@ def _number(half: int, i, cp: int):
 
 
 def _through(steps: list[Distances], visit, carry):
-    """carry through visit(carry, d, distances, last) of all. Alike ones are one loop, but the first, which begins the sums, and the
-    last, from where nothing goes on."""
+    """carry through visit(carry, d, distances, last) of all. Alike ones are one loop, but the first, which begins the sums, and
+    the last, from where nothing goes on."""
     last = steps[-1].first + steps[-1].count - 1 if steps else 0
     for of in steps:
         between = range(max(of.first, 2), min(of.first + of.count, last))

@@ -1,10 +1,10 @@
 """One executor for every schedule of the phase family: a whole pipelined step inside one `shard_map`.
 
-In a tick all stages execute the same slots in the same order (receive, embedding, layers, send, loss), each on the microbatch and
-the buffer slots that the schedule gives it; a stage that has nothing to do works masked, so no control flow differs between
+In a tick all stages execute the same slots in the same order (receive, embedding, layers, send, loss), each on the microbatch
+and the buffer slots that the schedule gives it; a stage that has nothing to do works masked, so no control flow differs between
 devices and collectives may stand anywhere. F, B and W of a tick go through the layers together: none waits for another, so the
-collectives of one run beside the products of the others. Ticks with the same slots are a phase, one scan. The executor makes the
-gradients itself: jax never differentiates through it. It is given the model as functions and knows nothing else of it.
+collectives of one run beside the products of the others. Ticks with the same slots are a phase, one scan. The executor makes
+the gradients itself: jax never differentiates through it. It is given the model as functions and knows nothing else of it.
 Leading layers, unlike those of the stages, stand before the first tick and behind the last one, on all stages at once.
 Manual are `stage` and the axes over which gradients are summed once, after the step; all others are automatic.
 Sources: `schedules`; arXiv:1811.06965, 2104.04473, 2401.10241.
@@ -39,8 +39,8 @@ class ModelFunctions:
     head(ends, frozen, x, microbatch, extra) -> (objective, metric), after the last; the objective is differentiated.
     aux: {name: float32 array}, sums that are not differentiated. `ends` are the weights of embed and head, which all stages
     work on together: where they are split over the stages, embed and head gather and sum over them, and return the same on
-    every stage. frozen: of a layer or of the ends those weights that have no gradient. leading: as `layer`, of layers of another
-    kind before the first stage, which have no aux; None: there are none.
+    every stage. frozen: of a layer or of the ends those weights that have no gradient. leading: as `layer`, of layers of
+    another kind before the first stage, which have no aux; None: there are none.
     """
     prepare: Callable
     embed: Callable
@@ -50,14 +50,15 @@ class ModelFunctions:
 
 
 def gradients(schedule: Schedule, model: ModelFunctions, mesh, once, weights, batch, extra, *, ws_axes, ends_specs, batch_specs):
-    """(metric [R], gradients of ws [R, V, P, n, …], of ends [R, …], of leading layers [R·P, n, …], aux by name [R·P, …]), float32 and
-    unsummed over replicas, those of leading layers and aux over stages, too.
+    """(metric [R], gradients of ws [R, V, P, n, …], of ends [R, …], of leading layers [R·P, n, …], aux by name [R·P, …]),
+    float32 and unsummed over replicas, those of leading layers and aux over stages, too.
 
     R = product of the sizes of `once`, the axes over which the batch is split and the caller sums; the leading dim lies
-    on them. weights: (ws, frozen ws), (ends, frozen ends), (leading, frozen leading). ws: layers [V, P, n, …], dim 1 over stage;
-    layer (v, s, i) has the number (v·P + s)·n + i. leading: [n, …]. batch: [M, R, …]. extra: replicated. ends_specs: (of ends, of frozen ends), batch_specs: how these are
-    split over `stage` and `once`, PartitionSpecs by leaf. ws_axes: (of ws, of frozen ws), those of `once` that split a leaf, for each
-    dim behind n; along them its gradient is whole already, and R has none of them.
+    on them. weights: (ws, frozen ws), (ends, frozen ends), (leading, frozen leading). ws: layers [V, P, n, …], dim 1 over
+    stage; layer (v, s, i) has the number (v·P + s)·n + i. leading: [n, …]. batch: [M, R, …]. extra: replicated. ends_specs: (of
+    ends, of frozen ends), batch_specs: how these are split over `stage` and `once`, PartitionSpecs by leaf. ws_axes: (of ws, of
+    frozen ws), those of `once` that split a leaf, for each dim behind n; along them its gradient is whole already,
+    and R has none of them.
     """
     execute = partial(_execute, schedule, model, needs_order(mesh), True)
     return over_stages(execute, True, mesh, once, weights, batch, extra, ws_axes, ends_specs, batch_specs)
@@ -129,7 +130,8 @@ class Shard:
         return self.model.head(ends, self.frozen_ends, y, self.microbatch(i), self.extra)
 
     def prepared(self, numbers):
-        """What a tick is given, from its numbers in the schedule's columns: them, and what F and B see of their microbatches."""
+        """What a tick is given, from its numbers in the schedule's columns: them,
+        and what F and B see of their microbatches."""
         kinds = "FB" if self.fbw else "F"
         return numbers, {f"{kind}_e": self.prepare(numbers[self.columns.index(f"{kind}_mb")]) for kind in kinds}
 
@@ -142,8 +144,8 @@ class Shard:
 def shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage, weights, batch, extra):
     """(Shard, carry of the first tick, numbers [T, columns] of the tick after each) for the arguments of an executor.
 
-    carry: buffers X R Q D (Z) and the sums metric, ws, ends, leading and aux, all zero; tick: what the first tick is given. Where
-    nothing is differentiated, X, metric and tick alone.
+    carry: buffers X R Q D (Z) and the sums metric, ws, ends, leading and aux, all zero; tick: what the first tick is given.
+    Where nothing is differentiated, X, metric and tick alone.
     """
     stage, (ws, (ends, frozen_ends), (leading, frozen_leading)) = stage[0], weights
     num_stages, num_chunks = schedule.num_stages, schedule.num_chunks
@@ -410,8 +412,8 @@ def _phases(schedule: Schedule, trained_ends: bool) -> list[_Phase]:
 
 
 def _sometimes(this: Shard, phase: _Phase, what: str, tick, then, otherwise):
-    """then() in the ticks of the phase that have `what`: loss, embed or embed_grad. The condition is the same on all devices, so
-    its branches may hold collectives."""
+    """then() in the ticks of the phase that have `what`: loss, embed or embed_grad. The condition is the same on all devices,
+    so its branches may hold collectives."""
     if getattr(phase, what) == "always":
         return then()
     on = this.schedule.shared[f"{what}_on"][phase.start:phase.stop]

@@ -30,7 +30,8 @@ def check(schedule: Schedule) -> None:
 
 
 def violations(schedule: Schedule) -> Iterator[tuple[str, str]]:
-    """(invariant, what is wrong where), in the order of the invariants. A schedule that is not complete is judged no further."""
+    """(invariant, what is wrong where), in the order of the invariants.
+    A schedule that is not complete is judged no further."""
     broken = list(_complete(schedule))
     yield from broken
     if broken:

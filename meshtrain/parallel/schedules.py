@@ -3,9 +3,9 @@
 A generator makes a schedule, `schedule_check.check` proves it sound, `cost.simulate` prices it, and one executor interprets
 it; no schedule is control flow. Knows numpy only: no jax, no model, no devices.
 
-Legend: P stages, M microbatches, V chunks (consecutive layers; a stage has V of them), T ticks. Virtual stage g = chunk · P + stage
-holds layers g·L/(VP) up to (g+1)·L/(VP). F forward, B input gradient, W weight gradient; where W is not split off, B makes
-both.
+Legend: P stages, M microbatches, V chunks (consecutive layers; a stage has V of them), T ticks. Virtual stage g = chunk · P +
+stage holds layers g·L/(VP) up to (g+1)·L/(VP). F forward, B input gradient, W weight gradient; where W is not split off, B
+makes both.
 
 Three families share the format:
   phase   the default. A tick does F, loss, B, W in this order, each on all stages at once; a stage that has none works masked.
@@ -109,7 +109,8 @@ class Schedule:
         return dict(zip(KINDS, ticks.sum(0).tolist())) | {"loss": int(self.shared["loss_on"].sum())}
 
     def phases(self) -> list[Phase]:
-        """The ticks in order, grouped into scans. Where several ticks with a loss are consecutive, they are a phase of their own.
+        """The ticks in order, grouped into scans. Where several ticks with a loss are consecutive,
+        they are a phase of their own.
 
         Every scan is compiled for itself. A condition around W would save one, but XLA copies what goes through: on GPUs
         a stage's float32 gradients, twice a tick.

@@ -42,7 +42,8 @@ class FBW:
 
 
 def layer(f: Callable, w, x, e) -> FBW:
-    """F, B and W of f(w, x, e) -> (y, aux) for arguments of these shapes; arrays or ShapeDtypeStructs, x one array, y like x."""
+    """F, B and W of f(w, x, e) -> (y, aux) for arguments of these shapes; arrays or ShapeDtypeStructs, x one array,
+    y like x."""
     w, x, e = (jax.tree.map(_aval, tree) for tree in (wide(w), x, e))
     ahead = _Forward(f, w, x, e)
     behind = _Backward(ahead, w, e)
@@ -151,8 +152,8 @@ def stack(f: Callable, ws, own, depth: int, x, e) -> FBW:
     In the result's functions w is (ws, own, first): layers first … first + depth − 1 of the stack, so that a
     stage with several chunks needs no copy of one. e is the same for all layers. backward_weight and backward take two
     more arguments and return, for dw, `total` [n, …] with the gradients added in place where `on`: stacked, those of one
-    microbatch would be as large as the total. forward takes one more: `room`, (r, q) of some earlier call, which is written over; without
-    it buffers are filled with zeros first, and copied where two are alike.
+    microbatch would be as large as the total. forward takes one more: `room`, (r, q) of some earlier call, which is written
+    over; without it buffers are filled with zeros first, and copied where two are alike.
     """
     return stacked(layer_of(f, ws, own, x, e), depth)
 
@@ -217,7 +218,8 @@ def added(total, i, new, on):
 
 
 def take(tree, *at):
-    """[n, …] -> […], entry `at` of the leading dims. Never negative: what jnp adds for that stands in every loop and costs time."""
+    """[n, …] -> […], entry `at` of the leading dims. Never negative: what jnp
+    adds for that stands in every loop and costs time."""
     def entry(a):
         sizes = (1,) * len(at) + a.shape[len(at):]
         found = jax.lax.dynamic_slice(a, _start(a, at), sizes, allow_negative_indices=False)

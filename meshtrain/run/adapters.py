@@ -34,10 +34,11 @@ def described(found: Mapping) -> str:
 
 
 def restore(checkpoints: Checkpoints, step: int, wanted: dict, dtype=None) -> dict:
-    """The parameters of a step that are wanted, ready to use by a model without adapters: those that the run trained are merged.
+    """The parameters of a step that are wanted, ready to use by a model without adapters:
+    those that the run trained are merged.
 
-    wanted: nested dicts of jax.ShapeDtypeStruct with NamedShardings, all parameters or some. dtype: of what is merged; None: as it
-    is stored. Raises: as `Checkpoints.restore`.
+    wanted: nested dicts of jax.ShapeDtypeStruct with NamedShardings, all parameters or some. dtype: of what is merged; None: as
+    it is stored. Raises: as `Checkpoints.restore`.
     """
     kernels, found = dict(leaves_of(wanted)), section(checkpoints, step)
     if found:

@@ -300,7 +300,8 @@ class Checkpoints:
         return next((one["damaged"] for one in found if "damaged" in one), gone[0] if gone else "")
 
     def _look(self, place: pathlib.Path) -> dict:
-        """What this process finds of its share of the files: damaged, missing, refused (a file system that fails) or nothing."""
+        """What this process finds of its share of the files: damaged, missing,
+        refused (a file system that fails) or nothing."""
         first, here = jax.process_index() == 0, {"host": socket.gethostname()}
         try:
             if first and not os.path.exists(place / CHECKSUMS) and os.path.exists(place / "_CHECKPOINT_METADATA"):

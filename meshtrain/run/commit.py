@@ -24,7 +24,8 @@ class NotHandedOver(OSError):
 
 
 def hand_over(place: Path, index: int) -> None:
-    """By every process, when orbax has written its arrays into place/state: what is its own is on the disk, and in its record."""
+    """By every process, when orbax has written its arrays into place/state: what is its own is on the disk,
+    and in its record."""
     folder = place / STATE / f"ocdbt.process_{index}"
     mine = disk.files(folder)
     if (described := place / STATE / "array_metadatas" / f"process_{index}").exists():
@@ -37,9 +38,11 @@ def hand_over(place: Path, index: int) -> None:
 
 
 def commit(place: Path, count: int, document: str, merge: Callable[[], None], word: Callable[[int], str] = lambda index: "") -> None:
-    """By process 0, when all of `count` processes have ended their writing: all of the checkpoint is on the disk, with checksums.
+    """By process 0, when all of `count` processes have ended their writing: all of the checkpoint is on the disk,
+    with checksums.
 
-    document: its metadata, as JSON. merge: makes one index of what the processes have written. word: of a process, why it failed.
+    document: its metadata, as JSON. merge: makes one index of what the processes have written. word: of a process,
+    why it failed.
     Raises: NotHandedOver.
     """
     checksums = _handed_over(place, count, word)

@@ -38,8 +38,8 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
     """Writes the folder; returns the bytes of its weights. All processes call it alike.
 
     leaf: parameter of a path of the transformer's; each is asked for once, and not kept. data: the section [data]
-    that the model was trained on. bos: the token that stood before its documents. source: a folder whose other settings, tokenizer
-    and templates go along; without one they are as the data were.
+    that the model was trained on. bos: the token that stood before its documents. source: a folder whose other settings,
+    tokenizer and templates go along; without one they are as the data were.
     Raises: ConfigError where the folder cannot be begun or the model has no family; CheckpointError where a file cannot be
     written. Nothing then stands under its name.
     """
@@ -76,8 +76,8 @@ def end_of(data: Mapping, bos: int, vocab_size: int) -> int | None:
 
 
 def of_run(run_dir: Path, step: int, run: Run, transformer: Transformer, params: dict, bos: int) -> None:
-    """checkpoint.export: the parameters of a step, adapters merged, as run.dir/export/STEP, in the compute dtype, unless they are
-    there already."""
+    """checkpoint.export: the parameters of a step, adapters merged, as run.dir/export/STEP, in the compute dtype, unless they
+    are there already."""
     directory = run_dir / DIRECTORY / str(step)
     if agree.on_first(directory.exists):
         return

@@ -110,8 +110,8 @@ def last_sign(start: Mapping, beat: Mapping | None, rows: Sequence[Mapping]) -> 
 
 
 def counted_s(rows: Sequence[Mapping], step: int) -> float:
-    """Seconds of the steps up to `step`, without what they waited for data. rows: of metrics, also of earlier versions, which tell
-    of each step alone. A step between two rows is as long as its neighbours."""
+    """Seconds of the steps up to `step`, without what they waited for data. rows: of metrics, also of earlier versions, which
+    tell of each step alone. A step between two rows is as long as its neighbours."""
     total, before = 0.0, 0
     for row in rows:
         own_s = (row.get("step_time_s") or 0.0) * (row["step"] - before) - (row.get("data_wait_s") or 0.0)
@@ -125,8 +125,8 @@ def counted_s(rows: Sequence[Mapping], step: int) -> float:
 def tries(lines: Sequence[Mapping], beat: Mapping | None, rows: Sequence[Mapping], written: float | None) -> list[dict]:
     """Every try of the history. written: when the last row was. how: "" where it ended without a word, or goes on.
 
-    began, ended: wall clock. elapsed_s: age of the run when it began; run_s: how long it lasted; down_s: before it, since the one
-    before. spent_s: part -> seconds. again_s: of steps_again steps of earlier tries that it takes again.
+    began, ended: wall clock. elapsed_s: age of the run when it began; run_s: how long it lasted; down_s: before it, since the
+    one before. spent_s: part -> seconds. again_s: of steps_again steps of earlier tries that it takes again.
     """
     found: list[dict] = []
     for k, start in enumerate(lines):
@@ -177,7 +177,8 @@ def _stepped(by_s: float) -> float:
 
 
 def began_after(found: Sequence[Mapping], start: Mapping, lines: Sequence[Mapping], rows: Sequence[Mapping]) -> dict:
-    """What a start says of the tries before it: its age, the time since the last one, and what it takes again. found: those tries."""
+    """What a start says of the tries before it: its age, the time since the last one, and what it takes again. found:
+    those tries."""
     if not found:
         return {"elapsed_s": 0.0, "down_s": 0.0, "counted_s": counted_s(rows, start["step"]), "steps_again": 0, "again_s": 0.0}
     last, line = found[-1], next(line for line in reversed(lines) if line["event"] == "start")

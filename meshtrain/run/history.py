@@ -1,8 +1,9 @@
-"""The tries of a run: run.dir/history.jsonl, a line for each start and one for each end, with its cause and where the seconds went.
+"""The tries of a run: run.dir/history.jsonl, a line for each start and one for each end,
+with its cause and where the seconds went.
 
-A start without an end was killed, or is at work still: beside it lies .alive, rewritten every few seconds, from which the next start
-writes the end that was never told. What a start takes again, the steps behind the checkpoint that it goes on from, is written down
-before their rows of metrics are dropped. A disk that is full ends no run.
+A start without an end was killed, or is at work still: beside it lies .alive, rewritten every few seconds, from which the next
+start writes the end that was never told. What a start takes again, the steps behind the checkpoint that it goes on from, is
+written down before their rows of metrics are dropped. A disk that is full ends no run.
 """
 from __future__ import annotations
 
@@ -127,8 +128,8 @@ def kept(directory: Path, step: int, account: goodput.Account, more: Mapping) ->
 
 
 def unsaid(directory: Path, start: Mapping) -> tuple[str, bool]:
-    """(how a try ended that said nothing, whether it was stuck): where a watchdog has left its stacks, those tell. This start has
-    put them away already."""
+    """(how a try ended that said nothing, whether it was stuck): where a watchdog has left its stacks, those tell. This start
+    has put them away already."""
     places = (directory / watch.STACKS, *(directory / watch.STACKS).glob("try-*"))
     if found := next(filter(None, (stacks.culprit(place, start["time"]) for place in places)), None):
         return f"process {found[0]} {found[1]}", True

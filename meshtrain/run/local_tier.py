@@ -112,8 +112,8 @@ class LocalTier:
         return jax.tree.map_with_path(array, abstract)
 
     def begin(self, step: int, used: bool) -> None:
-        """The run is about to train on after `step`: from now on only what this start keeps counts, and, where it was `used`, the
-        part that it goes on from. Everything else of this run is removed."""
+        """The run is about to train on after `step`: from now on only what this start keeps counts, and, where it was `used`,
+        the part that it goes on from. Everything else of this run is removed."""
         self._join()
         lineage, self._start = self._lineage, secrets.token_hex(8)
         if lineage is None and not self.every:
@@ -236,7 +236,8 @@ class LocalTier:
                               "and can write, e.g. below /dev/shm or on its own disk") from None
 
     def _parts(self) -> dict[int, list[_Part]]:
-        """Step -> what processes of this run have kept on this host, of the start that counts. What cannot be read is not there."""
+        """Step -> what processes of this run have kept on this host, of the start that counts.
+        What cannot be read is not there."""
         found: dict[int, list[_Part]] = {}
         if self._root is None or self._lineage is None:
             return found

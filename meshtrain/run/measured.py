@@ -1,7 +1,7 @@
 """What a run's directory tells of it: how far it is, how fast, what took the time, and what was priced before it began.
 
-Reads, and writes nothing: of a run that goes on, that was stopped or killed, or that has not taken a step yet. Needs none of the
-run's devices, data or code.
+Reads, and writes nothing: of a run that goes on, that was stopped or killed, or that has not taken a step yet. Needs none of
+the run's devices, data or code.
 """
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def _curves(rows: list[dict]) -> dict[str, list]:
 
 
 def _experts(rows: list[dict]) -> dict | None:
-    """How busy experts are, by layer: {"layers": those that have any, "steps": the last of each stretch, "max", "min", "entropy":
-    [stretch][layer], the worst of the stretch}. None where no row has it."""
+    """How busy experts are, by layer: {"layers": those that have any, "steps": the last of each stretch, "max", "min",
+    "entropy": [stretch][layer], the worst of the stretch}. None where no row has it."""
     rows = [row for row in rows if all(isinstance(row.get(key), list) for key in LOAD_BY_LAYER)]
     rows = [row for row in rows if len({len(row[key]) for key in LOAD_BY_LAYER} | {len(rows[-1][LOAD_BY_LAYER[0]])}) == 1]
     layers = [i for i, value in enumerate(rows[-1][LOAD_BY_LAYER[0]]) if value is not None] if rows else []

@@ -1,8 +1,8 @@
 """Adapters of a run as a folder of PEFT's: adapter_model.safetensors and adapter_config.json, whole or not there.
 
 Their lora_A is [rank, in] and lora_B [out, rank], beside the modules that the model's family names. Where one of theirs holds
-several of ours (Phi-3's qkv_proj, GPT-2's c_attn), their A's stand one above another and their B's in blocks: the same product, of
-a rank that many times as large. Written as `run.export` writes a model.
+several of ours (Phi-3's qkv_proj, GPT-2's c_attn), their A's stand one above another and their B's in blocks: the same product,
+of a rank that many times as large. Written as `run.export` writes a model.
 """
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
           source: Path | None) -> int:
     """Writes the folder; returns the bytes of its weights. All processes call it alike.
 
-    leaf: path of an adapter's A or B -> that parameter, None where the projection has no adapter. base: the model that the adapters
-    belong to, by name or path. source: a folder that says its family. Raises: as `export.write`.
+    leaf: path of an adapter's A or B -> that parameter, None where the projection has no adapter. base: the model that the
+    adapters belong to, by name or path. source: a folder that says its family. Raises: as `export.write`.
     """
     model, places, of, sizes = transformer.cfg, transformer.places(), transformer.lora, forms.sizes_of(transformer.cfg)
     with user_errors():
@@ -95,7 +95,8 @@ def _num_inputs(form: forms.Form, sizes) -> int:
 
 
 def _program(row: folder.Row, leaves, sizes, dtype: np.dtype):
-    """Jitted (leaves, layer) -> (lora_A, lora_B) of that layer, whole on every device. leaves: (A, B) or (None, None) of each piece."""
+    """Jitted (leaves, layer) -> (lora_A, lora_B) of that layer, whole on every device. leaves: (A, B) or (None,
+    None) of each piece."""
     arrays = jax.tree.leaves(leaves)
     ways = {export.layer_ways(array) for array in arrays}
     assert len(ways) == 1, "all of a stack lie alike over the stages"

@@ -1,8 +1,8 @@
 """Weights of a model folder, read into the parameters of a run, whatever its layout, processes and stages.
 
-Of each tensor every device gets the same share of elements, one after another as the file has them, in the file's dtype: no byte
-is read twice, and none is skipped. One compiled program per kind of tensor then gathers it, puts it in our form, casts it and
-writes it into its place. A host holds its devices' shares of one tensor at a time, a device one whole tensor beside its
+Of each tensor every device gets the same share of elements, one after another as the file has them, in the file's dtype: no
+byte is read twice, and none is skipped. One compiled program per kind of tensor then gathers it, puts it in our form, casts it
+and writes it into its place. A host holds its devices' shares of one tensor at a time, a device one whole tensor beside its
 parameters. A shard of our form would be a strided read: an eighth of the columns of a matrix reads all of it from the disk.
 """
 from __future__ import annotations

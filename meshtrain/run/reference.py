@@ -1,8 +1,8 @@
 """What the reference of DPO prefers the chosen answers by, of every pair once: computed by the weights that a run begins with.
 
-It is kept beside the tokens of the pairs, under a name that the numbers of the weights and the pairs decide, so that other runs from
-the same weights (with another beta, say) find it; and in run.dir, where the run itself looks when it goes on, whose weights are no
-longer those.
+It is kept beside the tokens of the pairs, under a name that the numbers of the weights and the pairs decide, so that other runs
+from the same weights (with another beta, say) find it; and in run.dir, where the run itself looks when it goes on, whose
+weights are no longer those.
 """
 from __future__ import annotations
 

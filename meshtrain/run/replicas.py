@@ -1,4 +1,5 @@
-"""Silent faults: replicas of one shard must have the same bits, and a device that miscomputes or forgets gives its own other ones.
+"""Silent faults: replicas of one shard must have the same bits, and a device
+that miscomputes or forgets gives its own other ones.
 
 Every device sums the 32-bit words of its shards, each times an odd number of its place, modulo 2**32: one flipped bit always
 changes the sum. The sums (4 bytes per array and device) are gathered, and every process compares those of the same shard. That
@@ -53,8 +54,8 @@ class Replicas:
         return self
 
     def hook(self, every: int, saving: Sequence[Hook]) -> Hook:
-        """Checks every `every` steps and before each of the hooks that keep the state, so that nothing that is kept has a fault in it
-        that replicas show. Raises: ReplicasDiffer."""
+        """Checks every `every` steps and before each of the hooks that keep the state, so that nothing that is kept has a fault
+        in it that replicas show. Raises: ReplicasDiffer."""
         return Hook(lambda step, ending: step % every == 0 or any(hook.due(step, ending) for hook in saving),
                     lambda step, state: self.check(step, state) or {})
 

@@ -120,8 +120,8 @@ def find(run: Run, checkpoints: Checkpoints, near: LocalTier | None = None, abst
 
 
 def before(run: Run, start: Start, spiked: int, checkpoints: Checkpoints, near: LocalTier, abstract) -> Start:
-    """Where a run goes back to that began at `start` and met a loss spike at step `spiked`: its newest checkpoint, which is older,
-    without the batches up to the spike. Those that this start has left out behind the same checkpoint stay out."""
+    """Where a run goes back to that began at `start` and met a loss spike at step `spiked`: its newest checkpoint, which is
+    older, without the batches up to the spike. Those that this start has left out behind the same checkpoint stay out."""
     section = run.checkpoint.model_copy(update={"step": 0})
     new = find(run.model_copy(update={"checkpoint": section}), checkpoints, near, abstract)
     again = start.skip_batches if new.step == start.step else 0
@@ -184,7 +184,8 @@ def begin(run: Run, start: Start, checkpoints: Checkpoints, directory: Path, rul
 
 
 def source(directory: Path, step: int, name: str, option: str = "checkpoint.step=") -> tuple[Checkpoints, int]:
-    """The checkpoint of a run that its weights are taken from: of a step, or the newest. name, option: of the two, for messages.
+    """The checkpoint of a run that its weights are taken from: of a step, or the newest. name, option: of the two,
+    for messages.
 
     Raises: ConfigError where there is none.
     """

@@ -130,8 +130,8 @@ def _began(pid: int) -> str:
 
 
 def at_work(directory: Path) -> dict | None:
-    """Who the lock file says is at work: host, pid, time, and seen: whether the process was found. None: nobody, or on this host
-    a process that is gone. Locks nothing, so that whoever looks never stands in a run's way."""
+    """Who the lock file says is at work: host, pid, time, and seen: whether the process was found. None: nobody, or on this
+    host a process that is gone. Locks nothing, so that whoever looks never stands in a run's way."""
     try:
         with open(directory / LOCK) as lock:
             owner = _owner(lock)

@@ -1,7 +1,8 @@
 """Which process holds up all others: its host comes late to step after step, while their devices wait for it.
 
-How late each process's own devices stood idle until it came travels with the agreement to stop. One late step is a hiccup, of the
-garbage collector or of the disk; a straggler is the latest of most of the last steps. A slow device is none: its host comes in time.
+How late each process's own devices stood idle until it came travels with the agreement to stop. One late step is a hiccup, of
+the garbage collector or of the disk; a straggler is the latest of most of the last steps. A slow device is none:
+its host comes in time.
 """
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class Stragglers:
         self._late: collections.deque[tuple[int, float, float]] = collections.deque(maxlen=WINDOW)
 
     def step(self, late: tuple[int, float] | None, step_time_s: float) -> bool:
-        """late: of `agree.StopAgreement`; where that is not known, the step says nothing. Returns whether somebody is named anew."""
+        """late: of `agree.StopAgreement`; where that is not known, the step says nothing.
+        Returns whether somebody is named anew."""
         if late is None:
             return False
         before, self.named = self.named and self.named[0], None

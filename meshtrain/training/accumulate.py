@@ -70,10 +70,10 @@ def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, s
 def scanned(step: StepSpec):
     """(`gradients`, `evaluate`, `preferred`), microbatch after microbatch.
 
-    gradients: (params, batch, dropout key) -> (grads placed as [optimizer], loss, count, aux), of what is trained alone; aux: the
-    layers' sums by name, divided by count, AUX_LOSS by the tokens with a target, whatever the objective counts. evaluate: (params,
-    batch) -> sum of the loss. preferred, of DPO: (params, batch) -> `Preference.preferred` of every sequence, [microbatches, replicas,
-    sequences].
+    gradients: (params, batch, dropout key) -> (grads placed as [optimizer], loss, count, aux), of what is trained alone; aux:
+    the layers' sums by name, divided by count, AUX_LOSS by the tokens with a target, whatever the objective counts. evaluate:
+    (params, batch) -> sum of the loss. preferred, of DPO: (params, batch) -> `Preference.preferred` of every sequence,
+    [microbatches, replicas, sequences].
     """
     aim = objective.of_run(step.run.training)
     layout, once, trained_axes = step.layout, step.once, step.state.trained_axes
@@ -134,10 +134,11 @@ def scanned(step: StepSpec):
 
 
 def _by_hand(step: StepSpec):
-    """((trained, frozen), grads, microbatch, counts, key, stacks, room) -> (grads with the microbatch's added, nll, room, aux), the
-    backward written out.
+    """((trained, frozen), grads, microbatch, counts, key, stacks, room) -> (grads with the microbatch's added, nll, room, aux),
+    the backward written out.
 
-    counts: by what the step's objective is divided, and by what AUX_LOSS. stacks, room: of `_stacks`; what room held is written over.
+    counts: by what the step's objective is divided, and by what AUX_LOSS. stacks, room: of `_stacks`;
+    what room held is written over.
 
     Each layer's gradient is added to its accumulator as soon as it is made, so that a microbatch's gradients never stand beside
     their sums: 4 bytes less for each parameter that a device accumulates. They are float32, whatever the dtype of the weights.
@@ -177,8 +178,8 @@ def _by_hand(step: StepSpec):
 def _stacks(step: StepSpec, replicated: Callable, p, microbatch, counts, key):
     """([F, B and W of each group's layers], the ShapeDtypeStructs of what their forwards keep for the backward, with replicas).
 
-    Buffers for that go round the loop over microbatches and are written over in each: XLA would fill them with zeros first, 3% of
-    a step of llama3-8b. Not what lies on the host: None.
+    Buffers for that go round the loop over microbatches and are written over in each: XLA would fill them with zeros first, 3%
+    of a step of llama3-8b. Not what lies on the host: None.
     """
     (p, frozen), found = p, []
 

@@ -73,7 +73,8 @@ def _scaled(grad, moments, dims):
     if dims.inputs:
         row, column = jnp.expand_dims(moments[0], dims.outputs), jnp.expand_dims(moments[1], dims.inputs)
         # Two factors rather than rsqrt(row · column): the product of two tiny averages would underflow float32.
-        # The bound: next to a gradient of 1e4, the share of a row without any (a token not seen) would underflow, and 0 · ∞ is NaN.
+        # The bound: next to a gradient of 1e4, the share of a row without any (a token not seen) would underflow,
+        # and 0 · ∞ is NaN.
         share = jnp.maximum(row / row.mean(dims.inputs, keepdims=True), EPSILON)
         update = grad * jax.lax.rsqrt(share) * jax.lax.rsqrt(column)
     else:

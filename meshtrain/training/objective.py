@@ -1,7 +1,7 @@
 """What a step makes smaller: the loss of the next token (pretraining, SFT), or that of preferences (DPO).
 
-An objective says by what a step's sums are divided, and makes them of the output of the last layer. Everything else of a step is
-the same for both. Source of DPO: arXiv:2305.18290, equation 7, with the log-probabilities of answers summed, not averaged.
+An objective says by what a step's sums are divided, and makes them of the output of the last layer. Everything else of a step
+is the same for both. Source of DPO: arXiv:2305.18290, equation 7, with the log-probabilities of answers summed, not averaged.
 """
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class NextToken:
 class Preference:
     """-log sigmoid of beta times how much more the model prefers the chosen answer than the reference did.
 
-    A sequence holds a pair: segment CHOSEN and segment REJECTED. Its `reference` is the reference's log-probability of the chosen
-    answer less that of the rejected one. Sequences without a pair (padding) count for nothing.
+    A sequence holds a pair: segment CHOSEN and segment REJECTED. Its `reference` is the reference's log-probability of the
+    chosen answer less that of the rejected one. Sequences without a pair (padding) count for nothing.
     """
     beta: float
     chunk: int

@@ -109,8 +109,8 @@ def _functions(step: StepSpec, virtual_stages: int) -> pipeline.ModelFunctions:
 
 
 def _into_loop(step: StepSpec, p, num_stages: int, num_chunks: int):
-    """(layers, ends, leading layers), each as (trained, frozen): gathered once per step, in the compute dtype; inside the loop stands
-    a full stage of them, and all leading ones."""
+    """(layers, ends, leading layers), each as (trained, frozen): gathered once per step, in the compute dtype; inside the loop
+    stands a full stage of them, and all leading ones."""
     layout, model = step.layout, step.model
     periods = stages.padded(step.run.model, num_stages * num_chunks) // len(model.period)
 
@@ -134,7 +134,8 @@ def _staged(axes):
 
 
 def layer_fbw(run, model: Transformer, layout: Layout, mesh, attend: Callable, experts=None) -> tuple[split.FBW, jax.ShapeDtypeStruct]:
-    """F, B and W of one period of layers as they stand in the pipeline's loop, and its input: what a microbatch leaves on a device.
+    """F, B and W of one period of layers as they stand in the pipeline's loop, and its input:
+    what a microbatch leaves on a device.
 
     Traced, not compiled; the mesh may be abstract. Shapes are one device's, but whole over tensor, which XLA splits.
     """

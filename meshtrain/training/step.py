@@ -47,11 +47,12 @@ DETERMINISTIC_OPTIONS = {
     # No timing decides between kernels: one compilation may choose another than the next, and adds in another order.
     "xla_gpu_autotune_level": 0,
 }
-# On GPUs, with training.deterministic, since jax 0.12 finds no Triton configuration without timing; and where nothing splits a layer's
-# matmuls or its tokens, and it has no experts.
+# On GPUs, with training.deterministic, since jax 0.12 finds no Triton configuration without timing; and where nothing splits a
+# layer's matmuls or its tokens, and it has no experts.
 CUBLAS_OPTIONS = {
-    # cuBLAS adds what is added to a product as it makes it (the other products of one gradient, the residual stream). llama3-8b on
-    # 8 H100 by the roofline: 7.15 to 7.07 s. With tensor 8 more of the tensor axis' traffic is exposed (llama3-70b: 4.3 to 6.8%).
+    # cuBLAS adds what is added to a product as it makes it (the other products of one gradient, the residual stream). llama3-8b
+    # on 8 H100 by the roofline: 7.15 to 7.07 s. With tensor 8 more of the tensor axis' traffic is exposed (llama3-70b:
+    # 4.3 to 6.8%).
     "xla_gpu_enable_triton_gemm": False,
 }
 # On GPUs, with training.remat = "offload".
@@ -62,14 +63,14 @@ OFFLOAD_OPTIONS = {
 }
 # On GPUs, with stages or experts.
 SEVERAL_OPTIONS = {
-    # F, B and W of a layer stand beside each other, and gradients of experts beside their tokens: with one collective under way at a
-    # time, one that is awaited soon waits for one that is not. llama3-70b-pipeline on 64 H100 by the roofline: 19.8 s, with two 19.2,
-    # with four or eight 18.9. Qwen3-30B-A3B's layers on 8 H200, zero3_expert, data 4: 460 ms, with four 446; zero3 470 and 471.
-    # Without either it lost (llama3-70b 22.9 to 23.5 s, llama3-8b 7.7 to 7.9).
+    # F, B and W of a layer stand beside each other, and gradients of experts beside their tokens: with one collective under way
+    # at a time, one that is awaited soon waits for one that is not. llama3-70b-pipeline on 64 H100 by the roofline: 19.8 s,
+    # with two 19.2, with four or eight 18.9. Qwen3-30B-A3B's layers on 8 H200, zero3_expert, data 4: 460 ms, with four 446;
+    # zero3 470 and 471. Without either it lost (llama3-70b 22.9 to 23.5 s, llama3-8b 7.7 to 7.9).
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
 }
-# The share of a GPU's memory beyond which XLA recomputes values by itself, in silence; its flag is in percent of that. Llama 3 8B
-# without remat on 16 A100, 68 of 73 GiB, by the roofline: 10.8 s, and 8.9 s where the limit is what the process takes.
+# The share of a GPU's memory beyond which XLA recomputes values by itself, in silence; its flag is in percent of that. Llama 3
+# 8B without remat on 16 A100, 68 of 73 GiB, by the roofline: 10.8 s, and 8.9 s where the limit is what the process takes.
 XLA_MEMORY_SHARE = 0.80
 
 
@@ -89,11 +90,11 @@ def compiler_options(platform: str, deterministic: bool, remat: str = "none", se
 class Program:
     """The jitted functions of a run, and where their arguments live.
 
-    `train(state, batch) -> (state, metrics)` (with `limited` `train(state, batch, limit)`) donates the state; metrics: loss (nats per target token), grad_norm,
-    learning_rate, tokens (with a target), skipped, and the aux of the layers as `moe.reported` has it.
-    `evaluate(params, batch) -> (sum of the loss, how many targets, or pairs, it is of)`.
-    `preferred(params, batch)`, of DPO -> what the model prefers the chosen answers by [microbatches, replicas, sequences], whole on
-    every process.
+    `train(state, batch) -> (state, metrics)` (with `limited` `train(state, batch, limit)`) donates the state; metrics: loss
+    (nats per target token), grad_norm, learning_rate, tokens (with a target), skipped, and the aux of the layers as
+    `moe.reported` has it. `evaluate(params, batch) -> (sum of the loss, how many targets, or pairs, it is of)`.
+    `preferred(params, batch)`, of DPO -> what the model prefers the chosen answers by [microbatches, replicas, sequences],
+    whole on every process.
     `initialize() -> State`, a function of the seed alone.
     """
     train: Callable
@@ -139,7 +140,8 @@ class Program:
         return self.compiled(self.train, self.spec.with_shardings(), self.batch, *limit)
 
     def limit(self, loss: float) -> list[jax.Array]:
-        """What the compiled step takes beside state and batch: the largest loss with which it is applied, where it is to know."""
+        """What the compiled step takes beside state and batch: the largest loss with which it is applied,
+        where it is to know."""
         whole = NamedSharding(self.mesh, P())
         return [jax.make_array_from_callback((), whole, lambda index: np.float32(loss))] * self.limited
 
@@ -153,8 +155,8 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
           schedule: schedules.Schedule | None = None, memory_share: float = XLA_MEMORY_SHARE) -> Program:
     """run: the checked run file (its data, training, optimizer and model sections are read here).
 
-    order: how tokens lie in a sequence that is split. schedule: the pipeline's where mesh.stage is larger than 1. memory_share: see
-    `compiler_options`.
+    order: how tokens lie in a sequence that is split. schedule: the pipeline's where mesh.stage is larger than 1. memory_share:
+    see `compiler_options`.
     """
     split = any(layout.sizes[axis] > 1 for axis in ("stage", "tensor", "context"))
     training, step = run.training, accumulate.step_spec(run, model, layout, mesh, attend, spec, bool(schedule))

@@ -1,8 +1,9 @@
 """The families of models that can be read and written, as data: tensors, settings, and what of them we do not compute.
 
-A row of `tensors` is theirs -> ours, with the form of `forms`; {l} is a layer's number, {e} an expert's, and ours are then stacked. Where one of
-theirs holds several of ours, they are listed in their order. Rows of ours that a model does not have (a bias, a tied head) are
-not used. Every weight of a torch Linear is [out, in]; GPT-2's Conv1D is [in, out]. Rope is half-split on both sides.
+A row of `tensors` is theirs -> ours, with the form of `forms`; {l} is a layer's number, {e} an expert's, and ours are then
+stacked. Where one of theirs holds several of ours, they are listed in their order. Rows of ours that a model does not have (a
+bias, a tied head) are not used. Every weight of a torch Linear is [out, in]; GPT-2's Conv1D is [in, out].
+Rope is half-split on both sides.
 """
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ class Family:
 
     prefix: what names begin with where there is a head; folders of the bare model lack it. keys: config.json's -> [model]'s,
     one or several that are equal. defaults: what their class takes for a key that is absent (null is a value). multiples:
-    key -> (key, n): what null or absence stands for. fixed: what the architecture says of [model]. only: the values of a key that
-    we compute; the first is written. every: where layers have a window but for each n-th, n if config.json
+    key -> (key, n): what null or absence stands for. fixed: what the architecture says of [model]. only: the values of a key
+    that we compute; the first is written. every: where layers have a window but for each n-th, n if config.json
     does not say. aliases: other names of keys, where the class reads both. ropes: rope types that we compute; none: no rope.
     """
     model_type: str

@@ -18,7 +18,8 @@ LETTERS = {"D": "embed_dim", "N": "num_heads", "K": "num_kv_heads", "H": "head_d
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """One tensor of ours in a tensor of theirs. groups: letters of each dim of theirs. ours: letters of our dims, layers apart."""
+    """One tensor of ours in a tensor of theirs. groups: letters of each dim of theirs. ours: letters of our dims,
+    layers apart."""
     groups: tuple[tuple[str, ...], ...]
     ours: tuple[str, ...]
     star: int | None

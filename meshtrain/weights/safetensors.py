@@ -1,8 +1,8 @@
 """Files of safetensors: a header that is checked before a byte of data is read, and where each tensor lies.
 
-A file is 8 bytes of header length, a JSON header (name -> dtype, shape, byte range), and the numbers, row by row, little-endian.
-The library of that name holds all tensors of a file when it writes, and cannot read part of one without mapping it; the format
-is small enough to be read and written here. Nothing in a file is ever executed.
+A file is 8 bytes of header length, a JSON header (name -> dtype, shape, byte range), and the numbers, row by row,
+little-endian. The library of that name holds all tensors of a file when it writes, and cannot read part of one without mapping
+it; the format is small enough to be read and written here. Nothing in a file is ever executed.
 Source: github.com/huggingface/safetensors, the README's "Format".
 """
 from __future__ import annotations
