@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from meshtrain import assembly, config
 from meshtrain.cost import audit, compile, hlo
 from meshtrain.kernels import pallas
-from meshtrain.layout.mesh import MeshSpec, psum
+from meshtrain.layout.mesh import MeshSpec, pmax, psum
 from meshtrain.parallel import pipeline, schedules
 
 pytestmark = pytest.mark.skipif(
@@ -226,9 +226,10 @@ def test_a_stack_of_all_stages_would_be_seen():
 
 
 @pytest.mark.parametrize("gpu, dtype", [(True, "bf16"), (False, "f32")], ids=["gpu", "cpu"])
-def test_a_sum_by_hand_is_made_in_the_dtype_of_its_platform_without_a_condition(gpu, dtype):
+@pytest.mark.parametrize("reduced", [psum, pmax], ids=["sum", "largest"])
+def test_a_reduction_by_hand_is_made_in_the_dtype_of_its_platform_without_a_condition(gpu, dtype, reduced):
     mesh = MeshSpec(dict(stage=2, tensor=2)).build(compile.topology("h100:4") if gpu else jax.devices())
-    add = jax.shard_map(lambda x: psum(x, "stage"), mesh=mesh, axis_names={"stage"}, in_specs=P("stage"), out_specs=P(),
+    add = jax.shard_map(lambda x: reduced(x, "stage"), mesh=mesh, axis_names={"stage"}, in_specs=P("stage"), out_specs=P(),
                         check_vma=False)  # fmt: skip
     x = jax.ShapeDtypeStruct((2, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P("stage", "tensor")))
     text = jax.jit(add).lower(x).compile().as_text()

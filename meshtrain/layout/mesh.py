@@ -85,6 +85,12 @@ def psum(x, axes):
     return lax.platform_dependent(x, cpu=by_cpu, default=lambda x: lax.psum(x, axes))
 
 
+def pmax(x, axes):
+    """lax.pmax over manual mesh axes; by CPUs in float32, for the same reason."""
+    by_cpu = lambda x: lax.pmax(x.astype(jnp.float32), axes).astype(x.dtype)
+    return lax.platform_dependent(x, cpu=by_cpu, default=lambda x: lax.pmax(x, axes))
+
+
 def psum_scatter(x, axes, dim: int):
     """lax.psum_scatter (tiled) over manual mesh axes in x's dtype; by CPUs in float32, for the same reason."""
     scatter = lambda x: lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)

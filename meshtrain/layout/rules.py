@@ -17,6 +17,7 @@ from pathlib import Path
 import jax
 from jax.sharding import NamedSharding, PartitionSpec as P, get_abstract_mesh
 
+from meshtrain.layout.mesh import pmax
 from meshtrain.names import AXES
 
 TABLES = ("params", "grads", "optimizer", "activations")
@@ -220,7 +221,7 @@ class Layout:
         """
         manual = tuple(a for a in self.token_axes if a in get_abstract_mesh().manual_axes)
         if manual:
-            return jax.lax.pmax(largest, manual)
+            return pmax(largest, manual)
         return jax.lax.pmax(largest, REPLICAS) if self.hidden else largest
 
     def axes_in_use(self, logical: str | None) -> tuple[str, ...]:
