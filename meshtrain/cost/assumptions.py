@@ -14,13 +14,13 @@ from collections.abc import Mapping
 _MAMF = "largest matmul rate found by search over shapes, share of the dense bf16 peak (stas00/ml-engineering, MAMF table)"
 _HOT = "a step is hot: power and clocks; from published runs. Blackwell rests on two of them (+13%, -8%)"
 _GROUPED = ("share of the dense bf16 peak that rows × experts' matrices, or the latter's gradients, reach in Triton, before "
-            "matmul.sustained. assumption: as Liger-Kernel's at the shapes of Qwen3-30B-A3B on H100, 501 TFLOP/s forward, 413 both "
-            "ways (Liger-Kernel 1294). To be measured")
+            "matmul.sustained. assumption: as Liger-Kernel's at the shapes of Qwen3-30B-A3B on H100, 501 TFLOP/s forward, 413 "
+            "both ways (Liger-Kernel 1294). To be measured")
 _FLASH = ("share of the dense bf16 peak, the causal half counted; FlashAttention-3's paper: H100, head_dim 128, 4,096 tokens, "
           "cuDNN 609 TFLOP/s forward; SimuMax on B200: .44 to .58 forward, .37 to .44 backward")
 _ELSEWHERE = "share of the dense bf16 peak, the causal half counted; for runs of other frameworks: "
-_TRITON = ("share of the dense bf16 peak, the visited pairs counted. assumption: Hopper and later about FlashAttention-2 on H100 "
-           "(.37, .33); A100 between FlashAttention-2 (.58, .50) and Triton's kernels of 2023 (.36, .32). To be measured")
+_TRITON = ("share of the dense bf16 peak, the visited pairs counted. assumption: Hopper and later about FlashAttention-2 on "
+           "H100 (.37, .33); A100 between FlashAttention-2 (.58, .50) and Triton's kernels of 2023 (.36, .32). To be measured")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,8 @@ TABLE = {row.name: row for row in (
     Assumption("matmul.k0", {"": 128}, "prologue and epilogue of a tile, in elements of the contracted dimension", 0, 1e4),
     Assumption("grouped.rows", {"": .65}, _GROUPED),
     Assumption("grouped.outer", {"": .40}, _GROUPED),
-    Assumption("experts.rounds", {"": 0}, "further rounds of a layer's experts, in the mean of layers and devices: none where they are "
+    Assumption("experts.rounds", {"": 0},
+               "further rounds of a layer's experts, in the mean of layers and devices: none where they are "
                "equally busy, one where a device has up to twice its buffer", 0, 64),
     Assumption("attention.cudnn_forward", {"": .58, "b": .60, "gb": .60}, _FLASH),
     Assumption("attention.cudnn_backward", {"": .50, "b": .48, "gb": .48}, _FLASH),
@@ -71,7 +72,8 @@ TABLE = {row.name: row for row in (
                "takes multiprocessors and memory bandwidth; from published runs", 0),
     Assumption("overlap.fsdp", {"": .90}, "share of a layer's compute behind which its weights' gathers and its gradients' "
                "reductions hide, and keys and values of a ring behind attention", 0, formula=True),
-    Assumption("overlap.experts", {"": .25}, "the same of experts' weights: they are gathered and reduced between the kernels that "
+    Assumption("overlap.experts", {"": .25},
+               "the same of experts' weights: they are gathered and reduced between the kernels that "
                "need and make them; read off programs of Qwen3-30B-A3B (.27) and Mixtral (.25) on 64 H100 in "
                "four microbatches, experts over 8", 0, formula=True),
     Assumption("overlap.data", {"": .80}, "the same of what is reduced and gathered once a step, behind one microbatch", 0,
@@ -82,7 +84,8 @@ TABLE = {row.name: row for row in (
                "(Transformer Engine's user buffers)", 0, formula=True),
     Assumption("elementwise.eager", {"": 1.8}, "bytes of elementwise work without a fusing compiler over those with one", 1, 10,
                formula=True),
-    Assumption("offload.gb_per_s", {"": 50, "a100": 25, "gb": 200, "mi": 50}, "GB/s of one direction between a GPU and its host's "
+    Assumption("offload.gb_per_s", {"": 50, "a100": 25, "gb": 200, "mi": 50},
+               "GB/s of one direction between a GPU and its host's "
                "memory: PCIe 5 × 16 has 64, PCIe 4 32, NVLink-C2C 450 for two GPUs", 1, 1e3, formula=True),
     Assumption("kernel.launch_us", {"": 3}, "gap between two kernels that wait for each other", 0, 1e3),
     Assumption("step.overhead", {"": .02}, "host, data and logging, share of a step", 0),

@@ -30,7 +30,8 @@ class Behind:
     reasons: tuple[str, ...]
 
     def as_json(self) -> dict:
-        return {"fixed": dict(self.fixed), "best": self.best.as_json(), "rank": self.rank, "of": self.count, "behind": self.share,
+        return {"fixed": dict(self.fixed), "best": self.best.as_json(), "rank": self.rank, "of": self.count,
+                "behind": self.share,
                 "reasons": list(self.reasons)}
 
 
@@ -92,19 +93,24 @@ def _cause(question: Question, plan: Plan, best: Plan, name: str) -> str:
     if name == "fsdp":
         gathered, scattered = plan.placed.gathered, plan.placed.scattered
         over = tuple(a for a in axes if any(a in group_axes for group_axes in gathered or scattered))
-        gather_s, reduce_s = _each_s(question, plan, gathered, "all-gather"), _each_s(question, plan, scattered, "reduce-scatter")
+        gather_s = _each_s(question, plan, gathered, "all-gather")
+        reduce_s = _each_s(question, plan, scattered, "reduce-scatter")
         forward_s, runs = _products_s(question, plan), _runs(question, plan)
-        what = [f"a layer's weights take {_ms(gather_s)} to gather beside {_ms(forward_s)} of forward products"] if gathered else []
-        what += [f"its gradients {_ms(reduce_s)} to reduce" if gathered else f"a layer's gradients take {_ms(reduce_s)} to reduce"]
+        what = [f"a layer's gradients take {_ms(reduce_s)} to reduce"]
+        if gathered:
+            what = [f"a layer's weights take {_ms(gather_s)} to gather beside {_ms(forward_s)} of forward products",
+                    f"its gradients {_ms(reduce_s)} to reduce"]
         slowed = question.rated.assumed["link.contend"] if gather_s < forward_s else 0
-        return (f"{_sized(plan, over)}: {link(question, plan, over)[1]} for each group; {' and '.join(what)} beside {_ms(2 * forward_s)} of "
-                f"backward products, {runs:,.0f} times a step" + (f"; what hides slows them by {slowed:.0%} of its time" if slowed else ""))
+        slows = f"; what hides slows them by {slowed:.0%} of its time" if slowed else ""
+        return (f"{_sized(plan, over)}: {link(question, plan, over)[1]} for each group; {' and '.join(what)} beside "
+                f"{_ms(2 * forward_s)} of backward products, {runs:,.0f} times a step{slows}")
     if name == "context":
-        return (f"context {sizes['context']} by {options.method}: a layer waits {_ms(plan.price.exposed[name] / _runs(question, plan))} "
+        waits_s = plan.price.exposed[name] / _runs(question, plan)
+        return (f"context {sizes['context']} by {options.method}: a layer waits {_ms(waits_s)} "
                 f"for keys and values, {_runs(question, plan):,.0f} times a step; {link(question, plan, ('context',))[1]}")
     if name == "bubble":
-        return (f"stage {sizes['stage']}: {options.schedule} of {options.microbatches} microbatches in {options.chunks} chunk(s) leaves "
-                f"{plan.price.bubble:.0%} of the step idle")
+        return (f"stage {sizes['stage']}: {options.schedule} of {options.microbatches} microbatches in {options.chunks} "
+                f"chunk(s) leaves {plan.price.bubble:.0%} of the step idle")
     if name == "offload":
         return "remat offload: layers' inputs take longer to the host and back than the layers beside them"
     if name == "scales":
@@ -115,8 +121,8 @@ def _cause(question: Question, plan: Plan, best: Plan, name: str) -> str:
         over = tuple(a for a in axes if a in ("data", "fsdp", "context"))
         return f"gradients and new weights, exchanged once a step over {_sized(plan, over)}, {link(question, plan, over)[1]}"
     if name in ("matmul", "attention", "elementwise"):
-        return f"{name} is less efficient: {_tokens(plan):,.0f} tokens of a microbatch on a GPU beside {_tokens(best):,.0f}, tensor " \
-               f"{sizes['tensor']} beside {best.sizes['tensor']}"
+        return f"{name} is less efficient: {_tokens(plan):,.0f} tokens of a microbatch on a GPU beside {_tokens(best):,.0f}, " \
+               f"tensor {sizes['tensor']} beside {best.sizes['tensor']}"
     return "the optimizer's update, its states split over fewer GPUs" if name == "update" else f"what waits for {name}"
 
 

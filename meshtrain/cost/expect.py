@@ -20,7 +20,8 @@ from meshtrain.names import LAYERS, LEADING
 
 COMPILER = ("jax", "jaxlib")
 KEYS = {"model": (), "pipeline": (), "context": (), "data": ("seq_len", "global_batch", "document_mask"),
-        "training": ("microbatches", "remat", "loss_chunk", "deterministic"), "optimizer": ("name",)}     # (): all of the section
+        "training": ("microbatches", "remat", "loss_chunk", "deterministic"),
+        "optimizer": ("name",)}     # (): all of the section
 NAMED = 4                   # tensors of one shape that are told by name
 
 

@@ -54,7 +54,8 @@ def executed(placed: Placed, options: Options, practice: Practice = Practice()) 
     if found := routed.of(placed, options):
         runs = sum(times * count for times, count in zip(visits, found.products))
         experts = 2 * found.share * runs * found.executed * found.embed_dim * found.width
-    return ahead + experts + 2 * placed.tokens(options) * (layers + (2 + placed.head.trained) * loss * placed.head.k * placed.head.n)
+    head = (2 + placed.head.trained) * loss * placed.head.k * placed.head.n
+    return ahead + experts + 2 * placed.tokens(options) * (layers + head)
 
 
 def _elements(placed: Placed, product: Product) -> float:
@@ -69,4 +70,6 @@ def again(placed: Placed, options: Options, practice: Practice = Practice()) -> 
     forward = sum(map(of, placed.products))
     if practice.recomputed is not None:
         return practice.recomputed[0] * forward
-    return forward - sum(of(product) for product in placed.products if product.unread) if options.remat in ("full", "offload") else 0.0
+    if options.remat not in ("full", "offload"):
+        return 0.0
+    return forward - sum(of(product) for product in placed.products if product.unread)

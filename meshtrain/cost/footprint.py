@@ -74,7 +74,8 @@ def _kept_width(placed: Placed, options: Options) -> float:
     whole, chosen = 2 * stream * (placement == "both"), stream * (placement != "before" and not placed.cfg.num_experts)
     # Without remat what matmuls read is kept whole.
     return {"none": 2 * stream + 2 * h + 2 * q + 2 * kv + gates * f + _normed_width(placed) + beside + whole,
-            "selective": 2 * stream + 2 * q + 2 * kv + gates * f + beside / 2 + chosen, "full": stream + again, "offload": again}[options.remat]
+            "selective": 2 * stream + 2 * q + 2 * kv + gates * f + beside / 2 + chosen, "full": stream + again,
+            "offload": again}[options.remat]
 
 
 def _turned_width(placed: Placed, options: Options) -> float:
@@ -137,7 +138,8 @@ def _of_parts(placed: Placed, options: Options) -> float:
     layers with experts work on it whole."""
     cfg, rows = placed.cfg, options.global_batch // options.microbatches
     dense = not cfg.num_experts or cfg.first_dense_layers
-    if not dense or options.remat == "none" and placed.by_layer or parts.of_rows(placed.layout, (rows, options.seq_len))[1] == 1:
+    alone = parts.of_rows(placed.layout, (rows, options.seq_len))[1] == 1
+    if not dense or alone or options.remat == "none" and placed.by_layer:
         return 0
     (q, kv, _), gates = placed.widths, 2 if cfg.activation != "gelu" else 1
     of_dense = cfg.embed_dim * (2 * q + 2 * kv + (gates + 1) * _widest_mlp(placed))
@@ -167,7 +169,8 @@ def slot_widths(placed: Placed, options: Options) -> tuple[float, float]:
     `memory.slot_bytes`: without remat, and for W, what is as wide as the residual stream lies whole on each device."""
     h, (q, kv, f) = placed.cfg.embed_dim, placed.widths
     stream, gates = h / placed.stream_ways, 2 if placed.cfg.activation != "gelu" else 1
-    for_backward = {"none": 4 * h + stream + 2 * q + 2 * kv + gates * f + _normed_width(placed), "selective": 2 * stream + 2 * q + 2 * kv + gates * f,
+    for_backward = {"none": 4 * h + stream + 2 * q + 2 * kv + gates * f + _normed_width(placed),
+                    "selective": 2 * stream + 2 * q + 2 * kv + gates * f,
                     "full": stream + (q if placed.ways("seq") > 1 else 0)}[options.remat]
     for_weights = {"none": 10 * h + q + 2 * kv + (gates + 1) * f, "selective": 10 * h + q + 2 * kv + (gates + 2) * f,
                    "full": 12 * h + 2 * q + 2 * kv + (gates + 2) * f}[options.remat]

@@ -49,7 +49,8 @@ def lacks_float8(gpu: Gpu | None, compute_capability: str | None = None) -> bool
 # What a process takes of a GPU's memory. JAX takes 0.75 by itself; the driver's context,
 # cuBLAS and NCCL need a few GB beside it.
 MEMORY_SHARE = 0.92
-MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")    # the older name last; jax refuses both at once
+# the older name last; jax refuses both at once
+MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def memory_share(environ: Mapping[str, str] = os.environ) -> float:

@@ -205,7 +205,8 @@ def walk(module: Module, wanted: Callable[[Instruction], bool]) -> tuple[list[Vi
                 branch = ins.op == "conditional"
                 args = [] if branch else [frame.thunk(o) for o in ins.operands]
                 for part in called:
-                    visit(part, args, round(trips * ins.taken), is_async or ins.op.endswith("-start"), in_branch or branch, in_unknown)
+                    visit(part, args, round(trips * ins.taken), is_async or ins.op.endswith("-start"), in_branch or branch,
+                          in_unknown)
 
     visit(module.entry, [], 1, False, False, False)
     return visits, sorted(set(unknown))

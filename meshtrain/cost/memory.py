@@ -32,8 +32,10 @@ def read_bytes(model, layout, compute_dtype: str) -> int:
 
     def held(info):
         dtype = np.dtype(compute_dtype if info.role in MATMUL_ROLES and not by_layer else info.dtype)
-        ways = {table: math.prod(layout.ways(layout.mesh_axes(table, axis)) for axis in info.axes) for table in ("params", "optimizer")}
-        return 0 if dtype == info.dtype and ways["params"] == ways["optimizer"] else info.size // ways["params"] * dtype.itemsize
+        ways = {table: math.prod(layout.ways(layout.mesh_axes(table, axis)) for axis in info.axes)
+                for table in ("params", "optimizer")}
+        as_stored = dtype == info.dtype and ways["params"] == ways["optimizer"]
+        return 0 if as_stored else info.size // ways["params"] * dtype.itemsize
     return sum(held(info) for info in model.parameters())
 
 

@@ -58,7 +58,8 @@ class Options:
     @classmethod
     def of(cls, run, **more) -> Options:
         """Those of a run file."""
-        return cls(run.data.seq_len, run.data.global_batch, run.training.microbatches, run.training.remat, method=run.context.method,
+        return cls(run.data.seq_len, run.data.global_batch, run.training.microbatches, run.training.remat,
+                   method=run.context.method,
                    loss_chunk=run.training.loss_chunk, dispatch=run.experts.dispatch, **more)
 
 
@@ -228,7 +229,8 @@ class Placed:
 TRAVEL = ("gathered", "scattered", "summed", "router_gathered", "experts_gathered", "experts_scattered", "experts_summed",
           "ends_gathered", "ends_scattered", "ends_summed", "looked_up", "once_scattered", "once_summed", "regathered")
 ONCE = ("once_scattered", "once_summed", "regathered")
-HELD = ("stored", "stored_bytes", "updated", "layers_stored", "layers_read", "grads", "ends_grads", "turned", "used", "cast", "moved", "layer_used", "largest")
+HELD = ("stored", "stored_bytes", "updated", "layers_stored", "layers_read", "grads", "ends_grads", "turned", "used", "cast",
+        "moved", "layer_used", "largest")
 
 
 def place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice = Practice()) -> Placed:
@@ -240,7 +242,8 @@ def place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice = Practi
     leading = _place(split[True], cfg.model_copy(update=dense), layout, mesh, practice, leads=True)
     others = dict(num_layers=cfg.num_layers - cfg.first_dense_layers, first_dense_layers=0)
     staged = _place(split[False], cfg.model_copy(update=others), layout, mesh, practice)
-    held = {name: getattr(staged, name) + getattr(leading, name) for name in HELD if not name.startswith("layer") and name != "largest"}
+    held = {name: getattr(staged, name) + getattr(leading, name) for name in HELD
+            if not name.startswith("layer") and name != "largest"}
     once = {name: dict(Counter(getattr(staged, name)) + Counter(getattr(leading, name))) for name in ONCE}
     return dataclasses.replace(staged, leading=leading, **held, **once)
 
@@ -278,7 +281,8 @@ def _place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice, leads:
             key = info.path[:-2], tuple(info.axes[d] for d in into)
             row = _ordered(frozenset().union(*(local.uses(info.axes[d]) for d in into)))
             n, outward = products[key].n if key in products else 0, info.axes[out[-1]] == "embed"
-            products[key] = Product(local.size(info, into), n + local.size(info, out), row, outward, outward and key[1] == ("mlp",),
+            products[key] = Product(local.size(info, into), n + local.size(info, out), row, outward,
+                                    outward and key[1] == ("mlp",),
                                     info.trainable, layers_with[info.path[-3:]] / cfg.num_layers)
         elif info.role == "router" and equal.setdefault("router", info.path) == info.path:
             products["router"] = Product(*info.shape[-2:], trained=info.trainable, router=True,

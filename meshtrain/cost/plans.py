@@ -44,8 +44,9 @@ def scaling(answers: list[tuple[Question, Answer]], length: Length) -> str:
     """The best plan of each number of GPUs, and how much of a GPU's speed on the fewest is kept."""
     question = answers[0][0]
     count = sum(info.size for info in question.rows)
-    lines = [f"{many(count)} parameters, {question.global_batch:,} × {question.seq_len:,} tokens a step on {question.rated.gpu.name}, "
-             f"{size(question.usable_bytes)} usable on each; the best plan of each number of GPUs", ""]
+    lines = [f"{many(count)} parameters, {question.global_batch:,} × {question.seq_len:,} tokens a step on "
+             f"{question.rated.gpu.name}, {size(question.usable_bytes)} usable on each; "
+             "the best plan of each number of GPUs", ""]
     header = ("GPUs", "mesh", "rules", "microbatches", "remat", "memory", "step", "tokens/s", "tokens/s a GPU", "kept", "MFU",
               *length.header())
     rows, first = [], None
@@ -60,7 +61,8 @@ def scaling(answers: list[tuple[Question, Answer]], length: Length) -> str:
                  f"{one.tokens_per_s_per_gpu / first:.0%}", f"{one.mfu:.1%}", *length.cells(asked, plan))
         rows.append((f"{asked.num_gpus:,}", _short(plan), _stem(plan), str(plan.options.microbatches), plan.options.remat,
                      size(one.memory_bytes["total"]), *(unknown(speed) if search.TOO_SHORT in plan.reason else speed)))
-    lines += [columns([header, *rows]), "", "kept: of a GPU's tokens/s on the first of them, with the same batch a step. Formulas, "
+    lines += [columns([header, *rows]), "",
+              "kept: of a GPU's tokens/s on the first of them, with the same batch a step. Formulas, "
               "nothing compiled or measured." + (f" {BELOW}: {search.TOO_SHORT}." if any(BELOW in row for row in rows) else "")]
     return "\n".join(lines)
 
@@ -79,8 +81,8 @@ def page(question: Question, answer: Answer, most: int, length: Length = Length(
     engine = question.practice.engine
     documents = f", documents of {assumed['documents.mean']:,.0f} tokens in the mean" if question.visited < 1 else ""
     lines = [f"{many(count)} parameters, {question.global_batch:,} × {question.seq_len:,} tokens a step on "
-             f"{question.num_gpus:,} × {gpu.name}, {size(question.usable_bytes)} usable on each; attention by {engine}{documents}; "
-             f"{answer.tried:,} layouts tried", ""]
+             f"{question.num_gpus:,} × {gpu.name}, {size(question.usable_bytes)} usable on each; attention by "
+             f"{engine}{documents}; {answer.tried:,} layouts tried", ""]
     if answer.plans:
         told = [*sentences(question, answer.plans), *([standing(behind)] if behind else [])]
         lines += [_table(question, answer.plans[:most], length), "", *told, ""]
@@ -97,10 +99,12 @@ def caveats(question: Question, answer: Answer) -> list[str]:
     named = {name: value for name, value in assumed.as_dict(formula=True).items()
              if name.startswith(FIRST[:2]) or name.startswith(f"attention.{engine}")}
     lines = ["Formulas, nothing compiled or measured: 51 published runs were met with a median error of 4%, a tenth of them "
-              "by more than 11%. What moves them most (--assume NAME=VALUE sets another; reasons: meshtrain/cost/assumptions.py): "
+              "by more than 11%. What moves them most (--assume NAME=VALUE sets another; "
+              "reasons: meshtrain/cost/assumptions.py): "
               + ", ".join(f"{name} {value:g}" for name, value in named.items())]
     if answer.plans and search.TOO_SHORT in answer.plans[0].reason:
-        lines += [f"{search.TOO_SHORT[0].upper()}{search.TOO_SHORT[1:]}; the order of the plans is a guess, their shares are of the formulas' step."]
+        lines += [f"{search.TOO_SHORT[0].upper()}{search.TOO_SHORT[1:]}; the order of the plans is a guess, "
+                  "their shares are of the formulas' step."]
     return lines
 
 
@@ -125,7 +129,8 @@ def _short(plan: Plan) -> str:
 def beside(question: Question, plans: list[Plan], compiled: list[dict]) -> str:
     """Formula beside compiled of the best plans, see `meshtrain.plan.verified`."""
     rows = [("", "memory", "compiled", "step", "roofline", "sent by a GPU, by the formulas", "compiled")]
-    told_axes = lambda traffic: ", ".join(f"{axes} {size(sent)}" for axes, sent in sorted(traffic.items()) if sent >= 2**20) or "–"
+    told_axes = lambda traffic: ", ".join(
+        f"{axes} {size(sent)}" for axes, sent in sorted(traffic.items()) if sent >= 2**20) or "–"
     for k, (plan, found) in enumerate(zip(plans, compiled), 1):
         one, held = plan.price, found["memory_bytes"]["total"]
         fits = "" if held <= question.usable_bytes else ", does not fit"
@@ -147,7 +152,8 @@ def _table(question: Question, plans: list[Plan], length: Length) -> str:
         options, one = plan.options, plan.price
         schedule = options.schedule + (f" × {options.chunks}" if options.chunks > 1 else "") if plan.sizes["stage"] > 1 else "–"
         method = f" {options.method}" if plan.sizes["context"] > 1 else ""
-        speed = (seconds(one.step_s), f"{one.tokens_per_s_per_gpu:,.0f}", f"{one.mfu:.1%}", f"{one.bubble:.1%}" if one.bubble else "–",
+        speed = (seconds(one.step_s), f"{one.tokens_per_s_per_gpu:,.0f}", f"{one.mfu:.1%}",
+                 f"{one.bubble:.1%}" if one.bubble else "–",
                  *length.cells(question, plan))
         rows.append((str(k), _short(plan) + method, _stem(plan), schedule,
                      str(options.microbatches), options.remat, size(one.memory_bytes["total"]),
@@ -162,8 +168,9 @@ def standing(behind: Behind) -> str:
     if behind.rank == 1:
         return f"No other layout is faster: what is fixed ({fixed}) costs nothing."
     best, options = behind.best, behind.best.options
-    lines = [f"With {fixed} fixed the first plan is number {behind.rank} of {behind.count} and takes {behind.share:.1%} longer than the "
-             f"best: {_short(best)}, {_stem(best)}, {options.microbatches} microbatches, remat {options.remat}, {seconds(best.price.step_s)} a step"
+    lines = [f"With {fixed} fixed the first plan is number {behind.rank} of {behind.count} and takes {behind.share:.1%} longer "
+             f"than the best: {_short(best)}, {_stem(best)}, {options.microbatches} microbatches, remat {options.remat}, "
+             f"{seconds(best.price.step_s)} a step"
              + (". Why:" if behind.reasons else ".")]
     return "\n".join([*lines, *(f"  - {reason}" for reason in behind.reasons)])
 
@@ -186,7 +193,8 @@ def sentences(question: Question, plans: list[Plan]) -> list[str]:
     held = one.memory_bytes
     largest = max(("params", "grads", "optimizer", "activations"), key=held.get)
     sentences = [f"{bound}; beside it {waits or 'nothing above 1%'}.",
-                 f"A GPU holds {size(held['total'])} of {size(question.usable_bytes)}, most of it {largest} ({size(held[largest])})"
+                 f"A GPU holds {size(held['total'])} of {size(question.usable_bytes)}, "
+                 f"most of it {largest} ({size(held[largest])})"
                  + (", which is too near to the limit to be sure." if search.NEAR_LIMIT in plan.reason else ".")]
     if lost_s < 0.02 * one.step_s:
         return [*sentences, "Nothing but faster matmuls or fewer tokens would help by more than 2%."]
@@ -203,14 +211,16 @@ def _losses(question: Question, plan: Plan) -> list[tuple[str, float, str]]:
     for name, lost_s in one.exposed.items():
         crossed = link(question, plan, (name,))[1] if name in AXES and sizes[name] > 1 else "its links"
         remedy = {
-            "tensor": f"a smaller tensor than {sizes['tensor']}: its collectives stand between the products and hide behind nothing",
+            "tensor": f"a smaller tensor than {sizes['tensor']}: its collectives stand between the products and hide "
+                      "behind nothing",
             "fsdp": "fewer microbatches or more tokens in each: weights are gathered for every one of them",
             "context": "a smaller context, or more tokens of a sequence on each GPU",
             "once a step": "more tokens a step: gradients and new weights are exchanged once in it",
             "offload": "more tokens in each microbatch, or another remat: copies to the host outlast the layers beside them",
             traffic.ROUTED: "experts split over fewer GPUs: tokens travel to all that share them",
             traffic.EXPERTS: "fewer microbatches or more tokens in each: experts' weights are gathered for every one of them",
-            "scales": "more tokens in each microbatch: every layer's scales cost the same, however many there are"}.get(name, "fewer stages")
+            "scales": "more tokens in each microbatch: every layer's scales cost the same, however many there are",
+        }.get(name, "fewer stages")
         found.append((f"{name} ({crossed})" if name in AXES else f"what is exchanged {name}", lost_s, remedy))
     if one.bubble_s:
         found.append(("the pipeline's bubble", one.bubble_s, "more microbatches, by a larger global batch or fewer replicas"))

@@ -120,7 +120,8 @@ def price(placed: Placed, rated: Rates, options: Options, practice: Practice = P
     for name, seconds in (*work.head.items(), *ahead.items()):
         parts[name] += m * seconds
     per_gpu = options.global_batch * options.seq_len / step_s / num_gpus
-    model_flops = sum(flops.model_flops_per_token(part.rows, part.cfg, options.seq_len) for part in (placed, placed.leading) if part)
+    model_flops = sum(flops.model_flops_per_token(part.rows, part.cfg, options.seq_len)
+                      for part in (placed, placed.leading) if part)
     exposed = {name: seconds for name, seconds in waits.exposed.items() if seconds}
     return Price(num_gpus, footprint.memory(placed, options), tuple(waits.sent), sizes, waits.links_s, parts,
                  exposed, idle_s / busy, idle_s, update_s, step_s - busy, step_s, per_gpu,
@@ -132,7 +133,8 @@ def _ahead(placed: Placed, rated: Rates, options: Options, practice: Practice) -
     all of its seconds)."""
     if not (leading := placed.leading):
         return {}, 0.0
-    work, share = _Work(leading, rated, dataclasses.replace(options, schedule="gpipe"), practice), leading.depth / placed.layout.sizes["stage"]
+    work = _Work(leading, rated, dataclasses.replace(options, schedule="gpipe"), practice)
+    share = leading.depth / placed.layout.sizes["stage"]
     each = {name: share * seconds for name, seconds in work.parts.items()}
     return each, options.microbatches * share * (work.forward_s + work.backward_s)
 
@@ -148,7 +150,8 @@ def stage_costs(placed: Placed, rated: Rates, options: Options, practice: Practi
 
 def _stage(work: _Work, layers: float, waits_s: float) -> Costs:
     """waits_s: of one layer; half of it stands in the forward."""
-    return Costs(layers * (work.forward_s + waits_s / 2), layers * (work.input_grad_s + waits_s / 2), layers * work.weight_grad_s)
+    return Costs(layers * (work.forward_s + waits_s / 2), layers * (work.input_grad_s + waits_s / 2),
+                 layers * work.weight_grad_s)
 
 
 class _Waits:
@@ -182,7 +185,8 @@ class _Waits:
             self.exposed[name] += exposed_s
             self.layer_s += exposed_s if layer else 0.0
         if options.remat == "offload":      # each layer's input to the host, and back for its backward
-            copy_s = placed.itemsize * placed.tokens(options) * placed.cfg.embed_dim / placed.stream_ways / rated.host_bytes_per_s
+            copy_bytes = placed.itemsize * placed.tokens(options) * placed.cfg.embed_dim / placed.stream_ways
+            copy_s = copy_bytes / rated.host_bytes_per_s
             self.exposed["offload"] = m * layers * sum(
                 max(0.0, copy_s - assumed["overlap.fsdp"] * work.beside[kind]) for kind in (traffic.FORWARD, traffic.BACKWARD))
             self.layer_s += self.exposed["offload"]
@@ -215,7 +219,8 @@ class _Work:
         small = fused * rated.stream_s(moved(6 if gated else 4, QK_NORM[0]))
         small_b = fused * rated.stream_s(moved(10 if gated else 6, QK_NORM[1]))
         if placed.float8:
-            small, small_b = (each + rated.stream_s(tokens * moved) for each, moved in zip((small, small_b), _quantised_bytes(placed)))
+            small, small_b = (each + rated.stream_s(tokens * moved)
+                              for each, moved in zip((small, small_b), _quantised_bytes(placed)))
         in_stage = _stage_bytes(placed, options) if placed.masked(options, practice) else (0.0, 0.0, 0.0)
         stage_f, stage_b, stage_w = map(rated.stream_s, in_stage)
         again = practice.recomputed or RECOMPUTED[options.remat]
@@ -232,7 +237,8 @@ class _Work:
         self.backward_s = self.input_grad_s + self.weight_grad_s
         self.beside = {traffic.FORWARD: self.forward_s, traffic.BACKWARD: self.backward_s, traffic.ATTENTION: attention,
                        traffic.ATTENTION_BACKWARD: attention_b}
-        self.parts = {"matmul": forward + again_s + backward + experts + experts_b + experts_w, "attention": attention * (1 + again[1]) + attention_b,
+        self.parts = {"matmul": forward + again_s + backward + experts + experts_b + experts_w,
+                      "attention": attention * (1 + again[1]) + attention_b,
                       "elementwise": small * (1 + again[2]) + small_b + stage_f + stage_b + stage_w + moved_f + moved_b}
         matmul = functools.partial(_matmul_s, rated, cfg.compute_dtype, placed.itemsize)
         n, k = placed.head.n, placed.head.k

@@ -59,7 +59,8 @@ def before(made) -> str:
     simulated = " (simulated)" if run.mesh.simulated_devices else ""
     used = sum(flops.active(info, run.model) for info in table)
     lines = [
-        f"{run.run.name}: {count:,} parameters{f' ({used:,} for each token)' if used != count else ''} in {run.model.num_layers} layers, {run.training.steps} steps of "
+        f"{run.run.name}: {count:,} parameters{f' ({used:,} for each token)' if used != count else ''} in "
+        f"{run.model.num_layers} layers, {run.training.steps} steps of "
         f"{run.data.global_batch} × {run.data.seq_len} tokens in {run.training.microbatches} microbatch(es)",
         f"layout: {made.mesh_spec} on {made.mesh_spec.num_devices} × {kind}{simulated}, {made.layout.rules.path}, "
         f"remat {run.training.remat}, {_dtypes(run.model)}, {run.optimizer.name}",
@@ -105,10 +106,12 @@ def params_table(made) -> str:
     rows, replicated = [], []
     for row in facts.parameters(made):
         axes = " ".join(f"{axis or '·'}={n}" for axis, n in zip(row["axes"], row["shape"]))
-        rows.append((row["name"], axes, _spec(row["read"]), _spec(row["stored"]), size(row["stored_bytes"]), size(row["grads_bytes"])))
+        rows.append((row["name"], axes, _spec(row["read"]), _spec(row["stored"]), size(row["stored_bytes"]),
+                     size(row["grads_bytes"])))
         if made.mesh_spec.num_devices > 1 and row["stored_bytes"] == row["bytes"] >= LARGE:
-            replicated.append(f"warning: {row['name']} ({size(row['stored_bytes'])}) is stored whole on every device; a rule for "
-                              f"{' or '.join(repr(a) for a in row['axes'] if a in rules.LOGICAL)} in [params] or [optimizer] would split it")
+            replicated.append(f"warning: {row['name']} ({size(row['stored_bytes'])}) is stored whole on every device; a rule "
+                              f"for {' or '.join(repr(a) for a in row['axes'] if a in rules.LOGICAL)} in [params] or "
+                              "[optimizer] would split it")
     header = ("parameter", "logical axes", "[params] spec", "stored, by [optimizer]", "params", "grads")
     totals = formula(made)
     opt = f"optimizer state per device ({made.run.optimizer.name}): {size(totals['optimizer'])}"
@@ -129,7 +132,8 @@ def collectives_table(program: audit.Program, formulas: beside.Formulas | None) 
     rows = []
     for at in dict.fromkeys([*compiled, *priced]):
         row = compiled.get(at) or priced[at] | {"count": 0, "source": ""}
-        rows.append((row["kind"], " × ".join(row["axes"]), row["dtype"], show(priced, at), show(compiled, at), f"{row['count']:,}",
+        rows.append((row["kind"], " × ".join(row["axes"]), row["dtype"], show(priced, at), show(compiled, at),
+                     f"{row['count']:,}",
                      row["source"][:60]))
     if not rows:
         return "collectives of the compiled step: none"
@@ -181,8 +185,9 @@ def memory_table(made, executable, formulas: beside.Formulas | None) -> str:
                   f"{size(ruled['loop_weights'])}, and its float32 gradients, {size(ruled['loop_grads'])}. grads by "
                   "formulas: outside of it, in no total; compiled: those of the loop"]
     elif read_bytes(made):
-        lines += [f"params: as they are stored, by [optimizer]. Beside them, in activations: {size(read_bytes(made))} of weights "
-                  f"as the loop over microbatches reads them, by [params], in {made.run.model.compute_dtype}, gathered once per step"]
+        lines += [f"params: as they are stored, by [optimizer]. Beside them, in activations: {size(read_bytes(made))} of "
+                  f"weights as the loop over microbatches reads them, by [params], in {made.run.model.compute_dtype}, "
+                  "gathered once per step"]
     return "\n".join(lines)
 
 

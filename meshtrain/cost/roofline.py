@@ -152,7 +152,8 @@ def read(text: str, mesh_spec: MeshSpec, prices: rates.Rates, tokens: int, model
         gpu=prices.gpu, num_gpus=n, step_s=step_s, compute_s=played.compute_s, exposed_s=played.exposed_s, hidden_s=hidden_s,
         contention_s=contention_s, host_s=host_s, tokens_per_s=tokens / step_s,
         mfu=model_flops / (step_s * n * prices.peak(dtype)), mfu_dtype=dtype, parts=dict(played.parts),
-        kernels=program.kernels(played), traffic=program.traffic(played), assumed=prices.assumed, unknown_loops=tuple(program.unknown),
+        kernels=program.kernels(played), traffic=program.traffic(played), assumed=prices.assumed,
+        unknown_loops=tuple(program.unknown),
         uncounted=tuple(sorted(program.uncounted)))
 
 
@@ -178,7 +179,8 @@ class _Program:
         return seconds, self._part(computation, ins, found)
 
     def _math_s(self, found: work.Work) -> float:
-        seconds = sum(map(self.prices.matmul_s, found.matmuls)) + (self.prices.grouped_s(found.grouped) if found.grouped else 0.0)
+        seconds = sum(map(self.prices.matmul_s, found.matmuls))
+        seconds += self.prices.grouped_s(found.grouped) if found.grouped else 0.0
         return seconds + (self.prices.attention_s(found.attention) if found.attention else 0.0)
 
     def _visited(self, queries: int, keys: int, causal: bool, window: int, ahead: int) -> float:

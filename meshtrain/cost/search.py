@@ -110,7 +110,8 @@ def search(question: Question) -> Answer:
         counts = list(_microbatches(question, ways, placed.mesh.sizes["stage"]))
         if not counts:
             faults.setdefault(f"a global batch of {question.global_batch} sequences cannot be split over {ways} replicas"
-                              + (f" in {question.fixed['microbatches']} microbatches" if "microbatches" in question.fixed else ""))
+                              + (f" in {question.fixed['microbatches']} microbatches"
+                                 if "microbatches" in question.fixed else ""))
         for m in counts:
             tried += 1
             best = None

@@ -143,7 +143,8 @@ class Choice:
     why: str
 
 
-def choose(p: int, m: int, costs: Costs | Callable[[Schedule], Costs] = Costs(), slot_bytes: SlotBytes | None = None, budget_bytes: int | None = None,
+def choose(p: int, m: int, costs: Costs | Callable[[Schedule], Costs] = Costs(), slot_bytes: SlotBytes | None = None,
+           budget_bytes: int | None = None,
            chunks: Iterable[int] = (1,)) -> Choice:
     """The cheapest phase schedule whose slots fit into the budget; where none does, the one that needs least.
 
@@ -220,7 +221,8 @@ def chunk_counts(num_layers: int, p: int, most: int = 4) -> tuple[int, ...]:
 
 # ---- of a run --------------------------------------------------------------------------------------------------------
 
-def of_run(run, costs: Costs | Callable[[Schedule], Costs], p: int, slot_bytes: SlotBytes | None = None, budget_bytes: int | None = None) -> Choice:
+def of_run(run, costs: Costs | Callable[[Schedule], Costs], p: int, slot_bytes: SlotBytes | None = None,
+           budget_bytes: int | None = None) -> Choice:
     """The schedule that the run file's [pipeline] means on p stages. "auto" with chunks = 1 is free to take more of them.
 
     Raises: ValueError as `schedules.make` and `choose`.

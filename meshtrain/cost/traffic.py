@@ -19,7 +19,8 @@ FORWARD, BACKWARD, MICROBATCH = "forward", "backward", "microbatch"             
 ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
 ROUTED, EXPERTS = "for experts", "for experts' weights"        # what waits for tokens on their way to them, and for these
 FLOAT32, E4M3 = "f32", "f8e4m3fn"
-SCALES = 12                 # of a layer in float8, forward and backward: the largest values that devices agree on, one number each
+# of a layer in float8, forward and backward: the largest values that devices agree on, one number each
+SCALES = 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +199,7 @@ def _context(placed: Placed, options: Options, practice: Practice) -> Iterator[S
         kind, axes, FLOAT32 if bytes_each == 4 else dtype, elements * bytes_each, times, "context", beside)
     if options.method == "ring":
         yield from _ring(placed, options, practice, send, 2 * key)
-    elif options.method == "gather":        # whatever the window: keys and values whole, again in the backward, and their gradients back
+    elif options.method == "gather":        # whatever the window: keys and values whole, twice, and their gradients back
         yield send("all-gather", 2 * c * key, size, forward + backward)
         yield send("reduce-scatter", 2 * c * key, 4, backward)
     else:                                   # q, k, v and o; in the backward as well, and do, dq, dk and dv

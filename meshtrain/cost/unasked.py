@@ -14,8 +14,8 @@ from meshtrain.cost import audit, expect
 from meshtrain.units import size
 
 # What XLA logs where its partitioner finds no way from one sharding to another.
-REPLICATED = re.compile(r"Involuntary full rematerialization.*?from sharding (\{.*?\}) to (\{.*?\}) efficiently for HLO operation "
-                        r"%\S+ = (\w+\[[\d,]*\])")
+REPLICATED = re.compile(r"Involuntary full rematerialization.*?from sharding (\{.*?\}) to (\{.*?\}) efficiently for HLO "
+                        r"operation %\S+ = (\w+\[[\d,]*\])")
 
 
 def warnings(made, program: audit.Program, logged: Iterable[str]) -> list[str]:
@@ -53,8 +53,10 @@ def replicated(made, logged: Iterable[str]) -> list[str]:
             before, after, array = told.groups()
             source = re.search(r'op_name="([^"]*)"', line)
             dims = tuple(int(n) for n in re.findall(r"\d+", array.partition("[")[2]))
-            where = ", ".join(named(dims)) or audit.short_source(source.group(1) if source else "") or "an operation without a name"
+            where = ", ".join(named(dims)) or audit.short_source(source.group(1) if source else "")
+            where = where or "an operation without a name"
             found[f"{array} of {where}", before, after] += 1
     return [f"XLA makes {what} whole on every device to get from sharding {before} to {after}"
-            + (f", {count} times in the program" if count > 1 else "") + "; a rule or constraint that splits both the same way avoids it"
+            + (f", {count} times in the program" if count > 1 else "")
+            + "; a rule or constraint that splits both the same way avoids it"
             for (what, before, after), count in found.items()]
