@@ -189,8 +189,8 @@ def _choose_schedule(run: Run, mesh_spec: MeshSpec, model, layout: Layout, atten
 
 
 def _stage_costs(run: Run, placed: Placed, gpu) -> Callable[[Schedule], simulate.Costs]:
-    """What a stage's ops cost under each schedule. assumption: where the speed of the devices is not known, they relate as on an
-    H100, and what only memory and links take costs nothing."""
+    """What a stage's ops cost under each schedule. assumption: where the speed of the devices is not known, they relate as on
+    an H100, and what only memory and links take costs nothing."""
     known = gpu is not None and gpu.hbm_bytes_per_s is not None
     gpu = gpu if known else hardware.get("h100")
     rated = rates.Rates(gpu, assumptions.Assumptions(gpu.name))

@@ -23,7 +23,8 @@ DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """An environment variable that a process sets before jax starts, unless the user has; with -- before it, a flag in XLA_FLAGS."""
+    """An environment variable that a process sets before jax starts, unless the user has; with -- before it,
+    a flag in XLA_FLAGS."""
     name: str
     value: str
     why: str

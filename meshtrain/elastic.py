@@ -1,8 +1,8 @@
 """A run on fewer devices than it was laid out for: the same batches in more microbatches, so that no device holds more of them.
 
-mesh.full_devices says for how many devices training.microbatches is meant. The mesh's axis of -1 takes those that are there, and
-each device works through more microbatches of as many sequences as before. What fsdp shards is shared by fewer: that part of the
-memory of a device grows.
+mesh.full_devices says for how many devices training.microbatches is meant. The mesh's axis of -1 takes those that are there,
+and each device works through more microbatches of as many sequences as before. What fsdp shards is shared by fewer: that part
+of the memory of a device grows.
 """
 from __future__ import annotations
 

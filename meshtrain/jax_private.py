@@ -49,7 +49,8 @@ class CudnnAttention(NamedTuple):
     The public jax.nn.dot_product_attention rounds the log-sum-exp to bfloat16 and has no such backward.
     forward(q_BTNH, k_BSKH, v_BSKH, causal, window, scale) -> o_BTNH, lse_BNT float32.
     backward(q, k, v, o, lse_BNT, do, causal, window, scale) -> dq, dk, dv in the dtype of q.
-    window: tokens that a query sees, where causal; 0: all. bfloat16 or float16. Every axis of the mesh must be manual where they stand.
+    window: tokens that a query sees, where causal; 0: all. bfloat16 or float16.
+    Every axis of the mesh must be manual where they stand.
     """
     forward: Callable
     backward: Callable

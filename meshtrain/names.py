@@ -20,6 +20,6 @@ LOAD_BY_LAYER = ("expert_load_max_by_layer", "expert_load_min_by_layer", "expert
 # Logical axes of the experts' matrices, by their names in the parameter tree.
 EXPERT_AXES = {"gate": ("expert", "expert_embed", "expert_mlp"), "up": ("expert", "expert_embed", "expert_mlp"),
                "down": ("expert", "expert_mlp", "expert_embed")}
-# Scopes of what no compiler knows: around a condition, how often it holds in how many executions; around the matmuls of experts,
-# the rows that a device has where all experts are equally busy; around a loop, that it runs where they are not.
+# Scopes of what no compiler knows: around a condition, how often it holds in how many executions; around the matmuls of
+# experts, the rows that a device has where all experts are equally busy; around a loop, that it runs where they are not.
 TAKEN, EVEN_ROWS, FURTHER_ROUNDS = "taken_{}_of_{}", "even_rows_{}", "further_rounds"

@@ -47,7 +47,8 @@ class Text:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trained:
     """A model that was found. run: its shape, data and mesh. given: the keys of the command line. weights: an open folder, or
-    (checkpoints, step). files: the folder with config and tokenizer files of Hugging Face's; None: a run that began from nothing."""
+    (checkpoints, step). files: the folder with config and tokenizer files of Hugging Face's; None:
+    a run that began from nothing."""
     directory: Path
     run: Run
     given: frozenset[str]
@@ -83,7 +84,8 @@ class Trained:
         return Text(encode, lambda text: [reader.bos, *encode(text)], reader.decode, reader)
 
     def stop_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer: the end of a document, as the run wrote it, and what the folder names. Raises: ConfigError."""
+        """The tokens that end an answer: the end of a document, as the run wrote it, and what the folder names. Raises:
+        ConfigError."""
         with config.user_errors():
             found = settings.stop_ids(self.files) if self.files else ()
             if not self.of_folder:
@@ -121,8 +123,8 @@ class Trained:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placed:
-    """A model on its mesh, which `jax.set_mesh` is to put in context. params: as they were read, in any layout of the mesh. options: that
-    its programs are compiled with."""
+    """A model on its mesh, which `jax.set_mesh` is to put in context. params: as they were read, in any layout of the mesh.
+    options: that its programs are compiled with."""
     model: transformer.Transformer
     mesh: jax.sharding.Mesh
     ex: Execution
@@ -207,7 +209,8 @@ def _resolved(tables: Mapping, words: Sequence[str], allowed: Sequence[str], com
 
 
 def _sizes(run: Run, given: frozenset[str], model: transformer.Transformer, count: int) -> dict[str, int]:
-    """The mesh of the command line; without a word of it as many of the devices, all on tensor, as the model can be split over."""
+    """The mesh of the command line; without a word of it as many of the devices, all on tensor,
+    as the model can be split over."""
     if not any(name.startswith("mesh.") for name in given):
         for n in range(count, 0, -1):
             sizes = {axis: n if axis == "tensor" else 1 for axis in AXES}

@@ -54,7 +54,8 @@ def load(argv: typing.Sequence[str], usage: str = USAGE) -> Run:
 def resolve(tables: dict, words: typing.Sequence[str], allowed: typing.Sequence[str], command: str) -> tuple[Run, frozenset[str]]:
     """(the run of these tables with overrides, the names of the keys that `words` give), for a command that trains nothing.
 
-    allowed: sections ("mesh.") and keys; no other may be given, and only of these sections contradictions are told. Raises: ConfigError.
+    allowed: sections ("mesh.") and keys; no other may be given, and only of these sections contradictions are told. Raises:
+    ConfigError.
     """
     path, overrides, faults = _arguments(words)
     if path is not None:
