@@ -157,6 +157,17 @@ def test_experts_kernels_multiply_the_rows_that_their_scope_tells_and_what_fills
     assert found.flops == {"bf16": one.flops} and not found.uncounted
 
 
+def test_rows_that_are_taken_by_number_count_as_often_as_they_are_taken():
+    """From few tokens or from many, what a kernel takes costs what it would if it lay there row by row."""
+    whole = kernel("grouped_rows_gkn", "%g, %g, %x, %w, %y", "bf16[51200,768]{1,0}")
+    (beside,) = (one for one in lined(whole).kernels if "grouped" in one.source)
+    for tokens in (4096, 409600):
+        taken = whole.replace("%w = ", f"%t = bf16[{tokens},2048]{{1,0}} iota(), iota_dimension=0\n  %n = s32[51200]{{0}} iota(), iota_dimension=0\n  %w = "
+                              ).replace("custom-call(%g, %g, %x,", "custom-call(%g, %g, %t, %n,")
+        (one,) = (one for one in lined(taken).kernels if "grouped" in one.source)
+        assert one.flops == beside.flops and one.hbm_bytes == beside.hbm_bytes + 4 * 51200
+
+
 def test_further_rounds_count_as_none_but_for_whoever_assumes_some():
     text = loop(5, "%k = f32[1024,1024]{1,0} fusion(%w, %w), kind=kLoop, calls=%add_body", ADD).replace(
         'backend_config={"known_trip_count":{"n":"5"}}', f'metadata={{op_name="{SCOPE}/further_rounds/while"}}').replace(

@@ -69,12 +69,17 @@ class Routed:
 
     @property
     def round_bytes(self) -> float:
-        """Rows of a round that weights' gradients are made of."""
-        return self.itemsize * self.held * (2 * self.embed_dim + (self.inward + 1) * self.width)
+        """Tokens and rows of a round that weights' gradients are made of."""
+        return self.itemsize * (2 * self.seen * self.embed_dim + self.held * (self.inward + 1) * self.width)
+
+    @property
+    def beside_width(self) -> float:
+        """Of a round, beside what it passes on: its rows' gradient, or what the inward matrices gave, beside its gradient."""
+        return max(self.embed_dim, self.inward * self.width)
 
     @property
     def passed_on(self) -> float:
-        """Bytes of what weights' gradients are made of (`expert.PassedOn`): rows, and apart the sums of further rounds."""
+        """Bytes of what weights' gradients are made of (`expert.PassedOn`): tokens, rows, and apart the sums of further rounds."""
         return self.trained * (self.round_bytes + (4 * self.weights if self.further and self.apart else 0))
 
     @property
@@ -82,10 +87,10 @@ class Routed:
         """That live at most in a layer's B of a pipeline: a further round with what weights' gradients of it are made of, added to the
         sums that the first one passes on; beside them the zeros, of either shape, that a tick without work adds instead."""
         if not self.further:
-            of_round = self.held * (3 * self.embed_dim + (self.inward + 1) * self.width) + 3 * self.seen * self.embed_dim + self.weights
+            of_round = self.held * (self.beside_width + (self.inward + 1) * self.width) + 3 * self.seen * self.embed_dim + self.weights
             return max(self.itemsize * of_round, self.passed_on + 4 * self.weights * self.trained)
         sums = (self.round_bytes + 12 * self.matrix) * self.trained
-        return self.passed_on + sums + self.itemsize * (self.weights + 4 * self.seen * self.embed_dim)
+        return self.passed_on + sums + self.itemsize * (self.weights + 2 * self.seen * self.embed_dim)
 
     @property
     def inputs_bytes(self) -> float:
@@ -93,10 +98,11 @@ class Routed:
         it stands the next round, with the tokens that are brought together or sent, and the sum of their gradients; if there is none
         the rows' gradient."""
         if not self.further:
-            return self.passed_on + self.itemsize * (self.held * self.embed_dim + self.inward * self.matrix)
-        tokens = 2 * self.seen + (4 * self.tokens / self.itemsize if self.exchanged else self.seen)      # of those sent, in float32
-        return self.passed_on + self.itemsize * (
-            self.held * (2 * self.embed_dim + self.width) + tokens * self.embed_dim + self.weights)
+            return self.passed_on + self.itemsize * (self.held * self.beside_width + self.inward * self.matrix)
+        # Each round of those sent has its own; their sum is in float32.
+        tokens = 2 * self.seen + 4 * self.tokens / self.itemsize if self.exchanged else self.seen
+        rows = self.held * max(self.embed_dim + self.inward * self.width, (2 * self.inward + 1) * self.width)
+        return self.passed_on + self.itemsize * (rows + tokens * self.embed_dim + self.weights)
 
     @property
     def weights_bytes(self) -> float:
@@ -105,19 +111,17 @@ class Routed:
         if not self.trained:
             return 0.0
         if not self.further:
-            last = self.itemsize * self.held * (self.embed_dim + self.width) + 4 * self.weights
+            last = self.itemsize * (self.seen * self.embed_dim + self.held * self.width) + 4 * self.weights
             return max(self.passed_on + 4 * self.matrix, last)
-        return 4 * (self.weights + self.matrix) + self.passed_on + self.itemsize * (self.weights + 2 * self.seen * self.embed_dim)
+        return 4 * (self.weights + self.matrix) + self.passed_on + self.itemsize * self.weights
 
     def elementwise_bytes(self) -> tuple[float, float]:
-        """What moves through memory beside the products, forward and backward: rows taken from tokens and summed to them again, the
-        activation and its gradient, stored weights cast; apart, of weights' gradients the sums of rounds. Read off programs compiled
-        for H100 and H200."""
-        rows, tokens, inner = self.held * self.embed_dim, self.seen * self.embed_dim, (self.inward + 1) * self.held * self.width
-        weights = (self.inward + 1) * self.matrix
+        """What moves through memory beside the products, forward and backward: rows summed to their tokens again, stored weights cast;
+        apart, of weights' gradients the sums of rounds. Read off programs compiled for H100 and H200."""
+        summed, weights = self.itemsize * (self.held + self.seen) * self.embed_dim, (self.inward + 1) * self.matrix
         cast = 0 if self.apart else (4 + self.itemsize) * weights / self.gathered
         sums = 20 * weights * self.trained if self.further and self.apart else 0
-        return self.itemsize * (2 * rows + tokens + inner) + cast, self.itemsize * (3 * rows + 3 * tokens + 2 * inner) + cast + sums
+        return summed + cast, summed + cast + sums
 
 
 def of(placed: Placed, options: Options) -> Routed | None:

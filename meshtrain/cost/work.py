@@ -82,13 +82,22 @@ def grouped(module: hlo.Module, computation: str, ins: hlo.Instruction) -> Group
     found = _GROUPED.search(ins.op_name) if ins.op == "custom-call" else None
     if not found:
         return None
-    outer, arrays = found[1] == "outer", [(dtype, dims) for dtype, dims in module.operand_shapes(computation, ins) if len(dims) > 1]
-    (dtype, (held, _)), matrices = arrays[0], hlo.shapes(ins.type_text) if outer else arrays[1::2]
+    outer, arrays = found[1] == "outer", module.operand_shapes(computation, ins)
+    matrices = hlo.shapes(ins.type_text) if outer else [shape for shape in arrays if len(shape[1]) == 3]
     groups, summed, n = (sum(dims[found[2].index(letter)] for _, dims in matrices) for letter in "gkn")
     groups, n = groups // len(matrices), n // len(matrices)
+    dtype, (held, _) = next((dtype, dims) for dtype, dims in arrays if len(dims) == 2)
+    held = next((rows for _, rows in _taken(arrays)), held)
     block, even = tiles.GROUPED[hlo.dtype_bits(dtype) // 8].rows, _EVEN_ROWS.findall(ins.op_name)
     rows = min(held, kernels.executed_rows(int(even[-1]), groups, block)) if even else held
     return Grouped(rows, groups, summed, n, dtype, outer)
+
+
+def _taken(arrays):
+    """(number of an operand, rows) where a grouped kernel takes rows of it: what numbers them stands behind it."""
+    for at, ((_, dims), (dtype, numbers)) in enumerate(zip(arrays, arrays[1:])):
+        if len(dims) == 2 and dtype == "s32" and len(numbers) == 1:
+            yield at, numbers[0]
 
 
 def multiplies(ins: hlo.Instruction) -> bool:
@@ -193,6 +202,11 @@ def _needs(module, body, ins: hlo.Instruction, count: int, in_place: bool):
         found = _demand(module, inner, {n: math.ceil(count / whole * _elements(inner[n])) for n in names}, set())
         return [(ins.operands[int(inner[name].args)], part) for name, part in found.items()]
     if ins.op in _WHOLE:
+        if _GROUPED.search(ins.op_name):
+            # A row counts as often as it is taken, however many tiles of columns read it: they run side by side, and L2 has it for them.
+            arrays = [shape for name, _ in operands for shape in hlo.shapes(body[name].type_text)]
+            for at, rows in _taken(arrays):
+                operands[at] = operands[at][0], rows * arrays[at][1][1]
         return operands
     if ins.op in ("dynamic-slice", "slice"):
         return [(first[0][0], count), *((name, 1) for name, _ in operands[1:])]

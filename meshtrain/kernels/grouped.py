@@ -3,8 +3,9 @@
 Rows [R, …] lie in blocks, and all rows of a block belong to one group; a group's blocks stand together. The rows that fill up a
 group's last block are zeros, and blocks behind the last used one are neither read nor written. XLA's own `ragged_dot` is no help:
 on NVIDIA GPUs it multiplies every row with every group's matrix and masks (openxla/xla 40189), so with 16 groups 16 times.
-Engines: `loop`, XLA's, block after block, anywhere; `triton`, Pallas kernels of which each program takes one tile. Neither can be
-differentiated: whoever calls them writes both directions. Knows no experts, no mesh.
+Engines: `loop`, XLA's, block after block, anywhere; `triton`, Pallas kernels of which each program takes one tile, and reads its rows
+from where they are taken, so that they are nowhere copied (as scattermoe does, arXiv:2403.08245). Neither can be differentiated:
+whoever calls them writes both directions. Knows no experts, no mesh.
 """
 from __future__ import annotations
 
@@ -29,16 +30,37 @@ class Groups(NamedTuple):
     blocks: jax.Array     # [G] how many it has
 
 
-class Engine(NamedTuple):
-    """rows((x_RK, …), (w, …), groups, dims) -> [R, N], the sum of each x with its w in float32, rounded to x's dtype.
+class Taken(NamedTuple):
+    """Rows of an array by their numbers, zeros where one is negative: what a kernel reads as it goes, and nobody copies."""
+    of: jax.Array         # [A, K]
+    number: jax.Array     # [R] int32
 
-    outer(x_RK, y_RN, groups, dims) -> float32, of a group without rows zeros. dims: the order of w's or the result's dims, a
-    permutation of "gkn"; so a transposed w needs no copy, nor one whose groups are not its first dim. block(rows, groups): rows of a
+
+class Pair(NamedTuple):
+    """x_RK, or a Taken of such rows, times the matrix of each row's group. dims: the order of w's, a permutation of "gkn"; so a
+    transposed w needs no copy, nor one whose groups are not its first dim."""
+    x: jax.Array | Taken
+    w: jax.Array
+    dims: str
+
+
+class Engine(NamedTuple):
+    """take(a_AK, number_R) -> these rows, as `rows` and `outer` have them.
+
+    rows(pairs, groups, then, beside) -> what `then` makes of the sum of the Pairs, [R, N] in float32. then(sum, *beside) sees some rows
+    and columns at a time, and gives a tuple: of [rows, columns], rounded to x's dtype in the result, or of sums over the columns,
+    [rows] in float32. beside: arrays [R, N], or [R, 1] seen by all columns.
+    outer(x_RK, y_RN, groups, dims) -> float32, of a group without rows zeros, in this order of dims. block(rows, groups): rows of a
     block where so many rows go to so many groups.
     """
+    take: Callable
     rows: Callable
     outer: Callable
     block: Callable
+
+
+def as_it_is(summed):
+    return summed,
 
 
 def groups_of(sizes_G, num_blocks: int, block: int) -> Groups:
@@ -62,29 +84,42 @@ def executed_rows(rows: float, groups: float, block: int) -> float:
 
 
 def _block_rows(x, groups: Groups) -> int:
-    return x.shape[0] // groups.owner.shape[0]
+    return (x.number if isinstance(x, Taken) else x).shape[0] // groups.owner.shape[0]
 
 
-def _loop_rows(xs, ws, groups: Groups, dims: str):
-    block, of_group = _block_rows(xs[0], groups), dims.replace("g", "")
+def _copied(a, number):
+    """A product, no `where`: XLA would keep [R, K] of zeros through a loop."""
+    return a[jnp.maximum(number, 0)] * (number >= 0)[:, None].astype(a.dtype)
 
-    def visit(b, y):
-        y_b = 0
-        for x, w in zip(xs, ws, strict=True):
+
+def _results(then: Callable, beside, rows: int, columns: int, dtype) -> list[jax.ShapeDtypeStruct]:
+    """Of `then`, for so many rows and columns."""
+    made = jax.eval_shape(then, jax.ShapeDtypeStruct((rows, columns), jnp.float32), *beside)
+    return [jax.ShapeDtypeStruct(a.shape, dtype if a.ndim == 2 else jnp.float32) for a in made]
+
+
+def _loop_rows(pairs, groups: Groups, then: Callable = as_it_is, beside=()):
+    x, w, dims = pairs[0]
+    block = _block_rows(x, groups)
+
+    def visit(b, results):
+        part, summed = lambda a: lax.dynamic_slice_in_dim(a, b * block, block, 0), 0
+        for x, w, dims in pairs:
             own = lax.dynamic_index_in_dim(w, groups.owner[b], dims.index("g"), keepdims=False)
-            x_b = lax.dynamic_slice_in_dim(x, b * block, block, 0)
-            y_b += jnp.einsum(f"rk,{of_group}->rn", x_b, own, preferred_element_type=jnp.float32)
-        return lax.dynamic_update_slice_in_dim(y, y_b.astype(y.dtype), b * block, 0)
-    return lax.fori_loop(0, groups.count[0], visit, jnp.zeros((xs[0].shape[0], ws[0].shape[dims.index("n")]), xs[0].dtype))
+            summed += jnp.einsum(f"rk,{dims.replace('g', '')}->rn", part(x), own, preferred_element_type=jnp.float32)
+        made = then(summed, *map(part, beside))
+        return [lax.dynamic_update_slice_in_dim(whole, a.astype(whole.dtype), b * block, 0) for whole, a in zip(results, made, strict=True)]
+    results = _results(then, beside, x.shape[0], w.shape[dims.index("n")], x.dtype)
+    return lax.fori_loop(0, groups.count[0], visit, [jnp.zeros(a.shape, a.dtype) for a in results])
 
 
 def _loop_outer(x, y, groups: Groups, dims: str):
     block, at = _block_rows(x, groups), dims.index("g")
 
     def visit(b, sums):
-        take = lambda a: lax.dynamic_slice_in_dim(a, b * block, block, 0)
+        part = lambda a: lax.dynamic_slice_in_dim(a, b * block, block, 0)
         own = lax.dynamic_index_in_dim(sums, groups.owner[b], at, keepdims=False)
-        new = own + jnp.einsum(f"rk,rn->{dims.replace('g', '')}", take(x), take(y), preferred_element_type=jnp.float32)
+        new = own + jnp.einsum(f"rk,rn->{dims.replace('g', '')}", part(x), part(y), preferred_element_type=jnp.float32)
         return lax.dynamic_update_index_in_dim(sums, new, groups.owner[b], at)
     shape = _ordered(dims, g=len(groups.first), k=x.shape[1], n=y.shape[1])
     return lax.fori_loop(0, groups.count[0], visit, jnp.zeros(shape, jnp.float32))
@@ -101,7 +136,7 @@ def _loop_block(rows: int, groups: int) -> int:
 
 
 def loop() -> Engine:
-    return Engine(_loop_rows, _loop_outer, _loop_block)
+    return Engine(_copied, _loop_rows, _loop_outer, _loop_block)
 
 
 # ---- Pallas kernels for GPUs -----------------------------------------------------------------------------------------
@@ -116,65 +151,90 @@ def _turned(a, dims: str):
     return a.T if dims.index("n") < dims.index("k") else a
 
 
-def _rows_kernel(owner_ref, count_ref, *refs, steps: tuple[int, ...], dims: str):
+def _reader(x_ref, at):
+    """columns -> these of the rows `at`."""
+    if not isinstance(x_ref, Taken):
+        return lambda columns: x_ref[at, columns]
+    number = x_ref.number[at][:, None]
+
+    def read(columns):
+        at = jnp.broadcast_arrays(number, (columns.start + jnp.arange(columns.size))[None, :])
+        return triton.load(x_ref.of.at[*at], mask=at[0] >= 0, other=0.0)
+    return read
+
+
+def _array(x):
+    return x.of if isinstance(x, Taken) else x
+
+
+def _rows_kernel(owner_ref, count_ref, pairs, beside_refs, *result_refs, then: Callable, all_dims, steps, tile: tuple[int, int]):
     """One block of rows, one tile of columns; an unused block ends at once."""
-    column, b, *pairs, y_ref = pl.program_id(0), pl.program_id(1), *refs
-    width = y_ref.shape[1]
+    column, b, (block, width) = pl.program_id(0), pl.program_id(1), tile
 
     @pl.when(b < count_ref[0])
     def _():
-        own, columns, sums = owner_ref[b], pl.ds(column * width, width), jnp.zeros(y_ref.shape, jnp.float32)
-        for x_ref, w_ref, step in zip(pairs[::2], pairs[1::2], steps, strict=True):
-            def visit(i, sums):
+        own, columns, summed = owner_ref[b], pl.ds(column * width, width), jnp.zeros(tile, jnp.float32)
+        for (x_ref, w_ref), dims, step in zip(pairs, all_dims, steps, strict=True):
+            read = _reader(x_ref, pl.ds(b * block, block))
+
+            def visit(i, summed):
                 at = pl.ds(i * step, step)
-                return sums + _dot(x_ref[:, at], _turned(w_ref[_ordered(dims, g=own, k=at, n=columns)], dims))
-            sums = lax.fori_loop(0, x_ref.shape[1] // step, visit, sums)
-        y_ref[...] = sums.astype(y_ref.dtype)
+                return summed + _dot(read(at), _turned(w_ref[_ordered(dims, g=own, k=at, n=columns)], dims))
+            summed = lax.fori_loop(0, _array(x_ref).shape[1] // step, visit, summed)
+        for ref, a in zip(result_refs, then(summed, *(ref[...] for ref in beside_refs)), strict=True):
+            ref[...] = a.astype(ref.dtype)
 
 
-def _triton_rows(xs, ws, groups: Groups, dims: str, *, by_size: Mapping[int, tiles.Grouped], interpret: bool):
-    of, at = by_size[xs[0].dtype.itemsize], dims.index
-    block, N = _block_rows(xs[0], groups), ws[0].shape[at("n")]
-    width, steps = _tile(N, of.columns), tuple(_tile(x.shape[1], of.step) for x in xs)
-    xs = [_padded(x, step, 1) for x, step in zip(xs, steps)]
-    ws = [_padded(_padded(w, width, at("n")), step, at("k")) for w, step in zip(ws, steps)]
-    rows, columns = xs[0].shape[0], ws[0].shape[at("n")]
-    pairs, specs = [a for pair in zip(xs, ws, strict=True) for a in pair], []
-    for x in xs:
-        specs += [pl.BlockSpec((block, x.shape[1]), lambda j, b: (b, 0)), pl.no_block_spec]
-    y = pl.pallas_call(
-        partial(_rows_kernel, steps=steps, dims=dims), grid=(columns // width, rows // block),
-        in_specs=[pl.no_block_spec, pl.no_block_spec, *specs],
-        out_specs=pl.BlockSpec((block, width), lambda j, b: (b, j)), out_shape=jax.ShapeDtypeStruct((rows, columns), xs[0].dtype),
-        name=f"grouped_rows_{dims}", interpret=interpret,
-        compiler_params=triton.CompilerParams(num_warps=of.warps, num_stages=of.stages))(groups.owner, groups.count, *pairs)
-    return y[:, :N]
+def _triton_rows(pairs, groups: Groups, then: Callable = as_it_is, beside=(), *, by_size: Mapping[int, tiles.Grouped], interpret: bool):
+    (first, w, dims), all_dims = pairs[0], [dims for _, _, dims in pairs]
+    of, N = by_size[_array(first).dtype.itemsize], w.shape[dims.index("n")]
+    width = _tile(N, of.columns if sum(a.shape[1] > 1 for a in beside) < 2 else of.beside)
+    steps = [_tile(_array(x).shape[1], of.step) for x, _, _ in pairs]
+    xs = [_padded(x, step, 1) for (x, _, _), step in zip(pairs, steps)]
+    ws = [_padded(_padded(w, width, dims.index("n")), step, dims.index("k")) for (_, w, dims), step in zip(pairs, steps)]
+    beside = [a if a.shape[1] == 1 else _padded(a, width, 1) for a in beside]
+    block, columns = _block_rows(first, groups), ws[0].shape[dims.index("n")]
+    rows, tiled = block * len(groups.owner), columns // width
+    spec = lambda columns: pl.BlockSpec((block, columns), lambda j, b: (b, 0 if columns == 1 else j))
+    shapes, pairs = _results(then, beside, rows, columns, _array(first).dtype), list(zip(xs, ws))
+    results = pl.pallas_call(
+        partial(_rows_kernel, then=then, all_dims=all_dims, steps=steps, tile=(block, width)), grid=(tiled, rows // block),
+        in_specs=[pl.no_block_spec, pl.no_block_spec, _whole(pairs), [spec(min(a.shape[1], width)) for a in beside]],
+        out_specs=[spec(width) if a.ndim == 2 else pl.BlockSpec((None, block), lambda j, b: (j, b)) for a in shapes],
+        out_shape=[a if a.ndim == 2 else jax.ShapeDtypeStruct((tiled, rows), a.dtype) for a in shapes],
+        name="grouped_rows_" + dims, interpret=interpret,
+        compiler_params=triton.CompilerParams(num_warps=of.warps, num_stages=of.stages))(groups.owner, groups.count, pairs, beside)
+    return [a[:, :N] if shape.ndim == 2 else a.sum(0) for a, shape in zip(results, shapes)]
+
+
+def _whole(operands):
+    return jax.tree.map(lambda a: pl.no_block_spec, operands)
 
 
 def _outer_kernel(first_ref, blocks_ref, x_ref, y_ref, sums_ref, *, block: int, step: int, tile: tuple[int, int], dims: str):
     """One tile of one group's matrix, over all of the group's rows."""
-    group = pl.program_id(2)
+    (height, width), group = tile, pl.program_id(2)
+    columns_x, columns_y = pl.ds(pl.program_id(1) * height, height), pl.ds(pl.program_id(0) * width, width)
     start = first_ref[group] * block
 
     def visit(i, sums):
         at = pl.ds(start + i * step, step)
-        return sums + _dot(x_ref[at, :].T, y_ref[at, :])
+        return sums + _dot(_reader(x_ref, at)(columns_x).T, _reader(y_ref, at)(columns_y))
     trips = blocks_ref[group] * (block // step)
     sums_ref[...] = _turned(lax.fori_loop(0, trips, visit, jnp.zeros(tile, jnp.float32)), dims)
 
 
 def _triton_outer(x, y, groups: Groups, dims: str, *, by_size: Mapping[int, tiles.Grouped], interpret: bool):
-    of = by_size[x.dtype.itemsize]
-    (rows, K), N, G, block = x.shape, y.shape[1], len(groups.first), _block_rows(x, groups)
+    of = by_size[_array(x).dtype.itemsize]
+    K, N, G, block = _array(x).shape[1], _array(y).shape[1], len(groups.first), _block_rows(x, groups)
     height, width, step = _tile(K, of.rows), _tile(N, of.columns), min(of.step, block)
     x, y = _padded(x, height, 1), _padded(y, width, 1)
+    columns_x, columns_y = _array(x).shape[1], _array(y).shape[1]
     sums = pl.pallas_call(
         partial(_outer_kernel, block=block, step=step, tile=(height, width), dims=dims),
-        grid=(y.shape[1] // width, x.shape[1] // height, G),
-        in_specs=[pl.no_block_spec, pl.no_block_spec, pl.BlockSpec((rows, height), lambda j, i, g: (0, i)),
-                  pl.BlockSpec((rows, width), lambda j, i, g: (0, j))],
+        grid=(columns_y // width, columns_x // height, G), in_specs=[pl.no_block_spec, pl.no_block_spec, _whole(x), _whole(y)],
         out_specs=pl.BlockSpec(_ordered(dims, g=None, k=height, n=width), lambda j, i, g: _ordered(dims, g=g, k=i, n=j)),
-        out_shape=jax.ShapeDtypeStruct(_ordered(dims, g=G, k=x.shape[1], n=y.shape[1]), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct(_ordered(dims, g=G, k=columns_x, n=columns_y), jnp.float32),
         name=f"grouped_outer_{dims}", interpret=interpret,
         compiler_params=triton.CompilerParams(num_warps=of.warps, num_stages=of.stages))(groups.first, groups.blocks, x, y)
     return sums[_ordered(dims, g=slice(None), k=slice(K), n=slice(N))]
@@ -187,6 +247,8 @@ def _tile(n: int, most: int) -> int:
 
 
 def _padded(a, multiple: int, axis: int):
+    if isinstance(a, Taken):
+        return a._replace(of=_padded(a.of, multiple, axis))
     if a.shape[axis] % multiple == 0:
         return a
     return jnp.pad(a, [(0, -n % multiple if dim == axis else 0) for dim, n in enumerate(a.shape)])
@@ -195,5 +257,5 @@ def _padded(a, multiple: int, axis: int):
 def kernels(by_size: Mapping[int, tiles.Grouped] = tiles.GROUPED, interpret: bool = False) -> Engine:
     """by_size: tiles by the bytes of an element; all with blocks of equal rows."""
     (rows,) = {of.rows for of in by_size.values()}
-    return Engine(partial(_triton_rows, by_size=by_size, interpret=interpret), partial(_triton_outer, by_size=by_size, interpret=interpret),
-                  lambda *_: rows)
+    given = dict(by_size=by_size, interpret=interpret)
+    return Engine(Taken, partial(_triton_rows, **given), partial(_triton_outer, **given), lambda *_: rows)

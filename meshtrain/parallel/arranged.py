@@ -26,10 +26,9 @@ class Rows:
     assignment_R: jax.Array
     row_AK: jax.Array
 
-    def take(self, a_AD, num_choices: int):
-        """What the row's token has, else zero. A product, no `where`: XLA would keep [R, D] of zeros through the layers' loop."""
-        used = self.assignment_R >= 0
-        return a_AD[jnp.where(used, self.assignment_R // num_choices, 0)] * used[:, None].astype(a_AD.dtype)
+    def token(self, num_choices: int):
+        """[R] the row's token, or -1."""
+        return jnp.where(self.assignment_R >= 0, self.assignment_R // num_choices, -1)
 
     def weight(self, weight_AK):
         return jnp.where(self.assignment_R >= 0, weight_AK.reshape(-1)[jnp.maximum(self.assignment_R, 0)], 0.0)[:, None]

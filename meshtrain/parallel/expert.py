@@ -243,10 +243,10 @@ class Matrices:
     def inward(self) -> list[str]:
         return [name for name in ("gate", "up") if name in self.arrays]
 
-    def rows(self, by_name: Mapping, summed: str, groups: grouped.Groups):
-        """The sum of rows by name, each times its matrices; summed: the logical axis that they share."""
-        (dims,) = {_letters(self.axes[name], summed) for name in by_name}
-        return self.engine.rows(tuple(by_name.values()), tuple(self.arrays[name] for name in by_name), groups, dims)
+    def rows(self, by_name: Mapping, summed: str, groups: grouped.Groups, *then_and_beside):
+        """The sum of rows by name, each times its matrices, as an engine's `rows`; summed: the logical axis that they share."""
+        pairs = [grouped.Pair(x, self.arrays[name], _letters(self.axes[name], summed)) for name, x in by_name.items()]
+        return self.engine.rows(pairs, groups, *then_and_beside)
 
     def zeros(self) -> dict:
         return {name: jnp.zeros(w.shape, jnp.float32) for name, w in self.arrays.items()}
@@ -268,13 +268,17 @@ def _forward(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, matri
     x_AD, chosen_AK, weight_AK = map(region.bring, (x_TD, chosen_TK, weight_TK))
     arranged = _arranged(experts, region, chosen_AK, matrices)
 
-    def one_round(rows: Rows):
-        x_RD = rows.take(x_AD, K)
-        inward = [matrices.rows({name: x_RD}, "expert_embed", rows.groups) for name in matrices.inward]
-        h_RF = experts.activation(*(a.astype(jnp.float32) for a in inward))
+    def weighted(last, weight_R1, *others):
         # The weight multiplies here, not behind `down`: its gradient then needs no y.
-        y_RD = matrices.rows({"down": (h_RF * rows.weight(weight_AK)).astype(x_RD.dtype)}, "expert_mlp", rows.groups)
-        return rows.sum(y_RD, x_RD.dtype), inward
+        h = experts.activation(*(a.astype(jnp.float32) for a in others), last)
+        return h * weight_R1, *([last] if experts.kept else [])
+
+    def one_round(rows: Rows):
+        x_RD, groups, (*others, last) = experts.engine.take(x_AD, rows.token(K)), rows.groups, matrices.inward
+        inward = [matrices.rows({name: x_RD}, "expert_embed", groups)[0] for name in others]
+        hw_RF, *made = matrices.rows({last: x_RD}, "expert_embed", groups, weighted, [rows.weight(weight_AK), *inward])
+        (y_RD,) = matrices.rows({"down": hw_RF}, "expert_mlp", groups)
+        return rows.sum(y_RD, x_AD.dtype), [*inward, *made]
     with jax.named_scope(EVEN_ROWS.format(region.even_rows(*chosen_TK.shape))):
         y_AD, inward = one_round(arranged.round(0))
         y_AD = arranged.further(lambda rows: one_round(rows)[0], y_AD)
@@ -287,9 +291,9 @@ class PassedOn:
     """What the gradients of weights are made of: rows, and the cotangents of what they were multiplied to. more: the gradients of
     further rounds by name, made already; None where one round always suffices."""
     groups: grouped.Groups
-    x_RD: jax.Array
-    dy_RD: jax.Array
-    h_RF: jax.Array         # weighted
+    x_RD: jax.Array | grouped.Taken
+    dy_RD: jax.Array | grouped.Taken
+    hw_RF: jax.Array        # h, weighted
     d_inward: dict
     more: dict | None = None
     even_rows: int = dataclasses.field(default=1, metadata={"static": True})
@@ -297,8 +301,8 @@ class PassedOn:
     def gradients(self, engine: grouped.Engine, axes: Mapping[str, tuple]) -> dict:
         """float32, by name; axes: the order of their dims."""
         with jax.named_scope(EVEN_ROWS.format(self.even_rows)):
-            dw = {name: engine.outer(self.x_RD, d, self.groups, _letters(axes[name], "expert_embed")) for name, d in self.d_inward.items()}
-            dw["down"] = engine.outer(self.h_RF, self.dy_RD, self.groups, _letters(axes["down"], "expert_mlp"))
+            outer = lambda x_RD, d_RF, name: engine.outer(x_RD, d_RF, self.groups, _letters(axes[name], "expert_embed"))
+            dw = {name: outer(self.x_RD, d, name) for name, d in self.d_inward.items()} | {"down": outer(self.dy_RD, self.hw_RF, "down")}
         return dw if self.more is None else jax.tree.map(jnp.add, dw, self.more)
 
 
@@ -309,18 +313,21 @@ def _backward(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, matr
     x_AD, chosen_AK, weight_AK, dy_AD = map(region.bring, (x_TD, chosen_TK, weight_TK, dy_TD))
     arranged = _arranged(experts, region, chosen_AK, matrices)
 
+    def gradients(dhw, weight_R1, *inward):
+        h, back = jax.vjp(experts.activation, *(a.astype(jnp.float32) for a in inward))
+        dweight = (dhw * h).sum(1)
+        return h * weight_R1, dweight, *back(dhw * weight_R1)
+
     def one_round(rows: Rows, inward=None):
-        x_RD, dy_RD, weight_R1 = rows.take(x_AD, K), rows.take(dy_AD, K), rows.weight(weight_AK)
+        x_RD, dy_RD = (experts.engine.take(a, rows.token(K)) for a in (x_AD, dy_AD))
         names, groups = matrices.inward, rows.groups
-        inward = inward or [matrices.rows({name: x_RD}, "expert_embed", groups) for name in names]
-        h_RF, back = jax.vjp(experts.activation, *(a.astype(jnp.float32) for a in inward))
-        dhw_RF = matrices.rows({"down": dy_RD}, "expert_embed", groups).astype(jnp.float32)
-        dweight_R = (dhw_RF * h_RF).sum(-1)
-        d_inward = {name: d.astype(dtype) for name, d in zip(names, back(dhw_RF * weight_R1))}
-        dx_RD = matrices.rows(d_inward, "expert_mlp", groups)
+        inward = inward or [matrices.rows({name: x_RD}, "expert_embed", groups)[0] for name in names]
+        beside = [rows.weight(weight_AK), *inward]
+        hw_RF, dweight_R, *d_inward = matrices.rows({"down": dy_RD}, "expert_embed", groups, gradients, beside)
+        d_inward = dict(zip(names, d_inward, strict=True))
+        (dx_RD,) = matrices.rows(d_inward, "expert_mlp", groups)
         here = rows.row_AK >= 0
         dweight_AK = jnp.where(here, dweight_R[jnp.where(here, rows.row_AK, 0)], 0.0)
-        hw_RF = (h_RF * weight_R1).astype(dtype)
         return rows.sum(dx_RD, dtype), dweight_AK, PassedOn(groups, x_RD, dy_RD, hw_RF, d_inward, even_rows=even_rows)
     with jax.named_scope(EVEN_ROWS.format(even_rows)):
         dx_AD, dweight_AK, rest = _rounds(arranged, one_round, kept, matrices, apart, arranged.one_round)
