@@ -17,7 +17,7 @@ from meshtrain.parallel import exchange, expert
 from meshtrain.training import accumulate
 
 EXPERT_AXES = ([], ["fsdp"], ["data"], ["tensor"], ["fsdp", "tensor"], ["tensor", "fsdp"], ["data", "fsdp"], ["context"], ["context", "fsdp"])
-# Models as narrow as 6: rounding that their norms magnify was 3.4e-5 of a leaf's largest gradient at most in 90 draws.
+# Models as narrow as 6: rounding that their norms magnify was 4.4e-5 of a leaf's largest gradient at most in 74 draws.
 TOLERANCE = 6e-5
 
 
