@@ -231,7 +231,8 @@ def within(points, most: float):
 # ---- learning: the loss after equal steps ------------------------------------------------------------------------------
 
 SEEDS = (0, 1, 2)
-SMALL = tuple("--model.embed_dim 96 --model.num_layers 3 --training.steps 480 --model.embedding_std 1 --optimizer.warmup_steps 60".split())
+SMALL = tuple("--model.embed_dim 96 --model.num_layers 3 --training.steps 480 --data.global_batch 8 --model.embedding_std 1 "
+              "--optimizer.warmup_steps 60".split())
 BOUND = 2           # of the load
 RUNS = {"dense": ("configs/quickstart.toml", (*SMALL, "--model.mlp_dim", "256")),
         "8 experts, 2 a token": ("configs/quickstart-experts.toml", (*SMALL, "--model.expert_mlp_dim", "128"))}

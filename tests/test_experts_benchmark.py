@@ -62,7 +62,7 @@ def test_experts_beat_the_dense_model_of_equal_active_parameters_at_equal_steps(
 
 @pytest.mark.slow
 def test_the_experts_of_the_shipped_run_stay_within_twice_the_mean():
-    """But for a few steps of the first third, whose batch is of another kind than those before: of three seeds' 240 steps 13 at most,
-    the 73rd the last. From the first on it is the warm-up of the biases that keeps it there: without, it is 2.7 then."""
+    """But for a few steps of the warm-up, while the model learns how frequent tokens are: of three seeds' 240 steps 3 at most, the 39th
+    the last. From the first on it is the warm-up of the biases that keeps it there: without, it is 2.7 then."""
     found = experts.trained("configs/quickstart-experts.toml", 2)
-    assert found["late"] <= experts.BOUND and found["load"] < 3 and found["above"] <= 24 and found["last"] <= 120
+    assert found["late"] <= experts.BOUND and found["load"] < 3 and found["above"] <= 6 and found["last"] <= 60
