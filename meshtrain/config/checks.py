@@ -187,6 +187,8 @@ def notes(run: Run) -> list[str]:
                     'data.packing="whole" keeps them together')
     if run.lora.rank and not run.checkpoint.init_from:
         told.append(f"lora.rank={run.lora.rank} without checkpoint.init_from freezes weights that nobody has trained")
+    if run.lora.rank and run.experts.bias_rate:
+        told.append(f"experts.bias_rate={run.experts.bias_rate} moves no bias: lora.rank={run.lora.rank} freezes the routers, too")
     if run.lora.rank and run.model.param_dtype == "float32" != run.model.compute_dtype:
         told.append('model.param_dtype="float32" stores the frozen weights in 4 bytes each; "bfloat16" takes 2, and keeps every bit of a '
                     "bfloat16 folder")
