@@ -118,9 +118,9 @@ class Routed:
     def elementwise_bytes(self) -> tuple[float, float]:
         """What moves through memory beside the products, forward and backward: rows summed to their tokens again, stored weights cast;
         apart, of weights' gradients the sums of rounds. Read off programs compiled for H100 and H200."""
-        summed, weights = self.itemsize * (self.held + self.seen) * self.embed_dim, (self.inward + 1) * self.matrix
-        cast = 0 if self.apart else (4 + self.itemsize) * weights / self.gathered
-        sums = 20 * weights * self.trained if self.further and self.apart else 0
+        summed = self.itemsize * (self.held + self.seen) * self.embed_dim
+        cast = 0 if self.apart else (4 + self.itemsize) * self.weights / self.gathered
+        sums = 20 * self.weights * self.trained if self.further and self.apart else 0
         return summed + cast, summed + cast + sums
 
 

@@ -1,5 +1,4 @@
-"""The layouts that a model, its batch and its hosts allow, priced and ranked: meshes, rule files, microbatches, schedules,
-remat.
+"""The layouts that a model, its batch and its hosts allow, priced and ranked: meshes, rules, microbatches, schedules, remat.
 
 Every factorization of the GPUs over the five axes is tried whose tensor groups stay within a link domain. Rule files that say
 the same on a mesh are tried once. Of a layout the least recomputation that fits is priced, and of its schedules the one with

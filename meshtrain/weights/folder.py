@@ -76,8 +76,7 @@ def companions_of(run_dir: str, init_from: str) -> list[Path]:
 
 
 def is_one(directory: str | os.PathLike) -> bool:
-    """Whether a directory looks like a model folder; those of our runs have no config.json. "" names none,
-    not the current one."""
+    """Whether a directory looks like a model folder; those of our runs have no config.json. "" is no directory."""
     return directory != "" and os.path.isfile(os.path.join(directory, settings.CONFIG))
 
 
