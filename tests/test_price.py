@@ -1,4 +1,5 @@
 """The closed formulas: against 51 published runs, the schedules' own tables, and what the rules and ZeRO promise."""
+import itertools
 import statistics
 import tomllib
 
@@ -19,7 +20,7 @@ from meshtrain.layout import rules
 from meshtrain.layout.mesh import MeshSpec
 from meshtrain.layout.rules import Layout
 from meshtrain.model import transformer
-from meshtrain.parallel import schedules
+from meshtrain.parallel import pipeline, schedules
 
 GIB = 2**30
 
@@ -83,6 +84,22 @@ def test_counts_are_those_of_the_table(name, p, v, m):
     m = m * p if v > 1 else m
     table = schedules.make(name, p, m, v)
     assert schedules.counts(name, p, m, v) == (table.executed, dict(table.slots))
+
+
+def test_embeddings_are_counted_in_the_ticks_in_which_the_executor_has_them():
+    """All schedules of up to 8 stages and 4 chunks, with few microbatches and with many."""
+    length = {"never": lambda on: 0, "sometimes": lambda on: int(on.sum()), "always": len}
+    wrong = []
+    for p, v, name in itertools.product((2, 3, 4, 5, 8), (1, 2, 3, 4), schedules.NAMES):
+        for m in (1, 2, 3, 4, 8, 12, 16, 24):
+            if name == "zb_h1" or (v > 1) != (name in schedules.INTERLEAVED) or schedules.problems(name, p, m, v):
+                continue
+            table = schedules.make(name, p, m, v)
+            ticks = lambda what: sum(length[getattr(phase, what)](table.shared[f"{what}_on"][phase.start:phase.stop])
+                                     for phase in pipeline._phases(table, True))
+            if schedules.ends_executed(name, p, m, v) != (ticks("embed"), ticks("embed_grad")):
+                wrong.append((name, p, m, v))
+    assert wrong == []
 
 
 @settings(max_examples=40, deadline=None)

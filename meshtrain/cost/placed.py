@@ -191,13 +191,13 @@ class Placed:
         return (all_rounds, begun[1], all_rounds) if self.leading else begun
 
     def begun(self, options: Options, practice: Practice) -> tuple[int, int, int]:
-        """How often a step makes the first stage's input, the loss, and takes that input's cotangent: where at least half of a
-        phase's ticks need it, in all of them (`parallel.pipeline`)."""
+        """How often a step makes the first stage's input, the loss, and takes that input's cotangent: in the ticks of our
+        pipelines that the executor does it in, masked or not."""
         m, p = options.microbatches, self.layout.sizes["stage"]
-        if not self.masked(options, practice) or options.chunks > 2:
+        if not self.masked(options, practice):
             return m, m, m
-        often = m + p - (options.chunks == 1)       # with two chunks half of the warm-up's and the cool-down's ticks
-        return often, m, self._executed(options)["W"] or often
+        embedded, back = schedules.ends_executed(options.schedule, p, m, options.chunks)
+        return embedded, m, back
 
     def masked(self, options: Options, practice: Practice) -> bool:
         """Whether all stages work in every tick of a schedule."""

@@ -402,13 +402,10 @@ class _Phase(Phase):
 
 
 def _phases(schedule: Schedule, trained_ends: bool) -> list[_Phase]:
-    """An embedding costs little: where half of the ticks need it, and without chunks, all have it, masked, unconditioned."""
-    def often(on):
-        few = schedule.num_chunks > 1 and on.mean() < 0.5
-        return "never" if not on.any() else "sometimes" if few else "always"
-    on = lambda phase, name: schedule.shared[f"{name}_on"][phase.start:phase.stop]
-    return [_Phase(**dataclasses.asdict(phase), embed=often(on(phase, "embed")),
-                   embed_grad=often(on(phase, "embed_grad")) if trained_ends else "never") for phase in schedule.phases()]
+    def often(phase: Phase, name: str) -> str:
+        return schedules.often(schedule.shared[f"{name}_on"][phase.start:phase.stop], schedule.num_chunks)
+    return [_Phase(**dataclasses.asdict(phase), embed=often(phase, "embed"),
+                   embed_grad=often(phase, "embed_grad") if trained_ends else "never") for phase in schedule.phases()]
 
 
 def _sometimes(this: Shard, phase: _Phase, what: str, tick, then, otherwise):

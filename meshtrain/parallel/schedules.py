@@ -18,6 +18,7 @@ Sources: arXiv:1811.06965 (GPipe), arXiv:2006.09503 (1F1B), arXiv:2104.04473 (in
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 from collections.abc import Mapping
 
@@ -117,17 +118,27 @@ class Schedule:
         """
         if self.family != "phase":
             return [Phase(0, self.num_ticks, "FBW" if self.split else "FB", "sometimes")]
-        active = (self.ops[..., 0] >= 0).any(1)
-        loss = self.shared["loss_on"]
-        found = []
-        for start, stop in _equal_stretches(active):
-            kinds = "".join(k for k, on in zip(KINDS, active[start]) if on)
-            stretches = _equal_stretches(loss[start:stop])
-            if loss[start:stop].sum() != 1 and len(stretches) <= 3 and sum(loss[start + a] for a, _ in stretches) <= 1:
-                found += [Phase(start + a, start + b, kinds, "always" if loss[start + a] else "never") for a, b in stretches]
-            else:
-                found.append(Phase(start, stop, kinds, "sometimes"))
-        return found
+        return _phases((self.ops[..., 0] >= 0).any(1), self.shared["loss_on"])
+
+
+def _phases(active: np.ndarray, loss: np.ndarray) -> list[Phase]:
+    """active [T, 3]: whether some stage has an F, B, W; loss [T]: whether a microbatch's loss comes."""
+    found = []
+    for start, stop in _equal_stretches(active):
+        kinds = "".join(k for k, on in zip(KINDS, active[start]) if on)
+        stretches = _equal_stretches(loss[start:stop])
+        if loss[start:stop].sum() != 1 and len(stretches) <= 3 and sum(loss[start + a] for a, _ in stretches) <= 1:
+            found += [Phase(start + a, start + b, kinds, "always" if loss[start + a] else "never") for a, b in stretches]
+        else:
+            found.append(Phase(start, stop, kinds, "sometimes"))
+    return found
+
+
+def often(on: np.ndarray, num_chunks: int) -> str:
+    """In which ticks of a phase an embedding is looked up or its gradient made, in the words of `Phase.loss`. on: those that
+    need it. An embedding costs little: without chunks, or where half of the ticks need it, all have it, masked."""
+    few = num_chunks > 1 and on.mean() < 0.5
+    return "never" if not on.any() else "sometimes" if few else "always"
 
 
 def _equal_stretches(ticks: np.ndarray) -> list[tuple[int, int]]:
@@ -187,6 +198,26 @@ def counts(name: str, p: int, m: int, v: int = 1) -> tuple[dict[str, int], dict[
     kept = ops + 1 if name == "gpipe" else min((v + 1) * p, ops + 1)
     slots = {"X": 1, "R": kept, "Q": kept, "D": kept if name == "gpipe" else 2}
     return executed, slots | ({"Z": min(p, ops + 1)} if split else {})
+
+
+@functools.lru_cache(maxsize=4096)
+def ends_executed(name: str, p: int, m: int, v: int = 1) -> tuple[int, int]:
+    """(lookups of the embedding, its gradients), masked ones included, in a step of the phase schedule that `make` gives,
+    without its table. The ticks are those of `_phase_ops`."""
+    n, split = m * v, name in SPLIT
+    first_b = m + p - 1 if name == "gpipe" else v * p
+    chunk = np.array([chunk for _, chunk in _rounds(p, m, v)])
+    active, on = np.zeros((first_b + n + p - 1, 3), bool), np.zeros((3, first_b + n + p - 1), bool)
+    active[:n + p - 1, F] = active[first_b:, B] = True
+    active[first_b + p - 1:, W] = split
+    embed, loss, embed_grad = on
+    embed[:n], loss[p - 1:p - 1 + n], embed_grad[first_b + p - 1:] = chunk == 0, chunk == v - 1, chunk == v - 1
+
+    def ticks(on, phase: Phase) -> int:
+        here = on[phase.start:phase.stop]
+        return {"never": 0, "sometimes": int(here.sum()), "always": len(here)}[often(here, v)]
+    phases = _phases(active, loss)
+    return sum(ticks(embed, phase) for phase in phases), sum(ticks(embed_grad, phase) for phase in phases)
 
 
 def megatron(name: str, p: int, m: int, v: int = 1) -> Schedule:
