@@ -1,13 +1,17 @@
 """Token files that are given, in every layout: their documents, their faults, and separators of their own."""
 
+import ctypes
+import errno
 import os
 import resource
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
 from corpora import Opened, fault, section, write_tokens
 
+from meshtrain import config
 from meshtrain.data import given_tokens, token_files
 
 # (tokens, ends, what the one message must contain)
@@ -51,8 +55,16 @@ def test_an_id_beyond_the_vocabulary_is_told_with_file_document_and_id_and_the_s
         assert "give its id" in fault(section([path], bos_token=bos_token), tmp_path)
 
 
-def test_token_files_that_change_under_a_run_are_noticed_and_descriptors_stay_few(tmp_path, monkeypatch):
-    monkeypatch.setattr(token_files, "MAPS_HELD", 2)
+@pytest.fixture
+def few_maps(monkeypatch):
+    """A system that allows a process 12 maps, of which files may have half."""
+    monkeypatch.setattr(token_files, "max_maps", lambda: 12)
+    token_files._maps.cache_clear()
+    yield
+    token_files._maps.cache_clear()
+
+
+def test_token_files_that_change_under_a_run_are_noticed_and_descriptors_stay_few(tmp_path, few_maps):
     for i in range(40):
         write_tokens(tmp_path / f"{i:02}.tokens.npy", [[i, i], [i + 1]])
     before = len(os.listdir("/proc/self/fd"))
@@ -62,6 +74,44 @@ def test_token_files_that_change_under_a_run_are_noticed_and_descriptors_stay_fe
     write_tokens(tmp_path / "00.tokens.npy", [[9, 9], [9]])
     with pytest.raises(OSError, match="00.tokens.npy is not the file it was"):
         source.read(0, 0, 1)
+
+
+def test_all_sources_of_a_process_share_its_maps(tmp_path, few_maps):
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count(str(tmp_path))
+
+    for k in range(3):
+        for i in range(10):
+            write_tokens(tmp_path / f"{k}-{i}.tokens.npy", [[i, i], [i + 1]])
+            np.save(tmp_path / f"{k}-{i}.mask.npy", np.array([0, 1, 1], bool))
+    mixture = [{"source": "tokens", "paths": [str(tmp_path / f"{k}-*.tokens.npy")]} for k in range(3)]
+    opened = Opened(config.Data(source="mixture", mixture=mixture, bos_token="99"), tmp_path).corpus.sources
+    assert mapped() <= 6        # of the ends alone
+    for source in opened:
+        assert source.ends(np.arange(20)).tolist() == [3 * (d // 2) + 2 + d % 2 for d in range(20)]
+        assert [source.read(2 * i + 1, 0, 1)[0] for i in range(10)] == list(range(1, 11))
+        assert [source.mask(2 * i, 0, 2).tolist() for i in range(10)] == [[0, 1]] * 10
+        assert mapped() <= 6
+
+
+def test_the_system_s_limit_of_maps_is_told_with_its_remedy(tmp_path, few_maps, monkeypatch):
+    def refuse(*_):
+        refused.append(1)
+        ctypes.set_errno(errno.ENOMEM)
+
+    refused, path = [], write_tokens(tmp_path / "a.tokens.npy", [[1, 2]])
+    source = Opened(section([path], bos_token="99"), tmp_path).corpus.sources[0]
+    real = token_files._mmap
+    monkeypatch.setattr(token_files, "_mmap", lambda *args: real(*args) if refused else refuse())
+    assert source.read(0, 0, 2).tolist() == [1, 2] and refused == [1]       # maps were given back, and it was tried again
+    token_files._maps().cache_clear()
+    monkeypatch.setattr(token_files, "_mmap", refuse)
+    with pytest.raises(OSError, match="vm.max_map_count allows 12; allow more, e.g. sysctl -w vm.max_map_count=") as caught:
+        source.read(0, 0, 2)
+    assert caught.value.errno == errno.ENOMEM and caught.value.filename == str(path)
+    monkeypatch.setattr(token_files, "max_maps", lambda: 1 << 20)
+    with pytest.raises(OSError, match=r"of 1,048,576; is the process's address space limited, by ulimit -v\?"):
+        source.read(0, 0, 2)
 
 
 def test_ends_that_fall_are_found_in_every_chunk(tmp_path, monkeypatch):

@@ -48,10 +48,11 @@ def _open_ids(path: str) -> Ids:
         ends_file = token_files.ends_path(path)
 
         def ends() -> Iterator[np.ndarray]:
-            token_files.check_rising(ends_file, pair.ends)
-            return (chunk for _, chunk in token_files.chunks(pair.ends))
+            found = pair.ends_file.map()
+            token_files.check_rising(ends_file, found)
+            return (chunk for _, chunk in token_files.chunks(found))
 
-        return Ids((path, ends_file), pair.dtype, pair.offset, pair.size, ends)
+        return Ids((path, ends_file), pair.ids.dtype, pair.ids.offset, pair.ids.size, ends)
     if not path.endswith(".bin"):
         raise ValueError(f"{path} is not named as a token file; give X{token_files.TOKENS} (ids), with X{token_files.ENDS} "
                          "beside it, or X.bin of Megatron (with X.idx), nanoGPT or llm.c")
@@ -101,15 +102,17 @@ def _open_megatron(path: str, index: str) -> Ids:
     if size != wanted:
         raise ValueError(f"{index} has {size:,} bytes, and by its header ({sequences:,} sequences, {documents:,} marks of "
                          f"documents) {wanted:,}; it was truncated, or is of several modalities: write it again")
-    lengths = token_files.map_file(index, "<i4", MEGATRON_HEADER, sequences)
-    pointers = token_files.map_file(index, "<i8", MEGATRON_HEADER + 4 * sequences, sequences)
-    marks = token_files.map_file(index, "<i8", MEGATRON_HEADER + 12 * sequences, documents)
+    written = token_files.stamp(index)
+    lengths, pointers, marks = (
+        token_files.Numbers(index, written, count, np.dtype(kind), MEGATRON_HEADER + offset)
+        for kind, offset, count in (("<i4", 0, sequences), ("<i8", 4 * sequences, sequences), ("<i8", 12 * sequences, documents)))
     held, left = divmod(os.stat(path).st_size, dtype.itemsize)
-    last = (int(pointers[-1]) + int(lengths[-1]) * dtype.itemsize) if sequences else 0
+    last = pointers.last() + lengths.last() * dtype.itemsize
     if left or last != held * dtype.itemsize:
         raise ValueError(f"{path} has {held * dtype.itemsize + left:,} bytes, and by {os.path.basename(index)} the last "
                          f"sequence ends at byte {last:,}; the two must agree: write both again")
-    return Ids((path, index), dtype, 0, held, lambda: _megatron_ends(index, lengths, pointers, marks, dtype.itemsize))
+    return Ids((path, index), dtype, 0, held,
+               lambda: _megatron_ends(index, lengths.map(), pointers.map(), marks.map(), dtype.itemsize))
 
 
 def _megatron_ends(index: str, lengths: np.ndarray, pointers: np.ndarray, marks: np.ndarray,

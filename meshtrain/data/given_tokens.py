@@ -82,13 +82,13 @@ class Given:
         if pair is None or not job.verify:
             return pair, ""
         note = json.loads(self.manifest.read_text())
-        if token_files.checksum(pair.map(), job.check_stop) != note["crc32"][0]:
+        if token_files.checksum(pair.ids.map(), job.check_stop) != note["crc32"][0]:
             raise ValueError(f"{pair.path} does not hold the ids that were read when it was first opened, although its size "
                              "and time of change are the same: it is damaged; restore it, or touch it to have it read anew")
         if pair.mask and token_files.checksum(pair.mask.map(), job.check_stop) != note["crc32"][2]:
             raise ValueError(f"{pair.mask.path} does not hold the mask that was read when it was first opened, although its size and "
                              "time of change are the same: it is damaged; restore it, or touch it to have it read anew")
-        if token_files.checksum(pair.ends, job.check_stop) != note["crc32"][1]:
+        if token_files.checksum(pair.ends_file.map(), job.check_stop) != note["crc32"][1]:
             return None, "its documents' ends are damaged (wrong checksum)"
         return pair, ""
 
@@ -99,10 +99,10 @@ class Given:
     def _open(self, note: dict) -> token_files.Pair:
         path = self.ids.files[0]
         ends = token_files.open_ends(str(self.ends) if note["derived"] else token_files.ends_path(path), path)
-        if len(ends) != note["documents"]:
+        if ends.size != note["documents"]:
             raise ValueError("another size")
-        return token_files.Pair(path, tuple(note["stamps"][0]), ends, self.ids.size, self.ids.dtype, self.ids.offset,
-                                note["lead"], note["gap"], note["largest"], self.ids.mask)
+        ids = token_files.Numbers(path, tuple(note["stamps"][0]), self.ids.size, self.ids.dtype, self.ids.offset)
+        return token_files.Pair(ids, ends, ends.last(), note["lead"], note["gap"], note["largest"], self.ids.mask)
 
     def build(self, job: Job, progress: Progress) -> token_files.Pair:
         """See parts.Part."""
@@ -120,7 +120,7 @@ class Given:
                 raise ValueError(f"{path} changed while it was read; start again when nobody writes it")
             ends = token_files.open_ends(str(self.ends) if derived else token_files.ends_path(path), path)
             note = {"derived": derived, "stamps": self._stamps(derived), "largest": largest, "lead": lead, "gap": lead + tail,
-                    "documents": len(ends), "crc32": [crc, token_files.checksum(ends, job.check_stop), *of_mask]}
+                    "documents": ends.size, "crc32": [crc, token_files.checksum(ends.map(), job.check_stop), *of_mask]}
             parts.write_whole(self.manifest, json.dumps(note))
             return self._open(note)
         except OSError as error:

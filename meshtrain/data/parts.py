@@ -98,7 +98,7 @@ class _Work:
                 self.found[k] = pair
         seconds, checked = time.perf_counter() - started, [self.found[k] for k in left if self.found[k]]
         if checked and (seconds > progress.TELL_SECONDS or self.job.verify):
-            size = sum(pair.stamp[1] for pair in checked)
+            size = sum(pair.ids.stamp[1] for pair in checked)
             what = f"{len(checked):,} parts are" if len(checked) > 1 else "1 part is"
             self.job.tell(f"token cache: {what} whole ({size / 1e9:.1f} GB read in {seconds:.0f} s)")
         left = [k for k in left if self.found[k] is None]

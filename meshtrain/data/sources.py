@@ -290,7 +290,7 @@ def _check_ids(pairs: Sequence[token_files.Pair | None], vocab_size: int) -> Non
 def _check_not_empty(where: str, paths: Sequence[str], files: token_files.TokenFiles, tell: Callable[[str], None]) -> None:
     if not any(pair.num_tokens for pair in files.pairs):
         raise ValueError(f"all {len(paths)} files of {where}.paths are empty ({_some(paths)}); name files with text")
-    empty = [pair.path for pair in files.pairs if not len(pair.ends)]
+    empty = [pair.path for pair in files.pairs if not pair.num_documents]
     if empty:
         tell(f"{where}.paths: {len(empty)} of {len(files.pairs)} files hold no document ({_some(empty)})")
 

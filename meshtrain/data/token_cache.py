@@ -134,7 +134,7 @@ class Tokenized:
                 return None, "the file has changed"
             pair, stamps = self._open(manifest), self._stamps()
             if stamps != manifest["stamps"] or job.verify:
-                arrays = [pair.map(), pair.ends, *([pair.mask.map()] if pair.mask else [])]
+                arrays = [pair.ids.map(), pair.ends_file.map(), *([pair.mask.map()] if pair.mask else [])]
                 if [token_files.checksum(array, job.check_stop) for array in arrays] != manifest["crc32"]:
                     return None, "the cache is damaged (wrong checksum)"
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -147,9 +147,9 @@ class Tokenized:
     def _open(self, manifest: dict) -> token_files.Pair:
         """Raises: OSError, ValueError, KeyError, TypeError where the files are not what the manifest says."""
         pair = token_files.open_pair(str(self.tokens))
-        if (str(pair.dtype), pair.size, pair.num_documents) != (manifest["dtype"], manifest["tokens"], manifest["documents"]):
+        if (str(pair.ids.dtype), pair.ids.size, pair.num_documents) != (manifest["dtype"], manifest["tokens"], manifest["documents"]):
             raise ValueError("another size")
-        mask = self.mask and token_files.open_mask(str(self.mask), str(self.tokens), pair.size)
+        mask = self.mask and token_files.open_mask(str(self.mask), str(self.tokens), pair.ids.size)
         return dataclasses.replace(pair, mask=mask)
 
     def _stamps(self) -> list[list[int]]:
@@ -263,7 +263,7 @@ class Earlier:
         if not pair:
             return None
         begin = pair.begin(where[1])
-        return pair.map()[begin:begin + int(pair.ends[where[1]]) - begin]
+        return pair.ids.array[begin:begin + int(pair.ends[where[1]]) - begin]
 
     @functools.cached_property
     def _index(self) -> dict[str, tuple[Path, int]]:
@@ -277,7 +277,7 @@ class Earlier:
     def _open_verified(self, manifest: Path, job: Job) -> token_files.Pair | None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             pair = token_files.open_pair(str(manifest).removesuffix(".json") + token_files.TOKENS)
-            sums = [token_files.checksum(array, job.check_stop) for array in (pair.map(), pair.ends)]
+            sums = [token_files.checksum(array, job.check_stop) for array in (pair.ids.map(), pair.ends_file.map())]
             if sums == json.loads(manifest.read_text())["crc32"]:
                 return pair
         return None

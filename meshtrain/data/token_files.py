@@ -2,13 +2,15 @@
 X.mask.npy beside them, uint8 or bool, says of each id whether it is to be learned; without it all are.
 
 Any program with numpy writes them; the token cache is made of them too. Other layouts of ids on disk (binary_files.py) become
-the same `Pair`, so there is one reader. Ids and ends are memory-mapped; nothing of a document is held.
+the same `Pair`, so there is one reader. Ids and ends are memory-mapped while there are maps to spare; nothing of a document
+is held.
 """
 from __future__ import annotations
 
 import bisect
 import ctypes
 import dataclasses
+import errno
 import functools
 import io
 import itertools
@@ -24,8 +26,7 @@ from meshtrain.data import order
 
 TOKENS, ENDS, MASK = ".tokens.npy", ".ends.npy", ".mask.npy"
 CHUNK_BYTES = 1 << 26
-# Linux allows a process 65,530 maps.
-MAPS_HELD = 1 << 14
+MAX_MAPS_FILE, USUAL_MAX_MAPS = "/proc/sys/vm/max_map_count", 65_530     # memory maps that Linux allows a process
 Stamp = tuple[int, int, int]
 
 
@@ -39,51 +40,77 @@ class Numbers:
     offset: int              # bytes before the first
 
     def map(self) -> np.ndarray:
-        """[size], memory-mapped. Raises: OSError where the file is not the one that was checked."""
+        """[size], memory-mapped. Raises: OSError, also where the file is not the one that was checked."""
+        changed = OSError(f"{self.path} is not the file it was when the run began; token files must not change while a run reads "
+                          "them")
         try:
-            if stamp(self.path) == self.stamp:
-                return map_file(self.path, self.dtype, self.offset, self.size)
-        except (OSError, ValueError):
-            pass
-        raise OSError(f"{self.path} is not the file it was when the run began; token files must not change while a run reads "
-                      "them")
+            if stamp(self.path) != self.stamp:
+                raise changed
+            return map_file(self.path, self.dtype, self.offset, self.size)
+        except (FileNotFoundError, ValueError):
+            raise changed from None
+
+    @property
+    def array(self) -> np.ndarray:
+        """[size], memory-mapped, by a map that is shared and kept as long as the process has maps to spare. Raises: as map."""
+        return _maps()(self)
+
+    def last(self) -> int:
+        """The last number, 0 where there is none; without a map. Raises: OSError."""
+        if not self.size:
+            return 0
+        with open(self.path, "rb", buffering=0) as file:
+            file.seek(self.offset + (self.size - 1) * self.dtype.itemsize)
+            return int(np.frombuffer(file.read(self.dtype.itemsize), self.dtype)[0])
+
+
+@functools.cache
+def _maps() -> Callable[[Numbers], np.ndarray]:
+    """Numbers.map, with the maps that were used last: one set for the process, whose maps the system counts."""
+    return functools.lru_cache(maxsize=max_maps() // 2)(Numbers.map)    # the other half: libraries, threads, the allocator
+
+
+def max_maps() -> int:
+    """Memory maps that the system allows this process."""
+    try:
+        with open(MAX_MAPS_FILE) as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return USUAL_MAX_MAPS
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pair:
-    """A file of token ids and where its documents end. `stamp` tells whether the file is still the one that was checked.
+    """A file of token ids and a file of where its documents end.
 
-    `ends` counts the documents' tokens alone. A file may have separators of its own, which belong to no document: `lead` of
+    The ends count the documents' tokens alone. A file may have separators of its own, which belong to no document: `lead` of
     them stand before the first document, `gap` between two. So document d is the ids from `begin(d)` on, and its length is
     ends[d] - ends[d - 1].
     """
-    path: str
-    stamp: Stamp
-    ends: np.ndarray         # int64 [documents], memory-mapped
-    size: int                # ids in the file
-    dtype: np.dtype
-    offset: int              # bytes before the first id
+    ids: Numbers
+    ends_file: Numbers              # int64 [documents]
+    num_tokens: int                 # in all documents together
     lead: int = 0
     gap: int = 0
     largest: int = -1               # id, where somebody has looked
     mask: Numbers | None = None     # of each id in the file, whether it is to be learned; None: all are
 
     @property
-    def num_documents(self) -> int:
-        return len(self.ends)
+    def path(self) -> str:
+        return self.ids.path
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens in all documents together."""
-        return int(self.ends[-1]) if len(self.ends) else 0
+    def num_documents(self) -> int:
+        return self.ends_file.size
+
+    @property
+    def ends(self) -> np.ndarray:
+        """int64 [documents], memory-mapped. Raises: as Numbers.map."""
+        return self.ends_file.array
 
     def begin(self, document: int) -> int:
-        """The place of a document's first token in `map`."""
+        """The place of a document's first token among the ids."""
         return (self.ends.item(document - 1) if document else 0) + document * self.gap + self.lead
-
-    def map(self) -> np.ndarray:
-        """Integers [size], memory-mapped. Raises: as Numbers.map."""
-        return Numbers(self.path, self.stamp, self.size, self.dtype, self.offset).map()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -94,7 +121,7 @@ class TokenFiles:
 
     @functools.cached_property
     def num_documents(self) -> int:
-        return self._firsts[-1] + len(self.pairs[-1].ends)
+        return self._firsts[-1] + self.pairs[-1].num_documents
 
     @functools.cached_property
     def totals(self) -> np.ndarray:
@@ -103,12 +130,12 @@ class TokenFiles:
     @functools.cached_property
     def _firsts(self) -> list[int]:
         """The first document of each pair; a list, because numpy takes microseconds to search it for one."""
-        return list(itertools.accumulate((len(pair.ends) for pair in self.pairs[:-1]), initial=0))
+        return list(itertools.accumulate((pair.num_documents for pair in self.pairs[:-1]), initial=0))
 
     @functools.cached_property
     def _before(self) -> list[int]:
         """The tokens before each pair."""
-        return list(itertools.accumulate((int(pair.ends[-1]) if len(pair.ends) else 0 for pair in self.pairs[:-1]), initial=0))
+        return list(itertools.accumulate((pair.num_tokens for pair in self.pairs[:-1]), initial=0))
 
     @functools.cached_property
     def masked(self) -> bool:
@@ -128,14 +155,6 @@ class TokenFiles:
             ends[places] = self._before[k] + self.pairs[k].ends[documents[places] - self._firsts[k]]
         return ends
 
-    @functools.cached_property
-    def _map(self):
-        return functools.lru_cache(maxsize=MAPS_HELD)(lambda k: self.pairs[k].map())
-
-    @functools.cached_property
-    def _map_mask(self):
-        return functools.lru_cache(maxsize=MAPS_HELD)(lambda k: self.pairs[k].mask.map())
-
     def _place(self, document: int) -> tuple[int, int]:
         """(pair, place of the document's first token there, behind its own separator)."""
         k = bisect.bisect_right(self._firsts, document) - 1
@@ -143,16 +162,16 @@ class TokenFiles:
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         k, begin = self._place(document)
-        return self._map(k)[begin + start:begin + stop]
+        return self.pairs[k].ids.array[begin + start:begin + stop]
 
     def mask(self, document: int, start: int, stop: int) -> np.ndarray | None:
         k, begin = self._place(document)
-        return self._map_mask(k)[begin + start:begin + stop] if self.pairs[k].mask else None
+        return mask.array[begin + start:begin + stop] if (mask := self.pairs[k].mask) else None
 
 
 def first_beyond(pair: Pair, vocab_size: int) -> tuple[int, int]:
     """(document, id) of the first id that a vocabulary of this size does not have. There must be one."""
-    for first, chunk in chunks(pair.map()):
+    for first, chunk in chunks(pair.ids.map()):
         beyond = (chunk >= vocab_size) | (chunk < 0)
         if beyond.any():
             place = first + int(np.argmax(beyond))
@@ -182,15 +201,15 @@ def open_pair(path: str) -> Pair:
         raise ValueError(f"{path} holds {_describe(dtype, shape)}, and token ids are one dimension of uint16, uint32 or int32; "
                          "write np.save(path, ids.astype(np.uint32))")
     ends = open_ends(ends_path(path), path)
-    last = int(ends[-1]) if len(ends) else 0
+    last = open_checked(ends.path, lambda _: ends.last())
     if last != shape[0]:
         raise ValueError(f"{ends_path(path)}: the last document ends at {last:,}, and {os.path.basename(path)} has "
                          f"{shape[0]:,} tokens; the two must agree: write both again")
-    return Pair(path, open_checked(path, stamp), ends, shape[0], dtype, offset)
+    return Pair(Numbers(path, open_checked(path, stamp), shape[0], dtype, offset), ends, last)
 
 
-def open_ends(path: str, tokens: str) -> np.ndarray:
-    """The ends of documents in the file `path`, memory-mapped. Raises: ValueError."""
+def open_ends(path: str, tokens: str) -> Numbers:
+    """The ends of documents in the file `path`. Raises: ValueError."""
     if not os.path.exists(path):
         raise ValueError(f"{path} is missing beside {os.path.basename(tokens)}; write where each document ends, in tokens: "
                          "np.save(path, np.cumsum(lengths))")
@@ -198,7 +217,7 @@ def open_ends(path: str, tokens: str) -> np.ndarray:
     if len(shape) != 1 or dtype != np.dtype(np.int64):
         raise ValueError(f"{path} holds {_describe(dtype, shape)}, and the ends of documents are one dimension of int64; "
                          "write np.save(path, np.cumsum(lengths, dtype=np.int64))")
-    return open_checked(path, lambda path: map_file(path, dtype, offset, shape[0]))
+    return Numbers(path, open_checked(path, stamp), shape[0], dtype, offset)
 
 
 def open_mask(path: str, tokens: str, size: int) -> Numbers:
@@ -254,6 +273,26 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
+def _mmap(length: int, descriptor: int) -> int | None:
+    """The address of a map; None where the system refuses, ctypes.get_errno() says why."""
+    address = _libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+    return None if address == ctypes.c_void_p(-1).value else address
+
+
+def _refused(path: str, number: int) -> OSError:
+    """The error of a map that the system refuses, with the remedy where it is one map too many."""
+    why = os.strerror(number)
+    if number == errno.ENOMEM:
+        with open("/proc/self/maps", "rb") as file:
+            used, allowed = sum(1 for _ in file), max_maps()
+        if used > 0.9 * allowed:
+            why = (f"the process has {used:,} memory maps, and vm.max_map_count allows {allowed:,}; allow more, e.g. sysctl -w "
+                   f"vm.max_map_count={max(4 * allowed, 1 << 20)}")
+        else:
+            why += f" ({used:,} memory maps of {allowed:,}; is the process's address space limited, by ulimit -v?)"
+    return OSError(number, f"it cannot be mapped: {why}", path)
+
+
 def map_file(path: str, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
     """`count` numbers from byte `offset` of a file, memory-mapped and read-only, as a plain array. Raises: OSError, ValueError.
 
@@ -268,10 +307,12 @@ def map_file(path: str, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
         size = os.fstat(file.fileno()).st_size
         if size < length:    # to touch what lies behind the file's end would kill the process
             raise ValueError(f"it ends at byte {size:,} of {length:,}: it was truncated")
-        address = _libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
-    if address == ctypes.c_void_p(-1).value:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error), path)
+        address = _mmap(length, file.fileno())
+        if address is None:
+            _maps().cache_clear()       # whoever still reads an array of it keeps its map
+            address = _mmap(length, file.fileno())
+    if address is None:
+        raise _refused(path, ctypes.get_errno())
     buffer = (ctypes.c_uint8 * length).from_address(address)
     # The array holds the buffer; at the process's end other threads may still read.
     weakref.finalize(buffer, _libc.munmap, address, length).atexit = False
