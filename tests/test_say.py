@@ -4,6 +4,7 @@ import os
 import pty
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,39 @@ def test_help_may_be_read_in_part(reader):
     ran = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, cwd=ROOT,
                          env=os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)})
     assert (ran.returncode, ran.stdout + ran.stderr) == (0, "")
+
+
+def spoken(body: str, end: str) -> str:
+    code = f"import os, sys\nfrom meshtrain.run import say\nwith say.without_noise({'kept := []' if 'kept' in body else ''}):\n{body}\n{end}"
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=60).stderr
+
+
+@pytest.mark.parametrize("death", ["os.abort()", "os._exit(1)", "os.kill(os.getpid(), 9)"])
+def test_what_is_said_before_an_abort_is_told_and_noise_is_not(death):
+    """As XLA says that it does not know a flag: in C++, which holds the interpreter's lock until the process is gone."""
+    body = ("    import ctypes\n    lib = ctypes.PyDLL(None)\n    os.write(2, b'I0000 cudart_stub.cc:31] no drivers\\n')\n"
+            f"    lib.perror(b'F1123 Unknown flag in XLA_FLAGS: --xla_bogus=1')\n    {death}")
+    said = spoken(body, "")
+    assert said.startswith("F1123 Unknown flag in XLA_FLAGS: --xla_bogus=1") and "cudart_stub" not in said
+
+
+def test_warnings_of_cpp_are_handed_over_and_all_else_is_passed_on_in_order():
+    body = "    os.write(2, b'W1123 10:00:00.1 slow.cc:1] slow\\nfirst\\n')\n    print('second', file=sys.stderr)"
+    assert spoken(body + "  # kept", "print('third', len(kept), kept[0].strip(), file=sys.stderr)") == \
+        "first\nsecond\nthird 1 W1123 10:00:00.1 slow.cc:1] slow\n"
+    assert spoken(body, "") == "W1123 10:00:00.1 slow.cc:1] slow\nfirst\nsecond\n"
+
+
+def test_warnings_are_told_where_nobody_is_left_to_take_them():
+    assert spoken("    os.write(2, b'W1123 10:00:00.1 slow.cc:1] slow\\n')\n    os.abort()  # kept", "") == "W1123 10:00:00.1 slow.cc:1] slow\n"
+
+
+def test_a_process_that_was_started_meanwhile_and_lives_on_holds_up_nothing(monkeypatch):
+    monkeypatch.setattr(say, "DRAINED_S", 0.3)
+    began = time.monotonic()
+    with say.without_noise():
+        child = subprocess.Popen(["sleep", "60"])
+    took_s = time.monotonic() - began
+    child.kill()
+    child.wait()
+    assert took_s < 10

@@ -11,8 +11,8 @@ import contextlib
 import os
 import re
 import shutil
+import subprocess
 import sys
-import tempfile
 
 # What C++ reports where a CUDA plugin is installed and no GPU is there, and the header of such lines.
 NOISE = re.compile(rb"cudart_stub|absl::InitializeLog\(\)")
@@ -72,38 +72,77 @@ def begin(level: int = 2) -> None:
     atexit.register(end)
 
 
+# Passes on what comes, line by line. A process, because a thread of this one dies with it: what C++ says before it aborts
+# would be lost. Signals are for the command, whose end ends this, too.
+_FILTER = """
+import os, re, signal, sys
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP):
+    signal.signal(number, signal.SIG_IGN)
+noise, warning, kept = re.compile(sys.argv[1].encode()), re.compile(sys.argv[2].encode()), []
+for line in sys.stdin.buffer:
+    if noise.search(line):
+        continue
+    if sys.argv[2] and warning.match(line):
+        kept.append(line)
+        continue
+    sys.stderr.buffer.write(line)
+    sys.stderr.flush()
+try:
+    sys.stdout.buffer.writelines(kept)
+    sys.stdout.flush()
+except BrokenPipeError:
+    sys.stderr.buffer.writelines(kept)
+    sys.stderr.flush()
+os._exit(0)
+"""
+DRAINED_S = 2.0     # for the filter to end; something that was started meanwhile may hold its input for longer
+
+
 @contextlib.contextmanager
 def without_noise(warnings: list[str] | None = None):
-    """What is written to descriptor 2 meanwhile is passed on afterwards, without the lines of NOISE.
+    """Keep the lines of NOISE from descriptor 2 meanwhile; all others are passed on at once, also where C++ aborts.
 
     Around whatever loads jax's C++: some of it heeds no environment variable. warnings: takes the lines that C++ logs as such.
     """
     try:
         kept = os.dup(2)
-        held = tempfile.TemporaryFile()
-    except OSError:     # no room for it: then with noise
+    except OSError:
         yield
         return
-    with held:
-        os.dup2(held.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-            held.seek(0)
-            left = [line.decode(errors="replace") for line in held if not NOISE.search(line)]
+    patterns = [NOISE.pattern.decode(), "" if warnings is None else WARNING.pattern]
+    try:
+        passing = subprocess.Popen([sys.executable, "-I", "-S", "-c", _FILTER, *patterns], stdin=subprocess.PIPE,
+                                   stdout=subprocess.PIPE, stderr=kept, start_new_session=True)
+    except OSError:     # no room for another process: then with noise
+        os.close(kept)
+        yield
+        return
+    end_live()
+    os.dup2(passing.stdin.fileno(), 2)
+    passing.stdin.close()
+    passing.stdin = None        # descriptor 2 is the only one that holds it open
+    try:
+        yield
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stderr.flush()
+        os.dup2(kept, 2)
+        os.close(kept)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            told, _ = passing.communicate(timeout=DRAINED_S)
             if warnings is not None:
-                warnings += filter(WARNING.match, left)
-                left = [line for line in left if not WARNING.match(line)]
-            if left:
-                err("".join(left).rstrip("\n"))
+                warnings += told.decode(errors="replace").splitlines(keepends=True)
+
+
+def end_live() -> None:
+    """End the live line, if there is one."""
+    if _live:
+        out("")
 
 
 def end() -> None:
     """Flushes both streams; a live line is ended."""
-    if _live:
-        out("")
+    end_live()
     for stream in (sys.stdout, sys.stderr):
         _send(stream, "")
 
