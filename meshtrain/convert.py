@@ -32,7 +32,7 @@ from meshtrain import config, devices
 from meshtrain.cluster import agree, find, meet
 from meshtrain.config import ConfigError
 from meshtrain.model import transformer
-from meshtrain.run import adapters, export, peft, pretrained, resume
+from meshtrain.run import adapters, export, exports, peft, pretrained, resume
 from meshtrain.run.checkpoint import CheckpointError
 from meshtrain.weights import folder
 
@@ -113,7 +113,7 @@ def _export(found: Sequence[jax.Device], run_dir: Path, out: Path, step: int, dt
 
     with config.user_errors():
         size = export.write(out, model, leaf, dtype=dtype, shard_bytes=shard_bytes, data=saved["run"]["data"],
-                            bos=saved["data"]["tokenizer"][1], source=export.kept(run_dir))
+                            bos=saved["data"]["tokenizer"][1], source=exports.kept(run_dir))
     return f"{out}: the weights of step {step} of {run_dir}, {size / 1e9:.2f} GB in {dtype}"
 
 
@@ -135,7 +135,7 @@ def _export_adapters(found: Sequence[jax.Device], run_dir: Path, out: Path, step
         return pretrained.leaves_of(taken["params"])[0][1]
 
     with config.user_errors():
-        size = peft.write(out, model, leaf, dtype=dtype, base=saved["checkpoint"]["init_from"], source=export.kept(run_dir))
+        size = peft.write(out, model, leaf, dtype=dtype, base=saved["checkpoint"]["init_from"], source=exports.kept(run_dir))
     return f"{out}: the adapters of step {step} of {run_dir}, {size / 1e6:.2f} MB in {dtype}"
 
 

@@ -35,7 +35,7 @@ from meshtrain.inference.generate import Limits
 from meshtrain.inference.picking import Picking
 from meshtrain.inference.words import Words
 from meshtrain.model import params
-from meshtrain.run import adapters, disk, export, goodput, history, loop, measured, metrics, peft, pretrained, reference, rehearsal, resume, rundir, upcycle
+from meshtrain.run import adapters, disk, exports, goodput, history, loop, measured, metrics, pretrained, reference, rehearsal, resume, rundir, upcycle
 from meshtrain.run.checkpoint import FORMAT, CheckpointError, Checkpoints
 from meshtrain.run.local_tier import LocalTier
 from meshtrain.run.spikes import MAX_ROLLBACKS, LossSpike, Spikes, TooManyRollbacks
@@ -98,10 +98,12 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
             near = LocalTier(run.checkpoint.local_dir, run.checkpoint.local_every, directory)
             with watch.phase("looking for a checkpoint", "restore"):
                 start = resume.find(run, checkpoints, near, made.program.spec.with_shardings())
+            exporting = exports.Exports(run, made.model, checkpoints, made.program.spec.with_shardings().params)
             if start.step >= run.training.steps:
                 say.out(f"{directory} is finished: it has {start.step} of training.steps={run.training.steps} steps; "
                         "raise training.steps to go on")
-                return DONE
+                with watch.phase("export", "save"):
+                    return _ended(exporting.finish())
             begun = {"on": f"{made.mesh_spec}: {made.mesh_spec.num_devices} × {made.mesh.devices.flat[0].device_kind}",
                      "processes": jax.process_count(), "cause": start.cause}
             with history.kept(directory, start.step, account, begun) as this:
@@ -109,7 +111,7 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
                     given = None if start.saved else agree.everywhere(lambda: _given_weights(run, made))
                     corpus, batches = agree.everywhere(lambda: _open_data(run, directory, start))
                 agree.same_everywhere("the data", corpus.fingerprint)
-                return _train(_Parts(run, made, corpus, directory, checkpoints, near, given, this), start, batches)
+                return _train(_Parts(run, made, corpus, directory, checkpoints, near, exporting, given, this), start, batches)
 
 
 def _fail(code: int, message: str, error: Exception) -> int:
@@ -147,6 +149,7 @@ class _Parts:
     directory: Path
     checkpoints: Checkpoints
     near: LocalTier
+    exporting: exports.Exports
     given: object
     this: history.Try
     checked: Replicas | None = None
@@ -196,17 +199,24 @@ def _train(parts: _Parts, start: resume.Start, batches: Batches) -> int:
         with account.to("checkpoint"), watch.phase("last checkpoint", "save"):
             parts.checkpoints.wait()
             parts.near.forget()
-        if run.checkpoint.export == "last" and done == run.training.steps:
-            with watch.phase("export", "save"):
-                _export(run, made, directory, done, state.params, parts.corpus.tokenizer.bos)
-        this.ended(listener.ending(done == run.training.steps), code=DONE if done == run.training.steps else STOPPED)
+        with watch.phase("export", "save"):
+            missing = parts.exporting.finish() if done == run.training.steps else ""
+        code = STOPPED if done < run.training.steps else FAILED if missing else DONE
+        this.ended(listener.ending(done == run.training.steps), code=code)
     say.out(this.line())
     if done < run.training.steps:
         say.out(f"stopped after step {done}, saved in {directory}; the same command goes on from there")
         return STOPPED
     with watch.phase("sample of text", "compile"):
         _tell_the_end(run, made, parts.corpus, state, val_loss, stop.agreed, directory)
-    return DONE
+    return _ended(missing)
+
+
+def _ended(missing: str) -> int:
+    """The exit code of a run that has all its steps. missing: what of checkpoint.export is not made, in words."""
+    if missing and jax.process_index() == 0:
+        say.err(f"error: the run is finished, but {missing}; see to the directory and start it again: it makes what is missing")
+    return FAILED if missing else DONE
 
 
 def _replicas(run: Run, made: assembly.Assembly) -> Replicas | None:
@@ -242,8 +252,8 @@ def _steps(parts: _Parts, step: Callable, state: State, batches: Batches, start:
         kept = loop.Hook(lambda number, ending: near.due(number) and not ending and not checkpoints.due(number),
                          lambda number, state: {"checkpoint_wait_s": near.save(number, state, {"format": FORMAT, **metadata(number)})},
                          part="checkpoint")
-        exported = loop.Hook(lambda number, ending: run.checkpoint.export == "every" and (ending or checkpoints.due(number)),
-                             lambda number, state: _export(run, made, directory, number, state.params, parts.corpus.tokenizer.bos) or {})
+        exported = loop.Hook(parts.exporting.due, lambda number, state: parts.exporting.make(number, state.params,
+                                                                                             parts.corpus.tokenizer.bos))
         saving = (save, kept, exported)
         if parts.checked:
             saving = (parts.checked.hook(run.training.check_replicas_every, saving), *saving)
@@ -263,13 +273,6 @@ def _back_before(parts: _Parts, start: resume.Start, spikes: Spikes, spiked: int
     say.out(f"{why}: back to step {new.step}, without the {spiked - new.step} batches up to the spike "
             f"(training.loss_spike=\"rollback\", {spikes.rollbacks + 1} of {MAX_ROLLBACKS})")
     return dataclasses.replace(new, rollbacks=spikes.rollbacks + 1)
-
-
-def _export(run: Run, made: assembly.Assembly, directory: Path, step: int, weights: dict, bos: int) -> None:
-    if run.lora.export == "adapters":
-        peft.of_run(directory, step, run, made.model, weights)
-    else:
-        export.of_run(directory, step, run, made.model, weights, bos)
 
 
 def _write_cost(made: assembly.Assembly, step, directory: Path) -> None:

@@ -43,7 +43,7 @@ def test_merged_logits_are_the_unmerged_and_peft_s_tensors_make_the_merged_folde
     loaded.params = params.joined(trained, frozen)
     tokens = rng.integers(0, 90, (8, 40))
     unmerged = loaded.logits(tokens)
-    merged, leaf = Loaded(GOLDENS / name, *layout), adapters.leaf(model, loaded.params)
+    merged, leaf = Loaded(GOLDENS / name, *layout), adapters.leaf(model, dict(pretrained.leaves_of(loaded.params)))
     merged.params = pretrained.nested({info.name: leaf(info.name) for info in merged.made.model.parameters()})
     np.testing.assert_allclose(merged.logits(tokens), unmerged, atol=1e-4)      # float32, as the golden families'
 

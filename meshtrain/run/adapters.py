@@ -56,9 +56,9 @@ def tell_left_out(checkpoints: Checkpoints, step: int, params: dict) -> None:
         say.out(f"note: the model there has parameters that this one lacks, and they are left out: {', '.join(left)}")
 
 
-def leaf(transformer: Transformer, params: dict) -> Callable[[str], jax.Array]:
-    """Path -> that parameter, merged in float32 where it has an adapter."""
-    leaves, scale = dict(leaves_of(params)), transformer.lora and transformer.lora.alpha / transformer.lora.rank
+def leaf(transformer: Transformer, leaves: Mapping[str, jax.Array]) -> Callable[[str], jax.Array]:
+    """Path -> that parameter, merged in float32 where it has an adapter. leaves: path -> parameter; each is asked for once."""
+    scale = transformer.lora and transformer.lora.alpha / transformer.lora.rank
 
     def of(path: str) -> jax.Array:
         own = {name: leaves[name] for name in (path, _beside(path, "a"), _beside(path, "b")) if name in leaves}

@@ -328,10 +328,7 @@ class Checkpoints:
 
     def _set_aside(self, step: int, suffix: str) -> str:
         """The name under which a checkpoint is kept from now on, no longer one to go on from."""
-        names = (f"{step}.{suffix}{more}" for more in ("", *(f"-{i}" for i in range(2, 1000))))
-        kept = next(name for name in names if not (self.directory / name).exists())
-        (self.directory / str(step)).rename(self.directory / kept)
-        return kept
+        return disk.set_aside(self.directory / str(step), suffix)
 
     def _check(self, step, abstract_state, part):
         stored = _forms(self.arrays(step))

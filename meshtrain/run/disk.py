@@ -87,6 +87,14 @@ def replace(path: pathlib.Path, text: str) -> None:
     temporary.replace(path)
 
 
+def set_aside(path: pathlib.Path, suffix: str) -> str:
+    """Renames a file or directory to NAME.suffix, or NAME.suffix-2 where that is taken; returns the new name."""
+    names = (f"{path.name}.{suffix}{more}" for more in ("", *(f"-{i}" for i in range(2, 1000))))
+    kept = next(name for name in names if not path.with_name(name).exists())
+    path.rename(path.with_name(kept))
+    return kept
+
+
 def sync(directory: pathlib.Path) -> None:
     """A name is on the disk when its directory is."""
     descriptor = os.open(directory, os.O_RDONLY)

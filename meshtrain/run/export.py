@@ -2,16 +2,19 @@
 
 Of each tensor one compiled program takes the layer, casts it, puts it in their form and gathers it; the process that owns the
 file writes it into its place. Sizes are known beforehand, so headers come first. Files are synced, then index, config and what
-belongs to a tokenizer are written, and the directory gets its name last.
+belongs to a tokenizer are written, and the directory gets its name last. Where anything fails, it is removed.
 """
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import itertools
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -20,17 +23,19 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain.cluster import agree
-from meshtrain.config import ConfigError, Data, Run, user_errors
+from meshtrain.config import ConfigError, Data, user_errors
 from meshtrain.data import sources
 from meshtrain.model.transformer import Transformer
-from meshtrain.run import adapters, disk
+from meshtrain.run import disk
 from meshtrain.run.checkpoint import CheckpointError
-from meshtrain.run.pretrained import KEPT, copy_companions, paths_of
+from meshtrain.run.pretrained import copy_companions, paths_of
+from meshtrain.run.rundir import NO_LOCKS
 from meshtrain.weights import folder, forms, safetensors, settings
 
 DTYPES = ("float32", "bfloat16", "float16")
 SHARD_BYTES = 5_000_000_000     # of one file
-DIRECTORY = "export"            # in run.dir
+# What a user gets wrong about a directory; anything else is the file system's.
+MISTAKES = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EROFS, errno.EINVAL)
 
 
 def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.Array], *, dtype: str, shard_bytes: int,
@@ -40,8 +45,8 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
     leaf: parameter of a path of the transformer's; each is asked for once, and not kept. data: the section [data]
     that the model was trained on. bos: the token that stood before its documents. source: a folder whose other settings,
     tokenizer and templates go along; without one they are as the data were.
-    Raises: ConfigError where the folder cannot be begun or the model has no family; CheckpointError where a file cannot be
-    written. Nothing then stands under its name.
+    Raises: ConfigError where `directory` is not free or the model has no family; CheckpointError where a file cannot be
+    written. Nothing is left behind then.
     """
     model, places = transformer.cfg, transformer.places()
     with user_errors():
@@ -50,19 +55,50 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
         theirs = theirs or {"bos_token_id": bos, "eos_token_id": end_of(data, bos, model.vocab_size)}
         rows = folder.rows(family, model, transformer.names())
     files = _files(rows, model.num_layers, safetensors.NAMES[dtype], shard_bytes)
-    place = directory.with_name(f".{directory.name}.saving")
-    agree.on_first(lambda: begin(directory, place))
-    written = Files(place, files, safetensors.NAMES[dtype])
-    for _, alike in itertools.groupby(rows, lambda row: row.kind):
-        row, *more = alike      # of all experts
-        # Of a stack all layers before the next one, so that only one is held.
-        for stack in dict.fromkeys(name for name, _ in places) if row.stacked else [""]:
-            layers = [(layer, index) for layer, (name, index) in enumerate(places) if name == stack] if row.stacked else [(0, 0)]
-            _write_rows([row, *more], [leaf(path) for path in paths_of(row, stack)], layers, forms.sizes_of(model), written)
-    agree.everywhere(written.close)
-    config = settings.config_of(model, family, dtype, data["seq_len"], theirs)
-    agree.on_first(lambda: _commit(place, directory, files, written.size, config, source, Path(data["tokenizer"])))
+    with whole(directory) as place:
+        written = Files(place, files, safetensors.NAMES[dtype])
+        for _, alike in itertools.groupby(rows, lambda row: row.kind):
+            row, *more = alike      # of all experts
+            # Of a stack all layers before the next one, so that only one is held.
+            for stack in dict.fromkeys(name for name, _ in places) if row.stacked else [""]:
+                layers = [(layer, index) for layer, (name, index) in enumerate(places) if name == stack] if row.stacked else [(0, 0)]
+                leaves = [leaf(path) for path in paths_of(row, stack)]
+                _write_rows([row, *more], leaves, layers, forms.sizes_of(model), written)
+        written.close()
+        config = settings.config_of(model, family, dtype, data["seq_len"], theirs)
+        on_first(directory, lambda: _complete(place, files, written.size, config, source, Path(data["tokenizer"])))
     return written.size
+
+
+@contextlib.contextmanager
+def whole(directory: Path) -> Iterator[Path]:
+    """Yields a directory beside `directory`, which gets its name at the end of the block, and is removed where that fails.
+
+    All processes enter it alike. Process 0 holds a lock meanwhile, so that a second writer is refused.
+    Raises: ConfigError where `directory` is not free; CheckpointError, in every process, where the file system fails.
+    """
+    place = directory.with_name(f".{directory.name}.saving")
+    with contextlib.ExitStack() as held:
+        on_first(directory, lambda: held.enter_context(_begun(directory, place)))
+        try:
+            yield place
+            on_first(directory, lambda: _name(place, directory))
+        except Exception:
+            if jax.process_index() == 0:
+                shutil.rmtree(place, ignore_errors=True)
+            raise
+
+
+def on_first(directory: Path, act: Callable[[], object]) -> None:
+    """Process 0 does it. Raises: CheckpointError, in every process, where the file system fails."""
+    def tried() -> str:
+        try:
+            act()
+        except OSError as error:
+            return disk.said(error)
+        return ""
+    if fault := agree.on_first(tried):
+        raise agree.agreed(CheckpointError(f"{directory} could not be written: {fault}"))
 
 
 def end_of(data: Mapping, bos: int, vocab_size: int) -> int | None:
@@ -73,21 +109,6 @@ def end_of(data: Mapping, bos: int, vocab_size: int) -> int | None:
         return sources.reader_of(Data(**data), vocab_size=vocab_size)[1]
     except ValueError:
         return None
-
-
-def of_run(run_dir: Path, step: int, run: Run, transformer: Transformer, params: dict, bos: int) -> None:
-    """checkpoint.export: the parameters of a step, adapters merged, as run.dir/export/STEP, in the compute dtype, unless they
-    are there already."""
-    directory = run_dir / DIRECTORY / str(step)
-    if agree.on_first(directory.exists):
-        return
-    write(directory, transformer, adapters.leaf(transformer, params), dtype=run.model.compute_dtype, shard_bytes=SHARD_BYTES,
-          data=run.data.model_dump(), bos=bos, source=kept(run_dir))
-
-
-def kept(run_dir: Path) -> Path | None:
-    """What came with the weights that a run started from."""
-    return run_dir / KEPT if agree.on_first(lambda: folder.is_one(run_dir / KEPT)) else None
 
 
 def _write_rows(rows: list[folder.Row], leaves: list[jax.Array], layers, sizes, written: Files) -> None:
@@ -175,11 +196,13 @@ class Files:
             self.failed = self.failed or error
 
     def close(self) -> None:
+        """All processes call it alike. Raises: CheckpointError, in every process, where one could not write its files."""
         for file in self.open.values():
             self._try(lambda: os.fsync(file.fileno()))
-            file.close()
-        if self.failed:
-            raise CheckpointError(f"the weights could not be written: {disk.said(self.failed)}") from self.failed
+            self._try(file.close)
+        found = agree.exchange(disk.said(self.failed) if self.failed else "")
+        if faults := list(dict.fromkeys(filter(None, found))):
+            raise agree.agreed(CheckpointError(f"the weights could not be written: {'; '.join(faults)}")) from self.failed
 
 
 def _files(rows: Sequence[folder.Row], num_layers: int, kind: str, shard_bytes: int) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -198,29 +221,62 @@ def _files(rows: Sequence[folder.Row], num_layers: int, kind: str, shard_bytes: 
     return dict(zip(names, files, strict=True))
 
 
-def begin(directory: Path, place: Path) -> None:
+@contextlib.contextmanager
+def _begun(directory: Path, place: Path) -> Iterator[None]:
+    """By process 0: `directory` is free, `place` is there and empty, and both are this process's until the block ends."""
     if directory.is_dir() and any(directory.iterdir()) or directory.exists() and not directory.is_dir():
         raise ConfigError(f"{directory} is there already, and nothing is written over; name another directory")
-    try:
-        if place.exists():
-            shutil.rmtree(place)        # of an export that was killed
-        place.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(f"{directory} cannot be written: {disk.said(error)}; name a directory that can") from None
+    with contextlib.ExitStack() as held:
+        try:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(_locked(directory, directory.with_name(f".{directory.name}.lock")))
+            if place.exists():
+                shutil.rmtree(place)        # of an export that was killed
+            place.mkdir()
+        except OSError as error:
+            if error.errno not in MISTAKES:
+                raise
+            raise ConfigError(f"{directory} cannot be written: {disk.said(error)}; name a directory that can") from None
+        yield
 
 
-def _commit(place: Path, directory: Path, files, size: int, config: dict, source: Path | None, tokenizer: Path) -> None:
-    try:
-        if source:
-            copy_companions(source, place)
-        elif tokenizer.is_file():
-            shutil.copyfile(tokenizer, place / "tokenizer.json")
-        if len(files) > 1:
-            weight_map = {tensor: name for name, tensors in files.items() for tensor in tensors}
-            disk.write(place / folder.INDEX, json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=1))
-        disk.write(place / settings.CONFIG, json.dumps(config, indent=1))
-        disk.sync(place)
-        place.rename(directory)
-        disk.sync(directory.parent)
-    except OSError as error:
-        raise CheckpointError(f"{directory} could not be written: {disk.said(error)}") from error
+@contextlib.contextmanager
+def _locked(directory: Path, path: Path) -> Iterator[None]:
+    """Holds a lock file, which is gone afterwards; a killed process leaves one that nobody holds. Without locks (Lustre without
+    `-o flock`) two writers are not told apart."""
+    while True:
+        with open(path, "a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"{directory} is being written by another process; wait for it, or name another "
+                                  "directory") from None
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):    # else its last holder has removed it meanwhile
+                    try:
+                        yield
+                    finally:
+                        with contextlib.suppress(OSError):
+                            os.unlink(path)
+                    return
+
+
+def _name(place: Path, directory: Path) -> None:
+    place.rename(directory)         # fails where anything but an empty directory is there
+    disk.sync(directory.parent)
+
+
+def _complete(place: Path, files, size: int, config: dict, source: Path | None, tokenizer: Path) -> None:
+    """Writes what belongs beside the weights."""
+    if source:
+        copy_companions(source, place)
+    elif tokenizer.is_file():
+        shutil.copyfile(tokenizer, place / "tokenizer.json")
+    if len(files) > 1:
+        weight_map = {tensor: name for name, tensors in files.items() for tensor in tensors}
+        disk.write(place / folder.INDEX, json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=1))
+    disk.write(place / settings.CONFIG, json.dumps(config, indent=1))
+    disk.sync(place)

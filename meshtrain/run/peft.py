@@ -16,12 +16,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain.cluster import agree
-from meshtrain.config import Run, user_errors
+from meshtrain.config import user_errors
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import LORA
 from meshtrain.run import disk, export
-from meshtrain.run.checkpoint import CheckpointError
-from meshtrain.run.pretrained import leaves_of, paths_of
+from meshtrain.run.pretrained import paths_of
 from meshtrain.weights import folder, forms, safetensors, settings
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -44,29 +43,20 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
     module = lambda row: row.name.removesuffix(".weight")
     tensors = {PREFIX + module(row).replace("{l}", str(layer)) + f".lora_{one}.weight": shape
                for layer in range(model.num_layers) for row in rows for one, shape in zip("AB", _shapes(row, ranks[row.name], sizes))}
-    place = directory.with_name(f".{directory.name}.saving")
-    agree.on_first(lambda: export.begin(directory, place))
-    written = export.Files(place, {WEIGHTS: tensors}, safetensors.NAMES[dtype])
-    for row in rows:
-        for stack in dict.fromkeys(name for name, _ in places):
-            leaves = [(leaf(_path(path, "a")), leaf(_path(path, "b"))) for path in paths_of(row, stack)]
-            program = _program(row, leaves, sizes, written.dtype)
-            for layer, index in [(layer, index) for layer, (name, index) in enumerate(places) if name == stack]:
-                for one, array in zip("AB", program(leaves, np.int32(index)), strict=True):
-                    written.put(PREFIX + module(row).replace("{l}", str(layer)) + f".lora_{one}.weight", array)
-    agree.everywhere(written.close)
     names = {row.name: _short(module(row), [module(other) for other in rows]) for row in rows}
     config = _config(of, base, {names[name]: rank for name, rank in ranks.items()}, conv1d=family.model_type == "gpt2")
-    agree.on_first(lambda: _commit(place, directory, config))
+    with export.whole(directory) as place:
+        written = export.Files(place, {WEIGHTS: tensors}, safetensors.NAMES[dtype])
+        for row in rows:
+            for stack in dict.fromkeys(name for name, _ in places):
+                leaves = [(leaf(_path(path, "a")), leaf(_path(path, "b"))) for path in paths_of(row, stack)]
+                program = _program(row, leaves, sizes, written.dtype)
+                for layer, index in [(layer, index) for layer, (name, index) in enumerate(places) if name == stack]:
+                    for one, array in zip("AB", program(leaves, np.int32(index)), strict=True):
+                        written.put(PREFIX + module(row).replace("{l}", str(layer)) + f".lora_{one}.weight", array)
+        written.close()
+        export.on_first(directory, lambda: _complete(place, config))
     return written.size
-
-
-def of_run(run_dir: Path, step: int, run: Run, transformer: Transformer, params: dict) -> None:
-    """lora.export = "adapters": the adapters of a step as run.dir/export/STEP, float32, unless they are there already."""
-    directory = run_dir / export.DIRECTORY / str(step)
-    if not agree.on_first(directory.exists):
-        write(directory, transformer, dict(leaves_of(params)).get, dtype="float32", base=run.checkpoint.init_from,
-              source=export.kept(run_dir))
 
 
 def _adapted(transformer: Transformer, row: folder.Row) -> list[str]:
@@ -134,11 +124,6 @@ def _config(of, base: str, ranks: dict[str, int], conv1d: bool) -> dict:
             "modules_to_save": None, "inference_mode": True, "revision": None}
 
 
-def _commit(place: Path, directory: Path, config: dict) -> None:
-    try:
-        disk.write(place / CONFIG, json.dumps(config, indent=1))
-        disk.sync(place)
-        place.rename(directory)
-        disk.sync(directory.parent)
-    except OSError as error:
-        raise CheckpointError(f"{directory} could not be written: {disk.said(error)}") from error
+def _complete(place: Path, config: dict) -> None:
+    disk.write(place / CONFIG, json.dumps(config, indent=1))
+    disk.sync(place)

@@ -40,6 +40,7 @@ def opened(run: Run, names: Sequence[str]) -> tuple[folder.Folder, list[folder.R
                           "steps; leave it out")
     with user_errors("checkpoint.init_from: "):
         found = folder.open_folder(Path(source))
+        folder.companions(Path(source))     # now, and not when they are copied, behind the compile
         return found, folder.match(found, run.model, names)
 
 
@@ -79,12 +80,12 @@ def keep_companions(run: Run, directory: Path) -> None:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copies what is there of a folder's companions; `target` is made where it is not there."""
+    """Copies what is there of a folder's companions; `target` is made where it is not there. Raises: ValueError."""
+    found = folder.companions(source)
     target.mkdir(exist_ok=True)
-    for name in folder.COMPANIONS:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / f"{name}.tmp")
-            os.replace(target / f"{name}.tmp", target / name)
+    for path in found:
+        shutil.copyfile(path, target / f"{path.name}.tmp")
+        os.replace(target / f"{path.name}.tmp", target / path.name)
     disk.sync(target)
 
 

@@ -22,7 +22,7 @@ from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.data.contracts import Batches
 from meshtrain.data.sources import Corpus
 from meshtrain.data.tokenizer import Tokenizer
-from meshtrain.run import disk, metrics, rundir, say
+from meshtrain.run import disk, exports, metrics, rundir, say
 from meshtrain.run.checkpoint import CheckpointError, Checkpoints
 from meshtrain.run.local_tier import LocalTier
 
@@ -162,11 +162,13 @@ def begin(run: Run, start: Start, checkpoints: Checkpoints, directory: Path, rul
           near: LocalTier | None = None) -> None:
     """Last thing before the first step: sets aside what lies behind `start`, tells and records what has changed."""
     told = []
+    if aside := agree.on_first(lambda: exports.set_aside_after(directory, start.step)):
+        told = [f"exports of later steps are kept as {', '.join(f'{exports.DIRECTORY}/{name}' for name in aside)}"]
     if start.back:
         rows = agree.on_first(lambda: metrics.set_aside_after(directory / "metrics.jsonl", start.step))
         later = checkpoints.set_aside_after(start.step)
         kept = [f"later checkpoints are kept as {', '.join(later)}"] * bool(later) + [f"later rows in {rows}"] * bool(rows)
-        told = [f"back to step {start.step}: {', '.join(kept) or 'nothing lies behind it'}"]
+        told += [f"back to step {start.step}: {', '.join(kept) or 'nothing lies behind it'}"]
     if jax.process_index() == 0:
         changes = list(start.changes)
         if start.skip_batches:

@@ -75,6 +75,21 @@ def companions_of(run_dir: str, init_from: str) -> list[Path]:
     return [Path(run_dir) / KEPT, *([Path(init_from), Path(init_from) / KEPT] if init_from else [])]
 
 
+def companions(directory: Path) -> list[Path]:
+    """The files of a folder that go along with its weights. Raises: ValueError where one is a link out of the folder, to what
+    might be a key in somebody's home; the hub's cache has such links, to the blobs beside its snapshots."""
+    real, found, faults = directory.resolve(), [], []
+    blobs = real.parent.parent / "blobs" if real.parent.name == "snapshots" else real
+    for path in filter(Path.is_file, (directory / name for name in COMPANIONS)):
+        target = path.resolve()
+        if real not in target.parents and target.parent != blobs:
+            faults.append(f"{path.name} is a link to {target}, outside the folder, and is not copied; put the file itself there")
+        found.append(path)
+    if faults:
+        raise _at(directory, faults)
+    return found
+
+
 def is_one(directory: str | os.PathLike) -> bool:
     """Whether a directory looks like a model folder; those of our runs have no config.json. "" is no directory."""
     return directory != "" and os.path.isfile(os.path.join(directory, settings.CONFIG))

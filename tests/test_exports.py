@@ -1,0 +1,172 @@
+"""checkpoint.export of a run: what fails is made later, what a run has left is set aside, and nothing half written stays."""
+import errno
+import fcntl
+import os
+import shutil
+
+import pytest
+from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
+from folders import contents
+
+from meshtrain import convert, train
+from meshtrain.config import ConfigError
+from meshtrain.run import export, exports, pretrained
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.fixture(scope="module")
+def words(tiny):
+    return [*tiny, "--training.steps=4", "--checkpoint.every=2", "--run.sample_tokens=0", "--data.validation_fraction=0"]
+
+
+@pytest.fixture(scope="module")
+def finished(words, tmp_path_factory):
+    """A run of four steps without exports, of which 2 and 4 are saved."""
+    place = tmp_path_factory.mktemp("finished") / "run"
+    assert call(train.main, *words, "--run.dir", place).code == 0
+    return place
+
+
+@pytest.fixture
+def again(words, finished, tmp_path):
+    """Starts a copy of the finished run with more words."""
+    shutil.copytree(finished, tmp_path / "run")
+    return lambda *more: call(train.main, *words, "--run.dir", tmp_path / "run", *more)
+
+
+def names(tmp_path):
+    place = tmp_path / "run" / "export"
+    return sorted(path.name for path in place.iterdir()) if place.exists() else []
+
+
+def test_a_finished_run_makes_the_exports_that_are_missing(again, tmp_path):
+    (tmp_path / "run/export/.3.saving").mkdir(parents=True)      # of a start that was killed
+    ran = again("--checkpoint.export=last")
+    assert (ran.code, ran.err) == (0, "") and "is finished" in ran.out and names(tmp_path) == ["4"]
+    assert call(convert.main, tmp_path / "run", tmp_path / "out", "--dtype=float32").code == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "run/export/4")
+    assert again("--checkpoint.export=every").code == 0 and names(tmp_path) == ["2", "4"]
+
+
+def test_an_export_that_fails_leaves_nothing_is_told_by_the_exit_code_and_made_by_the_next_start(again, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        for _ in range(2):
+            ran = again("--checkpoint.export=every")
+            assert ran.code == 1 and names(tmp_path) == []
+            assert "export/2 is not made" in ran.err and "export/4 is not made" in ran.err and "No space left on device" in ran.err
+    assert again("--checkpoint.export=every").code == 0 and names(tmp_path) == ["2", "4"]
+
+
+def test_training_goes_on_where_an_export_fails_and_the_next_one_makes_it(words, tmp_path, monkeypatch):
+    failures, create = [full], export.Files._create
+    monkeypatch.setattr(export.Files, "_create", lambda *args: (failures.pop() if failures else create)(*args))
+    ran = call(train.main, *words, "--run.dir", tmp_path / "run", "--checkpoint.export=every")
+    assert ran.code == 0 and "export of step 2 failed" in ran.err and "No space left" in ran.err, ran
+    assert names(tmp_path) == ["2", "4"]
+    assert call(convert.main, tmp_path / "run", tmp_path / "out", "--dtype=float32", "--step=2").code == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "run/export/2")
+
+
+def test_a_run_whose_last_export_fails_has_its_steps_and_ends_with_1(words, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "pwrite", full)
+    ran = call(train.main, *words, "--run.dir", tmp_path / "run", "--checkpoint.export=last")
+    assert ran.code == 1 and "the run is finished, but" in ran.err and "export/4 is not made" in ran.err
+    assert names(tmp_path) == [] and (tmp_path / "run/checkpoints/4").is_dir()
+
+
+def test_exports_of_a_course_that_a_run_has_left_are_set_aside(again, tmp_path):
+    assert again("--checkpoint.export=every").code == 0
+    before = contents(tmp_path / "run/export/4")
+    ran = again("--checkpoint.export=every", "--checkpoint.step=2", "--optimizer.learning_rate=0.05")
+    assert ran.code == 0 and "exports of later steps are kept as export/4.aside" in ran.out
+    assert names(tmp_path) == ["2", "4", "4.aside"]
+    assert contents(tmp_path / "run/export/4.aside") == before != contents(tmp_path / "run/export/4")
+    assert call(convert.main, tmp_path / "run", tmp_path / "out", "--dtype=float32").code == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "run/export/4")
+
+
+def test_a_model_that_cannot_be_exported_is_refused_before_it_is_trained(words, tmp_path):
+    ran = call(train.main, *words, "--run.dir", tmp_path / "run", "--checkpoint.export=last", "--model.activation=gelu")
+    refused(ran, "checkpoint.export: no family of Hugging Face's computes this model")
+
+
+def test_exports_later_than_a_step_are_renamed_and_none_is_overwritten(tmp_path):
+    for name in ("2", "4", "4.aside", "10", ".6.saving"):
+        (tmp_path / "export" / name).mkdir(parents=True)
+    assert exports.set_aside_after(tmp_path, 2) == ["4.aside-2", "10.aside"]
+    assert sorted(path.name for path in (tmp_path / "export").iterdir()) == [".6.saving", "10.aside", "2", "4.aside", "4.aside-2"]
+    assert exports.set_aside_after(tmp_path / "none", 0) == []
+
+
+# ---- two writers of one directory ------------------------------------------------------------------------------------
+
+
+def test_a_second_writer_of_a_directory_is_refused_and_the_first_is_whole(tmp_path):
+    with export.whole(tmp_path / "out") as place:
+        (place / "weights").write_text("first")
+        with pytest.raises(ConfigError, match="is being written by another process"), export.whole(tmp_path / "out"):
+            pass
+    with pytest.raises(ConfigError, match="is there already"), export.whole(tmp_path / "out"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and (tmp_path / "out/weights").read_text() == "first"
+
+
+def test_what_a_killed_writer_left_is_taken_over_and_a_failed_one_leaves_nothing(tmp_path, monkeypatch):
+    (tmp_path / ".out.saving").mkdir()
+    (tmp_path / ".out.saving" / "old").touch()
+    (tmp_path / ".out.lock").touch()
+    with pytest.raises(RuntimeError), export.whole(tmp_path / "out") as place:
+        assert list(place.iterdir()) == []
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+
+    def without(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(fcntl, "flock", without)
+    with export.whole(tmp_path / "out"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_directory_that_comes_while_another_is_written_is_not_replaced(tmp_path):
+    with pytest.raises(OSError, match="could not be written"), export.whole(tmp_path / "out"):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "mine").touch()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.EACCES, ConfigError), (errno.ESTALE, OSError), (errno.ENOSPC, OSError)])
+def test_a_directory_that_cannot_be_made_is_a_mistake_or_the_file_system_s_moment(number, kind, tmp_path, monkeypatch):
+    def fails(*_, **more):
+        raise OSError(number, os.strerror(number))
+    monkeypatch.setattr(os, "mkdir", fails)
+    with pytest.raises(kind, match=os.strerror(number)) as found, export.whole(tmp_path / "out"):
+        pass
+    assert isinstance(found.value, ConfigError) == (kind is ConfigError)
+
+
+# ---- companions ------------------------------------------------------------------------------------------------------
+
+
+def test_a_companion_that_links_out_of_the_folder_is_refused_and_the_hub_s_links_are_followed(tmp_path):
+    hub = tmp_path / "models--a--b"
+    (hub / "blobs").mkdir(parents=True)
+    (hub / "snapshots/main").mkdir(parents=True)
+    (hub / "blobs/12ab").write_text("{}")
+    (hub / "snapshots/main/config.json").symlink_to("../../blobs/12ab")
+    (hub / "snapshots/main/vocab.json").write_text("{}")
+    (hub / "snapshots/main/tokenizer.json").symlink_to("vocab.json")
+    pretrained.copy_companions(hub / "snapshots/main", tmp_path / "hf")
+    copied = sorted((tmp_path / "hf").iterdir())
+    assert [path.name for path in copied] == ["config.json", "tokenizer.json", "vocab.json"] and not any(map(os.path.islink, copied))
+    (tmp_path / "secret").write_text("key")
+    for folder in (hub / "snapshots/main", tmp_path / "clone"):
+        folder.mkdir(exist_ok=True)
+        (folder / "added_tokens.json").symlink_to(tmp_path / "secret")
+        with pytest.raises(ValueError, match="added_tokens.json is a link to .*secret, outside the folder, and is not copied"):
+            pretrained.copy_companions(folder, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
