@@ -12,7 +12,7 @@ import jax
 from meshtrain import config
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost import assumptions, audit, footprint, hardware, memory, price, rates, simulate
-from meshtrain.cost.placed import Options, Placed, Practice, place
+from meshtrain.cost.placed import Options, Placed, place
 from meshtrain.layout import rules
 from meshtrain.layout.mesh import MeshSpec
 from meshtrain.layout.rules import Layout, Tensor
@@ -194,10 +194,11 @@ def _stage_costs(run: Run, placed: Placed, gpu) -> Callable[[Schedule], simulate
     known = gpu is not None and gpu.hbm_bytes_per_s is not None
     gpu = gpu if known else hardware.get("h100")
     rated = rates.Rates(gpu, assumptions.Assumptions(gpu.name))
-    visited, engine = rates.packed(run, rated.assumed)
+    attended = rates.attended(run, placed.layout, rated.assumed)
 
     def of(schedule: Schedule) -> simulate.Costs:
-        options = Options.of(run, schedule=schedule.name if known else "", chunks=schedule.num_chunks, visited=visited)
-        costs = price.stage_costs(placed, rated, options, Practice(engine))
+        options = Options.of(run, schedule=schedule.name if known else "", chunks=schedule.num_chunks,
+                             visited=attended.visited, engine=attended.engine)
+        costs = price.stage_costs(placed, rated, options)
         return costs if known else dataclasses.replace(costs, link_s=0.0)
     return of

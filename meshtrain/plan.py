@@ -36,7 +36,6 @@ from meshtrain.config.shipped import found, names
 from meshtrain.cost import assumptions, audit, behind, hardware, rates, report, roofline, search
 from meshtrain.cost import compile as gpu_compile
 from meshtrain.cost import plans as told
-from meshtrain.cost.placed import Practice
 from meshtrain.layout import rules
 from meshtrain.layout.mesh import MeshSpec
 from meshtrain.model import transformer
@@ -106,7 +105,7 @@ def as_json(run: Run, answers: list[tuple[search.Question, search.Answer]], leng
             "num_params": sum(info.size for info in question.rows), "gpus": [q.num_gpus for q, _ in answers] if several
             else question.num_gpus, "gpu": question.rated.gpu.name, "usable_bytes": question.usable_bytes,
             "seq_len": question.seq_len, "global_batch": question.global_batch, "tried": sum(a.tried for _, a in answers),
-            "attention": question.practice.engine, "behind": stands and stands.as_json(),
+            "attention": told.attended(question, answer).engine, "behind": stands and stands.as_json(),
             "first": None if several else told.first(question, answer, stands),
             "others": [{"mesh": dict(plan.sizes), "rules": plan.rules.path, "memory_bytes": plan.price.memory_bytes["total"],
                         "step_time_s": plan.price.step_s} for plan in others],
@@ -240,17 +239,22 @@ def question_of(run: Run, options: dict, num_gpus: int) -> search.Question:
         usable = int(options["max-memory"] * 2**30)
     with config.user_errors():
         model = transformer.build(run.model, run.lora)
-    visited, engine = rates.packed(run, rated.assumed)
 
     def lay(sizes, loaded: rules.Rules, method: str):
         asked = _with(run, mesh=sizes, context={"method": method}, pipeline={"schedule": "1f1b"},
                       training={"remat": options.get("remat", "none")})
         layout, _, faults = assembly.lay_out(asked, sizes, loaded, model)
+        try:
+            attended(layout, method)
+        except ValueError as refused:
+            faults = [*faults, str(refused)]
         return layout, faults
+
+    def attended(layout: rules.Layout, method: str) -> rates.Attended:
+        return rates.attended(_with(run, context={"method": method}), layout, rated.assumed)
     fixed = {name: options[name] for name in search.fixable() if name in options}
     return search.Question(run.model, model.parameters(), num_gpus, run.data.seq_len, run.data.global_batch, rated, usable, rule_files,
-                           fixed, _optimizer_bytes(run, model), visited, run.training.loss_chunk,
-                           Practice(engine), lay, dispatch=run.experts.dispatch)
+                           fixed, _optimizer_bytes(run, model), attended, run.training.loss_chunk, lay, dispatch=run.experts.dispatch)
 
 
 def _optimizer_bytes(run: Run, model) -> float:

@@ -66,7 +66,7 @@ def priced(case: dict, given: dict | None = None):
         given["nic.share"] = network * given.get("nic.share", TABLE["nic.share"].of(case["gpu"]))
     again = case.get("recomputed", "none")
     traits = {key: case[key] for key in ("eager", "user_buffers", "overlaps", "short_ends", "grad_bytes") if key in case}
-    practice = Practice(engine=case["engine"], recomputed=RECOMPUTED.get(again) or (again,) * 3, shared_head=False, by_columns=False, **traits)
+    practice = Practice(recomputed=RECOMPUTED.get(again) or (again,) * 3, shared_head=False, by_columns=False, **traits)
     rated = Rates(hardware.get(case["gpu"]), Assumptions(case["gpu"], given))
     placed = place(rows, cfg, Layout(rules.parse(text), mesh.sizes), mesh, practice)
     replicas = mesh.sizes["data"] * mesh.sizes["fsdp"]
@@ -74,7 +74,7 @@ def priced(case: dict, given: dict | None = None):
     for b in case.get("best_b") or [case["b"]]:
         batch = case.get("batch") or b * replicas * case.get("k", 1)
         schedule = "interleaved" if case.get("chunks", 1) > 1 else "1f1b"
-        options = Options(case["seq_len"], batch, batch // (b * replicas), "none", schedule, case.get("chunks", 1))
+        options = Options(case["seq_len"], batch, batch // (b * replicas), "none", schedule, case.get("chunks", 1), engine=case["engine"])
         found.append(price(placed, rated, options, practice))
     return min(found, key=lambda one: one.step_s)
 

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from test_context import RULES, drawn, laid_out, with_gradients
 
 from meshtrain import assembly, config
-from meshtrain.cost import compile, hlo, report
+from meshtrain.cost import compile, hlo, rates, report
+from meshtrain.cost.assumptions import Assumptions
 from meshtrain.kernels import engine, pallas, tiles
 from meshtrain.kernels.tiles import Blocks, Tiles
 from meshtrain.layout import rules
@@ -31,10 +32,15 @@ HEADS_ALONE = rules.parse('[activations]\nheads = "tensor"\n')
 SEQUENCE_OVER_TENSOR = rules.parse('[activations]\nseq = "tensor"\n')
 
 
+def asked_for(model={}, data={}, training={}, table=SPLIT_ALIKE, sizes={}):
+    """(run, layout)."""
+    run = config.Run(model=dict(embed_dim=512, num_heads=4, num_kv_heads=2, head_dim=128) | model, data=data, training=training)
+    return run, rules.Layout(table, {axis: 1 for axis in ("data", "fsdp", "tensor", "stage", "context")} | sizes)
+
+
 def chosen(model={}, data={}, training={}, platform="gpu", gpu="h100", table=SPLIT_ALIKE, sizes={}) -> tuple[str, str]:
     """(name of the engine, note)."""
-    run = config.Run(model=dict(embed_dim=512, num_heads=4, num_kv_heads=2, head_dim=128) | model, data=data, training=training)
-    layout = rules.Layout(table, {axis: 1 for axis in ("data", "fsdp", "tensor", "stage", "context")} | sizes)
+    run, layout = asked_for(model, data, training, table, sizes)
     attend, note = attention.choose(run, layout, platform, gpu)
     made_in = attend.args[0].engine.forward
     return getattr(made_in, "func", made_in).__module__.rpartition(".")[2], note
@@ -59,10 +65,17 @@ def with_cudnn(monkeypatch):
     ("blockwise", dict(data=WHOLE, table=SEQUENCE_OVER_TENSOR, sizes=dict(tensor=2))),
     ("pallas", dict(model=dict(window=64))), ("cudnn", dict(data=WHOLE, model=dict(window=64))),
     ("pallas", dict(data=WHOLE, model=dict(window=64), sizes=dict(context=2))), ("cudnn", dict(data=WHOLE, sizes=dict(context=2))),
+    ("blockwise", dict(data=WHOLE, gpu="mi300x")),
     ("pallas", dict(data=WHOLE, model=dict(score_softcap=50.0))), ("pallas", dict(model=dict(window=64, score_softcap=50.0, global_every=2))),
 ])
 def test_packed_rows_take_pallas_whole_rows_cudnn_and_others_blocks(expected, asked, with_cudnn):
+    """And the price is that engine's, whatever is installed where a plan is made."""
     assert chosen(**asked)[0] == expected
+    platform, gpu = asked.get("platform", "gpu"), asked.get("gpu", "h100")
+    if platform == "gpu" and gpu:
+        run, layout = asked_for(**{key: value for key, value in asked.items() if key != "gpu"})
+        priced = rates.attended(run, layout, Assumptions(gpu))
+        assert priced.engine == expected and priced.documents == (run.data.document_mask and expected == "pallas")
 
 
 def test_the_choice_is_said_in_one_line_with_its_reason(with_cudnn, monkeypatch):

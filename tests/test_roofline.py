@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshtrain import assembly, config
-from meshtrain.cost import audit, compile, hardware, hlo, rates, roofline, work
+from meshtrain.cost import audit, compile, hardware, hlo, price, rates, roofline, work
 from meshtrain.cost.assumptions import TABLE, Assumptions, parse
 from meshtrain.layout.mesh import MeshSpec
 
@@ -284,6 +284,22 @@ def test_links_of_a_mesh_are_told_by_axis():
     spec = MeshSpec(dict(data=2, fsdp=8, tensor=4))
     assert roofline.links(H100, spec) == {"data": (2, 1), "fsdp": (8, 2), "tensor": (4, 4)}
     assert roofline.links(hardware.get("gb200"), MeshSpec(dict(fsdp=72))) == {"fsdp": (72, 72)}
+
+
+@pytest.mark.parametrize("gpu, num_gpus, domain", [
+    ("gb200", 128, 64), ("gb200", 144, 72), ("gb200", 64, 64), ("gb300", 288, 72), ("gb200", 292, 72), ("h100", 12, 6), ("h100", 8, 8)])
+def test_the_planner_and_the_program_place_gpus_in_the_same_domains(gpu, num_gpus, domain):
+    """Of a rack's 72 a job of 128 takes 64, so that no tensor group lies in two racks."""
+    gpu = hardware.get(gpu)
+    assert gpu.domain_gpus(num_gpus) == domain
+    for tensor in (n for n in (2, 4, 16) if num_gpus % n == 0):
+        spec = MeshSpec(dict(fsdp=num_gpus // tensor, tensor=tensor))
+        priced = price._Links(rates.Rates(gpu, Assumptions(gpu.name)), spec)
+        for axis, told in roofline.links(gpu, spec).items():
+            of = price.group(priced.sizes, priced.placement, (axis,), priced.domain)
+            assert told == (of.size, of.per_domain)
+            if axis == "tensor" and domain % tensor == 0:
+                assert told == (tensor, tensor)
 
 
 # ---- the schedule ----------------------------------------------------------------------------------------------------

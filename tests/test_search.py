@@ -53,13 +53,13 @@ class Allowed:
         return self.layouts[key]
 
     def price(self, layout, mesh: MeshSpec, m: int, remat: str, name: str, chunks: int, method: str):
-        asked = self.asked
-        options = Options(asked.seq_len, asked.global_batch, m, remat, name, chunks, method, asked.visited, asked.loss_chunk,
-                          asked.optimizer_bytes)
+        asked, attended = self.asked, self.asked.attended(layout, method)
+        options = Options(asked.seq_len, asked.global_batch, m, remat, name, chunks, method, attended.visited, asked.loss_chunk,
+                          asked.optimizer_bytes, engine=attended.engine)
         placed = place(asked.rows, asked.cfg, layout, mesh)
         if footprint.memory(placed, options)["total"] > asked.usable_bytes:
             return None
-        return price(placed, asked.rated, options, asked.practice)
+        return price(placed, asked.rated, options)
 
     def drawn(self, draw: random.Random):
         """One at random: rule file, sizes of the axes that it names, method, placement, microbatches, remat, schedule, chunks."""

@@ -77,13 +77,14 @@ def test_a_layer_of_a_period_has_the_products_of_one_layer():
     assert placed[3].layer_used == pytest.approx(placed[0].layer_used) and placed[3].stored == placed[0].stored
     run = config.Run(model=dict(**GEMMA, window=1024, global_every=4), data=dict(seq_len=8192, global_batch=1, document_mask=False))
     assumed = Assumptions("h100")
-    assert rates.packed(run, assumed) == (pytest.approx(1 / 4 + 3 / 4 * (2 - 1 / 8) / 8), "cudnn")
+    attended = lambda run: rates.attended(run, layout, assumed)
+    assert attended(run) == rates.Attended(pytest.approx(1 / 4 + 3 / 4 * (2 - 1 / 8) / 8), "cudnn", documents=False)
     packed = run.model_copy(update={"data": run.data.model_copy(update={"document_mask": True})})
     whole = rates.visited_share(8192, 2000, 1.5)
     near = rates.visited_share(8192, 2000, 1.5, window=1024)
-    assert rates.packed(packed, assumed) == (pytest.approx(whole / 4 + near * 3 / 4), "pallas") and near < whole / 2
+    assert attended(packed) == rates.Attended(pytest.approx(whole / 4 + near * 3 / 4), "pallas", documents=True) and near < whole / 2
     capped = run.model_copy(update={"model": run.model.model_copy(update={"score_softcap": 50.0})})
-    assert rates.packed(capped, assumed)[1] == "pallas"
+    assert attended(capped).engine == "pallas"
 
 
 def test_stages_are_priced_by_whole_periods():

@@ -22,6 +22,10 @@ _ELSEWHERE = "share of the dense bf16 peak, the causal half counted; for runs of
 _TRITON = ("share of the dense bf16 peak, the visited pairs counted. assumption: Hopper and later about FlashAttention-2 on "
            "H100 (.37, .33); A100 between FlashAttention-2 (.58, .50) and Triton's kernels of 2023 (.36, .32). To be measured")
 
+_BLOCKWISE = ("share of the dense bf16 peak, the causal half counted, of blocks compiled by XLA, whose scores go through memory: "
+              "by the roofline of compiled programs on H100 .029 and .047 in bfloat16, .026 and .032 in float32; elsewhere in "
+              "proportion to the memory's bandwidth")
+
 
 @dataclasses.dataclass(frozen=True)
 class Assumption:
@@ -52,6 +56,9 @@ TABLE = {row.name: row for row in (
     Assumption("attention.cudnn_backward", {"": .50, "b": .48, "gb": .48}, _FLASH),
     Assumption("attention.pallas_forward", {"": .38, "a100": .50}, _TRITON),
     Assumption("attention.pallas_backward", {"": .28, "a100": .40}, _TRITON),
+    Assumption("attention.blockwise_forward", {"": .030, "a100-40gb": .044, "a100-80gb": .058, "h200": .043}, _BLOCKWISE, formula=True),
+    Assumption("attention.blockwise_backward", {"": .042, "a100-40gb": .062, "a100-80gb": .081, "h200": .060}, _BLOCKWISE,
+               formula=True),
     Assumption("attention.ramp", {"": 400}, "tokens: the rate of S tokens is that of long ones times S / (S + ramp)", 0, 1e5),
     Assumption("attention.narrow", {"": .75}, "rate at head_dim 64 over that at 128: half the products for each exponential"),
     Assumption("attention.flash2_forward", {"": .37, "a100": .58}, _ELSEWHERE + "FlashAttention-2", formula=True),

@@ -60,7 +60,7 @@ def reasons(question: Question, plan: Plan, best: Plan) -> list[str]:
 def link(question: Question, plan: Plan, axes: tuple[str, ...]) -> tuple[Group, str]:
     """Who takes part in collectives over these axes, and what they cross."""
     order = tuple(plan.placed.mesh.placement)
-    domain = question.rated.gpu.gpus_per_link_domain
+    domain = question.rated.gpu.domain_gpus(plan.placed.mesh.num_devices)
     of = group(tuple(plan.sizes[a] for a in order), order, tuple(a for a in order if a in axes), domain)
     if of.domains == 1:
         return of, "over NVLink"

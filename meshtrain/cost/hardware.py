@@ -35,6 +35,16 @@ class Gpu:
         """Dense FLOP/s of matmuls with operands of dtype, by any usual spelling (bfloat16 or bf16); None where unknown."""
         return self.peak_flops.get(_DTYPES.get(dtype, dtype))
 
+    def domain_gpus(self, num_gpus: int) -> int:
+        """How many neighbours in the order of the mesh share a link domain, in a job of `num_gpus`.
+
+        assumption: a job takes equally many GPUs of each domain, 64 of a rack's 72 where it has 128; where only less than
+        half of each would divide the job, it fills one domain after the other.
+        """
+        most = self.gpus_per_link_domain
+        even = next(n for n in range(min(num_gpus, most), 0, -1) if num_gpus % n == 0)
+        return even if 2 * even >= min(num_gpus, most) else most
+
 
 def lacks_float8(gpu: Gpu | None, compute_capability: str | None = None) -> bool:
     """Whether a GPU has no matmuls of e4m3fn and e5m2: NVIDIA's before 8.9, and AMD's MI300, whose formats are others (fnuz).

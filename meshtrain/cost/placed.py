@@ -29,7 +29,6 @@ class Practice:
     stage have one layer less than the others. grad_bytes: of a gradient's element as it is reduced. by_columns: an embedding
     that is split over its columns alone is looked up where it lies, and rows travel instead of the table.
     """
-    engine: str = "cudnn"
     recomputed: tuple[float, float, float] | None = None
     eager: bool = False
     user_buffers: bool = False
@@ -54,6 +53,7 @@ class Options:
     loss_chunk: int = 2048
     optimizer_bytes: float = 8  # of state for each parameter, beside the parameter
     dispatch: str = "auto"      # how tokens reach their experts
+    engine: str = "cudnn"       # of attention, as `assumptions` names it
 
     @classmethod
     def of(cls, run, **more) -> Options:

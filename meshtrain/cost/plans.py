@@ -6,6 +6,7 @@ import dataclasses
 from meshtrain.cost import facts, search, traffic
 from meshtrain.cost.behind import Behind, link
 from meshtrain.cost.price import RECOMPUTED
+from meshtrain.cost.rates import Attended
 from meshtrain.cost.report import columns
 from meshtrain.cost.search import Answer, Plan, Question
 from meshtrain.layout.mesh import MeshSpec
@@ -78,11 +79,11 @@ def unknown(speed: tuple[str, ...]) -> tuple[str, ...]:
 def page(question: Question, answer: Answer, most: int, length: Length = Length(), behind: Behind | None = None) -> str:
     gpu, assumed = question.rated.gpu, question.rated.assumed
     count = sum(info.size for info in question.rows)
-    engine = question.practice.engine
-    documents = f", documents of {assumed['documents.mean']:,.0f} tokens in the mean" if question.visited < 1 else ""
+    of = attended(question, answer)
+    documents = f", documents of {assumed['documents.mean']:,.0f} tokens in the mean" if of.documents else ""
     lines = [f"{many(count)} parameters, {question.global_batch:,} × {question.seq_len:,} tokens a step on "
              f"{question.num_gpus:,} × {gpu.name}, {size(question.usable_bytes)} usable on each; attention by "
-             f"{engine}{documents}; {answer.tried:,} layouts tried", ""]
+             f"{of.engine}{documents}; {answer.tried:,} layouts tried", ""]
     if answer.plans:
         told = [*sentences(question, answer.plans), *([standing(behind)] if behind else [])]
         lines += [_table(question, answer.plans[:most], length), "", *told, ""]
@@ -93,9 +94,15 @@ def page(question: Question, answer: Answer, most: int, length: Length = Length(
     return "\n".join(lines + caveats(question, answer))
 
 
+def attended(question: Question, answer: Answer) -> Attended:
+    """What attention computes in the first plan, or the first near miss."""
+    plan = (answer.plans or answer.misses)[0]
+    return question.attended(plan.placed.layout, plan.options.method)
+
+
 def caveats(question: Question, answer: Answer) -> list[str]:
     """What the numbers are, and what they do not know."""
-    engine, assumed = question.practice.engine, question.rated.assumed
+    engine, assumed = attended(question, answer).engine, question.rated.assumed
     named = {name: value for name, value in assumed.as_dict(formula=True).items()
              if name.startswith(FIRST[:2]) or name.startswith(f"attention.{engine}")}
     lines = ["Formulas, nothing compiled or measured: 51 published runs were met with a median error of 4%, a tenth of them "

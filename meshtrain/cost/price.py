@@ -83,9 +83,7 @@ class _Links:
     def __init__(self, rates: Rates, mesh: MeshSpec):
         self.rates, self.placement = rates, tuple(mesh.placement)
         self.sizes = tuple(mesh.sizes[a] for a in mesh.placement)
-        # assumption: a job takes equally many GPUs of each link domain, 64 of a rack's 72 where it has 128
-        num_gpus, most = mesh.num_devices, rates.gpu.gpus_per_link_domain
-        self.domain = next(n for n in range(min(num_gpus, most), 0, -1) if num_gpus % n == 0)
+        self.domain = rates.gpu.domain_gpus(mesh.num_devices)
 
     def one_s(self, sent: traffic.Sent) -> float:
         axes = tuple(axis.partition(":")[0] for axis in sent.axes)      # a part of an axis counts as all of it
@@ -208,8 +206,8 @@ class _Work:
         query, key, mlp = placed.widths
         pairs = 2 * tokens * options.seq_len * options.visited * query
         attend = lambda direction, flop: rated.attention_s(
-            rates.Attention(practice.engine, direction, flop, options.seq_len, cfg.head_dim))
-        products_b = BACKWARD_APART if practice.engine == "pallas" else BACKWARD
+            rates.Attention(options.engine, direction, flop, options.seq_len, cfg.head_dim))
+        products_b = BACKWARD_APART if options.engine == "pallas" else BACKWARD
         attention, attention_b = attend("forward", pairs), attend("backward", products_b * pairs)
         beside = 16 * cfg.embed_dim / placed.stream_ways + 4 * (query + key)
         moved = lambda times, norm: tokens * (beside + times * mlp + norm * cfg.qk_norm * (query + key))

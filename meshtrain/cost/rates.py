@@ -11,6 +11,7 @@ import math
 
 from meshtrain.cost import flops, hardware
 from meshtrain.cost.assumptions import Assumptions
+from meshtrain.parallel import attention
 
 TILE = 128 * 256        # elements of the output that one multiprocessor makes at a time, in the largest tiles of cuBLAS
 US = 1e-6
@@ -49,7 +50,7 @@ class Grouped:
 @dataclasses.dataclass(frozen=True)
 class Attention:
     """One flash attention kernel. flops: what it computes, pairs that it skips left out."""
-    engine: str         # as `assumptions` names it: cudnn, pallas; of other frameworks flash2, triton, scores
+    engine: str         # as `assumptions` names it: cudnn, pallas, blockwise; of other frameworks flash2, triton, scores
     direction: str      # forward, backward
     flops: float
     num_keys: int
@@ -94,16 +95,16 @@ class Rates:
     def stream_s(self, hbm_bytes: float) -> float:
         return hbm_bytes / (self.gpu.hbm_bytes_per_s * self.assumed["hbm.share"])
 
-    def attention_s(self, attention: Attention) -> float:
+    def attention_s(self, kernel: Attention) -> float:
         a = self.assumed
-        share = a[f"attention.{attention.engine}_{attention.direction}"] * a["matmul.clock"]
-        share *= attention.num_keys / (attention.num_keys + a["attention.ramp"])
-        width = min(attention.head_dim, 128) / 128
-        if attention.engine == "scores":        # a score costs its way through memory, whatever was multiplied for it
+        share = a[f"attention.{kernel.engine}_{kernel.direction}"] * a["matmul.clock"]
+        share *= kernel.num_keys / (kernel.num_keys + a["attention.ramp"])
+        width = min(kernel.head_dim, 128) / 128
+        if kernel.engine == "scores":        # a score costs its way through memory, whatever was multiplied for it
             share *= width
         else:                                   # in between, each exponential costs the same: 128 / width products' worth of it
             share /= 1 + (1 / a["attention.narrow"] - 1) * (1 / max(width, 0.5) - 1)
-        return attention.flops / (self.peak("bfloat16") * share)
+        return kernel.flops / (self.peak("bfloat16") * share)
 
     def collective_s(self, kind: str, array_bytes: float, group: Group) -> float:
         """array_bytes: the whole array of an all-gather, reduce-scatter or all-reduce; what one GPU sends of others.
@@ -143,16 +144,28 @@ class Rates:
 BLOCK = 128     # assumption: tokens of a kernel's block of queries or keys; at 64 a row of 8,192 has 2% less to visit
 
 
-def packed(run, assumed: Assumptions) -> tuple[float, str]:
-    """(pairs that attention visits as a share of the causal half, in the mean of a run's layers, the engine that does)."""
+@dataclasses.dataclass(frozen=True)
+class Attended:
+    """What the attention of a run computes. visited: pairs as a share of the causal half, in the mean of its layers. engine: as
+    `assumptions` names it. documents: whether pairs across documents are skipped."""
+    visited: float
+    engine: str
+    documents: bool
+
+
+def attended(run, layout, assumed: Assumptions) -> Attended:
+    """By the engine that the run gets under this layout. Raises: ValueError where the one it asks for cannot serve it."""
     cfg, length = run.model, run.data.seq_len
-    if not run.data.document_mask:
-        return flops.attended(cfg, length), "pallas" if cfg.score_softcap else "cudnn"
+    engine = attention.engine_name(run, layout, assumed.gpu_name)
+    if not run.data.document_mask or engine != "pallas":        # the others mask what they have computed
+        return Attended(flops.attended(cfg, length), engine, False)
     visited = functools.partial(visited_share, length, assumed["documents.mean"], assumed["documents.sigma"])
     part = flops.local_layers(cfg, length)
-    return (1 - part) * visited() + (part * visited(window=cfg.window) if part else 0.0), "pallas"
+    share = (1 - part) * visited() + (part * visited(window=cfg.window) if part else 0.0)
+    return Attended(share, engine, True)
 
 
+@functools.lru_cache(maxsize=64)
 def visited_share(length: int, mean: float, sigma: float, block: int = BLOCK, window: int = 0) -> float:
     """Pairs that a kernel visits in a row of packed documents, as a share of the causal square length²/2.
 

@@ -252,7 +252,7 @@ class _Program:
 
     def _group(self, ins: hlo.Instruction) -> rates.Group:
         """Its size, and how many of it share a link domain; of a permute: whether any pair leaves its domain."""
-        domain = lambda partitions: self.device_ids[partitions] // self.prices.gpu.gpus_per_link_domain
+        domain = lambda partitions: self.device_ids[partitions] // self.prices.gpu.domain_gpus(self.device_ids.size)
         if ins.op.startswith("collective-permute"):
             pairs = domain(audit.source_target_pairs(ins.attrs))
             return rates.Group(2, 1 if (pairs[:, 0] != pairs[:, 1]).any() else 2)
@@ -276,9 +276,9 @@ class _Program:
 
 def links(gpu: hardware.Gpu, mesh_spec: MeshSpec) -> dict[str, tuple[int, int]]:
     """Mesh axis → (its size, how many of a group share a link domain), for axes larger than 1."""
-    out = {}
+    out, domain = {}, gpu.domain_gpus(mesh_spec.num_devices)
     for axis in AXES:
         if mesh_spec.sizes[axis] > 1:
-            domains = max(len({device // gpu.gpus_per_link_domain for device in group}) for group in mesh_spec.groups(axis))
+            domains = max(len({device // domain for device in group}) for group in mesh_spec.groups(axis))
             out[axis] = mesh_spec.sizes[axis], mesh_spec.sizes[axis] // domains
     return out

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 from meshtrain.cost import footprint, simulate
 from meshtrain.cost import price as prices
-from meshtrain.cost.placed import Options, Placed, Practice, place
+from meshtrain.cost.placed import Options, Placed, place
 from meshtrain.cost.price import Price
-from meshtrain.cost.rates import Rates
+from meshtrain.cost.rates import Attended, Rates
 from meshtrain.layout.mesh import MeshSpec
 from meshtrain.layout.rules import AS_OTHERS, Layout, Rules
 from meshtrain.names import AXES, PLACEMENT
@@ -44,7 +44,7 @@ TOO_SHORT = "a step below 0.3 s on hundreds of GPUs follows no formula: latencie
 @dataclasses.dataclass(frozen=True, eq=False)
 class Question:
     """What is asked. fixed: sizes of axes, schedule, chunks, microbatches, remat, as the user gave them. optimizer_bytes: of
-    state for a parameter. visited: see `Options`. lay: (sizes, rules, context method) → (layout, what is wrong with it)."""
+    state for a parameter. attended: (layout, context method) → what attention computes. lay: (sizes, rules, context method) → (layout, what is wrong with it)."""
     cfg: object
     rows: list
     num_gpus: int
@@ -55,9 +55,8 @@ class Question:
     rule_files: tuple[Rules, ...]
     fixed: Mapping[str, object]
     optimizer_bytes: int
-    visited: float
+    attended: Callable[[Layout, str], Attended]
     loss_chunk: int
-    practice: Practice
     lay: Callable[[Mapping[str, int], Rules, str], tuple[Layout, list[str]]]
     methods: tuple[str, ...] = METHODS
     dispatch: str = "auto"
@@ -165,7 +164,7 @@ def _said(rules: Rules, axes) -> frozenset:
 
 def _meshes(question: Question) -> Iterator[dict[str, int]]:
     """Sizes of tensor, stage and context; what is left is data and fsdp."""
-    n, cfg, domain = question.num_gpus, question.cfg, question.rated.gpu.gpus_per_link_domain
+    n, cfg, domain = question.num_gpus, question.cfg, question.rated.gpu.domain_gpus(question.num_gpus)
     allowed = {
         "tensor": lambda k: k <= min(domain, cfg.num_heads),
         "stage": lambda k: k <= min(MOST_STAGES, stages.staged(cfg)) and stages.padded(cfg, k) <= PADDED * stages.staged(cfg),
@@ -230,7 +229,7 @@ def _fitting(question: Question, placed: Placed, m: int) -> Iterator[tuple[Optio
     """(options, bytes) of what is worth a price: for each remat policy the schedule with the smallest bubble that fits, of
     those with a W of its own and of the others, until the best of all fits; where nothing does, what needs least. In a
     pipeline's loop what no remat keeps has its price, so selective is tried beside it."""
-    p = placed.mesh.sizes["stage"]
+    p, attended = placed.mesh.sizes["stage"], question.attended(placed.layout, question.methods[0])
     policies = [question.fixed["remat"]] if "remat" in question.fixed else REMAT if p > 1 else (*REMAT, OFFLOAD)
     order, least, any_fits = _schedules(question, p, m), None, False
     for kind in (True, False):
@@ -239,7 +238,8 @@ def _fitting(question: Question, placed: Placed, m: int) -> Iterator[tuple[Optio
             fits_first = False
             for name, chunks in family:
                 options = Options(question.seq_len, question.global_batch, m, remat, name, chunks, question.methods[0],
-                                  question.visited, question.loss_chunk, question.optimizer_bytes, question.dispatch)
+                                  attended.visited, question.loss_chunk, question.optimizer_bytes, question.dispatch,
+                                  attended.engine)
                 needed = footprint.memory(placed, options)["total"]
                 if least is None or needed < least[1]:
                     least = options, needed
@@ -257,7 +257,7 @@ def _fitting(question: Question, placed: Placed, m: int) -> Iterator[tuple[Optio
 
 
 def _priced(question: Question, placed: Placed, rules: Rules, options: Options) -> Plan:
-    one = prices.price(placed, question.rated, options, question.practice)
+    one = prices.price(placed, question.rated, options)
     held, usable = one.memory_bytes["total"], question.usable_bytes
     unsure = [NEAR_LIMIT] * (held > UNSURE * usable) + [TOO_SHORT] * (one.step_s < SHORT_S and one.num_gpus >= MANY)
     return Plan(placed, rules, options, one, held <= usable, "; ".join(unsure))
@@ -270,9 +270,11 @@ def _refined(question: Question, plan: Plan) -> Plan:
     for method in methods:
         if method != question.methods[0] and question.lay(plan.sizes, plan.rules, method)[1]:
             continue
+        attended = question.attended(plan.placed.layout, method)
+        options = dataclasses.replace(plan.options, method=method, visited=attended.visited, engine=attended.engine)
         for placement in PLACEMENTS:
             placed = dataclasses.replace(plan.placed, mesh=MeshSpec(plan.sizes, placement))
-            other = _priced(question, placed, plan.rules, dataclasses.replace(plan.options, method=method))
+            other = _priced(question, placed, plan.rules, options)
             if other.fits and other.price.step_s < 0.999 * best.price.step_s:
                 best = other
     return best

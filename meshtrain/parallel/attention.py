@@ -171,12 +171,9 @@ def choose(run, layout: Layout, platform: str, gpu: str = "") -> tuple[Callable,
     that cannot serve the run.
     """
     asked, cp = run.model.attention, layout.sizes[AXIS]
-    against = {"cudnn": _against_cudnn(run, layout, platform), "pallas": _against_pallas(run, layout, platform, gpu),
-               "blockwise": []}                                 # the fastest first
-    name = next(name for name, reasons in against.items() if not reasons) if asked == "auto" else asked
-    if against[name]:
-        able = " or ".join(f'"{other}"' for other in ("auto", *against) if not against.get(other))
-        raise ValueError(f'model.attention="{name}" cannot serve this run: {"; ".join(against[name])}; use {able}')
+    against = _against(run, layout, platform, gpu)
+    against["cudnn"] += _without_cudnn()
+    name = _chosen(asked, against)
     why = [f"model.attention={asked}"] if asked != "auto" else against["cudnn"][:1] if name == "pallas" else against["cudnn"]
     if name == "blockwise" and asked == "auto":
         why = [*dict.fromkeys(why + against["pallas"])]
@@ -187,6 +184,29 @@ def choose(run, layout: Layout, platform: str, gpu: str = "") -> tuple[Callable,
     method = Local(engine) if cp == 1 else ContextParallel(METHODS[run.context.method], engine)
     of_rows = partial(attend, method) if run.data.document_mask else partial(_attend_whole_rows, method)
     return of_rows, note if platform in GPU_PLATFORMS or asked != "auto" or window(run) else ""
+
+
+def engine_name(run, layout: Layout, gpu: str) -> str:
+    """The engine that `choose` takes on GPUs of this name with all software installed: for prices.
+
+    Raises: ValueError as `choose`.
+    """
+    return _chosen(run.model.attention, _against(run, layout, GPU_PLATFORMS[0], gpu))
+
+
+def _against(run, layout: Layout, platform: str, gpu: str) -> dict[str, list[str]]:
+    """Why each engine cannot serve this run, whatever is installed; the fastest first."""
+    return {"cudnn": _against_cudnn(run, layout, platform, gpu), "pallas": _against_pallas(run, layout, platform, gpu),
+            "blockwise": []}
+
+
+def _chosen(asked: str, against: Mapping[str, list[str]]) -> str:
+    """Raises: ValueError where the engine that is asked for cannot serve."""
+    name = next(name for name, reasons in against.items() if not reasons) if asked == "auto" else asked
+    if against[name]:
+        able = " or ".join(f'"{other}"' for other in ("auto", *against) if not against.get(other))
+        raise ValueError(f'model.attention="{name}" cannot serve this run: {"; ".join(against[name])}; use {able}')
+    return name
 
 
 def _attend_whole_rows(method, layout, *args, mask: Mask = CAUSAL):
@@ -235,9 +255,11 @@ def _against_kernels(run, layout: Layout, platform: str) -> list[str]:
     return reasons
 
 
-def _against_cudnn(run, layout: Layout, platform: str) -> list[str]:
-    """Why cuDNN's kernel cannot serve this run; empty where it can."""
+def _against_cudnn(run, layout: Layout, platform: str, gpu: str) -> list[str]:
+    """Why cuDNN's kernel cannot serve this run where it is installed; empty where it can."""
     reasons = _against_kernels(run, layout, platform)
+    if gpu.startswith("mi"):
+        reasons.append(f"cuDNN runs on NVIDIA's GPUs, not on {gpu}")
     if run.data.document_mask:
         reasons.append("cuDNN's kernel has no document mask (data.document_mask=true)")
     if run.model.score_softcap:
@@ -249,11 +271,14 @@ def _against_cudnn(run, layout: Layout, platform: str) -> list[str]:
         reasons.append(f"cuDNN's kernel needs a head_dim that is a multiple of 8 up to 128, not {run.model.head_dim}")
     if run.training.deterministic:
         reasons.append("cuDNN's backward adds in no fixed order (training.deterministic=true)")
-    if not importlib.util.find_spec("nvidia") or not _has_cudnn():
-        reasons.append("the cuDNN library is not installed (extra 'gpu')")
-    elif cudnn.engine() is None:
-        reasons.append("this version of jax does not offer cuDNN's blocks")
     return reasons
+
+
+def _without_cudnn() -> list[str]:
+    """Why cuDNN's kernel cannot be had here; empty where it can."""
+    if not importlib.util.find_spec("nvidia") or not _has_cudnn():
+        return ["the cuDNN library is not installed (extra 'gpu')"]
+    return ["this version of jax does not offer cuDNN's blocks"] if cudnn.engine() is None else []
 
 
 def _against_pallas(run, layout: Layout, platform: str, gpu: str) -> list[str]:
