@@ -24,7 +24,7 @@ from meshtrain import config
 from meshtrain.config import ConfigError
 from meshtrain.pages import measured as pages
 from meshtrain.pages import skin
-from meshtrain.run import goodput, measured
+from meshtrain.run import goodput, measured, rows
 from meshtrain.units import duration
 
 TRIES = 8       # the newest, each in a line
@@ -43,6 +43,8 @@ def _report(argv: list[str]) -> None:
         told = measured.of(Path(directory))
         if html:
             skin.write("--html", html, pages.page(told))
+    if told["no_rows"]:
+        say.err(f"{told['no_rows']:,} lines of {told['dir']}/{rows.NAME} are no rows of metrics; they are left out")
     say.out(summary(told))
     if html:
         say.err(f"written: {html}")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import jax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from meshtrain import config, report
 from meshtrain.cluster import watch
@@ -365,3 +367,25 @@ def test_a_report_reads_and_touches_nothing(life, tmp_path):
     life.told()
     assert {path.name: path.read_bytes() for path in life.directory.iterdir()} == {
         path.name: path.read_bytes() for path in (tmp_path / "copy").iterdir()}
+
+
+def summed_from_the_beginning(rows, step):
+    """What `counted_s` says, by reading all rows forward."""
+    total, before = 0.0, 0
+    for row in rows:
+        own_s = (row.get("step_time_s") or 0.0) * (row["step"] - before) - (row.get("data_wait_s") or 0.0)
+        until_s = row["goodput"] * row["elapsed_s"] if "goodput" in row else total + max(0.0, own_s)
+        if row["step"] > step:
+            return total + (until_s - total) * (step - before) / (row["step"] - before)
+        total, before = until_s, row["step"]
+    return total * step / before if before else 0.0
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.floats(0, 9), st.booleans()), max_size=9), st.integers(0, 30), st.booleans())
+def test_seconds_up_to_a_step_are_the_same_read_from_either_end(gaps, step, one_more):
+    rows, number, elapsed_s = [], 0, 0.0
+    for gap, time_s, new in gaps:
+        number, elapsed_s = number + gap, elapsed_s + 2 * time_s
+        rows.append({"step": number, "step_time_s": time_s, "data_wait_s": time_s / 4} | ({"goodput": 0.5, "elapsed_s": elapsed_s} if new else {}))
+    unwritten = [{"step": number + 1, "goodput": 1.0, "elapsed_s": elapsed_s}] * one_more
+    assert goodput.counted_s(rows, step, unwritten) == pytest.approx(summed_from_the_beginning([*rows, *unwritten], step), abs=1e-9)

@@ -1,5 +1,6 @@
 """What report tells of a run: at work, stopped, killed, without a step; and that it disturbs nothing."""
 import json
+import math
 import os
 import shutil
 import socket
@@ -132,22 +133,29 @@ def test_a_run_without_a_step_has_a_page_that_says_so(run_dir):
 @pytest.mark.parametrize("words, parts", [
     ([], ["which run", "usage"]), (["a", "b"], ["one run at a time"]), (["nowhere"], ["nowhere is no directory", "runs/"]),
     (["."], ["no run directory", "config.toml"]), (["broken"], ["broken/config.toml", "run file"]),
-    (["numbers"], ["numbers/metrics.jsonl, line 1", "not JSON"]), (["x", "--html"], ["--html has no value"]),
+    (["x", "--html"], ["--html has no value"]),
     (["x", "--json"], ["--json is not an option", "RUN_DIR"])])
 def test_what_is_no_run_is_refused_in_one_message(words, parts, tmp_path):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.toml").write_text("[run]\nname = 'x'\n")
-    (tmp_path / "numbers").mkdir()
-    (tmp_path / "numbers" / "config.toml").write_text(
-        "[run]\nname = 'x'\n[training]\nsteps = 3\n[data]\nglobal_batch = 2\nseq_len = 4\n")
-    (tmp_path / "numbers" / "metrics.jsonl").write_text("what?\n{}\n")
     refused(call(report.main, *words), *parts)
+
+
+def test_lines_that_are_no_rows_are_left_out_of_the_report_and_counted(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text(
+        "[run]\nname = 'x'\n[training]\nsteps = 3\n[data]\nglobal_batch = 2\nseq_len = 4\n")
+    (tmp_path / "run" / "metrics.jsonl").write_text('what?\n\n{"step": 1, "loss": 2.5}\n{"step": 2, "loss": "low"}\n')
+    ran = call(report.main, "run")
+    assert (ran.code, ran.err) == (0, "2 lines of run/metrics.jsonl are no rows of metrics; they are left out\n")
+    assert "x: step 1 of 3, 8 tokens" in ran.out and "2.5000 now" in ran.out
 
 
 def test_a_long_run_keeps_its_spikes_and_its_validations():
     rows = [{"step": k, "loss": 9.0 if k == 70_001 else None if k == 5 else 2.0 + 1 / k, "val_loss": 2.5 if k % 9_973 == 0 else None,
              "step_time_s": 1.0, "tokens_per_s": 5.0} for k in range(1, 100_001)]
-    told = measured._curves(rows)
+    columns = {key: [math.nan if row.get(key) is None else row[key] for row in rows] for key in measured.CURVES}
+    told = measured._curves(columns)
     assert max(value for value in told["loss"] if value) == 9.0 and len(told["step"]) <= measured.MOST_ROWS + 20
     assert [step for step, value in zip(told["step"], told["val_loss"]) if value] == list(range(9_973, 100_001, 9_973))
     points = [(step, value) for step, value in zip(range(100_000), [0.0] * 50_000 + [1.0] + [0.0] * 49_999)]

@@ -8,8 +8,9 @@ This module reads and writes no files, and knows neither model nor processes.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Reversible, Sequence
 
 from meshtrain.units import duration
 
@@ -92,13 +93,14 @@ def ended(found: Mapping, how: str, *, stuck: bool = False, **more) -> dict:
     return {"event": "end", "how": how, **{key: found[key] for key in ("time", "run_s", "step", "counted_s")}, "spent_s": spent, **more}
 
 
-def last_sign(start: Mapping, beat: Mapping | None, rows: Sequence[Mapping]) -> dict:
+def last_sign(start: Mapping, beat: Mapping | None, rows: Reversible[Mapping]) -> dict:
     """`so_far` of a try that said no word at its end, or goes on. beat: the last one that was kept. rows: of metrics."""
     found = {"time": start["time"] + start["run_s"], "run_s": start["run_s"], "step": start["step"], "steps": 0, "idle_s": 0.0,
              "counted_s": start["counted_s"], "spent_s": start["spent_s"], "part": "start"}
     if beat and beat.get("of") == start["time"]:
         found |= {key: beat[key] for key in found}
-    row = rows[-1] if rows else {}
+    row = next(reversed(rows), None) or {}
+    row = row if all(row.get(key) is not None for key in ("elapsed_s", "goodput", "time")) else {}
     later_s = row.get("elapsed_s", 0.0) - start["elapsed_s"] - found["run_s"]
     if later_s > 0:
         counts_s = max(0.0, row["goodput"] * row["elapsed_s"] - found["counted_s"])
@@ -109,20 +111,36 @@ def last_sign(start: Mapping, beat: Mapping | None, rows: Sequence[Mapping]) -> 
     return found
 
 
-def counted_s(rows: Sequence[Mapping], step: int) -> float:
+def counted_s(rows: Reversible[Mapping], step: int, unwritten: Sequence[Mapping] = ()) -> float:
     """Seconds of the steps up to `step`, without what they waited for data. rows: of metrics, also of earlier versions, which
-    tell of each step alone. A step between two rows is as long as its neighbours."""
+    tell of each step alone. unwritten: one more behind them. A step between two rows is as long as its neighbours.
+
+    Reads back from the last row to the step, and all rows where that one is of an earlier version."""
+    before, after = None, None
+    for row in itertools.chain(reversed(unwritten), reversed(rows)):
+        if row["step"] <= step:
+            before = row
+            break
+        after = row
+    if before and before.get("goodput") is None:
+        return _counted_forward(itertools.chain(rows, unwritten), step)
+    return _counted_forward(filter(None, (before, after)), step)
+
+
+def _counted_forward(rows: Iterable[Mapping], step: int) -> float:
+    """The same of rows of which the first says all that was before it, or is the first of the run."""
     total, before = 0.0, 0
     for row in rows:
         own_s = (row.get("step_time_s") or 0.0) * (row["step"] - before) - (row.get("data_wait_s") or 0.0)
-        until_s = row["goodput"] * row["elapsed_s"] if "goodput" in row else total + max(0.0, own_s)
+        said = row.get("goodput") is not None and row.get("elapsed_s") is not None
+        until_s = row["goodput"] * row["elapsed_s"] if said else total + max(0.0, own_s)
         if row["step"] > step:
             return total + (until_s - total) * (step - before) / (row["step"] - before)
         total, before = until_s, row["step"]
     return total * step / before if before else 0.0     # rows that a full disk has lost were like the others
 
 
-def tries(lines: Sequence[Mapping], beat: Mapping | None, rows: Sequence[Mapping], written: float | None) -> list[dict]:
+def tries(lines: Sequence[Mapping], beat: Mapping | None, rows: Reversible[Mapping], written: float | None) -> list[dict]:
     """Every try of the history. written: when the last row was. how: "" where it ended without a word, or goes on.
 
     began, ended: wall clock. elapsed_s: age of the run when it began; run_s: how long it lasted; down_s: before it, since the
@@ -146,7 +164,7 @@ def tries(lines: Sequence[Mapping], beat: Mapping | None, rows: Sequence[Mapping
 
 
 def _of_earlier_version(before: Sequence[Mapping], start: Mapping, end: Mapping | None, following: Mapping | None,
-                        rows: Sequence[Mapping], written: float | None) -> dict:
+                        rows: Reversible[Mapping], written: float | None) -> dict:
     """A try whose line was written when all was compiled, with the seconds that had taken; what the rest took its rows tell."""
     prepared_s, step = start.get("prepared_s", 0.0), start.get("step", 0)
     began, again = start["time"] - prepared_s, (following or {}).get("steps_again", 0)
@@ -155,13 +173,16 @@ def _of_earlier_version(before: Sequence[Mapping], start: Mapping, end: Mapping 
     elif following:
         done, until = following.get("step", 0) + again, following.get("last_row")
     else:
-        done, until = rows[-1]["step"] if rows else 0, written
+        done, until = next((row["step"] for row in reversed(rows)), 0), written
     until = max(until or 0.0, start["time"])
     lost_s = (following or {}).get("again_s", 0.0)
-    own = [row for row in rows if step < row["step"] <= (done or 0)]
-    steps_s = counted_s(rows, own[-1]["step"]) - counted_s(rows, step) + lost_s if own else lost_s
-    spent = {"start": prepared_s, "steps": steps_s, **{part: sum(row.get(f"{key}_wait_s") or 0.0 for row in own)
-                                                        for part, key in (("data", "data"), ("checkpoint", "checkpoint"))}}
+    last, waits = step, {"data": 0.0, "checkpoint": 0.0}
+    for row in rows:
+        if step < row["step"] <= (done or 0):
+            last = row["step"]
+            waits = {part: spent_s + (row.get(f"{part}_wait_s") or 0.0) for part, spent_s in waits.items()}
+    steps_s = counted_s(rows, last) - counted_s(rows, step) + lost_s if last > step else lost_s
+    spent = {"start": prepared_s, "steps": steps_s, **waits}
     run_s = until - began
     spent["rest"] = max(0.0, run_s - sum(spent.values()))
     age_s = before[-1]["elapsed_s"] + before[-1]["run_s"] if before else 0.0
@@ -176,15 +197,16 @@ def _stepped(by_s: float) -> float:
     return by_s if abs(by_s) > STEPPED_S else 0.0
 
 
-def began_after(found: Sequence[Mapping], start: Mapping, lines: Sequence[Mapping], rows: Sequence[Mapping]) -> dict:
+def began_after(found: Sequence[Mapping], start: Mapping, lines: Sequence[Mapping], rows: Reversible[Mapping]) -> dict:
     """What a start says of the tries before it: its age, the time since the last one, and what it takes again. found:
     those tries."""
     if not found:
         return {"elapsed_s": 0.0, "down_s": 0.0, "counted_s": counted_s(rows, start["step"]), "steps_again": 0, "again_s": 0.0}
     last, line = found[-1], next(line for line in reversed(lines) if line["event"] == "start")
     done = last["to_step"] or last["from_step"]
-    unwritten = [{"step": done, "goodput": 1.0, "elapsed_s": last["counted_s"]}] if not rows or rows[-1]["step"] < done else []
-    counts_s = counted_s([*rows, *unwritten], start["step"])
+    written = next((row["step"] for row in reversed(rows)), -1)
+    unwritten = [{"step": done, "goodput": 1.0, "elapsed_s": last["counted_s"]}] if written < done else []
+    counts_s = counted_s(rows, start["step"], unwritten)
     down_s = start["time"] - last["ended"]
     if start["boot"] and line.get("boot") == start["boot"]:
         down_s = start["uptime_s"] - line["uptime_s"] - last["run_s"]

@@ -20,7 +20,7 @@ import jax
 
 from meshtrain.cluster import stacks, watch
 from meshtrain.config import ConfigError
-from meshtrain.run import disk, goodput, metrics, say, stops
+from meshtrain.run import disk, goodput, rows, say, stops
 
 HISTORY, ALIVE = "history.jsonl", ".alive"
 BEAT_S = 5.0            # by so much the end of a killed try may be too early
@@ -38,17 +38,17 @@ class Try:
     def start(self, step: int, more: Mapping) -> None:
         """Writes the end of the try before, if it said none, and the start of this one, which goes on after `step`."""
         directory, run_s = self.path.parent, time.perf_counter() - self.account.began
-        lines, rows = read(directory), _rows(directory)
-        found = goodput.tries(lines, beat(directory), rows, _written(directory))
+        lines, metrics = read(directory), _rows(directory)
+        found = goodput.tries(lines, beat(directory), metrics, _written(directory))
         if lines and lines[-1]["event"] == "start" and "elapsed_s" in lines[-1]:
             how, stuck = unsaid(directory, lines[-1])
-            lines.append(goodput.ended(goodput.last_sign(lines[-1], beat(directory), rows), how, stuck=stuck))
+            lines.append(goodput.ended(goodput.last_sign(lines[-1], beat(directory), metrics), how, stuck=stuck))
             self._append(lines[-1])
-            found = goodput.tries(lines, None, rows, None)
+            found = goodput.tries(lines, None, metrics, None)
         own = {"event": "start", "time": time.time() - run_s, "uptime_s": time.clock_gettime(time.CLOCK_BOOTTIME) - run_s,
                "boot": BOOT_ID.read_text().strip() if BOOT_ID.exists() else "", "host": socket.gethostname(), "pid": os.getpid(),
                "step": step, "run_s": run_s, "spent_s": self.account.so_far()["spent_s"], **more}
-        own |= goodput.began_after(found, own, lines, rows)
+        own |= goodput.began_after(found, own, lines, metrics)
         self.began = own["time"]
         self.account.goes_on(own["elapsed_s"], own["counted_s"], step)
         self._size = self.path.stat().st_size if self.path.exists() else 0
@@ -142,13 +142,13 @@ def read(directory: Path) -> list[dict]:
         lines = (directory / HISTORY).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    rows = []
+    found = []
     for line in lines:
         with contextlib.suppress(ValueError):
             row = json.loads(line)
             if isinstance(row, dict) and row.get("event") in ("start", "end") and isinstance(row.get("time"), (int, float)):
-                rows.append(row)
-    return rows
+                found.append(row)
+    return found
 
 
 def beat(directory: Path) -> dict | None:
@@ -158,13 +158,15 @@ def beat(directory: Path) -> dict | None:
         return found if isinstance(found, dict) else None
 
 
-def _rows(directory: Path) -> list[dict]:
+def _rows(directory: Path) -> rows.Rows | tuple:
+    found = rows.Rows(directory / rows.NAME)
     try:
-        return metrics.read(directory / "metrics.jsonl")
-    except (OSError, ValueError):       # none yet; a broken one is told by who goes on writing it
-        return []
+        next(reversed(found), None)
+    except OSError:     # a wrong account is not worth a start
+        return ()
+    return found
 
 
 def _written(directory: Path) -> float | None:
     with contextlib.suppress(OSError):
-        return (directory / "metrics.jsonl").stat().st_mtime
+        return (directory / rows.NAME).stat().st_mtime

@@ -5,15 +5,19 @@ the run's devices, data or code.
 """
 from __future__ import annotations
 
+import array
 import contextlib
 import json
-import statistics
+import math
 import time
 import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from meshtrain.names import LOAD_BY_LAYER
-from meshtrain.run import goodput, history, metrics, rundir
+from meshtrain.run import goodput, history, rows, rundir
 
 COST = "cost.json"          # what `inspect --json` prints of the step, written by `train`
 PRICED = {"run", "mesh", "parameters", "memory_bytes", "collectives", "matmul_flops", "differences", "roofline", "schedule", "notes",
@@ -37,21 +41,58 @@ def of(directory: Path) -> dict:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{directory / 'config.toml'} cannot be read as a run file ({type(error).__name__}: {error}); train writes "
                          "one, the same command again") from None
-    path = directory / "metrics.jsonl"
+    found = rows.Rows(directory / rows.NAME)
     try:
-        rows = metrics.read(path) if path.exists() else []
+        metrics = _Metrics(found)
+        experts = _experts(found, metrics.with_experts)
+        written = found.path.stat().st_mtime if metrics.columns["step"] else None
+        attempts = goodput.tries(history.read(directory), history.beat(directory), found, written)
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    done = rows[-1]["step"] if rows else 0
-    attempts = goodput.tries(history.read(directory), history.beat(directory), rows, path.stat().st_mtime if rows else None)
-    state = _state(directory, attempts, done, steps)
+        raise ValueError(f"{found.path} cannot be read: {error.strerror}") from None
+    done = metrics.last.get("step", 0)
     saved = directory / "checkpoints"
     return {"name": name, "dir": str(directory), "steps": steps, "tokens_per_step": per_step, "step": done,
-            "tokens": rows[-1].get("tokens", done * per_step) if rows else 0, "state": state,
-            "skipped": sum(bool(row.get("skipped")) for row in rows), "loss": _loss(rows), "speed": _speed(rows),
-            "time_s": _spent(rows, attempts), "goodput": _goodput(attempts), "starts": attempts, "changes": _changes(directory),
+            "tokens": metrics.last.get("tokens", done * per_step), "state": _state(directory, attempts, done, steps),
+            "skipped": metrics.skipped, "loss": metrics.loss(), "speed": metrics.speed(),
+            "time_s": _spent(metrics, attempts), "goodput": _goodput(attempts), "starts": attempts, "changes": _changes(directory),
             "checkpoints": sorted(int(entry.name) for entry in saved.glob("*") if entry.name.isdecimal()) if saved.is_dir() else [],
-            "rows": _curves(rows), "experts": _experts(rows), "priced": _priced(directory)}
+            "rows": _curves(metrics.columns), "experts": experts, "priced": _priced(directory), "no_rows": metrics.no_rows}
+
+
+class _Metrics:
+    """What the report takes of all rows: one number of each key and row, 8 bytes, however many there are. last: the last row.
+    with_experts: the rows that have their load by layer. no_rows: lines that are none, and not empty."""
+
+    def __init__(self, found: rows.Rows):
+        self.columns = {key: array.array("d") for key in (*CURVES, "checkpoint_wait_s")}
+        self.last, self.skipped, self.with_experts, self.no_rows = {}, 0, 0, 0
+        for line in found.lines():
+            if line.row is None:
+                self.no_rows += not line.empty
+                continue
+            self.last = line.row
+            self.skipped += bool(line.row.get("skipped"))
+            self.with_experts += _has_experts(line.row)
+            for key, column in self.columns.items():
+                value = line.row.get(key)
+                column.append(math.nan if value is None else value)
+
+    def known(self, key: str) -> tuple[np.ndarray, np.ndarray]:
+        """(steps, values) of the rows that have the key."""
+        steps, values = np.asarray(self.columns["step"]), np.asarray(self.columns[key])
+        return steps[~np.isnan(values)], values[~np.isnan(values)]
+
+    def loss(self) -> dict:
+        (_, losses), (steps, validated) = self.known("loss"), self.known("val_loss")
+        return {"first": float(losses[0]) if losses.size else None, "last": float(losses[-1]) if losses.size else None,
+                "validation": float(validated[-1]) if validated.size else None,
+                "validation_step": int(steps[-1]) if steps.size else None,
+                "validation_best": float(validated.min()) if validated.size else None}
+
+    def speed(self) -> dict:
+        """Medians, which the first step and pauses do not move; None where there is none."""
+        values = {key: self.known(key)[1] for key in ("step_time_s", "tokens_per_s", "mfu")}
+        return {key: float(np.median(found)) if found.size else None for key, found in values.items()}
 
 
 def _state(directory: Path, attempts: list[dict], done: int, steps: int) -> str:
@@ -66,28 +107,13 @@ def _state(directory: Path, attempts: list[dict], done: int, steps: int) -> str:
     return how or ("ended without a word, perhaps killed; the same command goes on" if done else "has not taken a step")
 
 
-def _loss(rows: list[dict]) -> dict:
-    known = [row for row in rows if row.get("loss") is not None]
-    validated = [row for row in rows if row.get("val_loss") is not None]
-    return {"first": known[0]["loss"] if known else None, "last": known[-1]["loss"] if known else None,
-            "validation": validated[-1]["val_loss"] if validated else None,
-            "validation_step": validated[-1]["step"] if validated else None,
-            "validation_best": min((row["val_loss"] for row in validated), default=None)}
-
-
-def _speed(rows: list[dict]) -> dict:
-    """Medians, which the first step and pauses do not move; None where there is none."""
-    values = {key: [row[key] for row in rows if row.get(key) is not None] for key in ("step_time_s", "tokens_per_s", "mfu")}
-    return {key: statistics.median(found) if found else None for key, found in values.items()}
-
-
-def _spent(rows: list[dict], attempts: list[dict]) -> dict[str, float]:
+def _spent(metrics: _Metrics, attempts: list[dict]) -> dict[str, float]:
     """Seconds, by what they went into. With a history they are all the time since the first try began."""
     if attempts:
         return goodput.spent_s(attempts)
-    before = [0, *(row["step"] for row in rows)]
-    taken = sum((row.get("step_time_s") or 0.0) * (row["step"] - last) for row, last in zip(rows, before))
-    waited = {key: sum(row.get(f"{key}_wait_s") or 0.0 for row in rows) for key in ("data", "checkpoint")}
+    steps, times_s = np.asarray(metrics.columns["step"]), np.asarray(metrics.columns["step_time_s"])
+    taken = float(np.nansum(times_s * np.diff(steps, prepend=0)))
+    waited = {key: float(metrics.known(f"{key}_wait_s")[1].sum()) for key in ("data", "checkpoint")}
     return {goodput.PARTS["steps"]: taken - waited["data"], **{goodput.PARTS[key]: value for key, value in waited.items()}}
 
 
@@ -108,31 +134,45 @@ def _changes(directory: Path) -> list[dict]:
             and type(row["step"]) is int]
 
 
-def _curves(rows: list[dict]) -> dict[str, list]:
+def _curves(columns: Mapping[str, Sequence[float]]) -> dict[str, list]:
     """Columns; of too many rows those with the lowest and the highest loss of each stretch, and all that were validated."""
-    if len(rows) > MOST_ROWS:
-        stretch, kept = -(-2 * len(rows) // MOST_ROWS), set()
-        for start in range(0, len(rows), stretch):
-            part = sorted(range(start, min(start + stretch, len(rows))), key=lambda k: rows[k].get("loss") or 0.0)
-            kept |= {part[0], part[-1], *(k for k in part if rows[k].get("val_loss") is not None)}
-        rows = [rows[k] for k in sorted(kept)]
-    return {key: [row.get(key) for row in rows] for key in CURVES}
+    count, losses, validated = len(columns["step"]), columns["loss"], columns["val_loss"]
+    kept = range(count)
+    if count > MOST_ROWS:
+        stretch, chosen = -(-2 * count // MOST_ROWS), set()
+        for start in range(0, count, stretch):
+            part = sorted(range(start, min(start + stretch, count)), key=lambda k: 0.0 if math.isnan(losses[k]) else losses[k])
+            chosen |= {part[0], part[-1], *(k for k in part if not math.isnan(validated[k]))}
+        kept = sorted(chosen)
+    told = {key: [None if math.isnan(columns[key][k]) else columns[key][k] for k in kept] for key in CURVES}
+    return told | {"step": [int(step) for step in told["step"]]}
 
 
-def _experts(rows: list[dict]) -> dict | None:
+def _has_experts(row: Mapping) -> bool:
+    return all(isinstance(row.get(key), list) for key in LOAD_BY_LAYER) and len({len(row[key]) for key in LOAD_BY_LAYER}) == 1
+
+
+def _experts(found: rows.Rows, count: int) -> dict | None:
     """How busy experts are, by layer: {"layers": those that have any, "steps": the last of each stretch, "max", "min",
-    "entropy": [stretch][layer], the worst of the stretch}. None where no row has it."""
-    rows = [row for row in rows if all(isinstance(row.get(key), list) for key in LOAD_BY_LAYER)]
-    rows = [row for row in rows if len({len(row[key]) for key in LOAD_BY_LAYER} | {len(rows[-1][LOAD_BY_LAYER[0]])}) == 1]
-    layers = [i for i, value in enumerate(rows[-1][LOAD_BY_LAYER[0]]) if value is not None] if rows else []
+    "entropy": [stretch][layer], the worst of the stretch}. None where no row has it. count: of the rows that have it."""
+    last = next(filter(_has_experts, reversed(found)), None) if count else None
+    layers = [i for i, value in enumerate(last[LOAD_BY_LAYER[0]]) if value is not None] if last else []
     if not layers:
         return None
-    stretch = -(-len(rows) // MOST_STRETCHES)
-    parts = [rows[max(0, stop - stretch):stop] for stop in range(len(rows), 0, -stretch)][::-1]
-    worst = lambda pick, key, part, i: pick((row[key][i] for row in part if row[key][i] is not None), default=None)
-    found = {name: [[worst(pick, key, part, i) for i in layers] for part in parts]
-             for name, pick, key in zip(("max", "min", "entropy"), (max, min, min), LOAD_BY_LAYER)}
-    return {"layers": layers, "steps": [part[-1]["step"] for part in parts]} | found
+    stretch, worst = -(-count // MOST_STRETCHES), (max, min, min)
+    told = {"layers": layers, "steps": [], "max": [], "min": [], "entropy": []}
+    for number, row in enumerate(filter(_has_experts, found), -count % stretch):      # the first stretch may be shorter
+        if len(row[LOAD_BY_LAYER[0]]) != len(last[LOAD_BY_LAYER[0]]):
+            continue
+        if number % stretch == 0 or not told["steps"]:
+            told["steps"].append(row["step"])
+            for name in ("max", "min", "entropy"):
+                told[name].append([None] * len(layers))
+        told["steps"][-1] = row["step"]
+        for name, pick, key in zip(("max", "min", "entropy"), worst, LOAD_BY_LAYER):
+            values = [(had, row[key][i]) for had, i in zip(told[name][-1], layers)]
+            told[name][-1] = [pick((value for value in pair if value is not None), default=None) for pair in values]
+    return told
 
 
 def _priced(directory: Path) -> dict | None:

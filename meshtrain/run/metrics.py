@@ -2,8 +2,8 @@
 
 metrics.jsonl is the record: floats are not rounded, so two runs can be compared bit for bit, and a number that is not
 finite becomes null, which JSON can hold. TensorBoard and W&B show the same rows; neither ever stops a run.
-Each row reaches the kernel before the next step's, so a killed run loses at most the line that it was writing. While a
-disk is full the rows wait in memory and training goes on: what is lost is lost only if the run ends before there is room.
+Each row reaches the kernel before the next step's, so a killed run loses at most the line that it was writing. While its
+file system takes none the rows wait in memory and training goes on: they are lost only if the run ends before it takes them.
 """
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import contextlib
 import importlib.util
 import json
 import math
-import os
 import pathlib
+import re
 import secrets
 import struct
 import time
@@ -22,13 +22,14 @@ from typing import Any
 import jax
 
 from meshtrain.config import ConfigError, Run
-from meshtrain.run import disk, say
+from meshtrain.run import disk, rows, say
 
 # Where a row's numbers stand in TensorBoard and W&B; any other key stands under its own name.
 TAGS = {"loss": "train/loss", "grad_norm": "train/grad_norm", "learning_rate": "train/learning_rate",
         "tokens": "train/tokens", "skipped": "train/skipped", "val_loss": "validation/loss", "step_time_s": "time/step_s",
         "data_wait_s": "time/data_wait_s", "checkpoint_wait_s": "time/checkpoint_wait_s", "elapsed_s": "time/elapsed_s",
         "goodput": "time/goodput"}
+NUMBERED = re.compile(r"events\.out\.tfevents\.(\d{6,18})", re.ASCII)       # an event file of ours
 WANDB_START_TIMEOUT_S = 30.0     # the other processes of the run stand and wait for it
 WANDB_FINISH_TIMEOUT_S = 120.0   # for uploading what is left at the end; without one, no network means no end
 
@@ -48,18 +49,15 @@ class Writers:
 def open_writers(run: Run, directory: pathlib.Path, after: int) -> Iterator[Writers]:
     """The writers of a run that goes on after step `after` (0: it begins), as the run file asks; closed at the end.
 
-    Raises: ConfigError where metrics.jsonl has a broken line before the last.
+    Raises: OSError where metrics.jsonl cannot be cut to that step.
     """
     if jax.process_index():
         yield Writers()
         return
     with contextlib.ExitStack() as stack:
-        rows = stack.enter_context(MetricsWriter(directory / "metrics.jsonl"))
-        try:
-            rows.truncate_after(after)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        writers = [rows]
+        lines = stack.enter_context(MetricsWriter(directory / rows.NAME))
+        lines.truncate_after(after)
+        writers = [lines]
         if run.metrics.tensorboard:
             writers.append(stack.enter_context(contextlib.closing(TensorBoard(directory / "tensorboard", after))))
         if run.metrics.wandb != "off":
@@ -83,21 +81,16 @@ class MetricsWriter:
 
     def __init__(self, path: str | pathlib.Path):
         self.path = pathlib.Path(path)
-        self._file = _Appended(self.path)
+        self._file = rows.Appended(self.path, separator=b"\n")
 
     def write(self, row: dict[str, Any]) -> None:
-        """Appends one row. Values: numbers, also numpy's and jax's scalars, bools, strings, None; lists of them."""
+        """Append one row. Values: numbers, also numpy's and jax's scalars, bools, strings, None; lists of them."""
         line = json.dumps({key: _finite(_plain(value)) for key, value in row.items()}, allow_nan=False)
         self._file.append(line.encode() + b"\n")
 
     def truncate_after(self, step: int) -> None:
-        """Drops the rows after `step` and a torn last line: a resumed run writes them again. It needs no room on the disk.
-
-        Raises: ValueError as `read`.
-        """
-        kept = sum(row["step"] <= step for row in read(self.path))   # rows stand in the order of their steps
-        lines = self.path.read_bytes().split(b"\n")[:kept]
-        os.truncate(self.path, sum(len(line) + 1 for line in lines))
+        """Drop the rows after `step` and a torn last line, see `rows.cut_after`."""
+        rows.cut_after(self.path, step)
 
     def close(self) -> None:
         self._file.close()
@@ -109,33 +102,9 @@ class MetricsWriter:
         self.close()
 
 
-def set_aside_after(path: pathlib.Path, step: int) -> str:
-    """Copies the rows after `step` to a file of their own beside `path`; its name, empty where there are none."""
-    rows = [row for row in read(path) if row["step"] > step] if path.exists() else []
-    if not rows:
-        return ""
-    names = (f"{path.stem}.aside{more}{path.suffix}" for more in ("", *(f"-{i}" for i in range(2, 1000))))
-    kept = next(name for name in names if not path.with_name(name).exists())
-    disk.replace(path.with_name(kept), "".join(json.dumps(row) + "\n" for row in rows))
-    return kept
-
-
 def read(path: str | pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file, without a last line that was torn off.
-
-    Raises: ValueError for a broken line before the last: that is no interrupted write.
-    """
-    *lines, torn = pathlib.Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
-    del torn  # what follows the last newline: nothing, or a line whose writing was cut
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}, is not JSON: {line[:80]!r}; remove it to go on") from error
-        if not isinstance(rows[-1], dict) or type(rows[-1].get("step")) is not int:
-            raise ValueError(f"{path}, line {number}, is no row of metrics with its step: {line[:80]!r}; remove it to go on")
-    return rows
+    """All rows of a metrics file at once, for one that is known to be short."""
+    return list(rows.Rows(path))
 
 
 class TensorBoard:
@@ -148,10 +117,13 @@ class TensorBoard:
     def __init__(self, directory: pathlib.Path, after: int):
         from tensorboardX.proto import event_pb2   # here: commands that train nothing need no third of a second for it
         self._event = event_pb2.Event
-        directory.mkdir(exist_ok=True)
-        # TensorBoard reads the files in the order of their names: numbers, because clocks of two hosts may differ.
-        number = 1 + max((int(path.suffix[1:]) for path in directory.glob("events.out.tfevents.*")), default=0)
-        self._file = _Appended(directory / f"events.out.tfevents.{number:06}")
+        with contextlib.suppress(OSError):      # told when the first event cannot be written
+            directory.mkdir(exist_ok=True)
+        # TensorBoard reads the files in the order of their names: numbers, because clocks of two hosts may differ. Others write
+        # here, too: its profiler leaves an events.out.tfevents.SECONDS.HOST.profile-empty.
+        numbers = (NUMBERED.fullmatch(path.name) for path in directory.glob("events.out.tfevents.*"))
+        number = 1 + max((int(found[1]) for found in numbers if found), default=0)
+        self._file = rows.Appended(directory / f"events.out.tfevents.{number:06}")
         self._append(file_version="brain.Event:2")
         # Of what earlier files have, TensorBoard forgets this step and all after it.
         self._append(step=after + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
@@ -183,13 +155,14 @@ class WandB:
         import wandb   # here: it is optional, and takes a second to import
         kept = directory / "wandb" / "run-id"
         kept.parent.mkdir(exist_ok=True)
-        if not kept.exists():
-            kept.write_text(secrets.token_hex(4))
+        identity = kept.read_text(encoding="utf-8").strip() if kept.exists() else ""
+        if not identity:        # also of a start that was killed between making the file and writing it
+            disk.replace(kept, identity := secrets.token_hex(4))
         self._run, self._first = None, 0
         for mode in dict.fromkeys((run.metrics.wandb, "offline")):
             try:
                 self._run = wandb.init(
-                    project=run.metrics.wandb_project, name=run.run.name, id=kept.read_text(), dir=directory, mode=mode,
+                    project=run.metrics.wandb_project, name=run.run.name, id=identity, dir=directory, mode=mode,
                     resume="allow" if mode == "online" else None, config=run.model_dump(mode="json"),
                     allow_val_change=True,   # a resume may have another mesh or more steps
                     settings=wandb.Settings(console="off", init_timeout=WANDB_START_TIMEOUT_S,
@@ -220,33 +193,6 @@ class WandB:
                 self._run.finish(exit_code=int(kind is not None))
             except Exception as error:
                 say.err(f"W&B could not be finished: {error}; `wandb sync` uploads what its directory has")
-
-
-class _Appended:
-    """A file whose every append reaches the kernel at once. What cannot be written is told once and waits in memory, in
-    its order and to the byte, so that a full disk leaves neither a gap nor a torn line in the middle."""
-
-    def __init__(self, path: pathlib.Path):
-        self._path, self._waiting, self._told = path, b"", False
-        self._file = open(path, "ab", buffering=0)   # a buffer would lose track of how much of it a full disk took
-
-    def append(self, data: bytes) -> None:
-        self._waiting += data
-        try:
-            while self._waiting:
-                self._waiting = self._waiting[self._file.write(self._waiting):]
-        except OSError as error:
-            if not self._told:
-                say.err(f"{self._path} cannot be written: {error.strerror}; training goes on, and the rows wait in memory "
-                      "until there is room")
-            self._told = True
-
-    def close(self) -> None:
-        self.append(b"")
-        if self._waiting:
-            say.err(f"{self._path} ends early: its last {len(self._waiting):,} bytes could not be written; make room before "
-                  "you start the run again")
-        self._file.close()
 
 
 def _scalars(row: dict[str, Any]) -> dict[str, float]:

@@ -22,7 +22,7 @@ from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.data.contracts import Batches
 from meshtrain.data.sources import Corpus
 from meshtrain.data.tokenizer import Tokenizer
-from meshtrain.run import disk, exports, metrics, rundir, say
+from meshtrain.run import disk, exports, rows, rundir, say
 from meshtrain.run.checkpoint import CheckpointError, Checkpoints
 from meshtrain.run.local_tier import LocalTier
 
@@ -165,9 +165,9 @@ def begin(run: Run, start: Start, checkpoints: Checkpoints, directory: Path, rul
     if aside := agree.on_first(lambda: exports.set_aside_after(directory, start.step)):
         told = [f"exports of later steps are kept as {', '.join(f'{exports.DIRECTORY}/{name}' for name in aside)}"]
     if start.back:
-        rows = agree.on_first(lambda: metrics.set_aside_after(directory / "metrics.jsonl", start.step))
+        kept_rows = agree.on_first(lambda: rows.set_aside_after(directory / rows.NAME, start.step))
         later = checkpoints.set_aside_after(start.step)
-        kept = [f"later checkpoints are kept as {', '.join(later)}"] * bool(later) + [f"later rows in {rows}"] * bool(rows)
+        kept = [f"later checkpoints are kept as {', '.join(later)}"] * bool(later) + [f"later rows in {kept_rows}"] * bool(kept_rows)
         told += [f"back to step {start.step}: {', '.join(kept) or 'nothing lies behind it'}"]
     if jax.process_index() == 0:
         changes = list(start.changes)
@@ -251,7 +251,7 @@ def _record(path: Path, step: int, changes: list[tuple[str, object, object]]) ->
     """Appends the changes; what a start that was killed before its first checkpoint has recorded is there already."""
     text = path.read_text() if path.exists() else ""
     known = [(row["step"], row["key"], row["to"]) for row in map(json.loads, text.splitlines())]
-    rows = [{"step": step, "key": key, "from": old, "to": new, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    added = [{"step": step, "key": key, "from": old, "to": new, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
             for key, old, new in changes if (step, key, new) not in known]
-    if rows:
-        disk.replace(path, text + "".join(json.dumps(row) + "\n" for row in rows))
+    if added:
+        disk.replace(path, text + "".join(json.dumps(row) + "\n" for row in added))

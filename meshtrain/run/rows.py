@@ -1,0 +1,224 @@
+"""metrics.jsonl as a file: one reader, which streams it from either end, and one that appends to it.
+
+A run of a month writes a million rows, so nothing here holds the file: a resume reads it from its end back to the step that it
+goes on from, a report once from its beginning. A line that is no row (an editor's empty one, what a power cut left, a note of
+somebody's) is skipped and never forbids to go on. This module knows no run, and of a row only its step.
+"""
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from meshtrain.run import disk, say
+
+NAME = "metrics.jsonl"
+BLOCK_BYTES = 1 << 18           # read at once
+MOST_LINE_BYTES = 1 << 22       # of a row: those of experts, three numbers a layer, have some thousands
+Row = dict[str, Any]
+# Keys that readers take for a number, or null, where a row has them.
+NUMBERS = ("loss", "val_loss", "grad_norm", "learning_rate", "tokens", "step_time_s", "tokens_per_s", "mfu", "data_wait_s",
+           "checkpoint_wait_s", "elapsed_s", "goodput", "time", "expert_load_max", "expert_load_entropy")
+
+
+class Line(NamedTuple):
+    """A line of the file. end: offset behind its newline. row: None where it is no row. empty: nothing stands in it."""
+    start: int
+    end: int
+    row: Row | None
+    empty: bool
+
+
+class Rows:
+    """The rows of a metrics file in the order of their steps, read anew by each loop, forward or by `reversed`.
+
+    What follows the last newline is a line whose writing was cut: none yet. A file that is not there has no rows.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path)
+
+    def __iter__(self) -> Iterator[Row]:
+        return (line.row for line in self.lines() if line.row is not None)
+
+    def __reversed__(self) -> Iterator[Row]:
+        return (line.row for line in self.lines_reversed() if line.row is not None)
+
+    def lines(self) -> Iterator[Line]:
+        """Every line from the first on, also those that are no rows. Raises: OSError where the file cannot be read."""
+        with self._opened() as file:
+            end = 0
+            while text := file.readline(MOST_LINE_BYTES):
+                start, end, whole = end, end + len(text), text.endswith(b"\n")
+                while not whole and (more := file.readline(MOST_LINE_BYTES)):   # too long for a row
+                    text, end, whole = b"", end + len(more), more.endswith(b"\n")
+                if whole:
+                    yield _line(start, end, text)
+
+    def lines_reversed(self) -> Iterator[Line]:
+        """Every line from the last back. Raises: OSError where the file cannot be read."""
+        with self._opened() as file:
+            at = end = file.seek(0, os.SEEK_END)
+            rest, dropped, torn = b"", 0, True      # the known end of a line: what stands behind the last newline, at first
+            while at:
+                size = min(BLOCK_BYTES, at)
+                at -= size
+                file.seek(at)
+                first, *lines = (file.read(size) + rest).split(b"\n")
+                for text in reversed(lines):
+                    start = end - len(text) - dropped - (not torn)
+                    if not torn:
+                        yield _line(start, end, b"" if dropped else text)
+                    end, dropped, torn = start, 0, False
+                rest = first
+                if len(rest) > MOST_LINE_BYTES:
+                    rest, dropped = b"", dropped + len(rest)
+            if not torn and end:
+                yield _line(0, end, b"" if dropped else rest)
+
+    def end_of(self, step: int) -> int:
+        """Offset behind the last row of a step up to `step`; 0 where there is none."""
+        return next((line.end for line in self.lines_reversed() if line.row and line.row["step"] <= step), 0)
+
+    @contextlib.contextmanager
+    def _opened(self):
+        try:
+            file = disk.patiently(lambda: open(self.path, "rb"))
+        except FileNotFoundError:
+            file = open(os.devnull, "rb")
+        with file:
+            yield file
+
+
+def _line(start: int, end: int, text: bytes) -> Line:
+    """text: empty for a line that is too long."""
+    return Line(start, end, _row(text), bool(text) and not text.strip())
+
+
+def _row(text: bytes) -> Row | None:
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] < 1 << 63:
+        return None
+    return row if all(_is_number(row[key]) for key in NUMBERS if key in row) else None
+
+
+def _is_number(value) -> bool:
+    return value is None or isinstance(value, float) or isinstance(value, int) and abs(value) < 1 << 63
+
+
+def cut_after(path: Path, step: int) -> None:
+    """Drop the rows after `step` and a torn last line: a run that goes on writes them again. It needs no room on the disk.
+
+    Where a line that is no row would be dropped with them, all are kept beside the file, and it is told. Raises: OSError.
+    """
+    foreign, end = 0, 0
+    for line in Rows(path).lines_reversed():
+        if line.row and line.row["step"] <= step:
+            end = line.end
+            break
+        if line.row is None:
+            foreign += not line.empty
+    if foreign:
+        kept = _copy_aside(path, end)
+        say.err(f"{path}: {foreign} of the lines after step {step} are no rows of metrics; they are kept in {kept}")
+    if path.exists():
+        disk.patiently(lambda: os.truncate(path, end))
+
+
+def set_aside_after(path: Path, step: int) -> str:
+    """Copy what stands behind the rows up to `step` to a file of its own beside `path`; its name, empty where nothing does."""
+    rows = Rows(path)
+    last = next(reversed(rows), None)
+    return _copy_aside(path, rows.end_of(step)) if last and last["step"] > step else ""
+
+
+def _copy_aside(path: Path, start: int) -> str:
+    """The name of the copy, which is whole or not there. A line that was torn off is no part of it."""
+    names = (f"{path.stem}.aside{more}{path.suffix}" for more in ("", *(f"-{i}" for i in range(2, 1000))))
+    kept = path.with_name(next(name for name in names if not path.with_name(name).exists()))
+    temporary = kept.with_name(kept.name + ".tmp")
+    end = next((line.end for line in Rows(path).lines_reversed()), 0)
+    try:
+        with open(path, "rb") as source, open(temporary, "wb") as target:
+            source.seek(start)
+            shutil.copyfileobj(source, target, BLOCK_BYTES)
+            target.truncate(max(0, end - start))
+            target.flush()
+            os.fsync(target.fileno())
+        temporary.replace(kept)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    return kept.name
+
+
+class Appended:
+    """A file to which whole records are appended, each in the kernel before `append` returns.
+
+    What cannot be written waits in memory, in its order, and is tried again with the next record, on a file that is opened
+    anew: after a failover of NFS, or an eviction by Lustre, the old descriptor is refused for ever. What a failed write left of
+    a record is cut off first, so that a full disk leaves neither a gap nor a torn record in the middle.
+    separator: written where the file system has lost the end of the file, so that the next record stands by itself.
+    """
+
+    def __init__(self, path: Path, separator: bytes = b""):
+        self.path, self.separator = path, separator
+        self._waiting: collections.deque[bytes] = collections.deque()
+        self._file, self._end, self._told = None, -1, False     # end: of the last whole record; -1: never opened
+
+    def append(self, record: bytes) -> None:
+        self._waiting.append(record)
+        self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        if self._waiting:
+            say.err(f"{self.path} ends early: its last {sum(map(len, self._waiting)):,} bytes could not be written; see to its file "
+                    "system before you start the run again")
+        self._leave()
+
+    def _flush(self) -> None:
+        try:
+            while self._waiting:
+                if self._file is None:
+                    self._file = self._opened()
+                left = self._waiting[0]
+                while left:
+                    left = left[self._file.write(left):]
+                self._end += len(self._waiting.popleft())
+        except OSError as error:
+            self._leave()
+            if not self._told:
+                say.err(f"{self.path} cannot be written: {error.strerror}; training goes on, and the rows wait in memory until it can")
+            self._told = True
+
+    def _opened(self):
+        file = open(self.path, "ab", buffering=0)   # a buffer would lose track of how much of it a full disk took
+        try:
+            size = os.fstat(file.fileno()).st_size
+            if size > self._end >= 0:
+                os.ftruncate(file.fileno(), self._end)
+            elif size < self._end:
+                say.err(f"{self.path}: its file system has lost {self._end - size:,} bytes that were written; training goes on")
+                self._end = size + file.write(self.separator)
+            else:
+                self._end = size
+        except OSError:
+            file.close()
+            raise
+        return file
+
+    def _leave(self) -> None:
+        file, self._file = self._file, None
+        with contextlib.suppress(OSError):      # what it had to say was told, or is about to be
+            if file is not None:
+                file.close()
