@@ -21,6 +21,7 @@ from launch import elastic, options, restart, supervise
 from meshtrain import config
 from meshtrain.cluster import gpus
 from meshtrain.config import ConfigError, Run
+from meshtrain.files import FileSystemError
 from meshtrain.run import say, stops
 
 USAGE = "python -m launch.local --processes N [--max-restarts R] [--min-processes K] -- [RUN.toml] [--section.key value ...]"
@@ -39,6 +40,9 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         say.err(f"error: {error}")
         return stops.USER_ERROR
+    except FileSystemError as error:
+        say.err(f"error: {error}")
+        return stops.FAILED
     failures = restart.Failures(run, given.max_restarts)
     while True:     # each start at another port: an old process may still hold the last one
         words = commands([*rest, *places.overrides()], len(places.taken), free_port())

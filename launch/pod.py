@@ -23,6 +23,7 @@ from launch import options, restart, supervise
 from meshtrain import config
 from meshtrain.cluster import find
 from meshtrain.config import ConfigError, Run
+from meshtrain.files import FileSystemError
 from meshtrain.run import say, stops
 
 USAGE = "python -m launch.pod --attempt K [--max-restarts R] -- [RUN.toml] [--section.key value ...]"
@@ -41,6 +42,9 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         say.err(f"error: {error}")
         return stops.USER_ERROR
+    except FileSystemError as error:
+        say.err(f"error: {error}")
+        return stops.FAILED
     if begins is None:
         return stops.USER_ERROR
     # Of a clock that is wrong no more comes than the longest wait.

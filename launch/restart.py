@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch import supervise
-from meshtrain import config
+from meshtrain import config, files
 from meshtrain.config import ConfigError, Run
 from meshtrain.run import disk, say, stops
 
@@ -145,7 +145,7 @@ def counted(failures: Failures, code: int, words: str = "", **more) -> float | N
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             text = json.dumps({"step": failures.step, "said": failures.said, "begins": time.time() + wait_s, **more})
-            disk.patiently(lambda: disk.replace(path, text))
+            files.patiently(lambda: disk.replace(path, text))
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}; it is not started again") from None
     return wait_s

@@ -29,6 +29,7 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
 from meshtrain import assembly, config, elastic
 from meshtrain import devices as local_devices
 from meshtrain.config import ConfigError
+from meshtrain.files import FileSystemError
 from meshtrain.cost import assumptions, audit, beside, chart, expect, facts, hardware, report, roofline, simulate, unasked
 from meshtrain.cost import compile as gpu_compile
 from meshtrain.layout.mesh import MeshSpec
@@ -76,6 +77,9 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         say.err(f"error: {error}")
         return 2
+    except FileSystemError as error:
+        say.err(f"error: {error}")
+        return 1
     return 1 if program.broken_permutes or before and _differs(before, now, own["expect"]) else 0
 
 

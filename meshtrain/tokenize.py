@@ -19,10 +19,11 @@ from meshtrain import config
 from meshtrain.cluster import find
 from meshtrain.config import ConfigError
 from meshtrain.data import parts, sources, token_files
+from meshtrain.files import FileSystemError
 from meshtrain.run import say
 from meshtrain.weights import folder
 
-DONE, USER_ERROR, STOPPED = 0, 2, 75
+DONE, FAILED, USER_ERROR, STOPPED = 0, 1, 2, 75
 USAGE = "python -m meshtrain.tokenize [RUN.toml] [--section.key value ...] [--verify] [--processes I/N]"
 
 
@@ -49,6 +50,9 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         say.err(f"error: {error}")
         return USER_ERROR
+    except FileSystemError as error:
+        say.err(f"error: {error}; what is finished is kept")
+        return FAILED
     except parts.Stopped:
         say.err(f"stopped by {signal.Signals(stop[0]).name}; what is finished is kept, the same command goes on from there")
         return STOPPED

@@ -31,12 +31,13 @@ from meshtrain.config import ConfigError, Run
 from meshtrain.cost import audit, beside, facts, flops, hardware, report, roofline, unasked
 from meshtrain.data import packing, parts, preferences, sources
 from meshtrain.data.contracts import Batches
+from meshtrain.files import FileSystemError
 from meshtrain.inference.generate import Limits
 from meshtrain.inference.picking import Picking
 from meshtrain.inference.words import Words
 from meshtrain.model import params
 from meshtrain.run import adapters, disk, exports, goodput, history, loop, measured, metrics, pretrained, reference, rehearsal, resume, rundir, upcycle
-from meshtrain.run.checkpoint import FORMAT, CheckpointError, Checkpoints
+from meshtrain.run.checkpoint import FORMAT, Checkpoints
 from meshtrain.run.local_tier import LocalTier
 from meshtrain.run.spikes import MAX_ROLLBACKS, LossSpike, Spikes, TooManyRollbacks
 from meshtrain.run.profiling import Trace
@@ -71,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
         if jax.process_index() == 0:
             say.err(f"stopped: {error}")
         return FAILED
-    except (CheckpointError, assembly.BrokenProgramError, ReplicasDiffer) as error:
+    except (FileSystemError, assembly.BrokenProgramError, ReplicasDiffer) as error:
         return _fail(FAILED, f"error: {error}", error)
     except Exception as error:
         _wait_for_stop(error)

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
+import meshtrain.files
 from meshtrain.run import checkpoint, disk
 from checkpoints import abstract, files, flip, latest, make_state, mesh, names, run_processes
 
@@ -170,7 +171,7 @@ def test_no_file_of_a_checkpoint_is_unpickled(two, tmp_path):
 @pytest.fixture
 def hurried(monkeypatch):
     """Pauses that a test can wait for; as many as there are."""
-    monkeypatch.setattr(disk, "PAUSES_S", (0.01,) * len(disk.PAUSES_S))
+    monkeypatch.setattr(meshtrain.files, "PAUSES_S", (0.01,) * len(meshtrain.files.PAUSES_S))
 
 
 def refusing(monkeypatch, code, name, times=10**6):
@@ -194,7 +195,7 @@ def test_a_checkpoint_that_cannot_be_read_is_no_damaged_one_and_stays(two, monke
         checkpoints = checkpoint.Checkpoints(directory, tell=told.append)
         with monkeypatch.context() as patched:
             refusing(patched, code, name)
-            with pytest.raises(checkpoint.CheckpointError, match=f"2 cannot be read, .*: {name}: {os.strerror(code)}. It was"):
+            with pytest.raises(checkpoint.CheckpointError, match=f"2 cannot be read, .*: {name}: {os.strerror(code)}. See that"):
                 checkpoints.latest()
         assert (told, names(directory)) == ([], ["1", "2"])
         assert checkpoints.latest() == 2
@@ -214,7 +215,7 @@ def test_a_file_system_that_comes_back_within_the_tries_is_not_even_told(two, mo
         checkpoints = checkpoint.Checkpoints(directory, tell=told.append)
         for name in ("checksums.json", "metadata.json", directory.name):
             with monkeypatch.context() as patched:
-                asked = refusing(patched, errno.ESTALE, name, times=len(disk.PAUSES_S))
+                asked = refusing(patched, errno.ESTALE, name, times=len(meshtrain.files.PAUSES_S))
                 assert checkpoints.latest() == 2 and asked
                 checkpoints.metadata(2)
         assert told == []
@@ -238,7 +239,8 @@ def test_what_one_of_several_processes_cannot_read_or_does_not_see_is_not_damage
     """The second process lacks a file, or cannot read it; then the first, whose word counts, misses one."""
     body = r"""
 import json
-disk.PAUSES_S = (0.01, 0.01)
+import meshtrain.files
+meshtrain.files.PAUSES_S = (0.01, 0.01)
 real, failing = os.stat, []
 def stat(path, *args, **options):
     if failing and str(path).endswith("/2/" + failing[0]):
@@ -263,9 +265,9 @@ say("left", sorted(os.listdir(directory)))
         inside = sorted(json.loads((directory / "2" / "checksums.json").read_text()))
         zero, one = run_processes(2, directory, body)
         host = socket.gethostname()
-        stale = f"True /2 cannot be read, and nothing was changed: process 1 ({host}): {inside[1]}: Stale file handle. It was"
+        stale = f"True /2 cannot be read, and nothing was changed: process 1 ({host}): {inside[1]}: Stale file handle. See that"
         unseen = (f"True /2 cannot be read, and nothing was changed: process 1 ({host}): {inside[1]}: process 0 sees it, "
-                  "this host does not. It was")
+                  "this host does not. See that")
         for said in (zero, one):
             assert said[0].startswith(stale[:130]) and said[1].startswith(unseen[:130]), said
         assert one[2:] == ["latest 2", "latest 1", "left ['1', '2.damaged']"]

@@ -60,7 +60,7 @@ def test_the_first_process_sums_only_files_that_belong_to_nobody(written):
 
 
 def test_who_did_not_hand_over_is_named_with_its_word(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "PAUSES_S", (0.01,))
+    monkeypatch.setattr(disk.files, "PAUSES_S", (0.01,))
     for index in (0, 2):
         (tmp_path / "state").mkdir(exist_ok=True)
         commit.hand_over(tmp_path, index)

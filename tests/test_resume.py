@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain import config
+from meshtrain import config, files
 from meshtrain.config import ConfigError
 from meshtrain.data import packing, sources, tokenizer
 from meshtrain.run import checkpoint, metrics, resume, rundir
@@ -226,7 +226,7 @@ def test_the_way_back_loses_nothing_and_is_recorded_once(two, capfd):
 
 
 def test_a_newest_checkpoint_that_cannot_be_read_is_no_obstacle_on_the_way_back(two, monkeypatch):
-    monkeypatch.setattr(checkpoint.disk, "PAUSES_S", (0.01,))
+    monkeypatch.setattr(files, "PAUSES_S", (0.01,))
     real = checkpoint.disk.checksums
 
     def stale(place, *args, **options):

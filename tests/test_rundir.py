@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain import config
+from meshtrain import config, files
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
-from meshtrain.run import disk, rundir
+from meshtrain.run import rundir
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(disk, "PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr(files, "PAUSES_S", (0.01, 0.01))
 
 
 def run_in(directory, *more):
@@ -207,13 +207,14 @@ import os, sys
 from meshtrain import config
 from meshtrain.cluster import find, meet
 from meshtrain.config import ConfigError
-from meshtrain.run import disk, rundir
+from meshtrain import files
+from meshtrain.run import rundir
 import jax
 jax.config.update("jax_platforms", "cpu")
 index = int(sys.argv[1])
 meet.start(find.Cluster(sys.argv[2], 2, index), 60, 30)
 os.chdir(sys.argv[3 + index])
-disk.PAUSES_S = (0.01,)
+files.PAUSES_S = (0.01,)
 try:
     with rundir.claimed(config.Run(run=dict(dir="run"))):
         print("claimed", flush=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from meshtrain import files
 from meshtrain.config.checks import problems
 from meshtrain.config.messages import (
     SECTIONS, ConfigError, join, kind_of, toml, unknown_key, unknown_name, unknown_section, wrong_value,
@@ -105,11 +106,15 @@ def _arguments(argv):
     return path, overrides, faults
 
 
+def _first_bytes(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(MOST_BYTES + 1)
+
+
 def _read(path: Path) -> tuple[dict, list[str]]:
     """(the file's tables, faults)."""
     try:
-        with open(path, "rb") as file:
-            data = file.read(MOST_BYTES + 1)
+        data = files.patiently(lambda: _first_bytes(path))
         if len(data) > MOST_BYTES:
             return {}, [f"{path} is larger than {MOST_BYTES:,} bytes: it is no run file; name one"]
         return tomllib.loads(data.decode()), []
@@ -121,6 +126,8 @@ def _read(path: Path) -> tuple[dict, list[str]]:
     except IsADirectoryError:
         return {}, [f"{path} is a directory; name the run file, e.g. {path / 'config.toml'}"]
     except OSError as e:
+        if not files.is_mistake(e):
+            raise files.judged(e, f"{path} cannot be read", "name a file that can") from None
         return {}, [f"{path} cannot be read: {e.strerror}; name a file that can"]
     except UnicodeDecodeError as e:
         return {}, [f"{path} is not text (byte {e.start} is not UTF-8); a run file is TOML in UTF-8"]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from meshtrain import files
 from meshtrain.data import token_files
 
 MEGATRON_MAGIC, MEGATRON_HEADER = b"MMIDIDX\x00\x00", 34
@@ -60,8 +61,7 @@ def _open_ids(path: str) -> Ids:
         index = path.removesuffix(".bin") + ".idx"
         return _open_megatron(path, index) if os.path.exists(index) else _open_bare(path)
     except OSError as error:
-        raise ValueError(f"{error.filename or path} cannot be read: {error.strerror}; mend it or take it out of "
-                         "data.paths") from None
+        raise files.judged(error, f"{error.filename or path} cannot be read", "mend it or take it out of data.paths") from None
 
 
 def _open_bare(path: str) -> Ids:

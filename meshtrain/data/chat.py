@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshtrain import files
 from meshtrain.data.tokenizer import Bytes, Tokenizer, TokenizerFile, import_extra
 
 TEMPLATE_FILE, CONFIG_FILES = "chat_template.jinja", ("tokenizer_config.json", "special_tokens_map.json")
@@ -219,9 +220,12 @@ def _template_at(place: Path, given: str) -> tuple[str, Path] | None:
             return place.read_text("utf-8"), place
         if (place / TEMPLATE_FILE).is_file():
             return (place / TEMPLATE_FILE).read_text("utf-8"), place / TEMPLATE_FILE
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the chat template of {place} cannot be read: {getattr(error, 'strerror', None) or error}; mend it, or "
-                         "name another as data.chat_template") from None
+    except OSError as error:
+        raise files.judged(error, f"the chat template of {place} cannot be read",
+                           "mend it, or name another as data.chat_template") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the chat template of {place} cannot be read: {error}; mend it, or name another as "
+                         "data.chat_template") from None
     path = place / CONFIG_FILES[0]
     found = _config(path).get("chat_template")
     if isinstance(found, list):
@@ -252,7 +256,9 @@ def _config(path: Path) -> dict:
         return {}
     try:
         value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise files.judged(error, f"{path} cannot be read", "mend it, or name a template as data.chat_template") from None
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as JSON ({error}); mend it, or name a template as data.chat_template") from None
     return value if isinstance(value, dict) else {}
 

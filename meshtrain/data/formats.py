@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import BinaryIO, NamedTuple, TextIO
 
+from meshtrain import files
 from meshtrain.data.tokenizer import import_extra
 
 # Longer documents are tokenized in pieces that end with a line where there is one: a merge across the cut is lost, once in
@@ -42,7 +43,7 @@ def unreadable_told(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}; mend it or take it out of data.paths") from None
+        raise files.judged(error, f"{path} cannot be read", "mend it or take it out of data.paths") from None
 
 
 def read_text(path: str) -> Iterator[Piece]:
@@ -121,6 +122,8 @@ def _not_whole(path: str, what: str, pyarrow) -> Iterator[None]:
     try:
         yield
     except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and not files.is_mistake(error):
+            raise       # told by `unreadable_told`
         raise ValueError(f"{path} is not a whole {what} file: {str(error).splitlines()[0].rstrip('.')}; "
                          "write it again or take it out of data.paths") from None
 

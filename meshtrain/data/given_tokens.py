@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from meshtrain import files
 from meshtrain.data import binary_files, parts, token_files
 from meshtrain.data.binary_files import Ids
 from meshtrain.data.parts import Job
@@ -124,8 +125,8 @@ class Given:
             parts.write_whole(self.manifest, json.dumps(note))
             return self._open(note)
         except OSError as error:
-            raise ValueError(f"token cache: {self.home} cannot be written, or {path} not read: {error.strerror}; make room "
-                             "(8 bytes a document), or set data.cache to another directory") from None
+            raise files.judged(error, f"token cache: {self.home} cannot be written, or {path} not read",
+                               "make room (8 bytes a document), or set data.cache to another directory") from None
 
     def _scan(self, tokens: np.ndarray, job: Job, progress: Progress) -> tuple[int, int]:
         """(largest id, checksum). Raises: ValueError for a negative id."""

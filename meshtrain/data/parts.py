@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
+from meshtrain import files
 from meshtrain.data import progress, token_files
 from meshtrain.data.token_files import Pair
 
@@ -135,15 +136,15 @@ class _Work:
         """The part in the first directory that can be written."""
         for part in parts:
             try:
-                part.home.mkdir(parents=True, exist_ok=True)
-                self.locks.open(part.home)
+                files.patiently(lambda: part.home.mkdir(parents=True, exist_ok=True))
+                files.patiently(lambda: self.locks.open(part.home))
                 return part
             except OSError as error:
-                refused = f"{part.home.parent} cannot be written ({error.strerror})"
+                last, refused = error, f"{part.home.parent} cannot be written ({error.strerror})"
                 if part.home.parent not in self.refused and part is not parts[-1]:
                     self.refused.add(part.home.parent)
                     self.job.tell(f"token cache: {refused}; using {parts[-1].home.parent}")
-        raise ValueError(f"token cache: {refused}; set data.cache to a directory that can")
+        raise files.judged(last, f"token cache: {parts[-1].home.parent} cannot be written", "set data.cache to a directory that can")
 
     def _build_all(self, missing: dict[int, Part]) -> None:
         total = sum(_size(path) for part in missing.values() for path in part.inputs)
@@ -204,8 +205,8 @@ class _Locks:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 yield False
                 return
-            raise ValueError(f"token cache: {part.home} cannot be locked ({error.strerror}); "
-                             "set data.cache to a directory of another file system") from None
+            raise files.judged(error, f"token cache: {part.home} cannot be locked",
+                               "set data.cache to a directory of another file system") from None
         try:
             yield True
         finally:

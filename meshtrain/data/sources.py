@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshtrain import files
 from meshtrain.data import chat, formats, given_tokens, order, parts, token_cache, token_files, tokenizer
 from meshtrain.data.contracts import Source
 from meshtrain.data.conversations import Chats
@@ -269,9 +270,9 @@ def _open(described: Description, component: Component, cache_dir: Path, job: pa
         found = token_cache.open_tokenized(kind, groups, component.field, described.tokenizer, job, chats)
     if None in found:
         return None
-    files = token_files.TokenFiles(tuple(found), complete=source in CHATS)
-    _check_not_empty(where, paths, files, job.tell)
-    return files
+    opened = token_files.TokenFiles(tuple(found), complete=source in CHATS)
+    _check_not_empty(where, paths, opened, job.tell)
+    return opened
 
 
 def _check_ids(pairs: Sequence[token_files.Pair | None], vocab_size: int) -> None:
@@ -346,14 +347,21 @@ def file_sizes(paths: Sequence[str], where: str) -> np.ndarray:
     faults, sizes = [], []
     for path in paths:
         try:
-            sizes.append(os.stat(path).st_size)
-            if not os.access(path, os.R_OK):
-                raise PermissionError("no permission to read it")
-        except OSError as error:
-            faults.append(f"{path} cannot be read: {error.strerror or error}; mend it or take it out of {where}.paths")
+            sizes.append(files.attempted(lambda: _readable_size(path), f"{path} cannot be read",
+                                         f"mend it or take it out of {where}.paths"))
+        except ValueError as error:
+            faults.append(str(error))
     if faults:
         raise ValueError("\n".join(faults))
     return np.array(sizes, np.int64)
+
+
+def _readable_size(path: str) -> int:
+    """Bytes of a file that may be read. Raises: OSError."""
+    size = os.stat(path).st_size
+    if not os.access(path, os.R_OK):    # which says no whatever the reason: opening says which
+        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+    return size
 
 
 def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data") -> dict[str, str]:
@@ -366,14 +374,15 @@ def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data"
     for pattern in patterns:
         wanted = os.path.expanduser(pattern)
         matches = [wanted] if os.path.exists(wanted) else glob.glob(wanted, recursive=True)
-        files = [path for path in matches if not os.path.isdir(path)]
+        matched = [path for path in matches if not os.path.isdir(path)]
         # Two names of one file would count it twice, and could put it in training and validation both.
         root = os.path.dirname(wanted if os.path.exists(wanted) else re.split(r"[*?[]", wanted)[0]) or "."
-        found.update((os.path.realpath(path), (path, root)) for path in files)
+        found.update((os.path.realpath(path), (path, root)) for path in matched)
         if os.path.isdir(wanted):
             faults.append(f"{where}.paths: {pattern!r} is a directory; name its files, e.g. "
                           f"{os.path.join(pattern, '**', os.path.basename(EXAMPLES[name]))!r}")
-        elif not files:
+        elif not matched:
+            files.status(wanted if root == os.path.dirname(wanted) else root)   # a file system that does not answer has no match, too
             faults.append(f"{where}.paths: {pattern!r} matches no file (relative to {os.getcwd()})")
     if faults:
         raise ValueError("\n".join(faults))
@@ -383,16 +392,16 @@ def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data"
 def list_stdlib(root: str) -> list[str]:
     """The .py files under `root`, sorted, without tests and without what differs between installs of one version."""
     def refuse(error: OSError):
-        raise ValueError(f"{error.filename} cannot be read: {error.strerror}; use data.source='text' with data.paths")
+        raise files.judged(error, f"{error.filename} cannot be read", "use data.source='text' with data.paths")
 
     def belongs(name: str) -> bool:
         return name not in NOT_STDLIB and not name.startswith(NOT_STDLIB_PREFIXES)
 
     found = []
-    for folder, folders, files in os.walk(root, onerror=refuse):
+    for folder, folders, found_here in os.walk(root, onerror=refuse):
         folders[:] = filter(belongs, folders)
         # A link leads out of the library (Debian's sitecustomize.py into /etc).
-        found += [os.path.join(folder, name) for name in files if name.endswith(".py") and belongs(name)
+        found += [os.path.join(folder, name) for name in found_here if name.endswith(".py") and belongs(name)
                   and not os.path.islink(os.path.join(folder, name))]
     if not found:
         raise ValueError(f"data.source='stdlib' finds no .py file under {root} (a zipped or stripped Python?); "

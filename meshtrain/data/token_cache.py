@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from meshtrain import files
 from meshtrain.data import formats, parts, token_files
 from meshtrain.data.conversations import Chats
 from meshtrain.data.parts import Job
@@ -174,8 +175,8 @@ class Tokenized:
             parts.write_whole(self.manifest, json.dumps(manifest))
             return self._open(manifest)
         except OSError as error:
-            raise ValueError(f"token cache: {self.home} cannot be written: {error.strerror}; make room there (2 to 4 bytes a "
-                             "token), or set data.cache to another directory; what is finished is kept") from None
+            raise files.judged(error, f"token cache: {self.home} cannot be written; what is finished is kept",
+                               "set data.cache to another directory") from None
         finally:
             for writer in writers:
                 writer.abandon()
@@ -304,7 +305,4 @@ def _identify(home: Path, path: str, job: Job) -> dict:
 
 
 def _identify_input(home: Path, path: str, job: Job) -> dict:
-    try:
-        return _identify(home, path, job)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}; mend it or take it out of data.paths") from None
+    return files.attempted(lambda: _identify(home, path, job), f"{path} cannot be read", "mend it or take it out of data.paths")

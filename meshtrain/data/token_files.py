@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from meshtrain import files
 from meshtrain.data import order
 
 TOKENS, ENDS, MASK = ".tokens.npy", ".ends.npy", ".mask.npy"
@@ -323,11 +324,11 @@ def map_file(path: str, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
 
 def open_checked(path: str, open_file: Callable):
     """open_file(path). Raises: ValueError that names the file, for whatever is wrong with it as an .npy file."""
+    what, remedy = f"{path} cannot be read as an .npy file", "write it again with np.save"
     try:
-        return open_file(path)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ValueError(f"{path} cannot be read as an .npy file: {reason}; write it again with np.save") from None
+        return files.attempted(lambda: open_file(path), what, remedy)
+    except ValueError as error:
+        raise ValueError(str(error) if str(error).startswith(what) else f"{what}: {error}; {remedy}") from None
 
 
 def stamp(path: str) -> Stamp:

@@ -12,9 +12,12 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+
+from meshtrain import files
 
 # What tokenizers call the token that stands before a document, or between two; the first that a vocabulary has is taken.
 BOS_NAMES = ("<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<bos>", "<s>", "[BOS]", "<|bos|>", "<|startoftext|>",
@@ -163,12 +166,8 @@ def open_file(path: str, bos_token: str = "") -> TokenizerFile:
 def _library(path: str | os.PathLike, name: str) -> tuple[Any, bytes]:
     """(the tokenizers library's object of a tokenizer.json, which neither cuts nor pads; its bytes). name: for messages."""
     tokenizers = import_extra("tokenizers", name)
-    try:
-        with open(path, "rb") as file:
-            content = file.read()
-    except OSError as error:
-        raise ValueError(f"{name} cannot be read: {error.strerror}; name a tokenizer.json of the tokenizers "
-                         'library, or "bytes"') from None
+    content = files.attempted(Path(path).read_bytes, f"{name} cannot be read",
+                              'name a tokenizer.json of the tokenizers library, or "bytes"')
     try:
         library = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:    # the library has no exceptions of its own

@@ -36,6 +36,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from meshtrain import files
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
 from meshtrain.run import commit, disk, say
@@ -48,7 +49,7 @@ PEERS_TIMEOUT_S = 3600  # a process that has not written its part by then holds 
 MAX_FAILED_SAVES = 3  # in a row: what is trained after them would be lost too
 
 
-class CheckpointError(OSError):
+class CheckpointError(files.FileSystemError):
     """A checkpoint could not be saved or read. The message says which, where, and what the system said."""
 
 
@@ -159,7 +160,7 @@ class Checkpoints:
         """
         self._join()
         with _reading(self.directory / str(step)):
-            document = json.loads(disk.patiently((self.directory / str(step) / METADATA).read_text, missing=True))
+            document = json.loads(files.patiently((self.directory / str(step) / METADATA).read_text, missing=True))
         if document["format"] > FORMAT:
             where = self.directory / str(step)
             raise ValueError(f"{where} has checkpoint format {document['format']}, this version reads up to {FORMAT}: "
@@ -208,7 +209,7 @@ class Checkpoints:
 
     def _steps(self) -> list[int]:
         try:
-            names = disk.patiently(lambda: os.listdir(self.directory))
+            names = files.patiently(lambda: os.listdir(self.directory))
         except FileNotFoundError:
             return []
         except OSError as error:  # and not: no checkpoints
@@ -295,7 +296,7 @@ class Checkpoints:
             of = {index: f"process {index} ({found[index]['host']}): " if len(found) > 1 else "" for index in faults}
             raise agree.agreed(CheckpointError(
                 f"{place} cannot be read, and nothing was changed: {'; '.join(of[i] + text for i, text in faults.items())}. "
-                f"It was tried for {sum(disk.PAUSES_S):g} s; see that the file system is there on every host, and start again"))
+                "See that the file system is there on every host, and that it may be read, and start again"))
         gone = [f"{name} is missing" for name in missing]
         return next((one["damaged"] for one in found if "damaged" in one), gone[0] if gone else "")
 
@@ -306,7 +307,7 @@ class Checkpoints:
         try:
             if first and not os.path.exists(place / CHECKSUMS) and os.path.exists(place / "_CHECKPOINT_METADATA"):
                 return here | {"old": True}
-            wanted = json.loads(disk.patiently((place / CHECKSUMS).read_text, missing=not first))
+            wanted = json.loads(files.patiently((place / CHECKSUMS).read_text, missing=not first))
             names = sorted(wanted)[jax.process_index():: jax.process_count()]
             found = disk.checksums(place, (place / name for name in names), missing=not first)
             wrong = (f"{name}: {text}" for name in names if (text := disk.difference(found[name], wanted[name])))
@@ -358,7 +359,7 @@ def _there(place: pathlib.Path, names) -> list[str]:
     """Those of the files that this process sees, or cannot tell of."""
     def there(name):
         try:
-            disk.patiently(lambda: os.stat(place / name))
+            files.patiently(lambda: os.stat(place / name))
         except FileNotFoundError:
             return False
         except OSError:

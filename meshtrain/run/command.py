@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from meshtrain.config import ConfigError
+from meshtrain.files import FileSystemError
 from meshtrain.run import say
 from meshtrain.run.stops import DONE, FAILED, USER_ERROR
 
@@ -26,6 +27,6 @@ def answer(body: Callable[[list[str]], None], argv: Sequence[str], usage: str, a
         if not told(error):
             say.err(f"error: {error}")
         return USER_ERROR
-    except failures as error:
+    except (FileSystemError, *failures) as error:
         say.err(f"error: {error}")
         return FAILED

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from meshtrain import files
 from meshtrain.run import disk
 
 STATE, CHECKSUMS, METADATA = "state", "checksums.json", "metadata.json"
@@ -27,7 +28,7 @@ def hand_over(place: Path, index: int) -> None:
     """By every process, when orbax has written its arrays into place/state: what is its own is on the disk,
     and in its record."""
     folder = place / STATE / f"ocdbt.process_{index}"
-    mine = disk.files(folder)
+    mine = disk.regular_files(folder)
     if (described := place / STATE / "array_metadatas" / f"process_{index}").exists():
         mine.append(described)
     sums = disk.checksums(place, mine, sync=True)
@@ -53,13 +54,13 @@ def commit(place: Path, count: int, document: str, merge: Callable[[], None], wo
     (place / RECORDS).rmdir()
     owned = {os.path.join(place, STATE, f"ocdbt.process_{index}") for index in range(count)}
     known = {os.path.join(place, name) for name in checksums}
-    directories, files = [], []
+    directories, others = [], []
     for path, is_directory in _walk(os.fspath(place), owned):
         if is_directory:
             directories.append(path)
         elif path not in known:
-            files.append(Path(path))
-    disk.write(place / CHECKSUMS, json.dumps(checksums | disk.checksums(place, files, sync=True)))
+            others.append(Path(path))
+    disk.write(place / CHECKSUMS, json.dumps(checksums | disk.checksums(place, others, sync=True)))
     for directory in directories:
         disk.sync(directory)
 
@@ -68,14 +69,14 @@ def _handed_over(place: Path, count: int, word: Callable[[int], str]) -> dict[st
     """Name -> [bytes, checksum] of what the processes have written. Raises: NotHandedOver."""
     records = place / RECORDS
     try:
-        there = set(disk.patiently(lambda: os.listdir(records)))
+        there = set(files.patiently(lambda: os.listdir(records)))
     except FileNotFoundError:
         there = set()
     words = {index: text for index in range(count) if str(index) not in there and (text := word(index))}
 
     def read(index):
         try:
-            return json.loads(disk.patiently((records / str(index)).read_text, missing=True))
+            return json.loads(files.patiently((records / str(index)).read_text, missing=True))
         except FileNotFoundError:
             return None
 

@@ -1,7 +1,7 @@
 """Files on a disk that may be full, shared or gone for a moment: written until they are on it, read with patience.
 
 Checksums are xxh3-128. An error of the file system is never taken for damage: NFS answers ESTALE after a failover, a host
-may lack its mount, and what a process cannot read now another one can. Who asks here decides what it means.
+may lack its mount, and what a process cannot read now another one can (`meshtrain.files` says which are tried again).
 This module knows no checkpoint, run or process.
 """
 from __future__ import annotations
@@ -10,41 +10,23 @@ import concurrent.futures
 import os
 import pathlib
 import re
-import time
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Iterable
 
 import xxhash
 
+from meshtrain import files
+
 CHUNK_BYTES = 4 << 20  # read at once: larger than what keeps a disk busy, smaller than a core's share of the cache
-PAUSES_S = (0.5, 2.0, 5.0)  # before each further try; an NFS client keeps attributes for up to 3 s (acregmin)
-Value = TypeVar("Value")
 
 
-def patiently(read: Callable[[], Value], *, missing: bool = False) -> Value:
-    """read(), tried again after each of PAUSES_S where the file system refuses.
-
-    missing: also where there is no such file: on a shared file system another host's new file may not be seen yet.
-    Raises: the OSError of the last try; FileNotFoundError at once unless `missing`.
-    """
-    for pause_s in PAUSES_S:
-        try:
-            return read()
-        except OSError as error:
-            if isinstance(error, FileNotFoundError) and not missing:
-                raise
-            time.sleep(pause_s)
-    return read()
-
-
-def files(place: pathlib.Path) -> list[pathlib.Path]:
+def regular_files(place: pathlib.Path) -> list[pathlib.Path]:
     return [path for path in place.rglob("*") if path.is_file()]
 
 
 def checksums(place: pathlib.Path, paths: Iterable[pathlib.Path], *, sync: bool = False, missing: bool = False) -> dict[str, list]:
     """Name within `place` -> [bytes, xxh3-128] of each file.
 
-    sync: they were just written, and are on the disk when this returns; else they are read `patiently`.
+    sync: they were just written, and are on the disk when this returns; else they are read with patience.
     """
 
     def checksum(path):
@@ -58,7 +40,7 @@ def checksums(place: pathlib.Path, paths: Iterable[pathlib.Path], *, sync: bool 
                 os.fsync(file.fileno())
         return str(path.relative_to(place)), [size, digest.hexdigest()]
 
-    one = checksum if sync else lambda path: patiently(lambda: checksum(path), missing=missing)
+    one = checksum if sync else lambda path: files.patiently(lambda: checksum(path), missing=missing)
     with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
         return dict(threads.map(one, paths))
 

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import xxhash
 
+from meshtrain import files
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
 from meshtrain.run import disk, say
@@ -90,7 +91,7 @@ class LocalTier:
         """The state of a step that `newest` has found, on the shardings of `abstract`."""
         parts = self._parts()[step]
         where = {piece: (part, offset) for part in parts for piece, offset in part.pieces.items()}
-        files = {part.place: np.memmap(part.place / SHARDS, np.uint8, "r") for part in parts}
+        maps = {part.place: np.memmap(part.place / SHARDS, np.uint8, "r") for part in parts}
 
         def array(path, leaf):
             name = _name(path)
@@ -103,7 +104,7 @@ class LocalTier:
                     if (common := _common(held, wanted)) is not None:
                         shape = [hi - lo for lo, hi in held]
                         size = int(np.prod(shape, dtype=np.int64)) * whole.dtype.itemsize
-                        piece = files[part.place][offset:offset + size].view(whole.dtype).reshape(shape)
+                        piece = maps[part.place][offset:offset + size].view(whole.dtype).reshape(shape)
                         whole[_slices(common, wanted)] = piece[_slices(common, held)]
                 return whole
 
@@ -226,14 +227,15 @@ class LocalTier:
     def _check_writable(self) -> None:
         if not self.every:
             return
-        probe = self._root / f".{secrets.token_hex(8)}"
-        try:
+
+        def write() -> None:
+            probe = self._root / f".{secrets.token_hex(8)}"
             self._root.mkdir(parents=True, exist_ok=True)
             probe.mkdir()
             probe.rmdir()
-        except OSError as error:
-            raise ConfigError(f"checkpoint.local_dir={self._root} cannot be written: {error.strerror}; give a directory that every host has "
-                              "and can write, e.g. below /dev/shm or on its own disk") from None
+
+        files.attempted(write, f"checkpoint.local_dir={self._root} cannot be written",
+                        "give a directory that every host has and can write, e.g. below /dev/shm or on its own disk", ConfigError)
 
     def _parts(self) -> dict[int, list[_Part]]:
         """Step -> what processes of this run have kept on this host, of the start that counts.

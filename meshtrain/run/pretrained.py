@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from meshtrain import files
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.names import LAYERS
@@ -109,7 +110,7 @@ def _shares(entry: safetensors.Entry, sharding: NamedSharding) -> jax.Array:
         stop = min(start + each, count)
         if stop > start:
             try:
-                found[:stop - start] = disk.patiently(lambda: safetensors.read(entry, start, stop))
+                found[:stop - start] = files.patiently(lambda: safetensors.read(entry, start, stop))
             except OSError as error:
                 raise CheckpointError(f"{entry.path} cannot be read: {disk.said(error)}") from error
         return found

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshtrain import config
+from meshtrain import config, files
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError, Run
 from meshtrain.run import disk, say
@@ -160,7 +160,7 @@ def _check_shared(directory: Path, nonce: str) -> None:
 
     fault = ""
     try:
-        disk.patiently(look, missing=True)
+        files.patiently(look, missing=True)
     except OSError as error:
         fault = error.strerror or str(error)
     found = agree.exchange([socket.gethostname(), fault])

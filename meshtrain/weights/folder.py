@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from meshtrain import files
 from meshtrain.weights import forms, safetensors, settings
 from meshtrain.weights.families import Family
 
@@ -207,12 +208,10 @@ def _entries(directory: Path) -> dict[str, safetensors.Entry]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    if not os.path.isfile(index) or os.path.getsize(index) > MOST_INDEX_BYTES:
+    if not files.is_file(index) or os.path.getsize(index) > MOST_INDEX_BYTES:
         raise ValueError(f"{INDEX} is no file of an index's size")
-    try:
-        weight_map = safetensors.parse_json(index.read_bytes(), INDEX).get("weight_map")
-    except OSError as error:
-        raise ValueError(f"{INDEX} cannot be read: {error.strerror}") from None
+    text = files.attempted(index.read_bytes, f"{index} cannot be read", "let it be read")
+    weight_map = safetensors.parse_json(text, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
         raise ValueError(f"{INDEX} has no weight_map of names to files")
     for file in weight_map.values():

@@ -17,6 +17,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from meshtrain import files
+
 MOST_HEADER_BYTES = 100_000_000     # the library's own limit
 # What can be read; each has other bits than ours, or ours.
 DTYPES = {"F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16),
@@ -39,9 +41,9 @@ class Entry:
 
 def read_header(path: Path) -> dict[str, Entry]:
     """Name -> Entry of every tensor of a file. Raises: ValueError for a file that is not what it says, without its name."""
-    if not os.path.isfile(path):        # of a pipe or a device: False, and opening one might wait for ever
+    if not files.is_file(path):         # of a pipe or a device: False, and opening one might wait for ever
         raise ValueError("is not a file" if os.path.lexists(path) else "there is no such file")
-    try:
+    def load() -> tuple[int, int, bytes]:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
@@ -49,9 +51,9 @@ def read_header(path: Path) -> dict[str, Entry]:
                 raise ValueError(f"has {size} bytes, less than any header")
             if length > min(MOST_HEADER_BYTES, size - 8):
                 raise ValueError(f"says that its header has {length:,} bytes, and the file has {size:,}")
-            text = file.read(length)
-    except OSError as error:
-        raise ValueError(f"cannot be read: {error.strerror}") from None
+            return size, length, file.read(length)
+
+    size, length, text = files.attempted(load, f"{path} cannot be read", "let it be read")
     header = parse_json(text, "its header")
     header.pop("__metadata__", None)
     first = 8 + length

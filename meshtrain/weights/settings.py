@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from meshtrain import files
 from meshtrain.weights import safetensors
 from meshtrain.weights.families import FAMILIES, HARMLESS, LACKING, Family
 
@@ -34,13 +35,14 @@ WHOLE = ("rope_original_seq_len",)
 def read(directory: Path, name: str = CONFIG) -> dict:
     """The object of config.json, or of another such file. Raises: ValueError."""
     path = directory / name
-    if not os.path.isfile(path):
+    if not files.is_file(path):
         raise ValueError(f"there is no {name}; name a folder that has one beside its *.safetensors")
-    try:
+
+    def load() -> bytes:
         with open(path, "rb") as file:
-            text = file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise ValueError(f"{name} cannot be read: {error.strerror}") from None
+            return file.read(MOST_BYTES + 1)
+
+    text = files.attempted(load, f"{path} cannot be read", "let it be read")
     if len(text) > MOST_BYTES:
         raise ValueError(f"{name} is larger than {MOST_BYTES:,} bytes, which no such file is")
     return safetensors.parse_json(text, name)

@@ -1,0 +1,89 @@
+"""What a refusal of the file system means: the user's mistake, or a moment of the file system.
+
+A name that is wrong, or that nobody may read or write, stays so until a person changes it: exit code 2. A shared file system
+that answers ESTALE after a failover, a disk that is full, or a device that fails says nothing about the run file: the call is
+made again with patience, then the run ends with exit code 1, and a launcher starts it again. MISTAKES is the whole rule.
+This module imports nothing of meshtrain: every room may use it.
+"""
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+# Lasting until somebody changes a name, a permission or a mount. Every other code (EIO, ESTALE, ETIMEDOUT, ENOTCONN, EBUSY,
+# ENOTEMPTY, ENOSPC, EDQUOT, EMFILE, …) may be gone at the next call.
+MISTAKES = frozenset({
+    errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EROFS, errno.ELOOP,
+    errno.EEXIST, errno.EINVAL, errno.ENXIO, errno.ENODEV, errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS,
+    errno.ENOLCK})
+PAUSES_S = (0.5, 2.0, 5.0)  # before each further try; an NFS client keeps attributes for up to 3 s (acregmin)
+Value = TypeVar("Value")
+
+
+class FileSystemError(OSError):
+    """The file system refused something that is no mistake of the user's, and went on refusing it. The message says what."""
+
+
+def is_mistake(error: OSError) -> bool:
+    """Whether the same call would be refused again until a person changes something.
+
+    True, too, for an error without a code: a library's judgement of a file's content, not the kernel's of a call.
+    """
+    return not isinstance(error, FileSystemError) and (error.errno is None or error.errno in MISTAKES)
+
+
+def patiently(act: Callable[[], Value], *, missing: bool = False) -> Value:
+    """act(), again after each of PAUSES_S where the file system refuses for a moment.
+
+    missing: also where there is no such file: on a shared file system another host's new file may not be seen yet.
+    Raises: the OSError of the last try; that of the first where it is a mistake.
+    """
+    for pause_s in PAUSES_S:
+        try:
+            return act()
+        except OSError as error:
+            if is_mistake(error) and not (missing and isinstance(error, FileNotFoundError)):
+                raise
+            time.sleep(pause_s)
+    return act()
+
+
+def status(path: str | os.PathLike) -> os.stat_result | None:
+    """os.stat of `path`; None where nothing is there. Raises: FileSystemError, PermissionError: neither says that nothing is there."""
+    try:
+        return patiently(lambda: os.stat(path))
+    except OSError as error:
+        if isinstance(error, PermissionError) or not is_mistake(error):
+            raise judged(error, f"{path} cannot be looked at", "") from None
+        return None
+
+
+def is_file(path: str | os.PathLike) -> bool:
+    """Whether a regular file is there. Unlike os.path.isfile, no when the file system does not answer. Raises: see `status`."""
+    found = status(path)
+    return found is not None and stat.S_ISREG(found.st_mode)
+
+
+def judged(error: OSError, what: str, remedy: str, mistake: type[Exception] = ValueError) -> Exception:
+    """What to raise for `error`, whose patience has ended: a `mistake` with the remedy, or FileSystemError, which is exit code 1.
+
+    what: what could not be done, with the value: `data.paths: x.txt cannot be read`.
+    """
+    if isinstance(error, FileSystemError):
+        return error
+    reason = error.strerror or str(error)
+    if is_mistake(error):
+        return mistake(f"{what}: {reason}; {remedy}")
+    return FileSystemError(f"{what}: {reason}; see to the file system (its room, its mounts, its server) and start again")
+
+
+def attempted(act: Callable[[], Value], what: str, remedy: str, mistake: type[Exception] = ValueError) -> Value:
+    """act(), with patience. Raises: see `judged`."""
+    try:
+        return patiently(act)
+    except OSError as error:
+        raise judged(error, what, remedy, mistake) from None
