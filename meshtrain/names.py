@@ -12,6 +12,7 @@ LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")   # projec
 LAYERS = "layers"      # key of the stacked layers in the parameter tree, and the logical axis of their leading dim
 LEADING = "leading_layers"     # that axis of layers before the stages of a pipeline: no rule splits it, every stage has all of them
 CHOSEN, REJECTED = 1, 2     # segments of a sequence that holds a pair of preferences
+PADDING = 0            # segment of what fills a sequence up: no token sees it, and no expert gets it
 NO_TARGET = -1         # in a batch's targets: no loss at this token
 AUX_LOSS = "aux_loss"  # the one entry of a layer's aux that is added to the objective
 EXPERT_LOAD = "expert_load"    # in a layer's aux: tokens by layer and expert [L, E]

@@ -13,8 +13,8 @@ def top(scores, k):
     return np.argsort(-np.asarray(scores), -1, kind="stable")[..., :k]
 
 
-def chosen(m, scores, bias):
-    """[B, T, K] and the smallest gap between what is chosen last and what is not chosen first."""
+def chosen(m, scores, bias, real):
+    """[B, T, K] and the smallest gap between what is chosen last and what is not chosen first, of tokens that are real."""
     scores = np.asarray(scores) + (0 if bias is None else np.asarray(bias))
     if m["router_groups"] > 1:
         groups = scores.reshape(*scores.shape[:-1], m["router_groups"], -1)
@@ -23,7 +23,7 @@ def chosen(m, scores, bias):
         scores = np.where(open_to[..., None], groups, -np.inf).reshape(scores.shape)
     ranked = np.sort(scores, -1)[..., ::-1]
     K = m["experts_per_token"]
-    return top(scores, K), np.min(ranked[..., K - 1] - ranked[..., K]) if K < m["num_experts"] else np.inf
+    return top(scores, K), np.min((ranked[..., K - 1] - ranked[..., K])[real]) if K < m["num_experts"] else np.inf
 
 
 def activation(m, gate, up):
@@ -31,17 +31,18 @@ def activation(m, gate, up):
             "gelu": lambda: jax.nn.gelu(up)}[m["activation"]]()
 
 
-def moe(m, e, p, x, choice):
-    """(y, balance losses summed, counts [E], gap); choice: [B, T, K], or None to choose."""
+def moe(m, e, p, x, choice, real):
+    """(y, balance losses summed, counts [E], gap); choice: [B, T, K], or None to choose. Tokens that are not real [B, T] have no expert,
+    and count for nothing."""
     logits = x @ p["router"]
     scores = jax.nn.softmax(logits, -1) if m["router_score"] == "softmax" else 1 / (1 + jnp.exp(-logits))
     gap = None
     if choice is None:
-        choice, gap = chosen(m, scores, p.get("bias"))
-    picked = (choice[..., None] == np.arange(m["num_experts"])).any(-2)          # [B, T, E]
+        choice, gap = chosen(m, scores, p.get("bias"), real)
+    picked = (choice[..., None] == np.arange(m["num_experts"])).any(-2) & real[..., None]       # [B, T, E]
     weight = scores * picked
     if m["router_normalize"]:
-        weight = weight / weight.sum(-1, keepdims=True)
+        weight = weight / jnp.where(real[..., None], weight.sum(-1, keepdims=True), 1)
     y = 0
     for n in range(m["num_experts"]):
         gate = x @ p["gate"][n] if "gate" in p else None
@@ -49,9 +50,9 @@ def moe(m, e, p, x, choice):
     if m["shared_expert_dim"]:
         y = y + reference.mlp(m, p["shared"], x)
     share = scores if m["router_score"] == "softmax" else scores / scores.sum(-1, keepdims=True)
-    f = picked.sum(1) / (x.shape[1] * m["experts_per_token"])                    # [B, E]
-    aux = e["aux_loss"] * m["num_experts"] * jnp.sum(f * share.sum(1))
-    aux += e["z_loss"] * jnp.sum(jnp.log(jnp.exp(logits).sum(-1)) ** 2)
+    f = picked.sum(1) / np.maximum(real.sum(1) * m["experts_per_token"], 1)[:, None]             # [B, E]
+    aux = e["aux_loss"] * m["num_experts"] * jnp.sum(f * (share * real[..., None]).sum(1))
+    aux += e["z_loss"] * jnp.sum((real * jnp.log(jnp.exp(logits).sum(-1))) ** 2)
     return y, aux, picked.sum((0, 1)), choice, gap
 
 
@@ -63,7 +64,9 @@ def layer_weights(m, params, number):
 
 
 def objective(m, e, params, batch, choices):
-    """((objective, ), (nll, counts [L, E], choices, gap)) of the whole step, as means over tokens with a target."""
+    """((objective, ), (nll, counts [L, E], choices, gap)) of the whole step: nll a mean over tokens with a target, the balance losses
+    over those that are no padding (segment 0)."""
+    real = np.asarray(batch["segments"]) != 0
     x = params["embedding"]["table"][batch["tokens"]]
     aux, counts, gaps, made = 0, [], [], []
     for number in range(m["num_layers"]):
@@ -73,7 +76,7 @@ def objective(m, e, params, batch, choices):
         if "mlp" in p:
             x = x + reference.mlp(m, p["mlp"], h)
             continue
-        y, more, count, choice, gap = moe(m, e, p["moe"], h, choices[len(made)] if choices else None)
+        y, more, count, choice, gap = moe(m, e, p["moe"], h, choices[len(made)] if choices else None, real)
         x, aux = x + y, aux + more
         counts.append(count), gaps.append(gap), made.append(choice)
     x = reference.norm(m, params["final_norm"], x)
@@ -81,7 +84,7 @@ def objective(m, e, params, batch, choices):
     has = batch["targets"] >= 0
     nll = jax.nn.logsumexp(scores, -1) - jnp.take_along_axis(scores, jnp.maximum(batch["targets"], 0)[..., None], -1)[..., 0]
     nll = jnp.where(has, nll, 0).sum() / has.sum()
-    return nll + aux / has.sum(), (nll, np.stack(counts), made, gaps)
+    return nll + aux / real.sum(), (nll, np.stack(counts), made, gaps)
 
 
 def gradients(m, e, params, batch):

@@ -93,6 +93,9 @@ def batch() -> dict:
     out = {"tokens": rng.integers(0, V, shape), "targets": np.where(rng.random(shape) < 0.2, -1, rng.integers(0, V, shape)),
            "index": np.tile(np.arange(T), (SEQUENCES, 1)), "positions": np.tile(np.arange(T), (SEQUENCES, 1)),
            "segments": np.ones(shape, int), "sequence": np.arange(SEQUENCES)}
+    for row, real in ((2, 11), (5, 3), (9, 0)):       # filled up; nothing but padding
+        for name, fill in (("tokens", 0), ("targets", -1), ("segments", 0)):
+            out[name][row, real:] = fill
     return {name: a.astype(np.int32) for name, a in out.items()}
 
 
@@ -152,6 +155,54 @@ def check(tmp_path, layout: str, model: str = "softmax", leaning: str = "", disp
 @pytest.mark.parametrize("model", [pytest.param(name, marks=() if "groups" in name else GRID) for name in MODELS])
 def test_one_device_computes_what_a_loop_over_experts_does(model):
     assert_equal(run_of("sharding_rules/ddp.toml", {}, MODELS[model]), expected(model), jax.devices()[:1])
+
+
+@functools.cache
+def one_layer():
+    """(assembled run, its parameters, its step's gradients) of one device."""
+    made = assembly.assemble(run_of("sharding_rules/ddp.toml", {}, dict(num_layers=1), dict(microbatches=1)), jax.devices()[:1])
+    return made, made.model.init(jax.random.key(0)), jax.jit(made.program.gradients)
+
+
+def stepped(rows: dict):
+    """(loss, gradients by path, aux) of a step with these rows."""
+    made, params, gradients = one_layer()
+    with jax.default_matmul_precision("highest"), jax.set_mesh(made.mesh):
+        grads, loss, _, aux = jax.device_get(gradients(params, {name: a[None, None] for name, a in rows.items()}, None))
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(grads)}
+    return float(loss), leaves, aux
+
+
+def test_padding_changes_neither_loss_nor_counts_nor_biases_nor_router():
+    """Tokens of padding are others in the second step, and not there in the third: the same bits, and rounding alone, for a sum over
+    16 tokens is added in another order than one over 11."""
+    whole = {name: a[:4] for name, a in batch().items()}
+    real = np.array([[11], [3], [0], [8]]) > np.arange(T)
+    padded = whole | {"targets": np.where(real, whole["targets"], -1), "segments": real.astype(np.int32)}
+    other = padded | {"tokens": np.where(real, padded["tokens"], 7)}
+    cut = {name: a[:, :11] if a.ndim > 1 else a for name, a in padded.items()}
+    loss, grads, aux = stepped(padded)
+    (bias,) = (name for name in grads if "bias" in name)
+    assert grads[bias].sum() == real.sum() * MODEL["experts_per_token"] > 0
+    assert aux["expert_load"].sum() * (padded["targets"] >= 0).sum() == pytest.approx(grads[bias].sum())
+    again, by_name, aux_again = stepped(other)
+    assert again == loss and all((by_name[name] == grads[name]).all() for name in grads)
+    assert all((aux_again[name] == aux[name]).all() for name in aux)
+    shorter, by_name, aux_shorter = stepped(cut)
+    assert abs(shorter - loss) < 1e-6 * loss and (by_name[bias] == grads[bias]).all()
+    for name in grads:
+        np.testing.assert_allclose(by_name[name], grads[name], rtol=0, atol=1e-6 * np.abs(grads[name]).max(), err_msg=name)
+    for name in aux:
+        np.testing.assert_allclose(aux_shorter[name], aux[name], rtol=1e-6)
+
+
+def test_a_tenth_of_the_targets_leaves_the_routers_losses_their_weight():
+    whole = {name: a[:4] for name, a in batch().items()} | {"segments": np.ones((4, T), np.int32)}
+    rng = np.random.default_rng(0)
+    all_of_them = whole | {"targets": rng.integers(0, V, (4, T)).astype(np.int32)}
+    few = all_of_them | {"targets": np.where(rng.random((4, T)) < 0.1, all_of_them["targets"], -1)}
+    of_all, of_few = (stepped(rows)[2]["aux_loss"] for rows in (all_of_them, few))
+    assert 0 < (few["targets"] >= 0).sum() < 12 and of_all == of_few > 0
 
 
 FAST = ("expert over fsdp", "expert over tensor with sequence parallelism")

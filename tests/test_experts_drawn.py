@@ -80,12 +80,14 @@ def sound(rng, path) -> config.Run:
 
 
 def packed(run: config.Run, rng) -> dict:
-    """Documents of a few tokens, a fifth of the targets missing."""
+    """Documents of a few tokens, a fifth of the targets missing; some sequences end with padding, or are nothing else."""
     B, T = run.data.global_batch, run.data.seq_len
     starts, index = (rng.random((B, T)) < 0.1) | (np.arange(T) == 0), np.tile(np.arange(T), (B, 1))
     tokens, targets = (rng.integers(0, run.model.vocab_size, (B, T)) for _ in range(2))
-    batch = {"tokens": tokens, "targets": np.where(rng.random((B, T)) < 0.2, NO_TARGET, targets), "index": index, "segments": np.cumsum(starts, 1),
-             "positions": index - np.maximum.accumulate(np.where(starts, index, 0), 1), "sequence": np.arange(B)}
+    padding = np.tile(np.arange(T), (B, 1)) >= np.where(rng.random((B, 1)) < 0.3, rng.integers(0, T, (B, 1)), T)
+    padding[0] = False      # one token has a target
+    batch = {"tokens": tokens, "targets": np.where((rng.random((B, T)) < 0.2) | padding, NO_TARGET, targets), "index": index,
+             "segments": np.where(padding, 0, np.cumsum(starts, 1)), "positions": index - np.maximum.accumulate(np.where(starts, index, 0), 1), "sequence": np.arange(B)}
     return {name: a.astype(np.int32) for name, a in batch.items()}
 
 

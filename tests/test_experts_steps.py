@@ -63,8 +63,8 @@ class Trained:
 @functools.cache
 def one_device():
     """20 steps on one device, with the number of choices that were close, layer by layer and token by token."""
-    def watched(self, ex, x_BTD, number):
-        y_BTD, aux = computed(self, ex, x_BTD, number)
+    def watched(self, ex, x_BTD, inputs, number):
+        y_BTD, aux = computed(self, ex, x_BTD, inputs, number)
         scores = self.routing.scores(self._logits(ex, x_BTD)) + self.bias[...]
         best = jax.lax.top_k(scores, self.routing.experts_per_token + 1)[0]
         return y_BTD, aux | {"close": jnp.sum(best[..., -2] - best[..., -1] < GAP, dtype=jnp.float32)}

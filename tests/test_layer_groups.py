@@ -160,12 +160,12 @@ def by_hand():
         model = transformer.build(run.model)
         p = model.init(jax.random.key(0))
     ex, batch = execution(), batch_of(run.data.global_batch)
-    count = int((batch["targets"] >= 0).sum())
+    count, tokens = (int(of.sum()) for of in (batch["targets"] >= 0, batch["segments"] != 0))
 
     def objective(p):
         layers = [(model.period[0], jax.tree.map(lambda a: a[i], p[LAYERS])) for i in range(4)]
         total, (nll, _) = one_by_one(model, ex, p, batch, layers)
-        return total / count, (total - nll) / count
+        return nll / count + (total - nll) / tokens, (total - nll) / tokens
     with jax.default_matmul_precision("highest"):
         (_, aux_loss), grads = jax.jit(jax.value_and_grad(objective, has_aux=True))(p)
     norm = math.sqrt(sum(float(np.sum(np.square(g))) for g in jax.tree.leaves(grads)))

@@ -149,7 +149,9 @@ def _programs(model: Transformer, ex: Execution, T: int, room: int, how: picking
         def one_more(going: Going) -> Going:
             token_B1 = going.token_B[:, None]
             before = going.count - 1      # of the row's own tokens, those that the layers have seen
-            batch = {"tokens": token_B1, "positions": lengths_B[:, None] + before, "segments": jnp.ones_like(token_B1),
+            # A row that is done goes on as padding: no expert works for it.
+            segments_B1 = (~going.done_B)[:, None].astype(jnp.int32)
+            batch = {"tokens": token_B1, "positions": lengths_B[:, None] + before, "segments": segments_B1,
                      "index": jnp.zeros_like(token_B1), "sequence": jnp.zeros_like(going.token_B)}
             x_BTD, caches = cache.extend(model, ex, p, batch, going.caches, T + before, T - lengths_B)
             return picked(going._replace(caches=caches), model.head_logits(ex, p, x_BTD)[:, 0], budget_B, names_B, seed)

@@ -385,7 +385,7 @@ class Layer(nnx.Module):
 
     Every layer returns (x_BTD, aux). aux: {name: float32 array}, sums over the tokens of the microbatch that are added up over
     layers and microbatches; the step divides them by its number of targets and reports them under their names. The one named
-    AUX_LOSS, a scalar, is also part of the objective. A layer with an MLP has none.
+    AUX_LOSS, a scalar, is also part of the objective, and divided by the step's tokens. A layer with an MLP has none.
     """
 
     def __init__(self, cfg, rngs, everywhere: bool = False, make_moe: Callable | None = None):
@@ -405,7 +405,7 @@ class Layer(nnx.Module):
         if self.attention_post_norm is None:
             x_BTD = checkpoint_name(x_BTD, "attention_stream")
         h_BTD = normed(self.mlp_norm, x_BTD)
-        y_BTD, aux = (self.mlp(ex, self._full(ex, h_BTD)), {}) if self.moe is None else self.moe(ex, residual(h_BTD), number)
+        y_BTD, aux = (self.mlp(ex, self._full(ex, h_BTD)), {}) if self.moe is None else self.moe(ex, residual(h_BTD), inputs, number)
         y_BTD = normed(self.mlp_post_norm, residual(y_BTD))
         return residual(x_BTD + dropout(ex, y_BTD, self.dropout, inputs, 2 * number + 1)), aux
 

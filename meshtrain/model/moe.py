@@ -1,7 +1,8 @@
 """A mixture of experts in place of the MLP: a router in float32, the experts that it chooses, and shared ones for all tokens.
 
 Experts are parameters [E, D, F]; where they are computed is `ex.experts`' business (`parallel.expert`). Both balance losses are
-sums over tokens and sequences, so that no layout and no microbatch changes them.
+sums over tokens and sequences, so that no layout and no microbatch changes them. Padding (segment 0) goes to no expert, and neither
+the counts nor the losses see it: all of it is alike, so it would fill the same K experts and decide what balances them.
 Sources: sequence-wise balance: arXiv:2412.19437 (DeepSeek-V3, eq. 17 to 20); z-loss: arXiv:2202.08906 (ST-MoE); the bias:
 arXiv:2408.15664. Softmax of the chosen scores alone (Mixtral) is softmax over all, then `router_normalize`: the same numbers.
 """
@@ -19,9 +20,10 @@ from jax.sharding import PartitionSpec as P
 
 from meshtrain.layout.mesh import on_shards
 from meshtrain.layout.rules import Layout
+from meshtrain.model.inputs import Inputs
 from meshtrain.model.layers import MLP, Execution, project, recomputed
 from meshtrain.model.params import declare
-from meshtrain.names import AUX_LOSS, EXPERT_AXES, EXPERT_LOAD, LOAD_BY_LAYER
+from meshtrain.names import AUX_LOSS, EXPERT_AXES, EXPERT_LOAD, LOAD_BY_LAYER, PADDING
 
 ROUTER_AXES = ("embed", None)
 TINY = 1e-20        # beside a sum of sigmoids, which may be all zero; as DeepSeek-V3 has it
@@ -58,34 +60,35 @@ class Routing:
         return lax.top_k(scores, self.experts_per_token)[1].astype(jnp.int32)
 
     def weigh(self, scores, chosen):
-        weight = jnp.take_along_axis(scores, chosen, -1)
+        """The weights of the chosen experts, 0 where none is chosen (-1)."""
+        weight = jnp.take_along_axis(scores, jnp.maximum(chosen, 0), -1)
         if self.normalize:
             weight = weight / (weight.sum(-1, keepdims=True) + (TINY if self.score == "sigmoid" else 0.0))
-        return weight * self.scale
+        return jnp.where(chosen >= 0, weight * self.scale, 0.0)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def route(layout: Layout, routing: Routing, logits_BTE, bias_E):
+def route(layout: Layout, routing: Routing, logits_BTE, bias_E, real_BT):
     """(chosen experts [B, T, K] int32, their weights, how often each was chosen in each sequence [B, E]), float32.
 
-    logits are split like the residual stream. The gradient of the bias is how many tokens chose each expert: summed over
+    logits and real_BT are split like the residual stream. A token that is not real (padding) chooses -1: no expert. The gradient of the bias is how many tokens chose each expert: summed over
     microbatches and devices like any other, it is what the step needs to know. All axes are manual in here: XLA would gather
     the scores of all tokens for top_k.
     """
     axes = layout.every_axis("activations", "residual_seq")       # they split a sequence
 
-    def local(logits, bias):
+    def local(logits, bias, real):
         scores = routing.scores(logits)
-        chosen = routing.select(scores, bias)
+        chosen = jnp.where(real[..., None], routing.select(scores, bias), -1)
         counts = _counts(routing, chosen, (1, 2))
         return chosen, routing.weigh(scores, chosen), lax.psum(counts, axes) if axes else counts
     tokens, bias = layout.spec("activations", ("batch", "residual_seq", None)), _whole(bias_E)
     out = tokens, tokens, layout.spec("activations", ("batch", None))
-    return on_shards(local, (tokens, bias), out)(logits_BTE, bias_E)
+    return on_shards(local, (tokens, bias, P(*tokens[:2])), out)(logits_BTE, bias_E, real_BT)
 
 
-def _route_forward(layout, routing, logits_BTE, bias_E):
-    out = route(layout, routing, logits_BTE, bias_E)
+def _route_forward(layout, routing, logits_BTE, bias_E, real_BT):
+    out = route(layout, routing, logits_BTE, bias_E, real_BT)
     return out, (logits_BTE, out[0], bias_E)
 
 
@@ -101,7 +104,8 @@ def _route_backward(layout, routing, saved, cotangents):
         counts = _counts(routing, chosen, (0, 1, 2))
         return back(dweight)[0], (lax.psum(counts, axes) if axes else counts).astype(bias.dtype)
     tokens, bias = layout.spec("activations", ("batch", "residual_seq", None)), _whole(bias_E)
-    return on_shards(local, (tokens, tokens, tokens, bias), (tokens, bias))(logits_BTE, chosen_BTK, cotangents[1], bias_E)
+    args = logits_BTE, chosen_BTK, cotangents[1], bias_E
+    return *on_shards(local, (tokens, tokens, tokens, bias), (tokens, bias))(*args), None
 
 
 route.defvjp(_route_forward, _route_backward)
@@ -116,20 +120,21 @@ def _counts(routing: Routing, chosen, dims):
     return jnp.sum(chosen[..., None] == jnp.arange(routing.num_experts), dims, dtype=jnp.float32)
 
 
-def balance_loss(layout: Layout, routing: Routing, aux_loss: float, z_loss: float, logits_BTE, counts_BE):
+def balance_loss(routing: Routing, aux_loss: float, z_loss: float, logits_BTE, counts_BE, real_BT):
     """aux_loss · Σ_sequences T·E·Σ_e f_e·P_e + z_loss · Σ_tokens lse²: sums, to be divided by the tokens of the step.
 
-    f: share of the choices, not differentiated; P: mean score. Where the sequence is split by hand it is this shard's part.
+    Of a sequence its T tokens without padding. f: share of the choices, not differentiated; P: mean score. counts are of whole
+    sequences: where these are split by hand it is this shard's part of the loss.
     """
-    by_hand = layout.by_hand("activations", "residual_seq")
-    seq_len, loss = logits_BTE.shape[1] * layout.ways(by_hand), jnp.float32(0)
+    loss = jnp.float32(0)
     if aux_loss:
         scores = routing.scores(logits_BTE)
         share = scores if routing.score == "softmax" else scores / (scores.sum(-1, keepdims=True) + TINY)
-        f_BE = lax.stop_gradient(counts_BE) / (seq_len * routing.experts_per_token)
-        loss += aux_loss * routing.num_experts * jnp.sum(f_BE * share.sum(1))
+        counts_BE = lax.stop_gradient(counts_BE)
+        f_BE = counts_BE / jnp.maximum(counts_BE.sum(-1, keepdims=True), 1)
+        loss += aux_loss * routing.num_experts * jnp.sum(f_BE * jnp.sum(share * real_BT[..., None], 1))
     if z_loss:
-        loss += z_loss * jnp.sum(jax.nn.logsumexp(logits_BTE, -1) ** 2)
+        loss += z_loss * jnp.sum(real_BT * jax.nn.logsumexp(logits_BTE, -1) ** 2)
     return loss
 
 
@@ -147,11 +152,12 @@ class MoE(nnx.Module):
         self.down = declare(rngs, dtype, (E, F, D), EXPERT_AXES["down"], "matrix", std=(F * 2 * cfg.num_layers) ** -0.5)
         self.shared = MLP(cfg, rngs, cfg.shared_expert_dim) if cfg.shared_expert_dim else None
 
-    def __call__(self, ex: Execution, x_BTD, number):
+    def __call__(self, ex: Execution, x_BTD, inputs: Inputs, number):
         """(y, aux) of x, both split like the residual stream; number: of the layer."""
         logits_BTE = self._logits(ex, x_BTD)
         bias_E = None if self.bias is None else self.bias[...]
-        chosen_BTK, weight_BTK, counts_BE = route(ex.layout, self.routing, logits_BTE, bias_E)
+        real_BT = ex.layout.act(inputs.segments_BT, "batch", "residual_seq") != PADDING
+        chosen_BTK, weight_BTK, counts_BE = route(ex.layout, self.routing, logits_BTE, bias_E, real_BT)
         weights = {name: getattr(self, name)[...] for name in EXPERT_AXES if getattr(self, name) is not None}
         y_BTD = ex.experts(ex.layout, x_BTD, chosen_BTK, weight_BTK, weights)
         if self.shared is not None:
@@ -161,7 +167,7 @@ class MoE(nnx.Module):
         aux = {EXPERT_LOAD: jnp.where(layer, self._load(ex.layout, counts_BE), 0.0)}
         if ex.experts.aux_loss or ex.experts.z_loss:
             losses = ex.experts.aux_loss, ex.experts.z_loss
-            aux[AUX_LOSS] = balance_loss(ex.layout, self.routing, *losses, logits_BTE, counts_BE)
+            aux[AUX_LOSS] = balance_loss(self.routing, *losses, logits_BTE, counts_BE, real_BT)
         return y_BTD, aux
 
     def _logits(self, ex: Execution, x_BTD):

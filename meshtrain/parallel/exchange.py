@@ -26,12 +26,12 @@ class Exchange:
     def __init__(self, axes: tuple[str, ...], ways: int, e: int, chosen_TK, sorted_by: Callable):
         self.axes, self.ways, (self.T, self.K), self.chosen = axes, ways, chosen_TK.shape, chosen_TK.reshape(-1)
         count = self.chosen.size
-        self.device = self.chosen // e
+        self.device = jnp.where(self.chosen >= 0, self.chosen // e, ways)      # of padding, which has no expert, none
         self.order = sorted_by(self.device, ways)
         self.counts = jnp.sum(self.device[:, None] == jnp.arange(ways), 0, dtype=jnp.int32)
         self.first = jnp.cumsum(self.counts) - self.counts
         place = jnp.zeros(count, jnp.int32).at[self.order].set(jnp.arange(count, dtype=jnp.int32), unique_indices=True)
-        self.rank = place - self.first[self.device]             # among those for the same device
+        self.rank = place - self.first[jnp.minimum(self.device, ways - 1)]      # among those for the same device
         self.room = max(1, min(count, -(-int(CAPACITY * count) // ways)))
         self.filled = count / (ways * self.room)                # of the rooms, where experts are equally busy
         self.rounds = lax.pmax(-(-self.counts.max() // self.room), axes)
@@ -53,7 +53,7 @@ class Round:
         rank = jnp.arange(of.room)[None] + n * of.room
         self.of, self.here = of, (rank < of.counts[:, None]).reshape(-1)
         self.assignment = of.order[jnp.where(self.here, (of.first[:, None] + rank).reshape(-1), 0)]
-        mine = of.rank // of.room == n
+        mine = (of.rank // of.room == n) & (of.device < of.ways)
         self.mine_TK = mine.reshape(of.T, of.K)
         self.row_TK = jnp.where(mine, of.device * of.room + of.rank % of.room, 0).reshape(of.T, of.K)
 

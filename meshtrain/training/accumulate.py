@@ -71,7 +71,7 @@ def scanned(step: StepSpec):
     """(`gradients`, `evaluate`, `preferred`), microbatch after microbatch.
 
     gradients: (params, batch, dropout key) -> (grads placed as [optimizer], loss, count, aux), of what is trained alone; aux:
-    the layers' sums by name, divided by count, AUX_LOSS by the tokens with a target, whatever the objective counts. evaluate:
+    the layers' sums by name, divided by count, AUX_LOSS by the tokens without padding, whatever the objective counts. evaluate:
     (params, batch) -> sum of the loss. preferred, of DPO: (params, batch) -> `Preference.preferred` of every sequence,
     [microbatches, replicas, sequences].
     """
@@ -98,7 +98,7 @@ def scanned(step: StepSpec):
 
     def gradients(p, batch, key):
         p, count = step.model.divided(as_read(p)), jnp.maximum(aim.count(batch), 1).astype(jnp.float32)
-        counts = count, aim.targets(batch, count)
+        counts = count, objective.tokens(batch)
         if step.ex.in_order:
             batch = after(batch, counts)
         stacks, avals = _stacks(step, replicated, p, jax.tree.map(lambda x: x[0], batch), counts, key)
@@ -146,8 +146,8 @@ def _by_hand(step: StepSpec):
     model, ex, aim = step.model, step.ex, objective.of_run(step.run.training)
 
     def added(p, grads, microbatch, counts, key, stacks, room):
-        (p, frozen), (count, targets) = p, counts
-        ends, e, aux, done = split.wide(without_layers(p)), (model.inputs(microbatch, key), targets), {}, []
+        (p, frozen), (count, tokens) = p, counts
+        ends, e, aux, done = split.wide(without_layers(p)), (model.inputs(microbatch, key), tokens), {}, []
         with_frozen = lambda ends: params.joined(ends, without_layers(frozen))
         x_BTD, back_of_embed = jax.vjp(lambda ends: model.embed(ex, with_frozen(ends), microbatch, key), ends)
         for layers, w, (_, group), own_room in zip(stacks, _weights(model, p, frozen), model.numbered(), room, strict=True):
@@ -184,10 +184,10 @@ def _stacks(step: StepSpec, replicated: Callable, p, microbatch, counts, key):
     (p, frozen), found = p, []
 
     def repeat(group: transformer.Group, trained, x_BTD, e):
-        (number, frozen), (inputs, targets) = e
+        (number, frozen), (inputs, tokens) = e
         weights = tuple(map(params.joined, trained, frozen))
         y_BTD, aux = group.apply(step.ex, weights, x_BTD, (number, inputs))
-        return with_loss(y_BTD, aux[AUX_LOSS] / targets) if AUX_LOSS in aux else y_BTD, aux
+        return with_loss(y_BTD, aux[AUX_LOSS] / tokens) if AUX_LOSS in aux else y_BTD, aux
 
     def keep(microbatch):
         e = step.model.inputs(microbatch, key), counts[1]

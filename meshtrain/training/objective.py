@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from meshtrain.model.layers import Execution
 from meshtrain.model.transformer import Transformer
-from meshtrain.names import CHOSEN, NO_TARGET, REJECTED
+from meshtrain.names import CHOSEN, NO_TARGET, PADDING, REJECTED
 
 FIELDS = {"tokens": 1, "targets": 1, "segments": 1, "positions": 1, "index": 1, "sequence": 0}  # of a batch: dims after [batch]
 
@@ -26,10 +26,6 @@ class NextToken:
 
     def count(self, batch):
         return jnp.sum(batch["targets"] != NO_TARGET)
-
-    def targets(self, batch, count):
-        """Tokens with a target, by which sums over tokens are divided that layers make. count: `count` of the batch."""
-        return count
 
     def head(self, model: Transformer, ex: Execution, p, x_BTD, batch):
         """(objective, loss, aux), sums over the microbatch; the objective is differentiated."""
@@ -51,9 +47,6 @@ class Preference:
     def count(self, batch):
         return jnp.sum(self._pairs(batch))
 
-    def targets(self, batch, count):
-        return jnp.maximum(jnp.sum(batch["targets"] != NO_TARGET), 1).astype(jnp.float32)
-
     def head(self, model: Transformer, ex: Execution, p, x_BTD, batch):
         margin_B = self.beta * (self.preferred(model, ex, p, x_BTD, batch) - batch["reference"])
         real_B = self._pairs(batch)
@@ -70,6 +63,12 @@ class Preference:
     @staticmethod
     def _pairs(batch):
         return jnp.any(batch["segments"] == REJECTED, -1)
+
+
+def tokens(batch):
+    """The tokens of a step without padding, by which AUX_LOSS is divided: whatever share of them are targets, the routers' losses
+    weigh the same."""
+    return jnp.maximum(jnp.sum(batch["segments"] != PADDING), 1).astype(jnp.float32)
 
 
 def of_run(training) -> NextToken | Preference:

@@ -23,8 +23,8 @@ from meshtrain.model.transformer import Transformer, without_layers
 from meshtrain.names import AUX_LOSS, LAYERS, NO_TARGET
 from meshtrain.parallel import pipeline, split, stages, switch
 from meshtrain.parallel.schedules import Schedule
+from meshtrain.training import objective
 from meshtrain.training.accumulate import StepSpec, drops, reduce_once
-from meshtrain.training.objective import FIELDS
 
 _map_axes = functools.partial(jax.tree.map, is_leaf=rules.is_axes)
 
@@ -51,7 +51,7 @@ def pipelined(step: StepSpec, schedule: Schedule):
 
     def gradients(p, batch, key):
         count = jnp.maximum(jnp.sum(batch["targets"] != NO_TARGET), 1).astype(jnp.float32)
-        extra = {"count": count} | ({} if key is None else {"key": key})
+        extra = {"count": count, "tokens": objective.tokens(batch)} | ({} if key is None else {"key": key})
         executor = switch if schedule.family == "switch" else pipeline
         weights = _into_loop(step, p, num_stages, schedule.num_chunks)
         nll, ws, ends, before, aux = executor.gradients(schedule, functions, step.mesh, summed, weights, batch, extra, **specs)
@@ -59,11 +59,12 @@ def pipelined(step: StepSpec, schedule: Schedule):
         before = _map_axes(lambda axes, g: reduce_once(layout, (*summed, pipeline.STAGE), axes, g), before_axes, before)
         layers = model.from_period(_map_axes(out_of_stages, model.first(layers_axes), ws), before)
         grads[LAYERS] = _map_axes(lambda axes, g: layout.constrain("optimizer", g, axes), layers_axes, layers)
-        return grads, nll.sum() / count, count, jax.tree.map(lambda a: a.sum(0) / count, aux)
+        divided = {name: a.sum(0) / (extra["tokens"] if name == AUX_LOSS else count) for name, a in aux.items()}
+        return grads, nll.sum() / count, count, divided
 
     def evaluate(p, batch):
         weights = _into_loop(step, p, num_stages, 1)
-        return pipeline.evaluate(functions, step.mesh, summed, weights, batch, {"count": jnp.float32(1)}, **specs).sum()
+        return pipeline.evaluate(functions, step.mesh, summed, weights, batch, dict.fromkeys(("count", "tokens"), jnp.float32(1)), **specs).sum()
 
     return gradients, evaluate
 
@@ -76,24 +77,24 @@ def _functions(step: StepSpec, virtual_stages: int) -> pipeline.ModelFunctions:
     before = leading.num_layers if leading else 0
 
     def prepare(microbatch, extra):
-        return model.inputs(microbatch, extra.get("key")), extra["count"]
+        return model.inputs(microbatch, extra.get("key")), extra["tokens"]
 
     def embed(ends, frozen, microbatch, extra):
         return model.embed(ex, params.joined(ends, frozen), microbatch, extra.get("key"))
 
-    def layer(of, weights, x, number, inputs, count):
+    def layer(of, weights, x, number, inputs, tokens):
         y, aux = transformer.block(ex, of, weights, x, inputs, number)
         if uneven:
             aux = jax.tree.map(lambda a: jnp.where(number < num_layers, a, 0), aux)
         if AUX_LOSS in aux:
-            y = with_loss(y, aux[AUX_LOSS] / count)
+            y = with_loss(y, aux[AUX_LOSS] / tokens)
         return jnp.where(number < num_layers, y, x) if uneven else y, aux
 
     def period(weights, x, e):
-        (number, frozen), (inputs, count) = e
+        (number, frozen), (inputs, tokens) = e
         sums: dict = {}
         for i, (of, w) in enumerate(zip(model.period, model.staged[0].weights(params.joined(weights, frozen)), strict=True)):
-            x, aux = layer(of, w, x, before + number * len(model.period) + i, inputs, count)
+            x, aux = layer(of, w, x, before + number * len(model.period) + i, inputs, tokens)
             sums = transformer.add_aux(sums, aux)
         return x, sums
 
@@ -153,7 +154,7 @@ def layer_fbw(run, model: Transformer, layout: Layout, mesh, attend: Callable, e
     def trace():
         nonlocal fbw
         key = jax.random.key(0) if drops(run) else None
-        inputs = model.inputs({name: jnp.zeros(sizes[:1 + dims], jnp.int32) for name, dims in FIELDS.items()}, key)
+        inputs = model.inputs({name: jnp.zeros(sizes[:1 + dims], jnp.int32) for name, dims in objective.FIELDS.items()}, key)
         group = model.staged[0]
         assert group.period == model.period
         layers = lambda w, x, e: group.apply(ex, group.weights(params.joined(w, e[2])), x, (e[0], e[1]))
