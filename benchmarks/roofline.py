@@ -25,7 +25,7 @@ from meshtrain.cost import flops, hardware, report, roofline
 GPUS = ("h100", "a100-80gb", "h200", "b200")
 FLAT = {"matmul.best": .78, "matmul.sustained": 1, "matmul.clock": 1, "matmul.wave": 0, "matmul.k0": 0,
         "attention.cudnn_forward": .60, "attention.cudnn_backward": .50, "attention.pallas_forward": .38,
-        "attention.pallas_backward": .28, "attention.ramp": 0, "hbm.share": .85, "link.hop_us": 15, "link.host_hop_us": 15,
+        "attention.pallas_backward": .28, "attention.ramp": 0, "hbm.share": .85, "link.start_us": 15, "link.hop_us": 0, "link.host_hop_us": 0,
         "link.contend": 0, "step.overhead": 0}  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from meshtrain.layout.mesh import MeshSpec
 
 H100 = hardware.get("h100")
 PLAIN = {name: 1.0 for name in TABLE if name.endswith((".best", ".sustained", ".share", "narrow", "forward", "backward"))} | {
-    "matmul.wave": 0, "matmul.k0": 0, "attention.ramp": 0, "link.hop_us": 0, "link.host_hop_us": 0, "link.contend": 0,
+    "matmul.wave": 0, "matmul.k0": 0, "attention.ramp": 0, "link.start_us": 0, "link.hop_us": 0, "link.host_hop_us": 0, "link.contend": 0,
     "kernel.launch_us": 0, "step.overhead": 0}  # fmt: skip
 HBM, NVLINK, NIC, PEAK = H100.hbm_bytes_per_s, H100.intra_host_bytes_per_s, H100.inter_host_bytes_per_s, H100.peak("bfloat16")
 MB = 2**20
@@ -260,6 +260,20 @@ def test_a_ring_inside_a_host_goes_over_nvlink_and_one_between_hosts_over_its_me
     assert seconds(64, 8) == pytest.approx(factor * 1e9 * 7 / 8 / (8 * NIC)), "whole hosts: eight NICs"
     assert seconds(16, 8) == pytest.approx(factor * 1e9 * 15 / 16 / NVLINK), "NVLink is the slower one"
     assert seconds(1, 1) == 0
+
+
+def test_latency_grows_with_the_members_of_a_group():
+    """As NCCL's own model has it; of many hosts an all-reduce takes a tree."""
+    rated = rates.Rates(H100, Assumptions("h100"))
+    latency_us = lambda kind, size, per_domain: 1e6 * rated.collective_s(kind, 0, rates.Group(size, per_domain))
+    assert latency_us("all-gather", 8, 8) == pytest.approx(14 + 7 * 1.9)
+    assert latency_us("reduce-scatter", 64, 8) == pytest.approx(14 + 56 * 1.9 + 7 * 4.0)
+    assert latency_us("all-gather", 1024, 8) == pytest.approx(2224, abs=1)
+    assert latency_us("all-reduce", 8, 8) == pytest.approx(14 + 2 * 7 * 1.25)
+    assert latency_us("all-reduce", 1024, 8) == pytest.approx(14 + 2 * (7 * 1.25 + 7 * 8.5))
+    assert latency_us("collective-permute", 1024, 8) == pytest.approx(18)
+    large_s = [rated.collective_s("all-reduce", 1e9, rates.Group(16, 8)) - rated.collective_s("all-gather", 1e9, rates.Group(16, 8))]
+    assert large_s == [pytest.approx(1e9 * 15 / 16 / (.8 * NVLINK) + (14 * 1.9 + 4.0) * 1e-6)], "of large arrays a ring"
 
 
 GATHER = "replica_groups={}, dimensions={{0}}"

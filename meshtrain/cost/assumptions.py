@@ -16,6 +16,7 @@ _HOT = "a step is hot: power and clocks; from published runs. Blackwell rests on
 _GROUPED = ("share of the dense bf16 peak that rows × experts' matrices, or the latter's gradients, reach in Triton, before "
             "matmul.sustained. assumption: as Liger-Kernel's at the shapes of Qwen3-30B-A3B on H100, 501 TFLOP/s forward, 413 "
             "both ways (Liger-Kernel 1294). To be measured")
+_NCCL = "microseconds in NCCL's own model (NVIDIA/nccl, src/graph/tuning.cc, protocol LL128): "
 _FLASH = ("share of the dense bf16 peak, the causal half counted; FlashAttention-3's paper: H100, head_dim 128, 4,096 tokens, "
           "cuDNN 609 TFLOP/s forward; SimuMax on B200: .44 to .58 forward, .37 to .44 backward")
 _ELSEWHERE = "share of the dense bf16 peak, the causal half counted; for runs of other frameworks: "
@@ -73,8 +74,9 @@ TABLE = {row.name: row for row in (
     Assumption("link.share", {"": .80}, "of one direction of NVLink; rings measured: H100 and H200 .80 to .82, A100 .78"),
     Assumption("nic.share", {"": .80}, "of a NIC's rate in the hardware table; measured: 32 H200 over 8 × 400 Gb/s .91. A "
                "slower network is set here: 100 Gb/s a GPU where the table has 400 is 0.2"),
-    Assumption("link.hop_us", {"": 2}, "latency of a collective inside a link domain (NCCL)", 0, 1e4),
-    Assumption("link.host_hop_us", {"": 10}, "latency of a collective between hosts (NCCL)", 0, 1e4),
+    Assumption("link.start_us", {"": 14}, _NCCL + "base latency of a ring", 0, 1e4),
+    Assumption("link.hop_us", {"": 1.9}, _NCCL + "a ring's step inside a link domain", 0, 1e4),
+    Assumption("link.host_hop_us", {"": 4.0}, _NCCL + "a ring's step between hosts", 0, 1e4),
     Assumption("link.contend", {"": .40}, "a hidden collective slows what runs beside it by this share of its own time: NCCL "
                "takes multiprocessors and memory bandwidth; from published runs", 0),
     Assumption("overlap.fsdp", {"": .90}, "share of a layer's compute behind which its weights' gathers and its gradients' "

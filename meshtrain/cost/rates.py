@@ -15,6 +15,9 @@ from meshtrain.parallel import attention
 
 TILE = 128 * 256        # elements of the output that one multiprocessor makes at a time, in the largest tiles of cuBLAS
 US = 1e-6
+# A hop of NCCL's trees over one of its rings inside a domain (1.25 of 1.9 µs) and between hosts (8.5 of 4.0), and a tree's
+# share of a ring's bandwidth. Source: NVIDIA/nccl, src/graph/tuning.cc, protocol LL128.
+TREE, TREE_SHARE = (1.25 / 1.9, 8.5 / 4.0), .92
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +113,8 @@ class Rates:
         """array_bytes: the whole array of an all-gather, reduce-scatter or all-reduce; what one GPU sends of others.
 
         Inside a domain each GPU sends (n−1)/n of the array to its neighbour. What enters a domain comes in through the NICs
-        of its members: a group with one GPU on each host has one NIC a host, one with eight has eight.
+        of its members: a group with one GPU on each host has one NIC a host, one with eight has eight. A ring has a step for
+        each member but one, and its latency grows with them; an all-reduce over many hosts takes a tree (NCCL, tuning.cc).
         """
         a, n = self.assumed, group.size
         if n == 1:
@@ -118,16 +122,21 @@ class Rates:
         link = self.gpu.intra_host_bytes_per_s * a["link.share"]
         nic = self.gpu.inter_host_bytes_per_s * a["nic.share"]
         crossing = group.domains > 1
+        start_s, hop_s, host_hop_s = (US * a[name] for name in ("link.start_us", "link.hop_us", "link.host_hop_us"))
+        once_s = start_s + (host_hop_s if crossing else hop_s)
         if kind == "collective-permute":
-            seconds = array_bytes / (nic if crossing else link)
-        elif kind in ("all-to-all", "ragged-all-to-all"):
+            return once_s + array_bytes / (nic if crossing else link)
+        if kind in ("all-to-all", "ragged-all-to-all"):     # assumption: all members are reached at once
             outside = (n - group.per_domain) / n
-            seconds = array_bytes * max((group.per_domain - 1) / n / link, outside / nic)
-        else:
-            inside = array_bytes * (n - 1) / n / link if group.per_domain > 1 else 0.0
-            between = array_bytes * (group.domains - 1) / group.domains / (group.per_domain * nic)
-            seconds = max(inside, between) * (2 if kind == "all-reduce" else 1)
-        return seconds + (a["link.host_hop_us"] if crossing else a["link.hop_us"]) * US
+            return once_s + array_bytes * max((group.per_domain - 1) / n / link, outside / nic)
+        inside = array_bytes * (n - 1) / n / link if group.per_domain > 1 else 0.0
+        between = array_bytes * (group.domains - 1) / group.domains / (group.per_domain * nic)
+        round_s = max(inside, between) + (n - group.domains) * hop_s + (group.domains - 1) * host_hop_s
+        if kind != "all-reduce":
+            return start_s + round_s
+        tree_hop_s, tree_host_hop_s = hop_s * TREE[0], host_hop_s * TREE[1]
+        depth_s = (group.per_domain - 1) * tree_hop_s + math.log2(group.domains) * tree_host_hop_s
+        return start_s + 2 * min(round_s, max(inside, between) / TREE_SHARE + depth_s)
 
     @property
     def host_bytes_per_s(self) -> float:
