@@ -85,6 +85,9 @@ def flags(argv: Sequence[str]) -> tuple[list[str], int, str, int, bool]:
 
 def _table(directory: Path) -> str:
     """The section [model] of a folder. Raises: ConfigError with every fault of it."""
+    if not folder.is_one(directory) and (directory / "checkpoints").is_dir():
+        raise ConfigError(f"{directory} is a run's directory; name the model folder that its weights are to be written to, too: "
+                          f"python -m meshtrain.convert {directory} OUT")
     with config.user_errors():
         found = folder.open_folder(directory)
         shape = config.Model(**found.model)

@@ -16,6 +16,7 @@ import importlib
 import json
 import math
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -76,7 +77,8 @@ def _evaluate(argv: list[str]) -> None:
     if 0 < (longest := found.longest()) < found.run.data.seq_len:
         say.err(f"note: data.seq_len={found.run.data.seq_len} is more than the {longest} tokens that the model was made for "
                 "(max_position_embeddings of its config.json); tokens beyond them are predicted badly")
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        stops.end_together(lambda: shutil.rmtree(scratch, ignore_errors=True))      # a stop runs no end of this block
         corpus, sets = _open_data(found, bool(options["tasks"]), Path(scratch))
         asked = _asked(found, options) if options["tasks"] else None
         placed = found.place()
@@ -216,6 +218,8 @@ def options_of(argv: list[str]) -> tuple[dict, str, list[str]]:
     tasks = [task for task in asked.last("tasks", "").split(",") if task]
     if asked.last("tasks") and not tasks:
         faults.append("--tasks names none; give their names, comma-separated, e.g. --tasks lambada_openai,hellaswag")
+    faults += [f"--{name} {asked.last(name)} is of the harness's tasks, and none is asked for; add e.g. --tasks hellaswag, or leave it out"
+               for name in ("num-fewshot", "limit") if name in asked.values and "tasks" not in asked.values]
     if faults:
         raise ConfigError(*faults)
     numbers = {name: int(asked.last(name)) if name in asked.values else None for name in ("num-fewshot", "limit")}

@@ -106,6 +106,8 @@ def _streamed(words: Words, ask) -> str:
 def _converse(generator, found: trained.Trained, talking: talk.Talk, limits: Limits, words: Words, options: dict) -> None:
     """Answers each line of stdin, the conversation so far before it; ends where stdin ends."""
     messages: list[dict] = []
+    if hasattr(sys.stdin, "reconfigure"):       # what is not UTF-8 costs a line and not the conversation, in any locale
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     while True:
         if say.on_terminal():
             say.part("> ")
@@ -113,6 +115,9 @@ def _converse(generator, found: trained.Trained, talking: talk.Talk, limits: Lim
         if not line:
             return
         if not line.strip():
+            continue
+        if not _is_text(line):
+            say.err("error: that line is not UTF-8, and is left out; type it again, or set the terminal to UTF-8")
             continue
         asked = [*messages, {"role": "user", "content": line.rstrip("\n")}]
         try:
@@ -207,21 +212,32 @@ def _ids(text: str) -> list[list[int]]:
 
 
 def _lines(path: str, chats: bool) -> list:
-    """The prompts of a file, a line each; chats: they may be lists of messages. Raises: ConfigError."""
+    """The prompts of a file, a line each, as editors count them: what else Unicode calls a line break is text. chats: they may be
+    lists of messages. Raises: ConfigError."""
     try:
         with open(path, "rb") as file:
             content = file.read(MOST_PROMPT_BYTES + 1)
-        lines = content.decode().splitlines() if len(content) <= MOST_PROMPT_BYTES else None
+        text = content.decode("utf-8-sig") if len(content) <= MOST_PROMPT_BYTES else None
     except OSError as error:
         raise ConfigError(f"--prompts {path} cannot be read: {error.strerror}; name a file with a prompt on each line") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"--prompts {path} is not text (byte {error.start} is not UTF-8); name a file of UTF-8") from None
-    if lines is None:
+    if text is None:
         raise ConfigError(f"--prompts {path} is larger than {MOST_PROMPT_BYTES:,} bytes; name a file of prompts")
-    found = [line for line in lines if line.strip()]
+    lines = text.replace("\r\n", "\n").split("\n")
+    found = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
         raise ConfigError(f"--prompts {path} is empty; write a prompt on each line")
-    return [_of_json(path, number + 1, line, chats) for number, line in enumerate(found)] if path.endswith(".jsonl") else found
+    return [_of_json(path, number, line, chats) if path.endswith(".jsonl") else line for number, line in found]
+
+
+def _is_text(words: str) -> bool:
+    """Whether all of what the command line or stdin gave was UTF-8: Python hands on other bytes as lone surrogates."""
+    try:
+        words.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _of_json(path: str, number: int, line: str, chats: bool):
@@ -251,6 +267,8 @@ def options_of(argv: list[str]) -> tuple[dict, dict[str, list[str]], str, list[s
         faults.append(f"{len(asked.names)} directories are named{few}, where one run's directory or model folder is asked for; "
                       f"the usage is {USAGE}")
     kinds = [name for name in ("prompt", "prompts", "prompt-ids") if texts[name]]
+    faults += [f"--{name} {ascii(one)[:60]} is not UTF-8; give text in UTF-8, or token ids, --prompt-ids '[[5, 6], [7]]'"
+               for name in ("prompt", "stop") for one in texts[name] if not _is_text(one)]
     if faults:
         raise ConfigError(*faults)
     if len(kinds) != 1 and not (flags["chat"] and not kinds) or flags["chat"] and texts["prompt-ids"]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -51,6 +52,8 @@ def main(argv: Sequence[str]) -> int:
         if own["html"]:
             with config.user_errors():
                 skin.check_free("--html", own["html"])
+        if own["update"]:
+            _check_writable(own["expect"])
         before = _expected(own["expect"]) if own["expect"] and not own["update"] else None
         if own["schedule"]:
             _show_schedule(run, own["topology"], say.err if as_json else say.out)
@@ -134,7 +137,7 @@ def _own_flags(argv: list[str]) -> tuple[dict, list[str]]:
 def _expected(path: str) -> expect.Expected:
     """Raises: ConfigError."""
     try:
-        return expect.loads(Path(path).read_text())
+        return expect.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"--expect={path}: there is no such file; --expect {path} --update writes it") from None
     except OSError as error:
@@ -143,10 +146,19 @@ def _expected(path: str) -> expect.Expected:
         raise ConfigError(f"--expect={path} is not what --update writes: {error}; write it anew with --update") from None
 
 
+def _check_writable(path: str) -> None:
+    """Before anything is compiled; touches nothing. Raises: ConfigError."""
+    parent = Path(path).parent
+    fault = ("it is a directory" if Path(path).is_dir() else f"there is no directory {parent}" if not parent.is_dir() else
+             "" if os.access(path if os.path.exists(path) else parent, os.W_OK) else "that is not permitted")
+    if fault:
+        raise ConfigError(f"--expect={path} cannot be written: {fault}; name a file that can")
+
+
 def _write(path: str, text: str) -> None:
     """Raises: ConfigError."""
     try:
-        Path(path).write_text(text)
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--expect={path} cannot be written: {error.strerror}; name a file that can") from None
     say.err(f"written: {path}")

@@ -49,7 +49,7 @@ USAGE = ("python -m meshtrain.plan MODEL|RUN.toml --gpus N --gpu NAME [--seq-len
          "[--max-memory GiB] [--gpus-per-host N] [--tokens T] [--budget-hours H] [--assume NAME=VALUE] [--json] "
          "[--html FILE] [--write RUN.toml] [--verify K] [--section.key value ...]")
 COUNTS = ("verify", "seq-len", "global-batch", "gpus-per-host", "chunks", "microbatches", *AXES)
-WORDS = {"gpu": tuple(hardware.GPUS), "schedule": tuple(name for name in NAMES if name != "zb_h1"), "remat": (*search.REMAT, search.OFFLOAD),
+WORDS = {"gpu": hardware.priced(), "schedule": tuple(name for name in NAMES if name != "zb_h1"), "remat": (*search.REMAT, search.OFFLOAD),
          "compute-dtype": ("bfloat16", "float32"), "write": None, "html": None}
 NUMBERS = {"max-memory": ("GiB", "70"), "tokens": ("tokens", "1e12"), "budget-hours": ("GPU hours", "100000")}
 MANY = {"assume": "matmul.best=0.7", "rules": "my_rules.toml"}
@@ -67,9 +67,10 @@ def main(argv: Sequence[str]) -> int:
 def _plan(argv: list[str]) -> None:
     options, rest = flags(argv)
     run = asked(options, rest)
-    if "html" in options:
-        with config.user_errors():
-            skin.check_free("--html", options["html"])
+    with config.user_errors():
+        for option in ("html", "write"):
+            if option in options:
+                skin.check_free(f"--{option}", options[option])
     answers = [answered(run, options, count) for count in options["gpus"]]
     question, answer = answers[0]
     free = search.search(dataclasses.replace(question, fixed={})) if question.fixed and answer.plans else None
@@ -80,7 +81,8 @@ def _plan(argv: list[str]) -> None:
         with config.user_errors():
             skin.write("--html", options["html"], plans.page(as_json(run, answers, length, compiled, stands)))
     if "write" in options and answer.plans:
-        _write(run_file(run, answer.plans[0], options["write"]), options["write"])
+        with config.user_errors():
+            skin.write("--write", options["write"], run_file(run, answer.plans[0], options["write"]))
     if options["json"]:
         say.out(json.dumps(as_json(run, answers, length, compiled, stands)))
     else:
@@ -222,8 +224,6 @@ def question_of(run: Run, options: dict, num_gpus: int) -> search.Question:
     """Raises: ConfigError."""
     with config.user_errors():
         gpu = hardware.get(options["gpu"])
-        if gpu.hbm_bytes is None:
-            raise ConfigError(f"--gpu={gpu.name}: its speed is not known, so no layout has a price; use e.g. --gpu h100")
         if count := options.get("gpus-per-host"):
             rack = gpu.gpus_per_link_domain > gpu.gpus_per_host
             gpu = dataclasses.replace(gpu, gpus_per_host=count, gpus_per_link_domain=gpu.gpus_per_link_domain if rack else count)
@@ -300,17 +300,6 @@ def run_file(run: Run, plan: search.Plan, path: str) -> str:
     """The text of the run file of a plan, which needs no preset. path: where it will stand."""
     _, *lines = config.dump(laid_out(run, plan)).splitlines()
     return "\n".join([f"# python -m meshtrain.train {shlex.quote(path)}", *lines]) + "\n"
-
-
-def _write(text: str, path: str) -> None:
-    """Raises: ConfigError where it cannot be written, or a file is there."""
-    try:
-        with open(Path(path), "x") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"--write={path} is there already; name another file, or remove it") from None
-    except OSError as error:
-        raise ConfigError(f"--write={path} cannot be written: {error.strerror}; name a file that can") from None
 
 
 if __name__ == "__main__":

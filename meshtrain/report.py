@@ -1,12 +1,14 @@
-"""python -m meshtrain.report RUN_DIR [--html FILE]: what a run has measured, beside what was priced before it began.
+"""python -m meshtrain.report RUN_DIR [--json] [--html FILE]: what a run has measured, beside what was priced before it began.
 
 Reads what the run's directory holds, during the run and after it, however it ended, and disturbs nothing; no GPU is needed.
-With --html a page for a browser is written, too, one file that loads nothing.
+With --json only JSON is printed, all that the page shows. With --html a page for a browser is written, too, one file that loads
+nothing.
 Exit codes: 0 · 2 the user's mistake, one message · 75 stopped on request.
 """
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -28,7 +30,7 @@ from meshtrain.run import goodput, measured, rows
 from meshtrain.units import duration
 
 TRIES = 8       # the newest, each in a line
-USAGE = "python -m meshtrain.report RUN_DIR [--html FILE]"
+USAGE = "python -m meshtrain.report RUN_DIR [--json] [--html FILE]"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,29 +38,42 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _report(argv: list[str]) -> None:
-    directory, html = flags(argv)
+    directory, html, as_json = flags(argv)
     with config.user_errors():
         if html:
             skin.check_free("--html", html)
-        told = measured.of(Path(directory))
+        told = _with_a_known_price(measured.of(Path(directory)))
         if html:
             skin.write("--html", html, pages.page(told))
     if told["no_rows"]:
         say.err(f"{told['no_rows']:,} lines of {told['dir']}/{rows.NAME} are no rows of metrics; they are left out")
-    say.out(summary(told))
+    say.out(json.dumps(told) if as_json else summary(told))
     if html:
         say.err(f"written: {html}")
 
 
-def flags(argv: list[str]) -> tuple[str, str | None]:
-    """(RUN_DIR, --html). Raises: ConfigError."""
-    asked = config.split(argv, USAGE, {"html": "report.html"})
+def _with_a_known_price(told: dict) -> dict:
+    """Without the price of another version of meshtrain, whose parts have other names."""
+    try:
+        pages.page(told)
+        return told
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+        if told["priced"] is None:
+            raise
+    say.err(f"note: {told['dir']}/{measured.COST} was written by another version of meshtrain, and is left out; train writes it anew "
+            "with the next start")
+    return told | {"priced": None}
+
+
+def flags(argv: list[str]) -> tuple[str, str | None, bool]:
+    """(RUN_DIR, --html, --json). Raises: ConfigError."""
+    asked = config.split(argv, USAGE, {"html": "report.html"}, ("json",))
     faults = asked.faults + [f"{key} changes nothing of a run that is over; the usage is {USAGE}" for key in asked.keys[:1]]
     if len(asked.names) != 1 and not faults:
         faults.append(f"{'which run' if not asked.names else 'one run at a time'}? The usage is {USAGE}")
     if faults:
         raise ConfigError(*faults)
-    return asked.names[0], asked.last("html")
+    return asked.names[0], asked.last("html"), "json" in asked.flags
 
 
 def summary(told: dict) -> str:

@@ -8,7 +8,7 @@ import pytest
 from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
 from folders import GOLDENS
 
-from meshtrain import evaluate, train, trained
+from meshtrain import config, evaluate, train, trained
 from meshtrain.data import tokenizer
 from meshtrain.names import NO_TARGET
 
@@ -103,6 +103,25 @@ def trained_tokenizer(path, kind: str):
                                                                                               initial_alphabet=alphabet))
     library.save(str(path))
     return tokenizer.open_file(str(path))
+
+
+def test_options_of_tasks_are_refused_without_any():
+    refused(call(evaluate.main, GOLDENS / "qwen3", "--limit=3", "--num-fewshot=2"), "--limit 3 is of the harness's tasks",
+            "--num-fewshot 2 is of the harness's tasks")
+
+
+def test_a_stop_leaves_no_token_cache_behind(monkeypatch):
+    """It ends the process at once, from a thread: no block comes to its end."""
+    ends = []
+
+    def stopped(found, may_be_none, scratch):
+        (scratch / "tokens.npy").touch()
+        ends[-1]()
+        assert not scratch.exists()
+        raise config.ConfigError("seen")
+    monkeypatch.setattr(evaluate.stops, "end_together", ends.append)
+    monkeypatch.setattr(evaluate, "_open_data", stopped)
+    refused(call(evaluate.main, GOLDENS / "qwen3"), "seen")
 
 
 def test_the_bytes_of_a_texts_tokens_are_the_bytes_of_the_text(tmp_path):

@@ -78,4 +78,10 @@ def test_a_gate_without_its_file_says_how_to_write_it(tiny, tmp_path):  # noqa: 
     refused(call(inspect.main, *tiny, "--expect", "other.toml"), "is not what --update writes")
     refused(call(inspect.main, *tiny, "--expect"), "--expect has no value")
     refused(call(inspect.main, *tiny, "--update"), "--update says nothing alone")
+
+
+@pytest.mark.parametrize("path, said", [("no/where.toml", "there is no directory no"), (".", "it is a directory")])
+def test_where_nothing_can_be_written_is_told_before_anything_is_compiled(tiny, path, said, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(inspect.assembly, "assemble", None)
+    refused(call(inspect.main, *tiny, "--expect", path, "--update"), f"--expect={path} cannot be written: {said}")
     refused(call(inspect.main, *tiny, "--schedule", "--expect", "a.toml"), "--schedule compiles nothing")

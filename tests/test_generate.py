@@ -263,9 +263,9 @@ def test_a_run_is_talked_to_by_a_template_and_remembers_what_was_said(run_dir, t
     assert "\n" not in once["text"], "what the template writes behind an answer ends it"
     once = json.loads(call(generate.main, *asked, "--prompts", tmp_path / "asked.jsonl", "--json").out)["completions"][0]
     assert bytes(once["prompt_ids"]).decode() == "[system]be\n[user]6\n[assistant]"
-    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\n\n\xff?\ntwo"), encoding="ascii"))
     ran = call(generate.main, *asked)
-    assert (ran.code, ran.err) == (0, ""), ran
+    assert ran.code == 0 and ran.err.startswith("error: that line is not UTF-8") and ran.err.count("\n") == 1, ran
     first = json.loads(call(generate.main, *asked, "--prompt", "one", "--json").out)["completions"][0]["text"]
     history = [{"role": "user", "content": "one"}, {"role": "assistant", "content": first}, {"role": "user", "content": "two"}]
     (tmp_path / "asked.jsonl").write_text(json.dumps({"messages": history}))
@@ -347,6 +347,21 @@ def test_what_is_wrong_with_prompts_of_a_run_is_told(run_dir, tmp_path):
                         (["--prompts", "bytes.txt"], "not text"), (["--prompt-ids", "[[300]]"], "has the id 300"),
                         (["--prompt=a", "--step=3"], "--step 3 is not saved")):
         refused(call(generate.main, run_dir, *given), part)
+
+
+def test_a_prompt_is_what_editors_call_a_line(tmp_path):
+    (tmp_path / "a.txt").write_bytes("\ufeffone\x0cmore\u2028and\x85on\r\n\n two\n".encode())
+    assert generate._lines(str(tmp_path / "a.txt"), False) == ["one\x0cmore\u2028and\x85on", " two"]
+    (tmp_path / "a.jsonl").write_bytes('\ufeff{"prompt": "one\u2028two"}\r\n\n{"prompt": "b"}\n'.encode())
+    assert generate._lines(str(tmp_path / "a.jsonl"), False) == ["one\u2028two", "b"]
+    (tmp_path / "b.jsonl").write_text('{"prompt": "a"}\n\n{}\n')
+    with pytest.raises(config.ConfigError, match="b.jsonl: line 3 is not"):
+        generate._lines(str(tmp_path / "b.jsonl"), False)
+
+
+@pytest.mark.parametrize("name", ["prompt", "stop"])
+def test_words_that_are_not_utf_8_are_told(name):
+    refused(call(generate.main, GOLDENS / "qwen3", *(FIVE if name == "stop" else ()), f"--{name}=\udcff"), f"--{name} '\\udcff' is not UTF-8")
 
 
 @pytest.mark.parametrize(("files", "wanted"), [

@@ -241,12 +241,20 @@ def test_of_rule_files_that_say_the_same_on_a_mesh_the_simpler_one_is_named():
     assert "sharding_rules/zero3.toml" in named and "sharding_rules/hsdp.toml" not in named
 
 
+def test_a_file_that_is_there_is_told_before_anything_is_searched(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan.search, "search", None)
+    (tmp_path / "a.toml").write_text("mine")
+    code, _, err = call(*f"llama3-8b --gpus 8 --gpu h100 --verify 1 --write {tmp_path / 'a.toml'}".split())
+    assert code == 2 and err.startswith("error: --write=") and "is there already" in err
+    assert (tmp_path / "a.toml").read_text() == "mine"
+
+
 # ---- the user's mistakes ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("words, said", [
     ("llama3-8b --gpu h100", "--gpus is missing"), ("llama3-8b --gpus 8", "--gpu is missing"),
-    ("llama3-8b --gpus 8 --gpu h10", "--gpu=h10 is unknown"), ("llama3-8b --gpus 8 --gpu cpu", "no layout has a price"),
+    ("llama3-8b --gpus 8 --gpu h10", "--gpu=h10 is unknown"), ("llama3-8b --gpus 8 --gpu cpu", "--gpu=cpu is unknown; use one of a100-40gb"),
     ("llama3-8b --gpus eight --gpu h100", "--gpus=eight is not a whole number"), ("--gpus 8 --gpu h100", "plan for what"),
     ("lama3-8b --gpus 8 --gpu h100", "is no run file and no model"), ("llama3-8b --gpus 8 --gpu h100 --tensor", "has no value"),
     ("none.toml --gpus 8 --gpu h100", "there is no such run file"),

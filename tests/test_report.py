@@ -172,6 +172,16 @@ def test_hostile_names_in_a_run_directory_are_text(run_dir):
     assert page.count("<script") == 2 and "<img" not in page
 
 
+def test_a_price_of_another_version_is_left_out_and_json_has_all_that_the_page_shows(run_dir, tmp_path):
+    assert json.loads(call(report.main, run_dir, "--json").out) == json.loads(json.dumps(measured.of(run_dir)))
+    cost = json.loads((run_dir / "cost.json").read_text())
+    for key in ("memory_bytes", "collectives", "mesh"):
+        (run_dir / "cost.json").write_text(json.dumps(cost | {key: {"new": 1}}))
+        ran = call(report.main, run_dir, "--html", tmp_path / f"{key}.html")
+        assert ran.code == 0 and "cost.json was written by another version" in ran.err, ran
+        assert "no price stands beside" in (tmp_path / f"{key}.html").read_text()
+
+
 def test_what_was_priced_stands_beside_what_was_measured(run_dir):
     told = measured.of(run_dir) | {"priced": pages_samples.inspected()}
     told["speed"] |= {"mfu": 0.36, "tokens_per_s": 52428.8}

@@ -74,6 +74,17 @@ def test_a_stream_that_raises_anything_at_all_is_survived(monkeypatch):
     assert not say.on_terminal()
 
 
+def test_a_terminal_is_shown_what_it_would_obey_and_a_pipe_gets_every_byte(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+    for kind, shown in ((Terminal, "\\x1b]0;owned\\x07a\tb\n\\x9b2J\\x0d×\n"), (io.StringIO, "\x1b]0;owned\x07a\tb\n\x9b2J\r×\n")):
+        for name, tell in (("stdout", say.out), ("stderr", say.err), ("stdout", lambda text: say.part(text + "\n"))):
+            monkeypatch.setattr(sys, name, kind())
+            tell("\x1b]0;owned\x07a\tb\n\x9b2J\r×")
+            assert getattr(sys, name).getvalue() == shown
+
+
 def test_a_live_line_is_replaced_ended_by_lines_and_never_longer_than_the_terminal():
     code = ("import sys\nfrom meshtrain.run import say\nassert say.on_terminal()\nsay.begin()\n"
             "say.live('step 1 of a long run')\nsay.live('step 2')\nsay.err('careful')\nsay.live('y' * 200)\nsay.out('told')\n"

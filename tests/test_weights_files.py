@@ -47,6 +47,7 @@ FILES = {
     "negative sizes": (raw(entries(a=("F32", [-2], [0, -8])), b"\0" * 8), "'a' is broken"),
     "sizes beyond 64 bits": (raw(entries(a=("F32", [1 << 40, 1 << 40], [0, 8])), b"\0" * 8), "'a' is broken"),
     "a number of 5000 digits": (raw(b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,8]}}', b"\0" * 8), "is broken"),
+    "ten thousand dims": (raw(entries(a=("F32", [2**62] * 10_000, [0, 8])), b"\0" * 8), "'a' is broken"),
     "true for a size": (raw(b'{"a":{"dtype":"F32","shape":[true],"data_offsets":[0,4]}}', b"\0" * 4), "'a' is broken"),
     "an unknown dtype": (raw(entries(a=("F4", [2], [0, 8])), b"\0" * 8), "'a' is broken"),
     "bytes behind the tensors": (GOOD + b"xx", "the file has"),
@@ -156,6 +157,19 @@ def test_a_config_that_the_weights_do_not_fit_is_refused(bad, name):
     config = json.loads((bad / "config.json").read_text()) | change
     (bad / "config.json").write_text(json.dumps(config))
     refused(call(convert.main, bad), str(bad), said)
+
+
+def test_more_experts_than_tensors_are_refused_before_their_names_are_made(tmp_path):
+    """2^31 names would fill the memory."""
+    shutil.copytree(GOLDENS / "mixtral", tmp_path / "bad")
+    path = tmp_path / "bad" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_local_experts": 2**31 - 1}))
+    refused(call(convert.main, tmp_path / "bad"), "config.json says 2,147,483,647 experts, and there are")
+
+
+def test_a_run_without_the_folder_to_write_is_told_to_name_one(tmp_path):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    refused(call(convert.main, tmp_path / "run"), "is a run's directory; name the model folder that its weights are to be written to, too")
 
 
 @pytest.mark.parametrize("text", ["[]", "{nope", "\0", '{"model_type": "llama", "model_type": "gpt2"}'])

@@ -151,9 +151,14 @@ def get(name: str) -> Gpu:
     """The GPU of that name. Raises ValueError with the nearest name."""
     if name in GPUS:
         return GPUS[name]
-    near = difflib.get_close_matches(name.lower(), GPUS, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name.lower(), priced(), n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(f"unknown GPU {name!r}; {hint}known: {', '.join(GPUS)}")
+    raise ValueError(f"unknown GPU {name!r}; {hint}known: {', '.join(priced())}")
+
+
+def priced() -> tuple[str, ...]:
+    """The names of GPUs whose speed is known."""
+    return tuple(name for name, gpu in GPUS.items() if gpu.hbm_bytes)
 
 
 # jax's device_kind is the driver's product name. First match wins, so the special parts stand before the general ones.

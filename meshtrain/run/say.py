@@ -16,6 +16,8 @@ import sys
 
 # What C++ reports where a CUDA plugin is installed and no GPU is there, and the header of such lines.
 NOISE = re.compile(rb"cudart_stub|absl::InitializeLog\(\)")
+# What a terminal obeys; generated text and names in files of others may hold any of it.
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 WARNING = re.compile(r"W\d{4} [\d:.]+ ")
 
 _live = 0   # characters of the unfinished line that stands on the terminal
@@ -23,19 +25,19 @@ _live = 0   # characters of the unfinished line that stands on the terminal
 
 def out(text: str) -> None:
     """Lines on stdout, in place of the live line if there is one."""
-    _send(sys.stdout, _over_live(text) + "\n")
+    _send(sys.stdout, _over_live(_shown(sys.stdout, text)) + "\n")
 
 
 def err(text: str) -> None:
     """Lines on stderr, below the live line if there is one."""
     below = "\n" if _live else ""
     _over_live("")
-    _send(sys.stderr, f"{below}{text}\n")
+    _send(sys.stderr, f"{below}{_shown(sys.stderr, text)}\n")
 
 
 def part(text: str) -> None:
     """Text on stdout, on whose line more may come."""
-    _send(sys.stdout, _over_live(text))
+    _send(sys.stdout, _over_live(_shown(sys.stdout, text)))
 
 
 def live(text: str) -> None:
@@ -46,10 +48,10 @@ def live(text: str) -> None:
     _live = len(text)
 
 
-def on_terminal() -> bool:
-    """Whether stdout is a terminal."""
+def on_terminal(stream=None) -> bool:
+    """Whether a stream (None: stdout) is a terminal."""
     with contextlib.suppress(Exception):
-        return sys.stdout.isatty()
+        return (stream or sys.stdout).isatty()
     return False
 
 
@@ -145,6 +147,11 @@ def end() -> None:
     end_live()
     for stream in (sys.stdout, sys.stderr):
         _send(stream, "")
+
+
+def _shown(stream, text: str) -> str:
+    """The text as a terminal is to show it: what it would obey is written out. Files and pipes get every byte."""
+    return CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text) if on_terminal(stream) else text
 
 
 def _over_live(text: str) -> str:

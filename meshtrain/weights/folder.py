@@ -149,6 +149,9 @@ def match(folder: Folder, model, paths) -> list[Row]:
 
     Raises: ValueError with all tensors that are absent, superfluous, of another shape, or of a dtype that is not read.
     """
+    if model.num_experts > len(folder.entries) and any("{e}" in name for name in folder.family.tensors):
+        raise _at(folder.directory, [f"{settings.CONFIG} says {model.num_experts:,} experts, and there are "
+                                     f"{len(folder.entries):,} tensors; an expert has at least one"])
     wanted, left = rows(folder.family, model, paths), set(folder.entries)
     if not any(name.startswith(folder.family.prefix) for name in left):     # of the bare model, without its head
         wanted = [dataclasses.replace(row, name=row.name.removeprefix(folder.family.prefix)) for row in wanted]

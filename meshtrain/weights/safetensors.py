@@ -20,6 +20,7 @@ import numpy as np
 from meshtrain import files
 
 MOST_HEADER_BYTES = 100_000_000     # the library's own limit
+MOST_DIMS = 8       # the product of 250,000 numbers of 63 bits takes minutes, in which no signal is heard
 # What can be read; each has other bits than ours, or ours.
 DTYPES = {"F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16),
           "BF16": np.dtype(ml_dtypes.bfloat16)}
@@ -89,7 +90,8 @@ def _entry(path: Path, name: str, given, first: int) -> Entry:
         dtype, shape, (start, stop) = given["dtype"], given["shape"], given["data_offsets"]
         numbers = [*shape, start, stop]
         bytes_each = DTYPES[dtype].itemsize if dtype in DTYPES else OTHER_BYTES[dtype]
-        sound = all(type(n) is int and 0 <= n < 2**63 for n in numbers) and stop - start == math.prod(shape) * bytes_each
+        sound = (len(shape) <= MOST_DIMS and all(type(n) is int and 0 <= n < 2**63 for n in numbers)
+                 and stop - start == math.prod(shape) * bytes_each)
     except (KeyError, TypeError, ValueError):
         sound = False
     if not sound:
