@@ -134,7 +134,7 @@ def test_a_run_without_a_step_has_a_page_that_says_so(run_dir):
     ([], ["which run", "usage"]), (["a", "b"], ["one run at a time"]), (["nowhere"], ["nowhere is no directory", "runs/"]),
     (["."], ["no run directory", "config.toml"]), (["broken"], ["broken/config.toml", "run file"]),
     (["x", "--html"], ["--html has no value"]),
-    (["x", "--jsn"], ["--jsn is not an option", "RUN_DIR"])])
+    (["x", "--jsn"], ["--jsn is not an option; did you mean --json"])])
 def test_what_is_no_run_is_refused_in_one_message(words, parts, tmp_path):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.toml").write_text("[run]\nname = 'x'\n")
