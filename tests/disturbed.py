@@ -38,8 +38,8 @@ import grain  # noqa: E402, F401  here, and not in each child; so are the next t
 import grain.experimental  # noqa: E402, F401
 import tensorboardX.proto.event_pb2  # noqa: E402, F401
 
-from meshtrain import train  # noqa: E402
-from meshtrain.run import disk, export, metrics, reference, say, spikes, stops  # noqa: E402
+from meshtrain import files, train  # noqa: E402
+from meshtrain.run import export, metrics, reference, say, spikes, stops  # noqa: E402
 from meshtrain.run.checkpoint import Checkpoints  # noqa: E402
 from meshtrain.training.state import State  # noqa: E402
 from tests import syscalls, tiny_run  # noqa: E402
@@ -168,7 +168,7 @@ def stand_in(home: pathlib.Path, words: list[str]) -> None:
     reference._key = lambda *_: "key"
     export._program = lambda row, leaves, sizes, dtype: lambda leaves, layer, expert: _gathered(row, leaves, layer, sizes, dtype)
     spikes.FEWEST = FEWEST
-    disk.PAUSES_S = (0.01,) * len(disk.PAUSES_S)
+    files.PAUSES_S = (0.01,) * len(files.PAUSES_S)
 
 
 def _gathered(row, leaves, layer, sizes, dtype):
@@ -257,7 +257,7 @@ class Harness:
     def run(self, home: pathlib.Path, name: str, cell: Cell | None = None) -> Ran:
         """The command of a place, disturbed where a cell is given."""
         place, words = PLACES[name], self.words(home, PLACES[name])
-        files, counts = re.compile(place.files), collections.Counter()
+        counted, counts = re.compile(place.files), collections.Counter()
         fault = FAULTS[cell.fault] if cell else None
         ran = Ran(None, "", False, [], 0.0)
         phases = [] if not self.real else ["cell"]
@@ -269,7 +269,7 @@ class Harness:
             if file.startswith("phase/"):
                 phases.append(file[6:])
                 return 0
-            if not files.match(file) or "ended" in phases or not phases:
+            if not counted.match(file) or "ended" in phases or not phases:
                 return 0
             if ran.met and fault.lasts and (fault.kinds is None or call.kind in fault.kinds):
                 return fault.answer
