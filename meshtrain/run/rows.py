@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshtrain.run import disk, say
+from meshtrain import files
+from meshtrain.run import say
 
 NAME = "metrics.jsonl"
 BLOCK_BYTES = 1 << 18           # read at once
@@ -88,7 +89,7 @@ class Rows:
     @contextlib.contextmanager
     def _opened(self):
         try:
-            file = disk.patiently(lambda: open(self.path, "rb"))
+            file = files.patiently(lambda: open(self.path, "rb"))
         except FileNotFoundError:
             file = open(os.devnull, "rb")
         with file:
@@ -130,7 +131,7 @@ def cut_after(path: Path, step: int) -> None:
         kept = _copy_aside(path, end)
         say.err(f"{path}: {foreign} of the lines after step {step} are no rows of metrics; they are kept in {kept}")
     if path.exists():
-        disk.patiently(lambda: os.truncate(path, end))
+        files.patiently(lambda: os.truncate(path, end))
 
 
 def set_aside_after(path: Path, step: int) -> str:
