@@ -166,6 +166,17 @@ def test_a_requeued_job_meets_at_another_port_in_all_its_tasks():
     assert find.cluster(NOTHING, SRUN).port == port("0", "5")
 
 
+def test_a_start_is_told_by_its_job_and_its_count_of_restarts_the_same_in_all_its_tasks():
+    def token(environ, section=NOTHING):
+        return find.cluster(section, environ).token
+    assert token(SRUN | {"SLURM_RESTART_COUNT": "2", "SLURM_PROCID": "0"}) == token(SRUN | {"SLURM_RESTART_COUNT": "2"})
+    assert len({token(SRUN), token(SRUN | {"SLURM_JOB_ID": "4712"}), token(SRUN | {"SLURM_RESTART_COUNT": "1"}), token(TORCHRUN)}) == 4
+    assert token(TORCHRUN) == token(TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"})
+    flags = Distributed(coordinator_address="a:12345", num_processes=4, process_id=3)
+    assert token(SRUN, flags) == "", "flags may join the tasks of two jobs"
+    assert token(SRUN | {"MESHTRAIN_START": "3"}, flags) == "MESHTRAIN_START=3"
+
+
 def test_half_an_environment_ends_the_command_with_2_and_one_message(monkeypatch):
     monkeypatch.chdir(ROOT)
     for name in ("RANK", "WORLD_SIZE"):

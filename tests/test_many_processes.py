@@ -24,7 +24,7 @@ hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 magic = sys.argv[4].encode()
 def come(index):
-    about = '{"index": %d, "count": %d, "host": "host%d", "pid": %d, "left_s": 200}' % (index, count, index // 8, index)
+    about = '{"index": %d, "count": %d, "host": "host%d", "pid": %d, "left_s": 200, "token": ""}' % (index, count, index // 8, index)
     while True:
         try:
             connection = socket.create_connection((host, port), timeout=5)      # as ours do

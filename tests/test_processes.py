@@ -216,9 +216,9 @@ def address() -> str:
 class Meeting(threading.Thread):
     """One process that comes to the meeting; `result` is None or what it raised."""
 
-    def __init__(self, address: str, count: int, index: int, timeout_s: float = 20):
+    def __init__(self, address: str, count: int, index: int, timeout_s: float = 20, token: str = ""):
         super().__init__(daemon=True)
-        self.cluster, self.timeout_s, self.result = Cluster(address, count, index), timeout_s, "still waiting"
+        self.cluster, self.timeout_s, self.result = Cluster(address, count, index, token=token), timeout_s, "still waiting"
         self.start()
 
     def run(self):
@@ -249,8 +249,8 @@ def connect(address: str, text: bytes = b"") -> socket.socket:
             time.sleep(0.02)
 
 
-def hello(index: int, count: int, pid: int = 1, left_s: float = 20) -> bytes:
-    about = {"index": index, "count": count, "host": "elsewhere", "pid": pid, "left_s": left_s}
+def hello(index: int, count: int, pid: int = 1, left_s: float = 20, token: str = "") -> bytes:
+    about = {"index": index, "count": count, "host": "elsewhere", "pid": pid, "left_s": left_s, "token": token}
     return meet.HELLO + json.dumps(about).encode() + b"\n"
 
 
@@ -264,9 +264,25 @@ def test_all_meet_in_whatever_order_they_come(order, address):
 
 
 NO_HELLOS = [b"[]", b"7", b"{}", b"null", b"[" * 4000, b'{"index": 1}',
-             *(json.dumps({"index": 1, "count": 2, "host": "h", "pid": 1, "left_s": 20} | wrong).encode() for wrong in (
+             *(json.dumps({"index": 1, "count": 2, "host": "h", "pid": 1, "left_s": 20, "token": ""} | wrong).encode() for wrong in (
                  {"index": 99}, {"index": 2}, {"index": -1}, {"index": "1"}, {"index": True}, {"index": 1.0}, {"left_s": "20"},
-                 {"left_s": None}, {"left_s": -1}, {"left_s": float("nan")}, {"count": [2]}, {"host": 7}, {"pid": "1"}))]
+                 {"left_s": None}, {"left_s": -1}, {"left_s": float("nan")}, {"count": [2]}, {"host": 7}, {"pid": "1"}, {"token": 7}))]
+
+
+def test_a_process_of_another_run_or_start_disturbs_nothing_and_is_told(address, capfd):
+    """Whatever it says of itself: other numbers, an index that is taken, no time left."""
+    mine = {"token": "run.dir=runs/a SLURM_JOB_ID=7"}
+    first = Meeting(address, 3, 0, timeout_s=2, **mine)
+    for other in ({"count": 4}, {"index": 0}, {"left_s": 0}, {"token": ""}):
+        with connect(address, hello(**{"index": 2, "count": 3, "pid": 11, "token": "run.dir=runs/b"} | other)) as stranger:
+            assert stranger.recv(100) == b""
+    assert first.result == "still waiting", first.result
+    assert (f"turned away at {address}: process 2 (elsewhere, pid 11) of run.dir=runs/b; this is {mine['token']}\n"
+            in capfd.readouterr().err)
+    second = Meeting(address, 3, 1, **mine)
+    for error in (first(), second()):
+        assert "process 2 of 3 did not come" in str(error)
+        assert f"Turned away, because this is {mine['token']}: process 2 (elsewhere, pid 11) of run.dir=runs/b" in str(error)
 
 
 def test_strangers_do_not_disturb_the_meeting(address):
@@ -362,11 +378,11 @@ def test_a_taken_port_is_told_with_its_address():
     assert address in str(error) and "in use" in str(error)
 
 
-def test_processes_that_expect_other_numbers_are_named_by_both(address):
+def test_processes_that_expect_other_numbers_are_named_by_both_and_may_be_of_an_older_start(address):
     meetings = [Meeting(address, 2, 0), Meeting(address, 3, 1)]
     for meeting in meetings:
         error = meeting()
-        assert isinstance(error, ConfigError) and meeting.took_s < 5
+        assert isinstance(error, PeerError) and meeting.took_s < 5
         assert "process 1" in str(error) and "num_processes=3" in str(error) and "has 2" in str(error)
 
 
@@ -375,7 +391,7 @@ def test_an_index_given_twice_is_told_with_both_hosts(address):
     with connect(address, hello(1, 3, pid=11)) as one, connect(address, hello(1, 3, pid=12)):
         answer = one.makefile("rb").readline()
         error = first()
-    assert isinstance(error, ConfigError)
+    assert isinstance(error, PeerError)
     for part in ("process_id=1 came twice", "pid 11", "pid 12"):
         assert part in str(error) and part.encode() in answer
 

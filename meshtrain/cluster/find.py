@@ -23,16 +23,21 @@ SLURM_OWN_STEPS = 0xFFFFFFF0    # step ids from here up are Slurm's own: the bat
 JAX = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_COORDINATOR_ADDRESS")
 TORCH = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
 LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# What is the same in all processes of a start and in no other start: of launch.pod, and of launchers that tell who we are.
+# Flags may join the tasks of two jobs, so of theirs nothing counts then; srun's step may be one of several of a start.
+OWN_STARTS = ("MESHTRAIN_START",)
+STARTS = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID")
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
     """One process among `count`. coordinator: "host:port" of process 0. local_devices: the GPUs of this host that are
-    its own; None = all that it sees."""
+    its own; None = all that it sees. token: of this start of this run; a process with another is a stranger."""
     coordinator: str
     count: int
     index: int
     local_devices: tuple[int, ...] | None = None
+    token: str = dataclasses.field(default="", compare=False)
 
     @property
     def host(self) -> str:
@@ -60,9 +65,10 @@ def cluster(section, environ: Mapping[str, str]) -> Cluster | None:
     """
     address = section.coordinator_address
     if section.num_processes:
-        found = Cluster(address, section.num_processes, section.process_id)
+        found = Cluster(address, section.num_processes, section.process_id, token=_token(environ, OWN_STARTS))
     else:
         found = _of_environment(environ, address)
+        found = found and dataclasses.replace(found, token=_token(environ, (*OWN_STARTS, *STARTS)))
     if address and found is None:
         raise ConfigError(f"distributed.coordinator_address={address} is for several processes, and no launcher's environment "
                           "tells which of them this is; give distributed.num_processes and distributed.process_id too")
@@ -171,6 +177,11 @@ def _whole(environ: Mapping[str, str], name: str) -> int:
 
 def _said(environ: Mapping[str, str], names: Sequence[str]) -> str:
     return " ".join(f"{name}={environ[name]}" for name in names if name in environ)
+
+
+def _token(environ: Mapping[str, str], names: Sequence[str]) -> str:
+    """`_said`, of what is not empty."""
+    return _said({name: value for name, value in environ.items() if value}, names)
 
 
 def _slurm_step(environ: Mapping[str, str]) -> int:

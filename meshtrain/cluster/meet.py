@@ -1,6 +1,7 @@
 """All processes of a run meet at one port before jax does: jax aborts without naming who is missing.
 
-This module knows no run, model or data.
+Each says which start of which run it belongs to. A process of another one (an older start that still ends, another job at the same
+port) is closed like a browser, and told. That is no secret: who can reach the port can disturb the run. This module knows no run, model or data.
 """
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ from collections.abc import Sequence
 import jax
 
 from meshtrain.cluster.find import Cluster
-from meshtrain.config import ConfigError
 
-HELLO, ANSWER = b"meshtrain-process-1 ", b"meshtrain-answer-1 "
+HELLO, ANSWER = b"meshtrain-process-2 ", b"meshtrain-answer-2 "
 LINE_BYTES = 4096
 TELL_AFTER_S, TELL_AGAIN_S = 30.0, 60.0     # who is missing is told after so long, and again
+MOST_STRANGERS = 16             # so many are told
 SHUTDOWN_TIMEOUT_S = 120        # how long those that are done wait for one that still writes
 
 
@@ -34,7 +35,7 @@ def meet(cluster: Cluster, timeout_s: float) -> None:
 
     Nobody waits longer than timeout_s (process 0 goes by the one who came first).
     Raises: PeerError that names who did not come, or that the port is taken, which the next try may find free or choose
-    another; ConfigError where the processes contradict each other.
+    another, or that the processes contradict each other: one of them may be left from an older start, so the next try may pass.
     """
     (_receive if cluster.index == 0 else _arrive)(cluster, timeout_s)
 
@@ -79,7 +80,8 @@ def _receive(cluster: Cluster, timeout_s: float) -> None:
     deadline, tell_at = began + timeout_s, began + TELL_AFTER_S
     arrived: dict[int, tuple[socket.socket, dict]] = {}
     unread: dict[socket.socket, bytes] = {}
-    fault = contradiction = None
+    strangers: dict[str, str] = {}      # by host and pid
+    fault = None
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
         listener = stack.enter_context(_listen(cluster))
@@ -88,7 +90,7 @@ def _receive(cluster: Cluster, timeout_s: float) -> None:
             now = time.monotonic()
             here = [_about(cluster), *(about for _, about in arrived.values())] if now >= min(deadline, tell_at) else []
             if now >= deadline:
-                fault = _missing(cluster, here, timeout_s)
+                fault = _missing(cluster, here, timeout_s, list(strangers.values()))
             elif now >= tell_at:
                 tell_at = now + TELL_AGAIN_S
                 _tell(f"still waiting, up to {deadline - now:.0f} s more: {_absent(cluster, here)} not come to "
@@ -105,22 +107,32 @@ def _receive(cluster: Cluster, timeout_s: float) -> None:
                 received = _read(connection)
                 unread[connection] += received
                 about = _hello(unread[connection])
+                if about is not None and about["token"] != cluster.token:
+                    _turned_away(cluster, about, strangers)
+                    about = None
                 if about is not None and received:
                     before = arrived.get(about["index"], (None, None))[1]
-                    fault = contradiction = fault or _contradiction(cluster, about, before)
+                    fault = fault or _contradiction(cluster, about, before)
                     arrived[about["index"]] = connection, about
                     deadline = min(deadline, time.monotonic() + about["left_s"])
                 elif not received or not _may_become(HELLO, unread[connection]):
-                    # It has gone, or is somebody else's: a port scanner, a browser. A peer that lives comes again.
+                    # It has gone, or is somebody else's: another run's, a port scanner, a browser. A peer that lives comes again.
                     arrived = {index: peer for index, peer in arrived.items() if peer[0] is not connection}
                     selector.unregister(connection)
                     connection.close()
-        answer = ANSWER + json.dumps({"fault": fault, "mistake": bool(contradiction)}).encode() + b"\n"
+        answer = ANSWER + json.dumps({"fault": fault}).encode() + b"\n"
         for connection in unread:
             with contextlib.suppress(OSError):
                 connection.send(answer)
     if fault:
-        raise (ConfigError if contradiction else PeerError)(fault)
+        raise PeerError(fault)
+
+
+def _turned_away(cluster: Cluster, about: dict, strangers: dict[str, str]) -> None:
+    """Tell of a process of another run or start, once."""
+    if _where(about) not in strangers and len(strangers) < MOST_STRANGERS:
+        strangers[_where(about)] = f"process {about['index']} ({_where(about)}) of {about['token'] or 'no job'}"
+        _tell(f"turned away at {cluster.coordinator}: {strangers[_where(about)]}; this is {cluster.token or 'no job'}")
 
 
 def _contradiction(cluster: Cluster, about: dict, before: dict | None) -> str | None:
@@ -128,10 +140,10 @@ def _contradiction(cluster: Cluster, about: dict, before: dict | None) -> str | 
     index, first = about["index"], _about(cluster)
     if about["count"] != cluster.count:
         return (f"process {index} ({_where(about)}) has distributed.num_processes={about['count']}, and process 0 "
-                f"({_where(first)}) has {cluster.count}; start all with the same number")
+                f"({_where(first)}) has {cluster.count}; start all with the same number, and see that no older start is left")
     if index == 0 or before is not None and _where(before) != _where(about):
         return (f"distributed.process_id={index} came twice: {_where(before or first)} and {_where(about)}; "
-                f"give each process its own, 0 to {cluster.count - 1}")
+                f"give each process its own, 0 to {cluster.count - 1}, and see that no older start is left")
     return None
 
 
@@ -154,7 +166,7 @@ def _arrive(cluster: Cluster, timeout_s: float) -> None:
         else:
             answer = _parse(ANSWER, line)
             if answer is not None and answer["fault"]:
-                raise (ConfigError if answer["mistake"] else PeerError)(answer["fault"])
+                raise PeerError(answer["fault"])
             if answer is not None:
                 return
             why = "what listens there is no process of meshtrain" if line else "it was there and went away"
@@ -190,7 +202,7 @@ def _loopback(cluster: Cluster) -> str:
 
 
 def _about(cluster: Cluster) -> dict:
-    return {"index": cluster.index, "count": cluster.count, "host": socket.gethostname(), "pid": os.getpid()}
+    return {"index": cluster.index, "count": cluster.count, "token": cluster.token, "host": socket.gethostname(), "pid": os.getpid()}
 
 
 def _where(about: dict) -> str:
@@ -216,7 +228,7 @@ def _parse(magic: bytes, line: bytes) -> dict | None:
 def _hello(line: bytes) -> dict | None:
     """What a process says of itself; None where it is not all there, or not what a process of ours could say."""
     about = _parse(HELLO, line)
-    kinds = {"index": int, "count": int, "pid": int, "host": str}
+    kinds = {"index": int, "count": int, "pid": int, "host": str, "token": str}
     if about is None or any(type(about.get(name)) is not kind for name, kind in kinds.items()):
         return None
     left_s = about.get("left_s")
@@ -238,12 +250,13 @@ def _tell(words: str) -> None:
         print(words, file=sys.stderr, flush=True)
 
 
-def _missing(cluster: Cluster, here: list[dict], timeout_s: float) -> str:
+def _missing(cluster: Cluster, here: list[dict], timeout_s: float, strangers: list[str]) -> str:
     came = {about["index"]: f"{about['index']} ({_where(about)})" for about in here}
     missing = [str(index) for index in range(cluster.count) if index not in came]
     return (f"{named(missing)} of {cluster.count} did not come to {cluster.coordinator} within {timeout_s:g} s; "
             f"there {'is' if len(came) == 1 else 'are'} {_listed([came[index] for index in sorted(came)])}. "
-            "Look at what the missing said, and whether their hosts reach that address")
+            "Look at what the missing said, and whether their hosts reach that address"
+            + (f". Turned away, because this is {cluster.token or 'no job'}: {_listed(strangers)}" if strangers else ""))
 
 
 def named(indices: Sequence[int | str]) -> str:
