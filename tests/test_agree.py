@@ -41,6 +41,7 @@ raised("other", lambda: agree.on_first(lambda: fail(OSError("four"))))
 raised("unfit", lambda: agree.on_first(lambda: object()))
 raised("all", lambda: agree.everywhere(lambda: index * 10))
 raised("some", lambda: agree.everywhere(lambda: fail(ConfigError("no file")) if index else 0))
+raised("value of all", lambda: agree.everywhere(lambda: fail(ValueError("a bug"))))
 raised("same fault", lambda: agree.everywhere(lambda: fail(ConfigError("no file"))))
 raised("lone", lambda: agree.everywhere(lambda: fail(KeyError("k")) if index == 1 else 0))
 raised("same", lambda: agree.same_everywhere("data", "abc"))
@@ -104,9 +105,10 @@ def test_what_fails_in_the_first_fails_in_all(said):
 def test_what_fails_in_some_fails_in_all_by_name(said):
     for index, one in enumerate(said):
         assert one["all"] == ["returned", index * 10]
-        assert one["some"][:2] == ["ConfigError", "processes 1 and 2: no file"]
+        assert one["some"][:2] == ["PeerError", "processes 1 and 2: no file"], "what process 0 sees is not there on their hosts alone"
         assert one["same fault"][:2] == ["ConfigError", "no file"]
-        assert one["lone"][:2] == ["PeerError", "process 1: KeyError: 'k'"]
+        assert one["lone"] == (["KeyError", "'k'", True] if index == 1 else ["PeerError", "process 1: KeyError: 'k'", index != 0])
+        assert one["value of all"][:2] == (["ValueError", "a bug"] if index == 0 else ["PeerError", "ValueError: a bug"])
 
 
 def test_what_differs_is_told_with_who_has_which(said):

@@ -29,8 +29,9 @@ INDEX_BITS, MOST_LATE_MS = 15, 65_535      # a process and its milliseconds in 3
 def on_first(function: Callable):
     """function() is run by process 0 alone; every process returns its value, which must be JSON-able.
 
-    Raises: in every process, what function() raised in process 0: ConfigError and ValueError as such, anything else as
-    PeerError in the others. `told_by_first` and `leave` know such an error again.
+    Raises: in every process, what function() raised in process 0: ConfigError and ValueError as such (where a ValueError is meant
+    as a mistake, `user_errors` stands around the call), anything else as PeerError in the others. `told_by_first` and `leave` know
+    such an error again.
     """
     if jax.process_count() == 1:
         return function()
@@ -40,7 +41,8 @@ def on_first(function: Callable):
             told = {"value": function()}
             json.dumps(told)
         except Exception as error:
-            raised, told = error, _outcome(error)
+            value = isinstance(error, ValueError) and not isinstance(error, ConfigError)
+            raised, told = error, {"kind": "ValueError", "messages": [str(error)]} if value else _outcome(error)
     told = _broadcast(told)
     if raised is not None:
         raise agreed(raised)
@@ -53,8 +55,10 @@ def on_first(function: Callable):
 def everywhere(function: Callable):
     """function() is run by every process and each returns its own value, of any kind.
 
-    Raises: in every process, where function() raised in some: ConfigError that names them for ConfigError and
-    ValueError (without names where all say the same), PeerError for anything else.
+    Raises: in every process, where function() raised in some. ConfigError where it did in all: the mistake is in what they share,
+    the run. A ConfigError of some alone is a fault of their hosts (a mount that is missing, a disk that is full), and PeerError
+    that names them. Anything else comes out of the first process that raised it as it is, with its traceback, and as PeerError of
+    the others.
     """
     if jax.process_count() == 1:
         return function()
@@ -67,14 +71,17 @@ def everywhere(function: Callable):
     failed = {index: outcome for index, outcome in enumerate(outcomes) if outcome is not None}
     if not failed:
         return value
+    mistake = len(failed) == len(outcomes) and all(outcome["kind"] == "ConfigError" for outcome in failed.values())
+    own = next((index for index, outcome in failed.items() if outcome["kind"] != "ConfigError"), None)
+    if raised is not None and jax.process_index() == own:
+        raise agreed(raised)
     texts: dict[tuple, list[int]] = {}
     for index, outcome in failed.items():
         texts.setdefault(tuple(outcome["messages"]), []).append(index)
     unanimous = len(texts) == 1 and len(failed) == len(outcomes)
     messages = [message if unanimous else f"{named(indices)}: {message}"
                 for text, indices in texts.items() for message in text]
-    kind = "PeerError" if any(outcome["kind"] == "PeerError" for outcome in failed.values()) else "ConfigError"
-    raise _again({"kind": kind, "messages": messages}) from raised
+    raise _again({"kind": "ConfigError" if mistake else "PeerError", "messages": messages}) from raised
 
 
 def same_everywhere(name: str, text: str) -> None:
@@ -206,11 +213,10 @@ class StopAgreement:
 
 
 def _outcome(error: Exception) -> dict:
+    """What the other processes are told of it."""
     if isinstance(error, ConfigError):
         return {"kind": "ConfigError", "messages": error.messages}
-    if isinstance(error, ValueError):
-        return {"kind": "ValueError", "messages": [str(error)]}
-    return {"kind": "PeerError", "messages": [f"{type(error).__name__}: {error}"]}
+    return {"kind": "PeerError", "messages": [str(error) if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"]}
 
 
 def _again(outcome: dict) -> Exception:
