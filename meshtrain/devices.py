@@ -7,18 +7,20 @@ import mmap
 import os
 import re
 import socket
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 import jax
+import jaxlib.version
 
-from meshtrain.cluster import agree, find, gpus, meet
+from meshtrain.cluster import agree, find, gpus, meet, watch
 from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.cost import hardware
 from meshtrain.names import AXES
 from meshtrain.run import say
 
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+MOST_OF_DIR = 200       # characters of run.dir, by which processes of one run know each other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,8 @@ class Setting:
     value: str
     why: str
 
+
+JAXLIB = "libjax_common.so"
 
 # What the compiled programs are given is elsewhere: training.step has those options.
 ON_GPUS = (
@@ -79,9 +83,12 @@ def start(run: Run, cluster: find.Cluster | None = None) -> Sequence[jax.Device]
     else:
         # Without this an installed CUDA plugin tries to start, fails with a page of warnings, and ends on the CPU.
         jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
+    refuse_unknown_flags(os.environ)
     if cluster:
-        meet.start(cluster, run.distributed.timeout_s, run.distributed.heartbeat_timeout_s)
-    with say.without_noise():
+        here = dataclasses.replace(cluster, token=f"run.dir={run.run.dir[-MOST_OF_DIR:]} {cluster.token}".rstrip())
+        with watch.phase("meeting the other processes", watch.UNLIMITED):       # it keeps the time by itself
+            meet.start(here, run.distributed.timeout_s, run.distributed.heartbeat_timeout_s)
+    with watch.phase("starting the devices", "start"), say.without_noise():     # a driver may hang
         devices = jax.devices()
     if cluster and devices[0].platform != "cpu":
         taken = agree.exchange([socket.gethostname(), jax.local_device_count(), len(gpus.visible(os.environ))])
@@ -104,13 +111,27 @@ def prepare_gpus(environ: MutableMapping[str, str]) -> None:
     _set(environ, [one for one in ON_GPUS if one.name in known or not one.name.startswith("--")])
 
 
-def known_flags(names: Sequence[str]) -> set[str]:
+def refuse_unknown_flags(environ: Mapping[str, str]) -> None:
+    """Raises: ConfigError that names the flags in XLA_FLAGS at which XLA would abort: those of another version."""
+    text = environ.get("XLA_FLAGS", "")
+    if not text.lstrip().startswith("-"):       # else it names a file of flags
+        return
+    ours = {DEVICE_COUNT_FLAG, *(one.name for one in (*ON_GPUS, *SIMULATED))}
+    given = sorted(set(re.findall(r"(?:^|\s)(--\w+)", text)) - ours)
+    libraries = [library for library in _xla_libraries() if gpus_expected() or library.name == JAXLIB]
+    unknown = sorted(set(given) - known_flags(given, libraries)) if libraries else []
+    if unknown:
+        raise ConfigError(f"XLA_FLAGS has {', '.join(unknown)}, which the XLA of jaxlib {jaxlib.version.__version__} does not know, and it "
+                          "aborts at that; take it out, or install the jaxlib that it is of")
+
+
+def known_flags(names: Sequence[str], libraries: Sequence[Path] | None = None) -> set[str]:
     """Those of these flags that stand in each of XLA's libraries here, jaxlib's and the GPU plugin's: both read XLA_FLAGS.
 
     XLA itself cannot be asked: it reads its flags once, and then they are what they are. The libraries' bytes are searched for
     the names, which takes 0.3 s.
     """
-    libraries = _xla_libraries()
+    libraries = _xla_libraries() if libraries is None else libraries
     known = set(names) if libraries else set()
     for library in libraries:
         with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as code:
@@ -120,7 +141,7 @@ def known_flags(names: Sequence[str]) -> set[str]:
 
 def _xla_libraries() -> list[Path]:
     found = []
-    for package, pattern in (("jaxlib", "libjax_common.so"), ("jax_plugins", "xla_*/xla_*_plugin.so")):
+    for package, pattern in (("jaxlib", JAXLIB), ("jax_plugins", "xla_*/xla_*_plugin.so")):
         spec = importlib.util.find_spec(package)
         for folder in (spec.submodule_search_locations or ()) if spec else ():
             found += Path(folder).glob(pattern)

@@ -180,6 +180,8 @@ def _differs(before: expect.Expected, now: expect.Expected, path: str) -> bool:
 
 def _devices(run, topology: str | None):
     if topology is None:
+        if run.mesh.simulated_devices:      # before they are started, which takes threads and memory for each
+            elastic.check(run, run.mesh.simulated_devices)
         return local_devices.start(run)
     try:
         _topology_sizes(run, topology)

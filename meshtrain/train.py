@@ -60,9 +60,10 @@ def main(argv: Sequence[str]) -> int:
         cluster = find.cluster(run.distributed, os.environ)
         # Which process this is belongs to no run.
         run = run.model_copy(update={"distributed": run.distributed.without_place()})
-        found, run = _devices(run, argv, cluster)
-        run, fewer = elastic.fitted(run, len(found))
-        with watch.on(_limits(run), jax.process_index(), jax.process_count(), say.err) as watchdog:
+        index, count = (cluster.index, cluster.count) if cluster else (0, 1)
+        with watch.on(_limits(run), index, count, say.err) as watchdog:
+            found, run = _devices(run, argv, cluster)
+            run, fewer = elastic.fitted(run, len(found))
             return _run(run, found, fewer, account, watchdog)
     except ConfigError as error:
         return _fail(USER_ERROR, f"error: {error}", error)
@@ -138,6 +139,8 @@ def _devices(run: Run, argv: Sequence[str], cluster: find.Cluster | None) -> tup
         run = devices.on_gpus(run, len(found))
         say.out(f"found {len(found)} × {found[0].device_kind}: training on {run.mesh.fsdp}, all on the axis fsdp")
         return found[:run.mesh.fsdp], run
+    if run.mesh.simulated_devices:      # before they are started, which takes threads and memory for each
+        elastic.check(run, run.mesh.simulated_devices)
     return devices.start(run, cluster), run
 
 

@@ -4,9 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
-from meshtrain import config, devices
+from meshtrain import config, devices, inspect, train
+from meshtrain.cluster import watch
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = [one for one in devices.ON_GPUS if one.name.startswith("--")]
@@ -54,6 +56,37 @@ def test_simulated_devices_keep_the_users_flags_and_their_own_count(monkeypatch)
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, text=True, capture_output=True, timeout=300)
     (scheduler,) = devices.SIMULATED
     assert ran.stdout.split() == ["4", *flags.split(), f"{scheduler.name}={scheduler.value}", f"{devices.DEVICE_COUNT_FLAG}=4"], ran
+
+
+def test_flags_of_another_xla_are_a_mistake_that_names_them(monkeypatch):
+    """XLA aborts at them in C++; a launcher would start the run again and again."""
+    own = f"{devices.DEVICE_COUNT_FLAG}=4 {FLAGS[0].name}=1h --xla_gpu_autotune_level=0"
+    devices.refuse_unknown_flags({"XLA_FLAGS": own})
+    devices.refuse_unknown_flags({"XLA_FLAGS": "flags.txt"})
+    with pytest.raises(config.ConfigError, match="XLA_FLAGS has --xla_bogus, which the XLA of jaxlib .* does not know") as raised:
+        devices.refuse_unknown_flags({"XLA_FLAGS": f"{own} --xla_bogus=1"})
+    assert "take it out" in str(raised.value)
+    monkeypatch.setattr(devices, "_xla_libraries", list)
+    devices.refuse_unknown_flags({"XLA_FLAGS": "--xla_bogus=1"})       # nobody knows
+
+
+@pytest.mark.parametrize("main", [train.main, inspect.main])
+def test_a_layout_that_cannot_be_is_told_before_a_device_is_started(main, monkeypatch, tmp_path, capsys):
+    """4,096 simulated devices take as many threads and gigabytes, and their process minutes to end."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(devices, "start", lambda *_: pytest.fail("devices are started"))
+    assert main(["--mesh.simulated_devices", "4096", "--mesh.data", "4096", "--mesh.fsdp", "1", "--mesh.tensor", "1"]) == 2
+    assert "does not divide" in capsys.readouterr().err
+
+
+def test_a_driver_that_hangs_at_the_start_is_watched(monkeypatch, tmp_path, capsys):
+    def started():
+        now = watch._watchdog._now
+        raise config.ConfigError(f"in the phase {now.phase} for {now.limit_s:g} s")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jax, "devices", started)
+    assert train.main(["--distributed.timeout_s=7"]) == 2
+    assert capsys.readouterr().err == "error: in the phase starting the devices for 7 s\n"
 
 
 def test_the_page_has_the_table_of_the_environment():
