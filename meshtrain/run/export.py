@@ -7,7 +7,6 @@ belongs to a tokenizer are written, and the directory gets its name last. Where 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import itertools
 import json
@@ -22,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from meshtrain import files
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError, Data, user_errors
 from meshtrain.data import sources
@@ -34,8 +34,6 @@ from meshtrain.weights import folder, forms, safetensors, settings
 
 DTYPES = ("float32", "bfloat16", "float16")
 SHARD_BYTES = 5_000_000_000     # of one file
-# What a user gets wrong about a directory; anything else is the file system's.
-MISTAKES = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EROFS, errno.EINVAL)
 
 
 def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.Array], *, dtype: str, shard_bytes: int,
@@ -54,9 +52,9 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
         family = settings.family_of(theirs) if theirs else settings.family_for(model)
         theirs = theirs or {"bos_token_id": bos, "eos_token_id": end_of(data, bos, model.vocab_size)}
         rows = folder.rows(family, model, transformer.names())
-    files = _files(rows, model.num_layers, safetensors.NAMES[dtype], shard_bytes)
+    parts = _files(rows, model.num_layers, safetensors.NAMES[dtype], shard_bytes)
     with whole(directory) as place:
-        written = Files(place, files, safetensors.NAMES[dtype])
+        written = Files(place, parts, safetensors.NAMES[dtype])
         for _, alike in itertools.groupby(rows, lambda row: row.kind):
             row, *more = alike      # of all experts
             # Of a stack all layers before the next one, so that only one is held.
@@ -66,7 +64,7 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
                 _write_rows([row, *more], leaves, layers, forms.sizes_of(model), written)
         written.close()
         config = settings.config_of(model, family, dtype, data["seq_len"], theirs)
-        on_first(directory, lambda: _complete(place, files, written.size, config, source, Path(data["tokenizer"])))
+        on_first(directory, lambda: _complete(place, parts, written.size, config, source, Path(data["tokenizer"])))
     return written.size
 
 
@@ -162,10 +160,10 @@ class Files:
     """The files of an export, of which this process writes every N-th. What fails is told at the end: until then the others
     count on this process's part in gathering."""
 
-    def __init__(self, place: Path, files: Mapping[str, Mapping[str, tuple[int, ...]]], kind: str):
+    def __init__(self, place: Path, parts: Mapping[str, Mapping[str, tuple[int, ...]]], kind: str):
         self.dtype, self.size, self.failed = safetensors.DTYPES[kind], 0, None
         self.open, self.at = {}, {}
-        for number, (name, tensors) in enumerate(files.items()):
+        for number, (name, tensors) in enumerate(parts.items()):
             text, begins = safetensors.header(tensors, kind)
             self.size += sum(math.prod(shape) for shape in tensors.values()) * self.dtype.itemsize
             if number % jax.process_count() == jax.process_index():
@@ -234,7 +232,7 @@ def _begun(directory: Path, place: Path) -> Iterator[None]:
                 shutil.rmtree(place)        # of an export that was killed
             place.mkdir()
         except OSError as error:
-            if error.errno not in MISTAKES:
+            if not files.is_mistake(error):
                 raise
             raise ConfigError(f"{directory} cannot be written: {disk.said(error)}; name a directory that can") from None
         yield
@@ -269,14 +267,14 @@ def _name(place: Path, directory: Path) -> None:
     disk.sync(directory.parent)
 
 
-def _complete(place: Path, files, size: int, config: dict, source: Path | None, tokenizer: Path) -> None:
+def _complete(place: Path, parts, size: int, config: dict, source: Path | None, tokenizer: Path) -> None:
     """Writes what belongs beside the weights."""
     if source:
         copy_companions(source, place)
     elif tokenizer.is_file():
         shutil.copyfile(tokenizer, place / "tokenizer.json")
-    if len(files) > 1:
-        weight_map = {tensor: name for name, tensors in files.items() for tensor in tensors}
+    if len(parts) > 1:
+        weight_map = {tensor: name for name, tensors in parts.items() for tensor in tensors}
         disk.write(place / folder.INDEX, json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=1))
     disk.write(place / settings.CONFIG, json.dumps(config, indent=1))
     disk.sync(place)
