@@ -164,13 +164,14 @@ def by_hand():
 
     def objective(p):
         layers = [(model.period[0], jax.tree.map(lambda a: a[i], p[LAYERS])) for i in range(4)]
-        total, (nll, _) = one_by_one(model, ex, p, batch, layers)
-        return nll / count + (total - nll) / tokens, (total - nll) / tokens
+        total, (_, sums) = one_by_one(model, ex, p, batch, layers)
+        aux_loss = sums[AUX_LOSS] / tokens
+        return (total - sums[AUX_LOSS]) / count + aux_loss, aux_loss
     with jax.default_matmul_precision("highest"):
         (_, aux_loss), grads = jax.jit(jax.value_and_grad(objective, has_aux=True))(p)
     norm = math.sqrt(sum(float(np.sum(np.square(g))) for g in jax.tree.leaves(grads)))
     scale = (1 - run.optimizer.b1) * min(1.0, run.training.grad_clip / norm)
-    return float(aux_loss), jax.tree.map(lambda g: scale * np.asarray(g), grads)
+    return float(aux_loss), jax.tree.map(lambda g: scale * np.asarray(g), grads), tokens / count
 
 
 CASES = {
@@ -189,7 +190,7 @@ def test_aux_loss_has_the_gradient_of_a_sum_over_layers_and_microbatches(case, b
     monkeypatch.setattr(transformer, "Layer", Wide)
     mesh, rule, microbatches, pipeline = CASES[case]
     metrics, moments = first_step(run_with(mesh, rule, microbatches, **pipeline))
-    aux_loss, expected = by_hand
+    aux_loss, expected, tokens_per_target = by_hand
     assert metrics[AUX_LOSS] == pytest.approx(aux_loss, rel=1e-5)
-    assert 0 < 1e-2 * metrics["last_layer"] < metrics[AUX_LOSS]
+    assert 0 < 1e-2 * metrics["last_layer"] < metrics[AUX_LOSS] * tokens_per_target      # the one is divided by the targets
     check_gradients(moments, expected)
