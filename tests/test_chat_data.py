@@ -79,6 +79,8 @@ def test_what_is_given_is_not_learned():
     assert parse({"messages": [ASK, ANSWER | {"weight": 0}, ASK, ANSWER]}) == Conversation([ASK, ANSWER] * 2, [True, False, True, True])
     asked = parse({"system": "be brief", "conversations": [{"from": "human", "value": "why?"}, {"from": "gpt", "value": "x"}]})
     assert asked.messages[0] == {"role": "system", "content": "be brief"} and len(asked.trained) == 3
+    both = parse({"conversations": [{"from": "human", "value": "asked", "content": "x"}, {"from": "gpt", "value": "said", "content": None}]})
+    assert both.messages == [{"role": "user", "content": "asked"}, {"role": "assistant", "content": "said"}]
     called = parse({"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}], "tools": [{"name": "f"}]})
     assert called.messages[1]["content"] == "" and called.tools == [{"name": "f"}]
 

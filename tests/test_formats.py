@@ -1,6 +1,7 @@
 """A faulty file is one message that names file, place and remedy."""
 
 import gzip
+import tracemalloc
 
 import numpy as np
 import pyarrow as pa
@@ -8,6 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 from corpora import Opened, bpe, fault, section, write  # noqa: F401 (bpe is a fixture)
+
+from meshtrain.data import formats
 
 GOOD = b'{"text": "fine"}\n'
 # (file name, content, what the one message must contain)
@@ -55,6 +58,42 @@ def test_a_faulty_file_is_one_message_that_names_the_place(name, content, parts,
     assert all(part in message for part in parts), message
     left = [path.name for path in tmp_path.rglob("*") if path.is_file() and path.suffix in (".npy", ".tmp")]
     assert left == ([name] if name.endswith("npy") else []) or "are empty" in message  # nothing that could be believed
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
+def test_a_line_too_long_for_memory_is_told_before_it_is_read(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, "LINE_BYTES", 1 << 16)
+    line = b'{"text": "' + b"a" * (LINE_TEXT := (1 << 16) - 13) + b'"}\n'
+    assert len(line) == 1 << 16
+    pack = {"jsonl": bytes, "gz": gzip.compress, "zst": zstandard.compress}[name.rpartition(".")[2]]
+    path = tmp_path / name
+    path.write_bytes(pack(line))
+    assert [len(text) for text in Opened(section([path]), tmp_path).texts()] == [LINE_TEXT]
+    path.write_bytes(pack(GOOD + b"a" * (50 << 20)))
+    tracemalloc.start()
+    tracemalloc.reset_peak()
+    before, _ = tracemalloc.get_traced_memory()
+    message = fault(section([path]), tmp_path)
+    assert tracemalloc.get_traced_memory()[1] - before < 8 << 20
+    tracemalloc.stop()
+    assert f"{name}, line 2: is longer than 65,536 bytes" in message and "divide or remove it" in message
+    assert fault(section([path], source="chat", chat_template=str(template(tmp_path))), tmp_path) == message
+
+
+def template(folder):
+    path = folder / "template.jinja"
+    path.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    return path
+
+
+def test_a_character_that_is_none_is_found_in_lines_of_any_length(tmp_path, bpe, monkeypatch):
+    monkeypatch.setattr(formats, "PIECE_CHARS", 8)
+    path = tmp_path / "a.txt"
+    for before, line, place in ((b"", 1, 0), ("€".encode() * 9, 1, 27), (b"one\n" + "x€".encode() * 20, 2, 80), (b"aaaaaaa\n", 2, 0)):
+        for bad in (b"\xff", b"\xe2\x82", b"\xe2\x82\n"):
+            path.write_bytes(before + bad)
+            assert f"a.txt, line {line}: is not UTF-8" in (message := fault(section([path], tokenizer=bpe), tmp_path))
+            assert f"byte {place} of the line" in message
 
 
 def write_arrow(path, table, stream=True):

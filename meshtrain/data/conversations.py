@@ -148,7 +148,8 @@ def _message(value, place: str) -> dict:
         near = difflib.get_close_matches(str(role), known, n=1)
         raise ValueError(f"{place} has the {names[0]} {_short(value.get(names[0]))}; "
                          + (f"did you mean {near[0]!r}? " if near else "") + f"Known are {', '.join(known)}")
-    others = {name: one for name, one in value.items() if name not in names}
+    # A template knows role and content: what ShareGPT's keys say is put there, whatever stood there before.
+    others = {name: one for name, one in value.items() if name not in (*names, "role", "content")}
     return {"role": role, "content": _content(value.get(names[1]), names[1], place, others), **others}
 
 

@@ -1,11 +1,12 @@
 """The documents of one file, in the file's order, streamed: text (the file), JSON lines (a line), Parquet and Arrow (a row).
 
-A document comes in pieces of at most some million characters, so no file, line or row group decides over the memory that a
-tokenizer takes. Whatever is wrong with a file is one ValueError that names file, place and remedy.
+A document comes in pieces of at most some million characters, and a line of JSON has at most LINE_BYTES, so no file, line or
+row group decides over the memory that a tokenizer takes. Whatever is wrong with a file is one ValueError that names file, place and remedy.
 This module knows no tokens.
 """
 from __future__ import annotations
 
+import codecs
 import contextlib
 import gzip
 import io
@@ -21,6 +22,7 @@ from meshtrain.data.tokenizer import import_extra
 # Longer documents are tokenized in pieces that end with a line where there is one: a merge across the cut is lost, once in
 # a million characters, and in return neither memory nor time depend on the longest document.
 PIECE_CHARS = 1 << 20
+LINE_BYTES = 1 << 28     # of a line of JSON, which is held as a whole, and as an object beside: some 6 times its size
 COMPRESSED = (".gz", ".zst")
 ARROW_MAGIC, ARROW_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
 
@@ -55,9 +57,9 @@ def read_text(path: str) -> Iterator[Piece]:
                 for text, last in _cut(file):
                     yield Piece(text, last, raw.tell())
         except UnicodeDecodeError:
-            line, error = _first_bad_line(path)
+            line, place, reason = _first_bad_line(path)
             remedy = "decompress" if path.endswith(COMPRESSED) else "convert"
-            raise _fault(path, f"line {line}", f"is not UTF-8 ({error.reason}, byte {error.start} of the line)",
+            raise _fault(path, f"line {line}", f"is not UTF-8 ({reason}, byte {place} of the line)",
                          f'{remedy} the file, or use data.tokenizer="bytes"') from None
 
 
@@ -197,7 +199,11 @@ def _text_of(path: str, number: int, value: dict, field: str) -> str:
 
 def _next_line(path: str, lines: BinaryIO, number: int) -> bytes:
     with _damage_told(path, f" (after line {number - 1})"):
-        return lines.readline()
+        line = lines.readline(LINE_BYTES + 1)
+    if len(line) > LINE_BYTES:
+        raise _fault(path, f"line {number}", f"is longer than {LINE_BYTES:,} bytes, and lines of JSON are held in memory as a whole",
+                     "divide or remove it; write a file of text or Parquet where documents are that long")
+    return line
 
 
 @contextlib.contextmanager
@@ -273,11 +279,16 @@ def _cut(file: TextIO) -> Iterator[tuple[str, bool]]:
         piece = following
 
 
-def _first_bad_line(path: str) -> tuple[int, UnicodeDecodeError]:
+def _first_bad_line(path: str) -> tuple[int, int, str]:
+    """(number of the line, byte of it, reason), of a file that is not UTF-8. Lines may have any length."""
+    number, place, decoder = 1, 0, codecs.getincrementaldecoder("utf-8")()
     with open(path, "rb") as raw, _decompress(path, raw) as file:
-        for number, line in enumerate(file, 1):
+        while True:
+            piece, kept = file.readline(PIECE_CHARS), len(decoder.getstate()[0])
             try:
-                line.decode()
+                decoder.decode(piece, final=not piece or piece.endswith(b"\n"))
             except UnicodeDecodeError as error:
-                return number, error
-    raise AssertionError(f"{path} has changed while it was read")
+                return number, place - kept + error.start, error.reason
+            if not piece:
+                raise AssertionError(f"{path} has changed while it was read")
+            number, place = (number + 1, 0) if piece.endswith(b"\n") else (number, place + len(piece))

@@ -7,6 +7,7 @@ and speaks with it in lines of JSON. This file is run as it stands, and imports 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import secrets
 import signal
@@ -18,8 +19,10 @@ import jinja2
 import jinja2.ext
 import jinja2.meta
 import jinja2.sandbox
+import jinja2.visitor
 
 MEMORY_BYTES = 1 << 30
+SPARE_S = 1.0       # left of the limit of CPU time, when renderings of prefixes are given up
 # Of training, whose tokens must not depend on the day: what Llama's own templates say where they are not told one.
 TRAINING_DATE = datetime(2024, 7, 26)
 
@@ -52,6 +55,7 @@ class Renderer:
         env.globals |= {"raise_exception": _refuse, "strftime_now": (datetime.now() if today else TRAINING_DATE).strftime}
         env.filters["tojson"] = _to_json
         self.env, self.tokens, self.template = env, tokens, env.from_string(template)
+        self.resumable = None if env.generation_seen else Resumable().made(env.parse(template), env)
         self.names = sorted(jinja2.meta.find_undeclared_variables(env.parse(template)))
 
     def render(self, messages: Sequence[dict], tools, add_generation_prompt: bool) -> str:
@@ -88,14 +92,194 @@ class Renderer:
 
     def _by_prefix(self, messages, tools, answers) -> tuple[str, list[tuple[int, int]]]:
         """Of a template without the tag: from the prompt for an answer to the text that ends with it."""
-        text, found = self.render(messages, tools, False), []
-        for i in answers:
-            before, with_it = self.render(messages[:i], tools, True), self.render(messages[:i + 1], tools, False)
-            if not (text.startswith(with_it) and with_it.startswith(before)):
-                raise ValueError("the chat template writes a turn otherwise once others follow (it leaves reasoning out, say) and "
-                                 "has no {% generation %}, so what the assistant said cannot be told; give a line for each answer, the turns before it as its prompt")
-            found.append((len(before), len(with_it)))
+        text = self.render(messages, tools, False)
+        begins = self._prefixes(messages, tools, True, answers, text)
+        ends = self._prefixes(messages, tools, False, [i + 1 for i in answers], text)
+        found = list(zip(begins, ends))
+        if any(not 0 <= begin <= end for begin, end in found):
+            raise ValueError("the chat template writes a turn otherwise once others follow (it leaves reasoning out, say) and has no "
+                             "{% generation %}, so what the assistant said cannot be told; give a line for each answer, the turns before it "
+                             "as its prompt")
         return text, found
+
+    def _prefixes(self, messages, tools, wants_answer: bool, counts: Sequence[int], text: str) -> list[int]:
+        """Of each count the length of what its first so many messages give, -1 where `text` does not begin with it."""
+        try:
+            known = self._resumed(messages, tools, wants_answer, counts, text) if len(counts) > 1 else {}
+        except (Exception, Unknown):    # whatever it does with messages that are no list: one by one, where it tells its own faults
+            known = {}
+        found = []
+        for count in counts:
+            if count not in known:
+                if 0 < signal.getitimer(signal.ITIMER_PROF)[0] < SPARE_S:
+                    raise ValueError(f"has {len(counts):,} answers to learn, and the chat template, which has no {{% generation %}}, takes too "
+                                     "long to be rendered for each of them; divide the conversation, or name a template with the tag")
+                prefix = self.render(messages[:count], tools, wants_answer)
+                known[count] = len(prefix) if text.startswith(prefix) else -1
+            found.append(known[count])
+        return found
+
+    def _resumed(self, messages, tools, wants_answer: bool, counts: Sequence[int], text: str) -> dict[int, int]:
+        """As `_prefixes`, of those counts that it finds, in time that grows with the messages and not with their square.
+
+        What a prefix gives is what all messages give up to its last one, and then what the template gives that begins its loop
+        there. That holds where it goes through the messages once, from a loop to its next turn keeps nothing, and in none looks
+        further ahead than to the next message. Raises: Exception where it does something else.
+        """
+        if self.resumable is None:
+            return {}
+        whole = Reading(messages, len(messages), 0)
+        written = whole.render(self, tools, wants_answer)
+        alike = len(os.path.commonprefix([written, text]))
+        found = {}
+        for count in counts:
+            turn = count - 1 - whole.first
+            # Where it looks at messages before the loop, these must be there; and a loop that begins at its beginning is the plain one.
+            if turn < 1 or count <= whole.seen_before or turn >= len(whole.begins) or whole.far < turn:
+                continue
+            part = Reading(messages, count, turn)
+            rest = part.render(self, tools, wants_answer)[part.begins[0]:]
+            begin = whole.begins[turn]
+            found[count] = begin + len(rest) if begin <= alike and text.startswith(rest, begin) else -1
+        return found
+
+
+class Reading:
+    """One pass of a resumable template over the first `count` messages, whose loop begins with turn `skipped`.
+
+    begins: where the text of each turn begins. first: the message of turn 0. seen_before: messages that were looked at before
+    the loop. far: the first turn that looked further than to the next message.
+    """
+
+    def __init__(self, messages: Sequence[dict], count: int, skipped: int):
+        self.messages, self.count, self.skipped = messages, count, skipped
+        self.begins, self.first, self.seen_before, self.far = [], 0, 0, len(messages)
+        self.loop, self.length = None, 0
+
+    def render(self, renderer: Renderer, tools, wants_answer: bool) -> str:
+        pieces = []
+        for piece in renderer.resumable.generate(messages=Turns(self, 0), tools=tools, documents=None, add_generation_prompt=wants_answer,
+                                                 **renderer.tokens, _each=self.each, _begin=self.begin, _skipped=self.turns_skipped):
+            pieces.append(piece)
+            self.length += len(piece)
+        if not self.begins:
+            raise TypeError("no loop over the messages")
+        return "".join(pieces)
+
+    def look(self, index: int) -> bool:
+        """Whether there is such a message."""
+        if not self.begins:
+            self.seen_before = max(self.seen_before, index + 1)
+        elif index > self.first + len(self.begins):
+            self.far = min(self.far, len(self.begins) - 1)
+        return index < self.count
+
+    def each(self, number: int, values):
+        """What a loop of the template goes through."""
+        if not isinstance(values, Turns):
+            return values
+        if self.loop is not None:
+            raise TypeError("a second loop over the messages")
+        self.loop, self.first = number, values._first
+        return self.messages[values._first + self.skipped:self.count]
+
+    def begin(self, number: int) -> str:
+        if number == self.loop:
+            self.begins.append(self.length)
+        return ""
+
+    def turns_skipped(self, number: int) -> int:
+        return self.skipped if number == self.loop else 0
+
+
+class Turns:
+    """The messages from number `first` on, for a template that asks for one at a time. Whatever else it asks is a TypeError."""
+
+    def __init__(self, reading: Reading, first: int):
+        self._reading, self._first = reading, first
+
+    def __bool__(self) -> bool:
+        return self._reading.look(self._first)
+
+    def __getitem__(self, index):
+        if type(index) is int and index >= 0:
+            if self._reading.look(self._first + index):
+                return self._reading.messages[self._first + index]
+            raise IndexError
+        if type(index) is slice and index.stop is index.step is None and type(index.start) is int and index.start >= 0:
+            return Turns(self._reading, self._first + index.start)
+        raise Unknown
+
+    def _unknown(self, *_):
+        raise Unknown
+
+    __iter__ = __len__ = __contains__ = __reversed__ = __eq__ = __add__ = __radd__ = __mul__ = __rmul__ = __str__ = __getattr__ = _unknown
+
+
+class Unknown(BaseException):
+    """A template asks of its messages what is another thing for each prefix. No test or filter of jinja takes it for an answer."""
+
+
+KEPT = {"namespace", "cycler", "joiner"}    # what keeps something from one turn of a loop to the next
+
+
+class Resumable(jinja2.visitor.NodeTransformer):
+    """Makes the outermost loops of a template begin at any turn, for Reading. known: whether it could: a loop keeps nothing.
+
+    Loops in loops, macros and blocks stay as they are: Turns are not for them.
+    """
+
+    def __init__(self):
+        self.number, self.inside, self.known = 0, False, True
+
+    def made(self, template: jinja2.nodes.Template, environment: jinja2.Environment) -> jinja2.Template | None:
+        """Changes `template`."""
+        self.visit(template)
+        if not self.known or not self.number:
+            return None
+        template.set_environment(environment)
+        return environment.from_string(template.set_lineno(1))
+
+    def visit_For(self, loop: jinja2.nodes.For) -> jinja2.nodes.For:
+        if self.inside:
+            loop.iter = self.visit(loop.iter)       # the rest knows a `loop` of its own
+            self.known &= not any(name.name in KEPT for name in loop.find_all(jinja2.nodes.Name))
+            return loop
+        self.inside, self.known = True, self.known and not (loop.recursive or loop.else_ or loop.test)
+        loop.body = [self.visit(node) for node in loop.body]
+        loop.body.insert(0, jinja2.nodes.Output([self._call("_begin")]))
+        loop.iter = self._call("_each", loop.iter)
+        self.inside, self.number = False, self.number + 1
+        return loop
+
+    def _call(self, name: str, *values: jinja2.nodes.Expr) -> jinja2.nodes.Call:
+        return jinja2.nodes.Call(jinja2.nodes.Name(name, "load"), [jinja2.nodes.Const(self.number), *values], [], None, None)
+
+    def visit_Getattr(self, node: jinja2.nodes.Getattr) -> jinja2.nodes.Expr:
+        if not (self.inside and isinstance(node.node, jinja2.nodes.Name) and node.node.name == "loop"):
+            return self.generic_visit(node)
+        if node.attr in ("index", "index0"):
+            return jinja2.nodes.Add(node, self._call("_skipped"))
+        if node.attr == "first":
+            first = jinja2.nodes.Getattr(node.node, "index0", "load")
+            return jinja2.nodes.Compare(jinja2.nodes.Add(first, self._call("_skipped")), [jinja2.nodes.Operand("eq", jinja2.nodes.Const(0))])
+        self.known &= node.attr in ("last", "nextitem")
+        return node
+
+    def visit_Name(self, node: jinja2.nodes.Name) -> jinja2.nodes.Name:
+        self.known &= node.name not in KEPT and not (self.inside and node.name == "loop")
+        return node
+
+    def _in_pieces(self, node: jinja2.nodes.Node) -> jinja2.nodes.Node:
+        """What is written into a block that begins outside of a loop has no place in the text yet."""
+        return self.generic_visit(node) if self.inside else node
+
+    def _unknown(self, node: jinja2.nodes.Node) -> jinja2.nodes.Node:
+        self.known = False
+        return node
+
+    visit_AssignBlock = visit_FilterBlock = visit_CallBlock = _in_pieces
+    visit_Macro = visit_Block = visit_Extends = visit_Include = visit_Import = visit_FromImport = visit_Break = _unknown
 
 
 def _refuse(message: str):
