@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import jaxlib.version
 
+from meshtrain import known_bad
 from meshtrain.cluster import agree, find, gpus, meet, watch
 from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.cost import hardware
@@ -59,7 +60,8 @@ def memory_bytes(found: Sequence[jax.Device]) -> int:
 def start(run: Run, cluster: find.Cluster | None = None) -> Sequence[jax.Device]:
     """The devices of all processes of the run; starts the jax backend. simulated_devices > 0 means that many CPU devices.
 
-    Raises: ConfigError where a backend is already up with other devices, or the processes cannot share them out;
+    Raises: ConfigError where a backend is already up with other devices, the processes cannot share them out, or what is installed
+    is known to compute wrong numbers;
     PeerError that names a process that does not come.
     """
     if run.run.compilation_cache:
@@ -79,6 +81,9 @@ def start(run: Run, cluster: find.Cluster | None = None) -> Sequence[jax.Device]
         os.environ.setdefault("NPROC", str(max(4 * count, os.cpu_count() or 1)))
         jax.config.update("jax_platforms", "cpu")
     elif gpus_expected():
+        for line in known_bad.check(known_bad.facts_of(run, num_processes)):
+            if not cluster or cluster.index == 0:
+                say.err(f"warning: {line}")
         prepare_gpus(os.environ)
     else:
         # Without this an installed CUDA plugin tries to start, fails with a page of warnings, and ends on the CPU.

@@ -88,6 +88,13 @@ def test_nothing_is_asked_of_cpus_for_deterministic_runs():
     assert step.compiler_options("gpu", False).items() >= step.COMPILER_OPTIONS["gpu"].items()
 
 
+def test_collectives_overlap_with_experts_or_stages_but_never_beside_copies_to_the_host():
+    """Reported to corrupt training together: offload, the latency-hiding scheduler, and a limit above 1."""
+    limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
+    assert step.compiler_options("gpu", False, several=True)[limit] > 1
+    assert step.compiler_options("gpu", False, remat="offload", several=True)[limit] == 1
+
+
 @pytest.mark.skipif(not compile.has_gpu_compile(), reason=f"install the extra gpu-compile: no {compile.missing_wheels()}")
 @pytest.mark.parametrize("mesh, cublas", [({"fsdp": 4}, True), ({"fsdp": 2, "tensor": 2}, False)])
 def test_matmuls_are_cublas_s_alone_where_nothing_splits_a_layer(mesh, cublas):

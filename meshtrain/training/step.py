@@ -60,6 +60,10 @@ OFFLOAD_OPTIONS = {
     # A layer's input comes back from the host while the backward of the layer behind it runs, not before its own first
     # matmul; one more of them stands on the device.
     "xla_gpu_enable_pipelined_host_offloading": True,
+    # One collective at a time, XLA's default, also with experts (SEVERAL_OPTIONS): copies to the host, the latency-hiding
+    # scheduler and a higher limit are reported to corrupt training together, though no two of them do (marin-community/marin,
+    # experiments/grug/moe_hero_ep, on GB200; not reproduced). It costs what is told there: 446 to 460 ms.
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 1,
 }
 # On GPUs, with stages or experts.
 SEVERAL_OPTIONS = {
@@ -82,7 +86,7 @@ def compiler_options(platform: str, deterministic: bool, remat: str = "none", se
         return COMPILER_OPTIONS["cpu"]
     limit = {"xla_gpu_memory_limit_slop_factor": round(100 * memory_share / XLA_MEMORY_SHARE)}
     return (COMPILER_OPTIONS["gpu"] | limit | (DETERMINISTIC_OPTIONS if deterministic else {})
-            | (OFFLOAD_OPTIONS if remat == "offload" else {}) | (SEVERAL_OPTIONS if several else {})
+            | (SEVERAL_OPTIONS if several else {}) | (OFFLOAD_OPTIONS if remat == "offload" else {})
             | (CUBLAS_OPTIONS if whole or deterministic else {}))
 
 

@@ -1,0 +1,126 @@
+"""Stacks that are known to compute wrong numbers, or to hang: versions beside which a run is refused or warned of.
+
+One table, and a row is one line of data with its source. Where a row's facts do not hold nothing is looked up and nothing said.
+Wrong numbers are refused; what only costs time, because a watchdog ends it, is told. This module starts nothing.
+"""
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Set
+from pathlib import Path
+
+from meshtrain.config import ConfigError, Run
+
+# What a row may ask for, of this process.
+GPUS, PROCESSES, MOSAIC = "GPUs", "several processes", 'model.attention="mosaic"'
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """component: of FINDERS. bad: its versions, as pip writes them. facts: that must all hold; a machine is one, as
+    `platform.machine` names it. wrong: whether numbers are, and the run is refused."""
+    component: str
+    bad: str
+    facts: frozenset[str]
+    effect: str
+    remedy: str
+    source: str
+    wrong: bool
+
+
+TABLE = (
+    Row("jax", ">=0.11.0,<0.11.2", frozenset({GPUS}), "single operations give wrong results on GPUs",
+        "install jax 0.11.2 or newer, or 0.10.2", "jax-ml/jax#40633", True),
+    Row("ptxas", "<12.9.86", frozenset({GPUS, MOSAIC}), "causal masks of Mosaic kernels are miscompiled",
+        "install CUDA 12.9.1 or newer (nvidia-cuda-nvcc-cu12>=12.9.86), and see that no older ptxas is on PATH",
+        "jax's own attention_mgpu.py refuses them", True),
+    Row("NCCL", "<2.29.3", frozenset({GPUS, PROCESSES, "aarch64"}), "its proxy loses slots, and a run hangs in silence with all GPUs busy, "
+        "until training.step_timeout_s ends it", 'install it anew, behind torch, which pins an older one: pip install "nvidia-nccl-cu13>=2.29.3" '
+        "(cu12 beside CUDA 12)", "marin-community/marin#7344", False),
+)
+
+
+def facts_of(run: Run, num_processes: int) -> frozenset[str]:
+    """Of a process that finds GPUs."""
+    return frozenset({GPUS, platform.machine(), *[PROCESSES] * (num_processes > 1), f'model.attention="{run.model.attention}"'})
+
+
+def check(facts: Set[str], version: Callable[[str], str] | None = None) -> list[str]:
+    """What to warn of. version: component -> its version, empty where it is not found; by default what is installed here.
+
+    Raises: ConfigError for what computes wrong numbers.
+    """
+    found = [(row, there) for row in TABLE if row.facts <= facts and _is(there := (version or installed)(row.component), row.bad)]
+    told = [(row, f"{row.component} {there}: {row.effect} ({row.source}); {row.remedy}") for row, there in found]
+    if wrong := [text for row, text in told if row.wrong]:
+        raise ConfigError(*wrong)
+    return [text for _, text in told]
+
+
+def installed(component: str) -> str:
+    """Its version here; empty where there is none."""
+    return FINDERS[component](os.environ)
+
+
+def _is(version: str, bad: str) -> bool:
+    """Whether a version is one of `bad`: "<2.29.3", ">=0.11.0,<0.11.2"."""
+    if not version:
+        return False
+    for limit in bad.split(","):
+        than = limit.lstrip("<>=")
+        holds = {"<": _numbers(version) < _numbers(than), ">=": _numbers(version) >= _numbers(than)}
+        if not holds[limit.removesuffix(than)]:
+            return False
+    return True
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
+
+def _of_package(*names: str) -> str:
+    for name in names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def _nccl(environ: Mapping[str, str]) -> str:
+    """The library of LD_LIBRARY_PATH, which is loaded before that of the wheel."""
+    for folder in filter(None, environ.get("LD_LIBRARY_PATH", "").split(":")):
+        library = Path(folder) / "libnccl.so.2"
+        if library.exists():
+            found = re.search(r"\.so\.(\d+\.\d+\.\d+)$", library.resolve().name)
+            return found[1] if found else ""
+    cuda13 = importlib.util.find_spec("jax_cuda13_plugin")
+    return _of_package(*(f"nvidia-nccl-cu{cuda}" for cuda in ((13, 12) if cuda13 else (12, 13))))
+
+
+def _ptxas(environ: Mapping[str, str]) -> str:
+    """Of the one that XLA takes: of PATH, of the toolkit, of the wheel."""
+    places = [shutil.which("ptxas", path=environ.get("PATH")), "/usr/local/cuda/bin/ptxas"]
+    spec = importlib.util.find_spec("nvidia")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        places += [*Path(folder).glob("cu13/bin/ptxas"), *Path(folder).glob("cuda_nvcc/bin/ptxas")]
+    for place in places:
+        if place and os.access(place, os.X_OK):
+            try:
+                told = subprocess.run([place, "--version"], capture_output=True, text=True, timeout=30).stdout
+            except (OSError, subprocess.SubprocessError):
+                continue
+            found = re.search(r"\bV(\d+\.\d+\.\d+)", told)
+            return found[1] if found else ""
+    return ""
+
+
+FINDERS: dict[str, Callable[[Mapping[str, str]], str]] = {
+    "jax": lambda environ: _of_package("jax"), "NCCL": _nccl, "ptxas": _ptxas}
