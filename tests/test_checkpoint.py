@@ -201,6 +201,19 @@ def test_a_full_disk_is_told_leaves_nothing_and_the_next_save_may_work(small_dis
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
+def test_arrays_that_end_after_their_save_has_failed_print_nothing(small_disk, monkeypatch):  # noqa: F811
+    printed = []
+    monkeypatch.setattr(sys, "unraisablehook", printed.append)
+    state = {f"w{i}": jnp.asarray(np.random.default_rng(i).normal(size=100_000).astype("f4")) for i in range(32)}     # 12.8 MB
+    for _ in range(4):      # which of tensorstore's threads is late is chance
+        with contextlib.suppress(checkpoint.CheckpointError), checkpoint.Checkpoints(small_disk / "c", tell=lambda text: None) as checkpoints:
+            checkpoints.save(1, state, {})
+            checkpoints.save(2, state, {})
+    assert printed == []
+    sys.unraisablehook("another")
+    assert printed == ["another"]
+
+
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EACCES, errno.EIO])
 @pytest.mark.parametrize("where", ["checksums", "write", "sync", "rename"])
 def test_wherever_the_disk_refuses_the_last_whole_one_stays(tmp_path, monkeypatch, where, error):

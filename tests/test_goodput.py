@@ -19,6 +19,7 @@ from meshtrain.cluster import watch
 from meshtrain.cluster.stacks import State
 from meshtrain.config import ConfigError
 from meshtrain.run import goodput, history, measured, metrics, record
+from meshtrain.run import rows as rows_of
 
 EXACT = 1e-6    # of sums of floats near 1e9, where a wall clock's last digits lie
 
@@ -67,7 +68,7 @@ class Life:
                     sleep(restore)
                 try:
                     with metrics.MetricsWriter(self.directory / "metrics.jsonl") as rows, account.to(goodput.LOOP):
-                        rows.truncate_after(step)
+                        rows_of.cut_after(rows.path, step)
                         kept = record.Record(run, rows, types.SimpleNamespace(step=lambda row: None), 1.0, None, account)
                         for number in range(step + 1, to + 1):
                             sleep(step_s)

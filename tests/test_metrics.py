@@ -38,7 +38,7 @@ def test_rows_are_readable_while_the_run_goes_on(tmp_path):
 def test_floats_are_not_rounded(tmp_path_factory, value):
     writer = metrics.MetricsWriter(tmp_path_factory.mktemp("m") / "m.jsonl")
     writer.write({"step": 1, "loss": value})
-    writer.truncate_after(1)
+    rows.cut_after(writer.path, 1)
     assert metrics.read(writer.path) == [{"step": 1, "loss": value}]
     writer.close()
 
@@ -48,7 +48,7 @@ def test_a_resume_drops_later_rows_and_a_torn_line(tmp_path, torn):
     path = tmp_path / "m.jsonl"
     path.write_text("".join(f'{{"step": {step}}}\n' for step in (2, 4)) + torn)
     writer = metrics.MetricsWriter(path)
-    writer.truncate_after(2)
+    rows.cut_after(writer.path, 2)
     writer.write({"step": 3})
     writer.close()
     assert path.read_text() == '{"step": 2}\n{"step": 3}\n'
@@ -58,7 +58,7 @@ def test_a_resume_drops_later_rows_and_a_torn_line(tmp_path, torn):
 def test_a_fresh_start_empties_what_an_unsaved_run_left(tmp_path):
     (tmp_path / "m.jsonl").write_text('{"step": 1}\n')
     writer = metrics.MetricsWriter(tmp_path / "m.jsonl")
-    writer.truncate_after(0)
+    rows.cut_after(writer.path, 0)
     writer.close()
     assert metrics.read(writer.path) == []
 
@@ -71,6 +71,7 @@ NO_ROWS = ["{}", '{"loss": 2.0}', "[]", "7", "null", '"step"', '{"step": null}',
 def test_a_line_that_is_no_row_never_forbids_to_go_on(tmp_path, line, capsys):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
+    rows.cut_after(path, 3)
     with metrics.open_writers(run_file(tmp_path, "--metrics.tensorboard", "false"), tmp_path, 3) as writers:
         writers.write({"step": 4})
     assert [row["step"] for row in metrics.read(path)] == [1, 3, 4] and path.read_text().startswith(f'{{"step": 1}}\n{line}\n')
@@ -83,7 +84,7 @@ def test_a_line_that_would_be_dropped_with_later_rows_is_kept_beside_and_told(tm
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1}}\n{{"step": 2}}\n{line}\n{{"step": 3}}\ntorn')
     with metrics.MetricsWriter(path) as writer:
-        writer.truncate_after(1)
+        rows.cut_after(writer.path, 1)
         writer.write({"step": 2})
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
     assert (tmp_path / "metrics.aside.jsonl").read_text() == f'{{"step": 2}}\n{line}\n{{"step": 3}}\n'
@@ -215,7 +216,7 @@ def test_rows_that_never_found_room_are_told_at_the_end_and_a_resume_repairs_the
         writer.write({"step": 2})
     assert "ends early: its last 12 bytes" in capsys.readouterr().err
     with disk_of(20), metrics.MetricsWriter(tmp_path / "m.jsonl") as writer:
-        writer.truncate_after(1)    # needs no room
+        rows.cut_after(writer.path, 1)    # needs no room
     assert (tmp_path / "m.jsonl").read_text() == '{"step": 1}\n'
 
 

@@ -15,7 +15,7 @@ from test_pages import Read, embedded, standing_alone
 
 from meshtrain import report, train
 from meshtrain.pages import measured as pages
-from meshtrain.run import goodput, history, measured, metrics, rundir
+from meshtrain.run import goodput, history, measured, metrics, rows, rundir
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_a_killed_run_is_told_and_what_it_lost_is_kept_when_it_goes_on(run_dir):
     assert told["starts"][-1]["to_step"] == 5 and told["starts"][-1]["how"] == ""
     with pytest.raises(RuntimeError), history.kept(run_dir, 4, goodput.Account(), {"on": "here", "cause": "after a kill"}), \
             metrics.MetricsWriter(run_dir / "metrics.jsonl") as writer:
-        writer.truncate_after(4)
+        rows.cut_after(writer.path, 4)
         raise RuntimeError("the power went")
     told = measured.of(run_dir)
     assert told["step"] == 4 and goodput.UNKNOWN in told["starts"][1]["how"]

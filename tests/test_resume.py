@@ -1,5 +1,7 @@
 """Where a run goes on from, and what may have changed since: content counts, not spelling; nothing is lost on the way back."""
+import errno
 import json
+import os
 import tomllib
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 from meshtrain import config, files
 from meshtrain.config import ConfigError
 from meshtrain.data import packing, sources, tokenizer
-from meshtrain.run import checkpoint, metrics, resume, rundir
+from meshtrain.run import checkpoint, disk, exports, metrics, resume, rows, rundir
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = {"a.txt": b"the cat sat on the mat. " * 60, "b.txt": bytes(range(97, 123)) * 50}
@@ -203,6 +205,24 @@ def test_the_same_command_goes_on_and_another_answer_goes_back_again(two):
     settings = two / "config.toml"
     start = resume.find(config.load([str(settings)]), checkpoint.Checkpoints(two / "checkpoints"))
     assert (start.step, start.skip_batches) == (5, 0), "the settings that were written are those in force"
+
+
+@pytest.mark.parametrize("place, call", [(disk, "replace"), (os, "truncate"), (exports, "set_aside_after"), (rows, "set_aside_after")])
+@pytest.mark.parametrize("code, raised", [(errno.ENOSPC, files.FileSystemError), (errno.ESTALE, files.FileSystemError), (errno.EACCES, ConfigError)])
+def test_a_directory_that_cannot_be_written_before_the_first_step_is_one_message(two, monkeypatch, place, call, code, raised):
+    monkeypatch.setattr(files, "PAUSES_S", (0.0,))
+    tries = []
+
+    def refused(*_):
+        tries.append(call)
+        raise OSError(code, os.strerror(code))
+    monkeypatch.setattr(place, call, refused)
+    run = run_in(two, "--checkpoint.step", 2)
+    with checkpoint.Checkpoints(two / "checkpoints") as checkpoints:
+        with pytest.raises(raised, match=f"run.dir={two} cannot be written: {os.strerror(code)}; "):
+            resume.begin(run, resume.find(run, checkpoints), checkpoints, two, "# rules")
+    assert len(tries) == (2 if raised is files.FileSystemError else 1)
+    assert [row["step"] for row in metrics.read(two / "metrics.jsonl")] == list(range(1, 7)), "nothing is dropped before all is written"
 
 
 def test_the_way_back_loses_nothing_and_is_recorded_once(two, capfd):

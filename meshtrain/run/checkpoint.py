@@ -26,6 +26,7 @@ import pathlib
 import re
 import shutil
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -71,6 +72,8 @@ class Checkpoints:
                  tell: Callable[[str], None] | None = None):
         for name in ("absl", "asyncio"):  # orbax logs 60 lines per save, a traceback for each array that a full disk refuses
             logging.getLogger(name).setLevel(logging.CRITICAL)
+        if not isinstance(sys.unraisablehook, _Unraisable):
+            sys.unraisablehook = _Unraisable(sys.unraisablehook)
         self.directory = pathlib.Path(directory).absolute()  # orbax refuses relative paths
         self.every, self.keep, self.read_only, self.tell = every, keep, read_only, tell or say.err
         # Compressed, weights would be 8 % smaller, and saving them would take two to three times as long.
@@ -151,7 +154,11 @@ class Checkpoints:
 
     def set_aside_after(self, step: int) -> list[str]:
         """Renames all checkpoints later than `step`, so that no run goes on from them; returns their new names."""
-        return agree.on_first(lambda: [self._set_aside(later, "aside") for later in sorted(self._steps()) if later > step])
+        def set_aside():
+            later = [one for one in sorted(self._steps()) if one > step]
+            return [files.attempted(lambda: self._set_aside(one, "aside"), f"{self.directory / str(one)} cannot be set aside",
+                                    "give a directory that can be written", ConfigError) for one in later]
+        return agree.on_first(set_aside)
 
     def metadata(self, step: int) -> dict:
         """What `save` was given, and `format`. Reads no arrays: a resume checks it before it builds anything.
@@ -344,6 +351,19 @@ class Checkpoints:
         if differences:
             where = f"{self.directory / str(step)} does not fit this run (another model or optimizer?):"
             raise ValueError("\n".join([where, *differences]))
+
+
+class _Unraisable:
+    """Python's hook, but silent about writes that end after their save has failed. tensorstore's threads answer an event loop that
+    orbax made in a thread of its own, and has closed at the first failure: a traceback for each array that a full disk refuses.
+    The failure itself is told by `_save`."""
+
+    def __init__(self, before: Callable):
+        self.before = before
+
+    def __call__(self, unraisable) -> None:
+        if str(getattr(unraisable, "exc_value", "")) != "Event loop is closed":
+            self.before(unraisable)
 
 
 @contextlib.contextmanager

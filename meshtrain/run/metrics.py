@@ -49,15 +49,12 @@ class Writers:
 def open_writers(run: Run, directory: pathlib.Path, after: int) -> Iterator[Writers]:
     """The writers of a run that goes on after step `after` (0: it begins), as the run file asks; closed at the end.
 
-    Raises: OSError where metrics.jsonl cannot be cut to that step.
-    """
+    The rows behind that step have been dropped (`rows.cut_after`)."""
     if jax.process_index():
         yield Writers()
         return
     with contextlib.ExitStack() as stack:
-        lines = stack.enter_context(MetricsWriter(directory / rows.NAME))
-        lines.truncate_after(after)
-        writers = [lines]
+        writers = [stack.enter_context(MetricsWriter(directory / rows.NAME))]
         if run.metrics.tensorboard:
             writers.append(stack.enter_context(contextlib.closing(TensorBoard(directory / "tensorboard", after))))
         if run.metrics.wandb != "off":
@@ -75,8 +72,7 @@ def check_wandb(run: Run) -> None:
 class MetricsWriter:
     """Appends rows to the file at `path`, a JSON object per line. In a run of several processes only one may have it.
 
-    An existing file is continued: call `truncate_after` first, with 0 for a fresh start, or a torn last line would be
-    glued to the next row.
+    An existing file is continued: it has been cut by `rows.cut_after`, or a torn last line would be glued to the next row.
     """
 
     def __init__(self, path: str | pathlib.Path):
@@ -87,10 +83,6 @@ class MetricsWriter:
         """Append one row. Values: numbers, also numpy's and jax's scalars, bools, strings, None; lists of them."""
         line = json.dumps({key: _finite(_plain(value)) for key, value in row.items()}, allow_nan=False)
         self._file.append(line.encode() + b"\n")
-
-    def truncate_after(self, step: int) -> None:
-        """Drop the rows after `step` and a torn last line, see `rows.cut_after`."""
-        rows.cut_after(self.path, step)
 
     def close(self) -> None:
         self._file.close()

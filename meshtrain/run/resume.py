@@ -16,6 +16,7 @@ from pathlib import Path
 
 import jax
 
+from meshtrain import files
 from meshtrain.cluster import agree
 from meshtrain.cluster.meet import PeerError
 from meshtrain.config import ConfigError, Run, user_errors
@@ -160,29 +161,39 @@ def data_metadata(corpus: Corpus, data: Batches, step: int) -> dict:
 
 def begin(run: Run, start: Start, checkpoints: Checkpoints, directory: Path, rules_text: str,
           near: LocalTier | None = None) -> None:
-    """Last thing before the first step: sets aside what lies behind `start`, tells and records what has changed."""
+    """Last thing before the first step: sets aside what lies behind `start`, tells and records what has changed, and drops the
+    rows of steps that are taken again.
+
+    Raises: ConfigError or FileSystemError where run.dir cannot be written.
+    """
     told = []
-    if aside := agree.on_first(lambda: exports.set_aside_after(directory, start.step)):
+    if aside := _written(directory, lambda: exports.set_aside_after(directory, start.step)):
         told = [f"exports of later steps are kept as {', '.join(f'{exports.DIRECTORY}/{name}' for name in aside)}"]
     if start.back:
-        kept_rows = agree.on_first(lambda: rows.set_aside_after(directory / rows.NAME, start.step))
+        kept_rows = _written(directory, lambda: rows.set_aside_after(directory / rows.NAME, start.step))
         later = checkpoints.set_aside_after(start.step)
         kept = [f"later checkpoints are kept as {', '.join(later)}"] * bool(later) + [f"later rows in {kept_rows}"] * bool(kept_rows)
         told += [f"back to step {start.step}: {', '.join(kept) or 'nothing lies behind it'}"]
+    changes = list(start.changes)
+    if start.skip_batches:
+        changes.append(("data.skip_batches", 0, start.skip_batches))
+    told += [f"from step {start.step + 1} on: {key}={json.dumps(new)} (was {json.dumps(old)})" for key, old, new in changes]
     if jax.process_index() == 0:
-        changes = list(start.changes)
-        if start.skip_batches:
-            changes.append(("data.skip_batches", 0, start.skip_batches))
-        told += [f"from step {start.step + 1} on: {key}={json.dumps(new)} (was {json.dumps(old)})" for key, old, new in changes]
         for line in told:
             say.out(line)
-        rundir.write_settings(run.model_copy(update={"checkpoint": run.checkpoint.model_copy(update={"step": 0})}), directory,
-                              rules_text)
-        if start.back:
-            changes.append(("checkpoint.step", None, start.step))
-        _record(directory / RECORD, start.step, changes)
+    if start.back:
+        changes.append(("checkpoint.step", None, start.step))
+    in_force = run.model_copy(update={"checkpoint": run.checkpoint.model_copy(update={"step": 0})})
+    _written(directory, lambda: rundir.write_settings(in_force, directory, rules_text))
+    _written(directory, lambda: _record(directory / RECORD, start.step, changes))
+    _written(directory, lambda: rows.cut_after(directory / rows.NAME, start.step))
     if near is not None:
         near.begin(start.step, start.local)
+
+
+def _written(directory: Path, write: Callable):
+    """write() by process 0, with patience; every process has its value."""
+    return agree.on_first(lambda: files.attempted(write, f"run.dir={directory} cannot be written", "give a directory that can", ConfigError))
 
 
 def source(directory: Path, step: int, name: str, option: str = "checkpoint.step=") -> tuple[Checkpoints, int]:
@@ -249,7 +260,7 @@ def _changes(run: Run, old: dict) -> tuple[tuple[str, object, object], ...]:
 
 def _record(path: Path, step: int, changes: list[tuple[str, object, object]]) -> None:
     """Appends the changes; what a start that was killed before its first checkpoint has recorded is there already."""
-    text = path.read_text() if path.exists() else ""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
     known = [(row["step"], row["key"], row["to"]) for row in map(json.loads, text.splitlines())]
     added = [{"step": step, "key": key, "from": old, "to": new, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
             for key, old, new in changes if (step, key, new) not in known]

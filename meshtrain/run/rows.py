@@ -130,8 +130,8 @@ def cut_after(path: Path, step: int) -> None:
     if foreign:
         kept = _copy_aside(path, end)
         say.err(f"{path}: {foreign} of the lines after step {step} are no rows of metrics; they are kept in {kept}")
-    if path.exists():
-        files.patiently(lambda: os.truncate(path, end))
+    with contextlib.suppress(FileNotFoundError):
+        os.truncate(path, end)
 
 
 def set_aside_after(path: Path, step: int) -> str:
