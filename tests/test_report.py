@@ -95,8 +95,8 @@ def test_the_page_has_what_was_measured_and_what_was_priced(trained, tmp_path):
 def test_a_killed_run_is_told_and_what_it_lost_is_kept_when_it_goes_on(run_dir):
     lines = (run_dir / "history.jsonl").read_text().splitlines()
     (run_dir / "history.jsonl").write_text("\n".join(lines[:-1]) + '\n{"event": "end", "ti')
-    rows = (run_dir / "metrics.jsonl").read_text()
-    (run_dir / "metrics.jsonl").write_text("\n".join(rows.splitlines()[:5]) + '\n{"step": 6, "lo')
+    written = (run_dir / "metrics.jsonl").read_text()
+    (run_dir / "metrics.jsonl").write_text("\n".join(written.splitlines()[:5]) + '\n{"step": 6, "lo')
     ran, told = call(report.main, run_dir), measured.of(run_dir)
     assert ran.code == 0 and "step 5 of 6" in ran.out and "ended without a word" in ran.out
     assert told["starts"][-1]["to_step"] == 5 and told["starts"][-1]["how"] == ""

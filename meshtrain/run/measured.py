@@ -159,7 +159,7 @@ def _experts(found: rows.Rows, count: int) -> dict | None:
     layers = [i for i, value in enumerate(last[LOAD_BY_LAYER[0]]) if value is not None] if last else []
     if not layers:
         return None
-    stretch, worst = -(-count // MOST_STRETCHES), (max, min, min)
+    stretch = -(-count // MOST_STRETCHES)
     told = {"layers": layers, "steps": [], "max": [], "min": [], "entropy": []}
     for number, row in enumerate(filter(_has_experts, found), -count % stretch):      # the first stretch may be shorter
         if len(row[LOAD_BY_LAYER[0]]) != len(last[LOAD_BY_LAYER[0]]):
@@ -169,7 +169,7 @@ def _experts(found: rows.Rows, count: int) -> dict | None:
             for name in ("max", "min", "entropy"):
                 told[name].append([None] * len(layers))
         told["steps"][-1] = row["step"]
-        for name, pick, key in zip(("max", "min", "entropy"), worst, LOAD_BY_LAYER):
+        for name, pick, key in zip(("max", "min", "entropy"), (max, min, min), LOAD_BY_LAYER):
             values = [(had, row[key][i]) for had, i in zip(told[name][-1], layers)]
             told[name][-1] = [pick((value for value in pair if value is not None), default=None) for pair in values]
     return told
