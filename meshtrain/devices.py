@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import mmap
 import os
@@ -11,7 +12,6 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 import jax
-import jaxlib.version
 
 from meshtrain import known_bad
 from meshtrain.cluster import agree, find, gpus, meet, watch
@@ -126,8 +126,8 @@ def refuse_unknown_flags(environ: Mapping[str, str]) -> None:
     libraries = [library for library in _xla_libraries() if gpus_expected() or library.name == JAXLIB]
     unknown = sorted(set(given) - known_flags(given, libraries)) if libraries else []
     if unknown:
-        raise ConfigError(f"XLA_FLAGS has {', '.join(unknown)}, which the XLA of jaxlib {jaxlib.version.__version__} does not know, and it "
-                          "aborts at that; take it out, or install the jaxlib that it is of")
+        raise ConfigError(f"XLA_FLAGS has {', '.join(unknown)}, which the XLA of jaxlib {importlib.metadata.version('jaxlib')} does not "
+                          "know, and it aborts at that; take it out, or install the jaxlib that it is of")
 
 
 def known_flags(names: Sequence[str], libraries: Sequence[Path] | None = None) -> set[str]:
