@@ -1,5 +1,7 @@
 """Chat templates: masks are those of transformers, what cannot be told is refused, and no template gets out or goes on for ever."""
 import json
+import os
+import signal
 import time
 
 import conversations as drawn
@@ -105,6 +107,18 @@ def test_a_template_that_does_not_end_is_cut_off_and_the_next_conversation_is_no
             chat.encode(template, [Conversation(ANSWERED, [True] * 2), Conversation(ASKED, [True])], learn_all=True)
         assert caught.value.index == 1 and time.monotonic() - started < 60
     assert len(chat.encode(template, [Conversation(ANSWERED, [True] * 2)], learn_all=True)[0].ids)
+
+
+def test_a_renderer_that_stands_still_is_ended_and_is_no_fault_of_the_template(tmp_path, monkeypatch):
+    """SIGSTOP takes no CPU time, which is all that it is limited in."""
+    monkeypatch.setattr(chat, "LONGEST_S", 0.5)
+    template = opened(tmp_path)
+    for asked in ([Conversation(ASKED, [True])], [Conversation([{"role": "user", "content": "x" * 10**6}], [True])]):     # to read, to write
+        chat.encode(template, [Conversation(ASKED, [True])])
+        os.kill(template._renderer._process.pid, signal.SIGSTOP)
+        with pytest.raises(RuntimeError, match="has not answered for 0.5 s; it was stopped, or"):
+            chat.encode(template, asked)
+    assert len(chat.encode(template, [Conversation(ASKED, [True])])) == 1
 
 
 def test_a_template_is_found_by_key_beside_the_tokenizer_or_in_the_folders_named(tmp_path):

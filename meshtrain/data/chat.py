@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from meshtrain.data.tokenizer import Bytes, Tokenizer, TokenizerFile, import_ext
 TEMPLATE_FILE, CONFIG_FILES = "chat_template.jinja", ("tokenizer_config.json", "special_tokens_map.json")
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LIMIT_S = 10.0          # of CPU time, to render a conversation
+LONGEST_S = 600.0       # until a reply comes: a process that is stopped, or a machine that swaps, takes no CPU time
 BATCH = 128             # conversations that are rendered for one request
 
 
@@ -276,6 +278,7 @@ class _Renderer:
         # -P: the folder of the script is no place to import from.
         self._process = subprocess.Popen([sys.executable, "-P", str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                          stderr=subprocess.DEVNULL)
+        self._unread, self._late = bytearray(), False
         tokens = {name: token for name, token in self.template.tokens.items() if token is not None}
         self._write({"template": self.template.text, "tokens": tokens, "today": self.template.today,
                      "limit_s": LIMIT_S})
@@ -308,15 +311,35 @@ class _Renderer:
             return replies
 
     def _write(self, value) -> None:
+        timer = threading.Timer(LONGEST_S, self._kill_late)
+        timer.start()
         try:
             self._process.stdin.write(json.dumps(value).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             pass        # it has ended: no reply comes
+        finally:
+            timer.cancel()
 
     def _read(self) -> dict | None:
-        line = self._process.stdout.readline()
-        return json.loads(line) if line.endswith(b"\n") else None
+        """The next reply; None where the process has ended, or is ended because none comes."""
+        waits, from_here = select.poll(), 0
+        waits.register(self._process.stdout)
+        while (end := self._unread.find(b"\n", from_here)) < 0:
+            from_here = len(self._unread)
+            if not waits.poll(1000 * LONGEST_S):
+                self._kill_late()
+            piece = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not piece:
+                return None
+            self._unread += piece
+        line = bytes(self._unread[:end])
+        del self._unread[:end + 1]
+        return json.loads(line)
+
+    def _kill_late(self) -> None:
+        self._late = True
+        self._process.kill()
 
     def _end(self) -> None:
         process, self._process = self._process, None
@@ -324,9 +347,12 @@ class _Renderer:
         process.communicate()
 
     def _ended(self) -> str:
-        """How the process ended, of itself."""
+        """How the process ended, of itself. Raises: RuntimeError where it was ended, which says nothing of the template."""
         code = self._process.wait()     # it has closed its output
         self._end()
+        if self._late:
+            raise RuntimeError(f"the process that renders the chat template {self.template.path} has not answered for {LONGEST_S:g} s; "
+                               "it was stopped, or this machine has no memory or no CPU left for it")
         return f"does not end within {LIMIT_S:g} s of CPU time, and is cut off" if code == -signal.SIGPROF else \
             f"has ended its process (exit code {code})"
 
