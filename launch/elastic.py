@@ -18,6 +18,7 @@ from meshtrain.config import ConfigError, Run
 from meshtrain.run import say
 
 USAGE = ("python -m launch.elastic --processes N [--min-processes K] --devices D [--full F] -- [RUN.toml] [--section.key value ...]")
+LONGEST_S = 300.0       # to find out what fits, which takes seconds
 
 
 def overrides(processes: int, devices: int, full: int, simulated: bool) -> list[str]:
@@ -35,9 +36,12 @@ def check(run: Run) -> None:
 
 def most(words: Sequence[str], processes: int, least: int, devices: int, full: int) -> tuple[int, str]:
     """(how many can train the run of these words, ""), or (0, why none can). In a process of its own: it takes jax, and a
-    launcher needs none."""
-    ran = subprocess.run([sys.executable, "-m", "launch.elastic", f"--processes={processes}", f"--min-processes={least}",
-                          f"--devices={devices}", f"--full={full}", "--", *words], capture_output=True, text=True)
+    launcher needs none, and with a limit: a file system may hang."""
+    try:
+        ran = subprocess.run([sys.executable, "-m", "launch.elastic", f"--processes={processes}", f"--min-processes={least}",
+                              f"--devices={devices}", f"--full={full}", "--", *words], capture_output=True, text=True, timeout=LONGEST_S)
+    except subprocess.TimeoutExpired:
+        return 0, f"whether fewer can train it was not found out within {LONGEST_S:g} s"
     found = ran.stdout.split()
     if ran.returncode or not found or not found[0].isdecimal():
         return 0, (ran.stderr.strip().splitlines() or ["?"])[-1].removeprefix("error: ")

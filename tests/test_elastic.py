@@ -123,6 +123,11 @@ def test_where_no_fewer_can_train_it_all_start_again(monkeypatch, capfd):
     assert ours.taken == [0, 1, 2, 3] and "cannot go on without it: why" in capfd.readouterr().err
 
 
+def test_what_fits_is_not_waited_for_without_end(monkeypatch):
+    monkeypatch.setattr(fewer, "LONGEST_S", 0.1)
+    assert fewer.most([], 4, 2, 1, 4) == (0, "whether fewer can train it was not found out within 0.1 s")
+
+
 @pytest.mark.parametrize("argv, part", [
     (["--processes", "4", "--min-processes", "2", "--"], "--max-restarts of at least 2"),
     (["--processes", "4", "--min-processes", "5", "--max-restarts", "3", "--"], "from 1 to --processes 4"),

@@ -128,9 +128,11 @@ def test_a_job_that_fails_or_is_stopped_again_and_again_without_a_checkpoint_is_
 @pytest.mark.parametrize("hosts, fit, tasks", [(8, 8, None), (7, 4, 32)])
 def test_a_job_on_fewer_hosts_takes_as_many_as_can_train_its_run(hosts, fit, tasks, tmp_path):
     job = submitted(tmp_path, ARGUMENTS, 0, "configs/llama3-8b-64.toml", "--mesh.full_devices", "64", SLURM_JOB_NUM_NODES=str(hosts),
-                    SLURM_GPUS_PER_NODE="h100:8", SRUN_SAID=str(tmp_path / "options"))
+                    SLURM_GPUS_PER_NODE="h100:8", SRUN_SAID=str(tmp_path / "options"),
+                    some="--of=the-submitter", words="--of the submitter")
     assert job.returncode == 0, job
     given, words = (tmp_path / "options").read_text().split(), json.loads((tmp_path / "said" / "0").read_text())
+    assert "--of=the-submitter" not in given, "a variable of the submitter's environment"
     assert (f"--nodes={fit}" in given, f"--ntasks={tasks}" in given) == (fit < hosts, fit < hosts) and "--ntasks-per-node=8" in given
     assert words[3:] == ["configs/llama3-8b-64.toml", "--mesh.full_devices", "64", *["--mesh.full_devices=64"] * (hosts < 8)]
     assert (f"{fit} of {hosts} hosts can train this run" in job.stdout) == (fit < hosts)
