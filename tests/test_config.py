@@ -92,7 +92,7 @@ def test_overrides_take_every_type_in_both_spellings():
 
 
 @given(st.lists(st.builds(
-    dict, source=st.sampled_from(["text", "jsonl", "parquet", "tokens"]), paths=st.lists(st.text(ANY_CHARACTER), min_size=1),
+    dict, source=st.sampled_from(["jsonl", "parquet", "arrow"]), paths=st.lists(st.text(ANY_CHARACTER), min_size=1),
     field=st.text(ANY_CHARACTER), weight=st.floats(min_value=0, exclude_min=True, allow_infinity=False)), min_size=1))
 def test_a_mixture_is_the_same_from_a_file_the_command_line_and_a_dump(mixture):
     run = config.Run(data={"source": "mixture", "mixture": mixture})
@@ -267,6 +267,7 @@ MISTAKES = [
     ("--checkpoint.init_from configs --run.dir configs/.", 'run.dir="configs/."', "another run.name"),
     ("--checkpoint.init_from gs://bucket/run", 'checkpoint.init_from="gs://bucket/run" is an address', "mount it"),
     ("--run.dir s3://bucket/run", 'run.dir="s3://bucket/run" is an address', "mount it"),
+    ("--data.source text --data.paths ['a.txt'] --data.field body", 'data.field="body" is not read by data.source="text"', "or leave it out"),
     ("--data.cache hdfs://node/cache", 'data.cache="hdfs://node/cache" is an address', "mount it"),
     ("--checkpoint.init_optimizer true", "checkpoint.init_optimizer=true", "name its run.dir"),
     ("--distributed.timeout_s 0", "distributed.timeout_s=0 is out of range", "e.g. 300"),
@@ -404,6 +405,8 @@ def test_bytes_under_a_large_vocabulary_are_told():
     for sound in ([], ["--model.preset", "llama3-8b", "--data.tokenizer", "tokenizer.json"],
                   ["--model.preset", "llama3-8b", "--data.source", "tokens", "--data.paths", '["a.tokens.npy"]']):
         assert config.notes(config.load(sound)) == []
+    (unread,) = config.notes(config.load(["--data.cache", "elsewhere"]))
+    assert unread.startswith('data.cache="elsewhere" keeps nothing')
     from meshtrain import assembly
     from meshtrain.layout.mesh import MeshSpec
 

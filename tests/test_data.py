@@ -1,4 +1,7 @@
 """Files as data, and settings that cannot work: refused before anything is read, in one message with the remedy."""
+import errno
+import os
+
 import numpy as np
 import pytest
 from corpora import Opened, bpe, fault, section, write, write_tokens  # noqa: F401 (bpe is a fixture)
@@ -165,8 +168,12 @@ def test_paths_that_lead_nowhere_are_named(text_file, tmp_path):
 
 
 def test_an_unreadable_file_is_named(text_file, monkeypatch):
+    def refuse(path, flags):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may read anything
-    with pytest.raises(ValueError, match="text.txt cannot be read: no permission"):
+    monkeypatch.setattr("os.open", refuse)
+    with pytest.raises(ValueError, match="text.txt cannot be read: Permission denied"):
         opened("text", [text_file])
 
 

@@ -20,6 +20,7 @@ SIZE_KEYS = {"batch": "data.global_batch / training.microbatches", "seq": "data.
              "head_dim": "model.head_dim", "mlp": "model.mlp_dim", "vocab": "model.vocab_size (padded to 256)",
              "layers": "model.num_layers", "expert": "model.num_experts", "expert_embed": "model.embed_dim",
              "expert_mlp": "model.expert_mlp_dim"}
+FIELD_SOURCES = ("jsonl", "parquet", "arrow")     # whose documents have a text in data.field
 BYTE_VOCAB = 257  # 256 bytes and the separator between documents
 
 
@@ -182,6 +183,10 @@ def notes(run: Run) -> list[str]:
     if run.model.vocab_size > 16 * BYTE_VOCAB and _reads_bytes(run):
         told.append(f'data.tokenizer="bytes" uses {BYTE_VOCAB} of model.vocab_size={run.model.vocab_size} ids; '
                     "give data.tokenizer the path of the model's tokenizer.json")
+    named = [*(run.data.mixture or [run.data]), *run.data.validation_sources]
+    if run.data.cache and run.data.tokenizer == "bytes" and all(one.source in ("stdlib", "text") for one in named) and not any(
+            path.endswith((".gz", ".zst", "*", "?", "]")) for one in named for path in (*one.paths, *one.validation_paths)):
+        told.append(f'data.cache={toml(run.data.cache)} keeps nothing: text with data.tokenizer="bytes" is read as it is')
     if run.data.packing == "stream" and "chat" in {one.source for one in run.data.mixture or [run.data]}:
         told.append('data.packing="stream" cuts conversations where sequences end, and answers are learned without their question; '
                     'data.packing="whole" keeps them together')
@@ -226,6 +231,9 @@ def _data_problems(run: Run):
             yield (f'data.{key}={toml(getattr(data, key))} is read for conversations alone; use data.source="chat", or leave it out')
     named += [(f"data.validation_sources[{i}]", one) for i, one in enumerate(data.validation_sources)]
     for where, one in named:
+        if one.field != Data.model_fields["field"].default and one.source not in (*FIELD_SOURCES, "mixture"):
+            yield (f"{where}.field={toml(one.field)} is not read by {where}.source={toml(one.source)}; use "
+                   f"{join(map(toml, FIELD_SOURCES), 'or')}, or leave it out")
         if one.source not in ("stdlib", "mixture") and not one.paths:
             example = {"text": "data/*.txt", "tokens": "data/*.tokens.npy", "chat": "data/*.jsonl",
                        "preferences": "data/*.jsonl"}.get(one.source, f"data/*.{one.source}")

@@ -15,8 +15,9 @@ import itertools
 import json
 import os
 import re
+import stat
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -162,9 +163,11 @@ def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Descript
             components.append(Component(where, one.source, one.field, paths))
         except ValueError as error:
             faults.append(_key_of_section(where, error))
-    trained = {os.path.realpath(path) for component in components[:len(named)] for path in component.paths}
-    faults += [f"{_key_of_section(component.where, ValueError(f'{component.where}.paths'))}: {path} is trained on, too; take it out of one"
-               for component in components[len(named):] for path in component.paths if os.path.realpath(path) in trained]
+    if len(given) > len(named):     # each name costs: there may be ten million
+        real = Resolved()
+        trained = {real(path) for component in components[:len(named)] for path in component.paths}
+        faults += [f"{_key_of_section(component.where, ValueError(f'{component.where}.paths'))}: {path} is trained on, too; take it out of one"
+                   for component in components[len(named):] for path in component.paths if real(path) in trained]
     chats = None
     if any(one.source in CHATS for _, one, _ in given):
         try:
@@ -370,23 +373,83 @@ def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data"
     if not patterns:
         raise ValueError(f"{where}.source={name!r} has no {where}.paths; give at least one file or glob, "
                          f'e.g. ["{EXAMPLES[name]}"]')
-    found, faults = {}, []
+    found, faults, real = {}, [], Resolved()
     for pattern in patterns:
         wanted = os.path.expanduser(pattern)
-        matches = [wanted] if os.path.exists(wanted) else glob.glob(wanted, recursive=True)
-        matched = [path for path in matches if not os.path.isdir(path)]
+        literal = os.path.exists(wanted)
         # Two names of one file would count it twice, and could put it in training and validation both.
-        root = os.path.dirname(wanted if os.path.exists(wanted) else re.split(r"[*?[]", wanted)[0]) or "."
-        found.update((os.path.realpath(path), (path, root)) for path in matched)
+        root = os.path.dirname(wanted if literal else re.split(r"[*?[]", wanted)[0]) or "."
+        some = False
+        for path in [wanted] if literal else expanded(wanted):
+            if (target := real.of_file(path)) is not None:
+                some, found[target] = True, (path, root)
         if os.path.isdir(wanted):
             faults.append(f"{where}.paths: {pattern!r} is a directory; name its files, e.g. "
                           f"{os.path.join(pattern, '**', os.path.basename(EXAMPLES[name]))!r}")
-        elif not matched:
-            files.status(wanted if root == os.path.dirname(wanted) else root)   # a file system that does not answer has no match, too
+        elif not some:
             faults.append(f"{where}.paths: {pattern!r} matches no file (relative to {os.getcwd()})")
     if faults:
         raise ValueError("\n".join(faults))
     return dict(found[path] for path in sorted(found))
+
+
+class Resolved:
+    """os.path.realpath of many files, whose directories are resolved once each: a file costs one call to the system."""
+
+    def __init__(self):
+        self._directory = functools.cache(os.path.realpath)
+
+    def __call__(self, path: str) -> str:
+        return self._place(path, os.path.islink(path))
+
+    def of_file(self, path: str) -> str | None:
+        """None for a directory."""
+        try:
+            mode = os.lstat(path).st_mode
+        except OSError:
+            mode = 0        # gone since it was listed: told where its size is asked for
+        if stat.S_ISDIR(mode) or (link := stat.S_ISLNK(mode)) and os.path.isdir(path):
+            return None
+        return self._place(path, link)
+
+    def _place(self, path: str, link: bool) -> str:
+        if link:
+            return os.path.realpath(path)
+        folder, name = os.path.split(path)
+        return os.path.join(self._directory(folder), name) if name not in ("", ".", "..") else os.path.realpath(path)
+
+
+def expanded(pattern: str) -> Iterator[str]:
+    """What glob.iglob(pattern, recursive=True) finds, once through each directory: links may lead round in circles, which glob
+    follows 40 deep, and two of them in a directory without end."""
+    parts = pattern.split(os.sep)
+    if "**" not in parts:
+        yield from glob.iglob(pattern)
+        return
+    place = parts.index("**")
+    before, behind = os.sep.join(parts[:place]) + (os.sep if place else ""), os.sep.join(part for part in parts[place + 1:])
+    for base in glob.iglob(before) if glob.has_magic(before) else [before] if os.path.isdir(before or ".") else []:
+        for folder in _folders(base, frozenset()):
+            if behind:
+                yield from expanded(os.path.join(glob.escape(folder), behind))
+            else:
+                yield from glob.iglob(os.path.join(glob.escape(folder), "*"))
+
+
+def _folders(folder: str, above: frozenset) -> Iterator[str]:
+    """A directory and those below it that are not hidden; none that is one of those above it."""
+    try:
+        found = os.stat(folder or ".")
+        key = found.st_dev, found.st_ino
+        if key in above:
+            return
+        with os.scandir(folder or ".") as entries:
+            names = [entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
+    except OSError:
+        return      # glob says nothing either
+    yield folder
+    for name in names:
+        yield from _folders(os.path.join(folder, name), above | {key})
 
 
 def list_stdlib(root: str) -> list[str]:
