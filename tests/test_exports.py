@@ -10,7 +10,7 @@ from folders import contents
 
 from meshtrain import convert, train
 from meshtrain.config import ConfigError
-from meshtrain.run import export, exports, pretrained
+from meshtrain.run import checkpoint, export, exports, pretrained
 
 
 def full(*_):
@@ -71,6 +71,13 @@ def test_training_goes_on_where_an_export_fails_and_the_next_one_makes_it(words,
     assert contents(tmp_path / "out") == contents(tmp_path / "run/export/2")
 
 
+def test_an_export_that_a_kill_prevented_is_made_with_the_next_one(again, tmp_path):
+    """Long before the end, and its checkpoint does not go until then."""
+    ran = again("--checkpoint.export=every", "--training.steps=8")
+    assert ran.code == 0 and names(tmp_path) == ["2", "4", "6", "8"], ran
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["6", "8"]
+
+
 def test_a_run_whose_last_export_fails_has_its_steps_and_ends_with_1(words, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", full)
     ran = call(train.main, *words, "--run.dir", tmp_path / "run", "--checkpoint.export=last")
@@ -100,6 +107,18 @@ def test_exports_later_than_a_step_are_renamed_and_none_is_overwritten(tmp_path)
     assert exports.set_aside_after(tmp_path, 2) == ["4.aside-2", "10.aside"]
     assert sorted(path.name for path in (tmp_path / "export").iterdir()) == [".6.saving", "10.aside", "2", "4.aside", "4.aside-2"]
     assert exports.set_aside_after(tmp_path / "none", 0) == []
+
+
+def test_checkpoints_whose_exports_are_missing_stay_for_a_while_and_make_room_where_a_save_fails(tmp_path):
+    saved = checkpoint.Checkpoints(tmp_path, keep=2)
+    for step in range(1, 8):
+        (tmp_path / str(step)).mkdir()
+    saved.owes = lambda step: step in (1, 2, 3, 7)
+    saved._retire(7)
+    assert saved.steps() == [2, 3, 6, 7], "as many more as keep, the newest"
+    saved._failed = 1
+    saved._retire(7)
+    assert saved.steps() == [6, 7]
 
 
 # ---- two writers of one directory ------------------------------------------------------------------------------------

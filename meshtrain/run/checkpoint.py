@@ -76,6 +76,7 @@ class Checkpoints:
             sys.unraisablehook = _Unraisable(sys.unraisablehook)
         self.directory = pathlib.Path(directory).absolute()  # orbax refuses relative paths
         self.every, self.keep, self.read_only, self.tell = every, keep, read_only, tell or say.err
+        self.owes: Callable[[int], bool] = lambda step: False   # whether something is yet to be made from a step, see `_retire`
         # Compressed, weights would be 8 % smaller, and saving them would take two to three times as long.
         self._arrays = ocp.PyTreeCheckpointHandler(use_compression=False)
         self._thread: threading.Thread | None = None
@@ -267,10 +268,16 @@ class Checkpoints:
             disk.sync(self.directory)
 
     def _retire(self, step):
-        """Removes the checkpoints beyond `keep`, and what a failed save left behind (on a full disk: half a checkpoint)."""
+        """Removes the checkpoints beyond `keep`, and what a failed save left behind (on a full disk: half a checkpoint).
+
+        Those that are still owed something stay: as many as `keep`, and none once a save has failed, which may need their room.
+        """
         try:
-            for old in sorted(self._steps())[: -self.keep] if self.keep else ():
-                (self.directory / str(old)).rename(self.directory / f".{old}.deleting")
+            old = sorted(self._steps())[: -self.keep] if self.keep else []
+            held = [] if self._failed else [one for one in old if self.owes(one)][-self.keep:]
+            for one in old:
+                if one not in held:
+                    (self.directory / str(one)).rename(self.directory / f".{one}.deleting")
             self._clean(step)
         except OSError as error:
             self.tell(f"what is left of old checkpoints in {self.directory} cannot be removed: {disk.said(error)}")

@@ -1,7 +1,8 @@
 """checkpoint.export: the weights of saved steps as run.dir/export/STEP.
 
 An export that fails is told, leaves nothing behind and stops nobody. It is made from its checkpoint with the next export, at the
-end of the run, or when the finished run is started again, whichever comes first: what is on the disk says what is missing.
+end of the run, or when the finished run is started again, whichever comes first: what is on the disk says what is missing. With
+"every" some checkpoints stay beyond checkpoint.keep for that.
 """
 from __future__ import annotations
 
@@ -35,6 +36,7 @@ class Exports:
         self.wanted, self.directory = dict(leaves_of(wanted)), Path(run.run.dir)
         self.failed: dict[int, str] = {}     # step -> why, of those that are not made yet
         agree.on_first(self._clean)
+        checkpoints.owes = lambda step: run.checkpoint.export == "every" and not self._place(step).exists()
         if run.checkpoint.export != "off":
             with user_errors("checkpoint.export: "):
                 agree.on_first(self._check)
@@ -46,29 +48,31 @@ class Exports:
         return self.run.checkpoint.export == "last" and step == self.run.training.steps
 
     def make(self, step: int, params: dict, bos: int) -> dict:
-        """Exports the parameters of a step, then what could not be exported before. Returns no numbers for the metrics.
+        """Exports the parameters of a step, then what is missing of those before. Returns no numbers for the metrics.
 
         params: of the run's state, its adapters among them. bos: the token in front of a document.
         """
-        before = [one for one in self.failed if one != step]
         if not self._is_there(step):
             self._try(step, lambda: self._write(step, dict(leaves_of(params)), self.run.data.model_dump(), bos))
-        self._make_saved(before)
+        self._make_saved({one for one in (*self.failed, *self._due()) if one < step})
         return {}
 
     def finish(self) -> str:
         """Exports what is missing of the saved steps, at the end of the run. Returns what is not made, in words; empty: nothing."""
         if self.run.checkpoint.export == "off":
             return ""
-        saved = self.checkpoints.steps()
-        due = saved if self.run.checkpoint.export == "every" else saved[-1:]
-        self._make_saved(sorted({*self.failed, *due}))
+        self._make_saved({*self.failed, *self._due()})
         return "; ".join(f"{self._place(step)} is not made: {why}" for step, why in sorted(self.failed.items()))
 
-    def _make_saved(self, steps: list[int]) -> None:
+    def _due(self) -> list[int]:
+        """The saved steps that have an export, or are to have one."""
+        saved = self.checkpoints.steps()
+        return saved if self.run.checkpoint.export == "every" else saved[-1:]
+
+    def _make_saved(self, steps: set[int]) -> None:
         """Exports steps from their checkpoints, as far as these are there."""
         saved = self.checkpoints.steps() if steps else []
-        for step in steps:
+        for step in sorted(steps):
             if self._is_there(step):
                 self.failed.pop(step, None)
             elif step in saved:
