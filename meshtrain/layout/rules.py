@@ -27,7 +27,6 @@ ACTIVATION_ONLY = ("batch", "seq", "residual_seq")
 NEVER_GATHERED = ("expert", "expert_mlp")      # tokens are sent to experts
 # A table that names no axis of experts treats their matrices like others.
 AS_OTHERS = {"expert_embed": "embed", "expert_mlp": "mlp"}
-REPLICAS = "replicas"       # axis name of the vmap over a layout's hidden axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,33 +155,25 @@ class Layout:
     """Rules on a mesh of given sizes: what the model and the step ask for specs and constraints.
 
     Axes of size 1 vanish, and so do axes that are manual where the constraint stands (inside a shard_map), so that
-    model code runs unchanged there. `hidden` are axes taken out of the `batch` rule: the replicas of a vmap over them.
+    model code runs unchanged there.
     tokens_first: `act` is given activations [T, B, …] in place of [B, T, …].
     """
     rules: Rules
     sizes: Mapping[str, int]
-    hidden: tuple[str, ...] = ()
     tokens_first: bool = False
 
     def mesh_axes(self, table: str, logical: str | None) -> tuple[str, ...]:
         manual = get_abstract_mesh().manual_axes
-        return tuple(a for a in self._split_axes(table, logical) if a not in manual)
+        return tuple(a for a in self.every_axis(table, logical) if a not in manual)
 
     def by_hand(self, table: str, logical: str | None) -> tuple[str, ...]:
         """The mesh axes that split this dim and are manual here: its size is local, sums over it are the caller's."""
         manual = get_abstract_mesh().manual_axes
-        return tuple(a for a in self._split_axes(table, logical) if a in manual)
+        return tuple(a for a in self.every_axis(table, logical) if a in manual)
 
     def every_axis(self, table: str, logical: str | None) -> tuple[str, ...]:
-        """The mesh axes that split this dim, whether they are manual here or not. Of the hidden ones those that are manual: a
-        vmap's replicas are none."""
-        manual = get_abstract_mesh().manual_axes
-        return tuple(a for a in self.rules.mesh_axes(table, logical) if self.sizes[a] > 1
-                     and not (table == "activations" and a in self.hidden and a not in manual))
-
-    def _split_axes(self, table: str, logical: str | None) -> tuple[str, ...]:
-        return tuple(a for a in self.rules.mesh_axes(table, logical)
-                     if self.sizes[a] > 1 and not (table == "activations" and a in self.hidden))
+        """The mesh axes that split this dim, whether they are manual here or not."""
+        return tuple(a for a in self.rules.mesh_axes(table, logical) if self.sizes[a] > 1)
 
     def spec(self, table: str, axes: Sequence[str | None], drop: Sequence[str] = ()) -> P:
         """The PartitionSpec of a tensor with these logical axes; mesh axes in `drop` are left out."""
@@ -215,14 +206,12 @@ class Layout:
         return tuple(a for a in dict.fromkeys(names) if self.sizes[a] > 1)
 
     def over_tokens(self, largest: jax.Array) -> jax.Array:
-        """The largest of a number over all devices that hold tokens, where it is one device's: manual axes, and replicas.
+        """The largest of a number over all devices that hold tokens, where it is one device's: over manual axes.
 
         Elsewhere it is already. An all-reduce of the number.
         """
         manual = tuple(a for a in self.token_axes if a in get_abstract_mesh().manual_axes)
-        if manual:
-            return pmax(largest, manual)
-        return jax.lax.pmax(largest, REPLICAS) if self.hidden else largest
+        return pmax(largest, manual) if manual else largest
 
     def axes_in_use(self, logical: str | None) -> tuple[str, ...]:
         """The mesh axes that still split this dim of a weight where it is used.
@@ -245,9 +234,6 @@ class Layout:
 
     def ways(self, mesh_axes: Iterable[str]) -> int:
         return math.prod(self.sizes[a] for a in mesh_axes)
-
-    def hide(self, mesh_axes: Iterable[str]) -> Layout:
-        return dataclasses.replace(self, hidden=self.hidden + tuple(mesh_axes))
 
 
 def _entry(names: Sequence[str]):

@@ -123,13 +123,13 @@ def _apply_forward(experts, layout, x_BTD, chosen_BTK, weight_BTK, weights):
         y_TD, inward = (_exchanged if experts.exchanged else _forward)(experts, ways.region, *args)
         return y_TD.reshape(x_BTD.shape), inward if experts.kept else None
     args = x_BTD, chosen_BTK, weight_BTK, weights
-    y_BTD, kept = on_shards(local, (ways.tokens,) * 3 + (ways.stored,), (ways.tokens, _everywhere(layout)))(*args)
+    y_BTD, kept = on_shards(local, (ways.tokens,) * 3 + (ways.stored,), (ways.tokens, _everywhere()))(*args)
     return y_BTD, (*args, kept)
 
 
-def _everywhere(layout: Layout) -> P:
-    """Every device has rows of its own; those of replicas are a vmap's business."""
-    return P(tuple(a for a in automatic_axes() if a not in layout.hidden))
+def _everywhere() -> P:
+    """Every device has rows of its own."""
+    return P(automatic_axes())
 
 
 def _apply_backward(experts, layout, saved, dy_BTD):
@@ -144,7 +144,7 @@ def _apply_backward(experts, layout, saved, dy_BTD):
 
     def weights_half(passed_on):
         return ways.added_up(passed_on.gradients(experts.engine, ways.axes))
-    everywhere = _everywhere(layout)
+    everywhere = _everywhere()
     out = ways.tokens, ways.tokens, everywhere if staged else ways.grads
     dx, dweight, dw = on_shards(inputs_half, (ways.tokens,) * 3 + (ways.stored, everywhere, ways.tokens), out)(*saved, dy_BTD)
     if staged:

@@ -1,8 +1,8 @@
 """The gradients of a step and the loss of an evaluation, by a scan over microbatches (`pipelined`: through the stages).
 
 What makes ZeRO true in the compiled program, and not only intended, stands here, each constraint with its reason:
-accumulators are pinned to [grads]; batch axes that [grads] does not name are reduced once per step through a vmapped
-replica axis; sum and [optimizer] placement are one expression.
+accumulators are pinned to [grads]; the loop runs in a shard_map that is manual over the batch axes that [grads] does not name,
+so that nothing crosses them until it has ended; sum and [optimizer] placement are one expression.
 The loss is a sum over the step's tokens divided by their count, never a mean of means.
 Source: arXiv:1910.02054 (ZeRO).
 """
@@ -33,7 +33,7 @@ from meshtrain.training.state import StateSpec
 class StepSpec:
     """What the gradients of a step depend on beside their arguments: what is computed, and how all of it is placed.
 
-    once: batch axes over which gradients are reduced once per step; `ex` hides them from the model. batch: ShapeDtypeStructs
+    once: batch axes over which gradients are reduced once per step: manual where layers run. batch: ShapeDtypeStructs
     with shardings, [microbatches, replicas, sequences, T], replicas on the axes of `once`.
     """
     run: object                 # the checked run file; its data, training and model sections are read
@@ -50,21 +50,26 @@ def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, s
     """staged: whether the layers are pipelined, which sums gradients after its loop whatever [grads] says: that is about where
     they lie afterwards."""
     training, data = run.training, run.data
-    grads_axes = {axis for names in layout.rules.tables["grads"].values() for axis in names}
-    if run.model.num_experts:       # tokens of several replicas meet there
-        grads_axes |= {axis for name in rules.NEVER_GATHERED for axis in layout.mesh_axes("params", name)}
-    once = tuple(axis for axis in layout.batch_axes if staged or axis not in grads_axes)
-    replicas, inner = layout.ways(once), layout.hide(once)
+    once = tuple(axis for axis in layout.batch_axes if staged or axis not in _in_the_loop(run, layout))
+    replicas = layout.ways(once)
     platform = mesh.devices.flat[0].platform
     precision = float8.precision(platform) if run.model.matmul_dtype == "float8" else None
-    ex = Execution(inner, jnp.dtype(run.model.compute_dtype), attend, training.remat, precision,
+    ex = Execution(layout, jnp.dtype(run.model.compute_dtype), attend, training.remat, precision,
                    in_order=not staged and by_gloo(mesh), experts=expert.choose(run, layout, platform))
-    batch_spec = lambda dims: P(None, once or None, *inner.spec("activations", ("batch", "seq")[:1 + dims]))
+    batch_spec = lambda dims: P(None, once or None, *layout.spec("activations", ("batch", "seq")[:1 + dims], drop=once))
     sequences = data.global_batch // training.microbatches // replicas
     batch = {name: jax.ShapeDtypeStruct((training.microbatches, replicas, sequences) + (data.seq_len,) * dims, dtype,
                                         sharding=NamedSharding(mesh, batch_spec(dims)))
              for name, (dims, dtype) in objective.of_run(training).fields.items()}
     return StepSpec(run, model, layout, mesh, state, ex, once, batch)
+
+
+def _in_the_loop(run, layout: Layout) -> set[str]:
+    """The mesh axes over which weights are gathered or gradients reduced for each microbatch."""
+    axes = {axis for table in ("params", "grads") for names in layout.rules.tables[table].values() for axis in names}
+    if run.model.num_experts:       # tokens of several replicas meet there
+        axes |= {axis for name in rules.NEVER_GATHERED for axis in layout.mesh_axes("params", name)}
+    return axes
 
 
 def scanned(step: StepSpec):
@@ -75,60 +80,57 @@ def scanned(step: StepSpec):
     (params, batch) -> sum of the loss. preferred, of DPO: (params, batch) -> `Preference.preferred` of every sequence,
     [microbatches, replicas, sequences].
     """
-    aim = objective.of_run(step.run.training)
+    aim, added = objective.of_run(step.run.training), _by_hand(step)
     layout, once, trained_axes = step.layout, step.once, step.state.trained_axes
-    inner, replicas = step.ex.layout, layout.ways(once)
-    added = _by_hand(step)
     as_read = partial(step.model.as_read, layout, dtype=None if step.model.gathered_by_layer(layout) else step.ex.dtype)
 
-    def replicated(f):
-        """f of one replica over a leading replica axis, which lies on the `once` mesh axes."""
-        return jax.vmap(f, spmd_axis_name=once, axis_name=rules.REPLICAS) if once else _single(f)
+    def replicated(f, out=P(once or None)):
+        """f(batch, *args) of one replica's part of the batch; the results of f, with a dim of size 1 for it, lie along `once`."""
+        def of_one(batch, *args):
+            return f(jax.tree.map(lambda x: x[:, 0], batch), *args)
+        if not once:
+            return of_one
+        return lambda batch, *args: jax.shard_map(of_one, mesh=step.mesh, axis_names=set(once), check_vma=False, out_specs=out, in_specs=(
+            P(None, once), *[P()] * len(args)))(batch, *args)
 
     def pin(grads):
-        """Accumulators [replicas, …] where [grads] says, one copy per replica: the sum waits for the end of the loop."""
-        if all(n == 1 for n in layout.sizes.values()):
-            return grads
-        spec_of = lambda axes: P(once or None, *inner.spec("grads", axes))
-        return jax.tree.map(lambda axes, g: jax.lax.with_sharding_constraint(g, spec_of(axes)), trained_axes, grads,
-                            is_leaf=rules.is_axes)
-
-    def of_replicas(x):
-        return jax.lax.with_sharding_constraint(x, P(once, *[P.UNCONSTRAINED] * (x.ndim - 1))) if once else x
+        """Accumulators where [grads] says."""
+        return jax.tree.map(lambda axes, g: layout.constrain("grads", g, axes), trained_axes, grads, is_leaf=rules.is_axes)
 
     def gradients(p, batch, key):
         p, count = step.model.divided(as_read(p)), jnp.maximum(aim.count(batch), 1).astype(jnp.float32)
         counts = count, objective.tokens(batch)
         if step.ex.in_order:
             batch = after(batch, counts)
-        stacks, avals = _stacks(step, replicated, p, jax.tree.map(lambda x: x[0], batch), counts, key)
+        grads, nll, aux = replicated(unsummed)(batch, p, counts, key)
+        # Pinned once more, still unsummed: otherwise propagation shards the accumulators inside the loop (ZeRO-1: 11
+        # all-gathers per microbatch).
+        grads = jax.tree.map(lambda axes, g: reduce_once(layout, once, axes, _unsummed(layout, once, axes, g)), trained_axes, grads,
+                             is_leaf=rules.is_axes)
+        return grads, nll.sum() / count, count, {name: a.sum() / counts[name == AUX_LOSS] for name, a in aux.items()}
+
+    def unsummed(batch, p, counts, key):
+        stacks, avals = _stacks(step, p, jax.tree.map(lambda x: x[0], batch), counts, key)
 
         def add(carry, microbatch):
             grads, nll, room = carry
-            one = lambda grads, b, room: added(p, grads, b, counts, key, stacks, room)
-            grads, nll_r, room, aux_r = replicated(one)(grads, microbatch, room)
-            return (pin(grads), nll + nll_r, room), aux_r
-
-        zeros = jax.tree.map(lambda x: jnp.zeros((replicas,) + x.shape, jnp.float32), p[0])
-        room = jax.tree.map(lambda a: of_replicas(jnp.zeros(a.shape, a.dtype)), avals)
-        (grads, nll, _), aux = jax.lax.scan(add, (pin(zeros), jnp.zeros(replicas), room), batch)
-        # Pinned once more, still unsummed: otherwise propagation shards the accumulators inside the loop (ZeRO-1: 11
-        # all-gathers per microbatch).
-        grads = jax.tree.map(lambda axes, g: reduce_once(layout, once, axes, g), trained_axes, pin(grads), is_leaf=rules.is_axes)
-        return grads, nll.sum() / count, count, {name: a.sum((0, 1)) / counts[name == AUX_LOSS] for name, a in aux.items()}
+            grads, nll_mb, room, aux = added(p, grads, microbatch, counts, key, stacks, room)
+            return (pin(grads), nll + nll_mb, room), aux
+        zeros = lambda tree, dtype=None: jax.tree.map(lambda a: jnp.zeros(a.shape, dtype or a.dtype), tree)
+        (grads, nll, _), aux = jax.lax.scan(add, (pin(zeros(p[0], jnp.float32)), jnp.float32(0), zeros(avals)), batch)
+        return jax.tree.map(lambda x: x[None], (grads, nll, jax.tree.map(lambda a: a.sum(0), aux)))
 
     def evaluate(p, batch):
-        p = as_read(p)
-
-        def add(carry, microbatch):
+        def losses(batch, p):
             loss = lambda b: aim.head(step.model, step.ex, p, step.model.through_layers(step.ex, p, b)[0], b)[1]
-            return carry + replicated(loss)(microbatch).sum(), None
-        return jax.lax.scan(add, jnp.float32(0), batch)[0]
+            return jax.lax.scan(lambda total, b: (total + loss(b), None), jnp.float32(0), batch)[0][None]
+        return replicated(losses)(batch, as_read(p)).sum()
 
     def preferred(p, batch):
-        p = as_read(p)
-        of = lambda b: aim.preferred(step.model, step.ex, p, step.model.through_layers(step.ex, p, b)[0], b)
-        return jax.lax.scan(lambda _, microbatch: (None, replicated(of)(microbatch)), None, batch)[1]
+        def of_all(batch, p):
+            of = lambda b: aim.preferred(step.model, step.ex, p, step.model.through_layers(step.ex, p, b)[0], b)
+            return jax.lax.scan(lambda _, b: (None, of(b)), None, batch)[1][:, None]
+        return replicated(of_all, P(None, once or None))(batch, as_read(p))
 
     return gradients, evaluate, preferred
 
@@ -175,8 +177,8 @@ def _by_hand(step: StepSpec):
     return added
 
 
-def _stacks(step: StepSpec, replicated: Callable, p, microbatch, counts, key):
-    """([F, B and W of each group's layers], the ShapeDtypeStructs of what their forwards keep for the backward, with replicas).
+def _stacks(step: StepSpec, p, microbatch, counts, key):
+    """([F, B and W of each group's layers], the ShapeDtypeStructs of what their forwards keep for the backward).
 
     Buffers for that go round the loop over microbatches and are written over in each: XLA would fill them with zeros first, 3%
     of a step of llama3-8b. Not what lies on the host: None.
@@ -196,7 +198,7 @@ def _stacks(step: StepSpec, replicated: Callable, p, microbatch, counts, key):
             found.append(split.stack(partial(repeat, group), *w[:2], group.repeats, x_BTD, e))
         zeros = lambda avals: [jnp.zeros(a.shape, a.dtype) for a in avals]
         return [None if step.ex.remat == "offload" else (zeros(one.r), zeros(one.q)) for one in found]
-    return found, jax.eval_shape(replicated(keep), microbatch)
+    return found, jax.eval_shape(keep, microbatch)
 
 
 def _weights(model: Transformer, p, frozen):
@@ -213,11 +215,11 @@ def drops(run) -> bool:
     return run.model.embedding_dropout > 0 or run.model.residual_dropout > 0
 
 
-def _single(f):
-    """vmap over a replica axis of size 1, without vmap: the same shapes, one batch dim less for the compiler."""
-    def call(*args):
-        return jax.tree.map(lambda x: x[None], f(*jax.tree.map(lambda x: x[0], args)))
-    return call
+def _unsummed(layout: Layout, once: tuple[str, ...], axes, g):
+    """[replicas, …] accumulators where [grads] says, one copy per replica."""
+    if all(n == 1 for n in layout.sizes.values()):
+        return g
+    return jax.lax.with_sharding_constraint(g, P(once or None, *layout.spec("grads", axes, drop=once)))
 
 
 def reduce_once(layout: Layout, once: tuple[str, ...], axes, g):

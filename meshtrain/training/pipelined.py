@@ -142,7 +142,7 @@ def layer_fbw(run, model: Transformer, layout: Layout, mesh, attend: Callable, e
     """
     dtype, once, seq = jnp.dtype(run.model.compute_dtype), layout.batch_axes, layout.mesh_axes("activations", "seq")
     precision = float8.precision("cpu") if run.model.matmul_dtype == "float8" else None     # of shapes no platform is asked
-    ex = Execution(layout.hide(once), dtype, attend, run.training.remat, precision, experts=experts)
+    ex = Execution(layout, dtype, attend, run.training.remat, precision, experts=experts)
     sequences = run.data.global_batch // run.training.microbatches // layout.ways(once)
     sizes = (sequences, run.data.seq_len // layout.ways(seq))
     x = jax.ShapeDtypeStruct((*sizes, run.model.embed_dim), dtype)

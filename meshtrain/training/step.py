@@ -109,7 +109,7 @@ class Program:
     preferred: Callable | None
     spec: StateSpec
     batch: dict                    # ShapeDtypeStructs with shardings, [microbatches, replicas, sequences, T]
-    execution: Execution           # for forward passes outside the replica axis
+    execution: Execution
     once: tuple[str, ...]          # batch axes over which gradients are reduced once per step
     mesh: jax.sharding.Mesh
     compiler_options: dict
@@ -209,7 +209,7 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         initialize=jax.jit(initialize, out_shardings=spec.sharding),
         preferred=jax.jit(more[0], in_shardings=(spec.sharding.params, batch_shardings), out_shardings=whole)
         if training.objective == "dpo" else None,
-        spec=spec, batch=step.batch, execution=dataclasses.replace(step.ex, layout=layout), once=step.once, mesh=mesh,
+        spec=spec, batch=step.batch, execution=step.ex, once=step.once, mesh=mesh,
         compiler_options=compiler_options(mesh.devices.flat[0].platform, training.deterministic, training.remat,
                                           schedule is not None or run.model.num_experts > 0, memory_share,
                                           whole=not split and not run.model.num_experts),
