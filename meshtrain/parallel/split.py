@@ -211,6 +211,7 @@ def added(total, i, new, on):
     i = jax.lax.optimization_barrier(i)
 
     def add(t, d):
+        d = jax.lax.optimization_barrier(d)     # else cuBLAS adds to a copy of the entry, which is written back afterwards
         at = _start(t, (i,))
         old = jax.lax.dynamic_slice(t, at, (1, *t.shape[1:]), allow_negative_indices=False)
         return jax.lax.dynamic_update_slice(t, old + jnp.where(on, d, 0)[None], at, allow_negative_indices=False)
