@@ -40,7 +40,7 @@ def test_gradients_added_layer_by_layer_are_those_of_autodiff(remat, model, monk
     @jax.jit
     def both(p):
         given = batch, (count, count), jax.random.key(5)
-        stacks, avals = accumulate._stacks(step, lambda f: f, model.divided(p), *given)
+        stacks, avals = accumulate._stacks(step, model.divided(p), *given)
         room = jax.tree.map(lambda a: jnp.full(a.shape, 3, a.dtype), avals)     # of an earlier microbatch: nobody reads it
         return by_autodiff(p), accumulate._by_hand(step)(model.divided(p), before, *given, stacks, room)
     with jax.default_matmul_precision("highest"):

@@ -197,8 +197,8 @@ def sent_bytes(layout: str, microbatches: int, path) -> dict:
 @pytest.mark.parametrize("layout, once, each", [
     # What [grads] splits over no axis of the batch is summed over it once a step.
     pytest.param("expert over fsdp, data once a step", "data", "fsdp", marks=GRID),
-    # Where an axis splits experts, tokens of all its devices meet in every microbatch, so it cannot be the axis of a vmap, whose replicas
-    # know nothing of each other until the step's end: over it other weights' gradients are summed in every microbatch, too.
+    # Where an axis splits experts, tokens of all its devices meet in every microbatch, so it cannot be manual like
+    # the axes over which nothing is sent until the step's end: over it other weights' gradients are summed in every microbatch, too.
     pytest.param("expert over data, the rest once a step", "fsdp", "data", marks=GRID)])
 def test_gradients_are_summed_once_a_step_over_axes_that_split_no_experts(tmp_path, layout, once, each):
     few, many = (sent_bytes(layout, n, tmp_path / "rules.toml") for n in (1, 2))

@@ -152,26 +152,13 @@ def check_outlying(got, expected):
         assert not np.any(np.asarray(g)[e == 0]), "a scale of a part of the tensor"
 
 
-def test_replicas_of_a_vmap_have_one_scale():
-    (x, ws, dys), (ys, dx, dws) = outlying()
-    one = {axis: 1 for axis in AXES}
-    ex = execution(Layout(rules.parse('[activations]\nbatch = "data"'), one | dict(data=2), hidden=("data",)))
-    replicas = lambda a: a.reshape(2, B // 2, *a.shape[1:])
-    mesh = MeshSpec(one | dict(data=2)).build(jax.devices()[:2])
-    with jax.set_mesh(mesh):
-        each = lambda x, dys: projected(ex, QUERY_KEY, None, x, ws, dys)
-        each = jax.vmap(each, spmd_axis_name="data", axis_name=rules.REPLICAS)
-        got = jax.jit(each)(replicas(x), jax.tree.map(replicas, dys))
-    check_outlying((*got[:2], [dw.sum(0) for dw in got[2]]), ([replicas(y) for y in ys], replicas(dx), dws))
-
-
 def test_manual_axes_have_one_scale():
-    """As in a pipeline's loop."""
+    """As in a pipeline's loop, and where gradients are reduced once a step."""
     (x, ws, dys), (ys, dx, dws) = outlying()
     sizes = {axis: 1 for axis in AXES} | dict(data=2, context=2, tensor=2)
     split = rules.parse('[params]\nheads = "tensor"\n[activations]\nbatch = "data"\nseq = "context"\nheads = "tensor"')
     layout = Layout(split, sizes)
-    mesh, ex = MeshSpec(sizes).build(jax.devices()), execution(layout.hide(["data"]))
+    mesh, ex = MeshSpec(sizes).build(jax.devices()), execution(layout)
     tokens = P("data", "context")
 
     def local(x, ws, dys):

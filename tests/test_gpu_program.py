@@ -145,6 +145,20 @@ def test_gradients_are_reduced_once_per_step(rule):
     assert over and {c.trips for c in over} == {1}
 
 
+def elementwise_bytes(rule: str) -> int:
+    """What the step's kernels that multiply nothing read and write, the optimizer's apart."""
+    made, executable = gpu_program(rule)
+    return sum(kernel.hbm_bytes for kernel in roofline.of_run(made, executable.as_text()).kernels if kernel.part == "elementwise")
+
+
+@pytest.mark.parametrize("rule", ["zero1", pytest.param("ddp", marks=sampling.GRID)])
+def test_accumulators_that_are_reduced_once_a_step_are_added_to_where_they_lie(rule):
+    made, _ = gpu_program(rule)
+    # More than zero2 only the accumulators: filled with zeros, added to and read by each microbatch, laid out for the sum.
+    whole = 4 * sizes(made)["all"]      # bytes of the accumulators
+    assert elementwise_bytes(rule) <= 1.02 * (elementwise_bytes("zero2") + (3 * M + 2) * whole)
+
+
 @pytest.mark.parametrize("rule, remat, gathers, scatters", [
     ("zero3_tensor_sequence", "full", 6, 5), pytest.param("tensor_sequence", "none", 4, 4, marks=sampling.GRID)])
 def test_parts_of_a_microbatch_move_what_the_whole_moves(rule, remat, gathers, scatters, monkeypatch):

@@ -201,15 +201,6 @@ def test_weights_are_gathered_over_the_axes_that_split_tokens_and_experts_are_no
     assert w.sharding.shard_shape(w.shape) == (2, 8, 3)
 
 
-def test_hide_takes_an_axis_out_of_the_activations_only():
-    hidden = layout(data=2, fsdp=2, tensor=2).hide(["data"])
-    assert hidden.batch_axes == ("fsdp",)
-    assert hidden.spec("activations", ("batch", "residual_seq")) == P("fsdp", "tensor")
-    assert hidden.spec("params", ("embed",)) == P(("data", "fsdp"))
-    assert hidden.hide(["fsdp"]).batch_axes == ()
-    assert hidden.token_axes == ("data", "fsdp"), "weights are gathered over hidden axes too"
-
-
 def test_spec_leaves_out_manual_axes():
     mesh = MeshSpec({"data": 2, "tensor": 4}).build(jax.devices())
     seen = []

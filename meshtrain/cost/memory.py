@@ -20,7 +20,7 @@ def placed_bytes(abstract, shardings) -> int:
 
 
 def accumulator_bytes(abstract_params, grads_shardings) -> int:
-    """Bytes on one device of the float32 gradient accumulators; their replica axis puts one copy on each device."""
+    """Bytes on one device of the float32 gradient accumulators; one copy on each device."""
     sizes = jax.tree.map(lambda a, s: math.prod(s.shard_shape(a.shape)) * 4, abstract_params, grads_shardings)
     return sum(jax.tree.leaves(sizes))
 
