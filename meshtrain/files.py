@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import stat
 import time
 from collections.abc import Callable
@@ -34,6 +35,11 @@ def is_mistake(error: OSError) -> bool:
     True, too, for an error without a code: a library's judgement of a file's content, not the kernel's of a call.
     """
     return not isinstance(error, FileSystemError) and (error.errno is None or error.errno in MISTAKES)
+
+
+def is_moment(error: BaseException) -> bool:
+    """Whether the kernel refused a call on a file, and may do it at the next one."""
+    return isinstance(error, OSError) and not isinstance(error, (ConnectionError, socket.gaierror)) and not is_mistake(error)
 
 
 def patiently(act: Callable[[], Value], *, missing: bool = False) -> Value:

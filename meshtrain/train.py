@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -25,7 +26,7 @@ if __name__ == "__main__":      # now, not in main: importing jax takes seconds,
 
 import jax
 
-from meshtrain import assembly, config, devices, elastic, trained
+from meshtrain import assembly, config, devices, elastic, files, trained
 from meshtrain.cluster import agree, find, meet, watch
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost import audit, beside, facts, flops, hardware, report, roofline, unasked
@@ -76,6 +77,10 @@ def main(argv: Sequence[str]) -> int:
     except (FileSystemError, assembly.BrokenProgramError, ReplicasDiffer) as error:
         return _fail(FAILED, f"error: {error}", error)
     except Exception as error:
+        if files.is_moment(error):      # met where nobody had a word for it
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            return _fail(FAILED, f"error: {disk.said(error)}, in {where.name} of {where.filename}; see to the file system (its room, its "
+                                 "mounts, its server) and start again", error)
         _wait_for_stop(error)
         raise
 
@@ -104,6 +109,8 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
             if start.step >= run.training.steps:
                 say.out(f"{directory} is finished: it has {start.step} of training.steps={run.training.steps} steps; "
                         "raise training.steps to go on")
+                if not start.local:     # what a crash left of the fast tier, or a file system that failed at the end
+                    near.forget()
                 with watch.phase("export", "save"):
                     return _ended(exporting.finish())
             begun = {"on": f"{made.mesh_spec}: {made.mesh_spec.num_devices} × {made.mesh.devices.flat[0].device_kind}",

@@ -9,6 +9,7 @@ import pytest
 from meshtrain import files
 from meshtrain.config import ConfigError, user_errors
 from meshtrain.data import formats, parts, sources, token_files
+from meshtrain.run import disk
 from meshtrain.weights import safetensors, settings
 
 MOMENTS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EBUSY, errno.ENOTEMPTY, errno.ENOSPC, errno.EDQUOT)
@@ -40,6 +41,23 @@ def test_a_moment_of_the_file_system_is_waited_for_and_then_no_mistake(code):
     with pytest.raises(files.FileSystemError, match=f"data.paths: a: {os.strerror(code)}; .*start again"), user_errors():
         files.attempted(act, "data.paths: a", "name another")
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize("times", [1, 10**6])
+def test_a_directory_is_removed_although_the_file_system_refuses_once(times, tmp_path, monkeypatch):
+    (tmp_path / "doomed" / "within").mkdir(parents=True)
+    act, calls = refusing(errno.ESTALE, times)
+    real = os.rmdir
+    monkeypatch.setattr(os, "rmdir", lambda *args, **options: act() and real(*args, **options))
+    disk.remove(tmp_path / "doomed")
+    assert (tmp_path / "doomed").exists() == (times > 1) and calls
+    disk.remove(tmp_path / "never there")
+
+
+def test_only_what_the_kernel_says_of_files_is_a_moment():
+    assert all(files.is_moment(OSError(code, os.strerror(code))) for code in MOMENTS)
+    others = (OSError("a library"), ConnectionResetError(errno.ECONNRESET, "reset"), ValueError(), *(OSError(code, "") for code in MISTAKES))
+    assert not any(map(files.is_moment, others))
 
 
 @pytest.mark.parametrize("code", MISTAKES)

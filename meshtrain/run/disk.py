@@ -7,9 +7,11 @@ This module knows no checkpoint, run or process.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import pathlib
 import re
+import shutil
 from collections.abc import Iterable
 
 import xxhash
@@ -55,11 +57,27 @@ def difference(found: list, wanted) -> str:
 
 
 def write(path: pathlib.Path, text: str) -> None:
-    """The file is on the disk when this returns."""
-    with open(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    """The file is on the disk when this returns. Raises: OSError that names the file."""
+    try:
+        with open(path, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = os.fspath(path)
+        raise
+
+
+def remove(place: pathlib.Path) -> None:
+    """Removes a directory, with patience, also while other processes do. What stays where the file system goes on refusing does
+    no harm: the caller has taken its name or its index."""
+    def act():
+        refused = []
+        shutil.rmtree(place, onerror=lambda call, path, info: refused.append(info[1]))
+        if faults := [error for error in refused if files.is_moment(error)]:
+            raise faults[0]
+    with contextlib.suppress(OSError):
+        files.patiently(act)
 
 
 def replace(path: pathlib.Path, text: str) -> None:

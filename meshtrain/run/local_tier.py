@@ -16,8 +16,8 @@ import dataclasses
 import json
 import os
 import secrets
-import shutil
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -162,10 +162,7 @@ class LocalTier:
         self._join()
         if self._lineage is not None and self._root is not None:
             agree.exchange(None)        # nobody is writing any more
-            for folder in self._home().glob("process-*"):
-                shutil.rmtree(folder, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                self._home().rmdir()
+            disk.remove(self._home())
 
     def _settle(self) -> None:
         """What became of the last save, by what all processes say of it."""
@@ -186,7 +183,7 @@ class LocalTier:
     def _write(self, step, document, copies) -> None:
         place = self._own() / ".saving"
         try:
-            shutil.rmtree(place, ignore_errors=True)
+            disk.remove(place)
             place.mkdir(parents=True)
             digest, offset, where = xxhash.xxh3_128(), 0, []
             with open(place / SHARDS, "wb", buffering=0) as file:
@@ -202,7 +199,7 @@ class LocalTier:
             _delete(self._own() / str(step))
             place.rename(self._own() / str(step))
         except Exception as error:
-            shutil.rmtree(place, ignore_errors=True)
+            disk.remove(place)
             self._failure = disk.said(error)
 
     def _join(self) -> None:
@@ -229,10 +226,8 @@ class LocalTier:
             return
 
         def write() -> None:
-            probe = self._root / f".{secrets.token_hex(8)}"
             self._root.mkdir(parents=True, exist_ok=True)
-            probe.mkdir()
-            probe.rmdir()
+            tempfile.TemporaryFile(dir=self._root).close()      # without a name: a kill leaves nothing
 
         files.attempted(write, f"checkpoint.local_dir={self._root} cannot be written",
                         "give a directory that every host has and can write, e.g. below /dev/shm or on its own disk", ConfigError)
@@ -287,7 +282,7 @@ def _delete(place: Path) -> None:
     """The index first: what a kill leaves of it is nothing to go on from."""
     with contextlib.suppress(OSError):
         os.unlink(place / INDEX)
-    shutil.rmtree(place, ignore_errors=True)
+    disk.remove(place)
 
 
 def _name(path) -> str:
