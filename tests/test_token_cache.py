@@ -7,8 +7,10 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from corpora import TEXTS, Opened, bpe, fault, section, write, write_tokenizer  
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshtrain import config
+from meshtrain import config, files
 from meshtrain.data import formats, parts, progress, sources, token_cache, token_files
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -210,6 +212,52 @@ def test_two_runs_that_fill_one_cache_divide_the_work_and_wait_for_each_other(tm
     outputs = [child.communicate(timeout=60)[0].splitlines() for child in (first, second)]
     assert [json.loads(lines[-1]) for lines in outputs] == [[f"text {i}" for i in range(3)]] * 2
     assert all(path.stat() == made[path.name[0]] for path in tmp_path.glob(".meshtrain/*/[02]*.tokens.npy"))
+
+
+HOLDER = """
+import contextlib, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from meshtrain.data import parts
+parts.BEAT_SECONDS = 0
+home = Path(sys.argv[1])
+part = SimpleNamespace(home=home, name=parts.file_name(home, [sys.argv[2]]))
+with contextlib.ExitStack() as stack, parts._Locks(stack).hold(part), parts._signs(part, parts.Job()) as job:
+    job.check_stop()
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_process_that_gives_no_sign_of_life_is_waited_for_a_while_and_named(tmp_path, monkeypatch):
+    path, other = write(tmp_path / "a.jsonl", ["one"]), write(tmp_path / "b.jsonl", ["two"])
+    Opened(section([other]), tmp_path)      # makes the directory
+    home, = (tmp_path / ".meshtrain").iterdir()
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, home, path], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        monkeypatch.setattr(parts, "SILENT_SECONDS", 0.5)
+        monkeypatch.setattr(parts, "POLL_SECONDS", 0.05)
+        owner, told = f"process {holder.pid} on {socket.gethostname()}", []
+        with pytest.raises(files.FileSystemError, match=f"{owner} holds a.jsonl-.* no sign of life for .*set data.cache") as caught:
+            sources.open_corpus(section([path]), vocab_size=512, cache_dir=tmp_path, tell=told.append)
+        assert "\n" not in str(caught.value) and any(f"waiting for {owner}" in line for line in told)
+        monkeypatch.setattr(parts, "SILENT_SECONDS", 60)
+        threading.Timer(0.3, holder.communicate).start()       # it ends
+        assert Opened(section([path]), tmp_path).texts() == ["one"]
+    finally:
+        holder.kill()
+    assert not list(tmp_path.rglob("*.owner"))
+
+
+def test_a_long_work_gives_signs_of_life(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(parts, "BEAT_SECONDS", 0)
+    data = section([write(tmp_path / "a.jsonl", TEXTS)])
+    stop = lambda: bool(seen.extend(path.read_text() for path in tmp_path.rglob("*.owner")))
+    described = sources.describe(data, vocab_size=512)
+    described.open(tmp_path, parts.Job(lambda line: None, stop))
+    assert set(seen) == {f"process {os.getpid()} on {socket.gethostname()}"} and not list(tmp_path.rglob("*.owner"))
 
 
 def run_out_of_room(root: str, queue) -> None:

@@ -13,6 +13,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,8 @@ from meshtrain.data import progress, token_files
 from meshtrain.data.token_files import Pair
 
 POLL_SECONDS = 0.2
+BEAT_SECONDS = 10       # between two signs of life of a process that works at a part
+SILENT_SECONDS = 900    # without one, after which a process that holds a lock is no longer waited for
 
 
 class Stopped(Exception):
@@ -90,7 +93,8 @@ class _Work:
         self.choices, self.found, self.job, self.locks = choices, found, job, locks
         self.refused: set[Path] = set()
         self.refuted: dict[int, token_files.Stamp] = {}    # manifests whose parts were read and found wrong
-        self.waiting = False
+        self.waiting: list[str] = []        # what was told of it
+        self.heard = None, 0.0              # the last sign of life of the one that is waited for, and when it was seen
 
     def run(self, left: list[int]) -> None:
         started = time.perf_counter()
@@ -113,7 +117,8 @@ class _Work:
             with self._hold(part) as held:
                 if not held:
                     return None
-                pair, reason = part.check(self.job)
+                with _signs(part, self.job) as job:
+                    pair, reason = part.check(job)
             if pair:
                 return pair
             if reason:
@@ -163,7 +168,8 @@ class _Work:
                             if not said:
                                 said = True
                                 self.job.tell(f"token cache: {what}, {total / 1e6:,.1f} MB, into {part.home}")
-                            self.found[k] = part.build(self.job, bar)
+                            with _signs(part, self.job) as job:
+                                self.found[k] = part.build(job, bar)
                         else:
                             bar.finish(sum(_size(path) for path in part.inputs))
                     del missing[k]
@@ -171,10 +177,48 @@ class _Work:
                     self._wait(next(iter(missing.values())))
 
     def _wait(self, part: Part) -> None:
-        if not self.waiting:
-            self.waiting = True
-            self.job.tell(f"token cache: waiting for another process that fills {part.home}")
+        """Raises: FileSystemError, where whoever has the part has been silent for too long: a host that is gone, say, whose locks a
+        server still keeps."""
+        owner, sign = "another process", _stamp(_sign_of(part))
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            owner = _sign_of(part).read_text() or owner
+        if self.heard[0] != (part.name, sign):
+            self.heard = (part.name, sign), time.monotonic()
+        silent = time.monotonic() - self.heard[1]
+        if silent > SILENT_SECONDS:
+            raise files.FileSystemError(
+                f"token cache: {owner} holds {part.name} in {part.home}, and has given no sign of life for {silent:.0f} s; end it, or where "
+                "its host is gone wait until the file system gives its locks back, and start again; or set data.cache to another directory")
+        if owner not in self.waiting:
+            self.waiting.append(owner)
+            self.job.tell(f"token cache: waiting for {owner} that fills {part.home}" if len(self.waiting) == 1 else
+                          f"token cache: waiting for {owner}, at {part.name}")
         time.sleep(POLL_SECONDS)
+
+
+def _sign_of(part: Part) -> Path:
+    return part.home / (part.name + ".owner")
+
+
+@contextlib.contextmanager
+def _signs(part: Part, job: Job) -> Iterator[Job]:
+    """The job, which says every BEAT_SECONDS of long work who does it: in a file beside the part, for those that wait for it."""
+    due, path, written = time.monotonic() + BEAT_SECONDS, _sign_of(part), False
+
+    def should_stop() -> bool:
+        nonlocal due, written
+        if time.monotonic() >= due:
+            due, written = time.monotonic() + BEAT_SECONDS, True
+            with contextlib.suppress(OSError):
+                path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        return job.should_stop()
+
+    try:
+        yield dataclasses.replace(job, should_stop=should_stop)
+    finally:
+        if written:
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 class _Locks:
