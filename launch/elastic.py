@@ -38,8 +38,9 @@ def most(words: Sequence[str], processes: int, least: int, devices: int, full: i
     """(how many can train the run of these words, ""), or (0, why none can). In a process of its own: it takes jax, and a
     launcher needs none, and with a limit: a file system may hang."""
     try:
-        ran = subprocess.run([sys.executable, "-m", "launch.elastic", f"--processes={processes}", f"--min-processes={least}",
-                              f"--devices={devices}", f"--full={full}", "--", *words], capture_output=True, text=True, timeout=LONGEST_S)
+        ran = subprocess.run(
+            [sys.executable, "-m", "launch.elastic", f"--processes={processes}", f"--min-processes={least}",
+             f"--devices={devices}", f"--full={full}", "--", *words], capture_output=True, text=True, timeout=LONGEST_S)
     except subprocess.TimeoutExpired:
         return 0, f"whether fewer can train it was not found out within {LONGEST_S:g} s"
     found = ran.stdout.split()

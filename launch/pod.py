@@ -50,7 +50,8 @@ def main(argv: Sequence[str]) -> int:
     # Of a clock that is wrong no more comes than the longest wait.
     time.sleep(min(max(0.0, begins - time.time()), restart.LONGEST_S))
     train = [sys.executable, "-u", "-m", "meshtrain.train", *words]
-    outcome = supervise.supervise([train], [os.environ | {"MESHTRAIN_START": str(given.attempt)}], called=f"process {index}", still_s=run.distributed.heartbeat_timeout_s)
+    environ = os.environ | {"MESHTRAIN_START": str(given.attempt)}
+    outcome = supervise.supervise([train], [environ], called=f"process {index}", still_s=run.distributed.heartbeat_timeout_s)
     if outcome.code not in (stops.DONE, stops.USER_ERROR):
         _leave_words(run, given.attempt, index, outcome)
     return outcome.code

@@ -60,8 +60,8 @@ def memory_bytes(found: Sequence[jax.Device]) -> int:
 def start(run: Run, cluster: find.Cluster | None = None) -> Sequence[jax.Device]:
     """The devices of all processes of the run; starts the jax backend. simulated_devices > 0 means that many CPU devices.
 
-    Raises: ConfigError where a backend is already up with other devices, the processes cannot share them out, or what is installed
-    is known to compute wrong numbers;
+    Raises: ConfigError where a backend is already up with other devices, the processes cannot share them out, or what is
+    installed is known to compute wrong numbers;
     PeerError that names a process that does not come.
     """
     if run.run.compilation_cache:
@@ -126,8 +126,9 @@ def refuse_unknown_flags(environ: Mapping[str, str]) -> None:
     libraries = [library for library in _xla_libraries() if gpus_expected() or library.name == JAXLIB]
     unknown = sorted(set(given) - known_flags(given, libraries)) if libraries else []
     if unknown:
-        raise ConfigError(f"XLA_FLAGS has {', '.join(unknown)}, which the XLA of jaxlib {importlib.metadata.version('jaxlib')} does not "
-                          "know, and it aborts at that; take it out, or install the jaxlib that it is of")
+        here = f"the XLA of jaxlib {importlib.metadata.version('jaxlib')}"
+        raise ConfigError(f"XLA_FLAGS has {', '.join(unknown)}, which {here} does not know, and it aborts at that; take it out, or "
+                          "install the jaxlib that it is of")
 
 
 def known_flags(names: Sequence[str], libraries: Sequence[Path] | None = None) -> set[str]:

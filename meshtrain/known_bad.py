@@ -1,6 +1,6 @@
 """Stacks that are known to compute wrong numbers, or to hang: versions beside which a run is refused or warned of.
 
-One table, and a row is one line of data with its source. Where a row's facts do not hold nothing is looked up and nothing said.
+One table, and a row is one line of data with its source. Where a row's facts do not hold, nothing is looked up or said.
 Wrong numbers are refused; what only costs time, because a watchdog ends it, is told. This module starts nothing.
 """
 from __future__ import annotations
@@ -41,27 +41,32 @@ TABLE = (
     Row("ptxas", "<12.9.86", frozenset({GPUS, MOSAIC}), "causal masks of Mosaic kernels are miscompiled",
         "install CUDA 12.9.1 or newer (nvidia-cuda-nvcc-cu12>=12.9.86), and see that no older ptxas is on PATH",
         "jax's own attention_mgpu.py refuses them", True),
-    Row("NCCL", "<2.29.3", frozenset({GPUS, PROCESSES, "aarch64"}), "its proxy loses slots, and a run hangs in silence with all GPUs busy, "
-        "until training.step_timeout_s ends it", 'install it anew, behind torch, which pins an older one: pip install "nvidia-nccl-cu13>=2.29.3" '
-        "(cu12 beside CUDA 12)", "marin-community/marin#7344", False),
+    Row("NCCL", "<2.29.3", frozenset({GPUS, PROCESSES, "aarch64"}),
+        "its proxy loses slots, and a run hangs in silence with all GPUs busy, until training.step_timeout_s ends it",
+        'install it anew, behind torch, which pins an older one: pip install "nvidia-nccl-cu13>=2.29.3" (cu12 beside CUDA 12)',
+        "marin-community/marin#7344", False),
 )
 
 
 def facts_of(run: Run, num_processes: int) -> frozenset[str]:
     """Of a process that finds GPUs."""
-    return frozenset({GPUS, platform.machine(), *[PROCESSES] * (num_processes > 1), f'model.attention="{run.model.attention}"'})
+    several = {PROCESSES} if num_processes > 1 else set()
+    return frozenset({GPUS, platform.machine(), f'model.attention="{run.model.attention}"'} | several)
 
 
 def check(facts: Set[str], version: Callable[[str], str] | None = None) -> list[str]:
-    """What to warn of. version: component -> its version, empty where it is not found; by default what is installed here.
+    """What to warn of. version: component -> its version, empty where it is not found; by default what is installed.
 
     Raises: ConfigError for what computes wrong numbers.
     """
-    found = [(row, there) for row in TABLE if row.facts <= facts and _is(there := (version or installed)(row.component), row.bad)]
-    told = [(row, f"{row.component} {there}: {row.effect} ({row.source}); {row.remedy}") for row, there in found]
-    if wrong := [text for row, text in told if row.wrong]:
+    version, wrong, warnings = version or installed, [], []
+    for row in TABLE:
+        if row.facts <= facts and _is(there := version(row.component), row.bad):
+            told = f"{row.component} {there}: {row.effect} ({row.source}); {row.remedy}"
+            (wrong if row.wrong else warnings).append(told)
+    if wrong:
         raise ConfigError(*wrong)
-    return [text for _, text in told]
+    return warnings
 
 
 def installed(component: str) -> str:

@@ -29,9 +29,9 @@ INDEX_BITS, MOST_LATE_MS = 15, 65_535      # a process and its milliseconds in 3
 def on_first(function: Callable):
     """function() is run by process 0 alone; every process returns its value, which must be JSON-able.
 
-    Raises: in every process, what function() raised in process 0: ConfigError and ValueError as such (where a ValueError is meant
-    as a mistake, `user_errors` stands around the call), anything else as PeerError in the others. `told_by_first` and `leave` know
-    such an error again.
+    Raises: in every process, what function() raised in process 0: ConfigError and ValueError as such (where a ValueError is
+    meant as a mistake, `user_errors` stands around the call), anything else as PeerError in the others. `told_by_first` and
+    `leave` know such an error again.
     """
     if jax.process_count() == 1:
         return function()
@@ -55,10 +55,10 @@ def on_first(function: Callable):
 def everywhere(function: Callable):
     """function() is run by every process and each returns its own value, of any kind.
 
-    Raises: in every process, where function() raised in some. ConfigError where it did in all: the mistake is in what they share,
-    the run. A ConfigError of some alone is a fault of their hosts (a mount that is missing, a disk that is full), and PeerError
-    that names them. Anything else comes out of the first process that raised it as it is, with its traceback, and as PeerError of
-    the others.
+    Raises: in every process, where function() raised in some. ConfigError where it did in all: the mistake is in what they
+    share, the run. A ConfigError of some alone is a fault of their hosts (a mount that is missing, a directory that cannot be
+    written), and PeerError that names them. Anything else comes out of the first process that raised it as it is, with its
+    traceback, and as PeerError of the others.
     """
     if jax.process_count() == 1:
         return function()
@@ -216,7 +216,8 @@ def _outcome(error: Exception) -> dict:
     """What the other processes are told of it."""
     if isinstance(error, ConfigError):
         return {"kind": "ConfigError", "messages": error.messages}
-    return {"kind": "PeerError", "messages": [str(error) if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"]}
+    told = str(error) if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
+    return {"kind": "PeerError", "messages": [told]}
 
 
 def _again(outcome: dict) -> Exception:

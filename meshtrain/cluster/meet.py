@@ -1,7 +1,8 @@
 """All processes of a run meet at one port before jax does: jax aborts without naming who is missing.
 
-Each says which start of which run it belongs to. A process of another one (an older start that still ends, another job at the same
-port) is closed like a browser, and told. That is no secret: who can reach the port can disturb the run. This module knows no run, model or data.
+Each says which start of which run it belongs to. A process of another one (an older start that still ends, another job at the
+same port) is closed like a browser, and told. That is no secret: who can reach the port can disturb the run. This module knows
+no run, model or data.
 """
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def meet(cluster: Cluster, timeout_s: float) -> None:
 
     Nobody waits longer than timeout_s (process 0 goes by the one who came first).
     Raises: PeerError that names who did not come, or that the port is taken, which the next try may find free or choose
-    another, or that the processes contradict each other: one of them may be left from an older start, so the next try may pass.
+    another, or that the processes contradict each other: one may be left from an older start, so the next try may pass.
     """
     (_receive if cluster.index == 0 else _arrive)(cluster, timeout_s)
 
@@ -116,7 +117,7 @@ def _receive(cluster: Cluster, timeout_s: float) -> None:
                     arrived[about["index"]] = connection, about
                     deadline = min(deadline, time.monotonic() + about["left_s"])
                 elif not received or not _may_become(HELLO, unread[connection]):
-                    # It has gone, or is somebody else's: another run's, a port scanner, a browser. A peer that lives comes again.
+                    # It has gone, or is somebody else's: another run's, a scanner, a browser. A peer that lives comes again.
                     arrived = {index: peer for index, peer in arrived.items() if peer[0] is not connection}
                     selector.unregister(connection)
                     connection.close()
@@ -202,7 +203,8 @@ def _loopback(cluster: Cluster) -> str:
 
 
 def _about(cluster: Cluster) -> dict:
-    return {"index": cluster.index, "count": cluster.count, "token": cluster.token, "host": socket.gethostname(), "pid": os.getpid()}
+    return {"index": cluster.index, "count": cluster.count, "token": cluster.token, "host": socket.gethostname(),
+            "pid": os.getpid()}
 
 
 def _where(about: dict) -> str:
