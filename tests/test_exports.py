@@ -8,7 +8,7 @@ import pytest
 from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
 from folders import contents
 
-from meshtrain import convert, train
+from meshtrain import convert, files, train
 from meshtrain.config import ConfigError
 from meshtrain.run import checkpoint, export, exports, pretrained
 
@@ -76,6 +76,19 @@ def test_an_export_that_a_kill_prevented_is_made_with_the_next_one(again, tmp_pa
     ran = again("--checkpoint.export=every", "--training.steps=8")
     assert ran.code == 0 and names(tmp_path) == ["2", "4", "6", "8"], ran
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["6", "8"]
+
+
+def test_a_file_system_that_does_not_answer_where_an_export_would_be_is_told_without_a_traceback(again, tmp_path, monkeypatch):
+    answer = os.stat
+
+    def stale(path, *args, **more):
+        if str(path).endswith("export/4"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return answer(path, *args, **more)
+    monkeypatch.setattr(os, "stat", stale)
+    monkeypatch.setattr(files, "PAUSES_S", ())
+    ran = again("--checkpoint.export=last")
+    assert ran.code == 1 and "export/4 is not made" in ran.err and "Stale file handle" in ran.err, ran
 
 
 def test_a_run_whose_last_export_fails_has_its_steps_and_ends_with_1(words, tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 
+from meshtrain import files
 from meshtrain.cluster import agree
 from meshtrain.cluster.meet import PeerError
 from meshtrain.config import ConfigError, Run, user_errors
@@ -36,7 +37,7 @@ class Exports:
         self.wanted, self.directory = dict(leaves_of(wanted)), Path(run.run.dir)
         self.failed: dict[int, str] = {}     # step -> why, of those that are not made yet
         agree.on_first(self._clean)
-        checkpoints.owes = lambda step: run.checkpoint.export == "every" and not self._place(step).exists()
+        checkpoints.owes = lambda step: run.checkpoint.export == "every" and not self._seen(step)
         if run.checkpoint.export != "off":
             with user_errors("checkpoint.export: "):
                 agree.on_first(self._check)
@@ -99,7 +100,7 @@ class Exports:
         try:
             write()
             self.failed.pop(step, None)
-        except (CheckpointError, ConfigError, PeerError) as error:
+        except (CheckpointError, ConfigError, PeerError, files.FileSystemError) as error:
             if jax.process_count() > 1 and not getattr(error, "agreed", False):
                 raise       # a process is gone, or the others do not know of it
             self.failed[step] = disk.said(error)
@@ -110,7 +111,14 @@ class Exports:
         return self.directory / DIRECTORY / str(step)
 
     def _is_there(self, step: int) -> bool:
-        return agree.on_first(self._place(step).exists)
+        return agree.on_first(lambda: self._seen(step))
+
+    def _seen(self, step: int) -> bool:
+        """Where the file system does not answer: no, and what is written then finds out why."""
+        try:
+            return files.status(self._place(step)) is not None
+        except OSError:
+            return False
 
     def _clean(self) -> None:
         """Removes what killed starts have left half written; the run's directory is this start's alone."""
@@ -151,12 +159,15 @@ class _Stored(Mapping):
 
 def kept(run_dir: Path) -> Path | None:
     """What came with the weights that a run started from."""
-    return run_dir / folder.KEPT if agree.on_first(lambda: folder.is_one(run_dir / folder.KEPT)) else None
+    return run_dir / folder.KEPT if agree.on_first(lambda: files.is_file(run_dir / folder.KEPT / settings.CONFIG)) else None
 
 
 def set_aside_after(run_dir: Path, step: int) -> list[str]:
     """Renames the exports of steps later than `step`, from which a run goes on: they are of a course that it has left. By
-    process 0. Returns their new names."""
+    process 0. Returns their new names. Raises: ConfigError, files.FileSystemError."""
     place = run_dir / DIRECTORY
-    steps = sorted(int(path.name) for path in place.iterdir() if path.name.isdecimal()) if place.is_dir() else []
-    return [disk.set_aside(place / str(later), "aside") for later in steps if later > step]
+
+    def rename() -> list[str]:
+        steps = sorted(int(path.name) for path in place.iterdir() if path.name.isdecimal()) if place.is_dir() else []
+        return [disk.set_aside(place / str(later), "aside") for later in steps if later > step]
+    return files.attempted(rename, f"exports in {place} cannot be set aside", "see to its permissions", ConfigError)
