@@ -139,6 +139,45 @@ def test_a_mesh_axis_that_nothing_uses_is_refused():
         assert part in fault
 
 
+Q_BTNH = Tensor("activations", "queries", (8, 32, 4, 24), ("batch", "seq", "heads", "head_dim"))
+W_DNH = Tensor("params", "layers/attention/query", (4, 96, 4, 24), ("layers", "embed", "heads", "head_dim"))
+
+
+@pytest.mark.parametrize("table", ["params", "grads", "optimizer"])
+def test_an_axis_that_is_only_stored_over_and_splits_no_work_is_refused_with_the_line_that_is_missing(table):
+    """Every device along fsdp would multiply the same rows with the same weights."""
+    stored = Tensor(table, "layers/mlp/up", (4, 96, 320), ("layers", "embed", "mlp"))
+    text = f'[{table}]\nembed = ["data", "context"]\n[activations]\nbatch = "data"\nseq = "context"\n'
+    assert faults(text, sizes(data=2, context=2), stored, X_BTD, Q_BTNH) == []
+    text = f'[{table}]\nembed = ["data", "fsdp"]\n[activations]\nbatch = "data"\n' + "seq = 'fsdp'\n" * (table == "params")
+    found = faults(text, sizes(data=2, fsdp=2), stored, X_BTD)
+    assert len(found) == 1 and 'write batch = ["data", "fsdp"] in [activations], or set mesh.fsdp to 1' in found[0]
+
+
+def test_heads_that_are_split_in_params_alone_are_refused_with_the_line_that_is_missing():
+    """Queries would be gathered, and every rank of tensor compute all of attention."""
+    text = '[params]\nheads = "tensor"\n[activations]\nbatch = "data"\nresidual_seq = "tensor"\n'
+    [fault] = faults(text, sizes(data=2, tensor=2), W_DNH, X_BTD, Q_BTNH)
+    assert "[params] splits heads over tensor" in fault and 'write heads = ["tensor"] in [activations]' in fault
+    assert faults(text + 'heads = "tensor"\n', sizes(data=2, tensor=2), W_DNH, X_BTD, Q_BTNH) == []
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_file_without_one_of_its_axes_in_activations_is_refused_where_no_weight_is_used_in_parts(path):
+    loaded = rules.load(path)
+    model = [Tensor(table, "w", (16,) * 3, axes) for table in ("params", "grads", "optimizer")
+             for axes in (("embed", "heads", "head_dim"), ("embed", "mlp", None), ("expert", "expert_embed", "expert_mlp"))]
+    model += [X_BTD, Q_BTNH, Tensor("activations", "mlp", (8, 32, 320), ("batch", "seq", "mlp"))]
+    named = {axis for axes in loaded.tables["activations"].values() for axis in axes} - {"stage"}
+    mesh = sizes(**dict.fromkeys(named, 2))
+    assert rules.problems(loaded, mesh, model) == []
+    for axis in named:
+        without = {logical: tuple(a for a in axes if a != axis) for logical, axes in loaded.tables["activations"].items()}
+        less = rules.Rules({**loaded.tables, "activations": without}, loaded.text, loaded.path)
+        used = any(axis in less.tables["params"].get(logical, ()) for logical in ("embed", "expert"))
+        assert used or any("in [activations]" in fault or f"mesh.{axis}=2" in fault for fault in rules.problems(less, mesh, model)), axis
+
+
 def test_a_rule_for_a_dimension_that_the_model_lacks_uses_no_axis():
     [fault] = faults('[params]\nexpert = "tensor"', sizes(tensor=2), W_DF)
     assert "mesh.tensor=2" in fault

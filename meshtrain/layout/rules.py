@@ -123,7 +123,7 @@ def problems(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor],
         seen: dict[str, str] = {}
         for dim, logical in zip(tensor.shape, tensor.axes, strict=True):
             mesh_axes = [a for a in rules.mesh_axes(tensor.table, logical) if sizes[a] > 1]
-            used |= set(mesh_axes)
+            used |= set(_splits_work(rules, tensor.table, logical))
             where = f"{rules.path} [{tensor.table}] {tensor.name} {_shape(tensor)}"
             for axis in mesh_axes:
                 if axis in seen:
@@ -140,10 +140,45 @@ def problems(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor],
                     f"multiple of {ways}, e.g. {-(-dim // ways) * ways}, or take a mesh or rule file that splits it less"))
     for axis in AXES:
         if sizes[axis] > 1 and axis not in used:
-            faults[axis] = (f"mesh.{axis}={sizes[axis]}, but no rule of {rules.path} that applies to this model uses "
-                            f"{axis!r}: every device along it would repeat the same work; set mesh.{axis} to 1 or take a "
-                            f"rule file that names it")
-    return list(faults.values())
+            where = [table for table in TABLES if any(axis in axes for axes in rules.tables[table].values())]
+            faults[axis] = _repeated(rules, axis, sizes[axis], where)
+    return [*faults.values(), *_whole_activations(rules, sizes, tensors)]
+
+
+def _splits_work(rules: Rules, table: str, logical: str | None) -> tuple[str, ...]:
+    """The mesh axes over which devices share the work on this dim: of an activation, or of a weight as it is used. A weight that is
+    gathered for its use, a gradient and an optimizer state are only stored in parts."""
+    axes = rules.mesh_axes(table, logical)
+    if table == "activations":
+        return axes
+    gathered = () if logical in NEVER_GATHERED else rules.mesh_axes("activations", "batch") + rules.mesh_axes("activations", "seq")
+    return tuple(axis for axis in axes if axis not in gathered) if table == "params" else ()
+
+
+def _repeated(rules: Rules, axis: str, size: int, named: list[str]) -> str:
+    """The fault of a mesh axis that splits no work. named: the tables that name it."""
+    repeat = "every device along it would repeat the same work"
+    if not named:
+        return (f"mesh.{axis}={size}, but no rule of {rules.path} that applies to this model uses {axis!r}: {repeat}; set mesh.{axis} "
+                f"to 1 or take a rule file that names it")
+    dim = "seq" if axis == "context" else "batch"
+    line = ", ".join(f'"{name}"' for name in (*rules.tables["activations"].get(dim, ()), axis))
+    return (f"mesh.{axis}={size}: {rules.path} names {axis!r} in {_brackets(named)}, where it splits neither an activation nor a weight "
+            f"of this model as it is used: {repeat}; write {dim} = [{line}] in [activations], or set mesh.{axis} to 1")
+
+
+def _whole_activations(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor]) -> list[str]:
+    """The faults of weights that are used in parts, where what they make is gathered at once for want of a line in [activations]."""
+    of = lambda table: {logical for tensor in tensors if tensor.table == table for logical in tensor.axes}
+    faults = []
+    for logical in [name for name in ("heads", "kv_heads", "mlp") if name in of("params") & of("activations")]:
+        split = [a for a in _splits_work(rules, "params", logical) if sizes[a] > 1]
+        if missing := [axis for axis in split if axis not in rules.mesh_axes("activations", logical)]:
+            line = ", ".join(f'"{axis}"' for axis in (*rules.tables["activations"].get(logical, ()), *missing))
+            faults.append(f"{rules.path} [params] splits {logical} over {', '.join(missing)}, and [activations] does not: what the "
+                          f"projections make would be gathered, and every device along {', '.join(missing)} repeat what follows; "
+                          f"write {logical} = [{line}] in [activations], or take the axis out of [params]")
+    return faults
 
 
 def _shape(tensor: Tensor) -> str:
