@@ -298,7 +298,7 @@ def test_biases_move_by_the_share_of_the_mean_that_their_expert_lacks_where_the_
 @pytest.mark.parametrize("rule", ["sign", "error"])
 @pytest.mark.parametrize("num_experts", [3, 6, 7, 60])
 def test_biases_stay_where_all_experts_have_just_the_mean(num_experts, rule):
-    tokens = np.arange(1, 1000)
+    tokens = np.concatenate([np.arange(1, 1000), (1 << 20) + np.arange(1, 1000, 2)])     # 60 of those are beyond 2^24
     counts = np.tile(tokens[:, None], num_experts).astype(np.float32)
     p = {"layers": {"bias": np.zeros_like(counts)}}
     tx = optimizer.build(config.Optimizer(), 10, {"layers": {"bias": "balance"}}, {"layers": {"bias": None}}, balance_rate=0.01,

@@ -135,14 +135,17 @@ def _balanced(rule, roles, rate: float, by: str):
     """`rule`, which finds nothing to do in leaves of role `balance`: these move by rate · sign(mean − tokens), layer by layer, or
     with by = "error" by rate · (mean − tokens) / mean.
 
-    The difference is that of whole numbers: a mean that is rounded would move an expert that has just as many tokens.
+    The difference is that of whole numbers: a mean that is rounded would move an expert that has just as many tokens. In int32, for
+    the choices of a step may be more than the 2^24 up to which float32 has all of them.
     """
     if "balance" not in jax.tree.leaves(roles):
         return rule
 
     def towards(tokens):
+        tokens, num_experts = tokens.astype(jnp.int32), tokens.shape[-1]
         total = tokens.sum(-1, keepdims=True)
-        missing = total - tokens.shape[-1] * tokens
+        # total - num_experts · tokens, which may be beyond int32: its sign is exact, since the remainder is less than num_experts.
+        missing = num_experts * (total // num_experts - tokens).astype(jnp.float32) + (total % num_experts)
         return rate * (jnp.sign(missing) if by == "sign" else missing / jnp.maximum(total, 1))
 
     def update(grads, state, params=None, **extra):

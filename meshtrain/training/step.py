@@ -25,6 +25,8 @@ from meshtrain.training import accumulate, objective, pipelined
 from meshtrain.training.optimizer import learning_rate_schedule
 from meshtrain.training.state import State, StateSpec
 
+DROPOUT = 0x64726F70        # tag of the keys of dropout, larger than any number of keys that a seed is split into
+
 # Options that every program of a run is compiled with, by platform. Each has its reason; nothing else is set.
 COMPILER_OPTIONS = {
     "gpu": {
@@ -155,6 +157,11 @@ class Program:
             return function.lower(*args).compile(compiler_options=self.compiler_options)
 
 
+def dropout_key(seed: int, step) -> jax.Array:
+    """The key of a step's dropout. Tagged: the seed's own fold_in(…, 0), (…, 1) are the keys that `Transformer.init` splits it into."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), DROPOUT), step)
+
+
 def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec: StateSpec, order: np.ndarray | None = None,
           schedule: schedules.Schedule | None = None, memory_share: float = XLA_MEMORY_SHARE) -> Program:
     """run: the checked run file (its data, training, optimizer and model sections are read here).
@@ -169,7 +176,7 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
     aim = objective.of_run(training)
 
     def train(state: State, batch, *loss_limit):
-        key = jax.random.fold_in(jax.random.key(run.run.seed), state.step) if accumulate.drops(run) else None
+        key = dropout_key(run.run.seed, state.step) if accumulate.drops(run) else None
         grads, loss, count, aux = gradients(state.params, batch, key)
         grad_norm = optax.global_norm([g for g, role in zip(jax.tree.leaves(grads), roles, strict=True) if role != "balance"])
         if training.grad_clip:      # counts stay whole numbers: scaled, an expert with just the mean would be above or below it
