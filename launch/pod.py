@@ -103,7 +103,7 @@ def _leave_words(run: Run, attempt: int, index: int, outcome: supervise.Outcome)
     told = {"code": outcome.code, "victim": outcome.victim, "time": time.time(), "words": outcome.words}
     try:
         _place(run).mkdir(parents=True, exist_ok=True)
-        (_place(run) / f"{attempt}-{index}").write_text(json.dumps(told))
+        (_place(run) / f"{attempt}-{index}").write_text(json.dumps(told), encoding="utf-8")
     except OSError as error:
         say.err(f"{_place(run)} cannot be written: {error.strerror}")
 
@@ -113,7 +113,7 @@ def _last_words(run: Run, attempt: int) -> tuple[int, str]:
     left = []
     for path in _place(run).glob(f"{attempt}-*"):
         with contextlib.suppress(OSError, ValueError, KeyError):    # torn: its host was lost then
-            told = json.loads(path.read_text())
+            told = json.loads(path.read_text(encoding="utf-8"))
             left.append((bool(told["victim"]), told["code"] == stops.STOPPED, float(told["time"]), str(told["words"])))
     victim, stopped, _, words = min(left, default=(True, False, 0.0, ""))
     if victim:

@@ -96,7 +96,7 @@ class Process:
     def about(self) -> tuple[int, bool]:
         """Its pid, and whether it stands still (SIGSTOP)."""
         with contextlib.suppress(OSError, IndexError, AttributeError):
-            return self.child.pid, Path(f"/proc/{self.child.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+            return self.child.pid, Path(f"/proc/{self.child.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "Tt"
         return 0, False
 
     def send(self, number: int) -> None:

@@ -42,7 +42,7 @@ def newest(run: Run) -> int:
     places = [Path(run.run.dir) / "checkpoints"]
     if run.checkpoint.local_dir:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):     # nothing is kept yet
-            kept = json.loads((Path(run.run.dir) / LINEAGE).read_text())["run"]
+            kept = json.loads((Path(run.run.dir) / LINEAGE).read_text(encoding="utf-8"))["run"]
             places += (Path(run.checkpoint.local_dir) / kept).glob("process-*")
     steps = [0]
     for place in places:
@@ -154,7 +154,7 @@ def counted(failures: Failures, code: int, words: str = "", **more) -> float | N
 def read(run: Run) -> dict:
     """What run.dir/restarts.json says; empty: nothing has failed yet, or it was torn by a kill."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        kept = json.loads((Path(run.run.dir) / KEPT).read_text())
+        kept = json.loads((Path(run.run.dir) / KEPT).read_text(encoding="utf-8"))
         return kept | {"step": int(kept["step"]), "said": [str(words) for words in kept["said"]]}
     return {}
 

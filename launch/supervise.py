@@ -104,7 +104,7 @@ class Child:
         """For how long it has been seen to be stopped; None where it runs, or has run a little since it was last asked."""
         stood, self.stood = self.stood, None
         with contextlib.suppress(OSError):
-            status = Path(f"/proc/{self.process.pid}/status").read_text()
+            status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="utf-8")
             if self.code is None and re.search(r"^State:\s+[Tt] ", status, re.MULTILINE):
                 switches = re.findall(r"ctxt_switches:\s+(\d+)", status)
                 self.stood = stood if stood and stood[1] == switches else (time.monotonic(), switches)

@@ -1,6 +1,7 @@
 """Starts the jax backend: the only place that sets flags and the environment's variables, by two tables."""
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
@@ -20,6 +21,7 @@ from meshtrain.cost import hardware
 from meshtrain.names import AXES
 from meshtrain.run import say
 
+KEPT_PROGRAM_BYTES = 8 << 30     # of run.compilation_cache
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 MOST_OF_DIR = 200       # characters of run.dir, by which processes of one run know each other
 
@@ -64,8 +66,7 @@ def start(run: Run, cluster: find.Cluster | None = None) -> Sequence[jax.Device]
     installed is known to compute wrong numbers;
     PeerError that names a process that does not come.
     """
-    if run.run.compilation_cache:
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(run.run.compilation_cache))
+    _keep_programs(run.run.compilation_cache, trims=cluster is None or cluster.index == 0)
     total = run.mesh.simulated_devices
     num_processes = cluster.count if cluster else 1
     if total % num_processes:
@@ -103,6 +104,28 @@ def start(run: Run, cluster: find.Cluster | None = None) -> Sequence[jax.Device]
         raise ConfigError(f"mesh.simulated_devices={total}, but this process already runs jax with {len(devices)} "
                           f"devices; start a new process, or a notebook with XLA_FLAGS={DEVICE_COUNT_FLAG}={total}")
     return devices
+
+
+def _keep_programs(directory: str, trims: bool) -> None:
+    """Sets the directory of compiled programs. trims: removes those that were used least recently, beyond KEPT_PROGRAM_BYTES.
+
+    jax's own limit, where JAX_COMPILATION_CACHE_MAX_SIZE sets one, goes before; it is no default, as it takes a lock for each
+    program, which thousands of processes on one NFS wait for, and fails in a directory that was begun without it.
+    """
+    place = Path(os.path.expanduser(directory))
+    if not directory or str(place).startswith("~"):     # no home, in a container that runs as a number
+        return
+    jax.config.update("jax_compilation_cache_dir", str(place))
+    if not trims or jax.config.jax_compilation_cache_max_size != -1:
+        return
+    with contextlib.suppress(OSError):      # not there yet, or another process removes the same
+        found = sorted(((max(entry.stat().st_atime, entry.stat().st_mtime), entry.stat().st_size, entry.path)
+                        for entry in os.scandir(place) if entry.name.endswith("-cache")), reverse=True)
+        kept = 0
+        for _, size, path in found:
+            kept += size
+            if kept > KEPT_PROGRAM_BYTES:
+                os.unlink(path)
 
 
 def prepare_gpus(environ: MutableMapping[str, str]) -> None:

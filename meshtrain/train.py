@@ -48,6 +48,7 @@ from meshtrain.run.replicas import Replicas, ReplicasDiffer
 from meshtrain.run.stops import DONE, FAILED, STOPPED, USER_ERROR
 from meshtrain.run.validation import Validation
 from meshtrain.training.state import State
+from meshtrain.units import size
 from meshtrain.weights import folder
 
 PEERS_STOP_S = 3.0      # within so long all processes of a run that is told to stop have heard it
@@ -94,11 +95,12 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
     stops.end_together(agree.part)
     stops.suspend_by(watch.suspend)
     if jax.process_index() > 0:
-        sys.stdout = open(os.devnull, "w")      # process 0 speaks for all
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")      # process 0 speaks for all
     if fewer:
         say.out(fewer)
     agree.same_everywhere("the run", config.dump(run))
     made = agree.everywhere(lambda: assembly.assemble(run, found))
+    agree.everywhere(lambda: _check_memory(made))
     with rundir.claimed(run) as directory, watchdog.kept_in(directory / watch.STACKS):
         with jax.set_mesh(made.mesh), Checkpoints(directory / "checkpoints", every=run.checkpoint.every,
                                                   keep=run.checkpoint.keep) as checkpoints:
@@ -121,6 +123,18 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
                     corpus, batches = agree.everywhere(lambda: _open_data(run, directory, start))
                 agree.same_everywhere("the data", corpus.fingerprint)
                 return _train(_Parts(run, made, corpus, directory, checkpoints, near, exporting, given, this), start, batches)
+
+
+def _check_memory(made: assembly.Assembly) -> None:
+    """Raises: ConfigError where the state alone is more than this machine's memory, which simulated devices share."""
+    local = jax.local_devices()
+    if local[0].platform != "cpu":
+        return
+    held = report.formula(made)
+    state_bytes = len(local) * (held["params"] + held["optimizer"])
+    if state_bytes > (has := devices.memory_bytes(local)):
+        raise ConfigError(f"the weights and the optimizer's state take {size(state_bytes)} on {len(local)} simulated devices of this machine, "
+                          f"which has {size(has)}; take a smaller model, or train it on GPUs (inspect and plan price it without any)")
 
 
 def _fail(code: int, message: str, error: Exception) -> int:

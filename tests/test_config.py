@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshtrain import config
+from meshtrain.config import sections
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN_FILES = sorted((ROOT / "configs").glob("*.toml"))
@@ -96,7 +97,8 @@ def test_overrides_take_every_type_in_both_spellings():
     field=st.text(ANY_CHARACTER), weight=st.floats(min_value=0, exclude_min=True, allow_infinity=False)), min_size=1))
 def test_a_mixture_is_the_same_from_a_file_the_command_line_and_a_dump(mixture):
     run = config.Run(data={"source": "mixture", "mixture": mixture})
-    assert [one.model_dump(mode="json", exclude_unset=True) for one in run.data.mixture] == mixture
+    at_home = [one | {"paths": [sections.at_home(path) for path in one["paths"]]} for one in mixture]
+    assert [one.model_dump(mode="json", exclude_unset=True) for one in run.data.mixture] == at_home
     dumped = tomllib.loads(config.dump(run))["data"]
     assert config.Data(**dumped) == run.data
     (line,) = [line for line in config.dump(run).split("\n") if line.startswith("mixture = ")]
@@ -417,3 +419,104 @@ def test_bytes_under_a_large_vocabulary_are_told():
 def test_a_run_of_many_gpus_draws_no_sample_and_shows_where_its_tokenizer_goes(path):
     assert config.load([str(path)]).run.sample_tokens == 0
     assert '\n# tokenizer = "tokenizer.json"' in path.read_text()
+
+
+# ---- names, homes and locales ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["run.dir", "checkpoint.local_dir", "data.tokenizer", "data.cache", "data.chat_template"])
+def test_a_home_is_expanded_in_every_key_that_is_a_path(key, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    more = ["--checkpoint.local_every", "5"] if key == "checkpoint.local_dir" else ["--data.source", "chat", "--data.paths", '["~/a.jsonl"]']
+    run = config.load([f"--{key}=~/x", *more])
+    section, name = key.split(".")
+    assert getattr(getattr(run, section), name) == f"{tmp_path}/x"
+    assert "~" not in config.dump(run).replace("~/.cache", "")
+
+
+def test_a_home_is_expanded_in_lists_rules_and_weights(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.toml").write_text("")
+    (tmp_path / "old").mkdir()
+    run = config.load(["--sharding.rules", "~/mine.toml", "--checkpoint.init_from", "~/old", "--data.source", "mixture",
+                       "--data.mixture", '[{source="text", paths=["~/a.txt"], validation_paths=["~/b.txt"]}]'])
+    assert (run.sharding.rules, run.checkpoint.init_from) == (f"{tmp_path}/mine.toml", f"{tmp_path}/old")
+    assert (run.data.mixture[0].paths, run.data.mixture[0].validation_paths) == ((f"{tmp_path}/a.txt",), (f"{tmp_path}/b.txt",))
+
+
+def test_a_home_that_is_not_known_is_refused():
+    with pytest.raises(config.ConfigError, match='run.dir="~nobody-of-this-name/x" names a home directory that is not known'):
+        config.load(["--run.dir", "~nobody-of-this-name/x"])
+
+
+def test_a_name_that_is_not_utf8_is_refused_at_once():
+    name = os.fsdecode(b"/tmp/\xff.txt")
+    with pytest.raises(config.ConfigError, match=r"data.paths='/tmp/.udcff.txt' is not UTF-8"):
+        config.load(["--data.source", "text", "--data.paths", f'["{name}"]'])
+    with pytest.raises(config.ConfigError, match="run.dir=.* is not UTF-8"):
+        config.load(["--run.dir", name])
+
+
+def test_a_locale_without_utf8_is_told_with_its_remedy(tmp_path):
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(("LC_", "LANG"))}
+    code = "import sys\nfrom meshtrain import config\ntry: config.load(sys.argv[1:])\nexcept config.ConfigError as error: print(ascii(str(error)))"
+    (tmp_path / "run.toml").write_text('[data]\nsource = "text"\npaths = ["donn\u00e9es/a.txt"]\n', encoding="utf-8")
+    for words in ([str(tmp_path / "run.toml")], ["--run.dir", "donn\u00e9es"]):
+        ran = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT,
+                             env=environ | {"PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"})
+        assert "locale (ascii); set PYTHONUTF8=1" in ran.stdout, ran
+
+
+def test_a_byte_order_mark_is_no_part_of_a_run_file(tmp_path):
+    (tmp_path / "bom.toml").write_text("[training]\nsteps = 7\n", encoding="utf-8-sig")
+    assert config.load([str(tmp_path / "bom.toml")]).training.steps == 7
+
+
+def test_a_vocabulary_beyond_the_indices_is_refused():
+    with pytest.raises(config.ConfigError, match="model.vocab_size=3000000000 is out of range; use at most 1073741824"):
+        config.load(["--model.vocab_size", "3000000000"])
+
+
+# ---- what has no effect ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key, value, also", [
+    ("optimizer.decay_steps", "5", []), ("optimizer.final_fraction", "0.5", ["--optimizer.schedule", "constant"]),
+    ("training.spike_threshold", "5.0", ["--training.loss_spike", "off"]), ("data.field", "body", ["--data.source", "text", "--data.paths", '["a"]']),
+    ("data.cache", "x", []), ("lora.export", "adapters", ["--lora.rank", "4"]), ("lora.alpha", "8.0", []),
+    ("metrics.wandb_project", "x", []), ("model.qk_norm_over", "heads", []), ("model.rope_theta", "5.0", ["--model.position", "learned"]),
+    ("model.rope_scaling", "yarn", []), ("model.rope_low_freq_factor", "2.0", []), ("model.rope_high_freq_factor", "2.0", []),
+    ("model.rope_high_freq_factor", "2.0", ["--model.rope_scaling", "linear", "--model.rope_scaling_factor", "2.0"]),
+    ("model.rope_original_seq_len", "64", []), ("model.rope_scaling_factor", "4.0", ["--model.position", "learned"])])
+def test_a_key_without_effect_is_told(key, value, also):
+    told = [note for note in config.notes(config.load([f"--{key}", value, *also])) if note.startswith(key)]
+    assert len(told) == 1 and f"{key}=" in told[0] and "has no effect here; what gives it one: " in told[0]
+    assert not [note for note in config.notes(config.load(also)) if note.startswith(key + "=")]
+
+
+@pytest.mark.parametrize("more", [
+    ["--optimizer.schedule", "wsd", "--optimizer.decay_steps", "5"], ["--lora.rank", "4", "--lora.export", "adapters", "--checkpoint.export", "last"],
+    ["--data.source", "jsonl", "--data.paths", '["a"]', "--data.field", "body", "--data.cache", "x"], ["--training.spike_threshold", "5.0"],
+    ["--data.source", "text", "--data.paths", '["a.gz"]', "--data.cache", "x"],
+    ["--model.rope_scaling_factor", "4.0", "--model.rope_original_seq_len", "64", "--model.rope_scaling", "yarn"]])
+def test_a_key_with_effect_is_not_told(more):
+    assert not [note for note in config.notes(config.load(more)) if "has no effect" in note]
+
+
+def test_no_shipped_file_has_a_key_without_effect():
+    os.chdir(ROOT)
+    files = sorted((ROOT / "configs").glob("*.toml"))
+    told = {}
+    for path in files:
+        try:
+            run = config.load([str(path)])
+        except config.ConfigError:      # of another run, or data, that is not there
+            continue
+        told[path.name] = [note for note in config.notes(run) if "has no effect" in note or "gives no key" in note]
+    assert len(told) > 5 and not any(told.values()), told
+
+
+def test_a_file_without_a_key_is_told(tmp_path):
+    (tmp_path / "empty.toml").write_text("")
+    assert any("the run file gives no key" in note for note in config.notes(config.load([str(tmp_path / "empty.toml")])))
+    assert not any("gives no key" in note for note in config.notes(config.load([str(tmp_path / "empty.toml"), "--model.num_layers", "2"])))

@@ -1,4 +1,5 @@
 """The environment that a process sets before jax starts: what the user says stays, and no flag that this XLA does not know."""
+import os
 import re
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from meshtrain import config, devices, inspect, train
+from meshtrain import assembly, config, devices, inspect, train
 from meshtrain.cluster import watch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -93,3 +94,33 @@ def test_the_page_has_the_table_of_the_environment():
     text = (ROOT / "docs" / "pods.md").read_text()
     rows = re.findall(r"^\| `([\w-]+)` \| `(\S+)` \| (.+) \|$", text, re.MULTILINE)
     assert rows == [(one.name, one.value, one.why) for one in devices.ON_GPUS]
+
+
+def test_compiled_programs_beyond_the_limit_are_removed_the_oldest_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(devices, "KEPT_PROGRAM_BYTES", 250)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    for age, name in enumerate(("d", "c", "b", "a")):
+        (tmp_path / f"{name}-cache").write_bytes(b"x" * 100)
+        os.utime(tmp_path / f"{name}-cache", (1e9 - age, 1e9 - age))
+    (tmp_path / "notes.txt").write_text("theirs" * 100)
+    devices._keep_programs(str(tmp_path), trims=False)
+    assert len(list(tmp_path.iterdir())) == 5
+    devices._keep_programs(str(tmp_path), trims=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c-cache", "d-cache", "notes.txt"]
+    devices._keep_programs(str(tmp_path / "none"), trims=True)
+
+
+def test_without_a_home_no_directory_of_that_name_is_made(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(jax.config, "update", lambda *words: asked.append(words))
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    devices._keep_programs("~/.cache/meshtrain", trims=True)
+    assert asked == []
+
+
+def test_a_model_beyond_the_memory_of_the_machine_is_refused_before_it_is_made(monkeypatch):
+    made = assembly.assemble(config.load(["--mesh.simulated_devices", "8"]), jax.devices()[:8])
+    train._check_memory(made)
+    monkeypatch.setattr(devices, "memory_bytes", lambda found: 1 << 20)
+    with pytest.raises(config.ConfigError, match="the weights and the optimizer's state take .* on 8 simulated devices of this machine, which has 1.0 MiB"):
+        train._check_memory(made)

@@ -102,3 +102,21 @@ def test_the_length_test_sees_a_long_file_and_a_long_function(tmp_path):
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "a.py").write_text("def f():\n" + "    pass\n" * 100 + "\n" * 600)
     assert outgrown(tmp_path) == ["tests/a.py: 701 lines", "tests/a.py: f has 101 lines"]
+
+
+def without_encoding(text: str) -> list[int]:
+    """Lines that read or write text in the encoding of the locale."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and "encoding" not in {word.arg for word in node.keywords}:
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            mode = [word.value for word in node.args[1:2] if isinstance(word, ast.Constant)]
+            if name in ("read_text", "write_text") or isinstance(node.func, ast.Name) and name == "open" and not (mode and "b" in str(mode[0])):
+                found.append(node.lineno)
+    return found
+
+
+def test_no_file_is_read_or_written_in_the_encoding_of_a_locale():
+    files = [path for room in ("meshtrain", "launch") for path in sorted((ROOT / room).rglob("*.py"))]
+    assert {str(path.relative_to(ROOT)): lines for path in files if (lines := without_encoding(path.read_text()))} == {}
+    assert without_encoding("p.read_text()\nopen(p)\nopen(p, 'rb')\nopen(p, 'w', encoding='utf-8')\np.write_text('x')") == [1, 2, 5]

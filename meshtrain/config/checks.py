@@ -6,10 +6,12 @@ import difflib
 import math
 import os
 import re
+import sys
 from pathlib import Path
 
 from meshtrain.config.messages import ConfigError, join, next_multiple, toml, unknown_name
-from meshtrain.config.sections import Data, Mesh, Run
+from meshtrain.config import unused
+from meshtrain.config.sections import Component, Data, Mesh, Run
 from meshtrain.config.shipped import names
 from meshtrain.names import AXES, LORA_TARGETS
 from meshtrain.weights import folder
@@ -26,8 +28,47 @@ BYTE_VOCAB = 257  # 256 bytes and the separator between documents
 
 def problems(run: Run) -> list[str]:
     """Everything in which the keys of a run contradict each other or the files they name; empty = sound."""
-    return [*_run_problems(run), *_mesh_problems(run), *_model_problems(run), *_expert_problems(run), *_data_problems(run),
+    return [*_text_problems(run), *_run_problems(run), *_mesh_problems(run), *_model_problems(run), *_expert_problems(run), *_data_problems(run),
             *_training_problems(run), *_lora_problems(run), *_preference_problems(run), *_distributed_problems(run), *_metrics_problems(run)]
+
+
+def _strings(value):
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for one in value:
+            yield from _strings(one)
+    elif isinstance(value, Component):
+        yield from _strings([item for _, item in value])
+
+
+def _text_problems(run: Run):
+    """Text that no file in UTF-8 can hold, or no name of a file in this locale; a home that is not there."""
+    for section, table in run:
+        for key, value in table:
+            name = f"{section}.{key}"
+            for text in _strings(value):
+                try:
+                    text.encode()
+                except UnicodeEncodeError:
+                    yield (f"{name}={ascii(text)} is not UTF-8, as config.toml is; rename what it names, or reach it by a link or a glob"
+                           if sys.getfilesystemencoding() == "utf-8" else
+                           f"{name}={ascii(text)} is not text in this locale ({sys.getfilesystemencoding()}); set PYTHONUTF8=1, or LC_ALL=C.UTF-8")
+                    continue
+                if name not in PATHS:
+                    continue
+                try:
+                    os.fsencode(text)
+                except UnicodeEncodeError:
+                    yield (f"{name}={ascii(text)} cannot be the name of a file in this locale ({sys.getfilesystemencoding()}); set "
+                           "PYTHONUTF8=1, or LC_ALL=C.UTF-8")
+                if text.startswith("~") and name != "run.compilation_cache" and not os.path.exists(text):
+                    yield f"{name}={toml(text)} names a home directory that is not known (HOME is not set, or no such user); write it in full"
+
+
+# Keys that name files and directories.
+PATHS = ("run.dir", "run.compilation_cache", "sharding.rules", "data.paths", "data.validation_paths", "data.tokenizer", "data.chat_template",
+         "data.cache", "checkpoint.init_from", "checkpoint.local_dir")
 
 
 def _run_problems(run: Run):
@@ -179,7 +220,9 @@ def _reads_bytes(run: Run) -> bool:
 
 def notes(run: Run) -> list[str]:
     """What is sound and yet rarely meant; told once, before the run starts."""
-    told = []
+    told = unused.told(run)
+    if not any(getattr(run, section).model_fields_set for section in ("model", "data", "training", "optimizer")):
+        told.append("the run file gives no key of [model], [data], [training] and [optimizer]: what is trained are the defaults")
     if run.model.vocab_size > 16 * BYTE_VOCAB and _reads_bytes(run):
         told.append(f'data.tokenizer="bytes" uses {BYTE_VOCAB} of model.vocab_size={run.model.vocab_size} ids; '
                     "give data.tokenizer the path of the model's tokenizer.json")

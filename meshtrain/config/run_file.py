@@ -22,7 +22,7 @@ from meshtrain.config.checks import problems
 from meshtrain.config.messages import (
     SECTIONS, ConfigError, join, kind_of, toml, unknown_key, unknown_name, unknown_section, wrong_value,
 )  # fmt: skip
-from meshtrain.config.sections import Model, Run, Sharding
+from meshtrain.config.sections import Model, Run, Sharding, at_home
 from meshtrain.config.shipped import found, names, shipped
 from meshtrain.weights import folder
 
@@ -117,7 +117,7 @@ def _read(path: Path) -> tuple[dict, list[str]]:
         data = files.patiently(lambda: _first_bytes(path))
         if len(data) > MOST_BYTES:
             return {}, [f"{path} is larger than {MOST_BYTES:,} bytes: it is no run file; name one"]
-        return tomllib.loads(data.decode()), []
+        return tomllib.loads(data.decode("utf-8-sig")), []      # Windows puts a byte order mark before it
     except FileNotFoundError:
         known = {stem: f"configs/{stem}.toml" for stem in names("configs")}
         near = difflib.get_close_matches(path.stem, known, n=1)
@@ -145,7 +145,7 @@ def _override(tables: dict, overrides, default: bool) -> None:
     given = dict(overrides)
     # A preset on the command line replaces the shape in the file; only a key on the command line stands beside it.
     # So does a model folder that of the quickstart, which nobody has written.
-    replaced = given.get("model.preset") or default and folder.is_one(given.get("checkpoint.init_from", ""))
+    replaced = given.get("model.preset") or default and folder.is_one(at_home(given.get("checkpoint.init_from", "")))
     if replaced and isinstance(tables.get("model"), dict):
         tables["model"] = {key: value for key, value in tables["model"].items() if key.endswith(NOT_SHAPE)}
     for name, text in overrides:
@@ -206,7 +206,7 @@ def _build(tables: dict) -> tuple[Run, list[str], re.Pattern]:
 def _with_folder(table: dict, checkpoint) -> tuple[dict, list[str]]:
     """(the keys of [model], of which checkpoint.init_from decides the shape where it is a model folder; faults)."""
     source = checkpoint.get("init_from") if isinstance(checkpoint, dict) else None
-    if not isinstance(source, str) or not folder.is_one(source):
+    if not isinstance(source, str) or not folder.is_one(source := at_home(source)):
         return table, []
     try:
         keys = folder.settings_of(Path(source))

@@ -7,9 +7,10 @@ This module knows no jax, no mesh and no model; what one key owes to another is 
 
 from __future__ import annotations
 
-from typing import Literal
+import os
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from meshtrain.names import LORA_TARGETS, PLACEMENT
 
@@ -25,6 +26,17 @@ def _filled(section, **values):
     return section
 
 
+def at_home(path: str) -> str:
+    """`path` with its ~ expanded; as it is where there is no such home."""
+    try:
+        return os.path.expanduser(path)
+    except ValueError:      # a name that no user can have
+        return path
+
+
+PathKey = Annotated[str, AfterValidator(at_home)]     # of a file or directory: ~ is the user's home, also behind `--run.dir=`
+
+
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
 
@@ -33,9 +45,9 @@ class Identity(Section):
     """[run]: what the run is called and where it lives."""
 
     name: str = key("run", "name of the run")
-    dir: str = key("", "directory of the run's files; empty = runs/<name>")
+    dir: PathKey = key("", "directory of the run's files; empty = runs/<name>")
     seed: int = key(0, "seed of the initialization, the data order and dropout", ge=0, lt=2**32)
-    compilation_cache: str = key("~/.cache/meshtrain", "directory of compiled programs, reused by later runs; empty = off")
+    compilation_cache: str = key("~/.cache/meshtrain", "directory of compiled programs, reused by later runs, 8 GiB of them; empty = off")
     sample_tokens: int = key(200, "tokens of text to generate after the last step; 0 = none", ge=0)
 
     @model_validator(mode="after")
@@ -63,14 +75,14 @@ class Mesh(Section):
 class Sharding(Section):
     """[sharding]: which dimension lies along which axis."""
 
-    rules: str = key("sharding_rules/ddp.toml", "rule file; looked for from here, then among the shipped ones")
+    rules: PathKey = key("sharding_rules/ddp.toml", "rule file; looked for from here, then among the shipped ones")
 
 
 class Model(Section):
     """[model]: the shape of the transformer; Llama-like unless told otherwise."""
 
     preset: str = key("", "a shape of configs/models/; keys given beside it win")
-    vocab_size: int = key(512, "rows of the embedding (bytes and one separator need 257)", ge=2)
+    vocab_size: int = key(512, "rows of the embedding (bytes and one separator need 257)", ge=2, le=2**30)
     embed_dim: int = key(256, "width of the residual stream", ge=1)
     num_layers: int = key(4, "transformer layers", ge=1)
     num_heads: int = key(4, "query heads", ge=1)
@@ -143,11 +155,11 @@ class Component(Section):
     """One source of data.mixture."""
 
     source: Literal["stdlib", "text", "jsonl", "chat", "parquet", "arrow", "tokens"] = Field(description="as data.source")
-    paths: tuple[str, ...] = key((), "as data.paths", strict=False)
+    paths: tuple[PathKey, ...] = key((), "as data.paths", strict=False)
     field: str = key("text", "as data.field")
     weight: float = key(1.0, "share of the tokens, on any scale", gt=0)
     name: str = key("", "of its loss in the metrics, val_loss/NAME; empty = its place in data.mixture, from 0")
-    validation_paths: tuple[str, ...] = key((), "as data.validation_paths", strict=False)
+    validation_paths: tuple[PathKey, ...] = key((), "as data.validation_paths", strict=False)
 
 
 class Data(Section):
@@ -156,24 +168,24 @@ class Data(Section):
     source: Literal["stdlib", "text", "jsonl", "chat", "parquet", "arrow", "tokens", "preferences", "mixture"] = key(
         "stdlib", "Python's library sources, files of data.paths (chat: conversations in lines of JSON), or data.mixture"
     )
-    paths: tuple[str, ...] = key(
+    paths: tuple[PathKey, ...] = key(
         (), "files or globs; text and jsonl may end in .gz or .zst; tokens: X.tokens.npy with X.ends.npy, or X.bin", strict=False
     )
     field: str = key("text", "key (jsonl) or column (parquet, arrow) of a document's text")
     mixture: tuple[Component, ...] = key(
         (), 'several sources: [{source="jsonl", paths=["a.jsonl"], weight=0.7}, …]; weight: share of tokens', strict=False
     )
-    tokenizer: str = key("bytes", "bytes, or the path of a tokenizer.json")
+    tokenizer: PathKey = key("bytes", "bytes, or the path of a tokenizer.json")
     bos_token: str = key("", "token before every document; empty = the tokenizer's; its id where tokens have no tokenizer")
     eos: str = key("", "last target of every document; empty = the token before it; its id where tokens have no tokenizer")
-    chat_template: str = key("", "of chat: a template's file, or a model folder; empty = beside the tokenizer, or in run.dir/hf")
+    chat_template: PathKey = key("", "of chat: a template's file, or a model folder; empty = beside the tokenizer, or in run.dir/hf")
     loss_on: Literal["assistant", "all"] = key("assistant", "what is learned of chat: what the assistant says, or all of it")
-    cache: str = key("", "directory of the token cache; empty = .meshtrain beside the first file, or in run.dir")
+    cache: PathKey = key("", "directory of the token cache; empty = .meshtrain beside the first file, or in run.dir")
     seq_len: int = key(256, "target tokens per sequence", ge=1)
     global_batch: int = key(16, "sequences per step, over all devices and microbatches", ge=1)
     validation_fraction: float = key(0.02, "share of the data held out for validation; 0 = none", ge=0, lt=1)
     validation_tokens: int = key(0, "most tokens held out of a source; 0 = no limit but the fraction", ge=0)
-    validation_paths: tuple[str, ...] = key((), "files to validate on, in place of a held-out share", strict=False)
+    validation_paths: tuple[PathKey, ...] = key((), "files to validate on, in place of a held-out share", strict=False)
     validation_sources: tuple[Component, ...] = key(
         (), 'several to validate on, each with its own curve, in place of a held-out share: tables as those of data.mixture', strict=False
     )
@@ -289,9 +301,9 @@ class Checkpoint(Section):
     keep: int = key(2, "checkpoints kept, the newest", ge=1)
     resume: Literal["auto", "never"] = key("auto", "go on from run.dir's newest checkpoint, or refuse it")
     local_every: int = key(0, "steps between copies in local_dir, from which a crash goes on where all hosts still have theirs; 0 = none", ge=0)
-    local_dir: str = key("", "where, on each host's own disk or in its memory, e.g. /dev/shm/meshtrain")
+    local_dir: PathKey = key("", "where, on each host's own disk or in its memory, e.g. /dev/shm/meshtrain")
     step: int = key(0, "saved step to go on from, later ones are set aside; of init_from's steps in a new run; 0 = newest", ge=0)
-    init_from: str = key("", "weights a new run starts from: another run's run.dir, or a folder of Hugging Face's, which decides [model]")
+    init_from: PathKey = key("", "weights a new run starts from: another run's run.dir, or a folder of Hugging Face's, which decides [model]")
     init_optimizer: bool = key(False, "init_from brings the optimizer's state along")
     export: Literal["off", "last", "every"] = key(
         "off", "model folder of Hugging Face's in run.dir/export/STEP: after the last step, or with every checkpoint"

@@ -219,9 +219,9 @@ def _template_at(place: Path, given: str) -> tuple[str, Path] | None:
     """(template, its file), of a template's file or a folder. Raises: ValueError."""
     try:
         if place.is_file() and given:
-            return place.read_text("utf-8"), place
+            return place.read_text(encoding="utf-8"), place
         if (place / TEMPLATE_FILE).is_file():
-            return (place / TEMPLATE_FILE).read_text("utf-8"), place / TEMPLATE_FILE
+            return (place / TEMPLATE_FILE).read_text(encoding="utf-8"), place / TEMPLATE_FILE
     except OSError as error:
         raise files.judged(error, f"the chat template of {place} cannot be read",
                            "mend it, or name another as data.chat_template") from None
@@ -257,7 +257,7 @@ def _config(path: Path) -> dict:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text("utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise files.judged(error, f"{path} cannot be read", "mend it, or name a template as data.chat_template") from None
     except (ValueError, RecursionError) as error:

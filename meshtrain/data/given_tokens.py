@@ -72,7 +72,7 @@ class Given:
     def look(self) -> token_files.Pair | None:
         """See parts.Part."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            note = json.loads(self.manifest.read_text())
+            note = json.loads(self.manifest.read_text(encoding="utf-8"))
             if note["stamps"] == self._stamps(note["derived"]):
                 return self._open(note)
         return None
@@ -82,7 +82,7 @@ class Given:
         pair = self.look()
         if pair is None or not job.verify:
             return pair, ""
-        note = json.loads(self.manifest.read_text())
+        note = json.loads(self.manifest.read_text(encoding="utf-8"))
         if token_files.checksum(pair.ids.map(), job.check_stop) != note["crc32"][0]:
             raise ValueError(f"{pair.path} does not hold the ids that were read when it was first opened, although its size "
                              "and time of change are the same: it is damaged; restore it, or touch it to have it read anew")

@@ -235,7 +235,7 @@ class _Locks:
         """The file of the locks. Raises: OSError."""
         with self._opening:
             if home not in self._files:
-                self._files[home] = self._stack.enter_context(open(home / ".lock", "a"))
+                self._files[home] = self._stack.enter_context(open(home / ".lock", "a", encoding="utf-8"))
             return self._files[home]
 
     @contextlib.contextmanager
@@ -283,7 +283,7 @@ def write_whole(path: Path, text: str) -> None:
     """A small file, whole or absent. Raises: OSError."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w") as file:
+        with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -109,7 +109,7 @@ class Tokenized:
     def look(self) -> token_files.Pair | None:
         """See parts.Part."""
         try:
-            manifest = json.loads(self.manifest.read_text())
+            manifest = json.loads(self.manifest.read_text(encoding="utf-8"))
             if manifest["stamps"] != self._stamps():
                 return None
             if any(_quick(path) != (one["size"], one["mtime_ns"]) for path, one in zip(self.inputs, manifest["inputs"])):
@@ -121,7 +121,7 @@ class Tokenized:
     def check(self, job: Job) -> tuple[token_files.Pair | None, str]:
         """See parts.Part. Files of the cache are read where they are not as they were noted, or all are to be verified."""
         try:
-            text = self.manifest.read_text()
+            text = self.manifest.read_text(encoding="utf-8")
         except (FileNotFoundError, NotADirectoryError):
             return None, ""
         except (OSError, UnicodeDecodeError):
@@ -271,7 +271,7 @@ class Earlier:
         found = {}
         for manifest in self.home.glob("*.json"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                inputs = json.loads(manifest.read_text())["inputs"]
+                inputs = json.loads(manifest.read_text(encoding="utf-8"))["inputs"]
                 found.update((one["blake2b"], (manifest, k)) for k, one in enumerate(inputs))
         return found
 
@@ -279,7 +279,7 @@ class Earlier:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             pair = token_files.open_pair(str(manifest).removesuffix(".json") + token_files.TOKENS)
             sums = [token_files.checksum(array, job.check_stop) for array in (pair.ids.map(), pair.ends_file.map())]
-            if sums == json.loads(manifest.read_text())["crc32"]:
+            if sums == json.loads(manifest.read_text(encoding="utf-8"))["crc32"]:
                 return pair
         return None
 

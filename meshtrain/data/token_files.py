@@ -74,7 +74,7 @@ def _maps() -> Callable[[Numbers], np.ndarray]:
 def max_maps() -> int:
     """Memory maps that the system allows this process."""
     try:
-        with open(MAX_MAPS_FILE) as file:
+        with open(MAX_MAPS_FILE, encoding="utf-8") as file:
             return int(file.read())
     except (OSError, ValueError):
         return USUAL_MAX_MAPS

@@ -135,7 +135,7 @@ def results(model: Model, tasks: Sequence[str], num_fewshot: int | None, limit: 
 def _name_in(path: Path) -> str:
     """What a task's YAML file calls it. Raises: ValueError."""
     try:
-        found = re.search(r"^task:\s*[\"']?([^\s\"']+)", path.read_text(), re.MULTILINE)
+        found = re.search(r"^task:\s*[\"']?([^\s\"']+)", path.read_text(encoding="utf-8"), re.MULTILINE)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--tasks: {path} cannot be read: {error}; name the .yaml file of a task") from None
     if not found:

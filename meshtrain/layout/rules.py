@@ -47,7 +47,7 @@ def load(path: str | Path) -> Rules:
     """Reads and checks a rule file. Raises: ValueError that lists every fault of the file."""
     path = Path(path)
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:      # not there, not UTF-8, a name with a null
         raise ValueError(f"sharding.rules: cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     return parse(text, str(path))
@@ -56,7 +56,7 @@ def load(path: str | Path) -> Rules:
 def parse(text: str, path: str = "<rules>") -> Rules:
     """Checks the text of a rule file. Raises: ValueError that lists every fault."""
     try:
-        raw = tomllib.loads(text)
+        raw = tomllib.loads(text.removeprefix("\ufeff"))       # Windows puts a byte order mark before it
     except (ValueError, RecursionError) as error:      # bad TOML, a number of thousands of digits, thousands of brackets
         raise ValueError(f"{path}: not valid TOML: {error}") from None
     faults = []

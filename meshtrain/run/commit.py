@@ -35,7 +35,7 @@ def hand_over(place: Path, index: int) -> None:
     for directory in {path.parent for path in mine if path != described} | ({folder} if folder.exists() else set()):
         disk.sync(directory)
     (place / RECORDS).mkdir(exist_ok=True)
-    (place / RECORDS / str(index)).write_text(json.dumps(sums))
+    (place / RECORDS / str(index)).write_text(json.dumps(sums), encoding="utf-8")
 
 
 def commit(place: Path, count: int, document: str, merge: Callable[[], None], word: Callable[[int], str] = lambda index: "") -> None:

@@ -59,7 +59,7 @@ def difference(found: list, wanted) -> str:
 def write(path: pathlib.Path, text: str) -> None:
     """The file is on the disk when this returns. Raises: OSError that names the file."""
     try:
-        with open(path, "w") as file:
+        with open(path, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -243,7 +243,7 @@ def _locked(directory: Path, path: Path) -> Iterator[None]:
     """Holds a lock file, which is gone afterwards; a killed process leaves one that nobody holds. Without locks (Lustre without
     `-o flock`) two writers are not told apart."""
     while True:
-        with open(path, "a") as lock:
+        with open(path, "a", encoding="utf-8") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -46,7 +46,7 @@ class Try:
             self._append(lines[-1])
             found = goodput.tries(lines, None, metrics, None)
         own = {"event": "start", "time": time.time() - run_s, "uptime_s": time.clock_gettime(time.CLOCK_BOOTTIME) - run_s,
-               "boot": BOOT_ID.read_text().strip() if BOOT_ID.exists() else "", "host": socket.gethostname(), "pid": os.getpid(),
+               "boot": BOOT_ID.read_text(encoding="utf-8").strip() if BOOT_ID.exists() else "", "host": socket.gethostname(), "pid": os.getpid(),
                "step": step, "run_s": run_s, "spent_s": self.account.so_far()["spent_s"], **more}
         own |= goodput.began_after(found, own, lines, metrics)
         self.began = own["time"]
@@ -88,7 +88,7 @@ class Try:
     def beat(self) -> None:
         temporary = self.alive.with_name(f"{ALIVE}.tmp")
         with contextlib.suppress(OSError):      # the next one may be written
-            temporary.write_text(json.dumps({"of": self.began, **self.account.so_far()}) + "\n")
+            temporary.write_text(json.dumps({"of": self.began, **self.account.so_far()}) + "\n", encoding="utf-8")
             temporary.replace(self.alive)
 
     def _keep_beating(self) -> None:
@@ -154,7 +154,7 @@ def read(directory: Path) -> list[dict]:
 def beat(directory: Path) -> dict | None:
     """The last sign of life that was kept; None: there is none, or it was being written."""
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads((directory / ALIVE).read_text())
+        found = json.loads((directory / ALIVE).read_text(encoding="utf-8"))
         return found if isinstance(found, dict) else None
 
 

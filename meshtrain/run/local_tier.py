@@ -195,7 +195,7 @@ class LocalTier:
                     while left:
                         left = left[file.write(left[:disk.CHUNK_BYTES]):]
             text = json.dumps(document | {"pieces": where, "sum": [offset, digest.hexdigest()]})
-            (place / INDEX).write_text(f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}")
+            (place / INDEX).write_text(f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}", encoding="utf-8")
             _delete(self._own() / str(step))
             place.rename(self._own() / str(step))
         except Exception as error:
@@ -216,7 +216,7 @@ class LocalTier:
     def _read_lineage(self) -> dict | None:
         """By process 0: which run and start this is. A run.dir that was copied or moved is another run here."""
         try:
-            lineage = json.loads(self._lineage_file.read_text())
+            lineage = json.loads(self._lineage_file.read_text(encoding="utf-8"))
             return lineage if lineage["at"] == str(self._lineage_file.parent.absolute()) and lineage["start"] and "from" in lineage else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -242,7 +242,7 @@ class LocalTier:
             if not place.name.isdecimal():
                 continue
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                digest, text = (place / INDEX).read_text().split("\n")
+                digest, text = (place / INDEX).read_text(encoding="utf-8").split("\n")
                 document, step = json.loads(text), int(place.name)
                 counts = document["start"] == self._lineage["start"] or [document["start"], step] == self._lineage["from"]
                 if counts and digest == xxhash.xxh3_128_hexdigest(text.encode()):

@@ -58,7 +58,7 @@ def _claimed(run: Run) -> Iterator[str]:
     locked_before = (directory / LOCK).exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        lock = open(directory / LOCK, "a+")     # and not "w": until it is locked, what stands there is another's
+        lock = open(directory / LOCK, "a+", encoding="utf-8")     # and not "w": until it is locked, what stands there is another's
     except OSError as error:
         raise ConfigError(f"run.dir={directory} cannot be written: {error.strerror}; give a directory that can") from None
     with lock:
@@ -125,7 +125,7 @@ def _by(owner: dict | None) -> str:
 def _began(pid: int) -> str:
     """When a process of this host began, in the kernel's ticks: a pid alone may be another's by now. Empty: there is none."""
     with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     return ""
 
 
@@ -133,7 +133,7 @@ def at_work(directory: Path) -> dict | None:
     """Who the lock file says is at work: host, pid, time, and seen: whether the process was found. None: nobody, or on this
     host a process that is gone. Locks nothing, so that whoever looks never stands in a run's way."""
     try:
-        with open(directory / LOCK) as lock:
+        with open(directory / LOCK, encoding="utf-8") as lock:
             owner = _owner(lock)
     except OSError:
         return None
@@ -154,7 +154,7 @@ def _check_shared(directory: Path, nonce: str) -> None:
     """Raises: ConfigError, in every process, where one does not see what process 0 has just written."""
     def look():
         with contextlib.suppress(ValueError):
-            if json.loads((directory / LOCK).read_text())["nonce"] == nonce:
+            if json.loads((directory / LOCK).read_text(encoding="utf-8"))["nonce"] == nonce:
                 return
         raise FileNotFoundError(errno.ENOENT, "another lock file stands there")     # perhaps what was read before
 
@@ -191,5 +191,5 @@ def settings(run: Run) -> dict[str, dict]:
 
 def write_settings(run: Run, directory: Path, rules_text: str) -> None:
     """config.toml (resolved) and rules.toml (as used). config.toml comes last: it marks the directory as ours."""
-    (directory / "rules.toml").write_text(rules_text)
+    (directory / "rules.toml").write_text(rules_text, encoding="utf-8")
     disk.replace(directory / "config.toml", config.dump(run))

@@ -1,0 +1,75 @@
+"""Keys that have no effect in a run as it is: told, for whoever gives one means something by it.
+
+EFFECTS is the whole rule: a key, when it has an effect, and what would give it one. Keys that contradict each other are refused
+by `checks`; a key with its default is never told, and neither is one that a model folder has decided.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from meshtrain.config.messages import SECTIONS, toml
+from meshtrain.config.sections import Run
+from meshtrain.weights import folder
+
+
+@dataclasses.dataclass(frozen=True)
+class Effect:
+    """key: section.key. when: whether it has an effect in a run. remedy: what gives it one."""
+    key: str
+    when: Callable[[Run], bool]
+    remedy: str
+
+
+def _scales_rope(run: Run) -> bool:
+    return run.model.position == "rope" and run.model.rope_scaling_factor != 1
+
+
+def _scales_by_frequency(run: Run) -> bool:
+    return _scales_rope(run) and run.model.rope_scaling != "linear"
+
+
+def _sources(run: Run) -> set[str]:
+    return {one.source for one in run.data.mixture or [run.data]}
+
+
+def _reads_field(run: Run) -> bool:
+    return bool(_sources(run) & {"jsonl", "parquet", "arrow", "mixture"})
+
+
+def _caches_tokens(run: Run) -> bool:
+    """Plain files of bytes are read where they are."""
+    paths = [path for one in run.data.mixture or [run.data] for path in one.paths]
+    return run.data.tokenizer != "bytes" or bool(_sources(run) - {"stdlib", "text"}) or any(path.endswith((".gz", ".zst")) for path in paths)
+
+
+EFFECTS = (
+    Effect("optimizer.decay_steps", lambda run: run.optimizer.schedule == "wsd", 'optimizer.schedule="wsd" ends with such a decay'),
+    Effect("optimizer.final_fraction", lambda run: run.optimizer.schedule != "constant", 'optimizer.schedule="cosine", "linear" or "wsd"'),
+    Effect("training.spike_threshold", lambda run: run.training.loss_spike != "off", 'training.loss_spike="tell", "skip" or "rollback"'),
+    Effect("data.field", _reads_field, 'data.source="jsonl", "parquet" or "arrow" has fields'),
+    Effect("data.cache", _caches_tokens, "a data.tokenizer other than bytes, or files that are not plain text"),
+    Effect("lora.export", lambda run: run.checkpoint.export != "off", 'checkpoint.export="last" or "every"'),
+    Effect("lora.alpha", lambda run: run.lora.rank > 0, "lora.rank larger than 0"),
+    Effect("metrics.wandb_project", lambda run: run.metrics.wandb != "off", 'metrics.wandb="online" or "offline"'),
+    Effect("model.qk_norm_over", lambda run: run.model.qk_norm, "model.qk_norm=true"),
+    Effect("model.rope_theta", lambda run: run.model.position == "rope", 'model.position="rope"'),
+    Effect("model.rope_scaling_factor", lambda run: run.model.position == "rope", 'model.position="rope"'),
+    Effect("model.rope_scaling", _scales_rope, "model.rope_scaling_factor larger than 1"),
+    Effect("model.rope_low_freq_factor", _scales_by_frequency, 'model.rope_scaling_factor larger than 1, and "llama3" or "yarn"'),
+    Effect("model.rope_high_freq_factor", _scales_by_frequency, 'model.rope_scaling_factor larger than 1, and "llama3" or "yarn"'),
+    Effect("model.rope_original_seq_len", _scales_by_frequency, 'model.rope_scaling_factor larger than 1, and "llama3" or "yarn"'),
+)
+
+
+def told(run: Run) -> list[str]:
+    """A line for each key that is not at its default and has no effect."""
+    by_folder = folder.is_one(run.checkpoint.init_from)
+    found = []
+    for effect in EFFECTS:
+        section, key = effect.key.split(".")
+        value = getattr(getattr(run, section), key)
+        if value == SECTIONS[section].model_fields[key].default or effect.when(run) or by_folder and section == "model":
+            continue
+        found.append(f"{effect.key}={toml(value)} has no effect here; what gives it one: {effect.remedy}")
+    return found
