@@ -226,10 +226,6 @@ def notes(run: Run) -> list[str]:
     if run.model.vocab_size > 16 * BYTE_VOCAB and _reads_bytes(run):
         told.append(f'data.tokenizer="bytes" uses {BYTE_VOCAB} of model.vocab_size={run.model.vocab_size} ids; '
                     "give data.tokenizer the path of the model's tokenizer.json")
-    named = [*(run.data.mixture or [run.data]), *run.data.validation_sources]
-    if run.data.cache and run.data.tokenizer == "bytes" and all(one.source in ("stdlib", "text") for one in named) and not any(
-            path.endswith((".gz", ".zst", "*", "?", "]")) for one in named for path in (*one.paths, *one.validation_paths)):
-        told.append(f'data.cache={toml(run.data.cache)} keeps nothing: text with data.tokenizer="bytes" is read as it is')
     if run.data.packing == "stream" and "chat" in {one.source for one in run.data.mixture or [run.data]}:
         told.append('data.packing="stream" cuts conversations where sequences end, and answers are learned without their question; '
                     'data.packing="whole" keeps them together')

@@ -29,25 +29,18 @@ def _scales_by_frequency(run: Run) -> bool:
     return _scales_rope(run) and run.model.rope_scaling != "linear"
 
 
-def _sources(run: Run) -> set[str]:
-    return {one.source for one in run.data.mixture or [run.data]}
-
-
-def _reads_field(run: Run) -> bool:
-    return bool(_sources(run) & {"jsonl", "parquet", "arrow", "mixture"})
-
-
 def _caches_tokens(run: Run) -> bool:
-    """Plain files of bytes are read where they are."""
-    paths = [path for one in run.data.mixture or [run.data] for path in one.paths]
-    return run.data.tokenizer != "bytes" or bool(_sources(run) - {"stdlib", "text"}) or any(path.endswith((".gz", ".zst")) for path in paths)
+    """Text that is plain and is trained on as bytes is read where it is; which files a glob finds is not known here."""
+    named = [*(run.data.mixture or [run.data]), *run.data.validation_sources]
+    paths = [path for one in named for path in (*one.paths, *one.validation_paths)]
+    return (run.data.tokenizer != "bytes" or any(one.source not in ("stdlib", "text") for one in named)
+            or any(path.endswith((".gz", ".zst", "*", "?", "]")) for path in paths))
 
 
 EFFECTS = (
     Effect("optimizer.decay_steps", lambda run: run.optimizer.schedule == "wsd", 'optimizer.schedule="wsd" ends with such a decay'),
     Effect("optimizer.final_fraction", lambda run: run.optimizer.schedule != "constant", 'optimizer.schedule="cosine", "linear" or "wsd"'),
     Effect("training.spike_threshold", lambda run: run.training.loss_spike != "off", 'training.loss_spike="tell", "skip" or "rollback"'),
-    Effect("data.field", _reads_field, 'data.source="jsonl", "parquet" or "arrow" has fields'),
     Effect("data.cache", _caches_tokens, "a data.tokenizer other than bytes, or files that are not plain text"),
     Effect("lora.export", lambda run: run.checkpoint.export != "off", 'checkpoint.export="last" or "every"'),
     Effect("lora.alpha", lambda run: run.lora.rank > 0, "lora.rank larger than 0"),

@@ -181,7 +181,7 @@ class _Work:
         server still keeps."""
         owner, sign = "another process", _stamp(_sign_of(part))
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            owner = _sign_of(part).read_text() or owner
+            owner = _sign_of(part).read_text(encoding="utf-8") or owner
         if self.heard[0] != (part.name, sign):
             self.heard = (part.name, sign), time.monotonic()
         silent = time.monotonic() - self.heard[1]
@@ -210,7 +210,7 @@ def _signs(part: Part, job: Job) -> Iterator[Job]:
         if time.monotonic() >= due:
             due, written = time.monotonic() + BEAT_SECONDS, True
             with contextlib.suppress(OSError):
-                path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+                path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
         return job.should_stop()
 
     try:
