@@ -100,8 +100,9 @@ def test_a_file_read_from_its_end_has_the_lines_that_it_has_from_its_beginning(t
         patch.setattr(rows, "BLOCK_BYTES", block)
         patch.setattr(rows, "MOST_LINE_BYTES", 32)
         found = rows.Rows(path)
-        assert [line._replace(empty=False) for line in found.lines_reversed()] == [line._replace(empty=False) for line in found.lines()][::-1]
+        assert list(found.lines_reversed()) == list(found.lines())[::-1]
         text, told = path.read_text(), [line for line in found.lines()]
+        assert [line.empty for line in told] == [line == "" for line in lines]
         assert [text[line.start:line.end - 1] for line in told] == lines
         assert [line.row is not None for line in told] == [line.startswith("{") and len(line) < 32 for line in lines]
 

@@ -57,7 +57,7 @@ class Rows:
             while text := file.readline(MOST_LINE_BYTES):
                 start, end, whole = end, end + len(text), text.endswith(b"\n")
                 while not whole and (more := file.readline(MOST_LINE_BYTES)):   # too long for a row
-                    text, end, whole = b"", end + len(more), more.endswith(b"\n")
+                    text, end, whole = None, end + len(more), more.endswith(b"\n")
                 if whole:
                     yield _line(start, end, text)
 
@@ -74,13 +74,13 @@ class Rows:
                 for text in reversed(lines):
                     start = end - len(text) - dropped - (not torn)
                     if not torn:
-                        yield _line(start, end, b"" if dropped else text)
+                        yield _line(start, end, None if dropped else text)
                     end, dropped, torn = start, 0, False
                 rest = first
                 if len(rest) > MOST_LINE_BYTES:
                     rest, dropped = b"", dropped + len(rest)
             if not torn and end:
-                yield _line(0, end, b"" if dropped else rest)
+                yield _line(0, end, None if dropped else rest)
 
     def end_of(self, step: int) -> int:
         """Offset behind the last row of a step up to `step`; 0 where there is none."""
@@ -96,9 +96,9 @@ class Rows:
             yield file
 
 
-def _line(start: int, end: int, text: bytes) -> Line:
-    """text: empty for a line that is too long."""
-    return Line(start, end, _row(text), bool(text) and not text.strip())
+def _line(start: int, end: int, text: bytes | None) -> Line:
+    """text: None for a line that is too long for a row."""
+    return Line(start, end, None if text is None else _row(text), text is not None and not text.strip())
 
 
 def _row(text: bytes) -> Row | None:
