@@ -34,6 +34,11 @@ def test_system_calls_are_seen_here():
     assert syscalls.available() == ""
 
 
+def test_some_cells_of_the_commits_choice_hold(tmp_path):
+    cells = found(tmp_path, "--places", "save,local,export,export last", "--faults", "kill,stop", "--cells", CELLS, "--seed", sampling.commit())
+    assert len(cells) == CELLS and any(cell["met"] for cell in cells)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", disturbed.FAULTS)
 @pytest.mark.parametrize("place", disturbed.PLACES)
