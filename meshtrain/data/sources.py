@@ -376,7 +376,7 @@ def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data"
     found, faults, real = {}, [], Resolved()
     for pattern in patterns:
         wanted = os.path.expanduser(pattern)
-        literal = os.path.exists(wanted)
+        literal = files.status(wanted) is not None
         # Two names of one file would count it twice, and could put it in training and validation both.
         root = os.path.dirname(wanted if literal else re.split(r"[*?[]", wanted)[0]) or "."
         some = False
