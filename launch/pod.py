@@ -25,9 +25,9 @@ from meshtrain.cluster import find
 from meshtrain.config import ConfigError, Run
 from meshtrain.files import FileSystemError
 from meshtrain.run import say, stops
+from meshtrain.run.contents import LAST_WORDS
 
 USAGE = "python -m launch.pod --attempt K [--max-restarts R] -- [RUN.toml] [--section.key value ...]"
-LAST_WORDS = "last_words"       # in run.dir
 LOOK_S = 1.0        # for the word of process 0, which all others look for
 
 

@@ -22,6 +22,8 @@ MISTAKES = frozenset({
     errno.EEXIST, errno.EINVAL, errno.ENXIO, errno.ENODEV, errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS,
     errno.ENOLCK})
 PAUSES_S = (0.5, 2.0, 5.0)  # before each further try; an NFS client keeps attributes for up to 3 s (acregmin)
+# Longer than a file server keeps the locks of a client that is gone: NFSv4 90 s (its lease), Lustre 100 s and more (eviction).
+LOCK_WAIT_S, TELL_AGAIN_S = 300.0, 60.0
 Value = TypeVar("Value")
 
 
@@ -93,3 +95,29 @@ def attempted(act: Callable[[], Value], what: str, remedy: str, mistake: type[Ex
         return patiently(act)
     except OSError as error:
         raise judged(error, what, remedy, mistake) from None
+
+
+class Waiting:
+    """A wait for a lock that somebody else holds: told, limited, and with the owner's name. The owner may be a host that is lost:
+    its locks stay until the file server lets go of them.
+
+    what: the value and that it is in use, for messages. tell: gets a line at once and every TELL_AGAIN_S.
+    """
+
+    def __init__(self, what: str, tell: Callable[[str], None]):
+        self.what, self.tell = what, tell
+        self._sign: object = None
+        self._since = self._told = -float("inf")
+
+    def go_on(self, owner: str, sign: object = None) -> None:
+        """After each look that found the lock held. owner: in words, to follow `what`. sign: anything that changes while its owner
+        works. Raises: FileSystemError after LOCK_WAIT_S without a change."""
+        now = time.monotonic()
+        if self._since < 0 or sign != self._sign:
+            self._sign, self._since = sign, now
+        if now - self._since > LOCK_WAIT_S:
+            raise FileSystemError(f"{self.what}{owner}, and did not come free within {LOCK_WAIT_S:g} s; see whether that host is lost or "
+                                  "still at work, and start again")
+        if now - self._told >= TELL_AGAIN_S:
+            self._told = now
+            self.tell(f"{self.what}{owner}; waiting: if its host is lost, the file server frees the lock in some minutes")

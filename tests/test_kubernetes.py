@@ -20,7 +20,7 @@ from launch import pod as pods
 from launch import local, restart, supervise
 from meshtrain import config, elastic
 from meshtrain.cluster import find
-from meshtrain.run import stops
+from meshtrain.run import contents, stops
 
 from tests import soak
 
@@ -238,9 +238,13 @@ def test_a_mistake_is_exit_2_before_anything_starts(words, said, capfd):
     assert code == 2 and said in capfd.readouterr().err
 
 
-def test_what_the_pods_leave_in_run_dir_is_known_to_the_run():
-    from meshtrain.run import rundir
-    assert {pods.LAST_WORDS, restart.KEPT, f"{restart.KEPT}.tmp"} <= rundir.OF_A_START
+def test_what_pods_leave_that_never_met_is_no_strangers(tmp_path):
+    """Without a lock file: no process has come to claim the directory."""
+    for name in (pods.LAST_WORDS, restart.KEPT, f"{restart.KEPT}.tmp"):
+        (tmp_path / name).touch()
+    assert contents.is_left_by_starts(tmp_path)
+    (tmp_path / "thesis.txt").touch()
+    assert not contents.is_left_by_starts(tmp_path)
 
 
 @pytest.mark.parametrize("code", [0, 2])

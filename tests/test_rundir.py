@@ -7,14 +7,16 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from launch import restart
 from meshtrain import config, files
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
-from meshtrain.run import rundir
+from meshtrain.run import contents, rundir
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -69,8 +71,8 @@ def test_a_second_run_in_the_directory_is_refused_and_told_who_is_there(tmp_path
         with pytest.raises(ConfigError, match=rf"in use by another run \(pid {child.pid} on {socket.gethostname()}, since 20"):
             with rundir.claimed(run_in(tmp_path / "run")):
                 pass
-    with rundir.claimed(run_in(tmp_path / "run")) as directory:     # it died without a word
-        assert directory == tmp_path / "run"
+    with rundir.claimed(run_in(tmp_path / "run")) as claim:     # it died without a word
+        assert claim.directory == tmp_path / "run"
 
 
 def without_locks(monkeypatch, code=errno.ENOTSUP):
@@ -114,7 +116,7 @@ def test_without_locks_a_second_run_on_this_host_is_noticed_while_the_first_live
 
 def test_a_lock_that_fails_otherwise_is_not_called_in_use(tmp_path, monkeypatch):
     without_locks(monkeypatch, errno.EIO)
-    with pytest.raises(ConfigError, match="cannot be locked: Input/output error"):
+    with pytest.raises(files.FileSystemError, match="cannot be locked: Input/output error"):
         with rundir.claimed(run_in(tmp_path / "run")):
             pass
 
@@ -138,8 +140,8 @@ def begin(run, kill_at):
         return call
     os.fsync, pathlib.Path.replace = killing(os.fsync), killing(pathlib.Path.replace)
     pathlib.Path.write_text = killing(pathlib.Path.write_text)
-    with rundir.claimed(run) as directory:
-        rundir.write_settings(run, directory, "# rules")
+    with rundir.claimed(run) as claim:
+        rundir.write_settings(run, claim.directory, "# rules")
 
 for kill_at in range(1, 9):
     run = config.load(["--run.dir", f"{sys.argv[1]}/{kill_at}"])
@@ -241,3 +243,76 @@ def test_two_processes_claim_a_shared_directory_and_refuse_one_that_is_not(tmp_p
         else:
             assert out.splitlines()[-1].startswith("True run.dir=run is not one directory for all processes: process 1 on "), out + err
     assert left(homes[0]) == (["run"] if shared else []) and (shared or left(homes[1]) == [])
+
+
+# ---- a lock whose owner may be a host that is lost -------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def held_by(directory, host):
+    """The lock file is held, and names an owner on another host, as after that host's loss of power."""
+    directory.mkdir()
+    with open(directory / ".lock", "w") as lock:
+        lock.write(json.dumps({"host": host, "pid": 5, "began": "1", "time": 0.0, "nonce": "old"}))
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield lock
+
+
+def test_a_lock_of_another_host_is_waited_for_and_told(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(rundir, "LOOK_S", 0.05)
+    with held_by(tmp_path / "run", "node-17") as lock:
+        threading.Timer(0.3, fcntl.flock, (lock, fcntl.LOCK_UN)).start()
+        with rundir.claimed(run_in(tmp_path / "run")) as claim:
+            claim.check()
+    assert capfd.readouterr().err.count("in use by another run (pid 5 on node-17, since 19") == 1
+
+
+def test_a_lock_of_another_host_that_does_not_come_free_is_no_mistake(tmp_path, monkeypatch):
+    monkeypatch.setattr(rundir, "LOOK_S", 0.05)
+    monkeypatch.setattr(files, "LOCK_WAIT_S", 0.2)
+    with held_by(tmp_path / "run", "node-17"):
+        with pytest.raises(files.FileSystemError, match=r"in use by another run \(pid 5 on node-17, .*did not come free within 0.2 s"):
+            with rundir.claimed(run_in(tmp_path / "run")):
+                pass
+        assert json.loads((tmp_path / "run/.lock").read_text())["nonce"] == "old"
+
+
+def test_who_lost_its_claim_is_told_and_leaves_the_successors_name(tmp_path):
+    with pytest.raises(rundir.LostClaimError, match=r"taken over by another start \(pid 5 on node-17"):
+        with rundir.claimed(run_in(tmp_path / "run")) as claim:
+            claim.check()
+            successor = {"host": "node-17", "pid": 5, "began": "1", "time": 0.0, "nonce": "new"}
+            (tmp_path / "run/.lock").write_text(json.dumps(successor))
+            claim.check()
+    assert json.loads((tmp_path / "run/.lock").read_text()) == successor
+
+
+@pytest.mark.parametrize("code, kind", [(errno.EIO, files.FileSystemError), (errno.ESTALE, files.FileSystemError),
+                                        (errno.ENOSPC, files.FileSystemError), (errno.EROFS, ConfigError)])
+@pytest.mark.parametrize("where", ["mkdir", "open", "fsync"])
+def test_what_refuses_the_claim_is_a_mistake_or_a_moment(tmp_path, monkeypatch, code, kind, where):
+    real, calls = {"mkdir": Path.mkdir, "open": open, "fsync": os.fsync}[where], []
+
+    def refuse(*args, **options):
+        if where == "open" and not str(args[0]).endswith(".lock"):
+            return real(*args, **options)
+        calls.append(args)
+        raise OSError(code, os.strerror(code))
+    monkeypatch.setattr(*{"mkdir": (Path, "mkdir"), "open": ("builtins.open",), "fsync": (os, "fsync")}[where], refuse)
+    with pytest.raises(kind, match=f"run.dir=.*/run cannot be written: {os.strerror(code)}"):
+        with rundir.claimed(run_in(tmp_path / "run")):
+            pass
+    assert len(calls) == (1 if kind is ConfigError else 3)
+
+
+def test_every_name_that_a_start_leaves_is_in_the_table(tmp_path):
+    from meshtrain.cluster import watch
+    from meshtrain.data import sources
+    from meshtrain.run import history, local_tier, reference, resume
+    assert {history.HISTORY, history.ALIVE, watch.STACKS, sources.CACHE, reference.FILE, resume.RECORD} <= contents.BEFORE_THE_FIRST_STEP
+    assert (restart.LINEAGE, restart.INDEX) == (local_tier.LINEAGE, local_tier.INDEX)
+    for name in (".lock", "reference.npy", "reference.npy.17.tmp", "rules.toml", "history.jsonl", ".alive.tmp", ".nfs0001"):
+        (tmp_path / name).touch()
+    with rundir.claimed(run_in(tmp_path)):
+        pass

@@ -6,7 +6,6 @@ weights are no longer those.
 """
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -17,15 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshtrain import files
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError, Run
 from meshtrain.data import token_files
 from meshtrain.data.preferences import HeldOut, Pairs
 from meshtrain.data.sources import Corpus
-from meshtrain.run import disk, say
+from meshtrain.run import contents, disk, say
 from meshtrain.training.step import Program
 
-FILE = "reference.npy"      # in run.dir: float32 by number of the pair; NaN where it does not fit
+FILE = contents.REFERENCE   # in run.dir: float32 by number of the pair; NaN where it does not fit
 
 
 def with_references(run: Run, program: Program, pairs: Pairs, corpus: Corpus, directory: Path, params: dict | None) -> Pairs:
@@ -85,11 +85,15 @@ def _sums(leaf):
 
 def _read(path: Path, count: int) -> np.ndarray | None:
     def read():
-        with contextlib.suppress(OSError, ValueError):
-            found = np.load(path, allow_pickle=False)
-            if found.shape == (count,) and found.dtype == np.float32:
-                return found.tolist()
-        return None
+        try:
+            found = files.patiently(lambda: np.load(path, allow_pickle=False))
+        except OSError as error:
+            if path.name == FILE and not files.is_mistake(error):       # it is there: a run that goes on has no other
+                raise files.judged(error, f"{path} cannot be read", "") from None
+            return None
+        except (ValueError, EOFError):
+            return None
+        return found.tolist() if found.shape == (count,) and found.dtype == np.float32 else None
     found = agree.on_first(read)
     return None if found is None else np.array(found, np.float32)
 
@@ -97,13 +101,17 @@ def _read(path: Path, count: int) -> np.ndarray | None:
 def _write(values: np.ndarray, own: Path, shared: Path) -> None:
     for path in (own, shared):
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        try:
+
+        def write() -> None:
             with open(temporary, "wb") as file:
                 np.save(file, values, allow_pickle=False)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
+
+        try:
+            files.patiently(write) if path == own else write()
         except OSError as error:
             temporary.unlink(missing_ok=True)
             if path == own:
-                raise ConfigError(f"{path} cannot be written: {disk.said(error)}; make room, or give another run.dir") from None
+                raise files.judged(error, f"{path} cannot be written", "give another run.dir", ConfigError) from None

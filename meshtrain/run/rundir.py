@@ -6,75 +6,117 @@ names its owner, and a second run on the owner's host is noticed. What a resumed
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import json
 import os
 import secrets
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from meshtrain import config, files
-from meshtrain.cluster import agree
+from meshtrain.cluster import agree, watch
 from meshtrain.config import ConfigError, Run
-from meshtrain.run import disk, say
+from meshtrain.run import contents, disk, say
+from meshtrain.run.contents import LOCK
 
-LOCK, RESTARTS = ".lock", "restarts.json"      # the second is a launcher's count
+LOOK_S = 1.0       # between two tries to get a lock
+REMEDY = "give a directory that can"
 NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
-# What a run leaves that ended before its first step: by Ctrl-C while it compiled, by a kill, or a mistake found late.
-OF_A_START = {LOCK, ".meshtrain", "rules.toml", "config.toml.tmp", "changes.jsonl.tmp", "checkpoints", "tensorboard", RESTARTS,
-              f"{RESTARTS}.tmp", "last_words", "history.jsonl", ".alive", ".alive.tmp", "stacks"}
+
+
+class LostClaimError(files.FileSystemError):
+    """Another start has claimed run.dir since this one did: its lock had lapsed. This one must write nothing more there."""
+
+
+class _Held(Exception):
+    """The lock is held, perhaps by a host that is lost. owner: of `_owner`."""
+
+    def __init__(self, owner: dict | None):
+        super().__init__()
+        self.owner = owner
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """That run.dir is this start's. nonce: what its lock file holds as long as that is true."""
+    directory: Path
+    nonce: str
+
+    def check(self) -> None:
+        """To be called before anything that stands in run.dir is renamed or removed, by any process. Raises: LostClaimError."""
+        try:
+            text = files.patiently((self.directory / LOCK).read_text)
+        except FileNotFoundError:       # who claims a directory writes it: nobody has
+            return
+        owner = _named(text)
+        if owner and owner.get("nonce") != self.nonce:
+            raise LostClaimError(f"run.dir={self.directory} was taken over by another start{_by(owner)}: this one's lock had lapsed, and "
+                                 "it writes nothing more")
 
 
 @contextlib.contextmanager
-def claimed(run: Run) -> Iterator[Path]:
-    """Holds run.dir for this run alone, all its processes; yields its Path.
+def claimed(run: Run) -> Iterator[Claim]:
+    """Holds run.dir for this run alone, all its processes.
 
-    Raises: ConfigError where it cannot be ours, or is not the same directory for all; touches nothing then.
+    A lock whose owner is not a process of this host is waited for. Raises: ConfigError where the directory cannot be ours, or is not
+    the same for all, FileSystemError where the file system refuses or the lock does not come free; touches nothing then.
     """
+    directory = Path(run.run.dir)
     with contextlib.ExitStack() as stack:
-        nonce = agree.on_first(lambda: stack.enter_context(_claimed(run)))
-        directory = Path(run.run.dir)
+        waiting = files.Waiting(f"run.dir={directory} is in use by another run", say.err)
+        while (nonce := agree.on_first(lambda: _try_claim(run, stack, waiting))) is None:
+            watch.progress()
         _check_shared(directory, nonce)
-        yield directory
+        yield Claim(directory, nonce)
+
+
+def _try_claim(run: Run, stack: contextlib.ExitStack, waiting: files.Waiting) -> str | None:
+    """By process 0: the nonce of the claim, which `stack` ends; None, after a while, where the lock is held."""
+    try:
+        return stack.enter_context(_claimed(run))
+    except _Held as held:
+        waiting.go_on(_by(held.owner), held.owner and held.owner.get("nonce"))
+        time.sleep(LOOK_S)
+        return None
 
 
 @contextlib.contextmanager
 def _claimed(run: Run) -> Iterator[str]:
-    """By process 0: the directory is there and locked; yields what its lock file holds for the others to find."""
+    """By process 0: the directory is there and locked; yields what its lock file holds for the others to find. Raises: _Held."""
     directory = Path(run.run.dir)
-    existing = directory.exists()
-    if existing and not directory.is_dir():
+    existing = files.status(directory)
+    if existing and not stat.S_ISDIR(existing.st_mode):
         raise ConfigError(f"run.dir={directory} is a file; give a directory that does not exist yet, or an empty one")
-    ours = (directory / "config.toml").is_file()
-    if existing and not ours and not _left_by_a_start(directory):
+    refusal = f"run.dir={directory} cannot be written"
+    ours = bool(existing) and files.is_file(directory / contents.CONFIG)
+    if existing and not ours and not files.attempted(lambda: contents.is_left_by_starts(directory), refusal, REMEDY, ConfigError):
         raise ConfigError(f"run.dir={directory} holds files and is not a run of ours (no config.toml); "
                           "give an empty directory or another run.name")
     if ours and run.checkpoint.resume == "never":
         raise ConfigError(f"run.dir={directory} already holds a run, and checkpoint.resume=\"never\"; give another "
                           "run.name or run.dir, or resume=\"auto\" to go on with it")
     locked_before = (directory / LOCK).exists()
-    try:
+
+    def opened():
         directory.mkdir(parents=True, exist_ok=True)
-        lock = open(directory / LOCK, "a+", encoding="utf-8")     # and not "w": until it is locked, what stands there is another's
-    except OSError as error:
-        raise ConfigError(f"run.dir={directory} cannot be written: {error.strerror}; give a directory that can") from None
-    with lock:
+        return open(directory / LOCK, "a+", encoding="utf-8")     # and not "w": until it is locked, what stands there is another's
+
+    with files.attempted(opened, refusal, REMEDY, ConfigError) as lock:
         _lock(lock, directory)
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "began": _began(os.getpid()), "time": time.time(),
                  "nonce": secrets.token_hex(8)}
-        try:
-            _put(lock, json.dumps(owner))
-        except OSError as error:
-            raise ConfigError(f"run.dir={directory} cannot be written: {error.strerror}; give a directory that can") from None
+        files.attempted(lambda: _put(lock, json.dumps(owner)), refusal, REMEDY, ConfigError)
         try:
             yield owner["nonce"]
         except ConfigError:     # found late, in the data: a mistake leaves nothing behind
             with contextlib.suppress(OSError):      # there is none, or not an empty one
                 if not locked_before:
-                    (directory / "checkpoints").rmdir()
+                    (directory / contents.CHECKPOINTS).rmdir()
             if not locked_before and [path.name for path in directory.iterdir()] == [LOCK]:
                 (directory / LOCK).unlink()
                 if not existing:
@@ -82,36 +124,54 @@ def _claimed(run: Run) -> Iterator[str]:
             raise
         finally:
             with contextlib.suppress(OSError):
-                _put(lock, "")
+                if (_owner(lock) or owner).get("nonce") == owner["nonce"]:      # else a successor's stands there
+                    _put(lock, "")
 
 
 def _lock(lock, directory: Path) -> None:
-    """Raises: ConfigError where another run is at work in the directory, as far as that can be told."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    """Raises: ConfigError where a process of this host is at work in the directory; _Held where somebody else may be."""
+    def flock() -> str:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return "ours"
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return "held"
+            if error.errno in NO_LOCKS:
+                return "no locks"
+            raise
+
+    found = files.attempted(flock, f"run.dir={directory} cannot be locked", "give a directory on another file system", ConfigError)
+    if found == "ours":
         return
-    except BlockingIOError:
-        raise ConfigError(f"run.dir={directory} is in use by another run{_by(_owner(lock))}; wait for it or give another "
-                          "run.name") from None
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise ConfigError(f"run.dir={directory} cannot be locked: {error.strerror}; give a directory on another file "
-                              "system") from None
     owner = _owner(lock)
-    if owner and owner["host"] == socket.gethostname() and owner["pid"] != os.getpid() \
-            and owner["began"] == _began(owner["pid"]):
+    if _is_here(owner) and (found == "held" or owner["pid"] != os.getpid()):
         raise ConfigError(f"run.dir={directory} is in use by another run{_by(owner)}; wait for it or give another run.name")
+    if found == "held":
+        raise _Held(owner)
     say.err(f"{directory} is on a file system without locks: a second run in it would be noticed on this host alone; mount "
             f"it with locks (Lustre: -o flock) or see to it yourself{'. The last run in it' + _by(owner) if owner else ''}")
+
+
+def _is_here(owner: dict | None) -> bool:
+    """Whether it is a process of this host that lives."""
+    return bool(owner) and owner["host"] == socket.gethostname() and owner["began"] == _began(owner["pid"]) != ""
 
 
 def _owner(lock) -> dict | None:
     """Who wrote the lock file; None where nobody is named."""
     try:
         lock.seek(0)
-        owner = json.loads(lock.read())
+        return _named(lock.read())
+    except OSError:
+        return None
+
+
+def _named(text: str) -> dict | None:
+    try:
+        owner = json.loads(text)
         return owner if {"host", "pid", "began", "time"} <= owner.keys() else None
-    except (OSError, ValueError, AttributeError):
+    except (ValueError, AttributeError):
         return None
 
 
@@ -172,13 +232,6 @@ def _check_shared(directory: Path, nonce: str) -> None:
             "give a directory on a file system that all hosts have mounted"))
 
 
-def _left_by_a_start(directory: Path) -> bool:
-    """Empty, or what a run of ours left that never came to its first step, or what meshtrain.tokenize wrote."""
-    left = {path.name for path in directory.iterdir() if not path.name.startswith(".nfs")}   # deleted, but held open
-    saved = directory / "checkpoints"
-    return left <= {".meshtrain", RESTARTS} or (LOCK in left and left <= OF_A_START and not (saved.exists() and any(saved.iterdir())))
-
-
 def metadata(run: Run, rules_text: str, data: dict) -> dict:
     """What travels with every checkpoint. data: of `resume.data_metadata`."""
     return {"run": settings(run), "run_file": config.dump(run), "rules": rules_text, "data": data}
@@ -191,5 +244,5 @@ def settings(run: Run) -> dict[str, dict]:
 
 def write_settings(run: Run, directory: Path, rules_text: str) -> None:
     """config.toml (resolved) and rules.toml (as used). config.toml comes last: it marks the directory as ours."""
-    (directory / "rules.toml").write_text(rules_text, encoding="utf-8")
-    disk.replace(directory / "config.toml", config.dump(run))
+    (directory / contents.RULES).write_text(rules_text, encoding="utf-8")
+    disk.replace(directory / contents.CONFIG, config.dump(run))
