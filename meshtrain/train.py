@@ -101,9 +101,10 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
     agree.same_everywhere("the run", config.dump(run))
     made = agree.everywhere(lambda: assembly.assemble(run, found))
     agree.everywhere(lambda: _check_memory(made))
-    with rundir.claimed(run) as directory, watchdog.kept_in(directory / watch.STACKS):
-        with jax.set_mesh(made.mesh), Checkpoints(directory / "checkpoints", every=run.checkpoint.every,
-                                                  keep=run.checkpoint.keep) as checkpoints:
+    directory = Path(run.run.dir)
+    with rundir.claimed(run) as claim, watchdog.kept_in(directory / watch.STACKS):
+        with jax.set_mesh(made.mesh), Checkpoints(directory / "checkpoints", every=run.checkpoint.every, keep=run.checkpoint.keep,
+                                                  still_ours=claim.check) as checkpoints:
             near = LocalTier(run.checkpoint.local_dir, run.checkpoint.local_every, directory)
             with watch.phase("looking for a checkpoint", "restore"):
                 start = resume.find(run, checkpoints, near, made.program.spec.with_shardings())
@@ -284,6 +285,9 @@ def _steps(parts: _Parts, step: Callable, state: State, batches: Batches, start:
             saving = (parts.checked.hook(run.training.check_replicas_every, saving), *saving)
         state, done = loop.train(made.program, step, state, batches, run.training.steps, run.data.prefetch, record,
                                  (validation.hook(), trace.hook(), *saving), stop)
+    if start.local and done == start.step < run.training.steps:     # a stop in the step of a spike: nothing but the fast tier has this
+        with watch.phase(f"checkpoint after step {done}", "save"):
+            checkpoints.save(done, state, metadata(done))
     return state, done, validation.loss
 
 
@@ -293,7 +297,6 @@ def _back_before(parts: _Parts, start: resume.Start, spikes: Spikes, spiked: int
         raise TooManyRollbacks(f"{why}, and the run has gone back before spikes {MAX_ROLLBACKS} times, which is all that it may; lower "
                                f"optimizer.learning_rate={parts.run.optimizer.learning_rate}, look at the data, or start again with "
                                'training.loss_spike="skip"')
-    parts.checkpoints.wait()
     new = resume.before(parts.run, start, spiked, parts.checkpoints, parts.near, parts.made.program.spec.with_shardings())
     say.out(f"{why}: back to step {new.step}, without the {spiked - new.step} batches up to the spike "
             f"(training.loss_spike=\"rollback\", {spikes.rollbacks + 1} of {MAX_ROLLBACKS})")

@@ -17,8 +17,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from meshtrain import files
+from meshtrain.config import ConfigError
 from meshtrain.run import checkpoint, disk
-from checkpoints import ROOT, abstract, assert_same_bits, latest, make_state, mesh, names, small_disk  # noqa: F401
+from checkpoints import ROOT, abstract, assert_same_bits, flip, latest, make_state, mesh, names, small_disk  # noqa: F401
 
 
 def test_state_comes_back_bit_for_bit_on_another_mesh(tmp_path):
@@ -218,6 +220,7 @@ def test_arrays_that_end_after_their_save_has_failed_print_nothing(small_disk, m
 @pytest.mark.parametrize("where", ["checksums", "write", "sync", "rename"])
 def test_wherever_the_disk_refuses_the_last_whole_one_stays(tmp_path, monkeypatch, where, error):
     told = []
+    monkeypatch.setattr(files, "PAUSES_S", (0.001,))
     with checkpoint.Checkpoints(tmp_path, keep=1, tell=told.append) as checkpoints:
         checkpoints.save(1, {"w": jnp.ones(3)}, {})
         checkpoints.wait()
@@ -251,7 +254,7 @@ def test_a_directory_that_went_away_is_told_and_the_run_goes_on(tmp_path):
 
 def test_a_directory_that_cannot_be_made_is_told_at_once(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="file/c cannot hold checkpoints: Not a directory .*; give a directory"):
+    with pytest.raises(ValueError, match="file/c cannot hold checkpoints: Not a directory; give a directory"):
         checkpoint.Checkpoints(tmp_path / "file" / "c")
 
 
@@ -317,3 +320,88 @@ def test_later_checkpoints_are_set_aside_not_deleted(tmp_path):
         checkpoints.wait()
         assert checkpoints.set_aside_after(1) == ["2.aside-2"] and checkpoints.latest() == 1
     assert names(tmp_path) == ["1", "2.aside", "2.aside-2", "3.aside"]
+
+
+def test_a_step_that_was_saved_and_found_damaged_is_saved_again(tmp_path):
+    with checkpoint.Checkpoints(tmp_path, tell=lambda text: None) as checkpoints:
+        for step in (10, 20):
+            checkpoints.save(step, {"w": jnp.ones(3)}, {})
+        checkpoints.wait()
+        flip(tmp_path / "20" / "metadata.json")
+        assert checkpoints.latest() == 10
+        checkpoints.save(20, {"w": jnp.ones(3)}, {})
+        assert checkpoints.latest() == 20
+    assert names(tmp_path) == ["10", "20", "20.damaged"]
+
+
+def test_a_save_that_failed_does_not_hinder_the_way_back(tmp_path, monkeypatch):
+    with pytest.raises(checkpoint.CheckpointError), checkpoint.Checkpoints(tmp_path, tell=lambda text: None) as checkpoints:
+        checkpoints.save(1, {"w": jnp.ones(3)}, {})
+        checkpoints.wait()
+        failing_saves(monkeypatch)
+        checkpoints.save(2, {"w": jnp.ones(3)}, {})
+        monkeypatch.setattr(checkpoint.Checkpoints, "fault", lambda *_: "")
+        assert checkpoints.latest() == 1        # and the end of the run tells that its last save failed
+
+
+@pytest.mark.parametrize("code", [errno.EBUSY, errno.ENOTEMPTY])
+def test_what_cannot_be_removed_is_told_and_in_nobodys_way(tmp_path, monkeypatch, code):
+    """As on NFS, where a file that is open stays as .nfsXXXX, or where a save that failed still writes."""
+    (tmp_path / ".9.saving" / "state").mkdir(parents=True)
+    (tmp_path / ".9.saving" / "state" / "stale").touch()
+    told, real = [], shutil.rmtree
+    def busy(path, *args, **options):
+        if not options:
+            raise OSError(code, os.strerror(code), str(path))
+        return real(path, *args, **options) if not str(path).endswith("saving") else None
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", busy)
+        with checkpoint.Checkpoints(tmp_path, tell=told.append) as checkpoints:
+            checkpoints.save(9, {"w": jnp.ones(3)}, {})
+    assert len(told) >= 1 and os.strerror(code) in told[0] and not (tmp_path / "9" / "state" / "stale").exists()
+    assert checkpoint.Checkpoints(tmp_path).latest() == 9 and names(tmp_path) == ["9"]      # removed by the next start
+
+
+@pytest.mark.parametrize("code, kind", [(errno.EIO, files.FileSystemError), (errno.EACCES, ConfigError)])
+def test_what_refuses_the_directory_is_a_moment_or_a_mistake(tmp_path, monkeypatch, code, kind):
+    monkeypatch.setattr(files, "PAUSES_S", (0.001,))
+    def refuse(*_, **__):
+        raise OSError(code, os.strerror(code))
+    monkeypatch.setattr(pathlib.Path, "mkdir", refuse)
+    with pytest.raises(kind, match="cannot hold checkpoints"):
+        checkpoint.Checkpoints(tmp_path / "c")
+
+
+def test_a_start_that_lost_its_directory_renames_and_removes_nothing(tmp_path):
+    """Its host was cut off, its lock lapsed, and its successor saves the same step."""
+    lost, told = [], []
+    def still_ours():
+        if lost:
+            raise files.FileSystemError("run.dir was taken over by another start")
+    old = checkpoint.Checkpoints(tmp_path, keep=1, tell=told.append, still_ours=still_ours)
+    old.save(1, {"w": jnp.ones(3)}, {})
+    old.wait()
+    lost.append(True)
+    successors = tmp_path / ".2.saving" / "state"
+    successors.mkdir(parents=True)
+    old.save(2, {"w": jnp.ones(3)}, {})
+    with pytest.raises(checkpoint.CheckpointError, match="step 2 not saved .* taken over by another start"):
+        old.save(3, {"w": jnp.ones(3)}, {})
+    assert names(tmp_path) == [".2.saving", "1"] and list(successors.iterdir()) == [] and len(told) == 1
+
+
+def test_a_reader_whose_checkpoint_is_retired_meanwhile_takes_the_newer_one(tmp_path, monkeypatch):
+    with checkpoint.Checkpoints(tmp_path, keep=1) as writer:
+        writer.save(1, {"w": jnp.ones(3)}, {})
+        writer.wait()
+        told, real = [], checkpoint.Checkpoints._look
+        reader = checkpoint.Checkpoints(tmp_path, read_only=True, tell=told.append)
+        def retired(self, place):
+            if place.name == "1":
+                writer.save(2, {"w": jnp.ones(3)}, {})
+                writer.wait()
+            return real(self, place)
+        monkeypatch.setattr(checkpoint.Checkpoints, "_look", retired)
+        assert reader.latest() == 2 and told == []
+        with pytest.raises(checkpoint.CheckpointError, match="1 was removed while it was read: .*checkpoint.keep"):
+            reader.restore(1, {"w": jax.ShapeDtypeStruct((3,), "float32")})

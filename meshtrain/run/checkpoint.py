@@ -6,7 +6,7 @@ whatever sharding is asked for. The arrays are copied to the host before `save` 
 
     <step>/           whole: state/ (orbax), metadata.json, and checksums.json: size and xxh3-128 of every other file
     .<step>.saving/   being written, see `commit`; renamed to <step> when all of it, checksums included, is on disk
-    .<step>.deleting/ beyond `keep`: renamed first, so that half a checkpoint never stands under its number
+    .<step>.deleting-<hex>/  to be removed: renamed first, so that half a checkpoint never stands under its number
     <step>.damaged/   its checksums did not hold; set aside for a person to look at
     <step>.aside/     whole, and later than the step that a run was told to go on from
 
@@ -24,6 +24,7 @@ import logging
 import os
 import pathlib
 import re
+import secrets
 import shutil
 import socket
 import sys
@@ -64,12 +65,14 @@ class Checkpoints:
     read_only: for another run's directory: creates, cleans up, sets aside and saves nothing.
     tell: gets one line about each save that failed, as soon as it has (in a background thread), and each damaged checkpoint;
     None: stderr.
+    still_ours: raises FileSystemError where another start has claimed the directory. It is asked before anything is written, renamed
+    or removed.
 
-    Raises: ConfigError if the directory cannot be made or cleaned of what a killed run left half written.
+    Raises: ConfigError if the directory cannot be made, FileSystemError if the file system refuses.
     """
 
     def __init__(self, directory: str | pathlib.Path, *, every: int = 0, keep: int = 0, read_only: bool = False,
-                 tell: Callable[[str], None] | None = None):
+                 tell: Callable[[str], None] | None = None, still_ours: Callable[[], None] = lambda: None):
         for name in ("absl", "asyncio"):  # orbax logs 60 lines per save, a traceback for each array that a full disk refuses
             logging.getLogger(name).setLevel(logging.CRITICAL)
         if not isinstance(sys.unraisablehook, _Unraisable):
@@ -77,20 +80,23 @@ class Checkpoints:
         self.directory = pathlib.Path(directory).absolute()  # orbax refuses relative paths
         self.every, self.keep, self.read_only, self.tell = every, keep, read_only, tell or say.err
         self.owes: Callable[[int], bool] = lambda step: False   # whether something is yet to be made from a step, see `_retire`
+        self.still_ours, self._lost = still_ours, False
         # Compressed, weights would be 8 % smaller, and saving them would take two to three times as long.
         self._arrays = ocp.PyTreeCheckpointHandler(use_compression=False)
         self._thread: threading.Thread | None = None
         self._failure, self._failed = "", 0  # of the last save, and how many failed in a row; process 0's count for all
         self._step, self._saves = -1, 0  # the last that was to be saved; how often anything was
-        fault = ""
-        if not read_only and jax.process_index() == 0:
-            try:
-                self.directory.mkdir(parents=True, exist_ok=True)
-                self._clean()
-            except OSError as error:
-                fault = f"{self.directory} cannot hold checkpoints: {disk.said(error)}; give a directory that can be written"
-        if fault := agree.exchange(fault)[0]:  # and no process goes on before the leftovers are gone
-            raise agree.agreed(ConfigError(fault))
+        if not read_only:
+            agree.on_first(self._open)      # and no process goes on before the leftovers are gone
+
+    def _open(self) -> None:
+        files.attempted(lambda: self.directory.mkdir(parents=True, exist_ok=True), f"{self.directory} cannot hold checkpoints",
+                        "give a directory that can be written", ConfigError)
+        try:
+            self._clean()
+        except OSError as error:    # it cannot be renamed: the next save would write into it
+            raise files.judged(error, f"{self.directory} cannot hold checkpoints: what a save left there cannot be renamed",
+                               "give a directory that can be written", ConfigError) from None
 
     def due(self, step: int) -> bool:
         """Whether a regular checkpoint belongs after this step."""
@@ -108,12 +114,17 @@ class Checkpoints:
         start = time.perf_counter()
         document = json.dumps({"format": FORMAT, **metadata})
         self._join()
-        failed = agree.exchange(self._failed)[0]
-        if step == self._step and not failed:
+        failed, lost = agree.exchange([self._failed, self._lost])[0]
+        if lost:
+            self.wait()     # raises
+        # What was saved and has been set aside since, because it was damaged or the run went back, is saved again.
+        if step == self._step and not failed and agree.on_first((self.directory / str(step)).exists):
             return time.perf_counter() - start
         self._step, self._saves = step, self._saves + 1
+        # Of a save that failed tensorstore may still be writing: the next one has a directory of its own.
+        place = self.directory / f".{step}.saving{f'-{self._saves}' if failed else ''}"
         copied = threading.Event()
-        self._thread = threading.Thread(target=self._save, args=(step, _nested(state), document, copied))
+        self._thread = threading.Thread(target=self._save, args=(step, place, _nested(state), document, copied))
         self._thread.start()
         copied.wait()
         if failed + 1 >= MAX_FAILED_SAVES:
@@ -131,13 +142,31 @@ class Checkpoints:
         Raises: ConfigError if there are checkpoints, but none is whole: a run would start from step 1 over them.
         CheckpointError if one cannot be read; it stays as it is.
         """
-        self.wait()
-        steps = self.steps()
-        while steps:
-            newest = steps.pop()
+        newest, _ = self.latest_or(lambda after: None)
+        return newest
+
+    def latest_or(self, nearer: Callable[[int], Any]) -> tuple[int | None, Any]:
+        """(step, None) as `latest`, or (None, what `nearer` found).
+
+        nearer: what else may be newer than the checkpoint of this step (0: there is none); None: nothing. It is asked before a
+        checkpoint is read, and again after one that was damaged.
+        """
+        self.settle()
+        steps, gone = self.steps(), set()
+        while True:
+            steps = [step for step in steps if step not in gone]
+            newest = max(steps, default=0)
+            if (found := nearer(newest)) is not None:
+                return None, found
+            if not steps:
+                break
             fault = self.fault(newest)
             if not fault:
-                return newest
+                return newest, None
+            gone.add(newest)
+            if self.read_only and newest not in (now := self.steps()):     # by the run that writes here: `keep`
+                steps = now
+                continue
             if jax.process_index() == 0:
                 self.tell(f"checkpoint {self.directory / str(newest)} is damaged ({fault}){self._put_away(newest)}; "
                           "trying the one before")
@@ -146,7 +175,7 @@ class Checkpoints:
             raise agree.agreed(ConfigError(
                 f"{self.directory} holds no whole checkpoint, only damaged ones ({damaged}); restore the files of one and "
                 "give it its number as name again, or remove the directory to start from step 1"))
-        return None
+        return None, None
 
     def steps(self) -> list[int]:
         """The steps that are saved, in order, whole or damaged. Process 0 looks for all: on a shared file system not
@@ -199,6 +228,11 @@ class Checkpoints:
             arrays = self._arrays.restore(self._state(step), args=args)
         return jax.tree.map_with_path(lambda path, _: _at(arrays, path), abstract_state), metadata
 
+    def settle(self) -> None:
+        """Returns when nothing is being written, by any process. A save that failed was told."""
+        self._join()
+        agree.exchange(None)
+
     def wait(self) -> None:
         """Returns when nothing is being written, by any process. Raises: CheckpointError if the last save failed."""
         self._join()
@@ -229,11 +263,12 @@ class Checkpoints:
             self._thread.join()
             self._thread = None
 
-    def _save(self, step, state, document, copied):
+    def _save(self, step, place, state, document, copied):
         """In the background, by every process: writes its part; process 0 then commits."""
-        place, index = self.directory / f".{step}.saving", jax.process_index()
+        index = jax.process_index()
         key, error = f"checkpoint {step} {self._saves}", None
         try:
+            self.still_ours()
             (place / "state").mkdir(parents=True, exist_ok=True)  # by whoever comes first
             writing = asyncio.run(self._arrays.async_save(epath.Path(place / "state"), args=ocp.args.PyTreeSave(state)))
             copied.set()
@@ -254,8 +289,9 @@ class Checkpoints:
             error = caught
         self._failure, self._failed = "", 0 if error is None else self._failed + 1
         if error is not None:
+            self._lost = self._is_lost()
             self._failure = f"checkpoint of step {step} not saved in {self.directory}: {disk.said(error)}"
-        if index == 0:  # before anything is said: a disk that is full may hold the log, too
+        if index == 0 and not self._lost:  # before anything is said: a disk that is full may hold the log, too
             self._retire(step)
         if error is not None:
             self.tell(self._failure)
@@ -263,9 +299,20 @@ class Checkpoints:
     def _commit(self, step, place, document, key):
         merge = lambda: self._arrays.finalize(epath.Path(place / "state"))      # the indexes of the processes' arrays
         commit.commit(place, jax.process_count(), document, merge, lambda index: agree.word(f"{key} {index}"))
+        self.still_ours()
         if not (self.directory / str(step)).exists():
             place.rename(self.directory / str(step))
             disk.sync(self.directory)
+
+    def _is_lost(self) -> bool:
+        """Whether another start has claimed the directory, as far as can be told."""
+        try:
+            self.still_ours()
+        except files.FileSystemError:
+            return True
+        except OSError:
+            pass
+        return False
 
     def _retire(self, step):
         """Removes the checkpoints beyond `keep`, and what a failed save left behind (on a full disk: half a checkpoint).
@@ -273,21 +320,43 @@ class Checkpoints:
         Those that are still owed something stay: as many as `keep`, and none once a save has failed, which may need their room.
         """
         try:
+            self.still_ours()
             old = sorted(self._steps())[: -self.keep] if self.keep else []
             held = [] if self._failed else [one for one in old if self.owes(one)][-self.keep:]
             for one in old:
                 if one not in held:
-                    (self.directory / str(one)).rename(self.directory / f".{one}.deleting")
+                    self._doom(self.directory / str(one), one)
             self._clean(step)
         except OSError as error:
-            self.tell(f"what is left of old checkpoints in {self.directory} cannot be removed: {disk.said(error)}")
+            self._tell_left(error)
 
     def _clean(self, up_to: int | None = None):
-        """Removes what is half written (of no later step: other processes may already be writing that) or half deleted."""
-        for path in self.directory.glob(".*"):
-            name = re.fullmatch(r"\.(\d+)\.(saving|deleting)", path.name)
+        """Removes what is half written (of no later step: other processes may already be writing that) or half deleted.
+
+        What cannot be removed is told and left: a file that is still open on NFS (.nfsXXXX), or that a process writes whose save
+        failed. It has no name that a save or a start looks for. Raises: OSError where it cannot be renamed.
+        """
+        found = [(path, re.fullmatch(r"\.(\d+)\.(saving|deleting)(-\w+)?", path.name)) for path in self.directory.glob(".*")]
+        for path, name in found:
             if name and (up_to is None or int(name[1]) <= up_to):
-                shutil.rmtree(path)
+                try:
+                    path = self._doom(path, int(name[1])) if name[2] == "saving" else path
+                except OSError:
+                    shutil.rmtree(path, ignore_errors=True)
+                    if path.exists():
+                        raise
+                    continue
+                try:
+                    shutil.rmtree(path)
+                except OSError as error:
+                    self._tell_left(error)
+
+    def _doom(self, path: pathlib.Path, step: int) -> pathlib.Path:
+        """Renames what is to be removed; returns its name."""
+        return files.patiently(lambda: path.rename(self.directory / f".{step}.deleting-{secrets.token_hex(4)}"))
+
+    def _tell_left(self, error: OSError) -> None:
+        self.tell(f"what is left of old checkpoints in {self.directory} cannot be removed: {disk.said(error)}")
 
     def fault(self, step: int) -> str:
         """What is damaged in `step`, by what all processes find; empty if nothing.
@@ -379,6 +448,9 @@ def _reading(place: pathlib.Path):
     try:
         yield
     except Exception as error:
+        if not place.exists():
+            raise CheckpointError(f"{place} was removed while it was read: the run that writes there keeps checkpoint.keep of them; "
+                                  "start again") from error
         raise CheckpointError(f"{place} cannot be read, and nothing was changed: {disk.said(error)}") from error
 
 
