@@ -20,18 +20,19 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from launch import supervise
 from meshtrain import config, files
 from meshtrain.config import ConfigError, Run
-from meshtrain.run import disk, say, stops
+from meshtrain.run import contents, disk, say, stops
 
 USAGE = "python -m launch.restart CODE [--scheduled] [--said FILE] --max-restarts R -- [RUN.toml] [--section.key value ...]"
 ENDS = (stops.DONE, stops.USER_ERROR, stops.STOPPED)
 FIRST_S, LONGEST_S = 5.0, 300.0
-KEPT, LINEAGE = "restarts.json", "local.json"     # in run.dir: the count of the command below, and which parts of the fast tier count
+KEPT, LINEAGE = contents.RESTARTS, "local.json"     # in run.dir: the count of the command below, and which parts of the fast tier count
+INDEX = "index.json"        # of a part: a line with its checksum, then JSON
 TASK_ENDED = re.compile(r"^srun: error: (\S+: tasks? .*)$", re.MULTILINE)
 READ_BYTES = 1 << 20    # of what a start has said: its end
 
@@ -39,16 +40,23 @@ READ_BYTES = 1 << 20    # of what a start has said: its end
 def newest(run: Run) -> int:
     """The step of the newest checkpoint of a run, of the fast tier what this host has; 0: none. One that is still being written
     has another name."""
-    places = [Path(run.run.dir) / "checkpoints"]
+    steps = [0]
+    with contextlib.suppress(OSError):
+        steps += (int(name) for name in os.listdir(Path(run.run.dir) / contents.CHECKPOINTS) if name.isdecimal())
     if run.checkpoint.local_dir:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):     # nothing is kept yet
-            kept = json.loads((Path(run.run.dir) / LINEAGE).read_text(encoding="utf-8"))["run"]
-            places += (Path(run.checkpoint.local_dir) / kept).glob("process-*")
-    steps = [0]
-    for place in places:
-        with contextlib.suppress(OSError):
-            steps += (int(name) for name in os.listdir(place) if name.isdecimal())
+            lineage = json.loads((Path(run.run.dir) / LINEAGE).read_text(encoding="utf-8"))
+            steps += _kept(Path(run.checkpoint.local_dir) / lineage["run"], lineage)
     return max(steps)
+
+
+def _kept(home: Path, lineage: dict) -> Iterator[int]:
+    """The steps that processes of this host have kept and the next start may use: not those of a start whose steps were taken back."""
+    for place in home.glob("process-*/*"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            step, start = int(place.name), json.loads((place / INDEX).read_text(encoding="utf-8").partition("\n")[2])["start"]
+            if start == lineage["start"] or [start, step] == lineage["from"]:
+                yield step
 
 
 @dataclasses.dataclass

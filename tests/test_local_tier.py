@@ -95,6 +95,12 @@ def test_another_start_another_run_and_a_copy_of_run_dir_find_nothing(tmp_path):
     assert found(tmp_path)[1] is None
 
 
+def test_another_name_of_the_same_directory_is_the_same_run(tmp_path):
+    kept(tmp_path, 2, 4)
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert found(tmp_path / "link")[1] == (4, {"position": 4})
+
+
 def test_what_a_start_goes_on_from_counts_until_it_has_kept_its_own(tmp_path):
     kept(tmp_path, 2, 4)
     tier, newest, _ = found(tmp_path)

@@ -81,9 +81,11 @@ def test_what_this_host_keeps_of_the_fast_tier_is_a_newer_checkpoint(tmp_path):
     failures = restart.Failures(run_in(home, "--checkpoint.local_dir", str(near), "--checkpoint.local_every", "2"), 1)
     assert failures.wait_s(1) == 5
     home.mkdir()
-    (home / restart.LINEAGE).write_text(json.dumps({"run": "abc", "start": "x"}))
-    for kept in ("another/process-0/90", "abc/process-0/.saving", "abc/process-1/4"):
+    (home / restart.LINEAGE).write_text(json.dumps({"run": "abc", "start": "x", "from": ["before", 2]}))
+    for kept, start in (("another/process-0/90", "x"), ("abc/process-0/.saving", "x"), ("abc/process-0/8", "before"),
+                        ("abc/process-0/2", "before"), ("abc/process-1/4", "x")):     # 8: of a start whose steps were taken back
         (near / kept).mkdir(parents=True)
+        (near / kept / restart.INDEX).write_text("sum\n" + json.dumps({"start": start}))
     assert failures.wait_s(1) == 5 and failures.step == 4
     assert failures.wait_s(1) is None
 

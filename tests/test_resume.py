@@ -13,6 +13,7 @@ from meshtrain import config, files
 from meshtrain.config import ConfigError
 from meshtrain.data import packing, sources, tokenizer
 from meshtrain.run import checkpoint, disk, exports, metrics, resume, rows, rundir
+from checkpoints import flip
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = {"a.txt": b"the cat sat on the mat. " * 60, "b.txt": bytes(range(97, 123)) * 50}
@@ -257,6 +258,18 @@ def test_a_newest_checkpoint_that_cannot_be_read_is_no_obstacle_on_the_way_back(
     with pytest.raises(checkpoint.CheckpointError):
         found(two)
     assert found(two, "--checkpoint.step", 2).step == 2
+
+
+@pytest.mark.parametrize("near_has, goes_on_from", [(3, 3), (1, 2)])
+def test_behind_a_damaged_newest_one_the_fast_tier_is_asked_again(two, near_has, goes_on_from):
+    class Near:
+        def newest(self, after, abstract):
+            return (near_has, metadata) if near_has > after else None
+
+    metadata = {"format": 3} | rundir.metadata(run_in(two), "# rules", DATA)
+    flip(two / "checkpoints" / "4" / "metadata.json")
+    start = resume.find(run_in(two), checkpoint.Checkpoints(two / "checkpoints"), Near())
+    assert (start.step, start.local) == (goes_on_from, goes_on_from == near_has)
 
 
 # ---- from another run ------------------------------------------------------------------------------------------------

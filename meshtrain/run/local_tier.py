@@ -119,7 +119,7 @@ class LocalTier:
         lineage, self._start = self._lineage, secrets.token_hex(8)
         if lineage is None and not self.every:
             return
-        at = str(self._lineage_file.parent.absolute())
+        at = str(self._lineage_file.parent.resolve())
 
         def write():
             run = lineage["run"] if lineage else f"{self._lineage_file.parent.absolute().name}-{secrets.token_hex(8)}"
@@ -127,7 +127,8 @@ class LocalTier:
             if since and lineage["from"] and lineage["from"][1] == step:
                 since = lineage["from"]
             new = {"run": run, "at": at, "start": self._start, "from": since}
-            disk.replace(self._lineage_file, json.dumps(new))
+            files.attempted(lambda: disk.replace(self._lineage_file, json.dumps(new)), f"{self._lineage_file} cannot be written",
+                            "give a run.dir that can", ConfigError)
             return new
 
         self._lineage = agree.on_first(write)
@@ -214,10 +215,12 @@ class LocalTier:
         return self._home() / f"process-{jax.process_index()}"
 
     def _read_lineage(self) -> dict | None:
-        """By process 0: which run and start this is. A run.dir that was copied or moved is another run here."""
+        """By process 0: which run and start this is. A run.dir that was copied or moved is another run here; one that has another
+        name by a link is the same."""
         try:
-            lineage = json.loads(self._lineage_file.read_text(encoding="utf-8"))
-            return lineage if lineage["at"] == str(self._lineage_file.parent.absolute()) and lineage["start"] and "from" in lineage else None
+            lineage = json.loads(files.patiently(lambda: self._lineage_file.read_text(encoding="utf-8")))
+            here = Path(lineage["at"]).resolve() == self._lineage_file.parent.resolve()
+            return lineage if here and lineage["start"] and "from" in lineage else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

@@ -95,10 +95,10 @@ def find(run: Run, checkpoints: Checkpoints, near: LocalTier | None = None, abst
     """
     wanted, newest, saved, local = run.checkpoint.step, None, None, None
     try:
-        if local := near and near.newest(max(checkpoints.steps(), default=0), abstract):
+        newest, local = checkpoints.latest_or(lambda after: near and near.newest(after, abstract))
+        if local:
             newest, saved = local
         else:
-            newest = checkpoints.latest()
             saved = None if newest is None else _metadata(checkpoints, newest)
     except (CheckpointError, PeerError):
         if not wanted:

@@ -50,7 +50,7 @@ class Claim:
     def check(self) -> None:
         """To be called before anything that stands in run.dir is renamed or removed, by any process. Raises: LostClaimError."""
         try:
-            text = files.patiently((self.directory / LOCK).read_text)
+            text = files.patiently(lambda: (self.directory / LOCK).read_text(encoding="utf-8"))
         except FileNotFoundError:       # who claims a directory writes it: nobody has
             return
         owner = _named(text)
