@@ -90,6 +90,21 @@ def test_a_run_goes_back_before_a_spike_and_leaves_its_batches_out(command, cras
     assert ("data.skip_batches", 16, 4) in [(row["key"], row["step"], row["to"]) for row in recorded]
 
 
+def test_a_stop_in_the_step_of_a_spike_saves_what_only_the_fast_tier_had(command, tmp_path, monkeypatch):
+    real, calls = train.loop.Stop.reached, []
+    def stopped_in_step_20(self, *late):
+        calls.append(late)
+        self.agreed = len(calls) >= 20
+        return real(self, *late)
+    monkeypatch.setattr(train.loop.Stop, "reached", stopped_in_step_20)
+    ran = call(train.main, *command, "--run.dir", "back", "--training.loss_spike", "rollback", "--checkpoint.every", 1000,
+               "--checkpoint.local_dir", tmp_path / "near", "--checkpoint.local_every", 6)
+    assert ran.code == 75 and "back to step 18" in ran.out and "stopped after step 18, saved in back" in ran.out, ran
+    assert names(Path("back/checkpoints")) == ["18"] and names(tmp_path / "near") == []
+    saved = json.loads(Path("back/checkpoints/18/metadata.json").read_text())
+    assert saved["spikes"]["rollbacks"] == 1
+
+
 @pytest.mark.slow
 def test_a_run_that_is_killed_after_it_went_back_ends_as_the_undisturbed_one(command, crashing):  # noqa: F811
     back = (*command, "--training.loss_spike", "rollback")
