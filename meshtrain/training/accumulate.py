@@ -107,7 +107,7 @@ def scanned(step: StepSpec):
         # all-gathers per microbatch).
         grads = jax.tree.map(lambda axes, g: reduce_once(layout, once, axes, _unsummed(layout, once, axes, g)), trained_axes, grads,
                              is_leaf=rules.is_axes)
-        return grads, nll.sum() / count, count, {name: a.sum() / counts[name == AUX_LOSS] for name, a in aux.items()}
+        return grads, nll.sum() / count, count, {name: a.sum(0) / counts[name == AUX_LOSS] for name, a in aux.items()}
 
     def unsummed(batch, p, counts, key):
         stacks, avals = _stacks(step, p, jax.tree.map(lambda x: x[0], batch), counts, key)
