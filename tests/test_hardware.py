@@ -26,7 +26,7 @@ def test_every_number_of_an_accelerator_is_known_sourced_and_of_plausible_size(n
     gpu = hardware.get(name)
     assert gpu.source and gpu.inter_host_source
     assert 1e14 < gpu.peak("bfloat16") == gpu.peak("float16") < 1e16
-    assert gpu.peak("float32") == pytest.approx(gpu.peak("bfloat16") / 2, rel=0.03)  # tf32 is half rate, as printed
+    assert gpu.peak("float32") < gpu.peak("bfloat16") / 7        # the plain pipes, no tf32
     assert gpu.peak("float8") in (None, pytest.approx(2 * gpu.peak("bfloat16"), rel=0.01))  # dense, not sparse
     assert 40e9 < gpu.hbm_bytes < 300e9
     # Each tier is slower than the one inside it.

@@ -13,8 +13,8 @@ OPEN_TO = {
     "parallel": {"layout", "kernels"},
     "model": {"layout", "kernels"},
     "cost": {"layout", "kernels", "model", "parallel"},
-    "training": {"layout", "model", "parallel"},
-    "inference": {"layout", "model"},
+    "training": {"kernels", "layout", "model", "parallel"},
+    "inference": {"kernels", "layout", "model"},
     "run": {"cluster", "config", "data", "model", "training", "weights"},
 }
 EVERYONE = {"names", "jax_private", "units", "files"}

@@ -82,20 +82,19 @@ def usable_bytes(gpu: Gpu, environ: Mapping[str, str] = os.environ) -> int:
     return int(memory_share(environ) * gpu.hbm_bytes)
 
 
-# JAX's and HLO's names → the table's. float32 matmuls run as tf32 on tensor cores only if jax_default_matmul_precision
-# allows it (JAX's default on GPUs does); the plain float32 pipes are about eight times slower.
+# JAX's and HLO's names → the table's. float32 is that of the plain pipes, not TF32, which `kernels.products` asks XLA not to take.
 _DTYPES = {
-    "f32": "float32", "tf32": "float32", "bf16": "bfloat16", "f16": "float16", "fp8": "float8",
+    "f32": "float32", "bf16": "bfloat16", "f16": "float16", "fp8": "float8",
     "float8_e4m3fn": "float8", "float8_e5m2": "float8", "f8e4m3fn": "float8", "f8e5m2": "float8",
 }  # fmt: skip
 
-_A100 = {"float32": 156 * _T, "bfloat16": 312 * _T, "float16": 312 * _T}
-_H100 = {"float32": 494.7 * _T, "bfloat16": 989.4 * _T, "float16": 989.4 * _T, "float8": 1978.9 * _T}
-_H100_PCIE = {"float32": 378 * _T, "bfloat16": 756 * _T, "float16": 756 * _T, "float8": 1513 * _T}
-_B200 = {"float32": 1100 * _T, "bfloat16": 2250 * _T, "float16": 2250 * _T, "float8": 4500 * _T}
-_GB200 = {"float32": 1250 * _T, "bfloat16": 2500 * _T, "float16": 2500 * _T, "float8": 5000 * _T}
-_B300 = {"float32": 1125 * _T, "bfloat16": 2250 * _T, "float16": 2250 * _T, "float8": 4500 * _T}
-_MI300X = {"float32": 653.7 * _T, "bfloat16": 1307.4 * _T, "float16": 1307.4 * _T, "float8": 2614.9 * _T}
+_A100 = {"float32": 19.5 * _T, "bfloat16": 312 * _T, "float16": 312 * _T}
+_H100 = {"float32": 66.9 * _T, "bfloat16": 989.4 * _T, "float16": 989.4 * _T, "float8": 1978.9 * _T}
+_H100_PCIE = {"float32": 51.2 * _T, "bfloat16": 756 * _T, "float16": 756 * _T, "float8": 1513 * _T}
+_B200 = {"float32": 75 * _T, "bfloat16": 2250 * _T, "float16": 2250 * _T, "float8": 4500 * _T}
+_GB200 = {"float32": 80 * _T, "bfloat16": 2500 * _T, "float16": 2500 * _T, "float8": 5000 * _T}
+_B300 = {"float32": 75 * _T, "bfloat16": 2250 * _T, "float16": 2250 * _T, "float8": 4500 * _T}
+_MI300X = {"float32": 163.4 * _T, "bfloat16": 1307.4 * _T, "float16": 1307.4 * _T, "float8": 2614.9 * _T}
 
 _DGX_A100 = "NVIDIA DGX A100 datasheet: 8 × 200 Gb/s InfiniBand for 8 GPUs"
 _DGX_H100 = "NVIDIA DGX H100/H200 datasheet: 8 × 400 Gb/s InfiniBand for 8 GPUs"

@@ -11,6 +11,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from meshtrain.kernels import products
 from meshtrain.layout.rules import Layout
 from meshtrain.model.layers import Execution
 from meshtrain.model.loss import capped
@@ -74,9 +75,9 @@ class _Reading:
         k_BSKH, v_BSKH = (_placed(layout, jax.lax.dynamic_index_in_dim(x, self.index, 0, keepdims=False), "batch") for x in self.cache)
         place_S = jnp.arange(S)
         seen_BS = mask.sees(self.at, place_S) & (place_S >= self.pad_B[:, None])
-        s = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTNH.reshape(B, T, K, N // K, H), k_BSKH, preferred_element_type=jnp.float32)
+        s = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTNH.reshape(B, T, K, N // K, H), k_BSKH, preferred_element_type=jnp.float32, precision=products.precision(k_BSKH.dtype))
         s = jnp.where(seen_BS[:, None, None, None], capped(s * (self.cfg.attention_scale_dim or H) ** -0.5, self.cfg.score_softcap), MASKED)
-        o = jnp.einsum("BKGTS,BSKH->BTKGH", jax.nn.softmax(s, -1).astype(v_BSKH.dtype), v_BSKH, preferred_element_type=jnp.float32)
+        o = jnp.einsum("BKGTS,BSKH->BTKGH", jax.nn.softmax(s, -1).astype(v_BSKH.dtype), v_BSKH, preferred_element_type=jnp.float32, precision=products.precision(v_BSKH.dtype))
         return o.reshape(B, T, N, H).astype(q_BTNH.dtype)
 
     def _written(self, layout: Layout, stack, new_BTKH):

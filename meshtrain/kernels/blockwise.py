@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshtrain.kernels import products
 from meshtrain.kernels.engine import MASKED, Engine
 from meshtrain.kernels.mask import Mask, Scores
 
@@ -47,7 +48,7 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, mask, *, bloc
         p = jnp.where(s > MASKED / 2, p, 0.0)
         keep = jnp.exp(m_old - m_new)
         l_new = l_old * keep + p.sum(-1).transpose(0, 3, 1, 2)
-        pv = jnp.einsum("BKGTS,BSKH->BTKGH", p.astype(v.dtype), v_j, preferred_element_type=jnp.float32)
+        pv = jnp.einsum("BKGTS,BSKH->BTKGH", p.astype(v.dtype), v_j, preferred_element_type=jnp.float32, precision=products.precision(v_j.dtype))
         o_new = o_old * keep[..., None] + pv
         return (queries.put(o, o_new, i), queries.put(l, l_new, i), queries.put(m, m_new, i)), None
 
@@ -77,14 +78,14 @@ def _backward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, o_BTNH, lse_
         seen = _seen(queries.take(q_seg, i), keys.take(k_seg, j), queries.size * i, keys.size * j, mask)
         s = _scores(q_i, k_j, seen, scores)
         p = jnp.where(s > MASKED / 2, jnp.exp(s - lead(lse)), 0.0)
-        dp = jnp.einsum("BTKGH,BSKH->BKGTS", do_i, v_j, preferred_element_type=jnp.float32)
+        dp = jnp.einsum("BTKGH,BSKH->BKGTS", do_i, v_j, preferred_element_type=jnp.float32, precision=products.precision(v_j.dtype))
         # Back to the compute dtype before the matmuls: a float32 cotangent would make both of them float32 dots.
         slope = jnp.where(s > MASKED / 2, 1 - jnp.square(s / scores.softcap), 0.0) if scores.softcap else 1.0
         ds = (p * (dp - lead(delta)) * (slope * scores.scale(H))).astype(q.dtype)
         f32 = dict(preferred_element_type=jnp.float32)
-        dq = queries.put(dq, queries.take(dq, i) + jnp.einsum("BKGTS,BSKH->BTKGH", ds, k_j, **f32), i)
-        dk = keys.put(dk, keys.take(dk, j) + jnp.einsum("BKGTS,BTKGH->BSKH", ds, q_i, **f32), j)
-        dv = keys.put(dv, keys.take(dv, j) + jnp.einsum("BKGTS,BTKGH->BSKH", p.astype(v.dtype), do_i, **f32), j)
+        dq = queries.put(dq, queries.take(dq, i) + jnp.einsum("BKGTS,BSKH->BTKGH", ds, k_j, **f32, precision=products.precision(k_j.dtype)), i)
+        dk = keys.put(dk, keys.take(dk, j) + jnp.einsum("BKGTS,BTKGH->BSKH", ds, q_i, **f32, precision=products.precision(q_i.dtype)), j)
+        dv = keys.put(dv, keys.take(dv, j) + jnp.einsum("BKGTS,BTKGH->BSKH", p.astype(v.dtype), do_i, **f32, precision=products.precision(do_i.dtype)), j)
         return (dq, dk, dv), None
 
     start = tuple(jnp.zeros_like(x, jnp.float32) for x in (q, k, v))
@@ -133,7 +134,7 @@ def _seen(q_seg, k_seg, q_first, k_first, mask: Mask):
 
 def _scores(q_i, k_j, seen, scores: Scores):
     """float32 [B, K, G, T, S] of one block pair, MASKED where nothing is seen."""
-    s = jnp.einsum("BTKGH,BSKH->BKGTS", q_i, k_j, preferred_element_type=jnp.float32) * scores.scale(q_i.shape[-1])
+    s = jnp.einsum("BTKGH,BSKH->BKGTS", q_i, k_j, preferred_element_type=jnp.float32, precision=products.precision(k_j.dtype)) * scores.scale(q_i.shape[-1])
     if scores.softcap:
         s = scores.softcap * jnp.tanh(s / scores.softcap)
     return jnp.where(seen[:, None, None], s, MASKED)

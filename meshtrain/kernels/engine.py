@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from meshtrain.kernels import products
 from meshtrain.kernels.mask import CAUSAL, Mask, Scores
 
 MASKED = -1e30       # finite: a query that sees no key gives zeros, not NaN
@@ -36,9 +37,9 @@ def plain(q_BTNH, k_BSKH, v_BSKH, segments_BT, mask: Mask = CAUSAL, scores: Scor
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
-    s_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * scores.scale(H)
+    s_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32, precision=products.precision(k_BSKH.dtype)) * scores.scale(H)
     s_BKGTS = scores.softcap * jnp.tanh(s_BKGTS / scores.softcap) if scores.softcap else s_BKGTS
     apart = jnp.arange(T)[:, None] - jnp.arange(T)
     seen_BTS = (apart >= 0) & (apart < (mask.window or T)) & (segments_BT[:, :, None] == segments_BT[:, None, :])
     p_BKGTS = jax.nn.softmax(jnp.where(seen_BTS[:, None, None], s_BKGTS, MASKED), -1).astype(q_BTNH.dtype)
-    return jnp.einsum("BKGTS,BSKH->BTKGH", p_BKGTS, v_BSKH).reshape(B, T, N, H)
+    return jnp.einsum("BKGTS,BSKH->BTKGH", p_BKGTS, v_BSKH, precision=products.precision(v_BSKH.dtype)).reshape(B, T, N, H)

@@ -17,6 +17,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from meshtrain.kernels import products
 from meshtrain.layout.mesh import psum
 from meshtrain.kernels.mask import Mask
 from meshtrain.layout.rules import Layout
@@ -75,14 +76,14 @@ def project(ex: Execution, forms, out_axes, frozen: bool, x, ws):
     dtype of the dot that makes it, so that dot is written here with a float32 result and placed as [grads]. Of frozen
     weights there is none, and x is not kept for it.
     """
-    return tuple(jnp.einsum(eq, x, gathered(ex, w, axes)) for (eq, axes), w in zip(forms, ws, strict=True))
+    return tuple(jnp.einsum(eq, x, gathered(ex, w, axes), precision=products.precision(gathered(ex, w, axes).dtype)) for (eq, axes), w in zip(forms, ws, strict=True))
 
 
 def _project_forward(ex, forms, out_axes, frozen, x, ws):
     full = [gathered(ex, w, axes) for (_, axes), w in zip(forms, ws, strict=True)]
     # With remat the gathered weight lives only inside the recomputed layer. Without, keeping it would hold every
     # layer's gathered weights until the backward: keep the shard and gather again.
-    ys = tuple(jnp.einsum(eq, x, w) for (eq, _), w in zip(forms, full))
+    ys = tuple(jnp.einsum(eq, x, w, precision=products.precision(w.dtype)) for (eq, _), w in zip(forms, full))
     return ys, (None if frozen else x, ws if ex.remat == "none" else tuple(full))
 
 
@@ -100,10 +101,10 @@ def _project_backward(ex, forms, out_axes, frozen, saved, dys):
         full = gathered(ex, w, axes) if ex.remat == "none" else w
         operands, out = eq.split("->")
         left, right = operands.split(",")
-        product = jnp.einsum(f"{out},{right}->{left}", dy, full)
+        product = jnp.einsum(f"{out},{right}->{left}", dy, full, precision=products.precision(full.dtype))
         dx = product if dx is None else product + dx        # the new product first: cuBLAS then adds the others to it
         if not frozen:
-            dw = jnp.einsum(f"{left},{out}->{right}", x, dy, preferred_element_type=jnp.float32)
+            dw = jnp.einsum(f"{left},{out}->{right}", x, dy, preferred_element_type=jnp.float32, precision=products.precision(dy.dtype))
             dws.append(_placed(ex, dw, axes))
     return dx, tuple(dws[::-1]) or (None,) * len(forms)
 

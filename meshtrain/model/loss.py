@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from meshtrain.kernels import products
 from meshtrain.layout.mesh import psum
 from meshtrain.layout.rules import Layout
 from meshtrain.model.layers import Execution, gathered
@@ -75,7 +76,7 @@ def _sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT, with_grads: bool)
             dl = vocab.pin(dl.astype(ex.dtype))
             dx = tokens.put(dx, vocab.dx(dl), c)
         if dw is not None:
-            dw = dw + jnp.einsum(f"nrsD,nrsV->n{vocab.letters}", x_c, dl, preferred_element_type=f32)
+            dw = dw + jnp.einsum(f"nrsD,nrsV->n{vocab.letters}", x_c, dl, preferred_element_type=f32, precision=products.precision(dl.dtype))
             dw = pin_dw(dw)
         return (objective, nll, dx, dw), None
 
@@ -129,7 +130,7 @@ def _nll_backward(ex, spec, saved, d_BT):
         dl = vocab.pin(dl.astype(ex.dtype))
         dx = tokens.put(dx, vocab.dx(dl), c)
         if dw is not None:
-            dw = pin_dw(dw + jnp.einsum(f"nrsD,nrsV->n{vocab.letters}", x_c, dl, preferred_element_type=jnp.float32))
+            dw = pin_dw(dw + jnp.einsum(f"nrsD,nrsV->n{vocab.letters}", x_c, dl, preferred_element_type=jnp.float32, precision=products.precision(dl.dtype)))
         return (dx, dw), None
 
     dw = None if spec.frozen else pin_dw(jnp.zeros((tokens.n,) + vocab.full.shape, jnp.float32))
@@ -182,7 +183,7 @@ class _VocabShard:
 
     def logits(self, x_c, t_c):
         """(logits [n, r, s, V], log-sum-exp [n, r, s], [n, r, s, V] where the target is, logit of the target), float32."""
-        logits = jnp.einsum(f"nrsD,{self.letters}->nrsV", x_c, self.full, preferred_element_type=jnp.float32)
+        logits = jnp.einsum(f"nrsD,{self.letters}->nrsV", x_c, self.full, preferred_element_type=jnp.float32, precision=products.precision(self.full.dtype))
         logits = jnp.where(self.real_V, capped(self.pin(logits), self.softcap), -jnp.inf)
         hit_V = self.first + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 3) == t_c[..., None]
         hit = jnp.sum(jnp.where(hit_V, logits, 0.0), -1)
@@ -195,7 +196,7 @@ class _VocabShard:
 
     def dx(self, dl_nrsV):
         """The cotangent of a chunk of x, summed over the vocabulary."""
-        dx_c = jnp.einsum(f"nrsV,{self.letters}->nrsD", dl_nrsV, self.full)
+        dx_c = jnp.einsum(f"nrsV,{self.letters}->nrsD", dl_nrsV, self.full, precision=products.precision(self.full.dtype))
         return psum(dx_c, self.manual) if self.manual else dx_c
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from meshtrain.kernels import products
 from meshtrain.layout.mesh import after
 from meshtrain.layout.rules import Layout, Rules, Tensor
 from meshtrain.model import float8, lora, params, parts, rope
@@ -308,7 +309,7 @@ class Transformer:
         axes, w = self._head(p)
         x_BTD = ex.layout.act(self._normed(ex, p, x_BTD), "batch", "seq", None)
         eq = "BTD,DV->BTV" if axes == ("embed", "vocab") else "BTD,VD->BTV"
-        logits_BTV = jnp.einsum(eq, x_BTD, w.astype(ex.dtype), preferred_element_type=jnp.float32)[..., :self.cfg.vocab_size]
+        logits_BTV = jnp.einsum(eq, x_BTD, w.astype(ex.dtype), preferred_element_type=jnp.float32, precision=products.precision(w.astype(ex.dtype).dtype))[..., :self.cfg.vocab_size]
         return capped(logits_BTV, self.cfg.logit_softcap)
 
     def _head(self, p):

@@ -24,6 +24,8 @@ import optax.contrib
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from meshtrain.kernels import products
+
 MOMENTUM = 0.95  # Moonlight and Jordan's original; cfg.b1 and cfg.b2 belong to the adamw beside it
 STEPS, EPSILON = 5, 1e-8
 
@@ -114,7 +116,7 @@ def _newton_schulz(x, coefficients):
     wide = x.astype(jnp.float32)
     x = (wide / (jnp.linalg.norm(wide, axis=(-2, -1), keepdims=True) + EPSILON)).astype(dtype)
     for _ in range(STEPS):
-        gram = jnp.einsum("...ij,...kj->...ik", x, x)
-        squared = jnp.einsum("...ij,...jk->...ik", gram, gram)
-        x = jnp.einsum("...ij,...jk->...ik", (a * jnp.eye(x.shape[-2]) + b * gram + c * squared).astype(dtype), x)
+        gram = jnp.einsum("...ij,...kj->...ik", x, x, precision=products.precision(x.dtype))
+        squared = jnp.einsum("...ij,...jk->...ik", gram, gram, precision=products.precision(gram.dtype))
+        x = jnp.einsum("...ij,...jk->...ik", (a * jnp.eye(x.shape[-2]) + b * gram + c * squared).astype(dtype), x, precision=products.precision(x.dtype))
     return x.mT if tall else x
