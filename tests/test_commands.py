@@ -342,7 +342,7 @@ def test_options_before_the_run_file_keep_its_mesh_where_there_are_gpus(monkeypa
     monkeypatch.setattr(train.devices, "gpus_expected", lambda: True)
     monkeypatch.setattr(train.devices, "start", lambda run, cluster: jax.devices())
     for argv, own in ((["--training.steps", "5", str(ROOT / "configs/llama3.2-1b.toml")], True), (["--training.steps", "5"], False),
-                      (["--training.steps", "5", "--mesh.data=8"], True)):
+                      (["--training.steps", "5", "--mesh.data=2"], True)):
         run = train.config.load(argv)
         found, chosen = train._devices(run, argv, None)
         assert len(found) == 8 and (chosen.mesh == run.mesh) is own, argv

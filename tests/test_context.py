@@ -358,7 +358,9 @@ def test_gradients_cross_context_once_a_microbatch_and_data_once_a_step():
     sent = {axis: [c for c in reduced if c.axes == (axis,)] for axis in ("context", "data")}
     total = {axis: sum(c.payload_bytes for c in rows) for axis, rows in sent.items()}
     assert size <= total["data"] <= size + test_layouts.SMALL and {c.trips for c in sent["data"]} == {1}
-    assert MICROBATCHES * size <= total["context"] <= MICROBATCHES * size + test_layouts.SMALL
+    # Of the table that is looked up XLA gathers the cotangents over context, and every device sums all of its gradient.
+    each = MICROBATCHES * (size - 4 * sum(info.size for info in case.made.model.parameters() if info.role == "embedding"))
+    assert each <= total["context"] <= each + test_layouts.SMALL
     assert all(c.trips >= MICROBATCHES for c in sent["context"] if c.payload_bytes > test_layouts.SMALL)
 
 
