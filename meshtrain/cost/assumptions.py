@@ -85,8 +85,13 @@ TABLE = {row.name: row for row in (
                "the same of experts' weights: they are gathered and reduced between the kernels that "
                "need and make them; read off programs of Qwen3-30B-A3B (.27) and Mixtral (.25) on 64 H100 in "
                "four microbatches, experts over 8", 0, formula=True),
-    Assumption("overlap.data", {"": .80}, "the same of what is reduced and gathered once a step, behind one microbatch", 0,
+    Assumption("overlap.data", {"": .80}, "the same of what frameworks with buckets reduce and gather once a step, behind one microbatch", 0,
                formula=True),
+    Assumption("overlap.once", {"": .25}, "share of their own time that reductions and gathers once a step hide in our programs, "
+               "behind each other's updates; all-reduces behind nothing. Read off programs of 1B and 8B on 8 and 64 H100: .26 to "
+               ".33", 0, formula=True),
+    Assumption("overlap.reduced", {"": .72}, "share of a layer's reductions that hides at most in our programs: the last of a "
+               "loop's body stand behind nothing. Read off the same programs: .64 to .75", 0, formula=True),
     Assumption("overlap.tensor", {"": 0}, "share of tensor parallelism's collectives that hides: they stand between the "
                "products", 0, formula=True),
     Assumption("overlap.user_buffers", {"": .60}, "the same where a framework cuts them into chunks beside their products "

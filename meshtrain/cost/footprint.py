@@ -29,7 +29,9 @@ def _beside_stored(placed: Placed, options: Options) -> float:
     ends are made before the layers' or after them, in no accumulator."""
     alone = options.microbatches == 1
     if not placed.by_layer:          # a matrix's gradient and its sum are made outside of the accumulators
-        return placed.itemsize * placed.cast + 8 * placed.largest - 4 * placed.ends_grads * alone
+        # Where gradients are scattered XLA keeps the zeros that the head's begins with, for all microbatches.
+        zeros = 4 * placed.head.n * placed.head.k * bool(placed.ends_scattered)
+        return placed.itemsize * placed.cast + 8 * placed.largest + zeros - 4 * placed.ends_grads * alone
     # Stored as they are. XLA turns shards that it joins along their last dim.
     return placed.moved + placed.turned + placed.itemsize * placed.largest
 
@@ -38,12 +40,12 @@ def _in_layers(placed: Placed, options: Options) -> float:
     """What a microbatch keeps of its layers, and the more of what the loss and the last layer's backward need beside it."""
     cfg, size, tokens = placed.cfg, placed.itemsize, placed.tokens(options)
     experts = routed.of(placed, options)
-    kept = cfg.num_layers * (size * tokens * _kept_width(placed, options) + (experts.kept_bytes if experts else 0))
+    kept = cfg.num_layers * (size * tokens * kept_width(placed, options) + (experts.kept_bytes if experts else 0))
     stream, chunk = cfg.embed_dim / placed.stream_ways, min(tokens, options.loss_chunk)
     head = placed.head.n * placed.head.k
-    # Logits of a chunk in float32 and their gradient; the output, normed and its gradient; the head gathered.
+    # Logits of a chunk in float32 and their gradient; the output, normed and its gradient; the head gathered, and turned.
     loss = chunk * ((4 + size) * placed.head.n + size * cfg.embed_dim) + 3 * size * tokens * stream
-    loss += size * head if placed.by_layer else 0
+    loss += 2 * size * head if placed.by_layer else 0
     # The head's gradient in float32 stays until the layers are done.
     layer = size * tokens * _working_width(placed, options) + _of_parts(placed, options)
     if experts:
@@ -63,7 +65,7 @@ def _begun_early(placed: Placed) -> float:
     return 4 * sum(info.size for info in placed.rows if info.role == "embedding" and info.axes[0] == "vocab" and info.trainable)
 
 
-def _kept_width(placed: Placed, options: Options) -> float:
+def kept_width(placed: Placed, options: Options) -> float:
     """Elements of a token that a layer keeps for its backward."""
     h = placed.cfg.embed_dim
     stream, (q, kv, f) = h / placed.stream_ways, placed.widths
@@ -72,9 +74,12 @@ def _kept_width(placed: Placed, options: Options) -> float:
     beside = _routing_width(placed) / placed.stream_ways
     placement = placed.cfg.norm_placement                # norms behind attention and MLP read what their last matmuls give
     whole, chosen = 2 * stream * (placement == "both"), stream * (placement != "before" and not placed.cfg.num_experts)
-    # Without remat what matmuls read is kept whole.
-    return {"none": 2 * stream + 2 * h + 2 * q + 2 * kv + gates * f + _normed_width(placed) + beside + whole,
-            "selective": 2 * stream + 2 * q + 2 * kv + gates * f + beside / 2 + chosen, "full": stream + again,
+    sums = 4 * placed.cfg.num_heads / placed.ways("heads") / placed.itemsize     # log-sum-exps, in float32
+    # Without remat what matmuls read is kept whole, and where a loop over microbatches has buffers for it what attention gives
+    # twice: as attention has it, and as the matmul behind.
+    twice = q * (options.microbatches > 1)
+    return {"none": 2 * stream + 2 * h + 2 * q + twice + 2 * kv + gates * f + _normed_width(placed) + beside + whole + sums,
+            "selective": 2 * stream + 2 * q + 2 * kv + gates * f + beside / 2 + chosen + sums, "full": stream + again,
             "offload": again}[options.remat]
 
 

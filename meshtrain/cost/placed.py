@@ -27,7 +27,9 @@ class Practice:
     recomputed: shares of a layer's forward products, attention and elementwise work that its backward does again; None: as
     training.remat says. shared_head: all stages work on the head; else it stands on the last. short_ends: the first and last
     stage have one layer less than the others. grad_bytes: of a gradient's element as it is reduced. by_columns: an embedding
-    that is split over its columns alone is looked up where it lies, and rows travel instead of the table.
+    that is split over its columns alone is looked up where it lies, and rows travel instead of the table. bucketed: what is
+    reduced and gathered once a step hides behind a microbatch, and reductions of a layer behind the next, in buckets; ours wait
+    for the end of the loops that XLA makes.
     """
     recomputed: tuple[float, float, float] | None = None
     eager: bool = False
@@ -37,6 +39,7 @@ class Practice:
     short_ends: bool = False
     grad_bytes: int = 4
     by_columns: bool = True
+    bucketed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +157,12 @@ class Placed:
     def dtype(self) -> str:
         """Of the same, as HLO spells it."""
         return "bf16" if self.itemsize == 2 else "f32"
+
+    @functools.cached_property
+    def matrices(self) -> int:
+        """Of a layer, experts' apart: each is gathered and reduced by a collective of its own."""
+        return len({info.path[-3:] for info in self.rows
+                    if info.role == "matrix" and info.axes[0] in (LAYERS, LEADING) and "expert" not in info.axes})
 
     def tokens(self, options: Options) -> float:
         """Of a microbatch on one device, sequences that are split counted as they lie."""

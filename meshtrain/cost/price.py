@@ -27,6 +27,7 @@ from meshtrain.parallel import schedules
 BACKWARD, BACKWARD_APART = 2.5, 3.5
 LOGIT_BYTES = 14            # what a logit moves through memory, forward and backward
 UPDATE_BYTES = 30           # what a stored parameter moves in the optimizer's update
+ONCE_BYTES = 12             # what an accumulator's element moves beside the sums: begun with zeros, turned for the reduction
 QK_NORM = (6, 17)           # of an element of queries and keys that are normed, forward and backward
 QUANTISE_BYTES = 5          # of an element that becomes float8: read for the largest value, read again, written
 FULL, SELECTIVE = (1.0, 1.0, 1.0), (0.0, 0.0, 0.6)
@@ -88,7 +89,7 @@ class _Links:
     def one_s(self, sent: traffic.Sent) -> float:
         axes = tuple(axis.partition(":")[0] for axis in sent.axes)      # a part of an axis counts as all of it
         of = group(self.sizes, self.placement, axes, self.domain)
-        return self.rates.collective_s(sent.kind, sent.array_bytes, of)
+        return sent.arrays * self.rates.collective_s(sent.kind, sent.array_bytes / sent.arrays, of)
 
 
 def price(placed: Placed, rated: Rates, options: Options, practice: Practice = Practice()) -> Price:
@@ -112,6 +113,8 @@ def price(placed: Placed, rated: Rates, options: Options, practice: Practice = P
     ahead, ahead_s = _ahead(placed, rated, options, practice)
     idle_s += (placed.rounds(options) * p / m - 1) * ahead_s
     update_s = rated.stream_s(UPDATE_BYTES * placed.updated)
+    if not practice.bucketed and p == 1:
+        update_s += rated.stream_s(ONCE_BYTES * placed.grads)
     busy = m * steady + ahead_s + idle_s + waits.other_s + update_s
     step_s = busy * (1 + assumed["step.overhead"])
     parts = {name: m * layers * seconds for name, seconds in work.parts.items()}
@@ -160,25 +163,29 @@ class _Waits:
         links, assumed, m, p = _Links(rated, placed.mesh), rated.assumed, options.microbatches, placed.mesh.sizes["stage"]
         self.sent = traffic.of(placed, options, practice)
         self.links_s, self.exposed = defaultdict(float), defaultdict(float)
-        together: dict = defaultdict(float)
+        together, reduced = defaultdict(float), defaultdict(float)
         self.layer_s = 0.0
         for sent in self.sent:
             one_s = links.one_s(sent)
             self.links_s["+".join(sent.axes)] += sent.runs * one_s
             between = sent.waits == "stage" and sent.kind == "collective-permute"       # hidden but for those of the bubble
-            together[sent.waits, sent.beside, sent.layer] += (2 * (p - 1) if between else sent.runs) * one_s
+            together[key := (sent.waits, sent.beside, sent.layer)] += (2 * (p - 1) if between else sent.runs) * one_s
+            if sent.layer and sent.kind == "reduce-scatter" and sent.beside == traffic.BACKWARD:
+                reduced[key] += sent.runs * one_s
             if sent.layer and sent.waits == "fsdp" and sent.beside == traffic.BACKWARD:
                 self.exposed["fsdp"] += m * one_s       # the first layer's gather and the last one's reduction: behind nothing
         visits = placed.visits(options, practice)[0]
         compute = {"": 0.0, traffic.MICROBATCH: layers * (work.forward_s + work.backward_s)} | {
             beside: visits * seconds for beside, seconds in work.beside.items()}
+        compute[traffic.ONCE] = sum(seconds for (_, beside, _), seconds in together.items() if beside == traffic.ONCE)
         hidden = {"tensor": assumed["overlap.user_buffers" if practice.user_buffers else "overlap.tensor"]}
         for (name, beside, layer), seconds in together.items():
             near = "overlap.experts" if name == traffic.EXPERTS else "overlap.fsdp"
-            hide = assumed["overlap.data" if beside == traffic.MICROBATCH else near]
+            hide = assumed[{traffic.MICROBATCH: "overlap.data", traffic.ONCE: "overlap.once"}.get(beside, near)]
             if not practice.overlaps and name != "context":
                 hide = 0.0
-            exposed_s = (1 - hidden.get(name, 0.0)) * _beside(seconds, compute[beside], hide, assumed["link.contend"])
+            alone = (1 - assumed["overlap.reduced"]) * reduced[name, beside, layer] * (not practice.bucketed)
+            exposed_s = (1 - hidden.get(name, 0.0)) * _beside(seconds, alone, compute[beside], hide, assumed["link.contend"])
             exposed_s *= m * layers / visits if layer else 1.0      # what masked visits wait for is the bubble's
             self.exposed[name] += exposed_s
             self.layer_s += exposed_s if layer else 0.0
@@ -219,8 +226,9 @@ class _Work:
         if placed.float8:
             small, small_b = (each + rated.stream_s(tokens * moved)
                               for each, moved in zip((small, small_b), _quantised_bytes(placed)))
-        in_stage = _stage_bytes(placed, options) if placed.masked(options, practice) else (0.0, 0.0, 0.0)
-        stage_f, stage_b, stage_w = map(rated.stream_s, in_stage)
+        in_loop = (0.0, 0.0, 0.0) if practice.bucketed else _stage_bytes(placed, options) if placed.masked(
+            options, practice) else _scan_bytes(placed, options)
+        stage_f, stage_b, stage_w = map(rated.stream_s, in_loop)
         again = practice.recomputed or RECOMPUTED[options.remat]
         again_s = again[0] * forward
         if practice.recomputed is None and again[0]:    # ours: what the last product adds is never needed again
@@ -263,6 +271,17 @@ def _experts_s(placed: Placed, rated: Rates, options: Options) -> tuple[tuple[fl
     return tuple(products), tuple(found.share * rated.stream_s(moved) for moved in found.elementwise_bytes())
 
 
+def _scan_bytes(placed: Placed, options: Options) -> tuple[float, float, float]:
+    """What the forward and the backward of a layer move through memory, and its gradients, because a loop over layers makes
+    them: what the backward reads is put into a buffer and taken out, weights that the device holds are sliced out of their
+    stack, gradients are added into theirs. Read off compiled programs of 1B and 8B."""
+    remat = "full" if options.remat == "offload" else options.remat         # on its way to the host and back as well
+    width = footprint.kept_width(placed, dataclasses.replace(options, remat=remat))
+    kept = placed.itemsize * placed.tokens(options) * width
+    sliced = 0 if placed.by_layer else 2 * placed.itemsize * placed.layer_used
+    return sliced + 2 * kept, sliced + 2 * kept, 12 * (placed.grads - placed.ends_grads) / placed.cfg.num_layers
+
+
 def _stage_bytes(placed: Placed, options: Options) -> tuple[float, float, float]:
     """What F, B and W of a layer move through memory because they stand in a pipeline's loop: its weights are sliced out of the
     stage's stack, its gradients added into theirs, what waits is put into slots and taken out; what waits for a W of its own
@@ -288,9 +307,10 @@ def _matmul_s(rated: Rates, dtype: str, size: int, m: float, n: float, k: float)
     return max(rated.matmul_s(Matmul(m, n, k, 1, dtype)), rated.stream_s(size * (m * n + n * k + m * k)))
 
 
-def _beside(comm_s: float, compute_s: float, hide: float, contend: float) -> float:
-    """What a collective adds to the compute beside it: what sticks out, and by what it slows the rest."""
-    behind = min(comm_s, hide * compute_s)
+def _beside(comm_s: float, alone_s: float, compute_s: float, hide: float, contend: float) -> float:
+    """What a collective adds to the compute beside it: what sticks out, and by what it slows the rest. alone_s: of it, what
+    nothing stands beside."""
+    behind = min(comm_s - alone_s, hide * compute_s)
     return comm_s - behind + contend * behind
 
 

@@ -16,6 +16,7 @@ from meshtrain.cost.placed import Axes, Options, Placed, Practice, Product
 from meshtrain.names import AXES
 
 FORWARD, BACKWARD, MICROBATCH = "forward", "backward", "microbatch"             # what a collective hides behind
+ONCE = "the update of other parameters"
 ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
 ROUTED, EXPERTS = "for experts", "for experts' weights"        # what waits for tokens on their way to them, and for these
 FLOAT32, E4M3 = "f32", "f8e4m3fn"
@@ -30,7 +31,7 @@ class Sent:
     kind, dtype: as HLO spells them; axes: as `audit.Collective` has them. array_bytes: the whole array of an all-gather,
     reduce-scatter or all-reduce, what one GPU sends of others. waits: the name under which a step's exposed seconds are told.
     beside: the compute behind which it hides, "" where the step waits for all of it. layer:
-    whether it belongs to a layer of a microbatch; else to its ends or the step.
+    whether it belongs to a layer of a microbatch; else to its ends or the step. arrays: that travel one by one, equally large.
     """
     kind: str
     axes: Axes
@@ -40,6 +41,7 @@ class Sent:
     waits: str
     beside: str = ""
     layer: bool = True
+    arrays: int = 1
 
     def ring_bytes(self, sizes: Mapping[str, int]) -> float:
         """What one GPU sends in a step, in a ring."""
@@ -88,10 +90,11 @@ def _weights(placed: Placed, options: Options, practice: Practice) -> Iterator[S
     size, grads = placed.itemsize, (practice.grad_bytes, "bf16" if practice.grad_bytes == 2 else FLOAT32)
     gather = lambda axes, n, times, *how: Sent("all-gather", axes, placed.dtype, n * size, times, *how)
     reduced = lambda kind, axes, n, times, *how: Sent(kind, axes, grads[1], n * grads[0], times, *how)
+    arrays = 1 if practice.bucketed else placed.matrices
     layer_size, dtype = (1, E4M3) if placed.float8 else (size, placed.dtype)
     for axes, n in placed.gathered.items():
         for beside in (FORWARD, BACKWARD):
-            yield Sent("all-gather", axes, dtype, n * layer_size, runs, "fsdp", beside)
+            yield Sent("all-gather", axes, dtype, n * layer_size, runs, "fsdp", beside, True, arrays)
     for axes, n in placed.router_gathered.items():
         yield Sent("all-gather", axes, FLOAT32, 4 * n, 2 * runs, "fsdp", FORWARD)
     for axes, n in placed.experts_gathered.items():
@@ -100,9 +103,9 @@ def _weights(placed: Placed, options: Options, practice: Practice) -> Iterator[S
     of_layers = (placed.scattered, placed.summed, "fsdp"), (placed.experts_scattered, placed.experts_summed, EXPERTS)
     for scattered, summed, waits in of_layers:
         for axes, n in scattered.items():
-            yield reduced("reduce-scatter", axes, n, runs, waits, BACKWARD)
+            yield reduced("reduce-scatter", axes, n, runs, waits, BACKWARD, True, arrays)
         for axes, n in summed.items():
-            yield reduced("all-reduce", axes, n, runs, "context", BACKWARD)
+            yield reduced("all-reduce", axes, n, runs, "context", BACKWARD, True, arrays)
     for axes, n in placed.ends_gathered.items():
         yield gather(axes, n, m, "fsdp", "", False)
     for axes, n in placed.ends_scattered.items():
@@ -116,12 +119,13 @@ def _weights(placed: Placed, options: Options, practice: Practice) -> Iterator[S
 
 def _once(placed: Placed, practice: Practice) -> Iterator[Sent]:
     """Once a step: gradients that [grads] leaves whole are summed, new weights that [optimizer] alone splits are gathered."""
-    dtype = "bf16" if practice.grad_bytes == 2 else FLOAT32
-    for kind, sums in (("reduce-scatter", placed.once_scattered), ("all-reduce", placed.once_summed)):
-        for axes, n in sums.items():
-            yield Sent(kind, axes, dtype, n * practice.grad_bytes, 1, "once a step", MICROBATCH, False)
+    dtype, beside = "bf16" if practice.grad_bytes == 2 else FLOAT32, MICROBATCH if practice.bucketed else ONCE
+    for axes, n in placed.once_scattered.items():
+        yield Sent("reduce-scatter", axes, dtype, n * practice.grad_bytes, 1, "once a step", beside, False)
+    for axes, n in placed.once_summed.items():      # of ours XLA leaves the all-reduces to the end, one behind the other
+        yield Sent("all-reduce", axes, dtype, n * practice.grad_bytes, 1, "once a step", beside * practice.bucketed, False)
     for axes, n in placed.regathered.items():
-        yield Sent("all-gather", axes, placed.dtype, n * placed.itemsize, 1, "once a step", MICROBATCH, False)
+        yield Sent("all-gather", axes, placed.dtype, n * placed.itemsize, 1, "once a step", beside, False)
 
 
 # ---- what activations send -------------------------------------------------------------------------------------------

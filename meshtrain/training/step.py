@@ -189,9 +189,10 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         if loss_limit:
             finite &= loss <= loss_limit[0]
         # A step that is not finite, or a spike, changes nothing but the count of steps, from which the learning rate follows.
-        updates = jax.tree.map(lambda u: jnp.where(finite, u, 0.0), updates)
-        opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), opt_state, state.opt_state)
-        new = State(state.step + 1, params.joined(optax.apply_updates(trained, updates), frozen), opt_state)
+        # The old values and no updates of zero: XLA would make these where it makes the accumulators' zeros, and keep them.
+        kept = lambda new, old: jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
+        trained, opt_state = kept(optax.apply_updates(trained, updates), trained), kept(opt_state, state.opt_state)
+        new = State(state.step + 1, params.joined(trained, frozen), opt_state)
         rate = learning_rate_schedule(run.optimizer, training.steps)(state.step)
         metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": jnp.asarray(rate, jnp.float32), "tokens": count,
                    "skipped": ~finite}
