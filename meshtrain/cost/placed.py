@@ -90,7 +90,7 @@ class Placed:
 
     products, head: of one layer, and of the head. For each microbatch, of one layer, of its experts, or of embedding and head
     (ends): gathered weights, scattered and summed gradients; router_gathered: in float32; looked_up: how often a token's row of
-    a table that is looked up by columns travels, or the row's cotangent.
+    a table that is looked up by columns travels, or the row's cotangent; looked_back: how often the cotangents of rows are gathered.
     Once a step: once_scattered and once_summed gradients, regathered new weights. stored, grads, ends_grads: parameters that a
     device keeps; updated: of them those that are trained, layers_stored: the layers', layers_read: as [params] has them;
     stored_bytes: of all; turned: bytes of those that are gathered along any dim but their first. used: of its stage and the
@@ -119,6 +119,7 @@ class Placed:
     ends_scattered: Mapping[Axes, float]
     ends_summed: Mapping[Axes, float]
     looked_up: Mapping[Axes, float]
+    looked_back: Mapping[Axes, float]
     once_scattered: Mapping[Axes, float]
     once_summed: Mapping[Axes, float]
     regathered: Mapping[Axes, float]
@@ -236,7 +237,8 @@ class Placed:
 
 
 TRAVEL = ("gathered", "scattered", "summed", "router_gathered", "experts_gathered", "experts_scattered", "experts_summed",
-          "ends_gathered", "ends_scattered", "ends_summed", "looked_up", "once_scattered", "once_summed", "regathered")
+          "ends_gathered", "ends_scattered", "ends_summed", "looked_up", "looked_back", "once_scattered", "once_summed",
+          "regathered")
 ONCE = ("once_scattered", "once_summed", "regathered")
 HELD = ("stored", "stored_bytes", "updated", "layers_stored", "layers_read", "grads", "ends_grads", "turned", "used", "cast",
         "moved", "layer_used", "largest")
@@ -338,7 +340,10 @@ def _send(travel, layout: Layout, info, lies, whole: float, depth: int, uses: in
     into = late & once & lies["optimizer"]
     travel["once_scattered"][_ordered(into)] += whole / layout.ways(grads)
     travel["once_summed"][_ordered((late & once) - into)] += whole / layout.ways(grads | into)
-    if info.role == "embedding":        # what its lookups leave XLA itself adds up before it sums it over devices
+    if info.role == "embedding" and layout.ways(once) > 1 and layout.sizes["stage"] == 1:
+        # Beside manual axes XLA gathers the cotangents of what is looked up, and each device adds up all of them.
+        travel["looked_back"][_ordered(late - once)] += 1
+    elif info.role == "embedding":      # what its lookups leave XLA itself adds up before it sums it over devices
         travel["once_summed"][_ordered(late - once)] += whole / layout.ways(grads)
     else:
         travel[part + "summed"][_ordered(late - once)] += n / layout.ways(grads)

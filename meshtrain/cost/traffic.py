@@ -115,6 +115,8 @@ def _weights(placed: Placed, options: Options, practice: Practice) -> Iterator[S
     looked_up = placed.tokens(options) * placed.cfg.embed_dim * size    # rows from the devices that hold columns; cotangents
     for axes, tables in placed.looked_up.items():
         yield Sent("all-to-all", axes, placed.dtype, looked_up, m * tables, "fsdp", "", False)
+    for axes, tables in placed.looked_back.items():
+        yield Sent("all-gather", axes, placed.dtype, looked_up * placed.layout.ways(axes), m * tables, "context", "", False)
 
 
 def _once(placed: Placed, practice: Practice) -> Iterator[Sent]:

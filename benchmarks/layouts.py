@@ -1,0 +1,116 @@
+"""python benchmarks/layouts.py: formula beside the roofline of the compiled step, layout by layout, in time and memory.
+
+Each step is compiled for H100s that are not here; nothing is measured. Writes tests/goldens/rooflines.toml, with which
+tests/test_orders.py compares the formulas of every commit, and benchmarks/layouts.md. Needs the extra gpu-compile.
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import sys
+import warnings
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+from benchmarks import machine, words
+from meshtrain import assembly, plan
+from meshtrain.config.shipped import shipped
+from meshtrain.cost import compile as gpu_compile
+from meshtrain.cost import hardware, rates, report, roofline
+from meshtrain.cost.assumptions import Assumptions
+from meshtrain.cost.placed import Options, place
+from meshtrain.cost.price import Price, price
+from meshtrain.layout import rules
+from meshtrain.layout.mesh import MeshSpec
+from meshtrain.layout.rules import Layout
+from meshtrain.model import transformer
+
+GPU, GIB = "h100", 2**30
+GOLDEN = ROOT / "tests" / "goldens" / "rooflines.toml"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layout of a model. Steps of one model, one batch and as many GPUs are compared."""
+    model: str
+    batch: int
+    rule: str
+    mesh: dict
+    microbatches: int
+    remat: str = "selective"
+    schedule: str = ""
+    chunks: int = 1
+
+    @property
+    def gpus(self) -> int:
+        return math.prod(self.mesh.values())
+
+    @property
+    def name(self) -> str:
+        mesh = " × ".join(f"{axis} {n}" for axis, n in self.mesh.items())
+        schedule = f", {self.schedule} × {self.chunks}" if self.schedule else ""
+        return f"{self.model}, {self.batch} sequences, {self.rule}, {mesh}, {self.microbatches} microbatches, {self.remat}{schedule}"
+
+    def run(self):
+        options, rest = plan.flags(f"{self.model} --gpus {self.gpus} --gpu {GPU} --global-batch {self.batch} --seq-len 8192".split())
+        pipeline = {"schedule": self.schedule, "chunks": self.chunks} if self.schedule else {}
+        return plan._with(plan.asked(options, rest), mesh=self.mesh, sharding={"rules": str(shipped(f"sharding_rules/{self.rule}.toml"))},
+                          training={"microbatches": self.microbatches, "remat": self.remat}, pipeline=pipeline)
+
+
+def _of(model: str, batch: int, microbatches: int, remat: str, *layouts: tuple[str, dict]) -> list[Case]:
+    return [Case(model, batch, rule, mesh, microbatches, remat) for rule, mesh in layouts]
+
+
+CASES = [
+    *_of("llama3.2-1b", 512, 16, "none", *((rule, dict(fsdp=8)) for rule in ("ddp", "zero1", "zero2", "zero3")),
+         ("hsdp", dict(data=2, fsdp=4)), ("zero3_context", dict(fsdp=4, context=2)), ("tensor_sequence", dict(data=4, tensor=2))),
+    *_of("llama3-8b", 64, 1, "selective", *((rule, dict(fsdp=64)) for rule in ("zero1", "zero2", "zero3")),
+         ("hsdp", dict(data=8, fsdp=8))),
+    *_of("llama3-8b", 256, 4, "selective", *((rule, dict(fsdp=64)) for rule in ("zero1", "zero2", "zero3")),
+         ("hsdp", dict(data=8, fsdp=8)), ("zero3_tensor_sequence", dict(fsdp=16, tensor=4))),
+    Case("llama3-8b", 256, "zero1_pipeline", dict(fsdp=32, stage=2), 8, "selective", "1f1b"),
+]  # fmt: skip
+
+
+def priced(case: Case) -> Price:
+    """By the formulas."""
+    run, spec = case.run(), MeshSpec(case.mesh)
+    model, rated = transformer.build(run.model), rates.Rates(hardware.get(GPU), Assumptions(GPU))
+    layout = Layout(rules.load(shipped(f"sharding_rules/{case.rule}.toml")), spec.sizes)
+    attended = rates.attended(run, layout, rated.assumed)
+    options = Options.of(run, schedule=case.schedule, chunks=case.chunks, visited=attended.visited, engine=attended.engine)
+    return price(place(model.parameters(), run.model, layout, spec), rated, options)
+
+
+def compiled(case: Case) -> tuple[float, int]:
+    """(seconds by the roofline, bytes of a GPU) of the compiled step."""
+    made = assembly.assemble(case.run(), gpu_compile.topology(f"{GPU}:{case.gpus}"))
+    executable = assembly.compile_step(made)
+    return roofline.of_run(made, executable.as_text()).step_s, report.held_by_program(made, executable)["total"]
+
+
+def main(argv) -> None:
+    words.Parser(__doc__).parse_args(argv)
+    warnings.filterwarnings("ignore")
+    golden, lines = ["# Written by benchmarks/layouts.py: of compiled steps, seconds by the roofline and bytes of a GPU."], []
+    for case in CASES:
+        (step_s, held), formula = compiled(case), priced(case)
+        golden.append(f'"{case.name}" = {{ step_s = {step_s:.4f}, bytes = {held} }}')
+        total = formula.memory_bytes["total"]
+        lines.append(f"| {case.name} | {formula.step_s:.2f} | {step_s:.2f} | {formula.step_s / step_s - 1:+.1%} | {total / GIB:.1f} | "
+                     f"{held / GIB:.1f} | {total / held - 1:+.1%} |")
+        print(lines[-1], flush=True)
+    GOLDEN.write_text("\n".join(golden) + "\n")
+    (ROOT / "benchmarks" / "layouts.md").write_text("\n".join([
+        "# Layouts by formula and by the roofline of the compiled step", "", "Written by `python benchmarks/layouts.py`. Nothing here was measured.",
+        "", machine.line("", "jax"), "", f"| on {GPU} | formula, s | roofline, s | | formula, GiB | compiled, GiB | |",
+        "| --- | --- | --- | --- | --- | --- | --- |", *lines]) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
