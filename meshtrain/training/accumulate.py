@@ -50,7 +50,7 @@ def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, s
     """staged: whether the layers are pipelined, which sums gradients after its loop whatever [grads] says: that is about where
     they lie afterwards."""
     training, data = run.training, run.data
-    once = tuple(axis for axis in layout.batch_axes if staged or axis not in _in_the_loop(run, layout))
+    once = tuple(axis for axis in layout.batch_axes if staged or axis not in _in_the_loop(layout))
     replicas = layout.ways(once)
     platform = mesh.devices.flat[0].platform
     precision = float8.precision(platform) if run.model.matmul_dtype == "float8" else None
@@ -64,12 +64,9 @@ def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, s
     return StepSpec(run, model, layout, mesh, state, ex, once, batch)
 
 
-def _in_the_loop(run, layout: Layout) -> set[str]:
+def _in_the_loop(layout: Layout) -> set[str]:
     """The mesh axes over which weights are gathered or gradients reduced for each microbatch."""
-    axes = {axis for table in ("params", "grads") for names in layout.rules.tables[table].values() for axis in names}
-    if run.model.num_experts:       # tokens of several replicas meet there
-        axes |= {axis for name in rules.NEVER_GATHERED for axis in layout.mesh_axes("params", name)}
-    return axes
+    return {axis for table in ("params", "grads") for names in layout.rules.tables[table].values() for axis in names}
 
 
 def scanned(step: StepSpec):
@@ -85,7 +82,10 @@ def scanned(step: StepSpec):
     as_read = partial(step.model.as_read, layout, dtype=None if step.model.gathered_by_layer(layout) else step.ex.dtype)
 
     def replicated(f, out=P(once or None)):
-        """f(batch, *args) of one replica's part of the batch; the results of f, with a dim of size 1 for it, lie along `once`."""
+        """Run f(batch, *args) on each replica's part of the batch, in a shard_map that is manual over `once`.
+
+        f returns arrays with a dim of size 1 for its replica, the first where `out` does not say otherwise.
+        """
         def of_one(batch, *args):
             return f(jax.tree.map(lambda x: x[:, 0], batch), *args)
         if not once:
