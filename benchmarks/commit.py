@@ -79,9 +79,9 @@ def measure(directory: Path, count: int) -> dict[str, float]:
     simulate(place, count, handler)
     handed, times = [], {}
 
-    def merge():
+    def merge(folder):
         began = time.perf_counter()
-        handler.finalize(epath.Path(place / "state"))
+        handler.finalize(epath.Path(folder))
         times["merge"] = time.perf_counter() - began
 
     for index in range(count):

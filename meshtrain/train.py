@@ -376,7 +376,7 @@ def _start_state(parts: _Parts, start: resume.Start) -> State:
         return State(state.step, pretrained.load(*given, run.model, made.model.places(), state.params), state.opt_state)
     if run.checkpoint.init_from:
         source, step = resume.source(Path(run.checkpoint.init_from), run.checkpoint.step,
-                                     f"checkpoint.init_from={run.checkpoint.init_from}")
+                                     f"checkpoint.init_from={run.checkpoint.init_from}", only_params=not run.checkpoint.init_optimizer)
         with config.user_errors("checkpoint.init_from: "):
             return _begun_from(run, made, source, step, state)
     return state

@@ -3,6 +3,7 @@ line, or in full where arrays do not fit."""
 
 import contextlib
 import errno
+import json
 import os
 import pathlib
 import shutil
@@ -13,7 +14,9 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -34,7 +37,7 @@ def test_state_comes_back_bit_for_bit_on_another_mesh(tmp_path):
     checkpoints = checkpoint.Checkpoints(tmp_path / "c", read_only=True)
     assert checkpoints.latest() == 7
     state, metadata = checkpoints.restore(7, abstract(new))
-    assert metadata == {"format": 3, "run": "[run]\nname = 'x'", "position": 7} == checkpoints.metadata(7)
+    assert metadata == {"format": 4, "run": "[run]\nname = 'x'", "position": 7} == checkpoints.metadata(7)
     assert_same_bits(state, old)
     assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, new)
 
@@ -48,6 +51,44 @@ def test_only_the_weights_come_back_for_a_new_run(tmp_path):
         assert_same_bits(part["params"], old.params)
         with pytest.raises(ValueError, match="opt_state/0/count: .* absent in this run"):
             checkpoints.restore(7, {"params": abstract(old.params)})
+
+
+def test_who_reads_only_weights_reads_and_checks_no_other_arrays(tmp_path, monkeypatch):
+    old = make_state(mesh(4, 2), P("a", "b"))
+    with checkpoint.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(7, old, {})
+    of_params = [str(path) for path in (tmp_path / "7" / "params").rglob("*") if path.is_file()]
+    largest = max(filter(pathlib.Path.is_file, (tmp_path / "7" / "state").rglob("*")), key=lambda path: path.stat().st_size)
+    flip(largest)
+    read, real = [], disk.checksums
+    monkeypatch.setattr(disk, "checksums", lambda place, paths, **how: real(place, [read.append(str(p)) or p for p in paths], **how))
+    checkpoints = checkpoint.Checkpoints(tmp_path, read_only=True)
+    assert checkpoints.latest(only_params=True) == 7
+    assert sorted(read) == sorted([*of_params, str(tmp_path / "7" / "metadata.json")])
+    part, _ = checkpoints.restore(7, {"params": abstract(old.params)}, part=True)
+    assert_same_bits(part["params"], old.params)
+    assert checkpoints.fault(7) == f"{largest.relative_to(tmp_path / '7')}: its checksum differs"
+    flip(next(path for path in map(pathlib.Path, of_params) if path.stat().st_size > 200))
+    with pytest.raises(ConfigError, match="only damaged"):
+        checkpoints.latest(only_params=True)
+
+
+def test_a_checkpoint_of_format_3_that_has_all_arrays_in_one_folder_comes_back(tmp_path):
+    old, place = make_state(mesh(4, 2), P("a", "b")), tmp_path / "7"
+    (place / "state").mkdir(parents=True)
+    handler = ocp.PyTreeCheckpointHandler(use_compression=False)
+    handler.save(epath.Path(place / "state"), args=ocp.args.PyTreeSave(checkpoint._nested(old)))
+    handler.finalize(epath.Path(place / "state"))
+    (place / "metadata.json").write_text('{"format": 3}')
+    sums = disk.checksums(place, [path for path in place.rglob("*") if path.is_file()])
+    (place / "checksums.json").write_text(json.dumps(sums))
+    checkpoints = checkpoint.Checkpoints(tmp_path)
+    assert checkpoints.latest(only_params=True) == checkpoints.latest() == 7
+    assert_same_bits(checkpoints.restore(7, abstract(old))[0], old)
+    part, _ = checkpoints.restore(7, {"params": abstract(old.params)}, part=True)
+    assert_same_bits(part["params"], old.params)
+    flip(place / "state" / "manifest.ocdbt")
+    assert "its checksum differs" in checkpoints.fault(7, only_params=True)
 
 
 @pytest.mark.parametrize("devices, spec", [(8, P("a")), (8, P()), (1, P())])
@@ -145,9 +186,9 @@ def test_an_exception_in_the_run_waits_for_the_save_and_is_not_replaced(tmp_path
 def test_a_newer_format_is_refused(tmp_path, monkeypatch):
     checkpoints = checkpoint.Checkpoints(tmp_path)
     with monkeypatch.context() as newer:
-        newer.setattr(checkpoint, "FORMAT", 4)
+        newer.setattr(checkpoint, "FORMAT", 5)
         checkpoints.save(1, {"w": jnp.ones(3)}, {})
-    with pytest.raises(ValueError, match="format 4, this version reads up to 3"):
+    with pytest.raises(ValueError, match="format 5, this version reads up to 4"):
         checkpoints.restore(1, {"w": jax.ShapeDtypeStruct((3,), jnp.float32)})
 
 
@@ -340,7 +381,7 @@ def test_a_save_that_failed_does_not_hinder_the_way_back(tmp_path, monkeypatch):
         checkpoints.wait()
         failing_saves(monkeypatch)
         checkpoints.save(2, {"w": jnp.ones(3)}, {})
-        monkeypatch.setattr(checkpoint.Checkpoints, "fault", lambda *_: "")
+        monkeypatch.setattr(checkpoint.Checkpoints, "fault", lambda *_, **how: "")
         assert checkpoints.latest() == 1        # and the end of the run tells that its last save failed
 
 
@@ -396,11 +437,11 @@ def test_a_reader_whose_checkpoint_is_retired_meanwhile_takes_the_newer_one(tmp_
         writer.wait()
         told, real = [], checkpoint.Checkpoints._look
         reader = checkpoint.Checkpoints(tmp_path, read_only=True, tell=told.append)
-        def retired(self, place):
+        def retired(self, place, *how):
             if place.name == "1":
                 writer.save(2, {"w": jnp.ones(3)}, {})
                 writer.wait()
-            return real(self, place)
+            return real(self, place, *how)
         monkeypatch.setattr(checkpoint.Checkpoints, "_look", retired)
         assert reader.latest() == 2 and told == []
         with pytest.raises(checkpoint.CheckpointError, match="1 was removed while it was read: .*checkpoint.keep"):

@@ -27,7 +27,7 @@ def written(tmp_path_factory):
     with pytest.MonkeyPatch.context() as watched:
         real = disk.checksums
         watched.setattr(disk, "checksums", lambda where, paths, **how: real(where, [opened.append(path) or path for path in paths], **how))
-        commit.commit(place, COUNT, json.dumps({"format": checkpoint.FORMAT}), lambda: handler.finalize(epath.Path(place / "state")))
+        commit.commit(place, COUNT, json.dumps({"format": checkpoint.FORMAT}), lambda folder: handler.finalize(epath.Path(folder)))
     return directory, whole, [str(path.relative_to(place)) for path in opened]
 
 

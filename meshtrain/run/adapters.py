@@ -42,7 +42,7 @@ def restore(checkpoints: Checkpoints, step: int, wanted: dict, dtype=None) -> di
     """
     kernels, found = dict(leaves_of(wanted)), section(checkpoints, step)
     if found:
-        stored = dict(leaves_of(checkpoints.arrays(step)["params"]))
+        stored = dict(leaves_of(checkpoints.arrays(step, only_params=True)["params"]))
         for path in [path for path in kernels if _beside(path, "a") in stored]:
             kernels |= {_beside(path, one): _placed(stored[_beside(path, one)], kernels[path], one) for one in "ab"}
     taken, _ = checkpoints.restore(step, {"params": nested(kernels)}, part=True)
@@ -51,7 +51,7 @@ def restore(checkpoints: Checkpoints, step: int, wanted: dict, dtype=None) -> di
 
 def tell_left_out(checkpoints: Checkpoints, step: int, params: dict) -> None:
     """Names the parameters of a step that have no place in `params`, which begin from it; adapters are merged."""
-    paths = {path for path, _ in leaves_of(checkpoints.arrays(step)["params"]) if f"/{LORA}/" not in path}
+    paths = {path for path, _ in leaves_of(checkpoints.arrays(step, only_params=True)["params"]) if f"/{LORA}/" not in path}
     if left := sorted(paths - {path for path, _ in leaves_of(params)}):
         say.out(f"note: the model there has parameters that this one lacks, and they are left out: {', '.join(left)}")
 

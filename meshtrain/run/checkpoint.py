@@ -4,7 +4,8 @@ Orbax writes and reads the arrays, under their paths (`params/layers/wq`, `opt_s
 object. A checkpoint holds no class, no function and no mesh: loading it runs no code, and each array is read back into
 whatever sharding is asked for. The arrays are copied to the host before `save` returns, so the next step may donate them.
 
-    <step>/           whole: state/ (orbax), metadata.json, and checksums.json: size and xxh3-128 of every other file
+    <step>/           whole: params/ and state/ (orbax; what lies below the key params, and all else), metadata.json, and
+                      checksums.json: size and xxh3-128 of every other file
     .<step>.saving/   being written, see `commit`; renamed to <step> when all of it, checksums included, is on disk
     .<step>.deleting-<hex>/  to be removed: renamed first, so that half a checkpoint never stands under its number
     <step>.damaged/   its checksums did not hold; set aside for a person to look at
@@ -13,7 +14,8 @@ whatever sharding is asked for. The arrays are copied to the host before `save` 
 We commit ourselves, not by orbax's CheckpointManager: it has no checksums, and where one process fails to write, the
 others wait at its barrier until it times out. Several processes share the directory; process 0 alone renames and deletes.
 
-It must not know what the state means: any pytree of jax arrays will do.
+Weights are read by many (generate, evaluate, convert, runs that begin from them), the optimizer's states by the run alone: what
+reads only weights reads and checks only params/. Beyond that it does not know what the state means: any pytree of jax arrays will do.
 """
 from __future__ import annotations
 
@@ -42,11 +44,11 @@ from meshtrain import files
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
 from meshtrain.run import commit, disk, say
-from meshtrain.run.commit import CHECKSUMS, METADATA
+from meshtrain.run.commit import CHECKSUMS, FOLDERS, METADATA, PARAMS, STATE
 
 # Of the layout described above; a reader that meets a higher number refuses. 1 had no checksums, 2 was of runs that read
-# their data in another order.
-FORMAT = 3
+# their data in another order, 3 had all arrays in state/.
+FORMAT = 4
 PEERS_TIMEOUT_S = 3600  # a process that has not written its part by then holds up nobody else
 MAX_FAILED_SAVES = 3  # in a row: what is trained after them would be lost too
 
@@ -135,17 +137,17 @@ class Checkpoints:
                     f"{self.directory} and start again, it goes on from the last checkpoint that was saved"))
         return time.perf_counter() - start
 
-    def latest(self) -> int | None:
+    def latest(self, *, only_params: bool = False) -> int | None:
         """The step of the latest checkpoint whose checksums hold; None without one. Waits for a save under way.
 
-        Reads all of that checkpoint, each process a part. Damaged ones are told, set aside and not used.
+        Reads all of that checkpoint, or its params, each process a part. Damaged ones are told, set aside and not used.
         Raises: ConfigError if there are checkpoints, but none is whole: a run would start from step 1 over them.
         CheckpointError if one cannot be read; it stays as it is.
         """
-        newest, _ = self.latest_or(lambda after: None)
+        newest, _ = self.latest_or(lambda after: None, only_params=only_params)
         return newest
 
-    def latest_or(self, nearer: Callable[[int], Any]) -> tuple[int | None, Any]:
+    def latest_or(self, nearer: Callable[[int], Any], *, only_params: bool = False) -> tuple[int | None, Any]:
         """(step, None) as `latest`, or (None, what `nearer` found).
 
         nearer: what else may be newer than the checkpoint of this step (0: there is none); None: nothing. It is asked before a
@@ -160,7 +162,7 @@ class Checkpoints:
                 return None, found
             if not steps:
                 break
-            fault = self.fault(newest)
+            fault = self.fault(newest, only_params=only_params)
             if not fault:
                 return newest, None
             gone.add(newest)
@@ -204,11 +206,10 @@ class Checkpoints:
                              "update meshtrain")
         return document
 
-    def arrays(self, step: int) -> dict:
-        """What `step` holds: nested dicts of jax.ShapeDtypeStruct under the names of the paths, without shardings."""
-        with _reading(self.directory / str(step)):
-            tree = self._arrays.metadata(self._state(step)).tree
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+    def arrays(self, step: int, *, only_params: bool = False) -> dict:
+        """What `step` holds, or its params: nested dicts of jax.ShapeDtypeStruct under the names of the paths, without shardings."""
+        stored = self._stored(step, only_params).values()
+        return {key: tree for one in stored for key, tree in one.items()}
 
     def restore(self, step: int, abstract_state: Any, *, part: bool = False) -> tuple[Any, dict]:
         """The state and metadata saved as `step`, the arrays on the shardings that `abstract_state` asks for.
@@ -220,12 +221,15 @@ class Checkpoints:
         CheckpointError if they cannot be read.
         """
         metadata = self.metadata(step)
-        self._check(step, abstract_state, part)
-        nested = _nested(abstract_state)
-        restore_args = ocp.checkpoint_utils.construct_restore_args(nested)
-        args = ocp.args.PyTreeRestore(nested, restore_args=restore_args, partial_restore=part)
-        with _reading(self.directory / str(step)):
-            arrays = self._arrays.restore(self._state(step), args=args)
+        nested, arrays = _nested(abstract_state), {}
+        stored = self._stored(step, only_params=part and nested.keys() <= {PARAMS})
+        self._check(step, stored, abstract_state, part)
+        for folder, there in stored.items():
+            if wanted := {key: tree for key, tree in nested.items() if key in there}:
+                restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
+                args = ocp.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=part)
+                with _reading(self.directory / str(step)):
+                    arrays |= self._arrays.restore(folder, args=args)
         return jax.tree.map_with_path(lambda path, _: _at(arrays, path), abstract_state), metadata
 
     def settle(self) -> None:
@@ -246,8 +250,15 @@ class Checkpoints:
         # With an exception on its way the others may never come to the exchange in wait().
         self.wait() if kind is None else self._join()
 
-    def _state(self, step):
-        return epath.Path(self.directory / str(step) / "state")
+    def _stored(self, step, only_params: bool) -> dict[epath.Path, dict]:
+        """Folder of `step` -> its arrays, in nested dicts of jax.ShapeDtypeStruct; where params lie apart, of them alone."""
+        place = self.directory / str(step)
+        form = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        with _reading(place):
+            there = files.patiently(lambda: os.listdir(place), missing=True)
+            folders = [name for name in FOLDERS if name in there]
+            return {folder: jax.tree.map(form, self._arrays.metadata(folder).tree)
+                    for folder in (epath.Path(place / name) for name in folders[:1 if only_params else None])}
 
     def _steps(self) -> list[int]:
         try:
@@ -269,10 +280,9 @@ class Checkpoints:
         key, error = f"checkpoint {step} {self._saves}", None
         try:
             self.still_ours()
-            (place / "state").mkdir(parents=True, exist_ok=True)  # by whoever comes first
-            writing = asyncio.run(self._arrays.async_save(epath.Path(place / "state"), args=ocp.args.PyTreeSave(state)))
+            writing = asyncio.run(self._write(place, state))
             copied.set()
-            for future in writing or ():
+            for future in writing:
                 future.result()
             commit.hand_over(place, index)
         except Exception as caught:  # tensorstore reports a full disk as ValueError; nothing that goes wrong here may be lost
@@ -296,8 +306,18 @@ class Checkpoints:
         if error is not None:
             self.tell(self._failure)
 
+    async def _write(self, place, state) -> list:
+        """Copies the arrays to the host and begins to write them; returns the futures of that."""
+        writing = []
+        for name, keys in ((PARAMS, {PARAMS} & state.keys()), (STATE, state.keys() - {PARAMS})):
+            if keys:
+                (place / name).mkdir(parents=True, exist_ok=True)   # by whoever comes first
+                args = ocp.args.PyTreeSave({key: state[key] for key in state if key in keys})
+                writing += await self._arrays.async_save(epath.Path(place / name), args=args) or ()
+        return writing
+
     def _commit(self, step, place, document, key):
-        merge = lambda: self._arrays.finalize(epath.Path(place / "state"))      # the indexes of the processes' arrays
+        merge = lambda folder: self._arrays.finalize(epath.Path(folder))    # the indexes of the processes' arrays
         commit.commit(place, jax.process_count(), document, merge, lambda index: agree.word(f"{key} {index}"))
         self.still_ours()
         if not (self.directory / str(step)).exists():
@@ -358,14 +378,14 @@ class Checkpoints:
     def _tell_left(self, error: OSError) -> None:
         self.tell(f"what is left of old checkpoints in {self.directory} cannot be removed: {disk.said(error)}")
 
-    def fault(self, step: int) -> str:
-        """What is damaged in `step`, by what all processes find; empty if nothing.
+    def fault(self, step: int, *, only_params: bool = False) -> str:
+        """What is damaged in `step` or, where they lie apart, in its params, by what all processes find; empty if nothing.
 
         Damage is a size or a checksum that differs, or a file that process 0 misses too.
         Raises: CheckpointError where a file cannot be read, or is not there for others than process 0.
         """
         place = self.directory / str(step)
-        found = agree.exchange(self._look(place))
+        found = agree.exchange(self._look(place, only_params))
         if any("old" in one for one in found):
             raise agree.agreed(ConfigError(
                 f"{place} was written by an earlier version, without checksums, which this one does not "
@@ -383,7 +403,7 @@ class Checkpoints:
         gone = [f"{name} is missing" for name in missing]
         return next((one["damaged"] for one in found if "damaged" in one), gone[0] if gone else "")
 
-    def _look(self, place: pathlib.Path) -> dict:
+    def _look(self, place: pathlib.Path, only_params: bool) -> dict:
         """What this process finds of its share of the files: damaged, missing,
         refused (a file system that fails) or nothing."""
         first, here = jax.process_index() == 0, {"host": socket.gethostname()}
@@ -391,6 +411,8 @@ class Checkpoints:
             if first and not os.path.exists(place / CHECKSUMS) and os.path.exists(place / "_CHECKPOINT_METADATA"):
                 return here | {"old": True}
             wanted = json.loads(files.patiently((place / CHECKSUMS).read_text, missing=not first))
+            if only_params and any(name.startswith(f"{PARAMS}/") for name in wanted):
+                wanted = {name: entry for name, entry in wanted.items() if not name.startswith(f"{STATE}/")}
             names = sorted(wanted)[jax.process_index():: jax.process_count()]
             found = disk.checksums(place, (place / name for name in names), missing=not first)
             wrong = (f"{name}: {text}" for name in names if (text := disk.difference(found[name], wanted[name])))
@@ -414,8 +436,8 @@ class Checkpoints:
         """The name under which a checkpoint is kept from now on, no longer one to go on from."""
         return disk.set_aside(self.directory / str(step), suffix)
 
-    def _check(self, step, abstract_state, part):
-        stored = _forms(self.arrays(step))
+    def _check(self, step, stored, abstract_state, part):
+        stored = {name: form for tree in stored.values() for name, form in _forms(tree).items()}
         wanted = _forms(abstract_state)
         show = lambda entry: "absent" if entry is None else f"{entry[1]}{list(entry[0])}"
         names = wanted.keys() if part else wanted.keys() | stored.keys()

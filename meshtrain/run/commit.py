@@ -15,7 +15,8 @@ from pathlib import Path
 from meshtrain import files
 from meshtrain.run import disk
 
-STATE, CHECKSUMS, METADATA = "state", "checksums.json", "metadata.json"
+PARAMS, STATE, CHECKSUMS, METADATA = "params", "state", "checksums.json", "metadata.json"
+FOLDERS = (PARAMS, STATE)   # that orbax writes arrays into
 RECORDS = "records"     # gone when the checkpoint is whole
 READERS = 32            # threads: on a shared file system each file is a round trip or two
 
@@ -25,34 +26,34 @@ class NotHandedOver(OSError):
 
 
 def hand_over(place: Path, index: int) -> None:
-    """By every process, when orbax has written its arrays into place/state: what is its own is on the disk,
-    and in its record."""
-    folder = place / STATE / f"ocdbt.process_{index}"
-    mine = disk.regular_files(folder)
-    if (described := place / STATE / "array_metadatas" / f"process_{index}").exists():
-        mine.append(described)
-    sums = disk.checksums(place, mine, sync=True)
-    for directory in {path.parent for path in mine if path != described} | ({folder} if folder.exists() else set()):
+    """By every process, when orbax has written its arrays into the FOLDERS: what is its own is on the disk, and in its record."""
+    own = [folder for name in FOLDERS if (folder := place / name / f"ocdbt.process_{index}").exists()]
+    mine = [path for folder in own for path in disk.regular_files(folder)]
+    described = [path for name in FOLDERS if (path := place / name / "array_metadatas" / f"process_{index}").exists()]
+    sums = disk.checksums(place, mine + described, sync=True)
+    for directory in {path.parent for path in mine} | set(own):
         disk.sync(directory)
     (place / RECORDS).mkdir(exist_ok=True)
     (place / RECORDS / str(index)).write_text(json.dumps(sums), encoding="utf-8")
 
 
-def commit(place: Path, count: int, document: str, merge: Callable[[], None], word: Callable[[int], str] = lambda index: "") -> None:
+def commit(place: Path, count: int, document: str, merge: Callable[[Path], None], word: Callable[[int], str] = lambda index: "") -> None:
     """By process 0, when all of `count` processes have ended their writing: all of the checkpoint is on the disk,
     with checksums.
 
-    document: its metadata, as JSON. merge: makes one index of what the processes have written. word: of a process,
+    document: its metadata, as JSON. merge: makes one index of what the processes have written into a folder. word: of a process,
     why it failed.
     Raises: NotHandedOver.
     """
     checksums = _handed_over(place, count, word)
     disk.write(place / METADATA, document)
-    merge()
+    for name in FOLDERS:
+        if (place / name).exists():
+            merge(place / name)
     for name in os.listdir(place / RECORDS):
         os.unlink(place / RECORDS / name)
     (place / RECORDS).rmdir()
-    owned = {os.path.join(place, STATE, f"ocdbt.process_{index}") for index in range(count)}
+    owned = {os.path.join(place, name, f"ocdbt.process_{index}") for name in FOLDERS for index in range(count)}
     known = {os.path.join(place, name) for name in checksums}
     directories, others = [], []
     for path, is_directory in _walk(os.fspath(place), owned):

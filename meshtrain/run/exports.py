@@ -82,7 +82,7 @@ class Exports:
                 self.failed[step] += GONE
 
     def _write_saved(self, step: int) -> None:
-        if fault := self.checkpoints.fault(step):
+        if fault := self.checkpoints.fault(step, only_params=True):
             raise agree.agreed(CheckpointError(f"its checkpoint is damaged ({fault})"))
         saved = agree.on_first(lambda: self.checkpoints.metadata(step))
         self._write(step, _Stored(self.checkpoints, step, self.wanted), saved["run"]["data"], saved["data"]["tokenizer"][1])

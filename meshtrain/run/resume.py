@@ -196,18 +196,19 @@ def _written(directory: Path, write: Callable):
     return agree.on_first(lambda: files.attempted(write, f"run.dir={directory} cannot be written", "give a directory that can", ConfigError))
 
 
-def source(directory: Path, step: int, name: str, option: str = "checkpoint.step=") -> tuple[Checkpoints, int]:
+def source(directory: Path, step: int, name: str, option: str = "checkpoint.step=", *,
+           only_params: bool = True) -> tuple[Checkpoints, int]:
     """The checkpoint of a run that its weights are taken from: of a step, or the newest. name, option: of the two,
-    for messages.
+    for messages. only_params: nothing else of it is to be read, nor checked.
 
     Raises: ConfigError where there is none.
     """
     saved = directory / "checkpoints"
     checkpoints = Checkpoints(saved, read_only=True) if saved.is_dir() else None
     if checkpoints and step:
-        _check_saved(checkpoints, step, option)
+        _check_saved(checkpoints, step, option, only_params=only_params)
         return checkpoints, step
-    newest = checkpoints.latest() if checkpoints else None
+    newest = checkpoints.latest(only_params=only_params) if checkpoints else None
     if newest is None:
         raise ConfigError(f"{name} holds no whole checkpoint; name the run.dir of a run that has saved one")
     return checkpoints, newest
@@ -226,13 +227,13 @@ def _done(run: Run, saved: dict | None) -> bool:
     return skip == run.data.skip_batches and run.checkpoint.step in (0, step)
 
 
-def _check_saved(checkpoints: Checkpoints, step: int, option: str = "checkpoint.step=") -> None:
+def _check_saved(checkpoints: Checkpoints, step: int, option: str = "checkpoint.step=", *, only_params: bool = False) -> None:
     steps = checkpoints.steps()
     if step not in steps:
         there = f"has those of steps {', '.join(map(str, steps))}" if steps else "has none"
         raise agree.agreed(ConfigError(f"{option}{step} is not saved: {checkpoints.directory} {there}; name one that "
                                        "is, or 0 for the newest"))
-    if fault := checkpoints.fault(step):
+    if fault := checkpoints.fault(step, only_params=only_params):
         raise agree.agreed(ConfigError(f"{option}{step}: {checkpoints.directory / str(step)} is damaged ({fault}); "
                                        "name another"))
 
