@@ -50,7 +50,7 @@ class Contestant:
     def __init__(self, method: str, S: int, cp: int, devices):
         on_cpu = devices[0].platform == "cpu"
         N, K, H, _ = SHAPES["cpu" if on_cpu else "gpu"]
-        run = config.Run(mesh=dict(context=cp), sharding=dict(rules=str(ROOT / "sharding_rules" / "context.toml")),
+        run = config.Run(mesh=dict(context=cp), sharding=dict(rules=str(ROOT / "sharding_rules" / "ddp.toml")),
                          model=dict(vocab_size=256, embed_dim=N * H, num_layers=1, num_heads=N, num_kv_heads=K, head_dim=H,
                                     mlp_dim=N * H, compute_dtype="float32" if on_cpu else "bfloat16"),
                          data=dict(seq_len=S, global_batch=1, document_mask=False), context=dict(method=method))

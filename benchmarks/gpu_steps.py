@@ -5,6 +5,7 @@ import contextlib
 import functools
 import hashlib
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -14,7 +15,6 @@ import numpy as np
 from benchmarks.gpu_record import ROOT, Item
 from meshtrain import assembly, config
 from meshtrain.cost import hardware
-from meshtrain.layout import rules
 from meshtrain.training.state import State
 
 RULES = ROOT / "sharding_rules"
@@ -28,8 +28,11 @@ TOLERANCE = {"float32": (1e-5, 1e-4), "bfloat16": (2e-3, 5e-2),
              FLOAT8 + "float32": (1e-3, 3e-2), FLOAT8 + "bfloat16": (1e-2, .4)}
 # A true gradient may be zero or nearly so: its rounding is measured against this share of the norm of all.
 FLOOR = {"float32": 1e-3, "bfloat16": 1e-2, FLOAT8 + "float32": 1e-2, FLOAT8 + "bfloat16": 1e-2}
-FIRST = ("zero3", "ddp", "zero1", "zero3_tensor_sequence_context_pipeline", "zero3_tensor_sequence", "zero3_context",
-         "zero1_pipeline")
+# (rule file, axes beside fsdp), by worth: what most runs take comes first.
+LAYOUTS = (("zero3",), ("ddp",), ("zero1",), ("zero3", "stage", "tensor", "context"), ("zero3", "tensor"), ("zero3", "context"),
+           ("zero1", "stage"), ("zero2",), ("hsdp", "data"), ("hsdp_zero1", "data"), ("tensor", "tensor"), ("ddp", "tensor"),
+           ("ddp", "context"), ("ddp", "stage"), ("zero1", "context"), ("zero1", "stage", "tensor"), ("zero2", "stage", "tensor"),
+           ("zero3", "stage", "tensor"), ("zero3_experts_fsdp",), ("zero3_experts_tensor", "tensor"))
 SCHEDULES = {"1f1b": 1, "interleaved_zero_bubble": 2, "zero_bubble": 1, "gpipe": 1, "interleaved": 2, "zb_h1": 1}     # chunks
 
 
@@ -43,16 +46,13 @@ class Sizes(NamedTuple):
     dtypes: tuple[str, ...] = ("bfloat16", "float32")
 
 
-def mesh_for(rule: str, count: int) -> dict[str, int]:
-    """Two devices for each of stage, tensor and context that the file names, as far as they go; the rest share the batch."""
-    loaded = rules.load(RULES / f"{rule}.toml")
-    named = {axis for axes in loaded.tables.values() for where in axes.values() for axis in where}
+def mesh_for(axes: Sequence[str], count: int) -> dict[str, int]:
+    """Two devices for each of these axes, as far as they go; the rest on fsdp."""
     sizes, left = {}, count
-    for axis in ("stage", "tensor", "context", *(("data",) if rule == "hsdp" else ())):
-        if axis in named and left % 2 == 0:
+    for axis in axes:
+        if left % 2 == 0:
             sizes[axis], left = 2, left // 2
-    batch = "fsdp" if "fsdp" in named else "data"
-    return {**sizes, batch: left} if batch in named else sizes
+    return {**sizes, "fsdp": left}
 
 
 def run_of(rule: str, mesh: dict, dtype: str, sizes: Sizes, **more) -> config.Run:
@@ -176,31 +176,28 @@ def same_bits(run: config.Run, devices) -> dict:
 
 
 def items(devices, cpu, sizes: Sizes = Sizes()) -> list[Item]:
-    """By worth: the rule files that most runs take first, in the dtype that they run in."""
+    """By worth, in the dtype that a run has."""
     devices = devices[: 2 ** int(math.log2(len(devices)))]
     count, out = len(devices), []
-    shipped = sorted(path.stem for path in RULES.glob("*.toml"))
-    names = sorted(shipped, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
 
     def add(group: str, what: str, rule: str, mesh: dict, dtype: str, **more):
         run = run_of(rule, mesh, dtype, sizes, **more)
         out.append(Item(f"{group}/{what}, {dtype}", partial(check, run, devices, cpu, sizes), 20))
 
     for dtype in sizes.dtypes:
-        for rule in names:
-            add("layout", rule, rule, mesh_for(rule, count), dtype)
+        for rule, *axes in LAYOUTS:
+            add("layout", " ".join([rule, *axes]), rule, mesh_for(axes, count), dtype)
         for remat in ("selective", "full", "offload"):
-            add("layout", f"zero3, remat {remat}", "zero3", mesh_for("zero3", count), dtype, training=dict(remat=remat))
-        for rule in ("zero3", "zero3_context", "zero1_pipeline") if count > 1 else ("zero3",):        # cuDNN's kernels
-            add("layout", f"{rule}, whole rows", rule, mesh_for(rule, count), dtype, data=dict(document_mask=False))
+            add("layout", f"zero3, remat {remat}", "zero3", mesh_for((), count), dtype, training=dict(remat=remat))
+        for rule, *axes in (("zero3",), ("zero3", "context"), ("zero1", "stage"))[:3 if count > 1 else 1]:     # cuDNN's kernels
+            add("layout", " ".join([rule, *axes]) + ", whole rows", rule, mesh_for(axes, count), dtype, data=dict(document_mask=False))
         if devices[0].platform == "cpu" or not hardware.lacks_float8(hardware.from_device_kind(devices[0].device_kind)):
-            add("layout", "zero3, float8", "zero3", mesh_for("zero3", count), dtype, model=dict(matmul_dtype="float8"))
+            add("layout", "zero3, float8", "zero3", mesh_for((), count), dtype, model=dict(matmul_dtype="float8"))
         for method in ("gather", "ulysses") if count > 1 else ():
-            rule = "zero3_context"
-            add("layout", f"{rule}, {method}", rule, mesh_for(rule, count), dtype, context=dict(method=method))
+            add("layout", f"zero3 context, {method}", "zero3", mesh_for(("context",), count), dtype, context=dict(method=method))
         for schedule, chunks in SCHEDULES.items() if count > 1 else ():
             stages = min(4, count)
-            add("schedule", schedule, "zero1_pipeline", dict(stage=stages, fsdp=count // stages), dtype,
+            add("schedule", schedule, "zero1", dict(stage=stages, fsdp=count // stages), dtype,
                 pipeline=dict(schedule=schedule, chunks=chunks))
     bits = run_of("zero3", dict(fsdp=count), "bfloat16", sizes, training=dict(deterministic=True))
     return [*out, Item("deterministic/zero3, bfloat16", partial(same_bits, bits, devices), 40)]

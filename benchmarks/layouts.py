@@ -18,7 +18,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 from benchmarks import machine, words
 from meshtrain import assembly, plan
-from meshtrain.config.shipped import shipped
+from meshtrain.shipped import shipped
 from meshtrain.cost import compile as gpu_compile
 from meshtrain.cost import hardware, rates, report, roofline
 from meshtrain.cost.assumptions import Assumptions
@@ -68,12 +68,12 @@ def _of(model: str, batch: int, microbatches: int, remat: str, *layouts: tuple[s
 
 CASES = [
     *_of("llama3.2-1b", 512, 16, "none", *((rule, dict(fsdp=8)) for rule in ("ddp", "zero1", "zero2", "zero3")),
-         ("hsdp", dict(data=2, fsdp=4)), ("zero3_context", dict(fsdp=4, context=2)), ("tensor_sequence", dict(data=4, tensor=2))),
+         ("hsdp", dict(data=2, fsdp=4)), ("zero3", dict(fsdp=4, context=2)), ("ddp", dict(data=4, tensor=2))),
     *_of("llama3-8b", 64, 1, "selective", *((rule, dict(fsdp=64)) for rule in ("zero1", "zero2", "zero3")),
          ("hsdp", dict(data=8, fsdp=8))),
     *_of("llama3-8b", 256, 4, "selective", *((rule, dict(fsdp=64)) for rule in ("zero1", "zero2", "zero3")),
-         ("hsdp", dict(data=8, fsdp=8)), ("zero3_tensor_sequence", dict(fsdp=16, tensor=4))),
-    Case("llama3-8b", 256, "zero1_pipeline", dict(fsdp=32, stage=2), 8, "selective", "1f1b"),
+         ("hsdp", dict(data=8, fsdp=8)), ("zero3", dict(fsdp=16, tensor=4))),
+    Case("llama3-8b", 256, "zero1", dict(fsdp=32, stage=2), 8, "selective", "1f1b"),
 ]  # fmt: skip
 
 

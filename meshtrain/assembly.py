@@ -100,7 +100,8 @@ def lay_out(run: Run, sizes, loaded: rules.Rules, model: transformer.Transformer
     # Stages have checks of their own, and what they do not divide is no longer split over them.
     faults = attention.problems(run, layout) + expert.problems(run, layout) or (stages.problems(run, loaded, sizes) + rules.problems(
         fitted, {**sizes, "stage": 1}, tensors(run, model, layout), config.SIZE_KEYS))
-    return layout, notes + shared, faults
+    idle, partly = rules.unsplit(Layout(loaded, sizes), model.products())
+    return layout, notes + shared + partly, faults + idle
 
 
 def _check_float8(run: Run, platform: str, name: str, gpu: hardware.Gpu | None, compute_capability: str | None = None) -> None:

@@ -32,7 +32,7 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
 
 from meshtrain import assembly, config
 from meshtrain.config import ConfigError, Run
-from meshtrain.config.shipped import found, names
+from meshtrain.shipped import found, names
 from meshtrain.cost import assumptions, audit, behind, hardware, rates, report, roofline, search
 from meshtrain.cost import compile as gpu_compile
 from meshtrain.cost import plans as told

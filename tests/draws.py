@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 from meshtrain import assembly, config
+from meshtrain.layout import rules
 from meshtrain.layout.mesh import MeshSpec
 from meshtrain.names import AXES
 
@@ -36,7 +37,7 @@ def run(number: int, directory: Path) -> tuple[config.Run, list[str]]:
 
 def _draw(rng: random.Random, own_rules: Path) -> config.Run:
     rule = rng.choice(sorted(RULES.glob("*.toml")))
-    text = rule.read_text()
+    text = rules.load(rule).text
     sizes = _mesh(rng, text)
     if rng.random() < 0.4:
         own_rules.write_text(_varied(rng, text))
@@ -60,12 +61,11 @@ def _draw(rng: random.Random, own_rules: Path) -> config.Run:
 
 
 def _mesh(rng: random.Random, rules_text: str) -> dict[str, int]:
-    """Sizes of the axes that the rule file names, up to 8 devices."""
+    """Sizes of up to three of the axes that the rule file names, up to 8 devices."""
     named = {axis for table in tomllib.loads(rules_text).values() for axes in table.values()
              for axis in ([axes] if isinstance(axes, str) else axes)}
     sizes = dict.fromkeys(AXES, 1)
-    # What a file is for comes first, or data would take all devices.
-    for axis in sorted(sorted(named), key=lambda axis: (axis in ("data", "fsdp"), rng.random())):
+    for axis in rng.sample(sorted(named), rng.randint(1, min(3, len(named)))):
         left = DEVICES // math.prod(sizes.values())
         sizes[axis] = rng.choice([n for n in (1, 2, 2, 2, 3, 4, 5, 8) if n <= left])
     return sizes

@@ -13,7 +13,7 @@ from meshtrain.weights import safetensors
 ROOT = Path(__file__).resolve().parent
 GOLDENS = ROOT / "goldens"
 NAMES = sorted(path.parent.name for path in GOLDENS.glob("*/golden.npz"))
-EIGHT = ("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2))
+EIGHT = ("zero3", dict(data=2, fsdp=2, tensor=2))
 ONE = ("ddp", {})
 B = 8
 

@@ -101,6 +101,6 @@ def test_a_pipeline_of_four_stages_and_one_microbatch_idles_three_quarters():
 
 def test_tensor_parallelism_sends_most_and_pipelines_least():
     """405B on 16,384 GPUs, data 128 × stage 16 × tensor 8."""
-    sent = priced("zero1_tensor_sequence_pipeline", dict(data=128, stage=16, tensor=8),
+    sent = priced("zero1", dict(data=128, stage=16, tensor=8),
                   Options(8192, 2048, 16, "full", "interleaved", 4), "llama3-405b").traffic_bytes
     assert sent["tensor"] > sent["data"] > sent["stage"] > 0

@@ -6,7 +6,7 @@ import pytest
 import sampling
 
 from meshtrain import assembly, config
-from meshtrain.config.shipped import shipped
+from meshtrain.shipped import shipped
 from meshtrain.cost import audit, beside, compile, report
 
 pytestmark = pytest.mark.skipif(
@@ -62,78 +62,78 @@ CELLS = {
     "zero3, tied": Cell("zero3", dict(fsdp=8), "selective", rows=8, seq_len=1024, model=GPT),
     "hsdp": Cell("hsdp", dict(data=2, fsdp=4), "full"),
     "tensor": Cell("tensor", dict(tensor=8), "full"),
-    "tensor sequence": Cell("tensor_sequence", dict(data=2, tensor=4), "none"),
-    "tensor sequence, selective": Cell("tensor_sequence", dict(data=2, tensor=4), "selective"),
-    "tensor sequence, full": Cell("tensor_sequence", dict(data=2, tensor=4), "full"),
-    "zero3 and tensor": Cell("zero3_tensor_sequence", dict(fsdp=4, tensor=2), "full"),
-    "ring": Cell("context", dict(data=2, context=4), "selective", **LONG),
-    "gather": Cell("context", dict(data=2, context=4), "full", method="gather", **LONG),
-    "ulysses": Cell("context", dict(data=2, context=4), "none", method="ulysses", **LONG),
+    "tensor sequence": Cell("ddp", dict(data=2, tensor=4), "none"),
+    "tensor sequence, selective": Cell("ddp", dict(data=2, tensor=4), "selective"),
+    "tensor sequence, full": Cell("ddp", dict(data=2, tensor=4), "full"),
+    "zero3 and tensor": Cell("zero3", dict(fsdp=4, tensor=2), "full"),
+    "ring": Cell("ddp", dict(data=2, context=4), "selective", **LONG),
+    "gather": Cell("ddp", dict(data=2, context=4), "full", method="gather", **LONG),
+    "ulysses": Cell("ddp", dict(data=2, context=4), "none", method="ulysses", **LONG),
     # What a window's blocks leave to live XLA orders as it likes.
-    "a window round a ring": Cell("context", dict(data=2, context=4), "selective", memory=.1, **LONG, model=MODEL | dict(window=5000)),
-    "windows and global layers round a ring": Cell("zero3_context", dict(fsdp=2, context=4), "full", memory=.1, **LONG, model=MODEL | dict(
+    "a window round a ring": Cell("ddp", dict(data=2, context=4), "selective", memory=.1, **LONG, model=MODEL | dict(window=5000)),
+    "windows and global layers round a ring": Cell("zero3", dict(fsdp=2, context=4), "full", memory=.1, **LONG, model=MODEL | dict(
         window=2048, global_every=2)),
-    "windows and global layers in stages": Cell("zero1_pipeline", dict(stage=2, fsdp=4), "selective", 8, 1, memory=.1, model=MODEL | dict(
+    "windows and global layers in stages": Cell("zero1", dict(stage=2, fsdp=4), "selective", 8, 1, memory=.1, model=MODEL | dict(
         window=1024, global_every=2)),
-    "a window, gathered": Cell("context", dict(data=2, context=4), "full", method="gather", memory=.1, **LONG, model=MODEL | dict(
+    "a window, gathered": Cell("ddp", dict(data=2, context=4), "full", method="gather", memory=.1, **LONG, model=MODEL | dict(
         window=3000)),
-    "zero3 and context": Cell("zero3_context", dict(fsdp=2, context=4), "full", **LONG),
+    "zero3 and context": Cell("zero3", dict(fsdp=2, context=4), "full", **LONG),
     # A ring of two needs no loop, and less lives in it.
-    "zero3, tensor and context": Cell("zero3_tensor_sequence_context", dict(fsdp=2, tensor=2, context=2), "full", memory=.1, **LONG),
+    "zero3, tensor and context": Cell("zero3", dict(fsdp=2, tensor=2, context=2), "full", memory=.1, **LONG),
     # Of stages the slots are counted; what is taken out of them and put in, XLA copies as it sees fit.
-    "1f1b": Cell("zero1_pipeline", dict(stage=4, fsdp=2), "selective", 8, 1, memory=.1),
-    "gpipe": Cell("pipeline", dict(stage=2, data=4), "full", 4, 1, schedule="gpipe", memory=.1),
-    "interleaved": Cell("zero3_tensor_sequence_pipeline", dict(stage=2, fsdp=2, tensor=2), "full", 8, 1, schedule="interleaved",
+    "1f1b": Cell("zero1", dict(stage=4, fsdp=2), "selective", 8, 1, memory=.1),
+    "gpipe": Cell("ddp", dict(stage=2, data=4), "full", 4, 1, schedule="gpipe", memory=.1),
+    "interleaved": Cell("zero3", dict(stage=2, fsdp=2, tensor=2), "full", 8, 1, schedule="interleaved",
                         chunks=2, memory=.1),
-    "interleaved, four chunks": Cell("zero3_tensor_sequence_pipeline", dict(stage=2, fsdp=4), "full", 8, 1, schedule="interleaved",
+    "interleaved, four chunks": Cell("zero3", dict(stage=2, fsdp=4), "full", 8, 1, schedule="interleaved",
                                      chunks=4, memory=.1),
-    "zero bubble": Cell("zero1_tensor_sequence_pipeline", dict(stage=4, tensor=2), "none", 8, 1, schedule="zero_bubble", memory=.1),
-    "interleaved zero bubble": Cell("zero2_tensor_sequence_pipeline", dict(stage=2, fsdp=2, tensor=2), "selective", 8, 1,
+    "zero bubble": Cell("zero1", dict(stage=4, tensor=2), "none", 8, 1, schedule="zero_bubble", memory=.1),
+    "interleaved zero bubble": Cell("zero2", dict(stage=2, fsdp=2, tensor=2), "selective", 8, 1,
                                     schedule="interleaved_zero_bubble", chunks=2, memory=.1),
-    "five axes on 64 GPUs": Cell("zero3_tensor_sequence_context_pipeline", dict(stage=4, fsdp=4, context=2, tensor=2), "selective",
+    "five axes on 64 GPUs": Cell("zero3", dict(stage=4, fsdp=4, context=2, tensor=2), "selective",
                                  8, 1, 8192, schedule="interleaved", chunks=2, memory=.1),
-    "experts over fsdp": Cell("zero3_expert", dict(fsdp=8), "full", model=EXPERTS),
-    "experts over fsdp, the rest over data": Cell("zero3_expert", dict(data=2, fsdp=4), "none", model=EXPERTS),
+    "experts over fsdp": Cell("zero3_experts_fsdp", dict(fsdp=8), "full", model=EXPERTS),
+    "experts over fsdp, the rest over data": Cell("zero3_experts_fsdp", dict(data=2, fsdp=4), "none", model=EXPERTS),
     # What a layer keeps outweighs all else: norms of queries and keys read as much as attention, and no router keeps float32 of x.
     "experts over nothing, all kept": Cell("zero3", dict(fsdp=8), "none", 1, 4, model=EXPERTS | dict(
         num_layers=12, num_heads=32, qk_norm=True)),
     "experts over nothing": Cell("zero3", dict(fsdp=8), "selective", model=EXPERTS),
-    "one choice, sent, and a shared expert": Cell("zero3_expert", dict(data=2, fsdp=4), "selective", model=EXPERTS | dict(
+    "one choice, sent, and a shared expert": Cell("zero3_experts_fsdp", dict(data=2, fsdp=4), "selective", model=EXPERTS | dict(
         experts_per_token=1, shared_expert_dim=1024)),
     # Rows of a round outweigh the sums of weights' gradients.
-    "experts over tensor, many rows": Cell("zero3_tensor_sequence_expert", dict(fsdp=4, tensor=2), "full", 1, 8, model=EXPERTS),
-    "experts over more of tensor": Cell("zero3_tensor_sequence_expert", dict(fsdp=2, tensor=4), "full", model=BEHIND_DENSE),
-    "experts over tensor behind dense layers": Cell("zero3_tensor_sequence_expert", dict(fsdp=4, tensor=2), "selective",
+    "experts over tensor, many rows": Cell("zero3_experts_tensor", dict(fsdp=4, tensor=2), "full", 1, 8, model=EXPERTS),
+    "experts over more of tensor": Cell("zero3_experts_tensor", dict(fsdp=2, tensor=4), "full", model=BEHIND_DENSE),
+    "experts over tensor behind dense layers": Cell("zero3_experts_tensor", dict(fsdp=4, tensor=2), "selective",
                                                     model=BEHIND_DENSE),
     # Experts' layers hold less than a dense one, whose gradient is made by two parts of the microbatch.
-    "experts over tensor behind a wide dense layer": Cell("zero3_tensor_sequence_expert", dict(fsdp=4, tensor=2), "full",
+    "experts over tensor behind a wide dense layer": Cell("zero3_experts_tensor", dict(fsdp=4, tensor=2), "full",
                                                           model=EXPERTS | dict(num_layers=5, first_dense_layers=1, mlp_dim=24576)),
     # Of several rows XLA turns what all layers keep.
-    "experts over tensor behind dense layers, all kept": Cell("zero3_tensor_sequence_expert", dict(fsdp=4, tensor=2), "none",
+    "experts over tensor behind dense layers, all kept": Cell("zero3_experts_tensor", dict(fsdp=4, tensor=2), "none",
                                                               model=BEHIND_DENSE),
-    "experts over tensor, all kept of one row": Cell("zero3_tensor_sequence_expert", dict(fsdp=4, tensor=2), "none", 2, 1, 8192,
+    "experts over tensor, all kept of one row": Cell("zero3_experts_tensor", dict(fsdp=4, tensor=2), "none", 2, 1, 8192,
                                                      model=EXPERTS),
-    "experts over tensor and context": Cell("zero3_tensor_sequence_context_expert", dict(fsdp=2, tensor=2, context=2), "full",
+    "experts over tensor and context": Cell("zero3_experts_tensor", dict(fsdp=2, tensor=2, context=2), "full",
                                             **LONG, model=EXPERTS),
-    "experts over tensor and a longer ring": Cell("zero3_tensor_sequence_context_expert", dict(tensor=2, context=4), "full",
+    "experts over tensor and a longer ring": Cell("zero3_experts_tensor", dict(tensor=2, context=4), "full",
                                                   **LONG, model=EXPERTS),
-    "experts on each of a ring": Cell("zero3_tensor_sequence_context_expert", dict(fsdp=2, context=4), "full", **LONG,
+    "experts on each of a ring": Cell("zero3_experts_tensor", dict(fsdp=2, context=4), "full", **LONG,
                                       model=EXPERTS),
-    "experts over tensor and context, all kept": Cell("zero3_tensor_sequence_context_expert", dict(fsdp=2, tensor=2, context=2),
+    "experts over tensor and context, all kept": Cell("zero3_experts_tensor", dict(fsdp=2, tensor=2, context=2),
                                                       "none", **LONG, model=EXPERTS),
-    "experts round Ulysses": Cell("zero3_tensor_sequence_context_expert", dict(fsdp=2, tensor=2, context=2), "full",
+    "experts round Ulysses": Cell("zero3_experts_tensor", dict(fsdp=2, tensor=2, context=2), "full",
                                   method="ulysses", **LONG, model=EXPERTS),
-    "experts in stages": Cell("zero3_expert_pipeline", dict(data=2, fsdp=2, stage=2), "selective", 8, 1, model=EXPERTS, memory=.1),
-    "experts over tensor in stages": Cell("zero3_tensor_sequence_expert_pipeline", dict(fsdp=2, tensor=2, stage=2), "full", 8, 1,
+    "experts in stages": Cell("zero3_experts_fsdp", dict(data=2, fsdp=2, stage=2), "selective", 8, 1, model=EXPERTS, memory=.1),
+    "experts over tensor in stages": Cell("zero3_experts_tensor", dict(fsdp=2, tensor=2, stage=2), "full", 8, 1,
                                           schedule="zero_bubble", model=EXPERTS, memory=.1),
-    "experts in stages behind dense layers": Cell("zero3_expert_pipeline", dict(data=2, fsdp=2, stage=2), "selective", 8, 1,
+    "experts in stages behind dense layers": Cell("zero3_experts_fsdp", dict(data=2, fsdp=2, stage=2), "selective", 8, 1,
                                                   model=BEHIND_DENSE, memory=.1),
     "experts over tensor in stages behind dense layers": Cell(
-        "zero3_tensor_sequence_expert_pipeline", dict(fsdp=2, tensor=2, stage=2), "full", 6, 1, schedule="interleaved_zero_bubble",
+        "zero3_experts_tensor", dict(fsdp=2, tensor=2, stage=2), "full", 6, 1, schedule="interleaved_zero_bubble",
         chunks=2, model=EXPERTS | dict(num_layers=7, first_dense_layers=3), memory=.1),
-    "64 GPUs": Cell("zero3_tensor_sequence", dict(data=2, fsdp=8, tensor=4), "full", **TINY),
+    "64 GPUs": Cell("zero3", dict(data=2, fsdp=8, tensor=4), "full", **TINY),
     "1,024 GPUs": Cell("hsdp", dict(data=128, fsdp=8), "full"),
-    "1,024 GPUs, tensor": Cell("zero3_tensor_sequence", dict(fsdp=128, tensor=8), "selective", **TINY),
+    "1,024 GPUs, tensor": Cell("zero3", dict(fsdp=128, tensor=8), "selective", **TINY),
 }  # fmt: skip
 FIRST = "zero3 and tensor"
 

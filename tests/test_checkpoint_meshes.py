@@ -11,7 +11,7 @@ from checkpoints import ROOT, assert_same_bits, flip, run_processes, values
 
 MESHES = [
     ("ddp", dict(fsdp=1)), ("zero1", dict(data=2)), ("zero3", dict(fsdp=8)), ("hsdp", dict(data=2, fsdp=4)),
-    ("tensor", dict(data=2, tensor=2)), ("tensor_sequence", dict(data=2, tensor=4)),
+    ("tensor", dict(data=2, tensor=2)), ("ddp", dict(data=2, tensor=4)),
 ]  # fmt: skip
 
 
@@ -27,9 +27,9 @@ def assemble(rule, sizes):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """(directory, the state saved there as step 3, on zero3_tensor_sequence over 2 x 2 x 2 devices and all of it random)."""
+    """(directory, the state saved there as step 3, on zero3 over 2 x 2 x 2 devices and all of it random)."""
     directory, rng = tmp_path_factory.mktemp("trained"), np.random.default_rng(0)
-    spec = assemble("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2)).program.spec
+    spec = assemble("zero3", dict(data=2, fsdp=2, tensor=2)).program.spec
     draw = lambda x: np.asarray(0.05 * rng.random(x.shape) if x.dtype == jnp.float32 else np.full(x.shape, 3), x.dtype)
     saved = jax.tree.map(draw, spec.abstract)
     with checkpoint.Checkpoints(directory) as checkpoints:
@@ -67,7 +67,7 @@ def test_a_state_saved_on_one_mesh_is_the_same_bits_on_another(trained, rule, si
 @pytest.mark.slow
 def test_a_run_goes_on_alike_on_six_other_meshes(trained):
     directory, _ = trained
-    losses = losses_after_restoring(directory, "zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2))
+    losses = losses_after_restoring(directory, "zero3", dict(data=2, fsdp=2, tensor=2))
     assert len(set(losses)) == len(losses) == 5
     for rule, sizes in MESHES:  # sums in another order
         np.testing.assert_allclose(losses_after_restoring(directory, rule, sizes), losses, rtol=1e-5, err_msg=rule)

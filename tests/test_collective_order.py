@@ -17,7 +17,7 @@ from meshtrain.cost import audit, hlo
 from meshtrain.inference.generate import Limits
 from meshtrain.training import accumulate
 
-CONTEXT = [("zero3_context", dict(data=2, context=4)), ("zero3_tensor_sequence_context", dict(fsdp=2, tensor=2, context=2))]
+CONTEXT = [("zero3", dict(data=2, context=4)), ("zero3", dict(fsdp=2, tensor=2, context=2))]
 CELLS = LAYOUTS[-1:] + [pytest.param(*cell, marks=sampling.GRID) for cell in LAYOUTS[:-1] + GRID + CONTEXT]
 EVERYONE = frozenset()      # permutes of all devices share one group
 

@@ -239,7 +239,7 @@ BAD = {
     "batch that does not divide": ("--data.global_batch 12", ["batch=12", "data 8", "16"]),
     "microbatches": ("--training.microbatches 3", ["data.global_batch=8", "training.microbatches=3"]),
     "heads": ("--model.num_heads 3", ["model.embed_dim=32", "model.num_heads=3"]),
-    "stage": ("--mesh.stage 2 --mesh.data 4", ["mesh.stage=2", "layers = \"stage\"", "pipeline.toml"]),
+    "stage": ("--mesh.stage 2 --mesh.data 4", ["mesh.stage=2", "layers = \"stage\"", "shipped rule files"]),
     "context without a rule": ("--mesh.context 2 --mesh.data 4", ["mesh.context=2", 'seq = "context"']),
     "unused axis": ("--mesh.data 4 --mesh.tensor 2", ["mesh.tensor=2", "my rules.toml", "mesh.tensor to 1"]),
     "missing text": ("--data.paths ['nowhere/*.txt']", ["nowhere/*.txt"]),

@@ -135,7 +135,7 @@ def test_shipped_files_are_found_from_any_directory_and_paths_mean_the_current_o
     monkeypatch.chdir(tmp_path)
     run = config.load(["--model.preset", "qwen3-8b"])
     assert run.model.qk_norm
-    assert Path(run.sharding.rules) == ROOT / "sharding_rules" / "zero3_tensor_sequence.toml"
+    assert Path(run.sharding.rules) == ROOT / "sharding_rules" / "zero3.toml"
     (tmp_path / "sharding_rules").mkdir()
     (tmp_path / "sharding_rules" / "ddp.toml").write_text("")
     assert config.load(["--sharding.rules", "sharding_rules/ddp.toml"]).sharding.rules == "sharding_rules/ddp.toml"

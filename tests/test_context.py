@@ -36,7 +36,7 @@ NOWHERE = 0                                     # the segment of padding
 # ---- attention over a context mesh -----------------------------------------------------------------------------------
 
 
-def laid_out(sizes: dict, rule: str = "zero3_tensor_sequence_context", devices=None):
+def laid_out(sizes: dict, rule: str = "zero3", devices=None):
     """(mesh, layout) over the devices, or the first simulated ones."""
     plan = MeshSpec(sizes)
     return plan.build(devices or jax.devices()[: plan.num_devices]), rules.Layout(rules.load(RULES / f"{rule}.toml"), plan.sizes)
@@ -214,14 +214,14 @@ def compiled(rule: str, mesh: tuple, method: str, remat: str = "none") -> Compil
 
 
 LAYOUTS = [
-    ("ring", "context", dict(context=4)), ("gather", "context", dict(context=4)),
-    ("ulysses", "zero3_tensor_sequence_context", dict(context=4, tensor=2)),      # 2 kv heads a device: repeated
+    ("ring", "ddp", dict(context=4)), ("gather", "ddp", dict(context=4)),
+    ("ulysses", "zero3", dict(context=4, tensor=2)),      # 2 kv heads a device: repeated
 ]
 SLOW = [case for case in (
-    ("ring", "context", dict(context=2)), ("ring", "context", dict(context=8)), ("ulysses", "context", dict(context=4)),
-    ("ring", "zero3_tensor_sequence_context", dict(context=2, tensor=2, fsdp=2)),
+    ("ring", "ddp", dict(context=2)), ("ring", "ddp", dict(context=8)), ("ulysses", "ddp", dict(context=4)),
+    ("ring", "zero3", dict(context=2, tensor=2, fsdp=2)),
     *((method, rule, dict(context=2) | other) for method in attention.METHODS for rule, other in (
-        ("zero3_tensor_sequence_context", dict(tensor=2)), ("context", dict(data=2)), ("zero3_context", dict(fsdp=2)))),
+        ("zero3", dict(tensor=2)), ("ddp", dict(data=2)), ("zero3", dict(fsdp=2)))),
 ) if case not in LAYOUTS]  # fmt: skip
 TWENTY = {("ring", 4), ("gather", 4), ("ulysses", 4)}
 
@@ -250,7 +250,7 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", [v if "," in v else slow(v) for v in VARIANTS])
 def test_variant_equals_one_device(variant):
     method, model, training = VARIANTS[variant]
-    check_equal(Compiled(split_run("context", dict(context=4), method, model, training)), model, training)
+    check_equal(Compiled(split_run("ddp", dict(context=4), method, model, training)), model, training)
 
 
 @pytest.mark.parametrize("method, remat", [slow("ring", "full"), slow("ring", "selective"), *(
@@ -272,7 +272,7 @@ WIDE = dict(vocab_size=256, embed_dim=64, num_layers=2, num_heads=8, num_kv_head
 @functools.cache
 def long_step(length: int, cp: int, method: str = "ring"):
     """The compiled step of one sequence of `length` tokens; never run."""
-    run = config.Run(mesh=dict(context=cp), sharding=dict(rules=str(RULES / "context.toml")), model=WIDE,
+    run = config.Run(mesh=dict(context=cp), sharding=dict(rules=str(RULES / "ddp.toml")), model=WIDE,
                      context=dict(method=method), data=dict(seq_len=length, global_batch=1),
                      training=dict(loss_chunk=256, remat="full"))
     program = assembly.assemble(run, jax.devices()[:cp]).program
@@ -302,7 +302,7 @@ def test_ring_computes_at_most_six_tenths_of_full_attention(cp):
     """Matmuls of the causal zigzag ring, in the engine that a run gets, by full attention's / context; forward, backward."""
     B, T, N, K, H = 1, 4096, 8, 4, 16
     mesh, layout = laid_out({"context": cp})
-    run = split_run("context", dict(context=cp), "ring").model_copy(update={"data": config.Data(seq_len=T, global_batch=B)})
+    run = split_run("ddp", dict(context=cp), "ring").model_copy(update={"data": config.Data(seq_len=T, global_batch=B)})
     attend = partial(attention.choose(run, layout, "cpu")[0], layout)
     q, k = (jax.ShapeDtypeStruct((B, T, n, H), jnp.float32) for n in (N, K))
     segments = jax.ShapeDtypeStruct((B, T), jnp.int32)
@@ -372,7 +372,7 @@ def test_gpu_program_sends_what_the_formulas_say(remat):
     XLA may move the cast of dK and dV to bf16 before their last hop, which then sends half of what the formula has for it.
     """
     L, M, B, T, K, H, cp = 2, 2, 8, 1024, 4, 32, 4
-    run = config.Run(mesh=dict(context=cp, fsdp=2), sharding=dict(rules=str(RULES / "zero3_context.toml")),
+    run = config.Run(mesh=dict(context=cp, fsdp=2), sharding=dict(rules=str(RULES / "zero3.toml")),
                      model=dict(vocab_size=512, embed_dim=256, num_layers=L, num_heads=8, num_kv_heads=K, head_dim=H,
                                 mlp_dim=512),
                      data=dict(seq_len=T, global_batch=B), training=dict(microbatches=M, remat=remat, loss_chunk=128))

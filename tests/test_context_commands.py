@@ -18,12 +18,12 @@ BAD = {
     "length, ulysses": ("--data.seq_len 1002 --context.method ulysses",
                         ["data.seq_len=1002", "mesh.context = 4", "use 1000 or 1004"]),
     "length over tensor, too": (f"--data.seq_len 1028 --mesh.context 2 --mesh.data 1 --mesh.tensor 4 --model.num_kv_heads 4 "
-                                f"--sharding.rules {RULES}/zero3_tensor_sequence_context.toml",
+                                f"--sharding.rules {RULES}/zero3.toml",
                                 ["2 × mesh.context = 4", "context × tensor", "use 1024 or 1032"]),
     "heads": ("--context.method ulysses --model.num_heads 6 --model.num_kv_heads 2 --model.head_dim 8",
               ["ulysses", "model.num_heads=6", "mesh.context=4", "ring or gather"]),
     "heads of a tensor shard": ("--context.method ulysses --mesh.data 1 --mesh.tensor 2 --sharding.rules " + str(
-        RULES / "zero3_tensor_sequence_context.toml"), ["splits 2 heads", "mesh.context=4"]),
+        RULES / "zero3.toml"), ["splits 2 heads", "mesh.context=4"]),
     "rules without context": (f"--sharding.rules {RULES}/zero3.toml", ["mesh.context=4", "zero3.toml", 'seq = "context"']),
     "weights over context alone": ("--sharding.rules weights.toml", ["weights.toml", 'seq = "context"', "mesh.context to 1"]),
     "residual_seq without context": ("--sharding.rules residual.toml",
@@ -42,7 +42,7 @@ def test_a_split_that_cannot_be_is_exit_2_and_one_message(mistake, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     for name, text in OWN_RULES.items():
         (tmp_path / name).write_text(text)
-    base = {"mesh.context": 4, "mesh.data": 2, "mesh.fsdp": 1, "mesh.tensor": 1, "sharding.rules": RULES / "context.toml",
+    base = {"mesh.context": 4, "mesh.data": 2, "mesh.fsdp": 1, "mesh.tensor": 1, "sharding.rules": RULES / "ddp.toml",
             "data.seq_len": 1024, "data.global_batch": 8, "model.vocab_size": 257, "model.embed_dim": 32,
             "model.num_layers": 1, "model.num_heads": 4, "model.num_kv_heads": 2, "model.mlp_dim": 64}
     given = [str(word) for key, value in base.items() for word in (f"--{key}", value)]
@@ -54,7 +54,7 @@ def one_run(tmp_path_factory):
     """A function that trains a tiny model in `name` on these axes, and the run on data alone."""
     home = tmp_path_factory.mktemp("context")
     (home / "corpus.txt").write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(600)))
-    values = {"mesh.fsdp": 1, "mesh.tensor": 1, "mesh.simulated_devices": 8, "sharding.rules": RULES / "context.toml",
+    values = {"mesh.fsdp": 1, "mesh.tensor": 1, "mesh.simulated_devices": 8, "sharding.rules": RULES / "ddp.toml",
               "model.vocab_size": 257, "model.embed_dim": 32, "model.num_layers": 2, "model.num_heads": 4,
               "model.num_kv_heads": 2, "model.mlp_dim": 64, "model.compute_dtype": "float32", "data.source": "text",
               "data.paths": f'["{home / "corpus.txt"}"]', "data.seq_len": 32, "data.global_batch": 8,

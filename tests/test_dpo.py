@@ -15,9 +15,9 @@ from test_lora import assert_equal_gradients
 
 BETA, PAIRS = 0.3, 16
 DPO = dict(objective="dpo", dpo_beta=BETA, grad_clip=0.0)
-MESHES = [("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2))]
-GRID = [("zero1", dict(fsdp=4)), ("ddp", dict(data=2)), ("zero3", dict(fsdp=8)), ("tensor", dict(tensor=4)), ("zero3_context", dict(fsdp=2, context=2)),
-        ("zero3_tensor_sequence_context", dict(tensor=2, context=2))]
+MESHES = [("zero3", dict(data=2, fsdp=2, tensor=2))]
+GRID = [("zero1", dict(fsdp=4)), ("ddp", dict(data=2)), ("zero3", dict(fsdp=8)), ("tensor", dict(tensor=4)), ("zero3", dict(fsdp=2, context=2)),
+        ("zero3", dict(tensor=2, context=2))]
 
 
 def pairs() -> dict:

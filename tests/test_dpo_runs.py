@@ -35,7 +35,7 @@ def place(tmp_path_factory):
 def words(place, name: str, *more) -> list[str]:
     home = drawn.folder(place, "chatml")
     values = {"run.dir": place / name, "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "mesh.simulated_devices": 8,
-              "sharding.rules": "sharding_rules/zero3_tensor_sequence.toml", "model.vocab_size": 1024, "model.embed_dim": 32,
+              "sharding.rules": "sharding_rules/zero3.toml", "model.vocab_size": 1024, "model.embed_dim": 32,
               "model.num_layers": 1, "model.num_heads": 2, "model.mlp_dim": 64, "model.compute_dtype": "float32",
               "data.source": "preferences", "data.paths": json.dumps([str(place / "pairs.jsonl")]),
               "data.tokenizer": home / "tokenizer.json", "data.bos_token": "<s>", "data.seq_len": 96, "data.global_batch": 8,
@@ -93,7 +93,7 @@ def test_a_run_that_goes_on_ends_where_one_without_a_stop_does(place):
 @pytest.mark.parametrize("more, told", [
     (["--data.source=text"], "has none; use data.source=\"preferences\""),
     (["--training.objective=next_token"], "from which training.objective=\"dpo\" learns"),
-    (["--mesh.stage=2", "--mesh.data=1", "--sharding.rules=sharding_rules/zero3_tensor_sequence_pipeline.toml"], "is not computed in pipelines"),
+    (["--mesh.stage=2", "--mesh.data=1", "--sharding.rules=sharding_rules/zero3.toml"], "is not computed in pipelines"),
     (["--training.z_loss=0.1"], "training.z_loss=0.1 is not part of"),
     (["--data.document_mask=false"], "would let the rejected answer see the chosen one"),
     (["--data.skip_batches=2"], "data.skip_batches=2 is not read by"),

@@ -185,7 +185,7 @@ def gpu_step(rule: str, mesh: dict, model: dict = {}, **sections):
 
 
 @needs_gpu_compiler
-@pytest.mark.parametrize("rule, mesh", [("zero3_tensor_sequence", dict(fsdp=4, tensor=2)), slow("ddp", dict(data=8)),
+@pytest.mark.parametrize("rule, mesh", [("zero3", dict(fsdp=4, tensor=2)), slow("ddp", dict(data=8)),
                                         slow("hsdp", dict(data=2, fsdp=4))])
 def test_under_selective_remat_each_layer_runs_its_forward_once_on_a_devices_own_heads_and_rows(rule, mesh):
     """o and lse are kept, whichever engine made them. XLA would compute all heads on every rank where it partitions."""
@@ -199,7 +199,7 @@ def test_under_selective_remat_each_layer_runs_its_forward_once_on_a_devices_own
 @pytest.mark.parametrize("method", [slow("ring"), slow("gather")])
 def test_a_window_over_chunks_runs_its_kernels_where_it_reaches_and_no_further(method):
     """Of two layers one has a window of 100 tokens over chunks of 64: itself and the two before it, for both chunks of a device."""
-    made = gpu_step("zero3_context", dict(context=4, fsdp=2), dict(window=100, global_every=2), context=dict(method=method))
+    made = gpu_step("zero3", dict(context=4, fsdp=2), dict(window=100, global_every=2), context=dict(method=method))
     found = Counter()
     for (name, _), calls in kernels(made.program.compile().as_text()).items():
         found[name] += calls
@@ -210,8 +210,8 @@ def test_a_window_over_chunks_runs_its_kernels_where_it_reaches_and_no_further(m
 
 @needs_gpu_compiler
 @pytest.mark.parametrize("case", [
-    pytest.param(("zero3_tensor_sequence_pipeline", dict(stage=2, fsdp=2, tensor=2), "1f1b"), marks=sampling.GRID),
-    pytest.param(("zero3_tensor_sequence_context_pipeline", dict(stage=2, tensor=2, context=2), "zero_bubble"), marks=sampling.GRID)])
+    pytest.param(("zero3", dict(stage=2, fsdp=2, tensor=2), "1f1b"), marks=sampling.GRID),
+    pytest.param(("zero3", dict(stage=2, tensor=2, context=2), "zero_bubble"), marks=sampling.GRID)])
 def test_in_a_pipelines_step_kernels_have_a_tensor_ranks_own_heads(case):
     rule, mesh, schedule = case
     text = gpu_step(rule, mesh, pipeline=dict(schedule=schedule)).program.compile().as_text()
@@ -223,7 +223,7 @@ def test_in_a_pipelines_step_kernels_have_a_tensor_ranks_own_heads(case):
 @pytest.mark.parametrize("nested", [True, False])
 def test_in_a_region_that_is_manual_over_stage_kernels_have_own_heads_only_where_nested(nested):
     """What a pipeline does, in small. False: the fault that nesting mends, a program in which every tensor rank computes all heads."""
-    mesh, layout = laid_out(dict(stage=2, tensor=2), "zero3_tensor_sequence_pipeline", compile.topology("h100:4"))
+    mesh, layout = laid_out(dict(stage=2, tensor=2), "zero3", compile.topology("h100:4"))
     kernel = pallas.engine(tiles.of(H, "h100"))
     kernel = kernel if nested else kernel._replace(partitions=True)
     attend = partial(attention.attend, attention.Local(kernel), layout)

@@ -267,7 +267,7 @@ def test_an_all_to_all_that_cannot_be_is_refused(tmp_path, layout):
 @pytest.mark.parametrize("K, ways, said", [(2, 2, "gather over fsdp 2, because 2 ways are less than 1.25 × 2 experts a token"),
                                           (2, 4, "all_to_all over fsdp 4, because 4 ways are not less"), (8, 8, "gather over fsdp 8")])
 def test_auto_takes_what_sends_less_and_says_so(K, ways, said):
-    run = run_of("sharding_rules/zero3_expert.toml", dict(fsdp=ways), dict(experts_per_token=K))
+    run = run_of("sharding_rules/zero3_experts_fsdp.toml", dict(fsdp=ways), dict(experts_per_token=K))
     made = assembly.assemble(run, jax.devices()[:ways])
     assert any(note.startswith(f"experts: {said}") for note in made.notes)
     assert made.program.execution.experts.exchanged == ("all_to_all" in said)

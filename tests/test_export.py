@@ -15,7 +15,7 @@ from meshtrain import config, convert, train
 from meshtrain.run import checkpoint, disk, export, pretrained
 from meshtrain.weights import folder, settings
 
-LAYOUTS = [("zero3", dict(fsdp=8)), ("tensor_sequence", dict(data=2, tensor=4)), ("zero1_tensor_sequence_pipeline", dict(fsdp=2, tensor=2, stage=2))]
+LAYOUTS = [("zero3", dict(fsdp=8)), ("ddp", dict(data=2, tensor=4)), ("zero1", dict(fsdp=2, tensor=2, stage=2))]
 
 
 def write(loaded: Loaded, out, dtype="float32", shard_bytes=30_000, source=None) -> int:
@@ -32,7 +32,7 @@ def one():
 
 @pytest.mark.parametrize(("name", "rule", "mesh"), [
     *(pytest.param(name, *ONE, marks=sampling.GRID) for name in NAMES), pytest.param("gpt2", *EIGHT, id="gpt2, eight devices"),
-    ("qwen3_moe", "zero3_expert", dict(data=2, fsdp=4)), *(("phi3", *layout) for layout in LAYOUTS)])
+    ("qwen3_moe", "zero3_experts_fsdp", dict(data=2, fsdp=4)), *(("phi3", *layout) for layout in LAYOUTS)])
 def test_a_folder_that_was_read_is_written_as_it_was(name, rule, mesh, tmp_path):
     words = ("--training.microbatches=2", "--pipeline.schedule=1f1b") if "stage" in mesh else ()
     write(Loaded(GOLDENS / name, rule, mesh, *words), tmp_path / "out", source=GOLDENS / name)
@@ -149,7 +149,7 @@ def test_the_end_of_documents_is_told_by_its_id_where_it_can_be_looked_up():
 
 
 PIPELINE = ("--mesh.data=1", "--mesh.fsdp=2", "--mesh.tensor=2", "--mesh.stage=2", "--model.num_layers=3", "--training.microbatches=2",
-            f"--sharding.rules={ROOT.parent / 'sharding_rules/zero1_tensor_sequence_pipeline.toml'}", "--pipeline.schedule=1f1b")
+            f"--sharding.rules={ROOT.parent / 'sharding_rules/zero1.toml'}", "--pipeline.schedule=1f1b")
 
 
 @pytest.mark.parametrize("layout", [(), pytest.param(PIPELINE, marks=sampling.GRID, id="two stages of three layers")])
@@ -196,7 +196,7 @@ def counted(entry, start, stop):
     count += (stop - start) * safetensors.DTYPES[entry.dtype].itemsize
     return read(entry, start, stop)
 safetensors.read = counted
-loaded = folders.Loaded(folders.GOLDENS / "qwen3", "zero3_tensor_sequence", dict(fsdp=2, tensor=2))
+loaded = folders.Loaded(folders.GOLDENS / "qwen3", "zero3", dict(fsdp=2, tensor=2))
 say(count)
 test_export.write(loaded, Path(directory) / "out")
 say("written")

@@ -208,16 +208,17 @@ EIGHT = {item.key: item for item in gpu_steps.items(jax.devices(), jax.devices()
 
 def test_every_rule_file_and_schedule_is_an_item_in_both_dtypes():
     for dtype in ("bfloat16", "float32"):
-        assert {f"layout/{path.stem}, {dtype}" for path in gpu_steps.RULES.glob("*.toml")} < set(EIGHT)
+        assert {path.stem for path in gpu_steps.RULES.glob("*.toml")} == {rule for rule, *_ in gpu_steps.LAYOUTS}
+        assert {f"layout/{' '.join(layout)}, {dtype}" for layout in gpu_steps.LAYOUTS} < set(EIGHT)
         offered = set(config.Pipeline.model_fields["schedule"].annotation.__args__) - {"auto"}
         has = {key for key in EIGHT if key.startswith("schedule") and key.endswith(dtype)}
         assert has == {f"schedule/{name}, {dtype}" for name in offered}
 
 
-def test_meshes_use_every_axis_that_a_rule_file_names():
-    assert gpu_steps.mesh_for("zero3_tensor_sequence_context_pipeline", 8) == dict(stage=2, tensor=2, context=2, fsdp=1)
-    assert gpu_steps.mesh_for("hsdp", 8) == dict(data=2, fsdp=4) and gpu_steps.mesh_for("tensor", 8) == dict(tensor=2, fsdp=4)
-    assert gpu_steps.mesh_for("zero3", 1) == dict(fsdp=1) and gpu_steps.mesh_for("pipeline", 2)["stage"] == 2
+def test_meshes_use_every_axis_of_a_layout_as_far_as_devices_go():
+    assert gpu_steps.mesh_for(("stage", "tensor", "context"), 8) == dict(stage=2, tensor=2, context=2, fsdp=1)
+    assert gpu_steps.mesh_for(("stage", "tensor", "context"), 2) == dict(stage=2, fsdp=1)
+    assert gpu_steps.mesh_for(("data",), 8) == dict(data=2, fsdp=4) and gpu_steps.mesh_for((), 1) == dict(fsdp=1)
 
 
 @pytest.mark.parametrize("count", [8, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2))])
@@ -227,9 +228,9 @@ def test_runs_of_every_rule_file_and_schedule_are_accepted_at_their_full_sizes(c
 
 
 @pytest.mark.parametrize("key, said", [
-    ("zero3_tensor_sequence, float32", "tensor"),
-    pytest.param("zero3_tensor_sequence, bfloat16", "tensor", marks=sampling.GRID),
-    pytest.param("zero3_context, whole rows, bfloat16", "context", marks=sampling.GRID)])
+    ("zero3 tensor, float32", "tensor"),
+    pytest.param("zero3 tensor, bfloat16", "tensor", marks=sampling.GRID),
+    pytest.param("zero3 context, whole rows, bfloat16", "context", marks=sampling.GRID)])
 def test_steps_are_found_right(key, said):
     found = STEPS[f"layout/{key}"].measure()
     assert gpu_record.verdict(found) == RIGHT and said in found["said"], found
@@ -270,7 +271,7 @@ def test_one_device_compiles_one_program_for_all_rule_files():
     one = {item.key: item for item in gpu_steps.items(jax.devices()[:1], CPU(), SHORT)}
     assert not [key for key in one if key.startswith("schedule")]
     one["layout/ddp, float32"].measure()
-    assert "compared before" in one["layout/zero3_tensor_sequence_context_pipeline, float32"].measure()["said"]
+    assert "compared before" in one["layout/zero3 stage tensor context, float32"].measure()["said"]
 
 
 # ---- speed -----------------------------------------------------------------------------------------------------------

@@ -176,7 +176,7 @@ def test_shards_of_weights_and_tokens_have_one_scale():
     ws = jax.tree.map(lambda w: w * np.where(np.arange(D) < D // 2, 1, 2.0 ** -30).astype(np.float32)[:, None, None], ws)
     expected = written_out(QUERY_KEY, x, ws, dys)
     sizes = {axis: 1 for axis in AXES} | dict(fsdp=2, tensor=2)
-    layout = Layout(rules.load(RULES / "zero3_tensor_sequence.toml"), sizes)
+    layout = Layout(rules.load(RULES / "zero3.toml"), sizes)
     mesh = MeshSpec(sizes).build(jax.devices()[:4])
     place = lambda a, table, axes: jax.device_put(a, NamedSharding(mesh, layout.spec(table, axes)))
     with jax.set_mesh(mesh):
@@ -210,13 +210,13 @@ def relative(got, expected) -> list:
 
 
 @pytest.mark.parametrize("rule, mesh, remat, schedule", [
-    ("zero3_tensor_sequence", dict(fsdp=2, tensor=2), "selective", "auto"),
+    ("zero3", dict(fsdp=2, tensor=2), "selective", "auto"),
     *(pytest.param(*case, marks=sampling.GRID) for case in [
         ("zero1", dict(data=2, fsdp=2), "none", "auto"), ("hsdp", dict(data=2, fsdp=2), "full", "auto"),
-        ("zero3", dict(fsdp=4), "none", "auto"), ("zero3_context", dict(fsdp=2, context=2), "full", "auto"),
-        ("zero1_pipeline", dict(fsdp=2, stage=2), "none", "1f1b"),
-        ("zero3_tensor_sequence_pipeline", dict(fsdp=2, tensor=2, stage=2), "full", "zero_bubble"),
-        ("zero1_pipeline", dict(fsdp=2, stage=2), "full", "zb_h1"),
+        ("zero3", dict(fsdp=4), "none", "auto"), ("zero3", dict(fsdp=2, context=2), "full", "auto"),
+        ("zero1", dict(fsdp=2, stage=2), "none", "1f1b"),
+        ("zero3", dict(fsdp=2, tensor=2, stage=2), "full", "zero_bubble"),
+        ("zero1", dict(fsdp=2, stage=2), "full", "zb_h1"),
         ("ddp", ONE, "full", "auto"), ("ddp", ONE, "selective", "auto"), ("ddp", ONE, "offload", "auto"),
     ]),
 ], ids=lambda case: "-".join(f"{axis}{n}" for axis, n in case.items()) if isinstance(case, dict) else case)  # fmt: skip
@@ -233,7 +233,7 @@ def test_a_step_in_float8_is_that_of_one_device(rule, mesh, remat, schedule):
 @pytest.mark.parametrize("variant", [GPT2 | FLOAT8, dict(qk_norm=True, tie_embeddings=True) | FLOAT8], ids=["gpt2", "qk_norm"])
 def test_biases_and_norms_of_heads_go_with_float8(variant):
     one = Compiled(run_of("ddp", ONE, variant))
-    split = Compiled(run_of("zero3_tensor_sequence", dict(fsdp=2, tensor=2), variant, dict(remat="full")))
+    split = Compiled(run_of("zero3", dict(fsdp=2, tensor=2), variant, dict(remat="full")))
 
     def apart(seed: int) -> float:
         params = jax.device_get(one.made.model.init(jax.random.key(seed)))
@@ -274,7 +274,7 @@ def test_projections_of_all_tokens_are_in_float8_and_routed_experts_are_not():
 
 @pytest.mark.slow
 @pytest.mark.grid
-@pytest.mark.parametrize("rule, mesh", [("zero3_expert", dict(data=2, fsdp=2)), ("zero3_tensor_sequence_expert", dict(fsdp=2, tensor=2))])
+@pytest.mark.parametrize("rule, mesh", [("zero3_experts_fsdp", dict(data=2, fsdp=2)), ("zero3_experts_tensor", dict(fsdp=2, tensor=2))])
 def test_experts_beside_float8_compute_what_one_device_does(rule, mesh):
     one = Compiled(run_of("ddp", ONE, EXPERTS))
     params = jax.device_get(one.made.model.init(jax.random.key(0)))
@@ -329,7 +329,7 @@ def test_a_gpu_without_float8_is_refused_by_name(kind, capability, refused):
 @pytest.mark.skipif(not gpu_compile.has_gpu_compile(), reason="pip install -e '.[gpu-compile]'")
 @pytest.mark.parametrize("schedule", [[], ["--schedule"]])
 def test_inspect_refuses_a_gpu_without_float8(schedule, capfd):
-    mesh = ["--mesh.fsdp", "4", "--mesh.stage", "2", "--sharding.rules", "sharding_rules/zero1_pipeline.toml"]
+    mesh = ["--mesh.fsdp", "4", "--mesh.stage", "2", "--sharding.rules", "sharding_rules/zero1.toml"]
     asked = ["configs/llama3-8b.toml", "--topology", "a100-80gb:8", "--model.matmul_dtype", "float8", *mesh, *schedule]
     assert inspect.main(asked) == 2
     assert 'model.matmul_dtype="float8": a100-80gb' in capfd.readouterr().err

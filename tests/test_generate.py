@@ -191,7 +191,7 @@ def test_a_folder_is_asked_with_ids_and_only_json_is_said():
 def run_dir(home, tiny):
     """A run of two stages of three layers."""
     words = (*tiny, "--mesh.data=1", "--mesh.fsdp=2", "--mesh.tensor=2", "--mesh.stage=2", "--model.num_layers=3", "--training.microbatches=2",
-             f"--sharding.rules={ROOT.parent / 'sharding_rules/zero1_tensor_sequence_pipeline.toml'}", "--pipeline.schedule=1f1b",
+             f"--sharding.rules={ROOT.parent / 'sharding_rules/zero1.toml'}", "--pipeline.schedule=1f1b",
              "--training.steps=4", "--validation.every=0", "--run.dir", home / "staged", "--model.compute_dtype=float32")
     ran = call(train.main, *words)
     assert (ran.code, ran.err) == (0, ""), ran

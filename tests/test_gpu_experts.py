@@ -27,7 +27,7 @@ EXPERTS = 3 * E // HOST * D * F         # elements of a GPU's experts
 @functools.cache
 def assembled():
     run = config.Run(
-        mesh=dict(data=HOSTS, fsdp=HOST), sharding=dict(rules=str(RULES / "zero3_expert.toml")),
+        mesh=dict(data=HOSTS, fsdp=HOST), sharding=dict(rules=str(RULES / "zero3_experts_fsdp.toml")),
         model=dict(vocab_size=1024, embed_dim=D, num_layers=L, num_heads=8, num_kv_heads=8, head_dim=64, num_experts=E,
                    experts_per_token=K, expert_mlp_dim=F),
         data=dict(seq_len=T, global_batch=64 * M), training=dict(microbatches=M, remat="full"), experts=dict(dispatch="gather"))

@@ -30,11 +30,11 @@ MODEL = dict(vocab_size=8192, embed_dim=D, num_layers=L, num_heads=16, num_kv_he
 PROJECTIONS = 7  # query, key, value, out, gate, up, down
 MESHES = {
     "ddp": dict(fsdp=64), "zero1": dict(fsdp=64), "zero2": dict(fsdp=64), "zero3": dict(fsdp=64),
-    "hsdp": dict(data=8, fsdp=8), "tensor_sequence": dict(data=16, tensor=4),
-    "zero3_tensor_sequence": dict(data=2, fsdp=8, tensor=4),
+    "hsdp": dict(data=8, fsdp=8), "ddp, tensor": dict(data=16, tensor=4),
+    "zero3, tensor": dict(data=2, fsdp=8, tensor=4),
 }  # fmt: skip
-# What these promise the others promise apart: zero1 and zero3, all-reduces over data, zero3_tensor_sequence.
-TRIED = [pytest.param(rule, marks=sampling.GRID) if rule in ("zero2", "hsdp", "tensor_sequence") else rule for rule in MESHES]
+# What these promise the others promise apart: zero1 and zero3, all-reduces over data, zero3 with tensor.
+TRIED = [pytest.param(rule, marks=sampling.GRID) if rule in ("zero2", "hsdp", "ddp, tensor") else rule for rule in MESHES]
 
 
 @functools.cache
@@ -48,7 +48,7 @@ def gpu_step(rule: str, remat: str = "full", dtype: str = "bfloat16", matmul_dty
 def gpu_program(rule: str, remat: str = "full", dtype: str = "bfloat16", matmul_dtype: str = "auto"):
     """(assembled run, its compiled step for 64 H100)."""
     run = config.Run(
-        mesh=MESHES[rule], sharding=dict(rules=str(RULES / f"{rule}.toml")),
+        mesh=MESHES[rule], sharding=dict(rules=str(RULES / f"{rule.partition(',')[0]}.toml")),
         model=MODEL | dict(compute_dtype=dtype, matmul_dtype=matmul_dtype),
         data=dict(seq_len=T, global_batch=B), training=dict(microbatches=M, remat=remat, loss_chunk=1024),
     )  # fmt: skip
@@ -99,9 +99,9 @@ def expected(rule: str, made) -> dict:
         want["all-gather", ("fsdp",), "bf16"] = (M * (2 * L * PROJECTIONS + 1), 2 * M * (2 * L * n["layer"] + n["head"]))
     if rule == "hsdp":
         want["all-reduce", ("data",), "f32"] = (None, 4 * n["all"] // plan["fsdp"])
-    if rule == "tensor_sequence":
+    if rule == "ddp, tensor":
         want["all-reduce", ("data",), "f32"] = (None, 4 * n["all"])
-    if rule == "zero3_tensor_sequence":
+    if rule == "zero3, tensor":
         ends = n["embedding"] + n["head"]
         want["reduce-scatter", weights, "f32"] = (None, 4 * M * (L * n["layer"] + ends))
         want["all-gather", weights, "bf16"] = (M * (2 * L * PROJECTIONS + 2), 2 * M * (2 * L * n["layer"] + ends))
@@ -138,7 +138,7 @@ def test_matmuls_run_in_bf16_and_no_permute_misses_a_device(rule):
 
 
 @pytest.mark.parametrize("rule", [
-    "ddp", "zero1", *(pytest.param(rule, marks=sampling.GRID) for rule in ("hsdp", "tensor_sequence"))])  # fmt: skip
+    "ddp", "zero1", *(pytest.param(rule, marks=sampling.GRID) for rule in ("hsdp", "ddp, tensor"))])  # fmt: skip
 def test_gradients_are_reduced_once_per_step(rule):
     made, program = gpu_step(rule)
     over = [c for c in program.collectives if set(made.program.once) & set(c.axes)]
@@ -160,7 +160,7 @@ def test_accumulators_that_are_reduced_once_a_step_are_added_to_where_they_lie(r
 
 
 @pytest.mark.parametrize("rule, remat, gathers, scatters", [
-    ("zero3_tensor_sequence", "full", 6, 5), pytest.param("tensor_sequence", "none", 4, 4, marks=sampling.GRID)])
+    ("zero3, tensor", "full", 6, 5), pytest.param("ddp, tensor", "none", 4, 4, marks=sampling.GRID)])
 def test_parts_of_a_microbatch_move_what_the_whole_moves(rule, remat, gathers, scatters, monkeypatch):
     """Weights are gathered once and their gradients reduced once; over tensor there is a collective for each of the parts."""
     want = traffic(gpu_step(rule, remat)[1])
@@ -177,7 +177,7 @@ def test_parts_of_a_microbatch_move_what_the_whole_moves(rule, remat, gathers, s
 
 def test_a_stream_gathered_from_several_rows_is_not_copied():
     """Over the second dim of several rows XLA gathers into another buffer and turns it round: layers put tokens first."""
-    made, executable = gpu_program("zero3_tensor_sequence")
+    made, executable = gpu_program("zero3, tensor")
     stream_bytes = B // M // 16 * T * D * 2
     kernels = roofline.of_run(made, executable.as_text()).kernels
     assert any(kernel.hbm_bytes > kernel.runs * stream_bytes for kernel in kernels)
@@ -195,8 +195,8 @@ def test_the_shipped_70b_run_hides_its_tensor_axis_under_the_matmuls_of_its_part
 
 
 def test_tensor_sequence_without_remat_moves_four_and_four_a_layer():
-    made, program = gpu_step("tensor_sequence", remat="none")
-    got, want = traffic(program), expected("tensor_sequence", made)
+    made, program = gpu_step("ddp, tensor", remat="none")
+    got, want = traffic(program), expected("ddp, tensor", made)
     x_bytes = want["all-gather", ("tensor",), "bf16"][1] / (M * (6 * L + 2))
     for kind in ("all-gather", "reduce-scatter"):
         assert got[kind, ("tensor",), "bf16"][1] == pytest.approx(M * (4 * L + 2) * x_bytes, rel=0.02), kind
@@ -267,13 +267,13 @@ def test_without_remat_norms_and_swiglu_keep_their_inputs_and_no_matmul_is_added
 
 
 @pytest.mark.parametrize("rule, mesh", [
-    ("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2)),
-    *(pytest.param(*case, marks=sampling.GRID) for case in (("zero2", dict(fsdp=8)), ("zero1_pipeline", dict(fsdp=4, stage=2)))),
+    ("zero3, tensor", dict(data=2, fsdp=2, tensor=2)),
+    *(pytest.param(*case, marks=sampling.GRID) for case in (("zero2", dict(fsdp=8)), ("zero1", dict(fsdp=4, stage=2)))),
 ])  # fmt: skip
 def test_gradients_of_biases_and_norms_are_reduced_in_float32_and_make_no_float32_matmul(rule, mesh):
     """Over the axes of the batch nothing is reduced in bf16, however small; tensor sums activations, in bf16."""
     run = config.Run(
-        mesh=mesh, sharding=dict(rules=str(RULES / f"{rule}.toml")),
+        mesh=mesh, sharding=dict(rules=str(RULES / f"{rule.partition(',')[0]}.toml")),
         model=dict(vocab_size=1024, embed_dim=256, num_layers=2, num_heads=8, mlp_dim=512, norm="layernorm",
                    activation="gelu", position="learned", attention_bias=True, mlp_bias=True),
         data=dict(seq_len=128, global_batch=64), training=dict(microbatches=4, remat="full"))
@@ -285,8 +285,8 @@ def test_gradients_of_biases_and_norms_are_reduced_in_float32_and_make_no_float3
     assert set(program.flops) == {"bf16"}
 
 
-@pytest.mark.parametrize("rule, remat", [("zero3_tensor_sequence", "full"), *(pytest.param(*case, marks=sampling.GRID) for case in (
-    ("zero1", "selective"), ("zero3", "none"), ("tensor_sequence", "none"), ("hsdp", "selective")))])  # fmt: skip
+@pytest.mark.parametrize("rule, remat", [("zero3, tensor", "full"), *(pytest.param(*case, marks=sampling.GRID) for case in (
+    ("zero1", "selective"), ("zero3", "none"), ("ddp, tensor", "none"), ("hsdp", "selective")))])  # fmt: skip
 def test_every_projection_in_float8_is_a_float8_matmul(rule, remat):
     """Forward, recomputed, input and weight gradient; in bfloat16 are the head's alone. XLA loses what it does not recognize."""
     made, executable = gpu_program(rule, remat, matmul_dtype="float8")
@@ -308,8 +308,8 @@ def test_every_projection_in_float8_is_a_float8_matmul(rule, remat):
 
 def test_gathers_of_weights_x_and_dy_in_float8_are_half_as_many_bytes():
     """And the scales add sixteen all-reduces of one number each, a layer and microbatch."""
-    made, program = gpu_step("zero3_tensor_sequence", matmul_dtype="float8")
-    want, n, plan = expected("zero3_tensor_sequence", made), sizes(made), made.mesh_spec.sizes
+    made, program = gpu_step("zero3, tensor", matmul_dtype="float8")
+    want, n, plan = expected("zero3, tensor", made), sizes(made), made.mesh_spec.sizes
     weights, x_bytes = ("data", "fsdp"), B // M // (plan["data"] * plan["fsdp"]) * T * D
     want["all-gather", weights, "bf16"] = (M * 2, 2 * M * (n["embedding"] + n["head"]))
     want["all-gather", weights, "f8e4m3fn"] = (M * 2 * L * PROJECTIONS, M * 2 * L * n["layer"])

@@ -17,7 +17,7 @@ OPEN_TO = {
     "inference": {"kernels", "layout", "model"},
     "run": {"cluster", "config", "data", "model", "training", "weights"},
 }
-EVERYONE = {"names", "jax_private", "units", "files"}
+EVERYONE = {"names", "shipped", "jax_private", "units", "files"}
 
 
 def imported(path: Path) -> set[str]:

@@ -19,18 +19,18 @@ def run_of(rule: str, mesh: dict, model: dict, **sections) -> config.Run:
 
 
 CASES = [
-    (MQA, "zero3_tensor_sequence_pipeline", dict(fsdp=2, stage=2, tensor=2), dict(pipeline=dict(schedule="zero_bubble"))),
+    (MQA, "zero3", dict(fsdp=2, stage=2, tensor=2), dict(pipeline=dict(schedule="zero_bubble"))),
 ]
 GRID = [
-    (GQA, "zero3_tensor_sequence", dict(fsdp=2, tensor=4), {}),
-    (MQA, "zero3_tensor_sequence_context_pipeline", dict(context=2, stage=2, tensor=2), dict(context=dict(method="ring"))),
-    (GQA | dict(qk_norm_over="heads"), "zero3_tensor_sequence", dict(fsdp=2, tensor=4), {}),
+    (GQA, "zero3", dict(fsdp=2, tensor=4), {}),
+    (MQA, "zero3", dict(context=2, stage=2, tensor=2), dict(context=dict(method="ring"))),
+    (GQA | dict(qk_norm_over="heads"), "zero3", dict(fsdp=2, tensor=4), {}),
     (GQA, "tensor", dict(data=2, tensor=4), {}),
-    (MQA, "tensor_sequence", dict(tensor=8), {}),
-    (GQA, "zero1_tensor_sequence_pipeline", dict(stage=2, tensor=4), dict(pipeline=dict(schedule="1f1b"))),
-    (GQA, "zero3_tensor_sequence_context", dict(context=2, tensor=4), dict(context=dict(method="ring"))),
-    (MQA, "zero3_tensor_sequence_context", dict(context=2, tensor=4), dict(context=dict(method="ulysses"))),
-    (GQA, "zero3_tensor_sequence_context", dict(context=2, tensor=4), dict(context=dict(method="gather"))),
+    (MQA, "ddp", dict(tensor=8), {}),
+    (GQA, "zero1", dict(stage=2, tensor=4), dict(pipeline=dict(schedule="1f1b"))),
+    (GQA, "zero3", dict(context=2, tensor=4), dict(context=dict(method="ring"))),
+    (MQA, "zero3", dict(context=2, tensor=4), dict(context=dict(method="ulysses"))),
+    (GQA, "zero3", dict(context=2, tensor=4), dict(context=dict(method="gather"))),
 ]  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def test_heads_are_repeated_only_where_ranks_share_them_evenly(heads, kv, tensor
 @pytest.mark.skipif(not compile.has_gpu_compile(), reason=f"install the extra gpu-compile: no {compile.missing_wheels()}")
 @pytest.mark.slow
 @pytest.mark.grid
-@pytest.mark.parametrize("rule, mesh", [("tensor_sequence", dict(data=2, tensor=8)), ("zero3_tensor_sequence", dict(fsdp=2, tensor=8))])
+@pytest.mark.parametrize("rule, mesh", [("ddp", dict(data=2, tensor=8)), ("zero3", dict(fsdp=2, tensor=8))])
 def test_repeated_heads_move_no_activation_and_cost_no_matmul_more_on_gpus(rule, mesh):
     """Against a model with as many kv heads as ranks: the same matmuls, the same traffic but for the gradients of the heads."""
     L, M, D, H, K = 2, 4, 512, 64, 4

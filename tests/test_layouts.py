@@ -30,14 +30,14 @@ SMALL = 4096  # bytes: loss and norm scalars, token ids
 
 LAYOUTS = [
     ("zero1", dict(fsdp=8)), ("zero2", dict(fsdp=8)), ("hsdp", dict(data=2, fsdp=4)),
-    ("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2)),
+    ("zero3", dict(data=2, fsdp=2, tensor=2)),
 ]
 GRID = [
-    ("ddp", dict(fsdp=8)), ("zero3", dict(fsdp=8)), ("tensor", dict(data=2, fsdp=2, tensor=2)), ("tensor_sequence", dict(data=2, tensor=4)),
+    ("ddp", dict(fsdp=8)), ("zero3", dict(fsdp=8)), ("tensor", dict(data=2, fsdp=2, tensor=2)), ("ddp", dict(data=2, tensor=4)),
     ("ddp", dict(data=2, fsdp=4)), ("zero1", dict(data=2, fsdp=4)), ("zero2", dict(data=2, fsdp=4)), ("zero3", dict(data=2, fsdp=4)),
-    ("hsdp", dict(data=4, fsdp=2)), ("tensor", dict(data=4, tensor=2)), ("tensor_sequence", dict(data=4, tensor=2)),
-    ("tensor_sequence", dict(data=2, fsdp=2, tensor=2)), ("zero3_tensor_sequence", dict(data=4, tensor=2)),
-    ("zero3_tensor_sequence", dict(fsdp=2, tensor=4)),
+    ("hsdp", dict(data=4, fsdp=2)), ("tensor", dict(data=4, tensor=2)), ("ddp", dict(data=4, tensor=2)),
+    ("ddp", dict(data=2, fsdp=2, tensor=2)), ("zero3", dict(data=4, tensor=2)),
+    ("zero3", dict(fsdp=2, tensor=4)),
 ]  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def test_comparison_sees_a_wrong_gradient():
 
 
 def test_initialization_is_the_same_bits_on_any_layout():
-    made = compiled("zero3_tensor_sequence", (("data", 2), ("fsdp", 2), ("tensor", 2))).made
+    made = compiled("zero3", (("data", 2), ("fsdp", 2), ("tensor", 2))).made
     with jax.set_mesh(made.mesh):
         state = made.program.initialize()
     params = reference(steps=20)[0]
@@ -231,8 +231,8 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("rule, mesh", [
-    ("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2)), pytest.param("zero3", dict(fsdp=8), marks=sampling.GRID),
-], ids=["zero3_tensor_sequence", "zero3"])  # fmt: skip
+    ("zero3", dict(data=2, fsdp=2, tensor=2)), pytest.param("zero3", dict(fsdp=8), marks=sampling.GRID),
+], ids=["zero3 with tensor", "zero3"])  # fmt: skip
 @pytest.mark.parametrize("variant", ["gpt2"] + [pytest.param(name, marks=sampling.GRID) for name in VARIANTS if name != "gpt2"])
 def test_variant_equals_one_device(variant, rule, mesh):
     model, training = VARIANTS[variant]
@@ -250,7 +250,7 @@ def test_dropout_drops():
 @pytest.mark.parametrize("remat", ["offload", *(pytest.param(remat, marks=sampling.GRID) for remat in ("full", "selective"))])
 def test_remat_changes_no_gradient(remat):
     params, losses, moments = reference(steps=20)
-    case = Compiled(run_of("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2), {}, dict(remat=remat)))
+    case = Compiled(run_of("zero3", dict(data=2, fsdp=2, tensor=2), {}, dict(remat=remat)))
     got, got_moments = case.train(params, 1)
     np.testing.assert_allclose(got[0], losses[0], rtol=1e-5)
     check_gradients(got_moments, moments)
@@ -259,16 +259,16 @@ def test_remat_changes_no_gradient(remat):
 # ---- parts of a microbatch --------------------------------------------------------------------------------------------
 
 IN_PARTS = [
-    ("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2), {}, dict(remat="full")),
-    ("tensor_sequence", dict(data=2, tensor=4), GPT2, {}),          # weights are not gathered in the loop
+    ("zero3", dict(data=2, fsdp=2, tensor=2), {}, dict(remat="full")),
+    ("ddp", dict(data=2, tensor=4), GPT2, {}),          # weights are not gathered in the loop
 ]
 IN_PARTS_GRID = [
-    ("zero3_tensor_sequence_pipeline", dict(fsdp=2, stage=2, tensor=2), {}, dict(remat="selective")),
-    ("zero3_tensor_sequence", dict(fsdp=4, tensor=2), GPT2, dict(remat="selective")),
-    ("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2), dict(residual_dropout=0.2), dict(remat="offload")),
-    ("zero3_tensor_sequence", dict(tensor=8), {}, dict(remat="full")),          # each kv head is computed by two ranks
+    ("zero3", dict(fsdp=2, stage=2, tensor=2), {}, dict(remat="selective")),
+    ("zero3", dict(fsdp=4, tensor=2), GPT2, dict(remat="selective")),
+    ("zero3", dict(data=2, fsdp=2, tensor=2), dict(residual_dropout=0.2), dict(remat="offload")),
+    ("zero3", dict(tensor=8), {}, dict(remat="full")),          # each kv head is computed by two ranks
     ("tensor", dict(data=2, fsdp=2, tensor=2), {}, dict(remat="full")),
-    ("zero2_tensor_sequence_pipeline", dict(data=2, stage=2, tensor=2), {}, dict(remat="none")),
+    ("zero2", dict(data=2, stage=2, tensor=2), {}, dict(remat="none")),
 ]  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from sampling import GRID
 
 from checkpoints import assert_same_bits
 from meshtrain import assembly, config
-from meshtrain.config.shipped import shipped
+from meshtrain.shipped import shipped
 from meshtrain.cost import flops, footprint, hardware, price, rates
 from meshtrain.cost.assumptions import Assumptions
 from meshtrain.cost.placed import Options, Practice, place
@@ -151,7 +151,7 @@ def test_formulas_count_the_rounds_of_leading_layers_and_those_in_which_stages_i
     cfg = config.load(["configs/quickstart.toml", "--model.preset", "qwen3-30b-a3b", "--model.first_dense_layers", "2", "--model.mlp_dim", "6144",
                        "--model.compute_dtype", "bfloat16"]).model
     sizes = MeshSpec(dict(stage=4, fsdp=8))
-    layout = rules.Layout(rules.load(shipped("sharding_rules/zero3_expert_pipeline.toml")), sizes.sizes)
+    layout = rules.Layout(rules.load(shipped("sharding_rules/zero3_experts_fsdp.toml")), sizes.sizes)
     placed, rated = place(transformer.build(cfg).parameters(), cfg, layout, sizes), rates.Rates(hardware.get("h100"), Assumptions("h100"))
     assert (placed.cfg.num_layers, placed.leading.cfg.num_layers) == (46, 2) and placed.depth == 12
     found = {}

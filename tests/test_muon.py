@@ -54,10 +54,10 @@ def one_device(num_layers: int):
 
 
 CELLS = [
-    ("zero3_tensor_sequence", dict(fsdp=4, tensor=2), 3), ("zero3", dict(fsdp=8), 2), ("zero3", dict(fsdp=8), 8),
+    ("zero3", dict(fsdp=4, tensor=2), 3), ("zero3", dict(fsdp=8), 2), ("zero3", dict(fsdp=8), 8),
     ("zero3", dict(data=2, fsdp=4), 5), ("zero1", dict(fsdp=8), 3), ("zero2", dict(data=4, fsdp=2), 4),
-    ("hsdp", dict(data=2, fsdp=4), 4), ("tensor", dict(data=2, tensor=4), 3), ("zero1_pipeline", dict(stage=2, fsdp=4), 4),
-    *(("zero3_tensor_sequence_pipeline", mesh, num_layers) for mesh, num_layers in (
+    ("hsdp", dict(data=2, fsdp=4), 4), ("tensor", dict(data=2, tensor=4), 3), ("zero1", dict(stage=2, fsdp=4), 4),
+    *(("zero3", mesh, num_layers) for mesh, num_layers in (
         (dict(stage=2, fsdp=4), 2), (dict(stage=2, fsdp=2), 6), (dict(stage=2, fsdp=2), 3),
         (dict(stage=2, fsdp=2, tensor=2), 4))),
 ]  # fmt: skip
@@ -121,10 +121,10 @@ def test_matrices_that_lie_whole_get_no_constraint(spec):
 GPU_MODEL = dict(vocab_size=1024, embed_dim=256, num_heads=8, num_kv_heads=4, head_dim=32, mlp_dim=512,
                  compute_dtype="bfloat16")
 GPU_CELLS = [
-    ("zero3_tensor_sequence", dict(fsdp=4, tensor=2), 6), ("zero3", dict(fsdp=8), 8), ("zero3", dict(fsdp=8), 5),
+    ("zero3", dict(fsdp=4, tensor=2), 6), ("zero3", dict(fsdp=8), 8), ("zero3", dict(fsdp=8), 5),
     ("zero3", dict(data=2, fsdp=4), 4), ("hsdp", dict(data=2, fsdp=4), 4), ("zero1", dict(fsdp=8), 8), ("ddp", dict(fsdp=8), 2),
-    ("zero3_tensor_sequence_pipeline", dict(stage=2, fsdp=4), 12),
-    ("zero3_tensor_sequence_pipeline", dict(stage=2, fsdp=2, tensor=2), 4), ("zero3_context", dict(fsdp=4, context=2), 8),
+    ("zero3", dict(stage=2, fsdp=4), 12),
+    ("zero3", dict(stage=2, fsdp=2, tensor=2), 4), ("zero3", dict(fsdp=4, context=2), 8),
 ]  # fmt: skip
 
 

@@ -109,7 +109,7 @@ def table_of(run) -> schedules.Schedule:
           ("interleaved_zero_bubble", "none")),
 ])  # fmt: skip
 def test_every_schedule_equals_one_device(schedule, remat):
-    case = Compiled(run_of("pipeline", dict(stage=4), schedule, training=dict(remat=remat)))
+    case = Compiled(run_of("ddp", dict(stage=4), schedule, training=dict(remat=remat)))
     check_equal(case, steps=20 if (schedule, remat) == ("interleaved_zero_bubble", "full") else 3)
     check_program(case)
     check_flops(case)
@@ -121,25 +121,25 @@ def test_every_schedule_equals_one_device(schedule, remat):
 ])  # fmt: skip
 def test_any_number_of_stages_and_microbatches_equals_one_device(schedule, stages, microbatches):
     model = dict(num_layers=16) if stages * CHUNKS.get(schedule, 1) == 16 else {}
-    case = Compiled(run_of("pipeline", dict(stage=stages), schedule, model, dict(microbatches=microbatches)))
+    case = Compiled(run_of("ddp", dict(stage=stages), schedule, model, dict(microbatches=microbatches)))
     check_equal(case, model)
     check_program(case)
 
 
 @pytest.mark.parametrize("rule, mesh, schedule", [
-    ("zero3_tensor_sequence_context_pipeline", dict(context=2, tensor=2), "interleaved_zero_bubble"),
-    *slow(("zero1_pipeline", dict(data=2), "1f1b"), ("zero1_tensor_sequence_pipeline", dict(tensor=2), "1f1b"),
-          ("zero3_tensor_sequence_pipeline", dict(fsdp=2), "interleaved_zero_bubble"),
-          ("zero1_pipeline", dict(data=2), "interleaved_zero_bubble"),
-          ("zero3_tensor_sequence_pipeline", dict(fsdp=2), "1f1b"),
-          ("zero1_tensor_sequence_pipeline", dict(tensor=2), "interleaved_zero_bubble"),
-          ("zero2_tensor_sequence_pipeline", dict(data=2, fsdp=2), "1f1b"),
-          ("zero2_tensor_sequence_pipeline", dict(data=2, fsdp=2), "interleaved_zero_bubble"),
-          ("zero3_tensor_sequence_pipeline", dict(fsdp=2, tensor=2), "1f1b"),
-          ("zero3_tensor_sequence_pipeline", dict(fsdp=2, tensor=2), "interleaved_zero_bubble"),
-          ("zero3_tensor_sequence_context_pipeline", dict(context=2), "1f1b"),
-          ("zero3_tensor_sequence_context_pipeline", dict(context=2), "interleaved_zero_bubble"),
-          ("zero3_tensor_sequence_context_pipeline", dict(context=2, tensor=2), "1f1b")),
+    ("zero3", dict(context=2, tensor=2), "interleaved_zero_bubble"),
+    *slow(("zero1", dict(data=2), "1f1b"), ("zero1", dict(tensor=2), "1f1b"),
+          ("zero3", dict(fsdp=2), "interleaved_zero_bubble"),
+          ("zero1", dict(data=2), "interleaved_zero_bubble"),
+          ("zero3", dict(fsdp=2), "1f1b"),
+          ("zero1", dict(tensor=2), "interleaved_zero_bubble"),
+          ("zero2", dict(data=2, fsdp=2), "1f1b"),
+          ("zero2", dict(data=2, fsdp=2), "interleaved_zero_bubble"),
+          ("zero3", dict(fsdp=2, tensor=2), "1f1b"),
+          ("zero3", dict(fsdp=2, tensor=2), "interleaved_zero_bubble"),
+          ("zero3", dict(context=2), "1f1b"),
+          ("zero3", dict(context=2), "interleaved_zero_bubble"),
+          ("zero3", dict(context=2, tensor=2), "1f1b")),
 ], ids=lambda value: "-".join(f"{k}{n}" for k, n in value.items()) if isinstance(value, dict) else value)  # fmt: skip
 def test_other_axes_beside_the_stages_equal_one_device(rule, mesh, schedule):
     microbatches = 8 if len(mesh) == 1 else 4                           # 12 sequences lie on data 2 × fsdp 2
@@ -152,7 +152,7 @@ def test_other_axes_beside_the_stages_equal_one_device(rule, mesh, schedule):
 @pytest.mark.grid
 def test_ring_of_four_beside_the_stages_equals_one_device():
     """A ring of two cannot turn the wrong way."""
-    case = Compiled(run_of("zero3_tensor_sequence_context_pipeline", dict(stage=2, context=4), "zero_bubble"))
+    case = Compiled(run_of("zero3", dict(stage=2, context=4), "zero_bubble"))
     check_equal(case)
     check_program(case)
 
@@ -168,14 +168,14 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", ["dropout", *slow(*((name,) for name in VARIANTS if name != "dropout"))])
 def test_variant_equals_one_device(variant):
     schedule, stages, model, training = VARIANTS[variant]
-    case = Compiled(run_of("pipeline", dict(stage=stages), schedule, model, training))
+    case = Compiled(run_of("ddp", dict(stage=stages), schedule, model, training))
     check_equal(case, model, {k: v for k, v in training.items() if k != "remat"})
 
 
 @pytest.mark.slow
 @pytest.mark.grid
 def test_bfloat16_is_near_float32_on_a_cpu_and_its_gradients_are_float32():
-    case = Compiled(run_of("zero3_tensor_sequence_pipeline", dict(stage=2, fsdp=2, tensor=2), "zero_bubble",
+    case = Compiled(run_of("zero3", dict(stage=2, fsdp=2, tensor=2), "zero_bubble",
                            dict(compute_dtype="bfloat16")))
     params, losses, moments = reference()
     got, got_moments = case.train(params, 3)
@@ -188,7 +188,7 @@ def test_bfloat16_is_near_float32_on_a_cpu_and_its_gradients_are_float32():
 
 def test_evaluation_equals_one_device():
     totals = []
-    for rule, mesh in (("ddp", dict(fsdp=1)), ("zero1_pipeline", dict(stage=2, data=2))):
+    for rule, mesh in (("ddp", dict(fsdp=1)), ("zero1", dict(stage=2, data=2))):
         made = assembled(rule, mesh, "interleaved", dict(num_layers=4))
         with jax.set_mesh(made.mesh):
             params = made.program.initialize().params
@@ -201,13 +201,13 @@ def test_state_goes_from_any_number_of_stages_and_chunks_to_any_other(tmp_path):
     def program(rule, mesh, **more):
         run = run_of(rule, mesh, model=dict(num_layers=6), **more)
         return assembly.assemble(run, jax.devices()[:math.prod(mesh.values())]).program
-    first = program("zero1_pipeline", dict(stage=2, data=2), schedule="interleaved")
+    first = program("zero1", dict(stage=2, data=2), schedule="interleaved")
     with jax.set_mesh(first.mesh):
         state = first.initialize()
     with checkpoint.Checkpoints(tmp_path / "c") as kept:
         kept.save(1, state, {"run": ""})
-    for rule, mesh, more in (("ddp", dict(fsdp=1), {}), ("pipeline", dict(stage=4), {}),
-                             ("zero3_tensor_sequence_pipeline", dict(stage=3, fsdp=2), {})):
+    for rule, mesh, more in (("ddp", dict(fsdp=1), {}), ("ddp", dict(stage=4), {}),
+                             ("zero3", dict(stage=3, fsdp=2), {})):
         other = program(rule, mesh, **more)
         with checkpoint.Checkpoints(tmp_path / "c") as kept:
             restored, _ = kept.restore(1, other.spec.with_shardings())
@@ -245,7 +245,7 @@ def check_flops(case: Compiled):
 
 
 def temp_bytes(schedule: str, microbatches: int) -> int:
-    run = run_of("pipeline", dict(stage=4), schedule, dict(num_layers=4), dict(microbatches=microbatches, remat="full"),
+    run = run_of("ddp", dict(stage=4), schedule, dict(num_layers=4), dict(microbatches=microbatches, remat="full"),
                  data=dict(global_batch=16 * microbatches))
     return Compiled(run).step.memory_analysis().temp_size_in_bytes
 
@@ -269,18 +269,18 @@ THIRDS = dict(embed_dim=48, num_heads=6, num_kv_heads=6)
 
 
 @pytest.mark.parametrize("case, parts", [
-    ((("pipeline", dict(stage=4)), dict(schedule="1f1b", chunks=2)), ["pipeline.chunks=2", "interleaved"]),
-    ((("pipeline", dict(stage=4)), dict(schedule="interleaved", training=dict(microbatches=6))), ["multiple of mesh.stage=4", "8"]),
-    ((("zero3_tensor_sequence_context_pipeline", dict(stage=2, context=2)), dict(schedule="zb_h1")),
+    ((("ddp", dict(stage=4)), dict(schedule="1f1b", chunks=2)), ["pipeline.chunks=2", "interleaved"]),
+    ((("ddp", dict(stage=4)), dict(schedule="interleaved", training=dict(microbatches=6))), ["multiple of mesh.stage=4", "8"]),
+    ((("zero3", dict(stage=2, context=2)), dict(schedule="zb_h1")),
      ["zb_h1", "mesh.context=2", "zero_bubble"]),
-    ((("pipeline", dict(stage=4)), dict(model=dict(num_layers=6), pipeline=dict(uneven="refuse"))),
+    ((("ddp", dict(stage=4)), dict(model=dict(num_layers=6), pipeline=dict(uneven="refuse"))),
      ["model.num_layers=6", "mesh.stage=4", "e.g. 8"]),
     ((("zero3", dict(stage=2, fsdp=2)), dict()), ["mesh.stage=2", 'layers = "stage"', "zero3.toml", "*pipeline.toml"]),
     # Taken from the stages, a vocabulary of 512 must still divide over tensor.
-    ((("zero1_tensor_sequence_pipeline", dict(stage=2, tensor=3)), dict(model=THIRDS, data=dict(seq_len=48))),
+    ((("zero1", dict(stage=2, tensor=3)), dict(model=THIRDS, data=dict(seq_len=48))),
      ["vocab=512", "tensor 3", "model.vocab_size"]),
-    ((("pipeline", dict(stage=4)), dict(training=dict(remat="offload"))), ['training.remat="offload"', "mesh.stage=4", '"full"']),
-    ((("pipeline", dict(stage=4)), dict(schedule="interleaved", chunks=3, model=dict(num_layers=7))),
+    ((("ddp", dict(stage=4)), dict(training=dict(remat="offload"))), ['training.remat="offload"', "mesh.stage=4", '"full"']),
+    ((("ddp", dict(stage=4)), dict(schedule="interleaved", chunks=3, model=dict(num_layers=7))),
      ["pipeline.chunks=3", "num_layers=7", "without a layer", "use at most 2"]),
 ], ids=["chunks", "microbatches", "zb_h1", "layers", "rules", "vocabulary", "offload", "empty chunks"])  # fmt: skip
 def test_pipeline_that_cannot_be_is_refused_in_one_line(case, parts):
@@ -294,18 +294,18 @@ def test_pipeline_that_cannot_be_is_refused_in_one_line(case, parts):
 def test_vocabulary_that_divides_over_tensor_alone_is_no_fault():
     """The layers are split over the stages, or over none, all the same."""
     for layers in (6, 5):
-        notes = assembled("zero1_tensor_sequence_pipeline", dict(stage=3, tensor=2), model=dict(num_layers=layers)).notes
+        notes = assembled("zero1", dict(stage=3, tensor=2), model=dict(num_layers=layers)).notes
         assert sum("vocabulary of 512" in note for note in notes) == 1
 
 
 def test_pipeline_is_assembled_the_same_with_a_mesh_in_force():
-    made = assembled("pipeline", dict(stage=2))
+    made = assembled("ddp", dict(stage=2))
     with jax.set_mesh(made.mesh):
-        assert assembled("pipeline", dict(stage=2)).choice.memory_bytes == made.choice.memory_bytes
+        assert assembled("ddp", dict(stage=2)).choice.memory_bytes == made.choice.memory_bytes
 
 
 def test_auto_takes_the_schedule_with_the_least_modelled_bubble_and_says_so():
-    made = assembled("pipeline", dict(stage=4), schedule="auto")
+    made = assembled("ddp", dict(stage=4), schedule="auto")
     assert len(made.notes) == 1 and made.notes[0].startswith("pipeline: interleaved_zero_bubble of 2 chunks")
     assert made.program.schedule.num_chunks == 2
 
@@ -313,7 +313,7 @@ def test_auto_takes_the_schedule_with_the_least_modelled_bubble_and_says_so():
 def test_rules_that_put_stage_elsewhere_are_refused(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('[params]\nlayers = "stage"\nmlp = "stage"\nvocab = "stage"\n[activations]\nbatch = "data"\n')
-    run = run_of("pipeline", dict(stage=2)).model_copy(update={"sharding": config.Sharding(rules=str(path))})
+    run = run_of("ddp", dict(stage=2)).model_copy(update={"sharding": config.Sharding(rules=str(path))})
     with pytest.raises(config.ConfigError) as error:
         assembly.assemble(run, jax.devices()[:2])
     assert "mlp: only layers and vocab" in str(error.value) and "not in [activations]" in str(error.value)
@@ -325,12 +325,12 @@ def test_a_section_that_the_mesh_has_no_use_for_is_named():
 
 
 def test_padding_and_what_does_not_divide_is_said_once():
-    notes = assembled("pipeline", dict(stage=3), model=dict(num_layers=5)).notes
+    notes = assembled("ddp", dict(stage=3), model=dict(num_layers=5)).notes
     for part in ("do nothing", "do not divide", "vocabulary of 512"):
         assert sum(part in note for note in notes) == 1, part
-    assert not [note for note in assembled("pipeline", dict(stage=4)).notes if "do nothing" in note or "divide" in note]
+    assert not [note for note in assembled("ddp", dict(stage=4)).notes if "do nothing" in note or "divide" in note]
     for stages, chunks, gathers in ((2, 3, True), (4, 2, False), (2, 4, False)):
-        notes = assembled("pipeline", dict(stage=stages), "interleaved", dict(num_layers=24), chunks=chunks).notes
+        notes = assembled("ddp", dict(stage=stages), "interleaved", dict(num_layers=24), chunks=chunks).notes
         assert sum("gathers the layers of all" in note for note in notes) == gathers
 
 
@@ -362,7 +362,7 @@ def test_five_axes_at_two_equal_one_device():
 def five_axes():
     mesh = dict(data=2, fsdp=2, tensor=2, stage=2, context=2)
     training = dict(remat="full", microbatches=4)
-    check_equal(Compiled(run_of("zero3_tensor_sequence_context_pipeline", mesh, "interleaved_zero_bubble", training=training)))
+    check_equal(Compiled(run_of("zero3", mesh, "interleaved_zero_bubble", training=training)))
 
 
 @pytest.mark.slow
@@ -373,7 +373,7 @@ def test_forty_runs_of_a_ring_inside_a_pipeline_give_the_same_bits():
 
 
 def forty_runs():
-    run = run_of("zero3_tensor_sequence_context_pipeline", dict(stage=2, context=4), "interleaved_zero_bubble",
+    run = run_of("zero3", dict(stage=2, context=4), "interleaved_zero_bubble",
                  training=dict(remat="full"))
     case = Compiled(run)
     params = jax.device_get(case.made.model.init(jax.random.key(0)))

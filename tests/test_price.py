@@ -116,7 +116,7 @@ def test_what_auto_weighs_are_the_parts_of_the_price():
     """Of m microbatches on a stage that never waits: all of the step but the bubble, what stages send and what stands at its ends."""
     cfg, rows = model()
     spec = MeshSpec(dict(stage=4, tensor=2))
-    path = shipped("sharding_rules/zero1_tensor_sequence_pipeline.toml")
+    path = shipped("sharding_rules/zero1.toml")
     placed = place(rows, cfg, Layout(rules.load(path), spec.sizes), spec)
     rated = Rates(hardware.get("h100"), Assumptions("h100"))
     for remat in ("none", "selective", "full"):
@@ -142,8 +142,8 @@ def test_auto_takes_the_schedule_that_the_planner_prices_lowest():
 
 def test_the_shipped_70b_runs_take_about_the_memory_that_was_compiled():
     """GiB by `inspect`, as the run files say. Formulas leave out what XLA keeps for its own reasons: within 8%."""
-    pipeline = "zero3_tensor_sequence_pipeline", dict(stage=4, tensor=8, fsdp=2)
-    scan = "zero3_tensor_sequence", dict(tensor=8, fsdp=8)
+    pipeline = "zero3", dict(stage=4, tensor=8, fsdp=2)
+    scan = "zero3", dict(tensor=8, fsdp=8)
     for (rule, mesh), options, gib in ((pipeline, Options(8192, 128, 64, "selective", "interleaved", 4), 44),
                                        (pipeline, Options(8192, 128, 64, "full", "interleaved", 4), 28),
                                        (scan, Options(8192, 128, 1, "full"), 49)):
@@ -155,7 +155,7 @@ def test_the_shipped_70b_runs_take_about_the_memory_that_was_compiled():
 
 @pytest.mark.parametrize("rule, mesh, options, preset, share", [
     ("zero3", dict(fsdp=8), Options(8192, 64, 4, "selective"), "llama3-8b", 5.36 / 7.26),
-    ("zero3_tensor_sequence", dict(tensor=8, fsdp=8), Options(8192, 128, 1, "full"), "llama3-70b", 14.5 / 20.6)])
+    ("zero3", dict(tensor=8, fsdp=8), Options(8192, 128, 1, "full"), "llama3-70b", 14.5 / 20.6)])
 def test_float8_saves_about_what_it_saves_in_the_compiled_programs(rule, mesh, options, preset, share):
     """Shares of the step by the roofline (docs/numbers.md). Within a tenth: the roofline's attention is Pallas, cuDNN here."""
     one, other = (priced(rule, mesh, options, preset, matmul_dtype=dtype) for dtype in ("auto", "float8"))
@@ -199,8 +199,8 @@ def test_traffic_of_data_parallel_steps_is_what_zero_says():
 
 def test_tensor_parallelism_sends_the_same_with_and_without_sequence_parallelism():
     sent = {rule: priced(rule, dict(tensor=8), Options(8192, 1, 1)).traffic_bytes["tensor"]
-            for rule in ("tensor", "tensor_sequence")}
-    assert sent["tensor"] == pytest.approx(sent["tensor_sequence"])
+            for rule in ("tensor", "ddp")}
+    assert sent["tensor"] == pytest.approx(sent["ddp"])
     assert sent["tensor"] == pytest.approx((32 * 8 + 4) * 8192 * 4096 * 2 * 7 / 8)    # 8 of T·h·2 bytes a layer, 4 at the ends
 
 
@@ -210,7 +210,7 @@ def test_a_group_with_one_member_on_each_host_has_one_nic():
     assert group((1, 1, 64, 1, 1), placement, ("fsdp",), 8) == Group(64, 8)
     assert group((1, 4, 8, 1, 2), placement, ("data", "fsdp"), 8) == Group(32, 4)
     options = Options(8192, 64, 8, "full")
-    across = priced("zero3_tensor_sequence", dict(fsdp=8, tensor=8), options, "llama3-70b")
+    across = priced("zero3", dict(fsdp=8, tensor=8), options, "llama3-70b")
     whole = priced("zero3", dict(fsdp=64), Options(8192, 64, 1, "full"), "llama3-70b")
     rate = lambda one: one.traffic_bytes["fsdp"] / one.links_s["fsdp"]
     # fsdp over 64 receives 7/8 of what it gathers through eight NICs, fsdp over 8 hosts all of it through one.
@@ -226,7 +226,7 @@ def test_more_devices_on_an_axis_never_raise_what_it_shards(ways, rule, axis):
 
 def test_the_parts_of_a_step_add_up_to_it():
     for rule, mesh, options in (("zero3", dict(fsdp=8), Options(8192, 64, 4)),
-                                ("zero3_tensor_sequence_context_pipeline", dict(stage=4, context=2, tensor=2, fsdp=2),
+                                ("zero3", dict(stage=4, context=2, tensor=2, fsdp=2),
                                  Options(8192, 64, 32, "selective", "interleaved", 2))):
         one = priced(rule, mesh, options)
         parts = [one.compute_s, *one.exposed.values(), one.bubble_s, one.update_s, one.host_s]

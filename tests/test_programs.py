@@ -98,7 +98,7 @@ def test_collectives_overlap_with_experts_or_stages_but_never_beside_copies_to_t
 @pytest.mark.skipif(not compile.has_gpu_compile(), reason=f"install the extra gpu-compile: no {compile.missing_wheels()}")
 @pytest.mark.parametrize("mesh, cublas", [({"fsdp": 4}, True), ({"fsdp": 2, "tensor": 2}, False)])
 def test_matmuls_are_cublas_s_alone_where_nothing_splits_a_layer(mesh, cublas):
-    rules = "zero3_tensor_sequence" if "tensor" in mesh else "zero3"
+    rules = "zero3" if "tensor" in mesh else "zero3"
     run = config.Run(model=TINY, mesh=mesh, sharding=dict(rules=f"sharding_rules/{rules}.toml"), data=dict(seq_len=64, global_batch=4))
     options = assembly.assemble(run, compile.topology("h100:4")).program.compiler_options
     assert ("xla_gpu_enable_triton_gemm" in options) == cublas

@@ -107,8 +107,8 @@ def test_the_hook_checks_at_its_steps_and_before_every_save(checked):
 
 
 CELLS = LAYOUTS[3:] + [pytest.param(*cell, marks=sampling.GRID) for cell in [
-    *LAYOUTS[:3], *GRID[:6], ("context", dict(data=2, context=4)), ("zero1_pipeline", dict(data=2, fsdp=2, stage=2)),
-    ("zero1_tensor_sequence_pipeline", dict(data=2, tensor=2, stage=2)), ("zero3_tensor_sequence_context", dict(fsdp=2, tensor=2, context=2))]]
+    *LAYOUTS[:3], *GRID[:6], ("ddp", dict(data=2, context=4)), ("zero1", dict(data=2, fsdp=2, stage=2)),
+    ("zero1", dict(data=2, tensor=2, stage=2)), ("zero3", dict(fsdp=2, tensor=2, context=2))]]
 
 
 @pytest.mark.parametrize("rule, sizes", CELLS)

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from meshtrain import assembly, config, plan
-from meshtrain.config.shipped import shipped
+from meshtrain.shipped import shipped
 from meshtrain.cost import audit, routed, search, traffic
 from meshtrain.cost.placed import Options, Practice, place
 from meshtrain.kernels import grouped
@@ -47,7 +47,7 @@ def tokens_of(T: int, dispatch: str = "auto") -> Options:
 
 @pytest.mark.parametrize("preset, T", [(QWEN, 29_491), (MIXTRAL, 34_406)])
 def test_tokens_are_cheaper_to_send_than_experts_up_to_the_length_that_the_page_says(preset, T):
-    by_tokens, by_weights = placed(preset, "zero3_expert", fsdp=8), placed(preset, "zero3", fsdp=8)
+    by_tokens, by_weights = placed(preset, "zero3_experts_fsdp", fsdp=8), placed(preset, "zero3", fsdp=8)
     for shorter in (True, False):
         options = tokens_of(int(T * (0.99 if shorter else 1.01)), "gather")
         assert (sent_for_experts(by_tokens, options) < sent_for_experts(by_weights, options)) == shorter
@@ -55,7 +55,7 @@ def test_tokens_are_cheaper_to_send_than_experts_up_to_the_length_that_the_page_
 
 @pytest.mark.parametrize("preset, ways, method", [(QWEN, 8, "gather"), (QWEN, 16, "all_to_all"), (MIXTRAL, 2, "gather"), (MIXTRAL, 4, "all_to_all")])
 def test_auto_takes_the_dispatch_that_sends_less(preset, ways, method):
-    of = placed(preset, "zero3_expert", fsdp=ways)
+    of = placed(preset, "zero3_experts_fsdp", fsdp=ways)
     options = Options(4096, ways)
     assert routed.of(of, options).exchanged == (method == "all_to_all")
     each = {name: sent_for_experts(of, dataclasses.replace(options, dispatch=name)) for name in ("gather", "all_to_all")}
@@ -63,14 +63,14 @@ def test_auto_takes_the_dispatch_that_sends_less(preset, ways, method):
 
 
 def test_rows_are_those_that_the_tokens_of_all_ways_choose_and_tiles_fill_half_a_block_of_each_expert():
-    found = routed.of(placed(QWEN, "zero3_expert", fsdp=8), Options(4096, 8))
+    found = routed.of(placed(QWEN, "zero3_experts_fsdp", fsdp=8), Options(4096, 8))
     assert (found.seen, found.even, found.num_experts) == (8 * 4096, 4096 * 8, 16)
     assert found.executed == 4096 * 8 + 16 * 64 and found.held == 1.25 * 4096 * 8 + 16 * 128
     assert grouped.executed_rows(10, 20, 128) == 10 * 128, "a block for each expert that has a row"
 
 
-@pytest.mark.parametrize("rule, mesh", [("zero3_expert", dict(fsdp=8)), ("zero3_tensor_sequence_expert", dict(tensor=8)), ("zero3", dict(fsdp=8)),
-                                        ("zero3_tensor_sequence_context_expert", dict(context=2, tensor=4))])
+@pytest.mark.parametrize("rule, mesh", [("zero3_experts_fsdp", dict(fsdp=8)), ("zero3_experts_tensor", dict(tensor=8)), ("zero3", dict(fsdp=8)),
+                                        ("zero3_experts_tensor", dict(context=2, tensor=4))])
 def test_all_layouts_multiply_the_same_rows_but_for_those_that_fill_up_blocks(rule, mesh):
     found = routed.of(placed(QWEN, rule, **mesh), Options(8192, 64))
     assert found.even == 64 * 8192 * 8 / 8 and found.even <= found.executed <= 1.1 * found.even
@@ -80,7 +80,7 @@ def test_without_stages_a_step_works_through_leading_dense_layers_like_through_o
     """Formulas of a layer are then of the mean of both kinds."""
     cfg = config.load(["configs/quickstart.toml", "--model.preset", QWEN, "--model.first_dense_layers", "8"]).model
     spec, options = MeshSpec(dict(fsdp=4, tensor=2)), Options(4096, 8, microbatches=2)
-    layout = rules.Layout(rules.load(shipped("sharding_rules/zero3_tensor_sequence_expert.toml")), spec.sizes)
+    layout = rules.Layout(rules.load(shipped("sharding_rules/zero3_experts_tensor.toml")), spec.sizes)
     found = place(transformer.build(cfg).parameters(), cfg, layout, spec)
     assert found.visits(options, Practice()) == (2 * 48,) * 3 and routed.of(found, options).share == 40 / 48
 
@@ -98,8 +98,8 @@ def test_plans_of_experts_are_run_files_that_load_with_every_kind_of_layout_amon
     run, question = asked(f"{QWEN} --gpus 16 --gpu h200 --seq-len 4096 --global-batch 64 --model.num_layers 12")
     plans = search.search(question).plans
     named = {one.rules.path.removeprefix("sharding_rules/").removesuffix(".toml") for one in plans}
-    assert {"zero3", "zero3_expert", "zero3_tensor_sequence_expert", "zero3_expert_pipeline"} <= named
-    assert any("zero3_expert.toml" in one.rules.path and one.sizes["data"] == 1 for one in plans), "experts over all GPUs"
+    assert {"zero3", "zero3_experts_fsdp", "zero3_experts_tensor"} <= named
+    assert any("zero3_experts_fsdp.toml" in one.rules.path and one.sizes["data"] == 1 for one in plans), "experts over all GPUs"
     model = transformer.build(run.model)
     for k, one in enumerate(plans[:30]):
         path = tmp_path / f"{k}.toml"

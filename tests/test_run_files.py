@@ -80,7 +80,9 @@ def change(rng: random.Random, tables: dict) -> None:
 
 
 def a_rule_file(rng: random.Random, directory: Path) -> Path:
-    tables = {name: dict(table) for name, table in tomllib.loads(rng.choice(RULES).read_text()).items()}
+    tables = tomllib.loads(rng.choice(RULES).read_text())
+    if rng.random() < 0.1:
+        tables["extends"] = rng.choice(("ddp", "zero3.toml", "rules", "none", "", *ODD))
     axes = (*config.AXES, "dta", "", "expert")
     for _ in range(rng.randint(0, 3)):
         table = tables.setdefault(rng.choice(("params", "grads", "optimizer", "activations", "parms", "")), {})

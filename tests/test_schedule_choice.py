@@ -41,7 +41,7 @@ def carried(step) -> int:
 
 
 def test_auto_trains_the_cheapest_table_and_the_notes_say_so():
-    run = run_of("zero1_pipeline", dict(stage=2, data=2), "auto")
+    run = run_of("zero1", dict(stage=2, data=2), "auto")
     made = assembly.assemble(run, jax.devices()[:4])
     assert (made.choice.schedule.name, made.choice.schedule.num_chunks) == ("interleaved_zero_bubble", 4), "8 layers on 2 stages"
     assert made.choice.fits is None, "a simulated device has no memory to run out of"
@@ -51,10 +51,10 @@ def test_auto_trains_the_cheapest_table_and_the_notes_say_so():
 
 def test_auto_takes_what_fits_into_the_gpus_memory():
     """A budget just below what the first choice needs: the state and the weights of the loop are taken off before."""
-    of = lambda gpu: design("pipeline", dict(stage=4), "auto", training=dict(remat="full"), gpu=gpu).choice
+    of = lambda gpu: design("ddp", dict(stage=4), "auto", training=dict(remat="full"), gpu=gpu).choice
     free = of(GPU)
     assert free.fits is None
-    run, mesh_spec = run_of("pipeline", dict(stage=4), "auto"), MeshSpec(dict(stage=4))
+    run, mesh_spec = run_of("ddp", dict(stage=4), "auto"), MeshSpec(dict(stage=4))
     made = assembly.assemble(run, jax.devices()[:4])
     beside = sum(v for k, v in report.formula(made).items() if v is not None and k != "grads")
     enough = math.ceil((beside + free.memory_bytes) / hardware.MEMORY_SHARE) + 1
@@ -64,13 +64,13 @@ def test_auto_takes_what_fits_into_the_gpus_memory():
     assert f"{free.schedule.name}" in tight.why and "needs" in tight.why
     nothing = of(dataclasses.replace(GPU, hbm_bytes=1))
     assert nothing.fits is False and "none of" in nothing.why
-    asked = assembly.design(run_of("pipeline", dict(stage=4), "gpipe"), mesh_spec, "gpu", dataclasses.replace(GPU, hbm_bytes=1))
+    asked = assembly.design(run_of("ddp", dict(stage=4), "gpipe"), mesh_spec, "gpu", dataclasses.replace(GPU, hbm_bytes=1))
     assert "as asked for; it does not fit into 0.00 MiB" in asked.choice.why
 
 
 def test_auto_chooses_the_same_again():
     """Nothing but the run and the name of the GPU goes in: not time, not the order of a set."""
-    choices = [design("zero3_tensor_sequence_pipeline", dict(stage=4, fsdp=2, tensor=2), "auto", gpu=hardware.get("h100")).choice
+    choices = [design("zero3", dict(stage=4, fsdp=2, tensor=2), "auto", gpu=hardware.get("h100")).choice
                for _ in range(2)]
     assert choices[0].why == choices[1].why and choices[0].memory_bytes == choices[1].memory_bytes
 
@@ -79,22 +79,22 @@ def test_auto_chooses_the_same_again():
     (8, 2, []), (6, 2, ["6 layers over mesh.stage=4 × pipeline.chunks=2 are filled up with 2", "6 layers do not divide"]),
     (4, 1, [])])  # fmt: skip
 def test_auto_takes_chunks_only_where_no_layers_are_added_for_them(layers, chunks, notes):
-    made = design("pipeline", dict(stage=4), "auto", model=dict(num_layers=layers))
+    made = design("ddp", dict(stage=4), "auto", model=dict(num_layers=layers))
     assert made.choice.schedule.num_chunks == chunks
     assert len(made.notes) == 1 + len(notes) and all(part in note for part, note in zip(notes, made.notes[1:]))
 
 
 def test_auto_with_chunks_takes_just_those():
-    assert design("pipeline", dict(stage=2), "auto", chunks=2).choice.schedule.num_chunks == 2
+    assert design("ddp", dict(stage=2), "auto", chunks=2).choice.schedule.num_chunks == 2
 
 
 # ---- what a microbatch leaves ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule, mesh, schedule, remat, most", [
-    ("pipeline", dict(stage=4), "gpipe", "none", 1.0),
-    ("zero1_tensor_sequence_pipeline", dict(stage=2, data=2, tensor=2), "interleaved_zero_bubble", "selective", 1.0),
-    ("zero3_tensor_sequence_context_pipeline", dict(stage=2, context=2, tensor=2), "zero_bubble", "none", 1.25),
+    ("ddp", dict(stage=4), "gpipe", "none", 1.0),
+    ("zero1", dict(stage=2, data=2, tensor=2), "interleaved_zero_bubble", "selective", 1.0),
+    ("zero3", dict(stage=2, context=2, tensor=2), "zero_bubble", "none", 1.25),
 ], ids=["gpipe", "interleaved", "tensor and context"])  # fmt: skip
 def test_slot_bytes_are_what_the_compiled_loops_carry(rule, mesh, schedule, remat, most):
     """Without remat, and in what B hands to W, an upper bound: what is as wide as the residual stream counts whole."""
@@ -115,7 +115,7 @@ def call(main, *args):
     return code, out.getvalue(), err.getvalue()
 
 
-def arguments(rule="zero3_tensor_sequence_pipeline", stage=2, **more):
+def arguments(rule="zero3", stage=2, **more):
     values = {"mesh.data": 1, "mesh.fsdp": 4, "mesh.tensor": 1, "mesh.stage": stage, "mesh.simulated_devices": 8,
               "sharding.rules": RULES / f"{rule}.toml", "model.vocab_size": 512, "model.embed_dim": 32, "model.num_layers": 4,
               "model.num_heads": 4, "model.num_kv_heads": 2, "model.mlp_dim": 64, "data.seq_len": 32, "data.global_batch": 16,
@@ -144,7 +144,7 @@ def test_inspect_says_what_stands_inside_the_loop_and_the_program_agrees():
 
 
 def test_inspect_tells_people_the_same():
-    code, out, err = call(inspect.main, *arguments("zero1_pipeline", model__num_layers=2, pipeline__schedule="1f1b"))
+    code, out, err = call(inspect.main, *arguments("zero1", model__num_layers=2, pipeline__schedule="1f1b"))
     assert code == 0, err
     assert "inside the pipeline's loop: a full stage of weights in bfloat16" in out
     assert "weights in the pipeline's loop" in out.split("\n\n")[0] and "note: pipeline: 1f1b: modelled bubble" in out
@@ -153,7 +153,7 @@ def test_inspect_tells_people_the_same():
 
 
 def test_accumulators_that_are_in_no_loop_are_null_and_not_zero():
-    case = Compiled(run_of("pipeline", dict(stage=2), "1f1b", model=dict(num_layers=2)))
+    case = Compiled(run_of("ddp", dict(stage=2), "1f1b", model=dict(num_layers=2)))
     shapes = memory.in_loop(case.made.model, case.made.layout)
     text = case.step.as_text()
     assert audit.accumulator_bytes(text, [s for _, s in shapes]) == sum(4 * math.prod(s) for _, s in shapes)
@@ -162,7 +162,7 @@ def test_accumulators_that_are_in_no_loop_are_null_and_not_zero():
 
 
 def test_schedule_of_gpus_that_are_not_here_is_drawn_with_its_memory():
-    rules = RULES / "zero3_tensor_sequence_pipeline.toml"
+    rules = RULES / "zero3.toml"
     args = ["--model.preset", "llama3-70b", "--sharding.rules", rules, "--mesh.simulated_devices", 0, "--mesh.stage", 4,
             "--mesh.data", 1, "--mesh.fsdp", -1, "--mesh.tensor", 8, "--data.seq_len", 8192, "--data.global_batch", 64,
             "--training.microbatches", 16, "--training.remat", "full", "--model.compute_dtype", "bfloat16", "--schedule"]
@@ -201,7 +201,7 @@ def test_the_shipped_pipeline_is_compiled_to_what_its_run_file_says():
 
 @pytest.mark.parametrize("main", [train.main, inspect.main])
 @pytest.mark.parametrize("more, parts", [
-    (dict(rule="zero3_tensor_sequence"), ['layers = "stage"', "pipeline.toml"]),
+    (dict(rule="zero3"), ['layers = "stage"', "pipeline.toml"]),
     (dict(training__microbatches=1, pipeline__chunks=2), ["training.microbatches=1", "multiple of mesh.stage=2", "use 2,"]),
     (dict(training__microbatches=1, pipeline__schedule="interleaved", pipeline__chunks=2), ["use 2,"]),
     (dict(pipeline__schedule="1f1b", pipeline__chunks=2), ["pipeline.chunks=2", 'pipeline.schedule="interleaved"']),

@@ -351,7 +351,7 @@ def call(*args):
 def pipeline(monkeypatch, tmp_path):
     monkeypatch.setattr(config, "NOT_YET", ("context",), raising=False)
     monkeypatch.chdir(tmp_path)
-    rules = Path(__file__).resolve().parent.parent / "sharding_rules" / "zero1_tensor_sequence_pipeline.toml"
+    rules = Path(__file__).resolve().parent.parent / "sharding_rules" / "zero1.toml"
     return ("--mesh.simulated_devices", 0, "--mesh.fsdp", 1, "--mesh.stage", 4, "--sharding.rules", rules, "--data.global_batch", 32,
             "--training.microbatches", 8, "--run.name", "mine", "--schedule")
 

@@ -163,9 +163,9 @@ def test_meshes_multiply_to_the_gpus_and_plans_that_fit_fit(gpus, batch, gpu, pr
 
 
 SHARDED = {"zero1": ("data", "fsdp"), "zero2": ("data", "fsdp"), "zero3": ("data", "fsdp"), "hsdp": ("fsdp",),
-           "tensor": ("tensor",), "tensor_sequence": ("tensor",), "zero3_tensor_sequence": ("data", "fsdp", "tensor"),
-           "zero3_context": ("fsdp", "context"), "zero3_tensor_sequence_context": ("data", "fsdp", "tensor", "context"),
-           "pipeline": ("stage",), "zero2_tensor_sequence_pipeline": ("fsdp", "tensor", "stage")}
+           "tensor": ("tensor",), "ddp": ("tensor",), "hsdp_zero1": ("data", "fsdp")}
+SHARDED |= {"zero3 with tensor and context": ("data", "fsdp", "tensor", "context"), "zero1 with context": ("fsdp", "context"),
+            "ddp in stages": ("stage",), "zero2 in stages": ("fsdp", "tensor", "stage")}
 
 
 @settings(max_examples=30)
@@ -175,9 +175,10 @@ def test_more_devices_on_an_axis_never_raise_the_bytes_that_it_shards(data, rule
     axis = data.draw(st.sampled_from(SHARDED[rule]))
     mesh = {other: data.draw(st.sampled_from([1, 2])) for other in SHARDED[rule] if other != axis}
     n = data.draw(st.sampled_from([1, 2, 4]))
-    mesh |= {"stage": mesh.get("stage", 2)} if "pipeline" in rule and axis != "stage" else {}
+    staged, rule = "in stages" in rule, rule.partition(" ")[0]
+    mesh |= {"stage": mesh.get("stage", 2)} if staged and axis != "stage" else {}
     n *= 1 + (axis == "stage" and n == 1)
-    options = Options(8192, 256, 8, remat, "1f1b" if "pipeline" in rule else "")
+    options = Options(8192, 256, 8, remat, "1f1b" if staged else "")
     few, many = (priced(rule, mesh | {axis: ways}, options).memory_bytes for ways in (n, 2 * n))
     for kind in ("params", "grads", "optimizer", *(("activations",) if axis != "stage" else ())):
         assert many[kind] <= few[kind], (mesh, axis, kind)

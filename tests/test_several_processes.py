@@ -77,7 +77,7 @@ def test_two_processes_repeat_bit_for_bit(trained):
 @pytest.mark.slow
 def test_two_processes_train_the_quickstarts_layout(home):
     """Wide enough that collectives would meet in Gloo without the order of `mesh.after`: without it this aborts every time."""
-    more = ("--mesh.simulated_devices", "8", "--mesh.tensor", "2", "--sharding.rules", "sharding_rules/zero3_tensor_sequence.toml",
+    more = ("--mesh.simulated_devices", "8", "--mesh.tensor", "2", "--sharding.rules", "sharding_rules/zero3.toml",
             "--model.embed_dim", "192", "--model.num_layers", "5", "--model.num_heads", "4", "--model.num_kv_heads", "2",
             "--model.mlp_dim", "512", "--data.seq_len", "256", "--data.validation_fraction", "0.1", "--training.microbatches", "1")
     for processes in (1, 2):
@@ -88,7 +88,7 @@ def test_two_processes_train_the_quickstarts_layout(home):
 @pytest.mark.slow
 def test_a_pipeline_whose_stages_lie_in_two_processes_trains_what_one_trains(home):
     """Its mesh has the devices in another order than jax lists them."""
-    more = ("--mesh.fsdp", "1", "--mesh.stage", "2", "--sharding.rules", "sharding_rules/zero1_pipeline.toml",
+    more = ("--mesh.fsdp", "1", "--mesh.stage", "2", "--sharding.rules", "sharding_rules/zero1.toml",
             "--model.num_layers", "2", "--pipeline.schedule", "1f1b", "--training.steps", "2")
     for processes in (1, 2):
         train(home, processes, f"pipeline {processes}", *more)

@@ -10,12 +10,12 @@ from test_layouts import RULES, Compiled, T
 from test_pipeline import LAYERS, SEQUENCES, check_equal, run_of, table_of
 
 CASES = {
-    "no remat": ("pipeline", dict(stage=4), dict(), dict(remat="none")),
-    "remat": ("pipeline", dict(stage=4), dict(), dict(remat="full")),
+    "no remat": ("ddp", dict(stage=4), dict(), dict(remat="none")),
+    "remat": ("ddp", dict(stage=4), dict(), dict(remat="full")),
     "data, tied, dropout, layers that do not divide": (
-        "zero1_pipeline", dict(stage=2, data=2), dict(tie_embeddings=True, num_layers=5, residual_dropout=0.2),
+        "zero1", dict(stage=2, data=2), dict(tie_embeddings=True, num_layers=5, residual_dropout=0.2),
         dict(remat="selective", microbatches=6)),
-    "fsdp and tensor": ("zero3_tensor_sequence_pipeline", dict(stage=2, fsdp=2, tensor=2), dict(), dict(remat="none")),
+    "fsdp and tensor": ("zero3", dict(stage=2, fsdp=2, tensor=2), dict(), dict(remat="none")),
 }  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def check_flops(case: Compiled):
 
 
 def test_ends_that_are_whole_are_said_and_kept_whole():
-    made = assembly.assemble(run_of("pipeline", dict(stage=4), "zb_h1"), jax.devices()[:4])
+    made = assembly.assemble(run_of("ddp", dict(stage=4), "zb_h1"), jax.devices()[:4])
     assert sum("experimental" in note and "whole embedding" in note for note in made.notes) == 1
     schedule = made.program.spec.sharding.params["embedding"]["table"]
     assert schedule.is_fully_replicated
@@ -76,7 +76,7 @@ def test_a_permute_in_a_branch_is_found_in_the_program_and_refused(main, monkeyp
     small = dict(num_layers=2, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32)
     options = {
         "mesh.data": 1, "mesh.fsdp": 1, "mesh.tensor": 1, "mesh.stage": 2, "mesh.context": 4, "mesh.simulated_devices": 8,
-        "sharding.rules": RULES / "zero3_tensor_sequence_context_pipeline.toml", "pipeline.schedule": "zb_h1",
+        "sharding.rules": RULES / "zero3.toml", "pipeline.schedule": "zb_h1",
         "training.microbatches": 2, "data.seq_len": 32, "data.global_batch": 4, "data.source": "text",
         "data.paths": '["corpus.txt"]', "run.compilation_cache": ""}
     options |= {f"model.{k}": v for k, v in small.items()}

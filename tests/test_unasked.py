@@ -45,7 +45,7 @@ def test_weights_gathered_in_a_loop_that_their_rule_keeps_whole_are_named(made):
     ("zero1", dict(fsdp=8), gather((64,))),                         # a norm's scale
     ("zero1", dict(fsdp=8), gather((4, 32, 64))),                   # no parameter has this shape
     ("zero1", dict(fsdp=8), gather(UP, kind="reduce-scatter")),     # gradients
-    ("tensor_sequence", dict(data=4, tensor=2), gather((64, 64), axes=("tensor",)))],     # what products read
+    ("ddp", dict(data=4, tensor=2), gather((64, 64), axes=("tensor",)))],     # what products read
     ids=["zero3", "once", "norm", "activation", "gradient", "tensor"])
 def test_what_a_layout_asks_for_is_no_warning(rule, mesh, row, made):
     assert unasked.warnings(made(rule, **mesh), program(row), []) == []

@@ -37,7 +37,7 @@ WINDOWED = [(name, method) for name in ("mistral_window", "gemma2", "gemma3", "o
 def test_logits_beyond_a_window_of_packed_documents_over_two_devices_equal_those_of_transformers(name, method):
     """Two documents of 40 tokens in a row, each beyond its window of 12 and across two chunks of 20."""
     golden = np.load(GOLDENS / name / "golden.npz")
-    loaded = Loaded(GOLDENS / name, "zero3_context", dict(context=2, fsdp=2), f"--context.method={method}", "--data.seq_len=80")
+    loaded = Loaded(GOLDENS / name, "zero3", dict(context=2, fsdp=2), f"--context.method={method}", "--data.seq_len=80")
     got = loaded.logits(golden["tokens"], documents=2)
     for document in np.split(got, 2, axis=1):
         np.testing.assert_allclose(document, golden["logits"], atol=1e-4)       # as above
@@ -51,7 +51,7 @@ def plain(name: str, dtype: str = "float32") -> dict:
 
 @pytest.mark.parametrize(("name", "rule", "mesh"), [
     ("gpt2", *EIGHT), ("qwen2", "zero3", dict(fsdp=8)), ("llama2", "tensor", dict(data=2, fsdp=2, tensor=2)),
-    ("phi3", "zero1_tensor_sequence_pipeline", dict(fsdp=2, tensor=2, stage=2))])
+    ("phi3", "zero1", dict(fsdp=2, tensor=2, stage=2))])
 def test_every_layout_reads_the_same_bits_and_each_byte_once(name, rule, mesh, monkeypatch):
     expected, spans, original = plain(name), [], safetensors.read
     monkeypatch.setattr(safetensors, "read", lambda entry, start, stop: spans.append((entry, start, stop)) or original(entry, start, stop))

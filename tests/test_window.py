@@ -190,7 +190,7 @@ EVERY = dict(window=12, global_every=2, local_rope_theta=100.0, attention_scale_
 
 
 @pytest.mark.parametrize(("num_layers", "rule", "mesh"), [pytest.param(*cell, marks=sampling.GRID) for cell in (
-    (2, "zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2)), (3, "zero3", dict(fsdp=4)), (5, "zero2", dict(fsdp=2)))])
+    (2, "zero3", dict(data=2, fsdp=2, tensor=2)), (3, "zero3", dict(fsdp=4)), (5, "zero2", dict(fsdp=2)))])
 def test_layers_with_and_without_a_window_equal_one_device(num_layers, rule, mesh):
     """Whole periods of two, and what is left of three and of five layers."""
     model = EVERY | dict(num_layers=num_layers)
@@ -223,7 +223,7 @@ def test_places_name_every_stack_once():
 def test_stages_hold_whole_periods_or_say_what_is_filled_up(num_layers, stages, chunks, padded):
     model = dict(window=4, global_every=2, num_layers=num_layers)
     assert parallel_stages.padded(config.Model(**model), stages * chunks) == padded
-    run = test_layouts.run_of("zero1_pipeline", dict(stage=stages), model)
+    run = test_layouts.run_of("zero1", dict(stage=stages), model)
     run = config.Run(**run.model_dump(exclude={"pipeline"}), pipeline=dict(
         schedule="1f1b" if chunks == 1 else "interleaved", chunks=chunks, uneven="refuse"))
     if padded > num_layers:
@@ -241,8 +241,8 @@ PERIODS = [("1f1b", 1, dict(stage=2, fsdp=2, tensor=2), 4), *(pytest.param(*cell
 def test_stages_of_layers_with_and_without_a_window_equal_one_device(schedule, chunks, mesh, num_layers):
     """Whole periods of two in each stage, and what is left of them, filled up."""
     model = EVERY | dict(num_layers=num_layers)
-    rule = "zero3_tensor_sequence_context_pipeline" if "context" in mesh else (
-        "zero1_tensor_sequence_pipeline" if {"fsdp", "tensor"} & set(mesh) else "pipeline")
+    rule = "zero3" if "context" in mesh else (
+        "zero1" if {"fsdp", "tensor"} & set(mesh) else "pipeline")
     run = test_layouts.run_of(rule, mesh, model)
     run = config.Run(**run.model_dump(exclude={"pipeline"}), pipeline=dict(schedule=schedule, chunks=chunks, uneven="pad"))
     equals_one_device(test_layouts.Compiled(run), model)
@@ -253,17 +253,17 @@ RING, GATHER, ULYSSES = (dict(context=dict(method=method)) for method in ("ring"
 
 
 @pytest.mark.parametrize(("rule", "mesh", "model", "more"), [
-    ("zero3_tensor_sequence_context", dict(context=2, tensor=2), EVERY, RING), *(pytest.param(*cell, marks=sampling.GRID) for cell in (
-        ("zero3_context", dict(context=2, fsdp=2), dict(window=12), ULYSSES),
-        ("zero3_context", dict(context=4, fsdp=2), dict(window=7), RING), ("zero3_context", dict(context=4), dict(window=41), GATHER),
-        ("context", dict(context=2, data=2), CAPPED, GATHER), ("zero3_context", dict(context=2, fsdp=2), EVERY | CAPPED, ULYSSES),
-        ("context", dict(context=4), CAPPED | dict(position="learned", max_seq_len=test_layouts.T), RING),
-        ("zero3_tensor_sequence_pipeline", dict(stage=2, fsdp=2, tensor=2), dict(window=12), dict(pipeline=dict(schedule="1f1b"))),
-        ("zero3_tensor_sequence_context_pipeline", dict(stage=2, tensor=2, context=2), dict(window=12), dict(
+    ("zero3", dict(context=2, tensor=2), EVERY, RING), *(pytest.param(*cell, marks=sampling.GRID) for cell in (
+        ("zero3", dict(context=2, fsdp=2), dict(window=12), ULYSSES),
+        ("zero3", dict(context=4, fsdp=2), dict(window=7), RING), ("zero3", dict(context=4), dict(window=41), GATHER),
+        ("ddp", dict(context=2, data=2), CAPPED, GATHER), ("zero3", dict(context=2, fsdp=2), EVERY | CAPPED, ULYSSES),
+        ("ddp", dict(context=4), CAPPED | dict(position="learned", max_seq_len=test_layouts.T), RING),
+        ("zero3", dict(stage=2, fsdp=2, tensor=2), dict(window=12), dict(pipeline=dict(schedule="1f1b"))),
+        ("zero3", dict(stage=2, tensor=2, context=2), dict(window=12), dict(
             pipeline=dict(schedule="zero_bubble"))),
-        ("zero3_tensor_sequence_context_pipeline", dict(stage=2, context=2), dict(window=21), GATHER | dict(
+        ("zero3", dict(stage=2, context=2), dict(window=21), GATHER | dict(
             pipeline=dict(schedule="interleaved", chunks=1))),
-        ("zero3_tensor_sequence", dict(data=2, fsdp=2, tensor=2), dict(window=12), {})))])
+        ("zero3", dict(data=2, fsdp=2, tensor=2), dict(window=12), {})))])
 def test_layouts_with_a_window_equal_one_device(rule, mesh, model, more):
     run = test_layouts.run_of(rule, mesh, model)
     run = config.Run(**run.model_dump(exclude=set(more)), **more)

@@ -89,7 +89,7 @@ def test_a_layer_of_a_period_has_the_products_of_one_layer():
 
 def test_stages_are_priced_by_whole_periods():
     run = config.Run(model=dict(**GEMMA | dict(num_layers=10), window=64, global_every=4), mesh=dict(stage=2),
-                     sharding=dict(rules="sharding_rules/pipeline.toml"), data=dict(seq_len=256, global_batch=4), training=dict(microbatches=4))
+                     sharding=dict(rules="sharding_rules/ddp.toml"), data=dict(seq_len=256, global_batch=4), training=dict(microbatches=4))
     spec = MeshSpec(dict(stage=2))
     made = assembly.design(run, spec, "cpu", None)
     placed = place(made.model.parameters(), run.model, made.layout, spec)

@@ -8,7 +8,7 @@ from meshtrain.config.sections import (
     Checkpoint, Component, Context, Data, Distributed, Identity, Lora, Mesh, Metrics, Model, Optimizer, Pipeline, Run, Sharding,
     Training, Validation,
 )  # fmt: skip
-from meshtrain.config.shipped import shipped
+from meshtrain.shipped import shipped
 from meshtrain.names import AXES
 
 __all__ = [

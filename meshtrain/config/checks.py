@@ -12,7 +12,7 @@ from pathlib import Path
 from meshtrain.config.messages import ConfigError, join, next_multiple, toml, unknown_name
 from meshtrain.config import unused
 from meshtrain.config.sections import Component, Data, Mesh, Run
-from meshtrain.config.shipped import names
+from meshtrain.shipped import names
 from meshtrain.names import AXES, LORA_TARGETS
 from meshtrain.weights import folder
 

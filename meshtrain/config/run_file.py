@@ -23,7 +23,7 @@ from meshtrain.config.messages import (
     SECTIONS, ConfigError, join, kind_of, toml, unknown_key, unknown_name, unknown_section, wrong_value,
 )  # fmt: skip
 from meshtrain.config.sections import Model, Run, Sharding, at_home
-from meshtrain.config.shipped import found, names, shipped
+from meshtrain.shipped import found, names, shipped
 from meshtrain.weights import folder
 
 QUICKSTART = shipped("configs/quickstart.toml")

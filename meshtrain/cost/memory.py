@@ -28,10 +28,10 @@ def accumulator_bytes(abstract_params, grads_shardings) -> int:
 def read_bytes(model, layout, compute_dtype: str) -> int:
     """Bytes on one device of the weights as the loop over microbatches reads them, where that is a copy beside the stored ones:
     in another dtype, or gathered from [optimizer] to [params] once per step. What layers gather themselves is not held."""
-    by_layer = model.gathered_by_layer(layout)
+    cast = model.cast_before_loop(layout)
 
     def held(info):
-        dtype = np.dtype(compute_dtype if info.role in MATMUL_ROLES and not by_layer else info.dtype)
+        dtype = np.dtype(compute_dtype if info.role in MATMUL_ROLES and cast else info.dtype)
         ways = {table: math.prod(layout.ways(layout.mesh_axes(table, axis)) for axis in info.axes)
                 for table in ("params", "optimizer")}
         as_stored = dtype == info.dtype and ways["params"] == ways["optimizer"]

@@ -143,10 +143,9 @@ def _layouts(question: Question) -> Iterator[tuple[Placed | None, Rules, list[st
     """Every mesh with every rule file that says something of its own there, and what is wrong with it."""
     seen = set()
     for sizes in _meshes(question):
-        active = frozenset(axis for axis in ("tensor", "stage", "context") if sizes[axis] > 1)
         rest = question.num_gpus // (sizes["tensor"] * sizes["stage"] * sizes["context"])
-        for rules, together in _distinct(question.rule_files, active, rest > 1):
-            for data, fsdp in _replicas(question, rest, together, "expert" in rules.tables["params"]):
+        for rules in sorted(question.rule_files, key=_apart):       # of two that say the same here the simpler one
+            for data, fsdp in _replicas(question, rest, not _apart(rules), "expert" in rules.tables["params"]):
                 mesh = MeshSpec({**sizes, "data": data, "fsdp": fsdp})
                 key = tuple(mesh.sizes.values()), _said(rules, {axis for axis, n in mesh.sizes.items() if n > 1})
                 if key not in seen:
@@ -176,16 +175,9 @@ def _meshes(question: Question) -> Iterator[dict[str, int]]:
             yield {"tensor": tensor, "stage": stage, "context": context}
 
 
-def _distinct(rule_files: tuple[Rules, ...], active: frozenset[str], replicas: bool) -> list[tuple[Rules, bool]]:
-    """[(rules, whether they take data and fsdp together)], those that differ on a mesh with these axes larger than 1."""
-    axes = active | ({"data", "fsdp"} if replicas else set())
-    seen: dict = {}
-    apart = lambda rules: any(("data" in on) != ("fsdp" in on) for table in rules.tables.values() for on in table.values())
-    for rules in sorted(rule_files, key=apart):         # of two that say the same here the simpler one
-        said = _said(rules, axes)
-        if active <= {axis for _, value in said for axis in value}:
-            seen.setdefault(said, (rules, all(("data" in value) == ("fsdp" in value) for _, value in said)))
-    return list(seen.values())
+def _apart(rules: Rules) -> bool:
+    """Whether the rules split something over one of data and fsdp alone."""
+    return any(("data" in axes) != ("fsdp" in axes) for table in rules.tables.values() for axes in table.values())
 
 
 def _replicas(question: Question, rest: int, together: bool, experts: bool) -> Iterator[tuple[int, int]]:

@@ -1,14 +1,17 @@
 """A parallelism strategy as a text file: logical axes -> mesh axes, in four tables.
 
-`[params]`, `[grads]` (inherits params), `[optimizer]` (inherits grads), `[activations]`. A table that stands in the file
-replaces the inherited one whole. ZeRO-1 adds `embed = ["data", "fsdp"]` to [optimizer], ZeRO-2 to [grads], ZeRO-3 to
-[params]; Megatron's sequence parallelism is `residual_seq = "tensor"`. Mistakes that jax would accept in silence (a
-dimension that does not divide, an axis nobody uses) are refused at load. This module knows no model and no step.
+`[params]`, `[grads]` (inherits params), `[optimizer]` (inherits grads), `[activations]`. Inheritance is line by line: a line
+replaces the inherited one, `embed = []` takes it back. `extends = "ddp"` does the same with the tables of another file. So
+ZeRO-1 is ddp and `embed = ["data", "fsdp"]` in [optimizer], ZeRO-2 has that line in [grads], ZeRO-3 in [params]; Megatron's
+sequence parallelism is `residual_seq = "tensor"`. Axes of size 1 split nothing, so a file may name all five, and the mesh says
+which are used. Mistakes that jax would accept in silence (a dimension that does not divide, an axis that splits no work) are
+refused. This module knows no model and no step.
 """
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,19 +22,23 @@ from jax.sharding import NamedSharding, PartitionSpec as P, get_abstract_mesh
 
 from meshtrain.layout.mesh import pmax
 from meshtrain.names import AXES
+from meshtrain.shipped import shipped
 
 TABLES = ("params", "grads", "optimizer", "activations")
 LOGICAL = ("batch", "seq", "residual_seq", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "layers", "expert",
            "expert_embed", "expert_mlp")
 ACTIVATION_ONLY = ("batch", "seq", "residual_seq")
+SHARED = ("heads", "kv_heads", "mlp", "vocab")      # dims of weights that activations have, too
 NEVER_GATHERED = ("expert", "expert_mlp")      # tokens are sent to experts
+EXTENDS, BOM = "extends", "\ufeff"      # Windows puts a byte order mark before it
 # A table that names no axis of experts treats their matrices like others.
 AS_OTHERS = {"expert_embed": "embed", "expert_mlp": "mlp"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """The four tables of one rule file, inheritance resolved: table -> logical axis -> mesh axes."""
+    """The four tables of one rule file, inheritance resolved: table -> logical axis -> mesh axes. text: of one file that says
+    the same and extends none."""
     tables: Mapping[str, Mapping[str, tuple[str, ...]]]
     text: str
     path: str
@@ -45,24 +52,36 @@ class Rules:
 
 def load(path: str | Path) -> Rules:
     """Reads and checks a rule file. Raises: ValueError that lists every fault of the file."""
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:      # not there, not UTF-8, a name with a null
-        raise ValueError(f"sharding.rules: cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-    return parse(text, str(path))
+    return parse(_read(Path(path), "sharding.rules: "), str(path))
 
 
 def parse(text: str, path: str = "<rules>") -> Rules:
     """Checks the text of a rule file. Raises: ValueError that lists every fault."""
+    given = _tables(text, Path(path), ())
+    tables = {"activations": given["activations"]}
+    for name, inherited in (("params", {}), ("grads", "params"), ("optimizer", "grads")):
+        tables[name] = {**(tables[inherited] if inherited else {}), **given[name]}
+    return Rules(tables, _written(given, path) if EXTENDS in tomllib.loads(text.removeprefix(BOM)) else text, path)
+
+
+def _read(path: Path, prefix: str) -> str:
     try:
-        raw = tomllib.loads(text.removeprefix("\ufeff"))       # Windows puts a byte order mark before it
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:      # not there, not UTF-8, a name with a null
+        raise ValueError(f"{prefix}cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _tables(text: str, path: Path, extending: tuple[Path, ...]) -> dict[str, dict[str, tuple[str, ...]]]:
+    """The lines of all TABLES as a file has them, with those of the file that it extends. extending: the files that lead here."""
+    try:
+        raw = tomllib.loads(text.removeprefix(BOM))
     except (ValueError, RecursionError) as error:      # bad TOML, a number of thousands of digits, thousands of brackets
         raise ValueError(f"{path}: not valid TOML: {error}") from None
+    base = raw.pop(EXTENDS, None)
     faults = []
     for name, table in raw.items():
         if name not in TABLES:
-            faults.append(f"{path}: unknown table [{name}]{_nearest(name, TABLES)}; the tables are {_brackets(TABLES)}")
+            faults.append(f"{path}: unknown table [{name}]{_nearest(name, (*TABLES, EXTENDS))}; the tables are {_brackets(TABLES)}")
         elif not isinstance(table, dict):
             faults.append(f"{path}: {name} must be a table, write [{name}] and the rules below it")
         else:
@@ -70,12 +89,35 @@ def parse(text: str, path: str = "<rules>") -> Rules:
                 faults += [f"{path} [{name}] {fault}" for fault in _entry_faults(name, logical, axes)]
     if faults:
         raise ValueError("\n".join(faults))
-    tables = {name: {k: (v,) if isinstance(v, str) else tuple(v) for k, v in t.items()} for name, t in raw.items()}
-    tables.setdefault("params", {})
-    tables.setdefault("grads", tables["params"])
-    tables.setdefault("optimizer", tables["grads"])
-    tables.setdefault("activations", {})
-    return Rules(tables, text, path)
+    given = {name: {k: (v,) if isinstance(v, str) else tuple(v) for k, v in raw.get(name, {}).items()} for name in TABLES}
+    if base is None:
+        return given
+    found = _extended(base, path, (*extending, path))
+    inherited = _tables(_read(found, f"{path}: "), found, (*extending, path))
+    return {name: inherited[name] | given[name] for name in TABLES}
+
+
+def _extended(name, path: Path, extending: Sequence[Path]) -> Path:
+    """The file that `path` extends: of that name beside it, or a shipped one. A file may extend the shipped one of its own name."""
+    if not isinstance(name, str) or not name:
+        raise ValueError(f'{path}: {EXTENDS} = {name!r}: must name one rule file, e.g. {EXTENDS} = "ddp"')
+    file = name if name.endswith(".toml") else f"{name}.toml"
+    places = [path.parent / file, shipped("sharding_rules") / file]
+    there = [place for place in places if place.is_file()]
+    for place in there:
+        if not any(place.exists() and one.exists() and place.samefile(one) for one in extending):
+            return place
+    if there:
+        raise ValueError(f"{path}: {EXTENDS} = {name!r} leads back to {there[0]}; a rule file cannot extend itself")
+    known = sorted(one.stem for one in shipped("sharding_rules").glob("*.toml"))
+    raise ValueError(f"{path}: {EXTENDS} = {name!r}: no such rule file{_nearest(name, known)}; give one beside it, or one of "
+                     f"{', '.join(known)}")
+
+
+def _written(tables: Mapping[str, Mapping[str, Sequence[str]]], path: str) -> str:
+    line = lambda logical, axes: f"{logical} = {json.dumps(axes[0] if len(axes) == 1 else axes)}"
+    parts = ["\n".join([f"[{name}]", *(line(*entry) for entry in table.items())]) for name, table in tables.items() if table]
+    return "\n\n".join([f"# {path}, with all that it extends.", *parts]) + "\n"
 
 
 def _entry_faults(table: str, logical: str, axes) -> list[str]:
@@ -118,12 +160,11 @@ def problems(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor],
     keys: logical axis -> the run file's key that sets its size, for the remedy. A fault that several tensors share is
     told once, with the first of them.
     """
-    faults, used = {}, set()
+    faults: dict = {}
     for tensor in tensors:
         seen: dict[str, str] = {}
         for dim, logical in zip(tensor.shape, tensor.axes, strict=True):
             mesh_axes = [a for a in rules.mesh_axes(tensor.table, logical) if sizes[a] > 1]
-            used |= set(_splits_work(rules, tensor.table, logical))
             where = f"{rules.path} [{tensor.table}] {tensor.name} {_shape(tensor)}"
             for axis in mesh_axes:
                 if axis in seen:
@@ -138,41 +179,63 @@ def problems(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor],
                 faults.setdefault((logical, dim, split), (
                     f"{where}: {logical}={dim} does not divide over {split} = {ways}; make {key or logical} a "
                     f"multiple of {ways}, e.g. {-(-dim // ways) * ways}, or take a mesh or rule file that splits it less"))
-    for axis in AXES:
-        if sizes[axis] > 1 and axis not in used:
-            where = [table for table in TABLES if any(axis in axes for axes in rules.tables[table].values())]
-            faults[axis] = _repeated(rules, axis, sizes[axis], where)
     return [*faults.values(), *_whole_activations(rules, sizes, tensors)]
 
 
-def _splits_work(rules: Rules, table: str, logical: str | None) -> tuple[str, ...]:
-    """The mesh axes over which devices share the work on this dim: of an activation, or of a weight as it is used. A weight that is
-    gathered for its use, a gradient and an optimizer state are only stored in parts."""
-    axes = rules.mesh_axes(table, logical)
-    if table == "activations":
-        return axes
-    gathered = () if logical in NEVER_GATHERED else rules.mesh_axes("activations", "batch") + rules.mesh_axes("activations", "seq")
-    return tuple(axis for axis in axes if axis not in gathered) if table == "params" else ()
+def unsplit(layout: Layout, products: Sequence[Tensor]) -> tuple[list[str], list[str]]:
+    """(faults, notes): the mesh axes larger than 1 that split none of a step's matrix products, and those that split only some.
+
+    products: the weights that a step multiplies. An axis splits a product if it splits the tokens, or a dim of the weight that
+    the activations have, too. What only [params], [grads] or [optimizer] split is stored in parts, and every device multiplies
+    what all others do. `stage` is not looked at: a pipeline splits the layers.
+    """
+    file, faults, notes = layout.rules.path, [], []
+    split_by = _split_by(layout, products)
+    for axis, size in layout.sizes.items():
+        whole = [name for name, axes in split_by.items() if axis not in axes]
+        if size == 1 or axis == "stage" or not whole:
+            continue
+        named = [table for table in TABLES if any(axis in axes for axes in layout.rules.tables[table].values())]
+        if len(whole) < len(split_by):
+            names = ", ".join(whole[:3]) + f" and {len(whole) - 3} more" * (len(whole) > 3)
+            notes.append(f"layout: {file} does not split {names} over {axis} {size}: every device along it repeats that work")
+        elif not named:
+            faults.append(f"mesh.{axis}={size}, but no rule of {file} that applies to this model uses {axis!r}: every device along it "
+                          f"would repeat the same work; set mesh.{axis} to 1 or take a rule file that names it")
+        else:
+            dim = "seq" if axis == "context" else "batch"
+            line = ", ".join(f'"{name}"' for name in (*layout.rules.tables["activations"].get(dim, ()), axis))
+            remedy = ('heads, kv_heads and mlp = "tensor" in [params] and [activations]' if axis == "tensor" else
+                      f"{dim} = [{line}] in [activations]")
+            faults.append(f"mesh.{axis}={size}: {file} names {axis!r} in {_brackets(named)}, where it splits no matrix product of this "
+                          f"model: every device along it would repeat the same work; write {remedy}, or set mesh.{axis} to 1")
+    for logical in SHARED:
+        alone = [axis for axis in layout.mesh_axes("activations", logical) if axis not in layout.mesh_axes("params", logical)]
+        if alone and any(logical in one.axes for one in products):
+            notes.append(f"layout: {file} splits {logical} over {', '.join(alone)} in [activations] and not in [params]: each device along "
+                         "it holds these weights whole, and their gradients are summed in every layer; give both the same line")
+    return faults, notes
 
 
-def _repeated(rules: Rules, axis: str, size: int, named: list[str]) -> str:
-    """The fault of a mesh axis that splits no work. named: the tables that name it."""
-    repeat = "every device along it would repeat the same work"
-    if not named:
-        return (f"mesh.{axis}={size}, but no rule of {rules.path} that applies to this model uses {axis!r}: {repeat}; set mesh.{axis} "
-                f"to 1 or take a rule file that names it")
-    dim = "seq" if axis == "context" else "batch"
-    line = ", ".join(f'"{name}"' for name in (*rules.tables["activations"].get(dim, ()), axis))
-    return (f"mesh.{axis}={size}: {rules.path} names {axis!r} in {_brackets(named)}, where it splits neither an activation nor a weight "
-            f"of this model as it is used: {repeat}; write {dim} = [{line}] in [activations], or set mesh.{axis} to 1")
+def _split_by(layout: Layout, products: Sequence[Tensor]) -> dict[str, set[str]]:
+    """What is multiplied -> the mesh axes that split it."""
+    acts = lambda *names: {axis for name in names for axis in layout.mesh_axes("activations", name)}
+    tokens = set(layout.token_axes)
+    found = {"attention": tokens | acts("heads")}
+    for one in products:
+        found[one.name] = tokens | acts(*(name for name in one.axes if name in SHARED))
+        if "expert" in one.axes:
+            found[one.name] |= acts("residual_seq") | {a for name in NEVER_GATHERED for a in layout.mesh_axes("params", name)}
+    return found
 
 
 def _whole_activations(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor]) -> list[str]:
     """The faults of weights that are used in parts, where what they make is gathered at once for want of a line in [activations]."""
     of = lambda table: {logical for tensor in tensors if tensor.table == table for logical in tensor.axes}
+    tokens = rules.mesh_axes("activations", "batch") + rules.mesh_axes("activations", "seq")
     faults = []
-    for logical in [name for name in ("heads", "kv_heads", "mlp") if name in of("params") & of("activations")]:
-        split = [a for a in _splits_work(rules, "params", logical) if sizes[a] > 1]
+    for logical in [name for name in SHARED if name in of("params") & of("activations")]:
+        split = [a for a in rules.mesh_axes("params", logical) if sizes[a] > 1 and a not in tokens]
         if missing := [axis for axis in split if axis not in rules.mesh_axes("activations", logical)]:
             line = ", ".join(f'"{axis}"' for axis in (*rules.tables["activations"].get(logical, ()), *missing))
             faults.append(f"{rules.path} [params] splits {logical} over {', '.join(missing)}, and [activations] does not: what the "

@@ -210,6 +210,12 @@ class Transformer:
         """Whether layers gather their weights when they use them (ZeRO-3). Else these lie as [params] says all step long."""
         return any(layout.spec_in_use(info.axes) != layout.spec("params", info.axes) for info in self.parameters())
 
+    def cast_before_loop(self, layout: Layout) -> bool:
+        """Whether matmuls' weights are cast to the compute dtype before the loop over microbatches: where they are gathered there, or
+        nowhere. What layers alone gather stays as it is stored, and no copy is held."""
+        stored_apart = any(layout.spec("optimizer", info.axes) != layout.spec("params", info.axes) for info in self.parameters())
+        return stored_apart or not self.gathered_by_layer(layout)
+
     def as_read(self, layout: Layout, p, dtype=None):
         """The stored parameters, which lie as [optimizer] says, as [params] says, where the loop over microbatches reads them.
 
@@ -339,6 +345,12 @@ class Transformer:
         cfg = self.cfg
         dense = not cfg.num_experts or cfg.first_dense_layers
         return [cfg.mlp_dim] * bool(dense) + [cfg.shared_expert_dim] * bool(cfg.num_experts and cfg.shared_expert_dim)
+
+    def products(self) -> list[Tensor]:
+        """The weights that a step multiplies, but for routers and adapters, which are small."""
+        multiplied = ("matrix", "head", *["embedding"] * self.cfg.tie_embeddings)
+        return [Tensor("params", info.name, info.shape, info.axes) for info in self.parameters()
+                if info.role in multiplied and LORA not in info.path]
 
     def activations(self, batch: int, seq_len: int, num_kv_heads: int) -> list[Tensor]:
         """The activations that rules place, with their full shapes, for the checks at load.

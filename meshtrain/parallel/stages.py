@@ -52,8 +52,8 @@ def problems(run, loaded: Rules, sizes) -> list[str]:
                       'pipeline.uneven="pad"')
     missing = [f"[{table}]" for table in ("params", "grads", "optimizer") if loaded.mesh_axes(table, "layers") != ("stage",)]
     if missing:
-        faults.append(f'mesh.stage={num_stages} needs layers = "stage" in {", ".join(missing)} of {loaded.path}; take one of '
-                      "the rule files *pipeline.toml, add the line, or set mesh.stage to 1")
+        faults.append(f'mesh.stage={num_stages} needs layers = "stage" in {", ".join(missing)} of {loaded.path}; add the '
+                      "line (the shipped rule files have it), or set mesh.stage to 1")
     for table, entries in loaded.tables.items():
         faults += [f"{loaded.path} [{table}] {logical}: only layers and vocab can lie along 'stage'; drop it from the line"
                    for logical, axes in entries.items() if "stage" in axes and logical not in ("layers", "vocab")]

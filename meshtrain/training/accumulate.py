@@ -79,7 +79,7 @@ def scanned(step: StepSpec):
     """
     aim, added = objective.of_run(step.run.training), _by_hand(step)
     layout, once, trained_axes = step.layout, step.once, step.state.trained_axes
-    as_read = partial(step.model.as_read, layout, dtype=None if step.model.gathered_by_layer(layout) else step.ex.dtype)
+    as_read = partial(step.model.as_read, layout, dtype=step.ex.dtype if step.model.cast_before_loop(layout) else None)
 
     def replicated(f, out=P(once or None)):
         """Run f(batch, *args) on each replica's part of the batch, in a shard_map that is manual over `once`.
@@ -242,4 +242,7 @@ def reduce_once(layout: Layout, once: tuple[str, ...], axes, g):
         g = g.sum(tuple(once.index(a) for a in scattered))
         g = jax.lax.with_sharding_constraint(g, P(*rest, *split))
         return layout.constrain("optimizer", g.sum(tuple(range(len(rest)))), axes)
+    if (sliced := layout.spec("optimizer", axes, drop=once)) != layout.spec("grads", axes, drop=once):
+        # First a slice over what [optimizer] alone splits besides (context), or the sum becomes an all-reduce.
+        g = jax.lax.with_sharding_constraint(g, P(once, *sliced))
     return layout.constrain("optimizer", g.sum(0), axes)

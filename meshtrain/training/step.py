@@ -71,7 +71,7 @@ OFFLOAD_OPTIONS = {
 SEVERAL_OPTIONS = {
     # F, B and W of a layer stand beside each other, and gradients of experts beside their tokens: with one collective under way
     # at a time, one that is awaited soon waits for one that is not. llama3-70b-pipeline on 64 H100 by the roofline: 19.8 s,
-    # with two 19.2, with four or eight 18.9. Qwen3-30B-A3B's layers on 8 H200, zero3_expert, data 4: 460 ms, with four 446;
+    # with two 19.2, with four or eight 18.9. Qwen3-30B-A3B's layers on 8 H200, zero3_experts_fsdp, data 4: 460 ms, with four 446;
     # zero3 470 and 471. Without either it lost (llama3-70b 22.9 to 23.5 s, llama3-8b 7.7 to 7.9).
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
 }

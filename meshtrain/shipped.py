@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-_PACKAGE = Path(__file__).resolve().parent.parent
+_PACKAGE = Path(__file__).resolve().parent
 _HOME = _PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent
 
 
