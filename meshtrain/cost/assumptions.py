@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Mapping
 
 _MAMF = "largest matmul rate found by search over shapes, share of the dense bf16 peak (stas00/ml-engineering, MAMF table)"
@@ -124,7 +125,11 @@ class Assumptions:
                 raise ValueError(f"--assume {name}={value:g} must lie between {row.low:g} and {row.high:g}: {row.reason}")
 
     def __getitem__(self, name: str) -> float:
-        return self.given.get(name, TABLE[name].of(self.gpu_name))
+        return self._values[name]
+
+    @functools.cached_property
+    def _values(self) -> dict[str, float]:
+        return {name: self.given.get(name, row.of(self.gpu_name)) for name, row in TABLE.items()}
 
     def as_dict(self, formula: bool = False) -> dict[str, float]:
         """Name → value; formula: also those of the closed formulas."""

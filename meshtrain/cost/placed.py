@@ -218,9 +218,15 @@ class Placed:
 
     def ways(self, axis: str) -> int:
         """How many devices split an activation's dim."""
-        return self.layout.ways(self.layout.mesh_axes("activations", axis))
+        if axis not in self._ways:
+            self._ways[axis] = self.layout.ways(self.layout.mesh_axes("activations", axis))
+        return self._ways[axis]
 
-    @property
+    @functools.cached_property
+    def _ways(self) -> dict[str, int]:
+        return {}
+
+    @functools.cached_property
     def stream_ways(self) -> int:
         """How many devices share a residual stream beyond those that split its sequences (sequence parallelism)."""
         context = self.layout.mesh_axes("activations", "seq")
@@ -313,7 +319,8 @@ def _hold(held, info, cfg, layout: Layout, lies, in_use: frozenset, whole: float
     held["grads"] += info.trainable and info.size / layout.ways(lies["grads"])
     held["used"] += whole
     elsewhere = lies["params"] != lies["optimizer"]
-    held["moved"] += elsewhere and info.size / layout.ways(lies["params"]) * info.dtype.itemsize
+    size = 2 if info.role in MATMUL_ROLES and cfg.compute_dtype == "bfloat16" else info.dtype.itemsize
+    held["moved"] += elsewhere and info.size / layout.ways(lies["params"]) * size
     held["cast"] += (elsewhere or info.role in MATMUL_ROLES and str(info.dtype) != cfg.compute_dtype) and whole
     held["ends_grads"] += not depth and info.trainable and info.size / layout.ways(lies["grads"])
     if depth:

@@ -31,7 +31,7 @@ PLACEMENTS = (PLACEMENT, ("data", "stage", "fsdp", "context", "tensor"), ("stage
 MOST_CONTEXT, MOST_STAGES, MOST_SEQUENCES, MOST_CHUNKS = 64, 64, 16, 16     # of an axis; of a microbatch on one GPU; of a stage
 SHORTEST = 512              # tokens of a sequence on one device
 PADDED = 1.1                # layers in the pipeline's loop over those of the model, at most
-REFINED = 60                # plans whose placement and context method are varied
+REFINED = 120               # plans whose placement and context method are varied
 NEAR = 1.3                  # memory over what there is, up to which a plan is a near miss
 MOST_MISSES = 5
 TOLD_AS = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer states", "activations": "activations"}
@@ -224,15 +224,20 @@ def _fitting(question: Question, placed: Placed, m: int) -> Iterator[tuple[Optio
     p, attended = placed.mesh.sizes["stage"], question.attended(placed.layout, question.methods[0])
     policies = [question.fixed["remat"]] if "remat" in question.fixed else REMAT if p > 1 else (*REMAT, OFFLOAD)
     order, least, any_fits = _schedules(question, p, m), None, False
+    if placed.stored_bytes + question.optimizer_bytes * placed.stored > question.usable_bytes:
+        order, policies = order[:1], policies[-1:]      # nothing fits, whatever is kept
     for kind in (True, False):
         family = [pair for pair in order if (pair[0] in schedules.SPLIT) == kind]
         for remat in policies if family else ():
-            fits_first = False
+            fits_first, beside_slots = False, None
             for name, chunks in family:
                 options = Options(question.seq_len, question.global_batch, m, remat, name, chunks, question.methods[0],
                                   attended.visited, question.loss_chunk, question.optimizer_bytes, question.dispatch,
                                   attended.engine)
-                needed = footprint.memory(placed, options)["total"]
+                slots = footprint.slot_bytes(placed, options) if p > 1 else 0
+                if beside_slots is None:    # a schedule changes nothing else
+                    beside_slots = footprint.memory(placed, options)["total"] - slots
+                needed = int(beside_slots + slots)
                 if least is None or needed < least[1]:
                     least = options, needed
                 if needed <= question.usable_bytes:

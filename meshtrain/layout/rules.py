@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import math
 import tomllib
@@ -165,11 +166,11 @@ def problems(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor],
         seen: dict[str, str] = {}
         for dim, logical in zip(tensor.shape, tensor.axes, strict=True):
             mesh_axes = [a for a in rules.mesh_axes(tensor.table, logical) if sizes[a] > 1]
-            where = f"{rules.path} [{tensor.table}] {tensor.name} {_shape(tensor)}"
+            where = lambda: f"{rules.path} [{tensor.table}] {tensor.name} {_shape(tensor)}"
             for axis in mesh_axes:
                 if axis in seen:
                     faults.setdefault((tensor.table, axis, seen[axis], logical), (
-                        f"{where}: mesh axis {axis!r} shards both {seen[axis]!r} and {logical!r}; "
+                        f"{where()}: mesh axis {axis!r} shards both {seen[axis]!r} and {logical!r}; "
                         f"drop one of the two rules or set mesh.{axis} to 1"))
                 seen[axis] = logical
             ways = math.prod(sizes[a] for a in mesh_axes)
@@ -177,7 +178,7 @@ def problems(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor],
                 split = " × ".join(f"{a} {sizes[a]}" for a in mesh_axes)
                 key = (keys or {}).get(logical)
                 faults.setdefault((logical, dim, split), (
-                    f"{where}: {logical}={dim} does not divide over {split} = {ways}; make {key or logical} a "
+                    f"{where()}: {logical}={dim} does not divide over {split} = {ways}; make {key or logical} a "
                     f"multiple of {ways}, e.g. {-(-dim // ways) * ways}, or take a mesh or rule file that splits it less"))
     return [*faults.values(), *_whole_activations(rules, sizes, tensors)]
 
@@ -261,8 +262,8 @@ class Layout:
     tokens_first: bool = False
 
     def mesh_axes(self, table: str, logical: str | None) -> tuple[str, ...]:
-        manual = get_abstract_mesh().manual_axes
-        return tuple(a for a in self.every_axis(table, logical) if a not in manual)
+        found, manual = self.every_axis(table, logical), get_abstract_mesh().manual_axes
+        return tuple(a for a in found if a not in manual) if manual else found
 
     def by_hand(self, table: str, logical: str | None) -> tuple[str, ...]:
         """The mesh axes that split this dim and are manual here: its size is local, sums over it are the caller's."""
@@ -271,7 +272,14 @@ class Layout:
 
     def every_axis(self, table: str, logical: str | None) -> tuple[str, ...]:
         """The mesh axes that split this dim, whether they are manual here or not."""
-        return tuple(a for a in self.rules.mesh_axes(table, logical) if self.sizes[a] > 1)
+        key = table, logical
+        if key not in self._every_axis:
+            self._every_axis[key] = tuple(a for a in self.rules.mesh_axes(table, logical) if self.sizes[a] > 1)
+        return self._every_axis[key]
+
+    @functools.cached_property
+    def _every_axis(self) -> dict[tuple[str, str | None], tuple[str, ...]]:
+        return {}       # asked for a million times where layouts of 16,384 GPUs are searched
 
     def spec(self, table: str, axes: Sequence[str | None], drop: Sequence[str] = ()) -> P:
         """The PartitionSpec of a tensor with these logical axes; mesh axes in `drop` are left out."""
@@ -297,7 +305,7 @@ class Layout:
         """The mesh axes over which a batch is split (and with it the sum of every weight gradient)."""
         return self.mesh_axes("activations", "batch")
 
-    @property
+    @functools.cached_property
     def token_axes(self) -> tuple[str, ...]:
         """The mesh axes that split tokens, whether over the batch or over the sequence."""
         names = self.rules.mesh_axes("activations", "batch") + self.rules.mesh_axes("activations", "seq")

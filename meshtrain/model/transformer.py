@@ -112,14 +112,18 @@ class Transformer:
     def __post_init__(self):
         assert sum(group.num_layers for group in self.groups) == self.cfg.num_layers
 
-    def parameters(self) -> list[params.ParamInfo]:
+    def parameters(self) -> tuple[params.ParamInfo, ...]:
         """Every parameter, in the order of the tree's leaves."""
+        return self._parameters
+
+    @functools.cached_property
+    def _parameters(self) -> tuple[params.ParamInfo, ...]:
         found = params.infos(self.ends)
         for group in self.groups:
             found += group.parameters((LAYERS,) if len(self.groups) == 1 else (LAYERS, group.name))
         if self.lora:
             found = [dataclasses.replace(info, trainable=LORA in info.path) for info in found]
-        return sorted(found, key=lambda info: info.path)
+        return tuple(sorted(found, key=lambda info: info.path))
 
     def divided(self, p: dict) -> tuple[dict, dict]:
         """(what is trained, what is frozen) of the parameters, as `params.divided`."""
