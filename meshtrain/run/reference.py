@@ -6,6 +6,7 @@ weights are no longer those.
 """
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -99,8 +100,8 @@ def _read(path: Path, count: int) -> np.ndarray | None:
 
 
 def _write(values: np.ndarray, own: Path, shared: Path) -> None:
-    for path in (own, shared):
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    # The run's own is one process's to write, so the next start replaces what a crash left of it; runs share the other.
+    for path, temporary in ((own, own.with_name(f"{own.name}.tmp")), (shared, shared.with_name(f"{shared.name}.{os.getpid()}.tmp"))):
 
         def write() -> None:
             with open(temporary, "wb") as file:
@@ -112,6 +113,7 @@ def _write(values: np.ndarray, own: Path, shared: Path) -> None:
         try:
             files.patiently(write) if path == own else write()
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
             if path == own:
                 raise files.judged(error, f"{path} cannot be written", "give another run.dir", ConfigError) from None
