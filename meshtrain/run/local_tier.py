@@ -89,7 +89,9 @@ class LocalTier:
 
     def restore(self, step: int, abstract: Any) -> Any:
         """The state of a step that `newest` has found, on the shardings of `abstract`."""
-        parts = self._parts()[step]
+        if not (parts := self._parts().get(step)):
+            raise files.FileSystemError(f"checkpoint.local_dir: step {step} in {self._home()}, whose checksums have just held, cannot be read "
+                                        "any more; see to the file system and start again")
         where = {piece: (part, offset) for part in parts for piece, offset in part.pieces.items()}
         maps = {part.place: np.memmap(part.place / SHARDS, np.uint8, "r") for part in parts}
 
@@ -221,7 +223,11 @@ class LocalTier:
             lineage = json.loads(files.patiently(lambda: self._lineage_file.read_text(encoding="utf-8")))
             here = Path(lineage["at"]).resolve() == self._lineage_file.parent.resolve()
             return lineage if here and lineage["start"] and "from" in lineage else None
-        except (OSError, ValueError, KeyError, TypeError):
+        except OSError as error:
+            if not files.is_mistake(error):     # a run that goes on without it would take steps again that are kept
+                raise files.judged(error, f"{self._lineage_file} cannot be read", "") from None
+            return None
+        except (ValueError, KeyError, TypeError):
             return None
 
     def _check_writable(self) -> None:
@@ -245,7 +251,7 @@ class LocalTier:
             if not place.name.isdecimal():
                 continue
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                digest, text = (place / INDEX).read_text(encoding="utf-8").split("\n")
+                digest, text = files.patiently(lambda: (place / INDEX).read_text(encoding="utf-8")).split("\n")
                 document, step = json.loads(text), int(place.name)
                 counts = document["start"] == self._lineage["start"] or [document["start"], step] == self._lineage["from"]
                 if counts and digest == xxhash.xxh3_128_hexdigest(text.encode()):
