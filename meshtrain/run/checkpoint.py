@@ -366,9 +366,7 @@ class Checkpoints:
                     if path.exists():
                         raise
                     continue
-                try:
-                    shutil.rmtree(path)
-                except OSError as error:
+                if error := disk.remove(path):
                     self._tell_left(error)
 
     def _doom(self, path: pathlib.Path, step: int) -> pathlib.Path:

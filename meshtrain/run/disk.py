@@ -68,16 +68,19 @@ def write(path: pathlib.Path, text: str) -> None:
         raise
 
 
-def remove(place: pathlib.Path) -> None:
-    """Removes a directory, with patience, also while other processes do. What stays where the file system goes on refusing does
-    no harm: the caller has taken its name or its index."""
+def remove(place: pathlib.Path) -> OSError | None:
+    """Removes a directory, with patience, also while other processes do. Returns why some of it stays, which does no harm: the
+    caller has taken its name or its index."""
+    refused: list[OSError] = []
+
     def act():
-        refused = []
+        refused.clear()
         shutil.rmtree(place, onerror=lambda call, path, info: refused.append(info[1]))
         if faults := [error for error in refused if files.is_moment(error)]:
             raise faults[0]
     with contextlib.suppress(OSError):
         files.patiently(act)
+    return next((error for error in refused if not isinstance(error, FileNotFoundError)), None)
 
 
 def replace(path: pathlib.Path, text: str) -> None:
