@@ -179,12 +179,19 @@ def test_what_is_not_ours_is_refused_and_stays(tmp_path):
 
 
 def test_a_process_that_sees_another_directory_is_named_and_nothing_is_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(agree, "exchange", lambda mine: [mine, ["b", "No such file or directory"]])
+    monkeypatch.setattr(agree, "exchange", lambda mine: [mine, ["b", "No such file or directory", True]])
     with pytest.raises(ConfigError, match=rf"run.dir=.*/run is not one directory for all processes: process 1 on b \(No such "
                        rf"file.* cannot see what process 0 on {socket.gethostname()} wrote there; give a directory on a file"):
         with rundir.claimed(run_in(tmp_path / "run")):
             pass
     assert left(tmp_path) == []
+
+
+def test_a_process_that_is_refused_a_look_has_met_a_moment_of_the_file_system_and_no_mistake(tmp_path, monkeypatch):
+    monkeypatch.setattr(agree, "exchange", lambda mine: [mine, ["b", "Stale file handle", False]])
+    with pytest.raises(files.FileSystemError, match=r"run.dir=.*/run: process 1 on b \(Stale file handle\) cannot see what process 0 on .* see to "):
+        with rundir.claimed(run_in(tmp_path / "run")):
+            pass
 
 
 def test_a_file_that_is_seen_late_is_waited_for(tmp_path, monkeypatch):

@@ -211,25 +211,29 @@ def _put(lock, text: str) -> None:
 
 
 def _check_shared(directory: Path, nonce: str) -> None:
-    """Raises: ConfigError, in every process, where one does not see what process 0 has just written."""
+    """Raises, in every process: ConfigError where one does not see what process 0 has just written, FileSystemError where it is
+    refused a look."""
     def look():
         with contextlib.suppress(ValueError):
             if json.loads((directory / LOCK).read_text(encoding="utf-8"))["nonce"] == nonce:
                 return
         raise FileNotFoundError(errno.ENOENT, "another lock file stands there")     # perhaps what was read before
 
-    fault = ""
+    fault, lasts = "", False
     try:
         files.patiently(look, missing=True)
     except OSError as error:
-        fault = error.strerror or str(error)
-    found = agree.exchange([socket.gethostname(), fault])
-    blind = [f"process {index} on {host} ({fault})" for index, (host, fault) in enumerate(found) if fault]
+        fault, lasts = error.strerror or str(error), files.is_mistake(error)
+    found = agree.exchange([socket.gethostname(), fault, lasts])
+    blind = [f"process {index} on {host} ({fault})" for index, (host, fault, _) in enumerate(found) if fault]
     if blind:
-        raise agree.agreed(ConfigError(
-            f"run.dir={directory} is not one directory for all processes: {', '.join(blind[:8])}"
-            f"{f' and {len(blind) - 8} more' if len(blind) > 8 else ''} cannot see what process 0 on {found[0][0]} wrote there; "
-            "give a directory on a file system that all hosts have mounted"))
+        they = (f"{', '.join(blind[:8])}{f' and {len(blind) - 8} more' if len(blind) > 8 else ''} cannot see what process 0 on "
+                f"{found[0][0]} wrote there")
+        raise agree.agreed(
+            ConfigError(f"run.dir={directory} is not one directory for all processes: {they}; "
+                        "give a directory on a file system that all hosts have mounted")
+            if any(lasts for *_, lasts in found) else files.FileSystemError(
+                f"run.dir={directory}: {they}; see to the file system (its mounts, its server) and start again"))
 
 
 def metadata(run: Run, rules_text: str, data: dict) -> dict:
