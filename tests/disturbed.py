@@ -1,4 +1,4 @@
-"""python -m tests.disturbed [--places A,B] [--faults X,Y] [--cells N] [--seed S] [--json FILE]: places × faults, system call by system call.
+"""python -m tests.disturbed [--places A,B] [--faults X,Y] [--cells N] [--seed S] [--cell TEXT]: places × faults, system call by system call.
 
 A place is a part of a run (PLACES): saves of the shared checkpoint and into the fast tier, exports, a start, one that goes on, the
 way back before a loss spike, DPO's reference. Each system call that the undisturbed run makes there on a file of its own is a cell
@@ -38,7 +38,7 @@ import grain  # noqa: E402, F401  here, and not in each child; so are the next t
 import grain.experimental  # noqa: E402, F401
 import tensorboardX.proto.event_pb2  # noqa: E402, F401
 
-from meshtrain import files, train  # noqa: E402
+from meshtrain import config, elastic, files, train  # noqa: E402
 from meshtrain.run import export, metrics, reference, say, spikes, stops  # noqa: E402
 from meshtrain.run.checkpoint import Checkpoints  # noqa: E402
 from meshtrain.training.state import State  # noqa: E402
@@ -48,9 +48,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens", "skipped", "val_loss")
 SPIKE, FEWEST = 7, 4            # the step whose batch is poison in the run that goes back; losses that a spike needs before it
 TOKENIZER = "chatml/tokenizer.json"
-HALF_MADE = re.compile(r"\.(saving|deleting)$|\.tmp$|\.damaged")
+HALF_MADE = re.compile(r"\.(saving|deleting)(-\w+)?$|\.tmp$|\.damaged")
 NAMES = ((re.compile(r"/d/[0-9a-f]{32}"), "/d/*"), (re.compile(r"\.[0-9a-f]{16}(?=/|$)"), ".*"), (re.compile(r"[0-9a-f]{16,}"), "*"),
-         (re.compile(r"\.\d+\.tmp"), ".PID.tmp"))
+         (re.compile(r"\.\d+\.tmp"), ".PID.tmp"), (re.compile(r"\.deleting-[0-9a-f]{8}"), ".deleting-*"), (re.compile(r"#\d+ \(deleted\)"), "(unnamed)"))
+ALIKE = ((re.compile(r"\d+"), "N"), (re.compile(r"/(params|state)(?=/|$)"), "/tree"))    # files on which calls of one kind are one cell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +81,7 @@ PLACES = {
                       r"run|local", begins="spike", ends="loop"),
     "reference": Place(("--training.steps", 3, "--training.objective", "dpo", "--data.source", "preferences", "--data.paths",
                         '["{shared}/pairs.jsonl"]', "--data.tokenizer", f"{{shared}}/{TOKENIZER}", "--data.bos_token", "<s>",
-                        "--model.vocab_size", 1024, "--data.seq_len", 96, "--data.cache", "{home}/cache"), r"run|cache", ends="loop"),
+                        "--model.vocab_size", 1024, "--data.seq_len", 96, "--data.cache", "{home}/cache"), r"run/reference|cache", ends="loop"),
 }
 
 CHANGES = {"create", "mkdir", "rename", "unlink", "truncate", "write", "fsync", "link", "symlink", "lock"}
@@ -118,6 +119,12 @@ class Cell:
 
     def __str__(self):
         return f"{self.place}, {self.fault}: {self.kind} {self.file} {self.nth}"
+
+
+def parsed(text: str) -> Cell:
+    """The cell that is printed so."""
+    place, fault, kind, file, nth = re.fullmatch(r"(.+), (\w+): (\w+) (.+) (\d+)", text).groups()
+    return Cell(place, fault, kind, file, int(nth))
 
 
 # ---- the command, in the child ---------------------------------------------------------------------------------------
@@ -234,6 +241,7 @@ class Harness:
         """The calls of a place, in the undisturbed run, with which all others are compared."""
         if name not in self.calls:
             home = self.home(name)
+            elastic.check(config.load(self.words(home, PLACES[name])), 1)   # the model is traced here, and not in each child
             ran = self.run(home, name)
             assert ran.code == 0, f"undisturbed: {ran.code}\n{ran.said}"
             self.calls[name], self.wanted[name] = ran.calls, outcome(home)
@@ -275,7 +283,7 @@ class Harness:
                 return fault.answer
             if not self.real and (place.begins and place.begins not in phases or place.ends in phases[_last(phases, place.begins):]):
                 return 0
-            key = (call.kind, varying(file))
+            key = (call.kind, renamed(file, NAMES))
             counts[key] += 1
             ran.calls.append((*key, counts[key] - 1))
             if cell and not ran.met and ran.calls[-1] == (cell.kind, cell.file, cell.nth):
@@ -300,13 +308,22 @@ class Harness:
         for name in places:
             alike = collections.defaultdict(list)
             for call in self.undisturbed(name):
-                alike[call[0], re.sub(r"\d+", "N", call[1])].append(call)
+                alike[call[0], renamed(call[1], ALIKE)].append(call)
             for fault in faults:
                 kinds = FAULTS[fault].kinds
                 for (kind, file), calls in alike.items():
                     if kinds is None or kind in kinds:
                         draw = random.Random(f"{fault} {kind} {file}")
                         found.append(Cell(name, fault, *draw.choice(calls)))
+        return found
+
+    def drawn(self, places: list[str], faults: list[str], count: int, draw: random.Random) -> list[Cell]:
+        """So many cells; with as many as there are places and faults, each of these is met."""
+        places, faults = draw.sample(places, len(places)), draw.sample(faults, len(faults))
+        found = []
+        for i in range(count):      # one more at each turn of the places: else two numbers with a common factor meet in few pairs
+            choice = self.cells([places[i % len(places)]], [faults[(i + i // len(places)) % len(faults)]])
+            found += [draw.choice(choice)] if choice else []
         return found
 
     def check(self, cell: Cell) -> tuple[list[str], bool]:
@@ -350,9 +367,9 @@ def _last(phases: list[str], phase: str) -> int:
     return len(phases) - 1 - phases[::-1].index(phase) if phase in phases else 0
 
 
-def varying(file: str) -> str:
+def renamed(file: str, names: tuple) -> str:
     """The file with names that are drawn anew in each run made alike."""
-    for pattern, name in NAMES:
+    for pattern, name in names:
         file = pattern.sub(name, file)
     return file
 
@@ -414,9 +431,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.disturbed", description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--places", help="of the table, with commas between (default: all)")
     parser.add_argument("--faults", help="of the table (default: all)")
-    parser.add_argument("--cells", type=int, default=0, help="so many, of few places (default: all)")
+    parser.add_argument("--cells", type=int, default=0, help="so many, of each place and each fault in turn (default: all)")
     parser.add_argument("--seed", default="", help="of the draw")
-    parser.add_argument("--only", default="", help="cells whose words match this regular expression")
+    parser.add_argument("--cell", action="append", default=[], help="this one, as it is printed; may be repeated (alone: no others)")
     parser.add_argument("--real", action="store_true", help="the command itself, not the stand-in; nothing spikes there")
     parser.add_argument("--json", help="a file for what was found")
     parser.add_argument("--home", type=pathlib.Path, help="where runs that went wrong are kept (default: nowhere)")
@@ -435,14 +452,14 @@ def main(argv: list[str]) -> int:
 
 def torment(shared: pathlib.Path, args) -> list[tuple[Cell, list[str], bool]]:
     """Runs the cells that are asked for; (cell, what is wrong, whether its call was met) of each."""
-    harness, draw = Harness(shared, args.real), random.Random(args.seed)
+    harness = Harness(shared, args.real)
     places = args.places.split(",") if args.places else [name for name in PLACES if not (args.real and name == "rollback")]
     faults = args.faults.split(",") if args.faults else list(FAULTS)
-    if args.cells:      # an undisturbed run of each place would take as long as its cells
-        places = draw.sample(places, min(len(places), max(1, args.cells // 4)))
-    cells = [cell for cell in harness.cells(places, faults) if re.search(args.only, str(cell))]
+    cells = [parsed(text) for text in args.cell]
     if args.cells:
-        cells = draw.sample(cells, min(args.cells, len(cells)))
+        cells += harness.drawn(places, faults, args.cells, random.Random(args.seed))
+    elif not args.cell:
+        cells = harness.cells(places, faults)
     found = []
     for cell in cells:
         wrong, met = harness.check(cell)

@@ -11,7 +11,15 @@ import sampling
 from tests import disturbed, syscalls
 
 ROOT = Path(__file__).resolve().parent.parent
-CELLS = 12      # in every run of the suite
+CELLS = len(disturbed.PLACES)      # in every run of the suite
+
+PINNED = """
+reference, kill: fsync run/reference.npy.tmp 0
+resume, gone: open run/.lock 0
+save, io: unlink run/checkpoints/.2.deleting-*/state/_METADATA 0
+rollback, stale: open local/run-*/process-0/6/index.json 0
+rollback, gone: open local/run-*/process-0/6/index.json 1
+""".strip().splitlines()    # were wrong once
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux hands system calls over")
 
@@ -34,9 +42,11 @@ def test_system_calls_are_seen_here():
     assert syscalls.available() == ""
 
 
-def test_some_cells_of_the_commits_choice_hold(tmp_path):
-    cells = found(tmp_path, "--places", "save,local,export,export last", "--faults", "kill,stop", "--cells", CELLS, "--seed", sampling.commit())
-    assert len(cells) == CELLS and any(cell["met"] for cell in cells)
+def test_a_cell_of_each_place_and_of_each_fault_by_the_commits_choice_and_those_that_were_wrong_once_hold(tmp_path):
+    cells = found(tmp_path, "--cells", CELLS, "--seed", sampling.commit(), *(word for cell in PINNED for word in ("--cell", cell)))
+    assert len(cells) == CELLS + len(PINNED) and [cell for cell in cells[:len(PINNED)] if not cell["met"]] == []
+    drawn = [disturbed.parsed(cell["cell"]) for cell in cells[len(PINNED):]]
+    assert {cell.place for cell in drawn} == set(disturbed.PLACES) and {cell.fault for cell in drawn} == set(disturbed.FAULTS)
 
 
 @pytest.mark.slow
