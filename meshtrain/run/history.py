@@ -31,7 +31,8 @@ class Try:
     """This start of the command, as process 0 writes it down; in the others it writes nothing."""
 
     def __init__(self, directory: Path, account: goodput.Account):
-        self.path, self.alive, self.account = directory / HISTORY, directory / ALIVE, account
+        self.path, self.account = directory / HISTORY, account
+        self.alive, self.beating = directory / ALIVE, directory / f"{ALIVE}.tmp"
         self.first, self.began, self._told, self._done = not self.path.exists(), 0.0, False, threading.Event()
         self._lock = threading.Lock()
 
@@ -68,15 +69,13 @@ class Try:
             self._told = True
         self._done.set()
         self._append(goodput.ended(self.account.so_far(), how, **more))
-        with contextlib.suppress(OSError):
-            self.alive.unlink()
+        self._remove_beat()
 
     def forget(self) -> None:
         """The user's mistake, found late: this start leaves nothing behind."""
         self._told = True
         self._done.set()
-        with contextlib.suppress(OSError):
-            self.alive.unlink()
+        self._remove_beat()
         with contextlib.suppress(OSError):
             self.path.unlink() if self.first else os.truncate(self.path, self._size)
 
@@ -86,10 +85,14 @@ class Try:
         return goodput.line(goodput.spent_s(goodput.tries(read(directory), beat(directory), (), None)))
 
     def beat(self) -> None:
-        temporary = self.alive.with_name(f"{ALIVE}.tmp")
         with contextlib.suppress(OSError):      # the next one may be written
-            temporary.write_text(json.dumps({"of": self.began, **self.account.so_far()}) + "\n", encoding="utf-8")
-            temporary.replace(self.alive)
+            self.beating.write_text(json.dumps({"of": self.began, **self.account.so_far()}) + "\n", encoding="utf-8")
+            self.beating.replace(self.alive)
+
+    def _remove_beat(self) -> None:
+        for path in (self.alive, self.beating):     # the second where a write was refused
+            with contextlib.suppress(OSError):
+                path.unlink()
 
     def _keep_beating(self) -> None:
         while not self._done.wait(BEAT_S):
