@@ -145,8 +145,8 @@ def test_the_last_whole_one_stays_until_the_next_is_whole(tmp_path, monkeypatch)
     seen = []
     for owner, name in ((pathlib.Path, "rename"), (shutil, "rmtree")):
 
-        def watched(*args, real=getattr(owner, name)):
-            real(*args)
+        def watched(*args, real=getattr(owner, name), **options):
+            real(*args, **options)
             seen.append([name for name in names(tmp_path) if name.isdecimal()])
 
         monkeypatch.setattr(owner, name, watched)
@@ -390,12 +390,11 @@ def test_what_cannot_be_removed_is_told_and_in_nobodys_way(tmp_path, monkeypatch
     """As on NFS, where a file that is open stays as .nfsXXXX, or where a save that failed still writes."""
     (tmp_path / ".9.saving" / "state").mkdir(parents=True)
     (tmp_path / ".9.saving" / "state" / "stale").touch()
-    told, real = [], shutil.rmtree
-    def busy(path, *args, **options):
-        if not options:
-            raise OSError(code, os.strerror(code), str(path))
-        return real(path, *args, **options) if not str(path).endswith("saving") else None
+    told = []
+    def busy(path, onerror):
+        onerror(os.rmdir, str(path), (OSError, OSError(code, os.strerror(code), str(path)), None))
     with monkeypatch.context() as patched:
+        patched.setattr(files, "PAUSES_S", (0.001,))
         patched.setattr(shutil, "rmtree", busy)
         with checkpoint.Checkpoints(tmp_path, tell=told.append) as checkpoints:
             checkpoints.save(9, {"w": jnp.ones(3)}, {})
