@@ -257,7 +257,7 @@ def test_variant_equals_one_device(variant):
     slow(method, remat) for method in ("gather", "ulysses") for remat in ("selective", "full"))])
 def test_remat_changes_no_gradient(method, remat):
     params, losses, moments = reference(steps=20)
-    case = compiled("context", (("context", 4),), method, remat)
+    case = compiled("ddp", (("context", 4),), method, remat)
     got, got_moments = case.train(params, 1)
     np.testing.assert_allclose(got[0], losses[0], rtol=1e-5)
     check_gradients(got_moments, moments)
@@ -334,7 +334,7 @@ def permutes(program: audit.Program, dtype: str, backward: bool) -> SimpleNamesp
 @pytest.mark.parametrize("cp, remat", [(4, "none"), (4, "full"), slow(8, "none"), slow(4, "selective"), slow(2, "none")])
 def test_ring_sends_what_its_formula_says(cp, remat):
     """Forward (cp-1)·(K+V), backward as much again and cp·(dK+dV in float32); the recomputation sends nothing."""
-    program = compiled("context", (("context", cp),), "ring", remat).audit
+    program = compiled("ddp", (("context", cp),), "ring", remat).audit
     each = 4 * test_layouts.SEQUENCES // MICROBATCHES * test_layouts.T // cp * MODEL["num_kv_heads"] * MODEL["head_dim"]
     times = 2 * MICROBATCHES * MODEL["num_layers"]              # K and V
     forward, backward = permutes(program, "f32", False), permutes(program, "f32", True)
@@ -347,12 +347,12 @@ def test_ring_sends_what_its_formula_says(cp, remat):
 
 @pytest.mark.parametrize("method, kind", [("gather", "all-gather"), ("ulysses", "all-to-all")])
 def test_gather_and_ulysses_send_no_permutes(method, kind):
-    kinds = {c.kind for c in compiled("context", (("context", 4),), method).audit.collectives if "context" in c.axes}
+    kinds = {c.kind for c in compiled("ddp", (("context", 4),), method).audit.collectives if "context" in c.axes}
     assert kind in kinds and "collective-permute" not in kinds
 
 
 def test_gradients_cross_context_once_a_microbatch_and_data_once_a_step():
-    case = compiled("context", (("context", 2), ("data", 2)), "ring")
+    case = compiled("ddp", (("context", 2), ("data", 2)), "ring")
     size = 4 * sum(info.size for info in case.made.model.parameters())
     reduced = [c for c in case.audit.collectives if c.kind == "all-reduce"]
     sent = {axis: [c for c in reduced if c.axes == (axis,)] for axis in ("context", "data")}

@@ -24,13 +24,14 @@ BAD = {
               ["ulysses", "model.num_heads=6", "mesh.context=4", "ring or gather"]),
     "heads of a tensor shard": ("--context.method ulysses --mesh.data 1 --mesh.tensor 2 --sharding.rules " + str(
         RULES / "zero3.toml"), ["splits 2 heads", "mesh.context=4"]),
-    "rules without context": (f"--sharding.rules {RULES}/zero3.toml", ["mesh.context=4", "zero3.toml", 'seq = "context"']),
+    "rules without context": ("--sharding.rules batch.toml", ["mesh.context=4", "batch.toml", 'seq = "context"']),
     "weights over context alone": ("--sharding.rules weights.toml", ["weights.toml", 'seq = "context"', "mesh.context to 1"]),
     "residual_seq without context": ("--sharding.rules residual.toml",
                                      ["residual.toml", "residual_seq", '["context", "tensor"]']),
     "method": ("--context.method rings", ["context.method", "rings", "ring"]),
 }
 OWN_RULES = {
+    "batch.toml": '[activations]\nbatch = "data"\n',
     "weights.toml": '[params]\nembed = ["data", "context"]\n[activations]\nbatch = "data"\n',
     "residual.toml": '[activations]\nbatch = "data"\nseq = "context"\n',
 }

@@ -24,6 +24,7 @@ TOLERANCE, GAP = 2e-5, 1e-5
 
 Z = '[params]\nembed = ["data", "fsdp"]\n'
 BATCH = '[activations]\nbatch = ["data", "fsdp"]\n'
+HEADS = 'heads = "tensor"\nkv_heads = "tensor"\n'
 SEQUENCE = BATCH + 'residual_seq = "tensor"\n'
 CONTEXT = BATCH + 'seq = "context"\nresidual_seq = "context"\n'
 # name: (rules, mesh)
@@ -44,7 +45,7 @@ LAYOUTS = {
     "ddp": (BATCH, dict(data=2, fsdp=2)),
     "zero1": (BATCH + '[optimizer]\nembed = ["data", "fsdp"]\n', dict(data=2, fsdp=2)),
     "zero2 of the experts": (BATCH + '[grads]\nexpert = ["data", "fsdp"]\n', dict(data=2, fsdp=2)),
-    "expert_embed over tensor": (Z + 'expert = "fsdp"\nexpert_embed = "tensor"\n' + BATCH, dict(fsdp=4, tensor=2)),
+    "expert_embed over tensor": (Z + 'expert = "fsdp"\nexpert_embed = "tensor"\n' + HEADS + BATCH + HEADS, dict(fsdp=4, tensor=2)),
 }
 STAGED = '[params]\nlayers = "stage"\nembed = ["data", "fsdp"]\nvocab = "stage"\n'
 STAGED_BATCH = BATCH + 'vocab = "stage"\n'

@@ -139,7 +139,7 @@ def test_the_first_step_computes_what_the_model_without_adapters_does():
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("mesh, rule", [pytest.param(dict(data=2), "ddp", marks=sampling.GRID), (dict(stage=2), "pipeline")], ids=str)
+@pytest.mark.parametrize("mesh, rule", [pytest.param(dict(data=2), "ddp", marks=sampling.GRID), (dict(stage=2), "ddp")], ids=str)
 def test_no_accumulator_of_a_frozen_weight_stands_in_the_compiled_step(rule, mesh):
     compiled = Compiled(lora_run(rule, mesh, targets=("query", "value")))
     made, held = compiled.made, report.formula(compiled.made)

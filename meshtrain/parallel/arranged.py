@@ -57,7 +57,8 @@ class Arranged:
                                                                    ).reshape(A, K)
         self.order, self.sizes = order, jnp.sum(key[:, None] == jnp.arange(e), 0, dtype=jnp.int32)
         most = A * min(K, e)
-        self.rows = max(1, min(most, math.ceil(spare * (A * K * e // num_experts))) if spare else most)
+        # A few tokens may all choose the same experts: not a round for each of one token's.
+        self.rows = min(most, max(K, math.ceil(spare * (A * K * e // num_experts)))) if spare else most
         self.block = block(self.rows, e)
         self.num_blocks = -(-self.rows // self.block) + e
         self.one_round = self.rows >= most
