@@ -157,7 +157,7 @@ def within(made: assembly.Assembly, weights: dict) -> Placed:
 
 
 def execution(run: Run, model: transformer.Transformer, layout: Layout, mesh: jax.sharding.Mesh) -> Execution:
-    """How the model is computed where sequences stay whole, of any length: with the engine that knows every kind of mask."""
+    """Execution settings for inference: no context parallelism, any sequence length, the blockwise engine (it supports every mask)."""
     whole = Layout(layout.rules, {**layout.sizes, "context": 1})
     run = run.model_copy(update={"model": run.model.model_copy(update={"attention": "blockwise"}),
                                  "data": run.data.model_copy(update={"seq_len": 2**31 - 1, "document_mask": True})})   # padding is one

@@ -1,4 +1,4 @@
-"""Which GPUs of a host are whose: divided evenly among its processes, and told once.
+"""Assigns a host's GPUs to its processes, evenly.
 
 A launcher may have bound each process to its own GPUs already (`srun --gpus-per-task`); such a process takes all it sees.
 This module starts no driver and knows no run.

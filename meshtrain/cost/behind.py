@@ -1,7 +1,7 @@
-"""How far a layout that was asked for is behind the best one, and why: from the parts of both prices, nothing by rule of thumb.
+"""Explains why a requested layout is slower than the planner's best: subtracts the two cost breakdowns term by term.
 
-The parts of two steps are subtracted, and what is lost most is told with what causes it: which link a layer's weights cross and
-what they stand beside, what is computed again, what waits.
+The largest differences are reported with their causes: the link that a layer's weights cross and what hides it, recomputation,
+exposed waits.
 """
 from __future__ import annotations
 

@@ -69,8 +69,8 @@ class Instruction:
 
     @cached_property
     def taken(self) -> Fraction:
-        """In which share of its executions a conditional takes the branch that does something, as `names.TAKEN` has it; 1 where
-        nobody says: an upper bound."""
+        """Fraction of executions in which the conditional's non-trivial branch runs, from the op_name annotation `names.TAKEN`; 1,
+        an upper bound, if not annotated."""
         found = re.findall(_TAKEN, self.op_name) if self.op == "conditional" else []
         return Fraction(*map(int, found[-1])) if found else Fraction(1)
 

@@ -312,7 +312,8 @@ def _place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice, leads:
 
 
 def _hold(held, info, cfg, layout: Layout, lies, in_use: frozenset, whole: float, depth: int) -> None:
-    """What a device keeps of a parameter. in_use: the axes that split it where it is used; depth: 0 of embedding and head."""
+    """Add one parameter to the per-device totals (stored, gradient, gathered). in_use: mesh axes that shard the gathered copy; depth:
+    layers on the device, 0 of embedding and head."""
     held["stored"] += (stored := info.size / layout.ways(lies["optimizer"]))
     held["stored_bytes"] += stored * info.dtype.itemsize
     held["updated"] += info.trainable and stored

@@ -1,8 +1,5 @@
-"""What a compiled step does that its layout does not ask for: weights gathered in a loop,
-tensors that XLA replicates to reshard.
-
-Neither is wrong, both cost many times what the layout promises, and nobody sees them in a loss. The second XLA only logs while
-it partitions a program.
+"""Finds collectives in a compiled step that the sharding does not call for: weights all-gathered inside a loop, and tensors that
+XLA fully replicates to reshard. Both give correct results and are slow. XLA reports the second only in its log.
 """
 from __future__ import annotations
 

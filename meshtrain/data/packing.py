@@ -4,7 +4,7 @@ A source's documents, each behind a separator (BOS), are laid end to end in shuf
 into sequences of T tokens: every token is an input once per epoch, and the incomplete sequence at an epoch's end goes on into
 the next. The target of a document's last token is its end (EOS; the separator itself, unless the run names another), with or
 without the document mask, so that a model learns to stop.
-Of a mixture, a batch holds the next tokens of each source by its exact share (mixture.py). Where documents are about as long
+With a mixture, each batch takes the next tokens of every source in exact proportion to its weight (mixture.py). Where documents are about as long
 as sequences, or longer, shares are whole sequences. Where they are short, shares are exact to two tokens or so, and a
 sequence that is not done at a batch's end goes on in the next batch, its documents cut there.
 Or no document is cut (whole.py): sequences of whole documents, padded, mixed sequence by sequence.

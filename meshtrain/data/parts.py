@@ -72,7 +72,7 @@ def open_all(choices: Sequence[Sequence[Part]], job: Job) -> list[Pair | None]:
     None only for what belongs to another share and is not there. Raises: ValueError for a faulty file, or where no directory
     can be written; Stopped.
     """
-    # Of what is to be verified nothing is believed; of another share nothing is done.
+    # With --verify existing parts are checked again. Parts of another process's share are skipped.
     mine = [k % job.share[1] == job.share[0] for k in range(len(choices))]
     found = [None if job.verify and mine[k] else _look(parts) for k, parts in enumerate(choices)]
     left = [k for k, pair in enumerate(found) if pair is None and mine[k]]

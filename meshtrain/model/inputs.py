@@ -1,4 +1,4 @@
-"""What every layer sees beside the residual stream."""
+"""Per-batch inputs of every layer besides the residual stream: segment ids, positions, rotary tables, dropout key."""
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from meshtrain.model import parts
 
 
 class Inputs(NamedTuple):
-    """None of it is differentiated."""
+    """Inputs of every layer besides the residual stream. Not differentiated."""
     segments_BT: jax.Array                       # document number; attention stays within one. PADDING goes to no expert
     index_BT: jax.Array                          # index in the sequence, for dropout
     sequence_B: jax.Array                        # global sequence number, for dropout

@@ -33,7 +33,7 @@ LAYER_INPUT = "layer_input"     # what `offload` keeps on the host
 
 
 class Ends(nnx.Module):
-    """What stands before and after the layers."""
+    """Token and position embeddings, final norm and output head: the parameters outside the layers."""
 
     def __init__(self, cfg, rngs):
         V, D = padded_vocab(cfg), cfg.embed_dim

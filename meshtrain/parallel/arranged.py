@@ -1,7 +1,7 @@
-"""Which rows a device's experts multiply: its tokens' choices sorted by expert, blocks of rows, and rounds of them.
+"""Sorts (token, expert) pairs by expert into fixed-size buffers for grouped matmuls.
 
-Where choices are even one round has them all; what does not fit into its buffer goes in further ones, and nothing is dropped. Rows
-are taken from tokens and added up to them again by gathers alone, so the same bits every time. Knows no matrices and no mesh.
+If the load is balanced, one buffer holds all pairs; overflow is processed in further rounds, so no token is dropped. Rows are
+taken from tokens and summed back by gathers alone, which is deterministic. Knows no matrices and no mesh.
 Dims: A tokens, K experts of a token, e experts of this device, R rows.
 """
 from __future__ import annotations

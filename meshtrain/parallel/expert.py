@@ -73,17 +73,17 @@ class Region:
 
     @property
     def gathered(self) -> tuple[str, ...]:
-        """Tokens of these are brought together, and their sums scattered."""
+        """Axes over which tokens are all-gathered before the experts and outputs reduce-scattered after them."""
         return () if self.alone else tuple(a for a in self.tokens if a in self.own)
 
     @property
     def summed(self) -> tuple[str, ...]:
-        """The tokens are the same along these; only their sums are added up."""
+        """Axes along which tokens are replicated: outputs are all-reduced over them."""
         return () if self.alone else tuple(a for a in self.own if a not in self.tokens)
 
     @property
     def others(self) -> tuple[str, ...]:
-        """Other tokens, the same experts: gradients of weights are added up over these."""
+        """Axes that split tokens but not experts: weight gradients are summed over them."""
         return tuple(a for a in self.tokens if a not in self.own)
 
     def ways(self, axes) -> int:

@@ -1,9 +1,8 @@
-"""The tries of a run: run.dir/history.jsonl, a line for each start and one for each end,
-with its cause and where the seconds went.
+"""Log of a run's attempts, run.dir/history.jsonl: one line per start and one per end, with its cause and where the seconds went.
 
-A start without an end was killed, or is at work still: beside it lies .alive, rewritten every few seconds, from which the next
-start writes the end that was never told. What a start takes again, the steps behind the checkpoint that it goes on from, is
-written down before their rows of metrics are dropped. A disk that is full ends no run.
+A start without an end was killed or still runs. A heartbeat file (.alive), rewritten every few seconds, lets the next attempt
+record the end of one that was killed. The steps that a start repeats, behind the checkpoint it resumes from, are recorded before
+their metrics are dropped. A full disk ends no run.
 """
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ class Try:
         self.account.goes_back(step, goodput.counted_s(_rows(self.path.parent), step))
 
     def ended(self, how: str, **more) -> None:
-        """The try has ended, or is about to; what is said first counts."""
+        """Record the end of this attempt. Only the first call has an effect."""
         with self._lock:
             if self._told or not self.began:
                 return

@@ -23,12 +23,12 @@ from meshtrain.training.step import Program
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Hook:
-    """Something that is done between two steps, in every process alike, with the device idle; the clock of the steps stands.
+    """A callback between two steps. All processes run it together, with the device idle; its time is not counted as step time.
 
     due: (step just taken, whether it is the last before the loop ends) -> whether to act.
     act: (step, state) -> numbers for the metrics: of this step's row, or of the next one where this row is written already.
-    after_row: the row of the step is written before; that ends a run whose steps are skipped.
-    part: of the run's seconds that it is put down to, see `goodput.PARTS`; the watchdog gives it the time of a save.
+    after_row: flush this step's metrics first, which may end the run (too many skipped steps).
+    part: which part of the run's time it counts as, see `goodput.PARTS`; the watchdog allows it the time of a save.
     """
     due: Callable[[int, bool], bool]
     act: Callable[[int, State], Mapping[str, float]]

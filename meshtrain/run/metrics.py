@@ -117,7 +117,7 @@ class TensorBoard:
         number = 1 + max((int(found[1]) for found in numbers if found), default=0)
         self._file = rows.Appended(directory / f"events.out.tfevents.{number:06}")
         self._append(file_version="brain.Event:2")
-        # Of what earlier files have, TensorBoard forgets this step and all after it.
+        # SessionLog.START makes TensorBoard drop events of earlier files from this step on.
         self._append(step=after + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def write(self, row: dict[str, Any]) -> None:

@@ -1,9 +1,8 @@
 """Stops on request: SIGINT, SIGTERM and SIGHUP, at any moment of a command.
 
-While the loop trains, a request is only noted: the step is finished, the state saved, exit code 75. At any other moment there
-is nothing to save, what stands on the disk is whole whenever a process ends, and the process ends at once: a compile of
-minutes cannot be interrupted, and a scheduler that has asked kills soon. A thread does that, woken by C's handler, because
-Python's handlers wait until C++ returns. This module knows no run; it is imported before jax.
+While the loop trains, a request is only noted: the step is finished, the state saved, exit code 75. Outside the loop the process
+exits at once: files on disk are always consistent, and a long compile would outlast the scheduler's grace period. A thread does
+that, woken by C's handler, because Python's handlers wait until C++ returns. This module knows no run; it is imported before jax.
 """
 from __future__ import annotations
 

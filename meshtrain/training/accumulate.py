@@ -136,14 +136,13 @@ def scanned(step: StepSpec):
 
 
 def _by_hand(step: StepSpec):
-    """((trained, frozen), grads, microbatch, counts, key, stacks, room) -> (grads with the microbatch's added, nll, room, aux),
-    the backward written out.
+    """Forward and backward of one microbatch with explicit VJPs: ((trained, frozen), grads, microbatch, counts, key, stacks, room)
+    -> (grads with the microbatch's added, nll, room, aux).
 
-    counts: by what the step's objective is divided, and by what AUX_LOSS. stacks, room: of `_stacks`;
-    what room held is written over.
+    counts: the normalizers of the objective and of AUX_LOSS. stacks, room: of `_stacks`; the buffers in room are overwritten.
 
-    Each layer's gradient is added to its accumulator as soon as it is made, so that a microbatch's gradients never stand beside
-    their sums: 4 bytes less for each parameter that a device accumulates. They are float32, whatever the dtype of the weights.
+    Each layer's gradient is added to its accumulator as soon as it exists, so a microbatch's gradients never coexist with their
+    sums: 4 bytes per accumulated parameter less. Gradients are float32, whatever the dtype of the weights.
     """
     model, ex, aim = step.model, step.ex, objective.of_run(step.run.training)
 
@@ -178,10 +177,10 @@ def _by_hand(step: StepSpec):
 
 
 def _stacks(step: StepSpec, p, microbatch, counts, key):
-    """([F, B and W of each group's layers], the ShapeDtypeStructs of what their forwards keep for the backward).
+    """([F, B and W of each group's layers], the ShapeDtypeStructs of the residuals that their forwards keep for the backward).
 
-    Buffers for that go round the loop over microbatches and are written over in each: XLA would fill them with zeros first, 3%
-    of a step of llama3-8b. Not what lies on the host: None.
+    Residual buffers are carried through the scan over microbatches and overwritten: allocated inside the loop, XLA fills them with
+    zeros, 3% of a step of llama3-8b. None where residuals are offloaded to the host.
     """
     (p, frozen), found = p, []
 
