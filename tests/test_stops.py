@@ -1,7 +1,8 @@
 """Stops on request, in real processes: each signal at each moment of a run ends it in order, and nothing is lost.
 
 A moment is met by what the run has written by then, never by waiting. Where a signal comes a little late, it meets the next
-moment, for which the same holds. Linux only: what a process listens to stands in /proc.
+moment, for which the same holds. Linux only: what a process listens to stands in /proc. Stops at each system call of a save: see
+`disturbed`.
 """
 import json
 import os
@@ -70,7 +71,6 @@ MOMENTS = {
                    lambda directory: "tokenizing" in said(directory)),
     "compiling": ({"cache": "none"}, lambda directory: "memory per device" in said(directory)),
     "step": ({"words": ("--checkpoint.every", "0")}, lambda directory: rows(directory) > 3),
-    "save": ({"words": ("--checkpoint.every", "3")}, lambda directory: any(directory.glob("checkpoints/.*.saving"))),
     "validation": ({"words": ("--data.validation_fraction", "0.5", "--validation.every", "3")},
                    lambda directory: rows(directory) >= 2),
 }
