@@ -1,5 +1,8 @@
 """The token cache is whole, fresh or built again."""
 
+import builtins
+import errno
+import io
 import json
 import multiprocessing
 import os
@@ -131,6 +134,28 @@ def test_a_cache_that_was_copied_is_read_once_and_then_believed(tmp_path, counte
     for _ in range(2):
         assert Opened(section([tmp_path / "copy" / "a.jsonl"]), tmp_path).texts() == TEXTS
     assert (len(read), counted) == (2, ["a.jsonl"])  # tokens and ends
+
+
+@pytest.mark.parametrize("pattern", ["a.jsonl-*.json", "a.jsonl-*.tokens.npy"])
+def test_a_cache_that_the_file_system_refuses_to_show_is_not_built_again(pattern, tmp_path, counted, monkeypatch):
+    """As NFS after a failover: ESTALE at every stat and open, then for a moment; tokenizing again could take hours."""
+    monkeypatch.setattr(files, "PAUSES_S", (0.001,))
+    path = write(tmp_path / "a.jsonl", ["one", "two"])
+    data = section([path])
+    Opened(data, tmp_path)
+    refused, refusals = cache_file(tmp_path, pattern), [10**6]
+    for owner, name in ((io, "open"), (builtins, "open"), (os, "stat"), (os, "open")):
+        def stale(file, *args, real=getattr(owner, name), **options):
+            if not isinstance(file, int) and os.fspath(file) == str(refused) and refusals[0]:
+                refusals[0] -= 1
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            return real(file, *args, **options)
+        monkeypatch.setattr(owner, name, stale)
+    with pytest.raises(files.FileSystemError, match="cannot be read"):
+        Opened(data, tmp_path)
+    refusals[0] = 2     # when it is looked for, and once more
+    opened = Opened(data, tmp_path)
+    assert opened.texts() == ["one", "two"] and opened.told == [] and counted == ["a.jsonl"] and refusals == [0]
 
 
 def test_a_missing_file_of_a_part_is_built_again(tmp_path):

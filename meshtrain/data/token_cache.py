@@ -119,12 +119,19 @@ class Tokenized:
             return None
 
     def check(self, job: Job) -> tuple[token_files.Pair | None, str]:
-        """See parts.Part. Files of the cache are read where they are not as they were noted, or all are to be verified."""
+        """See parts.Part. Files of the cache are read where they are not as they were noted, or all are to be verified. Raises:
+        FileSystemError where they cannot be read: tokens that took hours are not made again for that."""
+        return files.attempted(lambda: self._check(job), f"token cache: {self.home} cannot be read", "set data.cache to another directory")
+
+    def _check(self, job: Job) -> tuple[token_files.Pair | None, str]:
+        """As `check`. Raises: OSError where the file system refuses for a moment."""
         try:
             text = self.manifest.read_text(encoding="utf-8")
         except (FileNotFoundError, NotADirectoryError):
             return None, ""
-        except (OSError, UnicodeDecodeError):
+        except (OSError, UnicodeDecodeError) as error:
+            if files.is_moment(error):
+                raise
             return None, "its manifest cannot be read"
         try:
             manifest = json.loads(text)
@@ -139,6 +146,8 @@ class Tokenized:
                 if [token_files.checksum(array, job.check_stop) for array in arrays] != manifest["crc32"]:
                     return None, "the cache is damaged (wrong checksum)"
         except (OSError, ValueError, KeyError, TypeError) as error:
+            if files.is_moment(error):
+                raise
             return None, f"the cache is damaged ({str(error) or type(error).__name__})"
         if (new, stamps) != (old, manifest["stamps"]):
             with contextlib.suppress(OSError):    # touched or moved only: spares the next run the reading
