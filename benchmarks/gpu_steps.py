@@ -33,7 +33,7 @@ LAYOUTS = (("zero3",), ("ddp",), ("zero1",), ("zero3", "stage", "tensor", "conte
            ("zero1", "stage"), ("zero2",), ("hsdp", "data"), ("hsdp_zero1", "data"), ("tensor", "tensor"), ("ddp", "tensor"),
            ("ddp", "context"), ("ddp", "stage"), ("zero1", "context"), ("zero1", "stage", "tensor"), ("zero2", "stage", "tensor"),
            ("zero3", "stage", "tensor"), ("zero3_experts_fsdp",), ("zero3_experts_tensor", "tensor"))
-SCHEDULES = {"1f1b": 1, "interleaved_zero_bubble": 2, "zero_bubble": 1, "gpipe": 1, "interleaved": 2, "zb_h1": 1}     # chunks
+SCHEDULES = {"1f1b": 1, "interleaved_zero_bubble": 2, "zero_bubble": 1, "gpipe": 1, "interleaved": 2}     # chunks
 
 
 class Sizes(NamedTuple):

@@ -38,8 +38,7 @@ from meshtrain.model import transformer
 from meshtrain.names import NO_TARGET
 
 REMATS = ("none", "full")
-SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("interleaved_zero_bubble", 2), ("zb_h1", 1))
-EXPERIMENTAL = "zb_h1"                         # measured, without aims
+SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("interleaved_zero_bubble", 2))
 BASELINE = "autodiff GPipe"
 ROUNDS, COMPILES = 5, 3
 AGREE = {"float32": 1e-4, "bfloat16": 3e-2}    # relative: loss, and the norm of the gradients' difference
@@ -138,11 +137,8 @@ def contestant(name: str, made, f, args, table_flops: float | None = None) -> Co
 def taken(schedule) -> float:
     """In what share of the ticks, which all count in the audit, a branch with matmuls is taken.
 
-    Phase family: the loss of runs in which only some ticks have one. Switch family: F, B, W and the loss inside F, on the
-    last stage, which does the most; each has its own branch and is done once for every microbatch.
+    It is the loss of runs in which only some ticks have one.
     """
-    if schedule.family == "switch":
-        return schedule.num_microbatches / schedule.num_ticks
     runs = [run for run in schedule.phases() if run.loss == "sometimes"]
     return sum(schedule.shared["loss_on"][run.start:run.stop].sum() for run in runs) / max(1, sum(r.stop - r.start for r in runs))
 
@@ -242,8 +238,7 @@ def measure(run, devices) -> int:
             for schedule, chunks in SCHEDULES:
                 made = assembled(run, devices, remat, schedule, chunks)
                 step = lambda p, b, f=made.program.gradients: f(p, b, None)[:2]
-                placed = jax.device_put(params, made.program.spec.sharding.params)     # zb_h1 splits no vocabulary
-                c = contestant(schedule, made, step, (placed, batch), table_flops(made, *layer))
+                c = contestant(schedule, made, step, (params, batch), table_flops(made, *layer))
                 agree(c, expected, AGREE[run.model.compute_dtype])
                 contestants.append(c)
                 print(f"{schedule}, remat {remat}: compiled in {c.compile_s:.1f} s", file=sys.stderr)
@@ -295,7 +290,7 @@ def report(run, made, devices, contestants, ideal) -> None:
                    f"{f'{c.flops / c.table_flops:.3f}' if c.table_flops else '–'} | {c.temp_bytes / 2**20:.1f} MiB | "
                    f"{c.temp_bytes / b.temp_bytes:.2f} | {c.compile_s:.1f} s | {c.compile_cpu_s / b.compile_cpu_s:.2f} |")
     out += ["", "| aim | worst | where | |", "|---|---|---|---|"]
-    ours = [c for c in contestants if c.name not in (BASELINE, EXPERIMENTAL)]
+    ours = [c for c in contestants if c.name != BASELINE]
     named = [c for c in ours if c.name in NO_SLOWER]
     time_ratio = cpu_ratio if on_cpu else ratio
     aims = [(f"executed FLOPs ÷ schedule's ≤ {FLOPS_AIM}", FLOPS_AIM, ours, lambda c: c.flops / c.table_flops),
@@ -314,9 +309,7 @@ def report(run, made, devices, contestants, ideal) -> None:
             "CPU: seconds of all threads. Times: medians; "
             f"ratios: medians of {ROUNDS} rounds; compile: tracing and compiling, the fastest of {COMPILES}. Simulated devices "
             "share the cores, so masked "
-            "ticks cost time there and no bubble shows; CPU seconds see less of what else runs. "
-            f"{EXPERIMENTAL} is experimental and stands outside of the aims; its FLOPs are those of the last stage, which has "
-            "the head whole and so the most to do."]
+            "ticks cost time there and no bubble shows; CPU seconds see less of what else runs."]
     text = "\n".join(out) + "\n"
     print(text)
     (ROOT / "benchmarks" / "pipeline.md").write_text(text)

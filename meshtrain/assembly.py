@@ -116,33 +116,23 @@ class BrokenProgramError(RuntimeError):
 
 def compile_step(made: Assembly):
     """The compiled training step of the run. Raises: as `searched`."""
-    return searched(made, "the training step", made.program.compile())
+    return searched(made.mesh, "the training step", made.program.compile())
 
 
 def compile_evaluation(made: Assembly) -> Assembly:
     """The run with its `evaluate` compiled. Raises: as `searched`."""
     program = made.program
     executable = program.compiled(program.evaluate, program.spec.with_shardings().params, program.batch)
-    return dataclasses.replace(made, program=dataclasses.replace(program, evaluate=searched(made, "the evaluation", executable)))
+    return dataclasses.replace(made, program=dataclasses.replace(program, evaluate=searched(made.mesh, "the evaluation", executable)))
 
 
 def initialize(made: Assembly) -> state.State:
     """The state before the first step. Raises: as `searched`."""
-    return searched(made, "the initialization", made.program.compiled(made.program.initialize))()
+    return searched(made.mesh, "the initialization", made.program.compiled(made.program.initialize))()
 
 
-def searched(made: Assembly, name: str, executable):
+def searched(mesh: jax.sharding.Mesh, name: str, executable):
     """The executable itself, where nothing in it is known to give wrong numbers. name: for the message.
-
-    Raises: as `searched_for_permutes`; ConfigError: as `check_branches`.
-    """
-    searched_for_permutes(made.mesh, name, executable)
-    check_branches(made, executable)
-    return executable
-
-
-def searched_for_permutes(mesh: jax.sharding.Mesh, name: str, executable):
-    """The executable itself. name: for the message.
 
     Raises: BrokenProgramError where devices would receive zeros from a permute: a fault of XLA's on GPUs (openxla/xla
     45218, 47083) that no CPU shows.
@@ -154,18 +144,6 @@ def searched_for_permutes(mesh: jax.sharding.Mesh, name: str, executable):
                 f"wrong numbers: {'; '.join(broken[:3])}; nothing was computed. Use another mesh or rule file, or another "
                 "version of jax")
     return executable
-
-
-def check_branches(made: Assembly, executable) -> None:
-    """Raises: ConfigError where stages that take different branches hold a permute: it waits for devices that never come,
-    or takes the numbers of another branch's.
-    """
-    if made.program.schedule and made.program.schedule.family == "switch":
-        program = audit.read(executable.as_text(), made.mesh)
-        if program.branch_permutes:
-            raise ConfigError('pipeline.schedule="zb_h1" takes different branches on the stages, where no permute may stand, '
-                              f"and XLA put {len(program.branch_permutes)} there: {'; '.join(program.branch_permutes[:3])}; "
-                              'use pipeline.schedule="zero_bubble", or mesh.tensor=1')
 
 
 def tensors(run: Run, model: transformer.Transformer, layout: Layout) -> list[Tensor]:

@@ -70,7 +70,6 @@ def main(argv: Sequence[str]) -> int:
         logged: list[str] = []
         with say.without_noise(logged):
             executable = made.program.compile()       # a broken one is shown, not refused
-        assembly.check_branches(made, executable)
         program = audit.read(executable.as_text(), made.mesh)
         now = expect.of(made, program, report.held_by_program(made, executable))
         if own["update"]:

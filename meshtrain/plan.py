@@ -20,7 +20,6 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from meshtrain.run import command, say, stops
 
@@ -49,7 +48,7 @@ USAGE = ("python -m meshtrain.plan MODEL|RUN.toml --gpus N --gpu NAME [--seq-len
          "[--max-memory GiB] [--gpus-per-host N] [--tokens T] [--budget-hours H] [--assume NAME=VALUE] [--json] "
          "[--html FILE] [--write RUN.toml] [--verify K] [--section.key value ...]")
 COUNTS = ("verify", "seq-len", "global-batch", "gpus-per-host", "chunks", "microbatches", *AXES)
-WORDS = {"gpu": hardware.priced(), "schedule": tuple(name for name in NAMES if name != "zb_h1"), "remat": (*search.REMAT, search.OFFLOAD),
+WORDS = {"gpu": hardware.priced(), "schedule": NAMES, "remat": (*search.REMAT, search.OFFLOAD),
          "compute-dtype": ("bfloat16", "float32"), "write": None, "html": None}
 NUMBERS = {"max-memory": ("GiB", "70"), "tokens": ("tokens", "1e12"), "budget-hours": ("GPU hours", "100000")}
 MANY = {"assume": "matmul.best=0.7", "rules": "my_rules.toml"}
@@ -165,8 +164,6 @@ def _value(option: str, text: str):
             raise ValueError(f"--{option}={text} is not a number of {unit}; use e.g. --{option} {example}")
         return number
     if WORDS[option] and text not in WORDS[option]:
-        if option == "schedule" and text == "zb_h1":
-            raise ValueError('--schedule=zb_h1 is experimental and has no price; use e.g. --schedule zero_bubble')
         raise ValueError(f"--{option}={text} is unknown; use one of {', '.join(WORDS[option])}")
     return text
 

@@ -147,7 +147,7 @@ class Placed:
 
     def compiled(self, name: str, jitted, *args):
         """The jitted function, compiled for these arguments, and searched as the programs of a run are."""
-        return assembly.searched_for_permutes(self.mesh, name, jitted.lower(*args).compile(compiler_options=self.options))
+        return assembly.searched(self.mesh, name, jitted.lower(*args).compile(compiler_options=self.options))
 
 
 def within(made: assembly.Assembly, weights: dict) -> Placed:

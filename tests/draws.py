@@ -43,7 +43,7 @@ def _draw(rng: random.Random, own_rules: Path) -> config.Run:
         own_rules.write_text(_varied(rng, text))
         rule = own_rules
     stages = sizes["stage"]
-    schedule = rng.choice(("auto", "gpipe", "1f1b", "interleaved", "zero_bubble", "interleaved_zero_bubble", "zb_h1"))
+    schedule = rng.choice(("auto", "gpipe", "1f1b", "interleaved", "zero_bubble", "interleaved_zero_bubble"))
     chunks = rng.choice((1, 2, 3)) if stages > 1 and schedule.startswith(("auto", "inter")) else 1
     batch_ways = sizes["data"] * sizes["fsdp"]
     microbatches = rng.choice((1, 2, 3)) * (stages if chunks > 1 else 1) if stages > 1 else rng.choice((1, 2, 3))

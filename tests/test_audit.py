@@ -314,26 +314,9 @@ def test_collective_in_a_branch_is_marked():
 """
     text = module("%k = s32[] constant(0)\n%c = f32[64] conditional(%k, %x, %x), branch_computations={%yes, %no}", extra)
     assert only(text, MESH).in_branch and only(text, MESH).count == 1
-    assert audit.read(text, MESH).branch_permutes == ()
     seldom = text.replace("branch_computations={%yes, %no}",
                           'branch_computations={%yes, %no}, metadata={op_name="jit(step)/while/body/taken_1_of_4/cond"}')
     assert only(seldom, MESH).count == 0, "once in four executions, and here there is one"
-
-
-def test_permute_in_a_branch_is_named_and_one_outside_is_not():
-    permute = "collective-permute({}), source_target_pairs={{{{0,1}},{{1,0}},{{2,3}},{{3,2}},{{4,5}},{{5,4}},{{6,7}},{{7,6}}}}"
-    extra = f"""%yes (p: f32[64]) -> f32[64] {{
-  %p = f32[64] parameter(0)
-  ROOT %inside = f32[64] {permute.format("%p")}, metadata={{op_name="jit(step)/cond/ring"}}
-}}
-
-%no (p: f32[64]) -> f32[64] {{
-  ROOT %p = f32[64] parameter(0)
-}}
-"""
-    text = module(f"%outside = f32[64] {permute.format('%x')}\n%k = s32[] constant(0)\n"
-                  "%c = f32[64] conditional(%k, %outside, %x), branch_computations={%yes, %no}", extra)
-    assert [name.split()[0] for name in audit.read(text, MESH).branch_permutes] == ["inside"]
 
 
 # ---- matmuls ---------------------------------------------------------------------------------------------------------

@@ -66,7 +66,6 @@ PIPELINES = {
         STAGED + 'expert = ["context", "fsdp"]\n' + STAGED_BATCH + 'seq = "context"\nresidual_seq = "context"\n',
         dict(stage=2, fsdp=2, context=2), "zero_bubble", 1),
     "no axis of experts, interleaved": (STAGED + STAGED_BATCH, dict(stage=2, fsdp=2, data=2), "interleaved", 2),
-    "expert over fsdp, zb_h1": (STAGED.replace('vocab = "stage"\n', "") + 'expert = "fsdp"\n' + BATCH, dict(stage=2, fsdp=4), "zb_h1", 1),
 }
 MODELS = {
     "softmax": {},

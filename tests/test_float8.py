@@ -216,7 +216,6 @@ def relative(got, expected) -> list:
         ("zero3", dict(fsdp=4), "none", "auto"), ("zero3", dict(fsdp=2, context=2), "full", "auto"),
         ("zero1", dict(fsdp=2, stage=2), "none", "1f1b"),
         ("zero3", dict(fsdp=2, tensor=2, stage=2), "full", "zero_bubble"),
-        ("zero1", dict(fsdp=2, stage=2), "full", "zb_h1"),
         ("ddp", ONE, "full", "auto"), ("ddp", ONE, "selective", "auto"), ("ddp", ONE, "offload", "auto"),
     ]),
 ], ids=lambda case: "-".join(f"{axis}{n}" for axis, n in case.items()) if isinstance(case, dict) else case)  # fmt: skip

@@ -181,7 +181,6 @@ CASES = {
     "gpipe": (dict(stage=2), "ddp", 4, dict(schedule="gpipe")),
     "1f1b, layers that do not divide, and data": (dict(stage=3, data=2), "zero1", 4, dict(schedule="1f1b")),
     "zero bubble in chunks": (dict(stage=2), "ddp", 4, dict(schedule="interleaved_zero_bubble", chunks=2)),
-    "zb_h1": (dict(stage=2), "ddp", 4, dict(schedule="zb_h1")),
 }  # fmt: skip
 
 

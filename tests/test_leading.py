@@ -51,7 +51,7 @@ def devices(run: config.Run):
     *(pytest.param(name, TWO, 4, remat, marks=GRID) for name in MESHES for remat in ("none", "selective", "full") if "context" not in name),
     *(pytest.param("expert over context and fsdp, zero bubble", TWO, 4, remat, marks=GRID) for remat in ("none", "full")),
     *(pytest.param(name, "one dense layer, then five, sigmoid, shared", n, "full", marks=GRID) for name, n in (
-        ("expert over fsdp, tensor beside, 1f1b", 1), ("four stages, experts over fsdp, zero bubble", 2), ("expert over fsdp, zb_h1", 1),
+        ("expert over fsdp, tensor beside, 1f1b", 1), ("four stages, experts over fsdp, zero bubble", 2),
         ("expert over fsdp and tensor, gpipe", 8), (SPLIT, 8)))])
 def test_pipelines_behind_dense_layers_compute_what_one_device_does(tmp_path, name, model, microbatches, remat):
     run = made_of(tmp_path, name, MODELS[model], microbatches, remat)
@@ -78,7 +78,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind, name", [pytest.param(kind, name, marks=GRID)
-                                        for kind in KINDS for name in (THREE, SPLIT, "expert over fsdp, zb_h1")])
+                                        for kind in KINDS for name in (THREE, SPLIT)])
 def test_every_kind_of_leading_layers_has_one_devices_loss_gradients_and_evaluation(tmp_path, kind, name):
     model, more, sections = KINDS[kind]
     key = jax.random.key(1) if kind == "dropout" else None

@@ -259,7 +259,7 @@ def test_a_file_that_is_there_is_told_before_anything_is_searched(tmp_path, monk
     ("lama3-8b --gpus 8 --gpu h100", "is no run file and no model"), ("llama3-8b --gpus 8 --gpu h100 --tensor", "has no value"),
     ("none.toml --gpus 8 --gpu h100", "there is no such run file"),
     ("llama3-8b --gpus 8 --gpu h100 --tensor 3", "no mesh of 8 GPUs"),
-    ("llama3-8b --gpus 8 --gpu h100 --schedule zb_h1", "experimental"),
+    ("llama3-8b --gpus 8 --gpu h100 --schedule zb_h1", "--schedule=zb_h1 is unknown; use one of gpipe"),
     ("llama3-8b --gpus 8 --gpu h100 --nonsense 3", "--nonsense"),
     ("llama3-8b --gpus 8 --gpu h100 --assume matmul.best=2", "must lie between"),
     ("llama3-8b --gpus 8 --gpu h100 --rules none.toml", "cannot read none.toml"),

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import schedule_check
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshtrain import config, inspect
 from meshtrain.cost import chart, simulate
 from meshtrain.cost.simulate import Costs
-from meshtrain.parallel import schedule_check, schedules
+from meshtrain.parallel import schedules
 from meshtrain.parallel.schedules import B, F, INTERLEAVED, NAMES, W
 
 UNEQUAL = Costs(forward_s=1.0, input_grad_s=1.75, weight_grad_s=0.5)
@@ -28,10 +29,6 @@ def cases(p):
                 yield name, m, 1
             elif m % p == 0:
                 yield from ((name, m, v) for v in (2, 3, 4))
-
-
-def with_family(schedule, family):
-    return dataclasses.replace(schedule, family=family)
 
 
 # ---- every schedule -----------------------------------------------------------------------------------------------------
@@ -49,24 +46,12 @@ def phase_peak(name, p, m, v, s):
     return (v + 1) * p - (s if name in schedules.SPLIT else 2 * s)
 
 
-def mpmd_makespan(name, p, m, v, c):
-    weight_grad_s = -c.weight_grad_s if name in schedules.SPLIT else c.weight_grad_s
-    return m * c.ideal_s + (p - 1) / v * (c.forward_s + c.input_grad_s + weight_grad_s)
-
-
 @pytest.mark.parametrize("p", range(1, 9))
 def test_every_table_is_sound_and_has_the_makespan_bubble_and_peaks_of_its_closed_form(p):
     for name, m, v in cases(p):
         schedule = schedules.make(name, p, m, v)
         schedule_check.check(schedule)
         assert 0 <= schedule.slots["Q"] - schedule.peak.max() <= 1
-        if name == "zb_h1":
-            assert schedule.family == "switch"
-            if m >= 2 * p:
-                assert (schedule.peak == p).all()
-                equal = simulate.simulate(schedule)
-                assert equal.makespan_s == 3 * m + p - 1, "one tick an op, as without neighbours"
-            continue
         for costs in (Costs(), UNEQUAL):
             outcome = simulate.simulate(schedule, costs)
             assert outcome.makespan_s == pytest.approx(phase_makespan(name, p, m, v, costs), rel=1e-12)
@@ -79,53 +64,18 @@ def test_every_table_is_sound_and_has_the_makespan_bubble_and_peaks_of_its_close
                 assert schedule.slots["X"] == 1 and schedule.slots["D"] <= 2 and schedule.slots.get("Z", p) <= p
 
 
-@pytest.mark.parametrize("p", range(1, 9))
-def test_megatrons_orders_are_sound_and_reach_their_closed_forms(p):
-    for name, m, v in cases(p):
-        if name == "zero_bubble":         # has no order of its own: ZB-H1 is that order
-            continue
-        schedule = schedules.megatron(name, p, m, v)
-        schedule_check.check(schedule)
-        outcome = simulate.simulate(schedule)
-        if m >= p:
-            assert outcome.makespan_s == pytest.approx(mpmd_makespan(name, p, m, v, Costs()), rel=1e-12)
-        if m >= 2 * p:
-            peaks = {"gpipe": lambda s: m, "1f1b": lambda s: min(p - s, m), "zb_h1": lambda s: p}
-            if name in peaks:
-                assert schedule.peak.tolist() == [peaks[name](s) for s in range(p)]
-            elif name == "interleaved":
-                assert schedule.peak.max() == (v + 1) * p - 1
-            else:
-                assert schedule.peak.max() == v * p
+@pytest.mark.parametrize("name, v, makespans", [
+    ("gpipe", 1, (33, 117)), ("1f1b", 1, (33, 117)), ("interleaved", 2, (28.5, 106.5)), ("interleaved", 4, (26.25, 101.25)),
+    ("zero_bubble", 1, (30, 110)), ("interleaved_zero_bubble", 2, (27, 103))])
+def test_makespans_are_those_of_independent_simulations(name, v, makespans):
+    assert tuple(simulate.simulate(schedules.make(name, p, m, v)).makespan_s for p, m in ((4, 8), (8, 32))) == makespans
 
 
-@pytest.mark.parametrize("make, name, v, makespans", [
-    (schedules.make, "gpipe", 1, (33, 117)), (schedules.make, "1f1b", 1, (33, 117)),
-    (schedules.make, "interleaved", 2, (28.5, 106.5)), (schedules.make, "interleaved", 4, (26.25, 101.25)),
-    (schedules.make, "zero_bubble", 1, (30, 110)), (schedules.make, "interleaved_zero_bubble", 2, (27, 103)),
-    (schedules.make, "zb_h1", 1, (27, 103)), (schedules.megatron, "gpipe", 1, (33, 117)),
-    (schedules.megatron, "1f1b", 1, (33, 117)), (schedules.megatron, "interleaved", 2, (28.5, 106.5)),
-    (schedules.megatron, "interleaved", 4, (26.25, 101.25)), (schedules.megatron, "zb_h1", 1, (27, 103)),
-    (schedules.megatron, "interleaved_zero_bubble", 2, (25.5, 99.5))])
-def test_makespans_are_those_of_independent_simulations(make, name, v, makespans):
-    assert tuple(simulate.simulate(make(name, p, m, v)).makespan_s for p, m in ((4, 8), (8, 32))) == makespans
-
-
-def test_ops_of_the_phase_family_flow_one_stage_a_tick():
+def test_ops_flow_one_stage_a_tick():
     schedule = schedules.make("interleaved_zero_bubble", 2, 4, 2)
     assert [entry.split()[2:] for entry in chart.text(schedule).splitlines()] == [
         "F0a F1a F0b F1b F2a · F3a B0b W0b F2b B1b W1b F3b B0a W0a · B1a W1a B2b W2b B3b W3b B2a W2a B3a W3a".split(),
         "· F0a F1a F0b F1b B0b F2a B1b W0b F3a B0a W1b F2b B1a W0a F3b B2b W1a B3b W2b B2a W3b B3a W2a · W3a".split()]
-
-
-@pytest.mark.parametrize("make, name, p, m, v, s, order", [
-    (schedules.make, "zb_h1", 4, 5, 1, 2, "F0 F1 B0 F2 B1 F3 B2 W0 F4 B3 W1 B4 W2 W3 W4"),
-    (schedules.megatron, "1f1b", 4, 5, 1, 2, "F0 F1 B0 F2 B1 F3 B2 F4 B3 B4"),
-    (schedules.megatron, "interleaved", 2, 4, 2, 1, "F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a"),
-    (schedules.megatron, "interleaved_zero_bubble", 2, 2, 2, 1, "F0a F1a F0b B0b F1b B1b W0b B0a W1b B1a W0a W1a")])
-def test_orders_of_one_stage_written_out_by_hand(make, name, p, m, v, s, order):
-    row = chart.text(make(name, p, m, v)).splitlines()[s]
-    assert [cell for cell in row.split()[2:] if cell != "·"] == order.split()
 
 
 def test_phases_are_the_scans_of_the_executor():
@@ -137,11 +87,10 @@ def test_phases_are_the_scans_of_the_executor():
     # Four ticks in eight have a loss: phases would be many, so this one stays whole and asks `loss_on`.
     assert phases(schedules.make("interleaved", 4, 8, 2)) == [
         (0, 8, "F", "sometimes"), (8, 19, "FB", "sometimes"), (19, 27, "B", "never")]
-    assert phases(schedules.make("zb_h1", 4, 8)) == [(0, 27, "FBW", "sometimes")]
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 8), st.integers(1, 4), st.integers(2, 4), st.sampled_from([name for name in NAMES if name != "zb_h1"]))
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(2, 4), st.sampled_from(NAMES))
 def test_phases_cover_every_tick_once_and_execute_what_some_stage_does(p, rounds, v, name):
     schedule = schedules.make(name, p, rounds * p, v if name in INTERLEAVED else 1)
     ticks = [t for phase in schedule.phases() for t in range(phase.start, phase.stop)]
@@ -162,7 +111,7 @@ def test_phases_cover_every_tick_once_and_execute_what_some_stage_does(p, rounds
     ("interleaved", 4, 10, 2, ["training.microbatches=10", "mesh.stage=4", "pipeline.chunks=2", "use 8 or 12"]),
     ("interleaved_zero_bubble", 4, 3, 3, ["training.microbatches=3", "use 4,", "pipeline.chunks=1"]),
     ("1f1b", 4, 8, 2, ["1f1b", "pipeline.chunks=2", 'pipeline.schedule="interleaved"']),
-    ("zb_h1", 4, 8, 2, ["zb_h1", "pipeline.chunks=1", "interleaved_zero_bubble"]),
+    ("zero_bubble", 4, 8, 2, ["zero_bubble", "pipeline.chunks=1", "interleaved_zero_bubble"]),
     ("gpipe", 4, 0, 1, ["training.microbatches=0", "at least 1"]),
     ("1f1b", 4, 10**18, 1, [f"training.microbatches={10**18}", "mesh.stage=4", "ops", "at most 50000"]),
     ("interleaved", 2, 4, 10**30, ["pipeline.chunks=1000", "ops"]),     # a table of 10^30 ops would never be made
@@ -240,7 +189,7 @@ def do_an_op_in_the_tick_of_what_it_waits_for(schedule, draw):
     kind, g, i = draw(st.sampled_from(waits))
     (t, s), (early, _) = ticks[kind, g, i], ticks[kind, g - 1 if kind == F else g + 1, i]
     ops = schedule.ops.copy()
-    cells = [(t, s, kind), (early, s, kind)] if schedule.family == "phase" else [(t, s), (early, s)]
+    cells = [(t, s, kind), (early, s, kind)]
     ops[cells[0]], ops[cells[1]] = schedule.ops[cells[1]], schedule.ops[cells[0]]
     return rebuilt_columns(schedule, ops), "order"
 
@@ -323,12 +272,6 @@ def test_a_table_broken_on_purpose_is_caught_by_the_invariant_it_breaks(break_it
     assert first == invariant
     with pytest.raises(ValueError, match=f"{name} .*cannot be executed:\n{invariant}: "):
         schedule_check.check(broken)
-
-
-@pytest.mark.parametrize("family", ["switch", "mpmd"])
-def test_a_table_with_two_ops_in_a_tick_is_no_switch_table(family):
-    with pytest.raises(ValueError, match="complete: .* has several ops"):
-        schedule_check.check(with_family(schedules.make("1f1b", 2, 4), family))
 
 
 def test_values_that_die_before_their_last_read_are_seen_as_such():

@@ -18,7 +18,6 @@ from meshtrain.parallel import schedules
 from test_price import priced
 
 REGRET = 1.05               # the price of the best plan over that of any other allowed layout
-SCHEDULES = [name for name in schedules.NAMES if name != "zb_h1"]
 MOST = 16                   # chunks of a stage
 
 
@@ -34,7 +33,7 @@ def divisors(n: int) -> list[int]:
 def schedule_of(p: int, m: int) -> list[tuple[str, int]]:
     """Every schedule and number of chunks that m microbatches on p stages allow."""
     return [("", 1)] if p == 1 else [
-        (name, v) for name in SCHEDULES for v in (range(2, MOST + 1) if name in schedules.INTERLEAVED else (1,))
+        (name, v) for name in schedules.NAMES for v in (range(2, MOST + 1) if name in schedules.INTERLEAVED else (1,))
         if not schedules.problems(name, p, m, v)]
 
 

@@ -233,7 +233,7 @@ def test_stages_hold_whole_periods_or_say_what_is_filled_up(num_layers, stages, 
 
 PERIODS = [("1f1b", 1, dict(stage=2, fsdp=2, tensor=2), 4), *(pytest.param(*cell, marks=sampling.GRID) for cell in (
     ("gpipe", 1, dict(stage=2, data=2), 4), ("zero_bubble", 1, dict(stage=2, tensor=2), 5), ("interleaved", 2, dict(stage=2, fsdp=2), 8),
-    ("interleaved", 2, dict(stage=2), 5), ("interleaved_zero_bubble", 2, dict(stage=2, fsdp=2), 7), ("zb_h1", 1, dict(stage=2, data=2), 5),
+    ("interleaved", 2, dict(stage=2), 5), ("interleaved_zero_bubble", 2, dict(stage=2, fsdp=2), 7),
     ("auto", 1, dict(stage=4, data=2), 5), ("1f1b", 1, dict(stage=2), 1), ("1f1b", 1, dict(stage=2, context=2, tensor=2), 6)))]
 
 

@@ -256,7 +256,7 @@ class Lora(Section):
 class Pipeline(Section):
     """[pipeline]: the order of work where mesh.stage is larger than 1."""
 
-    schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zero_bubble", "interleaved_zero_bubble", "zb_h1"] = key(
+    schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zero_bubble", "interleaved_zero_bubble"] = key(
         "auto", "order of forwards and backwards over the stages"
     )
     chunks: int = key(1, "pieces of the model on each stage (interleaved schedules)", ge=1)

@@ -59,7 +59,6 @@ class Program:
     unknown_loops: tuple[str, ...]  # loops of unknown length around a collective or a dot: counted ONCE above
     broken_permutes: tuple[str, ...]  # permutes that leave devices with zeros, and nothing explains it
     partial_permutes: tuple[str, ...]  # shifts without wrap-around, parts of uneven arrays: some devices receive zeros, rightly
-    branch_permutes: tuple[str, ...]  # permutes inside a conditional: wrong or stuck where devices branch differently
     uncounted: tuple[str, ...]  # kernels that do matmuls of unknown size: not in dots
     further_rounds: int = 0  # loops that run only where experts are not equally busy: counted as none
 
@@ -86,7 +85,7 @@ def read(text: str, mesh) -> Program:
     """Audit a compiled program. text: `compiled.as_text()`; mesh: the mesh that it was compiled for."""
     module, mesh_shape = hlo.parse(text), dict(mesh.shape)
     visits, unknown = hlo.walk(module, lambda i: bool(_kind(i)) or work.multiplies(i) or i.further_rounds)
-    collectives, dots, uncounted, broken, partial, branch = [], [], [], [], [], []
+    collectives, dots, uncounted, broken, partial = [], [], [], [], []
     for visit in visits:
         ins = visit.instruction
         if ins.further_rounds:
@@ -103,13 +102,11 @@ def read(text: str, mesh) -> Program:
         if visit.trips or visit.in_branch:      # of further rounds, none
             collectives += collective_rows(module, visit, mesh_shape)
         if _kind(ins) == "collective-permute":
-            if visit.in_branch:
-                branch.append(f"{ins.name} {_source(module, visit)}".strip())
             wrong, note = _permute_coverage(ins.attrs, ins.op_name, mesh_shape)
             if note:
                 (broken if wrong else partial).append(f"{ins.name}: {note} {short_source(ins.op_name)}".strip())
-    return Program(tuple(collectives), tuple(dots), tuple(unknown), tuple(broken), tuple(partial), tuple(branch),
-                   tuple(uncounted), sum(visit.instruction.further_rounds for visit in visits))
+    return Program(tuple(collectives), tuple(dots), tuple(unknown), tuple(broken), tuple(partial), tuple(uncounted),
+                   sum(visit.instruction.further_rounds for visit in visits))
 
 
 def broken_permutes(text: str, mesh) -> list[str]:

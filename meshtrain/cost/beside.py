@@ -27,9 +27,9 @@ class Formulas:
 
 
 def of(made, ruled: Mapping[str, int | None]) -> Formulas | None:
-    """ruled: bytes by the rules (`report.formula`). None where no formula reaches: float8, the schedule zb_h1."""
+    """ruled: bytes by the rules (`report.formula`). None where no formula reaches: float8."""
     run, schedule = made.run, made.choice and made.choice.schedule
-    if run.model.matmul_dtype == "float8" or schedule and schedule.family == "switch":
+    if run.model.matmul_dtype == "float8":
         return None
     options = Options(run.data.seq_len, run.data.global_batch, run.training.microbatches, run.training.remat,
                       schedule.name if schedule else "", schedule.num_chunks if schedule else 1, run.context.method,

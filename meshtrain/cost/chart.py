@@ -96,10 +96,9 @@ def text(schedule: Schedule) -> str:
 def _columns(schedule: Schedule, panel: Panel) -> list[list[str]]:
     """[the stages' names, then a column of cells for every slot], all cells of a column as wide as each other."""
     active = (schedule.ops[..., 0] >= 0).any(1)
-    slots = [(t, kinds) for t in range(panel.start, panel.stop) for kinds in (
-        np.flatnonzero(active[t])[:, None] if schedule.family == "phase" else [range(3)])]
+    slots = [(t, kind) for t in range(panel.start, panel.stop) for kind in np.flatnonzero(active[t])]
     stages = range(schedule.num_stages)
-    found = [[f"stage {s}" for s in stages], *([_cell(schedule, t, s, kinds) for s in stages] for t, kinds in slots)]
+    found = [[f"stage {s}" for s in stages], *([_cell(schedule, t, s, kind) for s in stages] for t, kind in slots)]
     return [[cell.ljust(max(map(len, column))) for cell in column] for column in found]
 
 
@@ -121,12 +120,11 @@ def _cut(columns: list[list[str]], panel: Panel) -> list[list[str]]:
     return columns if whole else [*names, *kept, dots] if panel.anchor == "start" else [*names, dots, *kept]
 
 
-def _cell(schedule: Schedule, t: int, s: int, kinds: Sequence[int]) -> str:
-    for kind in kinds:
-        i, chunk = schedule.ops[t, s, kind].tolist()
-        if i >= 0:
-            return f"{KINDS[kind]}{i}" + (chr(ord("a") + chunk) if schedule.num_chunks > 1 else "")
-    return "·"
+def _cell(schedule: Schedule, t: int, s: int, kind: int) -> str:
+    i, chunk = schedule.ops[t, s, kind].tolist()
+    if i < 0:
+        return "·"
+    return f"{KINDS[kind]}{i}" + (chr(ord("a") + chunk) if schedule.num_chunks > 1 else "")
 
 
 def draw(schedule: Schedule, outcome: Outcome, heading: str, paths: Sequence[Path]) -> None:
@@ -191,7 +189,7 @@ def _ops(schedule: Schedule, outcome: Outcome) -> Iterator[tuple[int, str, int, 
         i, chunk = schedule.ops[t, s, k].tolist()
         yield s, KINDS[k], i, chunk, outcome.begin_s[t, s, k], outcome.end_s[t, s, k]
     for t in np.flatnonzero(schedule.shared["loss_on"]) if outcome.loss_s else ():
-        for s in range(schedule.num_stages) if schedule.family == "phase" else [schedule.num_stages - 1]:
+        for s in range(schedule.num_stages):
             end_s = outcome.end_s[t, -1, F]
             yield s, "loss", -1, 0, end_s, end_s + outcome.loss_s
 

@@ -1,9 +1,7 @@
 """How long a pipeline schedule takes, and which one to take: priced from op costs and link time, before anything runs.
 
 The model is the SPMD program: neighbours exchange activations in every tick, so a stage waits for its neighbours in every
-tick, not only where data flows. Phase schedules: a slot that any stage uses, all stages execute. Switch schedules: a tick lasts
-as long as the slowest neighbour's op. Tables of family "mpmd" run as a runtime with one program per stage would: each stage
-goes on as soon as what it needs has arrived. Knows no jax and measures nothing.
+tick, not only where data flows, and a slot that any stage uses, all stages execute. Knows no jax and measures nothing.
 """
 from __future__ import annotations
 
@@ -14,9 +12,9 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from meshtrain.parallel import schedules, stages
-from meshtrain.parallel.schedules import F, Schedule
+from meshtrain.parallel.schedules import Schedule
 
-# In the order in which equal ones are preferred. zb_h1 is experimental: only on request.
+# In the order in which equal ones are preferred.
 AUTOMATIC = ("1f1b", "zero_bubble", "interleaved", "interleaved_zero_bubble", "gpipe")
 
 
@@ -74,18 +72,17 @@ class Outcome:
 
 
 def simulate(schedule: Schedule, costs: Costs = Costs()) -> Outcome:
-    """Runs the schedule in model time. The loss follows F: shared by all stages in a phase schedule, else on the last stage."""
+    """Run the schedule in model time. The loss follows F, shared by all stages."""
     back_s = costs.input_grad_s + (0 if schedule.split else costs.weight_grad_s)
     op_s = np.array([costs.forward_s, back_s, costs.weight_grad_s]) / schedule.num_chunks
-    walk = {"phase": _phase, "switch": _switch, "mpmd": _mpmd}[schedule.family]
-    begin_s, end_s, makespan_s = walk(schedule, op_s, costs)
+    begin_s, end_s, makespan_s = _walk(schedule, op_s, costs)
     on = schedule.ops[..., 0] >= 0
     return Outcome(makespan_s, 1 - schedule.num_microbatches * costs.ideal_s / makespan_s,
                    int(schedule.peak.max()) / schedule.num_chunks, np.where(on, begin_s, np.nan), np.where(on, end_s, np.nan),
                    costs.loss_s)
 
 
-def _phase(schedule: Schedule, op_s, costs: Costs):
+def _walk(schedule: Schedule, op_s, costs: Costs):
     """All stages do the same, so one clock serves all. y and then dx travel at the end of a tick, beside the loss."""
     used = (schedule.ops[..., 0] >= 0).any(1)
     begin, end = np.zeros((2, schedule.num_ticks, schedule.num_stages, 3))
@@ -98,36 +95,6 @@ def _phase(schedule: Schedule, op_s, costs: Costs):
             end[t, :, kind] = now
         now += max(sends[t], costs.loss_s * bool(schedule.shared["loss_on"][t]))
     return begin, end, float(now)
-
-
-def _switch(schedule: Schedule, op_s, costs: Costs):
-    """Both permutes end a tick, so a stage begins the next one when it and both its neighbours are done."""
-    on = schedule.ops[..., 0] >= 0
-    begin, end = np.zeros((2, schedule.num_ticks, schedule.num_stages, 3))
-    clock = np.zeros(schedule.num_stages)
-    for t in range(schedule.num_ticks):
-        if t:
-            clock = np.maximum(clock, np.maximum(np.roll(clock, 1), np.roll(clock, -1))) + costs.link_s
-        begin[t] = clock[:, None]
-        end[t] = begin[t] + op_s
-        clock = clock + (on[t] * op_s).sum(1) + costs.loss_s * schedule.columns["loss_here"][t]
-    return begin, end, float(clock.max())
-
-
-def _mpmd(schedule: Schedule, op_s, costs: Costs):
-    """Each stage does its ops in their order, each as soon as all that it needs is there."""
-    p, num_virtual = schedule.num_stages, schedule.num_stages * schedule.num_chunks
-    begin, end = np.zeros((2, schedule.num_ticks, p, 3))
-    clock, done = [0.0] * p, {}
-    op_s = op_s.tolist()
-    for t, s, kind in np.argwhere(schedule.ops[..., 0] >= 0).tolist():
-        i, chunk = schedule.ops[t, s, kind].tolist()
-        g = chunk * p + s
-        here = [done[need] + (costs.link_s if need[1] != g else 0) for need in schedules.needs(kind, g, i, num_virtual)]
-        begin[t, s, kind] = start = max([clock[s], *here])
-        end[t, s, kind] = start + op_s[kind]
-        done[kind, g, i] = clock[s] = start + op_s[kind] + (costs.loss_s if kind == F and g == num_virtual - 1 else 0)
-    return begin, end, max(clock)
 
 
 # ---- auto ------------------------------------------------------------------------------------------------------------
@@ -146,7 +113,7 @@ class Choice:
 def choose(p: int, m: int, costs: Costs | Callable[[Schedule], Costs] = Costs(), slot_bytes: SlotBytes | None = None,
            budget_bytes: int | None = None,
            chunks: Iterable[int] = (1,)) -> Choice:
-    """The cheapest phase schedule whose slots fit into the budget; where none does, the one that needs least.
+    """The cheapest schedule whose slots fit into the budget; where none does, the one that needs least.
 
     p stages, m microbatches; costs: of all schedules, or of each; slot_bytes and budget_bytes: what a microbatch leaves on a
     device, and the bytes there are for it (without both, memory is no concern). chunks: the counts that the layers can be cut

@@ -1,4 +1,4 @@
-"""One executor for every schedule of the phase family: a whole pipelined step inside one `shard_map`.
+"""One executor for every schedule: a whole pipelined step inside one `shard_map`.
 
 In a tick all stages execute the same slots in the same order (receive, embedding, layers, send, loss), each on the microbatch
 and the buffer slots that the schedule gives it; a stage that has nothing to do works masked, so no control flow differs between
@@ -60,24 +60,24 @@ def gradients(schedule: Schedule, model: ModelFunctions, mesh, once, weights, ba
     frozen ws), those of `once` that split a leaf, for each dim behind n; along them its gradient is whole already,
     and R has none of them.
     """
-    execute = partial(_execute, schedule, model, needs_order(mesh), True)
-    return over_stages(execute, True, mesh, once, weights, batch, extra, ws_axes, ends_specs, batch_specs)
+    execute = partial(_execute, schedule, model, _needs_order(mesh), True)
+    return _over_stages(execute, True, mesh, once, weights, batch, extra, ws_axes, ends_specs, batch_specs)
 
 
 def evaluate(model: ModelFunctions, mesh, once, weights, batch, extra, *, ws_axes, ends_specs, batch_specs):
     """The metric [R] of `gradients` alone, by the forward ticks of GPipe's schedule: ws [1, P, n, …], nothing is saved."""
     microbatches, stages = jax.tree.leaves(batch)[0].shape[0], jax.tree.leaves(weights[0])[0].shape[1]
     schedule = schedules.make("gpipe", stages, microbatches)
-    execute = partial(_execute, schedule, model, needs_order(mesh), False)
-    return over_stages(execute, False, mesh, once, weights, batch, extra, ws_axes, ends_specs, batch_specs)[0]
+    execute = partial(_execute, schedule, model, _needs_order(mesh), False)
+    return _over_stages(execute, False, mesh, once, weights, batch, extra, ws_axes, ends_specs, batch_specs)[0]
 
 
-def needs_order(mesh) -> bool:
+def _needs_order(mesh) -> bool:
     """Whether permutes need the order that `after` makes."""
     return mesh.devices.flat[0].platform == "cpu"
 
 
-def over_stages(execute, differentiate: bool, mesh, once, weights, batch, extra, ws_axes, ends_specs, batch_specs):
+def _over_stages(execute, differentiate: bool, mesh, once, weights, batch, extra, ws_axes, ends_specs, batch_specs):
     """execute(stage [1], weights, batch, extra) on every device's shard. Returns as `gradients`, or (metric,)."""
     ws, _, leading = weights
     dims = lambda axes: (on or None for on in axes)
@@ -141,8 +141,8 @@ class Shard:
         return dict(zip(self.columns, numbers)) | seen
 
 
-def shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage, weights, batch, extra):
-    """(Shard, carry of the first tick, numbers [T, columns] of the tick after each) for the arguments of an executor.
+def _shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage, weights, batch, extra):
+    """(Shard, carry of the first tick, numbers [T, columns] of the tick after each).
 
     carry: buffers X R Q D (Z) and the sums metric, ws, ends, leading and aux, all zero; tick: what the first tick is given.
     Where nothing is differentiated, X, metric and tick alone.
@@ -177,11 +177,6 @@ def shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage,
     return this, carry, jnp.roll(ticks, -1, axis=0)
 
 
-def unflattened(ws, num_chunks: int):
-    """[V·n, …] as [1, V, 1, n, …]: of one replica and one stage."""
-    return jax.tree.map(lambda a: a.reshape(1, num_chunks, 1, -1, *a.shape[1:]), ws)
-
-
 # ---- the slots of a tick ---------------------------------------------------------------------------------------------
 # c: the carry. tick: {name: value}, what this stage has in each column of the schedule, and F_e, B_e.
 
@@ -191,7 +186,7 @@ def _input(this: Shard, phase: _Phase, c, tick):
     x = take(c["X"], tick["F_x"])
     if phase.embed == "never":
         return x
-    begin = partial(led, this, c) if this.model.leading else partial(this.embed, this.ends)
+    begin = partial(_led, this, c) if this.model.leading else partial(this.embed, this.ends)
     first = _sometimes(this, phase, "embed", tick, lambda: begin(tick["embed_mb"]), lambda: x)
     return jnp.where(tick["F_first"] > 0, first, x)
 
@@ -281,17 +276,15 @@ def _looked_up_back(this: Shard, ends, i, dx, on):
 # a microbatch is in a buffer L [rounds, …]: what leading layers made of it until F has read it, then its cotangent.
 
 
-def lead(this: Shard, c, together: bool = True):
-    """(c with L, what the backward of leading layers needs of each round). together: all stages work on an embedding."""
+def _lead(this: Shard, c):
+    """(c with L, what the backward of leading layers needs of each round). All stages work on an embedding together."""
     num_stages = this.schedule.num_stages
 
     def one_round(_, k):
-        i = _at_most(this, k * num_stages + this.stage)
-
         def looked_up(x, s):
             return jnp.where(s == this.stage, this.embed(this.ends, _at_most(this, k * num_stages + s)), x), None
-        x = lax.scan(looked_up, jnp.zeros(this.x.shape, this.x.dtype), jnp.arange(num_stages))[0] if together else this.embed(this.ends, i)
-        e = this.prepare(i)
+        x = lax.scan(looked_up, jnp.zeros(this.x.shape, this.x.dtype), jnp.arange(num_stages))[0]
+        e = this.prepare(_at_most(this, k * num_stages + this.stage))
         if this.ahead:
             y, _, saved = this.ahead.forward((*this.leading, 0), x, e)
             return None, (y, saved)
@@ -300,19 +293,19 @@ def lead(this: Shard, c, together: bool = True):
     return c | dict(L=ys), saved
 
 
-def led(this: Shard, c, i):
+def _led(this: Shard, c, i):
     """What the leading layers made of microbatch i, on all stages."""
     return _share(take(c["L"], lax.div(i, this.schedule.num_stages)), lax.rem(i, this.schedule.num_stages) == this.stage)
 
 
-def lead_next(this: Shard, c, tick, dx):
+def _lead_next(this: Shard, c, tick, dx):
     """c with the cotangent dx, the same on all stages, of what leading layers made of the tick's microbatch."""
     k, s = (of(tick["embed_grad_mb"], this.schedule.num_stages) for of in (lax.div, lax.rem))
     here = (tick["embed_grad_on"] > 0) & (s == this.stage)
     return c | dict(L=put(c["L"], jnp.where(here, dx, take(c["L"], k)), k))
 
 
-def lead_back(this: Shard, c, saved, together: bool = True):
+def _lead_back(this: Shard, c, saved):
     """c with the gradients of leading layers and of the embedding before them."""
     num_stages = this.schedule.num_stages
     numbers = lambda k, s: (_at_most(this, k * num_stages + s), k * num_stages + s < this.schedule.num_microbatches)
@@ -324,8 +317,6 @@ def lead_back(this: Shard, c, saved, together: bool = True):
         dx, leading = this.ahead.backward((*this.leading, 0), this.prepare(i), *saved, dy, leading, on)
         if not jax.tree.leaves(ends):
             return (ends, leading), None
-        if not together:
-            return (_looked_up_back(this, ends, i, dx, on), leading), None
 
         def of_stage(ends, s):
             i, on = numbers(k, s)
@@ -370,7 +361,7 @@ def _tick(this: Shard, phase: _Phase, wait: Callable, c, following):
     if "B" in phase.kinds and phase.embed_grad != "never":
         grads, shared = _sometimes(this, phase, "embed_grad", tick, lambda: _embed_grad(this, c, tick, dx), lambda: (c["ends"], dx))
         c, following = c | dict(ends=grads), wait(following, shared)
-        c = lead_next(this, c, tick, shared) if this.model.leading else c
+        c = _lead_next(this, c, tick, shared) if this.model.leading else c
     # Behind the loss, which where it is masked writes into a slot of D that is free until here.
     for name, buffer, slot in (("y", "X", "y_in"), ("dx", "D", "dx_in")):
         if name in arrived:
@@ -379,19 +370,21 @@ def _tick(this: Shard, phase: _Phase, wait: Callable, c, following):
 
 
 def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, differentiate: bool, stage, weights, batch, extra):
-    this, c, following = shard(schedule, model, differentiate, stage, weights, batch, extra)
-    wait = ordered if in_order else lambda values, _: values
+    this, c, following = _shard(schedule, model, differentiate, stage, weights, batch, extra)
+    wait = _ordered if in_order else lambda values, _: values
     if model.leading:
-        c, saved = lead(this, c)
+        c, saved = _lead(this, c)
     for phase in _phases(schedule, bool(jax.tree.leaves(this.ends) or model.leading)):
         if not differentiate and "B" in phase.kinds:
             break
         c, _ = lax.scan(partial(_tick, this, phase, wait), c, following[phase.start:phase.stop])
     if not differentiate:
         return (c["metric"][None],)
-    c = lead_back(this, c, saved) if model.leading else c
+    c = _lead_back(this, c, saved) if model.leading else c
     ends, leading, aux = jax.tree.map(lambda a: a[None], (c["ends"], c["leading"], c["aux"]))
-    return c["metric"][None], unflattened(c["ws"], schedule.num_chunks), ends, leading, aux
+    # [V·n, …] as [1, V, 1, n, …]: of one replica and one stage.
+    ws = jax.tree.map(lambda a: a.reshape(1, schedule.num_chunks, 1, -1, *a.shape[1:]), c["ws"])
+    return c["metric"][None], ws, ends, leading, aux
 
 
 @dataclasses.dataclass(frozen=True)
@@ -423,7 +416,7 @@ def _share(x, here):
     return psum(jnp.where(here > 0, x, 0), STAGE)
 
 
-def ordered(values, done):
+def _ordered(values, done):
     """An array, or a tree whose integers can be used only once the array `done` exists (`mesh.after`), for CPUs alone.
 
     All permutes of one device share a rendezvous there, and XLA may start one while another is under way inside a loop

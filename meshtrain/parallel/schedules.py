@@ -1,18 +1,15 @@
 """Pipeline schedules as data: what every stage does to which microbatch in every tick, and which slot holds it.
 
-A generator makes a schedule, `schedule_check.check` proves it sound, `cost.simulate` prices it, and one executor interprets
-it; no schedule is control flow. Knows numpy only: no jax, no model, no devices.
+`make` generates a schedule, `cost.simulate` prices it, and one executor, `pipeline`, interprets it; no schedule is control
+flow. tests/test_schedules.py proves every schedule of up to 8 stages sound, by tests/schedule_check.py. Knows numpy only: no
+jax, no model, no devices.
 
 Legend: P stages, M microbatches, V chunks (consecutive layers; a stage has V of them), T ticks. Virtual stage g = chunk · P +
 stage holds layers g·L/(VP) up to (g+1)·L/(VP). F forward, B input gradient, W weight gradient; where W is not split off, B
 makes both.
 
-Three families share the format:
-  phase   the default. A tick does F, loss, B, W in this order, each on all stages at once; a stage that has none works masked.
-          Ticks with the same slots form a phase (one scan). Nothing diverges, so collectives may stand anywhere.
-  switch  experimental. One op per stage and tick, in a branch that differs between stages (true ZB-H1 order).
-  mpmd    the orders of Megatron-LM, one op per stage and tick, as what a runtime with one program per stage would reach:
-          for the simulator only, without slots.
+A tick does F, loss, B, W in this order, each on all stages at once; a stage that has none works masked. Ticks with the same
+slots form a phase (one scan). No control flow differs between stages, so collectives may stand anywhere.
 Sources: arXiv:1811.06965 (GPipe), arXiv:2006.09503 (1F1B), arXiv:2104.04473 (interleaved), arXiv:2401.10241 (zero bubble).
 """
 from __future__ import annotations
@@ -29,9 +26,9 @@ KINDS = "FBW"
 # Moments inside a tick, in the order in which the executor touches its buffers.
 MOMENT = {"F": 1, "loss": 2, "B": 3, "W": 4, "arrive": 7}
 TICK = 8
-NAMES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "interleaved_zero_bubble", "zb_h1")
+NAMES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "interleaved_zero_bubble")
 INTERLEAVED = ("interleaved", "interleaved_zero_bubble")
-SPLIT = ("zero_bubble", "interleaved_zero_bubble", "zb_h1")
+SPLIT = ("zero_bubble", "interleaved_zero_bubble")
 MOST_OPS = 200_000       # F of all microbatches, stages and chunks: tables of more take minutes to make and to compare
 
 
@@ -39,7 +36,7 @@ MOST_OPS = 200_000       # F of all microbatches, stages and chunks: tables of m
 class Phase:
     """Ticks start … stop−1, in which the same slots are executed: one scan.
 
-    kinds: those of "FBW" that some stage does (in the switch family: all that occur). loss: "never", "always", or
+    kinds: those of "FBW" that some stage does. loss: "never", "always", or
     "sometimes" in these ticks; then `Schedule.shared["loss_on"]` tells, equal on all stages, so a `cond` does not diverge.
     """
     start: int
@@ -74,7 +71,6 @@ class Schedule:
       y_in dx_in            slots X[y_in], D[dx_in] that take what stage s−1 (s+1) made by F (B) in THIS tick. They are
                             written after W of this tick and before F of the next
       y_in_on dx_in_on      1: that arrival is awaited; else it is noise from a ring permute, in a slot that nobody holds
-      op                    switch family: 0 idle, 1 F, 2 B, 3 W
     shared {name: int32 [T]}, equal on all stages, for an embedding and a head that all stages work on together:
       embed_on embed_mb     microbatch whose embedding the first virtual stage takes in this tick
       loss_on loss_mb       microbatch whose loss comes in this tick
@@ -84,7 +80,6 @@ class Schedule:
     one included. Divide by V for stage-microbatches.
     """
     name: str
-    family: str
     num_stages: int
     num_microbatches: int
     num_chunks: int
@@ -101,12 +96,11 @@ class Schedule:
 
     @property
     def executed(self) -> dict[str, int]:
-        """How often a device runs each op in a step, masked or not (switch: does it, the busiest stage).
+        """How often a device runs each op in a step, masked or not.
 
-        keys: F, loss, B, W. A phase program sends once over the stages for every F and once for every B.
+        keys: F, loss, B, W. The program sends once over the stages for every F and once for every B.
         """
-        on = self.ops[..., 0] >= 0
-        ticks = on.any(1) if self.family == "phase" else on.sum(0).max(0)[None]
+        ticks = (self.ops[..., 0] >= 0).any(1)
         return dict(zip(KINDS, ticks.sum(0).tolist())) | {"loss": int(self.shared["loss_on"].sum())}
 
     def phases(self) -> list[Phase]:
@@ -116,8 +110,6 @@ class Schedule:
         Every scan is compiled for itself. A condition around W would save one, but XLA copies what goes through: on GPUs
         a stage's float32 gradients, twice a tick.
         """
-        if self.family != "phase":
-            return [Phase(0, self.num_ticks, "FBW" if self.split else "FB", "sometimes")]
         return _phases((self.ops[..., 0] >= 0).any(1), self.shared["loss_on"])
 
 
@@ -185,14 +177,12 @@ def make(name: str, p: int, m: int, v: int = 1) -> Schedule:
     if faults:
         raise ValueError("\n".join(faults))
     split = name in SPLIT
-    if name == "zb_h1":
-        return _schedule(name, "switch", p, m, v, split, _as_soon_as_possible(_zero_bubble_orders(p, m, 1), p, m, 1))
     first_b = m + p - 1 if name == "gpipe" else v * p       # the last stage's first loss is made in the tick before
-    return _schedule(name, "phase", p, m, v, split, _phase_ops(p, m, v, split, first_b))
+    return _schedule(name, p, m, v, split, _ops(p, m, v, split, first_b))
 
 
 def counts(name: str, p: int, m: int, v: int = 1) -> tuple[dict[str, int], dict[str, int]]:
-    """(`executed`, `slots`) of the phase schedule that `make` gives, without its table: for those who compare thousands."""
+    """(`executed`, `slots`) of the schedule that `make` gives, without its table: for those who compare thousands."""
     ops, split = m * v, name in SPLIT
     executed = {"F": ops + p - 1, "B": ops + p - 1, "W": ops if split else 0, "loss": m}
     kept = ops + 1 if name == "gpipe" else min((v + 1) * p, ops + 1)
@@ -202,8 +192,8 @@ def counts(name: str, p: int, m: int, v: int = 1) -> tuple[dict[str, int], dict[
 
 @functools.lru_cache(maxsize=4096)
 def ends_executed(name: str, p: int, m: int, v: int = 1) -> tuple[int, int]:
-    """(lookups of the embedding, its gradients), masked ones included, in a step of the phase schedule that `make` gives,
-    without its table. The ticks are those of `_phase_ops`."""
+    """(lookups of the embedding, its gradients), masked ones included, in a step of the schedule that `make` gives,
+    without its table. The ticks are those of `_ops`."""
     n, split = m * v, name in SPLIT
     first_b = m + p - 1 if name == "gpipe" else v * p
     chunk = np.array([chunk for _, chunk in _rounds(p, m, v)])
@@ -220,23 +210,7 @@ def ends_executed(name: str, p: int, m: int, v: int = 1) -> tuple[int, int]:
     return sum(ticks(embed, phase) for phase in phases), sum(ticks(embed_grad, phase) for phase in phases)
 
 
-def megatron(name: str, p: int, m: int, v: int = 1) -> Schedule:
-    """Megatron-LM's own order of this schedule, for the simulator: family "mpmd", one op per stage and tick, no slots.
-
-    Raises: ValueError as `make`.
-    """
-    faults = problems(name, p, m, v)
-    if faults:
-        raise ValueError("\n".join(faults))
-    split = name in SPLIT
-    if name == "gpipe":
-        orders = [[(F, i, 0) for i in range(m)] + [(B, i, 0) for i in range(m)]] * p
-    else:
-        orders = _zero_bubble_orders(p, m, v) if split else _one_f_one_b_orders(p, m, v)
-    return _schedule(name, "mpmd", p, m, v, split, _as_soon_as_possible(orders, p, m, v))
-
-
-def _phase_ops(p: int, m: int, v: int, split: bool, first_b: int) -> np.ndarray:
+def _ops(p: int, m: int, v: int, split: bool, first_b: int) -> np.ndarray:
     """Stage s does F number i in tick i + s, B number i in first_b + i + p−1−s, W number i in first_b + i + p−1.
 
     So the stages work like a systolic array: what one makes, its neighbour takes in the next tick.
@@ -258,65 +232,10 @@ def _rounds(group: int, m: int, v: int) -> list[tuple[int, int]]:
     return [(i, chunk) for first in range(0, m, group) for chunk in range(v) for i in range(first, min(first + group, m))]
 
 
-def _one_f_one_b_orders(p: int, m: int, v: int) -> list[list[tuple[int, int, int]]]:
-    """Per stage [(kind, microbatch, chunk)]: warm-up forwards, then F and B in turn, then the rest of B."""
-    forward, orders = _rounds(p, m, v), []
-    for s in range(p):
-        warm = min(p - 1 - s if v == 1 else 2 * (p - 1 - s) + (v - 1) * p, m * v)
-        order = [(F, *op) for op in forward[:warm]]
-        for k, (i, chunk) in enumerate(forward):
-            order += [(F, *op) for op in forward[warm + k:warm + k + 1]] + [(B, i, v - 1 - chunk)]
-        orders.append(order)
-    return orders
-
-
-def _zero_bubble_orders(p: int, m: int, v: int) -> list[list[tuple[int, int, int]]]:
-    """ZB-H1 (v = 1) and its interleaved form: from B number s on, stage s does a W after each B, the rest at the end."""
-    forward, orders = _rounds(m // max(1, m // p), m, v), []
-    backward = [(i, v - 1 - chunk) for i, chunk in forward]
-    for s in range(p):
-        warm = min((v - 1) * (m // max(1, m // p)) + p - 1 - s, m * v)
-        order = [(F, *op) for op in forward[:warm]]
-        for k in range(m * v):
-            order += [(F, *op) for op in forward[warm + k:warm + k + 1]] + [(B, *backward[k])]
-            order += [(W, *backward[k - s])] if k >= s else []
-        orders.append(order + [(W, *op) for op in backward[max(0, m * v - s):]])
-    return orders
-
-
-def _as_soon_as_possible(orders, p: int, m: int, v: int) -> np.ndarray:
-    """Each stage's ops in its order, each in the first tick after the ticks of all that it needs."""
-    done, position, ticks = {}, [0] * p, []
-    total = [len(order) for order in orders]
-    while position != total:
-        tick, new = np.full((p, 3, 2), -1, np.int32), []
-        for s in range(p):
-            if position[s] < total[s]:
-                kind, i, chunk = orders[s][position[s]]
-                g = chunk * p + s
-                if all(need in done for need in needs(kind, g, i, p * v)):
-                    tick[s, kind] = i, chunk
-                    new.append((kind, g, i))
-                    position[s] += 1
-        assert new, "no stage can go on"
-        done.update(dict.fromkeys(new))
-        ticks.append(tick)
-    return np.stack(ticks)
-
-
-def needs(kind: int, g: int, microbatch: int, num_virtual: int) -> list[tuple[int, int, int]]:
-    """The (kind, virtual stage, microbatch) that an op waits for."""
-    if kind == F:
-        return [(F, g - 1, microbatch)] if g else []
-    if kind == B:
-        return [(F, g, microbatch)] + ([(B, g + 1, microbatch)] if g < num_virtual - 1 else [])
-    return [(B, g, microbatch)]
-
-
 # ---- slots -----------------------------------------------------------------------------------------------------------
 
 
-def _schedule(name: str, family: str, p: int, m: int, v: int, split: bool, ops: np.ndarray) -> Schedule:
+def _schedule(name: str, p: int, m: int, v: int, split: bool, ops: np.ndarray) -> Schedule:
     """Ops with everything that follows from them."""
     tick = _ticks(ops, p, m, v)
     last = tick[W if split else B]
@@ -327,11 +246,8 @@ def _schedule(name: str, family: str, p: int, m: int, v: int, split: bool, ops: 
         np.add.at(change, last[s::p].ravel() + 1, -1)
         peak[s] = change.cumsum().max()
     columns, shared = _work(ops, p, v)
-    slots = {}
-    if family != "mpmd":
-        slot_columns, slots = _slots(ops, tick, p, m, v, split)
-        columns |= slot_columns
-    return Schedule(name, family, p, m, v, split, ops, peak, columns, shared, slots)
+    slot_columns, slots = _slots(ops, tick, p, m, v, split)
+    return Schedule(name, p, m, v, split, ops, peak, columns | slot_columns, shared, slots)
 
 
 def _ticks(ops: np.ndarray, p: int, m: int, v: int) -> np.ndarray:
@@ -355,7 +271,6 @@ def _work(ops: np.ndarray, p: int, v: int):
     columns["loss_here"] = on[:, :, F] & (virtual[:, :, F] == v * p - 1)
     columns["y_out"], columns["dx_out"] = on[:, :, F] & ~columns["loss_here"], on[:, :, B] & ~columns["B_first"]
     columns["y_in_on"], columns["dx_in_on"] = np.roll(columns["y_out"], 1, 1), np.roll(columns["dx_out"], -1, 1)
-    columns["op"] = np.where(on.any(2), 1 + on.argmax(2), 0)
     shared = {}
     for name, flag, kind in (("embed", "F_first", "F"), ("loss", "loss_here", "F"), ("embed_grad", "B_first", "B")):
         shared[f"{name}_on"] = columns[flag].any(1)

@@ -155,18 +155,7 @@ def stack(f: Callable, ws, own, depth: int, x, e) -> FBW:
     microbatch would be as large as the total. forward takes one more: `room`, (r, q) of some earlier call, which is written
     over; without it buffers are filled with zeros first, and copied where two are alike.
     """
-    return stacked(layer_of(f, ws, own, x, e), depth)
-
-
-def layer_of(f: Callable, ws, own, x, e) -> FBW:
-    """As `layer`, of one of those layers f(w, x, (own, e)) of which ws and own are stacked [n, …]."""
-    w, own = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), (ws, own))
-    return layer(f, w, x, (own, e))
-
-
-def stacked(one: FBW, depth: int) -> FBW:
-    """As `stack`, from the F, B and W of one layer."""
-    scan = jax.lax.scan
+    one, scan = layer_of(f, ws, own, x, e), jax.lax.scan
 
     def order():
         return jnp.arange(depth)        # where it is used: these functions may be made in one trace and called in another
@@ -200,6 +189,12 @@ def stacked(one: FBW, depth: int) -> FBW:
 
     of_all = lambda avals: [jax.ShapeDtypeStruct((depth, *a.shape), a.dtype) for a in avals]
     return FBW(forward, backward_input, backward_weight, backward, one.aux, of_all(one.r), of_all(one.q), of_all(one.z))
+
+
+def layer_of(f: Callable, ws, own, x, e) -> FBW:
+    """As `layer`, of one of those layers f(w, x, (own, e)) of which ws and own are stacked [n, …]."""
+    w, own = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), (ws, own))
+    return layer(f, w, x, (own, e))
 
 
 def added(total, i, new, on):

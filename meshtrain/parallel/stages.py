@@ -32,10 +32,6 @@ def problems(run, loaded: Rules, sizes) -> list[str]:
     num_layers, layers = staged(run.model), f"model.num_layers={run.model.num_layers}"
     layers += f", of which model.first_dense_layers={first} lie in no stage," if first else ""
     faults = schedules.problems(schedule_name(run), num_stages, run.training.microbatches, chunks)
-    if schedule_name(run) == "zb_h1" and sizes["context"] > 1:
-        faults.append(f'pipeline.schedule="zb_h1" cannot stand beside mesh.context={sizes["context"]}: its stages take '
-                      "different branches, where permutes over context would mix; use mesh.context=1, or "
-                      'pipeline.schedule="zero_bubble"')
     together = period(run.model)
     most = max(1, -(-num_layers // (num_stages * together)))
     if chunks > most:
@@ -81,11 +77,7 @@ def fit(run, loaded: Rules, sizes, vocab: int) -> tuple[Rules, list[str]]:
         each = f" in periods of {together}" if together > 1 else ""
         said.append(f"pipeline: {num_layers} layers{each} do not divide over mesh.stage={num_stages}: outside the pipeline's loop "
                      "every stage keeps the states of all of them")
-    if schedule_name(run) == "zb_h1":
-        drop.add("vocab")
-        said.append('pipeline: schedule="zb_h1" is experimental; the first stage has the whole embedding and the last the '
-                     "whole head, whatever the rules say of vocab along 'stage', and every stage keeps the states of both")
-    elif any(vocab % ways for ways in splits):
+    if any(vocab % ways for ways in splits):
         drop.add("vocab")
         said.append(f"pipeline: the vocabulary of {vocab} (padded) does not divide over stage and tensor: embedding and head "
                      "are split over tensor only, and every stage repeats their work")

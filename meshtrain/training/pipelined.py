@@ -1,6 +1,6 @@
 """The gradients of a step and the loss of an evaluation through the stages of a pipeline.
 
-The executors of `parallel` are given the model as four functions. Before their loop the weights are gathered once per step, in
+The executor `parallel.pipeline` is given the model as four functions. Before their loop the weights are gathered once per step, in
 the compute dtype, and stacked by stage and chunk; after it gradients are summed and placed as [optimizer]. What a layer returns
 beside the residual stream is a metric there; its AUX_LOSS gets its gradient injected, since no stage knows the objective.
 Sources: `parallel.schedules`; the injection: arXiv:2401.06066 (DeepSeekMoE) and Megatron-LM's router losses do the same.
@@ -21,7 +21,7 @@ from meshtrain.model.layers import Execution
 from meshtrain.model.loss import with_loss
 from meshtrain.model.transformer import Transformer, without_layers
 from meshtrain.names import AUX_LOSS, LAYERS, NO_TARGET
-from meshtrain.parallel import pipeline, split, stages, switch
+from meshtrain.parallel import pipeline, split, stages
 from meshtrain.parallel.schedules import Schedule
 from meshtrain.training import objective
 from meshtrain.training.accumulate import StepSpec, drops, reduce_once
@@ -52,9 +52,8 @@ def pipelined(step: StepSpec, schedule: Schedule):
     def gradients(p, batch, key):
         count = jnp.maximum(jnp.sum(batch["targets"] != NO_TARGET), 1).astype(jnp.float32)
         extra = {"count": count, "tokens": objective.tokens(batch)} | ({} if key is None else {"key": key})
-        executor = switch if schedule.family == "switch" else pipeline
         weights = _into_loop(step, p, num_stages, schedule.num_chunks)
-        nll, ws, ends, before, aux = executor.gradients(schedule, functions, step.mesh, summed, weights, batch, extra, **specs)
+        nll, ws, ends, before, aux = pipeline.gradients(schedule, functions, step.mesh, summed, weights, batch, extra, **specs)
         grads = _map_axes(lambda axes, g: reduce_once(layout, summed, axes, g), ends_axes, ends)
         before = _map_axes(lambda axes, g: reduce_once(layout, (*summed, pipeline.STAGE), axes, g), before_axes, before)
         layers = model.from_period(_map_axes(out_of_stages, model.first(layers_axes), ws), before)
