@@ -79,6 +79,11 @@ def write_tokens(path: Path, documents, dtype=np.uint16) -> Path:
     return path
 
 
+def open_source(name: str, paths) -> sources.Files:
+    """stdlib or text as bytes; `paths` are the globs of text."""
+    return sources.open_files(list(sources.list_paths(name, paths, "data")), "data")
+
+
 def section(paths=(), source="", **keys) -> config.Data:
     if not source:
         name = str(paths[0])

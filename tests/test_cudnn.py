@@ -76,7 +76,7 @@ def test_a_missing_private_api_is_told_and_not_an_error(monkeypatch):
 
 
 @pytest.mark.skipif(jax_private.cudnn_attention() is None, reason="this jax does not offer cuDNN's blocks")
-@pytest.mark.skipif(not compile.has_gpu_compile(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
+@pytest.mark.skipif(compile.missing_wheels(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
 def test_under_selective_remat_a_layer_calls_cudnns_forward_once(monkeypatch):
     """Its o and lse are kept: the backward's scan over the layers has no forward kernel of its own."""
     monkeypatch.setattr(attention, "_has_cudnn", lambda: True)

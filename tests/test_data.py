@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 import pytest
-from corpora import Opened, bpe, fault, section, write, write_tokens  # noqa: F401 (bpe is a fixture)
+from corpora import Opened, bpe, fault, open_source, section, write, write_tokens  # noqa: F401 (bpe is a fixture)
 from documents import BOS, mixed, sequences, validation
 
 from meshtrain import config
@@ -12,7 +12,7 @@ from meshtrain.data import packing, sources
 
 
 def opened(name, paths=(), **settings):
-    return packing.pack([sources.open_source(name, [str(path) for path in paths])], [1.0],
+    return packing.pack([open_source(name, [str(path) for path in paths])], [1.0],
                         **{"bos": BOS, "seed": 0, "seq_len": 8, "global_batch": 2, **settings})
 
 
@@ -32,7 +32,7 @@ def test_files_are_read_as_their_bytes_and_of_empty_ones_only_the_separator_is_l
 
 
 def test_the_standard_library_is_a_source_in_a_fixed_order_without_tests_and_packages():
-    files = sources.open_source("stdlib", [])
+    files = open_source("stdlib", [])
     assert len(files.paths) > 100 and list(files.paths) == sorted(files.paths)
     assert not [path for path in files.paths if "site-packages" in path or "/test/" in path or not path.endswith(".py")]
     packed = opened("stdlib", seq_len=512, global_batch=8, validation_fraction=0.01)
@@ -113,7 +113,7 @@ def text_file(tmp_path):
 ])
 def test_a_source_that_cannot_be_opened_is_refused_with_the_remedy(name, paths, message):
     with pytest.raises(ValueError, match=message):
-        sources.open_source(name, paths)
+        open_source(name, paths)
 
 
 @pytest.mark.parametrize("changes, message", [

@@ -325,7 +325,7 @@ def test_a_gpu_without_float8_is_refused_by_name(kind, capability, refused):
         assembly.assemble(run, [gpu])
 
 
-@pytest.mark.skipif(not gpu_compile.has_gpu_compile(), reason="pip install -e '.[gpu-compile]'")
+@pytest.mark.skipif(gpu_compile.missing_wheels(), reason="pip install -e '.[gpu-compile]'")
 @pytest.mark.parametrize("schedule", [[], ["--schedule"]])
 def test_inspect_refuses_a_gpu_without_float8(schedule, capfd):
     mesh = ["--mesh.fsdp", "4", "--mesh.stage", "2", "--sharding.rules", "sharding_rules/zero1.toml"]
@@ -344,7 +344,7 @@ def test_bfloat16_beside_float32_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not gpu_compile.has_gpu_compile(), reason="pip install -e '.[gpu-compile]'")
+@pytest.mark.skipif(gpu_compile.missing_wheels(), reason="pip install -e '.[gpu-compile]'")
 def test_a_layer_of_8b_takes_two_thirds_of_its_time_in_bfloat16():
     """By the roofline on H100, attention's kernels apart: what two layers more take, of matmuls and elementwise kernels."""
     def seconds(matmul_dtype, num_layers):

@@ -74,7 +74,7 @@ class Enough(Exception):
     """Of programs that cannot run here."""
 
 
-@pytest.mark.skipif(not compile.has_gpu_compile(), reason=f"install the extra gpu-compile: no {compile.missing_wheels()}")
+@pytest.mark.skipif(compile.missing_wheels(), reason=f"install the extra gpu-compile: no {compile.missing_wheels()}")
 def test_on_gpus_no_table_moves_for_a_token():
     """One prompt, and an embedding that is split over tensor: XLA would gather it to take one row of it."""
     run = config.Run(mesh=dict(tensor=2), sharding=dict(rules=str(ROOT.parent / "sharding_rules/tensor.toml")), data=dict(global_batch=2),

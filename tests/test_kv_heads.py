@@ -62,7 +62,7 @@ def test_heads_are_repeated_only_where_ranks_share_them_evenly(heads, kv, tensor
     assert bool([note for note in made.notes if "key and value heads" in note]) == (tensor > kv)
 
 
-@pytest.mark.skipif(not compile.has_gpu_compile(), reason=f"install the extra gpu-compile: no {compile.missing_wheels()}")
+@pytest.mark.skipif(compile.missing_wheels(), reason=f"install the extra gpu-compile: no {compile.missing_wheels()}")
 @pytest.mark.slow
 @pytest.mark.grid
 @pytest.mark.parametrize("rule, mesh", [("ddp", dict(data=2, tensor=8)), ("zero3", dict(fsdp=2, tensor=8))])

@@ -95,7 +95,7 @@ def test_collectives_overlap_with_experts_or_stages_but_never_beside_copies_to_t
     assert step.compiler_options("gpu", False, remat="offload", several=True)[limit] == 1
 
 
-@pytest.mark.skipif(not compile.has_gpu_compile(), reason=f"install the extra gpu-compile: no {compile.missing_wheels()}")
+@pytest.mark.skipif(compile.missing_wheels(), reason=f"install the extra gpu-compile: no {compile.missing_wheels()}")
 @pytest.mark.parametrize("mesh, cublas", [({"fsdp": 4}, True), ({"fsdp": 2, "tensor": 2}, False)])
 def test_matmuls_are_cublas_s_alone_where_nothing_splits_a_layer(mesh, cublas):
     rules = "zero3" if "tensor" in mesh else "zero3"
@@ -110,7 +110,7 @@ def test_xla_may_fill_what_the_process_takes(monkeypatch):
     assert (limit(0.92), limit(0.8), limit(0.4)) == (115, 100, 50)
 
 
-@pytest.mark.skipif(not compile.has_gpu_compile(), reason=f"install the extra gpu-compile: no {compile.missing_wheels()}")
+@pytest.mark.skipif(compile.missing_wheels(), reason=f"install the extra gpu-compile: no {compile.missing_wheels()}")
 def test_a_deterministic_step_adds_in_a_fixed_order_and_takes_no_kernel_by_timing():
     """XLA sorts what a scatter adds, and then no two threads add to one place; matmuls are cuBLAS's own choice."""
     def text(deterministic):

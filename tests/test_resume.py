@@ -11,9 +11,10 @@ import pytest
 
 from meshtrain import config, files
 from meshtrain.config import ConfigError
-from meshtrain.data import packing, sources, tokenizer
+from meshtrain.data import packing, tokenizer
 from meshtrain.run import checkpoint, disk, exports, metrics, resume, rows, rundir
 from checkpoints import flip
+from corpora import open_source
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = {"a.txt": b"the cat sat on the mat. " * 60, "b.txt": bytes(range(97, 123)) * 50}
@@ -132,7 +133,7 @@ def test_the_tokenizer_and_the_documents_are_compared_by_their_content(two):
 def packed(tmp_path, **more):
     for name, text in TEXTS.items():
         (tmp_path / name).write_bytes(text)
-    opened = sources.open_source("text", [str(tmp_path / "*.txt")])
+    opened = open_source("text", [str(tmp_path / "*.txt")])
     settings = {"bos": 256, "seq_len": 16, "global_batch": 4, "seed": 3} | more
     return lambda position: packing.pack([opened], [1.0], position=position, **settings)
 

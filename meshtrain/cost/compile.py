@@ -162,11 +162,6 @@ def missing_wheels() -> list[str]:
     return []
 
 
-def has_gpu_compile() -> bool:
-    """True where `topology` works: for tests to skip visibly."""
-    return not missing_wheels()
-
-
 def _find(module: str) -> list[pathlib.Path]:
     """The folders of an installed package, without importing it."""
     try:

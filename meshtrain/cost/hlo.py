@@ -168,7 +168,6 @@ class Visit:
     trips: int  # executions per step
     is_async: bool  # inside an async wrapper
     in_branch: bool  # inside a conditional: every branch counts as often as `Instruction.taken` says
-    in_unknown_loop: bool  # trips counts such a loop once
 
 
 def walk(module: Module, wanted: Callable[[Instruction], bool]) -> tuple[list[Visit], list[str]]:
@@ -181,11 +180,11 @@ def walk(module: Module, wanted: Callable[[Instruction], bool]) -> tuple[list[Vi
     holds = _holders(module, wanted)
     visits, unknown = [], []
 
-    def visit(name, params, trips, is_async, in_branch, in_unknown):
+    def visit(name, params, trips, is_async, in_branch):
         frame = _Frame(module, name, params)
         for ins in module.computations[name].values():
             if wanted(ins):
-                visits.append(Visit(name, ins, trips, is_async, in_branch, in_unknown))
+                visits.append(Visit(name, ins, trips, is_async, in_branch))
             called = [c for c in ins.called if c in holds]
             if called and ins.op == "while":
                 body, condition = ins.attr("body"), ins.attr("condition")
@@ -193,22 +192,20 @@ def walk(module: Module, wanted: Callable[[Instruction], bool]) -> tuple[list[Vi
                 n = 0 if ins.further_rounds else known_trips(ins)
                 if n is None:
                     n = _simulated_trips(module, condition, body, state)
-                lost = n is None
-                if lost:
+                if n is None:
+                    n = 1
                     unknown.append(f"{ins.name} in {name}" + (f" ({ins.op_name})" if ins.op_name else ""))
-                n = 1 if lost else n
                 inner = _invariants(module, body, state)
                 for part, runs in ((body, n), (condition, n + 1)):
                     if part in called and (runs or ins.further_rounds):
-                        visit(part, [inner], trips * runs, is_async, in_branch, in_unknown or lost)
+                        visit(part, [inner], trips * runs, is_async, in_branch)
             elif called:
                 branch = ins.op == "conditional"
                 args = [] if branch else [frame.thunk(o) for o in ins.operands]
                 for part in called:
-                    visit(part, args, round(trips * ins.taken), is_async or ins.op.endswith("-start"), in_branch or branch,
-                          in_unknown)
+                    visit(part, args, round(trips * ins.taken), is_async or ins.op.endswith("-start"), in_branch or branch)
 
-    visit(module.entry, [], 1, False, False, False)
+    visit(module.entry, [], 1, False, False)
     return visits, sorted(set(unknown))
 
 

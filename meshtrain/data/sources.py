@@ -312,14 +312,6 @@ def _fingerprint(opened: Sequence[Source], described: Description) -> str:
     return digest.hexdigest()
 
 
-def open_source(name: str, paths: Sequence[str], where: str = "data") -> Files:
-    """stdlib or text as bytes; `paths` are the globs of text, `where` the section that messages name.
-
-    Raises: ValueError for a glob without a match, a path that cannot be read, or nothing but empty files.
-    """
-    return open_files(list(list_paths(name, paths, where)), where)
-
-
 def list_paths(name: str, paths: Sequence[str], where: str) -> dict[str, str]:
     """The files of the source called `name`, in the order of its documents, each with the directory it was looked for in."""
     if name not in NAMES:
