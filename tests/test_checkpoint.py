@@ -192,14 +192,6 @@ def test_a_newer_format_is_refused(tmp_path, monkeypatch):
         checkpoints.restore(1, {"w": jax.ShapeDtypeStruct((3,), jnp.float32)})
 
 
-def test_a_checkpoint_of_the_format_without_checksums_is_refused_and_left_alone(tmp_path):
-    (tmp_path / "7").mkdir()
-    (tmp_path / "7" / "_CHECKPOINT_METADATA").write_text("{}")
-    with pytest.raises(ValueError, match="7 was written by an earlier version, without checksums"):
-        checkpoint.Checkpoints(tmp_path).latest()
-    assert names(tmp_path) == ["7"]
-
-
 def test_a_process_killed_while_saving_leaves_a_whole_checkpoint_or_none(tmp_path):
     program = (
         "import logging, os, sys, jax.numpy as jnp\n"

@@ -3,7 +3,6 @@
 Runs are lived on a clock of the test's own, through the record, the rows and the history that a real run writes.
 """
 import concurrent.futures
-import json
 import os
 import shutil
 import types
@@ -305,41 +304,6 @@ def test_what_a_kill_has_torn_is_made_up_from_the_rows(life, spoil):
     assert sum(told["time_s"].values()) == pytest.approx(52 + 70 + 35 + 4 * 2 + 3, abs=1e-3)
 
 
-def without_the_fields(directory: Path) -> None:
-    rows = metrics.read(directory / "metrics.jsonl")
-    text = "".join(json.dumps({key: value for key, value in row.items() if key not in ("time", "elapsed_s", "goodput")}) + "\n" for row in rows)
-    (directory / "metrics.jsonl").write_text(text)
-
-
-def test_rows_of_an_earlier_version_count_as_well(life):
-    life.try_(0, 7)
-    without_the_fields(life.directory)
-    life.clocks.sleep(70)
-    life.try_(4, 10, ends="stopped on request (SIGTERM)")
-    without_the_fields(life.directory)
-    life.clocks.sleep(30)
-    life.try_(10, 12, ends="finished")
-    assert life.told()["time_s"] == pytest.approx(SPENT, abs=EXACT)
-
-
-def test_a_history_of_an_earlier_version_is_told_and_gone_on_with(life):
-    life.try_(0, 8)
-    without_the_fields(life.directory)
-    began = life.clocks.wall - 54
-    (life.directory / ".alive").unlink()
-    lines = [{"event": "start", "time": began + 35, "step": 0, "on": "there", "prepared_s": 35.0, "steps_again": 0, "again_s": 0.0,
-              "last_row": None}, {"event": "end", "time": began + 54 + 3, "how": "finished", "step": 8}]
-    (life.directory / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    old = life.told()
-    assert old["time_s"]["start"] == 35 and old["time_s"]["steps"] == pytest.approx(12) and old["time_s"]["data"] == pytest.approx(4)
-    assert sum(old["time_s"].values()) == pytest.approx(57)
-    life.clocks.sleep(3 + 40)
-    life.try_(4, 10, ends="finished")
-    told = life.told()
-    assert told["time_s"]["steps"] == pytest.approx(10 * 1.5) and told["time_s"]["steps taken again"] == pytest.approx(4 * 1.5)
-    assert told["time_s"]["between tries"] == pytest.approx(40, abs=1e-3) and told["starts"][1]["steps_again"] == 4
-
-
 def test_rows_alone_tell_of_steps_and_name_no_share(life):
     three_tries(life)
     (life.directory / "history.jsonl").unlink()
@@ -374,8 +338,9 @@ def summed_from_the_beginning(rows, step):
     """What `counted_s` says, by reading all rows forward."""
     total, before = 0.0, 0
     for row in rows:
-        own_s = (row.get("step_time_s") or 0.0) * (row["step"] - before) - (row.get("data_wait_s") or 0.0)
-        until_s = row["goodput"] * row["elapsed_s"] if "goodput" in row else total + max(0.0, own_s)
+        if "goodput" not in row:
+            continue
+        until_s = row["goodput"] * row["elapsed_s"]
         if row["step"] > step:
             return total + (until_s - total) * (step - before) / (row["step"] - before)
         total, before = until_s, row["step"]
@@ -385,8 +350,8 @@ def summed_from_the_beginning(rows, step):
 @given(st.lists(st.tuples(st.integers(1, 3), st.floats(0, 9), st.booleans()), max_size=9), st.integers(0, 30), st.booleans())
 def test_seconds_up_to_a_step_are_the_same_read_from_either_end(gaps, step, one_more):
     rows, number, elapsed_s = [], 0, 0.0
-    for gap, time_s, new in gaps:
+    for gap, time_s, accounted in gaps:
         number, elapsed_s = number + gap, elapsed_s + 2 * time_s
-        rows.append({"step": number, "step_time_s": time_s, "data_wait_s": time_s / 4} | ({"goodput": 0.5, "elapsed_s": elapsed_s} if new else {}))
+        rows.append({"step": number} | ({"goodput": 0.5, "elapsed_s": elapsed_s} if accounted else {}))
     unwritten = [{"step": number + 1, "goodput": 1.0, "elapsed_s": elapsed_s}] * one_more
     assert goodput.counted_s(rows, step, unwritten) == pytest.approx(summed_from_the_beginning([*rows, *unwritten], step), abs=1e-9)

@@ -384,10 +384,6 @@ class Checkpoints:
         """
         place = self.directory / str(step)
         found = agree.exchange(self._look(place, only_params))
-        if any("old" in one for one in found):
-            raise agree.agreed(ConfigError(
-                f"{place} was written by an earlier version, without checksums, which this one does not "
-                "read; finish the run with that version, or start a new one"))
         # Of the files that others miss, process 0 tells whether they are there.
         missing = {name: index for index, one in reversed(list(enumerate(found))) if (name := one.get("missing"))}
         there = agree.exchange(_there(place, missing) if jax.process_index() == 0 else [])[0]
@@ -406,8 +402,6 @@ class Checkpoints:
         refused (a file system that fails) or nothing."""
         first, here = jax.process_index() == 0, {"host": socket.gethostname()}
         try:
-            if first and not os.path.exists(place / CHECKSUMS) and os.path.exists(place / "_CHECKPOINT_METADATA"):
-                return here | {"old": True}
             wanted = json.loads(files.patiently((place / CHECKSUMS).read_text, missing=not first))
             if only_params and any(name.startswith(f"{PARAMS}/") for name in wanted):
                 wanted = {name: entry for name, entry in wanted.items() if not name.startswith(f"{STATE}/")}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Reversible, Sequence
+from collections.abc import Iterator, Mapping, Reversible, Sequence
 
 from meshtrain.units import duration
 
@@ -112,36 +112,26 @@ def last_sign(start: Mapping, beat: Mapping | None, rows: Reversible[Mapping]) -
 
 
 def counted_s(rows: Reversible[Mapping], step: int, unwritten: Sequence[Mapping] = ()) -> float:
-    """Seconds of the steps up to `step`, without what they waited for data. rows: of metrics, also of earlier versions, which
-    tell of each step alone. unwritten: one more behind them. A step between two rows is as long as its neighbours.
+    """Seconds of the steps up to `step`, without what they waited for data. rows: of metrics. unwritten: one more behind them.
 
-    Reads back from the last row to the step, and all rows where that one is of an earlier version."""
-    before, after = None, None
+    Reads back from the last row to the step. A step between two rows is as long as its neighbours, and so are those of rows
+    that a full disk has lost."""
+    counted, before, after = lambda row: row["goodput"] * row["elapsed_s"], None, None
     for row in itertools.chain(reversed(unwritten), reversed(rows)):
+        if row.get("goodput") is None:
+            continue
         if row["step"] <= step:
             before = row
             break
         after = row
-    if before and before.get("goodput") is None:
-        return _counted_forward(itertools.chain(rows, unwritten), step)
-    return _counted_forward(filter(None, (before, after)), step)
+    first, until_s = (before["step"], counted(before)) if before else (0, 0.0)
+    if after:
+        return until_s + (counted(after) - until_s) * (step - first) / (after["step"] - first)
+    return until_s * step / first if first else 0.0
 
 
-def _counted_forward(rows: Iterable[Mapping], step: int) -> float:
-    """The same of rows of which the first says all that was before it, or is the first of the run."""
-    total, before = 0.0, 0
-    for row in rows:
-        own_s = (row.get("step_time_s") or 0.0) * (row["step"] - before) - (row.get("data_wait_s") or 0.0)
-        said = row.get("goodput") is not None and row.get("elapsed_s") is not None
-        until_s = row["goodput"] * row["elapsed_s"] if said else total + max(0.0, own_s)
-        if row["step"] > step:
-            return total + (until_s - total) * (step - before) / (row["step"] - before)
-        total, before = until_s, row["step"]
-    return total * step / before if before else 0.0     # rows that a full disk has lost were like the others
-
-
-def tries(lines: Sequence[Mapping], beat: Mapping | None, rows: Reversible[Mapping], written: float | None) -> list[dict]:
-    """Every try of the history. written: when the last row was. how: "" where it ended without a word, or goes on.
+def tries(lines: Sequence[Mapping], beat: Mapping | None, rows: Reversible[Mapping]) -> list[dict]:
+    """Every try of the history. how: "" where it ended without a word, or goes on.
 
     began, ended: wall clock. elapsed_s: age of the run when it began; run_s: how long it lasted; down_s: before it, since the
     one before. spent_s: part -> seconds. again_s: of steps_again steps of earlier tries that it takes again.
@@ -152,45 +142,12 @@ def tries(lines: Sequence[Mapping], beat: Mapping | None, rows: Reversible[Mappi
             continue
         following = lines[k + 1] if k + 1 < len(lines) else None
         end = following if following and following["event"] == "end" else None
-        if "elapsed_s" not in start:
-            found.append(_of_earlier_version(found, start, end, following, rows, written))
-            continue
         end = end or ended(last_sign(start, beat, rows), "")
         found.append({"began": start["time"], "ended": end["time"], "from_step": start["step"], "to_step": end["step"], "how": end["how"],
                       "steps_again": start["steps_again"], "again_s": start["again_s"], "on": start["on"], "cause": start["cause"],
                       "elapsed_s": start["elapsed_s"], "run_s": end["run_s"], "down_s": start["down_s"], "spent_s": end["spent_s"],
                       "counted_s": end["counted_s"], "clock_s": _stepped(end["time"] - start["time"] - end["run_s"])})
     return found
-
-
-def _of_earlier_version(before: Sequence[Mapping], start: Mapping, end: Mapping | None, following: Mapping | None,
-                        rows: Reversible[Mapping], written: float | None) -> dict:
-    """A try whose line was written when all was compiled, with the seconds that had taken; what the rest took its rows tell."""
-    prepared_s, step = start.get("prepared_s", 0.0), start.get("step", 0)
-    began, again = start["time"] - prepared_s, (following or {}).get("steps_again", 0)
-    if end:
-        done, until = end.get("step"), end["time"]
-    elif following:
-        done, until = following.get("step", 0) + again, following.get("last_row")
-    else:
-        done, until = next((row["step"] for row in reversed(rows)), 0), written
-    until = max(until or 0.0, start["time"])
-    lost_s = (following or {}).get("again_s", 0.0)
-    last, waits = step, {"data": 0.0, "checkpoint": 0.0}
-    for row in rows:
-        if step < row["step"] <= (done or 0):
-            last = row["step"]
-            waits = {part: spent_s + (row.get(f"{part}_wait_s") or 0.0) for part, spent_s in waits.items()}
-    steps_s = counted_s(rows, last) - counted_s(rows, step) + lost_s if last > step else lost_s
-    spent = {"start": prepared_s, "steps": steps_s, **waits}
-    run_s = until - began
-    spent["rest"] = max(0.0, run_s - sum(spent.values()))
-    age_s = before[-1]["elapsed_s"] + before[-1]["run_s"] if before else 0.0
-    down_s = max(0.0, began - before[-1]["ended"]) if before else 0.0
-    return {"began": began, "ended": until, "from_step": step, "to_step": done, "how": (end or {}).get("how", ""),
-            "steps_again": start.get("steps_again", 0), "again_s": start.get("again_s", 0.0), "on": start.get("on", ""), "cause": "",
-            "elapsed_s": age_s + down_s, "run_s": run_s, "down_s": down_s, "spent_s": spent, "counted_s": counted_s(rows, done or step),
-            "clock_s": 0.0}
 
 
 def _stepped(by_s: float) -> float:

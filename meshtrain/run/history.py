@@ -39,12 +39,12 @@ class Try:
         """Writes the end of the try before, if it said none, and the start of this one, which goes on after `step`."""
         directory, run_s = self.path.parent, time.perf_counter() - self.account.began
         lines, metrics = read(directory), _rows(directory)
-        found = goodput.tries(lines, beat(directory), metrics, _written(directory))
-        if lines and lines[-1]["event"] == "start" and "elapsed_s" in lines[-1]:
+        found = goodput.tries(lines, beat(directory), metrics)
+        if lines and lines[-1]["event"] == "start":
             how, stuck = unsaid(directory, lines[-1])
             lines.append(goodput.ended(goodput.last_sign(lines[-1], beat(directory), metrics), how, stuck=stuck))
             self._append(lines[-1])
-            found = goodput.tries(lines, None, metrics, None)
+            found = goodput.tries(lines, None, metrics)
         own = {"event": "start", "time": time.time() - run_s, "uptime_s": time.clock_gettime(time.CLOCK_BOOTTIME) - run_s,
                "boot": BOOT_ID.read_text(encoding="utf-8").strip() if BOOT_ID.exists() else "", "host": socket.gethostname(), "pid": os.getpid(),
                "step": step, "run_s": run_s, "spent_s": self.account.so_far()["spent_s"], **more}
@@ -81,7 +81,7 @@ class Try:
     def line(self) -> str:
         """The goodput of the run until now."""
         directory = self.path.parent
-        return goodput.line(goodput.spent_s(goodput.tries(read(directory), beat(directory), (), None)))
+        return goodput.line(goodput.spent_s(goodput.tries(read(directory), beat(directory), ())))
 
     def beat(self) -> None:
         with contextlib.suppress(OSError):      # the next one may be written
@@ -148,7 +148,7 @@ def read(directory: Path) -> list[dict]:
     for line in lines:
         with contextlib.suppress(ValueError):
             row = json.loads(line)
-            if isinstance(row, dict) and row.get("event") in ("start", "end") and isinstance(row.get("time"), (int, float)):
+            if isinstance(row, dict) and row.get("event") in ("start", "end") and isinstance(row.get("run_s"), (int, float)):
                 found.append(row)
     return found
 
@@ -167,8 +167,3 @@ def _rows(directory: Path) -> rows.Rows | tuple:
     except OSError:     # a wrong account is not worth a start
         return ()
     return found
-
-
-def _written(directory: Path) -> float | None:
-    with contextlib.suppress(OSError):
-        return (directory / rows.NAME).stat().st_mtime

@@ -45,8 +45,7 @@ def of(directory: Path) -> dict:
     try:
         metrics = _Metrics(found)
         experts = _experts(found, metrics.with_experts)
-        written = found.path.stat().st_mtime if metrics.columns["step"] else None
-        attempts = goodput.tries(history.read(directory), history.beat(directory), found, written)
+        attempts = goodput.tries(history.read(directory), history.beat(directory), found)
     except OSError as error:
         raise ValueError(f"{found.path} cannot be read: {error.strerror}") from None
     done = metrics.last.get("step", 0)

@@ -53,7 +53,6 @@ CHANGES = (
 )
 RETRIED = ("optimizer.*", "data.*", "training.grad_clip", "training.z_loss")
 RECORD = "changes.jsonl"
-ORDERED_SINCE = 3   # the format of checkpoints whose runs read the data in today's order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,10 +111,6 @@ def find(run: Run, checkpoints: Checkpoints, near: LocalTier | None = None, abst
         start = Start(wanted, _metadata(checkpoints, wanted), back=wanted != newest)
     else:
         start = Start(newest, saved, local=local is not None)
-    if start.saved["format"] < ORDERED_SINCE:
-        raise agree.agreed(ConfigError(
-            f"{checkpoints.directory / str(start.step)} was written by an earlier version, which read the data in another order; "
-            f"finish the run with that version, or start a new run.name from its weights: checkpoint.init_from={run.run.dir}"))
     skip = 0 if _done(run, start.saved) else run.data.skip_batches
     return dataclasses.replace(start, changes=_changes(run, start.saved["run"]), skip_batches=skip)
 
