@@ -3,7 +3,7 @@
 
 Compiles the training step, never trains, reads no data. With --topology the step is compiled for GPUs that are not
 here, as many as it says, and priced kernel by kernel; --assume NAME=VALUE, as often as wanted, changes what that assumes.
-With --schedule the pipeline is drawn instead (before, with --json): as text, and into <run.name>-schedule.svg and .png.
+With --schedule the pipeline is drawn instead (before, with --json): as text, and into <run.name>-schedule.svg.
 --html FILE makes a page of it for a browser, one file that loads nothing, beside what is printed.
 --expect FILE tells only what differs from what FILE says of collectives and memory; --expect FILE --update writes it.
 Exit codes: 0 · 2 the user's mistake, one message · 75 stopped on request · 1 a program that would compute wrong numbers, or
@@ -34,7 +34,7 @@ from meshtrain.files import FileSystemError
 from meshtrain.cost import assumptions, audit, beside, chart, expect, facts, hardware, report, roofline, simulate, unasked
 from meshtrain.cost import compile as gpu_compile
 from meshtrain.layout.mesh import MeshSpec
-from meshtrain.pages import layout, skin
+from meshtrain.pages import layout, pictures, skin
 
 USAGE = ("python -m meshtrain.inspect [RUN.toml] [--section.key value ...] [--topology NAME:N] [--assume NAME=VALUE ...] "
          "[--schedule] [--json] [--html FILE] [--expect FILE [--update]]")
@@ -202,15 +202,12 @@ def _show_schedule(run, topology: str | None, tell) -> None:
     choice = _schedule(run, topology)
     heading = chart.title(choice.schedule, choice.outcome, choice.memory_bytes)
     tell(f"{heading}\n{choice.why}\n{chart.text(choice.schedule)}")
-    paths = [Path(f"{run.run.name}-schedule{suffix}") for suffix in (".svg", ".png")]
+    path = Path(f"{run.run.name}-schedule.svg")
     try:
-        chart.draw(choice.schedule, choice.outcome, heading, paths)
-    except ModuleNotFoundError:
-        say.err("no picture: drawing needs matplotlib; run pip install -e '.[chart]' in a checkout of meshtrain")
+        path.write_text(skin.alone(pictures.schedule(chart.as_json(choice), heading)) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}; go to a directory that can be written") from None
-    else:
-        tell(f"drawn: {' and '.join(map(str, paths))}")
+    tell(f"drawn: {path}")
 
 
 def _schedule(run, topology: str | None) -> simulate.Choice:

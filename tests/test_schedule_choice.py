@@ -140,7 +140,7 @@ def test_inspect_says_what_stands_inside_the_loop_and_the_program_agrees():
     title = err.splitlines()[0]
     assert "interleaved_zero_bubble: 2 stages, 4 microbatches, 2 chunks" in title and "MiB)" in title
     assert "note: pipeline: interleaved_zero_bubble of 2 chunks: modelled bubble" in err
-    assert {path.name for path in Path().iterdir()} == {"mine-schedule.png", "mine-schedule.svg"}
+    assert {path.name for path in Path().iterdir()} == {"mine-schedule.svg"}
 
 
 def test_inspect_tells_people_the_same():

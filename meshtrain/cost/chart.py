@@ -1,29 +1,21 @@
-"""A pipeline schedule as people read it: one row a stage, time to the right, as text and as a picture (SVG and PNG).
+"""A pipeline schedule as people read it: one row a stage, time to the right, as text, and as JSON for `pages.pictures`.
 
 The picture stands on model time (cost.simulate), so a bubble is as wide as it is long; the text on slots, each as wide as
-the next. A schedule too long for one line is drawn as its warm-up, one steady period and its cool-down, one below the
-other. Drawing needs matplotlib, the extra `chart`; it is imported where it is used.
+the next. A schedule too long for one line is shown as its warm-up, one steady period and its cool-down, one below the
+other.
 """
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 
 from meshtrain.cost.simulate import Choice, Outcome, gib
 from meshtrain.parallel.schedules import F, KINDS, Schedule
 
-COLORS = {"F": "#4c78a8", "B": "#f58518", "W": "#54a24b", "loss": "#b8a2cc", "idle": "#eeeeee"}
-MEANING = {"F": "F: forward", "B": "B: input gradient", "W": "W: weight gradient", "loss": "head and loss", "idle": "idle"}
-CHUNK_SHADES = 0.45      # how far the last chunk's colour goes towards white
 TEXT_COLUMNS = 180       # of the text form, at most
-WIDTH_IN, DPI = 32 / 3, 150      # 1,600 pixels
-ROW_IN, FONT_PT = 0.3, 8
-DIGIT_PT = 0.66 * FONT_PT
 MOST_OPS = 6000          # of a schedule as JSON, about
-MARGIN_IN = 1.0          # beside the rows: their names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,40 +119,8 @@ def _cell(schedule: Schedule, t: int, s: int, kind: int) -> str:
     return f"{KINDS[kind]}{i}" + (chr(ord("a") + chunk) if schedule.num_chunks > 1 else "")
 
 
-def draw(schedule: Schedule, outcome: Outcome, heading: str, paths: Sequence[Path]) -> None:
-    """Writes the chart to each path, in the format of its suffix: 1,600 pixels wide, every number in one size.
-
-    Raises: ModuleNotFoundError without matplotlib; OSError where a path cannot be written.
-    """
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    # What a line has room for: a forward must hold its microbatch's number.
-    digits = len(str(schedule.num_microbatches - 1))
-    forward_s = np.nanmin((outcome.end_s - outcome.begin_s)[..., F])
-    parts, spans = _lines_of(schedule, outcome, forward_s * (WIDTH_IN - MARGIN_IN) * 72 / (DIGIT_PT * (digits + 0.2)))
-    shown_s = max(stop - start for start, stop in spans)
-    rows_in = ROW_IN * schedule.num_stages
-    height = len(parts) * (rows_in + 0.45) + 0.9
-    # Text as text and ids that do not change: a small file, the same for the same schedule.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "meshtrain", "font.sans-serif": ["DejaVu Sans"]}):
-        figure = Figure(figsize=(WIDTH_IN, height))
-        for i, (part, (start_s, stop_s)) in enumerate(zip(parts, spans)):
-            bottom = 1 - (0.2 + (i + 1) * (rows_in + 0.45)) / height
-            width = (WIDTH_IN - MARGIN_IN) / WIDTH_IN * (stop_s - start_s) / shown_s
-            axes = figure.add_axes((0.8 * MARGIN_IN / WIDTH_IN, bottom, width, rows_in / height))
-            _panel(axes, schedule, outcome, start_s, stop_s)
-            if len(parts) > 1:
-                axes.set_title(part.heading, loc="left", pad=3, fontsize=FONT_PT)
-        axes.set_xlabel("model time →", fontsize=FONT_PT, loc="left")
-        figure.suptitle(heading, fontsize=FONT_PT + 1, y=1 - 0.12 / height, va="top", wrap=True)
-        figure.legend(handles=_legend(schedule, outcome), loc="lower center", ncols=5, frameon=False, fontsize=FONT_PT)
-        for path in paths:
-            figure.savefig(path, dpi=DPI, metadata={"Date": None} if path.suffix == ".svg" else None)
-
-
 def as_json(choice: Choice) -> dict:
-    """A run's schedule for the page: each line of its chart with the ops on it, [stage, kind, microbatch, chunk, begin, end] in
+    """A run's schedule for its picture: each line of its chart with the ops on it, [stage, kind, microbatch, chunk, begin, end] in
     model time; microbatch -1: the head's loss, on all of them."""
     schedule, outcome = choice.schedule, choice.outcome
     forward_s = np.nanmin((outcome.end_s - outcome.begin_s)[..., F])
@@ -200,51 +160,3 @@ def _span(outcome: Outcome, part: Panel, most_s: float) -> tuple[float, float]:
     if part.start == 0:
         start = 0.0
     return (start, min(stop, start + most_s)) if part.anchor == "start" else (max(start, stop - most_s), stop)
-
-
-def _panel(axes, schedule: Schedule, outcome: Outcome, start_s: float, stop_s: float) -> None:
-    """The ops between two times, as rectangles with their microbatches; … where more comes before or after."""
-    from matplotlib.patches import PathPatch
-    from matplotlib.path import Path as Outline
-
-    boxes = {}      # colour -> outlines: one path for each colour keeps the file small
-
-    def box(s, begin_s, end_s, color):
-        left, right = max(begin_s, start_s), min(end_s, stop_s)
-        if right > left:
-            corners = [(left, s - 0.42), (right, s - 0.42), (right, s + 0.42), (left, s + 0.42), (left, s - 0.42)]
-            boxes.setdefault(color, []).append(Outline(corners, closed=True))
-
-    for s, kind, i, chunk, begin_s, end_s in _ops(schedule, outcome):
-        box(s, begin_s, end_s, _shade(kind, chunk, schedule.num_chunks))
-        if i >= 0 and start_s <= begin_s and end_s <= stop_s * (1 + 1e-9):
-            axes.text((begin_s + end_s) / 2, s, str(i), ha="center", va="center", fontsize=FONT_PT)
-    for color, outlines in boxes.items():
-        axes.add_patch(PathPatch(Outline.make_compound_path(*outlines), facecolor=color, edgecolor="white", linewidth=0.6))
-    axes.set(xlim=(start_s, stop_s), ylim=(schedule.num_stages - 0.5, -0.5), xticks=[], yticks=range(schedule.num_stages))
-    axes.set_yticklabels([f"stage {s}" for s in range(schedule.num_stages)], fontsize=FONT_PT)
-    axes.tick_params(length=0)
-    axes.set_facecolor(COLORS["idle"])
-    axes.spines[:].set_visible(False)
-    for x, more in ((-0.002, start_s > 1e-9), (1.002, stop_s < outcome.makespan_s * (1 - 1e-9))):
-        if more:
-            axes.text(x, 0.5, "…", transform=axes.transAxes, ha="right" if x < 0 else "left", va="center", fontsize=FONT_PT + 4)
-
-
-def _shade(kind: str, chunk: int, num_chunks: int) -> tuple[float, ...]:
-    from matplotlib import colors
-    towards_white = CHUNK_SHADES * chunk / max(1, num_chunks - 1)
-    return tuple(c + (1 - c) * towards_white for c in colors.to_rgb(COLORS[kind]))
-
-
-def _legend(schedule: Schedule, outcome: Outcome) -> list:
-    from matplotlib.patches import Patch
-    meaning = dict(MEANING)
-    if not schedule.split:
-        meaning["B"] = "B: both gradients"
-        del meaning["W"]
-    if not outcome.loss_s:
-        del meaning["loss"]
-    if schedule.num_chunks > 1:
-        meaning["F"] += " (later chunks lighter)"
-    return [Patch(color=COLORS[kind], label=label) for kind, label in meaning.items()]

@@ -182,16 +182,12 @@ def schedule(told: dict) -> str:
     found = told["schedule"]
     if not found:
         return ""
-    drawn = {op[1] for part in found["lines"] for op in part["ops"]}
-    kinds = {kind: words for kind, words in pictures.KINDS.items() if kind in drawn}
-    if not found["split"] and "B" in kinds:
-        kinds["B"] = (kinds["B"][0], "both gradients")
     chunks = f" in {found['num_chunks']} chunks (later ones lighter)" if found["num_chunks"] > 1 else ""
     held = f" ({size(found['memory_bytes'])})" if found["memory_bytes"] is not None else ""
     caption = (f"{found['name']}: {found['num_stages']} stages{chunks}, {found['num_microbatches']} microbatches. Bubble "
                f"{found['bubble']:.1%} of the step in model time; at most the activations of {found['peak_live']:g} "
                f"microbatches on a stage{held}.")
-    return skin.figure(pictures.schedule(found), caption, skin.key((color, name, "") for color, name in kinds.values()))
+    return skin.figure(pictures.schedule(found), caption, skin.key((color, name, "") for color, name in pictures.kinds(found).values()))
 
 
 def time(told: dict) -> str:

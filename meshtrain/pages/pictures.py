@@ -228,11 +228,19 @@ def heat(rows: Sequence[tuple[str, Sequence[float | None]]], columns: Sequence[i
 KINDS = {"F": (0, "forward"), "B": (1, "input gradient"), "W": (2, "weight gradient"), "loss": (3, "head and loss")}
 
 
-def schedule(told: dict) -> str:
-    """A row for each stage, model time to the right; later chunks are lighter."""
+def kinds(told: dict) -> dict[str, tuple[int, str]]:
+    """The kinds of ops that the schedule shows: {kind: (colour, name)}."""
+    drawn = {op[1] for part in told["lines"] for op in part["ops"]}
+    found = {kind: words for kind, words in KINDS.items() if kind in drawn}
+    return found if told["split"] or "B" not in found else found | {"B": (found["B"][0], "both gradients")}
+
+
+def schedule(told: dict, heading: str = "") -> str:
+    """A row for each stage, model time to the right; later chunks are lighter. told: of `cost.chart.as_json`. heading: of a
+    drawing that stands alone, which has a legend, too."""
     left, tall = 74, 22 if told["num_stages"] <= 16 else 13
     longest = max(part["end"] - part["begin"] for part in told["lines"])
-    scale, parts, y = (WIDTH - left - 20) / longest, [], 4.0
+    scale, parts, y = (WIDTH - left - 20) / longest, [text(4, 13, heading, 11)] if heading else [], 24.0 if heading else 4.0
     for part in told["lines"]:
         if part["heading"]:
             parts += [text(left, y + 10, part["heading"], 11, kind="soft")]
@@ -252,4 +260,10 @@ def schedule(told: dict) -> str:
         parts += [text(left - 4, middle, "…", 14, "end")] if part["more_before"] and not part["heading"] else []
         parts += [text(left + (stop - start) * scale + 4, middle, "…", 14)] if part["more_after"] else []
         y += tall * told["num_stages"] + 12
+    x, lighter = left, " (later chunks lighter)" if told["num_chunks"] > 1 else ""
+    for kind, (color, name) in kinds(told).items() if heading else ():
+        name += lighter * (kind == "F")
+        parts += [rect(x, y, 11, 11, f"c{color}"), text(x + 17, y + 9.5, name, 11, kind="soft")]
+        x += 40 + 6 * len(name)
+    y += 20 * bool(heading)
     return drawing(y, parts, f"{told['name']}: {told['num_stages']} stages, {told['num_microbatches']} microbatches")
