@@ -34,7 +34,6 @@ EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens", "skipped", "val
 
 RUN = """
 [run]
-sample_tokens = 0
 compilation_cache = {cache}
 
 [mesh]

@@ -48,7 +48,7 @@ class Identity(Section):
     dir: PathKey = key("", "directory of the run's files; empty = runs/<name>")
     seed: int = key(0, "seed of the initialization, the data order and dropout", ge=0, lt=2**32)
     compilation_cache: str = key("~/.cache/meshtrain", "directory of compiled programs, reused by later runs, 8 GiB of them; empty = off")
-    sample_tokens: int = key(200, "tokens of text to generate after the last step; 0 = none", ge=0)
+    sample_tokens: int = key(0, "tokens of text to generate after the last step; 0 = none", ge=0)
 
     @model_validator(mode="after")
     def _fill_in(self):
