@@ -65,8 +65,8 @@ def priced(case: dict, given: dict | None = None):
     if network := case.get("network"):
         given["nic.share"] = network * given.get("nic.share", TABLE["nic.share"].of(case["gpu"]))
     again = case.get("recomputed", "none")
-    traits = {key: case[key] for key in ("eager", "user_buffers", "overlaps", "short_ends", "grad_bytes") if key in case}
-    practice = Practice(recomputed=RECOMPUTED.get(again) or (again,) * 3, shared_head=False, by_columns=False, bucketed=True, **traits)
+    traits = {key: case[key] for key in ("eager", "user_buffers", "grad_bytes") if key in case}
+    practice = Practice(recomputed=RECOMPUTED.get(again) or (again,) * 3, shared_head=False, bucketed=True, **traits)
     rated = Rates(hardware.get(case["gpu"]), Assumptions(case["gpu"], given))
     placed = place(rows, cfg, Layout(rules.parse(text), mesh.sizes), mesh, practice)
     replicas = mesh.sizes["data"] * mesh.sizes["fsdp"]

@@ -25,20 +25,15 @@ class Practice:
     """How a framework runs a step; the defaults are this project's.
 
     recomputed: shares of a layer's forward products, attention and elementwise work that its backward does again; None: as
-    training.remat says. shared_head: all stages work on the head; else it stands on the last. short_ends: the first and last
-    stage have one layer less than the others. grad_bytes: of a gradient's element as it is reduced. by_columns: an embedding
-    that is split over its columns alone is looked up where it lies, and rows travel instead of the table. bucketed: what is
-    reduced and gathered once a step hides behind a microbatch, and reductions of a layer behind the next, in buckets; ours wait
-    for the end of the loops that XLA makes.
+    training.remat says. shared_head: all stages work on the head; else it stands on the last. grad_bytes: of a gradient's
+    element as it is reduced. bucketed: what is reduced and gathered once a step hides behind a microbatch, and reductions of a
+    layer behind the next, in buckets; ours wait for the end of the loops that XLA makes.
     """
     recomputed: tuple[float, float, float] | None = None
     eager: bool = False
     user_buffers: bool = False
-    overlaps: bool = True
     shared_head: bool = True
-    short_ends: bool = False
     grad_bytes: int = 4
-    by_columns: bool = True
     bucketed: bool = False
 
 
@@ -177,7 +172,7 @@ class Placed:
             return self.cfg.num_layers
         if practice.shared_head:        # ours: filled up with layers that cost the same and do nothing
             return stages.padded(self.cfg, self.layout.sizes["stage"] * options.chunks) // self.layout.sizes["stage"]
-        return (self.cfg.num_layers + 2 * practice.short_ends) / self.layout.sizes["stage"]
+        return self.cfg.num_layers / self.layout.sizes["stage"]
 
     def visits(self, options: Options, practice: Practice) -> tuple[float, float, float]:
         """How often a step works through a layer: forward, backward for its input, for its weights. In our pipelines stages
@@ -287,7 +282,7 @@ def _place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice, leads:
             lies |= {"params": in_use, "grads": in_use}
         uses = 1
         if info.role == "embedding":
-            columns = practice.by_columns and layers.lies_by_columns(layout, info.axes)
+            columns = layers.lies_by_columns(layout, info.axes)
             uses = (not columns) + (cfg.tie_embeddings and info.axes[0] == "vocab")
             travel["looked_up"][_ordered(lies["params"])] += columns * (1 + info.trainable)
         _send(travel, layout, info, {table: axes - in_use for table, axes in lies.items()}, whole, depth, uses,

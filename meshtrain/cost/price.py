@@ -105,11 +105,7 @@ def price(placed: Placed, rated: Rates, options: Options, practice: Practice = P
         idle_s = bubble_s(_stage(work, layers, waits_s), options.schedule, p, m, options.chunks)
     elif p > 1:                         # of runtimes with one program a stage: 1F1B and its interleaved form
         idle_s = (p - 1) / options.chunks * stage_s
-    last_layers = layers - 1 if practice.short_ends else layers
-    if p > 1 and not practice.shared_head:
-        steady = max(stage_s, last_layers * (layer_s + waits_s) + head_s)
-    else:
-        steady = stage_s + head_s
+    steady = stage_s + head_s
     ahead, ahead_s = _ahead(placed, rated, options, practice)
     idle_s += (placed.rounds(options) * p / m - 1) * ahead_s
     update_s = rated.stream_s(UPDATE_BYTES * placed.updated)
@@ -182,8 +178,6 @@ class _Waits:
         for (name, beside, layer), seconds in together.items():
             near = "overlap.experts" if name == traffic.EXPERTS else "overlap.fsdp"
             hide = assumed[{traffic.MICROBATCH: "overlap.data", traffic.ONCE: "overlap.once"}.get(beside, near)]
-            if not practice.overlaps and name != "context":
-                hide = 0.0
             alone = (1 - assumed["overlap.reduced"]) * reduced[name, beside, layer] * (not practice.bucketed)
             exposed_s = (1 - hidden.get(name, 0.0)) * _beside(seconds, alone, compute[beside], hide, assumed["link.contend"])
             exposed_s *= m * layers / visits if layer else 1.0      # what masked visits wait for is the bubble's
