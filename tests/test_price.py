@@ -43,7 +43,7 @@ def priced(rule: str, mesh: dict, options: Options, preset="llama3-8b", gpu="h10
 def test_51_published_runs_are_met_with_nothing_fitted_to_any_of_them():
     errors = sorted(abs(error) for _, error in published.errors())
     assert len(errors) == 51
-    assert statistics.median(errors) <= .06 and errors[45] <= .13 and errors[-1] <= .25     # 4.1%, 11.2%, 21.6%
+    assert statistics.median(errors) <= .06 and errors[45] <= .13 and errors[-1] <= .25     # 4.0%, 11.2%, 21.6%
 
 
 def test_no_generation_of_gpus_is_priced_too_cheap_or_too_dear_as_a_whole():
