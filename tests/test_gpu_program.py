@@ -30,7 +30,7 @@ MODEL = dict(vocab_size=8192, embed_dim=D, num_layers=L, num_heads=16, num_kv_he
 PROJECTIONS = 7  # query, key, value, out, gate, up, down
 MESHES = {
     "ddp": dict(fsdp=64), "zero1": dict(fsdp=64), "zero2": dict(fsdp=64), "zero3": dict(fsdp=64),
-    "hsdp": dict(data=8, fsdp=8), "ddp, tensor": dict(data=16, tensor=4),
+    "hsdp": dict(data=8, fsdp=8), "hsdp_zero1": dict(data=8, fsdp=8), "ddp, tensor": dict(data=16, tensor=4),
     "zero3, tensor": dict(data=2, fsdp=8, tensor=4),
 }  # fmt: skip
 # What these promise the others promise apart: zero1 and zero3, all-reduces over data, zero3 with tensor.
@@ -92,13 +92,16 @@ def expected(rule: str, made) -> dict:
         want["all-gather", weights, "bf16"] = (PROJECTIONS + 2, 2 * (L * n["layer"] + n["embedding"] + n["head"]))
     if rule == "zero2":
         want["reduce-scatter", weights, "f32"] = (None, 4 * M * (L * n["layer"] + n["embedding"] + n["head"]))
-    if rule in ("zero3", "hsdp"):
+    if rule in ("zero3", "hsdp", "hsdp_zero1"):
         # The embedding is not reduced: its columns lie whole on one device. Two all-to-alls carry its rows.
         want["all-to-all", ("fsdp",), "bf16"] = (2 * M, 2 * M * B // M // plan["data"] // plan["fsdp"] * T * D * 2)
         want["reduce-scatter", ("fsdp",), "f32"] = (None, 4 * M * (L * n["layer"] + n["head"]))
         want["all-gather", ("fsdp",), "bf16"] = (M * (2 * L * PROJECTIONS + 1), 2 * M * (2 * L * n["layer"] + n["head"]))
     if rule == "hsdp":
         want["all-reduce", ("data",), "f32"] = (None, 4 * n["all"] // plan["fsdp"])
+    if rule == "hsdp_zero1":
+        want["reduce-scatter", ("data",), "f32"] = (every_leaf, 4 * n["all"] // plan["fsdp"])
+        want["all-gather", ("data",), "bf16"] = (PROJECTIONS + 2, 2 * (L * n["layer"] + n["embedding"] + n["head"]) // plan["fsdp"])
     if rule == "ddp, tensor":
         want["all-reduce", ("data",), "f32"] = (None, 4 * n["all"])
     if rule == "zero3, tensor":
