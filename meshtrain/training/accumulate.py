@@ -167,6 +167,8 @@ def _by_hand(step: StepSpec):
         for backward, w, saved, total in reversed(done):
             dx_BTD, total = backward(w, e, *saved, dx_BTD, total, True)
             sums.append(total)
+        if ex.in_order:     # XLA gathers token ids for the embedding's gradient, and would do so beside the loops above
+            _, back_of_embed = jax.vjp(lambda ends: model.embed(ex, with_frozen(ends), after(microbatch, dx_BTD), key), ends)
         of_embed, = back_of_embed(dx_BTD)
         if ex.in_order:
             of_head, nll = after((of_head, nll), dx_BTD)
