@@ -245,7 +245,7 @@ class _Program:
         core = next((i for i in held if i.op.removesuffix("-start") in audit.KINDS), None)
         if core is None:
             return None
-        rows = audit.collective_rows(self.module, hlo.Visit(inside, core, 1, started, False, False), self.mesh_shape)
+        rows = audit.collective_rows(self.module, hlo.Visit(inside, core, 1, started, False), self.mesh_shape)
         kind, group = core.op.removesuffix("-start"), self._group(core)
         seconds = self.prices.collective_s(kind, sum(row.payload_bytes for row in rows), group)
         return seconds, started and '"is_sync":true' not in ins.attrs, tuple(rows)
