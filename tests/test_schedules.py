@@ -124,12 +124,6 @@ def test_what_has_no_table_is_refused_with_the_nearest(name, p, m, v, parts):
 
 # ---- schedules broken on purpose ----------------------------------------------------------------------------------------
 
-def rebuilt(schedule, ops):
-    """The schedule that a generator with these ops would have made."""
-    return schedules._schedule(schedule.name, schedule.family, schedule.num_stages, schedule.num_microbatches, schedule.num_chunks,
-                            schedule.split, ops)
-
-
 def changed(schedule, name, index, value):
     columns = dict(schedule.columns)
     columns[name] = columns[name].copy()

@@ -23,7 +23,7 @@ def made():
 
 
 def program(*rows: Collective) -> Program:
-    return Program(rows, (), (), (), (), (), ())
+    return Program(rows, (), (), (), (), ())
 
 
 def gather(dims, axes=("fsdp",), trips=4, kind="all-gather") -> Collective:
