@@ -104,6 +104,16 @@ def test_groups_compute_what_their_layers_compute_one_by_one(groups, paths):
     check_gradients(grads, expected_grads)
 
 
+def test_parameters_are_listed_as_the_tree_has_its_leaves_in_a_period_of_eleven():
+    """A step pairs the two: roles with gradients. "10" stands before "2"."""
+    model = model_of(("layers", (Layer,) * 11, 1))
+    p = jax.eval_shape(model.init, jax.random.key(0))
+    leaves = [tuple(key.key for key in path) for path, _ in jax.tree.leaves_with_path(p)]
+    assert leaves == [info.path for info in model.parameters()] and (LAYERS, "10") < (LAYERS, "2") and leaves[0][0] == "embedding"
+    of = {info.path: info.role for info in model.parameters()}
+    assert [of[path] for path in leaves] == [info.role for info in model.parameters()] and len(set(of.values())) > 3
+
+
 @pytest.mark.parametrize("groups", [PERIOD, LEADING], ids=["a period of two", "leading layers"])
 def test_parameter_table_of_groups_is_that_of_their_tree(groups):
     """What rules, checkpoints and optimizers read: every leaf in its order, with its stacked dim."""

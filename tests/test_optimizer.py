@@ -219,6 +219,14 @@ def test_state_axes_name_every_dim_of_the_state(name):
     assert sum(sizes) >= moments * sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
+def test_a_constant_dim_of_the_state_is_no_dim_of_a_parameter():
+    """Whatever its size: one that a probe has once is another in the next."""
+    held = lambda params: {"table": jnp.zeros((1009, 1010, 3)), "moments": jax.tree.map(jnp.zeros_like, params)}
+    tx = optax.GradientTransformation(held, lambda grads, state, params=None: (grads, state))
+    axes = optimizer.state_axes(tx, jax.eval_shape(random_params), AXES)
+    assert axes["table"] == (None, None, None) and axes["moments"] == AXES
+
+
 def test_adafactor_rows_and_columns_get_the_axes_that_remain():
     tx = build(config("adafactor"))
     moments = optax.tree.get(optimizer.state_axes(tx, jax.eval_shape(random_params), AXES), "moments")

@@ -98,21 +98,24 @@ def state_axes(tx: optax.GradientTransformation, abstract_params: Any, logical_a
     `jax.tree.map(lambda leaf, axes: …, jax.eval_shape(tx.init, params), axes_tree)`.
 
     Optimizers keep copies, rows, columns and counters under structures of their own. Instead of knowing each: `init` is
-    traced on parameters whose every dim has a size that occurs nowhere else, and a dim of the state tells by its size where
-    it comes from.
+    traced twice on parameters whose every dim has a size that occurs nowhere else, and a dim of the state tells by its sizes
+    where it comes from. One that is the same in both is a constant (muon keeps three coefficients).
     """
-    sizes = itertools.count(1009)  # above any constant size in a state (muon keeps three coefficients)
     axis_of_size = {}
 
-    def probe(leaf, axes):
-        if len(axes) != leaf.ndim:
-            raise ValueError(f"logical axes {axes} do not fit a parameter of shape {leaf.shape}: one name or None per dim")
-        shape = tuple(itertools.islice(sizes, leaf.ndim))
-        axis_of_size.update(zip(shape, axes, strict=True))
-        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+    def probed(first: int):
+        sizes = itertools.count(first)
 
-    probes = jax.eval_shape(tx.init, jax.tree.map(probe, abstract_params, logical_axes))
-    return jax.tree.map(lambda leaf: tuple(axis_of_size.get(size) for size in leaf.shape), probes)
+        def probe(leaf, axes):
+            if len(axes) != leaf.ndim:
+                raise ValueError(f"logical axes {axes} do not fit a parameter of shape {leaf.shape}: one name or None per dim")
+            shape = tuple(itertools.islice(sizes, leaf.ndim))
+            axis_of_size.update(zip(shape, axes, strict=True))
+            return jax.ShapeDtypeStruct(shape, leaf.dtype)
+        return jax.eval_shape(tx.init, jax.tree.map(probe, abstract_params, logical_axes))
+
+    named = lambda size, other: None if size == other else axis_of_size.get(size)
+    return jax.tree.map(lambda one, two: tuple(map(named, one.shape, two.shape)), probed(1009), probed(1_000_003))
 
 
 def _rule(cfg, roles, matrix_dims, placements, dtype):
