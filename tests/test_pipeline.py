@@ -273,14 +273,13 @@ THIRDS = dict(embed_dim=48, num_heads=6, num_kv_heads=6)
     ((("ddp", dict(stage=4)), dict(schedule="interleaved", training=dict(microbatches=6))), ["multiple of mesh.stage=4", "8"]),
     ((("ddp", dict(stage=4)), dict(model=dict(num_layers=6), pipeline=dict(uneven="refuse"))),
      ["model.num_layers=6", "mesh.stage=4", "e.g. 8"]),
-    ((("zero3", dict(stage=2, fsdp=2)), dict()), ["mesh.stage=2", 'layers = "stage"', "zero3.toml", "*pipeline.toml"]),
     # Taken from the stages, a vocabulary of 512 must still divide over tensor.
     ((("zero1", dict(stage=2, tensor=3)), dict(model=THIRDS, data=dict(seq_len=48))),
      ["vocab=512", "tensor 3", "model.vocab_size"]),
     ((("ddp", dict(stage=4)), dict(training=dict(remat="offload"))), ['training.remat="offload"', "mesh.stage=4", '"full"']),
     ((("ddp", dict(stage=4)), dict(schedule="interleaved", chunks=3, model=dict(num_layers=7))),
      ["pipeline.chunks=3", "num_layers=7", "without a layer", "use at most 2"]),
-], ids=["chunks", "microbatches", "layers", "rules", "vocabulary", "offload", "empty chunks"])  # fmt: skip
+], ids=["chunks", "microbatches", "layers", "vocabulary", "offload", "empty chunks"])  # fmt: skip
 def test_pipeline_that_cannot_be_is_refused_in_one_line(case, parts):
     with pytest.raises(config.ConfigError) as error:
         assembled(*case[0], **case[1])
@@ -308,13 +307,16 @@ def test_auto_takes_the_schedule_with_the_least_modelled_bubble_and_says_so():
     assert made.program.schedule.num_chunks == 2
 
 
-def test_rules_that_put_stage_elsewhere_are_refused(tmp_path):
+@pytest.mark.parametrize("params, parts", [
+    ('layers = "stage"\nmlp = "stage"\nvocab = "stage"\n', ["mlp: only layers and vocab", "not in [activations]"]),
+    ('embed = "data"\n', ["mesh.stage=2", 'layers = "stage" in [params], [grads], [optimizer]', "add the line"])])
+def test_rules_that_put_stage_elsewhere_or_nowhere_are_refused(tmp_path, params, parts):
     path = tmp_path / "mine.toml"
-    path.write_text('[params]\nlayers = "stage"\nmlp = "stage"\nvocab = "stage"\n[activations]\nbatch = "data"\n')
+    path.write_text(f'[params]\n{params}[activations]\nbatch = "data"\n')
     run = run_of("ddp", dict(stage=2)).model_copy(update={"sharding": config.Sharding(rules=str(path))})
     with pytest.raises(config.ConfigError) as error:
         assembly.assemble(run, jax.devices()[:2])
-    assert "mlp: only layers and vocab" in str(error.value) and "not in [activations]" in str(error.value)
+    assert all(part in str(error.value) for part in parts), error.value
 
 
 def test_a_section_that_the_mesh_has_no_use_for_is_named():
