@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from meshtrain import config, devices
+from meshtrain import config, devices, files
 from meshtrain.cluster import agree, find, meet
 from meshtrain.config import ConfigError
 from meshtrain.model import transformer
@@ -78,6 +78,8 @@ def flags(argv: Sequence[str]) -> tuple[list[str], int, str, int, bool]:
         shard_bytes = 0
     if shard_bytes < 1:
         faults.append(f"--shard-gb {size} is not a size; give gigabytes, e.g. 5 or 0.5")
+    faults += [f"{name} is an address, and only directories can be written; mount it, or copy the folder there afterwards"
+               for name in asked.names[1:] if "://" in name]
     if faults:
         raise ConfigError(*faults)
     return asked.names, int(step), dtype, shard_bytes, alone
@@ -85,10 +87,12 @@ def flags(argv: Sequence[str]) -> tuple[list[str], int, str, int, bool]:
 
 def _table(directory: Path) -> str:
     """The section [model] of a folder. Raises: ConfigError with every fault of it."""
-    if not folder.is_one(directory) and (directory / "checkpoints").is_dir():
+    if not folder.is_one(directory) and os.path.isdir(directory / "checkpoints"):
         raise ConfigError(f"{directory} is a run's directory; name the model folder that its weights are to be written to, too: "
                           f"python -m meshtrain.convert {directory} OUT")
     with config.user_errors():
+        if not files.is_dir(directory):
+            raise ConfigError(f"{directory} is not a directory; name a model folder of Hugging Face's, or a run's directory and OUT")
         found = folder.open_folder(directory)
         shape = config.Model(**found.model)
         folder.match(found, shape, transformer.build(shape).names())

@@ -61,12 +61,15 @@ def patiently(act: Callable[[], Value], *, missing: bool = False) -> Value:
 
 
 def status(path: str | os.PathLike) -> os.stat_result | None:
-    """os.stat of `path`; None where nothing is there. Raises: FileSystemError, PermissionError: neither says that nothing is there."""
+    """os.stat of `path`; None where nothing is there, nor can be by this name. Raises: FileSystemError; ValueError where the look is
+    not permitted: neither says that nothing is there."""
     try:
         return patiently(lambda: os.stat(path))
     except OSError as error:
         if isinstance(error, PermissionError) or not is_mistake(error):
-            raise judged(error, f"{path} cannot be looked at", "") from None
+            raise judged(error, f"{path} cannot be looked at", "give the permission, or name another") from None
+        return None
+    except ValueError:      # a null in the name
         return None
 
 
@@ -74,6 +77,12 @@ def is_file(path: str | os.PathLike) -> bool:
     """Whether a regular file is there. Unlike os.path.isfile, no when the file system does not answer. Raises: see `status`."""
     found = status(path)
     return found is not None and stat.S_ISREG(found.st_mode)
+
+
+def is_dir(path: str | os.PathLike) -> bool:
+    """The same of a directory."""
+    found = status(path)
+    return found is not None and stat.S_ISDIR(found.st_mode)
 
 
 def judged(error: OSError, what: str, remedy: str, mistake: type[Exception] = ValueError) -> Exception:

@@ -148,7 +148,7 @@ def _expected(path: str) -> expect.Expected:
 def _check_writable(path: str) -> None:
     """Before anything is compiled; touches nothing. Raises: ConfigError."""
     parent = Path(path).parent
-    fault = ("it is a directory" if Path(path).is_dir() else f"there is no directory {parent}" if not parent.is_dir() else
+    fault = ("it is a directory" if os.path.isdir(path) else f"there is no directory {parent}" if not os.path.isdir(parent) else
              "" if os.access(path if os.path.exists(path) else parent, os.W_OK) else "that is not permitted")
     if fault:
         raise ConfigError(f"--expect={path} cannot be written: {fault}; name a file that can")

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from meshtrain import assembly, config, devices
+from meshtrain import assembly, config, devices, files
 from meshtrain.config import ConfigError, Run
 from meshtrain.data import sources, tokenizer
 from meshtrain.inference import placement
@@ -172,9 +172,12 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
     keys: that the command takes besides KEYS, see `config.resolve`. Raises: ConfigError.
     """
     allowed, path = (*KEYS, *keys), Path(directory)
-    if not path.is_dir():
+    with config.user_errors():
+        there = files.is_dir(path)
+        of_run = files.is_dir(path / "checkpoints")
+    if not there:
         raise ConfigError(f"{directory} is not a directory; name a run's directory, or a model folder of Hugging Face's")
-    if not folder.is_one(path) and not (path / "checkpoints").is_dir():
+    if not folder.is_one(path) and not of_run:
         raise ConfigError(f"{directory} has neither config.json nor checkpoints/: it is no model folder of Hugging Face's and no run's "
                           "directory that has saved one; name one of the two")
     if folder.is_one(path):
@@ -196,8 +199,8 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
     with config.user_errors():
         saved = checkpoints.metadata(step)["run"]
     run, given = _resolved({"model": {**saved["model"], "matmul_dtype": "auto"}, "data": saved["data"]}, words, allowed, command)
-    files = path / pretrained.KEPT
-    return Trained(path, run, given, (checkpoints, step), files if folder.is_one(files) else None)
+    kept = path / pretrained.KEPT
+    return Trained(path, run, given, (checkpoints, step), kept if folder.is_one(kept) else None)
 
 
 def _resolved(tables: Mapping, words: Sequence[str], allowed: Sequence[str], command: str) -> tuple[Run, frozenset[str]]:

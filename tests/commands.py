@@ -8,6 +8,7 @@ import dataclasses
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,19 @@ def refused(ran: Ran, *parts: str) -> None:
     assert ran.err.startswith("error: ") and ran.err.count("error:") == 1, ran.err
     assert "Traceback" not in ran.err + ran.out
     assert [part for part in parts if part not in ran.err] == [], ran.err
+
+
+@contextlib.contextmanager
+def limited(seconds: int):
+    def late(number, frame):
+        raise AssertionError(f"no answer within {seconds} s")
+    old = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, old)
 
 
 def process(*words, **options) -> subprocess.Popen:

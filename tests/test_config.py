@@ -71,7 +71,7 @@ def test_dump_keeps_any_text(dir, paths):
     assert tables["data"]["paths"] == paths
 
 
-@given(learning_rate=st.floats(min_value=0, exclude_min=True, allow_infinity=False), steps=st.integers(min_value=1))
+@given(learning_rate=st.floats(min_value=0, exclude_min=True, allow_infinity=False), steps=st.integers(1, 2**31 - 1))
 def test_dump_keeps_every_bit_of_a_number(learning_rate, steps):
     text = config.dump(config.Run(optimizer={"learning_rate": learning_rate}, training={"steps": steps}))
     assert tomllib.loads(text)["optimizer"]["learning_rate"] == learning_rate

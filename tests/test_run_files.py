@@ -2,16 +2,15 @@
 
 300 in every run of the suite, others with every commit, and 10,000 marked slow.
 """
-import contextlib
 import math
 import random
-import signal
 import tomllib
 from pathlib import Path
 
 import draws
 import pytest
 import sampling
+from commands import limited
 
 from meshtrain import assembly, config
 from meshtrain.config.messages import toml
@@ -96,19 +95,6 @@ def a_rule_file(rng: random.Random, directory: Path) -> Path:
     path = directory / "rules.toml"
     path.write_text(text, errors="surrogatepass", encoding="utf-8")
     return path
-
-
-@contextlib.contextmanager
-def limited(seconds: int):
-    def late(number, frame):
-        raise AssertionError(f"no answer within {seconds} s")
-    old = signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, old)
 
 
 def judged(argv) -> str:

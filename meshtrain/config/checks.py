@@ -57,6 +57,8 @@ def _text_problems(run: Run):
                     continue
                 if name not in PATHS:
                     continue
+                if "\0" in text:
+                    yield f"{name}={toml(text)} has a null character, which no name of a file can; take it out"
                 try:
                     os.fsencode(text)
                 except UnicodeEncodeError:

@@ -38,7 +38,9 @@ def split(argv: Iterable[str], usage: str, values: Mapping[str, str], flags: Seq
         word = left.pop(0)
         option, equals, value = word.partition("=")
         name = option.removeprefix("--")
-        if not word.startswith("-"):
+        if not word:
+            faults.append(f"'' names nothing; the usage is {usage}")
+        elif not word.startswith("-"):
             names.append(word)
         elif "." in name or word in ("--help", "-h"):
             takes = "." in name and not equals and left and not left[0].startswith("--")

@@ -200,7 +200,7 @@ class Data(Section):
 class Training(Section):
     """[training]: the step."""
 
-    steps: int = key(100, "optimizer steps", ge=1)
+    steps: int = key(100, "optimizer steps", ge=1, lt=2**31)
     microbatches: int = key(1, "parts a step's batch is worked through in", ge=1)
     remat: Literal["none", "selective", "full", "offload"] = key(
         "none", "what the backward pass recomputes instead of keeping; offload: as full, layers' inputs wait on the host"

@@ -21,6 +21,7 @@ from pathlib import Path
 import jax
 from jax.sharding import NamedSharding, PartitionSpec as P, get_abstract_mesh
 
+from meshtrain import files
 from meshtrain.layout.mesh import pmax
 from meshtrain.names import AXES
 from meshtrain.shipped import shipped
@@ -68,7 +69,9 @@ def parse(text: str, path: str = "<rules>") -> Rules:
 def _read(path: Path, prefix: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:      # not there, not UTF-8, a name with a null
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{prefix}cannot read {path}: byte {error.start} is not UTF-8; a rule file is TOML in UTF-8") from None
+    except (OSError, ValueError) as error:      # not there, a name with a null
         raise ValueError(f"{prefix}cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
@@ -104,7 +107,7 @@ def _extended(name, path: Path, extending: Sequence[Path]) -> Path:
         raise ValueError(f'{path}: {EXTENDS} = {name!r}: must name one rule file, e.g. {EXTENDS} = "ddp"')
     file = name if name.endswith(".toml") else f"{name}.toml"
     places = [path.parent / file, shipped("sharding_rules") / file]
-    there = [place for place in places if place.is_file()]
+    there = [place for place in places if files.is_file(place)]
     for place in there:
         if not any(place.exists() and one.exists() and place.samefile(one) for one in extending):
             return place

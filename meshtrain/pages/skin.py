@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from meshtrain import files
 from meshtrain.units import seconds, size
 
 ON_PAPER = 25       # as skin.css has it
@@ -192,9 +193,9 @@ def _exact(cell: Cell) -> str:
 
 def check_free(option: str, path: str) -> None:
     """Before anything is computed. Raises: ValueError where nothing may or can be written there."""
-    if Path(path).exists():
+    if files.status(path):
         raise ValueError(f"{option}={path} is there already; name another file, or remove it")
-    if not Path(path).parent.is_dir():
+    if not files.is_dir(Path(path).parent):
         raise ValueError(f"{option}={path} cannot be written: there is no directory {Path(path).parent}; name a file that can")
 
 

@@ -222,7 +222,7 @@ def _files(rows: Sequence[folder.Row], num_layers: int, kind: str, shard_bytes: 
 @contextlib.contextmanager
 def _begun(directory: Path, place: Path) -> Iterator[None]:
     """By process 0: `directory` is free, `place` is there and empty, and both are this process's until the block ends."""
-    if directory.is_dir() and any(directory.iterdir()) or directory.exists() and not directory.is_dir():
+    if files.status(directory) and not (files.is_dir(directory) and not any(directory.iterdir())):
         raise ConfigError(f"{directory} is there already, and nothing is written over; name another directory")
     with contextlib.ExitStack() as held:
         try:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from meshtrain import files
 from meshtrain.names import LOAD_BY_LAYER
 from meshtrain.run import goodput, history, rows, rundir
 
@@ -30,9 +31,9 @@ CURVES = ("step", "loss", "val_loss", "tokens_per_s", "mfu", "step_time_s", "gra
 
 def of(directory: Path) -> dict:
     """Everything, as JSON. Raises: ValueError where the directory holds no run, or a file of it is broken."""
-    if not directory.is_dir():
+    if not files.is_dir(directory):
         raise ValueError(f"{directory} is no directory; name the run.dir of a run, e.g. runs/quickstart")
-    if not (directory / "config.toml").is_file():
+    if not files.is_file(directory / "config.toml"):
         raise ValueError(f"{directory} is no run directory (no config.toml); name the run.dir of a run, e.g. runs/quickstart")
     try:
         run = tomllib.loads((directory / "config.toml").read_text(encoding="utf-8"))

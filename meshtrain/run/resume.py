@@ -199,7 +199,8 @@ def source(directory: Path, step: int, name: str, option: str = "checkpoint.step
     Raises: ConfigError where there is none.
     """
     saved = directory / "checkpoints"
-    checkpoints = Checkpoints(saved, read_only=True) if saved.is_dir() else None
+    with user_errors():
+        checkpoints = Checkpoints(saved, read_only=True) if files.is_dir(saved) else None
     if checkpoints and step:
         _check_saved(checkpoints, step, option, only_params=only_params)
         return checkpoints, step

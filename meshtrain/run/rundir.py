@@ -100,7 +100,7 @@ def _claimed(run: Run) -> Iterator[str]:
     if ours and run.checkpoint.resume == "never":
         raise ConfigError(f"run.dir={directory} already holds a run, and checkpoint.resume=\"never\"; give another "
                           "run.name or run.dir, or resume=\"auto\" to go on with it")
-    locked_before = (directory / LOCK).exists()
+    locked_before = files.status(directory / LOCK) is not None
 
     def opened():
         directory.mkdir(parents=True, exist_ok=True)
