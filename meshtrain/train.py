@@ -82,6 +82,8 @@ def main(argv: Sequence[str]) -> int:
             where = traceback.extract_tb(error.__traceback__)[-1]
             return _fail(FAILED, f"error: {disk.said(error)}, in {where.name} of {where.filename}; see to the file system (its room, its "
                                  "mounts, its server) and start again", error)
+        if agree.told_by_first(error):      # process 0 has its traceback
+            return _fail(FAILED, "", error)
         _wait_for_stop(error)
         raise
 

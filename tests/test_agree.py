@@ -6,8 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
+from meshtrain import train
 from meshtrain.cluster import agree, meet
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -131,6 +133,19 @@ def test_who_does_not_come_to_an_agreement_is_named_and_nobody_waits_for_ever(sa
 def test_a_process_that_fails_alone_ends_at_once(children, said):
     """jax's own orderly end would wait for the others, who wait for this one."""
     assert children[1].wait(10) == 1 and "RuntimeError: alone" in children[1].stderr.read()
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_an_internal_error_that_all_raise_has_its_traceback_in_process_0_alone(index, monkeypatch, capfd):
+    def load(argv):
+        raise agree.agreed(ValueError("a bug in process 0"))
+    monkeypatch.setattr(train.config, "load", load)
+    monkeypatch.setattr(jax, "process_index", lambda: index)
+    if index:
+        assert train.main([]) == 1 and capfd.readouterr() == ("", "")
+    else:
+        with pytest.raises(ValueError, match="a bug in process 0"):
+            train.main([])
 
 
 def test_one_process_decides_alone():
