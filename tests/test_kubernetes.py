@@ -247,6 +247,13 @@ def test_what_pods_leave_that_never_met_is_no_strangers(tmp_path):
     assert not contents.is_left_by_starts(tmp_path)
 
 
+def test_processes_of_a_start_are_told_which_one_it_is(jobset, tmp_path):
+    """By it those of an older start, late, are strangers to those of this one."""
+    ours = Pods(jobset, tmp_path, *["print('start', os.environ['MESHTRAIN_START']); sys.exit(start == 1)"] * 2)
+    ours.attempt(0), ours.attempt(1)
+    assert [[re.findall("^start (.*)$", log, re.M) for log in logs] for logs in ours.logs] == [[["0"]] * 2, [["1"]] * 2]
+
+
 @pytest.mark.parametrize("code", [0, 2])
 def test_the_code_of_a_run_that_is_over_is_the_pods(code, jobset, tmp_path):
     assert Pods(jobset, tmp_path, f"sys.exit({code})").attempt(0) == [code]
