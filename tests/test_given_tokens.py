@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import Opened, fault, section, write_tokens
+from corpora import Opened, fault, section, write, write_tokens
 
 from meshtrain import config
 from meshtrain.data import given_tokens, token_files
@@ -307,3 +307,20 @@ def test_more_files_than_a_process_may_open_are_read_without_opening_one_twice(t
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert len(opened) == 150
+
+
+def test_hosts_that_number_inodes_differently_read_a_note_s_files_once_each(tmp_path, monkeypatch):
+    """As FUSE file systems may. One host after another starts, then all again."""
+    stamp, checksum, read = token_files.stamp, token_files.checksum, []
+    monkeypatch.setattr(token_files, "checksum", lambda *args: read.append(1) or checksum(*args))
+    given = section([write_tokens(tmp_path / "a.tokens.npy", [[1, 2], [3]], np.uint16)], bos_token="0")
+    of_cache = section([write(tmp_path / "a.jsonl", ["one", "two"])])
+    for data in (given, of_cache):
+        began = []
+        for host in (0, 7, 8, 0, 7, 8):
+            read.clear()
+            with monkeypatch.context() as there:
+                there.setattr(token_files, "stamp", lambda path: (stamp(path)[0] + host, *stamp(path)[1:]))
+                Opened(data, tmp_path)
+            began.append(bool(read))
+        assert began[1:] == [True, True, False, False, False], data.source

@@ -153,7 +153,7 @@ def test_a_cache_that_the_file_system_refuses_to_show_is_not_built_again(pattern
         monkeypatch.setattr(owner, name, stale)
     with pytest.raises(files.FileSystemError, match="cannot be read"):
         Opened(data, tmp_path)
-    refusals[0] = 2     # when it is looked for, and once more
+    refusals[0] = 1     # of the two tries
     opened = Opened(data, tmp_path)
     assert opened.texts() == ["one", "two"] and opened.told == [] and counted == ["a.jsonl"] and refusals == [0]
 
@@ -230,7 +230,7 @@ def test_two_runs_that_fill_one_cache_divide_the_work_and_wait_for_each_other(tm
     wait_until(lambda: list(tmp_path.glob(".meshtrain/*/1.jsonl-*.tmp")))
     second = start_child(tmp_path, stop_at="")
     said = [second.stdout.readline() for _ in range(2)]
-    assert "tokenizing 2 files" in said[0] and "waiting for another process" in said[1]
+    assert "tokenizing 2 files" in said[0] and "in use by another process; waiting" in said[1]
     made = {path.name[0]: path.stat() for path in tmp_path.glob(".meshtrain/*/*.tokens.npy")}
     assert set(made) == {"0", "2"}  # 2 by the second, while the first had 1
     (tmp_path / "go").touch()
@@ -261,13 +261,13 @@ def test_a_process_that_gives_no_sign_of_life_is_waited_for_a_while_and_named(tm
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, home, path], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "held\n"
-        monkeypatch.setattr(parts, "SILENT_SECONDS", 0.5)
+        monkeypatch.setattr(files, "LOCK_WAIT_S", 0.5)
         monkeypatch.setattr(parts, "POLL_SECONDS", 0.05)
         owner, told = f"process {holder.pid} on {socket.gethostname()}", []
-        with pytest.raises(files.FileSystemError, match=f"{owner} holds a.jsonl-.* no sign of life for .*set data.cache") as caught:
+        with pytest.raises(files.FileSystemError, match=f"token cache: a.jsonl-.* in use by {owner}, and did not come free within 0.5 s; see whether") as caught:
             sources.open_corpus(section([path]), vocab_size=512, cache_dir=tmp_path, tell=told.append)
-        assert "\n" not in str(caught.value) and any(f"waiting for {owner}" in line for line in told)
-        monkeypatch.setattr(parts, "SILENT_SECONDS", 60)
+        assert "\n" not in str(caught.value) and any(f"in use by {owner}; waiting" in line for line in told)
+        monkeypatch.setattr(files, "LOCK_WAIT_S", 60)
         threading.Timer(0.3, holder.communicate).start()       # it ends
         assert Opened(section([path]), tmp_path).texts() == ["one"]
     finally:

@@ -71,15 +71,16 @@ class Given:
 
     def look(self) -> token_files.Pair | None:
         """See parts.Part."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            note = json.loads(self.manifest.read_text(encoding="utf-8"))
-            if note["stamps"] == self._stamps(note["derived"]):
-                return self._open(note)
-        return None
+        return parts.asked(self.home, self._look)
+
+    def _look(self) -> token_files.Pair | None:
+        note = json.loads(self.manifest.read_text(encoding="utf-8"))
+        stamps = self._stamps(note["derived"])
+        return self._open(note | {"stamps": stamps}) if parts.knows(note, stamps) else None
 
     def check(self, job: Job) -> tuple[token_files.Pair | None, str]:
         """See parts.Part. Raises: ValueError where the file's bytes are others although it was not written to."""
-        pair = self.look()
+        pair = self.look() or parts.asked(self.home, lambda: self._known_elsewhere(job))
         if pair is None or not job.verify:
             return pair, ""
         note = json.loads(self.manifest.read_text(encoding="utf-8"))
@@ -92,6 +93,20 @@ class Given:
         if token_files.checksum(pair.ends_file.map(), job.check_stop) != note["crc32"][1]:
             return None, "its documents' ends are damaged (wrong checksum)"
         return pair, ""
+
+    def _known_elsewhere(self, job: Job) -> token_files.Pair | None:
+        """The pair where a host that numbers inodes otherwise made the note of the same bytes; they are read, and the note knows them."""
+        note = json.loads(self.manifest.read_text(encoding="utf-8"))
+        stamps = self._stamps(note["derived"])
+        if [one[1:] for one in stamps] != [one[1:] for one in note["stamps"]]:
+            return None
+        pair = self._open(note | {"stamps": stamps})
+        arrays = [pair.ids.map(), pair.ends_file.map(), *([pair.mask.map()] if pair.mask else [])]
+        if [token_files.checksum(array, job.check_stop) for array in arrays] != note["crc32"]:
+            return None
+        with contextlib.suppress(OSError):
+            parts.write_whole(self.manifest, json.dumps(parts.noted(note, stamps)))
+        return pair
 
     def _stamps(self, derived: bool) -> list[list[int]]:
         files = [*self.ids.files, *([str(self.ends)] if derived else [])]

@@ -19,15 +19,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from meshtrain import files
 from meshtrain.data import progress, token_files
 from meshtrain.data.token_files import Pair
 
+Value = TypeVar("Value")
 POLL_SECONDS = 0.2
+MOST_STAMPS = 64        # that a note keeps: a host each where inodes differ, else one
 BEAT_SECONDS = 10       # between two signs of life of a process that works at a part
-SILENT_SECONDS = 900    # without one, after which a process that holds a lock is no longer waited for
 
 
 class Stopped(Exception):
@@ -93,8 +94,7 @@ class _Work:
         self.choices, self.found, self.job, self.locks = choices, found, job, locks
         self.refused: set[Path] = set()
         self.refuted: dict[int, token_files.Stamp] = {}    # manifests whose parts were read and found wrong
-        self.waiting: list[str] = []        # what was told of it
-        self.heard = None, 0.0              # the last sign of life of the one that is waited for, and when it was seen
+        self.waiting = files.Waiting("", job.tell)
 
     def run(self, left: list[int]) -> None:
         started = time.perf_counter()
@@ -177,23 +177,35 @@ class _Work:
                     self._wait(next(iter(missing.values())))
 
     def _wait(self, part: Part) -> None:
-        """Raises: FileSystemError, where whoever has the part has been silent for too long: a host that is gone, say, whose locks a
-        server still keeps."""
+        """Raises: FileSystemError, where whoever has the part has given no sign of life for too long."""
         owner, sign = "another process", _stamp(_sign_of(part))
         with contextlib.suppress(OSError, UnicodeDecodeError):
             owner = _sign_of(part).read_text(encoding="utf-8") or owner
-        if self.heard[0] != (part.name, sign):
-            self.heard = (part.name, sign), time.monotonic()
-        silent = time.monotonic() - self.heard[1]
-        if silent > SILENT_SECONDS:
-            raise files.FileSystemError(
-                f"token cache: {owner} holds {part.name} in {part.home}, and has given no sign of life for {silent:.0f} s; end it, or where "
-                "its host is gone wait until the file system gives its locks back, and start again; or set data.cache to another directory")
-        if owner not in self.waiting:
-            self.waiting.append(owner)
-            self.job.tell(f"token cache: waiting for {owner} that fills {part.home}" if len(self.waiting) == 1 else
-                          f"token cache: waiting for {owner}, at {part.name}")
+        self.waiting.what = f"token cache: {part.name} in {part.home} is in use by "
+        self.waiting.go_on(owner, (part.name, sign))
         time.sleep(POLL_SECONDS)
+
+
+def asked(home: Path, look: Callable[[], Value]) -> Value | None:
+    """look() at what stands in a cache, with patience; None where it is not there, or not what it should be. Raises: FileSystemError:
+    a file system that refuses for a moment has not said that a part must be made again."""
+    try:
+        return files.patiently(look)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if files.is_moment(error):
+            raise files.judged(error, f"token cache: {home} cannot be read", "") from None
+        return None
+
+
+def knows(note: dict, stamps: list[list[int]]) -> bool:
+    """Whether a note was made of files that looked like this, on one host or another: some file systems number inodes by host."""
+    return stamps in [note["stamps"], *note.get("of_other_hosts", [])]
+
+
+def noted(note: dict, stamps: list[list[int]]) -> dict:
+    """The note, which from now on knows these stamps of the same content, too, and forgets the oldest."""
+    known = [note["stamps"], *note.get("of_other_hosts", [])]
+    return note | {"stamps": stamps, "of_other_hosts": [one for one in known if one != stamps][:MOST_STAMPS - 1]}
 
 
 def _sign_of(part: Part) -> Path:

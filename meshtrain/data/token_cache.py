@@ -108,15 +108,15 @@ class Tokenized:
 
     def look(self) -> token_files.Pair | None:
         """See parts.Part."""
-        try:
-            manifest = json.loads(self.manifest.read_text(encoding="utf-8"))
-            if manifest["stamps"] != self._stamps():
-                return None
-            if any(_quick(path) != (one["size"], one["mtime_ns"]) for path, one in zip(self.inputs, manifest["inputs"])):
-                return None
-            return self._open(manifest)
-        except (OSError, ValueError, KeyError, TypeError):
+        return parts.asked(self.home, self._look)
+
+    def _look(self) -> token_files.Pair | None:
+        manifest = json.loads(self.manifest.read_text(encoding="utf-8"))
+        if not parts.knows(manifest, self._stamps()):
             return None
+        if any(_quick(path) != (one["size"], one["mtime_ns"]) for path, one in zip(self.inputs, manifest["inputs"])):
+            return None
+        return self._open(manifest)
 
     def check(self, job: Job) -> tuple[token_files.Pair | None, str]:
         """See parts.Part. Files of the cache are read where they are not as they were noted, or all are to be verified. Raises:
@@ -141,7 +141,7 @@ class Tokenized:
             if [one["blake2b"] for one in new] != [one["blake2b"] for one in old]:
                 return None, "the file has changed"
             pair, stamps = self._open(manifest), self._stamps()
-            if stamps != manifest["stamps"] or job.verify:
+            if not parts.knows(manifest, stamps) or job.verify:
                 arrays = [pair.ids.map(), pair.ends_file.map(), *([pair.mask.map()] if pair.mask else [])]
                 if [token_files.checksum(array, job.check_stop) for array in arrays] != manifest["crc32"]:
                     return None, "the cache is damaged (wrong checksum)"
@@ -149,9 +149,9 @@ class Tokenized:
             if files.is_moment(error):
                 raise
             return None, f"the cache is damaged ({str(error) or type(error).__name__})"
-        if (new, stamps) != (old, manifest["stamps"]):
-            with contextlib.suppress(OSError):    # touched or moved only: spares the next run the reading
-                parts.write_whole(self.manifest, json.dumps(manifest | {"inputs": new, "stamps": stamps}))
+        if new != old or not parts.knows(manifest, stamps):
+            with contextlib.suppress(OSError):    # touched or moved only, or another host: spares the next run the reading
+                parts.write_whole(self.manifest, json.dumps(parts.noted(manifest | {"inputs": new}, stamps)))
         return pair, ""
 
     def _open(self, manifest: dict) -> token_files.Pair:
