@@ -141,6 +141,8 @@ ROWS = {
         ("--data.seq_len 100000 --data.source text --data.paths '[\"text.txt\"]'", "data.seq_len=100000"),
         ("--data.validation_fraction 1", "data.validation_fraction=1"),
         ("--data.skip_batches -1", "data.skip_batches=-1"),
+        ("--data.skip_batches 99999999999999999999999", "at most 1000000000"),
+        ("--data.prefetch 2147483648", "data.prefetch=2147483648", "at most 1024"),
         ("--training.objective dpo", "dpo"),
         ("--lora.rank 4 --lora.targets '[\"nothing\"]'", "nothing"),
         ("--lora.rank -4", "lora.rank=-4"),

@@ -193,8 +193,8 @@ class Data(Section):
         "stream", "documents end to end, cut into sequences, or only whole ones in a sequence, its rest padded"
     )
     document_mask: bool = key(True, "attention does not look across documents packed in one sequence")
-    prefetch: int = key(4, "batches prepared ahead of the step", ge=0)
-    skip_batches: int = key(0, "training batches to leave out, once, where the run starts or goes on", ge=0)
+    prefetch: int = key(4, "batches prepared ahead of the step", ge=0, le=1024)
+    skip_batches: int = key(0, "training batches to leave out, once, where the run starts or goes on", ge=0, le=10**9)
 
 
 class Training(Section):
