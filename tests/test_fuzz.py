@@ -104,7 +104,7 @@ def test_many_random_compositions_equal_one_device(number, tmp_path):
 def test_a_draw_is_the_same_again(tmp_path):
     assert draws.run(5, tmp_path)[0] == draws.run(5, tmp_path)[0]
     # In every process, too: it must not follow the order of a set.
-    assert [getattr(draws.run(676729, tmp_path)[0].mesh, axis) for axis in AXES] == [2, 1, 4, 1, 1]
+    assert [getattr(draws.run(676739, tmp_path)[0].mesh, axis) for axis in AXES] == [4, 1, 2, 1, 1]
 
 
 def test_the_comparison_sees_a_wrong_gradient(tmp_path, monkeypatch):
