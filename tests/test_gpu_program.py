@@ -269,23 +269,34 @@ def test_without_remat_norms_and_swiglu_keep_their_inputs_and_no_matmul_is_added
     assert projections == 3 * 2 * tokens * L * sizes(made)["layer"]
 
 
-@pytest.mark.parametrize("rule, mesh", [
-    ("zero3, tensor", dict(data=2, fsdp=2, tensor=2)),
-    *(pytest.param(*case, marks=sampling.GRID) for case in (("zero2", dict(fsdp=8)), ("zero1", dict(fsdp=4, stage=2)))),
+# All roles of a parameter but a projection's: norms, learned positions and biases; of heads and the router; adapters.
+ROLES = {
+    "biases": dict(model=dict(norm="layernorm", activation="gelu", position="learned", attention_bias=True, mlp_bias=True)),
+    "router": dict(model=dict(num_experts=8, experts_per_token=2, expert_mlp_dim=128, qk_norm=True), dtypes={"bf16", "f32"}),
+    "adapters": dict(model=dict(qk_norm=True, qk_norm_over="heads"), lora=dict(rank=8)),
+}
+
+
+@pytest.mark.parametrize("roles, rule, mesh", [
+    *((roles, "zero3, tensor", dict(data=2, fsdp=2, tensor=2)) for roles in ROLES),
+    *(pytest.param(*case, marks=sampling.GRID) for case in (
+        ("biases", "zero2", dict(fsdp=8)), ("biases", "zero1", dict(fsdp=4, stage=2)), ("router", "hsdp", dict(data=2, fsdp=4)),
+        ("adapters", "zero1", dict(fsdp=8)), ("adapters", "zero3", dict(fsdp=2, context=4)))),
 ])  # fmt: skip
-def test_gradients_of_biases_and_norms_are_reduced_in_float32_and_make_no_float32_matmul(rule, mesh):
+def test_gradients_of_every_role_are_reduced_in_float32_and_make_no_float32_matmul(roles, rule, mesh):
     """Over the axes of the batch nothing is reduced in bf16, however small; tensor sums activations, in bf16."""
+    chosen = ROLES[roles]
     run = config.Run(
-        mesh=mesh, sharding=dict(rules=str(RULES / f"{rule.partition(',')[0]}.toml")),
-        model=dict(vocab_size=1024, embed_dim=256, num_layers=2, num_heads=8, mlp_dim=512, norm="layernorm",
-                   activation="gelu", position="learned", attention_bias=True, mlp_bias=True),
+        mesh=mesh, sharding=dict(rules=str(RULES / f"{rule.partition(',')[0]}.toml")), lora=chosen.get("lora", {}),
+        model=dict(vocab_size=1024, embed_dim=256, num_layers=2, num_heads=8, mlp_dim=512) | chosen["model"],
         data=dict(seq_len=128, global_batch=64), training=dict(microbatches=4, remat="full"))
     made = assembly.assemble(run, compile.topology("h100:8"))
     program = audit.read(made.program.compile().as_text(), made.mesh)
     sums = [c for c in program.collectives if c.kind in ("all-reduce", "reduce-scatter") and {"data", "fsdp"} & set(c.axes)]
     assert {c.dtype for c in sums} <= {"f32", "s32"}        # s32: the number of targets
-    assert sum(c.payload_bytes for c in sums) > 4 * sum(info.size for info in made.model.parameters()) // 2    # all are seen
-    assert set(program.flops) == {"bf16"}
+    trained = sum(info.size for info in made.model.parameters() if info.trainable)
+    assert sum(c.payload_bytes for c in sums) > 4 * trained // 2        # all are seen
+    assert set(program.flops) == chosen.get("dtypes", {"bf16"})      # a router's products are float32
 
 
 @pytest.mark.parametrize("rule, remat", [("zero3, tensor", "full"), *(pytest.param(*case, marks=sampling.GRID) for case in (
