@@ -141,6 +141,8 @@ def main(argv: Sequence[str]) -> int:
         bundle = bundle_of(run, given)
         if given.min_processes not in (0, given.processes):
             elastic.check(run)
+        if ray is None:
+            raise ConfigError("ray is not installed here; pip install '.[ray]' where this repository lies")
     except ConfigError as error:
         say.err(f"error: {error}")
         return stops.USER_ERROR
@@ -181,10 +183,7 @@ def parse(own: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--gpus-per-process", type=int, metavar="G", help="GPUs of each, at best all of a host (default 1; 0 with "
                         "mesh.simulated_devices)")
     parser.add_argument("--cpus-per-process", type=int, default=1, metavar="C", help="cores that Ray reserves for each (default 1)")
-    parsed = options.parse(parser, own, {"gpus_per_process": 0, "cpus_per_process": 1})
-    if ray is None:
-        parser.error("ray is not installed here; pip install '.[ray]' where this repository lies")
-    return parsed
+    return options.parse(parser, own, {"gpus_per_process": 0, "cpus_per_process": 1})
 
 
 def bundle_of(run: Run, options: argparse.Namespace) -> dict[str, int]:
