@@ -341,3 +341,13 @@ def test_batch_axes_are_those_larger_than_one():
     one = layout(fsdp=4, tensor=2)
     assert one.batch_axes == ("fsdp",)
     assert one.ways(one.batch_axes) == one.ways(one.token_axes) == 4 and one.ways(()) == 1
+
+
+def test_gradients_are_reduced_once_over_what_splits_neither_the_models_weights_nor_their_gradients():
+    rule = rules.parse('[params]\nembed = "data"\nexpert = "fsdp"\n[grads]\nvocab = "context"\n[activations]\n'
+                       'batch = ["data", "fsdp", "context"]\n')
+    layout = Layout(rule, sizes(data=2, fsdp=2, context=2))
+    dense, experts = ("embed", "mlp"), ("expert", "expert_embed", "expert_mlp")
+    assert layout.reduced_once([dense]) == ("fsdp", "context"), "a model without experts is not split by their line"
+    assert layout.reduced_once([dense, experts]) == ("context",)
+    assert layout.reduced_once([dense, ("vocab", None)]) == ("fsdp",)

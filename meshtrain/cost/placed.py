@@ -269,8 +269,7 @@ def _place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice, leads:
     travel, held = {name: defaultdict(float) for name in TRAVEL}, dict.fromkeys(HELD, 0.0)
     num_stages, products, head, equal = layout.sizes["stage"], {}, (Product(0, 0), 1), {}
     stage_layers = stages.padded(cfg, num_stages) // num_stages if num_stages > 1 and not leads else cfg.num_layers
-    in_grads = {axis for axes in layout.rules.tables["grads"].values() for axis in axes}
-    once = tokens if num_stages > 1 else frozenset(layout.batch_axes) - in_grads
+    once = tokens if num_stages > 1 else frozenset(layout.reduced_once(info.axes for info in rows))
     for info in sorted(rows, key=lambda info: LORA not in info.path):      # the last product of a layer is none of an adapter's
         in_use, lies = local.axes(info)
         depth = stage_layers if info.axes[0] in (LAYERS, LEADING) else 0

@@ -308,6 +308,13 @@ class Layout:
         """The mesh axes over which a batch is split (and with it the sum of every weight gradient)."""
         return self.mesh_axes("activations", "batch")
 
+    def reduced_once(self, weights: Iterable[Sequence[str | None]]) -> tuple[str, ...]:
+        """The batch axes over which gradients are reduced once a step, not with each microbatch: those that split neither these
+        weights, given by their logical axes, nor their gradients."""
+        logical = {name for axes in weights for name in axes}
+        split = {axis for table in ("params", "grads") for name in logical for axis in self.every_axis(table, name)}
+        return tuple(axis for axis in self.batch_axes if axis not in split)
+
     @functools.cached_property
     def token_axes(self) -> tuple[str, ...]:
         """The mesh axes that split tokens, whether over the batch or over the sequence."""

@@ -50,7 +50,7 @@ def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, s
     """staged: whether the layers are pipelined, which sums gradients after its loop whatever [grads] says: that is about where
     they lie afterwards."""
     training, data = run.training, run.data
-    once = tuple(axis for axis in layout.batch_axes if staged or axis not in _in_the_loop(layout))
+    once = layout.batch_axes if staged else layout.reduced_once(info.axes for info in model.parameters())
     replicas = layout.ways(once)
     platform = mesh.devices.flat[0].platform
     precision = float8.precision(platform) if run.model.matmul_dtype == "float8" else None
@@ -62,11 +62,6 @@ def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, s
                                         sharding=NamedSharding(mesh, batch_spec(dims)))
              for name, (dims, dtype) in objective.of_run(training).fields.items()}
     return StepSpec(run, model, layout, mesh, state, ex, once, batch)
-
-
-def _in_the_loop(layout: Layout) -> set[str]:
-    """The mesh axes over which weights are gathered or gradients reduced for each microbatch."""
-    return {axis for table in ("params", "grads") for names in layout.rules.tables[table].values() for axis in names}
 
 
 def scanned(step: StepSpec):
