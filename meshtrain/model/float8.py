@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -23,13 +24,31 @@ SCALE = "float8_scale"              # name of the forward's scales, which every 
 SMALLEST_SCALE = 2.0 ** -100        # of zeros, too: products of two scales stay above float32's smallest normal number, nearly
 
 
-def precision(platform: str) -> lax.DotAlgorithmPreset:
+ALGORITHM = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
+BY_CUBLAS = lax.Precision.HIGHEST       # cuBLASLt's sums in float32; the program is compiled without Triton's matmuls
+
+
+def precision(platform: str) -> lax.DotAlgorithmPreset | lax.Precision:
     """How a float8 dot is asked for. platform: as jax calls it.
 
     On GPUs: cuBLASLt's, every sum in float32. The default would be a Triton kernel, or on a GPU without float8 a 16-bit matmul
-    in silence, where this one does not compile. CPUs know no such choice: theirs are exact.
+    in silence, where ALGORITHM does not compile. CPUs know no such choice: theirs are exact.
     """
-    return lax.DotAlgorithmPreset.DEFAULT if platform == "cpu" else lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
+    if platform == "cpu":
+        return lax.DotAlgorithmPreset.DEFAULT
+    return ALGORITHM if _has_algorithm() else BY_CUBLAS
+
+
+@functools.cache
+def _has_algorithm() -> bool:
+    """Whether jax can hand ALGORITHM to a GPU's compiler. 0.12 cannot: "failed to legalize operation 'vhlo.dot_general_v2'"."""
+    x = jax.ShapeDtypeStruct((16, 16), E4M3)
+    dot = jax.jit(lambda a, b: jnp.einsum("MK,KN->MN", a, b, precision=ALGORITHM, preferred_element_type=jnp.bfloat16))
+    try:
+        jax.export.export(dot, platforms=["cuda"])(x, x)
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
 
 
 def scale_of(amax, dtype):

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain.layout.mesh import after
 from meshtrain.layout.rules import Layout
-from meshtrain.model import moe, params
+from meshtrain.model import float8, moe, params
 from meshtrain.model.layers import Execution
 from meshtrain.model.transformer import Transformer
 from meshtrain.parallel import schedules
@@ -49,8 +49,8 @@ DETERMINISTIC_OPTIONS = {
     # No timing decides between kernels: one compilation may choose another than the next, and adds in another order.
     "xla_gpu_autotune_level": 0,
 }
-# On GPUs, with training.deterministic, since jax 0.12 finds no Triton configuration without timing; and where nothing splits a
-# layer's matmuls or its tokens, and it has no experts.
+# On GPUs, with training.deterministic, since jax 0.12 finds no Triton configuration without timing; where nothing splits a layer's
+# matmuls or its tokens, and it has no experts; and where no dot can ask for float8 by its algorithm (`float8.precision`).
 CUBLAS_OPTIONS = {
     # cuBLAS adds what is added to a product as it makes it (the other products of one gradient, the residual stream). llama3-8b
     # on 8 H100 by the roofline: 7.15 to 7.07 s. With tensor 8 more of the tensor axis' traffic is exposed (llama3-70b:
@@ -81,15 +81,15 @@ XLA_MEMORY_SHARE = 0.80
 
 
 def compiler_options(platform: str, deterministic: bool, remat: str = "none", several: bool = False,
-                     memory_share: float = XLA_MEMORY_SHARE, whole: bool = False) -> dict:
+                     memory_share: float = XLA_MEMORY_SHARE, cublas: bool = False) -> dict:
     """What every program of a run is compiled with on this platform, as jax calls it. several: see
-    SEVERAL_OPTIONS. memory_share: of a GPU, for the process. whole: see CUBLAS_OPTIONS."""
+    SEVERAL_OPTIONS. memory_share: of a GPU, for the process. cublas: see CUBLAS_OPTIONS."""
     if platform == "cpu":
         return COMPILER_OPTIONS["cpu"]
     limit = {"xla_gpu_memory_limit_slop_factor": round(100 * memory_share / XLA_MEMORY_SHARE)}
     return (COMPILER_OPTIONS["gpu"] | limit | (DETERMINISTIC_OPTIONS if deterministic else {})
             | (SEVERAL_OPTIONS if several else {}) | (OFFLOAD_OPTIONS if remat == "offload" else {})
-            | (CUBLAS_OPTIONS if whole or deterministic else {}))
+            | (CUBLAS_OPTIONS if cublas or deterministic else {}))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -220,6 +220,6 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         spec=spec, batch=step.batch, execution=step.ex, once=step.once, mesh=mesh,
         compiler_options=compiler_options(mesh.devices.flat[0].platform, training.deterministic, training.remat,
                                           schedule is not None or run.model.num_experts > 0, memory_share,
-                                          whole=not split and not run.model.num_experts),
+                                          cublas=not split and not run.model.num_experts or step.ex.float8 is float8.BY_CUBLAS),
         schedule=schedule,
         order=order)
