@@ -375,7 +375,7 @@ def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data"
         for path in [wanted] if literal else expanded(wanted):
             if (target := real.of_file(path)) is not None:
                 some, found[target] = True, (path, root)
-        if os.path.isdir(wanted):
+        if files.is_dir(wanted):
             faults.append(f"{where}.paths: {pattern!r} is a directory; name its files, e.g. "
                           f"{os.path.join(pattern, '**', os.path.basename(EXAMPLES[name]))!r}")
         elif not some:

@@ -211,7 +211,7 @@ def open_pair(path: str) -> Pair:
 
 def open_ends(path: str, tokens: str) -> Numbers:
     """The ends of documents in the file `path`. Raises: ValueError."""
-    if not os.path.exists(path):
+    if files.status(path) is None:
         raise ValueError(f"{path} is missing beside {os.path.basename(tokens)}; write where each document ends, in tokens: "
                          "np.save(path, np.cumsum(lengths))")
     dtype, shape, offset = open_checked(path, read_header)

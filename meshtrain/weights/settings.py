@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -51,7 +50,7 @@ def read(directory: Path, name: str = CONFIG) -> dict:
 def stop_ids(directory: Path) -> tuple[int, ...]:
     """The tokens that end an answer: eos_token_id of generation_config.json, else of config.json. Raises: ValueError."""
     for name in (GENERATION, CONFIG):
-        found = read(directory, name).get("eos_token_id") if os.path.isfile(directory / name) else None
+        found = read(directory, name).get("eos_token_id") if files.is_file(directory / name) else None
         if found is None:
             continue
         ids = found if isinstance(found, list) else [found]
