@@ -20,7 +20,7 @@ def test_the_record_has_every_layout_of_the_benchmark():
 
 
 def test_layouts_come_in_the_order_of_the_roofline_wherever_that_tells_them_apart(prices):
-    """Of one model and batch, more than 5% apart. A ring over context is the furthest off, 10.5%."""
+    """Of one model and batch, more than 5% apart. Tensor parallelism is the furthest off, 6.0%."""
     wrong = []
     for (a, one), (b, other) in itertools.combinations(CASES.items(), 2):
         ratio = RECORDED[b]["step_s"] / RECORDED[a]["step_s"]
@@ -28,7 +28,7 @@ def test_layouts_come_in_the_order_of_the_roofline_wherever_that_tells_them_apar
             wrong += [(a, b)] * ((prices[b].step_s > prices[a].step_s) != (ratio > 1))
     assert wrong == []
     assert {name: one.step_s for name, one in prices.items()} == pytest.approx(
-        {name: row["step_s"] for name, row in RECORDED.items()}, rel=.12)
+        {name: row["step_s"] for name, row in RECORDED.items()}, rel=.08)
 
 
 def test_no_formula_holds_more_than_a_twentieth_less_than_the_program(prices):

@@ -5,8 +5,10 @@ Programs are hand-written HLO, priced at the plain peaks of an H100 (no efficien
 """
 import math
 import random
+import statistics
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from meshtrain import assembly, config
@@ -231,16 +233,41 @@ def test_an_unknown_kernel_that_may_multiply_is_named():
 @pytest.mark.parametrize("length, mean, sigma", [(4096, 300, 1.0), (4096, 1500, 1.5), (2048, 4000, 0.5)])
 def test_the_visited_share_is_that_of_drawn_documents(length, mean, sigma):
     """Documents laid end to end, the row cut out of them anywhere; 300 rows: the mean's error is about 2%."""
-    drawn, block, visited, rows = random.Random(0), 128, 0, 300
+    visited = [sum(first + block - begin for first, begin, block in row) * row[0][2] for row in drawn_rows(length, mean, sigma)]
+    assert rates.visited_share(length, mean, sigma) == pytest.approx(statistics.mean(visited) / (length**2 / 2), rel=0.06)
+
+
+def drawn_rows(length: int, mean: float, sigma: float, block: int = 128, rows: int = 300):
+    """Of each row its blocks of queries: (first query, first key that a kernel visits for it, tokens of a block)."""
+    drawn = random.Random(0)
     for _ in range(rows):
         edge, starts = -int(drawn.uniform(20, 40) * mean), []
         while edge < length:
             starts.append(edge)
             edge += max(1, round(drawn.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)))
-        for first in range(0, length, block):
-            own = max(0, max(start for start in starts if start <= first))
-            visited += block * (first + block - own // block * block)
-    assert rates.visited_share(length, mean, sigma) == pytest.approx(visited / rows / (length**2 / 2), rel=0.06)
+        own = (max(0, max(start for start in starts if start <= first)) for first in range(0, length, block))
+        yield [(first, begin // block * block, block) for first, begin in zip(range(0, length, block), own)]
+
+
+@pytest.mark.parametrize("method, ways", [("ring", 2), ("ring", 4), ("gather", 4)])
+def test_the_busiest_device_of_a_split_sequence_visits_what_drawn_documents_leave_it(method, ways):
+    """Round a ring all devices wait for it in every step: its blocks of queries and keys next to each other."""
+    length, mean, sigma = 16384, 2000, 1.0
+    chunk, late = length // (2 * ways), 2 * ways - 1
+    pairs = np.zeros((2 * ways, 2 * ways))
+    rows = [*drawn_rows(length, mean, sigma)]
+    for first, begin, block in (each for row in rows for each in row):
+        for keys in range(begin // chunk, first // chunk + 1):
+            pairs[first // chunk, keys] += block * (min(first + block, (keys + 1) * chunk) - max(begin, keys * chunk)) / len(rows)
+    if method == "gather":
+        expected = max(pairs[i].sum() + pairs[late - i].sum() for i in range(ways))
+    else:
+        expected = max(pairs[i, i] + pairs[late - i, late - i] + pairs[late - i, i] for i in range(ways))
+        for t in range(1, ways):
+            ends = [((i, i - t) if i >= t else (late - i, late - i + t - ways), (late - i, (i - t) % ways)) for i in range(ways)]
+            expected += max(pairs[one] + pairs[other] for one, other in ends)
+    assert rates.split_share(length, ways, method, mean, sigma) == pytest.approx(expected * ways / (length**2 / 2), rel=.06)
+    assert rates.split_share(length, ways, "ulysses", mean, sigma) == rates.visited_share(length, mean, sigma)
 
 
 def test_one_document_is_the_causal_square_and_the_diagonals_other_half():

@@ -206,8 +206,8 @@ class _Work:
         forward, backward = forward + routing, backward + 2 * routing
         query, key, mlp = placed.widths
         pairs = 2 * tokens * options.seq_len * options.visited * query
-        attend = lambda direction, flop: rated.attention_s(
-            rates.Attention(options.engine, direction, flop, options.seq_len, cfg.head_dim))
+        attend = lambda direction, flop: sum(rated.attention_s(
+            rates.Attention(options.engine, direction, share * flop, keys, cfg.head_dim)) for share, keys in _kernels(placed, options))
         products_b = BACKWARD_APART if options.engine == "pallas" else BACKWARD
         attention, attention_b = attend("forward", pairs), attend("backward", products_b * pairs)
         beside = 16 * cfg.embed_dim / placed.stream_ways + 4 * (query + key)
@@ -247,6 +247,15 @@ class _Work:
             n = n * placed.head_ways // max(1, beside_stage)
         self.head = {"matmul": matmul(tokens, n, k) + matmul(tokens, k, n) + placed.head.trained * matmul(k, n, tokens),
                      "elementwise": fused * rated.stream_s(LOGIT_BYTES * tokens * n)} if n else {}
+
+
+def _kernels(placed: Placed, options: Options) -> tuple[tuple[float, float], ...]:
+    """(share of the pairs, keys) of the kernels that make a layer's attention: devices that split a sequence have two chunks each."""
+    ways, length = placed.ways("seq"), options.seq_len
+    if ways == 1 or options.method == "ulysses":
+        return ((1.0, length),)
+    chunk = length / (2 * ways)
+    return ((1 / ways, 2 * chunk), (1 - 1 / ways, chunk)) if options.method == "ring" else ((1.0, chunk),)
 
 
 def _experts_s(placed: Placed, rated: Rates, options: Options) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -135,13 +135,14 @@ def of_run(made, text: str, given: Mapping[str, float] | None = None) -> Rooflin
     tokens = run.data.global_batch * run.data.seq_len
     model_flops = tokens * flops.model_flops_per_token(made.model.parameters(), run.model, run.data.seq_len)
     return read(text, made.mesh_spec, rates.Rates(gpu, Assumptions(gpu.name, given or {})), tokens, model_flops,
-                run.data.document_mask, run.model.compute_dtype)
+                run.data.document_mask, run.model.compute_dtype, run.context.method)
 
 
 def read(text: str, mesh_spec: MeshSpec, prices: rates.Rates, tokens: int, model_flops: float, packed: bool = True,
-         dtype: str = "bfloat16") -> Roofline:
-    """The roofline of a compiled program. tokens, model_flops: of a step on all GPUs. packed: rows hold several documents."""
-    program = _Program(text, mesh_spec, prices, packed)
+         dtype: str = "bfloat16", method: str = "ring") -> Roofline:
+    """The roofline of a compiled program. tokens, model_flops: of a step on all GPUs. packed: rows hold several documents. method:
+    of context parallelism."""
+    program = _Program(text, mesh_spec, prices, packed, method)
     played = timeline.play(program.module, program.trips, timeline.Prices(program.kernel, program.collective))
     hidden_s = sum(transfer.hidden_s for transfer in played.transfers.values())
     contention_s = prices.assumed["link.contend"] * hidden_s
@@ -160,8 +161,8 @@ def read(text: str, mesh_spec: MeshSpec, prices: rates.Rates, tokens: int, model
 class _Program:
     """A parsed program with what its instructions cost."""
 
-    def __init__(self, text: str, mesh_spec: MeshSpec, prices: rates.Rates, packed: bool):
-        self.module, self.sources, self.prices, self.packed = hlo.parse(text), Sources.of(text), prices, packed
+    def __init__(self, text: str, mesh_spec: MeshSpec, prices: rates.Rates, packed: bool, method: str = "ring"):
+        self.module, self.sources, self.prices, self.packed, self.method = hlo.parse(text), Sources.of(text), prices, packed, method
         self.trips, self.unknown = timeline.loop_trips(self.module, prices.assumed["experts.rounds"])
         self.mesh_shape, self.device_ids = mesh_spec.sizes, mesh_spec.ids().reshape(-1)
         self.uncounted, self._work = set(), {}
@@ -184,16 +185,17 @@ class _Program:
         return seconds + (self.prices.attention_s(found.attention) if found.attention else 0.0)
 
     def _visited(self, queries: int, keys: int, causal: bool, window: int, ahead: int) -> float:
-        """Pairs of a row that a kernel with block skipping visits. Not causal: the keys are an earlier chunk, and the nearest
-        one counts, an upper bound; of a window the one that it reaches."""
+        """Pairs of a row that a kernel with block skipping visits. Not causal: the keys are an earlier chunk, of a window the one
+        that it reaches."""
         a = self.prices.assumed
+        documents = a["documents.mean"], a["documents.sigma"]
         if window and (not self.packed or not causal):
-            documents = (a["documents.mean"], a["documents.sigma"]) if self.packed else ()
-            return rates.banded_pairs(queries, keys, ahead, window, *documents)
+            return rates.banded_pairs(queries, keys, ahead, window, *documents if self.packed else ())
         if not self.packed:
             return queries * keys / (2 if causal else 1)
-        pairs = lambda n: rates.visited_share(n, a["documents.mean"], a["documents.sigma"], window=window) * n * n / 2
-        return pairs(queries) if causal else min(queries * keys, pairs(queries + keys) - pairs(queries) - pairs(keys))
+        if causal:
+            return rates.visited_share(queries, *documents, window=window) * queries * queries / 2
+        return rates.whole_pairs(queries, self.mesh_shape["context"], self.method, *documents)
 
     def _part(self, computation: str, ins: hlo.Instruction, found: work.Work) -> str:
         part = ATTENTION if found.attention else self.sources.part(self._origin(computation, ins))
