@@ -11,6 +11,7 @@ tokens, none cut: those of the first windows are counted. Writes benchmarks/data
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import functools
 import multiprocessing
@@ -202,7 +203,7 @@ def main(argv) -> None:
             limit = copied / width
             for name, packed in packs.items():
                 for prefetch in PREFETCH:
-                    with contextlib.closing(packed.iterate(0, prefetch=prefetch)) as batches:
+                    with contextlib.closing(dataclasses.replace(packed, prefetch=prefetch).iterate(0)) as batches:
                         clock, cpu = tokens_per_s(lambda: next(batches), BATCH_TOKENS)
                     lines.append(f"| {name} | {seq_len:,} | {prefetch} | {clock / 1e6:.1f} M | {cpu / 1e6:.1f} M | "
                                  f"{limit / 1e6:.0f} M | {cpu / limit:.0%} |")

@@ -45,6 +45,11 @@ class Assembly:
     choice: simulate.Choice | None
     notes: tuple[str, ...]
 
+    @property
+    def state_shapes(self) -> state.State:
+        """The state as jax.ShapeDtypeStruct with shardings."""
+        return self.program.spec.with_shardings()
+
 
 def assemble(run: Run, devices: Sequence[jax.Device]) -> Assembly:
     """Checks the layout and puts the rooms together. Raises: ConfigError with every fault of mesh and rules."""
@@ -122,7 +127,7 @@ def compile_step(made: Assembly):
 def compile_evaluation(made: Assembly) -> Assembly:
     """The run with its `evaluate` compiled. Raises: as `searched`."""
     program = made.program
-    executable = program.compiled(program.evaluate, program.spec.with_shardings().params, program.batch)
+    executable = program.compiled(program.evaluate, made.state_shapes.params, program.batch)
     return dataclasses.replace(made, program=dataclasses.replace(program, evaluate=searched(made.mesh, "the evaluation", executable)))
 
 

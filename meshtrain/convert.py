@@ -103,10 +103,9 @@ def _table(directory: Path) -> str:
 
 def _export(found: Sequence[jax.Device], run_dir: Path, out: Path, step: int, dtype: str, shard_bytes: int) -> str:
     """Writes `out`, one parameter in memory at a time; what is to be said of it."""
-    checkpoints, step = resume.source(run_dir, step, str(run_dir), "--step ")
+    saved = resume.source(run_dir, step, str(run_dir), "--step ")
     with config.user_errors():
-        saved = checkpoints.metadata(step)
-        shape = config.Model(**saved["run"]["model"])
+        shape = config.Model(**saved.run["model"])
     model = transformer.build(shape)
     infos = {info.name: info for info in model.parameters()}
     mesh = Mesh(np.array(found), ("all",), axis_types=(AxisType.Auto,))
@@ -114,36 +113,36 @@ def _export(found: Sequence[jax.Device], run_dir: Path, out: Path, step: int, dt
     def leaf(path: str) -> jax.Array:
         info = infos[path]
         wanted = jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=NamedSharding(mesh, _spread(info.shape, mesh.size)))
-        taken = adapters.restore(checkpoints, step, pretrained.nested({path: wanted}), dtype=jnp.float32)
+        taken = adapters.restore(saved, pretrained.nested({path: wanted}), dtype=jnp.float32)
         ((_, array),) = pretrained.leaves_of(taken)
         return array
 
     with config.user_errors():
-        size = export.write(out, model, leaf, dtype=dtype, shard_bytes=shard_bytes, data=saved["run"]["data"],
-                            bos=saved["data"]["tokenizer"][1], source=exports.kept(run_dir))
-    return f"{out}: the weights of step {step} of {run_dir}, {size / 1e9:.2f} GB in {dtype}"
+        size = export.write(out, model, leaf, dtype=dtype, shard_bytes=shard_bytes, data=saved.run["data"],
+                            bos=saved.metadata["data"]["tokenizer"][1], source=exports.kept(run_dir))
+    return f"{out}: the weights of step {saved.step} of {run_dir}, {size / 1e9:.2f} GB in {dtype}"
 
 
 def _export_adapters(found: Sequence[jax.Device], run_dir: Path, out: Path, step: int, dtype: str) -> str:
     """Writes `out`, as `_export`."""
-    checkpoints, step = resume.source(run_dir, step, str(run_dir), "--step ")
+    saved = resume.source(run_dir, step, str(run_dir), "--step ")
+    section = adapters.section(saved)
     with config.user_errors():
-        saved, section = checkpoints.metadata(step)["run"], adapters.section(checkpoints, step)
         if not section:
             raise ConfigError(f"--adapters: {run_dir} trained the whole model, without LoRA; leave it out")
-        model = transformer.build(config.Model(**saved["model"]), config.Lora(**section))
+        model = transformer.build(config.Model(**saved.run["model"]), config.Lora(**section))
     infos, whole = {info.name: info for info in model.parameters()}, NamedSharding(Mesh(np.array(found), ("all",)), P())
 
     def leaf(path: str) -> jax.Array | None:
         if path not in infos:
             return None
         wanted = jax.ShapeDtypeStruct(infos[path].shape, infos[path].dtype, sharding=whole)
-        taken, _ = checkpoints.restore(step, {"params": pretrained.nested({path: wanted})}, part=True)
+        taken = saved.restore({"params": pretrained.nested({path: wanted})}, part=True)
         return pretrained.leaves_of(taken["params"])[0][1]
 
     with config.user_errors():
-        size = peft.write(out, model, leaf, dtype=dtype, base=saved["checkpoint"]["init_from"], source=exports.kept(run_dir))
-    return f"{out}: the adapters of step {step} of {run_dir}, {size / 1e6:.2f} MB in {dtype}"
+        size = peft.write(out, model, leaf, dtype=dtype, base=saved.run["checkpoint"]["init_from"], source=exports.kept(run_dir))
+    return f"{out}: the adapters of step {saved.step} of {run_dir}, {size / 1e6:.2f} MB in {dtype}"
 
 
 def _spread(shape: tuple[int, ...], ways: int) -> P:

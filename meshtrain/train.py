@@ -36,9 +36,9 @@ from meshtrain.files import FileSystemError
 from meshtrain.inference.generate import Limits
 from meshtrain.inference.picking import Picking
 from meshtrain.inference.words import Words
-from meshtrain.model import params
-from meshtrain.run import adapters, disk, exports, goodput, history, loop, measured, metrics, pretrained, reference, rehearsal, resume, rundir, upcycle
-from meshtrain.run.checkpoint import FORMAT, Checkpoints
+from meshtrain.run import (contents, disk, exports, goodput, history, init_from, loop, measured, metrics, pretrained, reference, rehearsal,
+                           resume, rundir)
+from meshtrain.run.checkpoint import Checkpoints, Store
 from meshtrain.run.local_tier import LocalTier
 from meshtrain.run.spikes import MAX_ROLLBACKS, LossSpike, Spikes, TooManyRollbacks
 from meshtrain.run.profiling import Trace
@@ -104,28 +104,24 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
     made = agree.everywhere(lambda: assembly.assemble(run, found))
     agree.everywhere(lambda: _check_memory(made))
     directory = Path(run.run.dir)
-    with rundir.claimed(run) as claim, watchdog.kept_in(directory / watch.STACKS):
-        with jax.set_mesh(made.mesh), Checkpoints(directory / "checkpoints", every=run.checkpoint.every, keep=run.checkpoint.keep,
-                                                  still_ours=claim.check) as checkpoints:
-            near = LocalTier(run.checkpoint.local_dir, run.checkpoint.local_every, directory)
-            with watch.phase("looking for a checkpoint", "restore"):
-                start = resume.find(run, checkpoints, near, made.program.spec.with_shardings())
-            exporting = exports.Exports(run, made.model, checkpoints, made.program.spec.with_shardings().params)
-            if start.step >= run.training.steps:
-                say.out(f"{directory} is finished: it has {start.step} of training.steps={run.training.steps} steps; "
-                        "raise training.steps to go on")
-                if not start.local:     # what a crash left of the fast tier, or a file system that failed at the end
-                    near.forget()
-                with watch.phase("export", "save"):
-                    return _ended(exporting.finish())
-            begun = {"on": f"{made.mesh_spec}: {made.mesh_spec.num_devices} × {made.mesh.devices.flat[0].device_kind}",
-                     "processes": jax.process_count(), "cause": start.cause}
-            with history.kept(directory, start.step, account, begun) as this:
-                with account.to("data"), watch.phase("opening the data", watch.UNLIMITED):      # tokenizing may take hours
-                    given = None if start.saved else agree.everywhere(lambda: _given_weights(run, made))
-                    corpus, batches = agree.everywhere(lambda: _open_data(run, directory, start))
-                agree.same_everywhere("the data", corpus.fingerprint)
-                return _train(_Parts(run, made, corpus, directory, checkpoints, near, exporting, given, this), start, batches)
+    with rundir.claimed(run) as claim, watchdog.kept_in(directory / watch.STACKS), jax.set_mesh(made.mesh), \
+            Checkpoints(directory / contents.CHECKPOINTS, every=run.checkpoint.every, keep=run.checkpoint.keep,
+                        still_ours=claim.check) as checkpoints:
+        local = LocalTier(run.checkpoint.local_dir, run.checkpoint.local_every, directory)
+        with watch.phase("looking for a checkpoint", "restore"):
+            start = resume.find(run, checkpoints, local, made.state_shapes)
+        exporting = exports.Exports(run, made.model, checkpoints, made.state_shapes.params)
+        if start.step >= run.training.steps:
+            say.out(f"{directory} is finished: it has {start.step} of training.steps={run.training.steps} steps; "
+                    "raise training.steps to go on")
+            if not start.is_of(local):      # what a crash left there, or a file system that failed at the end
+                local.forget()
+            with watch.phase("export", "save"):
+                return _ended(exporting.finish())
+        begun = {"on": f"{made.mesh_spec}: {made.mesh_spec.num_devices} × {made.mesh.devices.flat[0].device_kind}",
+                 "processes": jax.process_count(), "cause": start.cause}
+        with history.kept(directory, start.step, account, begun) as attempt:
+            return _train(_Session(made, directory, checkpoints, local, exporting, attempt), start)
 
 
 def _check_memory(made: assembly.Assembly) -> None:
@@ -168,76 +164,118 @@ def _devices(run: Run, argv: Sequence[str], cluster: find.Cluster | None) -> tup
     return devices.start(run, cluster), run
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Parts:
-    """What a start of the command has put together before it trains. given: the model folder of its weights, see `_given_weights`."""
-    run: Run
+@dataclasses.dataclass(eq=False)
+class _Session:
+    """One start of the command in its run.dir, which it has locked: what is opened and compiled before training begins, each as soon
+    as it is. made: its evaluation is compiled where there is any. step: the compiled training step."""
     made: assembly.Assembly
-    corpus: sources.Corpus
     directory: Path
     checkpoints: Checkpoints
-    near: LocalTier
+    local: LocalTier
     exporting: exports.Exports
-    given: object
-    this: history.Try
-    checked: Replicas | None = None
+    attempt: history.Try
+    corpus: sources.Corpus | None = None
+    step: Callable | None = None
+    replicas: Replicas | None = None
+
+    @property
+    def run(self) -> Run:
+        return self.made.run
+
+    def begin(self, start: resume.Start) -> None:
+        resume.begin(self.run, start, self.checkpoints, self.local, self.made.layout.rules.text)
 
 
-def _train(parts: _Parts, start: resume.Start, batches: Batches) -> int:
-    run, made, directory, this = parts.run, parts.made, parts.directory, parts.this
-    started, account = time.perf_counter(), this.account
-    say.out(report.before(made))
-    with account.to("start" if start.saved is None and not parts.given and not run.checkpoint.init_from else "restore"), \
-            watch.phase("restore" if start.saved else "initialization", "restore"):
-        state = agree.everywhere(lambda: _start_state(parts, start))
-    if run.training.objective == "dpo":
-        with account.to("data"), watch.phase("reference log-probabilities", watch.UNLIMITED):
-            weights = None if start.saved else state.params
-            batches = agree.everywhere(lambda: reference.with_references(run, made.program, batches, parts.corpus, directory, weights))
-    with account.to("compile"), watch.phase("compile", "compile"):
-        if batches.validation:
-            made = agree.everywhere(lambda: assembly.compile_evaluation(made))
-        step = agree.everywhere(lambda: assembly.compile_step(made))
-        checked = _replicas(run, made)
-    say.out(report.compiled(step, made, time.perf_counter() - started))
-    parts = dataclasses.replace(parts, made=made, checked=checked)
-    resume.begin(run, start, parts.checkpoints, directory, made.layout.rules.text, parts.near)
+def _train(session: _Session, start: resume.Start) -> int:
+    """Trains from `start` to the end, back before loss spikes where the run asks for it. Returns the exit code."""
+    run, account = session.run, session.attempt.account
+    given, batches = _open(session, start)
+    began = time.perf_counter()
+    say.out(report.before(session.made))
+    state = _begun(session, start, given)
+    batches = _with_references(session, start, batches, state)
+    _compile(session, batches)
+    say.out(report.compiled(session.step, session.made, time.perf_counter() - began))
+    session.begin(start)
     if start.saved is None:
-        pretrained.keep_companions(run, directory)
-    _write_cost(made, step, directory)
+        pretrained.keep_companions(run, session.directory)
+    _write_cost(session.made, session.step, session.directory)
     if start.saved is None and run.experts.bias_warmup:     # before stops are deferred: nothing of it is worth saving
-        with account.to("start"), watch.phase("evening out the experts", watch.UNLIMITED):
-            state = agree.everywhere(lambda: rehearsal.balanced(made.program, step, state, batches, run.experts.bias_warmup,
-                                                                lambda: assembly.initialize(made)))
+        state = _evened_out(session, state, batches)
     with account.to("rest"), stops.deferred() as listener:
-        spikes, stop = Spikes(run, (start.saved or {}).get("spikes")), loop.Stop(listener)
+        spikes, stop = Spikes(run, start.kept("spikes")), loop.Stop(listener)
         while True:
             try:
-                state, done, val_loss = _steps(parts, step, state, batches, start, spikes, stop)
+                state, done, val_loss = _steps(session, state, batches, start, spikes, stop)
                 break
             except LossSpike as found:
                 spike = (found.step, str(found))
             state = None    # its memory is for the one that comes back
-            with account.to("restore"), watch.phase("going back before a spike", "restore"):
-                start = _back_before(parts, start, spikes, *spike)
-                this.goes_back(start.step)
-                state, batches = agree.everywhere(lambda: (_start_state(parts, start), _batches(run, parts.corpus, start)))
-                resume.begin(run, start, parts.checkpoints, directory, made.layout.rules.text, parts.near)
-            spikes = Spikes(run, (start.saved or {}).get("spikes"), start.rollbacks)
-        with account.to("checkpoint"), watch.phase("last checkpoint", "save"):
-            parts.checkpoints.wait()
-            parts.near.forget()
-        with watch.phase("export", "save"):
-            missing = parts.exporting.finish() if done == run.training.steps else ""
+            start, state, batches = _back_before(session, start, spikes, *spike)
+            spikes = Spikes(run, start.kept("spikes"), start.rollbacks)
+        missing = _saved(session, done)
         code = STOPPED if done < run.training.steps else FAILED if missing else DONE
-        this.ended(listener.ending(done == run.training.steps), code=code)
-    say.out(this.line())
+        session.attempt.ended(listener.ending(done == run.training.steps), code=code)
+    say.out(session.attempt.line())
     if done < run.training.steps:
-        say.out(f"stopped after step {done}, saved in {directory}; the same command goes on from there")
+        say.out(f"stopped after step {done}, saved in {session.directory}; the same command goes on from there")
         return STOPPED
     with watch.phase("sample of text", "compile"):
-        _tell_the_end(run, made, parts.corpus, state, val_loss, stop.agreed, directory)
+        _tell_the_end(session, state, val_loss, stop.agreed)
     return _ended(missing)
+
+
+def _open(session: _Session, start: resume.Start):
+    """Opens the corpus, tokenized where it is not yet. Returns (the model folder that a fresh run starts from, None without one;
+    the batches from `start` on)."""
+    run, made = session.run, session.made
+    with session.attempt.account.to("data"), watch.phase("opening the data", watch.UNLIMITED):      # tokenizing may take hours
+        given = None if start.saved else agree.everywhere(lambda: pretrained.opened(run, made.model.names()))
+        session.corpus, batches = agree.everywhere(lambda: _open_data(run, session.directory, start))
+    agree.same_everywhere("the data", session.corpus.fingerprint)
+    return given, batches
+
+
+def _begun(session: _Session, start: resume.Start, given) -> State:
+    fresh = start.saved is None and not given and not session.run.checkpoint.init_from
+    with session.attempt.account.to("start" if fresh else "restore"), \
+            watch.phase("restore" if start.saved else "initialization", "restore"):
+        return agree.everywhere(lambda: _start_state(session.made, start, given))
+
+
+def _with_references(session: _Session, start: resume.Start, batches: Batches, state: State) -> Batches:
+    """The batches; of DPO with what the reference, the weights of a fresh run, prefers."""
+    if session.run.training.objective != "dpo":
+        return batches
+    weights = None if start.saved else state.params
+    with session.attempt.account.to("data"), watch.phase("reference log-probabilities", watch.UNLIMITED):
+        return agree.everywhere(lambda: reference.with_references(session.run, session.made.program, batches, session.corpus,
+                                                                  session.directory, weights))
+
+
+def _compile(session: _Session, batches: Batches) -> None:
+    """Compiles the step, the evaluation where there is something to validate on, and the check of replicas."""
+    with session.attempt.account.to("compile"), watch.phase("compile", "compile"):
+        if batches.validation:
+            session.made = agree.everywhere(lambda: assembly.compile_evaluation(session.made))
+        session.step = agree.everywhere(lambda: assembly.compile_step(session.made))
+        session.replicas = _replicas(session.made)
+
+
+def _evened_out(session: _Session, state: State, batches: Batches) -> State:
+    made, passes = session.made, session.run.experts.bias_warmup
+    with session.attempt.account.to("start"), watch.phase("evening out the experts", watch.UNLIMITED):
+        return agree.everywhere(lambda: rehearsal.balanced(made.program, session.step, state, batches, passes,
+                                                           lambda: assembly.initialize(made)))
+
+
+def _saved(session: _Session, done: int) -> str:
+    """Waits for the last checkpoint and makes what is missing of the exports. Returns what is not made, in words."""
+    with session.attempt.account.to("checkpoint"), watch.phase("last checkpoint", "save"):
+        session.checkpoints.wait()
+        session.local.forget()
+    with watch.phase("export", "save"):
+        return session.exporting.finish() if done == session.run.training.steps else ""
 
 
 def _ended(missing: str) -> int:
@@ -247,62 +285,68 @@ def _ended(missing: str) -> int:
     return FAILED if missing else DONE
 
 
-def _replicas(run: Run, made: assembly.Assembly) -> Replicas | None:
+def _replicas(made: assembly.Assembly) -> Replicas | None:
     """What checks the replicas of the state, if the run asks for it and there are any."""
-    if not run.training.check_replicas_every:
+    every = made.run.training.check_replicas_every
+    found = Replicas(made.state_shapes, made.mesh) if every else None
+    if found and not found.any:
+        say.out(f"training.check_replicas_every={every}: nothing but scalars is replicated on this mesh, so there is nothing to compare, "
+                "and it is off")
         return None
-    found = Replicas(made.program.spec.with_shardings(), made.mesh)
-    if not found.any:
-        say.out(f"training.check_replicas_every={run.training.check_replicas_every}: nothing but scalars is replicated on this mesh, so there "
-                "is nothing to compare, and it is off")
-        return None
-    return found.compile()
+    return found and found.compile()
 
 
-def _steps(parts: _Parts, step: Callable, state: State, batches: Batches, start: resume.Start, spikes: Spikes,
+def _steps(session: _Session, state: State, batches: Batches, start: resume.Start, spikes: Spikes,
            stop: loop.Stop) -> tuple[State, int, float | None]:
     """The loop from `start` on, with its hooks and writers: the state, steps taken in all, the last loss of validation. Raises:
     LossSpike, where the run is to go back."""
-    run, made, directory, checkpoints, near, account = (parts.run, parts.made, parts.directory, parts.checkpoints, parts.near,
-                                                        parts.this.account)
-    metadata = lambda number: {**rundir.metadata(run, made.layout.rules.text, resume.data_metadata(parts.corpus, batches, number)),
-                               "spikes": spikes.as_saved()}
+    run, made, directory, account = session.run, session.made, session.directory, session.attempt.account
+    checkpoints, local = session.checkpoints, session.local
+
+    def metadata(number: int) -> dict:
+        data = resume.data_metadata(session.corpus, batches, number)
+        return {**rundir.metadata(run, made.layout.rules.text, data), "spikes": spikes.as_saved()}
+
+    def saving(store: Store, due: Callable[[int, bool], bool]) -> loop.Hook:
+        return loop.Hook(due, lambda number, state: {"checkpoint_wait_s": store.save(number, state, metadata(number))}, part="checkpoint")
+
     validation = Validation(run, made.program, batches, stop)
     with (metrics.open_writers(run, directory, start.step) as writer,
-          Trace(run.metrics.profile_steps, directory / "tensorboard", start.step) as trace, account.to(goodput.LOOP)):
-        record = Record(run, writer, Progress(run.training.steps, _memory(made, step)), *_flops(made), account, spikes,
+          Trace(run.metrics.profile_steps, directory / contents.TENSORBOARD, start.step) as trace, account.to(goodput.LOOP)):
+        record = Record(run, writer, Progress(run.training.steps, _memory(made, session.step)), *_flops(made), account, spikes,
                         agree.exchange(socket.gethostname()))
         if start.rollbacks:
             record.add({"rollbacks": start.rollbacks, "skipped_batches": start.skip_batches})
-        save = loop.Hook(lambda number, ending: ending or checkpoints.due(number),
-                         lambda number, state: {"checkpoint_wait_s": checkpoints.save(number, state, metadata(number))},
-                         part="checkpoint")
-        kept = loop.Hook(lambda number, ending: near.due(number) and not ending and not checkpoints.due(number),
-                         lambda number, state: {"checkpoint_wait_s": near.save(number, state, {"format": FORMAT, **metadata(number)})},
-                         part="checkpoint")
-        exported = loop.Hook(parts.exporting.due, lambda number, state: parts.exporting.make(number, state.params,
-                                                                                             parts.corpus.tokenizer.bos))
-        saving = (save, kept, exported)
-        if parts.checked:
-            saving = (parts.checked.hook(run.training.check_replicas_every, saving), *saving)
-        state, done = loop.train(made.program, step, state, batches, run.training.steps, run.data.prefetch, record,
-                                 (validation.hook(), trace.hook(), *saving), stop)
-    if start.local and done == start.step < run.training.steps:     # a stop in the step of a spike: nothing but the fast tier has this
+        shared = lambda number, ending: ending or checkpoints.due(number)
+        hooks = (saving(checkpoints, shared), saving(local, lambda number, ending: local.due(number) and not shared(number, ending)),
+                 loop.Hook(session.exporting.due,
+                           lambda number, state: session.exporting.make(number, state.params, session.corpus.tokenizer.bos)))
+        if session.replicas:
+            hooks = (session.replicas.hook(run.training.check_replicas_every, hooks), *hooks)
+        hooks = (validation.hook(), trace.hook(), *hooks)
+        state, done = loop.train(made.program, session.step, state, batches, run.training.steps, record, hooks, stop)
+    if start.is_of(local) and done == start.step < run.training.steps:     # a stop in the step of a spike: nothing else has this
         with watch.phase(f"checkpoint after step {done}", "save"):
             checkpoints.save(done, state, metadata(done))
     return state, done, validation.loss
 
 
-def _back_before(parts: _Parts, start: resume.Start, spikes: Spikes, spiked: int, why: str) -> resume.Start:
+def _back_before(session: _Session, start: resume.Start, spikes: Spikes, spiked: int, why: str) -> tuple[resume.Start, State, Batches]:
     """The newest checkpoint, which is from before the spike, and the batches from there to the spike left out."""
+    run = session.run
     if spikes.rollbacks >= MAX_ROLLBACKS:
         raise TooManyRollbacks(f"{why}, and the run has gone back before spikes {MAX_ROLLBACKS} times, which is all that it may; lower "
-                               f"optimizer.learning_rate={parts.run.optimizer.learning_rate}, look at the data, or start again with "
+                               f"optimizer.learning_rate={run.optimizer.learning_rate}, look at the data, or start again with "
                                'training.loss_spike="skip"')
-    new = resume.before(parts.run, start, spiked, parts.checkpoints, parts.near, parts.made.program.spec.with_shardings())
-    say.out(f"{why}: back to step {new.step}, without the {spiked - new.step} batches up to the spike "
-            f"(training.loss_spike=\"rollback\", {spikes.rollbacks + 1} of {MAX_ROLLBACKS})")
-    return dataclasses.replace(new, rollbacks=spikes.rollbacks + 1)
+    with session.attempt.account.to("restore"), watch.phase("going back before a spike", "restore"):
+        new = resume.before(run, start, spiked, session.checkpoints, session.local, session.made.state_shapes)
+        say.out(f"{why}: back to step {new.step}, without the {spiked - new.step} batches up to the spike "
+                f"(training.loss_spike=\"rollback\", {spikes.rollbacks + 1} of {MAX_ROLLBACKS})")
+        new = dataclasses.replace(new, rollbacks=spikes.rollbacks + 1)
+        session.attempt.goes_back(new.step)
+        state, batches = agree.everywhere(lambda: (_start_state(session.made, new, None), _batches(run, session.corpus, new)))
+        session.begin(new)
+    return new, state, batches
 
 
 def _write_cost(made: assembly.Assembly, step, directory: Path) -> None:
@@ -358,77 +402,40 @@ def _batches(run: Run, corpus: sources.Corpus, start: resume.Start) -> Batches:
     return resume.position(start, lambda position: opened(run.data, corpus, run.run.seed, position))
 
 
-def _given_weights(run: Run, made: assembly.Assembly):
-    """The model folder that the run starts from, checked against its parameters; None without one."""
-    return pretrained.opened(run, made.model.names())
-
-
-def _start_state(parts: _Parts, start: resume.Start) -> State:
-    """Restored, begun from a model folder's or another run's weights, or fresh."""
-    run, made, given = parts.run, parts.made, parts.given
-    abstract = made.program.spec.with_shardings()
+def _start_state(made: assembly.Assembly, start: resume.Start, given) -> State:
+    """Restored, begun from a model folder's or another run's weights, or fresh. given: as `_open` returns it."""
+    run = made.run
     if start.saved is not None:
         with config.user_errors():
-            state = (parts.near.restore(start.step, abstract) if start.local else parts.checkpoints.restore(start.step, abstract)[0])
-        say.out(f"going on after step {start.step}{', kept in checkpoint.local_dir' * start.local}")
+            state = start.saved.restore(made.state_shapes)
+        say.out(f"going on after step {start.step}{', kept in checkpoint.local_dir' * isinstance(start.saved.store, LocalTier)}")
         return state
     state = assembly.initialize(made)
     if given:
         pretrained.tell(given[0])
         return State(state.step, pretrained.load(*given, run.model, made.model.places(), state.params), state.opt_state)
     if run.checkpoint.init_from:
-        source, step = resume.source(Path(run.checkpoint.init_from), run.checkpoint.step,
-                                     f"checkpoint.init_from={run.checkpoint.init_from}", only_params=not run.checkpoint.init_optimizer)
-        with config.user_errors("checkpoint.init_from: "):
-            return _begun_from(run, made, source, step, state)
+        return init_from.begun(run, made.model, made.layout, made.mesh, made.state_shapes, state)
     return state
 
 
-def _begun_from(run: Run, made: assembly.Assembly, source: Checkpoints, step: int, state: State) -> State:
-    """The state with the weights of another run's step. Its adapters are taken over by a run with the same [lora]; else they are
-    merged, and those of this run begin."""
-    if upcycle.is_due(run, source, step) and not run.lora.rank:
-        if run.checkpoint.init_optimizer:
-            raise ValueError(f"{run.checkpoint.init_from} has no experts, whose state checkpoint.init_optimizer=true asks for; leave it out")
-        grown = upcycle.load(run, made.layout, made.mesh, source, step, state.params)
-        say.out(f"weights from step {step} of {run.checkpoint.init_from}, every expert as the MLP there")
-        return State(state.step, grown, state.opt_state)
-    if run.experts.upcycle_noise and not upcycle.is_due(run, source, step):
-        raise ValueError(f"experts.upcycle_noise={run.experts.upcycle_noise}: {run.checkpoint.init_from} has experts already, and noise "
-                         "is for those that begin as a dense run's MLPs; leave it out")
-    abstract, had = made.program.spec.with_shardings(), adapters.section(source, step)
-    if (had or run.lora.rank) and config.Lora(**had) != run.lora:
-        if run.checkpoint.init_optimizer:
-            raise ValueError(f"{run.checkpoint.init_from} trained other parameters ({adapters.described(had)}) than this run "
-                             f"({adapters.described(run.lora.model_dump())}), and checkpoint.init_optimizer=true asks for their state; "
-                             "leave it out")
-        trained, _ = made.model.divided(state.params) if run.lora.rank else ({}, {})
-        _, wanted = made.model.divided(abstract.params) if run.lora.rank else ({}, abstract.params)
-        taken = {"params": params.joined(trained, adapters.restore(source, step, wanted))}
-    else:
-        wanted = {"params": abstract.params} | ({"opt_state": abstract.opt_state} if run.checkpoint.init_optimizer else {})
-        taken, _ = source.restore(step, wanted, part=True)
-    say.out(f"weights{' and optimizer' * run.checkpoint.init_optimizer} from step {step} of {run.checkpoint.init_from}")
-    adapters.tell_left_out(source, step, abstract.params)
-    return State(state.step, taken["params"], taken.get("opt_state", state.opt_state))
-
-
-def _tell_the_end(run: Run, made: assembly.Assembly, corpus: sources.Corpus, state: State, val_loss: float | None, stopped: bool,
-                  directory: Path) -> None:
+def _tell_the_end(session: _Session, state: State, val_loss: float | None, stopped: bool) -> None:
+    run = session.run
     if val_loss is not None:
         say.out(f"validation loss {val_loss:.4f} a pair" if run.training.objective == "dpo" else
                 f"validation loss {val_loss:.4f} nats per token ({val_loss / 0.6931471805599453:.3f} bits)")
     if run.run.sample_tokens and not stopped:
         try:
-            say.out(_sample(run, made, corpus, state))
+            say.out(_sample(session.made, session.corpus, state))
         except Exception as error:
             if jax.process_count() > 1:     # the others would wait for this one's part
                 raise
             say.err(f"no sample of text: {type(error).__name__}: {error}")
-    say.out(f"written: {directory}/ with config.toml, rules.toml, metrics.jsonl, checkpoints/ and tensorboard/")
+    say.out(f"written: {session.directory}/ with config.toml, rules.toml, metrics.jsonl, checkpoints/ and tensorboard/")
 
 
-def _sample(run: Run, made: assembly.Assembly, corpus: sources.Corpus, state: State) -> str:
+def _sample(made: assembly.Assembly, corpus: sources.Corpus, state: State) -> str:
+    run = made.run
     limits = Limits(run.run.sample_tokens, (corpus.eos,), length=run.data.seq_len)
     generator = trained.within(made, state.params).generator()
     (answer,) = generator.complete([[corpus.tokenizer.bos]], limits, Picking(temperature=0.8), run.run.seed)

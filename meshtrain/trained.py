@@ -27,7 +27,7 @@ from meshtrain.model.layers import Execution
 from meshtrain.names import AXES
 from meshtrain.parallel import attention, expert
 from meshtrain.run import adapters, pretrained, resume
-from meshtrain.run.checkpoint import Checkpoints
+from meshtrain.run.checkpoint import Saved
 from meshtrain.training import step as training_step
 from meshtrain.weights import folder, settings
 
@@ -47,12 +47,11 @@ class Text:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trained:
     """A model that was found. run: its shape, data and mesh. given: the keys of the command line. weights: an open folder, or
-    (checkpoints, step). files: the folder with config and tokenizer files of Hugging Face's; None:
-    a run that began from nothing."""
+    a checkpoint. files: the folder with config and tokenizer files of Hugging Face's; None: a run that began from nothing."""
     directory: Path
     run: Run
     given: frozenset[str]
-    weights: folder.Folder | tuple[Checkpoints, int]
+    weights: folder.Folder | Saved
     files: Path | None
 
     @property
@@ -113,10 +112,9 @@ class Trained:
                 rows = folder.match(self.weights, self.run.model, model.names())
                 weights = pretrained.load(self.weights, rows, self.run.model, model.places(), zeros())
             else:
-                checkpoints, step = self.weights
                 wanted = params.tree(model.parameters(), lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=placed(info)))
                 with config.user_errors():
-                    weights = adapters.restore(checkpoints, step, wanted)
+                    weights = adapters.restore(self.weights, wanted)
             options = training_step.compiler_options(found[0].platform, deterministic=False)
             return Placed(model, mesh, execution(self.run, model, layout, mesh), weights, options)
 
@@ -195,12 +193,10 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
         return Trained(path, run, given, found, path)
     # Whoever asks for checkpoints asks how many processes there are, and that starts the backend: with these devices.
     devices.start(_resolved({}, words, allowed, command)[0])
-    checkpoints, step = resume.source(path, step, directory, "--step ")
-    with config.user_errors():
-        saved = checkpoints.metadata(step)["run"]
-    run, given = _resolved({"model": {**saved["model"], "matmul_dtype": "auto"}, "data": saved["data"]}, words, allowed, command)
+    saved = resume.source(path, step, directory, "--step ")
+    run, given = _resolved({"model": {**saved.run["model"], "matmul_dtype": "auto"}, "data": saved.run["data"]}, words, allowed, command)
     kept = path / pretrained.KEPT
-    return Trained(path, run, given, (checkpoints, step), kept if folder.is_one(kept) else None)
+    return Trained(path, run, given, saved, kept if folder.is_one(kept) else None)
 
 
 def _resolved(tables: Mapping, words: Sequence[str], allowed: Sequence[str], command: str) -> tuple[Run, frozenset[str]]:

@@ -205,7 +205,7 @@ def write_sums(home: pathlib.Path) -> int:
     """Of every array of the last checkpoint: params, optimizer and step."""
     checkpoints = Checkpoints(home / "run/checkpoints", read_only=True)
     last = checkpoints.latest()
-    arrays, _ = checkpoints.restore(last, checkpoints.arrays(last))
+    arrays = checkpoints.restore(last, checkpoints.arrays(last))
     found = {jax.tree_util.keystr(path): hashlib.md5(np.asarray(x).tobytes()).hexdigest() for path, x in jax.tree.leaves_with_path(arrays)}
     (home / "sums.json").write_text(json.dumps({"last": last} | found))
     return stops.DONE

@@ -281,7 +281,7 @@ def state(directory: pathlib.Path) -> dict[str, tuple]:
     checkpoints = Checkpoints(directory / "checkpoints", read_only=True)
     assert checkpoints.latest() == STEPS
     stored = checkpoints.arrays(STEPS)
-    arrays, _ = checkpoints.restore(STEPS, stored)
+    arrays = checkpoints.restore(STEPS, stored)
     named = jax.tree.leaves_with_path(jax.tree.map(np.asarray, arrays))
     return {jax.tree_util.keystr(path): (x.dtype, x.shape, x.tobytes()) for path, x in named}
 

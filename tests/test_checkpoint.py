@@ -36,8 +36,9 @@ def test_state_comes_back_bit_for_bit_on_another_mesh(tmp_path):
 
     checkpoints = checkpoint.Checkpoints(tmp_path / "c", read_only=True)
     assert checkpoints.latest() == 7
-    state, metadata = checkpoints.restore(7, abstract(new))
-    assert metadata == {"format": 4, "run": "[run]\nname = 'x'", "position": 7} == checkpoints.metadata(7)
+    saved = checkpoints.newest()
+    state, metadata = saved.restore(abstract(new)), saved.metadata
+    assert metadata == {"format": 4, "run": "[run]\nname = 'x'", "position": 7} == checkpoints.open(7).metadata
     assert_same_bits(state, old)
     assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, new)
 
@@ -47,7 +48,7 @@ def test_only_the_weights_come_back_for_a_new_run(tmp_path):
     with checkpoint.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(7, old, {})
     with checkpoint.Checkpoints(tmp_path, read_only=True) as checkpoints:
-        part, _ = checkpoints.restore(7, {"params": abstract(old.params)}, part=True)
+        part = checkpoints.restore(7, {"params": abstract(old.params)}, part=True)
         assert_same_bits(part["params"], old.params)
         with pytest.raises(ValueError, match="opt_state/0/count: .* absent in this run"):
             checkpoints.restore(7, {"params": abstract(old.params)})
@@ -65,7 +66,7 @@ def test_who_reads_only_weights_reads_and_checks_no_other_arrays(tmp_path, monke
     checkpoints = checkpoint.Checkpoints(tmp_path, read_only=True)
     assert checkpoints.latest(only_params=True) == 7
     assert sorted(read) == sorted([*of_params, str(tmp_path / "7" / "metadata.json")])
-    part, _ = checkpoints.restore(7, {"params": abstract(old.params)}, part=True)
+    part = checkpoints.restore(7, {"params": abstract(old.params)}, part=True)
     assert_same_bits(part["params"], old.params)
     assert checkpoints.fault(7) == f"{largest.relative_to(tmp_path / '7')}: its checksum differs"
     flip(next(path for path in map(pathlib.Path, of_params) if path.stat().st_size > 200))
@@ -84,8 +85,8 @@ def test_a_checkpoint_of_format_3_that_has_all_arrays_in_one_folder_comes_back(t
     (place / "checksums.json").write_text(json.dumps(sums))
     checkpoints = checkpoint.Checkpoints(tmp_path)
     assert checkpoints.latest(only_params=True) == checkpoints.latest() == 7
-    assert_same_bits(checkpoints.restore(7, abstract(old))[0], old)
-    part, _ = checkpoints.restore(7, {"params": abstract(old.params)}, part=True)
+    assert_same_bits(checkpoints.restore(7, abstract(old)), old)
+    part = checkpoints.restore(7, {"params": abstract(old.params)}, part=True)
     assert_same_bits(part["params"], old.params)
     flip(place / "state" / "manifest.ocdbt")
     assert "its checksum differs" in checkpoints.fault(7, only_params=True)
@@ -102,7 +103,7 @@ def test_a_donated_state_is_saved_as_it_was(tmp_path, devices, spec):
     checkpoints.save(1, {"w": state}, {})
     for _ in range(3):
         state = step(state)
-    got, _ = checkpoints.restore(1, abstract({"w": state}))
+    got = checkpoints.restore(1, abstract({"w": state}))
     np.testing.assert_array_equal(got["w"], want)
     again = step(got["w"])  # and what was restored can be donated in its turn
     np.testing.assert_array_equal(again, want * 2 + 1)
@@ -113,7 +114,7 @@ def test_a_mismatch_names_every_array_and_a_saved_step_is_left_alone(tmp_path):
     checkpoints = checkpoint.Checkpoints(tmp_path)
     checkpoints.save(7, state, {"first": True})
     checkpoints.save(7, make_state(mesh(4, 2), P("a", "b"), seed=1), {"first": False})
-    restored, metadata = checkpoints.restore(7, abstract(state))
+    restored, metadata = checkpoints.restore(7, abstract(state)), checkpoints.open(7).metadata
     assert metadata["first"] is True
     assert_same_bits(restored, state)
     other = make_state(mesh(4, 2), P("a", "b"), width=32).replace(opt_state=())
@@ -189,7 +190,7 @@ def test_a_newer_format_is_refused(tmp_path, monkeypatch):
         newer.setattr(checkpoint, "FORMAT", 5)
         checkpoints.save(1, {"w": jnp.ones(3)}, {})
     with pytest.raises(ValueError, match="format 5, this version reads up to 4"):
-        checkpoints.restore(1, {"w": jax.ShapeDtypeStruct((3,), jnp.float32)})
+        checkpoints.open(1)
 
 
 def test_a_process_killed_while_saving_leaves_a_whole_checkpoint_or_none(tmp_path):
@@ -210,7 +211,7 @@ def test_a_process_killed_while_saving_leaves_a_whole_checkpoint_or_none(tmp_pat
     checkpoints = checkpoint.Checkpoints(tmp_path)
     step = checkpoints.latest()
     assert step in (1, 2)
-    state, _ = checkpoints.restore(step, {"w": jax.ShapeDtypeStruct((8_000_000,), jnp.float32)})
+    state = checkpoints.restore(step, {"w": jax.ShapeDtypeStruct((8_000_000,), jnp.float32)})
     assert np.all(np.asarray(state["w"]) == step)
     assert names(tmp_path) == (["1"] if step == 1 else ["1", "2"])
 
@@ -231,7 +232,7 @@ def test_a_full_disk_is_told_leaves_nothing_and_the_next_save_may_work(small_dis
         checkpoints.save(3, {"w": random}, {})  # told, and nobody is stopped: the run goes on
         checkpoints.save(4, {"w": random[:2000]}, {})
         assert checkpoints.latest() == 4 and names(small_disk / "c") == ["4"] and len(told) == 2
-        got, _ = checkpoints.restore(4, {"w": jax.ShapeDtypeStruct((2000,), "float32")})
+        got = checkpoints.restore(4, {"w": jax.ShapeDtypeStruct((2000,), "float32")})
         np.testing.assert_array_equal(got["w"], random[:2000])
     assert "Traceback" not in "".join(capfd.readouterr())
 

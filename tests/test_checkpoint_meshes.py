@@ -41,7 +41,7 @@ def losses_after_restoring(directory, rule, sizes):
     made, losses = assemble(rule, sizes), []
     with jax.set_mesh(made.mesh):
         step = made.program.compile()
-        state, _ = checkpoint.Checkpoints(directory, read_only=True).restore(3, made.program.spec.with_shardings())
+        state = checkpoint.Checkpoints(directory, read_only=True).restore(3, made.program.spec.with_shardings())
     for n in range(3, 8):
         tokens = np.random.default_rng(n).integers(0, 256, (8, 17)).astype("int32")
         index = np.tile(np.arange(16, dtype="int32"), (8, 1))
@@ -58,7 +58,7 @@ def test_a_state_saved_on_one_mesh_is_the_same_bits_on_another(trained, rule, si
     made = assemble(rule, sizes)
     abstract = made.program.spec.with_shardings()
     checkpoints = checkpoint.Checkpoints(directory, read_only=True)
-    state, _ = checkpoints.restore(checkpoints.latest(), abstract)
+    state = checkpoints.restore(checkpoints.latest(), abstract)
     assert_same_bits(jax.device_get(state), saved)
     for got, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
         assert got.sharding == wanted.sharding
@@ -123,6 +123,7 @@ say("left", sorted(os.listdir(directory)))
     checkpoints = checkpoint.Checkpoints(tmp_path, read_only=True)
     assert checkpoints.latest() == 5
     wanted = values(5)
-    got, metadata = checkpoints.restore(5, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), wanted))
+    got = checkpoints.restore(5, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), wanted))
+    metadata = checkpoints.open(5).metadata
     assert metadata["from"] == "two"
     assert_same_bits(got, wanted)

@@ -36,7 +36,7 @@ def test_what_64_processes_wrote_is_whole_and_every_file_has_its_checksum(writte
     checkpoints = checkpoint.Checkpoints(directory, read_only=True)
     assert checkpoints.latest() == 7
     forms = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in whole.items()}
-    state, _ = checkpoints.restore(7, forms)
+    state = checkpoints.restore(7, forms)
     for name, x in whole.items():
         np.testing.assert_array_equal(state[name], x)
     known = json.loads((directory / "7" / "checksums.json").read_text())

@@ -8,7 +8,7 @@ from test_lora_runs import paths, ran, saved
 
 from meshtrain import assembly, config, train
 from meshtrain.data import packing, sources
-from meshtrain.run import adapters, rehearsal, upcycle
+from meshtrain.run import adapters, init_from, rehearsal
 from meshtrain.run.checkpoint import Checkpoints
 from pathlib import Path
 
@@ -111,21 +111,21 @@ def test_runs_whose_mlps_cannot_become_experts_are_refused(runs, tiny, source, w
     assert done.code == 2 and said in done.err
 
 
-def test_a_dense_run_with_biases_in_its_mlps_is_refused(runs, monkeypatch):
+def test_a_dense_run_with_biases_in_its_mlps_is_refused(runs):
     """Experts have none, and would not compute what the MLPs did."""
     source = Checkpoints(runs / "dense" / "checkpoints", read_only=True)
-    said = source.metadata(2)
-    said["run"]["model"]["mlp_bias"] = True
-    monkeypatch.setattr(source, "metadata", lambda step: said)
+    saved = source.open(2)
+    saved.run["model"]["mlp_bias"] = True
     with pytest.raises(ValueError, match="the MLPs of the dense run have biases"):
-        upcycle.load(config.load(["configs/quickstart.toml", "--model.num_experts", "4", "--model.expert_mlp_dim", "64"]), None, None, source, 2, {})
+        init_from.upcycled(config.load(["configs/quickstart.toml", "--model.num_experts", "4", "--model.expert_mlp_dim", "64"]),
+                           None, None, saved, {})
 
 
 def test_parameters_of_another_run_that_this_one_lacks_are_named(runs, capsys):
-    source = Checkpoints(runs / "experts" / "checkpoints", read_only=True)
-    params = source.arrays(2)["params"]
-    adapters.tell_left_out(source, 2, params)
+    saved = Checkpoints(runs / "experts" / "checkpoints", read_only=True).open(2)
+    params = saved.param_shapes()
+    adapters.tell_left_out(saved, params)
     assert not capsys.readouterr().out
     del params["layers"]["moe"]["bias"]
-    adapters.tell_left_out(source, 2, params)
+    adapters.tell_left_out(saved, params)
     assert "parameters that this one lacks, and they are left out: layers/moe/bias" in capsys.readouterr().out

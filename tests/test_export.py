@@ -168,7 +168,7 @@ def test_what_was_trained_is_exported_by_run_and_command_and_read_back(tiny, tmp
     checkpoints = checkpoint.Checkpoints(tmp_path / "run" / "checkpoints", read_only=True)
     wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])),
                           back.params)
-    saved, _ = checkpoints.restore(2, {"params": wanted}, part=True)
+    saved = checkpoints.restore(2, {"params": wanted}, part=True)
     trained = jax.tree.map(np.array, jax.device_get(saved["params"]))
     for leaf in (trained["embedding"]["table"][257:], trained["head"]["kernel"][:, 257:]):
         leaf[...] = 0       # rows beyond the vocabulary are not given away

@@ -58,6 +58,6 @@ def test_a_new_run_begins_with_or_without_the_optimizers_state(along, tiny, fini
     assert [row["step"] for row in rows(tmp_path / "new")] == [1, 2], "its own steps, and its own schedule"
     checkpoints = Checkpoints(tmp_path / "new" / "checkpoints", read_only=True)
     stored = checkpoints.arrays(2)
-    counts = [leaf for path, leaf in jax.tree.leaves_with_path(checkpoints.restore(2, stored)[0]["opt_state"])
+    counts = [leaf for path, leaf in jax.tree.leaves_with_path(checkpoints.restore(2, stored)["opt_state"])
               if "count" in jax.tree_util.keystr(path)]
     assert [int(count) for count in counts] == [2 + 6 * along], "updates that Adam's moments hold"

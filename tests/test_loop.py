@@ -28,14 +28,14 @@ class Bench:
         self.broken, self.events, self.rows = broken, [], []
         self.program = SimpleNamespace(rows=None, place=lambda batch: batch, limit=lambda loss: (), evaluate=lambda p, batch: batch)
         self.data = SimpleNamespace(tokens=lambda batches: 100 * batches, validation=(),
-                                    iterate=lambda start, rows, prefetch: (n for n in itertools.count(start)))
+                                    iterate=lambda start, rows: (n for n in itertools.count(start)))
         self.listener = SimpleNamespace(number=None)
         self.stop = loop.Stop(self.listener)
 
     def train(self, *hooks: loop.Hook, start: int = 0) -> int:
         writer = SimpleNamespace(write=lambda row: (self.rows.append(row), self.events.append(("row", row["step"]))))
         record = Record(self.run, writer, Progress(self.run.training.steps), 0.0, None)
-        return loop.train(self.program, self._step, State(start), self.data, self.run.training.steps, 0, record, hooks,
+        return loop.train(self.program, self._step, State(start), self.data, self.run.training.steps, record, hooks,
                           self.stop)[1]
 
     def _step(self, state, batch):

@@ -19,7 +19,7 @@ def saved(directory, step):
     checkpoints = Checkpoints(directory / "checkpoints", read_only=True)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), checkpoints.arrays(step))
-    return jax.device_get(checkpoints.restore(step, wanted)[0])
+    return jax.device_get(checkpoints.restore(step, wanted))
 
 
 def paths(tree) -> dict:

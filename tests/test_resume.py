@@ -119,7 +119,7 @@ def test_the_tokenizer_and_the_documents_are_compared_by_their_content(two):
     with pytest.raises(ConfigError, match="the data are not those that the run in .* read up to step 4"):
         resume.check_data(run, start, "another")
     for check, value in ((resume.check_tokenizer, tokenizer.Ids(500, 3)), (resume.check_data, "another")):
-        check(run, resume.Start(0), value)
+        check(run, resume.Start(), value)
 
 
 def packed(tmp_path, **more):
@@ -135,7 +135,7 @@ def same(a, b):
 
 
 def at(step, data, **more):
-    return resume.Start(step, {"data": {"position": json.loads(json.dumps(data.position(step)))}}, **more)
+    return resume.Start(checkpoint.Saved(None, step, {"data": {"position": json.loads(json.dumps(data.position(step)))}}), **more)
 
 
 def test_the_same_settings_find_the_same_batches(tmp_path):
@@ -150,7 +150,7 @@ def test_skipped_batches_are_left_out_once_and_never_come_again(tmp_path, before
     """From a fresh start and from a checkpoint; then a resume behind it, which keeps the offset."""
     pack = packed(tmp_path)
     plain = pack(None)
-    start = at(before, plain, skip_batches=3) if before else resume.Start(0, skip_batches=3)
+    start = at(before, plain, skip_batches=3) if before else resume.Start(skip_batches=3)
     data = resume.position(start, pack)
     tokens = lambda batch: {name: x for name, x in batch.items() if name != "sequence"}
     assert all(same(tokens(data.batch(n)), tokens(plain.batch(n + 3))) for n in range(before, 20))
@@ -184,7 +184,7 @@ def test_the_same_command_goes_on_and_another_answer_goes_back_again(two):
     start = found(two, *back)
     assert (start.step, start.back, start.skip_batches) == (2, True, 3)
     with checkpoint.Checkpoints(two / "checkpoints") as checkpoints:
-        resume.begin(run_in(two, *back), start, checkpoints, two, "# rules")
+        resume.begin(run_in(two, *back), start, checkpoints, None, "# rules")
     start = found(two, *back)   # killed before its first checkpoint
     assert (start.step, start.back, start.skip_batches) == (2, False, 3)
     saved(two, run_in(two, *back), 3, 5)
@@ -214,7 +214,7 @@ def test_a_directory_that_cannot_be_written_before_the_first_step_is_one_message
     run = run_in(two, "--checkpoint.step", 2)
     with checkpoint.Checkpoints(two / "checkpoints") as checkpoints:
         with pytest.raises(raised, match=f"run.dir={two} cannot be written: {os.strerror(code)}; "):
-            resume.begin(run, resume.find(run, checkpoints), checkpoints, two, "# rules")
+            resume.begin(run, resume.find(run, checkpoints), checkpoints, None, "# rules")
     assert len(tries) == (2 if raised is files.FileSystemError else 1)
     assert [row["step"] for row in metrics.read(two / "metrics.jsonl")] == list(range(1, 7)), "nothing is dropped before all is written"
 
@@ -225,7 +225,7 @@ def test_the_way_back_loses_nothing_and_is_recorded_once(two, capfd):
     for _ in range(2):      # the second: killed before its first checkpoint
         with checkpoint.Checkpoints(two / "checkpoints") as checkpoints:
             start = resume.find(run, checkpoints)
-            resume.begin(run, start, checkpoints, two, "# rules")
+            resume.begin(run, start, checkpoints, None, "# rules")
     told = capfd.readouterr().out
     assert "back to step 2: later checkpoints are kept as 4.aside, later rows in metrics.aside.jsonl\n" in told
     assert "from step 3 on: optimizer.learning_rate=0.0001 (was 0.003)\n" in told
@@ -253,16 +253,17 @@ def test_a_newest_checkpoint_that_cannot_be_read_is_no_obstacle_on_the_way_back(
     assert found(two, "--checkpoint.step", 2).step == 2
 
 
-@pytest.mark.parametrize("near_has, goes_on_from", [(3, 3), (1, 2)])
-def test_behind_a_damaged_newest_one_the_fast_tier_is_asked_again(two, near_has, goes_on_from):
-    class Near:
-        def newest(self, after, abstract):
-            return (near_has, metadata) if near_has > after else None
+@pytest.mark.parametrize("local_has, goes_on_from", [(3, 3), (1, 2)])
+def test_behind_a_damaged_newest_one_the_fast_tier_is_asked_again(two, local_has, goes_on_from):
+    class Local:
+        def newest(self, after, wanted):
+            return checkpoint.Saved(self, local_has, metadata) if local_has > after else None
 
     metadata = {"format": 3} | rundir.metadata(run_in(two), "# rules", DATA)
     flip(two / "checkpoints" / "4" / "metadata.json")
-    start = resume.find(run_in(two), checkpoint.Checkpoints(two / "checkpoints"), Near())
-    assert (start.step, start.local) == (goes_on_from, goes_on_from == near_has)
+    local = Local()
+    start = resume.find(run_in(two), checkpoint.Checkpoints(two / "checkpoints"), local)
+    assert (start.step, start.is_of(local)) == (goes_on_from, goes_on_from == local_has)
 
 
 # ---- from another run ------------------------------------------------------------------------------------------------
@@ -271,7 +272,7 @@ def test_behind_a_damaged_newest_one_the_fast_tier_is_asked_again(two, near_has,
 def test_a_new_run_takes_the_step_that_it_names_of_another(two, tmp_path):
     for step, want in ((0, 4), (2, 2)):
         run = run_in(tmp_path / "new", "--checkpoint.init_from", two, "--checkpoint.step", step)
-        assert resume.source(two, step, "checkpoint.init_from")[1] == want
+        assert resume.source(two, step, "checkpoint.init_from").step == want
         assert resume.find(run, checkpoint.Checkpoints(tmp_path / "new" / "checkpoints")).step == 0
     with pytest.raises(ConfigError, match="checkpoint.step=3 is not saved"):
         resume.source(two, 3, "checkpoint.init_from")

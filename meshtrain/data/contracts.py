@@ -5,7 +5,7 @@ checkpoint know nothing else of data. Both are structural: nothing is inherited.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -68,14 +68,22 @@ class Batches(Protocol):
     def batch(self, n: int, rows: Rows = None) -> Batch:
         """The rows of training batch n (from 0). Raises: IndexError."""
 
-    def iterate(self, start: int, rows: Rows = None, prefetch: int = 2) -> Iterator[Batch]:
-        """Training batches start, start+1, … without end; `prefetch` of them are made ahead in threads (0: none).
-
-        Closing it ends the threads.
-        """
+    def iterate(self, start: int, rows: Rows = None) -> Iterator[Batch]:
+        """Training batches start, start+1, … without end, see `made_ahead`."""
 
     def tokens(self, batches: int) -> int:
         """Tokens in the first `batches` batches of the run, whatever their sizes were."""
 
     def position(self, batches: int) -> dict:
         """Where the first `batches` batches of the run leave each source: JSON, kept in a checkpoint, read when it goes on."""
+
+
+def made_ahead(batch: Callable[[int], Batch], start: int, prefetch: int) -> Iterator[Batch]:
+    """batch(start), batch(start + 1), … without end; `prefetch` of them are made ahead in threads (0: none). Closing it ends the
+    threads."""
+    # grain makes batches ahead in threads, in order, and hands exceptions over. Shuffling, sharding and packing are ours:
+    # its shuffle and its packing hold an index or run through the data, and a restart would not find batch n by itself.
+    import grain  # here: it takes a second to import, and `inspect` reads no data
+    batches = grain.MapDataset.range(start, 2**62).map(batch)
+    reads = grain.ReadOptions(num_threads=min(prefetch, 4), prefetch_buffer_size=prefetch)
+    yield from batches.to_iter_dataset(reads)  # closing a generator closes what it yields from

@@ -23,7 +23,7 @@ from fractions import Fraction
 import numpy as np
 
 from meshtrain.data import holdout, mixture, order, sources, whole
-from meshtrain.data.contracts import Batch, Rows, Source
+from meshtrain.data.contracts import Batch, Rows, Source, made_ahead
 from meshtrain.data.order import Grid, Pieces, Runs, Stream
 from meshtrain.data.whole import WholeStream
 from meshtrain.names import NO_TARGET
@@ -57,6 +57,7 @@ class Packed:
     shape: Shape
     phase: Phase
     quantum: int            # tokens: the shares of training batches are multiples of it
+    prefetch: int = 2       # batches made ahead
 
     def batch(self, n: int, rows: Rows = None) -> Batch:
         if n < self.phase.batches:
@@ -65,13 +66,8 @@ class Packed:
         runs = mixture.lay_rows(self.shape.seq_len, [stream.grids for stream in self.train], self._given(n), self._given(n + 1))
         return _assemble(self.shape, self.train, n, runs, rows)
 
-    def iterate(self, start: int, rows: Rows = None, prefetch: int = 2) -> Iterator[Batch]:
-        # grain makes batches ahead in threads, in order, and hands exceptions over. Shuffling, sharding and packing are ours:
-        # its shuffle and its packing hold an index or run through the data, and a restart would not find batch n by itself.
-        import grain  # here: it takes a second to import, and `inspect` reads no data
-        batches = grain.MapDataset.range(start, 2**62).map(functools.partial(self.batch, rows=rows))
-        reads = grain.ReadOptions(num_threads=min(prefetch, 4), prefetch_buffer_size=prefetch)
-        yield from batches.to_iter_dataset(reads)  # closing a generator closes what it yields from
+    def iterate(self, start: int, rows: Rows = None) -> Iterator[Batch]:
+        return made_ahead(functools.partial(self.batch, rows=rows), start, self.prefetch)
 
     def tokens(self, batches: int) -> int:
         return sum(self._given(batches))
@@ -114,10 +110,11 @@ class HeldOut:
 
 def open_batches(data, corpus: sources.Corpus, seed: int, position: dict | None = None) -> Packed:
     """The corpus of the run file's [data] as its batches; `position` and what is raised: as `pack`."""
-    return pack(corpus.sources, corpus.weights, bos=corpus.tokenizer.bos, eos=corpus.eos, seq_len=data.seq_len,
+    packed = pack(corpus.sources, corpus.weights, bos=corpus.tokenizer.bos, eos=corpus.eos, seq_len=data.seq_len,
                 global_batch=data.global_batch, seed=seed, validation_fraction=data.validation_fraction,
                 validation_tokens=data.validation_tokens, validation=corpus.validation, names=corpus.names,
                 document_mask=data.document_mask, packing=data.packing, position=position, curves=corpus.curves)
+    return dataclasses.replace(packed, prefetch=data.prefetch)
 
 
 def pack(corpus: Sequence[Source], weights: Sequence[float], *, bos: int, seq_len: int, global_batch: int, seed: int,

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from meshtrain.data import order, sources
-from meshtrain.data.contracts import Batch, Rows, Source
+from meshtrain.data.contracts import Batch, Rows, Source, made_ahead
 from meshtrain.names import CHOSEN, NO_TARGET, REJECTED
 
 ORDER, HELD = 5, 6      # of seeds: of an epoch, of what is held out
@@ -33,6 +33,7 @@ class Pairs:
     seed: int
     seq_len: int
     global_batch: int
+    prefetch: int = 2
     references: np.ndarray | None = None
 
     def batch(self, n: int, rows: Rows = None) -> Batch:
@@ -43,10 +44,8 @@ class Pairs:
         found = np.array([self._order(epoch)[place] for epoch, place in zip(epochs.tolist(), places.tolist())])
         return _rows(self, n, self.pairs[found], rows)
 
-    def iterate(self, start: int, rows: Rows = None, prefetch: int = 2) -> Iterator[Batch]:
-        import grain  # here, as in packing
-        batches = grain.MapDataset.range(start, 2**62).map(functools.partial(self.batch, rows=rows))
-        yield from batches.to_iter_dataset(grain.ReadOptions(num_threads=min(prefetch, 4), prefetch_buffer_size=prefetch))
+    def iterate(self, start: int, rows: Rows = None) -> Iterator[Batch]:
+        return made_ahead(functools.partial(self.batch, rows=rows), start, self.prefetch)
 
     def tokens(self, batches: int) -> int:
         return batches * self.global_batch * self.seq_len
@@ -107,7 +106,7 @@ def open_pairs(data, corpus: sources.Corpus, seed: int, position: dict | None = 
         drawn = order.permutation(len(fitting), HELD)
         held, fitting = np.sort(fitting[drawn[:count]]), np.sort(fitting[drawn[count:]])
     now = Pairs(source, fitting, (HeldOut(source, held, data.seq_len, data.global_batch),) if len(held) else (), seed, data.seq_len,
-                data.global_batch)
+                data.global_batch, data.prefetch)
     for key, name in (("pairs", "the pairs that fit"), ("global_batch", "data.global_batch"), ("seq_len", "data.seq_len")):
         if position is not None and position.get(key) != now.position(0)[key]:
             raise ValueError(f"{name} was {position.get(key)} and is {now.position(0)[key]}; with preferences a run goes on with the same, "

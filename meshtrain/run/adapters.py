@@ -14,15 +14,15 @@ from meshtrain.model import lora
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import LORA
 from meshtrain.run import say
-from meshtrain.run.checkpoint import Checkpoints
+from meshtrain.run.checkpoint import Saved
 from meshtrain.run.pretrained import leaves_of, nested
 
 KERNEL = "kernel"
 
 
-def section(checkpoints: Checkpoints, step: int) -> dict:
-    """The section [lora] of the run that saved a step; empty where it trained the whole model."""
-    found = checkpoints.metadata(step)["run"].get("lora", {})
+def section(saved: Saved) -> dict:
+    """The section [lora] of the run that saved a checkpoint; empty where it trained the whole model."""
+    found = saved.run.get("lora", {})
     return found if found.get("rank") else {}
 
 
@@ -33,25 +33,25 @@ def described(found: Mapping) -> str:
     return f"adapters of lora.rank={found['rank']}, alpha={found['alpha']} at {', '.join(found['targets']) or 'all projections'}"
 
 
-def restore(checkpoints: Checkpoints, step: int, wanted: dict, dtype=None) -> dict:
-    """The parameters of a step that are wanted, ready to use by a model without adapters:
+def restore(saved: Saved, wanted: dict, dtype=None) -> dict:
+    """The parameters of a checkpoint that are wanted, ready to use by a model without adapters:
     those that the run trained are merged.
 
     wanted: nested dicts of jax.ShapeDtypeStruct with NamedShardings, all parameters or some. dtype: of what is merged; None: as
     it is stored. Raises: as `Checkpoints.restore`.
     """
-    kernels, found = dict(leaves_of(wanted)), section(checkpoints, step)
+    kernels, found = dict(leaves_of(wanted)), section(saved)
     if found:
-        stored = dict(leaves_of(checkpoints.arrays(step, only_params=True)["params"]))
+        stored = dict(leaves_of(saved.param_shapes()))
         for path in [path for path in kernels if _beside(path, "a") in stored]:
             kernels |= {_beside(path, one): _placed(stored[_beside(path, one)], kernels[path], one) for one in "ab"}
-    taken, _ = checkpoints.restore(step, {"params": nested(kernels)}, part=True)
+    taken = saved.restore({"params": nested(kernels)}, part=True)
     return nested(_merged(dict(leaves_of(taken["params"])), found["alpha"] / found["rank"], dtype)) if found else taken["params"]
 
 
-def tell_left_out(checkpoints: Checkpoints, step: int, params: dict) -> None:
-    """Names the parameters of a step that have no place in `params`, which begin from it; adapters are merged."""
-    paths = {path for path, _ in leaves_of(checkpoints.arrays(step, only_params=True)["params"]) if f"/{LORA}/" not in path}
+def tell_left_out(saved: Saved, params: dict) -> None:
+    """Names the parameters of a checkpoint that have no place in `params`, which begin from it; adapters are merged."""
+    paths = {path for path, _ in leaves_of(saved.param_shapes()) if f"/{LORA}/" not in path}
     if left := sorted(paths - {path for path, _ in leaves_of(params)}):
         say.out(f"note: the model there has parameters that this one lacks, and they are left out: {', '.join(left)}")
 

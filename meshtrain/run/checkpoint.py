@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -33,7 +34,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -55,6 +56,38 @@ MAX_FAILED_SAVES = 3  # in a row: what is trained after them would be lost too
 
 class CheckpointError(files.FileSystemError):
     """A checkpoint could not be saved or read. The message says which, where, and what the system said."""
+
+
+class Store(Protocol):
+    """Where a run keeps its state: `Checkpoints` for all hosts, `local_tier.LocalTier` on each. Every process calls it alike."""
+
+    def due(self, step: int) -> bool: ...
+
+    def save(self, step: int, state: Any, metadata: dict) -> float:
+        """Start saving `state` (a pytree of jax arrays) and `metadata` (JSON); return the seconds that it blocked."""
+
+    def restore(self, step: int, wanted: Any, *, part: bool = False) -> Any:
+        """The arrays of `step` on the shardings of `wanted`, a pytree of jax.ShapeDtypeStruct. part: of those that are kept."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Saved:
+    """A whole checkpoint in its store, opened: `metadata` was read once, by process 0 for all."""
+    store: Store
+    step: int
+    metadata: dict
+
+    @property
+    def run(self) -> dict:
+        """Section -> key -> value of the run that saved it."""
+        return self.metadata["run"]
+
+    def param_shapes(self) -> dict:
+        """Of a checkpoint in `Checkpoints`: nested dicts of jax.ShapeDtypeStruct without shardings."""
+        return self.store.arrays(self.step, only_params=True)[PARAMS]
+
+    def restore(self, wanted: Any, *, part: bool = False) -> Any:
+        return self.store.restore(self.step, wanted, part=part)
 
 
 class Checkpoints:
@@ -144,13 +177,13 @@ class Checkpoints:
         Raises: ConfigError if there are checkpoints, but none is whole: a run would start from step 1 over them.
         CheckpointError if one cannot be read; it stays as it is.
         """
-        newest, _ = self.latest_or(lambda after: None, only_params=only_params)
-        return newest
+        found = self.newest(only_params=only_params)
+        return found and found.step
 
-    def latest_or(self, nearer: Callable[[int], Any], *, only_params: bool = False) -> tuple[int | None, Any]:
-        """(step, None) as `latest`, or (None, what `nearer` found).
+    def newest(self, nearer: Callable[[int], Saved | None] = lambda after: None, *, only_params: bool = False) -> Saved | None:
+        """The latest checkpoint, opened, see `latest`; or what `nearer` has.
 
-        nearer: what else may be newer than the checkpoint of this step (0: there is none); None: nothing. It is asked before a
+        nearer: gives what is newer than the checkpoint of a step (0: there is none) and kept elsewhere. It is asked before a
         checkpoint is read, and again after one that was damaged.
         """
         self.settle()
@@ -159,12 +192,12 @@ class Checkpoints:
             steps = [step for step in steps if step not in gone]
             newest = max(steps, default=0)
             if (found := nearer(newest)) is not None:
-                return None, found
+                return found
             if not steps:
                 break
             fault = self.fault(newest, only_params=only_params)
             if not fault:
-                return newest, None
+                return self.open(newest)
             gone.add(newest)
             if self.read_only and newest not in (now := self.steps()):     # by the run that writes here: `keep`
                 steps = now
@@ -177,7 +210,7 @@ class Checkpoints:
             raise agree.agreed(ConfigError(
                 f"{self.directory} holds no whole checkpoint, only damaged ones ({damaged}); restore the files of one and "
                 "give it its number as name again, or remove the directory to start from step 1"))
-        return None, None
+        return None
 
     def steps(self) -> list[int]:
         """The steps that are saved, in order, whole or damaged. Process 0 looks for all: on a shared file system not
@@ -192,18 +225,19 @@ class Checkpoints:
                                     "give a directory that can be written", ConfigError) for one in later]
         return agree.on_first(set_aside)
 
-    def metadata(self, step: int) -> dict:
-        """What `save` was given, and `format`. Reads no arrays: a resume checks it before it builds anything.
+    def open(self, step: int) -> Saved:
+        """The checkpoint of a step with what `save` was given, and `format`. Reads no arrays.
 
-        Raises: ValueError if a newer version wrote it; CheckpointError if it cannot be read.
+        Raises: ConfigError if a newer version wrote it; CheckpointError if it cannot be read.
         """
         self._join()
-        with _reading(self.directory / str(step)):
-            document = json.loads(files.patiently((self.directory / str(step) / METADATA).read_text, missing=True))
+        return Saved(self, step, agree.on_first(lambda: self._metadata(self.directory / str(step))))
+
+    def _metadata(self, place: pathlib.Path) -> dict:
+        with _reading(place):
+            document = json.loads(files.patiently((place / METADATA).read_text, missing=True))
         if document["format"] > FORMAT:
-            where = self.directory / str(step)
-            raise ValueError(f"{where} has checkpoint format {document['format']}, this version reads up to {FORMAT}: "
-                             "update meshtrain")
+            raise ConfigError(f"{place} has checkpoint format {document['format']}, this version reads up to {FORMAT}: update meshtrain")
         return document
 
     def arrays(self, step: int, *, only_params: bool = False) -> dict:
@@ -211,26 +245,25 @@ class Checkpoints:
         stored = self._stored(step, only_params).values()
         return {key: tree for one in stored for key, tree in one.items()}
 
-    def restore(self, step: int, abstract_state: Any, *, part: bool = False) -> tuple[Any, dict]:
-        """The state and metadata saved as `step`, the arrays on the shardings that `abstract_state` asks for.
+    def restore(self, step: int, wanted: Any, *, part: bool = False) -> Any:
+        """The state saved as `step`, its arrays on the shardings that `wanted` asks for.
 
-        abstract_state: a pytree of jax.ShapeDtypeStruct with shardings, of any mesh. Its structure is what comes back.
+        wanted: a pytree of jax.ShapeDtypeStruct with shardings, of any mesh. Its structure is what comes back.
         part: it may lack arrays that the checkpoint has (only {"params": …}: a new run from old weights).
 
         Raises: ValueError that lists every array whose presence, shape or dtype differs; none is reshaped or cast in silence;
         CheckpointError if they cannot be read.
         """
-        metadata = self.metadata(step)
-        nested, arrays = _nested(abstract_state), {}
+        nested, arrays = _nested(wanted), {}
         stored = self._stored(step, only_params=part and nested.keys() <= {PARAMS})
-        self._check(step, stored, abstract_state, part)
+        self._check(step, stored, wanted, part)
         for folder, there in stored.items():
-            if wanted := {key: tree for key, tree in nested.items() if key in there}:
-                restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
-                args = ocp.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=part)
+            if of_folder := {key: tree for key, tree in nested.items() if key in there}:
+                restore_args = ocp.checkpoint_utils.construct_restore_args(of_folder)
+                args = ocp.args.PyTreeRestore(of_folder, restore_args=restore_args, partial_restore=part)
                 with _reading(self.directory / str(step)):
                     arrays |= self._arrays.restore(folder, args=args)
-        return jax.tree.map_with_path(lambda path, _: _at(arrays, path), abstract_state), metadata
+        return jax.tree.map_with_path(lambda path, _: _at(arrays, path), wanted)
 
     def settle(self) -> None:
         """Returns when nothing is being written, by any process. A save that failed was told."""

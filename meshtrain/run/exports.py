@@ -18,7 +18,7 @@ from meshtrain.cluster.meet import PeerError
 from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.model.transformer import Transformer
 from meshtrain.run import adapters, disk, export, peft, say
-from meshtrain.run.checkpoint import CheckpointError, Checkpoints
+from meshtrain.run.checkpoint import CheckpointError, Checkpoints, Saved
 from meshtrain.run.pretrained import leaves_of, nested
 from meshtrain.weights import folder, settings
 
@@ -84,8 +84,8 @@ class Exports:
     def _write_saved(self, step: int) -> None:
         if fault := self.checkpoints.fault(step, only_params=True):
             raise agree.agreed(CheckpointError(f"its checkpoint is damaged ({fault})"))
-        saved = agree.on_first(lambda: self.checkpoints.metadata(step))
-        self._write(step, _Stored(self.checkpoints, step, self.wanted), saved["run"]["data"], saved["data"]["tokenizer"][1])
+        saved = self.checkpoints.open(step)
+        self._write(step, _Stored(saved, self.wanted), saved.run["data"], saved.metadata["data"]["tokenizer"][1])
 
     def _write(self, step: int, leaves: Mapping[str, jax.Array], data: Mapping, bos: int) -> None:
         run, source = self.run, kept(self.directory)
@@ -139,12 +139,12 @@ GONE = "; and its checkpoint is no longer there"
 class _Stored(Mapping):
     """Path -> parameter of a checkpoint, read when it is asked for and not kept."""
 
-    def __init__(self, checkpoints: Checkpoints, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct]):
-        self.checkpoints, self.step, self.wanted = checkpoints, step, wanted
+    def __init__(self, saved: Saved, wanted: Mapping[str, jax.ShapeDtypeStruct]):
+        self.saved, self.wanted = saved, wanted
 
     def __getitem__(self, path: str) -> jax.Array:
         wanted = {"params": nested({path: self.wanted[path]})}
-        taken, _ = agree.everywhere(lambda: self.checkpoints.restore(self.step, wanted, part=True))
+        taken = agree.everywhere(lambda: self.saved.restore(wanted, part=True))
         return dict(leaves_of(taken["params"]))[path]
 
     def __iter__(self) -> Iterator[str]:

@@ -33,6 +33,7 @@ from meshtrain import files
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
 from meshtrain.run import disk, say
+from meshtrain.run.checkpoint import FORMAT, Saved
 
 LINEAGE, INDEX, SHARDS = "local.json", "index.json", "shards"
 Region = tuple[tuple[int, int], ...]        # first and last + 1 along each dimension
@@ -67,28 +68,27 @@ class LocalTier:
     def due(self, step: int) -> bool:
         return self.every > 0 and step % self.every == 0
 
-    def newest(self, after: int, abstract: Any) -> tuple[int, dict] | None:
-        """(step, metadata) of the newest step behind `after` that can be restored onto `abstract`; None without one.
+    def newest(self, after: int, wanted: Any) -> Saved | None:
+        """The newest step behind `after` that can be restored onto `wanted`; None without one.
 
-        abstract: a pytree of jax.ShapeDtypeStruct with shardings. Every process reads its parts, and all decide alike.
+        wanted: a pytree of jax.ShapeDtypeStruct with shardings. Every process reads its parts, and all decide alike.
         """
         self._join()
         found = self._parts()
         steps = agree.exchange(sorted(step for step in found if step > after))
         for step in sorted({step for one in steps for step in one}, reverse=True):
-            fault = self._fault(found[step], abstract) if step in found else "it has no part of it"
+            fault = self._fault(found[step], wanted) if step in found else "it has no part of it"
             faults = agree.exchange([socket.gethostname(), fault])
             bad = [f"process {index} on {host}: {fault}" for index, (host, fault) in enumerate(faults) if fault]
             if not bad:
-                metadata = agree.on_first(lambda: found[step][0].metadata)
-                return step, metadata
+                return Saved(self, step, agree.on_first(lambda: found[step][0].metadata))
             if jax.process_index() == 0:
                 more = f" and {len(bad) - 1} more" * (len(bad) > 1)
                 self.tell(f"checkpoint.local_dir: step {step} is not used ({bad[0]}{more}); going on from an older checkpoint")
         return None
 
-    def restore(self, step: int, abstract: Any) -> Any:
-        """The state of a step that `newest` has found, on the shardings of `abstract`."""
+    def restore(self, step: int, wanted: Any, *, part: bool = False) -> Any:
+        """The arrays of a step that `newest` has found, on the shardings of `wanted`, which may be a part of them."""
         if not (parts := self._parts().get(step)):
             raise files.FileSystemError(f"checkpoint.local_dir: step {step} in {self._home()}, whose checksums have just held, cannot be read "
                                         "any more; see to the file system and start again")
@@ -100,19 +100,19 @@ class LocalTier:
             mine = {region: at for (other, region), at in where.items() if other == name}
 
             def region(index):
-                wanted = _region(index, leaf.shape)
-                whole = np.empty([hi - lo for lo, hi in wanted], leaf.dtype)
+                asked = _region(index, leaf.shape)
+                whole = np.empty([hi - lo for lo, hi in asked], leaf.dtype)
                 for held, (part, offset) in mine.items():
-                    if (common := _common(held, wanted)) is not None:
+                    if (common := _common(held, asked)) is not None:
                         shape = [hi - lo for lo, hi in held]
                         size = int(np.prod(shape, dtype=np.int64)) * whole.dtype.itemsize
                         piece = maps[part.place][offset:offset + size].view(whole.dtype).reshape(shape)
-                        whole[_slices(common, wanted)] = piece[_slices(common, held)]
+                        whole[_slices(common, asked)] = piece[_slices(common, held)]
                 return whole
 
             return jax.make_array_from_callback(leaf.shape, leaf.sharding, region)
 
-        return jax.tree.map_with_path(array, abstract)
+        return jax.tree.map_with_path(array, wanted)
 
     def begin(self, step: int, used: bool) -> None:
         """The run is about to train on after `step`: from now on only what this start keeps counts, and, where it was `used`,
@@ -155,7 +155,7 @@ class LocalTier:
         for *_, data in pieces:
             data.copy_to_host_async()
         copies = [(name, region, np.array(data)) for name, region, data in pieces]     # the next step may take the buffers
-        document = {"start": self._start, "metadata": metadata, "arrays": arrays}
+        document = {"start": self._start, "metadata": {"format": FORMAT, **metadata}, "arrays": arrays}
         self._thread = threading.Thread(target=self._write, args=(step, document, copies))
         self._thread.start()
         return time.perf_counter() - began

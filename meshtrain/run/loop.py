@@ -49,15 +49,14 @@ class Stop:
         return self.agreed
 
 
-def train(program: Program, step: Callable, state: State, data: Batches, last: int, prefetch: int, record: Record,
-          hooks: Sequence[Hook], stop: Stop) -> tuple[State, int]:
+def train(program: Program, step: Callable, state: State, data: Batches, last: int, record: Record, hooks: Sequence[Hook],
+          stop: Stop) -> tuple[State, int]:
     """Trains from state.step to step `last`. Returns (state, steps taken in all); fewer than `last` after a stop.
 
-    Every process of the run calls it alike. step: the compiled training step. prefetch: batches made ahead.
-    hooks: in the order in which they act. Raises: TooManySkippedSteps, LossSpike.
+    Every process of the run calls it alike. step: the compiled training step. hooks: in the order in which they act. Raises: TooManySkippedSteps, LossSpike.
     """
     done = int(state.step)
-    batches = data.iterate(done, rows=program.rows, prefetch=prefetch)
+    batches = data.iterate(done, rows=program.rows)
     with contextlib.closing(batches), concurrent.futures.ThreadPoolExecutor(1) as clock:
         ended = clock.submit(_time_when_ready, ())      # when the device ended the step before
         paused = True       # before this step: its host comes as late as what was done meanwhile took

@@ -23,7 +23,7 @@ from meshtrain.config import ConfigError, Run
 from meshtrain.data import token_files
 from meshtrain.data.preferences import HeldOut, Pairs
 from meshtrain.data.sources import Corpus
-from meshtrain.run import contents, disk, say
+from meshtrain.run import contents, say
 from meshtrain.training.step import Program
 
 FILE = contents.REFERENCE   # in run.dir: float32 by number of the pair; NaN where it does not fit

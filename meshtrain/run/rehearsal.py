@@ -27,7 +27,7 @@ def balanced(program: Program, step: Callable, state: State, data: Batches, pass
     params, opt_state = state.params, state.opt_state
     before_first = lambda: jax.make_array_from_callback((), program.spec.sharding.step, lambda index: np.int32(-1))
     del state
-    with contextlib.closing(data.iterate(0, rows=program.rows, prefetch=1)) as batches:
+    with contextlib.closing(data.iterate(0, rows=program.rows)) as batches:
         for _ in range(passes):
             state, _ = step(State(before_first(), params, opt_state), program.place(next(batches)), *program.limit(math.inf))
             params, opt_state = state.params, state.opt_state

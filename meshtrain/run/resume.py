@@ -24,7 +24,7 @@ from meshtrain.data.contracts import Batches
 from meshtrain.data.sources import Corpus
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.run import disk, exports, rows, rundir, say
-from meshtrain.run.checkpoint import CheckpointError, Checkpoints
+from meshtrain.run.checkpoint import CheckpointError, Checkpoints, Saved, Store
 from meshtrain.run.local_tier import LocalTier
 
 STAYS = "stays"             # another value is another run: refused
@@ -57,18 +57,28 @@ RECORD = "changes.jsonl"
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Where a run begins. step: 0 for a fresh one. saved: the metadata of the checkpoint it goes on from.
+    """Where a run begins: behind the checkpoint that it goes on from; None: a fresh one.
 
     changes: (key, old, new) of what is recorded. skip_batches: of the data, from here on. back: to a step before the newest.
-    local: its arrays are in the fast tier. rollbacks: how often the run has gone back before a loss spike, this time too.
+    rollbacks: how often the run has gone back before a loss spike, this time too.
     """
-    step: int
-    saved: dict | None = None
+    saved: Saved | None = None
     changes: tuple[tuple[str, object, object], ...] = ()
     skip_batches: int = 0
     back: bool = False
-    local: bool = False
     rollbacks: int = 0
+
+    @property
+    def step(self) -> int:
+        return self.saved.step if self.saved else 0
+
+    def kept(self, name: str):
+        """What the checkpoint has under a key of its metadata; None of a fresh run."""
+        return self.saved and self.saved.metadata.get(name)
+
+    def is_of(self, store: Store) -> bool:
+        """Whether the run goes on from a checkpoint of this store."""
+        return self.saved is not None and self.saved.store is store
 
     @property
     def cause(self) -> str:
@@ -83,64 +93,57 @@ def rule(key: str) -> str:
     return next(meaning for pattern, meaning in CHANGES if fnmatch.fnmatchcase(key, pattern))
 
 
-def find(run: Run, checkpoints: Checkpoints, near: LocalTier | None = None, abstract=None) -> Start:
+def find(run: Run, checkpoints: Checkpoints, local: LocalTier | None = None, wanted=None) -> Start:
     """The checkpoint that the run goes on from: the newest whole one, or that of checkpoint.step; all processes call it.
 
-    near: may have a newer one than the shared `checkpoints`. abstract: what is to be restored, with shardings.
+    local: may have a newer one than the shared `checkpoints`. wanted: what is to be restored, with shardings.
 
     `checkpoint.step` and `data.skip_batches` are done once: a checkpoint that was saved under the same two has them behind
     it, so that the same command goes on. With another answer to the same trouble (RETRIED) the run goes back again.
     Raises: ConfigError where checkpoint.step is not there, or what must stay has changed.
     """
-    wanted, newest, saved, local = run.checkpoint.step, None, None, None
+    asked, saved, newest = run.checkpoint.step, None, None
     try:
-        newest, local = checkpoints.latest_or(lambda after: near and near.newest(after, abstract))
-        if local:
-            newest, saved = local
-        else:
-            saved = None if newest is None else _metadata(checkpoints, newest)
+        saved = checkpoints.newest(lambda after: local and local.newest(after, wanted))
+        newest = saved and saved.step
     except (CheckpointError, PeerError):
-        if not wanted:
+        if not asked:
             raise
-    if newest is None and (not wanted or run.checkpoint.init_from):
-        return Start(0, skip_batches=run.data.skip_batches)
-    again = any(fnmatch.fnmatchcase(key, pattern) for key, *_ in (_changes(run, saved["run"]) if saved else ())
+    if saved is None and (not asked or run.checkpoint.init_from):
+        return Start(skip_batches=run.data.skip_batches)
+    again = any(fnmatch.fnmatchcase(key, pattern) for key, *_ in (_changes(run, saved.run) if saved else ())
                 for pattern in RETRIED)
-    if wanted and (again or not _done(run, saved)):
-        _check_saved(checkpoints, wanted)
-        start = Start(wanted, _metadata(checkpoints, wanted), back=wanted != newest)
-    else:
-        start = Start(newest, saved, local=local is not None)
-    skip = 0 if _done(run, start.saved) else run.data.skip_batches
-    return dataclasses.replace(start, changes=_changes(run, start.saved["run"]), skip_batches=skip)
+    if asked and (again or not _done(run, saved)):
+        saved = _checked(checkpoints, asked)
+    return Start(saved, _changes(run, saved.run), 0 if _done(run, saved) else run.data.skip_batches, back=saved.step != newest)
 
 
-def before(run: Run, start: Start, spiked: int, checkpoints: Checkpoints, near: LocalTier, abstract) -> Start:
+def before(run: Run, start: Start, spiked: int, checkpoints: Checkpoints, local: LocalTier, wanted) -> Start:
     """Where a run goes back to that began at `start` and met a loss spike at step `spiked`: its newest checkpoint, which is
     older, without the batches up to the spike. Those that this start has left out behind the same checkpoint stay out."""
     section = run.checkpoint.model_copy(update={"step": 0})
-    new = find(run.model_copy(update={"checkpoint": section}), checkpoints, near, abstract)
+    new = find(run.model_copy(update={"checkpoint": section}), checkpoints, local, wanted)
     again = start.skip_batches if new.step == start.step else 0
     return dataclasses.replace(new, changes=(), skip_batches=again + spiked - new.step, back=True)
 
 
 def check_tokenizer(run: Run, start: Start, tokenizer: Tokenizer) -> None:
     """Before anything is tokenized, which may take hours. Raises: ConfigError where it is not the run's."""
-    if start.saved is not None and start.saved["data"]["tokenizer"] != [tokenizer.key, tokenizer.bos]:
+    if (data := start.kept("data")) and data["tokenizer"] != [tokenizer.key, tokenizer.bos]:
         raise ConfigError(f"data.tokenizer={json.dumps(run.data.tokenizer)} is not the one that the run in {run.run.dir} was "
                           "trained with (compared by its content); give that one, or another run.name")
 
 
 def check_data(run: Run, start: Start, fingerprint: str) -> None:
     """Raises: ConfigError where the documents are not those that the run has read."""
-    if start.saved is not None and start.saved["data"]["fingerprint"] != fingerprint:
+    if (data := start.kept("data")) and data["fingerprint"] != fingerprint:
         raise ConfigError(f"the data are not those that the run in {run.run.dir} read up to step {start.step} (documents were "
                           "added, removed or changed in length); restore the files or start another run.name")
 
 
 def position(start: Start, pack: Callable[[dict | None], Batches]) -> Batches:
     """The run's data from `start` on. pack: from the position of an earlier start, or None, to data."""
-    data = pack(start.saved and start.saved["data"]["position"])
+    data = pack(start.saved and start.saved.metadata["data"]["position"])
     if not start.skip_batches:
         return data
     ahead = data.position(start.step + start.skip_batches)
@@ -154,14 +157,13 @@ def data_metadata(corpus: Corpus, data: Batches, step: int) -> dict:
             "position": data.position(step)}
 
 
-def begin(run: Run, start: Start, checkpoints: Checkpoints, directory: Path, rules_text: str,
-          near: LocalTier | None = None) -> None:
+def begin(run: Run, start: Start, checkpoints: Checkpoints, local: LocalTier | None, rules_text: str) -> None:
     """Last thing before the first step: sets aside what lies behind `start`, tells and records what has changed, and drops the
     rows of steps that are taken again.
 
     Raises: ConfigError or FileSystemError where run.dir cannot be written.
     """
-    told = []
+    directory, told = Path(run.run.dir), []
     if aside := _written(directory, lambda: exports.set_aside_after(directory, start.step)):
         told = [f"exports of later steps are kept as {', '.join(f'{exports.DIRECTORY}/{name}' for name in aside)}"]
     if start.back:
@@ -182,8 +184,8 @@ def begin(run: Run, start: Start, checkpoints: Checkpoints, directory: Path, rul
     _written(directory, lambda: rundir.write_settings(in_force, directory, rules_text))
     _written(directory, lambda: _record(directory / RECORD, start.step, changes))
     _written(directory, lambda: rows.cut_after(directory / rows.NAME, start.step))
-    if near is not None:
-        near.begin(start.step, start.local)
+    if local is not None:
+        local.begin(start.step, start.is_of(local))
 
 
 def _written(directory: Path, write: Callable):
@@ -192,7 +194,7 @@ def _written(directory: Path, write: Callable):
 
 
 def source(directory: Path, step: int, name: str, option: str = "checkpoint.step=", *,
-           only_params: bool = True) -> tuple[Checkpoints, int]:
+           only_params: bool = True) -> Saved:
     """The checkpoint of a run that its weights are taken from: of a step, or the newest. name, option: of the two,
     for messages. only_params: nothing else of it is to be read, nor checked.
 
@@ -202,28 +204,23 @@ def source(directory: Path, step: int, name: str, option: str = "checkpoint.step
     with user_errors():
         checkpoints = Checkpoints(saved, read_only=True) if files.is_dir(saved) else None
     if checkpoints and step:
-        _check_saved(checkpoints, step, option, only_params=only_params)
-        return checkpoints, step
-    newest = checkpoints.latest(only_params=only_params) if checkpoints else None
+        return _checked(checkpoints, step, option, only_params=only_params)
+    newest = checkpoints.newest(only_params=only_params) if checkpoints else None
     if newest is None:
         raise ConfigError(f"{name} holds no whole checkpoint; name the run.dir of a run that has saved one")
-    return checkpoints, newest
+    return newest
 
 
-def _metadata(checkpoints: Checkpoints, step: int) -> dict:
-    with user_errors():     # a newer version wrote it
-        return agree.on_first(lambda: checkpoints.metadata(step))
-
-
-def _done(run: Run, saved: dict | None) -> bool:
+def _done(run: Run, saved: Saved | None) -> bool:
     """Whether this start's checkpoint.step and data.skip_batches lie behind a checkpoint already. Step 0 asks for nothing."""
     if saved is None:
         return False
-    step, skip = (saved["run"][section].get(key, 0) for section, key in (("checkpoint", "step"), ("data", "skip_batches")))
+    step, skip = (saved.run[section].get(key, 0) for section, key in (("checkpoint", "step"), ("data", "skip_batches")))
     return skip == run.data.skip_batches and run.checkpoint.step in (0, step)
 
 
-def _check_saved(checkpoints: Checkpoints, step: int, option: str = "checkpoint.step=", *, only_params: bool = False) -> None:
+def _checked(checkpoints: Checkpoints, step: int, option: str = "checkpoint.step=", *, only_params: bool = False) -> Saved:
+    """The checkpoint that was asked for. Raises: ConfigError where it is not there, or damaged."""
     steps = checkpoints.steps()
     if step not in steps:
         there = f"has those of steps {', '.join(map(str, steps))}" if steps else "has none"
@@ -232,6 +229,7 @@ def _check_saved(checkpoints: Checkpoints, step: int, option: str = "checkpoint.
     if fault := checkpoints.fault(step, only_params=only_params):
         raise agree.agreed(ConfigError(f"{option}{step}: {checkpoints.directory / str(step)} is damaged ({fault}); "
                                        "name another"))
+    return checkpoints.open(step)
 
 
 def _changes(run: Run, old: dict) -> tuple[tuple[str, object, object], ...]:
