@@ -31,6 +31,7 @@ import numpy as np
 
 from benchmarks import words
 from meshtrain.data import order, packing, sources, token_files
+from meshtrain.data.packing import Packing
 from meshtrain.data.contracts import Source
 
 BATCH_TOKENS = 1 << 17
@@ -86,7 +87,7 @@ def own_memory() -> int:
 def measure_index(path: str, seq_len: int, results) -> None:
     """In a process of its own: seconds to the first batch, bytes, seconds for a sequence anywhere and for the next one."""
     before, clock, cpu = own_memory(), time.perf_counter(), time.process_time()
-    packed = packing.pack([Index(path)], [1.0], bos=0, seq_len=seq_len, global_batch=1, seed=0, validation_fraction=0.001)
+    packed = packing.pack([Index(path)], [1.0], Packing(0, seq_len, global_batch=1, seed=0, validation_fraction=0.001))
     packed.batch(0)
     opened = time.perf_counter() - clock, time.process_time() - cpu
     count = packed.train[0].tokens_per_epoch // seq_len
@@ -103,7 +104,7 @@ def measure_index(path: str, seq_len: int, results) -> None:
 def measure_whole(path: str, seq_len: int, results) -> None:
     """In a process of its own: seconds to the first batch, to count WHOLE_COUNTED documents, and for the next sequence; bytes."""
     before, clock, cpu = own_memory(), time.perf_counter(), time.process_time()
-    packed = packing.pack([Short(path)], [1.0], bos=0, seq_len=seq_len, global_batch=1, seed=0, packing="whole")
+    packed = packing.pack([Short(path)], [1.0], Packing(0, seq_len, global_batch=1, seed=0, packing="whole"))
     times = []
     for work in (lambda: packed.batch(0), lambda: packed.train[0].has(WHOLE_COUNTED * WHOLE_TOKENS // seq_len),
                  lambda: all(packed.batch(n) for n in range(2000))):
@@ -193,17 +194,17 @@ def main(argv) -> None:
         print(index, flush=True)
         text, ids, many = make_sources(Path(folder))
         for seq_len in SEQ_LENS:
-            shape = {"bos": 50_000, "seq_len": seq_len, "global_batch": BATCH_TOKENS // seq_len, "seed": 0}
-            packs = {name: packing.pack(parts, weights, **shape)
+            shape = Packing(50_000, seq_len, BATCH_TOKENS // seq_len, seed=0)
+            packs = {name: packing.pack(parts, weights, shape)
                      for name, parts, weights in (("text files", [text], [1]), ("uint16 tokens", [ids], [1]),
                                                   (f"the same in {MANY_FILES:,} files", [many], [1]),
                                                   ("mixture 1 : 3", [text, ids], [1, 3]))}
-            packs["whole documents of uint16 tokens"] = packing.pack([ids], [1], packing="whole", **shape)
+            packs["whole documents of uint16 tokens"] = packing.pack([ids], [1], dataclasses.replace(shape, packing="whole"))
             width = sum(array.nbytes for array in packs["uint16 tokens"].batch(0).values()) / BATCH_TOKENS
             limit = copied / width
             for name, packed in packs.items():
                 for prefetch in PREFETCH:
-                    with contextlib.closing(dataclasses.replace(packed, prefetch=prefetch).iterate(0)) as batches:
+                    with contextlib.closing(dataclasses.replace(packed, shape=dataclasses.replace(packed.shape, prefetch=prefetch)).iterate(0)) as batches:
                         clock, cpu = tokens_per_s(lambda: next(batches), BATCH_TOKENS)
                     lines.append(f"| {name} | {seq_len:,} | {prefetch} | {clock / 1e6:.1f} M | {cpu / 1e6:.1f} M | "
                                  f"{limit / 1e6:.0f} M | {cpu / limit:.0%} |")

@@ -41,7 +41,7 @@ def cpu_s(call, calls: int = CALLS) -> tuple[float, float]:
 
 def watched() -> dict[str, tuple[float, float]]:
     from meshtrain.cluster import watch
-    with tempfile.TemporaryDirectory() as home, watch.on(watch.Limits(), 0, 1, print) as dog, dog.kept_in(Path(home) / watch.STACKS):
+    with tempfile.TemporaryDirectory() as home, watch.on(watch.PhaseLimits(), 0, 1, print) as dog, dog.kept_in(Path(home) / watch.STACKS):
         step = cpu_s(lambda number: (watch.step(number), watch.progress()))
         start = time.process_time()
         time.sleep(10 * STEP_S)

@@ -46,7 +46,7 @@ from meshtrain.run.progress import Progress
 from meshtrain.run.record import Record, TooManySkippedSteps
 from meshtrain.run.replicas import Replicas, ReplicasDiffer
 from meshtrain.run.stops import DONE, FAILED, STOPPED, USER_ERROR
-from meshtrain.run.validation import Validation
+from meshtrain.run.validation import ValidationHook
 from meshtrain.training.state import State
 from meshtrain.units import size
 from meshtrain.weights import folder
@@ -88,9 +88,9 @@ def main(argv: Sequence[str]) -> int:
         raise
 
 
-def _limits(run: Run) -> watch.Limits:
+def _limits(run: Run) -> watch.PhaseLimits:
     t = run.training
-    return watch.Limits(t.step_timeout_s, run.distributed.timeout_s, t.compile_timeout_s, t.restore_timeout_s, t.save_timeout_s)
+    return watch.PhaseLimits(t.step_timeout_s, run.distributed.timeout_s, t.compile_timeout_s, t.restore_timeout_s, t.save_timeout_s)
 
 
 def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Account, watchdog: watch.Watchdog) -> int:
@@ -310,7 +310,7 @@ def _steps(session: _Session, state: State, batches: Batches, start: resume.Star
     def saving(store: Store, due: Callable[[int, bool], bool]) -> loop.Hook:
         return loop.Hook(due, lambda number, state: {"checkpoint_wait_s": store.save(number, state, metadata(number))}, part="checkpoint")
 
-    validation = Validation(run, made.program, batches, stop)
+    validation = ValidationHook(run, made.program, batches, stop)
     with (metrics.open_writers(run, directory, start.step) as writer,
           Trace(run.metrics.profile_steps, directory / contents.TENSORBOARD, start.step) as trace, account.to(goodput.LOOP)):
         record = Record(run, writer, Progress(run.training.steps, _memory(made, session.step)), *_flops(made), account, spikes,

@@ -79,7 +79,7 @@ def write_tokens(path: Path, documents, dtype=np.uint16) -> Path:
     return path
 
 
-def open_source(name: str, paths) -> sources.Files:
+def open_source(name: str, paths) -> sources.ByteFiles:
     """stdlib or text as bytes; `paths` are the globs of text."""
     return sources.open_files(list(sources.list_paths(name, paths, "data")), "data")
 

@@ -36,16 +36,25 @@ class Numbered:
         return np.arange(before + start, before + stop)
 
 
+SETTINGS = {field.name for field in dataclasses.fields(packing.Packing)}
+
+
+def pack(corpus, weights, **settings):
+    """packing.pack, with the fields of Packing among the keywords."""
+    shape = packing.Packing(**{name: value for name, value in settings.items() if name in SETTINGS})
+    return packing.pack(corpus, weights, shape, **{name: value for name, value in settings.items() if name not in SETTINGS})
+
+
 def numbered(lengths, **settings):
-    return packing.pack([Numbered(np.array(lengths, np.int64))], [1.0],
-                        **{"bos": BOS, "seed": 0, "seq_len": 1, "global_batch": 1, **settings})
+    return pack([Numbered(np.array(lengths, np.int64))], [1.0],
+                **{"bos": BOS, "seed": 0, "seq_len": 1, "global_batch": 1, **settings})
 
 
 def mixed(corpora, weights, **settings):
     """A mixture of such sources: the tokens of source i begin at FIRST_ID * (i + 1)."""
     assert all(sum(lengths) < FIRST_ID for lengths in corpora)
-    return packing.pack([Numbered(np.array(lengths, np.int64), FIRST_ID * (i + 1)) for i, lengths in enumerate(corpora)],
-                        weights, **{"bos": BOS, "seed": 0, "seq_len": 1, "global_batch": 1, **settings})
+    return pack([Numbered(np.array(lengths, np.int64), FIRST_ID * (i + 1)) for i, lengths in enumerate(corpora)],
+                weights, **{"bos": BOS, "seed": 0, "seq_len": 1, "global_batch": 1, **settings})
 
 
 def source_of(batch):

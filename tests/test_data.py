@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 from corpora import Opened, bpe, fault, open_source, section, write, write_tokens  # noqa: F401 (bpe is a fixture)
+import documents
 from documents import BOS, mixed, sequences, validation
 
 from meshtrain import config
@@ -12,8 +13,8 @@ from meshtrain.data import packing, sources
 
 
 def opened(name, paths=(), **settings):
-    return packing.pack([open_source(name, [str(path) for path in paths])], [1.0],
-                        **{"bos": BOS, "seed": 0, "seq_len": 8, "global_batch": 2, **settings})
+    return documents.pack([open_source(name, [str(path) for path in paths])], [1.0],
+                          **{"bos": BOS, "seed": 0, "seq_len": 8, "global_batch": 2, **settings})
 
 
 def test_files_are_read_as_their_bytes_and_of_empty_ones_only_the_separator_is_left(tmp_path):

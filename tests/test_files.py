@@ -129,7 +129,7 @@ def test_a_full_disk_is_no_mistake_of_the_token_cache(tmp_path, monkeypatch):
 
     part = type("Part", (), {"home": Home(tmp_path / "home")})
     with pytest.raises(files.FileSystemError, match="token cache: .* cannot be written: No space left"):
-        parts._Work._place(type("Work", (), {"refused": set()}), [part])
+        parts._Building._place(type("Work", (), {"refused": set()}), [part])
 
 
 def test_token_files_keep_their_reason(tmp_path):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from meshtrain import config, report
 from meshtrain.cluster import watch
-from meshtrain.cluster.stacks import State
+from meshtrain.cluster.stacks import ProcessState
 from meshtrain.config import ConfigError
 from meshtrain.run import goodput, history, measured, metrics, record
 from meshtrain.run import rows as rows_of
@@ -222,7 +222,7 @@ def test_a_try_that_was_stuck_before_it_was_killed_hung(life, idle_s, stacks, ha
     for state in ("hangs", "runs") if stacks else ("runs",):        # a process that was killed leaves a file, too
         place = life.directory / watch.STACKS / ("try-1" if state == "hangs" else "")
         place.mkdir(parents=True, exist_ok=True)
-        told = State(1, 2, "host", 17, "a", "step 9", life.clocks.wall - idle_s, 9, "1", state, "too long")
+        told = ProcessState(1, 2, "host", 17, "a", "step 9", life.clocks.wall - idle_s, 9, "1", state, "too long")
         (place / "process-1.txt").write_bytes(told.head() + b'Thread 0x0000000000000001 (most recent call first):\n  File "a.py", line 1 in f\n' * (state == "hangs"))
         os.utime(place / "process-1.txt", (life.clocks.wall, life.clocks.wall))
     life.try_(8, 9, ends="finished")

@@ -11,7 +11,7 @@ from meshtrain import config
 from meshtrain.run import loop
 from meshtrain.run.progress import Progress
 from meshtrain.run.record import Record, TooManySkippedSteps
-from meshtrain.run.validation import Validation
+from meshtrain.run.validation import ValidationHook
 
 
 @dataclasses.dataclass
@@ -116,7 +116,7 @@ def held(name, weight, *sums):
 
 def validated(bench, *sets):
     bench.data.validation = sets
-    validation = Validation(bench.run, bench.program, bench.data, bench.stop)
+    validation = ValidationHook(bench.run, bench.program, bench.data, bench.stop)
     return validation, validation.hook().act(3, SimpleNamespace(params=None))
 
 

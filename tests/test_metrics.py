@@ -75,7 +75,7 @@ def test_a_line_that_is_no_row_never_forbids_to_go_on(tmp_path, line, capsys):
     with metrics.open_writers(run_file(tmp_path, "--metrics.tensorboard", "false"), tmp_path, 3) as writers:
         writers.write({"step": 4})
     assert [row["step"] for row in metrics.read(path)] == [1, 3, 4] and path.read_text().startswith(f'{{"step": 1}}\n{line}\n')
-    assert list(reversed(metrics.read(path))) == list(reversed(rows.Rows(path)))
+    assert list(reversed(metrics.read(path))) == list(reversed(rows.MetricRows(path)))
     assert capsys.readouterr().err == ""
 
 
@@ -99,7 +99,7 @@ def test_a_file_read_from_its_end_has_the_lines_that_it_has_from_its_beginning(t
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "BLOCK_BYTES", block)
         patch.setattr(rows, "MOST_LINE_BYTES", 32)
-        found = rows.Rows(path)
+        found = rows.MetricRows(path)
         assert list(found.lines_reversed()) == list(found.lines())[::-1]
         text, told = path.read_text(), [line for line in found.lines()]
         assert [line.empty for line in told] == [line == "" for line in lines]
@@ -115,14 +115,14 @@ def test_a_million_rows_are_cut_and_told_in_bounded_memory(tmp_path):
     tracemalloc.start()
     try:
         rows.cut_after(path, 9_000)
-        assert goodput.counted_s(rows.Rows(path), 8_999) == pytest.approx(numbers["goodput"] * numbers["elapsed_s"])
+        assert goodput.counted_s(rows.MetricRows(path), 8_999) == pytest.approx(numbers["goodput"] * numbers["elapsed_s"])
         assert rows.set_aside_after(path, 6_000) == "m.aside.jsonl"
         held = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert held < 4 << 20, held
-    assert next(reversed(rows.Rows(path)))["step"] == 9_000
-    assert [row["step"] for row in rows.Rows(tmp_path / "m.aside.jsonl")] == list(range(6_001, 9_001))
+    assert next(reversed(rows.MetricRows(path)))["step"] == 9_000
+    assert [row["step"] for row in rows.MetricRows(tmp_path / "m.aside.jsonl")] == list(range(6_001, 9_001))
 
 
 # ---- a file system that fails ----------------------------------------------------------------------------------------

@@ -3,12 +3,13 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import documents
 from documents import (
     BOS, FIRST_ID, Numbered, assert_same, full, mix_drawn, mixed, mixtures, numbered, shapes, source_of, validation,
 )
 from hypothesis import example, given, settings, strategies as st
 
-from meshtrain.data import mixture, packing
+from meshtrain.data import mixture
 
 
 @settings(deadline=None, max_examples=40)
@@ -157,10 +158,10 @@ def test_every_source_of_a_mixture_is_validated_on_its_own():
 
 def test_files_of_their_own_are_validated_on_and_nothing_else_is_held_out():
     train, other = Numbered(np.full(20, 5)), Numbered(np.full(4, 5), 5 * FIRST_ID)
-    packed = packing.pack([train], [1.0], bos=BOS, seed=0, seq_len=4, global_batch=2, validation_fraction=0.3,
+    packed = documents.pack([train], [1.0], bos=BOS, seed=0, seq_len=4, global_batch=2, validation_fraction=0.3,
                           validation=[other])
     assert packed.train[0].tokens_per_epoch == 120
     ids = validation(packed.validation[0], "tokens")
     assert sorted(ids[ids > BOS]) == [*range(5 * FIRST_ID, 5 * FIRST_ID + 20)]
     with pytest.raises(ValueError, match="the validation files hold 24 tokens, and one sequence of data.seq_len=25 takes 25"):
-        packing.pack([train], [1.0], bos=BOS, seed=0, seq_len=25, global_batch=2, validation=[other])
+        documents.pack([train], [1.0], bos=BOS, seed=0, seq_len=25, global_batch=2, validation=[other])

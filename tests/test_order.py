@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import documents
 from documents import BOS, FIRST_ID, Numbered, assert_same, corpora, mixed, numbered, pack_drawn, sequences, shapes, validation
 from hypothesis import example, given, settings, strategies as st
 
@@ -132,9 +133,8 @@ class Endless:
 
 
 def test_a_hundred_million_documents_are_opened_and_read_in_50_megabytes():
-    from meshtrain.data import packing
     tracemalloc.start()
-    packed = packing.pack([Endless()], [1.0], bos=BOS, seq_len=4096, global_batch=4, seed=0, validation_fraction=0.001)
+    packed = documents.pack([Endless()], [1.0], bos=BOS, seq_len=4096, global_batch=4, seed=0, validation_fraction=0.001)
     for n in (0, 10**9):
         packed.batch(n)
     opened, _ = tracemalloc.get_traced_memory()

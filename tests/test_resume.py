@@ -11,9 +11,10 @@ import pytest
 
 from meshtrain import config, files
 from meshtrain.config import ConfigError
-from meshtrain.data import packing, tokenizer
+from meshtrain.data import tokenizer
 from meshtrain.run import checkpoint, disk, exports, metrics, resume, rows, rundir
 from checkpoints import flip
+import documents
 from corpora import open_source
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -127,7 +128,7 @@ def packed(tmp_path, **more):
         (tmp_path / name).write_bytes(text)
     opened = open_source("text", [str(tmp_path / "*.txt")])
     settings = {"bos": 256, "seq_len": 16, "global_batch": 4, "seed": 3} | more
-    return lambda position: packing.pack([opened], [1.0], position=position, **settings)
+    return lambda position: documents.pack([opened], [1.0], position=position, **settings)
 
 
 def same(a, b):

@@ -211,7 +211,7 @@ def test_who_is_stuck_is_named_by_its_stacks_though_another_ended_first(tmp_path
     state = {"count": 2, "host": "h", "pid": 1, "attempt": "a", "phase": "step 7", "since": 1e9, "moment": 9, "main": "1"}
     main = 'Thread 0x0000000000000001 [MainThread] (most recent call first):\n  File "{}", line 3 in {}\n'
     for index, where in enumerate((("/m/meshtrain/cluster/agree.py", "exchange"), ("/m/data/reader.py", "read"))):
-        body = stacks.State(process=index, state="hangs", **state).head() + main.format(*where).encode()
+        body = stacks.ProcessState(process=index, state="hangs", **state).head() + main.format(*where).encode()
         (tmp_path / f"process-{index}.txt").write_bytes(body)
     now = f"import pathlib; [path.touch() for path in pathlib.Path({str(tmp_path)!r}).glob('process-*')]; "
     code, _, err = ran(tmp_path, now + "sys.exit(1)", now + "time.sleep(0.3); sys.exit(1)", grace_s=5, left=tmp_path)

@@ -13,7 +13,7 @@ import pytest
 
 from meshtrain.cluster import agree, lost, stacks, watch
 from meshtrain.cluster.meet import PeerError
-from meshtrain.cluster.stacks import State
+from meshtrain.cluster.stacks import ProcessState
 from meshtrain.config import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,7 +27,7 @@ IN_BARRIER = [("/site-packages/orbax/checkpoint/_src/multihost/multihost.py", "_
 
 def left(directory: Path, index: int, threads=(), state="hangs", moment=7, attempt="a", first="", phase="step 5", host="gpu07") -> None:
     """What process `index` leaves in `directory`: frames of its threads, those of the main thread first."""
-    told = State(index, 3, host, 100 + index, attempt, phase, 1.7e9, moment, "7f0", state)
+    told = ProcessState(index, 3, host, 100 + index, attempt, phase, 1.7e9, moment, "7f0", state)
     text = first + "".join(f"Thread 0x{0x7f0 + i:016x} [{i}] (most recent call first):\n"
                            + "".join(f'  File "{file}", line 7 in {name}\n' for file, name in frames) + "\n"
                            for i, frames in enumerate(threads))
@@ -125,7 +125,7 @@ def test_a_torn_file_is_nobodys(tmp_path):
 
 
 def test_a_head_has_its_length_whatever_it_says():
-    head = State(16_383, 16_384, "h" * 63, 2**22, "0123abcd", "validation after step 1000000", 1.7e9, 10**6, "7f" * 8, "lost", "é\n" * 900).head()
+    head = ProcessState(16_383, 16_384, "h" * 63, 2**22, "0123abcd", "validation after step 1000000", 1.7e9, 10**6, "7f" * 8, "lost", "é\n" * 900).head()
     assert len(head) == stacks.HEAD and head.count(b"\n") == 3 and json.loads(head.splitlines()[1])["process"] == 16_383
 
 
@@ -134,14 +134,14 @@ def test_a_head_has_its_length_whatever_it_says():
 
 @pytest.fixture
 def watchdog():
-    with watch.on(watch.Limits(), 0, 1, print) as watchdog:
+    with watch.on(watch.PhaseLimits(), 0, 1, print) as watchdog:
         yield watchdog
 
 
 def test_a_step_may_last_ten_times_the_median_and_a_minute_at_least(watchdog):
     watchdog.step(1)
     watchdog.step(2)
-    assert watchdog._now.limit_s == watch.Limits().compile, "they load programs and connect devices"
+    assert watchdog._now.limit_s == watch.PhaseLimits().compile, "they load programs and connect devices"
     watchdog.step(3)
     assert watchdog._now.limit_s == watch.LEAST_STEP_S
     watchdog._steps_s.extend([1.0, 12.0, 12.0, 12.0, 12.0, 12.0, 900.0])
@@ -161,7 +161,7 @@ def test_what_is_done_within_a_step_has_its_own_limit_and_is_none_of_its_time(wa
 
 
 def test_a_key_says_how_long_and_a_negative_one_that_nothing_ends_it():
-    with watch.on(watch.Limits(step=5, save=-1), 0, 1, print) as watchdog:
+    with watch.on(watch.PhaseLimits(step=5, save=-1), 0, 1, print) as watchdog:
         watchdog._steps_s.extend([100.0, 100.0])
         watchdog.step(9)
         assert watchdog._now.limit_s == 5
@@ -183,7 +183,7 @@ import ctypes, sys, time
 from pathlib import Path
 from meshtrain.cluster import watch
 watch.LOOK_S = 0.1
-with watch.on(watch.Limits(save=0.5), 0, 1, lambda text: print(text, file=sys.stderr, flush=True)) as watchdog:
+with watch.on(watch.PhaseLimits(save=0.5), 0, 1, lambda text: print(text, file=sys.stderr, flush=True)) as watchdog:
   with watchdog.kept_in(Path(sys.argv[1])):
     with watch.phase("save after step 3", "save"):
         {body}
@@ -209,7 +209,7 @@ from pathlib import Path
 from meshtrain.cluster import stacks, watch
 watch.LOOK_S, watch.WINDOW_S = 0.1, 1000
 stacks.begin = lambda directory: "a"
-with watch.on(watch.Limits(save=0.5), {index}, 2, lambda text: None) as watchdog, watchdog.kept_in(Path({directory!r})):
+with watch.on(watch.PhaseLimits(save=0.5), {index}, 2, lambda text: None) as watchdog, watchdog.kept_in(Path({directory!r})):
     with watch.phase("save after step 3", "save"):
         time.sleep(100)
 """
@@ -243,7 +243,7 @@ def test_a_process_that_ctrl_z_has_stopped_goes_on_however_long_it_stood(tmp_pat
 
 @pytest.mark.parametrize("error", [None, ConfigError("a mistake"), agree.agreed(ValueError("of all"))])
 def test_a_command_that_ends_leaves_no_files(error, tmp_path):
-    with contextlib.suppress(type(error or ())), watch.on(watch.Limits(), 0, 1, print) as watchdog:
+    with contextlib.suppress(type(error or ())), watch.on(watch.PhaseLimits(), 0, 1, print) as watchdog:
         with watchdog.kept_in(tmp_path / "stacks"):
             assert [path.name for path in (tmp_path / "stacks").iterdir()] == ["process-0.txt"]
             if error:
@@ -266,7 +266,7 @@ BARRIER = ("DEADLINE_EXCEEDED: Barrier timed out. Id: two::0.\n# of tasks that r
 def test_who_has_lost_others_is_a_victim_and_who_fails_alone_is_the_culprit(error, gone, tmp_path):
     assert lost.others(error) == gone
     left(tmp_path / "stacks", 1, state="runs")
-    with contextlib.suppress(Exception), watch.on(watch.Limits(), 0, 2, print) as watchdog, watchdog.kept_in(tmp_path / "stacks"):
+    with contextlib.suppress(Exception), watch.on(watch.PhaseLimits(), 0, 2, print) as watchdog, watchdog.kept_in(tmp_path / "stacks"):
         with watch.phase("save after step 3", "save"):
             raise error
     state = stacks.read(tmp_path / "stacks")[0].state
@@ -278,7 +278,7 @@ def test_who_has_lost_others_is_a_victim_and_who_fails_alone_is_the_culprit(erro
 def test_a_clock_that_is_set_is_told_by_the_process_that_counts_the_heartbeats(monkeypatch):
     told = []
     monkeypatch.setattr(watch, "CLOCK_LOOK_S", 0.02)
-    with watch.on(watch.Limits(), 0, 2, told.append):
+    with watch.on(watch.PhaseLimits(), 0, 2, told.append):
         time.sleep(0.1)
         assert told == []
         real = time.time

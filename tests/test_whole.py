@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from documents import BOS, FIRST_ID, assert_same, numbered, shapes, validation
+from documents import BOS, FIRST_ID, assert_same, numbered, pack, shapes, validation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_order import Endless
@@ -113,8 +113,8 @@ def test_mixtures_hold_their_shares_in_sequences_and_keep_every_document_whole()
     def source(sizes, first):
         return dataclasses.replace(numbered(sizes).train[0].part.source, first_id=first)
     rng = np.random.default_rng(1)
-    packed = packing.pack([source(rng.integers(1, 20, 300), 1000), source(rng.integers(1, 9, 500), 100000)], [3, 1], bos=BOS, seed=0,
-                          seq_len=24, global_batch=8, packing="whole")
+    packed = pack([source(rng.integers(1, 20, 300), 1000), source(rng.integers(1, 9, 500), 100000)], [3, 1], bos=BOS, seed=0,
+                  seq_len=24, global_batch=8, packing="whole")
     for n in range(12):
         tokens = packed.batch(n)["tokens"]
         second = (tokens >= 100000).any(1)
@@ -171,7 +171,7 @@ def test_padding_is_told_where_it_is_much():
 
 def test_a_hundred_million_documents_are_begun_without_a_pass_over_them():
     source = Endless()
-    packed = packing.pack([source], [1.0], bos=0, seed=0, seq_len=4096, global_batch=16, packing="whole")
+    packed = pack([source], [1.0], bos=0, seed=0, seq_len=4096, global_batch=16, packing="whole")
     packed.batch(0)
     stream, = packed.train
     assert stream._counted <= 2

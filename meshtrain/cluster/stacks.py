@@ -3,7 +3,7 @@
 A process that waits for the others stands in a collective, a barrier or an agreement; the one that they wait for stands
 somewhere else, or has left no stacks at all because it is stopped. This module reads and writes files; it starts nothing.
 
-    process-<i>.txt   the first HEAD bytes: a line of words, a line of JSON (the fields of `State`), blanks; then stacks as
+    process-<i>.txt   the first HEAD bytes: a line of words, a line of JSON (the fields of `ProcessState`), blanks; then stacks as
                       faulthandler writes them, more than once perhaps
     try-<k>/          the same of an earlier start of the run, the newest KEPT_TRIES of them
 
@@ -42,7 +42,7 @@ FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 FATAL = re.compile(r"^Fatal Python error: (?!Aborted)(.+)$", re.MULTILINE)      # jax aborts the victims of others
 
 
-class Frame(NamedTuple):
+class StackFrame(NamedTuple):
     file: str
     line: str
     function: str
@@ -52,7 +52,7 @@ class Frame(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class State:
+class ProcessState:
     """What a process writes of itself. since: wall clock, seconds. moment: grows with every phase, alike in all processes, so
     that the lowest is behind. main: its main thread, as stacks name it."""
     process: int
@@ -80,7 +80,7 @@ class Report:
     """One process's file. threads: of its first stacks, the innermost frame first; None: it left none. fatal: what it crashed
     by. locked: its C watchdog fired, because nothing of Python ran any more."""
     state: State
-    threads: dict[str, list[Frame]] | None
+    threads: dict[str, list[StackFrame]] | None
     fatal: str
     locked: bool
 
@@ -90,7 +90,7 @@ class Report:
         return self.locked or self.state.state in ("hangs", "ends")
 
     @property
-    def main(self) -> list[Frame]:
+    def main(self) -> list[StackFrame]:
         return (self.threads or {}).get(self.state.main, [])
 
     @property
@@ -171,7 +171,7 @@ def _report_in(path: Path, since: float = 0.0) -> Report | None:
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, IndexError):     # gone again, or torn
         if path.stat().st_mtime >= since:
             data = path.read_bytes()
-            return report(State(**json.loads(data[:HEAD].decode().splitlines()[1])), data[HEAD:].decode(errors="replace"))
+            return report(ProcessState(**json.loads(data[:HEAD].decode().splitlines()[1])), data[HEAD:].decode(errors="replace"))
     return None
 
 
@@ -188,7 +188,7 @@ def died(directory: Path) -> tuple[int, str] | None:
     return None
 
 
-def report(state: State, text: str) -> Report:
+def report(state: ProcessState, text: str) -> Report:
     """text: the stacks behind the head."""
     fatal = FATAL.search(text)
     return Report(state, _threads(text), fatal[1] if fatal else "", text.startswith("Timeout ("))
@@ -206,9 +206,9 @@ def _silent(report: Report) -> str:
     return f"left no stacks of {report.state.phase}: it is stopped, or its host is gone (pid {report.state.pid} on {report.state.host})"
 
 
-def _threads(text: str) -> dict[str, list[Frame]] | None:
+def _threads(text: str) -> dict[str, list[StackFrame]] | None:
     """Thread -> frames, the innermost first, of the first stacks in the text."""
-    threads: dict[str, list[Frame]] = {}
+    threads: dict[str, list[StackFrame]] = {}
     frames = None
     for line in text.splitlines():
         if thread := THREAD.match(line):
@@ -217,19 +217,19 @@ def _threads(text: str) -> dict[str, list[Frame]] | None:
                 break
             frames = threads[name] = []
         elif frames is not None and (frame := FRAME.match(line)):
-            frames.append(Frame(*frame.groups()))
+            frames.append(StackFrame(*frame.groups()))
     return threads or None
 
 
-def _waiting(frame: Frame) -> bool:
+def _waiting(frame: StackFrame) -> bool:
     return any(frame.file.endswith(file) and function in ("", frame.function) for file, function in WAITING)
 
 
-def _is_join(frame: Frame) -> bool:
+def _is_join(frame: StackFrame) -> bool:
     return any(frame.file.endswith(file) and function == frame.function for file, function in JOINS)
 
 
-def _joining(frames: Sequence[Frame]) -> bool:
+def _joining(frames: Sequence[StackFrame]) -> bool:
     return bool(frames) and _is_join(frames[0])
 
 

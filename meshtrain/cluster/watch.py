@@ -28,7 +28,7 @@ from pathlib import Path
 
 from meshtrain.cluster import agree, lost, stacks
 from meshtrain.cluster.meet import named
-from meshtrain.cluster.stacks import State, culprit as culprit      # for launchers
+from meshtrain.cluster.stacks import ProcessState, culprit as culprit      # for launchers
 from meshtrain.config import ConfigError
 
 LEAST_STEP_S, LONGER_THAN_MEDIAN = 60.0, 10.0
@@ -52,7 +52,7 @@ UNLIMITED = ""
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class PhaseLimits:
     """Seconds that a phase of each kind may last. step: 0: by the median of the steps. Anything below 0: for ever."""
     step: float = 0.0
     start: float = 300.0
@@ -76,7 +76,7 @@ class _Now:
 class Watchdog:
     """One process's. tell: says a line to the user. The clock runs from the first phase on."""
 
-    def __init__(self, limits: Limits, index: int, count: int, tell: Callable[[str], None]):
+    def __init__(self, limits: PhaseLimits, index: int, count: int, tell: Callable[[str], None]):
         self.limits, self.index, self.count, self.tell = limits, index, count, tell
         self._file = None               # of run.dir/stacks; before there is one, stacks go to stderr
         self._directory, self._attempt = None, ""
@@ -284,7 +284,7 @@ class Watchdog:
         in_order = sorted(frames, key=lambda ident: ident != threading.main_thread().ident)
         return stacks.written([(ident, names.get(ident, ""), frames[ident]) for ident in in_order])
 
-    def _leave(self, state: State, text: str) -> None:
+    def _leave(self, state: ProcessState, text: str) -> None:
         if self._file is not None:
             os.pwrite(self._file.fileno(), state.head() + text.encode(errors="replace"), 0)
             os.fsync(self._file.fileno())       # other hosts read it
@@ -300,9 +300,9 @@ class Watchdog:
         with contextlib.suppress(OSError, AttributeError):      # there is none, or none any more
             os.pwrite(self._file.fileno(), self._state().head(), 0)
 
-    def _state(self, state: str = "runs", words: str = "") -> State:
+    def _state(self, state: str = "runs", words: str = "") -> ProcessState:
         now = self._now
-        return State(self.index, self.count, socket.gethostname(), os.getpid(), self._attempt, now.phase, now.since, now.moment,
+        return ProcessState(self.index, self.count, socket.gethostname(), os.getpid(), self._attempt, now.phase, now.since, now.moment,
                      f"{threading.main_thread().ident:x}", state, words)
 
 
@@ -326,7 +326,7 @@ _watchdog: Watchdog | None = None       # outside a command (notebook, test) not
 
 
 @contextlib.contextmanager
-def on(limits: Limits, index: int, count: int, tell: Callable[[str], None]) -> Iterator[Watchdog]:
+def on(limits: PhaseLimits, index: int, count: int, tell: Callable[[str], None]) -> Iterator[Watchdog]:
     """While a command runs: its phases are watched."""
     global _watchdog
     _watchdog, before = Watchdog(limits, index, count, tell), agree.patience_s

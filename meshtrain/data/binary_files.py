@@ -24,7 +24,7 @@ LLM_C_HEADER = 256 * 4
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Ids:
+class IdFile:
     """Where a file's ids are. ends: int64 [some] at a time, where documents end in them; None where the file does not tell."""
     files: tuple[str, ...]        # all that were read, the one with the ids first
     dtype: np.dtype
@@ -34,7 +34,7 @@ class Ids:
     mask: token_files.Numbers | None = None
 
 
-def open_ids(path: str) -> Ids:
+def open_ids(path: str) -> IdFile:
     """The ids of an X.tokens.npy or X.bin, with X.mask.npy where there is one; headers and sizes are checked. Raises:
     ValueError."""
     ids, beside = _open_ids(path), token_files.mask_path(path)
@@ -43,7 +43,7 @@ def open_ids(path: str) -> Ids:
     return dataclasses.replace(ids, files=(*ids.files, beside), mask=token_files.open_mask(beside, path, ids.size))
 
 
-def _open_ids(path: str) -> Ids:
+def _open_ids(path: str) -> IdFile:
     if path.endswith(token_files.TOKENS):
         pair = token_files.open_pair(path)
         ends_file = token_files.ends_path(path)
@@ -53,7 +53,7 @@ def _open_ids(path: str) -> Ids:
             token_files.check_rising(ends_file, found)
             return (chunk for _, chunk in token_files.chunks(found))
 
-        return Ids((path, ends_file), pair.ids.dtype, pair.ids.offset, pair.ids.size, ends)
+        return IdFile((path, ends_file), pair.ids.dtype, pair.ids.offset, pair.ids.size, ends)
     if not path.endswith(".bin"):
         raise ValueError(f"{path} is not named as a token file; give X{token_files.TOKENS} (ids), with X{token_files.ENDS} "
                          "beside it, or X.bin of Megatron (with X.idx), nanoGPT or llm.c")
@@ -64,7 +64,7 @@ def _open_ids(path: str) -> Ids:
         raise files.judged(error, f"{error.filename or path} cannot be read", "mend it or take it out of data.paths") from None
 
 
-def _open_bare(path: str) -> Ids:
+def _open_bare(path: str) -> IdFile:
     size = os.stat(path).st_size
     with open(path, "rb") as file:
         header = file.read(12)
@@ -73,7 +73,7 @@ def _open_bare(path: str) -> Ids:
         if size % 2:
             raise ValueError(f"{path} has {size:,} bytes, and a .bin without X.idx and without llm.c's header holds uint16 "
                              "ids, two bytes each; write it again, or give Megatron's X.idx beside it")
-        return Ids((path,), np.dtype("<u2"), 0, size // 2, None)
+        return IdFile((path,), np.dtype("<u2"), 0, size // 2, None)
     if (magic, version) not in LLM_C:
         raise ValueError(f"{path} begins as llm.c's token files do ({magic}), of version {version}; known are "
                          f"{', '.join(f'{known} of {number}' for number, known in LLM_C)}: write it again with one of them")
@@ -81,10 +81,10 @@ def _open_bare(path: str) -> Ids:
     if size != LLM_C_HEADER + count * dtype.itemsize:
         raise ValueError(f"{path} has {size:,} bytes, and by its header {count:,} ids of {dtype.itemsize} bytes behind "
                          f"{LLM_C_HEADER} bytes; it was truncated or written to: write it again")
-    return Ids((path,), dtype, LLM_C_HEADER, count, None)
+    return IdFile((path,), dtype, LLM_C_HEADER, count, None)
 
 
-def _open_megatron(path: str, index: str) -> Ids:
+def _open_megatron(path: str, index: str) -> IdFile:
     size = os.stat(index).st_size
     with open(index, "rb") as file:
         header = file.read(MEGATRON_HEADER)
@@ -111,7 +111,7 @@ def _open_megatron(path: str, index: str) -> Ids:
     if left or last != held * dtype.itemsize:
         raise ValueError(f"{path} has {held * dtype.itemsize + left:,} bytes, and by {os.path.basename(index)} the last "
                          f"sequence ends at byte {last:,}; the two must agree: write both again")
-    return Ids((path, index), dtype, 0, held,
+    return IdFile((path, index), dtype, 0, held,
                lambda: _megatron_ends(index, lengths.map(), pointers.map(), marks.map(), dtype.itemsize))
 
 

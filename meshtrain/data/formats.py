@@ -27,13 +27,13 @@ COMPRESSED = (".gz", ".zst")
 ARROW_MAGIC, ARROW_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     text: str
     last: bool        # the document ends with it
     position: int     # bytes of the file read so far
 
 
-def read(format: str, path: str, field: str) -> Iterator[Piece]:
+def read(format: str, path: str, field: str) -> Iterator[TextPiece]:
     """The documents of the file at `path`; format is text, jsonl, parquet or arrow. Raises: ValueError for a faulty file."""
     reader = {"text": read_text, "jsonl": read_jsonl, "parquet": read_parquet, "arrow": read_arrow}[format]
     with unreadable_told(path):
@@ -48,14 +48,14 @@ def unreadable_told(path: str) -> Iterator[None]:
         raise files.judged(error, f"{path} cannot be read", "mend it or take it out of data.paths") from None
 
 
-def read_text(path: str) -> Iterator[Piece]:
+def read_text(path: str) -> Iterator[TextPiece]:
     """The whole file. Names that end in .gz and .zst are decompressed, here and in `read_jsonl`."""
     with open(path, "rb") as raw, _decompress(path, raw) as packed, \
             io.TextIOWrapper(packed, encoding="utf-8", newline="\n") as file:
         try:
             with _damage_told(path):
                 for text, last in _cut(file):
-                    yield Piece(text, last, raw.tell())
+                    yield TextPiece(text, last, raw.tell())
         except UnicodeDecodeError:
             line, place, reason = _first_bad_line(path)
             remedy = "decompress" if path.endswith(COMPRESSED) else "convert"
@@ -63,11 +63,11 @@ def read_text(path: str) -> Iterator[Piece]:
                          f'{remedy} the file, or use data.tokenizer="bytes"') from None
 
 
-def read_jsonl(path: str, field: str) -> Iterator[Piece]:
+def read_jsonl(path: str, field: str) -> Iterator[TextPiece]:
     """One object a line; blank lines are none. Names that end in .gz and .zst are decompressed."""
     for number, value, position in read_objects(path, f'{{"{field}": "…"}}'):
         for part, last in _cut_text(_text_of(path, number, value, field)):
-            yield Piece(part, last, position)
+            yield TextPiece(part, last, position)
 
 
 def read_objects(path: str, example: str) -> Iterator[tuple[int, dict, int]]:
@@ -84,7 +84,7 @@ def read_objects(path: str, example: str) -> Iterator[tuple[int, dict, int]]:
                 yield number, _parse(path, number, line, example), raw.tell()
 
 
-def read_parquet(path: str, field: str) -> Iterator[Piece]:
+def read_parquet(path: str, field: str) -> Iterator[TextPiece]:
     """One row, one document. A null is a fault as in JSON lines: what is no document must not vanish unsaid."""
     pyarrow = import_extra("pyarrow", f"the Parquet file {path}")
     parquet = import_extra("pyarrow.parquet", f"the Parquet file {path}")
@@ -97,7 +97,7 @@ def read_parquet(path: str, field: str) -> Iterator[Piece]:
             read += len(batch)
 
 
-def read_arrow(path: str, field: str) -> Iterator[Piece]:
+def read_arrow(path: str, field: str) -> Iterator[TextPiece]:
     """Arrow's IPC, as a stream (what the datasets library keeps) or as a file (Feather)."""
     pyarrow = import_extra("pyarrow", f"the Arrow file {path}")
     ipc = import_extra("pyarrow.ipc", f"the Arrow file {path}")
@@ -141,7 +141,7 @@ def _check_column(path: str, schema, field: str, types) -> None:
                      f"set data.field to one of {', '.join(strings)}" if strings else "write the text as strings")
 
 
-def _read_rows(path: str, field: str, column, first: int, position: Callable[[int], int]) -> Iterator[Piece]:
+def _read_rows(path: str, field: str, column, first: int, position: Callable[[int], int]) -> Iterator[TextPiece]:
     """The texts of a column, whose first row is `first` of the file. position: of the file, after so many rows."""
     for row, value in enumerate(column, first):
         try:
@@ -152,7 +152,7 @@ def _read_rows(path: str, field: str, column, first: int, position: Callable[[in
             raise _fault(path, f"row {row} (from 0)", f"is null in column {field!r}",
                          "drop such rows, or write empty strings")
         for part, last in _cut_text(text):
-            yield Piece(part, last, position(row + 1))
+            yield TextPiece(part, last, position(row + 1))
 
 
 def fault(path: str, number: int, what: str) -> ValueError:

@@ -20,14 +20,14 @@ import numpy as np
 
 from meshtrain import files
 from meshtrain.data import binary_files, parts, token_files
-from meshtrain.data.binary_files import Ids
+from meshtrain.data.binary_files import IdFile
 from meshtrain.data.parts import Job
-from meshtrain.data.progress import Progress
+from meshtrain.data.progress import FileProgress
 
 VERSION = 1
 
 
-def open_given(files: Sequence[tuple[str, Sequence[Path]]], separator: int, job: Job) -> list[token_files.Pair | None]:
+def open_given(files: Sequence[tuple[str, Sequence[Path]]], separator: int, job: Job) -> list[token_files.IndexedTokens | None]:
     """A pair for each file, with its largest id; None as in parts.open_all.
 
     files: (path, the directories where its note may be). Raises: ValueError with every faulty file; as parts.open_all.
@@ -49,7 +49,7 @@ def open_given(files: Sequence[tuple[str, Sequence[Path]]], separator: int, job:
 class Given:
     """A Part (see parts.py): what is known of a file of ids."""
     home: Path
-    ids: Ids
+    ids: IdFile
     separator: int
     verb = "scanning"
 
@@ -69,16 +69,16 @@ class Given:
     def ends(self) -> Path:
         return self.home / (self.name + token_files.ENDS)
 
-    def look(self) -> token_files.Pair | None:
+    def look(self) -> token_files.IndexedTokens | None:
         """See parts.Part."""
         return parts.asked(self.home, self._look)
 
-    def _look(self) -> token_files.Pair | None:
+    def _look(self) -> token_files.IndexedTokens | None:
         note = json.loads(self.manifest.read_text(encoding="utf-8"))
         stamps = self._stamps(note["derived"])
         return self._open(note | {"stamps": stamps}) if parts.knows(note, stamps) else None
 
-    def check(self, job: Job) -> tuple[token_files.Pair | None, str]:
+    def check(self, job: Job) -> tuple[token_files.IndexedTokens | None, str]:
         """See parts.Part. Raises: ValueError where the file's bytes are others although it was not written to."""
         pair = self.look() or parts.asked(self.home, lambda: self._known_elsewhere(job))
         if pair is None or not job.verify:
@@ -94,7 +94,7 @@ class Given:
             return None, "its documents' ends are damaged (wrong checksum)"
         return pair, ""
 
-    def _known_elsewhere(self, job: Job) -> token_files.Pair | None:
+    def _known_elsewhere(self, job: Job) -> token_files.IndexedTokens | None:
         """The pair where a host that numbers inodes otherwise made the note of the same bytes; they are read, and the note knows them."""
         note = json.loads(self.manifest.read_text(encoding="utf-8"))
         stamps = self._stamps(note["derived"])
@@ -112,15 +112,15 @@ class Given:
         files = [*self.ids.files, *([str(self.ends)] if derived else [])]
         return [list(token_files.stamp(path)) for path in files]
 
-    def _open(self, note: dict) -> token_files.Pair:
+    def _open(self, note: dict) -> token_files.IndexedTokens:
         path = self.ids.files[0]
         ends = token_files.open_ends(str(self.ends) if note["derived"] else token_files.ends_path(path), path)
         if ends.size != note["documents"]:
             raise ValueError("another size")
         ids = token_files.Numbers(path, tuple(note["stamps"][0]), self.ids.size, self.ids.dtype, self.ids.offset)
-        return token_files.Pair(ids, ends, ends.last(), note["lead"], note["gap"], note["largest"], self.ids.mask)
+        return token_files.IndexedTokens(ids, ends, ends.last(), note["lead"], note["gap"], note["largest"], self.ids.mask)
 
-    def build(self, job: Job, progress: Progress) -> token_files.Pair:
+    def build(self, job: Job, progress: FileProgress) -> token_files.IndexedTokens:
         """See parts.Part."""
         path = self.ids.files[0]
         try:
@@ -143,7 +143,7 @@ class Given:
             raise files.judged(error, f"token cache: {self.home} cannot be written, or {path} not read",
                                "make room (8 bytes a document), or set data.cache to another directory") from None
 
-    def _scan(self, tokens: np.ndarray, job: Job, progress: Progress) -> tuple[int, int]:
+    def _scan(self, tokens: np.ndarray, job: Job, progress: FileProgress) -> tuple[int, int]:
         """(largest id, checksum). Raises: ValueError for a negative id."""
         largest, crc = -1, 0
         for first, chunk in token_files.chunks(tokens):

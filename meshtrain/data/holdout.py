@@ -10,7 +10,7 @@ from meshtrain.data import order
 from meshtrain.data.contracts import Source
 
 
-def split(source: Source, fraction: float, tokens: int = 0, cut: bool = True) -> tuple[order.Part, order.Part]:
+def split(source: Source, fraction: float, tokens: int = 0, cut: bool = True) -> tuple[order.SourcePart, order.SourcePart]:
     """(train, validation): at most this fraction of the tokens is held out, and where `tokens` is not 0, at most so many.
 
     Where whole documents cannot fill half of that (one file, a few books), every document gives its tail instead, a document
@@ -36,11 +36,11 @@ def split(source: Source, fraction: float, tokens: int = 0, cut: bool = True) ->
     return order.whole(source, np.flatnonzero(~out)), order.whole(source, np.flatnonzero(out))
 
 
-def _tails(source: Source, fraction: float) -> tuple[order.Part, order.Part]:
+def _tails(source: Source, fraction: float) -> tuple[order.SourcePart, order.SourcePart]:
     parts = []
     for side in ("head", "tail"):
-        part = order.Part(source, np.zeros(0, np.int32), np.zeros(0, np.int64), side, fraction)
+        part = order.SourcePart(source, np.zeros(0, np.int32), np.zeros(0, np.int64), side, fraction)
         _, length = part.spans(np.arange(source.num_documents))
         runs = np.flatnonzero(length)   # a run is a document here
-        parts.append(order.Part(source, runs.astype(np.int32), length[runs] + 1, side, fraction))
+        parts.append(order.SourcePart(source, runs.astype(np.int32), length[runs] + 1, side, fraction))
     return tuple(parts)

@@ -78,7 +78,7 @@ def bijection(indices: np.ndarray, count: int, *key: int) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Part:
+class SourcePart:
     """What one split reads of a source: whole runs, or (side "head", "tail") a piece of every document.
 
     Every document, an empty one too, is one token longer than its text: the separator before it.
@@ -100,12 +100,12 @@ class Part:
         return int(self.tokens.sum())
 
 
-def whole(source: Source, runs: np.ndarray | None = None) -> Part:
+def whole(source: Source, runs: np.ndarray | None = None) -> SourcePart:
     """These runs of a source (None: all), with their documents whole."""
     run, num_runs = run_length(source.num_documents), len(source.totals)
     runs = np.arange(num_runs, dtype=np.int32) if runs is None else runs.astype(np.int32)
     documents = np.where(runs == num_runs - 1, source.num_documents - run * (num_runs - 1), run)
-    return Part(source, runs, source.totals[runs] + documents)
+    return SourcePart(source, runs, source.totals[runs] + documents)
 
 
 class Grid(NamedTuple):
@@ -151,9 +151,9 @@ class _Table(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Stream:
+class TokenStream:
     """A part of a source epoch after epoch, in an order of `seed`; None: in its own order. Positions count separators."""
-    part: Part
+    part: SourcePart
     seed: int | None
     number: int             # of the source in its mixture: each has orders of its own
     grids: tuple[Grid, ...]     # without gaps; the last has no end

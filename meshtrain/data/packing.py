@@ -24,23 +24,37 @@ import numpy as np
 
 from meshtrain.data import holdout, mixture, order, sources, whole
 from meshtrain.data.contracts import Batch, Rows, Source, made_ahead
-from meshtrain.data.order import Grid, Pieces, Runs, Stream
+from meshtrain.data.order import Grid, Pieces, Runs, TokenStream
 from meshtrain.data.whole import WholeStream
 from meshtrain.names import NO_TARGET
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
-    """How rows are written."""
+class Packing:
+    """How documents become batches.
+
+    eos: the target behind a document's last token; None: bos. document_mask: without it a row is one segment, and positions count
+    along it. packing: "stream", or "whole", where no document is cut and seq_len stays. Held out of each source is
+    validation_fraction of its tokens, and at most validation_tokens where that is not 0. prefetch: batches made ahead.
+    """
     bos: int
-    eos: int
     seq_len: int
     global_batch: int
-    document_mask: bool     # without: a row is one segment, and positions count along it
+    seed: int
+    eos: int | None = None
+    document_mask: bool = True
+    packing: str = "stream"
+    validation_fraction: float = 0.0
+    validation_tokens: int = 0
+    prefetch: int = 2
+
+    @property
+    def end(self) -> int:
+        return self.bos if self.eos is None else self.eos
 
 
 @dataclasses.dataclass(frozen=True)
-class Phase:
+class DataPhase:
     """Batches of one shape and one mixture: from `batches` on, when each source had given `tokens`."""
     batches: int
     tokens: tuple[int, ...]
@@ -52,12 +66,11 @@ class Phase:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Packed:
     """Batches (contracts.py) of packed documents."""
-    train: tuple[Stream | WholeStream, ...]
-    validation: tuple[HeldOut, ...]
-    shape: Shape
-    phase: Phase
+    train: tuple[TokenStream | WholeStream, ...]
+    validation: tuple[PackedValidation, ...]
+    shape: Packing
+    phase: DataPhase
     quantum: int            # tokens: the shares of training batches are multiples of it
-    prefetch: int = 2       # batches made ahead
 
     def batch(self, n: int, rows: Rows = None) -> Batch:
         if n < self.phase.batches:
@@ -67,7 +80,7 @@ class Packed:
         return _assemble(self.shape, self.train, n, runs, rows)
 
     def iterate(self, start: int, rows: Rows = None) -> Iterator[Batch]:
-        return made_ahead(functools.partial(self.batch, rows=rows), start, self.prefetch)
+        return made_ahead(functools.partial(self.batch, rows=rows), start, self.shape.prefetch)
 
     def tokens(self, batches: int) -> int:
         return sum(self._given(batches))
@@ -88,12 +101,12 @@ class Packed:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class HeldOut:
+class PackedValidation:
     """A ValidationSet (contracts.py)."""
     name: str
     weight: float
-    stream: Stream | WholeStream
-    shape: Shape
+    stream: TokenStream | WholeStream
+    shape: Packing
 
     @property
     def num_batches(self) -> int:
@@ -110,29 +123,28 @@ class HeldOut:
 
 def open_batches(data, corpus: sources.Corpus, seed: int, position: dict | None = None) -> Packed:
     """The corpus of the run file's [data] as its batches; `position` and what is raised: as `pack`."""
-    packed = pack(corpus.sources, corpus.weights, bos=corpus.tokenizer.bos, eos=corpus.eos, seq_len=data.seq_len,
-                global_batch=data.global_batch, seed=seed, validation_fraction=data.validation_fraction,
-                validation_tokens=data.validation_tokens, validation=corpus.validation, names=corpus.names,
-                document_mask=data.document_mask, packing=data.packing, position=position, curves=corpus.curves)
-    return dataclasses.replace(packed, prefetch=data.prefetch)
+    same = {name: getattr(data, name) for name in ("seq_len", "global_batch", "document_mask", "packing", "validation_fraction",
+                                                   "validation_tokens", "prefetch")}
+    shape = Packing(corpus.tokenizer.bos, seed=seed, eos=corpus.eos, **same)
+    return pack(corpus.sources, corpus.weights, shape, corpus.validation, corpus.names, corpus.curves, position)
 
 
-def pack(corpus: Sequence[Source], weights: Sequence[float], *, bos: int, seq_len: int, global_batch: int, seed: int,
-         eos: int | None = None, validation_fraction: float = 0.0, validation_tokens: int = 0,
-         validation: Sequence[Source | None] = (), names: Sequence[str] = (), document_mask: bool = True,
-         packing: str = "stream", position: dict | None = None, curves: Sequence[sources.Curve] = ()) -> Packed:
+def pack(corpus: Sequence[Source], weights: Sequence[float], shape: Packing, validation: Sequence[Source | None] = (),
+         names: Sequence[str] = (), curves: Sequence[sources.ValidationSource] = (), position: dict | None = None) -> Packed:
     """Sources as batches, mixed in the proportions of `weights` (positive numbers of any sum; shares of the tokens).
 
-    eos: the target behind a document's last token; None: bos. Held out of each source is the fraction, and at most
-    validation_tokens where that is not 0; nothing of one with a source of its own in `validation`, and of none where there are
-    `curves`, which are then the validation sets. names: of the others. position: what `Packed.position(n)` gave in the run
-    before. Where nothing differs, all batches are the same bit for bit. Weights, seq_len and global_batch may differ: batches
-    are then those from n on, in which every source goes on behind its last token; sequences of the chunk that was begun
-    (order.CHUNK_TOKENS) keep their order, cut anew at the rows' ends. packing: "stream", or "whole", where no document is cut
-    and seq_len stays. Raises: ValueError where a source is too short for its share of one batch,
-    or the held-out part for one sequence, or the position is another data's.
+    validation: of each source one of its own, of which nothing is held out then; curves: the validation sets in place of all that.
+    names: of the sources. position: what `Packed.position(n)` gave in the run before. Where nothing differs, all batches are the
+    same bit for bit. Weights, seq_len and global_batch may differ: batches are then those from n on, in which every source goes on
+    behind its last token; sequences of the chunk that was begun (order.CHUNK_TOKENS) keep their order, cut anew at the rows' ends.
+
+    Raises: ValueError where a source is too short for its share of one batch, or the held-out part for one sequence, or the position
+    is another data's.
     """
-    _check_settings(seq_len, global_batch, seed, validation_fraction, validation_tokens)
+    if curves:
+        shape = dataclasses.replace(shape, validation_fraction=0.0)
+    _check_settings(shape)
+    seq_len, cut = shape.seq_len, shape.packing == "stream"
     assert len(corpus) == len(weights) > 0
     faults = [f"data.mixture[{i}].weight={weight} is not a positive number; use one, e.g. 0.3, or leave the source out"
               for i, weight in enumerate(weights) if not 0 < weight < math.inf]
@@ -140,17 +152,15 @@ def pack(corpus: Sequence[Source], weights: Sequence[float], *, bos: int, seq_le
         raise ValueError("\n".join(faults))
     shares, grids = mixture.whole_weights(weights), (Grid(0, seq_len, None),)
     separate = list(validation) or [None] * len(corpus)
-    validation_fraction = 0.0 if curves else validation_fraction
-    cut, kind = packing == "stream", Stream if packing == "stream" else WholeStream
+    kind = TokenStream if cut else WholeStream
     parts = [(order.whole(source), order.whole(other)) if other is not None
-             else holdout.split(source, validation_fraction, validation_tokens, _may_cut(source, cut, seq_len))
+             else holdout.split(source, shape.validation_fraction, shape.validation_tokens, _may_cut(source, cut, seq_len))
              for source, other in zip(corpus, separate)]
-    streams = tuple(kind(train, seed, i, grids) for i, (train, _) in enumerate(parts))
+    streams = tuple(kind(train, shape.seed, i, grids) for i, (train, _) in enumerate(parts))
     held = tuple(kind(part, None, i, grids) for i, (_, part) in enumerate(parts)) \
-        if validation_fraction or any(separate) else ()
+        if shape.validation_fraction or any(separate) else ()
     measured = [(curve.name, curve.weight, kind(order.whole(curve.source), None, i, grids)) for i, curve in enumerate(curves)]
-    shape = Shape(bos, bos if eos is None else eos, seq_len, global_batch, document_mask)
-    faults = (_check_lengths if cut else _check_whole)(shape, shares, streams, held, validation_fraction, validation_tokens)
+    faults = (_check_lengths if cut else _check_whole)(shape, shares, streams, held)
     faults += [f"data.validation_sources[{i}] holds {stream.tokens_per_epoch:,} tokens, and one sequence of data.seq_len={seq_len} takes "
                f"{seq_len:,}; use more text or a shorter seq_len" for i, (*_, stream) in enumerate(measured)
                if stream.tokens_per_epoch < seq_len]
@@ -160,13 +170,13 @@ def pack(corpus: Sequence[Source], weights: Sequence[float], *, bos: int, seq_le
     longest = max(int(stream.part.tokens.max()) // order.run_length(stream.part.source.num_documents) for stream in streams)
     # Whole sequences, so that no batch's end cuts one, unless that would be coarser than the documents are.
     quantum = seq_len if not cut or len(corpus) > 1 and mixture.deviation(shares) * seq_len <= longest else 1
-    phase = Phase(0, (0,) * len(corpus), shares, seq_len, global_batch)
+    phase = DataPhase(0, (0,) * len(corpus), shares, seq_len, shape.global_batch)
     if position is not None:
         streams, phase = _go_on(streams, phase, position)
     names = list(names) or ([""] if len(corpus) == 1 else [str(i) for i in range(len(corpus))])
     measured = measured or list(zip(names, shares, held))
     total = sum(weight for _, weight, _ in measured)
-    sets = tuple(HeldOut(name, weight / total, stream, shape) for name, weight, stream in measured)
+    sets = tuple(PackedValidation(name, weight / total, stream, shape) for name, weight, stream in measured)
     return Packed(streams, sets, shape, phase, quantum)
 
 
@@ -175,11 +185,11 @@ def _may_cut(source: Source, stream: bool, seq_len: int) -> bool:
     return not getattr(source, "complete", False) and (stream or int(source.totals.sum()) > seq_len * source.num_documents)
 
 
-def _packing_of(streams: Sequence[Stream | WholeStream]) -> str:
+def _packing_of(streams: Sequence[TokenStream | WholeStream]) -> str:
     return "whole" if isinstance(streams[0], WholeStream) else "stream"
 
 
-def _go_on(streams: Sequence[Stream], wanted: Phase, position: dict) -> tuple[tuple[Stream, ...], Phase]:
+def _go_on(streams: Sequence[TokenStream], wanted: DataPhase, position: dict) -> tuple[tuple[TokenStream, ...], DataPhase]:
     """The streams and the phase in which a run goes on from a position."""
     had, has = position.get("packing", "stream"), _packing_of(streams)
     if had != has:
@@ -197,7 +207,7 @@ def _go_on(streams: Sequence[Stream], wanted: Phase, position: dict) -> tuple[tu
                          "with checkpoint.init_from")
     grids = [tuple(Grid(*grid) for grid in source["grids"]) for source in position["sources"]]
     streams = [dataclasses.replace(stream, grids=one) for stream, one in zip(streams, grids)]
-    phase = Phase(**{name: tuple(value) if isinstance(value, list) else value for name, value in position["phase"].items()})
+    phase = DataPhase(**{name: tuple(value) if isinstance(value, list) else value for name, value in position["phase"].items()})
     if dataclasses.replace(phase, batches=0, tokens=wanted.tokens) == wanted:
         return tuple(streams), phase
     tokens = tuple(source["tokens"] for source in position["sources"])
@@ -205,7 +215,7 @@ def _go_on(streams: Sequence[Stream], wanted: Phase, position: dict) -> tuple[tu
     return tuple(streams), dataclasses.replace(wanted, batches=position["batches"], tokens=tokens)
 
 
-def _read(stream: Stream, pieces: Pieces, tokens: np.ndarray, learn: np.ndarray | None, shape: Shape) -> np.ndarray:
+def _read(stream: TokenStream, pieces: Pieces, tokens: np.ndarray, learn: np.ndarray | None, shape: Packing) -> np.ndarray:
     """Puts the texts into tokens, int32 [rows laid end to end]; gives the target behind each piece, int32 [pieces].
 
     learn: bool, as tokens: set false where the token is no target. Where a document ends its target is eos; but nothing where
@@ -217,7 +227,7 @@ def _read(stream: Stream, pieces: Pieces, tokens: np.ndarray, learn: np.ndarray 
     tokens[pieces.line[ours]] = shape.bos
     count, first, behind = pieces.count - ours, pieces.first - (pieces.begins & own), np.full(len(pieces.line), NO_TARGET, np.int32)
     if not own and stream.part.side != "head":
-        behind[~pieces.empty] = shape.eos
+        behind[~pieces.empty] = shape.end
     wanted = np.flatnonzero(count + pieces.goes_on)
     table = (pieces.line + ours, count, pieces.goes_on, pieces.document, first)
     masks = getattr(source, "masked", False)
@@ -236,7 +246,7 @@ def _read(stream: Stream, pieces: Pieces, tokens: np.ndarray, learn: np.ndarray 
     return behind
 
 
-def _assemble(shape: Shape, streams: Sequence[Stream], n: int, runs: Sequence[Runs], rows: Rows) -> Batch:
+def _assemble(shape: Packing, streams: Sequence[TokenStream], n: int, runs: Sequence[Runs], rows: Rows) -> Batch:
     """These rows of batch n, of whose tokens the streams give `runs`; what they leave at the end of a row is padding."""
     T, every = shape.seq_len, np.arange(shape.global_batch)
     chosen = every if rows is None else every[rows if isinstance(rows, slice) else np.asarray(rows, np.int64)]
@@ -278,10 +288,10 @@ def _assemble(shape: Shape, streams: Sequence[Stream], n: int, runs: Sequence[Ru
             "sequence": sequence.astype(np.int32)}
 
 
-def _check_lengths(shape: Shape, weights: Sequence[int], train: Sequence[Stream], held: Sequence[Stream], fraction: float,
-                   tokens: int) -> list[str]:
+def _check_lengths(shape: Packing, weights: Sequence[int], train: Sequence[TokenStream],
+                   held: Sequence[TokenStream]) -> list[str]:
     """What is wrong with the lengths of the sources, for this batch and this hold-out."""
-    T, B, faults = shape.seq_len, shape.global_batch, []
+    T, B, tokens, faults = shape.seq_len, shape.global_batch, shape.validation_tokens, []
     for i, (stream, weight) in enumerate(zip(train, weights)):
         part = Fraction(weight, sum(weights))
         has, needed = stream.tokens_per_epoch, math.ceil(part * T * B)
@@ -305,15 +315,14 @@ def _check_lengths(shape: Shape, weights: Sequence[int], train: Sequence[Stream]
                           f"data.seq_len={T} takes {T:,}; use more text or a shorter seq_len")
             continue
         limit = f" with data.validation_tokens={tokens}" if tokens else ""
-        faults.append(f"data.validation_fraction={fraction}{limit} holds out {stream.tokens_per_epoch:,} of "
+        faults.append(f"data.validation_fraction={shape.validation_fraction}{limit} holds out {stream.tokens_per_epoch:,} of "
                       f"{stream.tokens_per_epoch + trained.tokens_per_epoch:,} tokens{where}, and one sequence of "
                       f"data.seq_len={T} takes {T:,}; use {'more tokens' if tokens else 'a larger fraction'}, more text, a "
                       "shorter seq_len, or validation_fraction=0 for no validation")
     return faults
 
 
-def _check_whole(shape: Shape, weights: Sequence[int], train: Sequence[WholeStream], held: Sequence[WholeStream], fraction: float,
-                 tokens: int) -> list[str]:
+def _check_whole(shape: Packing, weights: Sequence[int], train: Sequence[WholeStream], held: Sequence[WholeStream]) -> list[str]:
     """As `_check_lengths`, in sequences of whole documents."""
     B, faults = shape.global_batch, []
     for i, (stream, weight) in enumerate(zip(train, weights)):
@@ -326,7 +335,7 @@ def _check_whole(shape: Shape, weights: Sequence[int], train: Sequence[WholeStre
     for i, stream in enumerate(held):
         if not stream.has(1):
             where = f" of data.mixture[{i}]" if len(held) > 1 else ""
-            faults.append(f"data.validation_fraction={fraction} holds out no document{where}; use a larger fraction, more documents, "
+            faults.append(f"data.validation_fraction={shape.validation_fraction} holds out no document{where}; use a larger fraction, more documents, "
                           "or validation_fraction=0 for no validation")
     return faults
 
@@ -347,15 +356,15 @@ def notes(data, corpus: sources.Corpus) -> list[str]:
     return told
 
 
-def _check_settings(seq_len: int, global_batch: int, seed: int, validation_fraction: float, validation_tokens: int) -> None:
-    faults = [f"{name}={value} is not a positive number; use at least 1"
-              for name, value in (("data.seq_len", seq_len), ("data.global_batch", global_batch)) if value < 1]
-    if seed < 0:
-        faults.append(f"run.seed={seed} is negative; use 0 or more")
-    if not 0 <= validation_fraction < 1:
-        faults.append(f"data.validation_fraction={validation_fraction} is not a share of the documents; use 0 (none) to below "
+def _check_settings(shape: Packing) -> None:
+    faults = [f"data.{name}={value} is not a positive number; use at least 1"
+              for name in ("seq_len", "global_batch") if (value := getattr(shape, name)) < 1]
+    if shape.seed < 0:
+        faults.append(f"run.seed={shape.seed} is negative; use 0 or more")
+    if not 0 <= shape.validation_fraction < 1:
+        faults.append(f"data.validation_fraction={shape.validation_fraction} is not a share of the documents; use 0 (none) to below "
                       "1, e.g. 0.01")
-    if validation_tokens < 0:
-        faults.append(f"data.validation_tokens={validation_tokens} is negative; use 0 for no limit")
+    if shape.validation_tokens < 0:
+        faults.append(f"data.validation_tokens={shape.validation_tokens} is negative; use 0 for no limit")
     if faults:
         raise ValueError("\n".join(faults))

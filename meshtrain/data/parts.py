@@ -23,7 +23,7 @@ from typing import Protocol, TypeVar
 
 from meshtrain import files
 from meshtrain.data import progress, token_files
-from meshtrain.data.token_files import Pair
+from meshtrain.data.token_files import IndexedTokens
 
 Value = TypeVar("Value")
 POLL_SECONDS = 0.2
@@ -57,17 +57,17 @@ class Part(Protocol):
     manifest: Path           # the one written last
     verb: str                # what is done: "tokenizing"
 
-    def look(self) -> Pair | None:
+    def look(self) -> IndexedTokens | None:
         """The result, where it is as it was when it was last verified, by size, time of change and inode."""
 
-    def check(self, job: Job) -> tuple[Pair | None, str]:
+    def check(self, job: Job) -> tuple[IndexedTokens | None, str]:
         """The result, by content; else None and why ("" where there never was one). What was found is noted."""
 
-    def build(self, job: Job, progress: progress.Progress) -> Pair:
+    def build(self, job: Job, progress: progress.FileProgress) -> IndexedTokens:
         """Raises: ValueError, Stopped; then nothing is left."""
 
 
-def open_all(choices: Sequence[Sequence[Part]], job: Job) -> list[Pair | None]:
+def open_all(choices: Sequence[Sequence[Part]], job: Job) -> list[IndexedTokens | None]:
     """One result for each choice: the same part in several directories, the first of which that has it or can take it counts.
 
     None only for what belongs to another share and is not there. Raises: ValueError for a faulty file, or where no directory
@@ -79,18 +79,18 @@ def open_all(choices: Sequence[Sequence[Part]], job: Job) -> list[Pair | None]:
     left = [k for k, pair in enumerate(found) if pair is None and mine[k]]
     if left:
         with contextlib.ExitStack() as stack:
-            _Work(choices, found, job, _Locks(stack)).run(left)
+            _Building(choices, found, job, _Locks(stack)).run(left)
     return found
 
 
-def _look(parts: Sequence[Part]) -> Pair | None:
+def _look(parts: Sequence[Part]) -> IndexedTokens | None:
     return next((pair for part in parts if (pair := part.look()) is not None), None)
 
 
-class _Work:
+class _Building:
     """Checks and builds what is left, and waits for what other processes have in hand."""
 
-    def __init__(self, choices: Sequence[Sequence[Part]], found: list[Pair | None], job: Job, locks: _Locks):
+    def __init__(self, choices: Sequence[Sequence[Part]], found: list[IndexedTokens | None], job: Job, locks: _Locks):
         self.choices, self.found, self.job, self.locks = choices, found, job, locks
         self.refused: set[Path] = set()
         self.refuted: dict[int, token_files.Stamp] = {}    # manifests whose parts were read and found wrong
@@ -110,7 +110,7 @@ class _Work:
         if left:
             self._build_all({k: self._place(self.choices[k]) for k in left})
 
-    def _check(self, k: int) -> Pair | None:
+    def _check(self, k: int) -> IndexedTokens | None:
         """The part, where it is whole by content. Who finds another process at it leaves it for later."""
         for part in self.choices[k]:
             self.job.check_stop()
@@ -156,7 +156,7 @@ class _Work:
         count = sum(len(part.inputs) for part in missing.values())
         what = f"{next(iter(missing.values())).verb} {count} file{'s' * (count > 1)}"
         said = False
-        with progress.Progress(what, total, self.job.tell) as bar:
+        with progress.FileProgress(what, total, self.job.tell) as bar:
             while missing:
                 for k, part in list(missing.items()):
                     self.job.check_stop()

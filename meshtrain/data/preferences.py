@@ -29,7 +29,7 @@ class Pairs:
     """
     source: Source
     pairs: np.ndarray
-    validation: tuple[HeldOut, ...]
+    validation: tuple[PairValidation, ...]
     seed: int
     seq_len: int
     global_batch: int
@@ -69,7 +69,7 @@ class Pairs:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class HeldOut:
+class PairValidation:
     """A ValidationSet (contracts.py) of pairs."""
     source: Source
     pairs: np.ndarray
@@ -105,7 +105,7 @@ def open_pairs(data, corpus: sources.Corpus, seed: int, position: dict | None = 
         count = max(1, int(len(fitting) * data.validation_fraction))
         drawn = order.permutation(len(fitting), HELD)
         held, fitting = np.sort(fitting[drawn[:count]]), np.sort(fitting[drawn[count:]])
-    now = Pairs(source, fitting, (HeldOut(source, held, data.seq_len, data.global_batch),) if len(held) else (), seed, data.seq_len,
+    now = Pairs(source, fitting, (PairValidation(source, held, data.seq_len, data.global_batch),) if len(held) else (), seed, data.seq_len,
                 data.global_batch, data.prefetch)
     for key, name in (("pairs", "the pairs that fit"), ("global_batch", "data.global_batch"), ("seq_len", "data.seq_len")):
         if position is not None and position.get(key) != now.position(0)[key]:
@@ -127,7 +127,7 @@ def _fitting(source: Source, seq_len: int) -> tuple[np.ndarray, int]:
     return np.flatnonzero(lengths <= seq_len), int(lengths.min())
 
 
-def _rows(of: Pairs | HeldOut, n: int, pairs: np.ndarray, rows: Rows) -> Batch:
+def _rows(of: Pairs | PairValidation, n: int, pairs: np.ndarray, rows: Rows) -> Batch:
     """These rows of batch n, of which `pairs` has the numbers; -1: padding."""
     T, every = of.seq_len, np.arange(of.global_batch)
     chosen = every if rows is None else every[rows if isinstance(rows, slice) else np.asarray(rows, np.int64)]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 TELL_SECONDS = 5    # between two lines of progress where there is no terminal, and the wait that is worth a line
 
 
-class Progress:
+class FileProgress:
     """Nothing is said about what is done at once. what: of a line, e.g. "tokenizing 3 files"; total: bytes."""
 
     def __init__(self, what: str, total: int, tell: Callable[[str], None]):
@@ -17,7 +17,7 @@ class Progress:
         self.started = self.told = time.monotonic()
         self.bar = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> FileProgress:
         if sys.stderr.isatty():
             from rich import console, progress
             self.bar = progress.Progress(progress.TextColumn("{task.description}"), progress.BarColumn(),

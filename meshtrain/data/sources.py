@@ -44,7 +44,7 @@ NOT_STDLIB_PREFIXES = ("config-", "_sysconfigdata")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Files:
+class ByteFiles:
     """One file, one document; one byte, one token."""
     paths: tuple[str, ...]
     lengths: np.ndarray     # int64 [documents], bytes
@@ -75,7 +75,7 @@ class Files:
         return np.frombuffer(data, np.uint8)
 
 
-class Curve(NamedTuple):
+class ValidationSource(NamedTuple):
     """A source to validate on, with its name and its weight in the loss of all of them (any positive scale)."""
     name: str
     weight: float
@@ -92,11 +92,11 @@ class Corpus:
     names: tuple[str, ...]                  # of the sources; "" where there is one
     validation: tuple[Source | None, ...]   # of each source, the files to validate on; None: a share of it is held out
     fingerprint: str    # of content: the sources' lengths, as far as packing holds them (Source.totals), and the tokenizer
-    curves: tuple[Curve, ...] = ()      # to validate on, in place of all that
+    curves: tuple[ValidationSource, ...] = ()      # to validate on, in place of all that
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Component:
+class NamedFiles:
     """One source of [data], and which files it has. where: its section, for messages; paths: each with the directory that it
     was looked for in, in the order of the documents."""
     where: str
@@ -108,7 +108,7 @@ class Component:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Description:
     """What a run file's [data] names, found and listed: of the files not a byte was read."""
-    components: tuple[Component, ...]   # the sources, then the validation files of those that have some
+    components: tuple[NamedFiles, ...]   # the sources, then the validation files of those that have some
     names: tuple[str, ...]              # of the sources
     validation: tuple[int | None, ...]  # of each source, the component with its validation files
     eos: int
@@ -160,7 +160,7 @@ def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Descript
         try:
             paths = list_paths(one.source, patterns, where)
             file_sizes(list(paths), where)    # a link to nowhere, no permission: all of them told together, before any work
-            components.append(Component(where, one.source, one.field, paths))
+            components.append(NamedFiles(where, one.source, one.field, paths))
         except ValueError as error:
             faults.append(_key_of_section(where, error))
     if len(given) > len(named):     # each name costs: there may be ten million
@@ -231,7 +231,7 @@ def corpus_of(described: Description, opened: Sequence[Source]) -> Corpus:
     return Corpus(trained, described.weights, described.tokenizer, described.eos, described.names,
                   tuple(opened[k] if k is not None else None for k in described.validation),
                   _fingerprint(trained, described),
-                  tuple(Curve(*curve, source) for curve, source in zip(described.curves, opened[len(opened) - len(described.curves):])))
+                  tuple(ValidationSource(*curve, source) for curve, source in zip(described.curves, opened[len(opened) - len(described.curves):])))
 
 
 def _open_tokenizer(data, names: Sequence[str], vocab_size: int) -> Tokenizer:
@@ -253,7 +253,7 @@ def _open_tokenizer(data, names: Sequence[str], vocab_size: int) -> Tokenizer:
     return tokenizer.Bytes()
 
 
-def _open(described: Description, component: Component, cache_dir: Path, job: parts.Job) -> Source | None:
+def _open(described: Description, component: NamedFiles, cache_dir: Path, job: parts.Job) -> Source | None:
     where, source, paths = component.where, component.source, list(component.paths)
     packed = any(path.endswith(formats.COMPRESSED) for path in paths)
     if isinstance(described.tokenizer, tokenizer.Bytes) and source in ("stdlib", "text") and not packed:
@@ -278,7 +278,7 @@ def _open(described: Description, component: Component, cache_dir: Path, job: pa
     return opened
 
 
-def _check_ids(pairs: Sequence[token_files.Pair | None], vocab_size: int) -> None:
+def _check_ids(pairs: Sequence[token_files.IndexedTokens | None], vocab_size: int) -> None:
     """Raises: ValueError with every file that holds an id beyond the vocabulary."""
     faults = []
     for pair in pairs:
@@ -329,12 +329,12 @@ def list_paths(name: str, paths: Sequence[str], where: str) -> dict[str, str]:
     return match_globs(paths, name, where)
 
 
-def open_files(paths: Sequence[str], where: str = "data") -> Files:
+def open_files(paths: Sequence[str], where: str = "data") -> ByteFiles:
     """Takes the lengths by stat alone: no file is read before a batch needs it."""
     lengths = file_sizes(paths, where)
     if not lengths.any():
         raise ValueError(f"all {len(paths)} files of {where}.paths are empty ({_some(paths)}); name files with text")
-    return Files(tuple(paths), lengths)
+    return ByteFiles(tuple(paths), lengths)
 
 
 def file_sizes(paths: Sequence[str], where: str) -> np.ndarray:

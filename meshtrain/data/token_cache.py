@@ -23,7 +23,7 @@ from meshtrain import files
 from meshtrain.data import formats, parts, token_files
 from meshtrain.data.conversations import Chats
 from meshtrain.data.parts import Job
-from meshtrain.data.progress import Progress
+from meshtrain.data.progress import FileProgress
 from meshtrain.data.tokenizer import Tokenizer
 
 VERSION = 2    # of what a part holds: a change makes every older part a stranger
@@ -32,7 +32,7 @@ BATCH_CHARS, BATCH_PIECES = 1 << 22, 1 << 13
 
 
 def open_tokenized(format: str, groups: Sequence[tuple[tuple[str, ...], Sequence[Path]]], field: str, tokenizer: Tokenizer,
-                   job: Job, chats: Chats | None = None) -> list[token_files.Pair | None]:
+                   job: Job, chats: Chats | None = None) -> list[token_files.IndexedTokens | None]:
     """The documents of text, jsonl, parquet, arrow or chat files as tokens: a pair for each group of paths; None as
     parts.open_all.
 
@@ -106,11 +106,11 @@ class Tokenized:
     def manifest(self) -> Path:
         return self.home / (self.name + ".json")
 
-    def look(self) -> token_files.Pair | None:
+    def look(self) -> token_files.IndexedTokens | None:
         """See parts.Part."""
         return parts.asked(self.home, self._look)
 
-    def _look(self) -> token_files.Pair | None:
+    def _look(self) -> token_files.IndexedTokens | None:
         manifest = json.loads(self.manifest.read_text(encoding="utf-8"))
         if not parts.knows(manifest, self._stamps()):
             return None
@@ -118,12 +118,12 @@ class Tokenized:
             return None
         return self._open(manifest)
 
-    def check(self, job: Job) -> tuple[token_files.Pair | None, str]:
+    def check(self, job: Job) -> tuple[token_files.IndexedTokens | None, str]:
         """See parts.Part. Files of the cache are read where they are not as they were noted, or all are to be verified. Raises:
         FileSystemError where they cannot be read: tokens that took hours are not made again for that."""
         return files.attempted(lambda: self._check(job), f"token cache: {self.home} cannot be read", "set data.cache to another directory")
 
-    def _check(self, job: Job) -> tuple[token_files.Pair | None, str]:
+    def _check(self, job: Job) -> tuple[token_files.IndexedTokens | None, str]:
         """As `check`. Raises: OSError where the file system refuses for a moment."""
         try:
             text = self.manifest.read_text(encoding="utf-8")
@@ -154,7 +154,7 @@ class Tokenized:
                 parts.write_whole(self.manifest, json.dumps(parts.noted(manifest | {"inputs": new}, stamps)))
         return pair, ""
 
-    def _open(self, manifest: dict) -> token_files.Pair:
+    def _open(self, manifest: dict) -> token_files.IndexedTokens:
         """Raises: OSError, ValueError, KeyError, TypeError where the files are not what the manifest says."""
         pair = token_files.open_pair(str(self.tokens))
         if (str(pair.ids.dtype), pair.ids.size, pair.num_documents) != (manifest["dtype"], manifest["tokens"], manifest["documents"]):
@@ -165,7 +165,7 @@ class Tokenized:
     def _stamps(self) -> list[list[int]]:
         return [list(token_files.stamp(str(path))) for path in self.files]
 
-    def build(self, job: Job, progress: Progress) -> token_files.Pair:
+    def build(self, job: Job, progress: FileProgress) -> token_files.IndexedTokens:
         """See parts.Part. Written under temporary names and renamed, the manifest last; of texts that another part of this
         directory has, the tokens are taken from there."""
         dtype = np.uint16 if self.tokenizer.vocab_size <= 1 << 16 else np.uint32
@@ -192,7 +192,7 @@ class Tokenized:
             for path in temporary:
                 path.unlink(missing_ok=True)
 
-    def _fill(self, tokens: token_files.Writer, ends: token_files.Writer, job: Job, progress: Progress) -> list[dict]:
+    def _fill(self, tokens: token_files.Writer, ends: token_files.Writer, job: Job, progress: FileProgress) -> list[dict]:
         """The identities of the inputs, whose tokens it writes."""
         batch = _Batch(tokens, ends, self.tokenizer, job)
         inputs = []
@@ -213,7 +213,7 @@ class Tokenized:
         batch.flush()
         return inputs
 
-    def _fill_chats(self, writers: Sequence[token_files.Writer], job: Job, progress: Progress) -> list[dict]:
+    def _fill_chats(self, writers: Sequence[token_files.Writer], job: Job, progress: FileProgress) -> list[dict]:
         """As `_fill`. writers: of tokens, ends and, where some are not to be learned, the mask."""
         tokens, ends, *mask = writers
         (path,) = self.inputs
@@ -237,7 +237,7 @@ class _Batch:
         self.tokens, self.ends, self.tokenizer, self.job = tokens, ends, tokenizer, job
         self.pieces, self.chars = [], 0
 
-    def add(self, piece: formats.Piece) -> bool:
+    def add(self, piece: formats.TextPiece) -> bool:
         """Whether there were enough, and they were written."""
         self.pieces.append(piece)
         self.chars += len(piece.text)
@@ -284,7 +284,7 @@ class Earlier:
                 found.update((one["blake2b"], (manifest, k)) for k, one in enumerate(inputs))
         return found
 
-    def _open_verified(self, manifest: Path, job: Job) -> token_files.Pair | None:
+    def _open_verified(self, manifest: Path, job: Job) -> token_files.IndexedTokens | None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             pair = token_files.open_pair(str(manifest).removesuffix(".json") + token_files.TOKENS)
             sums = [token_files.checksum(array, job.check_stop) for array in (pair.ids.map(), pair.ends_file.map())]

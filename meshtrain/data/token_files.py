@@ -2,7 +2,7 @@
 X.mask.npy beside them, uint8 or bool, says of each id whether it is to be learned; without it all are.
 
 Any program with numpy writes them; the token cache is made of them too. Other layouts of ids on disk (binary_files.py) become
-the same `Pair`, so there is one reader. Ids and ends are memory-mapped while there are maps to spare; nothing of a document
+the same `IndexedTokens`, so there is one reader. Ids and ends are memory-mapped while there are maps to spare; nothing of a document
 is held.
 """
 from __future__ import annotations
@@ -81,7 +81,7 @@ def max_maps() -> int:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Pair:
+class IndexedTokens:
     """A file of token ids and a file of where its documents end.
 
     The ends count the documents' tokens alone. A file may have separators of its own, which belong to no document: `lead` of
@@ -117,7 +117,7 @@ class Pair:
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenFiles:
     """A Source: the documents of many pairs, one pair after another. complete: see contracts.py."""
-    pairs: tuple[Pair, ...]
+    pairs: tuple[IndexedTokens, ...]
     complete: bool = False
 
     @functools.cached_property
@@ -170,7 +170,7 @@ class TokenFiles:
         return mask.array[begin + start:begin + stop] if (mask := self.pairs[k].mask) else None
 
 
-def first_beyond(pair: Pair, vocab_size: int) -> tuple[int, int]:
+def first_beyond(pair: IndexedTokens, vocab_size: int) -> tuple[int, int]:
     """(document, id) of the first id that a vocabulary of this size does not have. There must be one."""
     for first, chunk in chunks(pair.ids.map()):
         beyond = (chunk >= vocab_size) | (chunk < 0)
@@ -190,7 +190,7 @@ def mask_path(path: str) -> str:
     return (path.removesuffix(TOKENS) if path.endswith(TOKENS) else path.removesuffix(".bin")) + MASK
 
 
-def open_pair(path: str) -> Pair:
+def open_pair(path: str) -> IndexedTokens:
     """An X.tokens.npy with its X.ends.npy. That ends never fall is left to `check_rising`, which reads them all.
 
     Raises: ValueError where the two files are not what the module says, or do not fit each other.
@@ -206,7 +206,7 @@ def open_pair(path: str) -> Pair:
     if last != shape[0]:
         raise ValueError(f"{ends_path(path)}: the last document ends at {last:,}, and {os.path.basename(path)} has "
                          f"{shape[0]:,} tokens; the two must agree: write both again")
-    return Pair(Numbers(path, open_checked(path, stamp), shape[0], dtype, offset), ends, last)
+    return IndexedTokens(Numbers(path, open_checked(path, stamp), shape[0], dtype, offset), ends, last)
 
 
 def open_ends(path: str, tokens: str) -> Numbers:

@@ -19,7 +19,7 @@ import numpy as np
 
 from meshtrain.data import order
 from meshtrain.data.contracts import Source
-from meshtrain.data.order import Grid, Part, Pieces, Runs, Stream
+from meshtrain.data.order import Grid, SourcePart, Pieces, Runs, TokenStream
 
 PASS_DOCUMENTS = 1 << 20        # whose lengths are read at a time
 WINDOWS_HELD = 8                # sequences are taken from one after another
@@ -52,7 +52,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
     return np.array(bins, np.int64), np.array(places, np.int64), count
 
 
-class _Window(NamedTuple):
+class _PackedWindow(NamedTuple):
     """The sequences of a window, and the documents or parts of them in it, one sequence after another."""
     firsts: np.ndarray      # int64 [sequences + 1]: the first piece of each
     pieces: Pieces          # line: where each begins in its sequence
@@ -60,14 +60,14 @@ class _Window(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WholeStream:
-    """As order.Stream, sequence by sequence: a position is a place in a sequence, padding counted. seed None: own order."""
-    part: Part
+    """As order.TokenStream, sequence by sequence: a position is a place in a sequence, padding counted. seed None: own order."""
+    part: SourcePart
     seed: int | None
     number: int             # of the source in its mixture
     grids: tuple[Grid]
 
     def __post_init__(self):
-        object.__setattr__(self, "_order", Stream(self.part, self.seed, self.number, ()))
+        object.__setattr__(self, "_order", TokenStream(self.part, self.seed, self.number, ()))
         object.__setattr__(self, "_windows", order.Recent(WINDOWS_HELD))
         object.__setattr__(self, "_epochs", order.Recent(order.EPOCHS_HELD))
         object.__setattr__(self, "_counts", np.zeros(self._order.num_windows + 1, np.int64))   # sequences before each window
@@ -142,14 +142,14 @@ class WholeStream:
             return windows, np.append(0, np.cumsum(counts[windows]))
         return self._epochs.get(epoch, make)
 
-    def _window(self, window: int) -> _Window:
+    def _window(self, window: int) -> _PackedWindow:
         def make():
             found = self._order.window(0, window)
             pieces = self._divided(found.documents, found.starts, np.diff(found.ends, prepend=found.begin))
             bins, columns, count = best_fit(pieces.count, self.seq_len)
             together = np.lexsort((columns, bins))
             firsts = np.searchsorted(bins[together], np.arange(count + 1))
-            return _Window(firsts, Pieces(*(column[together] for column in pieces._replace(line=columns))))
+            return _PackedWindow(firsts, Pieces(*(column[together] for column in pieces._replace(line=columns))))
         return self._windows.get(window, make)
 
     def _divided(self, documents: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> Pieces:

@@ -160,8 +160,8 @@ def beat(directory: Path) -> dict | None:
         return found if isinstance(found, dict) else None
 
 
-def _rows(directory: Path) -> rows.Rows | tuple:
-    found = rows.Rows(directory / rows.NAME)
+def _rows(directory: Path) -> rows.MetricRows | tuple:
+    found = rows.MetricRows(directory / rows.NAME)
     try:
         next(reversed(found), None)
     except OSError:     # a wrong account is not worth a start

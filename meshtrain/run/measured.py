@@ -42,7 +42,7 @@ def of(directory: Path) -> dict:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{directory / 'config.toml'} cannot be read as a run file ({type(error).__name__}: {error}); train writes "
                          "one, the same command again") from None
-    found = rows.Rows(directory / rows.NAME)
+    found = rows.MetricRows(directory / rows.NAME)
     try:
         metrics = _Metrics(found)
         experts = _experts(found, metrics.with_experts)
@@ -63,7 +63,7 @@ class _Metrics:
     """What the report takes of all rows: one number of each key and row, 8 bytes, however many there are. last: the last row.
     with_experts: the rows that have their load by layer. no_rows: lines that are none, and not empty."""
 
-    def __init__(self, found: rows.Rows):
+    def __init__(self, found: rows.MetricRows):
         self.columns = {key: array.array("d") for key in (*CURVES, "checkpoint_wait_s")}
         self.last, self.skipped, self.with_experts, self.no_rows = {}, 0, 0, 0
         for line in found.lines():
@@ -152,7 +152,7 @@ def _has_experts(row: Mapping) -> bool:
     return all(isinstance(row.get(key), list) for key in LOAD_BY_LAYER) and len({len(row[key]) for key in LOAD_BY_LAYER}) == 1
 
 
-def _experts(found: rows.Rows, count: int) -> dict | None:
+def _experts(found: rows.MetricRows, count: int) -> dict | None:
     """How busy experts are, by layer: {"layers": those that have any, "steps": the last of each stretch, "max", "min",
     "entropy": [stretch][layer], the worst of the stretch}. None where no row has it. count: of the rows that have it."""
     last = next(filter(_has_experts, reversed(found)), None) if count else None

@@ -96,7 +96,7 @@ class MetricsWriter:
 
 def read(path: str | pathlib.Path) -> list[dict[str, Any]]:
     """All rows of a metrics file at once, for one that is known to be short."""
-    return list(rows.Rows(path))
+    return list(rows.MetricRows(path))
 
 
 class TensorBoard:

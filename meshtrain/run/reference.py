@@ -21,7 +21,7 @@ from meshtrain import files
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError, Run
 from meshtrain.data import token_files
-from meshtrain.data.preferences import HeldOut, Pairs
+from meshtrain.data.preferences import PairValidation, Pairs
 from meshtrain.data.sources import Corpus
 from meshtrain.run import contents, say
 from meshtrain.training.step import Program
@@ -55,7 +55,7 @@ def with_references(run: Run, program: Program, pairs: Pairs, corpus: Corpus, di
 
 def _computed(program: Program, pairs: Pairs, count: int, params: dict) -> np.ndarray:
     preferred = program.compiled(program.preferred, program.spec.with_shardings().params, program.batch)
-    every = HeldOut(pairs.source, pairs.all_pairs, pairs.seq_len, pairs.global_batch)
+    every = PairValidation(pairs.source, pairs.all_pairs, pairs.seq_len, pairs.global_batch)
     found = [np.asarray(preferred(params, program.place(every.batch(i, program.rows)))).reshape(-1) for i in range(every.num_batches)]
     values = np.full(count, np.nan, np.float32)
     values[pairs.all_pairs] = np.concatenate(found)[:len(pairs.all_pairs)]

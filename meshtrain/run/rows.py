@@ -35,7 +35,7 @@ class Line(NamedTuple):
     empty: bool
 
 
-class Rows:
+class MetricRows:
     """The rows of a metrics file in the order of their steps, read anew by each loop, forward or by `reversed`.
 
     What follows the last newline is a line whose writing was cut: none yet. A file that is not there has no rows.
@@ -121,7 +121,7 @@ def cut_after(path: Path, step: int) -> None:
     Where a line that is no row would be dropped with them, all are kept beside the file, and it is told. Raises: OSError.
     """
     foreign, end = 0, 0
-    for line in Rows(path).lines_reversed():
+    for line in MetricRows(path).lines_reversed():
         if line.row and line.row["step"] <= step:
             end = line.end
             break
@@ -136,7 +136,7 @@ def cut_after(path: Path, step: int) -> None:
 
 def set_aside_after(path: Path, step: int) -> str:
     """Copy what stands behind the rows up to `step` to a file of its own beside `path`; its name, empty where nothing does."""
-    rows = Rows(path)
+    rows = MetricRows(path)
     last = next(reversed(rows), None)
     return _copy_aside(path, rows.end_of(step)) if last and last["step"] > step else ""
 
@@ -146,7 +146,7 @@ def _copy_aside(path: Path, start: int) -> str:
     names = (f"{path.stem}.aside{more}{path.suffix}" for more in ("", *(f"-{i}" for i in range(2, 1000))))
     kept = path.with_name(next(name for name in names if not path.with_name(name).exists()))
     temporary = kept.with_name(kept.name + ".tmp")
-    end = next((line.end for line in Rows(path).lines_reversed()), 0)
+    end = next((line.end for line in MetricRows(path).lines_reversed()), 0)
     try:
         with open(path, "rb") as source, open(temporary, "wb") as target:
             source.seek(start)

@@ -14,7 +14,7 @@ from meshtrain.training.state import State
 from meshtrain.training.step import Program
 
 
-class Validation:
+class ValidationHook:
     """`loss` is the last one measured, None before. A validation that fails in a run of one process is told and left out."""
 
     def __init__(self, run: Run, program: Program, data: Batches, stop: Stop):
