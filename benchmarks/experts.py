@@ -208,7 +208,7 @@ def picture() -> str:
     shape, most = LAYERS[1], 40960
     cases = [(ways, method) for ways in (8, 16) for method in ("gather", "all_to_all")]
     names = [f"{method}, {ways} ways" for ways, method in cases]
-    rows = [pictures.Curve(k, name, [(tokens, formula(shape, *case, tokens) / GIB) for tokens in (0, most)])
+    rows = [pictures.PlotCurve(k, name, [(tokens, formula(shape, *case, tokens) / GIB) for tokens in (0, most)])
             for k, (case, name) in enumerate(zip(cases, names))]
     weights = formula(shape, cases[0][0], "zero3", 0)
     rows = [row._replace(points=within(row.points, 1.6 * weights / GIB)) for row in rows]

@@ -22,7 +22,7 @@ from benchmarks import machine, words
 from meshtrain import config, trained
 from meshtrain import devices as local_devices
 from meshtrain.inference import placement
-from meshtrain.inference.generate import Limits
+from meshtrain.inference.generate import GenerationLimits
 from meshtrain.layout.mesh import MeshSpec
 from meshtrain.model import transformer
 
@@ -34,7 +34,7 @@ CASES = [("2 million", 256, 1), ("2 million", 1024, 1), ("2 million", 256, 8), (
 PROMPT, NEW, WHOLE = 16, 64, 4     # tokens; of whole passes some are enough
 
 
-def placed(name: str, devices) -> trained.Placed:
+def placed(name: str, devices) -> trained.LoadedModel:
     """A model with random weights on one device."""
     layers, width, heads, kv_heads, mlp, vocab = SHAPES[name]
     run = config.Run(model=dict(vocab_size=vocab, embed_dim=width, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, mlp_dim=mlp,
@@ -42,10 +42,10 @@ def placed(name: str, devices) -> trained.Placed:
     model, spec = transformer.build(run.model), MeshSpec({})
     mesh, layout = spec.build(devices), placement.command(model, spec.sizes)
     with jax.set_mesh(mesh):
-        return trained.Placed(model, mesh, trained.execution(run, model, layout, mesh), jax.jit(model.init)(jax.random.key(0)), {})
+        return trained.LoadedModel(model, mesh, trained.execution(run, model, layout, mesh), jax.jit(model.init)(jax.random.key(0)), {})
 
 
-def whole_passes(made: trained.Placed, prompts: np.ndarray, seq_len: int):
+def whole_passes(made: trained.LoadedModel, prompts: np.ndarray, seq_len: int):
     """(params, tokens) -> the next WHOLE tokens, by whole forward passes."""
     index = jnp.broadcast_to(jnp.arange(seq_len), (len(prompts), seq_len))
     batch = {"segments": jnp.ones_like(index), "positions": index, "index": index, "sequence": jnp.zeros(len(prompts), jnp.int32)}
@@ -83,8 +83,8 @@ def measure(name: str, seq_len: int, rows: int, devices) -> str:
     with jax.set_mesh(made.mesh):
         cfg, generator = made.model.cfg, made.generator()
         prompts = np.random.default_rng(rows).integers(0, cfg.vocab_size, (rows, PROMPT))
-        one, _ = seconds(lambda: generator.complete(prompts.tolist(), Limits(1)))
-        all_s, answers = seconds(lambda: generator.complete(prompts.tolist(), Limits(NEW)))
+        one, _ = seconds(lambda: generator.complete(prompts.tolist(), GenerationLimits(1)))
+        all_s, answers = seconds(lambda: generator.complete(prompts.tolist(), GenerationLimits(NEW)))
         whole_s, plain = seconds(whole_passes(made, prompts, seq_len))
     assert [answer.tokens[:WHOLE] for answer in answers] == plain.tolist(), "the two samplers do not agree"
     step, whole = (all_s - one) / (NEW - 1), whole_s / WHOLE

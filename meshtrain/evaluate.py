@@ -182,7 +182,7 @@ def _asked(found: trained.Trained, options: dict):
     length = found.longest() or found.run.data.seq_len
 
     def answered(scorer, generator) -> dict:
-        model = harness.Model(scorer, generator, text.encode, text.decode, prefix, stop_ids, length)
+        model = harness.HarnessModel(scorer, generator, text.encode, text.decode, prefix, stop_ids, length)
         with config.user_errors(), contextlib.redirect_stdout(sys.stderr):
             return harness.results(model, options["tasks"], options["num-fewshot"], options["limit"])
     return answered

@@ -34,9 +34,9 @@ import jax
 
 from meshtrain import assembly, config, devices, talk, trained
 from meshtrain.config import ConfigError
-from meshtrain.inference.generate import MOST_ROWS, Completion, Limits
+from meshtrain.inference.generate import MOST_ROWS, Completion, GenerationLimits
 from meshtrain.inference.picking import Picking
-from meshtrain.inference.words import Stream, Words
+from meshtrain.inference.words import TextStream, Words
 from meshtrain.run.checkpoint import CheckpointError
 from meshtrain.units import size
 
@@ -65,7 +65,7 @@ def _generate(argv: list[str]) -> None:
     words = _words(found, texts, talking)
     prompts = _prompts(found, texts, talking)
     ended = (lambda _, tokens: words.ended(tokens)) if words and words.stops else None
-    limits = Limits(options["max-tokens"], words.stop_ids if words else found.stop_ids(), found.longest(), ended)
+    limits = GenerationLimits(options["max-tokens"], words.stop_ids if words else found.stop_ids(), found.longest(), ended)
     _check(prompts, found, limits)
     placed = found.place()
     _check_memory(placed, prompts or [[]], limits)
@@ -76,7 +76,7 @@ def _generate(argv: list[str]) -> None:
             _converse(placed.generator(), found, talking, limits, words, options)
 
 
-def _answer(generator, prompts: list[list[int]], limits: Limits, words: Words | None, options: dict) -> None:
+def _answer(generator, prompts: list[list[int]], limits: GenerationLimits, words: Words | None, options: dict) -> None:
     """Makes the completions and says them: as JSON, or as text, of one prompt while it comes."""
     ask = lambda tell=None: generator.complete(prompts, limits, _picking(options), options["seed"], tell)
     if options["json"]:
@@ -97,13 +97,13 @@ def _picking(options: dict) -> Picking:
 
 def _streamed(words: Words, ask) -> str:
     """The text of the one answer of `ask`, told as it comes."""
-    stream = Stream(words)
+    stream = TextStream(words)
     (one,) = ask(lambda _, tokens: say.part(stream.more(tokens)))
     say.out(stream.rest(one.tokens))
     return words.text(one.tokens)
 
 
-def _converse(generator, found: trained.Trained, talking: talk.Talk, limits: Limits, words: Words, options: dict) -> None:
+def _converse(generator, found: trained.Trained, talking: talk.Talk, limits: GenerationLimits, words: Words, options: dict) -> None:
     """Answers each line of stdin, the conversation so far before it; ends where stdin ends."""
     messages: list[dict] = []
     if hasattr(sys.stdin, "reconfigure"):       # what is not UTF-8 costs a line and not the conversation, in any locale
@@ -135,7 +135,7 @@ def _as_json(one: Completion, words: Words | None) -> dict:
     return {"prompt_ids": one.prompt, "token_ids": one.tokens, "text": words.text(one.tokens) if words else None, "stopped": one.stopped}
 
 
-def _check(prompts: list[list[int]], found: trained.Trained, limits: Limits) -> None:
+def _check(prompts: list[list[int]], found: trained.Trained, limits: GenerationLimits) -> None:
     """Raises: ConfigError with every prompt that the model cannot take."""
     vocab_size, faults = found.run.model.vocab_size, []
     for number, prompt in enumerate(prompts):
@@ -150,7 +150,7 @@ def _check(prompts: list[list[int]], found: trained.Trained, limits: Limits) -> 
         raise ConfigError(*faults)
 
 
-def _check_memory(placed: trained.Placed, prompts: list[list[int]], limits: Limits) -> None:
+def _check_memory(placed: trained.LoadedModel, prompts: list[list[int]], limits: GenerationLimits) -> None:
     """Raises: ConfigError where the keys and values alone are more than the devices hold."""
     cfg, rows, longest = placed.model.cfg, min(len(prompts), MOST_ROWS), max(map(len, prompts))
     tokens = longest + (min(limits.tokens, limits.length) if limits.length else limits.tokens)

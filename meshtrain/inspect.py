@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     return 1 if program.broken_permutes or before and _differs(before, now, own["expect"]) else 0
 
 
-def _tell(made, executable, program: audit.Program, warnings: list[str], own: dict) -> None:
+def _tell(made, executable, program: audit.ProgramAudit, warnings: list[str], own: dict) -> None:
     """Raises: ConfigError where the page cannot be written."""
     line = roofline.of_run(made, executable.as_text(), own["assume"])
     formulas = beside.of(made, report.formula(made))

@@ -23,7 +23,7 @@ GPUS, PROCESSES, MOSAIC = "GPUs", "several processes", 'model.attention="mosaic"
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class KnownBad:
     """component: of FINDERS. bad: its versions, as pip writes them. facts: that must all hold; a machine is one, as
     `platform.machine` names it. wrong: whether numbers are, and the run is refused."""
     component: str
@@ -36,12 +36,12 @@ class Row:
 
 
 TABLE = (
-    Row("jax", ">=0.11.0,<0.11.2", frozenset({GPUS}), "single operations give wrong results on GPUs",
+    KnownBad("jax", ">=0.11.0,<0.11.2", frozenset({GPUS}), "single operations give wrong results on GPUs",
         "install jax 0.11.2 or newer, or 0.10.2", "jax-ml/jax#40633", True),
-    Row("ptxas", "<12.9.86", frozenset({GPUS, MOSAIC}), "causal masks of Mosaic kernels are miscompiled",
+    KnownBad("ptxas", "<12.9.86", frozenset({GPUS, MOSAIC}), "causal masks of Mosaic kernels are miscompiled",
         "install CUDA 12.9.1 or newer (nvidia-cuda-nvcc-cu12>=12.9.86), and see that no older ptxas is on PATH",
         "jax's own attention_mgpu.py refuses them", True),
-    Row("NCCL", "<2.29.3", frozenset({GPUS, PROCESSES, "aarch64"}),
+    KnownBad("NCCL", "<2.29.3", frozenset({GPUS, PROCESSES, "aarch64"}),
         "its proxy loses slots, and a run hangs in silence with all GPUs busy, until training.step_timeout_s ends it",
         'install it anew, behind torch, which pins an older one: pip install "nvidia-nccl-cu13>=2.29.3" (cu12 beside CUDA 12)',
         "marin-community/marin#7344", False),

@@ -33,7 +33,7 @@ from meshtrain.cost import audit, beside, facts, flops, hardware, report, roofli
 from meshtrain.data import packing, parts, preferences, sources
 from meshtrain.data.contracts import Batches
 from meshtrain.files import FileSystemError
-from meshtrain.inference.generate import Limits
+from meshtrain.inference.generate import GenerationLimits
 from meshtrain.inference.picking import Picking
 from meshtrain.inference.words import Words
 from meshtrain.run import (contents, disk, exports, goodput, history, init_from, loop, measured, metrics, pretrained, reference, rehearsal,
@@ -436,7 +436,7 @@ def _tell_the_end(session: _Session, state: State, val_loss: float | None, stopp
 
 def _sample(made: assembly.Assembly, corpus: sources.Corpus, state: State) -> str:
     run = made.run
-    limits = Limits(run.run.sample_tokens, (corpus.eos,), length=run.data.seq_len)
+    limits = GenerationLimits(run.run.sample_tokens, (corpus.eos,), length=run.data.seq_len)
     generator = trained.within(made, state.params).generator()
     (answer,) = generator.complete([[corpus.tokenizer.bos]], limits, Picking(temperature=0.8), run.run.seed)
     return f"a sample:\n{Words(corpus.tokenizer.decode, stop_ids=limits.stop_ids).text(answer.tokens)}\n"

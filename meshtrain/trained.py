@@ -96,7 +96,7 @@ class Trained:
         found = settings.read(self.files).get("bos_token_id") if self.files else None
         return found if type(found) is int and 0 <= found < self.run.model.vocab_size else None
 
-    def place(self) -> Placed:
+    def place(self) -> LoadedModel:
         """With its weights on the devices of [mesh]; starts the backend. Raises: ConfigError, CheckpointError."""
         found = devices.start(self.run)
         model = transformer.build(self.run.model)
@@ -116,11 +116,11 @@ class Trained:
                 with config.user_errors():
                     weights = adapters.restore(self.weights, wanted)
             options = training_step.compiler_options(found[0].platform, deterministic=False)
-            return Placed(model, mesh, execution(self.run, model, layout, mesh), weights, options)
+            return LoadedModel(model, mesh, execution(self.run, model, layout, mesh), weights, options)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Placed:
+class LoadedModel:
     """A model on its mesh, which `jax.set_mesh` is to put in context. params: as they were read, in any layout of the mesh.
     options: that its programs are compiled with."""
     model: transformer.Transformer
@@ -148,10 +148,10 @@ class Placed:
         return assembly.searched(self.mesh, name, jitted.lower(*args).compile(compiler_options=self.options))
 
 
-def within(made: assembly.Assembly, weights: dict) -> Placed:
+def within(made: assembly.Assembly, weights: dict) -> LoadedModel:
     """The model of a run on its own devices, with the weights of its state, of which no device is to hold more than it did."""
     layout = placement.within(made.model, made.layout)
-    return Placed(made.model, made.mesh, execution(made.run, made.model, layout, made.mesh), weights, made.program.compiler_options)
+    return LoadedModel(made.model, made.mesh, execution(made.run, made.model, layout, made.mesh), weights, made.program.compiler_options)
 
 
 def execution(run: Run, model: transformer.Transformer, layout: Layout, mesh: jax.sharding.Mesh) -> Execution:

@@ -14,7 +14,7 @@ from test_layouts import GRID, LAYOUTS, Compiled, check_equal, run_of
 
 from meshtrain import trained
 from meshtrain.cost import audit, hlo
-from meshtrain.inference.generate import Limits
+from meshtrain.inference.generate import GenerationLimits
 from meshtrain.training import accumulate
 
 CONTEXT = [("zero3", dict(data=2, context=4)), ("zero3", dict(fsdp=2, tensor=2, context=2))]
@@ -87,7 +87,7 @@ def test_so_have_the_evaluation_and_the_sample(rule, mesh, by_gloo):
         names = []
         generator = placed.generator()
         compiled = lambda name, jitted, *args: names.append(name) or order_checked(generator.compiled(name, jitted, *args), devices)
-        dataclasses.replace(generator, compiled=compiled).complete([[5]], Limits(3))
+        dataclasses.replace(generator, compiled=compiled).complete([[5]], GenerationLimits(3))
     assert len(names) == 2
 
 

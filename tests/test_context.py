@@ -323,7 +323,7 @@ def test_ring_computes_at_most_six_tenths_of_full_attention(cp):
 # ---- what the compiled program sends ---------------------------------------------------------------------------------
 
 
-def permutes(program: audit.Program, dtype: str, backward: bool) -> SimpleNamespace:
+def permutes(program: audit.ProgramAudit, dtype: str, backward: bool) -> SimpleNamespace:
     """Arrays and bytes that a device sends on, per step."""
     found = [c for c in program.collectives if c.kind == "collective-permute" and c.dtype == dtype
              and ("transpose(" in c.source) == backward]

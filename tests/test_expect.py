@@ -7,12 +7,12 @@ from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noq
 
 from meshtrain import inspect
 from meshtrain.cost import expect
-from meshtrain.cost.expect import Expected, Row
+from meshtrain.cost.expect import Expected, ExpectedRow
 
 GATHER = ("all-gather", ("fsdp",), "bf16[4096,14336]")
 REDUCE = ("reduce-scatter", ("data", "fsdp"), "f32[4096,14336]")
 STEP = Expected({"devices": "8 × h100", "model.num_layers": 32, "mesh": {"fsdp": 8}}, {"jax": "0.10.2", "jaxlib": "0.10.2"},
-                {"params": 100, "total": 1000}, {GATHER: Row(64, 6400, "layers/mlp/up/kernel"), REDUCE: Row(32, 3200, "a \"b\" ü\\")})
+                {"params": 100, "total": 1000}, {GATHER: ExpectedRow(64, 6400, "layers/mlp/up/kernel"), REDUCE: ExpectedRow(32, 3200, "a \"b\" ü\\")})
 
 
 def changed(**keys) -> Expected:
@@ -28,11 +28,11 @@ def test_the_file_says_all_and_is_the_same_whatever_the_order():
 
 
 @pytest.mark.parametrize("now, said", [
-    ({"collectives": STEP.collectives | {GATHER: Row(128, 12800, "layers/mlp/up/kernel")}},
+    ({"collectives": STEP.collectives | {GATHER: ExpectedRow(128, 12800, "layers/mlp/up/kernel")}},
      "all-gather over fsdp of bf16[4096,14336] (layers/mlp/up/kernel): count 64 → 128, bytes 6,400 → 12,800"),
     ({"collectives": {GATHER: STEP.collectives[GATHER]}},
      "gone: reduce-scatter over data × fsdp of f32[4096,14336] (a \"b\" ü\\): count 32 → 0, bytes 3,200 → 0"),
-    ({"collectives": STEP.collectives | {("all-to-all", ("fsdp",), "bf16[8]"): Row(1, 7, "")}},
+    ({"collectives": STEP.collectives | {("all-to-all", ("fsdp",), "bf16[8]"): ExpectedRow(1, 7, "")}},
      "new: all-to-all over fsdp of bf16[8]: count 0 → 1, bytes 0 → 7"),
     ({"memory_bytes": {"params": 100, "total": 1001}}, "memory, total: bytes 1,000 → 1,001"),
     ({"memory_bytes": {"params": 100, "total": 1000, "host": 5}}, "memory, host: bytes none → 5")],

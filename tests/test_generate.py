@@ -20,7 +20,7 @@ from meshtrain import assembly, config, devices, generate, talk, train, trained
 from meshtrain.cost import audit, compile
 from meshtrain.inference import generate as inference
 from meshtrain.inference import picking, words
-from meshtrain.inference.generate import STRIDE, Limits
+from meshtrain.inference.generate import STRIDE, GenerationLimits
 from meshtrain.inference.picking import Picking
 
 ONE, EIGHT = {"tensor": 1}, {"data": 2, "fsdp": 2, "tensor": 2}
@@ -59,15 +59,15 @@ CELLS = [pytest.param(name, EIGHT, marks=() if name == "llama3.1" else sampling.
 def test_greedy_tokens_equal_those_of_transformers_alone_and_in_a_padded_batch(name, sizes):
     prompts, wanted = golden(name)
     assert len({len(prompt) for prompt in prompts}) == 3
-    together = complete(name, sizes, prompts, Limits(NEW))
+    together = complete(name, sizes, prompts, GenerationLimits(NEW))
     assert [one.tokens for one in together] == wanted and {one.stopped for one in together} == {"length"}
     assert [one.prompt for one in together] == prompts
-    assert complete(name, sizes, prompts[1:2], Limits(NEW)) == together[1:2]
+    assert complete(name, sizes, prompts[1:2], GenerationLimits(NEW)) == together[1:2]
 
 
 def test_more_tensor_ranks_than_kv_heads_give_the_same_tokens():
     prompts, wanted = golden("llama3.2")
-    assert [one.tokens for one in complete("llama3.2", {"tensor": 4, "data": 2}, prompts, Limits(NEW))] == wanted
+    assert [one.tokens for one in complete("llama3.2", {"tensor": 4, "data": 2}, prompts, GenerationLimits(NEW))] == wanted
 
 
 class Enough(Exception):
@@ -91,14 +91,14 @@ def test_on_gpus_no_table_moves_for_a_token():
         return lambda *_: jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), given,
                                        executable.output_shardings)
     with jax.set_mesh(made.mesh), pytest.raises(Enough):
-        inference.Generator(placed.model, placed.ex, placed.params, compiled).complete([[5, 6]], Limits(3))
+        inference.Generator(placed.model, placed.ex, placed.params, compiled).complete([[5, 6]], GenerationLimits(3))
     assert max(one.payload_bytes for one in programs[1].collectives) < 4096 * 4 * 2 + 1      # two rows of float32 logits; the table: 1 MB
 
 
 def test_what_is_drawn_depends_on_seed_and_prompt_alone():
     """Not on the rows beside it, their lengths, the mesh, or how often the host looks."""
     prompts, _ = golden("qwen3")
-    how, limits = Picking(1.0, top_k=50, top_p=0.95), Limits(NEW)
+    how, limits = Picking(1.0, top_k=50, top_p=0.95), GenerationLimits(NEW)
     wanted = complete("qwen3", ONE, prompts, limits, how, 7)
     assert complete("qwen3", EIGHT, prompts[::-1], limits, how, 7) == wanted[::-1]
     assert complete("qwen3", ONE, prompts[2:], limits, how, 7, tell=lambda *_: None) == wanted[2:]
@@ -109,7 +109,7 @@ def test_rows_stop_one_by_one_at_a_stop_id_at_their_length_and_at_what_the_host_
     prompts, greedy = golden("qwen3")
     stop = greedy[1][5]
     first = greedy[1].index(stop) + 1
-    limits = Limits(NEW, (stop,), length=9 + 4, ended=lambda row, tokens: 2 if row == 0 and len(tokens) > 2 else None)
+    limits = GenerationLimits(NEW, (stop,), length=9 + 4, ended=lambda row, tokens: 2 if row == 0 and len(tokens) > 2 else None)
     told = {}
     found = complete("qwen3", ONE, prompts, limits, tell=lambda row, tokens: told.update({row: tokens}))
     assert [(one.tokens, one.stopped) for one in found] == [
@@ -161,7 +161,7 @@ def test_an_answer_ends_before_its_first_stop_string_and_its_stop_id_is_no_text(
     made = words.Words(lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace"), ("END", "\n\n"), (256,))
     assert made.text([*bytes_of("so it is"), 256]) == "so it is" and made.ended([*bytes_of("so it is"), 256]) is None
     assert made.text(bytes_of("one\n\ntwo END")) == "one" and made.ended(bytes_of("one\n\ntwo END")) == 5
-    stream, told = words.Stream(made), []
+    stream, told = words.TextStream(made), []
     answer = bytes_of("gré E EN Ende ENDlich")
     for count in range(1, len(answer) + 1):
         told.append(stream.more(answer[:count]))

@@ -48,7 +48,7 @@ class Step(NamedTuple):
     made: assembly.Assembly
     schedule: schedules.Schedule
     text: str
-    program: audit.Program
+    program: audit.ProgramAudit
 
     @property
     def depth(self) -> int:

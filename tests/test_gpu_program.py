@@ -56,7 +56,7 @@ def gpu_program(rule: str, remat: str = "full", dtype: str = "bfloat16", matmul_
     return made, made.program.compile()
 
 
-def traffic(program: audit.Program) -> dict:
+def traffic(program: audit.ProgramAudit) -> dict:
     """(kind, axes, dtype) -> (operands, payload bytes) per step; rows below SMALL per instruction or operand are left out."""
     out = defaultdict(lambda: [0, 0])
     for c in program.collectives:

@@ -14,7 +14,7 @@ from meshtrain.kernels import grouped, tiles
 from meshtrain.layout.mesh import MeshSpec
 from test_pallas import ptxas
 
-SMALL = dict.fromkeys((2, 4), tiles.Grouped(16, 16, 16, 16, 4, 2))
+SMALL = dict.fromkeys((2, 4), tiles.GroupedTile(16, 16, 16, 16, 4, 2))
 ENGINES = {"loop": grouped.loop(), "kernels": grouped.kernels(SMALL, interpret=True)}
 # Rows of each group: odd ones, one that has all, none at all, whole blocks.
 SIZES = {"odd": [5, 16, 33, 0, 1], "one has all": [0, 0, 64, 0], "none": [0, 0, 0], "whole blocks": [16, 32, 16], "one group": [17]}
@@ -38,8 +38,8 @@ def test_every_group_is_multiplied_with_its_own_matrix(dims, sizes, name, dtype,
     @jax.jit
     def products(x, y, w):
         with jax.default_matmul_precision("highest"):
-            back = [grouped.Pair(y, w, turned), grouped.Pair(y, 2 * w, turned)]
-            return *engine.rows([grouped.Pair(x, w, dims)], groups), *engine.rows(back, groups), engine.outer(x, y, groups, dims)
+            back = [grouped.GroupedOperands(y, w, turned), grouped.GroupedOperands(y, 2 * w, turned)]
+            return *engine.rows([grouped.GroupedOperands(x, w, dims)], groups), *engine.rows(back, groups), engine.outer(x, y, groups, dims)
     found = [np.asarray(a, np.float64) for a in products(x, y, placed)]
     found[1], found[2] = found[1] / 3, found[2].transpose([dims.index(letter) for letter in "gkn"])
     x, y, w = (np.asarray(a, np.float64) for a in (x, y, w))
@@ -74,7 +74,7 @@ def test_rows_are_taken_by_number_and_products_go_on_at_once(sizes, name, dtype,
     def made(x, w):
         with jax.default_matmul_precision("highest"):
             x_R = engine.take(x, number)
-            first, summed, second = engine.rows([grouped.Pair(x_R, w, "gkn")], groups, then, [share, beside])
+            first, summed, second = engine.rows([grouped.GroupedOperands(x_R, w, "gkn")], groups, then, [share, beside])
             return first, second, summed, engine.outer(x_R, first, groups, "kgn"), engine.outer(second, x_R, groups, "gkn")
     found = made(x, w)
     assert [a.dtype for a in found] == [dtype, dtype, "float32", "float32", "float32"]
@@ -129,9 +129,9 @@ def resources(gpu: str, D: int, F: int, dtype: str, folder: Path) -> dict[str, t
     def products(x, y, z, w, turned, number, share, sizes):
         groups, x_R, out = grouped.groups_of(sizes, blocks, block), engine.take(x, number), []
         for w, into, back in ((w, "gkn", "gnk"), (turned, "kgn", "ngk")):
-            inward = [grouped.Pair(x_R, w, into)]
+            inward = [grouped.GroupedOperands(x_R, w, into)]
             out += engine.rows(inward, groups), engine.rows(inward, groups, weighted, [share, y]), engine.rows(inward, groups, gradients, [share, y, z])
-            out += engine.rows([grouped.Pair(y, w, back), grouped.Pair(z, w, back)], groups), engine.outer(x_R, y, groups, into)
+            out += engine.rows([grouped.GroupedOperands(y, w, back), grouped.GroupedOperands(z, w, back)], groups), engine.outer(x_R, y, groups, into)
         return out, engine.outer(x_R, y, groups, "gnk")
     rows, tokens = blocks * block, 8192
     args = (array(dtype, tokens, D), array(dtype, rows, F), array(dtype, rows, F), array(dtype, E, D, F), array(dtype, D, E, F),

@@ -104,7 +104,7 @@ def test_answers_to_a_task_are_the_likeliest_tokens_up_to_its_stop_string(run_di
     text = found.text()
     placed = plain.placed
     with jax.set_mesh(placed.mesh):
-        model = harness.Model(placed.scorer(), placed.generator(), text.encode, text.decode, 256, found.stop_ids(), 32)
+        model = harness.HarnessModel(placed.scorer(), placed.generator(), text.encode, text.decode, 256, found.stop_ids(), 32)
         requests = [Instance("generate_until", {}, (question, {"until": ["\n"], "max_gen_toks": 9}), 0) for question in ("line 3: 9 is", "", "a")]
         answers = model.generate_until(requests)
     for request, answer in zip(requests, answers, strict=True):

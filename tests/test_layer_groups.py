@@ -52,7 +52,7 @@ def model_of(*groups: tuple[str, tuple, int]) -> transformer.Transformer:
     cfg = config.Run(model=MODEL | dict(num_layers=sum(len(kinds) * n for _, kinds, n in groups))).model
     module = lambda kind: params.Module(lambda rngs: kind(cfg, rngs))
     return transformer.Transformer(cfg, params.Module(lambda rngs: transformer.Ends(cfg, rngs)), tuple(
-        transformer.Group(name, tuple(map(module, kinds)), n) for name, kinds, n in groups))
+        transformer.LayerGroup(name, tuple(map(module, kinds)), n) for name, kinds, n in groups))
 
 
 def loss(model, ex, p, batch, dropout_key=None, **head):

@@ -62,7 +62,7 @@ class Compiled:
             self.step = self.made.program.compile()
 
     @functools.cached_property
-    def audit(self) -> audit.Program:
+    def audit(self) -> audit.ProgramAudit:
         return audit.read(self.step.as_text(), self.made.mesh)
 
     def train(self, params, steps: int):

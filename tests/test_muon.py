@@ -81,7 +81,7 @@ def test_whole_matrices_are_orthogonalized_as_by_optax(shape):
     dims = optax.contrib.MuonDimensionNumbers(1, 2)
     with jax.default_matmul_precision("highest"):
         plain = optax.contrib.scale_by_muon(beta=muon.MOMENTUM, weight_dimension_numbers=dims)
-        ours = {dtype: muon.scale_by_muon(muon.Matrices((1,), (2,)), dtype) for dtype in ("float32", "bfloat16")}
+        ours = {dtype: muon.scale_by_muon(muon.MatrixDims((1,), (2,)), dtype) for dtype in ("float32", "bfloat16")}
         states = [tx.init(x) for tx in (plain, *ours.values())]
         for grads in (x, -0.5 * x[::-1]):   # the second sets the two bias corrections apart
             outputs = [tx.update(grads, state) for tx, state in zip((plain, *ours.values()), states)]
@@ -93,9 +93,9 @@ def test_whole_matrices_are_orthogonalized_as_by_optax(shape):
     assert 1e-3 < error(rounded) < 3e-2     # bfloat16 has 8 bits; each of five steps rounds x once
 
 
-def placed(spec: P, inputs: tuple = (1,), outputs: tuple = (2, 3)) -> muon.Matrices:
+def placed(spec: P, inputs: tuple = (1,), outputs: tuple = (2, 3)) -> muon.MatrixDims:
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("a", "b", "c"))
-    return muon.Matrices(inputs, outputs, NamedSharding(mesh, spec))
+    return muon.MatrixDims(inputs, outputs, NamedSharding(mesh, spec))
 
 
 @pytest.mark.parametrize("of, shape", [
@@ -106,7 +106,7 @@ def test_split_matrices_give_the_numbers_of_whole_ones(of, shape):
     x = jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
     by = lambda of: jax.jit(lambda x: muon.orthogonalize(x, of, COEFFICIENTS, jnp.float32))
     with jax.default_matmul_precision("highest"):
-        one, eight = by(muon.Matrices(of.inputs, of.outputs))(x), by(of)(jax.device_put(x, of.placement))
+        one, eight = by(muon.MatrixDims(of.inputs, of.outputs))(x), by(of)(jax.device_put(x, of.placement))
     np.testing.assert_allclose(eight, one, atol=1e-5)      # float32 sums in another order; singular values near 1
 
 

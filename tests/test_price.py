@@ -15,7 +15,7 @@ from meshtrain.cost import hardware, search, simulate
 from meshtrain.cost.assumptions import Assumptions
 from meshtrain.cost.placed import Options, place
 from meshtrain.cost.price import bubble_s, group, price, stage_costs
-from meshtrain.cost.rates import Group, Rates
+from meshtrain.cost.rates import DeviceGroup, Rates
 from meshtrain.layout import rules
 from meshtrain.layout.mesh import MeshSpec
 from meshtrain.layout.rules import Layout
@@ -206,9 +206,9 @@ def test_tensor_parallelism_sends_the_same_with_and_without_sequence_parallelism
 
 def test_a_group_with_one_member_on_each_host_has_one_nic():
     sizes, placement = (1, 1, 8, 1, 8), ("stage", "data", "fsdp", "context", "tensor")
-    assert group(sizes, placement, ("fsdp",), 8) == Group(8, 1) and group(sizes, placement, ("tensor",), 8) == Group(8, 8)
-    assert group((1, 1, 64, 1, 1), placement, ("fsdp",), 8) == Group(64, 8)
-    assert group((1, 4, 8, 1, 2), placement, ("data", "fsdp"), 8) == Group(32, 4)
+    assert group(sizes, placement, ("fsdp",), 8) == DeviceGroup(8, 1) and group(sizes, placement, ("tensor",), 8) == DeviceGroup(8, 8)
+    assert group((1, 1, 64, 1, 1), placement, ("fsdp",), 8) == DeviceGroup(64, 8)
+    assert group((1, 4, 8, 1, 2), placement, ("data", "fsdp"), 8) == DeviceGroup(32, 4)
     options = Options(8192, 64, 8, "full")
     across = priced("zero3", dict(fsdp=8, tensor=8), options, "llama3-70b")
     whole = priced("zero3", dict(fsdp=64), Options(8192, 64, 1, "full"), "llama3-70b")

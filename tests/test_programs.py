@@ -7,7 +7,7 @@ import pytest
 
 from meshtrain import assembly, config, train, trained
 from meshtrain.cost import audit, compile
-from meshtrain.inference.generate import Limits
+from meshtrain.inference.generate import GenerationLimits
 from meshtrain.inference.picking import Picking
 from meshtrain.training import step
 
@@ -75,7 +75,7 @@ def test_step_evaluation_initialization_and_sampling_are_compiled_with_the_same_
     assembly.compile_step(assembly.compile_evaluation(made))
     with jax.set_mesh(made.mesh):
         generator = trained.within(made, state.params).generator()
-        (answer,) = generator.complete([[256]], Limits(5), Picking(1.0), 2**32 - 1)        # the largest seed of a run file
+        (answer,) = generator.complete([[256]], GenerationLimits(5), Picking(1.0), 2**32 - 1)        # the largest seed of a run file
     assert options == [{"xla_backend_optimization_level": 0}] * 6 and len(answer.tokens) == 5
 
 

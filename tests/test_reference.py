@@ -16,7 +16,7 @@ import pytest
 import reference
 
 from meshtrain import assembly, config, trained
-from meshtrain.inference.generate import Limits
+from meshtrain.inference.generate import GenerationLimits
 from meshtrain.inference.picking import Picking
 from meshtrain.training.state import State
 
@@ -173,7 +173,7 @@ def test_a_sample_goes_on_with_the_likeliest_token_of_the_plain_logits():
     params["head"]["kernel"] *= 1000
     bos, count, model = 3, 9, made.run.model_dump()["model"]
     with jax.default_matmul_precision("highest"), jax.set_mesh(made.mesh):
-        (answer,) = trained.within(made, params).generator().complete([[bos]], Limits(count), Picking(0.8))
+        (answer,) = trained.within(made, params).generator().complete([[bos]], GenerationLimits(count), Picking(0.8))
         got = np.array([bos, *answer.tokens])
         batch = {"tokens": got[None], "positions": np.arange(count + 1)[None], "segments": np.ones((1, count + 1), np.int32)}
         expected = np.asarray(reference.logits(model, jax.tree.map(jnp.asarray, params), batch))[0].argmax(-1)

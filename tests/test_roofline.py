@@ -281,7 +281,7 @@ def test_one_document_is_the_causal_square_and_the_diagonals_other_half():
 
 @pytest.mark.parametrize("kind, factor", [("all-gather", 1), ("reduce-scatter", 1), ("all-reduce", 2)])
 def test_a_ring_inside_a_host_goes_over_nvlink_and_one_between_hosts_over_its_members_nics(kind, factor):
-    seconds = lambda size, per_domain: plain().collective_s(kind, 1e9, rates.Group(size, per_domain))
+    seconds = lambda size, per_domain: plain().collective_s(kind, 1e9, rates.DeviceGroup(size, per_domain))
     assert seconds(8, 8) == pytest.approx(factor * 1e9 * 7 / 8 / NVLINK)
     assert seconds(8, 1) == pytest.approx(factor * 1e9 * 7 / 8 / NIC), "one GPU on each host: one NIC"
     assert seconds(64, 8) == pytest.approx(factor * 1e9 * 7 / 8 / (8 * NIC)), "whole hosts: eight NICs"
@@ -292,14 +292,14 @@ def test_a_ring_inside_a_host_goes_over_nvlink_and_one_between_hosts_over_its_me
 def test_latency_grows_with_the_members_of_a_group():
     """As NCCL's own model has it; of many hosts an all-reduce takes a tree."""
     rated = rates.Rates(H100, Assumptions("h100"))
-    latency_us = lambda kind, size, per_domain: 1e6 * rated.collective_s(kind, 0, rates.Group(size, per_domain))
+    latency_us = lambda kind, size, per_domain: 1e6 * rated.collective_s(kind, 0, rates.DeviceGroup(size, per_domain))
     assert latency_us("all-gather", 8, 8) == pytest.approx(14 + 7 * 1.9)
     assert latency_us("reduce-scatter", 64, 8) == pytest.approx(14 + 56 * 1.9 + 7 * 4.0)
     assert latency_us("all-gather", 1024, 8) == pytest.approx(2224, abs=1)
     assert latency_us("all-reduce", 8, 8) == pytest.approx(14 + 2 * 7 * 1.25)
     assert latency_us("all-reduce", 1024, 8) == pytest.approx(14 + 2 * (7 * 1.25 + 7 * 8.5))
     assert latency_us("collective-permute", 1024, 8) == pytest.approx(18)
-    large_s = [rated.collective_s("all-reduce", 1e9, rates.Group(16, 8)) - rated.collective_s("all-gather", 1e9, rates.Group(16, 8))]
+    large_s = [rated.collective_s("all-reduce", 1e9, rates.DeviceGroup(16, 8)) - rated.collective_s("all-gather", 1e9, rates.DeviceGroup(16, 8))]
     assert large_s == [pytest.approx(1e9 * 15 / 16 / (.8 * NVLINK) + (14 * 1.9 + 4.0) * 1e-6)], "of large arrays a ring"
 
 
@@ -318,7 +318,7 @@ def test_who_shares_a_host_follows_from_the_placement(mesh, groups, size, per_ho
     spec = MeshSpec(mesh)
     text = program("ROOT %r = f32[8192,1024]{1,0} all-gather(%x), " + GATHER.format(groups))
     found = roofline._Program(text, spec, plain(), True)
-    assert found._group(found.module.computations["main"]["r"]) == rates.Group(size, per_host)
+    assert found._group(found.module.computations["main"]["r"]) == rates.DeviceGroup(size, per_host)
 
 
 def test_links_of_a_mesh_are_told_by_axis():

@@ -6,7 +6,7 @@ import pytest
 
 from meshtrain import assembly
 from meshtrain.cost import unasked
-from meshtrain.cost.audit import Collective, Program
+from meshtrain.cost.audit import Collective, ProgramAudit
 from meshtrain.run import say
 from test_layouts import run_of
 
@@ -22,8 +22,8 @@ def made():
     return lambda rule, **mesh: assembly.assemble(run_of(rule, mesh), jax.devices())
 
 
-def program(*rows: Collective) -> Program:
-    return Program(rows, (), (), (), (), ())
+def program(*rows: Collective) -> ProgramAudit:
+    return ProgramAudit(rows, (), (), (), (), ())
 
 
 def gather(dims, axes=("fsdp",), trips=4, kind="all-gather") -> Collective:

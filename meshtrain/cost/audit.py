@@ -53,7 +53,7 @@ class Dot:
 
 
 @dataclass(frozen=True)
-class Program:
+class ProgramAudit:
     collectives: tuple[Collective, ...]
     dots: tuple[Dot, ...]
     unknown_loops: tuple[str, ...]  # loops of unknown length around a collective or a dot: counted ONCE above
@@ -81,7 +81,7 @@ class Program:
         return self
 
 
-def read(text: str, mesh) -> Program:
+def read(text: str, mesh) -> ProgramAudit:
     """Audit a compiled program. text: `compiled.as_text()`; mesh: the mesh that it was compiled for."""
     module, mesh_shape = hlo.parse(text), dict(mesh.shape)
     visits, unknown = hlo.walk(module, lambda i: bool(_kind(i)) or work.multiplies(i) or i.further_rounds)
@@ -105,7 +105,7 @@ def read(text: str, mesh) -> Program:
             wrong, note = _permute_coverage(ins.attrs, ins.op_name, mesh_shape)
             if note:
                 (broken if wrong else partial).append(f"{ins.name}: {note} {short_source(ins.op_name)}".strip())
-    return Program(tuple(collectives), tuple(dots), tuple(unknown), tuple(broken), tuple(partial), tuple(uncounted),
+    return ProgramAudit(tuple(collectives), tuple(dots), tuple(unknown), tuple(broken), tuple(partial), tuple(uncounted),
                    sum(visit.instruction.further_rounds for visit in visits))
 
 
@@ -161,7 +161,7 @@ def short_source(op_name: str) -> str:
 _TOLD = re.compile(r"jit\(\w+\)|" + "|".join((TAKEN.format(r"\d+", r"\d+"), EVEN_ROWS.format(r"\d+"), FURTHER_ROUNDS)))
 
 
-def _source(module: hlo.Module, visit: hlo.Visit) -> str:
+def _source(module: hlo.HloModule, visit: hlo.Visit) -> str:
     """The short JAX path of an instruction; where XLA dropped it (reduce-scatters on GPUs), of what it reads."""
     scope, near = module.computations[visit.computation], [visit.instruction]
     for _ in range(4):  # a few hops: bitcasts and fusions stand between a matmul and its reduce-scatter
@@ -189,7 +189,7 @@ def ring_bytes(kind: str, payload_bytes: int, n: int) -> int:
     return payload_bytes
 
 
-def collective_rows(module: hlo.Module, visit: hlo.Visit, mesh_shape: dict[str, int]) -> list[Collective]:
+def collective_rows(module: hlo.HloModule, visit: hlo.Visit, mesh_shape: dict[str, int]) -> list[Collective]:
     """One row per operand dtype; none where the group is one device (XLA leaves such no-ops behind)."""
     ins, kind = visit.instruction, _kind(visit.instruction)
     if kind == "collective-permute":
@@ -340,7 +340,7 @@ def _permute_coverage(attrs: str, op_name: str, mesh_shape: dict[str, int]) -> t
 # ---- matmuls ---------------------------------------------------------------------------------------------------------
 
 
-def _dot(module: hlo.Module, visit: hlo.Visit) -> Dot | None:
+def _dot(module: hlo.HloModule, visit: hlo.Visit) -> Dot | None:
     """FLOPs of an HLO dot, a cuBLAS call or experts' kernel; None where they are unknown."""
     at = module, visit.computation, visit.instruction
     found = work.matmul(*at) or work.grouped(*at)

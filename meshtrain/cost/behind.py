@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from meshtrain.cost.price import RECOMPUTED, group
-from meshtrain.cost.rates import Group, Matmul
+from meshtrain.cost.rates import DeviceGroup, Matmul
 from meshtrain.cost.search import Answer, Plan, Question
 from meshtrain.names import AXES
 from meshtrain.parallel import stages
@@ -57,7 +57,7 @@ def reasons(question: Question, plan: Plan, best: Plan) -> list[str]:
     return found
 
 
-def link(question: Question, plan: Plan, axes: tuple[str, ...]) -> tuple[Group, str]:
+def link(question: Question, plan: Plan, axes: tuple[str, ...]) -> tuple[DeviceGroup, str]:
     """Who takes part in collectives over these axes, and what they cross."""
     order = tuple(plan.placed.mesh.placement)
     domain = question.rated.gpu.domain_gpus(plan.placed.mesh.num_devices)

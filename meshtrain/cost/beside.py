@@ -42,12 +42,12 @@ def of(made, ruled: Mapping[str, int | None]) -> Formulas | None:
     return Formulas(held, traffic.summarized(traffic.of(placed, options), sizes), round(flops.executed(placed, options)))
 
 
-def matmul_flops(program: audit.Program) -> int:
+def matmul_flops(program: audit.ProgramAudit) -> int:
     """Of a compiled step, without those of attention, which are no matmuls where a kernel does it."""
     return sum(dot.flops for dot in program.dots if not sources.in_attention(dot.source))
 
 
-def differences(made, formulas: Formulas, held: Mapping[str, int | None], program: audit.Program) -> list[str]:
+def differences(made, formulas: Formulas, held: Mapping[str, int | None], program: audit.ProgramAudit) -> list[str]:
     """One line for each that is beyond tolerance, and for each collective that follows from no rule, with what it moves. held:
     bytes of the compiled step by kind (`report.held_by_program`)."""
     lines = []
@@ -78,7 +78,7 @@ def _than(after: int, before: int) -> str:
     return f"{size(after)} compiled, {size(before)} by the formulas"
 
 
-def _moved(made, program: audit.Program, key: tuple) -> str:
+def _moved(made, program: audit.ProgramAudit, key: tuple) -> str:
     """The parameters whose shapes the largest of these collectives have, else the operation that they come from."""
     rows = [row for row in program.collectives if (row.kind, *row.axes, row.dtype) == key]
     largest = max(rows, key=lambda row: row.bytes)

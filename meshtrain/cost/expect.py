@@ -26,7 +26,7 @@ NAMED = 4                   # tensors of one shape that are told by name
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ExpectedRow:
     """What moves one array: count and bytes are one device's, of a step. of: parameters of that shape,
     or where it comes from."""
     count: int
@@ -40,10 +40,10 @@ class Expected:
     run: Mapping[str, object]
     compiler: Mapping[str, str]
     memory_bytes: Mapping[str, int]
-    collectives: Mapping[tuple[str, tuple[str, ...], str], Row]
+    collectives: Mapping[tuple[str, tuple[str, ...], str], ExpectedRow]
 
 
-def of(made, program: audit.Program, held: Mapping[str, int | None]) -> Expected:
+def of(made, program: audit.ProgramAudit, held: Mapping[str, int | None]) -> Expected:
     """made: the assembled run; program: its compiled step, audited; held: its bytes by kind (`report.held_by_program`)."""
     run = {"devices": f"{made.mesh_spec.num_devices} × {made.mesh.devices.flat[0].device_kind}",
            "mesh": {axis: n for axis, n in made.mesh_spec.sizes.items() if n > 1}, "placement": list(made.mesh_spec.placement),
@@ -59,7 +59,7 @@ def of(made, program: audit.Program, held: Mapping[str, int | None]) -> Expected
             counts[key] += row.trips
             sent[key] += audit.ring_bytes(row.kind, payload * row.trips, row.group_size)
             sources[key] |= dict.fromkeys(named(dims) or [row.source])
-    rows = {key: Row(counts[key], sent[key], _listed(list(sources[key]))) for key in sorted(counts)}
+    rows = {key: ExpectedRow(counts[key], sent[key], _listed(list(sources[key]))) for key in sorted(counts)}
     return Expected(run, {name: version(name) for name in COMPILER}, {k: v for k, v in held.items() if v is not None}, rows)
 
 
@@ -110,7 +110,7 @@ def loads(text: str) -> Expected:
     """Raises: ValueError where it is no such file."""
     try:
         tables = tomllib.loads(text)
-        rows = {(row["kind"], tuple(row["axes"]), row["array"]): Row(row["count"], row["bytes"], row["of"])
+        rows = {(row["kind"], tuple(row["axes"]), row["array"]): ExpectedRow(row["count"], row["bytes"], row["of"])
                 for row in tables["step"]["collectives"]}
         return Expected(tables["run"], tables["compiler"], tables["memory_bytes"], rows)
     except (KeyError, TypeError, AttributeError) as error:
@@ -136,7 +136,7 @@ def _toml(value) -> str:
 def differences(expected: Expected, found: Expected) -> list[str]:
     """One line for each collective and each kind of memory that changed, with what was expected before the arrow."""
     lines = []
-    nothing = Row(0, 0, "")
+    nothing = ExpectedRow(0, 0, "")
     for key in sorted({*expected.collectives, *found.collectives}):
         before, after = (side.collectives.get(key, nothing) for side in (expected, found))
         if (before.count, before.bytes) != (after.count, after.bytes):

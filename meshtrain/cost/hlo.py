@@ -111,7 +111,7 @@ Computation = dict[str, Instruction]
 
 
 @dataclass(frozen=True)
-class Module:
+class HloModule:
     computations: dict[str, Computation]
     entry: str
 
@@ -121,7 +121,7 @@ class Module:
         return [s for name in instruction.operands for s in shapes(scope[name].type_text)]
 
 
-def parse(text: str) -> Module:
+def parse(text: str) -> HloModule:
     """The computations of `compiled.as_text()`. Raises ValueError where the text is no HLO module."""
     computations, scope, entry = {}, None, None
     for line in text.splitlines():
@@ -135,7 +135,7 @@ def parse(text: str) -> Module:
             scope[name] = Instruction(name, *_split(rest), is_root=bool(root))
     if entry is None:
         raise ValueError("no ENTRY computation: pass the text of a compiled program, compiled.as_text()")
-    return Module(computations, entry)
+    return HloModule(computations, entry)
 
 
 def _split(rest: str) -> tuple[str, str, str, str]:
@@ -170,7 +170,7 @@ class Visit:
     in_branch: bool  # inside a conditional: every branch counts as often as `Instruction.taken` says
 
 
-def walk(module: Module, wanted: Callable[[Instruction], bool]) -> tuple[list[Visit], list[str]]:
+def walk(module: HloModule, wanted: Callable[[Instruction], bool]) -> tuple[list[Visit], list[str]]:
     """Every wanted instruction with its executions per step, and the loops whose trip count nobody knows.
 
     A loop's trips are XLA's known_trip_count; where a pass dropped it, the loop counter is stepped from its constant
@@ -209,7 +209,7 @@ def walk(module: Module, wanted: Callable[[Instruction], bool]) -> tuple[list[Vi
     return visits, sorted(set(unknown))
 
 
-def _holders(module: Module, wanted) -> set[str]:
+def _holders(module: HloModule, wanted) -> set[str]:
     """Computations that contain a wanted instruction, themselves or in what they call."""
     memo: dict[str, bool] = {}
 
@@ -244,7 +244,7 @@ _SAME_VALUE = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape
 class _Frame:
     """Lazy values of one computation, given those of its parameters (values, or thunks of the caller's values)."""
 
-    def __init__(self, module: Module, name: str, params: list):
+    def __init__(self, module: HloModule, name: str, params: list):
         self.module, self.scope, self.params, self.memo = module, module.computations[name], params, {}
 
     def thunk(self, operand: str):
@@ -322,13 +322,13 @@ def known_trips(ins: Instruction) -> int | None:
     return int(found.group(1)) if found else None
 
 
-def _next_state(module: Module, body: str, state: dict) -> dict:
+def _next_state(module: HloModule, body: str, state: dict) -> dict:
     frame = _Frame(module, body, [state])
     root = frame.root().name
     return {i: frame.element(root, i) for i in state}
 
 
-def _simulated_trips(module: Module, condition: str, body: str, state: dict) -> int | None:
+def _simulated_trips(module: HloModule, condition: str, body: str, state: dict) -> int | None:
     """Trips of a loop by stepping its integer scalars; None where one that matters is not constant."""
     for trips in range(_MAX_SIMULATED_TRIPS):
         frame = _Frame(module, condition, [state])
@@ -341,14 +341,14 @@ def _simulated_trips(module: Module, condition: str, body: str, state: dict) -> 
     return None
 
 
-def _invariants(module: Module, body: str, state: dict) -> dict:
+def _invariants(module: HloModule, body: str, state: dict) -> dict:
     """The scalars that a loop only passes through are constant in its body too: an inner loop's bound may come this way."""
     marks = {i: object() for i in state}  # an opaque mark survives copies and dies in arithmetic
     after = _next_state(module, body, marks)
     return {i: state[i] if after[i] is marks[i] else None for i in state}
 
 
-def changed(module: Module, body: str) -> list[Shape]:
+def changed(module: HloModule, body: str) -> list[Shape]:
     """The arrays in a loop's carried tuple that its body does not merely pass through."""
     scope = module.computations[body]
     root = next(ins for ins in scope.values() if ins.is_root)

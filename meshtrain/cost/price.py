@@ -17,7 +17,7 @@ import numpy as np
 
 from meshtrain.cost import flops, footprint, rates, routed, traffic
 from meshtrain.cost.placed import Options, Placed, Practice
-from meshtrain.cost.rates import Group, Matmul, Rates
+from meshtrain.cost.rates import DeviceGroup, Matmul, Rates
 from meshtrain.cost.simulate import Costs
 from meshtrain.layout.mesh import MeshSpec
 from meshtrain.parallel import schedules
@@ -35,7 +35,7 @@ RECOMPUTED = {"none": (0.0, 0.0, 0.0), "selective": SELECTIVE, "full": FULL, "of
 
 
 @functools.lru_cache(maxsize=4096)
-def group(sizes: tuple[int, ...], placement: tuple[str, ...], axes: tuple[str, ...], domain: int) -> Group:
+def group(sizes: tuple[int, ...], placement: tuple[str, ...], axes: tuple[str, ...], domain: int) -> DeviceGroup:
     """The GPUs of a group that spans these axes, and how many of it share a link domain. sizes: in the placement's order."""
     ids = np.arange(math.prod(sizes)).reshape(sizes)
     inside = [placement.index(axis) for axis in axes]
@@ -43,7 +43,7 @@ def group(sizes: tuple[int, ...], placement: tuple[str, ...], axes: tuple[str, .
     ids = ids.transpose(others + inside).reshape(-1, math.prod(sizes[i] for i in inside))
     domains = np.sort(ids // domain, axis=1)
     most = int((np.diff(domains, axis=1) != 0).sum(1).max()) + 1 if domains.shape[1] > 1 else 1
-    return Group(ids.shape[1], max(1, ids.shape[1] // most))
+    return DeviceGroup(ids.shape[1], max(1, ids.shape[1] // most))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ class _Links:
 def price(placed: Placed, rated: Rates, options: Options, practice: Practice = Practice()) -> Price:
     cfg, assumed, sizes = placed.cfg, rated.assumed, placed.mesh.sizes
     p, m, num_gpus = sizes["stage"], options.microbatches, placed.mesh.num_devices
-    work, layers = _Work(placed, rated, options, practice), placed.layers(options, practice)
+    work, layers = _LayerTimes(placed, rated, options, practice), placed.layers(options, practice)
     waits = _Waits(placed, rated, options, practice, work, layers)
     head_s = sum(work.head.values())
     layer_s, waits_s = work.forward_s + work.backward_s, waits.layer_s / (m * layers)
@@ -130,7 +130,7 @@ def _ahead(placed: Placed, rated: Rates, options: Options, practice: Practice) -
     all of its seconds)."""
     if not (leading := placed.leading):
         return {}, 0.0
-    work = _Work(leading, rated, dataclasses.replace(options, schedule="gpipe"), practice)
+    work = _LayerTimes(leading, rated, dataclasses.replace(options, schedule="gpipe"), practice)
     share = leading.depth / placed.layout.sizes["stage"]
     each = {name: share * seconds for name, seconds in work.parts.items()}
     return each, options.microbatches * share * (work.forward_s + work.backward_s)
@@ -138,14 +138,14 @@ def _ahead(placed: Placed, rated: Rates, options: Options, practice: Practice) -
 
 def stage_costs(placed: Placed, rated: Rates, options: Options, practice: Practice = Practice()) -> Costs:
     """One microbatch through one whole stage, as `simulate` takes it to choose a schedule."""
-    work, layers = _Work(placed, rated, options, practice), placed.layers(options, practice)
+    work, layers = _LayerTimes(placed, rated, options, practice), placed.layers(options, practice)
     waits, links = _Waits(placed, rated, options, practice, work, layers), _Links(rated, placed.mesh)
     link_s = sum(links.one_s(sent) for sent in waits.sent if sent.waits == "stage" and sent.kind == "collective-permute")
     costs = _stage(work, layers, waits.layer_s / (options.microbatches * layers))
     return dataclasses.replace(costs, loss_s=sum(work.head.values()), link_s=link_s)
 
 
-def _stage(work: _Work, layers: float, waits_s: float) -> Costs:
+def _stage(work: _LayerTimes, layers: float, waits_s: float) -> Costs:
     """waits_s: of one layer; half of it stands in the forward."""
     return Costs(layers * (work.forward_s + waits_s / 2), layers * (work.input_grad_s + waits_s / 2),
                  layers * work.weight_grad_s)
@@ -155,7 +155,7 @@ class _Waits:
     """What a step waits for, in seconds: exposed by name, of them layer_s in its layers and other_s at their ends and once a
     step; links_s: all seconds of collectives by mesh axes."""
 
-    def __init__(self, placed: Placed, rated: Rates, options: Options, practice: Practice, work: _Work, layers: float):
+    def __init__(self, placed: Placed, rated: Rates, options: Options, practice: Practice, work: _LayerTimes, layers: float):
         links, assumed, m, p = _Links(rated, placed.mesh), rated.assumed, options.microbatches, placed.mesh.sizes["stage"]
         self.sent = traffic.of(placed, options, practice)
         self.links_s, self.exposed = defaultdict(float), defaultdict(float)
@@ -192,7 +192,7 @@ class _Waits:
         self.other_s = sum(self.exposed.values()) - self.layer_s
 
 
-class _Work:
+class _LayerTimes:
     """Seconds of one layer and of the head for one microbatch on one device."""
 
     def __init__(self, placed: Placed, rated: Rates, options: Options, practice: Practice):
@@ -207,7 +207,7 @@ class _Work:
         query, key, mlp = placed.widths
         pairs = 2 * tokens * options.seq_len * options.visited * query
         attend = lambda direction, flop: sum(rated.attention_s(
-            rates.Attention(options.engine, direction, share * flop, keys, cfg.head_dim)) for share, keys in _kernels(placed, options))
+            rates.AttentionKernel(options.engine, direction, share * flop, keys, cfg.head_dim)) for share, keys in _kernels(placed, options))
         products_b = BACKWARD_APART if options.engine == "pallas" else BACKWARD
         attention, attention_b = attend("forward", pairs), attend("backward", products_b * pairs)
         beside = 16 * cfg.embed_dim / placed.stream_ways + 4 * (query + key)
@@ -268,7 +268,7 @@ def _experts_s(placed: Placed, rated: Rates, options: Options) -> tuple[tuple[fl
 
     def one_s(outer: bool) -> float:
         moved = found.itemsize * found.executed * (k + n) + (4 if outer else found.itemsize) * found.matrix
-        kernel = rates.Grouped(found.executed, found.num_experts, k, n, dtype, outer)
+        kernel = rates.GroupedMatmul(found.executed, found.num_experts, k, n, dtype, outer)
         return max(rated.grouped_s(kernel), rated.stream_s(moved))
     products = (found.share * times * one_s(outer) for times, outer in zip(found.products, (False, False, True)))
     return tuple(products), tuple(found.share * rated.stream_s(moved) for moved in found.elementwise_bytes())

@@ -35,7 +35,7 @@ class Matmul:
 
 
 @dataclasses.dataclass(frozen=True)
-class Grouped:
+class GroupedMatmul:
     """One kernel for rows of many groups, each times its group's matrix: [rows, k] × [groups, k, n]; outer: the gradients of
     these, [k, rows] × [rows, n] of each group. rows: as multiplied, zeros that fill up blocks among them."""
     rows: float
@@ -51,7 +51,7 @@ class Grouped:
 
 
 @dataclasses.dataclass(frozen=True)
-class Attention:
+class AttentionKernel:
     """One flash attention kernel. flops: what it computes, pairs that it skips left out."""
     engine: str         # as `assumptions` names it: cudnn, pallas, blockwise; of other frameworks flash2, triton, scores
     direction: str      # forward, backward
@@ -61,7 +61,7 @@ class Attention:
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class DeviceGroup:
     """Who takes part in a collective: `size` GPUs, `per_domain` of them in each link domain (a host, a rack)."""
     size: int
     per_domain: int
@@ -86,7 +86,7 @@ class Rates:
         full = waves / (waves + a["matmul.wave"]) * matmul.k / (matmul.k + a["matmul.k0"])
         return matmul.flops / (self.peak(matmul.dtype) * a["matmul.best"] * a["matmul.sustained"] * a["matmul.clock"] * full)
 
-    def grouped_s(self, grouped: Grouped) -> float:
+    def grouped_s(self, grouped: GroupedMatmul) -> float:
         a = self.assumed
         results = grouped.groups * grouped.k * grouped.n if grouped.outer else grouped.rows * grouped.n
         summed = grouped.rows / grouped.groups if grouped.outer else grouped.k
@@ -98,7 +98,7 @@ class Rates:
     def stream_s(self, hbm_bytes: float) -> float:
         return hbm_bytes / (self.gpu.hbm_bytes_per_s * self.assumed["hbm.share"])
 
-    def attention_s(self, kernel: Attention) -> float:
+    def attention_s(self, kernel: AttentionKernel) -> float:
         a = self.assumed
         share = a[f"attention.{kernel.engine}_{kernel.direction}"] * a["matmul.clock"]
         share *= kernel.num_keys / (kernel.num_keys + a["attention.ramp"])
@@ -109,7 +109,7 @@ class Rates:
             share /= 1 + (1 / a["attention.narrow"] - 1) * (1 / max(width, 0.5) - 1)
         return kernel.flops / (self.peak("bfloat16") * share)
 
-    def collective_s(self, kind: str, array_bytes: float, group: Group) -> float:
+    def collective_s(self, kind: str, array_bytes: float, group: DeviceGroup) -> float:
         """array_bytes: the whole array of an all-gather, reduce-scatter or all-reduce; what one GPU sends of others.
 
         Inside a domain each GPU sends (n−1)/n of the array to its neighbour. What enters a domain comes in through the NICs

@@ -82,7 +82,7 @@ def compiled(executable, made, seconds: float) -> str:
             f"gradients and activations {size(held['activations'] + (held['grads'] or 0))})")
 
 
-def as_json(made, executable, program: audit.Program, formulas: beside.Formulas | None,
+def as_json(made, executable, program: audit.ProgramAudit, formulas: beside.Formulas | None,
             line: roofline.Roofline | None) -> dict:
     """The contract of `inspect --json`. formula: null where none reaches. roofline: null where no GPU of known speed is
     compiled for. differences: of a program for GPUs."""
@@ -123,7 +123,7 @@ def _spec(split: list[list[str]]) -> str:
     return "(" + ", ".join("+".join(axes) or "·" for axes in split) + ")"
 
 
-def collectives_table(program: audit.Program, formulas: beside.Formulas | None) -> str:
+def collectives_table(program: audit.ProgramAudit, formulas: beside.Formulas | None) -> str:
     """A step's collectives by mesh axis, per device, by formulas and compiled."""
     key = lambda row: (row["kind"], *row["axes"], row["dtype"])
     compiled, priced = ({key(row): row for row in rows} for rows in (
@@ -145,7 +145,7 @@ def collectives_table(program: audit.Program, formulas: beside.Formulas | None) 
     return "\n".join(lines)
 
 
-def matmuls(program: audit.Program, formulas: beside.Formulas | None = None) -> str:
+def matmuls(program: audit.ProgramAudit, formulas: beside.Formulas | None = None) -> str:
     """FLOPs of a step's matmuls on one device."""
     per_dtype = ", ".join(f"{dtype} {flops:.4g}" for dtype, flops in sorted(program.flops.items()))
     unsure = [kernel for kernel in program.uncounted if not re.search("meshtrain_attention|fmha", kernel)]
@@ -155,7 +155,7 @@ def matmuls(program: audit.Program, formulas: beside.Formulas | None = None) -> 
     return f"matmul FLOPs per device and step: {per_dtype or 'none'}{apart}{priced}"
 
 
-def differences(made, executable, program: audit.Program, formulas: beside.Formulas | None) -> str:
+def differences(made, executable, program: audit.ProgramAudit, formulas: beside.Formulas | None) -> str:
     """Where the compiled step is not what the formulas say, and what of it follows from no rule."""
     if not formulas:
         return "no formulas: none reaches float8 projections"

@@ -252,15 +252,15 @@ class _Program:
         seconds = self.prices.collective_s(kind, sum(row.payload_bytes for row in rows), group)
         return seconds, started and '"is_sync":true' not in ins.attrs, tuple(rows)
 
-    def _group(self, ins: hlo.Instruction) -> rates.Group:
+    def _group(self, ins: hlo.Instruction) -> rates.DeviceGroup:
         """Its size, and how many of it share a link domain; of a permute: whether any pair leaves its domain."""
         domain = lambda partitions: self.device_ids[partitions] // self.prices.gpu.domain_gpus(self.device_ids.size)
         if ins.op.startswith("collective-permute"):
             pairs = domain(audit.source_target_pairs(ins.attrs))
-            return rates.Group(2, 1 if (pairs[:, 0] != pairs[:, 1]).any() else 2)
+            return rates.DeviceGroup(2, 1 if (pairs[:, 0] != pairs[:, 1]).any() else 2)
         groups = audit.replica_groups(ins.attrs, math.prod(self.mesh_shape.values()))
         domains = max(len(np.unique(row)) for row in domain(groups))
-        return rates.Group(groups.shape[1], groups.shape[1] // domains)
+        return rates.DeviceGroup(groups.shape[1], groups.shape[1] // domains)
 
     def traffic(self, played: timeline.Played) -> tuple[Traffic, ...]:
         """Merged by kind and axes."""

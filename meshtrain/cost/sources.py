@@ -19,7 +19,7 @@ _OURS = re.compile(r"(^|/)(meshtrain/.*)$")
 
 
 @dataclass(frozen=True)
-class Frame:
+class SourceFrame:
     file: str
     line: int
 
@@ -32,8 +32,8 @@ class Frame:
 
 @dataclass(frozen=True)
 class Sources:
-    """frames: number → (Frame, its caller's number)."""
-    frames: Mapping[int, tuple[Frame, int]]
+    """frames: number → (SourceFrame, its caller's number)."""
+    frames: Mapping[int, tuple[SourceFrame, int]]
 
     @classmethod
     def of(cls, text: str) -> Sources:
@@ -45,10 +45,10 @@ class Sources:
         places = pick("FileLocations", "file_name_id", "line")
         stack = pick("StackFrames", "file_location_id", "parent_frame_id")
         beyond = any(n == caller for n, (_, caller) in stack.items())     # some versions print the caller's number plus one
-        return cls({n: (Frame(files.get(places[at][0], ""), places[at][1]), caller - beyond)
+        return cls({n: (SourceFrame(files.get(places[at][0], ""), places[at][1]), caller - beyond)
                     for n, (at, caller) in stack.items() if at in places})
 
-    def stack(self, ins: hlo.Instruction) -> list[Frame]:
+    def stack(self, ins: hlo.Instruction) -> list[SourceFrame]:
         """The frames of an instruction, innermost first; [] where XLA dropped them."""
         if found := re.search(r"\bstack_frame_id=(\d+)", ins.attrs):
             number, out = int(found.group(1)), []
@@ -57,7 +57,7 @@ class Sources:
                 out.append(frame)
             return out
         file, line = re.search(r'source_file="([^"]*)"', ins.attrs), re.search(r"source_line=(\d+)", ins.attrs)
-        return [Frame(file.group(1), int(line.group(1)))] if file and line else []
+        return [SourceFrame(file.group(1), int(line.group(1)))] if file and line else []
 
     def part(self, ins: hlo.Instruction) -> str | None:
         """attention, optimizer or "" (the rest of the step); None where the instruction tells nothing."""

@@ -73,7 +73,7 @@ class Prices:
     collective: Callable[[str, hlo.Instruction], tuple[float, bool] | None]
 
 
-def play(module: hlo.Module, trips: Mapping[str, int], prices: Prices) -> Played:
+def play(module: hlo.HloModule, trips: Mapping[str, int], prices: Prices) -> Played:
     """The entry computation. trips: of each loop, by the name of its `while`. Of a conditional the costliest branch counts, as
     often as it is taken."""
     memo: dict[str, Played] = {}
@@ -93,7 +93,7 @@ def play(module: hlo.Module, trips: Mapping[str, int], prices: Prices) -> Played
     return step
 
 
-def loop_trips(module: hlo.Module, further_rounds: float = 0) -> tuple[dict[str, float], list[str]]:
+def loop_trips(module: hlo.HloModule, further_rounds: float = 0) -> tuple[dict[str, float], list[str]]:
     """Iterations of every loop, by the name of its `while`, and the loops of unknown length: counted once. further_rounds:
     those of a loop of further rounds."""
     visits, unknown = hlo.walk(module, lambda ins: ins.op == "while" or ins.is_root)

@@ -15,12 +15,12 @@ REPLICATED = re.compile(r"Involuntary full rematerialization.*?from sharding (\{
                         r"operation %\S+ = (\w+\[[\d,]*\])")
 
 
-def warnings(made, program: audit.Program, logged: Iterable[str]) -> list[str]:
+def warnings(made, program: audit.ProgramAudit, logged: Iterable[str]) -> list[str]:
     """made: the assembled run; program: its compiled step, audited; logged: lines of XLA's from when it was compiled."""
     return gathered_in_loops(made, program) + replicated(made, logged)
 
 
-def gathered_in_loops(made, program: audit.Program) -> list[str]:
+def gathered_in_loops(made, program: audit.ProgramAudit) -> list[str]:
     """All-gathers of a parameter in a loop, over axes that split sequences or tokens and that its [params] does not name."""
     layout, named = made.layout, expect.tensors(made)
     infos = {info.name: info for info in made.model.parameters()}

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 
 from meshtrain.cost import hlo
-from meshtrain.cost.rates import Attention, Grouped, Matmul
+from meshtrain.cost.rates import AttentionKernel, GroupedMatmul, Matmul
 from meshtrain.kernels import grouped as kernels
 from meshtrain.kernels import tiles
 from meshtrain.names import EVEN_ROWS
@@ -34,17 +34,17 @@ _CUDNN_WINDOW = re.compile(r'"sliding_window_length":\s*(\d+)')
 class Work:
     """Of one execution. hbm_bytes: read + written. known: False where the kernel multiplies matrices nobody could count."""
     matmuls: tuple[Matmul, ...]
-    attention: Attention | None
+    attention: AttentionKernel | None
     hbm_bytes: int
     known: bool = True
-    grouped: Grouped | None = None
+    grouped: GroupedMatmul | None = None
 
     @property
     def flops(self) -> float:
         return sum(one.flops for one in (*self.matmuls, self.attention, self.grouped) if one)
 
 
-def of(module: hlo.Module, computation: str, ins: hlo.Instruction, visited) -> Work:
+def of(module: hlo.HloModule, computation: str, ins: hlo.Instruction, visited) -> Work:
     """The work of an instruction that is a kernel: not in FREE, no loop, no collective.
 
     visited(queries, keys, causal, window, ahead) -> pairs of a packed row that a Pallas attention kernel visits.
@@ -58,7 +58,7 @@ def of(module: hlo.Module, computation: str, ins: hlo.Instruction, visited) -> W
 # ---- FLOPs -----------------------------------------------------------------------------------------------------------
 
 
-def matmul(module: hlo.Module, computation: str, ins: hlo.Instruction) -> Matmul | None:
+def matmul(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> Matmul | None:
     """An HLO dot or a cuBLAS call, whose dimension numbers stand in its backend_config; None where it is neither."""
     if ins.op in ("dot", "scaled-dot"):
         contracting, batch = ins.ints("lhs_contracting_dims"), ins.ints("lhs_batch_dims")
@@ -76,7 +76,7 @@ def matmul(module: hlo.Module, computation: str, ins: hlo.Instruction) -> Matmul
     return Matmul(m, math.prod(output) // (m * batches), k, batches, max(lhs[0], rhs[0], key=hlo.dtype_bits))
 
 
-def grouped(module: hlo.Module, computation: str, ins: hlo.Instruction) -> Grouped | None:
+def grouped(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> GroupedMatmul | None:
     """A kernel of `kernels.grouped`: of as many rows as it has where experts are equally busy, which its scope tells, else of all
     that its buffer holds; None for anything else."""
     found = _GROUPED.search(ins.op_name) if ins.op == "custom-call" else None
@@ -90,7 +90,7 @@ def grouped(module: hlo.Module, computation: str, ins: hlo.Instruction) -> Group
     held = next((rows for _, rows in _taken(arrays)), held)
     block, even = tiles.GROUPED[hlo.dtype_bits(dtype) // 8].rows, _EVEN_ROWS.findall(ins.op_name)
     rows = min(held, kernels.executed_rows(int(even[-1]), groups, block)) if even else held
-    return Grouped(rows, groups, summed, n, dtype, outer)
+    return GroupedMatmul(rows, groups, summed, n, dtype, outer)
 
 
 def _taken(arrays):
@@ -117,7 +117,7 @@ def _matmuls(module, computation, ins):
                 yield from _matmuls(module, called, inner)
 
 
-def _attention(module, computation, ins, visited) -> Attention | None:
+def _attention(module, computation, ins, visited) -> AttentionKernel | None:
     """cuDNN's kernels and ours in Pallas, on q [B, T, N, H] and k [B, S, K, H], their first arrays of four dimensions."""
     ours = _PALLAS.search(ins.attrs) if ins.op == "custom-call" else None
     if not ours and "fmha" not in ins.target:
@@ -127,17 +127,17 @@ def _attention(module, computation, ins, visited) -> Attention | None:
     if ours:
         kernel, causal, window, ahead = ours.groups()
         flops = PRODUCTS[kernel] * 2 * B * N * H * visited(T, S, bool(causal), int(window or 0), int(ahead or 0))
-        return Attention("pallas", "forward" if kernel == "forward" else "backward", flops, S, H)
+        return AttentionKernel("pallas", "forward" if kernel == "forward" else "backward", flops, S, H)
     backward, causal = "Backward" in ins.target, '"mask_type":"NO_MASK"' not in ins.attrs
     window = int(found.group(1)) if (found := _CUDNN_WINDOW.search(ins.attrs)) else 0
     pairs = window * (T - window / 2) if 0 < window < T else T * S / 2 if causal else T * S
-    return Attention("cudnn", "backward" if backward else "forward", (5 if backward else 2) * 2 * B * N * H * pairs, S, H)
+    return AttentionKernel("cudnn", "backward" if backward else "forward", (5 if backward else 2) * 2 * B * N * H * pairs, S, H)
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 
 
-def traffic(module: hlo.Module, computation: str, ins: hlo.Instruction) -> tuple[int, int]:
+def traffic(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> tuple[int, int]:
     """(HBM bytes read, written) by one execution."""
     if ins.op not in _FUSIONS:
         scope = module.computations[computation]
@@ -178,7 +178,7 @@ def _behind(body: hlo.Computation, ins: hlo.Instruction) -> hlo.Instruction:
     return ins
 
 
-def _demand(module: hlo.Module, body: hlo.Computation, wanted: dict[str, int], in_place: set) -> dict[str, int]:
+def _demand(module: hlo.HloModule, body: hlo.Computation, wanted: dict[str, int], in_place: set) -> dict[str, int]:
     """Elements of a fusion's parameters, by name, that the wanted elements of its instructions depend on.
 
     From the last instruction to the first: what one needs of its operands by what is needed of it, never more than there is.

@@ -45,7 +45,7 @@ class Completion:
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class GenerationLimits:
     """tokens: most new ones. stop_ids: tokens that end an answer. length: of prompt and answer together; 0: none. ended: (row,
     its tokens) -> how many of them are the answer, where it has ended by more than its last token;
     asked every STRIDE tokens."""
@@ -64,7 +64,7 @@ class Generator:
     params: dict
     compiled: Callable = lambda name, jitted, *args: jitted
 
-    def complete(self, prompts: Sequence[Sequence[int]], limits: Limits, how: picking.Picking = picking.Picking(), seed: int = 0,
+    def complete(self, prompts: Sequence[Sequence[int]], limits: GenerationLimits, how: picking.Picking = picking.Picking(), seed: int = 0,
                  tell: Callable[[int, list[int]], None] | None = None) -> list[Completion]:
         """The completions of prompts, none of them empty, in their order. tell: called with a prompt's number and its tokens so
         far, as they come."""
@@ -75,7 +75,7 @@ class Generator:
             found |= zip(rows, self._together([prompts[i] for i in rows], rows, limits, how, seed, tell), strict=True)
         return [found[i] for i in range(len(prompts))]
 
-    def _together(self, prompts, numbers, limits: Limits, how, seed: int, tell) -> list[Completion]:
+    def _together(self, prompts, numbers, limits: GenerationLimits, how, seed: int, tell) -> list[Completion]:
         ways = self.ex.layout.ways(self.ex.layout.batch_axes)
         # Two rows at least: XLA makes a slice of a lookup by one id, and to slice a table that is split it gathers all of it.
         B = max(-(-len(prompts) // ways) * ways, 2)

@@ -17,7 +17,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from meshtrain.inference.generate import Generator, Limits
+from meshtrain.inference.generate import Generator, GenerationLimits
 from meshtrain.inference.picking import Picking
 from meshtrain.inference.score import Scorer
 from meshtrain.inference.words import Words
@@ -27,7 +27,7 @@ STEP = 64
 NEW_TOKENS = 256        # of an answer, where a task does not say
 
 
-class Model(TemplateLM):
+class HarnessModel(TemplateLM):
     """encode, decode: text to ids without special tokens, and back. prefix: the token that stands before a document. length:
     most tokens of a sequence."""
 
@@ -113,11 +113,11 @@ class Model(TemplateLM):
         # Cut on the left, as the harness does.
         prompts = [(self.tok_encode(context) or [self.prefix])[-max(self.length - new, 1):] for context in contexts]
         ended = (lambda _, tokens: words.ended(tokens)) if words.stops else None
-        answers = self.generator.complete(prompts, Limits(new, self.stop_ids, ended=ended), how, self.seed)
+        answers = self.generator.complete(prompts, GenerationLimits(new, self.stop_ids, ended=ended), how, self.seed)
         return [words.text(answer.tokens) for answer in answers]
 
 
-def results(model: Model, tasks: Sequence[str], num_fewshot: int | None, limit: int | None) -> dict[str, dict]:
+def results(model: HarnessModel, tasks: Sequence[str], num_fewshot: int | None, limit: int | None) -> dict[str, dict]:
     """{task: {metric: value}}. tasks: names, or paths of YAML files. Raises: ValueError for a task that is not there."""
     files = [Path(task) for task in tasks if task.endswith((".yaml", ".yml"))]
     names = [_name_in(Path(task)) if Path(task) in files else task for task in tasks]

@@ -31,7 +31,7 @@ class Words:
         return low
 
 
-class Stream:
+class TextStream:
     """What can be told of an answer as it comes: whole characters, and nothing that may yet become a stop string."""
 
     def __init__(self, words: Words):

@@ -36,7 +36,7 @@ class Taken(NamedTuple):
     number: jax.Array     # [R] int32
 
 
-class Pair(NamedTuple):
+class GroupedOperands(NamedTuple):
     """x_RK, or a Taken of such rows, times the matrix of each row's group. dims: the order of w's, a permutation of "gkn"; so a
     transposed w needs no copy, nor one whose groups are not its first dim."""
     x: jax.Array | Taken
@@ -44,10 +44,10 @@ class Pair(NamedTuple):
     dims: str
 
 
-class Engine(NamedTuple):
+class GroupedEngine(NamedTuple):
     """take(a_AK, number_R) -> these rows, as `rows` and `outer` have them.
 
-    rows(pairs, groups, then, beside) -> what `then` makes of the sum of the Pairs, [R, N] in float32. then(sum, *beside) sees some rows
+    rows(pairs, groups, then, beside) -> what `then` makes of the sum of the products, [R, N] in float32. then(sum, *beside) sees some rows
     and columns at a time, and gives a tuple: of [rows, columns], rounded to x's dtype in the result, or of sums over the columns,
     [rows] in float32. beside: arrays [R, N], or [R, 1] seen by all columns.
     outer(x_RK, y_RN, groups, dims) -> float32, of a group without rows zeros, in this order of dims. block(rows, groups): rows of a
@@ -135,8 +135,8 @@ def _loop_block(rows: int, groups: int) -> int:
     return 1 << max(3, min(7, (rows // (8 * max(groups, 1))).bit_length() - 1))
 
 
-def loop() -> Engine:
-    return Engine(_copied, _loop_rows, _loop_outer, _loop_block)
+def loop() -> GroupedEngine:
+    return GroupedEngine(_copied, _loop_rows, _loop_outer, _loop_block)
 
 
 # ---- Pallas kernels for GPUs -----------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def _rows_kernel(owner_ref, count_ref, pairs, beside_refs, *result_refs, then: C
             ref[...] = a.astype(ref.dtype)
 
 
-def _triton_rows(pairs, groups: Groups, then: Callable = as_it_is, beside=(), *, by_size: Mapping[int, tiles.Grouped], interpret: bool):
+def _triton_rows(pairs, groups: Groups, then: Callable = as_it_is, beside=(), *, by_size: Mapping[int, tiles.GroupedTile], interpret: bool):
     (first, w, dims), all_dims = pairs[0], [dims for _, _, dims in pairs]
     of, N = by_size[_array(first).dtype.itemsize], w.shape[dims.index("n")]
     width = _tile(N, of.columns if sum(a.shape[1] > 1 for a in beside) < 2 else of.beside)
@@ -224,7 +224,7 @@ def _outer_kernel(first_ref, blocks_ref, x_ref, y_ref, sums_ref, *, block: int, 
     sums_ref[...] = _turned(lax.fori_loop(0, trips, visit, jnp.zeros(tile, jnp.float32)), dims)
 
 
-def _triton_outer(x, y, groups: Groups, dims: str, *, by_size: Mapping[int, tiles.Grouped], interpret: bool):
+def _triton_outer(x, y, groups: Groups, dims: str, *, by_size: Mapping[int, tiles.GroupedTile], interpret: bool):
     of = by_size[_array(x).dtype.itemsize]
     K, N, G, block = _array(x).shape[1], _array(y).shape[1], len(groups.first), _block_rows(x, groups)
     height, width, step = _tile(K, of.rows), _tile(N, of.columns), min(of.step, block)
@@ -254,8 +254,8 @@ def _padded(a, multiple: int, axis: int):
     return jnp.pad(a, [(0, -n % multiple if dim == axis else 0) for dim, n in enumerate(a.shape)])
 
 
-def kernels(by_size: Mapping[int, tiles.Grouped] = tiles.GROUPED, interpret: bool = False) -> Engine:
+def kernels(by_size: Mapping[int, tiles.GroupedTile] = tiles.GROUPED, interpret: bool = False) -> GroupedEngine:
     """by_size: tiles by the bytes of an element; all with blocks of equal rows."""
     (rows,) = {of.rows for of in by_size.values()}
     given = dict(by_size=by_size, interpret=interpret)
-    return Engine(Taken, partial(_triton_rows, **given), partial(_triton_outer, **given), lambda *_: rows)
+    return GroupedEngine(Taken, partial(_triton_rows, **given), partial(_triton_outer, **given), lambda *_: rows)

@@ -43,7 +43,7 @@ TIMED: dict[tuple[str, int], Tiles] = {
 
 
 
-class Grouped(NamedTuple):
+class GroupedTile(NamedTuple):
     """A program of the grouped matmuls (`grouped`): `rows` × `columns` of the result, `step` of what is summed at a time.
 
     rows: of a block, too, and every group fills up its last one. beside: columns where several tiles stand beside the product.
@@ -60,7 +60,7 @@ class Grouped(NamedTuple):
 # memory for three stages; in float32, which no tensor core multiplies exactly, 128 columns would spill 508 bytes a thread.
 # A gated MLP's gradients beside their product spill 1.4 KB at 128 columns. So none of them spills on sm_80, sm_90a and sm_100a.
 # Larger blocks would fill up more rows of small groups.
-GROUPED = {2: Grouped(128, 128, 64, 64, 8, 3), 4: Grouped(128, 64, 32, 32, 8, 2)}
+GROUPED = {2: GroupedTile(128, 128, 64, 64, 8, 3), 4: GroupedTile(128, 64, 32, 32, 8, 2)}
 
 WIDTHS = tuple(_HOPPER)
 # Programs that fill a GPU: two for each of an H100's 132 multiprocessors. With fewer, the query heads of a group are not

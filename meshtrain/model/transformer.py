@@ -51,7 +51,7 @@ def padded_vocab(cfg) -> int:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Group:
+class LayerGroup:
     """Consecutive layers that repeat with a period: the layers of `period` in turn, `repeats` times.
 
     The weights of each layer of the period are stacked over the repeats, [repeats, …]; a period of one has no level of its own
@@ -106,7 +106,7 @@ class Transformer:
     """
     cfg: object
     ends: params.Module
-    groups: tuple[Group, ...]
+    groups: tuple[LayerGroup, ...]
     lora: object | None = None
 
     def __post_init__(self):
@@ -136,7 +136,7 @@ class Transformer:
         return self.with_layers(self.ends.init(ends_key), [group.init(keys[first:first + group.num_layers])
                                                            for first, group in self.numbered()])
 
-    def numbered(self) -> list[tuple[int, Group]]:
+    def numbered(self) -> list[tuple[int, LayerGroup]]:
         """[(number of its first layer, group)]."""
         firsts = itertools.accumulate((group.num_layers for group in self.groups), initial=0)
         return list(zip(firsts, self.groups))
@@ -158,12 +158,12 @@ class Transformer:
     # What a pipeline passes through its stages: whole periods, the last one filled up with layers that do nothing.
 
     @property
-    def leading(self) -> Group | None:
+    def leading(self) -> LayerGroup | None:
         """The layers before the stages."""
         return self.groups[0] if self.groups[0].leading else None
 
     @property
-    def staged(self) -> tuple[Group, ...]:
+    def staged(self) -> tuple[LayerGroup, ...]:
         return self.groups[bool(self.leading):]
 
     @property
@@ -234,7 +234,7 @@ class Transformer:
             return layout.constrain("params", w, info.axes)
         return params.tree(self.parameters(), read)
 
-    def weights(self, p, group: Group) -> tuple:
+    def weights(self, p, group: LayerGroup) -> tuple:
         """The stacked weights of each layer of the group's period."""
         return group.weights(p[LAYERS] if len(self.groups) == 1 else p[LAYERS][group.name])
 
@@ -288,7 +288,7 @@ class Transformer:
             aux = add_aux(aux, group_aux)
         return x_BTD, aux
 
-    def _through_group(self, ex: Execution, group: Group, first: int, weights, x_BTD, inputs: Inputs):
+    def _through_group(self, ex: Execution, group: LayerGroup, first: int, weights, x_BTD, inputs: Inputs):
         def repeat(x_BTD, scanned):
             return group.apply(ex, scanned[0], x_BTD, (scanned[1], inputs))
         x_BTD, aux = jax.lax.scan(repeat, x_BTD, (weights, group.numbers(first)))
@@ -382,11 +382,11 @@ def build(cfg, adapters=None) -> Transformer:
     return Transformer(cfg, params.Module(lambda rngs: Ends(cfg, rngs)), groups, adapters)
 
 
-def _groups(cfg, adapters, num_layers: int, leading: bool = False, **kind) -> tuple[Group, ...]:
+def _groups(cfg, adapters, num_layers: int, leading: bool = False, **kind) -> tuple[LayerGroup, ...]:
     def layer(**more):
         plain = lambda rngs: Layer(cfg, rngs, **kind, **more)
         return params.Module(plain if adapters is None else lambda rngs: lora.adapt(plain(rngs), rngs, adapters))
-    every, local, group = cfg.global_every, layer(), lambda name, *of: Group("dense_" * leading + name, *of, leading)
+    every, local, group = cfg.global_every, layer(), lambda name, *of: LayerGroup("dense_" * leading + name, *of, leading)
     if not every:
         found = (group("layers", (local,), num_layers),)
     else:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from meshtrain.pages import pictures, skin
 from meshtrain.pages.pictures import Bar
-from meshtrain.pages.skin import Cell, Column, Section, Tile, of_bytes, of_count, of_seconds, of_share
+from meshtrain.pages.skin import Cell, Column, PageSection, Tile, of_bytes, of_count, of_seconds, of_share
 from meshtrain.units import many, seconds, size
 
 # Part of the memory → (as a bar calls it, as the table does).
@@ -27,13 +27,13 @@ def page(told: dict) -> str:
     return skin.document("what a run costs", told["run"]["name"], lead(told), top, sections(told), told)
 
 
-def sections(told: dict) -> list[Section]:
-    return [Section("mesh", "The mesh on its hosts", mesh(told["mesh"])), Section("memory", "Memory of a device", memory(told)),
-            Section("traffic", "What is sent", traffic(told)), Section("schedule", "The pipeline's schedule", schedule(told)),
-            Section("time", "Where the time goes", time(told)),
-            Section("differences", "Formulas against the compiler" if told["differences"] else "Matmuls", differences(told)),
-            Section("parameters", "Parameters", params(told)),
-            Section("notes", "Notes", notes(told))]
+def sections(told: dict) -> list[PageSection]:
+    return [PageSection("mesh", "The mesh on its hosts", mesh(told["mesh"])), PageSection("memory", "Memory of a device", memory(told)),
+            PageSection("traffic", "What is sent", traffic(told)), PageSection("schedule", "The pipeline's schedule", schedule(told)),
+            PageSection("time", "Where the time goes", time(told)),
+            PageSection("differences", "Formulas against the compiler" if told["differences"] else "Matmuls", differences(told)),
+            PageSection("parameters", "Parameters", params(told)),
+            PageSection("notes", "Notes", notes(told))]
 
 
 def lead(told: dict) -> str:

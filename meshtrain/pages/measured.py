@@ -5,8 +5,8 @@ import math
 import time
 
 from meshtrain.pages import layout, pictures, skin
-from meshtrain.pages.pictures import Bar, Curve
-from meshtrain.pages.skin import Cell, Column, Section, Tile, of_count, of_share
+from meshtrain.pages.pictures import Bar, PlotCurve
+from meshtrain.pages.skin import Cell, Column, PageSection, Tile, of_count, of_share
 from meshtrain.units import duration, many, seconds
 
 GOOD, BAD = ("finished", "at work", "stopped on request"), "warn"
@@ -16,15 +16,15 @@ SPEED = {"step_time_s": ("a step", "step_time_s"), "tokens_per_s": ("tokens/s", 
 
 def page(told: dict) -> str:
     """told: the dict of `measured.of`."""
-    found = [Section("loss", "Loss", loss(told)), Section("speed", "Speed", speed(told)),
-             *([Section("experts", "How busy the experts are", experts(told))] if told["experts"] else []),
-             Section("spent", "Where the time went", spent(told)), Section("starts", "Starts and stops", starts(told)),
-             Section("more", "Gradients and learning rate", more(told))]
+    found = [PageSection("loss", "Loss", loss(told)), PageSection("speed", "Speed", speed(told)),
+             *([PageSection("experts", "How busy the experts are", experts(told))] if told["experts"] else []),
+             PageSection("spent", "Where the time went", spent(told)), PageSection("starts", "Starts and stops", starts(told)),
+             PageSection("more", "Gradients and learning rate", more(told))]
     if told["priced"]:
         found += [section._replace(heading=f"Priced: {section.heading[0].lower()}{section.heading[1:]}")
                   for section in layout.sections(told["priced"])]
     else:
-        found += [Section("priced", "Priced", skin.paragraph("This run directory holds no cost.json, so no price stands beside "
+        found += [PageSection("priced", "Priced", skin.paragraph("This run directory holds no cost.json, so no price stands beside "
                                                              "what was measured; train writes one when it starts."))]
     return skin.document("what a run did", told["name"], lead(told), skin.tiles(tiles(told)), found, told)
 
@@ -71,11 +71,11 @@ def _points(told: dict, key: str) -> list[tuple[float, float]]:
 
 
 def _curve(told: dict, key: str, name: str, show, *, color: int = 0, level: tuple[float, str] | None = None, zero: bool = False,
-           height: int = 240, more: tuple[Curve, ...] = (), most: float = math.inf) -> str:
+           height: int = 240, more: tuple[PlotCurve, ...] = (), most: float = math.inf) -> str:
     """Over steps; lines across where the run went on. most: what is above stands at it."""
     points = [(step, min(value, most)) for step, value in _points(told, key)]
     went_on = [(one["from_step"], "") for one in told["starts"] if one["from_step"]][-MOST_MARKS:]
-    return pictures.curves([Curve(color, name, points), *more], "step", name, "{:,.0f}".format, show, name, zero=zero,
+    return pictures.curves([PlotCurve(color, name, points), *more], "step", name, "{:,.0f}".format, show, name, zero=zero,
                            height=height, verticals=went_on, levels=[level] if level else [])
 
 
@@ -83,7 +83,7 @@ def loss(told: dict) -> str:
     if not told["rows"]["step"]:
         return skin.paragraph(f"No step is written yet: {told['state']}.")
     validated = _points(told, "val_loss")
-    more = (Curve(1, "validation", validated, dots=True),) if validated else ()
+    more = (PlotCurve(1, "validation", validated, dots=True),) if validated else ()
     drawn = _curve(told, "loss", "loss, nats a token", "{:.3g}".format, height=340, more=more) if _points(told, "loss") else ""
     key = skin.key([(0, "training", ""), *([(1, "validation", "")] if more else [])])
     columns = [Column("validated after step", "n"), Column("loss", "n"), Column("perplexity", "n")]

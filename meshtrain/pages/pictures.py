@@ -139,7 +139,7 @@ def bars(rows: Sequence[Bar], show: Callable[[float], str], label: str, marks: S
 # ---- curves and points -----------------------------------------------------------------------------------------------
 
 
-class Curve(NamedTuple):
+class PlotCurve(NamedTuple):
     """points: (x, y). dots: each point is marked, none is joined."""
     color: int
     name: str
@@ -147,7 +147,7 @@ class Curve(NamedTuple):
     dots: bool = False
 
 
-def curves(rows: Sequence[Curve], x_name: str, y_name: str, show_x: Callable[[float], str], show_y: Callable[[float], str],
+def curves(rows: Sequence[PlotCurve], x_name: str, y_name: str, show_x: Callable[[float], str], show_y: Callable[[float], str],
            label: str, *, verticals: Sequence[tuple[float, str]] = (), levels: Sequence[tuple[float, str]] = (),
            zero: bool = False, height: int = 300, unit: float = 1.0, told: Callable[[int, int], str] | None = None) -> str:
     """Curves in one frame. verticals, levels: (value, what it is), lines across. zero: y begins at 0. unit: of y, whose

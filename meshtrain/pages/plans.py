@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from meshtrain.names import AXES
 from meshtrain.pages import layout, pictures, skin
-from meshtrain.pages.pictures import Bar, Curve
-from meshtrain.pages.skin import Cell, Column, Section, Tile, of_bytes, of_count, of_seconds, of_share
+from meshtrain.pages.pictures import Bar, PlotCurve
+from meshtrain.pages.skin import Cell, Column, PageSection, Tile, of_bytes, of_count, of_seconds, of_share
 from meshtrain.units import many, seconds, size
 
 FITS, OTHERS, MISSES = (0, "plans that fit, best in the table"), (7, "other plans that fit"), (4, "plans that do not fit")
@@ -18,11 +18,11 @@ DRAWN = 10          # plans whose memory is drawn
 def page(told: dict) -> str:
     """told: the dict of `plan --json`."""
     several = isinstance(told["gpus"], list)
-    found = [Section("scaling", "The best plan of each number of GPUs", scaling(told))] if several else [
-        Section("first", "The first plan", first(told)), Section("plans", "The plans, best first", ranked(told)),
-        Section("trade", "Memory against time", trade(told)), Section("memory", "What takes the memory", memory(told)),
-        Section("misses", "What does not fit", misses(told)), Section("compiled", "Formula beside compiled", compiled(told))]
-    assumed = Section("numbers", "What the numbers are", skin.bullets(told["caveats"]) + _assumed(told))
+    found = [PageSection("scaling", "The best plan of each number of GPUs", scaling(told))] if several else [
+        PageSection("first", "The first plan", first(told)), PageSection("plans", "The plans, best first", ranked(told)),
+        PageSection("trade", "Memory against time", trade(told)), PageSection("memory", "What takes the memory", memory(told)),
+        PageSection("misses", "What does not fit", misses(told)), PageSection("compiled", "Formula beside compiled", compiled(told))]
+    assumed = PageSection("numbers", "What the numbers are", skin.bullets(told["caveats"]) + _assumed(told))
     return skin.document("which layout", told["name"], lead(told), skin.tiles(tiles(told)) if told["first"] else "",
                          [*found, assumed], told)
 
@@ -114,9 +114,9 @@ def trade(told: dict) -> str:
     if not plans:
         return ""
     point = lambda plan: (plan["step_time_s"], plan["memory_bytes"]["total"])
-    rows = [Curve(OTHERS[0], OTHERS[1], [(plan["step_time_s"], plan["memory_bytes"]) for plan in told["others"]], dots=True),
-            Curve(MISSES[0], MISSES[1], [point(plan) for plan in missed], dots=True),
-            Curve(FITS[0], FITS[1], [point(plan) for plan in plans], dots=True)]
+    rows = [PlotCurve(OTHERS[0], OTHERS[1], [(plan["step_time_s"], plan["memory_bytes"]) for plan in told["others"]], dots=True),
+            PlotCurve(MISSES[0], MISSES[1], [point(plan) for plan in missed], dots=True),
+            PlotCurve(FITS[0], FITS[1], [point(plan) for plan in plans], dots=True)]
     known = [told["others"], missed, plans]
     said = lambda k, i: f"{_mesh(known[k][i])}, {_rules(known[k][i])}"
     # What is many times as slow as the best would leave no room for the rest.
@@ -182,7 +182,7 @@ def scaling(told: dict) -> str:
              of_share(kept), of_share(plan["mfu"]), *_length(plan)) for plan, kept in zip(plans, speed)]
     none = [f"{count:,}" for count in told["gpus"] if count not in {plan["gpus"] for plan in plans}]
     note = skin.paragraph(f"On {', '.join(none)} GPUs nothing fits.", "warn") if none else ""
-    curve = Curve(0, "kept", [(plan["gpus"], kept) for plan, kept in zip(plans, speed)])
+    curve = PlotCurve(0, "kept", [(plan["gpus"], kept) for plan, kept in zip(plans, speed)])
     drawn = skin.figure(pictures.curves(
         [curve, curve._replace(dots=True)], "GPUs", "of a GPU's tokens/s on the first of them, kept", "{:,.0f}".format,
         "{:.0%}".format, "how speed scales", zero=True, height=260), "With the same batch a step.") if len(plans) > 1 else ""

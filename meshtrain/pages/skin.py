@@ -23,7 +23,7 @@ FOOT = ("Written by meshtrain. One file: it loads nothing and sends nothing. The
         "stands in it, in the element with the id data.")
 
 
-class Section(NamedTuple):
+class PageSection(NamedTuple):
     name: str           # of its anchor
     heading: str
     body: str           # HTML
@@ -70,7 +70,7 @@ def esc(value) -> str:
     return html.escape(str(value), quote=True)
 
 
-def document(kind: str, title: str, lead: str, top: str, sections: Sequence[Section], data: dict) -> str:
+def document(kind: str, title: str, lead: str, top: str, sections: Sequence[PageSection], data: dict) -> str:
     """A page. kind, title, lead: text. top: HTML below the title. data: what the page is made of."""
     sections = [section for section in sections if section.body]
     links = "".join(f'<a href="#{esc(s.name)}">{esc(s.heading)}</a>' for s in sections)

@@ -19,7 +19,7 @@ from meshtrain.names import FURTHER_ROUNDS
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class ExpertRows:
     """The rows of a device's experts in one round: their groups, the assignment (token · K + k) of each or -1, and where each
     assignment's row is or -1."""
     groups: grouped.Groups
@@ -63,7 +63,7 @@ class Arranged:
         self.num_blocks = -(-self.rows // self.block) + e
         self.one_round = self.rows >= most
 
-    def round(self, n) -> Rows:
+    def round(self, n) -> ExpertRows:
         start, ends = n * self.rows, jnp.cumsum(self.sizes)
         low, high = (jnp.clip(edge - start, 0, self.rows) for edge in (ends - self.sizes, ends))
         groups = grouped.groups_of(high - low, self.num_blocks, self.block)
@@ -75,7 +75,7 @@ class Arranged:
         place = self.place_AK - start
         here = (place >= 0) & (place < self.rows) & (self.place_AK < ends[-1])
         group = jnp.minimum(jnp.sum(high[None, None] <= place[..., None], -1), len(self.sizes) - 1)
-        return Rows(groups, assignment_R, jnp.where(here, groups.first[group] * self.block + place - low[group], -1))
+        return ExpertRows(groups, assignment_R, jnp.where(here, groups.first[group] * self.block + place - low[group], -1))
 
     def further(self, one_round: Callable, first):
         """first + the sum of one_round(rows) over the rounds behind the first; mostly there are none.

@@ -25,20 +25,20 @@ from meshtrain.layout.mesh import automatic_axes, on_shards, psum, psum_scatter
 from meshtrain.layout.rules import Layout
 from meshtrain.names import EVEN_ROWS, EXPERT_AXES
 from meshtrain.parallel import exchange
-from meshtrain.parallel.arranged import Arranged, Rows, sorted_by
+from meshtrain.parallel.arranged import Arranged, ExpertRows, sorted_by
 
 # With random choices a device of 16 among 128 experts gets up to 1.1 times its share; what is spared costs memory alone.
 SPARE = 1.25
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Experts:
+class RoutedExperts:
     """How a run computes its experts. activation(inward products) -> h; spare: see SPARE, 0 for a buffer that always suffices.
 
     aux_loss, z_loss: weights of the losses that a layer's router makes. kept: whether the forward leaves what the inward matrices
     give to the backward (`keeps`).
     """
-    engine: grouped.Engine
+    engine: grouped.GroupedEngine
     num_experts: int
     activation: Callable
     aux_loss: float = 0.0
@@ -111,7 +111,7 @@ class Region:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def apply(experts: Experts, layout: Layout, x_BTD, chosen_BTK, weight_BTK, weights):
+def apply(experts: RoutedExperts, layout: Layout, x_BTD, chosen_BTK, weight_BTK, weights):
     return _apply_forward(experts, layout, x_BTD, chosen_BTK, weight_BTK, weights)[0]
 
 
@@ -198,7 +198,7 @@ class Ways:
             axes={name: ("expert_embed", "expert", "expert_mlp") if embed_first else EXPERT_AXES[name] for name in names},
             gathers={name: by_axis(name, gathered) for name in names}, scatters=scatters, rest={name: unscattered(name) for name in names})
 
-    def in_use(self, engine: grouped.Engine, weights, dtype) -> Matrices:
+    def in_use(self, engine: grouped.GroupedEngine, weights, dtype) -> ExpertMatrices:
         """Cast, then gathered: float32 shards travel in the compute dtype.
 
         Inside the region, so that nothing of it is kept for the backward, and the backward's gradients stay float32.
@@ -208,7 +208,7 @@ class Ways:
             used[name] = _in_order(w.astype(dtype), EXPERT_AXES[name], self.axes[name])
             for axis, axes in self.gathers[name]:
                 used[name] = lax.all_gather(used[name], axes, axis=self.axes[name].index(axis), tiled=True)
-        return Matrices(engine, used, self.axes)
+        return ExpertMatrices(engine, used, self.axes)
 
     def added_up(self, dw):
         """Gradients over other tokens, float32, as weights are stored."""
@@ -229,9 +229,9 @@ def _in_order(a, axes: tuple[str, ...], wanted: tuple[str, ...]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Matrices:
+class ExpertMatrices:
     """Of this device's experts, by name. axes: the order of their dims."""
-    engine: grouped.Engine
+    engine: grouped.GroupedEngine
     arrays: dict
     axes: dict
 
@@ -245,7 +245,7 @@ class Matrices:
 
     def rows(self, by_name: Mapping, summed: str, groups: grouped.Groups, *then_and_beside):
         """The sum of rows by name, each times its matrices, as an engine's `rows`; summed: the logical axis that they share."""
-        pairs = [grouped.Pair(x, self.arrays[name], _letters(self.axes[name], summed)) for name, x in by_name.items()]
+        pairs = [grouped.GroupedOperands(x, self.arrays[name], _letters(self.axes[name], summed)) for name, x in by_name.items()]
         return self.engine.rows(pairs, groups, *then_and_beside)
 
     def zeros(self) -> dict:
@@ -257,12 +257,12 @@ def _letters(axes: tuple[str, ...], summed: str) -> str:
     return "".join("g" if axis == "expert" else "k" if axis == summed else "n" for axis in axes)
 
 
-def _arranged(experts: Experts, region: Region, chosen_AK, matrices: Matrices) -> Arranged:
+def _arranged(experts: RoutedExperts, region: Region, chosen_AK, matrices: ExpertMatrices) -> Arranged:
     e = matrices.e
     return Arranged(chosen_AK, region.first_expert(e), e, experts.num_experts, experts.spare, experts.engine.block)
 
 
-def _forward(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, matrices: Matrices):
+def _forward(experts: RoutedExperts, region: Region, x_TD, chosen_TK, weight_TK, matrices: ExpertMatrices):
     """y, and of the first round what the inward matrices give."""
     K = chosen_TK.shape[1]
     x_AD, chosen_AK, weight_AK = map(region.bring, (x_TD, chosen_TK, weight_TK))
@@ -273,7 +273,7 @@ def _forward(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, matri
         h = experts.activation(*(a.astype(jnp.float32) for a in others), last)
         return h * weight_R1, *([last] if experts.kept else [])
 
-    def one_round(rows: Rows):
+    def one_round(rows: ExpertRows):
         x_RD, groups, (*others, last) = experts.engine.take(x_AD, rows.token(K)), rows.groups, matrices.inward
         inward = [matrices.rows({name: x_RD}, "expert_embed", groups)[0] for name in others]
         hw_RF, *made = matrices.rows({last: x_RD}, "expert_embed", groups, weighted, [rows.weight(weight_AK), *inward])
@@ -298,7 +298,7 @@ class PassedOn:
     more: dict | None = None
     even_rows: int = dataclasses.field(default=1, metadata={"static": True})
 
-    def gradients(self, engine: grouped.Engine, axes: Mapping[str, tuple]) -> dict:
+    def gradients(self, engine: grouped.GroupedEngine, axes: Mapping[str, tuple]) -> dict:
         """float32, by name; axes: the order of their dims."""
         with jax.named_scope(EVEN_ROWS.format(self.even_rows)):
             outer = lambda x_RD, d_RF, name: engine.outer(x_RD, d_RF, self.groups, _letters(axes[name], "expert_embed"))
@@ -306,7 +306,7 @@ class PassedOn:
         return dw if self.more is None else jax.tree.map(jnp.add, dw, self.more)
 
 
-def _backward(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, matrices: Matrices, kept, dy_TD, apart: bool):
+def _backward(experts: RoutedExperts, region: Region, x_TD, chosen_TK, weight_TK, matrices: ExpertMatrices, kept, dy_TD, apart: bool):
     """(dx, dweight, gradients of this device's experts over the tokens that it has seen; apart: PassedOn). kept: of the first round
     what the inward matrices give, or None."""
     even_rows, K, dtype = region.even_rows(*chosen_TK.shape), chosen_TK.shape[1], x_TD.dtype
@@ -318,7 +318,7 @@ def _backward(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, matr
         dweight = (dhw * h).sum(1)
         return h * weight_R1, dweight, *back(dhw * weight_R1)
 
-    def one_round(rows: Rows, inward=None):
+    def one_round(rows: ExpertRows, inward=None):
         x_RD, dy_RD = (experts.engine.take(a, rows.token(K)) for a in (x_AD, dy_AD))
         names, groups = matrices.inward, rows.groups
         inward = inward or [matrices.rows({name: x_RD}, "expert_embed", groups)[0] for name in names]
@@ -334,7 +334,7 @@ def _backward(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, matr
     return region.give(dx_AD), region.give(dweight_AK), rest
 
 
-def _rounds(of: Arranged | exchange.Exchange, one_round: Callable, kept, matrices: Matrices, apart: bool, alone: bool):
+def _rounds(of: Arranged | exchange.Exchange, one_round: Callable, kept, matrices: ExpertMatrices, apart: bool, alone: bool):
     """(dx, dweight, gradients or, apart, PassedOn) of the first round and those behind it; alone: there are none.
 
     Further rounds run twice, for inputs and for weights: their sums begin with the first round's in place. One loop for both would
@@ -358,13 +358,13 @@ def _rounds(of: Arranged | exchange.Exchange, one_round: Callable, kept, matrice
 # ---- the same by all-to-alls -------------------------------------------------------------------------------------------
 
 
-def _apart(experts: Experts, region: Region, chosen_TK, matrices: Matrices):
+def _apart(experts: RoutedExperts, region: Region, chosen_TK, matrices: ExpertMatrices):
     """(Experts, Region, Exchange): each device works on what was sent to it, rows of one choice each, in a buffer that suffices."""
     swap = exchange.Exchange(region.experts, region.ways(region.experts), matrices.e, chosen_TK, sorted_by)
     return dataclasses.replace(experts, spare=0.0), dataclasses.replace(region, alone=True, filled=swap.filled), swap
 
 
-def _exchanged(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, matrices: Matrices):
+def _exchanged(experts: RoutedExperts, region: Region, x_TD, chosen_TK, weight_TK, matrices: ExpertMatrices):
     experts, alone, swap = _apart(experts, region, chosen_TK, matrices)
 
     def one_round(now: exchange.Round):
@@ -374,7 +374,7 @@ def _exchanged(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, mat
     return swap.further(lambda now: one_round(now)[0], y_TD).astype(x_TD.dtype), inward
 
 
-def _exchanged_backward(experts: Experts, region: Region, x_TD, chosen_TK, weight_TK, matrices: Matrices, kept, dy_TD, apart: bool):
+def _exchanged_backward(experts: RoutedExperts, region: Region, x_TD, chosen_TK, weight_TK, matrices: ExpertMatrices, kept, dy_TD, apart: bool):
     experts, alone, swap = _apart(experts, region, chosen_TK, matrices)
 
     def one_round(now: exchange.Round, inward=None):
@@ -391,12 +391,12 @@ ACTIVATIONS = {"swiglu": lambda gate, up: jax.nn.silu(gate) * up, "geglu": lambd
                "gelu": jax.nn.gelu}
 
 
-def choose(run, layout: Layout, platform: str) -> Experts | None:
+def choose(run, layout: Layout, platform: str) -> RoutedExperts | None:
     """How this run computes its experts on a platform, as jax calls it; None where it has none."""
     if not run.model.num_experts:
         return None
     engine = grouped.loop() if platform == "cpu" else grouped.kernels()
-    return Experts(engine, run.model.num_experts, ACTIVATIONS[run.model.activation], run.experts.aux_loss, run.experts.z_loss,
+    return RoutedExperts(engine, run.model.num_experts, ACTIVATIONS[run.model.activation], run.experts.aux_loss, run.experts.z_loss,
                    kept=keeps(run.training.remat, layout.sizes["stage"]), exchanged=dispatch(run.experts.dispatch, run.model.experts_per_token, layout)[0] == "all_to_all")
 
 

@@ -23,7 +23,7 @@ def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, axis: str =
     if (mask := mask.within(cp * q_BTNH.shape[1])).window:
         return band.forward(engine, mask, band.gathered(axis), q_BTNH, k_BTKH, v_BTKH, segments_BT, axis)
     whole = mask._replace(causal=False)
-    chunks = _Chunks(q_BTNH, cp)
+    chunks = _GatherChunks(q_BTNH, cp)
     (q0, q1), (s0, s1) = halves(q_BTNH), halves(segments_BT)
     K, V, Z = (_all(x, axis) for x in (k_BTKH, v_BTKH, segments_BT))
     (k0, k1), (v0, v1) = halves(k_BTKH), halves(v_BTKH)
@@ -48,7 +48,7 @@ def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, ls
     if (mask := mask.within(cp * q_BTNH.shape[1])).window:
         return band.backward(engine, mask, band.gathered(axis), q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, lse_BTN, do_BTNH, axis)
     whole = mask._replace(causal=False)
-    chunks = _Chunks(q_BTNH, cp)
+    chunks = _GatherChunks(q_BTNH, cp)
     K, V, Z = (_all(x, axis) for x in (k_BTKH, v_BTKH, segments_BT))
     early, late = zip(*map(halves, (q_BTNH, segments_BT, o_BTNH, lse_BTN, do_BTNH)))
     (k0, k1), (v0, v1) = halves(k_BTKH), halves(v_BTKH)
@@ -77,7 +77,7 @@ def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, ls
     return join(dq0, dq1), home(dK), home(dV)
 
 
-class _Chunks:
+class _GatherChunks:
     """The gathered sequence [B, S, …] in chunks, in zigzag order."""
 
     def __init__(self, q_BTNH, cp: int):

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from meshtrain.layout.mesh import after, psum
 from meshtrain.names import TAKEN
 from meshtrain.parallel import schedules, split
-from meshtrain.parallel.schedules import Phase, Schedule
+from meshtrain.parallel.schedules import TickRange, Schedule
 from meshtrain.parallel.split import added, put, take
 
 STAGE = "stage"
@@ -388,14 +388,14 @@ def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, differen
 
 
 @dataclasses.dataclass(frozen=True)
-class _Phase(Phase):
+class _Phase(TickRange):
     """A scan, and how often the embedding is looked up and its gradient made in it, in the words of `loss`."""
     embed: str
     embed_grad: str
 
 
 def _phases(schedule: Schedule, trained_ends: bool) -> list[_Phase]:
-    def often(phase: Phase, name: str) -> str:
+    def often(phase: TickRange, name: str) -> str:
         return schedules.often(schedule.shared[f"{name}_on"][phase.start:phase.stop], schedule.num_chunks)
     return [_Phase(**dataclasses.asdict(phase), embed=often(phase, "embed"),
                    embed_grad=often(phase, "embed_grad") if trained_ends else "never") for phase in schedule.phases()]

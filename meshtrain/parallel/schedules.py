@@ -33,7 +33,7 @@ MOST_OPS = 200_000       # F of all microbatches, stages and chunks: tables of m
 
 
 @dataclasses.dataclass(frozen=True)
-class Phase:
+class TickRange:
     """Ticks start … stop−1, in which the same slots are executed: one scan.
 
     kinds: those of "FBW" that some stage does. loss: "never", "always", or
@@ -103,7 +103,7 @@ class Schedule:
         ticks = (self.ops[..., 0] >= 0).any(1)
         return dict(zip(KINDS, ticks.sum(0).tolist())) | {"loss": int(self.shared["loss_on"].sum())}
 
-    def phases(self) -> list[Phase]:
+    def phases(self) -> list[TickRange]:
         """The ticks in order, grouped into scans. Where several ticks with a loss are consecutive,
         they are a phase of their own.
 
@@ -113,16 +113,16 @@ class Schedule:
         return _phases((self.ops[..., 0] >= 0).any(1), self.shared["loss_on"])
 
 
-def _phases(active: np.ndarray, loss: np.ndarray) -> list[Phase]:
+def _phases(active: np.ndarray, loss: np.ndarray) -> list[TickRange]:
     """active [T, 3]: whether some stage has an F, B, W; loss [T]: whether a microbatch's loss comes."""
     found = []
     for start, stop in _equal_stretches(active):
         kinds = "".join(k for k, on in zip(KINDS, active[start]) if on)
         stretches = _equal_stretches(loss[start:stop])
         if loss[start:stop].sum() != 1 and len(stretches) <= 3 and sum(loss[start + a] for a, _ in stretches) <= 1:
-            found += [Phase(start + a, start + b, kinds, "always" if loss[start + a] else "never") for a, b in stretches]
+            found += [TickRange(start + a, start + b, kinds, "always" if loss[start + a] else "never") for a, b in stretches]
         else:
-            found.append(Phase(start, stop, kinds, "sometimes"))
+            found.append(TickRange(start, stop, kinds, "sometimes"))
     return found
 
 
@@ -203,7 +203,7 @@ def ends_executed(name: str, p: int, m: int, v: int = 1) -> tuple[int, int]:
     embed, loss, embed_grad = on
     embed[:n], loss[p - 1:p - 1 + n], embed_grad[first_b + p - 1:] = chunk == 0, chunk == v - 1, chunk == v - 1
 
-    def ticks(on, phase: Phase) -> int:
+    def ticks(on, phase: TickRange) -> int:
         here = on[phase.start:phase.stop]
         return {"never": 0, "sometimes": int(here.sum()), "always": len(here)}[often(here, v)]
     phases = _phases(active, loss)

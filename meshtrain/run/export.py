@@ -109,7 +109,7 @@ def end_of(data: Mapping, bos: int, vocab_size: int) -> int | None:
         return None
 
 
-def _write_rows(rows: list[folder.Row], leaves: list[jax.Array], layers, sizes, written: Files) -> None:
+def _write_rows(rows: list[folder.WeightRow], leaves: list[jax.Array], layers, sizes, written: Files) -> None:
     """rows: of one kind. layers: [(number, index in the leaves)]."""
     program, before = _program(rows[0], leaves, sizes, written.dtype), None
     for (layer, index), row in itertools.product(layers, rows):
@@ -122,7 +122,7 @@ def _write_rows(rows: list[folder.Row], leaves: list[jax.Array], layers, sizes, 
     written.put(*before)
 
 
-def _program(row: folder.Row, leaves: list[jax.Array], sizes: Mapping[str, int], dtype: np.dtype):
+def _program(row: folder.WeightRow, leaves: list[jax.Array], sizes: Mapping[str, int], dtype: np.dtype):
     """Jitted (leaves, layer, expert) -> the row's tensor of that layer, and expert, whole on every device."""
     mesh, ways = leaves[0].sharding.mesh, [layer_ways(leaf) if row.stacked else 1 for leaf in leaves]
 
@@ -203,7 +203,7 @@ class Files:
             raise agree.agreed(CheckpointError(f"the weights could not be written: {'; '.join(faults)}")) from self.failed
 
 
-def _files(rows: Sequence[folder.Row], num_layers: int, kind: str, shard_bytes: int) -> dict[str, dict[str, tuple[int, ...]]]:
+def _files(rows: Sequence[folder.WeightRow], num_layers: int, kind: str, shard_bytes: int) -> dict[str, dict[str, tuple[int, ...]]]:
     """File -> tensor -> shape: what stands before the layers, layer after layer, what stands behind, none split."""
     first = [(row.name, row.shape) for row in rows if not row.stacked][:1]
     layers = [(row.of_layer(layer), row.shape) for layer in range(num_layers) for row in rows if row.stacked]

@@ -59,7 +59,7 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
     return written.size
 
 
-def _adapted(transformer: Transformer, row: folder.Row) -> list[str]:
+def _adapted(transformer: Transformer, row: folder.WeightRow) -> list[str]:
     """The parameters of a row that have adapters."""
     found = {info.name for info in transformer.parameters() if info.trainable}
     stacks = dict.fromkeys(name for name, _ in transformer.places())
@@ -71,7 +71,7 @@ def _path(kernel: str, name: str) -> str:
     return f"{kernel.rpartition('/')[0]}/{LORA}/{name}"
 
 
-def _shapes(row: folder.Row, rank: int, sizes) -> tuple[tuple[int, int], tuple[int, int]]:
+def _shapes(row: folder.WeightRow, rank: int, sizes) -> tuple[tuple[int, int], tuple[int, int]]:
     """Of lora_A and lora_B of a row."""
     form = row.pieces[0].form
     inputs = _num_inputs(form, sizes)
@@ -84,7 +84,7 @@ def _num_inputs(form: forms.Form, sizes) -> int:
     return int(np.prod([sizes[letter] for letter in group]))
 
 
-def _program(row: folder.Row, leaves, sizes, dtype: np.dtype):
+def _program(row: folder.WeightRow, leaves, sizes, dtype: np.dtype):
     """Jitted (leaves, layer) -> (lora_A, lora_B) of that layer, whole on every device. leaves: (A, B) or (None,
     None) of each piece."""
     arrays = jax.tree.leaves(leaves)

@@ -28,7 +28,7 @@ from meshtrain.weights import folder, forms, safetensors
 from meshtrain.weights.folder import KEPT
 
 
-def opened(run: Run, names: Sequence[str]) -> tuple[folder.Folder, list[folder.Row]] | None:
+def opened(run: Run, names: Sequence[str]) -> tuple[folder.Folder, list[folder.WeightRow]] | None:
     """The model folder of checkpoint.init_from with its rows; None where that is no model folder. names: `Transformer.names`.
 
     Raises: ConfigError with every fault of the folder.
@@ -45,7 +45,7 @@ def opened(run: Run, names: Sequence[str]) -> tuple[folder.Folder, list[folder.R
         return found, folder.match(found, run.model, names)
 
 
-def load(found: folder.Folder, rows: Sequence[folder.Row], model, places: Sequence[tuple[str, int]], params: dict) -> dict:
+def load(found: folder.Folder, rows: Sequence[folder.WeightRow], model, places: Sequence[tuple[str, int]], params: dict) -> dict:
     """The parameters, with every number of them that of the folder; `params` is donated. model: keys of [model] as attributes.
 
     places: of the layers, `Transformer.places`. params: nested dicts of arrays on one mesh, which say shape, dtype and place.
@@ -67,7 +67,7 @@ def load(found: folder.Folder, rows: Sequence[folder.Row], model, places: Sequen
     return nested(jax.block_until_ready(leaves))
 
 
-def paths_of(row: folder.Row, stack: str) -> list[str]:
+def paths_of(row: folder.WeightRow, stack: str) -> list[str]:
     """The paths of a row's parameters. stack: that of the layer, of a stacked row."""
     return [stack + piece.path.removeprefix(LAYERS) if row.stacked else piece.path for piece in row.pieces]
 
@@ -117,7 +117,7 @@ def _shares(entry: safetensors.Entry, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback((each * ways,), sharding, share)
 
 
-def _program(row: folder.Row, sizes, stacks, mesh):
+def _program(row: folder.WeightRow, sizes, stacks, mesh):
     """Jitted (stacks, shares of the row's tensor of a layer, where that lies in them) -> stacks with it in its place."""
     count, shardings = int(np.prod(row.shape, dtype=np.int64)), tuple(stack.sharding for stack in stacks)
 

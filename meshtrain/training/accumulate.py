@@ -181,7 +181,7 @@ def _stacks(step: StepSpec, p, microbatch, counts, key):
     """
     (p, frozen), found = p, []
 
-    def repeat(group: transformer.Group, trained, x_BTD, e):
+    def repeat(group: transformer.LayerGroup, trained, x_BTD, e):
         (number, frozen), (inputs, tokens) = e
         weights = tuple(map(params.joined, trained, frozen))
         y_BTD, aux = group.apply(step.ex, weights, x_BTD, (number, inputs))

@@ -31,7 +31,7 @@ STEPS, EPSILON = 5, 1e-8
 
 
 @dataclasses.dataclass(frozen=True)
-class Matrices:
+class MatrixDims:
     """What one leaf is: its dims in neither tuple are a batch of independent matrices."""
 
     inputs: tuple[int, ...]
@@ -42,7 +42,7 @@ class Matrices:
 def scale_by_muon(matrices: Any, dtype: Any) -> optax.GradientTransformation:
     """Orthogonal matrices in place of the gradients; the state is optax's, float32 like the gradients.
 
-    matrices: a tree like params of `Matrices`. dtype: what matrices travel and are multiplied in; sums are float32.
+    matrices: a tree like params of `MatrixDims`. dtype: what matrices travel and are multiplied in; sums are float32.
     """
     momentum = optax.contrib.scale_by_muon(beta=MOMENTUM)
 
@@ -59,7 +59,7 @@ def scale_by_muon(matrices: Any, dtype: Any) -> optax.GradientTransformation:
     return optax.GradientTransformation(momentum.init, update)
 
 
-def orthogonalize(x: jax.Array, of: Matrices, coefficients: jax.Array, dtype: Any) -> jax.Array:
+def orthogonalize(x: jax.Array, of: MatrixDims, coefficients: jax.Array, dtype: Any) -> jax.Array:
     """Every matrix of `x` with its singular values brought near 1: float32, placed as `x` is. coefficients: [3]."""
     order = tuple(dim for dim in range(x.ndim) if dim not in of.inputs + of.outputs) + of.inputs + of.outputs
     num_batch = x.ndim - len(of.inputs) - len(of.outputs)

@@ -174,7 +174,7 @@ def _muon(roles, matrix_dims, placements, dtype):
     """
 
     def describe(role, dims, placement=None):
-        return muon.Matrices(*map(tuple, dims), placement) if role == "matrix" else optax.MaskedNode()
+        return muon.MatrixDims(*map(tuple, dims), placement) if role == "matrix" else optax.MaskedNode()
 
     matrices = jax.tree.map(describe, roles, matrix_dims, *([placements] if placements else []))
 

@@ -30,7 +30,7 @@ COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokeni
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class WeightPiece:
     """One parameter of ours in a tensor of theirs. path: of the parameter. first: where it begins along the form's star."""
     path: str
     form: forms.Form
@@ -38,13 +38,13 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class WeightRow:
     """A tensor of theirs, or one for each layer, and what it is of ours; of experts, which are stacked in ours, one row each.
 
     kind: the same of all experts' rows. expert: its number, of such a row.
     """
     name: str       # with {l} for a layer's number
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WeightPiece, ...]
     shape: tuple[int, ...]
     kind: str
     expert: int | None = None
@@ -121,7 +121,7 @@ def open_folder(directory: Path) -> Folder:
     return Folder(directory, *found)
 
 
-def rows(family: Family, model, paths) -> list[Row]:
+def rows(family: Family, model, paths) -> list[WeightRow]:
     """The tensors of a model in a family's names. model: keys of [model] as attributes. paths: of its parameters.
 
     Raises: ValueError where a parameter has no name.
@@ -135,16 +135,16 @@ def rows(family: Family, model, paths) -> list[Row]:
         lengths = [form.their_shape(sizes)[star or 0] for _, form in parsed]
         firsts = [0, *itertools.accumulate(lengths)]
         shape[star or 0] = firsts[-1] if star is not None else shape[0]
-        pieces = tuple(Piece(path, form, first) for (path, form), first in zip(parsed, firsts))
+        pieces = tuple(WeightPiece(path, form, first) for (path, form), first in zip(parsed, firsts))
         for expert in range(model.num_experts) if "{e}" in name else (None,):
-            found.append(Row(name.replace("{e}", str(expert)), pieces, tuple(shape), name, expert))
+            found.append(WeightRow(name.replace("{e}", str(expert)), pieces, tuple(shape), name, expert))
         covered |= {path for path, _ in parsed}
     if missing := set(paths) - covered:
         raise ValueError(f"{family.model_type} has no name for {', '.join(sorted(missing))}")
     return found
 
 
-def match(folder: Folder, model, paths) -> list[Row]:
+def match(folder: Folder, model, paths) -> list[WeightRow]:
     """The rows of a model, each with a tensor of the folder; names are as this folder has them.
 
     Raises: ValueError with all tensors that are absent, superfluous, of another shape, or of a dtype that is not read.
