@@ -63,11 +63,11 @@ MOST_PARAMETERS, MOST_FIELDS = 8, 12
 
 # What exceeds these today, with its count. An entry leaves once it is not needed, a count falls; none is added.
 PARAMETERS = {
-    "cost/placed.py:_send": 9, "data/packing.py:pack": 15, "model/layers.py:__init__": 9, "pages/measured.py:_curve": 10,
+    "cost/placed.py:_send": 9, "model/layers.py:__init__": 9, "pages/measured.py:_curve": 10,
     "pages/pictures.py:curves": 12, "parallel/band.py:backward": 11, "parallel/expert.py:_backward": 9,
     "parallel/expert.py:_exchanged_backward": 9, "parallel/gather.py:backward": 10, "parallel/pipeline.py:_over_stages": 10,
     "parallel/pipeline.py:evaluate": 9, "parallel/pipeline.py:gradients": 10, "parallel/ring.py:backward": 10,
-    "parallel/ulysses.py:backward": 10, "run/loop.py:train": 9, "training/step.py:build": 9,
+    "parallel/ulysses.py:backward": 10, "training/step.py:build": 9,
 }
 FIELDS = {
     "config/sections.py:Data": 20, "config/sections.py:Model": 53, "config/sections.py:Run": 15,
@@ -75,8 +75,6 @@ FIELDS = {
     "cost/roofline.py:Roofline": 17, "cost/routed.py:Routed": 19, "cost/search.py:Question": 15,
     "parallel/pipeline.py:Shard": 14, "training/step.py:Program": 14,
 }
-SHARED_NAMES = {name: 2 for name in (
-    "Component Files HeldOut Ids Part Progress State Validation _Window").split()}
 
 
 def concepts(package: Path) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
@@ -100,7 +98,7 @@ def concepts(package: Path) -> tuple[dict[str, int], dict[str, int], dict[str, i
 
 def test_functions_classes_and_their_names_exceed_the_caps_only_where_the_tables_say():
     """Too many: fewer concepts, not another entry. Fewer than the table says: take the entry out, or lower its count."""
-    for found, allowed in zip(concepts(ROOT / "meshtrain"), (PARAMETERS, FIELDS, SHARED_NAMES)):
+    for found, allowed in zip(concepts(ROOT / "meshtrain"), (PARAMETERS, FIELDS, {})):
         assert found == allowed
 
 

@@ -79,7 +79,7 @@ class ProcessState:
 class Report:
     """One process's file. threads: of its first stacks, the innermost frame first; None: it left none. fatal: what it crashed
     by. locked: its C watchdog fired, because nothing of Python ran any more."""
-    state: State
+    state: ProcessState
     threads: dict[str, list[StackFrame]] | None
     fatal: str
     locked: bool

@@ -70,7 +70,7 @@ class ProgramAudit:
             total[dot.dtype] += dot.flops
         return dict(total)
 
-    def require_known(self) -> "Program":
+    def require_known(self) -> "ProgramAudit":
         """Itself, where every count is sure. Raises ValueError naming the loops of unknown length."""
         if self.unknown_loops:
             raise ValueError(
