@@ -9,6 +9,7 @@ import argparse
 import ast
 import concurrent.futures
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,12 +26,58 @@ TIMEOUT_S = 600
 
 
 class Fault(NamedTuple):
-    """`old`, which stands once in `file`, becomes `new`; `test` (a pytest id, not slow) must then fail by assertion."""
+    """`old`, which stands once at `place`, becomes `new`; `test` (a pytest id, not slow) must then fail by assertion.
+
+    place: FILE::Class.function, or FILE alone for what is in none. Spaces and line ends within `old` stand for any.
+    """
     name: str
-    file: str
+    place: str
     old: str
     new: str
     test: str
+
+    @property
+    def file(self) -> Path:
+        return Path(self.place.partition("::")[0])
+
+    def planted(self, text: str) -> tuple[str, int]:
+        """(the text of the file with the fault, how often `old` stands at its place: once, or it cannot be planted)."""
+        start, end = 0, len(text)
+        if function := self.place.partition("::")[2]:
+            if function not in (found := functions(text)):
+                return text, 0
+            start, end = found[function]
+        changed, count = pattern(self.old).subn(lambda match: self.new, text[start:end])
+        return text[:start] + changed + text[end:], count
+
+
+def functions(text: str) -> dict[str, tuple[int, int]]:
+    """Class.function -> (start, end) of its characters in a file's text, with functions within functions."""
+    starts, found = [0], {}
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+
+    def visit(node, names):
+        for child in ast.iter_child_nodes(node):
+            inner = names
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                inner = (*names, child.name)
+                first = min([child.lineno, *(mark.lineno for mark in child.decorator_list)])
+                found[".".join(inner)] = starts[first - 1], starts[child.end_lineno]
+            visit(child, inner)
+    visit(ast.parse(text), ())
+    return found
+
+
+def pattern(old: str) -> re.Pattern:
+    """The words of `old` with any spaces between them, or none where none are needed; those at its ends as they are."""
+    inside = old.strip()
+    head, tail = old[:old.find(inside)], old[old.find(inside) + len(inside):]
+    words = re.findall(r"\w+|[^\w\s]", inside)
+    both = lambda a, b: a[-1].isidentifier() and b[0].isidentifier()
+    gaps = [r"\s+" if both(a, b) else r"\s*" for a, b in zip(words, words[1:])]
+    body = "".join(re.escape(word) + gap for word, gap in zip(words, [*gaps, ""]))
+    return re.compile(re.escape(head) + body + re.escape(tail))
 
 
 def load() -> list[Fault]:
@@ -42,10 +89,10 @@ def load() -> list[Fault]:
 def problems(fault: Fault) -> list[str]:
     """Why this entry cannot be planted in the tree as it stands; empty if it can."""
     found, path = [], ROOT / fault.file
-    count = path.read_text().count(fault.old) if path.is_file() else -1
+    count = fault.planted(path.read_text())[1] if path.is_file() else -1
     if count != 1:
         what = "the file is gone" if count < 0 else f"the old text stands {count} times, not once: {fault.old!r}"
-        found.append(f"{fault.name}: {fault.file}: {what}; give the entry the text that does this work now")
+        found.append(f"{fault.name}: {fault.place}: {what}; give the entry the text that does this work now")
     if fault.old == fault.new:
         found.append(f"{fault.name}: old and new are the same")
     file, _, name = fault.test.partition("::")
@@ -75,7 +122,7 @@ def plant(fault: Fault) -> tuple[bool, str, float]:
             ignore = shutil.ignore_patterns("__pycache__", ".*")
             shutil.copytree(ROOT / name, copy / name, ignore=ignore) if (ROOT / name).is_dir() else shutil.copy(ROOT / name, copy)
         target = copy / fault.file
-        target.write_text(target.read_text().replace(fault.old, fault.new))
+        target.write_text(fault.planted(target.read_text())[0])
         report, start = copy / "report.xml", time.monotonic()
         # In this process's child alone, without the suite's workers: one test is all there is.
         command = [sys.executable, "-m", "pytest", "-o", "addopts=-q -m 'not slow'", "-x", "-p", "no:cacheprovider",

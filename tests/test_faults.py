@@ -14,7 +14,16 @@ def test_every_planted_fault_has_its_place_and_its_test():
 
 
 def test_every_room_has_planted_faults():
-    assert ROOMS - {fault.file.split("/")[1] for fault in faults.load()} == set()
+    assert ROOMS - {fault.file.parts[1] for fault in faults.load()} == set()
+
+
+def test_a_fault_is_pinned_by_its_function_and_its_words():
+    fault = faults.Fault("", "a.py::A.f", "return  (x+1)", "return 0", "")
+    text = "def f(x):\n    return (x + 1)\nclass A:\n    def f(x):\n        return (\n            x + 1)\n"
+    assert fault.planted(text) == (text[:text.rindex("return")] + "return 0\n", 1)
+    assert fault.planted(text.replace("x +", "xx +"))[1] == 0
+    assert fault.planted(text.replace("class A", "class B"))[1] == 0
+    assert fault._replace(place="a.py").planted(text)[1] == 2
 
 
 @pytest.mark.slow
