@@ -3,13 +3,16 @@ import fnmatch
 import json
 import re
 import shlex
+import traceback
 from pathlib import Path
 
+import jax
 import pytest
 
 from launch import local
-from meshtrain import config, convert, evaluate, generate, plan, report
+from meshtrain import assembly, config, convert, evaluate, generate, plan, report
 from meshtrain.cost import hardware
+from meshtrain.kernels import blockwise
 from meshtrain.run import resume
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -145,3 +148,16 @@ def test_what_may_change_on_resume_is_what_the_page_says():
 def test_the_command_of_ci_is_that_of_the_first_page():
     block = PAGES[0].read_text().split("<!-- test-command -->")[1].split("```")[1]
     assert block.startswith("bash\n") and block.count("\n") == 2 and "pytest" in block and ".venv/" in block
+
+
+def test_the_page_of_the_code_leads_to_the_scores_by_the_files_that_the_call_passes(monkeypatch):
+    stacks, scores = [], blockwise._scores
+    monkeypatch.setattr(blockwise, "_scores", lambda *args, **words: stacks.append(traceback.extract_stack()) or scores(*args, **words))
+    run = config.Run(model=dict(num_layers=1, embed_dim=16, num_heads=2, mlp_dim=16), data=dict(seq_len=16, global_batch=1))
+    made = assembly.assemble(run, jax.devices()[:1])
+    with jax.set_mesh(made.mesh):
+        assembly.compile_evaluation(made)
+    package = ROOT / "meshtrain"
+    passed = dict.fromkeys(str(Path(frame.filename).relative_to(package)) for frame in stacks[0] if frame.filename.startswith(f"{package}/"))
+    listed = re.findall(r"^\d+\. \[meshtrain/(\S+)\]", (ROOT / "docs" / "code.md").read_text(), re.MULTILINE)
+    assert listed == ["train.py", *passed] and len(listed) <= 8
