@@ -13,8 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
+from conftest import programs_in
 
 ROOT = Path(__file__).resolve().parent.parent
 RULES = '# my own\n[activations]\nbatch = ["data", "fsdp"]\n'
@@ -41,10 +41,9 @@ def home(tmp_path_factory):
     (home / "corpus.txt").write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(600)))
     (home / "empty.txt").write_text("")
     (home / "my rules.toml").write_text(RULES)
-    yield home
-    jax.config.update("jax_compilation_cache_dir", None)
-    from jax.experimental.compilation_cache import compilation_cache
-    compilation_cache.reset_cache()
+    # Without source lines in the names of entries: the same run is trained from many tests.
+    with programs_in(str(home / "cache"), jax_compilation_cache_include_metadata_in_key=False):
+        yield home
 
 
 @pytest.fixture(autouse=True)

@@ -26,11 +26,10 @@ from test_layouts import ONE, Compiled, MODEL, T, rows as rows_of, run_of
 RANK, ALPHA = 4, 6.0
 SCALE = ALPHA / RANK
 MESHES = [
-    ("zero3", dict(data=2, fsdp=2, tensor=2)),
     ("zero3", dict(fsdp=2, tensor=2, stage=2)),
 ]
 GRID = [
-    ("zero1", dict(fsdp=4)), ("ddp", dict(data=4)), ("zero2", dict(data=2, fsdp=2)), ("zero3", dict(data=2, fsdp=4)), ("hsdp", dict(data=2, fsdp=2)),
+    ("zero3", dict(data=2, fsdp=2, tensor=2)), ("zero1", dict(fsdp=4)), ("ddp", dict(data=4)), ("zero2", dict(data=2, fsdp=2)), ("zero3", dict(data=2, fsdp=4)), ("hsdp", dict(data=2, fsdp=2)),
     ("tensor", dict(data=2, tensor=2)), ("ddp", dict(tensor=8)), ("zero3", dict(fsdp=2, context=2)),
     ("zero3", dict(fsdp=2, tensor=2, context=2)), ("ddp", dict(data=2, stage=2)),
     ("zero1", dict(data=2, tensor=2, stage=2)), ("zero3", dict(stage=2, context=2)),

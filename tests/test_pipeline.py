@@ -127,8 +127,7 @@ def test_any_number_of_stages_and_microbatches_equals_one_device(schedule, stage
 
 
 @pytest.mark.parametrize("rule, mesh, schedule", [
-    ("zero3", dict(context=2, tensor=2), "interleaved_zero_bubble"),
-    *slow(("zero1", dict(data=2), "1f1b"), ("zero1", dict(tensor=2), "1f1b"),
+    *slow(("zero3", dict(context=2, tensor=2), "interleaved_zero_bubble"), ("zero1", dict(data=2), "1f1b"), ("zero1", dict(tensor=2), "1f1b"),
           ("zero3", dict(fsdp=2), "interleaved_zero_bubble"),
           ("zero1", dict(data=2), "interleaved_zero_bubble"),
           ("zero3", dict(fsdp=2), "1f1b"),

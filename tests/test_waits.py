@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
+from conftest import programs_in
 
 from meshtrain import train
 from meshtrain.data import packing
@@ -34,9 +34,8 @@ def tiny(tmp_path_factory):
         "model.mlp_dim": 64, "data.source": "text", "data.paths": json.dumps([str(home / "corpus.txt")]), "data.seq_len": 32,
         "data.global_batch": 8, "run.sample_tokens": 0, "run.compilation_cache": home / "cache", "validation.batches": 1,
         "optimizer.schedule": "constant"}
-    yield tuple(word for key, value in values.items() for word in (f"--{key}", str(value)))
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
+    with programs_in(str(home / "cache"), jax_compilation_cache_include_metadata_in_key=False):
+        yield tuple(word for key, value in values.items() for word in (f"--{key}", str(value)))
 
 
 def trained(tiny, directory, *overrides) -> list[dict]:
