@@ -58,7 +58,7 @@ def measure(dtype: str, count: int, place: Path) -> str:
     from meshtrain.layout import rules
     from meshtrain.layout.mesh import MeshSpec
     from meshtrain.model import params, transformer
-    from meshtrain.run import export, pretrained
+    from meshtrain.run import export, pretrained, trees
     from meshtrain.weights import folder
 
     run = config.Run(model=MODEL, mesh=dict(simulated_devices=count), run=dict(compilation_cache=""))
@@ -69,7 +69,7 @@ def measure(dtype: str, count: int, place: Path) -> str:
     out = place / "out"
     with jax.set_mesh(mesh):
         weights = jax.jit(model.init, out_shardings=placed)(jax.random.key(0))
-        leaves = dict(pretrained.leaves_of(weights))
+        leaves = trees.leaves_of(weights)
         write = lambda: export.write(out, model, leaves.__getitem__, dtype=dtype, shard_bytes=FILE_BYTES, source=None, bos=1,
                                      data={"seq_len": 1024, "eos": "", "tokenizer": "bytes"})
         write_s, size = timed(write)

@@ -26,7 +26,7 @@ from pathlib import Path
 from launch import supervise
 from meshtrain import config, files
 from meshtrain.config import ConfigError, Run
-from meshtrain.run import contents, disk, say, stops
+from meshtrain.run import contents, say, stops
 
 USAGE = "python -m launch.restart CODE [--scheduled] [--said FILE] --max-restarts R -- [RUN.toml] [--section.key value ...]"
 ENDS = (stops.DONE, stops.USER_ERROR, stops.STOPPED)
@@ -153,7 +153,7 @@ def counted(failures: Failures, code: int, words: str = "", **more) -> float | N
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             text = json.dumps({"step": failures.step, "said": failures.said, "begins": time.time() + wait_s, **more})
-            files.patiently(lambda: disk.replace(path, text))
+            files.patiently(lambda: files.replace(path, text))
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}; it is not started again") from None
     return wait_s

@@ -32,7 +32,7 @@ from meshtrain import config, devices, files
 from meshtrain.cluster import agree, find, meet
 from meshtrain.config import ConfigError
 from meshtrain.model import transformer
-from meshtrain.run import adapters, export, exports, peft, pretrained, resume
+from meshtrain.run import adapters, export, exports, peft, resume, trees
 from meshtrain.run.checkpoint import CheckpointError
 from meshtrain.weights import folder
 
@@ -113,8 +113,8 @@ def _export(found: Sequence[jax.Device], run_dir: Path, out: Path, step: int, dt
     def leaf(path: str) -> jax.Array:
         info = infos[path]
         wanted = jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=NamedSharding(mesh, _spread(info.shape, mesh.size)))
-        taken = adapters.restore(saved, pretrained.nested({path: wanted}), dtype=jnp.float32)
-        ((_, array),) = pretrained.leaves_of(taken)
+        taken = adapters.restore(saved, trees.nested({path: wanted}), dtype=jnp.float32)
+        (array,) = jax.tree.leaves(taken)
         return array
 
     with config.user_errors():
@@ -137,8 +137,8 @@ def _export_adapters(found: Sequence[jax.Device], run_dir: Path, out: Path, step
         if path not in infos:
             return None
         wanted = jax.ShapeDtypeStruct(infos[path].shape, infos[path].dtype, sharding=whole)
-        taken = saved.restore({"params": pretrained.nested({path: wanted})}, part=True)
-        return pretrained.leaves_of(taken["params"])[0][1]
+        taken = saved.restore({"params": trees.nested({path: wanted})}, part=True)
+        return jax.tree.leaves(taken)[0]
 
     with config.user_errors():
         size = peft.write(out, model, leaf, dtype=dtype, base=saved.run["checkpoint"]["init_from"], source=exports.kept(run_dir))

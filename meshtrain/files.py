@@ -3,17 +3,27 @@
 A name that is wrong, or that nobody may read or write, stays so until a person changes it: exit code 2. A shared file system
 that answers ESTALE after a failover, a disk that is full, or a device that fails says nothing about the run file: the call is
 made again with patience, then the run ends with exit code 1, and a launcher starts it again. MISTAKES is the whole rule.
+
+Below: files written until they are on the disk, and their checksums, xxh3-128. An error of the file system is never taken for damage:
+NFS answers ESTALE after a failover, a host may lack its mount, and what a process cannot read now another one can.
 This module imports nothing of meshtrain: every room may use it.
 """
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import errno
 import os
+import re
+import shutil
 import socket
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TypeVar
+
+import xxhash
 
 # Lasting until somebody changes a name, a permission or a mount. Every other code (EIO, ESTALE, ETIMEDOUT, ENOTCONN, EBUSY,
 # ENOTEMPTY, ENOSPC, EDQUOT, EMFILE, …) may be gone at the next call.
@@ -24,6 +34,7 @@ MISTAKES = frozenset({
 PAUSES_S = (0.5, 2.0, 5.0)  # before each further try; an NFS client keeps attributes for up to 3 s (acregmin)
 # Longer than a file server keeps the locks of a client that is gone: NFSv4 90 s (its lease), Lustre 100 s and more (eviction).
 LOCK_WAIT_S, TELL_AGAIN_S = 300.0, 60.0
+CHUNK_BYTES = 4 << 20  # read at once: larger than what keeps a disk busy, smaller than a core's share of the cache
 Value = TypeVar("Value")
 
 
@@ -130,3 +141,106 @@ class Waiting:
         if now - self._told >= TELL_AGAIN_S:
             self._told = now
             self.tell(f"{self.what}{owner}; waiting: if its host is lost, the file server frees the lock in some minutes")
+
+
+def regular_files(place: Path) -> list[Path]:
+    return [path for path in place.rglob("*") if path.is_file()]
+
+
+def checksums(place: Path, paths: Iterable[Path], *, sync: bool = False, missing: bool = False) -> dict[str, list]:
+    """Name within `place` -> [bytes, xxh3-128] of each file.
+
+    sync: they were just written, and are on the disk when this returns; else they are read with patience.
+    """
+
+    def checksum(path):
+        digest, size = xxhash.xxh3_128(), 0
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, os.stat(path).st_size + 1)))
+        with open(path, "rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                digest.update(buffer[:count])
+                size += count
+            if sync:
+                os.fsync(file.fileno())
+        return str(path.relative_to(place)), [size, digest.hexdigest()]
+
+    one = checksum if sync else lambda path: patiently(lambda: checksum(path), missing=missing)
+    with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
+        return dict(threads.map(one, paths))
+
+
+def difference(found: list, wanted) -> str:
+    """How a file differs from what was written, in words; empty if it does not."""
+    if found == wanted:
+        return ""
+    if isinstance(wanted, list) and found[0] != wanted[0]:
+        return f"{found[0]} bytes, {wanted[0]} were written"
+    return "its checksum differs"
+
+
+def write(path: Path, text: str) -> None:
+    """The file is on the disk when this returns. Raises: OSError that names the file."""
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = os.fspath(path)
+        raise
+
+
+def remove(place: Path) -> OSError | None:
+    """Removes a directory, with patience, also while other processes do. Returns why some of it stays, which does no harm: the
+    caller has taken its name or its index."""
+    refused: list[OSError] = []
+
+    def act():
+        refused.clear()
+        shutil.rmtree(place, onerror=lambda call, path, info: refused.append(info[1]))
+        if faults := [error for error in refused if is_moment(error)]:
+            raise faults[0]
+    with contextlib.suppress(OSError):
+        patiently(act)
+    return next((error for error in refused if not isinstance(error, FileNotFoundError)), None)
+
+
+def replace(path: Path, text: str, *, shared: bool = False) -> None:
+    """The file has either its old text or, when this returns, all of the new. shared: several processes may write it at once; its
+    name is on the disk, too, and a write that fails leaves nothing."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp" if shared else f"{path.name}.tmp")
+    try:
+        write(temporary, text)
+        temporary.replace(path)
+    finally:
+        if shared:
+            temporary.unlink(missing_ok=True)
+    if shared:
+        sync(path.parent)
+
+
+def set_aside(path: Path, suffix: str) -> str:
+    """Renames a file or directory to NAME.suffix, or NAME.suffix-2 where that is taken; returns the new name."""
+    names = (f"{path.name}.{suffix}{more}" for more in ("", *(f"-{i}" for i in range(2, 1000))))
+    kept = next(name for name in names if not path.with_name(name).exists())
+    path.rename(path.with_name(kept))
+    return kept
+
+
+def sync(directory: Path) -> None:
+    """A name is on the disk when its directory is."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def said(error: BaseException) -> str:
+    """An error in one line, for people: what the system said, and about which file."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+    text = " ".join(str(error).split())
+    if code := re.search(r"os_error_code='(\d+)'", text):  # tensorstore's way to report a full disk
+        return os.strerror(int(code[1]))
+    return text if type(error).__module__.startswith("meshtrain.") else f"{type(error).__name__}: {text[:300]}"

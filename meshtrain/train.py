@@ -36,7 +36,7 @@ from meshtrain.files import FileSystemError
 from meshtrain.inference.generate import GenerationLimits
 from meshtrain.inference.picking import Picking
 from meshtrain.inference.words import Words
-from meshtrain.run import (contents, disk, exports, goodput, history, init_from, loop, measured, metrics, pretrained, reference, rehearsal,
+from meshtrain.run import (contents, exports, goodput, history, init_from, loop, measured, metrics, pretrained, reference, rehearsal,
                            resume, rundir)
 from meshtrain.run.checkpoint import Checkpoints, Store
 from meshtrain.run.local_tier import LocalTier
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
     except Exception as error:
         if files.is_moment(error):      # met where nobody had a word for it
             where = traceback.extract_tb(error.__traceback__)[-1]
-            return _fail(FAILED, f"error: {disk.said(error)}, in {where.name} of {where.filename}; see to the file system (its room, its "
+            return _fail(FAILED, f"error: {files.said(error)}, in {where.name} of {where.filename}; see to the file system (its room, its "
                                  "mounts, its server) and start again", error)
         if agree.told_by_first(error):      # process 0 has its traceback
             return _fail(FAILED, "", error)
@@ -358,9 +358,9 @@ def _write_cost(made: assembly.Assembly, step, directory: Path) -> None:
         program, line = audit.read(text, made.mesh), roofline.of_run(made, text)
         told = report.as_json(made, step, program, formulas, line) | facts.of_run(made)
         told["warnings"] = unasked.warnings(made, program, ())      # what XLA logs is for `inspect` to hear
-        disk.replace(directory / measured.COST, json.dumps(told))
+        files.replace(directory / measured.COST, json.dumps(told))
     except Exception as error:      # whatever it is, it is not worth a run
-        say.err(f"{directory / measured.COST} is not written ({disk.said(error)}); training goes on, and the report has no price")
+        say.err(f"{directory / measured.COST} is not written ({files.said(error)}); training goes on, and the report has no price")
 
 
 def _memory(made: assembly.Assembly, step) -> Callable[[], int]:

@@ -91,7 +91,8 @@ import os, sys, time
 count, index, port, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from meshtrain.run import checkpoint, disk
+from meshtrain import files
+from meshtrain.run import checkpoint
 if count > 1:
     jax.distributed.initialize(f"127.0.0.1:{port}", count, index, initialization_timeout=60)
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))

@@ -61,7 +61,7 @@ def inject(process, where, kind):
         return
     place, _, number = where.partition(":")
     modules = {"step": ("meshtrain.cluster.watch", "step"), "compile": ("meshtrain.assembly", "compile_step"),
-               "save": ("meshtrain.run.checkpoint", "_nested"), "restore": ("meshtrain.assembly", "initialize"),
+               "save": ("meshtrain.run.checkpoint", "Checkpoints"), "restore": ("meshtrain.assembly", "initialize"),
                "agree": ("meshtrain.assembly", "assemble"), "commit": ("meshtrain.run.commit", "commit")}
     name, function = modules[place]
     if place == "save":

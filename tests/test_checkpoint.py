@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshtrain import files
 from meshtrain.config import ConfigError
-from meshtrain.run import checkpoint, disk
+from meshtrain.run import checkpoint, trees
 from checkpoints import ROOT, abstract, assert_same_bits, flip, latest, make_state, mesh, names, small_disk  # noqa: F401
 
 
@@ -61,8 +61,8 @@ def test_who_reads_only_weights_reads_and_checks_no_other_arrays(tmp_path, monke
     of_params = [str(path) for path in (tmp_path / "7" / "params").rglob("*") if path.is_file()]
     largest = max(filter(pathlib.Path.is_file, (tmp_path / "7" / "state").rglob("*")), key=lambda path: path.stat().st_size)
     flip(largest)
-    read, real = [], disk.checksums
-    monkeypatch.setattr(disk, "checksums", lambda place, paths, **how: real(place, [read.append(str(p)) or p for p in paths], **how))
+    read, real = [], files.checksums
+    monkeypatch.setattr(files, "checksums", lambda place, paths, **how: real(place, [read.append(str(p)) or p for p in paths], **how))
     checkpoints = checkpoint.Checkpoints(tmp_path, read_only=True)
     assert checkpoints.latest(only_params=True) == 7
     assert sorted(read) == sorted([*of_params, str(tmp_path / "7" / "metadata.json")])
@@ -78,10 +78,10 @@ def test_a_checkpoint_of_format_3_that_has_all_arrays_in_one_folder_comes_back(t
     old, place = make_state(mesh(4, 2), P("a", "b")), tmp_path / "7"
     (place / "state").mkdir(parents=True)
     handler = ocp.PyTreeCheckpointHandler(use_compression=False)
-    handler.save(epath.Path(place / "state"), args=ocp.args.PyTreeSave(checkpoint._nested(old)))
+    handler.save(epath.Path(place / "state"), args=ocp.args.PyTreeSave(trees.nested(trees.leaves_of(old))))
     handler.finalize(epath.Path(place / "state"))
     (place / "metadata.json").write_text('{"format": 3}')
-    sums = disk.checksums(place, [path for path in place.rglob("*") if path.is_file()])
+    sums = files.checksums(place, [path for path in place.rglob("*") if path.is_file()])
     (place / "checksums.json").write_text(json.dumps(sums))
     checkpoints = checkpoint.Checkpoints(tmp_path)
     assert checkpoints.latest(only_params=True) == checkpoints.latest() == 7
@@ -263,7 +263,7 @@ def test_wherever_the_disk_refuses_the_last_whole_one_stays(tmp_path, monkeypatc
             def fail(*args, **kwargs):
                 raise OSError(error, os.strerror(error))
 
-            broken.setattr(*((pathlib.Path, where) if where == "rename" else (disk, where)), fail)
+            broken.setattr(*((pathlib.Path, where) if where == "rename" else (files, where)), fail)
             checkpoints.save(2, {"w": jnp.ones(3)}, {})
             with pytest.raises(checkpoint.CheckpointError, match=f"step 2 not saved in {tmp_path}: {os.strerror(error)}"):
                 checkpoints.wait()
@@ -303,7 +303,7 @@ def test_the_last_failed_save_raises_at_the_end(tmp_path):
 def failing_saves(monkeypatch):
     def fail(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    monkeypatch.setattr(disk, "checksums", fail)
+    monkeypatch.setattr(files, "checksums", fail)
 
 
 def test_the_third_failed_save_in_a_row_stops_the_run_at_once(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import meshtrain.files
-from meshtrain.run import checkpoint, disk
+from meshtrain.run import checkpoint
 from checkpoints import abstract, files, flip, latest, make_state, mesh, names, run_processes
 
 
@@ -65,7 +65,7 @@ def test_a_flipped_bit_anywhere_in_the_checksums_themselves_is_noticed(tmp_path)
     place.mkdir()
     for name in ("metadata.json", "manifest"):
         (place / name).write_text(name)
-    checksums.write_text(json.dumps(disk.checksums(place, [place / name for name in files(place)])))
+    checksums.write_text(json.dumps(meshtrain.files.checksums(place, [place / name for name in files(place)])))
     checkpoints, whole = checkpoint.Checkpoints(tmp_path), checksums.read_bytes()
     assert not checkpoints.fault(2)
     for bit in range(8 * len(whole)):
@@ -155,7 +155,7 @@ def test_no_file_of_a_checkpoint_is_unpickled(two, tmp_path):
             place = directory / "2"
             (place / name).write_bytes(bomb)
             (place / "checksums.json").unlink()
-            (place / "checksums.json").write_text(json.dumps(disk.checksums(place, [place / n for n in files(place)])))
+            (place / "checksums.json").write_text(json.dumps(meshtrain.files.checksums(place, [place / n for n in files(place)])))
             checkpoints = checkpoint.Checkpoints(directory)
             assert not checkpoints.fault(2)
             for read in (checkpoints.newest, lambda: checkpoints.restore(2, abstract(make_state(mesh(4, 2), P("a", "b"))))):

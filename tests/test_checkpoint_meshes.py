@@ -86,11 +86,11 @@ with checkpoint.Checkpoints(directory, keep=2, tell=lambda text: say("told", tex
     checkpoints.save(3, state(3), {"from": "two"})
     say("latest", checkpoints.latest())
     check(3, None, "a")
-    write = disk.checksums
+    write = files.checksums
     if index == 1:
         def broken(*args, **kwargs):
             raise OSError(28, os.strerror(28))
-        disk.checksums = broken
+        files.checksums = broken
     checkpoints.save(4, state(4), {})
     start = time.perf_counter()
     try:
@@ -103,7 +103,7 @@ with checkpoint.Checkpoints(directory, keep=2, tell=lambda text: say("told", tex
             checkpoints.save(step, state(step), {})
     except checkpoint.CheckpointError as error:
         say("raised", str(error).partition(": see to")[0])
-    disk.checksums = write
+    files.checksums = write
     checkpoints.save(5, state(5), {"from": "two"})
     checkpoints.save(5, state(6), {"from": "the second attempt"})
 say("left", sorted(os.listdir(directory)))

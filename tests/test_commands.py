@@ -352,15 +352,15 @@ def test_options_before_the_run_file_keep_its_mesh_where_there_are_gpus(monkeypa
 # ---- checkpoints ------------------------------------------------------------------------------------------------------
 
 def test_a_failed_final_save_is_exit_1_and_a_failed_regular_one_is_told(tiny, tmp_path, monkeypatch):
-    from meshtrain.run import disk
-    write = disk.write
+    from meshtrain import files
+    write = files.write
 
     def full(path, text):
         if path.parent.name in (".2.saving", ".6.saving") and path.name == "metadata.json":
             raise OSError(28, os.strerror(28))
         write(path, text)
 
-    monkeypatch.setattr(disk, "write", full)
+    monkeypatch.setattr(files, "write", full)
     ran = call(train.main, *tiny, *SIX, "--run.dir", tmp_path / "run", "--checkpoint.every", 2)
     saved = tmp_path / "run" / "checkpoints"
     assert ran.code == 1 and "Traceback" not in ran.err

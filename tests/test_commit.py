@@ -9,7 +9,7 @@ import pytest
 from etils import epath
 
 from benchmarks import commit as benchmark
-from meshtrain.run import checkpoint, commit, disk
+from meshtrain.run import checkpoint, commit
 from checkpoints import files, flip
 
 COUNT = 64
@@ -25,8 +25,8 @@ def written(tmp_path_factory):
         commit.hand_over(place, index)
     (place / "state" / "notes").write_text("of nobody")
     with pytest.MonkeyPatch.context() as watched:
-        real = disk.checksums
-        watched.setattr(disk, "checksums", lambda where, paths, **how: real(where, [opened.append(path) or path for path in paths], **how))
+        real = commit.files.checksums
+        watched.setattr(commit.files, "checksums", lambda where, paths, **how: real(where, [opened.append(path) or path for path in paths], **how))
         commit.commit(place, COUNT, json.dumps({"format": checkpoint.FORMAT}), lambda folder: handler.finalize(epath.Path(folder)))
     return directory, whole, [str(path.relative_to(place)) for path in opened]
 
@@ -60,7 +60,7 @@ def test_the_first_process_sums_only_files_that_belong_to_nobody(written):
 
 
 def test_who_did_not_hand_over_is_named_with_its_word(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk.files, "PAUSES_S", (0.01,))
+    monkeypatch.setattr(commit.files, "PAUSES_S", (0.01,))
     for index in (0, 2):
         (tmp_path / "state").mkdir(exist_ok=True)
         commit.hand_over(tmp_path, index)

@@ -11,15 +11,15 @@ from checkpoints import assert_same_bits, run_processes
 from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
 from folders import EIGHT, GOLDENS, NAMES, ONE, ROOT, Loaded, contents
 
-from meshtrain import config, convert, train
-from meshtrain.run import checkpoint, disk, export, pretrained
+from meshtrain import config, convert, files, train
+from meshtrain.run import checkpoint, export, trees
 from meshtrain.weights import folder, settings
 
 LAYOUTS = [("zero3", dict(fsdp=8)), ("ddp", dict(data=2, tensor=4)), ("zero1", dict(fsdp=2, tensor=2, stage=2))]
 
 
 def write(loaded: Loaded, out, dtype="float32", shard_bytes=30_000, source=None) -> int:
-    leaves = dict(pretrained.leaves_of(loaded.params))
+    leaves = trees.leaves_of(loaded.params)
     with jax.set_mesh(loaded.made.mesh):
         return export.write(out, loaded.made.model, leaves.__getitem__, dtype=dtype, shard_bytes=shard_bytes,
                             data={"seq_len": 40, "eos": "", "tokenizer": "bytes"}, bos=1, source=source)
@@ -105,7 +105,7 @@ def test_a_kill_at_any_moment_leaves_nothing_under_the_name(one, tmp_path, monke
         return guarded
 
     with monkeypatch.context() as patched:
-        for place, name in ((os, "pwrite"), (os, "fsync"), (os, "replace"), (os, "mkdir"), (disk, "write"), (disk, "sync")):
+        for place, name in ((os, "pwrite"), (os, "fsync"), (os, "replace"), (os, "mkdir"), (files, "write"), (files, "sync")):
             patched.setattr(place, name, guard(getattr(place, name)))
         moments = sampling.generator("kill").randrange(3)
         while True:

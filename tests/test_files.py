@@ -9,7 +9,6 @@ import pytest
 from meshtrain import files
 from meshtrain.config import ConfigError, user_errors
 from meshtrain.data import formats, parts, sources, token_files
-from meshtrain.run import disk
 from meshtrain.weights import safetensors, settings
 
 MOMENTS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EBUSY, errno.ENOTEMPTY, errno.ENOSPC, errno.EDQUOT)
@@ -49,9 +48,9 @@ def test_a_directory_is_removed_although_the_file_system_refuses_once(times, tmp
     act, calls = refusing(errno.ESTALE, times)
     real = os.rmdir
     monkeypatch.setattr(os, "rmdir", lambda *args, **options: act() and real(*args, **options))
-    disk.remove(tmp_path / "doomed")
+    files.remove(tmp_path / "doomed")
     assert (tmp_path / "doomed").exists() == (times > 1) and calls
-    disk.remove(tmp_path / "never there")
+    files.remove(tmp_path / "never there")
 
 
 def test_only_what_the_kernel_says_of_files_is_a_moment():

@@ -8,7 +8,7 @@ import sampling
 from folders import EIGHT, GOLDENS, ONE, Loaded, contents
 
 from meshtrain.model import params
-from meshtrain.run import adapters, export, peft, pretrained
+from meshtrain.run import adapters, export, peft, trees
 
 RANK, ALPHA = 3, 5.0
 CASES = [("phi3", ONE, ("query", "down", "up"))]
@@ -43,12 +43,12 @@ def test_merged_logits_are_the_unmerged_and_peft_s_tensors_make_the_merged_folde
     loaded.params = params.joined(trained, frozen)
     tokens = rng.integers(0, 90, (8, 40))
     unmerged = loaded.logits(tokens)
-    merged, leaf = Loaded(GOLDENS / name, *layout), adapters.leaf(model, dict(pretrained.leaves_of(loaded.params)))
-    merged.params = pretrained.nested({info.name: leaf(info.name) for info in merged.made.model.parameters()})
+    merged, leaf = Loaded(GOLDENS / name, *layout), adapters.leaf(model, trees.leaves_of(loaded.params))
+    merged.params = trees.nested({info.name: leaf(info.name) for info in merged.made.model.parameters()})
     np.testing.assert_allclose(merged.logits(tokens), unmerged, atol=1e-4)      # float32, as the golden families'
 
     with jax.set_mesh(loaded.made.mesh):
-        peft.write(tmp_path / "adapters", model, dict(pretrained.leaves_of(loaded.params)).get, dtype="float32", base="base",
+        peft.write(tmp_path / "adapters", model, trees.leaves_of(loaded.params).get, dtype="float32", base="base",
                    source=GOLDENS / name)
         export.write(tmp_path / "merged", model, leaf, dtype="float32", shard_bytes=10**9, source=GOLDENS / name, bos=1,
                      data={"seq_len": 40, "eos": "", "tokenizer": "bytes"})

@@ -12,7 +12,7 @@ import pytest
 from meshtrain import config, files
 from meshtrain.config import ConfigError
 from meshtrain.data import tokenizer
-from meshtrain.run import checkpoint, disk, exports, metrics, resume, rows, rundir
+from meshtrain.run import checkpoint, exports, metrics, resume, rows, rundir
 from checkpoints import flip
 import documents
 from corpora import open_source
@@ -202,7 +202,7 @@ def test_the_same_command_goes_on_and_another_answer_goes_back_again(two):
     assert (start.step, start.skip_batches) == (5, 0), "the settings that were written are those in force"
 
 
-@pytest.mark.parametrize("place, call", [(disk, "replace"), (os, "truncate"), (exports, "set_aside_after"), (rows, "set_aside_after")])
+@pytest.mark.parametrize("place, call", [(files, "replace"), (os, "truncate"), (exports, "set_aside_after"), (rows, "set_aside_after")])
 @pytest.mark.parametrize("code, raised", [(errno.ENOSPC, files.FileSystemError), (errno.ESTALE, files.FileSystemError), (errno.EACCES, ConfigError)])
 def test_a_directory_that_cannot_be_written_before_the_first_step_is_one_message(two, monkeypatch, place, call, code, raised):
     monkeypatch.setattr(files, "PAUSES_S", (0.0,))
@@ -242,13 +242,13 @@ def test_the_way_back_loses_nothing_and_is_recorded_once(two, capfd):
 
 def test_a_newest_checkpoint_that_cannot_be_read_is_no_obstacle_on_the_way_back(two, monkeypatch):
     monkeypatch.setattr(files, "PAUSES_S", (0.01,))
-    real = checkpoint.disk.checksums
+    real = checkpoint.files.checksums
 
     def stale(place, *args, **options):
         if place.name == "4":
             raise OSError(116, "Stale file handle")
         return real(place, *args, **options)
-    monkeypatch.setattr(checkpoint.disk, "checksums", stale)
+    monkeypatch.setattr(checkpoint.files, "checksums", stale)
     with pytest.raises(checkpoint.CheckpointError):
         found(two)
     assert found(two, "--checkpoint.step", 2).step == 2

@@ -105,7 +105,7 @@ class Given:
         if [token_files.checksum(array, job.check_stop) for array in arrays] != note["crc32"]:
             return None
         with contextlib.suppress(OSError):
-            parts.write_whole(self.manifest, json.dumps(parts.noted(note, stamps)))
+            files.replace(self.manifest, json.dumps(parts.noted(note, stamps)), shared=True)
         return pair
 
     def _stamps(self, derived: bool) -> list[list[int]]:
@@ -137,7 +137,7 @@ class Given:
             ends = token_files.open_ends(str(self.ends) if derived else token_files.ends_path(path), path)
             note = {"derived": derived, "stamps": self._stamps(derived), "largest": largest, "lead": lead, "gap": lead + tail,
                     "documents": ends.size, "crc32": [crc, token_files.checksum(ends.map(), job.check_stop), *of_mask]}
-            parts.write_whole(self.manifest, json.dumps(note))
+            files.replace(self.manifest, json.dumps(note), shared=True)
             return self._open(note)
         except OSError as error:
             raise files.judged(error, f"token cache: {self.home} cannot be written, or {path} not read",

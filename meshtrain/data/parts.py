@@ -289,21 +289,3 @@ def _size(path: str) -> int:
     with contextlib.suppress(OSError):
         return os.stat(path).st_size
     return 0
-
-
-def write_whole(path: Path, text: str) -> None:
-    """A small file, whole or absent. Raises: OSError."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY)    # renames are on disk once their directory is
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)

@@ -151,7 +151,7 @@ class Tokenized:
             return None, f"the cache is damaged ({str(error) or type(error).__name__})"
         if new != old or not parts.knows(manifest, stamps):
             with contextlib.suppress(OSError):    # touched or moved only, or another host: spares the next run the reading
-                parts.write_whole(self.manifest, json.dumps(parts.noted(manifest | {"inputs": new}, stamps)))
+                files.replace(self.manifest, json.dumps(parts.noted(manifest | {"inputs": new}, stamps)), shared=True)
         return pair, ""
 
     def _open(self, manifest: dict) -> token_files.IndexedTokens:
@@ -181,7 +181,7 @@ class Tokenized:
                 os.replace(path, whole)
             manifest = {"inputs": inputs, "dtype": str(tokens.dtype), "tokens": tokens.count, "documents": ends.count,
                         "crc32": [writer.crc for writer in writers], "stamps": self._stamps()}
-            parts.write_whole(self.manifest, json.dumps(manifest))
+            files.replace(self.manifest, json.dumps(manifest), shared=True)
             return self._open(manifest)
         except OSError as error:
             raise files.judged(error, f"token cache: {self.home} cannot be written; what is finished is kept",

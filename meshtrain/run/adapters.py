@@ -15,7 +15,7 @@ from meshtrain.model.transformer import Transformer
 from meshtrain.names import LORA
 from meshtrain.run import say
 from meshtrain.run.checkpoint import Saved
-from meshtrain.run.pretrained import leaves_of, nested
+from meshtrain.run.trees import leaves_of, nested
 
 KERNEL = "kernel"
 
@@ -40,19 +40,19 @@ def restore(saved: Saved, wanted: dict, dtype=None) -> dict:
     wanted: nested dicts of jax.ShapeDtypeStruct with NamedShardings, all parameters or some. dtype: of what is merged; None: as
     it is stored. Raises: as `Checkpoints.restore`.
     """
-    kernels, found = dict(leaves_of(wanted)), section(saved)
+    kernels, found = leaves_of(wanted), section(saved)
     if found:
-        stored = dict(leaves_of(saved.param_shapes()))
+        stored = leaves_of(saved.param_shapes())
         for path in [path for path in kernels if _beside(path, "a") in stored]:
             kernels |= {_beside(path, one): _placed(stored[_beside(path, one)], kernels[path], one) for one in "ab"}
     taken = saved.restore({"params": nested(kernels)}, part=True)
-    return nested(_merged(dict(leaves_of(taken["params"])), found["alpha"] / found["rank"], dtype)) if found else taken["params"]
+    return nested(_merged(leaves_of(taken["params"]), found["alpha"] / found["rank"], dtype)) if found else taken["params"]
 
 
 def tell_left_out(saved: Saved, params: dict) -> None:
     """Names the parameters of a checkpoint that have no place in `params`, which begin from it; adapters are merged."""
-    paths = {path for path, _ in leaves_of(saved.param_shapes()) if f"/{LORA}/" not in path}
-    if left := sorted(paths - {path for path, _ in leaves_of(params)}):
+    paths = {path for path in leaves_of(saved.param_shapes()) if f"/{LORA}/" not in path}
+    if left := sorted(paths - {path for path in leaves_of(params)}):
         say.out(f"note: the model there has parameters that this one lacks, and they are left out: {', '.join(left)}")
 
 

@@ -44,7 +44,7 @@ from etils import epath
 from meshtrain import files
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
-from meshtrain.run import commit, disk, say
+from meshtrain.run import commit, say, trees
 from meshtrain.run.commit import CHECKSUMS, FOLDERS, METADATA, PARAMS, STATE
 
 # Of the layout described above; a reader that meets a higher number refuses. 1 had no checksums, 2 was of runs that read
@@ -159,7 +159,7 @@ class Checkpoints:
         # Of a save that failed tensorstore may still be writing: the next one has a directory of its own.
         place = self.directory / f".{step}.saving{f'-{self._saves}' if failed else ''}"
         copied = threading.Event()
-        self._thread = threading.Thread(target=self._save, args=(step, place, _nested(state), document, copied))
+        self._thread = threading.Thread(target=self._save, args=(step, place, trees.nested(trees.leaves_of(state)), document, copied))
         self._thread.start()
         copied.wait()
         if failed + 1 >= MAX_FAILED_SAVES:
@@ -254,7 +254,7 @@ class Checkpoints:
         Raises: ValueError that lists every array whose presence, shape or dtype differs; none is reshaped or cast in silence;
         CheckpointError if they cannot be read.
         """
-        nested, arrays = _nested(wanted), {}
+        nested, arrays = trees.nested(trees.leaves_of(wanted)), {}
         stored = self._stored(step, only_params=part and nested.keys() <= {PARAMS})
         self._check(step, stored, wanted, part)
         for folder, there in stored.items():
@@ -263,7 +263,8 @@ class Checkpoints:
                 args = ocp.args.PyTreeRestore(of_folder, restore_args=restore_args, partial_restore=part)
                 with _reading(self.directory / str(step)):
                     arrays |= self._arrays.restore(folder, args=args)
-        return jax.tree.map_with_path(lambda path, _: _at(arrays, path), wanted)
+        leaves = trees.leaves_of(arrays)
+        return jax.tree.map_with_path(lambda path, _: leaves[trees.name(path)], wanted)
 
     def settle(self) -> None:
         """Returns when nothing is being written, by any process. A save that failed was told."""
@@ -299,7 +300,7 @@ class Checkpoints:
         except FileNotFoundError:
             return []
         except OSError as error:  # and not: no checkpoints
-            raise CheckpointError(f"{self.directory} cannot be read: {disk.said(error)}") from error
+            raise CheckpointError(f"{self.directory} cannot be read: {files.said(error)}") from error
         return [int(name) for name in names if name.isdecimal()]
 
     def _join(self):
@@ -320,7 +321,7 @@ class Checkpoints:
             commit.hand_over(place, index)
         except Exception as caught:  # tensorstore reports a full disk as ValueError; nothing that goes wrong here may be lost
             error = caught
-            agree.leave_word(f"{key} {index}", disk.said(error))
+            agree.leave_word(f"{key} {index}", files.said(error))
         finally:
             copied.set()
         try:
@@ -333,7 +334,7 @@ class Checkpoints:
         self._failure, self._failed = "", 0 if error is None else self._failed + 1
         if error is not None:
             self._lost = self._is_lost()
-            self._failure = f"checkpoint of step {step} not saved in {self.directory}: {disk.said(error)}"
+            self._failure = f"checkpoint of step {step} not saved in {self.directory}: {files.said(error)}"
         if index == 0 and not self._lost:  # before anything is said: a disk that is full may hold the log, too
             self._retire(step)
         if error is not None:
@@ -355,7 +356,7 @@ class Checkpoints:
         self.still_ours()
         if not (self.directory / str(step)).exists():
             place.rename(self.directory / str(step))
-            disk.sync(self.directory)
+            files.sync(self.directory)
 
     def _is_lost(self) -> bool:
         """Whether another start has claimed the directory, as far as can be told."""
@@ -399,7 +400,7 @@ class Checkpoints:
                     if path.exists():
                         raise
                     continue
-                if error := disk.remove(path):
+                if error := files.remove(path):
                     self._tell_left(error)
 
     def _doom(self, path: pathlib.Path, step: int) -> pathlib.Path:
@@ -407,7 +408,7 @@ class Checkpoints:
         return files.patiently(lambda: path.rename(self.directory / f".{step}.deleting-{secrets.token_hex(4)}"))
 
     def _tell_left(self, error: OSError) -> None:
-        self.tell(f"what is left of old checkpoints in {self.directory} cannot be removed: {disk.said(error)}")
+        self.tell(f"what is left of old checkpoints in {self.directory} cannot be removed: {files.said(error)}")
 
     def fault(self, step: int, *, only_params: bool = False) -> str:
         """What is damaged in `step` or, where they lie apart, in its params, by what all processes find; empty if nothing.
@@ -439,8 +440,8 @@ class Checkpoints:
             if only_params and any(name.startswith(f"{PARAMS}/") for name in wanted):
                 wanted = {name: entry for name, entry in wanted.items() if not name.startswith(f"{STATE}/")}
             names = sorted(wanted)[jax.process_index():: jax.process_count()]
-            found = disk.checksums(place, (place / name for name in names), missing=not first)
-            wrong = (f"{name}: {text}" for name in names if (text := disk.difference(found[name], wanted[name])))
+            found = files.checksums(place, (place / name for name in names), missing=not first)
+            wrong = (f"{name}: {text}" for name in names if (text := files.difference(found[name], wanted[name])))
             return here | {"damaged": text} if (text := next(wrong, "")) else here
         except FileNotFoundError as error:
             return here | {"missing": os.path.relpath(error.filename, place)}
@@ -455,11 +456,11 @@ class Checkpoints:
         try:
             return "" if self.read_only else f", kept as {self._set_aside(step, 'damaged')}"
         except OSError as error:
-            return f", cannot be set aside: {disk.said(error)}"
+            return f", cannot be set aside: {files.said(error)}"
 
     def _set_aside(self, step: int, suffix: str) -> str:
         """The name under which a checkpoint is kept from now on, no longer one to go on from."""
-        return disk.set_aside(self.directory / str(step), suffix)
+        return files.set_aside(self.directory / str(step), suffix)
 
     def _check(self, step, stored, abstract_state, part):
         stored = {name: form for tree in stored.values() for name, form in _forms(tree).items()}
@@ -498,7 +499,7 @@ def _reading(place: pathlib.Path):
         if not place.exists():
             raise CheckpointError(f"{place} was removed while it was read: the run that writes there keeps checkpoint.keep of them; "
                                   "start again") from error
-        raise CheckpointError(f"{place} cannot be read, and nothing was changed: {disk.said(error)}") from error
+        raise CheckpointError(f"{place} cannot be read, and nothing was changed: {files.said(error)}") from error
 
 
 def _there(place: pathlib.Path, names) -> list[str]:
@@ -514,29 +515,6 @@ def _there(place: pathlib.Path, names) -> list[str]:
     return [name for name in names if there(name)]
 
 
-def _keys(path):
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
-
-
 def _forms(tree):
     """Name -> (shape, dtype) of every array."""
-    leaves = jax.tree.leaves_with_path(tree)
-    return {"/".join(_keys(path)): (tuple(leaf.shape), np.dtype(leaf.dtype)) for path, leaf in leaves}
-
-
-def _nested(tree):
-    """The leaves of any pytree in nested dicts under the names of their paths; empty containers vanish."""
-    nested: dict[str, Any] = {}
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        *parents, name = _keys(path)
-        node = nested
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = leaf
-    return nested
-
-
-def _at(nested, path):
-    for key in _keys(path):
-        nested = nested[key]
-    return nested
+    return {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in trees.leaves_of(tree).items()}

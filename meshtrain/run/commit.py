@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from meshtrain import files
-from meshtrain.run import disk
 
 PARAMS, STATE, CHECKSUMS, METADATA = "params", "state", "checksums.json", "metadata.json"
 FOLDERS = (PARAMS, STATE)   # that orbax writes arrays into
@@ -28,11 +27,11 @@ class NotHandedOver(OSError):
 def hand_over(place: Path, index: int) -> None:
     """By every process, when orbax has written its arrays into the FOLDERS: what is its own is on the disk, and in its record."""
     own = [folder for name in FOLDERS if (folder := place / name / f"ocdbt.process_{index}").exists()]
-    mine = [path for folder in own for path in disk.regular_files(folder)]
+    mine = [path for folder in own for path in files.regular_files(folder)]
     described = [path for name in FOLDERS if (path := place / name / "array_metadatas" / f"process_{index}").exists()]
-    sums = disk.checksums(place, mine + described, sync=True)
+    sums = files.checksums(place, mine + described, sync=True)
     for directory in {path.parent for path in mine} | set(own):
-        disk.sync(directory)
+        files.sync(directory)
     (place / RECORDS).mkdir(exist_ok=True)
     (place / RECORDS / str(index)).write_text(json.dumps(sums), encoding="utf-8")
 
@@ -46,7 +45,7 @@ def commit(place: Path, count: int, document: str, merge: Callable[[Path], None]
     Raises: NotHandedOver.
     """
     checksums = _handed_over(place, count, word)
-    disk.write(place / METADATA, document)
+    files.write(place / METADATA, document)
     for name in FOLDERS:
         if (place / name).exists():
             merge(place / name)
@@ -61,9 +60,9 @@ def commit(place: Path, count: int, document: str, merge: Callable[[Path], None]
             directories.append(path)
         elif path not in known:
             others.append(Path(path))
-    disk.write(place / CHECKSUMS, json.dumps(checksums | disk.checksums(place, others, sync=True)))
+    files.write(place / CHECKSUMS, json.dumps(checksums | files.checksums(place, others, sync=True)))
     for directory in directories:
-        disk.sync(directory)
+        files.sync(directory)
 
 
 def _handed_over(place: Path, count: int, word: Callable[[int], str]) -> dict[str, list]:

@@ -26,7 +26,6 @@ from meshtrain.cluster import agree
 from meshtrain.config import ConfigError, Data, user_errors
 from meshtrain.data import sources
 from meshtrain.model.transformer import Transformer
-from meshtrain.run import disk
 from meshtrain.run.checkpoint import CheckpointError
 from meshtrain.run.pretrained import copy_companions, paths_of
 from meshtrain.run.rundir import NO_LOCKS
@@ -93,7 +92,7 @@ def on_first(directory: Path, act: Callable[[], object]) -> None:
         try:
             act()
         except OSError as error:
-            return disk.said(error)
+            return files.said(error)
         return ""
     if fault := agree.on_first(tried):
         raise agree.agreed(CheckpointError(f"{directory} could not be written: {fault}"))
@@ -184,7 +183,7 @@ class Files:
     def _write(file, content, begin: int) -> None:
         view = memoryview(content)
         while view:
-            count = os.pwrite(file.fileno(), view[:disk.CHUNK_BYTES], begin)
+            count = os.pwrite(file.fileno(), view[:files.CHUNK_BYTES], begin)
             view, begin = view[count:], begin + count
 
     def _try(self, what: Callable) -> None:
@@ -198,7 +197,7 @@ class Files:
         for file in self.open.values():
             self._try(lambda: os.fsync(file.fileno()))
             self._try(file.close)
-        found = agree.exchange(disk.said(self.failed) if self.failed else "")
+        found = agree.exchange(files.said(self.failed) if self.failed else "")
         if faults := list(dict.fromkeys(filter(None, found))):
             raise agree.agreed(CheckpointError(f"the weights could not be written: {'; '.join(faults)}")) from self.failed
 
@@ -234,7 +233,7 @@ def _begun(directory: Path, place: Path) -> Iterator[None]:
         except OSError as error:
             if not files.is_mistake(error):
                 raise
-            raise ConfigError(f"{directory} cannot be written: {disk.said(error)}; name a directory that can") from None
+            raise ConfigError(f"{directory} cannot be written: {files.said(error)}; name a directory that can") from None
         yield
 
 
@@ -264,7 +263,7 @@ def _locked(directory: Path, path: Path) -> Iterator[None]:
 
 def _name(place: Path, directory: Path) -> None:
     place.rename(directory)         # fails where anything but an empty directory is there
-    disk.sync(directory.parent)
+    files.sync(directory.parent)
 
 
 def _complete(place: Path, parts, size: int, config: dict, source: Path | None, tokenizer: Path) -> None:
@@ -275,6 +274,6 @@ def _complete(place: Path, parts, size: int, config: dict, source: Path | None, 
         shutil.copyfile(tokenizer, place / "tokenizer.json")
     if len(parts) > 1:
         weight_map = {tensor: name for name, tensors in parts.items() for tensor in tensors}
-        disk.write(place / folder.INDEX, json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=1))
-    disk.write(place / settings.CONFIG, json.dumps(config, indent=1))
-    disk.sync(place)
+        files.write(place / folder.INDEX, json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=1))
+    files.write(place / settings.CONFIG, json.dumps(config, indent=1))
+    files.sync(place)

@@ -17,9 +17,9 @@ from meshtrain.cluster import agree
 from meshtrain.cluster.meet import PeerError
 from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.model.transformer import Transformer
-from meshtrain.run import adapters, disk, export, peft, say
+from meshtrain.run import adapters, export, peft, say
 from meshtrain.run.checkpoint import CheckpointError, Checkpoints, Saved
-from meshtrain.run.pretrained import leaves_of, nested
+from meshtrain.run.trees import leaves_of, nested
 from meshtrain.weights import folder, settings
 
 DIRECTORY = "export"    # in run.dir
@@ -34,7 +34,7 @@ class Exports:
 
     def __init__(self, run: Run, transformer: Transformer, checkpoints: Checkpoints, wanted: dict):
         self.run, self.transformer, self.checkpoints = run, transformer, checkpoints
-        self.wanted, self.directory = dict(leaves_of(wanted)), Path(run.run.dir)
+        self.wanted, self.directory = leaves_of(wanted), Path(run.run.dir)
         self.failed: dict[int, str] = {}     # step -> why, of those that are not made yet
         agree.on_first(self._clean)
         checkpoints.owes = lambda step: run.checkpoint.export == "every" and not self._seen(step)
@@ -54,7 +54,7 @@ class Exports:
         params: of the run's state, its adapters among them. bos: the token in front of a document.
         """
         if not self._is_there(step):
-            self._try(step, lambda: self._write(step, dict(leaves_of(params)), self.run.data.model_dump(), bos))
+            self._try(step, lambda: self._write(step, leaves_of(params), self.run.data.model_dump(), bos))
         self._make_saved({one for one in (*self.failed, *self._due()) if one < step})
         return {}
 
@@ -103,7 +103,7 @@ class Exports:
         except (CheckpointError, ConfigError, PeerError, files.FileSystemError) as error:
             if jax.process_count() > 1 and not getattr(error, "agreed", False):
                 raise       # a process is gone, or the others do not know of it
-            self.failed[step] = disk.said(error)
+            self.failed[step] = files.said(error)
             if jax.process_index() == 0:
                 say.err(f"export of step {step} failed: {self.failed[step]}; training goes on, and it is tried again")
 
@@ -145,7 +145,7 @@ class _Stored(Mapping):
     def __getitem__(self, path: str) -> jax.Array:
         wanted = {"params": nested({path: self.wanted[path]})}
         taken = agree.everywhere(lambda: self.saved.restore(wanted, part=True))
-        return dict(leaves_of(taken["params"]))[path]
+        return leaves_of(taken["params"])[path]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.wanted)
@@ -169,5 +169,5 @@ def set_aside_after(run_dir: Path, step: int) -> list[str]:
 
     def rename() -> list[str]:
         steps = sorted(int(path.name) for path in place.iterdir() if path.name.isdecimal()) if place.is_dir() else []
-        return [disk.set_aside(place / str(later), "aside") for later in steps if later > step]
+        return [files.set_aside(place / str(later), "aside") for later in steps if later > step]
     return files.attempted(rename, f"exports in {place} cannot be set aside", "see to its permissions", ConfigError)

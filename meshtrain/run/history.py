@@ -17,9 +17,10 @@ from pathlib import Path
 
 import jax
 
+from meshtrain import files
 from meshtrain.cluster import stacks, watch
 from meshtrain.config import ConfigError
-from meshtrain.run import disk, goodput, rows, say, stops
+from meshtrain.run import goodput, rows, say, stops
 
 HISTORY, ALIVE = "history.jsonl", ".alive"
 BEAT_S = 5.0            # by so much the end of a killed try may be too early
@@ -123,7 +124,7 @@ def kept(directory: Path, step: int, account: goodput.Account, more: Mapping) ->
             this.forget()
         raise
     except BaseException as error:
-        this.ended(f"failed: {disk.said(error)[:300]}", code=stops.FAILED)
+        this.ended(f"failed: {files.said(error)[:300]}", code=stops.FAILED)
         raise
     finally:
         stops.record_endings(lambda words, code: None)

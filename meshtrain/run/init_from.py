@@ -17,7 +17,7 @@ from meshtrain.model import params, transformer
 from meshtrain.names import LAYERS
 from meshtrain.run import adapters, resume, say
 from meshtrain.run.checkpoint import Saved
-from meshtrain.run.pretrained import leaves_of, nested
+from meshtrain.run.trees import leaves_of, nested
 from meshtrain.training import state
 from meshtrain.training.state import State
 
@@ -76,13 +76,13 @@ def upcycled(run: Run, layout, mesh, source: Saved, fresh: dict) -> dict:
         raise ValueError(f"model.global_every={cfg.global_every}: layers of two kinds are not made into experts; leave it out")
     dense = transformer.build(cfg.model_copy(update=DENSE | {"mlp_dim": width}))
     wanted = state.stored(dense, layout, mesh)
-    taken = dict(leaves_of(adapters.restore(source, wanted)))
+    taken = leaves_of(adapters.restore(source, wanted))
     adapters.tell_left_out(source, wanted)
     first, noise, key = cfg.first_dense_layers, run.experts.upcycle_noise, jax.random.key(run.run.seed)
 
     def expanded(taken, fresh):
         made = {}
-        for number, (path, leaf) in enumerate(leaves_of(fresh)):
+        for number, (path, leaf) in enumerate(leaves_of(fresh).items()):
             stack, is_dense = (f"{LAYERS}/layers", f"{LAYERS}/dense_layers/") if first else (LAYERS, "\0")
             name = path.replace(is_dense, f"{LAYERS}/").replace(f"{stack}/", f"{LAYERS}/", 1)
             layers = slice(None) if name not in taken or not first or LAYERS not in path else \

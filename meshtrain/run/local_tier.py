@@ -32,7 +32,7 @@ import xxhash
 from meshtrain import files
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
-from meshtrain.run import disk, say
+from meshtrain.run import say, trees
 from meshtrain.run.checkpoint import FORMAT, Saved
 
 LINEAGE, INDEX, SHARDS = "local.json", "index.json", "shards"
@@ -96,7 +96,7 @@ class LocalTier:
         maps = {part.place: np.memmap(part.place / SHARDS, np.uint8, "r") for part in parts}
 
         def array(path, leaf):
-            name = _name(path)
+            name = trees.name(path)
             mine = {region: at for (other, region), at in where.items() if other == name}
 
             def region(index):
@@ -129,7 +129,7 @@ class LocalTier:
             if since and lineage["from"] and lineage["from"][1] == step:
                 since = lineage["from"]
             new = {"run": run, "at": at, "start": self._start, "from": since}
-            files.attempted(lambda: disk.replace(self._lineage_file, json.dumps(new)), f"{self._lineage_file} cannot be written",
+            files.attempted(lambda: files.replace(self._lineage_file, json.dumps(new)), f"{self._lineage_file} cannot be written",
                             "give a run.dir that can", ConfigError)
             return new
 
@@ -148,10 +148,10 @@ class LocalTier:
         self._settle()
         self._started = step
         arrays, pieces = {}, []
-        for path, leaf in jax.tree.leaves_with_path(state):
-            arrays[_name(path)] = [list(leaf.shape), str(leaf.dtype)]
+        for name, leaf in trees.leaves_of(state).items():
+            arrays[name] = [list(leaf.shape), str(leaf.dtype)]
             held = {_region(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}      # each once
-            pieces += [(_name(path), region, data) for region, data in held.items()]
+            pieces += [(name, region, data) for region, data in held.items()]
         for *_, data in pieces:
             data.copy_to_host_async()
         copies = [(name, region, np.array(data)) for name, region, data in pieces]     # the next step may take the buffers
@@ -165,7 +165,7 @@ class LocalTier:
         self._join()
         if self._lineage is not None and self._root is not None:
             agree.exchange(None)        # nobody is writing any more
-            disk.remove(self._home())
+            files.remove(self._home())
 
     def _settle(self) -> None:
         """What became of the last save, by what all processes say of it."""
@@ -186,7 +186,7 @@ class LocalTier:
     def _write(self, step, document, copies) -> None:
         place = self._own() / ".saving"
         try:
-            disk.remove(place)
+            files.remove(place)
             place.mkdir(parents=True)
             digest, offset, where = xxhash.xxh3_128(), 0, []
             with open(place / SHARDS, "wb", buffering=0) as file:
@@ -196,14 +196,14 @@ class LocalTier:
                     where.append([name, region, offset])
                     offset += len(left)
                     while left:
-                        left = left[file.write(left[:disk.CHUNK_BYTES]):]
+                        left = left[file.write(left[:files.CHUNK_BYTES]):]
             text = json.dumps(document | {"pieces": where, "sum": [offset, digest.hexdigest()]})
             (place / INDEX).write_text(f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}", encoding="utf-8")
             _delete(self._own() / str(step))
             place.rename(self._own() / str(step))
         except Exception as error:
-            disk.remove(place)
-            self._failure = disk.said(error)
+            files.remove(place)
+            self._failure = files.said(error)
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -262,8 +262,7 @@ class LocalTier:
     def _fault(self, parts: list[_Part], abstract: Any) -> str:
         """Why this process cannot restore from the parts on its host; empty if it can. Reads all of them."""
         held = {piece for part in parts for piece in part.pieces}
-        for path, leaf in jax.tree.leaves_with_path(abstract):
-            name = _name(path)
+        for name, leaf in trees.leaves_of(abstract).items():
             if any(part.arrays.get(name) != [list(leaf.shape), str(jnp.dtype(leaf.dtype))] for part in parts):
                 return f"its {name} has another form"
             regions = [region for other, region in held if other == name]
@@ -273,10 +272,10 @@ class LocalTier:
                     return f"not all of {name} that it needs is on its host"
         try:
             for part in parts:
-                if text := disk.difference(disk.checksums(part.place, [part.place / SHARDS])[SHARDS], part.sum):
+                if text := files.difference(files.checksums(part.place, [part.place / SHARDS])[SHARDS], part.sum):
                     return f"{part.place / SHARDS}: {text}"
         except OSError as error:
-            return disk.said(error)
+            return files.said(error)
         return ""
 
     def _remove(self, doomed: Callable[[int], bool]) -> None:
@@ -291,11 +290,7 @@ def _delete(place: Path) -> None:
     """The index first: what a kill leaves of it is nothing to go on from."""
     with contextlib.suppress(OSError):
         os.unlink(place / INDEX)
-    disk.remove(place)
-
-
-def _name(path) -> str:
-    return "/".join(jax.tree_util.keystr((key,), simple=True) for key in path)
+    files.remove(place)
 
 
 def _region(index, shape) -> Region:

@@ -21,8 +21,9 @@ from typing import Any
 
 import jax
 
+from meshtrain import files
 from meshtrain.config import ConfigError, Run
-from meshtrain.run import disk, rows, say
+from meshtrain.run import rows, say
 
 # Where a row's numbers stand in TensorBoard and W&B; any other key stands under its own name.
 TAGS = {"loss": "train/loss", "grad_norm": "train/grad_norm", "learning_rate": "train/learning_rate",
@@ -149,7 +150,7 @@ class WandB:
         kept.parent.mkdir(exist_ok=True)
         identity = kept.read_text(encoding="utf-8").strip() if kept.exists() else ""
         if not identity:        # also of a start that was killed between making the file and writing it
-            disk.replace(kept, identity := secrets.token_hex(4))
+            files.replace(kept, identity := secrets.token_hex(4))
         self._run, self._first = None, 0
         for mode in dict.fromkeys((run.metrics.wandb, "offline")):
             try:

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from meshtrain import files
 from meshtrain.cluster import agree
 from meshtrain.config import user_errors
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import LORA
-from meshtrain.run import disk, export
+from meshtrain.run import export
 from meshtrain.run.pretrained import paths_of
 from meshtrain.weights import folder, forms, safetensors, settings
 
@@ -125,5 +126,5 @@ def _config(of, base: str, ranks: dict[str, int], conv1d: bool) -> dict:
 
 
 def _complete(place: Path, config: dict) -> None:
-    disk.write(place / CONFIG, json.dumps(config, indent=1))
-    disk.sync(place)
+    files.write(place / CONFIG, json.dumps(config, indent=1))
+    files.sync(place)

@@ -7,10 +7,9 @@ parameters. A shard of our form would be a strided read: an eighth of the column
 """
 from __future__ import annotations
 
-import functools
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -22,7 +21,7 @@ from meshtrain import files
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.names import LAYERS
-from meshtrain.run import disk, say
+from meshtrain.run import say, trees
 from meshtrain.run.checkpoint import CheckpointError
 from meshtrain.weights import folder, forms, safetensors
 from meshtrain.weights.folder import KEPT
@@ -51,7 +50,7 @@ def load(found: folder.Folder, rows: Sequence[folder.WeightRow], model, places: 
     places: of the layers, `Transformer.places`. params: nested dicts of arrays on one mesh, which say shape, dtype and place.
     Raises: CheckpointError where a file fails.
     """
-    leaves = dict(leaves_of(params))
+    leaves = trees.leaves_of(params)
     (mesh,) = {leaf.sharding.mesh for leaf in leaves.values()}
     sizes, shares = forms.sizes_of(model), NamedSharding(mesh, P(mesh.axis_names))
     programs: dict = {}         # of one kind of rows
@@ -64,7 +63,7 @@ def load(found: folder.Folder, rows: Sequence[folder.WeightRow], model, places: 
             # What was read before is in its place before more is gathered: memory, and the order of collectives.
             stacks = jax.block_until_ready([leaves[path] for path in paths])
             leaves |= zip(paths, place(stacks, flat, np.array(row.at(index), np.int32)), strict=True)
-    return nested(jax.block_until_ready(leaves))
+    return trees.nested(jax.block_until_ready(leaves))
 
 
 def paths_of(row: folder.WeightRow, stack: str) -> list[str]:
@@ -87,7 +86,7 @@ def copy_companions(source: Path, target: Path) -> None:
     for path in found:
         shutil.copyfile(path, target / f"{path.name}.tmp")
         os.replace(target / f"{path.name}.tmp", target / path.name)
-    disk.sync(target)
+    files.sync(target)
 
 
 def tell(found: folder.Folder) -> None:
@@ -112,7 +111,7 @@ def _shares(entry: safetensors.Entry, sharding: NamedSharding) -> jax.Array:
             try:
                 found[:stop - start] = files.patiently(lambda: safetensors.read(entry, start, stop))
             except OSError as error:
-                raise CheckpointError(f"{entry.path} cannot be read: {disk.said(error)}") from error
+                raise CheckpointError(f"{entry.path} cannot be read: {files.said(error)}") from error
         return found
     return jax.make_array_from_callback((each * ways,), sharding, share)
 
@@ -139,19 +138,3 @@ def _program(row: folder.WeightRow, sizes, stacks, mesh):
         return jax.lax.dynamic_update_slice(stack, x.reshape((1,) * lead + shape), begin) if lead else x
 
     return jax.jit(place, donate_argnums=0, out_shardings=shardings)
-
-
-def leaves_of(tree: dict, path: tuple[str, ...] = ()) -> list[tuple[str, jax.Array]]:
-    """[(path, array)] of nested dicts."""
-    if not isinstance(tree, dict):
-        return [("/".join(path), tree)]
-    return [pair for name, subtree in tree.items() for pair in leaves_of(subtree, (*path, name))]
-
-
-def nested(leaves: Mapping[str, object]) -> dict:
-    """Nested dicts of what stands at paths."""
-    tree: dict = {}
-    for path, leaf in leaves.items():
-        *parents, name = path.split("/")
-        functools.reduce(lambda node, key: node.setdefault(key, {}), parents, tree)[name] = leaf
-    return tree

@@ -23,7 +23,7 @@ from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.data.contracts import Batches
 from meshtrain.data.sources import Corpus
 from meshtrain.data.tokenizer import Tokenizer
-from meshtrain.run import disk, exports, rows, rundir, say
+from meshtrain.run import exports, rows, rundir, say
 from meshtrain.run.checkpoint import CheckpointError, Checkpoints, Saved, Store
 from meshtrain.run.local_tier import LocalTier
 
@@ -260,4 +260,4 @@ def _record(path: Path, step: int, changes: list[tuple[str, object, object]]) ->
     added = [{"step": step, "key": key, "from": old, "to": new, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
             for key, old, new in changes if (step, key, new) not in known]
     if added:
-        disk.replace(path, text + "".join(json.dumps(row) + "\n" for row in added))
+        files.replace(path, text + "".join(json.dumps(row) + "\n" for row in added))

@@ -21,7 +21,7 @@ from pathlib import Path
 from meshtrain import config, files
 from meshtrain.cluster import agree, watch
 from meshtrain.config import ConfigError, Run
-from meshtrain.run import contents, disk, say
+from meshtrain.run import contents, say
 from meshtrain.run.contents import LOCK
 
 LOOK_S = 1.0       # between two tries to get a lock
@@ -249,4 +249,4 @@ def settings(run: Run) -> dict[str, dict]:
 def write_settings(run: Run, directory: Path, rules_text: str) -> None:
     """config.toml (resolved) and rules.toml (as used). config.toml comes last: it marks the directory as ours."""
     (directory / contents.RULES).write_text(rules_text, encoding="utf-8")
-    disk.replace(directory / contents.CONFIG, config.dump(run))
+    files.replace(directory / contents.CONFIG, config.dump(run))
