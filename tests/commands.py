@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import programs_in
+from kept_programs import programs_in
 
 ROOT = Path(__file__).resolve().parent.parent
 RULES = '# my own\n[activations]\nbatch = ["data", "fsdp"]\n'

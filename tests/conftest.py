@@ -8,8 +8,6 @@ import importlib.metadata
 import os
 import signal
 import time
-import zlib
-from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # The default CPU scheduler can deadlock programs whose collectives are independent of one another.
@@ -30,17 +28,12 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 
 import pytest  # noqa: E402
 import sampling  # noqa: E402
+from kept_programs import PROGRAMS, PROGRAMS_BYTES, programs_in, trim  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 settings.register_profile("no deadline", deadline=None)     # how busy the machine is says nothing about the code
 settings.load_profile("no deadline")
 
-# Compiled programs, for both workers and for later runs. An entry's name is a hash of the program with its source lines, which
-# tests read, and those of its callers, of versions and flags; a damaged one is compiled again. Programs of a CPU are for its
-# instructions alone. Tests that kill what compiles have directories of their own.
-CPU = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("model name", "flags", "Features"))][:2]
-PROGRAMS = Path(__file__).resolve().parent.parent / ".pytest_cache" / "programs" / f"{zlib.crc32(repr(CPU).encode()):08x}"
-PROGRAMS_BYTES = 2 << 30     # the oldest go first
 CELLS_OF_A_FILE = 1
 LONG = [f"test_{name}.py" for name in ("parity", "several_processes", "gpu_program", "fuzz", "pipeline", "stops", "context", "gpu_pipeline",
                                        "commands", "layouts", "first_light", "float8", "collective_order", "beside",
@@ -60,34 +53,6 @@ def pytest_configure(config):
     config.add_cleanup(kept.close)
     kept.enter_context(programs_in(
         str(PROGRAMS), jax_compilation_cache_include_metadata_in_key=True, jax_persistent_cache_min_compile_time_secs=0.1))
-
-
-@contextlib.contextmanager
-def programs_in(place: str, **more):
-    """Keep compiled programs in another directory, with other settings of jax."""
-    import jax
-    from jax.experimental.compilation_cache import compilation_cache
-    settings = {"jax_compilation_cache_dir": place} | more
-    before = {name: getattr(jax.config, name) for name in settings}
-
-    def use(values):
-        for name, value in values.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
-    use(settings)
-    try:
-        yield
-    finally:
-        use(before)
-
-
-def trim(place: Path, most_bytes: int) -> None:
-    """Remove the oldest entries beyond `most_bytes`."""
-    kept = 0
-    for path in sorted(place.glob("*-cache"), key=lambda path: -path.stat().st_mtime):
-        kept += path.stat().st_size
-        if kept > most_bytes:
-            path.unlink(missing_ok=True)
 
 
 def pytest_report_header():

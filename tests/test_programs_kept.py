@@ -1,7 +1,7 @@
 """Programs that the suite keeps are those that it would compile."""
 import os
 
-import conftest
+import kept_programs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +11,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 @pytest.fixture
 def place(tmp_path):
-    with conftest.programs_in(str(tmp_path), jax_persistent_cache_min_compile_time_secs=0):
+    with kept_programs.programs_in(str(tmp_path), jax_persistent_cache_min_compile_time_secs=0):
         yield tmp_path
 
 
@@ -49,5 +49,5 @@ def test_the_oldest_entries_go_first(tmp_path):
     for age, name in enumerate("abc"):
         (tmp_path / f"{name}-cache").write_bytes(bytes(10))
         os.utime(tmp_path / f"{name}-cache", (age, age))
-    conftest.trim(tmp_path, 20)
+    kept_programs.trim(tmp_path, 20)
     assert entries(tmp_path) == {"b-cache", "c-cache"}

@@ -1,4 +1,6 @@
 """Checksums of replicas: one flipped bit is found and named, replicas of a healthy run are the same bit for bit."""
+import types
+
 import injected
 import jax
 import jax.numpy as jnp
@@ -162,9 +164,9 @@ def test_a_run_with_a_flipped_bit_ends_with_1_and_goes_on_from_the_last_good_che
 
 def test_where_nothing_is_replicated_that_is_said_and_nothing_is_checked(capsys):
     run = run_of("zero3", dict(fsdp=8), training=dict(check_replicas_every=5))
-    assert train._replicas(run, assembly.assemble(run, jax.devices()[:8])) is None
+    assert train._replicas(assembly.assemble(run, jax.devices()[:8])) is None
     assert capsys.readouterr().out.count("training.check_replicas_every=5: nothing but scalars is replicated on this mesh") == 1
-    assert train._replicas(run_of("ddp", dict(fsdp=8)), None) is None and capsys.readouterr().out == "", "off by default"
+    assert train._replicas(types.SimpleNamespace(run=run_of("ddp", dict(fsdp=8)))) is None and capsys.readouterr().out == "", "off by default"
 
 
 FLIP = '''

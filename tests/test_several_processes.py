@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import PROGRAMS
+from kept_programs import PROGRAMS
 
 from meshtrain.run import metrics
 from tests import tiny_run

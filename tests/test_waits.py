@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import programs_in
+from kept_programs import programs_in
 
 from meshtrain import train
 from meshtrain.data import packing
