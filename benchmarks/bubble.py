@@ -23,7 +23,7 @@ from benchmarks import machine, words
 from meshtrain import config
 from meshtrain import devices as local_devices
 from meshtrain.cost import simulate
-from meshtrain.parallel import pipeline, schedules
+from meshtrain.parallel.pipeline import pipeline, schedules
 
 STAGES, MICROBATCHES = 4, 8
 CASES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("interleaved_zero_bubble", 2))

@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks import machine, words
 from meshtrain import assembly, config
-from meshtrain.run.checkpoint import Checkpoints
+from meshtrain.checkpoint.checkpoint import Checkpoints
 
 ROUNDS = 4
 EVERY = config.Run().checkpoint.every

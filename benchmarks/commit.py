@@ -26,7 +26,7 @@ import tensorstore
 from etils import epath
 
 from benchmarks import machine, words
-from meshtrain.run import commit
+from meshtrain.checkpoint import commit
 
 COUNTS = (64, 512, 2048)
 ARRAYS, PIECES, WIDTH = 36, 4, 40      # of a process: as many arrays as Llama's with adamw's moments, pieces of each, and their numbers

@@ -32,9 +32,9 @@ from benchmarks import machine, words
 from meshtrain import config
 from meshtrain import devices as local_devices
 from meshtrain.cost import audit, hardware
-from meshtrain.layout import rules
-from meshtrain.layout.mesh import MeshSpec
-from meshtrain.parallel import attention
+from meshtrain.parallel.context import attention
+from meshtrain.sharding import rules
+from meshtrain.sharding.mesh import MeshSpec
 
 ROUNDS = 5
 SIMULATED = 8

@@ -30,9 +30,12 @@ sys.path.insert(0, str(ROOT))
 import numpy as np
 
 from benchmarks import words
-from meshtrain.data import order, packing, sources, token_files
-from meshtrain.data.packing import Packing
-from meshtrain.data.contracts import Source
+from meshtrain.data import sources
+from meshtrain.data.batches import packing
+from meshtrain.data.batches.packing import Packing
+from meshtrain.data.documents import contracts
+from meshtrain.data.documents.contracts import Source
+from meshtrain.data.files import token_files
 
 BATCH_TOKENS = 1 << 17
 DOCUMENT_TOKENS = 1000          # on average; exponentially distributed, at least 1
@@ -55,7 +58,7 @@ class Index:
 
     @functools.cached_property
     def totals(self) -> np.ndarray:
-        return order.totals(self.num_documents, self.ends)
+        return contracts.totals(self.num_documents, self.ends)
 
     def ends(self, documents: np.ndarray) -> np.ndarray:
         return self._ends[documents]

@@ -30,9 +30,10 @@ from meshtrain import assembly, config
 from meshtrain import devices as local_devices
 from meshtrain.cost import audit, flops
 from meshtrain.cost import compile as gpu_compile
-from meshtrain.data import packing, sources
+from meshtrain.data import sources
+from meshtrain.data.batches import packing
 from meshtrain.pages import pictures, skin
-from meshtrain.parallel import exchange
+from meshtrain.parallel.experts import all_to_all
 
 PAGE, PICTURE = ROOT / "benchmarks" / "experts.md", ROOT / "benchmarks" / "experts.svg"
 MIB, GIB = 2**20, 2**30
@@ -200,7 +201,7 @@ def formula(shape: Shape, ways: int, method: str, tokens: int) -> float:
         return over * 3 * shape.E * shape.D * shape.F * (2 * 2 + 4)
     if method == "gather":
         return (ways - 1) * (5 * tokens * shape.D * 2 + 5 * choices * 4)
-    return over * exchange.CAPACITY * (5 * choices * shape.D * 2 + 5 * choices * 4)
+    return over * all_to_all.CAPACITY * (5 * choices * shape.D * 2 + 5 * choices * 4)
 
 
 def picture() -> str:

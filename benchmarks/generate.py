@@ -23,8 +23,8 @@ from meshtrain import config, trained
 from meshtrain import devices as local_devices
 from meshtrain.inference import placement
 from meshtrain.inference.generate import GenerationLimits
-from meshtrain.layout.mesh import MeshSpec
 from meshtrain.model import transformer
+from meshtrain.sharding.mesh import MeshSpec
 
 SHAPES = {      # name: (layers, width, heads, kv heads, MLP, vocabulary)
     "2 million": (4, 192, 4, 4, 512, 512),

@@ -18,16 +18,16 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 from benchmarks import machine, words
 from meshtrain import assembly, plan
-from meshtrain.shipped import shipped
 from meshtrain.cost import compile as gpu_compile
 from meshtrain.cost import hardware, rates, report, roofline
 from meshtrain.cost.assumptions import Assumptions
 from meshtrain.cost.placed import Options, place
 from meshtrain.cost.price import Price, price
-from meshtrain.layout import rules
-from meshtrain.layout.mesh import MeshSpec
-from meshtrain.layout.rules import Layout
 from meshtrain.model import transformer
+from meshtrain.sharding import rules
+from meshtrain.sharding.mesh import MeshSpec
+from meshtrain.sharding.rules import Layout
+from meshtrain.shipped import shipped
 
 GPU, GIB = "h100", 2**30
 GOLDEN = ROOT / "tests" / "goldens" / "rooflines.toml"

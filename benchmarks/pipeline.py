@@ -33,9 +33,9 @@ from meshtrain import assembly, config
 from meshtrain import devices as local_devices
 from meshtrain.config import ConfigError
 from meshtrain.cost import audit
-from meshtrain.layout import rules
 from meshtrain.model import transformer
 from meshtrain.names import NO_TARGET
+from meshtrain.sharding import rules
 
 REMATS = ("none", "full")
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("interleaved_zero_bubble", 2))

@@ -34,7 +34,8 @@ from meshtrain import assembly, config
 from meshtrain import devices as local_devices
 from meshtrain.config import ConfigError
 from meshtrain.cost import flops, hardware
-from meshtrain.data import packing, sources
+from meshtrain.data import sources
+from meshtrain.data.batches import packing
 from meshtrain.run import loop
 from meshtrain.run.metrics import MetricsWriter
 from meshtrain.run.progress import Progress

@@ -55,11 +55,12 @@ def measure(dtype: str, count: int, place: Path) -> str:
     import jax
 
     from meshtrain import config, devices
-    from meshtrain.layout import rules
-    from meshtrain.layout.mesh import MeshSpec
+    from meshtrain.sharding import rules
+    from meshtrain.sharding.mesh import MeshSpec
     from meshtrain.model import params, transformer
-    from meshtrain.run import export, pretrained, trees
-    from meshtrain.weights import folder
+    from meshtrain.checkpoint import export, pretrained
+    from meshtrain.run import trees
+    from meshtrain.huggingface import folder
 
     run = config.Run(model=MODEL, mesh=dict(simulated_devices=count), run=dict(compilation_cache=""))
     spec, model = MeshSpec({"fsdp": count}), transformer.build(run.model)

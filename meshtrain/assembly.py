@@ -13,13 +13,15 @@ from meshtrain import config
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost import assumptions, audit, footprint, hardware, memory, price, rates, simulate
 from meshtrain.cost.placed import Options, Placed, place
-from meshtrain.layout import rules
-from meshtrain.layout.mesh import MeshSpec
-from meshtrain.layout.rules import Layout, Tensor
 from meshtrain.model import transformer
 from meshtrain.model.layers import kv_heads
-from meshtrain.parallel import attention, expert, stages
-from meshtrain.parallel.schedules import Schedule
+from meshtrain.parallel.context import attention
+from meshtrain.parallel.experts import dispatch
+from meshtrain.parallel.pipeline import stages
+from meshtrain.parallel.pipeline.schedules import Schedule
+from meshtrain.sharding import rules
+from meshtrain.sharding.mesh import MeshSpec
+from meshtrain.sharding.rules import Layout, Tensor
 from meshtrain.training import pipelined, state, step
 
 
@@ -86,14 +88,14 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
         raise ConfigError(*faults)
     with config.user_errors():
         attend, note = attention.choose(run, layout, platform, gpu.name if gpu else "")
-    experts = expert.choose(run, layout, platform)
+    experts = dispatch.choose(run, layout, platform)
     choice = _choose_schedule(run, mesh_spec, model, layout, attend, experts, gpu) if sizes["stage"] > 1 else None
     if choice:
         notes = [f"pipeline: {choice.why}", *stages.notes(run, choice.schedule), *notes]
     for axis, section in (("stage", run.pipeline), ("context", run.context)):
         if sizes[axis] == 1 and section != type(section)():
             notes.append(f"mesh.{axis}=1: [{type(section).__name__.lower()}] is not used")
-    return Design(layout, model, attend, choice, tuple(filter(None, [note, expert.note(run, layout), *notes, *config.notes(run)])))
+    return Design(layout, model, attend, choice, tuple(filter(None, [note, dispatch.note(run, layout), *notes, *config.notes(run)])))
 
 
 def lay_out(run: Run, sizes, loaded: rules.Rules, model: transformer.Transformer) -> tuple[Layout, list[str], list[str]]:
@@ -103,7 +105,7 @@ def lay_out(run: Run, sizes, loaded: rules.Rules, model: transformer.Transformer
     layout = Layout(fitted, sizes)
     # First what context asks of a length: a length that follows the rules' remedy alone would be refused again.
     # Stages have checks of their own, and what they do not divide is no longer split over them.
-    faults = attention.problems(run, layout) + expert.problems(run, layout) or (stages.problems(run, loaded, sizes) + rules.problems(
+    faults = attention.problems(run, layout) + dispatch.problems(run, layout) or (stages.problems(run, loaded, sizes) + rules.problems(
         fitted, {**sizes, "stage": 1}, tensors(run, model, layout), config.SIZE_KEYS))
     idle, partly = rules.unsplit(Layout(loaded, sizes), model.products())
     return layout, notes + shared + partly, faults + idle

@@ -29,12 +29,13 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from meshtrain import config, devices, files
+from meshtrain.checkpoint import adapters, export, exports, peft, resume
+from meshtrain.checkpoint.checkpoint import CheckpointError
 from meshtrain.cluster import agree, find, meet
 from meshtrain.config import ConfigError
+from meshtrain.huggingface import folder
 from meshtrain.model import transformer
-from meshtrain.run import adapters, export, exports, peft, resume, trees
-from meshtrain.run.checkpoint import CheckpointError
-from meshtrain.weights import folder
+from meshtrain.run import trees
 
 USAGE = "python -m meshtrain.convert HF_DIR | RUN_DIR OUT [--step N] [--dtype bfloat16] [--shard-gb 5] [--adapters]"
 

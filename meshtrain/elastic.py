@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from meshtrain import assembly, config
 from meshtrain.config import ConfigError, Run
-from meshtrain.layout import rules
-from meshtrain.layout.rules import Layout
 from meshtrain.model import transformer
 from meshtrain.names import AXES
+from meshtrain.sharding import rules
+from meshtrain.sharding.rules import Layout
 
 
 def fitted(run: Run, num_devices: int) -> tuple[Run, str]:

@@ -34,12 +34,14 @@ import jax
 import numpy as np
 
 from meshtrain import assembly, config, trained
+from meshtrain.checkpoint.checkpoint import CheckpointError
 from meshtrain.config import ConfigError
-from meshtrain.data import packing, sources, tokenizer
-from meshtrain.data.contracts import ValidationSet
+from meshtrain.data import sources
+from meshtrain.data.batches import packing
+from meshtrain.data.documents import tokenizer
+from meshtrain.data.documents.contracts import ValidationSet
 from meshtrain.inference.score import Scorer
 from meshtrain.names import NO_TARGET
-from meshtrain.run.checkpoint import CheckpointError
 
 USAGE = "python -m meshtrain.evaluate RUN_DIR|HF_DIR [--data.key value ...] [--tasks a,b] [--step N] [--json]"
 OPTIONS = {"tasks": "hellaswag", "step": "100", "num-fewshot": "5", "limit": "100"}

@@ -33,11 +33,11 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
 import jax
 
 from meshtrain import assembly, config, devices, talk, trained
+from meshtrain.checkpoint.checkpoint import CheckpointError
 from meshtrain.config import ConfigError
+from meshtrain.inference.detokenizer import TextStream, Words
 from meshtrain.inference.generate import MOST_ROWS, Completion, GenerationLimits
-from meshtrain.inference.picking import Picking
-from meshtrain.inference.words import TextStream, Words
-from meshtrain.run.checkpoint import CheckpointError
+from meshtrain.inference.sampling import Picking
 from meshtrain.units import size
 
 USAGE = "python -m meshtrain.generate RUN_DIR|HF_DIR --prompt TEXT|--prompts FILE|--prompt-ids JSON|--chat [--max-tokens N] [--temperature T] [--json]"

@@ -30,11 +30,11 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
 from meshtrain import assembly, config, elastic
 from meshtrain import devices as local_devices
 from meshtrain.config import ConfigError
-from meshtrain.files import FileSystemError
 from meshtrain.cost import assumptions, audit, beside, chart, expect, facts, hardware, report, roofline, simulate, unasked
 from meshtrain.cost import compile as gpu_compile
-from meshtrain.layout.mesh import MeshSpec
+from meshtrain.files import FileSystemError
 from meshtrain.pages import layout, pictures, skin
+from meshtrain.sharding.mesh import MeshSpec
 
 USAGE = ("python -m meshtrain.inspect [RUN.toml] [--section.key value ...] [--topology NAME:N] [--assume NAME=VALUE ...] "
          "[--schedule] [--json] [--html FILE] [--expect FILE [--update]]")

@@ -31,16 +31,16 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
 
 from meshtrain import assembly, config
 from meshtrain.config import ConfigError, Run
-from meshtrain.shipped import found, names
 from meshtrain.cost import assumptions, audit, behind, hardware, rates, report, roofline, search
 from meshtrain.cost import compile as gpu_compile
 from meshtrain.cost import plans as told
-from meshtrain.layout import rules
-from meshtrain.layout.mesh import MeshSpec
 from meshtrain.model import transformer
 from meshtrain.names import AXES
 from meshtrain.pages import plans, skin
-from meshtrain.parallel.schedules import NAMES
+from meshtrain.parallel.pipeline.schedules import NAMES
+from meshtrain.sharding import rules
+from meshtrain.sharding.mesh import MeshSpec
+from meshtrain.shipped import found, names
 from meshtrain.training import state
 
 USAGE = ("python -m meshtrain.plan MODEL|RUN.toml --gpus N --gpu NAME [--seq-len S] [--global-batch B] [--AXIS N] "

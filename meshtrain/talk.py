@@ -8,7 +8,7 @@ import numpy as np
 
 from meshtrain import config, trained
 from meshtrain.config import ConfigError
-from meshtrain.data import chat, tokenizer
+from meshtrain.data.documents import chat, tokenizer
 
 PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 

@@ -18,10 +18,12 @@ from pathlib import Path
 from meshtrain import config
 from meshtrain.cluster import find
 from meshtrain.config import ConfigError
-from meshtrain.data import parts, sources, token_files
+from meshtrain.data import sources
+from meshtrain.data.cache import parts
+from meshtrain.data.files import token_files
 from meshtrain.files import FileSystemError
+from meshtrain.huggingface import folder
 from meshtrain.run import say
-from meshtrain.weights import folder
 
 DONE, FAILED, USER_ERROR, STOPPED = 0, 1, 2, 75
 USAGE = "python -m meshtrain.tokenize [RUN.toml] [--section.key value ...] [--verify] [--processes I/N]"

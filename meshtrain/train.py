@@ -27,29 +27,31 @@ if __name__ == "__main__":      # now, not in main: importing jax takes seconds,
 import jax
 
 from meshtrain import assembly, config, devices, elastic, files, trained
+from meshtrain.checkpoint import exports, init_from, pretrained, resume
+from meshtrain.checkpoint.checkpoint import Checkpoints, Store
+from meshtrain.checkpoint.local import LocalTier
 from meshtrain.cluster import agree, find, meet, watch
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost import audit, beside, facts, flops, hardware, report, roofline, unasked
-from meshtrain.data import packing, parts, preferences, sources
-from meshtrain.data.contracts import Batches
+from meshtrain.data import sources
+from meshtrain.data.batches import packing, preferences
+from meshtrain.data.cache import parts
+from meshtrain.data.documents.contracts import Batches
 from meshtrain.files import FileSystemError
+from meshtrain.huggingface import folder
+from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import GenerationLimits
-from meshtrain.inference.picking import Picking
-from meshtrain.inference.words import Words
-from meshtrain.run import (contents, exports, goodput, history, init_from, loop, measured, metrics, pretrained, reference, rehearsal,
-                           resume, rundir)
-from meshtrain.run.checkpoint import Checkpoints, Store
-from meshtrain.run.local_tier import LocalTier
-from meshtrain.run.spikes import MAX_ROLLBACKS, LossSpike, Spikes, TooManyRollbacks
+from meshtrain.inference.sampling import Picking
+from meshtrain.run import bias_warmup, contents, dpo_reference, goodput, history, loop, measured, metrics, rundir
 from meshtrain.run.profiling import Trace
 from meshtrain.run.progress import Progress
 from meshtrain.run.record import Record, TooManySkippedSteps
 from meshtrain.run.replicas import Replicas, ReplicasDiffer
+from meshtrain.run.spikes import MAX_ROLLBACKS, LossSpike, Spikes, TooManyRollbacks
 from meshtrain.run.stops import DONE, FAILED, STOPPED, USER_ERROR
 from meshtrain.run.validation import ValidationHook
 from meshtrain.training.state import State
 from meshtrain.units import size
-from meshtrain.weights import folder
 
 PEERS_STOP_S = 3.0      # within so long all processes of a run that is told to stop have heard it
 
@@ -249,7 +251,7 @@ def _with_references(session: _Session, start: resume.Start, batches: Batches, s
         return batches
     weights = None if start.saved else state.params
     with session.attempt.account.to("data"), watch.phase("reference log-probabilities", watch.UNLIMITED):
-        return agree.everywhere(lambda: reference.with_references(session.run, session.made.program, batches, session.corpus,
+        return agree.everywhere(lambda: dpo_reference.with_references(session.run, session.made.program, batches, session.corpus,
                                                                   session.directory, weights))
 
 
@@ -265,7 +267,7 @@ def _compile(session: _Session, batches: Batches) -> None:
 def _evened_out(session: _Session, state: State, batches: Batches) -> State:
     made, passes = session.made, session.run.experts.bias_warmup
     with session.attempt.account.to("start"), watch.phase("evening out the experts", watch.UNLIMITED):
-        return agree.everywhere(lambda: rehearsal.balanced(made.program, session.step, state, batches, passes,
+        return agree.everywhere(lambda: bias_warmup.balanced(made.program, session.step, state, batches, passes,
                                                            lambda: assembly.initialize(made)))
 
 

@@ -15,21 +15,23 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain import assembly, config, devices, files
+from meshtrain.checkpoint import adapters, pretrained, resume
+from meshtrain.checkpoint.checkpoint import Saved
 from meshtrain.config import ConfigError, Run
-from meshtrain.data import sources, tokenizer
+from meshtrain.data import sources
+from meshtrain.data.documents import tokenizer
+from meshtrain.huggingface import folder, settings
 from meshtrain.inference import placement
 from meshtrain.inference.generate import Generator
 from meshtrain.inference.score import Scorer
-from meshtrain.layout.mesh import MeshSpec, by_gloo
-from meshtrain.layout.rules import Layout
 from meshtrain.model import params, transformer
 from meshtrain.model.layers import Execution
 from meshtrain.names import AXES
-from meshtrain.parallel import attention, expert
-from meshtrain.run import adapters, pretrained, resume
-from meshtrain.run.checkpoint import Saved
+from meshtrain.parallel.context import attention
+from meshtrain.parallel.experts import dispatch
+from meshtrain.sharding.mesh import MeshSpec, by_gloo
+from meshtrain.sharding.rules import Layout
 from meshtrain.training import step as training_step
-from meshtrain.weights import folder, settings
 
 KEYS = ("mesh.", "model.compute_dtype", "run.compilation_cache")      # that every command on a trained model takes
 TOKENIZER = "tokenizer.json"
@@ -161,7 +163,7 @@ def execution(run: Run, model: transformer.Transformer, layout: Layout, mesh: ja
                                  "data": run.data.model_copy(update={"seq_len": 2**31 - 1, "document_mask": True})})   # padding is one
     platform = mesh.devices.flat[0].platform
     attend, _ = attention.choose(run, whole, platform)
-    return Execution(layout, jnp.dtype(run.model.compute_dtype), attend, in_order=by_gloo(mesh), experts=expert.choose(run, layout, platform))
+    return Execution(layout, jnp.dtype(run.model.compute_dtype), attend, in_order=by_gloo(mesh), experts=dispatch.choose(run, layout, platform))
 
 
 def describe(directory: str, step: int, words: Sequence[str], command: str, keys: Sequence[str] = ()) -> Trained:

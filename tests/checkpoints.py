@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshtrain.run import checkpoint
+from meshtrain.checkpoint import checkpoint
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -92,7 +92,7 @@ count, index, port, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3],
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from meshtrain import files
-from meshtrain.run import checkpoint
+from meshtrain.checkpoint import checkpoint
 if count > 1:
     jax.distributed.initialize(f"127.0.0.1:{port}", count, index, initialization_timeout=60)
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))

@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from meshtrain import config
-from meshtrain.data import order, parts, sources, token_files
+from meshtrain.data import sources
+from meshtrain.data.batches import order
+from meshtrain.data.cache import parts
+from meshtrain.data.files import token_files
 
 TEXTS = ["the cat sat on the mat", "", "zwei\nZeilen\r\n", "naïve — 猫 🐈\x00", "<|endoftext|> is text here", "the mat\n"]
 UNICODE = st.text(st.characters(exclude_categories=["Cs"]))

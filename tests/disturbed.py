@@ -39,8 +39,9 @@ import grain.experimental  # noqa: E402, F401
 import tensorboardX.proto.event_pb2  # noqa: E402, F401
 
 from meshtrain import config, elastic, files, train  # noqa: E402
-from meshtrain.run import export, metrics, reference, say, spikes, stops  # noqa: E402
-from meshtrain.run.checkpoint import Checkpoints  # noqa: E402
+from meshtrain.checkpoint import export
+from meshtrain.run import dpo_reference, metrics, say, spikes, stops
+from meshtrain.checkpoint.checkpoint import Checkpoints  # noqa: E402
 from meshtrain.training.state import State  # noqa: E402
 from tests import syscalls, tiny_run  # noqa: E402
 
@@ -171,8 +172,8 @@ def stand_in(home: pathlib.Path, words: list[str]) -> None:
     train.report.compiled = lambda *_: "nothing is compiled"
     train._write_cost = lambda *_: None
     train._memory = lambda *_: lambda: 0
-    reference._computed = lambda program, pairs, count, params: np.arange(count, dtype=np.float32)
-    reference._key = lambda *_: "key"
+    dpo_reference._computed = lambda program, pairs, count, params: np.arange(count, dtype=np.float32)
+    dpo_reference._key = lambda *_: "key"
     export._program = lambda row, leaves, sizes, dtype: lambda leaves, layer, expert: _gathered(row, leaves, layer, sizes, dtype)
     spikes.FEWEST = FEWEST
     files.PAUSES_S = (0.01,) * len(files.PAUSES_S)

@@ -5,7 +5,8 @@ import functools
 import numpy as np
 from hypothesis import strategies as st
 
-from meshtrain.data import order, packing
+from meshtrain.data.batches import packing
+from meshtrain.data.documents import contracts
 
 BOS = 256
 FIRST_ID = 1000
@@ -24,7 +25,7 @@ class Numbered:
 
     @functools.cached_property
     def totals(self):
-        return order.totals(self.num_documents, self.ends)
+        return contracts.totals(self.num_documents, self.ends)
 
     def ends(self, documents):
         return np.cumsum(self.lengths)[documents]

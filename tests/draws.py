@@ -10,9 +10,9 @@ import tomllib
 from pathlib import Path
 
 from meshtrain import assembly, config
-from meshtrain.layout import rules
-from meshtrain.layout.mesh import MeshSpec
 from meshtrain.names import AXES
+from meshtrain.sharding import rules
+from meshtrain.sharding.mesh import MeshSpec
 
 RULES = Path(__file__).resolve().parent.parent / "sharding_rules"
 DEVICES = 8

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtrain import assembly, config
-from meshtrain.run import pretrained
-from meshtrain.weights import safetensors
+from meshtrain.checkpoint import pretrained
+from meshtrain.huggingface import safetensors
 
 ROOT = Path(__file__).resolve().parent
 GOLDENS = ROOT / "goldens"

@@ -61,8 +61,8 @@ def inject(process, where, kind):
         return
     place, _, number = where.partition(":")
     modules = {"step": ("meshtrain.cluster.watch", "step"), "compile": ("meshtrain.assembly", "compile_step"),
-               "save": ("meshtrain.run.checkpoint", "Checkpoints"), "restore": ("meshtrain.assembly", "initialize"),
-               "agree": ("meshtrain.assembly", "assemble"), "commit": ("meshtrain.run.commit", "commit")}
+               "save": ("meshtrain.checkpoint.checkpoint", "Checkpoints"), "restore": ("meshtrain.assembly", "initialize"),
+               "agree": ("meshtrain.assembly", "assemble"), "commit": ("meshtrain.checkpoint.commit", "commit")}
     name, function = modules[place]
     if place == "save":
         checkpoints = sys.modules[name].Checkpoints

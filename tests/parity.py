@@ -15,9 +15,9 @@ import numpy as np
 
 from meshtrain import assembly, config
 from meshtrain.cost import audit
-from meshtrain.layout.mesh import MeshSpec
 from meshtrain.model import params as params_of
 from meshtrain.names import AXES, NO_TARGET
+from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.training.state import State
 
 RULES = Path(__file__).resolve().parent.parent / "sharding_rules"

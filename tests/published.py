@@ -12,10 +12,10 @@ from meshtrain.cost.assumptions import TABLE, Assumptions
 from meshtrain.cost.placed import Options, Practice, place
 from meshtrain.cost.price import price
 from meshtrain.cost.rates import Rates
-from meshtrain.layout import rules
-from meshtrain.layout.mesh import MeshSpec
-from meshtrain.layout.rules import Layout
 from meshtrain.model import transformer
+from meshtrain.sharding import rules
+from meshtrain.sharding.mesh import MeshSpec
+from meshtrain.sharding.rules import Layout
 
 FILE = tomllib.loads((Path(__file__).parent / "goldens" / "published_runs.toml").read_text())
 RECOMPUTED = {"none": (0, 0, 0), "elementwise": (0, 0, .6), "attention": (0, 1, 0), "per_op": (.5, 0, 1)}

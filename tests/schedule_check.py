@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from meshtrain.parallel.schedules import B, F, KINDS, W, Schedule
+from meshtrain.parallel.pipeline.schedules import B, F, KINDS, W, Schedule
 
 SHOWN = 5
 

@@ -24,8 +24,8 @@ import time
 import jax
 import numpy as np
 
+from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.run import metrics
-from meshtrain.run.checkpoint import Checkpoints
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STEPS, EVERY = 24, 2

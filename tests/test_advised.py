@@ -13,10 +13,10 @@ from meshtrain import plan
 from meshtrain.config import shipped
 from meshtrain.cost import simulate
 from meshtrain.cost.price import Options
-from meshtrain.layout import rules
-from meshtrain.layout.mesh import MeshSpec
-from meshtrain.layout.rules import Layout
-from meshtrain.parallel import schedules
+from meshtrain.parallel.pipeline import schedules
+from meshtrain.sharding import rules
+from meshtrain.sharding.mesh import MeshSpec
+from meshtrain.sharding.rules import Layout
 from test_price import model, priced
 
 # The words of the command → how far it is behind the best at most, and what the reasons name.

@@ -6,8 +6,8 @@ import pytest
 import sampling
 
 from meshtrain import assembly, config
-from meshtrain.shipped import shipped
 from meshtrain.cost import audit, beside, compile, report
+from meshtrain.shipped import shipped
 
 pytestmark = pytest.mark.skipif(
     compile.missing_wheels(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}"

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from meshtrain import config
-from meshtrain.layout import rules
-from meshtrain.layout.rules import Layout
 from meshtrain.model import layers, params
 from meshtrain.names import AXES
+from meshtrain.sharding import rules
+from meshtrain.sharding.rules import Layout
 
 LAYOUT = Layout(rules.parse(""), {axis: 1 for axis in AXES})
 B, T, D, H = 4, 1024, 32, 8

@@ -7,7 +7,7 @@ import pytest
 from meshtrain.cost import chart, simulate
 from meshtrain.cost.simulate import Costs
 from meshtrain.pages import pictures, skin
-from meshtrain.parallel import schedules
+from meshtrain.parallel.pipeline import schedules
 
 GIB = 2**30
 COSTS = Costs(forward_s=1.0, input_grad_s=1.75, weight_grad_s=0.5, loss_s=0.25)

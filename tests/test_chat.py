@@ -8,8 +8,8 @@ import conversations as drawn
 import numpy as np
 import pytest
 
-from meshtrain.data import chat, tokenizer
-from meshtrain.data.chat import Conversation
+from meshtrain.data.documents import chat, tokenizer
+from meshtrain.data.documents.chat import Conversation
 
 ASKED = [{"role": "user", "content": "why?"}]
 ANSWERED = [*ASKED, {"role": "assistant", "content": "the cat sat"}]

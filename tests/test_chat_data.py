@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshtrain import assembly, config, train
-from meshtrain.data import chat, conversations, packing, sources
-from meshtrain.data.chat import Conversation
+from meshtrain.data import sources
+from meshtrain.data.batches import packing
+from meshtrain.data.documents import chat, conversations
+from meshtrain.data.documents.chat import Conversation
 from meshtrain.names import NO_TARGET
 
 ASK, ANSWER = {"role": "user", "content": "why?"}, {"role": "assistant", "content": "the cat sat"}

@@ -21,8 +21,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshtrain import files
+from meshtrain.checkpoint import checkpoint
 from meshtrain.config import ConfigError
-from meshtrain.run import checkpoint, trees
+from meshtrain.run import trees
 from checkpoints import ROOT, abstract, assert_same_bits, flip, latest, make_state, mesh, names, small_disk  # noqa: F401
 
 
@@ -197,7 +198,7 @@ def test_a_process_killed_while_saving_leaves_a_whole_checkpoint_or_none(tmp_pat
     program = (
         "import logging, os, sys, jax.numpy as jnp\n"
         "logging.basicConfig(level=logging.INFO)\n"
-        "from meshtrain.run import checkpoint\n"
+        "from meshtrain.checkpoint import checkpoint\n"
         "checkpoints = checkpoint.Checkpoints(sys.argv[1])\n"
         "checkpoints.save(1, {'w': jnp.full(8_000_000, 1.0)}, {})\n"
         "checkpoints.wait()\n"

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
+from meshtrain.checkpoint import checkpoint
 import meshtrain.files
-from meshtrain.run import checkpoint
 from checkpoints import abstract, files, flip, latest, make_state, mesh, names, run_processes
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshtrain import assembly, config
-from meshtrain.run import checkpoint
+from meshtrain.checkpoint import checkpoint
 from checkpoints import ROOT, assert_same_bits, flip, run_processes, values
 
 MESHES = [

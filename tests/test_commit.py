@@ -9,7 +9,7 @@ import pytest
 from etils import epath
 
 from benchmarks import commit as benchmark
-from meshtrain.run import checkpoint, commit
+from meshtrain.checkpoint import checkpoint, commit
 from checkpoints import files, flip
 
 COUNT = 64

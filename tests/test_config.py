@@ -147,7 +147,7 @@ def test_importing_config_imports_no_jax():
 
 
 def test_the_axes_are_those_of_the_mesh():
-    from meshtrain.layout import mesh
+    from meshtrain.sharding import mesh
 
     assert config.AXES == mesh.AXES
     assert config.Mesh().placement == mesh.PLACEMENT
@@ -155,7 +155,7 @@ def test_the_axes_are_those_of_the_mesh():
 
 def test_the_byte_vocabulary_is_that_of_the_data():
     from meshtrain.config import checks
-    from meshtrain.data import tokenizer
+    from meshtrain.data.documents import tokenizer
 
     assert checks.BYTE_VOCAB == tokenizer.Bytes().vocab_size
 
@@ -410,7 +410,7 @@ def test_bytes_under_a_large_vocabulary_are_told():
     (unread,) = config.notes(config.load(["--data.cache", "elsewhere"]))
     assert unread.startswith('data.cache="elsewhere" has no effect here')
     from meshtrain import assembly
-    from meshtrain.layout.mesh import MeshSpec
+    from meshtrain.sharding.mesh import MeshSpec
 
     assert told in assembly.design(config.load(["configs/llama3-8b.toml"]), MeshSpec({"fsdp": 8}), "gpu", None).notes
 

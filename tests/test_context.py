@@ -22,11 +22,11 @@ from test_layouts import MICROBATCHES, MODEL, Compiled, check_equal, check_gradi
 
 from meshtrain import assembly, config
 from meshtrain.cost import audit, compile
-from meshtrain.layout import rules
-from meshtrain.layout.mesh import MeshSpec
 from meshtrain.kernels import blockwise, engine
 from meshtrain.kernels.mask import CAUSAL
-from meshtrain.parallel import attention, zigzag
+from meshtrain.parallel.context import attention, zigzag
+from meshtrain.sharding import rules
+from meshtrain.sharding.mesh import MeshSpec
 
 RULES = Path(__file__).resolve().parent.parent / "sharding_rules"
 slow = partial(pytest.param, marks=sampling.GRID)

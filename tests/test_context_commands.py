@@ -6,7 +6,7 @@ import pytest
 import test_commands
 
 from meshtrain import inspect, train
-from meshtrain.parallel import attention
+from meshtrain.parallel.context import attention
 
 RULES = Path(__file__).resolve().parent.parent / "sharding_rules"
 

@@ -11,11 +11,11 @@ from jax.sharding import PartitionSpec as P
 
 from meshtrain import assembly, config, jax_private
 from meshtrain.cost import compile
-from meshtrain.layout.mesh import MeshSpec
-from meshtrain.layout.rules import Layout, parse
 from meshtrain.kernels import cudnn
 from meshtrain.kernels.mask import Mask
-from meshtrain.parallel import attention
+from meshtrain.parallel.context import attention
+from meshtrain.sharding.mesh import MeshSpec
+from meshtrain.sharding.rules import Layout, parse
 
 RULES = parse("""
 [activations]

@@ -9,7 +9,8 @@ import documents
 from documents import BOS, mixed, sequences, validation
 
 from meshtrain import config
-from meshtrain.data import packing, sources
+from meshtrain.data import sources
+from meshtrain.data.batches import packing
 
 
 def opened(name, paths=(), **settings):

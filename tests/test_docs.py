@@ -11,9 +11,9 @@ import pytest
 
 from launch import local
 from meshtrain import assembly, config, convert, evaluate, generate, plan, report
+from meshtrain.checkpoint import resume
 from meshtrain.cost import hardware
 from meshtrain.kernels import blockwise
-from meshtrain.run import resume
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

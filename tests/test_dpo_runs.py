@@ -9,10 +9,12 @@ from commands import call, home, in_a_directory_of_its_own  # noqa: F401
 from test_lora_runs import saved
 
 from meshtrain import config, evaluate, generate, train
-from meshtrain.data import conversations, preferences, sources
-from meshtrain.data.conversations import parse_pair
+from meshtrain.data import sources
+from meshtrain.data.batches import preferences
+from meshtrain.data.documents import conversations
+from meshtrain.data.documents.conversations import parse_pair
 from meshtrain.names import NO_TARGET
-from meshtrain.run import reference
+from meshtrain.run import dpo_reference
 
 ASK, GOOD, BAD = ({"role": role, "content": text} for role, text in (("user", "why?"), ("assistant", "the cat sat"), ("assistant", "no")))
 
@@ -61,7 +63,7 @@ def test_a_run_learns_the_preferences_from_where_it_is_its_own_reference(place):
     found = rows(place / "run")
     assert abs(found[0]["loss"] - np.log(2)) < 1e-5 and abs(found[0]["reward_margin"]) < 1e-4    # the model is the reference
     assert found[-1]["loss"] < 0.6 and found[-1]["reward_margin"] > 0 and found[-1]["val_loss"] < 0.69
-    references = np.load(place / "run" / reference.FILE)
+    references = np.load(place / "run" / dpo_reference.FILE)
     assert references.shape == (23,) and np.isfinite(references).all()
 
 
@@ -69,13 +71,13 @@ def test_a_run_learns_the_preferences_from_where_it_is_its_own_reference(place):
 @pytest.mark.grid
 def test_other_runs_from_the_same_weights_find_the_reference(place):
     ran(*words(place, "first", "--training.steps=1"))
-    references = np.load(place / "first" / reference.FILE)
+    references = np.load(place / "first" / dpo_reference.FILE)
     # Another beta has the same reference, which is not computed again.
     again = ran(*words(place, "beta", "--training.dpo_beta=0.5", "--training.steps=1"))
-    assert ": from " in again.out and np.array_equal(np.load(place / "beta" / reference.FILE), references)
+    assert ": from " in again.out and np.array_equal(np.load(place / "beta" / dpo_reference.FILE), references)
     # Other weights have another.
     other = ran(*words(place, "seed", "--run.seed=1", "--training.steps=1"))
-    assert ": from " not in other.out and not np.array_equal(np.load(place / "seed" / reference.FILE), references)
+    assert ": from " not in other.out and not np.array_equal(np.load(place / "seed" / dpo_reference.FILE), references)
 
 
 @pytest.mark.slow
@@ -85,7 +87,7 @@ def test_a_run_that_goes_on_ends_where_one_without_a_stop_does(place):
     ran(*words(place, "parts", "--lora.rank=2", "--optimizer.schedule=constant", "--training.steps=4"))
     ran(*words(place, "one", "--lora.rank=2", "--optimizer.schedule=constant", "--training.steps=4"))
     assert_same_bits(saved(place / "parts", 4)["params"], saved(place / "one", 4)["params"])
-    (place / "parts" / reference.FILE).unlink()
+    (place / "parts" / dpo_reference.FILE).unlink()
     done = call(train.main, *words(place, "parts", "--lora.rank=2", "--optimizer.schedule=constant", "--training.steps=5"))
     assert done.code == 2 and "what the reference prefers, is gone or damaged" in done.err
 

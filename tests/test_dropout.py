@@ -3,11 +3,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain.layout import rules
-from meshtrain.layout.rules import Layout
 from meshtrain.model import layers
 from meshtrain.model.inputs import Inputs
 from meshtrain.names import AXES
+from meshtrain.sharding import rules
+from meshtrain.sharding.rules import Layout
 from meshtrain.training import step
 
 

@@ -17,8 +17,8 @@ from meshtrain.cost import compile, hlo, rates, report
 from meshtrain.cost.assumptions import Assumptions
 from meshtrain.kernels import engine, pallas, tiles
 from meshtrain.kernels.tiles import Blocks, Tiles
-from meshtrain.layout import rules
-from meshtrain.parallel import attention
+from meshtrain.parallel.context import attention
+from meshtrain.sharding import rules
 
 slow = partial(pytest.param, marks=sampling.GRID)
 needs_gpu_compiler = pytest.mark.skipif(compile.missing_wheels(),

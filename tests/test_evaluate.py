@@ -9,7 +9,7 @@ from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noq
 from folders import GOLDENS
 
 from meshtrain import config, evaluate, train, trained
-from meshtrain.data import tokenizer
+from meshtrain.data.documents import tokenizer
 from meshtrain.names import NO_TARGET
 
 MIXTURE = '[{source="text", paths=["%s"], weight=3, name="squares"}, {source="text", paths=["%s"], name="cubes"}]'

@@ -12,7 +12,7 @@ import experts
 from meshtrain import assembly, config
 from meshtrain.cost import flops
 from meshtrain.model import moe, transformer
-from meshtrain.parallel import exchange, expert
+from meshtrain.parallel.experts import all_to_all, dispatch
 from meshtrain.training import accumulate, optimizer
 
 V, T, SEQUENCES = 61, 16, 16
@@ -240,8 +240,8 @@ def test_pipelines_compute_what_one_device_does(tmp_path, name, leaning, dispatc
 
 @pytest.mark.parametrize("spare, leaning", [(0.3, "all to two"), pytest.param(1.0, "", marks=GRID), pytest.param(0.3, "", marks=GRID)])
 def test_a_buffer_that_is_too_small_takes_more_rounds(tmp_path, monkeypatch, spare, leaning):
-    chosen = expert.choose
-    monkeypatch.setattr(accumulate.expert, "choose", lambda *args: dataclasses.replace(chosen(*args), spare=spare))
+    chosen = dispatch.choose
+    monkeypatch.setattr(accumulate.dispatch, "choose", lambda *args: dataclasses.replace(chosen(*args), spare=spare))
     check(tmp_path, "expert over fsdp", leaning=leaning)
 
 
@@ -250,11 +250,11 @@ SENT = ("expert over fsdp", "expert over tensor with sequence parallelism", "exp
 
 
 @pytest.mark.parametrize("layout, leaning, capacity", [
-    ("expert over fsdp", "all to two", exchange.CAPACITY), *(pytest.param(layout, leaning, capacity, marks=GRID)
-    for layout in SENT for leaning in ("", "all to two", "three without any") for capacity in (exchange.CAPACITY, 0.3)
-    if (layout, leaning, capacity) != ("expert over fsdp", "all to two", exchange.CAPACITY))])
+    ("expert over fsdp", "all to two", all_to_all.CAPACITY), *(pytest.param(layout, leaning, capacity, marks=GRID)
+    for layout in SENT for leaning in ("", "all to two", "three without any") for capacity in (all_to_all.CAPACITY, 0.3)
+    if (layout, leaning, capacity) != ("expert over fsdp", "all to two", all_to_all.CAPACITY))])
 def test_tokens_that_are_sent_compute_the_same(tmp_path, monkeypatch, layout, leaning, capacity):
-    monkeypatch.setattr(exchange, "CAPACITY", capacity)
+    monkeypatch.setattr(all_to_all, "CAPACITY", capacity)
     check(tmp_path, layout, leaning=leaning, dispatch="all_to_all")
 
 

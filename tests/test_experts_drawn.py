@@ -11,9 +11,9 @@ from sampling import GRID
 import experts
 import test_experts
 from meshtrain import assembly, config
-from meshtrain.layout.mesh import MeshSpec
 from meshtrain.names import AXES, NO_TARGET
-from meshtrain.parallel import exchange, expert
+from meshtrain.parallel.experts import all_to_all, dispatch
+from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.training import accumulate
 
 EXPERT_AXES = ([], ["fsdp"], ["data"], ["tensor"], ["fsdp", "tensor"], ["tensor", "fsdp"], ["data", "fsdp"], ["context"], ["context", "fsdp"])
@@ -95,9 +95,9 @@ def packed(run: config.Run, rng) -> dict:
 def test_random_experts_on_random_layouts_compute_what_a_loop_over_experts_does(number, tmp_path, monkeypatch):
     rng = random.Random(number)
     run = sound(rng, tmp_path / "rules.toml")
-    monkeypatch.setattr(accumulate.expert, "choose", lambda *args, made=expert.choose, spare=rng.choice((expert.SPARE, 0.3)):
+    monkeypatch.setattr(accumulate.dispatch, "choose", lambda *args, made=dispatch.choose, spare=rng.choice((dispatch.SPARE, 0.3)):
                         dataclasses.replace(made(*args), spare=spare))
-    monkeypatch.setattr(exchange, "CAPACITY", rng.choice((exchange.CAPACITY, 0.3)))
+    monkeypatch.setattr(all_to_all, "CAPACITY", rng.choice((all_to_all.CAPACITY, 0.3)))
     batch, dumped = packed(run, np.random.default_rng(number)), run.model_dump()
     monkeypatch.setattr(test_experts, "batch", lambda: batch)
     monkeypatch.setattr(test_experts, "TOLERANCE", TOLERANCE)

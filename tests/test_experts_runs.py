@@ -7,9 +7,11 @@ from commands import call, home, in_a_directory_of_its_own, tiny  # noqa: F401
 from test_lora_runs import paths, ran, saved
 
 from meshtrain import assembly, config, train
-from meshtrain.data import packing, sources
-from meshtrain.run import adapters, init_from, rehearsal
-from meshtrain.run.checkpoint import Checkpoints
+from meshtrain.checkpoint import adapters, init_from
+from meshtrain.checkpoint.checkpoint import Checkpoints
+from meshtrain.data import sources
+from meshtrain.data.batches import packing
+from meshtrain.run import bias_warmup
 from pathlib import Path
 
 RULES = Path(__file__).resolve().parent.parent / "sharding_rules"
@@ -62,7 +64,7 @@ def test_before_the_first_step_batches_move_the_biases_and_nothing_else(tiny, tm
     with jax.set_mesh(made.mesh):
         fresh, step = assembly.initialize(made), made.program.compile()
         load = lambda state: float(step(state, made.program.place(batches.batch(0)))[1]["expert_load_max"])
-        once, often = (rehearsal.balanced(made.program, step, assembly.initialize(made), batches, passes, lambda: assembly.initialize(made))
+        once, often = (bias_warmup.balanced(made.program, step, assembly.initialize(made), batches, passes, lambda: assembly.initialize(made))
                        for passes in (1, 30))
         assert once.step == 0 and jax.tree.structure(once) == jax.tree.structure(fresh)
         same = lambda a, b: jax.tree.map(lambda a, b: bool((a == b).all()), a, b)

@@ -9,10 +9,11 @@ import pytest
 from sampling import GRID
 
 from meshtrain import assembly
+from meshtrain.checkpoint import checkpoint
 from meshtrain.cost import audit
 from meshtrain.model import moe
-from meshtrain.parallel import expert, split
-from meshtrain.run import checkpoint
+from meshtrain.parallel.experts import dispatch
+from meshtrain.parallel.pipeline import layer_vjp
 from meshtrain.training import pipelined
 from meshtrain.training.state import State
 from checkpoints import assert_same_bits
@@ -146,15 +147,15 @@ def test_the_three_products_of_experts_weight_gradients_stand_in_w_alone(tmp_pat
     run = run_of(tmp_path / "rules.toml", mesh, FOUR_LAYERS["four layers"] | dict(expert_mlp_dim=32), dict(microbatches=4),
                  dict(schedule=schedule, chunks=chunks))
     made, parts = assembly.assemble(run, jax.devices()[:math.prod(mesh.values())]), {}
-    divided = split.layer
+    divided = layer_vjp.layer
 
     def counted(f, w, x, e):
         fbw = divided(f, w, x, e)
         parts.update(F=kernels(fbw.forward, w, x, e), B=kernels(fbw.backward_input, w, e, fbw.r, fbw.q, x),
                      W=kernels(fbw.backward_weight, w, e, fbw.q, fbw.z))
         return fbw
-    monkeypatch.setattr(split, "layer", counted)
-    experts = expert.choose(run, made.layout, "gpu")        # Pallas kernels, which have names; they are not compiled
+    monkeypatch.setattr(layer_vjp, "layer", counted)
+    experts = dispatch.choose(run, made.layout, "gpu")        # Pallas kernels, which have names; they are not compiled
     pipelined.layer_fbw(run, made.model, made.layout, made.mesh_spec.abstract(), made.program.execution.attend, experts)
     # Behind the first round each of the further ones, which mostly are none, has products of its own.
     # gate and up transposed are one product of two pairs.
@@ -167,7 +168,7 @@ def test_the_three_products_of_experts_weight_gradients_stand_in_w_alone(tmp_pat
 def test_gate_and_up_are_made_again_where_remat_keeps_less_than_all(remat, again):
     run = run_of("sharding_rules/ddp.toml", {}, dict(expert_mlp_dim=32), dict(remat=remat))
     made, m = assembly.assemble(run, jax.devices()[:1]), run.model
-    experts = expert.choose(run, made.layout, "gpu")
+    experts = dispatch.choose(run, made.layout, "gpu")
     x_BTD, choices = jnp.ones((2, 16, m.embed_dim)), (2, 16, m.experts_per_token)
     into = jnp.ones((m.num_experts, m.embed_dim, m.expert_mlp_dim))
     weights = dict(gate=into, up=into, down=into.swapaxes(1, 2))

@@ -12,8 +12,9 @@ from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noq
 from folders import EIGHT, GOLDENS, NAMES, ONE, ROOT, Loaded, contents
 
 from meshtrain import config, convert, files, train
-from meshtrain.run import checkpoint, export, trees
-from meshtrain.weights import folder, settings
+from meshtrain.checkpoint import checkpoint, export
+from meshtrain.huggingface import folder, settings
+from meshtrain.run import trees
 
 LAYOUTS = [("zero3", dict(fsdp=8)), ("ddp", dict(data=2, tensor=4)), ("zero1", dict(fsdp=2, tensor=2, stage=2))]
 
@@ -189,7 +190,7 @@ TWO = r"""
 sys.path.insert(0, TESTS)
 from pathlib import Path
 import folders, test_export
-from meshtrain.weights import safetensors
+from meshtrain.huggingface import safetensors
 count, read = 0, safetensors.read
 def counted(entry, start, stop):
     global count

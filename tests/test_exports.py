@@ -9,8 +9,8 @@ from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noq
 from folders import contents
 
 from meshtrain import convert, files, train
+from meshtrain.checkpoint import checkpoint, export, exports, pretrained
 from meshtrain.config import ConfigError
-from meshtrain.run import checkpoint, export, exports, pretrained
 
 
 def full(*_):

@@ -8,8 +8,11 @@ import pytest
 
 from meshtrain import files
 from meshtrain.config import ConfigError, user_errors
-from meshtrain.data import formats, parts, sources, token_files
-from meshtrain.weights import safetensors, settings
+from meshtrain.data import sources
+from meshtrain.data.cache import parts
+from meshtrain.data.documents import formats
+from meshtrain.data.files import token_files
+from meshtrain.huggingface import safetensors, settings
 
 MOMENTS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EBUSY, errno.ENOTEMPTY, errno.ENOSPC, errno.EDQUOT)
 MISTAKES = (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EROFS)

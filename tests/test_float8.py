@@ -13,11 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import assembly, config, inspect
 from meshtrain.cost import compile as gpu_compile, hardware, roofline
-from meshtrain.layout import rules
-from meshtrain.layout.mesh import MeshSpec
-from meshtrain.layout.rules import Layout
 from meshtrain.model import float8, layers
 from meshtrain.names import AXES
+from meshtrain.sharding import rules
+from meshtrain.sharding.mesh import MeshSpec
+from meshtrain.sharding.rules import Layout
 from meshtrain.training import objective
 from meshtrain.training.state import State
 from test_layouts import GPT2, ONE, RULES, Compiled, rows, run_of

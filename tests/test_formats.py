@@ -9,7 +9,7 @@ import pytest
 import zstandard
 from corpora import Opened, bpe, fault, section, write  # noqa: F401 (bpe is a fixture)
 
-from meshtrain.data import formats
+from meshtrain.data.documents import formats
 
 GOOD = b'{"text": "fine"}\n'
 # (file name, content, what the one message must contain)

@@ -11,10 +11,10 @@ import pytest
 
 from meshtrain import assembly, config
 from meshtrain.cost import flops, hardware
-from meshtrain.layout import rules
-from meshtrain.layout.rules import Layout
 from meshtrain.model import layers, transformer
 from meshtrain.names import AXES
+from meshtrain.sharding import rules
+from meshtrain.sharding.rules import Layout
 
 EXECUTION = layers.Execution(Layout(rules.parse(""), dict.fromkeys(AXES, 1)), jnp.float32, None)
 

@@ -19,9 +19,9 @@ from folders import GOLDENS, NAMES, ROOT
 from meshtrain import assembly, config, devices, generate, talk, train, trained
 from meshtrain.cost import audit, compile
 from meshtrain.inference import generate as inference
-from meshtrain.inference import picking, words
+from meshtrain.inference import detokenizer
 from meshtrain.inference.generate import STRIDE, GenerationLimits
-from meshtrain.inference.picking import Picking
+from meshtrain.inference.sampling import Picking, allowed, pick
 
 ONE, EIGHT = {"tensor": 1}, {"data": 2, "fsdp": 2, "tensor": 2}
 FAST = ("gpt2", "gemma3")
@@ -139,13 +139,13 @@ def plain_allowed(z, temperature, top_k, top_p, min_p) -> np.ndarray:
                                  (1.0, 1, 1.0, 0.0), (1.0, 0, 1e-9, 0.0), (1.0, 0, 1.0, 1.0), (1.0, 500, 0.999, 0.0)])
 def test_what_is_left_to_draw_from_is_what_transformers_leaves(how):
     z = 3 * np.random.default_rng(3).normal(size=(20, 60)).astype(np.float32)
-    np.testing.assert_allclose(picking.allowed(Picking(*how), jnp.asarray(z)), [plain_allowed(row, *how) for row in z], rtol=1e-5)
+    np.testing.assert_allclose(allowed(Picking(*how), jnp.asarray(z)), [plain_allowed(row, *how) for row in z], rtol=1e-5)
 
 
 def test_draws_have_the_probabilities_of_the_logits():
     z = jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05]))
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(4000))
-    drawn = picking.pick(Picking(1.0, top_k=3), jnp.tile(z, (4000, 1)), keys)
+    drawn = pick(Picking(1.0, top_k=3), jnp.tile(z, (4000, 1)), keys)
     # Four standard deviations of 4,000 draws.
     np.testing.assert_allclose(np.bincount(drawn, minlength=4) / 4000, np.asarray([0.5, 0.3, 0.15, 0]) / 0.95, atol=4 * 0.5 / 4000 ** 0.5)
 
@@ -158,10 +158,10 @@ def bytes_of(text: str) -> list[int]:
 
 
 def test_an_answer_ends_before_its_first_stop_string_and_its_stop_id_is_no_text():
-    made = words.Words(lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace"), ("END", "\n\n"), (256,))
+    made = detokenizer.Words(lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace"), ("END", "\n\n"), (256,))
     assert made.text([*bytes_of("so it is"), 256]) == "so it is" and made.ended([*bytes_of("so it is"), 256]) is None
     assert made.text(bytes_of("one\n\ntwo END")) == "one" and made.ended(bytes_of("one\n\ntwo END")) == 5
-    stream, told = words.TextStream(made), []
+    stream, told = detokenizer.TextStream(made), []
     answer = bytes_of("gré E EN Ende ENDlich")
     for count in range(1, len(answer) + 1):
         told.append(stream.more(answer[:count]))

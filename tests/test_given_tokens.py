@@ -12,7 +12,8 @@ import pytest
 from corpora import Opened, fault, section, write, write_tokens
 
 from meshtrain import config
-from meshtrain.data import given_tokens, token_files
+from meshtrain.data.cache import given_tokens
+from meshtrain.data.files import token_files
 
 # (tokens, ends, what the one message must contain)
 WRONG_TOKENS = [

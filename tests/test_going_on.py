@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshtrain import train
-from meshtrain.run.checkpoint import Checkpoints
+from meshtrain.checkpoint.checkpoint import Checkpoints
 from test_commands import call, contents, finished, home, in_a_directory_of_its_own, refused, rows, tiny  # noqa: F401
 
 

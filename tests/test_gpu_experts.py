@@ -13,7 +13,7 @@ from meshtrain import assembly, config
 from meshtrain.cost import audit, compile, traffic
 from meshtrain.cost.placed import Options, place
 from meshtrain.kernels import tiles
-from meshtrain.parallel import expert
+from meshtrain.parallel.experts import dispatch
 
 pytestmark = pytest.mark.skipif(compile.missing_wheels(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
 
@@ -126,8 +126,8 @@ def test_executed_rows_are_the_spared_share_and_the_tiles_fill():
 def test_temporaries_are_at_most_1_3_times_those_of_a_buffer_that_even_choices_fill(monkeypatch):
     """The spared buffer, and the tables and sums of the rounds that it may need."""
     spared, _ = program()
-    shipped = expert.choose
-    monkeypatch.setattr(expert, "choose", lambda *args: dataclasses.replace(shipped(*args), spare=1.0))
+    shipped = dispatch.choose
+    monkeypatch.setattr(dispatch, "choose", lambda *args: dataclasses.replace(shipped(*args), spare=1.0))
     balanced = assembled.__wrapped__().program.compile()
     needs = lambda executable: executable.memory_analysis().temp_size_in_bytes
     assert f"bf16[{A * K // HOST + E // HOST * tiles.GROUPED[2].rows},{D}]" in balanced.as_text()

@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from meshtrain import assembly, config
 from meshtrain.cost import audit, compile, hlo
 from meshtrain.kernels import pallas
-from meshtrain.layout.mesh import MeshSpec, pmax, psum
-from meshtrain.parallel import pipeline, schedules
+from meshtrain.parallel.pipeline import pipeline, schedules
+from meshtrain.sharding.mesh import MeshSpec, pmax, psum
 
 pytestmark = pytest.mark.skipif(
     compile.missing_wheels(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}"

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain.cost import compile
 from meshtrain.kernels import grouped, tiles
-from meshtrain.layout.mesh import MeshSpec
+from meshtrain.sharding.mesh import MeshSpec
 from test_pallas import ptxas
 
 SMALL = dict.fromkeys((2, 4), tiles.GroupedTile(16, 16, 16, 16, 4, 2))

@@ -7,11 +7,11 @@ from meshtrain.cost.assumptions import Assumptions
 from meshtrain.cost.placed import Options, place
 from meshtrain.cost.price import stage_costs
 from meshtrain.cost.rates import Rates
-from meshtrain.layout import rules
-from meshtrain.layout.mesh import MeshSpec
-from meshtrain.layout.rules import Layout
 from meshtrain.model import transformer
 from meshtrain.names import AXES, PLACEMENT
+from meshtrain.sharding import rules
+from meshtrain.sharding.mesh import MeshSpec
+from meshtrain.sharding.rules import Layout
 
 NAMES = "a100-40gb a100-80gb h100 h100-pcie h100-96gb h200 b200 gb200 b300 gb300 mi300x mi325x cpu".split()
 ACCELERATORS = [n for n in NAMES if n != "cpu"]

@@ -13,12 +13,12 @@ import sampling
 
 from meshtrain import config
 from meshtrain.kernels import blockwise
-from meshtrain.layout import rules
-from meshtrain.layout.rules import Layout
 from meshtrain.model import params, transformer
 from meshtrain.model.layers import MLP, Execution, Layer
 from meshtrain.names import AUX_LOSS, AXES, LAYERS
-from meshtrain.parallel import attention
+from meshtrain.parallel.context import attention
+from meshtrain.sharding import rules
+from meshtrain.sharding.rules import Layout
 from meshtrain.training import optimizer
 from test_layouts import MODEL, Compiled, check_gradients, first_moment, rows, run_of
 

@@ -17,7 +17,7 @@ from meshtrain import assembly, config
 from meshtrain.cost import audit, report
 from meshtrain.kernels import blockwise, engine
 from meshtrain.model import parts
-from meshtrain.parallel import attention
+from meshtrain.parallel.context import attention
 from meshtrain.training.state import State
 
 RULES = Path(__file__).resolve().parent.parent / "sharding_rules"

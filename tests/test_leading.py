@@ -8,16 +8,16 @@ from sampling import GRID
 
 from checkpoints import assert_same_bits
 from meshtrain import assembly, config
-from meshtrain.shipped import shipped
+from meshtrain.checkpoint import checkpoint
 from meshtrain.cost import flops, footprint, hardware, price, rates
 from meshtrain.cost.assumptions import Assumptions
 from meshtrain.cost.placed import Options, Practice, place
-from meshtrain.layout import rules
-from meshtrain.layout.mesh import MeshSpec
-from meshtrain.layout.rules import is_axes
 from meshtrain.model import transformer
 from meshtrain.names import LEADING
-from meshtrain.run import checkpoint
+from meshtrain.sharding import rules
+from meshtrain.sharding.mesh import MeshSpec
+from meshtrain.sharding.rules import is_axes
+from meshtrain.shipped import shipped
 from test_experts import BATCH, MODELS, PIPELINES, SEQUENCES, STAGED, STAGED_BATCH, T, assert_equal, batch, expected, run_of
 from test_layouts import Compiled
 from test_pipeline import unordered

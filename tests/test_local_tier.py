@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from meshtrain import train
+from meshtrain.checkpoint.checkpoint import Checkpoints
+from meshtrain.checkpoint.local import LocalTier
 from meshtrain.config import ConfigError
-from meshtrain.run.checkpoint import Checkpoints
-from meshtrain.run.local_tier import LocalTier
 from meshtrain.run.record import Record
 from checkpoints import ROOT, abstract, assert_same_bits, flip, make_state, mesh, names, run_processes, small_disk  # noqa: F401
 from test_commands import call, home, in_a_directory_of_its_own, lasting, refused, tiny  # noqa: F401
@@ -145,7 +145,7 @@ def test_a_full_disk_is_told_once_and_what_was_kept_before_stays(small_disk):  #
 
 def test_two_processes_agree_on_the_step_that_both_have_and_name_who_lacks_one(tmp_path):
     body = r"""
-from meshtrain.run.local_tier import LocalTier
+from meshtrain.checkpoint.local import LocalTier
 root = __import__("pathlib").Path(directory)
 tier = LocalTier(directory + f"/host{index}", 2, root, lambda text: say("told", text))
 forms = lambda: {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for k, x in state(0).items()}

@@ -14,12 +14,12 @@ import sampling
 from meshtrain import assembly, config
 from meshtrain.cost import flops, footprint, report, traffic
 from meshtrain.cost.placed import Options, place
-from meshtrain.layout import rules
-from meshtrain.layout.mesh import MeshSpec
-from meshtrain.layout.rules import Layout
 from meshtrain.model import lora, params, transformer
 from meshtrain.model.layers import Execution
 from meshtrain.names import AXES
+from meshtrain.sharding import rules
+from meshtrain.sharding.mesh import MeshSpec
+from meshtrain.sharding.rules import Layout
 from meshtrain.training import pipelined
 from test_layouts import ONE, Compiled, MODEL, T, rows as rows_of, run_of
 

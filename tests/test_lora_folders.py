@@ -7,8 +7,9 @@ import pytest
 import sampling
 from folders import EIGHT, GOLDENS, ONE, Loaded, contents
 
+from meshtrain.checkpoint import adapters, export, peft
 from meshtrain.model import params
-from meshtrain.run import adapters, export, peft, trees
+from meshtrain.run import trees
 
 RANK, ALPHA = 3, 5.0
 CASES = [("phi3", ONE, ("query", "down", "up"))]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshtrain.layout.mesh import AXES, PLACEMENT, MeshSpec
+from meshtrain.sharding.mesh import AXES, PLACEMENT, MeshSpec
 
 SIZES = st.fixed_dictionaries({axis: st.integers(1, 4) for axis in AXES})
 ORDER = st.permutations(AXES)

@@ -9,7 +9,7 @@ from documents import (
 )
 from hypothesis import example, given, settings, strategies as st
 
-from meshtrain.data import mixture
+from meshtrain.data.batches import mixture
 
 
 @settings(deadline=None, max_examples=40)

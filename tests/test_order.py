@@ -9,7 +9,8 @@ import documents
 from documents import BOS, FIRST_ID, Numbered, assert_same, corpora, mixed, numbered, pack_drawn, sequences, shapes, validation
 from hypothesis import example, given, settings, strategies as st
 
-from meshtrain.data import holdout, order
+from meshtrain.data.batches import holdout, order
+from meshtrain.data.documents import contracts
 
 sizes = st.tuples(st.integers(1, 12), st.integers(1, 9), st.integers(1, 60))    # RUNS, WINDOW, CHUNK_TOKENS
 
@@ -18,8 +19,8 @@ sizes = st.tuples(st.integers(1, 12), st.integers(1, 9), st.integers(1, 60))    
 def small(sizes):
     """Runs, windows and chunks so small that a few documents fill several."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in zip(("RUNS", "WINDOW", "CHUNK_TOKENS"), sizes):
-            patch.setattr(order, name, value)
+        for module, name, value in zip((contracts, order, order), ("RUNS", "WINDOW", "CHUNK_TOKENS"), sizes):
+            patch.setattr(module, name, value)
         yield
 
 
@@ -126,7 +127,7 @@ class Endless:
 
     @property
     def totals(self):
-        return order.totals(self.num_documents, self.ends)
+        return contracts.totals(self.num_documents, self.ends)
 
     def read(self, document, start, stop):
         return np.zeros(stop - start, np.int32)
@@ -149,7 +150,7 @@ class View:
     """The tokens of every document that a part has."""
 
     def __init__(self, part):
-        run = order.run_length(part.source.num_documents)
+        run = contracts.run_length(part.source.num_documents)
         documents = np.concatenate([np.arange(r * run, min((r + 1) * run, part.source.num_documents)) for r in part.runs]
                                    or [[]]).astype(np.int64)
         self.spans = [(d, s, n) for d, s, n in zip(documents, *part.spans(documents))] if len(documents) else []
@@ -162,7 +163,7 @@ class View:
        st.sampled_from([2**20, 7]))
 def test_training_and_validation_share_no_token_and_lose_none(lengths, fraction, tokens, num_runs):
     with small((num_runs, 8, 60)):
-        whole = order.run_length(len(lengths)) > 1
+        whole = contracts.run_length(len(lengths)) > 1
         train, held_out = map(View, holdout.split(Numbered(np.array(lengths)), fraction, tokens))
         seen = [np.zeros(length, int) for length in lengths]
         for view in (train, held_out):

@@ -12,7 +12,7 @@ from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noq
 from meshtrain import inspect, plan
 from meshtrain.cost import chart, simulate
 from meshtrain.pages import layout, pictures, plans, skin
-from meshtrain.parallel import schedules
+from meshtrain.parallel.pipeline import schedules
 
 VOID = {"meta", "link", "input", "img", "wbr"}
 
@@ -142,7 +142,7 @@ def test_a_schedule_is_drawn_with_every_op_of_its_lines(name, p, m, v):
 
 
 def test_the_places_on_a_page_are_those_of_the_mesh():
-    from meshtrain.layout.mesh import MeshSpec
+    from meshtrain.sharding.mesh import MeshSpec
     spec = MeshSpec({"data": 2, "tensor": 4, "stage": 3, "context": 2}, ["data", "stage", "fsdp", "tensor", "context"])
     told = {"sizes": dict(spec.sizes), "placement": list(spec.placement)}
     ids = spec.ids()

@@ -19,7 +19,7 @@ from meshtrain.kernels import pallas, tiles
 from meshtrain.kernels.engine import MASKED
 from meshtrain.kernels.mask import CAUSAL, WHOLE, Mask, Scores
 from meshtrain.kernels.tiles import Blocks, Tiles
-from meshtrain.layout.mesh import MeshSpec
+from meshtrain.sharding.mesh import MeshSpec
 
 slow = partial(pytest.param, marks=sampling.GRID)
 

@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain.layout import rules
-from meshtrain.layout.rules import Layout
 from meshtrain.model import parts
 from meshtrain.names import AXES
+from meshtrain.sharding import rules
+from meshtrain.sharding.rules import Layout
 
 TENSOR = """
 [params]

@@ -16,10 +16,10 @@ import pytest
 import sampling
 
 from meshtrain import assembly, config
+from meshtrain.checkpoint import checkpoint
 from meshtrain.cost import hlo
 from meshtrain.model import transformer
-from meshtrain.parallel import schedules
-from meshtrain.run import checkpoint
+from meshtrain.parallel.pipeline import schedules
 from test_layouts import GPT2, MODEL, RULES, Compiled, T, check_gradients, rows
 
 SEQUENCES = 48

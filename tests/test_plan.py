@@ -9,8 +9,8 @@ import pytest
 
 from meshtrain import assembly, config, inspect, plan
 from meshtrain.cost import compile, footprint, hardware, search
-from meshtrain.layout.mesh import MeshSpec
 from meshtrain.model import transformer
+from meshtrain.sharding.mesh import MeshSpec
 
 
 @pytest.fixture(autouse=True)

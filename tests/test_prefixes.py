@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from meshtrain.data import rendering
+from meshtrain.data.documents import rendering
 
 END = "{% if add_generation_prompt %}<assistant>{% endif %}"
 # Templates as they are published, by what they ask of the messages; and whether a loop can be begun anywhere.

@@ -16,11 +16,11 @@ from meshtrain.cost.assumptions import Assumptions
 from meshtrain.cost.placed import Options, place
 from meshtrain.cost.price import bubble_s, group, price, stage_costs
 from meshtrain.cost.rates import DeviceGroup, Rates
-from meshtrain.layout import rules
-from meshtrain.layout.mesh import MeshSpec
-from meshtrain.layout.rules import Layout
 from meshtrain.model import transformer
-from meshtrain.parallel import pipeline, schedules
+from meshtrain.parallel.pipeline import pipeline, schedules
+from meshtrain.sharding import rules
+from meshtrain.sharding.mesh import MeshSpec
+from meshtrain.sharding.rules import Layout
 
 GIB = 2**30
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from meshtrain import config, devices
 from meshtrain.cluster import find, gpus, meet
-from meshtrain.config import ConfigError, Distributed
 from meshtrain.cluster.find import Cluster
 from meshtrain.cluster.meet import PeerError
+from meshtrain.config import ConfigError, Distributed
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTHING = Distributed()

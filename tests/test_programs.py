@@ -8,7 +8,7 @@ import pytest
 from meshtrain import assembly, config, train, trained
 from meshtrain.cost import audit, compile
 from meshtrain.inference.generate import GenerationLimits
-from meshtrain.inference.picking import Picking
+from meshtrain.inference.sampling import Picking
 from meshtrain.training import step
 
 TINY = dict(vocab_size=300, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16)

@@ -17,7 +17,7 @@ import reference
 
 from meshtrain import assembly, config, trained
 from meshtrain.inference.generate import GenerationLimits
-from meshtrain.inference.picking import Picking
+from meshtrain.inference.sampling import Picking
 from meshtrain.training.state import State
 
 ROOT = Path(__file__).resolve().parent

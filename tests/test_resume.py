@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from meshtrain import config, files
+from meshtrain.checkpoint import checkpoint, exports, resume
 from meshtrain.config import ConfigError
-from meshtrain.data import tokenizer
-from meshtrain.run import checkpoint, exports, metrics, resume, rows, rundir
+from meshtrain.data.documents import tokenizer
+from meshtrain.run import metrics, rows, rundir
 from checkpoints import flip
 import documents
 from corpora import open_source

@@ -14,7 +14,7 @@ import pytest
 from meshtrain import assembly, config
 from meshtrain.cost import audit, compile, hardware, hlo, price, rates, roofline, work
 from meshtrain.cost.assumptions import TABLE, Assumptions, parse
-from meshtrain.layout.mesh import MeshSpec
+from meshtrain.sharding.mesh import MeshSpec
 
 H100 = hardware.get("h100")
 PLAIN = {name: 1.0 for name in TABLE if name.endswith((".best", ".sustained", ".share", "narrow", "forward", "backward"))} | {

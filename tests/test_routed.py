@@ -9,13 +9,13 @@ import json
 import pytest
 
 from meshtrain import assembly, config, plan
-from meshtrain.shipped import shipped
 from meshtrain.cost import audit, routed, search, traffic
 from meshtrain.cost.placed import Options, Practice, place
 from meshtrain.kernels import grouped
-from meshtrain.layout import rules
-from meshtrain.layout.mesh import MeshSpec
 from meshtrain.model import transformer
+from meshtrain.sharding import rules
+from meshtrain.sharding.mesh import MeshSpec
+from meshtrain.shipped import shipped
 from test_roofline import ADD, PEAK, lined, loop, program
 
 MESH = MeshSpec(dict(fsdp=8)).abstract()

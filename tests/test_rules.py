@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from meshtrain.layout import rules
-from meshtrain.layout.mesh import AXES, MeshSpec
-from meshtrain.layout.rules import Layout, Tensor
+from meshtrain.sharding import rules
+from meshtrain.sharding.mesh import AXES, MeshSpec
+from meshtrain.sharding.rules import Layout, Tensor
 
 SHIPPED = sorted((Path(__file__).parent.parent / "sharding_rules").glob("*.toml"))
 ONE = dict.fromkeys(AXES, 1)

@@ -14,7 +14,7 @@ from commands import limited
 
 from meshtrain import assembly, config
 from meshtrain.config.messages import toml
-from meshtrain.layout.mesh import MeshSpec
+from meshtrain.sharding.mesh import MeshSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = sorted((ROOT / "configs").glob("*.toml"))

@@ -214,9 +214,9 @@ def test_a_file_that_is_seen_late_is_waited_for(tmp_path, monkeypatch):
 TWO = """
 import os, sys
 from meshtrain import config
+from meshtrain import files
 from meshtrain.cluster import find, meet
 from meshtrain.config import ConfigError
-from meshtrain import files
 from meshtrain.run import rundir
 import jax
 jax.config.update("jax_platforms", "cpu")
@@ -316,9 +316,10 @@ def test_what_refuses_the_claim_is_a_mistake_or_a_moment(tmp_path, monkeypatch, 
 def test_every_name_that_a_start_leaves_is_in_the_table(tmp_path):
     from meshtrain.cluster import watch
     from meshtrain.data import sources
-    from meshtrain.run import history, local_tier, reference, resume
-    assert {history.HISTORY, history.ALIVE, watch.STACKS, sources.CACHE, reference.FILE, resume.RECORD} <= contents.BEFORE_THE_FIRST_STEP
-    assert (restart.LINEAGE, restart.INDEX) == (local_tier.LINEAGE, local_tier.INDEX)
+    from meshtrain.checkpoint import local, resume
+    from meshtrain.run import dpo_reference, history
+    assert {history.HISTORY, history.ALIVE, watch.STACKS, sources.CACHE, dpo_reference.FILE, resume.RECORD} <= contents.BEFORE_THE_FIRST_STEP
+    assert (restart.LINEAGE, restart.INDEX) == (local.LINEAGE, local.INDEX)
     for name in (".lock", "reference.npy", "reference.npy.17.tmp", "rules.toml", "history.jsonl", ".alive.tmp", ".nfs0001"):
         (tmp_path / name).touch()
     with rundir.claimed(run_in(tmp_path)):

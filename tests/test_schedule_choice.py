@@ -12,7 +12,7 @@ import pytest
 
 from meshtrain import assembly, config, inspect, train
 from meshtrain.cost import audit, compile, hardware, hlo, memory, report
-from meshtrain.layout.mesh import MeshSpec
+from meshtrain.sharding.mesh import MeshSpec
 from test_layouts import Compiled
 from test_pipeline import run_of
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from meshtrain import config, inspect
 from meshtrain.cost import chart, simulate
 from meshtrain.cost.simulate import Costs
-from meshtrain.parallel import schedules
-from meshtrain.parallel.schedules import B, F, INTERLEAVED, NAMES, W
+from meshtrain.parallel.pipeline import schedules
+from meshtrain.parallel.pipeline.schedules import B, F, INTERLEAVED, NAMES, W
 
 UNEQUAL = Costs(forward_s=1.0, input_grad_s=1.75, weight_grad_s=0.5)
 

@@ -12,9 +12,9 @@ from meshtrain import assembly, config, plan
 from meshtrain.cost import compile, footprint, search
 from meshtrain.cost.placed import Options, place
 from meshtrain.cost.price import price
-from meshtrain.layout.mesh import MeshSpec
 from meshtrain.names import AXES
-from meshtrain.parallel import schedules
+from meshtrain.parallel.pipeline import schedules
+from meshtrain.sharding.mesh import MeshSpec
 from test_price import priced
 
 REGRET = 1.05               # the price of the best plan over that of any other allowed layout

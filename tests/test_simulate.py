@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from meshtrain.cost import simulate
 from meshtrain.cost.simulate import Costs, SlotBytes
-from meshtrain.parallel import schedules
-from meshtrain.parallel.schedules import INTERLEAVED, NAMES
+from meshtrain.parallel.pipeline import schedules
+from meshtrain.parallel.pipeline.schedules import INTERLEAVED, NAMES
 from schedule_check import needs
 from test_schedules import UNEQUAL
 

@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshtrain import config
-from meshtrain.data import formats, sources
+from meshtrain.data import sources
+from meshtrain.data.documents import formats
 
 
 @pytest.mark.parametrize("kind", WRITERS)

@@ -9,11 +9,12 @@ import sampling
 
 from meshtrain import config
 from meshtrain.kernels import blockwise
-from meshtrain.layout import rules
-from meshtrain.layout.rules import Layout
 from meshtrain.model import transformer
 from meshtrain.model.layers import Execution
-from meshtrain.parallel import attention, split
+from meshtrain.parallel.context import attention
+from meshtrain.parallel.pipeline import layer_vjp
+from meshtrain.sharding import rules
+from meshtrain.sharding.rules import Layout
 from test_layouts import MODEL, T
 
 
@@ -36,7 +37,7 @@ def test_split_backward_is_the_backward_bit_for_bit(remat):
     f, ws, x, e, dy = layer_case(remat)
     numbers = jnp.arange(3)
     w, zeros = (ws, numbers, 0), jax.tree.map(jnp.zeros_like, ws)
-    parts = split.stack(f, ws, jnp.arange(3), 3, x, e)
+    parts = layer_vjp.stack(f, ws, jnp.arange(3), 3, x, e)
 
     @jax.jit
     def plain():
@@ -63,7 +64,7 @@ def test_split_backward_is_the_backward_bit_for_bit(remat):
 
 def test_weight_gradients_of_bfloat16_weights_are_float32():
     f, ws, x, e, dy = layer_case("full", "bfloat16")
-    parts = split.stack(f, ws, jnp.arange(3), 3, x, e)
+    parts = layer_vjp.stack(f, ws, jnp.arange(3), 3, x, e)
     y, _, (r, q) = parts.forward((ws, jnp.arange(3), 0), x, e)
     dx, z = parts.backward_input((ws, jnp.arange(3), 0), e, r, q, dy)
     dw = parts.backward_weight((ws, jnp.arange(3), 0), e, q, z, jax.tree.map(lambda a: jnp.zeros(a.shape), ws), True)
@@ -74,7 +75,7 @@ def test_weight_gradients_of_bfloat16_weights_are_float32():
 
 def test_weight_gradients_are_added_to_those_of_their_own_layers_and_only_where_they_count():
     f, ws, x, e, dy = layer_case("none")
-    parts = split.stack(f, ws, jnp.arange(3), 1, x, e)
+    parts = layer_vjp.stack(f, ws, jnp.arange(3), 1, x, e)
     w, ones = (ws, jnp.arange(3), 1), jax.tree.map(jnp.ones_like, ws)
     y, _, (r, q) = parts.forward(w, x, e)
     dx, z = parts.backward_input(w, e, r, q, dy)
@@ -87,14 +88,14 @@ def test_weight_gradients_are_added_to_those_of_their_own_layers_and_only_where_
 def test_weights_and_inputs_are_not_kept_for_the_backward():
     """Every microbatch in flight would have its own copy."""
     f, ws, x, e, dy = layer_case("full")
-    parts = split.stack(f, ws, jnp.arange(3), 3, x, e)
+    parts = layer_vjp.stack(f, ws, jnp.arange(3), 3, x, e)
     assert [(a.shape, a.dtype) for a in parts.r + parts.q] == [((3, *x.shape), x.dtype)]
 
 
 def test_under_selective_remat_the_stream_behind_attention_is_kept_not_what_attention_added():
     f, ws, x, e, _ = layer_case("selective")
     w, e = jax.tree.map(lambda a: a[0], ws), (jnp.int32(0), e)
-    _, _, (r, q) = split.layer(f, w, x, e).forward(w, x, e)
+    _, _, (r, q) = layer_vjp.layer(f, w, x, e).forward(w, x, e)
     before, behind = sorted((a for a in r + q if a.shape == x.shape), key=lambda a: float(jnp.abs(a - x).max()))
     assert (before == x).all() and 0.05 < float((behind == x).mean()) < 0.15, "a tenth of what attention added is dropped out"
 
@@ -104,7 +105,7 @@ def test_a_layer_keeps_what_matmuls_attention_and_norms_read_in_bfloat16(remat):
     """Norms and SwiGLU are made again from their inputs: nothing of them is kept in float32, and not their product either. Of what
     attention adds to the stream the sum is kept, which the norm behind it reads."""
     f, ws, x, e, _ = layer_case(remat, "bfloat16")
-    parts, (B, S, D) = split.layer(f, jax.tree.map(lambda a: a[0], ws), x, (jnp.int32(0), e)), x.shape
+    parts, (B, S, D) = layer_vjp.layer(f, jax.tree.map(lambda a: a[0], ws), x, (jnp.int32(0), e)), x.shape
     N, K, H, F = (MODEL[key] for key in ("num_heads", "num_kv_heads", "head_dim", "mlp_dim"))
     streams = {"none": 4, "selective": 2}[remat]                            # before each norm and, without remat, behind it
     read = [(D,)] * streams + [(N, H), (K, H), (K, H), (N, H)] + [(F,)] * 2         # q, k, v, o; gate, up

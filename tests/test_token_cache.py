@@ -23,7 +23,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshtrain import config, files
-from meshtrain.data import formats, parts, progress, sources, token_cache, token_files
+from meshtrain.data import progress, sources
+from meshtrain.data.cache import parts, token_cache
+from meshtrain.data.documents import formats
+from meshtrain.data.files import token_files
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -184,7 +187,9 @@ CHILD = """
 import json, sys, time
 from pathlib import Path
 from meshtrain import config
-from meshtrain.data import order, sources, tokenizer
+from meshtrain.data import sources
+from meshtrain.data.batches import order
+from meshtrain.data.documents import tokenizer
 root, stop_at = Path(sys.argv[1]), sys.argv[2]
 encode = tokenizer.Bytes.encode
 def wait(self, texts):
@@ -243,7 +248,7 @@ HOLDER = """
 import contextlib, sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from meshtrain.data import parts
+from meshtrain.data.cache import parts
 parts.BEAT_SECONDS = 0
 home = Path(sys.argv[1])
 part = SimpleNamespace(home=home, name=parts.file_name(home, [sys.argv[2]]))

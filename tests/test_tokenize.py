@@ -82,7 +82,7 @@ def test_mistakes_are_one_message_and_code_2(call, tmp_path):
 
 SLOW = """
 import sys, time
-from meshtrain.data import tokenizer
+from meshtrain.data.documents import tokenizer
 encode = tokenizer.Bytes.encode
 tokenizer.Bytes.encode = lambda self, texts: time.sleep(0.2) or encode(self, texts)
 from meshtrain import tokenize

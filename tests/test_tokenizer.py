@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 from corpora import TEXTS, Opened, bpe, fault, section, write, write_tokenizer  # noqa: F401 (bpe is a fixture)
 
-from meshtrain.data import tokenizer
+from meshtrain.data.documents import tokenizer
 
 
 def test_a_tokenizer_file_gives_the_librarys_ids_and_nothing_else(tmp_path, bpe):

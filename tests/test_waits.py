@@ -13,8 +13,9 @@ import pytest
 from kept_programs import programs_in
 
 from meshtrain import train
-from meshtrain.data import packing
-from meshtrain.run import checkpoint, metrics, profiling
+from meshtrain.checkpoint import checkpoint
+from meshtrain.data.batches import packing
+from meshtrain.run import metrics, profiling
 from meshtrain.training import step
 from test_metrics import curves
 

@@ -21,8 +21,8 @@ JAX, AGREE = "/site-packages/jax/_src/array.py", "/home/u/meshtrain/cluster/agre
 IN_DATA = [("/home/u/my/data.py", "read"), ("/home/u/meshtrain/run/loop.py", "train")]
 IN_COLLECTIVE = [(JAX, "_value"), ("/home/u/meshtrain/run/record.py", "settle")]
 IN_AGREEMENT = [("/usr/lib/python3.11/selectors.py", "select"), (AGREE, "exchange")]
-JOINING = [("/usr/lib/python3.11/threading.py", "join"), ("/home/u/meshtrain/run/checkpoint.py", "_join")]
-IN_BARRIER = [("/site-packages/orbax/checkpoint/_src/multihost/multihost.py", "_fn"), ("/home/u/meshtrain/run/checkpoint.py", "_save")]
+JOINING = [("/usr/lib/python3.11/threading.py", "join"), ("/home/u/meshtrain/checkpoint/checkpoint.py", "_join")]
+IN_BARRIER = [("/site-packages/orbax/checkpoint/_src/multihost/multihost.py", "_fn"), ("/home/u/meshtrain/checkpoint/checkpoint.py", "_save")]
 
 
 def left(directory: Path, index: int, threads=(), state="hangs", moment=7, attempt="a", first="", phase="step 5", host="gpu07") -> None:

@@ -13,9 +13,9 @@ from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noq
 from folders import EIGHT, GOLDENS, NAMES, ONE, Loaded
 
 from meshtrain import config, train
+from meshtrain.checkpoint import pretrained
+from meshtrain.huggingface import families, folder, safetensors, settings
 from meshtrain.model import transformer
-from meshtrain.run import pretrained
-from meshtrain.weights import families, folder, safetensors, settings
 
 FAST = ("phi3", "llama3.1", "llama_yarn", "gemma", "olmo2", "olmo3")
 CELLS = [pytest.param(name, *EIGHT, marks=sampling.GRID, id=f"{name}, eight devices") for name in NAMES] + [

@@ -14,7 +14,7 @@ from hypothesis import settings as examples
 
 from meshtrain import convert
 from meshtrain.config import Model
-from meshtrain.weights import families, folder, forms, safetensors, settings
+from meshtrain.huggingface import families, folder, forms, safetensors, settings
 
 GOLDENS = Path(__file__).resolve().parent / "goldens"
 WHOLE = GOLDENS / "llama2"

@@ -19,8 +19,8 @@ from meshtrain.cost import audit
 from meshtrain.kernels import blockwise, engine
 from meshtrain.kernels.mask import CAUSAL, Mask, Scores
 from meshtrain.model import transformer
-from meshtrain.parallel import attention, band
-from meshtrain.parallel import stages as parallel_stages
+from meshtrain.parallel.context import attention, band
+from meshtrain.parallel.pipeline import stages as parallel_stages
 
 slow = partial(pytest.param, marks=sampling.GRID)
 near = lambda window: CAUSAL._replace(window=window)

@@ -9,11 +9,11 @@ from meshtrain import assembly, config
 from meshtrain.cost import flops, rates
 from meshtrain.cost.assumptions import Assumptions
 from meshtrain.cost.placed import place
-from meshtrain.layout import rules
-from meshtrain.layout.mesh import MeshSpec
-from meshtrain.layout.rules import Layout
 from meshtrain.model import transformer
 from meshtrain.names import AXES
+from meshtrain.sharding import rules
+from meshtrain.sharding.mesh import MeshSpec
+from meshtrain.sharding.rules import Layout
 
 
 # A window of a quarter: 7/16 of the causal half. Of a chunk whose queries begin 4,096 tokens after its keys a corner is within one of 1,024.

@@ -9,12 +9,12 @@ import re
 import sys
 from pathlib import Path
 
-from meshtrain.config.messages import ConfigError, join, next_multiple, toml, unknown_name
 from meshtrain.config import unused
+from meshtrain.config.messages import ConfigError, join, next_multiple, toml, unknown_name
 from meshtrain.config.sections import Component, Data, Mesh, Run
-from meshtrain.shipped import names
+from meshtrain.huggingface import folder
 from meshtrain.names import AXES, LORA_TARGETS
-from meshtrain.weights import folder
+from meshtrain.shipped import names
 
 # The run file's key that sets the size of each logical axis, for messages.
 SIZE_KEYS = {"batch": "data.global_batch / training.microbatches", "seq": "data.seq_len", "residual_seq": "data.seq_len",

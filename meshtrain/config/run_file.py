@@ -23,8 +23,8 @@ from meshtrain.config.messages import (
     SECTIONS, ConfigError, join, kind_of, toml, unknown_key, unknown_name, unknown_section, wrong_value,
 )  # fmt: skip
 from meshtrain.config.sections import Model, Run, Sharding, at_home
+from meshtrain.huggingface import folder
 from meshtrain.shipped import found, names, shipped
-from meshtrain.weights import folder
 
 QUICKSTART = shipped("configs/quickstart.toml")
 USAGE = "python -m meshtrain.train [RUN.toml] [--section.key value ...]"

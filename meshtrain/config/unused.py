@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from meshtrain.config.messages import SECTIONS, toml
 from meshtrain.config.sections import Run
-from meshtrain.weights import folder
+from meshtrain.huggingface import folder
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from meshtrain.cost.price import RECOMPUTED, group
 from meshtrain.cost.rates import DeviceGroup, Matmul
 from meshtrain.cost.search import Answer, Plan, Question
 from meshtrain.names import AXES
-from meshtrain.parallel import stages
+from meshtrain.parallel.pipeline import stages
 from meshtrain.units import seconds
 
 EXPLAINED, MOST = 0.8, 3        # share of the distance that the reasons reach for, and how many there are at most

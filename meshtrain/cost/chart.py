@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from meshtrain.cost.simulate import Choice, Outcome, gib
-from meshtrain.parallel.schedules import F, KINDS, Schedule
+from meshtrain.parallel.pipeline.schedules import F, KINDS, Schedule
 
 TEXT_COLUMNS = 180       # of the text form, at most
 MOST_OPS = 6000          # of a schedule as JSON, about

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from meshtrain.cost import chart, hardware, roofline
-from meshtrain.layout.mesh import MeshSpec
+from meshtrain.sharding.mesh import MeshSpec
 
 
 def of_run(made) -> dict:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from meshtrain.cost import routed
 from meshtrain.cost.placed import Options, Placed
 from meshtrain.model import parts
-from meshtrain.parallel import schedules, stages
+from meshtrain.parallel.pipeline import schedules, stages
 
 
 def memory(placed: Placed, options: Options) -> dict[str, int]:

@@ -10,7 +10,7 @@ import numpy as np
 from meshtrain.cost import audit, hardware
 from meshtrain.cost.simulate import SlotBytes
 from meshtrain.names import LAYERS, LEADING, MATMUL_ROLES
-from meshtrain.parallel import stages
+from meshtrain.parallel.pipeline import stages
 
 
 def placed_bytes(abstract, shardings) -> int:

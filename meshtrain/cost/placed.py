@@ -11,11 +11,11 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-from meshtrain.layout.mesh import MeshSpec
-from meshtrain.layout.rules import Layout
 from meshtrain.model import layers
 from meshtrain.names import AXES, LAYERS, LEADING, LORA, MATMUL_ROLES
-from meshtrain.parallel import schedules, stages
+from meshtrain.parallel.pipeline import schedules, stages
+from meshtrain.sharding.mesh import MeshSpec
+from meshtrain.sharding.rules import Layout
 
 Axes = tuple[str, ...]
 

@@ -9,8 +9,8 @@ from meshtrain.cost.price import RECOMPUTED
 from meshtrain.cost.rates import Attended
 from meshtrain.cost.report import columns
 from meshtrain.cost.search import Answer, Plan, Question
-from meshtrain.layout.mesh import MeshSpec
 from meshtrain.names import AXES
+from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.units import many, seconds, size
 
 FIRST = ("matmul.sustained", "link.contend", "attention")      # what moves a price most

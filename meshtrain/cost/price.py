@@ -19,8 +19,8 @@ from meshtrain.cost import flops, footprint, rates, routed, traffic
 from meshtrain.cost.placed import Options, Placed, Practice
 from meshtrain.cost.rates import DeviceGroup, Matmul, Rates
 from meshtrain.cost.simulate import Costs
-from meshtrain.layout.mesh import MeshSpec
-from meshtrain.parallel import schedules
+from meshtrain.parallel.pipeline import schedules
+from meshtrain.sharding.mesh import MeshSpec
 
 # FLOPs of attention's backward over its forward's: the scores again, then four products for two;
 # our two kernels make scores each

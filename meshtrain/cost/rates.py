@@ -11,7 +11,7 @@ import math
 
 from meshtrain.cost import flops, hardware
 from meshtrain.cost.assumptions import Assumptions
-from meshtrain.parallel import attention
+from meshtrain.parallel.context import attention
 
 TILE = 128 * 256        # elements of the output that one multiprocessor makes at a time, in the largest tiles of cuBLAS
 US = 1e-6

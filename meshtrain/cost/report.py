@@ -9,7 +9,7 @@ import re
 import jax
 
 from meshtrain.cost import audit, beside, facts, flops, hardware, memory, roofline
-from meshtrain.layout import rules
+from meshtrain.sharding import rules
 from meshtrain.units import seconds, size
 
 LABELS = {"read": "weights as they are read", "host": "on the host", "loop_weights": "weights in the pipeline's loop",

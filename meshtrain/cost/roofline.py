@@ -17,8 +17,8 @@ import numpy as np
 from meshtrain.cost import audit, flops, hardware, hlo, rates, timeline, work
 from meshtrain.cost.assumptions import Assumptions
 from meshtrain.cost.sources import ATTENTION, OPTIMIZER, Sources
-from meshtrain.layout.mesh import MeshSpec
 from meshtrain.names import AXES
+from meshtrain.sharding.mesh import MeshSpec
 
 MATMUL, ELEMENTWISE = "matmul", "elementwise"
 PARTS = (ATTENTION, MATMUL, ELEMENTWISE, OPTIMIZER)

@@ -1,6 +1,6 @@
 """The experts of one layer for a microbatch on one device, in closed formulas: rows, what is sent for them, what they hold.
 
-All experts are taken to be equally busy. What `parallel.expert` and `parallel.exchange` do with any choices is read off them
+All experts are taken to be equally busy. What `parallel.experts.dispatch` and `parallel.experts.all_to_all` do with any choices is read off them
 here for even ones: the buffers are as large, and no further round follows the first.
 """
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from meshtrain.cost.placed import Options, Placed
 from meshtrain.kernels import grouped, tiles
 from meshtrain.names import AXES
-from meshtrain.parallel import exchange, expert
+from meshtrain.parallel.experts import all_to_all, dispatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Routed:
     beside `down`. further: whether more rounds may follow. apart: whether weights' gradients stand apart from inputs', for a pipeline's
     W. gathered: over how many ways weights are. kept: whether what the inward matrices give is. share: of the layers that have experts."""
     exchanged: bool
-    region: expert.Region
+    region: dispatch.Region
     tokens: float
     seen: float
     choices: int
@@ -79,7 +79,7 @@ class Routed:
 
     @property
     def passed_on(self) -> float:
-        """Bytes of what weights' gradients are made of (`expert.PassedOn`): tokens, rows, and apart the sums of further rounds."""
+        """Bytes of what weights' gradients are made of (`dispatch.PassedOn`): tokens, rows, and apart the sums of further rounds."""
         return self.trained * (self.round_bytes + (4 * self.weights if self.further and self.apart else 0))
 
     @property
@@ -129,21 +129,21 @@ def of(placed: Placed, options: Options) -> Routed | None:
     cfg, layout = placed.cfg, placed.layout
     if not cfg.num_experts:
         return None
-    region, K = expert.Region.of(layout), cfg.experts_per_token
-    exchanged = expert.dispatch(options.dispatch, K, layout)[0] == "all_to_all"
+    region, K = dispatch.Region.of(layout), cfg.experts_per_token
+    exchanged = dispatch.dispatch(options.dispatch, K, layout)[0] == "all_to_all"
     tokens, ways = placed.tokens(options) / placed.stream_ways, layout.ways(region.experts)
     e, block = cfg.num_experts / ways, tiles.GROUPED[placed.itemsize].rows
     if exchanged:
-        seen = most = ways * math.ceil(exchange.CAPACITY * tokens * K / ways)
+        seen = most = ways * math.ceil(all_to_all.CAPACITY * tokens * K / ways)
         even, rows, choices = tokens * K, most, 1
     else:
         seen, choices = tokens * layout.ways(region.gathered), K
         even, most = seen * K / ways, seen * min(K, e)
-        rows = min(most, math.ceil(expert.SPARE * even))
+        rows = min(most, math.ceil(dispatch.SPARE * even))
     inward = 1 if cfg.activation == "gelu" else 2
     trained = all(info.trainable for info in placed.rows if "expert" in info.axes)
     return Routed(exchanged, region, tokens, seen, choices, even, (math.ceil(rows / block) + e) * block,
                   grouped.executed_rows(even, e, block), e, cfg.embed_dim, cfg.expert_mlp_dim / layout.ways(region.inner), inward,
                   exchanged or rows < most, placed.mesh.sizes["stage"] > 1,
                   layout.ways(layout.mesh_axes("params", "expert_embed")) if placed.experts_gathered else 1,
-                  expert.keeps(options.remat, placed.mesh.sizes["stage"]), trained, 1 - cfg.first_dense_layers / cfg.num_layers, placed.itemsize)
+                  dispatch.keeps(options.remat, placed.mesh.sizes["stage"]), trained, 1 - cfg.first_dense_layers / cfg.num_layers, placed.itemsize)

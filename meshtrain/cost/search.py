@@ -16,10 +16,10 @@ from meshtrain.cost import price as prices
 from meshtrain.cost.placed import Options, Placed, place
 from meshtrain.cost.price import Price
 from meshtrain.cost.rates import Attended, Rates
-from meshtrain.layout.mesh import MeshSpec
-from meshtrain.layout.rules import AS_OTHERS, Layout, Rules
 from meshtrain.names import AXES, PLACEMENT
-from meshtrain.parallel import schedules, stages
+from meshtrain.parallel.pipeline import schedules, stages
+from meshtrain.sharding.mesh import MeshSpec
+from meshtrain.sharding.rules import AS_OTHERS, Layout, Rules
 
 REMAT = ("none", "selective", "full")           # in order of what they recompute
 OFFLOAD = "offload"         # as full, and layers' inputs wait on the host: where no stages keep them

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from meshtrain.parallel import schedules, stages
-from meshtrain.parallel.schedules import Schedule
+from meshtrain.parallel.pipeline import schedules, stages
+from meshtrain.parallel.pipeline.schedules import Schedule
 
 # In the order in which equal ones are preferred.
 AUTOMATIC = ("1f1b", "zero_bubble", "interleaved", "interleaved_zero_bubble", "gpipe")

@@ -24,10 +24,12 @@ from typing import NamedTuple
 import numpy as np
 
 from meshtrain import files
-from meshtrain.data import chat, formats, given_tokens, order, parts, token_cache, token_files, tokenizer
-from meshtrain.data.contracts import Source
-from meshtrain.data.conversations import Chats
-from meshtrain.data.tokenizer import Tokenizer
+from meshtrain.data.cache import given_tokens, parts, token_cache
+from meshtrain.data.documents import chat, contracts, formats, tokenizer
+from meshtrain.data.documents.contracts import Source
+from meshtrain.data.documents.conversations import Chats
+from meshtrain.data.documents.tokenizer import Tokenizer
+from meshtrain.data.files import token_files
 
 NAMES = ("stdlib", "text", "jsonl", "parquet", "arrow", "tokens", "chat", "preferences")
 EXAMPLES = {"text": "corpus/**/*.txt", "jsonl": "corpus/*.jsonl.gz", "parquet": "corpus/*.parquet",
@@ -55,7 +57,7 @@ class ByteFiles:
 
     @functools.cached_property
     def totals(self) -> np.ndarray:
-        return order.totals(self.num_documents, self.ends)
+        return contracts.totals(self.num_documents, self.ends)
 
     @functools.cached_property
     def _ends(self) -> np.ndarray:

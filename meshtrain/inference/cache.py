@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain.kernels import products
-from meshtrain.layout.rules import Layout
 from meshtrain.model.layers import Execution
 from meshtrain.model.loss import capped
 from meshtrain.model.transformer import Transformer
+from meshtrain.sharding.rules import Layout
 
 MASKED = -1e30
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from meshtrain.inference import cache, picking
+from meshtrain.inference import cache, sampling
 from meshtrain.model.layers import Execution
 from meshtrain.model.transformer import Transformer
 
@@ -64,7 +64,7 @@ class Generator:
     params: dict
     compiled: Callable = lambda name, jitted, *args: jitted
 
-    def complete(self, prompts: Sequence[Sequence[int]], limits: GenerationLimits, how: picking.Picking = picking.Picking(), seed: int = 0,
+    def complete(self, prompts: Sequence[Sequence[int]], limits: GenerationLimits, how: sampling.Picking = sampling.Picking(), seed: int = 0,
                  tell: Callable[[int, list[int]], None] | None = None) -> list[Completion]:
         """The completions of prompts, none of them empty, in their order. tell: called with a prompt's number and its tokens so
         far, as they come."""
@@ -114,7 +114,7 @@ class Generator:
 
 
 @functools.lru_cache(maxsize=16)
-def _programs(model: Transformer, ex: Execution, T: int, room: int, how: picking.Picking, stop_ids: tuple[int, ...]):
+def _programs(model: Transformer, ex: Execution, T: int, room: int, how: sampling.Picking, stop_ids: tuple[int, ...]):
     """(start, go_on), jitted, for prompts of T tokens and `room` more.
 
     start(params, prompt_BT, lengths_B, budget_B, names_B, seed) -> Going. go_on(params, going, lengths_B, budget_B, names_B,
@@ -128,7 +128,7 @@ def _programs(model: Transformer, ex: Execution, T: int, room: int, how: picking
     def picked(going: Going, logits_BV, budget_B, names_B, seed) -> Going:
         """With one token more in each row that is not done."""
         key = jax.random.fold_in(jax.random.key(seed), going.count)
-        token_B = picking.pick(how, logits_BV, jax.vmap(lambda name: jax.random.fold_in(key, name))(names_B))
+        token_B = sampling.pick(how, logits_BV, jax.vmap(lambda name: jax.random.fold_in(key, name))(names_B))
         out_BT = jax.lax.dynamic_update_slice_in_dim(going.out_BT, jnp.where(going.done_B, 0, token_B)[:, None], going.count, 1)
         count_B = going.count_B + ~going.done_B
         done_B = going.done_B | (count_B >= budget_B) | (token_B[:, None] == jnp.asarray(stop_ids or (-1,), jnp.int32)).any(-1)

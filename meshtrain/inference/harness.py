@@ -17,10 +17,10 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import Generator, GenerationLimits
-from meshtrain.inference.picking import Picking
+from meshtrain.inference.sampling import Picking
 from meshtrain.inference.score import Scorer
-from meshtrain.inference.words import Words
 from meshtrain.names import NO_TARGET
 
 STEP = 64

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from meshtrain.layout.rules import TABLES, Layout, Rules
 from meshtrain.model.layers import kv_heads
 from meshtrain.model.transformer import Transformer
+from meshtrain.sharding.rules import TABLES, Layout, Rules
 
 NAME = "the layout of generation"
 SPLIT = ("heads", "kv_heads", "mlp", "vocab")

@@ -18,12 +18,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.kernels import products
-from meshtrain.layout.mesh import psum
 from meshtrain.kernels.mask import Mask
-from meshtrain.layout.rules import Layout
 from meshtrain.model import float8
 from meshtrain.model.params import declare
 from meshtrain.model.rope import rotate
+from meshtrain.sharding.mesh import psum
+from meshtrain.sharding.rules import Layout
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

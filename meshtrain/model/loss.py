@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.kernels import products
-from meshtrain.layout.mesh import psum
-from meshtrain.layout.rules import Layout
 from meshtrain.model.layers import Execution, gathered
 from meshtrain.names import NO_TARGET
+from meshtrain.sharding.mesh import psum
+from meshtrain.sharding.rules import Layout
 
 
 @dataclasses.dataclass(frozen=True)

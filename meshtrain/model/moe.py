@@ -1,6 +1,6 @@
 """A mixture of experts in place of the MLP: a router in float32, the experts that it chooses, and shared ones for all tokens.
 
-Experts are parameters [E, D, F]; where they are computed is `ex.experts`' business (`parallel.expert`). Both balance losses are
+Experts are parameters [E, D, F]; where they are computed is `ex.experts`' business (`parallel.experts.dispatch`). Both balance losses are
 sums over tokens and sequences, so that no layout and no microbatch changes them. Padding (segment 0) goes to no expert, and neither
 the counts nor the losses see it: all of it is alike, so it would fill the same K experts and decide what balances them.
 Sources: sequence-wise balance: arXiv:2412.19437 (DeepSeek-V3, eq. 17 to 20); z-loss: arXiv:2202.08906 (ST-MoE); the bias:
@@ -18,12 +18,12 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshtrain.layout.mesh import on_shards
-from meshtrain.layout.rules import Layout
 from meshtrain.model.inputs import Inputs
 from meshtrain.model.layers import MLP, Execution, project, recomputed
 from meshtrain.model.params import declare
 from meshtrain.names import AUX_LOSS, EXPERT_AXES, EXPERT_LOAD, LOAD_BY_LAYER, PADDING
+from meshtrain.sharding.mesh import on_shards
+from meshtrain.sharding.rules import Layout
 
 ROUTER_AXES = ("embed", None)
 TINY = 1e-20        # beside a sum of sigmoids, which may be all zero; as DeepSeek-V3 has it

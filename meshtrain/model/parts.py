@@ -13,9 +13,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from meshtrain.layout.rules import Layout
 from meshtrain.model.layers import Execution, gathered
 from meshtrain.model.params import ParamInfo
+from meshtrain.sharding.rules import Layout
 
 # Tokens of a part in a tensor group, at least: a group is cut from 4,096 on. Smaller matmuls and the gradients' sum cost more
 # than the traffic: halves of 1,024 tokens 3.70 to 3.80 ms, of 2,048 tokens 6.90 to 6.71. Source: a scheduled llama3-70b layer,

@@ -19,14 +19,14 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.kernels import products
-from meshtrain.layout.mesh import after
-from meshtrain.layout.rules import Layout, Rules, Tensor
 from meshtrain.model import float8, lora, params, parts, rope
 from meshtrain.model.inputs import Inputs
 from meshtrain.model.layers import Embedding, Layer, Linear, Norm, Execution, dropout, kv_heads
 from meshtrain.model.loss import LossSpec, capped, loss_sums, token_nll
 from meshtrain.model.moe import MoE
 from meshtrain.names import LAYERS, LEADING, LORA, MATMUL_ROLES
+from meshtrain.sharding.mesh import after
+from meshtrain.sharding.rules import Layout, Rules, Tensor
 
 VOCAB_MULTIPLE = 256
 LAYER_INPUT = "layer_input"     # what `offload` keeps on the host

@@ -1,1 +1,1 @@
-"""The run: loop, checkpoints, run directory, metrics, profiling."""
+"""Between two steps: loop, metrics, validation, history, run directory."""

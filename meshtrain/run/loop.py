@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 
 from meshtrain.cluster import agree, watch
-from meshtrain.data.contracts import Batches
+from meshtrain.data.documents.contracts import Batches
 from meshtrain.run.record import Record
 from meshtrain.run.stops import Listener
 from meshtrain.training.state import State

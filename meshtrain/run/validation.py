@@ -7,7 +7,7 @@ from __future__ import annotations
 import jax
 
 from meshtrain.config import Run
-from meshtrain.data.contracts import Batches, ValidationSet
+from meshtrain.data.documents.contracts import Batches, ValidationSet
 from meshtrain.run import say
 from meshtrain.run.loop import Hook, Stop
 from meshtrain.training.state import State

@@ -16,15 +16,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from meshtrain.layout import rules
-from meshtrain.layout.mesh import after, by_gloo
-from meshtrain.layout.rules import Layout
 from meshtrain.model import float8, params, transformer
 from meshtrain.model.layers import Execution
 from meshtrain.model.loss import with_loss
 from meshtrain.model.transformer import Transformer, without_layers
 from meshtrain.names import AUX_LOSS
-from meshtrain.parallel import expert, split
+from meshtrain.parallel.experts import dispatch
+from meshtrain.parallel.pipeline import layer_vjp
+from meshtrain.sharding import rules
+from meshtrain.sharding.mesh import after, by_gloo
+from meshtrain.sharding.rules import Layout
 from meshtrain.training import objective
 from meshtrain.training.state import StateSpec
 
@@ -55,7 +56,7 @@ def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, s
     platform = mesh.devices.flat[0].platform
     precision = float8.precision(platform) if run.model.matmul_dtype == "float8" else None
     ex = Execution(layout, jnp.dtype(run.model.compute_dtype), attend, training.remat, precision,
-                   in_order=not staged and by_gloo(mesh), experts=expert.choose(run, layout, platform))
+                   in_order=not staged and by_gloo(mesh), experts=dispatch.choose(run, layout, platform))
     batch_spec = lambda dims: P(None, once or None, *layout.spec("activations", ("batch", "seq")[:1 + dims], drop=once))
     sequences = data.global_batch // training.microbatches // replicas
     batch = {name: jax.ShapeDtypeStruct((training.microbatches, replicas, sequences) + (data.seq_len,) * dims, dtype,
@@ -143,7 +144,7 @@ def _by_hand(step: StepSpec):
 
     def added(p, grads, microbatch, counts, key, stacks, room):
         (p, frozen), (count, tokens) = p, counts
-        ends, e, aux, done = split.wide(without_layers(p)), (model.inputs(microbatch, key), tokens), {}, []
+        ends, e, aux, done = layer_vjp.wide(without_layers(p)), (model.inputs(microbatch, key), tokens), {}, []
         with_frozen = lambda ends: params.joined(ends, without_layers(frozen))
         x_BTD, back_of_embed = jax.vjp(lambda ends: model.embed(ex, with_frozen(ends), microbatch, key), ends)
         for layers, w, (_, group), own_room in zip(stacks, _weights(model, p, frozen), model.numbered(), room, strict=True):
@@ -191,14 +192,14 @@ def _stacks(step: StepSpec, p, microbatch, counts, key):
         e = step.model.inputs(microbatch, key), counts[1]
         x_BTD = jax.eval_shape(lambda: step.model.embed(step.ex, params.joined(p, frozen), microbatch, key))
         for (_, group), w in zip(step.model.numbered(), _weights(step.model, p, frozen), strict=True):
-            found.append(split.stack(partial(repeat, group), *w[:2], group.repeats, x_BTD, e))
+            found.append(layer_vjp.stack(partial(repeat, group), *w[:2], group.repeats, x_BTD, e))
         zeros = lambda avals: [jnp.zeros(a.shape, a.dtype) for a in avals]
         return [None if step.ex.remat == "offload" else (zeros(one.r), zeros(one.q)) for one in found]
     return found, jax.eval_shape(keep, microbatch)
 
 
 def _weights(model: Transformer, p, frozen):
-    """What the functions of each group's `split.stack` take for w."""
+    """What the functions of each group's `layer_vjp.stack` take for w."""
     return [(model.weights(p, group), (group.numbers(first), model.weights(frozen, group)), 0) for first, group in model.numbered()]
 
 

@@ -14,15 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from meshtrain.layout import rules
-from meshtrain.layout.rules import Layout
 from meshtrain.model import float8, params, transformer
 from meshtrain.model.layers import Execution
 from meshtrain.model.loss import with_loss
 from meshtrain.model.transformer import Transformer, without_layers
 from meshtrain.names import AUX_LOSS, LAYERS, NO_TARGET
-from meshtrain.parallel import pipeline, split, stages
-from meshtrain.parallel.schedules import Schedule
+from meshtrain.parallel.pipeline import layer_vjp, pipeline, stages
+from meshtrain.parallel.pipeline.schedules import Schedule
+from meshtrain.sharding import rules
+from meshtrain.sharding.rules import Layout
 from meshtrain.training import objective
 from meshtrain.training.accumulate import StepSpec, drops, reduce_once
 
@@ -133,7 +133,7 @@ def _staged(axes):
     return (None, LAYERS, None, *axes[1:])
 
 
-def layer_fbw(run, model: Transformer, layout: Layout, mesh, attend: Callable, experts=None) -> tuple[split.FBW, jax.ShapeDtypeStruct]:
+def layer_fbw(run, model: Transformer, layout: Layout, mesh, attend: Callable, experts=None) -> tuple[layer_vjp.FBW, jax.ShapeDtypeStruct]:
     """F, B and W of one period of layers as they stand in the pipeline's loop, and its input:
     what a microbatch leaves on a device.
 
@@ -157,7 +157,7 @@ def layer_fbw(run, model: Transformer, layout: Layout, mesh, attend: Callable, e
         group = model.staged[0]
         assert group.period == model.period
         layers = lambda w, x, e: group.apply(ex, group.weights(params.joined(w, e[2])), x, (e[0], e[1]))
-        fbw = split.layer(layers, weights, x, (jnp.int32(0), inputs, frozen))
+        fbw = layer_vjp.layer(layers, weights, x, (jnp.int32(0), inputs, frozen))
         return jnp.int32(0)
 
     with jax.sharding.use_abstract_mesh(mesh):          # whatever mesh the caller has in force

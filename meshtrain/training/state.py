@@ -6,10 +6,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from meshtrain.layout import rules
-from meshtrain.layout.rules import Layout
 from meshtrain.model import params
 from meshtrain.model.transformer import Transformer
+from meshtrain.sharding import rules
+from meshtrain.sharding.rules import Layout
 from meshtrain.training import optimizer
 
 

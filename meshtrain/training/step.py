@@ -15,12 +15,12 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from meshtrain.layout.mesh import after
-from meshtrain.layout.rules import Layout
 from meshtrain.model import float8, moe, params
 from meshtrain.model.layers import Execution
 from meshtrain.model.transformer import Transformer
-from meshtrain.parallel import schedules
+from meshtrain.parallel.pipeline import schedules
+from meshtrain.sharding.mesh import after
+from meshtrain.sharding.rules import Layout
 from meshtrain.training import accumulate, objective, pipelined
 from meshtrain.training.optimizer import learning_rate_schedule
 from meshtrain.training.state import State, StateSpec

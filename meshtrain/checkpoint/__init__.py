@@ -1,0 +1,1 @@
+"""Saved states: stored, restored, begun from other weights, exported."""

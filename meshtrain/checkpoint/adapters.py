@@ -1,0 +1,93 @@
+"""Weights of runs that trained adapters: merged, wherever weights are asked for without them.
+
+Whoever reads a run's parameters asks here, and need not know whether it had adapters.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from meshtrain.checkpoint.checkpoint import Saved
+from meshtrain.model import lora
+from meshtrain.model.transformer import Transformer
+from meshtrain.names import LORA
+from meshtrain.run import say
+from meshtrain.run.trees import leaves_of, nested
+
+KERNEL = "kernel"
+
+
+def section(saved: Saved) -> dict:
+    """The section [lora] of the run that saved a checkpoint; empty where it trained the whole model."""
+    found = saved.run.get("lora", {})
+    return found if found.get("rank") else {}
+
+
+def described(found: Mapping) -> str:
+    """A section [lora] in the words of a message."""
+    if not found.get("rank"):
+        return "the whole model"
+    return f"adapters of lora.rank={found['rank']}, alpha={found['alpha']} at {', '.join(found['targets']) or 'all projections'}"
+
+
+def restore(saved: Saved, wanted: dict, dtype=None) -> dict:
+    """The parameters of a checkpoint that are wanted, ready to use by a model without adapters:
+    those that the run trained are merged.
+
+    wanted: nested dicts of jax.ShapeDtypeStruct with NamedShardings, all parameters or some. dtype: of what is merged; None: as
+    it is stored. Raises: as `Checkpoints.restore`.
+    """
+    kernels, found = leaves_of(wanted), section(saved)
+    if found:
+        stored = leaves_of(saved.param_shapes())
+        for path in [path for path in kernels if _beside(path, "a") in stored]:
+            kernels |= {_beside(path, one): _placed(stored[_beside(path, one)], kernels[path], one) for one in "ab"}
+    taken = saved.restore({"params": nested(kernels)}, part=True)
+    return nested(_merged(leaves_of(taken["params"]), found["alpha"] / found["rank"], dtype)) if found else taken["params"]
+
+
+def tell_left_out(saved: Saved, params: dict) -> None:
+    """Names the parameters of a checkpoint that have no place in `params`, which begin from it; adapters are merged."""
+    paths = {path for path in leaves_of(saved.param_shapes()) if f"/{LORA}/" not in path}
+    if left := sorted(paths - {path for path in leaves_of(params)}):
+        say.out(f"note: the model there has parameters that this one lacks, and they are left out: {', '.join(left)}")
+
+
+def leaf(transformer: Transformer, leaves: Mapping[str, jax.Array]) -> Callable[[str], jax.Array]:
+    """Path -> that parameter, merged in float32 where it has an adapter. leaves: path -> parameter; each is asked for once."""
+    scale = transformer.lora and transformer.lora.alpha / transformer.lora.rank
+
+    def of(path: str) -> jax.Array:
+        own = {name: leaves[name] for name in (path, _beside(path, "a"), _beside(path, "b")) if name in leaves}
+        return _merged(own, scale, jnp.float32)[path]
+    return of
+
+
+def _beside(path: str, name: str) -> str:
+    return f"{path.removesuffix(KERNEL)}{LORA}/{name}" if path.endswith(KERNEL) else ""
+
+
+def _placed(stored, kernel, name: str) -> jax.ShapeDtypeStruct:
+    """A or B with the rank whole, its other dims as the kernel's."""
+    spec = (*kernel.sharding.spec, *[None] * len(kernel.shape))[:len(kernel.shape)]
+    into = len(kernel.shape) - len(stored.shape) + 2        # where B's dims behind the rank begin: L and the inputs go before
+    spec = (*spec[:len(stored.shape) - 1], None) if name == "a" else (spec[0], None, *spec[into:])
+    return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=NamedSharding(kernel.sharding.mesh, P(*spec)))
+
+
+def _merged(leaves: Mapping[str, jax.Array], scale: float | None, dtype) -> dict[str, jax.Array]:
+    """The leaves, those of adapters in their kernels; one after another."""
+    out = {}
+    for path, kernel in leaves.items():
+        if _beside(path, "a") in leaves:
+            kernel = _merge(kernel.sharding, dtype or kernel.dtype)(kernel, *(leaves[_beside(path, one)] for one in "ab"), scale)
+        if f"/{LORA}/" not in path:
+            out[path] = kernel
+    return out
+
+
+def _merge(sharding, dtype):
+    return jax.jit(lambda kernel, a, b, scale: lora.merged(kernel, {"a": a, "b": b}, scale).astype(dtype), out_shardings=sharding)

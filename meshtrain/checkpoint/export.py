@@ -1,0 +1,279 @@
+"""Weights of a run as a model folder of Hugging Face's: whole or not there, one tensor in memory at a time, on any mesh.
+
+Of each tensor one compiled program takes the layer, casts it, puts it in their form and gathers it; the process that owns the
+file writes it into its place. Sizes are known beforehand, so headers come first. Files are synced, then index, config and what
+belongs to a tokenizer are written, and the directory gets its name last. Where anything fails, it is removed.
+"""
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from meshtrain import files
+from meshtrain.checkpoint.checkpoint import CheckpointError
+from meshtrain.checkpoint.pretrained import copy_companions, paths_of
+from meshtrain.cluster import agree
+from meshtrain.config import ConfigError, Data, user_errors
+from meshtrain.data import sources
+from meshtrain.huggingface import folder, forms, safetensors, settings
+from meshtrain.model.transformer import Transformer
+from meshtrain.run.rundir import NO_LOCKS
+
+DTYPES = ("float32", "bfloat16", "float16")
+SHARD_BYTES = 5_000_000_000     # of one file
+
+
+def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.Array], *, dtype: str, shard_bytes: int,
+          data: Mapping, bos: int, source: Path | None) -> int:
+    """Writes the folder; returns the bytes of its weights. All processes call it alike.
+
+    leaf: parameter of a path of the transformer's; each is asked for once, and not kept. data: the section [data]
+    that the model was trained on. bos: the token that stood before its documents. source: a folder whose other settings,
+    tokenizer and templates go along; without one they are as the data were.
+    Raises: ConfigError where `directory` is not free or the model has no family; CheckpointError where a file cannot be
+    written. Nothing is left behind then.
+    """
+    model, places = transformer.cfg, transformer.places()
+    with user_errors():
+        theirs = agree.on_first(lambda: settings.read(source) if source else {})
+        family = settings.family_of(theirs) if theirs else settings.family_for(model)
+        theirs = theirs or {"bos_token_id": bos, "eos_token_id": end_of(data, bos, model.vocab_size)}
+        rows = folder.rows(family, model, transformer.names())
+    parts = _files(rows, model.num_layers, safetensors.NAMES[dtype], shard_bytes)
+    with whole(directory) as place:
+        written = Files(place, parts, safetensors.NAMES[dtype])
+        for _, alike in itertools.groupby(rows, lambda row: row.kind):
+            row, *more = alike      # of all experts
+            # Of a stack all layers before the next one, so that only one is held.
+            for stack in dict.fromkeys(name for name, _ in places) if row.stacked else [""]:
+                layers = [(layer, index) for layer, (name, index) in enumerate(places) if name == stack] if row.stacked else [(0, 0)]
+                leaves = [leaf(path) for path in paths_of(row, stack)]
+                _write_rows([row, *more], leaves, layers, forms.sizes_of(model), written)
+        written.close()
+        config = settings.config_of(model, family, dtype, data["seq_len"], theirs)
+        on_first(directory, lambda: _complete(place, parts, written.size, config, source, Path(data["tokenizer"])))
+    return written.size
+
+
+@contextlib.contextmanager
+def whole(directory: Path) -> Iterator[Path]:
+    """Yields a directory beside `directory`, which gets its name at the end of the block, and is removed where that fails.
+
+    All processes enter it alike. Process 0 holds a lock meanwhile, so that a second writer is refused.
+    Raises: ConfigError where `directory` is not free; CheckpointError, in every process, where the file system fails.
+    """
+    place = directory.with_name(f".{directory.name}.saving")
+    with contextlib.ExitStack() as held:
+        on_first(directory, lambda: held.enter_context(_begun(directory, place)))
+        try:
+            yield place
+            on_first(directory, lambda: _name(place, directory))
+        except Exception:
+            if jax.process_index() == 0:
+                shutil.rmtree(place, ignore_errors=True)
+            raise
+
+
+def on_first(directory: Path, act: Callable[[], object]) -> None:
+    """Process 0 does it. Raises: CheckpointError, in every process, where the file system fails."""
+    def tried() -> str:
+        try:
+            act()
+        except OSError as error:
+            return files.said(error)
+        return ""
+    if fault := agree.on_first(tried):
+        raise agree.agreed(CheckpointError(f"{directory} could not be written: {fault}"))
+
+
+def end_of(data: Mapping, bos: int, vocab_size: int) -> int | None:
+    """The token with which documents ended; None where its name can no longer be looked up."""
+    if not data["eos"]:
+        return bos
+    try:
+        return sources.reader_of(Data(**data), vocab_size=vocab_size)[1]
+    except ValueError:
+        return None
+
+
+def _write_rows(rows: list[folder.WeightRow], leaves: list[jax.Array], layers, sizes, written: Files) -> None:
+    """rows: of one kind. layers: [(number, index in the leaves)]."""
+    program, before = _program(rows[0], leaves, sizes, written.dtype), None
+    for (layer, index), row in itertools.product(layers, rows):
+        # The one before is written while this one is gathered; no more is under way at a time.
+        now = row.of_layer(layer), program(leaves, np.int32(index), np.int32(row.expert or 0))
+        if before:
+            written.put(*before)
+        jax.block_until_ready(now[1])
+        before = now
+    written.put(*before)
+
+
+def _program(row: folder.WeightRow, leaves: list[jax.Array], sizes: Mapping[str, int], dtype: np.dtype):
+    """Jitted (leaves, layer, expert) -> the row's tensor of that layer, and expert, whole on every device."""
+    mesh, ways = leaves[0].sharding.mesh, [layer_ways(leaf) if row.stacked else 1 for leaf in leaves]
+
+    def gather(leaves, layer, expert):
+        parts = []
+        for piece, leaf, over in zip(row.pieces, leaves, ways, strict=True):
+            x = layer_of(leaf, layer, over, dtype) if row.stacked else leaf.astype(dtype)
+            if row.expert is not None:
+                x = jax.lax.dynamic_index_in_dim(x, expert, 0, keepdims=False)
+            x = x[tuple(slice(0, n) for n in piece.form.our_shape(sizes))]      # without the padding of the vocabulary
+            parts.append(piece.form.to_theirs(x, sizes))
+        return jnp.concatenate(parts, row.pieces[0].form.star) if len(parts) > 1 else parts[0]
+    return jax.jit(gather, out_shardings=NamedSharding(mesh, P()))
+
+
+def layer_ways(leaf: jax.Array) -> int:
+    """Over how many devices the layers of a stack are split."""
+    return leaf.shape[0] // leaf.sharding.shard_shape(leaf.shape)[0]
+
+
+def layer_of(leaf, layer, ways: int, dtype: np.dtype):
+    """One layer of a stack, cast. Where stages hold the layers, all of them add what they have of it, bit by bit: one layer is
+    moved, where an index would gather the stack."""
+    if ways == 1:
+        return jax.lax.dynamic_index_in_dim(leaf, layer, 0, keepdims=False).astype(dtype)
+    each = leaf.shape[0] // ways
+    parts = leaf.reshape(ways, each, *leaf.shape[1:])
+    mine = jax.lax.dynamic_index_in_dim(parts, layer % each, 1, keepdims=False).astype(dtype)
+    bits = jax.lax.bitcast_convert_type(mine, jnp.dtype(f"uint{8 * dtype.itemsize}"))
+    owner = (jnp.arange(ways) == layer // each).reshape(ways, *[1] * (bits.ndim - 1))
+    return jax.lax.bitcast_convert_type(jnp.sum(jnp.where(owner, bits, 0), 0, dtype=bits.dtype), dtype)
+
+
+class Files:
+    """The files of an export, of which this process writes every N-th. What fails is told at the end: until then the others
+    count on this process's part in gathering."""
+
+    def __init__(self, place: Path, parts: Mapping[str, Mapping[str, tuple[int, ...]]], kind: str):
+        self.dtype, self.size, self.failed = safetensors.DTYPES[kind], 0, None
+        self.open, self.at = {}, {}
+        for number, (name, tensors) in enumerate(parts.items()):
+            text, begins = safetensors.header(tensors, kind)
+            self.size += sum(math.prod(shape) for shape in tensors.values()) * self.dtype.itemsize
+            if number % jax.process_count() == jax.process_index():
+                self.at |= {tensor: (name, begin) for tensor, begin in begins.items()}
+                self._try(lambda: self._create(place / name, text))
+
+    def _create(self, path: Path, text: bytes) -> None:
+        self.open[path.name] = open(path, "xb", buffering=0)
+        self._write(self.open[path.name], text, 0)
+
+    def put(self, tensor: str, array: jax.Array) -> None:
+        if tensor in self.at and not self.failed:
+            name, begin = self.at[tensor]
+            numbers = np.ascontiguousarray(array.addressable_data(0))
+            self._try(lambda: self._write(self.open[name], memoryview(numbers.reshape(-1).view(np.uint8)), begin))
+
+    @staticmethod
+    def _write(file, content, begin: int) -> None:
+        view = memoryview(content)
+        while view:
+            count = os.pwrite(file.fileno(), view[:files.CHUNK_BYTES], begin)
+            view, begin = view[count:], begin + count
+
+    def _try(self, what: Callable) -> None:
+        try:
+            what()
+        except OSError as error:
+            self.failed = self.failed or error
+
+    def close(self) -> None:
+        """All processes call it alike. Raises: CheckpointError, in every process, where one could not write its files."""
+        for file in self.open.values():
+            self._try(lambda: os.fsync(file.fileno()))
+            self._try(file.close)
+        found = agree.exchange(files.said(self.failed) if self.failed else "")
+        if faults := list(dict.fromkeys(filter(None, found))):
+            raise agree.agreed(CheckpointError(f"the weights could not be written: {'; '.join(faults)}")) from self.failed
+
+
+def _files(rows: Sequence[folder.WeightRow], num_layers: int, kind: str, shard_bytes: int) -> dict[str, dict[str, tuple[int, ...]]]:
+    """File -> tensor -> shape: what stands before the layers, layer after layer, what stands behind, none split."""
+    first = [(row.name, row.shape) for row in rows if not row.stacked][:1]
+    layers = [(row.of_layer(layer), row.shape) for layer in range(num_layers) for row in rows if row.stacked]
+    last = [(row.name, row.shape) for row in rows if not row.stacked][1:]
+    files, size = [{}], 0
+    for name, shape in (*first, *layers, *last):
+        more = math.prod(shape) * safetensors.DTYPES[kind].itemsize
+        if files[-1] and size + more > shard_bytes:
+            files.append({})
+            size = 0
+        files[-1][name], size = shape, size + more
+    names = [folder.SINGLE] if len(files) == 1 else [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    return dict(zip(names, files, strict=True))
+
+
+@contextlib.contextmanager
+def _begun(directory: Path, place: Path) -> Iterator[None]:
+    """By process 0: `directory` is free, `place` is there and empty, and both are this process's until the block ends."""
+    if files.status(directory) and not (files.is_dir(directory) and not any(directory.iterdir())):
+        raise ConfigError(f"{directory} is there already, and nothing is written over; name another directory")
+    with contextlib.ExitStack() as held:
+        try:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(_locked(directory, directory.with_name(f".{directory.name}.lock")))
+            if place.exists():
+                shutil.rmtree(place)        # of an export that was killed
+            place.mkdir()
+        except OSError as error:
+            if not files.is_mistake(error):
+                raise
+            raise ConfigError(f"{directory} cannot be written: {files.said(error)}; name a directory that can") from None
+        yield
+
+
+@contextlib.contextmanager
+def _locked(directory: Path, path: Path) -> Iterator[None]:
+    """Holds a lock file, which is gone afterwards; a killed process leaves one that nobody holds. Without locks (Lustre without
+    `-o flock`) two writers are not told apart."""
+    while True:
+        with open(path, "a", encoding="utf-8") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"{directory} is being written by another process; wait for it, or name another "
+                                  "directory") from None
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):    # else its last holder has removed it meanwhile
+                    try:
+                        yield
+                    finally:
+                        with contextlib.suppress(OSError):
+                            os.unlink(path)
+                    return
+
+
+def _name(place: Path, directory: Path) -> None:
+    place.rename(directory)         # fails where anything but an empty directory is there
+    files.sync(directory.parent)
+
+
+def _complete(place: Path, parts, size: int, config: dict, source: Path | None, tokenizer: Path) -> None:
+    """Writes what belongs beside the weights."""
+    if source:
+        copy_companions(source, place)
+    elif tokenizer.is_file():
+        shutil.copyfile(tokenizer, place / "tokenizer.json")
+    if len(parts) > 1:
+        weight_map = {tensor: name for name, tensors in parts.items() for tensor in tensors}
+        files.write(place / folder.INDEX, json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=1))
+    files.write(place / settings.CONFIG, json.dumps(config, indent=1))
+    files.sync(place)

@@ -1,0 +1,174 @@
+"""checkpoint.export: the weights of saved steps as run.dir/export/STEP.
+
+An export that fails is told, leaves nothing behind and stops nobody. It is made from its checkpoint with the next export, at the
+end of the run, or when the finished run is started again, whichever comes first: what is on the disk says what is missing. With
+"every" some checkpoints stay beyond checkpoint.keep for that.
+"""
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import jax
+
+from meshtrain import files
+from meshtrain.checkpoint import adapters, export, peft
+from meshtrain.checkpoint.checkpoint import CheckpointError, Checkpoints, Saved
+from meshtrain.cluster import agree
+from meshtrain.cluster.meet import PeerError
+from meshtrain.config import ConfigError, Run, user_errors
+from meshtrain.huggingface import folder, settings
+from meshtrain.model.transformer import Transformer
+from meshtrain.run import say
+from meshtrain.run.trees import leaves_of, nested
+
+DIRECTORY = "export"    # in run.dir
+
+
+class Exports:
+    """The exports of one run. Every process makes one and calls it alike.
+
+    wanted: the parameters of its state as jax.ShapeDtypeStruct with shardings. Raises: ConfigError where the model cannot be
+    exported.
+    """
+
+    def __init__(self, run: Run, transformer: Transformer, checkpoints: Checkpoints, wanted: dict):
+        self.run, self.transformer, self.checkpoints = run, transformer, checkpoints
+        self.wanted, self.directory = leaves_of(wanted), Path(run.run.dir)
+        self.failed: dict[int, str] = {}     # step -> why, of those that are not made yet
+        agree.on_first(self._clean)
+        checkpoints.owes = lambda step: run.checkpoint.export == "every" and not self._seen(step)
+        if run.checkpoint.export != "off":
+            with user_errors("checkpoint.export: "):
+                agree.on_first(self._check)
+
+    def due(self, step: int, ending: bool) -> bool:
+        """Whether a step is exported. ending: training ends with it, perhaps before its last step."""
+        if self.run.checkpoint.export == "every":
+            return ending or self.checkpoints.due(step)
+        return self.run.checkpoint.export == "last" and step == self.run.training.steps
+
+    def make(self, step: int, params: dict, bos: int) -> dict:
+        """Exports the parameters of a step, then what is missing of those before. Returns no numbers for the metrics.
+
+        params: of the run's state, its adapters among them. bos: the token in front of a document.
+        """
+        if not self._is_there(step):
+            self._try(step, lambda: self._write(step, leaves_of(params), self.run.data.model_dump(), bos))
+        self._make_saved({one for one in (*self.failed, *self._due()) if one < step})
+        return {}
+
+    def finish(self) -> str:
+        """Exports what is missing of the saved steps, at the end of the run. Returns what is not made, in words; empty: nothing."""
+        if self.run.checkpoint.export == "off":
+            return ""
+        self._make_saved({*self.failed, *self._due()})
+        return "; ".join(f"{self._place(step)} is not made: {why}" for step, why in sorted(self.failed.items()))
+
+    def _due(self) -> list[int]:
+        """The saved steps that have an export, or are to have one."""
+        saved = self.checkpoints.steps()
+        return saved if self.run.checkpoint.export == "every" else saved[-1:]
+
+    def _make_saved(self, steps: set[int]) -> None:
+        """Exports steps from their checkpoints, as far as these are there."""
+        saved = self.checkpoints.steps() if steps else []
+        for step in sorted(steps):
+            if self._is_there(step):
+                self.failed.pop(step, None)
+            elif step in saved:
+                self._try(step, lambda: self._write_saved(step))
+            elif not self.failed[step].endswith(GONE):
+                self.failed[step] += GONE
+
+    def _write_saved(self, step: int) -> None:
+        if fault := self.checkpoints.fault(step, only_params=True):
+            raise agree.agreed(CheckpointError(f"its checkpoint is damaged ({fault})"))
+        saved = self.checkpoints.open(step)
+        self._write(step, _Stored(saved, self.wanted), saved.run["data"], saved.metadata["data"]["tokenizer"][1])
+
+    def _write(self, step: int, leaves: Mapping[str, jax.Array], data: Mapping, bos: int) -> None:
+        run, source = self.run, kept(self.directory)
+        if run.lora.export == "adapters":
+            peft.write(self._place(step), self.transformer, leaves.get, dtype="float32", base=run.checkpoint.init_from, source=source)
+        else:
+            export.write(self._place(step), self.transformer, adapters.leaf(self.transformer, leaves), dtype=run.model.compute_dtype,
+                         shard_bytes=export.SHARD_BYTES, data=data, bos=bos, source=source)
+
+    def _try(self, step: int, write: Callable[[], None]) -> None:
+        """What fails in all processes alike is told and kept in `failed`."""
+        try:
+            write()
+            self.failed.pop(step, None)
+        except (CheckpointError, ConfigError, PeerError, files.FileSystemError) as error:
+            if jax.process_count() > 1 and not getattr(error, "agreed", False):
+                raise       # a process is gone, or the others do not know of it
+            self.failed[step] = files.said(error)
+            if jax.process_index() == 0:
+                say.err(f"export of step {step} failed: {self.failed[step]}; training goes on, and it is tried again")
+
+    def _place(self, step: int) -> Path:
+        return self.directory / DIRECTORY / str(step)
+
+    def _is_there(self, step: int) -> bool:
+        return agree.on_first(lambda: self._seen(step))
+
+    def _seen(self, step: int) -> bool:
+        """Where the file system does not answer: no, and what is written then finds out why."""
+        try:
+            return files.status(self._place(step)) is not None
+        except OSError:
+            return False
+
+    def _clean(self) -> None:
+        """Removes what killed starts have left half written; the run's directory is this start's alone."""
+        for path in (self.directory / DIRECTORY).glob(".*.saving"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _check(self) -> None:
+        """Raises: ValueError where no family of Hugging Face's computes the model. Now, and not after days of training."""
+        source = next(filter(folder.is_one, folder.companions_of(self.run.run.dir, self.run.checkpoint.init_from)), None)
+        model = self.transformer.cfg
+        family = settings.family_of(settings.read(source)) if source else settings.family_for(model)
+        folder.rows(family, model, self.transformer.names())
+
+
+GONE = "; and its checkpoint is no longer there"
+
+
+class _Stored(Mapping):
+    """Path -> parameter of a checkpoint, read when it is asked for and not kept."""
+
+    def __init__(self, saved: Saved, wanted: Mapping[str, jax.ShapeDtypeStruct]):
+        self.saved, self.wanted = saved, wanted
+
+    def __getitem__(self, path: str) -> jax.Array:
+        wanted = {"params": nested({path: self.wanted[path]})}
+        taken = agree.everywhere(lambda: self.saved.restore(wanted, part=True))
+        return leaves_of(taken["params"])[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.wanted)
+
+    def __len__(self) -> int:
+        return len(self.wanted)
+
+    def __contains__(self, path: object) -> bool:
+        return path in self.wanted      # and not by reading it
+
+
+def kept(run_dir: Path) -> Path | None:
+    """What came with the weights that a run started from."""
+    return run_dir / folder.KEPT if agree.on_first(lambda: files.is_file(run_dir / folder.KEPT / settings.CONFIG)) else None
+
+
+def set_aside_after(run_dir: Path, step: int) -> list[str]:
+    """Renames the exports of steps later than `step`, from which a run goes on: they are of a course that it has left. By
+    process 0. Returns their new names. Raises: ConfigError, files.FileSystemError."""
+    place = run_dir / DIRECTORY
+
+    def rename() -> list[str]:
+        steps = sorted(int(path.name) for path in place.iterdir() if path.name.isdecimal()) if place.is_dir() else []
+        return [files.set_aside(place / str(later), "aside") for later in steps if later > step]
+    return files.attempted(rename, f"exports in {place} cannot be set aside", "see to its permissions", ConfigError)

@@ -1,0 +1,311 @@
+"""The fast tier of checkpoints: every few steps each process keeps its own shards on its own host, on disk or in memory.
+
+    <local_dir>/<run>/process-<index>/<step>/   shards: bytes, one after the other; index.json: whose, where they lie, their sum
+    <local_dir>/<run>/process-<index>/.saving/  being written
+
+It is for the crash in which all hosts come back, and is used where every process finds on its host all pieces that its shards
+need, of one step and one start, newer than the shared checkpoint, with sums that hold. Anything else falls back to the shared
+ones, told in a line. run.dir/local.json names the start whose parts count, so that none of another run, or of steps that were
+taken back, is ever believed. The mesh and the number of processes may differ where the pieces are on the host. Source: the idea
+of Gemini's in-memory checkpoints (SOSP 2023), without its replicas on other hosts. This module knows no model.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import xxhash
+
+from meshtrain import files
+from meshtrain.checkpoint.checkpoint import FORMAT, Saved
+from meshtrain.cluster import agree
+from meshtrain.config import ConfigError
+from meshtrain.run import say, trees
+
+LINEAGE, INDEX, SHARDS = "local.json", "index.json", "shards"
+Region = tuple[tuple[int, int], ...]        # first and last + 1 along each dimension
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """What one process has kept of a step. pieces: (array, region) -> offset in the file. sum: [bytes, xxh3-128]."""
+    place: Path
+    metadata: dict
+    arrays: dict
+    pieces: dict[tuple[str, Region], int]
+    sum: list
+
+
+class LocalTier:
+    """The fast tier of one run; every process makes one and calls it alike. Without a directory it keeps and finds nothing.
+
+    Raises: ConfigError, in every process, where one cannot write to local_dir.
+    """
+
+    def __init__(self, local_dir: str, every: int, run_dir: Path, tell: Callable[[str], None] = say.err):
+        self.every, self.tell = every if local_dir else 0, tell
+        self._lineage_file, self._root = Path(run_dir) / LINEAGE, Path(local_dir).absolute() if local_dir else None
+        self._lineage = agree.on_first(self._read_lineage)
+        self._start = ""
+        self._thread: threading.Thread | None = None
+        self._failure, self._told = "", ""
+        self._started, self._whole = 0, 0        # the last step that was to be kept; the last that is whole in every process
+        agree.everywhere(self._check_writable)
+
+    def due(self, step: int) -> bool:
+        return self.every > 0 and step % self.every == 0
+
+    def newest(self, after: int, wanted: Any) -> Saved | None:
+        """The newest step behind `after` that can be restored onto `wanted`; None without one.
+
+        wanted: a pytree of jax.ShapeDtypeStruct with shardings. Every process reads its parts, and all decide alike.
+        """
+        self._join()
+        found = self._parts()
+        steps = agree.exchange(sorted(step for step in found if step > after))
+        for step in sorted({step for one in steps for step in one}, reverse=True):
+            fault = self._fault(found[step], wanted) if step in found else "it has no part of it"
+            faults = agree.exchange([socket.gethostname(), fault])
+            bad = [f"process {index} on {host}: {fault}" for index, (host, fault) in enumerate(faults) if fault]
+            if not bad:
+                return Saved(self, step, agree.on_first(lambda: found[step][0].metadata))
+            if jax.process_index() == 0:
+                more = f" and {len(bad) - 1} more" * (len(bad) > 1)
+                self.tell(f"checkpoint.local_dir: step {step} is not used ({bad[0]}{more}); going on from an older checkpoint")
+        return None
+
+    def restore(self, step: int, wanted: Any, *, part: bool = False) -> Any:
+        """The arrays of a step that `newest` has found, on the shardings of `wanted`, which may be a part of them."""
+        if not (parts := self._parts().get(step)):
+            raise files.FileSystemError(f"checkpoint.local_dir: step {step} in {self._home()}, whose checksums have just held, cannot be read "
+                                        "any more; see to the file system and start again")
+        where = {piece: (part, offset) for part in parts for piece, offset in part.pieces.items()}
+        maps = {part.place: np.memmap(part.place / SHARDS, np.uint8, "r") for part in parts}
+
+        def array(path, leaf):
+            name = trees.name(path)
+            mine = {region: at for (other, region), at in where.items() if other == name}
+
+            def region(index):
+                asked = _region(index, leaf.shape)
+                whole = np.empty([hi - lo for lo, hi in asked], leaf.dtype)
+                for held, (part, offset) in mine.items():
+                    if (common := _common(held, asked)) is not None:
+                        shape = [hi - lo for lo, hi in held]
+                        size = int(np.prod(shape, dtype=np.int64)) * whole.dtype.itemsize
+                        piece = maps[part.place][offset:offset + size].view(whole.dtype).reshape(shape)
+                        whole[_slices(common, asked)] = piece[_slices(common, held)]
+                return whole
+
+            return jax.make_array_from_callback(leaf.shape, leaf.sharding, region)
+
+        return jax.tree.map_with_path(array, wanted)
+
+    def begin(self, step: int, used: bool) -> None:
+        """The run is about to train on after `step`: from now on only what this start keeps counts, and, where it was `used`,
+        the part that it goes on from. Everything else of this run is removed."""
+        self._join()
+        lineage, self._start = self._lineage, secrets.token_hex(8)
+        if lineage is None and not self.every:
+            return
+        at = str(self._lineage_file.parent.resolve())
+
+        def write():
+            run = lineage["run"] if lineage else f"{self._lineage_file.parent.absolute().name}-{secrets.token_hex(8)}"
+            since = [lineage["start"], step] if lineage and used else None
+            if since and lineage["from"] and lineage["from"][1] == step:
+                since = lineage["from"]
+            new = {"run": run, "at": at, "start": self._start, "from": since}
+            files.attempted(lambda: files.replace(self._lineage_file, json.dumps(new)), f"{self._lineage_file} cannot be written",
+                            "give a run.dir that can", ConfigError)
+            return new
+
+        self._lineage = agree.on_first(write)
+        self._start, self._started, self._whole = self._lineage["start"], step, step if used else 0
+        self._failure = ""
+        self._remove(lambda other: not used or other != step)
+
+    def save(self, step: int, state: Any, metadata: dict) -> float:
+        """Starts keeping this process's shards of `state` and `metadata` (JSON); returns the seconds that it blocked.
+
+        It blocks for the copy to the host. The step before is removed only when all processes have the next; what fails is told
+        once and stops nobody.
+        """
+        began = time.perf_counter()
+        self._settle()
+        self._started = step
+        arrays, pieces = {}, []
+        for name, leaf in trees.leaves_of(state).items():
+            arrays[name] = [list(leaf.shape), str(leaf.dtype)]
+            held = {_region(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}      # each once
+            pieces += [(name, region, data) for region, data in held.items()]
+        for *_, data in pieces:
+            data.copy_to_host_async()
+        copies = [(name, region, np.array(data)) for name, region, data in pieces]     # the next step may take the buffers
+        document = {"start": self._start, "metadata": {"format": FORMAT, **metadata}, "arrays": arrays}
+        self._thread = threading.Thread(target=self._write, args=(step, document, copies))
+        self._thread.start()
+        return time.perf_counter() - began
+
+    def forget(self) -> None:
+        """Removes all that is kept of this run: a shared checkpoint has it."""
+        self._join()
+        if self._lineage is not None and self._root is not None:
+            agree.exchange(None)        # nobody is writing any more
+            files.remove(self._home())
+
+    def _settle(self) -> None:
+        """What became of the last save, by what all processes say of it."""
+        self._join()
+        failures = agree.exchange(self._failure)
+        bad = [f"process {index}: {text}" for index, text in enumerate(failures) if text]
+        if self._started <= self._whole:
+            return
+        if not bad:
+            self._whole = self._started
+            self._remove(lambda step: step < self._whole)
+            return
+        if (told := "; ".join(bad[:4])) != self._told and jax.process_index() == 0:
+            self.tell(f"step {self._started} is not kept in checkpoint.local_dir ({told}); training goes on, with what was kept before")
+        self._told, self._failure = told, ""
+        _delete(self._own() / str(self._started))
+
+    def _write(self, step, document, copies) -> None:
+        place = self._own() / ".saving"
+        try:
+            files.remove(place)
+            place.mkdir(parents=True)
+            digest, offset, where = xxhash.xxh3_128(), 0, []
+            with open(place / SHARDS, "wb", buffering=0) as file:
+                for name, region, data in copies:
+                    left = memoryview(np.ascontiguousarray(data).reshape(-1).view(np.uint8))
+                    digest.update(left)
+                    where.append([name, region, offset])
+                    offset += len(left)
+                    while left:
+                        left = left[file.write(left[:files.CHUNK_BYTES]):]
+            text = json.dumps(document | {"pieces": where, "sum": [offset, digest.hexdigest()]})
+            (place / INDEX).write_text(f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}", encoding="utf-8")
+            _delete(self._own() / str(step))
+            place.rename(self._own() / str(step))
+        except Exception as error:
+            files.remove(place)
+            self._failure = files.said(error)
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _home(self) -> Path:
+        return self._root / self._lineage["run"]
+
+    def _own(self) -> Path:
+        return self._home() / f"process-{jax.process_index()}"
+
+    def _read_lineage(self) -> dict | None:
+        """By process 0: which run and start this is. A run.dir that was copied or moved is another run here; one that has another
+        name by a link is the same."""
+        try:
+            lineage = json.loads(files.patiently(lambda: self._lineage_file.read_text(encoding="utf-8")))
+            here = Path(lineage["at"]).resolve() == self._lineage_file.parent.resolve()
+            return lineage if here and lineage["start"] and "from" in lineage else None
+        except OSError as error:
+            if not files.is_mistake(error):     # a run that goes on without it would take steps again that are kept
+                raise files.judged(error, f"{self._lineage_file} cannot be read", "") from None
+            return None
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def _check_writable(self) -> None:
+        if not self.every:
+            return
+
+        def write() -> None:
+            self._root.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self._root).close()      # without a name: a kill leaves nothing
+
+        files.attempted(write, f"checkpoint.local_dir={self._root} cannot be written",
+                        "give a directory that every host has and can write, e.g. below /dev/shm or on its own disk", ConfigError)
+
+    def _parts(self) -> dict[int, list[_Part]]:
+        """Step -> what processes of this run have kept on this host, of the start that counts.
+        What cannot be read is not there."""
+        found: dict[int, list[_Part]] = {}
+        if self._root is None or self._lineage is None:
+            return found
+        for place in self._home().glob("process-*/*"):
+            if not place.name.isdecimal():
+                continue
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                digest, text = files.patiently(lambda: (place / INDEX).read_text(encoding="utf-8")).split("\n")
+                document, step = json.loads(text), int(place.name)
+                counts = document["start"] == self._lineage["start"] or [document["start"], step] == self._lineage["from"]
+                if counts and digest == xxhash.xxh3_128_hexdigest(text.encode()):
+                    pieces = {(name, tuple(map(tuple, region))): offset for name, region, offset in document["pieces"]}
+                    found.setdefault(step, []).append(_Part(place, document["metadata"], document["arrays"], pieces, document["sum"]))
+        return found
+
+    def _fault(self, parts: list[_Part], abstract: Any) -> str:
+        """Why this process cannot restore from the parts on its host; empty if it can. Reads all of them."""
+        held = {piece for part in parts for piece in part.pieces}
+        for name, leaf in trees.leaves_of(abstract).items():
+            if any(part.arrays.get(name) != [list(leaf.shape), str(jnp.dtype(leaf.dtype))] for part in parts):
+                return f"its {name} has another form"
+            regions = [region for other, region in held if other == name]
+            for wanted in {_region(index, leaf.shape) for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()}:
+                # Pieces of one step are the same or apart: their common volumes add up.
+                if sum(_volume(_common(region, wanted)) for region in regions) != _volume(wanted):
+                    return f"not all of {name} that it needs is on its host"
+        try:
+            for part in parts:
+                if text := files.difference(files.checksums(part.place, [part.place / SHARDS])[SHARDS], part.sum):
+                    return f"{part.place / SHARDS}: {text}"
+        except OSError as error:
+            return files.said(error)
+        return ""
+
+    def _remove(self, doomed: Callable[[int], bool]) -> None:
+        """Removes the steps of this run on this host, of whatever process."""
+        if self._root is not None:
+            for place in self._home().glob("process-*/*"):
+                if place.name.isdecimal() and doomed(int(place.name)):
+                    _delete(place)
+
+
+def _delete(place: Path) -> None:
+    """The index first: what a kill leaves of it is nothing to go on from."""
+    with contextlib.suppress(OSError):
+        os.unlink(place / INDEX)
+    files.remove(place)
+
+
+def _region(index, shape) -> Region:
+    return tuple((range(size)[part].start, range(size)[part].stop) for part, size in zip(index, shape, strict=True))
+
+
+def _common(a: Region, b: Region) -> Region | None:
+    """None where they do not meet. Of scalars the empty region, whose volume is 1."""
+    both = tuple((max(lo, start), min(hi, stop)) for (lo, hi), (start, stop) in zip(a, b, strict=True))
+    return None if any(lo >= hi for lo, hi in both) else both
+
+
+def _volume(region: Region | None) -> int:
+    return 0 if region is None else int(np.prod([hi - lo for lo, hi in region], dtype=np.int64))
+
+
+def _slices(region: Region, within: Region) -> tuple[slice, ...]:
+    return tuple(slice(lo - start, hi - start) for (lo, hi), (start, _) in zip(region, within))

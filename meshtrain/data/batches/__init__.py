@@ -1,0 +1,1 @@
+"""Batches of documents: order, packing, mixtures, held-out documents, pairs of preferences."""

@@ -1,0 +1,371 @@
+"""Batches of packed documents: batch n is a function of (seed, n) alone, not of hosts, mesh or restarts.
+
+A source's documents, each behind a separator (BOS), are laid end to end in shuffled epochs without end (order.py), and cut
+into sequences of T tokens: every token is an input once per epoch, and the incomplete sequence at an epoch's end goes on into
+the next. The target of a document's last token is its end (EOS; the separator itself, unless the run names another), with or
+without the document mask, so that a model learns to stop.
+With a mixture, each batch takes the next tokens of every source in exact proportion to its weight (mixture.py). Where documents are about as long
+as sequences, or longer, shares are whole sequences. Where they are short, shares are exact to two tokens or so, and a
+sequence that is not done at a batch's end goes on in the next batch, its documents cut there.
+Or no document is cut (whole.py): sequences of whole documents, padded, mixed sequence by sequence.
+A restart needs no state but n. A restart with other weights, seq_len or global_batch needs the `position` of the run before:
+the tokens that each source has given; from there on its order goes on, so that still no token is lost or comes twice.
+This module knows no devices: a host asks for its rows of the global batch.
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from meshtrain.data import sources
+from meshtrain.data.batches import holdout, mixture, order, whole
+from meshtrain.data.batches.order import Grid, Pieces, Runs, TokenStream
+from meshtrain.data.batches.whole import WholeStream
+from meshtrain.data.documents.contracts import Batch, Rows, Source, made_ahead, run_length
+from meshtrain.names import NO_TARGET
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """How documents become batches.
+
+    eos: the target behind a document's last token; None: bos. document_mask: without it a row is one segment, and positions count
+    along it. packing: "stream", or "whole", where no document is cut and seq_len stays. Held out of each source is
+    validation_fraction of its tokens, and at most validation_tokens where that is not 0. prefetch: batches made ahead.
+    """
+    bos: int
+    seq_len: int
+    global_batch: int
+    seed: int
+    eos: int | None = None
+    document_mask: bool = True
+    packing: str = "stream"
+    validation_fraction: float = 0.0
+    validation_tokens: int = 0
+    prefetch: int = 2
+
+    @property
+    def end(self) -> int:
+        return self.bos if self.eos is None else self.eos
+
+
+@dataclasses.dataclass(frozen=True)
+class DataPhase:
+    """Batches of one shape and one mixture: from `batches` on, when each source had given `tokens`."""
+    batches: int
+    tokens: tuple[int, ...]
+    weights: tuple[int, ...]
+    seq_len: int
+    global_batch: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Packed:
+    """Batches (contracts.py) of packed documents."""
+    train: tuple[TokenStream | WholeStream, ...]
+    validation: tuple[PackedValidation, ...]
+    shape: Packing
+    phase: DataPhase
+    quantum: int            # tokens: the shares of training batches are multiples of it
+
+    def batch(self, n: int, rows: Rows = None) -> Batch:
+        if n < self.phase.batches:
+            raise IndexError(f"batch {n}: " + ("batches are counted from 0" if n < 0 else
+                             f"the settings of data are those from batch {self.phase.batches} on"))
+        runs = mixture.lay_rows(self.shape.seq_len, [stream.grids for stream in self.train], self._given(n), self._given(n + 1))
+        return _assemble(self.shape, self.train, n, runs, rows)
+
+    def iterate(self, start: int, rows: Rows = None) -> Iterator[Batch]:
+        return made_ahead(functools.partial(self.batch, rows=rows), start, self.shape.prefetch)
+
+    def tokens(self, batches: int) -> int:
+        return sum(self._given(batches))
+
+    def position(self, batches: int) -> dict:
+        """Of each source the tokens given so far and how the stream behind them is cut; and the phase, so that a run which goes
+        on with the same settings finds the very same batches. `pack` reads it."""
+        given = self._given(batches)
+        return {"batches": batches, "phase": dataclasses.asdict(self.phase), "packing": _packing_of(self.train),
+                "sources": [{"tokens": tokens, "tokens_per_epoch": stream.tokens_per_epoch,
+                             "grids": [list(grid) for grid in stream.grids]} for stream, tokens in zip(self.train, given)]}
+
+    def _given(self, batches: int) -> list[int]:
+        """What each source has given to the first `batches` batches."""
+        phase = self.phase
+        tokens = (batches - phase.batches) * self.shape.global_batch * self.shape.seq_len
+        return [a + b for a, b in zip(phase.tokens, mixture.shares(phase.weights, tokens, self.quantum))]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PackedValidation:
+    """A ValidationSet (contracts.py)."""
+    name: str
+    weight: float
+    stream: TokenStream | WholeStream
+    shape: Packing
+
+    @property
+    def num_batches(self) -> int:
+        return -(-self.stream.positions_per_epoch // (self.shape.seq_len * self.shape.global_batch))
+
+    def batch(self, i: int, rows: Rows = None) -> Batch:
+        if not 0 <= i < self.num_batches:
+            raise IndexError(f"validation batch {i} of {self.num_batches}")
+        size = self.shape.seq_len * self.shape.global_batch
+        real = min(size, self.stream.positions_per_epoch - i * size)
+        runs = mixture.lay_rows(self.shape.seq_len, [self.stream.grids], [i * size], [i * size + real])
+        return _assemble(self.shape, (self.stream,), i, runs, rows)
+
+
+def open_batches(data, corpus: sources.Corpus, seed: int, position: dict | None = None) -> Packed:
+    """The corpus of the run file's [data] as its batches; `position` and what is raised: as `pack`."""
+    same = {name: getattr(data, name) for name in ("seq_len", "global_batch", "document_mask", "packing", "validation_fraction",
+                                                   "validation_tokens", "prefetch")}
+    shape = Packing(corpus.tokenizer.bos, seed=seed, eos=corpus.eos, **same)
+    return pack(corpus.sources, corpus.weights, shape, corpus.validation, corpus.names, corpus.curves, position)
+
+
+def pack(corpus: Sequence[Source], weights: Sequence[float], shape: Packing, validation: Sequence[Source | None] = (),
+         names: Sequence[str] = (), curves: Sequence[sources.ValidationSource] = (), position: dict | None = None) -> Packed:
+    """Sources as batches, mixed in the proportions of `weights` (positive numbers of any sum; shares of the tokens).
+
+    validation: of each source one of its own, of which nothing is held out then; curves: the validation sets in place of all that.
+    names: of the sources. position: what `Packed.position(n)` gave in the run before. Where nothing differs, all batches are the
+    same bit for bit. Weights, seq_len and global_batch may differ: batches are then those from n on, in which every source goes on
+    behind its last token; sequences of the chunk that was begun (order.CHUNK_TOKENS) keep their order, cut anew at the rows' ends.
+
+    Raises: ValueError where a source is too short for its share of one batch, or the held-out part for one sequence, or the position
+    is another data's.
+    """
+    if curves:
+        shape = dataclasses.replace(shape, validation_fraction=0.0)
+    _check_settings(shape)
+    seq_len, cut = shape.seq_len, shape.packing == "stream"
+    assert len(corpus) == len(weights) > 0
+    faults = [f"data.mixture[{i}].weight={weight} is not a positive number; use one, e.g. 0.3, or leave the source out"
+              for i, weight in enumerate(weights) if not 0 < weight < math.inf]
+    if faults:
+        raise ValueError("\n".join(faults))
+    shares, grids = mixture.whole_weights(weights), (Grid(0, seq_len, None),)
+    separate = list(validation) or [None] * len(corpus)
+    kind = TokenStream if cut else WholeStream
+    parts = [(order.whole(source), order.whole(other)) if other is not None
+             else holdout.split(source, shape.validation_fraction, shape.validation_tokens, _may_cut(source, cut, seq_len))
+             for source, other in zip(corpus, separate)]
+    streams = tuple(kind(train, shape.seed, i, grids) for i, (train, _) in enumerate(parts))
+    held = tuple(kind(part, None, i, grids) for i, (_, part) in enumerate(parts)) \
+        if shape.validation_fraction or any(separate) else ()
+    measured = [(curve.name, curve.weight, kind(order.whole(curve.source), None, i, grids)) for i, curve in enumerate(curves)]
+    faults = (_check_lengths if cut else _check_whole)(shape, shares, streams, held)
+    faults += [f"data.validation_sources[{i}] holds {stream.tokens_per_epoch:,} tokens, and one sequence of data.seq_len={seq_len} takes "
+               f"{seq_len:,}; use more text or a shorter seq_len" for i, (*_, stream) in enumerate(measured)
+               if stream.tokens_per_epoch < seq_len]
+    if faults:
+        raise ValueError("\n".join(faults))
+    # At most the tokens of the longest document; exactly, where a run is one.
+    longest = max(int(stream.part.tokens.max()) // run_length(stream.part.source.num_documents) for stream in streams)
+    # Whole sequences, so that no batch's end cuts one, unless that would be coarser than the documents are.
+    quantum = seq_len if not cut or len(corpus) > 1 and mixture.deviation(shares) * seq_len <= longest else 1
+    phase = DataPhase(0, (0,) * len(corpus), shares, seq_len, shape.global_batch)
+    if position is not None:
+        streams, phase = _go_on(streams, phase, position)
+    names = list(names) or ([""] if len(corpus) == 1 else [str(i) for i in range(len(corpus))])
+    measured = measured or list(zip(names, shares, held))
+    total = sum(weight for _, weight, _ in measured)
+    sets = tuple(PackedValidation(name, weight / total, stream, shape) for name, weight, stream in measured)
+    return Packed(streams, sets, shape, phase, quantum)
+
+
+def _may_cut(source: Source, stream: bool, seq_len: int) -> bool:
+    """Whether documents may give their tails to validation: no conversations, and with whole documents only long ones."""
+    return not getattr(source, "complete", False) and (stream or int(source.totals.sum()) > seq_len * source.num_documents)
+
+
+def _packing_of(streams: Sequence[TokenStream | WholeStream]) -> str:
+    return "whole" if isinstance(streams[0], WholeStream) else "stream"
+
+
+def _go_on(streams: Sequence[TokenStream], wanted: DataPhase, position: dict) -> tuple[tuple[TokenStream, ...], DataPhase]:
+    """The streams and the phase in which a run goes on from a position."""
+    had, has = position.get("packing", "stream"), _packing_of(streams)
+    if had != has:
+        raise ValueError(f'data.packing="{has}", and the checkpoint was trained with "{had}"; use that, or a new run.dir with '
+                         "checkpoint.init_from")
+    if has == "whole" and position["phase"]["seq_len"] != wanted.seq_len:
+        raise ValueError(f'data.seq_len={wanted.seq_len}, and the checkpoint was trained with {position["phase"]["seq_len"]}, for '
+                         'which data.packing="whole" has put its sequences together; use that, or a new run.dir with '
+                         "checkpoint.init_from")
+    was = [source["tokens_per_epoch"] for source in position["sources"]]
+    now = [stream.tokens_per_epoch for stream in streams]
+    if was != now:
+        raise ValueError(f"the checkpoint was trained on sources of {was} tokens an epoch, and these have {now}; use the files "
+                         "and the hold-out (data.validation_fraction, data.validation_tokens) of the run, or a new run.dir "
+                         "with checkpoint.init_from")
+    grids = [tuple(Grid(*grid) for grid in source["grids"]) for source in position["sources"]]
+    streams = [dataclasses.replace(stream, grids=one) for stream, one in zip(streams, grids)]
+    phase = DataPhase(**{name: tuple(value) if isinstance(value, list) else value for name, value in position["phase"].items()})
+    if dataclasses.replace(phase, batches=0, tokens=wanted.tokens) == wanted:
+        return tuple(streams), phase
+    tokens = tuple(source["tokens"] for source in position["sources"])
+    streams = [dataclasses.replace(stream, grids=stream.regrid(at, wanted.seq_len)) for stream, at in zip(streams, tokens)]
+    return tuple(streams), dataclasses.replace(wanted, batches=position["batches"], tokens=tokens)
+
+
+def _read(stream: TokenStream, pieces: Pieces, tokens: np.ndarray, learn: np.ndarray | None, shape: Packing) -> np.ndarray:
+    """Puts the texts into tokens, int32 [rows laid end to end]; gives the target behind each piece, int32 [pieces].
+
+    learn: bool, as tokens: set false where the token is no target. Where a document ends its target is eos; but nothing where
+    the rest of it is held out, its last token is no target, or a document is empty: that a text ends before it begins is not to
+    be learned. A complete document (contracts.py) has its end within it.
+    """
+    source, own = stream.part.source, getattr(stream.part.source, "complete", False)
+    ours = pieces.begins & (not own)        # where a separator stands
+    tokens[pieces.line[ours]] = shape.bos
+    count, first, behind = pieces.count - ours, pieces.first - (pieces.begins & own), np.full(len(pieces.line), NO_TARGET, np.int32)
+    if not own and stream.part.side != "head":
+        behind[~pieces.empty] = shape.end
+    wanted = np.flatnonzero(count + pieces.goes_on)
+    table = (pieces.line + ours, count, pieces.goes_on, pieces.document, first)
+    masks = getattr(source, "masked", False)
+    for i, line, count, goes_on, document, first in zip(wanted.tolist(), *(column[wanted].tolist() for column in table)):
+        text = source.read(document, first, first + count + goes_on)
+        if goes_on:
+            behind[i] = text[count]
+            tokens[line:line + count] = text[:count]
+        else:
+            tokens[line:line + count] = text
+        mask = source.mask(document, first, first + count + goes_on) if masks else None
+        if mask is not None:
+            learn[line:line + count] = mask[:count]
+            if not mask[-1]:
+                behind[i] = NO_TARGET
+    return behind
+
+
+def _assemble(shape: Packing, streams: Sequence[TokenStream], n: int, runs: Sequence[Runs], rows: Rows) -> Batch:
+    """These rows of batch n, of whose tokens the streams give `runs`; what they leave at the end of a row is padding."""
+    T, every = shape.seq_len, np.arange(shape.global_batch)
+    chosen = every if rows is None else every[rows if isinstance(rows, slice) else np.asarray(rows, np.int64)]
+    B = len(chosen)
+    place = np.full(shape.global_batch, -1)
+    place[chosen] = np.arange(B)
+    assert (place >= 0).sum() == B, f"rows {rows} name a row twice"
+
+    tokens = np.zeros((B, T), np.int32)
+    learn = np.ones((B, T), bool) if any(getattr(stream.part.source, "masked", False) for stream in streams) else None
+    found, after = [], []
+    for stream, given in zip(streams, runs):
+        row = place[given.line // T]
+        here = row >= 0
+        if here.any():
+            found.append(stream.find(Runs(given.start[here], given.count[here], row[here] * T + given.line[here] % T)))
+            after.append(_read(stream, found[-1], tokens.reshape(-1), None if learn is None else learn.reshape(-1), shape))
+    pieces = Pieces(*map(np.concatenate, zip(*found))) if found else Pieces(*np.zeros((7, 0), np.int64))
+    targets = np.empty((B, T), np.int32)
+    targets[:, :-1] = tokens[:, 1:] if learn is None else np.where(learn[:, 1:], tokens[:, 1:], NO_TARGET)
+    targets.reshape(-1)[pieces.line + pieces.count - 1] = np.concatenate(after or [[]])
+
+    index = np.tile(np.arange(T, dtype=np.int32), (B, 1))
+    real = np.bincount(pieces.line // T, pieces.count, B).astype(np.int64)      # pieces stand end to end
+    if shape.document_mask:
+        line = np.sort(np.append(pieces.line, np.flatnonzero(real == 0) * T))     # a row of padding begins something, too
+        column, k = line % T, np.arange(len(line))
+        segment = k + 1 - np.maximum.accumulate(np.where(column == 0, k, 0))
+        count = np.diff(line, append=B * T)
+        segments = np.repeat(segment.astype(np.int32), count).reshape(B, T)
+        positions = index - np.repeat(column.astype(np.int32), count).reshape(B, T)
+    else:
+        segments, positions = np.ones((B, T), np.int32), index.copy()
+    if (real < T).any():
+        padding = index >= real[:, None]
+        segments[padding], targets[padding] = 0, NO_TARGET
+    sequence = (n * shape.global_batch + chosen) % 2**31
+    return {"tokens": tokens, "targets": targets, "segments": segments, "positions": positions, "index": index,
+            "sequence": sequence.astype(np.int32)}
+
+
+def _check_lengths(shape: Packing, weights: Sequence[int], train: Sequence[TokenStream],
+                   held: Sequence[TokenStream]) -> list[str]:
+    """What is wrong with the lengths of the sources, for this batch and this hold-out."""
+    T, B, tokens, faults = shape.seq_len, shape.global_batch, shape.validation_tokens, []
+    for i, (stream, weight) in enumerate(zip(train, weights)):
+        part = Fraction(weight, sum(weights))
+        has, needed = stream.tokens_per_epoch, math.ceil(part * T * B)
+        if has >= needed:
+            continue
+        if len(train) == 1:
+            fits = [f"data.global_batch ≤ {has // T}"] if has >= T else []
+            fits += [f"data.seq_len ≤ {has // B}"] if has >= B else []
+            faults.append(f"data.seq_len={T} × data.global_batch={B} is a batch of {needed:,} tokens, and the "
+                          f"training documents hold {has:,}: not one full batch; use {' or '.join([*fits, 'more text'])}")
+        else:
+            faults.append(f"data.mixture[{i}] is {float(part):.3g} of the mixture, {needed:,} tokens in a batch of "
+                          f"data.seq_len={T} × data.global_batch={B}, and its training documents hold {has:,}: they would come "
+                          f"twice in one batch; use a weight ≤ {has / (T * B):.2g} of the sum, a smaller batch or more text")
+    for i, (stream, trained) in enumerate(zip(held, train)):
+        if stream.tokens_per_epoch >= T:
+            continue
+        where = f" of data.mixture[{i}]" if len(train) > 1 else ""
+        if stream.part.source is not trained.part.source:
+            faults.append(f"the validation files{where} hold {stream.tokens_per_epoch:,} tokens, and one sequence of "
+                          f"data.seq_len={T} takes {T:,}; use more text or a shorter seq_len")
+            continue
+        limit = f" with data.validation_tokens={tokens}" if tokens else ""
+        faults.append(f"data.validation_fraction={shape.validation_fraction}{limit} holds out {stream.tokens_per_epoch:,} of "
+                      f"{stream.tokens_per_epoch + trained.tokens_per_epoch:,} tokens{where}, and one sequence of "
+                      f"data.seq_len={T} takes {T:,}; use {'more tokens' if tokens else 'a larger fraction'}, more text, a "
+                      "shorter seq_len, or validation_fraction=0 for no validation")
+    return faults
+
+
+def _check_whole(shape: Packing, weights: Sequence[int], train: Sequence[WholeStream], held: Sequence[WholeStream]) -> list[str]:
+    """As `_check_lengths`, in sequences of whole documents."""
+    B, faults = shape.global_batch, []
+    for i, (stream, weight) in enumerate(zip(train, weights)):
+        needed = math.ceil(Fraction(weight, sum(weights)) * B)
+        if not stream.has(needed):
+            where = f"data.mixture[{i}]" if len(train) > 1 else "the data"
+            faults.append(f'data.packing="whole" makes {stream.num_sequences} sequences of data.seq_len={shape.seq_len} of {where}, and '
+                          f"their share of a batch of data.global_batch={B} is {needed}: not one full batch; use a smaller batch, a "
+                          "shorter data.seq_len or more text")
+    for i, stream in enumerate(held):
+        if not stream.has(1):
+            where = f" of data.mixture[{i}]" if len(held) > 1 else ""
+            faults.append(f"data.validation_fraction={shape.validation_fraction} holds out no document{where}; use a larger fraction, more documents, "
+                          "or validation_fraction=0 for no validation")
+    return faults
+
+
+def notes(data, corpus: sources.Corpus) -> list[str]:
+    """What is to be told of the packing of a corpus before it is trained on."""
+    told = []
+    for name, source in zip(corpus.names, corpus.sources) if data.packing == "whole" else ():
+        where = f'data.packing="whole"{name and f", {name}"}'
+        filled, of = whole.filled(source, data.seq_len)
+        if filled < 0.9:
+            told.append(f"{where}: sequences of data.seq_len={data.seq_len} are {filled:.0%} full (by the first {of:,} documents), the rest "
+                        "is padding; longer sequences may hold more")
+        documents, tokens = whole.too_long(source, data.seq_len)
+        if documents:
+            told.append(f'{where}: {documents:,} of {source.num_documents:,} documents are longer than '
+                        f"data.seq_len={data.seq_len} and end there; {tokens:,} of their tokens are left out")
+    return told
+
+
+def _check_settings(shape: Packing) -> None:
+    faults = [f"data.{name}={value} is not a positive number; use at least 1"
+              for name in ("seq_len", "global_batch") if (value := getattr(shape, name)) < 1]
+    if shape.seed < 0:
+        faults.append(f"run.seed={shape.seed} is negative; use 0 or more")
+    if not 0 <= shape.validation_fraction < 1:
+        faults.append(f"data.validation_fraction={shape.validation_fraction} is not a share of the documents; use 0 (none) to below "
+                      "1, e.g. 0.01")
+    if shape.validation_tokens < 0:
+        faults.append(f"data.validation_tokens={shape.validation_tokens} is negative; use 0 for no limit")
+    if faults:
+        raise ValueError("\n".join(faults))

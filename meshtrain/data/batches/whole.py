@@ -1,0 +1,188 @@
+"""Sequences of whole documents: none is cut by a sequence's end, and what is left of a sequence is padding.
+
+The documents of a window (order.py: some 8,192 from everywhere in the source) are put together best fit decreasing: the longest
+first, each into the fullest sequence that has room. Which documents share a sequence is the same in every epoch; the windows'
+order and that of their sequences are not. A document that is longer than a sequence is several, each but the last a sequence;
+but a conversation, or what has a mask, loses what lies behind the sequence's end: an answer without its question teaches
+nothing. Held are a number per window and the windows last used: any sequence is found from (seed, its number), by a count of
+the sequences before it in the first epoch, a microsecond a document. Source: Johnson 1973 (best fit decreasing);
+arXiv:2404.10830 (for packing).
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from typing import NamedTuple
+
+import numpy as np
+
+from meshtrain.data.batches import order
+from meshtrain.data.batches.order import Grid, SourcePart, Pieces, Runs, TokenStream
+from meshtrain.data.documents.contracts import Source
+
+PASS_DOCUMENTS = 1 << 20        # whose lengths are read at a time
+WINDOWS_HELD = 8                # sequences are taken from one after another
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """(bin of each, where it begins there, number of bins), int64 [documents] both. lengths: 1 to capacity.
+
+    Bins with room are kept by their room, and which rooms there are in the bits of one number.
+    """
+    bins, places, count = [0] * len(lengths), [0] * len(lengths), 0
+    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    rooms = 0
+    descending = np.argsort(-lengths, kind="stable")
+    for document, length in zip(descending.tolist(), lengths[descending].tolist()):
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            chosen = with_room[room].pop()
+            if not with_room[room]:
+                rooms ^= 1 << room
+        else:
+            room, chosen, count = capacity, count, count + 1
+        bins[document], places[document] = chosen, capacity - room
+        left = room - length
+        if left:
+            if not with_room[left]:
+                rooms |= 1 << left
+            with_room[left].append(chosen)
+    return np.array(bins, np.int64), np.array(places, np.int64), count
+
+
+class _PackedWindow(NamedTuple):
+    """The sequences of a window, and the documents or parts of them in it, one sequence after another."""
+    firsts: np.ndarray      # int64 [sequences + 1]: the first piece of each
+    pieces: Pieces          # line: where each begins in its sequence
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WholeStream:
+    """As order.TokenStream, sequence by sequence: a position is a place in a sequence, padding counted. seed None: own order."""
+    part: SourcePart
+    seed: int | None
+    number: int             # of the source in its mixture
+    grids: tuple[Grid]
+
+    def __post_init__(self):
+        object.__setattr__(self, "_order", TokenStream(self.part, self.seed, self.number, ()))
+        object.__setattr__(self, "_windows", order.Recent(WINDOWS_HELD))
+        object.__setattr__(self, "_epochs", order.Recent(order.EPOCHS_HELD))
+        object.__setattr__(self, "_counts", np.zeros(self._order.num_windows + 1, np.int64))   # sequences before each window
+        object.__setattr__(self, "_counted", 0)         # windows
+        object.__setattr__(self, "_lock", threading.Lock())
+
+    @property
+    def seq_len(self) -> int:
+        return self.grids[0].seq_len
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        return self.part.num_tokens
+
+    @functools.cached_property
+    def num_sequences(self) -> int:
+        """Of an epoch; counts them all."""
+        self.has(1 << 62)
+        return int(self._counts[-1])
+
+    @property
+    def positions_per_epoch(self) -> int:
+        return self.num_sequences * self.seq_len
+
+    def has(self, sequences: int) -> bool:
+        """Whether an epoch has so many; no more are counted than it takes."""
+        with self._lock:
+            while self._counts[self._counted] < sequences and self._counted < self._order.num_windows:
+                before, count = self._counts[self._counted], len(self._window(self._counted).firsts) - 1
+                self._counts[self._counted + 1] = before + count
+                object.__setattr__(self, "_counted", self._counted + 1)
+            return bool(self._counts[self._counted] >= sequences)
+
+    def regrid(self, position: int, seq_len: int) -> tuple[Grid]:
+        assert seq_len == self.seq_len
+        return self.grids
+
+    def find(self, runs: Runs) -> Pieces:
+        """The documents of whole sequences, a run each."""
+        assert (runs.start % self.seq_len == 0).all() and (runs.count == self.seq_len).all()
+        sequences, parts = runs.start // self.seq_len, []
+        epochs = np.zeros_like(sequences)
+        if not self.has(int(sequences.max()) + 1):
+            epochs, sequences = np.divmod(sequences, self.num_sequences)
+        for epoch in np.unique(epochs).tolist():
+            windows, counts = self._epoch(epoch) if epoch else (None, self._counts[:self._counted + 1])
+            here = epochs == epoch
+            place = np.searchsorted(counts, sequences[here], side="right") - 1
+            for k in np.unique(place).tolist():
+                some, first = place == k, int(counts[k])
+                window = k if windows is None else int(windows[k])
+                rows = sequences[here][some] - first
+                if self.seed is not None:
+                    rows = order.bijection(rows, int(counts[k + 1]) - first, self.seed, self.number, 4, epoch, window)
+                parts.append(self._laid(window, rows, runs.line[here][some]))
+        return Pieces(*map(np.concatenate, zip(*parts)))
+
+    def _laid(self, window: int, rows: np.ndarray, lines: np.ndarray) -> Pieces:
+        """The pieces of these sequences of a window, from these lines on."""
+        held = self._window(window)
+        first, num = held.firsts[rows], held.firsts[rows + 1] - held.firsts[rows]
+        own = np.arange(num.sum()) + np.repeat(first - (np.cumsum(num) - num), num)
+        pieces = Pieces(*(column[own] for column in held.pieces))
+        return pieces._replace(line=pieces.line + np.repeat(lines, num))
+
+    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """(order of the windows, sequences before each and after the last) of an epoch behind the first."""
+        def make():
+            counts = np.diff(self._counts)      # all of them, behind the first
+            windows = np.arange(len(counts)) if self.seed is None else \
+                order.permutation(len(counts), self.seed, self.number, 3, epoch)
+            return windows, np.append(0, np.cumsum(counts[windows]))
+        return self._epochs.get(epoch, make)
+
+    def _window(self, window: int) -> _PackedWindow:
+        def make():
+            found = self._order.window(0, window)
+            pieces = self._divided(found.documents, found.starts, np.diff(found.ends, prepend=found.begin))
+            bins, columns, count = best_fit(pieces.count, self.seq_len)
+            together = np.lexsort((columns, bins))
+            firsts = np.searchsorted(bins[together], np.arange(count + 1))
+            return _PackedWindow(firsts, Pieces(*(column[together] for column in pieces._replace(line=columns))))
+        return self._windows.get(window, make)
+
+    def _divided(self, documents: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> Pieces:
+        """Documents, their separators counted in lengths, in pieces that a sequence has room for; their lines are none yet."""
+        T = self.seq_len
+        num = np.ones_like(lengths) if ends_with_sequence(self.part.source) else -(-lengths // T)
+        which = np.repeat(np.arange(len(documents)), num)
+        offset = (np.arange(len(which)) - np.repeat(np.cumsum(num) - num, num)) * T
+        count = np.minimum(lengths[which] - offset, T)
+        return Pieces(offset, count, offset == 0, offset + count < lengths[which], lengths[which] == 1, documents[which],
+                      starts[which] + np.maximum(offset - 1, 0))
+
+
+def ends_with_sequence(source: Source) -> bool:
+    """Whether its documents lose what lies behind a sequence's end."""
+    return getattr(source, "complete", False) or getattr(source, "masked", False)
+
+
+def filled(source: Source, seq_len: int) -> tuple[float, int]:
+    """(share of sequences that is no padding, documents by which it is told): of the first window in the source's own order."""
+    documents = np.arange(min(source.num_documents, order.WINDOW))
+    lengths = order.lengths(source, documents) + 1
+    full, rest = np.divmod(np.minimum(lengths, seq_len) if ends_with_sequence(source) else lengths, seq_len)
+    sequences = int(full.sum()) + best_fit(rest[rest > 0], seq_len)[2]
+    return int((full * seq_len + rest).sum()) / (sequences * seq_len), len(documents)
+
+
+def too_long(source: Source, seq_len: int) -> tuple[int, int]:
+    """(documents that are longer than a sequence, tokens that they lose), by a pass over all lengths where any may."""
+    separators = 1      # or the first token of documents that have none
+    documents = tokens = 0
+    for first in range(0, source.num_documents, PASS_DOCUMENTS) if ends_with_sequence(source) else ():
+        lengths = order.lengths(source, np.arange(first, min(first + PASS_DOCUMENTS, source.num_documents))) + separators
+        beyond = lengths[lengths > seq_len]
+        documents, tokens = documents + len(beyond), tokens + int((beyond - seq_len).sum())
+    return documents, tokens

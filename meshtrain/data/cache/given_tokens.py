@@ -1,0 +1,243 @@
+"""Token files that the user gives: read once from end to end, and what was found is noted in the cache.
+
+Found are the largest id, a checksum, and where documents begin and end without the separators that stand in the file: every
+document gets one from us, so those of the file are taken out. Where that, or the file's format, leaves no array of ends to
+map, one is written beside the note. This module knows no tokenizer but the separator's id.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from meshtrain import files
+from meshtrain.data.cache import parts
+from meshtrain.data.cache.parts import Job
+from meshtrain.data.files import binary_files, token_files
+from meshtrain.data.files.binary_files import IdFile
+from meshtrain.data.progress import FileProgress
+
+VERSION = 1
+
+
+def open_given(files: Sequence[tuple[str, Sequence[Path]]], separator: int, job: Job) -> list[token_files.IndexedTokens | None]:
+    """A pair for each file, with its largest id; None as in parts.open_all.
+
+    files: (path, the directories where its note may be). Raises: ValueError with every faulty file; as parts.open_all.
+    """
+    key = hashlib.blake2b(json.dumps([VERSION, separator]).encode(), digest_size=8).hexdigest()
+    choices, faults = [], []
+    for path, directories in files:
+        try:
+            ids = binary_files.open_ids(path)
+            choices.append([Given(directory / f"ids-{key}", ids, separator) for directory in directories])
+        except ValueError as error:
+            faults.append(str(error))
+    if faults:
+        raise ValueError("\n".join(faults))
+    return parts.open_all(choices, job)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Given:
+    """A Part (see parts.py): what is known of a file of ids."""
+    home: Path
+    ids: IdFile
+    separator: int
+    verb = "scanning"
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return self.ids.files[:1]
+
+    @functools.cached_property
+    def name(self) -> str:
+        return parts.file_name(self.home, self.inputs)
+
+    @property
+    def manifest(self) -> Path:
+        return self.home / (self.name + ".json")
+
+    @property
+    def ends(self) -> Path:
+        return self.home / (self.name + token_files.ENDS)
+
+    def look(self) -> token_files.IndexedTokens | None:
+        """See parts.Part."""
+        return parts.asked(self.home, self._look)
+
+    def _look(self) -> token_files.IndexedTokens | None:
+        note = json.loads(self.manifest.read_text(encoding="utf-8"))
+        stamps = self._stamps(note["derived"])
+        return self._open(note | {"stamps": stamps}) if parts.knows(note, stamps) else None
+
+    def check(self, job: Job) -> tuple[token_files.IndexedTokens | None, str]:
+        """See parts.Part. Raises: ValueError where the file's bytes are others although it was not written to."""
+        pair = self.look() or parts.asked(self.home, lambda: self._known_elsewhere(job))
+        if pair is None or not job.verify:
+            return pair, ""
+        note = json.loads(self.manifest.read_text(encoding="utf-8"))
+        if token_files.checksum(pair.ids.map(), job.check_stop) != note["crc32"][0]:
+            raise ValueError(f"{pair.path} does not hold the ids that were read when it was first opened, although its size "
+                             "and time of change are the same: it is damaged; restore it, or touch it to have it read anew")
+        if pair.mask and token_files.checksum(pair.mask.map(), job.check_stop) != note["crc32"][2]:
+            raise ValueError(f"{pair.mask.path} does not hold the mask that was read when it was first opened, although its size and "
+                             "time of change are the same: it is damaged; restore it, or touch it to have it read anew")
+        if token_files.checksum(pair.ends_file.map(), job.check_stop) != note["crc32"][1]:
+            return None, "its documents' ends are damaged (wrong checksum)"
+        return pair, ""
+
+    def _known_elsewhere(self, job: Job) -> token_files.IndexedTokens | None:
+        """The pair where a host that numbers inodes otherwise made the note of the same bytes; they are read, and the note knows them."""
+        note = json.loads(self.manifest.read_text(encoding="utf-8"))
+        stamps = self._stamps(note["derived"])
+        if [one[1:] for one in stamps] != [one[1:] for one in note["stamps"]]:
+            return None
+        pair = self._open(note | {"stamps": stamps})
+        arrays = [pair.ids.map(), pair.ends_file.map(), *([pair.mask.map()] if pair.mask else [])]
+        if [token_files.checksum(array, job.check_stop) for array in arrays] != note["crc32"]:
+            return None
+        with contextlib.suppress(OSError):
+            files.replace(self.manifest, json.dumps(parts.noted(note, stamps)), shared=True)
+        return pair
+
+    def _stamps(self, derived: bool) -> list[list[int]]:
+        files = [*self.ids.files, *([str(self.ends)] if derived else [])]
+        return [list(token_files.stamp(path)) for path in files]
+
+    def _open(self, note: dict) -> token_files.IndexedTokens:
+        path = self.ids.files[0]
+        ends = token_files.open_ends(str(self.ends) if note["derived"] else token_files.ends_path(path), path)
+        if ends.size != note["documents"]:
+            raise ValueError("another size")
+        ids = token_files.Numbers(path, tuple(note["stamps"][0]), self.ids.size, self.ids.dtype, self.ids.offset)
+        return token_files.IndexedTokens(ids, ends, ends.last(), note["lead"], note["gap"], note["largest"], self.ids.mask)
+
+    def build(self, job: Job, progress: FileProgress) -> token_files.IndexedTokens:
+        """See parts.Part."""
+        path = self.ids.files[0]
+        try:
+            tokens = token_files.map_file(path, self.ids.dtype, self.ids.offset, self.ids.size)
+            stamps = self._stamps(derived=False)
+            largest, crc = self._scan(tokens, job, progress)
+            of_mask = [self._scan_mask(job)] if self.ids.mask else []
+            lead, tail = self._find_separators(tokens, job)
+            derived = self.ids.ends is None or bool(lead or tail) or not path.endswith(token_files.TOKENS)
+            if derived:
+                self._write_ends(tokens, lead, tail, job)
+            if stamps != self._stamps(derived=False):
+                raise ValueError(f"{path} changed while it was read; start again when nobody writes it")
+            ends = token_files.open_ends(str(self.ends) if derived else token_files.ends_path(path), path)
+            note = {"derived": derived, "stamps": self._stamps(derived), "largest": largest, "lead": lead, "gap": lead + tail,
+                    "documents": ends.size, "crc32": [crc, token_files.checksum(ends.map(), job.check_stop), *of_mask]}
+            files.replace(self.manifest, json.dumps(note), shared=True)
+            return self._open(note)
+        except OSError as error:
+            raise files.judged(error, f"token cache: {self.home} cannot be written, or {path} not read",
+                               "make room (8 bytes a document), or set data.cache to another directory") from None
+
+    def _scan(self, tokens: np.ndarray, job: Job, progress: FileProgress) -> tuple[int, int]:
+        """(largest id, checksum). Raises: ValueError for a negative id."""
+        largest, crc = -1, 0
+        for first, chunk in token_files.chunks(tokens):
+            job.check_stop()
+            if chunk.dtype.kind == "i" and chunk.min() < 0:
+                k = int(np.argmax(chunk < 0))
+                raise ValueError(f"{self.inputs[0]}: id {first + k} (from 0) is {chunk[k]}, and ids are not negative; "
+                                 "write the file again")
+            largest = max(largest, int(chunk.max()))
+            crc = zlib.crc32(np.ascontiguousarray(chunk).view(np.uint8), crc)
+            progress.reach(first * tokens.itemsize)
+        progress.finish(tokens.nbytes)
+        return largest, crc
+
+    def _scan_mask(self, job: Job) -> int:
+        """The mask's checksum. Raises: ValueError where it is none, or leaves nothing to learn."""
+        mask, some, crc = self.ids.mask.map(), False, 0
+        for first, chunk in token_files.chunks(mask):
+            job.check_stop()
+            if chunk.max() > 1:
+                k = int(np.argmax(chunk > 1))
+                raise ValueError(f"{self.ids.mask.path}: entry {first + k} (from 0) is {chunk[k]}, and a mask has 1 for what is to be "
+                                 "learned and 0 for what is not; write the file again")
+            some, crc = some or bool(chunk.any()), zlib.crc32(chunk, crc)
+        if len(mask) and not some:
+            raise ValueError(f"{self.ids.mask.path} is 0 everywhere, so nothing of {os.path.basename(self.inputs[0])} is to be learned; "
+                             "write the file again, or take it away where all is")
+        return crc
+
+    def _find_separators(self, tokens: np.ndarray, job: Job) -> tuple[int, int]:
+        """(lead, tail): how many separators each document of the file begins and ends with."""
+        if self.ids.ends is None:
+            return int(len(tokens) > 0 and tokens[0] == self.separator), int((len(tokens) == 0 or tokens[0] != self.separator))
+        documents = begin = end = short = 0
+        before = 0
+        for ends in self.ids.ends():
+            job.check_stop()
+            starts = np.concatenate([[before], ends[:-1]])
+            some = ends > starts
+            first, last = tokens[starts[some]] == self.separator, tokens[ends[some] - 1] == self.separator
+            documents, begin, end = documents + int(some.sum()), begin + int(first.sum()), end + int(last.sum())
+            short += int((ends - starts == 1).sum())
+            before = int(ends[-1])
+        return self._told(job, documents, begin, end, short)
+
+    def _told(self, job: Job, documents: int, begin: int, end: int, short: int) -> tuple[int, int]:
+        lead = int(0 < begin == documents)
+        tail = int(0 < end == documents and not (lead and short))    # a document of one separator has it only once
+        path = self.inputs[0]
+        for taken, count, what in ((lead, begin, "begin"), (tail, end, "end")):
+            if taken:
+                job.tell(f"{path}: all documents {what} with the separator {self.separator}, which is taken out: every "
+                         "document gets one here")
+            elif count and not (what == "end" and lead and count == documents):
+                job.tell(f"{path}: {count:,} of {documents:,} documents {what} with the separator {self.separator}, and get "
+                         "another; write all of them without it")
+        return lead, tail
+
+    def _write_ends(self, tokens: np.ndarray, lead: int, tail: int, job: Job) -> None:
+        temporary = self.ends.with_name(self.ends.name + ".tmp")
+        writer = token_files.Writer(str(temporary), np.int64)
+        try:
+            for ends in self._divided(tokens, job) if self.ids.ends is None else self._without(lead + tail):
+                job.check_stop()
+                writer.append(ends)
+            writer.close()
+            os.replace(temporary, self.ends)
+        finally:
+            writer.abandon()
+            temporary.unlink(missing_ok=True)
+
+    def _without(self, separators: int) -> Iterator[np.ndarray]:
+        """The ends that the file tells, counted without so many separators of each document. Empty ones, which have none, are
+        left out then."""
+        before = count = 0
+        for ends in self.ids.ends():
+            if separators:
+                kept = ends[np.diff(ends, prepend=before) > 0]
+                before = int(ends[-1])
+                ends = kept - separators * np.arange(count + 1, count + len(kept) + 1)
+                count += len(kept)
+            yield ends
+
+    def _divided(self, tokens: np.ndarray, job: Job) -> Iterator[np.ndarray]:
+        """The ends of the documents that separators divide, counted without separators."""
+        count = 0
+        for first, chunk in token_files.chunks(tokens):
+            places = first + np.flatnonzero(chunk == self.separator)
+            ends = places - np.arange(count, count + len(places))
+            count += len(places)
+            yield ends[1:] if len(places) and places[0] == 0 else ends
+        if len(tokens) and tokens[-1] != self.separator:
+            yield np.array([len(tokens) - count])
+        if len(tokens) and not count:
+            job.tell(f"{self.inputs[0]}: the separator {self.separator} does not occur, so the file is one document; "
+                     "data.bos_token must be the id that stands between its documents")

@@ -1,0 +1,292 @@
+"""Long work on files, done once: in parts, each whole or absent whatever moment the process dies.
+
+What makes a part is its own affair (token_cache.py, given_tokens.py); here the parts are found, and those that are missing
+are divided. Every process that needs them takes one that nobody has, under a lock of its own; so processes help each other
+without knowing of each other. Where every part is whole, nothing is locked, and no more is read than a small note each.
+This module knows no tokens.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import hashlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from meshtrain import files
+from meshtrain.data import progress
+from meshtrain.data.files import token_files
+from meshtrain.data.files.token_files import IndexedTokens
+
+Value = TypeVar("Value")
+POLL_SECONDS = 0.2
+MOST_STAMPS = 64        # that a note keeps: a host each where inodes differ, else one
+BEAT_SECONDS = 10       # between two signs of life of a process that works at a part
+
+
+class Stopped(Exception):
+    """Work ended on request: what is finished is kept, nothing is half."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Job:
+    """How the parts of a corpus are to be opened. share (i, n): only parts i, i + n, …; the others are left out."""
+    tell: Callable[[str], None] = print
+    should_stop: Callable[[], bool] = lambda: False
+    verify: bool = False    # read everything that was ever written, and compare checksums
+    share: tuple[int, int] = (0, 1)
+
+    def check_stop(self) -> None:
+        """Raises: Stopped, where a stop was asked for."""
+        if self.should_stop():
+            raise Stopped
+
+
+class Part(Protocol):
+    """Files that are read, and what is made of them in the directory `home`."""
+    home: Path
+    inputs: tuple[str, ...]
+    name: str                # of the part's files, but for their endings
+    manifest: Path           # the one written last
+    verb: str                # what is done: "tokenizing"
+
+    def look(self) -> IndexedTokens | None:
+        """The result, where it is as it was when it was last verified, by size, time of change and inode."""
+
+    def check(self, job: Job) -> tuple[IndexedTokens | None, str]:
+        """The result, by content; else None and why ("" where there never was one). What was found is noted."""
+
+    def build(self, job: Job, progress: progress.FileProgress) -> IndexedTokens:
+        """Raises: ValueError, Stopped; then nothing is left."""
+
+
+def open_all(choices: Sequence[Sequence[Part]], job: Job) -> list[IndexedTokens | None]:
+    """One result for each choice: the same part in several directories, the first of which that has it or can take it counts.
+
+    None only for what belongs to another share and is not there. Raises: ValueError for a faulty file, or where no directory
+    can be written; Stopped.
+    """
+    # With --verify existing parts are checked again. Parts of another process's share are skipped.
+    mine = [k % job.share[1] == job.share[0] for k in range(len(choices))]
+    found = [None if job.verify and mine[k] else _look(parts) for k, parts in enumerate(choices)]
+    left = [k for k, pair in enumerate(found) if pair is None and mine[k]]
+    if left:
+        with contextlib.ExitStack() as stack:
+            _Building(choices, found, job, _Locks(stack)).run(left)
+    return found
+
+
+def _look(parts: Sequence[Part]) -> IndexedTokens | None:
+    return next((pair for part in parts if (pair := part.look()) is not None), None)
+
+
+class _Building:
+    """Checks and builds what is left, and waits for what other processes have in hand."""
+
+    def __init__(self, choices: Sequence[Sequence[Part]], found: list[IndexedTokens | None], job: Job, locks: _Locks):
+        self.choices, self.found, self.job, self.locks = choices, found, job, locks
+        self.refused: set[Path] = set()
+        self.refuted: dict[int, token_files.Stamp] = {}    # manifests whose parts were read and found wrong
+        self.waiting = files.Waiting("", job.tell)
+
+    def run(self, left: list[int]) -> None:
+        started = time.perf_counter()
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:    # checksums: zlib and blake2 release the interpreter
+            for k, pair in zip(left, pool.map(self._check, left)):
+                self.found[k] = pair
+        seconds, checked = time.perf_counter() - started, [self.found[k] for k in left if self.found[k]]
+        if checked and (seconds > progress.TELL_SECONDS or self.job.verify):
+            size = sum(pair.ids.stamp[1] for pair in checked)
+            what = f"{len(checked):,} parts are" if len(checked) > 1 else "1 part is"
+            self.job.tell(f"token cache: {what} whole ({size / 1e9:.1f} GB read in {seconds:.0f} s)")
+        left = [k for k in left if self.found[k] is None]
+        if left:
+            self._build_all({k: self._place(self.choices[k]) for k in left})
+
+    def _check(self, k: int) -> IndexedTokens | None:
+        """The part, where it is whole by content. Who finds another process at it leaves it for later."""
+        for part in self.choices[k]:
+            self.job.check_stop()
+            with self._hold(part) as held:
+                if not held:
+                    return None
+                with _signs(part, self.job) as job:
+                    pair, reason = part.check(job)
+            if pair:
+                return pair
+            if reason:
+                self.refuted[k] = _stamp(part.manifest)
+                self.job.tell(f"token cache: {part.inputs[0]}{' and others' if part.inputs[1:] else ''}: {reason}; "
+                              f"{part.verb} again")
+        return None
+
+    @contextlib.contextmanager
+    def _hold(self, part: Part) -> Iterator[bool]:
+        try:
+            self.locks.open(part.home)
+        except OSError:
+            yield True     # what cannot be written nobody works at
+            return
+        with self.locks.hold(part) as held:
+            yield held
+
+    def _place(self, parts: Sequence[Part]) -> Part:
+        """The part in the first directory that can be written."""
+        for part in parts:
+            try:
+                files.patiently(lambda: part.home.mkdir(parents=True, exist_ok=True))
+                files.patiently(lambda: self.locks.open(part.home))
+                return part
+            except OSError as error:
+                last, refused = error, f"{part.home.parent} cannot be written ({error.strerror})"
+                if part.home.parent not in self.refused and part is not parts[-1]:
+                    self.refused.add(part.home.parent)
+                    self.job.tell(f"token cache: {refused}; using {parts[-1].home.parent}")
+        raise files.judged(last, f"token cache: {parts[-1].home.parent} cannot be written", "set data.cache to a directory that can")
+
+    def _build_all(self, missing: dict[int, Part]) -> None:
+        total = sum(_size(path) for part in missing.values() for path in part.inputs)
+        count = sum(len(part.inputs) for part in missing.values())
+        what = f"{next(iter(missing.values())).verb} {count} file{'s' * (count > 1)}"
+        said = False
+        with progress.FileProgress(what, total, self.job.tell) as bar:
+            while missing:
+                for k, part in list(missing.items()):
+                    self.job.check_stop()
+                    with self.locks.hold(part) as held:
+                        if not held:
+                            continue
+                        self.found[k] = part.look()    # another process may have made it meanwhile
+                        if self.found[k] is None or _stamp(part.manifest) == self.refuted.get(k):
+                            if not said:
+                                said = True
+                                self.job.tell(f"token cache: {what}, {total / 1e6:,.1f} MB, into {part.home}")
+                            with _signs(part, self.job) as job:
+                                self.found[k] = part.build(job, bar)
+                        else:
+                            bar.finish(sum(_size(path) for path in part.inputs))
+                    del missing[k]
+                if missing:
+                    self._wait(next(iter(missing.values())))
+
+    def _wait(self, part: Part) -> None:
+        """Raises: FileSystemError, where whoever has the part has given no sign of life for too long."""
+        owner, sign = "another process", _stamp(_sign_of(part))
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            owner = _sign_of(part).read_text(encoding="utf-8") or owner
+        self.waiting.what = f"token cache: {part.name} in {part.home} is in use by "
+        self.waiting.go_on(owner, (part.name, sign))
+        time.sleep(POLL_SECONDS)
+
+
+def asked(home: Path, look: Callable[[], Value]) -> Value | None:
+    """look() at what stands in a cache, with patience; None where it is not there, or not what it should be. Raises: FileSystemError:
+    a file system that refuses for a moment has not said that a part must be made again."""
+    try:
+        return files.patiently(look)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if files.is_moment(error):
+            raise files.judged(error, f"token cache: {home} cannot be read", "") from None
+        return None
+
+
+def knows(note: dict, stamps: list[list[int]]) -> bool:
+    """Whether a note was made of files that looked like this, on one host or another: some file systems number inodes by host."""
+    return stamps in [note["stamps"], *note.get("of_other_hosts", [])]
+
+
+def noted(note: dict, stamps: list[list[int]]) -> dict:
+    """The note, which from now on knows these stamps of the same content, too, and forgets the oldest."""
+    known = [note["stamps"], *note.get("of_other_hosts", [])]
+    return note | {"stamps": stamps, "of_other_hosts": [one for one in known if one != stamps][:MOST_STAMPS - 1]}
+
+
+def _sign_of(part: Part) -> Path:
+    return part.home / (part.name + ".owner")
+
+
+@contextlib.contextmanager
+def _signs(part: Part, job: Job) -> Iterator[Job]:
+    """The job, which says every BEAT_SECONDS of long work who does it: in a file beside the part, for those that wait for it."""
+    due, path, written = time.monotonic() + BEAT_SECONDS, _sign_of(part), False
+
+    def should_stop() -> bool:
+        nonlocal due, written
+        if time.monotonic() >= due:
+            due, written = time.monotonic() + BEAT_SECONDS, True
+            with contextlib.suppress(OSError):
+                path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
+        return job.should_stop()
+
+    try:
+        yield dataclasses.replace(job, should_stop=should_stop)
+    finally:
+        if written:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+class _Locks:
+    """A lock for each part: a byte of the file `.lock` beside them, so that there is one file and not one for each part.
+
+    The system's own, of this process; when it dies they are free. Closing any descriptor of the file frees all of them, so
+    there is one for as long as the work lasts.
+    """
+
+    def __init__(self, stack: contextlib.ExitStack):
+        self._stack, self._files, self._opening = stack, {}, threading.Lock()
+
+    def open(self, home: Path):
+        """The file of the locks. Raises: OSError."""
+        with self._opening:
+            if home not in self._files:
+                self._files[home] = self._stack.enter_context(open(home / ".lock", "a", encoding="utf-8"))
+            return self._files[home]
+
+    @contextlib.contextmanager
+    def hold(self, part: Part) -> Iterator[bool]:
+        """Whether nobody else had it."""
+        file = self.open(part.home)
+        place = int.from_bytes(hashlib.blake2b(part.name.encode(), digest_size=7).digest())
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                yield False
+                return
+            raise files.judged(error, f"token cache: {part.home} cannot be locked",
+                               "set data.cache to a directory of another file system") from None
+        try:
+            yield True
+        finally:
+            fcntl.lockf(file, fcntl.LOCK_UN, 1, place)
+
+
+def file_name(home: Path, paths: Sequence[str]) -> str:
+    """The name in the cache of what is made of these files: by the ways from there to them, so that all can move together."""
+    ways = "\0".join(way(home, path) for path in paths)
+    return f"{os.path.basename(paths[0])[:100]}-{hashlib.blake2b(os.fsencode(ways), digest_size=8).hexdigest()}"
+
+
+def way(home: Path, path: str) -> str:
+    return os.path.relpath(os.path.realpath(path), os.path.realpath(home))
+
+
+def _stamp(path: Path) -> token_files.Stamp | None:
+    with contextlib.suppress(OSError):
+        return token_files.stamp(str(path))
+    return None
+
+
+def _size(path: str) -> int:
+    with contextlib.suppress(OSError):
+        return os.stat(path).st_size
+    return 0

@@ -1,0 +1,319 @@
+"""Files are tokenized once, into token files, part by part.
+
+A part is one input file, or some neighbouring text files together. Its manifest, written last, names the inputs by content
+and the token files by checksum, and notes size, time of change and inode of all of them as they were when they were last
+verified: as long as these stand, nothing is read again, and a bit that flips in silence is found by `meshtrain.tokenize
+--verify` alone. Parts live in a directory that the tokenizer's content names.
+This module knows no tokenizer but by `encode`, and no sources.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from meshtrain import files
+from meshtrain.data.cache import parts
+from meshtrain.data.cache.parts import Job
+from meshtrain.data.documents import formats
+from meshtrain.data.documents.conversations import Chats
+from meshtrain.data.documents.tokenizer import Tokenizer
+from meshtrain.data.files import token_files
+from meshtrain.data.progress import FileProgress
+
+VERSION = 2    # of what a part holds: a change makes every older part a stranger
+TEXT_PART_BYTES = 1 << 26
+BATCH_CHARS, BATCH_PIECES = 1 << 22, 1 << 13
+
+
+def open_tokenized(format: str, groups: Sequence[tuple[tuple[str, ...], Sequence[Path]]], field: str, tokenizer: Tokenizer,
+                   job: Job, chats: Chats | None = None) -> list[token_files.IndexedTokens | None]:
+    """The documents of text, jsonl, parquet, arrow or chat files as tokens: a pair for each group of paths; None as
+    parts.open_all.
+
+    groups: (paths, the directories where their cache may be) of each part, see `group`. chats: for chat files. Raises: as
+    parts.open_all.
+    """
+    field = chats.key if chats else "" if format == "text" else field
+    key = hashlib.blake2b(json.dumps([VERSION, format, field, tokenizer.key]).encode(), digest_size=8).hexdigest()
+    earlier = {}
+    choices = []
+    for paths, directories in groups:
+        homes = [directory / f"{format}-{key}" for directory in directories]
+        for home in homes:
+            earlier.setdefault(home, Earlier(home))
+        choices.append([Tokenized(home, paths, format, field, tokenizer, earlier[home], chats) for home in homes])
+    return parts.open_all(choices, job)
+
+
+def group(format: str, paths: Sequence[str], root: str) -> list[tuple[str, ...]]:
+    """Which of these files, all reached from the directory `root`, make a part together: of text neighbours, of any other each.
+
+    A hundred thousand small texts are not to become as many parts. Behind which of them a part ends depends on its own name
+    and size alone, so a file more or less changes the part that it falls into and no other; parts are of TEXT_PART_BYTES on
+    the average.
+    """
+    if format != "text":
+        return [(path,) for path in paths]
+    groups, open_group = [], []
+    for path in paths:
+        open_group.append(path)
+        draw = int.from_bytes(hashlib.blake2b(os.fsencode(parts.way(Path(root), path)), digest_size=6).digest())
+        if draw < 2**48 * os.stat(path).st_size // TEXT_PART_BYTES:
+            groups.append(tuple(open_group))
+            open_group = []
+    return [*groups, tuple(open_group)] if open_group else groups
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tokenized:
+    """A Part (see parts.py): the tokens of `inputs`, one document after another."""
+    home: Path
+    inputs: tuple[str, ...]
+    format: str
+    field: str
+    tokenizer: Tokenizer
+    earlier: Earlier
+    chats: Chats | None = None
+    verb = "tokenizing"
+
+    @functools.cached_property
+    def name(self) -> str:
+        return parts.file_name(self.home, self.inputs)
+
+    @property
+    def tokens(self) -> Path:
+        return self.home / (self.name + token_files.TOKENS)
+
+    @property
+    def ends(self) -> Path:
+        return self.home / (self.name + token_files.ENDS)
+
+    @property
+    def mask(self) -> Path | None:
+        return self.home / (self.name + token_files.MASK) if self.chats and not self.chats.learn_all else None
+
+    @property
+    def files(self) -> list[Path]:
+        return [self.tokens, self.ends, *filter(None, [self.mask])]
+
+    @property
+    def manifest(self) -> Path:
+        return self.home / (self.name + ".json")
+
+    def look(self) -> token_files.IndexedTokens | None:
+        """See parts.Part."""
+        return parts.asked(self.home, self._look)
+
+    def _look(self) -> token_files.IndexedTokens | None:
+        manifest = json.loads(self.manifest.read_text(encoding="utf-8"))
+        if not parts.knows(manifest, self._stamps()):
+            return None
+        if any(_quick(path) != (one["size"], one["mtime_ns"]) for path, one in zip(self.inputs, manifest["inputs"])):
+            return None
+        return self._open(manifest)
+
+    def check(self, job: Job) -> tuple[token_files.IndexedTokens | None, str]:
+        """See parts.Part. Files of the cache are read where they are not as they were noted, or all are to be verified. Raises:
+        FileSystemError where they cannot be read: tokens that took hours are not made again for that."""
+        return files.attempted(lambda: self._check(job), f"token cache: {self.home} cannot be read", "set data.cache to another directory")
+
+    def _check(self, job: Job) -> tuple[token_files.IndexedTokens | None, str]:
+        """As `check`. Raises: OSError where the file system refuses for a moment."""
+        try:
+            text = self.manifest.read_text(encoding="utf-8")
+        except (FileNotFoundError, NotADirectoryError):
+            return None, ""
+        except (OSError, UnicodeDecodeError) as error:
+            if files.is_moment(error):
+                raise
+            return None, "its manifest cannot be read"
+        try:
+            manifest = json.loads(text)
+            old = manifest["inputs"]
+            new = [one if _quick(path) == (one["size"], one["mtime_ns"]) else _identify(self.home, path, job)
+                   for path, one in zip(self.inputs, old, strict=True)]
+            if [one["blake2b"] for one in new] != [one["blake2b"] for one in old]:
+                return None, "the file has changed"
+            pair, stamps = self._open(manifest), self._stamps()
+            if not parts.knows(manifest, stamps) or job.verify:
+                arrays = [pair.ids.map(), pair.ends_file.map(), *([pair.mask.map()] if pair.mask else [])]
+                if [token_files.checksum(array, job.check_stop) for array in arrays] != manifest["crc32"]:
+                    return None, "the cache is damaged (wrong checksum)"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if files.is_moment(error):
+                raise
+            return None, f"the cache is damaged ({str(error) or type(error).__name__})"
+        if new != old or not parts.knows(manifest, stamps):
+            with contextlib.suppress(OSError):    # touched or moved only, or another host: spares the next run the reading
+                files.replace(self.manifest, json.dumps(parts.noted(manifest | {"inputs": new}, stamps)), shared=True)
+        return pair, ""
+
+    def _open(self, manifest: dict) -> token_files.IndexedTokens:
+        """Raises: OSError, ValueError, KeyError, TypeError where the files are not what the manifest says."""
+        pair = token_files.open_pair(str(self.tokens))
+        if (str(pair.ids.dtype), pair.ids.size, pair.num_documents) != (manifest["dtype"], manifest["tokens"], manifest["documents"]):
+            raise ValueError("another size")
+        mask = self.mask and token_files.open_mask(str(self.mask), str(self.tokens), pair.ids.size)
+        return dataclasses.replace(pair, mask=mask)
+
+    def _stamps(self) -> list[list[int]]:
+        return [list(token_files.stamp(str(path))) for path in self.files]
+
+    def build(self, job: Job, progress: FileProgress) -> token_files.IndexedTokens:
+        """See parts.Part. Written under temporary names and renamed, the manifest last; of texts that another part of this
+        directory has, the tokens are taken from there."""
+        dtype = np.uint16 if self.tokenizer.vocab_size <= 1 << 16 else np.uint32
+        temporary = [path.with_name(path.name + ".tmp") for path in self.files]
+        writers = []
+        try:
+            writers += [token_files.Writer(str(path), kind) for path, kind in zip(temporary, (dtype, np.int64, np.uint8))]
+            tokens, ends, *_ = writers
+            inputs = self._fill_chats(writers, job, progress) if self.chats else self._fill(tokens, ends, job, progress)
+            for writer in writers:
+                writer.close()
+            for path, whole in zip(temporary, self.files):
+                os.replace(path, whole)
+            manifest = {"inputs": inputs, "dtype": str(tokens.dtype), "tokens": tokens.count, "documents": ends.count,
+                        "crc32": [writer.crc for writer in writers], "stamps": self._stamps()}
+            files.replace(self.manifest, json.dumps(manifest), shared=True)
+            return self._open(manifest)
+        except OSError as error:
+            raise files.judged(error, f"token cache: {self.home} cannot be written; what is finished is kept",
+                               "set data.cache to another directory") from None
+        finally:
+            for writer in writers:
+                writer.abandon()
+            for path in temporary:
+                path.unlink(missing_ok=True)
+
+    def _fill(self, tokens: token_files.Writer, ends: token_files.Writer, job: Job, progress: FileProgress) -> list[dict]:
+        """The identities of the inputs, whose tokens it writes."""
+        batch = _Batch(tokens, ends, self.tokenizer, job)
+        inputs = []
+        for path in self.inputs:
+            identity = _identify_input(self.home, path, job)
+            inputs.append(identity)
+            known = self.earlier.tokens(identity, job) if self.format == "text" else None
+            if known is not None:
+                batch.flush()
+                tokens.append(known)
+                ends.append([tokens.count])
+            else:
+                for piece in formats.read(self.format, path, self.field):
+                    if batch.add(piece):
+                        progress.reach(piece.position)
+            _check_unchanged(path, identity)
+            progress.finish(identity["size"])
+        batch.flush()
+        return inputs
+
+    def _fill_chats(self, writers: Sequence[token_files.Writer], job: Job, progress: FileProgress) -> list[dict]:
+        """As `_fill`. writers: of tokens, ends and, where some are not to be learned, the mask."""
+        tokens, ends, *mask = writers
+        (path,) = self.inputs
+        identity = _identify_input(self.home, path, job)
+        for encoded, position in self.chats.read(path):
+            job.check_stop()
+            ends.append(tokens.count + np.cumsum([len(one.ids) for one in encoded], dtype=np.int64))
+            tokens.append(np.concatenate([one.ids for one in encoded]))
+            for writer in mask:
+                writer.append(np.concatenate([one.mask for one in encoded]))
+            progress.reach(position)
+        _check_unchanged(path, identity)
+        progress.finish(identity["size"])
+        return [identity]
+
+
+class _Batch:
+    """Pieces of documents, until there are enough to keep the tokenizer's threads busy."""
+
+    def __init__(self, tokens: token_files.Writer, ends: token_files.Writer, tokenizer: Tokenizer, job: Job):
+        self.tokens, self.ends, self.tokenizer, self.job = tokens, ends, tokenizer, job
+        self.pieces, self.chars = [], 0
+
+    def add(self, piece: formats.TextPiece) -> bool:
+        """Whether there were enough, and they were written."""
+        self.pieces.append(piece)
+        self.chars += len(piece.text)
+        full = self.chars >= BATCH_CHARS or len(self.pieces) >= BATCH_PIECES
+        if full:
+            self.flush()
+        return full
+
+    def flush(self) -> None:
+        self.job.check_stop()
+        if self.pieces:
+            encoded = self.tokenizer.encode([piece.text for piece in self.pieces])
+            after = self.tokens.count + np.cumsum([len(ids) for ids in encoded], dtype=np.int64)
+            self.tokens.append(np.concatenate(encoded))
+            self.ends.append(after[[piece.last for piece in self.pieces]])
+            self.pieces, self.chars = [], 0
+
+
+class Earlier:
+    """The texts that the parts of a directory hold, by content: a part that falls otherwise than before is copied together."""
+
+    def __init__(self, home: Path):
+        self.home, self._pairs = home, {}
+
+    def tokens(self, identity: dict, job: Job) -> np.ndarray | None:
+        """The tokens of a text, where some whole part has it."""
+        where = self._index.get(identity["blake2b"])
+        if not where:
+            return None
+        if where[0] not in self._pairs:
+            self._pairs[where[0]] = self._open_verified(where[0], job)
+        pair = self._pairs[where[0]]
+        if not pair:
+            return None
+        begin = pair.begin(where[1])
+        return pair.ids.array[begin:begin + int(pair.ends[where[1]]) - begin]
+
+    @functools.cached_property
+    def _index(self) -> dict[str, tuple[Path, int]]:
+        found = {}
+        for manifest in self.home.glob("*.json"):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                inputs = json.loads(manifest.read_text(encoding="utf-8"))["inputs"]
+                found.update((one["blake2b"], (manifest, k)) for k, one in enumerate(inputs))
+        return found
+
+    def _open_verified(self, manifest: Path, job: Job) -> token_files.IndexedTokens | None:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            pair = token_files.open_pair(str(manifest).removesuffix(".json") + token_files.TOKENS)
+            sums = [token_files.checksum(array, job.check_stop) for array in (pair.ids.map(), pair.ends_file.map())]
+            if sums == json.loads(manifest.read_text(encoding="utf-8"))["crc32"]:
+                return pair
+        return None
+
+
+def _check_unchanged(path: str, identity: dict) -> None:
+    if _quick(path) != (identity["size"], identity["mtime_ns"]):
+        raise ValueError(f"{path} changed while it was tokenized; start again when nobody writes it")
+
+
+def _quick(path: str) -> tuple[int, int]:
+    stat = os.stat(path)
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _identify(home: Path, path: str, job: Job) -> dict:
+    size, mtime_ns = _quick(path)
+    digest = hashlib.blake2b(digest_size=16)
+    with open(path, "rb", buffering=0) as file:
+        while chunk := file.read(1 << 22):
+            job.check_stop()
+            digest.update(chunk)
+    return {"name": parts.way(home, path), "size": size, "mtime_ns": mtime_ns, "blake2b": digest.hexdigest()}
+
+
+def _identify_input(home: Path, path: str, job: Job) -> dict:
+    return files.attempted(lambda: _identify(home, path, job), f"{path} cannot be read", "mend it or take it out of data.paths")

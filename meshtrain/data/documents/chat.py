@@ -1,0 +1,361 @@
+"""Conversations as token ids: the template of a model folder, rendered elsewhere (`rendering.py`), and which ids to learn.
+
+A template writes all there is, the separators and the ends of turns, too: nothing is added to its text. What it marks as the
+assistant's ({% generation %}) becomes a mask over ids as transformers makes it; of a template without the tag, an answer is
+what the text has behind the prompt for it. Names of special tokens in what people say would become the tokens: they are
+refused. This module knows no files of conversations and no cache.
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshtrain import files
+from meshtrain.data.documents.tokenizer import Bytes, Tokenizer, TokenizerFile, import_extra
+
+TEMPLATE_FILE, CONFIG_FILES = "chat_template.jinja", ("tokenizer_config.json", "special_tokens_map.json")
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+LIMIT_S = 10.0          # of CPU time, to render a conversation
+LONGEST_S = 600.0       # until a reply comes: a process that is stopped, or a machine that swaps, takes no CPU time
+BATCH = 128             # conversations that are rendered for one request
+
+
+class Conversation(NamedTuple):
+    """messages: as templates take them, each with a role. trained: of each, whether it is to be learned, where it is the
+    assistant's. tools: as templates take them, or None."""
+    messages: list[dict]
+    trained: list[bool]
+    tools: list | None = None
+
+
+class Encoded(NamedTuple):
+    """int32 ids [T], and bool [T], whether each of them is to be learned."""
+    ids: np.ndarray
+    mask: np.ndarray
+
+
+class Fault(ValueError):
+    """A conversation that cannot be encoded: `index` of those that were given."""
+
+    def __init__(self, index: int, message: str):
+        super().__init__(message)
+        self.index = index
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Template:
+    """A chat template and the tokenizer that reads what it writes."""
+    text: str
+    path: str                   # of the file that it came from
+    tokens: dict[str, str | None]       # what it calls bos_token, eos_token, …; None: the tokenizer has none
+    tokenizer: Tokenizer
+    today: bool                 # whether it may know the date; in training that is a fixed day
+
+    @property
+    def key(self) -> str:
+        """The same for two templates exactly if they give the same ids."""
+        told = json.dumps([self.text, self.tokens, self.tokenizer.key])
+        return hashlib.blake2b(told.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+
+    @functools.cached_property
+    def library(self) -> Any:
+        """tokenizers.Tokenizer to which names of special tokens in a text are the tokens; None where ids are bytes."""
+        if isinstance(self.tokenizer, Bytes):
+            return None
+        library = import_extra("tokenizers", "a chat template").Tokenizer.from_str(self.tokenizer.library.to_str())
+        library.no_truncation()
+        library.no_padding()
+        library.encode_special_tokens = False
+        return library
+
+    @functools.cached_property
+    def _special(self) -> tuple[re.Pattern | None, frozenset[int]]:
+        """(what the names of special tokens are, the ids of those that other spellings become, too)."""
+        added = {} if self.library is None else self.library.get_added_tokens_decoder()
+        special = {id: token for id, token in added.items() if token.special and token.content}
+        names = sorted((token.content for token in special.values()), key=len, reverse=True)
+        normalized = self.library is not None and self.library.normalizer is not None
+        return (re.compile("|".join(map(re.escape, names))) if names else None,
+                frozenset(id for id, token in special.items() if normalized and token.normalized))
+
+    @functools.cached_property
+    def _renderer(self) -> _Renderer:
+        import_extra("jinja2", f"the chat template {self.path}")
+        return _Renderer(self)
+
+    def check(self) -> None:
+        """Raises: ValueError where it is no template, or needs a token that nobody has told."""
+        unknown = [name for name in SPECIAL_NAMES if name in self._renderer.names and name not in self.tokens]
+        if unknown:
+            raise ValueError(f"the chat template {self.path} writes {' and '.join(unknown)}, and no {CONFIG_FILES[0]} beside the "
+                             f'tokenizer tells that; write it, e.g. {{"{unknown[0]}": "</s>"}}')
+
+
+def open_template(tokenizer: Tokenizer, given: str = "", folders: Sequence[Path] = (), today: bool = False) -> Template:
+    """The template of `given` (its file or a model folder), else of the folder of the tokenizer's file or of the first of
+    `folders` that has one: chat_template.jinja, else chat_template in tokenizer_config.json.
+
+    Raises: ValueError where there is none, or it is broken.
+    """
+    home = [Path(os.path.expanduser(tokenizer.path)).parent] if isinstance(tokenizer, TokenizerFile) else []
+    places = [Path(os.path.expanduser(given))] if given else [*home, *map(Path, folders)]
+    for place in places:
+        if found := _template_at(place, given):
+            tokens = next((tokens for folder in [*home, found[1].parent, *map(Path, folders)] if (tokens := _tokens(folder))), {})
+            template = Template(found[0], str(found[1]), tokens, tokenizer, today)
+            template.check()
+            return template
+    if given:
+        raise ValueError(f"data.chat_template={given!r} is no file and holds no {TEMPLATE_FILE}, nor a chat_template in "
+                         f"{CONFIG_FILES[0]}; name a template of jinja, or a folder that has one")
+    looked = ", ".join(map(str, places)) or "no folder, as data.tokenizer names none"
+    raise ValueError(f"there is no chat template (looked in {looked}, for {TEMPLATE_FILE} and {CONFIG_FILES[0]}); "
+                     "name its file as data.chat_template")
+
+
+def prompt(template: Template, messages: Sequence[dict], tools: list | None = None) -> np.ndarray:
+    """int32 ids [T] of a conversation up to where the assistant is to answer. messages: [{"role": …, "content": …}, …].
+
+    Raises: ValueError where the template refuses them, or one of them holds the name of a special token.
+    """
+    conversation = Conversation(list(messages), [False] * len(messages), tools)
+    _check_special(template, [conversation])
+    (reply,) = template._renderer.ask([_request(conversation, None, True)])
+    return _tokenized(template, [reply])[0][0]
+
+
+def encode(template: Template, conversations: Sequence[Conversation], learn_all: bool = False) -> list[Encoded]:
+    """The ids of conversations, and which are to be learned: the assistant's, of the messages that are trained; or all.
+
+    Raises: Fault, for the first that cannot be encoded.
+    """
+    _check_special(template, conversations)
+    found = []
+    for first in range(0, len(conversations), BATCH):
+        batch = conversations[first:first + BATCH]
+        replies = template._renderer.ask([_request(one, None if learn_all else one.trained, False) for one in batch], first)
+        for (ids, token_at), reply in zip(_tokenized(template, replies), replies):
+            mask = np.full(len(ids), learn_all)
+            for span in reply["spans"]:
+                _mark(mask, token_at, *span)
+            found.append(Encoded(ids, mask))
+    return found
+
+
+def _request(conversation: Conversation, trained: Sequence[bool] | None, wants_answer: bool) -> dict:
+    return {"messages": conversation.messages, "tools": conversation.tools, "trained": trained, "prompt": wants_answer}
+
+
+def _mark(mask: np.ndarray, token_at: Callable[[int], int | None], begin: int, end: int) -> None:
+    """Marks the tokens of the characters begin..end-1, as transformers does: from the token with the first of them to the first
+    token with the last. Unlike there, characters at the ends that are in no token are passed over."""
+    while end > begin and token_at(end - 1) is None:
+        end -= 1
+    while end > begin and token_at(begin) is None:
+        begin += 1
+    if end > begin:
+        mask[token_at(begin):token_at(end - 1) + 1] = True
+
+
+def _tokenized(template: Template, replies: Sequence[dict]) -> list[tuple[np.ndarray, Callable[[int], int | None]]]:
+    """Of each text its ids, and character -> token or None."""
+    texts = [reply["text"] for reply in replies]
+    if template.library is None:
+        return [(ids.astype(np.int32), functools.partial(_byte_at, text))
+                for text, ids in zip(texts, template.tokenizer.encode(texts))]
+    try:
+        encoded = template.library.encode_batch(texts, add_special_tokens=False)
+    except Exception as error:    # the library has no exceptions of its own
+        raise ValueError(f"data.tokenizer={template.tokenizer.path!r} cannot encode the text: {error}; "
+                         "use a tokenizer with an unknown token, or one of bytes") from None
+    return [(np.array(one.ids, np.int32), one.char_to_token) for one in encoded]
+
+
+def _byte_at(text: str, character: int) -> int | None:
+    return len(text[:character].encode()) if character < len(text) else None
+
+
+def _check_special(template: Template, conversations: Sequence[Conversation]) -> None:
+    """Raises: Fault for a conversation that holds what would become a special token."""
+    pattern, respelled = template._special
+    for index, conversation in enumerate(conversations):
+        for text in _strings([conversation.messages, conversation.tools]) if pattern else ():
+            name = match[0] if (match := pattern.search(text)) else None
+            if name is None and respelled:
+                ids = template.library.encode(text, add_special_tokens=False).ids
+                name = next((template.library.id_to_token(id) for id in ids if id in respelled), None)
+            if name is not None:
+                raise Fault(index, f"holds {name!r} in what is said, which is a special token of {template.tokenizer.path} and would "
+                                   "become one; take it out, or write it otherwise")
+
+
+def _strings(value) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            yield key
+            yield from _strings(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _strings(one)
+
+
+def _template_at(place: Path, given: str) -> tuple[str, Path] | None:
+    """(template, its file), of a template's file or a folder. Raises: ValueError."""
+    try:
+        if place.is_file() and given:
+            return place.read_text(encoding="utf-8"), place
+        if (place / TEMPLATE_FILE).is_file():
+            return (place / TEMPLATE_FILE).read_text(encoding="utf-8"), place / TEMPLATE_FILE
+    except OSError as error:
+        raise files.judged(error, f"the chat template of {place} cannot be read",
+                           "mend it, or name another as data.chat_template") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the chat template of {place} cannot be read: {error}; mend it, or name another as "
+                         "data.chat_template") from None
+    path = place / CONFIG_FILES[0]
+    found = _config(path).get("chat_template")
+    if isinstance(found, list):
+        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        if not isinstance(named.get("default"), str):
+            raise ValueError(f"{path} has chat templates of the names {', '.join(map(repr, named))}, and none is 'default'; write "
+                             "the one that is meant to a file, and name that as data.chat_template")
+        found = named["default"]
+    if found is not None and not isinstance(found, str):
+        raise ValueError(f"{path}: chat_template is neither a string nor a list of {{name, template}}; name its file as "
+                         "data.chat_template")
+    return (found, path) if found else None
+
+
+def _tokens(folder: Path) -> dict[str, str | None]:
+    """What the tokenizer's config calls bos_token, eos_token, …; None where it says that there is none."""
+    told = {}
+    for name in reversed(CONFIG_FILES):
+        for token, value in _config(folder / name).items():
+            value = value.get("content") if isinstance(value, dict) else value
+            if token in SPECIAL_NAMES and (value is None or isinstance(value, str)):
+                told[token] = value
+    return told
+
+
+def _config(path: Path) -> dict:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise files.judged(error, f"{path} cannot be read", "mend it, or name a template as data.chat_template") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read as JSON ({error}); mend it, or name a template as data.chat_template") from None
+    return value if isinstance(value, dict) else {}
+
+
+class _Renderer:
+    """The process that renders (`rendering.py`), started when it is needed, and again where a template has ended it."""
+
+    def __init__(self, template: Template):
+        self.template, self._process, self._lock = template, None, threading.Lock()
+        with self._lock:
+            self.names: list[str] = self._start()["names"]
+
+    def _start(self) -> dict:
+        script = Path(__file__).with_name("rendering.py")
+        # -P: the folder of the script is no place to import from.
+        self._process = subprocess.Popen([sys.executable, "-P", str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                         stderr=subprocess.DEVNULL)
+        self._unread, self._late = bytearray(), False
+        tokens = {name: token for name, token in self.template.tokens.items() if token is not None}
+        self._write({"template": self.template.text, "tokens": tokens, "today": self.template.today,
+                     "limit_s": LIMIT_S})
+        told = self._read()
+        if told is None:
+            raise ValueError(f"the chat template {self.template.path} {self._ended()}; mend it, or name another as "
+                             "data.chat_template")
+        if "fault" in told:
+            self._end()
+            raise ValueError(f"the chat template {self.template.path} is not one of jinja: {told['fault']}; mend it, or name another "
+                             "as data.chat_template")
+        return told
+
+    def ask(self, requests: Sequence[dict], first: int = 0) -> list[dict]:
+        """A reply to each. first: the number of the first one. Raises: Fault."""
+        with self._lock:
+            if self._process is None:
+                self._start()
+            self._write(requests)
+            replies = []
+            for index in range(first, first + len(requests)):
+                reply = self._read()
+                if reply is None:
+                    raise Fault(index, f"the chat template {self.template.path} {self._ended()}; mend it, or name another as "
+                                       "data.chat_template")
+                if "fault" in reply:
+                    self._end()     # with the replies that nobody reads
+                    raise Fault(index, f"{reply['fault']}; mend or remove it, or name another template as data.chat_template")
+                replies.append(reply)
+            return replies
+
+    def _write(self, value) -> None:
+        timer = threading.Timer(LONGEST_S, self._kill_late)
+        timer.start()
+        try:
+            self._process.stdin.write(json.dumps(value).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass        # it has ended: no reply comes
+        finally:
+            timer.cancel()
+
+    def _read(self) -> dict | None:
+        """The next reply; None where the process has ended, or is ended because none comes."""
+        waits, from_here = select.poll(), 0
+        waits.register(self._process.stdout)
+        while (end := self._unread.find(b"\n", from_here)) < 0:
+            from_here = len(self._unread)
+            if not waits.poll(1000 * LONGEST_S):
+                self._kill_late()
+            piece = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not piece:
+                return None
+            self._unread += piece
+        line = bytes(self._unread[:end])
+        del self._unread[:end + 1]
+        return json.loads(line)
+
+    def _kill_late(self) -> None:
+        self._late = True
+        self._process.kill()
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        process.kill()
+        process.communicate()
+
+    def _ended(self) -> str:
+        """How the process ended, of itself. Raises: RuntimeError where it was ended, which says nothing of the template."""
+        code = self._process.wait()     # it has closed its output
+        self._end()
+        if self._late:
+            raise RuntimeError(f"the process that renders the chat template {self.template.path} has not answered for {LONGEST_S:g} s; "
+                               "it was stopped, or this machine has no memory or no CPU left for it")
+        return f"does not end within {LIMIT_S:g} s of CPU time, and is cut off" if code == -signal.SIGPROF else \
+            f"has ended its process (exit code {code})"
+
+    def __del__(self):
+        if self.__dict__.get("_process"):
+            self._end()

@@ -1,0 +1,294 @@
+"""The documents of one file, in the file's order, streamed: text (the file), JSON lines (a line), Parquet and Arrow (a row).
+
+A document comes in pieces of at most some million characters, and a line of JSON has at most LINE_BYTES, so no file, line or
+row group decides over the memory that a tokenizer takes. Whatever is wrong with a file is one ValueError that names file, place and remedy.
+This module knows no tokens.
+"""
+from __future__ import annotations
+
+import codecs
+import contextlib
+import gzip
+import io
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from typing import BinaryIO, NamedTuple, TextIO
+
+from meshtrain import files
+from meshtrain.data.documents.tokenizer import import_extra
+
+# Longer documents are tokenized in pieces that end with a line where there is one: a merge across the cut is lost, once in
+# a million characters, and in return neither memory nor time depend on the longest document.
+PIECE_CHARS = 1 << 20
+LINE_BYTES = 1 << 28     # of a line of JSON, which is held as a whole, and as an object beside: some 6 times its size
+COMPRESSED = (".gz", ".zst")
+ARROW_MAGIC, ARROW_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
+
+
+class TextPiece(NamedTuple):
+    text: str
+    last: bool        # the document ends with it
+    position: int     # bytes of the file read so far
+
+
+def read(format: str, path: str, field: str) -> Iterator[TextPiece]:
+    """The documents of the file at `path`; format is text, jsonl, parquet or arrow. Raises: ValueError for a faulty file."""
+    reader = {"text": read_text, "jsonl": read_jsonl, "parquet": read_parquet, "arrow": read_arrow}[format]
+    with unreadable_told(path):
+        yield from reader(path) if format == "text" else reader(path, field)
+
+
+@contextlib.contextmanager
+def unreadable_told(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise files.judged(error, f"{path} cannot be read", "mend it or take it out of data.paths") from None
+
+
+def read_text(path: str) -> Iterator[TextPiece]:
+    """The whole file. Names that end in .gz and .zst are decompressed, here and in `read_jsonl`."""
+    with open(path, "rb") as raw, _decompress(path, raw) as packed, \
+            io.TextIOWrapper(packed, encoding="utf-8", newline="\n") as file:
+        try:
+            with _damage_told(path):
+                for text, last in _cut(file):
+                    yield TextPiece(text, last, raw.tell())
+        except UnicodeDecodeError:
+            line, place, reason = _first_bad_line(path)
+            remedy = "decompress" if path.endswith(COMPRESSED) else "convert"
+            raise _fault(path, f"line {line}", f"is not UTF-8 ({reason}, byte {place} of the line)",
+                         f'{remedy} the file, or use data.tokenizer="bytes"') from None
+
+
+def read_jsonl(path: str, field: str) -> Iterator[TextPiece]:
+    """One object a line; blank lines are none. Names that end in .gz and .zst are decompressed."""
+    for number, value, position in read_objects(path, f'{{"{field}": "…"}}'):
+        for part, last in _cut_text(_text_of(path, number, value, field)):
+            yield TextPiece(part, last, position)
+
+
+def read_objects(path: str, example: str) -> Iterator[tuple[int, dict, int]]:
+    """(number of the line, its object, bytes of the file read so far) of JSON lines. example: of an object, for messages."""
+    with open(path, "rb") as raw, _decompress(path, raw) as lines:
+        number = 0
+        while True:
+            number += 1
+            line = _next_line(path, lines, number)
+            if not line:
+                return
+            if line.strip():
+                line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+                yield number, _parse(path, number, line, example), raw.tell()
+
+
+def read_parquet(path: str, field: str) -> Iterator[TextPiece]:
+    """One row, one document. A null is a fault as in JSON lines: what is no document must not vanish unsaid."""
+    pyarrow = import_extra("pyarrow", f"the Parquet file {path}")
+    parquet = import_extra("pyarrow.parquet", f"the Parquet file {path}")
+    size = os.stat(path).st_size
+    with _not_whole(path, "Parquet", pyarrow), parquet.ParquetFile(path) as file:
+        _check_column(path, file.schema_arrow, field, pyarrow.types)
+        rows, read = max(1, file.metadata.num_rows), 0
+        for batch in file.iter_batches(batch_size=1024, columns=[field]):
+            yield from _read_rows(path, field, batch.column(0), read, lambda row: size * row // rows)
+            read += len(batch)
+
+
+def read_arrow(path: str, field: str) -> Iterator[TextPiece]:
+    """Arrow's IPC, as a stream (what the datasets library keeps) or as a file (Feather)."""
+    pyarrow = import_extra("pyarrow", f"the Arrow file {path}")
+    ipc = import_extra("pyarrow.ipc", f"the Arrow file {path}")
+    with open(path, "rb") as file:
+        streamed = file.read(len(ARROW_MAGIC)) != ARROW_MAGIC
+        if streamed and file.seek(0, os.SEEK_END) >= len(ARROW_END):
+            file.seek(-len(ARROW_END), os.SEEK_END)
+            # The library takes a stream that was cut between two batches for a whole one.
+            if file.read() != ARROW_END:
+                raise ValueError(f"{path} is not a whole Arrow file: it does not end as a stream of Arrow does; write it again "
+                                 "or take it out of data.paths")
+    with _not_whole(path, "Arrow", pyarrow), pyarrow.memory_map(path) as raw:
+        file = ipc.open_stream(raw) if streamed else ipc.open_file(raw)
+        _check_column(path, file.schema, field, pyarrow.types)
+        batches = file if streamed else map(file.get_batch, range(file.num_record_batches))
+        row = 0
+        for batch in batches:
+            yield from _read_rows(path, field, batch.column(field), row, lambda row: raw.tell())
+            row += len(batch)
+
+
+@contextlib.contextmanager
+def _not_whole(path: str, what: str, pyarrow) -> Iterator[None]:
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and not files.is_mistake(error):
+            raise       # told by `unreadable_told`
+        raise ValueError(f"{path} is not a whole {what} file: {str(error).splitlines()[0].rstrip('.')}; "
+                         "write it again or take it out of data.paths") from None
+
+
+def _check_column(path: str, schema, field: str, types) -> None:
+    if field not in schema.names:
+        raise _fault(path, "", f"has no column {field!r}", f"set data.field to one of {', '.join(schema.names)}")
+    kind = schema.field(field).type
+    plain = kind.value_type if types.is_dictionary(kind) else kind
+    if not (types.is_string(plain) or types.is_large_string(plain) or types.is_string_view(plain)):
+        strings = [one.name for one in schema if types.is_string(one.type) or types.is_large_string(one.type)]
+        raise _fault(path, "", f"has no strings in column {field!r}, but {kind}",
+                     f"set data.field to one of {', '.join(strings)}" if strings else "write the text as strings")
+
+
+def _read_rows(path: str, field: str, column, first: int, position: Callable[[int], int]) -> Iterator[TextPiece]:
+    """The texts of a column, whose first row is `first` of the file. position: of the file, after so many rows."""
+    for row, value in enumerate(column, first):
+        try:
+            text = value.as_py()
+        except UnicodeDecodeError as error:
+            raise _fault(path, f"row {row} (from 0)", f"is not UTF-8 ({error.reason})", "mend the row") from None
+        if text is None:
+            raise _fault(path, f"row {row} (from 0)", f"is null in column {field!r}",
+                         "drop such rows, or write empty strings")
+        for part, last in _cut_text(text):
+            yield TextPiece(part, last, position(row + 1))
+
+
+def fault(path: str, number: int, what: str) -> ValueError:
+    """What is wrong with a line of a file, and its remedy."""
+    return ValueError(f"{path}, line {number}: {what}")
+
+
+def _fault(path: str, place: str, what: str, remedy: str) -> ValueError:
+    return ValueError(f"{f'{path}, {place}:' if place else path} {what}; {remedy}")
+
+
+def _parse(path: str, number: int, line: bytes, example: str) -> dict:
+    place = f"line {number}"
+    try:
+        value = json.loads(line.rstrip().decode())
+    except UnicodeDecodeError as error:
+        raise _fault(path, place, f"is not UTF-8 ({error.reason}, byte {error.start} of the line)",
+                     "convert the file") from None
+    except json.JSONDecodeError as error:
+        raise _fault(path, place, f"broken JSON ({error.msg}, column {error.colno})", "mend or remove the line") from None
+    except (ValueError, RecursionError) as error:    # a number of thousands of digits, thousands of brackets
+        raise _fault(path, place, f"JSON that cannot be read ({error})", "mend or remove the line") from None
+    if not isinstance(value, dict):
+        raise _fault(path, place, "is not an object", f"write one a line, e.g. {example}")
+    return value
+
+
+def _text_of(path: str, number: int, value: dict, field: str) -> str:
+    place = f"line {number}"
+    if field not in value:
+        keys = ", ".join(map(repr, list(value)[:8])) or "none"
+        raise _fault(path, place, f"has no {field!r} (its keys: {keys})", "set data.field to the key of the text")
+    text = value[field]
+    if not isinstance(text, str):
+        raise _fault(path, place, f"has no string in {field!r}, but {json.dumps(text)[:40]}", "mend or remove the line")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise _fault(path, place, f"has half a character in {field!r} (\\u{ord(text[error.start]):04x}, a lone surrogate)",
+                         "mend or remove the line") from None
+    return text
+
+
+def _next_line(path: str, lines: BinaryIO, number: int) -> bytes:
+    with _damage_told(path, f" (after line {number - 1})"):
+        line = lines.readline(LINE_BYTES + 1)
+    if len(line) > LINE_BYTES:
+        raise _fault(path, f"line {number}", f"is longer than {LINE_BYTES:,} bytes, and lines of JSON are held in memory as a whole",
+                     "divide or remove it; write a file of text or Parquet where documents are that long")
+    return line
+
+
+@contextlib.contextmanager
+def _damage_told(path: str, place: str = "") -> Iterator[None]:
+    try:
+        yield
+        return
+    except EOFError:
+        what = "ends in the middle: it was truncated"
+    except (gzip.BadGzipFile, zlib.error) as error:
+        what = f"is damaged, or not gzip: {error}"
+    except _Damaged as error:
+        what = f"is damaged, or not zstd: {error}"
+    raise ValueError(f"{path} {what}{place}; copy or compress it again") from None
+
+
+def _decompress(path: str, raw: BinaryIO) -> contextlib.AbstractContextManager[BinaryIO]:
+    if path.endswith(".gz"):
+        return gzip.GzipFile(fileobj=raw)
+    if path.endswith(".zst"):
+        return io.BufferedReader(_Zstd(raw, import_extra("zstandard", f"the file {path}")), 1 << 20)
+    return contextlib.nullcontext(raw)
+
+
+class _Damaged(Exception):
+    pass
+
+
+class _Zstd(io.RawIOBase):
+    """Frames of zstd, one after another. Ours because the library's own reader takes a truncated file for a whole one."""
+
+    def __init__(self, raw: BinaryIO, library):
+        # 2 GiB: what `zstd --long=31` asks for, as some public corpora do.
+        self._raw, self._library = raw, library.ZstdDecompressor(max_window_size=1 << 31)
+        self._frame, self._rest, self._ready = None, b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self._ready:
+            packed = self._rest or self._raw.read(1 << 17)
+            self._rest = b""
+            if not packed:
+                if self._frame is not None:
+                    raise EOFError
+                return 0
+            self._frame = self._frame or self._library.decompressobj()
+            try:
+                self._ready = memoryview(self._frame.decompress(packed))
+            except Exception as error:    # ZstdError, of a package that may not be there to name it
+                raise _Damaged(error) from None
+            if self._frame.eof:
+                self._frame, self._rest = None, self._frame.unused_data
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+
+def _cut_text(text: str) -> Iterator[tuple[str, bool]]:
+    return iter([(text, True)]) if len(text) <= PIECE_CHARS else _cut(io.StringIO(text, newline="\n"))
+
+
+def _cut(file: TextIO) -> Iterator[tuple[str, bool]]:
+    """(piece, whether it is the last); there is at least one."""
+    piece = file.read(PIECE_CHARS)
+    while True:
+        piece += file.readline(PIECE_CHARS) if piece else ""
+        following = file.read(PIECE_CHARS)
+        yield piece, not following
+        if not following:
+            return
+        piece = following
+
+
+def _first_bad_line(path: str) -> tuple[int, int, str]:
+    """(number of the line, byte of it, reason), of a file that is not UTF-8. Lines may have any length."""
+    number, place, decoder = 1, 0, codecs.getincrementaldecoder("utf-8")()
+    with open(path, "rb") as raw, _decompress(path, raw) as file:
+        while True:
+            piece, kept = file.readline(PIECE_CHARS), len(decoder.getstate()[0])
+            try:
+                decoder.decode(piece, final=not piece or piece.endswith(b"\n"))
+            except UnicodeDecodeError as error:
+                return number, place - kept + error.start, error.reason
+            if not piece:
+                raise AssertionError(f"{path} has changed while it was read")
+            number, place = (number + 1, 0) if piece.endswith(b"\n") else (number, place + len(piece))

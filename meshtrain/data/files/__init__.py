@@ -1,0 +1,1 @@
+"""Files of tokens: our own, and the binary formats of others."""

@@ -1,0 +1,391 @@
+"""Token files: X.tokens.npy, one array of uint16, uint32 or int32 ids, and X.ends.npy, int64, where each document ends in it.
+X.mask.npy beside them, uint8 or bool, says of each id whether it is to be learned; without it all are.
+
+Any program with numpy writes them; the token cache is made of them too. Other layouts of ids on disk (binary_files.py) become
+the same `IndexedTokens`, so there is one reader. Ids and ends are memory-mapped while there are maps to spare; nothing of a document
+is held.
+"""
+from __future__ import annotations
+
+import bisect
+import ctypes
+import dataclasses
+import errno
+import functools
+import io
+import itertools
+import mmap
+import os
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from meshtrain import files
+from meshtrain.data.documents import contracts
+
+TOKENS, ENDS, MASK = ".tokens.npy", ".ends.npy", ".mask.npy"
+CHUNK_BYTES = 1 << 26
+MAX_MAPS_FILE, USUAL_MAX_MAPS = "/proc/sys/vm/max_map_count", 65_530     # memory maps that Linux allows a process
+Stamp = tuple[int, int, int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Numbers:
+    """An array in a file. `stamp` tells whether that is still the one that was checked."""
+    path: str
+    stamp: Stamp
+    size: int
+    dtype: np.dtype
+    offset: int              # bytes before the first
+
+    def map(self) -> np.ndarray:
+        """[size], memory-mapped. Raises: OSError, also where the file is not the one that was checked."""
+        changed = OSError(f"{self.path} is not the file it was when the run began; token files must not change while a run reads "
+                          "them")
+        try:
+            if stamp(self.path) != self.stamp:
+                raise changed
+            return map_file(self.path, self.dtype, self.offset, self.size)
+        except (FileNotFoundError, ValueError):
+            raise changed from None
+
+    @property
+    def array(self) -> np.ndarray:
+        """[size], memory-mapped, by a map that is shared and kept as long as the process has maps to spare. Raises: as map."""
+        return _maps()(self)
+
+    def last(self) -> int:
+        """The last number, 0 where there is none; without a map. Raises: OSError."""
+        if not self.size:
+            return 0
+        with open(self.path, "rb", buffering=0) as file:
+            file.seek(self.offset + (self.size - 1) * self.dtype.itemsize)
+            return int(np.frombuffer(file.read(self.dtype.itemsize), self.dtype)[0])
+
+
+@functools.cache
+def _maps() -> Callable[[Numbers], np.ndarray]:
+    """Numbers.map, with the maps that were used last: one set for the process, whose maps the system counts."""
+    return functools.lru_cache(maxsize=max_maps() // 2)(Numbers.map)    # the other half: libraries, threads, the allocator
+
+
+def max_maps() -> int:
+    """Memory maps that the system allows this process."""
+    try:
+        with open(MAX_MAPS_FILE, encoding="utf-8") as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return USUAL_MAX_MAPS
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class IndexedTokens:
+    """A file of token ids and a file of where its documents end.
+
+    The ends count the documents' tokens alone. A file may have separators of its own, which belong to no document: `lead` of
+    them stand before the first document, `gap` between two. So document d is the ids from `begin(d)` on, and its length is
+    ends[d] - ends[d - 1].
+    """
+    ids: Numbers
+    ends_file: Numbers              # int64 [documents]
+    num_tokens: int                 # in all documents together
+    lead: int = 0
+    gap: int = 0
+    largest: int = -1               # id, where somebody has looked
+    mask: Numbers | None = None     # of each id in the file, whether it is to be learned; None: all are
+
+    @property
+    def path(self) -> str:
+        return self.ids.path
+
+    @property
+    def num_documents(self) -> int:
+        return self.ends_file.size
+
+    @property
+    def ends(self) -> np.ndarray:
+        """int64 [documents], memory-mapped. Raises: as Numbers.map."""
+        return self.ends_file.array
+
+    def begin(self, document: int) -> int:
+        """The place of a document's first token among the ids."""
+        return (self.ends.item(document - 1) if document else 0) + document * self.gap + self.lead
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TokenFiles:
+    """A Source: the documents of many pairs, one pair after another. complete: see contracts.py."""
+    pairs: tuple[IndexedTokens, ...]
+    complete: bool = False
+
+    @functools.cached_property
+    def num_documents(self) -> int:
+        return self._firsts[-1] + self.pairs[-1].num_documents
+
+    @functools.cached_property
+    def totals(self) -> np.ndarray:
+        return contracts.totals(self.num_documents, self.ends)
+
+    @functools.cached_property
+    def _firsts(self) -> list[int]:
+        """The first document of each pair; a list, because numpy takes microseconds to search it for one."""
+        return list(itertools.accumulate((pair.num_documents for pair in self.pairs[:-1]), initial=0))
+
+    @functools.cached_property
+    def _before(self) -> list[int]:
+        """The tokens before each pair."""
+        return list(itertools.accumulate((pair.num_tokens for pair in self.pairs[:-1]), initial=0))
+
+    @functools.cached_property
+    def masked(self) -> bool:
+        return any(pair.mask for pair in self.pairs)
+
+    def ends(self, documents: np.ndarray) -> np.ndarray:
+        ends = self._ends(documents)
+        return ends - documents - 1 if self.complete else ends      # without first tokens
+
+    def _ends(self, documents: np.ndarray) -> np.ndarray:
+        if len(self.pairs) == 1:
+            return self.pairs[0].ends[documents]
+        which = np.searchsorted(np.array(self._firsts), documents, side="right") - 1
+        ends, by_pair = np.empty(len(documents), np.int64), np.argsort(which, kind="stable")
+        numbers, starts = np.unique(which[by_pair], return_index=True)
+        for k, places in zip(numbers.tolist(), np.split(by_pair, starts[1:])):
+            ends[places] = self._before[k] + self.pairs[k].ends[documents[places] - self._firsts[k]]
+        return ends
+
+    def _place(self, document: int) -> tuple[int, int]:
+        """(pair, place of the document's first token there, behind its own separator)."""
+        k = bisect.bisect_right(self._firsts, document) - 1
+        return k, self.pairs[k].begin(document - self._firsts[k]) + self.complete
+
+    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+        k, begin = self._place(document)
+        return self.pairs[k].ids.array[begin + start:begin + stop]
+
+    def mask(self, document: int, start: int, stop: int) -> np.ndarray | None:
+        k, begin = self._place(document)
+        return mask.array[begin + start:begin + stop] if (mask := self.pairs[k].mask) else None
+
+
+def first_beyond(pair: IndexedTokens, vocab_size: int) -> tuple[int, int]:
+    """(document, id) of the first id that a vocabulary of this size does not have. There must be one."""
+    for first, chunk in chunks(pair.ids.map()):
+        beyond = (chunk >= vocab_size) | (chunk < 0)
+        if beyond.any():
+            place = first + int(np.argmax(beyond))
+            document = bisect.bisect_right(range(pair.num_documents), place, key=pair.begin) - 1
+            return document, int(chunk[place - first])
+    raise AssertionError(f"{pair.path} has no id beyond {vocab_size}")
+
+
+def ends_path(path: str) -> str:
+    return path.removesuffix(TOKENS) + ENDS
+
+
+def mask_path(path: str) -> str:
+    """Of X.tokens.npy or X.bin."""
+    return (path.removesuffix(TOKENS) if path.endswith(TOKENS) else path.removesuffix(".bin")) + MASK
+
+
+def open_pair(path: str) -> IndexedTokens:
+    """An X.tokens.npy with its X.ends.npy. That ends never fall is left to `check_rising`, which reads them all.
+
+    Raises: ValueError where the two files are not what the module says, or do not fit each other.
+    """
+    if not path.endswith(TOKENS):
+        raise ValueError(f"{path} is not named as a token file; give X{TOKENS} (ids), with X{ENDS} beside it")
+    dtype, shape, offset = open_checked(path, read_header)
+    if len(shape) != 1 or dtype not in (np.dtype(np.uint16), np.dtype(np.uint32), np.dtype(np.int32)):
+        raise ValueError(f"{path} holds {_describe(dtype, shape)}, and token ids are one dimension of uint16, uint32 or int32; "
+                         "write np.save(path, ids.astype(np.uint32))")
+    ends = open_ends(ends_path(path), path)
+    last = open_checked(ends.path, lambda _: ends.last())
+    if last != shape[0]:
+        raise ValueError(f"{ends_path(path)}: the last document ends at {last:,}, and {os.path.basename(path)} has "
+                         f"{shape[0]:,} tokens; the two must agree: write both again")
+    return IndexedTokens(Numbers(path, open_checked(path, stamp), shape[0], dtype, offset), ends, last)
+
+
+def open_ends(path: str, tokens: str) -> Numbers:
+    """The ends of documents in the file `path`. Raises: ValueError."""
+    if files.status(path) is None:
+        raise ValueError(f"{path} is missing beside {os.path.basename(tokens)}; write where each document ends, in tokens: "
+                         "np.save(path, np.cumsum(lengths))")
+    dtype, shape, offset = open_checked(path, read_header)
+    if len(shape) != 1 or dtype != np.dtype(np.int64):
+        raise ValueError(f"{path} holds {_describe(dtype, shape)}, and the ends of documents are one dimension of int64; "
+                         "write np.save(path, np.cumsum(lengths, dtype=np.int64))")
+    return Numbers(path, open_checked(path, stamp), shape[0], dtype, offset)
+
+
+def open_mask(path: str, tokens: str, size: int) -> Numbers:
+    """The mask of a file of `size` ids in the file `path`. Raises: ValueError."""
+    dtype, shape, offset = open_checked(path, read_header)
+    if len(shape) != 1 or dtype not in (np.dtype(np.uint8), np.dtype(bool)):
+        raise ValueError(f"{path} holds {_describe(dtype, shape)}, and a mask is one dimension of uint8 or bool; write "
+                         "np.save(path, mask.astype(bool))")
+    if shape[0] != size:
+        raise ValueError(f"{path} has {shape[0]:,} entries, and {os.path.basename(tokens)} has {size:,} ids, one for each; "
+                         "write both again")
+    return Numbers(path, open_checked(path, stamp), size, np.dtype(np.uint8), offset)
+
+
+def check_rising(path: str, ends: np.ndarray) -> None:
+    """Raises: ValueError for the first document that ends before it begins. One pass over the file, in chunks."""
+    before = 0
+    for first, chunk in chunks(ends):
+        falls = np.diff(chunk, prepend=before) < 0
+        if falls.any():
+            k = int(np.argmax(falls))
+            raise ValueError(f"{path}: document {first + k} (from 0) ends at {chunk[k]}, before it begins at "
+                             f"{chunk[k - 1] if k else before}; ends must not fall: write np.cumsum(lengths)")
+        before = int(chunk[-1])
+
+
+def read_header(path: str) -> tuple[np.dtype, tuple[int, ...], int]:
+    """(dtype, shape, bytes before the first element) of an .npy file that is as long as it says. Never unpickles.
+
+    Raises: ValueError, OSError.
+    """
+    with open(path, "rb") as file:
+        try:
+            version = np.lib.format.read_magic(file)
+            shape, _, dtype = {(1, 0): np.lib.format.read_array_header_1_0,
+                               (2, 0): np.lib.format.read_array_header_2_0}[version](file)
+        except OSError:
+            raise
+        except Exception as error:    # numpy parses the header with Python's tokenizer, whose errors are many
+            raise ValueError(f"broken header ({error})") from None
+        offset, size = file.tell(), os.fstat(file.fileno()).st_size
+    if dtype.hasobject:
+        raise ValueError("it holds Python objects")
+    wanted = offset + dtype.itemsize * int(np.prod(shape, dtype=object))
+    if size < wanted:
+        raise ValueError(f"it ends at byte {size:,} of {wanted:,}: it was truncated")
+    return dtype, shape, offset
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+def _mmap(length: int, descriptor: int) -> int | None:
+    """The address of a map; None where the system refuses, ctypes.get_errno() says why."""
+    address = _libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+    return None if address == ctypes.c_void_p(-1).value else address
+
+
+def _refused(path: str, number: int) -> OSError:
+    """The error of a map that the system refuses, with the remedy where it is one map too many."""
+    why = os.strerror(number)
+    if number == errno.ENOMEM:
+        with open("/proc/self/maps", "rb") as file:
+            used, allowed = sum(1 for _ in file), max_maps()
+        if used > 0.9 * allowed:
+            why = (f"the process has {used:,} memory maps, and vm.max_map_count allows {allowed:,}; allow more, e.g. sysctl -w "
+                   f"vm.max_map_count={max(4 * allowed, 1 << 20)}")
+        else:
+            why += f" ({used:,} memory maps of {allowed:,}; is the process's address space limited, by ulimit -v?)"
+    return OSError(number, f"it cannot be mapped: {why}", path)
+
+
+def map_file(path: str, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
+    """`count` numbers from byte `offset` of a file, memory-mapped and read-only, as a plain array. Raises: OSError, ValueError.
+
+    By mmap(2) itself: Python's mmap keeps a descriptor, of which a process may have only 1024; and slices of np.memmap cost
+    ten times as much as those of a plain array.
+    """
+    dtype = np.dtype(dtype)
+    length = offset + count * dtype.itemsize
+    if not count:
+        return np.zeros(0, dtype)
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < length:    # to touch what lies behind the file's end would kill the process
+            raise ValueError(f"it ends at byte {size:,} of {length:,}: it was truncated")
+        address = _mmap(length, file.fileno())
+        if address is None:
+            _maps().cache_clear()       # whoever still reads an array of it keeps its map
+            address = _mmap(length, file.fileno())
+    if address is None:
+        raise _refused(path, ctypes.get_errno())
+    buffer = (ctypes.c_uint8 * length).from_address(address)
+    # The array holds the buffer; at the process's end other threads may still read.
+    weakref.finalize(buffer, _libc.munmap, address, length).atexit = False
+    array = np.frombuffer(buffer, dtype, count, offset)
+    array.flags.writeable = False
+    return array
+
+
+def open_checked(path: str, open_file: Callable):
+    """open_file(path). Raises: ValueError that names the file, for whatever is wrong with it as an .npy file."""
+    what, remedy = f"{path} cannot be read as an .npy file", "write it again with np.save"
+    try:
+        return files.attempted(lambda: open_file(path), what, remedy)
+    except ValueError as error:
+        raise ValueError(str(error) if str(error).startswith(what) else f"{what}: {error}; {remedy}") from None
+
+
+def stamp(path: str) -> Stamp:
+    """(inode, bytes, time of change): another one, and the file may be another."""
+    stat = os.stat(path)
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def chunks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """(first index, part) of an array of one dimension: what is memory-mapped is read without being held."""
+    step = max(1, CHUNK_BYTES // array.itemsize)
+    for first in range(0, len(array), step):
+        yield first, array[first:first + step]
+
+
+def checksum(array: np.ndarray, check_stop: Callable[[], None] = lambda: None) -> int:
+    """crc32 of an array's bytes: 3 to 4 GB/s a core, and other threads run meanwhile."""
+    crc = 0
+    for _, chunk in chunks(array):
+        check_stop()
+        crc = zlib.crc32(np.ascontiguousarray(chunk).view(np.uint8), crc)
+    return crc
+
+
+def _describe(dtype: np.dtype, shape: Sequence[int]) -> str:
+    return f"{dtype} [{', '.join(map(str, shape))}]"
+
+
+class Writer:
+    """An .npy file of one dimension that grows by `append`; whole and on disk once `close` returns. Raises: OSError."""
+
+    def __init__(self, path: str, dtype: type):
+        self.dtype, self.count, self.crc = np.dtype(dtype), 0, 0
+        self._file = open(path, "wb", buffering=1 << 20)
+        self._header()
+
+    def _header(self) -> None:
+        header = io.BytesIO()    # of one size whatever the shape: numpy leaves room for 20 digits
+        np.lib.format.write_array_header_1_0(header, {"descr": np.lib.format.dtype_to_descr(self.dtype),
+                                                      "fortran_order": False, "shape": (self.count,)})
+        self._file.write(header.getvalue())
+
+    def append(self, values: Sequence[int] | np.ndarray) -> None:
+        raw = np.ascontiguousarray(values, self.dtype).view(np.uint8)
+        self._file.write(raw)
+        self.crc, self.count = zlib.crc32(raw, self.crc), self.count + len(values)
+
+    def close(self) -> None:
+        self._file.seek(0)
+        self._header()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def abandon(self) -> None:
+        """Closes without a word: the bytes still in the buffer may be those that found the disk full."""
+        try:
+            self._file.close()
+        except OSError:
+            pass

@@ -1,0 +1,236 @@
+"""A model folder as it lies there: opened, checked, and matched with the parameters of a model of ours, before any is read.
+
+Files are those that the index names, plain names of *.safetensors in the folder itself (links are followed: the hub's cache
+has them), or model.safetensors alone. Pickles are never opened. Everything that is wrong is told at once.
+"""
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from meshtrain import files
+from meshtrain.huggingface import forms, safetensors, settings
+from meshtrain.huggingface.families import Family
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+KEPT = "hf"     # in run.dir: what came with the weights, for those who take them on
+MOST_INDEX_BYTES = 100_000_000
+TOLD = 8        # faults of a kind that are told one by one
+# Buffers that some writers have saved, and no parameters.
+BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
+# What belongs to a model beside its weights and goes along with them.
+COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+              "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+              "preprocessor_config.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightPiece:
+    """One parameter of ours in a tensor of theirs. path: of the parameter. first: where it begins along the form's star."""
+    path: str
+    form: forms.Form
+    first: int
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightRow:
+    """A tensor of theirs, or one for each layer, and what it is of ours; of experts, which are stacked in ours, one row each.
+
+    kind: the same of all experts' rows. expert: its number, of such a row.
+    """
+    name: str       # with {l} for a layer's number
+    pieces: tuple[WeightPiece, ...]
+    shape: tuple[int, ...]
+    kind: str
+    expert: int | None = None
+
+    @property
+    def stacked(self) -> bool:
+        return "{l}" in self.name
+
+    def at(self, index: int) -> tuple[int, ...]:
+        """Where it lies in a stack of ours. index: of the layer, in the stack."""
+        return (index,) * self.stacked + (() if self.expert is None else (self.expert,))
+
+    def of_layer(self, layer: int) -> str:
+        return self.name.replace("{l}", str(layer))
+
+
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """An opened folder. model: the keys of [model] that it decides."""
+    directory: Path
+    family: Family
+    config: Mapping
+    model: Mapping
+    entries: Mapping[str, safetensors.Entry]
+
+
+def companions_of(run_dir: str, init_from: str) -> list[Path]:
+    """Folders that may have what belongs to a run's model: what it keeps, and what it starts from, a model folder or a run."""
+    return [Path(run_dir) / KEPT, *([Path(init_from), Path(init_from) / KEPT] if init_from else [])]
+
+
+def companions(directory: Path) -> list[Path]:
+    """The files of a folder that go along with its weights. Raises: ValueError where one is a link out of the folder, to what
+    might be a key in somebody's home; the hub's cache has such links, to the blobs beside its snapshots."""
+    real, found, faults = directory.resolve(), [], []
+    blobs = real.parent.parent / "blobs" if real.parent.name == "snapshots" else real
+    for path in filter(Path.is_file, (directory / name for name in COMPANIONS)):
+        target = path.resolve()
+        if real not in target.parents and target.parent != blobs:
+            faults.append(f"{path.name} is a link to {target}, outside the folder, and is not copied; put the file itself there")
+        found.append(path)
+    if faults:
+        raise _at(directory, faults)
+    return found
+
+
+def is_one(directory: str | os.PathLike) -> bool:
+    """Whether a directory looks like a model folder; those of our runs have no config.json. "" is no directory."""
+    return directory != "" and os.path.isfile(os.path.join(directory, settings.CONFIG))
+
+
+def settings_of(directory: Path) -> dict:
+    """`settings.model_keys` of a folder; its weights are not looked at. Raises: ValueError."""
+    try:
+        return settings.model_keys(config := settings.read(directory), settings.family_of(config))
+    except ValueError as error:
+        raise _at(directory, str(error).splitlines()) from None
+
+
+def open_folder(directory: Path) -> Folder:
+    """Raises: ValueError that lists what is wrong with config.json, the index and every file's header."""
+    def described():
+        family = settings.family_of(config := settings.read(directory))
+        return family, config, settings.model_keys(config, family)
+
+    found, faults = [], []
+    for read in (described, lambda: (_entries(directory),)):
+        try:
+            found += read()
+        except ValueError as error:
+            faults += str(error).splitlines()
+    if faults:
+        raise _at(directory, faults)
+    return Folder(directory, *found)
+
+
+def rows(family: Family, model, paths) -> list[WeightRow]:
+    """The tensors of a model in a family's names. model: keys of [model] as attributes. paths: of its parameters.
+
+    Raises: ValueError where a parameter has no name.
+    """
+    sizes, found, covered = forms.sizes_of(model), [], set()
+    for name, texts in family.tensors.items():
+        parsed = [(path, forms.parse(form)) for path, _, form in (text.partition(": ") for text in texts)]
+        if not all(path in paths for path, _ in parsed):
+            continue
+        star, shape = parsed[0][1].star, list(parsed[0][1].their_shape(sizes))
+        lengths = [form.their_shape(sizes)[star or 0] for _, form in parsed]
+        firsts = [0, *itertools.accumulate(lengths)]
+        shape[star or 0] = firsts[-1] if star is not None else shape[0]
+        pieces = tuple(WeightPiece(path, form, first) for (path, form), first in zip(parsed, firsts))
+        for expert in range(model.num_experts) if "{e}" in name else (None,):
+            found.append(WeightRow(name.replace("{e}", str(expert)), pieces, tuple(shape), name, expert))
+        covered |= {path for path, _ in parsed}
+    if missing := set(paths) - covered:
+        raise ValueError(f"{family.model_type} has no name for {', '.join(sorted(missing))}")
+    return found
+
+
+def match(folder: Folder, model, paths) -> list[WeightRow]:
+    """The rows of a model, each with a tensor of the folder; names are as this folder has them.
+
+    Raises: ValueError with all tensors that are absent, superfluous, of another shape, or of a dtype that is not read.
+    """
+    if model.num_experts > len(folder.entries) and any("{e}" in name for name in folder.family.tensors):
+        raise _at(folder.directory, [f"{settings.CONFIG} says {model.num_experts:,} experts, and there are "
+                                     f"{len(folder.entries):,} tensors; an expert has at least one"])
+    wanted, left = rows(folder.family, model, paths), set(folder.entries)
+    if not any(name.startswith(folder.family.prefix) for name in left):     # of the bare model, without its head
+        wanted = [dataclasses.replace(row, name=row.name.removeprefix(folder.family.prefix)) for row in wanted]
+    absent, wrong, quantized = [], [], []
+    # A folder cannot have more layers than tensors, whatever its config.json says.
+    layers = range(min(model.num_layers, len(left) + 1))
+    for row in wanted:
+        for name in map(row.of_layer, layers) if row.stacked else [row.name]:
+            entry = folder.entries.get(name)
+            left.discard(name)
+            if entry is None:
+                absent.append(name)
+            elif entry.dtype not in safetensors.DTYPES:
+                quantized.append(f"{name} is {entry.dtype}; only {', '.join(safetensors.DTYPES)} are read, quantized weights are not")
+            elif entry.shape != row.shape:
+                wrong.append(f"{name} is {list(entry.shape)}; {settings.CONFIG} asks for {list(row.shape)}")
+    if model.tie_embeddings:
+        left.discard("lm_head.weight")      # the embedding again
+    extra = sorted(name for name in left if not BUFFERS.fullmatch(name))
+    faults = [f"{name} is absent{_near(name, extra)}" for name in absent[:TOLD]] + _more(absent, "absent tensors")
+    faults += wrong[:TOLD] + _more(wrong, "tensors of another shape") + quantized[:TOLD] + _more(quantized, "quantized tensors")
+    faults += [f"{name} is not a tensor of this model" for name in extra[:TOLD]] + _more(extra, "superfluous tensors")
+    if faults:
+        raise _at(folder.directory, faults)
+    return wanted
+
+
+def _entries(directory: Path) -> dict[str, safetensors.Entry]:
+    """The tensors of all files. Raises: ValueError."""
+    index = directory / INDEX
+    if os.path.lexists(index):
+        weight_map = _weight_map(index)
+        files = sorted(set(weight_map.values()))
+    else:
+        weight_map, files = None, [SINGLE]
+        if not os.path.lexists(directory / SINGLE):
+            pickles = sorted(path.name for path in directory.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+            what = f"; {pickles[0]} is a pickle, which can run code when it is opened, and stays closed" if pickles else ""
+            raise ValueError(f"there is no {SINGLE} and no {INDEX}{what}; save the model as safetensors")
+    entries, faults = {}, []
+    for file in files:
+        try:
+            found = safetensors.read_header(directory / file)
+        except ValueError as error:
+            faults.append(f"{file}: {error}")
+            continue
+        if twice := sorted(entries.keys() & found.keys()):
+            faults.append(f"{file}: {twice[0]} is in {entries[twice[0]].path.name}, too")
+        entries |= found
+    if not faults and weight_map is not None:
+        elsewhere = [f"{INDEX}: {name} is not in {file}" for name, file in sorted(weight_map.items())
+                     if name not in entries or entries[name].path.name != file]
+        faults = elsewhere[:TOLD] + _more(elsewhere, "tensors that are not where the index says")
+    if faults:
+        raise ValueError("\n".join(faults))
+    return entries
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    if not files.is_file(index) or os.path.getsize(index) > MOST_INDEX_BYTES:
+        raise ValueError(f"{INDEX} is no file of an index's size")
+    text = files.attempted(index.read_bytes, f"{index} cannot be read", "let it be read")
+    weight_map = safetensors.parse_json(text, INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ValueError(f"{INDEX} has no weight_map of names to files")
+    for file in weight_map.values():
+        if file != os.path.basename(file) or not re.fullmatch(r"[^/\\\0]+\.safetensors", file):
+            raise ValueError(f"{INDEX}: {file[:80]!r} is not the plain name of a .safetensors file beside it, and is not opened")
+    return weight_map
+
+
+def _at(directory: Path, faults: list[str]) -> ValueError:
+    return ValueError("\n".join(f"{directory}: {fault}" for fault in faults))
+
+
+def _near(name: str, others: list[str]) -> str:
+    near = difflib.get_close_matches(name, others[:200], n=1, cutoff=0.8)
+    return f"; there is {near[0]}" if near else ""
+
+
+def _more(faults: list[str], what: str) -> list[str]:
+    return [f"… and {len(faults) - TOLD} more {what}"] if len(faults) > TOLD else []

@@ -1,0 +1,243 @@
+"""config.json <-> the keys of [model], by the tables of `families`.
+
+Read: the form of transformers 5 (rope_parameters, dtype) and that of 4 (rope_theta and rope_scaling, torch_dtype). Written: the
+latter, which both read. A key that changes what is computed and is not modelled is a fault; so is one that nobody knows.
+"""
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from meshtrain import files
+from meshtrain.huggingface import safetensors
+from meshtrain.huggingface.families import FAMILIES, HARMLESS, LACKING, Family
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+MOST_BYTES = 1 << 24    # of a config.json
+FLAGS, NUMBERS = ("tie_embeddings", "mlp_bias", "attention_bias", "router_normalize"), ("norm_eps", "score_softcap", "logit_softcap")
+WINDOW_KEYS = ("layer_types", "sliding_window", "sliding_window_pattern", "rope_local_base_freq")
+ROPE_KEYS = ("rope_parameters", "rope_theta", "rope_scaling")
+# Of a scaled rope: theirs -> ours, and what an absent one is.
+SCALED = {
+    "llama3": {"factor": ("rope_scaling_factor", None), "low_freq_factor": ("rope_low_freq_factor", None),
+               "high_freq_factor": ("rope_high_freq_factor", None),
+               "original_max_position_embeddings": ("rope_original_seq_len", None)},
+    "linear": {"factor": ("rope_scaling_factor", None)},
+    "yarn": {"factor": ("rope_scaling_factor", None), "beta_slow": ("rope_low_freq_factor", 1.0),
+             "beta_fast": ("rope_high_freq_factor", 32.0), "original_max_position_embeddings": ("rope_original_seq_len", None)},
+}
+WHOLE = ("rope_original_seq_len",)
+
+
+def read(directory: Path, name: str = CONFIG) -> dict:
+    """The object of config.json, or of another such file. Raises: ValueError."""
+    path = directory / name
+    if not files.is_file(path):
+        raise ValueError(f"there is no {name}; name a folder that has one beside its *.safetensors")
+
+    def load() -> bytes:
+        with open(path, "rb") as file:
+            return file.read(MOST_BYTES + 1)
+
+    text = files.attempted(load, f"{path} cannot be read", "let it be read")
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"{name} is larger than {MOST_BYTES:,} bytes, which no such file is")
+    return safetensors.parse_json(text, name)
+
+
+def stop_ids(directory: Path) -> tuple[int, ...]:
+    """The tokens that end an answer: eos_token_id of generation_config.json, else of config.json. Raises: ValueError."""
+    for name in (GENERATION, CONFIG):
+        found = read(directory, name).get("eos_token_id") if files.is_file(directory / name) else None
+        if found is None:
+            continue
+        ids = found if isinstance(found, list) else [found]
+        if not all(type(one) is int and 0 <= one < 2**31 for one in ids):
+            raise ValueError(f"{directory / name}: eos_token_id={_shown(found)} is not a token id or a list of them")
+        return tuple(ids)
+    return ()
+
+
+def longest(directory: Path) -> int:
+    """Tokens of a sequence that the model was made for, max_position_embeddings; 0 where config.json does not say."""
+    found = read(directory).get("max_position_embeddings")
+    return found if type(found) is int and found > 0 else 0
+
+
+def family_of(config: Mapping) -> Family:
+    """Raises: ValueError for a family that cannot be read."""
+    kind = config.get("model_type")
+    if isinstance(kind, str) and kind in FAMILIES:
+        return FAMILIES[kind]
+    if isinstance(kind, str) and kind in LACKING:
+        raise ValueError(f'{CONFIG}: model_type="{kind}" needs {LACKING[kind]}, which [model] does not have; '
+                         f"known are {', '.join(FAMILIES)}")
+    near = difflib.get_close_matches(kind, FAMILIES, n=1) if isinstance(kind, str) else []
+    guess = f'did you mean "{near[0]}"? Known' if near else "known"
+    raise ValueError(f"{CONFIG}: model_type={_shown(kind)} is not a family that can be read; {guess} are {', '.join(FAMILIES)}")
+
+
+def model_keys(config: Mapping, family: Family) -> dict:
+    """The keys of [model] that a config.json decides.
+
+    Raises: ValueError, a line for everything that would be computed otherwise than by transformers.
+    """
+    config = {**config, **{key: config[alias] for alias, key in family.aliases.items() if alias in config and key not in config}}
+    get = lambda key: config[key] if key in config else family.defaults.get(key)
+    keys, faults = dict(family.fixed), []
+    for theirs, ours in family.keys.items():
+        value = get(theirs)
+        if value is None and theirs in family.multiples:
+            source, times = family.multiples[theirs]
+            value = get(source) * times if type(get(source)) is int else None
+        if value is None and ours[0] in ("num_kv_heads", "head_dim", "window", "score_softcap", "logit_softcap"):
+            continue        # derived from the others; no window, no cap
+        faults += _fault(theirs, value, ours[0])
+        keys |= {one: float(value) if one in NUMBERS and type(value) is int else value for one in ours}
+    for key, allowed in family.only.items():
+        value = get(key)
+        if value is not None and not any(type(value) is type(one) and value == one for one in allowed):
+            faults.append(f"{CONFIG}: {key}={_shown(value)} cannot be computed; only {' or '.join(map(_shown, allowed))} can")
+    rope, wrong = _rope(config, family)
+    if family.every and not faults:
+        kinds, more = _kinds(config, family, keys)
+        keys |= kinds
+        wrong += more
+    if not family.every and "sliding_attention" in (kinds := config.get("layer_types") or ()) and len(set(map(str, kinds))) > 1:
+        faults.append(f"{CONFIG}: layer_types={_shown(kinds)}: [model] has one window for all layers")
+    known = {*family.keys, *family.only, *family.aliases, *HARMLESS, *WINDOW_KEYS, *(ROPE_KEYS if family.ropes else ())}
+    for key in sorted(set(config) - known):
+        if config[key] not in (None, False, [], {}) and not key.startswith("_"):
+            what = "quantized weights cannot be read" if key == "quantization_config" else \
+                "it is not known here, and may change what is computed; take it out of a copy if it does not"
+            faults.append(f"{CONFIG}: {key}={_shown(config[key])}: {what}")
+    if not faults:
+        heads, width = keys["num_heads"], keys["embed_dim"]
+        if heads % keys.get("num_kv_heads", heads):
+            faults.append(f"{CONFIG}: {keys['num_kv_heads']} key and value heads do not divide {heads} heads")
+        if "head_dim" not in keys and width % heads:
+            faults.append(f"{CONFIG}: {heads} heads do not divide the width of {width}, and there is no head_dim")
+    if faults := faults + wrong:
+        raise ValueError("\n".join(faults))
+    if not keys.get("global_every"):
+        rope.pop("local_rope_theta", None)
+    return keys | rope
+
+
+def config_of(model, family: Family, dtype: str, longest: int, source: Mapping) -> dict:
+    """config.json of a model. model: the keys of [model] as attributes. longest: the sequences it was trained on. source: the
+    config.json that the model came from, whose other keys stay."""
+    kept = {key: value for key, value in source.items() if key not in ("rope_parameters", "dtype", *family.aliases)}
+    made = kept | {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": dtype}
+    made |= {theirs: getattr(model, ours[0]) for theirs, ours in family.keys.items()}
+    made |= {key: allowed[0] for key, allowed in family.only.items() if source.get(key) not in allowed}
+    if family.every:
+        every = (model.global_every or model.num_layers + 1) if model.window else 1
+        made["layer_types"] = [_KINDS[(i + 1) % every == 0] for i in range(model.num_layers)]
+        made["rope_local_base_freq"] = model.local_rope_theta or model.rope_theta
+    made |= {key: made[key] or None for key in made if key.endswith("_softcapping")}
+    if "sliding_window" in made:
+        made["sliding_window"] = made["sliding_window"] or None     # absent, some classes take one
+    if not family.ropes:
+        return made
+    made |= {"max_position_embeddings": max(longest, source.get("max_position_embeddings") or 0), "rope_theta": model.rope_theta}
+    scaled = model.rope_scaling_factor != 1
+    made["rope_scaling"] = {"rope_type": model.rope_scaling} | {
+        theirs: getattr(model, ours) for theirs, (ours, _) in SCALED[model.rope_scaling].items()} if scaled else None
+    return made
+
+
+def family_for(model) -> Family:
+    """The first family that computes what a model does. Raises: ValueError where none does."""
+    for family in FAMILIES.values():
+        sizes = {one for ours in family.keys.values() for one in ours}
+        heads = "num_kv_heads" in sizes or model.num_kv_heads == model.num_heads
+        width = "head_dim" in sizes or model.head_dim * model.num_heads == model.embed_dim
+        rope = model.rope_scaling_factor == 1 or model.rope_scaling in family.ropes or model.position != "rope"
+        if heads and width and rope and all(getattr(model, key) == value for key, value in family.fixed.items()) and all(
+                getattr(model, one) == getattr(model, ours[0]) for ours in family.keys.values() for one in ours):
+            return family
+    asked = dict.fromkeys([*FAMILIES["llama"].fixed, *(FAMILIES["mixtral"].fixed if model.num_experts else ())])
+    told = ", ".join(f"model.{key}={_shown(getattr(model, key))}" for key in asked)
+    raise ValueError(f"no family of Hugging Face's computes this model ({told}); known are {', '.join(FAMILIES)}")
+
+
+def _rope(config: Mapping, family: Family) -> tuple[dict, list[str]]:
+    """(keys of [model], faults)."""
+    if not family.ropes:
+        return {}, []
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    local = {}
+    if isinstance(given, dict) and "full_attention" in given:
+        given, local = given["full_attention"], given.get("sliding_attention", {})
+    if not isinstance(given, dict) or not isinstance(local, dict):
+        return {}, [f"{CONFIG}: rope_parameters={_shown(given)} is no object"]
+    given = {key: value for key, value in given.items() if value is not None}
+    theta = given.pop("rope_theta", config.get("rope_theta") or family.defaults["rope_theta"])
+    kind = given.pop("rope_type", given.pop("type", "default"))
+    given.pop("type", None)
+    faults = [] if _is_number(theta) else [f"{CONFIG}: rope_theta={_shown(theta)} is not a number larger than 0"]
+    if kind not in family.ropes:
+        return {}, [*faults, f"{CONFIG}: rope_type={_shown(kind)} cannot be computed; only {' or '.join(family.ropes)} can"]
+    keys = {"rope_theta": float(theta)} if not faults else {}
+    keys |= {"rope_scaling": kind} if kind in SCALED else {}
+    for key, harmless in (("partial_rotary_factor", 1.0), ("truncate", True)):
+        if given.get(key) == harmless:
+            del given[key]
+    for theirs, (ours, absent) in SCALED.get(kind, {}).items():
+        value = given.pop(theirs, absent)
+        if not _is_number(value) or (ours in WHOLE and type(value) is not int):
+            faults.append(f"{CONFIG}: {theirs}={_shown(value)} of the rope is not a number larger than 0")
+        else:
+            keys[ours] = value if ours in WHOLE else float(value)
+    if family.every and not faults:
+        base = local.get("rope_theta", config.get("rope_local_base_freq") or family.defaults.get("rope_local_base_freq") or theta)
+        if not _is_number(base) or local.get("rope_type", "default") != "default":
+            faults.append(f"{CONFIG}: the rope of layers with a window, {_shown(local or base)}, cannot be computed; only default can")
+        elif base != theta or kind in SCALED:
+            keys["local_rope_theta"] = float(base)
+    if given:
+        faults += [f"{CONFIG}: {key}={_shown(value)} of the rope cannot be computed" for key, value in given.items()]
+    return keys, faults
+
+
+def _kinds(config: Mapping, family: Family, keys: Mapping) -> tuple[dict, list[str]]:
+    """(the keys of [model] that say which layers have a window, faults)."""
+    count = keys["num_layers"]
+    every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or family.every
+    every = every if type(every) is int and every > 0 else family.every
+    kinds = config.get("layer_types") or [_KINDS[(i + 1) % every == 0] for i in range(min(count, 10_000))]
+    if not isinstance(kinds, list) or len(kinds) != count:
+        return {}, [f"{CONFIG}: layer_types={_shown(kinds)} does not name each of {count} layers"]
+    every = kinds.index(_KINDS[True]) + 1 if _KINDS[True] in kinds else count + 1
+    if set(map(str, kinds)) == {_KINDS[True]}:
+        return {"window": 0}, []
+    if any(kind != _KINDS[(i + 1) % every == 0] for i, kind in enumerate(kinds)):
+        return {}, [f"{CONFIG}: layer_types={_shown(kinds)}: only {_KINDS[False]} with {_KINDS[True]} as every n-th can be computed"]
+    return {"global_every": every}, []
+
+
+_KINDS = {False: "sliding_attention", True: "full_attention"}
+
+
+def _fault(theirs: str, value, ours: str) -> list[str]:
+    if value is None:
+        return [f"{CONFIG}: {theirs} is not there; every family needs it"]
+    if ours in FLAGS:
+        return [] if type(value) is bool else [f"{CONFIG}: {theirs}={_shown(value)} is not true or false"]
+    if ours in NUMBERS:
+        return [] if _is_number(value) else [f"{CONFIG}: {theirs}={_shown(value)} is not a number larger than 0"]
+    least = 2 if ours == "vocab_size" else 1
+    if type(value) is not int or not least <= value < 2**31:
+        return [f"{CONFIG}: {theirs}={_shown(value)} is not a whole number from {least} to {2**31 - 1}"]
+    return []
+
+
+def _is_number(value) -> bool:
+    return type(value) in (int, float) and 0 < value < float("inf")
+
+
+def _shown(value) -> str:
+    return json.dumps(value)[:80]

@@ -1,0 +1,1 @@
+"""Attention over sequences that are split: ring, gathered keys and values, Ulysses, in zigzag order."""

@@ -1,0 +1,298 @@
+"""The attention that a run file asks for: an engine on each device, and a method for sequences that are split along `context`.
+
+`ring` passes keys and values round, `gather` gathers them, `ulysses` splits heads instead of tokens. Each is a module
+with `order` (of the tokens over the devices), `forward` and `backward`, both written out: nothing here is differentiated.
+"""
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import ModuleType
+from typing import NamedTuple
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import get_abstract_mesh
+
+from meshtrain.kernels import blockwise, cudnn, pallas, tiles
+from meshtrain.kernels.engine import Engine
+from meshtrain.kernels.mask import CAUSAL, Mask, Scores
+from meshtrain.parallel.context import gather, ring, ulysses
+from meshtrain.sharding.rules import Layout
+
+AXIS = "context"
+METHODS: dict[str, ModuleType] = {"ring": ring, "gather": gather, "ulysses": ulysses}
+GPU_PLATFORMS = ("gpu", "cuda")
+LABELS = {"cudnn": "cuDNN's kernel", "pallas": "Pallas kernels that visit only what documents reach",
+          "blockwise": "blockwise XLA engine"}
+
+
+def attend(method, layout, q_BTNH, k_BSKH, v_BSKH, segments_BT, mask: Mask = CAUSAL):
+    """Attention within segments and the mask: [B, T, N, H] from N query heads and K key/value heads (N a multiple of K).
+
+    method: forward(layout, mask, q, k, v, segments) -> o, lse and backward(layout, mask, q, k, v, segments, o, lse, do) -> dq,
+    dk, dv.
+    """
+    return _attend(method, layout, mask, q_BTNH, k_BSKH, v_BSKH, segments_BT)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attend(method, layout, mask, q_BTNH, k_BSKH, v_BSKH, segments_BT):
+    return method.forward(layout, mask, q_BTNH, k_BSKH, v_BSKH, segments_BT)[0].astype(q_BTNH.dtype)
+
+
+def _attend_forward(method, layout, mask, q_BTNH, k_BSKH, v_BSKH, segments_BT):
+    o_BTNH, lse_BTN = method.forward(layout, mask, q_BTNH, k_BSKH, v_BSKH, segments_BT)
+    # Named, so that selective remat keeps them and the backward never repeats the forward loop.
+    o_BTNH = checkpoint_name(o_BTNH.astype(q_BTNH.dtype), "attention_o")
+    lse_BTN = checkpoint_name(lse_BTN, "attention_lse")
+    return o_BTNH, (q_BTNH, k_BSKH, v_BSKH, segments_BT, o_BTNH, lse_BTN)
+
+
+def _attend_backward(method, layout, mask, saved, do_BTNH):
+    q, k, v = saved[:3]
+    dq, dk, dv = method.backward(layout, mask, *saved, do_BTNH)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+class Local(NamedTuple):
+    """The method where every device holds whole sequences: one engine, all pairs of queries and keys."""
+    engine: Engine
+
+    def forward(self, layout, mask, *args):
+        local = lambda q, k, v, segments: self.engine.forward(q, k, v, segments, segments, mask.within(q.shape[1]))
+        return _forward(local, not self.engine.partitions, layout, *args)
+
+    def backward(self, layout, mask, *args):
+        local = lambda q, k, v, segments, *rest: self.engine.backward(q, k, v, segments, segments, *rest, mask.within(q.shape[1]))
+        return _backward(local, not self.engine.partitions, layout, *args)
+
+
+class ContextParallel(NamedTuple):
+    """The method as attention sees it: arrays [B, T, …] of the whole mesh, or, where `context` is manual already (inside a
+    pipeline), those of this device."""
+    method: ModuleType
+    engine: Engine
+
+    def forward(self, layout, mask, *args):
+        return _forward(partial(self.method.forward, self.engine, mask, axis=AXIS), self._by_hand(), layout, *args)
+
+    def backward(self, layout, mask, *args):
+        return _backward(partial(self.method.backward, self.engine, mask, axis=AXIS), self._by_hand(), layout, *args)
+
+    def _by_hand(self) -> bool:
+        return not self.engine.partitions or AXIS not in get_abstract_mesh().manual_axes
+
+
+def _forward(local, by_hand: bool, layout, *args):
+    """o, lse <- local(q, k, v, segments), on shards that lie as the layout says where axes must be manual."""
+    if not (rest := _automatic_axes()) or not by_hand:
+        return local(*args)
+    specs = _specs(layout, q="heads", k="kv_heads", v="kv_heads", segments=None)
+    return _on_shards(local, rest, specs, (specs[0], *_specs(layout, lse="heads")))(*args)
+
+
+def _backward(local, by_hand: bool, layout, *args):
+    """dq, dk, dv <- local(q, k, v, segments, o, lse, do), likewise."""
+    if not (rest := _automatic_axes()) or not by_hand:
+        return local(*args)
+    specs = _specs(layout, q="heads", k="kv_heads", v="kv_heads", segments=None, o="heads", lse="heads", do="heads")
+    return _on_shards(local, rest, specs, specs[:3])(*args)
+
+
+def _automatic_axes() -> set[str]:
+    """The mesh axes that are not manual here. Inside a pipeline those that it leaves to XLA: tensor, and all of size 1."""
+    mesh = get_abstract_mesh()
+    return set(mesh.axis_names) - set(mesh.manual_axes)
+
+
+def _on_shards(local, axes: set[str], in_specs, out_specs):
+    # All axes that are left, those of size 1 too: in a region that is manual over some of them alone, cuDNN does not compile,
+    # and Pallas kernels compute all heads on every tensor rank, in silence. check_vma guards transposition, and both
+    # directions are written out.
+    return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
+
+
+def _specs(layout, **heads):
+    """PartitionSpecs of [B, T, heads, …], or [B, T] for None."""
+    return tuple(layout.spec("activations", ("batch", "seq", *([axis] if axis else []))) for axis in heads.values())
+
+
+# ---- what a run file asks for ----------------------------------------------------------------------------------------
+
+
+def token_order(run, sizes: Mapping[str, int]):
+    """int64 [T]: which token stands at each place of a sequence that is split over context; None: as they come."""
+    cp = sizes[AXIS]
+    return METHODS[run.context.method].order(run.data.seq_len, cp) if cp > 1 else None
+
+
+def problems(run, layout: Layout) -> list[str]:
+    """What keeps the layout from splitting sequences over mesh.context, where that is larger than 1."""
+    cp, rules_file = layout.sizes["context"], layout.rules.path
+    if cp == 1:
+        return []
+    T, method, faults = run.data.seq_len, run.context.method, []
+    seq, residual = (layout.mesh_axes("activations", axis) for axis in ("seq", "residual_seq"))
+    if seq != ("context",):
+        faults.append(f"{rules_file} [activations] seq = {list(seq)}: mesh.context={cp} splits every sequence; write "
+                      "seq = \"context\", or set mesh.context to 1")
+    elif residual[:1] != ("context",):
+        faults.append(f"{rules_file} [activations] residual_seq = {list(residual)} does not begin with context, which splits "
+                      "seq; write residual_seq = \"context\", or [\"context\", \"tensor\"]")
+    heads, kv_heads = (layout.mesh_axes("activations", axis) for axis in ("heads", "kv_heads"))
+    if heads != kv_heads and run.model.num_kv_heads > 1:
+        faults.append(f"{rules_file} [activations] heads = {list(heads)} and kv_heads = {list(kv_heads)}: where sequences are split, "
+                      "a device's query heads need its own key/value heads; give both the same mesh axes")
+    chunks = cp if method == "ulysses" else 2 * cp
+    ways = math.lcm(chunks, layout.ways(residual))
+    if T % ways:
+        near = " or ".join(str(n) for n in (T // ways * ways, -(-T // ways) * ways) if n)
+        what = "mesh.context" if method == "ulysses" else "2 × mesh.context"
+        also = f" and over {' × '.join(residual)}" if ways > chunks else ""
+        faults.append(f"data.seq_len={T} cannot be split into {what} = {chunks} chunks of equal length{also}; use {near}")
+    ways = layout.ways(layout.mesh_axes("activations", "heads"))
+    if method == "ulysses" and run.model.num_heads // ways % cp:
+        each = run.model.num_heads // ways
+        faults.append(f"context.method=\"ulysses\" splits {each} heads (model.num_heads={run.model.num_heads} over tensor {ways}) "
+                      f"over mesh.context={cp}, which does not divide; use ring or gather, or a mesh.context that divides {each}")
+    return faults
+
+
+def choose(run, layout: Layout, platform: str, gpu: str = "") -> tuple[Callable, str]:
+    """The attention function (see `model.layers.Execution`) and a note on the choice, "" on CPUs that were asked for nothing.
+
+    platform: as jax calls it. gpu: its name in the hardware table. Raises: ValueError where model.attention names an engine
+    that cannot serve the run.
+    """
+    asked, cp = run.model.attention, layout.sizes[AXIS]
+    against = _against(run, layout, platform, gpu)
+    against["cudnn"] += _without_cudnn()
+    name = _chosen(asked, against)
+    why = [f"model.attention={asked}"] if asked != "auto" else against["cudnn"][:1] if name == "pallas" else against["cudnn"]
+    if name == "blockwise" and asked == "auto":
+        why = [*dict.fromkeys(why + against["pallas"])]
+    if platform not in GPU_PLATFORMS and asked == "auto":
+        why = []                # nobody asks there
+    note = f"attention: {LABELS[name]}{_of(run)}" + (f", because {'; '.join(why)}" if why else "")
+    engine = _engine(name, run, cp, gpu)
+    method = Local(engine) if cp == 1 else ContextParallel(METHODS[run.context.method], engine)
+    of_rows = partial(attend, method) if run.data.document_mask else partial(_attend_whole_rows, method)
+    return of_rows, note if platform in GPU_PLATFORMS or asked != "auto" or window(run) else ""
+
+
+def engine_name(run, layout: Layout, gpu: str) -> str:
+    """The engine that `choose` takes on GPUs of this name with all software installed: for prices.
+
+    Raises: ValueError as `choose`.
+    """
+    return _chosen(run.model.attention, _against(run, layout, GPU_PLATFORMS[0], gpu))
+
+
+def _against(run, layout: Layout, platform: str, gpu: str) -> dict[str, list[str]]:
+    """Why each engine cannot serve this run, whatever is installed; the fastest first."""
+    return {"cudnn": _against_cudnn(run, layout, platform, gpu), "pallas": _against_pallas(run, layout, platform, gpu),
+            "blockwise": []}
+
+
+def _chosen(asked: str, against: Mapping[str, list[str]]) -> str:
+    """Raises: ValueError where the engine that is asked for cannot serve."""
+    name = next(name for name, reasons in against.items() if not reasons) if asked == "auto" else asked
+    if against[name]:
+        able = " or ".join(f'"{other}"' for other in ("auto", *against) if not against.get(other))
+        raise ValueError(f'model.attention="{name}" cannot serve this run: {"; ".join(against[name])}; use {able}')
+    return name
+
+
+def _attend_whole_rows(method, layout, *args, mask: Mask = CAUSAL):
+    """`attend` of rows that are one document."""
+    return attend(method, layout, *args, mask=mask._replace(documents=False))
+
+
+def _of(run) -> str:
+    """What is attended to, for the note; "" where that is all before a token."""
+    within, every = window(run), run.model.global_every
+    if not within or every == 1:
+        return ""
+    return f", window {within:,}" + (f" in {every - 1} layers of {every}" if every else "")
+
+
+def _engine(name: str, run, cp: int, gpu: str) -> Engine:
+    scores = Scores(run.model.attention_scale_dim, run.model.score_softcap)
+    if name == "cudnn":
+        return cudnn.engine(scores)
+    if name == "pallas":
+        return pallas.engine(tiles.of(run.model.head_dim, gpu, bool(scores.softcap)), scores)
+    if cp == 1 or run.context.method == "ulysses":
+        return blockwise.engine(scores=scores)
+    # Four blocks a chunk at least: the diagonal blocks, half of them masked, are then 1/8 of a causal square of two chunks.
+    chunk = run.data.seq_len // (2 * cp)
+    return blockwise.engine(min(blockwise.BLOCK, max(32, -(-chunk // 4))), scores)
+
+
+def window(run) -> int:
+    """Tokens that a token sees; 0 where that is all of the sequence."""
+    return run.model.window if run.model.window < run.data.seq_len else 0
+
+
+def _against_kernels(run, layout: Layout, platform: str) -> list[str]:
+    """Why no kernel at all can serve this run."""
+    reasons = []
+    if platform not in GPU_PLATFORMS:
+        reasons.append(f"kernels run on GPUs, not on platform {platform!r}")
+    if run.model.compute_dtype != "bfloat16":
+        reasons.append(f"kernels take bfloat16, not model.compute_dtype={run.model.compute_dtype}")
+    heads, kv_heads, seq = (layout.mesh_axes("activations", axis) for axis in ("heads", "kv_heads", "seq"))
+    if heads != kv_heads and run.model.num_kv_heads > 1:
+        reasons.append(f"{layout.rules.path} [activations] splits heads over {list(heads)} and kv_heads over {list(kv_heads)}")
+    if seq and layout.sizes[AXIS] == 1:
+        reasons.append(f"{layout.rules.path} [activations] splits seq over {list(seq)}")
+    return reasons
+
+
+def _against_cudnn(run, layout: Layout, platform: str, gpu: str) -> list[str]:
+    """Why cuDNN's kernel cannot serve this run where it is installed; empty where it can."""
+    reasons = _against_kernels(run, layout, platform)
+    if gpu.startswith("mi"):
+        reasons.append(f"cuDNN runs on NVIDIA's GPUs, not on {gpu}")
+    if run.data.document_mask:
+        reasons.append("cuDNN's kernel has no document mask (data.document_mask=true)")
+    if run.model.score_softcap:
+        reasons.append(f"cuDNN's kernel has no softcap (model.score_softcap={run.model.score_softcap})")
+    if window(run) and layout.sizes[AXIS] > 1 and run.context.method != "ulysses":
+        reasons.append(f'cuDNN\'s kernel has no window over the chunks of context.method="{run.context.method}" '
+                       f"(model.window={run.model.window})")
+    if run.model.head_dim % 8 or run.model.head_dim > 128:
+        reasons.append(f"cuDNN's kernel needs a head_dim that is a multiple of 8 up to 128, not {run.model.head_dim}")
+    if run.training.deterministic:
+        reasons.append("cuDNN's backward adds in no fixed order (training.deterministic=true)")
+    return reasons
+
+
+def _without_cudnn() -> list[str]:
+    """Why cuDNN's kernel cannot be had here; empty where it can."""
+    if not importlib.util.find_spec("nvidia") or not _has_cudnn():
+        return ["the cuDNN library is not installed (extra 'gpu')"]
+    return ["this version of jax does not offer cuDNN's blocks"] if cudnn.engine() is None else []
+
+
+def _against_pallas(run, layout: Layout, platform: str, gpu: str) -> list[str]:
+    """Why the Pallas kernels cannot serve this run; empty where they can."""
+    reasons = _against_kernels(run, layout, platform)
+    if run.model.head_dim > (widest := max(tiles.WIDTHS)):
+        reasons.append(f"the Pallas kernels take a head_dim of at most {widest}, not {run.model.head_dim}")
+    elif platform in GPU_PLATFORMS and tiles.of(run.model.head_dim, gpu) is None:
+        reasons.append(f"no tiles are known to fit this GPU ({gpu or 'not in the table of GPUs'})")
+    return reasons
+
+
+def _has_cudnn() -> bool:
+    try:
+        return importlib.util.find_spec("nvidia.cudnn") is not None
+    except ModuleNotFoundError:
+        return False

@@ -1,0 +1,194 @@
+"""Attention within a window over sequences in zigzag order: a chunk sees itself and the chunks right before it,
+nothing further.
+
+Of 2·cp chunks of c tokens, chunk a sees those at distances 1 … D = ceil((window - 1) / c). At one distance the mask is the same
+on every device: none up to the last one or two, and there that of queries which begin a known number of tokens after the keys.
+So every device computes two blocks for each distance below cp, and one beyond it, where early chunks have nothing before them;
+no device waits for another, and of the blocks at the window's edge engines skip what is beyond it. At distance d the first d
+chunks have nothing to see, and what was computed for them is dropped: of 2·cp·D blocks D (D + 1) / 2, where D < cp.
+How the keys of a chunk come to the device that has the queries is the method's (`ring`, `gather`), as a `Journey`.
+To be called where `axis` is manual. Lengths T are local: 2 chunks.
+"""
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshtrain.kernels.engine import MASKED
+from meshtrain.kernels.mask import Mask
+from meshtrain.parallel.context.zigzag import choose, halves, join, merge
+
+
+class Distances(NamedTuple):
+    """`count` distances from `first` on, at which the late chunks or early and late ones have one mask."""
+    first: int
+    count: int
+    early: bool
+    mask: Mask
+
+
+class Journey(NamedTuple):
+    """Pairs of what belongs to the early and to the late chunk of every device, on their way.
+
+    begin(pair) -> travelling. meet(travelling, d, last) -> (what the chunks before by d have, travelling to d + 1).
+    add(sums, pair, d) -> sums with what the chunks before by d are given, for each d from 1 on, where sums are None;
+    home(sums, D) -> pair: what every device's own chunks were given. D: the last distance.
+    """
+    begin: Callable
+    meet: Callable
+    add: Callable
+    home: Callable
+
+
+def distances(mask: Mask, chunk: int, cp: int) -> list[Distances]:
+    """All at which anything is seen, the nearest first."""
+    last = min(-(-(mask.window - 1) // chunk), 2 * cp - 1)
+    free = mask.window // chunk - 1         # up to this one, whole chunks are seen
+    kind = lambda d: (d < cp, mask._replace(causal=False, window=0) if d <= free else mask._replace(causal=False, ahead=d * chunk))
+    grouped = [(key, list(those)) for key, those in itertools.groupby(range(1, last + 1), kind)]
+    return [Distances(those[0], len(those), *key) for key, those in grouped]
+
+
+def forward(engine, mask: Mask, journey: Journey, q_BTNH, k_BTKH, v_BTKH, segments_BT, axis: str):
+    """o [B, T, N, H] and lse [B, T, N] of these queries to the keys that they see, float32."""
+    q, k, v, segments = map(halves, (q_BTNH, k_BTKH, v_BTKH, segments_BT))
+    cp, i = lax.axis_size(axis), lax.axis_index(axis)
+    sums = tuple(engine.forward(*own, mask) for own in zip(q, k, v, segments, segments))
+
+    def visit(carry, d, of: Distances, last: bool):
+        travelling, sums = carry
+        met, travelling = journey.meet(travelling, d, last)
+
+        def merged(half):
+            k, v, z = met[half]
+            o, lse = engine.forward(q[half], k, v, segments[half], z, of.mask)
+            return merge(*sums[half], o, jnp.where(_number(half, i, cp) >= d, lse, MASKED))
+        return travelling, (merged(0) if of.early else sums[0], merged(1))
+
+    steps = distances(mask, q[0].shape[1], cp)
+    begun = journey.begin(tuple(zip(k, v, segments))) if steps else None
+    _, ((o0, l0), (o1, l1)) = _through(steps, visit, (begun, sums))
+    return join(o0, o1), join(l0, l1)
+
+
+def backward(engine, mask: Mask, journey: Journey, q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, lse_BTN, do_BTNH, axis: str):
+    """dq, dk, dv of what this device holds, float32. o and lse: the forward's, over all keys."""
+    q, k, v, segments, o, lse, do = map(halves, (q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, lse_BTN, do_BTNH))
+    cp, i = lax.axis_size(axis), lax.axis_index(axis)
+    own = [engine.backward(*of_half, mask) for of_half in zip(q, k, v, segments, segments, o, lse, do)]
+    dq, dkv = tuple(grads[0] for grads in own), [grads[1:] for grads in own]
+
+    def visit(carry, d, of: Distances, last: bool):
+        travelling, dq, sums = carry
+        met, travelling = journey.meet(travelling, d, last)
+
+        def summands(half):
+            k, v, z = met[half]
+            grads = engine.backward(q[half], k, v, segments[half], z, o[half], lse[half], do[half], of.mask)
+            # Chosen, not multiplied: keys that the forward never saw may give anything, infinities too.
+            return jax.tree.map(lambda grad: jnp.where(_number(half, i, cp) >= d, grad, 0.0), grads)
+        late = summands(1)
+        early = summands(0) if of.early else jax.tree.map(jnp.zeros_like, late)
+        return (travelling, tuple(total + grads[0] for total, grads in zip(dq, (early, late))),
+                journey.add(sums, (early[1:], late[1:]), d))
+
+    steps = distances(mask, q[0].shape[1], cp)
+    if not steps:
+        return join(*dq), *(join(*pair) for pair in zip(*dkv))
+    _, dq, sums = _through(steps, visit, (journey.begin(tuple(zip(k, v, segments))), dq, None))
+    (dk0, dv0), (dk1, dv1) = jax.tree.map(jnp.add, tuple(dkv), journey.home(sums, steps[-1].first + steps[-1].count - 1))
+    return join(*dq), join(dk0, dk1), join(dv0, dv1)
+
+
+def _number(half: int, i, cp: int):
+    """Of the early (0) or late (1) chunk of device i."""
+    return 2 * cp - 1 - i if half else i
+
+
+def _through(steps: list[Distances], visit, carry):
+    """carry through visit(carry, d, distances, last) of all. Alike ones are one loop, but the first, which begins the sums, and
+    the last, from where nothing goes on."""
+    last = steps[-1].first + steps[-1].count - 1 if steps else 0
+    for of in steps:
+        between = range(max(of.first, 2), min(of.first + of.count, last))
+        if of.first == 1:
+            carry = visit(carry, 1, of, last == 1)
+        if between:
+            carry, _ = lax.scan(lambda carry, d, of=of: (visit(carry, d, of, False), None), carry, jnp.asarray(between))
+        if of is steps[-1] and last > 1:
+            carry = visit(carry, last, of, True)
+    return carry
+
+
+# ---- how keys come to queries ----------------------------------------------------------------------------------------
+
+
+def ring(axis: str) -> Journey:
+    """Chunk by chunk round: an early chunk goes one device on and a late one a device back, as the next chunk of the sequence
+    lies, and both turn at the ends. Sums travel with the keys that they belong to, and return the shorter way."""
+    def meet(travelling, d, last):
+        return travelling, travelling if last else onward(travelling)
+
+    onward = partial(_onward, axis=axis)
+
+    def home(sums, D):
+        back = 2 * lax.axis_size(axis) - D
+        hop, hops = (onward, back) if back < D else (partial(_onward, axis=axis, back=True), D)
+        for _ in range(hops):
+            sums = hop(sums)
+        return sums
+
+    def add(sums, pair, d):
+        return pair if sums is None else jax.tree.map(jnp.add, onward(sums), pair)
+
+    return Journey(onward, meet, add, home)
+
+
+def _onward(pair, axis: str, back: bool = False):
+    """What lies with each chunk, one chunk further, or back; the ends of the sequence are neighbours."""
+    cp, i = lax.axis_size(axis), lax.axis_index(axis)
+    send = lambda tree, by: jax.tree.map(lambda x: lax.ppermute(x, axis, [(n, (n + by) % cp) for n in range(cp)]), tree)
+    early, late = pair
+    ahead, behind = send(early, -1 if back else 1), send(late, 1 if back else -1)
+    # Of two chunks that lie on one device, the middle ones and the ends, each gets what the other has.
+    turn_early, turn_late = (cp - 1, 0) if back else (0, cp - 1)
+    return choose(i == turn_early, late, ahead), choose(i == turn_late, early, behind)
+
+
+def gathered(axis: str) -> Journey:
+    """Every device gathers the whole sequence, and its gradients are summed where their tokens lie."""
+    def place(half, d):
+        """Where the chunk before by d stands in what was gathered; the first, where there is none."""
+        cp = lax.axis_size(axis)
+        chunk = jnp.maximum(_number(half, lax.axis_index(axis), cp) - d, 0)
+        return jnp.where(chunk < cp, 2 * chunk, 2 * (2 * cp - 1 - chunk) + 1)
+
+    def begin(pair):
+        return jax.tree.map(lambda early, late: lax.all_gather(join(early, late), axis, axis=1, tiled=True), *pair)
+
+    def take(x, at):
+        size = x.shape[1] // (2 * lax.axis_size(axis))
+        return lax.dynamic_slice_in_dim(x, at * size, size, 1)
+
+    def meet(whole, d, last):
+        return tuple(jax.tree.map(lambda x: take(x, place(half, d)), whole) for half in (0, 1)), whole
+
+    def add(sums, pair, d):
+        if sums is None:
+            sums = jax.tree.map(lambda x: jnp.concatenate([jnp.zeros_like(x)] * (2 * lax.axis_size(axis)), 1), pair[0])
+        for half, summands in enumerate(pair):
+            at = place(half, d)
+            sums = jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, take(x, at) + y, at * y.shape[1], 1), sums, summands)
+        return sums
+
+    def home(sums, D):
+        summed = jax.tree.map(lambda x: halves(lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True)), sums)
+        return tuple(zip(*summed))
+
+    return Journey(begin, meet, add, home)

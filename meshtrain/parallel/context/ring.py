@@ -1,0 +1,96 @@
+"""Ring attention: keys and values travel round the `context` axis while the blocks that are there are computed.
+
+Source: arXiv:2310.01889, in zigzag order. With the keys of an earlier device j < i, exactly (early q, early k) and (late q,
+early k) are live, with those of a later one (late q, early k) and (late q, late k); each is a whole chunk × chunk block.
+So a device computes two blocks a step, chosen by `where`: no mask, no branch, no idle device. Per layer the forward sends
+cp-1 times K and V, the backward as often again and cp times dK and dV in float32 (segment ids apart; where the model
+casts dK and dV to bf16 next, XLA on GPUs does so before their last hop and sends half of it).
+To be called where `axis` is manual. Lengths T are local: 2 chunks.
+"""
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshtrain.kernels.mask import Mask
+from meshtrain.parallel.context import band
+from meshtrain.parallel.context.zigzag import choose, halves, join, merge, order
+
+__all__ = ["backward", "forward", "order"]
+
+
+def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, axis: str = "context"):
+    """o [B, T, N, H] and lse [B, T, N] of these queries to the keys of all devices, float32."""
+    cp, i = lax.axis_size(axis), lax.axis_index(axis)
+    if (mask := mask.within(cp * q_BTNH.shape[1])).window:
+        return band.forward(engine, mask, band.ring(axis), q_BTNH, k_BTKH, v_BTKH, segments_BT, axis)
+    whole = mask._replace(causal=False)
+    q0, q1 = halves(q_BTNH)
+    s0, s1 = halves(segments_BT)
+
+    def visit(kv, acc, t):
+        """Adds the keys of device i-t."""
+        (k0, k1), (v0, v1), (z0, z1) = map(halves, kv)
+        (o0, o1), (l0, l1) = map(halves, acc)
+        earlier = (i - t) % cp < i
+        o1, l1 = merge(o1, l1, *engine.forward(q1, k0, v0, s1, z0, whole))
+        block = choose(earlier, (q0, k0, v0, s0, z0), (q1, k1, v1, s1, z1))
+        new = merge(*choose(earlier, (o0, l0), (o1, l1)), *engine.forward(*block, whole))
+        (o0, l0), (o1, l1) = choose(earlier, new, (o0, l0)), choose(earlier, (o1, l1), new)
+        return join(o0, o1), join(l0, l1)
+
+    kv = _pass_on((k_BTKH, v_BTKH, segments_BT), axis)       # on its way while the diagonal is computed
+    acc = engine.forward(q_BTNH, k_BTKH, v_BTKH, segments_BT, segments_BT, mask)
+
+    def step(carry, t):
+        kv, acc = carry
+        return (_pass_on(kv, axis), visit(kv, acc, t)), None
+
+    if cp > 2:
+        (kv, acc), _ = lax.scan(step, (kv, acc), jnp.arange(1, cp - 1))
+    return visit(kv, acc, cp - 1)
+
+
+def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, lse_BTN, do_BTNH, axis: str = "context"):
+    """dq, dk, dv of what this device holds, float32. o and lse: the forward's, over all keys.
+
+    The sums of dK and dV travel one step behind the keys that they belong to, and make one hop more to come home.
+    """
+    cp, i = lax.axis_size(axis), lax.axis_index(axis)
+    if (mask := mask.within(cp * q_BTNH.shape[1])).window:
+        return band.backward(engine, mask, band.ring(axis), q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, lse_BTN, do_BTNH, axis)
+    whole = mask._replace(causal=False)
+    (q0, q1), (s0, s1), (o0, o1), (l0, l1), (g0, g1) = map(halves, (q_BTNH, segments_BT, o_BTNH, lse_BTN, do_BTNH))
+
+    def visit(kv, sums, t):
+        (k0, k1), (v0, v1), (z0, z1) = map(halves, kv)
+        dq, dkv = sums
+        dk, dv = _pass_on(dkv, axis)                # the sums of these keys, while their next summand is computed
+        earlier = (i - t) % cp < i
+        dq_a, dk_a, dv_a = engine.backward(q1, k0, v0, s1, z0, o1, l1, g1, whole)
+        block = choose(earlier, (q0, k0, v0, s0, z0, o0, l0, g0), (q1, k1, v1, s1, z1, o1, l1, g1))
+        dq_b, dk_b, dv_b = engine.backward(*block, whole)
+        early = lambda x: jnp.where(earlier, x, 0.0)
+        late = lambda x: jnp.where(earlier, 0.0, x)
+        return (dq + join(early(dq_b), dq_a + late(dq_b)),
+                (dk + join(dk_a + early(dk_b), late(dk_b)), dv + join(dv_a + early(dv_b), late(dv_b))))
+
+    kv = _pass_on((k_BTKH, v_BTKH, segments_BT), axis)
+    dq, dk, dv = engine.backward(q_BTNH, k_BTKH, v_BTKH, segments_BT, segments_BT, o_BTNH, lse_BTN, do_BTNH, mask)
+    sums = dq, (dk, dv)
+
+    def step(carry, t):
+        kv, sums = carry
+        return (_pass_on(kv, axis), visit(kv, sums, t)), None
+
+    if cp > 2:
+        (kv, sums), _ = lax.scan(step, (kv, sums), jnp.arange(1, cp - 1))
+    dq, dkv = visit(kv, sums, cp - 1)
+    return dq, *_pass_on(dkv, axis)
+
+
+def _pass_on(tree, axis: str):
+    """Everything one device further."""
+    cp = lax.axis_size(axis)
+    return jax.tree.map(lambda x: lax.ppermute(x, axis, [(i, (i + 1) % cp) for i in range(cp)]), tree)

@@ -1,0 +1,1 @@
+"""Mixture of experts over devices: tokens to the experts that they chose, and their outputs back."""

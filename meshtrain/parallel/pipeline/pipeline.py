@@ -1,0 +1,434 @@
+"""One executor for every schedule: a whole pipelined step inside one `shard_map`.
+
+In a tick all stages execute the same slots in the same order (receive, embedding, layers, send, loss), each on the microbatch
+and the buffer slots that the schedule gives it; a stage that has nothing to do works masked, so no control flow differs between
+devices and collectives may stand anywhere. F, B and W of a tick go through the layers together: none waits for another, so the
+collectives of one run beside the products of the others. Ticks with the same slots are a phase, one scan. The executor makes
+the gradients itself: jax never differentiates through it. It is given the model as functions and knows nothing else of it.
+Leading layers, unlike those of the stages, stand before the first tick and behind the last one, on all stages at once.
+Manual are `stage` and the axes over which gradients are summed once, after the step; all others are automatic.
+Sources: `schedules`; arXiv:1811.06965, 2104.04473, 2401.10241.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from meshtrain.names import TAKEN
+from meshtrain.parallel.pipeline import layer_vjp, schedules
+from meshtrain.parallel.pipeline.layer_vjp import added, put, take
+from meshtrain.parallel.pipeline.schedules import TickRange, Schedule
+from meshtrain.sharding.mesh import after, psum
+
+STAGE = "stage"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFunctions:
+    """What is pipelined; every function is called inside the shard_map, on a device's shard.
+
+    prepare(microbatch, extra) -> e: what all layers see beside the residual stream, recomputed where it is needed.
+    embed(ends, frozen, microbatch, extra) -> x, before the first layer. layer(w, x, ((number, frozen), e)) -> (x, aux).
+    head(ends, frozen, x, microbatch, extra) -> (objective, metric), after the last; the objective is differentiated.
+    aux: {name: float32 array}, sums that are not differentiated. `ends` are the weights of embed and head, which all stages
+    work on together: where they are split over the stages, embed and head gather and sum over them, and return the same on
+    every stage. frozen: of a layer or of the ends those weights that have no gradient. leading: as `layer`, of layers of
+    another kind before the first stage, which have no aux; None: there are none.
+    """
+    prepare: Callable
+    embed: Callable
+    layer: Callable
+    head: Callable
+    leading: Callable | None = None
+
+
+def gradients(schedule: Schedule, model: ModelFunctions, mesh, once, weights, batch, extra, *, ws_axes, ends_specs, batch_specs):
+    """(metric [R], gradients of ws [R, V, P, n, …], of ends [R, …], of leading layers [R·P, n, …], aux by name [R·P, …]),
+    float32 and unsummed over replicas, those of leading layers and aux over stages, too.
+
+    R = product of the sizes of `once`, the axes over which the batch is split and the caller sums; the leading dim lies
+    on them. weights: (ws, frozen ws), (ends, frozen ends), (leading, frozen leading). ws: layers [V, P, n, …], dim 1 over
+    stage; layer (v, s, i) has the number (v·P + s)·n + i. leading: [n, …]. batch: [M, R, …]. extra: replicated. ends_specs: (of
+    ends, of frozen ends), batch_specs: how these are split over `stage` and `once`, PartitionSpecs by leaf. ws_axes: (of ws, of
+    frozen ws), those of `once` that split a leaf, for each dim behind n; along them its gradient is whole already,
+    and R has none of them.
+    """
+    execute = partial(_execute, schedule, model, _needs_order(mesh), True)
+    return _over_stages(execute, True, mesh, once, weights, batch, extra, ws_axes, ends_specs, batch_specs)
+
+
+def evaluate(model: ModelFunctions, mesh, once, weights, batch, extra, *, ws_axes, ends_specs, batch_specs):
+    """The metric [R] of `gradients` alone, by the forward ticks of GPipe's schedule: ws [1, P, n, …], nothing is saved."""
+    microbatches, stages = jax.tree.leaves(batch)[0].shape[0], jax.tree.leaves(weights[0])[0].shape[1]
+    schedule = schedules.make("gpipe", stages, microbatches)
+    execute = partial(_execute, schedule, model, _needs_order(mesh), False)
+    return _over_stages(execute, False, mesh, once, weights, batch, extra, ws_axes, ends_specs, batch_specs)[0]
+
+
+def _needs_order(mesh) -> bool:
+    """Whether permutes need the order that `after` makes."""
+    return mesh.devices.flat[0].platform == "cpu"
+
+
+def _over_stages(execute, differentiate: bool, mesh, once, weights, batch, extra, ws_axes, ends_specs, batch_specs):
+    """execute(stage [1], weights, batch, extra) on every device's shard. Returns as `gradients`, or (metric,)."""
+    ws, _, leading = weights
+    dims = lambda axes: (on or None for on in axes)
+    apart = lambda axes: tuple(a for a in once if a not in sum(axes, ())) or None
+    grads_specs = (jax.tree.map(lambda _, axes: P(apart(axes), None, STAGE, None, *dims(axes)), ws[0], ws_axes[0]),
+                   jax.tree.map(lambda spec: P(once or None, *spec), ends_specs[0]), P((*once, STAGE)), P((*once, STAGE))
+                   ) if differentiate else ()
+    ws_specs = jax.tree.map(lambda _, axes: P(None, STAGE, None, *dims(axes)), ws, ws_axes)
+    specs = (P(STAGE), (ws_specs, ends_specs, jax.tree.map(lambda _: P(), leading)), batch_specs, jax.tree.map(lambda _: P(), extra))
+    step = jax.shard_map(execute, mesh=mesh, axis_names={STAGE, *once}, in_specs=specs, out_specs=(P(once or None), *grads_specs),
+                         check_vma=False)
+    return step(jnp.arange(mesh.shape[STAGE]), weights, batch, extra)
+
+
+# ---- the shard of a device -------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shard:
+    """What one device has of a step; all of it stays as it is from tick to tick. What changes is the carry."""
+    schedule: Schedule
+    model: ModelFunctions
+    stage: jax.Array
+    layers: tuple                # (weights of all chunks [V·n, …], (their numbers [V·n], frozen weights [V·n, …]))
+    depth: int                   # n, layers of a chunk
+    ends: dict
+    frozen_ends: dict
+    leading: tuple               # as layers, [n, …]
+    batch: dict                  # [M, …]
+    extra: dict
+    x: jax.ShapeDtypeStruct      # the residual stream between stages
+    fbw: layer_vjp.FBW | None        # F, B and W of one layer; None where nothing is differentiated
+    ahead: layer_vjp.FBW | None      # of all leading layers; None, too, where there are none
+    columns: tuple[str, ...]     # of the schedule, in the order of a tick's numbers
+
+    def layer(self, chunk, i):
+        """(weights, (number, frozen weights)) of layer i of a chunk."""
+        return take(self.layers, chunk * self.depth + i)
+
+    def microbatch(self, i):
+        return take(self.batch, i)
+
+    def prepare(self, i):
+        return self.model.prepare(self.microbatch(i), self.extra)
+
+    def embed(self, ends, i):
+        return self.model.embed(ends, self.frozen_ends, self.microbatch(i), self.extra)
+
+    def head(self, ends, y, i):
+        return self.model.head(ends, self.frozen_ends, y, self.microbatch(i), self.extra)
+
+    def prepared(self, numbers):
+        """What a tick is given, from its numbers in the schedule's columns: them,
+        and what F and B see of their microbatches."""
+        kinds = "FB" if self.fbw else "F"
+        return numbers, {f"{kind}_e": self.prepare(numbers[self.columns.index(f"{kind}_mb")]) for kind in kinds}
+
+    def named(self, prepared) -> dict:
+        """The same by name."""
+        numbers, seen = prepared
+        return dict(zip(self.columns, numbers)) | seen
+
+
+def _shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage, weights, batch, extra):
+    """(Shard, carry of the first tick, numbers [T, columns] of the tick after each).
+
+    carry: buffers X R Q D (Z) and the sums metric, ws, ends, leading and aux, all zero; tick: what the first tick is given.
+    Where nothing is differentiated, X, metric and tick alone.
+    """
+    stage, (ws, (ends, frozen_ends), (leading, frozen_leading)) = stage[0], weights
+    num_stages, num_chunks = schedule.num_stages, schedule.num_chunks
+    depth = jax.tree.leaves(ws)[0].shape[2]
+    flat, frozen = jax.tree.map(lambda a: a.reshape(num_chunks * depth, *a.shape[3:]), ws)      # [V, 1, n, …] -> [V·n, …]
+    numbers = ((jnp.arange(num_chunks) * num_stages + stage)[:, None] * depth + jnp.arange(depth)).reshape(-1)
+    batch = jax.tree.map(lambda a: a[:, 0], batch)                                      # [M, 1, …] -> [M, …]
+    own, count = (numbers, frozen), len(jax.tree.leaves((leading, frozen_leading))[0]) if model.leading else 0
+    leading = leading, (jnp.arange(count), frozen_leading)
+    x = jax.eval_shape(lambda: model.embed(ends, frozen_ends, take(batch, 0), extra))
+    e = jax.eval_shape(lambda: model.prepare(take(batch, 0), extra))
+    fbw = layer_vjp.layer_of(model.layer, flat, own, x, e) if differentiate else None
+    ahead = layer_vjp.stack(model.leading, *leading, count, x, e) if differentiate and count else None
+    columns = dict(schedule.columns) | {name: np.tile(a[:, None], num_stages) for name, a in schedule.shared.items()}
+    ticks = jnp.take(np.stack(list(columns.values()), axis=2), stage, axis=1)
+    this = Shard(schedule, model, stage, (flat, own), depth, ends, frozen_ends, leading, batch, extra, x, fbw, ahead, tuple(columns))
+    buffer = lambda avals, *shape: jax.tree.map(lambda a: jnp.zeros((*shape, *a.shape), a.dtype), avals)
+    slots = schedule.slots
+    zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), tree)
+    carry = dict(X=buffer(x, slots["X"]), metric=jnp.float32(0))
+    if differentiate:
+        carry |= dict(R=buffer(fbw.r, slots["R"], depth), Q=buffer(fbw.q, slots["Q"], depth), D=buffer(x, slots["D"]))
+        carry |= dict(ws=zeros(flat), ends=zeros(ends), leading=zeros(leading[0]), aux=zeros(fbw.aux))
+    if schedule.split:
+        carry["Z"] = buffer(fbw.z, slots["Z"], depth)
+    # Carried from tick to tick: picked or prepared where it is used, that would be done for every element of what it is
+    # used for, attention's scores among them.
+    carry["tick"] = this.prepared(ticks[0])
+    return this, carry, jnp.roll(ticks, -1, axis=0)
+
+
+# ---- the slots of a tick ---------------------------------------------------------------------------------------------
+# c: the carry. tick: {name: value}, what this stage has in each column of the schedule, and F_e, B_e.
+
+
+def _input(this: Shard, phase: _Phase, c, tick):
+    """What F reads: what the stage before has sent, or the embedding, or what leading layers have made of it."""
+    x = take(c["X"], tick["F_x"])
+    if phase.embed == "never":
+        return x
+    begin = partial(_led, this, c) if this.model.leading else partial(this.embed, this.ends)
+    first = _sometimes(this, phase, "embed", tick, lambda: begin(tick["embed_mb"]), lambda: x)
+    return jnp.where(tick["F_first"] > 0, first, x)
+
+
+def _layers(this: Shard, kinds: str, wait: Callable, c, tick, x):
+    """(c, y, dx): F of x, B and W, those in `kinds`; in each step of one scan a layer of each.
+
+    B and W begin with the last layer. In the buffers an entry [slot, layer] is read and written where it lies.
+    """
+    fbw, kinds = this.fbw, set(kinds)
+    w_e = this.prepare(tick["W_mb"]) if "W" in kinds else None
+    reads = [(buffer, slot) for buffer, slot in (("R", "B_r"), ("Q", "B_q"), ("Q", "W_q"), ("Z", "W_z")) if slot[0] in kinds]
+
+    def visit(carry, i):
+        c, x, dx = carry
+        back = this.depth - 1 - i
+        if "F" in kinds:
+            w, own = this.layer(tick["F_chunk"], i)
+            x, aux, (r, q) = fbw.forward(w, x, (own, tick["F_e"]))
+            back = wait(back, x)
+        saved = {slot: take(c[buffer], tick[slot], back) for buffer, slot in reads}
+        if reads:          # XLA copies a buffer in which it might be written before it is read
+            buffers, saved = lax.optimization_barrier(({name: c[name] for name in "RQZ" if name in c}, saved))
+            c = c | buffers
+        if "B" in kinds:
+            w, own = this.layer(tick["B_chunk"], back)
+            args = w, (own, tick["B_e"]), saved["B_r"], saved["B_q"], dx
+            if this.schedule.split:
+                dx, z = fbw.backward_input(*args)
+                c = c | dict(Z=put(c["Z"], z, tick["B_z"], back))
+            else:
+                dx, dw = fbw.backward(*args)
+                c = c | dict(ws=added(c["ws"], tick["B_chunk"] * this.depth + back, dw, tick["B_on"] > 0))
+        if "W" in kinds:
+            w, own = this.layer(tick["W_chunk"], back)
+            # The first stage's W takes what B has made in this tick; there is no W in a tick without a B.
+            z = jax.tree.map(lambda new, old: jnp.where(tick["W_z"] == tick["B_z"], new, old), z, saved["W_z"])
+            dw = fbw.backward_weight(w, (own, w_e), saved["W_q"], z)
+            c = c | dict(ws=added(c["ws"], tick["W_chunk"] * this.depth + back, dw, tick["W_on"] > 0))
+        if "F" in kinds:
+            c = c | dict(R=put(c["R"], r, tick["F_r"], i), Q=put(c["Q"], q, tick["F_q"], i), aux=_add(c["aux"], aux, tick["F_on"] > 0))
+        return (c, x, dx), None
+
+    dx = take(c["D"], tick["B_d"]) if "B" in kinds else None
+    changed = {name: c[name] for name in ("R", "Q", "Z", "ws", "aux") if name in c}
+    (changed, y, dx), _ = lax.scan(visit, (changed, x, dx), jnp.arange(this.depth))
+    return c | changed, y, dx
+
+
+def _loss(this: Shard, phase: _Phase, c, tick, y):
+    """c with the loss of the last stage's y: all stages work on it, each on its shard of the vocabulary."""
+    here, on, number = tick["loss_here"], tick["loss_on"], tick["loss_mb"]
+
+    def metric():
+        return c["metric"] + jnp.where(on > 0, this.head(this.ends, _share(y, here), number)[1], 0.0)
+
+    def with_gradients():
+        shared = _share(y, here)
+        head = lambda ends, y: this.head(ends, y, number)
+        (_, metric), (d_ends, dy) = jax.value_and_grad(head, (0, 1), has_aux=True)(layer_vjp.wide(this.ends), shared)
+        return c["metric"] + jnp.where(on > 0, metric, 0.0), _add(c["ends"], d_ends, on > 0), dy
+
+    # Only what is new goes through a condition: XLA would copy the buffers.
+    if not this.fbw:
+        return c | dict(metric=_sometimes(this, phase, "loss", tick, metric, lambda: c["metric"]))
+    metric, d_ends, dy = _sometimes(this, phase, "loss", tick, with_gradients, lambda: (c["metric"], c["ends"], y))
+    return c | dict(metric=metric, ends=d_ends, D=put(c["D"], dy, tick["loss_d"]))
+
+
+def _embed_grad(this: Shard, c, tick, dx):
+    """(gradients of the ends, dx of the first stage): all stages work on it. Behind leading layers dx alone."""
+    shared = _share(dx, tick["B_first"])
+    if this.model.leading:
+        return c["ends"], shared
+    return _looked_up_back(this, c["ends"], tick["embed_grad_mb"], shared, tick["embed_grad_on"] > 0), shared
+
+
+def _looked_up_back(this: Shard, ends, i, dx, on):
+    """The gradients of the ends with those that the embedding of microbatch i has from the cotangent dx, where `on`."""
+    _, vjp = jax.vjp(lambda ends: this.embed(ends, i), layer_vjp.wide(this.ends))
+    return _add(ends, vjp(dx)[0], on)
+
+
+# ---- leading layers --------------------------------------------------------------------------------------------------
+# Stage s has microbatches s, s + P, …, one in each round: their forward before the first tick, their backward behind the last
+# one. On the first stage alone, in its ticks, they would cost as much on all others, which wait for it. From there to here
+# a microbatch is in a buffer L [rounds, …]: what leading layers made of it until F has read it, then its cotangent.
+
+
+def _lead(this: Shard, c):
+    """(c with L, what the backward of leading layers needs of each round). All stages work on an embedding together."""
+    num_stages = this.schedule.num_stages
+
+    def one_round(_, k):
+        def looked_up(x, s):
+            return jnp.where(s == this.stage, this.embed(this.ends, _at_most(this, k * num_stages + s)), x), None
+        x = lax.scan(looked_up, jnp.zeros(this.x.shape, this.x.dtype), jnp.arange(num_stages))[0]
+        e = this.prepare(_at_most(this, k * num_stages + this.stage))
+        if this.ahead:
+            y, _, saved = this.ahead.forward((*this.leading, 0), x, e)
+            return None, (y, saved)
+        return None, (lax.scan(lambda x, w: (this.model.leading(w[0], x, (w[1], e))[0], None), x, this.leading)[0], None)
+    _, (ys, saved) = lax.scan(one_round, None, jnp.arange(_rounds(this)))
+    return c | dict(L=ys), saved
+
+
+def _led(this: Shard, c, i):
+    """What the leading layers made of microbatch i, on all stages."""
+    return _share(take(c["L"], lax.div(i, this.schedule.num_stages)), lax.rem(i, this.schedule.num_stages) == this.stage)
+
+
+def _lead_next(this: Shard, c, tick, dx):
+    """c with the cotangent dx, the same on all stages, of what leading layers made of the tick's microbatch."""
+    k, s = (of(tick["embed_grad_mb"], this.schedule.num_stages) for of in (lax.div, lax.rem))
+    here = (tick["embed_grad_on"] > 0) & (s == this.stage)
+    return c | dict(L=put(c["L"], jnp.where(here, dx, take(c["L"], k)), k))
+
+
+def _lead_back(this: Shard, c, saved):
+    """c with the gradients of leading layers and of the embedding before them."""
+    num_stages = this.schedule.num_stages
+    numbers = lambda k, s: (_at_most(this, k * num_stages + s), k * num_stages + s < this.schedule.num_microbatches)
+
+    def one_round(sums, visited):
+        ends, leading = sums
+        k, dy, saved = visited
+        i, on = numbers(k, this.stage)
+        dx, leading = this.ahead.backward((*this.leading, 0), this.prepare(i), *saved, dy, leading, on)
+        if not jax.tree.leaves(ends):
+            return (ends, leading), None
+
+        def of_stage(ends, s):
+            i, on = numbers(k, s)
+            return _looked_up_back(this, ends, i, _share(dx, s == this.stage), on), None
+        return (lax.scan(of_stage, ends, jnp.arange(num_stages))[0], leading), None
+    (ends, leading), _ = lax.scan(one_round, (c["ends"], c["leading"]), (jnp.arange(_rounds(this)), c["L"], saved))
+    return c | dict(ends=ends, leading=leading)
+
+
+def _rounds(this: Shard) -> int:
+    return -(-this.schedule.num_microbatches // this.schedule.num_stages)
+
+
+def _at_most(this: Shard, i):
+    """The number of a microbatch, the last one's for what fills up the last round."""
+    return jnp.minimum(i, this.schedule.num_microbatches - 1)
+
+
+# ---- ticks and phases ------------------------------------------------------------------------------------------------
+
+
+def _tick(this: Shard, phase: _Phase, wait: Callable, c, following):
+    """One tick of a phase: (carry, None). following: the numbers of the next one."""
+    tick, num_stages = this.named(c["tick"]), this.schedule.num_stages
+    send = lambda array, by: lax.ppermute(array, STAGE, [(i, (i + by) % num_stages) for i in range(num_stages)])
+    if not this.fbw:
+        y = lax.scan(lambda x, w: (this.model.layer(w[0], x, (w[1], tick["F_e"]))[0], None), _input(this, phase, c, tick),
+                     this.layers)[0]
+    else:
+        c, y, dx = _layers(this, phase.kinds, wait, c, tick, _input(this, phase, c, tick) if "F" in phase.kinds else None)
+    # What the neighbours need in the next tick travels beside the loss, as far as there is one.
+    arrived = {}
+    if "F" in phase.kinds:
+        arrived["y"] = send(y, 1)
+    if "B" in phase.kinds:
+        arrived["dx"] = send(wait(dx, arrived["y"]) if "F" in phase.kinds else dx, -1)
+    for array in arrived.values():
+        tick, following = wait(tick, array), wait(following, array)
+    if phase.loss != "never":
+        c = _loss(this, phase, c, tick, y)
+        tick, following = wait(tick, c["metric"]), wait(following, c["metric"])
+    if "B" in phase.kinds and phase.embed_grad != "never":
+        grads, shared = _sometimes(this, phase, "embed_grad", tick, lambda: _embed_grad(this, c, tick, dx), lambda: (c["ends"], dx))
+        c, following = c | dict(ends=grads), wait(following, shared)
+        c = _lead_next(this, c, tick, shared) if this.model.leading else c
+    # Behind the loss, which where it is masked writes into a slot of D that is free until here.
+    for name, buffer, slot in (("y", "X", "y_in"), ("dx", "D", "dx_in")):
+        if name in arrived:
+            c = c | {buffer: put(c[buffer], arrived[name], tick[slot])}
+    return c | dict(tick=this.prepared(following)), None
+
+
+def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, differentiate: bool, stage, weights, batch, extra):
+    this, c, following = _shard(schedule, model, differentiate, stage, weights, batch, extra)
+    wait = _ordered if in_order else lambda values, _: values
+    if model.leading:
+        c, saved = _lead(this, c)
+    for phase in _phases(schedule, bool(jax.tree.leaves(this.ends) or model.leading)):
+        if not differentiate and "B" in phase.kinds:
+            break
+        c, _ = lax.scan(partial(_tick, this, phase, wait), c, following[phase.start:phase.stop])
+    if not differentiate:
+        return (c["metric"][None],)
+    c = _lead_back(this, c, saved) if model.leading else c
+    ends, leading, aux = jax.tree.map(lambda a: a[None], (c["ends"], c["leading"], c["aux"]))
+    # [V·n, …] as [1, V, 1, n, …]: of one replica and one stage.
+    ws = jax.tree.map(lambda a: a.reshape(1, schedule.num_chunks, 1, -1, *a.shape[1:]), c["ws"])
+    return c["metric"][None], ws, ends, leading, aux
+
+
+@dataclasses.dataclass(frozen=True)
+class _Phase(TickRange):
+    """A scan, and how often the embedding is looked up and its gradient made in it, in the words of `loss`."""
+    embed: str
+    embed_grad: str
+
+
+def _phases(schedule: Schedule, trained_ends: bool) -> list[_Phase]:
+    def often(phase: TickRange, name: str) -> str:
+        return schedules.often(schedule.shared[f"{name}_on"][phase.start:phase.stop], schedule.num_chunks)
+    return [_Phase(**dataclasses.asdict(phase), embed=often(phase, "embed"),
+                   embed_grad=often(phase, "embed_grad") if trained_ends else "never") for phase in schedule.phases()]
+
+
+def _sometimes(this: Shard, phase: _Phase, what: str, tick, then, otherwise):
+    """then() in the ticks of the phase that have `what`: loss, embed or embed_grad. The condition is the same on all devices,
+    so its branches may hold collectives."""
+    if getattr(phase, what) == "always":
+        return then()
+    on = this.schedule.shared[f"{what}_on"][phase.start:phase.stop]
+    with jax.named_scope(TAKEN.format(on.sum(), len(on))):
+        return lax.cond(tick[f"{what}_on"] > 0, then, otherwise)
+
+
+def _share(x, here):
+    """x of the one stage where `here` is set, on all stages: all-reduce of x over stage; a sum with zeros is exact."""
+    return psum(jnp.where(here > 0, x, 0), STAGE)
+
+
+def _ordered(values, done):
+    """An array, or a tree whose integers can be used only once the array `done` exists (`mesh.after`), for CPUs alone.
+
+    All permutes of one device share a rendezvous there, and XLA may start one while another is under way inside a loop
+    that it does not depend on: they then pair with each other, which gives wrong numbers or a hang, once in a hundred
+    programs. Only one line of an array is read, and summed, because it may be split over an automatic axis. Of the floats in a
+    tree nothing is sent as it is.
+    """
+    line = done[0, :, 0].sum() if done.ndim == 3 else done
+    if isinstance(values, jax.Array):
+        return after(values, line)
+    return jax.tree.map(lambda a: after(a, line) if jnp.issubdtype(a.dtype, jnp.integer) else a, values)
+
+
+def _add(total, new, on):
+    return jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), total, new)

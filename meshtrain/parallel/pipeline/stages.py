@@ -1,0 +1,113 @@
+"""What a pipeline asks of a run: which layouts it refuses, which rules it loosens, and what the user is told of that."""
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from meshtrain.parallel.pipeline import schedules
+from meshtrain.sharding.rules import Rules
+
+
+def staged(cfg) -> int:
+    """Layers that lie in stages: all but the leading ones, which stand before them. cfg: the [model] section."""
+    return cfg.num_layers - cfg.first_dense_layers
+
+
+def period(cfg) -> int:
+    """Layers that a stage must hold together: those that repeat."""
+    return cfg.global_every if 0 < cfg.global_every <= staged(cfg) else 1
+
+
+def padded(cfg, virtual_stages: int) -> int:
+    """Layers of so many equal stages of whole periods, with those that do nothing."""
+    together = period(cfg) * virtual_stages
+    return -(-staged(cfg) // together) * together
+
+
+def problems(run, loaded: Rules, sizes) -> list[str]:
+    """Why this run cannot be pipelined, one message each, in the words of the run file; empty where it can."""
+    num_stages, chunks, first = sizes["stage"], run.pipeline.chunks, run.model.first_dense_layers
+    if num_stages == 1:
+        return []
+    num_layers, layers = staged(run.model), f"model.num_layers={run.model.num_layers}"
+    layers += f", of which model.first_dense_layers={first} lie in no stage," if first else ""
+    faults = schedules.problems(schedule_name(run), num_stages, run.training.microbatches, chunks)
+    together = period(run.model)
+    most = max(1, -(-num_layers // (num_stages * together)))
+    if chunks > most:
+        faults.append(f"pipeline.chunks={chunks} cuts {layers} on mesh.stage={num_stages} into chunks without a "
+                      f"layer; use at most {most}")
+    if run.training.remat == "offload":
+        faults.append(f'training.remat="offload" cannot stand beside mesh.stage={num_stages}: what waits for its backward stays '
+                      'in the slots of the schedule, on the device; use training.remat="full"')
+    filled = padded(run.model, num_stages * chunks)
+    if filled > num_layers and run.pipeline.uneven == "refuse":
+        whole = f" in periods of model.global_every={together}" if together > 1 else ""
+        faults.append(f"{layers}{whole} cannot be split over mesh.stage={num_stages} × pipeline.chunks={chunks}; "
+                      f'use {f"{first} and " if first else ""}a multiple of {together * num_stages * chunks}, e.g. {first + filled}, or '
+                      'pipeline.uneven="pad"')
+    missing = [f"[{table}]" for table in ("params", "grads", "optimizer") if loaded.mesh_axes(table, "layers") != ("stage",)]
+    if missing:
+        faults.append(f'mesh.stage={num_stages} needs layers = "stage" in {", ".join(missing)} of {loaded.path}; add the '
+                      "line (the shipped rule files have it), or set mesh.stage to 1")
+    for table, entries in loaded.tables.items():
+        faults += [f"{loaded.path} [{table}] {logical}: only layers and vocab can lie along 'stage'; drop it from the line"
+                   for logical, axes in entries.items() if "stage" in axes and logical not in ("layers", "vocab")]
+    split = {table: "stage" in loaded.mesh_axes(table, "vocab") for table in loaded.tables}
+    if len(set(split.values())) > 1:
+        without = [f"[{table}]" for table, on in split.items() if not on]
+        faults.append(f"{loaded.path}: vocab lies along 'stage' in some tables and not in {', '.join(without)}; "
+                      "name it in all four, or in none")
+    return faults
+
+
+def fit(run, loaded: Rules, sizes, vocab: int) -> tuple[Rules, list[str]]:
+    """The rules with `stage` taken from what it does not divide, and what the user is told of that. vocab: its padded size.
+
+    Padding with layers that do nothing happens inside the step: what is stored are the layers of the model, in order.
+    """
+    num_stages, num_layers, drop, said = sizes["stage"], staged(run.model), set(), []
+    if num_stages == 1:
+        return loaded, said
+    splits = [math.prod(sizes[a] for a in table["vocab"]) for table in loaded.tables.values()
+              if "stage" in table.get("vocab", ())]
+    together = period(run.model)
+    if num_layers % (together * num_stages):
+        drop.add("layers")
+        each = f" in periods of {together}" if together > 1 else ""
+        said.append(f"pipeline: {num_layers} layers{each} do not divide over mesh.stage={num_stages}: outside the pipeline's loop "
+                     "every stage keeps the states of all of them")
+    if any(vocab % ways for ways in splits):
+        drop.add("vocab")
+        said.append(f"pipeline: the vocabulary of {vocab} (padded) does not divide over stage and tensor: embedding and head "
+                     "are split over tensor only, and every stage repeats their work")
+    without = lambda axes: tuple(axis for axis in axes if axis != "stage")
+    tables = {name: {k: without(axes) if k in drop else axes for k, axes in table.items()}
+              for name, table in loaded.tables.items()}
+    return dataclasses.replace(loaded, tables=tables), said
+
+
+def notes(run, schedule: schedules.Schedule) -> list[str]:
+    """What this schedule costs beside its bubble, where it costs anything."""
+    num_stages, chunks, num_layers = schedule.num_stages, schedule.num_chunks, staged(run.model)
+    said, extra = [], padded(run.model, num_stages * chunks) - num_layers
+    if first := run.model.first_dense_layers:
+        idle = -schedule.num_microbatches % num_stages
+        said.append(f"pipeline: model.first_dense_layers={first}: every stage has them whole, with their states, and takes one "
+                    f"microbatch in {num_stages} through them before the first tick and back behind the last one" + (
+                        f"; training.microbatches={schedule.num_microbatches} leave {idle} of {num_stages} stages idle in the last round, a "
+                        f"multiple of {num_stages} none" if idle else ""))
+    if extra:
+        said.append(f"pipeline: {num_layers} layers over mesh.stage={num_stages} × pipeline.chunks={chunks} are filled up with "
+                     f"{extra} that do nothing; they cost time like the others")
+    if chunks % num_stages and num_stages % chunks:
+        said.append(f"pipeline: neither of pipeline.chunks={chunks} and mesh.stage={num_stages} divides the other: once a step "
+                     "every stage gathers the layers of all, as they lie outside of the loop, to pick its own")
+    return said
+
+
+def schedule_name(run) -> str:
+    """The schedule to check; where "auto" has any with these chunks, it has this one."""
+    if run.pipeline.schedule != "auto":
+        return run.pipeline.schedule
+    return "1f1b" if run.pipeline.chunks == 1 else "interleaved"

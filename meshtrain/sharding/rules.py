@@ -1,0 +1,367 @@
+"""A parallelism strategy as a text file: logical axes -> mesh axes, in four tables.
+
+`[params]`, `[grads]` (inherits params), `[optimizer]` (inherits grads), `[activations]`. Inheritance is line by line: a line
+replaces the inherited one, `embed = []` takes it back. `extends = "ddp"` does the same with the tables of another file. So
+ZeRO-1 is ddp and `embed = ["data", "fsdp"]` in [optimizer], ZeRO-2 has that line in [grads], ZeRO-3 in [params]; Megatron's
+sequence parallelism is `residual_seq = "tensor"`. Axes of size 1 split nothing, so a file may name all five, and the mesh says
+which are used. Mistakes that jax would accept in silence (a dimension that does not divide, an axis that splits no work) are
+refused. This module knows no model and no step.
+"""
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+import math
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec as P, get_abstract_mesh
+
+from meshtrain import files
+from meshtrain.names import AXES
+from meshtrain.sharding.mesh import pmax
+from meshtrain.shipped import shipped
+
+TABLES = ("params", "grads", "optimizer", "activations")
+LOGICAL = ("batch", "seq", "residual_seq", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "layers", "expert",
+           "expert_embed", "expert_mlp")
+ACTIVATION_ONLY = ("batch", "seq", "residual_seq")
+SHARED = ("heads", "kv_heads", "mlp", "vocab")      # dims of weights that activations have, too
+NEVER_GATHERED = ("expert", "expert_mlp")      # tokens are sent to experts
+EXTENDS, BOM = "extends", "\ufeff"      # Windows puts a byte order mark before it
+# A table that names no axis of experts treats their matrices like others.
+AS_OTHERS = {"expert_embed": "embed", "expert_mlp": "mlp"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """The four tables of one rule file, inheritance resolved: table -> logical axis -> mesh axes. text: of one file that says
+    the same and extends none."""
+    tables: Mapping[str, Mapping[str, tuple[str, ...]]]
+    text: str
+    path: str
+
+    def mesh_axes(self, table: str, logical: str | None) -> tuple[str, ...]:
+        named = self.tables[table]
+        if logical in AS_OTHERS and table != "activations" and not {"expert", *AS_OTHERS} & set(named):
+            logical = AS_OTHERS[logical]
+        return named.get(logical, ())
+
+
+def load(path: str | Path) -> Rules:
+    """Reads and checks a rule file. Raises: ValueError that lists every fault of the file."""
+    return parse(_read(Path(path), "sharding.rules: "), str(path))
+
+
+def parse(text: str, path: str = "<rules>") -> Rules:
+    """Checks the text of a rule file. Raises: ValueError that lists every fault."""
+    given = _tables(text, Path(path), ())
+    tables = {"activations": given["activations"]}
+    for name, inherited in (("params", {}), ("grads", "params"), ("optimizer", "grads")):
+        tables[name] = {**(tables[inherited] if inherited else {}), **given[name]}
+    return Rules(tables, _written(given, path) if EXTENDS in tomllib.loads(text.removeprefix(BOM)) else text, path)
+
+
+def _read(path: Path, prefix: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{prefix}cannot read {path}: byte {error.start} is not UTF-8; a rule file is TOML in UTF-8") from None
+    except (OSError, ValueError) as error:      # not there, a name with a null
+        raise ValueError(f"{prefix}cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _tables(text: str, path: Path, extending: tuple[Path, ...]) -> dict[str, dict[str, tuple[str, ...]]]:
+    """The lines of all TABLES as a file has them, with those of the file that it extends. extending: the files that lead here."""
+    try:
+        raw = tomllib.loads(text.removeprefix(BOM))
+    except (ValueError, RecursionError) as error:      # bad TOML, a number of thousands of digits, thousands of brackets
+        raise ValueError(f"{path}: not valid TOML: {error}") from None
+    base = raw.pop(EXTENDS, None)
+    faults = []
+    for name, table in raw.items():
+        if name not in TABLES:
+            faults.append(f"{path}: unknown table [{name}]{_nearest(name, (*TABLES, EXTENDS))}; the tables are {_brackets(TABLES)}")
+        elif not isinstance(table, dict):
+            faults.append(f"{path}: {name} must be a table, write [{name}] and the rules below it")
+        else:
+            for logical, axes in table.items():
+                faults += [f"{path} [{name}] {fault}" for fault in _entry_faults(name, logical, axes)]
+    if faults:
+        raise ValueError("\n".join(faults))
+    given = {name: {k: (v,) if isinstance(v, str) else tuple(v) for k, v in raw.get(name, {}).items()} for name in TABLES}
+    if base is None:
+        return given
+    found = _extended(base, path, (*extending, path))
+    inherited = _tables(_read(found, f"{path}: "), found, (*extending, path))
+    return {name: inherited[name] | given[name] for name in TABLES}
+
+
+def _extended(name, path: Path, extending: Sequence[Path]) -> Path:
+    """The file that `path` extends: of that name beside it, or a shipped one. A file may extend the shipped one of its own name."""
+    if not isinstance(name, str) or not name:
+        raise ValueError(f'{path}: {EXTENDS} = {name!r}: must name one rule file, e.g. {EXTENDS} = "ddp"')
+    file = name if name.endswith(".toml") else f"{name}.toml"
+    places = [path.parent / file, shipped("sharding_rules") / file]
+    there = [place for place in places if files.is_file(place)]
+    for place in there:
+        if not any(place.exists() and one.exists() and place.samefile(one) for one in extending):
+            return place
+    if there:
+        raise ValueError(f"{path}: {EXTENDS} = {name!r} leads back to {there[0]}; a rule file cannot extend itself")
+    known = sorted(one.stem for one in shipped("sharding_rules").glob("*.toml"))
+    raise ValueError(f"{path}: {EXTENDS} = {name!r}: no such rule file{_nearest(name, known)}; give one beside it, or one of "
+                     f"{', '.join(known)}")
+
+
+def _written(tables: Mapping[str, Mapping[str, Sequence[str]]], path: str) -> str:
+    line = lambda logical, axes: f"{logical} = {json.dumps(axes[0] if len(axes) == 1 else axes)}"
+    parts = ["\n".join([f"[{name}]", *(line(*entry) for entry in table.items())]) for name, table in tables.items() if table]
+    return "\n\n".join([f"# {path}, with all that it extends.", *parts]) + "\n"
+
+
+def _entry_faults(table: str, logical: str, axes) -> list[str]:
+    if logical not in LOGICAL:
+        return [f"{logical}: unknown logical axis{_nearest(logical, LOGICAL)}; known: {', '.join(LOGICAL)}"]
+    if table != "activations" and logical in ACTIVATION_ONLY:
+        return [f"{logical}: only activations have this axis; move the line to [activations]"]
+    axes = [axes] if isinstance(axes, str) else axes
+    if not isinstance(axes, list) or not all(isinstance(axis, str) for axis in axes):
+        return [f"{logical} = {axes!r}: must be a mesh axis or a list of them, e.g. \"tensor\" or [\"data\", \"fsdp\"]"]
+    faults = [f"{logical}: unknown mesh axis {axis!r}{_nearest(axis, AXES)}; the axes are {', '.join(AXES)}"
+              for axis in axes if axis not in AXES]
+    faults += [f"{logical}: mesh axis {axis!r} stands twice; list it once" for axis in sorted(set(axes))
+               if axes.count(axis) > 1]
+    return faults
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _brackets(names: Iterable[str]) -> str:
+    return " ".join(f"[{name}]" for name in names)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A named tensor for the checks: its table in the rules, shape and logical axes (None: never sharded)."""
+    table: str
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+
+
+def problems(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor],
+             keys: Mapping[str, str] | None = None) -> list[str]:
+    """What is wrong with these rules on a mesh of these sizes for these tensors; empty if nothing is.
+
+    keys: logical axis -> the run file's key that sets its size, for the remedy. A fault that several tensors share is
+    told once, with the first of them.
+    """
+    faults: dict = {}
+    for tensor in tensors:
+        seen: dict[str, str] = {}
+        for dim, logical in zip(tensor.shape, tensor.axes, strict=True):
+            mesh_axes = [a for a in rules.mesh_axes(tensor.table, logical) if sizes[a] > 1]
+            where = lambda: f"{rules.path} [{tensor.table}] {tensor.name} {_shape(tensor)}"
+            for axis in mesh_axes:
+                if axis in seen:
+                    faults.setdefault((tensor.table, axis, seen[axis], logical), (
+                        f"{where()}: mesh axis {axis!r} shards both {seen[axis]!r} and {logical!r}; "
+                        f"drop one of the two rules or set mesh.{axis} to 1"))
+                seen[axis] = logical
+            ways = math.prod(sizes[a] for a in mesh_axes)
+            if dim % ways:
+                split = " × ".join(f"{a} {sizes[a]}" for a in mesh_axes)
+                key = (keys or {}).get(logical)
+                faults.setdefault((logical, dim, split), (
+                    f"{where()}: {logical}={dim} does not divide over {split} = {ways}; make {key or logical} a "
+                    f"multiple of {ways}, e.g. {-(-dim // ways) * ways}, or take a mesh or rule file that splits it less"))
+    return [*faults.values(), *_whole_activations(rules, sizes, tensors)]
+
+
+def unsplit(layout: Layout, products: Sequence[Tensor]) -> tuple[list[str], list[str]]:
+    """(faults, notes): the mesh axes larger than 1 that split none of a step's matrix products, and those that split only some.
+
+    products: the weights that a step multiplies. An axis splits a product if it splits the tokens, or a dim of the weight that
+    the activations have, too. What only [params], [grads] or [optimizer] split is stored in parts, and every device multiplies
+    what all others do. `stage` is not looked at: a pipeline splits the layers.
+    """
+    file, faults, notes = layout.rules.path, [], []
+    split_by = _split_by(layout, products)
+    for axis, size in layout.sizes.items():
+        whole = [name for name, axes in split_by.items() if axis not in axes]
+        if size == 1 or axis == "stage" or not whole:
+            continue
+        named = [table for table in TABLES if any(axis in axes for axes in layout.rules.tables[table].values())]
+        if len(whole) < len(split_by):
+            names = ", ".join(whole[:3]) + f" and {len(whole) - 3} more" * (len(whole) > 3)
+            notes.append(f"layout: {file} does not split {names} over {axis} {size}: every device along it repeats that work")
+        elif not named:
+            faults.append(f"mesh.{axis}={size}, but no rule of {file} that applies to this model uses {axis!r}: every device along it "
+                          f"would repeat the same work; set mesh.{axis} to 1 or take a rule file that names it")
+        else:
+            dim = "seq" if axis == "context" else "batch"
+            line = ", ".join(f'"{name}"' for name in (*layout.rules.tables["activations"].get(dim, ()), axis))
+            remedy = ('heads, kv_heads and mlp = "tensor" in [params] and [activations]' if axis == "tensor" else
+                      f"{dim} = [{line}] in [activations]")
+            faults.append(f"mesh.{axis}={size}: {file} names {axis!r} in {_brackets(named)}, where it splits no matrix product of this "
+                          f"model: every device along it would repeat the same work; write {remedy}, or set mesh.{axis} to 1")
+    for logical in SHARED:
+        alone = [axis for axis in layout.mesh_axes("activations", logical) if axis not in layout.mesh_axes("params", logical)]
+        if alone and any(logical in one.axes for one in products):
+            notes.append(f"layout: {file} splits {logical} over {', '.join(alone)} in [activations] and not in [params]: each device along "
+                         "it holds these weights whole, and their gradients are summed in every layer; give both the same line")
+    return faults, notes
+
+
+def _split_by(layout: Layout, products: Sequence[Tensor]) -> dict[str, set[str]]:
+    """What is multiplied -> the mesh axes that split it."""
+    acts = lambda *names: {axis for name in names for axis in layout.mesh_axes("activations", name)}
+    tokens = set(layout.token_axes)
+    found = {"attention": tokens | acts("heads")}
+    for one in products:
+        found[one.name] = tokens | acts(*(name for name in one.axes if name in SHARED))
+        if "expert" in one.axes:
+            found[one.name] |= acts("residual_seq") | {a for name in NEVER_GATHERED for a in layout.mesh_axes("params", name)}
+    return found
+
+
+def _whole_activations(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor]) -> list[str]:
+    """The faults of weights that are used in parts, where what they make is gathered at once for want of a line in [activations]."""
+    of = lambda table: {logical for tensor in tensors if tensor.table == table for logical in tensor.axes}
+    tokens = rules.mesh_axes("activations", "batch") + rules.mesh_axes("activations", "seq")
+    faults = []
+    for logical in [name for name in SHARED if name in of("params") & of("activations")]:
+        split = [a for a in rules.mesh_axes("params", logical) if sizes[a] > 1 and a not in tokens]
+        if missing := [axis for axis in split if axis not in rules.mesh_axes("activations", logical)]:
+            line = ", ".join(f'"{axis}"' for axis in (*rules.tables["activations"].get(logical, ()), *missing))
+            faults.append(f"{rules.path} [params] splits {logical} over {', '.join(missing)}, and [activations] does not: what the "
+                          f"projections make would be gathered, and every device along {', '.join(missing)} repeat what follows; "
+                          f"write {logical} = [{line}] in [activations], or take the axis out of [params]")
+    return faults
+
+
+def _shape(tensor: Tensor) -> str:
+    return "[" + ", ".join(f"{a or '·'}={n}" for a, n in zip(tensor.axes, tensor.shape)) + "]"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # hashed by identity: a static argument of custom_vjp
+class Layout:
+    """Rules on a mesh of given sizes: what the model and the step ask for specs and constraints.
+
+    Axes of size 1 vanish, and so do axes that are manual where the constraint stands (inside a shard_map), so that
+    model code runs unchanged there.
+    tokens_first: `act` is given activations [T, B, …] in place of [B, T, …].
+    """
+    rules: Rules
+    sizes: Mapping[str, int]
+    tokens_first: bool = False
+
+    def mesh_axes(self, table: str, logical: str | None) -> tuple[str, ...]:
+        found, manual = self.every_axis(table, logical), get_abstract_mesh().manual_axes
+        return tuple(a for a in found if a not in manual) if manual else found
+
+    def by_hand(self, table: str, logical: str | None) -> tuple[str, ...]:
+        """The mesh axes that split this dim and are manual here: its size is local, sums over it are the caller's."""
+        manual = get_abstract_mesh().manual_axes
+        return tuple(a for a in self.every_axis(table, logical) if a in manual)
+
+    def every_axis(self, table: str, logical: str | None) -> tuple[str, ...]:
+        """The mesh axes that split this dim, whether they are manual here or not."""
+        key = table, logical
+        if key not in self._every_axis:
+            self._every_axis[key] = tuple(a for a in self.rules.mesh_axes(table, logical) if self.sizes[a] > 1)
+        return self._every_axis[key]
+
+    @functools.cached_property
+    def _every_axis(self) -> dict[tuple[str, str | None], tuple[str, ...]]:
+        return {}       # asked for a million times where layouts of 16,384 GPUs are searched
+
+    def spec(self, table: str, axes: Sequence[str | None], drop: Sequence[str] = ()) -> P:
+        """The PartitionSpec of a tensor with these logical axes; mesh axes in `drop` are left out."""
+        return P(*(_entry([a for a in self.mesh_axes(table, logical) if a not in drop]) for logical in axes))
+
+    def constrain(self, table: str, x: jax.Array, axes: Sequence[str | None], drop: Sequence[str] = ()) -> jax.Array:
+        """`x` pinned to the layout that `table` gives tensors with these logical axes. Needs a mesh in context."""
+        if all(n == 1 for n in self.sizes.values()):
+            return x
+        return jax.lax.with_sharding_constraint(x, self.spec(table, axes, drop))
+
+    def act(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """`x` pinned as an activation: `layout.act(q_BTNH, "batch", "seq", "heads", "head_dim")`."""
+        return self.constrain("activations", x, (axes[1], axes[0], *axes[2:]) if self.tokens_first else axes)
+
+    @property
+    def splits_stream(self) -> bool:
+        """Whether the residual stream has its tokens over more axes than what layers compute of it (sequence parallelism)."""
+        return self.mesh_axes("activations", "residual_seq") != self.mesh_axes("activations", "seq")
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which a batch is split (and with it the sum of every weight gradient)."""
+        return self.mesh_axes("activations", "batch")
+
+    def reduced_once(self, weights: Iterable[Sequence[str | None]]) -> tuple[str, ...]:
+        """The batch axes over which gradients are reduced once a step, not with each microbatch: those that split neither these
+        weights, given by their logical axes, nor their gradients."""
+        logical = {name for axes in weights for name in axes}
+        split = {axis for table in ("params", "grads") for name in logical for axis in self.every_axis(table, name)}
+        return tuple(axis for axis in self.batch_axes if axis not in split)
+
+    @functools.cached_property
+    def token_axes(self) -> tuple[str, ...]:
+        """The mesh axes that split tokens, whether over the batch or over the sequence."""
+        names = self.rules.mesh_axes("activations", "batch") + self.rules.mesh_axes("activations", "seq")
+        return tuple(a for a in dict.fromkeys(names) if self.sizes[a] > 1)
+
+    def over_tokens(self, largest: jax.Array) -> jax.Array:
+        """The largest of a number over all devices that hold tokens, where it is one device's: over manual axes.
+
+        Elsewhere it is already. An all-reduce of the number.
+        """
+        manual = tuple(a for a in self.token_axes if a in get_abstract_mesh().manual_axes)
+        return pmax(largest, manual) if manual else largest
+
+    def axes_in_use(self, logical: str | None) -> tuple[str, ...]:
+        """The mesh axes that still split this dim of a weight where it is used.
+
+        Where [params] splits it over an axis that splits tokens as well, the weight is gathered (ZeRO-3); only experts stay
+        on their devices, and tokens are sent to them.
+        """
+        gathered = () if logical in NEVER_GATHERED else self.token_axes
+        return tuple(a for a in self.mesh_axes("params", logical) if a not in gathered)
+
+    def spec_in_use(self, axes: Sequence[str | None]) -> P:
+        """The PartitionSpec of a weight with these logical axes as it is used: as [params] has it, then gathered."""
+        return P(*(_entry(self.axes_in_use(logical)) for logical in axes))
+
+    def in_use(self, w: jax.Array, axes: Sequence[str | None]) -> jax.Array:
+        """A weight, or its gradient, pinned to `spec_in_use`: an all-gather of a weight that lies as [params] has it."""
+        if all(n == 1 for n in self.sizes.values()):
+            return w
+        return jax.lax.with_sharding_constraint(w, self.spec_in_use(axes))
+
+    def ways(self, mesh_axes: Iterable[str]) -> int:
+        return math.prod(self.sizes[a] for a in mesh_axes)
+
+
+def _entry(names: Sequence[str]):
+    """One dim's entry in a PartitionSpec."""
+    return None if not names else names[0] if len(names) == 1 else tuple(names)
+
+
+def shardings(layout: Layout, mesh, table: str, axes_tree):
+    """A tree of NamedShardings for a tree of logical-axes tuples."""
+    return jax.tree.map(lambda axes: NamedSharding(mesh, layout.spec(table, axes)), axes_tree, is_leaf=is_axes)
+
+
+def is_axes(x) -> bool:
+    """A leaf of a logical-axes tree: a plain tuple of names (optax's empty states are named tuples, and no leaves)."""
+    return type(x) is tuple and all(a is None or isinstance(a, str) for a in x)
