@@ -112,8 +112,8 @@ def no_baseline(run) -> list[str]:
     """What the run has that the step by hand has not; empty: they can be compared."""
     m, t = run.model, run.training
     odd = {"model.norm": m.norm != "rmsnorm", "model.activation": m.activation != "swiglu",
-           "model.position": m.position != "rope", "model.rope_scaling_factor": m.rope_scaling_factor != 1,
-           "model.qk_norm": m.qk_norm, "model.attention_bias": m.attention_bias, "model.mlp_bias": m.mlp_bias,
+           "model.position": m.position != "rope", "model.rope_scaling": m.rope_scaling.rope_type != "default",
+           "model.qk_norm": m.qk_norm != "off", "model.attention_bias": m.attention_bias != "none", "model.mlp_bias": m.mlp_bias,
            "model dropout": m.embedding_dropout + m.residual_dropout > 0, "training.microbatches": t.microbatches > 1,
            "training.z_loss": t.z_loss > 0, "optimizer.name": run.optimizer.name != "adamw",
            "data.document_mask": not run.data.document_mask}

@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _limits(run: Run) -> watch.PhaseLimits:
     t = run.training
-    return watch.PhaseLimits(t.step_timeout_s, run.distributed.timeout_s, t.compile_timeout_s, t.restore_timeout_s, t.save_timeout_s)
+    return watch.PhaseLimits(t.step_timeout_s, run.distributed.timeout_s, *[t.phase_timeout_s] * 3)
 
 
 def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Account, watchdog: watch.Watchdog) -> int:

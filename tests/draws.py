@@ -103,14 +103,16 @@ def _model(rng: random.Random, sizes: dict[str, int], T: int) -> dict:
         num_heads=heads, num_kv_heads=kv_heads, head_dim=rng.choice((4, 6, 8)), mlp_dim=tensor * rng.randint(5, 17),
         norm=rng.choice(("rmsnorm", "layernorm")), activation=rng.choice(("swiglu", "geglu", "gelu")), position=position,
         norm_placement=rng.choice(("before", "before", "after", "both")), norm_offset=rng.choice((0.0, 0.0, 1.0)),
-        scale_embedding=rng.random() < 0.2, qk_norm=rng.random() < 0.3, qk_norm_over=rng.choice(("head", "heads")), attention_bias=rng.random() < 0.3, mlp_bias=rng.random() < 0.3,
+        scale_embedding=rng.random() < 0.2, qk_norm=rng.choice(("off", "off", "head", "all_heads")),
+        attention_bias=rng.choice(("none", "none", "none", "qkv", "all")), mlp_bias=rng.random() < 0.3,
         tie_embeddings=rng.random() < 0.4, residual_dropout=rng.choice((0.0, 0.0, 0.2)),
         embedding_dropout=rng.choice((0.0, 0.0, 0.1)), compute_dtype="float32",
     )  # fmt: skip
     if position == "learned":
         chosen["max_seq_len"] = T + rng.randint(0, 5)
     elif rng.random() < 0.3:
-        chosen |= dict(rope_scaling=rng.choice(("llama3", "linear", "yarn")), rope_scaling_factor=8.0, rope_original_seq_len=16)
+        chosen |= dict(rope_scaling=rng.choice(({"rope_type": "linear", "factor": 8.0}, *(
+            {"rope_type": kind, "factor": 8.0, "original_max_position_embeddings": 16} for kind in ("llama3", "yarn")))))
     if chosen["norm_placement"] != "before":
         chosen["norm_eps"] = 0.01       # a norm of numbers as small as a first layer's would magnify their rounding
     return chosen

@@ -16,10 +16,11 @@ def top(scores, k):
 def chosen(m, scores, bias, real):
     """[B, T, K] and the smallest gap between what is chosen last and what is not chosen first, of tokens that are real."""
     scores = np.asarray(scores) + (0 if bias is None else np.asarray(bias))
-    if m["router_groups"] > 1:
-        groups = scores.reshape(*scores.shape[:-1], m["router_groups"], -1)
-        kept = top(np.sort(groups, -1)[..., -2:].sum(-1), m["router_group_limit"])
-        open_to = (np.arange(m["router_groups"]) == kept[..., None]).any(-2)
+    if m["router_groups"]:
+        count, limit = m["router_groups"]
+        groups = scores.reshape(*scores.shape[:-1], count, -1)
+        kept = top(np.sort(groups, -1)[..., -2:].sum(-1), limit)
+        open_to = (np.arange(count) == kept[..., None]).any(-2)
         scores = np.where(open_to[..., None], groups, -np.inf).reshape(scores.shape)
     ranked = np.sort(scores, -1)[..., ::-1]
     K = m["experts_per_token"]

@@ -27,8 +27,8 @@ def frequencies(m) -> np.ndarray:
     out = []
     for pair in range(m["head_dim"] // 2):
         freq = m["rope_theta"] ** (-2 * pair / m["head_dim"])
-        wavelength, original = 2 * math.pi / freq, m["rope_original_seq_len"]
-        low, high, factor = m["rope_low_freq_factor"], m["rope_high_freq_factor"], m["rope_scaling_factor"]
+        wavelength, original = 2 * math.pi / freq, m["rope_scaling"]["original_max_position_embeddings"]
+        low, high, factor = (m["rope_scaling"][name] for name in ("low_freq_factor", "high_freq_factor", "factor"))
         if factor == 1 or wavelength < original / high:
             out.append(freq)
         elif wavelength > original / low:
@@ -54,7 +54,7 @@ def linear(p, x, dims=1):
 
 def attention(m, p, x, positions, segments):
     q, k, v = (linear(p[name], x) for name in ("query", "key", "value"))
-    if m["qk_norm"]:
+    if m["qk_norm"] != "off":
         q, k = norm({**m, "norm": "rmsnorm"}, p["query_norm"], q), norm({**m, "norm": "rmsnorm"}, p["key_norm"], k)
     if m["position"] == "rope":
         q, k = rotate(m, q, positions), rotate(m, k, positions)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 # Few layers, as wide as bytes need to be to outweigh norms, statistics of the loss and XLA's workspaces.
 MODEL = dict(vocab_size=32768, embed_dim=2048, num_layers=8, num_heads=16, num_kv_heads=8, head_dim=128, mlp_dim=5632)
 GPT = dict(vocab_size=50304, embed_dim=1600, num_layers=12, num_heads=25, num_kv_heads=25, head_dim=64, mlp_dim=6400,
-           norm="layernorm", activation="gelu", position="learned", attention_bias=True, mlp_bias=True, tie_embeddings=True)
+           norm="layernorm", activation="gelu", position="learned", attention_bias="all", mlp_bias=True, tie_embeddings=True)
 LONG = dict(seq_len=16384, rows=1)
 # Experts no power of two, and as wide as they are for products to be most of it.
 EXPERTS = MODEL | dict(num_layers=4, num_experts=24, experts_per_token=3, expert_mlp_dim=768)
@@ -53,7 +53,7 @@ CELLS = {
     # XLA makes the zeros that the head's gradient begins with once for all microbatches, and keeps them.
     "zero2": Cell("zero2", dict(fsdp=8), "full", memory=.1),
     "zero3": Cell("zero3", dict(fsdp=8), "none"),
-    "zero3, norms of queries and keys": Cell("zero3", dict(fsdp=8), "none", 1, 4, model=MODEL | dict(num_heads=32, qk_norm=True)),
+    "zero3, norms of queries and keys": Cell("zero3", dict(fsdp=8), "none", 1, 4, model=MODEL | dict(num_heads=32, qk_norm="head")),
     "zero3, norms before and after": Cell("zero3", dict(fsdp=8), "none", 1, 4, model=MODEL | dict(norm_placement="both")),
     "zero3, norms after, selective": Cell("zero3", dict(fsdp=8), "selective", 1, 4, model=MODEL | dict(norm_placement="after")),
     "zero3, selective": Cell("zero3", dict(fsdp=8), "selective"),
@@ -97,7 +97,7 @@ CELLS = {
     "experts over fsdp, the rest over data": Cell("zero3_experts_fsdp", dict(data=2, fsdp=4), "none", model=EXPERTS),
     # What a layer keeps outweighs all else: norms of queries and keys read as much as attention, and no router keeps float32 of x.
     "experts over nothing, all kept": Cell("zero3", dict(fsdp=8), "none", 1, 4, model=EXPERTS | dict(
-        num_layers=12, num_heads=32, qk_norm=True)),
+        num_layers=12, num_heads=32, qk_norm="head")),
     "experts over nothing": Cell("zero3", dict(fsdp=8), "selective", model=EXPERTS),
     "one choice, sent, and a shared expert": Cell("zero3_experts_fsdp", dict(data=2, fsdp=4), "selective", model=EXPERTS | dict(
         experts_per_token=1, shared_expert_dim=1024)),

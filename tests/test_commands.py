@@ -247,7 +247,6 @@ BAD = {
     "empty text": ("--data.paths ['empty.txt']", ["empty"]),
     "sequence longer than the data": ("--data.seq_len 100000", ["data.seq_len", "100000"]),
     "learned positions": ("--model.position learned --model.max_seq_len 16", ["data.seq_len=32", "model.max_seq_len=16"]),
-    "attention dropout": ("--model.attention_dropout 0.1", ["model.attention_dropout=0.1", "residual_dropout"]),
     "init_from": ("--checkpoint.init_from nowhere", ["checkpoint.init_from", "nowhere"]),
 }
 

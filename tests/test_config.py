@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshtrain import config
-from meshtrain.config import sections
+from meshtrain.config import older, sections
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN_FILES = sorted((ROOT / "configs").glob("*.toml"))
@@ -134,7 +134,7 @@ def test_a_preset_on_the_command_line_replaces_the_shape_of_the_file():
 def test_shipped_files_are_found_from_any_directory_and_paths_mean_the_current_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = config.load(["--model.preset", "qwen3-8b"])
-    assert run.model.qk_norm
+    assert run.model.qk_norm == "head"
     assert Path(run.sharding.rules) == ROOT / "sharding_rules" / "zero3.toml"
     (tmp_path / "sharding_rules").mkdir()
     (tmp_path / "sharding_rules" / "ddp.toml").write_text("")
@@ -166,7 +166,8 @@ def test_the_byte_vocabulary_is_that_of_the_data():
 def count_params(model: config.Model) -> int:
     """Written out from the papers, not from our model code: a second opinion on both."""
     D, N, K, H, F = model.embed_dim, model.num_heads, model.num_kv_heads, model.head_dim, model.mlp_dim
-    attention = D * H * (2 * N + 2 * K) + model.attention_bias * (H * (N + 2 * K) + D * (model.norm == "layernorm")) + model.qk_norm * 2 * H
+    attention = D * H * (2 * N + 2 * K) + (model.attention_bias != "none") * H * (N + 2 * K) + (model.attention_bias == "all") * D \
+        + (model.qk_norm != "off") * 2 * H
     mlp = D * F * (3 if model.activation == "swiglu" else 2) + model.mlp_bias * (F + D)
     if E := model.num_experts:
         mlp = E * (D + D * model.expert_mlp_dim * 3)
@@ -242,8 +243,11 @@ MISTAKES = [
     ("--model.embed_dim 255", "model.embed_dim=255", "e.g. 256"),
     ("--model.head_dim 15", "model.head_dim=15", "use e.g. 16"),
     ("--model.position learned --model.max_seq_len 100", "data.seq_len=256", "model.max_seq_len=100"),
-    ("--model.rope_scaling_factor 8 --model.rope_high_freq_factor 1", "model.rope_high_freq_factor=1", "e.g. 4.0"),
-    ("--model.attention_dropout 0.1", "model.attention_dropout=0.1", "model.residual_dropout"),
+    ('--model.rope_scaling {rope_type="llama3",factor=8.0,high_freq_factor=1.0}', "high_freq_factor must be larger", "high_freq_factor = 4.0"),
+    ('--model.rope_scaling {rope_type="yarn",factor=8.0,low_freq_factor=2.0}', "low_freq_factor, which", 'use rope_type="llama3"'),
+    ("--model.rope_scaling yarn", 'model.rope_scaling="yarn" is not a table', 'rope_type = "yarn"'),
+    ("--model.rope_scaling {factor=2.0,kind=3}", "model.rope_scaling.kind=3 is not a key", "its keys are"),
+    ("--metrics.wandb offline", 'metrics.wandb="offline" is the name of the project', "WANDB_MODE=offline"),
     ("--model.vocab_size 256", "model.vocab_size=256", "at least 257"),
     ("--data.source text", "data.paths", 'data.paths=["data/*.txt"]'),
     ("--data.source json", 'data.source="json"', 'did you mean "jsonl"?'),
@@ -484,10 +488,8 @@ def test_a_vocabulary_beyond_the_indices_is_refused():
     ("optimizer.decay_steps", "5", []), ("optimizer.final_fraction", "0.5", ["--optimizer.schedule", "constant"]),
     ("training.spike_threshold", "5.0", ["--training.loss_spike", "off"]),
     ("data.cache", "x", []), ("lora.export", "adapters", ["--lora.rank", "4"]), ("lora.alpha", "8.0", []),
-    ("metrics.wandb_project", "x", []), ("model.qk_norm_over", "heads", []), ("model.rope_theta", "5.0", ["--model.position", "learned"]),
-    ("model.rope_scaling", "yarn", []), ("model.rope_low_freq_factor", "2.0", []), ("model.rope_high_freq_factor", "2.0", []),
-    ("model.rope_high_freq_factor", "2.0", ["--model.rope_scaling", "linear", "--model.rope_scaling_factor", "2.0"]),
-    ("model.rope_original_seq_len", "64", []), ("model.rope_scaling_factor", "4.0", ["--model.position", "learned"])])
+    ("model.rope_theta", "5.0", ["--model.position", "learned"]),
+    ("model.rope_scaling", '{rope_type="linear", factor=4.0}', ["--model.position", "learned"])])
 def test_a_key_without_effect_is_told(key, value, also):
     told = [note for note in config.notes(config.load([f"--{key}", value, *also])) if note.startswith(key)]
     assert len(told) == 1 and f"{key}=" in told[0] and "has no effect here; what gives it one: " in told[0]
@@ -498,7 +500,7 @@ def test_a_key_without_effect_is_told(key, value, also):
     ["--optimizer.schedule", "wsd", "--optimizer.decay_steps", "5"], ["--lora.rank", "4", "--lora.export", "adapters", "--checkpoint.export", "last"],
     ["--data.source", "jsonl", "--data.paths", '["a"]', "--data.field", "body", "--data.cache", "x"], ["--training.spike_threshold", "5.0"],
     ["--data.source", "text", "--data.paths", '["a.gz"]', "--data.cache", "x"],
-    ["--model.rope_scaling_factor", "4.0", "--model.rope_original_seq_len", "64", "--model.rope_scaling", "yarn"]])
+    ["--model.rope_scaling", '{rope_type="yarn", factor=4.0, original_max_position_embeddings=64}']])
 def test_a_key_with_effect_is_not_told(more):
     assert not [note for note in config.notes(config.load(more)) if "has no effect" in note]
 
@@ -520,3 +522,65 @@ def test_a_file_without_a_key_is_told(tmp_path):
     (tmp_path / "empty.toml").write_text("")
     assert any("the run file gives no key" in note for note in config.notes(config.load([str(tmp_path / "empty.toml")])))
     assert not any("gives no key" in note for note in config.notes(config.load([str(tmp_path / "empty.toml"), "--model.num_layers", "2"])))
+
+
+# ---- files and checkpoints of earlier versions ---------------------------------------------------------------------------
+
+
+OLDER = """
+[model]
+qk_norm = true
+qk_norm_over = "heads"
+attention_bias = true
+attention_out_bias = true
+attention_dropout = 0.0
+num_experts = 8
+router_groups = 4
+router_group_limit = 2
+rope_scaling = "yarn"
+rope_scaling_factor = 4.0
+rope_low_freq_factor = 2.0
+rope_high_freq_factor = 32.0
+rope_original_seq_len = 64
+[data]
+prefetch = 4
+validation_tokens = 0
+[training]
+loss_spike = "tell"
+compile_timeout_s = 60
+restore_timeout_s = 60
+save_timeout_s = 60
+[pipeline]
+uneven = "pad"
+[experts]
+upcycle_noise = 0.0
+[metrics]
+wandb = "online"
+wandb_project = "mine"
+"""
+
+
+def test_a_run_file_of_an_earlier_version_says_the_same(tmp_path):
+    (tmp_path / "run.toml").write_text(OLDER)
+    run = config.load([str(tmp_path / "run.toml")])
+    assert (run.model.qk_norm, run.model.attention_bias, run.model.router_groups) == ("all_heads", "all", (4, 2))
+    assert dict(run.model.rope_scaling) == {
+        "rope_type": "yarn", "factor": 4.0, "beta_slow": 2.0, "beta_fast": 32.0, "original_max_position_embeddings": 64}
+    assert (run.training.loss_spike, run.training.phase_timeout_s, run.metrics.wandb) == ("warn", 60, "mine")
+    (tmp_path / "again.toml").write_text(config.dump(run))
+    assert config.load([str(tmp_path / "again.toml")]) == run
+
+
+@pytest.mark.parametrize("old, said", [
+    ("[data]\nprefetch = 8", "data.prefetch=8 is not a key"), ("[pipeline]\nuneven = 'refuse'", "pipeline.uneven=\"refuse\" is not a key"),
+    ("[training]\nsave_timeout_s = 5\nrestore_timeout_s = 6", "training.save_timeout_s=5 is not a key")])
+def test_what_an_earlier_version_could_say_and_this_one_cannot_is_refused(tmp_path, old, said):
+    (tmp_path / "run.toml").write_text(old)
+    with pytest.raises(config.ConfigError, match=said):
+        config.load([str(tmp_path / "run.toml")])
+
+
+def test_the_settings_of_a_checkpoint_of_an_earlier_version_are_those_of_this_one():
+    was = tomllib.loads(OLDER) | {"pipeline": {"uneven": "refuse"}, "data": {"prefetch": 9}}
+    run = config.Run(**older.translated(was, saved=True))
+    assert run.model.qk_norm == "all_heads" and run.training.loss_spike == "warn"

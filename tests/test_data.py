@@ -127,8 +127,6 @@ def test_a_source_that_cannot_be_opened_is_refused_with_the_remedy(name, paths, 
                            r"use data.global_batch ≤ 12 or data.seq_len ≤ 7 or more text"),
     ({"seq_len": 200}, r"seq_len=200 × data.global_batch=2 .* use data.seq_len ≤ 50 or more text"),
     ({"validation_fraction": 0.06}, r"validation_fraction=0.06 holds out 7 of 102 tokens, and one sequence of data.seq_len=8"),
-    ({"validation_fraction": 0.5, "validation_tokens": 6}, r"validation_tokens=6 holds out 7 of 102 .* use more tokens"),
-    ({"validation_tokens": -1}, r"validation_tokens=-1 is negative"),
 ])
 def test_a_setting_that_cannot_work_is_refused_with_the_remedy(text_file, changes, message):
     with pytest.raises(ValueError, match=message):

@@ -70,7 +70,7 @@ PIPELINES = {
 MODELS = {
     "softmax": {},
     "sigmoid in groups, scaled, shared, a dense layer first": dict(
-        router_score="sigmoid", router_groups=4, router_group_limit=2, router_scale=2.5, shared_expert_dim=8, num_layers=3,
+        router_score="sigmoid", router_groups=(4, 2), router_scale=2.5, shared_expert_dim=8, num_layers=3,
         first_dense_layers=1),
     "softmax, not normalized, three of six": dict(num_experts=6, experts_per_token=3, router_normalize=False, expert_mlp_dim=10),
     "gelu, one of four": dict(num_experts=4, experts_per_token=1, activation="gelu", router_normalize=False),

@@ -55,7 +55,7 @@ def drawn(rng, path) -> config.Run:
         vocab_size=rng.choice((61, 257, 300)), embed_dim=math.prod(sizes.values()) // stage * rng.choice((3, 5, 8)), num_layers=layers, head_dim=4,
         num_kv_heads=rng.choice((1, 2)), num_heads=2 * tensor, mlp_dim=rng.choice((5, 18)), num_experts=E, experts_per_token=rng.choice((1, min(2, E), E)),
         expert_mlp_dim=rng.choice((7, 10, 36)), router_score=rng.choice(("softmax", "sigmoid")), router_normalize=rng.random() < 0.6,
-        router_scale=rng.choice((1.0, 2.5)), router_groups=groups, router_group_limit=rng.randint(1, groups), compute_dtype="float32",
+        router_scale=rng.choice((1.0, 2.5)), router_groups=(groups, rng.randint(1, groups)), compute_dtype="float32",
         **rng.choice((swiglu, swiglu, dict(activation="gelu"), dict(activation="geglu"))))
     return config.Run(
         mesh=sizes | dict(placement=rng.sample(AXES, len(AXES))), sharding=dict(rules=str(path)), model=model,

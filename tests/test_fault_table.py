@@ -19,7 +19,7 @@ from meshtrain.cluster import stacks
 from tests import injected
 
 ENDED_S = 60.0      # from the fault to the end of the launcher: the longest that any of them may take, busy machine or not
-STEP, COMPILE = ("--training.step_timeout_s", 6), ("--training.compile_timeout_s", 20)
+STEP, COMPILE = ("--training.step_timeout_s", 6), ("--training.phase_timeout_s", 20)
 SAVING = ("--checkpoint.every", 10)
 FOUR = ("--mesh.data", 4, "--mesh.simulated_devices", 4)
 HANGS = r"{} failed first, [\d.]+ s after the start: exit code 1; it hangs in {} since \S+ in fault \("
@@ -52,8 +52,8 @@ ROWS = {
     "hang with the lock of the first": (2, "0 step:8 lock", STEP, HANGS.format("{}", NOTED) + ".*, and holds the interpreter's lock"),
     "stuck before run.dir is claimed": (2, "1 agree sleep", ("--distributed.timeout_s", 20), FIRST.format("{}", "exit code 1")),
     "hang while it compiles": (2, "1 compile sleep", COMPILE, HANGS.format("{}", "compile")),
-    "hang while it restores": (2, "1 restore sleep", ("--training.restore_timeout_s", 20), HANGS.format("{}", r"[\w ]+")),
-    "hang while it saves": (2, "1 save sleep", ("--training.save_timeout_s", 6, *SAVING), SAVES),
+    "hang while it restores": (2, "1 restore sleep", ("--training.phase_timeout_s", 20), HANGS.format("{}", r"[\w ]+")),
+    "hang while it saves": (2, "1 save sleep", ("--training.phase_timeout_s", 6, *SAVING), SAVES),
     "hang that XLA ends": (2, "1 step:8 sleep", (), r"{} failed first: the others have not heard of it any more"),
 }
 FAST = ("kill 1", "hang in a step")

@@ -229,7 +229,7 @@ def test_a_step_in_float8_is_that_of_one_device(rule, mesh, remat, schedule):
 
 @pytest.mark.slow
 @pytest.mark.grid
-@pytest.mark.parametrize("variant", [GPT2 | FLOAT8, dict(qk_norm=True, tie_embeddings=True) | FLOAT8], ids=["gpt2", "qk_norm"])
+@pytest.mark.parametrize("variant", [GPT2 | FLOAT8, dict(qk_norm="head", tie_embeddings=True) | FLOAT8], ids=["gpt2", "qk_norm"])
 def test_biases_and_norms_of_heads_go_with_float8(variant):
     one = Compiled(run_of("ddp", ONE, variant))
     split = Compiled(run_of("zero3", dict(fsdp=2, tensor=2), variant, dict(remat="full")))

@@ -23,7 +23,7 @@ EXECUTION = layers.Execution(Layout(rules.parse(""), dict.fromkeys(AXES, 1)), jn
 def test_initial_weights_have_the_promised_deviations(given, std):
     """1/√fan-in; into the residual stream divided by √(2L) as well (GPT-2); tables embedding_std; nothing beyond 3 deviations."""
     cfg = config.Run(model=dict(vocab_size=256, embed_dim=96, num_layers=4, num_heads=4, head_dim=16, mlp_dim=160,
-                                attention_bias=True, norm="layernorm", **given)).model  # fmt: skip
+                                attention_bias="all", norm="layernorm", **given)).model  # fmt: skip
     model = transformer.build(cfg)
     expected = {"embedding/table": std, "head/kernel": 96**-0.5, "layers/attention/out/kernel": (64 * 8) ** -0.5,
                 "layers/mlp/down/kernel": (160 * 8) ** -0.5}  # fmt: skip

@@ -271,9 +271,9 @@ def test_without_remat_norms_and_swiglu_keep_their_inputs_and_no_matmul_is_added
 
 # All roles of a parameter but a projection's: norms, learned positions and biases; of heads and the router; adapters.
 ROLES = {
-    "biases": dict(model=dict(norm="layernorm", activation="gelu", position="learned", attention_bias=True, mlp_bias=True)),
-    "router": dict(model=dict(num_experts=8, experts_per_token=2, expert_mlp_dim=128, qk_norm=True), dtypes={"bf16", "f32"}),
-    "adapters": dict(model=dict(qk_norm=True, qk_norm_over="heads"), lora=dict(rank=8)),
+    "biases": dict(model=dict(norm="layernorm", activation="gelu", position="learned", attention_bias="all", mlp_bias=True)),
+    "router": dict(model=dict(num_experts=8, experts_per_token=2, expert_mlp_dim=128, qk_norm="head"), dtypes={"bf16", "f32"}),
+    "adapters": dict(model=dict(qk_norm="all_heads"), lora=dict(rank=8)),
 }
 
 

@@ -3,6 +3,8 @@ import ast
 import collections
 from pathlib import Path
 
+from meshtrain import config
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # Which rooms each room may import, besides itself; the doors (files of meshtrain/ itself) may import everything, names,
@@ -73,7 +75,7 @@ def test_the_import_test_sees_an_import(tmp_path):
 
 # ---- concepts ---------------------------------------------------------------------------------------------------------
 
-MOST_PARAMETERS, MOST_FIELDS = 8, 12
+MOST_PARAMETERS, MOST_FIELDS, MOST_KEYS, MOST_RULE_FILES = 8, 12, 135, 9
 
 # What exceeds these today, with its count. An entry leaves once it is not needed, a count falls; none is added.
 PARAMETERS = {
@@ -84,8 +86,7 @@ PARAMETERS = {
     "parallel/context/ulysses.py:backward": 10, "training/step.py:build": 9,
 }
 FIELDS = {
-    "config/sections.py:Data": 20, "config/sections.py:Model": 53, "config/sections.py:Run": 15,
-    "config/sections.py:Training": 17, "cost/placed.py:Placed": 38, "cost/price.py:Price": 14,
+    "cost/placed.py:Placed": 38, "cost/price.py:Price": 14,
     "cost/roofline.py:Roofline": 17, "cost/routed.py:Routed": 19, "cost/search.py:Question": 15,
     "parallel/pipeline/pipeline.py:Shard": 14, "training/step.py:Program": 14,
 }
@@ -105,7 +106,7 @@ def concepts(package: Path) -> tuple[dict[str, int], dict[str, int], dict[str, i
             elif isinstance(node, ast.ClassDef):
                 names[node.name] += 1
                 count = sum(isinstance(child, ast.AnnAssign) for child in node.body)
-                if count > MOST_FIELDS:
+                if count > MOST_FIELDS and here != "config/sections.py":      # keys are counted together
                     fields[f"{here}:{node.name}"] = count
     return parameters, fields, {name: count for name, count in names.items() if count > 1}
 
@@ -114,6 +115,11 @@ def test_functions_classes_and_their_names_exceed_the_caps_only_where_the_tables
     """Too many: fewer concepts, not another entry. Fewer than the table says: take the entry out, or lower its count."""
     for found, allowed in zip(concepts(ROOT / "meshtrain"), (PARAMETERS, FIELDS, {})):
         assert found == allowed
+
+
+def test_keys_and_rule_files_are_few():
+    assert sum(len(section.model_fields) for section in config.SECTIONS.values()) <= MOST_KEYS
+    assert len(list((ROOT / "sharding_rules").glob("*.toml"))) <= MOST_RULE_FILES
 
 
 def test_the_caps_see_parameters_fields_and_names(tmp_path):

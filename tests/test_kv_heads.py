@@ -10,7 +10,7 @@ from meshtrain.cost import audit, compile
 from test_layouts import RULES, Compiled, check_gradients
 
 GQA, MQA = dict(num_kv_heads=2), dict(num_kv_heads=1)
-ALL = dict(qk_norm=True, attention_bias=True)
+ALL = dict(qk_norm="head", attention_bias="qkv")
 
 
 def run_of(rule: str, mesh: dict, model: dict, **sections) -> config.Run:
@@ -24,7 +24,7 @@ CASES = [
 GRID = [
     (GQA, "zero3", dict(fsdp=2, tensor=4), {}),
     (MQA, "zero3", dict(context=2, stage=2, tensor=2), dict(context=dict(method="ring"))),
-    (GQA | dict(qk_norm_over="heads"), "zero3", dict(fsdp=2, tensor=4), {}),
+    (GQA | dict(qk_norm="all_heads"), "zero3", dict(fsdp=2, tensor=4), {}),
     (GQA, "tensor", dict(data=2, tensor=4), {}),
     (MQA, "ddp", dict(tensor=8), {}),
     (GQA, "zero1", dict(stage=2, tensor=4), dict(pipeline=dict(schedule="1f1b"))),

@@ -218,17 +218,17 @@ def test_zero_table_as_measured_bytes_per_parameter(rule, n):
 
 # ---- variants of the model -------------------------------------------------------------------------------------------
 
-GPT2 = dict(norm="layernorm", activation="gelu", position="learned", max_seq_len=T, attention_bias=True, mlp_bias=True,
+GPT2 = dict(norm="layernorm", activation="gelu", position="learned", max_seq_len=T, attention_bias="all", mlp_bias=True,
             num_kv_heads=8, tie_embeddings=True)  # fmt: skip
 VARIANTS = {
     "tied": (dict(tie_embeddings=True), dict(remat="selective")),
     "gpt2": (GPT2, dict()),
     "qk_norm, scaled rope, z_loss": (
-        dict(qk_norm=True, rope_scaling_factor=8.0, rope_original_seq_len=16), dict(z_loss=1e-2, remat="full")),
+        dict(qk_norm="head", rope_scaling=dict(rope_type="llama3", factor=8.0, original_max_position_embeddings=16)), dict(z_loss=1e-2, remat="full")),
     "norms after, over all heads": (
-        dict(norm_placement="after", qk_norm=True, qk_norm_over="heads", attention_bias=True, attention_out_bias=True), dict(remat="full")),
+        dict(norm_placement="after", qk_norm="all_heads", attention_bias="all"), dict(remat="full")),
     "gemma": (dict(norm_placement="both", norm_offset=1.0, activation="geglu", scale_embedding=True, tie_embeddings=True,
-                   rope_scaling="yarn", rope_scaling_factor=4.0, rope_original_seq_len=16, rope_high_freq_factor=32.0), dict()),
+                   rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)), dict()),
     "softcaps": (dict(score_softcap=0.5, logit_softcap=2.0), dict(remat="full")),
     "dropout": (dict(embedding_dropout=0.1, residual_dropout=0.2), dict()),
 }  # fmt: skip

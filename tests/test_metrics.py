@@ -291,6 +291,7 @@ def test_tensorboard_that_cannot_be_written_stops_no_run(tmp_path, capsys):
 @pytest.fixture(autouse=True)
 def wandb_in_silence(monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")    # to W&B itself, over the network
 
 
@@ -300,7 +301,7 @@ def run_file(directory, *overrides):
 
 
 def test_only_the_first_of_several_processes_writes(tmp_path, monkeypatch):
-    run = run_file(tmp_path / "run", "--metrics.wandb", "offline", "--metrics.profile_steps", "[1, 2]")
+    run = run_file(tmp_path / "run", "--metrics.wandb", "theirs", "--metrics.profile_steps", "[1, 2]")
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     with metrics.open_writers(run, tmp_path / "run", 0) as writers:
         writers.write({"step": 1, "loss": 2.0})
@@ -317,9 +318,9 @@ def test_tensorboard_can_be_switched_off(tmp_path):
 def test_wandb_without_its_package_is_refused_before_anything_is_made(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert train.main(["--metrics.wandb", "offline"]) == 2
+    assert train.main(["--metrics.wandb", "theirs"]) == 2
     told = capfd.readouterr().err
-    assert told.startswith('error: metrics.wandb="offline" needs the package wandb') and "pip install -e '.[wandb]'" in told
+    assert told.startswith('error: metrics.wandb="theirs" needs the package wandb') and "pip install -e '.[wandb]'" in told
     assert list(tmp_path.iterdir()) == []
 
 
@@ -338,7 +339,7 @@ def records(path):
 
 def test_wandb_offline_has_rows_and_settings_and_a_resume_goes_on_in_the_same_run(tmp_path, capfd):
     wandb = pytest.importorskip("wandb")
-    run = run_file(tmp_path / "run", "--metrics.wandb", "offline", "--metrics.wandb_project", "theirs", "--data.seq_len", "96")
+    run = run_file(tmp_path / "run", "--metrics.wandb", "theirs", "--data.seq_len", "96")
     for after, steps in ((0, (1, 2, 3)), (2, (3, 4))):
         with metrics.open_writers(run, tmp_path / "run", after) as writers:
             for step in steps:
@@ -366,12 +367,13 @@ def test_wandb_offline_has_rows_and_settings_and_a_resume_goes_on_in_the_same_ru
 def test_wandb_that_cannot_be_reached_is_told_and_written_offline(tmp_path, monkeypatch, capfd, fault):
     pytest.importorskip("wandb")
     monkeypatch.setattr(metrics, "WANDB_START_TIMEOUT_S", 0.5)
+    monkeypatch.delenv("WANDB_MODE")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("HOME", str(tmp_path))   # nobody's own key
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     if fault == "no server":
         monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-    with metrics.open_writers(run_file(tmp_path / "run", "--metrics.wandb", "online"), tmp_path / "run", 0) as writers:
+    with metrics.open_writers(run_file(tmp_path / "run", "--metrics.wandb", "theirs"), tmp_path / "run", 0) as writers:
         writers.write({"step": 1, "loss": 2.0})
     assert "W&B cannot be started online" in (told := capfd.readouterr().err) and "wandb sync" in told
     assert "cannot be started offline" not in told
@@ -386,9 +388,10 @@ def test_wandb_online_goes_on_in_the_same_run_behind_what_it_has(tmp_path, monke
         step = 4
         log = staticmethod(lambda row, step, commit: logged.append(step))
         finish = staticmethod(lambda exit_code: logged.append(f"finished with {exit_code}"))
+    monkeypatch.delenv("WANDB_MODE")
     monkeypatch.setattr(wandb, "init", lambda **settings: (asked.append(settings), Theirs)[1])
     for _ in range(2):
-        with metrics.open_writers(run_file(tmp_path, "--metrics.wandb", "online"), tmp_path, 2) as writers:
+        with metrics.open_writers(run_file(tmp_path, "--metrics.wandb", "theirs"), tmp_path, 2) as writers:
             for step in (3, 4, 5):
                 writers.write({"step": step, "loss": 1.0})
     assert logged == 2 * [4, 5, "finished with 0"], "the step that is done again is not asked to be written twice"
@@ -402,7 +405,7 @@ def test_an_empty_wandb_identity_is_made_anew(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(wandb, "init", lambda **settings: asked.append(settings["id"]) or types.SimpleNamespace(step=0, finish=lambda exit_code: 0))
     for _ in range(2):
-        with metrics.open_writers(run_file(tmp_path, "--metrics.wandb", "online"), tmp_path, 0):
+        with metrics.open_writers(run_file(tmp_path, "--metrics.wandb", "theirs"), tmp_path, 0):
             pass
     assert asked[0] == asked[1] != "" and os.listdir(tmp_path / "wandb") == ["run-id"]
 
@@ -413,7 +416,7 @@ def test_wandb_that_fails_in_the_middle_is_told_once_and_every_row_is_kept(tmp_p
     def fail(self, *_, **__):
         raise ConnectionError("the network is down")
     monkeypatch.setattr(wandb.Run, "log", fail)
-    with metrics.open_writers(run_file(tmp_path, "--metrics.wandb", "offline"), tmp_path, 0) as writers:
+    with metrics.open_writers(run_file(tmp_path, "--metrics.wandb", "theirs"), tmp_path, 0) as writers:
         for step in (1, 2, 3):
             writers.write({"step": step, "loss": 2.0})
     assert capfd.readouterr().err.count("W&B failed at step 1: the network is down") == 1

@@ -30,7 +30,6 @@ def run_of(rule: str, mesh: dict, **model) -> config.Run:
         data=dict(seq_len=32, global_batch=32), training=dict(steps=20, microbatches=2, loss_chunk=24),
         # eps is large: Adam would make a whole step of the rounding error where an element of the embedding has no gradient.
         optimizer=dict(name="muon", learning_rate=0.02, schedule="constant", warmup_steps=0, weight_decay=0.1, eps=1e-3),
-        pipeline=dict(uneven="pad") if mesh.get("stage", 1) > 1 else {},
     )  # fmt: skip
 
 

@@ -270,15 +270,13 @@ THIRDS = dict(embed_dim=48, num_heads=6, num_kv_heads=6)
 @pytest.mark.parametrize("case, parts", [
     ((("ddp", dict(stage=4)), dict(schedule="1f1b", chunks=2)), ["pipeline.chunks=2", "interleaved"]),
     ((("ddp", dict(stage=4)), dict(schedule="interleaved", training=dict(microbatches=6))), ["multiple of mesh.stage=4", "8"]),
-    ((("ddp", dict(stage=4)), dict(model=dict(num_layers=6), pipeline=dict(uneven="refuse"))),
-     ["model.num_layers=6", "mesh.stage=4", "e.g. 8"]),
     # Taken from the stages, a vocabulary of 512 must still divide over tensor.
     ((("zero1", dict(stage=2, tensor=3)), dict(model=THIRDS, data=dict(seq_len=48))),
      ["vocab=512", "tensor 3", "model.vocab_size"]),
     ((("ddp", dict(stage=4)), dict(training=dict(remat="offload"))), ['training.remat="offload"', "mesh.stage=4", '"full"']),
     ((("ddp", dict(stage=4)), dict(schedule="interleaved", chunks=3, model=dict(num_layers=7))),
      ["pipeline.chunks=3", "num_layers=7", "without a layer", "use at most 2"]),
-], ids=["chunks", "microbatches", "layers", "vocabulary", "offload", "empty chunks"])  # fmt: skip
+], ids=["chunks", "microbatches", "vocabulary", "offload", "empty chunks"])  # fmt: skip
 def test_pipeline_that_cannot_be_is_refused_in_one_line(case, parts):
     with pytest.raises(config.ConfigError) as error:
         assembled(*case[0], **case[1])

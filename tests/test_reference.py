@@ -23,13 +23,13 @@ from meshtrain.training.state import State
 ROOT = Path(__file__).resolve().parent
 V, T, SEQUENCES, STEPS = 61, 24, 8, 5
 SIZES = dict(vocab_size=V, embed_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, mlp_dim=20, compute_dtype="float32")
-GPT2 = dict(norm="layernorm", activation="gelu", position="learned", max_seq_len=T + 3, attention_bias=True, mlp_bias=True,
+GPT2 = dict(norm="layernorm", activation="gelu", position="learned", max_seq_len=T + 3, attention_bias="all", mlp_bias=True,
             num_kv_heads=4, head_dim=4, tie_embeddings=True)  # fmt: skip
 
 # Settings of [model], [training] and [optimizer]. Gradients here have norms of 1 to 3: a clip at 0.5 always bites, one at 100 never.
 CASES = {
     "llama, adamw, cosine": (
-        dict(qk_norm=True, rope_scaling_factor=8.0, rope_original_seq_len=16, rope_theta=100.0),
+        dict(qk_norm="head", rope_scaling=dict(rope_type="llama3", factor=8.0, original_max_position_embeddings=16), rope_theta=100.0),
         dict(microbatches=4, z_loss=1e-2, grad_clip=0.5),
         dict(name="adamw", schedule="cosine", warmup_steps=2, final_fraction=0.2, weight_decay=0.3)),
     # eps is large: a key's bias changes no softmax, and Adam would make its rounding error a whole step.
@@ -43,7 +43,7 @@ CASES = {
         dict(mlp_bias=True), dict(grad_clip=0.0, remat="selective"),
         dict(name="adafactor", schedule="wsd", warmup_steps=1, decay_steps=2, weight_decay=0.3)),
     "llama with biases, muon, constant": (
-        dict(attention_bias=True), dict(grad_clip=100.0, z_loss=1e-3),
+        dict(attention_bias="qkv"), dict(grad_clip=100.0, z_loss=1e-3),
         dict(name="muon", schedule="constant", warmup_steps=2, learning_rate=0.05, weight_decay=0.3)),
 }  # fmt: skip
 
@@ -230,17 +230,15 @@ def model_settings(theirs: dict) -> dict:
     if theirs["model_type"] == "gpt2":
         return dict(vocab_size=theirs["vocab_size"], embed_dim=theirs["n_embd"], num_layers=theirs["n_layer"],
                     num_heads=theirs["n_head"], mlp_dim=4 * theirs["n_embd"], norm="layernorm", activation="gelu",
-                    position="learned", max_seq_len=theirs["n_positions"], attention_bias=True, mlp_bias=True,
+                    position="learned", max_seq_len=theirs["n_positions"], attention_bias="all", mlp_bias=True,
                     tie_embeddings=True)  # fmt: skip
     rope = theirs["rope_parameters"]
-    scaled = {} if rope["rope_type"] == "default" else dict(
-        rope_scaling_factor=rope["factor"], rope_low_freq_factor=rope["low_freq_factor"],
-        rope_high_freq_factor=rope["high_freq_factor"], rope_original_seq_len=rope["original_max_position_embeddings"])
+    scaled = {} if rope["rope_type"] == "default" else dict(rope_scaling={key: value for key, value in rope.items() if key != "rope_theta"})
     return scaled | dict(
         vocab_size=theirs["vocab_size"], embed_dim=theirs["hidden_size"], num_layers=theirs["num_hidden_layers"],
         num_heads=theirs["num_attention_heads"], num_kv_heads=theirs["num_key_value_heads"], head_dim=theirs["head_dim"],
         mlp_dim=theirs["intermediate_size"], norm_eps=theirs["rms_norm_eps"], rope_theta=rope["rope_theta"],
-        qk_norm=theirs["model_type"] == "qwen3", tie_embeddings=theirs["tie_word_embeddings"])  # fmt: skip
+        qk_norm="head" if theirs["model_type"] == "qwen3" else "off", tie_embeddings=theirs["tie_word_embeddings"])  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3.2", "qwen3"])

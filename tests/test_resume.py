@@ -88,7 +88,7 @@ def test_what_changes_numbers_may_change_and_is_recorded(tmp_path, key, old, new
 
 
 @pytest.mark.parametrize("more", [
-    ("--run.name", "moved"), ("--metrics.every", 5), ("--checkpoint.every", 7), ("--data.prefetch", 0), ("--validation.every", 1),
+    ("--run.name", "moved"), ("--metrics.every", 5), ("--checkpoint.every", 7), ("--validation.every", 1),
     ("--data.source", "text", "--data.paths", '["README.md"]'), ("--data.tokenizer", "elsewhere/tokenizer.json"),
     ("--distributed.timeout_s", 900), ("--data.cache", "elsewhere")])
 def test_spelling_and_what_changes_no_number_may_change_unsaid(two, more):

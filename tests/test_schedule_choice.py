@@ -204,8 +204,7 @@ def test_the_shipped_pipeline_is_compiled_to_what_its_run_file_says():
     (dict(training__microbatches=1, pipeline__chunks=2), ["training.microbatches=1", "multiple of mesh.stage=2", "use 2,"]),
     (dict(training__microbatches=1, pipeline__schedule="interleaved", pipeline__chunks=2), ["use 2,"]),
     (dict(pipeline__schedule="1f1b", pipeline__chunks=2), ["pipeline.chunks=2", 'pipeline.schedule="interleaved"']),
-    (dict(model__num_layers=3, pipeline__uneven="refuse"), ["model.num_layers=3", "e.g. 4", 'pipeline.uneven="pad"']),
-], ids=["microbatches of auto", "microbatches", "chunks", "uneven"])  # fmt: skip
+], ids=["microbatches of auto", "microbatches", "chunks"])  # fmt: skip
 def test_pipeline_that_cannot_be_is_told_in_one_message(main, more, parts):
     code, out, err = call(main, *arguments(**more))
     assert (code, out) == (2, "") and err.startswith("error: ") and all(part in err for part in parts), err

@@ -15,12 +15,10 @@ from kept_programs import programs_in
 from meshtrain import train
 from meshtrain.checkpoint import checkpoint
 from meshtrain.data.batches import packing
+from meshtrain.data.documents import contracts
 from meshtrain.run import metrics, profiling
 from meshtrain.training import step
 from test_metrics import curves
-
-
-NO_PREFETCH = ("--data.prefetch", "0")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +43,9 @@ def trained(tiny, directory, *overrides) -> list[dict]:
 
 
 def slow_data(monkeypatch, seconds: float):
+    """Batches that take `seconds` to read, none of them made ahead."""
     batch = packing.Packed.batch
+    monkeypatch.setattr(packing, "made_ahead", lambda batch, start, prefetch: contracts.made_ahead(batch, start, 0))
 
     def wait(self, *args, **kwargs):
         time.sleep(seconds)
@@ -75,7 +75,7 @@ def slow_steps(monkeypatch, seconds: float):
 
 def test_a_step_that_waits_for_slow_data_says_how_long(tmp_path, tiny, monkeypatch):
     slow_data(monkeypatch, 0.2)
-    rows = trained(tiny, tmp_path / "run", "--training.steps", "5", *NO_PREFETCH)
+    rows = trained(tiny, tmp_path / "run", "--training.steps", "5")
     for row in rows[1:]:
         assert 0.1 < row["data_wait_s"] < row["step_time_s"], row
     assert min(row["step_time_s"] - row["data_wait_s"] for row in rows[1:]) < 0.15, "all of the step but its own work"
@@ -87,7 +87,7 @@ def test_a_step_that_waits_for_slow_data_says_how_long(tmp_path, tiny, monkeypat
 def test_data_that_come_while_the_step_before_runs_are_not_waited_for(tmp_path, tiny, monkeypatch, step_s, data_s, low, high):
     slow_data(monkeypatch, data_s)
     slow_steps(monkeypatch, step_s)
-    rows = trained(tiny, tmp_path / "run", "--training.steps", "5", *NO_PREFETCH)
+    rows = trained(tiny, tmp_path / "run", "--training.steps", "5")
     # A busy machine makes some steps longer; counted wrongly, the wait would be out of these bounds in all of them.
     assert any(low <= row["data_wait_s"] < high for row in rows[1:]), rows
     assert all(row["step_time_s"] > 0.8 * max(step_s, data_s) for row in rows[1:]), rows
@@ -112,7 +112,7 @@ def test_the_row_after_a_checkpoint_says_how_long_it_held_the_steps_up(tmp_path,
 
 def test_rows_that_are_thinned_out_keep_what_the_steps_between_waited(tmp_path, tiny, monkeypatch):
     slow_data(monkeypatch, 0.1)
-    rows = trained(tiny, tmp_path / "run", "--training.steps", "6", "--metrics.every", "3", *NO_PREFETCH)
+    rows = trained(tiny, tmp_path / "run", "--training.steps", "6", "--metrics.every", "3")
     assert [row["step"] for row in rows] == [3, 6] and rows[1]["data_wait_s"] > 0.2, "about 0.1 s for each of three steps"
 
 

@@ -200,7 +200,7 @@ def test_a_process_that_hangs_leaves_its_stacks_and_ends_with_1(body, locked, tm
     assert index == 0 and words.startswith("hangs in save after step 3 since ") and "in <module> (" in words
     assert words.endswith("lock") == locked
     if not locked:      # else nothing can speak
-        assert "hangs in save after step 3" in err and "more than training.save_timeout_s allows (0.5 s)" in err
+        assert "hangs in save after step 3" in err and "more than training.phase_timeout_s allows (0.5 s)" in err
 
 
 OF_TWO = """

@@ -14,6 +14,7 @@ from hypothesis import settings as examples
 
 from meshtrain import convert
 from meshtrain.config import Model
+from meshtrain.config.sections import RopeScaling
 from meshtrain.huggingface import families, folder, forms, safetensors, settings
 
 GOLDENS = Path(__file__).resolve().parent / "goldens"
@@ -99,7 +100,8 @@ PUBLISHED = {
     "SmolLM 2": ({"model_type": "llama", "is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}}, {}),
     "Qwen 2.5": ({"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28, "use_mrope": False,
                   "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
-                 {"rope_scaling": "yarn", "rope_high_freq_factor": 32.0, "window": 0, "attention_bias": True, "attention_out_bias": False}),
+                 {"rope_scaling": RopeScaling(rope_type="yarn", factor=4.0,
+                                                             original_max_position_embeddings=32768), "window": 0, "attention_bias": "qkv"}),
     "Mistral 7B v0.1": ({"model_type": "mistral", "sliding_window": 4096}, {"window": 4096}),
     "Mistral 7B, said by its class": ({"model_type": "mistral", "num_key_value_heads": 8}, {"window": 4096}),
     "Mistral 7B v0.3": ({"model_type": "mistral", "sliding_window": None}, {"window": 0}),
@@ -111,12 +113,12 @@ PUBLISHED = {
     "OLMo 3": ({"model_type": "olmo3", "sliding_window": 4096, "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
                 "num_hidden_layers": 4, "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32, "beta_slow": 1,
                                                          "original_max_position_embeddings": 8192, "attention_factor": None}},
-               {"window": 4096, "global_every": 4, "local_rope_theta": 10000.0, "rope_scaling_factor": 8.0}),
+               {"window": 4096, "global_every": 4, "local_rope_theta": 10000.0}),
     "Gemma 3 1B": ({"model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "head_dim": 256,
                     "sliding_window": 512, "sliding_window_pattern": 6, "rope_local_base_freq": 10000, "rope_theta": 1000000,
                     "attn_logit_softcapping": None, "cache_implementation": "hybrid", "hidden_act": None, "num_hidden_layers": 26, "rope_scaling": None},
                    {"window": 512, "global_every": 6, "local_rope_theta": 10000.0, "rope_theta": 1e6, "attention_scale_dim": 256}),
-    "OLMo 2": ({"model_type": "olmo2", "attention_bias": False, "rope_scaling": None}, {"norm_placement": "after", "qk_norm_over": "heads"}),
+    "OLMo 2": ({"model_type": "olmo2", "attention_bias": False, "rope_scaling": None}, {"norm_placement": "after", "qk_norm": "all_heads"}),
 }
 
 

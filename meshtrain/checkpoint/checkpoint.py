@@ -45,7 +45,7 @@ from meshtrain import files
 from meshtrain.checkpoint import commit
 from meshtrain.checkpoint.commit import CHECKSUMS, FOLDERS, METADATA, PARAMS, STATE
 from meshtrain.cluster import agree
-from meshtrain.config import ConfigError
+from meshtrain.config import ConfigError, older
 from meshtrain.run import say, trees
 
 # Of the layout described above; a reader that meets a higher number refuses. 1 had no checksums, 2 was of runs that read
@@ -81,7 +81,7 @@ class Saved:
     @property
     def run(self) -> dict:
         """Section -> key -> value of the run that saved it."""
-        return self.metadata["run"]
+        return older.translated(self.metadata["run"], saved=True)
 
     def param_shapes(self) -> dict:
         """Of a checkpoint in `Checkpoints`: nested dicts of jax.ShapeDtypeStruct without shardings."""

@@ -40,9 +40,6 @@ def begun(run: Run, model: transformer.Transformer, layout, mesh, shapes: State,
             grown = upcycled(run, layout, mesh, source, fresh.params)
             say.out(f"weights from step {source.step} of {where}, every expert as the MLP there")
             return State(fresh.step, grown, fresh.opt_state)
-        if run.experts.upcycle_noise and not grows:
-            raise ValueError(f"experts.upcycle_noise={run.experts.upcycle_noise}: {where} has experts already, and noise is for those "
-                             "that begin as a dense run's MLPs; leave it out")
         if (had or run.lora.rank) and config.Lora(**had) != run.lora:
             if asks_state:
                 raise ValueError(f"{where} trained other parameters ({adapters.described(had)}) than this run "
@@ -79,20 +76,18 @@ def upcycled(run: Run, layout, mesh, source: Saved, fresh: dict) -> dict:
     wanted = state.stored(dense, layout, mesh)
     taken = leaves_of(adapters.restore(source, wanted))
     adapters.tell_left_out(source, wanted)
-    first, noise, key = cfg.first_dense_layers, run.experts.upcycle_noise, jax.random.key(run.run.seed)
+    first = cfg.first_dense_layers
 
     def expanded(taken, fresh):
         made = {}
-        for number, (path, leaf) in enumerate(leaves_of(fresh).items()):
+        for path, leaf in leaves_of(fresh).items():
             stack, is_dense = (f"{LAYERS}/layers", f"{LAYERS}/dense_layers/") if first else (LAYERS, "\0")
             name = path.replace(is_dense, f"{LAYERS}/").replace(f"{stack}/", f"{LAYERS}/", 1)
             layers = slice(None) if name not in taken or not first or LAYERS not in path else \
                 slice(first) if is_dense in path else slice(first, None)
             expert = name.replace("/moe/", "/mlp/") + "/kernel"
             if "/moe/" in name and expert in taken and "/shared/" not in name:
-                mlp = taken[expert][first:, None]
-                drawn = jax.random.normal(jax.random.fold_in(key, number), leaf.shape) * jnp.std(mlp, (-2, -1), keepdims=True)
-                made[path] = (mlp + noise * drawn if noise else jnp.broadcast_to(mlp, leaf.shape)).astype(leaf.dtype)
+                made[path] = jnp.broadcast_to(taken[expert][first:, None], leaf.shape).astype(leaf.dtype)
             else:
                 made[path] = taken[name][layers] if name in taken else leaf
         return nested(made)

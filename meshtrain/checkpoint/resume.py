@@ -44,8 +44,8 @@ CHANGES = (
     ("data.loss_on", RECORDED),
     ("data.mixture", RECORDED),     # its weights; its sources are content
     ("data.packing", STAYS),
-    ("data.validation_fraction", STAYS), ("data.validation_tokens", STAYS),     # what is held out is not trained on
-    ("data.prefetch", FREE), ("data.cache", FREE), ("data.validation_paths", FREE), ("data.validation_sources", FREE), ("data.skip_batches", FREE),
+    ("data.validation_fraction", STAYS),     # what is held out is not trained on
+    ("data.cache", FREE), ("data.validation_paths", FREE), ("data.validation_sources", FREE), ("data.skip_batches", FREE),
     ("data.*", CONTENT),
     ("optimizer.name", STAYS), ("lora.export", FREE), ("lora.*", STAYS),
     ("training.max_skipped_steps", FREE), ("training.check_replicas_every", FREE), ("training.objective", STAYS),

@@ -46,8 +46,8 @@ READERS = 2         # so many processes read all stacks to name the culprit: not
 
 
 # What a phase may take its time from, and the key of the run file that says it.
-KEYS = {"start": "distributed.timeout_s", "compile": "training.compile_timeout_s", "restore": "training.restore_timeout_s",
-        "step": "training.step_timeout_s", "save": "training.save_timeout_s"}
+KEYS = {"start": "distributed.timeout_s", "compile": "training.phase_timeout_s", "restore": "training.phase_timeout_s",
+        "step": "training.step_timeout_s", "save": "training.phase_timeout_s"}
 UNLIMITED = ""
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from meshtrain.config import unused
 from meshtrain.config.messages import ConfigError, join, next_multiple, toml, unknown_name
-from meshtrain.config.sections import Component, Data, Mesh, Run
+from meshtrain.config.sections import Component, Data, Mesh, RopeScaling, Run
 from meshtrain.huggingface import folder
 from meshtrain.names import AXES, LORA_TARGETS
 from meshtrain.shipped import names
@@ -22,6 +22,7 @@ SIZE_KEYS = {"batch": "data.global_batch / training.microbatches", "seq": "data.
              "head_dim": "model.head_dim", "mlp": "model.mlp_dim", "vocab": "model.vocab_size (padded to 256)",
              "layers": "model.num_layers", "expert": "model.num_experts", "expert_embed": "model.embed_dim",
              "expert_mlp": "model.expert_mlp_dim"}
+ROPE_KEYS = tuple(RopeScaling.model_fields)[1:]
 FIELD_SOURCES = ("jsonl", "parquet", "arrow")     # whose documents have a text in data.field
 BYTE_VOCAB = 257  # 256 bytes and the separator between documents
 
@@ -142,18 +143,20 @@ def _model_problems(run: Run):
     if model.position == "learned" and seq_len > model.max_seq_len:
         yield (f"data.seq_len={seq_len} is longer than the model.max_seq_len={model.max_seq_len} learned positions; "
                "shorten the sequences or lengthen the table")
-    if model.rope_scaling != "linear" and model.rope_scaling_factor != 1 and model.rope_high_freq_factor <= model.rope_low_freq_factor:
-        yield (f"model.rope_high_freq_factor={model.rope_high_freq_factor} must be larger than "
-               f"model.rope_low_freq_factor={model.rope_low_freq_factor} for a scaled rope; use e.g. 4.0 and 1.0")
+    rope = model.rope_scaling
+    slow, fast = ("beta_slow", "beta_fast") if rope.rope_type == "yarn" else ("low_freq_factor", "high_freq_factor")
+    if slow in dict(rope) and getattr(rope, fast) <= getattr(rope, slow):
+        yield (f"model.rope_scaling={toml(rope)}: {fast} must be larger than {slow}; use e.g. {toml(type(rope)(rope_type=rope.rope_type))}")
+    idle = [name for name in ROPE_KEYS if name not in dict(rope) and getattr(rope, name) != getattr(type(rope)(), name)]
+    if idle:
+        yield (f"model.rope_scaling has {join(idle, 'and')}, which rope_type={toml(rope.rope_type)} does not read; leave "
+               f"{'it' if len(idle) == 1 else 'them'} out, or use rope_type={toml('yarn' if 'beta' in idle[0] else 'llama3')}")
     if model.global_every and not model.window:
         yield (f"model.global_every={model.global_every} has no model.window that the other layers could keep to; give one, or "
                "leave global_every out")
     if model.local_rope_theta and not model.global_every:
         yield (f"model.local_rope_theta={model.local_rope_theta} is for layers with a window beside global ones; use model.rope_theta, "
                "or model.global_every")
-    if model.attention_dropout:
-        yield (f"model.attention_dropout={model.attention_dropout} needs the full score matrix, which is never held; "
-               "use 0.0, and model.residual_dropout instead")
     if model.matmul_dtype == "bfloat16" != model.compute_dtype:
         yield (f'model.matmul_dtype="bfloat16" is not model.compute_dtype={toml(model.compute_dtype)}, in which whatever is not '
                'float8 is multiplied; use model.compute_dtype="bfloat16", or "auto"')
@@ -163,12 +166,12 @@ def _model_problems(run: Run):
 
 
 EXPERT_KEYS = ("experts_per_token", "expert_mlp_dim", "shared_expert_dim", "first_dense_layers", "router_score", "router_normalize",
-               "router_scale", "router_groups", "router_group_limit", "router_bias")
+               "router_scale", "router_groups", "router_bias")
 
 
 def _expert_problems(run: Run):
     model, default = run.model, type(run.model)()
-    E, K, groups, limit = model.num_experts, model.experts_per_token, model.router_groups, model.router_group_limit
+    E, K = model.num_experts, model.experts_per_token
     if not E:
         given = [f"model.{key}={toml(getattr(model, key))}" for key in EXPERT_KEYS if getattr(model, key) != getattr(default, key)]
         given += [f"experts.{key}={toml(value)}" for key, value in run.experts if value != getattr(type(run.experts)(), key)]
@@ -183,30 +186,16 @@ def _expert_problems(run: Run):
     if model.global_every and model.first_dense_layers % model.global_every:
         yield (f"model.first_dense_layers={model.first_dense_layers} is no multiple of model.global_every={model.global_every}, in "
                f"which layers repeat; use e.g. {next_multiple(model.first_dense_layers, model.global_every)}, or 0")
-    if limit and not groups:
-        yield f"model.router_group_limit={limit} limits no groups, as model.router_groups=0 makes none; give it, e.g. 4, or leave this out"
-    elif groups and E % groups:
-        yield (f"model.router_groups={groups} does not divide model.num_experts={E}; use a divisor, e.g. "
-               f"{max(n for n in range(1, groups + 1) if E % n == 0)}")
-    elif limit > groups:
-        yield f"model.router_group_limit={limit} is more than model.router_groups={groups}; use at most {groups}, or 0 for all"
-    elif groups and K <= E < K * groups // limit:
-        yield (f"model.experts_per_token={K} does not fit into model.router_group_limit={limit} of {groups} groups with "
-               f"{E // groups} experts each; use a limit of at least {-(-K * groups // E)}")
+    if model.router_groups:
+        yield from _group_problems(model)
     if model.mlp_bias:
         yield "model.mlp_bias=true: experts have no biases; leave it out"
     if run.experts.bias_rule != "sign" and not run.experts.bias_rate:
         yield f'experts.bias_rule="{run.experts.bias_rule}": no bias moves with experts.bias_rate=0; give it, e.g. 0.02, or leave this out'
-    if run.experts.upcycle_noise and not run.checkpoint.init_from:
-        yield (f"experts.upcycle_noise={run.experts.upcycle_noise} is for experts that begin as a dense run's MLPs, and checkpoint.init_from "
-               "names no run; give it, or leave this out")
     if source := folder.is_one(run.checkpoint.init_from) and run.checkpoint.init_from:
         if run.experts.bias_rate:
             yield (f"experts.bias_rate={run.experts.bias_rate} moves biases of the routers, and checkpoint.init_from={toml(source)}, a model "
                    "folder, has none; leave it out")
-        if run.experts.upcycle_noise:
-            yield (f"experts.upcycle_noise={run.experts.upcycle_noise} is for experts that begin as a dense run's MLPs, and "
-                   f"checkpoint.init_from={toml(source)} has experts; leave it out")
     if run.experts.bias_warmup and not run.experts.bias_rate:
         yield f"experts.bias_warmup={run.experts.bias_warmup}: no bias moves with experts.bias_rate=0; give it, e.g. 0.001, or leave this out"
     if run.experts.bias_warmup and run.lora.rank:
@@ -214,6 +203,19 @@ def _expert_problems(run: Run):
     if run.experts.bias_warmup and run.checkpoint.init_optimizer:
         yield (f"experts.bias_warmup={run.experts.bias_warmup} begins with a fresh optimizer, and checkpoint.init_optimizer=true with another "
                "run's; leave one out")
+
+
+def _group_problems(model):
+    E, K, given = model.num_experts, model.experts_per_token, f"model.router_groups={toml(model.router_groups)}"
+    groups, limit = (*model.router_groups, 0, 0)[:2]
+    if len(model.router_groups) != 2 or not 1 <= limit <= groups:
+        yield f"{given} is not [groups of experts, groups that a token may use]; use e.g. [8, 4], or leave it out"
+    elif E % groups:
+        yield (f"{given}: {groups} groups do not divide model.num_experts={E}; use a divisor, e.g. "
+               f"{max(n for n in range(1, groups + 1) if E % n == 0)}")
+    elif K <= E < K * groups // limit:
+        yield (f"model.experts_per_token={K} does not fit into {given}, {limit} of {groups} groups with {E // groups} experts each; use "
+               f"a limit of at least {-(-K * groups // E)}")
 
 
 def _reads_bytes(run: Run) -> bool:
@@ -262,9 +264,6 @@ def _data_problems(run: Run):
     if data.validation_sources and any(one.validation_paths for one in [data, *data.mixture, *data.validation_sources]):
         yield ("data.validation_sources stands beside validation_paths, and both say what to validate on; put those files into a table of "
                "data.validation_sources")
-    if data.validation_tokens and not data.validation_fraction:
-        yield (f"data.validation_tokens={data.validation_tokens} limits the share data.validation_fraction, which is 0; use e.g. "
-               "data.validation_fraction=0.02, the smaller of the two is held out")
     named = [(f"data.mixture[{i}]", one) for i, one in enumerate(data.mixture)] or [("data", data)]
     for key in ("chat_template", "loss_on"):
         if getattr(data, key) != Data.model_fields[key].default and "chat" not in {one.source for _, one in named} and (
@@ -294,7 +293,7 @@ def _preference_problems(run: Run):
         return
     if not data.document_mask:
         yield 'data.document_mask=false would let the rejected answer see the chosen one (data.source="preferences"); leave it out'
-    for key in ("skip_batches", "validation_paths", "validation_sources", "validation_tokens"):
+    for key in ("skip_batches", "validation_paths", "validation_sources"):
         if getattr(data, key) != Data.model_fields[key].default:
             yield f'data.{key}={toml(getattr(data, key))} is not read by data.source="preferences", a pair a sequence; leave it out'
 
@@ -309,7 +308,7 @@ def _training_problems(run: Run):
         yield (f"validation.every={run.validation.every} has no data, since data.validation_fraction=0 holds none out; "
                "use e.g. data.validation_fraction=0.02, or validation.every=0")
     if training.loss_spike == "rollback" and data.source == "preferences":
-        yield ('training.loss_spike="rollback" leaves batches out, and data.source="preferences" cannot; use "skip" or "tell"')
+        yield ('training.loss_spike="rollback" leaves batches out, and data.source="preferences" cannot; use "skip" or "warn"')
     if run.optimizer.schedule == "wsd" and not run.optimizer.decay_steps:
         yield ('optimizer.schedule="wsd" ends with a decay, and optimizer.decay_steps=0 gives it no steps; '
                f"use e.g. {max(1, training.steps // 10)}")
@@ -349,6 +348,9 @@ def _distributed_problems(run: Run):
 
 
 def _metrics_problems(run: Run):
+    if run.metrics.wandb in ("off", "on", "online", "offline", "true", "false"):
+        yield (f'metrics.wandb={toml(run.metrics.wandb)} is the name of the project at Weights & Biases; use e.g. "meshtrain", with '
+               'WANDB_MODE=offline in the environment to write it for later, or "" for none')
     steps, name = run.metrics.profile_steps, f"metrics.profile_steps={toml(run.metrics.profile_steps)}"
     if len(steps) not in (0, 2):
         yield f"{name} is not a first and a last step; use e.g. {toml(steps[:1] * 2 or (1, 1))}, or [] for no profile"

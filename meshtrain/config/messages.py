@@ -42,15 +42,18 @@ def kind_of(field) -> str:
 
 def wrong_value(section: str, cls, error) -> str:
     key, *index = error["loc"]
-    if len(index) > 1:  # a key of a table in a list
-        i, inner, *_ = index
-        return wrong_in_table(f"{section}.{key}[{i}]", inner, {**error, "loc": tuple(index[1:])})
+    if index and isinstance(index[0], str):     # a key of a table
+        return wrong_in_table(f"{section}.{key}", cls.model_fields[key].annotation, {**error, "loc": tuple(index)})
+    if len(index) > 1:                          # a key of a table in a list
+        return wrong_in_table(f"{section}.{key}[{index[0]}]", Component, {**error, "loc": tuple(index[1:])})
     field, value, limits = cls.model_fields[key], error["input"], error.get("ctx", {})
     name = f"{section}.{key}" + "".join(f"[{i}]" for i in index)
     numbers = int in typing.get_args(field.annotation)
     kind = ("integer" if numbers else "string") if index else kind_of(field)
     if field.annotation == tuple[Component, ...]:
-        kind = "table" if index else "tables"
+        kind = "component" if index else "components"
+    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+        kind = "table"
     if error["type"] == "literal_error" and isinstance(value, str):
         return unknown_name(name, value, typing.get_args(field.annotation))
     bounds = {"ge": "at least {}", "gt": "more than {}", "le": "at most {}", "lt": "less than {}"}
@@ -65,19 +68,21 @@ def wrong_value(section: str, cls, error) -> str:
         "choice": ("a string", f"use {join(map(toml, typing.get_args(field.annotation)), 'or')}"),
         "list": (("a list of whole numbers", "write it as TOML, e.g. [1, 2]") if numbers else
                  ("a list of strings", 'write it as TOML, e.g. ["first", "second"]')),
-        "tables": ("a list of tables", 'write it as TOML, e.g. [{source="jsonl", paths=["a.jsonl"], weight=0.7}]'),
-        "table": ("a table", 'write e.g. {source="jsonl", paths=["a.jsonl"], weight=0.7}'),
+        "components": ("a list of tables", 'write it as TOML, e.g. [{source="jsonl", paths=["a.jsonl"], weight=0.7}]'),
+        "component": ("a table", 'write e.g. {source="jsonl", paths=["a.jsonl"], weight=0.7}'),
+        "table": ("a table", 'write it as TOML, e.g. {rope_type = "yarn", factor = 4.0}'),
     }[kind]
     return f"{name}={toml(value)} is not {rule}; {remedy}"
 
 
-def wrong_in_table(name: str, key: str, error) -> str:
+def wrong_in_table(name: str, cls, error) -> str:
+    key = error["loc"][0]
     if error["type"] == "extra_forbidden":
-        return unknown_key(name, key, error["input"], Component)
+        return unknown_key(name, key, error["input"], cls)
     if error["type"] == "missing":
-        known = typing.get_args(Component.model_fields[key].annotation)
+        known = typing.get_args(cls.model_fields[key].annotation)
         return f"{name} has no {key}; give one of {join(map(toml, known), 'or')}"
-    return wrong_value(name, Component, error)
+    return wrong_value(name, cls, error)
 
 
 def unknown_name(name: str, value: str, known) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from meshtrain import files
+from meshtrain.config import older
 from meshtrain.config.checks import problems
 from meshtrain.config.messages import (
     SECTIONS, ConfigError, join, kind_of, toml, unknown_key, unknown_name, unknown_section, wrong_value,
@@ -117,7 +118,7 @@ def _read(path: Path) -> tuple[dict, list[str]]:
         data = files.patiently(lambda: _first_bytes(path))
         if len(data) > MOST_BYTES:
             return {}, [f"{path} is larger than {MOST_BYTES:,} bytes: it is no run file; name one"]
-        return tomllib.loads(data.decode("utf-8-sig")), []      # Windows puts a byte order mark before it
+        return older.translated(tomllib.loads(data.decode("utf-8-sig"))), []      # Windows puts a byte order mark before it
     except FileNotFoundError:
         known = {stem: f"configs/{stem}.toml" for stem in names("configs")}
         near = difflib.get_close_matches(path.stem, known, n=1)
@@ -247,8 +248,6 @@ def shape_table(model: Model) -> str:
     default = Model()
     keys = [key for key, value in model if not (key.endswith(NOT_SHAPE) or key in ("preset", "attention"))
             and (type(value) is int and value or value != getattr(default, key))]
-    if model.rope_scaling_factor == 1:
-        keys.remove("rope_original_seq_len")
     return "\n".join(["[model]", *(f"{key} = {toml(getattr(model, key))}" for key in keys)])
 
 

@@ -34,6 +34,10 @@ def at_home(path: str) -> str:
         return path
 
 
+# The keys of model.rope_scaling that each of its types reads.
+ROPE_TYPES = {"default": (), "linear": ("factor",),
+              "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+              "yarn": ("factor", "beta_slow", "beta_fast", "original_max_position_embeddings")}
 PathKey = Annotated[str, AfterValidator(at_home)]     # of a file or directory: ~ is the user's home, also behind `--run.dir=`
 
 
@@ -78,6 +82,21 @@ class Sharding(Section):
     rules: PathKey = key("sharding_rules/ddp.toml", "rule file; looked for from here, then among the shipped ones")
 
 
+class RopeScaling(Section):
+    """model.rope_scaling, in the words of a config.json of Hugging Face's. A type leaves the keys of the others as they are."""
+
+    rope_type: Literal["default", "linear", "llama3", "yarn"] = key("default", "which frequencies are scaled: none, all, the low ones")
+    factor: float = key(1.0, "frequencies are divided by this", ge=1)
+    low_freq_factor: float = key(1.0, "llama3: wavelengths beyond the original length / this are scaled in full", gt=0)
+    high_freq_factor: float = key(4.0, "llama3: wavelengths below the original length / this stay as they are", gt=0)
+    beta_slow: float = key(1.0, "yarn: pairs that turn less often than this over the original length are scaled in full", gt=0)
+    beta_fast: float = key(32.0, "yarn: pairs that turn more often than this over the original length stay as they are", gt=0)
+    original_max_position_embeddings: int = key(8192, "llama3, yarn: sequence length before the scaling", ge=1, lt=2**31)
+
+    def __iter__(self):
+        yield from ((name, getattr(self, name)) for name in ("rope_type", *ROPE_TYPES[self.rope_type]))
+
+
 class Model(Section):
     """[model]: the shape of the transformer; Llama-like unless told otherwise."""
 
@@ -99,21 +118,15 @@ class Model(Section):
     position: Literal["rope", "learned"] = key("rope", "rotated queries and keys, or a learned table")
     max_seq_len: int = key(0, "rows of the table of learned positions; 0 = data.seq_len; unused with rope", ge=0)
     rope_theta: float = key(10000.0, "base of the rotation frequencies", gt=0)
-    rope_scaling: Literal["llama3", "yarn", "linear"] = key("llama3", "which frequencies are scaled: the low ones, or all (linear)")
-    rope_scaling_factor: float = key(1.0, "frequencies are divided by this; 1 = off", ge=1)
-    rope_low_freq_factor: float = key(1.0, "wavelengths beyond rope_original_seq_len / this are scaled in full", gt=0)
-    rope_high_freq_factor: float = key(4.0, "wavelengths below rope_original_seq_len / this stay as they are; yarn: 32", gt=0)
-    rope_original_seq_len: int = key(8192, "sequence length before the scaling", ge=1, lt=2**31)
-    qk_norm: bool = key(False, "norm of queries and keys")
-    qk_norm_over: Literal["head", "heads"] = key("head", "of each head by itself, or of all heads together")
+    rope_scaling: RopeScaling = key(RopeScaling(), 'scaled frequencies, as config.json has them, e.g. {rope_type = "yarn", factor = 4.0}')
+    qk_norm: Literal["off", "head", "all_heads"] = key("off", "norm of queries and keys, over each head or over all heads together")
     window: int = key(0, "tokens that attention looks back on, the token itself among them; 0 = all", ge=0)
     global_every: int = key(0, "every n-th layer sees all tokens, the others those of window; 0 = none does", ge=0)
     local_rope_theta: float = key(0.0, "rope_theta, never scaled, of the layers with a window beside global ones; 0 = as theirs", ge=0)
     attention_scale_dim: int = key(0, "scores are divided by its root; 0 = head_dim", ge=0)
     score_softcap: float = key(0.0, "scores stay within this, by tanh; 0 = off", ge=0)
     logit_softcap: float = key(0.0, "logits of the head stay within this, by tanh; 0 = off", ge=0)
-    attention_bias: bool = key(False, "biases of queries, keys and values; with layernorm of the output too")
-    attention_out_bias: bool = key(False, "bias of attention's output")
+    attention_bias: Literal["none", "qkv", "all"] = key("none", "biases of queries, keys and values, or of the output too")
     mlp_bias: bool = key(False, "biases of the MLP")
     num_experts: int = key(0, "experts of a layer, in place of its MLP; 0 = a dense model", ge=0)
     experts_per_token: int = key(0, "experts that a token goes to; 0 = 2 of them, where there are experts", ge=0)
@@ -123,13 +136,12 @@ class Model(Section):
     router_score: Literal["softmax", "sigmoid"] = key("softmax", "scores of the experts, over all of them or each by itself")
     router_normalize: bool = key(True, "weights of the chosen experts sum to 1; with softmax: as a softmax of the chosen alone")
     router_scale: float = key(1.0, "the weights times this", gt=0)
-    router_groups: int = key(0, "groups of experts, ranked by their two best; 0 = none", ge=0)
-    router_group_limit: int = key(0, "groups that a token may use; 0 = all", ge=0)
+    router_groups: tuple[int, ...] = key(
+        (), "[groups of experts, groups that a token may use], groups ranked by their two best experts; empty = none", strict=False)
     router_bias: bool = key(False, "biases that take part in the choice alone; experts.bias_rate turns them on, and moves them")
     tie_embeddings: bool = key(False, "the head is the transposed embedding")
     embedding_dropout: float = key(0.0, "dropout after the embedding", ge=0, lt=1)
     residual_dropout: float = key(0.0, "dropout of what attention and MLP add to the residual stream", ge=0, lt=1)
-    attention_dropout: float = key(0.0, "only 0: the full score matrix is never held", ge=0, lt=1)
     attention: Literal["auto", "blockwise", "cudnn", "pallas"] = key(
         "auto", "engine of attention: by GPU and shape; blockwise: XLA, anywhere; cudnn: whole rows; pallas: packed documents"
     )
@@ -144,11 +156,9 @@ class Model(Section):
         # A width that does not divide stays 0, and `problems` names it.
         if self.num_experts:
             _filled(self, experts_per_token=self.experts_per_token or min(2, self.num_experts),
-                    expert_mlp_dim=self.expert_mlp_dim or self.mlp_dim,
-                    router_group_limit=self.router_group_limit or self.router_groups)
+                    expert_mlp_dim=self.expert_mlp_dim or self.mlp_dim)
         derived_head_dim = 0 if self.embed_dim % self.num_heads else self.embed_dim // self.num_heads
-        return _filled(self, num_kv_heads=self.num_kv_heads or self.num_heads, head_dim=self.head_dim or derived_head_dim,
-                       attention_out_bias=self.attention_out_bias or self.attention_bias and self.norm == "layernorm")
+        return _filled(self, num_kv_heads=self.num_kv_heads or self.num_heads, head_dim=self.head_dim or derived_head_dim)
 
 
 class Component(Section):
@@ -184,7 +194,6 @@ class Data(Section):
     seq_len: int = key(256, "target tokens per sequence", ge=1)
     global_batch: int = key(16, "sequences per step, over all devices and microbatches", ge=1)
     validation_fraction: float = key(0.02, "share of the data held out for validation; 0 = none", ge=0, lt=1)
-    validation_tokens: int = key(0, "most tokens held out of a source; 0 = no limit but the fraction", ge=0)
     validation_paths: tuple[PathKey, ...] = key((), "files to validate on, in place of a held-out share", strict=False)
     validation_sources: tuple[Component, ...] = key(
         (), 'several to validate on, each with its own curve, in place of a held-out share: tables as those of data.mixture', strict=False
@@ -193,7 +202,6 @@ class Data(Section):
         "stream", "documents end to end, cut into sequences, or only whole ones in a sequence, its rest padded"
     )
     document_mask: bool = key(True, "attention does not look across documents packed in one sequence")
-    prefetch: int = key(4, "batches prepared ahead of the step", ge=0, le=1024)
     skip_batches: int = key(0, "training batches to leave out, once, where the run starts or goes on", ge=0, le=10**9)
 
 
@@ -213,16 +221,16 @@ class Training(Section):
     deterministic: bool = key(False, "the same bits in every run on the same GPUs, at some speed; CPUs give them anyway")
     check_replicas_every: int = key(0, "steps between checks that replicas have the same bits, also before each save; 0 = none", ge=0)
     max_skipped_steps: int = key(10, "steps in a row that are skipped, as without a finite gradient, before the run stops", ge=1)
-    loss_spike: Literal["off", "tell", "skip", "rollback"] = key(
-        "tell", "a loss far above those before: tell it, do not apply the step, or go back to a checkpoint and leave the batches out"
+    loss_spike: Literal["off", "warn", "skip", "rollback"] = key(
+        "warn", "a loss far above those before: warn, do not apply the step, or go back to a checkpoint and leave the batches out"
     )
     spike_threshold: float = key(10.0, "a spike is so many times the spread of the last 128 losses above their median", ge=1)
     step_timeout_s: int = key(
         0, "seconds after which a step hangs, and the run ends; 0 = 10 times the median step, 60 at least; -1 = never", ge=-1
     )
-    compile_timeout_s: int = key(3600, "the same of compiling, and of the first steps; -1 = never", ge=-1)
-    restore_timeout_s: int = key(3600, "the same of initializing or reading the state; -1 = never", ge=-1)
-    save_timeout_s: int = key(3600, "the same of saving, exporting and each batch of a validation; -1 = never", ge=-1)
+    phase_timeout_s: int = key(
+        3600, "the same of compiling, of reading or initializing the state, of saving, and of each batch of a validation; -1 = never", ge=-1
+    )
 
 
 class Optimizer(Section):
@@ -260,7 +268,6 @@ class Pipeline(Section):
         "auto", "order of forwards and backwards over the stages"
     )
     chunks: int = key(1, "pieces of the model on each stage (interleaved schedules)", ge=1)
-    uneven: Literal["pad", "refuse"] = key("pad", "layers that do not divide: fill up with ones that do nothing, or refuse")
 
 
 class Context(Section):
@@ -277,9 +284,6 @@ class Experts(Section):
     )
     aux_loss: float = key(0.01, "weight of the balance loss, of each sequence by itself; 0 = off", ge=0)
     z_loss: float = key(0.0, "weight of the router's squared log-partition; 0 = off", ge=0)
-    upcycle_noise: float = key(
-        0.0, "where init_from has a dense model, of which all experts are copies: noise in them, relative to their weights", ge=0, lt=1
-    )
     bias_rate: float = key(0.0, "step of the biases towards experts with too few tokens, e.g. 0.001; 0 = they stay", ge=0)
     bias_rule: Literal["sign", "error"] = key(
         "sign", "every step of a bias is bias_rate, or bias_rate times the share of the mean that its expert lacks"
@@ -315,8 +319,7 @@ class Metrics(Section):
 
     every: int = key(1, "steps between rows of metrics.jsonl", ge=1)
     tensorboard: bool = key(True, "the rows also as TensorBoard events, in run.dir/tensorboard")
-    wandb: Literal["off", "online", "offline"] = key("off", "the rows also to Weights & Biases, or to run.dir/wandb for later")
-    wandb_project: str = key("meshtrain", "project of Weights & Biases")
+    wandb: str = key("", "project of Weights & Biases that gets the rows too (WANDB_MODE=offline: for later, in run.dir/wandb); empty = none")
     profile_steps: tuple[int, ...] = key((), "first and last step to profile, e.g. [10, 12]; empty = none", strict=False)
 
 

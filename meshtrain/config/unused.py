@@ -21,14 +21,6 @@ class Effect:
     remedy: str
 
 
-def _scales_rope(run: Run) -> bool:
-    return run.model.position == "rope" and run.model.rope_scaling_factor != 1
-
-
-def _scales_by_frequency(run: Run) -> bool:
-    return _scales_rope(run) and run.model.rope_scaling != "linear"
-
-
 def _caches_tokens(run: Run) -> bool:
     """Text that is plain and is trained on as bytes is read where it is; which files a glob finds is not known here."""
     named = [*(run.data.mixture or [run.data]), *run.data.validation_sources]
@@ -40,18 +32,12 @@ def _caches_tokens(run: Run) -> bool:
 EFFECTS = (
     Effect("optimizer.decay_steps", lambda run: run.optimizer.schedule == "wsd", 'optimizer.schedule="wsd" ends with such a decay'),
     Effect("optimizer.final_fraction", lambda run: run.optimizer.schedule != "constant", 'optimizer.schedule="cosine", "linear" or "wsd"'),
-    Effect("training.spike_threshold", lambda run: run.training.loss_spike != "off", 'training.loss_spike="tell", "skip" or "rollback"'),
+    Effect("training.spike_threshold", lambda run: run.training.loss_spike != "off", 'training.loss_spike="warn", "skip" or "rollback"'),
     Effect("data.cache", _caches_tokens, "a data.tokenizer other than bytes, or files that are not plain text"),
     Effect("lora.export", lambda run: run.checkpoint.export != "off", 'checkpoint.export="last" or "every"'),
     Effect("lora.alpha", lambda run: run.lora.rank > 0, "lora.rank larger than 0"),
-    Effect("metrics.wandb_project", lambda run: run.metrics.wandb != "off", 'metrics.wandb="online" or "offline"'),
-    Effect("model.qk_norm_over", lambda run: run.model.qk_norm, "model.qk_norm=true"),
     Effect("model.rope_theta", lambda run: run.model.position == "rope", 'model.position="rope"'),
-    Effect("model.rope_scaling_factor", lambda run: run.model.position == "rope", 'model.position="rope"'),
-    Effect("model.rope_scaling", _scales_rope, "model.rope_scaling_factor larger than 1"),
-    Effect("model.rope_low_freq_factor", _scales_by_frequency, 'model.rope_scaling_factor larger than 1, and "llama3" or "yarn"'),
-    Effect("model.rope_high_freq_factor", _scales_by_frequency, 'model.rope_scaling_factor larger than 1, and "llama3" or "yarn"'),
-    Effect("model.rope_original_seq_len", _scales_by_frequency, 'model.rope_scaling_factor larger than 1, and "llama3" or "yarn"'),
+    Effect("model.rope_scaling", lambda run: run.model.position == "rope", 'model.position="rope"'),
 )
 
 

@@ -95,7 +95,7 @@ def _turned_width(placed: Placed, options: Options) -> float:
 def _normed_width(placed: Placed) -> float:
     """Of what norms of queries and keys read, which lies beside what attention reads where no remat makes this again."""
     q, kv, _ = placed.widths
-    return placed.cfg.qk_norm * (q + kv)
+    return (placed.cfg.qk_norm != "off") * (q + kv)
 
 
 def _routing_width(placed: Placed) -> float:

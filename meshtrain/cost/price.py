@@ -211,7 +211,7 @@ class _LayerTimes:
         products_b = BACKWARD_APART if options.engine == "pallas" else BACKWARD
         attention, attention_b = attend("forward", pairs), attend("backward", products_b * pairs)
         beside = 16 * cfg.embed_dim / placed.stream_ways + 4 * (query + key)
-        moved = lambda times, norm: tokens * (beside + times * mlp + norm * cfg.qk_norm * (query + key))
+        moved = lambda times, norm: tokens * (beside + times * mlp + norm * (cfg.qk_norm != "off") * (query + key))
         gated = cfg.activation != "gelu"
         fused = rated.assumed["elementwise.eager"] if practice.eager else 1.0
         fused *= placed.itemsize / 2

@@ -128,14 +128,13 @@ KEYS = {
 }
 DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0}
 FIXED = {"norm": "rmsnorm", "norm_placement": "before", "norm_offset": 0.0, "activation": "swiglu", "scale_embedding": False,
-         "position": "rope", "qk_norm": False, "qk_norm_over": "head", "attention_bias": False, "attention_out_bias": False,
-         "mlp_bias": False, "window": 0, "global_every": 0, "local_rope_theta": 0.0, "attention_scale_dim": 0,
+         "position": "rope", "qk_norm": "off", "attention_bias": "none", "mlp_bias": False, "window": 0, "global_every": 0, "local_rope_theta": 0.0, "attention_scale_dim": 0,
          "score_softcap": 0.0, "logit_softcap": 0.0, "num_experts": 0}
 ONLY = {"hidden_act": ("silu",)}
 
 LLAMA = Family(
     "llama", "LlamaForCausalLM", "model.", LLAMA_TENSORS,
-    KEYS | {"mlp_bias": ("mlp_bias",), "attention_bias": ("attention_bias", "attention_out_bias")},
+    KEYS | {"mlp_bias": ("mlp_bias",), "attention_bias": ("attention_bias",)},
     DEFAULTS | {"mlp_bias": False, "attention_bias": False},
     {key: value for key, value in FIXED.items() if not key.endswith("_bias")}, ONLY)
 WINDOW = {"sliding_window": ("window",)}
@@ -145,20 +144,20 @@ MISTRAL = Family(
     DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096}, EVERYWHERE, ONLY)
 QWEN2 = Family(
     "qwen2", "Qwen2ForCausalLM", "model.", LLAMA_TENSORS, KEYS, DEFAULTS | {"num_key_value_heads": 32},
-    FIXED | {"attention_bias": True}, ONLY | {"use_sliding_window": (False,)})
+    FIXED | {"attention_bias": "qkv"}, ONLY | {"use_sliding_window": (False,)})
 QWEN3 = Family(
     "qwen3", "Qwen3ForCausalLM", "model.", LLAMA_TENSORS, KEYS, DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128},
-    FIXED | {"qk_norm": True}, ONLY | {"use_sliding_window": (False,), "attention_bias": (False,)})
+    FIXED | {"qk_norm": "head"}, ONLY | {"use_sliding_window": (False,), "attention_bias": (False,)})
 PHI3 = Family(
     "phi3", "Phi3ForCausalLM", "model.", PHI3_TENSORS, KEYS | WINDOW, DEFAULTS | {"rms_norm_eps": 1e-5}, EVERYWHERE,
     ONLY | {"partial_rotary_factor": (1.0,)}, ropes=("default",))
 OLMO2 = Family(
     "olmo2", "Olmo2ForCausalLM", "model.", OLMO2_TENSORS, KEYS, DEFAULTS | {"rms_norm_eps": 1e-5},
-    FIXED | {"norm_placement": "after", "qk_norm": True, "qk_norm_over": "heads"}, ONLY | {"attention_bias": (False,)})
+    FIXED | {"norm_placement": "after", "qk_norm": "all_heads"}, ONLY | {"attention_bias": (False,)})
 ALTERNATING = {key: value for key, value in FIXED.items() if key not in ("window", "global_every", "local_rope_theta")}
 OLMO3 = Family(
     "olmo3", "Olmo3ForCausalLM", "model.", OLMO2_TENSORS, KEYS | WINDOW, DEFAULTS | {"rms_norm_eps": 1e-5, "sliding_window": 4096},
-    ALTERNATING | {"norm_placement": "after", "qk_norm": True, "qk_norm_over": "heads"}, ONLY | {"attention_bias": (False,)}, every=4)
+    ALTERNATING | {"norm_placement": "after", "qk_norm": "all_heads"}, ONLY | {"attention_bias": (False,)}, every=4)
 # Its first releases say gelu and mean the tanh form.
 TANH = ("gelu_pytorch_tanh", "gelu")
 GEMMA = Family(
@@ -172,7 +171,7 @@ GEMMA3 = Family(
     GEMMA.defaults | {"num_key_value_heads": 4, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window": 4096,
                       "query_pre_attn_scalar": 256},
     {key: value for key, value in ALTERNATING.items() if key != "attention_scale_dim"} | {
-        "activation": "geglu", "norm_offset": 1.0, "scale_embedding": True, "norm_placement": "both", "qk_norm": True},
+        "activation": "geglu", "norm_offset": 1.0, "scale_embedding": True, "norm_placement": "both", "qk_norm": "head"},
     {"hidden_act": TANH, "hidden_activation": TANH[:1], "attention_bias": (False,), "use_bidirectional_attention": (False,),
      "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,)}, every=6)
 GEMMA2 = Family(
@@ -181,7 +180,7 @@ GEMMA2 = Family(
     GEMMA3.keys | {"attn_logit_softcapping": ("score_softcap",), "final_logit_softcapping": ("logit_softcap",)},
     {key: value for key, value in GEMMA3.defaults.items() if key != "rope_local_base_freq"} | {
         "rope_theta": 1e4, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    {key: value for key, value in GEMMA3.fixed.items() if not key.endswith("_softcap")} | {"qk_norm": False},
+    {key: value for key, value in GEMMA3.fixed.items() if not key.endswith("_softcap")} | {"qk_norm": "off"},
     {key: value for key, value in GEMMA3.only.items() if not key.endswith("_softcapping")}, every=2)
 GPT2 = Family(
     "gpt2", "GPT2LMHeadModel", "transformer.", GPT2_TENSORS,
@@ -189,15 +188,14 @@ GPT2 = Family(
      "n_positions": ("max_seq_len",), "n_inner": ("mlp_dim",), "layer_norm_epsilon": ("norm_eps",),
      "tie_word_embeddings": ("tie_embeddings",)},
     {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
-    FIXED | {"norm": "layernorm", "activation": "gelu", "position": "learned", "attention_bias": True, "attention_out_bias": True,
-             "mlp_bias": True},
+    FIXED | {"norm": "layernorm", "activation": "gelu", "position": "learned", "attention_bias": "all", "mlp_bias": True},
     {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
      "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
     multiples={"n_inner": ("n_embd", 4)}, ropes=())
 
 # A layer's experts. intermediate_size is theirs, or of layers without any, which none has here.
 ROUTED = {key: value for key, value in FIXED.items() if key != "num_experts"} | {
-    "router_score": "softmax", "router_scale": 1.0, "router_groups": 0, "router_bias": False, "shared_expert_dim": 0,
+    "router_score": "softmax", "router_scale": 1.0, "router_groups": (), "router_bias": False, "shared_expert_dim": 0,
     "first_dense_layers": 0}
 CHOSEN = {"num_experts_per_tok": ("experts_per_token",)}
 MIXTRAL = Family(
@@ -211,14 +209,14 @@ OLMOE = Family(
     "olmoe", "OlmoeForCausalLM", "model.", OLMOE_TENSORS,
     {key: ours for key, ours in KEYS.items() if key != "intermediate_size"} | CHOSEN | NORMALIZED | {"intermediate_size": ("expert_mlp_dim",)},
     DEFAULTS | {"rms_norm_eps": 1e-5, "num_experts_per_tok": 8, "num_experts": 64, "norm_topk_prob": False},
-    ROUTED | {"qk_norm": True, "qk_norm_over": "heads"}, ONLY | {"attention_bias": (False,), "clip_qkv": (None,)},
+    ROUTED | {"qk_norm": "all_heads"}, ONLY | {"attention_bias": (False,), "clip_qkv": (None,)},
     aliases={"num_local_experts": "num_experts"})
 QWEN3_MOE = Family(
     "qwen3_moe", "Qwen3MoeForCausalLM", "model.", QWEN3_MOE_TENSORS,
     KEYS | CHOSEN | NORMALIZED | {"moe_intermediate_size": ("expert_mlp_dim",)},
     DEFAULTS | {"num_key_value_heads": 4, "num_experts_per_tok": 8, "num_experts": 128, "norm_topk_prob": False,
                 "moe_intermediate_size": 768},
-    ROUTED | {"qk_norm": True},
+    ROUTED | {"qk_norm": "head"},
     ONLY | {"attention_bias": (False,), "use_sliding_window": (False,), "mlp_only_layers": ([],), "decoder_sparse_step": (1,)},
     aliases={"num_local_experts": "num_experts"})
 

@@ -17,18 +17,16 @@ from meshtrain.huggingface.families import FAMILIES, HARMLESS, LACKING, Family
 CONFIG, GENERATION = "config.json", "generation_config.json"
 MOST_BYTES = 1 << 24    # of a config.json
 FLAGS, NUMBERS = ("tie_embeddings", "mlp_bias", "attention_bias", "router_normalize"), ("norm_eps", "score_softcap", "logit_softcap")
+BIASES = {"all": True, "none": False}      # model.attention_bias, where attention_bias is a key of theirs
 WINDOW_KEYS = ("layer_types", "sliding_window", "sliding_window_pattern", "rope_local_base_freq")
 ROPE_KEYS = ("rope_parameters", "rope_theta", "rope_scaling")
-# Of a scaled rope: theirs -> ours, and what an absent one is.
+# The keys of a scaled rope, by its type, and what an absent one is; None: it must be there.
 SCALED = {
-    "llama3": {"factor": ("rope_scaling_factor", None), "low_freq_factor": ("rope_low_freq_factor", None),
-               "high_freq_factor": ("rope_high_freq_factor", None),
-               "original_max_position_embeddings": ("rope_original_seq_len", None)},
-    "linear": {"factor": ("rope_scaling_factor", None)},
-    "yarn": {"factor": ("rope_scaling_factor", None), "beta_slow": ("rope_low_freq_factor", 1.0),
-             "beta_fast": ("rope_high_freq_factor", 32.0), "original_max_position_embeddings": ("rope_original_seq_len", None)},
+    "llama3": dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")),
+    "linear": {"factor": None},
+    "yarn": {"factor": None, "beta_slow": 1.0, "beta_fast": 32.0, "original_max_position_embeddings": None},
 }
-WHOLE = ("rope_original_seq_len",)
+WHOLE = ("original_max_position_embeddings",)
 
 
 def read(directory: Path, name: str = CONFIG) -> dict:
@@ -96,6 +94,8 @@ def model_keys(config: Mapping, family: Family) -> dict:
             continue        # derived from the others; no window, no cap
         faults += _fault(theirs, value, ours[0])
         keys |= {one: float(value) if one in NUMBERS and type(value) is int else value for one in ours}
+    if "attention_bias" in family.keys:
+        keys["attention_bias"] = next((ours for ours, theirs in BIASES.items() if theirs is keys["attention_bias"]), "none")
     for key, allowed in family.only.items():
         value = get(key)
         if value is not None and not any(type(value) is type(one) and value == one for one in allowed):
@@ -132,6 +132,8 @@ def config_of(model, family: Family, dtype: str, longest: int, source: Mapping) 
     kept = {key: value for key, value in source.items() if key not in ("rope_parameters", "dtype", *family.aliases)}
     made = kept | {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": dtype}
     made |= {theirs: getattr(model, ours[0]) for theirs, ours in family.keys.items()}
+    if "attention_bias" in family.keys:
+        made["attention_bias"] = BIASES[model.attention_bias]
     made |= {key: allowed[0] for key, allowed in family.only.items() if source.get(key) not in allowed}
     if family.every:
         every = (model.global_every or model.num_layers + 1) if model.window else 1
@@ -143,9 +145,7 @@ def config_of(model, family: Family, dtype: str, longest: int, source: Mapping) 
     if not family.ropes:
         return made
     made |= {"max_position_embeddings": max(longest, source.get("max_position_embeddings") or 0), "rope_theta": model.rope_theta}
-    scaled = model.rope_scaling_factor != 1
-    made["rope_scaling"] = {"rope_type": model.rope_scaling} | {
-        theirs: getattr(model, ours) for theirs, (ours, _) in SCALED[model.rope_scaling].items()} if scaled else None
+    made["rope_scaling"] = None if model.rope_scaling.rope_type == "default" else dict(model.rope_scaling)
     return made
 
 
@@ -155,9 +155,9 @@ def family_for(model) -> Family:
         sizes = {one for ours in family.keys.values() for one in ours}
         heads = "num_kv_heads" in sizes or model.num_kv_heads == model.num_heads
         width = "head_dim" in sizes or model.head_dim * model.num_heads == model.embed_dim
-        rope = model.rope_scaling_factor == 1 or model.rope_scaling in family.ropes or model.position != "rope"
-        if heads and width and rope and all(getattr(model, key) == value for key, value in family.fixed.items()) and all(
-                getattr(model, one) == getattr(model, ours[0]) for ours in family.keys.values() for one in ours):
+        rope = model.rope_scaling.rope_type in ("default", *family.ropes) or model.position != "rope"
+        biases = "attention_bias" not in family.keys or model.attention_bias in BIASES
+        if heads and width and rope and biases and all(getattr(model, key) == value for key, value in family.fixed.items()):
             return family
     asked = dict.fromkeys([*FAMILIES["llama"].fixed, *(FAMILIES["mixtral"].fixed if model.num_experts else ())])
     told = ", ".join(f"model.{key}={_shown(getattr(model, key))}" for key in asked)
@@ -182,16 +182,16 @@ def _rope(config: Mapping, family: Family) -> tuple[dict, list[str]]:
     if kind not in family.ropes:
         return {}, [*faults, f"{CONFIG}: rope_type={_shown(kind)} cannot be computed; only {' or '.join(family.ropes)} can"]
     keys = {"rope_theta": float(theta)} if not faults else {}
-    keys |= {"rope_scaling": kind} if kind in SCALED else {}
     for key, harmless in (("partial_rotary_factor", 1.0), ("truncate", True)):
         if given.get(key) == harmless:
             del given[key]
-    for theirs, (ours, absent) in SCALED.get(kind, {}).items():
-        value = given.pop(theirs, absent)
-        if not _is_number(value) or (ours in WHOLE and type(value) is not int):
-            faults.append(f"{CONFIG}: {theirs}={_shown(value)} of the rope is not a number larger than 0")
-        else:
-            keys[ours] = value if ours in WHOLE else float(value)
+    scaling = {"rope_type": kind}
+    for key, absent in SCALED.get(kind, {}).items():
+        value = given.pop(key, absent)
+        if not _is_number(value) or (key in WHOLE and type(value) is not int):
+            faults.append(f"{CONFIG}: {key}={_shown(value)} of the rope is not a number larger than 0")
+        scaling[key] = value if key in WHOLE or not _is_number(value) else float(value)
+    keys |= {"rope_scaling": scaling} if kind in SCALED else {}
     if family.every and not faults:
         base = local.get("rope_theta", config.get("rope_local_base_freq") or family.defaults.get("rope_local_base_freq") or theta)
         if not _is_number(base) or local.get("rope_type", "default") != "default":

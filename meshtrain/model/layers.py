@@ -322,20 +322,20 @@ class Attention(nnx.Module):
 
     def __init__(self, cfg, rngs, everywhere: bool = False):
         D, N, K, H = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
-        self.num_kv_heads, bias, self.everywhere = K, cfg.attention_bias, everywhere
+        self.num_kv_heads, bias, self.everywhere = K, cfg.attention_bias != "none", everywhere
         self.mask = Mask(window=0 if everywhere else cfg.window)
         self.query = Linear(cfg, rngs, "BTD,DNH->BTNH", (D, N, H), ("embed", "heads", "head_dim"), bias=bias)
         self.key = Linear(cfg, rngs, "BTD,DKH->BTKH", (D, K, H), ("embed", "kv_heads", "head_dim"), bias=bias)
         self.value = Linear(cfg, rngs, "BTD,DKH->BTKH", (D, K, H), ("embed", "kv_heads", "head_dim"), bias=bias)
         self.out = Linear(cfg, rngs, "BTNH,NHD->BTD", (N, H, D), ("heads", "head_dim", "embed"), fan_in_dims=2,
-                          bias=cfg.attention_out_bias, std=(N * H * 2 * cfg.num_layers) ** -0.5)
+                          bias=cfg.attention_bias == "all", std=(N * H * 2 * cfg.num_layers) ** -0.5)
         self.query_norm, self.key_norm = (self._norm(cfg, rngs, *one) for one in ((N, "heads"), (K, "kv_heads")))
 
     @staticmethod
     def _norm(cfg, rngs, heads: int, axis: str):
-        if not cfg.qk_norm:
+        if cfg.qk_norm == "off":
             return None
-        shape, axes = ((heads, cfg.head_dim), (axis, "head_dim")) if cfg.qk_norm_over == "heads" else ((cfg.head_dim,), ("head_dim",))
+        shape, axes = ((heads, cfg.head_dim), (axis, "head_dim")) if cfg.qk_norm == "all_heads" else ((cfg.head_dim,), ("head_dim",))
         return Norm(cfg, rngs, shape, axes)
 
     def __call__(self, ex: Execution, x_BTD, inputs):

@@ -43,7 +43,7 @@ class Routing:
     @classmethod
     def of(cls, cfg) -> Routing:
         return cls(cfg.num_experts, cfg.experts_per_token, cfg.router_score, cfg.router_normalize, cfg.router_scale,
-                   cfg.router_groups, cfg.router_group_limit)
+                   *(cfg.router_groups or (0, 0)))
 
     def scores(self, logits):
         return jax.nn.softmax(logits, -1) if self.score == "softmax" else jax.nn.sigmoid(logits)

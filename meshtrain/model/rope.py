@@ -13,34 +13,37 @@ def local_angles(cfg, positions_BT):
     """As `angles`, of layers with a window beside global ones; None where they turn alike."""
     if not cfg.local_rope_theta:
         return None
-    return angles(cfg.model_copy(update={"rope_theta": cfg.local_rope_theta, "rope_scaling_factor": 1.0}), positions_BT)
+    return angles(cfg.model_copy(update={"rope_theta": cfg.local_rope_theta, "rope_scaling": type(cfg.rope_scaling)()}), positions_BT)
 
 
 def angles(cfg, positions_BT):
     """(cos, sin), each [B, T, H/2] float32, with the frequencies scaled where the config asks for it."""
     half = cfg.head_dim // 2
     freq = cfg.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    if cfg.rope_scaling_factor != 1.0:
-        factor, fast = cfg.rope_scaling_factor, _FAST[cfg.rope_scaling](cfg, freq)
-        freq = freq * (fast + (1 - fast) / factor)
+    scaling = cfg.rope_scaling
+    if scaling.rope_type != "default":
+        fast = _FAST[scaling.rope_type](cfg, freq)
+        freq = freq * (fast + (1 - fast) / scaling.factor)
     angle = positions_BT[..., None].astype(jnp.float32) * freq
-    if cfg.rope_scaling == "yarn" and cfg.rope_scaling_factor != 1.0:      # its softmax is sharper, by a factor on queries and keys both
-        sharper = 0.1 * math.log(cfg.rope_scaling_factor) + 1
+    if scaling.rope_type == "yarn":     # its softmax is sharper, by a factor on queries and keys both
+        sharper = 0.1 * math.log(scaling.factor) + 1
         return sharper * jnp.cos(angle), sharper * jnp.sin(angle)
     return jnp.cos(angle), jnp.sin(angle)
 
 
 def _by_turns(cfg, freq):
     """Of each pair, 0: slow, stretched; 1: fast, as it is; between them a ramp over turns within the original length."""
-    low, high = cfg.rope_low_freq_factor, cfg.rope_high_freq_factor
-    turns = cfg.rope_original_seq_len * freq / (2 * jnp.pi)
+    low, high = cfg.rope_scaling.low_freq_factor, cfg.rope_scaling.high_freq_factor
+    turns = cfg.rope_scaling.original_max_position_embeddings * freq / (2 * jnp.pi)
     return jnp.clip((turns - low) / (high - low), 0.0, 1.0)
 
 
 def _by_dims(cfg, freq):
     """As `_by_turns`, the ramp over pairs, between the whole ones next to those many turns."""
-    pair = lambda turns: freq.size * math.log(cfg.rope_original_seq_len / (2 * math.pi * turns)) / math.log(cfg.rope_theta)
-    first, last = math.floor(pair(cfg.rope_high_freq_factor)), math.ceil(pair(cfg.rope_low_freq_factor))
+    scaling = cfg.rope_scaling
+    original = scaling.original_max_position_embeddings
+    pair = lambda turns: freq.size * math.log(original / (2 * math.pi * turns)) / math.log(cfg.rope_theta)
+    first, last = math.floor(pair(scaling.beta_fast)), math.ceil(pair(scaling.beta_slow))
     first, last = max(first, 0), min(last, cfg.head_dim - 1)
     return 1 - jnp.clip((jnp.arange(freq.size) - first) / max(last - first, 0.001), 0.0, 1.0)
 

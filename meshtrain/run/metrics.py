@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import json
 import math
+import os
 import pathlib
 import re
 import secrets
@@ -58,16 +59,16 @@ def open_writers(run: Run, directory: pathlib.Path, after: int) -> Iterator[Writ
         writers = [stack.enter_context(MetricsWriter(directory / rows.NAME))]
         if run.metrics.tensorboard:
             writers.append(stack.enter_context(contextlib.closing(TensorBoard(directory / "tensorboard", after))))
-        if run.metrics.wandb != "off":
+        if run.metrics.wandb:
             writers.append(stack.enter_context(WandB(run, directory)))
         yield Writers(*writers)
 
 
 def check_wandb(run: Run) -> None:
     """Raises: ConfigError where a run asks for W&B and the package is not there. For the doors: `inspect` needs none."""
-    if run.metrics.wandb != "off" and importlib.util.find_spec("wandb") is None:
+    if run.metrics.wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError(f'metrics.wandb="{run.metrics.wandb}" needs the package wandb, which is not installed; '
-                          "pip install -e '.[wandb]' in a checkout of meshtrain, or use metrics.wandb=\"off\"")
+                          "pip install -e '.[wandb]' in a checkout of meshtrain, or leave metrics.wandb out")
 
 
 class MetricsWriter:
@@ -152,10 +153,10 @@ class WandB:
         if not identity:        # also of a start that was killed between making the file and writing it
             files.replace(kept, identity := secrets.token_hex(4))
         self._run, self._first = None, 0
-        for mode in dict.fromkeys((run.metrics.wandb, "offline")):
+        for mode in dict.fromkeys((os.environ.get("WANDB_MODE", "online"), "offline")):
             try:
                 self._run = wandb.init(
-                    project=run.metrics.wandb_project, name=run.run.name, id=identity, dir=directory, mode=mode,
+                    project=run.metrics.wandb, name=run.run.name, id=identity, dir=directory, mode=mode,
                     resume="allow" if mode == "online" else None, config=run.model_dump(mode="json"),
                     allow_val_change=True,   # a resume may have another mesh or more steps
                     settings=wandb.Settings(console="off", init_timeout=WANDB_START_TIMEOUT_S,

@@ -10,15 +10,15 @@ from meshtrain.data.batches import order
 from meshtrain.data.documents.contracts import Source, run_length
 
 
-def split(source: Source, fraction: float, tokens: int = 0, cut: bool = True) -> tuple[order.SourcePart, order.SourcePart]:
-    """(train, validation): at most this fraction of the tokens is held out, and where `tokens` is not 0, at most so many.
+def split(source: Source, fraction: float, cut: bool = True) -> tuple[order.SourcePart, order.SourcePart]:
+    """(train, validation): at most this fraction of the tokens is held out.
 
     Where whole documents cannot fill half of that (one file, a few books), every document gives its tail instead, a document
     of its own. Where none may be cut, and where there are millions and a run of neighbours is more than asked for, the
     shortest run is held out; of a single one nothing is.
     """
     total = int(source.totals.sum())
-    wanted = min(int(total * fraction), tokens or total)
+    wanted = int(total * fraction)
     if not wanted:
         return order.whole(source), order.whole(source, np.zeros(0, np.int64))
     rank = order.permutation(len(source.totals), 0)

@@ -36,7 +36,7 @@ class Packing:
 
     eos: the target behind a document's last token; None: bos. document_mask: without it a row is one segment, and positions count
     along it. packing: "stream", or "whole", where no document is cut and seq_len stays. Held out of each source is
-    validation_fraction of its tokens, and at most validation_tokens where that is not 0. prefetch: batches made ahead.
+    validation_fraction of its tokens. prefetch: batches made ahead.
     """
     bos: int
     seq_len: int
@@ -46,8 +46,7 @@ class Packing:
     document_mask: bool = True
     packing: str = "stream"
     validation_fraction: float = 0.0
-    validation_tokens: int = 0
-    prefetch: int = 2
+    prefetch: int = 4
 
     @property
     def end(self) -> int:
@@ -124,8 +123,7 @@ class PackedValidation:
 
 def open_batches(data, corpus: sources.Corpus, seed: int, position: dict | None = None) -> Packed:
     """The corpus of the run file's [data] as its batches; `position` and what is raised: as `pack`."""
-    same = {name: getattr(data, name) for name in ("seq_len", "global_batch", "document_mask", "packing", "validation_fraction",
-                                                   "validation_tokens", "prefetch")}
+    same = {name: getattr(data, name) for name in ("seq_len", "global_batch", "document_mask", "packing", "validation_fraction")}
     shape = Packing(corpus.tokenizer.bos, seed=seed, eos=corpus.eos, **same)
     return pack(corpus.sources, corpus.weights, shape, corpus.validation, corpus.names, corpus.curves, position)
 
@@ -155,7 +153,7 @@ def pack(corpus: Sequence[Source], weights: Sequence[float], shape: Packing, val
     separate = list(validation) or [None] * len(corpus)
     kind = TokenStream if cut else WholeStream
     parts = [(order.whole(source), order.whole(other)) if other is not None
-             else holdout.split(source, shape.validation_fraction, shape.validation_tokens, _may_cut(source, cut, seq_len))
+             else holdout.split(source, shape.validation_fraction, _may_cut(source, cut, seq_len))
              for source, other in zip(corpus, separate)]
     streams = tuple(kind(train, shape.seed, i, grids) for i, (train, _) in enumerate(parts))
     held = tuple(kind(part, None, i, grids) for i, (_, part) in enumerate(parts)) \
@@ -204,7 +202,7 @@ def _go_on(streams: Sequence[TokenStream], wanted: DataPhase, position: dict) ->
     now = [stream.tokens_per_epoch for stream in streams]
     if was != now:
         raise ValueError(f"the checkpoint was trained on sources of {was} tokens an epoch, and these have {now}; use the files "
-                         "and the hold-out (data.validation_fraction, data.validation_tokens) of the run, or a new run.dir "
+                         "and the hold-out (data.validation_fraction) of the run, or a new run.dir "
                          "with checkpoint.init_from")
     grids = [tuple(Grid(*grid) for grid in source["grids"]) for source in position["sources"]]
     streams = [dataclasses.replace(stream, grids=one) for stream, one in zip(streams, grids)]
@@ -292,7 +290,7 @@ def _assemble(shape: Packing, streams: Sequence[TokenStream], n: int, runs: Sequ
 def _check_lengths(shape: Packing, weights: Sequence[int], train: Sequence[TokenStream],
                    held: Sequence[TokenStream]) -> list[str]:
     """What is wrong with the lengths of the sources, for this batch and this hold-out."""
-    T, B, tokens, faults = shape.seq_len, shape.global_batch, shape.validation_tokens, []
+    T, B, faults = shape.seq_len, shape.global_batch, []
     for i, (stream, weight) in enumerate(zip(train, weights)):
         part = Fraction(weight, sum(weights))
         has, needed = stream.tokens_per_epoch, math.ceil(part * T * B)
@@ -315,10 +313,9 @@ def _check_lengths(shape: Packing, weights: Sequence[int], train: Sequence[Token
             faults.append(f"the validation files{where} hold {stream.tokens_per_epoch:,} tokens, and one sequence of "
                           f"data.seq_len={T} takes {T:,}; use more text or a shorter seq_len")
             continue
-        limit = f" with data.validation_tokens={tokens}" if tokens else ""
-        faults.append(f"data.validation_fraction={shape.validation_fraction}{limit} holds out {stream.tokens_per_epoch:,} of "
+        faults.append(f"data.validation_fraction={shape.validation_fraction} holds out {stream.tokens_per_epoch:,} of "
                       f"{stream.tokens_per_epoch + trained.tokens_per_epoch:,} tokens{where}, and one sequence of "
-                      f"data.seq_len={T} takes {T:,}; use {'more tokens' if tokens else 'a larger fraction'}, more text, a "
+                      f"data.seq_len={T} takes {T:,}; use a larger fraction, more text, a "
                       "shorter seq_len, or validation_fraction=0 for no validation")
     return faults
 
@@ -365,7 +362,5 @@ def _check_settings(shape: Packing) -> None:
     if not 0 <= shape.validation_fraction < 1:
         faults.append(f"data.validation_fraction={shape.validation_fraction} is not a share of the documents; use 0 (none) to below "
                       "1, e.g. 0.01")
-    if shape.validation_tokens < 0:
-        faults.append(f"data.validation_tokens={shape.validation_tokens} is negative; use 0 for no limit")
     if faults:
         raise ValueError("\n".join(faults))

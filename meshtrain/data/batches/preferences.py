@@ -34,7 +34,7 @@ class Pairs:
     seed: int
     seq_len: int
     global_batch: int
-    prefetch: int = 2
+    prefetch: int = 4
     references: np.ndarray | None = None
 
     def batch(self, n: int, rows: Rows = None) -> Batch:
@@ -107,7 +107,7 @@ def open_pairs(data, corpus: sources.Corpus, seed: int, position: dict | None = 
         drawn = order.permutation(len(fitting), HELD)
         held, fitting = np.sort(fitting[drawn[:count]]), np.sort(fitting[drawn[count:]])
     now = Pairs(source, fitting, (PairValidation(source, held, data.seq_len, data.global_batch),) if len(held) else (), seed, data.seq_len,
-                data.global_batch, data.prefetch)
+                data.global_batch)
     for key, name in (("pairs", "the pairs that fit"), ("global_batch", "data.global_batch"), ("seq_len", "data.seq_len")):
         if position is not None and position.get(key) != now.position(0)[key]:
             raise ValueError(f"{name} was {position.get(key)} and is {now.position(0)[key]}; with preferences a run goes on with the same, "

@@ -40,12 +40,6 @@ def problems(run, loaded: Rules, sizes) -> list[str]:
     if run.training.remat == "offload":
         faults.append(f'training.remat="offload" cannot stand beside mesh.stage={num_stages}: what waits for its backward stays '
                       'in the slots of the schedule, on the device; use training.remat="full"')
-    filled = padded(run.model, num_stages * chunks)
-    if filled > num_layers and run.pipeline.uneven == "refuse":
-        whole = f" in periods of model.global_every={together}" if together > 1 else ""
-        faults.append(f"{layers}{whole} cannot be split over mesh.stage={num_stages} × pipeline.chunks={chunks}; "
-                      f'use {f"{first} and " if first else ""}a multiple of {together * num_stages * chunks}, e.g. {first + filled}, or '
-                      'pipeline.uneven="pad"')
     missing = [f"[{table}]" for table in ("params", "grads", "optimizer") if loaded.mesh_axes(table, "layers") != ("stage",)]
     if missing:
         faults.append(f'mesh.stage={num_stages} needs layers = "stage" in {", ".join(missing)} of {loaded.path}; add the '

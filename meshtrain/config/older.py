@@ -1,0 +1,64 @@
+"""Settings of earlier versions in the keys of this one, so that their run files and checkpoints go on.
+
+Each step is exact. What cannot be said any more stays in a run file as it is, where it is refused as an unknown key.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# Keys that are gone, with the only value that a run file may still give them; in a checkpoint any value goes.
+GONE = {"model": {"attention_dropout": 0.0}, "data": {"validation_tokens": 0, "prefetch": 4}, "pipeline": {"uneven": "pad"},
+        "experts": {"upcycle_noise": 0.0}}
+TIMEOUTS = ("compile_timeout_s", "restore_timeout_s", "save_timeout_s")
+
+
+def translated(tables: Mapping, saved: bool = False) -> dict:
+    """Section -> key -> value. saved: of a checkpoint, whose keys are all there and can no longer be changed."""
+    made = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
+    for name, keys in GONE.items():
+        for key, value in keys.items() if isinstance(made.get(name), dict) else ():
+            if saved or made[name].get(key) == value:
+                made[name].pop(key, None)
+    for name, change in (("model", _model), ("training", _training), ("metrics", _metrics)):
+        if isinstance(made.get(name), dict):
+            change(made[name])
+    return made
+
+
+def _model(table: dict) -> None:
+    if type(table.get("qk_norm")) is bool:
+        over = table.pop("qk_norm_over", "head")
+        table["qk_norm"] = {"head": "head", "heads": "all_heads"}.get(over, over) if table["qk_norm"] else "off"
+    if type(table.get("attention_bias")) is bool:
+        out = table.get("attention_out_bias") is True or table["attention_bias"] and table.get("norm") == "layernorm"
+        if table["attention_bias"] or not out:
+            table.pop("attention_out_bias", None)
+            table["attention_bias"] = ("all" if out else "qkv") if table["attention_bias"] else "none"
+    if type(table.get("router_groups")) is int:
+        groups, limit = table["router_groups"], table.pop("router_group_limit", 0)
+        table["router_groups"] = [groups, limit or groups] if groups else []
+    if isinstance(table.get("rope_scaling", ""), str):
+        kind, factor = table.pop("rope_scaling", "llama3"), table.pop("rope_scaling_factor", 1.0)
+        words = {"low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"} if kind == "llama3" else \
+            {"low_freq_factor": "beta_slow", "high_freq_factor": "beta_fast"}
+        given = {new: table.pop(f"rope_{old}") for old, new in words.items() if f"rope_{old}" in table}
+        if "rope_original_seq_len" in table:
+            given["original_max_position_embeddings"] = table.pop("rope_original_seq_len")
+        if factor != 1.0:
+            table["rope_scaling"] = {"rope_type": kind, "factor": factor} | (given if kind != "linear" else {})
+
+
+def _training(table: dict) -> None:
+    if table.get("loss_spike") == "tell":
+        table["loss_spike"] = "warn"
+    limits = {table[key] for key in TIMEOUTS if key in table}
+    if len(limits) == 1:
+        for key in TIMEOUTS:
+            table.pop(key, None)
+        table["phase_timeout_s"] = limits.pop()
+
+
+def _metrics(table: dict) -> None:
+    if table.get("wandb") in ("off", "online"):
+        project = table.pop("wandb_project", "meshtrain")
+        table["wandb"] = project if table["wandb"] == "online" else ""
