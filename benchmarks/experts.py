@@ -2,7 +2,7 @@
 
 step: a training step of experts and one of a dense model of the same active parameters, timed in turns within one run; on GPUs
 layers of Qwen3-30B-A3B, as many as the memory holds, and their MFU by active parameters.
-dispatch: what a layer sends and holds by method and ways, from programs compiled for H100 (the extra gpu-compile, no GPU). Also
+dispatch: what a layer sends and holds by method and number of shards, from programs compiled for H100 (the extra gpu-compile, no GPU). Also
 draws benchmarks/experts.svg, what is sent over the tokens of a GPU, by formula.
 learning: configs/quickstart-experts.toml and the same file with a dense MLP as wide as a token's experts together, for each of
 three seeds: the loss on held-out text after equal steps. Tens of CPU minutes.
@@ -140,7 +140,7 @@ class Shape(NamedTuple):
     F: int
     E: int
     K: int
-    ways: tuple[int, ...]
+    num_shards: tuple[int, ...]
 
 
 LAYERS = (Shape("Mixtral 8x7B", 4096, 14336, 8, 2, (2, 8)), Shape("Qwen3-30B-A3B", 2048, 768, 128, 8, (16,)))
@@ -158,57 +158,57 @@ def dispatch_section() -> list[str]:
     PICTURE.write_text(picture())
     rows = []
     for shape in LAYERS:
-        for ways in shape.ways:
+        for num_shards in shape.num_shards:
             for method in METHODS:
-                rows.append((shape.name, ways, method, *measured(shape, ways, method)))
+                rows.append((shape.name, num_shards, method, *measured(shape, num_shards, method)))
                 print(" · ".join(map(str, rows[-1])), file=sys.stderr)
     return [f"A layer of {DEPTH}, forward and backward with remat full, {TOKENS:,} tokens a GPU in bfloat16, compiled for "
             "H100; experts over `fsdp`, all else on every GPU. `zero3`: the experts' matrices are gathered, and no token "
             "moves. Sent: by a GPU, of tokens, choices and experts' weights and gradients alone, where one round suffices; by "
             "formula as [docs/experts.md](../docs/experts.md) has it. Temporaries: of the whole step.", "",
-            *table(("layer", "ways", "method", "sent, MiB", "by formula, MiB", "temporaries, MiB"), rows)]
+            *table(("layer", "shards", "method", "sent, MiB", "by formula, MiB", "temporaries, MiB"), rows)]
 
 
-def measured(shape: Shape, ways: int, method: str) -> tuple[str, ...]:
-    made = assembled(shape, ways, method, TOKENS, gpu_compile.topology(f"h100:{ways}"))
+def measured(shape: Shape, num_shards: int, method: str) -> tuple[str, ...]:
+    made = assembled(shape, num_shards, method, TOKENS, gpu_compile.topology(f"h100:{num_shards}"))
     program = made.program.compile()
     moved = [c for c in audit.read(program.as_text(), made.mesh).collectives if c.kind in MOVES]
     sent = sum(c.bytes for c in moved) / DEPTH      # of one round: the loop of further ones has no known count, and none is assumed
-    by_formula = formula(shape, ways, method, TOKENS)
+    by_formula = formula(shape, num_shards, method, TOKENS)
     return tuple(f"{count / MIB:,.0f}" for count in (sent, by_formula, program.memory_analysis().temp_size_in_bytes))
 
 
-def assembled(shape: Shape, ways: int, method: str, tokens: int, devices):
+def assembled(shape: Shape, num_shards: int, method: str, tokens: int, devices):
     """A model of DEPTH layers, of which the experts alone are split; gradients of others are summed by all-reduces."""
     with tempfile.TemporaryDirectory() as scratch:
         rules = Path(scratch) / "rules.toml"
         rules.write_text(f'[params]\n{METHODS[method]} = "fsdp"\n[activations]\nbatch = "fsdp"\n')
         run = config.Run(
-            mesh=dict(fsdp=ways), sharding=dict(rules=str(rules)), data=dict(seq_len=tokens, global_batch=ways),
+            mesh=dict(fsdp=num_shards), sharding=dict(rules=str(rules)), data=dict(seq_len=tokens, global_batch=num_shards),
             model=dict(vocab_size=1024, embed_dim=shape.D, num_layers=DEPTH, num_heads=8, num_kv_heads=8, head_dim=64,
                        mlp_dim=shape.F, num_experts=shape.E, experts_per_token=shape.K, expert_mlp_dim=shape.F),
             training=dict(remat="full"), experts=dict(dispatch="auto" if method == "zero3" else method))
         return assembly.assemble(run, devices)
 
 
-def formula(shape: Shape, ways: int, method: str, tokens: int) -> float:
+def formula(shape: Shape, num_shards: int, method: str, tokens: int) -> float:
     """Bytes that a GPU sends: tokens five times in bfloat16, or weights twice in bfloat16 and their gradients in float32.
 
     Choices and weights of the choices go beside tokens, there and there again in the backward, and a weight's gradient back.
     """
-    over, choices = (ways - 1) / ways, shape.K * tokens
+    over, choices = (num_shards - 1) / num_shards, shape.K * tokens
     if method == "zero3":
         return over * 3 * shape.E * shape.D * shape.F * (2 * 2 + 4)
     if method == "gather":
-        return (ways - 1) * (5 * tokens * shape.D * 2 + 5 * choices * 4)
+        return (num_shards - 1) * (5 * tokens * shape.D * 2 + 5 * choices * 4)
     return over * all_to_all.CAPACITY * (5 * choices * shape.D * 2 + 5 * choices * 4)
 
 
 def picture() -> str:
     """What a GPU sends for a layer of Qwen3-30B-A3B over its tokens: an SVG."""
     shape, most = LAYERS[1], 40960
-    cases = [(ways, method) for ways in (8, 16) for method in ("gather", "all_to_all")]
-    names = [f"{method}, {ways} ways" for ways, method in cases]
+    cases = [(num_shards, method) for num_shards in (8, 16) for method in ("gather", "all_to_all")]
+    names = [f"{method}, {num_shards} shards" for num_shards, method in cases]
     rows = [pictures.PlotCurve(k, name, [(tokens, formula(shape, *case, tokens) / GIB) for tokens in (0, most)])
             for k, (case, name) in enumerate(zip(cases, names))]
     weights = formula(shape, cases[0][0], "zero3", 0)

@@ -158,7 +158,7 @@ def table_flops(made, forward: float, backward: float) -> float:
     executed, depth = schedule.executed, run.model.num_layers // (schedule.num_stages * schedule.num_chunks)
     weight = 2 * tokens_of(run) * sum(i.size for i in made.model.parameters() if i.role == "matrix") / run.model.num_layers
     more = (executed["W"] - executed["B"]) * weight if schedule.split else 0       # W has ticks of its own, and fewer
-    head = head_flops(run) / layout.ways(layout.mesh_axes("params", "vocab"))
+    head = head_flops(run) / layout.num_shards(layout.mesh_axes("params", "vocab"))
     return depth * (executed["F"] * forward + executed["B"] * backward + more) + executed["loss"] * head
 
 

@@ -164,14 +164,14 @@ def tensors(run: Run, model: transformer.Transformer, layout: Layout) -> list[Te
 def _choose_schedule(run: Run, mesh_spec: MeshSpec, model, layout: Layout, attend: Callable, experts, gpu) -> simulate.Choice:
     """The pipeline schedule of the run, with what it costs in time and memory."""
     mesh = mesh_spec.abstract()
-    residual_ways = layout.ways(a for a in layout.mesh_axes("activations", "residual_seq") if a == "tensor")
+    residual_shards = layout.num_shards(a for a in layout.mesh_axes("activations", "residual_seq") if a == "tensor")
     fbw, x = pipelined.layer_fbw(run, model, layout, mesh, attend, experts)
     held = state.describe(model, run.optimizer, run.training.steps, layout, mesh)
     placed = place(model.parameters(), run.model, layout, mesh_spec)
     budget = memory.slot_budget_bytes(gpu, held, memory.in_loop(model, layout), run.model.compute_dtype,
                                       footprint.leading_bytes(placed, Options.of(run)))
     return simulate.of_run(run, _stage_costs(run, placed, gpu), mesh_spec.sizes["stage"],
-                           memory.slot_bytes(run, layout, fbw, x, residual_ways), budget)
+                           memory.slot_bytes(run, layout, fbw, x, residual_shards), budget)
 
 
 def _stage_costs(run: Run, placed: Placed, gpu) -> Callable[[Schedule], simulate.Costs]:

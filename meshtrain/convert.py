@@ -146,9 +146,9 @@ def _export_adapters(found: Sequence[jax.Device], run_dir: Path, out: Path, step
     return f"{out}: the adapters of step {saved.step} of {run_dir}, {size / 1e6:.2f} MB in {dtype}"
 
 
-def _spread(shape: tuple[int, ...], ways: int) -> P:
+def _spread(shape: tuple[int, ...], num_shards: int) -> P:
     """An equal share of a parameter on every device, where any dim divides."""
-    dims = [dim for dim in reversed(range(len(shape))) if shape[dim] % ways == 0]
+    dims = [dim for dim in reversed(range(len(shape))) if shape[dim] % num_shards == 0]
     return P(*[None] * dims[0], "all") if dims else P()
 
 

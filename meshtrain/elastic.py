@@ -33,14 +33,14 @@ def fitted(run: Run, num_devices: int) -> tuple[Run, str]:
                           f"{full} devices, and each would hold more of the model; give -1 to an axis that splits the batch "
                           f"({', '.join(f'mesh.{axis}' for axis in batch_axes) or 'none in these rules'}), or leave full_devices out")
     batch, before = run.data.global_batch, run.training.microbatches
-    ways, ways_before = (Layout(loaded, of).ways(batch_axes) for of in (sizes, wanted))
-    held = max(1, batch // (before * ways_before))      # sequences of a microbatch on each device
-    count = next((m for m in range(before, batch + 1) if batch % (m * ways) == 0 and batch // (m * ways) <= held), 0)
+    num_shards, num_shards_before = (Layout(loaded, of).num_shards(batch_axes) for of in (sizes, wanted))
+    held = max(1, batch // (before * num_shards_before))      # sequences of a microbatch on each device
+    count = next((m for m in range(before, batch + 1) if batch % (m * num_shards) == 0 and batch // (m * num_shards) <= held), 0)
     if not count:
-        raise ConfigError(f"data.global_batch={batch} cannot be split over {ways} devices, mesh.{shrunk}=-1 of {num_devices} "
-                          f"devices; use as many as divide it, e.g. {_divisor(batch, ways)}, or another batch")
+        raise ConfigError(f"data.global_batch={batch} cannot be split over {num_shards} devices, mesh.{shrunk}=-1 of {num_devices} "
+                          f"devices; use as many as divide it, e.g. {_divisor(batch, num_shards)}, or another batch")
     told = (f"{num_devices} of {full} devices: mesh.{shrunk}={sizes[shrunk]} (of {wanted[shrunk]}), training.microbatches={count} "
-            f"(of {before}); the batch stays {batch}, {batch // count // ways} sequences a device at a time")
+            f"(of {before}); the batch stays {batch}, {batch // count // num_shards} sequences a device at a time")
     return plain.model_copy(update={"training": run.training.model_copy(update={"microbatches": count})}), told
 
 

@@ -45,12 +45,12 @@ def _draw(rng: random.Random, own_rules: Path) -> config.Run:
     stages = sizes["stage"]
     schedule = rng.choice(("auto", "gpipe", "1f1b", "interleaved", "zero_bubble", "interleaved_zero_bubble"))
     chunks = rng.choice((1, 2, 3)) if stages > 1 and schedule.startswith(("auto", "inter")) else 1
-    batch_ways = sizes["data"] * sizes["fsdp"]
+    batch_shards = sizes["data"] * sizes["fsdp"]
     microbatches = rng.choice((1, 2, 3)) * (stages if chunks > 1 else 1) if stages > 1 else rng.choice((1, 2, 3))
     T = rng.randint(5, 40) if sizes["context"] * sizes["tensor"] == 1 else 2 * sizes["context"] * sizes["tensor"] * rng.randint(1, 4)
     return config.Run(
         mesh=sizes | dict(placement=rng.sample(AXES, len(AXES))), sharding=dict(rules=str(rule)), model=_model(rng, sizes, T),
-        data=dict(seq_len=T, global_batch=batch_ways * microbatches * rng.randint(1, 3)),
+        data=dict(seq_len=T, global_batch=batch_shards * microbatches * rng.randint(1, 3)),
         training=dict(steps=9, microbatches=microbatches, remat=rng.choice(("none", "selective", "full", "offload")),
                       grad_clip=rng.choice((0.0, 1.0, 0.3)), z_loss=rng.choice((0.0, 1e-2)), loss_chunk=rng.choice((7, 32, 1024))),
         optimizer=dict(name=rng.choice(("adamw", "lion", "adafactor", "muon")), learning_rate=1e-3,
@@ -96,10 +96,10 @@ def _model(rng: random.Random, sizes: dict[str, int], T: int) -> dict:
     tensor, context = sizes["tensor"], sizes["context"]
     kv_heads = tensor * rng.choice((1, 1, 2, 3)) if tensor > 1 else rng.choice((1, 2, 3))
     heads = kv_heads * rng.choice((1, 2, context))
-    ways = sizes["data"] * sizes["fsdp"] * context
+    num_shards = sizes["data"] * sizes["fsdp"] * context
     position = rng.choice(("rope", "rope", "learned"))
     chosen = dict(
-        vocab_size=rng.choice((257, 300, 509, 512)), embed_dim=ways * rng.choice((4, 6, 8)), num_layers=rng.randint(1, 5),
+        vocab_size=rng.choice((257, 300, 509, 512)), embed_dim=num_shards * rng.choice((4, 6, 8)), num_layers=rng.randint(1, 5),
         num_heads=heads, num_kv_heads=kv_heads, head_dim=rng.choice((4, 6, 8)), mlp_dim=tensor * rng.randint(5, 17),
         norm=rng.choice(("rmsnorm", "layernorm")), activation=rng.choice(("swiglu", "geglu", "gelu")), position=position,
         norm_placement=rng.choice(("before", "before", "after", "both")), norm_offset=rng.choice((0.0, 0.0, 1.0)),

@@ -27,9 +27,13 @@ def frequencies(m) -> np.ndarray:
     out = []
     for pair in range(m["head_dim"] // 2):
         freq = m["rope_theta"] ** (-2 * pair / m["head_dim"])
-        wavelength, original = 2 * math.pi / freq, m["rope_scaling"]["original_max_position_embeddings"]
-        low, high, factor = (m["rope_scaling"][name] for name in ("low_freq_factor", "high_freq_factor", "factor"))
-        if factor == 1 or wavelength < original / high:
+        scaling = m["rope_scaling"]
+        if scaling["rope_type"] == "default":
+            out.append(freq)
+            continue
+        wavelength, original = 2 * math.pi / freq, scaling["original_max_position_embeddings"]
+        low, high, factor = (scaling[name] for name in ("low_freq_factor", "high_freq_factor", "factor"))
+        if wavelength < original / high:
             out.append(freq)
         elif wavelength > original / low:
             out.append(freq / factor)

@@ -9,7 +9,7 @@ import sampling
 
 from meshtrain import config
 from meshtrain.model import transformer
-from meshtrain.training import accumulate
+from meshtrain.training import accumulate, objective
 from test_layer_groups import LEADING, Wide, batch_of, execution, loss, model_of
 from test_layouts import MODEL
 
@@ -26,23 +26,23 @@ def model_with_aux(monkeypatch, **model):
 ], ids=["two groups", "tied", "dropout", "offload"])  # fmt: skip
 def test_gradients_added_layer_by_layer_are_those_of_autodiff(remat, model, monkeypatch):
     model = model_of(*LEADING) if model is None else model_with_aux(monkeypatch, **model)
-    step = types.SimpleNamespace(model=model, ex=execution(remat), run=config.Run(training=dict(z_loss=1e-2, loss_chunk=24)))
+    step = types.SimpleNamespace(model=model, ex=execution(remat), objective=objective.NextToken(1e-2, 24))
     p, batch, count = model.init(jax.random.key(0)), batch_of(), jnp.float32(100)
     before = jax.tree.map(lambda w: 1e-3 * jnp.ones_like(w), p)
 
     def by_autodiff(p):
-        def objective(p):
+        def loss_of(p):
             total, nll, aux = loss(model, step.ex, p, batch, jax.random.key(5), z_loss=1e-2, chunk=24)
             return total / count, (nll, aux)
-        new, sums = jax.grad(objective, has_aux=True)(p)
+        new, sums = jax.grad(loss_of, has_aux=True)(p)
         return jax.tree.map(jnp.add, before, new), *sums
 
     @jax.jit
     def both(p):
-        given = batch, (count, count), jax.random.key(5)
-        stacks, avals = accumulate._stacks(step, model.divided(p), *given)
+        given = batch, accumulate.Normalizers(count, count), jax.random.key(5)
+        stacks, avals = accumulate._layer_stacks(step, model.divided(p), *given)
         room = jax.tree.map(lambda a: jnp.full(a.shape, 3, a.dtype), avals)     # of an earlier microbatch: nobody reads it
-        return by_autodiff(p), accumulate._by_hand(step)(model.divided(p), before, *given, stacks, room)
+        return by_autodiff(p), accumulate._microbatch_gradients(step)(model.divided(p), before, *given, stacks, room)
     with jax.default_matmul_precision("highest"):
         (expected, *expected_sums), (got, nll, _, aux) = both(p)
     sums = [nll, aux]

@@ -264,11 +264,11 @@ def test_an_all_to_all_that_cannot_be_is_refused(tmp_path, layout):
         check(tmp_path, layout, dispatch="all_to_all")
 
 
-@pytest.mark.parametrize("K, ways, said", [(2, 2, "gather over fsdp 2, because 2 ways are less than 1.25 × 2 experts a token"),
-                                          (2, 4, "all_to_all over fsdp 4, because 4 ways are not less"), (8, 8, "gather over fsdp 8")])
-def test_auto_takes_what_sends_less_and_says_so(K, ways, said):
-    run = run_of("sharding_rules/zero3_experts_fsdp.toml", dict(fsdp=ways), dict(experts_per_token=K))
-    made = assembly.assemble(run, jax.devices()[:ways])
+@pytest.mark.parametrize("K, num_shards, said", [(2, 2, "gather over fsdp 2, because 2 shards are less than 1.25 × 2 experts a token"),
+                                          (2, 4, "all_to_all over fsdp 4, because 4 shards are not less"), (8, 8, "gather over fsdp 8")])
+def test_auto_takes_what_sends_less_and_says_so(K, num_shards, said):
+    run = run_of("sharding_rules/zero3_experts_fsdp.toml", dict(fsdp=num_shards), dict(experts_per_token=K))
+    made = assembly.assemble(run, jax.devices()[:num_shards])
     assert any(note.startswith(f"experts: {said}") for note in made.notes)
     assert made.program.execution.experts.exchanged == ("all_to_all" in said)
 

@@ -17,12 +17,12 @@ LAYER = experts.Shape("a layer", 64, 48, 16, 4, (4,))
 
 @pytest.mark.parametrize("method", ["gather", "zero3"])
 def test_what_a_layer_sends_is_what_inspects_formulas_say(method):
-    (ways,) = LAYER.ways
-    made = experts.assembled(LAYER, ways, method, 32, jax.devices()[:ways])
+    (num_shards,) = LAYER.num_shards
+    made = experts.assembled(LAYER, num_shards, method, 32, jax.devices()[:num_shards])
     placed = place(made.model.parameters(), made.run.model, made.layout, made.mesh_spec)
     told = traffic.summarized(traffic.of(placed, Options.of(made.run)), made.mesh_spec.sizes)
     sent = sum(row["bytes"] for row in told if row["kind"] in experts.MOVES)
-    assert sent / experts.DEPTH == pytest.approx(experts.formula(LAYER, ways, method, 32))
+    assert sent / experts.DEPTH == pytest.approx(experts.formula(LAYER, num_shards, method, 32))
 
 
 def test_the_picture_is_that_of_today():

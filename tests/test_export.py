@@ -64,7 +64,7 @@ def test_a_stack_over_stages_gives_its_layers_without_being_gathered():
     numbers = np.random.default_rng(0).integers(0, 2**32, leaf.shape, np.uint32).view(np.float32)
     numbers[:, 0, 0] = -0.0
     leaf = jax.device_put(numbers, leaf.sharding)
-    assert export.layer_ways(leaf) == 2
+    assert export.layer_shards(leaf) == 2
     one = jax.jit(lambda leaf, layer: export.layer_of(leaf, layer, 2, np.dtype("float32")))
     for layer in range(2):
         assert np.asarray(one(leaf, layer)).tobytes() == numbers[layer].tobytes()

@@ -109,14 +109,14 @@ def expected(rule: str, step: Step) -> dict:
     embed, loss, embed_grad = map(step.ticks, ("embed", "loss", "embed_grad"))
     weights = tuple(axis for axis in ("data", "fsdp", "context") if sizes[axis] > 1)
     tokens = B // M * T // (sizes["data"] * sizes["fsdp"] * sizes["context"])
-    x_bytes, ways = 2 * tokens * D, sizes["tensor"]                                # the residual stream, bf16
+    x_bytes, num_shards = 2 * tokens * D, sizes["tensor"]                                # the residual stream, bf16
     want = {
         # Every F and every B sends once. A stage that is idle sends as well: nothing diverges.
         ("collective-permute", ("stage",), "bf16"): (step.schedule.executed["F"] + step.schedule.executed["B"],
-                                                     (step.schedule.executed["F"] + step.schedule.executed["B"]) * x_bytes // ways),
+                                                     (step.schedule.executed["F"] + step.schedule.executed["B"]) * x_bytes // num_shards),
         # All stages get the last one's output and the first one's cotangent, and sum their parts of the vocabulary: the
         # embedding's rows and the loss's dx. Each is a tensor share of the residual stream, in its own dtype.
-        ("all-reduce", ("stage",), "bf16"): (None, (embed + 2 * loss + embed_grad) * x_bytes // ways),
+        ("all-reduce", ("stage",), "bf16"): (None, (embed + 2 * loss + embed_grad) * x_bytes // num_shards),
     }
     if rule == "ddp":
         want["all-reduce", weights, "f32"] = (None, 4 * n["all"])
@@ -134,14 +134,14 @@ def expected(rule: str, step: Step) -> dict:
         moves = (1 if chunks % stages == 0 else 2) * n["layers"] // math.prod(sizes[axis] for axis in weights)
         want["relayout", ("stage",), "bf16"] = (None, 2 * moves)
         want["relayout", ("stage",), "f32"] = (None, 4 * moves)
-    if ways > 1:
+    if num_shards > 1:
         # A layer's as without a pipeline: 2 gathers and 2 scatters in F; in B again 2 and 1, and 2 and 2 of its own. As
         # there, too: the embedding's scatter and its cotangent's gather, the head's gather of x and scatter of dx.
         want["all-gather", ("tensor",), "bf16"] = (None, (2 * forward + 4 * backward + loss + embed_grad) * x_bytes)
         want["reduce-scatter", ("tensor",), "bf16"] = (None, (2 * forward + 3 * backward + embed + loss) * x_bytes)
     if (cp := sizes["context"]) > 1:
         # The ring: cp-1 hops of K and V each way, cp of dK and dV. Remat keeps attention's results, so no ring runs twice.
-        kv = tokens * MODEL["num_kv_heads"] * MODEL["head_dim"] // ways
+        kv = tokens * MODEL["num_kv_heads"] * MODEL["head_dim"] // num_shards
         hops, sums = 2 * (cp - 1) * (forward + backward), 2 * cp * backward
         # XLA may send the last hop of dK and dV, of one of them or none, in bf16.
         last = sums - traffic(step)["collective-permute", ("context",), "f32"][0]

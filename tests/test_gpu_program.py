@@ -68,9 +68,9 @@ def traffic(program: audit.ProgramAudit) -> dict:
 
 def sizes(made) -> dict:
     """Numbers of elements on a device of one layer's matrices, of the embedding, the head and everything; / tensor."""
-    table, ways = made.model.parameters(), made.mesh_spec.sizes["tensor"]
+    table, num_shards = made.model.parameters(), made.mesh_spec.sizes["tensor"]
     count = lambda role: sum(info.size for info in table if info.role == role)
-    split = {role: count(role) // ways for role in ("matrix", "embedding", "head")}
+    split = {role: count(role) // num_shards for role in ("matrix", "embedding", "head")}
     return {"layer": split["matrix"] // L, "embedding": split["embedding"], "head": split["head"],
             "all": sum(split.values()) + count("norm")}  # fmt: skip
 
@@ -144,7 +144,7 @@ def test_matmuls_run_in_bf16_and_no_permute_misses_a_device(rule):
     "ddp", "zero1", *(pytest.param(rule, marks=sampling.GRID) for rule in ("hsdp", "ddp, tensor"))])  # fmt: skip
 def test_gradients_are_reduced_once_per_step(rule):
     made, program = gpu_step(rule)
-    over = [c for c in program.collectives if set(made.program.once) & set(c.axes)]
+    over = [c for c in program.collectives if set(made.program.deferred_axes) & set(c.axes)]
     assert over and {c.trips for c in over} == {1}
 
 

@@ -190,12 +190,12 @@ def test_collectives_stay_on_the_axes_that_the_rule_file_names(layout):
 def test_gradients_are_reduced_once_per_step_over_axes_that_grads_does_not_name(layout):
     """ddp, zero1, hsdp over data, tensor: one reduction of the accumulators' bytes, nothing in the microbatch loop. Of what the
     optimizer alone splits besides (zero1 over context) each device reduces its own part."""
-    once, rule = set(layout.made.program.once), layout.made.layout
+    once, rule = set(layout.made.program.deferred_axes), layout.made.layout
     own = set(rule.mesh_axes("optimizer", "embed")) - set(rule.mesh_axes("grads", "embed")) - once
     over = [c for c in layout.audit.collectives if once & set(c.axes)]
     assert [c for c in over if c.trips > 1] == []
     reduced = sum(c.payload_bytes for c in over if c.kind in ("all-reduce", "reduce-scatter"))
-    expected = report.formula(layout.made)["grads"] // rule.ways(own) if once else 0
+    expected = report.formula(layout.made)["grads"] // rule.num_shards(own) if once else 0
     assert expected <= reduced <= expected + SMALL or not once and reduced == 0
 
 

@@ -134,11 +134,11 @@ def moves(made) -> dict[tuple[str, ...], int]:
         if info.role != "matrix":
             continue
         stage, *split = [made.layout.mesh_axes("optimizer", axis) for axis in info.axes]
-        ways = made.layout.ways(axis for axes in split for axis in axes)
-        stages = made.layout.ways(stage)
-        layers = -(-info.shape[0] // stages // ways) * ways
+        num_shards = made.layout.num_shards(axis for axes in split for axis in axes)
+        stages = made.layout.num_shards(stage)
+        layers = -(-info.shape[0] // stages // num_shards) * num_shards
         for axes in filter(None, split):
-            out[axes] = out.get(axes, 0) + 2 * 2 * layers * info.size // info.shape[0] // ways
+            out[axes] = out.get(axes, 0) + 2 * 2 * layers * info.size // info.shape[0] // num_shards
     return out
 
 
@@ -149,7 +149,7 @@ def newton_schulz_flops(made) -> int:
         if info.role == "matrix":
             short, long = sorted(math.prod(info.shape[dim] for dim in dims) for dims in info.matrix_dims)
             stage, *split = [made.layout.mesh_axes("optimizer", axis) for axis in info.axes]
-            layers = -(-info.shape[0] // made.layout.ways(stage) // made.layout.ways(axis for axes in split for axis in axes))
+            layers = -(-info.shape[0] // made.layout.num_shards(stage) // made.layout.num_shards(axis for axes in split for axis in axes))
             flops += layers * 5 * 2 * (2 * short**2 * long + short**3)
     return flops
 

@@ -32,8 +32,8 @@ def count(shape: tuple, text: str = TENSOR, **sizes: int) -> int:
 ])
 def test_a_tensor_group_s_rows_are_cut_into_four_parts_or_as_many_as_divide_them(rows, tokens, expected):
     for sizes in (dict(tensor=8), dict(tensor=2, fsdp=4), dict(tensor=2, fsdp=2, data=2), dict(tensor=4, context=2)):
-        ways = sizes.get("data", 1) * sizes.get("fsdp", 1)
-        assert count((rows * ways, tokens * sizes.get("context", 1), D), **sizes) == expected
+        num_shards = sizes.get("data", 1) * sizes.get("fsdp", 1)
+        assert count((rows * num_shards, tokens * sizes.get("context", 1), D), **sizes) == expected
 
 
 @pytest.mark.parametrize("why, shape, sizes", [

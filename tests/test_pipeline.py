@@ -77,16 +77,16 @@ def unordered(text: str) -> list[tuple[str, str]]:
     module = hlo.parse(text)
     by_hand = {"collective-permute": "ppermute", "all-reduce": "psum|pmax"}
     here = lambda ins: {ins.op} if ins.op in by_hand and re.search(by_hand[ins.op], ins.op_name) else set()
-    inside = functools.cache(lambda name: set().union(*map(ways, module.computations[name].values())))
-    ways = lambda ins: here(ins).union(*map(inside, ins.called))
+    inside = functools.cache(lambda name: set().union(*map(num_shards, module.computations[name].values())))
+    num_shards = lambda ins: here(ins).union(*map(inside, ins.called))
     found = []
     for scope in module.computations.values():
         before, senders = {}, []
         for ins in scope.values():                                     # an instruction stands behind its operands
             before[ins.name] = set(ins.operands).union(*(before.get(name, ()) for name in ins.operands))
-            if ways(ins):
+            if num_shards(ins):
                 found += [(other.name, ins.name) for other in senders if other.name not in before[ins.name]
-                          and ways(other) & ways(ins) and not (here(other) and here(ins))]
+                          and num_shards(other) & num_shards(ins) and not (here(other) and here(ins))]
                 senders.append(ins)
     return found
 

@@ -249,25 +249,25 @@ def drawn_rows(length: int, mean: float, sigma: float, block: int = 128, rows: i
         yield [(first, begin // block * block, block) for first, begin in zip(range(0, length, block), own)]
 
 
-@pytest.mark.parametrize("method, ways", [("ring", 2), ("ring", 4), ("gather", 4)])
-def test_the_busiest_device_of_a_split_sequence_visits_what_drawn_documents_leave_it(method, ways):
+@pytest.mark.parametrize("method, num_shards", [("ring", 2), ("ring", 4), ("gather", 4)])
+def test_the_busiest_device_of_a_split_sequence_visits_what_drawn_documents_leave_it(method, num_shards):
     """Round a ring all devices wait for it in every step: its blocks of queries and keys next to each other."""
     length, mean, sigma = 16384, 2000, 1.0
-    chunk, late = length // (2 * ways), 2 * ways - 1
-    pairs = np.zeros((2 * ways, 2 * ways))
+    chunk, late = length // (2 * num_shards), 2 * num_shards - 1
+    pairs = np.zeros((2 * num_shards, 2 * num_shards))
     rows = [*drawn_rows(length, mean, sigma)]
     for first, begin, block in (each for row in rows for each in row):
         for keys in range(begin // chunk, first // chunk + 1):
             pairs[first // chunk, keys] += block * (min(first + block, (keys + 1) * chunk) - max(begin, keys * chunk)) / len(rows)
     if method == "gather":
-        expected = max(pairs[i].sum() + pairs[late - i].sum() for i in range(ways))
+        expected = max(pairs[i].sum() + pairs[late - i].sum() for i in range(num_shards))
     else:
-        expected = max(pairs[i, i] + pairs[late - i, late - i] + pairs[late - i, i] for i in range(ways))
-        for t in range(1, ways):
-            ends = [((i, i - t) if i >= t else (late - i, late - i + t - ways), (late - i, (i - t) % ways)) for i in range(ways)]
+        expected = max(pairs[i, i] + pairs[late - i, late - i] + pairs[late - i, i] for i in range(num_shards))
+        for t in range(1, num_shards):
+            ends = [((i, i - t) if i >= t else (late - i, late - i + t - num_shards), (late - i, (i - t) % num_shards)) for i in range(num_shards)]
             expected += max(pairs[one] + pairs[other] for one, other in ends)
-    assert rates.split_share(length, ways, method, mean, sigma) == pytest.approx(expected * ways / (length**2 / 2), rel=.06)
-    assert rates.split_share(length, ways, "ulysses", mean, sigma) == rates.visited_share(length, mean, sigma)
+    assert rates.split_share(length, num_shards, method, mean, sigma) == pytest.approx(expected * num_shards / (length**2 / 2), rel=.06)
+    assert rates.split_share(length, num_shards, "ulysses", mean, sigma) == rates.visited_share(length, mean, sigma)
 
 
 def test_one_document_is_the_causal_square_and_the_diagonals_other_half():

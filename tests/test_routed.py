@@ -53,10 +53,10 @@ def test_tokens_are_cheaper_to_send_than_experts_up_to_the_length_that_the_page_
         assert (sent_for_experts(by_tokens, options) < sent_for_experts(by_weights, options)) == shorter
 
 
-@pytest.mark.parametrize("preset, ways, method", [(QWEN, 8, "gather"), (QWEN, 16, "all_to_all"), (MIXTRAL, 2, "gather"), (MIXTRAL, 4, "all_to_all")])
-def test_auto_takes_the_dispatch_that_sends_less(preset, ways, method):
-    of = placed(preset, "zero3_experts_fsdp", fsdp=ways)
-    options = Options(4096, ways)
+@pytest.mark.parametrize("preset, num_shards, method", [(QWEN, 8, "gather"), (QWEN, 16, "all_to_all"), (MIXTRAL, 2, "gather"), (MIXTRAL, 4, "all_to_all")])
+def test_auto_takes_the_dispatch_that_sends_less(preset, num_shards, method):
+    of = placed(preset, "zero3_experts_fsdp", fsdp=num_shards)
+    options = Options(4096, num_shards)
     assert routed.of(of, options).exchanged == (method == "all_to_all")
     each = {name: sent_for_experts(of, dataclasses.replace(options, dispatch=name)) for name in ("gather", "all_to_all")}
     assert sent_for_experts(of, options) == pytest.approx(min(each.values()), rel=0.001)      # rooms are rounded up

@@ -1,5 +1,6 @@
 """Rule files: what they say, what they inherit, and every mistake told with its file, table, value and remedy."""
 import re
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -9,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
+from meshtrain.model import float8
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import AXES, MeshSpec
-from meshtrain.sharding.rules import Layout, Tensor
+from meshtrain.sharding.rules import GATHERED, Layout, Tensor
 
 SHIPPED = sorted((Path(__file__).parent.parent / "sharding_rules").glob("*.toml"))
 ONE = dict.fromkeys(AXES, 1)
@@ -292,12 +294,12 @@ def test_weights_are_gathered_over_the_axes_that_split_tokens_and_experts_are_no
     """A rule file with experts over fsdp, which splits tokens too: their embed dim is gathered over data, they are not."""
     text = '[params]\nexpert = "fsdp"\nembed = ["data", "context"]\nmlp = "tensor"\n[activations]\nbatch = ["data", "fsdp"]\nseq = "context"\n'
     placed = Layout(rules.parse(text), sizes(data=2, fsdp=2, tensor=2, context=2))
-    assert placed.axes_in_use("expert") == ("fsdp",) and placed.axes_in_use("embed") == ()
-    assert placed.spec_in_use(("expert", "embed", "mlp")) == P("fsdp", None, "tensor")
-    assert layout(data=2, fsdp=2, tensor=2).spec_in_use(("embed", "mlp")) == P(None, "tensor")
+    assert placed.mesh_axes(GATHERED, "expert") == ("fsdp",) and placed.mesh_axes(GATHERED, "embed") == ()
+    assert placed.spec(GATHERED, ("expert", "embed", "mlp")) == P("fsdp", None, "tensor")
+    assert layout(data=2, fsdp=2, tensor=2).spec(GATHERED, ("embed", "mlp")) == P(None, "tensor")
     mesh_spec = MeshSpec({"data": 2, "fsdp": 2, "tensor": 2})
     with jax.set_mesh(mesh_spec.build(jax.devices())):
-        w = jax.jit(lambda w: Layout(rules.parse(text), mesh_spec.sizes).in_use(w, ("expert", "embed", "mlp")))(np.ones((4, 8, 6)))
+        w = jax.jit(lambda w: Layout(rules.parse(text), mesh_spec.sizes).constrain(GATHERED, w, ("expert", "embed", "mlp")))(np.ones((4, 8, 6)))
     assert w.sharding.shard_shape(w.shape) == (2, 8, 3)
 
 
@@ -315,7 +317,7 @@ def test_spec_leaves_out_manual_axes():
 def test_the_largest_of_bfloat16_over_manual_axes_is_sought_in_float32_by_a_cpu():
     """Its compiler ends the process at a bfloat16 reduction there: float8 in pipelines needs one."""
     made = MeshSpec({"data": 2, "tensor": 4})
-    seek = jax.shard_map(layout(data=2, tensor=4).over_tokens, mesh=made.build(jax.devices()), in_specs=P("data"), out_specs=P(),
+    seek = jax.shard_map(partial(float8.over_tokens, layout(data=2, tensor=4)), mesh=made.build(jax.devices()), in_specs=P("data"), out_specs=P(),
                          axis_names={"data"}, check_vma=False)
     text = jax.jit(seek).lower(jax.ShapeDtypeStruct((2,), "bfloat16")).as_text()
     assert re.search(r'"stablehlo.all_reduce".*?\(tensor<1xf32>\) -> tensor<1xf32>', text, re.DOTALL)
@@ -340,7 +342,7 @@ def test_shardings_map_a_tree_of_axes():
 def test_batch_axes_are_those_larger_than_one():
     one = layout(fsdp=4, tensor=2)
     assert one.batch_axes == ("fsdp",)
-    assert one.ways(one.batch_axes) == one.ways(one.token_axes) == 4 and one.ways(()) == 1
+    assert one.num_shards(one.batch_axes) == one.num_shards(one.token_axes) == 4 and one.num_shards(()) == 1
 
 
 def test_gradients_are_reduced_once_over_what_splits_neither_the_models_weights_nor_their_gradients():
@@ -348,6 +350,6 @@ def test_gradients_are_reduced_once_over_what_splits_neither_the_models_weights_
                        'batch = ["data", "fsdp", "context"]\n')
     layout = Layout(rule, sizes(data=2, fsdp=2, context=2))
     dense, experts = ("embed", "mlp"), ("expert", "expert_embed", "expert_mlp")
-    assert layout.reduced_once([dense]) == ("fsdp", "context"), "a model without experts is not split by their line"
-    assert layout.reduced_once([dense, experts]) == ("context",)
-    assert layout.reduced_once([dense, ("vocab", None)]) == ("fsdp",)
+    assert layout.deferred_axes([dense]) == ("fsdp", "context"), "a model without experts is not split by their line"
+    assert layout.deferred_axes([dense, experts]) == ("context",)
+    assert layout.deferred_axes([dense, ("vocab", None)]) == ("fsdp",)

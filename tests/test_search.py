@@ -47,8 +47,8 @@ class Allowed:
         key = tuple(sizes.values()), rules.path, method
         if key not in self.layouts:
             layout, wrong = self.asked.lay(sizes, rules, method)
-            ways = layout.ways(layout.mesh_axes("activations", "batch"))
-            self.layouts[key] = None if wrong or self.asked.global_batch % ways else (layout, ways)
+            num_shards = layout.num_shards(layout.mesh_axes("activations", "batch"))
+            self.layouts[key] = None if wrong or self.asked.global_batch % num_shards else (layout, num_shards)
         return self.layouts[key]
 
     def price(self, layout, mesh: MeshSpec, m: int, remat: str, name: str, chunks: int, method: str):
@@ -74,8 +74,8 @@ class Allowed:
         found = sizes["stage"] <= asked.cfg.num_layers and self.layout(sizes, rules, method)
         if not found:
             return None
-        layout, ways = found
-        m = draw.choice(divisors(asked.global_batch // ways))
+        layout, num_shards = found
+        m = draw.choice(divisors(asked.global_batch // num_shards))
         kinds = schedule_of(sizes["stage"], m)
         return kinds and self.price(layout, MeshSpec(sizes, draw.sample(AXES, len(AXES))), m, draw.choice(search.REMAT),
                                     *draw.choice(kinds), method)
@@ -156,7 +156,7 @@ def test_meshes_multiply_to_the_gpus_and_plans_that_fit_fit(gpus, batch, gpu, pr
     for one in answer.plans + answer.misses:
         assert math.prod(one.sizes.values()) == gpus == one.price.num_gpus
         assert one.fits == (one.price.memory_bytes["total"] <= asked.usable_bytes) and bool(one.reason) >= (not one.fits)
-        replicas = one.placed.layout.ways(one.placed.layout.mesh_axes("activations", "batch"))
+        replicas = one.placed.layout.num_shards(one.placed.layout.mesh_axes("activations", "batch"))
         assert batch % (replicas * one.options.microbatches) == 0
     assert [one.price.step_s for one in answer.plans] == sorted(one.price.step_s for one in answer.plans)
 
@@ -178,7 +178,7 @@ def test_more_devices_on_an_axis_never_raise_the_bytes_that_it_shards(data, rule
     mesh |= {"stage": mesh.get("stage", 2)} if staged and axis != "stage" else {}
     n *= 1 + (axis == "stage" and n == 1)
     options = Options(8192, 256, 8, remat, "1f1b" if staged else "")
-    few, many = (priced(rule, mesh | {axis: ways}, options).memory_bytes for ways in (n, 2 * n))
+    few, many = (priced(rule, mesh | {axis: num_shards}, options).memory_bytes for num_shards in (n, 2 * n))
     for kind in ("params", "grads", "optimizer", *(("activations",) if axis != "stage" else ())):
         assert many[kind] <= few[kind], (mesh, axis, kind)
 

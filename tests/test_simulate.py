@@ -67,7 +67,7 @@ SIZES = SlotBytes(boundary=GIB // 10, for_b=GIB, for_w=GIB, b_to_w=GIB // 2)
 def test_slot_bytes_are_those_of_the_arrays_that_a_split_keeps():
     shapes = lambda *shapes: [np.zeros(shape, dtype) for shape, dtype in shapes]
     split = SimpleNamespace(r=shapes(((2, 8), np.float32)), q=shapes(((4,), np.float32), ((6,), np.float16)), z=[])
-    of = SlotBytes.of(split, np.zeros((3, 4), np.float16), chunks=2, ways=2)
+    of = SlotBytes.of(split, np.zeros((3, 4), np.float16), chunks=2, num_shards=2)
     assert of == SlotBytes(boundary=12, for_b=2 * 32, for_w=2 * 14, b_to_w=0)
     # Four stages, 1F1B of two chunks: 12 slots of a chunk each, one X and two D.
     assert of.peak(schedules.make("interleaved", 4, 8, 2)) == 3 * 12 + 12 * (32 + 14)

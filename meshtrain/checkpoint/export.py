@@ -123,11 +123,11 @@ def _write_rows(rows: list[folder.WeightRow], leaves: list[jax.Array], layers, s
 
 def _program(row: folder.WeightRow, leaves: list[jax.Array], sizes: Mapping[str, int], dtype: np.dtype):
     """Jitted (leaves, layer, expert) -> the row's tensor of that layer, and expert, whole on every device."""
-    mesh, ways = leaves[0].sharding.mesh, [layer_ways(leaf) if row.stacked else 1 for leaf in leaves]
+    mesh, num_shards = leaves[0].sharding.mesh, [layer_shards(leaf) if row.stacked else 1 for leaf in leaves]
 
     def gather(leaves, layer, expert):
         parts = []
-        for piece, leaf, over in zip(row.pieces, leaves, ways, strict=True):
+        for piece, leaf, over in zip(row.pieces, leaves, num_shards, strict=True):
             x = layer_of(leaf, layer, over, dtype) if row.stacked else leaf.astype(dtype)
             if row.expert is not None:
                 x = jax.lax.dynamic_index_in_dim(x, expert, 0, keepdims=False)
@@ -137,21 +137,21 @@ def _program(row: folder.WeightRow, leaves: list[jax.Array], sizes: Mapping[str,
     return jax.jit(gather, out_shardings=NamedSharding(mesh, P()))
 
 
-def layer_ways(leaf: jax.Array) -> int:
+def layer_shards(leaf: jax.Array) -> int:
     """Over how many devices the layers of a stack are split."""
     return leaf.shape[0] // leaf.sharding.shard_shape(leaf.shape)[0]
 
 
-def layer_of(leaf, layer, ways: int, dtype: np.dtype):
+def layer_of(leaf, layer, num_shards: int, dtype: np.dtype):
     """One layer of a stack, cast. Where stages hold the layers, all of them add what they have of it, bit by bit: one layer is
     moved, where an index would gather the stack."""
-    if ways == 1:
+    if num_shards == 1:
         return jax.lax.dynamic_index_in_dim(leaf, layer, 0, keepdims=False).astype(dtype)
-    each = leaf.shape[0] // ways
-    parts = leaf.reshape(ways, each, *leaf.shape[1:])
+    each = leaf.shape[0] // num_shards
+    parts = leaf.reshape(num_shards, each, *leaf.shape[1:])
     mine = jax.lax.dynamic_index_in_dim(parts, layer % each, 1, keepdims=False).astype(dtype)
     bits = jax.lax.bitcast_convert_type(mine, jnp.dtype(f"uint{8 * dtype.itemsize}"))
-    owner = (jnp.arange(ways) == layer // each).reshape(ways, *[1] * (bits.ndim - 1))
+    owner = (jnp.arange(num_shards) == layer // each).reshape(num_shards, *[1] * (bits.ndim - 1))
     return jax.lax.bitcast_convert_type(jnp.sum(jnp.where(owner, bits, 0), 0, dtype=bits.dtype), dtype)
 
 

@@ -89,9 +89,9 @@ def _program(row: folder.WeightRow, leaves, sizes, dtype: np.dtype):
     """Jitted (leaves, layer) -> (lora_A, lora_B) of that layer, whole on every device. leaves: (A, B) or (None,
     None) of each piece."""
     arrays = jax.tree.leaves(leaves)
-    ways = {export.layer_ways(array) for array in arrays}
-    assert len(ways) == 1, "all of a stack lie alike over the stages"
-    one = lambda leaf, layer: export.layer_of(leaf, layer, min(ways), dtype)
+    num_shards = {export.layer_shards(array) for array in arrays}
+    assert len(num_shards) == 1, "all of a stack lie alike over the stages"
+    one = lambda leaf, layer: export.layer_of(leaf, layer, min(num_shards), dtype)
     widths = [int(np.prod(piece.form.our_shape(sizes))) // _num_inputs(piece.form, sizes) for piece in row.pieces]
 
     def both(leaves, layer):

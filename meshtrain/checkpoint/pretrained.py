@@ -98,8 +98,8 @@ def tell(found: folder.Folder) -> None:
 
 def _shares(entry: safetensors.Entry, sharding: NamedSharding) -> jax.Array:
     """The elements of a tensor, filled up to as many as divide, an equal share on every device."""
-    count, ways = int(np.prod(entry.shape, dtype=np.int64)), sharding.mesh.size
-    each = -(-count // ways)
+    count, num_shards = int(np.prod(entry.shape, dtype=np.int64)), sharding.mesh.size
+    each = -(-count // num_shards)
     # jax has no float64 here.
     dtype = np.float32 if entry.dtype == "F64" else safetensors.DTYPES[entry.dtype]
 
@@ -113,7 +113,7 @@ def _shares(entry: safetensors.Entry, sharding: NamedSharding) -> jax.Array:
             except OSError as error:
                 raise CheckpointError(f"{entry.path} cannot be read: {files.said(error)}") from error
         return found
-    return jax.make_array_from_callback((each * ways,), sharding, share)
+    return jax.make_array_from_callback((each * num_shards,), sharding, share)
 
 
 def _program(row: folder.WeightRow, sizes, stacks, mesh):

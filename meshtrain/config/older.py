@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from meshtrain.config.sections import RopeScaling
+
 # Keys that are gone, with the only value that a run file may still give them; in a checkpoint any value goes.
 GONE = {"model": {"attention_dropout": 0.0}, "data": {"validation_tokens": 0, "prefetch": 4}, "pipeline": {"uneven": "pad"},
         "experts": {"upcycle_noise": 0.0}}
@@ -37,15 +39,15 @@ def _model(table: dict) -> None:
     if type(table.get("router_groups")) is int:
         groups, limit = table["router_groups"], table.pop("router_group_limit", 0)
         table["router_groups"] = [groups, limit or groups] if groups else []
-    if isinstance(table.get("rope_scaling", ""), str):
+    if any(key == "rope_scaling" and isinstance(table[key], str) or key.startswith("rope_scaling_") for key in table):
         kind, factor = table.pop("rope_scaling", "llama3"), table.pop("rope_scaling_factor", 1.0)
         words = {"low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"} if kind == "llama3" else \
             {"low_freq_factor": "beta_slow", "high_freq_factor": "beta_fast"}
         given = {new: table.pop(f"rope_{old}") for old, new in words.items() if f"rope_{old}" in table}
         if "rope_original_seq_len" in table:
             given["original_max_position_embeddings"] = table.pop("rope_original_seq_len")
-        if factor != 1.0:
-            table["rope_scaling"] = {"rope_type": kind, "factor": factor} | (given if kind != "linear" else {})
+        scaling = {"rope_type": kind, "factor": factor} | (given if kind != "linear" else {})
+        table["rope_scaling"] = dict(RopeScaling(**scaling if factor != 1.0 else {}))
 
 
 def _training(table: dict) -> None:

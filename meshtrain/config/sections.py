@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_serializer, model_validator
 
 from meshtrain.names import LORA_TARGETS, PLACEMENT
 
@@ -95,6 +95,10 @@ class RopeScaling(Section):
 
     def __iter__(self):
         yield from ((name, getattr(self, name)) for name in ("rope_type", *ROPE_TYPES[self.rope_type]))
+
+    @model_serializer
+    def _written(self) -> dict:
+        return dict(self)
 
 
 class Model(Section):

@@ -131,7 +131,7 @@ def _cause(question: Question, plan: Plan, best: Plan, name: str) -> str:
 
 def _tokens(plan: Plan) -> float:
     options, layout = plan.options, plan.placed.layout
-    return options.global_batch * options.seq_len / options.microbatches / layout.ways(layout.token_axes)
+    return options.global_batch * options.seq_len / options.microbatches / layout.num_shards(layout.token_axes)
 
 
 def _runs(question: Question, plan: Plan) -> float:

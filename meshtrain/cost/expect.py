@@ -17,6 +17,7 @@ from pathlib import Path
 
 from meshtrain.cost import audit
 from meshtrain.names import LAYERS, LEADING
+from meshtrain.sharding.rules import GATHERED
 
 COMPILER = ("jax", "jaxlib")
 KEYS = {"model": (), "pipeline": (), "context": (), "data": ("seq_len", "global_batch", "document_mask"),
@@ -74,7 +75,7 @@ def tensors(made) -> Callable[[tuple[int, ...]], list[str]]:
     that have them in another order: XLA transposes."""
     exact, sorted_too = defaultdict(list), defaultdict(list)
     for info in made.model.parameters():
-        dims = [n // made.layout.ways(made.layout.axes_in_use(axis)) for n, axis in zip(info.shape, info.axes)]
+        dims = [n // made.layout.num_shards(made.layout.mesh_axes(GATHERED, axis)) for n, axis in zip(info.shape, info.axes)]
         for shape in {_bare(dims), _bare(dims[info.axes[0] in (LAYERS, LEADING):])}:
             exact[shape].append(info.name)
             sorted_too[tuple(sorted(shape))].append(info.name)

@@ -60,7 +60,7 @@ def executed(placed: Placed, options: Options, practice: Practice = Practice()) 
 
 def _elements(placed: Placed, product: Product) -> float:
     """Of a product's matrices for a token that a device has where its sequence is whole."""
-    return product.share * product.k * product.n / (placed.stream_ways if product.router else 1)
+    return product.share * product.k * product.n / (placed.stream_shards if product.router else 1)
 
 
 def again(placed: Placed, options: Options, practice: Practice = Practice()) -> float:

@@ -41,7 +41,7 @@ def _in_layers(placed: Placed, options: Options) -> float:
     cfg, size, tokens = placed.cfg, placed.itemsize, placed.tokens(options)
     experts = routed.of(placed, options)
     kept = cfg.num_layers * (size * tokens * kept_width(placed, options) + (experts.kept_bytes if experts else 0))
-    stream, chunk = cfg.embed_dim / placed.stream_ways, min(tokens, options.loss_chunk)
+    stream, chunk = cfg.embed_dim / placed.stream_shards, min(tokens, options.loss_chunk)
     head = placed.head.n * placed.head.k
     # Logits of a chunk in float32 and their gradient; the output, normed and its gradient; the head gathered, and turned.
     loss = chunk * ((4 + size) * placed.head.n + size * cfg.embed_dim) + 3 * size * tokens * stream
@@ -59,7 +59,7 @@ def _begun_early(placed: Placed) -> float:
     """Bytes of the zeros that the embedding's gradient begins with, where the table is gathered over context and its rows are
     whole: XLA makes them before the layers go backward, elsewhere behind."""
     layout = placed.layout
-    whole = layout.ways(layout.mesh_axes("params", "vocab")) == 1
+    whole = layout.num_shards(layout.mesh_axes("params", "vocab")) == 1
     if layout.sizes["context"] == 1 or "context" not in layout.mesh_axes("params", "embed") or not whole:
         return 0
     return 4 * sum(info.size for info in placed.rows if info.role == "embedding" and info.axes[0] == "vocab" and info.trainable)
@@ -68,13 +68,13 @@ def _begun_early(placed: Placed) -> float:
 def kept_width(placed: Placed, options: Options) -> float:
     """Elements of a token that a layer keeps for its backward."""
     h = placed.cfg.embed_dim
-    stream, (q, kv, f) = h / placed.stream_ways, placed.widths
+    stream, (q, kv, f) = h / placed.stream_shards, placed.widths
     gates = 2 if placed.cfg.activation != "gelu" else 1
-    again = q if placed.ways("seq") > 1 else 0          # attention over several devices is never repeated
-    beside = _routing_width(placed) / placed.stream_ways
+    again = q if placed.num_shards("seq") > 1 else 0          # attention over several devices is never repeated
+    beside = _routing_width(placed) / placed.stream_shards
     placement = placed.cfg.norm_placement                # norms behind attention and MLP read what their last matmuls give
     whole, chosen = 2 * stream * (placement == "both"), stream * (placement != "before" and not placed.cfg.num_experts)
-    sums = 4 * placed.cfg.num_heads / placed.ways("heads") / placed.itemsize     # log-sum-exps, in float32
+    sums = 4 * placed.cfg.num_heads / placed.num_shards("heads") / placed.itemsize     # log-sum-exps, in float32
     # Without remat what matmuls read is kept whole, and where a loop over microbatches has buffers for it what attention gives
     # twice: as attention has it, and as the matmul behind.
     twice = q * (options.microbatches > 1)
@@ -87,9 +87,9 @@ def _turned_width(placed: Placed, options: Options) -> float:
     """Elements of a token, of all layers with experts together, that XLA copies before the backward: what they keep without
     remat of a stream that is gathered has the tokens of several rows first.
     Other layers see them so throughout (`parts.tokens_first`)."""
-    cfg, rows = placed.cfg, options.global_batch / options.microbatches / placed.layout.ways(placed.layout.batch_axes)
-    turned = cfg.num_experts and options.remat == "none" and placed.stream_ways > 1 and rows > 1
-    return (cfg.num_layers - cfg.first_dense_layers) * (cfg.embed_dim + cfg.embed_dim / placed.stream_ways) * bool(turned)
+    cfg, rows = placed.cfg, options.global_batch / options.microbatches / placed.layout.num_shards(placed.layout.batch_axes)
+    turned = cfg.num_experts and options.remat == "none" and placed.stream_shards > 1 and rows > 1
+    return (cfg.num_layers - cfg.first_dense_layers) * (cfg.embed_dim + cfg.embed_dim / placed.stream_shards) * bool(turned)
 
 
 def _normed_width(placed: Placed) -> float:
@@ -107,11 +107,11 @@ def _routing_width(placed: Placed) -> float:
 def _working_width(placed: Placed, options: Options) -> float:
     """Elements of a token that live while a layer's attention goes backward, of one with the widest MLP. Where collectives run
     beside a layer's matmuls, XLA puts some of these off, and what they read lives longer."""
-    (q, kv, _), h, f, context = placed.widths, placed.cfg.embed_dim, _widest_mlp(placed), placed.ways("seq")
+    (q, kv, _), h, f, context = placed.widths, placed.cfg.embed_dim, _widest_mlp(placed), placed.num_shards("seq")
     if context > 1:
         attention = {"ring": 12 * q + 8 * kv, "gather": 10 * q + (6 * context + 2) * kv, "ulysses": 6 * q + 6 * kv}
         return 6 * h + attention[options.method] + 4 * f
-    if not placed.gathered and not placed.scattered and placed.ways("mlp") == 1:
+    if not placed.gathered and not placed.scattered and placed.num_shards("mlp") == 1:
         return 3 * h + 3 * q + 3 * kv + 2 * f
     return 4 * h + 4 * q + 4 * kv + (4 if options.remat in ("full", "offload") else 3) * f
 
@@ -120,7 +120,7 @@ def _widest_mlp(placed: Placed) -> float:
     """Of a token, on one device, in the layer whose MLP for all tokens is the widest."""
     cfg = placed.cfg
     dense = cfg.mlp_dim if cfg.first_dense_layers or not cfg.num_experts else 0
-    return max(dense, cfg.shared_expert_dim if cfg.num_experts else 0) / placed.ways("mlp")
+    return max(dense, cfg.shared_expert_dim if cfg.num_experts else 0) / placed.num_shards("mlp")
 
 
 def _beside_experts(placed: Placed, options: Options) -> tuple[float, float]:
@@ -131,11 +131,11 @@ def _beside_experts(placed: Placed, options: Options) -> tuple[float, float]:
     second off until a collective of attention's backward is under way, whose cotangents live then,
     and what it sums over the tokens of norms."""
     (q, kv, _), h = placed.widths, placed.cfg.embed_dim
-    stream, remade = h / placed.stream_ways, {"none": 0, "selective": q + 2 * kv}.get(options.remat, h + 2 * q + 2 * kv)
+    stream, remade = h / placed.stream_shards, {"none": 0, "selective": q + 2 * kv}.get(options.remat, h + 2 * q + 2 * kv)
     inputs = remade + 3 * stream
-    gathered = 2 * h if placed.stream_ways > 1 else 0
-    ring = 2 * q + 5 * kv if placed.ways("seq") > 1 and options.method == "ring" else 0
-    return inputs, 2 * q + 2 * kv + gathered + (7 if placed.ways("residual_seq") > 1 else 3) * stream + ring
+    gathered = 2 * h if placed.stream_shards > 1 else 0
+    ring = 2 * q + 5 * kv if placed.num_shards("seq") > 1 and options.method == "ring" else 0
+    return inputs, 2 * q + 2 * kv + gathered + (7 if placed.num_shards("residual_seq") > 1 else 3) * stream + ring
 
 
 def _of_parts(placed: Placed, options: Options) -> float:
@@ -157,7 +157,7 @@ def _of_parts(placed: Placed, options: Options) -> float:
 def _in_stages(placed: Placed, options: Options) -> float:
     """A full stage of weights, the slots of the schedule, and the more of what the loss and a layer need beside them."""
     cfg, size, tokens = placed.cfg, placed.itemsize, placed.tokens(options)
-    stream, chunk = cfg.embed_dim / placed.stream_ways, min(tokens, options.loss_chunk)
+    stream, chunk = cfg.embed_dim / placed.stream_shards, min(tokens, options.loss_chunk)
     # Logits of a chunk in float32 and their gradient; the stage's output on its way to all, normed, and its gradient. Of the
     # head and the embedding beside each other what a microbatch adds to their gradients, in float32.
     loss = chunk * ((4 + size) * placed.head.n + size * cfg.embed_dim) + 7 * size * tokens * stream
@@ -173,10 +173,10 @@ def slot_widths(placed: Placed, options: Options) -> tuple[float, float]:
     """Elements of a token that a layer leaves in slots: for its backward, and from there for a W of its own. assumption, as in
     `memory.slot_bytes`: without remat, and for W, what is as wide as the residual stream lies whole on each device."""
     h, (q, kv, f) = placed.cfg.embed_dim, placed.widths
-    stream, gates = h / placed.stream_ways, 2 if placed.cfg.activation != "gelu" else 1
+    stream, gates = h / placed.stream_shards, 2 if placed.cfg.activation != "gelu" else 1
     for_backward = {"none": 4 * h + stream + 2 * q + 2 * kv + gates * f + _normed_width(placed),
                     "selective": 2 * stream + 2 * q + 2 * kv + gates * f,
-                    "full": stream + (q if placed.ways("seq") > 1 else 0)}[options.remat]
+                    "full": stream + (q if placed.num_shards("seq") > 1 else 0)}[options.remat]
     for_weights = {"none": 10 * h + q + 2 * kv + (gates + 1) * f, "selective": 10 * h + q + 2 * kv + (gates + 2) * f,
                    "full": 12 * h + 2 * q + 2 * kv + (gates + 2) * f}[options.remat]
     if experts := routed.of(placed, options):
@@ -191,7 +191,7 @@ def slot_bytes(placed: Placed, options: Options) -> float:
     _, slots = schedules.counts(options.schedule, p, options.microbatches, options.chunks)
     depth = stages.padded(placed.cfg, p * options.chunks) // (p * options.chunks)
     elements = depth * (slots["Q"] * for_backward + slots.get("Z", 0) * for_weights)
-    stream = placed.cfg.embed_dim / placed.stream_ways
+    stream = placed.cfg.embed_dim / placed.stream_shards
     elements += (slots["X"] + slots["D"]) * stream
     return placed.itemsize * placed.tokens(options) * elements + leading_bytes(placed, options)
 
@@ -200,5 +200,5 @@ def leading_bytes(placed: Placed, options: Options) -> float:
     """Bytes of what leading layers keep for their backward, and of what they pass to the first stage."""
     if not (leading := placed.leading):
         return 0.0
-    kept = leading.depth * slot_widths(leading, options)[0] + placed.cfg.embed_dim / placed.stream_ways
+    kept = leading.depth * slot_widths(leading, options)[0] + placed.cfg.embed_dim / placed.stream_shards
     return placed.itemsize * placed.tokens(options) * placed.rounds(options) * kept

@@ -11,6 +11,7 @@ from meshtrain.cost import audit, hardware
 from meshtrain.cost.simulate import SlotBytes
 from meshtrain.names import LAYERS, LEADING, MATMUL_ROLES
 from meshtrain.parallel.pipeline import stages
+from meshtrain.sharding.rules import GATHERED
 
 
 def placed_bytes(abstract, shardings) -> int:
@@ -32,10 +33,10 @@ def read_bytes(model, layout, compute_dtype: str) -> int:
 
     def held(info):
         dtype = np.dtype(compute_dtype if info.role in MATMUL_ROLES and cast else info.dtype)
-        ways = {table: math.prod(layout.ways(layout.mesh_axes(table, axis)) for axis in info.axes)
+        num_shards = {table: math.prod(layout.num_shards(layout.mesh_axes(table, axis)) for axis in info.axes)
                 for table in ("params", "optimizer")}
-        as_stored = dtype == info.dtype and ways["params"] == ways["optimizer"]
-        return 0 if as_stored else info.size // ways["params"] * dtype.itemsize
+        as_stored = dtype == info.dtype and num_shards["params"] == num_shards["optimizer"]
+        return 0 if as_stored else info.size // num_shards["params"] * dtype.itemsize
     return sum(held(info) for info in model.parameters())
 
 
@@ -44,8 +45,8 @@ def host_bytes(run, layout) -> int:
     if run.training.remat != "offload":
         return 0
     tokens = run.data.global_batch // run.training.microbatches * run.data.seq_len
-    ways = layout.ways(layout.mesh_axes("activations", "batch") + layout.mesh_axes("activations", "residual_seq"))
-    return run.model.num_layers * tokens // ways * run.model.embed_dim * np.dtype(run.model.compute_dtype).itemsize
+    num_shards = layout.num_shards(layout.mesh_axes("activations", "batch") + layout.mesh_axes("activations", "residual_seq"))
+    return run.model.num_layers * tokens // num_shards * run.model.embed_dim * np.dtype(run.model.compute_dtype).itemsize
 
 
 def in_loop(model, layout, num_chunks: int = 1) -> list[tuple]:
@@ -56,7 +57,7 @@ def in_loop(model, layout, num_chunks: int = 1) -> list[tuple]:
     """
     num_stages, whole = layout.sizes["stage"], model.staged[0]
     periods = stages.padded(model.cfg, num_stages * num_chunks) // len(whole.period) // num_stages
-    kept = lambda axis: layout.ways(layout.axes_in_use(axis))
+    kept = lambda axis: layout.num_shards(layout.mesh_axes(GATHERED, axis))
     found = []
     for info in model.parameters():
         shape = tuple(n // kept(axis) for n, axis in zip(info.shape, info.axes))
@@ -106,21 +107,21 @@ def compiled(executable, state_abstract, microbatches: int, accumulators: list[t
             "total": analysis.argument_size_in_bytes + analysis.temp_size_in_bytes}
 
 
-def slot_bytes(run, layout, fbw, x, residual_ways: int) -> SlotBytes:
+def slot_bytes(run, layout, fbw, x, residual_shards: int) -> SlotBytes:
     """What a microbatch leaves in a stage, from F, B and W of one period and its input: heads and mlp are split over tensor.
 
     What is as wide as the residual stream: under remat F keeps it split like the stream (layers' inputs, what attention
     adds). assumption: without remat, and in what B passes to W, it is whole, as it is where a matmul reads it: an upper bound.
     """
-    wide_ways = {"r": 1, "q": 1, "z": 1} if run.training.remat == "none" else {"r": residual_ways, "q": residual_ways, "z": 1}
+    wide_shards = {"r": 1, "q": 1, "z": 1} if run.training.remat == "none" else {"r": residual_shards, "q": residual_shards, "z": 1}
 
-    def held(a, stream_ways):
-        ways = stream_ways if a.shape[-1:] in ((), (1,), (run.model.embed_dim,)) else layout.sizes["tensor"]
-        return jax.ShapeDtypeStruct((-(-math.prod(a.shape) // ways),), a.dtype)
-    fbw = dataclasses.replace(fbw, **{name: [held(a, ways) for a in getattr(fbw, name)] for name, ways in wide_ways.items()})
+    def held(a, stream_shards):
+        num_shards = stream_shards if a.shape[-1:] in ((), (1,), (run.model.embed_dim,)) else layout.sizes["tensor"]
+        return jax.ShapeDtypeStruct((-(-math.prod(a.shape) // num_shards),), a.dtype)
+    fbw = dataclasses.replace(fbw, **{name: [held(a, num_shards) for a in getattr(fbw, name)] for name, num_shards in wide_shards.items()})
     num_stages = layout.sizes["stage"]
     depth = stages.padded(run.model, num_stages) // num_stages // stages.period(run.model)
-    return SlotBytes.of(fbw, held(x, residual_ways), chunks=depth)
+    return SlotBytes.of(fbw, held(x, residual_shards), chunks=depth)
 
 
 def slot_budget_bytes(gpu, state, loop, compute_dtype: str, leading: float = 0.0) -> int | None:

@@ -15,7 +15,7 @@ from meshtrain.model import layers
 from meshtrain.names import AXES, LAYERS, LEADING, LORA, MATMUL_ROLES
 from meshtrain.parallel.pipeline import schedules, stages
 from meshtrain.sharding.mesh import MeshSpec
-from meshtrain.sharding.rules import Layout
+from meshtrain.sharding.rules import GATHERED, Layout
 
 Axes = tuple[str, ...]
 
@@ -101,7 +101,7 @@ class Placed:
     mesh: MeshSpec
     products: tuple[Product, ...]
     head: Product
-    head_ways: int
+    head_shards: int
     depth: int                  # layers of a stage
     gathered: Mapping[Axes, float]
     scattered: Mapping[Axes, float]
@@ -162,7 +162,7 @@ class Placed:
 
     def tokens(self, options: Options) -> float:
         """Of a microbatch on one device, sequences that are split counted as they lie."""
-        return options.global_batch * options.seq_len / options.microbatches / self.layout.ways(self.layout.token_axes)
+        return options.global_batch * options.seq_len / options.microbatches / self.layout.num_shards(self.layout.token_axes)
 
     def layers(self, options: Options, practice: Practice) -> float:
         """That a stage works through for a microbatch."""
@@ -211,30 +211,30 @@ class Placed:
     def _executed(self, options: Options) -> dict[str, int]:
         return schedules.counts(options.schedule, self.layout.sizes["stage"], options.microbatches, options.chunks)[0]
 
-    def ways(self, axis: str) -> int:
+    def num_shards(self, axis: str) -> int:
         """How many devices split an activation's dim."""
-        if axis not in self._ways:
-            self._ways[axis] = self.layout.ways(self.layout.mesh_axes("activations", axis))
-        return self._ways[axis]
+        if axis not in self._num_shards:
+            self._num_shards[axis] = self.layout.num_shards(self.layout.mesh_axes("activations", axis))
+        return self._num_shards[axis]
 
     @functools.cached_property
-    def _ways(self) -> dict[str, int]:
+    def _num_shards(self) -> dict[str, int]:
         return {}
 
     @functools.cached_property
-    def stream_ways(self) -> int:
+    def stream_shards(self) -> int:
         """How many devices share a residual stream beyond those that split its sequences (sequence parallelism)."""
         context = self.layout.mesh_axes("activations", "seq")
-        return self.layout.ways(a for a in self.layout.mesh_axes("activations", "residual_seq") if a not in context)
+        return self.layout.num_shards(a for a in self.layout.mesh_axes("activations", "residual_seq") if a not in context)
 
     @functools.cached_property
     def widths(self) -> tuple[float, float, float]:
         """Of a token's queries, of its keys, of the MLP, on one device."""
         cfg = self.cfg
-        kv_heads = layers.kv_heads(self.layout, cfg.num_kv_heads) / self.ways("kv_heads")
+        kv_heads = layers.kv_heads(self.layout, cfg.num_kv_heads) / self.num_shards("kv_heads")
         dense = cfg.first_dense_layers / cfg.num_layers if cfg.num_experts else 1.0     # beside experts the mean of all layers
         mlp = dense * cfg.mlp_dim + (1 - dense) * cfg.shared_expert_dim
-        return cfg.num_heads * cfg.head_dim / self.ways("heads"), kv_heads * cfg.head_dim, mlp / self.ways("mlp")
+        return cfg.num_heads * cfg.head_dim / self.num_shards("heads"), kv_heads * cfg.head_dim, mlp / self.num_shards("mlp")
 
 
 TRAVEL = ("gathered", "scattered", "summed", "router_gathered", "experts_gathered", "experts_scattered", "experts_summed",
@@ -269,13 +269,13 @@ def _place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice, leads:
     travel, held = {name: defaultdict(float) for name in TRAVEL}, dict.fromkeys(HELD, 0.0)
     num_stages, products, head, equal = layout.sizes["stage"], {}, (Product(0, 0), 1), {}
     stage_layers = stages.padded(cfg, num_stages) // num_stages if num_stages > 1 and not leads else cfg.num_layers
-    once = tokens if num_stages > 1 else frozenset(layout.reduced_once(info.axes for info in rows))
+    once = tokens if num_stages > 1 else frozenset(layout.deferred_axes(info.axes for info in rows))
     for info in sorted(rows, key=lambda info: LORA not in info.path):      # the last product of a layer is none of an adapter's
         in_use, lies = local.axes(info)
         depth = stage_layers if info.axes[0] in (LAYERS, LEADING) else 0
-        whole = info.size / layout.ways(in_use)
+        whole = info.size / layout.num_shards(in_use)
         if depth and num_stages > 1:        # a stage has its own layers in the loop, also where the rules cannot split them
-            whole = info.size / cfg.num_layers * depth / layout.ways(in_use - {"stage"})
+            whole = info.size / cfg.num_layers * depth / layout.num_shards(in_use - {"stage"})
         _hold(held, info, cfg, layout, lies, in_use, whole, depth)
         if num_stages > 1:              # inside the loop weights and gradients are whole: exchanged once a step
             lies |= {"params": in_use, "grads": in_use}
@@ -299,8 +299,8 @@ def _place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice, leads:
             products["router"] = Product(*info.shape[-2:], trained=info.trainable, router=True,
                                          share=1 - cfg.first_dense_layers / cfg.num_layers)
         elif info.axes[-2:] in (("embed", "vocab"), ("vocab", "embed")) and (info.role == "head" or cfg.tie_embeddings):
-            ways = layout.ways(local.uses("vocab"))
-            head = Product(cfg.embed_dim, info.size // cfg.embed_dim // ways, trained=info.trainable), ways
+            num_shards = layout.num_shards(local.uses("vocab"))
+            head = Product(cfg.embed_dim, info.size // cfg.embed_dim // num_shards, trained=info.trainable), num_shards
     some = {name: {axes: n for axes, n in sums.items() if axes and n} for name, sums in travel.items()}
     return Placed(cfg, rows, layout, mesh, tuple(products.values()), *head, stage_layers, **some, **held, leads=leads)
 
@@ -308,23 +308,23 @@ def _place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice, leads:
 def _hold(held, info, cfg, layout: Layout, lies, in_use: frozenset, whole: float, depth: int) -> None:
     """Add one parameter to the per-device totals (stored, gradient, gathered). in_use: mesh axes that shard the gathered copy; depth:
     layers on the device, 0 of embedding and head."""
-    held["stored"] += (stored := info.size / layout.ways(lies["optimizer"]))
+    held["stored"] += (stored := info.size / layout.num_shards(lies["optimizer"]))
     held["stored_bytes"] += stored * info.dtype.itemsize
     held["updated"] += info.trainable and stored
-    held["grads"] += info.trainable and info.size / layout.ways(lies["grads"])
+    held["grads"] += info.trainable and info.size / layout.num_shards(lies["grads"])
     held["used"] += whole
     elsewhere = lies["params"] != lies["optimizer"]
     size = 2 if info.role in MATMUL_ROLES and cfg.compute_dtype == "bfloat16" else info.dtype.itemsize
-    held["moved"] += elsewhere and info.size / layout.ways(lies["params"]) * size
+    held["moved"] += elsewhere and info.size / layout.num_shards(lies["params"]) * size
     held["cast"] += (elsewhere or info.role in MATMUL_ROLES and str(info.dtype) != cfg.compute_dtype) and whole
-    held["ends_grads"] += not depth and info.trainable and info.size / layout.ways(lies["grads"])
+    held["ends_grads"] += not depth and info.trainable and info.size / layout.num_shards(lies["grads"])
     if depth:
-        held["layers_read"] += info.size / layout.ways(lies["params"])
-        held["layers_stored"] += info.size / layout.ways(lies["optimizer"])
+        held["layers_read"] += info.size / layout.num_shards(lies["params"])
+        held["layers_stored"] += info.size / layout.num_shards(lies["optimizer"])
         held["layer_used"] += whole / depth
         held["largest"] = max(held["largest"], whole / depth * cfg.num_layers / info.shape[0])
         gathered = "expert" in info.axes and bool(lies["params"] - in_use)
-        outer = info.shape[1] // layout.ways(layout.axes_in_use("expert")) > 1 or info.axes[-1] == "expert_embed"
+        outer = info.shape[1] // layout.num_shards(layout.mesh_axes(GATHERED, "expert")) > 1 or info.axes[-1] == "expert_embed"
         if info.role == "matrix" and (info.axes[-1] == "embed" or gathered and outer):
             held["turned"] += stored * info.dtype.itemsize
 
@@ -335,20 +335,20 @@ def _send(travel, layout: Layout, info, lies, whole: float, depth: int, uses: in
     n, part = (whole / depth, "experts_" if "expert" in info.axes else "") if depth else (whole, "ends_")
     params, grads = lies["params"], lies["grads"]
     travel["router_gathered" if info.role == "router" else part + "gathered"][_ordered(params)] += uses * n
-    travel["regathered"][_ordered(lies["optimizer"] - params)] += whole / layout.ways(params)
+    travel["regathered"][_ordered(lies["optimizer"] - params)] += whole / layout.num_shards(params)
     if not info.trainable:
         return
     travel[part + "scattered"][_ordered(grads)] += uses * n
     into = late & once & lies["optimizer"]
-    travel["once_scattered"][_ordered(into)] += whole / layout.ways(grads)
-    travel["once_summed"][_ordered((late & once) - into)] += whole / layout.ways(grads | into)
-    if info.role == "embedding" and layout.ways(once) > 1 and layout.sizes["stage"] == 1:
+    travel["once_scattered"][_ordered(into)] += whole / layout.num_shards(grads)
+    travel["once_summed"][_ordered((late & once) - into)] += whole / layout.num_shards(grads | into)
+    if info.role == "embedding" and layout.num_shards(once) > 1 and layout.sizes["stage"] == 1:
         # Beside manual axes XLA gathers the cotangents of what is looked up, and each device adds up all of them.
         travel["looked_back"][_ordered(late - once)] += 1
     elif info.role == "embedding":      # what its lookups leave XLA itself adds up before it sums it over devices
-        travel["once_summed"][_ordered(late - once)] += whole / layout.ways(grads)
+        travel["once_summed"][_ordered(late - once)] += whole / layout.num_shards(grads)
     else:
-        travel[part + "summed"][_ordered(late - once)] += n / layout.ways(grads)
+        travel[part + "summed"][_ordered(late - once)] += n / layout.num_shards(grads)
 
 
 class _Local:
@@ -357,8 +357,8 @@ class _Local:
     def __init__(self, cfg, layout: Layout):
         self.layout = layout
         self.splits = functools.cache(lambda table, axis: frozenset(layout.mesh_axes(table, axis)))
-        self.uses = functools.cache(lambda axis: frozenset(layout.axes_in_use(axis)))
-        self.kv_heads = layers.kv_heads(layout, cfg.num_kv_heads) // layout.ways(layout.mesh_axes("activations", "kv_heads"))
+        self.uses = functools.cache(lambda axis: frozenset(layout.mesh_axes(GATHERED, axis)))
+        self.kv_heads = layers.kv_heads(layout, cfg.num_kv_heads) // layout.num_shards(layout.mesh_axes("activations", "kv_heads"))
 
     def axes(self, info) -> tuple[frozenset, dict[str, frozenset]]:
         """(those that split a parameter where it is used, those that split it in each table)."""
@@ -368,7 +368,7 @@ class _Local:
 
     def size(self, info, dims) -> int:
         """Elements of these dims of a matrix on one device, as it is multiplied: each device has key heads of its own."""
-        split = lambda d: info.shape[d] // max(1, self.layout.ways(self.uses(info.axes[d])))
+        split = lambda d: info.shape[d] // max(1, self.layout.num_shards(self.uses(info.axes[d])))
         return math.prod(self.kv_heads if info.axes[d] == "kv_heads" else split(d) for d in dims)
 
 

@@ -21,6 +21,7 @@ from meshtrain.cost.rates import DeviceGroup, Matmul, Rates
 from meshtrain.cost.simulate import Costs
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding.mesh import MeshSpec
+from meshtrain.sharding.rules import GATHERED
 
 # FLOPs of attention's backward over its forward's: the scores again, then four products for two;
 # our two kernels make scores each
@@ -184,7 +185,7 @@ class _Waits:
             self.exposed[name] += exposed_s
             self.layer_s += exposed_s if layer else 0.0
         if options.remat == "offload":      # each layer's input to the host, and back for its backward
-            copy_bytes = placed.itemsize * placed.tokens(options) * placed.cfg.embed_dim / placed.stream_ways
+            copy_bytes = placed.itemsize * placed.tokens(options) * placed.cfg.embed_dim / placed.stream_shards
             copy_s = copy_bytes / rated.host_bytes_per_s
             self.exposed["offload"] = m * layers * sum(
                 max(0.0, copy_s - assumed["overlap.fsdp"] * work.beside[kind]) for kind in (traffic.FORWARD, traffic.BACKWARD))
@@ -202,7 +203,7 @@ class _LayerTimes:
         products = [w.share * matmul(tokens, w.n, w.k) for w in dense]
         forward = sum(products)
         backward = sum(w.share * (matmul(tokens, w.k, w.n) + w.trained * matmul(w.k, w.n, tokens)) for w in dense)
-        routing = sum(w.share * _matmul_s(rated, "float32", 4, tokens / placed.stream_ways, w.n, w.k) for w in routers)
+        routing = sum(w.share * _matmul_s(rated, "float32", 4, tokens / placed.stream_shards, w.n, w.k) for w in routers)
         forward, backward = forward + routing, backward + 2 * routing
         query, key, mlp = placed.widths
         pairs = 2 * tokens * options.seq_len * options.visited * query
@@ -210,7 +211,7 @@ class _LayerTimes:
             rates.AttentionKernel(options.engine, direction, share * flop, keys, cfg.head_dim)) for share, keys in _kernels(placed, options))
         products_b = BACKWARD_APART if options.engine == "pallas" else BACKWARD
         attention, attention_b = attend("forward", pairs), attend("backward", products_b * pairs)
-        beside = 16 * cfg.embed_dim / placed.stream_ways + 4 * (query + key)
+        beside = 16 * cfg.embed_dim / placed.stream_shards + 4 * (query + key)
         moved = lambda times, norm: tokens * (beside + times * mlp + norm * (cfg.qk_norm != "off") * (query + key))
         gated = cfg.activation != "gelu"
         fused = rated.assumed["elementwise.eager"] if practice.eager else 1.0
@@ -227,7 +228,7 @@ class _LayerTimes:
         again_s = again[0] * forward
         if practice.recomputed is None and again[0]:    # ours: what the last product adds is never needed again
             again_s -= sum(seconds for seconds, product in zip(products, dense) if product.unread)
-        if practice.recomputed is None and placed.ways("seq") > 1:
+        if practice.recomputed is None and placed.num_shards("seq") > 1:
             again = again[0], 0.0, again[2]             # ours: attention over several devices is never repeated
         recomputed_s = again_s + again[1] * attention + again[2] * small
         (experts, experts_b, experts_w), (moved_f, moved_b) = _experts_s(placed, rated, options)
@@ -243,19 +244,19 @@ class _LayerTimes:
         matmul = functools.partial(_matmul_s, rated, cfg.compute_dtype, placed.itemsize)
         n, k = placed.head.n, placed.head.k
         if not practice.shared_head and options.schedule:
-            beside_stage = placed.layout.ways(a for a in placed.layout.axes_in_use("vocab") if a != "stage")
-            n = n * placed.head_ways // max(1, beside_stage)
+            beside_stage = placed.layout.num_shards(a for a in placed.layout.mesh_axes(GATHERED, "vocab") if a != "stage")
+            n = n * placed.head_shards // max(1, beside_stage)
         self.head = {"matmul": matmul(tokens, n, k) + matmul(tokens, k, n) + placed.head.trained * matmul(k, n, tokens),
                      "elementwise": fused * rated.stream_s(LOGIT_BYTES * tokens * n)} if n else {}
 
 
 def _kernels(placed: Placed, options: Options) -> tuple[tuple[float, float], ...]:
     """(share of the pairs, keys) of the kernels that make a layer's attention: devices that split a sequence have two chunks each."""
-    ways, length = placed.ways("seq"), options.seq_len
-    if ways == 1 or options.method == "ulysses":
+    num_shards, length = placed.num_shards("seq"), options.seq_len
+    if num_shards == 1 or options.method == "ulysses":
         return ((1.0, length),)
-    chunk = length / (2 * ways)
-    return ((1 / ways, 2 * chunk), (1 - 1 / ways, chunk)) if options.method == "ring" else ((1.0, chunk),)
+    chunk = length / (2 * num_shards)
+    return ((1 / num_shards, 2 * chunk), (1 - 1 / num_shards, chunk)) if options.method == "ring" else ((1.0, chunk),)
 
 
 def _experts_s(placed: Placed, rated: Rates, options: Options) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -299,10 +300,10 @@ def _stage_bytes(placed: Placed, options: Options) -> tuple[float, float, float]
 def _quantised_bytes(placed: Placed) -> tuple[float, float]:
     """What a token of a layer moves through memory to become float8: what its products read, forward; the cotangents of what
     they make, backward. Each is turned for the weights' gradients as well, what was gathered after that."""
-    stream, products = placed.cfg.embed_dim / placed.stream_ways, [product for product in placed.products if not product.router]
+    stream, products = placed.cfg.embed_dim / placed.stream_shards, [product for product in placed.products if not product.router]
     read = sum(product.share * (product.k if product.outward else stream) for product in products)
     made = sum(product.share * (stream if product.outward else product.n) for product in products)
-    gathered = 2 * placed.cfg.embed_dim * len(products) if placed.stream_ways > 1 else 0
+    gathered = 2 * placed.cfg.embed_dim * len(products) if placed.stream_shards > 1 else 0
     return QUANTISE_BYTES * read, (QUANTISE_BYTES + 1) * made + gathered
 
 

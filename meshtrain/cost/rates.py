@@ -169,8 +169,8 @@ def attended(run, layout, assumed: Assumptions) -> Attended:
     if not run.data.document_mask or engine != "pallas":        # the others mask what they have computed
         return Attended(flops.attended(cfg, length), engine, False)
     documents = assumed["documents.mean"], assumed["documents.sigma"]
-    part, ways = flops.local_layers(cfg, length), layout.ways(layout.every_axis("activations", "seq"))
-    share = split_share(length, ways, run.context.method, *documents)
+    part, num_shards = flops.local_layers(cfg, length), layout.num_shards(layout.all_axes("activations", "seq"))
+    share = split_share(length, num_shards, run.context.method, *documents)
     return Attended((1 - part) * share + (part * visited_share(length, *documents, window=cfg.window) if part else 0.0), engine, True)
 
 
@@ -198,27 +198,27 @@ def visited_share(length: int, mean: float, sigma: float, block: int = BLOCK, wi
     return visited / (length * length / 2)
 
 
-def split_share(length: int, ways: int, method: str, mean: float, sigma: float) -> float:
-    """`visited_share` where `ways` devices have two chunks of the row each, in zigzag order: that of the busiest."""
-    if ways == 1 or method == "ulysses":
+def split_share(length: int, num_shards: int, method: str, mean: float, sigma: float) -> float:
+    """`visited_share` where `num_shards` devices have two chunks of the row each, in zigzag order: that of the busiest."""
+    if num_shards == 1 or method == "ulysses":
         return visited_share(length, mean, sigma)
-    chunk = length // (2 * ways)
+    chunk = length // (2 * num_shards)
     own = lambda n: visited_share(n, mean, sigma) * n * n / 2
-    diagonal, blocks = (own(2 * chunk), 2 * ways - 2) if method == "ring" else (2 * own(chunk), 2 * ways - 1)
-    return (diagonal + blocks * whole_pairs(chunk, ways, method, mean, sigma)) * ways / (length * length / 2)
+    diagonal, blocks = (own(2 * chunk), 2 * num_shards - 2) if method == "ring" else (2 * own(chunk), 2 * num_shards - 1)
+    return (diagonal + blocks * whole_pairs(chunk, num_shards, method, mean, sigma)) * num_shards / (length * length / 2)
 
 
 @functools.lru_cache(maxsize=64)
-def whole_pairs(chunk: int, ways: int, method: str, mean: float, sigma: float) -> float:
+def whole_pairs(chunk: int, num_shards: int, method: str, mean: float, sigma: float) -> float:
     """Pairs that a kernel visits between a chunk of queries and an earlier one of keys, in the mean of a layer's kernels. Chunks far
     apart share few documents: a device next to another one has the most to do. Round a ring all wait for it in every step."""
     own = lambda n: visited_share(n, mean, sigma) * n * n / 2 if n else 0.0
     apart = lambda n: min(chunk * chunk, own((n + 1) * chunk) - 2 * own(n * chunk) + own((n - 1) * chunk))
-    late = 2 * ways - 1         # device i has the chunks i and late - i
+    late = 2 * num_shards - 1         # device i has the chunks i and late - i
     if method == "ring":        # at step t keys of device i - t, for its late queries and for those that they precede
-        steps = (max(apart(late - i - (i - t) % ways) + apart(t if i >= t else ways - t) for i in range(ways)) for t in range(1, ways))
-        return sum(steps) / (2 * ways - 2)
-    return max(sum(apart(n) for end in (i, late - i) for n in range(1, end + 1)) for i in range(ways)) / (2 * ways - 1)
+        steps = (max(apart(late - i - (i - t) % num_shards) + apart(t if i >= t else num_shards - t) for i in range(num_shards)) for t in range(1, num_shards))
+        return sum(steps) / (2 * num_shards - 2)
+    return max(sum(apart(n) for end in (i, late - i) for n in range(1, end + 1)) for i in range(num_shards)) / (2 * num_shards - 1)
 
 
 def banded_pairs(queries: int, keys: int, ahead: int, window: int, mean: float = math.inf, sigma: float = 1.0) -> float:

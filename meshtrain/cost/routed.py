@@ -19,7 +19,7 @@ class Routed:
     """tokens: of this device. seen: those, or single choices, that are brought here, `choices` of each. even: rows of this device's
     experts; held: that its buffer has; executed: that its kernels multiply. num_experts, width: of this device; inward: matrices
     beside `down`. further: whether more rounds may follow. apart: whether weights' gradients stand apart from inputs', for a pipeline's
-    W. gathered: over how many ways weights are. kept: whether what the inward matrices give is. share: of the layers that have experts."""
+    W. gathered: over how many shards weights are. kept: whether what the inward matrices give is. share: of the layers that have experts."""
     exchanged: bool
     region: dispatch.Region
     tokens: float
@@ -131,19 +131,19 @@ def of(placed: Placed, options: Options) -> Routed | None:
         return None
     region, K = dispatch.Region.of(layout), cfg.experts_per_token
     exchanged = dispatch.dispatch(options.dispatch, K, layout)[0] == "all_to_all"
-    tokens, ways = placed.tokens(options) / placed.stream_ways, layout.ways(region.experts)
-    e, block = cfg.num_experts / ways, tiles.GROUPED[placed.itemsize].rows
+    tokens, num_shards = placed.tokens(options) / placed.stream_shards, layout.num_shards(region.experts)
+    e, block = cfg.num_experts / num_shards, tiles.GROUPED[placed.itemsize].rows
     if exchanged:
-        seen = most = ways * math.ceil(all_to_all.CAPACITY * tokens * K / ways)
+        seen = most = num_shards * math.ceil(all_to_all.CAPACITY * tokens * K / num_shards)
         even, rows, choices = tokens * K, most, 1
     else:
-        seen, choices = tokens * layout.ways(region.gathered), K
-        even, most = seen * K / ways, seen * min(K, e)
+        seen, choices = tokens * layout.num_shards(region.gathered), K
+        even, most = seen * K / num_shards, seen * min(K, e)
         rows = min(most, math.ceil(dispatch.SPARE * even))
     inward = 1 if cfg.activation == "gelu" else 2
     trained = all(info.trainable for info in placed.rows if "expert" in info.axes)
     return Routed(exchanged, region, tokens, seen, choices, even, (math.ceil(rows / block) + e) * block,
-                  grouped.executed_rows(even, e, block), e, cfg.embed_dim, cfg.expert_mlp_dim / layout.ways(region.inner), inward,
+                  grouped.executed_rows(even, e, block), e, cfg.embed_dim, cfg.expert_mlp_dim / layout.num_shards(region.inner), inward,
                   exchanged or rows < most, placed.mesh.sizes["stage"] > 1,
-                  layout.ways(layout.mesh_axes("params", "expert_embed")) if placed.experts_gathered else 1,
+                  layout.num_shards(layout.mesh_axes("params", "expert_embed")) if placed.experts_gathered else 1,
                   dispatch.keeps(options.remat, placed.mesh.sizes["stage"]), trained, 1 - cfg.first_dense_layers / cfg.num_layers, placed.itemsize)

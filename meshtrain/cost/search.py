@@ -104,10 +104,10 @@ def search(question: Question) -> Answer:
         if wrong:
             faults.setdefault(wrong[0], None)
             continue
-        ways = placed.layout.ways(placed.layout.mesh_axes("activations", "batch"))
-        counts = list(_microbatches(question, ways, placed.mesh.sizes["stage"]))
+        num_shards = placed.layout.num_shards(placed.layout.mesh_axes("activations", "batch"))
+        counts = list(_microbatches(question, num_shards, placed.mesh.sizes["stage"]))
         if not counts:
-            faults.setdefault(f"a global batch of {question.global_batch} sequences cannot be split over {ways} replicas"
+            faults.setdefault(f"a global batch of {question.global_batch} sequences cannot be split over {num_shards} replicas"
                               + (f" in {question.fixed['microbatches']} microbatches"
                                  if "microbatches" in question.fixed else ""))
         for m in counts:
@@ -192,12 +192,12 @@ def _replicas(question: Question, rest: int, together: bool, experts: bool) -> I
             yield data, fsdp
 
 
-def _microbatches(question: Question, ways: int, p: int) -> Iterator[int]:
+def _microbatches(question: Question, num_shards: int, p: int) -> Iterator[int]:
     """Counts that leave each replica 1, 2, 4 … sequences of a microbatch, and all that is left in one."""
     fixed = question.fixed.get("microbatches")
-    if question.global_batch % ways:
+    if question.global_batch % num_shards:
         return
-    share = question.global_batch // ways
+    share = question.global_batch // num_shards
     if fixed:
         if share % fixed == 0:
             yield fixed

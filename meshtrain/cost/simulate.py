@@ -45,9 +45,9 @@ class SlotBytes:
     b_to_w: int = 0     # Z
 
     @classmethod
-    def of(cls, split, x, chunks: int = 1, ways: int = 1) -> SlotBytes:
-        """From one chunk's F/B/W split (its lists r, q, z of shapes) and its input x, as one of `ways` devices holds them."""
-        size = lambda shapes: -(-sum(math.prod(a.shape) * a.dtype.itemsize for a in shapes) // ways)
+    def of(cls, split, x, chunks: int = 1, num_shards: int = 1) -> SlotBytes:
+        """From one chunk's F/B/W split (its lists r, q, z of shapes) and its input x, as one of `num_shards` devices holds them."""
+        size = lambda shapes: -(-sum(math.prod(a.shape) * a.dtype.itemsize for a in shapes) // num_shards)
         return cls(size([x]), chunks * size(split.r), chunks * size(split.q), chunks * size(split.z))
 
     def peak(self, schedule: Schedule) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from meshtrain.cost import flops, routed
 from meshtrain.cost.placed import Axes, Options, Placed, Practice, Product
 from meshtrain.names import AXES
+from meshtrain.sharding.rules import GATHERED
 
 FORWARD, BACKWARD, MICROBATCH = "forward", "backward", "microbatch"             # what a collective hides behind
 ONCE = "the update of other parameters"
@@ -116,7 +117,7 @@ def _weights(placed: Placed, options: Options, practice: Practice) -> Iterator[S
     for axes, tables in placed.looked_up.items():
         yield Sent("all-to-all", axes, placed.dtype, looked_up, m * tables, "fsdp", "", False)
     for axes, tables in placed.looked_back.items():
-        yield Sent("all-gather", axes, placed.dtype, looked_up * placed.layout.ways(axes), m * tables, "context", "", False)
+        yield Sent("all-gather", axes, placed.dtype, looked_up * placed.layout.num_shards(axes), m * tables, "context", "", False)
 
 
 def _once(placed: Placed, practice: Practice) -> Iterator[Sent]:
@@ -155,7 +156,7 @@ def _tensor(placed: Placed, options: Options, practice: Practice) -> Iterator[Se
             yield send("reduce-scatter", product.row, summed, True)
         elif product.row:
             yield send("all-reduce", product.row, summed, True)
-    vocab = tuple(a for a in placed.layout.axes_in_use("vocab") if a != "stage")
+    vocab = tuple(a for a in placed.layout.mesh_axes(GATHERED, "vocab") if a != "stage")
     if vocab and set(vocab) <= split:       # rows looked up are scattered, their cotangent gathered; of the head the reverse
         yield send("all-gather", vocab, loss + looked_up_back, False)
         yield send("reduce-scatter", vocab, looked_up + loss, False)
@@ -196,7 +197,7 @@ def _again(remat: str, practice: Practice, product: Product) -> tuple[float, flo
 def _context(placed: Placed, options: Options, practice: Practice) -> Iterator[Sent]:
     """Where sequences are split. A ring hides behind attention, the others stand before it; remat repeats neither."""
     axes = tuple(placed.layout.mesh_axes("activations", "seq"))
-    c, (forward, backward, _), dtype = placed.layout.ways(axes), placed.visits(options, practice), placed.dtype
+    c, (forward, backward, _), dtype = placed.layout.num_shards(axes), placed.visits(options, practice), placed.dtype
     if c == 1:
         return
     query, key = (placed.tokens(options) * width for width in placed.widths[:2])
@@ -214,7 +215,7 @@ def _context(placed: Placed, options: Options, practice: Practice) -> Iterator[S
 
 def _ring(placed: Placed, options: Options, practice: Practice, send, pairs: float) -> Iterator[Sent]:
     """pairs: elements of K and V on a device; beside them travel float32 sums of their gradients."""
-    c, (forward, backward, _), size = placed.ways("seq"), placed.visits(options, practice), placed.itemsize
+    c, (forward, backward, _), size = placed.num_shards("seq"), placed.visits(options, practice), placed.itemsize
     near = flops.local_layers(placed.cfg, options.seq_len)
     if near:            # `parallel.band`: as far as the window reaches, and the sums home by the shorter way
         reach = min(-(-(placed.cfg.window - 1) * 2 * c // options.seq_len), 2 * c - 1)
@@ -242,7 +243,7 @@ def _stages(placed: Placed, options: Options, practice: Practice) -> Iterator[Se
     p, chunks, size = placed.mesh.sizes["stage"], options.chunks, placed.itemsize
     if p == 1:
         return
-    boundary = size * placed.tokens(options) * placed.cfg.embed_dim / placed.stream_ways
+    boundary = size * placed.tokens(options) * placed.cfg.embed_dim / placed.stream_shards
     send = lambda kind, runs: Sent(kind, ("stage",), placed.dtype, boundary, runs, "stage", "", False)
     move = lambda kind, axis, dtype, sent_bytes: Sent(kind, (axis,), dtype, sent_bytes, 1, "once a step", MICROBATCH, False)
     forward, backward, _ = (chunks * visits / placed.layers(options, practice) for visits in placed.visits(options, practice))
@@ -250,7 +251,7 @@ def _stages(placed: Placed, options: Options, practice: Practice) -> Iterator[Se
     if not placed.masked(options, practice):
         return
     (looked_up, loss, looked_up_back), (begun, _, begun_back) = placed.ends(options, practice), placed.begun(options, practice)
-    shared = "stage" in placed.layout.axes_in_use("vocab")
+    shared = "stage" in placed.layout.mesh_axes(GATHERED, "vocab")
     beside = begun + looked_up_back if placed.leading else 0        # out of the leading layers, and back to the embedding
     yield send("all-reduce", loss + begun_back + beside + shared * (looked_up + loss))
     travelling = ((placed.dtype, size * placed.layers_read), (FLOAT32, 4 * placed.layers_stored)) if chunks > 1 else ()

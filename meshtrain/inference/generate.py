@@ -76,9 +76,9 @@ class Generator:
         return [found[i] for i in range(len(prompts))]
 
     def _together(self, prompts, numbers, limits: GenerationLimits, how, seed: int, tell) -> list[Completion]:
-        ways = self.ex.layout.ways(self.ex.layout.batch_axes)
+        num_shards = self.ex.layout.num_shards(self.ex.layout.batch_axes)
         # Two rows at least: XLA makes a slice of a lookup by one id, and to slice a table that is split it gathers all of it.
-        B = max(-(-len(prompts) // ways) * ways, 2)
+        B = max(-(-len(prompts) // num_shards) * num_shards, 2)
         T = -(-max(map(len, prompts)) // PROMPT_STEP) * PROMPT_STEP
         prompt_BT, lengths_B, budget_B, names_B = np.zeros((B, T), np.int32), np.ones(B, np.int32), np.zeros(B, np.int32), np.zeros(B, np.uint32)
         for i, prompt in enumerate(prompts):

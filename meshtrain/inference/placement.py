@@ -64,8 +64,8 @@ def _layout(model: Transformer, sizes: Mapping[str, int], rows: tuple[str, ...],
 def _undivided(model: Transformer, layout: Layout, logicals: Sequence[str]) -> list[str]:
     """The dims of weights and heads that their mesh axes do not divide, in words."""
     dims = {(logical, dim) for info in model.parameters() for dim, logical in zip(info.shape, info.axes, strict=True)
-            if logical in logicals and dim % layout.ways(layout.mesh_axes("params", logical))}
+            if logical in logicals and dim % layout.num_shards(layout.mesh_axes("params", logical))}
     heads = kv_heads(layout, model.cfg.num_kv_heads)
-    if "kv_heads" in logicals and heads % layout.ways(layout.mesh_axes("activations", "kv_heads")):
+    if "kv_heads" in logicals and heads % layout.num_shards(layout.mesh_axes("activations", "kv_heads")):
         dims.add(("kv_heads", heads))
     return [f"{dim} ({WHAT[logical]})" for logical, dim in sorted(dims)]

@@ -32,7 +32,7 @@ class Scorer:
 
     def rows(self, length: int) -> int:
         """Rows of a batch of sequences of this length."""
-        return max(1, TOKENS // length) * self.ex.layout.ways(self.ex.layout.batch_axes)
+        return max(1, TOKENS // length) * self.ex.layout.num_shards(self.ex.layout.batch_axes)
 
     def score(self, batch: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """(float32 log-probabilities in nats [B, T], whether they are the largest [B, T]) of batch["targets"], whatever stands

@@ -17,6 +17,10 @@ import jax.export
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import get_abstract_mesh
+
+from meshtrain.sharding.mesh import pmax
+from meshtrain.sharding.rules import GATHERED, Layout
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -51,6 +55,12 @@ def _has_algorithm() -> bool:
     return True
 
 
+def over_tokens(layout: Layout, largest):
+    """The largest of a number over the manual axes that split tokens, by an all-reduce; over the automatic ones it is already."""
+    manual = tuple(a for a in layout.token_axes if a in get_abstract_mesh().manual_axes)
+    return pmax(largest, manual) if manual else largest
+
+
 def scale_of(amax, dtype):
     """The smallest power of two s with amax / s <= LARGEST[dtype], float32; NaN where amax is not finite."""
     wanted = jnp.maximum(amax.astype(jnp.float32) / LARGEST[dtype], SMALLEST_SCALE)
@@ -79,7 +89,7 @@ def project(ex, forms, out_axes, frozen, x, ws):
 
 
 def _forward(ex, forms, out_axes, frozen, x, ws):
-    sx = _kept(scale_of(ex.layout.over_tokens(largest([x])), E4M3))
+    sx = _kept(scale_of(over_tokens(ex.layout, largest([x])), E4M3))
     qx = quantised(x, sx, E4M3)
     if not out_axes:                        # sequence parallel: (N-1)/N of B·T·D bytes, half of bfloat16's
         qx = ex.layout.act(_on_residual(ex, qx), "batch", "seq", None)
@@ -97,12 +107,12 @@ def _forward(ex, forms, out_axes, frozen, x, ws):
 def _backward(ex, forms, out_axes, frozen, saved, dys):
     qx, sx, ws, sw = saved
     full = _gathered(ex, forms, ws, sw) if ex.remat == "none" else ws
-    scale = scale_of(ex.layout.over_tokens(largest(dys)), E5M2)
+    scale = scale_of(over_tokens(ex.layout, largest(dys)), E5M2)
     dx, dws = 0, []
     for (eq, axes), w, dy in zip(forms, full, dys, strict=True):
         dy = quantised(dy, scale, E5M2)
         if out_axes:
-            dy = ex.layout.act(lax.optimization_barrier(dy) if ex.layout.splits_stream else dy, *out_axes)  # as in `layers.project`
+            dy = ex.layout.act(lax.optimization_barrier(dy) if ex.layout.sequence_parallel else dy, *out_axes)  # as in `layers.project`
         operands, out = eq.split("->")
         left, right = operands.split(",")
         dx += _dot(ex, f"{out},{right}->{left}", dy, w, ex.dtype)
@@ -126,7 +136,7 @@ def _gathered(ex, forms, ws, scale):
     full = []
     for (_, axes), w in zip(forms, ws, strict=True):
         w = ex.layout.constrain("params", quantised(w.astype(ex.dtype), scale, E4M3), axes)
-        full.append(ex.layout.in_use(w, axes))
+        full.append(ex.layout.constrain(GATHERED, w, axes))
     return tuple(full)
 
 

@@ -23,7 +23,7 @@ from meshtrain.model import float8
 from meshtrain.model.params import declare
 from meshtrain.model.rope import rotate
 from meshtrain.sharding.mesh import psum
-from meshtrain.sharding.rules import Layout
+from meshtrain.sharding.rules import GATHERED, Layout
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ def gathered(ex: Execution, w: jax.Array, axes) -> jax.Array:
     if ex.in_parts:
         return w.astype(ex.dtype)       # once for all parts
     w = ex.layout.constrain("params", w.astype(ex.dtype), axes)
-    return ex.layout.in_use(w, axes)
+    return ex.layout.constrain(GATHERED, w, axes)
 
 
 def _placed(ex: Execution, dw, axes):
@@ -92,7 +92,7 @@ def _project_backward(ex, forms, out_axes, frozen, saved, dys):
     dx, dws = None, []
     for (eq, axes), w, dy in reversed([*zip(forms, ws, dys, strict=True)]):
         if out_axes:
-            if ex.layout.splits_stream:
+            if ex.layout.sequence_parallel:
                 # Sequence parallel: gather the cotangent once, for dx and dw both. The barrier is REQUIRED: without it later
                 # uses of the shard are rewritten to gather + slice, and a GPU pass turns that into a collective-permute
                 # without pairs, which outputs zeros (openxla/xla 45218, 47083). CPU programs are right without it.
@@ -154,7 +154,7 @@ def repeated(ex: Execution, w, axes, repeats: int):
         return w, axes
     w = jnp.repeat(w, repeats, axes.index("kv_heads"))
     axes = tuple("heads" if axis == "kv_heads" else axis for axis in axes)
-    return ex.layout.in_use(w, axes) if ex.in_parts else ex.layout.constrain("params", w, axes), axes
+    return ex.layout.constrain(GATHERED, w, axes) if ex.in_parts else ex.layout.constrain("params", w, axes), axes
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -181,7 +181,7 @@ add_bias.defvjp(_add_bias_forward, _add_bias_backward)
 
 def _small(ex: Execution, vector, axes):
     """A norm scale or bias, gathered over the axes that split tokens, float32 (its bytes do not matter)."""
-    return ex.layout.in_use(vector, axes)
+    return ex.layout.constrain(GATHERED, vector, axes)
 
 
 class Norm(nnx.Module):
@@ -239,7 +239,7 @@ def lookup(ex: Execution, axes, table, ids_BT):
         x_BTD = table.astype(ex.dtype)[_all_ids(layout, axes, ids_BT)]
         return layout.act(_by_columns(layout, axes, x_BTD), "batch", "seq", None)
     ids_BT = layout.act(ids_BT, "batch", "seq")
-    if manual := layout.by_hand("params", axes[0]):
+    if manual := layout.manual_axes("params", axes[0]):
         ids_BT, mine = _own_rows(manual, table, ids_BT)
     x_BTD = layout.act(gathered(ex, table, axes)[ids_BT], "batch", "seq", None)
     if not manual:
@@ -290,10 +290,10 @@ def _lookup_backward(ex, axes, saved, dx_BTD):
     else:
         ids_BT = layout.act(ids_BT, "batch", "seq")
         dx_BTD = layout.act(dx_BTD, "batch", "seq", None)
-        if manual := layout.by_hand("params", axes[0]):
+        if manual := layout.manual_axes("params", axes[0]):
             ids_BT, mine = _own_rows(manual, rows, ids_BT)
             dx_BTD = jnp.where(mine[..., None], dx_BTD, 0)
-        zeros = layout.in_use(zeros, axes)
+        zeros = layout.constrain(GATHERED, zeros, axes)
     return layout.constrain("grads", zeros.at[ids_BT].add(dx_BTD.astype(jnp.float32)), axes), None
 
 
@@ -310,8 +310,8 @@ def kv_heads(layout: Layout, num_kv_heads: int) -> int:
     """
     split = layout.mesh_axes("activations", "kv_heads")
     alike = split == layout.mesh_axes("activations", "heads") == layout.mesh_axes("params", "heads")
-    ways = layout.ways(split)
-    return ways if alike and ways > num_kv_heads and ways % num_kv_heads == 0 else num_kv_heads
+    num_shards = layout.num_shards(split)
+    return num_shards if alike and num_shards > num_kv_heads and num_shards % num_kv_heads == 0 else num_kv_heads
 
 
 class Attention(nnx.Module):

@@ -17,7 +17,7 @@ from meshtrain.kernels import products
 from meshtrain.model.layers import Execution, gathered
 from meshtrain.names import NO_TARGET
 from meshtrain.sharding.mesh import psum
-from meshtrain.sharding.rules import Layout
+from meshtrain.sharding.rules import GATHERED, Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ def _sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT, with_grads: bool)
     """((objective, nll), (dx_BTD, dw) or None)."""
     layout, f32, chunks = ex.layout, jnp.float32, _Chunks(ex, spec, x_BTD, w, targets_BT)
     tokens, vocab = chunks.tokens, chunks.vocab
-    pin_dw = lambda dw: tokens.pin(dw, tokens.shards, *layout.spec_in_use(spec.axes))
+    pin_dw = lambda dw: tokens.pin(dw, tokens.shards, *layout.spec(GATHERED, spec.axes))
 
     def visit(carry, c):
         objective, nll, dx, dw = carry
@@ -118,7 +118,7 @@ def _nll_backward(ex, spec, saved, d_BT):
     chunks, layout = _Chunks(ex, spec, *saved), ex.layout
     tokens, vocab = chunks.tokens, chunks.vocab
     d_nrs = tokens.cut(d_BT)
-    pin_dw = lambda dw: tokens.pin(dw, tokens.shards, *layout.spec_in_use(spec.axes))
+    pin_dw = lambda dw: tokens.pin(dw, tokens.shards, *layout.spec(GATHERED, spec.axes))
 
     def visit(carry, c):
         dx, dw = carry
@@ -173,7 +173,7 @@ class _VocabShard:
         self.full, self.tokens, self.softcap = full, tokens, spec.softcap
         self.letters = "DV" if spec.axes == ("embed", "vocab") else "VD"
         self.axes = layout.mesh_axes("activations", "vocab") or None
-        self.manual = layout.by_hand("activations", "vocab")
+        self.manual = layout.manual_axes("activations", "vocab")
         V = full.shape[self.letters.index("V")]
         self.first = jax.lax.axis_index(self.manual) * V if self.manual else 0
         self.real_V = self.first + jnp.arange(V) < spec.vocab_size
@@ -211,7 +211,7 @@ class _TokenChunks:
         seq = layout.mesh_axes("activations", "seq")
         self.shards = layout.batch_axes + seq or None
         self.residual = tuple(a for a in layout.mesh_axes("activations", "residual_seq") if a not in seq) or None
-        self.b, self.c, self.r = layout.ways(layout.batch_axes), layout.ways(seq), layout.ways(self.residual or ())
+        self.b, self.c, self.r = layout.num_shards(layout.batch_axes), layout.num_shards(seq), layout.num_shards(self.residual or ())
         self.n = self.b * self.c
         self.B, self.T = shape[0] // self.b, shape[1] // (self.c * self.r)      # of one shard
         self.tokens = self.B * self.T

@@ -75,7 +75,7 @@ def route(layout: Layout, routing: Routing, logits_BTE, bias_E, real_BT):
     microbatches and devices like any other, it is what the step needs to know. All axes are manual in here: XLA would gather
     the scores of all tokens for top_k.
     """
-    axes = layout.every_axis("activations", "residual_seq")       # they split a sequence
+    axes = layout.all_axes("activations", "residual_seq")       # they split a sequence
 
     def local(logits, bias, real):
         scores = routing.scores(logits)
@@ -183,7 +183,7 @@ class MoE(nnx.Module):
     @staticmethod
     def _load(layout: Layout, counts_BE):
         """[E]: a sequence that several devices share by hand is counted by all of them, and they will be summed."""
-        return counts_BE.sum(0) / layout.ways(layout.by_hand("activations", "residual_seq"))
+        return counts_BE.sum(0) / layout.num_shards(layout.manual_axes("activations", "residual_seq"))
 
 
 def reported(aux: dict) -> dict:

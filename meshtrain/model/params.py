@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -102,15 +103,20 @@ def mapped(infos: list[ParamInfo], f: Callable[[ParamInfo, object], object], par
     return tree(infos, lambda info: f(info, functools.reduce(dict.__getitem__, info.path, params)))
 
 
-def divided(infos: list[ParamInfo], params: dict) -> tuple[dict, dict]:
-    """(what is trained, what is frozen) of a nested dict like the parameters; both have all its dicts, if empty."""
+class Divided(NamedTuple):
+    """A nested dict like the parameters in two, each with all its dicts, if empty. frozen: what has no gradient."""
+    trained: dict
+    frozen: dict
+
+
+def divided(infos: list[ParamInfo], params: dict) -> Divided:
     trainable = {info.path: info.trainable for info in infos}
 
     def part(node, path, wanted):
         of = {key: (*path, key) for key in node}
         return {key: leaf if of[key] in trainable else part(leaf, of[key], wanted) for key, leaf in node.items()
                 if trainable.get(of[key], wanted) == wanted}
-    return part(params, (), True), part(params, (), False)
+    return Divided(part(params, (), True), part(params, (), False))
 
 
 def joined(a: dict, b: dict) -> dict:

@@ -28,14 +28,14 @@ MAX_PARTS = 4
 
 
 def of_rows(layout: Layout, shape: tuple[int, ...]) -> tuple[int, int]:
-    """(how many ways the rows of a residual stream [B, T, D] are split over devices, into how many parts they are cut).
+    """(into how many shards the rows of a residual stream [B, T, D] are split, into how many parts they are cut).
 
     One part where nothing can hide: no axis that splits the matmuls of a layer, a single row on a device, too few tokens.
     """
-    ways = lambda logical: layout.ways(layout.mesh_axes("activations", logical))
-    shards = ways("batch")
-    rows, tokens = shape[0] // shards, shape[1] // ways("seq")
-    if ways("mlp") == 1:
+    num_shards = lambda logical: layout.num_shards(layout.mesh_axes("activations", logical))
+    shards = num_shards("batch")
+    rows, tokens = shape[0] // shards, shape[1] // num_shards("seq")
+    if num_shards("mlp") == 1:
         return shards, 1
     found = [n for n in range(2, 2 * MAX_PARTS) if rows % n == 0 and rows * tokens >= n * MIN_TOKENS]
     return shards, max((n for n in found if n <= MAX_PARTS), default=min(found, default=1))     # five or seven rows go one by one
@@ -62,7 +62,7 @@ def tokens_first(ex: Execution) -> Execution:
     """How a layer is computed on a residual stream [T, B, D]: as on [B, T, D], but for attention, which wants rows.
 
     Tokens are gathered and sums scattered over the first dim then. Over the second one of several rows, XLA copies the whole
-    gathered stream; queries, keys and values are smaller by the ways of the tensor axis.
+    gathered stream; queries, keys and values are smaller by the size of the tensor axis.
     """
     def attend(layout, q, k, v, segments_BT, **kind):
         return turned(ex.attend(ex.layout, *turned((q, k, v)), segments_BT, **kind))

@@ -26,7 +26,7 @@ from meshtrain.model.loss import LossSpec, capped, loss_sums, token_nll
 from meshtrain.model.moe import MoE
 from meshtrain.names import LAYERS, LEADING, LORA, MATMUL_ROLES
 from meshtrain.sharding.mesh import after
-from meshtrain.sharding.rules import Layout, Rules, Tensor
+from meshtrain.sharding.rules import GATHERED, Layout, Rules, Tensor
 
 VOCAB_MULTIPLE = 256
 LAYER_INPUT = "layer_input"     # what `offload` keeps on the host
@@ -125,8 +125,8 @@ class Transformer:
             found = [dataclasses.replace(info, trainable=LORA in info.path) for info in found]
         return tuple(sorted(found, key=lambda info: info.path))
 
-    def divided(self, p: dict) -> tuple[dict, dict]:
-        """(what is trained, what is frozen) of the parameters, as `params.divided`."""
+    def divided(self, p: dict) -> params.Divided:
+        """The parameters that are trained, and those that are frozen."""
         return params.divided(self.parameters(), p)
 
     def init(self, key: jax.Array):
@@ -212,7 +212,7 @@ class Transformer:
 
     def gathered_by_layer(self, layout: Layout) -> bool:
         """Whether layers gather their weights when they use them (ZeRO-3). Else these lie as [params] says all step long."""
-        return any(layout.spec_in_use(info.axes) != layout.spec("params", info.axes) for info in self.parameters())
+        return any(layout.spec(GATHERED, info.axes) != layout.spec("params", info.axes) for info in self.parameters())
 
     def cast_before_loop(self, layout: Layout) -> bool:
         """Whether matmuls' weights are cast to the compute dtype before the loop over microbatches: where they are gathered there, or
@@ -339,9 +339,9 @@ class Transformer:
         without = lambda axes: tuple(axis for axis in axes if axis not in split)
         tables = {name: table if name == "activations" or "kv_heads" not in table
                   else {**table, "kv_heads": without(table["kv_heads"])} for name, table in loaded.tables.items()}
-        ways = " × ".join(f"mesh.{axis}={sizes[axis]}" for axis in split if sizes[axis] > 1)
+        num_shards = " × ".join(f"mesh.{axis}={sizes[axis]}" for axis in split if sizes[axis] > 1)
         return dataclasses.replace(loaded, tables=tables), [
-            f"attention: {num_kv_heads} key and value heads over {ways}: each is computed by {computed // num_kv_heads} ranks, "
+            f"attention: {num_kv_heads} key and value heads over {num_shards}: each is computed by {computed // num_kv_heads} ranks, "
             f"and the weights and states of all of them lie on every rank"]
 
     def mlp_widths(self) -> list[int]:
@@ -404,8 +404,8 @@ def block(ex: Execution, layer: params.Module, weights, x_BTD, inputs: Inputs, n
     infos = params.infos(layer)
     experts = any("expert" in info.axes for info in infos)
     shards, count = parts.of_rows(ex.layout, x_BTD.shape) if not experts and _can_share(ex, infos) else (1, 1)
-    several = x_BTD.shape[0] > count * ex.layout.ways(ex.layout.batch_axes)
-    turning = ex.layout.splits_stream and several and not experts and inputs.dropout_key is None
+    several = x_BTD.shape[0] > count * ex.layout.num_shards(ex.layout.batch_axes)
+    turning = ex.layout.sequence_parallel and several and not experts and inputs.dropout_key is None
 
     def apply(weights, x_BTD, inputs, number):
         x_BTD, one = checkpoint_name(x_BTD, LAYER_INPUT), parts.tokens_first(ex) if turning else ex
@@ -428,7 +428,7 @@ def block(ex: Execution, layer: params.Module, weights, x_BTD, inputs: Inputs, n
 def _can_share(ex: Execution, infos) -> bool:
     """Whether parts of a microbatch can share a layer's weights. Not in float8, whose scales are of the whole microbatch, and
     not where the backward of every projection gathers its weight again (ZeRO-3 without remat)."""
-    kept = all(ex.layout.spec_in_use(info.axes) == ex.layout.spec("params", info.axes) for info in infos)
+    kept = all(ex.layout.spec(GATHERED, info.axes) == ex.layout.spec("params", info.axes) for info in infos)
     return not ex.float8 and (kept or ex.remat != "none")
 
 

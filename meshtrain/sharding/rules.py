@@ -23,10 +23,10 @@ from jax.sharding import NamedSharding, PartitionSpec as P, get_abstract_mesh
 
 from meshtrain import files
 from meshtrain.names import AXES
-from meshtrain.sharding.mesh import pmax
 from meshtrain.shipped import shipped
 
 TABLES = ("params", "grads", "optimizer", "activations")
+GATHERED = "gathered"       # the state of a weight that a matmul takes, see `Layout`
 LOGICAL = ("batch", "seq", "residual_seq", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "layers", "expert",
            "expert_embed", "expert_mlp")
 ACTIVATION_ONLY = ("batch", "seq", "residual_seq")
@@ -176,13 +176,13 @@ def problems(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor],
                         f"{where()}: mesh axis {axis!r} shards both {seen[axis]!r} and {logical!r}; "
                         f"drop one of the two rules or set mesh.{axis} to 1"))
                 seen[axis] = logical
-            ways = math.prod(sizes[a] for a in mesh_axes)
-            if dim % ways:
+            num_shards = math.prod(sizes[a] for a in mesh_axes)
+            if dim % num_shards:
                 split = " × ".join(f"{a} {sizes[a]}" for a in mesh_axes)
                 key = (keys or {}).get(logical)
                 faults.setdefault((logical, dim, split), (
-                    f"{where()}: {logical}={dim} does not divide over {split} = {ways}; make {key or logical} a "
-                    f"multiple of {ways}, e.g. {-(-dim // ways) * ways}, or take a mesh or rule file that splits it less"))
+                    f"{where()}: {logical}={dim} does not divide over {split} = {num_shards}; make {key or logical} a "
+                    f"multiple of {num_shards}, e.g. {-(-dim // num_shards) * num_shards}, or take a mesh or rule file that splits it less"))
     return [*faults.values(), *_whole_activations(rules, sizes, tensors)]
 
 
@@ -254,34 +254,43 @@ def _shape(tensor: Tensor) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed by identity: a static argument of custom_vjp
 class Layout:
-    """Rules on a mesh of given sizes: what the model and the step ask for specs and constraints.
+    """Rules on a mesh of given sizes: which mesh axes split each dim, and the constraints that follow.
 
-    Axes of size 1 vanish, and so do axes that are manual where the constraint stands (inside a shard_map), so that
-    model code runs unchanged there.
-    tokens_first: `act` is given activations [T, B, …] in place of [B, T, …].
+    A weight takes these states in a step; each is the name of a table, but for GATHERED:
+      "optimizer"  stored between steps, float32, with the optimizer's state
+      "params"     a copy in the compute dtype, which the loop over microbatches reads (`Transformer.as_read`)
+      GATHERED     what a matmul takes: [params] without the axes that split tokens. ZeRO-3 gathers them layer by layer;
+                   a pipeline gathers a full stage before its loop. Experts stay on their devices: tokens are sent to them.
+      "grads"      its accumulator, which takes each microbatch's gradient
+
+    Axes of size 1 vanish. So do axes that are manual where the question is asked (inside a shard_map): model code runs there
+    unchanged. tokens_first: activations given to `act` are [T, B, …], not [B, T, …].
     """
     rules: Rules
     sizes: Mapping[str, int]
     tokens_first: bool = False
 
     def mesh_axes(self, table: str, logical: str | None) -> tuple[str, ...]:
-        found, manual = self.every_axis(table, logical), get_abstract_mesh().manual_axes
+        """The mesh axes over which XLA splits this dim here: the manual ones are left out."""
+        found, manual = self.all_axes(table, logical), get_abstract_mesh().manual_axes
         return tuple(a for a in found if a not in manual) if manual else found
 
-    def by_hand(self, table: str, logical: str | None) -> tuple[str, ...]:
-        """The mesh axes that split this dim and are manual here: its size is local, sums over it are the caller's."""
+    def manual_axes(self, table: str, logical: str | None) -> tuple[str, ...]:
+        """The manual axes that split this dim: its size here is local, and sums over it are the caller's."""
         manual = get_abstract_mesh().manual_axes
-        return tuple(a for a in self.every_axis(table, logical) if a in manual)
+        return tuple(a for a in self.all_axes(table, logical) if a in manual)
 
-    def every_axis(self, table: str, logical: str | None) -> tuple[str, ...]:
-        """The mesh axes that split this dim, whether they are manual here or not."""
+    def all_axes(self, table: str, logical: str | None) -> tuple[str, ...]:
+        """The mesh axes that split this dim, manual or not. table: of the rules, or GATHERED."""
         key = table, logical
-        if key not in self._every_axis:
-            self._every_axis[key] = tuple(a for a in self.rules.mesh_axes(table, logical) if self.sizes[a] > 1)
-        return self._every_axis[key]
+        if key not in self._all_axes:
+            gathered = self.token_axes if table == GATHERED and logical not in NEVER_GATHERED else ()
+            named = self.rules.mesh_axes("params" if table == GATHERED else table, logical)
+            self._all_axes[key] = tuple(a for a in named if self.sizes[a] > 1 and a not in gathered)
+        return self._all_axes[key]
 
     @functools.cached_property
-    def _every_axis(self) -> dict[tuple[str, str | None], tuple[str, ...]]:
+    def _all_axes(self) -> dict[tuple[str, str | None], tuple[str, ...]]:
         return {}       # asked for a million times where layouts of 16,384 GPUs are searched
 
     def spec(self, table: str, axes: Sequence[str | None], drop: Sequence[str] = ()) -> P:
@@ -289,7 +298,7 @@ class Layout:
         return P(*(_entry([a for a in self.mesh_axes(table, logical) if a not in drop]) for logical in axes))
 
     def constrain(self, table: str, x: jax.Array, axes: Sequence[str | None], drop: Sequence[str] = ()) -> jax.Array:
-        """`x` pinned to the layout that `table` gives tensors with these logical axes. Needs a mesh in context."""
+        """`x` pinned to its `spec`. To GATHERED it is an all-gather of a weight in [params]. Needs a mesh in context."""
         if all(n == 1 for n in self.sizes.values()):
             return x
         return jax.lax.with_sharding_constraint(x, self.spec(table, axes, drop))
@@ -299,8 +308,8 @@ class Layout:
         return self.constrain("activations", x, (axes[1], axes[0], *axes[2:]) if self.tokens_first else axes)
 
     @property
-    def splits_stream(self) -> bool:
-        """Whether the residual stream has its tokens over more axes than what layers compute of it (sequence parallelism)."""
+    def sequence_parallel(self) -> bool:
+        """Whether the residual stream has its tokens over more axes than what layers compute of it."""
         return self.mesh_axes("activations", "residual_seq") != self.mesh_axes("activations", "seq")
 
     @property
@@ -308,47 +317,21 @@ class Layout:
         """The mesh axes over which a batch is split (and with it the sum of every weight gradient)."""
         return self.mesh_axes("activations", "batch")
 
-    def reduced_once(self, weights: Iterable[Sequence[str | None]]) -> tuple[str, ...]:
-        """The batch axes over which gradients are reduced once a step, not with each microbatch: those that split neither these
-        weights, given by their logical axes, nor their gradients."""
-        logical = {name for axes in weights for name in axes}
-        split = {axis for table in ("params", "grads") for name in logical for axis in self.every_axis(table, name)}
-        return tuple(axis for axis in self.batch_axes if axis not in split)
-
     @functools.cached_property
     def token_axes(self) -> tuple[str, ...]:
-        """The mesh axes that split tokens, whether over the batch or over the sequence."""
+        """The mesh axes that split tokens, over the batch or over the sequence; manual or not."""
         names = self.rules.mesh_axes("activations", "batch") + self.rules.mesh_axes("activations", "seq")
         return tuple(a for a in dict.fromkeys(names) if self.sizes[a] > 1)
 
-    def over_tokens(self, largest: jax.Array) -> jax.Array:
-        """The largest of a number over all devices that hold tokens, where it is one device's: over manual axes.
+    def deferred_axes(self, weights: Iterable[Sequence[str | None]]) -> tuple[str, ...]:
+        """The batch axes over which gradients are reduced once a step, not once a microbatch: those that split neither these
+        weights, given by their logical axes, nor their gradients."""
+        logical = {name for axes in weights for name in axes}
+        split = {axis for table in ("params", "grads") for name in logical for axis in self.all_axes(table, name)}
+        return tuple(axis for axis in self.batch_axes if axis not in split)
 
-        Elsewhere it is already. An all-reduce of the number.
-        """
-        manual = tuple(a for a in self.token_axes if a in get_abstract_mesh().manual_axes)
-        return pmax(largest, manual) if manual else largest
-
-    def axes_in_use(self, logical: str | None) -> tuple[str, ...]:
-        """The mesh axes that still split this dim of a weight where it is used.
-
-        Where [params] splits it over an axis that splits tokens as well, the weight is gathered (ZeRO-3); only experts stay
-        on their devices, and tokens are sent to them.
-        """
-        gathered = () if logical in NEVER_GATHERED else self.token_axes
-        return tuple(a for a in self.mesh_axes("params", logical) if a not in gathered)
-
-    def spec_in_use(self, axes: Sequence[str | None]) -> P:
-        """The PartitionSpec of a weight with these logical axes as it is used: as [params] has it, then gathered."""
-        return P(*(_entry(self.axes_in_use(logical)) for logical in axes))
-
-    def in_use(self, w: jax.Array, axes: Sequence[str | None]) -> jax.Array:
-        """A weight, or its gradient, pinned to `spec_in_use`: an all-gather of a weight that lies as [params] has it."""
-        if all(n == 1 for n in self.sizes.values()):
-            return w
-        return jax.lax.with_sharding_constraint(w, self.spec_in_use(axes))
-
-    def ways(self, mesh_axes: Iterable[str]) -> int:
+    def num_shards(self, mesh_axes: Iterable[str]) -> int:
+        """Into how many shards these mesh axes together split a dim."""
         return math.prod(self.sizes[a] for a in mesh_axes)
 
 

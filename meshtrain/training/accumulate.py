@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +33,10 @@ from meshtrain.training.state import StateSpec
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepSpec:
-    """What the gradients of a step depend on beside their arguments: what is computed, and how all of it is placed.
+    """What the gradients of a step depend on beside their arguments: what is computed, and how it is placed.
 
-    once: batch axes over which gradients are reduced once per step: manual where layers run. batch: ShapeDtypeStructs
-    with shardings, [microbatches, replicas, sequences, T], replicas on the axes of `once`.
+    deferred_axes: batch axes over which gradients are reduced once per step; the loop over microbatches is manual over them.
+    batch: ShapeDtypeStructs with shardings, [microbatches, replicas, sequences, T], replicas over the deferred axes.
     """
     run: object                 # the checked run file; its data, training and model sections are read
     model: Transformer
@@ -43,168 +44,190 @@ class StepSpec:
     mesh: jax.sharding.Mesh
     state: StateSpec
     ex: Execution
-    once: tuple[str, ...]
+    deferred_axes: tuple[str, ...]
     batch: dict
+
+    @property
+    def objective(self):
+        return objective.of_run(self.run.training)
+
+
+class Normalizers(NamedTuple):
+    """What the sums of a step are divided by: what its objective counts, and for AUX_LOSS its tokens without padding."""
+    objective: jax.Array
+    tokens: jax.Array
 
 
 def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, state: StateSpec, staged: bool) -> StepSpec:
-    """staged: whether the layers are pipelined, which sums gradients after its loop whatever [grads] says: that is about where
-    they lie afterwards."""
+    """staged: whether the layers are pipelined. A pipeline sums gradients after its loop whatever [grads] says, which then
+    describes where they are placed afterwards."""
     training, data = run.training, run.data
-    once = layout.batch_axes if staged else layout.reduced_once(info.axes for info in model.parameters())
-    replicas = layout.ways(once)
+    deferred = layout.batch_axes if staged else layout.deferred_axes(info.axes for info in model.parameters())
+    replicas = layout.num_shards(deferred)
     platform = mesh.devices.flat[0].platform
     precision = float8.precision(platform) if run.model.matmul_dtype == "float8" else None
     ex = Execution(layout, jnp.dtype(run.model.compute_dtype), attend, training.remat, precision,
                    in_order=not staged and by_gloo(mesh), experts=dispatch.choose(run, layout, platform))
-    batch_spec = lambda dims: P(None, once or None, *layout.spec("activations", ("batch", "seq")[:1 + dims], drop=once))
+
+    def placed(dims: int) -> NamedSharding:
+        logical = ("batch", "seq")[:1 + dims]
+        return NamedSharding(mesh, P(None, deferred or None, *layout.spec("activations", logical, drop=deferred)))
+
     sequences = data.global_batch // training.microbatches // replicas
-    batch = {name: jax.ShapeDtypeStruct((training.microbatches, replicas, sequences) + (data.seq_len,) * dims, dtype,
-                                        sharding=NamedSharding(mesh, batch_spec(dims)))
+    batch = {name: jax.ShapeDtypeStruct((training.microbatches, replicas, sequences) + (data.seq_len,) * dims, dtype, sharding=placed(dims))
              for name, (dims, dtype) in objective.of_run(training).fields.items()}
-    return StepSpec(run, model, layout, mesh, state, ex, once, batch)
+    return StepSpec(run, model, layout, mesh, state, ex, deferred, batch)
 
 
 def scanned(step: StepSpec):
     """(`gradients`, `evaluate`, `preferred`), microbatch after microbatch.
 
-    gradients: (params, batch, dropout key) -> (grads placed as [optimizer], loss, count, aux), of what is trained alone; aux:
-    the layers' sums by name, divided by count, AUX_LOSS by the tokens without padding, whatever the objective counts. evaluate:
-    (params, batch) -> sum of the loss. preferred, of DPO: (params, batch) -> `Preference.preferred` of every sequence,
-    [microbatches, replicas, sequences].
+    gradients: (params, batch, dropout key) -> (grads of what is trained, placed as [optimizer]; loss; count; aux). aux: the
+      layers' sums by name, divided by their normalizer.
+    evaluate: (params, batch) -> sum of the loss.
+    preferred, of DPO: (params, batch) -> `Preference.preferred` of every sequence, [microbatches, replicas, sequences].
     """
-    aim, added = objective.of_run(step.run.training), _by_hand(step)
-    layout, once, trained_axes = step.layout, step.once, step.state.trained_axes
+    goal, microbatch_gradients = step.objective, _microbatch_gradients(step)
+    layout, deferred, trained_axes = step.layout, step.deferred_axes, step.state.trained_axes
     as_read = partial(step.model.as_read, layout, dtype=step.ex.dtype if step.model.cast_before_loop(layout) else None)
 
-    def replicated(f, out=P(once or None)):
-        """Run f(batch, *args) on each replica's part of the batch, in a shard_map that is manual over `once`.
+    def replicated(f, out=P(deferred or None)):
+        """Run f(batch, *args) on each replica's part of the batch, in a shard_map that is manual over the deferred axes.
 
         f returns arrays with a dim of size 1 for its replica, the first where `out` does not say otherwise.
         """
         def of_one(batch, *args):
             return f(jax.tree.map(lambda x: x[:, 0], batch), *args)
-        if not once:
+        if not deferred:
             return of_one
-        return lambda batch, *args: jax.shard_map(of_one, mesh=step.mesh, axis_names=set(once), check_vma=False, out_specs=out, in_specs=(
-            P(None, once), *[P()] * len(args)))(batch, *args)
+
+        def of_all(batch, *args):
+            specs = P(None, deferred), *[P()] * len(args)
+            return jax.shard_map(of_one, mesh=step.mesh, axis_names=set(deferred), check_vma=False, out_specs=out,
+                                 in_specs=specs)(batch, *args)
+        return of_all
 
     def pin(grads):
         """Accumulators where [grads] says."""
         return jax.tree.map(lambda axes, g: layout.constrain("grads", g, axes), trained_axes, grads, is_leaf=rules.is_axes)
 
     def gradients(p, batch, key):
-        p, count = step.model.divided(as_read(p)), jnp.maximum(aim.count(batch), 1).astype(jnp.float32)
-        counts = count, objective.tokens(batch)
+        weights, count = step.model.divided(as_read(p)), jnp.maximum(goal.count(batch), 1).astype(jnp.float32)
+        normalizers = Normalizers(count, objective.tokens(batch))
         if step.ex.in_order:
-            batch = after(batch, counts)
-        grads, nll, aux = replicated(unsummed)(batch, p, counts, key)
-        # Pinned once more, still unsummed: otherwise propagation shards the accumulators inside the loop (ZeRO-1: 11
-        # all-gathers per microbatch).
-        grads = jax.tree.map(lambda axes, g: reduce_once(layout, once, axes, _unsummed(layout, once, axes, g)), trained_axes, grads,
-                             is_leaf=rules.is_axes)
-        return grads, nll.sum() / count, count, {name: a.sum(0) / counts[name == AUX_LOSS] for name, a in aux.items()}
+            batch = after(batch, normalizers)
+        grads, nll, aux = replicated(unsummed)(batch, weights, normalizers, key)
 
-    def unsummed(batch, p, counts, key):
-        stacks, avals = _stacks(step, p, jax.tree.map(lambda x: x[0], batch), counts, key)
+        def reduced(axes, g):
+            # Pinned once more, still unsummed: otherwise propagation shards the accumulators inside the loop (ZeRO-1: 11
+            # all-gathers per microbatch).
+            return reduce_deferred(layout, deferred, axes, _unsummed(layout, deferred, axes, g))
+        grads = jax.tree.map(reduced, trained_axes, grads, is_leaf=rules.is_axes)
+        return grads, nll.sum() / count, count, {name: a.sum(0) / normalizers[name == AUX_LOSS] for name, a in aux.items()}
+
+    def unsummed(batch, weights, normalizers, key):
+        stacks, buffers = _layer_stacks(step, weights, jax.tree.map(lambda x: x[0], batch), normalizers, key)
 
         def add(carry, microbatch):
-            grads, nll, room = carry
-            grads, nll_mb, room, aux = added(p, grads, microbatch, counts, key, stacks, room)
-            return (pin(grads), nll + nll_mb, room), aux
-        zeros = lambda tree, dtype=None: jax.tree.map(lambda a: jnp.zeros(a.shape, dtype or a.dtype), tree)
-        (grads, nll, _), aux = jax.lax.scan(add, (pin(zeros(p[0], jnp.float32)), jnp.float32(0), zeros(avals)), batch)
+            grads, nll, buffers = carry
+            grads, nll_mb, buffers, aux = microbatch_gradients(weights, grads, microbatch, normalizers, key, stacks, buffers)
+            return (pin(grads), nll + nll_mb, buffers), aux
+
+        def zeros(tree, dtype=None):
+            return jax.tree.map(lambda a: jnp.zeros(a.shape, dtype or a.dtype), tree)
+        start = pin(zeros(weights.trained, jnp.float32)), jnp.float32(0), zeros(buffers)
+        (grads, nll, _), aux = jax.lax.scan(add, start, batch)
         return jax.tree.map(lambda x: x[None], (grads, nll, jax.tree.map(lambda a: a.sum(0), aux)))
 
     def evaluate(p, batch):
         def losses(batch, p):
-            loss = lambda b: aim.head(step.model, step.ex, p, step.model.through_layers(step.ex, p, b)[0], b)[1]
+            loss = lambda b: goal.head(step.model, step.ex, p, step.model.through_layers(step.ex, p, b)[0], b)[1]
             return jax.lax.scan(lambda total, b: (total + loss(b), None), jnp.float32(0), batch)[0][None]
         return replicated(losses)(batch, as_read(p)).sum()
 
     def preferred(p, batch):
         def of_all(batch, p):
-            of = lambda b: aim.preferred(step.model, step.ex, p, step.model.through_layers(step.ex, p, b)[0], b)
+            of = lambda b: goal.preferred(step.model, step.ex, p, step.model.through_layers(step.ex, p, b)[0], b)
             return jax.lax.scan(lambda _, b: (None, of(b)), None, batch)[1][:, None]
-        return replicated(of_all, P(None, once or None))(batch, as_read(p))
+        return replicated(of_all, P(None, deferred or None))(batch, as_read(p))
 
     return gradients, evaluate, preferred
 
 
-def _by_hand(step: StepSpec):
-    """Forward and backward of one microbatch with explicit VJPs: ((trained, frozen), grads, microbatch, counts, key, stacks, room)
-    -> (grads with the microbatch's added, nll, room, aux).
-
-    counts: the normalizers of the objective and of AUX_LOSS. stacks, room: of `_stacks`; the buffers in room are overwritten.
+def _microbatch_gradients(step: StepSpec):
+    """Forward and backward of one microbatch, the backward written out layer stack by layer stack:
+    (weights, grads, microbatch, normalizers, key, stacks, buffers) -> (grads with the microbatch's added, nll, buffers, aux).
 
     Each layer's gradient is added to its accumulator as soon as it exists, so a microbatch's gradients never coexist with their
-    sums: 4 bytes per accumulated parameter less. Gradients are float32, whatever the dtype of the weights.
+    sums: 4 bytes per accumulated parameter less than with `jax.grad` of the whole model. Gradients are float32, whatever the
+    dtype of the weights. stacks, buffers: of `_layer_stacks`; the buffers are overwritten.
     """
-    model, ex, aim = step.model, step.ex, objective.of_run(step.run.training)
+    model, ex, goal = step.model, step.ex, step.objective
 
-    def added(p, grads, microbatch, counts, key, stacks, room):
-        (p, frozen), (count, tokens) = p, counts
-        ends, e, aux, done = layer_vjp.wide(without_layers(p)), (model.inputs(microbatch, key), tokens), {}, []
-        with_frozen = lambda ends: params.joined(ends, without_layers(frozen))
-        x_BTD, back_of_embed = jax.vjp(lambda ends: model.embed(ex, with_frozen(ends), microbatch, key), ends)
-        for layers, w, (_, group), own_room in zip(stacks, _weights(model, p, frozen), model.numbered(), room, strict=True):
-            x_BTD, group_aux, saved = layers.forward(w, x_BTD, e, own_room)
-            aux = transformer.add_aux(aux, group_aux)
-            done.append((layers.backward, w, saved, model.weights(grads, group)))
+    def gradients(weights: params.Divided, grads, microbatch, normalizers: Normalizers, key, stacks, buffers):
+        ends, layer_inputs = layer_vjp.wide(without_layers(weights.trained)), (model.inputs(microbatch, key), normalizers.tokens)
+        frozen_ends, aux, done = without_layers(weights.frozen), {}, []
+
+        def embed(ends, microbatch):
+            return model.embed(ex, params.joined(ends, frozen_ends), microbatch, key)
 
         def head(ends, x_BTD):
-            total, nll, more = aim.head(model, ex, with_frozen(ends), x_BTD, microbatch)
+            total, nll, more = goal.head(model, ex, params.joined(ends, frozen_ends), x_BTD, microbatch)
             return total, (nll, more)
-        _, back_of_head, (nll, more) = jax.vjp(head, ends, x_BTD, has_aux=True)
-        of_head, dx_BTD = back_of_head(1 / count)
+
+        x_BTD, embed_vjp = jax.vjp(lambda ends: embed(ends, microbatch), ends)
+        for stack, w, (_, group), own in zip(stacks, _stack_weights(model, weights), model.numbered(), buffers, strict=True):
+            x_BTD, group_aux, residuals = stack.forward(w, x_BTD, layer_inputs, own)
+            aux = transformer.add_aux(aux, group_aux)
+            done.append((stack, w, residuals, model.weights(grads, group)))
+        _, head_vjp, (nll, more) = jax.vjp(head, ends, x_BTD, has_aux=True)
+
+        d_head, dx_BTD = head_vjp(1 / normalizers.objective)
         if ex.in_order:
-            dx_BTD = after(dx_BTD, (of_head, nll))
-        sums = []
-        for backward, w, saved, total in reversed(done):
-            dx_BTD, total = backward(w, e, *saved, dx_BTD, total, True)
-            sums.append(total)
+            dx_BTD = after(dx_BTD, (d_head, nll))
+        stack_grads = []
+        for stack, w, residuals, total in reversed(done):
+            dx_BTD, total = stack.backward(w, layer_inputs, *residuals, dx_BTD, total, True)
+            stack_grads.append(total)
         if ex.in_order:     # XLA gathers token ids for the embedding's gradient, and would do so beside the loops above
-            _, back_of_embed = jax.vjp(lambda ends: model.embed(ex, with_frozen(ends), after(microbatch, dx_BTD), key), ends)
-        of_embed, = back_of_embed(dx_BTD)
+            _, embed_vjp = jax.vjp(lambda ends: embed(ends, after(microbatch, dx_BTD)), ends)
+        d_embed, = embed_vjp(dx_BTD)
         if ex.in_order:
-            of_head, nll = after((of_head, nll), dx_BTD)
-        ends_sums = _sum(without_layers(grads), jax.tree.map(jnp.add, of_head, of_embed))
-        room = [own if own is None else saved for own, (_, _, saved, _) in zip(room, done)]
-        return model.with_layers(ends_sums, sums[::-1]), nll, room, aux | more
-    return added
+            d_head, nll = after((d_head, nll), dx_BTD)
+        ends_grads = jax.tree.map(lambda total, new: total + new.astype(jnp.float32), without_layers(grads),
+                                  jax.tree.map(jnp.add, d_head, d_embed))
+        buffers = [own if own is None else residuals for own, (_, _, residuals, _) in zip(buffers, done)]
+        return model.with_layers(ends_grads, stack_grads[::-1]), nll, buffers, aux | more
+    return gradients
 
 
-def _stacks(step: StepSpec, p, microbatch, counts, key):
+def _layer_stacks(step: StepSpec, weights: params.Divided, microbatch, normalizers: Normalizers, key):
     """([F, B and W of each group's layers], the ShapeDtypeStructs of the residuals that their forwards keep for the backward).
 
     Residual buffers are carried through the scan over microbatches and overwritten: allocated inside the loop, XLA fills them with
     zeros, 3% of a step of llama3-8b. None where residuals are offloaded to the host.
     """
-    (p, frozen), found = p, []
+    found = []
 
     def repeat(group: transformer.LayerGroup, trained, x_BTD, e):
         (number, frozen), (inputs, tokens) = e
-        weights = tuple(map(params.joined, trained, frozen))
-        y_BTD, aux = group.apply(step.ex, weights, x_BTD, (number, inputs))
+        y_BTD, aux = group.apply(step.ex, tuple(map(params.joined, trained, frozen)), x_BTD, (number, inputs))
         return with_loss(y_BTD, aux[AUX_LOSS] / tokens) if AUX_LOSS in aux else y_BTD, aux
 
     def keep(microbatch):
-        e = step.model.inputs(microbatch, key), counts[1]
-        x_BTD = jax.eval_shape(lambda: step.model.embed(step.ex, params.joined(p, frozen), microbatch, key))
-        for (_, group), w in zip(step.model.numbered(), _weights(step.model, p, frozen), strict=True):
-            found.append(layer_vjp.stack(partial(repeat, group), *w[:2], group.repeats, x_BTD, e))
+        layer_inputs = step.model.inputs(microbatch, key), normalizers.tokens
+        x_BTD = jax.eval_shape(lambda: step.model.embed(step.ex, params.joined(*weights), microbatch, key))
+        for (_, group), w in zip(step.model.numbered(), _stack_weights(step.model, weights), strict=True):
+            found.append(layer_vjp.stack(partial(repeat, group), *w[:2], group.repeats, x_BTD, layer_inputs))
         zeros = lambda avals: [jnp.zeros(a.shape, a.dtype) for a in avals]
         return [None if step.ex.remat == "offload" else (zeros(one.r), zeros(one.q)) for one in found]
     return found, jax.eval_shape(keep, microbatch)
 
 
-def _weights(model: Transformer, p, frozen):
-    """What the functions of each group's `layer_vjp.stack` take for w."""
-    return [(model.weights(p, group), (group.numbers(first), model.weights(frozen, group)), 0) for first, group in model.numbered()]
-
-
-def _sum(total, new):
-    return jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, new)
+def _stack_weights(model: Transformer, weights: params.Divided):
+    """Of each group what its `layer_vjp.stack` takes for w: (trained, (numbers of the layers, frozen), 0)."""
+    return [(model.weights(weights.trained, group), (group.numbers(first), model.weights(weights.frozen, group)), 0)
+            for first, group in model.numbered()]
 
 
 def drops(run) -> bool:
@@ -212,34 +235,34 @@ def drops(run) -> bool:
     return run.model.embedding_dropout > 0 or run.model.residual_dropout > 0
 
 
-def _unsummed(layout: Layout, once: tuple[str, ...], axes, g):
+def _unsummed(layout: Layout, deferred: tuple[str, ...], axes, g):
     """[replicas, …] accumulators where [grads] says, one copy per replica."""
     if all(n == 1 for n in layout.sizes.values()):
         return g
-    return jax.lax.with_sharding_constraint(g, P(once or None, *layout.spec("grads", axes, drop=once)))
+    return jax.lax.with_sharding_constraint(g, P(deferred or None, *layout.spec("grads", axes, drop=deferred)))
 
 
-def reduce_once(layout: Layout, once: tuple[str, ...], axes, g):
-    """[replicas, …] accumulator -> its sum, placed as [optimizer]: a reduce-scatter where that splits over `once`.
+def reduce_deferred(layout: Layout, deferred: tuple[str, ...], axes, g):
+    """[replicas, …] accumulator -> its sum, placed as [optimizer]: a reduce-scatter where that splits over `deferred`.
 
     Sum and constraint are one expression: a [grads] constraint between them makes an all-reduce of it. Where
-    [optimizer] splits over only some of the `once` axes, those are reduce-scattered first and the shards all-reduced
+    [optimizer] splits over only some of the `deferred` axes, those are reduce-scattered first and the shards all-reduced
     over the rest ((N-1)/N of the payload, then 2(N-1)/N of a shard).
     """
     split = layout.spec("optimizer", axes)
-    if not once:
+    if not deferred:
         return layout.constrain("optimizer", g[0], axes)
     used = {a for entry in split if entry for a in ((entry,) if isinstance(entry, str) else entry)}
-    scattered = tuple(a for a in once if a in used)
-    rest = tuple(a for a in once if a not in used)
+    scattered = tuple(a for a in deferred if a in used)
+    rest = tuple(a for a in deferred if a not in used)
     if scattered and rest:
-        pinned = layout.spec("grads", axes, drop=once)
-        g = g.reshape([layout.sizes[a] for a in once] + list(g.shape[1:]))
-        g = jax.lax.with_sharding_constraint(g, P(*once, *pinned))
-        g = g.sum(tuple(once.index(a) for a in scattered))
+        pinned = layout.spec("grads", axes, drop=deferred)
+        g = g.reshape([layout.sizes[a] for a in deferred] + list(g.shape[1:]))
+        g = jax.lax.with_sharding_constraint(g, P(*deferred, *pinned))
+        g = g.sum(tuple(deferred.index(a) for a in scattered))
         g = jax.lax.with_sharding_constraint(g, P(*rest, *split))
         return layout.constrain("optimizer", g.sum(tuple(range(len(rest)))), axes)
-    if (sliced := layout.spec("optimizer", axes, drop=once)) != layout.spec("grads", axes, drop=once):
+    if (sliced := layout.spec("optimizer", axes, drop=deferred)) != layout.spec("grads", axes, drop=deferred):
         # First a slice over what [optimizer] alone splits besides (context), or the sum becomes an all-reduce.
-        g = jax.lax.with_sharding_constraint(g, P(once, *sliced))
+        g = jax.lax.with_sharding_constraint(g, P(deferred, *sliced))
     return layout.constrain("optimizer", g.sum(0), axes)

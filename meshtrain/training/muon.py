@@ -84,10 +84,10 @@ def _by_layers(whole, x, num_batch, placement, order):
     if not split or not num_batch:
         return whole(x)
     axes = lambda entry: entry if isinstance(entry, tuple) else (entry,) if entry else ()
-    ways = lambda names: math.prod(placement.mesh.shape[axis] for axis in names)
+    num_shards = lambda names: math.prod(placement.mesh.shape[axis] for axis in names)
     pin = lambda x, entries: jax.lax.with_sharding_constraint(x, NamedSharding(placement.mesh, P(*entries)))
     # Where layers are split already, over the stages of a pipeline, they stay in their part and are filled up there.
-    parts, devices = ways(axes(entries[0])), ways(axis for dim in split for axis in axes(entries[dim]))
+    parts, devices = num_shards(axes(entries[0])), num_shards(axis for dim in split for axis in axes(entries[dim]))
     num_layers = x.shape[0] // parts
     x = x.reshape(parts, num_layers, *x.shape[1:])
     x = jnp.pad(x, [(0, 0), (0, -num_layers % devices)] + [(0, 0)] * (x.ndim - 2))

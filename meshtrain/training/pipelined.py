@@ -22,9 +22,9 @@ from meshtrain.names import AUX_LOSS, LAYERS, NO_TARGET
 from meshtrain.parallel.pipeline import layer_vjp, pipeline, stages
 from meshtrain.parallel.pipeline.schedules import Schedule
 from meshtrain.sharding import rules
-from meshtrain.sharding.rules import Layout
+from meshtrain.sharding.rules import GATHERED, Layout
 from meshtrain.training import objective
-from meshtrain.training.accumulate import StepSpec, drops, reduce_once
+from meshtrain.training.accumulate import StepSpec, drops, reduce_deferred
 
 _map_axes = functools.partial(jax.tree.map, is_leaf=rules.is_axes)
 
@@ -35,27 +35,28 @@ def pipelined(step: StepSpec, schedule: Schedule):
     functions = _functions(step, num_stages * schedule.num_chunks)
     ends_axes, layers_axes = without_layers(step.state.trained_axes), step.state.trained_axes[LAYERS]
     others = tuple(a for a in layout.sizes if a != pipeline.STAGE)
-    summed = step.once + layout.mesh_axes("activations", "seq")       # a shard of a sequence has gradients of its own, too
+    summed = step.deferred_axes + layout.mesh_axes("activations", "seq")       # a shard of a sequence has gradients of its own, too
     # Experts stay on their devices: along what splits them, gradients are whole already.
-    own = lambda axes: tuple(tuple(a for a in layout.axes_in_use(axis) if a in summed) for axis in axes[1:])
+    own = lambda axes: tuple(tuple(a for a in layout.mesh_axes(GATHERED, axis) if a in summed) for axis in axes[1:])
     before_axes = model.before(layers_axes)
-    specs = dict(ws_axes=tuple(_map_axes(own, model.first(part[LAYERS])) for part in model.divided(step.state.axes)),
-                 ends_specs=_map_axes(lambda axes: layout.spec("params", axes, drop=others),
-                                      tuple(map(without_layers, model.divided(step.state.axes)))),
-                 batch_specs={name: abstract.sharding.spec for name, abstract in step.batch.items()})
+    axes = model.divided(step.state.axes)
+    split = pipeline.Split(
+        step.mesh, summed, layer_axes=tuple(_map_axes(own, model.first(part[LAYERS])) for part in axes),
+        ends_specs=_map_axes(lambda axes: layout.spec("params", axes, drop=others), tuple(map(without_layers, axes))),
+        batch_specs={name: abstract.sharding.spec for name, abstract in step.batch.items()})
 
     def out_of_stages(axes, g):
         whole = sum(own(axes), ())
-        g = reduce_once(layout, tuple(a for a in summed if a not in whole), _staged(axes), g)
+        g = reduce_deferred(layout, tuple(a for a in summed if a not in whole), _staged(axes), g)
         return g.reshape(-1, *g.shape[3:])
 
     def gradients(p, batch, key):
         count = jnp.maximum(jnp.sum(batch["targets"] != NO_TARGET), 1).astype(jnp.float32)
         extra = {"count": count, "tokens": objective.tokens(batch)} | ({} if key is None else {"key": key})
         weights = _into_loop(step, p, num_stages, schedule.num_chunks)
-        nll, ws, ends, before, aux = pipeline.gradients(schedule, functions, step.mesh, summed, weights, batch, extra, **specs)
-        grads = _map_axes(lambda axes, g: reduce_once(layout, summed, axes, g), ends_axes, ends)
-        before = _map_axes(lambda axes, g: reduce_once(layout, (*summed, pipeline.STAGE), axes, g), before_axes, before)
+        nll, ws, ends, before, aux = pipeline.gradients(schedule, functions, split, weights, batch, extra)
+        grads = _map_axes(lambda axes, g: reduce_deferred(layout, summed, axes, g), ends_axes, ends)
+        before = _map_axes(lambda axes, g: reduce_deferred(layout, (*summed, pipeline.STAGE), axes, g), before_axes, before)
         layers = model.from_period(_map_axes(out_of_stages, model.first(layers_axes), ws), before)
         grads[LAYERS] = _map_axes(lambda axes, g: layout.constrain("optimizer", g, axes), layers_axes, layers)
         divided = {name: a.sum(0) / (extra["tokens"] if name == AUX_LOSS else count) for name, a in aux.items()}
@@ -63,7 +64,7 @@ def pipelined(step: StepSpec, schedule: Schedule):
 
     def evaluate(p, batch):
         weights = _into_loop(step, p, num_stages, 1)
-        return pipeline.evaluate(functions, step.mesh, summed, weights, batch, dict.fromkeys(("count", "tokens"), jnp.float32(1)), **specs).sum()
+        return pipeline.evaluate(functions, split, weights, batch, dict.fromkeys(("count", "tokens"), jnp.float32(1))).sum()
 
     return gradients, evaluate
 
@@ -116,14 +117,14 @@ def _into_loop(step: StepSpec, p, num_stages: int, num_chunks: int):
 
     def into_stages(axes, w):
         w = layout.constrain("params", w.reshape(num_chunks, num_stages, -1, *w.shape[1:]), _staged(axes))
-        return layout.in_use(w, _staged(axes))
+        return layout.constrain(GATHERED, w, _staged(axes))
 
     p = model.as_read(layout, p, step.ex.dtype)
-    ends = _map_axes(lambda axes, w: layout.in_use(w, axes), without_layers(step.state.axes), without_layers(p))
+    ends = _map_axes(lambda axes, w: layout.constrain(GATHERED, w, axes), without_layers(step.state.axes), without_layers(p))
     both = model.divided({**ends, LAYERS: p[LAYERS]})
     layers = tuple(_map_axes(into_stages, model.first(axes[LAYERS]), model.by_period(part[LAYERS], periods))
                    for axes, part in zip(model.divided(step.state.axes), both))
-    before = tuple(_map_axes(lambda axes, w: layout.in_use(w, axes), model.before(axes[LAYERS]), model.before(part[LAYERS]))
+    before = tuple(_map_axes(lambda axes, w: layout.constrain(GATHERED, w, axes), model.before(axes[LAYERS]), model.before(part[LAYERS]))
                    for axes, part in zip(model.divided(step.state.axes), both))
     return layers, tuple(map(without_layers, both)), before
 
@@ -139,13 +140,13 @@ def layer_fbw(run, model: Transformer, layout: Layout, mesh, attend: Callable, e
 
     Traced, not compiled; the mesh may be abstract. Shapes are one device's, but whole over tensor, which XLA splits.
     """
-    dtype, once, seq = jnp.dtype(run.model.compute_dtype), layout.batch_axes, layout.mesh_axes("activations", "seq")
+    dtype, deferred, seq = jnp.dtype(run.model.compute_dtype), layout.batch_axes, layout.mesh_axes("activations", "seq")
     precision = float8.precision("cpu") if run.model.matmul_dtype == "float8" else None     # of shapes no platform is asked
     ex = Execution(layout, dtype, attend, run.training.remat, precision, experts=experts)
-    sequences = run.data.global_batch // run.training.microbatches // layout.ways(once)
-    sizes = (sequences, run.data.seq_len // layout.ways(seq))
+    sequences = run.data.global_batch // run.training.microbatches // layout.num_shards(deferred)
+    sizes = (sequences, run.data.seq_len // layout.num_shards(seq))
     x = jax.ShapeDtypeStruct((*sizes, run.model.embed_dim), dtype)
-    own = lambda axis: layout.ways(a for a in layout.axes_in_use(axis) if a in (*once, *seq))       # of experts
+    own = lambda axis: layout.num_shards(a for a in layout.mesh_axes(GATHERED, axis) if a in (*deferred, *seq))       # of experts
     weights, frozen = (model.first(part[LAYERS]) for part in model.divided(params.tree(model.parameters(), lambda info: jax.ShapeDtypeStruct(
         tuple(n // own(axis) for n, axis in zip(info.shape[1:], info.axes[1:])), dtype if info.role == "matrix" else info.dtype))))
     fbw = None
@@ -161,6 +162,6 @@ def layer_fbw(run, model: Transformer, layout: Layout, mesh, attend: Callable, e
         return jnp.int32(0)
 
     with jax.sharding.use_abstract_mesh(mesh):          # whatever mesh the caller has in force
-        jax.eval_shape(jax.shard_map(trace, mesh=mesh, axis_names={pipeline.STAGE, *once, *seq}, in_specs=(), out_specs=P(),
+        jax.eval_shape(jax.shard_map(trace, mesh=mesh, axis_names={pipeline.STAGE, *deferred, *seq}, in_specs=(), out_specs=P(),
                                      check_vma=False))
     return fbw, x

@@ -112,7 +112,7 @@ class Program:
     spec: StateSpec
     batch: dict                    # ShapeDtypeStructs with shardings, [microbatches, replicas, sequences, T]
     execution: Execution
-    once: tuple[str, ...]          # batch axes over which gradients are reduced once per step
+    deferred_axes: tuple[str, ...]          # batch axes over which gradients are reduced once per step
     mesh: jax.sharding.Mesh
     compiler_options: dict
     schedule: schedules.Schedule | None  # the pipeline's schedule; None without stages
@@ -217,7 +217,7 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         initialize=jax.jit(initialize, out_shardings=spec.sharding),
         preferred=jax.jit(more[0], in_shardings=(spec.sharding.params, batch_shardings), out_shardings=whole)
         if training.objective == "dpo" else None,
-        spec=spec, batch=step.batch, execution=step.ex, once=step.once, mesh=mesh,
+        spec=spec, batch=step.batch, execution=step.ex, deferred_axes=step.deferred_axes, mesh=mesh,
         compiler_options=compiler_options(mesh.devices.flat[0].platform, training.deterministic, training.remat,
                                           schedule is not None or run.model.num_experts > 0, memory_share,
                                           cublas=not split and not run.model.num_experts or step.ex.float8 is float8.BY_CUBLAS),

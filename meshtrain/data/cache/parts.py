@@ -272,8 +272,8 @@ class _Locks:
 
 def file_name(home: Path, paths: Sequence[str]) -> str:
     """The name in the cache of what is made of these files: by the ways from there to them, so that all can move together."""
-    ways = "\0".join(way(home, path) for path in paths)
-    return f"{os.path.basename(paths[0])[:100]}-{hashlib.blake2b(os.fsencode(ways), digest_size=8).hexdigest()}"
+    num_shards = "\0".join(way(home, path) for path in paths)
+    return f"{os.path.basename(paths[0])[:100]}-{hashlib.blake2b(os.fsencode(num_shards), digest_size=8).hexdigest()}"
 
 
 def way(home: Path, path: str) -> str:

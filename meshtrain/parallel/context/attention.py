@@ -150,16 +150,16 @@ def problems(run, layout: Layout) -> list[str]:
         faults.append(f"{rules_file} [activations] heads = {list(heads)} and kv_heads = {list(kv_heads)}: where sequences are split, "
                       "a device's query heads need its own key/value heads; give both the same mesh axes")
     chunks = cp if method == "ulysses" else 2 * cp
-    ways = math.lcm(chunks, layout.ways(residual))
-    if T % ways:
-        near = " or ".join(str(n) for n in (T // ways * ways, -(-T // ways) * ways) if n)
+    num_shards = math.lcm(chunks, layout.num_shards(residual))
+    if T % num_shards:
+        near = " or ".join(str(n) for n in (T // num_shards * num_shards, -(-T // num_shards) * num_shards) if n)
         what = "mesh.context" if method == "ulysses" else "2 × mesh.context"
-        also = f" and over {' × '.join(residual)}" if ways > chunks else ""
+        also = f" and over {' × '.join(residual)}" if num_shards > chunks else ""
         faults.append(f"data.seq_len={T} cannot be split into {what} = {chunks} chunks of equal length{also}; use {near}")
-    ways = layout.ways(layout.mesh_axes("activations", "heads"))
-    if method == "ulysses" and run.model.num_heads // ways % cp:
-        each = run.model.num_heads // ways
-        faults.append(f"context.method=\"ulysses\" splits {each} heads (model.num_heads={run.model.num_heads} over tensor {ways}) "
+    num_shards = layout.num_shards(layout.mesh_axes("activations", "heads"))
+    if method == "ulysses" and run.model.num_heads // num_shards % cp:
+        each = run.model.num_heads // num_shards
+        faults.append(f"context.method=\"ulysses\" splits {each} heads (model.num_heads={run.model.num_heads} over tensor {num_shards}) "
                       f"over mesh.context={cp}, which does not divide; use ring or gather, or a mesh.context that divides {each}")
     return faults
 

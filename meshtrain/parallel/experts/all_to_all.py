@@ -1,7 +1,7 @@
 """Tokens sent to their experts' devices one by one, by all-to-alls of fixed size; what does not fit goes in further rounds.
 
 Each device sends each other one room for CAPACITY times an even share of its assignments, so a round moves
-CAPACITY·K·T·D·(n-1)/n elements each way: less than `expert`'s gather from n = CAPACITY·K ways on. Rounds go on until the
+CAPACITY·K·T·D·(n-1)/n elements each way: less than `expert`'s gather from n = CAPACITY·K shards on. Rounds go on until the
 fullest pair of devices is empty; their number is the same on all devices that exchange, and nothing is dropped. Sources:
 arXiv:2006.16668 (GShard) has the exchange, and drops what does not fit;
 XLA's ragged all-to-all is slow or wrong on GPUs (openxla/xla 33386, marin 8077).
@@ -20,20 +20,20 @@ CAPACITY = 1.25
 
 
 class Exchange:
-    """The assignments of this device's tokens, by the device that has their expert. axes: that split the experts, n ways,
+    """The assignments of this device's tokens, by the device that has their expert. axes: that split the experts into n shards,
     e each."""
 
-    def __init__(self, axes: tuple[str, ...], ways: int, e: int, chosen_TK, sorted_by: Callable):
-        self.axes, self.ways, (self.T, self.K), self.chosen = axes, ways, chosen_TK.shape, chosen_TK.reshape(-1)
+    def __init__(self, axes: tuple[str, ...], num_shards: int, e: int, chosen_TK, sorted_by: Callable):
+        self.axes, self.num_shards, (self.T, self.K), self.chosen = axes, num_shards, chosen_TK.shape, chosen_TK.reshape(-1)
         count = self.chosen.size
-        self.device = jnp.where(self.chosen >= 0, self.chosen // e, ways)      # of padding, which has no expert, none
-        self.order = sorted_by(self.device, ways)
-        self.counts = jnp.sum(self.device[:, None] == jnp.arange(ways), 0, dtype=jnp.int32)
+        self.device = jnp.where(self.chosen >= 0, self.chosen // e, num_shards)      # of padding, which has no expert, none
+        self.order = sorted_by(self.device, num_shards)
+        self.counts = jnp.sum(self.device[:, None] == jnp.arange(num_shards), 0, dtype=jnp.int32)
         self.first = jnp.cumsum(self.counts) - self.counts
         place = jnp.zeros(count, jnp.int32).at[self.order].set(jnp.arange(count, dtype=jnp.int32), unique_indices=True)
-        self.rank = place - self.first[jnp.minimum(self.device, ways - 1)]      # among those for the same device
-        self.room = max(1, min(count, -(-int(CAPACITY * count) // ways)))
-        self.filled = count / (ways * self.room)                # of the rooms, where experts are equally busy
+        self.rank = place - self.first[jnp.minimum(self.device, num_shards - 1)]      # among those for the same device
+        self.room = max(1, min(count, -(-int(CAPACITY * count) // num_shards)))
+        self.filled = count / (num_shards * self.room)                # of the rooms, where experts are equally busy
         self.rounds = lax.pmax(-(-self.counts.max() // self.room), axes)
 
     def round(self, n) -> Round:
@@ -53,7 +53,7 @@ class Round:
         rank = jnp.arange(of.room)[None] + n * of.room
         self.of, self.here = of, (rank < of.counts[:, None]).reshape(-1)
         self.assignment = of.order[jnp.where(self.here, (of.first[:, None] + rank).reshape(-1), 0)]
-        mine = (of.rank // of.room == n) & (of.device < of.ways)
+        mine = (of.rank // of.room == n) & (of.device < of.num_shards)
         self.mine_TK = mine.reshape(of.T, of.K)
         self.row_TK = jnp.where(mine, of.device * of.room + of.rank % of.room, 0).reshape(of.T, of.K)
 

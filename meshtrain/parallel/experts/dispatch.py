@@ -64,8 +64,8 @@ class Region:
 
     @classmethod
     def of(cls, layout: Layout) -> Region:
-        tokens = layout.every_axis("activations", "batch") + layout.every_axis("activations", "residual_seq")
-        return cls(layout.every_axis("params", "expert"), layout.every_axis("params", "expert_mlp"), tokens, layout.sizes)
+        tokens = layout.all_axes("activations", "batch") + layout.all_axes("activations", "residual_seq")
+        return cls(layout.all_axes("params", "expert"), layout.all_axes("params", "expert_mlp"), tokens, layout.sizes)
 
     @property
     def own(self) -> tuple[str, ...]:
@@ -86,12 +86,12 @@ class Region:
         """Axes that split tokens but not experts: weight gradients are summed over them."""
         return tuple(a for a in self.tokens if a not in self.own)
 
-    def ways(self, axes) -> int:
+    def num_shards(self, axes) -> int:
         return math.prod(self.sizes[a] for a in axes)
 
     def even_rows(self, T: int, K: int) -> int:
         """Of this device's experts for T tokens of each device, where all experts are equally busy."""
-        return max(1, round(T * K * self.filled * self.ways(self.gathered) / (1 if self.alone else self.ways(self.experts))))
+        return max(1, round(T * K * self.filled * self.num_shards(self.gathered) / (1 if self.alone else self.num_shards(self.experts))))
 
     def first_expert(self, e: int):
         """The number of this device's first expert."""
@@ -116,14 +116,14 @@ def apply(experts: RoutedExperts, layout: Layout, x_BTD, chosen_BTK, weight_BTK,
 
 
 def _apply_forward(experts, layout, x_BTD, chosen_BTK, weight_BTK, weights):
-    ways = Ways.of(layout, weights)
+    shards = ExpertShards.of(layout, weights)
 
     def local(x_BTD, chosen_BTK, weight_BTK, weights):
-        args = *map(_flat, (x_BTD, chosen_BTK, weight_BTK)), ways.in_use(experts.engine, weights, x_BTD.dtype)
-        y_TD, inward = (_exchanged if experts.exchanged else _forward)(experts, ways.region, *args)
+        args = *map(_flat, (x_BTD, chosen_BTK, weight_BTK)), shards.in_use(experts.engine, weights, x_BTD.dtype)
+        y_TD, inward = (_exchanged if experts.exchanged else _forward)(experts, shards.region, *args)
         return y_TD.reshape(x_BTD.shape), inward if experts.kept else None
     args = x_BTD, chosen_BTK, weight_BTK, weights
-    y_BTD, kept = on_shards(local, (ways.tokens,) * 3 + (ways.stored,), (ways.tokens, _everywhere()))(*args)
+    y_BTD, kept = on_shards(local, (shards.tokens,) * 3 + (shards.stored,), (shards.tokens, _everywhere()))(*args)
     return y_BTD, (*args, kept)
 
 
@@ -135,20 +135,20 @@ def _everywhere() -> P:
 def _apply_backward(experts, layout, saved, dy_BTD):
     """In one region; with stages in two, so that a pipeline can put the weights' half into W (`layer_vjp`): a region is never
     divided."""
-    weights, ways, staged = saved[3], Ways.of(layout, saved[3]), layout.sizes["stage"] > 1
+    weights, shards, staged = saved[3], ExpertShards.of(layout, saved[3]), layout.sizes["stage"] > 1
 
     def inputs_half(x_BTD, chosen_BTK, weight_BTK, weights, kept, dy_BTD):
-        args = *map(_flat, (x_BTD, chosen_BTK, weight_BTK)), ways.in_use(experts.engine, weights, x_BTD.dtype), kept, _flat(dy_BTD)
-        dx, dweight, rest = (_exchanged_backward if experts.exchanged else _backward)(experts, ways.region, *args, staged)
-        return dx.reshape(x_BTD.shape), dweight.reshape(weight_BTK.shape), rest if staged else ways.added_up(rest)
+        args = *map(_flat, (x_BTD, chosen_BTK, weight_BTK)), shards.in_use(experts.engine, weights, x_BTD.dtype), kept, _flat(dy_BTD)
+        dx, dweight, rest = (_exchanged_backward if experts.exchanged else _backward)(experts, shards.region, *args, staged)
+        return dx.reshape(x_BTD.shape), dweight.reshape(weight_BTK.shape), rest if staged else shards.added_up(rest)
 
     def weights_half(passed_on):
-        return ways.added_up(passed_on.gradients(experts.engine, ways.axes))
+        return shards.added_up(passed_on.gradients(experts.engine, shards.axes))
     everywhere = _everywhere()
-    out = ways.tokens, ways.tokens, everywhere if staged else ways.grads
-    dx, dweight, dw = on_shards(inputs_half, (ways.tokens,) * 3 + (ways.stored, everywhere, ways.tokens), out)(*saved, dy_BTD)
+    out = shards.tokens, shards.tokens, everywhere if staged else shards.grads
+    dx, dweight, dw = on_shards(inputs_half, (shards.tokens,) * 3 + (shards.stored, everywhere, shards.tokens), out)(*saved, dy_BTD)
     if staged:
-        dw = on_shards(weights_half, (everywhere,), ways.grads)(dw)
+        dw = on_shards(weights_half, (everywhere,), shards.grads)(dw)
     dw = {name: layout.constrain("grads", d, EXPERT_AXES[name]).astype(weights[name].dtype) for name, d in dw.items()}
     return dx, None, dweight, dw
 
@@ -161,7 +161,7 @@ def _flat(a):
 
 
 @dataclasses.dataclass(frozen=True)
-class Ways:
+class ExpertShards:
     """How arrays come into the region and leave it. tokens, stored, grads: PartitionSpecs over the axes that are automatic outside,
     of what is split like tokens, and by name of the weights as they are stored and of their gradients.
 
@@ -179,7 +179,7 @@ class Ways:
     rest: dict
 
     @classmethod
-    def of(cls, layout: Layout, names) -> Ways:
+    def of(cls, layout: Layout, names) -> ExpertShards:
         region, axes_of = Region.of(layout), layout.mesh_axes
         automatic = {a for axis in ("batch", "residual_seq") for a in axes_of("activations", axis)}
         by_axis = lambda name, pick: [(axis, axes) for axis in EXPERT_AXES[name] if (axes := pick(axis))]
@@ -360,7 +360,7 @@ def _rounds(of: Arranged | all_to_all.Exchange, one_round: Callable, kept, matri
 
 def _apart(experts: RoutedExperts, region: Region, chosen_TK, matrices: ExpertMatrices):
     """(Experts, Region, Exchange): each device works on what was sent to it, rows of one choice each, in a buffer that suffices."""
-    swap = all_to_all.Exchange(region.experts, region.ways(region.experts), matrices.e, chosen_TK, sorted_by)
+    swap = all_to_all.Exchange(region.experts, region.num_shards(region.experts), matrices.e, chosen_TK, sorted_by)
     return dataclasses.replace(experts, spare=0.0), dataclasses.replace(region, alone=True, filled=swap.filled), swap
 
 
@@ -440,6 +440,6 @@ def dispatch(asked: str, K: int, layout: Layout) -> tuple[str, str]:
         return "gather", against
     if layout.sizes["stage"] > 1:
         return "gather", "rounds of an all-to-all cannot be divided into a pipeline's B and W"
-    ways = layout.ways(Region.of(layout).experts)
-    cheaper = ways < all_to_all.CAPACITY * K
-    return ("gather" if cheaper else "all_to_all"), f"{ways} ways are {'less' if cheaper else 'not less'} than {all_to_all.CAPACITY} × {K} experts a token"
+    num_shards = layout.num_shards(Region.of(layout).experts)
+    cheaper = num_shards < all_to_all.CAPACITY * K
+    return ("gather" if cheaper else "all_to_all"), f"{num_shards} shards are {'less' if cheaper else 'not less'} than {all_to_all.CAPACITY} × {K} experts a token"

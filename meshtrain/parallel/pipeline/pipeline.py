@@ -49,27 +49,38 @@ class ModelFunctions:
     leading: Callable | None = None
 
 
-def gradients(schedule: Schedule, model: ModelFunctions, mesh, once, weights, batch, extra, *, ws_axes, ends_specs, batch_specs):
-    """(metric [R], gradients of ws [R, V, P, n, …], of ends [R, …], of leading layers [R·P, n, …], aux by name [R·P, …]),
+@dataclasses.dataclass(frozen=True, eq=False)
+class Split:
+    """How the arguments of the executor are split over the mesh.
+
+    deferred_axes: over which the batch is split, and the caller sums gradients after the step.
+    layer_axes: (of the layers, of frozen layers), those of the deferred axes that split a leaf, for each dim behind n; along them
+      its gradient is whole already.
+    ends_specs: (of the ends, of frozen ends), batch_specs: PartitionSpecs by leaf, over `stage` and the deferred axes.
+    """
+    mesh: jax.sharding.Mesh
+    deferred_axes: tuple[str, ...]
+    layer_axes: tuple
+    ends_specs: tuple
+    batch_specs: dict
+
+
+def gradients(schedule: Schedule, model: ModelFunctions, split: Split, weights, batch, extra):
+    """(metric [R], gradients of layers [R, V, P, n, …], of ends [R, …], of leading layers [R·P, n, …], aux by name [R·P, …]),
     float32 and unsummed over replicas, those of leading layers and aux over stages, too.
 
-    R = product of the sizes of `once`, the axes over which the batch is split and the caller sums; the leading dim lies
-    on them. weights: (ws, frozen ws), (ends, frozen ends), (leading, frozen leading). ws: layers [V, P, n, …], dim 1 over
-    stage; layer (v, s, i) has the number (v·P + s)·n + i. leading: [n, …]. batch: [M, R, …]. extra: replicated. ends_specs: (of
-    ends, of frozen ends), batch_specs: how these are split over `stage` and `once`, PartitionSpecs by leaf. ws_axes: (of ws, of
-    frozen ws), those of `once` that split a leaf, for each dim behind n; along them its gradient is whole already,
-    and R has none of them.
+    weights: ((layers, frozen layers), (ends, frozen ends), (leading, frozen leading)). Layers are [V, P, n, …], P over stage:
+    layer (v, s, i) has the number (v·P + s)·n + i. leading: [n, …]. batch: [M, R, …]. extra: replicated. R: the product of the
+    sizes of the deferred axes, over which the leading dim is split; of a leaf without those that split it.
     """
-    execute = partial(_execute, schedule, model, _needs_order(mesh), True)
-    return _over_stages(execute, True, mesh, once, weights, batch, extra, ws_axes, ends_specs, batch_specs)
+    return _over_stages(partial(_execute, schedule, model, _needs_order(split.mesh), True), True, split, weights, batch, extra)
 
 
-def evaluate(model: ModelFunctions, mesh, once, weights, batch, extra, *, ws_axes, ends_specs, batch_specs):
-    """The metric [R] of `gradients` alone, by the forward ticks of GPipe's schedule: ws [1, P, n, …], nothing is saved."""
+def evaluate(model: ModelFunctions, split: Split, weights, batch, extra):
+    """The metric [R] of `gradients` alone, by the forward ticks of GPipe's schedule: layers [1, P, n, …], nothing is saved."""
     microbatches, stages = jax.tree.leaves(batch)[0].shape[0], jax.tree.leaves(weights[0])[0].shape[1]
     schedule = schedules.make("gpipe", stages, microbatches)
-    execute = partial(_execute, schedule, model, _needs_order(mesh), False)
-    return _over_stages(execute, False, mesh, once, weights, batch, extra, ws_axes, ends_specs, batch_specs)[0]
+    return _over_stages(partial(_execute, schedule, model, _needs_order(split.mesh), False), False, split, weights, batch, extra)[0]
 
 
 def _needs_order(mesh) -> bool:
@@ -77,19 +88,28 @@ def _needs_order(mesh) -> bool:
     return mesh.devices.flat[0].platform == "cpu"
 
 
-def _over_stages(execute, differentiate: bool, mesh, once, weights, batch, extra, ws_axes, ends_specs, batch_specs):
+def _over_stages(execute, differentiate: bool, split: Split, weights, batch, extra):
     """execute(stage [1], weights, batch, extra) on every device's shard. Returns as `gradients`, or (metric,)."""
-    ws, _, leading = weights
-    dims = lambda axes: (on or None for on in axes)
-    apart = lambda axes: tuple(a for a in once if a not in sum(axes, ())) or None
-    grads_specs = (jax.tree.map(lambda _, axes: P(apart(axes), None, STAGE, None, *dims(axes)), ws[0], ws_axes[0]),
-                   jax.tree.map(lambda spec: P(once or None, *spec), ends_specs[0]), P((*once, STAGE)), P((*once, STAGE))
-                   ) if differentiate else ()
-    ws_specs = jax.tree.map(lambda _, axes: P(None, STAGE, None, *dims(axes)), ws, ws_axes)
-    specs = (P(STAGE), (ws_specs, ends_specs, jax.tree.map(lambda _: P(), leading)), batch_specs, jax.tree.map(lambda _: P(), extra))
-    step = jax.shard_map(execute, mesh=mesh, axis_names={STAGE, *once}, in_specs=specs, out_specs=(P(once or None), *grads_specs),
-                         check_vma=False)
-    return step(jnp.arange(mesh.shape[STAGE]), weights, batch, extra)
+    layers, _, leading = weights
+    replicas, by_stage = P(split.deferred_axes or None), P((*split.deferred_axes, STAGE))
+
+    def dims(axes):
+        return (on or None for on in axes)
+
+    def layer_grads(axes):
+        rest = tuple(a for a in split.deferred_axes if a not in sum(axes, ()))
+        return P(rest or None, None, STAGE, None, *dims(axes))
+
+    out_specs = [replicas]
+    if differentiate:
+        out_specs += [jax.tree.map(lambda _, axes: layer_grads(axes), layers[0], split.layer_axes[0]),
+                      jax.tree.map(lambda spec: P(*replicas, *spec), split.ends_specs[0]), by_stage, by_stage]
+    layer_specs = jax.tree.map(lambda _, axes: P(None, STAGE, None, *dims(axes)), layers, split.layer_axes)
+    in_specs = (P(STAGE), (layer_specs, split.ends_specs, jax.tree.map(lambda _: P(), leading)), split.batch_specs,
+                jax.tree.map(lambda _: P(), extra))
+    step = jax.shard_map(execute, mesh=split.mesh, axis_names={STAGE, *split.deferred_axes}, in_specs=in_specs,
+                         out_specs=tuple(out_specs), check_vma=False)
+    return step(jnp.arange(split.mesh.shape[STAGE]), weights, batch, extra)
 
 
 # ---- the shard of a device -------------------------------------------------------------------------------------------

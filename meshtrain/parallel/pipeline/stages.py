@@ -71,7 +71,7 @@ def fit(run, loaded: Rules, sizes, vocab: int) -> tuple[Rules, list[str]]:
         each = f" in periods of {together}" if together > 1 else ""
         said.append(f"pipeline: {num_layers} layers{each} do not divide over mesh.stage={num_stages}: outside the pipeline's loop "
                      "every stage keeps the states of all of them")
-    if any(vocab % ways for ways in splits):
+    if any(vocab % num_shards for num_shards in splits):
         drop.add("vocab")
         said.append(f"pipeline: the vocabulary of {vocab} (padded) does not divide over stage and tensor: embedding and head "
                      "are split over tensor only, and every stage repeats their work")
