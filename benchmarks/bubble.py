@@ -1,8 +1,8 @@
 """python benchmarks/bubble.py: how long a pipeline's stages really stand idle, beside what the simulator says.
 
-Stages sleep instead of computing: a layer's F, B and W each wait in a callback on the host, the same time each. Sleeping
-needs no core, so four simulated devices overlap on any machine as four real ones would, and what is measured is the program
-that the executor makes of a schedule: its order, its permutes, its scans. Writes benchmarks/bubble.md.
+Stages sleep instead of computing: a layer's F, B and W each wait in a callback on the host, the same time each.
+Sleeping needs no core, so four simulated devices overlap on any machine as four real ones would, and what is measured
+is the program that the executor makes of a schedule: its order, its permutes, its scans. Writes benchmarks/bubble.md.
 """
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from meshtrain.parallel.pipeline import pipeline, schedules
 
 STAGES, MICROBATCHES = 4, 8
 CASES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("interleaved_zero_bubble", 2))
-CHUNK_S = 0.2                       # the shortest op, of one of two chunks: long beside what a busy machine adds to a tick
+# the shortest op, of one of two chunks: long beside what a busy machine adds to a tick
+CHUNK_S = 0.2
 STAGE_S = 2 * CHUNK_S
 REPEATS = 3
 WITHIN = 0.05                       # of the simulator's bubble
@@ -44,7 +45,8 @@ def sleeper(op: str, seconds: float, slept: list):
 
 
 def sleeping_layer(seconds: float, slept: list):
-    """A layer y = x with the costs F:B:W = 1:1:1. Its gradients come from different callbacks, so the split parts them."""
+    """A layer y = x with the costs F:B:W = 1:1:1. Its gradients come from different callbacks, so the split parts
+    them."""
     forward, input_grad, weight_grad = (sleeper(op, seconds, slept) for op in "FBW")
     layer = jax.custom_vjp(lambda w, x: x + forward(x))
 
@@ -67,7 +69,8 @@ def compiled_step(schedule: schedules.Schedule, mesh, slept: list):
     batch = jnp.ones((schedule.num_microbatches, 1, 1, 4, 8))
 
     def step(ws, batch):
-        return pipeline.gradients(schedule, model, mesh, (), ((ws, {}), (jnp.ones(()), {})), batch, (), ends_specs=(P(), {}), batch_specs=P())
+        return pipeline.gradients(schedule, model, mesh, (), ((ws, {}), (jnp.ones(()), {})),
+                                  batch, (), ends_specs=(P(), {}), batch_specs=P())
     with jax.set_mesh(mesh):
         return jax.jit(step).lower(ws, batch).compile(), (ws, batch)
 
@@ -82,8 +85,8 @@ def sleeps(schedule: schedules.Schedule) -> dict[str, int]:
 
 
 def apart(schedule: schedules.Schedule) -> float:
-    """The bubble of Megatron-LM's order of this schedule where every stage has a program of its own and goes on as soon as
-    what it needs has arrived, with F = B = W. Sources: arXiv:2104.04473; arXiv:2401.10241 (ZB-H1)."""
+    """The bubble of Megatron-LM's order of this schedule where every stage has a program of its own and goes on as soon
+    as what it needs has arrived, with F = B = W. Sources: arXiv:2104.04473; arXiv:2401.10241 (ZB-H1)."""
     waits = (schedule.num_stages - 1) / schedule.num_chunks * (1 if schedule.split else 3)
     return waits / (3 * schedule.num_microbatches + waits)
 
@@ -121,12 +124,13 @@ def main(argv) -> int:
     out = ["# The bubble that really happens", "",
            "Written by `python benchmarks/bubble.py`; what is measured, and how, stands there.", "",
            machine.line("", "jax"), "",
-           f"{STAGES} stages, {MICROBATCHES} microbatches; F, B and W of a stage sleep {STAGE_S * 1e3:.0f} ms each, those of a "
-           f"chunk their share; wall seconds, fastest of {REPEATS} steps.", "",
+           f"{STAGES} stages, {MICROBATCHES} microbatches; F, B and W of a stage sleep {STAGE_S * 1e3:.0f} ms each, "
+           f"those of a chunk their share; wall seconds, fastest of {REPEATS} steps.", "",
            "| schedule | chunks | bubble measured | simulated | at most | a runtime with one program per stage |",
            "|---|---|---|---|---|---|", *rows, "",
            "Bubble: the share of the step in which a stage does not work on its microbatches. The last column is the "
-           "closed form of Megatron-LM's order (zero_bubble: ZB-H1's), each stage going on as soon as what it needs has arrived."]
+           "closed form of Megatron-LM's order (zero_bubble: ZB-H1's), each stage going on as soon as what it needs "
+           "has arrived."]
     text = "\n".join(out) + "\n"
     print(text)
     (ROOT / "benchmarks" / "bubble.md").write_text(text)

@@ -1,9 +1,9 @@
 """python benchmarks/checkpoint.py [DIRECTORY]: what a checkpoint costs the run, and how close it comes to the disk.
 
-Two states: that of the model in benchmarks/step.toml (params and adamw's moments), whose own step is timed too, and one of
-1 GB. Each is saved a few times; beside each time stands what plain file reads and writes of as many bytes take, of the same
-random numbers, in the same directory and turn by turn. DIRECTORY (a temporary one) is where the run.dir of a run would be:
-a local disk or the cluster's file system. Writes benchmarks/checkpoint.md.
+Two states: that of the model in benchmarks/step.toml (params and adamw's moments), whose own step is timed too, and one
+of 1 GB. Each is saved a few times; beside each time stands what plain file reads and writes of as many bytes take, of
+the same random numbers, in the same directory and turn by turn. DIRECTORY (a temporary one) is where the run.dir of a
+run would be: a local disk or the cluster's file system. Writes benchmarks/checkpoint.md.
 """
 from __future__ import annotations
 
@@ -128,10 +128,11 @@ def large() -> object:
 def report(results: dict[str, dict[str, float]]) -> str:
     device = jax.devices()[0].device_kind
     lines = [
-        "# Checkpoints", "", "Written by `python benchmarks/checkpoint.py`; what is measured, and how, stands there.", "",
+        "# Checkpoints", "",
+        "Written by `python benchmarks/checkpoint.py`; what is measured, and how, stands there.", "",
         machine.line("" if device == "cpu" else device, "jax", "orbax-checkpoint", "xxhash"), "",
-        f"Wall seconds: what a disk does is no CPU time. Medians of {ROUNDS}, turn by turn, all that was written before on the "
-        "disk first.", "",
+        f"Wall seconds: what a disk does is no CPU time. Medians of {ROUNDS}, turn by turn, all that was written "
+        f"before on the disk first.", "",
         "| | " + " | ".join(results) + " |", "|---|" + "---|" * len(results),
     ]  # fmt: skip
     rate = lambda name: lambda r: f"{r[name]:.2f} s, {r['bytes'] / r[name] / GB:.2f} GB/s"
@@ -140,8 +141,8 @@ def report(results: dict[str, dict[str, float]]) -> str:
         "on disk": lambda r: f"{r['on_disk'] / 1e6:,.1f} MB",
         "**the step waits, per save**": rate("blocked"),
         "  bare copy to the host": rate("copy"),
-        f"**share of the run at checkpoint.every = {EVERY}**": lambda r: f"{r['blocked'] / EVERY / r['step']:.3%} of steps of "
-                                                                         f"{r['step']:.2f} s",
+        f"**share of the run at checkpoint.every = {EVERY}**": lambda r: f"{r['blocked'] / EVERY / r['step']:.3%} of "
+                                                                         f"steps of {r['step']:.2f} s",
         "whole on disk, checksums verified and synced": rate("saved"),
         "  plain file written and synced": rate("write"),
         "checksums verified, files in memory": rate("verify"),
@@ -152,8 +153,10 @@ def report(results: dict[str, dict[str, float]]) -> str:
         "  plain file read, from disk": rate("read_cold"),
     }  # fmt: skip
     lines += [f"| {name} | " + " | ".join(row(r) for r in results.values()) + " |" for name, row in table.items()]
-    lines += ["", "GB/s: bytes of the state per second. A resume verifies, then restores: the second finds the files in memory. "
-              "On a CPU the arrays are in the host's memory already, so a save need not wait for a copy."]  # fmt: skip
+    lines += ["",
+              "GB/s: bytes of the state per second. A resume verifies, then restores: the second finds the files in "
+              # fmt: skip
+              "memory. On a CPU the arrays are in the host's memory already, so a save need not wait for a copy."]
     return "\n".join([*lines, ""])
 
 
@@ -165,7 +168,8 @@ def _directory(text: str) -> str:
 
 def main(argv: list[str]) -> int:
     parser = words.Parser(__doc__)
-    parser.add_argument("directory", nargs="?", metavar="DIRECTORY", type=_directory, help="where a run's directory would be")
+    parser.add_argument("directory", nargs="?", metavar="DIRECTORY", type=_directory,
+                        help="where a run's directory would be")
     parent = parser.parse_args(argv).directory
     state, step_s = model()
     results = {}

@@ -1,8 +1,8 @@
 """python benchmarks/commit.py [PROCESSES …]: how long a checkpoint of thousands of processes takes to become whole.
 
-Simulated here: the files, written as orbax writes them (a store of its own for each process, with its pieces of every array).
-Real: what each process does with its own files, one after the other here, and all that process 0 does when the last has ended.
-Without PROCESSES: 64, 512 and 2048. Writes benchmarks/commit.md.
+Simulated here: the files, written as orbax writes them (a store of its own for each process, with its pieces of every
+array). Real: what each process does with its own files, one after the other here, and all that process 0 does when the
+last has ended. Without PROCESSES: 64, 512 and 2048. Writes benchmarks/commit.md.
 """
 from __future__ import annotations
 
@@ -29,15 +29,18 @@ from benchmarks import machine, words
 from meshtrain.checkpoint import commit
 
 COUNTS = (64, 512, 2048)
-ARRAYS, PIECES, WIDTH = 36, 4, 40      # of a process: as many arrays as Llama's with adamw's moments, pieces of each, and their numbers
+# of a process: as many arrays as Llama's with adamw's moments, pieces of each, and their numbers
+ARRAYS, PIECES, WIDTH = 36, 4, 40
 GROUPS = 4                             # in which a process writes them: about as many files of data as orbax makes
 
 
-def simulate(place: Path, count: int, handler: ocp.PyTreeCheckpointHandler, arrays: int = ARRAYS) -> dict[str, np.ndarray]:
+def simulate(place: Path, count: int, handler: ocp.PyTreeCheckpointHandler, arrays: int = ARRAYS) -> dict[
+        str, np.ndarray]:
     """place/state as `count` processes leave it behind, each with its rows of every array; returns the whole arrays."""
     whole = {f"w{i:02}": np.random.default_rng(i).random((count * PIECES, WIDTH), np.float32) for i in range(arrays)}
     (place / "state").mkdir(parents=True)
-    handler.save(epath.Path(place / "state"), args=ocp.args.PyTreeSave({name: jnp.asarray(x) for name, x in whole.items()}))
+    handler.save(epath.Path(place / "state"),
+                 args=ocp.args.PyTreeSave({name: jnp.asarray(x) for name, x in whole.items()}))
     store = place / "state" / "ocdbt.process_0"
     described = (place / "state" / "array_metadatas" / "process_0").read_text()
     described = described.replace(f'"chunk_shape": [{count * PIECES}, {WIDTH}]', f'"chunk_shape": [1, {WIDTH}]')
@@ -47,7 +50,8 @@ def simulate(place: Path, count: int, handler: ocp.PyTreeCheckpointHandler, arra
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     shutil.rmtree(store)
     for first in range(0, count, 64):
-        asyncio.run(_write_stores(place / "state", range(first, min(first + 64, count)), whole, json.dumps(forms).encode()))
+        asyncio.run(_write_stores(place / "state", range(first, min(first + 64, count)),
+                                  whole, json.dumps(forms).encode()))
     for index in range(count):
         (place / "state" / "array_metadatas" / f"process_{index}").write_text(described)
     return whole
@@ -105,12 +109,13 @@ def report(results: list[dict[str, float]]) -> str:
         "  of it CPU": lambda r: f"{r['cpu']:.2f} s",
     }
     return "\n".join([
-        "# Commits of many processes", "", "Written by `python benchmarks/commit.py`; what is measured, and how, stands there.", "",
+        "# Commits of many processes", "",
+        "Written by `python benchmarks/commit.py`; what is measured, and how, stands there.", "",
         machine.line("", "jax", "orbax-checkpoint", "xxhash"), "",
         "| processes | " + " | ".join(f"{r['processes']:,}" for r in results) + " |", "|---|" + "---|" * len(results),
         *(f"| {name} | " + " | ".join(row(r) for r in results) + " |" for name, row in rows.items()), "",
-        "Local disk, wall seconds. On a shared file system a file that process 0 looks at is a round trip or two: it reads one record a "
-        "process, in 32 threads, and orbax its index and the description of its arrays.", ""])
+        "Local disk, wall seconds. On a shared file system a file that process 0 looks at is a round trip or two: it "
+        "reads one record a process, in 32 threads, and orbax its index and the description of its arrays.", ""])
 
 
 def _count(text: str) -> int:
@@ -121,7 +126,8 @@ def _count(text: str) -> int:
 
 def main(argv: list[str]) -> int:
     parser = words.Parser(__doc__)
-    parser.add_argument("processes", nargs="*", type=_count, default=COUNTS, metavar="PROCESSES", help="how many write the checkpoint")
+    parser.add_argument("processes", nargs="*", type=_count, default=COUNTS, metavar="PROCESSES",
+                        help="how many write the checkpoint")
     results = []
     for count in parser.parse_args(argv).processes:
         with tempfile.TemporaryDirectory() as directory:

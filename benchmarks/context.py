@@ -1,18 +1,18 @@
 """python benchmarks/context.py [SEQ_LEN ...]: what ring, gather and ulysses send, hold and take, over S and context.
 
-One layer's attention, forward and backward, of one sequence, in the engine that a run would get: on 8 simulated devices,
-or on all GPUs there are. Outputs of the methods must agree before anything is timed; then they are timed in turns.
-Bytes are read off the compiled program. Writes benchmarks/context.md.
+One layer's attention, forward and backward, of one sequence, in the engine that a run would get: on 8 simulated
+devices, or on all GPUs there are. Outputs of the methods must agree before anything is timed; then they are timed in
+turns. Bytes are read off the compiled program. Writes benchmarks/context.md.
 
-When does the ring hide what it sends? With chunks of c = S / (2·context) tokens, N heads and K key/value heads of size H,
-a step of the forward computes two c × c blocks, 2 · 4·c²·N·H FLOPs, while K and V of two chunks travel on, in bf16
-2 · 2c·K·H · 2 bytes. Both are 8·c·H times something, and c·N / FLOPs per second ≥ K / bytes per second gives
+When does the ring hide what it sends? With chunks of c = S / (2·context) tokens, N heads and K key/value heads of size
+H, a step of the forward computes two c × c blocks, 2 · 4·c²·N·H FLOPs, while K and V of two chunks travel on, in bf16 2
+· 2c·K·H · 2 bytes. Both are 8·c·H times something, and c·N / FLOPs per second ≥ K / bytes per second gives
 
     c ≥ FLOPs per second ÷ bytes per second × K/N.
 
 A step of the backward computes 2.5 times as much (five products for two) and sends three times as much: K and V again,
-and dK and dV in float32. So it asks for 3 / 2.5 = 1.2 times that c. Tensor parallelism divides N and K alike and changes
-nothing. Kernels stay below their peak, so the true c is smaller.
+and dK and dV in float32. So it asks for 3 / 2.5 = 1.2 times that c. Tensor parallelism divides N and K alike and
+changes nothing. Kernels stay below their peak, so the true c is smaller.
 """
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class Contestant:
         on_cpu = devices[0].platform == "cpu"
         N, K, H, _ = SHAPES["cpu" if on_cpu else "gpu"]
         run = config.Run(mesh=dict(context=cp), sharding=dict(rules=str(ROOT / "sharding_rules" / "ddp.toml")),
-                         model=dict(vocab_size=256, embed_dim=N * H, num_layers=1, num_heads=N, num_kv_heads=K, head_dim=H,
+                         model=dict(vocab_size=256, embed_dim=N * H, num_layers=1, num_heads=N,
+                                    num_kv_heads=K, head_dim=H,
                                     mlp_dim=N * H, compute_dtype="float32" if on_cpu else "bfloat16"),
                          data=dict(seq_len=S, global_batch=1, document_mask=False), context=dict(method=method))
         mesh_spec = MeshSpec({"context": cp})
@@ -99,16 +100,18 @@ class Contestant:
 def bounds() -> list[str]:
     """The bound of every GPU whose peak and links are known, as a table."""
     out = ["## When the ring hides what it sends", "",
-           "A chunk (S / 2·context) must hold FLOPs ÷ bandwidth × K/N tokens for the forward, 1.2 times as many for the "
-           f"backward; the derivation stands in `benchmarks/context.py`. S: the shortest sequence whose backward is hidden at "
-           f"context {TABLE_CONTEXT} with K/N = {K_TO_N:g} (Llama 3 8B). Across hosts every GPU is taken to have its own link.", "",
-           "| GPU | link | FLOPs ÷ bandwidth | chunk, forward | chunk, backward | S, context 8 |", "|---|---|---|---|---|---|"]
+           "A chunk (S / 2·context) must hold FLOPs ÷ bandwidth × K/N tokens for the forward, 1.2 times as many for "
+           f"the backward; the derivation stands in `benchmarks/context.py`. S: the shortest sequence whose backward "
+           f"is hidden at context {TABLE_CONTEXT} with K/N = {K_TO_N:g} (Llama 3 8B). Across hosts every GPU is taken "
+           f"to have its own link.", "",
+           "| GPU | link | FLOPs ÷ bandwidth | chunk, forward | chunk, backward | S, context 8 |",
+           "|---|---|---|---|---|---|"]
     for gpu in hardware.GPUS.values():
         for link, rate in (("in a host", gpu.intra_host_bytes_per_s), ("across hosts", gpu.inter_host_bytes_per_s)):
             if rate and gpu.peak("bfloat16"):
                 tokens = gpu.peak("bfloat16") / rate
-                out.append(f"| {gpu.name} | {link} | {tokens:,.0f} | {tokens * K_TO_N:,.0f} | {1.2 * tokens * K_TO_N:,.0f} | "
-                           f"{2 * TABLE_CONTEXT * 1.2 * tokens * K_TO_N:,.0f} |")
+                out.append(f"| {gpu.name} | {link} | {tokens:,.0f} | {tokens * K_TO_N:,.0f} | "
+                           f"{1.2 * tokens * K_TO_N:,.0f} | {2 * TABLE_CONTEXT * 1.2 * tokens * K_TO_N:,.0f} |")
     return out
 
 
@@ -143,14 +146,16 @@ def main(argv) -> int:
             for c in contestants:
                 notes += [c.note] if c.note and c.note not in notes else []
                 forward, backward = map(statistics.median, zip(*c.times))
-                rows.append(f"| {S:,} | {cp} | {c.method} | {c.sent_bytes[0] / 2**20:.2f} | {c.sent_bytes[1] / 2**20:.2f} | "
-                            f"{c.temp_bytes / 2**20:.1f} | {forward * 1e3:.0f} | {backward * 1e3:.0f} | {c.compile_s:.1f} |")
+                rows.append(f"| {S:,} | {cp} | {c.method} | {c.sent_bytes[0] / 2**20:.2f} | "
+                            f"{c.sent_bytes[1] / 2**20:.2f} | {c.temp_bytes / 2**20:.1f} | {forward * 1e3:.0f} | "
+                            f"{backward * 1e3:.0f} | {c.compile_s:.1f} |")
                 print(rows[-1], file=sys.stderr)
     text = "\n".join([*heading(devices, on_cpu), *notes, "",
-                      f"One sequence, {N} heads of {H}, {K} key/value heads, {contestants[0].dtype}; per device, one layer. "
-                      "Temporaries: the larger of forward and backward, gathered or travelling keys and values included.", "",
-                      "| S | context | method | sent forward, MiB | backward, MiB | temporaries, MiB | forward, {0} | backward, "
-                      "{0} | compile, wall s |".format("CPU ms" if on_cpu else "ms"),
+                      f"One sequence, {N} heads of {H}, {K} key/value heads, {contestants[0].dtype}; per device, one "
+                      f"layer. Temporaries: the larger of forward and backward, gathered or travelling keys and values "
+                      f"included.", "",
+                      "| S | context | method | sent forward, MiB | backward, MiB | temporaries, MiB | forward, {0} | "
+                      "backward, {0} | compile, wall s |".format("CPU ms" if on_cpu else "ms"),
                       "|---|---|---|---|---|---|---|---|---|",
                       *rows, "", *bounds()] if rows else bounds()) + "\n"
     print(text)
@@ -161,7 +166,8 @@ def main(argv) -> int:
 def heading(devices, on_cpu: bool) -> list[str]:
     out = ["# Context parallelism", "",
            "Written by `python benchmarks/context.py`; what is measured, and how, stands there.", "",
-           machine.line(f"{len(devices)} {'simulated devices' if on_cpu else '× ' + devices[0].device_kind}", "jax", "jaxlib"), ""]
+           machine.line(f"{len(devices)} {'simulated devices' if on_cpu else '× ' + devices[0].device_kind}",
+                        "jax", "jaxlib"), ""]
     if on_cpu:
         out += ["Simulated devices share the cores and a copy in memory is their link: times compare the work that the "
                 "methods do, in CPU seconds of all threads, not what a network makes of them.", ""]

@@ -1,12 +1,13 @@
 """python benchmarks/data.py: how many tokens a second the loader makes, and what it costs to open 10^8 documents.
 
-Sources of documents of some 1,000 tokens: text (a file each), a memory-mapped uint16 token file, the same in 1,000 files, and
-a mixture of one part of that text and three of the tokens. Nothing but Packed.iterate runs: no step, no device. The limit is
-the memory bandwidth of the copy: the bytes of a batch's arrays at the rate of np.copyto between arrays that no cache holds.
-Whole documents are the same tokens with none cut (data.packing). The index: a file of where 10^8 documents end (0.8 GB, memory-mapped, in the page cache), documents so long that they make
-10^10 sequences, with 0.1% held out; of their tokens nothing exists, a read gives zeros. A process of its own opens it, makes
-its first batch, and then single sequences anywhere and in order; its own memory is RssAnon. Once more with documents of 500
-tokens, none cut: those of the first windows are counted. Writes benchmarks/data.md.
+Sources of documents of some 1,000 tokens: text (a file each), a memory-mapped uint16 token file, the same in 1,000
+files, and a mixture of one part of that text and three of the tokens. Nothing but Packed.iterate runs: no step, no
+device. The limit is the memory bandwidth of the copy: the bytes of a batch's arrays at the rate of np.copyto between
+arrays that no cache holds. Whole documents are the same tokens with none cut (data.packing). The index: a file of where
+10^8 documents end (0.8 GB, memory-mapped, in the page cache), documents so long that they make 10^10 sequences, with
+0.1% held out; of their tokens nothing exists, a read gives zeros. A process of its own opens it, makes its first batch,
+and then single sequences anywhere and in order; its own memory is RssAnon. Once more with documents of 500 tokens, none
+cut: those of the first windows are counted. Writes benchmarks/data.md.
 """
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ ROUNDS, ROUND_S = 7, 0.7
 SEQ_LENS, PREFETCH = (256, 4096), (0, 2)
 MANY_FILES = 1000
 INDEX_DOCUMENTS, INDEX_TOKENS = 10**8, 410_000      # and tokens of a document, on average
-WHOLE_TOKENS, WHOLE_COUNTED = 500, 2 * 10**6        # of a document, on average, where none is cut; and documents that are counted
+# of a document, on average, where none is cut; and documents that are counted
+WHOLE_TOKENS, WHOLE_COUNTED = 500, 2 * 10**6
 
 
 class Index:
@@ -88,7 +90,8 @@ def own_memory() -> int:
 
 
 def measure_index(path: str, seq_len: int, results) -> None:
-    """In a process of its own: seconds to the first batch, bytes, seconds for a sequence anywhere and for the next one."""
+    """In a process of its own: seconds to the first batch, bytes, seconds for a sequence anywhere and for the next
+    one."""
     before, clock, cpu = own_memory(), time.perf_counter(), time.process_time()
     packed = packing.pack([Index(path)], [1.0], Packing(0, seq_len, global_batch=1, seed=0, validation_fraction=0.001))
     packed.batch(0)
@@ -105,7 +108,8 @@ def measure_index(path: str, seq_len: int, results) -> None:
 
 
 def measure_whole(path: str, seq_len: int, results) -> None:
-    """In a process of its own: seconds to the first batch, to count WHOLE_COUNTED documents, and for the next sequence; bytes."""
+    """In a process of its own: seconds to the first batch, to count WHOLE_COUNTED documents, and for the next sequence;
+    bytes."""
     before, clock, cpu = own_memory(), time.perf_counter(), time.process_time()
     packed = packing.pack([Short(path)], [1.0], Packing(0, seq_len, global_batch=1, seed=0, packing="whole"))
     times = []
@@ -202,12 +206,15 @@ def main(argv) -> None:
                      for name, parts, weights in (("text files", [text], [1]), ("uint16 tokens", [ids], [1]),
                                                   (f"the same in {MANY_FILES:,} files", [many], [1]),
                                                   ("mixture 1 : 3", [text, ids], [1, 3]))}
-            packs["whole documents of uint16 tokens"] = packing.pack([ids], [1], dataclasses.replace(shape, packing="whole"))
+            packs["whole documents of uint16 tokens"] = packing.pack(
+                [ids], [1], dataclasses.replace(shape, packing="whole"))
             width = sum(array.nbytes for array in packs["uint16 tokens"].batch(0).values()) / BATCH_TOKENS
             limit = copied / width
             for name, packed in packs.items():
                 for prefetch in PREFETCH:
-                    with contextlib.closing(dataclasses.replace(packed, shape=dataclasses.replace(packed.shape, prefetch=prefetch)).iterate(0)) as batches:
+                    with contextlib.closing(dataclasses.replace(packed,
+                                                                shape=dataclasses.replace(packed.shape,
+                                                                                          prefetch=prefetch)).iterate(0)) as batches:
                         clock, cpu = tokens_per_s(lambda: next(batches), BATCH_TOKENS)
                     lines.append(f"| {name} | {seq_len:,} | {prefetch} | {clock / 1e6:.1f} M | {cpu / 1e6:.1f} M | "
                                  f"{limit / 1e6:.0f} M | {cpu / limit:.0%} |")

@@ -1,12 +1,14 @@
-"""python benchmarks/experts.py [step] [dispatch] [learning]: what experts cost, send and are worth, beside a dense model.
+"""python benchmarks/experts.py [step] [dispatch] [learning]: what experts cost, send and are worth, beside a dense
+model.
 
-step: a training step of experts and one of a dense model of the same active parameters, timed in turns within one run; on GPUs
-layers of Qwen3-30B-A3B, as many as the memory holds, and their MFU by active parameters.
-dispatch: what a layer sends and holds by method and number of shards, from programs compiled for H100 (the extra gpu-compile, no GPU). Also
-draws benchmarks/experts.svg, what is sent over the tokens of a GPU, by formula.
-learning: configs/quickstart-experts.toml and the same file with a dense MLP as wide as a token's experts together, for each of
-three seeds: the loss on held-out text after equal steps. Tens of CPU minutes.
-No word: step, and where there is no GPU dispatch. Each writes its own section of benchmarks/experts.md and leaves the others.
+step: a training step of experts and one of a dense model of the same active parameters, timed in turns within one run;
+on GPUs layers of Qwen3-30B-A3B, as many as the memory holds, and their MFU by active parameters.
+dispatch: what a layer sends and holds by method and number of shards, from programs compiled for H100 (the extra
+gpu-compile, no GPU). Also draws benchmarks/experts.svg, what is sent over the tokens of a GPU, by formula.
+learning: configs/quickstart-experts.toml and the same file with a dense MLP as wide as a token's experts together, for
+each of three seeds: the loss on held-out text after equal steps. Tens of CPU minutes.
+No word: step, and where there is no GPU dispatch. Each writes its own section of benchmarks/experts.md and leaves the
+others.
 """
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ PAGE, PICTURE = ROOT / "benchmarks" / "experts.md", ROOT / "benchmarks" / "exper
 MIB, GIB = 2**20, 2**30
 
 
-# ---- step: a training step ---------------------------------------------------------------------------------------------
+# ---- step: a training step
+# ---------------------------------------------------------------------------------------------
 
 MLP_DIM = 704                                       # of the dense model; K experts of a token are as wide together
 CHOICES = ((8, 2), (32, 4))                         # E, K
@@ -55,13 +58,15 @@ def step_section() -> list[str]:
 
 
 def narrow(*overrides: str) -> config.Run:
-    given = ["--run.compilation_cache", "", "--data.validation_fraction", "0", "--model.mlp_dim", str(MLP_DIM), *overrides]
+    given = ["--run.compilation_cache", "", "--data.validation_fraction", "0", "--model.mlp_dim",
+             str(MLP_DIM), *overrides]
     return config.load([str(ROOT / "benchmarks" / "step.toml"), *given])
 
 
 def with_experts(E: int, K: int, width: int) -> tuple[str, ...]:
     """Overrides: E experts, K of which are as wide as an MLP of `width`."""
-    return ("--model.num_experts", str(E), "--model.experts_per_token", str(K), "--model.expert_mlp_dim", str(width // K))
+    return ("--model.num_experts", str(E), "--model.experts_per_token", str(K), "--model.expert_mlp_dim",
+            str(width // K))
 
 
 def on_cpu() -> list[str]:
@@ -80,27 +85,31 @@ def on_cpu() -> list[str]:
     base, out = contestants[0], []
     for c in contestants:
         parameters = made[c.name].model.parameters()
-        ratios = ("–", "–") if c is base else (f"**{step.ratio(c, base, 'cpu_times'):.2f}**", f"{step.ratio(c, base):.2f}")
+        ratios = ("–", "–") if c is base else (f"**{step.ratio(c, base, 'cpu_times'):.2f}**",
+                                               f"{step.ratio(c, base):.2f}")
         took = (f"{statistics.median(times) * 1e3:,.0f} ms" for times in (c.cpu_times, c.times))
         out.append((c.name, f"{sum(info.size for info in parameters):,}", f"{active(made[c.name]):,}", *took, *ratios,
                     f"{c.peak_bytes / MIB:.0f} MiB", f"{c.compile_s:.1f} s"))
     m, d = dense.model, dense.data
-    return [f"One CPU device, {m.compute_dtype}, embed {m.embed_dim}, {m.num_layers} layers, {d.global_batch} sequences of "
-            f"{d.seq_len}. The dense MLP is {MLP_DIM} wide, and so are the experts of a token together. In turns, {STEPS} "
-            f"steps each, medians of {ROUNDS} rounds; aim ≤ {AIM} of CPU seconds. The optimizer goes over all parameters, "
-            "active or not.", "",
-            *table(("model", "parameters", "active", "step, CPU", "step, wall", "÷ dense, CPU", "÷ dense, wall", "memory",
+    return [f"One CPU device, {m.compute_dtype}, embed {m.embed_dim}, {m.num_layers} layers, {d.global_batch} "
+            f"sequences of {d.seq_len}. The dense MLP is {MLP_DIM} wide, and so are the experts of a token together. "
+            f"In turns, {STEPS} steps each, medians of {ROUNDS} rounds; aim ≤ {AIM} of CPU seconds. The optimizer goes "
+            f"over all parameters, active or not.", "",
+            *table(("model", "parameters", "active", "step, CPU", "step, wall", "÷ dense, CPU",
+                    "÷ dense, wall", "memory",
                     "compile"), out)]
 
 
-A3B, A3B_SIZES = gpu_speed.Plan("experts", "configs/qwen3-30b-a3b.toml", 8, False, "selective"), gpu_speed.Sizes(microbatches=2)
-NO_EXPERTS = ("--model.num_experts", "0", "--model.experts_per_token", "0", "--model.expert_mlp_dim", "0", "--experts.aux_loss",
+A3B, A3B_SIZES = gpu_speed.Plan("experts", "configs/qwen3-30b-a3b.toml", 8, False,
+                                "selective"), gpu_speed.Sizes(microbatches=2)
+NO_EXPERTS = ("--model.num_experts", "0", "--model.experts_per_token", "0", "--model.expert_mlp_dim",
+              "0", "--experts.aux_loss",
               "0.01", "--sharding.rules", str(ROOT / "sharding_rules" / "zero3.toml"))
 
 
 def on_gpus(devices, plan: gpu_speed.Plan = A3B, sizes: gpu_speed.Sizes = A3B_SIZES) -> list[str]:
-    """plan: experts; 16 sequences of a GPU and step, and experts over pairs of GPUs, as in its run file. The dense model beside it has
-    as many layers, and its MLP of mlp_dim is as wide as a token's experts."""
+    """plan: experts; 16 sequences of a GPU and step, and experts over pairs of GPUs, as in its run file. The dense
+    model beside it has as many layers, and its MLP of mlp_dim is as wide as a token's experts."""
     if len(devices) % 2 == 0:
         plan = plan._replace(overrides=(*plan.overrides, "--mesh.fsdp", "2"))
     bare = plan._replace(name="dense", overrides=plan.overrides + NO_EXPERTS)
@@ -115,9 +124,10 @@ def on_gpus(devices, plan: gpu_speed.Plan = A3B, sizes: gpu_speed.Sizes = A3B_SI
         row = gpu_speed.told(of, made, compiled, measured)["row"]
         seconds.append(statistics.median(measured.times))
         rows.append((of.name, f"{active(made):,}", *(row[name] for name in ROW)))
-    return [f"{len(devices)} × {devices[0].device_kind}: layers of {Path(plan.run_file).stem}, and dense ones with an MLP of "
-            f"{made.run.model.mlp_dim}; remat {plan.remat}. Experts ÷ dense: **{seconds[0] / seconds[1]:.2f}**, aim ≤ {AIM}; "
-            f"MFU by active parameters, aim ≥ {MFU_AIM:.0%}.", "", *table(("model", "active parameters", *ROW), rows)]
+    return [f"{len(devices)} × {devices[0].device_kind}: layers of {Path(plan.run_file).stem}, and dense ones with an "
+            f"MLP of {made.run.model.mlp_dim}; remat {plan.remat}. Experts ÷ dense: **{seconds[0] / seconds[1]:.2f}**, "
+            f"aim ≤ {AIM}; MFU by active parameters, aim ≥ {MFU_AIM:.0%}.", "",
+            *table(("model", "active parameters", *ROW), rows)]
 
 
 ROW = ("layers", "tokens", "step, s", "tokens/s a GPU", "MFU", "peak, GiB", "by inspect, GiB")
@@ -128,7 +138,8 @@ def active(made) -> int:
     return sum(flops.active(info, made.run.model) for info in made.model.parameters())
 
 
-# ---- dispatch: what a layer sends and holds ----------------------------------------------------------------------------
+# ---- dispatch: what a layer sends and holds
+# ----------------------------------------------------------------------------
 
 TOKENS = 4096                   # of a GPU and microbatch
 
@@ -162,10 +173,11 @@ def dispatch_section() -> list[str]:
             for method in METHODS:
                 rows.append((shape.name, num_shards, method, *measured(shape, num_shards, method)))
                 print(" · ".join(map(str, rows[-1])), file=sys.stderr)
-    return [f"A layer of {DEPTH}, forward and backward with remat full, {TOKENS:,} tokens a GPU in bfloat16, compiled for "
-            "H100; experts over `fsdp`, all else on every GPU. `zero3`: the experts' matrices are gathered, and no token "
-            "moves. Sent: by a GPU, of tokens, choices and experts' weights and gradients alone, where one round suffices; by "
-            "formula as [docs/experts.md](../docs/experts.md) has it. Temporaries: of the whole step.", "",
+    return [f"A layer of {DEPTH}, forward and backward with remat full, {TOKENS:,} tokens a GPU in bfloat16, compiled "
+            f"for H100; experts over `fsdp`, all else on every GPU. `zero3`: the experts' matrices are gathered, and "
+            f"no token moves. Sent: by a GPU, of tokens, choices and experts' weights and gradients alone, where one "
+            f"round suffices; by formula as [docs/experts.md](../docs/experts.md) has it. Temporaries: of the whole "
+            f"step.", "",
             *table(("layer", "shards", "method", "sent, MiB", "by formula, MiB", "temporaries, MiB"), rows)]
 
 
@@ -173,7 +185,8 @@ def measured(shape: Shape, num_shards: int, method: str) -> tuple[str, ...]:
     made = assembled(shape, num_shards, method, TOKENS, gpu_compile.topology(f"h100:{num_shards}"))
     program = made.program.compile()
     moved = [c for c in audit.read(program.as_text(), made.mesh).collectives if c.kind in MOVES]
-    sent = sum(c.bytes for c in moved) / DEPTH      # of one round: the loop of further ones has no known count, and none is assumed
+    # of one round: the loop of further ones has no known count, and none is assumed
+    sent = sum(c.bytes for c in moved) / DEPTH
     by_formula = formula(shape, num_shards, method, TOKENS)
     return tuple(f"{count / MIB:,.0f}" for count in (sent, by_formula, program.memory_analysis().temp_size_in_bytes))
 
@@ -184,7 +197,8 @@ def assembled(shape: Shape, num_shards: int, method: str, tokens: int, devices):
         rules = Path(scratch) / "rules.toml"
         rules.write_text(f'[params]\n{METHODS[method]} = "fsdp"\n[activations]\nbatch = "fsdp"\n')
         run = config.Run(
-            mesh=dict(fsdp=num_shards), sharding=dict(rules=str(rules)), data=dict(seq_len=tokens, global_batch=num_shards),
+            mesh=dict(fsdp=num_shards), sharding=dict(rules=str(rules)),
+            data=dict(seq_len=tokens, global_batch=num_shards),
             model=dict(vocab_size=1024, embed_dim=shape.D, num_layers=DEPTH, num_heads=8, num_kv_heads=8, head_dim=64,
                        mlp_dim=shape.F, num_experts=shape.E, experts_per_token=shape.K, expert_mlp_dim=shape.F),
             training=dict(remat="full"), experts=dict(dispatch="auto" if method == "zero3" else method))
@@ -192,9 +206,11 @@ def assembled(shape: Shape, num_shards: int, method: str, tokens: int, devices):
 
 
 def formula(shape: Shape, num_shards: int, method: str, tokens: int) -> float:
-    """Bytes that a GPU sends: tokens five times in bfloat16, or weights twice in bfloat16 and their gradients in float32.
+    """Bytes that a GPU sends: tokens five times in bfloat16, or weights twice in bfloat16 and their gradients in
+    float32.
 
-    Choices and weights of the choices go beside tokens, there and there again in the backward, and a weight's gradient back.
+    Choices and weights of the choices go beside tokens, there and there again in the backward, and a weight's gradient
+    back.
     """
     over, choices = (num_shards - 1) / num_shards, shape.K * tokens
     if method == "zero3":
@@ -214,7 +230,8 @@ def picture() -> str:
     weights = formula(shape, cases[0][0], "zero3", 0)
     rows = [row._replace(points=within(row.points, 1.6 * weights / GIB)) for row in rows]
     drawn = pictures.curves(
-        rows, "tokens of a GPU and microbatch", "GiB that a GPU sends for a layer", lambda x: f"{x:,.0f}", lambda y: f"{y:g}",
+        rows, "tokens of a GPU and microbatch", "GiB that a GPU sends for a layer", lambda x: f"{x:,.0f}",
+        lambda y: f"{y:g}",
         f"What a GPU sends for the experts of a layer of {shape.name}", zero=True,
         levels=[(weights / GIB, "zero3: the experts' weights travel")])
     legend = [pictures.rect(92, 30 + 18 * k, 12, 12, f"c{k}") + pictures.text(110, 40 + 18 * k, name)
@@ -228,16 +245,17 @@ def within(points, most: float):
     return [(x0, y0), (x1 * most / y1, most) if y1 > most else (x1, y1)]
 
 
-# ---- learning: the loss after equal steps ------------------------------------------------------------------------------
+# ---- learning: the loss after equal steps
+# ------------------------------------------------------------------------------
 
 SEEDS = (0, 1, 2)
-SMALL = tuple("--model.embed_dim 96 --model.num_layers 3 --training.steps 480 --data.global_batch 8 --model.embedding_std 1 "
-              "--optimizer.warmup_steps 60".split())
+SMALL = tuple("--model.embed_dim 96 --model.num_layers 3 --training.steps 480 --data.global_batch 8 "
+              "--model.embedding_std 1 --optimizer.warmup_steps 60".split())
 BOUND = 2           # of the load
 RUNS = {"dense": ("configs/quickstart.toml", (*SMALL, "--model.mlp_dim", "256")),
         "8 experts, 2 a token": ("configs/quickstart-experts.toml", (*SMALL, "--model.expert_mlp_dim", "128"))}
-ALONE = tuple("--mesh.data 1 --mesh.fsdp 1 --mesh.tensor 1 --mesh.simulated_devices 0 --sharding.rules sharding_rules/ddp.toml "
-              "--run.sample_tokens 0 --metrics.tensorboard false --checkpoint.every 0".split())
+ALONE = tuple("--mesh.data 1 --mesh.fsdp 1 --mesh.tensor 1 --mesh.simulated_devices 0 --sharding.rules "
+              "sharding_rules/ddp.toml --run.sample_tokens 0 --metrics.tensorboard false --checkpoint.every 0".split())
 
 
 def learning_section() -> list[str]:
@@ -246,18 +264,20 @@ def learning_section() -> list[str]:
     out = [(name, *(f"{row['loss']:.4f}" for row in rows), f"**{mean(rows):.4f}**",
             *(max(row[key] for row in rows) if rows[0]["load"] else "–" for key in ("load", "late", "above", "last")))
            for name, rows in found.items()]
-    return [f"`{'` and `'.join(file for file, _ in RUNS.values())}` with `{' '.join(SMALL)}` and an MLP of 256, or experts of "
-            "128: the same data, steps, learning rates and embedding, and equal active parameters but for the routers. On one device, "
-            "since the loss is that of any layout. Loss on held-out text in nats a byte; load: tokens of the busiest expert of the "
-            f"worst layer by the mean, the largest of all steps and of their second half, in how many it is above {BOUND}, "
-            "and the last of them, each of the worst seed.", "",
-            *table(("model", *(f"seed {seed}" for seed in SEEDS), "mean", "load", "late load", f"steps above {BOUND}", "the last"), out)]
+    return [f"`{'` and `'.join(file for file, _ in RUNS.values())}` with `{' '.join(SMALL)}` and an MLP of 256, or "
+            f"experts of 128: the same data, steps, learning rates and embedding, and equal active parameters but for "
+            f"the routers. On one device, since the loss is that of any layout. Loss on held-out text in nats a byte; "
+            f"load: tokens of the busiest expert of the worst layer by the mean, the largest of all steps and of their "
+            f"second half, in how many it is above {BOUND}, and the last of them, each of the worst seed.", "",
+            *table(("model", *(f"seed {seed}" for seed in SEEDS), "mean", "load", "late load",
+                    f"steps above {BOUND}", "the last"), out)]
 
 
 def trained(file: str, seed: int, given: tuple[str, ...] = ()) -> dict:
     """As `outcome`, of a run on one device."""
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "meshtrain.train", str(ROOT / file), "--run.dir", directory, "--run.seed", str(seed),
+        command = [sys.executable, "-m", "meshtrain.train", str(ROOT / file), "--run.dir",
+                   directory, "--run.seed", str(seed),
                    *ALONE, *given]
         # A caller that simulates devices, as tests do, has them in XLA_FLAGS, and this run is to have one.
         env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
@@ -268,16 +288,18 @@ def trained(file: str, seed: int, given: tuple[str, ...] = ()) -> dict:
 
 
 def outcome(directory: Path) -> dict:
-    """{loss: on held-out text after the last step, load: the largest, late: the largest in the second half of the steps, above:
-    how many are beyond BOUND, last: the step of the last of them}; loads are 0 without experts."""
+    """{loss: on held-out text after the last step, load: the largest, late: the largest in the second half of the
+    steps, above: how many are beyond BOUND, last: the step of the last of them}; loads are 0 without experts."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     load = [row.get("expert_load_max", 0) for row in rows]
     above = [row["step"] for row, found in zip(rows, load) if found > BOUND]
-    return {"loss": rows[-1]["val_loss"], "load": round(max(load), 2), "late": round(max(load[len(rows) // 2:]), 2), "above": len(above),
+    return {"loss": rows[-1]["val_loss"], "load": round(max(load), 2), "late": round(max(load[len(rows) // 2:]), 2),
+            "above": len(above),
             "last": max(above, default=0)}
 
 
-# ---- the page ----------------------------------------------------------------------------------------------------------
+# ---- the page
+# ----------------------------------------------------------------------------------------------------------
 
 SECTIONS = {"step": ("A training step", step_section), "dispatch": ("What tokens send", dispatch_section),
             "learning": ("What is learned", learning_section)}
@@ -288,7 +310,8 @@ def written(page: str, name: str, lines: list[str]) -> str:
     kept = dict(re.findall(r"^## (.+)\n((?:(?!## ).*\n?)*)", page, re.MULTILINE))
     kept[SECTIONS[name][0]] = "\n".join(["", *lines, ""])
     parts = ["# Experts\n\nWritten by `python benchmarks/experts.py`; what is measured, and how, stands there.\n"]
-    return "\n".join(parts + [f"## {title}\n{kept[title].rstrip()}\n" for title, _ in SECTIONS.values() if title in kept])
+    return "\n".join(parts + [f"## {title}\n{kept[title].rstrip()}\n"
+                              for title, _ in SECTIONS.values() if title in kept])
 
 
 def _section(text: str) -> str:

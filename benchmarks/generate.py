@@ -1,9 +1,11 @@
-"""python benchmarks/generate.py: tokens a second with keys and values kept, beside whole forward passes and the memory's limit.
+"""python benchmarks/generate.py: tokens a second with keys and values kept, beside whole forward passes and the
+memory's limit.
 
-Whole passes are what a sampler without a cache does: for every token the forward of all seq_len places, of which one is read. With a
-cache a token reads every weight once and the keys and values before it; a machine that does nothing but read these bytes at the speed of
-its memory (a sum over an array of the weights' size, measured beside) would make the tokens of the last column but one. Both samplers are
-greedy and must agree. On the devices that there are; writes benchmarks/generate.md.
+Whole passes are what a sampler without a cache does: for every token the forward of all seq_len places, of which one is
+read. With a cache a token reads every weight once and the keys and values before it; a machine that does nothing but
+read these bytes at the speed of its memory (a sum over an array of the weights' size, measured beside) would make the
+tokens of the last column but one. Both samplers are greedy and must agree. On the devices that there are; writes
+benchmarks/generate.md.
 """
 from __future__ import annotations
 
@@ -30,32 +32,37 @@ SHAPES = {      # name: (layers, width, heads, kv heads, MLP, vocabulary)
     "2 million": (4, 192, 4, 4, 512, 512),
     "25 million": (8, 512, 8, 4, 1408, 4096),
 }
-CASES = [("2 million", 256, 1), ("2 million", 1024, 1), ("2 million", 256, 8), ("25 million", 256, 1), ("25 million", 256, 8)]
+CASES = [("2 million", 256, 1), ("2 million", 1024, 1), ("2 million", 256, 8), ("25 million", 256, 1),
+         ("25 million", 256, 8)]
 PROMPT, NEW, WHOLE = 16, 64, 4     # tokens; of whole passes some are enough
 
 
 def placed(name: str, devices) -> trained.LoadedModel:
     """A model with random weights on one device."""
     layers, width, heads, kv_heads, mlp, vocab = SHAPES[name]
-    run = config.Run(model=dict(vocab_size=vocab, embed_dim=width, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, mlp_dim=mlp,
+    run = config.Run(model=dict(vocab_size=vocab, embed_dim=width, num_layers=layers,
+                                num_heads=heads, num_kv_heads=kv_heads, mlp_dim=mlp,
                                 compute_dtype="float32" if devices[0].platform == "cpu" else "bfloat16"))
     model, spec = transformer.build(run.model), MeshSpec({})
     mesh, layout = spec.build(devices), placement.command(model, spec.sizes)
     with jax.set_mesh(mesh):
-        return trained.LoadedModel(model, mesh, trained.execution(run, model, layout, mesh), jax.jit(model.init)(jax.random.key(0)), {})
+        return trained.LoadedModel(model, mesh, trained.execution(run, model, layout, mesh),
+                                   jax.jit(model.init)(jax.random.key(0)), {})
 
 
 def whole_passes(made: trained.LoadedModel, prompts: np.ndarray, seq_len: int):
     """(params, tokens) -> the next WHOLE tokens, by whole forward passes."""
     index = jnp.broadcast_to(jnp.arange(seq_len), (len(prompts), seq_len))
-    batch = {"segments": jnp.ones_like(index), "positions": index, "index": index, "sequence": jnp.zeros(len(prompts), jnp.int32)}
+    batch = {"segments": jnp.ones_like(index), "positions": index, "index": index,
+             "sequence": jnp.zeros(len(prompts), jnp.int32)}
 
     @jax.jit
     def sample(p, tokens_BT):
         def extend(i, tokens_BT):
             x_BTD, _ = made.model.through_layers(made.ex, p, {**batch, "tokens": tokens_BT})
             logits_BV = made.model.head_logits(made.ex, p, jax.lax.dynamic_slice_in_dim(x_BTD, i, 1, 1))[:, 0]
-            return jax.lax.dynamic_update_slice(tokens_BT, jnp.argmax(logits_BV, -1)[:, None].astype(jnp.int32), (0, i + 1))
+            return jax.lax.dynamic_update_slice(
+                tokens_BT, jnp.argmax(logits_BV, -1)[:, None].astype(jnp.int32), (0, i + 1))
         return jax.lax.fori_loop(PROMPT - 1, PROMPT - 1 + WHOLE, extend, tokens_BT)[:, PROMPT:PROMPT + WHOLE]
     tokens = np.zeros((len(prompts), seq_len), np.int32)
     tokens[:, :PROMPT] = prompts
@@ -93,19 +100,22 @@ def measure(name: str, seq_len: int, rows: int, devices) -> str:
     kept = rows * 2 * cfg.num_layers * (PROMPT + NEW // 2) * cfg.num_kv_heads * cfg.head_dim * size
     limit = (weights + kept) / bytes_per_s(weights)
     print(name, seq_len, rows, step, whole, limit, flush=True)
-    return (f"| {name} | {seq_len:,} | {rows} | {rows / whole:,.1f} | {rows / step:,.1f} | {whole / step:,.0f} | {weights / 1e6:,.1f} + {kept / 1e6:,.2f} "
-            f"| {rows / limit:,.0f} | {limit / step:.0%} |")
+    return (f"| {name} | {seq_len:,} | {rows} | {rows / whole:,.1f} | {rows / step:,.1f} | {whole / step:,.0f} | "
+            f"{weights / 1e6:,.1f} + {kept / 1e6:,.2f} | {rows / limit:,.0f} | {limit / step:.0%} |")
 
 
 def main(argv) -> int:
     words.Parser(__doc__).parse_args(argv)
     devices = local_devices.start(config.Run(run=config.Identity(compilation_cache="")))[:1]
     table = [measure(*case, devices) for case in CASES]
-    lines = ["# Generation", "", "Written by `python benchmarks/generate.py`; what is measured, and how, stands there.", "",
+    lines = ["# Generation", "",
+             "Written by `python benchmarks/generate.py`; what is measured, and how, stands there.", "",
              machine.line("" if devices[0].platform == "cpu" else devices[0].device_kind, "jax", "jaxlib"), "",
-             f"Prompts of {PROMPT} tokens, {NEW} new ones. The machine was shared: rates compare the columns of a row.", "",
-             "| parameters | seq_len of whole passes | rows | tokens/s, whole passes | tokens/s, cached | times as fast "
-             "| MB read per token step: weights + cache | tokens/s at the memory's speed | reached |", "|" + "---|" * 9, *table, ""]
+             f"Prompts of {PROMPT} tokens, {NEW} new ones. The machine was shared: rates compare the columns of a row.",
+             "",
+             "| parameters | seq_len of whole passes | rows | tokens/s, whole passes | tokens/s, cached | times as "
+             "fast | MB read per token step: weights + cache | tokens/s at the memory's speed | reached |",
+             "|" + "---|" * 9, *table, ""]
     (ROOT / "benchmarks" / "generate.md").write_text("\n".join(lines))
     return 0
 

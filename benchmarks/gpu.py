@@ -1,9 +1,11 @@
-"""python -m benchmarks.gpu [--minutes 8] [--checks] [--out DIR]: the first minutes on any GPU machine, one GPU or eight.
+"""python -m benchmarks.gpu [--minutes 8] [--checks] [--out DIR]: the first minutes on any GPU machine, one GPU or
+eight.
 
-Attention engines, rule files and schedules against the CPU, the same bits twice, then speed, memory and kernels of a 1B and an
-8B shape beside the roofline, and tiles; what is worth most comes first. Needs no network and no data. Writes gpu-NAME.md and
-.json after every item and goes on from there, unless GPU, versions or code are others. Items run in a process of their own: one
-that raises, crashes or hangs is recorded, and the rest go on. Exit codes: 0 · 1 something is wrong or failed · 2 no GPU.
+Attention engines, rule files and schedules against the CPU, the same bits twice, then speed, memory and kernels of a 1B
+and an 8B shape beside the roofline, and tiles; what is worth most comes first. Needs no network and no data. Writes
+gpu-NAME.md and .json after every item and goes on from there, unless GPU, versions or code are others. Items run in a
+process of their own: one that raises, crashes or hangs is recorded, and the rest go on. Exit codes: 0 · 1 something is
+wrong or failed · 2 no GPU.
 """
 from __future__ import annotations
 
@@ -38,13 +40,15 @@ CHECKS = ("attention", "layout", "schedule", "deterministic")
 
 
 def by_worth(devices, cpu, out: Path) -> list[Item]:
-    """All items of these devices: what a first run must know soonest, then the rest of what is right or wrong, then speed."""
+    """All items of these devices: what a first run must know soonest, then the rest of what is right or wrong, then
+    speed."""
     attention, steps = gpu_attention.items(devices, cpu), gpu_steps.items(devices, cpu)
     measured = gpu_speed.items(devices, out)
     bf16 = [item for item in steps if "bfloat16" in item.key]
     float32 = [item for item in steps if item not in bf16]
     first, rest = len(attention) // 3 + 1, 3            # one head_dim; the rule files that most runs take
-    return [*attention[:first], *bf16[:rest], *measured[:2], *attention[first:], *float32[:rest], *bf16[rest:], *measured[2:],
+    return [*attention[:first], *bf16[:rest], *measured[:2], *attention[first:], *float32[:rest],
+            *bf16[rest:], *measured[2:],
             *float32[rest:]]
 
 
@@ -73,7 +77,8 @@ def usable(devices) -> bool:
 
 
 def work(items: Sequence[Item], record: Record, until: float, devices, tell: Callable = lambda *news: None) -> int:
-    """Does what is open, until time.time() says `until`. Returns DONE, or AGAIN where the next item wants a fresh process.
+    """Does what is open, until time.time() says `until`. Returns DONE, or AGAIN where the next item wants a fresh
+    process.
 
     tell("begin", key, seconds) and ("end", key). What seems too long for the time left makes way for what is shorter.
     """
@@ -117,7 +122,8 @@ def compute(pipe: Connection, devices, cpu, out: Path, until: float, groups: Seq
 
 def supervise(target: Callable, args: tuple, until: float, longest_s: float = LONGEST_S,
               grace_s: float = GRACE_S) -> tuple[int, Record | None]:
-    """Runs target(pipe, *args) in fresh processes until one is done. Returns its exit code and the record that it told of.
+    """Runs target(pipe, *args) in fresh processes until one is done. Returns its exit code and the record that it told
+    of.
 
     What a process had begun when it died or hung has failed; where it began nothing, its end is final.
     """
@@ -139,7 +145,8 @@ def supervise(target: Callable, args: tuple, until: float, longest_s: float = LO
             return DONE if code == AGAIN else code, record
 
 
-def _listen(pipe: Connection, child, until: float, longest_s: float, grace_s: float) -> tuple[Record | None, str, float]:
+def _listen(pipe: Connection, child, until: float, longest_s: float, grace_s: float) -> tuple[
+        Record | None, str, float]:
     """(the record, the item begun and not ended, after how many seconds the child was ended for it)."""
     place, begun, since, limit = None, "", time.time(), START_S
     while True:
@@ -163,7 +170,8 @@ def _listen(pipe: Connection, child, until: float, longest_s: float, grace_s: fl
 def main(argv: Sequence[str]) -> int:
     parser = words.Parser(__doc__)
     parser.add_argument("--minutes", type=float, default=8, help="no item is begun that would end later")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks", help="where .md, .json and profiles come to lie")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks",
+                        help="where .md, .json and profiles come to lie")
     parser.add_argument("--checks", action="store_true", help="only what is right or wrong: no speed, no tiles")
     asked = parser.parse_args(argv)
     until = time.time() + 60 * asked.minutes
@@ -180,8 +188,8 @@ def main(argv: Sequence[str]) -> int:
         groups = CHECKS if asked.checks else tuple(GROUPS)
         code, record = supervise(worker, (asked.out, until, groups), until)
     if code == 2:
-        print("error: benchmarks.gpu needs a GPU, and jax finds none here; run it where nvidia-smi shows one, with the extra "
-              "'gpu' installed", file=sys.stderr)
+        print("error: benchmarks.gpu needs a GPU, and jax finds none here; run it where nvidia-smi shows one, with the "
+              "extra 'gpu' installed", file=sys.stderr)
         return 2
     if record is None:
         print(f"error: the process that computes ended with code {code} before it began", file=sys.stderr)

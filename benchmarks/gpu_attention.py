@@ -1,4 +1,5 @@
-"""Every attention engine on a device against whole scores in float32 on the CPU: forward, backward, each kind of block."""
+"""Every attention engine on a device against whole scores in float32 on the CPU: forward, backward, each kind of
+block."""
 from __future__ import annotations
 
 import functools
@@ -50,8 +51,8 @@ def documents(rng, rows: int, length: int, mean: float) -> np.ndarray:
 
 
 def cases(sizes: Sizes, with_documents: bool) -> Iterator[Case]:
-    """What a device is given without context, and what ring and gather give it of a split sequence: two shapes, since compiling
-    is what costs."""
+    """What a device is given without context, and what ring and gather give it of a split sequence: two shapes, since
+    compiling is what costs."""
     rng, (B, T, S) = np.random.default_rng(0), sizes[:3]
     ones = lambda length: np.ones((B, length), np.int32)
     yield Case("whole rows", ones(T), ones(T), CAUSAL._replace(documents=with_documents))
@@ -108,10 +109,11 @@ def plain_backward(q, k, v, seen_BTS, o, lse_BTN, do):
 
 
 def check(functions: Callable, case: Case, width: int, sizes: Sizes, device, cpu) -> dict[str, float]:
-    """The engine's errors, of the largest number of each result; inf where rows that see nothing are not zeros and MASKED.
+    """The engine's errors, of the largest number of each result; inf where rows that see nothing are not zeros and
+    MASKED.
 
-    functions: the engine's forward and backward of a mask, jitted. The backward is given o and lse as if the queries saw other
-    keys as well, on another device.
+    functions: the engine's forward and backward of a mask, jitted. The backward is given o and lse as if the queries
+    saw other keys as well, on another device.
     """
     rng = np.random.default_rng(width)
     B, T, S = *case.q_segments.shape, case.k_segments.shape[1]

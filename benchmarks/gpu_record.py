@@ -1,4 +1,5 @@
-"""What the first minutes on a GPU have shown so far: on disk after every item, to be read (.md) and to go on from (.json)."""
+"""What the first minutes on a GPU have shown so far: on disk after every item, to be read (.md) and to go on from
+(.json)."""
 from __future__ import annotations
 
 import hashlib
@@ -25,8 +26,8 @@ class Item(NamedTuple):
     """One thing to find out. key: GROUP/…; it begins with what is listed in GROUPS.
 
     measure() -> found, plain JSON: `compared` {what: (error, tolerance)} decides between right and wrong, `errors`
-    {what: words} are parts that raised, the rest is told. seconds: a guess. alone: in a process of its own, that begins with an
-    empty GPU.
+    {what: words} are parts that raised, the rest is told. seconds: a guess. alone: in a process of its own, that begins
+    with an empty GPU.
     """
     key: str
     measure: Callable[[], dict]
@@ -54,10 +55,12 @@ def code_digest(root: Path = ROOT) -> str:
 
 
 class Record:
-    """The items of one machine and one state of the code. `of`: what they hold for; with another, none of them counts."""
+    """The items of one machine and one state of the code. `of`: what they hold for; with another, none of them
+    counts."""
 
     def __init__(self, directory: Path, name: str, of: Mapping[str, object]):
-        self.path, self.name, self.of, self.items, self.planned = Path(directory) / f"gpu-{name}.json", name, dict(of), {}, []
+        self.path, self.name, self.of, self.items, self.planned = (
+            Path(directory) / f"gpu-{name}.json", name, dict(of), {}, [])
         if self.path.exists():
             old = json.loads(self.path.read_text())
             told = {name: None for name in TOLD}
@@ -70,7 +73,8 @@ class Record:
         return [key for key in self.planned if self.items.get(key, {}).get("status", BEGUN) == BEGUN]
 
     def open(self, items: list[Item]) -> list[Item]:
-        """Those still to do. One that was cut off once comes last: it may have been innocent; cut off twice it has failed."""
+        """Those still to do. One that was cut off once comes last: it may have been innocent; cut off twice it has
+        failed."""
         self.planned = [item.key for item in items]
         for item in items:
             if self.items.get(item.key, {}).get("tries", 0) >= 2:
@@ -92,7 +96,8 @@ class Record:
         self.save()
 
     def save(self) -> None:
-        for path, text in ((self.path, json.dumps({"of": self.of, "planned": self.planned, "items": self.items}, indent=1)),
+        for path, text in ((self.path,
+                            json.dumps({"of": self.of, "planned": self.planned, "items": self.items}, indent=1)),
                            (self.path.with_suffix(".md"), page(self))):
             beside = path.with_name(path.name + ".new")
             beside.write_text(text)
@@ -107,13 +112,17 @@ def table(header: tuple, rows: list) -> list[str]:
 
 
 def page(record: Record) -> str:
-    counts = {status: sum(item["status"] == status for item in record.items.values()) for status in (RIGHT, WRONG, FAILED)}
+    counts = {status: sum(item["status"] == status for item in record.items.values())
+              for status in (RIGHT, WRONG, FAILED)}
     lines = [f"# First light: {record.of.get('count')} × {record.of.get('gpu')}", "",
-             "Written by `python -m benchmarks.gpu`, after every item; the same command goes on where it was cut off.", "",
+             "Written by `python -m benchmarks.gpu`, after every item; the same command goes on where it was cut off.",
+             "",
              " · ".join(f"{name} {value}" for name, value in record.of.items() if value), "",
-             ", ".join(f"{number} {status}" for status, number in counts.items()) + f", {len(record.left)} still to do."]
+             ", ".join(f"{number} {status}"
+                       for status, number in counts.items()) + f", {len(record.left)} still to do."]
     for group, title in GROUPS.items():
-        items = {key: item for key, item in record.items.items() if key.partition("/")[0] == group and item["status"] != BEGUN}
+        items = {key: item for key, item in record.items.items() if key.partition("/")[0] == group
+                 and item["status"] != BEGUN}
         if items:
             lines += ["", f"## {title}", "", *(_measured(items) if group in ("speed", "tiles") else _checks(items))]
     failed = {key: item["errors"] for key, item in record.items.items() if item.get("errors")}

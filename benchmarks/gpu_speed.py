@@ -1,7 +1,9 @@
-"""What a training step takes on the GPUs at hand: speed, memory and kernels beside what `inspect` says of the same program.
+"""What a training step takes on the GPUs at hand: speed, memory and kernels beside what `inspect` says of the same
+program.
 
-Synthetic tokens in rows of documents as the roofline assumes them. A model that does not fit loses layers, and the table says
-how many; nothing else of its shape changes. Compilation apart, some steps not counted, each other one waited for, the median.
+Synthetic tokens in rows of documents as the roofline assumes them. A model that does not fit loses layers, and the
+table says how many; nothing else of its shape changes. Compilation apart, some steps not counted, each other one waited
+for, the median.
 """
 from __future__ import annotations
 
@@ -59,7 +61,8 @@ class Sizes(NamedTuple):
 
 # ---- what is run -----------------------------------------------------------------------------------------------------
 
-MARGIN = .80        # of what is usable: from about .85 on XLA recomputes by itself, and another program would be measured
+# of what is usable: from about .85 on XLA recomputes by itself, and another program would be measured
+MARGIN = .80
 BESIDE = 5 * GIB    # a microbatch's logits and their gradient in chunks, the layer at work
 
 
@@ -73,7 +76,8 @@ def run_of(plan: Plan, count: int, microbatches: int, layers: int = 0) -> config
 
 
 def layers_that_fit(run: config.Run, devices) -> int:
-    """As many as the memory of a device holds with remat "none", so that plans that differ in remat alone can be compared.
+    """As many as the memory of a device holds with remat "none", so that plans that differ in remat alone can be
+    compared.
 
     State and gradients by the rules, weights in the compute dtype, and of a layer what its backward reads.
     """
@@ -86,7 +90,8 @@ def layers_that_fit(run: config.Run, devices) -> int:
     def held(layers: int) -> int:
         made = assembly.assemble(run.model_copy(update={"model": m.model_copy(update={"num_layers": layers})}), devices)
         state = sum(value for value in report.formula(made).values() if value)
-        read = 2 * sum(info.size for info in made.model.parameters()) // (1 if made.program.deferred_axes else len(devices))
+        read = 2 * sum(info.size for info in made.model.parameters()) // (
+            1 if made.program.deferred_axes else len(devices))
         return state + read + layers * kept * tokens + BESIDE
     base, two = held(1), held(2)
     return max(1, min(m.num_layers, 1 + int((MARGIN * hardware.usable_bytes(gpu) - base) // (two - base))))
@@ -96,7 +101,8 @@ def documents(rng, rows: int, length: int) -> np.ndarray:
     """bool [rows, length]: where documents start, of log-normal length as the roofline assumes it."""
     mean, sigma = (assumptions.TABLE[f"documents.{name}"].of("") for name in ("mean", "sigma"))
     size = rows * length
-    lengths = np.maximum(1, rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, 20 * (1 + int(size / mean)))).astype(np.int64)
+    lengths = np.maximum(1, rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, 20 * (1 + int(size / mean)))).astype(
+        np.int64)
     ends = np.cumsum(lengths)
     starts = np.zeros(size, bool)
     starts[ends[ends < size]] = True
@@ -112,7 +118,8 @@ def rows(run: config.Run, seed: int = 0) -> dict:
     if not run.data.document_mask:
         starts[:, 1:] = False
     tokens, targets = rng.integers(0, run.model.vocab_size, (2, B, T))
-    out = {"tokens": tokens, "targets": targets, "index": index, "sequence": np.arange(B), "segments": np.cumsum(starts, 1),
+    out = {"tokens": tokens, "targets": targets, "index": index, "sequence": np.arange(B),
+           "segments": np.cumsum(starts, 1),
            "positions": index - np.maximum.accumulate(np.where(starts, index, 0), 1)}
     return {name: x.astype(np.int32) for name, x in out.items()}
 
@@ -138,7 +145,8 @@ def compiled(plan: Plan, devices, sizes: Sizes):
         started = time.perf_counter()
         step = assembly.compile_step(made)
         seconds = time.perf_counter() - started
-        fits = report.held_by_program(made, step)["total"] <= hardware.usable_bytes(gpu) if gpu and gpu.hbm_bytes else True
+        fits = report.held_by_program(made,
+                                      step)["total"] <= hardware.usable_bytes(gpu) if gpu and gpu.hbm_bytes else True
         if layers == 1 or fits and not audit.recomputed(step.as_text()):
             return made, step, seconds
         layers = max(1, layers * 7 // 8)
@@ -198,9 +206,10 @@ COSTLIEST = 14
 
 
 def told(plan: Plan, made, step, measured: Measured) -> dict:
-    """Item's found: a row of the table, and the kernels beside the roofline's. A loss that does not fall is wrong: every step
-    trains on the same rows."""
-    run, count, gpu = made.run, made.mesh_spec.num_devices, hardware.from_device_kind(made.mesh.devices.flat[0].device_kind)
+    """Item's found: a row of the table, and the kernels beside the roofline's. A loss that does not fall is wrong:
+    every step trains on the same rows."""
+    run, count, gpu = made.run, made.mesh_spec.num_devices, hardware.from_device_kind(
+        made.mesh.devices.flat[0].device_kind)
     step_s, tokens = statistics.median(measured.times), run.data.global_batch * run.data.seq_len
     needed = tokens * flops.model_flops_per_token(made.model.parameters(), run.model, run.data.seq_len)
     peak = gpu and gpu.peak(run.model.compute_dtype)
@@ -243,7 +252,8 @@ def beside_roofline(line: roofline.Roofline, measured: Measured) -> list[str]:
         by_part[kernel.part] += s
     ms = lambda s: f"{1e3 * s:,.1f}"
     parts = [(part, ms(by_part[part]), ms(line.parts.get(part, 0.0))) for part in roofline.PARTS]
-    parts += [("collectives, copies and what has no instruction", ms(others.total()), ms(line.exposed_s + line.hidden_s))]
+    parts += [("collectives, copies and what has no instruction", ms(others.total()),
+               ms(line.exposed_s + line.hidden_s))]
     ranked = sorted(line.kernels, key=lambda kernel: kernel.seconds - seconds[kernel])[:COSTLIEST]
     ratio = lambda kernel: f"{seconds[kernel] / kernel.seconds:.2f}" if kernel.seconds else "–"
     rows = [(kernel.part, ms(seconds[kernel]), ms(kernel.seconds), ratio(kernel), kernel.bound,

@@ -1,4 +1,5 @@
-"""One training step of every rule file and schedule that the devices allow against one CPU device, and the same bits twice."""
+"""One training step of every rule file and schedule that the devices allow against one CPU device, and the same bits
+twice."""
 from __future__ import annotations
 
 import contextlib
@@ -18,20 +19,23 @@ from meshtrain.cost import hardware
 from meshtrain.training.state import State
 
 RULES = ROOT / "sharding_rules"
-# (loss, gradients). float32 at the highest precision: sums in another order, of the largest number of a gradient. bfloat16: of
-# a gradient's norm; activations and weights are rounded to 8 bits (2^-9 each) in some 60 operations between the ends.
-# Float8 is compared with the same on the CPU, of a gradient's norm: GPUs add up in fewer bits, so that some numbers fall on the
-# other side of a border, 6 or 12% away. In bfloat16, which rounds before that, so many do that only scales are seen: one that
-# is wrong is wrong by a power of two.
+# (loss, gradients). float32 at the highest precision: sums in another order, of the largest number of a gradient.
+# bfloat16: of a gradient's norm; activations and weights are rounded to 8 bits (2^-9 each) in some 60 operations
+# between the ends. Float8 is compared with the same on the CPU, of a gradient's norm: GPUs add up in fewer bits, so
+# that some numbers fall on the other side of a border, 6 or 12% away. In bfloat16, which rounds before that, so many do
+# that only scales are seen: one that is wrong is wrong by a power of two.
 FLOAT8 = "float8 in "
 TOLERANCE = {"float32": (1e-5, 1e-4), "bfloat16": (2e-3, 5e-2),
              FLOAT8 + "float32": (1e-3, 3e-2), FLOAT8 + "bfloat16": (1e-2, .4)}
 # A true gradient may be zero or nearly so: its rounding is measured against this share of the norm of all.
 FLOOR = {"float32": 1e-3, "bfloat16": 1e-2, FLOAT8 + "float32": 1e-2, FLOAT8 + "bfloat16": 1e-2}
 # (rule file, axes beside fsdp), by worth: what most runs take comes first.
-LAYOUTS = (("zero3",), ("ddp",), ("zero1",), ("zero3", "stage", "tensor", "context"), ("zero3", "tensor"), ("zero3", "context"),
-           ("zero1", "stage"), ("zero2",), ("hsdp", "data"), ("hsdp_zero1", "data"), ("tensor", "tensor"), ("ddp", "tensor"),
-           ("ddp", "context"), ("ddp", "stage"), ("zero1", "context"), ("zero1", "stage", "tensor"), ("zero2", "stage", "tensor"),
+LAYOUTS = (("zero3",), ("ddp",), ("zero1",), ("zero3", "stage", "tensor", "context"),
+           ("zero3", "tensor"), ("zero3", "context"),
+           ("zero1", "stage"), ("zero2",), ("hsdp", "data"), ("hsdp_zero1", "data"),
+           ("tensor", "tensor"), ("ddp", "tensor"),
+           ("ddp", "context"), ("ddp", "stage"), ("zero1", "context"), ("zero1", "stage", "tensor"),
+           ("zero2", "stage", "tensor"),
            ("zero3", "stage", "tensor"), ("zero3_experts_fsdp",), ("zero3_experts_tensor", "tensor"))
 SCHEDULES = {"1f1b": 1, "interleaved_zero_bubble": 2, "zero_bubble": 1, "gpipe": 1, "interleaved": 2}     # chunks
 
@@ -60,13 +64,16 @@ def run_of(rule: str, mesh: dict, dtype: str, sizes: Sizes, **more) -> config.Ru
         mesh=mesh, sharding=dict(rules=str(RULES / f"{rule}.toml")),
         model=dict(sizes.model) | dict(compute_dtype=dtype) | more.get("model", {}),
         data=dict(seq_len=sizes.seq_len, global_batch=sizes.sequences) | more.get("data", {}),
-        training=dict(steps=20, microbatches=sizes.microbatches, grad_clip=0.0, loss_chunk=512) | more.get("training", {}),
-        pipeline=more.get("pipeline", {}), context=more.get("context", {}), optimizer=dict(learning_rate=1e-3, warmup_steps=2))
+        training=dict(steps=20, microbatches=sizes.microbatches, grad_clip=0.0,
+                      loss_chunk=512) | more.get("training", {}),
+        pipeline=more.get("pipeline", {}), context=more.get("context", {}),
+        optimizer=dict(learning_rate=1e-3, warmup_steps=2))
 
 
 @functools.cache
 def rows(step: int, sequences: int, length: int, vocab: int, mean: float) -> dict:
-    """Packed documents of geometric lengths; no target at a document's end, hardly any in a quarter of the sequences."""
+    """Packed documents of geometric lengths; no target at a document's end, hardly any in a quarter of the
+    sequences."""
     rng, shape = np.random.default_rng(step), (sequences, length)
     tokens, targets = rng.integers(0, vocab, (2, *shape))
     index = np.tile(np.arange(length), (sequences, 1))
@@ -93,7 +100,8 @@ _compiled: dict[str, object] = {}
 
 
 def compiled(made: assembly.Assembly):
-    """(the compiled step, whether another run of this process had the same program): on one device all rule files have."""
+    """(the compiled step, whether another run of this process had the same program): on one device all rule files
+    have."""
     program = made.program
     # float32 as float32; programs in bfloat16 are those that a run has.
     with jax.default_matmul_precision("highest") if made.run.model.compute_dtype == "float32" else contextlib.nullcontext():
@@ -109,7 +117,8 @@ def compiled(made: assembly.Assembly):
 def train(made: assembly.Assembly, step, params) -> tuple[list[float], dict]:
     """Losses of two steps from these host params, and the gradients of the first: adamw's first moment by 1 - b1."""
     program = made.program
-    opt_state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), program.spec.abstract.opt_state)  # adamw starts from zeros
+    # adamw starts from zeros
+    opt_state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), program.spec.abstract.opt_state)
     state, losses, grads = jax.device_put(State(np.int32(0), params, opt_state), program.spec.sharding), [], None
     for number in range(2):
         state, metrics = step(state, program.place(batch(number, made.run)))
@@ -121,7 +130,8 @@ def train(made: assembly.Assembly, step, params) -> tuple[list[float], dict]:
 
 @functools.cache
 def reference(sizes: Sizes, cpu, packed: bool = True, matmul_dtype: str = "auto"):
-    """(params, losses, gradients) of one CPU device in float32, in as many microbatches where they are scaled by themselves."""
+    """(params, losses, gradients) of one CPU device in float32, in as many microbatches where they are scaled by
+    themselves."""
     microbatches = 1 if matmul_dtype == "auto" else sizes.microbatches
     run = run_of("ddp", {}, "float32", sizes._replace(microbatches=microbatches), data=dict(document_mask=packed),
                  model=dict(matmul_dtype=matmul_dtype))
@@ -161,7 +171,8 @@ def check(run: config.Run, devices, cpu, sizes: Sizes) -> dict:
 
 
 def same_bits(run: config.Run, devices) -> dict:
-    """Two runs of two steps, the second with a program compiled anew: how many bytes of the state and the metrics differ."""
+    """Two runs of two steps, the second with a program compiled anew: how many bytes of the state and the metrics
+    differ."""
     made, bits = assembly.assemble(run, devices), []
     for _ in range(2):
         step, state = assembly.compile_step(made), assembly.initialize(made)
@@ -189,12 +200,15 @@ def items(devices, cpu, sizes: Sizes = Sizes()) -> list[Item]:
             add("layout", " ".join([rule, *axes]), rule, mesh_for(axes, count), dtype)
         for remat in ("selective", "full", "offload"):
             add("layout", f"zero3, remat {remat}", "zero3", mesh_for((), count), dtype, training=dict(remat=remat))
-        for rule, *axes in (("zero3",), ("zero3", "context"), ("zero1", "stage"))[:3 if count > 1 else 1]:     # cuDNN's kernels
-            add("layout", " ".join([rule, *axes]) + ", whole rows", rule, mesh_for(axes, count), dtype, data=dict(document_mask=False))
+        # cuDNN's kernels
+        for rule, *axes in (("zero3",), ("zero3", "context"), ("zero1", "stage"))[:3 if count > 1 else 1]:
+            add("layout", " ".join([rule, *axes]) + ", whole rows", rule, mesh_for(axes, count),
+                dtype, data=dict(document_mask=False))
         if devices[0].platform == "cpu" or not hardware.lacks_float8(hardware.from_device_kind(devices[0].device_kind)):
             add("layout", "zero3, float8", "zero3", mesh_for((), count), dtype, model=dict(matmul_dtype="float8"))
         for method in ("gather", "ulysses") if count > 1 else ():
-            add("layout", f"zero3 context, {method}", "zero3", mesh_for(("context",), count), dtype, context=dict(method=method))
+            add("layout", f"zero3 context, {method}", "zero3", mesh_for(("context",), count),
+                dtype, context=dict(method=method))
         for schedule, chunks in SCHEDULES.items() if count > 1 else ():
             stages = min(4, count)
             add("schedule", schedule, "zero1", dict(stage=stages, fsdp=count // stages), dtype,

@@ -53,12 +53,15 @@ class Case:
     def name(self) -> str:
         mesh = " × ".join(f"{axis} {n}" for axis, n in self.mesh.items())
         schedule = f", {self.schedule} × {self.chunks}" if self.schedule else ""
-        return f"{self.model}, {self.batch} sequences, {self.rule}, {mesh}, {self.microbatches} microbatches, {self.remat}{schedule}"
+        return (f"{self.model}, {self.batch} sequences, {self.rule}, {mesh}, {self.microbatches} microbatches, "
+                f"{self.remat}{schedule}")
 
     def run(self):
-        options, rest = plan.flags(f"{self.model} --gpus {self.gpus} --gpu {GPU} --global-batch {self.batch} --seq-len 8192".split())
+        options, rest = plan.flags(f"{self.model} --gpus {self.gpus} --gpu {GPU} --global-batch {self.batch} --seq-len "
+                                   f"8192".split())
         pipeline = {"schedule": self.schedule, "chunks": self.chunks} if self.schedule else {}
-        return plan._with(plan.asked(options, rest), mesh=self.mesh, sharding={"rules": str(shipped(f"sharding_rules/{self.rule}.toml"))},
+        return plan._with(plan.asked(options, rest), mesh=self.mesh,
+                          sharding={"rules": str(shipped(f"sharding_rules/{self.rule}.toml"))},
                           training={"microbatches": self.microbatches, "remat": self.remat}, pipeline=pipeline)
 
 
@@ -83,7 +86,8 @@ def priced(case: Case) -> Price:
     model, rated = transformer.build(run.model), rates.Rates(hardware.get(GPU), Assumptions(GPU))
     layout = Layout(rules.load(shipped(f"sharding_rules/{case.rule}.toml")), spec.sizes)
     attended = rates.attended(run, layout, rated.assumed)
-    options = Options.of(run, schedule=case.schedule, chunks=case.chunks, visited=attended.visited, engine=attended.engine)
+    options = Options.of(run, schedule=case.schedule, chunks=case.chunks, visited=attended.visited,
+                         engine=attended.engine)
     return price(place(model.parameters(), run.model, layout, spec), rated, options)
 
 
@@ -97,17 +101,19 @@ def compiled(case: Case) -> tuple[float, int]:
 def main(argv) -> None:
     words.Parser(__doc__).parse_args(argv)
     warnings.filterwarnings("ignore")
-    golden, lines = ["# Written by benchmarks/layouts.py: of compiled steps, seconds by the roofline and bytes of a GPU."], []
+    golden, lines = ["# Written by benchmarks/layouts.py: of compiled steps, seconds by the roofline and bytes of a "
+                     "GPU."], []
     for case in CASES:
         (step_s, held), formula = compiled(case), priced(case)
         golden.append(f'"{case.name}" = {{ step_s = {step_s:.4f}, bytes = {held} }}')
         total = formula.memory_bytes["total"]
-        lines.append(f"| {case.name} | {formula.step_s:.2f} | {step_s:.2f} | {formula.step_s / step_s - 1:+.1%} | {total / GIB:.1f} | "
-                     f"{held / GIB:.1f} | {total / held - 1:+.1%} |")
+        lines.append(f"| {case.name} | {formula.step_s:.2f} | {step_s:.2f} | {formula.step_s / step_s - 1:+.1%} | "
+                     f"{total / GIB:.1f} | {held / GIB:.1f} | {total / held - 1:+.1%} |")
         print(lines[-1], flush=True)
     GOLDEN.write_text("\n".join(golden) + "\n")
     (ROOT / "benchmarks" / "layouts.md").write_text("\n".join([
-        "# Layouts by formula and by the roofline of the compiled step", "", "Written by `python benchmarks/layouts.py`. Nothing here was measured.",
+        "# Layouts by formula and by the roofline of the compiled step", "",
+        "Written by `python benchmarks/layouts.py`. Nothing here was measured.",
         "", machine.line("", "jax"), "", f"| on {GPU} | formula, s | roofline, s | | formula, GiB | compiled, GiB | |",
         "| --- | --- | --- | --- | --- | --- | --- |", *lines]) + "\n")
 

@@ -1,4 +1,5 @@
-"""Where and when a benchmark ran: the line under its title. Wall seconds mean little on a machine that others use, too."""
+"""Where and when a benchmark ran: the line under its title. Wall seconds mean little on a machine that others use,
+too."""
 from __future__ import annotations
 
 import datetime

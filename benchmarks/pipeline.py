@@ -1,10 +1,12 @@
-"""python benchmarks/pipeline.py [RUN.toml] [--section.key value …]: every pipeline schedule against plain autodiff GPipe.
+"""python benchmarks/pipeline.py [RUN.toml] [--section.key value …]: every pipeline schedule against plain autodiff
+GPipe.
 
-The baseline below is the pipeline that one writes first: a scan over ticks with a permute, differentiated by jax, of the same
-model with the same remat. Loss and gradients must agree before anything is timed. All are timed in turns within one process,
-a step each, round by round: what else the machine does then hits all of them alike. Simulated devices share the cores, so
-time there is work: masked ticks cost as much as others, and no bubble shows (for that: benchmarks/bubble.py). On GPUs it
-shows. Where there are GPUs the same command takes mesh.stage of them. Writes benchmarks/pipeline.md.
+The baseline below is the pipeline that one writes first: a scan over ticks with a permute, differentiated by jax, of
+the same model with the same remat. Loss and gradients must agree before anything is timed. All are timed in turns
+within one process, a step each, round by round: what else the machine does then hits all of them alike. Simulated
+devices share the cores, so time there is work: masked ticks cost as much as others, and no bubble shows (for that:
+benchmarks/bubble.py). On GPUs it shows. Where there are GPUs the same command takes mesh.stage of them. Writes
+benchmarks/pipeline.md.
 """
 from __future__ import annotations
 
@@ -51,8 +53,8 @@ NO_SLOWER = ("1f1b", "interleaved")
 def autodiff_gpipe(made):
     """(params, batch) -> (grads, loss): stage s does microbatch t − s in tick t, and jax.grad makes the way back.
 
-    Embedding and head stand outside the loop, vocabulary-parallel over the stages by the partitioner, all microbatches at
-    once. The model's own layers, with the run's remat.
+    Embedding and head stand outside the loop, vocabulary-parallel over the stages by the partitioner, all microbatches
+    at once. The model's own layers, with the run's remat.
     """
     run, model, ex, mesh = made.run, made.model, made.program.execution, made.mesh
     num_stages, M = run.mesh.stage, run.training.microbatches
@@ -92,7 +94,8 @@ def autodiff_gpipe(made):
 def no_baseline(run) -> list[str]:
     """What the run asks for that the baseline has not; empty: they can be compared."""
     m = run.model
-    odd = {f"mesh.{axis}={getattr(run.mesh, axis)}": axis != "stage" and getattr(run.mesh, axis) != 1 for axis in config.AXES}
+    odd = {f"mesh.{axis}={getattr(run.mesh, axis)}": axis != "stage" and getattr(run.mesh, axis) != 1
+           for axis in config.AXES}
     odd |= {"mesh.stage below 2": run.mesh.stage < 2, "dropout": m.embedding_dropout + m.residual_dropout > 0,
             "training.z_loss": run.training.z_loss > 0,
             "a number of layers that two chunks a stage do not divide": m.num_layers % (2 * run.mesh.stage)}
@@ -140,7 +143,8 @@ def taken(schedule) -> float:
     It is the loss of runs in which only some ticks have one.
     """
     runs = [run for run in schedule.phases() if run.loss == "sometimes"]
-    return sum(schedule.shared["loss_on"][run.start:run.stop].sum() for run in runs) / max(1, sum(r.stop - r.start for r in runs))
+    return sum(schedule.shared["loss_on"][run.start:run.stop].sum() for run in runs) / max(
+        1, sum(r.stop - r.start for r in runs))
 
 
 def tokens_of(run) -> int:
@@ -156,7 +160,8 @@ def table_flops(made, forward: float, backward: float) -> float:
     """FLOPs that the schedule implies for a device; forward, backward: those of a layer for one microbatch."""
     run, schedule, layout = made.run, made.program.schedule, made.layout
     executed, depth = schedule.executed, run.model.num_layers // (schedule.num_stages * schedule.num_chunks)
-    weight = 2 * tokens_of(run) * sum(i.size for i in made.model.parameters() if i.role == "matrix") / run.model.num_layers
+    weight = 2 * tokens_of(run) * sum(i.size for i in made.model.parameters()
+                                      if i.role == "matrix") / run.model.num_layers
     more = (executed["W"] - executed["B"]) * weight if schedule.split else 0       # W has ticks of its own, and fewer
     head = head_flops(run) / layout.num_shards(layout.mesh_axes("params", "vocab"))
     return depth * (executed["F"] * forward + executed["B"] * backward + more) + executed["loss"] * head
@@ -169,7 +174,8 @@ def ideal_flops(made, forward: float, backward: float) -> float:
 
 
 def layer_flops(made, params) -> tuple[float, float]:
-    """Matmul FLOPs of one layer and microbatch as plain autodiff makes it: forward, backward with what remat repeats."""
+    """Matmul FLOPs of one layer and microbatch as plain autodiff makes it: forward, backward with what remat
+    repeats."""
     run, model, ex = made.run, made.model, made.program.execution
     shape = (tokens_of(run) // run.data.seq_len, run.data.seq_len)
     inputs = jax.eval_shape(model.inputs, dict.fromkeys(("segments", "index", "positions"), jax.ShapeDtypeStruct(
@@ -202,7 +208,8 @@ def main(argv) -> int:
     try:
         run = config.load([*argv, "--run.compilation_cache", ""], __doc__)
         if lacking := no_baseline(run):
-            raise ConfigError(f"the baseline has stages only, no {', '.join(lacking)}; take another run file, or drop it")
+            raise ConfigError(f"the baseline has stages only, no {', '.join(lacking)}; take another run file, or drop "
+                              f"it")
         os.environ.setdefault("NPROC", "32")
         gpus = local_devices.gpus_expected() and not run.mesh.simulated_devices
         mesh = run.mesh.model_copy(update={"simulated_devices": 0 if gpus else run.mesh.stage})
@@ -278,17 +285,19 @@ def report(run, made, devices, contestants, ideal) -> None:
     out = ["# Pipelines against autodiff GPipe", "",
            "Written by `python benchmarks/pipeline.py`; what is measured, and how, stands there.", "",
            machine.line(f"{run.mesh.stage} {kind}", "jax", "jaxlib"), "",
-           f"Model: {sum(info.size for info in made.model.parameters()):,} parameters (embed {m.embed_dim}, {m.num_layers} layers, "
-           f"mlp {m.mlp_dim}, vocabulary {m.vocab_size}), {m.compute_dtype}; {run.mesh.stage} stages, {M} microbatches of "
-           f"{run.data.global_batch // M} sequences of {run.data.seq_len}; two chunks where the schedule is interleaved.", "",
-           "| remat | schedule | step, wall | wall ÷ autodiff | CPU ÷ autodiff | FLOPs ÷ ideal | ÷ schedule | temp memory | ÷ autodiff | "
-           "compile, wall | CPU ÷ autodiff |", "|---|---|---|---|---|---|---|---|---|---|---|"]
+           f"Model: {sum(info.size for info in made.model.parameters()):,} parameters (embed {m.embed_dim}, "
+           f"{m.num_layers} layers, mlp {m.mlp_dim}, vocabulary {m.vocab_size}), {m.compute_dtype}; {run.mesh.stage} "
+           f"stages, {M} microbatches of {run.data.global_batch // M} sequences of {run.data.seq_len}; two chunks "
+           f"where the schedule is interleaved.", "",
+           "| remat | schedule | step, wall | wall ÷ autodiff | CPU ÷ autodiff | FLOPs ÷ ideal | ÷ schedule | temp "
+           "memory | ÷ autodiff | compile, wall | CPU ÷ autodiff |", "|---|---|---|---|---|---|---|---|---|---|---|"]
     for c in contestants:
         b = base[c.remat]
         out.append(f"| {c.remat} | {c.name} | {statistics.median(c.times) * 1e3:.0f} ms | {ratio(c, b):.2f} | "
                    f"{f'{cpu_ratio(c, b):.2f}' if on_cpu else '–'} | {c.flops / ideal:.2f} | "
                    f"{f'{c.flops / c.table_flops:.3f}' if c.table_flops else '–'} | {c.temp_bytes / 2**20:.1f} MiB | "
-                   f"{c.temp_bytes / b.temp_bytes:.2f} | {c.compile_s:.1f} s | {c.compile_cpu_s / b.compile_cpu_s:.2f} |")
+                   f"{c.temp_bytes / b.temp_bytes:.2f} | {c.compile_s:.1f} s | {c.compile_cpu_s / b.compile_cpu_s:.2f} "
+                   f"|")
     out += ["", "| aim | worst | where | |", "|---|---|---|---|"]
     ours = [c for c in contestants if c.name != BASELINE]
     named = [c for c in ours if c.name in NO_SLOWER]
@@ -304,11 +313,12 @@ def report(run, made, devices, contestants, ideal) -> None:
         worst = max(among, key=of)
         met = "met" if of(worst) <= limit else "missed"
         out.append(f"| {aim} | {of(worst):.3f} | {worst.name}, remat {worst.remat} | {met} |")
-    out += ["", "FLOPs: matmuls of one device as the compiled program runs them. Ideal: no recomputation, no masked ticks. "
-            "Table: its ticks × what plain autodiff needs for a layer's forward and backward with this remat. Wall: seconds of the clock; "
-            "CPU: seconds of all threads. Times: medians; "
-            f"ratios: medians of {ROUNDS} rounds; compile: tracing and compiling, the fastest of {COMPILES}. Simulated devices "
-            "share the cores, so masked "
+    out += ["",
+            "FLOPs: matmuls of one device as the compiled program runs them. Ideal: no recomputation, no masked ticks. "
+            "Table: its ticks × what plain autodiff needs for a layer's forward and backward with this remat. Wall: "
+            "seconds of the clock; CPU: seconds of all threads. Times: medians; "
+            f"ratios: medians of {ROUNDS} rounds; compile: tracing and compiling, the fastest of {COMPILES}. Simulated "
+            f"devices share the cores, so masked "
             "ticks cost time there and no bubble shows; CPU seconds see less of what else runs."]
     text = "\n".join(out) + "\n"
     print(text)

@@ -1,7 +1,8 @@
-"""python benchmarks/plan.py: what a search for the best layout costs as the number of GPUs grows. Writes benchmarks/plan.md.
+"""python benchmarks/plan.py: what a search for the best layout costs as the number of GPUs grows. Writes
+benchmarks/plan.md.
 
-CPU seconds of one process from the parsed command to the ranked plans, imports apart: the slowest of three. Model and batch of each row
-are as large as its GPUs are used for, so that no row is short for want of layouts that fit.
+CPU seconds of one process from the parsed command to the ranked plans, imports apart: the slowest of three. Model and
+batch of each row are as large as its GPUs are used for, so that no row is short for want of layouts that fit.
 """
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from meshtrain import plan
 from meshtrain.cost import search
 
 REPEATS = 3
-ROWS = (("llama3-8b", 8, 64, 8192), ("llama3-8b", 64, 512, 8192), ("llama3-70b", 512, 1024, 8192), ("llama3-70b", 1024, 1024, 8192),
+ROWS = (("llama3-8b", 8, 64, 8192), ("llama3-8b", 64, 512, 8192), ("llama3-70b", 512, 1024, 8192),
+        ("llama3-70b", 1024, 1024, 8192),
         ("llama3-405b", 4096, 2048, 8192), ("llama3-405b", 16384, 2048, 8192), ("llama3-405b", 16384, 128, 131072))
 
 
@@ -35,12 +37,14 @@ def main(argv) -> None:
     words.Parser(__doc__).parse_args(argv)
     searched(*ROWS[0])                  # what the first call alone pays
     lines = ["# Searching layouts", "", "Written by `python benchmarks/plan.py`; what is measured stands there.", "",
-             machine.line("", "jax"), "", "| model | GPUs | tokens of a sequence | layouts tried | meshes and rule files that fit | CPU seconds |",
+             machine.line("", "jax"), "",
+             "| model | GPUs | tokens of a sequence | layouts tried | meshes and rule files that fit | CPU seconds |",
              "|---|---|---|---|---|---|"]
     for row in ROWS:
         times, answers = zip(*(searched(*row) for _ in range(REPEATS)))
         model, gpus, _, length = row
-        lines.append(f"| {model} | {gpus:,} | {length:,} | {answers[0].tried:,} | {len(answers[0].plans):,} | {max(times):.1f} |")
+        lines.append(f"| {model} | {gpus:,} | {length:,} | {answers[0].tried:,} | {len(answers[0].plans):,} | "
+                     f"{max(times):.1f} |")
         print(lines[-1])
     (ROOT / "benchmarks" / "plan.md").write_text("\n".join(lines) + "\n")
 

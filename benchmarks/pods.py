@@ -1,8 +1,10 @@
-"""python -m benchmarks.pods: what it costs a step to be watched: watchdog, agreement, checks of replicas, the account of all seconds.
+"""python -m benchmarks.pods: what it costs a step to be watched: watchdog, agreement, checks of replicas, the account
+of all seconds.
 
-Seconds are CPU seconds, for each call of what a step calls: on a machine that others use, too, wall seconds say nothing. Those of
-the thread that drives the steps are what a step is longer by; those of the others run beside it. The agreement runs in real
-processes over loopback; checks of replicas stand beside `x + 1` over the same arrays. Writes benchmarks/pods.md.
+Seconds are CPU seconds, for each call of what a step calls: on a machine that others use, too, wall seconds say
+nothing. Those of the thread that drives the steps are what a step is longer by; those of the others run beside it. The
+agreement runs in real processes over loopback; checks of replicas stand beside `x + 1` over the same arrays. Writes
+benchmarks/pods.md.
 """
 from __future__ import annotations
 
@@ -41,11 +43,13 @@ def cpu_s(call, calls: int = CALLS) -> tuple[float, float]:
 
 def watched() -> dict[str, tuple[float, float]]:
     from meshtrain.cluster import watch
-    with tempfile.TemporaryDirectory() as home, watch.on(watch.PhaseLimits(), 0, 1, print) as dog, dog.kept_in(Path(home) / watch.STACKS):
+    with tempfile.TemporaryDirectory() as home, watch.on(watch.PhaseLimits(), 0, 1, print) as dog, dog.kept_in(
+            Path(home) / watch.STACKS):
         step = cpu_s(lambda number: (watch.step(number), watch.progress()))
         start = time.process_time()
         time.sleep(10 * STEP_S)
-        return {"watchdog: a step's calls": step, "watchdog: its thread, in a step": (0.0, (time.process_time() - start) / 10)}
+        return {"watchdog: a step's calls": step,
+                "watchdog: its thread, in a step": (0.0, (time.process_time() - start) / 10)}
 
 
 def accounted() -> dict[str, tuple[float, float]]:
@@ -68,7 +72,8 @@ def agreeing(address: str, index: int) -> dict[str, tuple[float, float]]:
     meet.start(find.Cluster(address, PROCESSES, index), 120, 100)
     agreement = agree.StopAgreement()
     return {"agreement: nobody is late": cpu_s(lambda number: agreement.reached(False, 0.0), 300),
-            "agreement: each tells how late it is": cpu_s(lambda number: agreement.reached(False, 1e-3 * (1 + number % 50)), 300)}
+            "agreement: each tells how late it is": cpu_s(
+                lambda number: agreement.reached(False, 1e-3 * (1 + number % 50)), 300)}
 
 
 def checked() -> dict[str, tuple[float, float]]:
@@ -81,7 +86,8 @@ def checked() -> dict[str, tuple[float, float]]:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
     mesh = jax.make_mesh((2, DEVICES // 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-    make = jax.jit(lambda key: {f"w{k}": jax.random.normal(jax.random.fold_in(key, k), (8, WIDTH, WIDTH)) for k in range(ARRAYS)},
+    make = jax.jit(lambda key: {f"w{k}": jax.random.normal(jax.random.fold_in(key, k), (8, WIDTH, WIDTH))
+                                for k in range(ARRAYS)},
                    out_shardings=NamedSharding(mesh, P(None, "fsdp")))
     state = make(jax.random.key(0))
     found = replicas.Replicas(state, mesh).compile()
@@ -90,11 +96,13 @@ def checked() -> dict[str, tuple[float, float]]:
     plain = lambda number: jax.block_until_ready(add(state))
     for warm in (check, plain):
         warm(0)
-    return {"check": cpu_s(check, 2), "x + 1": cpu_s(plain, 2), "bytes": (2.0 * sum(x.nbytes for x in state.values()), 0.0)}
+    return {"check": cpu_s(check, 2), "x + 1": cpu_s(plain, 2),
+            "bytes": (2.0 * sum(x.nbytes for x in state.values()), 0.0)}
 
 
 def alone(name: str, *given: str) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-m", "benchmarks.pods", "--alone", name, *given], text=True, stdout=subprocess.PIPE,
+    return subprocess.Popen([sys.executable, "-m", "benchmarks.pods", "--alone", name, *given],
+                            text=True, stdout=subprocess.PIPE,
                             env=os.environ | {"XLA_FLAGS": "--xla_cpu_enable_concurrency_optimized_scheduler=false"})
 
 
@@ -111,19 +119,24 @@ def main(argv) -> None:
         return
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-    rows = answer(alone("watched")) | answer(*[alone("agreeing", address, str(index)) for index in range(PROCESSES)]) | answer(alone("accounted"))
+    rows = answer(alone("watched")) | answer(*[alone("agreeing", address, str(index))
+                                               for index in range(PROCESSES)]) | answer(alone("accounted"))
     check = answer(alone("checked"))
     times = sum(check["check"]) / sum(check["x + 1"])
     rows[f"check of replicas every {EVERY} steps"] = times * 2 * HBM_BYTES / HBM_BYTES_PER_S / EVERY, 0.0
     late = sum(own for name, (own, _) in rows.items() if name != "agreement: nobody is late")
-    lines = ["# What it costs to be watched", "", "Written by `python -m benchmarks.pods`; what is measured, and how, stands there.", "",
-             machine.line("", "jax"), "", "| | µs, the step's thread | of a step of 1 s | µs, other threads |", "|---|---:|---:|---:|"]
-    lines += [f"| {name} | {1e6 * own:,.1f} | {own / STEP_S:.4%} | {1e6 * others:,.1f} |" for name, (own, others) in rows.items()]
+    lines = ["# What it costs to be watched", "",
+             "Written by `python -m benchmarks.pods`; what is measured, and how, stands there.", "",
+             machine.line("", "jax"), "", "| | µs, the step's thread | of a step of 1 s | µs, other threads |",
+             "|---|---:|---:|---:|"]
+    lines += [f"| {name} | {1e6 * own:,.1f} | {own / STEP_S:.4%} | {1e6 * others:,.1f} |"
+              for name, (own, others) in rows.items()]
     lines += [f"| **all, with each telling how late it is** | {1e6 * late:,.1f} | **{late / STEP_S:.3%}** | |", "",
               f"A check of replicas took {times:.2f} times the CPU seconds of `x + 1` over the same arrays "
-              f"({check['bytes'][0] / 1e6:,.0f} MB on {DEVICES} simulated devices). Its line is computed: as many times what `x + 1` takes "
-              "over an H100's 80 GB at 3.35 TB/s, all of it replicated. It stands in the step's way; all else is done while the device "
-              "works. The other threads of the agreement are those of the simulated devices and of Gloo.", ""]
+              f"({check['bytes'][0] / 1e6:,.0f} MB on {DEVICES} simulated devices). Its line is computed: as many "
+              f"times what `x + 1` takes over an H100's 80 GB at 3.35 TB/s, all of it replicated. It stands in the "
+              f"step's way; all else is done while the device works. The other threads of the agreement are those of "
+              f"the simulated devices and of Gloo.", ""]
     Path(__file__).with_suffix(".md").write_text("\n".join(lines))
     print("\n".join(lines))
 

@@ -1,8 +1,10 @@
-"""python benchmarks/roofline.py: what a step of the shipped runs would take on GPUs that are not here, beside published runs.
+"""python benchmarks/roofline.py: what a step of the shipped runs would take on GPUs that are not here, beside published
+runs.
 
-Each run's step is compiled for the GPU and priced kernel by kernel (meshtrain/cost/roofline.py); nothing is measured. Needs the
-extra gpu-compile. Two sets of rates: the named assumptions, which fit published runs, and flat ones, with which aims were set.
-Published runs of the same layouts are compiled with their shapes, batches and recomputation. Writes benchmarks/roofline.md.
+Each run's step is compiled for the GPU and priced kernel by kernel (meshtrain/cost/roofline.py); nothing is measured.
+Needs the extra gpu-compile. Two sets of rates: the named assumptions, which fit published runs, and flat ones, with
+which aims were set. Published runs of the same layouts are compiled with their shapes, batches and recomputation.
+Writes benchmarks/roofline.md.
 """
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from meshtrain.cost import flops, hardware, report, roofline
 GPUS = ("h100", "a100-80gb", "h200", "b200")
 FLAT = {"matmul.best": .78, "matmul.sustained": 1, "matmul.clock": 1, "matmul.wave": 0, "matmul.k0": 0,
         "attention.cudnn_forward": .60, "attention.cudnn_backward": .50, "attention.pallas_forward": .38,
-        "attention.pallas_backward": .28, "attention.ramp": 0, "hbm.share": .85, "link.start_us": 15, "link.hop_us": 0, "link.host_hop_us": 0,
+        "attention.pallas_backward": .28, "attention.ramp": 0, "hbm.share": .85, "link.start_us": 15,
+        "link.hop_us": 0, "link.host_hop_us": 0,
         "link.contend": 0, "step.overhead": 0}  # fmt: skip
 
 
@@ -41,7 +44,8 @@ class Case:
 SHIPPED = (
     Case("llama3-8b, remat full", "llama3-8b.toml", 8, "--training.remat full"),
     Case("llama3-8b, remat selective", "llama3-8b.toml", 8, "--training.remat selective"),
-    Case("llama3-8b, remat selective, float8", "llama3-8b.toml", 8, "--training.remat selective --model.matmul_dtype float8"),
+    Case("llama3-8b, remat selective, float8", "llama3-8b.toml", 8,
+         "--training.remat selective --model.matmul_dtype float8"),
     Case("llama3-70b, tensor 8 × fsdp 8", "llama3-70b.toml", 64),
     Case("llama3-70b-pipeline, stage 4 × tensor 8 × fsdp 2", "llama3-70b-pipeline.toml", 64),
 )
@@ -49,7 +53,8 @@ SHIPPED = (
 
 @dataclass(frozen=True)
 class Published:
-    """A published run. given: assumptions that its software or network asks for; apart: where ours is not the same program."""
+    """A published run. given: assumptions that its software or network asks for; apart: where ours is not the same
+    program."""
     case: Case
     gpu: str
     tokens_per_s: float         # of a GPU
@@ -58,8 +63,8 @@ class Published:
     apart: str = ""
 
 
-# Theirs attend to whole rows. Ours do so with the Pallas kernels, compiled as a stand-in (cuDNN's need its library) and priced
-# at the rate of the published engine; where that multiplies five times backward, these multiply seven times.
+# Theirs attend to whole rows. Ours do so with the Pallas kernels, compiled as a stand-in (cuDNN's need its library) and
+# priced at the rate of the published engine; where that multiplies five times backward, these multiply seven times.
 WHOLE = "--data.document_mask false --model.attention pallas "
 CUDNN = {"attention.pallas_forward": .58, "attention.pallas_backward": .50 * 7 / 5}
 FLASH_2 = {"h100-96gb": {"attention.pallas_forward": .37, "attention.pallas_backward": .33 * 7 / 5},
@@ -68,15 +73,20 @@ SLOW_NETWORK = {"nic.share": .2}            # 400 Gb/s a host, where the table h
 LLAMA_3 = "--data.global_batch {} --training.microbatches 1 --training.remat {} " + WHOLE
 LLAMA_2 = "--model.preset llama2-7b --data.seq_len 4096 " + LLAMA_3
 PUBLISHED = (
-    Published(Case("Llama 2 7B, fsdp 8, 4,096 tokens", "llama3-8b.toml", 8, LLAMA_2.format(16, "selective")), "h100", 11_361,
+    Published(Case("Llama 2 7B, fsdp 8, 4,096 tokens", "llama3-8b.toml", 8, LLAMA_2.format(16, "selective")),
+              "h100", 11_361,
               "JAX-Toolbox, MaxText", CUDNN),
-    Published(Case("Llama 3 8B, fsdp 8, remat selective", "llama3-8b.toml", 8, LLAMA_3.format(16, "selective")), "h100-96gb",
+    Published(Case("Llama 3 8B, fsdp 8, remat selective", "llama3-8b.toml", 8, LLAMA_3.format(16, "selective")),
+              "h100-96gb",
               6_667, "torchtitan", FLASH_2["h100-96gb"], "theirs recomputes every second matmul, ours none"),
-    Published(Case("Llama 3 8B, fsdp 8, remat full", "llama3-8b.toml", 8, LLAMA_3.format(16, "full")), "h100-96gb", 6_667,
+    Published(Case("Llama 3 8B, fsdp 8, remat full", "llama3-8b.toml", 8, LLAMA_3.format(16, "full")),
+              "h100-96gb", 6_667,
               "torchtitan", FLASH_2["h100-96gb"], "theirs recomputes every second matmul, ours every one"),
     Published(Case("Llama 3 8B, fsdp 128, remat selective", "llama3-8b.toml", 128, LLAMA_3.format(256, "selective")),
-              "h100-96gb", 6_514, "torchtitan", FLASH_2["h100-96gb"], "theirs recomputes every second matmul, ours none"),
-    Published(Case("Llama 2 70B, fsdp 128, 4,096 tokens", "llama3-8b.toml", 128, "--model.preset llama3-70b --model.vocab_size "
+              "h100-96gb", 6_514, "torchtitan", FLASH_2["h100-96gb"],
+              "theirs recomputes every second matmul, ours none"),
+    Published(Case("Llama 2 70B, fsdp 128, 4,096 tokens", "llama3-8b.toml", 128,
+                   "--model.preset llama3-70b --model.vocab_size "
                    "32000 --data.seq_len 4096 " + LLAMA_3.format(256, "full")), "a100-80gb", 410, "IBM fms-fsdp",
               FLASH_2["a100"] | SLOW_NETWORK, "gradients: theirs bfloat16, ours float32; theirs gathers "
               "the next layer while it computes one, ours waits for a fifth of the step"),
@@ -124,8 +134,8 @@ def with_table(gpu: str, case: Case) -> str:
     counted = flops.model_flops_per_token(table, cfg, made.run.data.seq_len)
     more = 6 * sum(info.size for info in table if info.role == "embedding")
     mfu = roofline.of_run(made, text, FLAT).mfu
-    return (f"MFU counts matrices that multiply. Counted as 6·N, with the table that is only looked up in N, {case.name} on {gpu} has "
-            f"{mfu * (1 + more / counted):.1%} at flat rates in place of {mfu:.1%}.")
+    return (f"MFU counts matrices that multiply. Counted as 6·N, with the table that is only looked up in N, "
+            f"{case.name} on {gpu} has {mfu * (1 + more / counted):.1%} at flat rates in place of {mfu:.1%}.")
 
 
 def costliest(gpu: str, case: Case, count: int = 10) -> list[str]:
@@ -142,18 +152,19 @@ def written() -> str:
     shipped = [row(gpu, case) for gpu in GPUS for case in SHIPPED
                if "float8" not in case.words or not hardware.lacks_float8(hardware.get(gpu))]
     lines = ["# The roofline of the shipped runs", "",
-             "Written by `python benchmarks/roofline.py`; how a step is priced stands in meshtrain/cost/roofline.py. Nothing "
-             "here was measured.", "",
+             "Written by `python benchmarks/roofline.py`; how a step is priced stands in meshtrain/cost/roofline.py. "
+             "Nothing here was measured.", "",
              machine.line("", "jax", "jaxlib"), "",
-             *table(("GPU", "run", "s a step", "tokens/s a GPU", "MFU", *roofline.PARTS, "communication, exposed", "contention",
+             *table(("GPU", "run", "s a step", "tokens/s a GPU", "MFU", *roofline.PARTS,
+                     "communication, exposed", "contention",
                      "GiB a GPU", "s, flat rates", "MFU, flat rates"), shipped), "",
              "Shares are those of the step. Rows hold packed documents of 2,000 tokens in the mean. Flat rates: "
              + ", ".join(f"{name} {value:g}" for name, value in FLAT.items()) + ". "
              + with_table("h100", SHIPPED[1]), "",
              *costliest("h100", SHIPPED[1]), ""]
     lines += ["## Published runs", "",
-              "Our program at the published layout, batch and recomputation, against the speed of theirs. A ratio below 1 is "
-              "the roofline's error and our program's together.", "",
+              "Our program at the published layout, batch and recomputation, against the speed of theirs. A ratio "
+              "below 1 is the roofline's error and our program's together.", "",
               *table(("from", "run", "GPUs", "published tokens/s a GPU", "predicted", "ratio", "what is not the same"),
                      [compared(run) for run in PUBLISHED]), ""]
     return "\n".join(lines)

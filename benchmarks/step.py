@@ -1,10 +1,10 @@
 """python benchmarks/step.py [RUN.toml] [--section.key value …]: what meshtrain costs over a plain JAX step.
 
 Measures the training step on 1 device, on 8 simulated ones (or on all GPUs there are), the loop around it, and a step
-written by hand in `baseline` below: same model, same mathematics, no mesh and no rules. What is compared is timed in turns,
-a few steps each, round by round: what else the machine does then hits all of it alike. Simulated devices take their turns
-in a process of their own, since their threads and flags would slow one device down. Loss and gradient norm of the two
-implementations must agree before anything is timed. Writes benchmarks/step.md.
+written by hand in `baseline` below: same model, same mathematics, no mesh and no rules. What is compared is timed in
+turns, a few steps each, round by round: what else the machine does then hits all of it alike. Simulated devices take
+their turns in a process of their own, since their threads and flags would slow one device down. Loss and gradient norm
+of the two implementations must agree before anything is timed. Writes benchmarks/step.md.
 """
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ SIMULATED = 8
 def baseline(run, roles):
     """(step, init) of the model in plain JAX for one device: step(params, opt_state, batch) -> (…, loss, grad norm).
 
-    params: meshtrain's tree, so that both start from the same numbers. The loss sees whole logits, attention whole scores.
+    params: meshtrain's tree, so that both start from the same numbers. The loss sees whole logits, attention whole
+    scores.
     """
     cfg, dtype = run.model, jnp.dtype(run.model.compute_dtype)
     decayed = jax.tree.map(lambda role: role in ("matrix", "embedding", "head"), roles)
@@ -113,7 +114,8 @@ def no_baseline(run) -> list[str]:
     m, t = run.model, run.training
     odd = {"model.norm": m.norm != "rmsnorm", "model.activation": m.activation != "swiglu",
            "model.position": m.position != "rope", "model.rope_scaling": m.rope_scaling.rope_type != "default",
-           "model.qk_norm": m.qk_norm != "off", "model.attention_bias": m.attention_bias != "none", "model.mlp_bias": m.mlp_bias,
+           "model.qk_norm": m.qk_norm != "off", "model.attention_bias": m.attention_bias != "none",
+           "model.mlp_bias": m.mlp_bias,
            "model dropout": m.embedding_dropout + m.residual_dropout > 0, "training.microbatches": t.microbatches > 1,
            "training.z_loss": t.z_loss > 0, "optimizer.name": run.optimizer.name != "adamw",
            "data.document_mask": not run.data.document_mask}
@@ -201,8 +203,8 @@ def looped(name: str, run, made, carry, compiled, corpus, directory) -> Contesta
 
 
 def timed(steps):
-    """go(n) of a Contestant from steps(n): what every thread of the process does counts as CPU seconds. One untimed step
-    comes first: the caches are another program's."""
+    """go(n) of a Contestant from steps(n): what every thread of the process does counts as CPU seconds. One untimed
+    step comes first: the caches are another program's."""
     def go(n):
         steps(1)
         clock, cpu = time.perf_counter(), time.process_time()
@@ -285,7 +287,8 @@ def measure(run, scratch: Path) -> int:
             many = child.submit(simulated, run, rows).result()
             many.go = lambda n: child.submit(simulated_steps, n).result()
             contestants.append(many)
-            aims.append((f"{SIMULATED} simulated devices (fsdp, zero3) ÷ 1 device, same global batch", many, one, "≤ 1.15"))
+            aims.append((f"{SIMULATED} simulated devices (fsdp, zero3) ÷ 1 device, same global batch",
+                         many, one, "≤ 1.15"))
         take_turns(contestants)
     report(run, made, devices, contestants, aims, starts)
     return 0
@@ -296,7 +299,8 @@ _simulated: list[Contestant] = []      # in the process of the simulated devices
 
 def simulated(run, rows) -> Contestant:
     """SIMULATED simulated devices in this process, without `go`, which cannot travel to another."""
-    devices = local_devices.start(run.model_copy(update={"mesh": run.mesh.model_copy(update={"simulated_devices": SIMULATED})}))
+    devices = local_devices.start(run.model_copy(
+        update={"mesh": run.mesh.model_copy(update={"simulated_devices": SIMULATED})}))
     _simulated.append(ours(f"meshtrain, {SIMULATED} simulated devices (zero3)", assembly.assemble(
         sharded(run, SIMULATED), devices), rows)[0])
     return dataclasses.replace(_simulated[0], go=None)
@@ -332,31 +336,38 @@ def report(run, made, devices, contestants, aims, starts) -> None:
     peak = gpu.peak(run.model.compute_dtype) if gpu and devices[0].platform != "cpu" else None
     needed = tokens * flops.model_flops_per_token(made.model.parameters(), run.model, run.data.seq_len)
     on_cpu, m = devices[0].platform == "cpu", run.model
-    out = ["# The training step", "", "Written by `python benchmarks/step.py`; what is measured, and how, stands there.", "",
+    out = ["# The training step", "",
+           "Written by `python benchmarks/step.py`; what is measured, and how, stands there.", "",
            machine.line("" if on_cpu else devices[0].device_kind, "jax", "jaxlib", "optax"), "",
-           f"Model: {sum(info.size for info in made.model.parameters()):,} parameters (embed {m.embed_dim}, {m.num_layers} layers, "
-           f"heads {m.num_heads}/{m.num_kv_heads}, mlp {m.mlp_dim}, vocabulary {m.vocab_size}), {m.compute_dtype}; "
-           f"{run.data.global_batch} sequences of {run.data.seq_len}; {run.optimizer.name}; remat {run.training.remat}.", "",
+           f"Model: {sum(info.size for info in made.model.parameters()):,} parameters (embed {m.embed_dim}, "
+           f"{m.num_layers} layers, heads {m.num_heads}/{m.num_kv_heads}, mlp {m.mlp_dim}, vocabulary {m.vocab_size}), "
+           f"{m.compute_dtype}; {run.data.global_batch} sequences of {run.data.seq_len}; {run.optimizer.name}; remat "
+           f"{run.training.remat}.", "",
            "| step | compile, wall | step, wall | step, CPU | tokens/s, wall | memory per device | MFU |",
            "|---|---|---|---|---|---|---|"]
     for c in contestants:
         seconds = statistics.median(c.times)
         cpu = f"{statistics.median(c.cpu_times) * 1e3:.1f} ms" if on_cpu and c.cpu_times[0] is not None else "–"
         mfu = f"{needed / seconds / peak / c.num_devices:.1%}" if peak else "–"
-        out.append(f"| {c.name} | {f'{c.compile_s:.1f} s' if c.compile_s is not None else '–'} | {seconds * 1e3:.1f} ms | {cpu} | "
-                   f"{tokens / seconds:,.0f} | {f'{c.peak_bytes / 2**20:.1f} MiB' if c.peak_bytes else '–'} | {mfu} |")
+        out.append(f"| {c.name} | {f'{c.compile_s:.1f} s' if c.compile_s is not None else '–'} | {seconds * 1e3:.1f} "
+                   f"ms | {cpu} | {tokens / seconds:,.0f} | "
+                   f"{f'{c.peak_bytes / 2**20:.1f} MiB' if c.peak_bytes else '–'} | {mfu} |")
     stats = devices[0].memory_stats() or {}
     if stats.get("peak_bytes_in_use"):
-        out += ["", f"Peak in use on {devices[0]}, all of the above alive at once: {stats['peak_bytes_in_use'] / 2**20:.0f} MiB."]
+        out += ["",
+                f"Peak in use on {devices[0]}, all of the above alive at once: "
+                f"{stats['peak_bytes_in_use'] / 2**20:.0f} MiB."]
     out += ["", "| ratio, median of rounds | of wall seconds | of CPU seconds | aim |", "|---|---|---|---|"]
     for name, a, b, aim in aims:
-        cpu_ratio = f"{ratio(a, b, 'cpu_times'):.3f}" if on_cpu and None not in (a.cpu_times[0], b.cpu_times[0]) else "–"
+        cpu_ratio = f"{ratio(a, b, 'cpu_times'):.3f}" if on_cpu and None not in (a.cpu_times[0],
+                                                                                 b.cpu_times[0]) else "–"
         out.append(f"| {name} | {ratio(a, b):.3f} | {cpu_ratio} | {aim} |")
     out += [f"| quickstart, command to first step, {cache} compilation cache | {s:.1f} s | – | < 20 s |"
             for cache, s in starts.items()]
-    out += ["", "Wall: seconds of the clock, which grow with whatever else the machine does; CPU: seconds of all threads. All in "
-            f"turns, {STEPS} steps each, medians of {ROUNDS} rounds. Memory: arguments and temporaries of the compiled step. The "
-            "loop runs the compiled step of 1 device."]
+    out += ["",
+            "Wall: seconds of the clock, which grow with whatever else the machine does; CPU: seconds of all threads. "
+            f"All in turns, {STEPS} steps each, medians of {ROUNDS} rounds. Memory: arguments and temporaries of the "
+            f"compiled step. The loop runs the compiled step of 1 device."]
     text = "\n".join(out) + "\n"
     print(text)
     (ROOT / "benchmarks" / "step.md").write_text(text)

@@ -1,8 +1,10 @@
-"""python -m benchmarks.tiles [--write] [--minutes 5] [HEAD_DIM ...]: times tiles of the Pallas kernels on the GPU at hand.
+"""python -m benchmarks.tiles [--write] [--minutes 5] [HEAD_DIM ...]: times tiles of the Pallas kernels on the GPU at
+hand.
 
-Forward, dq and dkv each by itself, on packed rows: 8,192 tokens, documents of 2,000 on average, Llama 3 8B's heads. The tiles in use
-come first; candidates that the compiler refuses or whose numbers differ are left out. --write puts the fastest of each head_dim
-(64, 128 and 256 unless named) as a line into TIMED of meshtrain/kernels/tiles.py, where the next run finds them.
+Forward, dq and dkv each by itself, on packed rows: 8,192 tokens, documents of 2,000 on average, Llama 3 8B's heads. The
+tiles in use come first; candidates that the compiler refuses or whose numbers differ are left out. --write puts the
+fastest of each head_dim (64, 128 and 256 unless named) as a line into TIMED of meshtrain/kernels/tiles.py, where the
+next run finds them.
 """
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ def kernels(head_dim: int, shape: Shape, full: int = tiles.FULL, interpret: bool
     q, k, v, do = array(N), array(K), array(K), array(N)
     segments = jnp.asarray(1 + np.cumsum(rng.random((B, T)) < 1 / document, 1), jnp.int32)
     base = tiles.COMPILED["h100"][min(width for width in tiles.WIDTHS if head_dim <= width)]
-    o, lse = jax.jit(partial(pallas.engine(base, interpret=interpret).forward, mask=CAUSAL))(q, k, v, segments, segments)
+    o, lse = jax.jit(partial(pallas.engine(base, interpret=interpret).forward, mask=CAUSAL))(
+        q, k, v, segments, segments)
     delta = (do * o).sum(-1)
     rest = dict(mask=CAUSAL, scale=head_dim ** -0.5, interpret=interpret)
     backward = q, k, v, segments, segments, do, lse.swapaxes(1, 2), delta.swapaxes(1, 2)
@@ -85,7 +88,8 @@ def seconds(function, args) -> float:
 
 
 def fastest(make, first: Blocks, others: list[Blocks], until: float, clock=seconds) -> list[tuple[float, Blocks]]:
-    """[(seconds, tile)], the fastest first, of those that compile and agree with `first`; none is begun after `until`."""
+    """[(seconds, tile)], the fastest first, of those that compile and agree with `first`; none is begun after
+    `until`."""
     function, args = make(first)
     expected = jax.tree.leaves(jax.device_get(function(*args)))
     found = [(clock(function, args), first)]
@@ -100,7 +104,8 @@ def fastest(make, first: Blocks, others: list[Blocks], until: float, clock=secon
         except jax.errors.JaxRuntimeError as error:         # registers, shared memory or tensor memory
             print(f"  {tuple(blocks)}: {str(error).splitlines()[0][:100]}")
             continue
-        if all(np.abs(np.float32(a) - np.float32(b)).max() <= AGREE * max(1, np.abs(np.float32(b)).max()) for a, b in zip(made, expected)):
+        if all(np.abs(np.float32(a) - np.float32(b)).max() <= AGREE * max(1, np.abs(np.float32(b)).max())
+               for a, b in zip(made, expected)):
             found.append((clock(function, args), blocks))
         else:
             print(f"  {tuple(blocks)}: other numbers than {tuple(first)}")
@@ -112,12 +117,13 @@ def timed(head_dim: int, gpu: str, minutes: float, shape: Shape = PACKED) -> tup
     width = min(width for width in tiles.WIDTHS if head_dim <= width)
     used, best, said, started = tiles.of(head_dim, gpu) or tiles.COMPILED["h100"][width], {}, [], time.monotonic()
     for n, (kernel, make) in enumerate(kernels(width, shape).items(), 1):
-        found = fastest(make, getattr(used, kernel), candidates(kernel), started + 60 * minutes * n / len(Tiles._fields))
+        found = fastest(make, getattr(used, kernel), candidates(kernel),
+                        started + 60 * minutes * n / len(Tiles._fields))
         now = next(time_s for time_s, blocks in found if blocks == getattr(used, kernel))
         best[kernel] = found[0][1]
         said.append(f"{1e3 * found[0][0]:.3g}")
-        print(f"{gpu}, head_dim {width}, {kernel}: {tuple(found[0][1])} {1e3 * found[0][0]:.3g} ms of {len(found)} tried, "
-              f"in use {tuple(getattr(used, kernel))} {1e3 * now:.3g} ms", flush=True)
+        print(f"{gpu}, head_dim {width}, {kernel}: {tuple(found[0][1])} {1e3 * found[0][0]:.3g} ms of {len(found)} "
+              f"tried, in use {tuple(getattr(used, kernel))} {1e3 * now:.3g} ms", flush=True)
     return Tiles(**best), f"{' + '.join(said)} ms"
 
 
@@ -140,8 +146,8 @@ def main(argv) -> int:
     device = jax.devices()[0]
     gpu = hardware.from_device_kind(device.device_kind)
     if device.platform == "cpu" or gpu is None or max(asked.head_dims) > max(tiles.WIDTHS):
-        print(f"error: tiles are timed on a GPU of the hardware table, for a head_dim of at most {max(tiles.WIDTHS)}; here is "
-              f"{device.device_kind!r}", file=sys.stderr)
+        print(f"error: tiles are timed on a GPU of the hardware table, for a head_dim of at most {max(tiles.WIDTHS)}; "
+              f"here is {device.device_kind!r}", file=sys.stderr)
         return 2
     for head_dim in asked.head_dims:
         chosen, said = timed(head_dim, gpu.name, asked.minutes)

@@ -1,9 +1,9 @@
 """python benchmarks/weights.py: a model folder of Hugging Face's in and out, beside the disk's own speed.
 
-A Llama of 0.27 billion random weights, 1.1 GB in float32, is written by `run.export` and read by `run.pretrained`, from and onto one
-device and eight simulated ones, split as ZeRO-3 has them. Beside them stands what this disk needs for as many bytes, written in one piece
-to where they are safe (fsync), and read again: out of memory, as the folder is, which has just been written. Writes
-benchmarks/weights.md.
+A Llama of 0.27 billion random weights, 1.1 GB in float32, is written by `run.export` and read by `run.pretrained`, from
+and onto one device and eight simulated ones, split as ZeRO-3 has them. Beside them stands what this disk needs for as
+many bytes, written in one piece to where they are safe (fsync), and read again: out of memory, as the folder is, which
+has just been written. Writes benchmarks/weights.md.
 """
 from __future__ import annotations
 
@@ -66,23 +66,29 @@ def measure(dtype: str, count: int, place: Path) -> str:
     spec, model = MeshSpec({"fsdp": count}), transformer.build(run.model)
     mesh = spec.build(devices.start(run))
     layout = rules.Layout(rules.load(str(ROOT / "sharding_rules/zero3.toml")), spec.sizes)
-    placed = params.tree(model.parameters(), lambda info: jax.sharding.NamedSharding(mesh, layout.spec("params", info.axes)))
+    placed = params.tree(model.parameters(),
+                         lambda info: jax.sharding.NamedSharding(mesh, layout.spec("params", info.axes)))
     out = place / "out"
     with jax.set_mesh(mesh):
         weights = jax.jit(model.init, out_shardings=placed)(jax.random.key(0))
         leaves = trees.leaves_of(weights)
-        write = lambda: export.write(out, model, leaves.__getitem__, dtype=dtype, shard_bytes=FILE_BYTES, source=None, bos=1,
+        write = lambda: export.write(out, model, leaves.__getitem__, dtype=dtype, shard_bytes=FILE_BYTES,
+                                     source=None, bos=1,
                                      data={"seq_len": 1024, "eos": "", "tokenizer": "bytes"})
         write_s, size = timed(write)
         found = folder.open_folder(out)
         rows = folder.match(found, run.model, model.names())
-        zeros = jax.block_until_ready(jax.jit(lambda: jax.tree.map(jax.numpy.zeros_like, weights), out_shardings=placed)())
+        zeros = jax.block_until_ready(jax.jit(lambda: jax.tree.map(jax.numpy.zeros_like, weights),
+                                              out_shardings=placed)())
         read_s, again = timed(lambda: pretrained.load(found, rows, run.model, model.places(), zeros))
         if dtype == "float32":
-            assert all(map(bool, jax.tree.leaves(jax.tree.map(lambda a, b: (a == b).all(), weights, again)))), "other weights came back"
+            assert all(map(bool,
+                           jax.tree.leaves(jax.tree.map(lambda a, b: (a == b).all(),
+                                                        weights, again)))), "other weights came back"
     shutil.rmtree(out)
     disk_write_s, disk_read_s = disk(place, size)
-    return f"| {dtype} | {count} | {size / 1e9:.2f} | {write_s:.1f} | {disk_write_s:.1f} | {read_s:.1f} | {disk_read_s:.2f} |"
+    return (f"| {dtype} | {count} | {size / 1e9:.2f} | {write_s:.1f} | {disk_write_s:.1f} | {read_s:.1f} | "
+            f"{disk_read_s:.2f} |")
 
 
 def main(argv) -> int:
@@ -96,10 +102,12 @@ def main(argv) -> int:
     table = []
     with tempfile.TemporaryDirectory(prefix="meshtrain-weights-", dir=ROOT) as place:
         for dtype, count in CASES:
-            done = subprocess.run([sys.executable, __file__, "--alone", dtype, str(count), place], check=True, stdout=subprocess.PIPE, text=True)
+            done = subprocess.run([sys.executable, __file__, "--alone", dtype, str(count), place],
+                                  check=True, stdout=subprocess.PIPE, text=True)
             table.append(done.stdout.strip().splitlines()[-1])
             print(table[-1], flush=True)
-    lines = ["# Model folders in and out", "", "Written by `python benchmarks/weights.py`; what is measured, and how, stands there.", "",
+    lines = ["# Model folders in and out", "",
+             "Written by `python benchmarks/weights.py`; what is measured, and how, stands there.", "",
              machine.line("", "jax", "jaxlib"), "",
              "Seconds for the whole folder, with the compiling of a program for each kind of tensor.", "",
              "| written as | devices | GB | out, s | the disk's writing, s | in, s | the disk's reading, s |",

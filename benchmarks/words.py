@@ -8,7 +8,8 @@ class Parser(argparse.ArgumentParser):
     """doc: the benchmark's docstring, which begins with its usage."""
 
     def __init__(self, doc: str):
-        super().__init__(usage=argparse.SUPPRESS, description=doc, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+        super().__init__(usage=argparse.SUPPRESS, description=doc, allow_abbrev=False,
+                         formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def add_alone(self, *names: str) -> None:
         """What a benchmark says to a process of its own, and no one else."""

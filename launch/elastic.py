@@ -1,8 +1,10 @@
-"""python -m launch.elastic --processes N [--min-processes K] --devices D [--full F] -- [RUN.toml] [--section.key value …]: how
-many processes (or hosts) with D devices each, at most N and at least K, can train a run that is meant for F devices.
+"""python -m launch.elastic --processes N [--min-processes K] --devices D [--full F] -- [RUN.toml] [--section.key value
+…]: how many processes (or hosts) with D devices each, at most N and at least K, can train a run that is meant for F
+devices.
 
-Prints the number and, behind it, the options that the processes then need. Without --full: F is the run's mesh.full_devices;
-where that is 0 nothing shrinks, and the number is N. Exit codes: 0, or 2 with the reason where none can. It starts no devices.
+Prints the number and, behind it, the options that the processes then need. Without --full: F is the run's
+mesh.full_devices; where that is 0 nothing shrinks, and the number is N. Exit codes: 0, or 2 with the reason where none
+can. It starts no devices.
 """
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from meshtrain import config
 from meshtrain.config import ConfigError, Run
 from meshtrain.run import say
 
-USAGE = ("python -m launch.elastic --processes N [--min-processes K] --devices D [--full F] -- [RUN.toml] [--section.key value ...]")
+USAGE = ("python -m launch.elastic --processes N [--min-processes K] --devices D [--full F] -- [RUN.toml] "
+         "[--section.key value ...]")
 LONGEST_S = 300.0       # to find out what fits, which takes seconds
 
 
@@ -30,13 +33,13 @@ def overrides(processes: int, devices: int, full: int, simulated: bool) -> list[
 def check(run: Run) -> None:
     """Raises: ConfigError where nothing in the run can shrink."""
     if -1 not in (run.mesh.data, run.mesh.fsdp):
-        raise ConfigError("--min-processes needs an axis of the mesh that shrinks with the devices, and none is -1; use mesh.data=-1 or "
-                          "mesh.fsdp=-1")
+        raise ConfigError("--min-processes needs an axis of the mesh that shrinks with the devices, and none is -1; "
+                          "use mesh.data=-1 or mesh.fsdp=-1")
 
 
 def most(words: Sequence[str], processes: int, least: int, devices: int, full: int) -> tuple[int, str]:
-    """(how many can train the run of these words, ""), or (0, why none can). In a process of its own: it takes jax, and a
-    launcher needs none, and with a limit: a file system may hang."""
+    """(how many can train the run of these words, ""), or (0, why none can). In a process of its own: it takes jax, and
+    a launcher needs none, and with a limit: a file system may hang."""
     try:
         ran = subprocess.run(
             [sys.executable, "-m", "launch.elastic", f"--processes={processes}", f"--min-processes={least}",
@@ -56,7 +59,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--processes", type=int, required=True, metavar="N", help="that are there")
     parser.add_argument("--min-processes", type=int, default=1, metavar="K", help="fewer are not worth it (default 1)")
     parser.add_argument("--devices", type=int, required=True, metavar="D", help="of each process")
-    parser.add_argument("--full", type=int, metavar="F", help="devices that the run is meant for (default its mesh.full_devices)")
+    parser.add_argument("--full", type=int, metavar="F",
+                        help="devices that the run is meant for (default its mesh.full_devices)")
     given = options.known(parser, argv[:at], {"processes": 1, "min_processes": 1, "devices": 1, "full": 1})
     words = argv[at + 1:]
     try:
@@ -65,7 +69,8 @@ def main(argv: Sequence[str]) -> int:
         say.err(f"error: {error}")
         return 2
     full = given.full or run.mesh.full_devices
-    tell = lambda count: say.out(" ".join([str(count), *overrides(count, given.devices, full, bool(run.mesh.simulated_devices))]))
+    tell = lambda count: say.out(" ".join([str(count),
+                                           *overrides(count, given.devices, full, bool(run.mesh.simulated_devices))]))
     if given.processes * given.devices >= full:
         tell(given.processes)
         return 0
@@ -80,7 +85,8 @@ def main(argv: Sequence[str]) -> int:
             continue
         tell(count)
         return 0
-    say.err(f"error: no number of processes from {given.min_processes} to {given.processes} can train this run: {fault}")
+    say.err(f"error: no number of processes from {given.min_processes} to {given.processes} can train this run: "
+            f"{fault}")
     return 2
 
 

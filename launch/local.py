@@ -1,7 +1,7 @@
 """python -m launch.local --processes N -- [RUN.toml] [--section.key value …]: N real processes on this machine.
 
-They meet over loopback and train one run: simulated devices, or the GPUs, are divided among them. Signals that reach the
-launcher reach every process. With --max-restarts a run that fails is started again (`launch.restart`). Linux only.
+They meet over loopback and train one run: simulated devices, or the GPUs, are divided among them. Signals that reach
+the launcher reach every process. With --max-restarts a run that fails is started again (`launch.restart`). Linux only.
 Exit codes: the run's 0, 2 or 75 where all processes agree on it, 2 also where the others ended of it, else 1.
 """
 from __future__ import annotations
@@ -24,7 +24,8 @@ from meshtrain.config import ConfigError, Run
 from meshtrain.files import FileSystemError
 from meshtrain.run import say, stops
 
-USAGE = "python -m launch.local --processes N [--max-restarts R] [--min-processes K] -- [RUN.toml] [--section.key value ...]"
+USAGE = ("python -m launch.local --processes N [--max-restarts R] [--min-processes K] -- [RUN.toml] [--section.key "
+         "value ...]")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,7 +34,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         run = config.load(rest, USAGE)
         environs = environments(run, given.processes, os.environ)
-        places = Places(rest, given.processes, given.min_processes, devices_of(run, os.environ), bool(run.mesh.simulated_devices),
+        places = Places(rest, given.processes, given.min_processes, devices_of(run, os.environ),
+                        bool(run.mesh.simulated_devices),
                         run.mesh.full_devices)
         if places.least < places.count:
             elastic.check(run)
@@ -46,7 +48,8 @@ def main(argv: Sequence[str]) -> int:
     failures = restart.Failures(run, given.max_restarts)
     while True:     # each start at another port: an old process may still hold the last one
         words = commands([*rest, *places.overrides()], len(places.taken), free_port())
-        outcome = supervise.supervise(words, [environs[place] for place in places.taken], left=Path(run.run.dir) / "stacks",
+        outcome = supervise.supervise(words, [environs[place] for place in places.taken],
+                                      left=Path(run.run.dir) / "stacks",
                                       still_s=run.distributed.heartbeat_timeout_s)
         wait_s = None if outcome.asked else failures.wait_s(outcome.code, outcome.words)
         if wait_s is None:
@@ -59,9 +62,9 @@ def main(argv: Sequence[str]) -> int:
 class Places:
     """Where processes run, from 0 to count − 1, and which of them take part in the next start.
 
-    A place whose process failed first twice in a row, without a newer checkpoint between, is left out, and the run goes on with
-    as many as can train it, at least `least`. The start after a newer checkpoint has all of them again. devices: of all places.
-    full: devices that the run is meant for; 0: these.
+    A place whose process failed first twice in a row, without a newer checkpoint between, is left out, and the run goes
+    on with as many as can train it, at least `least`. The start after a newer checkpoint has all of them again.
+    devices: of all places. full: devices that the run is meant for; 0: these.
     """
     words: Sequence[str]
     count: int
@@ -96,11 +99,13 @@ class Places:
         there = [one for one in range(self.count) if one not in self.lost | {place}]
         count, why = elastic.most(self.words, len(there), self.least, self.devices // self.count, self.full)
         if not count:
-            say.err(f"process {place} of {self.count} failed twice in a row, and the run cannot go on without it: {why}")
+            say.err(f"process {place} of {self.count} failed twice in a row, and the run cannot go on without it: "
+                    f"{why}")
             return
         self.lost.add(place)
         self.taken = there[:count]
-        say.err(f"process {place} of {self.count} failed twice in a row: the next start is without it, in {len(self.taken)} processes")
+        say.err(f"process {place} of {self.count} failed twice in a row: the next start is without it, in "
+                f"{len(self.taken)} processes")
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -111,10 +116,12 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def parse(own: Sequence[str]) -> argparse.Namespace:
     parser = options.parser("local", USAGE, (
         "Starts one run in N processes on this machine: simulated devices, or the GPUs, are divided among them. "
-        "Without RUN.toml: configs/quickstart.toml. The keys of a run: `-- --help`."), "where the same one fails twice in a row")
+        "Without RUN.toml: configs/quickstart.toml. The keys of a run: `-- --help`."),
+        "where the same one fails twice in a row")
     parsed = options.parse(parser, own)
     if parsed.min_processes not in (0, parsed.processes) and parsed.max_restarts < 2:
-        parser.error("--min-processes needs --max-restarts of at least 2: a process is left out after it has failed twice")
+        parser.error("--min-processes needs --max-restarts of at least 2: a process is left out after it has failed "
+                     "twice")
     return parsed
 
 
@@ -134,14 +141,16 @@ def environments(run: Run, count: int, environ: Mapping[str, str]) -> list[dict[
     """
     given, total = run.distributed, run.mesh.simulated_devices
     if given != given.without_place():
-        raise ConfigError("[distributed] is set here by the launcher; leave it out of the run file and the command line")
+        raise ConfigError("[distributed] is set here by the launcher; leave it out of the run file and the command "
+                          "line")
     # Unbuffered: what is said last is what a process that is killed has to tell.
     common = {**environ, "PYTHONUNBUFFERED": "1"}
     if total % count:
         fewer = max(n for n in range(1, count) if total % n == 0)
         more = [n for n in range(count + 1, total + 1) if total % n == 0][:1]
         raise ConfigError(f"mesh.simulated_devices={total} cannot be divided among --processes {count}; use "
-                          f"{' or '.join(f'--processes {n}' for n in [fewer, *more])}, or a multiple of {count} devices")
+                          f"{' or '.join(f'--processes {n}' for n in [fewer, *more])}, or a multiple of {count} "
+                          f"devices")
     if total:
         return [common | {"CUDA_VISIBLE_DEVICES": ""}] * count
     if count == 1:

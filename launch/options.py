@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 
 def parser(name: str, usage: str, description: str, fewer: str) -> argparse.ArgumentParser:
     """fewer: when the launcher goes on with fewer processes."""
-    made = argparse.ArgumentParser(prog=f"python -m launch.{name}", usage=usage, description=description, allow_abbrev=False)
+    made = argparse.ArgumentParser(prog=f"python -m launch.{name}", usage=usage, description=description,
+                                   allow_abbrev=False)
     made.add_argument("--processes", type=int, required=True, metavar="N", help="how many processes, at least 1")
-    made.add_argument("--max-restarts", type=int, default=0, metavar="R", help="a run that fails is started again from its newest "
+    made.add_argument("--max-restarts", type=int, default=0, metavar="R",
+                      help="a run that fails is started again from its newest "
                       "checkpoint, so many times in a row without a newer one (default 0)")
-    made.add_argument("--min-processes", type=int, default=0, metavar="K", help=f"goes on with fewer, down to K, {fewer}; the axis of -1 "
+    made.add_argument("--min-processes", type=int, default=0, metavar="K",
+                      help=f"goes on with fewer, down to K, {fewer}; the axis of -1 "
                       "shrinks, and the batch stays (default N)")
     return made
 

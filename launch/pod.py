@@ -1,11 +1,12 @@
 """python -m launch.pod --attempt K [--max-restarts R] -- [RUN.toml] [--section.key value …]:
 one process of a run on Kubernetes.
 
-JobSet starts all pods again whatever ended one of them, at once and without knowing of checkpoints. Here stands the rule of all
-launchers (`launch.restart`): K is JobSet's count of restarts, and before a start that is not the first process 0 decides
-whether it is worth it and when it begins; the others wait for its word in run.dir/restarts.json. A process that fails leaves
-its last words in run.dir/last_words, for its pod is deleted with its log. Given up is exit code 2, which ends the JobSet. It
-imports no jax. Exit codes: the run's 0, 2 and 75; 2 also where it is given up; else 1.
+JobSet starts all pods again whatever ended one of them, at once and without knowing of checkpoints. Here stands the
+rule of all launchers (`launch.restart`): K is JobSet's count of restarts, and before a start that is not the first
+process 0 decides whether it is worth it and when it begins; the others wait for its word in run.dir/restarts.json. A
+process that fails leaves its last words in run.dir/last_words, for its pod is deleted with its log. Given up is exit
+code 2, which ends the JobSet. It imports no jax. Exit codes: the run's 0, 2 and 75; 2 also where it is given up; else
+1.
 """
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def main(argv: Sequence[str]) -> int:
     time.sleep(min(max(0.0, begins - time.time()), restart.LONGEST_S))
     train = [sys.executable, "-u", "-m", "meshtrain.train", *words]
     environ = os.environ | {"MESHTRAIN_START": str(given.attempt)}
-    outcome = supervise.supervise([train], [environ], called=f"process {index}", still_s=run.distributed.heartbeat_timeout_s)
+    outcome = supervise.supervise([train], [environ], called=f"process {index}",
+                                  still_s=run.distributed.heartbeat_timeout_s)
     if outcome.code not in (stops.DONE, stops.USER_ERROR):
         _leave_words(run, given.attempt, index, outcome)
     return outcome.code
@@ -61,7 +63,8 @@ def parse(own: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m launch.pod", usage=USAGE, allow_abbrev=False, description=(
         "One process of a run on Kubernetes, in a pod of launch/kubernetes.yaml, which says which one it is."))
     parser.add_argument("--attempt", type=int, required=True, metavar="K", help="JobSet's count of restarts")
-    parser.add_argument("--max-restarts", type=int, default=5, metavar="R", help="in a row without a newer checkpoint (default 5)")
+    parser.add_argument("--max-restarts", type=int, default=5, metavar="R",
+                        help="in a row without a newer checkpoint (default 5)")
     return options.known(parser, own, {"attempt": 0, "max_restarts": 0})
 
 

@@ -1,10 +1,10 @@
 """python -m launch.ray --processes N [--gpus-per-process G] -- [RUN.toml] [--section.key value …]:
 N processes on a Ray cluster.
 
-A placement group reserves the GPUs, and one actor per bundle starts `python -m meshtrain.train` beside itself; nothing of the
-run goes through Ray. It is the cluster that RAY_ADDRESS names, or this machine's; on KubeRay the command is that of a RayJob.
-meshtrain must be installed on all nodes, and run.dir shared by them. A run that fails is started again by the rule of all
-launchers, once Ray has the resources again. Extra `ray`.
+A placement group reserves the GPUs, and one actor per bundle starts `python -m meshtrain.train` beside itself; nothing
+of the run goes through Ray. It is the cluster that RAY_ADDRESS names, or this machine's; on KubeRay the command is that
+of a RayJob. meshtrain must be installed on all nodes, and run.dir shared by them. A run that fails is started again by
+the rule of all launchers, once Ray has the resources again. Extra `ray`.
 Exit codes: the run's 0, 2 or 75 where all processes agree on it, else 1.
 """
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Process:
     def run(self, words: Sequence[str], environ: dict[str, str], folder: str) -> int:
         """Runs python with these words until it ends; its code as subprocess has it."""
         prctl = ctypes.CDLL(None).prctl
-        # A session of its own: a signal to Ray's processes is none to the run. It dies with this thread, however that ends.
+        # A session of its own: a signal to Ray's processes is none to the run. It dies with this thread, however that
+        # ends.
         self.child = subprocess.Popen(
             [sys.executable, *words], env=os.environ | environ, cwd=folder if Path(folder).is_dir() else None,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
@@ -96,7 +97,8 @@ class Process:
     def about(self) -> tuple[int, bool]:
         """Its pid, and whether it stands still (SIGSTOP)."""
         with contextlib.suppress(OSError, IndexError, AttributeError):
-            return self.child.pid, Path(f"/proc/{self.child.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "Tt"
+            stat = Path(f"/proc/{self.child.pid}/stat").read_text(encoding="utf-8")
+            return self.child.pid, stat.rpartition(")")[2].split()[0] in "Tt"
         return 0, False
 
     def send(self, number: int) -> None:
@@ -153,8 +155,8 @@ def main(argv: Sequence[str]) -> int:
         say.err("stopped before the first step; the same command starts again")
         return stops.STOPPED
     except ConnectionError as error:
-        say.err(f"error: no Ray cluster at RAY_ADDRESS={os.environ.get('RAY_ADDRESS', '')} ({_first_line(error)}); give the address "
-                "of one that runs, or unset it to use this machine")
+        say.err(f"error: no Ray cluster at RAY_ADDRESS={os.environ.get('RAY_ADDRESS', '')} ({_first_line(error)}); "
+                f"give the address of one that runs, or unset it to use this machine")
         return stops.USER_ERROR
     except Exception as error:
         say.err(f"error: Ray does not start: {_first_line(error)}")
@@ -178,11 +180,14 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(own: Sequence[str]) -> argparse.Namespace:
     parser = options.parser("ray", USAGE, (
-        "Starts one run in N processes on a Ray cluster: RAY_ADDRESS's, else this machine's. The keys of a run: `-- --help`."),
+        "Starts one run in N processes on a Ray cluster: RAY_ADDRESS's, else this machine's. The keys of a run: `-- "
+        "--help`."),
         "while the cluster has no room for all")
-    parser.add_argument("--gpus-per-process", type=int, metavar="G", help="GPUs of each, at best all of a host (default 1; 0 with "
+    parser.add_argument("--gpus-per-process", type=int, metavar="G",
+                        help="GPUs of each, at best all of a host (default 1; 0 with "
                         "mesh.simulated_devices)")
-    parser.add_argument("--cpus-per-process", type=int, default=1, metavar="C", help="cores that Ray reserves for each (default 1)")
+    parser.add_argument("--cpus-per-process", type=int, default=1, metavar="C",
+                        help="cores that Ray reserves for each (default 1)")
     return options.parse(parser, own, {"gpus_per_process": 0, "cpus_per_process": 1})
 
 
@@ -190,21 +195,25 @@ def bundle_of(run: Run, options: argparse.Namespace) -> dict[str, int]:
     """What Ray reserves for one process. Raises: ConfigError where that and the run contradict each other."""
     total, count, given = run.mesh.simulated_devices, options.processes, run.distributed
     if (given.coordinator_address, given.num_processes, given.process_id) != ("", 0, -1):
-        raise ConfigError("[distributed] is set here by the launcher; leave it out of the run file and the command line")
+        raise ConfigError("[distributed] is set here by the launcher; leave it out of the run file and the command "
+                          "line")
     if total % count:
-        raise ConfigError(f"mesh.simulated_devices={total} cannot be divided among --processes {count}; use a multiple of {count}")
+        raise ConfigError(f"mesh.simulated_devices={total} cannot be divided among --processes {count}; use a multiple "
+                          f"of {count}")
     gpus = options.gpus_per_process if options.gpus_per_process is not None else 0 if total else 1
     if total and gpus:
-        raise ConfigError(f"mesh.simulated_devices={total} needs no GPUs; leave --gpus-per-process {gpus} out, or simulate none")
+        raise ConfigError(f"mesh.simulated_devices={total} needs no GPUs; leave --gpus-per-process {gpus} out, or "
+                          f"simulate none")
     if not total and not gpus:
-        raise ConfigError("--gpus-per-process 0 leaves the run without devices; give each process some, or mesh.simulated_devices")
+        raise ConfigError("--gpus-per-process 0 leaves the run without devices; give each process some, or "
+                          "mesh.simulated_devices")
     return {"CPU": options.cpus_per_process} | ({"GPU": gpus} if gpus else {})
 
 
 @dataclasses.dataclass
 class Room:
-    """The placement group that holds the bundles of the next start: of all processes, or of fewer, at least --min-processes,
-    where the cluster has no room for more. asked: signals that have come."""
+    """The placement group that holds the bundles of the next start: of all processes, or of fewer, at least
+    --min-processes, where the cluster has no room for more. asked: signals that have come."""
     run: Run
     options: argparse.Namespace
     words: Sequence[str]
@@ -227,8 +236,8 @@ class Room:
         return elastic.overrides(self.count, self.devices, self.full, "GPU" not in self.bundle)
 
     def reserve(self) -> bool:
-        """Waits until the cluster has room, which it has not while a lost node is not replaced; False: it has none, which is
-        told, or a signal has come."""
+        """Waits until the cluster has room, which it has not while a lost node is not replaced; False: it has none,
+        which is told, or a signal has come."""
         most, least = self.options.processes, self.options.min_processes or self.options.processes
         limit_s, begun, count = self.run.distributed.timeout_s, time.monotonic(), most
         while not self.asked:
@@ -238,8 +247,8 @@ class Room:
                     say.err(f"the cluster has no room for all {most} processes: this start has {count}")
                 return True
             if time.monotonic() - begun > limit_s and not self.asked:
-                say.err(f"error: the cluster has no room for {least} processes of {self.bundle} within distributed.timeout_s={limit_s:g}; "
-                        f"free are {_free()}. Add nodes, or start fewer processes")
+                say.err(f"error: the cluster has no room for {least} processes of {self.bundle} within "
+                        f"distributed.timeout_s={limit_s:g}; free are {_free()}. Add nodes, or start fewer processes")
                 return False
             count = self._fewer(min(count, most) - 1, least) or most
         return False
@@ -289,19 +298,22 @@ def life(room: Room, rest: Sequence[str], left: Path) -> supervise.Outcome:
     group, count, bundle, asked = room.group, room.count, room.bundle, room.asked
     # Threads: it is asked while it runs the process.
     kind = ray.remote(num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_restarts=0, max_concurrency=4)(Process)
-    actors = [kind.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)).remote()
-              for i in range(count)]
+    bundles = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(count)]
+    actors = [kind.options(scheduling_strategy=one).remote() for one in bundles]
     try:
         places = ray.get([actor.place.remote() for actor in actors], timeout=ANSWER_S)
         # Host by host: the last axis of the placement is to stay inside a host.
         order = sorted(range(count), key=lambda i: (places[i], i))
         members = [Member(index, None, -1, actor=actors[i], host=places[i][0]) for index, i in enumerate(order)]
-        told = [] if count == 1 else [
-            f"--distributed.coordinator_address={_address(members[0].host, ray.get(members[0].actor.port.remote(), timeout=ANSWER_S))}",
-            f"--distributed.num_processes={count}"]
+        told = []
+        if count > 1:
+            port = ray.get(members[0].actor.port.remote(), timeout=ANSWER_S)
+            told = [f"--distributed.coordinator_address={_address(members[0].host, port)}",
+                    f"--distributed.num_processes={count}"]
         environ = {"PYTHONUNBUFFERED": "1"} | ({} if "GPU" in bundle else {"CUDA_VISIBLE_DEVICES": ""})
         running = {member.actor.run.remote(["-m", "meshtrain.train", *rest, *told,
-                                            *([f"--distributed.process_id={member.index}"] if told else [])], environ, os.getcwd()): member
+                                            *([f"--distributed.process_id={member.index}"] if told else [])],
+                                            environ, os.getcwd()): member
                    for member in members}
         return dataclasses.replace(supervise.conclude(_wait(running, start, asked), left, since), asked=bool(asked))
     except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:

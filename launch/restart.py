@@ -1,13 +1,13 @@
 """Whether a run that has ended is started again, and when: one rule for every launcher.
 
-Exit codes 0, 2 and 75 end a run: done, the user's mistake, stopped on request. Anything else starts it again, from its newest
-whole checkpoint, after 5, 10, 20 … 300 s; after so many failures in a row without a newer checkpoint it is given up, with the
-last words of each. A scheduler that stops a run wants it started again: there 75 is an end only where nothing newer was saved
-as often as that. This module starts and ends nothing, and imports no jax.
+Exit codes 0, 2 and 75 end a run: done, the user's mistake, stopped on request. Anything else starts it again, from its
+newest whole checkpoint, after 5, 10, 20 … 300 s; after so many failures in a row without a newer checkpoint it is given
+up, with the last words of each. A scheduler that stops a run wants it started again: there 75 is an end only where
+nothing newer was saved as often as that. This module starts and ends nothing, and imports no jax.
 
-python -m launch.restart CODE --max-restarts R -- [RUN.toml] [--section.key value …] is the rule for a shell script, which keeps
-the count in run.dir/restarts.json: it prints the seconds to wait and exits with 0 where the run is to be started again,
-else with 1.
+python -m launch.restart CODE --max-restarts R -- [RUN.toml] [--section.key value …] is the rule for a shell script,
+which keeps the count in run.dir/restarts.json: it prints the seconds to wait and exits with 0 where the run is to be
+started again, else with 1.
 """
 from __future__ import annotations
 
@@ -28,18 +28,20 @@ from meshtrain import config, files
 from meshtrain.config import ConfigError, Run
 from meshtrain.run import contents, say, stops
 
-USAGE = "python -m launch.restart CODE [--scheduled] [--said FILE] --max-restarts R -- [RUN.toml] [--section.key value ...]"
+USAGE = ("python -m launch.restart CODE [--scheduled] [--said FILE] --max-restarts R -- [RUN.toml] [--section.key "
+         "value ...]")
 ENDS = (stops.DONE, stops.USER_ERROR, stops.STOPPED)
 FIRST_S, LONGEST_S = 5.0, 300.0
-KEPT, LINEAGE = contents.RESTARTS, "local.json"     # in run.dir: the count of the command below, and which parts of the fast tier count
+# in run.dir: the count of the command below, and which parts of the fast tier count
+KEPT, LINEAGE = contents.RESTARTS, "local.json"
 INDEX = "index.json"        # of a part: a line with its checksum, then JSON
 TASK_ENDED = re.compile(r"^srun: error: (\S+: tasks? .*)$", re.MULTILINE)
 READ_BYTES = 1 << 20    # of what a start has said: its end
 
 
 def newest(run: Run) -> int:
-    """The step of the newest checkpoint of a run, of the fast tier what this host has; 0: none. One that is still being written
-    has another name."""
+    """The step of the newest checkpoint of a run, of the fast tier what this host has; 0: none. One that is still being
+    written has another name."""
     steps = [0]
     with contextlib.suppress(OSError):
         steps += (int(name) for name in os.listdir(Path(run.run.dir) / contents.CHECKPOINTS) if name.isdecimal())
@@ -51,10 +53,12 @@ def newest(run: Run) -> int:
 
 
 def _kept(home: Path, lineage: dict) -> Iterator[int]:
-    """The steps that processes of this host have kept and the next start may use: not those of a start whose steps were taken back."""
+    """The steps that processes of this host have kept and the next start may use: not those of a start whose steps were
+    taken back."""
     for place in home.glob("process-*/*"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            step, start = int(place.name), json.loads((place / INDEX).read_text(encoding="utf-8").partition("\n")[2])["start"]
+            step, start = int(place.name), json.loads((place / INDEX).read_text(encoding="utf-8").partition("\n")[2])[
+                "start"]
             if start == lineage["start"] or [start, step] == lineage["from"]:
                 yield step
 
@@ -64,8 +68,8 @@ class Failures:
     """Those in a row without a newer checkpoint. said: the last words of each. step:
     of the newest checkpoint at the last of them.
 
-    scheduled: a scheduler stops the run and starts it again. Stops count like failures, so that a time limit which is shorter
-    than a start does not do that for ever.
+    scheduled: a scheduler stops the run and starts it again. Stops count like failures, so that a time limit which is
+    shorter than a start does not do that for ever.
     """
     run: Run
     most: int                   # restarts; 0: none, and nothing is said
@@ -89,7 +93,8 @@ class Failures:
             self.said = []
             if stopped:
                 return 0.0
-        self.said.append(words or ("stopped on request, before anything newer was saved" if stopped else f"exit code {code}"))
+        self.said.append(words or ("stopped on request, before anything newer was saved" if stopped else
+                                   f"exit code {code}"))
         count = len(self.said)
         if count > self.most:
             if self.most:
@@ -100,22 +105,27 @@ class Failures:
             return None
         wait_s = min(FIRST_S * 2 ** (count - 1), LONGEST_S)
         say.err(f"starting again from {f'step {reached}' if reached else 'the beginning'} in {wait_s:g} s "
-                f"({'stop' if stopped else 'failure'} {count} without a newer checkpoint; given up after {self.most + 1})")
+                f"({'stop' if stopped else 'failure'} {count} without a newer checkpoint; given up after "
+                f"{self.most + 1})")
         return wait_s
 
 
 def main(argv: Sequence[str]) -> int:
     at = list(argv).index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(prog="python -m launch.restart", usage=USAGE, allow_abbrev=False, description=(
-        "Whether a run that has ended with CODE is started again: prints the seconds to wait and exits with 0, else exits with 1."))
+        "Whether a run that has ended with CODE is started again: prints the seconds to wait and exits with 0, else "
+        "exits with 1."))
     parser.add_argument("code", type=int, metavar="CODE", help="exit code of the run")
-    parser.add_argument("--max-restarts", type=int, default=5, metavar="R", help="in a row without a newer checkpoint (default 5)")
-    parser.add_argument("--scheduled", action="store_true", help="by a scheduler, which stops it to start it again: 75 starts it again")
+    parser.add_argument("--max-restarts", type=int, default=5, metavar="R",
+                        help="in a row without a newer checkpoint (default 5)")
+    parser.add_argument("--scheduled", action="store_true",
+                        help="by a scheduler, which stops it to start it again: 75 starts it again")
     parser.add_argument("--said", type=Path, metavar="FILE", help="what it wrote to stderr, where its last words are")
     options = parser.parse_args(argv[:at])
     try:
         run = config.load(argv[at + 1:], USAGE)
-        wait_s = counted(Failures(run, options.max_restarts, scheduled=options.scheduled), options.code, _last_words(options))
+        wait_s = counted(Failures(run, options.max_restarts, scheduled=options.scheduled),
+                         options.code, _last_words(options))
     except ConfigError as error:
         say.err(f"error: {error}")
         return 1
@@ -133,7 +143,8 @@ def _last_words(options: argparse.Namespace) -> str:
         file.seek(-min(READ_BYTES, options.said.stat().st_size), os.SEEK_END)
         text = file.read()
         ended = TASK_ENDED.search(text.decode(errors="replace"))
-        lines = [line for line in text.splitlines() if line.strip() and not line.startswith((b"srun: ", b"slurmstepd: "))
+        lines = [line for line in text.splitlines() if line.strip()
+                 and not line.startswith((b"srun: ", b"slurmstepd: "))
                  and not supervise.NOISE.search(line) and not supervise.VICTIM.search(line)]
         return "; ".join([f"exit code {options.code}", *([ended[1]] if ended else []),
                           *([f"the last line: {lines[-1].decode(errors='replace')}"] if lines else [])])
@@ -141,8 +152,8 @@ def _last_words(options: argparse.Namespace) -> str:
 
 
 def counted(failures: Failures, code: int, words: str = "", **more) -> float | None:
-    """`Failures.wait_s`, with the count in run.dir/restarts.json. more: what else is kept there beside `begins`, the wall
-    clock's time of the next start. Raises: ConfigError where it cannot be kept: the restarts would have no end."""
+    """`Failures.wait_s`, with the count in run.dir/restarts.json. more: what else is kept there beside `begins`, the
+    wall clock's time of the next start. Raises: ConfigError where it cannot be kept: the restarts would have no end."""
     path = Path(failures.run.run.dir) / KEPT
     if kept := read(failures.run):
         failures.step, failures.said = kept["step"], kept["said"]
@@ -176,7 +187,9 @@ def leave_on_request() -> None:
 def _leave(number, frame) -> None:
     """Not by `say`: it may have come in the middle of a line."""
     with contextlib.suppress(OSError):
-        os.write(2, f"{signal.Signals(number).name}: nothing runs; the same command starts the run, or goes on with it\n".encode())
+        os.write(2,
+                 f"{signal.Signals(number).name}: nothing runs; the same command starts the run, or goes on with "
+                 f"it\n".encode())
     os._exit(stops.STOPPED)
 
 

@@ -1,8 +1,9 @@
-"""Runs the processes of one start of a run to their end, and says which of them failed first, whatever died first of it.
+"""Runs the processes of one start of a run to their end, and says which of them failed first, whatever died first of
+it.
 
-Process 0 speaks for all; what another said is shown where it failed, because peers die of that with pages about themselves. Of
-a process that is stopped (SIGSTOP) or hangs the others die first: they are its victims, and it is named. One that stands still
-for too long is ended, also where it is alone and nobody misses it. This module knows no run.
+Process 0 speaks for all; what another said is shown where it failed, because peers die of that with pages about
+themselves. Of a process that is stopped (SIGSTOP) or hangs the others die first: they are its victims, and it is named.
+One that stands still for too long is ended, also where it is alone and nobody misses it. This module knows no run.
 """
 from __future__ import annotations
 
@@ -34,23 +35,28 @@ NOISE = re.compile(rb"^\[Gloo\] Rank |is connected to \d+ peer ranks|absl::Initi
 # jax ends a process that has lost its peers with this and a C++ stack trace.
 LOST_PEERS = b"Terminating process because the JAX distributed service detected fatal errors"
 # What a process says that fails of another: jax's coordination service, Gloo, and our own meeting.
-VICTIM = re.compile(LOST_PEERS + rb"|Connection (closed|reset) by peer|stopped sending heartbeats|Gloo .*Timed out waiting|"
-                    rb"PeerError: | waits for the others in | has lost process \d|error: process(es)? [\d, and]+(of \d+ did not come to|: )")
+VICTIM = re.compile(LOST_PEERS
+                    + rb"|Connection (closed|reset) by peer|stopped sending heartbeats|Gloo .*Timed out waiting|"
+                    rb"PeerError: | waits for the others in | has lost process \d|error: process(es)? [\d, "
+                    rb"and]+(of \d+ did not come to|: )")
 # Whom the coordination service, or process 0 at the meeting, has not heard of.
 UNHEARD = re.compile(rb"\bTask (\d+) heartbeat timeout|error: process (\d+) of \d+ did not come")
 # Of process 0, where jax's service takes that very process for dead: it goes by the wall clock.
 CLOCK_SET = re.compile(rb"stopped sending heartbeats\):\s+(?:\S+\n)*?(?:\S*task:)?0\n")
 LATE = re.compile(rb"Gloo .*Timed out waiting")      # for one that is not dead
-BLAMED = re.compile(rb"^error: .* not saved in .*?: process (\d+): ")     # by process 0, for the reason that all end with
+# by process 0, for the reason that all end with
+BLAMED = re.compile(rb"^error: .* not saved in .*?: process (\d+): ")
 MISMATCHED = b"gloo::EnforceNotMet"     # two collectives of one group met that are not the same
-NOT_SAVED = b" not saved in "           # of a process whose disk is full: the run goes on, and process 0 has no reason to tell
+# of a process whose disk is full: the run goes on, and process 0 has no reason to tell
+NOT_SAVED = b" not saved in "
 PR_SET_PDEATHSIG = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a start ended. code: of the whole. culprit: the process that failed first; None: none did. words: the failure in a
-    line. victim: also that one ended of another's failure, of whom nothing is known here. asked: a signal came from outside."""
+    """How a start ended. code: of the whole. culprit: the process that failed first; None: none did. words: the failure
+    in a line. victim: also that one ended of another's failure, of whom nothing is known here. asked: a signal came
+    from outside."""
     code: int
     culprit: int | None = None
     words: str = ""
@@ -62,8 +68,8 @@ class Outcome:
 class Child:
     """One process, what it said last, and how it ended. code: subprocess's, negative for a signal; None while it runs.
 
-    forced: it was told to end, as a rule because another had failed. stopped: it stood still (SIGSTOP, a debugger) at that
-    time. stood: since when it stands still, and how often it had come and gone by then; None: it runs.
+    forced: it was told to end, as a rule because another had failed. stopped: it stood still (SIGSTOP, a debugger) at
+    that time. stood: since when it stands still, and how often it had come and gone by then; None: it runs.
     """
     index: int
     process: subprocess.Popen
@@ -101,7 +107,8 @@ class Child:
         return self.still_s() is not None
 
     def still_s(self) -> float | None:
-        """For how long it has been seen to be stopped; None where it runs, or has run a little since it was last asked."""
+        """For how long it has been seen to be stopped; None where it runs, or has run a little since it was last
+        asked."""
         stood, self.stood = self.stood, None
         with contextlib.suppress(OSError):
             status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="utf-8")
@@ -123,7 +130,8 @@ class Child:
     @property
     def out_of_time(self) -> bool:
         """Whether it is process 0, and ended because its clock was set."""
-        return self.name.startswith("process 0 ") and not self.forced and CLOCK_SET.search(b"".join(self.lines)) is not None
+        return (self.name.startswith("process 0 ") and not self.forced
+                and CLOCK_SET.search(b"".join(self.lines)) is not None)
 
     @property
     def name(self) -> str:
@@ -138,8 +146,8 @@ class Child:
 
 def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, str]], grace_s: float = GRACE_S,
               left: Path | None = None, called: str = "", still_s: float = math.inf) -> Outcome:
-    """Runs all commands until all have ended; call it from the main thread. left: where they leave their stacks when they hang.
-    called: the name of one that is alone here, and has its peers elsewhere.
+    """Runs all commands until all have ended; call it from the main thread. left: where they leave their stacks when
+    they hang. called: the name of one that is alone here, and has its peers elsewhere.
 
     The output of the first is the launcher's. Once one has failed, the others have grace_s seconds to end by themselves
     and as long after SIGTERM. One that stands still for still_s seconds is killed.
@@ -162,7 +170,8 @@ def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, st
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: [signal.signal(number, handler) for number, handler in old.items()])
         for index, (argv, environ) in enumerate(zip(argvs, environs, strict=True)):
-            captured = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if index else {"stderr": subprocess.PIPE}
+            captured = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if index else {
+                "stderr": subprocess.PIPE}
             # A session of its own: a terminal's Ctrl-C reaches the launcher alone, which passes it on once.
             process = subprocess.Popen(argv, env=environ, stdin=subprocess.DEVNULL, start_new_session=True,
                                        preexec_fn=_die_with(os.getpid()), **captured)
@@ -204,8 +213,8 @@ def _wait(children: Sequence[Child], start: float, grace_s: float, longest_still
             for child in children:
                 if not child.stopped and (child.still_s() or 0) >= longest_still_s:
                     child.forced = child.stopped = True
-                    _tell(f"{child.name} has stood still for {longest_still_s:g} s (SIGSTOP, or a debugger) and is killed: "
-                          "distributed.heartbeat_timeout_s allows no more")
+                    _tell(f"{child.name} has stood still for {longest_still_s:g} s (SIGSTOP, or a debugger) and is "
+                          f"killed: distributed.heartbeat_timeout_s allows no more")
                     child.send(signal.SIGKILL)
             left_s = max(0, deadline - time.monotonic()) if measures and deadline is not None else LOOK_S
             for key, _ in selector.select(min(left_s, LOOK_S)):
@@ -221,8 +230,9 @@ def _wait(children: Sequence[Child], start: float, grace_s: float, longest_still
 
 
 def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.0) -> Outcome:
-    """The outcome of the whole; says who failed first where they do not agree on a code that a run ends with. A mistake of the
-    user that one of them alone has seen (2), and of which the others ended, is the whole's: it would be the same again.
+    """The outcome of the whole; says who failed first where they do not agree on a code that a run ends with. A mistake
+    of the user that one of them alone has seen (2), and of which the others ended, is the whole's: it would be the same
+    again.
 
     left: the directory of their stacks, if they were to leave any. since: when they were started, of the wall clock.
     """
@@ -238,10 +248,11 @@ def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.
         _tell(words, *(f"{child.name}: {child.ending}" for child in in_order))
         return Outcome(1, words=words)
     if first.stopped:
-        words = f"{first.name} failed first: it was stopped (SIGSTOP, or a debugger){', and the others lost it' * (len(ended) > 1)}"
+        words = (f"{first.name} failed first: it was stopped (SIGSTOP, or a "
+                 f"debugger){', and the others lost it' * (len(ended) > 1)}")
     elif first.out_of_time:
-        words = (f"{first.name} failed first: its clock was set, or its machine was suspended, and jax takes all processes for dead that "
-                 "are silent for so long by the clock")
+        words = (f"{first.name} failed first: its clock was set, or its machine was suspended, and jax takes all "
+                 f"processes for dead that are silent for so long by the clock")
     elif first.forced or first in _waited_for(ended):
         words = f"{first.name} failed first: the others have not heard of it any more"
     else:
@@ -250,27 +261,31 @@ def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.
         words += f"; it {found[1]}"
     _tell(words)
     shown = [first, *(child for child in ended if child.failed and not child.victim and child is not first)]
-    for child in [child for child in shown if child.index and child.lines][:MOST_TOLD]:      # those of the first are on the screen
+    # those of the first are on the screen
+    for child in [child for child in shown if child.index and child.lines][:MOST_TOLD]:
         _tell("its last lines:" if child is first else f"the last lines of {child.name}:",
               *(f"  {_text(line)}" for line in child.lines))
     mistake = first.code == stops.USER_ERROR and all(child.victim or child.code == stops.USER_ERROR for child in ended)
     if any(MISMATCHED in line for child in ended if child.failed for line in child.lines):
         _tell("gloo::EnforceNotMet: XLA started collectives of the simulated devices in another order in each "
-              "process, and Gloo matches them by order; start one process, or use a pipeline.schedule that does not split "
-              "the backward, e.g. 1f1b (docs/limits.md). GPUs are not concerned")
+              "process, and Gloo matches them by order; start one process, or use a pipeline.schedule that does not "
+              "split the backward, e.g. 1f1b (docs/limits.md). GPUs are not concerned")
     _tell(*(f"then {child.name}: {child.ending}" for child in in_order if child is not first))
     last = "" if first.victim else next((_text(line) for line in reversed(first.lines) if line.strip()), "")
-    return Outcome(stops.USER_ERROR if mistake else stops.FAILED, first.index, f"{words}{f'; its last line: {last}' if last else ''}",
+    return Outcome(stops.USER_ERROR if mistake else stops.FAILED, first.index,
+                   f"{words}{f'; its last line: {last}' if last else ''}",
                    first.victim and not first.stopped)
 
 
 def _culprit(ended: Sequence[Child], stuck: int | None) -> Child | None:
     """Who failed first, of all in the order in which they ended; None: none failed. stuck: whom the stacks name."""
     failed = [child for child in ended if child.failed]
-    unheard = {int(index) for child in failed for line in child.lines for found in UNHEARD.findall(line) for index in found if index}
+    unheard = {int(index) for child in failed for line in child.lines for found in UNHEARD.findall(line)
+               for index in found if index}
     blamed = {int(found[1]) for child in failed for line in child.lines if (found := BLAMED.search(line))}
     return next((child for candidates in (
-        (child for child in failed if (child.code is None or child.code < 0) and not child.victim),   # killed or gone, and not by us
+        # killed or gone, and not by us
+        (child for child in failed if (child.code is None or child.code < 0) and not child.victim),
         (child for child in failed if child.index == stuck),
         (child for child in failed if child.out_of_time),
         (child for child in failed if child.index in blamed),

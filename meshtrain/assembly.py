@@ -62,7 +62,8 @@ def assemble(run: Run, devices: Sequence[jax.Device]) -> Assembly:
     made = design(run, mesh_spec, device.platform, gpu)
     layout, model, choice = made.layout, made.model, made.choice
     mesh = mesh_spec.build(devices)
-    spec = state.describe(model, run.optimizer, run.training.steps, layout, mesh, run.experts.bias_rate, run.experts.bias_rule)
+    spec = state.describe(model, run.optimizer, run.training.steps, layout, mesh, run.experts.bias_rate,
+                          run.experts.bias_rule)
     order = attention.token_order(run, mesh_spec.sizes)
     share = {} if device.platform == "cpu" else {"memory_share": hardware.memory_share()}
     program = step.build(run, model, layout, mesh, made.attend, spec, order, choice and choice.schedule, **share)
@@ -83,7 +84,8 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
         model = transformer.build(run.model, run.lora)
     layout, notes, faults = lay_out(run, sizes, loaded, model)
     if run.training.objective == "dpo" and sizes["stage"] > 1:
-        faults = [f'mesh.stage={sizes["stage"]}: training.objective="dpo" is not computed in pipelines; use mesh.stage=1', *faults]
+        faults = [f'mesh.stage={sizes["stage"]}: training.objective="dpo" is not computed in pipelines; use '
+                  f'mesh.stage=1', *faults]
     if faults:
         raise ConfigError(*faults)
     with config.user_errors():
@@ -95,26 +97,31 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
     for axis, section in (("stage", run.pipeline), ("context", run.context)):
         if sizes[axis] == 1 and section != type(section)():
             notes.append(f"mesh.{axis}=1: [{type(section).__name__.lower()}] is not used")
-    return Design(layout, model, attend, choice, tuple(filter(None, [note, dispatch.note(run, layout), *notes, *config.notes(run)])))
+    return Design(layout, model, attend, choice,
+                  tuple(filter(None, [note, dispatch.note(run, layout), *notes, *config.notes(run)])))
 
 
-def lay_out(run: Run, sizes, loaded: rules.Rules, model: transformer.Transformer) -> tuple[Layout, list[str], list[str]]:
+def lay_out(run: Run, sizes, loaded: rules.Rules, model: transformer.Transformer) -> tuple[
+        Layout, list[str], list[str]]:
     """(the layout that the rules give on a mesh of these sizes, what to tell of it, what is wrong with it)."""
     fitted, notes = stages.fit(run, loaded, sizes, transformer.padded_vocab(run.model))
     fitted, shared = model.fit(fitted, sizes)
     layout = Layout(fitted, sizes)
     # First what context asks of a length: a length that follows the rules' remedy alone would be refused again.
     # Stages have checks of their own, and what they do not divide is no longer split over them.
-    faults = attention.problems(run, layout) + dispatch.problems(run, layout) or (stages.problems(run, loaded, sizes) + rules.problems(
+    faults = attention.problems(run, layout) + dispatch.problems(run,
+                                                                 layout) or (stages.problems(run, loaded,
+                                                                                             sizes) + rules.problems(
         fitted, {**sizes, "stage": 1}, tensors(run, model, layout), config.SIZE_KEYS))
     idle, partly = rules.unsplit(Layout(loaded, sizes), model.products())
     return layout, notes + shared + partly, faults + idle
 
 
-def _check_float8(run: Run, platform: str, name: str, gpu: hardware.Gpu | None, compute_capability: str | None = None) -> None:
+def _check_float8(run: Run, platform: str, name: str, gpu: hardware.Gpu | None,
+                  compute_capability: str | None = None) -> None:
     if run.model.matmul_dtype == "float8" and platform != "cpu" and hardware.lacks_float8(gpu, compute_capability):
-        raise ConfigError(f'model.matmul_dtype="float8": {name} has no float8 matmuls (e4m3fn, e5m2), NVIDIA\'s GPUs have them '
-                          f'from H100 on; use model.matmul_dtype="auto", or other GPUs')
+        raise ConfigError(f'model.matmul_dtype="float8": {name} has no float8 matmuls (e4m3fn, e5m2), NVIDIA\'s GPUs '
+                          f'have them from H100 on; use model.matmul_dtype="auto", or other GPUs')
 
 
 class BrokenProgramError(RuntimeError):
@@ -130,7 +137,8 @@ def compile_evaluation(made: Assembly) -> Assembly:
     """The run with its `evaluate` compiled. Raises: as `searched`."""
     program = made.program
     executable = program.compiled(program.evaluate, made.state_shapes.params, program.batch)
-    return dataclasses.replace(made, program=dataclasses.replace(program, evaluate=searched(made.mesh, "the evaluation", executable)))
+    return dataclasses.replace(made, program=dataclasses.replace(
+        program, evaluate=searched(made.mesh, "the evaluation", executable)))
 
 
 def initialize(made: Assembly) -> state.State:
@@ -147,9 +155,9 @@ def searched(mesh: jax.sharding.Mesh, name: str, executable):
     if mesh.devices.flat[0].platform != "cpu":
         if broken := audit.broken_permutes(executable.as_text(), mesh):
             raise BrokenProgramError(
-                f"XLA compiled {name} to {len(broken)} collective permute(s) that leave devices with zeros, which would give "
-                f"wrong numbers: {'; '.join(broken[:3])}; nothing was computed. Use another mesh or rule file, or another "
-                "version of jax")
+                f"XLA compiled {name} to {len(broken)} collective permute(s) that leave devices with zeros, which "
+                f"would give wrong numbers: {'; '.join(broken[:3])}; nothing was computed. Use another mesh or rule "
+                f"file, or another version of jax")
     return executable
 
 
@@ -161,7 +169,8 @@ def tensors(run: Run, model: transformer.Transformer, layout: Layout) -> list[Te
                                       kv_heads(layout, run.model.num_kv_heads))
 
 
-def _choose_schedule(run: Run, mesh_spec: MeshSpec, model, layout: Layout, attend: Callable, experts, gpu) -> simulate.Choice:
+def _choose_schedule(run: Run, mesh_spec: MeshSpec, model, layout: Layout, attend: Callable,
+                     experts, gpu) -> simulate.Choice:
     """The pipeline schedule of the run, with what it costs in time and memory."""
     mesh = mesh_spec.abstract()
     residual_shards = layout.num_shards(a for a in layout.mesh_axes("activations", "residual_seq") if a == "tensor")
@@ -175,8 +184,8 @@ def _choose_schedule(run: Run, mesh_spec: MeshSpec, model, layout: Layout, atten
 
 
 def _stage_costs(run: Run, placed: Placed, gpu) -> Callable[[Schedule], simulate.Costs]:
-    """What a stage's ops cost under each schedule. assumption: where the speed of the devices is not known, they relate as on
-    an H100, and what only memory and links take costs nothing."""
+    """What a stage's ops cost under each schedule. assumption: where the speed of the devices is not known, they relate
+    as on an H100, and what only memory and links take costs nothing."""
     known = gpu is not None and gpu.hbm_bytes_per_s is not None
     gpu = gpu if known else hardware.get("h100")
     rated = rates.Rates(gpu, assumptions.Assumptions(gpu.name))

@@ -1,10 +1,11 @@
-"""python -m meshtrain.convert HF_DIR · RUN_DIR OUT [--step N] [--dtype D] [--shard-gb G]: model folders of Hugging Face, in and out.
+"""python -m meshtrain.convert HF_DIR · RUN_DIR OUT [--step N] [--dtype D] [--shard-gb G]: model folders of Hugging
+Face, in and out.
 
-HF_DIR alone: checks the folder and prints its [model] table; --checkpoint.init_from HF_DIR starts a run from it. RUN_DIR OUT:
-writes the weights of a run's newest checkpoint, or of step N, as the folder OUT, in bfloat16 or --dtype float32 or float16, in
-files of at most G (5) GB; it is whole or not there. Of a run with LoRA the weights are merged; --adapters writes the adapters alone
-as PEFT has them, in float32 or --dtype. Works on CPUs; as one of several processes under a launcher.
-Exit codes: 0 · 2 the user's mistake, one message · 75 stopped on request · 1 anything else.
+HF_DIR alone: checks the folder and prints its [model] table; --checkpoint.init_from HF_DIR starts a run from it.
+RUN_DIR OUT: writes the weights of a run's newest checkpoint, or of step N, as the folder OUT, in bfloat16 or --dtype
+float32 or float16, in files of at most G (5) GB; it is whole or not there. Of a run with LoRA the weights are merged;
+--adapters writes the adapters alone as PEFT has them, in float32 or --dtype. Works on CPUs; as one of several processes
+under a launcher. Exit codes: 0 · 2 the user's mistake, one message · 75 stopped on request · 1 anything else.
 """
 from __future__ import annotations
 
@@ -64,11 +65,12 @@ def flags(argv: Sequence[str]) -> tuple[list[str], int, str, int, bool]:
     """
     asked = config.split(argv, USAGE, {"step": "100", "dtype": "float32", "shard-gb": "5"}, ("adapters",))
     alone = "adapters" in asked.flags
-    step, dtype, size = asked.last("step", "0"), asked.last("dtype", "float32" if alone else "bfloat16"), asked.last("shard-gb", "5")
+    step, dtype, size = asked.last("step", "0"), asked.last("dtype", "float32" if alone else "bfloat16"), asked.last(
+        "shard-gb", "5")
     faults = asked.faults + [f"{key} changes nothing here; the usage is {USAGE}" for key in asked.keys[:1]]
     if len(asked.names) not in (1, 2) and not faults:
-        faults.append(f"{len(asked.names)} directories are named, where one model folder or a run and a new directory are asked for; "
-                      f"the usage is {USAGE}")
+        faults.append(f"{len(asked.names)} directories are named, where one model folder or a run and a new directory "
+                      f"are asked for; the usage is {USAGE}")
     if not step.isdecimal():
         faults.append(f"--step {step} is not a step; give the number of one that is saved, or 0 for the newest")
     if dtype not in export.DTYPES:
@@ -79,7 +81,8 @@ def flags(argv: Sequence[str]) -> tuple[list[str], int, str, int, bool]:
         shard_bytes = 0
     if shard_bytes < 1:
         faults.append(f"--shard-gb {size} is not a size; give gigabytes, e.g. 5 or 0.5")
-    faults += [f"{name} is an address, and only directories can be written; mount it, or copy the folder there afterwards"
+    faults += [f"{name} is an address, and only directories can be written; mount it, or copy the folder there "
+               f"afterwards"
                for name in asked.names[1:] if "://" in name]
     if faults:
         raise ConfigError(*faults)
@@ -89,11 +92,12 @@ def flags(argv: Sequence[str]) -> tuple[list[str], int, str, int, bool]:
 def _table(directory: Path) -> str:
     """The section [model] of a folder. Raises: ConfigError with every fault of it."""
     if not folder.is_one(directory) and os.path.isdir(directory / "checkpoints"):
-        raise ConfigError(f"{directory} is a run's directory; name the model folder that its weights are to be written to, too: "
-                          f"python -m meshtrain.convert {directory} OUT")
+        raise ConfigError(f"{directory} is a run's directory; name the model folder that its weights are to be written "
+                          f"to, too: python -m meshtrain.convert {directory} OUT")
     with config.user_errors():
         if not files.is_dir(directory):
-            raise ConfigError(f"{directory} is not a directory; name a model folder of Hugging Face's, or a run's directory and OUT")
+            raise ConfigError(f"{directory} is not a directory; name a model folder of Hugging Face's, or a run's "
+                              f"directory and OUT")
         found = folder.open_folder(directory)
         shape = config.Model(**found.model)
         folder.match(found, shape, transformer.build(shape).names())
@@ -113,7 +117,8 @@ def _export(found: Sequence[jax.Device], run_dir: Path, out: Path, step: int, dt
 
     def leaf(path: str) -> jax.Array:
         info = infos[path]
-        wanted = jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=NamedSharding(mesh, _spread(info.shape, mesh.size)))
+        wanted = jax.ShapeDtypeStruct(info.shape, info.dtype,
+                                      sharding=NamedSharding(mesh, _spread(info.shape, mesh.size)))
         taken = adapters.restore(saved, trees.nested({path: wanted}), dtype=jnp.float32)
         (array,) = jax.tree.leaves(taken)
         return array
@@ -142,7 +147,8 @@ def _export_adapters(found: Sequence[jax.Device], run_dir: Path, out: Path, step
         return jax.tree.leaves(taken)[0]
 
     with config.user_errors():
-        size = peft.write(out, model, leaf, dtype=dtype, base=saved.run["checkpoint"]["init_from"], source=exports.kept(run_dir))
+        size = peft.write(out, model, leaf, dtype=dtype, base=saved.run["checkpoint"]["init_from"],
+                          source=exports.kept(run_dir))
     return f"{out}: the adapters of step {saved.step} of {run_dir}, {size / 1e6:.2f} MB in {dtype}"
 
 

@@ -43,7 +43,8 @@ ON_GPUS = (
             "the share of a GPU's memory that a run takes; jax alone takes 0.75"),
     Setting("NCCL_DEBUG", "WARN", "NCCL says why it has failed; unless told it says nothing"),
     Setting("--xla_gpu_execution_terminate_timeout", "30m",
-            "a program that is stuck on the GPU, in a collective whose peer hangs, ends its process, which it else never does"),
+            "a program that is stuck on the GPU, in a collective whose peer hangs, ends its process, which it else "
+            "never does"),
     Setting("--xla_gpu_nccl_termination_timeout_seconds", "1800",
             "so does NCCL where not all processes come to set up a group of GPUs"),
 )
@@ -60,18 +61,19 @@ def memory_bytes(found: Sequence[jax.Device]) -> int:
 
 
 def start(run: Run, cluster: find.Cluster | None = None) -> Sequence[jax.Device]:
-    """The devices of all processes of the run; starts the jax backend. simulated_devices > 0 means that many CPU devices.
+    """The devices of all processes of the run; starts the jax backend. simulated_devices > 0 means that many CPU
+    devices.
 
-    Raises: ConfigError where a backend is already up with other devices, the processes cannot share them out, or what is
-    installed is known to compute wrong numbers;
+    Raises: ConfigError where a backend is already up with other devices, the processes cannot share them out, or what
+    is installed is known to compute wrong numbers;
     PeerError that names a process that does not come.
     """
     _keep_programs(run.run.compilation_cache, trims=cluster is None or cluster.index == 0)
     total = run.mesh.simulated_devices
     num_processes = cluster.count if cluster else 1
     if total % num_processes:
-        raise ConfigError(f"mesh.simulated_devices={total} is the total over all processes and cannot be shared out among "
-                          f"{num_processes}; use a multiple of {num_processes}")
+        raise ConfigError(f"mesh.simulated_devices={total} is the total over all processes and cannot be shared out "
+                          f"among {num_processes}; use a multiple of {num_processes}")
     count = total // num_processes
     if count:
         _set(os.environ, SIMULATED)
@@ -107,10 +109,12 @@ def start(run: Run, cluster: find.Cluster | None = None) -> Sequence[jax.Device]
 
 
 def _keep_programs(directory: str, trims: bool) -> None:
-    """Sets the directory of compiled programs. trims: removes those that were used least recently, beyond KEPT_PROGRAM_BYTES.
+    """Sets the directory of compiled programs. trims: removes those that were used least recently, beyond
+    KEPT_PROGRAM_BYTES.
 
-    jax's own limit, where JAX_COMPILATION_CACHE_MAX_SIZE sets one, goes before; it is no default, as it takes a lock for each
-    program, which thousands of processes on one NFS wait for, and fails in a directory that was begun without it.
+    jax's own limit, where JAX_COMPILATION_CACHE_MAX_SIZE sets one, goes before; it is no default, as it takes a lock
+    for each program, which thousands of processes on one NFS wait for, and fails in a directory that was begun without
+    it.
     """
     place = Path(os.path.expanduser(directory))
     if not directory or str(place).startswith("~"):     # no home, in a container that runs as a number
@@ -150,15 +154,16 @@ def refuse_unknown_flags(environ: Mapping[str, str]) -> None:
     unknown = sorted(set(given) - known_flags(given, libraries)) if libraries else []
     if unknown:
         here = f"the XLA of jaxlib {importlib.metadata.version('jaxlib')}"
-        raise ConfigError(f"XLA_FLAGS has {', '.join(unknown)}, which {here} does not know, and it aborts at that; take it out, or "
-                          "install the jaxlib that it is of")
+        raise ConfigError(f"XLA_FLAGS has {', '.join(unknown)}, which {here} does not know, and it aborts at that; "
+                          f"take it out, or install the jaxlib that it is of")
 
 
 def known_flags(names: Sequence[str], libraries: Sequence[Path] | None = None) -> set[str]:
-    """Those of these flags that stand in each of XLA's libraries here, jaxlib's and the GPU plugin's: both read XLA_FLAGS.
+    """Those of these flags that stand in each of XLA's libraries here, jaxlib's and the GPU plugin's: both read
+    XLA_FLAGS.
 
-    XLA itself cannot be asked: it reads its flags once, and then they are what they are. The libraries' bytes are searched for
-    the names, which takes 0.3 s.
+    XLA itself cannot be asked: it reads its flags once, and then they are what they are. The libraries' bytes are
+    searched for the names, which takes 0.3 s.
     """
     libraries = _xla_libraries() if libraries is None else libraries
     known = set(names) if libraries else set()

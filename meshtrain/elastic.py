@@ -1,8 +1,9 @@
-"""A run on fewer devices than it was laid out for: the same batches in more microbatches, so that no device holds more of them.
+"""A run on fewer devices than it was laid out for: the same batches in more microbatches, so that no device holds more
+of them.
 
-mesh.full_devices says for how many devices training.microbatches is meant. The mesh's axis of -1 takes those that are there,
-and each device works through more microbatches of as many sequences as before. What fsdp shards is shared by fewer: that part
-of the memory of a device grows.
+mesh.full_devices says for how many devices training.microbatches is meant. The mesh's axis of -1 takes those that are
+there, and each device works through more microbatches of as many sequences as before. What fsdp shards is shared by
+fewer: that part of the memory of a device grows.
 """
 from __future__ import annotations
 
@@ -29,18 +30,23 @@ def fitted(run: Run, num_devices: int) -> tuple[Run, str]:
     (shrunk,) = (axis for axis in AXES if getattr(run.mesh, axis) == -1)
     batch_axes = loaded.mesh_axes("activations", "batch")
     if shrunk not in batch_axes:
-        raise ConfigError(f"mesh.{shrunk}=-1 shrinks from {wanted[shrunk]} to {sizes[shrunk]} on {num_devices} of mesh.full_devices="
-                          f"{full} devices, and each would hold more of the model; give -1 to an axis that splits the batch "
-                          f"({', '.join(f'mesh.{axis}' for axis in batch_axes) or 'none in these rules'}), or leave full_devices out")
+        raise ConfigError(f"mesh.{shrunk}=-1 shrinks from {wanted[shrunk]} to {sizes[shrunk]} on {num_devices} of "
+                          f"mesh.full_devices={full} devices, and each would hold more of the model; give -1 to an "
+                          f"axis that splits the batch "
+                          f"({', '.join(f'mesh.{axis}' for axis in batch_axes) or 'none in these rules'}), or leave "
+                          f"full_devices out")
     batch, before = run.data.global_batch, run.training.microbatches
     num_shards, num_shards_before = (Layout(loaded, of).num_shards(batch_axes) for of in (sizes, wanted))
     held = max(1, batch // (before * num_shards_before))      # sequences of a microbatch on each device
-    count = next((m for m in range(before, batch + 1) if batch % (m * num_shards) == 0 and batch // (m * num_shards) <= held), 0)
+    count = next((m for m in range(before, batch + 1) if batch % (m * num_shards) == 0
+                  and batch // (m * num_shards) <= held), 0)
     if not count:
-        raise ConfigError(f"data.global_batch={batch} cannot be split over {num_shards} devices, mesh.{shrunk}=-1 of {num_devices} "
-                          f"devices; use as many as divide it, e.g. {_divisor(batch, num_shards)}, or another batch")
-    told = (f"{num_devices} of {full} devices: mesh.{shrunk}={sizes[shrunk]} (of {wanted[shrunk]}), training.microbatches={count} "
-            f"(of {before}); the batch stays {batch}, {batch // count // num_shards} sequences a device at a time")
+        raise ConfigError(f"data.global_batch={batch} cannot be split over {num_shards} devices, mesh.{shrunk}=-1 of "
+                          f"{num_devices} devices; use as many as divide it, e.g. {_divisor(batch, num_shards)}, or "
+                          f"another batch")
+    told = (f"{num_devices} of {full} devices: mesh.{shrunk}={sizes[shrunk]} (of {wanted[shrunk]}), "
+            f"training.microbatches={count} (of {before}); the batch stays {batch}, {batch // count // num_shards} "
+            f"sequences a device at a time")
     return plain.model_copy(update={"training": run.training.model_copy(update={"microbatches": count})}), told
 
 

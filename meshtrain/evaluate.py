@@ -1,12 +1,14 @@
-"""python -m meshtrain.evaluate RUN_DIR|HF_DIR [--data.key value …] [--tasks a,b] [--step N] [--json]: how well a model predicts.
+"""python -m meshtrain.evaluate RUN_DIR|HF_DIR [--data.key value …] [--tasks a,b] [--step N] [--json]: how well a model
+predicts.
 
-The loss (nats per target, a document's end among them), perplexity and bits per byte of text, of each source and of all. RUN_DIR: of what
-the run holds out, all of it, or of all documents of --data.paths (with --data.source, --data.mixture) where they are given. HF_DIR, a model
-folder of Hugging Face's: of the documents that are given. --tasks: of the LM evaluation harness, by their names, comma-separated, or paths
-of their YAML files (pip install -e '.[eval]'); --num-fewshot N, --limit N (documents of each task): as there.
---json: only JSON on stdout: {"loss", "tokens", "perplexity", "bits_per_byte", "sources": {name: the same}, "tasks": {name: metrics}};
-null where there is none. --mesh.data, --mesh.fsdp, --mesh.tensor N: the command's own mesh, as of meshtrain.generate.
-Exit codes: 0 · 2 the user's mistake, one message · 75 stopped on request · 1 anything else.
+The loss (nats per target, a document's end among them), perplexity and bits per byte of text, of each source and of
+all. RUN_DIR: of what the run holds out, all of it, or of all documents of --data.paths (with --data.source,
+--data.mixture) where they are given. HF_DIR, a model folder of Hugging Face's: of the documents that are given.
+--tasks: of the LM evaluation harness, by their names, comma-separated, or paths of their YAML files (pip install -e
+'.[eval]'); --num-fewshot N, --limit N (documents of each task): as there. --json: only JSON on stdout: {"loss",
+"tokens", "perplexity", "bits_per_byte", "sources": {name: the same}, "tasks": {name: metrics}}; null where there is
+none. --mesh.data, --mesh.fsdp, --mesh.tensor N: the command's own mesh, as of meshtrain.generate. Exit codes: 0 · 2 the
+user's mistake, one message · 75 stopped on request · 1 anything else.
 """
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ from meshtrain.names import NO_TARGET
 
 USAGE = "python -m meshtrain.evaluate RUN_DIR|HF_DIR [--data.key value ...] [--tasks a,b] [--step N] [--json]"
 OPTIONS = {"tasks": "hellaswag", "step": "100", "num-fewshot": "5", "limit": "100"}
-GIVEN = ("data.source", "data.paths", "data.mixture", "data.validation_paths", "data.validation_sources")      # that say what to evaluate on
+# that say what to evaluate on
+GIVEN = ("data.source", "data.paths", "data.mixture", "data.validation_paths", "data.validation_sources")
 SEQ_LEN = 1024      # of a folder, unless told otherwise or it takes less
 
 
@@ -58,13 +61,15 @@ class Sums:
 
     def __add__(self, other: Sums) -> Sums:
         known = self.num_bytes is not None and other.num_bytes is not None
-        return Sums(self.nats + other.nats, self.tokens + other.tokens, self.num_bytes + other.num_bytes if known else None)
+        return Sums(self.nats + other.nats, self.tokens + other.tokens,
+                    self.num_bytes + other.num_bytes if known else None)
 
     def as_json(self) -> dict:
         loss = self.nats / self.tokens if self.tokens else math.nan
         bits = self.nats / math.log(2) / self.num_bytes if self.num_bytes else math.nan
         finite = lambda x: x if math.isfinite(x) else None
-        return {"loss": finite(loss), "tokens": self.tokens, "perplexity": finite(math.exp(loss) if loss < 700 else math.inf),
+        return {"loss": finite(loss), "tokens": self.tokens,
+                "perplexity": finite(math.exp(loss) if loss < 700 else math.inf),
                 "bits_per_byte": finite(bits)}
 
 
@@ -77,8 +82,8 @@ def _evaluate(argv: list[str]) -> None:
     found = trained.describe(directory, options["step"], rest, "evaluate", keys=("data.",))
     found = _with_tokenizer(found)
     if 0 < (longest := found.longest()) < found.run.data.seq_len:
-        say.err(f"note: data.seq_len={found.run.data.seq_len} is more than the {longest} tokens that the model was made for "
-                "(max_position_embeddings of its config.json); tokens beyond them are predicted badly")
+        say.err(f"note: data.seq_len={found.run.data.seq_len} is more than the {longest} tokens that the model was "
+                f"made for (max_position_embeddings of its config.json); tokens beyond them are predicted badly")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         stops.end_together(lambda: shutil.rmtree(scratch, ignore_errors=True))      # a stop runs no end of this block
         corpus, sets = _open_data(found, bool(options["tasks"]), Path(scratch))
@@ -88,7 +93,8 @@ def _evaluate(argv: list[str]) -> None:
             scorer = placed.scorer()
             each = {held.name or found.run.data.source: _measured(scorer, corpus, held) for held in sets}
             tasks = asked(scorer, placed.generator()) if asked else {}
-    told = sum(each.values(), Sums()).as_json() | {"sources": {name: sums.as_json() for name, sums in each.items()}, "tasks": tasks}
+    told = sum(each.values(), Sums()).as_json() | {
+        "sources": {name: sums.as_json() for name, sums in each.items()}, "tasks": tasks}
     say.out(json.dumps(told) if options["json"] else _table(told))
 
 
@@ -96,7 +102,8 @@ def _evaluate(argv: list[str]) -> None:
 
 
 def _with_tokenizer(found: trained.Trained) -> trained.Trained:
-    """Of a folder: its own tokenizer, separator and end, and sequences as long as it takes, where the command line has no others."""
+    """Of a folder: its own tokenizer, separator and end, and sequences as long as it takes, where the command line has
+    no others."""
     if not found.of_folder:
         return found
     data, changes, path = found.run.data, {}, found.directory / trained.TOKENIZER
@@ -106,24 +113,28 @@ def _with_tokenizer(found: trained.Trained) -> trained.Trained:
         changes["tokenizer"] = str(path)
         with config.user_errors():
             names = tokenizer.names_of(path, found.separator(), *found.stop_ids()[:1])
-        changes |= {key: name for key, name in zip(("bos_token", "eos"), names) if name and f"data.{key}" not in found.given}
+        changes |= {key: name for key, name in zip(("bos_token", "eos"), names) if name
+                    and f"data.{key}" not in found.given}
     run = found.run.model_copy(update={"data": data.model_copy(update=changes)})
     return dataclasses.replace(found, run=run)
 
 
-def _open_data(found: trained.Trained, may_be_none: bool, scratch: Path) -> tuple[sources.Corpus | None, Sequence[ValidationSet]]:
-    """What the command line names, all of it, else what the run holds out; nothing where tasks are asked of a folder alone."""
+def _open_data(found: trained.Trained, may_be_none: bool, scratch: Path) -> tuple[
+        sources.Corpus | None, Sequence[ValidationSet]]:
+    """What the command line names, all of it, else what the run holds out; nothing where tasks are asked of a folder
+    alone."""
     data, everything = found.run.data, found.of_folder or any(key in found.given for key in GIVEN)
     if data.source == "preferences":
         if may_be_none:
             return None, ()
-        raise ConfigError('data.source="preferences" has pairs of answers, and a loss is measured on texts; give some, e.g. '
+        raise ConfigError('data.source="preferences" has pairs of answers, and a loss is measured on texts; give some, '
+                          'e.g. '
                           "--data.source text --data.paths '[\"corpus/*.txt\"]', or --tasks")
     if found.of_folder and not any(key in found.given for key in GIVEN):
         if may_be_none:
             return None, ()
-        raise ConfigError(f"{found.directory} is a model folder, and nothing says what to evaluate on; give e.g. --data.source text "
-                          "--data.paths '[\"corpus/*.txt\"]', or --tasks")
+        raise ConfigError(f"{found.directory} is a model folder, and nothing says what to evaluate on; give e.g. "
+                          f"--data.source text --data.paths '[\"corpus/*.txt\"]', or --tasks")
     if "data.validation_paths" in found.given:
         data = data.model_copy(update={"paths": data.validation_paths, "validation_paths": ()})
     if everything:
@@ -131,13 +142,15 @@ def _open_data(found: trained.Trained, may_be_none: bool, scratch: Path) -> tupl
     with config.user_errors():
         folders = [found.files] if found.files else []
         cache = scratch if found.of_folder else found.directory / sources.CACHE
-        corpus = sources.open_corpus(data, vocab_size=found.run.model.vocab_size, cache_dir=cache, tell=say.err, folders=folders)
+        corpus = sources.open_corpus(data, vocab_size=found.run.model.vocab_size, cache_dir=cache,
+                                     tell=say.err, folders=folders)
         if everything and not corpus.curves:
             corpus = dataclasses.replace(corpus, validation=corpus.sources)
         sets = packing.open_batches(data, corpus, found.run.run.seed).validation
     if not sets:
-        raise ConfigError(f"the run in {found.directory} holds nothing out (data.validation_fraction={data.validation_fraction}); name what to "
-                          "evaluate on, e.g. --data.source text --data.paths '[\"corpus/*.txt\"]'")
+        raise ConfigError(f"the run in {found.directory} holds nothing out "
+                          f"(data.validation_fraction={data.validation_fraction}); name what to evaluate on, e.g. "
+                          f"--data.source text --data.paths '[\"corpus/*.txt\"]'")
     return corpus, sets
 
 
@@ -170,17 +183,20 @@ def _batches(held: ValidationSet, scorer: Scorer) -> Iterator[dict[str, np.ndarr
 
 
 def _asked(found: trained.Trained, options: dict):
-    """(scorer, generator) -> {task: metrics}, by the harness. Raises: ConfigError where it or a tokenizer is not there."""
+    """(scorer, generator) -> {task: metrics}, by the harness. Raises: ConfigError where it or a tokenizer is not
+    there."""
     with config.user_errors():
         tokenizer.import_extra("lm_eval", "--tasks", "eval")
     from meshtrain.inference import harness     # here: it imports lm_eval, which is an extra
     text, stop_ids = found.text(), found.stop_ids()
     if text is None:
-        raise ConfigError(f"--tasks needs a tokenizer, and {found.directory} has none; give --data.tokenizer the path of a tokenizer.json")
-    prefix = next((one for one in (found.separator() if found.of_folder else text.of.bos, *stop_ids) if one is not None), None)
+        raise ConfigError(f"--tasks needs a tokenizer, and {found.directory} has none; give --data.tokenizer the path "
+                          f"of a tokenizer.json")
+    prefix = next((one for one in (found.separator() if found.of_folder else text.of.bos,
+                                   *stop_ids) if one is not None), None)
     if prefix is None:
-        raise ConfigError(f"--tasks: {found.directory} names neither bos_token_id nor eos_token_id, one of which stands before a text; give "
-                          "its config.json one")
+        raise ConfigError(f"--tasks: {found.directory} names neither bos_token_id nor eos_token_id, one of which "
+                          f"stands before a text; give its config.json one")
     length = found.longest() or found.run.data.seq_len
 
     def answered(scorer, generator) -> dict:
@@ -196,7 +212,8 @@ def _table(told: dict) -> str:
     named = told["sources"] if len(told["sources"]) == 1 else {**told["sources"], "all": told}
     rows += [(name, show(one["loss"]), show(one["perplexity"]), show(one["bits_per_byte"]), f"{one['tokens']:,}")
              for name, one in named.items()]
-    tasks = [f"{task}: {', '.join(f'{name} {value:.4g}' for name, value in metrics.items())}" for task, metrics in told["tasks"].items()]
+    tasks = [f"{task}: {', '.join(f'{name} {value:.4g}' for name, value in metrics.items())}"
+             for task, metrics in told["tasks"].items()]
     return "\n".join(tasks if len(rows) == 1 else [*_aligned(rows), *tasks])
 
 
@@ -216,16 +233,19 @@ def options_of(argv: list[str]) -> tuple[dict, str, list[str]]:
         if asked.last(name) and not asked.last(name).isdecimal():
             faults.append(f"--{name} {asked.last(name)} is not a whole number; give e.g. --{name} 5")
     if len(asked.names) != 1 and not faults:
-        faults.append(f"{len(asked.names)} directories are named, where one run's directory or model folder is asked for; the usage is {USAGE}")
+        faults.append(f"{len(asked.names)} directories are named, where one run's directory or model folder is asked "
+                      f"for; the usage is {USAGE}")
     tasks = [task for task in asked.last("tasks", "").split(",") if task]
     if asked.last("tasks") and not tasks:
         faults.append("--tasks names none; give their names, comma-separated, e.g. --tasks lambada_openai,hellaswag")
-    faults += [f"--{name} {asked.last(name)} is of the harness's tasks, and none is asked for; add e.g. --tasks hellaswag, or leave it out"
+    faults += [f"--{name} {asked.last(name)} is of the harness's tasks, and none is asked for; add e.g. --tasks "
+               f"hellaswag, or leave it out"
                for name in ("num-fewshot", "limit") if name in asked.values and "tasks" not in asked.values]
     if faults:
         raise ConfigError(*faults)
     numbers = {name: int(asked.last(name)) if name in asked.values else None for name in ("num-fewshot", "limit")}
-    return {"json": "json" in asked.flags, "tasks": tasks, "step": int(asked.last("step", "0")), **numbers}, asked.names[0], asked.keys
+    return {"json": "json" in asked.flags, "tasks": tasks, "step": int(asked.last("step", "0")),
+            **numbers}, asked.names[0], asked.keys
 
 
 if __name__ == "__main__":

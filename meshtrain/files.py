@@ -1,12 +1,13 @@
 """What a refusal of the file system means: the user's mistake, or a moment of the file system.
 
-A name that is wrong, or that nobody may read or write, stays so until a person changes it: exit code 2. A shared file system
-that answers ESTALE after a failover, a disk that is full, or a device that fails says nothing about the run file: the call is
-made again with patience, then the run ends with exit code 1, and a launcher starts it again. MISTAKES is the whole rule.
+A name that is wrong, or that nobody may read or write, stays so until a person changes it: exit code 2. A shared file
+system that answers ESTALE after a failover, a disk that is full, or a device that fails says nothing about the run
+file: the call is made again with patience, then the run ends with exit code 1, and a launcher starts it again. MISTAKES
+is the whole rule.
 
-Below: files written until they are on the disk, and their checksums, xxh3-128. An error of the file system is never taken for damage:
-NFS answers ESTALE after a failover, a host may lack its mount, and what a process cannot read now another one can.
-This module imports nothing of meshtrain: every room may use it.
+Below: files written until they are on the disk, and their checksums, xxh3-128. An error of the file system is never
+taken for damage: NFS answers ESTALE after a failover, a host may lack its mount, and what a process cannot read now
+another one can. This module imports nothing of meshtrain: every room may use it.
 """
 from __future__ import annotations
 
@@ -25,21 +26,23 @@ from typing import TypeVar
 
 import xxhash
 
-# Lasting until somebody changes a name, a permission or a mount. Every other code (EIO, ESTALE, ETIMEDOUT, ENOTCONN, EBUSY,
-# ENOTEMPTY, ENOSPC, EDQUOT, EMFILE, …) may be gone at the next call.
+# Lasting until somebody changes a name, a permission or a mount. Every other code (EIO, ESTALE, ETIMEDOUT, ENOTCONN,
+# EBUSY, ENOTEMPTY, ENOSPC, EDQUOT, EMFILE, …) may be gone at the next call.
 MISTAKES = frozenset({
     errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EROFS, errno.ELOOP,
     errno.EEXIST, errno.EINVAL, errno.ENXIO, errno.ENODEV, errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS,
     errno.ENOLCK})
 PAUSES_S = (0.5, 2.0, 5.0)  # before each further try; an NFS client keeps attributes for up to 3 s (acregmin)
-# Longer than a file server keeps the locks of a client that is gone: NFSv4 90 s (its lease), Lustre 100 s and more (eviction).
+# Longer than a file server keeps the locks of a client that is gone: NFSv4 90 s (its lease), Lustre 100 s and more
+# (eviction).
 LOCK_WAIT_S, TELL_AGAIN_S = 300.0, 60.0
 CHUNK_BYTES = 4 << 20  # read at once: larger than what keeps a disk busy, smaller than a core's share of the cache
 Value = TypeVar("Value")
 
 
 class FileSystemError(OSError):
-    """The file system refused something that is no mistake of the user's, and went on refusing it. The message says what."""
+    """The file system refused something that is no mistake of the user's, and went on refusing it. The message says
+    what."""
 
 
 def is_mistake(error: OSError) -> bool:
@@ -52,7 +55,8 @@ def is_mistake(error: OSError) -> bool:
 
 def is_moment(error: BaseException) -> bool:
     """Whether the kernel refused a call on a file, and may do it at the next one."""
-    return isinstance(error, OSError) and not isinstance(error, (ConnectionError, socket.gaierror)) and not is_mistake(error)
+    return isinstance(error, OSError) and not isinstance(error, (ConnectionError, socket.gaierror)) and not is_mistake(
+        error)
 
 
 def patiently(act: Callable[[], Value], *, missing: bool = False) -> Value:
@@ -72,8 +76,8 @@ def patiently(act: Callable[[], Value], *, missing: bool = False) -> Value:
 
 
 def status(path: str | os.PathLike) -> os.stat_result | None:
-    """os.stat of `path`; None where nothing is there, nor can be by this name. Raises: FileSystemError; ValueError where the look is
-    not permitted: neither says that nothing is there."""
+    """os.stat of `path`; None where nothing is there, nor can be by this name. Raises: FileSystemError; ValueError
+    where the look is not permitted: neither says that nothing is there."""
     try:
         return patiently(lambda: os.stat(path))
     except OSError as error:
@@ -85,7 +89,8 @@ def status(path: str | os.PathLike) -> os.stat_result | None:
 
 
 def is_file(path: str | os.PathLike) -> bool:
-    """Whether a regular file is there. Unlike os.path.isfile, no when the file system does not answer. Raises: see `status`."""
+    """Whether a regular file is there. Unlike os.path.isfile, no when the file system does not answer. Raises: see
+    `status`."""
     found = status(path)
     return found is not None and stat.S_ISREG(found.st_mode)
 
@@ -97,7 +102,8 @@ def is_dir(path: str | os.PathLike) -> bool:
 
 
 def judged(error: OSError, what: str, remedy: str, mistake: type[Exception] = ValueError) -> Exception:
-    """What to raise for `error`, whose patience has ended: a `mistake` with the remedy, or FileSystemError, which is exit code 1.
+    """What to raise for `error`, whose patience has ended: a `mistake` with the remedy, or FileSystemError, which is
+    exit code 1.
 
     what: what could not be done, with the value: `data.paths: x.txt cannot be read`.
     """
@@ -106,7 +112,8 @@ def judged(error: OSError, what: str, remedy: str, mistake: type[Exception] = Va
     reason = error.strerror or str(error)
     if is_mistake(error):
         return mistake(f"{what}: {reason}; {remedy}")
-    return FileSystemError(f"{what}: {reason}; see to the file system (its room, its mounts, its server) and start again")
+    return FileSystemError(f"{what}: {reason}; see to the file system (its room, its mounts, its server) and start "
+                           f"again")
 
 
 def attempted(act: Callable[[], Value], what: str, remedy: str, mistake: type[Exception] = ValueError) -> Value:
@@ -118,8 +125,8 @@ def attempted(act: Callable[[], Value], what: str, remedy: str, mistake: type[Ex
 
 
 class Waiting:
-    """A wait for a lock that somebody else holds: told, limited, and with the owner's name. The owner may be a host that is lost:
-    its locks stay until the file server lets go of them.
+    """A wait for a lock that somebody else holds: told, limited, and with the owner's name. The owner may be a host
+    that is lost: its locks stay until the file server lets go of them.
 
     what: the value and that it is in use, for messages. tell: gets a line at once and every TELL_AGAIN_S.
     """
@@ -130,17 +137,18 @@ class Waiting:
         self._since = self._told = -float("inf")
 
     def go_on(self, owner: str, sign: object = None) -> None:
-        """After each look that found the lock held. owner: in words, to follow `what`. sign: anything that changes while its owner
-        works. Raises: FileSystemError after LOCK_WAIT_S without a change."""
+        """After each look that found the lock held. owner: in words, to follow `what`. sign: anything that changes
+        while its owner works. Raises: FileSystemError after LOCK_WAIT_S without a change."""
         now = time.monotonic()
         if self._since < 0 or sign != self._sign:
             self._sign, self._since = sign, now
         if now - self._since > LOCK_WAIT_S:
-            raise FileSystemError(f"{self.what}{owner}, and did not come free within {LOCK_WAIT_S:g} s; see whether that host is lost or "
-                                  "still at work, and start again")
+            raise FileSystemError(f"{self.what}{owner}, and did not come free within {LOCK_WAIT_S:g} s; see whether "
+                                  f"that host is lost or still at work, and start again")
         if now - self._told >= TELL_AGAIN_S:
             self._told = now
-            self.tell(f"{self.what}{owner}; waiting: if its host is lost, the file server frees the lock in some minutes")
+            self.tell(f"{self.what}{owner}; waiting: if its host is lost, the file server frees the lock in some "
+                      f"minutes")
 
 
 def regular_files(place: Path) -> list[Path]:
@@ -191,8 +199,8 @@ def write(path: Path, text: str) -> None:
 
 
 def remove(place: Path) -> OSError | None:
-    """Removes a directory, with patience, also while other processes do. Returns why some of it stays, which does no harm: the
-    caller has taken its name or its index."""
+    """Removes a directory, with patience, also while other processes do. Returns why some of it stays, which does no
+    harm: the caller has taken its name or its index."""
     refused: list[OSError] = []
 
     def act():
@@ -206,8 +214,8 @@ def remove(place: Path) -> OSError | None:
 
 
 def replace(path: Path, text: str, *, shared: bool = False) -> None:
-    """The file has either its old text or, when this returns, all of the new. shared: several processes may write it at once; its
-    name is on the disk, too, and a write that fails leaves nothing."""
+    """The file has either its old text or, when this returns, all of the new. shared: several processes may write it at
+    once; its name is on the disk, too, and a write that fails leaves nothing."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp" if shared else f"{path.name}.tmp")
     try:
         write(temporary, text)

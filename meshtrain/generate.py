@@ -1,18 +1,20 @@
-"""python -m meshtrain.generate RUN_DIR|HF_DIR --prompt TEXT|--prompts FILE|--prompt-ids JSON|--chat [option …]: what a model goes on with.
+"""python -m meshtrain.generate RUN_DIR|HF_DIR --prompt TEXT|--prompts FILE|--prompt-ids JSON|--chat [option …]: what a
+model goes on with.
 
 RUN_DIR: a run's directory, its newest checkpoint or --step N. HF_DIR: a model folder of Hugging Face's.
---prompt TEXT, as often as wanted; --prompts FILE: a prompt on each line, of .jsonl {"prompt": …}; --prompt-ids '[[5, 6], [7]]': token
-ids, for which no tokenizer is needed. --chat: a conversation by the chat template, a question on each line that you type; with --prompt or
---prompts, of .jsonl also {"messages": [...]}, each is a conversation of its own.
+--prompt TEXT, as often as wanted; --prompts FILE: a prompt on each line, of .jsonl {"prompt": …}; --prompt-ids '[[5,
+6], [7]]': token ids, for which no tokenizer is needed. --chat: a conversation by the chat template, a question on each
+line that you type; with --prompt or --prompts, of .jsonl also {"messages": [...]}, each is a conversation of its own.
 --max-tokens N (256)    tokens of an answer at most
 --temperature T (0)     0: the most likely token; else drawn; 1 where one of the next three is given
 --top-k K, --top-p P, --min-p P    what is left to draw from, as in transformers
 --seed N (0)            the same seed draws the same answer to a prompt, whatever else is asked and on any mesh
 --stop TEXT             ends an answer, as often as wanted, beside the model's own end tokens
---json                  only JSON on stdout: {"completions": [{"prompt_ids", "token_ids", "text", "stopped": "stop"|"length"}]}
---mesh.data, --mesh.fsdp, --mesh.tensor N: devices that have prompts of their own, and that share weights (all on tensor without a
-word of it); --mesh.simulated_devices N: on the CPU. --model.compute_dtype, --run.compilation_cache, --data.tokenizer: as in a run.
-Exit codes: 0 · 2 the user's mistake, one message · 75 stopped on request · 1 anything else.
+--json                  only JSON on stdout: {"completions": [{"prompt_ids", "token_ids", "text", "stopped":
+"stop"|"length"}]} --mesh.data, --mesh.fsdp, --mesh.tensor N: devices that have prompts of their own, and that share
+weights (all on tensor without a word of it); --mesh.simulated_devices N: on the CPU. --model.compute_dtype,
+--run.compilation_cache, --data.tokenizer: as in a run. Exit codes: 0 · 2 the user's mistake, one message · 75 stopped
+on request · 1 anything else.
 """
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ from meshtrain.inference.generate import MOST_ROWS, Completion, GenerationLimits
 from meshtrain.inference.sampling import Picking
 from meshtrain.units import size
 
-USAGE = "python -m meshtrain.generate RUN_DIR|HF_DIR --prompt TEXT|--prompts FILE|--prompt-ids JSON|--chat [--max-tokens N] [--temperature T] [--json]"
+USAGE = ("python -m meshtrain.generate RUN_DIR|HF_DIR --prompt TEXT|--prompts FILE|--prompt-ids JSON|--chat "
+         "[--max-tokens N] [--temperature T] [--json]")
 NUMBERS = {     # option -> (kind, default, the least, the most, what it is, an example)
     "step": (int, 0, 0, math.inf, "the number of a saved step, or 0 for the newest", "100"),
     "max-tokens": (int, 256, 1, 10**7, "a number of tokens, at least 1", "256"),
@@ -60,12 +63,14 @@ def main(argv: Sequence[str]) -> int:
 
 def _generate(argv: list[str]) -> None:
     options, texts, directory, rest = options_of(argv)
-    found = trained.describe(directory, options["step"], rest, "generate", keys=("data.tokenizer", "data.chat_template"))
+    found = trained.describe(directory, options["step"], rest, "generate",
+                             keys=("data.tokenizer", "data.chat_template"))
     talking = talk.open_talk(found) if options["chat"] else None
     words = _words(found, texts, talking)
     prompts = _prompts(found, texts, talking)
     ended = (lambda _, tokens: words.ended(tokens)) if words and words.stops else None
-    limits = GenerationLimits(options["max-tokens"], words.stop_ids if words else found.stop_ids(), found.longest(), ended)
+    limits = GenerationLimits(options["max-tokens"], words.stop_ids if words else found.stop_ids(),
+                              found.longest(), ended)
     _check(prompts, found, limits)
     placed = found.place()
     _check_memory(placed, prompts or [[]], limits)
@@ -88,7 +93,8 @@ def _answer(generator, prompts: list[list[int]], limits: GenerationLimits, words
         _streamed(words, ask)
     else:
         for number, one in enumerate(ask()):
-            say.out(f"--- {number + 1}: {json.dumps(words.decode(one.prompt), ensure_ascii=False)}\n{words.text(one.tokens)}")
+            prompt = json.dumps(words.decode(one.prompt), ensure_ascii=False)
+            say.out(f"--- {number + 1}: {prompt}\n{words.text(one.tokens)}")
 
 
 def _picking(options: dict) -> Picking:
@@ -103,7 +109,8 @@ def _streamed(words: Words, ask) -> str:
     return words.text(one.tokens)
 
 
-def _converse(generator, found: trained.Trained, talking: talk.Talk, limits: GenerationLimits, words: Words, options: dict) -> None:
+def _converse(generator, found: trained.Trained, talking: talk.Talk, limits: GenerationLimits,
+              words: Words, options: dict) -> None:
     """Answers each line of stdin, the conversation so far before it; ends where stdin ends."""
     messages: list[dict] = []
     if hasattr(sys.stdin, "reconfigure"):       # what is not UTF-8 costs a line and not the conversation, in any locale
@@ -127,12 +134,14 @@ def _converse(generator, found: trained.Trained, talking: talk.Talk, limits: Gen
         except ConfigError as error:        # of this question alone
             say.err(f"error: {error}")
             continue
-        answer = _streamed(words, lambda tell: generator.complete([prompt], limits, _picking(options), options["seed"], tell))
+        answer = _streamed(words,
+                           lambda tell: generator.complete([prompt], limits, _picking(options), options["seed"], tell))
         messages = [*asked, {"role": "assistant", "content": answer}]
 
 
 def _as_json(one: Completion, words: Words | None) -> dict:
-    return {"prompt_ids": one.prompt, "token_ids": one.tokens, "text": words.text(one.tokens) if words else None, "stopped": one.stopped}
+    return {"prompt_ids": one.prompt, "token_ids": one.tokens, "text": words.text(one.tokens) if words else None,
+            "stopped": one.stopped}
 
 
 def _check(prompts: list[list[int]], found: trained.Trained, limits: GenerationLimits) -> None:
@@ -140,12 +149,13 @@ def _check(prompts: list[list[int]], found: trained.Trained, limits: GenerationL
     vocab_size, faults = found.run.model.vocab_size, []
     for number, prompt in enumerate(prompts):
         if beyond := [one for one in prompt if not 0 <= one < vocab_size]:
-            faults.append(f"prompt {number + 1} has the id {beyond[0]}, and the model's vocabulary has 0 to {vocab_size - 1}; give others"
-                          ", or the tokenizer that belongs to the model")
+            faults.append(f"prompt {number + 1} has the id {beyond[0]}, and the model's vocabulary has 0 to "
+                          f"{vocab_size - 1}; give others, or the tokenizer that belongs to the model")
         if limits.length and len(prompt) > limits.length:
-            what = "learned positions" if found.run.model.position == "learned" else "tokens of its config.json (max_position_embeddings)"
-            faults.append(f"prompt {number + 1} has {len(prompt)} tokens, and the model takes sequences of at most the {limits.length} "
-                          f"{what}; shorten it")
+            what = ("learned positions" if found.run.model.position == "learned" else
+                    "tokens of its config.json (max_position_embeddings)")
+            faults.append(f"prompt {number + 1} has {len(prompt)} tokens, and the model takes sequences of at most the "
+                          f"{limits.length} {what}; shorten it")
     if faults:
         raise ConfigError(*faults)
 
@@ -156,8 +166,9 @@ def _check_memory(placed: trained.LoadedModel, prompts: list[list[int]], limits:
     tokens = longest + (min(limits.tokens, limits.length) if limits.length else limits.tokens)
     held = 2 * rows * tokens * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * placed.ex.dtype.itemsize
     if held > (has := devices.memory_bytes(placed.mesh.devices.flatten())):
-        raise ConfigError(f"--max-tokens {limits.tokens}: the keys and values of {rows} × {tokens} tokens take {size(held)}, and the devices "
-                          f"have {size(has)}; ask for fewer tokens, or of fewer prompts at once")
+        raise ConfigError(f"--max-tokens {limits.tokens}: the keys and values of {rows} × {tokens} tokens take "
+                          f"{size(held)}, and the devices have {size(has)}; ask for fewer tokens, or of fewer prompts "
+                          f"at once")
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------
@@ -168,8 +179,8 @@ def _words(found: trained.Trained, texts: dict[str, list[str]], talking: talk.Ta
     text, stops = found.text(), tuple(texts["stop"])
     if text is None:
         if option := next((name for name in ("prompt", "prompts", "stop") if texts[name]), None):
-            raise ConfigError(f"--{option} needs a tokenizer, and {found.directory} has none; give --data.tokenizer the path of a "
-                              "tokenizer.json, or token ids, --prompt-ids '[[5, 6], [7]]'")
+            raise ConfigError(f"--{option} needs a tokenizer, and {found.directory} has none; give --data.tokenizer "
+                              f"the path of a tokenizer.json, or token ids, --prompt-ids '[[5, 6], [7]]'")
         return None
     stop_ids = found.stop_ids()
     if talking:
@@ -204,24 +215,29 @@ def _ids(text: str) -> list[list[int]]:
         given = None
     if isinstance(given, list) and given and all(type(one) is int for one in given):
         given = [given]
-    if not isinstance(given, list) or not all(isinstance(one, list) and all(type(i) is int for i in one) for one in given):
-        raise ConfigError(f"--prompt-ids {text[:60]} is not a list of lists of whole numbers; write e.g. '[[5, 6], [7]]'")
+    if not isinstance(given, list) or not all(
+            isinstance(one, list) and all(type(i) is int for i in one) for one in given):
+        raise ConfigError(f"--prompt-ids {text[:60]} is not a list of lists of whole numbers; write e.g. '[[5, 6], "
+                          f"[7]]'")
     if not given or not all(given):
-        raise ConfigError(f"--prompt-ids {text[:60]} has an empty prompt; give at least one token of each, e.g. '[[5, 6], [7]]'")
+        raise ConfigError(f"--prompt-ids {text[:60]} has an empty prompt; give at least one token of each, e.g. '[[5, "
+                          f"6], [7]]'")
     return given
 
 
 def _lines(path: str, chats: bool) -> list:
-    """The prompts of a file, a line each, as editors count them: what else Unicode calls a line break is text. chats: they may be
-    lists of messages. Raises: ConfigError."""
+    """The prompts of a file, a line each, as editors count them: what else Unicode calls a line break is text. chats:
+    they may be lists of messages. Raises: ConfigError."""
     try:
         with open(path, "rb") as file:
             content = file.read(MOST_PROMPT_BYTES + 1)
         text = content.decode("utf-8-sig") if len(content) <= MOST_PROMPT_BYTES else None
     except OSError as error:
-        raise ConfigError(f"--prompts {path} cannot be read: {error.strerror}; name a file with a prompt on each line") from None
+        raise ConfigError(f"--prompts {path} cannot be read: {error.strerror}; name a file with a prompt on each "
+                          f"line") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--prompts {path} is not text (byte {error.start} is not UTF-8); name a file of UTF-8") from None
+        raise ConfigError(f"--prompts {path} is not text (byte {error.start} is not UTF-8); name a file of "
+                          f"UTF-8") from None
     if text is None:
         raise ConfigError(f"--prompts {path} is larger than {MOST_PROMPT_BYTES:,} bytes; name a file of prompts")
     lines = text.replace("\r\n", "\n").split("\n")
@@ -250,30 +266,34 @@ def _of_json(path: str, number: int, line: str, chats: bool):
     if chats and isinstance(messages, list) and messages and all(isinstance(one, dict) for one in messages):
         return messages
     if not isinstance(given.get("prompt"), str):
-        raise ConfigError(f'--prompts {path}: line {number} is not {{"prompt": "…"}}{" or {messages: [...]}" * chats}; write one such '
+        raise ConfigError(f'--prompts {path}: line {number} is not {{"prompt": "…"}}{" or {messages: [...]}" * chats}; '
+                          f'write one such '
                           "object a line")
     return given["prompt"]
 
 
 def options_of(argv: list[str]) -> tuple[dict, dict[str, list[str]], str, list[str]]:
-    """(numbers and flags by name, texts by name, the directory, what is left for `config.resolve`). Raises: ConfigError."""
-    asked = config.split(argv, USAGE, TEXTS | {name: example for name, (*_, example) in NUMBERS.items()}, ("json", "chat"))
+    """(numbers and flags by name, texts by name, the directory, what is left for `config.resolve`). Raises:
+    ConfigError."""
+    asked = config.split(argv, USAGE, TEXTS | {name: example for name, (*_, example) in NUMBERS.items()},
+                         ("json", "chat"))
     faults = list(asked.faults)
     texts = {name: asked.values.get(name, []) for name in TEXTS}
     flags = {name: name in asked.flags for name in ("json", "chat")}
     numbers = {name: _number(name, asked.last(name), faults) for name in NUMBERS if asked.last(name)}
     if len(asked.names) != 1 and not faults:      # the value of what is no option would be another name
         few = f" ({asked.names[0]}, {asked.names[1]})" if asked.names else ""
-        faults.append(f"{len(asked.names)} directories are named{few}, where one run's directory or model folder is asked for; "
-                      f"the usage is {USAGE}")
+        faults.append(f"{len(asked.names)} directories are named{few}, where one run's directory or model folder is "
+                      f"asked for; the usage is {USAGE}")
     kinds = [name for name in ("prompt", "prompts", "prompt-ids") if texts[name]]
-    faults += [f"--{name} {ascii(one)[:60]} is not UTF-8; give text in UTF-8, or token ids, --prompt-ids '[[5, 6], [7]]'"
+    faults += [f"--{name} {ascii(one)[:60]} is not UTF-8; give text in UTF-8, or token ids, --prompt-ids '[[5, 6], "
+               f"[7]]'"
                for name in ("prompt", "stop") for one in texts[name] if not _is_text(one)]
     if faults:
         raise ConfigError(*faults)
     if len(kinds) != 1 and not (flags["chat"] and not kinds) or flags["chat"] and texts["prompt-ids"]:
-        faults.append("give one of --prompt TEXT, --prompts FILE and --prompt-ids '[[5, 6], [7]]', or --chat, alone or with one of the "
-                      "first two")
+        faults.append("give one of --prompt TEXT, --prompts FILE and --prompt-ids '[[5, 6], [7]]', or --chat, alone or "
+                      "with one of the first two")
     elif flags["json"] and not kinds:
         faults.append("--chat --json has no prompts; give --prompt TEXT or --prompts FILE, or leave --json out to talk")
     if faults:

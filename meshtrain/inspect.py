@@ -1,13 +1,13 @@
-"""python -m meshtrain.inspect [RUN.toml] [--section.key value …] [--topology h100:64] [--schedule] [--json] [--html FILE]
-[--expect FILE]: what a run costs.
+"""python -m meshtrain.inspect [RUN.toml] [--section.key value …] [--topology h100:64] [--schedule] [--json] [--html
+FILE] [--expect FILE]: what a run costs.
 
 Compiles the training step, never trains, reads no data. With --topology the step is compiled for GPUs that are not
-here, as many as it says, and priced kernel by kernel; --assume NAME=VALUE, as often as wanted, changes what that assumes.
-With --schedule the pipeline is drawn instead (before, with --json): as text, and into <run.name>-schedule.svg.
---html FILE makes a page of it for a browser, one file that loads nothing, beside what is printed.
---expect FILE tells only what differs from what FILE says of collectives and memory; --expect FILE --update writes it.
-Exit codes: 0 · 2 the user's mistake, one message · 75 stopped on request · 1 a program that would compute wrong numbers, or
-that --expect did not expect.
+here, as many as it says, and priced kernel by kernel; --assume NAME=VALUE, as often as wanted, changes what that
+assumes. With --schedule the pipeline is drawn instead (before, with --json): as text, and into <run.name>-schedule.svg.
+--html FILE makes a page of it for a browser, one file that loads nothing, beside what is printed. --expect FILE tells
+only what differs from what FILE says of collectives and memory; --expect FILE --update writes it. Exit codes: 0 · 2 the
+user's mistake, one message · 75 stopped on request · 1 a program that would compute wrong numbers, or that --expect did
+not expect.
 """
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
 from meshtrain import assembly, config, elastic
 from meshtrain import devices as local_devices
 from meshtrain.config import ConfigError
-from meshtrain.cost import assumptions, audit, beside, chart, expect, facts, hardware, report, roofline, simulate, unasked
+from meshtrain.cost import (assumptions, audit, beside, chart, expect, facts, hardware, report, roofline, simulate,
+                            unasked)
 from meshtrain.cost import compile as gpu_compile
 from meshtrain.files import FileSystemError
 from meshtrain.pages import layout, pictures, skin
 from meshtrain.sharding.mesh import MeshSpec
 
-USAGE = ("python -m meshtrain.inspect [RUN.toml] [--section.key value ...] [--topology NAME:N] [--assume NAME=VALUE ...] "
-         "[--schedule] [--json] [--html FILE] [--expect FILE [--update]]")
+USAGE = ("python -m meshtrain.inspect [RUN.toml] [--section.key value ...] [--topology NAME:N] [--assume NAME=VALUE "
+         "...] [--schedule] [--json] [--html FILE] [--expect FILE [--update]]")
 FLAGS = ("schedule", "json", "update")
 VALUES = {"topology": "h100:64", "assume": "matmul.best=0.7", "expect": "step.toml", "html": "cost.html"}
 
@@ -73,7 +74,8 @@ def main(argv: Sequence[str]) -> int:
         program = audit.read(executable.as_text(), made.mesh)
         now = expect.of(made, program, report.held_by_program(made, executable))
         if own["update"]:
-            _write(own["expect"], expect.dumps(now, f"python -m meshtrain.inspect {shlex.join(word for word in argv if word != '--update')}"))
+            _write(own["expect"], expect.dumps(
+                now, f"python -m meshtrain.inspect {shlex.join(word for word in argv if word != '--update')}"))
         if as_json or own["html"] or not own["expect"]:
             _tell(made, executable, program, unasked.warnings(made, program, logged), own)
     except ConfigError as error:
@@ -98,7 +100,8 @@ def _tell(made, executable, program: audit.ProgramAudit, warnings: list[str], ow
         for note in made.notes:
             say.err(f"note: {note}")
     elif not own["expect"]:
-        say.out("\n\n".join([report.before(made), report.params_table(made), report.memory_table(made, executable, formulas),
+        say.out("\n\n".join([report.before(made), report.params_table(made),
+                             report.memory_table(made, executable, formulas),
                              report.collectives_table(program, formulas), report.matmuls(program, formulas),
                              "\n".join([report.differences(made, executable, program, formulas),
                                         *(f"warning: {line}" for line in warnings)]),
@@ -108,7 +111,8 @@ def _tell(made, executable, program: audit.ProgramAudit, warnings: list[str], ow
 
 
 def _own_flags(argv: list[str]) -> tuple[dict, list[str]]:
-    """({option: value}, the rest). Raises: ConfigError for an option without its value, and for what cannot be assumed."""
+    """({option: value}, the rest). Raises: ConfigError for an option without its value, and for what cannot be
+    assumed."""
     asked = config.split(argv, USAGE, VALUES, FLAGS)
     if asked.faults:
         raise ConfigError(*asked.faults)
@@ -119,8 +123,8 @@ def _own_flags(argv: list[str]) -> tuple[dict, list[str]]:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if foreign := [name for name in given if assumptions.TABLE[name].formula]:
-        raise ConfigError(f"--assume {foreign[0]} changes the formulas of `python -m meshtrain.plan` alone: a compiled step shows "
-                          "what hides behind what; leave it out")
+        raise ConfigError(f"--assume {foreign[0]} changes the formulas of `python -m meshtrain.plan` alone: a compiled "
+                          f"step shows what hides behind what; leave it out")
     own |= {"assume": given} | {name: asked.last(name) for name in ("topology", "expect", "html")}
     if own["update"] and not own["expect"]:
         raise ConfigError("--update says nothing alone; name the file, --expect FILE --update")
@@ -142,13 +146,15 @@ def _expected(path: str) -> expect.Expected:
     except OSError as error:
         raise ConfigError(f"--expect={path} cannot be read: {error.strerror}; name a file that can") from None
     except ValueError as error:
-        raise ConfigError(f"--expect={path} is not what --update writes: {error}; write it anew with --update") from None
+        message = f"--expect={path} is not what --update writes: {error}; write it anew with --update"
+        raise ConfigError(message) from None
 
 
 def _check_writable(path: str) -> None:
     """Before anything is compiled; touches nothing. Raises: ConfigError."""
     parent = Path(path).parent
-    fault = ("it is a directory" if os.path.isdir(path) else f"there is no directory {parent}" if not os.path.isdir(parent) else
+    fault = ("it is a directory" if os.path.isdir(path) else f"there is no directory {parent}"
+             if not os.path.isdir(parent) else
              "" if os.access(path if os.path.exists(path) else parent, os.W_OK) else "that is not permitted")
     if fault:
         raise ConfigError(f"--expect={path} cannot be written: {fault}; name a file that can")
@@ -198,7 +204,8 @@ def _topology_sizes(run, topology: str) -> dict[str, int]:
 
 
 def _show_schedule(run, topology: str | None, tell) -> None:
-    """Text and picture of the run's pipeline; compiles nothing, and needs no more devices than it takes to count them."""
+    """Text and picture of the run's pipeline; compiles nothing, and needs no more devices than it takes to count
+    them."""
     choice = _schedule(run, topology)
     heading = chart.title(choice.schedule, choice.outcome, choice.memory_bytes)
     tell(f"{heading}\n{choice.why}\n{chart.text(choice.schedule)}")
@@ -206,7 +213,8 @@ def _show_schedule(run, topology: str | None, tell) -> None:
     try:
         path.write_text(skin.alone(pictures.schedule(chart.as_json(choice), heading)) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write {error.filename}: {error.strerror}; go to a directory that can be written") from None
+        raise ConfigError(f"cannot write {error.filename}: {error.strerror}; go to a directory that can be "
+                          f"written") from None
     tell(f"drawn: {path}")
 
 

@@ -23,18 +23,20 @@ def backends_are_initialized() -> bool:
 
 def coordination_client():
     """The client of the service through which processes find each other, with key_value_set(key, text),
-    key_value_try_get(key) and wait_at_barrier(name, timeout_ms); None with one process, and where jax has that otherwise."""
+    key_value_try_get(key) and wait_at_barrier(name, timeout_ms); None with one process, and where jax has that
+    otherwise."""
     try:
         from jax._src import distributed
         client = distributed.global_state.client
     except (ImportError, AttributeError):
         return None
-    return client if all(hasattr(client, name) for name in ("key_value_set", "key_value_try_get", "wait_at_barrier")) else None
+    return client if all(hasattr(client, name)
+                         for name in ("key_value_set", "key_value_try_get", "wait_at_barrier")) else None
 
 
 def as_written(eqn) -> contextlib.AbstractContextManager:
-    """Where an equation of a jaxpr that is evaluated keeps its own source line, and its name behind the caller's; a context
-    that changes nothing where jax has that otherwise."""
+    """Where an equation of a jaxpr that is evaluated keeps its own source line, and its name behind the caller's; a
+    context that changes nothing where jax has that otherwise."""
     try:
         from jax._src import source_info_util
         name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack

@@ -43,7 +43,8 @@ TABLE = (
         "jax's own attention_mgpu.py refuses them", True),
     KnownBad("NCCL", "<2.29.3", frozenset({GPUS, PROCESSES, "aarch64"}),
         "its proxy loses slots, and a run hangs in silence with all GPUs busy, until training.step_timeout_s ends it",
-        'install it anew, behind torch, which pins an older one: pip install "nvidia-nccl-cu13>=2.29.3" (cu12 beside CUDA 12)',
+        'install it anew, behind torch, which pins an older one: pip install "nvidia-nccl-cu13>=2.29.3" (cu12 beside '
+        'CUDA 12)',
         "marin-community/marin#7344", False),
 )
 

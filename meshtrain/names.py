@@ -3,14 +3,17 @@
 AXES = ("data", "fsdp", "tensor", "stage", "context")               # of the mesh
 PLACEMENT = ("stage", "data", "fsdp", "context", "tensor")          # their order from the slowest link to the fastest
 
-# Of parameters. router: float32 wherever it is used; balance: biases of the choice of experts, no optimizer touches them.
+# Of parameters. router: float32 wherever it is used; balance: biases of the choice of experts, no optimizer touches
+# them.
 ROLES = ("matrix", "embedding", "head", "norm", "bias", "router", "balance")
-MATMUL_ROLES = ("matrix", "embedding", "head")                      # cast to the compute dtype, and decayed by the optimizer
+# cast to the compute dtype, and decayed by the optimizer
+MATMUL_ROLES = ("matrix", "embedding", "head")
 
 LORA = "lora"          # key of a projection's adapter in the parameter tree: the rest is frozen where there is one
 LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")   # projections that can have an adapter
 LAYERS = "layers"      # key of the stacked layers in the parameter tree, and the logical axis of their leading dim
-LEADING = "leading_layers"     # that axis of layers before the stages of a pipeline: no rule splits it, every stage has all of them
+# that axis of layers before the stages of a pipeline: no rule splits it, every stage has all of them
+LEADING = "leading_layers"
 CHOSEN, REJECTED = 1, 2     # segments of a sequence that holds a pair of preferences
 PADDING = 0            # segment of what fills a sequence up: no token sees it, and no expert gets it
 NO_TARGET = -1         # in a batch's targets: no loss at this token
@@ -22,5 +25,6 @@ LOAD_BY_LAYER = ("expert_load_max_by_layer", "expert_load_min_by_layer", "expert
 EXPERT_AXES = {"gate": ("expert", "expert_embed", "expert_mlp"), "up": ("expert", "expert_embed", "expert_mlp"),
                "down": ("expert", "expert_mlp", "expert_embed")}
 # Scopes of what no compiler knows: around a condition, how often it holds in how many executions; around the matmuls of
-# experts, the rows that a device has where all experts are equally busy; around a loop, that it runs where they are not.
+# experts, the rows that a device has where all experts are equally busy; around a loop, that it runs where they are
+# not.
 TAKEN, EVEN_ROWS, FURTHER_ROUNDS = "taken_{}_of_{}", "even_rows_{}", "further_rounds"

@@ -1,14 +1,14 @@
 """python -m meshtrain.plan MODEL|RUN.toml --gpus N --gpu h100 [--seq-len S] [--global-batch B] [--json] [--html FILE]
 [--write RUN.toml]: which layout to take.
 
-Prices every layout that the model and the hosts allow by closed formulas, and ranks what fits; nothing is compiled, and nothing
-but rule files is read. MODEL is a preset, changed by --model.key value if need be. --data, --fsdp, --tensor, --stage, --context,
---schedule, --chunks, --microbatches, --remat and --compute-dtype fix what they name; --rules FILE adds a rule file of one's own;
---max-memory GiB and --gpus-per-host N say what the GPUs are; --assume NAME=VALUE changes what is assumed. --gpus 64,128,256 shows
-the best plan of each; --tokens 1e12 in how many days it trains them, --budget-hours H what so many GPU hours train. --write puts
-the best plan into a run file, --html all of it into a page for a browser; --verify K compiles the best K for these GPUs and
-shows formula beside compiled. Exit codes: 0, also where nothing fits · 2 the user's mistake, one message ·
-75 stopped on request.
+Prices every layout that the model and the hosts allow by closed formulas, and ranks what fits; nothing is compiled, and
+nothing but rule files is read. MODEL is a preset, changed by --model.key value if need be. --data, --fsdp, --tensor,
+--stage, --context, --schedule, --chunks, --microbatches, --remat and --compute-dtype fix what they name; --rules FILE
+adds a rule file of one's own; --max-memory GiB and --gpus-per-host N say what the GPUs are; --assume NAME=VALUE changes
+what is assumed. --gpus 64,128,256 shows the best plan of each; --tokens 1e12 in how many days it trains them,
+--budget-hours H what so many GPU hours train. --write puts the best plan into a run file, --html all of it into a page
+for a browser; --verify K compiles the best K for these GPUs and shows formula beside compiled. Exit codes: 0, also
+where nothing fits · 2 the user's mistake, one message · 75 stopped on request.
 """
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ WORDS = {"gpu": hardware.priced(), "schedule": NAMES, "remat": (*search.REMAT, s
          "compute-dtype": ("bfloat16", "float32"), "write": None, "html": None}
 NUMBERS = {"max-memory": ("GiB", "70"), "tokens": ("tokens", "1e12"), "budget-hours": ("GPU hours", "100000")}
 MANY = {"assume": "matmul.best=0.7", "rules": "my_rules.toml"}
-VALUES = {"gpus": "64", **dict.fromkeys(COUNTS, "8"), **{option: known[0] if known else "best.toml" for option, known in WORDS.items()},
+VALUES = {"gpus": "64", **dict.fromkeys(COUNTS, "8"),
+          **{option: known[0] if known else "best.toml" for option, known in WORDS.items()},
           **{option: example for option, (_, example) in NUMBERS.items()}, **MANY, "html": "plans.html"}
 MOST_GPUS = 1 << 17
 TOKENS = 1 << 22            # of a step, where nothing says how many: 4 million, as runs of billions of parameters take
@@ -85,7 +86,8 @@ def _plan(argv: list[str]) -> None:
     if options["json"]:
         say.out(json.dumps(as_json(run, answers, length, compiled, stands)))
     else:
-        say.out(told.scaling(answers, length) if len(answers) > 1 else told.page(question, answer, TOLD, length, stands))
+        say.out(told.scaling(answers, length) if len(answers) > 1 else
+                told.page(question, answer, TOLD, length, stands))
         if compiled:
             say.out("\n" + told.beside(question, answer.plans, compiled))
     if "html" in options:
@@ -96,7 +98,8 @@ def _plan(argv: list[str]) -> None:
 
 def as_json(run: Run, answers: list[tuple[search.Question, search.Answer]], length: told.Length, compiled: list[dict],
             stands: behind.Behind | None) -> dict:
-    """What `--json` prints: of one number of GPUs the best plans and what nearly fits, of several the best plan of each."""
+    """What `--json` prints: of one number of GPUs the best plans and what nearly fits, of several the best plan of
+    each."""
     (question, answer), several = answers[0], len(answers) > 1
     of_each = [(q, plan) for q, a in answers for plan in (a.plans[:1] if several else [*a.plans[:TOLD], *a.misses])]
     found = [plan.as_json() | ({"gpus": q.num_gpus} if several else {}) | length.as_json(q, plan)
@@ -105,10 +108,12 @@ def as_json(run: Run, answers: list[tuple[search.Question, search.Answer]], leng
     return {"plans": found, "model": run.model.model_dump(), "name": run.run.name,
             "num_params": sum(info.size for info in question.rows), "gpus": [q.num_gpus for q, _ in answers] if several
             else question.num_gpus, "gpu": question.rated.gpu.name, "usable_bytes": question.usable_bytes,
-            "seq_len": question.seq_len, "global_batch": question.global_batch, "tried": sum(a.tried for _, a in answers),
+            "seq_len": question.seq_len, "global_batch": question.global_batch,
+            "tried": sum(a.tried for _, a in answers),
             "attention": told.attended(question, answer).engine, "behind": stands and stands.as_json(),
             "first": None if several else told.first(question, answer, stands),
-            "others": [{"mesh": dict(plan.sizes), "rules": plan.rules.path, "memory_bytes": plan.price.memory_bytes["total"],
+            "others": [{"mesh": dict(plan.sizes), "rules": plan.rules.path,
+                        "memory_bytes": plan.price.memory_bytes["total"],
                         "step_time_s": plan.price.step_s} for plan in others],
             "caveats": told.caveats(question, answer), "assumed": question.rated.assumed.as_dict(formula=True)}
 
@@ -119,8 +124,10 @@ def answered(run: Run, options: dict, num_gpus: int) -> tuple[search.Question, s
     answer = search.search(question)
     if not answer.tried:
         fixed = " ".join(f"--{axis} {options[axis]}" for axis in AXES if axis in options)
-        raise ConfigError(*(answer.faults[:5] or [f"{fixed}: no mesh of {num_gpus} GPUs has the sizes that are fixed; their product "
-                                                  "must divide the number of GPUs, and heads and layers must allow them"]))
+        raise ConfigError(*(answer.faults[:5]
+                            or [f"{fixed}: no mesh of {num_gpus} GPUs has the sizes that are fixed; their product "
+                                                  "must divide the number of GPUs, and heads and layers must allow "
+                                                  "them"]))
     return question, answer
 
 
@@ -187,9 +194,12 @@ def asked(options: dict, rest: list[str]) -> Run:
     preset = asked[0] in config.presets() and not os.path.exists(asked[0])
     if preset:
         name = asked[0]
-        given |= {"model.preset": name, "run.name": f"{name}-{options['gpus'][0]}-{options['gpu']}", "run.sample_tokens": 0,
-                  "data.source": "text", "data.paths": '["data/*.txt"]', "training.steps": 10000, "optimizer.learning_rate": 3e-4,
-                  "optimizer.warmup_steps": 1000, "validation.every": 500, "data.global_batch": 1, "checkpoint.every": 500}
+        given |= {"model.preset": name, "run.name": f"{name}-{options['gpus'][0]}-{options['gpu']}",
+                  "run.sample_tokens": 0,
+                  "data.source": "text", "data.paths": '["data/*.txt"]', "training.steps": 10000,
+                  "optimizer.learning_rate": 3e-4,
+                  "optimizer.warmup_steps": 1000, "validation.every": 500, "data.global_batch": 1,
+                  "checkpoint.every": 500}
         given.setdefault("model.compute_dtype", "bfloat16")
         rest = rest[1:]
     elif not os.path.exists(asked[0]) and "." not in asked[0]:
@@ -223,15 +233,18 @@ def question_of(run: Run, options: dict, num_gpus: int) -> search.Question:
         gpu = hardware.get(options["gpu"])
         if count := options.get("gpus-per-host"):
             rack = gpu.gpus_per_link_domain > gpu.gpus_per_host
-            gpu = dataclasses.replace(gpu, gpus_per_host=count, gpus_per_link_domain=gpu.gpus_per_link_domain if rack else count)
+            gpu = dataclasses.replace(gpu, gpus_per_host=count,
+                                      gpus_per_link_domain=gpu.gpus_per_link_domain if rack else count)
         usable = hardware.usable_bytes(gpu)
         rated = rates.Rates(gpu, assumptions.Assumptions(gpu.name, dict(map(assumptions.parse, options["assume"]))))
-        paths = [*options["rules"], *(f"sharding_rules/{stem}.toml" for stem in sorted(names("sharding_rules"), key=len))]
+        paths = [*options["rules"], *(f"sharding_rules/{stem}.toml"
+                                      for stem in sorted(names("sharding_rules"), key=len))]
         rule_files = tuple(dataclasses.replace(rules.load(found(path)), path=path) for path in paths)
     if not run.model.num_experts:
         rule_files = tuple(one for one in rule_files if "expert" not in one.tables["params"])
     if run.model.matmul_dtype == "float8" and hardware.lacks_float8(gpu):
-        raise ConfigError(f'model.matmul_dtype="float8": {gpu.name} has no float8 matmuls; use model.matmul_dtype="auto", or e.g. --gpu h100')
+        raise ConfigError(f'model.matmul_dtype="float8": {gpu.name} has no float8 matmuls; use '
+                          f'model.matmul_dtype="auto", or e.g. --gpu h100')
     if "max-memory" in options:
         usable = int(options["max-memory"] * 2**30)
     with config.user_errors():
@@ -250,14 +263,17 @@ def question_of(run: Run, options: dict, num_gpus: int) -> search.Question:
     def attended(layout: rules.Layout, method: str) -> rates.Attended:
         return rates.attended(_with(run, context={"method": method}), layout, rated.assumed)
     fixed = {name: options[name] for name in search.fixable() if name in options}
-    return search.Question(run.model, model.parameters(), num_gpus, run.data.seq_len, run.data.global_batch, rated, usable, rule_files,
-                           fixed, _optimizer_bytes(run, model), attended, run.training.loss_chunk, lay, dispatch=run.experts.dispatch)
+    return search.Question(run.model, model.parameters(), num_gpus, run.data.seq_len,
+                           run.data.global_batch, rated, usable, rule_files,
+                           fixed, _optimizer_bytes(run, model), attended, run.training.loss_chunk,
+                           lay, dispatch=run.experts.dispatch)
 
 
 def _optimizer_bytes(run: Run, model) -> float:
     """Of state for a parameter."""
     one = MeshSpec({})
-    spec = state.describe(model, run.optimizer, run.training.steps, rules.Layout(rules.parse(""), one.sizes), one.abstract())
+    spec = state.describe(model, run.optimizer, run.training.steps, rules.Layout(rules.parse(""), one.sizes),
+                          one.abstract())
     held = importlib.import_module("jax").tree.leaves(spec.abstract.opt_state)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in held) / sum(info.size for info in model.parameters())
 
@@ -270,15 +286,16 @@ def _with(run: Run, **sections) -> Run:
 def laid_out(run: Run, plan: search.Plan) -> Run:
     """The run with a plan's layout."""
     options, pipelined, split = plan.options, plan.sizes["stage"] > 1, plan.sizes["context"] > 1
-    return _with(run, mesh={**plan.sizes, "placement": tuple(plan.placed.mesh.placement)}, sharding={"rules": plan.rules.path},
+    return _with(run, mesh={**plan.sizes, "placement": tuple(plan.placed.mesh.placement)},
+                 sharding={"rules": plan.rules.path},
                  context={"method": options.method if split else "ring"},
                  training={"microbatches": options.microbatches, "remat": options.remat},
                  pipeline={"schedule": options.schedule if pipelined else "auto", "chunks": options.chunks})
 
 
 def verified(run: Run, question: search.Question, plan: search.Plan) -> dict:
-    """What the program of a plan holds [bytes of a GPU], sends [bytes of a GPU and step, by mesh axes] and takes by the roofline
-    [s]. Raises: ConfigError where nothing can be compiled for these GPUs here."""
+    """What the program of a plan holds [bytes of a GPU], sends [bytes of a GPU and step, by mesh axes] and takes by the
+    roofline [s]. Raises: ConfigError where nothing can be compiled for these GPUs here."""
     gpu, given = question.rated.gpu, question.rated.assumed.given
     with config.user_errors(), say.without_noise():
         devices = gpu_compile.topology(f"{gpu.name}:{question.num_gpus}")
@@ -289,7 +306,8 @@ def verified(run: Run, question: search.Question, plan: search.Plan) -> dict:
     for row in audit.read(text, made.mesh).collectives:
         axes = "+".join(row.axes)
         sent[axes] = sent.get(axes, 0) + row.bytes
-    line = roofline.of_run(made, text, {name: value for name, value in given.items() if not assumptions.TABLE[name].formula})
+    line = roofline.of_run(made, text,
+                           {name: value for name, value in given.items() if not assumptions.TABLE[name].formula})
     return {"memory_bytes": report.held_by_program(made, executable), "traffic_bytes": sent, "step_time_s": line.step_s}
 
 

@@ -1,8 +1,9 @@
-"""python -m meshtrain.report RUN_DIR [--json] [--html FILE]: what a run has measured, beside what was priced before it began.
+"""python -m meshtrain.report RUN_DIR [--json] [--html FILE]: what a run has measured, beside what was priced before it
+began.
 
-Reads what the run's directory holds, during the run and after it, however it ended, and disturbs nothing; no GPU is needed.
-With --json only JSON is printed, all that the page shows. With --html a page for a browser is written, too, one file that loads
-nothing.
+Reads what the run's directory holds, during the run and after it, however it ended, and disturbs nothing; no GPU is
+needed. With --json only JSON is printed, all that the page shows. With --html a page for a browser is written, too, one
+file that loads nothing.
 Exit codes: 0 · 2 the user's mistake, one message · 75 stopped on request.
 """
 from __future__ import annotations
@@ -60,15 +61,16 @@ def _with_a_known_price(told: dict) -> dict:
     except (KeyError, TypeError, ValueError, AttributeError, IndexError):
         if told["priced"] is None:
             raise
-    say.err(f"note: {told['dir']}/{measured.COST} was written by another version of meshtrain, and is left out; train writes it anew "
-            "with the next start")
+    say.err(f"note: {told['dir']}/{measured.COST} was written by another version of meshtrain, and is left out; train "
+            f"writes it anew with the next start")
     return told | {"priced": None}
 
 
 def flags(argv: list[str]) -> tuple[str, str | None, bool]:
     """(RUN_DIR, --html, --json). Raises: ConfigError."""
     asked = config.split(argv, USAGE, {"html": "report.html"}, ("json",))
-    faults = asked.faults + [f"{key} changes nothing of a run that is over; the usage is {USAGE}" for key in asked.keys[:1]]
+    faults = asked.faults + [f"{key} changes nothing of a run that is over; the usage is {USAGE}"
+                             for key in asked.keys[:1]]
     if len(asked.names) != 1 and not faults:
         faults.append(f"{'which run' if not asked.names else 'one run at a time'}? The usage is {USAGE}")
     if faults:
@@ -91,16 +93,19 @@ def summary(told: dict) -> str:
     if (found := told["experts"]) and None not in found["max"][-1]:
         busiest, idlest = max(found["max"][-1]), min(found["min"][-1])
         layers = found["layers"][found["max"][-1].index(busiest)], found["layers"][found["min"][-1].index(idlest)]
-        lines += [f"experts: the busiest has {busiest:.2f} × the mean (layer {layers[0]}), the idlest {idlest:.2f} × (layer {layers[1]}), "
-                  f"entropy {min(found['entropy'][-1]):.3f} or more"]
+        lines += [f"experts: the busiest has {busiest:.2f} × the mean (layer {layers[0]}), the idlest {idlest:.2f} × "
+                  f"(layer {layers[1]}), entropy {min(found['entropy'][-1]):.3f} or more"]
     if told["goodput"] is not None:
         lines += [goodput.line(told["time_s"])]
     elif parts := {name: spent_s for name, spent_s in told["time_s"].items() if spent_s > 0}:
         total = sum(parts.values())
-        lines += ["time: " + ", ".join(f"{name} {duration(spent_s)} ({spent_s / total:.1%})" for name, spent_s in parts.items())]
+        lines += ["time: " + ", ".join(f"{name} {duration(spent_s)} ({spent_s / total:.1%})"
+                                       for name, spent_s in parts.items())]
     if len(told["starts"]) > 1:
-        lines += [f"{len(told['starts'])} starts; {sum(one['steps_again'] for one in told['starts']):,} steps taken again"]
-    return "\n".join(lines + [_of_try(told, number) for number in range(max(1, len(told["starts"]) - TRIES + 1), len(told["starts"]) + 1)])
+        lines += [f"{len(told['starts'])} starts; {sum(one['steps_again'] for one in told['starts']):,} steps taken "
+                  f"again"]
+    return "\n".join(lines + [_of_try(told, number)
+                              for number in range(max(1, len(told["starts"]) - TRIES + 1), len(told["starts"]) + 1)])
 
 
 def _of_try(told: dict, number: int) -> str:
@@ -108,8 +113,9 @@ def _of_try(told: dict, number: int) -> str:
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one["began"]))
     again = f", {one['steps_again']:,} steps again" if one["steps_again"] else ""
     clock = f"; the wall clock was set by {one['clock_s']:+,.0f} s meanwhile" if one["clock_s"] else ""
-    return (f"start {number}: {began}, {one['cause'] or 'after step ' + format(one['from_step'], ',')}{again}; to step {one['to_step'] or 0:,} in "
-            f"{duration(one['run_s'])}: {one['how'] or (told['state'] if last else goodput.UNKNOWN)}{clock}")
+    return (f"start {number}: {began}, {one['cause'] or 'after step ' + format(one['from_step'], ',')}{again}; to step "
+            f"{one['to_step'] or 0:,} in {duration(one['run_s'])}: "
+            f"{one['how'] or (told['state'] if last else goodput.UNKNOWN)}{clock}")
 
 
 if __name__ == "__main__":

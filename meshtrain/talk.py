@@ -1,4 +1,5 @@
-"""Conversations with a trained model: prompts by the template of its folder, and what the template writes behind an answer ends one."""
+"""Conversations with a trained model: prompts by the template of its folder, and what the template writes behind an
+answer ends one."""
 from __future__ import annotations
 
 import dataclasses
@@ -29,10 +30,11 @@ def open_talk(found: trained.Trained) -> Talk:
     """Raises: ConfigError where there is no tokenizer or no template."""
     text = found.text()
     if text is None:
-        raise ConfigError(f"--chat needs a tokenizer, and {found.directory} has none; give --data.tokenizer the path of a tokenizer.json "
-                          "with a chat template beside it")
+        raise ConfigError(f"--chat needs a tokenizer, and {found.directory} has none; give --data.tokenizer the path "
+                          f"of a tokenizer.json with a chat template beside it")
     with config.user_errors():
-        template = chat.open_template(_reader(found, text), found.run.data.chat_template, [found.files] if found.files else [], today=True)
+        template = chat.open_template(_reader(found, text), found.run.data.chat_template,
+                                      [found.files] if found.files else [], today=True)
         return Talk(template, *_endings(template))
 
 
@@ -46,8 +48,8 @@ def _reader(found: trained.Trained, text: trained.Text) -> tokenizer.Tokenizer:
 
 
 def _endings(template: chat.Template) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """(tokens, texts) that end an answer: the first special token behind it and the one that the tokenizer's config calls eos_token;
-    where ids are bytes, what is written behind it."""
+    """(tokens, texts) that end an answer: the first special token behind it and the one that the tokenizer's config
+    calls eos_token; where ids are bytes, what is written behind it."""
     prompt = chat.prompt(template, PROBE[:1]).tolist()
     (whole,) = chat.encode(template, [chat.Conversation(PROBE, [True, True])], learn_all=True)
     ids = np.asarray(whole.ids).tolist()
@@ -56,5 +58,6 @@ def _endings(template: chat.Template) -> tuple[tuple[int, ...], tuple[str, ...]]
         written = bytes(behind).decode(errors="replace").partition(PROBE[1]["content"])[2]
         return (), tuple(filter(None, [written.strip() or (written if "\n" in written else "")]))
     special = {number for number, token in template.library.get_added_tokens_decoder().items() if token.special}
-    ends = [next((one for one in behind if one in special), None), template.library.token_to_id(template.tokens.get("eos_token", ""))]
+    ends = [next((one for one in behind if one in special), None),
+            template.library.token_to_id(template.tokens.get("eos_token", ""))]
     return tuple(dict.fromkeys(one for one in ends if one is not None)), ()

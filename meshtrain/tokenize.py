@@ -1,10 +1,12 @@
-"""python -m meshtrain.tokenize RUN.toml [--section.key value …] [--verify] [--processes I/N]: makes a run's token cache.
+"""python -m meshtrain.tokenize RUN.toml [--section.key value …] [--verify] [--processes I/N]: makes a run's token
+cache.
 
-Training with the same run file then finds everything built. Without GPUs and without jax. Any number of processes may work
-side by side, on this host or others: each takes what nobody has. With --processes I/N, or under a launcher, process I
-(from 0) takes only every N-th part, and the cache is whole when all of them are done. --verify reads the whole cache and
-compares checksums: what is damaged is built again.
-Exit codes: 0 done · 2 the user's mistake, one message · 75 stopped on request, what is finished is kept · 1 anything else.
+Training with the same run file then finds everything built. Without GPUs and without jax. Any number of processes may
+work side by side, on this host or others: each takes what nobody has. With --processes I/N, or under a launcher,
+process I (from 0) takes only every N-th part, and the cache is whole when all of them are done. --verify reads the
+whole cache and compares checksums: what is damaged is built again.
+Exit codes: 0 done · 2 the user's mistake, one message · 75 stopped on request, what is finished is kept · 1 anything
+else.
 """
 from __future__ import annotations
 
@@ -56,7 +58,8 @@ def main(argv: Sequence[str]) -> int:
         say.err(f"error: {error}; what is finished is kept")
         return FAILED
     except parts.Stopped:
-        say.err(f"stopped by {signal.Signals(stop[0]).name}; what is finished is kept, the same command goes on from there")
+        say.err(f"stopped by {signal.Signals(stop[0]).name}; what is finished is kept, the same command goes on from "
+                f"there")
         return STOPPED
 
 
@@ -81,8 +84,8 @@ def _share(text: str | None) -> tuple[int, int] | None:
 
 
 def _listen() -> list[int]:
-    """The signals that asked for a stop, as they come. The first is noted, and heard between two batches; the second is obeyed
-    at once."""
+    """The signals that asked for a stop, as they come. The first is noted, and heard between two batches; the second is
+    obeyed at once."""
     heard: list[int] = []
 
     def note(number: int, frame) -> None:

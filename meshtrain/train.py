@@ -18,7 +18,8 @@ from pathlib import Path
 from meshtrain.run import say, stops
 
 BEGAN = time.perf_counter() if __name__ == "__main__" else None     # a caller's process began earlier than the command
-if __name__ == "__main__":      # now, not in main: importing jax takes seconds, and its C++ reports what it does not find
+# now, not in main: importing jax takes seconds, and its C++ reports what it does not find
+if __name__ == "__main__":
     say.begin()
     stops.listen()
     with say.without_noise():
@@ -82,7 +83,9 @@ def main(argv: Sequence[str]) -> int:
     except Exception as error:
         if files.is_moment(error):      # met where nobody had a word for it
             where = traceback.extract_tb(error.__traceback__)[-1]
-            return _fail(FAILED, f"error: {files.said(error)}, in {where.name} of {where.filename}; see to the file system (its room, its "
+            return _fail(FAILED,
+                         f"error: {files.said(error)}, in {where.name} of {where.filename}; see to the file system "
+                         f"(its room, its "
                                  "mounts, its server) and start again", error)
         if agree.told_by_first(error):      # process 0 has its traceback
             return _fail(FAILED, "", error)
@@ -134,8 +137,9 @@ def _check_memory(made: assembly.Assembly) -> None:
     held = report.formula(made)
     state_bytes = len(local) * (held["params"] + held["optimizer"])
     if state_bytes > (has := devices.memory_bytes(local)):
-        raise ConfigError(f"the weights and the optimizer's state take {size(state_bytes)} on {len(local)} simulated devices of this machine, "
-                          f"which has {size(has)}; take a smaller model, or train it on GPUs (inspect and plan price it without any)")
+        raise ConfigError(f"the weights and the optimizer's state take {size(state_bytes)} on {len(local)} simulated "
+                          f"devices of this machine, which has {size(has)}; take a smaller model, or train it on GPUs "
+                          f"(inspect and plan price it without any)")
 
 
 def _fail(code: int, message: str, error: Exception) -> int:
@@ -148,7 +152,8 @@ def _fail(code: int, message: str, error: Exception) -> int:
 
 
 def _wait_for_stop(error: Exception) -> None:
-    """Where a peer has gone, perhaps because it was told to stop, this process is about to hear it, too: that ends it."""
+    """Where a peer has gone, perhaps because it was told to stop, this process is about to hear it, too: that ends
+    it."""
     if jax.distributed.is_initialized() and not getattr(error, "agreed", False):
         time.sleep(PEERS_STOP_S)
 
@@ -168,8 +173,8 @@ def _devices(run: Run, argv: Sequence[str], cluster: find.Cluster | None) -> tup
 
 @dataclasses.dataclass(eq=False)
 class _Session:
-    """One start of the command in its run.dir, which it has locked: what is opened and compiled before training begins, each as soon
-    as it is. made: its evaluation is compiled where there is any. step: the compiled training step."""
+    """One start of the command in its run.dir, which it has locked: what is opened and compiled before training begins,
+    each as soon as it is. made: its evaluation is compiled where there is any. step: the compiled training step."""
     made: assembly.Assembly
     directory: Path
     checkpoints: Checkpoints
@@ -228,10 +233,11 @@ def _train(session: _Session, start: resume.Start) -> int:
 
 
 def _open(session: _Session, start: resume.Start):
-    """Opens the corpus, tokenized where it is not yet. Returns (the model folder that a fresh run starts from, None without one;
-    the batches from `start` on)."""
+    """Opens the corpus, tokenized where it is not yet. Returns (the model folder that a fresh run starts from, None
+    without one; the batches from `start` on)."""
     run, made = session.run, session.made
-    with session.attempt.account.to("data"), watch.phase("opening the data", watch.UNLIMITED):      # tokenizing may take hours
+    # tokenizing may take hours
+    with session.attempt.account.to("data"), watch.phase("opening the data", watch.UNLIMITED):
         given = None if start.saved else agree.everywhere(lambda: pretrained.opened(run, made.model.names()))
         session.corpus, batches = agree.everywhere(lambda: _open_data(run, session.directory, start))
     agree.same_everywhere("the data", session.corpus.fingerprint)
@@ -251,7 +257,8 @@ def _with_references(session: _Session, start: resume.Start, batches: Batches, s
         return batches
     weights = None if start.saved else state.params
     with session.attempt.account.to("data"), watch.phase("reference log-probabilities", watch.UNLIMITED):
-        return agree.everywhere(lambda: dpo_reference.with_references(session.run, session.made.program, batches, session.corpus,
+        return agree.everywhere(lambda: dpo_reference.with_references(session.run, session.made.program,
+                                                                      batches, session.corpus,
                                                                   session.directory, weights))
 
 
@@ -283,7 +290,8 @@ def _saved(session: _Session, done: int) -> str:
 def _ended(missing: str) -> int:
     """The exit code of a run that has all its steps. missing: what of checkpoint.export is not made, in words."""
     if missing and jax.process_index() == 0:
-        say.err(f"error: the run is finished, but {missing}; see to the directory and start it again: it makes what is missing")
+        say.err(f"error: the run is finished, but {missing}; see to the directory and start it again: it makes what is "
+                f"missing")
     return FAILED if missing else DONE
 
 
@@ -292,16 +300,16 @@ def _replicas(made: assembly.Assembly) -> Replicas | None:
     every = made.run.training.check_replicas_every
     found = Replicas(made.state_shapes, made.mesh) if every else None
     if found and not found.any:
-        say.out(f"training.check_replicas_every={every}: nothing but scalars is replicated on this mesh, so there is nothing to compare, "
-                "and it is off")
+        say.out(f"training.check_replicas_every={every}: nothing but scalars is replicated on this mesh, so there is "
+                f"nothing to compare, and it is off")
         return None
     return found and found.compile()
 
 
 def _steps(session: _Session, state: State, batches: Batches, start: resume.Start, spikes: Spikes,
            stop: loop.Stop) -> tuple[State, int, float | None]:
-    """The loop from `start` on, with its hooks and writers: the state, steps taken in all, the last loss of validation. Raises:
-    LossSpike, where the run is to go back."""
+    """The loop from `start` on, with its hooks and writers: the state, steps taken in all, the last loss of validation.
+    Raises: LossSpike, where the run is to go back."""
     run, made, directory, account = session.run, session.made, session.directory, session.attempt.account
     checkpoints, local = session.checkpoints, session.local
 
@@ -310,35 +318,43 @@ def _steps(session: _Session, state: State, batches: Batches, start: resume.Star
         return {**rundir.metadata(run, made.layout.rules.text, data), "spikes": spikes.as_saved()}
 
     def saving(store: Store, due: Callable[[int, bool], bool]) -> loop.Hook:
-        return loop.Hook(due, lambda number, state: {"checkpoint_wait_s": store.save(number, state, metadata(number))}, part="checkpoint")
+        return loop.Hook(due, lambda number, state: {"checkpoint_wait_s": store.save(number, state, metadata(number))},
+                         part="checkpoint")
 
     validation = ValidationHook(run, made.program, batches, stop)
     with (metrics.open_writers(run, directory, start.step) as writer,
-          Trace(run.metrics.profile_steps, directory / contents.TENSORBOARD, start.step) as trace, account.to(goodput.LOOP)):
-        record = Record(run, writer, Progress(run.training.steps, _memory(made, session.step)), *_flops(made), account, spikes,
+          Trace(run.metrics.profile_steps, directory / contents.TENSORBOARD, start.step) as trace,
+          account.to(goodput.LOOP)):
+        record = Record(run, writer, Progress(run.training.steps, _memory(made, session.step)),
+                        *_flops(made), account, spikes,
                         agree.exchange(socket.gethostname()))
         if start.rollbacks:
             record.add({"rollbacks": start.rollbacks, "skipped_batches": start.skip_batches})
         shared = lambda number, ending: ending or checkpoints.due(number)
-        hooks = (saving(checkpoints, shared), saving(local, lambda number, ending: local.due(number) and not shared(number, ending)),
+        hooks = (saving(checkpoints, shared),
+                 saving(local, lambda number, ending: local.due(number) and not shared(number, ending)),
                  loop.Hook(session.exporting.due,
-                           lambda number, state: session.exporting.make(number, state.params, session.corpus.tokenizer.bos)))
+                           lambda number, state: session.exporting.make(
+                               number, state.params, session.corpus.tokenizer.bos)))
         if session.replicas:
             hooks = (session.replicas.hook(run.training.check_replicas_every, hooks), *hooks)
         hooks = (validation.hook(), trace.hook(), *hooks)
         state, done = loop.train(made.program, session.step, state, batches, run.training.steps, record, hooks, stop)
-    if start.is_of(local) and done == start.step < run.training.steps:     # a stop in the step of a spike: nothing else has this
+    # a stop in the step of a spike: nothing else has this
+    if start.is_of(local) and done == start.step < run.training.steps:
         with watch.phase(f"checkpoint after step {done}", "save"):
             checkpoints.save(done, state, metadata(done))
     return state, done, validation.loss
 
 
-def _back_before(session: _Session, start: resume.Start, spikes: Spikes, spiked: int, why: str) -> tuple[resume.Start, State, Batches]:
+def _back_before(session: _Session, start: resume.Start, spikes: Spikes, spiked: int,
+                 why: str) -> tuple[resume.Start, State, Batches]:
     """The newest checkpoint, which is from before the spike, and the batches from there to the spike left out."""
     run = session.run
     if spikes.rollbacks >= MAX_ROLLBACKS:
-        raise TooManyRollbacks(f"{why}, and the run has gone back before spikes {MAX_ROLLBACKS} times, which is all that it may; lower "
-                               f"optimizer.learning_rate={run.optimizer.learning_rate}, look at the data, or start again with "
+        raise TooManyRollbacks(f"{why}, and the run has gone back before spikes {MAX_ROLLBACKS} times, which is all "
+                               f"that it may; lower optimizer.learning_rate={run.optimizer.learning_rate}, look at the "
+                               f"data, or start again with "
                                'training.loss_spike="skip"')
     with session.attempt.account.to("restore"), watch.phase("going back before a spike", "restore"):
         new = resume.before(run, start, spiked, session.checkpoints, session.local, session.made.state_shapes)
@@ -346,7 +362,8 @@ def _back_before(session: _Session, start: resume.Start, spikes: Spikes, spiked:
                 f"(training.loss_spike=\"rollback\", {spikes.rollbacks + 1} of {MAX_ROLLBACKS})")
         new = dataclasses.replace(new, rollbacks=spikes.rollbacks + 1)
         session.attempt.goes_back(new.step)
-        state, batches = agree.everywhere(lambda: (_start_state(session.made, new, None), _batches(run, session.corpus, new)))
+        state, batches = agree.everywhere(lambda: (_start_state(session.made, new, None),
+                                                   _batches(run, session.corpus, new)))
         session.begin(new)
     return new, state, batches
 
@@ -362,7 +379,8 @@ def _write_cost(made: assembly.Assembly, step, directory: Path) -> None:
         told["warnings"] = unasked.warnings(made, program, ())      # what XLA logs is for `inspect` to hear
         files.replace(directory / measured.COST, json.dumps(told))
     except Exception as error:      # whatever it is, it is not worth a run
-        say.err(f"{directory / measured.COST} is not written ({files.said(error)}); training goes on, and the report has no price")
+        say.err(f"{directory / measured.COST} is not written ({files.said(error)}); training goes on, and the report "
+                f"has no price")
 
 
 def _memory(made: assembly.Assembly, step) -> Callable[[], int]:
@@ -386,7 +404,8 @@ def _open_data(run: Run, directory: Path, start: resume.Start) -> tuple[sources.
     """What the run reads, tokenized where it is not yet, and its batches, those that it has trained on behind it."""
     d = run.data
     if d.source == "preferences" and run.training.objective != "dpo":
-        raise ConfigError('data.source="preferences" has pairs of answers, from which training.objective="dpo" learns; use that, or another '
+        raise ConfigError('data.source="preferences" has pairs of answers, from which training.objective="dpo" learns; '
+                          'use that, or another '
                           "source")
     with config.user_errors():
         described = sources.describe(d, vocab_size=run.model.vocab_size,
@@ -410,7 +429,8 @@ def _start_state(made: assembly.Assembly, start: resume.Start, given) -> State:
     if start.saved is not None:
         with config.user_errors():
             state = start.saved.restore(made.state_shapes)
-        say.out(f"going on after step {start.step}{', kept in checkpoint.local_dir' * isinstance(start.saved.store, LocalTier)}")
+        say.out(f"going on after step "
+                f"{start.step}{', kept in checkpoint.local_dir' * isinstance(start.saved.store, LocalTier)}")
         return state
     state = assembly.initialize(made)
     if given:

@@ -39,7 +39,8 @@ TOKENIZER = "tokenizer.json"
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Text to ids and back. encode: alone; prompt: with what stands in front of a document. of: the tokenizer itself."""
+    """Text to ids and back. encode: alone; prompt: with what stands in front of a document. of: the tokenizer
+    itself."""
     encode: Callable[[str], list[int]]
     prompt: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
@@ -48,8 +49,9 @@ class Text:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trained:
-    """A model that was found. run: its shape, data and mesh. given: the keys of the command line. weights: an open folder, or
-    a checkpoint. files: the folder with config and tokenizer files of Hugging Face's; None: a run that began from nothing."""
+    """A model that was found. run: its shape, data and mesh. given: the keys of the command line. weights: an open
+    folder, or a checkpoint. files: the folder with config and tokenizer files of Hugging Face's; None: a run that began
+    from nothing."""
     directory: Path
     run: Run
     given: frozenset[str]
@@ -77,7 +79,8 @@ class Trained:
                 if "data.tokenizer" not in self.given and not os.path.isfile(named):
                     return None
                 published = tokenizer.open_published(os.path.expanduser(named))
-                return Text(lambda text: published.encode(text, special=False), published.encode, published.decode, published)
+                return Text(lambda text: published.encode(text, special=False), published.encode,
+                            published.decode, published)
             reader, _ = sources.reader_of(self.run.data, vocab_size=self.run.model.vocab_size)
         if isinstance(reader, tokenizer.Ids):
             return None
@@ -114,7 +117,8 @@ class Trained:
                 rows = folder.match(self.weights, self.run.model, model.names())
                 weights = pretrained.load(self.weights, rows, self.run.model, model.places(), zeros())
             else:
-                wanted = params.tree(model.parameters(), lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=placed(info)))
+                wanted = params.tree(model.parameters(),
+                                     lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=placed(info)))
                 with config.user_errors():
                     weights = adapters.restore(self.weights, wanted)
             options = training_step.compiler_options(found[0].platform, deterministic=False)
@@ -123,8 +127,8 @@ class Trained:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model on its mesh, which `jax.set_mesh` is to put in context. params: as they were read, in any layout of the mesh.
-    options: that its programs are compiled with."""
+    """A model on its mesh, which `jax.set_mesh` is to put in context. params: as they were read, in any layout of the
+    mesh. options: that its programs are compiled with."""
     model: transformer.Transformer
     mesh: jax.sharding.Mesh
     ex: Execution
@@ -151,19 +155,24 @@ class LoadedModel:
 
 
 def within(made: assembly.Assembly, weights: dict) -> LoadedModel:
-    """The model of a run on its own devices, with the weights of its state, of which no device is to hold more than it did."""
+    """The model of a run on its own devices, with the weights of its state, of which no device is to hold more than it
+    did."""
     layout = placement.within(made.model, made.layout)
-    return LoadedModel(made.model, made.mesh, execution(made.run, made.model, layout, made.mesh), weights, made.program.compiler_options)
+    return LoadedModel(made.model, made.mesh, execution(made.run, made.model, layout, made.mesh),
+                       weights, made.program.compiler_options)
 
 
 def execution(run: Run, model: transformer.Transformer, layout: Layout, mesh: jax.sharding.Mesh) -> Execution:
-    """Execution settings for inference: no context parallelism, any sequence length, the blockwise engine (it supports every mask)."""
+    """Execution settings for inference: no context parallelism, any sequence length, the blockwise engine (it supports
+    every mask)."""
     whole = Layout(layout.rules, {**layout.sizes, "context": 1})
     run = run.model_copy(update={"model": run.model.model_copy(update={"attention": "blockwise"}),
-                                 "data": run.data.model_copy(update={"seq_len": 2**31 - 1, "document_mask": True})})   # padding is one
+                                 # padding is one
+                                 "data": run.data.model_copy(update={"seq_len": 2**31 - 1, "document_mask": True})})
     platform = mesh.devices.flat[0].platform
     attend, _ = attention.choose(run, whole, platform)
-    return Execution(layout, jnp.dtype(run.model.compute_dtype), attend, in_order=by_gloo(mesh), experts=dispatch.choose(run, layout, platform))
+    return Execution(layout, jnp.dtype(run.model.compute_dtype), attend, in_order=by_gloo(mesh),
+                     experts=dispatch.choose(run, layout, platform))
 
 
 def describe(directory: str, step: int, words: Sequence[str], command: str, keys: Sequence[str] = ()) -> Trained:
@@ -176,10 +185,11 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
         there = files.is_dir(path)
         of_run = files.is_dir(path / "checkpoints")
     if not there:
-        raise ConfigError(f"{directory} is not a directory; name a run's directory, or a model folder of Hugging Face's")
+        raise ConfigError(f"{directory} is not a directory; name a run's directory, or a model folder of Hugging "
+                          f"Face's")
     if not folder.is_one(path) and not of_run:
-        raise ConfigError(f"{directory} has neither config.json nor checkpoints/: it is no model folder of Hugging Face's and no run's "
-                          "directory that has saved one; name one of the two")
+        raise ConfigError(f"{directory} has neither config.json nor checkpoints/: it is no model folder of Hugging "
+                          f"Face's and no run's directory that has saved one; name one of the two")
     if folder.is_one(path):
         if step:
             raise ConfigError(f"--step {step}: {directory} is a model folder, which has no steps; leave it out")
@@ -196,12 +206,14 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
     # Whoever asks for checkpoints asks how many processes there are, and that starts the backend: with these devices.
     devices.start(_resolved({}, words, allowed, command)[0])
     saved = resume.source(path, step, directory, "--step ")
-    run, given = _resolved({"model": {**saved.run["model"], "matmul_dtype": "auto"}, "data": saved.run["data"]}, words, allowed, command)
+    run, given = _resolved({"model": {**saved.run["model"], "matmul_dtype": "auto"}, "data": saved.run["data"]},
+                           words, allowed, command)
     kept = path / pretrained.KEPT
     return Trained(path, run, given, saved, kept if folder.is_one(kept) else None)
 
 
-def _resolved(tables: Mapping, words: Sequence[str], allowed: Sequence[str], command: str) -> tuple[Run, frozenset[str]]:
+def _resolved(tables: Mapping, words: Sequence[str], allowed: Sequence[str],
+              command: str) -> tuple[Run, frozenset[str]]:
     run, given = config.resolve(tables, words, allowed, command)
     sized = {axis for axis in AXES if f"mesh.{axis}" in given}
     if "tensor" not in sized and not any(getattr(run.mesh, axis) == -1 for axis in sized):

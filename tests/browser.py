@@ -24,7 +24,8 @@ def visit(page: str, directory: Path, script: str = "", dark: bool = False) -> t
     path.write_text(page.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
     done = subprocess.run(
         [found(), "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-         "--enable-logging=stderr", f"--user-data-dir={directory / 'profile'}", f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--dump-dom",
+         "--enable-logging=stderr", f"--user-data-dir={directory / 'profile'}",
+         f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--dump-dom",
          path.as_uri()], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout, re.findall(r"CONSOLE[^\]]*\] (.*)", done.stderr)

@@ -127,7 +127,8 @@ def run_processes(count, directory, body, timeout_s=120):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    flags = f"--xla_force_host_platform_device_count={4 // count} --xla_cpu_enable_concurrency_optimized_scheduler=false"
+    flags = (f"--xla_force_host_platform_device_count={4 // count} "
+             f"--xla_cpu_enable_concurrency_optimized_scheduler=false")
     env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
     processes = [
         subprocess.Popen([sys.executable, "-c", PROCESS + body, str(count), str(index), port, str(directory)], env=env,
@@ -142,7 +143,8 @@ def run_processes(count, directory, body, timeout_s=120):
     for process, (_, err) in zip(processes, told, strict=True):
         assert process.returncode == 0, err
     said = [f"said by {index}: " for index in range(count)]
-    return [[line.partition(mark)[2] for line in out.splitlines() if mark in line] for mark, (out, _) in zip(said, told)]
+    return [[line.partition(mark)[2] for line in out.splitlines() if mark in line]
+            for mark, (out, _) in zip(said, told)]
 
 
 def values(seed):

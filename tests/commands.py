@@ -1,7 +1,7 @@
 """A run of seconds, for tests of the commands: its overrides, and what a command said.
 
-Almost everything calls `main` in the test's own process, whose eight simulated devices fit `mesh.simulated_devices=8`; only
-what a process alone can show (imports, signals, the command line itself) starts another.
+Almost everything calls `main` in the test's own process, whose eight simulated devices fit `mesh.simulated_devices=8`;
+only what a process alone can show (imports, signals, the command line itself) starts another.
 """
 import contextlib
 import dataclasses
@@ -55,9 +55,11 @@ def in_a_directory_of_its_own(tmp_path, monkeypatch):
 def tiny(home) -> tuple[str, ...]:
     """Overrides that turn the quickstart into a run of seconds."""
     values = {
-        "mesh.data": 8, "mesh.fsdp": 1, "mesh.tensor": 1, "mesh.simulated_devices": 8, "sharding.rules": home / "my rules.toml",
+        "mesh.data": 8, "mesh.fsdp": 1, "mesh.tensor": 1, "mesh.simulated_devices": 8,
+        "sharding.rules": home / "my rules.toml",
         "model.vocab_size": 257, "model.embed_dim": 32, "model.num_layers": 1, "model.num_heads": 2,
-        "model.num_kv_heads": 1, "model.mlp_dim": 64, "data.source": "text", "data.paths": json.dumps([str(home / "corpus.txt")]),
+        "model.num_kv_heads": 1, "model.mlp_dim": 64, "data.source": "text",
+        "data.paths": json.dumps([str(home / "corpus.txt")]),
         "data.seq_len": 32, "data.global_batch": 8, "run.sample_tokens": 8, "run.compilation_cache": home / "cache",
         "run.name": "tiny", "validation.batches": 2, "optimizer.warmup_steps": 2, "optimizer.learning_rate": 2e-3,
         "optimizer.schedule": "constant"}    # so that more training.steps only lengthen the run

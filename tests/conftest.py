@@ -1,7 +1,8 @@
 """Eight simulated CPU devices for every test; the flags must stand before jax starts its backend.
 
-Grids (`pytest.mark.grid` beside `slow`): of each file's cells a few run in every run of the suite, by the commit's hash; the
-summary names them. `-m slow --slow-minutes N` takes slow tests in an order of the commit's own until the time is up.
+Grids (`pytest.mark.grid` beside `slow`): of each file's cells a few run in every run of the suite, by the commit's
+hash; the summary names them. `-m slow --slow-minutes N` takes slow tests in an order of the commit's own until the time
+is up.
 """
 import contextlib
 import importlib.metadata
@@ -35,14 +36,16 @@ settings.register_profile("no deadline", deadline=None)     # how busy the machi
 settings.load_profile("no deadline")
 
 CELLS_OF_A_FILE = 1
-LONG = [f"test_{name}.py" for name in ("parity", "several_processes", "gpu_program", "fuzz", "pipeline", "stops", "context", "gpu_pipeline",
+LONG = [f"test_{name}.py" for name in ("parity", "several_processes", "gpu_program",
+                                       "fuzz", "pipeline", "stops", "context", "gpu_pipeline",
                                        "commands", "layouts", "first_light", "float8", "collective_order", "beside",
                                        "experts", "gpu_experts", "fault_table", "generate", "dpo_runs", "search")]
 STARTED = time.monotonic()
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow-minutes", type=float, help="begin no test once this many minutes have passed, but those marked first")
+    parser.addoption("--slow-minutes", type=float,
+                     help="begin no test once this many minutes have passed, but those marked first")
 
 
 def pytest_configure(config):
@@ -52,7 +55,8 @@ def pytest_configure(config):
     kept = contextlib.ExitStack()
     config.add_cleanup(kept.close)
     kept.enter_context(programs_in(
-        str(PROGRAMS), jax_compilation_cache_include_metadata_in_key=True, jax_persistent_cache_min_compile_time_secs=0.1))
+        str(PROGRAMS), jax_compilation_cache_include_metadata_in_key=True,
+        jax_persistent_cache_min_compile_time_secs=0.1))
 
 
 def pytest_report_header():
@@ -86,7 +90,8 @@ def pytest_runtest_setup(item):
 def pytest_terminal_summary(terminalreporter):
     sampled = [f"{outcome:8} {report.nodeid}" for outcome in ("passed", "failed", "skipped")
                for report in terminalreporter.getreports(outcome)
-               if ("sampled", True) in getattr(report, "user_properties", ()) and (report.when == "call" or outcome != "passed")]
+               if ("sampled", True) in getattr(report, "user_properties", ())
+               and (report.when == "call" or outcome != "passed")]
     if sampled:
         terminalreporter.section("cells of grids in this run")
         for line in sampled:

@@ -32,7 +32,8 @@ def bpe(tmp_path_factory) -> str:
 
 
 def write_tokenizer(path: Path, special=("<|endoftext|>",), corpus=TEXTS) -> str:
-    """A tiny BPE over bytes, which asks for all that documents must not get: truncation, padding, separators of its own."""
+    """A tiny BPE over bytes, which asks for all that documents must not get: truncation, padding, separators of its
+    own."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()

@@ -1,14 +1,16 @@
-"""python -m tests.disturbed [--places A,B] [--faults X,Y] [--cells N] [--seed S] [--cell TEXT]: places × faults, system call by system call.
+"""python -m tests.disturbed [--places A,B] [--faults X,Y] [--cells N] [--seed S] [--cell TEXT]: places × faults, system
+call by system call.
 
-A place is a part of a run (PLACES): saves of the shared checkpoint and into the fast tier, exports, a start, one that goes on, the
-way back before a loss spike, DPO's reference. Each system call that the undisturbed run makes there on a file of its own is a cell
-with each fault that can meet it (FAULTS). A cell runs the command, with the fault at that call; then the same command again,
-undisturbed, until it ends; and compares: the exit code is the fault's, without a traceback; what was told as saved or stands whole
-on the disk is gone on from; rows, final state and exports are those of the undisturbed run; nothing half made is left.
+A place is a part of a run (PLACES): saves of the shared checkpoint and into the fast tier, exports, a start, one that
+goes on, the way back before a loss spike, DPO's reference. Each system call that the undisturbed run makes there on a
+file of its own is a cell with each fault that can meet it (FAULTS). A cell runs the command, with the fault at that
+call; then the same command again, undisturbed, until it ends; and compares: the exit code is the fault's, without a
+traceback; what was told as saved or stands whole on the disk is gone on from; rows, final state and exports are those
+of the undisturbed run; nothing half made is left.
 
-The command is train.main, forked from a process that has imported everything, with a stand-in for the compiled step (a few numbers
-that depend on every batch and every step before): nothing is traced, and a cell takes a second. `--real` runs the command itself,
-`python -m meshtrain.train`, compiled program and all. Linux only: see `syscalls`.
+The command is train.main, forked from a process that has imported everything, with a stand-in for the compiled step (a
+few numbers that depend on every batch and every step before): nothing is traced, and a cell takes a second. `--real`
+runs the command itself, `python -m meshtrain.train`, compiled program and all. Linux only: see `syscalls`.
 """
 import argparse
 import collections
@@ -29,7 +31,8 @@ import zlib
 from collections.abc import Callable
 
 if __name__ == "__main__":      # before jax is imported
-    os.environ |= {"JAX_PLATFORMS": "cpu", "NPROC": "2", "TF_CPP_MIN_LOG_LEVEL": "3", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    os.environ |= {"JAX_PLATFORMS": "cpu", "NPROC": "2", "TF_CPP_MIN_LOG_LEVEL": "3",
+                   "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -47,18 +50,23 @@ from tests import syscalls, tiny_run  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens", "skipped", "val_loss")
-SPIKE, FEWEST = 7, 4            # the step whose batch is poison in the run that goes back; losses that a spike needs before it
+# the step whose batch is poison in the run that goes back; losses that a spike needs before it
+SPIKE, FEWEST = 7, 4
 TOKENIZER = "chatml/tokenizer.json"
 HALF_MADE = re.compile(r"\.(saving|deleting)(-\w+)?$|\.tmp$|\.damaged")
-NAMES = ((re.compile(r"/d/[0-9a-f]{32}"), "/d/*"), (re.compile(r"\.[0-9a-f]{16}(?=/|$)"), ".*"), (re.compile(r"[0-9a-f]{16,}"), "*"),
-         (re.compile(r"\.\d+\.tmp"), ".PID.tmp"), (re.compile(r"\.deleting-[0-9a-f]{8}"), ".deleting-*"), (re.compile(r"#\d+ \(deleted\)"), "(unnamed)"))
-ALIKE = ((re.compile(r"\d+"), "N"), (re.compile(r"/(params|state)(?=/|$)"), "/tree"))    # files on which calls of one kind are one cell
+NAMES = ((re.compile(r"/d/[0-9a-f]{32}"), "/d/*"), (re.compile(r"\.[0-9a-f]{16}(?=/|$)"), ".*"),
+         (re.compile(r"[0-9a-f]{16,}"), "*"),
+         (re.compile(r"\.\d+\.tmp"), ".PID.tmp"), (re.compile(r"\.deleting-[0-9a-f]{8}"), ".deleting-*"),
+         (re.compile(r"#\d+ \(deleted\)"), "(unnamed)"))
+# files on which calls of one kind are one cell
+ALIKE = ((re.compile(r"\d+"), "N"), (re.compile(r"/(params|state)(?=/|$)"), "/tree"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """words: of the command, beside those of all. files: of which the calls count, relative to the home of a cell. begins, ends:
-    the phases of the stand-in between which they count. before: the steps of an undisturbed run that it goes on from."""
+    """words: of the command, beside those of all. files: of which the calls count, relative to the home of a cell.
+    begins, ends: the phases of the stand-in between which they count. before: the steps of an undisturbed run that it
+    goes on from."""
     words: tuple
     files: str
     begins: str = ""
@@ -69,20 +77,28 @@ class Place:
 SAVES = ("--training.steps", 6, "--checkpoint.every", 2, "--checkpoint.keep", 2)
 PLACES = {
     "save": Place(SAVES, r"run/checkpoints", begins="loop"),
-    "local": Place((*SAVES[:2], "--checkpoint.every", 4, "--checkpoint.local_every", 1, "--checkpoint.local_dir", "{home}/local"),
+    "local": Place((*SAVES[:2], "--checkpoint.every", 4, "--checkpoint.local_every",
+                    1, "--checkpoint.local_dir", "{home}/local"),
                    r"local|run/local\.json|run/checkpoints/?$"),
     "export": Place((*SAVES, "--checkpoint.export", "every"), r"run/export", begins="loop"),
     "export last": Place(("--training.steps", 4, "--checkpoint.export", "last"), r"run/export", begins="loop"),
-    "start": Place(("--training.steps", 2, "--data.source", "jsonl", "--data.paths", '["{shared}/text.jsonl"]', "--data.cache", "{home}/cache",
+    "start": Place(("--training.steps", 2, "--data.source", "jsonl", "--data.paths",
+                    '["{shared}/text.jsonl"]', "--data.cache", "{home}/cache",
                     "--metrics.tensorboard", "true"), r"run|cache", ends="loop"),
-    "resume": Place(("--training.steps", 6, "--checkpoint.every", 2, "--data.source", "jsonl", "--data.paths", '["{shared}/text.jsonl"]',
+    "resume": Place(("--training.steps", 6, "--checkpoint.every", 2, "--data.source",
+                     "jsonl", "--data.paths", '["{shared}/text.jsonl"]',
                      "--optimizer.learning_rate", 0.5), r"run", ends="loop", before=4),
-    "rollback": Place(("--training.steps", 9, "--checkpoint.every", 4, "--checkpoint.keep", 9, "--training.loss_spike", "rollback",
-                       "--checkpoint.local_every", 1, "--checkpoint.local_dir", "{home}/local", "--checkpoint.export", "every"),
+    "rollback": Place(("--training.steps", 9, "--checkpoint.every", 4, "--checkpoint.keep",
+                       9, "--training.loss_spike", "rollback",
+                       "--checkpoint.local_every", 1, "--checkpoint.local_dir", "{home}/local",
+                       "--checkpoint.export", "every"),
                       r"run|local", begins="spike", ends="loop"),
-    "reference": Place(("--training.steps", 3, "--training.objective", "dpo", "--data.source", "preferences", "--data.paths",
-                        '["{shared}/pairs.jsonl"]', "--data.tokenizer", f"{{shared}}/{TOKENIZER}", "--data.bos_token", "<s>",
-                        "--model.vocab_size", 1024, "--data.seq_len", 96, "--data.cache", "{home}/cache"), r"run/reference|cache", ends="loop"),
+    "reference": Place(("--training.steps", 3, "--training.objective", "dpo", "--data.source",
+                        "preferences", "--data.paths",
+                        '["{shared}/pairs.jsonl"]', "--data.tokenizer", f"{{shared}}/{TOKENIZER}",
+                        "--data.bos_token", "<s>",
+                        "--model.vocab_size", 1024, "--data.seq_len", 96, "--data.cache", "{home}/cache"),
+                        r"run/reference|cache", ends="loop"),
 }
 
 CHANGES = {"create", "mkdir", "rename", "unlink", "truncate", "write", "fsync", "link", "symlink", "lock"}
@@ -91,8 +107,8 @@ TAKES_ROOM = {"create", "mkdir", "rename", "write", "fsync", "link", "symlink"}
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """answer: to the call (see `syscalls.run`). kinds: of calls that it can meet; None: all. codes: that the command may end with.
-    lasts: as many calls of these kinds as come afterwards fail, too."""
+    """answer: to the call (see `syscalls.run`). kinds: of calls that it can meet; None: all. codes: that the command
+    may end with. lasts: as many calls of these kinds as come afterwards fail, too."""
     answer: int
     kinds: frozenset | None
     codes: tuple[int, ...]
@@ -137,7 +153,8 @@ def mark(home: pathlib.Path, phase: str) -> None:
 
 
 class Step:
-    """In place of the compiled step: numbers that depend on the batch and on all steps before; seven of one batch are a spike."""
+    """In place of the compiled step: numbers that depend on the batch and on all steps before; seven of one batch are a
+    spike."""
 
     def __init__(self, home: pathlib.Path, rollback: bool):
         self.home, self.rollback = home, rollback
@@ -151,7 +168,8 @@ class Step:
         spike = self.rollback and poison.exists() and int(poison.read_text()) == crc
         params, opt_state = jax.tree.map(lambda leaf: _grown(leaf, crc % 1009 / 1009), (state.params, state.opt_state))
         loss = 3 + float(np.asarray(jax.tree.leaves(state.params)[0]).ravel()[0]) / 100 + 50 * spike
-        told = {"loss": np.float32(loss), "grad_norm": np.float32(crc % 97), "learning_rate": np.float32(0.1), "skipped": np.bool_(False)}
+        told = {"loss": np.float32(loss), "grad_norm": np.float32(crc % 97), "learning_rate": np.float32(0.1),
+                "skipped": np.bool_(False)}
         mark(self.home, "spike" if spike else "loop")
         step = jax.device_put(np.int32(number), state.step.sharding)
         return State(step, params, opt_state), {name: jax.device_put(value) for name, value in told.items()}
@@ -166,7 +184,8 @@ def _grown(leaf: jax.Array, by: float) -> jax.Array:
 
 def stand_in(home: pathlib.Path, words: list[str]) -> None:
     """Nothing of jax is traced or compiled, but for what an export gathers; pauses are short."""
-    zeros = lambda form: jax.device_put(np.full(form.shape, 0.5, form.dtype) if form.shape else np.zeros((), form.dtype), form.sharding)
+    zeros = lambda form: jax.device_put(np.full(form.shape, 0.5, form.dtype) if form.shape else
+                                        np.zeros((), form.dtype), form.sharding)
     train.assembly.initialize = lambda made: jax.tree.map(zeros, made.program.spec.with_shardings())
     train.assembly.compile_step = lambda made: Step(home, "rollback" in words)
     train.report.compiled = lambda *_: "nothing is compiled"
@@ -174,7 +193,8 @@ def stand_in(home: pathlib.Path, words: list[str]) -> None:
     train._memory = lambda *_: lambda: 0
     dpo_reference._computed = lambda program, pairs, count, params: np.arange(count, dtype=np.float32)
     dpo_reference._key = lambda *_: "key"
-    export._program = lambda row, leaves, sizes, dtype: lambda leaves, layer, expert: _gathered(row, leaves, layer, sizes, dtype)
+    export._program = lambda row, leaves, sizes, dtype: lambda leaves, layer, expert: _gathered(
+        row, leaves, layer, sizes, dtype)
     spikes.FEWEST = FEWEST
     files.PAUSES_S = (0.01,) * len(files.PAUSES_S)
 
@@ -190,7 +210,8 @@ def _gathered(row, leaves, layer, sizes, dtype):
 
 
 def command(home: pathlib.Path, words: list[str]) -> Callable[[], int]:
-    """train.main as `python -m meshtrain.train` calls it, in a forked child; done, it writes down the sums of its arrays."""
+    """train.main as `python -m meshtrain.train` calls it, in a forked child; done, it writes down the sums of its
+    arrays."""
     def body() -> int:
         say.begin()
         stops.listen()
@@ -207,7 +228,8 @@ def write_sums(home: pathlib.Path) -> int:
     checkpoints = Checkpoints(home / "run/checkpoints", read_only=True)
     last = checkpoints.latest()
     arrays = checkpoints.restore(last, checkpoints.arrays(last))
-    found = {jax.tree_util.keystr(path): hashlib.md5(np.asarray(x).tobytes()).hexdigest() for path, x in jax.tree.leaves_with_path(arrays)}
+    found = {jax.tree_util.keystr(path): hashlib.md5(np.asarray(x).tobytes()).hexdigest()
+             for path, x in jax.tree.leaves_with_path(arrays)}
     (home / "sums.json").write_text(json.dumps({"last": last} | found))
     return stops.DONE
 
@@ -217,7 +239,8 @@ def write_sums(home: pathlib.Path) -> int:
 
 @dataclasses.dataclass
 class Ran:
-    """code, said: of a command that has ended. met: whether the call of the cell came. calls: of its place, in their order."""
+    """code, said: of a command that has ended. met: whether the call of the cell came. calls: of its place, in their
+    order."""
     code: int | None
     said: str
     met: bool
@@ -242,7 +265,8 @@ class Harness:
         """The calls of a place, in the undisturbed run, with which all others are compared."""
         if name not in self.calls:
             home = self.home(name)
-            elastic.check(config.load(self.words(home, PLACES[name])), 1)   # the model is traced here, and not in each child
+            # the model is traced here, and not in each child
+            elastic.check(config.load(self.words(home, PLACES[name])), 1)
             ran = self.run(home, name)
             assert ran.code == 0, f"undisturbed: {ran.code}\n{ran.said}"
             self.calls[name], self.wanted[name] = ran.calls, outcome(home)
@@ -250,14 +274,16 @@ class Harness:
         return self.calls[name]
 
     def expected(self, name: str, said: str) -> dict:
-        """The outcome of the undisturbed run; of one that goes back as far before the spike, where the newest copy could not be kept."""
+        """The outcome of the undisturbed run; of one that goes back as far before the spike, where the newest copy
+        could not be kept."""
         back = re.search(r": back to step (\d+), without", said)
         if not back or int(back[1]) == SPIKE - 1:
             return self.wanted[name]
         if (key := f"{name} to step {back[1]}") not in self.wanted:
             home = self.home(name)
             words = [*self.words(home, PLACES[name]), "--checkpoint.local_every", back[1]]
-            assert syscalls.run(command(home, words), home / "log", lambda call: 0).code == 0, (home / "log").read_text()
+            assert syscalls.run(command(home, words), home / "log",
+                                lambda call: 0).code == 0, (home / "log").read_text()
             self.wanted[key] = outcome(home)
             shutil.rmtree(home)
         return self.wanted[key]
@@ -270,8 +296,10 @@ class Harness:
         if before := PLACES[name].before:
             kept = self.shared / f"before {name}"
             if not kept.exists():
-                words = [*self.words(home, PLACES[name]), "--training.steps", str(before), "--optimizer.learning_rate", "0.25"]
-                assert syscalls.run(command(home, words), home / "log", lambda call: 0).code == 0, (home / "log").read_text()
+                words = [*self.words(home, PLACES[name]), "--training.steps", str(before),
+                         "--optimizer.learning_rate", "0.25"]
+                assert syscalls.run(command(home, words), home / "log",
+                                    lambda call: 0).code == 0, (home / "log").read_text()
                 (home / "run").rename(kept)
             shutil.copytree(kept, home / "run")
         return home
@@ -295,7 +323,8 @@ class Harness:
                 return 0
             if ran.met and fault.lasts and (fault.kinds is None or call.kind in fault.kinds):
                 return fault.answer
-            if not self.real and (place.begins and place.begins not in phases or place.ends in phases[_last(phases, place.begins):]):
+            if not self.real and (place.begins and place.begins not in phases
+                                  or place.ends in phases[_last(phases, place.begins):]):
                 return 0
             key = (call.kind, renamed(file, NAMES))
             counts[key] += 1
@@ -307,8 +336,10 @@ class Harness:
 
         log = home / f"log{len(list(home.glob('log*')))}"
         if self.real:
-            environ = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "NPROC")} | {"PYTHONPATH": str(ROOT)}
-            ended = syscalls.run([sys.executable, "-m", "meshtrain.train", *words], log, decide, 300, environ=environ, cwd=self.shared)
+            environ = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "NPROC")} | {
+                "PYTHONPATH": str(ROOT)}
+            ended = syscalls.run([sys.executable, "-m", "meshtrain.train", *words], log,
+                                 decide, 300, environ=environ, cwd=self.shared)
             if ended.code == stops.DONE:
                 assert syscalls.run(lambda: write_sums(home), log, lambda call: 0).code == 0, log.read_text()
         else:
@@ -317,7 +348,8 @@ class Harness:
         return ran
 
     def cells(self, places: list[str], faults: list[str]) -> list[Cell]:
-        """All of them. Of calls of one kind on files whose names differ in numbers alone, such as those of every step, one each."""
+        """All of them. Of calls of one kind on files whose names differ in numbers alone, such as those of every step,
+        one each."""
         found = []
         for name in places:
             alike = collections.defaultdict(list)
@@ -335,7 +367,8 @@ class Harness:
         """So many cells; with as many as there are places and faults, each of these is met."""
         places, faults = draw.sample(places, len(places)), draw.sample(faults, len(faults))
         found = []
-        for i in range(count):      # one more at each turn of the places: else two numbers with a common factor meet in few pairs
+        # one more at each turn of the places: else two numbers with a common factor meet in few pairs
+        for i in range(count):
             choice = self.cells([places[i % len(places)]], [faults[(i + i // len(places)) % len(faults)]])
             found += [draw.choice(choice)] if choice else []
         return found
@@ -359,15 +392,18 @@ class Harness:
             ran = self.run(home, cell.place)
             again.append(ran)
             going_on = re.search(r"^going on after step (\d+)", ran.said, re.MULTILINE)
-            if ran.code == 0 and not (going_on or "is finished" in ran.said) and standing or going_on and int(going_on[1]) < standing:
-                wrong.append(f"step {standing} was saved, and the next start goes on after {going_on[1] if going_on else 'none'}")
+            if ran.code == 0 and not (going_on
+                                      or "is finished" in ran.said) and standing or going_on and int(going_on[1]) < standing:
+                wrong.append(f"step {standing} was saved, and the next start goes on after "
+                             f"{going_on[1] if going_on else 'none'}")
             if "Traceback" in ran.said:
                 wrong.append("a traceback of the next start")
             if ran.code:
                 wrong.append(f"the same command again ends with {ran.code}")
         expected = self.expected(cell.place, first.said)
         if ran is first and fault.lasts and ran.code == 0 and differences(outcome(home), expected):
-            again.append(self.run(home, cell.place))    # nothing could be removed: the start that finds the run finished does it
+            # nothing could be removed: the start that finds the run finished does it
+            again.append(self.run(home, cell.place))
         if ran.code == 0:
             wrong += differences(outcome(home), expected)
         if wrong:
@@ -393,7 +429,8 @@ def saved(home: pathlib.Path, name: str) -> int:
     """The step that must not be lost: of the newest checkpoint under its number, or the newest whole local one."""
     steps = [int(path.name) for path in (home / "run/checkpoints").glob("*") if path.name.isdecimal()]
     if name == "local":
-        steps += [int(path.parent.name) for path in (home / "local").glob("*/process-0/*/index.json") if path.parent.name.isdecimal()]
+        steps += [int(path.parent.name) for path in (home / "local").glob("*/process-0/*/index.json")
+                  if path.parent.name.isdecimal()]
     return max(steps, default=0) if name != "rollback" else 0
 
 
@@ -433,23 +470,30 @@ def prepare(shared: pathlib.Path) -> None:
     rng = random.Random(0)
     word = lambda: " ".join(rng.choices(["the", "cat", "sat", "why"], k=rng.randint(1, 6)))
     with open(shared / "pairs.jsonl", "w") as file:
-        file.writelines(json.dumps({"prompt": word(), "chosen": f"{word()} yes", "rejected": f"no {word()}"}) + "\n" for _ in range(23))
+        file.writelines(json.dumps({"prompt": word(), "chosen": f"{word()} yes", "rejected": f"no {word()}"}) + "\n"
+                        for _ in range(23))
     tokenizer = conversations.folder(shared, "chatml") / "tokenizer.json"
     assert tokenizer == shared / TOKENIZER, tokenizer
     (shared / "run.toml").write_text(tiny_run.text(
-        mesh__data=1, mesh__simulated_devices=1, model__embed_dim=8, model__num_heads=1, model__mlp_dim=8, data__seq_len=16,
-        data__global_batch=4, data__validation_fraction=0.0, metrics__tensorboard=False, data__paths=[str(shared / "text.txt")],
+        mesh__data=1, mesh__simulated_devices=1, model__embed_dim=8, model__num_heads=1,
+        model__mlp_dim=8, data__seq_len=16,
+        data__global_batch=4, data__validation_fraction=0.0, metrics__tensorboard=False,
+        data__paths=[str(shared / "text.txt")],
         run__compilation_cache=str(shared / "cache")))
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.disturbed", description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m tests.disturbed", description=__doc__.split("\n")[0],
+                                     allow_abbrev=False)
     parser.add_argument("--places", help="of the table, with commas between (default: all)")
     parser.add_argument("--faults", help="of the table (default: all)")
-    parser.add_argument("--cells", type=int, default=0, help="so many, of each place and each fault in turn (default: all)")
+    parser.add_argument("--cells", type=int, default=0,
+                        help="so many, of each place and each fault in turn (default: all)")
     parser.add_argument("--seed", default="", help="of the draw")
-    parser.add_argument("--cell", action="append", default=[], help="this one, as it is printed; may be repeated (alone: no others)")
-    parser.add_argument("--real", action="store_true", help="the command itself, not the stand-in; nothing spikes there")
+    parser.add_argument("--cell", action="append", default=[],
+                        help="this one, as it is printed; may be repeated (alone: no others)")
+    parser.add_argument("--real", action="store_true",
+                        help="the command itself, not the stand-in; nothing spikes there")
     parser.add_argument("--json", help="a file for what was found")
     parser.add_argument("--home", type=pathlib.Path, help="where runs that went wrong are kept (default: nowhere)")
     args = parser.parse_args(argv)
@@ -461,14 +505,16 @@ def main(argv: list[str]) -> int:
     for (place, fault), counts in table.items():
         print(f"{place:12} {fault:6} " + ", ".join(f"{counts[how]} {how}" for how in ("held", "wrong", "not met")))
     if args.json:
-        pathlib.Path(args.json).write_text(json.dumps([{"cell": str(cell), "wrong": wrong, "met": met} for cell, wrong, met in found]))
+        pathlib.Path(args.json).write_text(json.dumps(
+            [{"cell": str(cell), "wrong": wrong, "met": met} for cell, wrong, met in found]))
     return 1 if any(wrong for _, wrong, _ in found) else 0
 
 
 def torment(shared: pathlib.Path, args) -> list[tuple[Cell, list[str], bool]]:
     """Runs the cells that are asked for; (cell, what is wrong, whether its call was met) of each."""
     harness = Harness(shared, args.real)
-    places = args.places.split(",") if args.places else [name for name in PLACES if not (args.real and name == "rollback")]
+    places = args.places.split(",") if args.places else [
+        name for name in PLACES if not (args.real and name == "rollback")]
     faults = args.faults.split(",") if args.faults else list(FAULTS)
     cells = [parsed(text) for text in args.cell]
     if args.cells:

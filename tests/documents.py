@@ -43,7 +43,8 @@ SETTINGS = {field.name for field in dataclasses.fields(packing.Packing)}
 def pack(corpus, weights, **settings):
     """packing.pack, with the fields of Packing among the keywords."""
     shape = packing.Packing(**{name: value for name, value in settings.items() if name in SETTINGS})
-    return packing.pack(corpus, weights, shape, **{name: value for name, value in settings.items() if name not in SETTINGS})
+    return packing.pack(corpus, weights, shape,
+                        **{name: value for name, value in settings.items() if name not in SETTINGS})
 
 
 def numbered(lengths, **settings):
@@ -95,7 +96,8 @@ def pack_drawn(lengths, shape, **settings):
     return lengths, numbered(lengths, seq_len=seq_len, global_batch=global_batch, seed=seed, **settings)
 
 
-drawn = st.lists(st.integers(1, 30), max_size=8).map(lambda lengths: [*lengths, 30]) | st.just([900]) | st.just([1] * 50)
+drawn = st.lists(st.integers(1, 30), max_size=8).map(lambda lengths: [*lengths, 30]) | st.just([900]) | st.just(
+    [1] * 50)
 mixtures = st.lists(st.tuples(drawn, st.floats(0.05, 1)), min_size=2, max_size=5)
 
 

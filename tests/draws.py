@@ -20,12 +20,14 @@ TRIES = 400
 
 
 def run(number: int, directory: Path) -> tuple[config.Run, list[str]]:
-    """(the run of this number, the messages of those that were refused before it). directory: for rule files of its own."""
+    """(the run of this number, the messages of those that were refused before it). directory: for rule files of its
+    own."""
     rng, refused = random.Random(number), []
     for _ in range(TRIES):
         try:
             drawn = _draw(rng, directory / f"rules-{number}.toml")
-            spec = MeshSpec(config.mesh_sizes(drawn, math.prod(getattr(drawn.mesh, axis) for axis in AXES)), drawn.mesh.placement)
+            spec = MeshSpec(config.mesh_sizes(drawn, math.prod(getattr(drawn.mesh, axis) for axis in AXES)),
+                            drawn.mesh.placement)
             if faults := config.problems(drawn):
                 raise config.ConfigError(*faults)
             assembly.design(drawn, spec, "cpu", None)
@@ -47,12 +49,15 @@ def _draw(rng: random.Random, own_rules: Path) -> config.Run:
     chunks = rng.choice((1, 2, 3)) if stages > 1 and schedule.startswith(("auto", "inter")) else 1
     batch_shards = sizes["data"] * sizes["fsdp"]
     microbatches = rng.choice((1, 2, 3)) * (stages if chunks > 1 else 1) if stages > 1 else rng.choice((1, 2, 3))
-    T = rng.randint(5, 40) if sizes["context"] * sizes["tensor"] == 1 else 2 * sizes["context"] * sizes["tensor"] * rng.randint(1, 4)
+    T = rng.randint(5,
+                    40) if sizes["context"] * sizes["tensor"] == 1 else 2 * sizes["context"] * sizes["tensor"] * rng.randint(1, 4)
     return config.Run(
-        mesh=sizes | dict(placement=rng.sample(AXES, len(AXES))), sharding=dict(rules=str(rule)), model=_model(rng, sizes, T),
+        mesh=sizes | dict(placement=rng.sample(AXES, len(AXES))), sharding=dict(rules=str(rule)),
+        model=_model(rng, sizes, T),
         data=dict(seq_len=T, global_batch=batch_shards * microbatches * rng.randint(1, 3)),
         training=dict(steps=9, microbatches=microbatches, remat=rng.choice(("none", "selective", "full", "offload")),
-                      grad_clip=rng.choice((0.0, 1.0, 0.3)), z_loss=rng.choice((0.0, 1e-2)), loss_chunk=rng.choice((7, 32, 1024))),
+                      grad_clip=rng.choice((0.0, 1.0, 0.3)), z_loss=rng.choice((0.0, 1e-2)),
+                      loss_chunk=rng.choice((7, 32, 1024))),
         optimizer=dict(name=rng.choice(("adamw", "lion", "adafactor", "muon")), learning_rate=1e-3,
                        schedule=rng.choice(("cosine", "linear", "constant")), warmup_steps=rng.choice((0, 2, 20))),
         pipeline=dict(schedule=schedule, chunks=chunks) if stages > 1 else {},
@@ -99,9 +104,11 @@ def _model(rng: random.Random, sizes: dict[str, int], T: int) -> dict:
     num_shards = sizes["data"] * sizes["fsdp"] * context
     position = rng.choice(("rope", "rope", "learned"))
     chosen = dict(
-        vocab_size=rng.choice((257, 300, 509, 512)), embed_dim=num_shards * rng.choice((4, 6, 8)), num_layers=rng.randint(1, 5),
+        vocab_size=rng.choice((257, 300, 509, 512)), embed_dim=num_shards * rng.choice((4, 6, 8)),
+        num_layers=rng.randint(1, 5),
         num_heads=heads, num_kv_heads=kv_heads, head_dim=rng.choice((4, 6, 8)), mlp_dim=tensor * rng.randint(5, 17),
-        norm=rng.choice(("rmsnorm", "layernorm")), activation=rng.choice(("swiglu", "geglu", "gelu")), position=position,
+        norm=rng.choice(("rmsnorm", "layernorm")), activation=rng.choice(("swiglu", "geglu", "gelu")),
+        position=position,
         norm_placement=rng.choice(("before", "before", "after", "both")), norm_offset=rng.choice((0.0, 0.0, 1.0)),
         scale_embedding=rng.random() < 0.2, qk_norm=rng.choice(("off", "off", "head", "all_heads")),
         attention_bias=rng.choice(("none", "none", "none", "qkv", "all")), mlp_bias=rng.random() < 0.3,
@@ -112,7 +119,8 @@ def _model(rng: random.Random, sizes: dict[str, int], T: int) -> dict:
         chosen["max_seq_len"] = T + rng.randint(0, 5)
     elif rng.random() < 0.3:
         chosen |= dict(rope_scaling=rng.choice(({"rope_type": "linear", "factor": 8.0}, *(
-            {"rope_type": kind, "factor": 8.0, "original_max_position_embeddings": 16} for kind in ("llama3", "yarn")))))
+            {"rope_type": kind, "factor": 8.0, "original_max_position_embeddings": 16}
+            for kind in ("llama3", "yarn")))))
     if chosen["norm_placement"] != "before":
         chosen["norm_eps"] = 0.01       # a norm of numbers as small as a first layer's would magnify their rounding
     return chosen

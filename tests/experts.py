@@ -1,4 +1,5 @@
-"""A mixture-of-experts transformer written a second time, on one device: every expert sees every token, in a Python loop.
+"""A mixture-of-experts transformer written a second time, on one device: every expert sees every token, in a Python
+loop.
 
 Imports nothing of meshtrain. m: the settings of [model], e: those of [experts], as plain dicts.
 """
@@ -14,7 +15,8 @@ def top(scores, k):
 
 
 def chosen(m, scores, bias, real):
-    """[B, T, K] and the smallest gap between what is chosen last and what is not chosen first, of tokens that are real."""
+    """[B, T, K] and the smallest gap between what is chosen last and what is not chosen first, of tokens that are
+    real."""
     scores = np.asarray(scores) + (0 if bias is None else np.asarray(bias))
     if m["router_groups"]:
         count, limit = m["router_groups"]
@@ -33,8 +35,8 @@ def activation(m, gate, up):
 
 
 def moe(m, e, p, x, choice, real):
-    """(y, balance losses summed, counts [E], gap); choice: [B, T, K], or None to choose. Tokens that are not real [B, T] have no expert,
-    and count for nothing."""
+    """(y, balance losses summed, counts [E], gap); choice: [B, T, K], or None to choose. Tokens that are not real [B,
+    T] have no expert, and count for nothing."""
     logits = x @ p["router"]
     scores = jax.nn.softmax(logits, -1) if m["router_score"] == "softmax" else 1 / (1 + jnp.exp(-logits))
     gap = None
@@ -65,14 +67,15 @@ def layer_weights(m, params, number):
 
 
 def objective(m, e, params, batch, choices):
-    """((objective, ), (nll, counts [L, E], choices, gap)) of the whole step: nll a mean over tokens with a target, the balance losses
-    over those that are no padding (segment 0)."""
+    """((objective, ), (nll, counts [L, E], choices, gap)) of the whole step: nll a mean over tokens with a target, the
+    balance losses over those that are no padding (segment 0)."""
     real = np.asarray(batch["segments"]) != 0
     x = params["embedding"]["table"][batch["tokens"]]
     aux, counts, gaps, made = 0, [], [], []
     for number in range(m["num_layers"]):
         p = layer_weights(m, params, number)
-        x = x + reference.attention(m, p["attention"], reference.norm(m, p["attention_norm"], x), batch["positions"], batch["segments"])
+        x = x + reference.attention(m, p["attention"], reference.norm(m, p["attention_norm"], x),
+                                    batch["positions"], batch["segments"])
         h = reference.norm(m, p["mlp_norm"], x)
         if "mlp" in p:
             x = x + reference.mlp(m, p["mlp"], h)
@@ -83,16 +86,19 @@ def objective(m, e, params, batch, choices):
     x = reference.norm(m, params["final_norm"], x)
     scores = (x @ params["head"]["kernel"])[..., :m["vocab_size"]]
     has = batch["targets"] >= 0
-    nll = jax.nn.logsumexp(scores, -1) - jnp.take_along_axis(scores, jnp.maximum(batch["targets"], 0)[..., None], -1)[..., 0]
+    nll = jax.nn.logsumexp(scores, -1) - jnp.take_along_axis(scores, jnp.maximum(batch["targets"], 0)[..., None], -1)[
+        ..., 0]
     nll = jnp.where(has, nll, 0).sum() / has.sum()
     return nll + aux / real.sum(), (nll, np.stack(counts), made, gaps)
 
 
 def gradients(m, e, params, batch):
-    """(nll, gradients, counts of each layer with experts [L, E], smallest gap). The biases' gradients are the counts."""
+    """(nll, gradients, counts of each layer with experts [L, E], smallest gap). The biases' gradients are the
+    counts."""
     _, (_, counts, choices, gaps) = objective(m, e, params, batch, None)
     counts = counts.astype(np.float32)
-    (_, nll), grads = jax.jit(jax.value_and_grad(lambda p: (lambda o: (o[0], o[1][0]))(objective(m, e, p, batch, choices)),
+    (_,
+     nll), grads = jax.jit(jax.value_and_grad(lambda p: (lambda o: (o[0], o[1][0]))(objective(m, e, p, batch, choices)),
                                                  has_aux=True))(params)
     layers = grads["layers"].get("layers", grads["layers"])
     if "bias" in layers["moe"]:

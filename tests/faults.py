@@ -1,7 +1,7 @@
 """Faults planted on purpose: does the suite see a wrong sign, a lost factor, an axis too few?
 
-Each entry of faults.toml is one small change to a copy of the tree and the one test that must fail because of it. A test that
-stays green there claims what it does not check; a fault that no test names is a hole in the suite.
+Each entry of faults.toml is one small change to a copy of the tree and the one test that must fail because of it. A
+test that stays green there claims what it does not check; a fault that no test names is a hole in the suite.
 
     python tests/faults.py [--only NAME] [--jobs N]      plants them one after another and prints a table
 """
@@ -106,9 +106,11 @@ def _tests(path: Path) -> set[str]:
     """The tests of a file that are not marked slow as a whole."""
     if not path.is_file():
         return set()
-    slow = lambda node: any("mark.slow" in ast.unparse(mark) and "param" not in ast.unparse(mark) for mark in node.decorator_list)
+    slow = lambda node: any("mark.slow" in ast.unparse(mark) and "param" not in ast.unparse(mark)
+                            for mark in node.decorator_list)
     tree = ast.parse(path.read_text()).body
-    named = {target.id for node in tree if isinstance(node, ast.Assign) for target in node.targets if isinstance(target, ast.Name)}
+    named = {target.id for node in tree if isinstance(node, ast.Assign)
+             for target in node.targets if isinstance(target, ast.Name)}
     return named | {node.name for node in tree if isinstance(node, ast.FunctionDef) and not slow(node)}
 
 
@@ -120,7 +122,8 @@ def plant(fault: Fault) -> tuple[bool, str, float]:
         copy = Path(place)
         for name in COPIED:
             ignore = shutil.ignore_patterns("__pycache__", ".*")
-            shutil.copytree(ROOT / name, copy / name, ignore=ignore) if (ROOT / name).is_dir() else shutil.copy(ROOT / name, copy)
+            shutil.copytree(ROOT / name, copy / name, ignore=ignore) if (ROOT / name).is_dir() else shutil.copy(
+                ROOT / name, copy)
         target = copy / fault.file
         target.write_text(fault.planted(target.read_text())[0])
         report, start = copy / "report.xml", time.monotonic()
@@ -147,7 +150,8 @@ def _outcome(done, report: Path) -> tuple[bool, str]:
     # A compiled-in assert of ours or of numpy, chex or pytest.raises.
     if any(message.startswith(("AssertionError", "assert ", "Failed: ")) for message in messages):
         return True, "caught"
-    said = messages or [error.get("message", "") for case in cases for error in case.iter("error")] or [done.stdout[-400:]]
+    said = messages or [error.get("message", "") for case in cases for error in case.iter("error")] or [
+        done.stdout[-400:]]
     return False, f"failed, but not by an assertion: {said[0][:300]}"
 
 

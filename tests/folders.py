@@ -20,9 +20,11 @@ B = 8
 
 def run_of(source: Path, rule: str, mesh: dict, *words: str) -> config.Run:
     """Tokens come from files that nobody reads: bytes would need a larger vocabulary."""
-    values = {"sharding.rules": ROOT.parent / f"sharding_rules/{rule}.toml", "mesh.simulated_devices": 0, "mesh.data": 1, "mesh.fsdp": 1,
+    values = {"sharding.rules": ROOT.parent / f"sharding_rules/{rule}.toml", "mesh.simulated_devices": 0,
+              "mesh.data": 1, "mesh.fsdp": 1,
               "mesh.tensor": 1, "data.source": "tokens", "data.paths": '["none.tokens.npy"]', "data.seq_len": 40,
-              "data.global_batch": B, "training.microbatches": 1, "model.compute_dtype": "float32", "checkpoint.init_from": source}
+              "data.global_batch": B, "training.microbatches": 1, "model.compute_dtype": "float32",
+              "checkpoint.init_from": source}
     values |= {f"mesh.{axis}": size for axis, size in mesh.items()}
     return config.load([f"--{key}={value}" for key, value in values.items()] + list(words))
 

@@ -1,10 +1,10 @@
 """Faults in real processes of a run: one of them sleeps, crashes or stops at a moment that the test names.
 
-FAULT="PROCESS WHERE KIND" in the environment, and `sitecustomize` of a directory on PYTHONPATH: no code of the project knows
-of it. WHERE: step:N (its beginning), compile, save (the writing thread), commit (process 0, a checkpoint is whole but for its name),
-restore, agree (an agreement of the start). KIND: sleep, lock (the interpreter's lock is held and nothing of Python runs any more),
-raise, mistake (a ConfigError), small (files of this process can have no more than a kilobyte), clock (it is set five minutes ahead,
-for this process), or a signal's name.
+FAULT="PROCESS WHERE KIND" in the environment, and `sitecustomize` of a directory on PYTHONPATH: no code of the project
+knows of it. WHERE: step:N (its beginning), compile, save (the writing thread), commit (process 0, a checkpoint is whole
+but for its name), restore, agree (an agreement of the start). KIND: sleep, lock (the interpreter's lock is held and
+nothing of Python runs any more), raise, mistake (a ConfigError), small (files of this process can have no more than a
+kilobyte), clock (it is set five minutes ahead, for this process), or a signal's name.
 """
 import dataclasses
 import os
@@ -87,14 +87,16 @@ def prepare(home: Path) -> None:
     (home / "inject" / "sitecustomize.py").write_text(SITECUSTOMIZE)
 
 
-def launched(home: Path, directory: Path, processes: int, *words, fault: str = "", own=(), environ=None) -> subprocess.Popen:
+def launched(home: Path, directory: Path, processes: int, *words, fault: str = "", own=(),
+             environ=None) -> subprocess.Popen:
     """The run under the launcher, its output in `directory`.log; fault: as FAULT; own: words of the launcher's own."""
     command = ["launch.local", "--processes", str(processes), *own, "--"]
     with open(f"{directory}.log", "w") as log:
         return _started(home, directory, command, words, fault, log, environ or {})
 
 
-def without_launcher(home: Path, directory: Path, processes: int, port: int, *words, fault: str = "") -> list[subprocess.Popen]:
+def without_launcher(home: Path, directory: Path, processes: int, port: int, *words,
+                     fault: str = "") -> list[subprocess.Popen]:
     """The processes of the run, each told its place by flags, its output in `directory`.<index>.log."""
     place = ["--distributed.coordinator_address", f"127.0.0.1:{port}", "--distributed.num_processes", processes]
     children = []
@@ -106,16 +108,20 @@ def without_launcher(home: Path, directory: Path, processes: int, port: int, *wo
 
 
 def _started(home: Path, directory: Path, command, words, fault: str, log, environ) -> subprocess.Popen:
-    kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS", "NPROC", "FAULT")}
-    kept |= {"PYTHONPATH": f"{home / 'inject'}:{ROOT}", "FAULT_LOG": f"{directory}.fault"} | ({"FAULT": fault} if fault else {}) | environ
-    command = [sys.executable, "-m", *command, home / "run.toml", "--data.paths", f'["{home / "small.txt"}"]', "--run.dir", directory,
+    kept = {name: value for name, value in os.environ.items() if name not in (
+        "XLA_FLAGS", "JAX_PLATFORMS", "NPROC", "FAULT")}
+    kept |= {"PYTHONPATH": f"{home / 'inject'}:{ROOT}",
+             "FAULT_LOG": f"{directory}.fault"} | ({"FAULT": fault} if fault else {}) | environ
+    command = [sys.executable, "-m", *command, home / "run.toml", "--data.paths", f'["{home / "small.txt"}"]',
+               "--run.dir", directory,
                "--run.compilation_cache", home / "cache", *words]
     return subprocess.Popen([str(word) for word in command], env=kept, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
 
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """What became of a run: its exit code, all that it said, when the fault came (wall clock) and the seconds from then to the end."""
+    """What became of a run: its exit code, all that it said, when the fault came (wall clock) and the seconds from then
+    to the end."""
     code: int
     said: str
     began: float
@@ -136,7 +142,8 @@ def ended(child: subprocess.Popen, directory: Path, limit_s: float = 400.0) -> E
 def victim(directory: Path) -> int:
     """The pid of the process that had the fault; waits until it has."""
     deadline = time.monotonic() + 300
-    while not (text := Path(f"{directory}.fault").read_text() if Path(f"{directory}.fault").exists() else "").endswith("\n"):
+    while not (text := Path(f"{directory}.fault").read_text() if Path(f"{directory}.fault").exists() else "").endswith(
+            "\n"):
         assert time.monotonic() < deadline, Path(f"{directory}.log").read_text()
         time.sleep(0.05)
     return int(text.split()[1])

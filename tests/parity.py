@@ -31,8 +31,9 @@ class Compiled(NamedTuple):
 
 
 class Tolerance(NamedTuple):
-    """Relative differences. state: of a leaf of the optimizer's state after the first step, against its largest element,
-    or `floor` of the largest leaf's, where a leaf's true value is zero (the bias of a key) and it holds the rounding of what cancels."""
+    """Relative differences. state: of a leaf of the optimizer's state after the first step, against its largest
+    element, or `floor` of the largest leaf's, where a leaf's true value is zero (the bias of a key) and it holds the
+    rounding of what cancels."""
     loss: float
     norm: float
     state: float
@@ -238,7 +239,8 @@ def every_pair() -> set[tuple]:
 
 def possible(cell: dict[str, str]) -> bool:
     together = itertools.combinations(cell.items(), 2)
-    return sum(cell[choice] != "none" for choice in AXIS_OF.values()) <= 3 and not any(impossible(*x, *y) for x, y in together)
+    return sum(cell[choice] != "none" for choice in AXIS_OF.values()) <= 3 and not any(
+        impossible(*x, *y) for x, y in together)
 
 
 def cover(seed: int) -> list[dict[str, str]]:

@@ -1,4 +1,5 @@
-"""Published runs of other frameworks (goldens/published_runs.toml), priced by our formulas: nothing is fitted to a run."""
+"""Published runs of other frameworks (goldens/published_runs.toml), priced by our formulas: nothing is fitted to a
+run."""
 import functools
 import itertools
 import math
@@ -30,7 +31,8 @@ mlp = "tensor"
 vocab = "tensor"
 """
 SPLIT = 'layers = "stage"\nheads = "tensor"\nkv_heads = "tensor"\nmlp = "tensor"\nvocab = "tensor"\n'
-# Optimizer state over all replicas beside whole weights; weights over fsdp as well; the latter in a host, replicas beyond.
+# Optimizer state over all replicas beside whole weights; weights over fsdp as well; the latter in a host, replicas
+# beyond.
 ZERO1 = f'[params]\n{SPLIT}[optimizer]\n{SPLIT}embed = ["data", "context"]\n{ACTIVATIONS}'
 ZERO3 = f'[params]\n{SPLIT}embed = ["data", "fsdp"]\n{ACTIVATIONS}'
 HSDP = f'[params]\n{SPLIT}embed = "fsdp"\n{ACTIVATIONS}'
@@ -46,7 +48,8 @@ def shape(model: str | None, gpt: tuple, tied: bool):
     """(the [model] section, its parameter table)."""
     if gpt:
         layers, width, vocab, *heads = gpt
-        keys = FILE["models"]["gpt"] | {"num_layers": layers, "embed_dim": width, "vocab_size": vocab, "mlp_dim": 4 * width,
+        keys = FILE["models"]["gpt"] | {"num_layers": layers, "embed_dim": width, "vocab_size": vocab,
+                                        "mlp_dim": 4 * width,
                                         "num_heads": heads[0] if heads else width // 128, "tie_embeddings": tied}
         keys["head_dim"] = width // keys["num_heads"]
     else:
@@ -74,7 +77,8 @@ def priced(case: dict, given: dict | None = None):
     for b in case.get("best_b") or [case["b"]]:
         batch = case.get("batch") or b * replicas * case.get("k", 1)
         schedule = "interleaved" if case.get("chunks", 1) > 1 else "1f1b"
-        options = Options(case["seq_len"], batch, batch // (b * replicas), "none", schedule, case.get("chunks", 1), engine=case["engine"])
+        options = Options(case["seq_len"], batch, batch // (b * replicas), "none", schedule,
+                          case.get("chunks", 1), engine=case["engine"])
         found.append(price(placed, rated, options, practice))
     return min(found, key=lambda one: one.step_s)
 
@@ -114,22 +118,26 @@ def regrets() -> list[float]:
 
 # ---- one source left out ---------------------------------------------------------------------------------------------
 
-# What the runs themselves set: the share of its best rate that a generation sustains, and what a hidden collective costs the
-# compute beside it. The clock of the 96 GB part rests on one source alone: without that it is 1, and no other is fitted to it.
+# What the runs themselves set: the share of its best rate that a generation sustains, and what a hidden collective
+# costs the compute beside it. The clock of the 96 GB part rests on one source alone: without that it is 1, and no other
+# is fitted to it.
 SUSTAINED, CONTEND = [.49 + .03 * k for k in range(17)], [0, .2, .3, .4, .5, .6]
 GENERATIONS = {"a100": ("a100-40gb", "a100-80gb"), "hopper": ("h100",), "blackwell": ("b200", "gb200")}
 
 
 def held_out() -> list[tuple[dict, float]]:
     """[(run, its error)], each by constants that were fitted to the runs of the other sources."""
-    tried = {(s, c): errors({"matmul.sustained": s, "link.contend": c, "matmul.clock": 1}) for s in SUSTAINED for c in CONTEND}
+    tried = {(s, c): errors({"matmul.sustained": s, "link.contend": c, "matmul.clock": 1})
+             for s in SUSTAINED for c in CONTEND}
     runs, found = cases(), []
 
     def far(name: str, gpus: tuple[str, ...], s: float, c: float) -> float:
-        return sum(abs(math.log1p(error)) for case, error in tried[s, c] if case["gpu"] in gpus and case["name"] != name)
+        return sum(abs(math.log1p(error)) for case, error in tried[s, c] if case["gpu"] in gpus
+                   and case["name"] != name)
 
     for name in dict.fromkeys(case["name"] for case in runs):
-        fit = {c: {gpus: min(SUSTAINED, key=lambda s: far(name, gpus, s, c)) for gpus in GENERATIONS.values()} for c in CONTEND}
+        fit = {c: {gpus: min(SUSTAINED, key=lambda s: far(name, gpus, s, c)) for gpus in GENERATIONS.values()}
+               for c in CONTEND}
         c = min(CONTEND, key=lambda c: sum(far(name, gpus, s, c) for gpus, s in fit[c].items()))
         for k, case in enumerate(runs):
             if case["name"] == name:

@@ -1,8 +1,8 @@
 """A training step written a second time, from the papers' formulas and as plainly as they stand: one device, whole
 scores, whole logits, a Python loop over layers, the optimizers in numpy at float64.
 
-It imports nothing of meshtrain and reads a run's settings as a dict of plain numbers, so a fault of ours cannot be here, too.
-Parameters are a nested dict named as ours: matrices [L, in…, out…], tables [rows, D].
+It imports nothing of meshtrain and reads a run's settings as a dict of plain numbers, so a fault of ours cannot be
+here, too. Parameters are a nested dict named as ours: matrices [L, in…, out…], tables [rows, D].
 Sources: arXiv:2302.13971 (Llama), 2407.21783 (rope scaling), 1711.05101 (AdamW), 2302.06675 (Lion), 1804.04235 with
 2106.04560 (Adafactor), 2502.16982 (Muon), 2404.06395 (warm-up, stable, decay).
 """
@@ -18,7 +18,8 @@ import numpy as np
 def norm(m, p, x):
     """RMSNorm, or LayerNorm where the settings say so."""
     if m["norm"] == "layernorm":
-        return (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + m["norm_eps"]) * p["scale"] + p["bias"]
+        return (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + m["norm_eps"]) * p["scale"] + p[
+            "bias"]
     return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + m["norm_eps"]) * p["scale"]
 
 
@@ -195,7 +196,8 @@ class Training:
         self.gradients = jax.jit(jax.value_and_grad(objective, has_aux=True))
 
     def step(self, batch) -> dict:
-        """batch: the whole step's sequences [B, T]. Returns what a run logs; a step that is not finite changes no weight."""
+        """batch: the whole step's sequences [B, T]. Returns what a run logs; a step that is not finite changes no
+        weight."""
         o, t = self.run["optimizer"], self.run["training"]
         (_, nll), grads = self.gradients(jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), self.params), batch)
         norm = math.sqrt(sum(np.sum(np.asarray(g, np.float64) ** 2) for _, g in leaves(grads)))

@@ -15,7 +15,8 @@ GRID = (pytest.mark.slow, pytest.mark.grid)      # a cell of a grid: a few of ea
 def commit() -> str:
     """The hash of the commit that is tested; "no commit" outside a checkout."""
     try:
-        asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
+        asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent,
+                               capture_output=True, text=True, timeout=10)
         return asked.stdout.strip() or "no commit"
     except OSError:
         return "no commit"

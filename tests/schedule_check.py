@@ -1,12 +1,12 @@
 """Is a pipeline schedule sound?
 
-Five invariants; the last three replay the columns as the executor will, with names in place of arrays, and know nothing of
-how the slots were planned:
-  complete  every (virtual stage, microbatch) has one F, one B and, where W is split off, one W; the columns say what ops says
-  order     F after F of the virtual stage before, B after its own F and after B of the one behind, W after its B
-  sends     what a tick sends was made in that tick
-  slots     every send has one receive, every read finds the value it is for, no value is overwritten before its last read
-  live      never more pairs alive than the declared peak, nothing alive at the end
+Five invariants; the last three replay the columns as the executor will, with names in place of arrays, and know nothing
+of how the slots were planned:
+  complete  every (virtual stage, microbatch) has one F, one B and, where W is split off, one W; the columns say what
+  ops says order     F after F of the virtual stage before, B after its own F and after B of the one behind, W after its
+  B sends     what a tick sends was made in that tick
+  slots     every send has one receive, every read finds the value it is for, no value is overwritten before its last
+  read live      never more pairs alive than the declared peak, nothing alive at the end
 """
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def check(schedule: Schedule) -> None:
     if broken:
         lines = [f"{invariant}: {what}" for invariant, what in broken[:SHOWN]]
         more = f"\n… and {len(broken) - SHOWN} more" if len(broken) > SHOWN else ""
-        raise ValueError(f"schedule {schedule.name} (p={schedule.num_stages}, m={schedule.num_microbatches}, v={schedule.num_chunks}) "
-                         f"cannot be executed:\n" + "\n".join(lines) + more)
+        raise ValueError(f"schedule {schedule.name} (p={schedule.num_stages}, m={schedule.num_microbatches}, "
+                         f"v={schedule.num_chunks}) cannot be executed:\n" + "\n".join(lines) + more)
 
 
 def violations(schedule: Schedule) -> Iterator[tuple[str, str]]:
@@ -62,7 +62,8 @@ def _complete(schedule: Schedule) -> Iterator[tuple[str, str]]:
         for t, s in np.argwhere(wrong):
             yield "complete", f"tick {t}, stage {s}: the columns of {kind} do not say what ops says"
     first, last = np.arange(p) == 0, np.arange(p) == p - 1
-    flags = {"F_first": on[..., F] & first & (ops[..., F, 1] == 0), "B_first": on[..., B] & first & (ops[..., B, 1] == 0),
+    flags = {"F_first": on[..., F] & first & (ops[..., F, 1] == 0),
+             "B_first": on[..., B] & first & (ops[..., B, 1] == 0),
              "loss_here": on[..., F] & last & (ops[..., F, 1] == v - 1)}
     for name, flag in flags.items():
         for t, s in np.argwhere(columns[name] != flag):
@@ -95,14 +96,16 @@ def _order(schedule: Schedule) -> Iterator[tuple[str, str]]:
         for need in needs(kind, g, i, num_virtual):
             same_tick = need[1] == g      # F, loss, B, W follow each other inside a tick
             if ticks[need] >= t + same_tick:
-                yield "order", (f"{KINDS[kind]} of virtual stage {g}, microbatch {i} in tick {t} on stage {g % p} needs "
-                                f"{KINDS[need[0]]} of virtual stage {need[1]}, which is in tick {ticks[need]}")
+                yield "order", (f"{KINDS[kind]} of virtual stage {g}, microbatch {i} in tick {t} on stage {g % p} "
+                                f"needs {KINDS[need[0]]} of virtual stage {need[1]}, which is in tick {ticks[need]}")
 
 
 def _sends(schedule: Schedule) -> Iterator[tuple[str, str]]:
     c = schedule.columns
-    for name, made, what in (("y_out", (c["F_on"] > 0) & (c["loss_here"] == 0), "an output that F makes for the next stage"),
-                             ("dx_out", (c["B_on"] > 0) & (c["B_first"] == 0), "a cotangent B makes for the stage before")):
+    for name, made, what in (("y_out", (c["F_on"] > 0) & (c["loss_here"] == 0),
+                              "an output that F makes for the next stage"),
+                             ("dx_out", (c["B_on"] > 0) & (c["B_first"] == 0),
+                              "a cotangent B makes for the stage before")):
         for t, s in np.argwhere((c[name] > 0) & ~made):
             yield "sends", f"tick {t}, stage {s} sends ({name}) what is not {what} in that tick"
         for t, s in np.argwhere(~(c[name] > 0) & made):
@@ -110,7 +113,8 @@ def _sends(schedule: Schedule) -> Iterator[tuple[str, str]]:
 
 
 def _replay(schedule: Schedule) -> Iterator[tuple[str, str]]:
-    """Replays the schedule. A value is (buffer, virtual stage, microbatch); it stands in its slot with the reads it awaits."""
+    """Replays the schedule. A value is (buffer, virtual stage, microbatch); it stands in its slot with the reads it
+    awaits."""
     p = schedule.num_stages
     c = {name: column.tolist() for name, column in schedule.columns.items()}
     for name, column in schedule.columns.items():
@@ -177,7 +181,8 @@ def _replay(schedule: Schedule) -> Iterator[tuple[str, str]]:
 
 def _live(schedule: Schedule) -> Iterator[tuple[str, str]]:
     born, gone = (np.cumsum(schedule.ops[:, :, kind, 0] >= 0, axis=0) for kind in (F, W if schedule.split else B))
-    alive = born - np.concatenate([np.zeros_like(gone[:1]), gone[:-1]])      # the last backward op of a tick still counts
+    # the last backward op of a tick still counts
+    alive = born - np.concatenate([np.zeros_like(gone[:1]), gone[:-1]])
     for t, s in np.argwhere(alive > schedule.peak):
         yield "live", f"tick {t}, stage {s}: {alive[t, s]} pairs are alive, the declared peak is {schedule.peak[s]}"
     for s in np.flatnonzero(born[-1] != gone[-1]):

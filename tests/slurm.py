@@ -1,7 +1,9 @@
-"""A Slurm of one's own on this machine: munged, slurmctld and slurmds as root, all files in one folder, nothing of the system's used.
+"""A Slurm of one's own on this machine: munged, slurmctld and slurmds as root, all files in one folder, nothing of the
+system's used.
 
-Debian has it: slurmctld, slurmd, slurm-client and munge. Its nodes are this machine under the names n1, n2, … in a mount
-namespace with an /etc/hosts of its own; their GPUs are empty files, which Slurm counts and shows in CUDA_VISIBLE_DEVICES.
+Debian has it: slurmctld, slurmd, slurm-client and munge. Its nodes are this machine under the names n1, n2, … in a
+mount namespace with an /etc/hosts of its own; their GPUs are empty files, which Slurm counts and shows in
+CUDA_VISIBLE_DEVICES.
 """
 import contextlib
 import json
@@ -100,7 +102,8 @@ class Slurm:
         (home / "munge" / "key").write_bytes(os.urandom(128))
         (home / "munge" / "key").chmod(0o400)
         port = _free_ports(self.nodes + 1)
-        (home / "slurm.conf").write_text(CONF.format(home=home, host=host, port=port, first=port + 1, last=port + self.nodes,
+        (home / "slurm.conf").write_text(CONF.format(home=home, host=host, port=port,
+                                                     first=port + 1, last=port + self.nodes,
                                                      nodes=self.nodes, timeout=NODE_TIMEOUT_S))
         for gpu in ("gpu0", "gpu1"):
             (home / "dev" / gpu).touch()
@@ -115,7 +118,8 @@ class Slurm:
         for i in range(self.nodes):
             (home / "spool" / f"n{i + 1}").mkdir()
             self.start_node(i + 1)
-        wait("all nodes idle", lambda: self("sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D").strip() == str(self.nodes), 60)
+        wait("all nodes idle", lambda: self("sinfo", "-h", "-p", "low", "-t", "idle",
+                                            "-o", "%D").strip() == str(self.nodes), 60)
 
     def start_node(self, number: int) -> None:
         named = f"mount --bind {self.home}/hosts /etc/hosts && exec slurmd -f {self.home}/slurm.conf -N n{number}"
@@ -139,7 +143,8 @@ class Slurm:
 
     def submit(self, folder: Path, options, argv, **environ) -> "Job":
         (folder / "runs").mkdir(parents=True, exist_ok=True)
-        said = subprocess.run(["sbatch", "--parsable", f"--chdir={folder}", *options, str(SBATCH), *map(str, argv)], text=True,
+        said = subprocess.run(["sbatch", "--parsable", f"--chdir={folder}", *options,
+                               str(SBATCH), *map(str, argv)], text=True,
                               env=self.environ | environ, cwd=folder, capture_output=True, timeout=60)
         assert said.returncode == 0, said
         return Job(self, int(said.stdout), folder)
@@ -150,12 +155,14 @@ class Job:
         self.slurm, self.number, self.folder = slurm, number, folder
 
     def about(self) -> dict[str, str]:
-        return dict(word.split("=", 1) for word in self.slurm("scontrol", "show", "job", self.number).split() if "=" in word)
+        return dict(word.split("=", 1) for word in self.slurm("scontrol", "show", "job", self.number).split()
+                    if "=" in word)
 
     def told(self) -> str:
         """What a test that fails says of it."""
         about = self.about()
-        return " ".join(f"{name}={about.get(name)}" for name in ("JobState", "Reason", "ExitCode", "Restarts")) + "\n" + self.output[-1500:]
+        return " ".join(f"{name}={about.get(name)}"
+                        for name in ("JobState", "Reason", "ExitCode", "Restarts")) + "\n" + self.output[-1500:]
 
     @property
     def state(self) -> str:
@@ -173,8 +180,8 @@ class Job:
         return time.monotonic() - began
 
     def go_on(self, limit_s: float = 120) -> None:
-        """A job that is back in the queue is held back for two minutes, because nodes refuse it in the second in which it ended; a
-        test waits for less."""
+        """A job that is back in the queue is held back for two minutes, because nodes refuse it in the second in which
+        it ended; a test waits for less."""
         time.sleep(4)
         self.slurm("scontrol", "update", f"JobId={self.number}", "StartTime=now")
         wait(lambda: f"to start: {self.told()}", lambda: self.state == "RUNNING", limit_s)
@@ -184,7 +191,9 @@ class Job:
         found = {}
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                environ = dict(pair.split("=", 1) for pair in (path / "environ").read_bytes().decode(errors="replace").split("\0") if "=" in pair)
+                environ = dict(pair.split("=", 1)
+                               for pair in (path / "environ").read_bytes().decode(errors="replace").split("\0")
+                               if "=" in pair)
                 if environ.get("SLURM_JOB_ID") == str(self.number) and environ.get("SLURM_STEP_ID") == "0" \
                         and environ.get("SLURM_CONF") == str(self.slurm.home / "slurm.conf") \
                         and b"\0meshtrain.train\0" in (path / "cmdline").read_bytes():
@@ -195,7 +204,8 @@ class Job:
 def rows(directory: Path) -> list[dict]:
     """Whole rows of a run's metrics."""
     with contextlib.suppress(OSError):
-        return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines(keepends=True) if line.endswith("\n")]
+        return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
+                if line.endswith("\n")]
     return []
 
 

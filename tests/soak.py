@@ -1,10 +1,12 @@
-"""python -m tests.soak [--kills N] [--stops M] [--processes P] [--seed S]: fault after fault, the launcher restarts, nothing is lost.
+"""python -m tests.soak [--kills N] [--stops M] [--processes P] [--seed S]: fault after fault, the launcher restarts,
+nothing is lost.
 
-A tiny run under `launch.local --max-restarts` is hit at random moments: while its processes start, restore, compile, between steps
-and while a checkpoint is written. A fault is kill -9 of one process, of all or of the launcher (then the same command is given
-again), or SIGSTOP of one process: for good where others can miss it, else for seconds. When a run is through, its rows must be steps
-1..N, each with the very numbers that the undisturbed run had (so no batch was skipped or repeated), and its final state must equal
-the undisturbed run's bit for bit; whom the launcher names must be the one that was hit. Runs follow until all faults are done. Linux only.
+A tiny run under `launch.local --max-restarts` is hit at random moments: while its processes start, restore, compile,
+between steps and while a checkpoint is written. A fault is kill -9 of one process, of all or of the launcher (then the
+same command is given again), or SIGSTOP of one process: for good where others can miss it, else for seconds. When a run
+is through, its rows must be steps 1..N, each with the very numbers that the undisturbed run had (so no batch was
+skipped or repeated), and its final state must equal the undisturbed run's bit for bit; whom the launcher names must be
+the one that was hit. Runs follow until all faults are done. Linux only.
 """
 
 import argparse
@@ -121,8 +123,8 @@ def torment(home: pathlib.Path, kills: int, stops: int, processes: int, seed: in
         stats.finished += 1
         tell(f"{life.directory.name} finished: {STEPS} rows and {len(wanted[1])} arrays equal the undisturbed run's")
     tell(f"{processes} process(es): {stats.kills} kills and {stats.stops} stops ({stats.for_good} for good), "
-         f"{stats.mid_save} with a checkpoint half written, {stats.moments}; {stats.named} named; {stats.finished} finished runs, "
-         "all equal to the undisturbed one")  # fmt: skip
+         f"{stats.mid_save} with a checkpoint half written, {stats.moments}; {stats.named} named; {stats.finished} "
+         f"finished runs, all equal to the undisturbed one")  # fmt: skip
     return stats
 
 
@@ -186,8 +188,8 @@ def hit(life: "Life", fault: str, draw: random.Random, stats: Stats, tell) -> bo
             stats.for_good += 1
     stats.mid_save += left
     stats.moments[moment] += 1
-    tell(f"{fault} {stats.kills + stats.stops}: {life.directory.name} while {moment}, after {max(before, default=0)} saved steps"
-         f"{', a checkpoint half written' if left else ''}")  # fmt: skip
+    tell(f"{fault} {stats.kills + stats.stops}: {life.directory.name} while {moment}, after {max(before, default=0)} "
+         f"saved steps{', a checkpoint half written' if left else ''}")  # fmt: skip
     if children:
         life.mark = mark
         life.survive(victims, children, max(before, default=0), stats)
@@ -209,7 +211,8 @@ class Life:
         self.directory, self.log, self.processes = home / name, home / f"{name}.log", processes
         command = [sys.executable, "-c", LAUNCHER, "--processes", str(processes), "--max-restarts", "1000", *own, "--",
                    str(home / "run.toml"), "--run.dir", str(self.directory)]
-        environ = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS", "NPROC")}
+        environ = {key: value for key, value in os.environ.items()
+                   if key not in ("XLA_FLAGS", "JAX_PLATFORMS", "NPROC")}
         environ |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         self.start_s, self.launcher_killed = 10.0, False
         self.mark = len(self.said())    # where in the log the start began that is now at work
@@ -235,7 +238,8 @@ class Life:
         return False
 
     def survive(self, victims: list[int], children: list[int], before: int, stats: Stats) -> None:
-        """After a fault that ends a start: waits until its processes have gone, and looks at what the launcher says of it."""
+        """After a fault that ends a start: waits until its processes have gone, and looks at what the launcher says of
+        it."""
         self.launcher_killed = victims == [self.process.pid]
         deadline = time.monotonic() + PATIENCE_S
         while any(os.path.exists(f"/proc/{child}") for child in children):
@@ -287,7 +291,8 @@ def state(directory: pathlib.Path) -> dict[str, tuple]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.split("\n")[0],
+                                     allow_abbrev=False)
     parser.add_argument("--kills", type=int, default=16, help="kill -9 (default 16)")
     parser.add_argument("--stops", type=int, default=4, help="SIGSTOP (default 4)")
     parser.add_argument("--processes", type=int, default=1, choices=(1, 2, 4), help="of the run (default 1)")

@@ -1,9 +1,11 @@
-"""A child process whose system calls on files are seen, one by one, before the kernel does them, and fail as a test says.
+"""A child process whose system calls on files are seen, one by one, before the kernel does them, and fail as a test
+says.
 
-The kernel itself hands them over (seccomp's user notification, Linux 5.5 and later, without privileges): those of every thread,
-of Python as of C++ (orbax writes through tensorstore), of every program that the child turns into. It takes neither a compiler,
-as a library that is loaded before libc would, nor ptrace, which containers forbid and which stops at every system call; and
-Python's own functions, replaced, would not see what C++ writes. x86-64 and aarch64. This module knows nothing of meshtrain.
+The kernel itself hands them over (seccomp's user notification, Linux 5.5 and later, without privileges): those of every
+thread, of Python as of C++ (orbax writes through tensorstore), of every program that the child turns into. It takes
+neither a compiler, as a library that is loaded before libc would, nor ptrace, which containers forbid and which stops
+at every system call; and Python's own functions, replaced, would not see what C++ writes. x86-64 and aarch64. This
+module knows nothing of meshtrain.
 """
 import ctypes
 import dataclasses
@@ -24,17 +26,25 @@ from pathlib import Path
 # name: (number on x86-64, number on aarch64, what its arguments are: p a path, d the directory that it is relative to,
 # f an open file, . anything else). What is done by it: see `Call`.
 TABLE = {
-    "open": (2, None, "p."), "openat": (257, 56, "dp."), "creat": (85, None, "p"), "mkdir": (83, None, "p"), "mkdirat": (258, 34, "dp"),
-    "rename": (82, None, "pp"), "renameat": (264, 38, "dpdp"), "renameat2": (316, 276, "dpdp"), "link": (86, None, "pp"),
+    "open": (2, None, "p."), "openat": (257, 56, "dp."), "creat": (85, None, "p"), "mkdir": (83, None, "p"),
+    "mkdirat": (258, 34, "dp"),
+    "rename": (82, None, "pp"), "renameat": (264, 38, "dpdp"), "renameat2": (316, 276, "dpdp"),
+    "link": (86, None, "pp"),
     "linkat": (265, 37, "dpdp"), "symlink": (88, None, ".p"), "symlinkat": (266, 36, ".dp"), "unlink": (87, None, "p"),
-    "unlinkat": (263, 35, "dp"), "rmdir": (84, None, "p"), "truncate": (76, 45, "p"), "stat": (4, None, "p"), "lstat": (6, None, "p"),
+    "unlinkat": (263, 35, "dp"), "rmdir": (84, None, "p"), "truncate": (76, 45, "p"),
+    "stat": (4, None, "p"), "lstat": (6, None, "p"),
     "newfstatat": (262, 79, "dp"), "statx": (332, 291, "dp"), "access": (21, None, "p"), "faccessat": (269, 48, "dp"),
-    "faccessat2": (439, 439, "dp"), "read": (0, 63, "f"), "pread64": (17, 67, "f"), "readv": (19, 65, "f"), "write": (1, 64, "f"),
-    "pwrite64": (18, 68, "f"), "writev": (20, 66, "f"), "pwritev": (296, 70, "f"), "fsync": (74, 82, "f"), "fdatasync": (75, 83, "f"),
+    "faccessat2": (439, 439, "dp"), "read": (0, 63, "f"), "pread64": (17, 67, "f"), "readv": (19, 65, "f"),
+    "write": (1, 64, "f"),
+    "pwrite64": (18, 68, "f"), "writev": (20, 66, "f"), "pwritev": (296, 70, "f"), "fsync": (74, 82, "f"),
+    "fdatasync": (75, 83, "f"),
     "ftruncate": (77, 46, "f"), "flock": (73, 32, "f"), "getdents64": (217, 61, "f")}
-KINDS = {"openat": "open", "mkdirat": "mkdir", "renameat": "rename", "renameat2": "rename", "linkat": "link", "symlinkat": "symlink",
-         "unlinkat": "unlink", "rmdir": "unlink", "ftruncate": "truncate", "lstat": "stat", "newfstatat": "stat", "statx": "stat",
-         "access": "stat", "faccessat": "stat", "faccessat2": "stat", "pread64": "read", "readv": "read", "pwrite64": "write",
+KINDS = {"openat": "open", "mkdirat": "mkdir", "renameat": "rename", "renameat2": "rename",
+         "linkat": "link", "symlinkat": "symlink",
+         "unlinkat": "unlink", "rmdir": "unlink", "ftruncate": "truncate", "lstat": "stat",
+         "newfstatat": "stat", "statx": "stat",
+         "access": "stat", "faccessat": "stat", "faccessat2": "stat", "pread64": "read",
+         "readv": "read", "pwrite64": "write",
          "writev": "write", "pwritev": "write", "fdatasync": "fsync", "getdents64": "list", "flock": "lock"}
 ARM = platform.machine() == "aarch64"
 NUMBERS = {entry[ARM]: (name, entry[2]) for name, entry in TABLE.items() if entry[ARM] is not None}
@@ -47,8 +57,9 @@ AT_FDCWD, PAGE = -100, 4096
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A system call that is about to be done. kind: open (to read), create (an open that may make or change a file), mkdir, rename,
-    unlink, truncate, write, read, fsync, lock, stat, list, link or symlink. other: the second path of a rename or link."""
+    """A system call that is about to be done. kind: open (to read), create (an open that may make or change a file),
+    mkdir, rename, unlink, truncate, write, read, fsync, lock, stat, list, link or symlink. other: the second path of a
+    rename or link."""
     kind: str
     path: str
     other: str = ""
@@ -61,11 +72,13 @@ class Ended:
     seconds: float
 
 
-def run(body: Callable[[], int] | list[str], log: Path, decide: Callable[[Call], int], limit_s: float = 120.0, **options) -> Ended:
+def run(body: Callable[[], int] | list[str], log: Path, decide: Callable[[Call], int],
+        limit_s: float = 120.0, **options) -> Ended:
     """Runs a forked child to its end, whose output goes to `log`.
 
-    body: a function whose value is the exit code, or a command (options: environ, cwd). decide: asked before each call; returns
-    0: it is done; an errno: it fails with that; minus a signal's number: the child gets that, then the call is done.
+    body: a function whose value is the exit code, or a command (options: environ, cwd). decide: asked before each call;
+    returns 0: it is done; an errno: it fails with that; minus a signal's number: the child gets that, then the call is
+    done.
     """
     ours, theirs = socket.socketpair()
     sys.stdout.flush(), sys.stderr.flush()
@@ -108,7 +121,8 @@ def _child(body, log: Path, ours: socket.socket, theirs: socket.socket, environ=
 
 
 def _install() -> int:
-    """From now on the calls of this thread, and of all that it starts, are handed over; the descriptor to receive them by."""
+    """From now on the calls of this thread, and of all that it starts, are handed over; the descriptor to receive them
+    by."""
     load, equal, ret = 0x20, 0x15, 0x06
     numbers = sorted(NUMBERS)
     program = [(load, 0, 0, 0)]
@@ -177,7 +191,8 @@ def _read(thread: int, number: int, args: tuple[int, ...]) -> Call | None:
                 directory = ""
     except OSError:
         return None
-    if kind == "creat" or kind == "open" and args[form.index(".")] & (os.O_CREAT | os.O_WRONLY | os.O_RDWR | os.O_TRUNC):
+    if kind == "creat" or kind == "open" and args[form.index(".")] & (
+            os.O_CREAT | os.O_WRONLY | os.O_RDWR | os.O_TRUNC):
         kind = "create"
     return Call(kind, *paths)
 
@@ -193,6 +208,7 @@ def _string(thread: int, address: int) -> str:
 
 def available() -> str:
     """Why calls cannot be seen here; empty if they can. Asked in a process of its own: a filter is for good."""
-    asked = subprocess.run([sys.executable, "-c", "from tests import syscalls; syscalls._install()"], capture_output=True, text=True,
+    asked = subprocess.run([sys.executable, "-c", "from tests import syscalls; syscalls._install()"],
+                           capture_output=True, text=True,
                            cwd=Path(__file__).resolve().parent.parent)
     return "" if asked.returncode == 0 else asked.stderr.strip().rpartition("\n")[2]

@@ -22,7 +22,8 @@ def model_with_aux(monkeypatch, **model):
 
 @pytest.mark.parametrize("remat, model", [
     ("selective", None), pytest.param("none", dict(tie_embeddings=True), marks=sampling.GRID),
-    pytest.param("full", dict(residual_dropout=0.2), marks=sampling.GRID), pytest.param("offload", dict(), marks=sampling.GRID),
+    pytest.param("full", dict(residual_dropout=0.2), marks=sampling.GRID),
+    pytest.param("offload", dict(), marks=sampling.GRID),
 ], ids=["two groups", "tied", "dropout", "offload"])  # fmt: skip
 def test_gradients_added_layer_by_layer_are_those_of_autodiff(remat, model, monkeypatch):
     model = model_of(*LEADING) if model is None else model_with_aux(monkeypatch, **model)
@@ -41,7 +42,8 @@ def test_gradients_added_layer_by_layer_are_those_of_autodiff(remat, model, monk
     def both(p):
         given = batch, accumulate.Normalizers(count, count), jax.random.key(5)
         stacks, avals = accumulate._layer_stacks(step, model.divided(p), *given)
-        room = jax.tree.map(lambda a: jnp.full(a.shape, 3, a.dtype), avals)     # of an earlier microbatch: nobody reads it
+        # of an earlier microbatch: nobody reads it
+        room = jax.tree.map(lambda a: jnp.full(a.shape, 3, a.dtype), avals)
         return by_autodiff(p), accumulate._microbatch_gradients(step)(model.divided(p), before, *given, stacks, room)
     with jax.default_matmul_precision("highest"):
         (expected, *expected_sums), (got, nll, _, aux) = both(p)

@@ -71,7 +71,8 @@ def children():
         address = f"127.0.0.1:{listener.getsockname()[1]}"
     environ = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     children = [subprocess.Popen([sys.executable, "-c", CHILD, address, str(COUNT), str(index)], text=True,
-                                 env=environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                                 env=environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
+                                 stderr=subprocess.PIPE)
                 for index in range(COUNT)]
     yield children
     for child in children:
@@ -100,17 +101,21 @@ def test_what_fails_in_the_first_fails_in_all(said):
     for index, one in enumerate(said):
         assert one["config"] == ["ConfigError", "one\ntwo", index != 0]
         assert one["value"] == ["ValueError", "three", index != 0]
-        assert one["other"] == (["OSError", "four", False] if index == 0 else ["PeerError", "process 0: OSError: four", True])
+        assert one["other"] == (["OSError", "four", False] if index == 0 else
+                                ["PeerError", "process 0: OSError: four", True])
         assert one["unfit"][0] == ("TypeError" if index == 0 else "PeerError")
 
 
 def test_what_fails_in_some_fails_in_all_by_name(said):
     for index, one in enumerate(said):
         assert one["all"] == ["returned", index * 10]
-        assert one["some"][:2] == ["PeerError", "processes 1 and 2: no file"], "what process 0 sees is not there on their hosts alone"
+        assert one["some"][:2] == ["PeerError",
+                                   "processes 1 and 2: no file"], "what process 0 sees is not there on their hosts alone"
         assert one["same fault"][:2] == ["ConfigError", "no file"]
-        assert one["lone"] == (["KeyError", "'k'", True] if index == 1 else ["PeerError", "process 1: KeyError: 'k'", index != 0])
-        assert one["value of all"][:2] == (["ValueError", "a bug"] if index == 0 else ["PeerError", "ValueError: a bug"])
+        assert one["lone"] == (["KeyError", "'k'", True] if index == 1 else
+                               ["PeerError", "process 1: KeyError: 'k'", index != 0])
+        assert one["value of all"][:2] == (["ValueError", "a bug"] if index == 0 else
+                                           ["PeerError", "ValueError: a bug"])
 
 
 def test_what_differs_is_told_with_who_has_which(said):
@@ -127,7 +132,8 @@ def test_all_stop_after_the_same_step_when_one_wants_to(said):
 
 def test_who_does_not_come_to_an_agreement_is_named_and_nobody_waits_for_ever(said):
     for one in said[:2]:
-        assert one["missing"][:2] == ["PeerError", "process 2 of 3 did not come to an agreement within 2 s; look at what it said"]
+        assert one["missing"][:2] == ["PeerError",
+                                      "process 2 of 3 did not come to an agreement within 2 s; look at what it said"]
 
 
 def test_a_process_that_fails_alone_ends_at_once(children, said):

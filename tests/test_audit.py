@@ -24,7 +24,8 @@ def fake_mesh(**shape):
 def module(body: str, extra: str = "") -> str:
     """A program whose entry is `body`, one instruction a line, given x = f32[64]."""
     lines = "\n".join("  " + line.strip() for line in body.strip().splitlines())
-    return f"HloModule m\n\n{extra}\nENTRY %main (x: f32[64]) -> f32[64] {{\n  %x = f32[64]{{0}} parameter(0)\n{lines}\n}}\n"
+    return (f"HloModule m\n\n{extra}\nENTRY %main (x: f32[64]) -> f32[64] {{\n  %x = f32[64]{{0}} "
+            f"parameter(0)\n{lines}\n}}\n")
 
 
 def only(text, mesh):
@@ -51,7 +52,8 @@ def spellings(shape, axes):
     return [
         f"replica_groups={{{listed}}}, use_global_device_ids=true",
         f"replica_groups=[{n // members},{members}]<=[{','.join(map(str, sizes))}]T({','.join(map(str, order))}), x=1",
-        "replica_groups=mesh[" + ",".join(f"'{a}'={s}" for a, s in shape.items()) + "] {" + ",".join(f"'{a}'" for a in axes) + "}, x=1",
+        "replica_groups=mesh[" + ",".join(f"'{a}'={s}" for a, s in shape.items()) + "] {"
+        + ",".join(f"'{a}'" for a in axes) + "}, x=1",
     ]
 
 
@@ -76,7 +78,8 @@ def test_three_spellings_of_groups_agree_on_every_axis_subset(count):
 
 
 def test_mesh_groups_follow_device_ids_not_names():
-    text = "replica_groups=mesh['axis_0'=32,'axis_1'=1,'axis_2'=8,'axis_3'=4], device_ids=([4,256]T(1,0)) {'axis_2'}, x=1"
+    text = ("replica_groups=mesh['axis_0'=32,'axis_1'=1,'axis_2'=8,'axis_3'=4], device_ids=([4,256]T(1,0)) {'axis_2'}, "
+            "x=1")
     groups = audit.replica_groups(text, 1024)
     ids = np.arange(1024).reshape(4, 256).T.reshape(32, 1, 8, 4)
     assert sorted(groups[1]) == sorted(ids[0, 0, :, 1])
@@ -89,7 +92,8 @@ def test_part_of_an_axis_is_named_with_its_size():
     assert audit.group_axes(half, dict(a=8, b=2)) == ("a:2~",)
     both = audit.replica_groups("replica_groups=mesh['a'=8,'b'=2] {'a':(1)2,'a':(4)2}, x", 16)
     assert sorted(both[0]) == [0, 2, 8, 10]
-    assert audit.group_axes(audit.replica_groups("replica_groups=mesh['a'=8,'b'=2] {'a':(4)2,'b'}, x", 16), dict(a=8, b=2)) == ("a:2~", "b")
+    assert audit.group_axes(audit.replica_groups("replica_groups=mesh['a'=8,'b'=2] {'a':(4)2,'b'}, x", 16),
+                            dict(a=8, b=2)) == ("a:2~", "b")
 
 
 def test_groups_that_are_no_product_of_axes_are_marked():
@@ -130,7 +134,8 @@ def test_payload_and_ring_bytes(line, kind, payload, ring):
 def test_permute_sends_its_payload():
     pairs = ",".join(f"{{{i},{(i + 2) % 8}}}" for i in range(8))
     row = only(module(f"%r = f32[64]{{0}} collective-permute(%x), source_target_pairs={{{pairs}}}"), MESH)
-    assert (row.kind, row.axes, row.bytes, row.payload_bytes, row.group_size) == ("collective-permute", ("data",), 256, 256, 4)
+    assert (row.kind, row.axes, row.bytes, row.payload_bytes, row.group_size) == (
+        "collective-permute", ("data",), 256, 256, 4)
 
 
 def test_combined_operands_are_counted_apart_and_split_by_dtype():
@@ -152,7 +157,8 @@ def test_source_that_xla_dropped_is_that_of_the_operand():
 
 
 def test_start_that_runs_in_place_is_not_async():
-    text = module(f'%s = f32[64] all-reduce-start(%x), {DATA4}, backend_config={{"collective_backend_config":{{"is_sync":true}}}}')
+    text = module(f'%s = f32[64] all-reduce-start(%x), {DATA4}, '
+                  f'backend_config={{"collective_backend_config":{{"is_sync":true}}}}')
     assert not only(text, MESH).is_async
 
 
@@ -184,7 +190,8 @@ def test_groups_of_one_device_are_dropped():
 
 
 def test_summary_merges_by_kind_axes_and_dtype():
-    two = module(f"%r = f32[64] all-reduce(%x), {DATA4}\n%q = f32[64] all-reduce(%r), {DATA4}\n%p = f32[64] all-reduce(%x), replica_groups=[4,2]<=[8]")
+    two = module(f"%r = f32[64] all-reduce(%x), {DATA4}\n%q = f32[64] all-reduce(%r), {DATA4}\n%p = f32[64] "
+                 f"all-reduce(%x), replica_groups=[4,2]<=[8]")
     rows = audit.summarize(audit.collectives(two, MESH))
     assert [(r["kind"], r["axes"], r["count"], r["bytes"]) for r in rows] == [
         ("all-reduce", ["data"], 2, 768),
@@ -210,7 +217,8 @@ def test_permute_that_misses_devices_is_broken_and_says_how_many():
 def test_parts_of_a_slice_need_not_cover_all_devices_but_an_empty_permute_is_broken_wherever_it_stands():
     """As XLA cuts 4 layers out of 12 slots that lie over 4 stages."""
     def named(pairs):
-        return module(f'%r = f32[64] collective-permute(%x), source_target_pairs={pairs}, metadata={{op_name="jit(train)/slice"}}')
+        return module(f'%r = f32[64] collective-permute(%x), source_target_pairs={pairs}, '
+                      f'metadata={{op_name="jit(train)/slice"}}')
     text = named("{{0,1},{1,3},{4,5},{5,7}}")
     program = audit.read(text, MESH)
     assert not program.broken_permutes and not audit.broken_permutes(text, MESH)
@@ -298,7 +306,8 @@ def test_unknown_loop_is_named_and_refused_where_totals_are_asked_for():
 
 def test_unknown_loop_without_collectives_or_dots_does_not_matter():
     text = loop(limit="%n = s32[] custom-call(%x), custom_call_target=\"length\"")
-    text = "\n".join(l for l in text.splitlines() if "all-reduce(" not in l and " dot(" not in l).replace("%next, %r", "%next, %a")
+    text = "\n".join(l for l in text.splitlines() if "all-reduce(" not in l and " dot(" not in l).replace(
+        "%next, %r", "%next, %a")
     assert audit.read(text, MESH).unknown_loops == ()
 
 
@@ -312,10 +321,12 @@ def test_collective_in_a_branch_is_marked():
   ROOT %p = f32[64] parameter(0)
 }}
 """
-    text = module("%k = s32[] constant(0)\n%c = f32[64] conditional(%k, %x, %x), branch_computations={%yes, %no}", extra)
+    text = module("%k = s32[] constant(0)\n%c = f32[64] conditional(%k, %x, %x), branch_computations={%yes, %no}",
+                  extra)
     assert only(text, MESH).in_branch and only(text, MESH).count == 1
     seldom = text.replace("branch_computations={%yes, %no}",
-                          'branch_computations={%yes, %no}, metadata={op_name="jit(step)/while/body/taken_1_of_4/cond"}')
+                          'branch_computations={%yes, %no}, '
+                          'metadata={op_name="jit(step)/while/body/taken_1_of_4/cond"}')
     assert only(seldom, MESH).count == 0, "once in four executions, and here there is one"
 
 

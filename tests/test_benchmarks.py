@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LIBRARIES = ("gpu_attention", "gpu_record", "gpu_speed", "gpu_steps", "machine", "words")      # of benchmarks, none themselves
+# of benchmarks, none themselves
+LIBRARIES = ("gpu_attention", "gpu_record", "gpu_speed", "gpu_steps", "machine", "words")
 BENCHMARKS = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in LIBRARIES)
 
 

@@ -1,4 +1,5 @@
-"""The closed formulas and the step compiled for GPUs say the same of our own layouts: states, collectives, FLOPs and memory."""
+"""The closed formulas and the step compiled for GPUs say the same of our own layouts: states, collectives, FLOPs and
+memory."""
 import dataclasses
 import functools
 
@@ -16,7 +17,8 @@ pytestmark = pytest.mark.skipif(
 # Few layers, as wide as bytes need to be to outweigh norms, statistics of the loss and XLA's workspaces.
 MODEL = dict(vocab_size=32768, embed_dim=2048, num_layers=8, num_heads=16, num_kv_heads=8, head_dim=128, mlp_dim=5632)
 GPT = dict(vocab_size=50304, embed_dim=1600, num_layers=12, num_heads=25, num_kv_heads=25, head_dim=64, mlp_dim=6400,
-           norm="layernorm", activation="gelu", position="learned", attention_bias="all", mlp_bias=True, tie_embeddings=True)
+           norm="layernorm", activation="gelu", position="learned", attention_bias="all",
+           mlp_bias=True, tie_embeddings=True)
 LONG = dict(seq_len=16384, rows=1)
 # Experts no power of two, and as wide as they are for products to be most of it.
 EXPERTS = MODEL | dict(num_layers=4, num_experts=24, experts_per_token=3, expert_mlp_dim=768)
@@ -25,7 +27,8 @@ BEHIND_DENSE = EXPERTS | dict(num_layers=6, first_dense_layers=2)
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """rows: sequences of a microbatch on each replica. memory: how far the formula's total may be off, with its reason."""
+    """rows: sequences of a microbatch on each replica. memory: how far the formula's total may be off, with its
+    reason."""
     rule: str
     mesh: dict
     remat: str
@@ -36,7 +39,8 @@ class Cell:
     schedule: str = "1f1b"
     chunks: int = 1
     model: dict = dataclasses.field(default_factory=lambda: MODEL)
-    memory: float = .05     # XLA's order of a layer's kernels decides what lives beside what: up to 4% when this was written
+    # XLA's order of a layer's kernels decides what lives beside what: up to 4% when this was written
+    memory: float = .05
 
     @property
     def num_gpus(self) -> int:
@@ -53,9 +57,12 @@ CELLS = {
     # XLA makes the zeros that the head's gradient begins with once for all microbatches, and keeps them.
     "zero2": Cell("zero2", dict(fsdp=8), "full", memory=.1),
     "zero3": Cell("zero3", dict(fsdp=8), "none"),
-    "zero3, norms of queries and keys": Cell("zero3", dict(fsdp=8), "none", 1, 4, model=MODEL | dict(num_heads=32, qk_norm="head")),
-    "zero3, norms before and after": Cell("zero3", dict(fsdp=8), "none", 1, 4, model=MODEL | dict(norm_placement="both")),
-    "zero3, norms after, selective": Cell("zero3", dict(fsdp=8), "selective", 1, 4, model=MODEL | dict(norm_placement="after")),
+    "zero3, norms of queries and keys": Cell("zero3", dict(fsdp=8), "none", 1, 4,
+                                             model=MODEL | dict(num_heads=32, qk_norm="head")),
+    "zero3, norms before and after": Cell("zero3", dict(fsdp=8), "none", 1, 4,
+                                          model=MODEL | dict(norm_placement="both")),
+    "zero3, norms after, selective": Cell("zero3", dict(fsdp=8), "selective", 1, 4,
+                                          model=MODEL | dict(norm_placement="after")),
     "zero3, selective": Cell("zero3", dict(fsdp=8), "selective"),
     "zero3, full": Cell("zero3", dict(fsdp=8), "full"),
     "zero3, one microbatch": Cell("zero3", dict(fsdp=8), "full", microbatches=1),
@@ -70,12 +77,15 @@ CELLS = {
     "gather": Cell("ddp", dict(data=2, context=4), "full", method="gather", **LONG),
     "ulysses": Cell("ddp", dict(data=2, context=4), "none", method="ulysses", **LONG),
     # What a window's blocks leave to live XLA orders as it likes.
-    "a window round a ring": Cell("ddp", dict(data=2, context=4), "selective", memory=.1, **LONG, model=MODEL | dict(window=5000)),
+    "a window round a ring": Cell("ddp", dict(data=2, context=4), "selective", memory=.1,
+                                  **LONG, model=MODEL | dict(window=5000)),
     "windows and global layers round a ring": Cell("zero3", dict(fsdp=2, context=4), "full", **LONG, model=MODEL | dict(
         window=2048, global_every=2)),
-    "windows and global layers in stages": Cell("zero1", dict(stage=2, fsdp=4), "selective", 8, 1, memory=.1, model=MODEL | dict(
+    "windows and global layers in stages": Cell("zero1", dict(stage=2, fsdp=4), "selective",
+                                                8, 1, memory=.1, model=MODEL | dict(
         window=1024, global_every=2)),
-    "a window, gathered": Cell("ddp", dict(data=2, context=4), "full", method="gather", memory=.1, **LONG, model=MODEL | dict(
+    "a window, gathered": Cell("ddp", dict(data=2, context=4), "full", method="gather",
+                               memory=.1, **LONG, model=MODEL | dict(
         window=3000)),
     # The formula is that of windows and global layers round a ring; without windows less lives.
     "zero3 and context": Cell("zero3", dict(fsdp=2, context=4), "full", memory=.06, **LONG),
@@ -95,11 +105,13 @@ CELLS = {
                                  8, 1, 8192, schedule="interleaved", chunks=2, memory=.1),
     "experts over fsdp": Cell("zero3_experts_fsdp", dict(fsdp=8), "full", model=EXPERTS),
     "experts over fsdp, the rest over data": Cell("zero3_experts_fsdp", dict(data=2, fsdp=4), "none", model=EXPERTS),
-    # What a layer keeps outweighs all else: norms of queries and keys read as much as attention, and no router keeps float32 of x.
+    # What a layer keeps outweighs all else: norms of queries and keys read as much as attention, and no router keeps
+    # float32 of x.
     "experts over nothing, all kept": Cell("zero3", dict(fsdp=8), "none", 1, 4, model=EXPERTS | dict(
         num_layers=12, num_heads=32, qk_norm="head")),
     "experts over nothing": Cell("zero3", dict(fsdp=8), "selective", model=EXPERTS),
-    "one choice, sent, and a shared expert": Cell("zero3_experts_fsdp", dict(data=2, fsdp=4), "selective", model=EXPERTS | dict(
+    "one choice, sent, and a shared expert": Cell("zero3_experts_fsdp", dict(data=2, fsdp=4),
+                                                  "selective", model=EXPERTS | dict(
         experts_per_token=1, shared_expert_dim=1024)),
     # Rows of a round outweigh the sums of weights' gradients.
     "experts over tensor, many rows": Cell("zero3_experts_tensor", dict(fsdp=4, tensor=2), "full", 1, 8, model=EXPERTS),
@@ -108,7 +120,8 @@ CELLS = {
                                                     model=BEHIND_DENSE),
     # Experts' layers hold less than a dense one, whose gradient is made by two parts of the microbatch.
     "experts over tensor behind a wide dense layer": Cell("zero3_experts_tensor", dict(fsdp=4, tensor=2), "full",
-                                                          model=EXPERTS | dict(num_layers=5, first_dense_layers=1, mlp_dim=24576)),
+                                                          model=EXPERTS | dict(num_layers=5,
+                                                                               first_dense_layers=1, mlp_dim=24576)),
     # Of several rows XLA turns what all layers keep.
     "experts over tensor behind dense layers, all kept": Cell("zero3_experts_tensor", dict(fsdp=4, tensor=2), "none",
                                                               model=BEHIND_DENSE),
@@ -124,10 +137,12 @@ CELLS = {
                                                       "none", **LONG, model=EXPERTS),
     "experts round Ulysses": Cell("zero3_experts_tensor", dict(fsdp=2, tensor=2, context=2), "full",
                                   method="ulysses", **LONG, model=EXPERTS),
-    "experts in stages": Cell("zero3_experts_fsdp", dict(data=2, fsdp=2, stage=2), "selective", 8, 1, model=EXPERTS, memory=.1),
+    "experts in stages": Cell("zero3_experts_fsdp", dict(data=2, fsdp=2, stage=2), "selective",
+                              8, 1, model=EXPERTS, memory=.1),
     "experts over tensor in stages": Cell("zero3_experts_tensor", dict(fsdp=2, tensor=2, stage=2), "full", 8, 1,
                                           schedule="zero_bubble", model=EXPERTS, memory=.1),
-    "experts in stages behind dense layers": Cell("zero3_experts_fsdp", dict(data=2, fsdp=2, stage=2), "selective", 8, 1,
+    "experts in stages behind dense layers": Cell("zero3_experts_fsdp", dict(data=2, fsdp=2, stage=2),
+                                                  "selective", 8, 1,
                                                   model=BEHIND_DENSE, memory=.1),
     "experts over tensor in stages behind dense layers": Cell(
         "zero3_experts_tensor", dict(fsdp=2, tensor=2, stage=2), "full", 6, 1, schedule="interleaved_zero_bubble",
@@ -184,6 +199,7 @@ def test_what_differs_is_named_and_what_no_rule_explains_with_its_tensor():
 
 
 def test_no_formula_reaches_float8():
-    run = config.Run(model=dict(MODEL, matmul_dtype="float8", compute_dtype="bfloat16"), data=dict(seq_len=4096, global_batch=2))
+    run = config.Run(model=dict(MODEL, matmul_dtype="float8", compute_dtype="bfloat16"),
+                     data=dict(seq_len=4096, global_batch=2))
     made = assembly.assemble(run, compile.topology("h100:1"))
     assert beside.of(made, report.formula(made)) is None

@@ -12,7 +12,8 @@ from meshtrain.sharding.rules import Layout
 
 LAYOUT = Layout(rules.parse(""), {axis: 1 for axis in AXES})
 B, T, D, H = 4, 1024, 32, 8
-# Relative to the whole gradient: a float32 sum of 4,096 terms. Rounding the sum alone to bfloat16 makes 2e-3, adding in it percents.
+# Relative to the whole gradient: a float32 sum of 4,096 terms. Rounding the sum alone to bfloat16 makes 2e-3, adding in
+# it percents.
 TOLERANCE = 1e-5
 
 

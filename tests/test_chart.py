@@ -39,7 +39,8 @@ def test_a_picture_shows_every_op_with_its_microbatch(name, v):
 
 def test_the_boxes_of_a_picture_are_as_many_as_ops_and_losses():
     svg = drawn(schedules.make("zero_bubble", 2, 4, 1))
-    assert [svg.count(f'class="c{color} gap"') for color, _ in map(pictures.KINDS.get, ("F", "B", "W", "loss"))] == [8, 8, 8, 2 * 4]
+    assert [svg.count(f'class="c{color} gap"') for color, _ in map(pictures.KINDS.get, ("F", "B", "W", "loss"))] == [
+        8, 8, 8, 2 * 4]
     assert all(f">{name}<" in svg for name in ("forward", "input gradient", "weight gradient"))
 
 

@@ -1,4 +1,5 @@
-"""Chat templates: masks are those of transformers, what cannot be told is refused, and no template gets out or goes on for ever."""
+"""Chat templates: masks are those of transformers, what cannot be told is refused, and no template gets out or goes on
+for ever."""
 import json
 import os
 import signal
@@ -14,7 +15,8 @@ from meshtrain.data.documents.chat import Conversation
 ASKED = [{"role": "user", "content": "why?"}]
 ANSWERED = [*ASKED, {"role": "assistant", "content": "the cat sat"}]
 TURN = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
-UNMARKED = "{% for m in messages %}" + TURN + "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+UNMARKED = ("{% for m in messages %}" + TURN
+            + "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 
 
 def opened(tmp_path, text: str = UNMARKED, config=drawn.TOKENS, **options) -> chat.Template:
@@ -48,14 +50,18 @@ def test_without_the_tag_an_answer_is_what_follows_its_prompt(tmp_path):
     assert learned(template, [*ANSWERED, *ASKED, *ANSWERED[1:]]) == "the cat sat<|im_end|>\nthe cat sat<|im_end|>\n"
     assert learned(template, ANSWERED + ANSWERED, [True, False, True, True]) == "the cat sat<|im_end|>\n"
     ids = chat.prompt(template, ASKED)
-    assert template.library.decode(ids.tolist(), skip_special_tokens=False) == "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
+    assert template.library.decode(ids.tolist(),
+                                   skip_special_tokens=False) == "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
     whole, = chat.encode(template, [Conversation(ANSWERED, [True] * 2)], learn_all=True)
     assert whole.mask.all() and whole.ids[:len(ids)].tolist() == ids.tolist()
 
 
 def test_a_template_that_writes_earlier_turns_otherwise_is_refused_where_answers_must_be_told(tmp_path):
-    template = opened(tmp_path, "{% for m in messages %}{{ m.role }}{{ m.content if loop.last or m.role == 'user' else '…' }}{% endfor %}")
-    with pytest.raises(chat.Fault, match="has no {% generation %}, so what the assistant said cannot be told") as caught:
+    template = opened(tmp_path,
+                      "{% for m in messages %}{{ m.role }}{{ m.content if loop.last or m.role == 'user' else '…' }}{% "
+                      "endfor %}")
+    with pytest.raises(chat.Fault,
+                       match="has no {% generation %}, so what the assistant said cannot be told") as caught:
         chat.encode(template, [Conversation(ANSWERED, [True] * 2), Conversation(ANSWERED + ASKED, [True] * 3)])
     assert caught.value.index == 1
     assert len(chat.encode(template, [Conversation(ANSWERED + ASKED, [True] * 3)], learn_all=True)) == 1
@@ -74,7 +80,8 @@ def test_names_of_special_tokens_in_what_is_said_are_refused(said, tmp_path):
         chat.prompt(template, [{"role": "user", "content": said}])
 
 
-ESCAPES = ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ cycler.__init__.__globals__.os.system('touch escaped') }}",
+ESCAPES = ["{{ ''.__class__.__mro__[1].__subclasses__() }}",
+           "{{ cycler.__init__.__globals__.os.system('touch escaped') }}",
            "{{ self.__init__.__globals__ }}", "{% include 'tokenizer.json' %}", "{% import 'os' as os %}{{ os }}",
            "{{ messages.append(1) }}", "{{ messages[0].update(x=1) }}", "{{ raise_exception.__globals__['sys'] }}",
            "{{ ('%s' | attr('format')).__globals__ }}", "{{ strftime_now.__self__.__class__ }}",
@@ -88,7 +95,8 @@ def test_escapes_come_to_nothing(text, tmp_path, monkeypatch):
         assert len(chat.prompt(opened(tmp_path, text), ASKED)) == 0
     except chat.Fault as error:
         assert str(error).startswith(("the chat template refuses it: ", "the chat template fails: "))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
 
 
 ENDLESS = ["{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
@@ -113,7 +121,8 @@ def test_a_renderer_that_stands_still_is_ended_and_is_no_fault_of_the_template(t
     """SIGSTOP takes no CPU time, which is all that it is limited in."""
     monkeypatch.setattr(chat, "LONGEST_S", 0.5)
     template = opened(tmp_path)
-    for asked in ([Conversation(ASKED, [True])], [Conversation([{"role": "user", "content": "x" * 10**6}], [True])]):     # to read, to write
+    # to read, to write
+    for asked in ([Conversation(ASKED, [True])], [Conversation([{"role": "user", "content": "x" * 10**6}], [True])]):
         chat.encode(template, [Conversation(ASKED, [True])])
         os.kill(template._renderer._process.pid, signal.SIGSTOP)
         with pytest.raises(RuntimeError, match="has not answered for 0.5 s; it was stopped, or"):
@@ -132,7 +141,8 @@ def test_a_template_is_found_by_key_beside_the_tokenizer_or_in_the_folders_named
     assert chosen.key != template.key
     (home / "chat_template.jinja").rename(other / "chat_template.jinja")
     assert chat.open_template(template.tokenizer, folders=[home, other]).path == str(other / "chat_template.jinja")
-    with pytest.raises(ValueError, match="there is no chat template .*looked in .*home.*; name its file as data.chat_template"):
+    with pytest.raises(ValueError,
+                       match="there is no chat template .*looked in .*home.*; name its file as data.chat_template"):
         chat.open_template(template.tokenizer)
     with pytest.raises(ValueError, match="data.chat_template='nowhere' is no file"):
         chat.open_template(template.tokenizer, given="nowhere")
@@ -147,7 +157,8 @@ def test_broken_templates_are_told_with_their_line(tmp_path):
     with pytest.raises(chat.Fault, match="refuses it: only users"):
         chat.prompt(opened(tmp_path, "{{ raise_exception('only users') }}"), ASKED)
     (tmp_path / "chat_template.jinja").unlink()
-    for value, part in (({"chat_template": [{"name": "rag", "template": ""}]}, "of the names 'rag', and none is 'default'"),
+    for value, part in (({"chat_template": [{"name": "rag", "template": ""}]},
+                         "of the names 'rag', and none is 'default'"),
                         ({"chat_template": 3}, "neither a string nor a list")):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(value))
         with pytest.raises(ValueError, match=part):
@@ -164,6 +175,8 @@ def test_training_knows_one_day_and_a_prompt_the_present_one(tmp_path):
 def test_bytes_are_a_tokenizer_too(tmp_path):
     (tmp_path / "mine.jinja").write_text("{% for m in messages %}{{ m.role[0] }}: {{ m.content }}\n{% endfor %}")
     template = chat.open_template(tokenizer.Bytes(), given=str(tmp_path / "mine.jinja"))
-    one, = chat.encode(template, [Conversation([{"role": "user", "content": "é"}, {"role": "assistant", "content": "🐈!"}], [True] * 2)])
+    one, = chat.encode(template,
+                       [Conversation([{"role": "user", "content": "é"}, {"role": "assistant", "content": "🐈!"}],
+                                     [True] * 2)])
     assert bytes(one.ids.tolist()).decode() == "u: é\na: 🐈!\n"
     assert bytes(one.ids[one.mask].tolist()).decode() == "a: 🐈!\n" and one.ids.dtype == np.int32

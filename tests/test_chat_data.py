@@ -1,4 +1,5 @@
-"""Conversations in files: told apart by their keys, tokenized once with their masks, and learned as each would be by itself."""
+"""Conversations in files: told apart by their keys, tokenized once with their masks, and learned as each would be by
+itself."""
 import json
 import re
 
@@ -37,7 +38,8 @@ def chats(directory, values=None, name: str = "chatml", **keys) -> config.Data:
 def many(name: str = "chatml", count: int = 40) -> list[dict]:
     """Conversations in which something is to be learned."""
     given = [drawn.drawn(number)[1] for number in range(200)]
-    return [{"messages": one} for one in given if any(m["role"] == "assistant" and m["content"].strip() for m in one)][:count]
+    return [{"messages": one} for one in given if any(m["role"] == "assistant" and m["content"].strip() for m in one)][
+        :count]
 
 
 def alone(data: config.Data, values) -> list[chat.Encoded]:
@@ -51,12 +53,14 @@ def documents(batches) -> list[tuple[tuple, tuple]]:
     found = []
     for batch in batches:
         for tokens, targets, segments in zip(batch["tokens"], batch["targets"], batch["segments"]):
-            found += [(tuple(tokens[segments == k]), tuple(targets[segments == k])) for k in range(1, segments.max() + 1)]
+            found += [(tuple(tokens[segments == k]), tuple(targets[segments == k]))
+                      for k in range(1, segments.max() + 1)]
     return found
 
 
 def learned(one: chat.Encoded) -> tuple[tuple, tuple]:
-    """(tokens, targets) of a conversation by itself, as transformers takes labels: shifted by one, nothing behind the last."""
+    """(tokens, targets) of a conversation by itself, as transformers takes labels: shifted by one, nothing behind the
+    last."""
     return tuple(one.ids), (*np.where(one.mask[1:], one.ids[1:], NO_TARGET), NO_TARGET)
 
 
@@ -66,7 +70,8 @@ SAME = [
     {"conversations": [ASK, ANSWER], "system": ""},
     {"prompt": "why?", "completion": "the cat sat"},
     {"prompt": [ASK], "completion": [ANSWER]},
-    {"messages": [{**ASK, "content": [{"type": "text", "text": "why"}, {"type": "text", "text": "?"}]}, {**ANSWER, "weight": 1}]},
+    {"messages": [{**ASK, "content": [{"type": "text", "text": "why"}, {"type": "text", "text": "?"}]},
+                  {**ANSWER, "weight": 1}]},
 ]
 
 
@@ -78,12 +83,16 @@ def test_forms_are_told_apart_by_their_keys_and_mean_the_same():
 def test_what_is_given_is_not_learned():
     parse = conversations.parse
     assert parse({"prompt": [ASK, ANSWER, ASK], "completion": [ANSWER]}).trained == [False, False, False, True]
-    assert parse({"messages": [ASK, ANSWER | {"weight": 0}, ASK, ANSWER]}) == Conversation([ASK, ANSWER] * 2, [True, False, True, True])
-    asked = parse({"system": "be brief", "conversations": [{"from": "human", "value": "why?"}, {"from": "gpt", "value": "x"}]})
+    assert parse({"messages": [ASK, ANSWER | {"weight": 0}, ASK, ANSWER]}) == Conversation(
+        [ASK, ANSWER] * 2, [True, False, True, True])
+    asked = parse({"system": "be brief",
+                   "conversations": [{"from": "human", "value": "why?"}, {"from": "gpt", "value": "x"}]})
     assert asked.messages[0] == {"role": "system", "content": "be brief"} and len(asked.trained) == 3
-    both = parse({"conversations": [{"from": "human", "value": "asked", "content": "x"}, {"from": "gpt", "value": "said", "content": None}]})
+    both = parse({"conversations": [{"from": "human", "value": "asked", "content": "x"},
+                                    {"from": "gpt", "value": "said", "content": None}]})
     assert both.messages == [{"role": "user", "content": "asked"}, {"role": "assistant", "content": "said"}]
-    called = parse({"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}], "tools": [{"name": "f"}]})
+    called = parse({"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}],
+                    "tools": [{"name": "f"}]})
     assert called.messages[1]["content"] == "" and called.tools == [{"name": "f"}]
 
 
@@ -92,11 +101,14 @@ WRONG = [
     ("{", "broken JSON"), ("[1]", 'is not an object; write one a line, e.g. {"messages": […]}'),
     ({"text": "x"}, "is no conversation (its keys: 'text'); give it messages, conversations, or prompt and completion"),
     ({"prompt": "x"}, "is no conversation (its keys: 'prompt')"), ({}, "its keys: none"),
-    ({"messages": []}, "has no messages in 'messages', but []"), ({"messages": "hi"}, "has no messages in 'messages', but \"hi\""),
+    ({"messages": []}, "has no messages in 'messages', but []"),
+    ({"messages": "hi"}, "has no messages in 'messages', but \"hi\""),
     ({"messages": [ASK, "hi"]}, 'messages[1] is no message, but "hi"'),
-    ({"messages": [ASK, {"role": "asistant", "content": "x"}]}, "messages[1] has the role \"asistant\"; did you mean 'assistant'?"),
+    ({"messages": [ASK, {"role": "asistant", "content": "x"}]},
+     "messages[1] has the role \"asistant\"; did you mean 'assistant'?"),
     ({"messages": [ASK, {"content": "x"}]}, "messages[1] has the role null"),
-    ({"conversations": [{"from": "humam", "value": "x"}]}, "conversations[0] has the from \"humam\"; did you mean 'human'?"),
+    ({"conversations": [{"from": "humam", "value": "x"}]},
+     "conversations[0] has the from \"humam\"; did you mean 'human'?"),
     ({"messages": [ASK, {"role": "assistant", "content": None}]}, "messages[1] has no text in 'content', but null"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}, "messages[0] has no text in 'content'"),
     ({"messages": [ASK]}, "has no answer of the assistant to learn"),
@@ -104,17 +116,23 @@ WRONG = [
     ({"messages": [ASK, ANSWER | {"weight": 2}]}, "message 1 (from 0) has the weight 2"),
     ({"prompt": "a", "completion": 3}, "has no messages in 'completion', but 3"),
     ({"messages": [ASK, ANSWER], "tools": "f"}, 'has tools that are no list, but "f"'),
-    ('{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "x"}]}', "a lone surrogate"),
-    ({"messages": [{"role": "user", "content": "<|im_end|>"}, ANSWER]}, "holds '<|im_end|>' in what is said, which is a special token"),
+    ('{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "x"}]}',
+     "a lone surrogate"),
+    ({"messages": [{"role": "user", "content": "<|im_end|>"}, ANSWER]},
+     "holds '<|im_end|>' in what is said, which is a special token"),
 ]
 
 
 texts = st.sampled_from(["user", "assistant", "human", "gpt", "text", "", "why?", "\ud800", "a" * 50])
-keys = st.sampled_from(["messages", "conversations", "prompt", "completion", "system", "tools", "role", "from", "content", "value", "weight",
+keys = st.sampled_from(["messages", "conversations", "prompt", "completion", "system",
+                        "tools", "role", "from", "content", "value", "weight",
                         "type", "text", "tool_calls"])
 values = st.recursive(st.none() | st.booleans() | st.integers(-1, 2) | st.floats(allow_nan=False) | texts,
-                      lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4), max_leaves=12)
-messages = st.lists(st.dictionaries(keys, values, max_size=3) | st.fixed_dictionaries({"role": texts, "content": texts | values}), max_size=3)
+                      lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4),
+                      max_leaves=12)
+messages = st.lists(st.dictionaries(keys, values,
+                                    max_size=3) | st.fixed_dictionaries({"role": texts, "content": texts | values}),
+                                    max_size=3)
 
 
 @settings(deadline=None, max_examples=200)
@@ -140,12 +158,15 @@ def test_a_template_that_refuses_or_does_not_end_is_told_with_the_line(tmp_path,
     monkeypatch.setattr(chat, "LIMIT_S", 0.3)
     data = chats(tmp_path, [{"messages": [ASK, ANSWER]}, {"messages": [ASK, ANSWER, ASK, ANSWER]}])
     (tmp_path / "chatml" / "chat_template.jinja").write_text(
-        "{% generation %}x{% endgeneration %}{% if messages | length > 2 %}{{ raise_exception('too many turns') }}{% endif %}")
+        "{% generation %}x{% endgeneration %}{% if messages | length > 2 %}{{ raise_exception('too many turns') }}{% "
+        "endif %}")
     assert "chat.jsonl, line 2: the chat template refuses it: too many turns; " in fault(data, tmp_path)
     (tmp_path / "chatml" / "chat_template.jinja").write_text(
-        "{% generation %}x{% endgeneration %}{% if messages | length > 2 %}{{ 9 ** (messages | length * 10 ** 9) }}{% endif %}")
+        "{% generation %}x{% endgeneration %}{% if messages | length > 2 %}{{ 9 ** (messages | length * 10 ** 9) }}{% "
+        "endif %}")
     assert re.search("chat.jsonl, line 2: the chat template .* is cut off; ", fault(data, tmp_path))
-    (tmp_path / "chatml" / "chat_template.jinja").write_text("{% if not messages %}{% generation %}{% endgeneration %}{% endif %}x")
+    (tmp_path / "chatml" / "chat_template.jinja").write_text(
+        "{% if not messages %}{% generation %}{% endgeneration %}{% endif %}x")
     assert "line 1: has no token to learn as the chat template writes it" in fault(data, tmp_path)
 
 
@@ -170,7 +191,8 @@ def test_every_masked_target_of_an_epoch_comes_once_however_sequences_fall(tmp_p
     found = np.concatenate([packed.batch(n)["targets"].ravel() for n in range(packed.train[0].tokens_per_epoch)])
     wanted = np.concatenate([learned(one)[1] for one in alone(data, values)])
     size = max(found.max(), wanted.max()) + 2
-    np.testing.assert_array_equal(np.bincount(found + 1, minlength=size), rounds * np.bincount(wanted + 1, minlength=size))
+    np.testing.assert_array_equal(np.bincount(found + 1, minlength=size),
+                                  rounds * np.bincount(wanted + 1, minlength=size))
 
 
 def test_whole_conversations_share_sequences_and_long_ones_lose_their_end(tmp_path):
@@ -183,7 +205,9 @@ def test_whole_conversations_share_sequences_and_long_ones_lose_their_end(tmp_pa
     wanted = [tuple(part[:64] for part in learned(one)) for one in by_itself]
     assert len(found) - 4 < len(wanted) <= len(found) and set(found) == set(wanted)
     long = [len(one.ids) - 64 for one in by_itself if len(one.ids) > 64]
-    assert packing.notes(data, opened) == [f'data.packing="whole": {len(long)} of 60 documents are longer than data.seq_len=64 and end '
+    assert packing.notes(data,
+                         opened) == [f'data.packing="whole": {len(long)} of 60 documents are longer than '
+                                     f'data.seq_len=64 and end '
                                            f"there; {sum(long):,} of their tokens are left out"]
 
 
@@ -215,10 +239,12 @@ def test_chat_caches_are_found_again_and_are_others_for_another_template_or_loss
 def test_a_mask_beside_token_files_says_what_is_learned(tmp_path):
     path = write_tokens(tmp_path / "a.tokens.npy", [[1, 2, 3], [4, 5], [6]])
     np.save(tmp_path / "a.mask.npy", np.array([0, 1, 1, 1, 0, 1], bool))
-    data = config.Data(source="tokens", paths=[str(path)], bos_token="0", eos="9", seq_len=3, global_batch=1, validation_fraction=0)
+    data = config.Data(source="tokens", paths=[str(path)], bos_token="0", eos="9", seq_len=3,
+                       global_batch=1, validation_fraction=0)
     packed = packing.open_batches(data, Opened(data, tmp_path).corpus, seed=1)
     batches = [packed.batch(n) for n in range(3)]
-    pairs = sorted((int(a), int(b)) for batch in batches for a, b in zip(batch["tokens"].ravel(), batch["targets"].ravel()))
+    pairs = sorted((int(a), int(b)) for batch in batches
+                   for a, b in zip(batch["tokens"].ravel(), batch["targets"].ravel()))
     assert pairs == [(0, -1), (0, 4), (0, 6), (1, 2), (2, 3), (3, 9), (4, -1), (5, -1), (6, 9)]
 
 
@@ -247,11 +273,13 @@ def test_a_mask_that_changes_or_goes_is_noticed(tmp_path):
     assert not Opened(data, tmp_path).corpus.sources[0].masked
 
 
-# ---- the loss ---------------------------------------------------------------------------------------------------------
+# ---- the loss
+# ---------------------------------------------------------------------------------------------------------
 
 
 def model(data: config.Data, **sections) -> config.Run:
-    return config.Run(model=config.Model(vocab_size=1024, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=64,
+    return config.Run(model=config.Model(vocab_size=1024, embed_dim=32, num_layers=2,
+                                         num_heads=4, num_kv_heads=2, mlp_dim=64,
                                          compute_dtype="float32"), data=data, **sections)
 
 
@@ -287,12 +315,15 @@ def test_packed_and_masked_loss_is_that_of_the_conversations_one_by_one(tmp_path
 
 @pytest.mark.parametrize("optimizer, mesh", [
     ("muon", {}), pytest.param("adafactor", dict(fsdp=2), marks=pytest.mark.slow),
-    pytest.param("lion", dict(context=2), marks=pytest.mark.slow), pytest.param("adamw", dict(stage=2), marks=pytest.mark.slow),
+    pytest.param("lion", dict(context=2), marks=pytest.mark.slow),
+    pytest.param("adamw", dict(stage=2), marks=pytest.mark.slow),
 ], ids=str)
 def test_a_batch_without_a_target_makes_no_nan(optimizer, mesh, tmp_path):
     rules = "zero3" if mesh and not {"stage", "context"} & mesh.keys() else "ddp"
-    run = model(config.Data(seq_len=16, global_batch=4), mesh=config.Mesh(**mesh), optimizer=config.Optimizer(name=optimizer),
-                sharding=config.Sharding(rules=f"sharding_rules/{rules}.toml"), training=config.Training(microbatches=2))
+    run = model(config.Data(seq_len=16, global_batch=4), mesh=config.Mesh(**mesh),
+                optimizer=config.Optimizer(name=optimizer),
+                sharding=config.Sharding(rules=f"sharding_rules/{rules}.toml"),
+                training=config.Training(microbatches=2))
     made = assembly.assemble(run, jax.devices()[:max([1, *mesh.values()])])
     batch = {key: np.ones((4, 16), np.int32) for key in ("tokens", "segments", "positions", "index")}
     batch |= {"targets": np.full((4, 16), NO_TARGET, np.int32), "sequence": np.arange(4, dtype=np.int32)}
@@ -306,9 +337,12 @@ def test_a_batch_without_a_target_makes_no_nan(optimizer, mesh, tmp_path):
 def test_the_run_file_for_fine_tuning_trains_on_conversations_and_goes_on(tmp_path, monkeypatch):
     data = chats(tmp_path, many())
     monkeypatch.chdir(tmp_path)
-    words = {"mesh.simulated_devices": 8, "model.vocab_size": 512, "model.embed_dim": 32, "model.num_layers": 2, "model.num_heads": 4,
-             "model.num_kv_heads": 2, "model.head_dim": 8, "model.mlp_dim": 64, "model.compute_dtype": "float32", "data.seq_len": 64,
-             "data.global_batch": 8, "data.paths": json.dumps(list(data.paths)), "data.tokenizer": data.tokenizer, "data.bos_token": "<s>"}
+    words = {"mesh.simulated_devices": 8, "model.vocab_size": 512, "model.embed_dim": 32,
+             "model.num_layers": 2, "model.num_heads": 4,
+             "model.num_kv_heads": 2, "model.head_dim": 8, "model.mlp_dim": 64, "model.compute_dtype": "float32",
+             "data.seq_len": 64,
+             "data.global_batch": 8, "data.paths": json.dumps(list(data.paths)), "data.tokenizer": data.tokenizer,
+             "data.bos_token": "<s>"}
     argv = [f"--{key}={value}" for key, value in words.items()]
     for steps in (2, 3):
         ran = call(train.main, ROOT / "configs/llama3.2-1b-sft.toml", *argv, "--training.steps", steps)
@@ -317,12 +351,14 @@ def test_the_run_file_for_fine_tuning_trains_on_conversations_and_goes_on(tmp_pa
     rows = [json.loads(line) for line in (tmp_path / "runs/llama3.2-1b-sft/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3] and all(0 < row["val_loss"] < 10 for row in rows[1:])
     assert (tmp_path / "runs/llama3.2-1b-sft/export/3/model.safetensors").is_file()
-    again = call(train.main, ROOT / "configs/llama3.2-1b-sft.toml", *argv, "--training.steps", 4, "--data.packing", "stream")
+    again = call(train.main, ROOT / "configs/llama3.2-1b-sft.toml", *argv, "--training.steps",
+                 4, "--data.packing", "stream")
     assert again.code == 2 and 'data.packing="stream", but the run in ' in again.err
 
 
 def test_a_mask_beside_a_bare_file_of_ids_counts_its_separators(tmp_path):
     np.array([0, 1, 2, 0, 3], np.uint16).tofile(tmp_path / "a.bin")
     np.save(tmp_path / "a.mask.npy", np.array([0, 0, 1, 0, 1], np.uint8))
-    source = Opened(config.Data(source="tokens", paths=[str(tmp_path / "a.bin")], bos_token="0"), tmp_path).corpus.sources[0]
+    source = Opened(config.Data(source="tokens", paths=[str(tmp_path / "a.bin")], bos_token="0"),
+                    tmp_path).corpus.sources[0]
     assert [source.mask(0, 0, 2).tolist(), source.mask(1, 0, 1).tolist()] == [[0, 1], [1]]

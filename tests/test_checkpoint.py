@@ -24,7 +24,8 @@ from meshtrain import files
 from meshtrain.checkpoint import checkpoint
 from meshtrain.config import ConfigError
 from meshtrain.run import trees
-from checkpoints import ROOT, abstract, assert_same_bits, flip, latest, make_state, mesh, names, small_disk  # noqa: F401
+# noqa: F401
+from checkpoints import ROOT, abstract, assert_same_bits, flip, latest, make_state, mesh, names, small_disk
 
 
 def test_state_comes_back_bit_for_bit_on_another_mesh(tmp_path):
@@ -60,10 +61,12 @@ def test_who_reads_only_weights_reads_and_checks_no_other_arrays(tmp_path, monke
     with checkpoint.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(7, old, {})
     of_params = [str(path) for path in (tmp_path / "7" / "params").rglob("*") if path.is_file()]
-    largest = max(filter(pathlib.Path.is_file, (tmp_path / "7" / "state").rglob("*")), key=lambda path: path.stat().st_size)
+    largest = max(filter(pathlib.Path.is_file, (tmp_path / "7" / "state").rglob("*")),
+                  key=lambda path: path.stat().st_size)
     flip(largest)
     read, real = [], files.checksums
-    monkeypatch.setattr(files, "checksums", lambda place, paths, **how: real(place, [read.append(str(p)) or p for p in paths], **how))
+    monkeypatch.setattr(files, "checksums",
+                        lambda place, paths, **how: real(place, [read.append(str(p)) or p for p in paths], **how))
     checkpoints = checkpoint.Checkpoints(tmp_path, read_only=True)
     assert checkpoints.latest(only_params=True) == 7
     assert sorted(read) == sorted([*of_params, str(tmp_path / "7" / "metadata.json")])
@@ -241,9 +244,11 @@ def test_a_full_disk_is_told_leaves_nothing_and_the_next_save_may_work(small_dis
 def test_arrays_that_end_after_their_save_has_failed_print_nothing(small_disk, monkeypatch):  # noqa: F811
     printed = []
     monkeypatch.setattr(sys, "unraisablehook", printed.append)
-    state = {f"w{i}": jnp.asarray(np.random.default_rng(i).normal(size=100_000).astype("f4")) for i in range(32)}     # 12.8 MB
+    # 12.8 MB
+    state = {f"w{i}": jnp.asarray(np.random.default_rng(i).normal(size=100_000).astype("f4")) for i in range(32)}
     for _ in range(4):      # which of tensorstore's threads is late is chance
-        with contextlib.suppress(checkpoint.CheckpointError), checkpoint.Checkpoints(small_disk / "c", tell=lambda text: None) as checkpoints:
+        with contextlib.suppress(checkpoint.CheckpointError), checkpoint.Checkpoints(small_disk / "c",
+                                                                                     tell=lambda text: None) as checkpoints:
             checkpoints.save(1, state, {})
             checkpoints.save(2, state, {})
     assert printed == []
@@ -266,7 +271,8 @@ def test_wherever_the_disk_refuses_the_last_whole_one_stays(tmp_path, monkeypatc
 
             broken.setattr(*((pathlib.Path, where) if where == "rename" else (files, where)), fail)
             checkpoints.save(2, {"w": jnp.ones(3)}, {})
-            with pytest.raises(checkpoint.CheckpointError, match=f"step 2 not saved in {tmp_path}: {os.strerror(error)}"):
+            with pytest.raises(checkpoint.CheckpointError,
+                               match=f"step 2 not saved in {tmp_path}: {os.strerror(error)}"):
                 checkpoints.wait()
         assert len(told) == 1 and names(tmp_path) == ["1"] and checkpoint.Checkpoints(tmp_path).latest() == 1
         checkpoints.save(3, {"w": jnp.ones(3)}, {})
@@ -322,7 +328,8 @@ def test_the_third_failed_save_in_a_row_stops_the_run_at_once(tmp_path, monkeypa
         failing_saves(monkeypatch)
         for step in (30, 31):
             checkpoints.save(step, {"w": jnp.ones(3)}, {})
-        with pytest.raises(checkpoint.CheckpointError, match="step 32 not saved .*No space left on device; 3 saves in a row"):
+        with pytest.raises(checkpoint.CheckpointError,
+                           match="step 32 not saved .*No space left on device; 3 saves in a row"):
             checkpoints.save(32, {"w": jnp.ones(3)}, {})
         assert len(told) == 7 and names(tmp_path) == ["12", "22"]
         monkeypatch.undo()
@@ -370,7 +377,8 @@ def test_a_step_that_was_saved_and_found_damaged_is_saved_again(tmp_path):
 
 
 def test_a_save_that_failed_does_not_hinder_the_way_back(tmp_path, monkeypatch):
-    with pytest.raises(checkpoint.CheckpointError), checkpoint.Checkpoints(tmp_path, tell=lambda text: None) as checkpoints:
+    with pytest.raises(checkpoint.CheckpointError), checkpoint.Checkpoints(tmp_path,
+                                                                           tell=lambda text: None) as checkpoints:
         checkpoints.save(1, {"w": jnp.ones(3)}, {})
         checkpoints.wait()
         failing_saves(monkeypatch)

@@ -55,7 +55,8 @@ def check_passed_over(directory, name, what):
 @given(data=st.data())
 def test_a_flipped_bit_in_any_file_is_noticed_told_and_passed_over(two, data):
     with copied(two) as directory:
-        path = directory / "2" / data.draw(st.sampled_from([name for name in files(two / "2") if name != "checksums.json"]))
+        path = directory / "2" / data.draw(st.sampled_from(
+            [name for name in files(two / "2") if name != "checksums.json"]))
         flip(path, data.draw(st.integers(0, 8 * path.stat().st_size - 1)))
         check_passed_over(directory, path.relative_to(directory / "2"), ": its checksum differs")
 
@@ -155,10 +156,12 @@ def test_no_file_of_a_checkpoint_is_unpickled(two, tmp_path):
             place = directory / "2"
             (place / name).write_bytes(bomb)
             (place / "checksums.json").unlink()
-            (place / "checksums.json").write_text(json.dumps(meshtrain.files.checksums(place, [place / n for n in files(place)])))
+            (place / "checksums.json").write_text(
+                json.dumps(meshtrain.files.checksums(place, [place / n for n in files(place)])))
             checkpoints = checkpoint.Checkpoints(directory)
             assert not checkpoints.fault(2)
-            for read in (checkpoints.newest, lambda: checkpoints.restore(2, abstract(make_state(mesh(4, 2), P("a", "b"))))):
+            for read in (checkpoints.newest,
+                         lambda: checkpoints.restore(2, abstract(make_state(mesh(4, 2), P("a", "b"))))):
                 with contextlib.suppress(Exception):
                     read()
             assert not trace.exists(), name
@@ -195,7 +198,8 @@ def test_a_checkpoint_that_cannot_be_read_is_no_damaged_one_and_stays(two, monke
         checkpoints = checkpoint.Checkpoints(directory, tell=told.append)
         with monkeypatch.context() as patched:
             refusing(patched, code, name)
-            with pytest.raises(checkpoint.CheckpointError, match=f"2 cannot be read, .*: {name}: {os.strerror(code)}. See that"):
+            with pytest.raises(checkpoint.CheckpointError,
+                               match=f"2 cannot be read, .*: {name}: {os.strerror(code)}. See that"):
                 checkpoints.latest()
         assert (told, names(directory)) == ([], ["1", "2"])
         assert checkpoints.latest() == 2
@@ -230,7 +234,8 @@ def test_arrays_that_cannot_be_read_are_no_mistake_of_the_user(two, monkeypatch)
         for what in ("restore", "metadata"):    # tensorstore's errors are ValueErrors
             with monkeypatch.context() as patched:
                 patched.setattr(checkpoints._arrays, what, stale)
-                with pytest.raises(checkpoint.CheckpointError, match="2 cannot be read, and nothing was changed: Stale file"):
+                with pytest.raises(checkpoint.CheckpointError,
+                                   match="2 cannot be read, and nothing was changed: Stale file"):
                     checkpoints.restore(2, abstract(state))
         assert names(directory) == ["1", "2"]
 
@@ -265,11 +270,13 @@ say("left", sorted(os.listdir(directory)))
         inside = sorted(json.loads((directory / "2" / "checksums.json").read_text()))
         zero, one = run_processes(2, directory, body)
         host = socket.gethostname()
-        stale = f"True /2 cannot be read, and nothing was changed: process 1 ({host}): {inside[1]}: Stale file handle. See that"
-        unseen = (f"True /2 cannot be read, and nothing was changed: process 1 ({host}): {inside[1]}: process 0 sees it, "
-                  "this host does not. See that")
+        stale = (f"True /2 cannot be read, and nothing was changed: process 1 ({host}): {inside[1]}: Stale file "
+                 f"handle. See that")
+        unseen = (f"True /2 cannot be read, and nothing was changed: process 1 ({host}): {inside[1]}: process 0 sees "
+                  f"it, this host does not. See that")
         for said in (zero, one):
             assert said[0].startswith(stale[:130]) and said[1].startswith(unseen[:130]), said
         assert one[2:] == ["latest 2", "latest 1", "left ['1', '2.damaged']"]
-        told = f"told checkpoint {directory}/2 is damaged ({inside[0]} is missing), kept as 2.damaged; trying the one before"
+        told = (f"told checkpoint {directory}/2 is damaged ({inside[0]} is missing), kept as 2.damaged; trying the one "
+                f"before")
         assert zero[2:] == ["latest 2", told, *one[3:]]

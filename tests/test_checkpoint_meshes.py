@@ -17,7 +17,8 @@ MESHES = [
 
 def assemble(rule, sizes):
     run = config.Run(
-        mesh=sizes, sharding=dict(rules=str(ROOT / f"sharding_rules/{rule}.toml")), data=dict(seq_len=16, global_batch=8),
+        mesh=sizes, sharding=dict(rules=str(ROOT / f"sharding_rules/{rule}.toml")),
+        data=dict(seq_len=16, global_batch=8),
         model=dict(vocab_size=256, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=4, mlp_dim=32,
                    compute_dtype="float32"),
         training=dict(steps=8),
@@ -116,9 +117,12 @@ say("left", sorted(os.listdir(directory)))
     later = {n: missing.replace("step 4", f"step {n}") for n in (6, 7)}
     stops = "; 3 saves in a row have failed, and the run stops before it loses more"
     assert zero == [damaged, "latest 1", "latest 3", f"told {missing}", f"raised {missing}", "quickly True",
-                    *(f"told {text}" for text in later.values()), f"raised {later[7]}{stops}", "left ['2.damaged', '3', '5']"]  # fmt: skip
+                    # fmt: skip
+                    *(f"told {text}" for text in later.values()), f"raised {later[7]}{stops}",
+                    "left ['2.damaged', '3', '5']"]
     assert one == ["latest 1", "latest 3", f"told {failed}No space left on device", f"raised {missing}", "quickly True",
-                   *(f"told {failed.replace('step 4', f'step {n}')}No space left on device" for n in later), f"raised {later[7]}{stops}",
+                   *(f"told {failed.replace('step 4', f'step {n}')}No space left on device" for n in later),
+                   f"raised {later[7]}{stops}",
                    "left ['2.damaged', '3', '5']"]  # fmt: skip
     checkpoints = checkpoint.Checkpoints(tmp_path, read_only=True)
     assert checkpoints.latest() == 5

@@ -1,7 +1,7 @@
 """Simulated devices in several processes: no collective can start beside another of its group, or Gloo pairs the two.
 
-Read from the compiled program: XLA's CPU backend orders the collectives of one computation, but what follows a loop may start
-while the loop runs unless it reads what the loop makes.
+Read from the compiled program: XLA's CPU backend orders the collectives of one computation, but what follows a loop may
+start while the loop runs unless it reads what the loop makes.
 """
 import dataclasses
 import functools
@@ -86,7 +86,8 @@ def test_so_have_the_evaluation_and_the_sample(rule, mesh, by_gloo):
         placed = trained.within(made, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), params))
         names = []
         generator = placed.generator()
-        compiled = lambda name, jitted, *args: names.append(name) or order_checked(generator.compiled(name, jitted, *args), devices)
+        compiled = lambda name, jitted, *args: names.append(name) or order_checked(
+            generator.compiled(name, jitted, *args), devices)
         dataclasses.replace(generator, compiled=compiled).complete([[5]], GenerationLimits(3))
     assert len(names) == 2
 

@@ -79,7 +79,8 @@ def test_a_row_per_step_has_the_keys_and_types_of_the_contract(finished):
     assert [row["step"] for row in written] == [1, 2, 3, 4, 5, 6]
     assert [row["tokens"] for row in written] == [8 * 32 * step for step in range(1, 7)]
     for row in written:
-        assert {key: type(row[key]) for key in ("loss", "grad_norm", "learning_rate", "step_time_s", "tokens_per_s")} == \
+        assert {key: type(row[key]) for key in ("loss", "grad_norm", "learning_rate",
+                                                "step_time_s", "tokens_per_s")} == \
             dict.fromkeys(("loss", "grad_norm", "learning_rate", "step_time_s", "tokens_per_s"), float)
         assert row["skipped"] is False and row["mfu"] is None, "the peak of a CPU is unknown"
         assert row["step_time_s"] > 0 and abs(row["tokens_per_s"] * row["step_time_s"] - 256) < 1e-6
@@ -195,7 +196,8 @@ def test_another_tokenizer_is_refused_on_resume_before_anything_is_tokenized(cop
     text = shutil.copy(home / "corpus.txt", tmp_path / "corpus.txt")
     other = corpora.write_tokenizer(tmp_path / "other.json", corpus=[])    # 256 bytes and a separator, too
     before = contents(copied)
-    refused(call(train.main, copied / "config.toml", "--run.dir", copied, "--training.steps", 9, "--data.tokenizer", other,
+    refused(call(train.main, copied / "config.toml", "--run.dir", copied, "--training.steps",
+                 9, "--data.tokenizer", other,
                  "--data.paths", json.dumps([str(text)])), "data.tokenizer", "other.json", "run.name")
     assert contents(copied) == before and not (tmp_path / ".meshtrain").exists()
 
@@ -204,7 +206,8 @@ def test_another_tokenizer_is_refused_on_resume_before_anything_is_tokenized(cop
 
 def test_init_from_begins_a_new_run_from_those_weights(tiny, finished, tmp_path):
     before = contents(finished)
-    ran = call(train.main, *tiny, "--training.steps", 2, "--run.dir", tmp_path / "tuned", "--checkpoint.init_from", finished,
+    ran = call(train.main, *tiny, "--training.steps", 2, "--run.dir", tmp_path / "tuned",
+               "--checkpoint.init_from", finished,
                "--optimizer.learning_rate", 1e-12, "--run.seed", 5)
     assert ran.code == 0 and "weights from step 6" in ran.out, ran
     assert [row["step"] for row in rows(tmp_path / "tuned")] == [1, 2]
@@ -246,7 +249,8 @@ BAD = {
     "no text": ("--data.paths []", ["data.paths"]),
     "empty text": ("--data.paths ['empty.txt']", ["empty"]),
     "sequence longer than the data": ("--data.seq_len 100000", ["data.seq_len", "100000"]),
-    "learned positions": ("--model.position learned --model.max_seq_len 16", ["data.seq_len=32", "model.max_seq_len=16"]),
+    "learned positions": ("--model.position learned --model.max_seq_len 16",
+                          ["data.seq_len=32", "model.max_seq_len=16"]),
     "init_from": ("--checkpoint.init_from nowhere", ["checkpoint.init_from", "nowhere"]),
 }
 
@@ -255,7 +259,8 @@ BAD = {
 def test_a_mistake_is_exit_2_and_one_message(mistake, tiny, tmp_path):
     words, parts = BAD[mistake]
     (tmp_path / "empty.txt").write_text("")
-    refused(call(train.main, *tiny, *SIX, *words.split()) if words[0] == "-" else call(train.main, words, *tiny, *SIX), *parts)
+    refused(call(train.main, *tiny, *SIX, *words.split()) if words[0] == "-" else
+            call(train.main, words, *tiny, *SIX), *parts)
     assert contents(tmp_path / "runs") == {} if (tmp_path / "runs").exists() else True
 
 
@@ -281,7 +286,8 @@ def test_booleans_are_true_or_false(tiny):
 
 @pytest.mark.parametrize("every", [0, 1], ids=["", "validated each step"])
 def test_steps_without_a_finite_loss_are_skipped_told_and_stop_the_run(every, tiny, tmp_path):
-    ran = call(train.main, *tiny, "--optimizer.learning_rate", 1e38, "--optimizer.warmup_steps", 0, "--training.steps", 9,
+    ran = call(train.main, *tiny, "--optimizer.learning_rate", 1e38, "--optimizer.warmup_steps",
+               0, "--training.steps", 9,
                "--training.max_skipped_steps", 3, "--validation.every", every, "--run.dir", tmp_path / "run")
     assert ran.code == 1 and "Traceback" not in ran.err, ran
     assert ran.err.startswith("stopped: 3 steps in a row") and "optimizer.learning_rate=1e+38" in ran.err
@@ -340,7 +346,8 @@ def test_a_real_process_saves_on_sigterm_and_keeps_its_directory_to_itself(tiny,
 def test_options_before_the_run_file_keep_its_mesh_where_there_are_gpus(monkeypatch):
     monkeypatch.setattr(train.devices, "gpus_expected", lambda: True)
     monkeypatch.setattr(train.devices, "start", lambda run, cluster: jax.devices())
-    for argv, own in ((["--training.steps", "5", str(ROOT / "configs/llama3.2-1b.toml")], True), (["--training.steps", "5"], False),
+    for argv, own in ((["--training.steps", "5", str(ROOT / "configs/llama3.2-1b.toml")], True),
+                      (["--training.steps", "5"], False),
                       (["--training.steps", "5", "--mesh.data=2"], True)):
         run = train.config.load(argv)
         found, chosen = train._devices(run, argv, None)
@@ -348,7 +355,8 @@ def test_options_before_the_run_file_keep_its_mesh_where_there_are_gpus(monkeypa
     assert chosen == run
 
 
-# ---- checkpoints ------------------------------------------------------------------------------------------------------
+# ---- checkpoints
+# ------------------------------------------------------------------------------------------------------
 
 def test_a_failed_final_save_is_exit_1_and_a_failed_regular_one_is_told(tiny, tmp_path, monkeypatch):
     from meshtrain import files
@@ -387,4 +395,5 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_used(tiny, tmp_path, fi
         os.truncate(saved / step / "metadata.json", 5)
     first = call(train.main, *tiny, *SIX, "--run.dir", tmp_path / "run")
     assert first.code == 2 and "3 is damaged (" in first.err and "Traceback" not in first.err
-    refused(call(train.main, *tiny, *SIX, "--run.dir", tmp_path / "run"), "only damaged ones (3.damaged, 6.damaged", "remove")
+    refused(call(train.main, *tiny, *SIX, "--run.dir", tmp_path / "run"),
+            "only damaged ones (3.damaged, 6.damaged", "remove")

@@ -1,4 +1,5 @@
-"""The commit of a checkpoint of many processes: whole and as today's, and process 0 touches no file of another process."""
+"""The commit of a checkpoint of many processes: whole and as today's, and process 0 touches no file of another
+process."""
 import json
 import os
 
@@ -17,7 +18,8 @@ COUNT = 64
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A checkpoint directory with step 7 of 64 processes, the arrays in it, and what process 0 opened while it committed."""
+    """A checkpoint directory with step 7 of 64 processes, the arrays in it, and what process 0 opened while it
+    committed."""
     directory = tmp_path_factory.mktemp("many")
     place, handler, opened = directory / "7", ocp.PyTreeCheckpointHandler(use_compression=False), []
     whole = benchmark.simulate(place, COUNT, handler, arrays=5)
@@ -26,8 +28,10 @@ def written(tmp_path_factory):
     (place / "state" / "notes").write_text("of nobody")
     with pytest.MonkeyPatch.context() as watched:
         real = commit.files.checksums
-        watched.setattr(commit.files, "checksums", lambda where, paths, **how: real(where, [opened.append(path) or path for path in paths], **how))
-        commit.commit(place, COUNT, json.dumps({"format": checkpoint.FORMAT}), lambda folder: handler.finalize(epath.Path(folder)))
+        watched.setattr(commit.files, "checksums",
+                        lambda where, paths, **how: real(where, [opened.append(path) or path for path in paths], **how))
+        commit.commit(place, COUNT, json.dumps({"format": checkpoint.FORMAT}),
+                      lambda folder: handler.finalize(epath.Path(folder)))
     return directory, whole, [str(path.relative_to(place)) for path in opened]
 
 
@@ -75,12 +79,14 @@ def test_each_process_has_its_own_files_and_folders_on_the_disk(tmp_path, monkey
     (folder / "d").mkdir(parents=True)
     (folder / "manifest").write_text("m")
     (folder / "d" / "data").write_text("d")
-    monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(os.readlink(f"/proc/self/fd/{descriptor}")), real(descriptor)))
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(os.readlink(f"/proc/self/fd/{descriptor}")),
+                                                         real(descriptor)))
     commit.hand_over(tmp_path, 5)
     assert {str(folder), *map(str, folder.rglob("*"))} <= set(synced)
 
 
-@pytest.mark.parametrize("argv, code, said", [(["--help"], 0, "64, 512 and 2048"), (["0"], 2, "0 is no number of processes"), (["-4"], 2, ""),
+@pytest.mark.parametrize("argv, code, said", [(["--help"], 0, "64, 512 and 2048"),
+                                              (["0"], 2, "0 is no number of processes"), (["-4"], 2, ""),
                                               (["many"], 2, "many is no number of processes")])
 def test_the_benchmark_says_what_it_takes(argv, code, said, capsys):
     with pytest.raises(SystemExit) as ended:

@@ -15,7 +15,8 @@ needs_wheels = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("text, expected", [("h100:64", ("h100", 64)), ("a100-80gb:4", ("a100-80gb", 4)), ("gb200:12", ("gb200", 12))])
+@pytest.mark.parametrize("text, expected", [("h100:64", ("h100", 64)), ("a100-80gb:4", ("a100-80gb", 4)),
+                                            ("gb200:12", ("gb200", 12))])
 def test_topology_text_is_name_and_count(text, expected):
     assert compile.parse_topology(text) == expected
 
@@ -44,7 +45,8 @@ def test_impossible_topology_is_refused_by_name(text, complaint):
 
 def test_missing_wheels_name_the_extra(monkeypatch):
     monkeypatch.setattr(compile, "missing_wheels", lambda: ["ptxas (nvidia-cuda-nvcc)"])
-    with pytest.raises(ValueError, match=re.escape("needs ptxas (nvidia-cuda-nvcc): run pip install -e '.[gpu-compile]'")):
+    with pytest.raises(ValueError,
+                       match=re.escape("needs ptxas (nvidia-cuda-nvcc): run pip install -e '.[gpu-compile]'")):
         compile.topology("h100:8")
 
 
@@ -88,8 +90,10 @@ def test_devices_are_as_many_and_of_the_kind_asked_for(name):
 
 @needs_wheels
 def test_row_parallel_matmul_on_64_h100_is_one_bf16_matmul_and_two_all_reduces():
-    """y = x·w, contracted over tensor (8), summed over the batch on data (8): GPU collectives in bf16, none promoted."""
-    mesh = Mesh(np.array(compile.topology("h100:64")).reshape(8, 8), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    """y = x·w, contracted over tensor (8), summed over the batch on data (8): GPU collectives in bf16, none
+    promoted."""
+    mesh = Mesh(np.array(compile.topology("h100:64")).reshape(8, 8), ("data", "tensor"),
+                axis_types=(AxisType.Auto,) * 2)
     B, D, F = 256, 512, 128
 
     def f(x_BD, w_DF):
@@ -108,7 +112,8 @@ def test_row_parallel_matmul_on_64_h100_is_one_bf16_matmul_and_two_all_reduces()
     rows = {r.axes: r for r in program.collectives}
     payload = (B // 8) * F * 2
     assert set(rows) == {("tensor",), ("data",)} and len(program.collectives) == 2
-    assert (rows["tensor",].dtype, rows["tensor",].payload_bytes, rows["tensor",].bytes) == ("bf16", payload, payload * 14 // 8)
+    assert (rows["tensor",].dtype, rows["tensor",].payload_bytes, rows["tensor",].bytes) == (
+        "bf16", payload, payload * 14 // 8)
     assert (rows["data",].dtype, rows["data",].payload_bytes) == ("f32", F * 4)
     assert program.flops == {"bf16": 2 * (B // 8) * (D // 8) * F}
     assert not program.unknown_loops and not program.broken_permutes and not program.uncounted

@@ -166,7 +166,9 @@ def test_the_byte_vocabulary_is_that_of_the_data():
 def count_params(model: config.Model) -> int:
     """Written out from the papers, not from our model code: a second opinion on both."""
     D, N, K, H, F = model.embed_dim, model.num_heads, model.num_kv_heads, model.head_dim, model.mlp_dim
-    attention = D * H * (2 * N + 2 * K) + (model.attention_bias != "none") * H * (N + 2 * K) + (model.attention_bias == "all") * D \
+    attention = D * H * (2 * N + 2
+                         * K) + (model.attention_bias != "none") * H * (N + 2
+                                                                        * K) + (model.attention_bias == "all") * D \
         + (model.qk_norm != "off") * 2 * H
     mlp = D * F * (3 if model.activation == "swiglu" else 2) + model.mlp_bias * (F + D)
     if E := model.num_experts:
@@ -192,7 +194,8 @@ def test_presets_are_the_published_ones():
 def test_a_preset_has_the_published_parameter_count(preset):
     model = config.load(["--model.preset", preset]).model
     assert count_params(model) == pytest.approx(PUBLISHED[preset], rel=0.005)  # published to three digits
-    assert model.num_heads % 8 == model.num_kv_heads % (4 if model.num_experts else 8) == model.vocab_size % 8 == model.embed_dim % 64 == 0
+    assert model.num_heads % 8 == model.num_kv_heads % (4 if model.num_experts else
+                                                        8) == model.vocab_size % 8 == model.embed_dim % 64 == 0
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------
@@ -243,8 +246,10 @@ MISTAKES = [
     ("--model.embed_dim 255", "model.embed_dim=255", "e.g. 256"),
     ("--model.head_dim 15", "model.head_dim=15", "use e.g. 16"),
     ("--model.position learned --model.max_seq_len 100", "data.seq_len=256", "model.max_seq_len=100"),
-    ('--model.rope_scaling {rope_type="llama3",factor=8.0,high_freq_factor=1.0}', "high_freq_factor must be larger", "high_freq_factor = 4.0"),
-    ('--model.rope_scaling {rope_type="yarn",factor=8.0,low_freq_factor=2.0}', "low_freq_factor, which", 'use rope_type="llama3"'),
+    ('--model.rope_scaling {rope_type="llama3",factor=8.0,high_freq_factor=1.0}', "high_freq_factor must be larger",
+     "high_freq_factor = 4.0"),
+    ('--model.rope_scaling {rope_type="yarn",factor=8.0,low_freq_factor=2.0}', "low_freq_factor, which",
+     'use rope_type="llama3"'),
     ("--model.rope_scaling yarn", 'model.rope_scaling="yarn" is not a table', 'rope_type = "yarn"'),
     ("--model.rope_scaling {factor=2.0,kind=3}", "model.rope_scaling.kind=3 is not a key", "its keys are"),
     ("--metrics.wandb offline", 'metrics.wandb="offline" is the name of the project', "WANDB_MODE=offline"),
@@ -273,7 +278,8 @@ MISTAKES = [
     ("--checkpoint.init_from configs --run.dir configs/.", 'run.dir="configs/."', "another run.name"),
     ("--checkpoint.init_from gs://bucket/run", 'checkpoint.init_from="gs://bucket/run" is an address', "mount it"),
     ("--run.dir s3://bucket/run", 'run.dir="s3://bucket/run" is an address', "mount it"),
-    ("--data.source text --data.paths ['a.txt'] --data.field body", 'data.field="body" is not read by data.source="text"', "or leave it out"),
+    ("--data.source text --data.paths ['a.txt'] --data.field body",
+     'data.field="body" is not read by data.source="text"', "or leave it out"),
     ("--data.cache hdfs://node/cache", 'data.cache="hdfs://node/cache" is an address', "mount it"),
     ("--checkpoint.init_optimizer true", "checkpoint.init_optimizer=true", "name its run.dir"),
     ("--distributed.timeout_s 0", "distributed.timeout_s=0 is out of range", "e.g. 300"),
@@ -330,7 +336,8 @@ def test_a_file_that_is_no_text_is_told(tmp_path):
 
 def test_all_faults_are_told_together():
     messages = faults(
-        *"--modle.a 1 --training.stepz 5 --training.steps x --data.seq_len 0 --model.num_kv_heads 3 --mesh.stage 0".split(),
+        *"--modle.a 1 --training.stepz 5 --training.steps x --data.seq_len 0 --model.num_kv_heads 3 --mesh.stage "
+         "0".split(),
         *"--sharding.rules nowhere.toml --training.microbatches 5 --optimizer.name sgd --run.seed".split(),
     )
     named = "modle stepz training.steps= data.seq_len num_kv_heads mesh.stage nowhere.toml microbatches sgd run.seed"
@@ -390,7 +397,8 @@ def test_the_rest_axis_fills_the_devices(sizes, rest):
 @pytest.mark.parametrize(
     "sizes, devices, parts",
     [
-        ({"data": 2, "fsdp": 4}, 4, ["mesh.data=2 × mesh.fsdp=4 takes 8", "there are 4", "mesh.fsdp=2", "simulated_devices=8"]),
+        ({"data": 2, "fsdp": 4}, 4, ["mesh.data=2 × mesh.fsdp=4 takes 8", "there are 4",
+                                     "mesh.fsdp=2", "simulated_devices=8"]),
         ({"tensor": 3, "fsdp": -1}, 8, ["mesh.fsdp=-1 × mesh.tensor=3", "8 devices", "e.g. 9"]),
         ({}, 8, ["a mesh of 1", "mesh.fsdp=8"]),
         ({"tensor": 8, "data": 3}, 5, ["whose product is 5"]),
@@ -419,7 +427,8 @@ def test_bytes_under_a_large_vocabulary_are_told():
     assert told in assembly.design(config.load(["configs/llama3-8b.toml"]), MeshSpec({"fsdp": 8}), "gpu", None).notes
 
 
-@pytest.mark.parametrize("path", [path for path in RUN_FILES if path.stem.startswith("llama")], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [path for path in RUN_FILES if path.stem.startswith("llama")],
+                         ids=lambda path: path.stem)
 def test_a_run_of_many_gpus_draws_no_sample_and_shows_where_its_tokenizer_goes(path):
     assert config.load([str(path)]).run.sample_tokens == 0
     assert '\n# tokenizer = "tokenizer.json"' in path.read_text()
@@ -428,10 +437,12 @@ def test_a_run_of_many_gpus_draws_no_sample_and_shows_where_its_tokenizer_goes(p
 # ---- names, homes and locales ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("key", ["run.dir", "checkpoint.local_dir", "data.tokenizer", "data.cache", "data.chat_template"])
+@pytest.mark.parametrize("key", ["run.dir", "checkpoint.local_dir", "data.tokenizer",
+                                 "data.cache", "data.chat_template"])
 def test_a_home_is_expanded_in_every_key_that_is_a_path(key, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    more = ["--checkpoint.local_every", "5"] if key == "checkpoint.local_dir" else ["--data.source", "chat", "--data.paths", '["~/a.jsonl"]']
+    more = ["--checkpoint.local_every", "5"] if key == "checkpoint.local_dir" else [
+        "--data.source", "chat", "--data.paths", '["~/a.jsonl"]']
     run = config.load([f"--{key}=~/x", *more])
     section, name = key.split(".")
     assert getattr(getattr(run, section), name) == f"{tmp_path}/x"
@@ -445,11 +456,13 @@ def test_a_home_is_expanded_in_lists_rules_and_weights(tmp_path, monkeypatch):
     run = config.load(["--sharding.rules", "~/mine.toml", "--checkpoint.init_from", "~/old", "--data.source", "mixture",
                        "--data.mixture", '[{source="text", paths=["~/a.txt"], validation_paths=["~/b.txt"]}]'])
     assert (run.sharding.rules, run.checkpoint.init_from) == (f"{tmp_path}/mine.toml", f"{tmp_path}/old")
-    assert (run.data.mixture[0].paths, run.data.mixture[0].validation_paths) == ((f"{tmp_path}/a.txt",), (f"{tmp_path}/b.txt",))
+    assert (run.data.mixture[0].paths, run.data.mixture[0].validation_paths) == (
+        (f"{tmp_path}/a.txt",), (f"{tmp_path}/b.txt",))
 
 
 def test_a_home_that_is_not_known_is_refused():
-    with pytest.raises(config.ConfigError, match='run.dir="~nobody-of-this-name/x" names a home directory that is not known'):
+    with pytest.raises(config.ConfigError,
+                       match='run.dir="~nobody-of-this-name/x" names a home directory that is not known'):
         config.load(["--run.dir", "~nobody-of-this-name/x"])
 
 
@@ -463,7 +476,8 @@ def test_a_name_that_is_not_utf8_is_refused_at_once():
 
 def test_a_locale_without_utf8_is_told_with_its_remedy(tmp_path):
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("LC_", "LANG"))}
-    code = "import sys\nfrom meshtrain import config\ntry: config.load(sys.argv[1:])\nexcept config.ConfigError as error: print(ascii(str(error)))"
+    code = ("import sys\nfrom meshtrain import config\ntry: config.load(sys.argv[1:])\nexcept config.ConfigError as "
+            "error: print(ascii(str(error)))")
     (tmp_path / "run.toml").write_text('[data]\nsource = "text"\npaths = ["donn\u00e9es/a.txt"]\n', encoding="utf-8")
     for words in ([str(tmp_path / "run.toml")], ["--run.dir", "donn\u00e9es"]):
         ran = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT,
@@ -497,8 +511,10 @@ def test_a_key_without_effect_is_told(key, value, also):
 
 
 @pytest.mark.parametrize("more", [
-    ["--optimizer.schedule", "wsd", "--optimizer.decay_steps", "5"], ["--lora.rank", "4", "--lora.export", "adapters", "--checkpoint.export", "last"],
-    ["--data.source", "jsonl", "--data.paths", '["a"]', "--data.field", "body", "--data.cache", "x"], ["--training.spike_threshold", "5.0"],
+    ["--optimizer.schedule", "wsd", "--optimizer.decay_steps", "5"],
+    ["--lora.rank", "4", "--lora.export", "adapters", "--checkpoint.export", "last"],
+    ["--data.source", "jsonl", "--data.paths", '["a"]', "--data.field", "body", "--data.cache", "x"],
+    ["--training.spike_threshold", "5.0"],
     ["--data.source", "text", "--data.paths", '["a.gz"]', "--data.cache", "x"],
     ["--model.rope_scaling", '{rope_type="yarn", factor=4.0, original_max_position_embeddings=64}']])
 def test_a_key_with_effect_is_not_told(more):
@@ -520,11 +536,14 @@ def test_no_shipped_file_has_a_key_without_effect():
 
 def test_a_file_without_a_key_is_told(tmp_path):
     (tmp_path / "empty.toml").write_text("")
-    assert any("the run file gives no key" in note for note in config.notes(config.load([str(tmp_path / "empty.toml")])))
-    assert not any("gives no key" in note for note in config.notes(config.load([str(tmp_path / "empty.toml"), "--model.num_layers", "2"])))
+    assert any("the run file gives no key" in note
+               for note in config.notes(config.load([str(tmp_path / "empty.toml")])))
+    assert not any("gives no key" in note
+                   for note in config.notes(config.load([str(tmp_path / "empty.toml"), "--model.num_layers", "2"])))
 
 
-# ---- files and checkpoints of earlier versions ---------------------------------------------------------------------------
+# ---- files and checkpoints of earlier versions
+# ---------------------------------------------------------------------------
 
 
 OLDER = """
@@ -572,7 +591,8 @@ def test_a_run_file_of_an_earlier_version_says_the_same(tmp_path):
 
 
 @pytest.mark.parametrize("old, said", [
-    ("[data]\nprefetch = 8", "data.prefetch=8 is not a key"), ("[pipeline]\nuneven = 'refuse'", "pipeline.uneven=\"refuse\" is not a key"),
+    ("[data]\nprefetch = 8", "data.prefetch=8 is not a key"),
+    ("[pipeline]\nuneven = 'refuse'", "pipeline.uneven=\"refuse\" is not a key"),
     ("[training]\nsave_timeout_s = 5\nrestore_timeout_s = 6", "training.save_timeout_s=5 is not a key")])
 def test_what_an_earlier_version_could_say_and_this_one_cannot_is_refused(tmp_path, old, said):
     (tmp_path / "run.toml").write_text(old)

@@ -39,7 +39,8 @@ NOWHERE = 0                                     # the segment of padding
 def laid_out(sizes: dict, rule: str = "zero3", devices=None):
     """(mesh, layout) over the devices, or the first simulated ones."""
     plan = MeshSpec(sizes)
-    return plan.build(devices or jax.devices()[: plan.num_devices]), rules.Layout(rules.load(RULES / f"{rule}.toml"), plan.sizes)
+    return plan.build(devices or jax.devices()[: plan.num_devices]), rules.Layout(
+        rules.load(RULES / f"{rule}.toml"), plan.sizes)
 
 
 def with_gradients(attend, q, k, v, segments, do):
@@ -119,7 +120,8 @@ test_attention_of_many_more_shapes_matches_plain_attention = pytest.mark.slow(se
 def test_documents_may_end_anywhere(method, cp, data):
     chunk = 6
     T = 2 * cp * chunk
-    check_attention(method, {"context": cp}, 4, data.draw(documents(2, T, chunk)), K=2, G=2, seed=data.draw(st.integers(0, 9)))
+    check_attention(method, {"context": cp}, 4, data.draw(documents(2, T, chunk)), K=2,
+                    G=2, seed=data.draw(st.integers(0, 9)))
 
 
 @pytest.mark.parametrize("method", ["ring", "gather", "ulysses"])
@@ -218,7 +220,8 @@ LAYOUTS = [
     ("ulysses", "zero3", dict(context=4, tensor=2)),      # 2 kv heads a device: repeated
 ]
 SLOW = [case for case in (
-    ("gather", "ddp", dict(context=4)), ("ring", "ddp", dict(context=2)), ("ring", "ddp", dict(context=8)), ("ulysses", "ddp", dict(context=4)),
+    ("gather", "ddp", dict(context=4)), ("ring", "ddp", dict(context=2)), ("ring", "ddp", dict(context=8)),
+    ("ulysses", "ddp", dict(context=4)),
     ("ring", "zero3", dict(context=2, tensor=2, fsdp=2)),
     *((method, rule, dict(context=2) | other) for method in attention.METHODS for rule, other in (
         ("zero3", dict(tensor=2)), ("ddp", dict(data=2)), ("zero3", dict(fsdp=2)))),
@@ -287,7 +290,8 @@ def temp_bytes(length: int, cp: int, method: str = "ring") -> int:
 def test_temporaries_of_the_ring_fall_as_one_over_context():
     held = {cp: temp_bytes(8192, cp) for cp in (2, 4, 8)}
     for cp in (4, 8):
-        assert held[cp] == pytest.approx(held[2] * 2 / cp, rel=0.2), held     # weights and their gradients stay as they are
+        # weights and their gradients stay as they are
+        assert held[cp] == pytest.approx(held[2] * 2 / cp, rel=0.2), held
 
 
 @pytest.mark.parametrize("cp", [slow(8), 1])
@@ -299,7 +303,8 @@ def test_temporaries_grow_linearly_in_the_sequence(cp):
 
 @pytest.mark.parametrize("cp", [4, slow(2), slow(8)])
 def test_ring_computes_at_most_six_tenths_of_full_attention(cp):
-    """Matmuls of the causal zigzag ring, in the engine that a run gets, by full attention's / context; forward, backward."""
+    """Matmuls of the causal zigzag ring, in the engine that a run gets, by full attention's / context; forward,
+    backward."""
     B, T, N, K, H = 1, 4096, 8, 4, 16
     mesh, layout = laid_out({"context": cp})
     run = split_run("ddp", dict(context=cp), "ring").model_copy(update={"data": config.Data(seq_len=T, global_batch=B)})
@@ -331,7 +336,8 @@ def permutes(program: audit.ProgramAudit, dtype: str, backward: bool) -> SimpleN
     return SimpleNamespace(count=sum(c.count for c in found), bytes=sum(c.bytes for c in found))
 
 
-@pytest.mark.parametrize("cp, remat", [(4, "none"), (4, "full"), slow(8, "none"), slow(4, "selective"), slow(2, "none")])
+@pytest.mark.parametrize("cp, remat", [(4, "none"), (4, "full"), slow(8, "none"), slow(4, "selective"),
+                                       slow(2, "none")])
 def test_ring_sends_what_its_formula_says(cp, remat):
     """Forward (cp-1)·(K+V), backward as much again and cp·(dK+dV in float32); the recomputation sends nothing."""
     program = compiled("ddp", (("context", cp),), "ring", remat).audit
@@ -359,7 +365,8 @@ def test_gradients_cross_context_once_a_microbatch_and_data_once_a_step():
     total = {axis: sum(c.payload_bytes for c in rows) for axis, rows in sent.items()}
     assert size <= total["data"] <= size + test_layouts.SMALL and {c.trips for c in sent["data"]} == {1}
     # Of the table that is looked up XLA gathers the cotangents over context, and every device sums all of its gradient.
-    each = MICROBATCHES * (size - 4 * sum(info.size for info in case.made.model.parameters() if info.role == "embedding"))
+    each = MICROBATCHES * (size - 4 * sum(info.size for info in case.made.model.parameters()
+                                          if info.role == "embedding"))
     assert each <= total["context"] <= each + test_layouts.SMALL
     assert all(c.trips >= MICROBATCHES for c in sent["context"] if c.payload_bytes > test_layouts.SMALL)
 
@@ -369,7 +376,8 @@ def test_gradients_cross_context_once_a_microbatch_and_data_once_a_step():
 def test_gpu_program_sends_what_the_formulas_say(remat):
     """The step for 8 H100, ZeRO-3 over fsdp 2 and context 4: the ring's hops in bf16, its gradients in float32.
 
-    XLA may move the cast of dK and dV to bf16 before their last hop, which then sends half of what the formula has for it.
+    XLA may move the cast of dK and dV to bf16 before their last hop, which then sends half of what the formula has for
+    it.
     """
     L, M, B, T, K, H, cp = 2, 2, 8, 1024, 4, 32, 4
     run = config.Run(mesh=dict(context=cp, fsdp=2), sharding=dict(rules=str(RULES / "zero3.toml")),
@@ -381,10 +389,12 @@ def test_gpu_program_sends_what_the_formulas_say(remat):
     assert set(program.flops) == {"bf16"} and not program.unknown_loops
     assert not program.broken_permutes and not program.partial_permutes
     times, elements = 2 * M * L, B // M // 2 * T // cp * K * H
-    forward, backward, sums = permutes(program, "bf16", False), permutes(program, "bf16", True), permutes(program, "f32", True)
+    forward, backward, sums = permutes(program, "bf16", False), permutes(program, "bf16", True), permutes(
+        program, "f32", True)
     assert (forward.count, forward.bytes) == ((cp - 1) * times, (cp - 1) * times * elements * 2)
     assert permutes(program, "f32", False).count == 0
-    last = cp * times - sums.count                              # hops home in bf16: of dK and dV, of one of them, or none
+    # hops home in bf16: of dK and dV, of one of them, or none
+    last = cp * times - sums.count
     assert last in (0, M * L, 2 * M * L)
     assert (backward.count, backward.bytes) == ((cp - 1) * times + last, backward.count * elements * 2)
     assert sums.bytes == sums.count * elements * 4

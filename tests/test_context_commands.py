@@ -17,15 +17,16 @@ BAD = {
     "length": ("--data.seq_len 1002", ["data.seq_len=1002", "2 × mesh.context = 8", "use 1000 or 1008"]),
     "length, ulysses": ("--data.seq_len 1002 --context.method ulysses",
                         ["data.seq_len=1002", "mesh.context = 4", "use 1000 or 1004"]),
-    "length over tensor, too": (f"--data.seq_len 1028 --mesh.context 2 --mesh.data 1 --mesh.tensor 4 --model.num_kv_heads 4 "
-                                f"--sharding.rules {RULES}/zero3.toml",
+    "length over tensor, too": (f"--data.seq_len 1028 --mesh.context 2 --mesh.data 1 --mesh.tensor 4 "
+                                f"--model.num_kv_heads 4 --sharding.rules {RULES}/zero3.toml",
                                 ["2 × mesh.context = 4", "context × tensor", "use 1024 or 1032"]),
     "heads": ("--context.method ulysses --model.num_heads 6 --model.num_kv_heads 2 --model.head_dim 8",
               ["ulysses", "model.num_heads=6", "mesh.context=4", "ring or gather"]),
     "heads of a tensor shard": ("--context.method ulysses --mesh.data 1 --mesh.tensor 2 --sharding.rules " + str(
         RULES / "zero3.toml"), ["splits 2 heads", "mesh.context=4"]),
     "rules without context": ("--sharding.rules batch.toml", ["mesh.context=4", "batch.toml", 'seq = "context"']),
-    "weights over context alone": ("--sharding.rules weights.toml", ["weights.toml", 'seq = "context"', "mesh.context to 1"]),
+    "weights over context alone": ("--sharding.rules weights.toml",
+                                   ["weights.toml", 'seq = "context"', "mesh.context to 1"]),
     "residual_seq without context": ("--sharding.rules residual.toml",
                                      ["residual.toml", "residual_seq", '["context", "tensor"]']),
     "method": ("--context.method rings", ["context.method", "rings", "ring"]),
@@ -59,7 +60,8 @@ def one_run(tmp_path_factory):
               "model.vocab_size": 257, "model.embed_dim": 32, "model.num_layers": 2, "model.num_heads": 4,
               "model.num_kv_heads": 2, "model.mlp_dim": 64, "model.compute_dtype": "float32", "data.source": "text",
               "data.paths": f'["{home / "corpus.txt"}"]', "data.seq_len": 32, "data.global_batch": 8,
-              "run.sample_tokens": 16, "run.compilation_cache": "", "validation.batches": 2, "optimizer.warmup_steps": 2,
+              "run.sample_tokens": 16, "run.compilation_cache": "", "validation.batches": 2,
+              "optimizer.warmup_steps": 2,
               "optimizer.schedule": "constant", "checkpoint.every": 3}
 
     def run(name: str, steps: int, *words: str):

@@ -38,7 +38,8 @@ def test_the_standard_library_is_a_source_in_a_fixed_order_without_tests_and_pac
     assert len(files.paths) > 100 and list(files.paths) == sorted(files.paths)
     assert not [path for path in files.paths if "site-packages" in path or "/test/" in path or not path.endswith(".py")]
     packed = opened("stdlib", seq_len=512, global_batch=8, validation_fraction=0.01)
-    text = b"".join(files.read(d, 0, length) for d, length in enumerate(files.lengths)).decode("utf-8", errors="replace")
+    text = b"".join(files.read(d, 0, length) for d, length in enumerate(files.lengths)).decode(
+        "utf-8", errors="replace")
     rows = packed.batch(0)
     for tokens, segments in zip(rows["tokens"], rows["segments"]):
         first = tokens[(segments == 1) & (tokens != BOS)].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
@@ -49,8 +50,10 @@ def test_validation_files_and_names_of_a_mixture_come_from_the_run_file(tmp_path
     for name, ids in (("a", [[1, 2, 3]] * 9), ("b", [[4, 5]] * 30), ("held", [[6, 6], [7]])):
         write_tokens(tmp_path / f"{name}.tokens.npy", ids)
     a, b, held = (str(tmp_path / f"{name}.tokens.npy") for name in ("a", "b", "held"))
-    data = config.Data(source="mixture", bos_token="0", eos="9", seq_len=5, global_batch=1, validation_fraction=0.2, mixture=[
-        {"source": "tokens", "paths": [a], "validation_paths": [held], "name": "web"}, {"source": "tokens", "paths": [b]}])
+    data = config.Data(source="mixture", bos_token="0", eos="9", seq_len=5, global_batch=1,
+                       validation_fraction=0.2, mixture=[
+        {"source": "tokens", "paths": [a], "validation_paths": [held], "name": "web"},
+        {"source": "tokens", "paths": [b]}])
     packed = packing.open_batches(data, Opened(data, tmp_path).corpus, seed=0)
     web, other = packed.validation
     assert (web.name, other.name) == ("web", "1")
@@ -64,7 +67,8 @@ def test_several_sources_are_validated_on_in_place_of_a_share(tmp_path):
         write_tokens(tmp_path / f"{name}.tokens.npy", ids)
     tables = [{"source": "tokens", "paths": [str(tmp_path / "held.tokens.npy")], "name": "web", "weight": 3.0},
               {"source": "tokens", "paths": [str(tmp_path / "more.tokens.npy")]}]
-    data = config.Data(source="tokens", paths=[str(tmp_path / "a.tokens.npy")], bos_token="0", eos="9", seq_len=5, global_batch=1,
+    data = config.Data(source="tokens", paths=[str(tmp_path / "a.tokens.npy")], bos_token="0",
+                       eos="9", seq_len=5, global_batch=1,
                        validation_fraction=0.2, validation_sources=tables)
     packed = packing.open_batches(data, Opened(data, tmp_path).corpus, seed=0)
     assert [(held.name, held.weight) for held in packed.validation] == [("web", 0.75), ("1", 0.25)]
@@ -73,9 +77,11 @@ def test_several_sources_are_validated_on_in_place_of_a_share(tmp_path):
     short = data.model_copy(update={"seq_len": 7})
     with pytest.raises(ValueError, match=r"data.validation_sources\[0\] holds 5 tokens"):
         packing.open_batches(short, Opened(short, tmp_path).corpus, seed=0)
-    itself = data.model_copy(update={"validation_sources": (data.validation_sources[0].model_copy(update={"paths": data.paths}),)})
+    itself = data.model_copy(update={"validation_sources": (
+        data.validation_sources[0].model_copy(update={"paths": data.paths}),)})
     assert "data.validation_sources[0].paths: " in fault(itself, tmp_path) and "trained on" in fault(itself, tmp_path)
-    run = config.Run(data=data.model_copy(update={"validation_paths": ("x",), "validation_sources": data.validation_sources[:1] * 2}))
+    run = config.Run(data=data.model_copy(update={"validation_paths": ("x",),
+                                                  "validation_sources": data.validation_sources[:1] * 2}))
     told = "\n".join(config.problems(run))
     assert 'validation_sources names two sources "web"' in told and "both say what to validate on" in told
 
@@ -84,18 +90,21 @@ def test_validation_files_that_are_missing_or_trained_on_are_refused_by_their_ke
     write(tmp_path / "a.jsonl", ["one"])
     with pytest.raises(ValueError, match="data.validation_paths: 'none.jsonl' matches no file"):
         Opened(section([tmp_path / "a.jsonl"], validation_paths=["none.jsonl"]), tmp_path)
-    assert "data.validation_paths: " in fault(section([tmp_path / "a.jsonl"], validation_paths=[str(tmp_path / "*")]), tmp_path)
+    assert "data.validation_paths: " in fault(
+        section([tmp_path / "a.jsonl"], validation_paths=[str(tmp_path / "*")]), tmp_path)
 
 
 def test_the_end_of_documents_is_a_token_of_the_tokenizer_or_an_id(tmp_path, bpe):
     a, ids = write(tmp_path / "a.jsonl", ["one"]), write_tokens(tmp_path / "a.tokens.npy", [[1]])
-    assert Opened(section([a], tokenizer=bpe, eos="a"), tmp_path).corpus.eos == Opened(section([a], tokenizer=bpe), tmp_path) \
+    assert Opened(section([a], tokenizer=bpe, eos="a"), tmp_path).corpus.eos == Opened(
+        section([a], tokenizer=bpe), tmp_path) \
         .corpus.tokenizer.library.token_to_id("a")
     assert Opened(section([a]), tmp_path).corpus.eos == BOS
     assert Opened(section([ids], bos_token="0", eos="3"), tmp_path).corpus.eos == 3
     assert "data.eos='x' is not read with data.tokenizer=\"bytes\"" in fault(section([a], eos="x"), tmp_path)
     assert "data.eos='<no>' is not a token" in fault(section([a], tokenizer=bpe, eos="<no>"), tmp_path)
-    assert "data.eos='600' is not an id below model.vocab_size=512" in fault(section([ids], bos_token="0", eos="600"), tmp_path)
+    assert "data.eos='600' is not an id below model.vocab_size=512" in fault(
+        section([ids], bos_token="0", eos="600"), tmp_path)
 
 
 # Mistakes
@@ -126,7 +135,8 @@ def test_a_source_that_cannot_be_opened_is_refused_with_the_remedy(name, paths, 
     ({"global_batch": 13}, r"seq_len=8 × data.global_batch=13 is a batch of 104 tokens, .* hold 101: .*"
                            r"use data.global_batch ≤ 12 or data.seq_len ≤ 7 or more text"),
     ({"seq_len": 200}, r"seq_len=200 × data.global_batch=2 .* use data.seq_len ≤ 50 or more text"),
-    ({"validation_fraction": 0.06}, r"validation_fraction=0.06 holds out 7 of 102 tokens, and one sequence of data.seq_len=8"),
+    ({"validation_fraction": 0.06},
+     r"validation_fraction=0.06 holds out 7 of 102 tokens, and one sequence of data.seq_len=8"),
 ])
 def test_a_setting_that_cannot_work_is_refused_with_the_remedy(text_file, changes, message):
     with pytest.raises(ValueError, match=message):
@@ -142,16 +152,20 @@ def test_settings_just_large_enough_are_accepted(text_file):
     ([1, 0], {}, r"data.mixture\[1\].weight=0 is not a positive number"),
     ([-1, float("nan")], {}, r"(?s)data.mixture\[0\].weight=-1 .*data.mixture\[1\].weight=nan "),
     ([1, float("inf")], {}, r"data.mixture\[1\].weight=inf is not a positive number"),
-    ([1, 3], {"global_batch": 20}, r"data.mixture\[1\] is 0.75 of the mixture, 150 tokens in a batch of data.seq_len=10 × "
-                                   r"data.global_batch=20, .* hold 110: .* use a weight ≤ 0.55 of the sum, a smaller batch"),
-    ([1, 1], {"validation_fraction": 0.04}, r"validation_fraction=0.04 holds out 5 of 102 tokens of data.mixture\[1\], and one "
+    ([1, 3], {"global_batch": 20},
+     r"data.mixture\[1\] is 0.75 of the mixture, 150 tokens in a batch of data.seq_len=10 × "
+                                   r"data.global_batch=20, .* hold 110: .* use a weight ≤ 0.55 of the sum, a "
+                                   r"smaller batch"),
+    ([1, 1], {"validation_fraction": 0.04},
+     r"validation_fraction=0.04 holds out 5 of 102 tokens of data.mixture\[1\], and one "
                                             r"sequence of data.seq_len=20 takes 20"),
     ([1, 1], {"validation_fraction": 0.009}, r"holds out 0 of 101 tokens of data.mixture\[1\]"),
 ])
 def test_a_mixture_that_cannot_work_is_refused_with_the_remedy(weights, changes, message):
     with pytest.raises(ValueError, match=message):
         mixed([[500], [100] if "validation_fraction" in changes else [10] * 10], weights,
-              **{"seq_len": 10, "global_batch": 2, **({"seq_len": 20} if "validation_fraction" in changes else {}), **changes})
+              **{"seq_len": 10, "global_batch": 2,
+                 **({"seq_len": 20} if "validation_fraction" in changes else {}), **changes})
 
 
 def test_all_mistaken_settings_are_told_together(text_file):
@@ -161,7 +175,8 @@ def test_all_mistaken_settings_are_told_together(text_file):
 
 def test_paths_that_lead_nowhere_are_named(text_file, tmp_path):
     (tmp_path / "dangling.txt").symlink_to(tmp_path / "gone")
-    for path, message in [(tmp_path / "*.md", r"'.*\*\.md' matches no file"), (tmp_path, "is a directory; name its files"),
+    for path, message in [(tmp_path / "*.md", r"'.*\*\.md' matches no file"),
+                          (tmp_path, "is a directory; name its files"),
                           (tmp_path / "dang*", "dangling.txt cannot be read: No such file")]:
         with pytest.raises(ValueError, match=message):
             opened("text", [text_file, path])
@@ -196,7 +211,8 @@ def test_a_file_that_shrinks_during_the_run_stops_it(text_file):
             packed.batch(n)
 
 
-@pytest.mark.parametrize("wrong", [lambda d: d.batch(-1), lambda d: d.batch(0, [2]), lambda d: d.validation[0].batch(-1)])
+@pytest.mark.parametrize("wrong", [lambda d: d.batch(-1), lambda d: d.batch(0, [2]),
+                                   lambda d: d.validation[0].batch(-1)])
 def test_rows_and_batches_that_do_not_exist_are_refused(text_file, wrong):
     with pytest.raises(IndexError):
         wrong(opened("text", [text_file], validation_fraction=0.2))

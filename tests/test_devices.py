@@ -1,4 +1,5 @@
-"""The environment that a process sets before jax starts: what the user says stays, and no flag that this XLA does not know."""
+"""The environment that a process sets before jax starts: what the user says stays, and no flag that this XLA does not
+know."""
 import os
 import re
 import subprocess
@@ -35,11 +36,13 @@ def test_where_xlas_libraries_are_not_found_no_flag_is_set(monkeypatch):
 
 
 def test_what_the_user_has_set_stays():
-    given = {"NCCL_DEBUG": "INFO", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5", "XLA_FLAGS": f"{FLAGS[0].name}=1h --other=2"}
+    given = {"NCCL_DEBUG": "INFO", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5",
+             "XLA_FLAGS": f"{FLAGS[0].name}=1h --other=2"}
     environ = dict(given)
     devices.prepare_gpus(environ)
     assert environ["XLA_FLAGS"].split() == [f"{FLAGS[0].name}=1h", "--other=2", f"{FLAGS[1].name}={FLAGS[1].value}"]
-    assert {name: environ[name] for name in environ if name != "XLA_FLAGS"} == {name: given[name] for name in given if name != "XLA_FLAGS"}
+    assert {name: environ[name] for name in environ if name != "XLA_FLAGS"} == {
+        name: given[name] for name in given if name != "XLA_FLAGS"}
 
 
 def test_a_share_of_memory_that_is_none_is_a_mistake():
@@ -50,13 +53,15 @@ def test_a_share_of_memory_that_is_none_is_a_mistake():
 def test_simulated_devices_keep_the_users_flags_and_their_own_count(monkeypatch):
     """In a process of its own: XLA reads its flags once, and takes these."""
     code = ("import os\nfrom meshtrain import config, devices\n"
-            "run = config.load(['--mesh.simulated_devices', '4', '--mesh.fsdp', '-1', '--mesh.data', '1', '--mesh.tensor', '1'])\n"
-            "print(len(devices.start(run)), os.environ['XLA_FLAGS'])")
+            "run = config.load(['--mesh.simulated_devices', '4', '--mesh.fsdp', '-1', '--mesh.data', '1', "
+            "'--mesh.tensor', '1'])\nprint(len(devices.start(run)), os.environ['XLA_FLAGS'])")
     flags = " ".join(f"{one.name}={one.value}" for one in FLAGS)        # of GPUs: known to the CPU's XLA as well
     environ = {"PATH": "/usr/bin", "PYTHONPATH": str(ROOT), "XLA_FLAGS": f"{devices.DEVICE_COUNT_FLAG}=2 {flags}"}
-    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, text=True, capture_output=True, timeout=300)
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, text=True,
+                         capture_output=True, timeout=300)
     (scheduler,) = devices.SIMULATED
-    assert ran.stdout.split() == ["4", *flags.split(), f"{scheduler.name}={scheduler.value}", f"{devices.DEVICE_COUNT_FLAG}=4"], ran
+    assert ran.stdout.split() == ["4", *flags.split(), f"{scheduler.name}={scheduler.value}",
+                                  f"{devices.DEVICE_COUNT_FLAG}=4"], ran
 
 
 def test_flags_of_another_xla_are_a_mistake_that_names_them(monkeypatch):
@@ -64,7 +69,8 @@ def test_flags_of_another_xla_are_a_mistake_that_names_them(monkeypatch):
     own = f"{devices.DEVICE_COUNT_FLAG}=4 {FLAGS[0].name}=1h --xla_gpu_autotune_level=0"
     devices.refuse_unknown_flags({"XLA_FLAGS": own})
     devices.refuse_unknown_flags({"XLA_FLAGS": "flags.txt"})
-    with pytest.raises(config.ConfigError, match="XLA_FLAGS has --xla_bogus, which the XLA of jaxlib .* does not know") as raised:
+    with pytest.raises(config.ConfigError,
+                       match="XLA_FLAGS has --xla_bogus, which the XLA of jaxlib .* does not know") as raised:
         devices.refuse_unknown_flags({"XLA_FLAGS": f"{own} --xla_bogus=1"})
     assert "take it out" in str(raised.value)
     monkeypatch.setattr(devices, "_xla_libraries", list)
@@ -76,7 +82,8 @@ def test_a_layout_that_cannot_be_is_told_before_a_device_is_started(main, monkey
     """4,096 simulated devices take as many threads and gigabytes, and their process minutes to end."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(devices, "start", lambda *_: pytest.fail("devices are started"))
-    assert main(["--mesh.simulated_devices", "4096", "--mesh.data", "4096", "--mesh.fsdp", "1", "--mesh.tensor", "1"]) == 2
+    assert main(["--mesh.simulated_devices", "4096", "--mesh.data", "4096", "--mesh.fsdp",
+                 "1", "--mesh.tensor", "1"]) == 2
     assert "does not divide" in capsys.readouterr().err
 
 
@@ -122,5 +129,7 @@ def test_a_model_beyond_the_memory_of_the_machine_is_refused_before_it_is_made(m
     made = assembly.assemble(config.load(["--mesh.simulated_devices", "8"]), jax.devices()[:8])
     train._check_memory(made)
     monkeypatch.setattr(devices, "memory_bytes", lambda found: 1 << 20)
-    with pytest.raises(config.ConfigError, match="the weights and the optimizer's state take .* on 8 simulated devices of this machine, which has 1.0 MiB"):
+    with pytest.raises(config.ConfigError,
+                       match="the weights and the optimizer's state take .* on 8 simulated devices of this machine, "
+                             "which has 1.0 MiB"):
         train._check_memory(made)

@@ -1,4 +1,5 @@
-"""Each system call of a save, an export, a start and a rollback, and each fault there: see `disturbed`, which has the tables."""
+"""Each system call of a save, an export, a start and a rollback, and each fault there: see `disturbed`, which has the
+tables."""
 import json
 import os
 import subprocess
@@ -30,7 +31,8 @@ def found(tmp_path: Path, *words) -> list[dict]:
     """What `python -m tests.disturbed` found; each cell whose call came has held."""
     report = tmp_path / "found.json"
     free = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS", "NPROC")}
-    ran = subprocess.run([sys.executable, "-m", "tests.disturbed", "--json", report, *map(str, words)], cwd=ROOT, text=True,
+    ran = subprocess.run([sys.executable, "-m", "tests.disturbed", "--json", report, *map(str, words)],
+                         cwd=ROOT, text=True,
                          env=free | {"PYTHONPATH": str(ROOT)}, capture_output=True)
     print(ran.stdout)
     assert ran.returncode in (0, 1) and report.exists(), ran.stderr
@@ -45,10 +47,12 @@ def test_system_calls_are_seen_here():
 
 
 def test_a_cell_of_each_place_and_of_each_fault_by_the_commits_choice_and_those_that_were_wrong_once_hold(tmp_path):
-    cells = found(tmp_path, "--cells", CELLS, "--seed", sampling.commit(), *(word for cell in PINNED for word in ("--cell", cell)))
+    cells = found(tmp_path, "--cells", CELLS, "--seed", sampling.commit(),
+                  *(word for cell in PINNED for word in ("--cell", cell)))
     assert len(cells) == CELLS + len(PINNED) and [cell for cell in cells[:len(PINNED)] if not cell["met"]] == []
     drawn = [disturbed.parsed(cell["cell"]) for cell in cells[len(PINNED):]]
-    assert {cell.place for cell in drawn} == set(disturbed.PLACES) and {cell.fault for cell in drawn} == set(disturbed.FAULTS)
+    assert {cell.place for cell in drawn} == set(disturbed.PLACES) and {cell.fault for cell in drawn} == set(
+        disturbed.FAULTS)
 
 
 @pytest.mark.slow
@@ -63,4 +67,5 @@ def test_a_fault_at_any_system_call_loses_nothing_and_ends_with_the_right_code(p
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [place for place in disturbed.PLACES if place != "rollback"])
 def test_the_command_itself_loses_nothing_either(place, tmp_path):
-    found(tmp_path, "--real", "--places", place, "--faults", "kill,stop,full,stale", "--cells", 4, "--seed", sampling.commit())
+    found(tmp_path, "--real", "--places", place, "--faults", "kill,stop,full,stale",
+          "--cells", 4, "--seed", sampling.commit())

@@ -28,15 +28,17 @@ OWN = {"inspect": {"--topology": 1, "--assume": 1, "--schedule": 0, "--json": 0,
 
 # As published with the model: the shipped run file of this shape must not contradict it.
 LLAMA_1B = {
-    "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 8192, "rms_norm_eps": 1e-05, "tie_word_embeddings": True,
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 8192, "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": True,
     "rope_theta": 500000.0, "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
                                              "original_max_position_embeddings": 8192, "rope_type": "llama3"}}
 
 
 def commands(page: Path) -> list[str]:
-    """What a reader would paste: the lines of the blocks of bash, those that end in \\ joined with the next, and the commands
-    that stand whole in the text."""
+    """What a reader would paste: the lines of the blocks of bash, those that end in \\ joined with the next, and the
+    commands that stand whole in the text."""
     text = page.read_text()
     blocks = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
     inline = re.findall(r"`(python -m [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
@@ -104,7 +106,8 @@ def test_links_lead_somewhere(page):
 
 @EACH
 def test_shipped_files_that_are_named_exist(page):
-    named = re.findall(r"\b(?:configs|sharding_rules|launch|benchmarks|notebooks|tests|meshtrain)/[\w./-]*\w", page.read_text())
+    named = re.findall(r"\b(?:configs|sharding_rules|launch|benchmarks|notebooks|tests|meshtrain)/[\w./-]*\w",
+                       page.read_text())
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
@@ -125,13 +128,16 @@ def test_every_page_is_on_the_first_page_and_that_one_is_short():
 def test_the_table_of_layouts_has_every_rule_file():
     text = PAGES[0].read_text()
     shipped = {path.stem for path in (ROOT / "sharding_rules").glob("*.toml")}
-    named = set(re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))))
+    named = set(re.findall(r"`(\w+)`",
+                           "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))))
     assert named - {"context", "stage"} == shipped      # `tensor` is a rule file and an axis
 
 
 def test_what_may_change_on_resume_is_what_the_page_says():
-    table = [line.split("|")[1:3] for line in (ROOT / "docs" / "resume.md").read_text().splitlines() if line.startswith("| `")]
-    words = {resume.STAYS: "another run", resume.CONTENT: "compared by content", resume.RECORDED: "used from the next step on",
+    table = [line.split("|")[1:3] for line in (ROOT / "docs" / "resume.md").read_text().splitlines()
+             if line.startswith("| `")]
+    words = {resume.STAYS: "another run", resume.CONTENT: "compared by content",
+             resume.RECORDED: "used from the next step on",
              resume.FREE: "used, and not recorded"}
     told = {}
     for keys, meaning in table:
@@ -152,12 +158,15 @@ def test_the_command_of_ci_is_that_of_the_first_page():
 
 def test_the_page_of_the_code_leads_to_the_scores_by_the_files_that_the_call_passes(monkeypatch):
     stacks, scores = [], blockwise._scores
-    monkeypatch.setattr(blockwise, "_scores", lambda *args, **words: stacks.append(traceback.extract_stack()) or scores(*args, **words))
-    run = config.Run(model=dict(num_layers=1, embed_dim=16, num_heads=2, mlp_dim=16), data=dict(seq_len=16, global_batch=1))
+    monkeypatch.setattr(blockwise, "_scores", lambda *args, **words: stacks.append(traceback.extract_stack())
+                        or scores(*args, **words))
+    run = config.Run(model=dict(num_layers=1, embed_dim=16, num_heads=2, mlp_dim=16),
+                     data=dict(seq_len=16, global_batch=1))
     made = assembly.assemble(run, jax.devices()[:1])
     with jax.set_mesh(made.mesh):
         assembly.compile_evaluation(made)
     package = ROOT / "meshtrain"
-    passed = dict.fromkeys(str(Path(frame.filename).relative_to(package)) for frame in stacks[0] if frame.filename.startswith(f"{package}/"))
+    passed = dict.fromkeys(str(Path(frame.filename).relative_to(package))
+                           for frame in stacks[0] if frame.filename.startswith(f"{package}/"))
     listed = re.findall(r"^\d+\. \[meshtrain/(\S+)\]", (ROOT / "docs" / "code.md").read_text(), re.MULTILINE)
     assert listed == ["train.py", *passed] and len(listed) <= 8

@@ -16,7 +16,8 @@ from test_lora import assert_equal_gradients
 BETA, PAIRS = 0.3, 16
 DPO = dict(objective="dpo", dpo_beta=BETA, grad_clip=0.0)
 MESHES = [("zero3", dict(data=2, fsdp=2, tensor=2))]
-GRID = [("zero1", dict(fsdp=4)), ("ddp", dict(data=2)), ("zero3", dict(fsdp=8)), ("tensor", dict(tensor=4)), ("zero3", dict(fsdp=2, context=2)),
+GRID = [("zero1", dict(fsdp=4)), ("ddp", dict(data=2)), ("zero3", dict(fsdp=8)), ("tensor", dict(tensor=4)),
+        ("zero3", dict(fsdp=2, context=2)),
         ("zero3", dict(tensor=2, context=2))]
 
 
@@ -31,7 +32,8 @@ def pairs() -> dict:
     tokens, targets = (rng.integers(0, MODEL["vocab_size"], index.shape) for _ in range(2))
     targets[(positions < 2) | (segments == 0)] = -1        # a prompt's
     segments[-1], targets[-1] = 0, -1
-    found = {"tokens": tokens, "targets": targets, "segments": segments, "positions": positions, "index": index, "sequence": np.arange(PAIRS)}
+    found = {"tokens": tokens, "targets": targets, "segments": segments, "positions": positions,
+             "index": index, "sequence": np.arange(PAIRS)}
     return {name: x.astype(np.int32) for name, x in found.items()} | {"reference": np.zeros(PAIRS, np.float32)}
 
 
@@ -55,7 +57,8 @@ def moments_of(compiled: Compiled, p, batch):
     opt_state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), spec.abstract.opt_state)
     state = jax.device_put(State(np.int32(0), p, opt_state), spec.sharding)
     state, metrics = compiled.step(state, made.program.place(batch))
-    return jax.device_get(metrics), jax.tree.map(lambda m: m / (1 - made.run.optimizer.b1), jax.device_get(first_moment(state.opt_state)))
+    return jax.device_get(metrics), jax.tree.map(lambda m: m / (1 - made.run.optimizer.b1),
+                                                 jax.device_get(first_moment(state.opt_state)))
 
 
 @functools.cache
@@ -96,7 +99,8 @@ def test_the_balance_of_experts_weighs_as_much_beside_preferences_as_beside_the_
     assert np.abs(made_by["dpo"] - want).max() < 1e-4 * np.abs(want).max()      # differences of sums in float32
 
 
-@pytest.mark.parametrize("rule, mesh", [("ddp", ONE), *MESHES, *(pytest.param(*case, marks=sampling.GRID) for case in GRID)], ids=str)
+@pytest.mark.parametrize("rule, mesh",
+                         [("ddp", ONE), *MESHES, *(pytest.param(*case, marks=sampling.GRID) for case in GRID)], ids=str)
 def test_loss_and_every_gradient_are_those_of_the_papers_equation(rule, mesh):
     p, batch, loss, margins, grads = expected()
     metrics, found = moments_of(Compiled(dpo_run(rule, mesh)), p, batch)

@@ -1,4 +1,5 @@
-"""Runs of DPO, by the command: from lines of pairs to weights that prefer what was chosen; the reference is computed once."""
+"""Runs of DPO, by the command: from lines of pairs to weights that prefer what was chosen; the reference is computed
+once."""
 import json
 
 import conversations as drawn
@@ -16,7 +17,8 @@ from meshtrain.data.documents.conversations import parse_pair
 from meshtrain.names import NO_TARGET
 from meshtrain.run import dpo_reference
 
-ASK, GOOD, BAD = ({"role": role, "content": text} for role, text in (("user", "why?"), ("assistant", "the cat sat"), ("assistant", "no")))
+ASK, GOOD, BAD = ({"role": role, "content": text}
+                  for role, text in (("user", "why?"), ("assistant", "the cat sat"), ("assistant", "no")))
 
 
 def write_pairs(path, count: int = 23):
@@ -40,9 +42,12 @@ def words(place, name: str, *more) -> list[str]:
               "sharding.rules": "sharding_rules/zero3.toml", "model.vocab_size": 1024, "model.embed_dim": 32,
               "model.num_layers": 1, "model.num_heads": 2, "model.mlp_dim": 64, "model.compute_dtype": "float32",
               "data.source": "preferences", "data.paths": json.dumps([str(place / "pairs.jsonl")]),
-              "data.tokenizer": home / "tokenizer.json", "data.bos_token": "<s>", "data.seq_len": 96, "data.global_batch": 8,
-              "data.validation_fraction": 0.2, "training.objective": "dpo", "training.microbatches": 1, "training.steps": 4,
-              "optimizer.learning_rate": 0.01, "optimizer.warmup_steps": 1, "run.sample_tokens": 0, "metrics.tensorboard": "false",
+              "data.tokenizer": home / "tokenizer.json", "data.bos_token": "<s>", "data.seq_len": 96,
+              "data.global_batch": 8,
+              "data.validation_fraction": 0.2, "training.objective": "dpo", "training.microbatches": 1,
+              "training.steps": 4,
+              "optimizer.learning_rate": 0.01, "optimizer.warmup_steps": 1, "run.sample_tokens": 0,
+              "metrics.tensorboard": "false",
               "run.compilation_cache": ""}
     return [f"--{key}={value}" for key, value in values.items()] + list(more)
 
@@ -61,7 +66,8 @@ def test_a_run_learns_the_preferences_from_where_it_is_its_own_reference(place):
     done = ran(*words(place, "run", "--checkpoint.every=2"))
     assert "the reference's log-probabilities of 23 pairs:" in done.out and "a pair" in done.out
     found = rows(place / "run")
-    assert abs(found[0]["loss"] - np.log(2)) < 1e-5 and abs(found[0]["reward_margin"]) < 1e-4    # the model is the reference
+    # the model is the reference
+    assert abs(found[0]["loss"] - np.log(2)) < 1e-5 and abs(found[0]["reward_margin"]) < 1e-4
     assert found[-1]["loss"] < 0.6 and found[-1]["reward_margin"] > 0 and found[-1]["val_loss"] < 0.69
     references = np.load(place / "run" / dpo_reference.FILE)
     assert references.shape == (23,) and np.isfinite(references).all()
@@ -88,7 +94,8 @@ def test_a_run_that_goes_on_ends_where_one_without_a_stop_does(place):
     ran(*words(place, "one", "--lora.rank=2", "--optimizer.schedule=constant", "--training.steps=4"))
     assert_same_bits(saved(place / "parts", 4)["params"], saved(place / "one", 4)["params"])
     (place / "parts" / dpo_reference.FILE).unlink()
-    done = call(train.main, *words(place, "parts", "--lora.rank=2", "--optimizer.schedule=constant", "--training.steps=5"))
+    done = call(train.main, *words(place, "parts", "--lora.rank=2", "--optimizer.schedule=constant",
+                                   "--training.steps=5"))
     assert done.code == 2 and "what the reference prefers, is gone or damaged" in done.err
 
 
@@ -114,10 +121,12 @@ def test_pairs_are_told_apart_by_their_keys():
                  {"prompt": "why?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}):
         found = parse_pair(json.loads(json.dumps(line)))
         assert [one.messages for one in found] == expected and [one.trained for one in found] == [[False, True]] * 2
-    for line, told in (({"prompt": "a", "completion": "b"}, "is no pair of answers"), ({"chosen": "a", "rejected": "b"}, "has no prompt"),
+    for line, told in (({"prompt": "a", "completion": "b"}, "is no pair of answers"),
+                       ({"chosen": "a", "rejected": "b"}, "has no prompt"),
                        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "the same answer"),
                        ({"prompt": "b", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "do not begin with its prompt"),
-                       ({"prompt": "why?", "chosen": [ASK], "rejected": [ASK, GOOD]}, "has no answer of the assistant in 'chosen'"),
+                       ({"prompt": "why?", "chosen": [ASK], "rejected": [ASK, GOOD]},
+                        "has no answer of the assistant in 'chosen'"),
                        ({"prompt": 3, "chosen": "a", "rejected": "b"}, "prompt")):
         with pytest.raises(ValueError, match=told):
             parse_pair(line)
@@ -135,10 +144,14 @@ def test_a_sequence_holds_both_answers_behind_their_prompts_and_learns_them_alon
         both = conversations.chat.encode(template, parse_pair(given[number]))
         tokens = np.concatenate([one.ids[:-1] for one in both])
         targets = np.concatenate([np.where(one.mask[1:], one.ids[1:], NO_TARGET) for one in both])
-        assert (batch["tokens"][row, :len(tokens)] == tokens).all() and (batch["targets"][row, :len(tokens)] == targets).all()
+        assert (batch["tokens"][row,
+                                :len(tokens)] == tokens).all() and (batch["targets"][row,
+                                                                                     :len(tokens)] == targets).all()
         assert (batch["segments"][row, :len(tokens)] == np.repeat([1, 2], [len(one.ids) - 1 for one in both])).all()
-        assert (batch["targets"][row, len(tokens):] == NO_TARGET).all() and (batch["segments"][row, len(tokens):] == 0).all()
-    epoch = np.concatenate([pairs.with_references(np.arange(23, dtype=np.float32)).batch(n)["reference"] for n in range(len(pairs.pairs))])
+        assert (batch["targets"][row,
+                                 len(tokens):] == NO_TARGET).all() and (batch["segments"][row, len(tokens):] == 0).all()
+    epoch = np.concatenate([pairs.with_references(np.arange(23, dtype=np.float32)).batch(n)["reference"]
+                            for n in range(len(pairs.pairs))])
     assert (np.bincount(epoch.astype(int), minlength=23)[pairs.pairs] == 8).all() and len(pairs.pairs) == 19
     np.testing.assert_array_equal(pairs.batch(3, [5, 2])["tokens"], pairs.batch(3)["tokens"][[5, 2]])
 

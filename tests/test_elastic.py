@@ -1,4 +1,5 @@
-"""Fewer devices than a run is meant for: the same batches in more microbatches, and launchers that go on with fewer processes."""
+"""Fewer devices than a run is meant for: the same batches in more microbatches, and launchers that go on with fewer
+processes."""
 import json
 import os
 import signal
@@ -30,14 +31,16 @@ def run_of(**keys):
 
 
 @pytest.mark.parametrize("there, batch, before, after", [
-    (8, 16, 1, 1), (4, 16, 1, 2), (2, 16, 1, 4), (1, 16, 1, 8), (4, 32, 2, 4), (1, 8, 1, 8), (4, 24, 3, 6), (6, 24, 1, 2), (3, 24, 1, 4)])
+    (8, 16, 1, 1), (4, 16, 1, 2), (2, 16, 1, 4), (1, 16, 1, 8), (4, 32, 2, 4), (1, 8, 1, 8),
+    (4, 24, 3, 6), (6, 24, 1, 2), (3, 24, 1, 4)])
 def test_no_device_holds_more_sequences_at_a_time_than_on_all_devices(there, batch, before, after):
     run, told = elastic.fitted(run_of(data__global_batch=batch, training__microbatches=before), there)
     assert run.training.microbatches == after and run.data.global_batch == batch and run.mesh.full_devices == 0
     assert batch % (after * there) == 0 and batch // after // there <= max(1, batch // before // 8)
     assert bool(told) == (there < 8)
     if told:
-        assert f"{there} of 8 devices" in told and f"training.microbatches={after} (of {before})" in told and "\n" not in told
+        assert f"{there} of 8 devices" in told and f"training.microbatches={after} (of {before})" in told
+        assert "\n" not in told
 
 
 def test_more_devices_than_it_is_meant_for_change_nothing():
@@ -53,7 +56,8 @@ def test_fixed_axes_keep_their_size_and_only_the_open_one_shrinks():
 @pytest.mark.parametrize("keys, there, parts", [
     ({}, 3, ["data.global_batch=16", "3 devices", "e.g. 2"]),
     ({"mesh__fsdp": 2, "sharding__rules": ROOT / "sharding_rules/hsdp.toml"}, 3, ["mesh.fsdp=2", "3 devices"]),
-    ({"mesh__data": 1, "mesh__tensor": -1, "sharding__rules": ROOT / "sharding_rules/tensor.toml"}, 4, ["mesh.tensor=-1", "more of the model"]),
+    ({"mesh__data": 1, "mesh__tensor": -1, "sharding__rules": ROOT / "sharding_rules/tensor.toml"},
+     4, ["mesh.tensor=-1", "more of the model"]),
 ])
 def test_what_cannot_shrink_is_refused_with_its_remedy(keys, there, parts):
     with pytest.raises(ConfigError) as refused:
@@ -68,7 +72,8 @@ def test_full_devices_without_an_axis_that_shrinks_is_a_mistake():
 
 
 def test_what_the_model_does_not_divide_is_refused_before_anything_starts():
-    run = run_of(mesh__data=1, mesh__fsdp=-1, sharding__rules=ROOT / "sharding_rules/zero3.toml", data__global_batch=24, mesh__full_devices=4,
+    run = run_of(mesh__data=1, mesh__fsdp=-1, sharding__rules=ROOT / "sharding_rules/zero3.toml",
+                 data__global_batch=24, mesh__full_devices=4,
                  model__embed_dim=64, model__num_heads=4, model__num_kv_heads=4)
     assert elastic.check(run, 2) is None
     with pytest.raises(ConfigError, match="model.embed_dim"):
@@ -82,7 +87,8 @@ def places(count: int, least: int, monkeypatch, fits=lambda there: there) -> loc
     """Places whose question to `launch.elastic` is answered by fits(processes there) -> processes, or 0."""
     def answer(argv, **_):
         n = fits(int(argv[3].removeprefix("--processes=")))
-        return subprocess.CompletedProcess(argv, 0 if n >= least else 2, f"{n}\n" if n >= least else "", "" if n >= least else "error: why")
+        return subprocess.CompletedProcess(argv, 0 if n >= least else 2, f"{n}\n" if n >= least else "",
+                                           "" if n >= least else "error: why")
     monkeypatch.setattr(fewer.subprocess, "run", answer)
     return local.Places([], count, least, 2 * count, True)
 
@@ -95,8 +101,8 @@ def test_a_process_that_fails_twice_in_a_row_is_left_out_and_comes_back_after_a_
     assert ours.taken == [0, 1] and ours.overrides() == ["--mesh.full_devices=8", "--mesh.simulated_devices=4"]
     ours.after(0, first=True)
     assert ours.taken == [0, 1, 2, 3]
-    assert capfd.readouterr().err == ("process 3 of 4 failed twice in a row: the next start is without it, in 2 processes\n"
-                                      "the next start has all 4 processes again\n")
+    assert capfd.readouterr().err == ("process 3 of 4 failed twice in a row: the next start is without it, in 2 "
+                                      "processes\nthe next start has all 4 processes again\n")
 
 
 def test_places_are_counted_on_through_starts_with_fewer(monkeypatch):
@@ -142,8 +148,10 @@ def test_a_mistake_of_the_launcher_is_exit_2(argv, part, capfd):
 
 
 def test_the_command_tells_how_many_processes_fit(capfd):
-    words = ["--mesh.simulated_devices", "12", "--mesh.tensor", "1", "--mesh.fsdp", "-1", "--data.global_batch", "12", "--model.embed_dim", "48"]
-    ask = lambda n, k: fewer.main([f"--processes={n}", f"--min-processes={k}", "--devices=1", "--full=12", "--", *words])
+    words = ["--mesh.simulated_devices", "12", "--mesh.tensor", "1", "--mesh.fsdp", "-1",
+             "--data.global_batch", "12", "--model.embed_dim", "48"]
+    ask = lambda n, k: fewer.main([f"--processes={n}", f"--min-processes={k}", "--devices=1",
+                                   "--full=12", "--", *words])
     assert (ask(11, 2), capfd.readouterr().out) == (0, "6 --mesh.full_devices=12 --mesh.simulated_devices=6\n")
     assert ask(11, 7) == 2 and "from 7 to 11" in capfd.readouterr().err
 
@@ -157,9 +165,11 @@ def test_a_mistake_in_the_question_is_exit_2(words, said, capfd):
     assert ended.value.code == 2 and said in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("hosts, fit", [(9, "9"), (8, "8"), (7, "4 --mesh.full_devices=64"), (3, "2 --mesh.full_devices=64")])
+@pytest.mark.parametrize("hosts, fit", [(9, "9"), (8, "8"), (7, "4 --mesh.full_devices=64"),
+                                        (3, "2 --mesh.full_devices=64")])
 def test_a_run_that_says_what_it_is_meant_for_fits_on_fewer_hosts(hosts, fit, capfd):
-    assert fewer.main([f"--processes={hosts}", "--devices=8", "--", str(ROOT / "configs/llama3-8b-64.toml"), "--mesh.full_devices=64"]) == 0
+    assert fewer.main([f"--processes={hosts}", "--devices=8", "--", str(ROOT / "configs/llama3-8b-64.toml"),
+                       "--mesh.full_devices=64"]) == 0
     assert capfd.readouterr().out == f"{fit}\n"
 
 
@@ -198,14 +208,16 @@ def test_a_run_of_four_processes_goes_on_in_two_and_then_in_four_with_the_losses
     life = soak.Life(tmp_path, "elastic", 4, "--min-processes", "2")
     trained_on(life)
     killed(life, 4, 3)
-    killed(life, 4, 3)      # again, and nothing was saved between: it is left out, and of three only two divide the batch
+    # again, and nothing was saved between: it is left out, and of three only two divide the batch
+    killed(life, 4, 3)
     trained_on(life)
     killed(life, 2, 1)
     assert life.wait_for(lambda: len(life.children()) == 4), life.said()
     assert life.end() == 0, life.said()
     said = life.said()
     assert "process 3 of 4 failed twice in a row: the next start is without it, in 2 processes" in said
-    assert ("2 of 4 devices: mesh.fsdp=2 (of 4), training.microbatches=2 (of 1); the batch stays 8, 2 sequences a device at a time") in said
+    assert ("2 of 4 devices: mesh.fsdp=2 (of 4), training.microbatches=2 (of 1); the batch stays 8, 2 sequences a "
+            "device at a time") in said
     assert "the next start has all 4 processes again" in said
     changes = [json.loads(line) for line in (life.directory / "changes.jsonl").read_text().splitlines()]
     assert [change["to"] for change in changes if change["key"] == "training.microbatches"] == [2, 1]
@@ -214,4 +226,5 @@ def test_a_run_of_four_processes_goes_on_in_two_and_then_in_four_with_the_losses
     assert [(row["step"], row["tokens"]) for row in got] == [(row["step"], row["tokens"]) for row in wanted]
     # Sums of other numbers of devices and microbatches: the last bits of float32.
     for key in ("loss", "grad_norm"):
-        np.testing.assert_allclose([row[key] for row in got], [row[key] for row in wanted], rtol=1e-6 if key == "loss" else 1e-5)
+        np.testing.assert_allclose([row[key] for row in got], [row[key] for row in wanted],
+                                   rtol=1e-6 if key == "loss" else 1e-5)

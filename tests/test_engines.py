@@ -1,4 +1,5 @@
-"""Which engine attention runs in, and where its kernels stand in the GPU's program: once a layer, on a device's own heads."""
+"""Which engine attention runs in, and where its kernels stand in the GPU's program: once a layer, on a device's own
+heads."""
 import re
 from collections import Counter
 from functools import partial
@@ -34,7 +35,8 @@ SEQUENCE_OVER_TENSOR = rules.parse('[activations]\nseq = "tensor"\n')
 
 def asked_for(model={}, data={}, training={}, table=SPLIT_ALIKE, sizes={}):
     """(run, layout)."""
-    run = config.Run(model=dict(embed_dim=512, num_heads=4, num_kv_heads=2, head_dim=128) | model, data=data, training=training)
+    run = config.Run(model=dict(embed_dim=512, num_heads=4, num_kv_heads=2, head_dim=128) | model,
+                     data=data, training=training)
     return run, rules.Layout(table, {axis: 1 for axis in ("data", "fsdp", "tensor", "stage", "context")} | sizes)
 
 
@@ -55,18 +57,23 @@ def with_cudnn(monkeypatch):
 
 
 @pytest.mark.parametrize("expected, asked", [
-    ("pallas", {}), ("pallas", dict(gpu="a100-80gb")), ("pallas", dict(model=dict(head_dim=256))), ("cudnn", dict(data=WHOLE)),
-    ("pallas", dict(data=WHOLE, training=dict(deterministic=True))), ("pallas", dict(data=WHOLE, model=dict(head_dim=256))),
+    ("pallas", {}), ("pallas", dict(gpu="a100-80gb")), ("pallas", dict(model=dict(head_dim=256))),
+    ("cudnn", dict(data=WHOLE)),
+    ("pallas", dict(data=WHOLE, training=dict(deterministic=True))),
+    ("pallas", dict(data=WHOLE, model=dict(head_dim=256))),
     ("blockwise", dict(model=dict(head_dim=320))), ("blockwise", dict(gpu="")), ("blockwise", dict(gpu="mi300x")),
     ("blockwise", dict(model=dict(compute_dtype="float32"))), ("blockwise", dict(platform="cpu", gpu="cpu")),
-    ("blockwise", dict(data=WHOLE, model=dict(attention="blockwise"))), ("pallas", dict(data=WHOLE, model=dict(attention="pallas"))),
+    ("blockwise", dict(data=WHOLE, model=dict(attention="blockwise"))),
+    ("pallas", dict(data=WHOLE, model=dict(attention="pallas"))),
     ("blockwise", dict(table=HEADS_ALONE, sizes=dict(tensor=2))), ("pallas", dict(table=HEADS_ALONE)),
     ("pallas", dict(table=HEADS_ALONE, sizes=dict(tensor=2), model=dict(num_kv_heads=1))),
     ("blockwise", dict(data=WHOLE, table=SEQUENCE_OVER_TENSOR, sizes=dict(tensor=2))),
     ("pallas", dict(model=dict(window=64))), ("cudnn", dict(data=WHOLE, model=dict(window=64))),
-    ("pallas", dict(data=WHOLE, model=dict(window=64), sizes=dict(context=2))), ("cudnn", dict(data=WHOLE, sizes=dict(context=2))),
+    ("pallas", dict(data=WHOLE, model=dict(window=64), sizes=dict(context=2))),
+    ("cudnn", dict(data=WHOLE, sizes=dict(context=2))),
     ("blockwise", dict(data=WHOLE, gpu="mi300x")),
-    ("pallas", dict(data=WHOLE, model=dict(score_softcap=50.0))), ("pallas", dict(model=dict(window=64, score_softcap=50.0, global_every=2))),
+    ("pallas", dict(data=WHOLE, model=dict(score_softcap=50.0))),
+    ("pallas", dict(model=dict(window=64, score_softcap=50.0, global_every=2))),
 ])
 def test_packed_rows_take_pallas_whole_rows_cudnn_and_others_blocks(expected, asked, with_cudnn):
     """And the price is that engine's, whatever is installed where a plan is made."""
@@ -80,18 +87,20 @@ def test_packed_rows_take_pallas_whole_rows_cudnn_and_others_blocks(expected, as
 
 def test_the_choice_is_said_in_one_line_with_its_reason(with_cudnn, monkeypatch):
     assert chosen(data=WHOLE)[1] == "attention: cuDNN's kernel"
-    assert chosen()[1] == ("attention: Pallas kernels that visit only what documents reach, because cuDNN's kernel has no "
-                           "document mask (data.document_mask=true)")
+    assert chosen()[1] == ("attention: Pallas kernels that visit only what documents reach, because cuDNN's kernel has "
+                           "no document mask (data.document_mask=true)")
     assert "training.deterministic=true" in chosen(data=WHOLE, training=dict(deterministic=True))[1]
     assert chosen(platform="cpu")[1] == ""
     assert chosen(platform="cpu", model=dict(attention="blockwise"))[1].endswith("because model.attention=blockwise")
     windowed = chosen(data=WHOLE, model=dict(window=64, global_every=6, num_layers=6), sizes=dict(context=2))[1]
-    assert windowed.startswith("attention: Pallas kernels that visit only what documents reach, window 64 in 5 layers of 6, because")
+    assert windowed.startswith("attention: Pallas kernels that visit only what documents reach, window 64 in 5 layers "
+                               "of 6, because")
     assert 'no window over the chunks of context.method="ring" (model.window=64)' in windowed
     assert chosen(platform="cpu", model=dict(window=64))[1] == "attention: blockwise XLA engine, window 64"
     assert chosen(platform="cpu", model=dict(window=256))[1] == ""          # of sequences of 256
     note = chosen(model=dict(compute_dtype="float32"))[1]
-    assert "blockwise XLA engine, because" in note and note.count("model.compute_dtype=float32") == 1 and "\n" not in note
+    assert "blockwise XLA engine, because" in note and note.count("model.compute_dtype=float32") == 1
+    assert "\n" not in note
     assert "not in the table of GPUs" in chosen(gpu="")[1]
 
 
@@ -99,7 +108,8 @@ def test_the_choice_is_said_in_one_line_with_its_reason(with_cudnn, monkeypatch)
     (dict(model=dict(attention="cudnn")), 'cudnn" cannot serve this run: cuDNN\'s kernel has no document mask'),
     (dict(model=dict(attention="pallas"), platform="cpu"), "kernels run on GPUs, not on platform 'cpu'"),
     (dict(model=dict(attention="pallas", head_dim=512)), "a head_dim of at most 256, not 512"),
-    (dict(model=dict(attention="pallas"), table=HEADS_ALONE, sizes=dict(tensor=2)), "splits heads over ['tensor'] and kv_heads over []"),
+    (dict(model=dict(attention="pallas"), table=HEADS_ALONE, sizes=dict(tensor=2)),
+     "splits heads over ['tensor'] and kv_heads over []"),
 ])
 def test_an_engine_that_cannot_serve_the_run_is_refused_with_those_that_can(asked, said, with_cudnn):
     with pytest.raises(ValueError, match=re.escape(said)) as refusal:
@@ -120,7 +130,8 @@ def test_key_heads_that_lie_otherwise_than_query_heads_are_refused_where_sequenc
     run = config.Run(model=dict(num_heads=4, num_kv_heads=2), data=dict(seq_len=64))
     (fault,) = attention.problems(run, layout)
     assert "heads = ['tensor'] and kv_heads = []" in fault
-    assert attention.problems(run.model_copy(update={"model": run.model.model_copy(update={"num_kv_heads": 1})}), layout) == []
+    assert attention.problems(run.model_copy(update={"model": run.model.model_copy(update={"num_kv_heads": 1})}),
+                              layout) == []
 
 
 # ---- numbers on several devices --------------------------------------------------------------------------------------
@@ -138,14 +149,16 @@ def test_kernels_on_a_mesh_equal_plain_attention_inside_a_pipelines_region_too(m
     T, cp = 48, sizes.get("context", 1)
     mesh, layout = laid_out(sizes)
     order = attention.METHODS[method].order(T, cp) if method else np.arange(T)
-    split = attention.ContextParallel(attention.METHODS[method], INTERPRETED) if method else attention.Local(INTERPRETED)
+    split = attention.ContextParallel(attention.METHODS[method], INTERPRETED) if method else attention.Local(
+        INTERPRETED)
     q, k, v, do = drawn(3, 2, T, 8, 4)
     segments = np.stack([np.arange(T) // 7 + 1, np.arange(T) // 16 + 1]).astype(np.int32)
     attend = partial(attention.attend, split, layout)
 
     def body(q, k, v, segments, do):
         pin = lambda x, axis: layout.act(x, "batch", "seq", axis, "head_dim")
-        return with_gradients(attend, pin(q, "heads"), pin(k, "kv_heads"), pin(v, "kv_heads"), segments, pin(do, "heads"))
+        return with_gradients(attend, pin(q, "heads"), pin(k, "kv_heads"), pin(v, "kv_heads"),
+                              segments, pin(do, "heads"))
 
     @jax.jit
     def run(*args):
@@ -179,8 +192,10 @@ def kernels(text: str) -> Counter:
 
 def gpu_step(rule: str, mesh: dict, model: dict = {}, **sections):
     run = config.Run(mesh=mesh, sharding=dict(rules=str(RULES / f"{rule}.toml")),
-                     model=dict(vocab_size=512, embed_dim=256, num_layers=L, num_heads=N, num_kv_heads=K, head_dim=H, mlp_dim=256) | model,
-                     data=dict(seq_len=T, global_batch=B), training=dict(microbatches=M, remat="selective", loss_chunk=256), **sections)
+                     model=dict(vocab_size=512, embed_dim=256, num_layers=L, num_heads=N,
+                                num_kv_heads=K, head_dim=H, mlp_dim=256) | model,
+                     data=dict(seq_len=T, global_batch=B),
+                     training=dict(microbatches=M, remat="selective", loss_chunk=256), **sections)
     return assembly.assemble(run, compile.topology("h100:8"))
 
 
@@ -192,20 +207,23 @@ def test_under_selective_remat_each_layer_runs_its_forward_once_on_a_devices_own
     text = gpu_step(rule, mesh).program.compile().as_text()
     rows, heads = B // M // (8 // mesh.get("tensor", 1)), N // mesh.get("tensor", 1)
     assert kernels(text) == {("forward_causal", (rows, T, heads, H)): L * M, ("dq_causal", (rows, T, heads, H)): L * M,
-                             ("dkv_causal", (rows, T, heads, H)): L * M}     # few programs: heads of a group summed outside
+                             # few programs: heads of a group summed outside
+                             ("dkv_causal", (rows, T, heads, H)): L * M}
 
 
 @needs_gpu_compiler
 @pytest.mark.parametrize("method", [slow("ring"), slow("gather")])
 def test_a_window_over_chunks_runs_its_kernels_where_it_reaches_and_no_further(method):
-    """Of two layers one has a window of 100 tokens over chunks of 64: itself and the two before it, for both chunks of a device."""
+    """Of two layers one has a window of 100 tokens over chunks of 64: itself and the two before it, for both chunks of
+    a device."""
     made = gpu_step("zero3", dict(context=4, fsdp=2), dict(window=100, global_every=2), context=dict(method=method))
     found = Counter()
     for (name, _), calls in kernels(made.program.compile().as_text()).items():
         found[name] += calls
     near = {"_causal_window100": 2, "_window100_ahead64": 2, "_window100_ahead128": 2}
     every = {"_causal": 1, "": 6} if method == "ring" else {"_causal": 2, "": 7}
-    assert found == {kernel + label: calls * M for kernel in ("forward", "dq", "dkv") for label, calls in (near | every).items()}
+    assert found == {kernel + label: calls * M for kernel in ("forward", "dq", "dkv")
+                     for label, calls in (near | every).items()}
 
 
 @needs_gpu_compiler
@@ -216,13 +234,15 @@ def test_in_a_pipelines_step_kernels_have_a_tensor_ranks_own_heads(case):
     rule, mesh, schedule = case
     text = gpu_step(rule, mesh, pipeline=dict(schedule=schedule)).program.compile().as_text()
     found = kernels(text)
-    assert {shape[2] for _, shape in found} == {N // 2} and {name for name, _ in found} >= {"forward_causal", "dq_causal", "dkv_causal"}
+    assert {shape[2] for _, shape in found} == {N // 2} and {name for name, _ in found} >= {
+        "forward_causal", "dq_causal", "dkv_causal"}
 
 
 @needs_gpu_compiler
 @pytest.mark.parametrize("nested", [True, False])
 def test_in_a_region_that_is_manual_over_stage_kernels_have_own_heads_only_where_nested(nested):
-    """What a pipeline does, in small. False: the fault that nesting mends, a program in which every tensor rank computes all heads."""
+    """What a pipeline does, in small. False: the fault that nesting mends, a program in which every tensor rank
+    computes all heads."""
     mesh, layout = laid_out(dict(stage=2, tensor=2), "zero3", compile.topology("h100:4"))
     kernel = pallas.engine(tiles.of(H, "h100"))
     kernel = kernel if nested else kernel._replace(partitions=True)
@@ -236,14 +256,17 @@ def test_in_a_region_that_is_manual_over_stage_kernels_have_own_heads_only_where
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, P("stage")))
     args = [array(jnp.bfloat16, 2, T, heads, H) for heads in (N, K, K)] + [array(jnp.int32, 2, T)]
     with jax.set_mesh(mesh):
-        step = jax.jit(jax.shard_map(body, axis_names={"stage"}, in_specs=P("stage"), out_specs=P("stage"), check_vma=False))
+        step = jax.jit(jax.shard_map(body, axis_names={"stage"}, in_specs=P("stage"),
+                                     out_specs=P("stage"), check_vma=False))
         text = step.lower(*args).compile().as_text()
     assert kernels(text) == {("forward_causal", (1, T, N // 2 if nested else N, H)): 1}
 
 
 def test_inspect_tells_kernels_of_attention_from_kernels_that_nobody_counts():
-    calls = ["pallas_call.3 (__gpu$xla.gpu.triton) attention/meshtrain_attention_dq/pallas_call", "fusion (__cudnn$fmhaSoftmax)", "x (cutlass) y"]
+    calls = ["pallas_call.3 (__gpu$xla.gpu.triton) attention/meshtrain_attention_dq/pallas_call",
+             "fusion (__cudnn$fmhaSoftmax)", "x (cutlass) y"]
     line = lambda *uncounted: report.matmuls(SimpleNamespace(flops={"bf16": 5}, uncounted=uncounted))
     assert line() == "matmul FLOPs per device and step: bf16 5"
     assert line(*calls[:2]) == line() + "; beside them attention's kernels"
-    assert line(*calls) == line(*calls[:2]) + "; not counted: x (cutlass) y" and line(calls[2]).endswith("5; not counted: x (cutlass) y")
+    assert line(*calls) == line(*calls[:2]) + "; not counted: x (cutlass) y" and line(calls[2]).endswith(
+        "5; not counted: x (cutlass) y")

@@ -1,4 +1,5 @@
-"""How well a model predicts: the loss of a run's own validation, on any mesh, and the numbers of the evaluation harness."""
+"""How well a model predicts: the loss of a run's own validation, on any mesh, and the numbers of the evaluation
+harness."""
 import json
 import math
 
@@ -19,8 +20,10 @@ MIXTURE = '[{source="text", paths=["%s"], weight=3, name="squares"}, {source="te
 def run_dir(home, tiny):
     """A run of two sources, and what it said of its validation."""
     (home / "cubes.txt").write_text("".join(f"{i}: {i ** 3} é\n" for i in range(400)))
-    words = [*tiny, "--data.source=mixture", "--data.paths=[]", f"--data.mixture={MIXTURE % (home / 'corpus.txt', home / 'cubes.txt')}",
-             "--data.validation_fraction=0.1", "--validation.batches=100", "--training.steps=3", "--run.sample_tokens=0",
+    words = [*tiny, "--data.source=mixture", "--data.paths=[]",
+             f"--data.mixture={MIXTURE % (home / 'corpus.txt', home / 'cubes.txt')}",
+             "--data.validation_fraction=0.1", "--validation.batches=100", "--training.steps=3",
+             "--run.sample_tokens=0",
              "--model.compute_dtype=float32", "--run.dir", home / "mixed"]
     ran = call(train.main, *words)
     assert (ran.code, ran.err) == (0, ""), ran
@@ -38,7 +41,8 @@ def test_the_loss_of_each_source_is_that_of_the_runs_validation_on_any_mesh(run_
     found = asked(run_dir, "--mesh.tensor=1")
     assert set(found) == {"loss", "tokens", "perplexity", "bits_per_byte", "sources", "tasks"}
     for name in ("squares", "cubes"):
-        assert found["sources"][name]["loss"] == pytest.approx(row[f"val_loss/{name}"], rel=1e-5)     # float32 sums of other orders
+        # float32 sums of other orders
+        assert found["sources"][name]["loss"] == pytest.approx(row[f"val_loss/{name}"], rel=1e-5)
     each = found["sources"].values()
     assert found["tokens"] == sum(one["tokens"] for one in each)
     assert found["loss"] == pytest.approx(sum(one["loss"] * one["tokens"] for one in each) / found["tokens"])
@@ -48,12 +52,14 @@ def test_the_loss_of_each_source_is_that_of_the_runs_validation_on_any_mesh(run_
 
 
 def test_of_files_that_are_named_every_token_counts_once_and_bytes_are_those_of_the_files(run_dir, home):
-    found = asked(run_dir, "--data.source=text", "--data.mixture=[]", f'--data.paths=["{home}/cubes.txt"]', "--mesh.tensor=1")
+    found = asked(run_dir, "--data.source=text", "--data.mixture=[]", f'--data.paths=["{home}/cubes.txt"]',
+                  "--mesh.tensor=1")
     size = (home / "cubes.txt").stat().st_size
     assert found["tokens"] == size + 1, "and the document's end"
     assert found["bits_per_byte"] == pytest.approx(found["loss"] * found["tokens"] / math.log(2) / size)
     assert found["sources"] == {"text": {key: found[key] for key in ("loss", "tokens", "perplexity", "bits_per_byte")}}
-    table = call(evaluate.main, run_dir, "--data.source=text", "--data.mixture=[]", f'--data.paths=["{home}/cubes.txt"]', "--mesh.tensor=1").out
+    table = call(evaluate.main, run_dir, "--data.source=text", "--data.mixture=[]",
+                 f'--data.paths=["{home}/cubes.txt"]', "--mesh.tensor=1").out
     assert f"{found['loss']:.4f}" in table and f"{size + 1:,}" in table
 
 
@@ -66,7 +72,8 @@ def test_log_probabilities_are_those_of_the_logits_of_transformers(name):
         scorer = placed.scorer()
         B, T = scorer.rows(40), 40
         index = np.tile(np.arange(T, dtype=np.int32), (B, 1))
-        batch = {"tokens": np.tile(tokens, (B, 1)), "targets": np.tile(np.append(tokens[1:], NO_TARGET), (B, 1)), "index": index,
+        batch = {"tokens": np.tile(tokens, (B, 1)), "targets": np.tile(np.append(tokens[1:], NO_TARGET), (B, 1)),
+                 "index": index,
                  "positions": index, "segments": np.ones_like(index), "sequence": np.zeros(B, np.int32)}
         logprobs, likeliest = scorer.score(batch)
     wanted = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -77,11 +84,13 @@ def test_log_probabilities_are_those_of_the_logits_of_transformers(name):
 
 def test_what_cannot_be_evaluated_is_told(run_dir, tmp_path):
     refused(call(evaluate.main, GOLDENS / "qwen3"), "nothing says what to evaluate on")
-    refused(call(evaluate.main, run_dir, "--data.paths", '["none.txt"]', "--data.source=text", "--data.mixture=[]"), "none.txt")
+    refused(call(evaluate.main, run_dir, "--data.paths", '["none.txt"]', "--data.source=text",
+                 "--data.mixture=[]"), "none.txt")
     refused(call(evaluate.main, run_dir, "--optimizer.learning_rate=1"), "optimizer.learning_rate changes nothing here")
     refused(call(evaluate.main, run_dir, "--task=a"), "did you mean --tasks")
     refused(call(evaluate.main, run_dir, "--tasks=,"), "--tasks names none")
-    refused(call(evaluate.main, GOLDENS / "gpt2", "--data.seq_len=129", "--data.source=tokens", '--data.paths=["x.tokens.npy"]'),
+    refused(call(evaluate.main, GOLDENS / "gpt2", "--data.seq_len=129", "--data.source=tokens",
+                 '--data.paths=["x.tokens.npy"]'),
             "data.seq_len=129 is longer than the model.max_seq_len=128")
 
 
@@ -90,23 +99,28 @@ def test_what_cannot_be_evaluated_is_told(run_dir, tmp_path):
 
 def trained_tokenizer(path, kind: str):
     tokenizers = pytest.importorskip("tokenizers")
-    models, pre, decoders, trainers = tokenizers.models, tokenizers.pre_tokenizers, tokenizers.decoders, tokenizers.trainers
-    library = tokenizers.Tokenizer(models.BPE(byte_fallback=kind == "spaces", unk_token="<unk>" if kind == "spaces" else None))
+    models, pre, decoders, trainers = (tokenizers.models, tokenizers.pre_tokenizers,
+                                       tokenizers.decoders, tokenizers.trainers)
+    library = tokenizers.Tokenizer(models.BPE(byte_fallback=kind == "spaces",
+                                              unk_token="<unk>" if kind == "spaces" else None))
     if kind == "bytes":
         library.pre_tokenizer, library.decoder = pre.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
         special, alphabet = ["<s>"], pre.ByteLevel.alphabet()
     else:
         library.pre_tokenizer = pre.Metaspace()
-        library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+        library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(),
+                                             decoders.Fuse(), decoders.Strip(" ", 1, 0)])
         special, alphabet = ["<s>", "<unk>", *(f"<0x{i:02X}>" for i in range(256))], []
-    library.train_from_iterator(["the cat sat on the mat, 12 é times " * 20], trainers.BpeTrainer(vocab_size=700, special_tokens=special,
+    library.train_from_iterator(["the cat sat on the mat, 12 é times " * 20],
+                                trainers.BpeTrainer(vocab_size=700, special_tokens=special,
                                                                                               initial_alphabet=alphabet))
     library.save(str(path))
     return tokenizer.open_file(str(path))
 
 
 def test_options_of_tasks_are_refused_without_any():
-    refused(call(evaluate.main, GOLDENS / "qwen3", "--limit=3", "--num-fewshot=2"), "--limit 3 is of the harness's tasks",
+    refused(call(evaluate.main, GOLDENS / "qwen3", "--limit=3", "--num-fewshot=2"),
+            "--limit 3 is of the harness's tasks",
             "--num-fewshot 2 is of the harness's tasks")
 
 
@@ -143,5 +157,6 @@ def test_sequences_longer_than_the_model_was_made_for_are_noted(tmp_path):
     words = (GOLDENS / "qwen3", "--data.source=tokens", '--data.paths=["x.tokens.npy"]', "--mesh.tensor=1", "--json",
              "--data.bos_token=1", "--data.seq_len")
     ran = call(evaluate.main, *words, 600)
-    assert ran.code == 0 and "note: data.seq_len=600 is more than the 512 tokens" in ran.err and json.loads(ran.out)["loss"] > 0
+    assert ran.code == 0 and "note: data.seq_len=600 is more than the 512 tokens" in ran.err
+    assert json.loads(ran.out)["loss"] > 0
     assert call(evaluate.main, *words, 512).err == ""

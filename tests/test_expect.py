@@ -11,8 +11,10 @@ from meshtrain.cost.expect import Expected, ExpectedRow
 
 GATHER = ("all-gather", ("fsdp",), "bf16[4096,14336]")
 REDUCE = ("reduce-scatter", ("data", "fsdp"), "f32[4096,14336]")
-STEP = Expected({"devices": "8 × h100", "model.num_layers": 32, "mesh": {"fsdp": 8}}, {"jax": "0.10.2", "jaxlib": "0.10.2"},
-                {"params": 100, "total": 1000}, {GATHER: ExpectedRow(64, 6400, "layers/mlp/up/kernel"), REDUCE: ExpectedRow(32, 3200, "a \"b\" ü\\")})
+STEP = Expected({"devices": "8 × h100", "model.num_layers": 32, "mesh": {"fsdp": 8}},
+                {"jax": "0.10.2", "jaxlib": "0.10.2"},
+                {"params": 100, "total": 1000}, {GATHER: ExpectedRow(64, 6400, "layers/mlp/up/kernel"),
+                                                 REDUCE: ExpectedRow(32, 3200, "a \"b\" ü\\")})
 
 
 def changed(**keys) -> Expected:
@@ -24,7 +26,8 @@ def test_the_file_says_all_and_is_the_same_whatever_the_order():
     assert expect.loads(text) == STEP and tomllib.loads(text)["compiler"] == {"jax": "0.10.2", "jaxlib": "0.10.2"}
     turned = changed(collectives=dict(reversed(STEP.collectives.items())))
     assert expect.dumps(turned, "python -m meshtrain.inspect run.toml --expect step.toml") == text
-    assert sum("bytes =" in line for line in text.splitlines()) == len(STEP.collectives), "a line for each, so that a diff is read"
+    assert sum("bytes =" in line
+               for line in text.splitlines()) == len(STEP.collectives), "a line for each, so that a diff is read"
 
 
 @pytest.mark.parametrize("now, said", [
@@ -48,10 +51,12 @@ def test_what_parameters_are_called_is_no_difference():
 
 
 def test_another_run_and_another_compiler_are_told():
-    other = changed(run=STEP.run | {"model.num_layers": 40, "training.remat": "full"}, compiler={"jax": "0.12.0", "jaxlib": "0.12.0"})
+    other = changed(run=STEP.run | {"model.num_layers": 40, "training.remat": "full"},
+                    compiler={"jax": "0.12.0", "jaxlib": "0.12.0"})
     assert expect.causes(STEP, other) == [
         "the run is another: model.num_layers 32 → 40", 'the run is another: training.remat "default" → "full"',
-        "the compiler is another: written with jax 0.10.2 and jaxlib 0.10.2, compiled here with jax 0.12.0 and jaxlib 0.12.0"]
+        "the compiler is another: written with jax 0.10.2 and jaxlib 0.10.2, compiled here with jax 0.12.0 and jaxlib "
+        "0.12.0"]
     assert expect.causes(STEP, STEP) == []
 
 
@@ -65,8 +70,10 @@ def test_a_gate_passes_what_it_wrote_and_fails_what_moves_more(tiny, tmp_path): 
     assert (ran.code, ran.out) == (0, "") and ran.err.startswith("as step.toml says:"), ran
     moved = call(inspect.main, *gate, "--sharding.rules", "sharding_rules/zero3.toml")
     assert moved.code == 1 and moved.out == "", moved
-    assert any(line.startswith("new: all-gather over data of") and "(layers/mlp/" in line for line in moved.err.splitlines())
-    assert 'the run is another: rules "my rules.toml" → "zero3.toml"' in moved.err and "memory, params: bytes" in moved.err
+    assert any(line.startswith("new: all-gather over data of") and "(layers/mlp/" in line
+               for line in moved.err.splitlines())
+    assert 'the run is another: rules "my rules.toml" → "zero3.toml"' in moved.err
+    assert "memory, params: bytes" in moved.err
     assert (tmp_path / "step.toml").read_text() == text, "only --update writes"
 
 

@@ -16,7 +16,8 @@ from meshtrain.parallel.experts import all_to_all, dispatch
 from meshtrain.training import accumulate, optimizer
 
 V, T, SEQUENCES = 61, 16, 16
-MODEL = dict(vocab_size=V, embed_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24, num_experts=8,
+MODEL = dict(vocab_size=V, embed_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4,
+             mlp_dim=24, num_experts=8,
              experts_per_token=2, expert_mlp_dim=24, compute_dtype="float32")
 EXPERTS = dict(aux_loss=0.5, z_loss=0.05, bias_rate=1e-3)
 # Both sides sum in float32, in other orders; a gap of 1e-5 between scores keeps rounding from choosing another expert.
@@ -41,25 +42,30 @@ LAYOUTS = {
     "expert over data, the rest once a step": ('[params]\nexpert = "data"\n' + BATCH, dict(data=2, fsdp=4)),
     "expert over fsdp, data once a step": ('[params]\nembed = "fsdp"\nexpert = "fsdp"\n' + BATCH, dict(data=2, fsdp=4)),
     "no axis of experts, zero3": (Z + BATCH, dict(data=2, fsdp=4)),
-    "no axis of experts, zero3 with tensor": (Z + 'mlp = "tensor"\n' + SEQUENCE + 'mlp = "tensor"\n', dict(data=2, fsdp=2, tensor=2)),
+    "no axis of experts, zero3 with tensor": (Z + 'mlp = "tensor"\n' + SEQUENCE + 'mlp = "tensor"\n',
+                                              dict(data=2, fsdp=2, tensor=2)),
     "ddp": (BATCH, dict(data=2, fsdp=2)),
     "zero1": (BATCH + '[optimizer]\nembed = ["data", "fsdp"]\n', dict(data=2, fsdp=2)),
     "zero2 of the experts": (BATCH + '[grads]\nexpert = ["data", "fsdp"]\n', dict(data=2, fsdp=2)),
-    "expert_embed over tensor": (Z + 'expert = "fsdp"\nexpert_embed = "tensor"\n' + HEADS + BATCH + HEADS, dict(fsdp=4, tensor=2)),
+    "expert_embed over tensor": (Z + 'expert = "fsdp"\nexpert_embed = "tensor"\n' + HEADS + BATCH + HEADS,
+                                 dict(fsdp=4, tensor=2)),
 }
 STAGED = '[params]\nlayers = "stage"\nembed = ["data", "fsdp"]\nvocab = "stage"\n'
 STAGED_BATCH = BATCH + 'vocab = "stage"\n'
 # name: (rules, mesh, schedule, chunks)
 PIPELINES = {
     "expert over fsdp, tensor beside, 1f1b": (
-        STAGED + 'expert = "fsdp"\n' + STAGED_BATCH + 'residual_seq = "tensor"\n', dict(stage=2, fsdp=2, tensor=2), "1f1b", 1),
+        STAGED + 'expert = "fsdp"\n' + STAGED_BATCH + 'residual_seq = "tensor"\n',
+        dict(stage=2, fsdp=2, tensor=2), "1f1b", 1),
     "expert over tensor, interleaved zero bubble": (
         STAGED + 'expert = "tensor"\n' + STAGED_BATCH + 'residual_seq = "tensor"\n', dict(stage=2, fsdp=2, tensor=2),
         "interleaved_zero_bubble", 2),
     "expert over fsdp, expert_embed over data, zero bubble": (
-        STAGED + 'expert = "fsdp"\nexpert_embed = "data"\n' + STAGED_BATCH, dict(stage=2, fsdp=2, data=2), "zero_bubble", 1),
+        STAGED + 'expert = "fsdp"\nexpert_embed = "data"\n' + STAGED_BATCH, dict(stage=2, fsdp=2, data=2),
+        "zero_bubble", 1),
     "expert over fsdp and tensor, gpipe": (
-        STAGED + 'expert = ["fsdp", "tensor"]\n' + STAGED_BATCH + 'residual_seq = "tensor"\n', dict(stage=2, fsdp=2, tensor=2), "gpipe", 1),
+        STAGED + 'expert = ["fsdp", "tensor"]\n' + STAGED_BATCH + 'residual_seq = "tensor"\n',
+        dict(stage=2, fsdp=2, tensor=2), "gpipe", 1),
     "expert over data and expert_mlp over tensor, layers that do not divide, 1f1b": (
         STAGED + 'expert = "data"\nexpert_mlp = "tensor"\n' + STAGED_BATCH, dict(stage=2, data=2, tensor=2), "1f1b", 1),
     "expert over context and fsdp, zero bubble": (
@@ -72,25 +78,31 @@ MODELS = {
     "sigmoid in groups, scaled, shared, a dense layer first": dict(
         router_score="sigmoid", router_groups=(4, 2), router_scale=2.5, shared_expert_dim=8, num_layers=3,
         first_dense_layers=1),
-    "softmax, not normalized, three of six": dict(num_experts=6, experts_per_token=3, router_normalize=False, expert_mlp_dim=10),
+    "softmax, not normalized, three of six": dict(num_experts=6, experts_per_token=3,
+                                                  router_normalize=False, expert_mlp_dim=10),
     "gelu, one of four": dict(num_experts=4, experts_per_token=1, activation="gelu", router_normalize=False),
     "geglu, all of three": dict(num_experts=3, experts_per_token=3, activation="geglu"),
 }
-FOUR_LAYERS = {"four layers": dict(num_layers=4), "three layers, sigmoid": dict(num_layers=3, router_score="sigmoid", shared_expert_dim=8)}
+FOUR_LAYERS = {"four layers": dict(num_layers=4),
+               "three layers, sigmoid": dict(num_layers=3, router_score="sigmoid", shared_expert_dim=8)}
 # Biases of the choice: every token to experts 3 and 0; nobody to 1, 2 and 6.
 LEANINGS = {"all to two": {3: 1e3, 0: 5e2}, "three without any": {1: -1e3, 2: -1e3, 6: -1e3}}
 
 
-def run_of(rules_file, mesh: dict, model: dict = {}, training: dict = {}, pipeline: dict = {}, dispatch="auto") -> config.Run:
-    return config.Run(mesh=mesh, sharding=dict(rules=str(rules_file)), model=MODEL | model, experts=EXPERTS | dict(dispatch=dispatch),
-                      data=dict(seq_len=T, global_batch=SEQUENCES), training=dict(microbatches=2, loss_chunk=24) | training, pipeline=pipeline)
+def run_of(rules_file, mesh: dict, model: dict = {}, training: dict = {}, pipeline: dict = {},
+           dispatch="auto") -> config.Run:
+    return config.Run(mesh=mesh, sharding=dict(rules=str(rules_file)), model=MODEL | model,
+                      experts=EXPERTS | dict(dispatch=dispatch),
+                      data=dict(seq_len=T, global_batch=SEQUENCES),
+                      training=dict(microbatches=2, loss_chunk=24) | training, pipeline=pipeline)
 
 
 @functools.cache
 def batch() -> dict:
     rng = np.random.default_rng(3)
     shape = (SEQUENCES, T)
-    out = {"tokens": rng.integers(0, V, shape), "targets": np.where(rng.random(shape) < 0.2, -1, rng.integers(0, V, shape)),
+    out = {"tokens": rng.integers(0, V, shape),
+           "targets": np.where(rng.random(shape) < 0.2, -1, rng.integers(0, V, shape)),
            "index": np.tile(np.arange(T), (SEQUENCES, 1)), "positions": np.tile(np.arange(T), (SEQUENCES, 1)),
            "segments": np.ones(shape, int), "sequence": np.arange(SEQUENCES)}
     for row, real in ((2, 11), (5, 3), (9, 0)):       # filled up; nothing but padding
@@ -160,7 +172,8 @@ def test_one_device_computes_what_a_loop_over_experts_does(model):
 @functools.cache
 def one_layer():
     """(assembled run, its parameters, its step's gradients) of one device."""
-    made = assembly.assemble(run_of("sharding_rules/ddp.toml", {}, dict(num_layers=1), dict(microbatches=1)), jax.devices()[:1])
+    made = assembly.assemble(run_of("sharding_rules/ddp.toml", {}, dict(num_layers=1), dict(microbatches=1)),
+                             jax.devices()[:1])
     return made, made.model.init(jax.random.key(0)), jax.jit(made.program.gradients)
 
 
@@ -174,8 +187,8 @@ def stepped(rows: dict):
 
 
 def test_padding_changes_neither_loss_nor_counts_nor_biases_nor_router():
-    """Tokens of padding are others in the second step, and not there in the third: the same bits, and rounding alone, for a sum over
-    16 tokens is added in another order than one over 11."""
+    """Tokens of padding are others in the second step, and not there in the third: the same bits, and rounding alone,
+    for a sum over 16 tokens is added in another order than one over 11."""
     whole = {name: a[:4] for name, a in batch().items()}
     real = np.array([[11], [3], [0], [8]]) > np.arange(T)
     padded = whole | {"targets": np.where(real, whole["targets"], -1), "segments": real.astype(np.int32)}
@@ -191,7 +204,8 @@ def test_padding_changes_neither_loss_nor_counts_nor_biases_nor_router():
     shorter, by_name, aux_shorter = stepped(cut)
     assert abs(shorter - loss) < 1e-6 * loss and (by_name[bias] == grads[bias]).all()
     for name in grads:
-        np.testing.assert_allclose(by_name[name], grads[name], rtol=0, atol=1e-6 * np.abs(grads[name]).max(), err_msg=name)
+        np.testing.assert_allclose(by_name[name], grads[name], rtol=0, atol=1e-6 * np.abs(grads[name]).max(),
+                                   err_msg=name)
     for name in aux:
         np.testing.assert_allclose(aux_shorter[name], aux[name], rtol=1e-6)
 
@@ -234,11 +248,13 @@ def test_pipelines_compute_what_one_device_does(tmp_path, name, leaning, dispatc
     model = "three layers, sigmoid" if "do not divide" in name else "four layers"
     rules_file = tmp_path / "rules.toml"
     rules_file.write_text(text)
-    run = run_of(rules_file, mesh, FOUR_LAYERS[model], dict(microbatches=4, remat=remat), dict(schedule=schedule, chunks=chunks), dispatch)
+    run = run_of(rules_file, mesh, FOUR_LAYERS[model], dict(microbatches=4, remat=remat),
+                 dict(schedule=schedule, chunks=chunks), dispatch)
     assert_equal(run, expected(model, leaning), jax.devices()[:math.prod(mesh.values())])
 
 
-@pytest.mark.parametrize("spare, leaning", [(0.3, "all to two"), pytest.param(1.0, "", marks=GRID), pytest.param(0.3, "", marks=GRID)])
+@pytest.mark.parametrize("spare, leaning", [(0.3, "all to two"), pytest.param(1.0, "", marks=GRID),
+                                            pytest.param(0.3, "", marks=GRID)])
 def test_a_buffer_that_is_too_small_takes_more_rounds(tmp_path, monkeypatch, spare, leaning):
     chosen = dispatch.choose
     monkeypatch.setattr(accumulate.dispatch, "choose", lambda *args: dataclasses.replace(chosen(*args), spare=spare))
@@ -246,7 +262,8 @@ def test_a_buffer_that_is_too_small_takes_more_rounds(tmp_path, monkeypatch, spa
 
 
 SENT = ("expert over fsdp", "expert over tensor with sequence parallelism", "expert over fsdp and context",
-        "expert over fsdp and tensor", "expert over data, the rest once a step", "expert over fsdp, data once a step", "expert_embed over tensor")
+        "expert over fsdp and tensor", "expert over data, the rest once a step", "expert over fsdp, data once a step",
+        "expert_embed over tensor")
 
 
 @pytest.mark.parametrize("layout, leaning, capacity", [
@@ -264,8 +281,10 @@ def test_an_all_to_all_that_cannot_be_is_refused(tmp_path, layout):
         check(tmp_path, layout, dispatch="all_to_all")
 
 
-@pytest.mark.parametrize("K, num_shards, said", [(2, 2, "gather over fsdp 2, because 2 shards are less than 1.25 × 2 experts a token"),
-                                          (2, 4, "all_to_all over fsdp 4, because 4 shards are not less"), (8, 8, "gather over fsdp 8")])
+@pytest.mark.parametrize("K, num_shards, said",
+                         [(2, 2, "gather over fsdp 2, because 2 shards are less than 1.25 × 2 experts a token"),
+                                          (2, 4, "all_to_all over fsdp 4, because 4 shards are not less"),
+                                          (8, 8, "gather over fsdp 8")])
 def test_auto_takes_what_sends_less_and_says_so(K, num_shards, said):
     run = run_of("sharding_rules/zero3_experts_fsdp.toml", dict(fsdp=num_shards), dict(experts_per_token=K))
     made = assembly.assemble(run, jax.devices()[:num_shards])
@@ -289,10 +308,12 @@ def test_biases_move_by_the_share_of_the_mean_that_their_expert_lacks_where_the_
     """Their mean stays: what some gain others lose. A layer without a token (all frozen, none routed) moves nothing."""
     counts = np.array([[9, 3, 0], [4, 4, 4], [0, 0, 0]], np.float32)
     p = {"layers": {"bias": np.full((3, 3), 7.0, np.float32)}}
-    tx = optimizer.build(config.Optimizer(), 10, {"layers": {"bias": "balance"}}, {"layers": {"bias": None}}, balance_rate=0.01,
+    tx = optimizer.build(config.Optimizer(), 10, {"layers": {"bias": "balance"}}, {"layers": {"bias": None}},
+                         balance_rate=0.01,
                          balance_rule="error")
     updates, _ = tx.update({"layers": {"bias": counts}}, tx.init(p), p, step=0)
-    np.testing.assert_allclose(updates["layers"]["bias"], 0.01 * np.array([[-5 / 4, 1 / 4, 1], [0, 0, 0], [0, 0, 0]]), rtol=1e-6)
+    np.testing.assert_allclose(updates["layers"]["bias"],
+                               0.01 * np.array([[-5 / 4, 1 / 4, 1], [0, 0, 0], [0, 0, 0]]), rtol=1e-6)
 
 
 @pytest.mark.parametrize("rule", ["sign", "error"])
@@ -301,18 +322,21 @@ def test_biases_stay_where_all_experts_have_just_the_mean(num_experts, rule):
     tokens = np.concatenate([np.arange(1, 1000), (1 << 20) + np.arange(1, 1000, 2)])     # 60 of those are beyond 2^24
     counts = np.tile(tokens[:, None], num_experts).astype(np.float32)
     p = {"layers": {"bias": np.zeros_like(counts)}}
-    tx = optimizer.build(config.Optimizer(), 10, {"layers": {"bias": "balance"}}, {"layers": {"bias": None}}, balance_rate=0.01,
+    tx = optimizer.build(config.Optimizer(), 10, {"layers": {"bias": "balance"}}, {"layers": {"bias": None}},
+                         balance_rate=0.01,
                          balance_rule=rule)
     updates, _ = jax.jit(lambda counts: tx.update({"layers": {"bias": counts}}, tx.init(p), p, step=0))(counts)
     assert (updates["layers"]["bias"] == 0).all()
 
 
 def test_the_load_of_every_layer_is_reported_and_a_dense_one_has_none():
-    load = np.array([[0, 0, 0, 0], [2, 2, 2, 2], [6, 1, 1, 0]], np.float32) / 3         # tokens, divided by the step's targets
+    # tokens, divided by the step's targets
+    load = np.array([[0, 0, 0, 0], [2, 2, 2, 2], [6, 1, 1, 0]], np.float32) / 3
     got = jax.device_get(moe.reported({"expert_load": load, "aux_loss": 5.0}))
     half = -(6 * np.log(6 / 8) + 2 * np.log(1 / 8)) / 8 / np.log(4)
     wanted = {"expert_load_max_by_layer": [np.nan, 1, 3], "expert_load_min_by_layer": [np.nan, 1, 0],
-              "expert_load_entropy_by_layer": [np.nan, 1, half], "expert_load_max": 3, "expert_load_entropy": (1 + half) / 2, "aux_loss": 5}
+              "expert_load_entropy_by_layer": [np.nan, 1, half], "expert_load_max": 3,
+              "expert_load_entropy": (1 + half) / 2, "aux_loss": 5}
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
         np.testing.assert_allclose(got[name], value, rtol=1e-6, err_msg=name)
@@ -320,7 +344,8 @@ def test_the_load_of_every_layer_is_reported_and_a_dense_one_has_none():
     assert alone["expert_load_max"] == alone["expert_load_entropy"] == 1
 
 
-# ---- the shipped models ------------------------------------------------------------------------------------------------
+# ---- the shipped models
+# ------------------------------------------------------------------------------------------------
 
 PUBLISHED = {       # total and active parameters, from the models' configurations
     "mixtral-8x7b": (46_702_792_704, 12_879_925_248), "olmoe-1b-7b": (6_919_161_856, 1_282_017_280),

@@ -1,4 +1,5 @@
-"""What benchmarks/experts.py writes: formulas beside inspect's, the picture, a page of sections. And what it claims of learning."""
+"""What benchmarks/experts.py writes: formulas beside inspect's, the picture, a page of sections. And what it claims of
+learning."""
 import re
 import sys
 from pathlib import Path
@@ -41,8 +42,10 @@ def test_a_section_that_is_measured_anew_leaves_the_others():
 @pytest.mark.slow
 def test_on_gpus_a_model_with_experts_stands_beside_a_dense_one_of_equal_active_parameters():
     """On simulated devices and a small model, what a GPU would run."""
-    tiny = ("--model.preset", "", "--model.vocab_size", "512", "--model.embed_dim", "32", "--model.num_layers", "2", "--model.num_heads",
-            "4", "--model.num_kv_heads", "4", "--model.head_dim", "8", "--model.mlp_dim", "32", "--model.num_experts", "8",
+    tiny = ("--model.preset", "", "--model.vocab_size", "512", "--model.embed_dim", "32",
+            "--model.num_layers", "2", "--model.num_heads",
+            "4", "--model.num_kv_heads", "4", "--model.head_dim", "8", "--model.mlp_dim",
+            "32", "--model.num_experts", "8",
             "--model.experts_per_token", "4", "--model.expert_mlp_dim", "8", "--data.seq_len", "32")
     plan, sizes = experts.A3B._replace(overrides=tiny), gpu_speed.Sizes(microbatches=2, warm=1, steps=1, profiled=1)
     *_, sparse, dense = experts.on_gpus(jax.devices()[:2], plan, sizes)
@@ -52,8 +55,8 @@ def test_on_gpus_a_model_with_experts_stands_beside_a_dense_one_of_equal_active_
 
 @pytest.mark.slow
 def test_experts_beat_the_dense_model_of_equal_active_parameters_at_equal_steps():
-    """Of one seed, by less than was measured: 0.026 nats, and 0.014 and 0.027 with seeds 1 and 0. Steps above the bound: twice those
-    of the worst of the three."""
+    """Of one seed, by less than was measured: 0.026 nats, and 0.014 and 0.027 with seeds 1 and 0. Steps above the
+    bound: twice those of the worst of the three."""
     losses = {name: experts.trained(file, 2, words) for name, (file, words) in experts.RUNS.items()}
     dense, sparse = losses.values()
     assert sparse["loss"] < dense["loss"] - 0.01
@@ -62,7 +65,8 @@ def test_experts_beat_the_dense_model_of_equal_active_parameters_at_equal_steps(
 
 @pytest.mark.slow
 def test_the_experts_of_the_shipped_run_stay_within_twice_the_mean():
-    """But for a few steps of the warm-up, while the model learns how frequent tokens are: of three seeds' 240 steps 3 at most, the 39th
-    the last. From the first on it is the warm-up of the biases that keeps it there: without, it is 2.7 then."""
+    """But for a few steps of the warm-up, while the model learns how frequent tokens are: of three seeds' 240 steps 3
+    at most, the 39th the last. From the first on it is the warm-up of the biases that keeps it there: without, it is
+    2.7 then."""
     found = experts.trained("configs/quickstart-experts.toml", 2)
     assert found["late"] <= experts.BOUND and found["load"] < 3 and found["above"] <= 6 and found["last"] <= 60

@@ -20,8 +20,8 @@ from checkpoints import assert_same_bits
 from test_experts import FOUR_LAYERS, LAYOUTS, MODEL, PIPELINES, T, V, run_of
 
 STEPS, SEQUENCES = 20, 4
-# Twenty steps of Adam, which divides by the root of tiny moments, magnify rounding of 1e-7 to some 1e-6; a token whose last chosen
-# expert is that close to the next would go elsewhere, and its step be another.
+# Twenty steps of Adam, which divides by the root of tiny moments, magnify rounding of 1e-7 to some 1e-6; a token whose
+# last chosen expert is that close to the next would go elsewhere, and its step be another.
 LOSS, GAP = 1e-5, 5e-5
 PIPELINE = "expert over fsdp, tensor beside, 1f1b"
 
@@ -30,8 +30,10 @@ def batch(step: int) -> dict:
     """Four different sequences, each four times: as few choices as can show a layout's fault."""
     rng = np.random.default_rng(step)
     shape = (SEQUENCES, T)
-    one = {"tokens": rng.integers(0, V, shape), "targets": np.where(rng.random(shape) < 0.2, -1, rng.integers(0, V, shape)),
-           "index": np.tile(np.arange(T), (SEQUENCES, 1)), "positions": np.tile(np.arange(T), (SEQUENCES, 1)), "segments": np.ones(shape, int)}
+    one = {"tokens": rng.integers(0, V, shape),
+           "targets": np.where(rng.random(shape) < 0.2, -1, rng.integers(0, V, shape)),
+           "index": np.tile(np.arange(T), (SEQUENCES, 1)), "positions": np.tile(np.arange(T), (SEQUENCES, 1)),
+           "segments": np.ones(shape, int)}
     out = {name: np.tile(a, (4, 1)).astype(np.int32) for name, a in one.items()}
     return out | {"sequence": np.arange(4 * SEQUENCES, dtype=np.int32)}
 
@@ -42,7 +44,8 @@ class Trained:
     def __init__(self, name: str, rules_file, model: dict = {}, clip: float = 1.0):
         text, mesh, *pipe = LAYOUTS.get(name) or PIPELINES.get(name) or ("", {})
         rules_file.write_text(text)
-        run = run_of(rules_file, mesh, model, dict(microbatches=4 if pipe else 2, grad_clip=clip), dict(zip(("schedule", "chunks"), pipe)))
+        run = run_of(rules_file, mesh, model, dict(microbatches=4 if pipe else 2, grad_clip=clip),
+                     dict(zip(("schedule", "chunks"), pipe)))
         self.made = assembly.assemble(run, jax.devices()[:math.prod(mesh.values())])
         self.spec = self.made.program.spec
         with jax.default_matmul_precision("highest"), jax.set_mesh(self.made.mesh):
@@ -95,7 +98,8 @@ def test_twenty_steps_stay_those_of_one_device_load_and_biases_included(tmp_path
 
 
 def test_biases_stay_where_all_experts_are_equally_busy_however_much_is_clipped(tmp_path):
-    trained = Trained("", tmp_path / "rules.toml", dict(num_experts=60, experts_per_token=60, expert_mlp_dim=4, num_layers=1), clip=0.037)
+    trained = Trained("", tmp_path / "rules.toml",
+                      dict(num_experts=60, experts_per_token=60, expert_mlp_dim=4, num_layers=1), clip=0.037)
     state, found = trained.train(trained.fresh(), range(6))
     assert all(metrics["grad_norm"] > 0.037 and abs(metrics["expert_load_max"] - 1) < 1e-6 for metrics in found)
     assert (jax.device_get(state.params["layers"]["moe"]["bias"]) == 0).all()
@@ -113,7 +117,8 @@ def test_a_checkpoint_of_one_layout_of_experts_goes_on_in_others(tmp_path, other
         checkpoints.save(3, state, {})
     _, wanted = first.train(state, steps)
     trained = Trained(other, tmp_path / "other.toml")
-    restored = checkpoint.Checkpoints(tmp_path / "checkpoints", read_only=True).restore(3, trained.spec.with_shardings())
+    restored = checkpoint.Checkpoints(tmp_path / "checkpoints", read_only=True).restore(
+        3, trained.spec.with_shardings())
     assert_same_bits(saved, jax.device_get(restored))
     _, found = trained.train(restored, steps)
     for got, metrics in zip(found, wanted, strict=True):
@@ -121,11 +126,13 @@ def test_a_checkpoint_of_one_layout_of_experts_goes_on_in_others(tmp_path, other
         np.testing.assert_allclose(got["expert_load_max_by_layer"], metrics["expert_load_max_by_layer"], rtol=1e-6)
 
 
-# ---- what a program does where -----------------------------------------------------------------------------------------
+# ---- what a program does where
+# -----------------------------------------------------------------------------------------
 
 
 def kernels(f, *args) -> dict:
-    """How often the program of f has each grouped product, apart from loops whose length it does not know: {name: (outside, in them)}."""
+    """How often the program of f has each grouped product, apart from loops whose length it does not know: {name:
+    (outside, in them)}."""
     found: dict = {}
 
     def visit(jaxpr, within):
@@ -133,18 +140,21 @@ def kernels(f, *args) -> dict:
             if eqn.primitive.name == "pallas_call":
                 name = str(eqn.params.get("name_and_src_info", eqn.params.get("name"))).split()[0]
                 found.setdefault(name, [0, 0])[within] += 1
-            for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")):
+            for inner in jax.tree.leaves(list(eqn.params.values()),
+                                         is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")):
                 if eqn.primitive.name != "pallas_call" and (hasattr(inner, "eqns") or hasattr(inner, "jaxpr")):
                     visit(getattr(inner, "jaxpr", inner), within or eqn.primitive.name == "while")
     visit(jax.make_jaxpr(f)(*args).jaxpr, 0)
     return {name: tuple(count) for name, count in found.items()}
 
 
-@pytest.mark.parametrize("name", ["expert over tensor, interleaved zero bubble", "expert over fsdp, expert_embed over data, zero bubble"])
+@pytest.mark.parametrize("name", ["expert over tensor, interleaved zero bubble",
+                                  "expert over fsdp, expert_embed over data, zero bubble"])
 def test_the_three_products_of_experts_weight_gradients_stand_in_w_alone(tmp_path, monkeypatch, name):
     text, mesh, schedule, chunks = PIPELINES[name]
     (tmp_path / "rules.toml").write_text(text)
-    run = run_of(tmp_path / "rules.toml", mesh, FOUR_LAYERS["four layers"] | dict(expert_mlp_dim=32), dict(microbatches=4),
+    run = run_of(tmp_path / "rules.toml", mesh, FOUR_LAYERS["four layers"] | dict(expert_mlp_dim=32),
+                 dict(microbatches=4),
                  dict(schedule=schedule, chunks=chunks))
     made, parts = assembly.assemble(run, jax.devices()[:math.prod(mesh.values())]), {}
     divided = layer_vjp.layer
@@ -161,7 +171,8 @@ def test_the_three_products_of_experts_weight_gradients_stand_in_w_alone(tmp_pat
     # gate and up transposed are one product of two pairs.
     assert parts["F"] == {"grouped_rows_gkn": (3, 3)}
     assert parts["W"] == {"grouped_outer_gkn": (2, 0), "grouped_outer_gnk": (1, 0)}
-    assert parts["B"] == {"grouped_rows_gkn": (2, 2), "grouped_rows_gnk": (2, 2), "grouped_outer_gkn": (0, 2), "grouped_outer_gnk": (0, 1)}
+    assert parts["B"] == {"grouped_rows_gkn": (2, 2), "grouped_rows_gnk": (2, 2), "grouped_outer_gkn": (0, 2),
+                          "grouped_outer_gnk": (0, 1)}
 
 
 @pytest.mark.parametrize("remat, again", [("none", 0), ("full", 2)])
@@ -174,18 +185,21 @@ def test_gate_and_up_are_made_again_where_remat_keeps_less_than_all(remat, again
     weights = dict(gate=into, up=into, down=into.swapaxes(1, 2))
 
     def both(x_BTD, weights):
-        y_BTD, back = jax.vjp(lambda x, w: experts(made.layout, x, jnp.zeros(choices, jnp.int32), jnp.ones(choices), w), x_BTD, weights)
+        y_BTD, back = jax.vjp(lambda x, w: experts(made.layout, x, jnp.zeros(choices, jnp.int32), jnp.ones(choices), w),
+                              x_BTD, weights)
         return back(y_BTD)
     with jax.set_mesh(made.mesh):
         found = kernels(both, x_BTD, weights)
-    assert found == {"grouped_rows_gkn": (3 + again, 0), "grouped_rows_gnk": (2, 0), "grouped_outer_gkn": (2, 0), "grouped_outer_gnk": (1, 0)}
+    assert found == {"grouped_rows_gkn": (3 + again, 0), "grouped_rows_gnk": (2, 0),
+                     "grouped_outer_gkn": (2, 0), "grouped_outer_gnk": (1, 0)}
 
 
 @functools.cache
 def sent_bytes(layout: str, microbatches: int, path) -> dict:
     text, mesh = LAYOUTS[layout]
     path.write_text(text)
-    made = assembly.assemble(run_of(path, mesh, {}, dict(microbatches=microbatches)), jax.devices()[:math.prod(mesh.values())])
+    made = assembly.assemble(run_of(path, mesh, {}, dict(microbatches=microbatches)),
+                             jax.devices()[:math.prod(mesh.values())])
     found = audit.read(made.program.compile().as_text(), made.mesh)
     sums: dict = {}
     for row in audit.summarize(found.collectives):
@@ -199,13 +213,16 @@ def sent_bytes(layout: str, microbatches: int, path) -> dict:
     # What [grads] splits over no axis of the batch is summed over it once a step.
     pytest.param("expert over fsdp, data once a step", "data", "fsdp", marks=GRID),
     # Where an axis splits experts, tokens of all its devices meet in every microbatch, so it cannot be manual like
-    # the axes over which nothing is sent until the step's end: over it other weights' gradients are summed in every microbatch, too.
+    # the axes over which nothing is sent until the step's end: over it other weights' gradients are summed in every
+    # microbatch, too.
     pytest.param("expert over data, the rest once a step", "fsdp", "data", marks=GRID)])
 def test_gradients_are_summed_once_a_step_over_axes_that_split_no_experts(tmp_path, layout, once, each):
     few, many = (sent_bytes(layout, n, tmp_path / "rules.toml") for n in (1, 2))
-    gradients = 4 * MODEL["embed_dim"] * (2 * MODEL["vocab_size"])          # smaller than what is summed, larger than scalars
+    # smaller than what is summed, larger than scalars
+    gradients = 4 * MODEL["embed_dim"] * (2 * MODEL["vocab_size"])
     assert few[once, "all-reduce"] > gradients and few[once, "all-reduce"] == many[once, "all-reduce"]
-    assert many[each, "all-gather"] > 1.2 * few[each, "all-gather"] or many[each, "all-reduce"] > 1.2 * few[each, "all-reduce"]
+    assert many[each, "all-gather"] > 1.2 * few[each, "all-gather"] or many[each, "all-reduce"] > 1.2 * few[
+        each, "all-reduce"]
 
 
 def test_the_router_multiplies_in_float32_whatever_the_compute_dtype(tmp_path):
@@ -218,4 +235,5 @@ def test_the_router_multiplies_in_float32_whatever_the_compute_dtype(tmp_path):
     with jax.set_mesh(made.mesh):
         logits = jax.jit(lambda w, x: layer.bind(w).moe._logits(made.program.execution, x))(weights, x)
     wanted = np.asarray(x, np.float64) @ np.asarray(weights["moe"]["router"], np.float64)
-    np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())      # sums of 16 products in float32
+    # sums of 16 products in float32
+    np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())

@@ -32,7 +32,8 @@ def one():
 
 
 @pytest.mark.parametrize(("name", "rule", "mesh"), [
-    *(pytest.param(name, *ONE, marks=sampling.GRID) for name in NAMES), pytest.param("gpt2", *EIGHT, id="gpt2, eight devices"),
+    *(pytest.param(name, *ONE, marks=sampling.GRID) for name in NAMES),
+    pytest.param("gpt2", *EIGHT, id="gpt2, eight devices"),
     ("qwen3_moe", "zero3_experts_fsdp", dict(data=2, fsdp=4)), *(("phi3", *layout) for layout in LAYOUTS)])
 def test_a_folder_that_was_read_is_written_as_it_was(name, rule, mesh, tmp_path):
     words = ("--training.microbatches=2", "--pipeline.schedule=1f1b") if "stage" in mesh else ()
@@ -42,7 +43,8 @@ def test_a_folder_that_was_read_is_written_as_it_was(name, rule, mesh, tmp_path)
     assert config.Model(**written) == config.Model(**read)
     index = json.loads((tmp_path / "out" / folder.INDEX).read_text())
     assert len(set(index["weight_map"].values())) > 2
-    assert max(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")) < 30_000 + 5_000      # and its header
+    # and its header
+    assert max(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")) < 30_000 + 5_000
 
 
 @pytest.mark.parametrize(("rule", "mesh"), [ONE, *LAYOUTS])
@@ -52,8 +54,10 @@ def test_bfloat16_goes_round_without_a_change(rule, mesh, tmp_path, one):
     write(one, tmp_path / "first", "bfloat16")
     again = Loaded(tmp_path / "first", rule, mesh, *words)
     write(again, tmp_path / "second", "bfloat16", shard_bytes=10**9)
-    assert contents(tmp_path / "first") == contents(tmp_path / "second") and (tmp_path / "second" / folder.SINGLE).is_file()
-    expected = jax.tree.map(lambda x: np.asarray(jax.numpy.asarray(x).astype("bfloat16").astype("float32")), jax.device_get(one.params))
+    assert contents(tmp_path / "first") == contents(tmp_path
+                                                    / "second") and (tmp_path / "second" / folder.SINGLE).is_file()
+    expected = jax.tree.map(lambda x: np.asarray(jax.numpy.asarray(x).astype("bfloat16").astype("float32")),
+                            jax.device_get(one.params))
     assert_same_bits(jax.device_get(again.params), expected)
 
 
@@ -84,8 +88,10 @@ def test_the_settings_of_a_source_stay_and_ours_are_written_in_the_older_form(on
     ours = json.loads((tmp_path / "out" / "config.json").read_text())
     assert ours["torch_dtype"] == "bfloat16" and ours["rope_theta"] == 10000.0 and ours["rope_scaling"] is None
     assert "rope_parameters" not in ours and "dtype" not in ours
-    assert {key: ours[key] for key in theirs.keys() & ours.keys()} == {key: theirs[key] for key in theirs.keys() & ours.keys()}
-    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}" and (tmp_path / "out" / "chat_template.jinja").is_file()
+    assert {key: ours[key] for key in theirs.keys() & ours.keys()} == {
+        key: theirs[key] for key in theirs.keys() & ours.keys()}
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}" and (tmp_path / "out"
+                                                                          / "chat_template.jinja").is_file()
     assert not (tmp_path / "out" / "model.py").exists()
 
 
@@ -106,7 +112,8 @@ def test_a_kill_at_any_moment_leaves_nothing_under_the_name(one, tmp_path, monke
         return guarded
 
     with monkeypatch.context() as patched:
-        for place, name in ((os, "pwrite"), (os, "fsync"), (os, "replace"), (os, "mkdir"), (files, "write"), (files, "sync")):
+        for place, name in ((os, "pwrite"), (os, "fsync"), (os, "replace"), (os, "mkdir"),
+                            (files, "write"), (files, "sync")):
             patched.setattr(place, name, guard(getattr(place, name)))
         moments = sampling.generator("kill").randrange(3)
         while True:
@@ -115,7 +122,8 @@ def test_a_kill_at_any_moment_leaves_nothing_under_the_name(one, tmp_path, monke
                 write(one, tmp_path / "out", source=GOLDENS / "phi3")
                 break
             except Killed:
-                last = left == -1 and (tmp_path / "out").exists()      # its name is there before the directory above is synced
+                # its name is there before the directory above is synced
+                last = left == -1 and (tmp_path / "out").exists()
                 assert last or not (tmp_path / "out").exists()
                 if last:
                     break
@@ -149,7 +157,8 @@ def test_the_end_of_documents_is_told_by_its_id_where_it_can_be_looked_up():
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-PIPELINE = ("--mesh.data=1", "--mesh.fsdp=2", "--mesh.tensor=2", "--mesh.stage=2", "--model.num_layers=3", "--training.microbatches=2",
+PIPELINE = ("--mesh.data=1", "--mesh.fsdp=2", "--mesh.tensor=2", "--mesh.stage=2", "--model.num_layers=3",
+            "--training.microbatches=2",
             f"--sharding.rules={ROOT.parent / 'sharding_rules/zero1.toml'}", "--pipeline.schedule=1f1b")
 
 
@@ -167,7 +176,8 @@ def test_what_was_trained_is_exported_by_run_and_command_and_read_back(tiny, tmp
     assert (theirs["model_type"], theirs["bos_token_id"], theirs["eos_token_id"]) == ("llama", 256, 256)    # of bytes
     back = Loaded(tmp_path / "out", *EIGHT)
     checkpoints = checkpoint.Checkpoints(tmp_path / "run" / "checkpoints", read_only=True)
-    wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])),
+    wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])),
                           back.params)
     saved = checkpoints.restore(2, {"params": wanted}, part=True)
     trained = jax.tree.map(np.array, jax.device_get(saved["params"]))
@@ -176,9 +186,11 @@ def test_what_was_trained_is_exported_by_run_and_command_and_read_back(tiny, tmp
     assert_same_bits(jax.device_get(back.params), trained)
     # What is there stays, and what cannot be meant is told.
     refused(call(convert.main, tmp_path / "run", tmp_path / "out"), "is there already")
-    refused(call(convert.main, tmp_path / "run", tmp_path / "new", "--step=7"), "--step 7 is not saved", "those of steps 2")
+    refused(call(convert.main, tmp_path / "run", tmp_path / "new", "--step=7"), "--step 7 is not saved",
+            "those of steps 2")
     refused(call(convert.main, tmp_path, tmp_path / "new"), "holds no whole checkpoint")
-    refused(call(convert.main, tmp_path / "run", tmp_path / "new", "--step=x", "--dtype=int8", "--shard-gb=-1", "--fast"),
+    refused(call(convert.main, tmp_path / "run", tmp_path / "new", "--step=x", "--dtype=int8",
+                 "--shard-gb=-1", "--fast"),
             "--step x", "--dtype int8", "--shard-gb -1", "--fast is not an option")
     refused(call(convert.main), "the usage is")
     assert not (tmp_path / "new").exists()
@@ -212,7 +224,8 @@ def test_two_processes_read_half_of_every_file_each_and_write_what_one_would(tmp
     assert [int(said[0]) for said in told] == [size // 2, size // 2]
     assert contents(tmp_path / "out") == contents(GOLDENS / "qwen3")
     files = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert files == ["config.json", *(f"model-{i:05d}-of-00005.safetensors" for i in range(1, 6)), "model.safetensors.index.json"]
+    assert files == ["config.json", *(f"model-{i:05d}-of-00005.safetensors" for i in range(1, 6)),
+                     "model.safetensors.index.json"]
 
 
 @pytest.mark.slow

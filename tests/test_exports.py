@@ -1,4 +1,5 @@
-"""checkpoint.export of a run: what fails is made later, what a run has left is set aside, and nothing half written stays."""
+"""checkpoint.export of a run: what fails is made later, what a run has left is set aside, and nothing half written
+stays."""
 import errno
 import fcntl
 import os
@@ -19,7 +20,8 @@ def full(*_):
 
 @pytest.fixture(scope="module")
 def words(tiny):
-    return [*tiny, "--training.steps=4", "--checkpoint.every=2", "--run.sample_tokens=0", "--data.validation_fraction=0"]
+    return [*tiny, "--training.steps=4", "--checkpoint.every=2", "--run.sample_tokens=0",
+            "--data.validation_fraction=0"]
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +53,15 @@ def test_a_finished_run_makes_the_exports_that_are_missing(again, tmp_path):
     assert again("--checkpoint.export=every").code == 0 and names(tmp_path) == ["2", "4"]
 
 
-def test_an_export_that_fails_leaves_nothing_is_told_by_the_exit_code_and_made_by_the_next_start(again, tmp_path, monkeypatch):
+def test_an_export_that_fails_leaves_nothing_is_told_by_the_exit_code_and_made_by_the_next_start(
+        again, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", full)
         for _ in range(2):
             ran = again("--checkpoint.export=every")
             assert ran.code == 1 and names(tmp_path) == []
-            assert "export/2 is not made" in ran.err and "export/4 is not made" in ran.err and "No space left on device" in ran.err
+            assert "export/2 is not made" in ran.err and "export/4 is not made" in ran.err
+            assert "No space left on device" in ran.err
     assert again("--checkpoint.export=every").code == 0 and names(tmp_path) == ["2", "4"]
 
 
@@ -78,7 +82,8 @@ def test_an_export_that_a_kill_prevented_is_made_with_the_next_one(again, tmp_pa
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["6", "8"]
 
 
-def test_a_file_system_that_does_not_answer_where_an_export_would_be_is_told_without_a_traceback(again, tmp_path, monkeypatch):
+def test_a_file_system_that_does_not_answer_where_an_export_would_be_is_told_without_a_traceback(
+        again, tmp_path, monkeypatch):
     answer = os.stat
 
     def stale(path, *args, **more):
@@ -118,7 +123,8 @@ def test_exports_later_than_a_step_are_renamed_and_none_is_overwritten(tmp_path)
     for name in ("2", "4", "4.aside", "10", ".6.saving"):
         (tmp_path / "export" / name).mkdir(parents=True)
     assert exports.set_aside_after(tmp_path, 2) == ["4.aside-2", "10.aside"]
-    assert sorted(path.name for path in (tmp_path / "export").iterdir()) == [".6.saving", "10.aside", "2", "4.aside", "4.aside-2"]
+    assert sorted(path.name for path in (tmp_path / "export").iterdir()) == [
+        ".6.saving", "10.aside", "2", "4.aside", "4.aside-2"]
     assert exports.set_aside_after(tmp_path / "none", 0) == []
 
 
@@ -171,7 +177,8 @@ def test_a_directory_that_comes_while_another_is_written_is_not_replaced(tmp_pat
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 
-@pytest.mark.parametrize(("number", "kind"), [(errno.EACCES, ConfigError), (errno.ESTALE, OSError), (errno.ENOSPC, OSError)])
+@pytest.mark.parametrize(("number", "kind"), [(errno.EACCES, ConfigError), (errno.ESTALE, OSError),
+                                              (errno.ENOSPC, OSError)])
 def test_a_directory_that_cannot_be_made_is_a_mistake_or_the_file_system_s_moment(number, kind, tmp_path, monkeypatch):
     def fails(*_, **more):
         raise OSError(number, os.strerror(number))
@@ -194,11 +201,13 @@ def test_a_companion_that_links_out_of_the_folder_is_refused_and_the_hub_s_links
     (hub / "snapshots/main/tokenizer.json").symlink_to("vocab.json")
     pretrained.copy_companions(hub / "snapshots/main", tmp_path / "hf")
     copied = sorted((tmp_path / "hf").iterdir())
-    assert [path.name for path in copied] == ["config.json", "tokenizer.json", "vocab.json"] and not any(map(os.path.islink, copied))
+    assert [path.name for path in copied] == ["config.json", "tokenizer.json", "vocab.json"] and not any(
+        map(os.path.islink, copied))
     (tmp_path / "secret").write_text("key")
     for folder in (hub / "snapshots/main", tmp_path / "clone"):
         folder.mkdir(exist_ok=True)
         (folder / "added_tokens.json").symlink_to(tmp_path / "secret")
-        with pytest.raises(ValueError, match="added_tokens.json is a link to .*secret, outside the folder, and is not copied"):
+        with pytest.raises(ValueError,
+                           match="added_tokens.json is a link to .*secret, outside the folder, and is not copied"):
             pretrained.copy_companions(folder, tmp_path / "new")
     assert not (tmp_path / "new").exists()

@@ -1,5 +1,5 @@
-"""What a run does when something fails: each fault for real, who is named, with which code it ends, and that it takes no longer than a
-minute. docs/pods.md has the seconds.
+"""What a run does when something fails: each fault for real, who is named, with which code it ends, and that it takes
+no longer than a minute. docs/pods.md has the seconds.
 
 A GPU's own faults cannot be had here: a process that hangs does so in Python or C, on the host.
 """
@@ -18,27 +18,34 @@ from launch import local
 from meshtrain.cluster import stacks
 from tests import injected
 
-ENDED_S = 60.0      # from the fault to the end of the launcher: the longest that any of them may take, busy machine or not
+# from the fault to the end of the launcher: the longest that any of them may take, busy machine or not
+ENDED_S = 60.0
 STEP, COMPILE = ("--training.step_timeout_s", 6), ("--training.phase_timeout_s", 20)
 SAVING = ("--checkpoint.every", 10)
 FOUR = ("--mesh.data", 4, "--mesh.simulated_devices", 4)
 HANGS = r"{} failed first, [\d.]+ s after the start: exit code 1; it hangs in {} since \S+ in fault \("
-KILLED, FIRST = r"{} failed first, [\d.]+ s after the start: killed by SIG{}", r"{} failed first, [\d.]+ s after the start: {}"
+KILLED, FIRST = (r"{} failed first, [\d.]+ s after the start: killed by SIG{}",
+                 r"{} failed first, [\d.]+ s after the start: {}")
 STOPPED = r"{} failed first: it was stopped \(SIGSTOP, or a debugger\), and the others lost it"
-SAVES = r"{} failed first, .*: exit code 1; it hangs in checkpoint after step \d+ since \S+ in save \("     # it waits for its thread
+# it waits for its thread
+SAVES = r"{} failed first, .*: exit code 1; it hangs in checkpoint after step \d+ since \S+ in save \("
 NOTED = r"step \d"       # the last that it noted, ten seconds ago at most: nothing of Python runs any more
 
-# name: (processes, fault as in `injected`, words of the run, what the launcher says of whom, with {} for the process's name)
+# name: (processes, fault as in `injected`, words of the run, what the launcher says of whom, with {} for the process's
+# name)
 ROWS = {
     "kill 1": (2, "1 step:8 SIGKILL", (), KILLED.format("{}", "KILL")),
     "kill 0": (2, "0 step:8 SIGKILL", (), KILLED.format("{}", "KILL")),
     "kill 2 of 4": (4, "2 step:8 SIGKILL", FOUR, KILLED.format("{}", "KILL")),
     "kill 0 of 4": (4, "0 step:8 SIGKILL", FOUR, KILLED.format("{}", "KILL")),
     "kill while it compiles": (2, "1 compile SIGKILL", (), KILLED.format("{}", "KILL")),
-    "segmentation fault": (2, "1 step:8 SIGSEGV", (), KILLED.format("{}", "SEGV") + r".*; it crashed in step .*: Segmentation fault"),
+    "segmentation fault": (2, "1 step:8 SIGSEGV", (),
+                           KILLED.format("{}", "SEGV") + r".*; it crashed in step .*: Segmentation fault"),
     "abort": (2, "1 step:8 SIGABRT", (), KILLED.format("{}", "ABRT")),
-    "exception": (2, "1 step:8 raise", (), FIRST.format("{}", "exit code 1; it failed in step 8: RuntimeError: a fault that was injected")),
-    "exception in the first": (2, "0 step:8 raise", (), FIRST.format("{}", "exit code 1; it failed in step 8: RuntimeError")),
+    "exception": (2, "1 step:8 raise", (),
+                  FIRST.format("{}", "exit code 1; it failed in step 8: RuntimeError: a fault that was injected")),
+    "exception in the first": (2, "0 step:8 raise", (),
+                               FIRST.format("{}", "exit code 1; it failed in step 8: RuntimeError")),
     "stop 1": (2, "1 step:8 SIGSTOP", (), STOPPED),
     "stop 0": (2, "0 step:8 SIGSTOP", (), STOPPED),
     "stop 3 of 4": (4, "3 step:8 SIGSTOP", FOUR, STOPPED),
@@ -48,9 +55,12 @@ ROWS = {
     "hang in a step of the first": (2, "0 step:8 sleep", STEP, HANGS.format("{}", "step 8")),
     "hang in a step of 3 of 4": (4, "3 step:8 sleep", (*FOUR, *STEP), HANGS.format("{}", "step 8")),
     "hang of the only one": (1, "0 step:8 sleep", STEP, HANGS.format("{}", "step 8")),
-    "hang with the lock": (2, "1 step:8 lock", STEP, HANGS.format("{}", NOTED) + ".*, and holds the interpreter's lock"),
-    "hang with the lock of the first": (2, "0 step:8 lock", STEP, HANGS.format("{}", NOTED) + ".*, and holds the interpreter's lock"),
-    "stuck before run.dir is claimed": (2, "1 agree sleep", ("--distributed.timeout_s", 20), FIRST.format("{}", "exit code 1")),
+    "hang with the lock": (2, "1 step:8 lock", STEP,
+                           HANGS.format("{}", NOTED) + ".*, and holds the interpreter's lock"),
+    "hang with the lock of the first": (2, "0 step:8 lock", STEP,
+                                        HANGS.format("{}", NOTED) + ".*, and holds the interpreter's lock"),
+    "stuck before run.dir is claimed": (2, "1 agree sleep", ("--distributed.timeout_s", 20),
+                                        FIRST.format("{}", "exit code 1")),
     "hang while it compiles": (2, "1 compile sleep", COMPILE, HANGS.format("{}", "compile")),
     "hang while it restores": (2, "1 restore sleep", ("--training.phase_timeout_s", 20), HANGS.format("{}", r"[\w ]+")),
     "hang while it saves": (2, "1 save sleep", ("--training.phase_timeout_s", 6, *SAVING), SAVES),
@@ -87,7 +97,8 @@ def named(pattern: str, process: int, text: str) -> None:
 def test_a_fault_ends_the_run_within_a_minute_and_the_one_that_had_it_is_named(name, home, record_property):
     processes, fault, words, pattern = ROWS[name]
     directory = place(home, name)
-    ended = injected.ended(injected.launched(home, directory, processes, *words, fault=fault, environ=XLA_ENDS.get(name)), directory)
+    ended = injected.ended(injected.launched(home, directory, processes, *words, fault=fault,
+                                             environ=XLA_ENDS.get(name)), directory)
     assert ended.code == 1, ended.said
     within(ended, name, record_property)
     named(pattern, int(fault[0]), ended.said)
@@ -107,14 +118,16 @@ def test_a_hang_is_told_after_a_minute_and_has_ended_the_run_soon_after(home, re
     ended = injected.ended(injected.launched(home, directory, 2, fault="1 step:8 sleep"), directory)
     record_property("seconds", round(ended.seconds, 1))
     print(f"hang with the default limit: {ended.seconds:.1f} s")
-    assert ended.code == 1 and 60 <= ended.seconds < 60 + 15, ended.said     # 3 s alone; the window of those that are not heard is 9
+    # 3 s alone; the window of those that are not heard is 9
+    assert ended.code == 1 and 60 <= ended.seconds < 60 + 15, ended.said
     named(HANGS.format("{}", "step 8"), 1, ended.said)
     assert "error: the culprit is process 1: it hangs in step 8" in ended.said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["kill while it saves", "kill the first before it renames"])
-def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before_and_the_rest_is_gone_at_the_next_start(name, home, record_property):
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before_and_the_rest_is_gone_at_the_next_start(
+        name, home, record_property):
     directory, process = home / name.replace(" ", "_"), 1 if name == "kill while it saves" else 0
     fault = f"{process} {'save' if process else 'commit'} SIGKILL"
     ended = injected.ended(injected.launched(home, directory, 2, *SAVING, fault=fault), directory)
@@ -128,10 +141,14 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before_and_the_rest
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, fault, words", [
-    ("kill", "SIGKILL", r"^error: process 0 of 2 has lost process 1: it died in step \d+ without a word \(pid \d+\): it was killed$"),
-    ("exception", "raise", r"^error: process 0 of 2 has lost process 1: it failed in step 8: RuntimeError: a fault that was injected$"),
-    ("stop", "SIGSTOP", r"The following tasks are unhealthy \(stopped sending heartbeats\):\n1$")])     # jax's own words: it aborts us
-def test_without_a_launcher_the_others_end_within_a_minute_and_say_whom_they_have_lost(name, fault, words, home, record_property):
+    ("kill", "SIGKILL",
+     r"^error: process 0 of 2 has lost process 1: it died in step \d+ without a word \(pid \d+\): it was killed$"),
+    ("exception", "raise",
+     r"^error: process 0 of 2 has lost process 1: it failed in step 8: RuntimeError: a fault that was injected$"),
+    # jax's own words: it aborts us
+    ("stop", "SIGSTOP", r"The following tasks are unhealthy \(stopped sending heartbeats\):\n1$")])
+def test_without_a_launcher_the_others_end_within_a_minute_and_say_whom_they_have_lost(
+        name, fault, words, home, record_property):
     directory = home / f"alone_{name}"
     first, second = injected.without_launcher(home, directory, 2, local.free_port(), fault=f"1 step:8 {fault}")
     try:
@@ -151,7 +168,8 @@ def test_without_a_launcher_the_others_end_within_a_minute_and_say_whom_they_hav
 @pytest.mark.slow
 def test_a_mistake_that_one_process_alone_sees_ends_the_run_with_2_and_starts_nothing_again(home, record_property):
     directory = home / "mistake"
-    ended = injected.ended(injected.launched(home, directory, 2, fault="1 step:4 mistake", own=("--max-restarts", 3)), directory)
+    ended = injected.ended(injected.launched(home, directory, 2, fault="1 step:4 mistake",
+                                             own=("--max-restarts", 3)), directory)
     within(ended, "mistake", record_property)
     assert ended.code == 2 and "starting again" not in ended.said, ended.said
     named(FIRST.format("{}", "exit code 2"), 1, ended.said)
@@ -161,12 +179,16 @@ def test_a_mistake_that_one_process_alone_sees_ends_the_run_with_2_and_starts_no
 @pytest.mark.slow
 def test_a_run_that_fails_at_the_same_step_again_and_again_is_given_up_with_the_last_words_of_each(home):
     directory = home / "again"
-    ended = injected.ended(injected.launched(home, directory, 2, fault="1 step:4 raise", own=("--max-restarts", 1)), directory)
-    assert ended.code == 1 and "starting again from the beginning in 5 s (failure 1 without a newer checkpoint" in ended.said
+    ended = injected.ended(injected.launched(home, directory, 2, fault="1 step:4 raise",
+                                             own=("--max-restarts", 1)), directory)
+    assert ended.code == 1
+    assert "starting again from the beginning in 5 s (failure 1 without a newer checkpoint" in ended.said
     given_up = ended.said[ended.said.index("given up after 2 failures in a row without a newer checkpoint than none:"):]
     for count in (1, 2):
-        assert re.search(rf"^  {count}: process 1 \(pid \d+\) failed first, .*it failed in step 4: RuntimeError: a fault that was injected"
-                         r".*; its last line: RuntimeError: a fault that was injected$", given_up, re.MULTILINE), given_up
+        assert re.search(rf"^  {count}: process 1 \(pid \d+\) failed first, .*it failed in step 4: RuntimeError: a "
+                         rf"fault that was injected"
+                         r".*; its last line: RuntimeError: a fault that was injected$",
+                         given_up, re.MULTILINE), given_up
 
 
 # ---- pauses, requests, the clock -------------------------------------------------------------------------------------
@@ -251,7 +273,8 @@ int clock_gettime(clockid_t id, struct timespec *now) {
 def test_a_clock_that_is_set_ahead_under_process_0_is_told_for_what_it_is(home, tmp_path, record_property):
     (tmp_path / "clock.c").write_text(CLOCK)
     try:
-        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", tmp_path / "clock.so", tmp_path / "clock.c"], check=True, capture_output=True)
+        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", tmp_path / "clock.so", tmp_path / "clock.c"],
+                       check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("a clock of its own for a process needs a C compiler")
     (tmp_path / "set").write_bytes(bytes(64))
@@ -261,7 +284,8 @@ def test_a_clock_that_is_set_ahead_under_process_0_is_told_for_what_it_is(home, 
     assert ended.code == 1, ended.said
     within(ended, "clock", record_property)
     named(r"{} failed first: its clock was set, or its machine was suspended", 0, ended.said)
-    assert re.search(r"the clock of \S+ jumped by \+300 s", ended.said) and "all processes will seem dead" in ended.said, ended.said
+    assert re.search(r"the clock of \S+ jumped by \+300 s",
+                     ended.said) and "all processes will seem dead" in ended.said, ended.said
 
 
 # ---- the disk --------------------------------------------------------------------------------------------------------
@@ -276,7 +300,8 @@ NOT_SAVED = r"checkpoint of step \d+ not saved in \S+: (process \d+ .*)?{}"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("room_again", [True, False])
-def test_a_full_disk_is_told_at_every_save_and_ends_the_run_only_after_three_in_a_row(room_again, home, small_disk):  # noqa: F811
+# noqa: F811
+def test_a_full_disk_is_told_at_every_save_and_ends_the_run_only_after_three_in_a_row(room_again, home, small_disk):
     directory, ballast = home / f"full_{room_again}", small_disk / "ballast"
     (small_disk / "run").mkdir()
     directory.symlink_to(small_disk / "run")
@@ -299,7 +324,8 @@ def test_a_full_disk_is_told_at_every_save_and_ends_the_run_only_after_three_in_
     said = log.read_text()
     assert code == (75 if room_again else 1), said
     if not room_again:
-        assert "3 saves in a row have failed" in said and re.search("^process [01] .*failed first", said, re.MULTILINE), said
+        assert "3 saves in a row have failed" in said and re.search("^process [01] .*failed first",
+                                                                    said, re.MULTILINE), said
         assert len(set(re.findall(r"checkpoint of step (\d+) not saved", said))) >= 3, "each was told"
 
 
@@ -309,7 +335,8 @@ def test_a_process_alone_whose_files_the_system_refuses_is_named_with_the_reason
     ended = injected.ended(injected.launched(home, directory, 2, *SAVING, fault="1 save small"), directory)
     assert ended.code == 1 and "3 saves in a row have failed" in ended.said, ended.said
     named(FIRST.format("{}", "exit code 1"), 1, ended.said)
-    assert re.search(r"^process 1: checkpoint of step 10 not saved in \S+: .*File too large", ended.said, re.MULTILINE), ended.said
+    assert re.search(r"^process 1: checkpoint of step 10 not saved in \S+: .*File too large",
+                     ended.said, re.MULTILINE), ended.said
 
 
 @pytest.mark.slow
@@ -330,6 +357,7 @@ def test_checkpoints_that_have_become_read_only_are_told_and_the_run_ends_after_
         if mounted:
             subprocess.run(["umount", checkpoints], check=True)
     said = Path(f"{directory}.log").read_text()
-    assert code == 1 and re.search(NOT_SAVED.format("Read-only file system"), said) and "3 saves in a row have failed" in said, said
+    assert code == 1 and re.search(NOT_SAVED.format("Read-only file system"),
+                                   said) and "3 saves in a row have failed" in said, said
     again = injected.ended(injected.launched(home, directory, 2, "--training.steps", saved(directory) + 5), directory)
     assert again.code == 0 and "going on after step" in again.said, again.said

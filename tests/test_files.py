@@ -1,4 +1,5 @@
-"""Which refusals of the file system are the user's mistake, and which are waited for: in every reader that may meet one."""
+"""Which refusals of the file system are the user's mistake, and which are waited for: in every reader that may meet
+one."""
 import errno
 import os
 from pathlib import Path
@@ -14,7 +15,8 @@ from meshtrain.data.documents import formats
 from meshtrain.data.files import token_files
 from meshtrain.huggingface import safetensors, settings
 
-MOMENTS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EBUSY, errno.ENOTEMPTY, errno.ENOSPC, errno.EDQUOT)
+MOMENTS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EBUSY, errno.ENOTEMPTY,
+           errno.ENOSPC, errno.EDQUOT)
 MISTAKES = (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EROFS)
 
 
@@ -40,7 +42,8 @@ def test_a_moment_of_the_file_system_is_waited_for_and_then_no_mistake(code):
     act, calls = refusing(code, times=2)
     assert files.attempted(act, "x", "y") == "there" and len(calls) == 3
     act, calls = refusing(code)
-    with pytest.raises(files.FileSystemError, match=f"data.paths: a: {os.strerror(code)}; .*start again"), user_errors():
+    with pytest.raises(files.FileSystemError,
+                       match=f"data.paths: a: {os.strerror(code)}; .*start again"), user_errors():
         files.attempted(act, "data.paths: a", "name another")
     assert len(calls) == 3
 
@@ -58,7 +61,8 @@ def test_a_directory_is_removed_although_the_file_system_refuses_once(times, tmp
 
 def test_only_what_the_kernel_says_of_files_is_a_moment():
     assert all(files.is_moment(OSError(code, os.strerror(code))) for code in MOMENTS)
-    others = (OSError("a library"), ConnectionResetError(errno.ECONNRESET, "reset"), ValueError(), *(OSError(code, "") for code in MISTAKES))
+    others = (OSError("a library"), ConnectionResetError(errno.ECONNRESET, "reset"),
+              ValueError(), *(OSError(code, "") for code in MISTAKES))
     assert not any(map(files.is_moment, others))
 
 
@@ -120,7 +124,8 @@ def test_a_stale_handle_is_nobodys_mistake_in_a_reader(reader, tmp_path, monkeyp
 
 def test_one_unreadable_file_is_a_mistake_beside_readable_ones(tmp_path):
     (tmp_path / "a").write_text("text")
-    with pytest.raises(ValueError, match="b cannot be read: No such file or directory; mend it or take it out of data.paths"):
+    with pytest.raises(ValueError,
+                       match="b cannot be read: No such file or directory; mend it or take it out of data.paths"):
         sources.file_sizes([str(tmp_path / "a"), str(tmp_path / "b")], "data")
 
 

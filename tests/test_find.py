@@ -1,4 +1,5 @@
-"""Who we are by the environments of torchrun, Kubeflow and PyTorch's scripts; what is said in part, or twice, is told."""
+"""Who we are by the environments of torchrun, Kubeflow and PyTorch's scripts; what is said in part, or twice, is
+told."""
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ ROOT = Path(__file__).resolve().parent.parent
 NOTHING = Distributed()
 # What torchrun sets for the sixth of 8 processes on 2 hosts (torch 2.9, --rdzv-backend=c10d).
 TORCHRUN = {
-    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2",
-    "ROLE_RANK": "5", "ROLE_WORLD_SIZE": "8", "MASTER_ADDR": "gpu07", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "4711",
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "ROLE_RANK": "5", "ROLE_WORLD_SIZE": "8", "MASTER_ADDR": "gpu07", "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "4711",
     "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 EXPORTED = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
 KUBEFLOW = {"JAX_COORDINATOR_ADDRESS": "llama-node-0-0.llama:6666", "JAX_NUM_PROCESSES": "8", "JAX_PROCESS_ID": "5"}
@@ -67,8 +70,10 @@ def test_kubeflows_variables_tell_rank_count_and_address():
 
 
 @pytest.mark.parametrize("local, visible, own", [
-    ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, "0,1,2,3", (1,)), ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "0,1,2,3", (2, 3)),
-    ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}, "7", None), ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, "0,1,2,3", None),
+    ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, "0,1,2,3", (1,)),
+    ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "0,1,2,3", (2, 3)),
+    ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}, "7", None),
+    ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, "0,1,2,3", None),
     ({"LOCAL_RANK": "1"}, "0,1,2,3", (1,)), ({"LOCAL_RANK": "3"}, "7", None), ({"LOCAL_RANK": ""}, "0,1", None)])
 def test_torchruns_local_rank_takes_its_share_of_the_gpus(local, visible, own):
     environ = without(TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE") | local | {"CUDA_VISIBLE_DEVICES": visible}
@@ -78,9 +83,12 @@ def test_torchruns_local_rank_takes_its_share_of_the_gpus(local, visible, own):
 @pytest.mark.parametrize("environ, parts", [
     (EXPORTED | {"LOCAL_RANK": "4", "CUDA_VISIBLE_DEVICES": "0,1"}, ["LOCAL_RANK=4", "sees 2", "at most 2"]),
     (TORCHRUN | {"LOCAL_RANK": "4"}, ["LOCAL_RANK=4", "LOCAL_WORLD_SIZE=4"]),
-    (TORCHRUN | {"RANK": "8"}, ["RANK=8", "WORLD_SIZE=8"]), (TORCHRUN | {"WORLD_SIZE": "0", "RANK": "0"}, ["WORLD_SIZE=0"]),
-    (TORCHRUN | {"RANK": "-1"}, ["RANK=-1", "whole number"]), (TORCHRUN | {"WORLD_SIZE": "eight"}, ["WORLD_SIZE=eight"]),
-    (EXPORTED | {"MASTER_PORT": "0"}, ["MASTER_PORT=0", "65535"]), (EXPORTED | {"MASTER_PORT": "70000"}, ["MASTER_PORT=70000"]),
+    (TORCHRUN | {"RANK": "8"}, ["RANK=8", "WORLD_SIZE=8"]),
+    (TORCHRUN | {"WORLD_SIZE": "0", "RANK": "0"}, ["WORLD_SIZE=0"]),
+    (TORCHRUN | {"RANK": "-1"}, ["RANK=-1", "whole number"]),
+    (TORCHRUN | {"WORLD_SIZE": "eight"}, ["WORLD_SIZE=eight"]),
+    (EXPORTED | {"MASTER_PORT": "0"}, ["MASTER_PORT=0", "65535"]),
+    (EXPORTED | {"MASTER_PORT": "70000"}, ["MASTER_PORT=70000"]),
     (KUBEFLOW | {"JAX_PROCESS_ID": "8"}, ["JAX_PROCESS_ID=8", "JAX_NUM_PROCESSES=8"]),
     (KUBEFLOW | {"JAX_PROCESS_ID": "1.5"}, ["JAX_PROCESS_ID=1.5", "whole number"]),
     (KUBEFLOW | {"JAX_COORDINATOR_ADDRESS": "llama"}, ["JAX_COORDINATOR_ADDRESS=llama", "HOST:PORT"])])
@@ -88,7 +96,8 @@ def test_what_no_process_can_be_is_told_with_its_variable(environ, parts):
     told(environ, *parts)
 
 
-@pytest.mark.parametrize("names", [("RANK",), ("WORLD_SIZE",), ("MASTER_ADDR",), ("MASTER_PORT",), ("MASTER_ADDR", "MASTER_PORT"),
+@pytest.mark.parametrize("names", [("RANK",), ("WORLD_SIZE",), ("MASTER_ADDR",), ("MASTER_PORT",),
+                                   ("MASTER_ADDR", "MASTER_PORT"),
                                    ("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")])
 def test_half_of_pytorchs_variables_is_told_with_what_is_missing(names):
     half = {name: EXPORTED[name] for name in names}
@@ -138,7 +147,8 @@ def test_variables_that_agree_with_the_launcher_are_taken_and_others_told(launch
     assert find.cluster(NOTHING, launcher | named) == find.cluster(NOTHING, named)
     for first in ({"RANK": "0"}, {"WORLD_SIZE": "4", "RANK": "3"}) if "RANK" in named else ({"JAX_PROCESS_ID": "0"},):
         wrong = launcher | named | first
-        told(wrong, *(f"{name}={value}" for name, value in first.items()), "contradict", "unset", "--distributed.process_id",
+        told(wrong, *(f"{name}={value}" for name, value in first.items()), "contradict",
+             "unset", "--distributed.process_id",
                 *(["SLURM_PROCID=5"] if launcher is SRUN else ["OMPI_COMM_WORLD_RANK=5"]))
 
 
@@ -149,12 +159,14 @@ def test_two_descriptions_without_a_launcher_must_agree():
 
 def test_torchrun_divides_the_task_of_srun_that_it_stands_below():
     """`srun --ntasks-per-node=1 torchrun --nproc-per-node=4`: two tasks, eight processes."""
-    task = SRUN | {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    task = SRUN | {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1",
+                   "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
     assert find.cluster(NOTHING, task | TORCHRUN) == find.cluster(NOTHING, TORCHRUN)
 
 
 def test_the_only_task_of_a_step_may_start_several_processes_itself():
-    alone = SRUN | {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    alone = SRUN | {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0",
+                    "SLURM_STEP_TASKS_PER_NODE": "1"}
     assert find.cluster(NOTHING, alone | EXPORTED) == find.cluster(NOTHING, EXPORTED)
 
 
@@ -170,7 +182,8 @@ def test_a_start_is_told_by_its_job_and_its_count_of_restarts_the_same_in_all_it
     def token(environ, section=NOTHING):
         return find.cluster(section, environ).token
     assert token(SRUN | {"SLURM_RESTART_COUNT": "2", "SLURM_PROCID": "0"}) == token(SRUN | {"SLURM_RESTART_COUNT": "2"})
-    assert len({token(SRUN), token(SRUN | {"SLURM_JOB_ID": "4712"}), token(SRUN | {"SLURM_RESTART_COUNT": "1"}), token(TORCHRUN)}) == 4
+    assert len({token(SRUN), token(SRUN | {"SLURM_JOB_ID": "4712"}), token(SRUN | {"SLURM_RESTART_COUNT": "1"}),
+                token(TORCHRUN)}) == 4
     assert token(TORCHRUN) == token(TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"})
     flags = Distributed(coordinator_address="a:12345", num_processes=4, process_id=3)
     assert token(SRUN, flags) == "", "flags may join the tasks of two jobs"

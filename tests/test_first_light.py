@@ -48,9 +48,11 @@ def test_an_item_that_raises_is_recorded_with_its_error_and_the_others_go_on(tmp
              Item("layout/wrong", lambda: {"compared": {"o": (1e-3, 1e-2), "dk": (2e-2, 1e-2)}}),
              Item("layout/nan", lambda: {"compared": {"o": (float("nan"), 1e-2)}})]
     assert gpu.work(items, record(tmp_path), FOREVER, jax.devices()[:1]) == gpu.DONE
-    assert did(tmp_path) == {"attention/broken": FAILED, "layout/right": RIGHT, "layout/wrong": WRONG, "layout/nan": WRONG}
+    assert did(tmp_path) == {"attention/broken": FAILED, "layout/right": RIGHT, "layout/wrong": WRONG,
+                             "layout/nan": WRONG}
     page = (tmp_path / "gpu-none.md").read_text()
-    assert "`attention/broken`: RuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS" in page and "1 right, 2 WRONG, 1 FAILED" in page
+    assert "`attention/broken`: RuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS" in page
+    assert "1 right, 2 WRONG, 1 FAILED" in page
     assert "dk 0.02 of 0.01" in page
 
 
@@ -126,13 +128,15 @@ def test_the_process_that_computes_takes_every_item_once_and_tells_the_other_of_
     assert news[0][:3] == ("record", tmp_path, "cpu-x2")
     assert [what for what, *_ in news[1:]] == ["begin", "end"] * (len(news) // 2)
     found = Record(*news[0][1:])
-    assert set(found.items) == {item.key for item in items if item.group in ("attention", "deterministic")} and not found.left
+    assert set(found.items) == {item.key
+                                for item in items if item.group in ("attention", "deterministic")} and not found.left
 
 
 def test_without_a_gpu_the_command_says_so_in_one_line(capsys, tmp_path):
     assert gpu.main(["--out", str(tmp_path)]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1 and "nvidia-smi" in said and not list(tmp_path.iterdir())
+    assert said.startswith("error: ") and said.count("\n") == 1 and "nvidia-smi" in said and not list(
+        tmp_path.iterdir())
 
 
 # ---- what the items find ---------------------------------------------------------------------------------------------
@@ -182,7 +186,8 @@ WRONG_ENGINES = {
 @pytest.mark.parametrize("fault", WRONG_ENGINES)
 def test_a_wrong_engine_is_found_wrong(fault, some_cases):
     some_cases("documents over two chunks")
-    found = gpu_attention.measured(lambda: WRONG_ENGINES[fault](blockwise.engine(16)), 16, True, SMALL, jax.devices()[0], CPU())
+    found = gpu_attention.measured(lambda: WRONG_ENGINES[fault](blockwise.engine(16)),
+                                   16, True, SMALL, jax.devices()[0], CPU())
     assert gpu_record.verdict(found) == WRONG
 
 
@@ -194,7 +199,8 @@ def test_a_case_that_raises_is_told_and_the_other_cases_go_on(some_cases):
     make = lambda: blockwise.engine(16)._replace(forward=forward)
     found = gpu_attention.measured(make, 16, True, SMALL, jax.devices()[0], CPU())
     assert gpu_record.verdict(found) == FAILED
-    assert found["errors"] == {"whole rows": "ValueError: no kernel for this", "an earlier chunk": "ZeroDivisionError: "}
+    assert found["errors"] == {"whole rows": "ValueError: no kernel for this",
+                               "an earlier chunk": "ZeroDivisionError: "}
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -312,7 +318,8 @@ def test_a_profile_that_fails_loses_no_time_that_was_measured(tmp_path, monkeypa
 def test_rows_hold_documents_as_long_as_the_roofline_assumes():
     run = gpu_speed.run_of(gpu_speed.PLANS[0], 1, 64)
     packed = gpu_speed.rows(run)
-    assert {x.shape for name, x in packed.items() if name != "sequence"} == {(64, 8192)} and packed["sequence"].shape == (64,)
+    assert {x.shape for name, x in packed.items()
+            if name != "sequence"} == {(64, 8192)} and packed["sequence"].shape == (64,)
     starts = (packed["positions"] == 0).sum() - 64          # a row's own start may be the middle of a document
     assert 64 * 8192 / starts == pytest.approx(2000, rel=.25)     # some 260 of lengths that vary tenfold
     whole = gpu_speed.rows(gpu_speed.run_of(gpu_speed.PLANS[1], 1, 1))
@@ -346,7 +353,8 @@ def test_attention_compiles_for_a_gpu_at_its_full_sizes(width, causal):
     for name, make in gpu_attention.engines(width, "h200", sizes, False).items():
         if name != "cudnn":         # asks for its library
             jax.jit(partial(make().forward, causal=causal)).lower(*given).compile()
-            jax.jit(partial(make().backward, causal=causal)).lower(*given, q, array("float32", B, T, sizes.heads), q).compile()
+            jax.jit(partial(make().backward, causal=causal)).lower(*given, q, array("float32", B, T, sizes.heads),
+                                                                   q).compile()
 
 
 @needs_gpu_compiler
@@ -372,7 +380,8 @@ def test_speed_programs_fit_at_first_go_and_xla_recomputes_nothing(plan, gpus):
     # Too little would be another model: half of the memory is used where layers were left out.
     whole = gpu_speed.run_of(plan, len(devices), gpu_speed.Sizes().microbatches).model.num_layers
     assert (.5 if layers < whole else 0) * gpu_of.hbm_bytes < held <= .9 * hardware.usable_bytes(gpu_of)
-    seconds = {name: 1.2 * kernel.seconds / len(kernel.instructions) for kernel in roofline.of_run(made, step.as_text()).kernels
+    seconds = {name: 1.2 * kernel.seconds / len(kernel.instructions)
+               for kernel in roofline.of_run(made, step.as_text()).kernels
                for name in kernel.instructions}
     measured = gpu_speed.Measured((1.0, 2.0, 4.0), 3.0, held, seconds | {"nccl": 1e-3}, (11.0, 10.0))
     found = gpu_speed.told(plan, made, step, measured)

@@ -1,4 +1,5 @@
-"""Projections in float8: against the quantised computation written out, on every layout, and as a GPU's float8 matmuls."""
+"""Projections in float8: against the quantised computation written out, on every layout, and as a GPU's float8
+matmuls."""
 import functools
 import math
 import re
@@ -107,12 +108,14 @@ def test_float8_is_some_percent_off_and_not_more():
 def test_a_scale_is_the_smallest_power_of_two_that_fits(dtype):
     powers = 2.0 ** np.arange(-84, 127, dtype=np.float32)       # with neighbours, and times the format's largest number
     amax = np.concatenate([powers, *(np.nextafter(powers, end, dtype=np.float32) for end in (0, np.inf)),
-                           powers[:-20] * float8.LARGEST[dtype], powers * np.random.default_rng(0).uniform(1, 2, powers.size)])
+                           powers[:-20] * float8.LARGEST[dtype],
+                           powers * np.random.default_rng(0).uniform(1, 2, powers.size)])
     amax = amax.astype(np.float32)
     scale = np.asarray(jax.jit(lambda a: float8.scale_of(a, dtype))(amax), np.float64)
     assert np.all(np.frexp(scale)[0] == 0.5)
     filled = amax / scale / float8.LARGEST[dtype]
-    assert filled.max() <= 1 + 2.0 ** -23 and filled.min() > 0.5        # the largest rounds to LARGEST: nothing is clipped
+    # the largest rounds to LARGEST: nothing is clipped
+    assert filled.max() <= 1 + 2.0 ** -23 and filled.min() > 0.5
     assert np.isfinite((amax / scale).astype(np.float32).astype(dtype).astype(np.float32)).all()
 
 
@@ -173,7 +176,8 @@ def test_manual_axes_have_one_scale():
 def test_shards_of_weights_and_tokens_have_one_scale():
     """ZeRO-3 with tensor and sequence parallelism, placed by XLA."""
     (x, ws, dys), expected = outlying()
-    ws = jax.tree.map(lambda w: w * np.where(np.arange(D) < D // 2, 1, 2.0 ** -30).astype(np.float32)[:, None, None], ws)
+    ws = jax.tree.map(lambda w: w * np.where(np.arange(D) < D // 2, 1,
+                                             2.0 ** -30).astype(np.float32)[:, None, None], ws)
     expected = written_out(QUERY_KEY, x, ws, dys)
     sizes = {axis: 1 for axis in AXES} | dict(fsdp=2, tensor=2)
     layout = Layout(rules.load(RULES / "zero3.toml"), sizes)
@@ -190,8 +194,8 @@ def test_shards_of_weights_and_tokens_have_one_scale():
 # ---- the whole step --------------------------------------------------------------------------------------------------
 
 FLOAT8 = dict(matmul_dtype="float8")
-# Another order of additions moves a number here and there over the border between two float8 values, 6 or 12% apart: the leaf
-# it belongs to is then up to 4e-3 off (without one: 1e-7). Float8 itself is several percent off.
+# Another order of additions moves a number here and there over the border between two float8 values, 6 or 12% apart:
+# the leaf it belongs to is then up to 4e-3 off (without one: 1e-7). Float8 itself is several percent off.
 NEAR = 1e-2
 
 
@@ -206,7 +210,8 @@ def one_device():
 
 def relative(got, expected) -> list:
     """Of each leaf."""
-    return [np.linalg.norm(g - e) / np.linalg.norm(e) for g, e in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)]
+    return [np.linalg.norm(g - e) / np.linalg.norm(e)
+            for g, e in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)]
 
 
 @pytest.mark.parametrize("rule, mesh, remat, schedule", [
@@ -229,7 +234,8 @@ def test_a_step_in_float8_is_that_of_one_device(rule, mesh, remat, schedule):
 
 @pytest.mark.slow
 @pytest.mark.grid
-@pytest.mark.parametrize("variant", [GPT2 | FLOAT8, dict(qk_norm="head", tie_embeddings=True) | FLOAT8], ids=["gpt2", "qk_norm"])
+@pytest.mark.parametrize("variant", [GPT2 | FLOAT8, dict(qk_norm="head", tie_embeddings=True) | FLOAT8],
+                         ids=["gpt2", "qk_norm"])
 def test_biases_and_norms_of_heads_go_with_float8(variant):
     one = Compiled(run_of("ddp", ONE, variant))
     split = Compiled(run_of("zero3", dict(fsdp=2, tensor=2), variant, dict(remat="full")))
@@ -240,10 +246,11 @@ def test_biases_and_norms_of_heads_go_with_float8(variant):
         (got_loss, *_), got = split.train(params, 1)
         assert abs(got_loss - loss) < 1e-5 * loss
         norm = math.sqrt(sum(float(np.sum(np.square(m))) for m in jax.tree.leaves(moments)))
-        return max(np.linalg.norm(g - e) / max(np.linalg.norm(e), 1e-2 * norm)      # a key's bias has a gradient of zero
+        # a key's bias has a gradient of zero
+        return max(np.linalg.norm(g - e) / max(np.linalg.norm(e), 1e-2 * norm)
                    for g, e in zip(jax.tree.leaves(got), jax.tree.leaves(moments), strict=True))
-    # Sums of another order may turn a float8 number or a scale into its neighbour, which moves gradients by up to some percents:
-    # with some weights. What is wrong is so with all.
+    # Sums of another order may turn a float8 number or a scale into its neighbour, which moves gradients by up to some
+    # percents: with some weights. What is wrong is so with all.
     assert any(apart(seed) < NEAR for seed in range(3))
 
 
@@ -255,12 +262,14 @@ def float8_products(model: dict) -> int:
     """Of a layer's forward."""
     made = assembly.assemble(run_of("ddp", ONE, model), jax.devices()[:1])
     layer, ex = made.model.groups[0].period[0], made.program.execution
-    arrays = {name: jnp.zeros((2, T) if dims else 2, jnp.int32) for name, (dims, _) in objective.of_run(made.run.training).fields.items()}
+    arrays = {name: jnp.zeros((2, T) if dims else 2, jnp.int32)
+              for name, (dims, _) in objective.of_run(made.run.training).fields.items()}
     with jax.set_mesh(made.mesh):
         f = lambda w, x: layer.bind(w)(ex, x, made.model.inputs(arrays), 0)[0]
         text = str(jax.make_jaxpr(f)(jax.eval_shape(layer.init, jax.random.key(0)),
                                      jax.ShapeDtypeStruct((2, T, made.run.model.embed_dim), ex.dtype)))
-    made_float8 = {line.split(":")[0].strip() for line in text.splitlines() if re.match(r"\s*\w+:f8_e4m3fn\S* = ", line)}
+    made_float8 = {line.split(":")[0].strip() for line in text.splitlines()
+                   if re.match(r"\s*\w+:f8_e4m3fn\S* = ", line)}
     dots = re.findall(r"dot_general\[.*?\]\s+(\w+) (\w+)", text, re.DOTALL)
     return sum({a, b} <= made_float8 for a, b in dots)
 
@@ -273,7 +282,8 @@ def test_projections_of_all_tokens_are_in_float8_and_routed_experts_are_not():
 
 @pytest.mark.slow
 @pytest.mark.grid
-@pytest.mark.parametrize("rule, mesh", [("zero3_experts_fsdp", dict(data=2, fsdp=2)), ("zero3_experts_tensor", dict(fsdp=2, tensor=2))])
+@pytest.mark.parametrize("rule, mesh", [("zero3_experts_fsdp", dict(data=2, fsdp=2)),
+                                        ("zero3_experts_tensor", dict(fsdp=2, tensor=2))])
 def test_experts_beside_float8_compute_what_one_device_does(rule, mesh):
     one = Compiled(run_of("ddp", ONE, EXPERTS))
     params = jax.device_get(one.made.model.init(jax.random.key(0)))
@@ -346,7 +356,8 @@ def test_bfloat16_beside_float32_is_refused():
 @pytest.mark.slow
 @pytest.mark.skipif(gpu_compile.missing_wheels(), reason="pip install -e '.[gpu-compile]'")
 def test_a_layer_of_8b_takes_two_thirds_of_its_time_in_bfloat16():
-    """By the roofline on H100, attention's kernels apart: what two layers more take, of matmuls and elementwise kernels."""
+    """By the roofline on H100, attention's kernels apart: what two layers more take, of matmuls and elementwise
+    kernels."""
     def seconds(matmul_dtype, num_layers):
         asked = ["configs/llama3-8b.toml", "--model.num_layers", str(num_layers), "--model.matmul_dtype", matmul_dtype]
         made = assembly.assemble(config.load(asked), gpu_compile.topology("h100:8"))

@@ -14,7 +14,8 @@ from meshtrain.data.documents import formats
 GOOD = b'{"text": "fine"}\n'
 # (file name, content, what the one message must contain)
 FAULTY = [
-    ("a.jsonl", GOOD + b'{"text": "x"]\n' + GOOD, ["a.jsonl, line 2: broken JSON (Expecting ',' delimiter, column 13)"]),
+    ("a.jsonl", GOOD + b'{"text": "x"]\n' + GOOD,
+     ["a.jsonl, line 2: broken JSON (Expecting ',' delimiter, column 13)"]),
     ("a.jsonl", GOOD + b'{"text": "x"\n', ["line 2: broken JSON (Expecting ',' delimiter, column 13)"]),
     ("a.jsonl", GOOD + b"\n" + b"[1]\n", ["a.jsonl, line 3: is not an object"]),
     ("a.jsonl", b'{"body": "x", "b": 1}\n', ["line 1: has no 'text' (its keys: 'body', 'b')", "data.field"]),
@@ -34,7 +35,8 @@ FAULTY = [
     ("a.txt.gz", gzip.compress(GOOD * 9)[:-9], ["a.txt.gz ends in the middle"]),
     ("a.txt.zst", GOOD, ["a.txt.zst is damaged, or not zstd"]),
     ("a.txt.zst", zstandard.compress(GOOD * 9)[:-1], ["a.txt.zst ends in the middle"]),
-    ("a.txt.gz", gzip.compress(b"one\ntwo \xff\n"), ["a.txt.gz, line 2: is not UTF-8", "byte 4", "decompress the file"]),
+    ("a.txt.gz", gzip.compress(b"one\ntwo \xff\n"),
+     ["a.txt.gz, line 2: is not UTF-8", "byte 4", "decompress the file"]),
     ("a.txt.gz", b"", ["are empty"]),
     ("a.arrow", GOOD, ["a.arrow is not a whole Arrow file", "write it again"]),
     ("a.arrow", b"", ["a.arrow is not a whole Arrow file"]),
@@ -85,7 +87,8 @@ def template(folder) -> str:
 def test_a_character_that_is_none_is_found_in_lines_of_any_length(tmp_path, bpe, monkeypatch):
     monkeypatch.setattr(formats, "PIECE_CHARS", 8)
     path = tmp_path / "a.txt"
-    for before, line, place in ((b"", 1, 0), ("€".encode() * 9, 1, 27), (b"one\n" + "x€".encode() * 20, 2, 80), (b"aaaaaaa\n", 2, 0)):
+    for before, line, place in ((b"", 1, 0), ("€".encode() * 9, 1, 27), (b"one\n" + "x€".encode() * 20, 2, 80),
+                                (b"aaaaaaa\n", 2, 0)):
         for bad in (b"\xff", b"\xe2\x82", b"\xe2\x82\n"):
             path.write_bytes(before + bad)
             assert f"a.txt, line {line}: is not UTF-8" in (message := fault(section([path], tokenizer=bpe), tmp_path))
@@ -120,7 +123,8 @@ def test_an_arrow_file_that_was_cut_anywhere_is_told(stream, tmp_path):
 def test_arrow_without_the_column_or_with_another_kind_or_a_null_is_told(tmp_path):
     path = write_arrow(tmp_path / "a.arrow", pa.table({"id": [1], "body": ["x"]}))
     assert "no column 'text'; set data.field to one of id, body" in fault(section([path]), tmp_path)
-    assert "no strings in column 'id', but int64; set data.field to one of body" in fault(section([path], field="id"), tmp_path)
+    assert "no strings in column 'id', but int64; set data.field to one of body" in fault(
+        section([path], field="id"), tmp_path)
     write_arrow(path, pa.table({"text": ["a", "b", None]}))
     assert "a.arrow, row 2 (from 0): is null" in fault(section([path]), tmp_path)
 
@@ -128,7 +132,8 @@ def test_arrow_without_the_column_or_with_another_kind_or_a_null_is_told(tmp_pat
 def test_text_that_is_no_utf8_is_refused_by_a_tokenizer_and_taken_as_bytes(tmp_path, bpe):
     path = tmp_path / "a.txt"
     path.write_bytes(b"one\r\ntwo\n\nfour \xe9\n")
-    assert "a.txt, line 4: is not UTF-8 (invalid continuation byte, byte 5" in fault(section([path], tokenizer=bpe), tmp_path)
+    assert "a.txt, line 4: is not UTF-8 (invalid continuation byte, byte 5" in fault(
+        section([path], tokenizer=bpe), tmp_path)
     assert Opened(section([path]), tmp_path).ids() == [list(b"one\r\ntwo\n\nfour \xe9\n")]
 
 
@@ -141,7 +146,8 @@ def test_parquet_without_the_column_or_with_another_kind_or_a_null_is_told(tmp_p
     assert "no strings in column 'raw', but binary" in fault(section([path], field="raw"), tmp_path)
     pq.write_table(pa.table({"text": ["a", "b", None]}), path, row_group_size=2)
     assert "a.parquet, row 2 (from 0): is null" in fault(section([path]), tmp_path)
-    broken = pa.Array.from_buffers(pa.string(), 2, [None, pa.py_buffer(np.array([0, 1, 2], np.int32)), pa.py_buffer(b"a\xff")])
+    broken = pa.Array.from_buffers(pa.string(), 2,
+                                   [None, pa.py_buffer(np.array([0, 1, 2], np.int32)), pa.py_buffer(b"a\xff")])
     pq.write_table(pa.table({"text": broken}), path)
     assert "a.parquet, row 1 (from 0): is not UTF-8" in fault(section([path]), tmp_path)
     pq.write_table(pa.table({"text": ["some text " * 50] * 50}), path, compression=None, use_dictionary=False)

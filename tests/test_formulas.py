@@ -21,7 +21,8 @@ EXECUTION = layers.Execution(Layout(rules.parse(""), dict.fromkeys(AXES, 1)), jn
 
 @pytest.mark.parametrize("given, std", [({}, 0.02), (dict(embedding_std=1), 1)])
 def test_initial_weights_have_the_promised_deviations(given, std):
-    """1/√fan-in; into the residual stream divided by √(2L) as well (GPT-2); tables embedding_std; nothing beyond 3 deviations."""
+    """1/√fan-in; into the residual stream divided by √(2L) as well (GPT-2); tables embedding_std; nothing beyond 3
+    deviations."""
     cfg = config.Run(model=dict(vocab_size=256, embed_dim=96, num_layers=4, num_heads=4, head_dim=16, mlp_dim=160,
                                 attention_bias="all", norm="layernorm", **given)).model  # fmt: skip
     model = transformer.build(cfg)
@@ -74,7 +75,8 @@ def test_flops_per_token_are_those_counted_by_hand():
 
 
 def test_chunks_of_the_head_are_long_enough_for_its_gradient_to_be_bound_by_matmuls_on_every_gpu():
-    """Every chunk reads and writes the float32 gradient of the head's weight, 8 bytes an element, for 2 FLOPs a token."""
+    """Every chunk reads and writes the float32 gradient of the head's weight, 8 bytes an element, for 2 FLOPs a
+    token."""
     chunk = config.Run().training.loss_chunk
     for name, gpu in hardware.GPUS.items():
         if gpu.hbm_bytes_per_s:
@@ -82,11 +84,15 @@ def test_chunks_of_the_head_are_long_enough_for_its_gradient_to_be_bound_by_matm
 
 
 def test_every_step_draws_its_own_dropout():
-    """Without a learning rate to speak of, the same batch has another loss in the next step, and the same one in the same step."""
+    """Without a learning rate to speak of, the same batch has another loss in the next step, and the same one in the
+    same step."""
     root = Path(__file__).resolve().parent.parent
-    run = config.Run(model=dict(vocab_size=32, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16, residual_dropout=0.5,
+    run = config.Run(model=dict(vocab_size=32, embed_dim=16, num_layers=1, num_heads=2,
+                                mlp_dim=16, residual_dropout=0.5,
                                 embedding_dropout=0.5, compute_dtype="float32"), data=dict(seq_len=16, global_batch=2),
-                     optimizer=dict(learning_rate=1e-30), sharding=dict(rules=str(root / "sharding_rules" / "ddp.toml")))  # fmt: skip
+                     # fmt: skip
+                     optimizer=dict(learning_rate=1e-30),
+                     sharding=dict(rules=str(root / "sharding_rules" / "ddp.toml")))
     program = assembly.assemble(run, jax.devices()[:1]).program
     ids = np.random.default_rng(0).integers(0, 32, (2, 2, 16)).astype(np.int32)
     index = np.tile(np.arange(16, dtype=np.int32), (2, 1))

@@ -1,4 +1,5 @@
-"""What a model goes on with: the tokens that transformers' generate gives, from any folder or run, on any mesh, in any batch."""
+"""What a model goes on with: the tokens that transformers' generate gives, from any folder or run, on any mesh, in any
+batch."""
 import functools
 import io
 import json
@@ -51,7 +52,8 @@ def golden(name: str) -> tuple[list[list[int]], list[list[int]]]:
 
 
 ASKED = [name for name in NAMES if "greedy" in np.load(GOLDENS / name / "golden.npz")]
-CELLS = [pytest.param(name, EIGHT, marks=() if name == "llama3.1" else sampling.GRID, id=f"{name}, eight devices") for name in ASKED] + [
+CELLS = [pytest.param(name, EIGHT, marks=() if name == "llama3.1" else sampling.GRID, id=f"{name}, eight devices")
+         for name in ASKED] + [
     pytest.param(name, ONE, marks=() if name in FAST else sampling.GRID, id=f"{name}, one device") for name in ASKED]
 
 
@@ -67,7 +69,8 @@ def test_greedy_tokens_equal_those_of_transformers_alone_and_in_a_padded_batch(n
 
 def test_more_tensor_ranks_than_kv_heads_give_the_same_tokens():
     prompts, wanted = golden("llama3.2")
-    assert [one.tokens for one in complete("llama3.2", {"tensor": 4, "data": 2}, prompts, GenerationLimits(NEW))] == wanted
+    assert [one.tokens for one in complete("llama3.2", {"tensor": 4, "data": 2}, prompts,
+                                           GenerationLimits(NEW))] == wanted
 
 
 class Enough(Exception):
@@ -77,8 +80,10 @@ class Enough(Exception):
 @pytest.mark.skipif(compile.missing_wheels(), reason=f"install the extra gpu-compile: no {compile.missing_wheels()}")
 def test_on_gpus_no_table_moves_for_a_token():
     """One prompt, and an embedding that is split over tensor: XLA would gather it to take one row of it."""
-    run = config.Run(mesh=dict(tensor=2), sharding=dict(rules=str(ROOT.parent / "sharding_rules/tensor.toml")), data=dict(global_batch=2),
-                     model=dict(vocab_size=4096, embed_dim=128, num_layers=2, num_heads=2, head_dim=64, mlp_dim=256, tie_embeddings=True))
+    run = config.Run(mesh=dict(tensor=2), sharding=dict(rules=str(ROOT.parent / "sharding_rules/tensor.toml")),
+                     data=dict(global_batch=2),
+                     model=dict(vocab_size=4096, embed_dim=128, num_layers=2, num_heads=2,
+                                head_dim=64, mlp_dim=256, tie_embeddings=True))
     made, programs = assembly.assemble(run, compile.topology("h100:2")), []
     placed = trained.within(made, made.program.spec.with_shardings().params)
 
@@ -92,7 +97,8 @@ def test_on_gpus_no_table_moves_for_a_token():
                                        executable.output_shardings)
     with jax.set_mesh(made.mesh), pytest.raises(Enough):
         inference.Generator(placed.model, placed.ex, placed.params, compiled).complete([[5, 6]], GenerationLimits(3))
-    assert max(one.payload_bytes for one in programs[1].collectives) < 4096 * 4 * 2 + 1      # two rows of float32 logits; the table: 1 MB
+    # two rows of float32 logits; the table: 1 MB
+    assert max(one.payload_bytes for one in programs[1].collectives) < 4096 * 4 * 2 + 1
 
 
 def test_what_is_drawn_depends_on_seed_and_prompt_alone():
@@ -109,11 +115,13 @@ def test_rows_stop_one_by_one_at_a_stop_id_at_their_length_and_at_what_the_host_
     prompts, greedy = golden("qwen3")
     stop = greedy[1][5]
     first = greedy[1].index(stop) + 1
-    limits = GenerationLimits(NEW, (stop,), length=9 + 4, ended=lambda row, tokens: 2 if row == 0 and len(tokens) > 2 else None)
+    limits = GenerationLimits(NEW, (stop,), length=9 + 4, ended=lambda row, tokens: 2 if row == 0
+                              and len(tokens) > 2 else None)
     told = {}
     found = complete("qwen3", ONE, prompts, limits, tell=lambda row, tokens: told.update({row: tokens}))
     assert [(one.tokens, one.stopped) for one in found] == [
-        (greedy[0][:2], "stop"), (greedy[1][:min(first, 8)], "stop" if first <= 8 else "length"), (greedy[2][:5], "length")]
+        (greedy[0][:2], "stop"), (greedy[1][:min(first, 8)], "stop" if first <= 8 else "length"),
+        (greedy[2][:5], "length")]
     assert told == {row: one.tokens for row, one in enumerate(found)}
     assert STRIDE < NEW, "the host looks more than once"
 
@@ -135,11 +143,13 @@ def plain_allowed(z, temperature, top_k, top_p, min_p) -> np.ndarray:
     return z
 
 
-@pytest.mark.parametrize("how", [(0.7, 0, 1.0, 0.0), (1.0, 3, 1.0, 0.0), (1.3, 0, 0.8, 0.0), (1.0, 0, 1.0, 0.2), (0.9, 7, 0.6, 0.1),
+@pytest.mark.parametrize("how", [(0.7, 0, 1.0, 0.0), (1.0, 3, 1.0, 0.0), (1.3, 0, 0.8, 0.0),
+                                 (1.0, 0, 1.0, 0.2), (0.9, 7, 0.6, 0.1),
                                  (1.0, 1, 1.0, 0.0), (1.0, 0, 1e-9, 0.0), (1.0, 0, 1.0, 1.0), (1.0, 500, 0.999, 0.0)])
 def test_what_is_left_to_draw_from_is_what_transformers_leaves(how):
     z = 3 * np.random.default_rng(3).normal(size=(20, 60)).astype(np.float32)
-    np.testing.assert_allclose(allowed(Picking(*how), jnp.asarray(z)), [plain_allowed(row, *how) for row in z], rtol=1e-5)
+    np.testing.assert_allclose(allowed(Picking(*how), jnp.asarray(z)),
+                               [plain_allowed(row, *how) for row in z], rtol=1e-5)
 
 
 def test_draws_have_the_probabilities_of_the_logits():
@@ -147,7 +157,8 @@ def test_draws_have_the_probabilities_of_the_logits():
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(4000))
     drawn = pick(Picking(1.0, top_k=3), jnp.tile(z, (4000, 1)), keys)
     # Four standard deviations of 4,000 draws.
-    np.testing.assert_allclose(np.bincount(drawn, minlength=4) / 4000, np.asarray([0.5, 0.3, 0.15, 0]) / 0.95, atol=4 * 0.5 / 4000 ** 0.5)
+    np.testing.assert_allclose(np.bincount(drawn, minlength=4) / 4000, np.asarray([0.5, 0.3, 0.15, 0]) / 0.95,
+                               atol=4 * 0.5 / 4000 ** 0.5)
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------
@@ -158,7 +169,8 @@ def bytes_of(text: str) -> list[int]:
 
 
 def test_an_answer_ends_before_its_first_stop_string_and_its_stop_id_is_no_text():
-    made = detokenizer.Words(lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace"), ("END", "\n\n"), (256,))
+    made = detokenizer.Words(lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace"),
+                             ("END", "\n\n"), (256,))
     assert made.text([*bytes_of("so it is"), 256]) == "so it is" and made.ended([*bytes_of("so it is"), 256]) is None
     assert made.text(bytes_of("one\n\ntwo END")) == "one" and made.ended(bytes_of("one\n\ntwo END")) == 5
     stream, told = detokenizer.TextStream(made), []
@@ -166,7 +178,8 @@ def test_an_answer_ends_before_its_first_stop_string_and_its_stop_id_is_no_text(
     for count in range(1, len(answer) + 1):
         told.append(stream.more(answer[:count]))
     assert "".join(told) + stream.rest(answer) == "gré E EN Ende "
-    assert all("\ufffd" not in one and not one.endswith("E") for one in told), "what may yet be a stop string, or a letter, waits"
+    assert all("\ufffd" not in one and not one.endswith("E")
+               for one in told), "what may yet be a stop string, or a letter, waits"
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -178,21 +191,25 @@ def ids(*prompts) -> str:
 
 def test_a_folder_is_asked_with_ids_and_only_json_is_said():
     prompts, greedy = golden("gpt2")
-    ran = call(generate.main, GOLDENS / "gpt2", "--prompt-ids", json.dumps(prompts), f"--max-tokens={NEW}", "--json", "--mesh.tensor=1")
+    ran = call(generate.main, GOLDENS / "gpt2", "--prompt-ids", json.dumps(prompts),
+               f"--max-tokens={NEW}", "--json", "--mesh.tensor=1")
     assert (ran.code, ran.err) == (0, ""), ran
     found = json.loads(ran.out)["completions"]
     ends = [tokens.index(2) + 1 if 2 in tokens else NEW for tokens in greedy]     # config.json: eos_token_id
     assert min(ends) < NEW
-    assert found == [{"prompt_ids": prompt, "token_ids": tokens[:end], "text": None, "stopped": "stop" if tokens[end - 1] == 2 else "length"}
+    assert found == [{"prompt_ids": prompt, "token_ids": tokens[:end], "text": None,
+                      "stopped": "stop" if tokens[end - 1] == 2 else "length"}
                      for prompt, tokens, end in zip(prompts, greedy, ends)]
 
 
 @pytest.fixture(scope="module")
 def run_dir(home, tiny):
     """A run of two stages of three layers."""
-    words = (*tiny, "--mesh.data=1", "--mesh.fsdp=2", "--mesh.tensor=2", "--mesh.stage=2", "--model.num_layers=3", "--training.microbatches=2",
+    words = (*tiny, "--mesh.data=1", "--mesh.fsdp=2", "--mesh.tensor=2", "--mesh.stage=2",
+             "--model.num_layers=3", "--training.microbatches=2",
              f"--sharding.rules={ROOT.parent / 'sharding_rules/zero1.toml'}", "--pipeline.schedule=1f1b",
-             "--training.steps=4", "--validation.every=0", "--run.dir", home / "staged", "--model.compute_dtype=float32")
+             "--training.steps=4", "--validation.every=0", "--run.dir", home / "staged",
+             "--model.compute_dtype=float32")
     ran = call(train.main, *words)
     assert (ran.code, ran.err) == (0, ""), ran
     assert ran.out.split("a sample:\n")[1].strip(), "pipelines tell one, too"
@@ -211,10 +228,12 @@ def test_a_run_of_uneven_stages_is_asked_with_text_and_answers_alike_on_other_me
         assert one["text"] == bytes(token for token in one["token_ids"] if token < 256).decode(errors="replace")
     assert call(generate.main, *asked, "--mesh.data=2", "--mesh.fsdp=2", "--mesh.tensor=2").out == ran.out
     # One prompt streams, and what is told is the same text.
-    told = call(generate.main, run_dir, "--prompt", "line 1:\n", "--max-tokens=20", "--temperature=1", "--mesh.tensor=1", "--step=4").out
+    told = call(generate.main, run_dir, "--prompt", "line 1:\n", "--max-tokens=20", "--temperature=1",
+                "--mesh.tensor=1", "--step=4").out
     assert told == found[0]["text"] + "\n"
     stop = found[0]["text"][3:5]
-    told = call(generate.main, run_dir, "--prompt=line 1:\n", "--max-tokens=20", "--temperature=1", "--mesh.tensor=1", "--stop", stop).out
+    told = call(generate.main, run_dir, "--prompt=line 1:\n", "--max-tokens=20", "--temperature=1",
+                "--mesh.tensor=1", "--stop", stop).out
     assert told == found[0]["text"].split(stop)[0] + "\n"
 
 
@@ -227,7 +246,8 @@ def test_answers_that_no_memory_holds_are_refused_before_it_is_taken(run_dir, mo
 def test_the_command_starts_the_devices_that_it_is_told_of(run_dir):
     """A process of its own, as a user has it: here eight devices are up already."""
     prompt, options = "line 1:", ("--max-tokens=5", "--json", "--mesh.tensor=1")
-    ran = process("-m", "meshtrain.generate", run_dir, "--prompt", prompt, *options, "--mesh.data=2", "--mesh.simulated_devices=2")
+    ran = process("-m", "meshtrain.generate", run_dir, "--prompt", prompt, *options,
+                  "--mesh.data=2", "--mesh.simulated_devices=2")
     out, err = ran.communicate(timeout=300)
     assert (ran.returncode, err) == (0, ""), err
     assert out == call(generate.main, run_dir, "--prompt", prompt, *options).out
@@ -249,27 +269,34 @@ def test_without_a_word_of_the_mesh_all_devices_that_divide_the_model_share_it()
 
 # ---- conversations ---------------------------------------------------------------------------------------------------
 
-TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+TURNS = ("{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt "
+         "%}[assistant]{% endif %}")
 
 
 def test_a_run_is_talked_to_by_a_template_and_remembers_what_was_said(run_dir, tmp_path, monkeypatch):
     (tmp_path / "turns.jinja").write_text(TURNS)
-    (tmp_path / "asked.jsonl").write_text('{"messages": [{"role": "system", "content": "be"}, {"role": "user", "content": "6"}]}\n')
-    asked = (run_dir, "--chat", f"--data.chat_template={tmp_path / 'turns.jinja'}", "--max-tokens=12", "--temperature=1", "--mesh.tensor=1")
+    (tmp_path
+     / "asked.jsonl").write_text('{"messages": [{"role": "system", "content": "be"}, {"role": "user", "content": '
+                                 '"6"}]}\n')
+    asked = (run_dir, "--chat", f"--data.chat_template={tmp_path / 'turns.jinja'}", "--max-tokens=12",
+             "--temperature=1", "--mesh.tensor=1")
     ran = call(generate.main, *asked, "--prompt", "one", "--json")
     assert (ran.code, ran.err) == (0, ""), ran
     once = json.loads(ran.out)["completions"][0]
     assert bytes(once["prompt_ids"]).decode() == "[user]one\n[assistant]"
     assert "\n" not in once["text"], "what the template writes behind an answer ends it"
-    once = json.loads(call(generate.main, *asked, "--prompts", tmp_path / "asked.jsonl", "--json").out)["completions"][0]
+    once = json.loads(call(generate.main, *asked, "--prompts", tmp_path / "asked.jsonl", "--json").out)["completions"][
+        0]
     assert bytes(once["prompt_ids"]).decode() == "[system]be\n[user]6\n[assistant]"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\n\n\xff?\ntwo"), encoding="ascii"))
     ran = call(generate.main, *asked)
     assert ran.code == 0 and ran.err.startswith("error: that line is not UTF-8") and ran.err.count("\n") == 1, ran
     first = json.loads(call(generate.main, *asked, "--prompt", "one", "--json").out)["completions"][0]["text"]
-    history = [{"role": "user", "content": "one"}, {"role": "assistant", "content": first}, {"role": "user", "content": "two"}]
+    history = [{"role": "user", "content": "one"}, {"role": "assistant", "content": first},
+               {"role": "user", "content": "two"}]
     (tmp_path / "asked.jsonl").write_text(json.dumps({"messages": history}))
-    second = json.loads(call(generate.main, *asked, "--prompts", tmp_path / "asked.jsonl", "--json").out)["completions"][0]["text"]
+    second = json.loads(call(generate.main, *asked, "--prompts", tmp_path / "asked.jsonl",
+                             "--json").out)["completions"][0]["text"]
     assert ran.out == f"{first}\n{second}\n"
 
 
@@ -282,7 +309,8 @@ def test_the_template_of_a_folder_makes_its_prompts_and_its_end_of_turn_ends_an_
     assert library.decode(made.prompt([{"role": "user", "content": "why?"}]), skip_special_tokens=False) == \
         "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
     assert library.token_to_id("<|im_end|>") in made.stop_ids and made.stops == ()
-    refused(call(generate.main, home, "--chat", "--prompt", "a<|im_end|>"), "prompt 1 holds '<|im_end|>'", "special token")
+    refused(call(generate.main, home, "--chat", "--prompt", "a<|im_end|>"), "prompt 1 holds '<|im_end|>'",
+            "special token")
 
 
 def test_without_a_template_or_a_tokenizer_there_is_no_talk(run_dir):
@@ -297,8 +325,10 @@ def test_without_a_template_or_a_tokenizer_there_is_no_talk(run_dir):
 @pytest.mark.slow
 def test_experts_answer_alike_on_every_mesh(tiny, tmp_path):
     """Their width, 36, is not divided by tensor 8; the run's own sample is made on its own devices."""
-    ran = call(train.main, *tiny, "--model.num_experts=4", "--model.experts_per_token=2", "--model.expert_mlp_dim=36", "--model.num_layers=2",
-               "--model.first_dense_layers=1", "--model.num_heads=8", "--training.steps=2", "--model.compute_dtype=float32", "--run.dir", tmp_path)
+    ran = call(train.main, *tiny, "--model.num_experts=4", "--model.experts_per_token=2",
+               "--model.expert_mlp_dim=36", "--model.num_layers=2",
+               "--model.first_dense_layers=1", "--model.num_heads=8", "--training.steps=2",
+               "--model.compute_dtype=float32", "--run.dir", tmp_path)
     assert (ran.code, ran.err) == (0, "") and "a sample:" in ran.out, ran
     asked = (tmp_path, "--prompt=line 1", "--prompt=7", "--max-tokens=6", "--json")
     found = call(generate.main, *asked, "--mesh.tensor=1")
@@ -315,17 +345,24 @@ REFUSED = {
     "two kinds": ([GOLDENS / "qwen3", *FIVE, "--prompt=a"], ["give one of --prompt"]),
     "text without a tokenizer": ([GOLDENS / "qwen3", "--prompt", "a"], ["--prompt needs a tokenizer", "--prompt-ids"]),
     "a stop string without a tokenizer": ([GOLDENS / "qwen3", *FIVE, "--stop=a"], ["--stop needs a tokenizer"]),
-    "ids beyond": ([GOLDENS / "qwen3", "--prompt-ids", "[[5], [200], [-1]]"], ["prompt 2 has the id 200", "0 to 199", "prompt 3 has the id -1"]),
+    "ids beyond": ([GOLDENS / "qwen3", "--prompt-ids", "[[5], [200], [-1]]"],
+                   ["prompt 2 has the id 200", "0 to 199", "prompt 3 has the id -1"]),
     "no ids": ([GOLDENS / "qwen3", "--prompt-ids", "[[5], []]"], ["empty prompt"]),
     "no list": ([GOLDENS / "qwen3", "--prompt-ids", "[[5.0]]"], ["not a list of lists"]),
     "words": ([GOLDENS / "qwen3", "--prompt-ids", "five"], ["--prompt-ids five"]),
-    "too long": ([GOLDENS / "gpt2", "--prompt-ids", json.dumps([[5] * 129])], ["has 129 tokens", "128 learned positions"]),
-    "longer than config.json": ([GOLDENS / "qwen3", "--prompt-ids", json.dumps([[5] * 513])], ["512 tokens", "max_position_embeddings"]),
-    "odd heads": ([GOLDENS / "qwen3", *FIVE, "--mesh.tensor=3", "--mesh.data=1"], ["mesh.tensor=3 does not divide", "query heads", "use mesh.tensor=2"]),
+    "too long": ([GOLDENS / "gpt2", "--prompt-ids", json.dumps([[5] * 129])],
+                 ["has 129 tokens", "128 learned positions"]),
+    "longer than config.json": ([GOLDENS / "qwen3", "--prompt-ids", json.dumps([[5] * 513])],
+                                ["512 tokens", "max_position_embeddings"]),
+    "odd heads": ([GOLDENS / "qwen3", *FIVE, "--mesh.tensor=3", "--mesh.data=1"],
+                  ["mesh.tensor=3 does not divide", "query heads", "use mesh.tensor=2"]),
     "stages": ([GOLDENS / "qwen3", *FIVE, "--mesh.stage=2"], ["mesh.stage=2 has no use here"]),
-    "options": ([GOLDENS / "qwen3", *FIVE, "--max-tokens=0", "--temperature=-1", "--top-p=1.5", "--top-k=x", "--tempreature=1"],
-                ["--max-tokens 0 is not", "--temperature -1 is not", "--top-p 1.5 is not", "--top-k x is not", "did you mean --temperature"]),
-    "keys": ([GOLDENS / "qwen3", *FIVE, "--training.steps=3", "--model.embed_dim=64"], ["training.steps changes nothing", "model.embed_dim changes"]),
+    "options": ([GOLDENS / "qwen3", *FIVE, "--max-tokens=0", "--temperature=-1", "--top-p=1.5",
+                 "--top-k=x", "--tempreature=1"],
+                ["--max-tokens 0 is not", "--temperature -1 is not", "--top-p 1.5 is not",
+                 "--top-k x is not", "did you mean --temperature"]),
+    "keys": ([GOLDENS / "qwen3", *FIVE, "--training.steps=3", "--model.embed_dim=64"],
+             ["training.steps changes nothing", "model.embed_dim changes"]),
     "a step of a folder": ([GOLDENS / "qwen3", *FIVE, "--step=3"], ["--step 3", "no steps"]),
     "two directories": ([GOLDENS / "qwen3", GOLDENS / "gpt2", *FIVE], ["2 directories are named"]),
     "no file": ([GOLDENS / "qwen3", "--prompts", "none.txt"], ["--prompts needs a tokenizer"]),
@@ -343,7 +380,8 @@ def test_what_is_wrong_with_prompts_of_a_run_is_told(run_dir, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"prompt": 5}\n')
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
     for given, part in ((["--prompt", ""], "--prompt has no value"), (["--prompts", "empty.txt"], "empty.txt is empty"),
-                        (["--prompts", "none.txt"], "none.txt cannot be read"), (["--prompts", "bad.jsonl"], "line 1 is not"),
+                        (["--prompts", "none.txt"], "none.txt cannot be read"),
+                        (["--prompts", "bad.jsonl"], "line 1 is not"),
                         (["--prompts", "bytes.txt"], "not text"), (["--prompt-ids", "[[300]]"], "has the id 300"),
                         (["--prompt=a", "--step=3"], "--step 3 is not saved")):
         refused(call(generate.main, run_dir, *given), part)
@@ -361,12 +399,14 @@ def test_a_prompt_is_what_editors_call_a_line(tmp_path):
 
 @pytest.mark.parametrize("name", ["prompt", "stop"])
 def test_words_that_are_not_utf_8_are_told(name):
-    refused(call(generate.main, GOLDENS / "qwen3", *(FIVE if name == "stop" else ()), f"--{name}=\udcff"), f"--{name} '\\udcff' is not UTF-8")
+    refused(call(generate.main, GOLDENS / "qwen3", *(FIVE if name == "stop" else ()), f"--{name}=\udcff"),
+            f"--{name} '\\udcff' is not UTF-8")
 
 
 @pytest.mark.parametrize(("files", "wanted"), [
     ({"config.json": {"eos_token_id": 5}, "generation_config.json": {"eos_token_id": [7, 9]}}, (7, 9)),
-    ({"config.json": {"eos_token_id": 5}, "generation_config.json": {}}, (5,)), ({"config.json": {"eos_token_id": None}}, ())])
+    ({"config.json": {"eos_token_id": 5}, "generation_config.json": {}}, (5,)),
+    ({"config.json": {"eos_token_id": None}}, ())])
 def test_stop_ids_are_those_of_the_generation_config_then_of_the_config(files, wanted, tmp_path):
     shutil.copytree(GOLDENS / "qwen3", tmp_path / "folder")
     for name, change in files.items():

@@ -20,7 +20,8 @@ WRONG_TOKENS = [
     (np.zeros(4, np.int64), [4], "int64 [4], and token ids are one dimension of uint16, uint32 or int32"),
     (np.zeros(4, ">u2"), [4], ">u2 [4]"),
     (np.zeros((2, 2), np.uint16), [4], "uint16 [2, 2]"),
-    (np.zeros(4, np.uint16), np.array([4], np.int32), "int32 [1], and the ends of documents are one dimension of int64"),
+    (np.zeros(4, np.uint16), np.array([4], np.int32),
+     "int32 [1], and the ends of documents are one dimension of int64"),
     (np.zeros(4, np.uint16), [3, 2, 4], "document 1 (from 0) ends at 2, before it begins at 3"),
     (np.zeros(4, np.uint16), [-1, 4], "document 0 (from 0) ends at -1"),
     (np.zeros(4, np.uint16), [2, 5], "the last document ends at 5, and a.tokens.npy has 4 tokens"),
@@ -51,7 +52,8 @@ def test_an_id_beyond_the_vocabulary_is_told_with_file_document_and_id_and_the_s
         Opened(data, tmp_path, vocab_size=701)
     write_tokens(path, [[1, 2], [800]], np.uint32)
     assert "document 1 (from 0) holds the id 800" in fault(data, tmp_path, vocab_size=701)
-    assert "data.bos_token='900' is beyond model.vocab_size=701" in fault(section([path], bos_token="900"), tmp_path, 701)
+    assert "data.bos_token='900' is beyond model.vocab_size=701" in fault(
+        section([path], bos_token="900"), tmp_path, 701)
     for bos_token in ("", "<s>", "-1"):
         assert "give its id" in fault(section([path], bos_token=bos_token), tmp_path)
 
@@ -104,10 +106,12 @@ def test_the_system_s_limit_of_maps_is_told_with_its_remedy(tmp_path, few_maps, 
     source = Opened(section([path], bos_token="99"), tmp_path).corpus.sources[0]
     real = token_files._mmap
     monkeypatch.setattr(token_files, "_mmap", lambda *args: real(*args) if refused else refuse())
-    assert source.read(0, 0, 2).tolist() == [1, 2] and refused == [1]       # maps were given back, and it was tried again
+    # maps were given back, and it was tried again
+    assert source.read(0, 0, 2).tolist() == [1, 2] and refused == [1]
     token_files._maps().cache_clear()
     monkeypatch.setattr(token_files, "_mmap", refuse)
-    with pytest.raises(OSError, match="vm.max_map_count allows 12; allow more, e.g. sysctl -w vm.max_map_count=") as caught:
+    with pytest.raises(OSError,
+                       match="vm.max_map_count allows 12; allow more, e.g. sysctl -w vm.max_map_count=") as caught:
         source.read(0, 0, 2)
     assert caught.value.errno == errno.ENOMEM and caught.value.filename == str(path)
     monkeypatch.setattr(token_files, "max_maps", lambda: 1 << 20)
@@ -166,7 +170,8 @@ def test_nanogpt_and_llm_c_files_are_divided_by_the_separator(tmp_path):
     for name, ids in {"behind": [1, 2, 50, 3, 50, 50, 4, 50], "before": [50, 1, 2, 50, 3, 50, 50, 4],
                       "cut": [1, 2, 50, 3, 50, 50, 4]}.items():
         np.array(ids, np.uint16).tofile(tmp_path / f"{name}.bin")
-        assert Opened(section([tmp_path / f"{name}.bin"], bos_token="50"), tmp_path).ids() == [[1, 2], [3], [], [4]], name
+        assert Opened(section([tmp_path / f"{name}.bin"], bos_token="50"),
+                      tmp_path).ids() == [[1, 2], [3], [], [4]], name
         for dtype in (np.uint16, np.uint32):
             path = write_llm_c(tmp_path / "c.bin", ids, dtype)
             assert Opened(section([path], bos_token="50"), tmp_path).ids() == [[1, 2], [3], [], [4]], name
@@ -203,7 +208,8 @@ def test_int32_ids_are_ids_and_negative_ones_are_told(tmp_path):
 @pytest.mark.parametrize("documents, expected, said", [
     ([[9, 1, 2], [9, 3], [], [9]], [[1, 2], [3], []], "all documents begin with the separator 9, which is taken out"),
     ([[1, 2, 9], [3, 9]], [[1, 2], [3]], "all documents end with the separator 9, which is taken out"),
-    ([[9, 1, 2, 9], [9, 3, 9], [9, 9]], [[1, 2], [3], []], "all documents end with the separator 9, which is taken out"),
+    ([[9, 1, 2, 9], [9, 3, 9], [9, 9]], [[1, 2], [3], []],
+     "all documents end with the separator 9, which is taken out"),
     ([[9, 1, 2], [3]], [[9, 1, 2], [3]], "1 of 2 documents begin with the separator 9, and get another"),
     ([[1, 2], [3, 9]], [[1, 2], [3, 9]], "1 of 2 documents end with the separator 9, and get another"),
     ([[1, 9, 2], [3]], [[1, 9, 2], [3]], ""),
@@ -240,7 +246,8 @@ def test_a_wrong_megatron_index_is_told(change, part, tmp_path):
     index = GOOD_INDEX | change
     np.arange(5, dtype=np.uint16).tofile(tmp_path / "a.bin")
     (tmp_path / "a.idx").write_bytes(
-        index["magic"] + struct.pack("<QBQQ", index["version"], index["code"], len(index["lengths"]), len(index["marks"]))
+        index["magic"] + struct.pack("<QBQQ", index["version"], index["code"], len(index["lengths"]),
+                                     len(index["marks"]))
         + b"".join(np.array(index[name], dtype).tobytes() for name, dtype in
                    [("lengths", np.int32), ("pointers", np.int64), ("marks", np.int64)]))
     data = section([tmp_path / "a.bin"], bos_token="99")
@@ -273,7 +280,8 @@ def test_every_truncation_of_every_layout_is_told(tmp_path):
 
 
 def test_an_id_beyond_the_vocabulary_is_told_of_every_layout_in_its_document(tmp_path):
-    paths = [write_megatron(tmp_path / "m.bin", [[1, 2, 9], [3, 700, 9]]), write_llm_c(tmp_path / "c.bin", [9, 1, 2, 9, 3, 700])]
+    paths = [write_megatron(tmp_path / "m.bin", [[1, 2, 9], [3, 700, 9]]),
+             write_llm_c(tmp_path / "c.bin", [9, 1, 2, 9, 3, 700])]
     for path in paths:
         message = fault(section([path], bos_token="9"), tmp_path)
         assert f"{path}: document 1 (from 0) holds the id 700" in message
@@ -299,7 +307,8 @@ def test_more_files_than_a_process_may_open_are_read_without_opening_one_twice(t
     used = len(os.listdir("/proc/self/fd"))
     source = Opened(section([tmp_path / "*.tokens.npy"], bos_token="500"), tmp_path).corpus.sources[0]
     assert len(os.listdir("/proc/self/fd")) <= used + 5
-    monkeypatch.setattr(token_files, "map_file", lambda *args, real=token_files.map_file: opened.append(args) or real(*args))
+    monkeypatch.setattr(token_files, "map_file", lambda *args, real=token_files.map_file: opened.append(args)
+                        or real(*args))
     opened = []
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, hard))
     try:

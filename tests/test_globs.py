@@ -8,7 +8,8 @@ import pytest
 from meshtrain import config
 from meshtrain.data import sources
 
-PATTERNS = ["**", "**/*.txt", "*/**/*.txt", "a/**/b.txt", "**/a/*", "a/**", "**/a/**/*.txt", "*.txt", "[ab]/*", "**/.h/*.txt", "nothing/**", "./**/b.txt"]
+PATTERNS = ["**", "**/*.txt", "*/**/*.txt", "a/**/b.txt", "**/a/*", "a/**", "**/a/**/*.txt",
+            "*.txt", "[ab]/*", "**/.h/*.txt", "nothing/**", "./**/b.txt"]
 
 
 def tree(root, seed: int):
@@ -21,7 +22,8 @@ def tree(root, seed: int):
             (folder / name).write_text(name)
     (root / "elsewhere").mkdir()
     (root / "elsewhere" / "b.txt").write_text("")
-    for name, target in (("link", root / "elsewhere"), ("link.txt", root / "elsewhere" / "b.txt"), ("gone.txt", root / "none")):
+    for name, target in (("link", root / "elsewhere"), ("link.txt", root / "elsewhere" / "b.txt"),
+                         ("gone.txt", root / "none")):
         (rng.choice(folders) / name).symlink_to(target)
 
 
@@ -34,7 +36,8 @@ def test_what_is_found_is_what_glob_finds(tmp_path, monkeypatch):
         for pattern in PATTERNS + [str(root / one) for one in PATTERNS]:
             mine = {os.path.normpath(path) for path in sources.expanded(pattern) if not os.path.isdir(path)}
             assert mine == {os.path.normpath(path) for path in glob.glob(pattern, recursive=True)
-                            if os.path.lexists(path) and not os.path.isdir(path)}, pattern     # `a/` of a file a is none
+                            # `a/` of a file a is none
+                            if os.path.lexists(path) and not os.path.isdir(path)}, pattern
             real = sources.Resolved()
             assert all(real(path) == real.of_file(path) == os.path.realpath(path) for path in mine)
 
@@ -63,6 +66,7 @@ def test_a_file_costs_no_call_for_each_directory_above_it(tmp_path, monkeypatch)
 def test_files_to_validate_on_that_are_trained_on_are_told_by_any_name(linked, tmp_path):
     (tmp_path / "a.txt").write_text("x")
     (tmp_path / "b.txt").symlink_to("a.txt")
-    data = config.Data(source="text", paths=[str(tmp_path / "a.txt")], validation_paths=[str(tmp_path / ("b.txt" if linked else "a.txt"))])
+    data = config.Data(source="text", paths=[str(tmp_path / "a.txt")],
+                       validation_paths=[str(tmp_path / ("b.txt" if linked else "a.txt"))])
     with pytest.raises(ValueError, match="is trained on, too"):
         sources.describe(data, vocab_size=512)

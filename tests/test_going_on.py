@@ -1,4 +1,5 @@
-"""Whole runs that go on otherwise than they began: back to a step, with another batch, rate and data; from another's state."""
+"""Whole runs that go on otherwise than they began: back to a step, with another batch, rate and data; from another's
+state."""
 import json
 
 import jax
@@ -11,14 +12,16 @@ from test_commands import call, contents, finished, home, in_a_directory_of_its_
 
 
 @pytest.mark.parametrize("spelled", [False, True], ids=["", "paths and tokenizer spelled otherwise"])
-def test_a_run_goes_back_with_another_rate_batch_and_data_and_loses_nothing(spelled, tiny, home, tmp_path, monkeypatch):  # noqa: F811
+# noqa: F811
+def test_a_run_goes_back_with_another_rate_batch_and_data_and_loses_nothing(spelled, tiny, home, tmp_path, monkeypatch):
     directory = tmp_path / "run"
     command = (*tiny, "--run.sample_tokens", 0, "--run.dir", directory)
     assert call(train.main, *command, "--training.steps", 6, "--checkpoint.every", 2).code == 0
     if spelled:
         monkeypatch.chdir(home)
         command += ("--data.paths", '["corpus.t*"]')
-    back = (*command, "--training.steps", 8, "--checkpoint.step", 4, "--data.skip_batches", 2, "--optimizer.learning_rate", 1e-4,
+    back = (*command, "--training.steps", 8, "--checkpoint.step", 4, "--data.skip_batches",
+            2, "--optimizer.learning_rate", 1e-4,
             "--data.seq_len", 16, "--data.global_batch", 16)
     ran = call(train.main, *back)
     assert ran.code == 0 and "going on after step 4" in ran.out, ran
@@ -36,7 +39,8 @@ def test_a_run_goes_back_with_another_rate_batch_and_data_and_loses_nothing(spel
     assert (ran.code, ran.err) == (0, "") and "finished" in ran.out and contents(directory) == before
 
 
-def test_a_changed_tokenizer_is_refused_before_anything_is_tokenized(tiny, finished, tmp_path, monkeypatch):  # noqa: F811
+# noqa: F811
+def test_a_changed_tokenizer_is_refused_before_anything_is_tokenized(tiny, finished, tmp_path, monkeypatch):
     tokenizers = pytest.importorskip("tokenizers")
     from meshtrain.data import sources
     other = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<|endoftext|>": 0, "line": 1, "?": 2}, unk_token="?"))

@@ -47,20 +47,24 @@ class Life:
     def __init__(self, directory: Path, clocks: Clocks, every: int = 1):
         self.directory, self.clocks, self.every = directory, clocks, every
         directory.mkdir()
-        (directory / "config.toml").write_text('[run]\nname = "x"\n[training]\nsteps = 100\n[data]\nglobal_batch = 2\nseq_len = 4\n')
+        (directory / "config.toml").write_text(
+            '[run]\nname = "x"\n[training]\nsteps = 100\n[data]\nglobal_batch = 2\nseq_len = 4\n')
         boot = directory / "boot"
         self.boot, history.BOOT_ID = boot, boot
 
-    def try_(self, step: int, to: int, *, ends="killed", start=10.0, compile=20.0, restore=5.0, step_s=2.0, wait=0.5, save_every=4,
+    def try_(self, step: int, to: int, *, ends="killed", start=10.0, compile=20.0, restore=5.0,
+             step_s=2.0, wait=0.5, save_every=4,
              save_s=3.0, validation_s=0.0, idle_s=0.0, at=lambda number: None):
-        """A try from after `step` to the end of step `to`. ends: killed, or what it says at its end; or an exception to raise."""
+        """A try from after `step` to the end of step `to`. ends: killed, or what it says at its end; or an exception to
+        raise."""
         self.boot.write_text(self.clocks.boot)
         account, run = goodput.Account(), config.Run(metrics=dict(every=self.every), training=dict(steps=100))
         sleep = self.clocks.sleep
         sleep(start)
         killed = False
         try:
-            with history.kept(self.directory, step, account, {"on": "here", "cause": f"from {step}", "processes": 1}) as this:
+            with history.kept(self.directory, step, account,
+                              {"on": "here", "cause": f"from {step}", "processes": 1}) as this:
                 with account.to("compile"):
                     sleep(compile)
                 with account.to("restore"):
@@ -68,10 +72,12 @@ class Life:
                 try:
                     with metrics.MetricsWriter(self.directory / "metrics.jsonl") as rows, account.to(goodput.LOOP):
                         rows_of.cut_after(rows.path, step)
-                        kept = record.Record(run, rows, types.SimpleNamespace(step=lambda row: None), 1.0, None, account)
+                        kept = record.Record(run, rows, types.SimpleNamespace(step=lambda row: None),
+                                             1.0, None, account)
                         for number in range(step + 1, to + 1):
                             sleep(step_s)
-                            kept.dispatched(number, number, dict(loss=1.0, grad_norm=1.0, learning_rate=0.1, skipped=False),
+                            kept.dispatched(number, number,
+                                            dict(loss=1.0, grad_norm=1.0, learning_rate=0.1, skipped=False),
                                             self._ended())
                             kept.add({"data_wait_s": wait})
                             kept.settle()
@@ -130,7 +136,8 @@ def three_tries(life: Life) -> None:
     life.try_(10, 12, ends="finished")
 
 
-SPENT = {"steps": 12 * 1.5, "start": 30.0, "compile": 60.0, "restore": 15.0, "data": 15 * 0.5, "checkpoints": 3 * 3.0, "validation": 0.0,
+SPENT = {"steps": 12 * 1.5, "start": 30.0, "compile": 60.0, "restore": 15.0, "data": 15 * 0.5,
+         "checkpoints": 3 * 3.0, "validation": 0.0,
          "the rest": 0.0, "hang": 0.0, "steps taken again": 3 * 1.5, "between tries": 100.0}
 
 
@@ -140,8 +147,10 @@ def test_all_seconds_of_three_tries_are_told_apart(life):
     assert told["time_s"] == pytest.approx(SPENT, abs=EXACT)
     assert told["goodput"] == pytest.approx(18 / sum(SPENT.values()))
     assert [(one["from_step"], one["to_step"], one["steps_again"], one["how"]) for one in told["starts"]] == [
-        (0, 7, 0, f"{goodput.UNKNOWN} (killed, or the power went)"), (4, 10, 3, "stopped on request (SIGTERM)"), (10, 12, 0, "finished")]
-    assert [one["run_s"] for one in told["starts"]] == pytest.approx([35 + 7 * 2 + 3, 35 + 6 * 2 + 3, 35 + 4 + 3], abs=EXACT)
+        (0, 7, 0, f"{goodput.UNKNOWN} (killed, or the power went)"), (4, 10, 3, "stopped on request (SIGTERM)"),
+        (10, 12, 0, "finished")]
+    assert [one["run_s"] for one in told["starts"]] == pytest.approx(
+        [35 + 7 * 2 + 3, 35 + 6 * 2 + 3, 35 + 4 + 3], abs=EXACT)
 
 
 def test_every_row_has_the_wall_clock_and_the_share_until_then(life):
@@ -150,8 +159,10 @@ def test_every_row_has_the_wall_clock_and_the_share_until_then(life):
     rows = {row["step"]: row for row in metrics.read(life.directory / "metrics.jsonl")}
     assert [rows[1]["time"] - began, rows[1]["elapsed_s"]] == pytest.approx([37, 37], abs=EXACT)
     assert rows[1]["goodput"] == pytest.approx(1.5 / 37)
-    # Killed after 52 s; 70 s later the second try begins, whose first step ends 37 s after that. Of the steps 5 to 7 only one counts.
-    assert rows[5]["elapsed_s"] == pytest.approx(52 + 70 + 37) and rows[5]["goodput"] == pytest.approx(5 * 1.5 / (52 + 70 + 37))
+    # Killed after 52 s; 70 s later the second try begins, whose first step ends 37 s after that. Of the steps 5 to 7
+    # only one counts.
+    assert rows[5]["elapsed_s"] == pytest.approx(52 + 70 + 37) and rows[5]["goodput"] == pytest.approx(
+        5 * 1.5 / (52 + 70 + 37))
     assert rows[12]["goodput"] * rows[12]["elapsed_s"] == pytest.approx(12 * 1.5)
 
 
@@ -169,7 +180,8 @@ def test_a_run_that_goes_back_behind_several_tries_takes_all_of_their_steps_agai
     life.try_(4, 6, ends="stopped on request (SIGINT)")
     told = life.told()
     assert [one["steps_again"] for one in told["starts"]] == [0, 1, 6]
-    assert told["time_s"]["steps"] == pytest.approx(6 * 1.5) and told["time_s"]["steps taken again"] == pytest.approx(7 * 1.5)
+    assert told["time_s"]["steps"] == pytest.approx(6 * 1.5) and told["time_s"]["steps taken again"] == pytest.approx(
+        7 * 1.5)
     assert sum(told["time_s"].values()) == pytest.approx(sum(one["run_s"] for one in told["starts"]))
 
 
@@ -216,20 +228,25 @@ def test_a_clock_that_went_back_between_two_hosts_gives_no_negative_time(life):
     assert told["time_s"]["between tries"] == 0 and min(told["time_s"].values()) >= 0 and 0 < told["goodput"] < 1
 
 
-@pytest.mark.parametrize("idle_s, stacks, hang_s", [(600.0, False, 600.0), (600.0, True, 600.0), (30.0, True, 30.0), (30.0, False, 0.0)])
+@pytest.mark.parametrize("idle_s, stacks, hang_s",
+                         [(600.0, False, 600.0), (600.0, True, 600.0), (30.0, True, 30.0), (30.0, False, 0.0)])
 def test_a_try_that_was_stuck_before_it_was_killed_hung(life, idle_s, stacks, hang_s):
     life.try_(0, 8, idle_s=idle_s)
     for state in ("hangs", "runs") if stacks else ("runs",):        # a process that was killed leaves a file, too
         place = life.directory / watch.STACKS / ("try-1" if state == "hangs" else "")
         place.mkdir(parents=True, exist_ok=True)
         told = ProcessState(1, 2, "host", 17, "a", "step 9", life.clocks.wall - idle_s, 9, "1", state, "too long")
-        (place / "process-1.txt").write_bytes(told.head() + b'Thread 0x0000000000000001 (most recent call first):\n  File "a.py", line 1 in f\n' * (state == "hangs"))
+        (place
+         / "process-1.txt").write_bytes(told.head() + b'Thread 0x0000000000000001 (most recent call first):\n  File '
+                                                      b'"a.py", line 1 in f\n' * (state == "hangs"))
         os.utime(place / "process-1.txt", (life.clocks.wall, life.clocks.wall))
     life.try_(8, 9, ends="finished")
     told = life.told()
-    assert told["time_s"]["hang"] == pytest.approx(hang_s) and told["time_s"]["the rest"] == pytest.approx(30.0 - min(hang_s, 30.0))
+    assert told["time_s"]["hang"] == pytest.approx(hang_s) and told["time_s"]["the rest"] == pytest.approx(
+        30.0 - min(hang_s, 30.0))
     how = told["starts"][0]["how"]
-    assert ("process 1 hangs in step 9" in how) == stacks and ("stuck for 10.0 min after step 8" in how) == (hang_s == 600 and not stacks)
+    assert ("process 1 hangs in step 9" in how) == stacks and ("stuck for 10.0 min after step 8" in how) == (
+        hang_s == 600 and not stacks)
 
 
 def test_slow_steps_are_no_hang(life):
@@ -267,7 +284,8 @@ def test_a_try_that_goes_back_by_itself_takes_its_steps_again(life):
     finally:
         history.Try.beat = real
     spent = life.told()["time_s"]
-    assert (spent["steps"], spent["steps taken again"], spent["the rest"]) == pytest.approx((6 * 1.5, 3 * 1.5, 0.0), abs=EXACT)
+    assert (spent["steps"], spent["steps taken again"], spent["the rest"]) == pytest.approx(
+        (6 * 1.5, 3 * 1.5, 0.0), abs=EXACT)
     assert sum(spent.values()) == pytest.approx(35 + 9 * 2 + 2 * 3)
 
 
@@ -308,14 +326,16 @@ def test_rows_alone_tell_of_steps_and_name_no_share(life):
     three_tries(life)
     (life.directory / "history.jsonl").unlink()
     told = life.told()
-    assert told["goodput"] is None and told["time_s"] == pytest.approx({"steps": 12 * 1.5, "data": 6.0, "checkpoints": 0.0})
+    assert told["goodput"] is None and told["time_s"] == pytest.approx(
+        {"steps": 12 * 1.5, "data": 6.0, "checkpoints": 0.0})
     assert "time: steps" in report.summary(told) and "goodput" not in report.summary(told)
 
 
 def test_the_line_at_the_end_names_what_took_the_rest_largest_first(life):
     three_tries(life)
     words = goodput.line(life.told()["time_s"])
-    assert words.startswith("goodput 7.4% of 4.1 min; between tries 41.0%, compile 24.6%, start 12.3%, restore 6.1%, checkpoints 3.7%"), words
+    assert words.startswith("goodput 7.4% of 4.1 min; between tries 41.0%, compile 24.6%, start 12.3%, restore 6.1%, "
+                            "checkpoints 3.7%"), words
     assert words in report.summary(life.told()) and goodput.line({}) == ""
 
 
@@ -347,11 +367,13 @@ def summed_from_the_beginning(rows, step):
     return total * step / before if before else 0.0
 
 
-@given(st.lists(st.tuples(st.integers(1, 3), st.floats(0, 9), st.booleans()), max_size=9), st.integers(0, 30), st.booleans())
+@given(st.lists(st.tuples(st.integers(1, 3), st.floats(0, 9), st.booleans()), max_size=9),
+       st.integers(0, 30), st.booleans())
 def test_seconds_up_to_a_step_are_the_same_read_from_either_end(gaps, step, one_more):
     rows, number, elapsed_s = [], 0, 0.0
     for gap, time_s, accounted in gaps:
         number, elapsed_s = number + gap, elapsed_s + 2 * time_s
         rows.append({"step": number} | ({"goodput": 0.5, "elapsed_s": elapsed_s} if accounted else {}))
     unwritten = [{"step": number + 1, "goodput": 1.0, "elapsed_s": elapsed_s}] * one_more
-    assert goodput.counted_s(rows, step, unwritten) == pytest.approx(summed_from_the_beginning([*rows, *unwritten], step), abs=1e-9)
+    assert goodput.counted_s(rows, step, unwritten) == pytest.approx(
+        summed_from_the_beginning([*rows, *unwritten], step), abs=1e-9)

@@ -37,7 +37,8 @@ def found(tmp_path_factory) -> dict:
 
 @pytest.mark.parametrize("group", ["attention", "layout", "schedule", "deterministic"])
 def test_the_gpu_computes_what_the_cpu_computes(group, found):
-    items = {key: found["items"].get(key, {"status": "begun"}) for key in found["planned"] if key.startswith(f"{group}/")}
+    items = {key: found["items"].get(key, {"status": "begun"})
+             for key in found["planned"] if key.startswith(f"{group}/")}
     assert items or group == "schedule"
     if not items:
         pytest.skip("schedules need two GPUs")

@@ -15,7 +15,8 @@ from meshtrain.cost.placed import Options, place
 from meshtrain.kernels import tiles
 from meshtrain.parallel.experts import dispatch
 
-pytestmark = pytest.mark.skipif(compile.missing_wheels(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
+pytestmark = pytest.mark.skipif(compile.missing_wheels(),
+                                reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
 
 RULES = Path(__file__).resolve().parent.parent / "sharding_rules"
 L, M, T, D, F, E, K = 2, 2, 4096, 2048, 768, 128, 8
@@ -30,7 +31,8 @@ def assembled():
         mesh=dict(data=HOSTS, fsdp=HOST), sharding=dict(rules=str(RULES / "zero3_experts_fsdp.toml")),
         model=dict(vocab_size=1024, embed_dim=D, num_layers=L, num_heads=8, num_kv_heads=8, head_dim=64, num_experts=E,
                    experts_per_token=K, expert_mlp_dim=F),
-        data=dict(seq_len=T, global_batch=64 * M), training=dict(microbatches=M, remat="full"), experts=dict(dispatch="gather"))
+        data=dict(seq_len=T, global_batch=64 * M), training=dict(microbatches=M, remat="full"),
+        experts=dict(dispatch="gather"))
     return assembly.assemble(run, compile.topology("h100:64"))
 
 
@@ -42,14 +44,16 @@ def program():
 
 
 def sent(found, kind: str, *axes: str, dtype: str) -> int:
-    rows = [row for row in audit.summarize(found.collectives) if row["kind"] == kind and tuple(row["axes"]) == axes and row["dtype"] == dtype]
+    rows = [row for row in audit.summarize(found.collectives) if row["kind"] == kind
+            and tuple(row["axes"]) == axes and row["dtype"] == dtype]
     return sum(row["bytes"] for row in rows)
 
 
 def test_tokens_are_gathered_and_scattered_in_bfloat16_and_experts_over_hosts_alone():
     _, found = program()
     runs, over = L * M, lambda n: (n - 1) / n
-    # x, and in the backward x again and dy; y and dx. Choices and weights of both directions beside them, and weights' gradients.
+    # x, and in the backward x again and dy; y and dx. Choices and weights of both directions beside them, and weights'
+    # gradients.
     assert sent(found, "all-gather", "fsdp", dtype="bf16") == runs * 3 * A * D * 2 * over(HOST)
     assert sent(found, "reduce-scatter", "fsdp", dtype="bf16") == runs * 2 * A * D * 2 * over(HOST)
     small = runs * A * K * 4 * over(HOST)
@@ -61,9 +65,11 @@ def test_tokens_are_gathered_and_scattered_in_bfloat16_and_experts_over_hosts_al
 
 
 def test_the_routers_products_are_float32_in_the_step_forward_and_backward():
-    """Not TF32: operands in float32 at the highest precision. Scores, made again under remat, and gradients of x and of the router."""
+    """Not TF32: operands in float32 at the highest precision. Scores, made again under remat, and gradients of x and of
+    the router."""
     products = [line for line in program()[0].as_text().splitlines()
-                if re.search(r" dot\(", line) and re.search(r'op_name="[^"]*(->BTE|BTE,DE->BTD|BTD,BTE->DE)\)?/dot_general"', line)]
+                if re.search(r" dot\(", line) and re.search(
+                        r'op_name="[^"]*(->BTE|BTE,DE->BTD|BTD,BTE->DE)\)?/dot_general"', line)]
     assert len(products) == 4
     for line in products:
         assert re.search(r"= f32\[[\d,]+\]\S* ", line) and "operand_precision={highest,highest}" in line, line[:200]
@@ -73,8 +79,10 @@ def test_inspects_formulas_tell_what_the_program_sends_for_its_experts():
     made, found = assembled(), program()[1]
     placed = place(made.model.parameters(), made.run.model, made.layout, made.mesh_spec)
     told = traffic.summarized(traffic.of(placed, Options.of(made.run)), made.mesh_spec.sizes)
-    for kind, axes, dtype in (("all-gather", "fsdp", "bf16"), ("reduce-scatter", "fsdp", "bf16"), ("all-gather", "fsdp", "s32"),
-                              ("all-gather", "fsdp", "f32"), ("reduce-scatter", "fsdp", "f32"), ("all-gather", "data", "bf16"),
+    for kind, axes, dtype in (("all-gather", "fsdp", "bf16"), ("reduce-scatter", "fsdp", "bf16"),
+                              ("all-gather", "fsdp", "s32"),
+                              ("all-gather", "fsdp", "f32"), ("reduce-scatter", "fsdp", "f32"),
+                              ("all-gather", "data", "bf16"),
                               ("reduce-scatter", "data", "f32")):
         (row,) = (row for row in told if (row["kind"], row["axes"], row["dtype"]) == (kind, [axes], dtype))
         assert row["bytes"] == pytest.approx(sent(found, kind, axes, dtype=dtype)), (kind, axes, dtype)
@@ -83,8 +91,8 @@ def test_inspects_formulas_tell_what_the_program_sends_for_its_experts():
 def test_no_product_goes_over_all_experts_and_the_forward_is_not_repeated():
     executable, found = program()
     text = executable.as_text()
-    # Forward gate, up and down; backward gate, up, down's and, in one kernel, their transposes, and three outer products. Rounds behind
-    # the first have their own, and make gate, up and down's twice: for inputs and for weights.
+    # Forward gate, up and down; backward gate, up, down's and, in one kernel, their transposes, and three outer
+    # products. Rounds behind the first have their own, and make gate, up and down's twice: for inputs and for weights.
     kernels = [line for line in text.splitlines() if "__gpu$xla.gpu.triton" in line and "grouped_" in line]
     assert len(kernels) == (3 + 4 + 3) + (3 + 4 + 3 + 3)
     # What is not a kernel: attention's and the router's products, embedding and head.
@@ -112,7 +120,8 @@ def test_no_score_of_a_router_travels():
     for row in found.collectives:
         for dims in row.arrays:
             assert dims[-1:] != (E,) or dims == (D, E), (row.kind, row.axes, row.dtype, dims)
-    (choices,) = {dims for row in found.collectives if row.kind == "all-gather" and row.axes == ("fsdp",) and row.dtype == "f32"
+    (choices,) = {dims for row in found.collectives if row.kind == "all-gather" and row.axes == ("fsdp",)
+                  and row.dtype == "f32"
                   for dims in row.arrays}
     assert choices == (A, K)
 
@@ -135,7 +144,8 @@ def test_temporaries_are_at_most_1_3_times_those_of_a_buffer_that_even_choices_f
 
 
 def test_weights_that_are_gathered_and_gradients_that_are_scattered_are_not_turned():
-    """They travel along their first dim, and kernels read and write them as they lie: no pass over all of a GPU's experts."""
+    """They travel along their first dim, and kernels read and write them as they lie: no pass over all of a GPU's
+    experts."""
     executable, _ = program()
     whole = [line for line in executable.as_text().splitlines()
              if re.search(rf"= (bf16|f32)\[({E // HOST},{D},{F}|{E // HOST},{F},{D})\]", line)]

@@ -1,8 +1,8 @@
 """The pipelined step as 64 H100 would run it sends what its schedule and its rule file say, and nothing else.
 
 Compiled without a GPU. As in test_gpu_program, expected bytes come from the parameter schedule, and everything that the
-program sends is compared; here also from the schedule's schedule, tick by tick. What is below SMALL per array is not looked
-at: norm scales and their gradients, token and segment ids, per-token statistics of the loss, and its scalars.
+program sends is compared; here also from the schedule's schedule, tick by tick. What is below SMALL per array is not
+looked at: norm scales and their gradients, token and segment ids, per-token statistics of the loss, and its scalars.
 """
 import functools
 import math
@@ -55,10 +55,13 @@ class Step(NamedTuple):
         return L // (self.schedule.num_stages * self.schedule.num_chunks)
 
     def ticks(self, what: str) -> int:
-        """How often the ends of the model work: "embed", "loss" or "embed_grad"; where no condition asks, in every tick, masked."""
+        """How often the ends of the model work: "embed", "loss" or "embed_grad"; where no condition asks, in every
+        tick, masked."""
         on = self.schedule.shared[f"{what}_on"]
-        often = {"never": lambda ticks: 0, "sometimes": lambda ticks: int(on[ticks].sum()), "always": lambda ticks: len(on[ticks])}
-        return sum(often[getattr(run, what)](slice(run.start, run.stop)) for run in pipeline._phases(self.schedule, True))
+        often = {"never": lambda ticks: 0, "sometimes": lambda ticks: int(on[ticks].sum()),
+                 "always": lambda ticks: len(on[ticks])}
+        return sum(often[getattr(run, what)](slice(run.start, run.stop))
+                   for run in pipeline._phases(self.schedule, True))
 
 
 @functools.cache
@@ -86,7 +89,8 @@ def traffic(step: Step) -> dict:
     """(kind, axes, dtype) -> (arrays, payload bytes) per step; a layer on its way to its stage: kind "relayout"."""
     out = defaultdict(lambda: [0, 0])
     for c in step.program.collectives:
-        norms = (c.kind, c.axes) == ("all-reduce", ("tensor",)) and c.payload_bytes <= NORMS     # one array of them or several
+        # one array of them or several
+        norms = (c.kind, c.axes) == ("all-reduce", ("tensor",)) and c.payload_bytes <= NORMS
         if c.payload_bytes / c.count > SMALL and not norms:
             moved = c.axes[0].startswith("stage") and c.source.endswith("reshape")
             key = ("relayout", ("stage",), c.dtype) if moved else (c.kind, c.axes, c.dtype)
@@ -98,7 +102,8 @@ def traffic(step: Step) -> dict:
 def held(step: Step) -> dict:
     """Numbers of elements of one stage and tensor share: of the layers, and of everything."""
     schedule, sizes = step.made.model.parameters(), step.made.mesh_spec.sizes
-    count = lambda *roles: sum(info.size for info in schedule if info.role in roles) // sizes["stage"] // sizes["tensor"]
+    count = lambda *roles: sum(info.size for info in schedule if info.role in roles) // sizes["stage"] // sizes[
+        "tensor"]
     return {"layers": count("matrix"), "all": count("matrix", "embedding", "head")}
 
 
@@ -125,10 +130,10 @@ def expected(rule: str, step: Step) -> dict:
     if rule != "ddp":
         want["all-gather", weights, "bf16"] = (9, 2 * n["all"])
     if step.schedule.num_chunks > 1:
-        # Of stages · chunks, chunk c is stored on stage c // chunks and worked on by stage c % stages: weights travel in
-        # bf16 before the gather, gradients after the reduce-scatter. Where stages divides chunks, every stage holds as many
-        # for each of them: one all-to-all. Where chunks divides stages, it holds some for its residue alone: an all-to-all
-        # among as many stages as there are chunks, and a permute, each of the whole shard.
+        # Of stages · chunks, chunk c is stored on stage c // chunks and worked on by stage c % stages: weights travel
+        # in bf16 before the gather, gradients after the reduce-scatter. Where stages divides chunks, every stage holds
+        # as many for each of them: one all-to-all. Where chunks divides stages, it holds some for its residue alone: an
+        # all-to-all among as many stages as there are chunks, and a permute, each of the whole shard.
         stages, chunks = step.schedule.num_stages, step.schedule.num_chunks
         assert chunks % stages == 0 or stages % chunks == 0
         moves = (1 if chunks % stages == 0 else 2) * n["layers"] // math.prod(sizes[axis] for axis in weights)
@@ -140,7 +145,8 @@ def expected(rule: str, step: Step) -> dict:
         want["all-gather", ("tensor",), "bf16"] = (None, (2 * forward + 4 * backward + loss + embed_grad) * x_bytes)
         want["reduce-scatter", ("tensor",), "bf16"] = (None, (2 * forward + 3 * backward + embed + loss) * x_bytes)
     if (cp := sizes["context"]) > 1:
-        # The ring: cp-1 hops of K and V each way, cp of dK and dV. Remat keeps attention's results, so no ring runs twice.
+        # The ring: cp-1 hops of K and V each way, cp of dK and dV. Remat keeps attention's results, so no ring runs
+        # twice.
         kv = tokens * MODEL["num_kv_heads"] * MODEL["head_dim"] // num_shards
         hops, sums = 2 * (cp - 1) * (forward + backward), 2 * cp * backward
         # XLA may send the last hop of dK and dV, of one of them or none, in bf16.
@@ -177,22 +183,24 @@ def test_nothing_crosses_the_batch_inside_the_loop(case):
 
 @every_case
 def test_slots_are_written_and_read_in_place_and_layers_share_one_loop(case):
-    """A copy of what all microbatches under way have saved, once a layer, would take longer than the layer. F and B of a tick
-    stand in one loop over layers: as many loops hold attention's kernels as there are phases."""
+    """A copy of what all microbatches under way have saved, once a layer, would take longer than the layer. F and B of
+    a tick stand in one loop over layers: as many loops hold attention's kernels as there are phases."""
     step = gpu_step(*case)
     module, schedule = hlo.parse(step.text), step.schedule
     saved = {(schedule.slots[name], step.depth) for name in ("R", "Q", "Z") if name in schedule.slots}
     copies, _ = hlo.walk(module, lambda ins: ins.op.startswith("copy") and hlo.shapes(ins.type_text)[0][1][:2] in saved)
     assert not [visit.instruction.name for visit in copies if visit.trips > 1]
     kernels, _ = hlo.walk(module, lambda ins: ins.op == "custom-call" and pallas.NAME in ins.attrs)
-    assert len({visit.computation for visit in kernels}) == len([p for p in schedule.phases() if set(p.kinds) & {"F", "B"}])
+    assert len({visit.computation for visit in kernels}) == len(
+        [p for p in schedule.phases() if set(p.kinds) & {"F", "B"}])
 
 
 @every_case
 def test_matmuls_run_in_bf16_and_no_permute_misses_a_device(case):
     program = gpu_step(*case).program
     assert set(program.flops) == {"bf16"}
-    assert program.uncounted and all(pallas.NAME in kernel for kernel in program.uncounted)     # attention's, and no others
+    # attention's, and no others
+    assert program.uncounted and all(pallas.NAME in kernel for kernel in program.uncounted)
     assert not program.broken_permutes and not program.partial_permutes
 
 
@@ -229,7 +237,8 @@ def test_a_stack_of_all_stages_would_be_seen():
 @pytest.mark.parametrize("reduced", [psum, pmax], ids=["sum", "largest"])
 def test_a_reduction_by_hand_is_made_in_the_dtype_of_its_platform_without_a_condition(gpu, dtype, reduced):
     mesh = MeshSpec(dict(stage=2, tensor=2)).build(compile.topology("h100:4") if gpu else jax.devices())
-    add = jax.shard_map(lambda x: reduced(x, "stage"), mesh=mesh, axis_names={"stage"}, in_specs=P("stage"), out_specs=P(),
+    add = jax.shard_map(lambda x: reduced(x, "stage"), mesh=mesh, axis_names={"stage"},
+                        in_specs=P("stage"), out_specs=P(),
                         check_vma=False)  # fmt: skip
     x = jax.ShapeDtypeStruct((2, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P("stage", "tensor")))
     text = jax.jit(add).lower(x).compile().as_text()

@@ -34,7 +34,8 @@ MESHES = {
     "zero3, tensor": dict(data=2, fsdp=8, tensor=4),
 }  # fmt: skip
 # What these promise the others promise apart: zero1 and zero3, all-reduces over data, zero3 with tensor.
-TRIED = [pytest.param(rule, marks=sampling.GRID) if rule in ("zero2", "hsdp", "ddp, tensor") else rule for rule in MESHES]
+TRIED = [pytest.param(rule, marks=sampling.GRID) if rule in ("zero2", "hsdp", "ddp, tensor") else rule
+         for rule in MESHES]
 
 
 @functools.cache
@@ -57,7 +58,8 @@ def gpu_program(rule: str, remat: str = "full", dtype: str = "bfloat16", matmul_
 
 
 def traffic(program: audit.ProgramAudit) -> dict:
-    """(kind, axes, dtype) -> (operands, payload bytes) per step; rows below SMALL per instruction or operand are left out."""
+    """(kind, axes, dtype) -> (operands, payload bytes) per step; rows below SMALL per instruction or operand are left
+    out."""
     out = defaultdict(lambda: [0, 0])
     for c in program.collectives:
         if c.payload_bytes >= SMALL:
@@ -96,12 +98,14 @@ def expected(rule: str, made) -> dict:
         # The embedding is not reduced: its columns lie whole on one device. Two all-to-alls carry its rows.
         want["all-to-all", ("fsdp",), "bf16"] = (2 * M, 2 * M * B // M // plan["data"] // plan["fsdp"] * T * D * 2)
         want["reduce-scatter", ("fsdp",), "f32"] = (None, 4 * M * (L * n["layer"] + n["head"]))
-        want["all-gather", ("fsdp",), "bf16"] = (M * (2 * L * PROJECTIONS + 1), 2 * M * (2 * L * n["layer"] + n["head"]))
+        want["all-gather", ("fsdp",), "bf16"] = (
+            M * (2 * L * PROJECTIONS + 1), 2 * M * (2 * L * n["layer"] + n["head"]))
     if rule == "hsdp":
         want["all-reduce", ("data",), "f32"] = (None, 4 * n["all"] // plan["fsdp"])
     if rule == "hsdp_zero1":
         want["reduce-scatter", ("data",), "f32"] = (every_leaf, 4 * n["all"] // plan["fsdp"])
-        want["all-gather", ("data",), "bf16"] = (PROJECTIONS + 2, 2 * (L * n["layer"] + n["embedding"] + n["head"]) // plan["fsdp"])
+        want["all-gather", ("data",), "bf16"] = (
+            PROJECTIONS + 2, 2 * (L * n["layer"] + n["embedding"] + n["head"]) // plan["fsdp"])
     if rule == "ddp, tensor":
         want["all-reduce", ("data",), "f32"] = (None, 4 * n["all"])
     if rule == "zero3, tensor":
@@ -109,9 +113,9 @@ def expected(rule: str, made) -> dict:
         want["reduce-scatter", weights, "f32"] = (None, 4 * M * (L * n["layer"] + ends))
         want["all-gather", weights, "bf16"] = (M * (2 * L * PROJECTIONS + 2), 2 * M * (2 * L * n["layer"] + ends))
     if plan["tensor"] > 1:
-        # A layer: 2 gathers and 2 scatters forward, 2 and 1 again for the recomputation (the last scatter feeds nothing),
-        # 2 and 2 backward. Beside them the embedding's scatter forward and gather backward, and the head's gather of x
-        # and scatter of dx, in chunks.
+        # A layer: 2 gathers and 2 scatters forward, 2 and 1 again for the recomputation (the last scatter feeds
+        # nothing), 2 and 2 backward. Beside them the embedding's scatter forward and gather backward, and the head's
+        # gather of x and scatter of dx, in chunks.
         want["all-gather", ("tensor",), "bf16"] = (None, M * (6 * L + 2) * x_bytes)
         want["reduce-scatter", ("tensor",), "bf16"] = (None, M * (5 * L + 2) * x_bytes)
     return want
@@ -136,7 +140,8 @@ def test_collectives_are_those_of_the_accepted_form(rule):
 def test_matmuls_run_in_bf16_and_no_permute_misses_a_device(rule):
     _, program = gpu_step(rule)
     assert set(program.flops) == {"bf16"}
-    assert program.uncounted and all(pallas.NAME in kernel for kernel in program.uncounted)     # attention's, and no others
+    # attention's, and no others
+    assert program.uncounted and all(pallas.NAME in kernel for kernel in program.uncounted)
     assert not program.broken_permutes and not program.partial_permutes
 
 
@@ -151,13 +156,15 @@ def test_gradients_are_reduced_once_per_step(rule):
 def elementwise_bytes(rule: str) -> int:
     """What the step's kernels that multiply nothing read and write, the optimizer's apart."""
     made, executable = gpu_program(rule)
-    return sum(kernel.hbm_bytes for kernel in roofline.of_run(made, executable.as_text()).kernels if kernel.part == "elementwise")
+    return sum(kernel.hbm_bytes for kernel in roofline.of_run(made, executable.as_text()).kernels
+               if kernel.part == "elementwise")
 
 
 @pytest.mark.parametrize("rule", ["zero1", pytest.param("ddp", marks=sampling.GRID)])
 def test_accumulators_that_are_reduced_once_a_step_are_added_to_where_they_lie(rule):
     made, _ = gpu_program(rule)
-    # More than zero2 only the accumulators: filled with zeros, added to and read by each microbatch, laid out for the sum.
+    # More than zero2 only the accumulators: filled with zeros, added to and read by each microbatch, laid out for the
+    # sum.
     whole = 4 * sizes(made)["all"]      # bytes of the accumulators
     assert elementwise_bytes(rule) <= 1.02 * (elementwise_bytes("zero2") + (3 * M + 2) * whole)
 
@@ -165,11 +172,13 @@ def test_accumulators_that_are_reduced_once_a_step_are_added_to_where_they_lie(r
 @pytest.mark.parametrize("rule, remat, gathers, scatters", [
     ("zero3, tensor", "full", 6, 5), pytest.param("ddp, tensor", "none", 4, 4, marks=sampling.GRID)])
 def test_parts_of_a_microbatch_move_what_the_whole_moves(rule, remat, gathers, scatters, monkeypatch):
-    """Weights are gathered once and their gradients reduced once; over tensor there is a collective for each of the parts."""
+    """Weights are gathered once and their gradients reduced once; over tensor there is a collective for each of the
+    parts."""
     want = traffic(gpu_step(rule, remat)[1])
     for kind, of_layer in (("all-gather", gathers), ("reduce-scatter", scatters)):
         count, payload = want[kind, ("tensor",), "bf16"]
-        want[kind, ("tensor",), "bf16"] = count + (B // M // 16 - 1) * M * L * of_layer, payload       # 16 tensor groups
+        # 16 tensor groups
+        want[kind, ("tensor",), "bf16"] = count + (B // M // 16 - 1) * M * L * of_layer, payload
     monkeypatch.setattr(parts, "MIN_TOKENS", T)
     made, executable = gpu_program.__wrapped__(rule, remat)
     program = audit.read(executable.as_text(), made.mesh)
@@ -179,22 +188,26 @@ def test_parts_of_a_microbatch_move_what_the_whole_moves(rule, remat, gathers, s
 
 
 def test_a_stream_gathered_from_several_rows_is_not_copied():
-    """Over the second dim of several rows XLA gathers into another buffer and turns it round: layers put tokens first."""
+    """Over the second dim of several rows XLA gathers into another buffer and turns it round: layers put tokens
+    first."""
     made, executable = gpu_program("zero3, tensor")
     stream_bytes = B // M // 16 * T * D * 2
     kernels = roofline.of_run(made, executable.as_text()).kernels
     assert any(kernel.hbm_bytes > kernel.runs * stream_bytes for kernel in kernels)
     # What matmuls as small as these share XLA joins to one of them: no copy.
-    assert [kernel.name for kernel in kernels if "sharding_constraint" in kernel.source and "concatenate" not in kernel.name
+    assert [kernel.name for kernel in kernels if "sharding_constraint" in kernel.source
+            and "concatenate" not in kernel.name
             and kernel.hbm_bytes > kernel.runs * stream_bytes] == []
 
 
 @pytest.mark.slow
 def test_the_shipped_70b_run_hides_its_tensor_axis_under_the_matmuls_of_its_parts():
-    """20.6 s a step, 6.1% of it exposed and 4.3% on tensor, when this was written; with whole microbatches 21.6 s and 15.6%."""
+    """20.6 s a step, 6.1% of it exposed and 4.3% on tensor, when this was written; with whole microbatches 21.6 s and
+    15.6%."""
     made = assembly.assemble(config.load([str(RULES.parent / "configs/llama3-70b.toml")]), compile.topology("h100:64"))
     line = roofline.of_run(made, made.program.compile().as_text())
-    assert line.mfu > 0.35 and line.exposed_s < 0.1 * line.step_s and line.exposed_by_axes["tensor"] < 0.05 * line.step_s
+    assert line.mfu > 0.35 and line.exposed_s < 0.1 * line.step_s
+    assert line.exposed_by_axes["tensor"] < 0.05 * line.step_s
 
 
 def test_tensor_sequence_without_remat_moves_four_and_four_a_layer():
@@ -210,12 +223,15 @@ def test_a_microbatch_s_gradients_never_stand_beside_their_sums(rule):
     """Each layer's are added to the accumulators as they are made; autodiff's would be stacked first."""
     made, executable = gpu_program(rule)
     n = sizes(made)
-    beside = executable.memory_analysis().temp_size_in_bytes - 4 * n["all"] - 2 * n["all"]     # accumulators; weights in bfloat16
-    assert 0 < beside < 0.8 * 4 * L * n["layer"]            # gradients and logits of the head; stacked ones would double it
+    # accumulators; weights in bfloat16
+    beside = executable.memory_analysis().temp_size_in_bytes - 4 * n["all"] - 2 * n["all"]
+    # gradients and logits of the head; stacked ones would double it
+    assert 0 < beside < 0.8 * 4 * L * n["layer"]
 
 
 def test_matmuls_add_what_is_added_to_their_products():
-    """Of a layer forward out and down to the residual stream; backward the products of queries, keys and values, of gate and up."""
+    """Of a layer forward out and down to the residual stream; backward the products of queries, keys and values, of
+    gate and up."""
     lines = gpu_program("zero3", "selective")[1].as_text().splitlines()
     adding = [line for line in lines if "__cublas$lt$matmul" in line and '"beta":1' in line]
     assert len([line for line in adding if "bf16[" in line.split("=")[1]]) >= (5 if EXACT_COUNTS else 2), len(adding)
@@ -223,12 +239,14 @@ def test_matmuls_add_what_is_added_to_their_products():
 
 def test_what_layers_keep_is_neither_cleared_nor_copied_in_a_microbatch():
     module = hlo.parse(gpu_program("zero3", "selective")[1].as_text())
-    root = lambda ins: next(i.op for i in module.computations[ins.called[0]].values() if i.is_root) if ins.op == "fusion" else ins.op
+    root = lambda ins: next(i.op for i in module.computations[ins.called[0]].values()
+                            if i.is_root) if ins.op == "fusion" else ins.op
     whole = lambda ins: f"[{L},{B // 64 // M},{T},"           # of all layers: what a device keeps of its rows
     made = [(computation, root(ins)) for computation, body in module.computations.items() for ins in body.values()
             if ins.op in ("fusion", "copy", "broadcast") and whole(ins) in ins.type_text and "fused" not in computation]
     assert {op for _, op in made} >= {"dynamic-update-slice"}, "they are found"
-    assert not [(computation, op) for computation, op in made if op in ("copy", "broadcast") and computation != module.entry]
+    assert not [(computation, op) for computation, op in made if op in ("copy", "broadcast")
+                and computation != module.entry]
 
 
 @pytest.mark.parametrize("rule", ["zero3", pytest.param("zero1", marks=sampling.GRID)])
@@ -239,7 +257,8 @@ def test_offloaded_inputs_of_layers_lie_on_the_host_and_come_back_ahead_of_their
     text, program = executable.as_text(), gpu_step(rule, "offload")[1]
     assert not program.unknown_loops
     check_traffic(traffic(program), expected(rule, made))
-    fetches = [line.count("fusion-start(") for line in text.splitlines() if "dynamic-slice-start" in line and "S(5)" in line]
+    fetches = [line.count("fusion-start(") for line in text.splitlines() if "dynamic-slice-start" in line
+               and "S(5)" in line]
     assert sum(fetches) >= 2, "one before the loop over layers, and in it the next layer's"
 
 
@@ -252,7 +271,8 @@ def test_zero3_memory_does_not_grow_by_gathered_layers():
         made = assembly.assemble(run, compile.topology("h100:64"))
         temp.append(made.program.compile().memory_analysis().temp_size_in_bytes)
     shard, kept = 4 * sizes(gpu_step("zero3")[0])["layer"] // 64, B // M // 64 * T * D * 2
-    assert (temp[1] - temp[0]) / L < 2 * (shard + kept)      # XLA may copy one; a gathered layer would be 6 times the bound
+    # XLA may copy one; a gathered layer would be 6 times the bound
+    assert (temp[1] - temp[0]) / L < 2 * (shard + kept)
 
 
 def test_without_remat_norms_and_swiglu_keep_their_inputs_and_no_matmul_is_added():
@@ -262,7 +282,8 @@ def test_without_remat_norms_and_swiglu_keep_their_inputs_and_no_matmul_is_added
     made = assembly.assemble(run, compile.topology("h100:1"))
     step, tokens = made.program.compile(), 16 * T
     kept = L * tokens * (2 * (4 * D + 4 * 2 * MODEL["head_dim"] + 2 * MODEL["mlp_dim"]) + 4 * 2)
-    # Beside them what a layer and the loss work with. What autodiff would keep of norms and SwiGLU makes it 3.1 times as much.
+    # Beside them what a layer and the loss work with. What autodiff would keep of norms and SwiGLU makes it 3.1 times
+    # as much.
     assert kept < step.memory_analysis().temp_size_in_bytes - 4 * sizes(made)["all"] < 2 * kept
     dots = audit.read(step.as_text(), made.mesh).dots
     projections = sum(dot.flops for dot in dots if not any(letters in dot.source for letters in ("KG", "nrs")))
@@ -271,8 +292,10 @@ def test_without_remat_norms_and_swiglu_keep_their_inputs_and_no_matmul_is_added
 
 # All roles of a parameter but a projection's: norms, learned positions and biases; of heads and the router; adapters.
 ROLES = {
-    "biases": dict(model=dict(norm="layernorm", activation="gelu", position="learned", attention_bias="all", mlp_bias=True)),
-    "router": dict(model=dict(num_experts=8, experts_per_token=2, expert_mlp_dim=128, qk_norm="head"), dtypes={"bf16", "f32"}),
+    "biases": dict(model=dict(norm="layernorm", activation="gelu", position="learned",
+                              attention_bias="all", mlp_bias=True)),
+    "router": dict(model=dict(num_experts=8, experts_per_token=2, expert_mlp_dim=128, qk_norm="head"),
+                   dtypes={"bf16", "f32"}),
     "adapters": dict(model=dict(qk_norm="all_heads"), lora=dict(rank=8)),
 }
 
@@ -280,7 +303,8 @@ ROLES = {
 @pytest.mark.parametrize("roles, rule, mesh", [
     *((roles, "zero3, tensor", dict(data=2, fsdp=2, tensor=2)) for roles in ROLES),
     *(pytest.param(*case, marks=sampling.GRID) for case in (
-        ("biases", "zero2", dict(fsdp=8)), ("biases", "zero1", dict(fsdp=4, stage=2)), ("router", "hsdp", dict(data=2, fsdp=4)),
+        ("biases", "zero2", dict(fsdp=8)), ("biases", "zero1", dict(fsdp=4, stage=2)),
+        ("router", "hsdp", dict(data=2, fsdp=4)),
         ("adapters", "zero1", dict(fsdp=8)), ("adapters", "zero3", dict(fsdp=2, context=4)))),
 ])  # fmt: skip
 def test_gradients_of_every_role_are_reduced_in_float32_and_make_no_float32_matmul(roles, rule, mesh):
@@ -292,17 +316,20 @@ def test_gradients_of_every_role_are_reduced_in_float32_and_make_no_float32_matm
         data=dict(seq_len=128, global_batch=64), training=dict(microbatches=4, remat="full"))
     made = assembly.assemble(run, compile.topology("h100:8"))
     program = audit.read(made.program.compile().as_text(), made.mesh)
-    sums = [c for c in program.collectives if c.kind in ("all-reduce", "reduce-scatter") and {"data", "fsdp"} & set(c.axes)]
+    sums = [c for c in program.collectives if c.kind in ("all-reduce", "reduce-scatter")
+            and {"data", "fsdp"} & set(c.axes)]
     assert {c.dtype for c in sums} <= {"f32", "s32"}        # s32: the number of targets
     trained = sum(info.size for info in made.model.parameters() if info.trainable)
     assert sum(c.payload_bytes for c in sums) > 4 * trained // 2        # all are seen
     assert set(program.flops) == chosen.get("dtypes", {"bf16"})      # a router's products are float32
 
 
-@pytest.mark.parametrize("rule, remat", [("zero3, tensor", "full"), *(pytest.param(*case, marks=sampling.GRID) for case in (
+@pytest.mark.parametrize("rule, remat", [("zero3, tensor", "full"),
+                                         *(pytest.param(*case, marks=sampling.GRID) for case in (
     ("zero1", "selective"), ("zero3", "none"), ("ddp, tensor", "none"), ("hsdp", "selective")))])  # fmt: skip
 def test_every_projection_in_float8_is_a_float8_matmul(rule, remat):
-    """Forward, recomputed, input and weight gradient; in bfloat16 are the head's alone. XLA loses what it does not recognize."""
+    """Forward, recomputed, input and weight gradient; in bfloat16 are the head's alone. XLA loses what it does not
+    recognize."""
     made, executable = gpu_program(rule, remat, matmul_dtype="float8")
     program = gpu_step(rule, remat, matmul_dtype="float8")[1]
     dots = [dot for dot in program.dots if dot.dtype.startswith("f8")]
@@ -315,7 +342,8 @@ def test_every_projection_in_float8_is_a_float8_matmul(rule, remat):
         back = "remat" if "remat" in dot.source else "backward" if "transpose" in dot.source else "forward"
         made_by[back if back != "backward" else {"f8e5m2": "dx", "f8e4m3fn": "dw"}[dot.dtype]] += dot.flops
     per_element = 2 * B * T * L // (64 // made.mesh_spec.sizes["tensor"])
-    layer, down = per_element * sizes(made)["layer"], per_element * D * MODEL["mlp_dim"] // made.mesh_spec.sizes["tensor"]
+    layer, down = per_element * sizes(made)["layer"], per_element * D * MODEL["mlp_dim"] // made.mesh_spec.sizes[
+        "tensor"]
     again = {"remat": layer - down} if remat == "full" else {}      # down's output feeds nothing in the backward
     assert made_by == {"forward": layer, "dx": layer, "dw": layer, **again}
 
@@ -328,12 +356,14 @@ def test_gathers_of_weights_x_and_dy_in_float8_are_half_as_many_bytes():
     want["all-gather", weights, "bf16"] = (M * 2, 2 * M * (n["embedding"] + n["head"]))
     want["all-gather", weights, "f8e4m3fn"] = (M * 2 * L * PROJECTIONS, M * 2 * L * n["layer"])
     want["all-gather", ("tensor",), "bf16"] = (None, 2 * M * 2 * x_bytes)                   # the ends
-    want["all-gather", ("tensor",), "f8e4m3fn"] = (4 * M * L, 4 * M * L * x_bytes)          # what attention and MLP read, twice
-    want["all-gather", ("tensor",), "f8e5m2"] = (2 * M * L, 2 * M * L * x_bytes)            # what they add: its cotangent
+    # what attention and MLP read, twice
+    want["all-gather", ("tensor",), "f8e4m3fn"] = (4 * M * L, 4 * M * L * x_bytes)
+    # what they add: its cotangent
+    want["all-gather", ("tensor",), "f8e5m2"] = (2 * M * L, 2 * M * L * x_bytes)
     check_traffic(traffic(program), want)
     amax = [c for c in program.collectives if c.kind == "all-reduce" and c.dtype == "bf16"]
-    # For each of four groups of projections: of x forward, of dy backward, of the weights both ways, since what depends on them
-    # alone is not kept; none again for the recomputation.
+    # For each of four groups of projections: of x forward, of dy backward, of the weights both ways, since what depends
+    # on them alone is not kept; none again for the recomputation.
     assert sum(c.trips for c in amax) <= 16 * M * L and sum(c.payload_bytes for c in amax) == 16 * 2 * M * L
 
 

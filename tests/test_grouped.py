@@ -17,10 +17,12 @@ from test_pallas import ptxas
 SMALL = dict.fromkeys((2, 4), tiles.GroupedTile(16, 16, 16, 16, 4, 2))
 ENGINES = {"loop": grouped.loop(), "kernels": grouped.kernels(SMALL, interpret=True)}
 # Rows of each group: odd ones, one that has all, none at all, whole blocks.
-SIZES = {"odd": [5, 16, 33, 0, 1], "one has all": [0, 0, 64, 0], "none": [0, 0, 0], "whole blocks": [16, 32, 16], "one group": [17]}
+SIZES = {"odd": [5, 16, 33, 0, 1], "one has all": [0, 0, 64, 0], "none": [0, 0, 0], "whole blocks": [16, 32, 16],
+         "one group": [17]}
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-6), ("bfloat16", 1e-2)])     # a rounding of the result's dtype, twice over
+# a rounding of the result's dtype, twice over
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-6), ("bfloat16", 1e-2)])
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))
 @pytest.mark.parametrize("dims", ["gkn", "kgn"])
@@ -39,14 +41,16 @@ def test_every_group_is_multiplied_with_its_own_matrix(dims, sizes, name, dtype,
     def products(x, y, w):
         with jax.default_matmul_precision("highest"):
             back = [grouped.GroupedOperands(y, w, turned), grouped.GroupedOperands(y, 2 * w, turned)]
-            return *engine.rows([grouped.GroupedOperands(x, w, dims)], groups), *engine.rows(back, groups), engine.outer(x, y, groups, dims)
+            return *engine.rows([grouped.GroupedOperands(x, w, dims)],
+                                groups), *engine.rows(back, groups), engine.outer(x, y, groups, dims)
     found = [np.asarray(a, np.float64) for a in products(x, y, placed)]
     found[1], found[2] = found[1] / 3, found[2].transpose([dims.index(letter) for letter in "gkn"])
     x, y, w = (np.asarray(a, np.float64) for a in (x, y, w))
     wanted = [np.zeros((len(owner), N)), np.zeros((len(owner), K)), np.zeros(w.shape)]
     for group in range(len(sizes)):
         mine = owner == group
-        wanted[0][mine], wanted[1][mine], wanted[2][group] = x[mine] @ w[group], y[mine] @ w[group].T, x[mine].T @ y[mine]
+        wanted[0][mine], wanted[1][mine], wanted[2][group] = x[mine] @ w[group], y[mine] @ w[group].T, x[mine].T @ y[
+            mine]
     for got, want, where in zip(found, wanted, (used, used, slice(None))):
         assert np.abs(got[where] - want[where]).max(initial=0) <= tolerance * max(1, np.abs(want).max())
     assert np.isfinite(found[0][0]).all()      # row 0 is read by whoever has no row
@@ -56,8 +60,8 @@ def test_every_group_is_multiplied_with_its_own_matrix(dims, sizes, name, dtype,
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))
 def test_rows_are_taken_by_number_and_products_go_on_at_once(sizes, name, dtype, tolerance, A=24, K=33, N=40, block=16):
-    """As in an expert's backward: of taken rows times a matrix, with numbers beside each row and each element, elementwise results and
-    a sum over the columns; then outer products with taken rows on either side."""
+    """As in an expert's backward: of taken rows times a matrix, with numbers beside each row and each element,
+    elementwise results and a sum over the columns; then outer products with taken rows on either side."""
     engine, count = ENGINES[name], sum(-(-size // block) for size in sizes) + 2
     groups, rng = grouped.groups_of(jnp.array(sizes, jnp.int32), count, block), np.random.default_rng(1)
     owner = np.full(count * block, -1)
@@ -65,7 +69,8 @@ def test_rows_are_taken_by_number_and_products_go_on_at_once(sizes, name, dtype,
         owner[int(groups.first[group]) * block:][:size] = group
     used, number = owner >= 0, np.where(owner >= 0, rng.integers(0, A, len(owner)), -1).astype(np.int32)
     x, w = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((A, K), (len(sizes), K, N)))
-    share, beside = jnp.asarray(rng.normal(size=(len(owner), 1)), "float32"), jnp.asarray(rng.normal(size=(len(owner), N)) * used[:, None], dtype)
+    share, beside = jnp.asarray(rng.normal(size=(len(owner), 1)), "float32"), jnp.asarray(
+        rng.normal(size=(len(owner), N)) * used[:, None], dtype)
 
     def then(product, share, beside):
         return product * share, (product * beside).sum(1), product + beside
@@ -75,7 +80,8 @@ def test_rows_are_taken_by_number_and_products_go_on_at_once(sizes, name, dtype,
         with jax.default_matmul_precision("highest"):
             x_R = engine.take(x, number)
             first, summed, second = engine.rows([grouped.GroupedOperands(x_R, w, "gkn")], groups, then, [share, beside])
-            return first, second, summed, engine.outer(x_R, first, groups, "kgn"), engine.outer(second, x_R, groups, "gkn")
+            return first, second, summed, engine.outer(x_R, first, groups, "kgn"), engine.outer(
+                second, x_R, groups, "gkn")
     found = made(x, w)
     assert [a.dtype for a in found] == [dtype, dtype, "float32", "float32", "float32"]
     first, second, summed, into, back = (np.asarray(a, np.float64) for a in found)
@@ -101,19 +107,22 @@ SHAPES = {"2048 × 768": (2048, 768), "2880 × 2880": (2880, 2880)}
 
 @pytest.mark.skipif(compile.missing_wheels(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
 @pytest.mark.parametrize("gpu, shape, dtype", [
-    (gpu, shape, dtype) if (gpu, shape, dtype) in (("h100", "2048 × 768", "bfloat16"), ("b200", "2048 × 768", "bfloat16"))
+    (gpu, shape, dtype) if (gpu, shape, dtype) in (("h100", "2048 × 768", "bfloat16"),
+                                                   ("b200", "2048 × 768", "bfloat16"))
     else pytest.param(gpu, shape, dtype, marks=pytest.mark.slow)
     for gpu in ("a100-80gb", "h100", "h200", "b200") for shape in SHAPES for dtype in ("bfloat16", "float32")])
 def test_kernels_compiled_for_a_gpu_spill_nothing_and_need_no_memory_beside_their_results(gpu, shape, dtype, tmp_path):
     found = resources(gpu, *SHAPES[shape], dtype, tmp_path)
     assert sorted(re.sub(r"_+\d+$", "", name) for name in found) == sorted([
-        *["grouped_rows_gkn", "grouped_rows_kgn"] * 3, "grouped_rows_gnk", "grouped_rows_ngk", "grouped_outer_gkn", "grouped_outer_gnk", "grouped_outer_kgn"])
+        *["grouped_rows_gkn", "grouped_rows_kgn"] * 3, "grouped_rows_gnk", "grouped_rows_ngk",
+        "grouped_outer_gkn", "grouped_outer_gnk", "grouped_outer_kgn"])
     for name, (spilled, shared) in found.items():
         assert spilled == 0 and 0 < shared <= compile._TARGETS[gpu].shared_bytes_per_block, (name, found)
 
 
 def resources(gpu: str, D: int, F: int, dtype: str, folder: Path) -> dict[str, tuple[int, int]]:
-    """{kernel: (spilled bytes of a thread, shared memory of a block)} of the products of 16 groups, in the orders that experts have."""
+    """{kernel: (spilled bytes of a thread, shared memory of a block)} of the products of 16 groups, in the orders that
+    experts have."""
     E, engine, mesh = 16, grouped.kernels(), MeshSpec({}).build(compile.topology(f"{gpu}:1"))
     block = engine.block(0, E)
     blocks = 65536 // block + E
@@ -130,23 +139,28 @@ def resources(gpu: str, D: int, F: int, dtype: str, folder: Path) -> dict[str, t
         groups, x_R, out = grouped.groups_of(sizes, blocks, block), engine.take(x, number), []
         for w, into, back in ((w, "gkn", "gnk"), (turned, "kgn", "ngk")):
             inward = [grouped.GroupedOperands(x_R, w, into)]
-            out += engine.rows(inward, groups), engine.rows(inward, groups, weighted, [share, y]), engine.rows(inward, groups, gradients, [share, y, z])
-            out += engine.rows([grouped.GroupedOperands(y, w, back), grouped.GroupedOperands(z, w, back)], groups), engine.outer(x_R, y, groups, into)
+            out += engine.rows(inward, groups), engine.rows(inward, groups, weighted, [share, y]), engine.rows(
+                inward, groups, gradients, [share, y, z])
+            out += engine.rows([grouped.GroupedOperands(y, w, back), grouped.GroupedOperands(z, w, back)],
+                               groups), engine.outer(x_R, y, groups, into)
         return out, engine.outer(x_R, y, groups, "gnk")
     rows, tokens = blocks * block, 8192
-    args = (array(dtype, tokens, D), array(dtype, rows, F), array(dtype, rows, F), array(dtype, E, D, F), array(dtype, D, E, F),
+    args = (array(dtype, tokens, D), array(dtype, rows, F), array(dtype, rows, F), array(dtype, E, D, F),
+            array(dtype, D, E, F),
             array(jnp.int32, rows), array(jnp.float32, rows, 1), array(jnp.int32, E))
     options = {"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx", "xla_backend_optimization_level": 3}
     with jax.set_mesh(mesh):
         compiled = jax.jit(products).lower(*args).compile(compiler_options=options)
     assert compiled.memory_analysis().temp_size_in_bytes < 2**20 and "dot(" not in compiled.as_text()
     launches = "".join(path.read_text() for path in folder.glob("*thunk_sequence.txt"))
-    shared = {name: int(size) for name, size in re.findall(r"(grouped_\w*) grid:.*shared_memory: (\d+) bytes", launches)}
+    shared = {name: int(size) for name, size in re.findall(
+        r"(grouped_\w*) grid:.*shared_memory: (\d+) bytes", launches)}
     architecture = {8: "sm_80", 9: "sm_90a", 10: "sm_100a"}[compile._TARGETS[gpu].compute_capability]
     found = {}
     for path in folder.glob("*.ptx"):
         for name in re.findall(r"\.entry (grouped_\w*)", path.read_text()):
-            said = subprocess.run([ptxas(), "-v", f"-arch={architecture}", path, "-o", "/dev/null"], capture_output=True, text=True)
+            said = subprocess.run([ptxas(), "-v", f"-arch={architecture}", path, "-o", "/dev/null"],
+                                  capture_output=True, text=True)
             assert said.returncode == 0, said.stderr[:300]
             found[name] = int(re.search(r"(\d+) bytes spill stores", said.stderr).group(1)), shared[name]
     return found

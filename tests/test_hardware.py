@@ -98,13 +98,16 @@ def test_device_that_is_not_in_the_table_is_none(kind):
 
 
 @pytest.mark.parametrize("name, num_tensor, bytes_per_s", [
-    ("gb200", 16, 900e9), ("gb200", 72, 50e9), ("gb300", 8, 900e9), ("gb300", 72, 100e9), ("b200", 4, 900e9), ("b200", 8, 50e9),
+    ("gb200", 16, 900e9), ("gb200", 72, 50e9), ("gb300", 8, 900e9), ("gb300", 72, 100e9),
+    ("b200", 4, 900e9), ("b200", 8, 50e9),
 ])  # fmt: skip
 def test_stages_are_priced_at_the_link_of_their_domain_not_of_their_host(name, num_tensor, bytes_per_s):
     """Two stages, `num_tensor` GPUs apart: within a rack of 72, or a host of 8, over NVLink."""
     run = config.Run(model=dict(embed_dim=1024, compute_dtype="bfloat16"), data=dict(seq_len=512, global_batch=8))
     mesh_spec = MeshSpec({axis: 1 for axis in AXES} | dict(stage=2, tensor=num_tensor), PLACEMENT)
     gpu = hardware.get(name)
-    rated = Rates(gpu, Assumptions(name, {"link.share": 1, "nic.share": 1, "link.start_us": 0, "link.hop_us": 0, "link.host_hop_us": 0}))
-    placed = place(transformer.build(run.model).parameters(), run.model, Layout(rules.parse(""), mesh_spec.sizes), mesh_spec)
+    rated = Rates(gpu, Assumptions(name, {"link.share": 1, "nic.share": 1, "link.start_us": 0,
+                                          "link.hop_us": 0, "link.host_hop_us": 0}))
+    placed = place(transformer.build(run.model).parameters(), run.model,
+                   Layout(rules.parse(""), mesh_spec.sizes), mesh_spec)
     assert stage_costs(placed, rated, Options.of(run)).link_s == pytest.approx(8 * 512 * 1024 * 2 / bytes_per_s)

@@ -1,4 +1,5 @@
-"""The evaluation harness over a model of ours: local tasks, whose numbers are those of plain forward passes, one request at a time."""
+"""The evaluation harness over a model of ours: local tasks, whose numbers are those of plain forward passes, one
+request at a time."""
 import json
 import math
 
@@ -22,12 +23,14 @@ output_type: {kind}
 doc_to_text: "{{{{question}}}}"
 {more}
 """
-ROWS = [{"question": f"line {i}: {i * i} is the square", "choices": [" of", " by it", f" of {i}"], "answer": i % 3} for i in range(6)]
+ROWS = [{"question": f"line {i}: {i * i} is the square", "choices": [" of", " by it", f" of {i}"], "answer": i % 3}
+        for i in range(6)]
 
 
 @pytest.fixture(scope="module")
 def run_dir(home, tiny):
-    ran = call(train.main, *tiny, "--training.steps=4", "--run.sample_tokens=0", "--model.compute_dtype=float32", "--run.dir", home / "asked")
+    ran = call(train.main, *tiny, "--training.steps=4", "--run.sample_tokens=0", "--model.compute_dtype=float32",
+               "--run.dir", home / "asked")
     assert (ran.code, ran.err) == (0, ""), ran
     return home / "asked"
 
@@ -53,7 +56,8 @@ class Plain:
     def logprobs(self, tokens: list[int]) -> np.ndarray:
         """float64 [T, V] of what follows each."""
         index = np.arange(48)[None]
-        batch = {"tokens": np.zeros_like(index), "positions": index, "index": index, "segments": (index < len(tokens)).astype(int),
+        batch = {"tokens": np.zeros_like(index), "positions": index, "index": index,
+                 "segments": (index < len(tokens)).astype(int),
                  "sequence": np.zeros(1, int)}
         batch["tokens"][0, :len(tokens)] = tokens
         with jax.set_mesh(self.placed.mesh):
@@ -74,11 +78,14 @@ class Plain:
 
 
 def test_local_tasks_have_the_numbers_of_plain_forward_passes(run_dir, tmp_path):
-    choice = task(tmp_path, "squares", "multiple_choice", 'doc_to_choice: "{{choices}}"\ndoc_to_target: answer\nmetric_list:\n'
+    choice = task(tmp_path, "squares", "multiple_choice",
+                  'doc_to_choice: "{{choices}}"\ndoc_to_target: answer\nmetric_list:\n'
                   "  - metric: acc\n  - metric: acc_norm")
-    rolling = task(tmp_path, "text", "loglikelihood_rolling", 'doc_to_target: "{{question}}"\nmetric_list:\n  - metric: byte_perplexity')
+    rolling = task(tmp_path, "text", "loglikelihood_rolling",
+                   'doc_to_target: "{{question}}"\nmetric_list:\n  - metric: byte_perplexity')
     plain = Plain(run_dir)
-    ran = call(evaluate.main, run_dir, "--tasks", f"{choice},{rolling}", "--mesh.data=2", "--mesh.tensor=2", "--json", "--limit=5")
+    ran = call(evaluate.main, run_dir, "--tasks", f"{choice},{rolling}", "--mesh.data=2",
+               "--mesh.tensor=2", "--json", "--limit=5")
     assert ran.code == 0, ran
     found = json.loads(ran.out)
     assert found["tokens"] > 0 and set(found["tasks"]) == {"squares", "text"}
@@ -104,8 +111,10 @@ def test_answers_to_a_task_are_the_likeliest_tokens_up_to_its_stop_string(run_di
     text = found.text()
     placed = plain.placed
     with jax.set_mesh(placed.mesh):
-        model = harness.HarnessModel(placed.scorer(), placed.generator(), text.encode, text.decode, 256, found.stop_ids(), 32)
-        requests = [Instance("generate_until", {}, (question, {"until": ["\n"], "max_gen_toks": 9}), 0) for question in ("line 3: 9 is", "", "a")]
+        model = harness.HarnessModel(placed.scorer(), placed.generator(), text.encode,
+                                     text.decode, 256, found.stop_ids(), 32)
+        requests = [Instance("generate_until", {}, (question, {"until": ["\n"], "max_gen_toks": 9}), 0)
+                    for question in ("line 3: 9 is", "", "a")]
         answers = model.generate_until(requests)
     for request, answer in zip(requests, answers, strict=True):
         wanted = plain.answer(list(request.args[0].encode()) or [256], 9)

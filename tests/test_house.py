@@ -32,7 +32,8 @@ EVERYONE = {"names", "shipped", "jax_private", "units", "files"}
 
 
 def room(name: str) -> str:
-    """The room of a module, the longest that begins its path, or the file at the top: `meshtrain.data.sources.open` -> data."""
+    """The room of a module, the longest that begins its path, or the file at the top: `meshtrain.data.sources.open` ->
+    data."""
     parts = name.split(".")[1:]
     return next((there for i in (2, 1) if (there := "/".join(parts[:i])) in OPEN_TO), parts[0])
 
@@ -54,7 +55,8 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def test_imports_point_downward():
-    rooms = {path: path.parent.relative_to(ROOT / "meshtrain").as_posix() for path in (ROOT / "meshtrain").glob("*/**/*.py")}
+    rooms = {path: path.parent.relative_to(ROOT / "meshtrain").as_posix()
+             for path in (ROOT / "meshtrain").glob("*/**/*.py")}
     assert set(rooms.values()) - {"parallel"} == set(OPEN_TO), "a new room needs its line in OPEN_TO"
     wrong = {str(path.relative_to(ROOT)): extra for path, here in sorted(rooms.items())
              if (extra := imported(path) - OPEN_TO.get(here, set()) - {here} - EVERYONE)}
@@ -73,14 +75,16 @@ def test_the_import_test_sees_an_import(tmp_path):
     assert imported(tmp_path / "a.py") == {"cost", "training"}
 
 
-# ---- concepts ---------------------------------------------------------------------------------------------------------
+# ---- concepts
+# ---------------------------------------------------------------------------------------------------------
 
 MOST_PARAMETERS, MOST_FIELDS, MOST_KEYS, MOST_RULE_FILES = 8, 12, 135, 9
 
 # What exceeds these today, with its count. An entry leaves once it is not needed, a count falls; none is added.
 PARAMETERS = {
     "cost/placed.py:_send": 9, "model/layers.py:__init__": 9, "pages/measured.py:_curve": 10,
-    "pages/pictures.py:curves": 12, "parallel/context/band.py:backward": 11, "parallel/experts/dispatch.py:_backward": 9,
+    "pages/pictures.py:curves": 12, "parallel/context/band.py:backward": 11,
+    "parallel/experts/dispatch.py:_backward": 9,
     "parallel/experts/dispatch.py:_exchanged_backward": 9, "parallel/context/gather.py:backward": 10, 
       "parallel/context/ring.py:backward": 10,
     "parallel/context/ulysses.py:backward": 10, "training/step.py:build": 9,
@@ -93,7 +97,8 @@ FIELDS = {
 
 
 def concepts(package: Path) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Functions with too many parameters (kernels and `self` apart), classes with too many fields, names of several classes."""
+    """Functions with too many parameters (kernels and `self` apart), classes with too many fields, names of several
+    classes."""
     parameters, fields, names = {}, {}, collections.Counter()
     for path in sorted(package.rglob("*.py")):
         here = path.relative_to(package).as_posix()
@@ -112,9 +117,16 @@ def concepts(package: Path) -> tuple[dict[str, int], dict[str, int], dict[str, i
 
 
 def test_functions_classes_and_their_names_exceed_the_caps_only_where_the_tables_say():
-    """Too many: fewer concepts, not another entry. Fewer than the table says: take the entry out, or lower its count."""
+    """Too many: fewer concepts, not another entry. Fewer than the table says: take the entry out, or lower its
+    count."""
     for found, allowed in zip(concepts(ROOT / "meshtrain"), (PARAMETERS, FIELDS, {})):
         assert found == allowed
+
+
+def test_lines_of_the_program_end_at_120_columns():
+    wide = [f"{path.relative_to(ROOT)}:{number}" for here in ("meshtrain", "launch") for path in (ROOT / here).rglob("*.py")
+            for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1) if len(line) > 120]
+    assert wide == []
 
 
 def test_keys_and_rule_files_are_few():
@@ -137,7 +149,8 @@ def without_encoding(text: str) -> list[int]:
         if isinstance(node, ast.Call) and "encoding" not in {word.arg for word in node.keywords}:
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             mode = [word.value for word in node.args[1:2] if isinstance(word, ast.Constant)]
-            if name in ("read_text", "write_text") or isinstance(node.func, ast.Name) and name == "open" and not (mode and "b" in str(mode[0])):
+            if name in ("read_text", "write_text") or isinstance(node.func, ast.Name) and name == "open" and not (
+                    mode and "b" in str(mode[0])):
                 found.append(node.lineno)
     return found
 
@@ -145,4 +158,5 @@ def without_encoding(text: str) -> list[int]:
 def test_no_file_is_read_or_written_in_the_encoding_of_a_locale():
     files = [path for room in ("meshtrain", "launch") for path in sorted((ROOT / room).rglob("*.py"))]
     assert {str(path.relative_to(ROOT)): lines for path in files if (lines := without_encoding(path.read_text()))} == {}
-    assert without_encoding("p.read_text()\nopen(p)\nopen(p, 'rb')\nopen(p, 'w', encoding='utf-8')\np.write_text('x')") == [1, 2, 5]
+    assert without_encoding("p.read_text()\nopen(p)\nopen(p, 'rb')\nopen(p, 'w', "
+                            "encoding='utf-8')\np.write_text('x')") == [1, 2, 5]

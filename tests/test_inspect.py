@@ -19,7 +19,8 @@ def inspected(*args) -> dict:
 def test_inspect_prints_tables_and_reads_no_data(tiny, tmp_path):
     ran = call(inspect.main, *tiny, "--data.paths", '["nowhere.txt"]')
     assert (ran.code, ran.err) == (0, ""), ran
-    for part in ("logical axes", "[params] spec", "total per device", "optimizer state per device", "by the rules", "compiled",
+    for part in ("logical axes", "[params] spec", "total per device", "optimizer state per device",
+                 "by the rules", "compiled",
                  "all-reduce", "data", "f32", "matmul FLOPs"):
         assert part in ran.out
     assert list(tmp_path.iterdir()) == [], "inspect writes nothing"
@@ -28,7 +29,8 @@ def test_inspect_prints_tables_and_reads_no_data(tiny, tmp_path):
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_inspect_json_is_the_contract(tiny, microbatches):
     told = inspected(*tiny, "--data.global_batch", 16, "--training.microbatches", microbatches)
-    assert set(told) == {"memory_bytes", "recomputed_by_xla", "collectives", "roofline", "run", "mesh", "parameters", "schedule",
+    assert set(told) == {"memory_bytes", "recomputed_by_xla", "collectives", "roofline",
+                         "run", "mesh", "parameters", "schedule",
                          "notes", "matmul_flops", "differences", "warnings", "broken_permutes"}
     assert told["mesh"]["sizes"]["data"] == told["mesh"]["num_devices"] == 8 and told["schedule"] is None
     assert sum(row["stored_bytes"] for row in told["parameters"]) == told["memory_bytes"]["formula"]["params"]
@@ -37,7 +39,8 @@ def test_inspect_json_is_the_contract(tiny, microbatches):
     assert told["roofline"] is None, "a CPU's speed is not known"
     formula, compiled = told["memory_bytes"]["formula"], told["memory_bytes"]["compiled"]
     assert set(formula) == set(compiled) == MEMORY
-    assert {type(count) for count in formula.values()} == {int} and formula["total"] == sum(formula.values()) - formula["total"]
+    assert {type(count) for count in formula.values()} == {int} and formula["total"] == sum(formula.values()) - formula[
+        "total"]
     assert told["differences"] == [], "the formulas are of programs for GPUs"
     assert told["warnings"] == []
     assert set(told["matmul_flops"]) == {"formula", "compiled"} and min(told["matmul_flops"].values()) > 0
@@ -55,7 +58,8 @@ def test_inspect_json_is_the_contract(tiny, microbatches):
 
 
 @pytest.mark.parametrize("topology, parts", [
-    ("nonsense", ["nonsense"]), ("h100", ["h100"]), ("h100:none", ["none"]), ("h100:0", ["0"]), ("h900:8", ["h900", "h100"]),
+    ("nonsense", ["nonsense"]), ("h100", ["h100"]), ("h100:none", ["none"]), ("h100:0", ["0"]),
+    ("h900:8", ["h900", "h100"]),
     ("mi300x:8", ["mi300x"]), ("cpu:8", ["cpu"])])
 def test_a_topology_that_cannot_be_compiled_is_refused_by_name(topology, parts, tiny):
     refused(call(inspect.main, *tiny, "--topology", topology), *parts)
@@ -67,7 +71,8 @@ def test_topology_without_a_value_is_refused(tiny):
 
 @pytest.mark.parametrize("words, parts", [
     (["--assume", "matmul.sustaned=0.8"], ["matmul.sustaned", "did you mean matmul.sustained"]),
-    (["--assume=hbm.share=2"], ["hbm.share=2", "between 0.01 and 1"]), (["--assume"], ["has no value", "matmul.best=0.7"]), (["--assume", "x"], ["NAME=NUMBER"]),
+    (["--assume=hbm.share=2"], ["hbm.share=2", "between 0.01 and 1"]),
+    (["--assume"], ["has no value", "matmul.best=0.7"]), (["--assume", "x"], ["NAME=NUMBER"]),
     (["--assume", "hbm.share=0.7"], ["no", "GPU of known speed", "--topology"])])
 def test_what_cannot_be_assumed_is_refused_by_name(words, parts, tiny):
     refused(call(inspect.main, *tiny, *words), *parts)
@@ -85,17 +90,22 @@ def test_inspect_compiles_for_64_gpus_that_are_not_here(tiny):
         gpu_compile.topology("h100:64")
     except ValueError as error:
         pytest.skip(str(error))
-    told = inspected(ROOT / "configs/llama3-8b-64.toml", *tiny[tiny.index("--model.vocab_size"):], "--topology", "h100:64", "--assume", "hbm.share=0.5",
-                     "--model.embed_dim", 512, "--model.head_dim", 64, "--model.num_heads", 8, "--model.num_kv_heads", 8,
-                     "--model.mlp_dim", 1024, "--model.num_layers", 2, "--data.seq_len", 256, "--data.global_batch", 256)
+    told = inspected(ROOT / "configs/llama3-8b-64.toml", *tiny[tiny.index("--model.vocab_size"):],
+                     "--topology", "h100:64", "--assume", "hbm.share=0.5",
+                     "--model.embed_dim", 512, "--model.head_dim", 64, "--model.num_heads",
+                     8, "--model.num_kv_heads", 8,
+                     "--model.mlp_dim", 1024, "--model.num_layers", 2, "--data.seq_len",
+                     256, "--data.global_batch", 256)
     compiled = told["memory_bytes"]["compiled"]
     assert compiled["params"] == told["memory_bytes"]["formula"]["params"] > 0
     assert told["memory_bytes"]["usable"] == int(0.92 * 84_942_979_072) and told["recomputed_by_xla"] == 0
     assert told["collectives"]["compiled"] and told["differences"] == []
     line = told["roofline"]
     assert (line["gpu"], line["num_gpus"]) == ("h100", 64) and 0 < line["mfu"] < 1
-    assert line["tokens_per_s"] == pytest.approx(256 * 256 / line["step_time_s"]) and sum(line["share"].values()) == pytest.approx(1)
-    assert line["exposed_s"] == pytest.approx(sum(line["exposed_s_by_axes"].values())) and "data" in line["exposed_s_by_axes"]
+    assert line["tokens_per_s"] == pytest.approx(256 * 256
+                                                 / line["step_time_s"]) and sum(line["share"].values()) == pytest.approx(1)
+    assert line["exposed_s"] == pytest.approx(sum(line["exposed_s_by_axes"].values())) and "data" in line[
+        "exposed_s_by_axes"]
     assert line["compute_s"] == pytest.approx(sum(kernel["time_s"] for kernel in line["kernels"]))
     assert line["assumed"]["hbm.share"] == 0.5, "what --assume says"
 

@@ -1,4 +1,5 @@
-"""Stacks that are known to be bad: told with the remedy where they are, and nothing is looked up where they cannot be."""
+"""Stacks that are known to be bad: told with the remedy where they are, and nothing is looked up where they cannot
+be."""
 import re
 from pathlib import Path
 
@@ -18,7 +19,8 @@ def versions(**found):
 
 @pytest.mark.parametrize("version, bad, is_bad", [
     ("2.28.9", "<2.29.3", True), ("2.29.3", "<2.29.3", False), ("2.29.10", "<2.29.3", False), ("", "<2.29.3", False),
-    ("0.10.2", ">=0.11.0,<0.11.2", False), ("0.11.0", ">=0.11.0,<0.11.2", True), ("0.11.1.dev3", ">=0.11.0,<0.11.2", True),
+    ("0.10.2", ">=0.11.0,<0.11.2", False), ("0.11.0", ">=0.11.0,<0.11.2", True),
+    ("0.11.1.dev3", ">=0.11.0,<0.11.2", True),
     ("0.11.2", ">=0.11.0,<0.11.2", False), ("12.9.41", "<12.9.86", True), ("13.0.48", "<12.9.86", False)])
 def test_versions_are_compared_as_numbers(version, bad, is_bad):
     assert known_bad._is(version, bad) == is_bad

@@ -1,7 +1,8 @@
-"""launch/kubernetes.yaml: what it says of hosts, names, ports and codes fits together and our own commands, and the API's schemas.
+"""launch/kubernetes.yaml: what it says of hosts, names, ports and codes fits together and our own commands, and the
+API's schemas.
 
-Its command line is run here with what JobSet tells its pods, start after start. Nothing talks to a cluster. The schemas are those of
-`pip install kubernetes-validate kubeflow-trainer-api`; without them these tests are skipped.
+Its command line is run here with what JobSet tells its pods, start after start. Nothing talks to a cluster. The schemas
+are those of `pip install kubernetes-validate kubeflow-trainer-api`; without them these tests are skipped.
 """
 import json
 import os
@@ -27,7 +28,8 @@ from tests import soak
 ROOT = Path(__file__).resolve().parent.parent
 PATH = ROOT / "launch" / "kubernetes.yaml"
 # What the JobSet controller's webhook and the CRD (v1alpha2) take; its Python types have them as strings.
-ACTIONS = ("FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts", "RestartJob", "RestartJobAndIgnoreMaxRestarts")
+ACTIONS = ("FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts", "RestartJob",
+           "RestartJobAndIgnoreMaxRestarts")
 REASONS = ("BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes", "MaxFailedIndexesExceeded", "PodFailurePolicy")
 RULE_NAME = r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?"
 STRATEGIES = ("Recreate", "BlockingRecreate")
@@ -50,7 +52,8 @@ def parts(jobset):
 
 
 def arguments(jobset, index: int, attempt: int = 0) -> list[str]:
-    """The command line of host `index` after `attempt` restarts, its variables filled in as kubelet and the JobSet controller do."""
+    """The command line of host `index` after `attempt` restarts, its variables filled in as kubelet and the JobSet
+    controller do."""
     (replicated,) = jobset["spec"]["replicatedJobs"]
     (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
     name, where = jobset["metadata"]["name"], jobset["spec"]["coordinator"]
@@ -59,7 +62,8 @@ def arguments(jobset, index: int, attempt: int = 0) -> list[str]:
             "metadata.labels['batch.kubernetes.io/job-completion-index']": str(index),
             "metadata.labels['jobset.sigs.k8s.io/restart-attempt']": str(attempt)}
     values = {entry["name"]: told[entry["valueFrom"]["fieldRef"]["fieldPath"]] for entry in container["env"]}
-    return [re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], word) for word in container["command"] + container["args"]]
+    return [re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], word)
+            for word in container["command"] + container["args"]]
 
 
 def test_every_host_gets_a_command_line_of_ours_and_they_are_one_cluster(jobset, parts, monkeypatch):
@@ -74,10 +78,12 @@ def test_every_host_gets_a_command_line_of_ours_and_they_are_one_cluster(jobset,
         run = config.load(words[ours + 1:])
         found.append(find.cluster(run.distributed, {}))
     assert [one.index for one in found] == list(range(hosts)) and {one.count for one in found} == {hosts}
-    assert {one.host for one in found} == {"meshtrain-host-0-0.meshtrain"} and {one.local_devices for one in found} == {None}
+    assert {one.host for one in found} == {"meshtrain-host-0-0.meshtrain"} and {one.local_devices for one in found} == {
+        None}
     gpus = parts[3]["resources"]["limits"]["nvidia.com/gpu"]
     assert config.mesh_sizes(run, hosts * gpus)
-    assert run.run.dir.startswith(tuple(mount["mountPath"] for mount in parts[3]["volumeMounts"])), "where all hosts can write"
+    assert run.run.dir.startswith(tuple(mount["mountPath"]
+                                        for mount in parts[3]["volumeMounts"])), "where all hosts can write"
 
 
 def test_the_port_of_the_coordinator_is_the_containers(jobset, parts):
@@ -130,7 +136,8 @@ def test_the_command_at_its_top_for_fewer_hosts_changes_all_that_counts_them(job
     run = config.load(words[words.index("--") + 1:])
     assert find.cluster(run.distributed, {}).count == 4
     assert [line for line in said.splitlines() if line not in PATH.read_text()] != []
-    shrunk, told = elastic.fitted(run, 4 * job["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
+    shrunk, told = elastic.fitted(run,
+                                  4 * job["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
     assert shrunk.training.microbatches == 2 * run.training.microbatches and "32 of 64 devices" in told
 
 
@@ -163,19 +170,24 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 class Pods:
-    """Pods of the manifest's command, started like JobSet does: all again, whatever failed, until all are done or one ended with 2."""
+    """Pods of the manifest's command, started like JobSet does: all again, whatever failed, until all are done or one
+    ended with 2."""
 
     def __init__(self, jobset, home: Path, *bodies: str, first_s: float = 0.2):
         self.jobset, self.home, self.count = jobset, home, len(bodies)
         self.code = POD.format(first_s=first_s, train=TRAIN)
-        self.environ = os.environ | {"BODIES": json.dumps(bodies), "HOME_OF_THE_TEST": str(home), "PYTHONPATH": str(ROOT)}
+        self.environ = os.environ | {"BODIES": json.dumps(bodies), "HOME_OF_THE_TEST": str(home),
+                                     "PYTHONPATH": str(ROOT)}
         self.logs: list[list[str]] = []
 
     def begin(self, index: int, attempt: int) -> subprocess.Popen:
         words = arguments(self.jobset, index, attempt)
-        words = [word.replace("--max-restarts=5", "--max-restarts=2") for word in words[words.index("-m") + 1:] if "num_processes" not in word]
-        return subprocess.Popen([sys.executable, "-u", "-c", self.code, *words, f"--distributed.num_processes={self.count}",
-                                 f"--run.dir={self.home / 'run'}"], env=self.environ, cwd=ROOT, text=True, stdout=subprocess.PIPE,
+        words = [word.replace("--max-restarts=5", "--max-restarts=2")
+                 for word in words[words.index("-m") + 1:] if "num_processes" not in word]
+        return subprocess.Popen([sys.executable, "-u", "-c", self.code, *words,
+                                 f"--distributed.num_processes={self.count}",
+                                 f"--run.dir={self.home / 'run'}"], env=self.environ,
+                                 cwd=ROOT, text=True, stdout=subprocess.PIPE,
                                 stderr=subprocess.STDOUT)
 
     def attempt(self, number: int) -> list[int]:
@@ -206,11 +218,14 @@ def test_pods_that_fail_start_again_after_doubled_waits_and_are_given_up_with_th
     for number in range(1, 3):
         wait_s = 2 * 2 ** (number - 1)
         assert f"starting again from the beginning in {wait_s:g} s (failure {number} without" in ours.logs[number][0]
-        assert re.search(rf"the start before ended: process \d .*exit code 1(; its last line: bad weather {number})?\n", ours.logs[number][0])
+        assert re.search(rf"the start before ended: process \d .*exit code 1(; its last line: bad weather {number})?\n",
+                         ours.logs[number][0])
         assert begun[number] - begun[number - 1] >= wait_s
-        assert begun[number] >= begins[number] and ours.starts(1)[number] >= begins[number], "not before the wait is over"
+        assert begun[number] >= begins[number]
+        assert ours.starts(1)[number] >= begins[number], "not before the wait is over"
     assert "given up after 3 failures in a row without a newer checkpoint than none:" in ours.logs[3][0]
-    assert len(re.findall(r"^  \d: process [01] \(pid \d+\) failed first, .*exit code 1", ours.logs[3][0], re.MULTILINE)) == 3
+    assert len(re.findall(r"^  \d: process [01] \(pid \d+\) failed first, .*exit code 1",
+                          ours.logs[3][0], re.MULTILINE)) == 3
     assert "bad weather" in ours.logs[3][0]
 
 
@@ -225,11 +240,14 @@ def test_a_newer_checkpoint_or_another_jobset_counts_anew(jobset, tmp_path):
 def test_a_drained_host_is_no_failure_where_all_is_saved(jobset, tmp_path):
     ours = Pods(jobset, tmp_path, "os.makedirs(home / 'run' / 'checkpoints' / str(start)); sys.exit(75)", first_s=30)
     assert [ours.attempt(number) for number in range(2)] == [[75]] * 2
-    assert all("the start before ended: stopped on request" in log and "starting again" not in log for log, in ours.logs[1:])
+    assert all("the start before ended: stopped on request" in log and "starting again" not in log
+               for log, in ours.logs[1:])
 
 
-@pytest.mark.parametrize("words, said", [("--", "--attempt"), ("--attempt= --", "''"), ("--attempt=-1 --", "at least 0"),
-                                         ("--attempt=1 -- --training.stpes 3", "training.steps"), ("--attempt=1 RUN.toml", "-- RUN.toml")])
+@pytest.mark.parametrize("words, said", [("--", "--attempt"), ("--attempt= --", "''"),
+                                         ("--attempt=-1 --", "at least 0"),
+                                         ("--attempt=1 -- --training.stpes 3", "training.steps"),
+                                         ("--attempt=1 RUN.toml", "-- RUN.toml")])
 def test_a_mistake_is_exit_2_before_anything_starts(words, said, capfd):
     try:
         code = pods.main(words.split())
@@ -273,7 +291,8 @@ def test_a_pod_that_was_killed_leaves_no_word_and_its_victims_are_not_blamed(job
 
 
 def test_a_process_that_was_stopped_and_killed_for_it_is_no_victim(capfd):
-    child = supervise.Child(0, types.SimpleNamespace(pid=7), -1, called="process 3", code=-signal.SIGKILL, forced=True, stopped=True)
+    child = supervise.Child(0, types.SimpleNamespace(pid=7), -1, called="process 3",
+                            code=-signal.SIGKILL, forced=True, stopped=True)
     outcome = supervise.conclude([child])
     assert not outcome.victim and outcome.words.startswith("process 3 (pid 7) failed first: it was stopped")
 
@@ -298,13 +317,16 @@ def test_a_pod_that_is_told_to_end_while_it_waits_ends_at_once_with_75_and_its_p
 def test_a_real_run_whose_process_is_killed_in_its_pod_goes_on_when_jobset_has_started_all_again(jobset, tmp_path):
     soak.prepare(tmp_path)
     directory, port = tmp_path / "run", local.free_port()
-    environ = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")} | {"PYTHONPATH": str(ROOT)}
+    environ = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")} | {
+        "PYTHONPATH": str(ROOT)}
 
     def begin(index: int, attempt: int) -> subprocess.Popen:
         own, given = (part.split() for part in " ".join(arguments(jobset, index, attempt)).split(" -- "))
         told = [word for word in given if word.startswith("--distributed.process_id")]
-        return subprocess.Popen([sys.executable, *own[1:], "--", str(tmp_path / "run.toml"), *told, f"--run.dir={directory}",
-                                 f"--distributed.coordinator_address=127.0.0.1:{port}", "--distributed.num_processes=2"],
+        return subprocess.Popen([sys.executable, *own[1:], "--", str(tmp_path / "run.toml"),
+                                 *told, f"--run.dir={directory}",
+                                 f"--distributed.coordinator_address=127.0.0.1:{port}",
+                                 "--distributed.num_processes=2"],
                                 env=environ, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
     first = [begin(index, 0) for index in (0, 1)]
@@ -319,8 +341,10 @@ def test_a_real_run_whose_process_is_killed_in_its_pod_goes_on_when_jobset_has_s
     second = [begin(index, 1) for index in (0, 1)]
     said = [pod.communicate(timeout=soak.PATIENCE_S)[0] for pod in second]
     assert [pod.returncode for pod in second] == [0, 0], said
-    assert f"the start before ended: process 1 (pid {trains}) failed first, " in said[0] and "killed by SIGKILL (signal 9)" in said[0]
-    assert re.search(r"starting again from step \d+ in 5 s \(failure 1 without a newer checkpoint; given up after 6\)", said[0])
+    assert f"the start before ended: process 1 (pid {trains}) failed first, " in said[0]
+    assert "killed by SIGKILL (signal 9)" in said[0]
+    assert re.search(r"starting again from step \d+ in 5 s \(failure 1 without a newer checkpoint; given up after 6\)",
+                     said[0])
     assert "going on after step" in said[0]
     assert [row["step"] for row in soak.rows(directory)] == list(range(1, soak.STEPS + 1))
 
@@ -331,7 +355,8 @@ def test_a_real_run_whose_process_is_killed_in_its_pod_goes_on_when_jobset_has_s
 def test_the_job_is_sound_by_kubernetes_strict_schema(jobset):
     validate = pytest.importorskip("kubernetes_validate")
     (replicated,) = jobset["spec"]["replicatedJobs"]
-    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "meshtrain-host-0"}, "spec": replicated["template"]["spec"]}
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "meshtrain-host-0"},
+           "spec": replicated["template"]["spec"]}
     version = validate.latest_version()
     validate.validate(job, version, strict=True)
     broken = {**job, "spec": {**job["spec"], "backofLimit": 0}}
@@ -344,7 +369,8 @@ def lost(manifest, kept, at="") -> list[str]:
     if isinstance(manifest, dict) and isinstance(kept, dict):
         return [place for key, value in manifest.items() for place in lost(value, kept.get(key), f"{at}.{key}")]
     if isinstance(manifest, list) and isinstance(kept, list) and len(manifest) == len(kept):
-        return [place for i, (one, other) in enumerate(zip(manifest, kept, strict=True)) for place in lost(one, other, f"{at}[{i}]")]
+        return [place for i, (one, other) in enumerate(zip(manifest, kept, strict=True))
+                for place in lost(one, other, f"{at}[{i}]")]
     return [] if manifest == kept else [at]
 
 

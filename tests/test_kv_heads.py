@@ -1,4 +1,5 @@
-"""Where tensor ranks outnumber the key and value heads, a head is computed by several ranks, and nothing else changes."""
+"""Where tensor ranks outnumber the key and value heads, a head is computed by several ranks, and nothing else
+changes."""
 import jax
 import numpy as np
 import pytest
@@ -54,7 +55,8 @@ def test_heads_are_repeated_only_where_ranks_share_them_evenly(heads, kv, tensor
     accepted = (heads, kv, tensor) in ((8, 2, 8), (8, 4, 2))
     if not accepted:
         with pytest.raises(config.ConfigError, match="does not divide"):
-            assembly.assemble(run.model_copy(update={"mesh": run.mesh.model_copy(update={"tensor": tensor})}), devices[:tensor])
+            assembly.assemble(run.model_copy(update={"mesh": run.mesh.model_copy(update={"tensor": tensor})}),
+                              devices[:tensor])
         return
     made = assembly.assemble(run, devices[:tensor])
     key = made.program.spec.sharding.params["layers"]["attention"]["key"]["kernel"]
@@ -67,7 +69,8 @@ def test_heads_are_repeated_only_where_ranks_share_them_evenly(heads, kv, tensor
 @pytest.mark.grid
 @pytest.mark.parametrize("rule, mesh", [("ddp", dict(data=2, tensor=8)), ("zero3", dict(fsdp=2, tensor=8))])
 def test_repeated_heads_move_no_activation_and_cost_no_matmul_more_on_gpus(rule, mesh):
-    """Against a model with as many kv heads as ranks: the same matmuls, the same traffic but for the gradients of the heads."""
+    """Against a model with as many kv heads as ranks: the same matmuls, the same traffic but for the gradients of the
+    heads."""
     L, M, D, H, K = 2, 4, 512, 64, 4
 
     def step(num_kv_heads):
@@ -82,7 +85,8 @@ def test_repeated_heads_move_no_activation_and_cost_no_matmul_more_on_gpus(rule,
     assert shared.flops == own.flops and not shared.broken_permutes
 
     def tensor_bytes(program, dtype):
-        return sum(c.payload_bytes for c in program.collectives if any(a.startswith("tensor") for a in c.axes) and c.dtype == dtype)
+        return sum(c.payload_bytes for c in program.collectives if any(a.startswith("tensor") for a in c.axes)
+                   and c.dtype == dtype)
     assert tensor_bytes(shared, "bf16") == tensor_bytes(own, "bf16")
     gradients = 2 * L * M * D * K * H * 4           # of keys' and values' weights, per layer and microbatch
     assert tensor_bytes(shared, "f32") - tensor_bytes(own, "f32") <= 2.5 * gradients

@@ -64,7 +64,8 @@ def test_every_process_gets_the_run_and_its_place():
         assert line[:3] == [sys.executable, "-m", "meshtrain.train"]
         run = config.load(line[3:])
         assert run.training.steps == 6
-        assert run.distributed == config.Distributed(coordinator_address="127.0.0.1:12345", num_processes=4, process_id=index)
+        assert run.distributed == config.Distributed(
+            coordinator_address="127.0.0.1:12345", num_processes=4, process_id=index)
     assert local.commands(rest, 1, 12345) == [[sys.executable, "-m", "meshtrain.train", *rest]], "one is a plain run"
 
 
@@ -75,7 +76,8 @@ def test_the_gpus_that_the_launcher_sees_are_divided_evenly():
         given = local.environments(run, count, seen)
         assert [environ["CUDA_VISIBLE_DEVICES"] for environ in given] == own
         assert {environ["HOME"] for environ in given} == {"/h"}
-    with pytest.raises(ConfigError, match="--processes 3 cannot share 4 GPUs evenly; use 1 or 2 or 4 processes, or mesh.sim"):
+    with pytest.raises(ConfigError,
+                       match="--processes 3 cannot share 4 GPUs evenly; use 1 or 2 or 4 processes, or mesh.sim"):
         local.environments(run, 3, seen)
     for too_few in ("4", "", "-1"):
         with pytest.raises(ConfigError, match="--processes 2 cannot share [01] GPUs evenly; use (1|one) process"):

@@ -1,5 +1,6 @@
 """Layers that differ, and what layers return beside the residual stream: groups with a period compute what their layers
-compute one by one, and aux losses have the gradients of a sum written out by hand, in microbatches and through a pipeline.
+compute one by one, and aux losses have the gradients of a sum written out by hand, in microbatches and through a
+pipeline.
 """
 import dataclasses
 import functools
@@ -25,7 +26,8 @@ from test_layouts import MODEL, Compiled, check_gradients, first_moment, rows, r
 
 def execution(remat: str = "none") -> Execution:
     one = Layout(rules.parse(""), dict.fromkeys(AXES, 1))
-    return Execution(one, jnp.dtype("float32"), functools.partial(attention.attend, attention.Local(blockwise.engine())), remat)
+    return Execution(one, jnp.dtype("float32"),
+                     functools.partial(attention.attend, attention.Local(blockwise.engine())), remat)
 
 
 def batch_of(sequences: int = 4) -> dict:
@@ -109,7 +111,9 @@ def test_parameters_are_listed_as_the_tree_has_its_leaves_in_a_period_of_eleven(
     model = model_of(("layers", (Layer,) * 11, 1))
     p = jax.eval_shape(model.init, jax.random.key(0))
     leaves = [tuple(key.key for key in path) for path, _ in jax.tree.leaves_with_path(p)]
-    assert leaves == [info.path for info in model.parameters()] and (LAYERS, "10") < (LAYERS, "2") and leaves[0][0] == "embedding"
+    assert leaves == [info.path for info in model.parameters()] and (LAYERS,
+                                                                     "10") < (LAYERS,
+                                                                              "2") and leaves[0][0] == "embedding"
     of = {info.path: info.role for info in model.parameters()}
     assert [of[path] for path in leaves] == [info.role for info in model.parameters()] and len(set(of.values())) > 3
 
@@ -120,7 +124,8 @@ def test_parameter_table_of_groups_is_that_of_their_tree(groups):
     model = model_of(*groups)
     table, p = model.parameters(), model.init(jax.random.key(0))
     leaves = jax.tree.leaves_with_path(p)
-    assert [info.name for info in table] == [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    assert [info.name for info in table] == [jax.tree_util.keystr(path, simple=True, separator="/")
+                                             for path, _ in leaves]
     assert [info.shape for info in table] == [leaf.shape for _, leaf in leaves]
     assert all((info.axes[0] == LAYERS) == (info.path[0] == LAYERS) for info in table)
     for name in ("adamw", "muon", "adafactor"):
@@ -194,12 +199,14 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case.startswith("1f1b") else sampling.GRID) for case in CASES])
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case.startswith("1f1b") else sampling.GRID)
+                                  for case in CASES])
 def test_aux_loss_has_the_gradient_of_a_sum_over_layers_and_microbatches(case, by_hand, monkeypatch):
     monkeypatch.setattr(transformer, "Layer", Wide)
     mesh, rule, microbatches, pipeline = CASES[case]
     metrics, moments = first_step(run_with(mesh, rule, microbatches, **pipeline))
     aux_loss, expected, tokens_per_target = by_hand
     assert metrics[AUX_LOSS] == pytest.approx(aux_loss, rel=1e-5)
-    assert 0 < 1e-2 * metrics["last_layer"] < metrics[AUX_LOSS] * tokens_per_target      # the one is divided by the targets
+    # the one is divided by the targets
+    assert 0 < 1e-2 * metrics["last_layer"] < metrics[AUX_LOSS] * tokens_per_target
     check_gradients(moments, expected)

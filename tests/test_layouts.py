@@ -33,12 +33,17 @@ LAYOUTS = [
     ("zero3", dict(data=2, fsdp=2, tensor=2)),
 ]
 GRID = [
-    ("ddp", dict(fsdp=8)), ("zero3", dict(fsdp=8)), ("tensor", dict(data=2, fsdp=2, tensor=2)), ("ddp", dict(data=2, tensor=4)),
-    ("ddp", dict(data=2, fsdp=4)), ("zero1", dict(data=2, fsdp=4)), ("zero2", dict(data=2, fsdp=4)), ("zero3", dict(data=2, fsdp=4)),
-    ("hsdp", dict(data=2, fsdp=4)), ("hsdp", dict(data=4, fsdp=2)), ("tensor", dict(data=4, tensor=2)), ("ddp", dict(data=4, tensor=2)),
+    ("ddp", dict(fsdp=8)), ("zero3", dict(fsdp=8)), ("tensor", dict(data=2, fsdp=2, tensor=2)),
+    ("ddp", dict(data=2, tensor=4)),
+    ("ddp", dict(data=2, fsdp=4)), ("zero1", dict(data=2, fsdp=4)), ("zero2", dict(data=2, fsdp=4)),
+    ("zero3", dict(data=2, fsdp=4)),
+    ("hsdp", dict(data=2, fsdp=4)), ("hsdp", dict(data=4, fsdp=2)), ("tensor", dict(data=4, tensor=2)),
+    ("ddp", dict(data=4, tensor=2)),
     ("ddp", dict(data=2, fsdp=2, tensor=2)), ("zero3", dict(data=4, tensor=2)),
-    ("zero3", dict(fsdp=2, tensor=4)), ("hsdp_zero1", dict(data=2, fsdp=2, tensor=2)), ("hsdp_zero1", dict(data=2, fsdp=2, context=2)),
-    ("zero1", dict(data=2, fsdp=2, context=2)), ("zero1", dict(data=2, tensor=2, context=2)), ("zero2", dict(data=2, tensor=2, context=2)),
+    ("zero3", dict(fsdp=2, tensor=4)), ("hsdp_zero1", dict(data=2, fsdp=2, tensor=2)),
+    ("hsdp_zero1", dict(data=2, fsdp=2, context=2)),
+    ("zero1", dict(data=2, fsdp=2, context=2)), ("zero1", dict(data=2, tensor=2, context=2)),
+    ("zero2", dict(data=2, tensor=2, context=2)),
     ("zero2", dict(data=2, fsdp=2, context=2)),
 ]  # fmt: skip
 
@@ -68,7 +73,8 @@ class Compiled:
     def train(self, params, steps: int):
         """Losses of `steps` steps from these host params, and adamw's first moment after the first step."""
         spec = self.made.program.spec
-        opt_state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), spec.abstract.opt_state)  # adamw starts from zeros
+        # adamw starts from zeros
+        opt_state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), spec.abstract.opt_state)
         state = jax.device_put(State(np.int32(0), params, opt_state), spec.sharding)
         losses, moments = [], None
         for n in range(steps):
@@ -90,8 +96,10 @@ def rows(step: int, sequences: int = SEQUENCES) -> dict:
     """Packed documents of random lengths: no target at a document's end, and hardly any in some sequences."""
     rng = np.random.default_rng(step)
     shape = (sequences, T)
-    out = {"tokens": rng.integers(0, MODEL["vocab_size"], shape), "targets": rng.integers(0, MODEL["vocab_size"], shape),
-           "index": np.tile(np.arange(T), (sequences, 1)), "sequence": step * sequences + np.arange(sequences)}  # fmt: skip
+    out = {"tokens": rng.integers(0, MODEL["vocab_size"], shape),
+           "targets": rng.integers(0, MODEL["vocab_size"], shape),
+           # fmt: skip
+           "index": np.tile(np.arange(T), (sequences, 1)), "sequence": step * sequences + np.arange(sequences)}
     starts = rng.random(shape) < 0.1
     starts[:, 0] = True
     out["segments"] = np.cumsum(starts, 1)
@@ -121,7 +129,8 @@ def layout_id(case) -> str:
     return f"{rule}-" + "-".join(f"{axis}{n}" for axis, n in mesh.items())
 
 
-@pytest.fixture(params=[*LAYOUTS, *(pytest.param(case, marks=sampling.GRID) for case in GRID)], ids=layout_id, scope="module")
+@pytest.fixture(params=[*LAYOUTS, *(pytest.param(case, marks=sampling.GRID) for case in GRID)],
+                ids=layout_id, scope="module")
 def layout(request) -> Compiled:
     rule, mesh = request.param
     return compiled(rule, tuple(mesh.items()))
@@ -188,8 +197,8 @@ def test_collectives_stay_on_the_axes_that_the_rule_file_names(layout):
 
 
 def test_gradients_are_reduced_once_per_step_over_axes_that_grads_does_not_name(layout):
-    """ddp, zero1, hsdp over data, tensor: one reduction of the accumulators' bytes, nothing in the microbatch loop. Of what the
-    optimizer alone splits besides (zero1 over context) each device reduces its own part."""
+    """ddp, zero1, hsdp over data, tensor: one reduction of the accumulators' bytes, nothing in the microbatch loop. Of
+    what the optimizer alone splits besides (zero1 over context) each device reduces its own part."""
     once, rule = set(layout.made.program.deferred_axes), layout.made.layout
     own = set(rule.mesh_axes("optimizer", "embed")) - set(rule.mesh_axes("grads", "embed")) - once
     over = [c for c in layout.audit.collectives if once & set(c.axes)]
@@ -203,16 +212,18 @@ PER_PARAM = {"ddp": lambda n: 16, "zero1": lambda n: 4 + 12 / n, "zero2": lambda
 
 
 @pytest.mark.parametrize("rule, n", [("zero1", 8), ("zero2", 8), *(
-    pytest.param(rule, n, marks=sampling.GRID) for rule in PER_PARAM for n in (2, 4, 8) if (rule, n) not in (("zero1", 8), ("zero2", 8)))])
+    pytest.param(rule, n, marks=sampling.GRID) for rule in PER_PARAM
+    for n in (2, 4, 8) if (rule, n) not in (("zero1", 8), ("zero2", 8)))])
 def test_zero_table_as_measured_bytes_per_parameter(rule, n):
-    """float32 params 4, accumulators 4, adamw 8, params stored as adamw's moments. ZeRO-1 and ZeRO-2 read whole weights beside
-    them (arXiv:1910.02054 counts these 2, gradients 2 and the split 12)."""
+    """float32 params 4, accumulators 4, adamw 8, params stored as adamw's moments. ZeRO-1 and ZeRO-2 read whole weights
+    beside them (arXiv:1910.02054 counts these 2, gradients 2 and the split 12)."""
     case = compiled(rule, (("fsdp", n),))
     held = report.held_by_program(case.made, case.step)
     count = sum(info.size for info in case.made.model.parameters())
     measured = (held["params"] + held["grads"] + held["optimizer"]) / count
     read = report.read_bytes(case.made) / count
-    assert read == pytest.approx(4 if rule in ("zero1", "zero2") else 0)      # float32 here, else the compute dtype's bytes
+    # float32 here, else the compute dtype's bytes
+    assert read == pytest.approx(4 if rule in ("zero1", "zero2") else 0)
     assert measured == pytest.approx(PER_PARAM[rule](n), rel=0.02)
 
 
@@ -224,10 +235,12 @@ VARIANTS = {
     "tied": (dict(tie_embeddings=True), dict(remat="selective")),
     "gpt2": (GPT2, dict()),
     "qk_norm, scaled rope, z_loss": (
-        dict(qk_norm="head", rope_scaling=dict(rope_type="llama3", factor=8.0, original_max_position_embeddings=16)), dict(z_loss=1e-2, remat="full")),
+        dict(qk_norm="head", rope_scaling=dict(rope_type="llama3", factor=8.0, original_max_position_embeddings=16)),
+        dict(z_loss=1e-2, remat="full")),
     "norms after, over all heads": (
         dict(norm_placement="after", qk_norm="all_heads", attention_bias="all"), dict(remat="full")),
-    "gemma": (dict(norm_placement="both", norm_offset=1.0, activation="geglu", scale_embedding=True, tie_embeddings=True,
+    "gemma": (dict(norm_placement="both", norm_offset=1.0, activation="geglu", scale_embedding=True,
+                   tie_embeddings=True,
                    rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)), dict()),
     "softcaps": (dict(score_softcap=0.5, logit_softcap=2.0), dict(remat="full")),
     "dropout": (dict(embedding_dropout=0.1, residual_dropout=0.2), dict()),
@@ -251,7 +264,8 @@ def test_dropout_drops():
     assert abs(reference(tuple(model.items()), tuple(training.items()), 20)[1][0] - reference(steps=20)[1][0]) > 1e-3
 
 
-@pytest.mark.parametrize("remat", [pytest.param(remat, marks=sampling.GRID) for remat in ("offload", "full", "selective")])
+@pytest.mark.parametrize("remat", [pytest.param(remat, marks=sampling.GRID)
+                                   for remat in ("offload", "full", "selective")])
 def test_remat_changes_no_gradient(remat):
     params, losses, moments = reference(steps=20)
     case = Compiled(run_of("zero3", dict(data=2, fsdp=2, tensor=2), {}, dict(remat=remat)))
@@ -260,7 +274,8 @@ def test_remat_changes_no_gradient(remat):
     check_gradients(got_moments, moments)
 
 
-# ---- parts of a microbatch --------------------------------------------------------------------------------------------
+# ---- parts of a microbatch
+# --------------------------------------------------------------------------------------------
 
 IN_PARTS = [
     ("zero3", dict(data=2, fsdp=2, tensor=2), {}, dict(remat="full")),
@@ -294,7 +309,8 @@ def test_parts_of_a_microbatch_change_no_gradient(rule, mesh, model, training, m
 
 
 @pytest.mark.parametrize("length, heads, kv_heads", [
-    (1, 2, 2), (65, 2, 1), (150, 4, 2), *(pytest.param(*case, marks=sampling.GRID) for case in ((37, 4, 2), (64, 2, 1), (300, 2, 2)))])
+    (1, 2, 2), (65, 2, 1), (150, 4, 2), *(pytest.param(*case, marks=sampling.GRID)
+                                          for case in ((37, 4, 2), (64, 2, 1), (300, 2, 2)))])
 def test_blockwise_attention_matches_plain_attention(length, heads, kv_heads):
     keys = jax.random.split(jax.random.key(length), 5)
     draw = lambda key, n: jax.random.normal(key, (2, length, n, 16), jnp.float32)

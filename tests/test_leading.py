@@ -1,4 +1,5 @@
-"""Dense layers before stages of experts: every schedule computes what one device does, and no stage computes them for another."""
+"""Dense layers before stages of experts: every schedule computes what one device does, and no stage computes them for
+another."""
 import math
 
 import jax
@@ -25,19 +26,23 @@ from test_pipeline import unordered
 TWO = "two dense layers, then four"
 MODELS |= {
     TWO: dict(num_layers=6, first_dense_layers=2),
-    "one dense layer, then five, sigmoid, shared": dict(num_layers=6, first_dense_layers=1, router_score="sigmoid", shared_expert_dim=8),
-    "periods of two, two of them dense": dict(num_layers=7, first_dense_layers=4, global_every=2, window=5, qk_norm="head")}
+    "one dense layer, then five, sigmoid, shared": dict(num_layers=6, first_dense_layers=1,
+                                                        router_score="sigmoid", shared_expert_dim=8),
+    "periods of two, two of them dense": dict(num_layers=7, first_dense_layers=4, global_every=2,
+                                              window=5, qk_norm="head")}
 MESHES = PIPELINES | {
     "three stages, experts over data, 1f1b": (STAGED.replace('vocab = "stage"\n', "") + 'expert = "data"\n' + BATCH,
                                               dict(stage=3, data=2), "1f1b", 1),
-    "four stages, experts over fsdp, zero bubble": (STAGED + 'expert = "fsdp"\n' + STAGED_BATCH, dict(stage=4, fsdp=2), "zero_bubble", 1)}
+    "four stages, experts over fsdp, zero bubble": (STAGED + 'expert = "fsdp"\n' + STAGED_BATCH,
+                                                    dict(stage=4, fsdp=2), "zero_bubble", 1)}
 SPLIT, THREE = "expert over tensor, interleaved zero bubble", "three stages, experts over data, 1f1b"
 
 
 def made_of(path, name: str, model: dict, microbatches: int, remat: str = "none", **sections) -> config.Run:
     text, mesh, schedule, chunks = MESHES[name] if name else (BATCH, {}, "1f1b", 1)
     (path / "rules.toml").write_text(text)
-    run = run_of(path / "rules.toml", mesh, model, dict(microbatches=microbatches, remat=remat), dict(schedule=schedule, chunks=chunks))
+    run = run_of(path / "rules.toml", mesh, model, dict(microbatches=microbatches, remat=remat),
+                 dict(schedule=schedule, chunks=chunks))
     return config.Run(**run.model_dump(exclude_defaults=True) | sections)
 
 
@@ -48,8 +53,10 @@ def devices(run: config.Run):
 # Rounds in which stages are idle: 4 microbatches on 3 stages, 1 on 2, 2 on 4.
 @pytest.mark.parametrize("name, model, microbatches, remat", [
     (THREE, "one dense layer, then five, sigmoid, shared", 4, "none"),
-    *(pytest.param(name, TWO, 4, remat, marks=GRID) for name in MESHES for remat in ("none", "selective", "full") if "context" not in name),
-    *(pytest.param("expert over context and fsdp, zero bubble", TWO, 4, remat, marks=GRID) for remat in ("none", "full")),
+    *(pytest.param(name, TWO, 4, remat, marks=GRID) for name in MESHES
+      for remat in ("none", "selective", "full") if "context" not in name),
+    *(pytest.param("expert over context and fsdp, zero bubble", TWO, 4, remat, marks=GRID)
+      for remat in ("none", "full")),
     *(pytest.param(name, "one dense layer, then five, sigmoid, shared", n, "full", marks=GRID) for name, n in (
         ("expert over fsdp, tensor beside, 1f1b", 1), ("four stages, experts over fsdp, zero bubble", 2),
         ("expert over fsdp and tensor, gpipe", 8), (SPLIT, 8)))])
@@ -97,14 +104,18 @@ def compiled(path, name: str, model: dict, microbatches: int, remat: str = "none
 
 @pytest.mark.parametrize("name, microbatches", [pytest.param(THREE, 4, marks=GRID)])
 def test_a_stage_computes_leading_layers_for_its_share_of_the_microbatches_alone(tmp_path, name, microbatches):
-    """Every matmul of the program counted, with them and without: those of a layer, as often as a stage has microbatches."""
+    """Every matmul of the program counted, with them and without: those of a layer, as often as a stage has
+    microbatches."""
     multiplied = lambda case: sum(dot.flops for dot in case.audit.dots)
     plain = dict(num_layers=6)
-    case, without = (compiled(tmp_path, name, plain | more, microbatches) for more in (dict(num_layers=8, first_dense_layers=2), {}))
+    case, without = (compiled(tmp_path, name, plain | more, microbatches)
+                     for more in (dict(num_layers=8, first_dense_layers=2), {}))
     sizes = case.made.mesh_spec.sizes
-    linear = sum(info.size for info in case.made.model.parameters() if info.axes[0] == LEADING and info.role == "matrix") // 2
+    linear = sum(info.size for info in case.made.model.parameters() if info.axes[0] == LEADING
+                 and info.role == "matrix") // 2
     tokens, cfg = SEQUENCES // microbatches * T // sizes["data"] // sizes["fsdp"], case.made.run.model
-    layer = 3 * 2 * tokens * linear + 7 * 2 * tokens * T * cfg.num_heads * cfg.head_dim      # attention: two products forward, five back
+    # attention: two products forward, five back
+    layer = 3 * 2 * tokens * linear + 7 * 2 * tokens * T * cfg.num_heads * cfg.head_dim
     rounds = -(-microbatches // sizes["stage"])
     assert multiplied(case) - multiplied(without) == rounds * 2 * layer
     assert not unordered(case.step.as_text())
@@ -113,12 +124,15 @@ def test_a_stage_computes_leading_layers_for_its_share_of_the_microbatches_alone
 def test_leading_layers_lie_whole_on_every_stage_and_the_others_are_split(tmp_path):
     run = made_of(tmp_path, SPLIT, MODELS[TWO], 4)
     made = assembly.assemble(run, devices(run))
-    specs = jax.tree.map(lambda axes: made.layout.spec("optimizer", axes), made.program.spec.axes["layers"], is_leaf=is_axes)
-    over_stages = lambda group: {spec[0] for spec in jax.tree.leaves(specs[group], is_leaf=lambda s: isinstance(s, jax.sharding.PartitionSpec))}
+    specs = jax.tree.map(lambda axes: made.layout.spec("optimizer", axes), made.program.spec.axes["layers"],
+                         is_leaf=is_axes)
+    over_stages = lambda group: {spec[0] for spec in jax.tree.leaves(
+        specs[group], is_leaf=lambda s: isinstance(s, jax.sharding.PartitionSpec))}
     assert over_stages("dense_layers") == {None} and over_stages("layers") == {"stage"}
     (note,) = [note for note in made.notes if "first_dense_layers" in note]
     assert "every stage has them whole" in note and "idle" not in note
-    (note,) = [note for note in assembly.assemble(made_of(tmp_path, THREE, MODELS[TWO], 4), jax.devices()[:6]).notes if "idle" in note]
+    (note,) = [note for note in assembly.assemble(made_of(tmp_path, THREE, MODELS[TWO], 4), jax.devices()[:6]).notes
+               if "idle" in note]
     assert "training.microbatches=4 leave 2 of 3 stages idle in the last round, a multiple of 3 none" in note
 
 
@@ -130,7 +144,8 @@ def test_a_checkpoint_goes_from_stages_to_none_and_to_other_stages(tmp_path):
         kept.save(1, state, {})
     for name in ("", SPLIT):
         other = assembly.assemble(run := made_of(tmp_path, name, MODELS[TWO], 4), devices(run)).program
-        restored = checkpoint.Checkpoints(tmp_path / "checkpoints", read_only=True).restore(1, other.spec.with_shardings())
+        restored = checkpoint.Checkpoints(tmp_path / "checkpoints", read_only=True).restore(
+            1, other.spec.with_shardings())
         assert_same_bits(jax.device_get(state), jax.device_get(restored))
 
 
@@ -145,11 +160,13 @@ def test_what_does_not_fit_behind_leading_layers_is_refused(tmp_path, model, pip
 
 def test_formulas_count_the_rounds_of_leading_layers_and_those_in_which_stages_idle():
     """What the compiled program holds, sends and multiplies beside them: `test_beside`."""
-    cfg = config.load(["configs/quickstart.toml", "--model.preset", "qwen3-30b-a3b", "--model.first_dense_layers", "2", "--model.mlp_dim", "6144",
+    cfg = config.load(["configs/quickstart.toml", "--model.preset", "qwen3-30b-a3b",
+                       "--model.first_dense_layers", "2", "--model.mlp_dim", "6144",
                        "--model.compute_dtype", "bfloat16"]).model
     sizes = MeshSpec(dict(stage=4, fsdp=8))
     layout = rules.Layout(rules.load(shipped("sharding_rules/zero3_experts_fsdp.toml")), sizes.sizes)
-    placed, rated = place(transformer.build(cfg).parameters(), cfg, layout, sizes), rates.Rates(hardware.get("h100"), Assumptions("h100"))
+    placed, rated = place(transformer.build(cfg).parameters(), cfg, layout, sizes), rates.Rates(
+        hardware.get("h100"), Assumptions("h100"))
     assert (placed.cfg.num_layers, placed.leading.cfg.num_layers) == (46, 2) and placed.depth == 12
     found = {}
     for microbatches, rounds in ((8, 2), (9, 3)):

@@ -1,4 +1,5 @@
-"""The fast tier: what every host still has comes back bit for bit; anything less, or of another run or start, is never used."""
+"""The fast tier: what every host still has comes back bit for bit; anything less, or of another run or start, is never
+used."""
 import os
 import shutil
 import signal
@@ -16,7 +17,8 @@ from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.local import LocalTier
 from meshtrain.config import ConfigError
 from meshtrain.run.record import Record
-from checkpoints import ROOT, abstract, assert_same_bits, flip, make_state, mesh, names, run_processes, small_disk  # noqa: F401
+# noqa: F401
+from checkpoints import ROOT, abstract, assert_same_bits, flip, make_state, mesh, names, run_processes, small_disk
 from test_commands import call, home, in_a_directory_of_its_own, lasting, refused, tiny  # noqa: F401
 
 
@@ -39,7 +41,8 @@ def found(directory, after=0, wanted=None):
     return tier, newest and (newest.step, {"position": newest.metadata.get("position")}), told
 
 
-@pytest.mark.parametrize("shape, spec", [((4, 2), P("a", "b")), ((2, 2), P(None, ("a", "b"))), ((1, 1), P()), ((8, 1), P("a"))])
+@pytest.mark.parametrize("shape, spec", [((4, 2), P("a", "b")), ((2, 2), P(None, ("a", "b"))),
+                                         ((1, 1), P()), ((8, 1), P("a"))])
 def test_what_was_kept_comes_back_bit_for_bit_on_any_mesh_of_the_host(tmp_path, shape, spec):
     kept(tmp_path, 2, 4)
     wanted = abstract(make_state(mesh(*shape), spec))
@@ -126,7 +129,8 @@ tier.save(4, make_state(mesh(4, 2), P("a", "b"), seed=4), {})
 tier._join()
 """
     env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path), str(ROOT / "tests")], env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path), str(ROOT / "tests")],
+                          env=env, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     tier, newest, told = found(tmp_path)
     assert newest == (2, {"position": 2}) and told == [] and names(tier._own()) == [".saving", "2"]
@@ -138,8 +142,8 @@ def test_a_full_disk_is_told_once_and_what_was_kept_before_stays(small_disk):  #
     for step in (4, 6, 8):
         tier.save(step, large, {})
     tier._settle()
-    assert told == ["step 4 is not kept in checkpoint.local_dir (process 0: No space left on device); training goes on, with what "
-                    "was kept before"]
+    assert told == ["step 4 is not kept in checkpoint.local_dir (process 0: No space left on device); training goes "
+                    "on, with what was kept before"]
     assert found(small_disk)[1] == (2, {"position": 2}) and names(tier._own()) == ["2"]
 
 
@@ -177,12 +181,14 @@ tier = again()
 say("replaced", tier.newest(0, forms()))
 """
     zero, one = run_processes(2, tmp_path, body)
-    full = "told step 6 is not kept in checkpoint.local_dir (process 1: No space left on device); training goes on, with what was kept before"
+    full = ("told step 6 is not kept in checkpoint.local_dir (process 1: No space left on device); training goes on, "
+            "with what was kept before")
     same = ["kept ['4']", "newest (4, {'format': 4, 'position': 4})", "same True"]
     assert zero[0] == full and zero[1:4] == same == one[:3]
     assert [line for line in zero[4:] if line.startswith("told")][0].startswith(
         "told checkpoint.local_dir: step 4 is not used (process 0 on"), zero
-    assert "not all of split that it needs is on its host" in zero[4] and "process 1 on" in zero[6] and "it has no part of it" in zero[6]
+    assert "not all of split that it needs is on its host" in zero[4] and "process 1 on" in zero[6]
+    assert "it has no part of it" in zero[6]
     assert [line for line in zero[4:] if not line.startswith("told")] == ["reshard None", "replaced None"] == one[3:]
 
 
@@ -226,7 +232,8 @@ def test_a_run_goes_on_from_the_fast_tier_as_if_nothing_had_happened(tiny, tmp_p
 
 @pytest.mark.slow
 def test_a_step_that_is_named_is_a_shared_one_and_the_fast_tier_is_dropped(tiny, tmp_path, crashing):  # noqa: F811
-    command = (*tiny, "--training.steps", 9, "--checkpoint.every", 3, "--run.sample_tokens", 0, "--checkpoint.local_dir", tmp_path / "near",
+    command = (*tiny, "--training.steps", 9, "--checkpoint.every", 3, "--run.sample_tokens",
+               0, "--checkpoint.local_dir", tmp_path / "near",
                "--checkpoint.local_every", 2, "--run.dir", "run")
     crashing(9)
     with pytest.raises(RuntimeError, match="as if killed"):
@@ -246,8 +253,10 @@ def test_a_fast_tier_that_cannot_be_is_refused(tiny, tmp_path):  # noqa: F811
     refused(call(train.main, *tiny, "--checkpoint.local_dir", tmp_path / "near"), "give both")
     refused(call(train.main, *tiny, "--checkpoint.local_every", 5), "give both")
     for inside in ("run", "run/near"):
-        refused(call(train.main, *tiny, "--run.dir", "run", "--checkpoint.local_every", 5, "--checkpoint.local_dir", inside), "in run.dir")
-    refused(call(train.main, *tiny, "--run.dir", "run", "--checkpoint.local_every", 5, "--checkpoint.local_dir", tmp_path / "file" / "x"),
+        refused(call(train.main, *tiny, "--run.dir", "run", "--checkpoint.local_every",
+                     5, "--checkpoint.local_dir", inside), "in run.dir")
+    refused(call(train.main, *tiny, "--run.dir", "run", "--checkpoint.local_every", 5,
+                 "--checkpoint.local_dir", tmp_path / "file" / "x"),
             "cannot be written: Not a directory")
     with pytest.raises(ConfigError):
         LocalTier("/proc/nowhere", 5, tmp_path)

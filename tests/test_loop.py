@@ -20,13 +20,14 @@ class State:
 
 
 class Bench:
-    """A loop over steps that compute nothing. events: ("step", n) when one is given to the device, ("row", n) when its row is
-    written. rows: what was written."""
+    """A loop over steps that compute nothing. events: ("step", n) when one is given to the device, ("row", n) when its
+    row is written. rows: what was written."""
 
     def __init__(self, *words, broken=()):
         self.run = config.load(["--training.steps", "6", *words])
         self.broken, self.events, self.rows = broken, [], []
-        self.program = SimpleNamespace(rows=None, place=lambda batch: batch, limit=lambda loss: (), evaluate=lambda p, batch: batch)
+        self.program = SimpleNamespace(rows=None, place=lambda batch: batch, limit=lambda loss: (),
+                                       evaluate=lambda p, batch: batch)
         self.data = SimpleNamespace(tokens=lambda batches: 100 * batches, validation=(),
                                     iterate=lambda start, rows: (n for n in itertools.count(start)))
         self.listener = SimpleNamespace(number=None)
@@ -53,7 +54,8 @@ def at(*steps):
 def test_a_row_is_read_while_the_next_step_runs():
     bench = Bench()
     assert bench.train() == 6
-    assert bench.events == [("step", 1), *(event for n in range(2, 7) for event in (("step", n), ("row", n - 1))), ("row", 6)]
+    assert bench.events == [("step", 1),
+                            *(event for n in range(2, 7) for event in (("step", n), ("row", n - 1))), ("row", 6)]
     assert [row["tokens"] for row in bench.rows] == [100, 200, 300, 400, 500, 600]
 
 
@@ -94,7 +96,8 @@ def test_the_last_hooks_are_told_that_the_loop_ends():
             return bool(told.append((step, ending)))
 
         done = bench.train(loop.Hook(lambda step, ending: due(step, ending), lambda step, state: {}),
-                           loop.Hook(lambda step, ending: ending, lambda step, state: bench.events.append("saved") or {}))
+                           loop.Hook(lambda step, ending: ending,
+                                     lambda step, state: bench.events.append("saved") or {}))
         # A request is noted while step 3 is looked at, so that the step after it is the last.
         assert done == ends + (stop_at is not None) and told[-1] == (done, True) and not any(e for _, e in told[:-1])
         assert bench.events[-1] == "saved", "after its row"
@@ -122,7 +125,8 @@ def validated(bench, *sets):
 
 def test_a_validation_loss_weighs_batches_by_their_targets_and_sources_by_their_weights(capsys):
     bench = Bench("--validation.batches", "2")
-    validation, numbers = validated(bench, held("web", 0.75, (6.0, 2), (2.0, 2), (99.0, 1)), held("code", 0.25, (5.0, 5)))
+    validation, numbers = validated(bench, held("web", 0.75, (6.0, 2), (2.0, 2), (99.0, 1)),
+                                    held("code", 0.25, (5.0, 5)))
     assert numbers == {"val_loss": 0.75 * 2.0 + 0.25 * 1.0, "val_loss/web": 2.0, "val_loss/code": 1.0}
     assert validation.loss == 1.75
     assert capsys.readouterr().out == "step 3: validation loss 1.7500 nats per token (web 2.0000, code 1.0000)\n"

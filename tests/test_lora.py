@@ -1,7 +1,7 @@
 """LoRA: every layout trains the adapters that one device trains, and nothing else moves.
 
-One device is compared with the model without adapters at the merged weights: by the chain rule its weights' gradients give
-those of A and B.
+One device is compared with the model without adapters at the merged weights: by the chain rule its weights' gradients
+give those of A and B.
 """
 import functools
 
@@ -29,14 +29,16 @@ MESHES = [
     ("zero3", dict(fsdp=2, tensor=2, stage=2)),
 ]
 GRID = [
-    ("zero3", dict(data=2, fsdp=2, tensor=2)), ("zero1", dict(fsdp=4)), ("ddp", dict(data=4)), ("zero2", dict(data=2, fsdp=2)), ("zero3", dict(data=2, fsdp=4)), ("hsdp", dict(data=2, fsdp=2)),
+    ("zero3", dict(data=2, fsdp=2, tensor=2)), ("zero1", dict(fsdp=4)), ("ddp", dict(data=4)),
+    ("zero2", dict(data=2, fsdp=2)), ("zero3", dict(data=2, fsdp=4)), ("hsdp", dict(data=2, fsdp=2)),
     ("tensor", dict(data=2, tensor=2)), ("ddp", dict(tensor=8)), ("zero3", dict(fsdp=2, context=2)),
     ("zero3", dict(fsdp=2, tensor=2, context=2)), ("ddp", dict(data=2, stage=2)),
     ("zero1", dict(data=2, tensor=2, stage=2)), ("zero3", dict(stage=2, context=2)),
 ]  # fmt: skip
 
 
-def lora_run(rule: str, mesh: dict, model: dict = {}, training: dict = {}, targets: tuple = (), **sections) -> config.Run:
+def lora_run(rule: str, mesh: dict, model: dict = {}, training: dict = {}, targets: tuple = (),
+             **sections) -> config.Run:
     made = dict(run_of(rule, mesh, model, training))
     return config.Run(**made | dict(lora=dict(rank=RANK, alpha=ALPHA, targets=targets)) | sections)
 
@@ -105,7 +107,8 @@ def test_the_scale_of_adapters_is_exact_in_bfloat16():
     x[0, :, 0] = np.random.default_rng(0).uniform(1, 2, 2000)
     x = jnp.asarray(x, jnp.bfloat16)
     got = layer.bind(weights).mlp.up.lora(ex, x, jnp.zeros((1, 2000, cfg.mlp_dim), jnp.bfloat16), 1, None)[0, :, 0]
-    assert float(jnp.mean(got.astype(jnp.float32)) / jnp.mean(x[0, :, 0].astype(jnp.float32))) == pytest.approx(4 / 3, rel=2e-4)
+    assert float(jnp.mean(got.astype(jnp.float32)) / jnp.mean(x[0, :, 0].astype(jnp.float32))) == pytest.approx(
+        4 / 3, rel=2e-4)
 
 
 def without_adapters(p: dict) -> dict:
@@ -121,7 +124,8 @@ def without_adapters(p: dict) -> dict:
     return visit(p)
 
 
-@pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=sampling.GRID), pytest.param("adafactor", marks=sampling.GRID),
+@pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=sampling.GRID),
+                                  pytest.param("adafactor", marks=sampling.GRID),
                                   pytest.param("lion", marks=sampling.GRID)])
 def test_the_base_stays_bit_for_bit_and_only_adapters_have_a_state(name):
     compiled = Compiled(lora_run("zero3", dict(fsdp=4), optimizer=dict(name=name, learning_rate=0.1)))
@@ -133,8 +137,10 @@ def test_the_base_stays_bit_for_bit_and_only_adapters_have_a_state(name):
         assert not metrics["skipped"]
     (trained, frozen), (old, expected) = map(made.model.divided, (jax.device_get(state.params), before))
     jax.tree.map(np.testing.assert_array_equal, frozen, expected)
-    assert all((a != b).any() for a, b in zip(jax.tree.leaves(trained), jax.tree.leaves(old), strict=True)), "every adapter moved"
-    names = {"/".join(str(getattr(key, "key", key)) for key in path) for path, leaf in jax.tree.leaves_with_path(state.opt_state)
+    assert all((a != b).any() for a, b in zip(jax.tree.leaves(trained), jax.tree.leaves(old),
+                                              strict=True)), "every adapter moved"
+    names = {"/".join(str(getattr(key, "key", key)) for key in path)
+             for path, leaf in jax.tree.leaves_with_path(state.opt_state)
              if leaf.ndim > 1}
     assert names and all("/lora/" in name for name in names)
     size = sum(leaf.size for leaf in jax.tree.leaves(trained))
@@ -151,13 +157,15 @@ def test_the_first_step_computes_what_the_model_without_adapters_does():
     p = plain.program.initialize().params
     frozen = with_adapters.made.model.divided(state.params)[1]
     flat = dict(jax.tree.leaves_with_path(frozen))
-    assert all((flat[path] == leaf).all() for path, leaf in jax.tree.leaves_with_path(p)), "adapters do not change the draws of the others"
+    assert all((flat[path] == leaf).all()
+               for path, leaf in jax.tree.leaves_with_path(p)), "adapters do not change the draws of the others"
     batch = plain.program.place(rows_of(0))
     losses = [made.program.evaluate(q, batch)[0] for made, q in ((plain, p), (with_adapters.made, state.params))]
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("mesh, rule", [pytest.param(dict(data=2), "ddp", marks=sampling.GRID), (dict(stage=2), "ddp")], ids=str)
+@pytest.mark.parametrize("mesh, rule", [pytest.param(dict(data=2), "ddp", marks=sampling.GRID),
+                                        (dict(stage=2), "ddp")], ids=str)
 def test_no_accumulator_of_a_frozen_weight_stands_in_the_compiled_step(rule, mesh):
     compiled = Compiled(lora_run(rule, mesh, targets=("query", "value")))
     made, held = compiled.made, report.formula(compiled.made)
@@ -174,7 +182,8 @@ def test_without_remat_nothing_is_kept_for_the_gradient_of_a_frozen_weight():
     kept = {}
     for targets in ((), ("query",)):
         made = assembly.assemble(lora_run("ddp", dict(stage=2), targets=targets), jax.devices()[:2])
-        fbw, x = pipelined.layer_fbw(made.run, made.model, made.layout, made.mesh.abstract_mesh, made.program.execution.attend)
+        fbw, x = pipelined.layer_fbw(made.run, made.model, made.layout, made.mesh.abstract_mesh,
+                                     made.program.execution.attend)
         kept[targets] = sum(a.size for a in fbw.r + fbw.q)
     tokens = x.shape[0] * x.shape[1]
     # The normed inputs of the MLP, which gate and up alone read for their weights' gradients.
@@ -187,11 +196,13 @@ def test_the_plan_and_the_flops_count_what_is_trained():
     size = lambda infos: sum(info.size for info in infos)
     adapters = [info for info in with_adapters.parameters() if info.trainable]
     matrices = [info for info in plain.parameters() if info.role in ("matrix", "head")]
-    difference = flops.model_flops_per_token(plain.parameters(), run.model, T) - flops.model_flops_per_token(with_adapters.parameters(), run.model, T)
+    difference = flops.model_flops_per_token(plain.parameters(), run.model, T) - flops.model_flops_per_token(
+        with_adapters.parameters(), run.model, T)
     assert difference == 2 * size(matrices) - 6 * size(adapters)
     layout = Layout(rules.parse(""), dict.fromkeys(config.AXES, 1))
     placed = place(with_adapters.parameters(), run.model, layout, MeshSpec({}))
-    assert placed.grads == placed.updated == size(adapters) and placed.stored == size(adapters) + size(plain.parameters())
+    assert placed.grads == placed.updated == size(adapters) and placed.stored == size(adapters) + size(
+        plain.parameters())
     narrow = lora_run("ddp", ONE, dict(param_dtype="bfloat16"))
     infos = transformer.build(narrow.model, narrow.lora).parameters()
     placed = place(infos, narrow.model, layout, MeshSpec({}))

@@ -13,7 +13,8 @@ from meshtrain.run import trees
 
 RANK, ALPHA = 3, 5.0
 CASES = [("phi3", ONE, ("query", "down", "up"))]
-GRID = [("phi3", ONE, ()), ("gpt2", EIGHT, ()), ("gemma3", EIGHT, ()), ("qwen2", EIGHT, ("value", "out")), ("llama3.2", EIGHT, ())]
+GRID = [("phi3", ONE, ()), ("gpt2", EIGHT, ()), ("gemma3", EIGHT, ()), ("qwen2", EIGHT, ("value", "out")),
+        ("llama3.2", EIGHT, ())]
 
 
 def numbers(entry) -> np.ndarray:
@@ -29,18 +30,22 @@ def change(name: str, tensors: dict, settings: dict) -> np.ndarray | float:
     if None in beside:
         return 0.0
     (target,) = [target for target in settings["target_modules"] if module.endswith(f".{target}")]
-    rank, alpha = settings["rank_pattern"].get(target, settings["r"]), settings["alpha_pattern"].get(target, settings["lora_alpha"])
+    rank, alpha = settings["rank_pattern"].get(target, settings["r"]), settings["alpha_pattern"].get(
+        target, settings["lora_alpha"])
     a, b = map(numbers, beside)
     assert a.shape[0] == b.shape[1] == rank
     return (alpha / rank * b @ a).T if settings["fan_in_fan_out"] else alpha / rank * b @ a
 
 
-@pytest.mark.parametrize("name, layout, targets", [*CASES, *(pytest.param(*case, marks=sampling.GRID) for case in GRID)], ids=str)
+@pytest.mark.parametrize("name, layout, targets",
+                         [*CASES, *(pytest.param(*case, marks=sampling.GRID) for case in GRID)], ids=str)
 def test_merged_logits_are_the_unmerged_and_peft_s_tensors_make_the_merged_folder(name, layout, targets, tmp_path):
-    loaded = Loaded(GOLDENS / name, *layout, f"--lora.rank={RANK}", f"--lora.alpha={ALPHA}", f"--lora.targets={json.dumps(targets)}")
+    loaded = Loaded(GOLDENS / name, *layout, f"--lora.rank={RANK}", f"--lora.alpha={ALPHA}",
+                    f"--lora.targets={json.dumps(targets)}")
     rng, model = np.random.default_rng(0), loaded.made.model
     trained, frozen = model.divided(loaded.params)
-    trained = jax.tree.map(lambda a: jax.device_put(rng.normal(size=a.shape, scale=0.1).astype(a.dtype), a.sharding), trained)
+    trained = jax.tree.map(lambda a: jax.device_put(rng.normal(size=a.shape, scale=0.1).astype(a.dtype),
+                                                    a.sharding), trained)
     loaded.params = params.joined(trained, frozen)
     tokens = rng.integers(0, 90, (8, 40))
     unmerged = loaded.logits(tokens)
@@ -53,9 +58,12 @@ def test_merged_logits_are_the_unmerged_and_peft_s_tensors_make_the_merged_folde
                    source=GOLDENS / name)
         export.write(tmp_path / "merged", model, leaf, dtype="float32", shard_bytes=10**9, source=GOLDENS / name, bos=1,
                      data={"seq_len": 40, "eos": "", "tokenizer": "bytes"})
-    tensors, settings = contents(tmp_path / "adapters"), json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
-    base, found = ({n.removeprefix("transformer."): t for n, t in contents(place).items()} for place in (GOLDENS / name, tmp_path / "merged"))
+    tensors, settings = contents(tmp_path / "adapters"), json.loads(
+        (tmp_path / "adapters" / "adapter_config.json").read_text())
+    base, found = ({n.removeprefix("transformer."): t for n, t in contents(place).items()}
+                   for place in (GOLDENS / name, tmp_path / "merged"))
     prefix = "transformer." if name == "gpt2" else ""
     assert tensors and base.keys() == found.keys()
     for tensor, entry in found.items():
-        np.testing.assert_allclose(numbers(entry), numbers(base[tensor]) + change(prefix + tensor, tensors, settings), atol=1e-6)
+        np.testing.assert_allclose(numbers(entry),
+                                   numbers(base[tensor]) + change(prefix + tensor, tensors, settings), atol=1e-6)

@@ -1,4 +1,5 @@
-"""As many processes as the largest pods have come to one meeting; they are simulated, each by a connection of its own."""
+"""As many processes as the largest pods have come to one meeting; they are simulated, each by a connection of its
+own."""
 import json
 import resource
 import socket
@@ -48,7 +49,8 @@ def test_16384_processes_meet_within_15_seconds():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     result = []
-    first = threading.Thread(target=lambda: result.append(meet.meet(Cluster(f"127.0.0.1:{port}", MANY, 0), 200)), daemon=True)
+    first = threading.Thread(target=lambda: result.append(meet.meet(Cluster(f"127.0.0.1:{port}", MANY, 0), 200)),
+                             daemon=True)
     first.start()
     deadline = time.monotonic() + 20
     while True:     # until it listens
@@ -59,7 +61,8 @@ def test_16384_processes_meet_within_15_seconds():
             assert time.monotonic() < deadline
             time.sleep(0.02)
     start, cpu = time.monotonic(), time.process_time()
-    peers = subprocess.Popen([sys.executable, "-c", PEERS, "127.0.0.1", str(port), str(MANY), meet.HELLO.decode()], cwd=ROOT, text=True,
+    peers = subprocess.Popen([sys.executable, "-c", PEERS, "127.0.0.1", str(port), str(MANY), meet.HELLO.decode()],
+                             cwd=ROOT, text=True,
                              stdout=subprocess.PIPE)
     first.join(220)
     took_s, cpu_s = time.monotonic() - start, time.process_time() - cpu

@@ -49,7 +49,8 @@ def test_placement_decides_which_axis_crosses_hosts():
 def test_groups_partition_the_devices(sizes, placement, axes):
     mesh_spec = MeshSpec(sizes, placement)
     groups = mesh_spec.groups(*axes)
-    assert sorted(itertools.chain(*groups)) == list(range(mesh_spec.num_devices)) == list(range(math.prod(sizes.values())))
+    assert sorted(itertools.chain(*groups)) == list(range(mesh_spec.num_devices)) == list(
+        range(math.prod(sizes.values())))
     assert {len(group) for group in groups} == {math.prod(sizes[axis] for axis in axes)}
 
 
@@ -61,7 +62,8 @@ def test_a_group_is_one_line_of_the_placement(sizes, placement, axis):
         assert group == list(range(group[0], group[0] + stride * sizes[axis], stride))
 
 
-@given(st.sampled_from([{"data": 2, "fsdp": 2, "tensor": 2}, {"stage": 4, "context": 2}, {"tensor": 8}, {"data": 3}, {}]),
+@given(st.sampled_from([{"data": 2, "fsdp": 2, "tensor": 2}, {"stage": 4, "context": 2},
+                        {"tensor": 8}, {"data": 3}, {}]),
        ORDER, SUBSET)
 def test_the_jax_mesh_has_the_same_groups(sizes, placement, axes):
     mesh_spec = MeshSpec(sizes, placement)

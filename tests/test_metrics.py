@@ -26,8 +26,10 @@ from meshtrain.run import goodput, metrics, profiling, rows
 
 def test_rows_are_readable_while_the_run_goes_on(tmp_path):
     writer = metrics.MetricsWriter(tmp_path / "m.jsonl")
-    writer.write({"step": 1, "loss": np.float32(0.1), "grad_norm": jnp.float32(2.5), "skipped": np.bool_(False), "mfu": None, "tokens": 2**40})
-    assert metrics.read(writer.path) == [{"step": 1, "loss": float(np.float32(0.1)), "grad_norm": 2.5, "skipped": False, "mfu": None, "tokens": 2**40}]
+    writer.write({"step": 1, "loss": np.float32(0.1), "grad_norm": jnp.float32(2.5),
+                  "skipped": np.bool_(False), "mfu": None, "tokens": 2**40})
+    assert metrics.read(writer.path) == [{"step": 1, "loss": float(np.float32(0.1)),
+                                          "grad_norm": 2.5, "skipped": False, "mfu": None, "tokens": 2**40}]
     writer.write({"step": 2, "loss": float("nan"), "grad_norm": jnp.inf})
     assert metrics.read(writer.path)[1] == {"step": 2, "loss": None, "grad_norm": None}
     assert writer.path.read_text().count("\n") == 2
@@ -63,7 +65,8 @@ def test_a_fresh_start_empties_what_an_unsaved_run_left(tmp_path):
     assert metrics.read(writer.path) == []
 
 
-NO_ROWS = ["{}", '{"loss": 2.0}', "[]", "7", "null", '"step"', '{"step": null}', '{"step": "3"}', '{"step": true}', '{"st', "# mine",
+NO_ROWS = ["{}", '{"loss": 2.0}', "[]", "7", "null", '"step"', '{"step": null}', '{"step": "3"}',
+           '{"step": true}', '{"st', "# mine",
            '{"step": 2, "loss": "low"}', "\x00" * 5000, "[" * 100_000]
 
 
@@ -74,7 +77,8 @@ def test_a_line_that_is_no_row_never_forbids_to_go_on(tmp_path, line, capsys):
     rows.cut_after(path, 3)
     with metrics.open_writers(run_file(tmp_path, "--metrics.tensorboard", "false"), tmp_path, 3) as writers:
         writers.write({"step": 4})
-    assert [row["step"] for row in metrics.read(path)] == [1, 3, 4] and path.read_text().startswith(f'{{"step": 1}}\n{line}\n')
+    assert [row["step"] for row in metrics.read(path)] == [1, 3, 4] and path.read_text().startswith(
+        f'{{"step": 1}}\n{line}\n')
     assert list(reversed(metrics.read(path))) == list(reversed(rows.MetricRows(path)))
     assert capsys.readouterr().err == ""
 
@@ -91,7 +95,8 @@ def test_a_line_that_would_be_dropped_with_later_rows_is_kept_beside_and_told(tm
     assert "1 of the lines after step 1 are no rows of metrics; they are kept in metrics.aside.jsonl" in capsys.readouterr().err
 
 
-@given(st.lists(st.one_of(st.integers(0, 9).map(lambda step: f'{{"step": {step}, "x": "{step * "y"}"}}'), st.sampled_from(["", "no", "z" * 40]))),
+@given(st.lists(st.one_of(st.integers(0, 9).map(lambda step: f'{{"step": {step}, "x": "{step * "y"}"}}'),
+                          st.sampled_from(["", "no", "z" * 40]))),
        st.sampled_from(["", "torn", "t" * 50]), st.integers(1, 30))
 def test_a_file_read_from_its_end_has_the_lines_that_it_has_from_its_beginning(tmp_path_factory, lines, torn, block):
     path = tmp_path_factory.mktemp("m") / "m.jsonl"
@@ -115,7 +120,8 @@ def test_a_million_rows_are_cut_and_told_in_bounded_memory(tmp_path):
     tracemalloc.start()
     try:
         rows.cut_after(path, 9_000)
-        assert goodput.counted_s(rows.MetricRows(path), 8_999) == pytest.approx(numbers["goodput"] * numbers["elapsed_s"])
+        assert goodput.counted_s(rows.MetricRows(path), 8_999) == pytest.approx(
+            numbers["goodput"] * numbers["elapsed_s"])
         assert rows.set_aside_after(path, 6_000) == "m.aside.jsonl"
         held = tracemalloc.get_traced_memory()[1]
     finally:
@@ -237,7 +243,8 @@ def curves(directory) -> dict[str, list[tuple[int, float]]]:
     """What TensorBoard itself reads: tag -> [(step, value)]."""
     accumulator = event_accumulator.EventAccumulator(str(directory), size_guidance={"scalars": 0})
     accumulator.Reload()
-    return {tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
+    return {tag: [(event.step, event.value) for event in accumulator.Scalars(tag)]
+            for tag in accumulator.Tags()["scalars"]}
 
 
 def test_tensorboard_shows_every_number_of_a_row_at_its_step(tmp_path):
@@ -248,7 +255,8 @@ def test_tensorboard_shows_every_number_of_a_row_at_its_step(tmp_path):
         board.write(row)
         written = curves(tmp_path)  # while the run goes on
     assert written == {tag: [(7, np.float32(value))] for tag, value in {
-        "train/loss": 2.5, "train/grad_norm": 0.5, "train/learning_rate": 1e-3, "train/tokens": 4096, "train/skipped": 1,
+        "train/loss": 2.5, "train/grad_norm": 0.5, "train/learning_rate": 1e-3, "train/tokens": 4096,
+        "train/skipped": 1,
         "validation/loss": 3.5, "time/step_s": 0.25, "time/data_wait_s": 0.125, "time/checkpoint_wait_s": 0,
         "tokens_per_s": 1e4}.items()}
 
@@ -320,7 +328,8 @@ def test_wandb_without_its_package_is_refused_before_anything_is_made(tmp_path, 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert train.main(["--metrics.wandb", "theirs"]) == 2
     told = capfd.readouterr().err
-    assert told.startswith('error: metrics.wandb="theirs" needs the package wandb') and "pip install -e '.[wandb]'" in told
+    assert told.startswith('error: metrics.wandb="theirs" needs the package wandb')
+    assert "pip install -e '.[wandb]'" in told
     assert list(tmp_path.iterdir()) == []
 
 
@@ -403,7 +412,8 @@ def test_an_empty_wandb_identity_is_made_anew(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()
     (tmp_path / "wandb" / "run-id").write_text("")      # killed between making the file and writing it
     asked = []
-    monkeypatch.setattr(wandb, "init", lambda **settings: asked.append(settings["id"]) or types.SimpleNamespace(step=0, finish=lambda exit_code: 0))
+    monkeypatch.setattr(wandb, "init", lambda **settings: asked.append(settings["id"])
+                        or types.SimpleNamespace(step=0, finish=lambda exit_code: 0))
     for _ in range(2):
         with metrics.open_writers(run_file(tmp_path, "--metrics.wandb", "theirs"), tmp_path, 0):
             pass

@@ -1,7 +1,8 @@
-"""Every command, asked for what cannot be: one message that names the value and the remedy, its exit code, and nothing written.
+"""Every command, asked for what cannot be: one message that names the value and the remedy, its exit code, and nothing
+written.
 
-A row is what somebody types in a directory with a finished run (`run`), a model folder (`hf`), and files that are empty,
-damaged, of another kind or none at all; `world` says what stands there. To try another mistake, add a row.
+A row is what somebody types in a directory with a finished run (`run`), a model folder (`hf`), and files that are
+empty, damaged, of another kind or none at all; `world` says what stands there. To try another mistake, add a row.
 """
 import contextlib
 import io
@@ -24,8 +25,10 @@ from launch import ray as launch_ray
 from meshtrain import convert, evaluate, generate, inspect, plan, report, tokenize, train
 
 LIMIT_S = 20        # a mistake is told within milliseconds, on a loaded machine within a second or two
-MAINS = {"train": train.main, "generate": generate.main, "evaluate": evaluate.main, "convert": convert.main, "inspect": inspect.main,
-         "plan": plan.main, "tokenize": tokenize.main, "report": report.main, "launch.local": local.main, "launch.pod": pod.main,
+MAINS = {"train": train.main, "generate": generate.main, "evaluate": evaluate.main, "convert": convert.main,
+         "inspect": inspect.main,
+         "plan": plan.main, "tokenize": tokenize.main, "report": report.main, "launch.local": local.main,
+         "launch.pod": pod.main,
          "launch.ray": launch_ray.main, "launch.elastic": launch_elastic.main, "launch.restart": restart.main}
 
 LONG = "x" * 300
@@ -89,7 +92,8 @@ ROWS = {
         ("--sharding.rules " + LONG, "sharding.rules"),
         ("--data.source text --data.paths '[\"" + LONG + "\"]'", "data.paths"),
         ("--data.tokenizer " + LONG + " --data.source text --data.paths '[\"text.txt\"]'", "data.tokenizer"),
-        ("--data.cache " + LONG + " --data.source jsonl --data.paths '[\"other.jsonl\"]' --data.field body", "data.cache"),
+        ("--data.cache " + LONG + " --data.source jsonl --data.paths '[\"other.jsonl\"]' --data.field body",
+         "data.cache"),
         ("--data.source chat --data.chat_template " + LONG + " --data.paths '[\"other.jsonl\"]'", "chat_template"),
         ("--checkpoint.local_every 5 --checkpoint.local_dir " + LONG, "checkpoint.local_dir"),
         ("--sharding.rules latin1.toml", "latin1.toml", "UTF-8"),
@@ -150,8 +154,10 @@ ROWS = {
         ("--metrics.wandb offline", "metrics.wandb"),
         ("--distributed.coordinator_address nowhere", "distributed"),
         ("--distributed.num_processes 2", "distributed"),
-        ("--distributed.coordinator_address localhost:99999 --distributed.num_processes 2 --distributed.process_id 0", "99999"),
-        ("--distributed.coordinator_address localhost:2000 --distributed.num_processes 2 --distributed.process_id 2", "process_id=2"),
+        ("--distributed.coordinator_address localhost:99999 --distributed.num_processes 2 --distributed.process_id 0",
+         "99999"),
+        ("--distributed.coordinator_address localhost:2000 --distributed.num_processes 2 --distributed.process_id 2",
+         "process_id=2"),
         ("--json", "--json"),
         ("--training.steps 3 --quiet", "--quiet"),
     ],
@@ -435,7 +441,8 @@ ROWS = {
         ("--processes 2 --devices 0", "--devices 0"),
         ("--processes 2 --devices 4 -- nowhere.toml", "no such run file"),
         ("--processes 2 --devices 4 --full 64 --min-processes 0", "--min-processes"),
-        ("--processes 3 --devices 1 --full 8 --min-processes 3 -- --mesh.data 8 --mesh.simulated_devices 8", "no number of processes"),
+        ("--processes 3 --devices 1 --full 8 --min-processes 3 -- --mesh.data 8 --mesh.simulated_devices 8",
+         "no number of processes"),
     ],
     "launch.restart": [
         ("", "CODE"),
@@ -457,11 +464,15 @@ def world(home, tiny, tmp_path_factory) -> Path:
     ran = call(train.main, *tiny, "--training.steps", 1, "--run.dir", world / "run", "--metrics.tensorboard", "false")
     assert ran.code == 0, ran
     files = {
-        "empty.txt": "", "folder/mine.txt": "mine", "sound.toml": "[training]\nsteps = 3\n", "half.toml": "[mesh]\ndata = [1,\n",
-        "null.toml": '[run]\ndir = "a\\u0000b"\n', "far.toml": f'extends = "{LONG}"\n', "nul.toml": "[run]\nname = 'a\0b'\n", "list.json": "[1, 2]", "circle.toml": 'extends = "circle.toml"\n',
+        "empty.txt": "", "folder/mine.txt": "mine", "sound.toml": "[training]\nsteps = 3\n",
+        "half.toml": "[mesh]\ndata = [1,\n",
+        "null.toml": '[run]\ndir = "a\\u0000b"\n', "far.toml": f'extends = "{LONG}"\n',
+        "nul.toml": "[run]\nname = 'a\0b'\n", "list.json": "[1, 2]", "circle.toml": 'extends = "circle.toml"\n',
         "broken.jsonl": '{"text": "one"}\n{"text": \n', "other.jsonl": '{"body": "one"}\n', "fake.txt.gz": "no gzip",
-        "latin1.toml": b"[run]\nname = '\xe9'\n", "utf16.toml": "[run]\nname = 'a'\n".encode("utf-16"), "bytes.bin": bytes(range(128, 256)),
-        "run_other/metrics.jsonl": "what is this\n", "run_other/config.toml": "[wheels]\ncount = 4\n", "hf_empty/config.json": ""}
+        "latin1.toml": b"[run]\nname = '\xe9'\n", "utf16.toml": "[run]\nname = 'a'\n".encode("utf-16"),
+        "bytes.bin": bytes(range(128, 256)),
+        "run_other/metrics.jsonl": "what is this\n", "run_other/config.toml": "[wheels]\ncount = 4\n",
+        "hf_empty/config.json": ""}
     for name, content in files.items():
         (world / name).parent.mkdir(exist_ok=True)
         (world / name).write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -471,8 +482,10 @@ def world(home, tiny, tmp_path_factory) -> Path:
     os.mkfifo(world / "fifo")
     settings = json.loads((GOLDENS / "llama3.2" / "config.json").read_text())
     weights = (GOLDENS / "llama3.2" / "model.safetensors").read_bytes()
-    for name, changed, held in (("hf", {}, weights), ("hf_unknown", {"architectures": ["LlambForCausalLM"], "model_type": "llamb"}, weights),
-                                ("hf_truncated", {}, weights[:-100]), ("hf_shape", {"hidden_size": 2 * settings["hidden_size"]}, weights),
+    for name, changed, held in (("hf", {}, weights),
+                                ("hf_unknown", {"architectures": ["LlambForCausalLM"], "model_type": "llamb"}, weights),
+                                ("hf_truncated", {}, weights[:-100]),
+                                ("hf_shape", {"hidden_size": 2 * settings["hidden_size"]}, weights),
                                 ("hf_no_weights", {}, None), ("hf_nan", {"rms_norm_eps": math.nan}, weights)):
         (world / name).mkdir()
         (world / name / "config.json").write_text(json.dumps(settings | changed))
@@ -485,7 +498,8 @@ def world(home, tiny, tmp_path_factory) -> Path:
 
 def standing(directory: Path) -> dict:
     """What is there, and when it was written last; but for what every start that claims a directory leaves in it."""
-    return {str(path.relative_to(directory)): (path.lstat().st_size, path.lstat().st_mtime_ns) for path in directory.rglob("*")
+    return {str(path.relative_to(directory)): (path.lstat().st_size, path.lstat().st_mtime_ns)
+            for path in directory.rglob("*")
             if not path.is_dir() and path.name != ".lock" and "stacks" not in path.parts}
 
 

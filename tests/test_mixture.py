@@ -1,4 +1,5 @@
-"""Mixtures: exact shares in every batch, each source in the order that it has alone, and hosts that read only their rows."""
+"""Mixtures: exact shares in every batch, each source in the order that it has alone, and hosts that read only their
+rows."""
 from fractions import Fraction
 
 import numpy as np
@@ -37,7 +38,8 @@ def test_shares_add_up_never_fall_and_keep_to_their_bound(weights, quanta, quant
     assert all(0 <= count <= then for count, then in zip(counts, later))
     bound = mixture.deviation(weights)
     k, whole = len(weights), sum(weights)
-    assert all(abs(count - Fraction(weight * total, whole)) <= bound * quantum for count, weight in zip(counts, weights))
+    assert all(abs(count - Fraction(weight * total, whole)) <= bound * quantum
+               for count, weight in zip(counts, weights))
     assert bound <= (1 + sum(1 / i for i in range(1, k - 1))) / 2 if k > 1 else bound == 0
 
 
@@ -101,7 +103,8 @@ def test_whole_sequences_are_mixed_where_documents_are_long_and_tokens_where_the
         rows = source_of(mixed(long, weights, seq_len=32, global_batch=5).batch(n))
         assert (rows == rows[:, :1]).all()      # none is cut
         counts = np.bincount(source_of(mixed(short, weights, seq_len=32, global_batch=5).batch(n)).ravel(), minlength=3)
-        assert np.abs(counts - np.array(weights) * 160).max() <= 2     # twice the bound: both ends of a batch are rounded
+        # twice the bound: both ends of a batch are rounded
+        assert np.abs(counts - np.array(weights) * 160).max() <= 2
 
 
 def test_a_book_in_a_mixture_does_not_fill_a_batch_with_neighbours():
@@ -115,7 +118,8 @@ def test_a_book_in_a_mixture_does_not_fill_a_batch_with_neighbours():
 
 def test_a_source_shorter_than_a_sequence_comes_again_and_again_in_its_row():
     packed = mixed([[900], [3]], [0.9, 0.1], seq_len=17, global_batch=2)
-    rows = [row for n in range(40) for row, source in zip(packed.batch(n)["tokens"].tolist(), source_of(packed.batch(n))[:, 1])
+    rows = [row for n in range(40) for row, source in zip(packed.batch(n)["tokens"].tolist(),
+                                                          source_of(packed.batch(n))[:, 1])
             if source == 1]
     assert len(rows) == 8
     ids = np.array(rows).ravel()    # 34 epochs of one document: each sequence begins where the one before ended
@@ -149,7 +153,8 @@ def test_hosts_read_their_rows_of_a_mixture_and_no_others(mixture, shape, n, ran
 
 
 def test_every_source_of_a_mixture_is_validated_on_its_own():
-    packed = mixed([[10] * 60, [20] * 30], [1, 3], seq_len=8, global_batch=3, validation_fraction=0.2, names=["web", "books"])
+    packed = mixed([[10] * 60, [20] * 30], [1, 3], seq_len=8, global_batch=3, validation_fraction=0.2,
+                   names=["web", "books"])
     assert [(held.name, held.weight) for held in packed.validation] == [("web", 0.25), ("books", 0.75)]
     for i, held in enumerate(packed.validation):
         ids = validation(held, "tokens")
@@ -163,5 +168,6 @@ def test_files_of_their_own_are_validated_on_and_nothing_else_is_held_out():
     assert packed.train[0].tokens_per_epoch == 120
     ids = validation(packed.validation[0], "tokens")
     assert sorted(ids[ids > BOS]) == [*range(5 * FIRST_ID, 5 * FIRST_ID + 20)]
-    with pytest.raises(ValueError, match="the validation files hold 24 tokens, and one sequence of data.seq_len=25 takes 25"):
+    with pytest.raises(ValueError,
+                       match="the validation files hold 24 tokens, and one sequence of data.seq_len=25 takes 25"):
         documents.pack([train], [1.0], bos=BOS, seed=0, seq_len=25, global_batch=2, validation=[other])

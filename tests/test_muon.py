@@ -1,4 +1,5 @@
-"""Muon where matrices lie split: the numbers of one device, and nothing sent but the matrices themselves, twice, in bf16."""
+"""Muon where matrices lie split: the numbers of one device, and nothing sent but the matrices themselves, twice, in
+bf16."""
 import functools
 import math
 from pathlib import Path
@@ -28,8 +29,10 @@ def run_of(rule: str, mesh: dict, **model) -> config.Run:
     return config.Run(
         mesh=mesh, sharding=dict(rules=str(RULES / f"{rule}.toml")), model=MODEL | model,
         data=dict(seq_len=32, global_batch=32), training=dict(steps=20, microbatches=2, loss_chunk=24),
-        # eps is large: Adam would make a whole step of the rounding error where an element of the embedding has no gradient.
-        optimizer=dict(name="muon", learning_rate=0.02, schedule="constant", warmup_steps=0, weight_decay=0.1, eps=1e-3),
+        # eps is large: Adam would make a whole step of the rounding error where an element of the embedding has no
+        # gradient.
+        optimizer=dict(name="muon", learning_rate=0.02, schedule="constant", warmup_steps=0,
+                       weight_decay=0.1, eps=1e-3),
     )  # fmt: skip
 
 
@@ -69,7 +72,8 @@ def test_training_equals_one_device(case):
     losses, params, before = one_device(num_layers)
     got_losses, got, _ = trained(run_of(rule, mesh, num_layers=num_layers))
     np.testing.assert_allclose(got_losses, losses, rtol=2e-5)
-    for (path, a), b, start in zip(jax.tree.leaves_with_path(got), *map(jax.tree.leaves, (params, before)), strict=True):
+    for (path, a), b, start in zip(jax.tree.leaves_with_path(got), *map(jax.tree.leaves, (params, before)),
+                                   strict=True):
         # float32 sums in another order, through Newton–Schulz: 1e-6 to 1e-5 of what a leaf moved.
         assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b - start), jax.tree_util.keystr(path)
 
@@ -111,7 +115,8 @@ def test_split_matrices_give_the_numbers_of_whole_ones(of, shape):
 
 @pytest.mark.parametrize("spec", [P(), P("a"), P(("b", "a"))])
 def test_matrices_that_lie_whole_get_no_constraint(spec):
-    whole = jax.make_jaxpr(lambda x: muon.orthogonalize(x, placed(spec), COEFFICIENTS, jnp.float32))(jnp.ones((8, 4, 2, 3)))
+    whole = jax.make_jaxpr(lambda x: muon.orthogonalize(x, placed(spec), COEFFICIENTS, jnp.float32))(
+        jnp.ones((8, 4, 2, 3)))
     assert "sharding_constraint" not in str(whole) and "pad" not in str(whole)
 
 
@@ -121,14 +126,16 @@ GPU_MODEL = dict(vocab_size=1024, embed_dim=256, num_heads=8, num_kv_heads=4, he
                  compute_dtype="bfloat16")
 GPU_CELLS = [
     ("zero3", dict(fsdp=4, tensor=2), 6), ("zero3", dict(fsdp=8), 8), ("zero3", dict(fsdp=8), 5),
-    ("zero3", dict(data=2, fsdp=4), 4), ("hsdp", dict(data=2, fsdp=4), 4), ("zero1", dict(fsdp=8), 8), ("ddp", dict(fsdp=8), 2),
+    ("zero3", dict(data=2, fsdp=4), 4), ("hsdp", dict(data=2, fsdp=4), 4), ("zero1", dict(fsdp=8), 8),
+    ("ddp", dict(fsdp=8), 2),
     ("zero3", dict(stage=2, fsdp=4), 12),
     ("zero3", dict(stage=2, fsdp=2, tensor=2), 4), ("zero3", dict(fsdp=4, context=2), 8),
 ]  # fmt: skip
 
 
 def moves(made) -> dict[tuple[str, ...], int]:
-    """Mesh axes -> bytes of a device's part of all matrices, there and back in bf16, the layers of each part filled up."""
+    """Mesh axes -> bytes of a device's part of all matrices, there and back in bf16, the layers of each part filled
+    up."""
     out = {}
     for info in made.model.parameters():
         if info.role != "matrix":
@@ -149,7 +156,8 @@ def newton_schulz_flops(made) -> int:
         if info.role == "matrix":
             short, long = sorted(math.prod(info.shape[dim] for dim in dims) for dims in info.matrix_dims)
             stage, *split = [made.layout.mesh_axes("optimizer", axis) for axis in info.axes]
-            layers = -(-info.shape[0] // made.layout.num_shards(stage) // made.layout.num_shards(axis for axes in split for axis in axes))
+            layers = -(-info.shape[0] // made.layout.num_shards(stage) // made.layout.num_shards(
+                axis for axes in split for axis in axes))
             flops += layers * 5 * 2 * (2 * short**2 * long + short**3)
     return flops
 
@@ -164,9 +172,11 @@ def test_matrices_go_to_their_device_and_back_in_bf16_and_nothing_else_is_sent(c
     made = assembly.assemble(run, compile.topology("h100:8"))
     spec = made.program.spec
     as_stored = rules.shardings(made.layout, made.mesh, "optimizer", spec.axes)
-    grads = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=s), spec.abstract.params, as_stored)
+    grads = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=s),
+                         spec.abstract.params, as_stored)
     update = jax.jit(functools.partial(spec.tx.update, step=0), out_shardings=(as_stored, spec.sharding.opt_state))
-    program = audit.read(made.program.compiled(update, grads, spec.with_shardings().opt_state, grads).as_text(), made.mesh)
+    program = audit.read(made.program.compiled(update, grads, spec.with_shardings().opt_state,
+                                               grads).as_text(), made.mesh)
     sent = {}
     for c in program.collectives:
         sent[c.kind, c.axes, c.dtype] = sent.get((c.kind, c.axes, c.dtype), 0) + c.payload_bytes

@@ -14,7 +14,8 @@ def test_notebook_runs_to_its_end(path, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))         # nobody's own start-up files
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(notebook, timeout=300, kernel_name="python3",
+                   resources={"metadata": {"path": str(tmp_path)}}).execute()
     said = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.outputs]
     assert said and all(cell.execution_count for cell in said)
 

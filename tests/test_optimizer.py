@@ -51,7 +51,8 @@ AXES = {
 
 def config(name="adamw", **changes):
     defaults = dict(
-        learning_rate=0.1, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0, schedule="constant", warmup_steps=0, decay_steps=0, final_fraction=0.1
+        learning_rate=0.1, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0, schedule="constant",
+        warmup_steps=0, decay_steps=0, final_fraction=0.1
     )
     return types.SimpleNamespace(name=name, **(defaults | changes))
 
@@ -62,7 +63,8 @@ def build(cfg, steps=10):
 
 def random_params(seed=0, dtype=jnp.float32):
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda shape: jnp.asarray(rng.normal(size=shape), dtype), SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree.map(lambda shape: jnp.asarray(rng.normal(size=shape), dtype), SHAPES,
+                        is_leaf=lambda x: isinstance(x, tuple))
 
 
 def updates_of(cfg, sequence, params):
@@ -128,13 +130,15 @@ def test_a_warm_up_longer_than_the_run_is_cut_to_the_run(name):
 
 
 def test_a_decay_longer_than_the_run_is_cut_to_what_the_warm_up_leaves():
-    assert learning_rates(6, schedule="wsd", warmup_steps=2, decay_steps=100) == learning_rates(6, schedule="linear", warmup_steps=2)
+    assert learning_rates(6, schedule="wsd", warmup_steps=2, decay_steps=100) == learning_rates(
+        6, schedule="linear", warmup_steps=2)
 
 
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
 def test_stacked_layers_are_updated_as_separate_matrices_would_be(name):
     params, sequence = random_params(1), [random_params(2), random_params(3)]
-    # Layers of very different gradient size, in one step rising and in the next falling: any statistic over all of them would show.
+    # Layers of very different gradient size, in one step rising and in the next falling: any statistic over all of them
+    # would show.
     for grads, sizes in zip(sequence, (jnp.logspace(-3, 3, L), jnp.logspace(3, -3, L)), strict=True):
         grads["layers"] = jax.tree.map(lambda g: g * sizes.reshape((L,) + (1,) * (g.ndim - 1)), grads["layers"])
     together = updates_of(config(name), sequence, params)
@@ -142,7 +146,8 @@ def test_stacked_layers_are_updated_as_separate_matrices_would_be(name):
         one = lambda tree: {**tree, "layers": jax.tree.map(lambda x: x[layer : layer + 1], tree["layers"])}
         alone = updates_of(config(name), [one(grads) for grads in sequence], one(params))
         # float32 sums of up to a hundred terms in another order, through Newton–Schulz's five steps
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a[0], b[layer], rtol=2e-4, atol=1e-6), alone["layers"], together["layers"])
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a[0], b[layer], rtol=2e-4, atol=1e-6),
+                     alone["layers"], together["layers"])
 
 
 def test_muon_orthogonalizes_projections_as_matrices_with_the_rms_of_adamw():
@@ -151,7 +156,8 @@ def test_muon_orthogonalizes_projections_as_matrices_with_the_rms_of_adamw():
     for name, matrix in (("wq", (D, N * H)), ("wo", (N * H, D)), ("up", (D, F))):
         for layer in range(L):
             update = -np.asarray(updates[name][layer]).reshape(matrix) / (0.2 * np.sqrt(max(matrix)))
-            left, _, right = np.linalg.svd(np.asarray(grads["layers"][name][layer]).reshape(matrix), full_matrices=False)
+            left, _, right = np.linalg.svd(np.asarray(grads["layers"][name][layer]).reshape(matrix),
+                                           full_matrices=False)
             singular = np.diag(left.T @ update @ right.T)  # in the gradient's own basis: Newton–Schulz keeps it
             assert singular.min() > 0.3 and singular.max() < 1.3, (name, layer, singular)
             assert np.abs(left.T @ update @ right.T - np.diag(singular)).max() < 1e-4
@@ -195,9 +201,11 @@ def test_a_sharded_update_equals_the_plain_one(name):
     shardings = place(params, AXES), place(state, optimizer.state_axes(tx, params, AXES))
     update = functools.partial(tx.update, step=0)
     step = jax.jit(update, out_shardings=shardings)
-    sharded = step(jax.device_put(grads, shardings[0]), jax.device_put(state, shardings[1]), jax.device_put(params, shardings[0]))
+    sharded = step(jax.device_put(grads, shardings[0]), jax.device_put(state, shardings[1]),
+                   jax.device_put(params, shardings[0]))
     # float32 sums in another order
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), sharded, update(grads, state, params))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+                 sharded, update(grads, state, params))
 
 
 @pytest.mark.parametrize("name", optimizer.NAMES)
@@ -267,7 +275,8 @@ def one_layer_run(**training):
     run = run_file.Run(
         model=dict(vocab_size=64, embed_dim=8, num_layers=1, num_heads=1, mlp_dim=8, compute_dtype="float32"),
         data=dict(seq_len=8, global_batch=2), training=training,
-        optimizer=dict(learning_rate=0.1, eps=1e-30, weight_decay=0.0, schedule="linear", warmup_steps=2, final_fraction=0.0))
+        optimizer=dict(learning_rate=0.1, eps=1e-30, weight_decay=0.0, schedule="linear",
+                       warmup_steps=2, final_fraction=0.0))
     made = assembly.assemble(run, jax.devices()[:1])
     ids = np.arange(16, dtype=np.int32).reshape(2, 8)
     rows = dict(tokens=ids, targets=ids + 1, segments=np.ones_like(ids), positions=ids % 8, index=ids % 8,
@@ -287,10 +296,12 @@ def test_the_logged_learning_rate_is_the_one_applied_and_reaches_its_end_through
     state, metrics = step(state, batch)
     assert metrics["skipped"] and metrics["learning_rate"] == np.float32(0.05)
     counts = [x for x in jax.tree.leaves(jax.device_get(state.opt_state)) if x.dtype == np.int32]
-    assert counts == counts_before == [0]       # of applied updates: the bias correction waits, the learning rate does not
+    # of applied updates: the bias correction waits, the learning rate does not
+    assert counts == counts_before == [0]
     state = State(state.step, jax.device_put(good, made.program.spec.sharding.params), state.opt_state)
     state, metrics = step(state, batch)
-    moved = max(np.abs(new - old).max() for new, old in zip(*map(jax.tree.leaves, (jax.device_get(state.params), good))))
+    moved = max(np.abs(new - old).max()
+                for new, old in zip(*map(jax.tree.leaves, (jax.device_get(state.params), good))))
     assert metrics["learning_rate"] == np.float32(0.1)
     assert moved == pytest.approx(0.1, rel=1e-5)        # float32 rounding of lr · m / (√v + eps) and of the sum
     rates = [float(metrics["learning_rate"])]

@@ -135,7 +135,8 @@ class Endless:
 
 def test_a_hundred_million_documents_are_opened_and_read_in_50_megabytes():
     tracemalloc.start()
-    packed = documents.pack([Endless()], [1.0], bos=BOS, seq_len=4096, global_batch=4, seed=0, validation_fraction=0.001)
+    packed = documents.pack([Endless()], [1.0], bos=BOS, seq_len=4096, global_batch=4,
+                            seed=0, validation_fraction=0.001)
     for n in (0, 10**9):
         packed.batch(n)
     opened, _ = tracemalloc.get_traced_memory()
@@ -151,7 +152,8 @@ class View:
 
     def __init__(self, part):
         run = contracts.run_length(part.source.num_documents)
-        documents = np.concatenate([np.arange(r * run, min((r + 1) * run, part.source.num_documents)) for r in part.runs]
+        documents = np.concatenate([np.arange(r * run, min((r + 1) * run, part.source.num_documents))
+                                    for r in part.runs]
                                    or [[]]).astype(np.int64)
         self.spans = [(d, s, n) for d, s, n in zip(documents, *part.spans(documents))] if len(documents) else []
         assert part.num_tokens == sum(n + 1 for _, _, n in self.spans)
@@ -184,7 +186,8 @@ def test_whole_documents_are_held_out_where_there_are_many():
     assert not train.documents & held_out.documents
     assert len(held_out.documents) == 50 and held_out.tokens == 1000
     assert np.ptp(list(held_out.documents)) > 500  # from all over the corpus
-    for place in range(0, 100, 7):  # one that nearly fills the share on its own does not cost the others their wholeness
+    # one that nearly fills the share on its own does not cost the others their wholeness
+    for place in range(0, 100, 7):
         lengths = np.full(100, 20)
         lengths[place] = 100
         train, held_out = map(View, holdout.split(Numbered(lengths), 0.055))

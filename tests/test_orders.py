@@ -32,5 +32,6 @@ def test_layouts_come_in_the_order_of_the_roofline_wherever_that_tells_them_apar
 
 
 def test_no_formula_holds_more_than_a_twentieth_less_than_the_program(prices):
-    few = {name: one.memory_bytes["total"] for name, one in prices.items() if one.memory_bytes["total"] < .95 * RECORDED[name]["bytes"]}
+    few = {name: one.memory_bytes["total"] for name, one in prices.items()
+           if one.memory_bytes["total"] < .95 * RECORDED[name]["bytes"]}
     assert few == {}

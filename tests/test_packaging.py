@@ -29,7 +29,8 @@ print(json.dumps({"home": meshtrain.__path__[0], "runs": sorted(run.run.name for
 
 
 def pip(*words):
-    subprocess.run([sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *map(str, words)], check=True, timeout=300)
+    subprocess.run([sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *map(str, words)],
+                   check=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,8 @@ def test_an_installed_wheel_loads_every_shipped_file_from_an_empty_directory(whe
 def test_the_wheel_holds_every_module_and_every_shipped_file(wheel):
     held = set(zipfile.ZipFile(wheel).namelist())
     modules = {str(path.relative_to(ROOT)) for name in ("meshtrain", "launch") for path in (ROOT / name).rglob("*.py")}
-    assert modules | {f"meshtrain/{path}" for path in SHIPPED} | {"launch/slurm.sbatch", "launch/kubernetes.yaml"} <= held
+    assert modules | {f"meshtrain/{path}" for path in SHIPPED} | {"launch/slurm.sbatch",
+                                                                  "launch/kubernetes.yaml"} <= held
     assert {f"meshtrain/pages/{name}" for name in ("drawing.css", "skin.css", "skin.js")} <= held
     assert {name.split("/")[0] for name in held if ".dist-info" not in name} == {"meshtrain", "launch"}
 

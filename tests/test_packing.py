@@ -1,4 +1,5 @@
-"""Batches: every token an input once an epoch, the same on every layout, nothing learnt across documents but their end."""
+"""Batches: every token an input once an epoch, the same on every layout, nothing learnt across documents but their
+end."""
 import hashlib
 import threading
 import time

@@ -67,13 +67,15 @@ def standing_alone(page: str) -> Read:
         assert attrs.get("href", "#").startswith(("#", "data:")), attrs
         assert not any(name.startswith("on") for name in attrs), attrs
     style = "".join(re.findall(r"<style>(.*?)</style>", page, re.DOTALL))
-    assert "url(" not in style and "@import" not in style and "prefers-color-scheme: dark" in style and "@media print" in style
+    assert "url(" not in style and "@import" not in style and "prefers-color-scheme: dark" in style
+    assert "@media print" in style
     return read
 
 
 SAMPLES = {
     "8 GPUs": pages_samples.inspected(),
-    "16,384 GPUs and 1,000 parameters": pages_samples.inspected({"data": 64, "fsdp": 2, "tensor": 8, "stage": 16}, 1000),
+    "16,384 GPUs and 1,000 parameters": pages_samples.inspected(
+        {"data": 64, "fsdp": 2, "tensor": 8, "stage": 16}, 1000),
     "one device": pages_samples.inspected({"data": 1}, gpu=None),
     "hostile names": pages_samples.inspected(name=pages_samples.HOSTILE),
 }
@@ -101,7 +103,8 @@ def test_every_number_of_the_json_is_on_the_page():
     told = pages_samples.inspected()
     read = Read(layout.page(told))
     assert {str(number) for number in numbers(told)} - read.exact == set()
-    for part in ("1.2B", "1,234,567,891", "262,144", "2.500 s", "13,107", "43.2%", "matmul 60.0%", "72.8 GiB", "79.1 GiB",
+    for part in ("1.2B", "1,234,567,891", "262,144", "2.500 s", "13,107", "43.2%", "matmul 60.0%",
+                 "72.8 GiB", "79.1 GiB",
                  "234.5 TFLOP", "123.0 by formulas", "matmuls differ: a run", "gathered in a loop: a run",
                  "WRONG NUMBERS", "no zeros, please: a run"):
         assert part in read.words, part
@@ -114,7 +117,8 @@ def test_names_of_users_are_text_and_never_markup():
     assert page.count("<script") == 2 == page.count("</script>") and "<img" not in page and "<!--" not in page
 
 
-@pytest.mark.parametrize("sizes, hosts", [({"fsdp": 8}, 1), ({"data": 8, "tensor": 8}, 8), ({"data": 2048, "tensor": 8}, 2048)])
+@pytest.mark.parametrize("sizes, hosts", [({"fsdp": 8}, 1), ({"data": 8, "tensor": 8}, 8),
+                                          ({"data": 2048, "tensor": 8}, 2048)])
 def test_a_mesh_of_any_size_is_a_drawing_of_at_most_eight_hosts(sizes, hosts):
     drawn = pictures.mesh(pages_samples.inspected(sizes)["mesh"])
     assert drawn.count(">host ") == min(hosts, 8) and (f"{hosts - 8:,} hosts of 8 more" in drawn) == (hosts > 8)
@@ -123,12 +127,14 @@ def test_a_mesh_of_any_size_is_a_drawing_of_at_most_eight_hosts(sizes, hosts):
 
 def test_a_rack_is_drawn_by_its_hosts_and_told_by_its_links():
     told = pages_samples.inspected({"data": 2, "tensor": 36}, gpu="gb200", per_host=4)
-    told["mesh"] |= {"gpus_per_link_domain": 72, "links": {"data": {"size": 2, "inside": 2}, "tensor": {"size": 36, "inside": 36}}}
+    told["mesh"] |= {"gpus_per_link_domain": 72,
+                     "links": {"data": {"size": 2, "inside": 2}, "tensor": {"size": 36, "inside": 36}}}
     read = Read(layout.page(told))
     assert "10 hosts of 4 more" in read.words and "NVLink reaches 72 GPUs, 18 hosts" in read.words
 
 
-@pytest.mark.parametrize("name, p, m, v", [("1f1b", 4, 6, 1), ("interleaved_zero_bubble", 4, 64, 2), ("1f1b", 64, 128, 1)])
+@pytest.mark.parametrize("name, p, m, v", [("1f1b", 4, 6, 1), ("interleaved_zero_bubble", 4, 64, 2),
+                                           ("1f1b", 64, 128, 1)])
 def test_a_schedule_is_drawn_with_every_op_of_its_lines(name, p, m, v):
     schedule = schedules.make(name, p, m, v)
     outcome = simulate.simulate(schedule, simulate.Costs(loss_s=0.25))
@@ -138,7 +144,8 @@ def test_a_schedule_is_drawn_with_every_op_of_its_lines(name, p, m, v):
     assert drawn.count("<rect") == backgrounds + sum(len(part["ops"]) for part in found["lines"])
     assert drawn.count("head and loss") == 0 and f">stage {p - 1}<" in drawn and len(drawn) < 2**20
     read = standing_alone(layout.page(pages_samples.inspected() | {"schedule": found}))
-    assert f"{name}: {p} stages" in read.words and f"Bubble {outcome.bubble:.1%}" in read.words and "3.0 GiB" in read.words
+    assert f"{name}: {p} stages" in read.words and f"Bubble {outcome.bubble:.1%}" in read.words
+    assert "3.0 GiB" in read.words
 
 
 def test_the_places_on_a_page_are_those_of_the_mesh():
@@ -175,8 +182,10 @@ def test_inspect_writes_the_page_of_what_it_prints(tiny, tmp_path):
     page, told = (tmp_path / "cost.html").read_text(), json.loads(ran.out)
     read = standing_alone(page)
     assert embedded(page) == told and "tiny" in read.words and "data 8" in read.words
-    cells = {row["stored_bytes"] for row in told["parameters"]} | {row["bytes"] for row in told["collectives"]["compiled"]}
-    cells |= {value for held in ("formula", "compiled") for value in told["memory_bytes"][held].values() if value is not None}
+    cells = {row["stored_bytes"] for row in told["parameters"]} | {
+        row["bytes"] for row in told["collectives"]["compiled"]}
+    cells |= {value for held in ("formula", "compiled") for value in told["memory_bytes"][held].values()
+              if value is not None}
     assert {str(cell) for cell in cells} - read.exact == set()
 
 
@@ -218,11 +227,13 @@ def test_plan_writes_the_page_of_what_it_prints(planned):
         assert embedded(page) == told
         fitting = [one for one in told["plans"] if one["fits"]]
         cells = {one["memory_bytes"]["total"] for one in told["plans"]}
-        cells |= {one[key] for one in fitting for key in ("step_time_s", "tokens_per_s_per_gpu", "mfu", "days", "gpu_hours")}
+        cells |= {one[key] for one in fitting
+                  for key in ("step_time_s", "tokens_per_s_per_gpu", "mfu", "days", "gpu_hours")}
         assert {str(cell) for cell in cells} - read.exact == set() and "8.0B parameters" in read.words
     told, page = planned[0]
     read = Read(page)
-    for part in [*told["first"]["sentences"], *told["caveats"], *(one["reason"] for one in told["plans"] if not one["fits"])]:
+    for part in [*told["first"]["sentences"], *told["caveats"],
+                 *(one["reason"] for one in told["plans"] if not one["fits"])]:
         assert " ".join(part.split()) in read.words, part
     near = [one for one in told["plans"] + told["others"] if one["step_time_s"] <= 4 * told["plans"][0]["step_time_s"]]
     assert page.count("<circle") == len(near) > 20
@@ -252,7 +263,8 @@ def test_what_was_compiled_stands_beside_the_formulas(planned):
 def test_where_nothing_fits_the_page_says_so_and_why(tmp_path):
     ran = call(plan.main, "llama3-70b", "--gpus", 8, "--gpu", "a100-40gb", "--global-batch", 64, "--html", "none.html")
     read = standing_alone((tmp_path / "none.html").read_text())
-    assert ran.code == 0 and "No layout fits" in read.words and "What does not fit" in read.words and "needs" in read.words
+    assert ran.code == 0 and "No layout fits" in read.words and "What does not fit" in read.words
+    assert "needs" in read.words
 
 
 def test_a_layout_that_is_fixed_stands_on_the_page_with_its_distance_to_the_best(tmp_path):

@@ -1,5 +1,6 @@
-"""The Pallas kernels: their numbers, step by step on the CPU, against scores held whole in float64; which blocks they visit; and
-what the GPU's compiler makes of them: registers that spill, shared memory. No GPU is needed; none has run them here.
+"""The Pallas kernels: their numbers, step by step on the CPU, against scores held whole in float64; which blocks they
+visit; and what the GPU's compiler makes of them: registers that spill, shared memory. No GPU is needed; none has run
+them here.
 """
 import functools
 import re
@@ -46,8 +47,10 @@ def drawn_segments(kind: str, rng, B: int, T: int, S: int, causal: bool):
     if kind == "nothing in common" and not causal:
         return np.full((B, T), 5, np.int32), np.full((B, S), 3, np.int32)
     q, k = pair(documents(rng, B, T + S, *{
-        "one document": (1e9,), "nothing in common": (1,), "short documents": (4,), "documents of half a row": (S / 2,), "padding": (S / 3,),
-        "rows that see nothing": (S / 3,), "borders on block edges": (1e9, (15, 16, 17, 31, 32, 33, 48, 64, 80, 96))}[kind]), T, S, causal)
+        "one document": (1e9,), "nothing in common": (1,), "short documents": (4,), "documents of half a row": (S / 2,),
+        "padding": (S / 3,),
+        "rows that see nothing": (S / 3,),
+        "borders on block edges": (1e9, (15, 16, 17, 31, 32, 33, 48, 64, 80, 96))}[kind]), T, S, causal)
     q, k = q.copy(), k.copy()
     if kind == "padding":           # the end of a row is no document; its tokens see each other
         q[:, -T // 3 + 3:] = k[:, -S // 3 + 3:] = 0
@@ -57,7 +60,8 @@ def drawn_segments(kind: str, rng, B: int, T: int, S: int, causal: bool):
     return q, k
 
 
-KINDS = ("one document", "short documents", "documents of half a row", "borders on block edges", "padding", "rows that see nothing",
+KINDS = ("one document", "short documents", "documents of half a row", "borders on block edges",
+         "padding", "rows that see nothing",
          "nothing in common", "no order")
 
 
@@ -79,7 +83,8 @@ def capped(s, softcap: float):
 def plain_forward(q, k, v, seen, softcap):
     """o and lse in float64."""
     G = q.shape[2] // k.shape[2]
-    s = np.where(seen[:, None], capped(np.einsum("btnh,bsnh->bnts", q, np.repeat(k, G, 2)) * q.shape[3] ** -0.5, softcap), -np.inf)
+    s = np.where(seen[:, None], capped(np.einsum("btnh,bsnh->bnts", q, np.repeat(k, G, 2)) * q.shape[3] ** -0.5,
+                                       softcap), -np.inf)
     some = seen.any(2)[:, None, :, None]
     p = np.exp(s - np.where(some, s.max(-1, keepdims=True), 0))
     total = np.where(some, p.sum(-1, keepdims=True), 1)
@@ -110,23 +115,27 @@ CELLS = {
     "a window, a softcap": (70, 70, 2, 1, 16, near(21), TALL, 1, 0.7),
 }
 SLOW = {
-    "S < T, no group": (90, 33, 2, 2, 16, WHOLE, TALL, 1, 0), "causal, heads summed outside": (64, 64, 6, 2, 16, CAUSAL, SQUARE, 10**6, 0),
-    "causal, a head of 80": (50, 50, 2, 1, 80, CAUSAL, FLAT, 1, 0), "eight heads of one": (48, 48, 8, 1, 32, CAUSAL, TALL, 1, 0),
+    "S < T, no group": (90, 33, 2, 2, 16, WHOLE, TALL, 1, 0),
+    "causal, heads summed outside": (64, 64, 6, 2, 16, CAUSAL, SQUARE, 10**6, 0),
+    "causal, a head of 80": (50, 50, 2, 1, 80, CAUSAL, FLAT, 1, 0),
+    "eight heads of one": (48, 48, 8, 1, 32, CAUSAL, TALL, 1, 0),
     "the tiles of H100": (256, 256, 2, 1, 128, CAUSAL, tiles.of(128, "h100"), 1, 0),
     "the tiles of heads of 256": (96, 128, 2, 2, 256, WHOLE, tiles.of(256, "b200"), 1, 0),
-    "a window of one token": (50, 50, 2, 1, 16, near(1), FLAT, 1, 0), "a window of a block": (64, 64, 4, 2, 16, near(16), SQUARE, 10**6, 0),
+    "a window of one token": (50, 50, 2, 1, 16, near(1), FLAT, 1, 0),
+    "a window of a block": (64, 64, 4, 2, 16, near(16), SQUARE, 10**6, 0),
     "a chunk at the window's edge": (48, 48, 2, 1, 16, edge(70, 48), SQUARE, 1, 0.7),
     "a chunk beyond the window": (33, 48, 2, 1, 16, edge(20, 80), TALL, 1, 0),
     "a window within the tiles of H100": (256, 256, 2, 1, 128, near(100), tiles.of(128, "h100"), 1, 30.0),
 }
-# Of the largest number of a result. float32: sums of up to 128 products of 256 in another order. bfloat16: o, p and ds are
-# rounded to 8 bits before they are summed.
+# Of the largest number of a result. float32: sums of up to 128 products of 256 in another order. bfloat16: o, p and ds
+# are rounded to 8 bits before they are summed.
 TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2}
 
 
 @functools.cache
 def both_ways(mask: Mask, tiles: Tiles, full: int, softcap: float):
-    """Jitted (q, k, v, q segments, k segments, o, lse, do) -> forward and backward of the engine, the backward with o and lse as given."""
+    """Jitted (q, k, v, q segments, k segments, o, lse, do) -> forward and backward of the engine, the backward with o
+    and lse as given."""
     engine = pallas.engine(tiles, Scores(softcap=softcap), full=full, interpret=True)
     return jax.jit(lambda *args: (engine.forward(*args[:5], mask), engine.backward(*args, mask)))
 
@@ -136,13 +145,15 @@ def check(cell, kind: str, dtype: str, seed: int):
     T, S, N, K, H, mask, tiles, full, softcap = cell
     rng, B = np.random.default_rng(seed), 2
     exact = lambda x: np.asarray(jnp.asarray(x, dtype), np.float64)     # numbers that the dtype has
-    q, k, v, do = (exact(rng.standard_normal((B, length, heads, H))) for length, heads in ((T, N), (S, K), (S, K), (T, N)))
+    q, k, v, do = (exact(rng.standard_normal((B, length, heads, H)))
+                   for length, heads in ((T, N), (S, K), (S, K), (T, N)))
     segments = drawn_segments(kind, rng, B, T, S, mask.causal)
     seen = seen_pairs(*segments, mask)
     o, lse = plain_forward(q, k, v, seen, softcap)
     elsewhere = rng.standard_normal(lse.shape)
     together = np.logaddexp(lse, elsewhere)
-    whole = exact(o * np.exp(lse - together)[..., None] + rng.standard_normal(o.shape) * np.exp(elsewhere - together)[..., None])
+    whole = exact(o * np.exp(lse - together)[..., None] + rng.standard_normal(o.shape) * np.exp(elsewhere - together)[
+        ..., None])
     given = [jnp.asarray(x, dtype) for x in (q, k, v)] + [jnp.asarray(x) for x in segments]
     (got_o, got_lse), grads = both_ways(mask, tiles, full, softcap)(
         *given, jnp.asarray(whole, dtype), jnp.asarray(together, jnp.float32), jnp.asarray(do, dtype))
@@ -152,11 +163,13 @@ def check(cell, kind: str, dtype: str, seed: int):
     got = (got_o, np.where(nothing[..., None], 0, got_lse), *grads)
     for name, a, b in zip(("o", "lse", "dq", "dk", "dv"), got, expected):
         assert np.asarray(a).dtype in (np.float32, np.float64), name
-        np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE[dtype] * max(1.0, np.abs(b).max()), err_msg=f"{name}, {kind}")
+        np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE[dtype] * max(1.0, np.abs(b).max()),
+                                   err_msg=f"{name}, {kind}")
 
 
 @pytest.mark.parametrize("cell, dtype", [
-    *((cell, "float32") for cell in CELLS), *(slow(cell, "bfloat16") for cell in CELLS), *(slow(cell, "float32") for cell in SLOW),
+    *((cell, "float32") for cell in CELLS), *(slow(cell, "bfloat16") for cell in CELLS),
+    *(slow(cell, "float32") for cell in SLOW),
     slow("the tiles of H100", "bfloat16")])
 def test_kernels_equal_plain_attention_and_its_gradients(cell, dtype):
     shape = (CELLS | SLOW)[cell]
@@ -172,7 +185,8 @@ def jitted_spans(block: int, step: int, mask: Mask, own_are_queries: bool):
     return jax.jit(lambda own, other: pallas.spans(own, other, block, step, mask, own_are_queries))
 
 
-@pytest.mark.parametrize("T, S, mask", [(96, 96, CAUSAL), (64, 128, WHOLE), (96, 96, near(50)), (64, 96, edge(110, 64))],
+@pytest.mark.parametrize("T, S, mask", [(96, 96, CAUSAL), (64, 128, WHOLE), (96, 96, near(50)),
+                                        (64, 96, edge(110, 64))],
                          ids=["causal", "keys before queries", "a window", "a window's edge"])
 def test_visited_blocks_hold_every_visible_pair_and_where_documents_ascend_no_other_block(T, S, mask):
     rng, in_vain, visited, bare = np.random.default_rng(0), 0, 0, 0
@@ -206,13 +220,15 @@ def ptxas() -> Path:
 
 
 def resources(gpu: str, head_dim: int, mask: Mask, scores: Scores, folder: Path) -> dict[str, tuple[int, int]]:
-    """{kernel: (spilled bytes of a thread, shared memory of a block)} of forward and backward, at the shape of Llama 3 8B."""
+    """{kernel: (spilled bytes of a thread, shared memory of a block)} of forward and backward, at the shape of Llama 3
+    8B."""
     B, T, N, K = 1, 8192, 32, 8
     mesh = MeshSpec({}).build(compile.topology(f"{gpu}:1"))
     engine = pallas.engine(tiles.of(head_dim, gpu, bool(scores.softcap)), scores)
 
     def both(q, k, v, segments, o, lse, do):
-        return engine.forward(q, k, v, segments, segments, mask), engine.backward(q, k, v, segments, segments, o, lse, do, mask)
+        return engine.forward(q, k, v, segments, segments, mask), engine.backward(
+            q, k, v, segments, segments, o, lse, do, mask)
 
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, P()))
     q, k = (array(jnp.bfloat16, B, T, heads, head_dim) for heads in (N, K))
@@ -223,27 +239,32 @@ def resources(gpu: str, head_dim: int, mask: Mask, scores: Scores, folder: Path)
         options = {"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx", "xla_backend_optimization_level": 3}
         step.compile(compiler_options=options)
     launches = "".join(path.read_text() for path in folder.glob("*thunk_sequence.txt"))
-    shared = {name: int(size) for name, size in re.findall(rf"({pallas.NAME}\w*) grid:.*shared_memory: (\d+) bytes", launches)}
+    shared = {name: int(size) for name, size in re.findall(
+        rf"({pallas.NAME}\w*) grid:.*shared_memory: (\d+) bytes", launches)}
     found = {}
     architecture = {8: "sm_80", 9: "sm_90a", 10: "sm_100a"}[compile._TARGETS[gpu].compute_capability]
     for path in folder.glob("*.ptx"):
         if pallas.NAME in (text := path.read_text()):
             name = re.search(rf"\.entry ({pallas.NAME}\w*)", text).group(1)
-            said = subprocess.run([ptxas(), "-v", f"-arch={architecture}", path, "-o", "/dev/null"], capture_output=True, text=True)
+            said = subprocess.run([ptxas(), "-v", f"-arch={architecture}", path, "-o", "/dev/null"],
+                                  capture_output=True, text=True)
             assert said.returncode == 0, said.stderr[:300]
             found[name] = int(re.search(r"(\d+) bytes spill stores", said.stderr).group(1)), shared[name]
     return found
 
 
 CAPPED = Scores(224, 50.0)      # Gemma 2's
-COMPILED = [(gpu, head_dim, mask, scores) for gpu in ("a100-80gb", "h100", "h200", "b200") for head_dim in tiles.WIDTHS for mask, scores in (
+COMPILED = [(gpu, head_dim, mask, scores) for gpu in ("a100-80gb", "h100", "h200", "b200")
+            for head_dim in tiles.WIDTHS for mask, scores in (
     (CAUSAL, Scores()), (WHOLE, Scores()), (near(4096), CAPPED), (edge(4096, 2048), Scores()))]
 FAST = [("h100", 128, near(4096), Scores()), ("b200", 256, WHOLE, Scores())]
 
 
 @pytest.mark.skipif(compile.missing_wheels(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
-@pytest.mark.parametrize("gpu, head_dim, mask, scores", [*FAST, *(slow(*cell) for cell in COMPILED if cell not in FAST)])
-def test_kernels_compiled_for_a_gpu_spill_next_to_nothing_and_fit_its_shared_memory(gpu, head_dim, mask, scores, tmp_path):
+@pytest.mark.parametrize("gpu, head_dim, mask, scores",
+                         [*FAST, *(slow(*cell) for cell in COMPILED if cell not in FAST)])
+def test_kernels_compiled_for_a_gpu_spill_next_to_nothing_and_fit_its_shared_memory(
+        gpu, head_dim, mask, scores, tmp_path):
     found = resources(gpu, head_dim, mask, scores, tmp_path)
     assert set(found) == {f"{pallas.NAME}_{what}{mask.label}" for what in ("forward", "dq", "dkv")}
     for name, (spilled, shared) in found.items():

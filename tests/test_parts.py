@@ -28,7 +28,8 @@ def count(shape: tuple, text: str = TENSOR, **sizes: int) -> int:
 
 
 @pytest.mark.parametrize("rows, tokens, expected", [
-    (8, 8192, 4), (16, 8192, 4), (12, 8192, 4), (9, 8192, 3), (7, 8192, 7), (11, 8192, 1), (2, 2048, 2), (4, 1024, 2), (64, 256, 4),
+    (8, 8192, 4), (16, 8192, 4), (12, 8192, 4), (9, 8192, 3), (7, 8192, 7), (11, 8192, 1),
+    (2, 2048, 2), (4, 1024, 2), (64, 256, 4),
 ])
 def test_a_tensor_group_s_rows_are_cut_into_four_parts_or_as_many_as_divide_them(rows, tokens, expected):
     for sizes in (dict(tensor=8), dict(tensor=2, fsdp=4), dict(tensor=2, fsdp=2, data=2), dict(tensor=4, context=2)):
@@ -57,5 +58,6 @@ def test_every_part_has_its_share_of_the_rows_of_each_shard(shards, pieces):
         of_shard = np.asarray(part[:, 0]).reshape(shards, -1) // 5 // (24 // shards)
         np.testing.assert_array_equal(of_shard, np.arange(shards)[:, None] * np.ones_like(of_shard))
     np.testing.assert_array_equal(parts.join(cut, shards), a)
-    back = jax.grad(lambda a: sum((i + 1.0) * part.sum() for i, part in enumerate(parts.cut(a, shards, pieces))))(a.astype(float))
+    back = jax.grad(lambda a: sum((i + 1.0) * part.sum() for i, part in enumerate(parts.cut(a, shards, pieces))))(
+        a.astype(float))
     assert sorted(set(back.ravel().tolist())) == [i + 1 for i in range(pieces)]

@@ -27,7 +27,8 @@ LAYERS = 8
 CHUNKS = {"interleaved": 2, "interleaved_zero_bubble": 2}
 
 
-def run_of(rule: str, mesh: dict, schedule: str = "1f1b", model: dict = {}, training: dict = {}, chunks: int = 0, **more):
+def run_of(rule: str, mesh: dict, schedule: str = "1f1b", model: dict = {}, training: dict = {},
+           chunks: int = 0, **more):
     return config.Run(
         mesh=mesh, sharding=dict(rules=str(RULES / f"{rule}.toml")), model=MODEL | dict(num_layers=LAYERS) | model,
         data=dict(seq_len=T, global_batch=SEQUENCES) | more.get("data", {}),
@@ -55,7 +56,8 @@ def check_equal(case: Compiled, model: dict = {}, training: dict = {}, steps: in
 
 
 def check_program(case: Compiled):
-    """Every F and every B of the schedule sends once over the stages, in runs of known length, and all permutes have targets."""
+    """Every F and every B of the schedule sends once over the stages, in runs of known length, and all permutes have
+    targets."""
     run, sizes = case.made.run, case.made.mesh_spec.sizes
     executed = table_of(run).executed
     assert not case.audit.unknown_loops and not case.audit.broken_permutes
@@ -105,7 +107,8 @@ def table_of(run) -> schedules.Schedule:
 
 @pytest.mark.parametrize("schedule, remat", [
     ("interleaved_zero_bubble", "full"),
-    *slow(("1f1b", "full"), ("1f1b", "none"), ("interleaved", "none"), ("zero_bubble", "full"), ("gpipe", "none"), ("gpipe", "full"), ("interleaved", "full"), ("zero_bubble", "none"),
+    *slow(("1f1b", "full"), ("1f1b", "none"), ("interleaved", "none"), ("zero_bubble", "full"),
+          ("gpipe", "none"), ("gpipe", "full"), ("interleaved", "full"), ("zero_bubble", "none"),
           ("interleaved_zero_bubble", "none")),
 ])  # fmt: skip
 def test_every_schedule_equals_one_device(schedule, remat):
@@ -117,7 +120,8 @@ def test_every_schedule_equals_one_device(schedule, remat):
 
 @pytest.mark.parametrize("schedule, stages, microbatches", [
     ("1f1b", 8, 8),
-    *slow(("interleaved_zero_bubble", 2, 8), ("interleaved_zero_bubble", 4, 4), ("1f1b", 2, 8), ("interleaved_zero_bubble", 8, 8), ("zero_bubble", 4, 12), ("1f1b", 4, 2)),
+    *slow(("interleaved_zero_bubble", 2, 8), ("interleaved_zero_bubble", 4, 4), ("1f1b", 2, 8),
+          ("interleaved_zero_bubble", 8, 8), ("zero_bubble", 4, 12), ("1f1b", 4, 2)),
 ])  # fmt: skip
 def test_any_number_of_stages_and_microbatches_equals_one_device(schedule, stages, microbatches):
     model = dict(num_layers=16) if stages * CHUNKS.get(schedule, 1) == 16 else {}
@@ -127,7 +131,8 @@ def test_any_number_of_stages_and_microbatches_equals_one_device(schedule, stage
 
 
 @pytest.mark.parametrize("rule, mesh, schedule", [
-    *slow(("zero3", dict(context=2, tensor=2), "interleaved_zero_bubble"), ("zero1", dict(data=2), "1f1b"), ("zero1", dict(tensor=2), "1f1b"),
+    *slow(("zero3", dict(context=2, tensor=2), "interleaved_zero_bubble"), ("zero1", dict(data=2), "1f1b"),
+          ("zero1", dict(tensor=2), "1f1b"),
           ("zero3", dict(fsdp=2), "interleaved_zero_bubble"),
           ("zero1", dict(data=2), "interleaved_zero_bubble"),
           ("zero3", dict(fsdp=2), "1f1b"),
@@ -142,7 +147,8 @@ def test_any_number_of_stages_and_microbatches_equals_one_device(schedule, stage
 ], ids=lambda value: "-".join(f"{k}{n}" for k, n in value.items()) if isinstance(value, dict) else value)  # fmt: skip
 def test_other_axes_beside_the_stages_equal_one_device(rule, mesh, schedule):
     microbatches = 8 if len(mesh) == 1 else 4                           # 12 sequences lie on data 2 × fsdp 2
-    case = Compiled(run_of(rule, mesh | dict(stage=2), schedule, training=dict(remat="full", microbatches=microbatches)))
+    case = Compiled(run_of(rule, mesh | dict(stage=2), schedule,
+                           training=dict(remat="full", microbatches=microbatches)))
     check_equal(case)
     check_program(case)
 
@@ -217,17 +223,19 @@ def test_state_goes_from_any_number_of_stages_and_chunks_to_any_other(tmp_path):
 
 
 def check_flops(case: Compiled):
-    """Matmuls of a device are those of the schedule's ticks: no recomputation beyond remat's, and none for the split."""
+    """Matmuls of a device are those of the schedule's ticks: no recomputation beyond remat's, and none for the
+    split."""
     run, schedule = case.made.run, table_of(case.made.run)
     cfg, sequences = run.model, SEQUENCES // run.training.microbatches
-    linear = {info.path[-2]: 2 * sequences * T * info.size // LAYERS for info in case.made.model.parameters() if info.role == "matrix"}
+    linear = {info.path[-2]: 2 * sequences * T * info.size // LAYERS
+              for info in case.made.model.parameters() if info.role == "matrix"}
     product = 2 * sequences * T * T * cfg.num_heads * cfg.head_dim      # one of attention's, scores or p·v
     forward = sum(linear.values()) + 2 * product
     backward = 2 * sum(linear.values()) + 5 * product
     scores_again = 0
     if run.training.remat == "full":
-        # Nobody asks for the last output again; scores of a single block are made once for both directions, or (jax 0.12)
-        # once for each.
+        # Nobody asks for the last output again; scores of a single block are made once for both directions, or (jax
+        # 0.12) once for each.
         backward += forward - linear["down"] - product
         scores_again = product
     depth = LAYERS // (schedule.num_stages * schedule.num_chunks)
@@ -269,11 +277,13 @@ THIRDS = dict(embed_dim=48, num_heads=6, num_kv_heads=6)
 
 @pytest.mark.parametrize("case, parts", [
     ((("ddp", dict(stage=4)), dict(schedule="1f1b", chunks=2)), ["pipeline.chunks=2", "interleaved"]),
-    ((("ddp", dict(stage=4)), dict(schedule="interleaved", training=dict(microbatches=6))), ["multiple of mesh.stage=4", "8"]),
+    ((("ddp", dict(stage=4)), dict(schedule="interleaved", training=dict(microbatches=6))),
+     ["multiple of mesh.stage=4", "8"]),
     # Taken from the stages, a vocabulary of 512 must still divide over tensor.
     ((("zero1", dict(stage=2, tensor=3)), dict(model=THIRDS, data=dict(seq_len=48))),
      ["vocab=512", "tensor 3", "model.vocab_size"]),
-    ((("ddp", dict(stage=4)), dict(training=dict(remat="offload"))), ['training.remat="offload"', "mesh.stage=4", '"full"']),
+    ((("ddp", dict(stage=4)), dict(training=dict(remat="offload"))),
+     ['training.remat="offload"', "mesh.stage=4", '"full"']),
     ((("ddp", dict(stage=4)), dict(schedule="interleaved", chunks=3, model=dict(num_layers=7))),
      ["pipeline.chunks=3", "num_layers=7", "without a layer", "use at most 2"]),
 ], ids=["chunks", "microbatches", "vocabulary", "offload", "empty chunks"])  # fmt: skip

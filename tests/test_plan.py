@@ -52,13 +52,15 @@ def test_every_plan_is_a_run_file_that_loads(words, tmp_path):
 
 def test_a_run_that_is_meant_for_more_devices_is_planned_for_those_that_are_asked(tmp_path):
     planned, given = tmp_path / "planned.toml", tmp_path / "given.toml"
-    given.write_text("[mesh]\ndata = -1\nfull_devices = 64\n[model]\npreset = 'llama3.2-1b'\n[data]\nglobal_batch = 64\n")
+    given.write_text("[mesh]\ndata = -1\nfull_devices = 64\n[model]\npreset = 'llama3.2-1b'\n[data]\nglobal_batch = "
+                     "64\n")
     code, _, error = call(given, "--gpus", 16, "--gpu", "h100", "--write", planned)
     assert code == 0 and config.mesh_sizes(config.load([str(planned)]), 16), error
 
 
 def test_the_best_pipeline_is_designed_as_it_was_priced(tmp_path):
-    code, _, err = call("llama3-70b", "--gpus", 64, "--gpu", "h100", "--global-batch", 128, "--stage", 4, "--tensor", 8, "--json",
+    code, _, err = call("llama3-70b", "--gpus", 64, "--gpu", "h100", "--global-batch",
+                        128, "--stage", 4, "--tensor", 8, "--json",
                         "--write", "best.toml")
     assert (code, err) == (0, "written: best.toml\n")
     run = config.load(["best.toml"])
@@ -72,8 +74,8 @@ def test_the_best_pipeline_is_designed_as_it_was_priced(tmp_path):
 @pytest.mark.parametrize("remat", search.REMAT)
 @pytest.mark.parametrize("schedule", ["interleaved", "interleaved_zero_bubble"])
 def test_a_plan_keeps_in_its_slots_what_training_would(remat, schedule, tmp_path):
-    run, asked = question("llama3-70b --gpus 64 --gpu h100 --global-batch 128 --tensor 8 --stage 4 --data 1 --microbatches 64 "
-                          f"--remat {remat} --schedule {schedule} --chunks 4 --max-memory 300")
+    run, asked = question("llama3-70b --gpus 64 --gpu h100 --global-batch 128 --tensor 8 --stage 4 --data 1 "
+                          f"--microbatches 64 --remat {remat} --schedule {schedule} --chunks 4 --max-memory 300")
     best = search.search(asked).plans[0]
     slots = footprint.slot_bytes(best.placed, best.options)
     (tmp_path / "best.toml").write_text(plan.run_file(run, best, "best.toml"))
@@ -100,7 +102,8 @@ def test_json_is_best_first_and_what_does_not_fit_last_with_its_reason():
 
 def test_where_full_remat_does_not_fit_layers_inputs_wait_on_the_host():
     words = "llama3-8b --gpus 8 --gpu h100 --global-batch 8 --fsdp 8 --seq-len 65536".split()
-    limits = [min(one["memory_bytes"]["total"] for one in json.loads(call(*words, "--remat", remat, "--json")[1])["plans"]) / 2**30
+    limits = [min(one["memory_bytes"]["total"]
+                  for one in json.loads(call(*words, "--remat", remat, "--json")[1])["plans"]) / 2**30
               for remat in ("full", "offload")]
     code, out, _ = call(*words, "--max-memory", sum(limits) / 2, "--json")
     best = json.loads(out)["plans"][0]
@@ -132,7 +135,8 @@ def test_a_batch_that_nobody_gave_can_be_split_over_the_gpus(gpus, batch):
 
 def test_short_sequences_are_not_split_and_planned_all_the_same():
     code, out, err = call("configs/quickstart.toml", "--gpus", 8, "--gpu", "h100")
-    assert code == 0 and "2.2M parameters" in out and "fsdp 8" in out and "context" not in out.split("The first plan")[0], err
+    assert code == 0 and "2.2M parameters" in out and "fsdp 8" in out and "context" not in out.split("The first "
+                                                                                                     "plan")[0], err
 
 
 def test_a_step_too_short_for_formulas_has_no_time_on_the_page():
@@ -153,7 +157,8 @@ def test_people_read_a_table_and_what_bounds_the_first_plan():
     assert code == 0 and "The first plan is bound by" in out and "A GPU holds" in out and "matmul.sustained" in out
     assert "fsdp 8" in out and "zero3" in out
     assert "attention by pallas, documents of 2,000 tokens in the mean;" in out
-    windowed = ("llama3-8b", "--gpus", 8, "--gpu", "h100", "--global-batch", 64, "--model.window", 4096, "--data.document_mask", "false")
+    windowed = ("llama3-8b", "--gpus", 8, "--gpu", "h100", "--global-batch", 64, "--model.window",
+                4096, "--data.document_mask", "false")
     assert "attention by cudnn; " in call(*windowed)[1], "a window skips pairs without any document"
     assert "attention by blockwise; " in call(*windowed, "--compute-dtype", "float32")[1]
 
@@ -179,7 +184,8 @@ def test_several_numbers_of_gpus_show_how_speed_and_days_scale():
     code, out, _ = call(*words, "--gpus", "8,64", "--json")
     few, many = json.loads(out)["plans"]
     assert code == 0 and (few["gpus"], many["gpus"]) == (8, 64)
-    assert many["tokens_per_s_per_gpu"] == pytest.approx(few["tokens_per_s_per_gpu"], rel=0.05), "8B hides its network on 64"
+    assert many["tokens_per_s_per_gpu"] == pytest.approx(few["tokens_per_s_per_gpu"],
+                                                         rel=0.05), "8B hides its network on 64"
     for one in (few, many):
         assert one["days"] == pytest.approx(1e12 / (one["tokens_per_s_per_gpu"] * one["gpus"]) / 86400)
         assert one["gpu_hours"] == pytest.approx(24 * one["days"] * one["gpus"])
@@ -192,7 +198,8 @@ def test_several_numbers_of_gpus_show_how_speed_and_days_scale():
 
 @pytest.mark.skipif(compile.missing_wheels(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
 def test_verify_shows_what_the_program_of_a_plan_holds_and_sends():
-    words = ("configs/quickstart.toml", "--gpus", 2, "--gpu", "h100", "--compute-dtype", "bfloat16", "--model.num_layers", 1,
+    words = ("configs/quickstart.toml", "--gpus", 2, "--gpu", "h100", "--compute-dtype",
+             "bfloat16", "--model.num_layers", 1,
              "--fsdp", 2, "--verify", 1)
     code, out, err = call(*words, "--json")
     best, *others = json.loads(out)["plans"]
@@ -208,7 +215,8 @@ def test_16384_gpus_are_planned_in_seconds():
     begin = time.process_time()     # 7 to 10 of them; 20: a machine that others use, too
     _, asked = question("llama3-405b --gpus 16384 --gpu h100 --global-batch 2048")
     answer = search.search(asked)
-    assert answer.plans[0].placed.mesh.num_devices == 16384 and answer.tried < 10_000 and time.process_time() - begin < 20
+    assert answer.plans[0].placed.mesh.num_devices == 16384 and answer.tried < 10_000
+    assert time.process_time() - begin < 20
 
 
 def test_what_is_fixed_stays_so_and_more_memory_never_hurts():
@@ -216,7 +224,8 @@ def test_what_is_fixed_stays_so_and_more_memory_never_hurts():
     _, asked = question(words + " --stage 4 --schedule zero_bubble --remat full --microbatches 16")
     for one in search.search(asked).plans:
         options = one.options
-        assert (one.sizes["stage"], options.schedule, options.remat, options.microbatches) == (4, "zero_bubble", "full", 16)
+        assert (one.sizes["stage"], options.schedule, options.remat, options.microbatches) == (
+            4, "zero_bubble", "full", 16)
     _, asked = question(words)
     more = dataclasses.replace(asked, usable_bytes=2 * asked.usable_bytes)
     assert search.search(more).plans[0].price.step_s <= search.search(asked).plans[0].price.step_s
@@ -231,7 +240,8 @@ def test_inspect_refuses_assumptions_that_only_formulas_make():
 def test_a_rule_file_of_ones_own_is_tried(tmp_path):
     (tmp_path / "mine.toml").write_text('[params]\nembed = "fsdp"\n[optimizer]\nembed = ["data", "fsdp"]\n'
                                         '[activations]\nbatch = ["data", "fsdp"]\n')
-    code, out, _ = call("llama3-8b", "--gpus", 16, "--gpu", "h100", "--fsdp", 8, "--data", 2, "--rules", "mine.toml", "--json")
+    code, out, _ = call("llama3-8b", "--gpus", 16, "--gpu", "h100", "--fsdp", 8, "--data",
+                        2, "--rules", "mine.toml", "--json")
     assert code == 0 and "mine.toml" in [one["rules"] for one in json.loads(out)["plans"]]
 
 
@@ -254,9 +264,12 @@ def test_a_file_that_is_there_is_told_before_anything_is_searched(tmp_path, monk
 
 @pytest.mark.parametrize("words, said", [
     ("llama3-8b --gpu h100", "--gpus is missing"), ("llama3-8b --gpus 8", "--gpu is missing"),
-    ("llama3-8b --gpus 8 --gpu h10", "--gpu=h10 is unknown"), ("llama3-8b --gpus 8 --gpu cpu", "--gpu=cpu is unknown; use one of a100-40gb"),
-    ("llama3-8b --gpus eight --gpu h100", "--gpus=eight is not a whole number"), ("--gpus 8 --gpu h100", "plan for what"),
-    ("lama3-8b --gpus 8 --gpu h100", "is no run file and no model"), ("llama3-8b --gpus 8 --gpu h100 --tensor", "has no value"),
+    ("llama3-8b --gpus 8 --gpu h10", "--gpu=h10 is unknown"),
+    ("llama3-8b --gpus 8 --gpu cpu", "--gpu=cpu is unknown; use one of a100-40gb"),
+    ("llama3-8b --gpus eight --gpu h100", "--gpus=eight is not a whole number"),
+    ("--gpus 8 --gpu h100", "plan for what"),
+    ("lama3-8b --gpus 8 --gpu h100", "is no run file and no model"),
+    ("llama3-8b --gpus 8 --gpu h100 --tensor", "has no value"),
     ("none.toml --gpus 8 --gpu h100", "there is no such run file"),
     ("llama3-8b --gpus 8 --gpu h100 --tensor 3", "no mesh of 8 GPUs"),
     ("llama3-8b --gpus 8 --gpu h100 --schedule zb_h1", "--schedule=zb_h1 is unknown; use one of gpipe"),

@@ -1,4 +1,5 @@
-"""A run that goes on with other weights, lengths or batches: every source goes on behind its last token, none comes twice."""
+"""A run that goes on with other weights, lengths or batches: every source goes on behind its last token, none comes
+twice."""
 import json
 
 import numpy as np
@@ -33,7 +34,8 @@ settings_of_a_run = st.tuples(st.integers(1, 17), st.integers(1, 5))
 
 
 @settings(deadline=None, max_examples=60)
-@given(full, settings_of_a_run, st.lists(st.tuples(settings_of_a_run, st.integers(0, 6)), min_size=1, max_size=4), sizes)
+@given(full, settings_of_a_run, st.lists(st.tuples(settings_of_a_run, st.integers(0, 6)),
+                                         min_size=1, max_size=4), sizes)
 def test_after_any_changes_of_length_and_batch_every_token_comes_once_per_epoch(lengths, last, phases, sizes):
     while sum(lengths) < 17 * 5:
         lengths = lengths + lengths

@@ -113,7 +113,8 @@ def test_a_bubble_is_what_the_simulator_finds(kind, p, rounds, seconds):
 
 
 def test_what_auto_weighs_are_the_parts_of_the_price():
-    """Of m microbatches on a stage that never waits: all of the step but the bubble, what stages send and what stands at its ends."""
+    """Of m microbatches on a stage that never waits: all of the step but the bubble, what stages send and what stands
+    at its ends."""
     cfg, rows = model()
     spec = MeshSpec(dict(stage=4, tensor=2))
     path = shipped("sharding_rules/zero1.toml")
@@ -135,7 +136,8 @@ def test_auto_takes_the_schedule_that_the_planner_prices_lowest():
     best = search.search(plan.question_of(run, options, 8)).plans[0]
     open_run = plan.laid_out(run, best)
     open_run = open_run.model_copy(update={"pipeline": open_run.pipeline.model_copy(update={"schedule": "auto"}),
-                                           "sharding": open_run.sharding.model_copy(update={"rules": str(shipped(best.rules.path))})})
+                                           "sharding": open_run.sharding.model_copy(
+                                               update={"rules": str(shipped(best.rules.path))})})
     choice = assembly.design(open_run, best.placed.mesh, "gpu", hardware.get("h200")).choice
     assert (choice.schedule.name, choice.schedule.num_chunks) == (best.options.schedule, best.options.chunks)
 
@@ -157,11 +159,13 @@ def test_the_shipped_70b_runs_take_about_the_memory_that_was_compiled():
     ("zero3", dict(fsdp=8), Options(8192, 64, 4, "selective"), "llama3-8b", 5.36 / 7.26),
     ("zero3", dict(tensor=8, fsdp=8), Options(8192, 128, 1, "full"), "llama3-70b", 14.5 / 20.6)])
 def test_float8_saves_about_what_it_saves_in_the_compiled_programs(rule, mesh, options, preset, share):
-    """Shares of the step by the roofline (docs/numbers.md). Within a tenth: the roofline's attention is Pallas, cuDNN here."""
+    """Shares of the step by the roofline (docs/numbers.md). Within a tenth: the roofline's attention is Pallas, cuDNN
+    here."""
     one, other = (priced(rule, mesh, options, preset, matmul_dtype=dtype) for dtype in ("auto", "float8"))
     assert other.step_s / one.step_s == pytest.approx(share, rel=.1)
     assert other.parts["attention"] == one.parts["attention"] and other.parts["elementwise"] > one.parts["elementwise"]
-    gathered = lambda price: sum(sent.array_bytes * sent.runs for sent in price.collectives if sent.kind == "all-gather" and sent.layer)
+    gathered = lambda price: sum(sent.array_bytes * sent.runs for sent in price.collectives if sent.kind == "all-gather"
+                                 and sent.layer)
     assert gathered(other) == pytest.approx(gathered(one) / 2)
     assert other.mfu > one.mfu, "a share of the bfloat16 peak all the same"
 
@@ -169,7 +173,8 @@ def test_float8_saves_about_what_it_saves_in_the_compiled_programs(rule, mesh, o
 def test_offload_holds_less_than_full_remat_and_waits_where_the_host_is_slow():
     of = lambda remat, **given: priced("zero3", dict(fsdp=8), Options(8192, 64, 2, remat), given=given)
     full, offload, slow = of("full"), of("offload"), of("offload", **{"offload.gb_per_s": 4})
-    assert offload.memory_bytes["activations"] < full.memory_bytes["activations"] - 32 * 4 * 8192 * 4096     # half of what layers keep
+    # half of what layers keep
+    assert offload.memory_bytes["activations"] < full.memory_bytes["activations"] - 32 * 4 * 8192 * 4096
     assert offload.step_s == pytest.approx(full.step_s) and "offload" not in offload.exposed
     assert slow.step_s > 1.02 * full.step_s and slow.exposed["offload"] > 0
 
@@ -187,7 +192,8 @@ def test_states_take_the_bytes_a_parameter_that_zero_says(rule, states):
 
 
 def test_traffic_of_data_parallel_steps_is_what_zero_says():
-    """Reductions in float32 once a step, gathers in bfloat16; under zero3 both for every microbatch, and gathers twice."""
+    """Reductions in float32 once a step, gathers in bfloat16; under zero3 both for every microbatch, and gathers
+    twice."""
     count, n = sum(info.size for info in model()[1]), 8
     sent = lambda rule, microbatches: priced(rule, dict(fsdp=n), Options(8192, 16, microbatches)).traffic_bytes["fsdp"]
     share = count * (n - 1) / n
@@ -201,12 +207,14 @@ def test_tensor_parallelism_sends_the_same_with_and_without_sequence_parallelism
     sent = {rule: priced(rule, dict(tensor=8), Options(8192, 1, 1)).traffic_bytes["tensor"]
             for rule in ("tensor", "ddp")}
     assert sent["tensor"] == pytest.approx(sent["ddp"])
-    assert sent["tensor"] == pytest.approx((32 * 8 + 4) * 8192 * 4096 * 2 * 7 / 8)    # 8 of T·h·2 bytes a layer, 4 at the ends
+    # 8 of T·h·2 bytes a layer, 4 at the ends
+    assert sent["tensor"] == pytest.approx((32 * 8 + 4) * 8192 * 4096 * 2 * 7 / 8)
 
 
 def test_a_group_with_one_member_on_each_host_has_one_nic():
     sizes, placement = (1, 1, 8, 1, 8), ("stage", "data", "fsdp", "context", "tensor")
-    assert group(sizes, placement, ("fsdp",), 8) == DeviceGroup(8, 1) and group(sizes, placement, ("tensor",), 8) == DeviceGroup(8, 8)
+    assert group(sizes, placement, ("fsdp",),
+                 8) == DeviceGroup(8, 1) and group(sizes, placement, ("tensor",), 8) == DeviceGroup(8, 8)
     assert group((1, 1, 64, 1, 1), placement, ("fsdp",), 8) == DeviceGroup(64, 8)
     assert group((1, 4, 8, 1, 2), placement, ("data", "fsdp"), 8) == DeviceGroup(32, 4)
     options = Options(8192, 64, 8, "full")
@@ -218,7 +226,8 @@ def test_a_group_with_one_member_on_each_host_has_one_nic():
 
 
 @settings(max_examples=30, deadline=None)
-@given(num_shards=st.sampled_from([1, 2, 4]), rule=st.sampled_from(["zero1", "zero2", "zero3"]), axis=st.sampled_from(["data", "fsdp"]))
+@given(num_shards=st.sampled_from([1, 2, 4]), rule=st.sampled_from(["zero1", "zero2", "zero3"]),
+       axis=st.sampled_from(["data", "fsdp"]))
 def test_more_devices_on_an_axis_never_raise_what_it_shards(num_shards, rule, axis):
     few, many = (priced(rule, {axis: n}, Options(4096, 8, 1)).memory_bytes for n in (num_shards, 2 * num_shards))
     assert all(many[key] <= few[key] for key in few)

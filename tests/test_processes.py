@@ -42,8 +42,10 @@ def told(address="", count=0, index=-1) -> Distributed:
 
 @pytest.mark.parametrize("environ", [
     {}, {"HOME": "/root"},
-    {key: value for key, value in SRUN.items() if key != "SLURM_STEP_ID"} | {"SLURM_PROCID": "0"},      # the batch script
-    SRUN | {"SLURM_STEP_ID": str(0xFFFFFFFB)}, SRUN | {"SLURM_STEP_ID": str(0xFFFFFFFA)},               # batch step, salloc
+    # the batch script
+    {key: value for key, value in SRUN.items() if key != "SLURM_STEP_ID"} | {"SLURM_PROCID": "0"},
+    # batch step, salloc
+    SRUN | {"SLURM_STEP_ID": str(0xFFFFFFFB)}, SRUN | {"SLURM_STEP_ID": str(0xFFFFFFFA)},
     SRUN | {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0"},
     MPI4 | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
 ], ids=["nothing", "home", "batch script", "batch step", "salloc", "one task", "one rank"])
@@ -58,7 +60,8 @@ def test_slurm_tells_rank_count_first_host_and_gpu():
 
 
 def test_all_tasks_of_a_job_meet_at_one_port_and_other_jobs_and_steps_at_others():
-    ranks = {find.cluster(NOTHING, SRUN | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i % 4), "SLURM_NODEID": str(i // 4)})
+    ranks = {find.cluster(NOTHING, SRUN | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i % 4),
+                                           "SLURM_NODEID": str(i // 4)})
              for i in range(8)}
     assert len({found.coordinator for found in ranks}) == 1 and {found.index for found in ranks} == set(range(8))
     others = {find.cluster(NOTHING, SRUN | change).port
@@ -92,7 +95,8 @@ def test_every_slurm_task_knows_how_many_share_its_host(per_node, data):
 @pytest.mark.parametrize("visible, more, own", [
     ("0,1,2,3", {}, (1,)), ("GPU-a,GPU-b,GPU-c,GPU-d", {}, (1,)), ("0,1,2,3,4,5,6,7", {}, (2, 3)), (None, {}, (1,)),
     ("2", {}, None), ("0,1,2,3", {"SLURM_GPUS_ON_NODE": "16"}, None), ("0,1,2,3", {"SLURM_GPUS_ON_NODE": "4"}, (1,)),
-    ("0,1,2,3", {"SLURM_GPUS_PER_TASK": "4"}, None), ("0,1,2,3", {"SLURM_GPUS_PER_TASK": "a100:4"}, None), ("", {}, (1,))])
+    ("0,1,2,3", {"SLURM_GPUS_PER_TASK": "4"}, None), ("0,1,2,3", {"SLURM_GPUS_PER_TASK": "a100:4"}, None),
+    ("", {}, (1,))])
 def test_the_tasks_of_a_host_share_its_gpus_evenly_unless_each_is_shown_its_own(visible, more, own, monkeypatch):
     monkeypatch.setattr(gpus.glob, "glob", lambda pattern: [])
     environ = {key: value for key, value in SRUN.items() if key != "CUDA_VISIBLE_DEVICES"} | more
@@ -112,7 +116,8 @@ def test_two_tasks_on_a_host_of_four_gpus_take_two_each(monkeypatch):
 
 def test_gpus_that_do_not_divide_among_the_tasks_of_a_host_are_refused():
     three = SRUN | {"SLURM_STEP_TASKS_PER_NODE": "3,5", "SLURM_NODEID": "0"}
-    with pytest.raises(ConfigError, match="3 processes on .* cannot share its 4 GPUs evenly; start 1 or 2 or 4 processes per"):
+    with pytest.raises(ConfigError,
+                       match="3 processes on .* cannot share its 4 GPUs evenly; start 1 or 2 or 4 processes per"):
         find.cluster(NOTHING, three)
 
 
@@ -139,7 +144,8 @@ def test_open_mpi_tells_rank_count_and_mpiruns_host(environ, host):
     found = find.cluster(NOTHING, environ)
     assert (found.host, found.count, found.index, found.local_devices) == (host, 8, 5, (1,))
     assert 10_000 <= found.port < 32_768
-    elsewhere = environ | {"OMPI_COMM_WORLD_RANK": "1", "PMIX_SERVER_URI41": "prterun-gpu-07-3903919@0.9;tcp4://127.0.0.1:1"}
+    elsewhere = environ | {"OMPI_COMM_WORLD_RANK": "1",
+                           "PMIX_SERVER_URI41": "prterun-gpu-07-3903919@0.9;tcp4://127.0.0.1:1"}
     assert find.cluster(NOTHING, elsewhere | {"OMPI_MCA_orte_hnp_uri": environ.get("OMPI_MCA_orte_hnp_uri", "")}
                           ).coordinator == found.coordinator
 
@@ -196,7 +202,8 @@ def test_addresses_of_all_kinds_are_taken(address, monkeypatch):
 def test_the_time_to_meet_is_a_key_that_reaches_the_meeting_and_jax(monkeypatch):
     monkeypatch.chdir(ROOT)
     assert config.Distributed().timeout_s == 300
-    run = config.load(["--distributed.timeout_s", "900", "--distributed.heartbeat_timeout_s", "60", "--mesh.simulated_devices", "0"])
+    run = config.load(["--distributed.timeout_s", "900", "--distributed.heartbeat_timeout_s",
+                       "60", "--mesh.simulated_devices", "0"])
     asked = []
     monkeypatch.setattr(meet, "start", lambda cluster, *seconds: asked.extend(seconds))
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
@@ -218,7 +225,8 @@ class Meeting(threading.Thread):
 
     def __init__(self, address: str, count: int, index: int, timeout_s: float = 20, token: str = ""):
         super().__init__(daemon=True)
-        self.cluster, self.timeout_s, self.result = Cluster(address, count, index, token=token), timeout_s, "still waiting"
+        self.cluster, self.timeout_s, self.result = Cluster(address, count, index,
+                                                            token=token), timeout_s, "still waiting"
         self.start()
 
     def run(self):
@@ -264,9 +272,12 @@ def test_all_meet_in_whatever_order_they_come(order, address):
 
 
 NO_HELLOS = [b"[]", b"7", b"{}", b"null", b"[" * 4000, b'{"index": 1}',
-             *(json.dumps({"index": 1, "count": 2, "host": "h", "pid": 1, "left_s": 20, "token": ""} | wrong).encode() for wrong in (
-                 {"index": 99}, {"index": 2}, {"index": -1}, {"index": "1"}, {"index": True}, {"index": 1.0}, {"left_s": "20"},
-                 {"left_s": None}, {"left_s": -1}, {"left_s": float("nan")}, {"count": [2]}, {"host": 7}, {"pid": "1"}, {"token": 7}))]
+             *(json.dumps({"index": 1, "count": 2, "host": "h", "pid": 1, "left_s": 20, "token": ""} | wrong).encode()
+               for wrong in (
+                 {"index": 99}, {"index": 2}, {"index": -1}, {"index": "1"}, {"index": True},
+                 {"index": 1.0}, {"left_s": "20"},
+                 {"left_s": None}, {"left_s": -1}, {"left_s": float("nan")}, {"count": [2]},
+                 {"host": 7}, {"pid": "1"}, {"token": 7}))]
 
 
 def test_a_process_of_another_run_or_start_disturbs_nothing_and_is_told(address, capfd):
@@ -274,7 +285,8 @@ def test_a_process_of_another_run_or_start_disturbs_nothing_and_is_told(address,
     mine = {"token": "run.dir=runs/a SLURM_JOB_ID=7"}
     first = Meeting(address, 3, 0, timeout_s=2, **mine)
     for other in ({"count": 4}, {"index": 0}, {"left_s": 0}, {"token": ""}):
-        with connect(address, hello(**{"index": 2, "count": 3, "pid": 11, "token": "run.dir=runs/b"} | other)) as stranger:
+        with connect(address,
+                     hello(**{"index": 2, "count": 3, "pid": 11, "token": "run.dir=runs/b"} | other)) as stranger:
             assert stranger.recv(100) == b""
     assert first.result == "still waiting", first.result
     assert (f"turned away at {address}: process 2 (elsewhere, pid 11) of run.dir=runs/b; this is {mine['token']}\n"
@@ -282,7 +294,8 @@ def test_a_process_of_another_run_or_start_disturbs_nothing_and_is_told(address,
     second = Meeting(address, 3, 1, **mine)
     for error in (first(), second()):
         assert "process 2 of 3 did not come" in str(error)
-        assert f"Turned away, because this is {mine['token']}: process 2 (elsewhere, pid 11) of run.dir=runs/b" in str(error)
+        assert f"Turned away, because this is {mine['token']}: process 2 (elsewhere, pid 11) of run.dir=runs/b" in str(
+            error)
 
 
 def test_strangers_do_not_disturb_the_meeting(address):
@@ -315,7 +328,8 @@ def test_who_is_missing_is_told_while_they_are_waited_for(address, monkeypatch, 
     first, last = Meeting(address, 4, 0), Meeting(address, 4, 3)
     time.sleep(1)
     assert first.result == "still waiting"
-    assert re.fullmatch(rf"still waiting, up to \d+ s more: processes 1 and 2 of 4 have not come to {address} within \d s\n",
+    assert re.fullmatch(rf"still waiting, up to \d+ s more: processes 1 and 2 of 4 have not come to {address} "
+                        rf"within \d s\n",
                         capfd.readouterr().err)
     assert [meeting() for meeting in (Meeting(address, 4, 1), Meeting(address, 4, 2), first, last)] == [None] * 4
 
@@ -325,7 +339,8 @@ def test_a_first_process_that_is_missing_is_told_while_it_is_waited_for(address,
     second, third = Meeting(address, 3, 1), Meeting(address, 3, 2)
     time.sleep(1)
     err = capfd.readouterr().err
-    assert re.fullmatch(rf"still waiting, .*: process 0 of 3 has not come to {address} within \d s \(Connection refused\)\n", err)
+    assert re.fullmatch(rf"still waiting, .*: process 0 of 3 has not come to {address} within \d s \(Connection "
+                        rf"refused\)\n", err)
     assert [meeting() for meeting in (Meeting(address, 3, 0), second, third)] == [None] * 3
 
 
@@ -356,7 +371,8 @@ def test_a_missing_first_process_is_named_by_the_others(address):
     assert f"process 0 of 2 did not come to {address} within 1 s (Connection refused)" in str(error)
 
 
-@pytest.mark.parametrize("reply, why", [(b"HTTP/1.1 400 Bad Request\r\n", "no process of meshtrain"), (b"", "went away")])
+@pytest.mark.parametrize("reply, why", [(b"HTTP/1.1 400 Bad Request\r\n", "no process of meshtrain"),
+                                        (b"", "went away")])
 def test_another_program_at_the_port_is_told(reply, why):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         meeting = Meeting(f"127.0.0.1:{listener.getsockname()[1]}", 2, 1, timeout_s=0.5)

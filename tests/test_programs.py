@@ -1,4 +1,5 @@
-"""Every program of a run is compiled with the same options and searched, and the options are those that were asked for."""
+"""Every program of a run is compiled with the same options and searched, and the options are those that were asked
+for."""
 import types
 
 import jax
@@ -12,12 +13,15 @@ from meshtrain.inference.sampling import Picking
 from meshtrain.training import step
 
 TINY = dict(vocab_size=300, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16)
-PERMUTE = '%p.1 = f32[4]{0} collective-permute(%x), channel_id=1, source_target_pairs={%s}, metadata={op_name="jit(f)/while/body/shift"}'
-GPUS = types.SimpleNamespace(shape={"data": 2, "tensor": 2}, devices=np.array([types.SimpleNamespace(platform="gpu")] * 4))
+PERMUTE = ('%p.1 = f32[4]{0} collective-permute(%x), channel_id=1, source_target_pairs={%s}, '
+           'metadata={op_name="jit(f)/while/body/shift"}')
+GPUS = types.SimpleNamespace(shape={"data": 2, "tensor": 2},
+                             devices=np.array([types.SimpleNamespace(platform="gpu")] * 4))
 
 
 def executable(*lines: str):
-    return types.SimpleNamespace(as_text=lambda: "\n".join(["ENTRY %main (x: f32[4]) -> f32[4] {", *(f"  {line}" for line in lines), "}"]))
+    return types.SimpleNamespace(as_text=lambda: "\n".join(
+        ["ENTRY %main (x: f32[4]) -> f32[4] {", *(f"  {line}" for line in lines), "}"]))
 
 
 @pytest.mark.parametrize("pairs", ["", "{0,1}", "{0,3},{3,0}"])
@@ -75,7 +79,8 @@ def test_step_evaluation_initialization_and_sampling_are_compiled_with_the_same_
     assembly.compile_step(assembly.compile_evaluation(made))
     with jax.set_mesh(made.mesh):
         generator = trained.within(made, state.params).generator()
-        (answer,) = generator.complete([[256]], GenerationLimits(5), Picking(1.0), 2**32 - 1)        # the largest seed of a run file
+        # the largest seed of a run file
+        (answer,) = generator.complete([[256]], GenerationLimits(5), Picking(1.0), 2**32 - 1)
     assert options == [{"xla_backend_optimization_level": 0}] * 6 and len(answer.tokens) == 5
 
 
@@ -95,7 +100,8 @@ def test_collectives_overlap_with_experts_or_stages_but_never_beside_copies_to_t
 @pytest.mark.parametrize("mesh, cublas", [({"fsdp": 4}, True), ({"fsdp": 2, "tensor": 2}, False)])
 def test_matmuls_are_cublas_s_alone_where_nothing_splits_a_layer(mesh, cublas):
     rules = "zero3" if "tensor" in mesh else "zero3"
-    run = config.Run(model=TINY, mesh=mesh, sharding=dict(rules=f"sharding_rules/{rules}.toml"), data=dict(seq_len=64, global_batch=4))
+    run = config.Run(model=TINY, mesh=mesh, sharding=dict(rules=f"sharding_rules/{rules}.toml"),
+                     data=dict(seq_len=64, global_batch=4))
     options = assembly.assemble(run, compile.topology("h100:4")).program.compiler_options
     assert ("xla_gpu_enable_triton_gemm" in options) == cublas
 
@@ -115,6 +121,7 @@ def test_a_deterministic_step_adds_in_a_fixed_order_and_takes_no_kernel_by_timin
         return assembly.assemble(run, compile.topology("h100:1")).program.compile().as_text()
     asked, plain = text(True), text(False)
     scatters = [[line for line in t.splitlines() if " scatter(" in line] for t in (asked, plain)]
-    assert scatters[0] and all("indices_are_sorted=true" in line or "unique_indices=true" in line for line in scatters[0])
+    assert scatters[0] and all("indices_are_sorted=true" in line or "unique_indices=true" in line
+                               for line in scatters[0])
     assert scatters[1] and not any("unique_indices=true" in line for line in scatters[1])
     assert all("__triton_gemm" not in t and "cublas" in t for t in (asked, plain))

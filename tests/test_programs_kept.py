@@ -33,7 +33,8 @@ def test_another_constant_is_another_entry_and_the_same_program_is_read(place):
 
 
 @pytest.mark.parametrize("damage", [
-    lambda whole: whole[:len(whole) // 2], lambda whole: b"", lambda whole: b"x" * len(whole)], ids=["half", "empty", "others"])
+    lambda whole: whole[:len(whole) // 2], lambda whole: b"", lambda whole: b"x" * len(whole)],
+    ids=["half", "empty", "others"])
 def test_a_damaged_entry_is_compiled_again(place, damage):
     """As a process leaves it that is killed while it writes, or another reads while it is written."""
     results = []

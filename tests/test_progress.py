@@ -41,7 +41,8 @@ def test_a_month_in_a_file_is_some_thousand_lines(monkeypatch):
 @pytest.mark.parametrize("held, shown", [(None, None), (5 * 2**20, "5 MiB"), (36 * 2**30, "36.0 GiB")])
 def test_a_line_tells_loss_speed_mfu_memory_and_time_left(held, shown, monkeypatch):
     _, line = run_of(3, monkeypatch, memory=lambda: held, mfu=0.412)[0]
-    assert line == "  ".join(filter(None, ["step 1/3", "loss 2.0000", "1,000 tokens/s", "mfu 41.2%", shown, "0:00:02 left"]))
+    assert line == "  ".join(filter(None, ["step 1/3", "loss 2.0000", "1,000 tokens/s",
+                                           "mfu 41.2%", shown, "0:00:02 left"]))
 
 
 def test_on_a_terminal_the_line_is_live(monkeypatch):

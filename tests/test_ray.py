@@ -1,4 +1,5 @@
-"""launch/ray.py: its command line, and with Ray installed (extra `ray`) real runs: a killed worker, a killed node, a signal.
+"""launch/ray.py: its command line, and with Ray installed (extra `ray`) real runs: a killed worker, a killed node, a
+signal.
 
 Two raylets on this machine are the cluster; without Ray these tests are skipped.
 """
@@ -19,7 +20,8 @@ from launch import ray as launcher
 from slurm import rows, wait
 
 ROOT = Path(__file__).resolve().parent.parent
-START_S = 400       # a worker of Ray's, two processes that import, meet and compile, on a machine that has other things to do
+# a worker of Ray's, two processes that import, meet and compile, on a machine that has other things to do
+START_S = 400
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +44,8 @@ def at_the_root(monkeypatch):
     (["--processes", "2", "--", "--training.stpes", "3"], ["error:", "training.steps"]),
     (["--processes", "3", "--"], ["error:", "simulated_devices=8", "--processes 3"]),
     (["--processes", "2", "--gpus-per-process", "1", "--"], ["error:", "simulated_devices=8", "--gpus-per-process 1"]),
-    (["--processes", "2", "--gpus-per-process", "0", "--", "configs/llama3-8b-64.toml"], ["error:", "--gpus-per-process 0"]),
+    (["--processes", "2", "--gpus-per-process", "0", "--", "configs/llama3-8b-64.toml"],
+     ["error:", "--gpus-per-process 0"]),
     (["--processes", "2", "--", "--distributed.num_processes", "2", "--distributed.process_id", "0",
       "--distributed.coordinator_address", "a:1"], ["error:", "[distributed]"])])
 def test_a_mistake_is_exit_2_and_one_message(argv, parts, capsys, monkeypatch):
@@ -63,7 +66,8 @@ def test_ray_that_is_not_installed_is_told_with_its_extra(capsys, monkeypatch):
 
 @pytest.mark.parametrize("error, code, said", [
     (ConnectionError("nobody answers\nat all"), 2, "RAY_ADDRESS=a:1 (nobody answers)"), (SystemExit(15), 75, "stopped"),
-    (KeyboardInterrupt(), 75, "stopped"), (Exception("the node timed out"), 1, "Ray does not start: the node timed out")])
+    (KeyboardInterrupt(), 75, "stopped"), (Exception("the node timed out"), 1,
+                                           "Ray does not start: the node timed out")])
 def test_a_cluster_that_does_not_come_is_told_without_a_traceback(error, code, said, capsys, monkeypatch):
     class Ray:
         @staticmethod
@@ -107,19 +111,23 @@ class Cores:
 
 
 @pytest.mark.parametrize("free, least, groups, started, said", [
-    (4, 0, [4], 4, ""), (3, 2, [4, 2], 2, "no room for all 4 processes: this start has 2"), (1, 2, [4, 4, 4], 0, "no room for 2 processes"),
+    (4, 0, [4], 4, ""), (3, 2, [4, 2], 2, "no room for all 4 processes: this start has 2"),
+    (1, 2, [4, 4, 4], 0, "no room for 2 processes"),
     (3, 0, [4], 0, "no room for 4 processes")])
-def test_where_there_is_no_room_for_all_fewer_start_that_can_train_it(free, least, groups, started, said, monkeypatch, capsys):
+def test_where_there_is_no_room_for_all_fewer_start_that_can_train_it(
+        free, least, groups, started, said, monkeypatch, capsys):
     """How many can train it, `launch.elastic` is asked."""
     asked = []
-    monkeypatch.setattr(launcher.elastic.subprocess, "run", lambda words, **options: asked.append(words) or launcher.subprocess.CompletedProcess(
+    monkeypatch.setattr(launcher.elastic.subprocess, "run", lambda words, **options: asked.append(words)
+                        or launcher.subprocess.CompletedProcess(
         words, 0, "2\n", ""))
     cores = Cores(free)
     monkeypatch.setattr(launcher, "ray", cores)
     monkeypatch.setattr(launcher, "placement_group", cores.group, raising=False)
     monkeypatch.setattr(launcher, "remove_placement_group", lambda group: None, raising=False)
     monkeypatch.setattr(launcher, "ROOM_S", 0.05)
-    words = ["--mesh.data", "-1", "--mesh.fsdp", "1", "--mesh.tensor", "1", "--training.microbatches", "1", "--data.global_batch", "8"]
+    words = ["--mesh.data", "-1", "--mesh.fsdp", "1", "--mesh.tensor", "1", "--training.microbatches",
+             "1", "--data.global_batch", "8"]
     options = launcher.parse(["--processes", "4", "--min-processes", str(least), "--max-restarts", "2"])
     run = launcher.config.load([*words, "--distributed.timeout_s", "1"])
     room = launcher.Room(run, options, words, launcher.bundle_of(run, options), [])
@@ -166,7 +174,8 @@ class Driver:
         environ = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "launch.ray", *words, "--run.dir", str(self.directory)], cwd=ROOT, text=True,
-            env=environ | {"RAY_ADDRESS": cluster.address, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            env=environ | {"RAY_ADDRESS": cluster.address, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         self.reader = threading.Thread(target=lambda: self.said.extend(self.process.stdout), daemon=True)
         self.reader.start()
 
@@ -181,7 +190,8 @@ class Driver:
         wait(lambda: f"steps beyond {beyond}: {self.output[-3000:]}", there, START_S)
 
     def saved(self) -> int:
-        return max((int(path.name) for path in (self.directory / "checkpoints").glob("[0-9]*") if path.name.isdecimal()), default=0)
+        return max((int(path.name) for path in (self.directory / "checkpoints").glob("[0-9]*")
+                    if path.name.isdecimal()), default=0)
 
     def trains(self, index: int) -> int:
         """The pid of process `index` of the run."""
@@ -190,8 +200,10 @@ class Driver:
                 words = path.read_bytes().decode().split("\0")
             except OSError:
                 continue
-            given = [word for word in words if word.startswith("--distributed.process_id=")] or ["--distributed.process_id=0"]
-            if str(self.directory) in words and "meshtrain.train" in words and given == [f"--distributed.process_id={index}"]:
+            given = [word for word in words if word.startswith("--distributed.process_id=")] or [
+                "--distributed.process_id=0"]
+            if str(self.directory) in words and "meshtrain.train" in words and given == [
+                    f"--distributed.process_id={index}"]:
                 return int(path.parent.name)
         return 0
 
@@ -199,11 +211,15 @@ class Driver:
 @pytest.fixture
 def driver(cluster, tmp_path):
     (tmp_path / "corpus.txt").write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(600)))
-    values = {"run.compilation_cache": tmp_path.parent / "cache", "run.sample_tokens": 0, "mesh.data": 1, "mesh.fsdp": -1, "mesh.tensor": 1,
-              "mesh.simulated_devices": 2, "sharding.rules": ROOT / "sharding_rules" / "zero3.toml", "model.vocab_size": 257,
-              "model.embed_dim": 32, "model.num_layers": 1, "model.num_heads": 2, "model.num_kv_heads": 1, "model.mlp_dim": 64,
+    values = {"run.compilation_cache": tmp_path.parent / "cache", "run.sample_tokens": 0,
+              "mesh.data": 1, "mesh.fsdp": -1, "mesh.tensor": 1,
+              "mesh.simulated_devices": 2, "sharding.rules": ROOT / "sharding_rules" / "zero3.toml",
+              "model.vocab_size": 257,
+              "model.embed_dim": 32, "model.num_layers": 1, "model.num_heads": 2, "model.num_kv_heads": 1,
+              "model.mlp_dim": 64,
               "data.source": "text", "data.paths": json.dumps([str(tmp_path / "corpus.txt")]), "data.seq_len": 32,
-              "data.global_batch": 8, "validation.batches": 1, "optimizer.warmup_steps": 2, "optimizer.schedule": "constant",
+              "data.global_batch": 8, "validation.batches": 1, "optimizer.warmup_steps": 2,
+              "optimizer.schedule": "constant",
               "training.steps": 1_000_000, "checkpoint.every": 50}
     one = Driver(cluster, tmp_path, "--processes", "2", "--max-restarts", "4", "--min-processes", "1", "--",
                  *(word for key, value in values.items() for word in (f"--{key}", str(value))))
@@ -223,7 +239,8 @@ def add_node(cluster) -> None:
 
 def going_on(driver, before: int, said: str) -> int:
     """Waits until the next start has taken steps; the one that it has gone on from."""
-    wait(lambda: driver.output[-3000:], lambda: re.search(r"going on after step (\d+)\n", driver.output[before:]), START_S)
+    wait(lambda: driver.output[-3000:],
+         lambda: re.search(r"going on after step (\d+)\n", driver.output[before:]), START_S)
     step = int(re.search(r"going on after step (\d+)\n", driver.output[before:])[1])
     wait(lambda: driver.output[-3000:], lambda: f"step {step + 1}/" in driver.output[before:], START_S)
     assert said in driver.output[before:], driver.output[before:]
@@ -243,10 +260,12 @@ def test_a_run_outlives_a_killed_process_and_a_killed_node_with_fewer_and_stops_
     print(f"killed process: going on after {time.monotonic() - began:.1f} s")
 
     began, before = time.monotonic(), len(driver.output)
-    cluster.remove_node(next(iter({node.node_id: node for node in cluster.worker_nodes}.values())), allow_graceful=False)
+    cluster.remove_node(next(iter({node.node_id: node for node in cluster.worker_nodes}.values())),
+                        allow_graceful=False)
     wait(lambda: driver.output[-3000:], lambda: "starting again from step" in driver.output[before:], 180)
     print(f"killed node: told after {time.monotonic() - began:.1f} s")
-    assert re.search(r"process \d \(\S+\) failed first, .*: its node is lost", driver.output[before:]), driver.output[before:]
+    assert re.search(r"process \d \(\S+\) failed first, .*: its node is lost",
+                     driver.output[before:]), driver.output[before:]
     step = going_on(driver, before, "no room for all 2 processes: this start has 1")
     print(f"killed node: going on in one process after {time.monotonic() - began:.1f} s")
 
@@ -261,6 +280,7 @@ def test_a_run_outlives_a_killed_process_and_a_killed_node_with_fewer_and_stops_
     driver.process.send_signal(signal.SIGTERM)
     assert driver.process.wait(120) == 75
     driver.reader.join(10)
-    assert "the same command goes on from there" in driver.output and driver.saved() == rows(driver.directory)[-1]["step"]
+    assert "the same command goes on from there" in driver.output and driver.saved() == rows(driver.directory)[-1][
+        "step"]
     steps = [row["step"] for row in rows(driver.directory)]
     assert steps == list(range(1, steps[-1] + 1))

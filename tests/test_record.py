@@ -18,7 +18,8 @@ class Kept:
 
 
 def record_of(**training):
-    run = config.Run(data=dict(seq_len=32, global_batch=4), training=training, metrics=dict(every=training.pop("every", 1)))
+    run = config.Run(data=dict(seq_len=32, global_batch=4), training=training,
+                     metrics=dict(every=training.pop("every", 1)))
     kept = Kept()
     return kept, record.Record(run, kept, kept, flops_per_step=6e12, peak_flops=4e12)
 
@@ -57,17 +58,20 @@ def test_waits_of_rows_that_are_not_written_add_up_and_other_numbers_ask_for_a_r
         steps.dispatched(number, number * 128, metrics(), ended(time.perf_counter()))
         steps.add({"data_wait_s": 0.5} | ({"val_loss": 1.5} if number == 4 else {}))
         steps.settle()
-    assert [(row["step"], row["data_wait_s"], row.get("val_loss")) for row in kept.rows] == [(3, 1.5, None), (4, 0.5, 1.5)]
+    assert [(row["step"], row["data_wait_s"], row.get("val_loss")) for row in kept.rows] == [
+        (3, 1.5, None), (4, 0.5, 1.5)]
     assert [row["step"] for row in kept.shown] == [1, 2, 3, 4]
 
 
 def test_only_skips_in_a_row_end_a_run(capsys):
     kept, steps = record_of(max_skipped_steps=2)
     for number, (skipped, in_a_row) in enumerate(((True, 1), (False, 0), (True, 1)), 1):
-        steps.dispatched(number, number * 128, metrics(float("nan") if skipped else 2.0, skipped), ended(time.perf_counter()))
+        steps.dispatched(number, number * 128, metrics(float("nan") if skipped else 2.0, skipped),
+                         ended(time.perf_counter()))
         steps.settle()
         assert steps.skipped_in_a_row == in_a_row
-    assert [row["skipped"] for row in kept.rows] == [True, False, True] and "not finite, skipped" in capsys.readouterr().out
+    assert [row["skipped"] for row in kept.rows] == [True, False,
+                                                     True] and "not finite, skipped" in capsys.readouterr().out
     steps.dispatched(4, 512, metrics(float("nan"), True), ended(time.perf_counter()))
     with pytest.raises(record.TooManySkippedSteps, match="2 steps in a row, the last of them 4"):
         steps.settle()

@@ -1,7 +1,7 @@
 """Whole updates against an independent implementation (`reference`), and logits against Hugging Face's.
 
-Every other comparison of numbers sets one of our layouts against another. Here nothing on the expected side was computed
-by meshtrain: five steps of the compiled program must leave the parameters where the plain formulas leave them.
+Every other comparison of numbers sets one of our layouts against another. Here nothing on the expected side was
+computed by meshtrain: five steps of the compiled program must leave the parameters where the plain formulas leave them.
 """
 import copy
 import functools
@@ -22,14 +22,18 @@ from meshtrain.training.state import State
 
 ROOT = Path(__file__).resolve().parent
 V, T, SEQUENCES, STEPS = 61, 24, 8, 5
-SIZES = dict(vocab_size=V, embed_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, mlp_dim=20, compute_dtype="float32")
-GPT2 = dict(norm="layernorm", activation="gelu", position="learned", max_seq_len=T + 3, attention_bias="all", mlp_bias=True,
+SIZES = dict(vocab_size=V, embed_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6,
+             mlp_dim=20, compute_dtype="float32")
+GPT2 = dict(norm="layernorm", activation="gelu", position="learned", max_seq_len=T + 3,
+            attention_bias="all", mlp_bias=True,
             num_kv_heads=4, head_dim=4, tie_embeddings=True)  # fmt: skip
 
-# Settings of [model], [training] and [optimizer]. Gradients here have norms of 1 to 3: a clip at 0.5 always bites, one at 100 never.
+# Settings of [model], [training] and [optimizer]. Gradients here have norms of 1 to 3: a clip at 0.5 always bites, one
+# at 100 never.
 CASES = {
     "llama, adamw, cosine": (
-        dict(qk_norm="head", rope_scaling=dict(rope_type="llama3", factor=8.0, original_max_position_embeddings=16), rope_theta=100.0),
+        dict(qk_norm="head", rope_scaling=dict(rope_type="llama3", factor=8.0, original_max_position_embeddings=16),
+             rope_theta=100.0),
         dict(microbatches=4, z_loss=1e-2, grad_clip=0.5),
         dict(name="adamw", schedule="cosine", warmup_steps=2, final_fraction=0.2, weight_decay=0.3)),
     # eps is large: a key's bias changes no softmax, and Adam would make its rounding error a whole step.
@@ -69,7 +73,8 @@ class Case:
     def params(self) -> dict:
         """Every leaf random, scales and biases too: those that start as ones and zeros would hide a fault."""
         rng = np.random.default_rng(0)
-        draw = lambda info: (rng.normal(size=info.shape) * (0.3 if info.role != "norm" else 0.1) + (info.role == "norm"))
+        draw = lambda info: (rng.normal(size=info.shape) * (0.3 if info.role != "norm" else 0.1) + (
+            info.role == "norm"))
         rows = {info.path: draw(info).astype(info.dtype) for info in self.made.model.parameters()}
         tree = {}
         for path, leaf in rows.items():
@@ -140,7 +145,8 @@ def test_five_updates_equal_the_plain_formulas(name):
     expected, plain = one.expected(params, batches)
     check_metrics(rows, plain)
     chex.assert_trees_all_equal_shapes_and_dtypes(got, expected)
-    rates = sum(row["learning_rate"] for row in plain)                    # the way of an element whose update is always 1
+    # the way of an element whose update is always 1
+    rates = sum(row["learning_rate"] for row in plain)
     got, expected = moved(got, params), moved(expected, params)
     if one.run.model.param_dtype == "bfloat16":
         # Weights of 0.3 are rounded to 0.001 in every step, on either side of a tie now and then.
@@ -175,7 +181,8 @@ def test_a_sample_goes_on_with_the_likeliest_token_of_the_plain_logits():
     with jax.default_matmul_precision("highest"), jax.set_mesh(made.mesh):
         (answer,) = trained.within(made, params).generator().complete([[bos]], GenerationLimits(count), Picking(0.8))
         got = np.array([bos, *answer.tokens])
-        batch = {"tokens": got[None], "positions": np.arange(count + 1)[None], "segments": np.ones((1, count + 1), np.int32)}
+        batch = {"tokens": got[None], "positions": np.arange(count + 1)[None],
+                 "segments": np.ones((1, count + 1), np.int32)}
         expected = np.asarray(reference.logits(model, jax.tree.map(jnp.asarray, params), batch))[0].argmax(-1)
     assert got[0] == bos and len(set(got.tolist())) > 3
     np.testing.assert_array_equal(got[1:], expected[:-1])
@@ -233,24 +240,29 @@ def model_settings(theirs: dict) -> dict:
                     position="learned", max_seq_len=theirs["n_positions"], attention_bias="all", mlp_bias=True,
                     tie_embeddings=True)  # fmt: skip
     rope = theirs["rope_parameters"]
-    scaled = {} if rope["rope_type"] == "default" else dict(rope_scaling={key: value for key, value in rope.items() if key != "rope_theta"})
+    scaled = {} if rope["rope_type"] == "default" else dict(
+        rope_scaling={key: value for key, value in rope.items() if key != "rope_theta"})
     return scaled | dict(
         vocab_size=theirs["vocab_size"], embed_dim=theirs["hidden_size"], num_layers=theirs["num_hidden_layers"],
-        num_heads=theirs["num_attention_heads"], num_kv_heads=theirs["num_key_value_heads"], head_dim=theirs["head_dim"],
+        num_heads=theirs["num_attention_heads"], num_kv_heads=theirs["num_key_value_heads"],
+        head_dim=theirs["head_dim"],
         mlp_dim=theirs["intermediate_size"], norm_eps=theirs["rms_norm_eps"], rope_theta=rope["rope_theta"],
-        qk_norm="head" if theirs["model_type"] == "qwen3" else "off", tie_embeddings=theirs["tie_word_embeddings"])  # fmt: skip
+        # fmt: skip
+        qk_norm="head" if theirs["model_type"] == "qwen3" else "off", tie_embeddings=theirs["tie_word_embeddings"])
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3.2", "qwen3"])
 def test_logits_equal_those_of_hugging_face(name):
-    """A tiny random model written by transformers 5.23 with its logits (float32): ours and the reference's equal them."""
+    """A tiny random model written by transformers 5.23 with its logits (float32): ours and the reference's equal
+    them."""
     folder = ROOT / "goldens" / name
     golden, theirs = np.load(folder / "golden.npz"), json.loads((folder / "config.json").read_text())
     tokens = golden["tokens"]
     B, length = tokens.shape
     model = model_settings(theirs)
     run = config.Run(sharding=dict(rules=str(ROOT.parent / "sharding_rules" / "ddp.toml")),
-                     model=dict(compute_dtype="float32") | model, data=dict(seq_len=length, global_batch=B))  # fmt: skip
+                     # fmt: skip
+                     model=dict(compute_dtype="float32") | model, data=dict(seq_len=length, global_batch=B))
     made = assembly.assemble(run, jax.devices()[:1])
     weights, params = tensors(folder), {}
     for info in made.model.parameters():
@@ -258,9 +270,11 @@ def test_logits_equal_those_of_hugging_face(name):
         rows = info.shape[-1 if info.role == "head" else 0] - theirs["vocab_size"]
         if info.name in ("embedding/table", "head/kernel"):
             # Rows beyond the vocabulary are padding: whatever stands there, it must not show.
-            leaf = np.pad(leaf, [(0, 0), (0, rows)] if info.role == "head" else [(0, rows), (0, 0)], constant_values=3.0)
+            leaf = np.pad(leaf, [(0, 0), (0, rows)] if info.role == "head" else [(0, rows), (0, 0)],
+                          constant_values=3.0)
         chex.assert_shape(leaf, info.shape)
-        functools.reduce(lambda node, key: node.setdefault(key, {}), info.path[:-1], params)[info.path[-1]] = jnp.array(leaf)
+        functools.reduce(lambda node, key: node.setdefault(key, {}), info.path[:-1],
+                         params)[info.path[-1]] = jnp.array(leaf)
     index = jnp.tile(jnp.arange(length), (B, 1))
     batch = {"tokens": jnp.array(tokens), "positions": index, "index": index, "segments": jnp.ones_like(index),
              "sequence": jnp.arange(B), "targets": jnp.zeros_like(index)}  # fmt: skip

@@ -27,9 +27,12 @@ def state(mesh):
     """One array of every kind of placement and dtype."""
     place = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
     draw = lambda *shape: jax.random.normal(jax.random.key(0), shape)
-    return {"split": place(draw(8, 8, 4), "data", ("fsdp", "tensor")), "norm": place(draw(5)), "w": place(draw(3, 8, 4), None, "fsdp"),
-            "half": place(draw(4, 6).astype(jnp.bfloat16), "tensor"), "byte": place(draw(4, 6).astype(jnp.float8_e4m3fn), "data"),
-            "flags": place(draw(16) > 0, ("data", "tensor")), "count": place(jnp.int32(7)), "none": place(jnp.zeros((0, 4)))}
+    return {"split": place(draw(8, 8, 4), "data", ("fsdp", "tensor")), "norm": place(draw(5)),
+            "w": place(draw(3, 8, 4), None, "fsdp"),
+            "half": place(draw(4, 6).astype(jnp.bfloat16), "tensor"),
+            "byte": place(draw(4, 6).astype(jnp.float8_e4m3fn), "data"),
+            "flags": place(draw(16) > 0, ("data", "tensor")), "count": place(jnp.int32(7)),
+            "none": place(jnp.zeros((0, 4)))}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +55,8 @@ def test_clean_replicas_are_the_same(checked, state):
     checked.check(1, state)
 
 
-@pytest.mark.parametrize("name, bits", [("norm", (0, 31, 159)), ("w", (0, 5, 511)), ("half", (3, 77)), ("byte", (0, 40)), ("flags", (0,)),
+@pytest.mark.parametrize("name, bits", [("norm", (0, 31, 159)), ("w", (0, 5, 511)), ("half", (3, 77)),
+                                        ("byte", (0, 40)), ("flags", (0,)),
                                         ("count", (0, 31))])
 def test_any_flipped_bit_of_a_replica_is_found_and_its_array_and_device_named(checked, state, name, bits):
     for bit in bits:
@@ -79,18 +83,21 @@ def test_values_that_change_places_are_no_replicas_of_each_other(mesh):
 
 
 def test_the_message_names_arrays_and_devices_and_what_to_do(checked, state):
-    broken = state | {"norm": flipped(state["norm"], 6, 1), "count": flipped(state["count"], 6, 1), "half": flipped(state["half"], 6, 1),
+    broken = state | {"norm": flipped(state["norm"], 6, 1), "count": flipped(state["count"], 6, 1),
+                      "half": flipped(state["half"], 6, 1),
                       "flags": flipped(state["flags"], 6, 0)}
     with pytest.raises(replicas.ReplicasDiffer) as raised:
         checked.check(40, broken)
     words = str(raised.value)
     assert words.startswith("step 40: replicas that must have the same bits differ in count: device 6 (process 0 on ")
-    assert "against 7 others" in words and "; and 1 arrays more" in words and "not saved" in words and raised.value.agreed
+    assert "against 7 others" in words and "; and 1 arrays more" in words and "not saved" in words
+    assert raised.value.agreed
 
 
 def test_of_two_replicas_nobody_knows_which_is_right(mesh, state):
     pair = {"x": jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, P(("data", "tensor"))))}
-    words = replicas._said(replicas.Replicas(pair, mesh).faults({"x": flipped(pair["x"], 2, 0)})[0][1], lambda device: str(device.id))
+    words = replicas._said(replicas.Replicas(pair, mesh).faults({"x": flipped(pair["x"], 2, 0)})[0][1],
+                           lambda device: str(device.id))
     assert sorted(words.split(" and ")) == ["0", "2"]
 
 
@@ -101,7 +108,8 @@ def test_of_a_state_that_is_all_split_nothing_can_be_checked(mesh):
 
 
 def test_the_hook_checks_at_its_steps_and_before_every_save(checked):
-    hook = checked.hook(3, [loop.Hook(due, lambda step, state: {}) for due in (lambda step, ending: ending, lambda step, ending: step % 5 == 0)])
+    hook = checked.hook(3, [loop.Hook(due, lambda step, state: {})
+                            for due in (lambda step, ending: ending, lambda step, ending: step % 5 == 0)])
     assert [step for step in range(1, 12) if hook.due(step, step == 11)] == [3, 5, 6, 9, 10, 11] and hook.after_row
 
 
@@ -116,7 +124,8 @@ CELLS = LAYOUTS[3:] + [pytest.param(*cell, marks=sampling.GRID) for cell in [
 @pytest.mark.parametrize("rule, sizes", CELLS)
 def test_replicas_of_a_healthy_run_are_the_same_bit_for_bit_after_20_steps(rule, sizes):
     made = Compiled(run_of(rule, sizes))
-    checked, state = replicas.Replicas(made.made.program.spec.with_shardings(), made.made.mesh), assembly.initialize(made.made)
+    checked, state = replicas.Replicas(made.made.program.spec.with_shardings(),
+                                       made.made.mesh), assembly.initialize(made.made)
     for n in range(20):
         state, _ = made.step(state, made.made.program.place(rows(n, SEQUENCES)))
         assert checked.faults(state) == [], n
@@ -141,21 +150,25 @@ def with_a_flipped_bit(monkeypatch, at: int, name: str, device: int):
             self.calls += 1
             if self.calls == at:
                 jax.block_until_ready(state)
-                flip = lambda path, x: flipped(x, device, 3) if jax.tree_util.keystr(path, simple=True, separator="/") == name else x
+                flip = lambda path, x: flipped(x, device,
+                                               3) if jax.tree_util.keystr(path, simple=True,
+                                                                          separator="/") == name else x
                 state = jax.tree_util.tree_map_with_path(flip, state)
             return state, out
     monkeypatch.setattr(step.Program, "compile", lambda self: Flips(compile_step(self)))
 
 
 def test_a_run_with_a_flipped_bit_ends_with_1_and_goes_on_from_the_last_good_checkpoint(tiny, tmp_path, monkeypatch):
-    words = (*tiny, "--run.dir", tmp_path / "run", "--training.steps", 9, "--checkpoint.every", 3, "--training.check_replicas_every", 4,
+    words = (*tiny, "--run.dir", tmp_path / "run", "--training.steps", 9, "--checkpoint.every",
+             3, "--training.check_replicas_every", 4,
              "--validation.batches", 1)
     with monkeypatch.context() as patched:
         with_a_flipped_bit(patched, 5, "params/final_norm/scale", 6)
         ran = call(train.main, *words)
     assert ran.code == 1 and "error: step 6: replicas" in ran.err and "Traceback" not in ran.err, ran
     assert "params/final_norm/scale: device 6 (process 0 on " in ran.err and "against 7 others" in ran.err
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["3"], "the state of step 6 is not saved"
+    assert [path.name
+            for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["3"], "the state of step 6 is not saved"
     assert "replicas" in measured.of(tmp_path / "run")["state"]
     again = call(train.main, *words)
     assert again.code == 0 and "going on after step 3" in again.out, again
@@ -165,8 +178,10 @@ def test_a_run_with_a_flipped_bit_ends_with_1_and_goes_on_from_the_last_good_che
 def test_where_nothing_is_replicated_that_is_said_and_nothing_is_checked(capsys):
     run = run_of("zero3", dict(fsdp=8), training=dict(check_replicas_every=5))
     assert train._replicas(assembly.assemble(run, jax.devices()[:8])) is None
-    assert capsys.readouterr().out.count("training.check_replicas_every=5: nothing but scalars is replicated on this mesh") == 1
-    assert train._replicas(types.SimpleNamespace(run=run_of("ddp", dict(fsdp=8)))) is None and capsys.readouterr().out == "", "off by default"
+    assert capsys.readouterr().out.count("training.check_replicas_every=5: nothing but scalars is replicated on this "
+                                         "mesh") == 1
+    assert train._replicas(types.SimpleNamespace(run=run_of("ddp",
+                                                            dict(fsdp=8)))) is None and capsys.readouterr().out == "", "off by default"
 
 
 FLIP = '''
@@ -205,8 +220,10 @@ if any(word == "--distributed.process_id=1" for word in sys.argv):
 def test_a_bit_that_flips_in_the_second_of_two_processes_ends_both_with_1(tmp_path):
     injected.prepare(tmp_path)
     (tmp_path / "inject" / "sitecustomize.py").write_text(FLIP)
-    run = injected.launched(tmp_path, tmp_path / "run", 2, "--training.steps", 9, "--checkpoint.every", 3, "--training.check_replicas_every", 4)
+    run = injected.launched(tmp_path, tmp_path / "run", 2, "--training.steps", 9, "--checkpoint.every",
+                            3, "--training.check_replicas_every", 4)
     code, said = run.wait(600), (tmp_path / "run.log").read_text()
-    assert code == 1 and said.count("error: step 6: replicas that must have the same bits differ in params/final_norm/scale") == 1, said
+    assert code == 1 and said.count("error: step 6: replicas that must have the same bits differ in "
+                                    "params/final_norm/scale") == 1, said
     assert "(process 0 on " in said and "(process 1 on " in said, "of two replicas nobody knows which is right"
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["3"]

@@ -41,30 +41,36 @@ def files(directory) -> dict:
 def test_a_run_that_is_finished_is_told_with_all_its_starts_and_nothing_is_touched(trained):
     before = files(trained)
     ran, told = call(report.main, trained), measured.of(trained)
-    assert ran.code == 0 and "step 6 of 6" in ran.out and "finished" in ran.out and "2 starts; 0 steps taken again" in ran.out, ran
+    assert ran.code == 0 and "step 6 of 6" in ran.out and "finished" in ran.out
+    assert "2 starts; 0 steps taken again" in ran.out, ran
     rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     assert told["loss"]["last"] == rows[-1]["loss"] and told["rows"]["loss"] == [row["loss"] for row in rows]
-    assert [(one["from_step"], one["to_step"], one["how"]) for one in told["starts"]] == [(0, 4, "finished"), (4, 6, "finished")]
+    assert [(one["from_step"], one["to_step"], one["how"]) for one in told["starts"]] == [
+        (0, 4, "finished"), (4, 6, "finished")]
     assert told["checkpoints"] and told["loss"]["validation_step"] == 6
     spent, starts = told["time_s"], told["starts"]
     assert sum(spent.values()) == pytest.approx(starts[-1]["ended"] - starts[0]["began"], rel=0.02)
     steps_s = sum(row["step_time_s"] - row["data_wait_s"] for row in rows)
-    assert spent["steps"] == pytest.approx(steps_s) and rows[-1]["goodput"] * rows[-1]["elapsed_s"] == pytest.approx(steps_s)
+    assert spent["steps"] == pytest.approx(steps_s) and rows[-1]["goodput"] * rows[-1]["elapsed_s"] == pytest.approx(
+        steps_s)
     assert min(spent[part] for part in ("start", "compile", "restore", "data", "checkpoints", "validation")) > 0
     assert 0 < told["goodput"] < 1 and f"goodput {told['goodput']:.1%} of" in ran.out
     assert files(trained) == before
 
 
 def test_the_load_of_experts_is_drawn_over_layers_and_steps(run_dir):
-    path, by_layer = run_dir / "metrics.jsonl", ("expert_load_max_by_layer", "expert_load_min_by_layer", "expert_load_entropy_by_layer")
+    path, by_layer = run_dir / "metrics.jsonl", ("expert_load_max_by_layer", "expert_load_min_by_layer",
+                                                 "expert_load_entropy_by_layer")
     steps, rows = range(1, 131), metrics.read(path)
     assert measured.of(run_dir)["experts"] is None and "experts" not in call(report.main, run_dir).out
-    load = lambda step: dict(zip(by_layer, ([None, 1.5, 4.0 if step == 7 else 1.25], [None, 0.5, 0.0 if step == 130 else 0.75],
+    load = lambda step: dict(zip(by_layer, ([None, 1.5, 4.0 if step == 7 else 1.25],
+                                            [None, 0.5, 0.0 if step == 130 else 0.75],
                                             [None, 0.9, 0.95])))
     path.write_text("".join(json.dumps(rows[0] | {"step": step} | load(step)) + "\n" for step in steps))
     found = measured.of(run_dir)["experts"]
     assert found["layers"] == [1, 2] and found["steps"][-1] == 130 and len(found["steps"]) <= measured.MOST_STRETCHES
-    assert max(map(max, found["max"])) == 4.0 and found["max"][-1] == [1.5, 1.25]       # the worst of a stretch is not lost
+    # the worst of a stretch is not lost
+    assert max(map(max, found["max"])) == 4.0 and found["max"][-1] == [1.5, 1.25]
     told = call(report.main, run_dir, "--html", "page.html").out
     assert "experts: the busiest has 1.50 × the mean (layer 1), the idlest 0.00 × (layer 2), entropy 0.900 or more" in told
     page = Path("page.html").read_text()
@@ -74,7 +80,8 @@ def test_the_load_of_experts_is_drawn_over_layers_and_steps(run_dir):
 
 def test_train_writes_down_what_inspect_says_of_its_step(trained, tiny):  # noqa: F811
     from meshtrain import inspect
-    told = json.loads(call(inspect.main, *tiny, "--training.steps", 6, "--validation.every", 2, "--run.dir", trained, "--json").out)
+    told = json.loads(call(inspect.main, *tiny, "--training.steps", 6, "--validation.every",
+                           2, "--run.dir", trained, "--json").out)
     written = json.loads((trained / "cost.json").read_text())
     assert set(written.pop("warnings")) <= set(told.pop("warnings"))
     assert written == told
@@ -85,8 +92,10 @@ def test_the_page_has_what_was_measured_and_what_was_priced(trained, tmp_path):
     assert (ran.code, "written: report.html" in ran.err) == (0, True), ran
     page, told = (tmp_path / "report.html").read_text(), measured.of(trained)
     read = standing_alone(page)
-    assert embedded(page) == told and "Priced: memory of a device" in read.words and "step 6 of 6; finished" in read.words
-    cells = [told["speed"]["tokens_per_s"], *told["time_s"].values(), *(value for value in told["rows"]["val_loss"] if value)]
+    assert embedded(page) == told and "Priced: memory of a device" in read.words
+    assert "step 6 of 6; finished" in read.words
+    cells = [told["speed"]["tokens_per_s"], *told["time_s"].values(),
+             *(value for value in told["rows"]["val_loss"] if value)]
     cells += [row["stored_bytes"] for row in told["priced"]["parameters"]]
     assert {str(cell) for cell in cells if cell} - read.exact == set()
     refused(call(report.main, trained, "--html", "report.html"), "--html=report.html", "there already")
@@ -100,18 +109,21 @@ def test_a_killed_run_is_told_and_what_it_lost_is_kept_when_it_goes_on(run_dir):
     ran, told = call(report.main, run_dir), measured.of(run_dir)
     assert ran.code == 0 and "step 5 of 6" in ran.out and "ended without a word" in ran.out
     assert told["starts"][-1]["to_step"] == 5 and told["starts"][-1]["how"] == ""
-    with pytest.raises(RuntimeError), history.kept(run_dir, 4, goodput.Account(), {"on": "here", "cause": "after a kill"}), \
+    with pytest.raises(RuntimeError), history.kept(run_dir, 4, goodput.Account(),
+                                                   {"on": "here", "cause": "after a kill"}), \
             metrics.MetricsWriter(run_dir / "metrics.jsonl") as writer:
         rows.cut_after(writer.path, 4)
         raise RuntimeError("the power went")
     told = measured.of(run_dir)
     assert told["step"] == 4 and goodput.UNKNOWN in told["starts"][1]["how"]
-    assert [(one["from_step"], one["to_step"], one["steps_again"]) for one in told["starts"]] == [(0, 4, 0), (4, 5, 0), (4, 4, 1)]
+    assert [(one["from_step"], one["to_step"], one["steps_again"]) for one in told["starts"]] == [
+        (0, 4, 0), (4, 5, 0), (4, 4, 1)]
     assert "the power went" in told["state"] and told["time_s"]["steps taken again"] > 0
     standing_alone(pages.page(told))
 
 
-@pytest.mark.parametrize("host, words", [(socket.gethostname(), "at work: pid"), ("elsewhere", "as its lock file says")])
+@pytest.mark.parametrize("host, words", [(socket.gethostname(), "at work: pid"),
+                                         ("elsewhere", "as its lock file says")])
 def test_a_run_at_work_is_seen_by_its_lock_and_is_not_disturbed(run_dir, host, words):
     owner = {"host": host, "pid": os.getpid(), "began": rundir._began(os.getpid()), "time": 1.0, "nonce": "x"}
     (run_dir / ".lock").write_text(json.dumps(owner))
@@ -131,7 +143,8 @@ def test_a_run_without_a_step_has_a_page_that_says_so(run_dir):
 
 
 @pytest.mark.parametrize("words, parts", [
-    ([], ["which run", "usage"]), (["a", "b"], ["one run at a time"]), (["nowhere"], ["nowhere is no directory", "runs/"]),
+    ([], ["which run", "usage"]), (["a", "b"], ["one run at a time"]),
+    (["nowhere"], ["nowhere is no directory", "runs/"]),
     (["."], ["no run directory", "config.toml"]), (["broken"], ["broken/config.toml", "run file"]),
     (["x", "--html"], ["--html has no value"]),
     (["x", "--jsn"], ["--jsn is not an option; did you mean --json"])])
@@ -152,14 +165,16 @@ def test_lines_that_are_no_rows_are_left_out_of_the_report_and_counted(tmp_path)
 
 
 def test_a_long_run_keeps_its_spikes_and_its_validations():
-    rows = [{"step": k, "loss": 9.0 if k == 70_001 else None if k == 5 else 2.0 + 1 / k, "val_loss": 2.5 if k % 9_973 == 0 else None,
+    rows = [{"step": k, "loss": 9.0 if k == 70_001 else None if k == 5 else 2.0 + 1 / k,
+             "val_loss": 2.5 if k % 9_973 == 0 else None,
              "step_time_s": 1.0, "tokens_per_s": 5.0} for k in range(1, 100_001)]
     columns = {key: [math.nan if row.get(key) is None else row[key] for row in rows] for key in measured.CURVES}
     told = measured._curves(columns)
     assert max(value for value in told["loss"] if value) == 9.0 and len(told["step"]) <= measured.MOST_ROWS + 20
     assert [step for step, value in zip(told["step"], told["val_loss"]) if value] == list(range(9_973, 100_001, 9_973))
     points = [(step, value) for step, value in zip(range(100_000), [0.0] * 50_000 + [1.0] + [0.0] * 49_999)]
-    assert (50_000, 1.0) in pages.pictures.thinned(points) and len(pages.pictures.thinned(points)) <= pages.pictures.MOST_POINTS
+    assert (50_000,
+            1.0) in pages.pictures.thinned(points) and len(pages.pictures.thinned(points)) <= pages.pictures.MOST_POINTS
 
 
 def test_hostile_names_in_a_run_directory_are_text(run_dir):

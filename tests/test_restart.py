@@ -1,4 +1,5 @@
-"""Restarts: the rule alone, the launcher that goes by it, with stand-ins for the training command, and the command for scripts."""
+"""Restarts: the rule alone, the launcher that goes by it, with stand-ins for the training command, and the command for
+scripts."""
 import json
 import os
 import re
@@ -83,7 +84,8 @@ def test_what_this_host_keeps_of_the_fast_tier_is_a_newer_checkpoint(tmp_path):
     home.mkdir()
     (home / restart.LINEAGE).write_text(json.dumps({"run": "abc", "start": "x", "from": ["before", 2]}))
     for kept, start in (("another/process-0/90", "x"), ("abc/process-0/.saving", "x"), ("abc/process-0/8", "before"),
-                        ("abc/process-0/2", "before"), ("abc/process-1/4", "x")):     # 8: of a start whose steps were taken back
+                        # 8: of a start whose steps were taken back
+                        ("abc/process-0/2", "before"), ("abc/process-1/4", "x")):
         (near / kept).mkdir(parents=True)
         (near / kept / restart.INDEX).write_text("sum\n" + json.dumps({"start": start}))
     assert failures.wait_s(1) == 5 and failures.step == 4
@@ -134,7 +136,8 @@ def launcher(home: Path, *bodies: str, restarts: int = 5, wait_s: float = 0.05) 
     bodies = [STARTS.format(home=str(home), index=index) + body for index, body in enumerate(bodies)]
     argv = ["--processes", str(len(bodies)), "--max-restarts", str(restarts), "--", "--run.dir", str(home / "run"),
             "--mesh.simulated_devices", str(len(bodies)), "--mesh.fsdp", str(len(bodies)), "--mesh.tensor", "1"]
-    return subprocess.Popen([sys.executable, "-c", LAUNCHER, str(wait_s), json.dumps(bodies), *argv], cwd=ROOT, text=True,
+    return subprocess.Popen([sys.executable, "-c", LAUNCHER, str(wait_s), json.dumps(bodies), *argv],
+                            cwd=ROOT, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
@@ -160,7 +163,8 @@ def waited_for(condition) -> None:
 
 @pytest.mark.parametrize("code", [0, 2, 75])
 def test_the_launcher_starts_again_until_the_run_ends(code, tmp_path):
-    done, _, err = ended(launcher(tmp_path, f"sys.exit({code} if start == 3 else 7)", f"sys.exit({code} if start == 3 else 7)"))
+    done, _, err = ended(launcher(tmp_path, f"sys.exit({code} if start == 3 else 7)",
+                                  f"sys.exit({code} if start == 3 else 7)"))
     assert done == code and len(starts(tmp_path)) == len(starts(tmp_path, 1)) == 3, err
     assert err.count("starting again") == 2 and "given up after 6" in err
     ports = {port for port, _ in starts(tmp_path)}
@@ -183,7 +187,8 @@ def test_the_launcher_gives_up_with_the_last_words_of_each_failure(tmp_path):
         code, out, err = ended(launcher(tmp_path / name, *bodies, restarts=1))
         assert code == 1 and out == "" and len(starts(tmp_path / name)) == 2
         given_up = err[err.index("given up after 2 failures in a row"):]
-        assert re.search(r"  1: process \d \(pid \d+\) failed first, .*exit code 3; its last line: what 1 said\n", given_up), err
+        assert re.search(r"  1: process \d \(pid \d+\) failed first, .*exit code 3; its last line: what 1 said\n",
+                         given_up), err
         assert re.search(r"  2: .*what 2 said\n", given_up), err
 
 
@@ -204,7 +209,9 @@ def test_a_signal_while_the_launcher_waits_ends_it_at_once_with_75(number, tmp_p
 
 
 def test_what_fails_after_a_signal_to_the_launcher_is_not_started_again(tmp_path):
-    child = launcher(tmp_path, "import signal; signal.signal(signal.SIGTERM, lambda n, f: sys.exit(1)); print('ready'); time.sleep(1000)")
+    child = launcher(tmp_path,
+                     "import signal; signal.signal(signal.SIGTERM, lambda n, f: sys.exit(1)); print('ready'); "
+                     "time.sleep(1000)")
     assert child.stdout.readline() == "ready\n"
     child.terminate()
     code, _, err = ended(child)
@@ -212,7 +219,8 @@ def test_what_fails_after_a_signal_to_the_launcher_is_not_started_again(tmp_path
 
 
 def test_a_negative_number_of_restarts_is_a_mistake():
-    ran = subprocess.run([sys.executable, "-m", "launch.local", "--processes", "1", "--max-restarts", "-1"], cwd=ROOT, text=True,
+    ran = subprocess.run([sys.executable, "-m", "launch.local", "--processes", "1", "--max-restarts", "-1"],
+                         cwd=ROOT, text=True,
                          capture_output=True)
     assert ran.returncode == 2 and "--max-restarts -1" in ran.stderr and "use 0" in ran.stderr
 
@@ -222,7 +230,8 @@ def test_a_negative_number_of_restarts_is_a_mistake():
 
 def asked(home: Path, code: int, *words: str, restarts: int = 2) -> subprocess.CompletedProcess:
     own, run = (words, ()) if "--said" in words else ((), words)
-    return subprocess.run([sys.executable, "-m", "launch.restart", str(code), *own, "--max-restarts", str(restarts), "--", *run,
+    return subprocess.run([sys.executable, "-m", "launch.restart", str(code), *own, "--max-restarts",
+                           str(restarts), "--", *run,
                            "--run.dir", str(home)], cwd=ROOT, text=True, capture_output=True)
 
 
@@ -240,7 +249,8 @@ def test_a_script_is_told_the_seconds_and_the_count_is_kept_in_run_dir(tmp_path)
 def test_a_script_gives_the_last_words_of_who_was_no_victim(tmp_path):
     said = tmp_path / "said"
     said.write_text("Traceback:\nValueError: bad weather\nGloo AllReduce failed: Connection closed by peer [1]:1\n"
-                    "srun: error: n2: task 9: Killed\nsrun: error: n1: tasks 0-7: Exited with exit code 1\nsrun: Terminating\n")
+                    "srun: error: n2: task 9: Killed\nsrun: error: n1: tasks 0-7: Exited with exit code 1\nsrun: "
+                    "Terminating\n")
     told = [asked(tmp_path / "run", 137, "--said", str(file), restarts=1) for file in (said, tmp_path / "none")]
     assert "  1: exit code 137; n2: task 9: Killed; the last line: ValueError: bad weather\n  2: exit code 137\n" in told[1].stderr
 
@@ -267,7 +277,8 @@ def test_a_real_run_whose_process_is_killed_goes_on_by_itself_after_five_seconds
     directory = tmp_path / "run"
     child = subprocess.Popen([sys.executable, "-m", "launch.local", "--processes", "2", "--max-restarts", "1", "--",
                               str(tmp_path / "run.toml"), "--run.dir", str(directory)], cwd=ROOT, text=True,
-                             env={name: value for name, value in os.environ.items() if name != "NPROC"} | {"PYTHONPATH": str(ROOT)},
+                             env={name: value for name, value in os.environ.items() if name != "NPROC"} | {
+                                 "PYTHONPATH": str(ROOT)},
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     deadline = time.monotonic() + soak.PATIENCE_S
     while not soak.steps(directory):

@@ -1,4 +1,5 @@
-"""Where a run goes on from, and what may have changed since: content counts, not spelling; nothing is lost on the way back."""
+"""Where a run goes on from, and what may have changed since: content counts, not spelling; nothing is lost on the way
+back."""
 import errno
 import json
 import os
@@ -28,7 +29,8 @@ def at_the_root(monkeypatch):
 
 
 def run_in(directory, *more):
-    return config.load(["--run.dir", str(directory), "--data.seq_len", "32", "--data.global_batch", "16", *map(str, more)])
+    return config.load(["--run.dir", str(directory), "--data.seq_len", "32", "--data.global_batch",
+                        "16", *map(str, more)])
 
 
 DATA = {"fingerprint": "f", "tokenizer": ["bytes", 256], "position": {}}
@@ -67,17 +69,21 @@ def test_every_pattern_of_the_table_is_met_by_a_key_and_by_the_first_that_fits()
 
 
 @pytest.mark.parametrize("key, value", [
-    ("model.embed_dim", 512), ("model.tie_embeddings", "true"), ("model.norm_eps", 1e-3), ("model.param_dtype", "bfloat16"),
+    ("model.embed_dim", 512), ("model.tie_embeddings", "true"), ("model.norm_eps", 1e-3),
+    ("model.param_dtype", "bfloat16"),
     ("optimizer.name", "lion"), ("run.seed", 7), ("data.validation_fraction", 0.5)])
 def test_another_model_optimizer_seed_or_hold_out_is_refused(two, key, value):
-    with pytest.raises(ConfigError, match=f"{key}=.*{value}.*, but the run in .* has .*; on resume the .* must stay.*run.name"):
+    with pytest.raises(ConfigError,
+                       match=f"{key}=.*{value}.*, but the run in .* has .*; on resume the .* must stay.*run.name"):
         found(two, f"--{key}", value)
 
 
 @pytest.mark.parametrize("key, old, new", [
     ("optimizer.learning_rate", 3e-4, 1e-4), ("optimizer.b2", 0.95, 0.99), ("optimizer.schedule", "cosine", "linear"),
-    ("optimizer.warmup_steps", 0, 5), ("data.seq_len", 32, 64), ("data.global_batch", 16, 32), ("training.steps", 100, 200),
-    ("training.microbatches", 1, 2), ("training.remat", "none", "full"), ("training.z_loss", 0.0, 1e-4), ("mesh.fsdp", 1, 2),
+    ("optimizer.warmup_steps", 0, 5), ("data.seq_len", 32, 64), ("data.global_batch", 16, 32),
+    ("training.steps", 100, 200),
+    ("training.microbatches", 1, 2), ("training.remat", "none", "full"), ("training.z_loss", 0.0, 1e-4),
+    ("mesh.fsdp", 1, 2),
     ("training.grad_clip", 1.0, 0.5), ("model.compute_dtype", "float32", "bfloat16"), ("pipeline.chunks", 1, 2),
     ("model.matmul_dtype", "auto", "float8"), ("data.document_mask", True, "false"), ("data.eos", "", "<|end|>")])
 def test_what_changes_numbers_may_change_and_is_recorded(tmp_path, key, old, new):
@@ -100,13 +106,15 @@ def test_the_weights_of_a_mixture_may_change_and_its_paths_are_content(tmp_path)
     one = ("--data.source", "mixture", "--data.mixture", mixture.format("README.md", 2.0))
     saved(tmp_path, run_in(tmp_path, *one), 2)
     assert found(tmp_path, *one[:3], mixture.format("./README.md", 2.0)).changes == ()
-    assert found(tmp_path, *one[:3], mixture.format("README.md", 3.0)).changes == (("data.mixture", [2.0, 1.0], [3.0, 1.0]),)
+    assert found(tmp_path, *one[:3], mixture.format("README.md", 3.0)).changes == (
+        ("data.mixture", [2.0, 1.0], [3.0, 1.0]),)
 
 
 def test_all_that_had_to_stay_is_told_together(two):
     with pytest.raises(ConfigError) as error:
         found(two, "--run.seed", 3, "--model.num_layers", 7, "--optimizer.b1", 0.5)
-    assert len(error.value.messages) == 2 and "run.seed=3" in str(error.value) and "model.num_layers=7" in str(error.value)
+    assert len(error.value.messages) == 2 and "run.seed=3" in str(error.value) and "model.num_layers=7" in str(
+        error.value)
 
 
 # ---- content ---------------------------------------------------------------------------------------------------------
@@ -137,7 +145,8 @@ def same(a, b):
 
 
 def at(step, data, **more):
-    return resume.Start(checkpoint.Saved(None, step, {"data": {"position": json.loads(json.dumps(data.position(step)))}}), **more)
+    return resume.Start(checkpoint.Saved(None, step,
+                                         {"data": {"position": json.loads(json.dumps(data.position(step)))}}), **more)
 
 
 def test_the_same_settings_find_the_same_batches(tmp_path):
@@ -171,10 +180,12 @@ def test_another_batch_and_sequence_length_go_on_behind_the_last_token(tmp_path)
 
 
 def test_a_step_that_is_not_there_or_damaged_is_told_with_those_that_are(two):
-    with pytest.raises(ConfigError, match="checkpoint.step=3 is not saved: .* has those of steps 2, 4; name one that is, or 0"):
+    with pytest.raises(ConfigError,
+                       match="checkpoint.step=3 is not saved: .* has those of steps 2, 4; name one that is, or 0"):
         found(two, "--checkpoint.step", 3)
     (two / "checkpoints" / "2" / "metadata.json").write_text("{}")
-    with pytest.raises(ConfigError, match="checkpoint.step=2: .*/2 is damaged .metadata.json: 2 bytes, .*; name another"):
+    with pytest.raises(ConfigError,
+                       match="checkpoint.step=2: .*/2 is damaged .metadata.json: 2 bytes, .*; name another"):
         found(two, "--checkpoint.step", 2)
     with pytest.raises(ConfigError, match="checkpoint.step=3 is not saved: .* has none"):
         found(two / "new", "--checkpoint.step", 3)
@@ -203,9 +214,12 @@ def test_the_same_command_goes_on_and_another_answer_goes_back_again(two):
     assert (start.step, start.skip_batches) == (5, 0), "the settings that were written are those in force"
 
 
-@pytest.mark.parametrize("place, call", [(files, "replace"), (os, "truncate"), (exports, "set_aside_after"), (rows, "set_aside_after")])
-@pytest.mark.parametrize("code, raised", [(errno.ENOSPC, files.FileSystemError), (errno.ESTALE, files.FileSystemError), (errno.EACCES, ConfigError)])
-def test_a_directory_that_cannot_be_written_before_the_first_step_is_one_message(two, monkeypatch, place, call, code, raised):
+@pytest.mark.parametrize("place, call", [(files, "replace"), (os, "truncate"), (exports, "set_aside_after"),
+                                         (rows, "set_aside_after")])
+@pytest.mark.parametrize("code, raised", [(errno.ENOSPC, files.FileSystemError), (errno.ESTALE, files.FileSystemError),
+                                          (errno.EACCES, ConfigError)])
+def test_a_directory_that_cannot_be_written_before_the_first_step_is_one_message(
+        two, monkeypatch, place, call, code, raised):
     monkeypatch.setattr(files, "PAUSES_S", (0.0,))
     tries = []
 
@@ -218,7 +232,9 @@ def test_a_directory_that_cannot_be_written_before_the_first_step_is_one_message
         with pytest.raises(raised, match=f"run.dir={two} cannot be written: {os.strerror(code)}; "):
             resume.begin(run, resume.find(run, checkpoints), checkpoints, None, "# rules")
     assert len(tries) == (2 if raised is files.FileSystemError else 1)
-    assert [row["step"] for row in metrics.read(two / "metrics.jsonl")] == list(range(1, 7)), "nothing is dropped before all is written"
+    assert [row["step"]
+            for row in metrics.read(two / "metrics.jsonl")] == list(range(1,
+                                                                          7)), "nothing is dropped before all is written"
 
 
 def test_the_way_back_loses_nothing_and_is_recorded_once(two, capfd):
@@ -279,4 +295,5 @@ def test_a_new_run_takes_the_step_that_it_names_of_another(two, tmp_path):
     with pytest.raises(ConfigError, match="checkpoint.step=3 is not saved"):
         resume.source(two, 3, "checkpoint.init_from")
     saved(tmp_path / "new", run, 1)
-    assert found(tmp_path / "new", "--checkpoint.init_from", two, "--checkpoint.step", 2).step == 1, "the new run goes on"
+    assert found(tmp_path / "new", "--checkpoint.init_from", two, "--checkpoint.step",
+                 2).step == 1, "the new run goes on"

@@ -1,7 +1,9 @@
-"""The roofline of a compiled program against arithmetic by hand: FLOPs, bytes, trips, links, and what communication hides.
+"""The roofline of a compiled program against arithmetic by hand: FLOPs, bytes, trips, links, and what communication
+hides.
 
-Programs are hand-written HLO, priced at the plain peaks of an H100 (no efficiencies, no latency): 1 GB of memory traffic takes
-1e9 / HBM seconds, and sums can be checked by hand. One real GPU program is compiled where that is possible.
+Programs are hand-written HLO, priced at the plain peaks of an H100 (no efficiencies, no latency): 1 GB of memory
+traffic takes 1e9 / HBM seconds, and sums can be checked by hand. One real GPU program is compiled where that is
+possible.
 """
 import math
 import random
@@ -17,10 +19,13 @@ from meshtrain.cost.assumptions import TABLE, Assumptions, parse
 from meshtrain.sharding.mesh import MeshSpec
 
 H100 = hardware.get("h100")
-PLAIN = {name: 1.0 for name in TABLE if name.endswith((".best", ".sustained", ".share", "narrow", "forward", "backward"))} | {
-    "matmul.wave": 0, "matmul.k0": 0, "attention.ramp": 0, "link.start_us": 0, "link.hop_us": 0, "link.host_hop_us": 0, "link.contend": 0,
+PLAIN = {name: 1.0 for name in TABLE if name.endswith((".best", ".sustained", ".share",
+                                                       "narrow", "forward", "backward"))} | {
+    "matmul.wave": 0, "matmul.k0": 0, "attention.ramp": 0, "link.start_us": 0, "link.hop_us": 0,
+    "link.host_hop_us": 0, "link.contend": 0,
     "kernel.launch_us": 0, "step.overhead": 0}  # fmt: skip
-HBM, NVLINK, NIC, PEAK = H100.hbm_bytes_per_s, H100.intra_host_bytes_per_s, H100.inter_host_bytes_per_s, H100.peak("bfloat16")
+HBM, NVLINK, NIC, PEAK = H100.hbm_bytes_per_s, H100.intra_host_bytes_per_s, H100.inter_host_bytes_per_s, H100.peak(
+    "bfloat16")
 MB = 2**20
 CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -39,7 +44,8 @@ def program(entry: str, *computations: str, result="f32[1024,1024]") -> str:
 
 
 def lined(text: str, mesh=None, packed=True, **given) -> roofline.Roofline:
-    return roofline.read(text, MeshSpec(mesh or {"fsdp": 8}), plain(**given), tokens=1000, model_flops=1e15, packed=packed)
+    return roofline.read(text, MeshSpec(mesh or {"fsdp": 8}), plain(**given), tokens=1000,
+                         model_flops=1e15, packed=packed)
 
 
 ADD = """%add_body (a: f32[1024,1024], b: f32[1024,1024]) -> f32[1024,1024] {
@@ -181,9 +187,9 @@ def test_a_nested_fusion_and_a_reduction_read_what_their_result_depends_on():
 
 
 def test_a_cublas_call_counts_its_products_and_not_its_workspace():
-    call = ('ROOT %r = (bf16[512,256]{1,0}, s8[33554432]{0}) custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", '
-            'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],'
-            '"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}')
+    call = ('ROOT %r = (bf16[512,256]{1,0}, s8[33554432]{0}) custom-call(%a, %b), '
+            'custom_call_target="__cublas$lt$matmul", '
+            'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}')
     entry = f"%a = bf16[512,1024]{{1,0}} convert(%x)\n%b = bf16[1024,256]{{1,0}} convert(%y)\n{call}"
     assert moved(entry) == (512 * 1024 * 2 + 1024 * 256 * 2, 512 * 256 * 2)
     assert sum(kernel.flops for kernel in lined(program(entry)).kernels) == 2 * 512 * 256 * 1024
@@ -203,8 +209,10 @@ custom_call_target="{target}", {extra}""")
     ("__cudnn$fmhaSoftmax", 'backend_config={"cudnn_fmha_backend_config":{"mask_type":"CAUSAL"}}', 2, 1 / 2),
     ("__cudnn$fmhaSoftmax", 'backend_config={"cudnn_fmha_backend_config":{"mask_type":"NO_MASK"}}', 2, 1),
     ("__cudnn$fmhaSoftmaxBackward", 'backend_config={"cudnn_fmha_backend_config":{"mask_type":"CAUSAL"}}', 5, 1 / 2),
-    ("__gpu$xla.gpu.triton", 'metadata={op_name="jit(f)/attention/meshtrain_attention_forward_causal/pallas_call"}', 2, 1 / 2),
-    ("__gpu$xla.gpu.triton", 'metadata={op_name="jit(f)/attention/meshtrain_attention_dq_causal/pallas_call"}', 3, 1 / 2),
+    ("__gpu$xla.gpu.triton",
+     'metadata={op_name="jit(f)/attention/meshtrain_attention_forward_causal/pallas_call"}', 2, 1 / 2),
+    ("__gpu$xla.gpu.triton",
+     'metadata={op_name="jit(f)/attention/meshtrain_attention_dq_causal/pallas_call"}', 3, 1 / 2),
     ("__gpu$xla.gpu.triton", 'metadata={op_name="jit(f)/attention/meshtrain_attention_dkv/pallas_call"}', 4, 1),
 ])
 def test_an_attention_kernel_counts_what_it_computes(target, extra, products, pairs):
@@ -233,8 +241,10 @@ def test_an_unknown_kernel_that_may_multiply_is_named():
 @pytest.mark.parametrize("length, mean, sigma", [(4096, 300, 1.0), (4096, 1500, 1.5), (2048, 4000, 0.5)])
 def test_the_visited_share_is_that_of_drawn_documents(length, mean, sigma):
     """Documents laid end to end, the row cut out of them anywhere; 300 rows: the mean's error is about 2%."""
-    visited = [sum(first + block - begin for first, begin, block in row) * row[0][2] for row in drawn_rows(length, mean, sigma)]
-    assert rates.visited_share(length, mean, sigma) == pytest.approx(statistics.mean(visited) / (length**2 / 2), rel=0.06)
+    visited = [sum(first + block - begin for first, begin, block in row) * row[0][2]
+               for row in drawn_rows(length, mean, sigma)]
+    assert rates.visited_share(length, mean, sigma) == pytest.approx(
+        statistics.mean(visited) / (length**2 / 2), rel=0.06)
 
 
 def drawn_rows(length: int, mean: float, sigma: float, block: int = 128, rows: int = 300):
@@ -258,15 +268,18 @@ def test_the_busiest_device_of_a_split_sequence_visits_what_drawn_documents_leav
     rows = [*drawn_rows(length, mean, sigma)]
     for first, begin, block in (each for row in rows for each in row):
         for keys in range(begin // chunk, first // chunk + 1):
-            pairs[first // chunk, keys] += block * (min(first + block, (keys + 1) * chunk) - max(begin, keys * chunk)) / len(rows)
+            pairs[first // chunk, keys] += block * (min(first + block,
+                                                        (keys + 1) * chunk) - max(begin, keys * chunk)) / len(rows)
     if method == "gather":
         expected = max(pairs[i].sum() + pairs[late - i].sum() for i in range(num_shards))
     else:
         expected = max(pairs[i, i] + pairs[late - i, late - i] + pairs[late - i, i] for i in range(num_shards))
         for t in range(1, num_shards):
-            ends = [((i, i - t) if i >= t else (late - i, late - i + t - num_shards), (late - i, (i - t) % num_shards)) for i in range(num_shards)]
+            ends = [((i, i - t) if i >= t else (late - i, late - i + t - num_shards), (late - i, (i - t) % num_shards))
+                    for i in range(num_shards)]
             expected += max(pairs[one] + pairs[other] for one, other in ends)
-    assert rates.split_share(length, num_shards, method, mean, sigma) == pytest.approx(expected * num_shards / (length**2 / 2), rel=.06)
+    assert rates.split_share(length, num_shards, method, mean, sigma) == pytest.approx(
+        expected * num_shards / (length**2 / 2), rel=.06)
     assert rates.split_share(length, num_shards, "ulysses", mean, sigma) == rates.visited_share(length, mean, sigma)
 
 
@@ -299,7 +312,8 @@ def test_latency_grows_with_the_members_of_a_group():
     assert latency_us("all-reduce", 8, 8) == pytest.approx(14 + 2 * 7 * 1.25)
     assert latency_us("all-reduce", 1024, 8) == pytest.approx(14 + 2 * (7 * 1.25 + 7 * 8.5))
     assert latency_us("collective-permute", 1024, 8) == pytest.approx(18)
-    large_s = [rated.collective_s("all-reduce", 1e9, rates.DeviceGroup(16, 8)) - rated.collective_s("all-gather", 1e9, rates.DeviceGroup(16, 8))]
+    large_s = [rated.collective_s("all-reduce", 1e9, rates.DeviceGroup(16, 8)) - rated.collective_s(
+        "all-gather", 1e9, rates.DeviceGroup(16, 8))]
     assert large_s == [pytest.approx(1e9 * 15 / 16 / (.8 * NVLINK) + (14 * 1.9 + 4.0) * 1e-6)], "of large arrays a ring"
 
 
@@ -328,7 +342,8 @@ def test_links_of_a_mesh_are_told_by_axis():
 
 
 @pytest.mark.parametrize("gpu, num_gpus, domain", [
-    ("gb200", 128, 64), ("gb200", 144, 72), ("gb200", 64, 64), ("gb300", 288, 72), ("gb200", 292, 72), ("h100", 12, 6), ("h100", 8, 8)])
+    ("gb200", 128, 64), ("gb200", 144, 72), ("gb200", 64, 64), ("gb300", 288, 72), ("gb200", 292, 72),
+    ("h100", 12, 6), ("h100", 8, 8)])
 def test_the_planner_and_the_program_place_gpus_in_the_same_domains(gpu, num_gpus, domain):
     """Of a rack's 72 a job of 128 takes 64, so that no tensor group lies in two racks."""
     gpu = hardware.get(gpu)
@@ -370,7 +385,8 @@ def test_a_collective_hides_under_what_stands_between_its_start_and_its_done():
 
 def test_matmuls_beside_a_collective_are_told_from_those_with_none():
     dot = "%{} = f32[1024,1024]{{1,0}} dot(%x, %y), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"
-    line = scheduled(START.format("s", "false"), dot.format("a"), DONE.format("d", "s"), dot.format("b"), dot.format("c"))
+    line = scheduled(START.format("s", "false"), dot.format("a"), DONE.format("d", "s"),
+                     dot.format("b"), dot.format("c"))
     dot_s = 2 * 1024**3 / H100.peak("float32")
     assert line.traffic[0].hidden_under == {"matmul": pytest.approx(min(dot_s, GATHER_S))} and dot_s < GATHER_S
     assert line.free_matmul_s == pytest.approx(2 * dot_s)
@@ -458,8 +474,10 @@ def test_assumptions_differ_by_generation_and_give_way_to_what_is_given():
 def test_the_runs_of_the_benchmark_are_valid():
     from benchmarks import roofline as benchmark
     for case in (*benchmark.SHIPPED, *(run.case for run in benchmark.PUBLISHED)):
-        assert config.load([str(benchmark.ROOT / "configs" / case.run_file), *case.words.split()]).model.embed_dim >= 4096
-    assert all(name in TABLE for given in (benchmark.FLAT, *(run.given for run in benchmark.PUBLISHED)) for name in given)
+        assert config.load([str(benchmark.ROOT / "configs" / case.run_file),
+                            *case.words.split()]).model.embed_dim >= 4096
+    assert all(name in TABLE for given in (benchmark.FLAT, *(run.given for run in benchmark.PUBLISHED))
+               for name in given)
 
 
 # ---- a real program --------------------------------------------------------------------------------------------------
@@ -497,7 +515,8 @@ def test_a_real_step_has_the_matmul_flops_of_the_audit_and_lies_between_its_boun
 @pytest.mark.slow
 @pytest.mark.skipif(compile.missing_wheels(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
 def test_the_shipped_8b_run_keeps_the_time_that_the_roofline_predicts_for_it():
-    """Packed documents on 8 H100, what is recomputed by `selective`: 44.1% MFU, of it attention 17%, when this was written."""
+    """Packed documents on 8 H100, what is recomputed by `selective`: 44.1% MFU, of it attention 17%, when this was
+    written."""
     made = assembly.assemble(config.load([str(CHECKOUT / "configs/llama3-8b.toml"), "--training.remat", "selective"]),
                              compile.topology("h100:8"))
     text = made.program.compile().as_text()

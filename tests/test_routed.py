@@ -1,5 +1,5 @@
-"""What experts cost in closed formulas: rows and tiles, which dispatch and which layout sends less, and plans for them. That the
-formulas are those of compiled programs: `test_beside`; what these send and multiply: `test_gpu_experts`."""
+"""What experts cost in closed formulas: rows and tiles, which dispatch and which layout sends less, and plans for them.
+That the formulas are those of compiled programs: `test_beside`; what these send and multiply: `test_gpu_experts`."""
 import contextlib
 import dataclasses
 import functools
@@ -36,7 +36,8 @@ def placed(preset: str, rule: str, **mesh):
 
 def sent_for_experts(of, options: Options) -> float:
     """Bytes of a layer and microbatch in the compute dtype and float32, for tokens or for weights: not for choices."""
-    found = [sent for sent in traffic.of(of, options) if sent.waits in (traffic.ROUTED, traffic.EXPERTS) and sent.dtype != "s32"
+    found = [sent for sent in traffic.of(of, options) if sent.waits in (traffic.ROUTED, traffic.EXPERTS)
+             and sent.dtype != "s32"
              and not (sent.waits == traffic.ROUTED and sent.dtype == "f32")]
     return sum(sent.ring_bytes(of.mesh.sizes) for sent in found) / of.cfg.num_layers / options.microbatches
 
@@ -53,12 +54,15 @@ def test_tokens_are_cheaper_to_send_than_experts_up_to_the_length_that_the_page_
         assert (sent_for_experts(by_tokens, options) < sent_for_experts(by_weights, options)) == shorter
 
 
-@pytest.mark.parametrize("preset, num_shards, method", [(QWEN, 8, "gather"), (QWEN, 16, "all_to_all"), (MIXTRAL, 2, "gather"), (MIXTRAL, 4, "all_to_all")])
+@pytest.mark.parametrize("preset, num_shards, method",
+                         [(QWEN, 8, "gather"), (QWEN, 16, "all_to_all"), (MIXTRAL, 2, "gather"),
+                          (MIXTRAL, 4, "all_to_all")])
 def test_auto_takes_the_dispatch_that_sends_less(preset, num_shards, method):
     of = placed(preset, "zero3_experts_fsdp", fsdp=num_shards)
     options = Options(4096, num_shards)
     assert routed.of(of, options).exchanged == (method == "all_to_all")
-    each = {name: sent_for_experts(of, dataclasses.replace(options, dispatch=name)) for name in ("gather", "all_to_all")}
+    each = {name: sent_for_experts(of, dataclasses.replace(options, dispatch=name))
+            for name in ("gather", "all_to_all")}
     assert sent_for_experts(of, options) == pytest.approx(min(each.values()), rel=0.001)      # rooms are rounded up
 
 
@@ -69,7 +73,8 @@ def test_rows_are_those_that_the_tokens_of_all_ways_choose_and_tiles_fill_half_a
     assert grouped.executed_rows(10, 20, 128) == 10 * 128, "a block for each expert that has a row"
 
 
-@pytest.mark.parametrize("rule, mesh", [("zero3_experts_fsdp", dict(fsdp=8)), ("zero3_experts_tensor", dict(tensor=8)), ("zero3", dict(fsdp=8)),
+@pytest.mark.parametrize("rule, mesh", [("zero3_experts_fsdp", dict(fsdp=8)), ("zero3_experts_tensor", dict(tensor=8)),
+                                        ("zero3", dict(fsdp=8)),
                                         ("zero3_experts_tensor", dict(context=2, tensor=4))])
 def test_all_layouts_multiply_the_same_rows_but_for_those_that_fill_up_blocks(rule, mesh):
     found = routed.of(placed(QWEN, rule, **mesh), Options(8192, 64))
@@ -99,7 +104,8 @@ def test_plans_of_experts_are_run_files_that_load_with_every_kind_of_layout_amon
     plans = search.search(question).plans
     named = {one.rules.path.removeprefix("sharding_rules/").removesuffix(".toml") for one in plans}
     assert {"zero3", "zero3_experts_fsdp", "zero3_experts_tensor"} <= named
-    assert any("zero3_experts_fsdp.toml" in one.rules.path and one.sizes["data"] == 1 for one in plans), "experts over all GPUs"
+    assert any("zero3_experts_fsdp.toml" in one.rules.path and one.sizes["data"] == 1
+               for one in plans), "experts over all GPUs"
     model = transformer.build(run.model)
     for k, one in enumerate(plans[:30]):
         path = tmp_path / f"{k}.toml"
@@ -109,7 +115,8 @@ def test_plans_of_experts_are_run_files_that_load_with_every_kind_of_layout_amon
 
 
 @pytest.mark.parametrize("words", [
-    f"{QWEN} --gpus 8 --gpu h200 --model.first_dense_layers 1", f"{MIXTRAL} --gpus 64 --gpu h100 --model.shared_expert_dim 1024",
+    f"{QWEN} --gpus 8 --gpu h200 --model.first_dense_layers 1",
+    f"{MIXTRAL} --gpus 64 --gpu h100 --model.shared_expert_dim 1024",
     f"{QWEN} --gpus 12 --gpu h200 --model.num_experts 24 --model.experts_per_token 1 --global-batch 48",
     "olmoe-1b-7b --gpus 8 --gpu a100-80gb --experts.dispatch all_to_all"])
 def test_any_mixture_has_a_plan(words):
@@ -131,7 +138,8 @@ def test_a_dense_model_is_not_planned_with_rule_files_of_experts():
     assert not any("expert" in one.path for one in question.rule_files)
 
 
-# ---- what a compiled program shows ------------------------------------------------------------------------------------
+# ---- what a compiled program shows
+# ------------------------------------------------------------------------------------
 
 SCOPE = "jit(f)/shard_map/even_rows_40000"
 
@@ -145,13 +153,17 @@ def kernel(name: str, operands: str, result: str) -> str:
 
 
 @pytest.mark.parametrize("name, operands, result", [
-    ("grouped_rows_gkn", "%g, %g, %x, %w", "bf16[51200,768]{1,0}"), ("grouped_rows_gnk", "%g, %g, %y, %w", "bf16[51200,2048]{1,0}"),
-    ("grouped_rows_gnk", "%g, %g, %y, %w, %y, %w", "bf16[51200,2048]{1,0}"), ("grouped_outer_kgn", "%g, %g, %x, %y", "f32[2048,16,768]{2,1,0}")])
+    ("grouped_rows_gkn", "%g, %g, %x, %w", "bf16[51200,768]{1,0}"),
+    ("grouped_rows_gnk", "%g, %g, %y, %w", "bf16[51200,2048]{1,0}"),
+    ("grouped_rows_gnk", "%g, %g, %y, %w, %y, %w", "bf16[51200,2048]{1,0}"),
+    ("grouped_outer_kgn", "%g, %g, %x, %y", "f32[2048,16,768]{2,1,0}")])
 def test_experts_kernels_multiply_the_rows_that_their_scope_tells_and_what_fills_up_blocks(name, operands, result):
     text = kernel(name, operands, result)
     line = lined(text, **{"grouped.rows": 0.5, "grouped.outer": 0.25})
     (one,) = (one for one in line.kernels if "grouped" in one.source)
-    assert one.flops == operands.count("%w, %y") * 2 * (40000 + 16 * 64) * 2048 * 768 + 2 * (40000 + 16 * 64) * 2048 * 768 and one.part == "matmul" and not line.uncounted
+    assert one.flops == operands.count("%w, %y") * 2 * (40000 + 16
+                                                        * 64) * 2048 * 768 + 2 * (40000 + 16
+                                                                                  * 64) * 2048 * 768 and one.part == "matmul" and not line.uncounted
     assert one.seconds == pytest.approx(one.flops / PEAK / (0.25 if "outer" in name else 0.5))
     found = audit.read(text, MESH)
     assert found.flops == {"bf16": one.flops} and not found.uncounted
@@ -162,7 +174,9 @@ def test_rows_that_are_taken_by_number_count_as_often_as_they_are_taken():
     whole = kernel("grouped_rows_gkn", "%g, %g, %x, %w, %y", "bf16[51200,768]{1,0}")
     (beside,) = (one for one in lined(whole).kernels if "grouped" in one.source)
     for tokens in (4096, 409600):
-        taken = whole.replace("%w = ", f"%t = bf16[{tokens},2048]{{1,0}} iota(), iota_dimension=0\n  %n = s32[51200]{{0}} iota(), iota_dimension=0\n  %w = "
+        taken = whole.replace("%w = ",
+                              f"%t = bf16[{tokens},2048]{{1,0}} iota(), iota_dimension=0\n  %n = s32[51200]{{0}} "
+                              f"iota(), iota_dimension=0\n  %w = "
                               ).replace("custom-call(%g, %g, %x,", "custom-call(%g, %g, %t, %n,")
         (one,) = (one for one in lined(taken).kernels if "grouped" in one.source)
         assert one.flops == beside.flops and one.hbm_bytes == beside.hbm_bytes + 4 * 51200
@@ -170,11 +184,13 @@ def test_rows_that_are_taken_by_number_count_as_often_as_they_are_taken():
 
 def test_further_rounds_count_as_none_but_for_whoever_assumes_some():
     text = loop(5, "%k = f32[1024,1024]{1,0} fusion(%w, %w), kind=kLoop, calls=%add_body", ADD).replace(
-        'backend_config={"known_trip_count":{"n":"5"}}', f'metadata={{op_name="{SCOPE}/further_rounds/while"}}').replace(
+        'backend_config={"known_trip_count":{"n":"5"}}',
+        f'metadata={{op_name="{SCOPE}/further_rounds/while"}}').replace(
         "constant(true)", "custom-call()").replace("  %l = ", "  %apart = f32[1024,1024]{1,0} add(%y, %z)\n  %l = ")
     runs = lambda **given: [one.runs for one in lined(text, **given).kernels]
     assert runs() == [1] and sorted(runs(**{"experts.rounds": 3})) == [1, 3] and not lined(text).unknown_loops
-    gather = text.replace("fusion(%w, %w), kind=kLoop, calls=%add_body", "all-reduce(%w), replica_groups={}, to_apply=%add_body")
+    gather = text.replace("fusion(%w, %w), kind=kLoop, calls=%add_body",
+                          "all-reduce(%w), replica_groups={}, to_apply=%add_body")
     found = audit.read(gather, MESH)
     assert found.further_rounds == 1 and not found.collectives and not found.unknown_loops
     assert audit.read(gather.replace("further_rounds", "others"), MESH).unknown_loops

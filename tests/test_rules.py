@@ -42,11 +42,13 @@ def test_a_shipped_file_loads_and_says_what_it_is_for(path):
     assert set(loaded.tables) == set(rules.TABLES)
     assert path.read_text().startswith("# ") and len(path.read_text().splitlines()) <= 20
     assert loaded.mesh_axes("activations", "batch") == ("data", "fsdp")
-    assert {axis for axes in loaded.tables["activations"].values() for axis in axes} == set(AXES), "the mesh says which are used"
+    assert {axis for axes in loaded.tables["activations"].values()
+            for axis in axes} == set(AXES), "the mesh says which are used"
 
 
 def test_the_shipped_files_are_those_of_the_contract():
-    assert {path.stem for path in SHIPPED} == {"ddp", "tensor", "zero1", "zero2", "zero3", "hsdp", "hsdp_zero1", "zero3_experts_fsdp",
+    assert {path.stem for path in SHIPPED} == {"ddp", "tensor", "zero1", "zero2", "zero3",
+                                               "hsdp", "hsdp_zero1", "zero3_experts_fsdp",
                                                "zero3_experts_tensor"}
 
 
@@ -55,7 +57,8 @@ def test_the_shipped_files_are_those_of_the_contract():
 def test_a_file_has_the_lines_of_the_one_that_it_extends_but_for_its_own(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('extends = "zero1"\n[activations]\nresidual_seq = "context"\n[grads]\nembed = "data"\n')
-    ddp, zero1, mine = (rules.load(one) for one in (SHIPPED[0].parent / "ddp.toml", SHIPPED[0].parent / "zero1.toml", path))
+    ddp, zero1, mine = (rules.load(one) for one in (SHIPPED[0].parent / "ddp.toml",
+                                                    SHIPPED[0].parent / "zero1.toml", path))
     assert mine.tables["activations"] == ddp.tables["activations"] | {"residual_seq": ("context",)}
     assert mine.tables["params"] == ddp.tables["params"] and mine.tables["optimizer"] == zero1.tables["optimizer"]
     assert mine.tables["grads"] == ddp.tables["params"] | {"embed": ("data",)}
@@ -73,10 +76,14 @@ def test_a_file_extends_one_beside_it_before_a_shipped_one_and_may_have_a_shippe
 
 
 @pytest.mark.parametrize("text, said", [
-    ('extends = "zero4"', ["mine.toml: extends = 'zero4'", "no such rule file", "did you mean 'zero", "zero3_experts_fsdp"]),
-    ("extends = 3", ["extends = 3", 'e.g. extends = "ddp"']), ('extends = ["ddp", "zero1"]', ["must name one rule file"]),
-    ('extends = ""', ["must name one rule file"]), ('extends = "mine"', ["leads back to", "mine.toml"]), ('extends = "other"', ["leads back to"]),
-    ('extends = "broken"', ["broken.toml [params] embed", "unknown mesh axis 'fdsp'"]), ('[params]\nextends = "ddp"', ["[params] extends: unknown"]),
+    ('extends = "zero4"', ["mine.toml: extends = 'zero4'", "no such rule file", "did you mean 'zero",
+                           "zero3_experts_fsdp"]),
+    ("extends = 3", ["extends = 3", 'e.g. extends = "ddp"']),
+    ('extends = ["ddp", "zero1"]', ["must name one rule file"]),
+    ('extends = ""', ["must name one rule file"]), ('extends = "mine"', ["leads back to", "mine.toml"]),
+    ('extends = "other"', ["leads back to"]),
+    ('extends = "broken"', ["broken.toml [params] embed", "unknown mesh axis 'fdsp'"]),
+    ('[params]\nextends = "ddp"', ["[params] extends: unknown"]),
     ('[extend]\nembed = "fsdp"', ["did you mean 'extends'?"])])
 def test_a_mistake_in_what_a_file_extends_is_told_with_its_file(tmp_path, text, said):
     (tmp_path / "mine.toml").write_text(text)
@@ -127,7 +134,8 @@ def test_a_mistake_is_told_once_with_file_value_and_remedy(mistake, tmp_path):
 
 
 def test_all_mistakes_of_a_file_are_told_together():
-    text = '[parms]\nx = "y"\n[params]\nembd = "fsdp"\nbatch = "data"\nmlp = "tensr"\n[grads]\nembed = ["fsdp", "fsdp"]\n'
+    text = ('[parms]\nx = "y"\n[params]\nembd = "fsdp"\nbatch = "data"\nmlp = "tensr"\n[grads]\nembed = ["fsdp", '
+            '"fsdp"]\n')
     with pytest.raises(ValueError) as error:
         rules.parse(text)
     lines = str(error.value).splitlines()
@@ -175,7 +183,8 @@ def test_a_dimension_that_does_not_divide_is_refused_with_the_next_that_does():
 
 @given(st.integers(1, 64), st.integers(1, 12), st.integers(1, 5))
 def test_a_dimension_is_refused_exactly_when_it_does_not_divide(dim, data, fsdp):
-    found = faults('[params]\nembed = ["data", "fsdp"]', sizes(data=data, fsdp=fsdp), Tensor("params", "w", (dim,), ("embed",)))
+    found = faults('[params]\nembed = ["data", "fsdp"]', sizes(data=data, fsdp=fsdp),
+                   Tensor("params", "w", (dim,), ("embed",)))
     assert bool(found) == (dim % (data * fsdp) != 0)
 
 
@@ -209,7 +218,8 @@ def test_heads_that_are_split_in_params_alone_are_refused_with_the_line_that_is_
 
 @pytest.mark.parametrize("logical", ["heads", "kv_heads", "mlp", "vocab"])
 def test_what_params_split_and_activations_do_not_is_refused(logical):
-    w, x = Tensor("params", "w", (96, 320), ("embed", logical)), Tensor("activations", "x", (8, 32, 320), ("batch", "seq", logical))
+    w, x = Tensor("params", "w", (96, 320), ("embed", logical)), Tensor(
+        "activations", "x", (8, 32, 320), ("batch", "seq", logical))
     text = f'[params]\n{logical} = "tensor"\n[activations]\nbatch = ["data", "tensor"]\n'
     assert faults(text, sizes(data=2, tensor=2), w, x) == [], "gathered for its use: the tokens are split"
     [fault, *_] = faults(text.replace(', "tensor"', ""), sizes(data=2, tensor=2), w, x)
@@ -220,22 +230,27 @@ def test_what_params_split_and_activations_do_not_is_refused(logical):
 def test_a_shipped_file_without_one_of_its_axes_in_activations_is_refused_or_told(path):
     loaded = rules.load(path)
     model = [Tensor("params", "/".join(axes), (16,) * 3, axes)
-             for axes in (("embed", "heads", "head_dim"), ("embed", "mlp", "head_dim"), ("expert", "expert_embed", "expert_mlp"))]
+             for axes in (("embed", "heads", "head_dim"), ("embed", "mlp", "head_dim"),
+                          ("expert", "expert_embed", "expert_mlp"))]
     mesh = sizes(data=2, fsdp=2, tensor=2, context=2)
     assert rules.unsplit(Layout(loaded, mesh), model) == ([], [])
     for axis in ("data", "fsdp", "tensor", "context"):
-        without = {logical: tuple(a for a in axes if a != axis) for logical, axes in loaded.tables["activations"].items()}
-        refused, told = rules.unsplit(Layout(rules.Rules({**loaded.tables, "activations": without}, "", "mine.toml"), mesh), model)
+        without = {logical: tuple(a for a in axes if a != axis)
+                   for logical, axes in loaded.tables["activations"].items()}
+        refused, told = rules.unsplit(Layout(rules.Rules({**loaded.tables, "activations": without}, "", "mine.toml"),
+                                             mesh), model)
         # Experts are split by where they lie, and by residual_seq; nothing else is.
         assert axis in " ".join(refused or told), axis
         assert refused or axis == "tensor" or axis in loaded.tables["params"].get("expert", ()), axis
 
 
 def test_what_an_axis_does_not_split_is_told_by_name():
-    model = [Tensor("params", name, (96, 320), ("embed", dim)) for name, dim in (("query", "heads"), ("up", "mlp"), ("gate", "mlp"))]
+    model = [Tensor("params", name, (96, 320), ("embed", dim))
+             for name, dim in (("query", "heads"), ("up", "mlp"), ("gate", "mlp"))]
     text = '[params]\nheads = "tensor"\n[activations]\nbatch = "data"\nheads = "tensor"\n'
     refused, [told] = rules.unsplit(Layout(rules.parse(text, "mine.toml"), sizes(data=2, tensor=2)), model)
-    assert refused == [] and "mine.toml does not split up, gate over tensor 2: every device along it repeats that work" in told
+    assert refused == []
+    assert "mine.toml does not split up, gate over tensor 2: every device along it repeats that work" in told
     more = rules.parse(text + 'mlp = "tensor"\n', "mine.toml")
     refused, [told] = rules.unsplit(Layout(more, sizes(data=2, tensor=2)), model)
     assert refused == [] and "splits mlp over tensor in [activations] and not in [params]" in told
@@ -255,7 +270,8 @@ def test_all_faults_of_a_layout_are_told_together():
 
 
 def test_a_sound_layout_has_no_faults():
-    text = '[params]\nembed = ["data", "fsdp"]\nmlp = "tensor"\n[activations]\nbatch = ["data", "fsdp"]\nresidual_seq = "tensor"'
+    text = ('[params]\nembed = ["data", "fsdp"]\nmlp = "tensor"\n[activations]\nbatch = ["data", "fsdp"]\nresidual_seq '
+            '= "tensor"')
     assert faults(text, sizes(data=2, fsdp=4, tensor=2), W_DF, X_BTD) == []
 
 
@@ -291,15 +307,19 @@ def test_spec_leaves_out_what_drop_names():
 
 
 def test_weights_are_gathered_over_the_axes_that_split_tokens_and_experts_are_not():
-    """A rule file with experts over fsdp, which splits tokens too: their embed dim is gathered over data, they are not."""
-    text = '[params]\nexpert = "fsdp"\nembed = ["data", "context"]\nmlp = "tensor"\n[activations]\nbatch = ["data", "fsdp"]\nseq = "context"\n'
+    """A rule file with experts over fsdp, which splits tokens too: their embed dim is gathered over data, they are
+    not."""
+    text = ('[params]\nexpert = "fsdp"\nembed = ["data", "context"]\nmlp = "tensor"\n[activations]\nbatch = ["data", '
+            '"fsdp"]\nseq = "context"\n')
     placed = Layout(rules.parse(text), sizes(data=2, fsdp=2, tensor=2, context=2))
     assert placed.mesh_axes(GATHERED, "expert") == ("fsdp",) and placed.mesh_axes(GATHERED, "embed") == ()
     assert placed.spec(GATHERED, ("expert", "embed", "mlp")) == P("fsdp", None, "tensor")
     assert layout(data=2, fsdp=2, tensor=2).spec(GATHERED, ("embed", "mlp")) == P(None, "tensor")
     mesh_spec = MeshSpec({"data": 2, "fsdp": 2, "tensor": 2})
     with jax.set_mesh(mesh_spec.build(jax.devices())):
-        w = jax.jit(lambda w: Layout(rules.parse(text), mesh_spec.sizes).constrain(GATHERED, w, ("expert", "embed", "mlp")))(np.ones((4, 8, 6)))
+        w = jax.jit(lambda w: Layout(rules.parse(text),
+                                     mesh_spec.sizes).constrain(GATHERED, w, ("expert", "embed", "mlp")))(
+                                         np.ones((4, 8, 6)))
     assert w.sharding.shard_shape(w.shape) == (2, 8, 3)
 
 
@@ -310,14 +330,16 @@ def test_spec_leaves_out_manual_axes():
     def body(x):
         seen.append(layout(data=2, tensor=4).spec("params", ("embed", "mlp")))
         return x
-    jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})).trace(np.ones(8))
+    jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})).trace(
+        np.ones(8))
     assert seen[0] == P(None, "tensor")
 
 
 def test_the_largest_of_bfloat16_over_manual_axes_is_sought_in_float32_by_a_cpu():
     """Its compiler ends the process at a bfloat16 reduction there: float8 in pipelines needs one."""
     made = MeshSpec({"data": 2, "tensor": 4})
-    seek = jax.shard_map(partial(float8.over_tokens, layout(data=2, tensor=4)), mesh=made.build(jax.devices()), in_specs=P("data"), out_specs=P(),
+    seek = jax.shard_map(partial(float8.over_tokens, layout(data=2, tensor=4)), mesh=made.build(jax.devices()),
+                         in_specs=P("data"), out_specs=P(),
                          axis_names={"data"}, check_vma=False)
     text = jax.jit(seek).lower(jax.ShapeDtypeStruct((2,), "bfloat16")).as_text()
     assert re.search(r'"stablehlo.all_reduce".*?\(tensor<1xf32>\) -> tensor<1xf32>', text, re.DOTALL)

@@ -1,4 +1,5 @@
-"""Generated run files and rule files: valid ones make a sound design, all others one message, and none a traceback or a hang.
+"""Generated run files and rule files: valid ones make a sound design, all others one message, and none a traceback or a
+hang.
 
 300 in every run of the suite, others with every commit, and 10,000 marked slow.
 """
@@ -21,11 +22,17 @@ SHIPPED = sorted((ROOT / "configs").glob("*.toml"))
 RULES = sorted((ROOT / "sharding_rules").glob("*.toml"))
 LIMIT_S = 20        # a design takes milliseconds, that of a large pipeline a second or two
 
-ODD = (0, -1, 1, 2, 3, 7, 8, 10**4, 2**31, 2**63, 10**30, -10**18, 0.5, 1e-300, 1e300, math.inf, math.nan, True, False, "", " ", "8",
-       "none", "auto", "\x00", "\u202e", "é" * 3000, "../../../etc/passwd", "/dev/zero", "/dev/null", "/", ".", "~", "gs://bucket/run",
-       "a\nb", '"', "[", "{}", [], [1], [[]], ["data", "data"], ["stage", "data", "fsdp", "context", "tensor"], {}, {"a": {}}, [{"source": "text"}])  # fmt: skip
-HOSTILE = ("\x00", "[[", "]", "=", '"""', "'''", "#", "\r", "\ufeff", "[a.b.c]\n", "a = " + "[" * 3000 + "\n", "a = " + "9" * 5000 + "\n",
-           "[model]\n", "mesh = 3\n", "run.name.x = 1\n", "é = 1\n", "'' = 1\n", "[\"\"]\n", "model = []\n", "a = 1979-05-27T07:32:00Z\n",
+ODD = (0, -1, 1, 2, 3, 7, 8, 10**4, 2**31, 2**63, 10**30, -10**18, 0.5, 1e-300, 1e300,
+       math.inf, math.nan, True, False, "", " ", "8",
+       "none", "auto", "\x00", "\u202e", "é" * 3000, "../../../etc/passwd", "/dev/zero",
+       "/dev/null", "/", ".", "~", "gs://bucket/run",
+       # fmt: skip
+       "a\nb", '"', "[", "{}", [], [1], [[]], ["data", "data"], ["stage", "data", "fsdp", "context", "tensor"],
+       {}, {"a": {}}, [{"source": "text"}])
+HOSTILE = ("\x00", "[[", "]", "=", '"""', "'''", "#", "\r", "\ufeff", "[a.b.c]\n", "a = " + "[" * 3000 + "\n",
+           "a = " + "9" * 5000 + "\n",
+           "[model]\n", "mesh = 3\n", "run.name.x = 1\n", "é = 1\n", "'' = 1\n", "[\"\"]\n",
+           "model = []\n", "a = 1979-05-27T07:32:00Z\n",
            "x = " + "{a = " * 300 + "1" + "}" * 300 + "\n")  # fmt: skip
 
 
@@ -39,11 +46,13 @@ def written(tables) -> str:
 
 
 def a_file(rng: random.Random, directory: Path) -> Path:
-    """A run file: a shipped or drawn one with a few keys changed, in ways that may be sound, or with its text broken."""
+    """A run file: a shipped or drawn one with a few keys changed, in ways that may be sound, or with its text
+    broken."""
     if rng.random() < 0.5:
         tables = tomllib.loads(rng.choice(SHIPPED).read_text())
         if rng.random() < 0.7:      # fewer devices than the pods that they are for
-            tables["mesh"] = {"simulated_devices": rng.choice((1, 4, 8, 64)), rng.choice(("data", "fsdp", "tensor", "stage", "context")): -1}
+            tables["mesh"] = {"simulated_devices": rng.choice((1, 4, 8, 64)),
+                              rng.choice(("data", "fsdp", "tensor", "stage", "context")): -1}
     else:
         tables = {name: dict(section) for name, section in draws._draw(rng, directory / "drawn.toml")}
         tables["mesh"]["simulated_devices"] = math.prod(tables["mesh"][axis] for axis in config.AXES)
@@ -86,7 +95,8 @@ def a_rule_file(rng: random.Random, directory: Path) -> Path:
     for _ in range(rng.randint(0, 3)):
         table = tables.setdefault(rng.choice(("params", "grads", "optimizer", "activations", "parms", "")), {})
         if isinstance(table, dict) and rng.random() < 0.6:
-            logical = rng.choice(("embed", "heads", "kv_heads", "mlp", "vocab", "layers", "batch", "seq", "residual_seq", "head_dim", "hds", ""))
+            logical = rng.choice(("embed", "heads", "kv_heads", "mlp", "vocab", "layers",
+                                  "batch", "seq", "residual_seq", "head_dim", "hds", ""))
             table[logical] = rng.choice((rng.choice(axes), rng.sample(axes, 2), [], rng.choice(ODD)))
     text = written(tables)
     if rng.random() < 0.15:
@@ -127,7 +137,8 @@ def check(number: int, directory: Path) -> str:
         with limited(LIMIT_S):
             outcome = judged([str(path), *overrides])
     except BaseException as error:
-        raise AssertionError(f"number {number}: {type(error).__name__}: {error}\n{overrides}\n{path.read_bytes()[:4000]!r}") from error
+        raise AssertionError(f"number {number}: {type(error).__name__}: "
+                             f"{error}\n{overrides}\n{path.read_bytes()[:4000]!r}") from error
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
     return outcome
 

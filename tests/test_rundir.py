@@ -1,4 +1,5 @@
-"""The directory of a run: claimed by one run alone, on any file system, seen by all processes, and usable after any kill."""
+"""The directory of a run: claimed by one run alone, on any file system, seen by all processes, and usable after any
+kill."""
 import contextlib
 import errno
 import fcntl
@@ -68,7 +69,8 @@ def another(directory, *more):
 
 def test_a_second_run_in_the_directory_is_refused_and_told_who_is_there(tmp_path):
     with another(tmp_path / "run") as child:
-        with pytest.raises(ConfigError, match=rf"in use by another run \(pid {child.pid} on {socket.gethostname()}, since 20"):
+        with pytest.raises(ConfigError,
+                           match=rf"in use by another run \(pid {child.pid} on {socket.gethostname()}, since 20"):
             with rundir.claimed(run_in(tmp_path / "run")):
                 pass
     with rundir.claimed(run_in(tmp_path / "run")) as claim:     # it died without a word
@@ -156,7 +158,8 @@ for kill_at in range(1, 9):
 
 
 def test_a_directory_is_usable_after_a_kill_at_any_moment_of_its_first_writes(tmp_path):
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)},
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = done.stdout.splitlines()
@@ -180,8 +183,10 @@ def test_what_is_not_ours_is_refused_and_stays(tmp_path):
 
 def test_a_process_that_sees_another_directory_is_named_and_nothing_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr(agree, "exchange", lambda mine: [mine, ["b", "No such file or directory", True]])
-    with pytest.raises(ConfigError, match=rf"run.dir=.*/run is not one directory for all processes: process 1 on b \(No such "
-                       rf"file.* cannot see what process 0 on {socket.gethostname()} wrote there; give a directory on a file"):
+    with pytest.raises(ConfigError,
+                       match=rf"run.dir=.*/run is not one directory for all processes: process 1 on b \(No such "
+                       rf"file.* cannot see what process 0 on {socket.gethostname()} wrote there; give a directory "
+                       rf"on a file"):
         with rundir.claimed(run_in(tmp_path / "run")):
             pass
     assert left(tmp_path) == []
@@ -189,7 +194,9 @@ def test_a_process_that_sees_another_directory_is_named_and_nothing_is_left(tmp_
 
 def test_a_process_that_is_refused_a_look_has_met_a_moment_of_the_file_system_and_no_mistake(tmp_path, monkeypatch):
     monkeypatch.setattr(agree, "exchange", lambda mine: [mine, ["b", "Stale file handle", False]])
-    with pytest.raises(files.FileSystemError, match=r"run.dir=.*/run: process 1 on b \(Stale file handle\) cannot see what process 0 on .* see to "):
+    with pytest.raises(files.FileSystemError,
+                       match=r"run.dir=.*/run: process 1 on b \(Stale file handle\) cannot see what process 0 on "
+                             r".* see to "):
         with rundir.claimed(run_in(tmp_path / "run")):
             pass
 
@@ -240,7 +247,8 @@ def test_two_processes_claim_a_shared_directory_and_refuse_one_that_is_not(tmp_p
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
     env = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    children = [subprocess.Popen([sys.executable, "-c", TWO, str(index), address, *map(str, homes)], text=True, cwd=ROOT,
+    children = [subprocess.Popen([sys.executable, "-c", TWO, str(index), address, *map(str, homes)],
+                                 text=True, cwd=ROOT,
                                  env=env | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
                 for index in range(2)]
     said = [child.communicate(timeout=100) for child in children]
@@ -248,7 +256,8 @@ def test_two_processes_claim_a_shared_directory_and_refuse_one_that_is_not(tmp_p
         if shared:
             assert out.endswith("claimed\n"), err
         else:
-            assert out.splitlines()[-1].startswith("True run.dir=run is not one directory for all processes: process 1 on "), out + err
+            assert out.splitlines()[-1].startswith("True run.dir=run is not one directory for all processes: process 1 "
+                                                   "on "), out + err
     assert left(homes[0]) == (["run"] if shared else []) and (shared or left(homes[1]) == [])
 
 
@@ -279,7 +288,8 @@ def test_a_lock_of_another_host_that_does_not_come_free_is_no_mistake(tmp_path, 
     monkeypatch.setattr(rundir, "LOOK_S", 0.05)
     monkeypatch.setattr(files, "LOCK_WAIT_S", 0.2)
     with held_by(tmp_path / "run", "node-17"):
-        with pytest.raises(files.FileSystemError, match=r"in use by another run \(pid 5 on node-17, .*did not come free within 0.2 s"):
+        with pytest.raises(files.FileSystemError,
+                           match=r"in use by another run \(pid 5 on node-17, .*did not come free within 0.2 s"):
             with rundir.claimed(run_in(tmp_path / "run")):
                 pass
         assert json.loads((tmp_path / "run/.lock").read_text())["nonce"] == "old"
@@ -318,9 +328,11 @@ def test_every_name_that_a_start_leaves_is_in_the_table(tmp_path):
     from meshtrain.data import sources
     from meshtrain.checkpoint import local, resume
     from meshtrain.run import dpo_reference, history
-    assert {history.HISTORY, history.ALIVE, watch.STACKS, sources.CACHE, dpo_reference.FILE, resume.RECORD} <= contents.BEFORE_THE_FIRST_STEP
+    assert {history.HISTORY, history.ALIVE, watch.STACKS, sources.CACHE, dpo_reference.FILE,
+            resume.RECORD} <= contents.BEFORE_THE_FIRST_STEP
     assert (restart.LINEAGE, restart.INDEX) == (local.LINEAGE, local.INDEX)
-    for name in (".lock", "reference.npy", "reference.npy.17.tmp", "rules.toml", "history.jsonl", ".alive.tmp", ".nfs0001"):
+    for name in (".lock", "reference.npy", "reference.npy.17.tmp", "rules.toml", "history.jsonl",
+                 ".alive.tmp", ".nfs0001"):
         (tmp_path / name).touch()
     with rundir.claimed(run_in(tmp_path)):
         pass

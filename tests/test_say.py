@@ -52,7 +52,8 @@ def test_what_a_stream_that_works_gets_is_whole_where_the_other_fails(tmp_path):
 def test_a_closed_stream_lends_its_number_to_no_file(tmp_path):
     """Else what C++ reports on descriptor 2 is written into a checkpoint."""
     code = ("import os, sys\nfrom meshtrain.run import say\nsay.begin()\n"
-            f"file = open({str(tmp_path / 'checkpoint')!r}, 'w')\nos.write(2, b'reported by C++')\nsys.exit(file.fileno() < 3)")
+            f"file = open({str(tmp_path / 'checkpoint')!r}, 'w')\nos.write(2, b'reported by "
+            f"C++')\nsys.exit(file.fileno() < 3)")
     assert subprocess.run(["bash", "-c", '"$0" -c "$1" <&- 2>&-', sys.executable, code], cwd=ROOT).returncode == 0
     assert (tmp_path / "checkpoint").read_text() == ""
 
@@ -78,7 +79,8 @@ def test_a_terminal_is_shown_what_it_would_obey_and_a_pipe_gets_every_byte(monke
     class Terminal(io.StringIO):
         def isatty(self):
             return True
-    for kind, shown in ((Terminal, "\\x1b]0;owned\\x07a\tb\n\\x9b2J\\x0d×\n"), (io.StringIO, "\x1b]0;owned\x07a\tb\n\x9b2J\r×\n")):
+    for kind, shown in ((Terminal, "\\x1b]0;owned\\x07a\tb\n\\x9b2J\\x0d×\n"),
+                        (io.StringIO, "\x1b]0;owned\x07a\tb\n\x9b2J\r×\n")):
         for name, tell in (("stdout", say.out), ("stderr", say.err), ("stdout", lambda text: say.part(text + "\n"))):
             monkeypatch.setattr(sys, name, kind())
             tell("\x1b]0;owned\x07a\tb\n\x9b2J\r×")
@@ -87,8 +89,8 @@ def test_a_terminal_is_shown_what_it_would_obey_and_a_pipe_gets_every_byte(monke
 
 def test_a_live_line_is_replaced_ended_by_lines_and_never_longer_than_the_terminal():
     code = ("import sys\nfrom meshtrain.run import say\nassert say.on_terminal()\nsay.begin()\n"
-            "say.live('step 1 of a long run')\nsay.live('step 2')\nsay.err('careful')\nsay.live('y' * 200)\nsay.out('told')\n"
-            "say.live('step 3')")
+            "say.live('step 1 of a long run')\nsay.live('step 2')\nsay.err('careful')\nsay.live('y' * "
+            "200)\nsay.out('told')\nsay.live('step 3')")
     ours, theirs = pty.openpty()
     child = subprocess.Popen([sys.executable, "-c", code], stdout=theirs, stderr=theirs, cwd=ROOT,
                              env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80"})
@@ -115,15 +117,17 @@ def test_help_may_be_read_in_part(reader):
 
 
 def spoken(body: str, end: str) -> str:
-    code = f"import os, sys\nfrom meshtrain.run import say\nwith say.without_noise({'kept := []' if 'kept' in body else ''}):\n{body}\n{end}"
+    code = (f"import os, sys\nfrom meshtrain.run import say\nwith "
+            f"say.without_noise({'kept := []' if 'kept' in body else ''}):\n{body}\n{end}")
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=60).stderr
 
 
 @pytest.mark.parametrize("death", ["os.abort()", "os._exit(1)", "os.kill(os.getpid(), 9)"])
 def test_what_is_said_before_an_abort_is_told_and_noise_is_not(death):
-    """As XLA says that it does not know a flag: in C++, which holds the interpreter's lock until the process is gone."""
-    body = ("    import ctypes\n    lib = ctypes.PyDLL(None)\n    os.write(2, b'I0000 cudart_stub.cc:31] no drivers\\n')\n"
-            f"    lib.perror(b'F1123 Unknown flag in XLA_FLAGS: --xla_bogus=1')\n    {death}")
+    """As XLA says that it does not know a flag: in C++, which holds the interpreter's lock until the process is
+    gone."""
+    body = ("    import ctypes\n    lib = ctypes.PyDLL(None)\n    os.write(2, b'I0000 cudart_stub.cc:31] no "
+            f"drivers\\n')\n    lib.perror(b'F1123 Unknown flag in XLA_FLAGS: --xla_bogus=1')\n    {death}")
     said = spoken(body, "")
     assert said.startswith("F1123 Unknown flag in XLA_FLAGS: --xla_bogus=1") and "cudart_stub" not in said
 
@@ -136,7 +140,8 @@ def test_warnings_of_cpp_are_handed_over_and_all_else_is_passed_on_in_order():
 
 
 def test_warnings_are_told_where_nobody_is_left_to_take_them():
-    assert spoken("    os.write(2, b'W1123 10:00:00.1 slow.cc:1] slow\\n')\n    os.abort()  # kept", "") == "W1123 10:00:00.1 slow.cc:1] slow\n"
+    assert spoken("    os.write(2, b'W1123 10:00:00.1 slow.cc:1] slow\\n')\n    os.abort()  # kept",
+                  "") == "W1123 10:00:00.1 slow.cc:1] slow\n"
 
 
 def test_a_process_that_was_started_meanwhile_and_lives_on_holds_up_nothing(monkeypatch):

@@ -1,4 +1,5 @@
-"""launch/slurm.sbatch with stand-ins for srun, scontrol and the training command; tests/test_slurm.py has a real Slurm."""
+"""launch/slurm.sbatch with stand-ins for srun, scontrol and the training command; tests/test_slurm.py has a real
+Slurm."""
 import json
 import os
 import re
@@ -60,7 +61,8 @@ if sys.argv[1:3] in (["-m", "launch.restart"], ["-m", "launch.elastic"]):
 '''
 
 
-def submitted(tmp_path, python: str, code: int, *argv: str, rule: str = RULE, **more: str) -> subprocess.CompletedProcess:
+def submitted(tmp_path, python: str, code: int, *argv: str, rule: str = RULE,
+              **more: str) -> subprocess.CompletedProcess:
     """The batch script with stand-ins for srun, scontrol and python on the PATH."""
     (tmp_path / "said").mkdir(exist_ok=True)
     for name, interpreter, text in (("srun", sys.executable, SRUN), ("python", sys.executable, rule + python),
@@ -68,7 +70,8 @@ def submitted(tmp_path, python: str, code: int, *argv: str, rule: str = RULE, **
         (tmp_path / name).write_text(f"#!{interpreter}\n{text}")
         (tmp_path / name).chmod((tmp_path / name).stat().st_mode | stat.S_IXUSR)
     environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "CODE": str(code),
-                            "SAID": str(tmp_path / "said"), "SLURM_JOB_ID": "4711", "SLURM_PROCID": "0", "SLURM_NTASKS": "2",
+                            "SAID": str(tmp_path / "said"), "SLURM_JOB_ID": "4711", "SLURM_PROCID": "0",
+                            "SLURM_NTASKS": "2",
                             "SLURM_JOB_NUM_NODES": "8", "SLURM_GPUS_PER_NODE": "8"} | more
     return subprocess.run(["bash", str(SBATCH), *argv], env=environ, text=True, capture_output=True, timeout=100)
 
@@ -111,30 +114,37 @@ def test_a_job_goes_back_into_the_queue_unless_it_is_done_or_a_mistake(code, aga
     assert (f"exit code {code}; back" in job.stdout) == (code in (1, 137)) and "error" not in job.stderr
 
 
-@pytest.mark.parametrize("code, said", [(137, "exit code 137; the last line: oh no 1"), (75, "stopped on request, before")])
+@pytest.mark.parametrize("code, said", [(137, "exit code 137; the last line: oh no 1"),
+                                        (75, "stopped on request, before")])
 def test_a_job_that_fails_or_is_stopped_again_and_again_without_a_checkpoint_is_given_up(code, said, tmp_path):
     """Stopped: by a time limit that is shorter than a start."""
     run = ("configs/quickstart.toml", "--run.dir", str(tmp_path / "run"))
-    speaks = f"{ARGUMENTS[:-len(ARGUMENTS.splitlines()[-1]) - 1]}if os.environ['SLURM_PROCID'] == '1': print('oh no', 1, file=sys.stderr)\n"
+    speaks = (f"{ARGUMENTS[:-len(ARGUMENTS.splitlines()[-1]) - 1]}if os.environ['SLURM_PROCID'] == '1': print('oh no', "
+              f"1, file=sys.stderr)\n")
     speaks += ARGUMENTS.splitlines()[-1]
     first, last = (submitted(tmp_path, speaks, code, *run, MAX_RESTARTS="1") for _ in range(2))
-    assert "back into the queue" in first.stdout and re.search("(failure|stop) 1 without a newer checkpoint", first.stderr)
+    assert "back into the queue" in first.stdout and re.search(
+        "(failure|stop) 1 without a newer checkpoint", first.stderr)
     assert f"  1: {said}" in last.stderr and f"  2: {said}" in last.stderr
     assert last.returncode == code and "back into the queue" not in last.stdout
     assert "given up after 2 failures in a row" in last.stderr
-    assert "back into the queue" in submitted(tmp_path, ARGUMENTS, 1, *run, MAX_RESTARTS="1").stdout, "submitted anew, it counts anew"
+    assert "back into the queue" in submitted(tmp_path, ARGUMENTS, 1, *run,
+                                              MAX_RESTARTS="1").stdout, "submitted anew, it counts anew"
 
 
 @pytest.mark.parametrize("hosts, fit, tasks", [(8, 8, None), (7, 4, 32)])
 def test_a_job_on_fewer_hosts_takes_as_many_as_can_train_its_run(hosts, fit, tasks, tmp_path):
-    job = submitted(tmp_path, ARGUMENTS, 0, "configs/llama3-8b-64.toml", "--mesh.full_devices", "64", SLURM_JOB_NUM_NODES=str(hosts),
+    job = submitted(tmp_path, ARGUMENTS, 0, "configs/llama3-8b-64.toml", "--mesh.full_devices",
+                    "64", SLURM_JOB_NUM_NODES=str(hosts),
                     SLURM_GPUS_PER_NODE="h100:8", SRUN_SAID=str(tmp_path / "options"),
                     some="--of=the-submitter", words="--of the submitter")
     assert job.returncode == 0, job
     given, words = (tmp_path / "options").read_text().split(), json.loads((tmp_path / "said" / "0").read_text())
     assert "--of=the-submitter" not in given, "a variable of the submitter's environment"
-    assert (f"--nodes={fit}" in given, f"--ntasks={tasks}" in given) == (fit < hosts, fit < hosts) and "--ntasks-per-node=8" in given
-    assert words[3:] == ["configs/llama3-8b-64.toml", "--mesh.full_devices", "64", *["--mesh.full_devices=64"] * (hosts < 8)]
+    assert (f"--nodes={fit}" in given, f"--ntasks={tasks}" in given) == (fit < hosts,
+                                                                         fit < hosts) and "--ntasks-per-node=8" in given
+    assert words[3:] == ["configs/llama3-8b-64.toml", "--mesh.full_devices", "64",
+                         *["--mesh.full_devices=64"] * (hosts < 8)]
     assert (f"{fit} of {hosts} hosts can train this run" in job.stdout) == (fit < hosts)
 
 
@@ -148,6 +158,7 @@ def test_a_job_that_is_to_wait_longer_than_slurm_holds_it_back_waits_for_the_res
     (tmp_path / "sleep").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/slept\n')
     (tmp_path / "sleep").chmod(0o755)
     (tmp_path / "slept").touch()
-    rule = f"{RULE}\nif 'launch.restart' in sys.argv:\n    print('{wait_s}')\n    sys.exit(0)\n".replace('["-m", "launch.restart"], ', "")
+    rule = f"{RULE}\nif 'launch.restart' in sys.argv:\n    print('{wait_s}')\n    sys.exit(0)\n".replace(
+        '["-m", "launch.restart"], ', "")
     submitted(tmp_path, ARGUMENTS, 1, rule=rule)
     assert (tmp_path / "slept").read_text().strip() == slept

@@ -33,7 +33,8 @@ def design(rule: str, mesh: dict, *args, gpu=None, **kwargs) -> assembly.Design:
 def carried(step) -> int:
     """Bytes that the outermost compiled loop that changes most of them carries and changes."""
     module = hlo.parse(step.as_text())
-    loops = [hlo.changed(module, ins.attr("body")) for ins in module.computations[module.entry].values() if ins.op == "while"]
+    loops = [hlo.changed(module, ins.attr("body")) for ins in module.computations[module.entry].values()
+             if ins.op == "while"]
     return max(sum(map(hlo.shape_bytes, shapes)) for shapes in loops)
 
 
@@ -43,7 +44,8 @@ def carried(step) -> int:
 def test_auto_trains_the_cheapest_table_and_the_notes_say_so():
     run = run_of("zero1", dict(stage=2, data=2), "auto")
     made = assembly.assemble(run, jax.devices()[:4])
-    assert (made.choice.schedule.name, made.choice.schedule.num_chunks) == ("interleaved_zero_bubble", 4), "8 layers on 2 stages"
+    assert (made.choice.schedule.name, made.choice.schedule.num_chunks) == ("interleaved_zero_bubble",
+                                                                            4), "8 layers on 2 stages"
     assert made.choice.fits is None, "a simulated device has no memory to run out of"
     assert f"note: pipeline: {made.choice.why}" in report.before(made).splitlines()
     assert "MiB of activations" in made.choice.why and "next interleaved of 4 chunks" in made.choice.why
@@ -64,7 +66,8 @@ def test_auto_takes_what_fits_into_the_gpus_memory():
     assert f"{free.schedule.name}" in tight.why and "needs" in tight.why
     nothing = of(dataclasses.replace(GPU, hbm_bytes=1))
     assert nothing.fits is False and "none of" in nothing.why
-    asked = assembly.design(run_of("ddp", dict(stage=4), "gpipe"), mesh_spec, "gpu", dataclasses.replace(GPU, hbm_bytes=1))
+    asked = assembly.design(run_of("ddp", dict(stage=4), "gpipe"), mesh_spec, "gpu",
+                            dataclasses.replace(GPU, hbm_bytes=1))
     assert "as asked for; it does not fit into 0.00 MiB" in asked.choice.why
 
 
@@ -76,7 +79,8 @@ def test_auto_chooses_the_same_again():
 
 
 @pytest.mark.parametrize("layers, chunks, notes", [
-    (8, 2, []), (6, 2, ["6 layers over mesh.stage=4 × pipeline.chunks=2 are filled up with 2", "6 layers do not divide"]),
+    (8, 2, []), (6, 2, ["6 layers over mesh.stage=4 × pipeline.chunks=2 are filled up with 2",
+                        "6 layers do not divide"]),
     (4, 1, [])])  # fmt: skip
 def test_auto_takes_chunks_only_where_no_layers_are_added_for_them(layers, chunks, notes):
     made = design("ddp", dict(stage=4), "auto", model=dict(num_layers=layers))
@@ -117,8 +121,10 @@ def call(main, *args):
 
 def arguments(rule="zero3", stage=2, **more):
     values = {"mesh.data": 1, "mesh.fsdp": 4, "mesh.tensor": 1, "mesh.stage": stage, "mesh.simulated_devices": 8,
-              "sharding.rules": RULES / f"{rule}.toml", "model.vocab_size": 512, "model.embed_dim": 32, "model.num_layers": 4,
-              "model.num_heads": 4, "model.num_kv_heads": 2, "model.mlp_dim": 64, "data.seq_len": 32, "data.global_batch": 16,
+              "sharding.rules": RULES / f"{rule}.toml", "model.vocab_size": 512, "model.embed_dim": 32,
+              "model.num_layers": 4,
+              "model.num_heads": 4, "model.num_kv_heads": 2, "model.mlp_dim": 64, "data.seq_len": 32,
+              "data.global_batch": 16,
               "training.microbatches": 4, "run.name": "mine", "model.compute_dtype": "bfloat16"}
     values |= {key.replace("__", "."): value for key, value in more.items()}
     return [str(word) for key, value in values.items() for word in (f"--{key}", value)]
@@ -132,8 +138,10 @@ def test_inspect_says_what_stands_inside_the_loop_and_the_program_agrees():
     assert formula["total"] == sum(formula[kind] for kind in ("params", "optimizer", "loop_grads", "activations"))
     assert (compiled["params"], compiled["optimizer"]) == (formula["params"], formula["optimizer"])
     # Zero-3 over fsdp outside, whole inside; the loop's accumulators are float32, its matrices are bfloat16.
-    assert compiled["grads"] == formula["loop_grads"] and 3.9 * formula["grads"] < formula["loop_grads"] <= 4 * formula["grads"]
-    norms = 4 * (2 * 2 * 32 + 32)                               # two in each of two layers, one at the end: always float32
+    assert compiled["grads"] == formula["loop_grads"] and 3.9 * formula["grads"] < formula["loop_grads"] <= 4 * formula[
+        "grads"]
+    # two in each of two layers, one at the end: always float32
+    norms = 4 * (2 * 2 * 32 + 32)
     assert formula["loop_weights"] == (formula["loop_grads"] - norms) // 2 + norms
     assert compiled["total"] > compiled["activations"] > 0
     # The chart goes to stderr, so that stdout is JSON alone.
@@ -165,7 +173,8 @@ def test_schedule_of_gpus_that_are_not_here_is_drawn_with_its_memory():
     rules = RULES / "zero3.toml"
     args = ["--model.preset", "llama3-70b", "--sharding.rules", rules, "--mesh.simulated_devices", 0, "--mesh.stage", 4,
             "--mesh.data", 1, "--mesh.fsdp", -1, "--mesh.tensor", 8, "--data.seq_len", 8192, "--data.global_batch", 64,
-            "--training.microbatches", 16, "--training.remat", "full", "--model.compute_dtype", "bfloat16", "--schedule"]
+            "--training.microbatches", 16, "--training.remat", "full", "--model.compute_dtype",
+            "bfloat16", "--schedule"]
     code, out, err = call(inspect.main, *args, "--topology", "h100:64")
     assert code == 0, err
     assert "GiB)" in out.splitlines()[0] and "of activations" in out.splitlines()[1]
@@ -177,7 +186,8 @@ def test_schedule_of_gpus_that_are_not_here_is_drawn_with_its_memory():
 def told_by_the_run_file() -> tuple[int, int]:
     """(GiB of a GPU, those of activations that wait for their backward), as configs/llama3-70b-pipeline.toml says."""
     text = config.shipped("configs/llama3-70b-pipeline.toml").read_text()
-    return tuple(map(int, re.search(r"# (\d+) GiB a GPU by `inspect`, (\d+) of them activations under way", text).groups()))
+    return tuple(map(int, re.search(r"# (\d+) GiB a GPU by `inspect`, (\d+) of them activations under way",
+                                    text).groups()))
 
 
 def test_the_shipped_pipeline_fits_and_its_model_says_what_its_run_file_says():
@@ -201,7 +211,8 @@ def test_the_shipped_pipeline_is_compiled_to_what_its_run_file_says():
 
 @pytest.mark.parametrize("main", [train.main, inspect.main])
 @pytest.mark.parametrize("more, parts", [
-    (dict(training__microbatches=1, pipeline__chunks=2), ["training.microbatches=1", "multiple of mesh.stage=2", "use 2,"]),
+    (dict(training__microbatches=1, pipeline__chunks=2),
+     ["training.microbatches=1", "multiple of mesh.stage=2", "use 2,"]),
     (dict(training__microbatches=1, pipeline__schedule="interleaved", pipeline__chunks=2), ["use 2,"]),
     (dict(pipeline__schedule="1f1b", pipeline__chunks=2), ["pipeline.chunks=2", 'pipeline.schedule="interleaved"']),
 ], ids=["microbatches of auto", "microbatches", "chunks"])  # fmt: skip

@@ -31,7 +31,8 @@ def cases(p):
                 yield from ((name, m, v) for v in (2, 3, 4))
 
 
-# ---- every schedule -----------------------------------------------------------------------------------------------------
+# ---- every schedule
+# -----------------------------------------------------------------------------------------------------
 
 def phase_makespan(name, p, m, v, c):
     """Ticks with F and B are mv+p−1 each; W, where it is split off, needs mv."""
@@ -65,7 +66,8 @@ def test_every_table_is_sound_and_has_the_makespan_bubble_and_peaks_of_its_close
 
 
 @pytest.mark.parametrize("name, v, makespans", [
-    ("gpipe", 1, (33, 117)), ("1f1b", 1, (33, 117)), ("interleaved", 2, (28.5, 106.5)), ("interleaved", 4, (26.25, 101.25)),
+    ("gpipe", 1, (33, 117)), ("1f1b", 1, (33, 117)), ("interleaved", 2, (28.5, 106.5)),
+    ("interleaved", 4, (26.25, 101.25)),
     ("zero_bubble", 1, (30, 110)), ("interleaved_zero_bubble", 2, (27, 103))])
 def test_makespans_are_those_of_independent_simulations(name, v, makespans):
     assert tuple(simulate.simulate(schedules.make(name, p, m, v)).makespan_s for p, m in ((4, 8), (8, 32))) == makespans
@@ -80,8 +82,10 @@ def test_ops_flow_one_stage_a_tick():
 
 def test_phases_are_the_scans_of_the_executor():
     phases = lambda schedule: [(phase.start, phase.stop, phase.kinds, phase.loss) for phase in schedule.phases()]
-    assert phases(schedules.make("gpipe", 4, 8)) == [(0, 3, "F", "never"), (3, 11, "F", "always"), (11, 22, "B", "never")]
-    assert phases(schedules.make("1f1b", 4, 8)) == [(0, 4, "F", "sometimes"), (4, 11, "FB", "always"), (11, 15, "B", "never")]
+    assert phases(schedules.make("gpipe", 4, 8)) == [
+        (0, 3, "F", "never"), (3, 11, "F", "always"), (11, 22, "B", "never")]
+    assert phases(schedules.make("1f1b", 4, 8)) == [
+        (0, 4, "F", "sometimes"), (4, 11, "FB", "always"), (11, 15, "B", "never")]
     assert phases(schedules.make("zero_bubble", 4, 8)) == [
         (0, 4, "F", "sometimes"), (4, 7, "FB", "always"), (7, 11, "FBW", "always"), (11, 15, "BW", "never")]
     # Four ticks in eight have a loss: phases would be many, so this one stays whole and asks `loss_on`.
@@ -122,7 +126,8 @@ def test_what_has_no_table_is_refused_with_the_nearest(name, p, m, v, parts):
     assert all(part in str(refused.value) for part in parts) and "\n" not in str(refused.value)
 
 
-# ---- schedules broken on purpose ----------------------------------------------------------------------------------------
+# ---- schedules broken on purpose
+# ----------------------------------------------------------------------------------------
 
 def changed(schedule, name, index, value):
     columns = dict(schedule.columns)
@@ -149,7 +154,8 @@ def do_an_op_twice(schedule, draw):
     ops = np.concatenate([schedule.ops, np.full_like(schedule.ops[:1], -1)])
     ops[-1, s, kind] = ops[t, s, kind]
     longer = lambda arrays: {name: np.concatenate([a, a[-1:]]) for name, a in arrays.items()}
-    return dataclasses.replace(schedule, ops=ops, columns=longer(schedule.columns), shared=longer(schedule.shared)), "complete"
+    return dataclasses.replace(schedule, ops=ops, columns=longer(schedule.columns),
+                               shared=longer(schedule.shared)), "complete"
 
 
 def tell_the_executor_something_else(schedule, draw):
@@ -202,7 +208,8 @@ def send_what_was_not_made(schedule, draw):
 
 def keep_what_is_awaited(schedule, draw):
     name = draw(st.sampled_from(["y_out", "dx_out"]))
-    return changed(schedule, name, tuple(draw(st.sampled_from(np.argwhere(schedule.columns[name]).tolist()))), 0), "sends"
+    return changed(schedule, name,
+                   tuple(draw(st.sampled_from(np.argwhere(schedule.columns[name]).tolist()))), 0), "sends"
 
 
 def receive_nothing_or_noise(schedule, draw):
@@ -212,7 +219,8 @@ def receive_nothing_or_noise(schedule, draw):
 
 
 def take_another_slot(schedule, draw):
-    """A value goes to, or is looked for in, a slot that is not its own; where there is only one, in one that is none."""
+    """A value goes to, or is looked for in, a slot that is not its own; where there is only one, in one that is
+    none."""
     t, s, kind = an_op(schedule, draw)
     letter = "FBW"[kind]
     first = schedule.columns["F_first"][t, s]
@@ -289,7 +297,8 @@ def pipeline(monkeypatch, tmp_path):
     monkeypatch.setattr(config, "NOT_YET", ("context",), raising=False)
     monkeypatch.chdir(tmp_path)
     rules = Path(__file__).resolve().parent.parent / "sharding_rules" / "zero1.toml"
-    return ("--mesh.simulated_devices", 0, "--mesh.fsdp", 1, "--mesh.stage", 4, "--sharding.rules", rules, "--data.global_batch", 32,
+    return ("--mesh.simulated_devices", 0, "--mesh.fsdp", 1, "--mesh.stage", 4, "--sharding.rules",
+            rules, "--data.global_batch", 32,
             "--training.microbatches", 8, "--run.name", "mine", "--schedule")
 
 
@@ -297,7 +306,8 @@ def test_inspect_draws_the_schedule_and_prints_it(pipeline, tmp_path):
     code, out, err = call(*pipeline, "--pipeline.schedule", "1f1b")
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert lines[0].startswith("1f1b: 4 stages, 8 microbatches · bubble 2") and "activations of 8 microbatches" in lines[0]
+    assert lines[0].startswith("1f1b: 4 stages, 8 microbatches · bubble 2")
+    assert "activations of 8 microbatches" in lines[0]
     assert lines[2] == "stage 0 F0 F1 F2 F3 F4 ·  F5 ·  F6 ·  F7 B0 ·  B1 ·  B2 ·  B3 B4 B5 B6 B7"
     assert lines[5] == "stage 3 ·  ·  ·  F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 B7 ·  ·  ·"
     assert lines[6] == "drawn: mine-schedule.svg"
@@ -319,7 +329,8 @@ def test_inspect_says_what_auto_takes(pipeline):
 @pytest.mark.parametrize("args, parts", [
     (("--mesh.stage", 1), ["mesh.stage=1", "--mesh.stage 4"]),
     (("--pipeline.schedule", "gpipe", "--pipeline.chunks", 2), ["gpipe", "pipeline.chunks=2", "interleaved"]),
-    (("--training.microbatches", 16, "--mesh.stage", 3, "--pipeline.chunks", 2), ["training.microbatches=16", "use 15 or 18"]),
+    (("--training.microbatches", 16, "--mesh.stage", 3, "--pipeline.chunks", 2),
+     ["training.microbatches=16", "use 15 or 18"]),
     (("--topology", "h1000:64"), ["h1000", "h100"]),
     (("--topology", "h100:8"), ["mesh.stage=4", "8"])])
 def test_what_cannot_be_drawn_is_told_in_one_message(pipeline, tmp_path, args, parts):

@@ -1,4 +1,5 @@
-"""The search's promises: no allowed layout beats its best plan, whoever draws it, and what more devices cost never rises."""
+"""The search's promises: no allowed layout beats its best plan, whoever draws it, and what more devices cost never
+rises."""
 import itertools
 import math
 import random
@@ -53,7 +54,8 @@ class Allowed:
 
     def price(self, layout, mesh: MeshSpec, m: int, remat: str, name: str, chunks: int, method: str):
         asked, attended = self.asked, self.asked.attended(layout, method)
-        options = Options(asked.seq_len, asked.global_batch, m, remat, name, chunks, method, attended.visited, asked.loss_chunk,
+        options = Options(asked.seq_len, asked.global_batch, m, remat, name, chunks,
+                          method, attended.visited, asked.loss_chunk,
                           asked.optimizer_bytes, engine=attended.engine)
         placed = place(asked.rows, asked.cfg, layout, mesh)
         if footprint.memory(placed, options)["total"] > asked.usable_bytes:
@@ -61,7 +63,8 @@ class Allowed:
         return price(placed, asked.rated, options)
 
     def drawn(self, draw: random.Random):
-        """One at random: rule file, sizes of the axes that it names, method, placement, microbatches, remat, schedule, chunks."""
+        """One at random: rule file, sizes of the axes that it names, method, placement, microbatches, remat, schedule,
+        chunks."""
         asked = self.asked
         rules = draw.choice(asked.rule_files)
         named = sorted({axis for table in rules.tables.values() for on in table.values() for axis in on})
@@ -103,7 +106,8 @@ LARGE = ["llama3-70b --gpus 64 --gpu h100 --global-batch 256",
          *[pytest.param(words, marks=sampling.GRID) for words in (
              "llama3-8b --gpus 32 --gpu h100 --global-batch 128 --seq-len 32768",
              "llama3-8b --gpus 96 --gpu h100 --global-batch 480", "gpt-180b --gpus 128 --gpu h100 --global-batch 512",
-             "llama3-70b --gpus 64 --gpu a100-80gb --global-batch 128", "llama2-7b --gpus 64 --gpu a100-40gb --global-batch 192",
+             "llama3-70b --gpus 64 --gpu a100-80gb --global-batch 128",
+             "llama2-7b --gpus 64 --gpu a100-40gb --global-batch 192",
              "llama3-70b --gpus 64 --gpu h100 --global-batch 32 --seq-len 131072",
              "llama3-70b --gpus 144 --gpu gb200 --global-batch 288",
              "llama3-8b --gpus 64 --gpu b200 --global-batch 100 --assume nic.share=0.1",
@@ -124,7 +128,8 @@ def test_the_best_plan_loses_to_none_of_a_thousand_layouts_drawn_at_random(words
 SMALL = ["llama3-8b --gpus 8 --gpu h100 --global-batch 12",
          *[pytest.param(words, marks=sampling.GRID) for words in (
              "llama3-8b --gpus 8 --gpu a100-40gb --global-batch 24", "llama3-8b --gpus 8 --gpu h100 --global-batch 64",
-             "llama3-8b --gpus 12 --gpu h100 --global-batch 60", "llama3.2-1b --gpus 8 --gpu h100 --global-batch 40 --seq-len 32768",
+             "llama3-8b --gpus 12 --gpu h100 --global-batch 60",
+             "llama3.2-1b --gpus 8 --gpu h100 --global-batch 40 --seq-len 32768",
              "llama3-8b --gpus 16 --gpu h100 --global-batch 16 --seq-len 131072",
              "llama3-70b --gpus 32 --gpu h200 --global-batch 32")]]
 
@@ -149,13 +154,15 @@ def test_a_search_that_leaves_out_the_chunks_is_found_out(monkeypatch):
 
 @settings(max_examples=8)
 @given(gpus=st.sampled_from([1, 2, 6, 8, 24, 40, 64, 256, 1000]), batch=st.sampled_from([7, 48, 256, 1000]),
-       gpu=st.sampled_from(["h100", "a100-40gb", "gb200"]), preset=st.sampled_from(["llama3.2-1b", "llama3-8b", "llama3-70b"]))
+       gpu=st.sampled_from(["h100", "a100-40gb", "gb200"]),
+       preset=st.sampled_from(["llama3.2-1b", "llama3-8b", "llama3-70b"]))
 def test_meshes_multiply_to_the_gpus_and_plans_that_fit_fit(gpus, batch, gpu, preset):
     asked = question(f"{preset} --gpus {gpus} --gpu {gpu} --global-batch {batch}")
     answer = search.search(asked)
     for one in answer.plans + answer.misses:
         assert math.prod(one.sizes.values()) == gpus == one.price.num_gpus
-        assert one.fits == (one.price.memory_bytes["total"] <= asked.usable_bytes) and bool(one.reason) >= (not one.fits)
+        assert one.fits == (one.price.memory_bytes["total"] <= asked.usable_bytes) and bool(one.reason) >= (
+            not one.fits)
         replicas = one.placed.layout.num_shards(one.placed.layout.mesh_axes("activations", "batch"))
         assert batch % (replicas * one.options.microbatches) == 0
     assert [one.price.step_s for one in answer.plans] == sorted(one.price.step_s for one in answer.plans)
@@ -163,14 +170,16 @@ def test_meshes_multiply_to_the_gpus_and_plans_that_fit_fit(gpus, batch, gpu, pr
 
 SHARDED = {"zero1": ("data", "fsdp"), "zero2": ("data", "fsdp"), "zero3": ("data", "fsdp"), "hsdp": ("fsdp",),
            "tensor": ("tensor",), "ddp": ("tensor",), "hsdp_zero1": ("data", "fsdp")}
-SHARDED |= {"zero3 with tensor and context": ("data", "fsdp", "tensor", "context"), "zero1 with context": ("fsdp", "context"),
+SHARDED |= {"zero3 with tensor and context": ("data", "fsdp", "tensor", "context"),
+            "zero1 with context": ("fsdp", "context"),
             "ddp in stages": ("stage",), "zero2 in stages": ("fsdp", "tensor", "stage")}
 
 
 @settings(max_examples=30)
 @given(data=st.data(), rule=st.sampled_from(sorted(SHARDED)), remat=st.sampled_from(search.REMAT))
 def test_more_devices_on_an_axis_never_raise_the_bytes_that_it_shards(data, rule, remat):
-    """States by kind; and activations where the axis splits tokens, heads or widths: of stages the schedule keeps them."""
+    """States by kind; and activations where the axis splits tokens, heads or widths: of stages the schedule keeps
+    them."""
     axis = data.draw(st.sampled_from(SHARDED[rule]))
     mesh = {other: data.draw(st.sampled_from([1, 2])) for other in SHARDED[rule] if other != axis}
     n = data.draw(st.sampled_from([1, 2, 4]))
@@ -189,7 +198,8 @@ def test_more_devices_on_an_axis_never_raise_the_bytes_that_it_shards(data, rule
 def test_a_plan_taken_at_random_compiles(number, tmp_path):
     """Of a small model: what is compiled does not grow with its sizes."""
     words = ("configs/quickstart.toml --gpus 16 --gpu h100 --compute-dtype bfloat16 --global-batch 64 --seq-len 2048 "
-             "--model.num_layers 4 --model.num_heads 8 --model.num_kv_heads 8 --model.head_dim 64 --model.embed_dim 512")
+             "--model.num_layers 4 --model.num_heads 8 --model.num_kv_heads 8 --model.head_dim 64 "
+             "--model.embed_dim 512")
     options, rest = plan.flags(words.split())
     run = plan.asked(options, rest)
     asked = plan.question_of(run, options, 16)

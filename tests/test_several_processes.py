@@ -24,7 +24,8 @@ def home(tmp_path_factory) -> Path:
     for i in range(4):
         (home / f"{i}.txt").write_bytes(rng.integers(97, 123, 3000, np.uint8).tobytes())
     (home / "run.toml").write_text(tiny_run.text(
-        run__sample_tokens=8, mesh__fsdp=2, mesh__simulated_devices=4, sharding__rules="sharding_rules/hsdp.toml", training__steps=6,
+        run__sample_tokens=8, mesh__fsdp=2, mesh__simulated_devices=4, sharding__rules="sharding_rules/hsdp.toml",
+        training__steps=6,
         training__microbatches=2, validation__batches=2))
     return home
 
@@ -77,10 +78,13 @@ def test_two_processes_repeat_bit_for_bit(trained):
 
 @pytest.mark.slow
 def test_two_processes_train_the_quickstarts_layout(home):
-    """Wide enough that collectives would meet in Gloo without the order of `mesh.after`: without it this aborts every time."""
+    """Wide enough that collectives would meet in Gloo without the order of `mesh.after`: without it this aborts every
+    time."""
     more = ("--mesh.simulated_devices", "8", "--mesh.tensor", "2", "--sharding.rules", "sharding_rules/zero3.toml",
-            "--model.embed_dim", "192", "--model.num_layers", "5", "--model.num_heads", "4", "--model.num_kv_heads", "2",
-            "--model.mlp_dim", "512", "--data.seq_len", "256", "--data.validation_fraction", "0.1", "--training.microbatches", "1")
+            "--model.embed_dim", "192", "--model.num_layers", "5", "--model.num_heads",
+            "4", "--model.num_kv_heads", "2",
+            "--model.mlp_dim", "512", "--data.seq_len", "256", "--data.validation_fraction",
+            "0.1", "--training.microbatches", "1")
     for processes in (1, 2):
         train(home, processes, f"quickstart {processes}", *more)
     np.testing.assert_allclose(losses(home, "quickstart 2"), losses(home, "quickstart 1"), rtol=0, atol=1e-5)
@@ -109,7 +113,8 @@ def test_a_run_goes_on_with_another_number_of_processes(trained):
 
 
 def test_a_signal_to_one_process_stops_all_after_the_same_step(trained):
-    launched = subprocess.Popen(command(trained, 2, "stopped", "--training.steps", "100000", "--run.sample_tokens", "0"),
+    launched = subprocess.Popen(command(trained, 2, "stopped", "--training.steps", "100000",
+                                        "--run.sample_tokens", "0"),
                                 env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     written, deadline = trained / "stopped" / "metrics.jsonl", time.monotonic() + 200
     while not (written.exists() and written.read_text().count("\n") > 3):

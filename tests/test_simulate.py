@@ -29,8 +29,10 @@ def test_a_phase_table_pays_both_links_in_every_tick_but_for_what_the_loss_hides
     slow = dataclasses.replace(UNEQUAL, link_s=link_s)
     # Ten ticks in which some stage sends y on, and ten with a dx: the last F goes to no stage, nor does the last B.
     assert simulate.simulate(schedules.make("1f1b", p, 8), slow).makespan_s == pytest.approx(base + 2 * 10 * link_s)
-    losing = dataclasses.replace(slow, loss_s=0.75)            # eight ticks: the first sends y alone, six both, the last dx alone
-    assert simulate.simulate(schedules.make("1f1b", p, 8), losing).makespan_s == pytest.approx(base + 2 * 10 * link_s + 2 * 0.25)
+    # eight ticks: the first sends y alone, six both, the last dx alone
+    losing = dataclasses.replace(slow, loss_s=0.75)
+    assert simulate.simulate(schedules.make("1f1b", p, 8), losing).makespan_s == pytest.approx(
+        base + 2 * 10 * link_s + 2 * 0.25)
 
 
 def test_the_loss_costs_its_time_once_for_every_microbatch():
@@ -42,7 +44,8 @@ def test_the_loss_costs_its_time_once_for_every_microbatch():
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(2, 6), st.integers(1, 3), st.sampled_from(NAMES), st.floats(.25, 4), st.floats(.25, 4), st.floats(0, 1))
+@given(st.integers(2, 6), st.integers(1, 3), st.sampled_from(NAMES), st.floats(.25, 4),
+       st.floats(.25, 4), st.floats(0, 1))
 def test_times_of_a_table_respect_what_each_op_waits_for(p, rounds, name, back, weight, link):
     schedule = schedules.make(name, p, rounds * p, 2 if name in INTERLEAVED else 1)
     costs = Costs(1.0, back, weight, 0.125, link)
@@ -105,7 +108,8 @@ def test_auto_never_takes_a_table_that_another_fitting_one_beats(p, m, back, wei
         if not schedules.problems(name, p, m, v):
             schedule = schedules.make(name, p, m, v)
             if SIZES.peak(schedule) <= budget * GIB:
-                assert choice.fits and choice.outcome.makespan_s <= simulate.simulate(schedule, costs).makespan_s * (1 + 1e-8)
+                assert choice.fits and choice.outcome.makespan_s <= simulate.simulate(schedule, costs).makespan_s * (
+                    1 + 1e-8)
 
 
 def test_auto_refuses_chunks_that_the_microbatches_do_not_allow():

@@ -1,6 +1,8 @@
-"""launch/slurm.sbatch under a real Slurm: whatever ends it, it goes on by itself from its newest checkpoint, or is over for good.
+"""launch/slurm.sbatch under a real Slurm: whatever ends it, it goes on by itself from its newest checkpoint, or is over
+for good.
 
-Skipped where Slurm is not installed (tests/slurm.py says how). Every test trains; seconds are told as they were on two busy cores.
+Skipped where Slurm is not installed (tests/slurm.py says how). Every test trains; seconds are told as they were on two
+busy cores.
 """
 import json
 import os
@@ -18,7 +20,8 @@ from slurm import ROOT, rows, slurm  # noqa: F401
 
 pytestmark = pytest.mark.slow
 
-OPTIONS = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1", "--mem=500", "--time=60", "--signal=TERM@60",
+OPTIONS = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1",
+           "--mem=500", "--time=60", "--signal=TERM@60",
            "-p", "low")
 START_S = 400       # two processes that import, meet and compile, on a machine that has other things to do
 
@@ -28,10 +31,14 @@ def tiny(tmp_path_factory) -> list[str]:
     """A run file of two devices that takes steps of a few hundredths of a second, for as long as it is let."""
     home = tmp_path_factory.mktemp("tiny")
     (home / "corpus.txt").write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(600)))
-    values = {"run.compilation_cache": home / "cache", "run.sample_tokens": 0, "mesh.data": 1, "mesh.fsdp": 2, "mesh.tensor": 1,
-              "mesh.simulated_devices": 2, "sharding.rules": ROOT / "sharding_rules" / "zero3.toml", "model.vocab_size": 257,
-              "model.embed_dim": 32, "model.num_layers": 1, "model.num_heads": 2, "model.num_kv_heads": 1, "model.mlp_dim": 64,
-              "data.source": "text", "data.paths": json.dumps([str(home / "corpus.txt")]), "data.seq_len": 32, "data.global_batch": 8,
+    values = {"run.compilation_cache": home / "cache", "run.sample_tokens": 0, "mesh.data": 1,
+              "mesh.fsdp": 2, "mesh.tensor": 1,
+              "mesh.simulated_devices": 2, "sharding.rules": ROOT / "sharding_rules" / "zero3.toml",
+              "model.vocab_size": 257,
+              "model.embed_dim": 32, "model.num_layers": 1, "model.num_heads": 2, "model.num_kv_heads": 1,
+              "model.mlp_dim": 64,
+              "data.source": "text", "data.paths": json.dumps([str(home / "corpus.txt")]),
+              "data.seq_len": 32, "data.global_batch": 8,
               "validation.batches": 1, "optimizer.warmup_steps": 2, "optimizer.schedule": "constant",
               "training.steps": 1_000_000, "checkpoint.every": 50, "metrics.every": 1}
     return [word for key, value in values.items() for word in (f"--{key}", str(value))]
@@ -51,7 +58,8 @@ def stepping(job, beyond=0, count=20):
 
 
 def saved(job) -> int:
-    return max((int(path.name) for path in (trained(job.folder) / "checkpoints").glob("[0-9]*") if path.name.isdecimal()), default=0)
+    return max((int(path.name) for path in (trained(job.folder) / "checkpoints").glob("[0-9]*")
+                if path.name.isdecimal()), default=0)
 
 
 def goes_on(job):
@@ -60,7 +68,8 @@ def goes_on(job):
     assert step > 0, job.output
     before = len(job.output)
     job.go_on()
-    real.wait(lambda: f"going on after step {step}: {job.told()}", lambda: f"going on after step {step}\n" in job.output[before:], START_S)
+    real.wait(lambda: f"going on after step {step}: {job.told()}",
+              lambda: f"going on after step {step}\n" in job.output[before:], START_S)
     real.wait(lambda: f"step {step + 1}: {job.told()}", lambda: f"step {step + 1}/" in job.output[before:], START_S)
     stepping(job, step, 5)
     steps = [row["step"] for row in rows(trained(job.folder))]
@@ -91,7 +100,8 @@ def jobs():
 
 @pytest.fixture
 def job(jobs, slurm, tiny, tmp_path):  # noqa: F811
-    """A job on two nodes that trains, and has saved since it was last disturbed: one for all tests, if it lives through them."""
+    """A job on two nodes that trains, and has saved since it was last disturbed: one for all tests, if it lives through
+    them."""
     if not jobs or jobs[-1].state not in ("PENDING", "COMPLETING", "RUNNING"):
         jobs.append(submit(slurm, tmp_path, tiny))
     job = jobs[-1]
@@ -154,7 +164,8 @@ def test_a_job_that_is_cancelled_saves_and_stays_cancelled(job):
 
 
 def test_a_job_whose_time_limit_is_shorter_than_its_start_is_given_up(slurm, tiny, tmp_path):  # noqa: F811
-    """It is stopped before the first step, again and again; the signal stands for the limit, whose minutes are too long here."""
+    """It is stopped before the first step, again and again; the signal stands for the limit, whose minutes are too long
+    here."""
     job = submit(slurm, tmp_path, tiny, MAX_RESTARTS="1")
     for start in (1, 2):
         real.wait(lambda: f"the tasks of start {start}: {job.told()}", lambda: len(job.tasks()) == 2, START_S)
@@ -167,10 +178,13 @@ def test_a_job_whose_time_limit_is_shorter_than_its_start_is_given_up(slurm, tin
     assert "given up after 2 failures in a row" in job.output and job.output.count("back into the queue") == 1
 
 
-def test_a_job_with_a_range_of_nodes_goes_on_with_fewer_and_grows_again_with_the_same_losses(slurm, tiny, tmp_path):  # noqa: F811
-    options = [*(word for word in OPTIONS if not word.startswith(("--nodes", "--ntasks", "--gpus", "--mem"))), "--nodes=1-2",
+# noqa: F811
+def test_a_job_with_a_range_of_nodes_goes_on_with_fewer_and_grows_again_with_the_same_losses(slurm, tiny, tmp_path):
+    options = [*(word for word in OPTIONS if not word.startswith(("--nodes", "--ntasks", "--gpus", "--mem"))),
+               "--nodes=1-2",
                "--gpus-per-node=2", "--mem=0", "--exclusive"]
-    words = [*tiny, "--run.name", "tiny", "--mesh.fsdp", "-1", "--mesh.simulated_devices", "4", "--mesh.full_devices", "4",
+    words = [*tiny, "--run.name", "tiny", "--mesh.fsdp", "-1", "--mesh.simulated_devices",
+             "4", "--mesh.full_devices", "4",
              "--model.compute_dtype", "float32", "--optimizer.learning_rate", "1e-5"]
     job = slurm.submit(tmp_path, options, words)
     stepping(job, count=60)
@@ -184,7 +198,8 @@ def test_a_job_with_a_range_of_nodes_goes_on_with_fewer_and_grows_again_with_the
     fewer = rows(trained(job.folder))[-1]["step"]
     stepping(job, fewer, 60)
     slurm.start_node(2)
-    real.wait("both nodes", lambda: slurm("sinfo", "-h", "-p", "low", "-t", "idle,mixed,allocated", "-o", "%D").strip() == "2", 60)
+    real.wait("both nodes", lambda: slurm("sinfo", "-h", "-p", "low", "-t", "idle,mixed,allocated",
+                                          "-o", "%D").strip() == "2", 60)
     requeue(job)
     job.until("PENDING", 180)
     goes_on(job)
@@ -194,8 +209,10 @@ def test_a_job_with_a_range_of_nodes_goes_on_with_fewer_and_grows_again_with_the
     real.wait("the tasks are gone", lambda: not job.tasks(), 60)
     got = rows(trained(job.folder))
     last = got[-1]["step"]
-    plain = subprocess.run([sys.executable, "-m", "meshtrain.train", *words, "--run.dir", str(tmp_path / "plain"), "--training.steps", str(last)],
-                           cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=START_S)
+    plain = subprocess.run([sys.executable, "-m", "meshtrain.train", *words, "--run.dir",
+                            str(tmp_path / "plain"), "--training.steps", str(last)],
+                           cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True,
+                           text=True, timeout=START_S)
     assert plain.returncode == 0, plain.stderr
     wanted = rows(tmp_path / "plain")
     assert [(row["step"], row["tokens"]) for row in got] == [(row["step"], row["tokens"]) for row in wanted]

@@ -1,4 +1,5 @@
-"""Faults at random moments, mid-save, mid-restore and mid-compile included: what `python -m tests.soak` does, with a few of them."""
+"""Faults at random moments, mid-save, mid-restore and mid-compile included: what `python -m tests.soak` does, with a
+few of them."""
 
 import sys
 
@@ -13,7 +14,8 @@ MORE = [(1, 20, 5), (2, 16, 4), (4, 8, 2)]
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("processes, kills, stops", [*(pytest.param(*one, marks=pytest.mark.first) for one in IN_CI), *MORE])
+@pytest.mark.parametrize("processes, kills, stops",
+                         [*(pytest.param(*one, marks=pytest.mark.first) for one in IN_CI), *MORE])
 def test_a_run_that_is_hit_again_and_again_equals_the_undisturbed_one(tmp_path, processes, kills, stops):
     stats = soak.torment(tmp_path, kills, stops, processes, seed=kills)
     assert (stats.kills, stats.stops) == (kills, stops)

@@ -7,7 +7,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import TEXTS, UNICODE, WRITERS, Opened, bpe, fault, section, write, write_tokens  # noqa: F401 (bpe is a fixture)
+# noqa: F401 (bpe is a fixture)
+from corpora import TEXTS, UNICODE, WRITERS, Opened, bpe, fault, section, write, write_tokens
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -117,7 +118,8 @@ def test_the_fingerprint_tells_lengths_sources_and_tokenizers_apart_and_no_weigh
 def test_text_and_the_standard_library_as_bytes_need_no_cache(tmp_path):
     opened = Opened(section([write(tmp_path / "a.txt", ["é\r\n"])]), tmp_path / "fallback")
     assert opened.ids() == [[0xC3, 0xA9, 13, 10]]
-    assert (opened.corpus.weights, opened.corpus.tokenizer.bos, opened.corpus.tokenizer.vocab_size) == ((1.0,), 256, 257)
+    assert (opened.corpus.weights, opened.corpus.tokenizer.bos, opened.corpus.tokenizer.vocab_size) == (
+        (1.0,), 256, 257)
     assert Opened(config.Data(), tmp_path / "fallback").corpus.sources[0].totals.sum() > 1e6
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt"]
 
@@ -145,7 +147,8 @@ def test_files_that_cannot_be_read_are_told_together(kind, tmp_path, bpe):
 
 def test_faults_of_all_sources_of_a_mixture_are_told_together(tmp_path):
     def told(*components):
-        data = config.Data(source="mixture", mixture=[{"source": source, "paths": [str(path)]} for source, path in components])
+        data = config.Data(source="mixture",
+                           mixture=[{"source": source, "paths": [str(path)]} for source, path in components])
         with pytest.raises(ValueError) as caught:
             sources.open_corpus(data, vocab_size=512, cache_dir=tmp_path)
         return str(caught.value).splitlines()

@@ -1,4 +1,5 @@
-"""Loss spikes: which loss is one, and that a run tells it, leaves the step out, or goes back and leaves the batches out."""
+"""Loss spikes: which loss is one, and that a run tells it, leaves the step out, or goes back and leaves the batches
+out."""
 import json
 import math
 from pathlib import Path
@@ -79,12 +80,14 @@ def test_a_run_goes_back_before_a_spike_and_leaves_its_batches_out(command, cras
     with pytest.raises(RuntimeError, match="as if killed"):
         call(train.main, *command, "--run.dir", "by hand")
     crashing(0)
-    assert call(train.main, *command, "--run.dir", "by hand", "--checkpoint.step", 16, "--data.skip_batches", 4).code == 0
+    assert call(train.main, *command, "--run.dir", "by hand", "--checkpoint.step", 16,
+                "--data.skip_batches", 4).code == 0
     assert_same_bits(state_of("back", 24), state_of("by hand", 24))
     more = {"rollbacks": 1, "skipped_batches": 4}
     written = lasting(Path("back"))
     assert written == [row | more if row["step"] == 17 else row for row in lasting(Path("by hand"))]
-    (aside,) = [json.loads(line) for line in Path("back/metrics.aside.jsonl").read_text().splitlines() if "spike_limit" in line]
+    (aside,) = [json.loads(line) for line in Path("back/metrics.aside.jsonl").read_text().splitlines()
+                if "spike_limit" in line]
     assert aside["step"] == 20 and aside["loss"] > aside["spike_limit"]
     recorded = [json.loads(line) for line in Path("back/changes.jsonl").read_text().splitlines()]
     assert ("data.skip_batches", 16, 4) in [(row["key"], row["step"], row["to"]) for row in recorded]
@@ -97,7 +100,8 @@ def test_a_stop_in_the_step_of_a_spike_saves_what_only_the_fast_tier_had(command
         self.agreed = len(calls) >= 20
         return real(self, *late)
     monkeypatch.setattr(train.loop.Stop, "reached", stopped_in_step_20)
-    ran = call(train.main, *command, "--run.dir", "back", "--training.loss_spike", "rollback", "--checkpoint.every", 1000,
+    ran = call(train.main, *command, "--run.dir", "back", "--training.loss_spike", "rollback",
+               "--checkpoint.every", 1000,
                "--checkpoint.local_dir", tmp_path / "near", "--checkpoint.local_every", 6)
     assert ran.code == 75 and "back to step 18" in ran.out and "stopped after step 18, saved in back" in ran.out, ran
     assert names(Path("back/checkpoints")) == ["18"] and names(tmp_path / "near") == []
@@ -132,12 +136,14 @@ def test_a_spike_is_told_or_its_step_is_not_applied(command):
     ran = call(train.main, *command, "--run.dir", "skip", "--training.loss_spike", "skip", "--metrics.every", 5)
     assert ran.code == 0 and "step 20: loss " in ran.out and "skipped (1 in a row" in ran.out, ran
     told, left = ({row["step"]: row for row in rows(Path(name))} for name in ("tell", "skip"))
-    assert [step for step, row in told.items() if "spike_limit" in row] == [20] == [step for step, row in left.items() if row["skipped"]]
+    assert [step for step, row in told.items() if "spike_limit" in row] == [20] == [
+        step for step, row in left.items() if row["skipped"]]
     assert left[20]["loss"] == told[20]["loss"] > left[20]["spike_limit"] == told[20]["spike_limit"]
     assert not any(row["skipped"] for row in told.values()) and names(Path("skip/checkpoints")) == ["16", "24", "8"]
     assert left[24]["loss"] < told[24]["loss"], "what the poison does to the weights"
 
 
 def test_pairs_cannot_be_left_out(tiny):  # noqa: F811
-    refused(call(train.main, *tiny, "--training.loss_spike", "rollback", "--training.objective", "dpo", "--data.source", "preferences"),
+    refused(call(train.main, *tiny, "--training.loss_spike", "rollback", "--training.objective",
+                 "dpo", "--data.source", "preferences"),
             "leaves batches out")

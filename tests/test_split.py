@@ -23,7 +23,8 @@ def layer_case(remat: str, dtype: str = "float32"):
     cfg = config.Run(model=MODEL | dict(num_layers=3, compute_dtype=dtype, residual_dropout=0.1)).model
     model = transformer.build(cfg)
     one = Layout(rules.parse(""), dict.fromkeys(("data", "fsdp", "tensor", "stage", "context"), 1))
-    ex = Execution(one, jnp.dtype(dtype), functools.partial(attention.attend, attention.Local(blockwise.engine())), remat)
+    ex = Execution(one, jnp.dtype(dtype),
+                   functools.partial(attention.attend, attention.Local(blockwise.engine())), remat)
     ids = jnp.tile(jnp.arange(T), (2, 1))
     batch = {"segments": ids // 9, "positions": ids, "index": ids, "sequence": jnp.arange(2)}
     e = model.inputs(batch, jax.random.key(3))
@@ -32,7 +33,8 @@ def layer_case(remat: str, dtype: str = "float32"):
     return lambda w, x, e: transformer.block(ex, model.period[0], w, x, e[1], e[0]), weights, x, e, dy
 
 
-@pytest.mark.parametrize("remat", ["full", *(pytest.param(remat, marks=sampling.GRID) for remat in ("none", "selective"))])
+@pytest.mark.parametrize("remat",
+                         ["full", *(pytest.param(remat, marks=sampling.GRID) for remat in ("none", "selective"))])
 def test_split_backward_is_the_backward_bit_for_bit(remat):
     f, ws, x, e, dy = layer_case(remat)
     numbers = jnp.arange(3)
@@ -41,7 +43,8 @@ def test_split_backward_is_the_backward_bit_for_bit(remat):
 
     @jax.jit
     def plain():
-        y, vjp = jax.vjp(lambda ws, x: jax.lax.scan(lambda x, a: (f(a[0], x, (a[1], e))[0], None), x, (ws, numbers))[0], ws, x)
+        y, vjp = jax.vjp(lambda ws, x: jax.lax.scan(lambda x, a: (f(a[0], x, (a[1], e))[0], None),
+                                                    x, (ws, numbers))[0], ws, x)
         dw, dx = vjp(dy)
         return y, dx, dw
 
@@ -97,18 +100,21 @@ def test_under_selective_remat_the_stream_behind_attention_is_kept_not_what_atte
     w, e = jax.tree.map(lambda a: a[0], ws), (jnp.int32(0), e)
     _, _, (r, q) = layer_vjp.layer(f, w, x, e).forward(w, x, e)
     before, behind = sorted((a for a in r + q if a.shape == x.shape), key=lambda a: float(jnp.abs(a - x).max()))
-    assert (before == x).all() and 0.05 < float((behind == x).mean()) < 0.15, "a tenth of what attention added is dropped out"
+    assert (before == x).all()
+    assert 0.05 < float((behind == x).mean()) < 0.15, "a tenth of what attention added is dropped out"
 
 
 @pytest.mark.parametrize("remat", ["none", "selective"])
 def test_a_layer_keeps_what_matmuls_attention_and_norms_read_in_bfloat16(remat):
-    """Norms and SwiGLU are made again from their inputs: nothing of them is kept in float32, and not their product either. Of what
-    attention adds to the stream the sum is kept, which the norm behind it reads."""
+    """Norms and SwiGLU are made again from their inputs: nothing of them is kept in float32, and not their product
+    either. Of what attention adds to the stream the sum is kept, which the norm behind it reads."""
     f, ws, x, e, _ = layer_case(remat, "bfloat16")
     parts, (B, S, D) = layer_vjp.layer(f, jax.tree.map(lambda a: a[0], ws), x, (jnp.int32(0), e)), x.shape
     N, K, H, F = (MODEL[key] for key in ("num_heads", "num_kv_heads", "head_dim", "mlp_dim"))
-    streams = {"none": 4, "selective": 2}[remat]                            # before each norm and, without remat, behind it
+    # before each norm and, without remat, behind it
+    streams = {"none": 4, "selective": 2}[remat]
     read = [(D,)] * streams + [(N, H), (K, H), (K, H), (N, H)] + [(F,)] * 2         # q, k, v, o; gate, up
-    expected = [((B, S, *shape), jnp.bfloat16) for shape in read] + [((B, S, N), jnp.float32)]      # and attention's lse
+    # and attention's lse
+    expected = [((B, S, *shape), jnp.bfloat16) for shape in read] + [((B, S, N), jnp.float32)]
     kept = [(a.shape, a.dtype) for a in parts.r + parts.q]
     assert sorted(kept, key=str) == sorted(((shape, jnp.dtype(dtype)) for shape, dtype in expected), key=str)

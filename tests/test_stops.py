@@ -1,8 +1,8 @@
 """Stops on request, in real processes: each signal at each moment of a run ends it in order, and nothing is lost.
 
-A moment is met by what the run has written by then, never by waiting. Where a signal comes a little late, it meets the next
-moment, for which the same holds. Linux only: what a process listens to stands in /proc. Stops at each system call of a save: see
-`disturbed`.
+A moment is met by what the run has written by then, never by waiting. Where a signal comes a little late, it meets the
+next moment, for which the same holds. Linux only: what a process listens to stands in /proc. Stops at each system call
+of a save: see `disturbed`.
 """
 import json
 import os
@@ -103,8 +103,10 @@ def test_a_signal_at_any_moment_ends_the_run_with_75_and_its_state_saved(moment,
     assert str(written[-1]["step"]) in saved and not [name for name in saved if name.startswith(".")]
     if moment == "validation":
         last = written[-1]["step"]
-        assert last in (2, 3) and not any("val_loss" in row for row in written), "no further step"      # 2: taken before the third
-        # Where the signal is taken at the end of the third step, its validation does not begin, and nothing is told of it.
+        # 2: taken before the third
+        assert last in (2, 3) and not any("val_loss" in row for row in written), "no further step"
+        # Where the signal is taken at the end of the third step, its validation does not begin, and nothing is told of
+        # it.
         assert last == 3 or "its validation is given up" not in text
 
 
@@ -125,7 +127,8 @@ def launched(home: Path, directory: Path, *words, cache: str) -> subprocess.Pope
 
 
 @pytest.mark.parametrize("moment", ["compiling", "validation"])
-@pytest.mark.parametrize("name", [pytest.param("SIGHUP"), *(pytest.param(n, marks=pytest.mark.slow) for n in SIGNALS[:2])])
+@pytest.mark.parametrize("name",
+                         [pytest.param("SIGHUP"), *(pytest.param(n, marks=pytest.mark.slow) for n in SIGNALS[:2])])
 def test_a_signal_to_the_launcher_ends_all_processes_with_75(moment, name, home, tmp_path):
     options, reached = MOMENTS[moment]
     directory = tmp_path / "run"
@@ -163,12 +166,13 @@ SILENCED = ["2>&1 | head -1 > /dev/null", "> /dev/full 2>&1", "2>&-", ">&-", ">&
 ALWAYS = {"2>&1 | head -1 > /dev/null", ">&- 2>&-"}
 
 
-@pytest.mark.parametrize("redirection", [pytest.param(r, marks=() if r in ALWAYS else pytest.mark.slow) for r in SILENCED])
+@pytest.mark.parametrize("redirection", [pytest.param(r, marks=() if r in ALWAYS else pytest.mark.slow)
+                                         for r in SILENCED])
 def test_a_run_that_nobody_hears_ends_normally_with_its_state_saved(redirection, home, tmp_path):
     directory = tmp_path / "run"
-    line = (f"{sys.executable} -m meshtrain.train {home}/run.toml --data.paths '[\"{home}/small.txt\"]' --run.dir {directory} "
-            f"--run.compilation_cache {home}/cache --training.steps 8 --validation.batches 1 --run.sample_tokens 4 "
-            f"{redirection}; exit ${{PIPESTATUS[0]}}")
+    line = (f"{sys.executable} -m meshtrain.train {home}/run.toml --data.paths '[\"{home}/small.txt\"]' --run.dir "
+            f"{directory} --run.compilation_cache {home}/cache --training.steps 8 --validation.batches 1 "
+            f"--run.sample_tokens 4 {redirection}; exit ${{PIPESTATUS[0]}}")
     free = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "NPROC")}
     ran = subprocess.run(["bash", "-c", line], env=free | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
                          timeout=PATIENCE_S)
@@ -253,7 +257,8 @@ def test_a_second_request_ends_the_process_at_once():
 
 def test_a_reader_that_is_stuck_holds_up_no_stop():
     """The pipe is full and nobody reads it: what is to be said cannot be."""
-    child = subprocess.Popen([sys.executable, "-c", ALONE.format(body="say.err('ready')\nwhile True: say.out('x' * 1000)")],
+    child = subprocess.Popen([sys.executable, "-c",
+                              ALONE.format(body="say.err('ready')\nwhile True: say.out('x' * 1000)")],
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert child.stderr.readline() == b"ready\n"
     child.terminate()
@@ -287,7 +292,8 @@ def test_outside_a_command_handlers_come_back_after_the_loop():
 
 
 def test_inspect_is_stopped_in_order_too(tmp_path):
-    child = subprocess.Popen([sys.executable, "-m", "meshtrain.inspect", "--run.compilation_cache", ""], cwd=ROOT, text=True,
+    child = subprocess.Popen([sys.executable, "-m", "meshtrain.inspect", "--run.compilation_cache", ""],
+                             cwd=ROOT, text=True,
                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + 60

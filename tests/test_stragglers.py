@@ -1,4 +1,5 @@
-"""A process that comes late to its steps is named, in real processes; a hiccup, a checkpoint and a compile name nobody."""
+"""A process that comes late to its steps is named, in real processes; a hiccup, a checkpoint and a compile name
+nobody."""
 import json
 import os
 import socket
@@ -66,7 +67,8 @@ def test_all_processes_know_who_came_last_and_by_how_much(tmp_path):
     (tmp_path / "child.py").write_text(CHILD)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-    free = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")} | {"PYTHONPATH": str(ROOT)}
+    free = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")} | {
+        "PYTHONPATH": str(ROOT)}
     children = [subprocess.Popen([sys.executable, tmp_path / "child.py", address, str(index)], env=free, text=True,
                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for index in range(3)]
     for child in children:
@@ -95,10 +97,12 @@ def test_a_process_that_is_a_second_slower_a_step_is_named(is_slow, tmp_path, mo
     injected.prepare(tmp_path)
     (tmp_path / "inject" / "sitecustomize.py").write_text(SLOW)
     monkeypatch.setenv("SLOW", "1" if is_slow else "")
-    run = injected.launched(tmp_path, tmp_path / "run", 2, "--training.steps", 26, "--checkpoint.every", 8, "--validation.every", 10,
+    run = injected.launched(tmp_path, tmp_path / "run", 2, "--training.steps", 26, "--checkpoint.every",
+                            8, "--validation.every", 10,
                             "--data.validation_fraction", 0.2)
     assert run.wait(600) == 0, (tmp_path / "run.log").read_text()
     said, rows = (tmp_path / "run.log").read_text(), metrics.read(tmp_path / "run" / "metrics.jsonl")
     named = {row["step"]: (row["straggler"], row["straggler_s"]) for row in rows if "straggler" in row}
     assert ("process 1 on " in said and "holds the others up" in said) == is_slow, said
-    assert {index for index, _ in named.values()} == ({1} if is_slow else set()) and all(0.8 < late_s < 3 for _, late_s in named.values())
+    assert {index for index, _ in named.values()} == ({1} if is_slow else set()) and all(
+        0.8 < late_s < 3 for _, late_s in named.values())

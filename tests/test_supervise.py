@@ -20,13 +20,16 @@ def stand_in(pid_file: Path, body: str) -> str:
     return f"import os, signal, sys, time\nopen({str(pid_file)!r}, 'w').write(str(os.getpid()))\n{body}"
 
 
-def launched(tmp_path, *bodies: str, grace_s: float = 0.5, left: Path | None = None, still_s: float = 1e9) -> subprocess.Popen:
+def launched(tmp_path, *bodies: str, grace_s: float = 0.5, left: Path | None = None,
+             still_s: float = 1e9) -> subprocess.Popen:
     """A launcher whose processes run these pieces of Python; each leaves its pid in a file."""
     argvs = [[sys.executable, "-u", "-c", stand_in(tmp_path / f"pid{i}", body)] for i, body in enumerate(bodies)]
     code = ("import json, os, sys\nfrom pathlib import Path\nfrom launch import supervise\n"
             f"left = {str(left)!r} if {left is not None} else None\nargvs = json.loads(sys.argv[1])\n"
-            f"sys.exit(supervise.supervise(argvs, [dict(os.environ)] * {len(bodies)}, {grace_s}, left and Path(left), still_s={still_s}).code)")
-    return subprocess.Popen([sys.executable, "-c", code, json.dumps(argvs)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+            f"sys.exit(supervise.supervise(argvs, [dict(os.environ)] * {len(bodies)}, {grace_s}, left and Path(left), "
+            f"still_s={still_s}).code)")
+    return subprocess.Popen([sys.executable, "-c", code, json.dumps(argvs)], cwd=ROOT,
+                            text=True, stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE)
 
 
@@ -73,7 +76,8 @@ def test_other_codes_and_disagreement_are_1(codes, tmp_path):
 
 
 def test_the_first_process_speaks_and_the_others_are_silent(tmp_path):
-    code, out, err = ran(tmp_path, "print('[Gloo] Rank 0 is connected'); print('\\033[Ka', end=''); sys.stderr.write('e\\n')",
+    code, out, err = ran(tmp_path,
+                         "print('[Gloo] Rank 0 is connected'); print('\\033[Ka', end=''); sys.stderr.write('e\\n')",
                          "print('not shown'); sys.stderr.write('nor this\\n')")
     assert (code, out, err) == (0, "[Gloo] Rank 0 is connected\n\033[Ka", "e\n")
 
@@ -117,7 +121,8 @@ def test_peers_that_die_of_it_are_not_blamed_nor_their_stack_shown(tmp_path):
 
 
 STANDS_STILL = "os.kill(os.getpid(), signal.SIGSTOP)"
-GLOO = "sys.stderr.write('Gloo AllReduce failed: Connection closed by peer [127.0.0.1]:1\\n'); time.sleep(0.5); sys.exit(1)"
+GLOO = ("sys.stderr.write('Gloo AllReduce failed: Connection closed by peer [127.0.0.1]:1\\n'); time.sleep(0.5); "
+        "sys.exit(1)")
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -126,7 +131,8 @@ def test_a_stopped_process_is_named_whatever_died_first_of_it(which, tmp_path):
     bodies = [lost, lost, GLOO.replace("0.5", "1")]
     bodies.insert(which, STANDS_STILL)
     code, _, err = ran(tmp_path, *bodies)
-    assert code == 1 and f"process {which} (pid {pids(tmp_path, 4)[which]}) failed first: it was stopped (SIGSTOP" in err
+    assert code == 1
+    assert f"process {which} (pid {pids(tmp_path, 4)[which]}) failed first: it was stopped (SIGSTOP" in err
     assert len(re.findall(r"^then process ", err, re.MULTILINE)) == 3
 
 
@@ -134,12 +140,14 @@ def test_a_stopped_process_is_named_whatever_died_first_of_it(which, tmp_path):
 def test_a_process_that_stands_still_for_too_long_is_killed_and_named(bodies, tmp_path):
     code, _, err = ran(tmp_path, *bodies, still_s=1.5)
     name = rf"process {len(bodies) - 1} \(pid {pids(tmp_path, len(bodies))[-1]}\)"
-    assert code == 1 and re.match(rf"{name} has stood still for 1.5 s \(SIGSTOP, or a debugger\) and is killed", err), err
+    assert code == 1 and re.match(rf"{name} has stood still for 1.5 s \(SIGSTOP, or a debugger\) and is killed",
+                                  err), err
     assert re.search(rf"^{name} failed first: it was stopped", err, re.MULTILINE), err
 
 
 def test_a_process_that_is_stopped_for_a_moment_again_and_again_goes_on(tmp_path):
-    launcher = launched(tmp_path, "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0)); [time.sleep(0.1) for _ in range(1000)]",
+    launcher = launched(tmp_path,
+                        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0)); [time.sleep(0.1) for _ in range(1000)]",
                         still_s=1.8)
     for number in (signal.SIGSTOP, signal.SIGCONT) * 3:
         os.kill(pids(tmp_path, 1)[0], number)
@@ -148,9 +156,11 @@ def test_a_process_that_is_stopped_for_a_moment_again_and_again_goes_on(tmp_path
     assert launcher.communicate(timeout=30) and launcher.returncode == 0
 
 
-@pytest.mark.parametrize("other, whole", [(FOREVER, 2), (STUBBORN, 2), (GLOO, 2), ("sys.exit(2)", 2), ("sys.exit(3)", 1), ("sys.exit(0)", 1)])
+@pytest.mark.parametrize("other, whole", [(FOREVER, 2), (STUBBORN, 2), (GLOO, 2), ("sys.exit(2)", 2),
+                                          ("sys.exit(3)", 1), ("sys.exit(0)", 1)])
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_mistake_that_one_process_alone_has_seen_is_the_wholes_where_the_others_ended_of_it(which, other, whole, tmp_path):
+def test_a_mistake_that_one_process_alone_has_seen_is_the_wholes_where_the_others_ended_of_it(
+        which, other, whole, tmp_path):
     bodies = [other]
     bodies.insert(which, "sys.stderr.write('error: no such GPU\\n'); sys.exit(2)")
     code, _, err = ran(tmp_path, *bodies, grace_s=1)
@@ -159,10 +169,11 @@ def test_a_mistake_that_one_process_alone_has_seen_is_the_wholes_where_the_other
 
 
 def test_who_is_unheard_of_is_named_where_it_was_not_stopped(tmp_path):
-    lost = ("time.sleep(0.5); sys.stderr.write('INTERNAL: Task 2 heartbeat timeout. This indicates that the remote task has failed\\n"
-            f"{supervise.LOST_PEERS.decode()}'); sys.stderr.flush(); os.abort()")
+    lost = ("time.sleep(0.5); sys.stderr.write('INTERNAL: Task 2 heartbeat timeout. This indicates that the remote "
+            f"task has failed\\n{supervise.LOST_PEERS.decode()}'); sys.stderr.flush(); os.abort()")
     code, _, err = ran(tmp_path, lost, lost, FOREVER)
-    assert code == 1 and re.search(r"^process 2 .* failed first: the others have not heard of it any more$", err, re.MULTILINE), err
+    assert code == 1 and re.search(r"^process 2 .* failed first: the others have not heard of it any more$",
+                                   err, re.MULTILINE), err
 
 
 def test_gloos_victims_are_not_blamed_though_they_ended_first(tmp_path):
@@ -175,7 +186,8 @@ def test_a_process_0_that_takes_itself_for_dead_had_its_clock_set(listed, tmp_pa
     dead = f"The following tasks are unhealthy (stopped sending heartbeats):\\n{listed}\\nThe tasks have crashed.\\n"
     lost = f"sys.stderr.write('{dead}' + {supervise.LOST_PEERS.decode()!r}); sys.stderr.flush(); os.abort()"
     code, _, err = ran(tmp_path, "time.sleep(0.5); " + lost, lost, grace_s=3)
-    assert code == 1 and re.search(r"^process 0 \(pid \d+\) failed first: its clock was set, or its machine was suspended", err, re.MULTILINE), err
+    assert code == 1 and re.search(r"^process 0 \(pid \d+\) failed first: its clock was set, or its machine was "
+                                   r"suspended", err, re.MULTILINE), err
     code, _, err = ran(tmp_path, lost.replace(listed, "10\\n1"), FOREVER)
     assert "clock" not in err
 
@@ -183,9 +195,11 @@ def test_a_process_0_that_takes_itself_for_dead_had_its_clock_set(listed, tmp_pa
 @pytest.mark.parametrize("which", [0, 1])
 def test_who_lets_gloo_wait_in_vain_is_named_though_it_only_died_of_the_others(which, tmp_path):
     bodies = [GLOO.replace("Connection closed by peer", "Timed out waiting 20000ms")]
-    bodies.insert(which, f"time.sleep(1); sys.stderr.write({supervise.LOST_PEERS.decode()!r}); sys.stderr.flush(); os.abort()")
+    bodies.insert(which,
+                  f"time.sleep(1); sys.stderr.write({supervise.LOST_PEERS.decode()!r}); sys.stderr.flush(); os.abort()")
     code, _, err = ran(tmp_path, *bodies, grace_s=3)
-    assert code == 1 and re.search(rf"^process {which} .*the others have not heard of it any more$", err, re.MULTILINE), err
+    assert code == 1 and re.search(rf"^process {which} .*the others have not heard of it any more$",
+                                   err, re.MULTILINE), err
 
 
 def test_a_process_0_that_failed_of_itself_is_named_by_what_it_said(tmp_path):
@@ -202,21 +216,26 @@ def test_a_reason_that_only_another_process_knows_is_shown_at_once_and_at_the_en
 
 
 def test_who_could_not_save_is_named_though_all_end_of_it_together(tmp_path):
-    says = "sys.stderr.write('error: checkpoint of step 30 not saved in /d/c: process 1: File too large; 3 saves in a row have failed\\n'); "
-    code, _, err = ran(tmp_path, says + "sys.exit(1)", "time.sleep(0.3); sys.exit(1)", "time.sleep(0.3); sys.exit(1)", grace_s=5)
+    says = ("sys.stderr.write('error: checkpoint of step 30 not saved in /d/c: process 1: File too large; 3 saves in a "
+            "row have failed\\n'); ")
+    code, _, err = ran(tmp_path, says + "sys.exit(1)", "time.sleep(0.3); sys.exit(1)",
+                       "time.sleep(0.3); sys.exit(1)", grace_s=5)
     assert code == 1 and re.search(r"^process 1 .*failed first", err, re.MULTILINE), err
 
 
 def test_who_is_stuck_is_named_by_its_stacks_though_another_ended_first(tmp_path):
-    state = {"count": 2, "host": "h", "pid": 1, "attempt": "a", "phase": "step 7", "since": 1e9, "moment": 9, "main": "1"}
+    state = {"count": 2, "host": "h", "pid": 1, "attempt": "a", "phase": "step 7", "since": 1e9,
+             "moment": 9, "main": "1"}
     main = 'Thread 0x0000000000000001 [MainThread] (most recent call first):\n  File "{}", line 3 in {}\n'
     for index, where in enumerate((("/m/meshtrain/cluster/agree.py", "exchange"), ("/m/data/reader.py", "read"))):
         body = stacks.ProcessState(process=index, state="hangs", **state).head() + main.format(*where).encode()
         (tmp_path / f"process-{index}.txt").write_bytes(body)
     now = f"import pathlib; [path.touch() for path in pathlib.Path({str(tmp_path)!r}).glob('process-*')]; "
     code, _, err = ran(tmp_path, now + "sys.exit(1)", now + "time.sleep(0.3); sys.exit(1)", grace_s=5, left=tmp_path)
-    assert code == 1 and re.search(r"^process 1 .* exit code 1; it hangs in step 7 since 2001-09-09T01:46:40Z in read", err, re.MULTILINE), err
-    code, _, err = ran(tmp_path, now + "os.kill(os.getpid(), signal.SIGKILL)", now + "time.sleep(0.3); sys.exit(1)", grace_s=5, left=tmp_path)
+    assert code == 1 and re.search(r"^process 1 .* exit code 1; it hangs in step 7 since 2001-09-09T01:46:40Z in read",
+                                   err, re.MULTILINE), err
+    code, _, err = ran(tmp_path, now + "os.kill(os.getpid(), signal.SIGKILL)", now + "time.sleep(0.3); sys.exit(1)",
+                       grace_s=5, left=tmp_path)
     assert err.startswith("process 0 "), "what was killed is no guess"
 
 
@@ -225,15 +244,17 @@ def test_peers_may_end_by_themselves_after_a_failure(tmp_path):
     assert code == 1 and out == "saved\n" and re.search(r"then process 0 .*exit code 0", err)
 
 
-COUNTING = ("n = []\nfor number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP): signal.signal(number, lambda s, f: n.append(s))\n"
-            "open(os.environ['READY'] + str(os.getpid()), 'w').close()\n"
+COUNTING = ("n = []\nfor number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP): signal.signal(number, lambda s, f: "
+            "n.append(s))\nopen(os.environ['READY'] + str(os.getpid()), 'w').close()\n"
             "while len(n) < {count}: time.sleep(0.01)\n")
 
 
-@pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGINT,), (signal.SIGHUP,), (signal.SIGINT, signal.SIGTERM)])
+@pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGINT,), (signal.SIGHUP,),
+                                     (signal.SIGINT, signal.SIGTERM)])
 def test_every_process_gets_every_signal_once(numbers, tmp_path, monkeypatch):
     monkeypatch.setenv("READY", f"{tmp_path}/ready")
-    body = COUNTING.format(count=len(numbers)) + f"time.sleep(0.3); sys.exit(75 if n == {[int(n) for n in numbers]} else 1)"
+    body = (COUNTING.format(count=len(numbers)) + f"time.sleep(0.3); sys.exit(75 if n == {[int(n) for n in numbers]} "
+                                                  f"else 1)")
     launcher = launched(tmp_path, body, body, body)
     deadline = time.monotonic() + 30
     while len(list(tmp_path.glob("ready*"))) < 3 and time.monotonic() < deadline:

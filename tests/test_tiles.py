@@ -1,4 +1,5 @@
-"""The command that times tiles of the attention kernels: what it keeps, and what it writes. On a GPU alone it times anything."""
+"""The command that times tiles of the attention kernels: what it keeps, and what it writes. On a GPU alone it times
+anything."""
 import sys
 from pathlib import Path
 
@@ -22,8 +23,10 @@ def test_timed_tiles_are_written_as_a_line_that_the_next_run_reads():
     exec(text, table)
     repr_of = lambda found: [tuple(blocks) for blocks in found]
     assert repr_of(table["of"](128, "h200")) == repr_of(table["of"](65, "h200")) == repr_of(second)
-    assert repr_of(table["of"](64, "a100-80gb")) == repr_of(first) and repr_of(table["of"](64, "h200")) == repr_of(tiles.of(64, "h200"))
-    assert len(text.splitlines()) == len(timing.TABLE.read_text().splitlines()) + 2 and len(max(text.splitlines(), key=len)) <= 132
+    assert repr_of(table["of"](64, "a100-80gb")) == repr_of(first) and repr_of(table["of"](64, "h200")) == repr_of(
+        tiles.of(64, "h200"))
+    assert len(text.splitlines()) == len(timing.TABLE.read_text().splitlines()) + 2 and len(max(text.splitlines(),
+                                                                                                key=len)) <= 132
 
 
 def test_the_fastest_tile_is_one_that_compiles_and_gives_the_same_numbers(capsys):

@@ -73,7 +73,8 @@ def test_another_field_or_tokenizer_has_a_cache_of_its_own(tmp_path, counted, bp
     other = write_tokenizer(tmp_path / "other.json", corpus=["two two"])
     keys = [{}, {"field": "body"}, {"tokenizer": bpe}, {"tokenizer": other}]
     for _ in range(2):
-        assert [Opened(section([path], **key), tmp_path).texts() for key in keys] == [["one"], ["two"], ["one"], ["one"]]
+        assert [Opened(section([path], **key), tmp_path).texts() for key in keys] == [
+            ["one"], ["two"], ["one"], ["one"]]
     assert len(counted) == 4
     moved = shutil.copy(bpe, tmp_path / "same.json")  # a tokenizer is its content
     Opened(section([path], tokenizer=str(moved)), tmp_path)
@@ -263,13 +264,16 @@ def test_a_process_that_gives_no_sign_of_life_is_waited_for_a_while_and_named(tm
     path, other = write(tmp_path / "a.jsonl", ["one"]), write(tmp_path / "b.jsonl", ["two"])
     Opened(section([other]), tmp_path)      # makes the directory
     home, = (tmp_path / ".meshtrain").iterdir()
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, home, path], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, home, path], cwd=ROOT, stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "held\n"
         monkeypatch.setattr(files, "LOCK_WAIT_S", 0.5)
         monkeypatch.setattr(parts, "POLL_SECONDS", 0.05)
         owner, told = f"process {holder.pid} on {socket.gethostname()}", []
-        with pytest.raises(files.FileSystemError, match=f"token cache: a.jsonl-.* in use by {owner}, and did not come free within 0.5 s; see whether") as caught:
+        with pytest.raises(files.FileSystemError,
+                           match=f"token cache: a.jsonl-.* in use by {owner}, and did not come free within 0.5 s; see "
+                                 f"whether") as caught:
             sources.open_corpus(section([path]), vocab_size=512, cache_dir=tmp_path, tell=told.append)
         assert "\n" not in str(caught.value) and any(f"in use by {owner}; waiting" in line for line in told)
         monkeypatch.setattr(files, "LOCK_WAIT_S", 60)
@@ -400,7 +404,8 @@ def test_a_stop_keeps_finished_parts_and_leaves_none_half(batches, tmp_path, cou
     monitor = iter(range(batches))
     with pytest.raises(parts.Stopped):
         sources.open_corpus(data, vocab_size=512, cache_dir=tmp_path, tell=heard.append,
-                            should_stop=lambda: bool(list(tmp_path.glob(".meshtrain/*/*.tmp"))) and next(monitor, None) is None)
+                            should_stop=lambda: bool(list(tmp_path.glob(".meshtrain/*/*.tmp")))
+                            and next(monitor, None) is None)
     files = {path.name for path in tmp_path.glob(".meshtrain/*/*")}
     assert not [name for name in files if name.endswith(".tmp")]
     finished = {name[0] for name in files if name.endswith(".json")}

@@ -1,4 +1,5 @@
-"""python -m meshtrain.tokenize leaves a cache that training finds whole, alone or in shares, and stops when it is told to."""
+"""python -m meshtrain.tokenize leaves a cache that training finds whole, alone or in shares, and stops when it is told
+to."""
 
 import os
 import signal
@@ -75,7 +76,8 @@ def test_mistakes_are_one_message_and_code_2(call, tmp_path):
     write(tmp_path / "a.jsonl", TEXTS).write_bytes(b"{")
     flags = ["--data.source", "jsonl", "--data.paths", f'["{tmp_path}/*.jsonl"]']
     for argv, part in [(flags, "a.jsonl, line 1: broken JSON"), (["--processes", "4/4"], "give which process this is"),
-                       (["--processes"], "has no value; write e.g. --processes 0/4"), (["--data.sauce", "x"], "did you mean data.source?")]:
+                       (["--processes"], "has no value; write e.g. --processes 0/4"),
+                       (["--data.sauce", "x"], "did you mean data.source?")]:
         code, out, err = call(*argv)
         assert code == 2 and err.startswith("error: ") and part in err and "Traceback" not in err
 
@@ -111,5 +113,6 @@ def test_a_signal_stops_it_with_75_keeps_what_is_finished_and_leaves_nothing_hal
 
 
 def test_neither_jax_nor_a_backend_is_imported(tmp_path):
-    code = subprocess.run([sys.executable, "-c", SLOW, *jsonl(tmp_path, 1)], env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode
+    code = subprocess.run([sys.executable, "-c", SLOW, *jsonl(tmp_path, 1)],
+                          env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode
     assert code == 0

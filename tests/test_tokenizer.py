@@ -45,7 +45,8 @@ def test_a_tokenizer_that_does_not_fit_is_refused_with_the_remedy(tmp_path, bpe)
     assert Opened(section([lines], tokenizer=bpe), tmp_path, vocab_size=size).texts() == TEXTS
     assert "'<nix>' is not a token" in fault(section([lines], tokenizer=bpe, bos_token="<nix>"), tmp_path)
     nameless = write_tokenizer(tmp_path / "nameless.json", special=["<mine>"])
-    assert "data.bos_token, e.g. one of its special tokens: <mine>" in fault(section([lines], tokenizer=nameless), tmp_path)
+    assert "data.bos_token, e.g. one of its special tokens: <mine>" in fault(
+        section([lines], tokenizer=nameless), tmp_path)
     assert "is not read" in fault(section([lines], bos_token="<s>"), tmp_path)
 
 
@@ -53,7 +54,8 @@ def test_a_tokenizer_that_does_not_fit_is_refused_with_the_remedy(tmp_path, bpe)
 def test_a_broken_tokenizer_file_is_told(content, tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
-    assert "is not a tokenizer.json" in fault(section([write(tmp_path / "a.jsonl", TEXTS)], tokenizer=str(path)), tmp_path)
+    assert "is not a tokenizer.json" in fault(
+        section([write(tmp_path / "a.jsonl", TEXTS)], tokenizer=str(path)), tmp_path)
     assert "No such file" in fault(section([tmp_path / "a.jsonl"], tokenizer=str(tmp_path / "nix.json")), tmp_path)
 
 

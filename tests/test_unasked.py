@@ -10,10 +10,11 @@ from meshtrain.cost.audit import Collective, ProgramAudit
 from meshtrain.run import say
 from test_layouts import run_of
 
-LOGGED = ("W1122 13:40:22.733081   31297 spmd_partitioner.cc:656] [SPMD] Involuntary full rematerialization. The compiler cannot go "
-          "from sharding {devices=[2,1,4]<=[8]} to {devices=[1,8,1]<=[2,4]T(1,0)} efficiently for HLO operation %sin.0 = "
-          "f32[32,16,4]{2,1,0} sine(%sharding_constraint.0), sharding={devices=[2,1,4]<=[8]}, metadata={op_name=\"jit(f)/mlp/sin\" "
-          "stack_frame_id=4}. As the last resort, SPMD will replicate the tensor and then partition it to obtain the target sharding")
+LOGGED = ("W1122 13:40:22.733081   31297 spmd_partitioner.cc:656] [SPMD] Involuntary full rematerialization. The "
+          "compiler cannot go from sharding {devices=[2,1,4]<=[8]} to {devices=[1,8,1]<=[2,4]T(1,0)} efficiently for "
+          "HLO operation %sin.0 = f32[32,16,4]{2,1,0} sine(%sharding_constraint.0), sharding={devices=[2,1,4]<=[8]}, "
+          "metadata={op_name=\"jit(f)/mlp/sin\" stack_frame_id=4}. As the last resort, SPMD will replicate the tensor "
+          "and then partition it to obtain the target sharding")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,8 @@ UP = 64, 96         # of the MLP of a layer
 
 def test_weights_gathered_in_a_loop_that_their_rule_keeps_whole_are_named(made):
     (line,) = unasked.warnings(made("zero1", fsdp=8), program(gather(UP)), [])
-    assert line.startswith("layers/mlp/gate/kernel or layers/mlp/up/kernel is gathered over fsdp 4 times a step, 1000 B, inside a loop")
+    assert line.startswith("layers/mlp/gate/kernel or layers/mlp/up/kernel is gathered over fsdp 4 times a step, 1000 "
+                           "B, inside a loop")
     assert "[params] of" in line and "zero1.toml" in line
 
 
@@ -54,7 +56,8 @@ def test_what_a_layout_asks_for_is_no_warning(rule, mesh, row, made):
 def test_what_xla_replicates_to_reshard_is_told_once_with_its_name(made):
     one = made("zero3", fsdp=8)
     (line,) = unasked.warnings(one, program(), [LOGGED, LOGGED, "W1122 13:40:22.733081 1 other.cc:1] something else"])
-    assert line.startswith("XLA makes f32[32,16,4] of mlp/sin whole on every device to get from sharding {devices=[2,1,4]<=[8]} to")
+    assert line.startswith("XLA makes f32[32,16,4] of mlp/sin whole on every device to get from sharding "
+                           "{devices=[2,1,4]<=[8]} to")
     assert "2 times in the program" in line
     assert "of layers/mlp/gate/kernel, layers/mlp/up/kernel whole" in unasked.warnings(
         one, program(), [LOGGED.replace("f32[32,16,4]", "f32[64,96]")])[0]

@@ -29,9 +29,12 @@ def tiny(tmp_path_factory):
     values = {
         "mesh.data": 8, "mesh.fsdp": 1, "mesh.tensor": 1, "mesh.simulated_devices": 8,
         "sharding.rules": "sharding_rules/ddp.toml",
-        "model.vocab_size": 257, "model.embed_dim": 32, "model.num_layers": 1, "model.num_heads": 2, "model.num_kv_heads": 1,
-        "model.mlp_dim": 64, "data.source": "text", "data.paths": json.dumps([str(home / "corpus.txt")]), "data.seq_len": 32,
-        "data.global_batch": 8, "run.sample_tokens": 0, "run.compilation_cache": home / "cache", "validation.batches": 1,
+        "model.vocab_size": 257, "model.embed_dim": 32, "model.num_layers": 1, "model.num_heads": 2,
+        "model.num_kv_heads": 1,
+        "model.mlp_dim": 64, "data.source": "text", "data.paths": json.dumps([str(home / "corpus.txt")]),
+        "data.seq_len": 32,
+        "data.global_batch": 8, "run.sample_tokens": 0, "run.compilation_cache": home / "cache",
+        "validation.batches": 1,
         "optimizer.schedule": "constant"}
     with programs_in(str(home / "cache"), jax_compilation_cache_include_metadata_in_key=False):
         yield tuple(word for key, value in values.items() for word in (f"--{key}", str(value)))
@@ -84,7 +87,8 @@ def test_a_step_that_waits_for_slow_data_says_how_long(tmp_path, tiny, monkeypat
 
 
 @pytest.mark.parametrize(("step_s", "data_s", "low", "high"), [(0.4, 0.15, 0.0, 0.05), (0.15, 0.45, 0.2, 0.4)])
-def test_data_that_come_while_the_step_before_runs_are_not_waited_for(tmp_path, tiny, monkeypatch, step_s, data_s, low, high):
+def test_data_that_come_while_the_step_before_runs_are_not_waited_for(
+        tmp_path, tiny, monkeypatch, step_s, data_s, low, high):
     slow_data(monkeypatch, data_s)
     slow_steps(monkeypatch, step_s)
     rows = trained(tiny, tmp_path / "run", "--training.steps", "5")
@@ -103,7 +107,8 @@ def test_the_row_after_a_checkpoint_says_how_long_it_held_the_steps_up(tmp_path,
         blocked[number] = 0.25 + save(self, number, *args)
         return blocked[number]
     monkeypatch.setattr(checkpoint.Checkpoints, "save", slow)
-    rows = trained(tiny, tmp_path / "run", "--training.steps", "6", "--checkpoint.every", "2", "--metrics.every", str(every))
+    rows = trained(tiny, tmp_path / "run", "--training.steps", "6", "--checkpoint.every",
+                   "2", "--metrics.every", str(every))
     assert sorted(blocked) == [2, 4, 6]
     assert {row["step"]: row["checkpoint_wait_s"] for row in rows if row["checkpoint_wait_s"]} == {
         waiting_step: blocked[2 * (1 + i)] for i, waiting_step in enumerate(waiting)}
@@ -113,11 +118,13 @@ def test_the_row_after_a_checkpoint_says_how_long_it_held_the_steps_up(tmp_path,
 def test_rows_that_are_thinned_out_keep_what_the_steps_between_waited(tmp_path, tiny, monkeypatch):
     slow_data(monkeypatch, 0.1)
     rows = trained(tiny, tmp_path / "run", "--training.steps", "6", "--metrics.every", "3")
-    assert [row["step"] for row in rows] == [3, 6] and rows[1]["data_wait_s"] > 0.2, "about 0.1 s for each of three steps"
+    assert [row["step"] for row in rows] == [3,
+                                             6] and rows[1]["data_wait_s"] > 0.2, "about 0.1 s for each of three steps"
 
 
 def profiles(directory) -> list[list[int]]:
-    """The steps in each Perfetto trace below run.dir, which must be one that Perfetto and TensorBoard's plugin can open."""
+    """The steps in each Perfetto trace below run.dir, which must be one that Perfetto and TensorBoard's plugin can
+    open."""
     found = []
     for folder in sorted((directory / "tensorboard" / "plugins" / "profile").glob("*")):
         assert [path.suffix for path in folder.glob("*.xplane.pb")] == [".pb"], "what TensorBoard's plugin reads"

@@ -1,4 +1,5 @@
-"""A run begins from a model folder: its logits are those that transformers computed, on any layout, and every byte is read once."""
+"""A run begins from a model folder: its logits are those that transformers computed, on any layout, and every byte is
+read once."""
 import functools
 import json
 import math
@@ -29,10 +30,12 @@ def test_logits_of_a_folder_equal_those_of_transformers(name, rule, mesh):
     np.testing.assert_allclose(Loaded(GOLDENS / name, rule, mesh).logits(golden["tokens"]), golden["logits"], atol=1e-4)
 
 
-WINDOWED = [(name, method) for name in ("mistral_window", "gemma2", "gemma3", "olmo3") for method in ("ring", "ulysses", "gather")]
+WINDOWED = [(name, method) for name in ("mistral_window", "gemma2", "gemma3", "olmo3")
+            for method in ("ring", "ulysses", "gather")]
 
 
-@pytest.mark.parametrize(("name", "method"), [cell if cell == ("gemma2", "ring") else pytest.param(*cell, marks=sampling.GRID)
+@pytest.mark.parametrize(("name", "method"),
+                         [cell if cell == ("gemma2", "ring") else pytest.param(*cell, marks=sampling.GRID)
                                               for cell in WINDOWED])
 def test_logits_beyond_a_window_of_packed_documents_over_two_devices_equal_those_of_transformers(name, method):
     """Two documents of 40 tokens in a row, each beyond its window of 12 and across two chunks of 20."""
@@ -54,16 +57,19 @@ def plain(name: str, dtype: str = "float32") -> dict:
     ("phi3", "zero1", dict(fsdp=2, tensor=2, stage=2))])
 def test_every_layout_reads_the_same_bits_and_each_byte_once(name, rule, mesh, monkeypatch):
     expected, spans, original = plain(name), [], safetensors.read
-    monkeypatch.setattr(safetensors, "read", lambda entry, start, stop: spans.append((entry, start, stop)) or original(entry, start, stop))
+    monkeypatch.setattr(safetensors, "read", lambda entry, start, stop: spans.append((entry, start, stop))
+                        or original(entry, start, stop))
     words = ("--training.microbatches=2", "--pipeline.schedule=1f1b") if "stage" in mesh else ()
     loaded = Loaded(GOLDENS / name, rule, mesh, *words)
     assert_same_bits(jax.device_get(loaded.params), expected)
-    for wanted, leaf in zip(jax.tree.leaves(loaded.made.program.spec.sharding.params), jax.tree.leaves(loaded.params), strict=True):
+    for wanted, leaf in zip(jax.tree.leaves(loaded.made.program.spec.sharding.params),
+                            jax.tree.leaves(loaded.params), strict=True):
         assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim)
     read = {}
     for entry, start, stop in spans:
         read.setdefault(entry, []).append((start, stop))
-    used = {loaded.found.entries[row.of_layer(layer)] for row in loaded.rows for layer in range(loaded.run.model.num_layers)}
+    used = {loaded.found.entries[row.of_layer(layer)] for row in loaded.rows
+            for layer in range(loaded.run.model.num_layers)}
     assert set(read) == used
     devices = math.prod(mesh.values())
     for entry, parts in read.items():
@@ -77,7 +83,8 @@ def test_every_layout_reads_the_same_bits_and_each_byte_once(name, rule, mesh, m
 def test_rows_beyond_the_vocabulary_are_zeros_and_weights_may_be_stored_in_another_dtype():
     exact, rounded = plain("qwen2"), plain("qwen2", "bfloat16")
     table = exact["embedding"]["table"]
-    assert table.shape[0] == 256 and not table[200:].any() and table[:200].any(1).all() and not exact["head"]["kernel"][:, 200:].any()
+    assert table.shape[0] == 256 and not table[200:].any() and table[:200].any(1).all()
+    assert not exact["head"]["kernel"][:, 200:].any()
     for a, b in zip(jax.tree.leaves(exact), jax.tree.leaves(rounded), strict=True):
         assert b.dtype == jnp.bfloat16 and np.array_equal(a.astype(jnp.bfloat16), b)
 
@@ -98,7 +105,8 @@ def test_a_folder_in_another_dtype_and_several_files_is_the_same_model(kind, tmp
     (tmp_path / folder.INDEX).write_text(json.dumps({"weight_map": weight_map}))
     got = jax.device_get(Loaded(tmp_path, *ONE).params)
     # float16 has no more than 2^-24 for the smallest of them.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, np.asarray(jnp.asarray(b, jnp.bfloat16), np.float32), atol=2**-24),
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, np.asarray(jnp.asarray(b, jnp.bfloat16), np.float32),
+                                                         atol=2**-24),
                  got, plain("gpt2"))
 
 
@@ -113,26 +121,35 @@ def test_names_and_parameters_of_every_preset_cover_each_other(preset):
         return
     rows = folder.rows(family, run.model, [info.name for info in infos])
     theirs = sum(math.prod(row.shape) * (run.model.num_layers if row.stacked else 1) for row in rows)
-    padding = (transformer.padded_vocab(run.model) - run.model.vocab_size) * run.model.embed_dim * (2 - run.model.tie_embeddings)
+    padding = (transformer.padded_vocab(run.model) - run.model.vocab_size) * run.model.embed_dim * (
+        2 - run.model.tie_embeddings)
     assert theirs == sum(info.size for info in infos) - padding
 
 
 LLAMA = {"model_type": "llama", "hidden_act": "silu"}
 EXACT = {       # config.json of a published model -> its number of parameters, as the hub counts them
-    8_030_261_248: LLAMA | dict(vocab_size=128256, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+    8_030_261_248: LLAMA | dict(vocab_size=128256, hidden_size=4096, num_hidden_layers=32,
+                                num_attention_heads=32, num_key_value_heads=8,
                                 intermediate_size=14336),
-    1_235_814_400: LLAMA | dict(vocab_size=128256, hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
+    1_235_814_400: LLAMA | dict(vocab_size=128256, hidden_size=2048, num_hidden_layers=16,
+                                num_attention_heads=32, num_key_value_heads=8,
                                 intermediate_size=8192, tie_word_embeddings=True),
-    6_738_415_616: LLAMA | dict(vocab_size=32000, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, intermediate_size=11008),
-    7_241_732_096: dict(model_type="mistral", vocab_size=32000, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
+    6_738_415_616: LLAMA | dict(vocab_size=32000, hidden_size=4096, num_hidden_layers=32,
+                                num_attention_heads=32, intermediate_size=11008),
+    7_241_732_096: dict(model_type="mistral", vocab_size=32000, hidden_size=4096, num_hidden_layers=32,
+                        num_attention_heads=32,
                         intermediate_size=14336),
-    7_615_616_512: dict(model_type="qwen2", vocab_size=152064, hidden_size=3584, num_hidden_layers=28, num_attention_heads=28,
+    7_615_616_512: dict(model_type="qwen2", vocab_size=152064, hidden_size=3584, num_hidden_layers=28,
+                        num_attention_heads=28,
                         num_key_value_heads=4, intermediate_size=18944),
-    8_190_735_360: dict(model_type="qwen3", vocab_size=151936, hidden_size=4096, num_hidden_layers=36, num_attention_heads=32,
+    8_190_735_360: dict(model_type="qwen3", vocab_size=151936, hidden_size=4096, num_hidden_layers=36,
+                        num_attention_heads=32,
                         num_key_value_heads=8, intermediate_size=12288),
-    3_821_079_552: dict(model_type="phi3", vocab_size=32064, hidden_size=3072, num_hidden_layers=32, num_attention_heads=32,
+    3_821_079_552: dict(model_type="phi3", vocab_size=32064, hidden_size=3072, num_hidden_layers=32,
+                        num_attention_heads=32,
                         num_key_value_heads=32, intermediate_size=8192),
-    2_506_172_416: dict(model_type="gemma", vocab_size=256000, hidden_size=2048, num_hidden_layers=18, num_attention_heads=8,
+    2_506_172_416: dict(model_type="gemma", vocab_size=256000, hidden_size=2048, num_hidden_layers=18,
+                        num_attention_heads=8,
                         num_key_value_heads=1, intermediate_size=16384, hidden_act="gelu"),
     124_439_808: dict(model_type="gpt2", vocab_size=50257, n_embd=768, n_layer=12, n_head=12, n_positions=1024,
                       activation_function="gelu_new"),
@@ -165,7 +182,8 @@ def without_model(tiny) -> list[str]:
 
 
 def test_a_run_starts_from_a_folder_and_takes_its_config_along(tiny, tokens, tmp_path):
-    words = [*without_model(tiny), *tokens, "--model.compute_dtype=float32", f"--checkpoint.init_from={GOLDENS / 'qwen3'}",
+    words = [*without_model(tiny), *tokens, "--model.compute_dtype=float32",
+             f"--checkpoint.init_from={GOLDENS / 'qwen3'}",
              "--run.dir", tmp_path / "run", "--run.sample_tokens=0", "--data.validation_fraction=0"]
     ran = call(train.main, *words, "--training.steps=2")
     assert (ran.code, ran.err) == (0, ""), ran
@@ -186,9 +204,11 @@ def test_a_run_starts_from_a_folder_and_takes_its_config_along(tiny, tokens, tmp
 def test_what_contradicts_a_folder_is_refused_before_anything_starts(tiny, tokens, tmp_path):
     source = GOLDENS / "mistral_window"
     words = [*without_model(tiny), *tokens, f"--checkpoint.init_from={source}", "--run.dir", tmp_path / "run"]
-    ran = call(train.main, *words, "--model.embed_dim=64", "--model.rope_theta=1e6", "--model.num_kv_heads=2", "--model.window=13",
+    ran = call(train.main, *words, "--model.embed_dim=64", "--model.rope_theta=1e6",
+               "--model.num_kv_heads=2", "--model.window=13",
                "--checkpoint.init_optimizer=true")
-    refused(ran, "model.embed_dim=64 contradicts", "makes it 32", "model.rope_theta=1000000.0 contradicts", "model.window=13 contradicts",
+    refused(ran, "model.embed_dim=64 contradicts", "makes it 32", "model.rope_theta=1000000.0 contradicts",
+            "model.window=13 contradicts",
             "makes it 12", "init_optimizer")
     assert "num_kv_heads" not in ran.err and not (tmp_path / "run").exists()
     refused(call(train.main, *words, "--checkpoint.step=3"), "checkpoint.step=3", "no steps")
@@ -201,13 +221,16 @@ def test_what_contradicts_a_folder_is_refused_before_anything_starts(tiny, token
 
 
 def test_a_folder_of_experts_is_contradicted_only_by_keys_that_it_knows():
-    """Of a model whose layers all have experts config.json need not name mlp_dim, and presets do; weights that are read have no initial
-    deviation."""
-    words = ["configs/quickstart-experts.toml", "--model.mlp_dim=14336", "--data.source=tokens", '--data.paths=["x"]', f"--checkpoint.init_from={GOLDENS / 'mixtral'}"]
-    shape = [f"--model.{key}={value}" for key, value in folder.settings_of(GOLDENS / "mixtral").items() if isinstance(value, int)
+    """Of a model whose layers all have experts config.json need not name mlp_dim, and presets do; weights that are read
+    have no initial deviation."""
+    words = ["configs/quickstart-experts.toml", "--model.mlp_dim=14336", "--data.source=tokens",
+             '--data.paths=["x"]', f"--checkpoint.init_from={GOLDENS / 'mixtral'}"]
+    shape = [f"--model.{key}={value}" for key, value in folder.settings_of(GOLDENS / "mixtral").items()
+             if isinstance(value, int)
              and not isinstance(value, bool)]
     run = config.load([*words, *shape, "--experts.bias_rate=0", "--experts.bias_rule=sign", "--experts.bias_warmup=0"])
-    assert run.model.num_experts == folder.settings_of(GOLDENS / "mixtral")["num_experts"] and run.model.embedding_std == 1
+    assert run.model.num_experts == folder.settings_of(GOLDENS
+                                                       / "mixtral")["num_experts"] and run.model.embedding_std == 1
     with pytest.raises(config.ConfigError) as told:
         config.load([*words, *shape, "--model.num_experts=3"])
     for part in ("model.num_experts=3 contradicts", "experts.bias_rate=0.02 moves biases of the routers"):
@@ -217,7 +240,8 @@ def test_a_folder_of_experts_is_contradicted_only_by_keys_that_it_knows():
 
 def test_a_run_is_the_same_in_a_directory_that_has_a_config_json(tmp_path):
     run = config.load([])
-    (tmp_path / "config.json").write_bytes((GOLDENS / "mixtral" / "config.json").read_bytes())      # the current directory
+    # the current directory
+    (tmp_path / "config.json").write_bytes((GOLDENS / "mixtral" / "config.json").read_bytes())
     assert folder.is_one(".") and config.load([]) == run == config.load(["--checkpoint.init_from="])
 
 

@@ -1,4 +1,5 @@
-"""Folders that are not what they say: each is refused with one message, exit 2, and nothing of it is executed or trusted."""
+"""Folders that are not what they say: each is refused with one message, exit 2, and nothing of it is executed or
+trusted."""
 import json
 import os
 import re
@@ -26,7 +27,8 @@ def raw(header: bytes, data: bytes = b"", length: int | None = None) -> bytes:
 
 
 def entries(**given) -> bytes:
-    return json.dumps({name: {"dtype": dtype, "shape": shape, "data_offsets": span} for name, (dtype, shape, span) in given.items()}).encode()
+    return json.dumps({name: {"dtype": dtype, "shape": shape, "data_offsets": span}
+                       for name, (dtype, shape, span) in given.items()}).encode()
 
 
 GOOD = (WHOLE / "model.safetensors").read_bytes()
@@ -47,7 +49,8 @@ FILES = {
     "a shape that lies": (raw(entries(a=("F32", [1000, 1000], [0, 8])), b"\0" * 8), "'a' is broken"),
     "negative sizes": (raw(entries(a=("F32", [-2], [0, -8])), b"\0" * 8), "'a' is broken"),
     "sizes beyond 64 bits": (raw(entries(a=("F32", [1 << 40, 1 << 40], [0, 8])), b"\0" * 8), "'a' is broken"),
-    "a number of 5000 digits": (raw(b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,8]}}', b"\0" * 8), "is broken"),
+    "a number of 5000 digits": (raw(b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,8]}}',
+                                    b"\0" * 8), "is broken"),
     "ten thousand dims": (raw(entries(a=("F32", [2**62] * 10_000, [0, 8])), b"\0" * 8), "'a' is broken"),
     "true for a size": (raw(b'{"a":{"dtype":"F32","shape":[true],"data_offsets":[0,4]}}', b"\0" * 4), "'a' is broken"),
     "an unknown dtype": (raw(entries(a=("F4", [2], [0, 8])), b"\0" * 8), "'a' is broken"),
@@ -61,7 +64,8 @@ INDEXES = {
     "a file of the system": ({name: "/etc/passwd" for name in NAMES}, "is not opened"),
     "a pickle": ({name: "pytorch_model.bin" for name in NAMES}, "is not opened"),
     "a file that is not there": ({name: "b.safetensors" for name in NAMES}, "no such file"),
-    "a tensor that is elsewhere": ({name: "a.safetensors" for name in NAMES} | {"x.weight": "a.safetensors"}, "x.weight is not in"),
+    "a tensor that is elsewhere": ({name: "a.safetensors" for name in NAMES} | {"x.weight": "a.safetensors"},
+                                   "x.weight is not in"),
     "no map": (["a"], "no weight_map"),
     "a map to numbers": ({name: 7 for name in NAMES}, "no weight_map"),
 }
@@ -82,8 +86,10 @@ CONFIGS = {
     "biases that are not there": ({"attention_bias": True}, "self_attn.o_proj.bias is absent"),
     "another activation": ({"hidden_act": "gelu"}, "hidden_act"),
     "a rope of another kind": ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),
-    "a rope with a factor too many": ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mscale": 2}}, "mscale"),
-    "a yarn of another sharpness": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64,
+    "a rope with a factor too many": ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mscale": 2}},
+                                      "mscale"),
+    "a yarn of another sharpness": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0,
+                                                         "original_max_position_embeddings": 64,
                                                          "attention_factor": 2.0}}, "attention_factor=2.0 of the rope"),
     "a rope without its factor": ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "factor=null"),
     "infinity": ({"rms_norm_eps": float("inf")}, "rms_norm_eps"),
@@ -91,34 +97,53 @@ CONFIGS = {
 
 
 # As the hub has them, but for the keys that KEYS of Llama would repeat: what their writers and trainers left in them.
-LEFT = {"_name_or_path": "x", "architectures": ["X"], "torch_dtype": "bfloat16", "transformers_version": "4.40.1", "use_cache": True,
-        "bos_token_id": 1, "eos_token_id": [2, 3], "initializer_range": 0.02, "max_position_embeddings": 4096, "attention_dropout": 0.0}
-SIZES = {"vocab_size": 32064, "hidden_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-         "intermediate_size": 8192, "rope_theta": 10000, "hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+LEFT = {"_name_or_path": "x", "architectures": ["X"], "torch_dtype": "bfloat16", "transformers_version": "4.40.1",
+        "use_cache": True,
+        "bos_token_id": 1, "eos_token_id": [2, 3], "initializer_range": 0.02, "max_position_embeddings": 4096,
+        "attention_dropout": 0.0}
+SIZES = {"vocab_size": 32064, "hidden_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 32,
+         "num_key_value_heads": 8,
+         "intermediate_size": 8192, "rope_theta": 10000, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+         "tie_word_embeddings": False}
 PUBLISHED = {
-    "Llama 2": ({"model_type": "llama", "pretraining_tp": 2, "rope_scaling": None, "rms_norm_eps": 1e-06}, {"norm_eps": 1e-6, "head_dim": 96}),
-    "SmolLM 2": ({"model_type": "llama", "is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}}, {}),
-    "Qwen 2.5": ({"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28, "use_mrope": False,
+    "Llama 2": ({"model_type": "llama", "pretraining_tp": 2, "rope_scaling": None, "rms_norm_eps": 1e-06},
+                {"norm_eps": 1e-6, "head_dim": 96}),
+    "SmolLM 2": ({"model_type": "llama", "is_llama_config": True, "rope_interleaved": False,
+                  "transformers.js_config": {}}, {}),
+    "Qwen 2.5": ({"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 131072,
+                  "max_window_layers": 28, "use_mrope": False,
                   "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
                  {"rope_scaling": RopeScaling(rope_type="yarn", factor=4.0,
-                                                             original_max_position_embeddings=32768), "window": 0, "attention_bias": "qkv"}),
+                                                             original_max_position_embeddings=32768),
+                                                             "window": 0, "attention_bias": "qkv"}),
     "Mistral 7B v0.1": ({"model_type": "mistral", "sliding_window": 4096}, {"window": 4096}),
     "Mistral 7B, said by its class": ({"model_type": "mistral", "num_key_value_heads": 8}, {"window": 4096}),
     "Mistral 7B v0.3": ({"model_type": "mistral", "sliding_window": None}, {"window": 0}),
-    "Phi-3 mini": ({"model_type": "phi3", "attention_bias": False, "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
-                    "embd_pdrop": 0.0, "original_max_position_embeddings": 4096, "sliding_window": 2047, "rope_scaling": None},
+    "Phi-3 mini": ({"model_type": "phi3", "attention_bias": False,
+                    "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+                    "embd_pdrop": 0.0, "original_max_position_embeddings": 4096, "sliding_window": 2047,
+                    "rope_scaling": None},
                    {"window": 2047}),
-    "Gemma 7B": ({"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None, "head_dim": 256, "rope_scaling": None},
+    "Gemma 7B": ({"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None,
+                  "head_dim": 256, "rope_scaling": None},
                  {"head_dim": 256, "activation": "geglu", "norm_offset": 1.0}),
-    "OLMo 3": ({"model_type": "olmo3", "sliding_window": 4096, "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
-                "num_hidden_layers": 4, "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32, "beta_slow": 1,
-                                                         "original_max_position_embeddings": 8192, "attention_factor": None}},
+    "OLMo 3": ({"model_type": "olmo3", "sliding_window": 4096,
+                "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+                "num_hidden_layers": 4, "rope_scaling": {"rope_type": "yarn", "factor": 8.0,
+                                                         "beta_fast": 32, "beta_slow": 1,
+                                                         "original_max_position_embeddings": 8192,
+                                                         "attention_factor": None}},
                {"window": 4096, "global_every": 4, "local_rope_theta": 10000.0}),
-    "Gemma 3 1B": ({"model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "head_dim": 256,
-                    "sliding_window": 512, "sliding_window_pattern": 6, "rope_local_base_freq": 10000, "rope_theta": 1000000,
-                    "attn_logit_softcapping": None, "cache_implementation": "hybrid", "hidden_act": None, "num_hidden_layers": 26, "rope_scaling": None},
-                   {"window": 512, "global_every": 6, "local_rope_theta": 10000.0, "rope_theta": 1e6, "attention_scale_dim": 256}),
-    "OLMo 2": ({"model_type": "olmo2", "attention_bias": False, "rope_scaling": None}, {"norm_placement": "after", "qk_norm": "all_heads"}),
+    "Gemma 3 1B": ({"model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh",
+                    "query_pre_attn_scalar": 256, "head_dim": 256,
+                    "sliding_window": 512, "sliding_window_pattern": 6, "rope_local_base_freq": 10000,
+                    "rope_theta": 1000000,
+                    "attn_logit_softcapping": None, "cache_implementation": "hybrid",
+                    "hidden_act": None, "num_hidden_layers": 26, "rope_scaling": None},
+                   {"window": 512, "global_every": 6, "local_rope_theta": 10000.0, "rope_theta": 1e6,
+                    "attention_scale_dim": 256}),
+    "OLMo 2": ({"model_type": "olmo2", "attention_bias": False, "rope_scaling": None},
+               {"norm_placement": "after", "qk_norm": "all_heads"}),
 }
 
 
@@ -171,7 +196,8 @@ def test_more_experts_than_tensors_are_refused_before_their_names_are_made(tmp_p
 
 def test_a_run_without_the_folder_to_write_is_told_to_name_one(tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    refused(call(convert.main, tmp_path / "run"), "is a run's directory; name the model folder that its weights are to be written to, too")
+    refused(call(convert.main, tmp_path / "run"),
+            "is a run's directory; name the model folder that its weights are to be written to, too")
 
 
 @pytest.mark.parametrize("text", ["[]", "{nope", "\0", '{"model_type": "llama", "model_type": "gpt2"}'])
@@ -214,7 +240,8 @@ def test_every_fault_of_a_folder_stands_in_one_message(bad):
     shapes["model.layers.0.self_attn.rotary_emb.inv_freq"] = (4,)       # a buffer, which older files have
     shapes["model.layers.1.adapter.weight"] = (2, 2)
     text, _ = safetensors.header(shapes, "F32")
-    text = text.replace(b'"model.layers.0.mlp.up_proj.weight":{"dtype":"F32"', b'"model.layers.0.mlp.up_proj.weight":{"dtype":"I32"')
+    text = text.replace(b'"model.layers.0.mlp.up_proj.weight":{"dtype":"F32"',
+                        b'"model.layers.0.mlp.up_proj.weight":{"dtype":"I32"')
     numbers = sum(int(np.prod(shape)) for shape in shapes.values())
     (bad / "model.safetensors").write_bytes(text + bytes(4 * numbers))
     ran = call(convert.main, bad)
@@ -230,9 +257,12 @@ def test_every_fault_of_a_folder_stands_in_one_message(bad):
 @examples(max_examples=150)
 @given(strategies.one_of(
     strategies.binary(max_size=64),
-    strategies.recursive(strategies.none() | strategies.booleans() | strategies.integers(-2**70, 2**70) | strategies.text(max_size=4),
+    strategies.recursive(strategies.none() | strategies.booleans() | strategies.integers(-2**70,
+                                                                                         2**70) | strategies.text(
+                                                                                             max_size=4),
                          lambda x: strategies.lists(x, max_size=3) | strategies.dictionaries(
-                             strategies.sampled_from(["a", "dtype", "shape", "data_offsets", "__metadata__", "F32"]), x, max_size=4),
+                             strategies.sampled_from(["a", "dtype", "shape", "data_offsets", "__metadata__", "F32"]),
+                             x, max_size=4),
                          max_leaves=12).map(lambda x: raw(json.dumps(x).encode(), b"\0" * 8))))
 def test_any_bytes_are_a_sound_file_or_a_value_error(content):
     with tempfile.TemporaryDirectory() as place:

@@ -21,7 +21,8 @@ def packed_whole(lengths, shape, **more):
     """As many documents as make a batch, whose tokens are all different."""
     seq_len, global_batch, seed = shape
     lengths = (lengths * (global_batch * seq_len + 1))[:max(len(lengths), global_batch * seq_len)]
-    return lengths, numbered(lengths, seq_len=seq_len, global_batch=global_batch, seed=seed, packing="whole", eos=EOS, **more)
+    return lengths, numbered(lengths, seq_len=seq_len, global_batch=global_batch, seed=seed,
+                             packing="whole", eos=EOS, **more)
 
 
 def rows_of(packed, count, first=0):
@@ -58,7 +59,8 @@ def test_targets_are_those_of_each_document_by_itself(lengths, shape):
     lengths, packed = packed_whole(lengths, shape)
     ends = set((FIRST_ID + np.cumsum(lengths) - 1).tolist())
     rows = rows_of(packed, min(60, packed.train[0].num_sequences))
-    for tokens, targets, segments, positions in zip(*(rows[key] for key in ("tokens", "targets", "segments", "positions"))):
+    for tokens, targets, segments, positions in zip(
+            *(rows[key] for key in ("tokens", "targets", "segments", "positions"))):
         assert (targets[segments == 0] == NO_TARGET).all()
         for k in range(1, segments.max() + 1):
             here = segments == k
@@ -71,7 +73,8 @@ def test_targets_are_those_of_each_document_by_itself(lengths, shape):
 
 @settings(deadline=None, max_examples=30)
 @given(sizes, shapes, st.integers(0, 300), st.randoms())
-def test_a_batch_is_the_same_for_a_process_that_saw_none_before_and_however_its_rows_are_split(lengths, shape, n, random):
+def test_a_batch_is_the_same_for_a_process_that_saw_none_before_and_however_its_rows_are_split(
+        lengths, shape, n, random):
     _, packed = packed_whole(lengths, shape)
     packed.batch(0)
     batch = packed.batch(n)
@@ -113,7 +116,8 @@ def test_mixtures_hold_their_shares_in_sequences_and_keep_every_document_whole()
     def source(sizes, first):
         return dataclasses.replace(numbered(sizes).train[0].part.source, first_id=first)
     rng = np.random.default_rng(1)
-    packed = pack([source(rng.integers(1, 20, 300), 1000), source(rng.integers(1, 9, 500), 100000)], [3, 1], bos=BOS, seed=0,
+    packed = pack([source(rng.integers(1, 20, 300), 1000), source(rng.integers(1, 9, 500), 100000)],
+                  [3, 1], bos=BOS, seed=0,
                   seq_len=24, global_batch=8, packing="whole")
     for n in range(12):
         tokens = packed.batch(n)["tokens"]
@@ -128,7 +132,8 @@ def test_a_run_goes_on_with_another_batch_and_mixture_and_not_with_another_lengt
     position = json.loads(json.dumps(make().position(10)))
     assert_same(make(position=position).batch(11), before.batch(11))
     twice = make(global_batch=8, position=position)
-    assert_same(twice.batch(10), {key: array if key != "sequence" else np.arange(80, 88) for key, array in rows_of(before, 8, 40).items()})
+    assert_same(twice.batch(10), {key: array if key != "sequence" else np.arange(80, 88)
+                                  for key, array in rows_of(before, 8, 40).items()})
     for more, part in (({"seq_len": 64}, "data.seq_len=64, and the checkpoint was trained with 32"),
                        ({"packing": "stream"}, 'data.packing="stream", and the checkpoint was trained with "whole"')):
         with pytest.raises(ValueError, match=part):
@@ -143,14 +148,20 @@ def test_validation_gives_every_held_out_document_once_and_whole():
     held, = packed.validation
     ids = np.concatenate([validation(held, "tokens"), rows_of(packed, packed.train[0].num_sequences)["tokens"].ravel()])
     assert (np.bincount(ids[ids >= FIRST_ID] - FIRST_ID) == 1).all() and (ids >= FIRST_ID).sum() == sum(lengths)
-    one, = numbered([9, 5, 30], seq_len=32, global_batch=1, packing="whole", validation_fraction=0.1, eos=EOS).validation
-    assert (validation(one, "targets") != NO_TARGET).sum() == 6 and one.num_batches == 1     # the shortest document, whole
+    one, = numbered([9, 5, 30], seq_len=32, global_batch=1, packing="whole", validation_fraction=0.1,
+                    eos=EOS).validation
+    # the shortest document, whole
+    assert (validation(one, "targets") != NO_TARGET).sum() == 6 and one.num_batches == 1
 
 
 def test_too_few_documents_for_a_batch_or_a_validation_are_told():
-    with pytest.raises(ValueError, match='makes 2 sequences of data.seq_len=16 of the data, .* data.global_batch=4 is 4: not one full batch'):
+    with pytest.raises(ValueError,
+                       match='makes 2 sequences of data.seq_len=16 of the data, .* data.global_batch=4 is 4: not one '
+                             'full batch'):
         numbered([9, 9], seq_len=16, global_batch=4, packing="whole")
-    with pytest.raises(ValueError, match="data.validation_fraction=0.5 holds out no document; use a larger fraction, more documents"):
+    with pytest.raises(ValueError,
+                       match="data.validation_fraction=0.5 holds out no document; use a larger fraction, more "
+                             "documents"):
         numbered([9], seq_len=16, global_batch=1, packing="whole", validation_fraction=0.5)
 
 

@@ -1,5 +1,5 @@
-"""A window in attention: the numbers of whole scores with a band, on one device and over several, and no block is visited, no chunk
-is sent that the band does not touch."""
+"""A window in attention: the numbers of whole scores with a band, on one device and over several, and no block is
+visited, no chunk is sent that the band does not touch."""
 import functools
 import math
 from functools import partial
@@ -43,9 +43,11 @@ def programs(method: str, sizes: tuple, T: int, block: int, mask: Mask, scores: 
 
     def both(*args):
         spec = P(None, "context")
-        inside = jax.shard_map(body, axis_names=set(manual), in_specs=(spec,) * 5, out_specs=(spec, (spec,) * 3)) if manual else body
+        inside = jax.shard_map(body, axis_names=set(manual), in_specs=(spec,) * 5,
+                               out_specs=(spec, (spec,) * 3)) if manual else body
         out = inside(*(x[:, order] for x in args))
-        return jax.tree.map(lambda x: x[:, np.argsort(order)], out), with_gradients(partial(engine.plain, mask=mask, scores=scores), *args)
+        return jax.tree.map(lambda x: x[:, np.argsort(order)], out), with_gradients(
+            partial(engine.plain, mask=mask, scores=scores), *args)
 
     run = jax.jit(both)
 
@@ -55,7 +57,8 @@ def programs(method: str, sizes: tuple, T: int, block: int, mask: Mask, scores: 
     return call
 
 
-def check(method: str, cp: int, T: int, window: int, *, block: int = 16, segments=None, seed: int = 0, scores=Scores(), heads=(4, 2), **more):
+def check(method: str, cp: int, T: int, window: int, *, block: int = 16, segments=None,
+          seed: int = 0, scores=Scores(), heads=(4, 2), **more):
     segments = documents(np.random.default_rng(seed), 2, T) if segments is None else segments
     q, k, v, do = drawn(seed, 2, T, *heads)
     sizes = (("context", cp),) if method else ()
@@ -74,7 +77,8 @@ def test_scores_of_another_scale_within_a_softcap_equal_plain_attention():
     check("", 1, 40, 12, scores=Scores(3, 0.7))
 
 
-# A window of one token, within a chunk, of a chunk and one more, odd ones over several chunks, and nearly the whole sequence.
+# A window of one token, within a chunk, of a chunk and one more, odd ones over several chunks, and nearly the whole
+# sequence.
 @pytest.mark.parametrize(("method", "cp", "window"), [
     ("ring", 2, 31), ("ring", 4, 9), ("gather", 4, 22), ("ulysses", 2, 12), *(
         slow(method, cp, window) for method in ("ring", "gather") for cp in (2, 4)
@@ -93,7 +97,8 @@ def windowed(draw):
     if method == "ulysses":
         G *= cp // math.gcd(K * G, cp)
     T = 2 * cp * chunk
-    return method, cp, T, draw(st.integers(1, T + 2)), draw(st.sampled_from([3, 512])), (K * G, K), draw(st.integers(0, 99))
+    return method, cp, T, draw(st.integers(1, T + 2)), draw(st.sampled_from([3, 512])), (K * G, K), draw(
+        st.integers(0, 99))
 
 
 @pytest.mark.slow
@@ -116,7 +121,8 @@ def test_rows_of_one_document_are_not_looked_at_for_others(documents):
     T = 24
     q, k, v, do = drawn(0, 2, T, 4, 2)
     segments = np.tile(np.arange(T, dtype=np.int32) // 5, (2, 1))
-    of = lambda segments, documents: programs("ring", (("context", 2),), T, 4, near(9)._replace(documents=documents), Scores())(
+    of = lambda segments, documents: programs(
+        "ring", (("context", 2),), T, 4, near(9)._replace(documents=documents), Scores())(
         q, k, v, segments, do)
     got, _ = of(segments, documents)
     _, expected = of(segments if documents else np.zeros_like(segments), True)
@@ -128,7 +134,8 @@ def test_rows_of_one_document_are_not_looked_at_for_others(documents):
 
 
 @settings(max_examples=60)
-@given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 20), st.integers(0, 70), st.integers(0, 90), st.booleans())
+@given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 20), st.integers(0, 70),
+       st.integers(0, 90), st.booleans())
 def test_exactly_the_blocks_that_the_mask_touches_are_visited(T, S, block, window, ahead, causal):
     queries, keys = blockwise._Blocks(T, block), blockwise._Blocks(S, block)
     mask = Mask(causal, window, ahead)
@@ -165,10 +172,13 @@ def audited(method: str, cp: int, T: int, window: int):
 
 @pytest.mark.parametrize(("window", "hops", "home"), [(40, 2, 2), slow(1, 0, 0), slow(33, 1, 1), slow(200, 7, 1)])
 def test_a_windowed_ring_sends_its_chunks_no_further_than_the_window(window, hops, home):
-    """Chunks of 32 at context 4. K and V of both chunks go on once a distance, their sums as often, and home the shorter way."""
+    """Chunks of 32 at context 4. K and V of both chunks go on once a distance, their sums as often, and home the
+    shorter way."""
     forward, both = audited("ring", 4, 256, window)
-    permutes = lambda program: sum(c.count for c in program.collectives if c.kind == "collective-permute" and c.dtype == "f32")
-    assert permutes(forward) in (4 * hops, 4 * hops - 2)        # where the last hop is for late chunks alone, K and V of early ones stay
+    permutes = lambda program: sum(c.count for c in program.collectives if c.kind == "collective-permute"
+                                   and c.dtype == "f32")
+    # where the last hop is for late chunks alone, K and V of early ones stay
+    assert permutes(forward) in (4 * hops, 4 * hops - 2)
     sums = 4 * (max(hops - 1, 0) + home)
     assert permutes(forward) + sums <= permutes(both) <= 8 * hops + sums        # XLA may share what both send alike
     assert not both.broken_permutes and not both.partial_permutes and not both.unknown_loops
@@ -176,8 +186,8 @@ def test_a_windowed_ring_sends_its_chunks_no_further_than_the_window(window, hop
 
 @pytest.mark.parametrize("method", ["ring", slow("gather")])
 def test_a_window_over_chunks_multiplies_little_more_than_it_sees(method):
-    """A window of 64 in 1,024 tokens, chunks of 128, blocks of 8 tokens: the pairs seen, the rims of blocks, and a distance of whose
-    chunks the first has nothing before it."""
+    """A window of 64 in 1,024 tokens, chunks of 128, blocks of 8 tokens: the pairs seen, the rims of blocks, and a
+    distance of whose chunks the first has nothing before it."""
     forward, both = audited(method, 4, 1024, 64)
     pairs = 1024 * 64 / 4
     assert 1 <= forward.flops["f32"] / (4 * pairs * 4 * 8) <= 1.35
@@ -208,27 +218,32 @@ def equals_one_device(case, model: dict):
 
 
 def test_places_name_every_stack_once():
-    for num_layers, expected in ((4, ["layers/0", "layers/1"] * 2), (3, ["layers/periods/0", "layers/periods/1", "layers/left"]),
+    for num_layers, expected in ((4, ["layers/0", "layers/1"] * 2),
+                                 (3, ["layers/periods/0", "layers/periods/1", "layers/left"]),
                                  (1, ["layers"])):
         model = transformer.build(config.Model(**EVERY, num_layers=num_layers))
         assert [name for name, _ in model.places()] == expected
         assert model.places()[-1][1] == (num_layers - 1) // 2 * (num_layers % 2 == 0)
-        paths = {name + path.removeprefix("layers") for name, _ in model.places() for path in model.names() if path.startswith("layers/")}
+        paths = {name + path.removeprefix("layers") for name, _ in model.places()
+                 for path in model.names() if path.startswith("layers/")}
         assert paths == {info.name for info in model.parameters() if info.name.startswith("layers/")}
     with pytest.raises(config.ConfigError, match="model.global_every=2 has no model.window"):
         config.load(["--model.global_every=2"])
 
 
-@pytest.mark.parametrize(("num_layers", "stages", "chunks", "padded"), [(4, 2, 1, 4), (5, 2, 1, 8), (3, 2, 2, 8), (1, 2, 1, 2), (9, 4, 1, 16)])
+@pytest.mark.parametrize(("num_layers", "stages", "chunks", "padded"),
+                         [(4, 2, 1, 4), (5, 2, 1, 8), (3, 2, 2, 8), (1, 2, 1, 2), (9, 4, 1, 16)])
 def test_stages_hold_whole_periods(num_layers, stages, chunks, padded):
     model = dict(window=4, global_every=2, num_layers=num_layers)
     assert parallel_stages.padded(config.Model(**model), stages * chunks) == padded
 
 
 PERIODS = [("1f1b", 1, dict(stage=2, fsdp=2, tensor=2), 4), *(pytest.param(*cell, marks=sampling.GRID) for cell in (
-    ("gpipe", 1, dict(stage=2, data=2), 4), ("zero_bubble", 1, dict(stage=2, tensor=2), 5), ("interleaved", 2, dict(stage=2, fsdp=2), 8),
+    ("gpipe", 1, dict(stage=2, data=2), 4), ("zero_bubble", 1, dict(stage=2, tensor=2), 5),
+    ("interleaved", 2, dict(stage=2, fsdp=2), 8),
     ("interleaved", 2, dict(stage=2), 5), ("interleaved_zero_bubble", 2, dict(stage=2, fsdp=2), 7),
-    ("auto", 1, dict(stage=4, data=2), 5), ("1f1b", 1, dict(stage=2), 1), ("1f1b", 1, dict(stage=2, context=2, tensor=2), 6)))]
+    ("auto", 1, dict(stage=4, data=2), 5), ("1f1b", 1, dict(stage=2), 1),
+    ("1f1b", 1, dict(stage=2, context=2, tensor=2), 6)))]
 
 
 @pytest.mark.parametrize(("schedule", "chunks", "mesh", "num_layers"), PERIODS)

@@ -1,4 +1,5 @@
-"""What windows cost by formulas: the pairs of queries and keys that kernels visit, a model's FLOPs, the price of a step."""
+"""What windows cost by formulas: the pairs of queries and keys that kernels visit, a model's FLOPs, the price of a
+step."""
 import random
 
 import numpy as np
@@ -16,13 +17,19 @@ from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import Layout
 
 
-# A window of a quarter: 7/16 of the causal half. Of a chunk whose queries begin 4,096 tokens after its keys a corner is within one of 1,024.
+# A window of a quarter: 7/16 of the causal half. Of a chunk whose queries begin 4,096 tokens after its keys a corner is
+# within one of 1,024.
 @pytest.mark.parametrize("target, extra, products, pairs", [
-    ("__cudnn$fmhaSoftmax", 'backend_config={"cudnn_fmha_backend_config":{"mask_type":"CAUSAL", "sliding_window_length": 1024}}', 2, 7 / 32),
-    ("__cudnn$fmhaSoftmax", 'backend_config={"cudnn_fmha_backend_config":{"mask_type":"CAUSAL", "sliding_window_length": 0}}', 2, 1 / 2),
-    ("__gpu$xla.gpu.triton", 'metadata={op_name="attention/meshtrain_attention_dq_causal_window1024/pallas_call"}', 3, 7 / 32),
-    ("__gpu$xla.gpu.triton", 'metadata={op_name="attention/meshtrain_attention_dq_window5120_ahead4096/pallas_call"}', 3, 1 / 2 + 7 / 32),
-    ("__gpu$xla.gpu.triton", 'metadata={op_name="attention/meshtrain_attention_dkv_window1024_ahead4096/pallas_call"}', 4, 1 / 32)])
+    ("__cudnn$fmhaSoftmax",
+     'backend_config={"cudnn_fmha_backend_config":{"mask_type":"CAUSAL", "sliding_window_length": 1024}}', 2, 7 / 32),
+    ("__cudnn$fmhaSoftmax",
+     'backend_config={"cudnn_fmha_backend_config":{"mask_type":"CAUSAL", "sliding_window_length": 0}}', 2, 1 / 2),
+    ("__gpu$xla.gpu.triton",
+     'metadata={op_name="attention/meshtrain_attention_dq_causal_window1024/pallas_call"}', 3, 7 / 32),
+    ("__gpu$xla.gpu.triton", 'metadata={op_name="attention/meshtrain_attention_dq_window5120_ahead4096/pallas_call"}',
+     3, 1 / 2 + 7 / 32),
+    ("__gpu$xla.gpu.triton", 'metadata={op_name="attention/meshtrain_attention_dkv_window1024_ahead4096/pallas_call"}',
+     4, 1 / 32)])
 def test_a_windowed_kernel_counts_what_it_computes(target, extra, products, pairs):
     line = test_roofline.lined(test_roofline.attention(target, extra), packed=False)
     kernel = next(kernel for kernel in line.kernels if kernel.part == "attention")
@@ -30,7 +37,8 @@ def test_a_windowed_kernel_counts_what_it_computes(target, extra, products, pair
 
 
 def test_pairs_within_a_window_are_those_that_can_be_counted():
-    for queries, keys, ahead, window in ((256, 256, 0, 100), (256, 256, 256, 300), (300, 200, 512, 450), (64, 64, 300, 200), (128, 512, 700, 5000)):
+    for queries, keys, ahead, window in ((256, 256, 0, 100), (256, 256, 256, 300), (300, 200, 512, 450),
+                                         (64, 64, 300, 200), (128, 512, 700, 5000)):
         apart = ahead + np.arange(queries)[:, None] - np.arange(keys)
         counted = ((apart >= 0) & (apart < window)).sum()
         assert rates.banded_pairs(queries, keys, ahead, window) == pytest.approx(counted, rel=.03, abs=1)
@@ -50,7 +58,8 @@ def test_the_visited_share_of_a_window_is_that_of_drawn_documents(mean, window):
         for first in range(0, length, block):
             own = max(0, max(start for start in starts if start <= first), first - window + 1)
             visited += block * (first + block - own // block * block)
-    assert rates.visited_share(length, mean, 1.5, window=window) == pytest.approx(visited / num_rows / (length**2 / 2), rel=0.06)
+    assert rates.visited_share(length, mean, 1.5, window=window) == pytest.approx(
+        visited / num_rows / (length**2 / 2), rel=0.06)
 
 
 GEMMA = dict(vocab_size=32000, embed_dim=1024, num_layers=8, num_heads=8, num_kv_heads=4, head_dim=128, mlp_dim=4096)
@@ -59,37 +68,43 @@ GEMMA = dict(vocab_size=32000, embed_dim=1024, num_layers=8, num_heads=8, num_kv
 def test_a_models_flops_are_those_of_the_pairs_that_its_layers_see():
     """A token of a row of 8,192 sees 4,096 before it in the mean; within a window of 2,048 it sees 1,792."""
     S = 8192
-    of = lambda **more: flops.model_flops_per_token(transformer.build(cfg := config.Model(**GEMMA, **more)).parameters(), cfg, S)
+    of = lambda **more: flops.model_flops_per_token(
+        transformer.build(cfg := config.Model(**GEMMA, **more)).parameters(), cfg, S)
     seen = sum(min(t + 1, 2048) for t in range(S)) / S
     pair = 12 * 8 * 128                                  # forward and backward of a layer
     assert of() - of(window=2048) == pytest.approx(8 * pair * (S / 2 - seen), rel=1e-3)
     assert of() - of(window=2048, global_every=4) == pytest.approx(6 * pair * (S / 2 - seen), rel=1e-3)
-    assert of() - of(window=2048, global_every=3) == pytest.approx(6 * pair * (S / 2 - seen), rel=1e-3)      # of 8 layers the third and sixth
+    # of 8 layers the third and sixth
+    assert of() - of(window=2048, global_every=3) == pytest.approx(6 * pair * (S / 2 - seen), rel=1e-3)
     assert of(window=S) == of() == of(window=S - 1, global_every=1)
 
 
 def test_a_layer_of_a_period_has_the_products_of_one_layer():
     """And of whole rows the price has the pairs of windows, of packed ones what their documents leave of them."""
     layout, mesh = Layout(rules.parse(""), dict.fromkeys(AXES, 1)), MeshSpec({})
-    placed = {every: place(transformer.build(cfg := config.Model(**GEMMA, window=1024, global_every=every)).parameters(), cfg, layout, mesh)
+    placed = {every: place(transformer.build(cfg := config.Model(**GEMMA, window=1024,
+                                                                 global_every=every)).parameters(), cfg, layout, mesh)
               for every in (0, 3)}
     assert placed[3].products == placed[0].products and placed[3].largest == placed[0].largest
     assert placed[3].layer_used == pytest.approx(placed[0].layer_used) and placed[3].stored == placed[0].stored
-    run = config.Run(model=dict(**GEMMA, window=1024, global_every=4), data=dict(seq_len=8192, global_batch=1, document_mask=False))
+    run = config.Run(model=dict(**GEMMA, window=1024, global_every=4),
+                     data=dict(seq_len=8192, global_batch=1, document_mask=False))
     assumed = Assumptions("h100")
     attended = lambda run: rates.attended(run, layout, assumed)
     assert attended(run) == rates.Attended(pytest.approx(1 / 4 + 3 / 4 * (2 - 1 / 8) / 8), "cudnn", documents=False)
     packed = run.model_copy(update={"data": run.data.model_copy(update={"document_mask": True})})
     whole = rates.visited_share(8192, 2000, 1.5)
     near = rates.visited_share(8192, 2000, 1.5, window=1024)
-    assert attended(packed) == rates.Attended(pytest.approx(whole / 4 + near * 3 / 4), "pallas", documents=True) and near < whole / 2
+    assert attended(packed) == rates.Attended(pytest.approx(whole / 4 + near * 3 / 4),
+                                              "pallas", documents=True) and near < whole / 2
     capped = run.model_copy(update={"model": run.model.model_copy(update={"score_softcap": 50.0})})
     assert attended(capped).engine == "pallas"
 
 
 def test_stages_are_priced_by_whole_periods():
     run = config.Run(model=dict(**GEMMA | dict(num_layers=10), window=64, global_every=4), mesh=dict(stage=2),
-                     sharding=dict(rules="sharding_rules/ddp.toml"), data=dict(seq_len=256, global_batch=4), training=dict(microbatches=4))
+                     sharding=dict(rules="sharding_rules/ddp.toml"), data=dict(seq_len=256, global_batch=4),
+                     training=dict(microbatches=4))
     spec = MeshSpec(dict(stage=2))
     made = assembly.design(run, spec, "cpu", None)
     placed = place(made.model.parameters(), run.model, made.layout, spec)

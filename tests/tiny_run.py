@@ -1,9 +1,11 @@
-"""The run file of tests that start real processes: a model whose steps take hundredths of a second, on bytes of a text."""
+"""The run file of tests that start real processes: a model whose steps take hundredths of a second, on bytes of a
+text."""
 import json
 
 TINY = {
     "run.sample_tokens": 0, "mesh.data": 2, "mesh.simulated_devices": 2, "model.vocab_size": 257, "model.embed_dim": 32,
-    "model.num_layers": 1, "model.num_heads": 2, "model.mlp_dim": 64, "model.compute_dtype": "float32", "data.source": "text",
+    "model.num_layers": 1, "model.num_heads": 2, "model.mlp_dim": 64, "model.compute_dtype": "float32",
+    "data.source": "text",
     "data.seq_len": 32, "data.global_batch": 8, "training.steps": 1_000_000, "optimizer.schedule": "constant"}
 
 

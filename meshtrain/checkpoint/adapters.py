@@ -30,15 +30,16 @@ def described(found: Mapping) -> str:
     """A section [lora] in the words of a message."""
     if not found.get("rank"):
         return "the whole model"
-    return f"adapters of lora.rank={found['rank']}, alpha={found['alpha']} at {', '.join(found['targets']) or 'all projections'}"
+    return (f"adapters of lora.rank={found['rank']}, alpha={found['alpha']} at "
+            f"{', '.join(found['targets']) or 'all projections'}")
 
 
 def restore(saved: Saved, wanted: dict, dtype=None) -> dict:
     """The parameters of a checkpoint that are wanted, ready to use by a model without adapters:
     those that the run trained are merged.
 
-    wanted: nested dicts of jax.ShapeDtypeStruct with NamedShardings, all parameters or some. dtype: of what is merged; None: as
-    it is stored. Raises: as `Checkpoints.restore`.
+    wanted: nested dicts of jax.ShapeDtypeStruct with NamedShardings, all parameters or some. dtype: of what is merged;
+    None: as it is stored. Raises: as `Checkpoints.restore`.
     """
     kernels, found = leaves_of(wanted), section(saved)
     if found:
@@ -46,7 +47,8 @@ def restore(saved: Saved, wanted: dict, dtype=None) -> dict:
         for path in [path for path in kernels if _beside(path, "a") in stored]:
             kernels |= {_beside(path, one): _placed(stored[_beside(path, one)], kernels[path], one) for one in "ab"}
     taken = saved.restore({"params": nested(kernels)}, part=True)
-    return nested(_merged(leaves_of(taken["params"]), found["alpha"] / found["rank"], dtype)) if found else taken["params"]
+    return nested(_merged(leaves_of(taken["params"]), found["alpha"] / found["rank"], dtype)) if found else taken[
+        "params"]
 
 
 def tell_left_out(saved: Saved, params: dict) -> None:
@@ -57,7 +59,8 @@ def tell_left_out(saved: Saved, params: dict) -> None:
 
 
 def leaf(transformer: Transformer, leaves: Mapping[str, jax.Array]) -> Callable[[str], jax.Array]:
-    """Path -> that parameter, merged in float32 where it has an adapter. leaves: path -> parameter; each is asked for once."""
+    """Path -> that parameter, merged in float32 where it has an adapter. leaves: path -> parameter; each is asked for
+    once."""
     scale = transformer.lora and transformer.lora.alpha / transformer.lora.rank
 
     def of(path: str) -> jax.Array:
@@ -73,7 +76,8 @@ def _beside(path: str, name: str) -> str:
 def _placed(stored, kernel, name: str) -> jax.ShapeDtypeStruct:
     """A or B with the rank whole, its other dims as the kernel's."""
     spec = (*kernel.sharding.spec, *[None] * len(kernel.shape))[:len(kernel.shape)]
-    into = len(kernel.shape) - len(stored.shape) + 2        # where B's dims behind the rank begin: L and the inputs go before
+    # where B's dims behind the rank begin: L and the inputs go before
+    into = len(kernel.shape) - len(stored.shape) + 2
     spec = (*spec[:len(stored.shape) - 1], None) if name == "a" else (spec[0], None, *spec[into:])
     return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=NamedSharding(kernel.sharding.mesh, P(*spec)))
 
@@ -83,11 +87,13 @@ def _merged(leaves: Mapping[str, jax.Array], scale: float | None, dtype) -> dict
     out = {}
     for path, kernel in leaves.items():
         if _beside(path, "a") in leaves:
-            kernel = _merge(kernel.sharding, dtype or kernel.dtype)(kernel, *(leaves[_beside(path, one)] for one in "ab"), scale)
+            kernel = _merge(kernel.sharding, dtype or kernel.dtype)(
+                kernel, *(leaves[_beside(path, one)] for one in "ab"), scale)
         if f"/{LORA}/" not in path:
             out[path] = kernel
     return out
 
 
 def _merge(sharding, dtype):
-    return jax.jit(lambda kernel, a, b, scale: lora.merged(kernel, {"a": a, "b": b}, scale).astype(dtype), out_shardings=sharding)
+    return jax.jit(lambda kernel, a, b, scale: lora.merged(kernel, {"a": a, "b": b}, scale).astype(dtype),
+                   out_shardings=sharding)

@@ -1,21 +1,24 @@
 """Checkpoints: asynchronous, whole or absent, checked before they are believed, and restorable on any other mesh.
 
-Orbax writes and reads the arrays, under their paths (`params/layers/wq`, `opt_state/0/mu/…`); everything else is one JSON
-object. A checkpoint holds no class, no function and no mesh: loading it runs no code, and each array is read back into
-whatever sharding is asked for. The arrays are copied to the host before `save` returns, so the next step may donate them.
+Orbax writes and reads the arrays, under their paths (`params/layers/wq`, `opt_state/0/mu/…`); everything else is one
+JSON object. A checkpoint holds no class, no function and no mesh: loading it runs no code, and each array is read back
+into whatever sharding is asked for. The arrays are copied to the host before `save` returns, so the next step may
+donate them.
 
-    <step>/           whole: params/ and state/ (orbax; what lies below the key params, and all else), metadata.json, and
-                      checksums.json: size and xxh3-128 of every other file
+    <step>/           whole: params/ and state/ (orbax; what lies below the key params, and all else), metadata.json,
+                      and checksums.json: size and xxh3-128 of every other file
     .<step>.saving/   being written, see `commit`; renamed to <step> when all of it, checksums included, is on disk
     .<step>.deleting-<hex>/  to be removed: renamed first, so that half a checkpoint never stands under its number
     <step>.damaged/   its checksums did not hold; set aside for a person to look at
     <step>.aside/     whole, and later than the step that a run was told to go on from
 
 We commit ourselves, not by orbax's CheckpointManager: it has no checksums, and where one process fails to write, the
-others wait at its barrier until it times out. Several processes share the directory; process 0 alone renames and deletes.
+others wait at its barrier until it times out. Several processes share the directory; process 0 alone renames and
+deletes.
 
-Weights are read by many (generate, evaluate, convert, runs that begin from them), the optimizer's states by the run alone: what
-reads only weights reads and checks only params/. Beyond that it does not know what the state means: any pytree of jax arrays will do.
+Weights are read by many (generate, evaluate, convert, runs that begin from them), the optimizer's states by the run
+alone: what reads only weights reads and checks only params/. Beyond that it does not know what the state means: any
+pytree of jax arrays will do.
 """
 from __future__ import annotations
 
@@ -48,8 +51,8 @@ from meshtrain.cluster import agree
 from meshtrain.config import ConfigError, older
 from meshtrain.run import say, trees
 
-# Of the layout described above; a reader that meets a higher number refuses. 1 had no checksums, 2 was of runs that read
-# their data in another order, 3 had all arrays in state/.
+# Of the layout described above; a reader that meets a higher number refuses. 1 had no checksums, 2 was of runs that
+# read their data in another order, 3 had all arrays in state/.
 FORMAT = 4
 PEERS_TIMEOUT_S = 3600  # a process that has not written its part by then holds up nobody else
 MAX_FAILED_SAVES = 3  # in a row: what is trained after them would be lost too
@@ -60,7 +63,8 @@ class CheckpointError(files.FileSystemError):
 
 
 class Store(Protocol):
-    """Where a run keeps its state: `Checkpoints` for all hosts, `local.LocalTier` on each. Every process calls it alike."""
+    """Where a run keeps its state: `Checkpoints` for all hosts, `local.LocalTier` on each. Every process calls it
+    alike."""
 
     def due(self, step: int) -> bool: ...
 
@@ -68,7 +72,8 @@ class Store(Protocol):
         """Start saving `state` (a pytree of jax arrays) and `metadata` (JSON); return the seconds that it blocked."""
 
     def restore(self, step: int, wanted: Any, *, part: bool = False) -> Any:
-        """The arrays of `step` on the shardings of `wanted`, a pytree of jax.ShapeDtypeStruct. part: of those that are kept."""
+        """The arrays of `step` on the shardings of `wanted`, a pytree of jax.ShapeDtypeStruct. part: of those that are
+        kept."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,23 +104,25 @@ class Checkpoints:
     every: steps between regular checkpoints, which `due` tells; 0: none are regular.
     keep: how many of the latest whole ones stay on disk; 0: all. The last is deleted only when a newer one is whole.
     read_only: for another run's directory: creates, cleans up, sets aside and saves nothing.
-    tell: gets one line about each save that failed, as soon as it has (in a background thread), and each damaged checkpoint;
-    None: stderr.
-    still_ours: raises FileSystemError where another start has claimed the directory. It is asked before anything is written, renamed
-    or removed.
+    tell: gets one line about each save that failed, as soon as it has (in a background thread), and each damaged
+    checkpoint; None: stderr.
+    still_ours: raises FileSystemError where another start has claimed the directory. It is asked before anything is
+    written, renamed or removed.
 
     Raises: ConfigError if the directory cannot be made, FileSystemError if the file system refuses.
     """
 
     def __init__(self, directory: str | pathlib.Path, *, every: int = 0, keep: int = 0, read_only: bool = False,
                  tell: Callable[[str], None] | None = None, still_ours: Callable[[], None] = lambda: None):
-        for name in ("absl", "asyncio"):  # orbax logs 60 lines per save, a traceback for each array that a full disk refuses
+        # orbax logs 60 lines per save, a traceback for each array that a full disk refuses
+        for name in ("absl", "asyncio"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         if not isinstance(sys.unraisablehook, _Unraisable):
             sys.unraisablehook = _Unraisable(sys.unraisablehook)
         self.directory = pathlib.Path(directory).absolute()  # orbax refuses relative paths
         self.every, self.keep, self.read_only, self.tell = every, keep, read_only, tell or say.err
-        self.owes: Callable[[int], bool] = lambda step: False   # whether something is yet to be made from a step, see `_retire`
+        # whether something is yet to be made from a step, see `_retire`
+        self.owes: Callable[[int], bool] = lambda step: False
         self.still_ours, self._lost = still_ours, False
         # Compressed, weights would be 8 % smaller, and saving them would take two to three times as long.
         self._arrays = ocp.PyTreeCheckpointHandler(use_compression=False)
@@ -126,12 +133,14 @@ class Checkpoints:
             agree.on_first(self._open)      # and no process goes on before the leftovers are gone
 
     def _open(self) -> None:
-        files.attempted(lambda: self.directory.mkdir(parents=True, exist_ok=True), f"{self.directory} cannot hold checkpoints",
+        files.attempted(lambda: self.directory.mkdir(parents=True, exist_ok=True),
+                        f"{self.directory} cannot hold checkpoints",
                         "give a directory that can be written", ConfigError)
         try:
             self._clean()
         except OSError as error:    # it cannot be renamed: the next save would write into it
-            raise files.judged(error, f"{self.directory} cannot hold checkpoints: what a save left there cannot be renamed",
+            raise files.judged(error,
+                               f"{self.directory} cannot hold checkpoints: what a save left there cannot be renamed",
                                "give a directory that can be written", ConfigError) from None
 
     def due(self, step: int) -> bool:
@@ -139,11 +148,12 @@ class Checkpoints:
         return self.every > 0 and step % self.every == 0
 
     def save(self, step: int, state: Any, metadata: dict) -> float:
-        """Starts saving `state` (a pytree of jax arrays) and `metadata` (JSON) as `step`; returns the seconds it blocked.
+        """Starts saving `state` (a pytree of jax arrays) and `metadata` (JSON) as `step`; returns the seconds it
+        blocked.
 
-        It blocks for the copy to the host, and before that for a save still under way. A step that is saved already stays as
-        it is. A save that fails is told, leaves nothing behind and stops nobody: the next may work. `wait` raises if it was
-        the last.
+        It blocks for the copy to the host, and before that for a save still under way. A step that is saved already
+        stays as it is. A save that fails is told, leaves nothing behind and stops nobody: the next may work. `wait`
+        raises if it was the last.
 
         Raises: CheckpointError if this is the last of MAX_FAILED_SAVES in a row that failed; it waits for that one.
         """
@@ -160,15 +170,16 @@ class Checkpoints:
         # Of a save that failed tensorstore may still be writing: the next one has a directory of its own.
         place = self.directory / f".{step}.saving{f'-{self._saves}' if failed else ''}"
         copied = threading.Event()
-        self._thread = threading.Thread(target=self._save, args=(step, place, trees.nested(trees.leaves_of(state)), document, copied))
+        self._thread = threading.Thread(target=self._save,
+                                        args=(step, place, trees.nested(trees.leaves_of(state)), document, copied))
         self._thread.start()
         copied.wait()
         if failed + 1 >= MAX_FAILED_SAVES:
             self._join()
             if failure := agree.exchange(self._failure)[0]:
                 raise agree.agreed(CheckpointError(
-                    f"{failure}; {failed + 1} saves in a row have failed, and the run stops before it loses more: see to "
-                    f"{self.directory} and start again, it goes on from the last checkpoint that was saved"))
+                    f"{failure}; {failed + 1} saves in a row have failed, and the run stops before it loses more: see "
+                    f"to {self.directory} and start again, it goes on from the last checkpoint that was saved"))
         return time.perf_counter() - start
 
     def latest(self, *, only_params: bool = False) -> int | None:
@@ -181,11 +192,12 @@ class Checkpoints:
         found = self.newest(only_params=only_params)
         return found and found.step
 
-    def newest(self, nearer: Callable[[int], Saved | None] = lambda after: None, *, only_params: bool = False) -> Saved | None:
+    def newest(self, nearer: Callable[[int], Saved | None] = lambda after: None, *,
+               only_params: bool = False) -> Saved | None:
         """The latest checkpoint, opened, see `latest`; or what `nearer` has.
 
-        nearer: gives what is newer than the checkpoint of a step (0: there is none) and kept elsewhere. It is asked before a
-        checkpoint is read, and again after one that was damaged.
+        nearer: gives what is newer than the checkpoint of a step (0: there is none) and kept elsewhere. It is asked
+        before a checkpoint is read, and again after one that was damaged.
         """
         self.settle()
         steps, gone = self.steps(), set()
@@ -209,8 +221,8 @@ class Checkpoints:
         damaged = {path.name for path in self.directory.glob("*.damaged*")} | {str(step) for step in self._steps()}
         if damaged := agree.exchange(", ".join(sorted(damaged)))[0]:
             raise agree.agreed(ConfigError(
-                f"{self.directory} holds no whole checkpoint, only damaged ones ({damaged}); restore the files of one and "
-                "give it its number as name again, or remove the directory to start from step 1"))
+                f"{self.directory} holds no whole checkpoint, only damaged ones ({damaged}); restore the files of one "
+                f"and give it its number as name again, or remove the directory to start from step 1"))
         return None
 
     def steps(self) -> list[int]:
@@ -222,7 +234,8 @@ class Checkpoints:
         """Renames all checkpoints later than `step`, so that no run goes on from them; returns their new names."""
         def set_aside():
             later = [one for one in sorted(self._steps()) if one > step]
-            return [files.attempted(lambda: self._set_aside(one, "aside"), f"{self.directory / str(one)} cannot be set aside",
+            return [files.attempted(lambda: self._set_aside(one, "aside"),
+                                    f"{self.directory / str(one)} cannot be set aside",
                                     "give a directory that can be written", ConfigError) for one in later]
         return agree.on_first(set_aside)
 
@@ -238,11 +251,13 @@ class Checkpoints:
         with _reading(place):
             document = json.loads(files.patiently((place / METADATA).read_text, missing=True))
         if document["format"] > FORMAT:
-            raise ConfigError(f"{place} has checkpoint format {document['format']}, this version reads up to {FORMAT}: update meshtrain")
+            raise ConfigError(f"{place} has checkpoint format {document['format']}, this version reads up to {FORMAT}: "
+                              f"update meshtrain")
         return document
 
     def arrays(self, step: int, *, only_params: bool = False) -> dict:
-        """What `step` holds, or its params: nested dicts of jax.ShapeDtypeStruct under the names of the paths, without shardings."""
+        """What `step` holds, or its params: nested dicts of jax.ShapeDtypeStruct under the names of the paths, without
+        shardings."""
         stored = self._stored(step, only_params).values()
         return {key: tree for one in stored for key, tree in one.items()}
 
@@ -252,8 +267,8 @@ class Checkpoints:
         wanted: a pytree of jax.ShapeDtypeStruct with shardings, of any mesh. Its structure is what comes back.
         part: it may lack arrays that the checkpoint has (only {"params": …}: a new run from old weights).
 
-        Raises: ValueError that lists every array whose presence, shape or dtype differs; none is reshaped or cast in silence;
-        CheckpointError if they cannot be read.
+        Raises: ValueError that lists every array whose presence, shape or dtype differs; none is reshaped or cast in
+        silence; CheckpointError if they cannot be read.
         """
         nested, arrays = trees.nested(trees.leaves_of(wanted)), {}
         stored = self._stored(step, only_params=part and nested.keys() <= {PARAMS})
@@ -286,7 +301,8 @@ class Checkpoints:
         self.wait() if kind is None else self._join()
 
     def _stored(self, step, only_params: bool) -> dict[epath.Path, dict]:
-        """Folder of `step` -> its arrays, in nested dicts of jax.ShapeDtypeStruct; where params lie apart, of them alone."""
+        """Folder of `step` -> its arrays, in nested dicts of jax.ShapeDtypeStruct; where params lie apart, of them
+        alone."""
         place = self.directory / str(step)
         form = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         with _reading(place):
@@ -320,7 +336,7 @@ class Checkpoints:
             for future in writing:
                 future.result()
             commit.hand_over(place, index)
-        except Exception as caught:  # tensorstore reports a full disk as ValueError; nothing that goes wrong here may be lost
+        except Exception as caught:     # tensorstore reports a full disk as ValueError; nothing may be lost
             error = caught
             agree.leave_word(f"{key} {index}", files.said(error))
         finally:
@@ -370,9 +386,11 @@ class Checkpoints:
         return False
 
     def _retire(self, step):
-        """Removes the checkpoints beyond `keep`, and what a failed save left behind (on a full disk: half a checkpoint).
+        """Removes the checkpoints beyond `keep`, and what a failed save left behind (on a full disk: half a
+        checkpoint).
 
-        Those that are still owed something stay: as many as `keep`, and none once a save has failed, which may need their room.
+        Those that are still owed something stay: as many as `keep`, and none once a save has failed, which may need
+        their room.
         """
         try:
             self.still_ours()
@@ -388,10 +406,11 @@ class Checkpoints:
     def _clean(self, up_to: int | None = None):
         """Removes what is half written (of no later step: other processes may already be writing that) or half deleted.
 
-        What cannot be removed is told and left: a file that is still open on NFS (.nfsXXXX), or that a process writes whose save
-        failed. It has no name that a save or a start looks for. Raises: OSError where it cannot be renamed.
+        What cannot be removed is told and left: a file that is still open on NFS (.nfsXXXX), or that a process writes
+        whose save failed. It has no name that a save or a start looks for. Raises: OSError where it cannot be renamed.
         """
-        found = [(path, re.fullmatch(r"\.(\d+)\.(saving|deleting)(-\w+)?", path.name)) for path in self.directory.glob(".*")]
+        found = [(path, re.fullmatch(r"\.(\d+)\.(saving|deleting)(-\w+)?", path.name))
+                 for path in self.directory.glob(".*")]
         for path, name in found:
             if name and (up_to is None or int(name[1]) <= up_to):
                 try:
@@ -412,7 +431,8 @@ class Checkpoints:
         self.tell(f"what is left of old checkpoints in {self.directory} cannot be removed: {files.said(error)}")
 
     def fault(self, step: int, *, only_params: bool = False) -> str:
-        """What is damaged in `step` or, where they lie apart, in its params, by what all processes find; empty if nothing.
+        """What is damaged in `step` or, where they lie apart, in its params, by what all processes find; empty if
+        nothing.
 
         Damage is a size or a checksum that differs, or a file that process 0 misses too.
         Raises: CheckpointError where a file cannot be read, or is not there for others than process 0.
@@ -427,8 +447,9 @@ class Checkpoints:
         if faults:
             of = {index: f"process {index} ({found[index]['host']}): " if len(found) > 1 else "" for index in faults}
             raise agree.agreed(CheckpointError(
-                f"{place} cannot be read, and nothing was changed: {'; '.join(of[i] + text for i, text in faults.items())}. "
-                "See that the file system is there on every host, and that it may be read, and start again"))
+                f"{place} cannot be read, and nothing was changed: "
+                f"{'; '.join(of[i] + text for i, text in faults.items())}. See that the file system is there on every "
+                f"host, and that it may be read, and start again"))
         gone = [f"{name} is missing" for name in missing]
         return next((one["damaged"] for one in found if "damaged" in one), gone[0] if gone else "")
 
@@ -479,9 +500,9 @@ class Checkpoints:
 
 
 class _Unraisable:
-    """Python's hook, but silent about writes that end after their save has failed. tensorstore's threads answer an event loop that
-    orbax made in a thread of its own, and has closed at the first failure: a traceback for each array that a full disk refuses.
-    The failure itself is told by `_save`."""
+    """Python's hook, but silent about writes that end after their save has failed. tensorstore's threads answer an
+    event loop that orbax made in a thread of its own, and has closed at the first failure: a traceback for each array
+    that a full disk refuses. The failure itself is told by `_save`."""
 
     def __init__(self, before: Callable):
         self.before = before
@@ -493,13 +514,14 @@ class _Unraisable:
 
 @contextlib.contextmanager
 def _reading(place: pathlib.Path):
-    """What goes wrong while arrays are read is the disk's fault: their checksums held, and their shapes were compared."""
+    """What goes wrong while arrays are read is the disk's fault: their checksums held, and their shapes were
+    compared."""
     try:
         yield
     except Exception as error:
         if not place.exists():
-            raise CheckpointError(f"{place} was removed while it was read: the run that writes there keeps checkpoint.keep of them; "
-                                  "start again") from error
+            raise CheckpointError(f"{place} was removed while it was read: the run that writes there keeps "
+                                  f"checkpoint.keep of them; start again") from error
         raise CheckpointError(f"{place} cannot be read, and nothing was changed: {files.said(error)}") from error
 
 

@@ -1,8 +1,9 @@
-"""How a checkpoint becomes whole where thousands of processes write it: each sees to its own files, process 0 to the rest.
+"""How a checkpoint becomes whole where thousands of processes write it: each sees to its own files, process 0 to the
+rest.
 
-A process has synced and summed its files and their folders before it hands over one small record of them; process 0 looks at no
-file that is in a record. What is left to it grows by one record a process: reading them, and merging the indexes of the arrays.
-This module knows no step, no state and no run.
+A process has synced and summed its files and their folders before it hands over one small record of them; process 0
+looks at no file that is in a record. What is left to it grows by one record a process: reading them, and merging the
+indexes of the arrays. This module knows no step, no state and no run.
 """
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class NotHandedOver(OSError):
 
 
 def hand_over(place: Path, index: int) -> None:
-    """By every process, when orbax has written its arrays into the FOLDERS: what is its own is on the disk, and in its record."""
+    """By every process, when orbax has written its arrays into the FOLDERS: what is its own is on the disk, and in its
+    record."""
     own = [folder for name in FOLDERS if (folder := place / name / f"ocdbt.process_{index}").exists()]
     mine = [path for folder in own for path in files.regular_files(folder)]
     described = [path for name in FOLDERS if (path := place / name / "array_metadatas" / f"process_{index}").exists()]
@@ -36,12 +38,13 @@ def hand_over(place: Path, index: int) -> None:
     (place / RECORDS / str(index)).write_text(json.dumps(sums), encoding="utf-8")
 
 
-def commit(place: Path, count: int, document: str, merge: Callable[[Path], None], word: Callable[[int], str] = lambda index: "") -> None:
+def commit(place: Path, count: int, document: str, merge: Callable[[Path], None],
+           word: Callable[[int], str] = lambda index: "") -> None:
     """By process 0, when all of `count` processes have ended their writing: all of the checkpoint is on the disk,
     with checksums.
 
-    document: its metadata, as JSON. merge: makes one index of what the processes have written into a folder. word: of a process,
-    why it failed.
+    document: its metadata, as JSON. merge: makes one index of what the processes have written into a folder. word: of a
+    process, why it failed.
     Raises: NotHandedOver.
     """
     checksums = _handed_over(place, count, word)
@@ -83,7 +86,8 @@ def _handed_over(place: Path, count: int, word: Callable[[int], str]) -> dict[st
     with concurrent.futures.ThreadPoolExecutor(READERS) as threads:
         sums = dict(zip(range(count), threads.map(lambda index: None if index in words else read(index), range(count))))
     if missing := [index for index, one in sums.items() if one is None]:
-        told = [f"process {index}: {words.get(index, 'did not write its part (its output says why)')}" for index in missing[:8]]
+        told = [f"process {index}: {words.get(index, 'did not write its part (its output says why)')}"
+                for index in missing[:8]]
         raise NotHandedOver("; ".join(told) + (f"; and {len(missing) - 8} more processes" if len(missing) > 8 else ""))
     return {name: entry for one in sums.values() for name, entry in one.items()}
 

@@ -1,8 +1,10 @@
-"""Weights of a run as a model folder of Hugging Face's: whole or not there, one tensor in memory at a time, on any mesh.
+"""Weights of a run as a model folder of Hugging Face's: whole or not there, one tensor in memory at a time, on any
+mesh.
 
-Of each tensor one compiled program takes the layer, casts it, puts it in their form and gathers it; the process that owns the
-file writes it into its place. Sizes are known beforehand, so headers come first. Files are synced, then index, config and what
-belongs to a tokenizer are written, and the directory gets its name last. Where anything fails, it is removed.
+Of each tensor one compiled program takes the layer, casts it, puts it in their form and gathers it; the process that
+owns the file writes it into its place. Sizes are known beforehand, so headers come first. Files are synced, then index,
+config and what belongs to a tokenizer are written, and the directory gets its name last. Where anything fails, it is
+removed.
 """
 from __future__ import annotations
 
@@ -40,8 +42,8 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
     """Writes the folder; returns the bytes of its weights. All processes call it alike.
 
     leaf: parameter of a path of the transformer's; each is asked for once, and not kept. data: the section [data]
-    that the model was trained on. bos: the token that stood before its documents. source: a folder whose other settings,
-    tokenizer and templates go along; without one they are as the data were.
+    that the model was trained on. bos: the token that stood before its documents. source: a folder whose other
+    settings, tokenizer and templates go along; without one they are as the data were.
     Raises: ConfigError where `directory` is not free or the model has no family; CheckpointError where a file cannot be
     written. Nothing is left behind then.
     """
@@ -58,7 +60,8 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
             row, *more = alike      # of all experts
             # Of a stack all layers before the next one, so that only one is held.
             for stack in dict.fromkeys(name for name, _ in places) if row.stacked else [""]:
-                layers = [(layer, index) for layer, (name, index) in enumerate(places) if name == stack] if row.stacked else [(0, 0)]
+                layers = [(layer, index) for layer, (name, index) in enumerate(places)
+                          if name == stack] if row.stacked else [(0, 0)]
                 leaves = [leaf(path) for path in paths_of(row, stack)]
                 _write_rows([row, *more], leaves, layers, forms.sizes_of(model), written)
         written.close()
@@ -69,7 +72,8 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
 
 @contextlib.contextmanager
 def whole(directory: Path) -> Iterator[Path]:
-    """Yields a directory beside `directory`, which gets its name at the end of the block, and is removed where that fails.
+    """Yields a directory beside `directory`, which gets its name at the end of the block, and is removed where that
+    fails.
 
     All processes enter it alike. Process 0 holds a lock meanwhile, so that a second writer is refused.
     Raises: ConfigError where `directory` is not free; CheckpointError, in every process, where the file system fails.
@@ -143,8 +147,8 @@ def layer_shards(leaf: jax.Array) -> int:
 
 
 def layer_of(leaf, layer, num_shards: int, dtype: np.dtype):
-    """One layer of a stack, cast. Where stages hold the layers, all of them add what they have of it, bit by bit: one layer is
-    moved, where an index would gather the stack."""
+    """One layer of a stack, cast. Where stages hold the layers, all of them add what they have of it, bit by bit: one
+    layer is moved, where an index would gather the stack."""
     if num_shards == 1:
         return jax.lax.dynamic_index_in_dim(leaf, layer, 0, keepdims=False).astype(dtype)
     each = leaf.shape[0] // num_shards
@@ -156,8 +160,8 @@ def layer_of(leaf, layer, num_shards: int, dtype: np.dtype):
 
 
 class Files:
-    """The files of an export, of which this process writes every N-th. What fails is told at the end: until then the others
-    count on this process's part in gathering."""
+    """The files of an export, of which this process writes every N-th. What fails is told at the end: until then the
+    others count on this process's part in gathering."""
 
     def __init__(self, place: Path, parts: Mapping[str, Mapping[str, tuple[int, ...]]], kind: str):
         self.dtype, self.size, self.failed = safetensors.DTYPES[kind], 0, None
@@ -193,16 +197,19 @@ class Files:
             self.failed = self.failed or error
 
     def close(self) -> None:
-        """All processes call it alike. Raises: CheckpointError, in every process, where one could not write its files."""
+        """All processes call it alike. Raises: CheckpointError, in every process, where one could not write its
+        files."""
         for file in self.open.values():
             self._try(lambda: os.fsync(file.fileno()))
             self._try(file.close)
         found = agree.exchange(files.said(self.failed) if self.failed else "")
         if faults := list(dict.fromkeys(filter(None, found))):
-            raise agree.agreed(CheckpointError(f"the weights could not be written: {'; '.join(faults)}")) from self.failed
+            message = f"the weights could not be written: {'; '.join(faults)}"
+            raise agree.agreed(CheckpointError(message)) from self.failed
 
 
-def _files(rows: Sequence[folder.WeightRow], num_layers: int, kind: str, shard_bytes: int) -> dict[str, dict[str, tuple[int, ...]]]:
+def _files(rows: Sequence[folder.WeightRow], num_layers: int, kind: str, shard_bytes: int) -> dict[
+        str, dict[str, tuple[int, ...]]]:
     """File -> tensor -> shape: what stands before the layers, layer after layer, what stands behind, none split."""
     first = [(row.name, row.shape) for row in rows if not row.stacked][:1]
     layers = [(row.of_layer(layer), row.shape) for layer in range(num_layers) for row in rows if row.stacked]
@@ -214,13 +221,15 @@ def _files(rows: Sequence[folder.WeightRow], num_layers: int, kind: str, shard_b
             files.append({})
             size = 0
         files[-1][name], size = shape, size + more
-    names = [folder.SINGLE] if len(files) == 1 else [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    names = [folder.SINGLE] if len(files) == 1 else [
+        f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
     return dict(zip(names, files, strict=True))
 
 
 @contextlib.contextmanager
 def _begun(directory: Path, place: Path) -> Iterator[None]:
-    """By process 0: `directory` is free, `place` is there and empty, and both are this process's until the block ends."""
+    """By process 0: `directory` is free, `place` is there and empty, and both are this process's until the block
+    ends."""
     if files.status(directory) and not (files.is_dir(directory) and not any(directory.iterdir())):
         raise ConfigError(f"{directory} is there already, and nothing is written over; name another directory")
     with contextlib.ExitStack() as held:
@@ -233,14 +242,15 @@ def _begun(directory: Path, place: Path) -> Iterator[None]:
         except OSError as error:
             if not files.is_mistake(error):
                 raise
-            raise ConfigError(f"{directory} cannot be written: {files.said(error)}; name a directory that can") from None
+            message = f"{directory} cannot be written: {files.said(error)}; name a directory that can"
+            raise ConfigError(message) from None
         yield
 
 
 @contextlib.contextmanager
 def _locked(directory: Path, path: Path) -> Iterator[None]:
-    """Holds a lock file, which is gone afterwards; a killed process leaves one that nobody holds. Without locks (Lustre without
-    `-o flock`) two writers are not told apart."""
+    """Holds a lock file, which is gone afterwards; a killed process leaves one that nobody holds. Without locks (Lustre
+    without `-o flock`) two writers are not told apart."""
     while True:
         with open(path, "a", encoding="utf-8") as lock:
             try:
@@ -252,7 +262,8 @@ def _locked(directory: Path, path: Path) -> Iterator[None]:
                 if error.errno not in NO_LOCKS:
                     raise
             with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):    # else its last holder has removed it meanwhile
+                # else its last holder has removed it meanwhile
+                if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
                     try:
                         yield
                     finally:
@@ -274,6 +285,7 @@ def _complete(place: Path, parts, size: int, config: dict, source: Path | None, 
         shutil.copyfile(tokenizer, place / "tokenizer.json")
     if len(parts) > 1:
         weight_map = {tensor: name for name, tensors in parts.items() for tensor in tensors}
-        files.write(place / folder.INDEX, json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=1))
+        files.write(place / folder.INDEX,
+                    json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=1))
     files.write(place / settings.CONFIG, json.dumps(config, indent=1))
     files.sync(place)

@@ -1,8 +1,8 @@
 """checkpoint.export: the weights of saved steps as run.dir/export/STEP.
 
-An export that fails is told, leaves nothing behind and stops nobody. It is made from its checkpoint with the next export, at the
-end of the run, or when the finished run is started again, whichever comes first: what is on the disk says what is missing. With
-"every" some checkpoints stay beyond checkpoint.keep for that.
+An export that fails is told, leaves nothing behind and stops nobody. It is made from its checkpoint with the next
+export, at the end of the run, or when the finished run is started again, whichever comes first: what is on the disk
+says what is missing. With "every" some checkpoints stay beyond checkpoint.keep for that.
 """
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ DIRECTORY = "export"    # in run.dir
 class Exports:
     """The exports of one run. Every process makes one and calls it alike.
 
-    wanted: the parameters of its state as jax.ShapeDtypeStruct with shardings. Raises: ConfigError where the model cannot be
-    exported.
+    wanted: the parameters of its state as jax.ShapeDtypeStruct with shardings. Raises: ConfigError where the model
+    cannot be exported.
     """
 
     def __init__(self, run: Run, transformer: Transformer, checkpoints: Checkpoints, wanted: dict):
@@ -60,7 +60,8 @@ class Exports:
         return {}
 
     def finish(self) -> str:
-        """Exports what is missing of the saved steps, at the end of the run. Returns what is not made, in words; empty: nothing."""
+        """Exports what is missing of the saved steps, at the end of the run. Returns what is not made, in words; empty:
+        nothing."""
         if self.run.checkpoint.export == "off":
             return ""
         self._make_saved({*self.failed, *self._due()})
@@ -91,9 +92,11 @@ class Exports:
     def _write(self, step: int, leaves: Mapping[str, jax.Array], data: Mapping, bos: int) -> None:
         run, source = self.run, kept(self.directory)
         if run.lora.export == "adapters":
-            peft.write(self._place(step), self.transformer, leaves.get, dtype="float32", base=run.checkpoint.init_from, source=source)
+            peft.write(self._place(step), self.transformer, leaves.get, dtype="float32",
+                       base=run.checkpoint.init_from, source=source)
         else:
-            export.write(self._place(step), self.transformer, adapters.leaf(self.transformer, leaves), dtype=run.model.compute_dtype,
+            export.write(self._place(step), self.transformer, adapters.leaf(self.transformer, leaves),
+                         dtype=run.model.compute_dtype,
                          shard_bytes=export.SHARD_BYTES, data=data, bos=bos, source=source)
 
     def _try(self, step: int, write: Callable[[], None]) -> None:
@@ -127,8 +130,10 @@ class Exports:
             shutil.rmtree(path, ignore_errors=True)
 
     def _check(self) -> None:
-        """Raises: ValueError where no family of Hugging Face's computes the model. Now, and not after days of training."""
-        source = next(filter(folder.is_one, folder.companions_of(self.run.run.dir, self.run.checkpoint.init_from)), None)
+        """Raises: ValueError where no family of Hugging Face's computes the model. Now, and not after days of
+        training."""
+        source = next(filter(folder.is_one,
+                             folder.companions_of(self.run.run.dir, self.run.checkpoint.init_from)), None)
         model = self.transformer.cfg
         family = settings.family_of(settings.read(source)) if source else settings.family_for(model)
         folder.rows(family, model, self.transformer.names())
@@ -160,12 +165,13 @@ class _Stored(Mapping):
 
 def kept(run_dir: Path) -> Path | None:
     """What came with the weights that a run started from."""
-    return run_dir / folder.KEPT if agree.on_first(lambda: files.is_file(run_dir / folder.KEPT / settings.CONFIG)) else None
+    return run_dir / folder.KEPT if agree.on_first(lambda: files.is_file(run_dir / folder.KEPT
+                                                                         / settings.CONFIG)) else None
 
 
 def set_aside_after(run_dir: Path, step: int) -> list[str]:
-    """Renames the exports of steps later than `step`, from which a run goes on: they are of a course that it has left. By
-    process 0. Returns their new names. Raises: ConfigError, files.FileSystemError."""
+    """Renames the exports of steps later than `step`, from which a run goes on: they are of a course that it has left.
+    By process 0. Returns their new names. Raises: ConfigError, files.FileSystemError."""
     place = run_dir / DIRECTORY
 
     def rename() -> list[str]:

@@ -1,8 +1,8 @@
 """checkpoint.init_from, a run: a new run begins with the weights of another's checkpoint.
 
-Adapters are taken over by a run with the same [lora], and merged for any other. A run with experts may begin from a dense one:
-every expert starts as the layer's MLP, the router as it is initialized. With normalized weights and no noise the model then computes
-what the dense one does. Source: arXiv:2212.05055.
+Adapters are taken over by a run with the same [lora], and merged for any other. A run with experts may begin from a
+dense one: every expert starts as the layer's MLP, the router as it is initialized. With normalized weights and no noise
+the model then computes what the dense one does. Source: arXiv:2212.05055.
 """
 from __future__ import annotations
 
@@ -26,52 +26,62 @@ DENSE = dict(num_experts=0, shared_expert_dim=0, first_dense_layers=0)
 
 
 def begun(run: Run, model: transformer.Transformer, layout, mesh, shapes: State, fresh: State) -> State:
-    """The first state of a run, with the weights of another. shapes: of the state, with shardings. fresh: the initialized state.
+    """The first state of a run, with the weights of another. shapes: of the state, with shardings. fresh: the
+    initialized state.
 
     Raises: ConfigError where there is no such checkpoint, or it does not fit; as `Checkpoints.restore`.
     """
     where, asks_state = run.checkpoint.init_from, run.checkpoint.init_optimizer
-    source = resume.source(Path(where), run.checkpoint.step, f"checkpoint.init_from={where}", only_params=not asks_state)
+    source = resume.source(Path(where), run.checkpoint.step, f"checkpoint.init_from={where}",
+                           only_params=not asks_state)
     with config.user_errors("checkpoint.init_from: "):
-        had, grows = adapters.section(source), bool(run.model.num_experts) and not source.run["model"].get("num_experts")
+        had, grows = adapters.section(source), bool(run.model.num_experts) and not source.run["model"].get(
+            "num_experts")
         if grows and not run.lora.rank:
             if asks_state:
-                raise ValueError(f"{where} has no experts, whose state checkpoint.init_optimizer=true asks for; leave it out")
+                raise ValueError(f"{where} has no experts, whose state checkpoint.init_optimizer=true asks for; leave "
+                                 f"it out")
             grown = upcycled(run, layout, mesh, source, fresh.params)
             say.out(f"weights from step {source.step} of {where}, every expert as the MLP there")
             return State(fresh.step, grown, fresh.opt_state)
         if (had or run.lora.rank) and config.Lora(**had) != run.lora:
             if asks_state:
                 raise ValueError(f"{where} trained other parameters ({adapters.described(had)}) than this run "
-                                 f"({adapters.described(run.lora.model_dump())}), and checkpoint.init_optimizer=true asks for their "
-                                 "state; leave it out")
+                                 f"({adapters.described(run.lora.model_dump())}), and checkpoint.init_optimizer=true "
+                                 f"asks for their state; leave it out")
             trained, _ = model.divided(fresh.params) if run.lora.rank else ({}, {})
             _, wanted = model.divided(shapes.params) if run.lora.rank else ({}, shapes.params)
             taken = {"params": params.joined(trained, adapters.restore(source, wanted))}
         else:
-            taken = source.restore({"params": shapes.params} | ({"opt_state": shapes.opt_state} if asks_state else {}), part=True)
+            taken = source.restore({"params": shapes.params} | ({"opt_state": shapes.opt_state} if asks_state else {}),
+                                   part=True)
         say.out(f"weights{' and optimizer' * asks_state} from step {source.step} of {where}")
         adapters.tell_left_out(source, shapes.params)
         return State(fresh.step, taken["params"], taken.get("opt_state", fresh.opt_state))
 
 
 def upcycled(run: Run, layout, mesh, source: Saved, fresh: dict) -> dict:
-    """The parameters of a run with experts from those of a dense one. layout, mesh: of the run; fresh: initialized ones.
+    """The parameters of a run with experts from those of a dense one. layout, mesh: of the run; fresh: initialized
+    ones.
 
     Raises: ValueError where the MLPs of the dense run are no experts of this one; as `Checkpoints.restore`.
     """
     cfg, had = run.model, source.run["model"]
     width, activation = had["mlp_dim"], had.get("activation", cfg.activation)
     if activation != cfg.activation:
-        raise ValueError(f'model.activation="{cfg.activation}": the dense run has MLPs of "{activation}", as which experts start; use it, too')
+        raise ValueError(f'model.activation="{cfg.activation}": the dense run has MLPs of "{activation}", as which '
+                         f'experts start; use it, too')
     if had.get("mlp_bias"):
-        raise ValueError("the MLPs of the dense run have biases (model.mlp_bias=true), and experts have none; begin from a run without")
+        raise ValueError("the MLPs of the dense run have biases (model.mlp_bias=true), and experts have none; begin "
+                         "from a run without")
     wrong = [f"model.{key}={have}" for key, have in (("expert_mlp_dim", cfg.expert_mlp_dim), ("mlp_dim", cfg.mlp_dim))
              if have != width and (key == "expert_mlp_dim" or cfg.first_dense_layers)]
     if wrong:
-        raise ValueError(f"{' and '.join(wrong)}: the dense run has MLPs of model.mlp_dim={width}, as which experts start; use {width}")
+        raise ValueError(f"{' and '.join(wrong)}: the dense run has MLPs of model.mlp_dim={width}, as which experts "
+                         f"start; use {width}")
     if cfg.global_every:
-        raise ValueError(f"model.global_every={cfg.global_every}: layers of two kinds are not made into experts; leave it out")
+        raise ValueError(f"model.global_every={cfg.global_every}: layers of two kinds are not made into experts; leave "
+                         f"it out")
     dense = transformer.build(cfg.model_copy(update=DENSE | {"mlp_dim": width}))
     wanted = state.stored(dense, layout, mesh)
     taken = leaves_of(adapters.restore(source, wanted))

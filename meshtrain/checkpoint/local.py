@@ -1,13 +1,15 @@
-"""The fast tier of checkpoints: every few steps each process keeps its own shards on its own host, on disk or in memory.
+"""The fast tier of checkpoints: every few steps each process keeps its own shards on its own host, on disk or in
+memory.
 
-    <local_dir>/<run>/process-<index>/<step>/   shards: bytes, one after the other; index.json: whose, where they lie, their sum
-    <local_dir>/<run>/process-<index>/.saving/  being written
+    <local_dir>/<run>/process-<index>/<step>/   shards: bytes, one after the other; index.json: whose, where they lie,
+    their sum <local_dir>/<run>/process-<index>/.saving/  being written
 
-It is for the crash in which all hosts come back, and is used where every process finds on its host all pieces that its shards
-need, of one step and one start, newer than the shared checkpoint, with sums that hold. Anything else falls back to the shared
-ones, told in a line. run.dir/local.json names the start whose parts count, so that none of another run, or of steps that were
-taken back, is ever believed. The mesh and the number of processes may differ where the pieces are on the host. Source: the idea
-of Gemini's in-memory checkpoints (SOSP 2023), without its replicas on other hosts. This module knows no model.
+It is for the crash in which all hosts come back, and is used where every process finds on its host all pieces that its
+shards need, of one step and one start, newer than the shared checkpoint, with sums that hold. Anything else falls back
+to the shared ones, told in a line. run.dir/local.json names the start whose parts count, so that none of another run,
+or of steps that were taken back, is ever believed. The mesh and the number of processes may differ where the pieces are
+on the host. Source: the idea of Gemini's in-memory checkpoints (SOSP 2023), without its replicas on other hosts. This
+module knows no model.
 """
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ class _Part:
 
 
 class LocalTier:
-    """The fast tier of one run; every process makes one and calls it alike. Without a directory it keeps and finds nothing.
+    """The fast tier of one run; every process makes one and calls it alike. Without a directory it keeps and finds
+    nothing.
 
     Raises: ConfigError, in every process, where one cannot write to local_dir.
     """
@@ -62,7 +65,8 @@ class LocalTier:
         self._start = ""
         self._thread: threading.Thread | None = None
         self._failure, self._told = "", ""
-        self._started, self._whole = 0, 0        # the last step that was to be kept; the last that is whole in every process
+        # the last step that was to be kept; the last that is whole in every process
+        self._started, self._whole = 0, 0
         agree.everywhere(self._check_writable)
 
     def due(self, step: int) -> bool:
@@ -84,14 +88,15 @@ class LocalTier:
                 return Saved(self, step, agree.on_first(lambda: found[step][0].metadata))
             if jax.process_index() == 0:
                 more = f" and {len(bad) - 1} more" * (len(bad) > 1)
-                self.tell(f"checkpoint.local_dir: step {step} is not used ({bad[0]}{more}); going on from an older checkpoint")
+                self.tell(f"checkpoint.local_dir: step {step} is not used ({bad[0]}{more}); going on from an older "
+                          f"checkpoint")
         return None
 
     def restore(self, step: int, wanted: Any, *, part: bool = False) -> Any:
         """The arrays of a step that `newest` has found, on the shardings of `wanted`, which may be a part of them."""
         if not (parts := self._parts().get(step)):
-            raise files.FileSystemError(f"checkpoint.local_dir: step {step} in {self._home()}, whose checksums have just held, cannot be read "
-                                        "any more; see to the file system and start again")
+            raise files.FileSystemError(f"checkpoint.local_dir: step {step} in {self._home()}, whose checksums have "
+                                        f"just held, cannot be read any more; see to the file system and start again")
         where = {piece: (part, offset) for part in parts for piece, offset in part.pieces.items()}
         maps = {part.place: np.memmap(part.place / SHARDS, np.uint8, "r") for part in parts}
 
@@ -115,8 +120,8 @@ class LocalTier:
         return jax.tree.map_with_path(array, wanted)
 
     def begin(self, step: int, used: bool) -> None:
-        """The run is about to train on after `step`: from now on only what this start keeps counts, and, where it was `used`,
-        the part that it goes on from. Everything else of this run is removed."""
+        """The run is about to train on after `step`: from now on only what this start keeps counts, and, where it was
+        `used`, the part that it goes on from. Everything else of this run is removed."""
         self._join()
         lineage, self._start = self._lineage, secrets.token_hex(8)
         if lineage is None and not self.every:
@@ -129,7 +134,8 @@ class LocalTier:
             if since and lineage["from"] and lineage["from"][1] == step:
                 since = lineage["from"]
             new = {"run": run, "at": at, "start": self._start, "from": since}
-            files.attempted(lambda: files.replace(self._lineage_file, json.dumps(new)), f"{self._lineage_file} cannot be written",
+            files.attempted(lambda: files.replace(self._lineage_file, json.dumps(new)),
+                            f"{self._lineage_file} cannot be written",
                             "give a run.dir that can", ConfigError)
             return new
 
@@ -141,8 +147,8 @@ class LocalTier:
     def save(self, step: int, state: Any, metadata: dict) -> float:
         """Starts keeping this process's shards of `state` and `metadata` (JSON); returns the seconds that it blocked.
 
-        It blocks for the copy to the host. The step before is removed only when all processes have the next; what fails is told
-        once and stops nobody.
+        It blocks for the copy to the host. The step before is removed only when all processes have the next; what fails
+        is told once and stops nobody.
         """
         began = time.perf_counter()
         self._settle()
@@ -154,7 +160,8 @@ class LocalTier:
             pieces += [(name, region, data) for region, data in held.items()]
         for *_, data in pieces:
             data.copy_to_host_async()
-        copies = [(name, region, np.array(data)) for name, region, data in pieces]     # the next step may take the buffers
+        # the next step may take the buffers
+        copies = [(name, region, np.array(data)) for name, region, data in pieces]
         document = {"start": self._start, "metadata": {"format": FORMAT, **metadata}, "arrays": arrays}
         self._thread = threading.Thread(target=self._write, args=(step, document, copies))
         self._thread.start()
@@ -179,7 +186,8 @@ class LocalTier:
             self._remove(lambda step: step < self._whole)
             return
         if (told := "; ".join(bad[:4])) != self._told and jax.process_index() == 0:
-            self.tell(f"step {self._started} is not kept in checkpoint.local_dir ({told}); training goes on, with what was kept before")
+            self.tell(f"step {self._started} is not kept in checkpoint.local_dir ({told}); training goes on, with what "
+                      f"was kept before")
         self._told, self._failure = told, ""
         _delete(self._own() / str(self._started))
 
@@ -217,8 +225,8 @@ class LocalTier:
         return self._home() / f"process-{jax.process_index()}"
 
     def _read_lineage(self) -> dict | None:
-        """By process 0: which run and start this is. A run.dir that was copied or moved is another run here; one that has another
-        name by a link is the same."""
+        """By process 0: which run and start this is. A run.dir that was copied or moved is another run here; one that
+        has another name by a link is the same."""
         try:
             lineage = json.loads(files.patiently(lambda: self._lineage_file.read_text(encoding="utf-8")))
             here = Path(lineage["at"]).resolve() == self._lineage_file.parent.resolve()
@@ -239,7 +247,8 @@ class LocalTier:
             tempfile.TemporaryFile(dir=self._root).close()      # without a name: a kill leaves nothing
 
         files.attempted(write, f"checkpoint.local_dir={self._root} cannot be written",
-                        "give a directory that every host has and can write, e.g. below /dev/shm or on its own disk", ConfigError)
+                        "give a directory that every host has and can write, e.g. below /dev/shm or on its own disk",
+                        ConfigError)
 
     def _parts(self) -> dict[int, list[_Part]]:
         """Step -> what processes of this run have kept on this host, of the start that counts.
@@ -253,10 +262,12 @@ class LocalTier:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 digest, text = files.patiently(lambda: (place / INDEX).read_text(encoding="utf-8")).split("\n")
                 document, step = json.loads(text), int(place.name)
-                counts = document["start"] == self._lineage["start"] or [document["start"], step] == self._lineage["from"]
+                counts = document["start"] == self._lineage["start"] or [document["start"], step] == self._lineage[
+                    "from"]
                 if counts and digest == xxhash.xxh3_128_hexdigest(text.encode()):
                     pieces = {(name, tuple(map(tuple, region))): offset for name, region, offset in document["pieces"]}
-                    found.setdefault(step, []).append(_Part(place, document["metadata"], document["arrays"], pieces, document["sum"]))
+                    found.setdefault(step, []).append(
+                        _Part(place, document["metadata"], document["arrays"], pieces, document["sum"]))
         return found
 
     def _fault(self, parts: list[_Part], abstract: Any) -> str:
@@ -266,7 +277,8 @@ class LocalTier:
             if any(part.arrays.get(name) != [list(leaf.shape), str(jnp.dtype(leaf.dtype))] for part in parts):
                 return f"its {name} has another form"
             regions = [region for other, region in held if other == name]
-            for wanted in {_region(index, leaf.shape) for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()}:
+            for wanted in {_region(index, leaf.shape)
+                           for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()}:
                 # Pieces of one step are the same or apart: their common volumes add up.
                 if sum(_volume(_common(region, wanted)) for region in regions) != _volume(wanted):
                     return f"not all of {name} that it needs is on its host"

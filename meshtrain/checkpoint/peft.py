@@ -1,8 +1,8 @@
 """Adapters of a run as a folder of PEFT's: adapter_model.safetensors and adapter_config.json, whole or not there.
 
-Their lora_A is [rank, in] and lora_B [out, rank], beside the modules that the model's family names. Where one of theirs holds
-several of ours (Phi-3's qkv_proj, GPT-2's c_attn), their A's stand one above another and their B's in blocks: the same product,
-of a rank that many times as large. Written as `run.export` writes a model.
+Their lora_A is [rank, in] and lora_B [out, rank], beside the modules that the model's family names. Where one of theirs
+holds several of ours (Phi-3's qkv_proj, GPT-2's c_attn), their A's stand one above another and their B's in blocks: the
+same product, of a rank that many times as large. Written as `run.export` writes a model.
 """
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
           source: Path | None) -> int:
     """Writes the folder; returns the bytes of its weights. All processes call it alike.
 
-    leaf: path of an adapter's A or B -> that parameter, None where the projection has no adapter. base: the model that the
-    adapters belong to, by name or path. source: a folder that says its family. Raises: as `export.write`.
+    leaf: path of an adapter's A or B -> that parameter, None where the projection has no adapter. base: the model that
+    the adapters belong to, by name or path. source: a folder that says its family. Raises: as `export.write`.
     """
     model, places, of, sizes = transformer.cfg, transformer.places(), transformer.lora, forms.sizes_of(transformer.cfg)
     with user_errors():
@@ -43,7 +43,8 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
     ranks = {row.name: of.rank * len(_adapted(transformer, row)) for row in rows}
     module = lambda row: row.name.removesuffix(".weight")
     tensors = {PREFIX + module(row).replace("{l}", str(layer)) + f".lora_{one}.weight": shape
-               for layer in range(model.num_layers) for row in rows for one, shape in zip("AB", _shapes(row, ranks[row.name], sizes))}
+               for layer in range(model.num_layers) for row in rows
+               for one, shape in zip("AB", _shapes(row, ranks[row.name], sizes))}
     names = {row.name: _short(module(row), [module(other) for other in rows]) for row in rows}
     config = _config(of, base, {names[name]: rank for name, rank in ranks.items()}, conv1d=family.model_type == "gpt2")
     with export.whole(directory) as place:
@@ -118,9 +119,11 @@ def _short(module: str, modules: list[str]) -> str:
 def _config(of, base: str, ranks: dict[str, int], conv1d: bool) -> dict:
     """Ranks other than lora.rank are written as patterns, with alphas that leave alpha / rank as it is."""
     others = {name: rank for name, rank in ranks.items() if rank != of.rank}
-    return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": of.rank, "lora_alpha": of.alpha,
+    return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
+            "r": of.rank, "lora_alpha": of.alpha,
             "target_modules": sorted(ranks), "rank_pattern": others,
-            "alpha_pattern": {name: of.alpha * rank / of.rank for name, rank in others.items()}, "fan_in_fan_out": conv1d,
+            "alpha_pattern": {name: of.alpha * rank / of.rank for name, rank in others.items()},
+            "fan_in_fan_out": conv1d,
             "bias": "none", "lora_dropout": 0.0, "init_lora_weights": True, "use_rslora": False, "use_dora": False,
             "modules_to_save": None, "inference_mode": True, "revision": None}
 

@@ -1,9 +1,10 @@
 """Weights of a model folder, read into the parameters of a run, whatever its layout, processes and stages.
 
-Of each tensor every device gets the same share of elements, one after another as the file has them, in the file's dtype: no
-byte is read twice, and none is skipped. One compiled program per kind of tensor then gathers it, puts it in our form, casts it
-and writes it into its place. A host holds its devices' shares of one tensor at a time, a device one whole tensor beside its
-parameters. A shard of our form would be a strided read: an eighth of the columns of a matrix reads all of it from the disk.
+Of each tensor every device gets the same share of elements, one after another as the file has them, in the file's
+dtype: no byte is read twice, and none is skipped. One compiled program per kind of tensor then gathers it, puts it in
+our form, casts it and writes it into its place. A host holds its devices' shares of one tensor at a time, a device one
+whole tensor beside its parameters. A shard of our form would be a strided read: an eighth of the columns of a matrix
+reads all of it from the disk.
 """
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from meshtrain.run import say, trees
 
 
 def opened(run: Run, names: Sequence[str]) -> tuple[folder.Folder, list[folder.WeightRow]] | None:
-    """The model folder of checkpoint.init_from with its rows; None where that is no model folder. names: `Transformer.names`.
+    """The model folder of checkpoint.init_from with its rows; None where that is no model folder. names:
+    `Transformer.names`.
 
     Raises: ConfigError with every fault of the folder.
     """
@@ -36,18 +38,21 @@ def opened(run: Run, names: Sequence[str]) -> tuple[folder.Folder, list[folder.W
     if not source or not folder.is_one(source):
         return None
     if run.checkpoint.step:
-        raise ConfigError(f"checkpoint.step={run.checkpoint.step}: checkpoint.init_from={source} is a model folder, which has no "
-                          "steps; leave it out")
+        raise ConfigError(f"checkpoint.step={run.checkpoint.step}: checkpoint.init_from={source} is a model folder, "
+                          f"which has no steps; leave it out")
     with user_errors("checkpoint.init_from: "):
         found = folder.open_folder(Path(source))
         folder.companions(Path(source))     # now, and not when they are copied, behind the compile
         return found, folder.match(found, run.model, names)
 
 
-def load(found: folder.Folder, rows: Sequence[folder.WeightRow], model, places: Sequence[tuple[str, int]], params: dict) -> dict:
-    """The parameters, with every number of them that of the folder; `params` is donated. model: keys of [model] as attributes.
+def load(found: folder.Folder, rows: Sequence[folder.WeightRow], model, places: Sequence[tuple[str, int]],
+         params: dict) -> dict:
+    """The parameters, with every number of them that of the folder; `params` is donated. model: keys of [model] as
+    attributes.
 
-    places: of the layers, `Transformer.places`. params: nested dicts of arrays on one mesh, which say shape, dtype and place.
+    places: of the layers, `Transformer.places`. params: nested dicts of arrays on one mesh, which say shape, dtype and
+    place.
     Raises: CheckpointError where a file fails.
     """
     leaves = trees.leaves_of(params)
@@ -72,7 +77,8 @@ def paths_of(row: folder.WeightRow, stack: str) -> list[str]:
 
 
 def keep_companions(run: Run, directory: Path) -> None:
-    """Config, tokenizer and templates of the weights go along to run.dir/hf, also from another run. Process 0 does it."""
+    """Config, tokenizer and templates of the weights go along to run.dir/hf, also from another run. Process 0 does
+    it."""
     source = Path(run.checkpoint.init_from)
     source = source if folder.is_one(source) else source / KEPT
     if run.checkpoint.init_from and source.is_dir():
@@ -92,8 +98,8 @@ def copy_companions(source: Path, target: Path) -> None:
 def tell(found: folder.Folder) -> None:
     files = {entry.path for entry in found.entries.values()}
     size = sum(entry.stop - entry.start for entry in found.entries.values())
-    say.out(f"weights from {found.directory}: {found.family.model_type}, {len(found.entries)} tensors of {size / 1e9:.2f} GB in "
-            f"{len(files)} file{'s' * (len(files) > 1)}")
+    say.out(f"weights from {found.directory}: {found.family.model_type}, {len(found.entries)} tensors of "
+            f"{size / 1e9:.2f} GB in {len(files)} file{'s' * (len(files) > 1)}")
 
 
 def _shares(entry: safetensors.Entry, sharding: NamedSharding) -> jax.Array:
@@ -117,7 +123,8 @@ def _shares(entry: safetensors.Entry, sharding: NamedSharding) -> jax.Array:
 
 
 def _program(row: folder.WeightRow, sizes, stacks, mesh):
-    """Jitted (stacks, shares of the row's tensor of a layer, where that lies in them) -> stacks with it in its place."""
+    """Jitted (stacks, shares of the row's tensor of a layer, where that lies in them) -> stacks with it in its
+    place."""
     count, shardings = int(np.prod(row.shape, dtype=np.int64)), tuple(stack.sharding for stack in stacks)
 
     lead = len(row.at(0))

@@ -1,9 +1,9 @@
 """Where a run goes on from, and what may have changed since it was saved: content counts, not spelling.
 
-CHANGES is the whole rule, a table from keys of the run file to what a difference means. What changes the numbers is told in a
-line and recorded in run.dir/changes.jsonl with the step after which it counts; config.toml has the settings now in force.
-The position in the data is kept as tokens of each source, so that batches may change in size and mixture. This module knows
-no model and no arrays.
+CHANGES is the whole rule, a table from keys of the run file to what a difference means. What changes the numbers is
+told in a line and recorded in run.dir/changes.jsonl with the step after which it counts; config.toml has the settings
+now in force. The position in the data is kept as tokens of each source, so that batches may change in size and mixture.
+This module knows no model and no arrays.
 """
 from __future__ import annotations
 
@@ -40,12 +40,14 @@ CHANGES = (
     ("model.compute_dtype", RECORDED), ("model.matmul_dtype", RECORDED),
     ("model.attention", RECORDED), ("model.*_dropout", RECORDED),
     ("model.*", STAYS),
-    ("data.seq_len", RECORDED), ("data.global_batch", RECORDED), ("data.document_mask", RECORDED), ("data.eos", RECORDED),
+    ("data.seq_len", RECORDED), ("data.global_batch", RECORDED), ("data.document_mask", RECORDED),
+    ("data.eos", RECORDED),
     ("data.loss_on", RECORDED),
     ("data.mixture", RECORDED),     # its weights; its sources are content
     ("data.packing", STAYS),
     ("data.validation_fraction", STAYS),     # what is held out is not trained on
-    ("data.cache", FREE), ("data.validation_paths", FREE), ("data.validation_sources", FREE), ("data.skip_batches", FREE),
+    ("data.cache", FREE), ("data.validation_paths", FREE), ("data.validation_sources", FREE),
+    ("data.skip_batches", FREE),
     ("data.*", CONTENT),
     ("optimizer.name", STAYS), ("lora.export", FREE), ("lora.*", STAYS),
     ("training.max_skipped_steps", FREE), ("training.check_replicas_every", FREE), ("training.objective", STAYS),
@@ -60,8 +62,8 @@ RECORD = "changes.jsonl"
 class Start:
     """Where a run begins: behind the checkpoint that it goes on from; None: a fresh one.
 
-    changes: (key, old, new) of what is recorded. skip_batches: of the data, from here on. back: to a step before the newest.
-    rollbacks: how often the run has gone back before a loss spike, this time too.
+    changes: (key, old, new) of what is recorded. skip_batches: of the data, from here on. back: to a step before the
+    newest. rollbacks: how often the run has gone back before a loss spike, this time too.
     """
     saved: Saved | None = None
     changes: tuple[tuple[str, object, object], ...] = ()
@@ -95,12 +97,14 @@ def rule(key: str) -> str:
 
 
 def find(run: Run, checkpoints: Checkpoints, local: LocalTier | None = None, wanted=None) -> Start:
-    """The checkpoint that the run goes on from: the newest whole one, or that of checkpoint.step; all processes call it.
+    """The checkpoint that the run goes on from: the newest whole one, or that of checkpoint.step; all processes call
+    it.
 
     local: may have a newer one than the shared `checkpoints`. wanted: what is to be restored, with shardings.
 
-    `checkpoint.step` and `data.skip_batches` are done once: a checkpoint that was saved under the same two has them behind
-    it, so that the same command goes on. With another answer to the same trouble (RETRIED) the run goes back again.
+    `checkpoint.step` and `data.skip_batches` are done once: a checkpoint that was saved under the same two has them
+    behind it, so that the same command goes on. With another answer to the same trouble (RETRIED) the run goes back
+    again.
     Raises: ConfigError where checkpoint.step is not there, or what must stay has changed.
     """
     asked, saved, newest = run.checkpoint.step, None, None
@@ -116,12 +120,14 @@ def find(run: Run, checkpoints: Checkpoints, local: LocalTier | None = None, wan
                 for pattern in RETRIED)
     if asked and (again or not _done(run, saved)):
         saved = _checked(checkpoints, asked)
-    return Start(saved, _changes(run, saved.run), 0 if _done(run, saved) else run.data.skip_batches, back=saved.step != newest)
+    return Start(saved, _changes(run, saved.run), 0 if _done(run, saved) else run.data.skip_batches,
+                 back=saved.step != newest)
 
 
 def before(run: Run, start: Start, spiked: int, checkpoints: Checkpoints, local: LocalTier, wanted) -> Start:
-    """Where a run goes back to that began at `start` and met a loss spike at step `spiked`: its newest checkpoint, which is
-    older, without the batches up to the spike. Those that this start has left out behind the same checkpoint stay out."""
+    """Where a run goes back to that began at `start` and met a loss spike at step `spiked`: its newest checkpoint,
+    which is older, without the batches up to the spike. Those that this start has left out behind the same checkpoint
+    stay out."""
     section = run.checkpoint.model_copy(update={"step": 0})
     new = find(run.model_copy(update={"checkpoint": section}), checkpoints, local, wanted)
     again = start.skip_batches if new.step == start.step else 0
@@ -131,15 +137,17 @@ def before(run: Run, start: Start, spiked: int, checkpoints: Checkpoints, local:
 def check_tokenizer(run: Run, start: Start, tokenizer: Tokenizer) -> None:
     """Before anything is tokenized, which may take hours. Raises: ConfigError where it is not the run's."""
     if (data := start.kept("data")) and data["tokenizer"] != [tokenizer.key, tokenizer.bos]:
-        raise ConfigError(f"data.tokenizer={json.dumps(run.data.tokenizer)} is not the one that the run in {run.run.dir} was "
-                          "trained with (compared by its content); give that one, or another run.name")
+        raise ConfigError(f"data.tokenizer={json.dumps(run.data.tokenizer)} is not the one that the run in "
+                          f"{run.run.dir} was trained with (compared by its content); give that one, or another "
+                          f"run.name")
 
 
 def check_data(run: Run, start: Start, fingerprint: str) -> None:
     """Raises: ConfigError where the documents are not those that the run has read."""
     if (data := start.kept("data")) and data["fingerprint"] != fingerprint:
-        raise ConfigError(f"the data are not those that the run in {run.run.dir} read up to step {start.step} (documents were "
-                          "added, removed or changed in length); restore the files or start another run.name")
+        raise ConfigError(f"the data are not those that the run in {run.run.dir} read up to step {start.step} "
+                          f"(documents were added, removed or changed in length); restore the files or start another "
+                          f"run.name")
 
 
 def position(start: Start, pack: Callable[[dict | None], Batches]) -> Batches:
@@ -159,8 +167,8 @@ def data_metadata(corpus: Corpus, data: Batches, step: int) -> dict:
 
 
 def begin(run: Run, start: Start, checkpoints: Checkpoints, local: LocalTier | None, rules_text: str) -> None:
-    """Last thing before the first step: sets aside what lies behind `start`, tells and records what has changed, and drops the
-    rows of steps that are taken again.
+    """Last thing before the first step: sets aside what lies behind `start`, tells and records what has changed, and
+    drops the rows of steps that are taken again.
 
     Raises: ConfigError or FileSystemError where run.dir cannot be written.
     """
@@ -170,12 +178,14 @@ def begin(run: Run, start: Start, checkpoints: Checkpoints, local: LocalTier | N
     if start.back:
         kept_rows = _written(directory, lambda: rows.set_aside_after(directory / rows.NAME, start.step))
         later = checkpoints.set_aside_after(start.step)
-        kept = [f"later checkpoints are kept as {', '.join(later)}"] * bool(later) + [f"later rows in {kept_rows}"] * bool(kept_rows)
+        kept = [f"later checkpoints are kept as {', '.join(later)}"] * bool(later)
+        kept += [f"later rows in {kept_rows}"] * bool(kept_rows)
         told += [f"back to step {start.step}: {', '.join(kept) or 'nothing lies behind it'}"]
     changes = list(start.changes)
     if start.skip_batches:
         changes.append(("data.skip_batches", 0, start.skip_batches))
-    told += [f"from step {start.step + 1} on: {key}={json.dumps(new)} (was {json.dumps(old)})" for key, old, new in changes]
+    told += [f"from step {start.step + 1} on: {key}={json.dumps(new)} (was {json.dumps(old)})"
+             for key, old, new in changes]
     if jax.process_index() == 0:
         for line in told:
             say.out(line)
@@ -191,7 +201,8 @@ def begin(run: Run, start: Start, checkpoints: Checkpoints, local: LocalTier | N
 
 def _written(directory: Path, write: Callable):
     """write() by process 0, with patience; every process has its value."""
-    return agree.on_first(lambda: files.attempted(write, f"run.dir={directory} cannot be written", "give a directory that can", ConfigError))
+    return agree.on_first(lambda: files.attempted(write, f"run.dir={directory} cannot be written",
+                                                  "give a directory that can", ConfigError))
 
 
 def source(directory: Path, step: int, name: str, option: str = "checkpoint.step=", *,
@@ -213,14 +224,16 @@ def source(directory: Path, step: int, name: str, option: str = "checkpoint.step
 
 
 def _done(run: Run, saved: Saved | None) -> bool:
-    """Whether this start's checkpoint.step and data.skip_batches lie behind a checkpoint already. Step 0 asks for nothing."""
+    """Whether this start's checkpoint.step and data.skip_batches lie behind a checkpoint already. Step 0 asks for
+    nothing."""
     if saved is None:
         return False
     step, skip = (saved.run[section].get(key, 0) for section, key in (("checkpoint", "step"), ("data", "skip_batches")))
     return skip == run.data.skip_batches and run.checkpoint.step in (0, step)
 
 
-def _checked(checkpoints: Checkpoints, step: int, option: str = "checkpoint.step=", *, only_params: bool = False) -> Saved:
+def _checked(checkpoints: Checkpoints, step: int, option: str = "checkpoint.step=", *,
+             only_params: bool = False) -> Saved:
     """The checkpoint that was asked for. Raises: ConfigError where it is not there, or damaged."""
     steps = checkpoints.steps()
     if step not in steps:
@@ -238,15 +251,16 @@ def _changes(run: Run, old: dict) -> tuple[tuple[str, object, object], ...]:
     refused, recorded = [], []
     for section, values in rundir.settings(run).items():
         for key, new in values.items():
-            name, was = f"{section}.{key}", old.get(section, {}).get(key, new)      # a key that is new was at its default
+            # a key that is new was at its default
+            name, was = f"{section}.{key}", old.get(section, {}).get(key, new)
             if name == "data.mixture":
                 was, new = ([one["weight"] for one in mixture] for mixture in (was, new))
             if was == new:
                 continue
             if rule(name) == STAYS:
-                refused.append(f"{name}={json.dumps(new)}, but the run in {run.run.dir} has {json.dumps(was)}; on resume the "
-                               "model, [lora], the data, optimizer.name and run.seed must stay: change it back, or give another "
-                               "run.name (checkpoint.init_from takes the weights along)")
+                refused.append(f"{name}={json.dumps(new)}, but the run in {run.run.dir} has {json.dumps(was)}; on "
+                               f"resume the model, [lora], the data, optimizer.name and run.seed must stay: change it "
+                               f"back, or give another run.name (checkpoint.init_from takes the weights along)")
             elif rule(name) == RECORDED:
                 recorded.append((name, was, new))
     if refused:

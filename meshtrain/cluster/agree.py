@@ -1,8 +1,8 @@
 """What the processes of a run decide together: collectives on small facts.
 
 One process asks the file system and all know, all stop after the same step, all have read the same. With one process
-everything here is a plain call. This module knows no run, model or data; those who call it must do so in the same order in
-every process.
+everything here is a plain call. This module knows no run, model or data; those who call it must do so in the same order
+in every process.
 """
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ INDEX_BITS, MOST_LATE_MS = 15, 65_535      # a process and its milliseconds in 3
 def on_first(function: Callable):
     """function() is run by process 0 alone; every process returns its value, which must be JSON-able.
 
-    Raises: in every process, what function() raised in process 0: ConfigError and ValueError as such (where a ValueError is
-    meant as a mistake, `user_errors` stands around the call), anything else as PeerError in the others. `told_by_first` and
-    `leave` know such an error again.
+    Raises: in every process, what function() raised in process 0: ConfigError and ValueError as such (where a
+    ValueError is meant as a mistake, `user_errors` stands around the call), anything else as PeerError in the others.
+    `told_by_first` and `leave` know such an error again.
     """
     if jax.process_count() == 1:
         return function()
@@ -48,17 +48,18 @@ def on_first(function: Callable):
         raise agreed(raised)
     if "kind" in told:
         lone = told["kind"] == "PeerError"
-        raise _again(told | {"messages": [f"process 0: {message}" if lone else message for message in told["messages"]]})
+        raise _again(told | {"messages": [f"process 0: {message}" if lone else message
+                                          for message in told["messages"]]})
     return told["value"]
 
 
 def everywhere(function: Callable):
     """function() is run by every process and each returns its own value, of any kind.
 
-    Raises: in every process, where function() raised in some. ConfigError where it did in all: the mistake is in what they
-    share, the run. A ConfigError of some alone is a fault of their hosts (a mount that is missing, a directory that cannot be
-    written), and PeerError that names them. Anything else comes out of the first process that raised it as it is, with its
-    traceback, and as PeerError of the others.
+    Raises: in every process, where function() raised in some. ConfigError where it did in all: the mistake is in what
+    they share, the run. A ConfigError of some alone is a fault of their hosts (a mount that is missing, a directory
+    that cannot be written), and PeerError that names them. Anything else comes out of the first process that raised it
+    as it is, with its traceback, and as PeerError of the others.
     """
     if jax.process_count() == 1:
         return function()
@@ -85,7 +86,8 @@ def everywhere(function: Callable):
 
 
 def same_everywhere(name: str, text: str) -> None:
-    """Raises: ConfigError in every process, with the lines that differ and who has which, unless all give the same text."""
+    """Raises: ConfigError in every process, with the lines that differ and who has which, unless all give the same
+    text."""
     holders: dict[str, list[int]] = {}
     for index, other in enumerate(exchange(text)):
         holders.setdefault(other, []).append(index)
@@ -140,12 +142,13 @@ def _gather() -> None:
         gone = lost.others(error)
         if not gone:
             raise
-        raise PeerError(f"{named(gone)} of {jax.process_count()} did not come to an agreement within {limit_s:.0f} s; look at what "
-                        f"{'it' if len(gone) == 1 else 'they'} said") from None
+        raise PeerError(f"{named(gone)} of {jax.process_count()} did not come to an agreement within {limit_s:.0f} s; "
+                        f"look at what {'it' if len(gone) == 1 else 'they'} said") from None
 
 
 def leave_word(key: str, text: str) -> None:
-    """For another process to find by `word`, from any thread, whatever the others do. Raises nothing: it may not arrive."""
+    """For another process to find by `word`, from any thread, whatever the others do. Raises nothing: it may not
+    arrive."""
     with contextlib.suppress(Exception):
         jax_private.coordination_client().key_value_set(f"meshtrain {key}", text)
 
@@ -158,9 +161,11 @@ def word(key: str) -> str:
 
 
 def part(timeout_s: float = 5.0) -> None:
-    """Before this process ends at once: waits for those that were told to stop as well, while all others compile or read.
+    """Before this process ends at once: waits for those that were told to stop as well, while all others compile or
+    read.
 
-    The moment that process 0 is gone, jax aborts the rest: it goes last. Raises nothing: alone it has waited long enough.
+    The moment that process 0 is gone, jax aborts the rest: it goes last. Raises nothing: alone it has waited long
+    enough.
     """
     if jax.distributed.is_initialized():
         with contextlib.suppress(Exception):
@@ -172,9 +177,9 @@ class StopAgreement:
     """All processes stop after the same step, the one after that in which one of them wished to;
     and they know who came last to it.
 
-    The wishes of a step are read a step later, when they have long arrived: nobody waits. Moves 12 bytes per device and step.
-    late: (process, seconds) of the step that was read last: whose host came latest, by how much more than the least late of
-    all; None: not known.
+    The wishes of a step are read a step later, when they have long arrived: nobody waits. Moves 12 bytes per device and
+    step. late: (process, seconds) of the step that was read last: whose host came latest, by how much more than the
+    least late of all; None: not known.
     """
 
     def __init__(self):
@@ -187,24 +192,28 @@ class StopAgreement:
         self._shape, self._split = (len(devices), 3), NamedSharding(mesh, PartitionSpec("devices"))
         self._on_time = {wish: self._placed(wish, 0) for wish in (False, True)}
         with jax.set_mesh(mesh):        # the run's mesh, in force around this, may have the devices in another order
-            self._most = jax.jit(lambda rows: jnp.max(rows, 0), out_shardings=NamedSharding(mesh, PartitionSpec())).lower(
+            self._most = jax.jit(lambda rows: jnp.max(rows, 0),
+                                 out_shardings=NamedSharding(mesh, PartitionSpec())).lower(
                 self._on_time[False]).compile()
 
     def _placed(self, wish: bool, late_ms: int) -> jax.Array:
-        """Of this process's devices; the maximum over all tells the wish, who is latest and by how much, and the least late."""
+        """Of this process's devices; the maximum over all tells the wish, who is latest and by how much, and the least
+        late."""
         row = np.array([[wish, late_ms << INDEX_BITS | jax.process_index() % (1 << INDEX_BITS), -late_ms]], np.int32)
         return jax.make_array_from_callback(self._shape, self._split, lambda index: row)
 
     def reached(self, wish: bool, late_s: float | None = None) -> bool:
         """Called by every process once a step: whether all stop now. With one process that is its wish.
 
-        late_s: how long this process's devices had nothing to do until it came; None, in all processes alike: not known.
+        late_s: how long this process's devices had nothing to do until it came; None, in all processes alike: not
+        known.
         """
         if jax.process_count() == 1:
             return wish
         late_ms = min(int(1e3 * (late_s or 0.0)), MOST_LATE_MS)
         before, told = self._before, self._told
-        self._before, self._told = self._most(self._placed(wish, late_ms) if late_ms else self._on_time[bool(wish)]), late_s is not None
+        self._before, self._told = self._most(self._placed(wish, late_ms) if late_ms else
+                                              self._on_time[bool(wish)]), late_s is not None
         if before is None:
             return False
         stop, latest, least = map(int, jax.device_get(before))

@@ -1,9 +1,9 @@
 """Which process of how many this is: from flags, or the environment that a launcher made.
 
-[distributed] wins. Then what names a process in words of its own: JAX_PROCESS_ID and its kin (Kubeflow), RANK and its kin
-(torchrun, and scripts written for PyTorch). Then Open MPI, then Slurm. Two that name this process differently are refused,
-because either may be a variable that a batch script exported once for all its tasks; torchrun alone may stand below
-another launcher, whose task it then divides. This module knows no run, model or data, and starts nothing.
+[distributed] wins. Then what names a process in words of its own: JAX_PROCESS_ID and its kin (Kubeflow), RANK and its
+kin (torchrun, and scripts written for PyTorch). Then Open MPI, then Slurm. Two that name this process differently are
+refused, because either may be a variable that a batch script exported once for all its tasks; torchrun alone may stand
+below another launcher, whose task it then divides. This module knows no run, model or data, and starts nothing.
 """
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ SLURM_OWN_STEPS = 0xFFFFFFF0    # step ids from here up are Slurm's own: the bat
 JAX = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_COORDINATOR_ADDRESS")
 TORCH = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
 LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-# What is the same in all processes of a start and in no other start: of launch.pod, and of launchers that tell who we are.
-# Flags may join the tasks of two jobs, so of theirs nothing counts then; srun's step may be one of several of a start.
+# What is the same in all processes of a start and in no other start: of launch.pod, and of launchers that tell who we
+# are. Flags may join the tasks of two jobs, so of theirs nothing counts then; srun's step may be one of several of a
+# start.
 OWN_STARTS = ("MESHTRAIN_START",)
 STARTS = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID")
 
@@ -57,7 +58,8 @@ class Cluster:
 
 
 def cluster(section, environ: Mapping[str, str]) -> Cluster | None:
-    """The cluster that [distributed] or, where that is empty, a launcher's environment describes; None = a single process.
+    """The cluster that [distributed] or, where that is empty, a launcher's environment describes; None = a single
+    process.
 
     section: coordinator_address, num_processes and process_id of a sound run. coordinator_address alone moves the
     meeting place of what a launcher describes; so does JAX_COORDINATOR_ADDRESS alone.
@@ -70,8 +72,9 @@ def cluster(section, environ: Mapping[str, str]) -> Cluster | None:
         found = _of_environment(environ, address)
         found = found and dataclasses.replace(found, token=_token(environ, (*OWN_STARTS, *STARTS)))
     if address and found is None:
-        raise ConfigError(f"distributed.coordinator_address={address} is for several processes, and no launcher's environment "
-                          "tells which of them this is; give distributed.num_processes and distributed.process_id too")
+        raise ConfigError(f"distributed.coordinator_address={address} is for several processes, and no launcher's "
+                          f"environment tells which of them this is; give distributed.num_processes and "
+                          f"distributed.process_id too")
     return found if found is not None and found.count > 1 else None
 
 
@@ -80,7 +83,8 @@ def _of_environment(environ: Mapping[str, str], address: str) -> Cluster | None:
     # mpirun starts its daemons by srun, so below it both environments are there, and Slurm's is that of the daemon.
     launcher = ("mpirun" if "OMPI_COMM_WORLD_RANK" in environ else
                 "srun" if "SLURM_PROCID" in environ and _slurm_step(environ) < SLURM_OWN_STEPS else None)
-    named = {words: found for words, found in ((JAX, _jax(environ, address, launcher)), (TORCH, _torch(environ, address, launcher)))
+    named = {words: found for words, found in ((JAX, _jax(environ, address, launcher)),
+                                               (TORCH, _torch(environ, address, launcher)))
              if found is not None}
     places = [(_said(environ, words[:2]), found.count, found.index) for words, found in named.items()]
     if launcher is not None and "TORCHELASTIC_RUN_ID" not in environ:
@@ -92,8 +96,9 @@ def _of_environment(environ: Mapping[str, str], address: str) -> Cluster | None:
     if len({place[1:] for place in places}) > 1:
         raise ConfigError(f"the environment describes this process in {len(places)} ways that contradict each other: "
                           f"{'; '.join(said for said, _, _ in places)}; unset the variables that are not meant "
-                          "(a batch script that exports them gives every task the same), or give --distributed.coordinator_address, "
-                          "--distributed.num_processes and --distributed.process_id, which win")
+                          "(a batch script that exports them gives every task the same), or give "
+                          "--distributed.coordinator_address, --distributed.num_processes and "
+                          "--distributed.process_id, which win")
     if named:
         return next(iter(named.values()))
     address = address or _address(environ)
@@ -111,8 +116,8 @@ def _jax(environ: Mapping[str, str], address: str, launcher: str | None) -> Clus
 
 
 def _torch(environ: Mapping[str, str], address: str, launcher: str | None) -> Cluster | None:
-    """What torchrun and Kubeflow's PyTorch runtime set. Below srun and mpirun batch scripts export all but RANK, for every
-    task: that names nobody, and is left alone."""
+    """What torchrun and Kubeflow's PyTorch runtime set. Below srun and mpirun batch scripts export all but RANK, for
+    every task: that names nobody, and is left alone."""
     if not any(name in environ for name in TORCH) or launcher and "RANK" not in environ:
         return None
     _whole_or_nothing(environ, TORCH, address)
@@ -137,16 +142,16 @@ def _local_rank(environ: Mapping[str, str]) -> tuple[int, ...] | None:
         return gpus.own(index, local_count, environ)
     index, seen = _whole(environ, "LOCAL_RANK"), len(gpus.visible(environ))
     if 1 < seen <= index:
-        raise ConfigError(f"LOCAL_RANK={index} has no GPU of its own: this process sees {seen}; start at most {seen} processes per "
-                          "host, or set LOCAL_WORLD_SIZE, by which the GPUs are divided")
+        raise ConfigError(f"LOCAL_RANK={index} has no GPU of its own: this process sees {seen}; start at most {seen} "
+                          f"processes per host, or set LOCAL_WORLD_SIZE, by which the GPUs are divided")
     return None if seen == 1 else (index,)
 
 
 def _address(environ: Mapping[str, str]) -> str:
     address = environ.get("JAX_COORDINATOR_ADDRESS", "")
     if address and not config.is_address(address):
-        raise ConfigError(f"JAX_COORDINATOR_ADDRESS={address} is not HOST:PORT; use e.g. node1:12345, with a port that is "
-                          "free on that host")
+        raise ConfigError(f"JAX_COORDINATOR_ADDRESS={address} is not HOST:PORT; use e.g. node1:12345, with a port that "
+                          f"is free on that host")
     return address
 
 
@@ -157,21 +162,22 @@ def _whole_or_nothing(environ: Mapping[str, str], names: Sequence[str], address:
         missing = [name for name in missing if name not in ("JAX_COORDINATOR_ADDRESS", "MASTER_ADDR", "MASTER_PORT")]
     if missing:
         raise ConfigError(f"{_said(environ, names)} describe one process together with {', '.join(missing)}, which "
-                          f"{'is' if len(missing) == 1 else 'are'} not set; set all of {', '.join(names)}, or none for a single "
-                          "process")
+                          f"{'is' if len(missing) == 1 else 'are'} not set; set all of {', '.join(names)}, or none for "
+                          f"a single process")
 
 
 def _place(environ: Mapping[str, str], count_name: str, index_name: str) -> tuple[int, int]:
     count, index = _whole(environ, count_name), _whole(environ, index_name)
     if not 0 <= index < count:
-        raise ConfigError(f"{index_name}={index} is not one of {count_name}={count} processes; they are counted from 0 to "
-                          f"{count_name} - 1")
+        raise ConfigError(f"{index_name}={index} is not one of {count_name}={count} processes; they are counted from 0 "
+                          f"to {count_name} - 1")
     return count, index
 
 
 def _whole(environ: Mapping[str, str], name: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", environ.get(name, "").strip()):
-        raise ConfigError(f"{name}={environ.get(name, '')} is no whole number; correct it, or unset it where no launcher has set it")
+        raise ConfigError(f"{name}={environ.get(name, '')} is no whole number; correct it, or unset it where no "
+                          f"launcher has set it")
     return int(environ[name])
 
 
@@ -196,7 +202,8 @@ def _slurm(environ: Mapping[str, str], address: str) -> Cluster:
     nodes = environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]
     host = "127.0.0.1" if local_count == count else _first_host(nodes)
     # A job that is requeued may find its old port held still, by a process that could not be killed.
-    job = ".".join((environ.get("SLURM_JOB_ID", "0"), environ["SLURM_STEP_ID"], environ.get("SLURM_RESTART_COUNT", "0")))
+    job = ".".join((environ.get("SLURM_JOB_ID", "0"), environ["SLURM_STEP_ID"],
+                    environ.get("SLURM_RESTART_COUNT", "0")))
     return Cluster(address or f"{host}:{_port(job)}", count,
                    int(environ["SLURM_PROCID"]), gpus.own(int(environ.get("SLURM_LOCALID", 0)), local_count, environ))
 
@@ -210,10 +217,12 @@ def _open_mpi(environ: Mapping[str, str], address: str) -> Cluster:
         jobs = [environ[key] for key in sorted(environ) if key == "PMIX_NAMESPACE" or key.startswith("PMIX_SERVER_URI")]
         listens = re.search(r"tcp6?://(?:\[([^],]+)|([^,:]+))", uri)
         named = next(filter(None, (re.match(r"prte(?:run)?-(.+)-\d+@", job) for job in jobs)), None)
-        host = "127.0.0.1" if local_count == count else listens[1] or listens[2] if listens else named[1] if named else None
+        host = ("127.0.0.1" if local_count == count else listens[1] or listens[2] if listens else
+                named[1] if named else None)
         if host is None:
             raise ConfigError(f"mpirun started {count} processes and does not tell where process 0 is; "
-                              "give --distributed.coordinator_address HOST:PORT, with a free port of the host of rank 0")
+                              "give --distributed.coordinator_address HOST:PORT, with a free port of the host of "
+                              "rank 0")
         job = uri.split(";")[0] or (named[0] if named else jobs[0] if jobs else "")
         address = f"{f'[{host}]' if ':' in host else host}:{_port(job)}"
     return Cluster(address, count, int(environ["OMPI_COMM_WORLD_RANK"]), own)

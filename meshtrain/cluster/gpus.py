@@ -1,7 +1,7 @@
 """Assigns a host's GPUs to its processes, evenly.
 
-A launcher may have bound each process to its own GPUs already (`srun --gpus-per-task`); such a process takes all it sees.
-This module starts no driver and knows no run.
+A launcher may have bound each process to its own GPUs already (`srun --gpus-per-task`); such a process takes all it
+sees. This module starts no driver and knows no run.
 """
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from meshtrain.config import ConfigError
 
 
 def visible(environ: Mapping[str, str]) -> list[str]:
-    """The names of the GPUs that a process may use, without starting a driver; empty also where they cannot be counted."""
+    """The names of the GPUs that a process may use, without starting a driver; empty also where they cannot be
+    counted."""
     for variable in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         if variable in environ:
             return [gpu for gpu in environ[variable].split(",") if gpu not in ("", "-1", "NoDevFiles")]
@@ -33,8 +34,9 @@ def own(local_index: int, local_count: int, environ: Mapping[str, str]) -> tuple
     if not seen:    # counted by nobody: one process per GPU, as jax itself assumes
         return (local_index,)
     if seen % local_count:
-        raise ConfigError(f"{local_count} processes on {socket.gethostname()} cannot share its {seen} GPUs evenly; start "
-                          f"{_divisors(seen)} per host, or show them a multiple of {local_count} (CUDA_VISIBLE_DEVICES)")
+        raise ConfigError(f"{local_count} processes on {socket.gethostname()} cannot share its {seen} GPUs evenly; "
+                          f"start {_divisors(seen)} per host, or show them a multiple of {local_count} "
+                          f"(CUDA_VISIBLE_DEVICES)")
     each = seen // local_count
     return tuple(range(local_index * each, (local_index + 1) * each))
 
@@ -43,8 +45,8 @@ def divided(gpus: Sequence[str], count: int) -> list[list[str]]:
     """The GPUs of each of `count` processes. Raises: ConfigError where they do not divide."""
     if not gpus or len(gpus) % count:
         remedy = f"use {_divisors(len(gpus))}" if gpus else "use one process"
-        raise ConfigError(f"--processes {count} cannot share {len(gpus)} GPUs evenly; {remedy}, or mesh.simulated_devices "
-                          "to try it on the CPU")
+        raise ConfigError(f"--processes {count} cannot share {len(gpus)} GPUs evenly; {remedy}, or "
+                          f"mesh.simulated_devices to try it on the CPU")
     each = len(gpus) // count
     return [list(gpus[i * each:(i + 1) * each]) for i in range(count)]
 
@@ -65,12 +67,14 @@ def _share(ones: tuple[tuple[int, int], ...], hosts: list[str]) -> str:
     each = " + ".join(dict.fromkeys(str(took) for took, _ in ones))
     where = hosts[0] if len(hosts) == 1 else f"each of {len(hosts)} hosts"
     idle = f"; {seen - took} of its {seen} visible GPUs stay idle" if took < seen else ""
-    return f"{len(ones)} process{'es' if len(ones) > 1 else ''} on {where} took {each} GPU{'s' if each != '1' else ''} each{idle}"
+    return (f"{len(ones)} process{'es' if len(ones) > 1 else ''} on {where} took {each} "
+            f"GPU{'s' if each != '1' else ''} each{idle}")
 
 
 def _bound(seen: int, local_count: int, environ: Mapping[str, str]) -> bool:
     """Whether a launcher has shown this process its own GPUs alone."""
-    numbers = (re.search(r"\d+$", environ.get(name, "")) for name in ("SLURM_GPUS_PER_TASK", "SLURM_GPUS_ON_NODE"))  # a100:4
+    # a100:4
+    numbers = (re.search(r"\d+$", environ.get(name, "")) for name in ("SLURM_GPUS_PER_TASK", "SLURM_GPUS_ON_NODE"))
     per_task, on_node = (int(number[0]) if number else 0 for number in numbers)
     return 0 < seen < max(local_count, on_node) or 0 < seen == per_task
 

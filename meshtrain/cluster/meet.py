@@ -1,8 +1,8 @@
 """All processes of a run meet at one port before jax does: jax aborts without naming who is missing.
 
-Each says which start of which run it belongs to. A process of another one (an older start that still ends, another job at the
-same port) is closed like a browser, and told. That is no secret: who can reach the port can disturb the run. This module knows
-no run, model or data.
+Each says which start of which run it belongs to. A process of another one (an older start that still ends, another job
+at the same port) is closed like a browser, and told. That is no secret: who can reach the port can disturb the run.
+This module knows no run, model or data.
 """
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def meet(cluster: Cluster, timeout_s: float) -> None:
 def start(cluster: Cluster, timeout_s: float, heartbeat_timeout_s: int) -> None:
     """Brings jax up as one process of the cluster. No backend may run yet. Raises: as `meet`.
 
-    timeout_s: for the meeting, and again for jax, whose own service the processes then join. heartbeat_timeout_s: a process
-    that has stood still for so long is lost, and all end.
+    timeout_s: for the meeting, and again for jax, whose own service the processes then join. heartbeat_timeout_s: a
+    process that has stood still for so long is lost, and all end.
     """
     meet(cluster, timeout_s)
     # Its handler would take SIGTERM away from ours; orbax treats it as absent.
@@ -99,7 +99,8 @@ def _receive(cluster: Cluster, timeout_s: float) -> None:
             for connection in [key.fileobj for key, _ in selector.select(max(min(deadline, tell_at) - now, 0))]:
                 if connection is listener:
                     with contextlib.suppress(OSError):      # no more of them, or it has gone again
-                        while True:     # the system keeps a few thousand that are not accepted, and lets others try again
+                        # the system keeps a few thousand that are not accepted, and lets others try again
+                        while True:
                             connection = stack.enter_context(listener.accept()[0])
                             connection.setblocking(False)
                             unread[connection] = b""
@@ -117,7 +118,8 @@ def _receive(cluster: Cluster, timeout_s: float) -> None:
                     arrived[about["index"]] = connection, about
                     deadline = min(deadline, time.monotonic() + about["left_s"])
                 elif not received or not _may_become(HELLO, unread[connection]):
-                    # It has gone, or is somebody else's: another run's, a scanner, a browser. A peer that lives comes again.
+                    # It has gone, or is somebody else's: another run's, a scanner, a browser. A peer that lives comes
+                    # again.
                     arrived = {index: peer for index, peer in arrived.items() if peer[0] is not connection}
                     selector.unregister(connection)
                     connection.close()
@@ -141,7 +143,8 @@ def _contradiction(cluster: Cluster, about: dict, before: dict | None) -> str | 
     index, first = about["index"], _about(cluster)
     if about["count"] != cluster.count:
         return (f"process {index} ({_where(about)}) has distributed.num_processes={about['count']}, and process 0 "
-                f"({_where(first)}) has {cluster.count}; start all with the same number, and see that no older start is left")
+                f"({_where(first)}) has {cluster.count}; start all with the same number, and see that no older start "
+                f"is left")
     if index == 0 or before is not None and _where(before) != _where(about):
         return (f"distributed.process_id={index} came twice: {_where(before or first)} and {_where(about)}; "
                 f"give each process its own, 0 to {cluster.count - 1}, and see that no older start is left")
@@ -155,10 +158,11 @@ def _arrive(cluster: Cluster, timeout_s: float) -> None:
     while (left_s := deadline - time.monotonic()) > 0:
         if cluster.index == 1 and not told and timeout_s - left_s >= TELL_AFTER_S:      # one for all
             told = True
-            _tell(f"still waiting, up to {left_s:.0f} s more: process 0 of {cluster.count} has not come to {cluster.coordinator} "
-                  f"within {timeout_s - left_s:.0f} s ({why})")
+            _tell(f"still waiting, up to {left_s:.0f} s more: process 0 of {cluster.count} has not come to "
+                  f"{cluster.coordinator} within {timeout_s - left_s:.0f} s ({why})")
         try:
-            with socket.create_connection((_loopback(cluster) or cluster.host, cluster.port), min(left_s, 5)) as connection:
+            with socket.create_connection((_loopback(cluster) or cluster.host, cluster.port),
+                                          min(left_s, 5)) as connection:
                 connection.sendall(HELLO + json.dumps(_about(cluster) | {"left_s": left_s}).encode() + b"\n")
                 connection.settimeout(left_s + 5)       # process 0 keeps the time, and knows who else is missing
                 line = connection.makefile("rb").readline(LINE_BYTES)
@@ -172,16 +176,17 @@ def _arrive(cluster: Cluster, timeout_s: float) -> None:
                 return
             why = "what listens there is no process of meshtrain" if line else "it was there and went away"
         time.sleep(min(0.2, max(deadline - time.monotonic(), 0)))
-    raise PeerError(f"process 0 of {cluster.count} did not come to {cluster.coordinator} within {timeout_s:g} s ({why}); "
-                    f"this is process {cluster.index} ({_where(_about(cluster))}). Look at what process 0 said, and whether "
-                    "it runs on that host and the port can be reached from here")
+    raise PeerError(f"process 0 of {cluster.count} did not come to {cluster.coordinator} within {timeout_s:g} s "
+                    f"({why}); this is process {cluster.index} ({_where(_about(cluster))}). Look at what process 0 "
+                    f"said, and whether it runs on that host and the port can be reached from here")
 
 
 def _listen(cluster: Cluster) -> socket.socket:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 4 * cluster.count + 256        # a connection of each peer, here and in jax's own service
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE,
+                           (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
     address, options = (_loopback(cluster) or "", cluster.port), {"backlog": cluster.count}
     if ":" in address[0]:
         options["family"] = socket.AF_INET6
@@ -191,8 +196,8 @@ def _listen(cluster: Cluster) -> socket.socket:
         listener = socket.create_server(address, **options)
     except OSError as error:
         raise PeerError(f"distributed.coordinator_address={cluster.coordinator}: process 0 cannot listen there "
-                        f"({error.strerror}); start again, which takes another port where the launcher chooses it, or give a "
-                        "port that is free on its host, and see that no older run still holds it") from None
+                        f"({error.strerror}); start again, which takes another port where the launcher chooses it, or "
+                        f"give a port that is free on its host, and see that no older run still holds it") from None
     listener.setblocking(False)
     return listener
 
@@ -258,7 +263,8 @@ def _missing(cluster: Cluster, here: list[dict], timeout_s: float, strangers: li
     return (f"{named(missing)} of {cluster.count} did not come to {cluster.coordinator} within {timeout_s:g} s; "
             f"there {'is' if len(came) == 1 else 'are'} {_listed([came[index] for index in sorted(came)])}. "
             "Look at what the missing said, and whether their hosts reach that address"
-            + (f". Turned away, because this is {cluster.token or 'no job'}: {_listed(strangers)}" if strangers else ""))
+            + (f". Turned away, because this is {cluster.token or 'no job'}: {_listed(strangers)}"
+               if strangers else ""))
 
 
 def named(indices: Sequence[int | str]) -> str:

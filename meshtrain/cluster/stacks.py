@@ -1,16 +1,17 @@
 """What each process of a run was doing when it hung: one file a process in run.dir/stacks, and who the culprit is.
 
 A process that waits for the others stands in a collective, a barrier or an agreement; the one that they wait for stands
-somewhere else, or has left no stacks at all because it is stopped. This module reads and writes files; it starts nothing.
+somewhere else, or has left no stacks at all because it is stopped. This module reads and writes files; it starts
+nothing.
 
-    process-<i>.txt   the first HEAD bytes: a line of words, a line of JSON (the fields of `ProcessState`), blanks; then stacks as
-                      faulthandler writes them, more than once perhaps
+    process-<i>.txt   the first HEAD bytes: a line of words, a line of JSON (the fields of `ProcessState`), blanks; then
+                      stacks as faulthandler writes them, more than once perhaps
     try-<k>/          the same of an earlier start of the run, the newest KEPT_TRIES of them
 
 state: "runs" (nothing happened; also where the process was killed or stopped, or held the interpreter's lock when its C
-watchdog fired: then stacks follow all the same) · "hangs" (its watchdog fired) · "ends" (so it did, and this process has seen
-the stacks of all others) · "failed" (an error of its own, in `words`) · "lost" (it failed because others had gone: a victim,
-`words` says of whom where that is known).
+watchdog fired: then stacks follow all the same) · "hangs" (its watchdog fired) · "ends" (so it did, and this process
+has seen the stacks of all others) · "failed" (an error of its own, in `words`) · "lost" (it failed because others had
+gone: a victim, `words` says of whom where that is known).
 """
 from __future__ import annotations
 
@@ -30,10 +31,13 @@ from typing import NamedTuple
 HEAD = 1024         # bytes: words and JSON are rewritten in place, the stacks stand behind
 KEPT_TRIES = 5
 # Where a thread waits for other processes: (end of the file's name, function, or "" for any in it).
-WAITING = [("meshtrain/cluster/agree.py", name) for name in ("exchange", "_broadcast", "part", "reached", "_gather")] + [
-    ("meshtrain/cluster/meet.py", ""), ("jax/experimental/multihost_utils.py", ""), ("orbax/checkpoint/_src/multihost/multihost.py", ""),
+WAITING = [("meshtrain/cluster/agree.py", name)
+           for name in ("exchange", "_broadcast", "part", "reached", "_gather")] + [
+    ("meshtrain/cluster/meet.py", ""), ("jax/experimental/multihost_utils.py", ""),
+    ("orbax/checkpoint/_src/multihost/multihost.py", ""),
     ("jax/_src/array.py", "_value"), ("jax/_src/array.py", "block_until_ready"), ("jax/_src/array.py", "__array__"),
-    ("jax/_src/api.py", "device_get"), ("jax/_src/api.py", "block_until_ready"), ("jax/_src/interpreters/pxla.py", "__call__"),
+    ("jax/_src/api.py", "device_get"), ("jax/_src/api.py", "block_until_ready"),
+    ("jax/_src/interpreters/pxla.py", "__call__"),
     ("jax/_src/distributed.py", "shutdown")]
 JOINS = (("threading.py", "join"), ("threading.py", "_wait_for_tstate_lock"), ("threading.py", "wait"),
          ("concurrent/futures/_base.py", "result"))
@@ -53,8 +57,8 @@ class StackFrame(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ProcessState:
-    """What a process writes of itself. since: wall clock, seconds. moment: grows with every phase, alike in all processes, so
-    that the lowest is behind. main: its main thread, as stacks name it."""
+    """What a process writes of itself. since: wall clock, seconds. moment: grows with every phase, alike in all
+    processes, so that the lowest is behind. main: its main thread, as stacks name it."""
     process: int
     count: int
     host: str
@@ -68,8 +72,8 @@ class ProcessState:
     words: str = ""
 
     def head(self) -> bytes:
-        line = (f"process {self.process} of {self.count} on {self.host}, pid {self.pid}: {self.phase} since {at(self.since)}"
-                f"{' · ' * bool(self.words)}{self.words}")
+        line = (f"process {self.process} of {self.count} on {self.host}, pid {self.pid}: {self.phase} since "
+                f"{at(self.since)}{' · ' * bool(self.words)}{self.words}")
         fields = dataclasses.asdict(self) | {"words": self.words[:200].encode("ascii", "replace").decode()}
         body = f"{line.splitlines()[0][:HEAD - 600]}\n{json.dumps(fields, ensure_ascii=True)}\n".encode()
         return body[:HEAD - 1].ljust(HEAD - 1) + b"\n"
@@ -77,8 +81,8 @@ class ProcessState:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """One process's file. threads: of its first stacks, the innermost frame first; None: it left none. fatal: what it crashed
-    by. locked: its C watchdog fired, because nothing of Python ran any more."""
+    """One process's file. threads: of its first stacks, the innermost frame first; None: it left none. fatal: what it
+    crashed by. locked: its C watchdog fired, because nothing of Python ran any more."""
     state: ProcessState
     threads: dict[str, list[StackFrame]] | None
     fatal: str
@@ -98,7 +102,8 @@ class Report:
         """Whether it waits for other processes: in its main thread, or in one that its main thread waits for."""
         if any(map(_waiting, self.main)):
             return True
-        return _joining(self.main) and any(_waiting(frame) for frames in (self.threads or {}).values() for frame in frames)
+        return _joining(self.main) and any(_waiting(frame) for frames in (self.threads or {}).values()
+                                           for frame in frames)
 
     @property
     def where(self) -> str:
@@ -111,7 +116,8 @@ class Report:
         """In words that follow "process 1": hangs or waits, in which phase, since when and where."""
         waits = self.waits and not self.locked
         holds = ", and holds the interpreter's lock" if self.locked else ""
-        return f"{'waits for the others' if waits else 'hangs'} in {self.state.phase} since {at(self.state.since)}{self.where}{holds}"
+        return (f"{'waits for the others' if waits else 'hangs'} in {self.state.phase} since "
+                f"{at(self.state.since)}{self.where}{holds}")
 
 
 def at(wall: float) -> str:
@@ -119,7 +125,8 @@ def at(wall: float) -> str:
 
 
 def begin(directory: Path) -> str:
-    """By one process, before any of them writes: puts the stacks of earlier starts away; returns a name for this start."""
+    """By one process, before any of them writes: puts the stacks of earlier starts away; returns a name for this
+    start."""
     directory.mkdir(parents=True, exist_ok=True)
     earlier = read(directory)
     if any(report.threads is not None or report.state.state != "runs" for report in earlier.values()):
@@ -150,7 +157,8 @@ def of(directory: Path, index: int, attempt: str) -> Report | None:
 
 
 def culprit(directory: Path | str, since: float = 0.0) -> tuple[int, str] | None:
-    """(process, what it was doing) of the one that the others waited for or died of; None: nothing tells, or all wait alike.
+    """(process, what it was doing) of the one that the others waited for or died of; None: nothing tells, or all wait
+    alike.
 
     directory: run.dir/stacks. since: wall clock in seconds, e.g. when this try was started; older files say nothing.
     """
@@ -159,8 +167,10 @@ def culprit(directory: Path | str, since: float = 0.0) -> tuple[int, str] | None
     failed = [report for report in reports.values() if report.state.state == "failed"]
     fired = [report for report in reports.values() if report.fired]
     stuck = [report for report in fired if report.locked or not report.waits]
-    silent = [report for report in reports.values() if report.threads is None and report.state.state == "runs"] if fired else []
-    for suspects, words in ((crashed, _crashed), (failed, _failed), (stuck, lambda report: report.doing), (silent, _silent)):
+    silent = [report for report in reports.values() if report.threads is None
+              and report.state.state == "runs"] if fired else []
+    for suspects, words in ((crashed, _crashed), (failed, _failed), (stuck, lambda report: report.doing),
+                            (silent, _silent)):
         if suspects:
             first = min(suspects, key=lambda report: (report.state.moment, report.state.process))
             return first.state.process, words(first)
@@ -171,12 +181,14 @@ def _report_in(path: Path, since: float = 0.0) -> Report | None:
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, IndexError):     # gone again, or torn
         if path.stat().st_mtime >= since:
             data = path.read_bytes()
-            return report(ProcessState(**json.loads(data[:HEAD].decode().splitlines()[1])), data[HEAD:].decode(errors="replace"))
+            return report(ProcessState(**json.loads(data[:HEAD].decode().splitlines()[1])),
+                          data[HEAD:].decode(errors="replace"))
     return None
 
 
 def died(directory: Path) -> tuple[int, str] | None:
-    """(process, how) of one of this host that has gone without a word, by kill -9 as a rule; None: nobody of this host has.
+    """(process, how) of one of this host that has gone without a word, by kill -9 as a rule; None: nobody of this host
+    has.
 
     Each process holds a lock on its file while it lives. Of other hosts it is not asked:
     not every file system passes locks on."""
@@ -203,7 +215,8 @@ def _failed(report: Report) -> str:
 
 
 def _silent(report: Report) -> str:
-    return f"left no stacks of {report.state.phase}: it is stopped, or its host is gone (pid {report.state.pid} on {report.state.host})"
+    return (f"left no stacks of {report.state.phase}: it is stopped, or its host is gone (pid {report.state.pid} on "
+            f"{report.state.host})")
 
 
 def _threads(text: str) -> dict[str, list[StackFrame]] | None:

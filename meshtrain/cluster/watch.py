@@ -1,14 +1,14 @@
 """A watchdog in every process: whoever makes no progress in time leaves its stacks and ends, and the culprit is named.
 
-Each phase of a run has its limit: start, compile, restore, save by a key each, a step by LONGER_THAN_MEDIAN times the median of
-the steps before it, at least LEAST_STEP_S. A thread looks every LOOK_S; where the phase has lasted too long it writes what all
-threads of this process are doing into run.dir/stacks (`cluster.stacks`), waits for the others' watchdogs, which fire within the
-same moments because all wait for one, until process 0 has seen the stacks of all, at most WINDOW_S, and ends the process with
-exit code 1. Should the interpreter's lock be held, so that no thread of Python runs, faulthandler's C thread writes and ends in
-its place, a little later.
+Each phase of a run has its limit: start, compile, restore, save by a key each, a step by LONGER_THAN_MEDIAN times the
+median of the steps before it, at least LEAST_STEP_S. A thread looks every LOOK_S; where the phase has lasted too long
+it writes what all threads of this process are doing into run.dir/stacks (`cluster.stacks`), waits for the others'
+watchdogs, which fire within the same moments because all wait for one, until process 0 has seen the stacks of all, at
+most WINDOW_S, and ends the process with exit code 1. Should the interpreter's lock be held, so that no thread of Python
+runs, faulthandler's C thread writes and ends in its place, a little later.
 
-jax's own heartbeats come from a C++ thread: they see a process that is dead or stopped, never one whose Python or collective is
-stuck. This module knows no run and no model.
+jax's own heartbeats come from a C++ thread: they see a process that is dead or stopped, never one whose Python or
+collective is stuck. This module knows no run and no model.
 """
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from meshtrain.config import ConfigError
 
 LEAST_STEP_S, LONGER_THAN_MEDIAN = 60.0, 10.0
 LOOK_S = 1.0
-WINDOW_S = 8.0      # from the first watchdog's stacks to the end, at most: the others' fire, and a lock that is held shows itself
+# from the first watchdog's stacks to the end, at most: the others' fire, and a lock that is held shows itself
+WINDOW_S = 8.0
 LOCK_HELD_S = 4.0   # so much later the C thread fires; within the window of those that wait
 LISTEN_S = 0.25     # between two looks for the stacks of others, at least
 LAST_S = 1.0        # process 0 ends so long after it has seen all stacks: jax aborts those that are still there
@@ -63,8 +64,8 @@ class PhaseLimits:
 
 @dataclasses.dataclass(frozen=True)
 class _Now:
-    """The phase of this process. kind: of its limit, as in KEYS. limit_s: infinite where nothing ends it. began: monotonic;
-    since: wall clock."""
+    """The phase of this process. kind: of its limit, as in KEYS. limit_s: infinite where nothing ends it. began:
+    monotonic; since: wall clock."""
     phase: str
     kind: str
     limit_s: float
@@ -105,15 +106,16 @@ class Watchdog:
             self._note()
 
     def step(self, number: int) -> None:
-        """Another step begins. The first loads programs and connects devices while the second waits: they have the time of a
-        compile."""
+        """Another step begins. The first loads programs and connects devices while the second waits: they have the time
+        of a compile."""
         self.enter(f"step {number}", "step" if len(self._steps_s) + self._in_step >= 2 else "compile")
         self._in_step = True
 
     def progress(self) -> None:
         """What lasts longer than its pieces has come a piece further: the time of the phase begins anew."""
         if not self._in_step:
-            self._now = dataclasses.replace(self._now, began=time.monotonic(), since=time.time(), moment=self._now.moment + 1)
+            self._now = dataclasses.replace(self._now, began=time.monotonic(), since=time.time(),
+                                            moment=self._now.moment + 1)
 
     def _limit_s(self, kind: str) -> float:
         limit_s = getattr(self.limits, kind) if kind else -1
@@ -156,7 +158,8 @@ class Watchdog:
         if isinstance(error, ConfigError) or getattr(error, "agreed", False):
             return False
         gone = lost.others(error)
-        words = f"{type(error).__name__}: {error}" if gone is None else f"lost {named(gone) if gone else 'other processes'}"
+        words = (f"{type(error).__name__}: {error}" if gone is None else
+                 f"lost {named(gone) if gone else 'other processes'}")
         with contextlib.suppress(OSError):
             os.pwrite(self._file.fileno(), self._state("failed" if gone is None else "lost", words).head(), 0)
             found = stacks.culprit(self._directory) or stacks.died(self._directory) if gone == [] else None
@@ -173,7 +176,8 @@ class Watchdog:
     def suspend(self) -> None:
         """Stops this process, as Ctrl-Z asks, until it is continued; the time until then counts for nothing."""
         with self._firing:
-            faulthandler.cancel_dump_traceback_later()      # its clock runs on, and it would end the process when that continues
+            # its clock runs on, and it would end the process when that continues
+            faulthandler.cancel_dump_traceback_later()
             stopped = time.monotonic()
             os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(0.1)     # the stop may come a moment after the call
@@ -211,17 +215,19 @@ class Watchdog:
                 self._note_aside()
 
     def _watch_clock(self) -> None:
-        """The clock's lead over the time since the machine began is constant unless somebody sets the clock: then that is said.
-        jax's service, in process 0, reads the clock, and takes all processes for dead, this one too, within a second."""
+        """The clock's lead over the time since the machine began is constant unless somebody sets the clock: then that
+        is said. jax's service, in process 0, reads the clock, and takes all processes for dead, this one too, within a
+        second."""
         ahead_s = time.time() - time.monotonic()
         while not self._closed.wait(CLOCK_LOOK_S):
             jump_s = time.time() - time.monotonic() - ahead_s
             ahead_s += jump_s
             if abs(jump_s) > CLOCK_JUMP_S:
                 self.tell(
-                    f"warning: the clock of {socket.gethostname()} jumped by {jump_s:+.0f} s (it was set, or the machine was suspended)"
-                    + ("; jax's heartbeats go by it here, and all processes will seem dead: let the clock be slewed (chrony, ntpd -x), "
-                       "never stepped, while a run goes on" if self.index == 0 else ""))
+                    f"warning: the clock of {socket.gethostname()} jumped by {jump_s:+.0f} s (it was set, or the "
+                    f"machine was suspended)"
+                    + ("; jax's heartbeats go by it here, and all processes will seem dead: let the clock be slewed "
+                       "(chrony, ntpd -x), never stepped, while a run goes on" if self.index == 0 else ""))
 
     def _note_aside(self) -> None:
         """In a thread of its own: a file system that hangs must not hang the watchdog."""
@@ -302,7 +308,8 @@ class Watchdog:
 
     def _state(self, state: str = "runs", words: str = "") -> ProcessState:
         now = self._now
-        return ProcessState(self.index, self.count, socket.gethostname(), os.getpid(), self._attempt, now.phase, now.since, now.moment,
+        return ProcessState(self.index, self.count, socket.gethostname(), os.getpid(),
+                            self._attempt, now.phase, now.since, now.moment,
                      f"{threading.main_thread().ident:x}", state, words)
 
 

@@ -5,15 +5,18 @@ from meshtrain.config.command_line import split
 from meshtrain.config.messages import SECTIONS, ConfigError, user_errors
 from meshtrain.config.run_file import QUICKSTART, dump, help_text, load, names_mesh, presets, resolve, shape_table
 from meshtrain.config.sections import (
-    Checkpoint, Component, Context, Data, Distributed, Identity, Lora, Mesh, Metrics, Model, Optimizer, Pipeline, Run, Sharding,
+    Checkpoint, Component, Context, Data, Distributed, Identity, Lora, Mesh, Metrics,
+    Model, Optimizer, Pipeline, Run, Sharding,
     Training, Validation,
 )  # fmt: skip
 from meshtrain.shipped import shipped
 from meshtrain.names import AXES
 
 __all__ = [
-    "AXES", "ConfigError", "QUICKSTART", "SECTIONS", "SIZE_KEYS", "dump", "help_text", "is_address", "load", "mesh_sizes", "names_mesh",
+    "AXES", "ConfigError", "QUICKSTART", "SECTIONS", "SIZE_KEYS", "dump", "help_text",
+    "is_address", "load", "mesh_sizes", "names_mesh",
     "notes", "presets", "problems", "resolve", "shape_table", "shipped", "split", "user_errors",
-    "Checkpoint", "Component", "Context", "Data", "Distributed", "Identity", "Lora", "Mesh", "Metrics", "Model", "Optimizer",
+    "Checkpoint", "Component", "Context", "Data", "Distributed", "Identity", "Lora",
+    "Mesh", "Metrics", "Model", "Optimizer",
     "Pipeline", "Run", "Sharding", "Training", "Validation",
 ]  # fmt: skip

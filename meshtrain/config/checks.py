@@ -17,7 +17,8 @@ from meshtrain.names import AXES, LORA_TARGETS
 from meshtrain.shipped import names
 
 # The run file's key that sets the size of each logical axis, for messages.
-SIZE_KEYS = {"batch": "data.global_batch / training.microbatches", "seq": "data.seq_len", "residual_seq": "data.seq_len",
+SIZE_KEYS = {"batch": "data.global_batch / training.microbatches", "seq": "data.seq_len",
+             "residual_seq": "data.seq_len",
              "embed": "model.embed_dim", "heads": "model.num_heads", "kv_heads": "model.num_kv_heads",
              "head_dim": "model.head_dim", "mlp": "model.mlp_dim", "vocab": "model.vocab_size (padded to 256)",
              "layers": "model.num_layers", "expert": "model.num_experts", "expert_embed": "model.embed_dim",
@@ -29,8 +30,10 @@ BYTE_VOCAB = 257  # 256 bytes and the separator between documents
 
 def problems(run: Run) -> list[str]:
     """Everything in which the keys of a run contradict each other or the files they name; empty = sound."""
-    return [*_text_problems(run), *_run_problems(run), *_mesh_problems(run), *_model_problems(run), *_expert_problems(run), *_data_problems(run),
-            *_training_problems(run), *_lora_problems(run), *_preference_problems(run), *_distributed_problems(run), *_metrics_problems(run)]
+    return [*_text_problems(run), *_run_problems(run), *_mesh_problems(run), *_model_problems(run),
+            *_expert_problems(run), *_data_problems(run),
+            *_training_problems(run), *_lora_problems(run), *_preference_problems(run),
+            *_distributed_problems(run), *_metrics_problems(run)]
 
 
 def _strings(value):
@@ -52,9 +55,11 @@ def _text_problems(run: Run):
                 try:
                     text.encode()
                 except UnicodeEncodeError:
-                    yield (f"{name}={ascii(text)} is not UTF-8, as config.toml is; rename what it names, or reach it by a link or a glob"
+                    yield (f"{name}={ascii(text)} is not UTF-8, as config.toml is; rename what it names, or reach it "
+                           f"by a link or a glob"
                            if sys.getfilesystemencoding() == "utf-8" else
-                           f"{name}={ascii(text)} is not text in this locale ({sys.getfilesystemencoding()}); set PYTHONUTF8=1, or LC_ALL=C.UTF-8")
+                           f"{name}={ascii(text)} is not text in this locale ({sys.getfilesystemencoding()}); set "
+                           f"PYTHONUTF8=1, or LC_ALL=C.UTF-8")
                     continue
                 if name not in PATHS:
                     continue
@@ -63,14 +68,16 @@ def _text_problems(run: Run):
                 try:
                     os.fsencode(text)
                 except UnicodeEncodeError:
-                    yield (f"{name}={ascii(text)} cannot be the name of a file in this locale ({sys.getfilesystemencoding()}); set "
-                           "PYTHONUTF8=1, or LC_ALL=C.UTF-8")
+                    yield (f"{name}={ascii(text)} cannot be the name of a file in this locale "
+                           f"({sys.getfilesystemencoding()}); set PYTHONUTF8=1, or LC_ALL=C.UTF-8")
                 if text.startswith("~") and name != "run.compilation_cache" and not os.path.exists(text):
-                    yield f"{name}={toml(text)} names a home directory that is not known (HOME is not set, or no such user); write it in full"
+                    yield (f"{name}={toml(text)} names a home directory that is not known (HOME is not set, or no such "
+                           f"user); write it in full")
 
 
 # Keys that name files and directories.
-PATHS = ("run.dir", "run.compilation_cache", "sharding.rules", "data.paths", "data.validation_paths", "data.tokenizer", "data.chat_template",
+PATHS = ("run.dir", "run.compilation_cache", "sharding.rules", "data.paths", "data.validation_paths",
+         "data.tokenizer", "data.chat_template",
          "data.cache", "checkpoint.init_from", "checkpoint.local_dir")
 
 
@@ -85,22 +92,23 @@ def _run_problems(run: Run):
                    "file system that all hosts have")
     near, every = run.checkpoint.local_dir, run.checkpoint.local_every
     if bool(near) != bool(every):
-        yield (f"checkpoint.local_every={every} and checkpoint.local_dir={toml(near)} are one thing, how often and where; give both, e.g. 20 "
+        yield (f"checkpoint.local_every={every} and checkpoint.local_dir={toml(near)} are one thing, how often and "
+               f"where; give both, e.g. 20 "
                'and "/dev/shm/meshtrain", or neither')
     elif near and Path(near).resolve().is_relative_to(Path(run.run.dir).resolve()):
-        yield (f"checkpoint.local_dir={toml(near)} is in run.dir={toml(run.run.dir)}, which all hosts share; give a directory of each host's "
-               "own, e.g. /dev/shm/meshtrain")
+        yield (f"checkpoint.local_dir={toml(near)} is in run.dir={toml(run.run.dir)}, which all hosts share; give a "
+               f"directory of each host's own, e.g. /dev/shm/meshtrain")
     if run.checkpoint.init_optimizer and not source:
-        yield ("checkpoint.init_optimizer=true takes the optimizer's state of another run, and checkpoint.init_from names "
-               "none; name its run.dir, or leave init_optimizer out")
+        yield ("checkpoint.init_optimizer=true takes the optimizer's state of another run, and checkpoint.init_from "
+               "names none; name its run.dir, or leave init_optimizer out")
     if not source or "://" in source:
         return
     if not os.path.isdir(source):
-        yield (f"checkpoint.init_from={toml(source)} is not a directory; name the run.dir, or the model folder, whose weights to "
-               "start from")
+        yield (f"checkpoint.init_from={toml(source)} is not a directory; name the run.dir, or the model folder, whose "
+               f"weights to start from")
     elif run.checkpoint.init_optimizer and folder.is_one(source):
-        yield (f"checkpoint.init_optimizer=true: checkpoint.init_from={toml(source)} is a model folder, which has no optimizer's "
-               "state; leave init_optimizer out")
+        yield (f"checkpoint.init_optimizer=true: checkpoint.init_from={toml(source)} is a model folder, which has no "
+               f"optimizer's state; leave init_optimizer out")
     elif Path(source).resolve() == Path(run.run.dir).resolve():
         yield (f"checkpoint.init_from={toml(source)} is this run's own run.dir={toml(run.run.dir)}; "
                "give the new run another run.name, or leave init_from out to go on with the old run")
@@ -116,8 +124,8 @@ def _mesh_problems(run: Run):
         if size == 0:
             yield f"mesh.{axis}=0 leaves no device; use 1, or -1 for the devices that are left"
     if mesh.full_devices and not rest:
-        yield (f"mesh.full_devices={mesh.full_devices} is for an axis that shrinks where fewer devices are there, and none is -1; use "
-               "mesh.data=-1 or mesh.fsdp=-1, or leave full_devices out")
+        yield (f"mesh.full_devices={mesh.full_devices} is for an axis that shrinks where fewer devices are there, and "
+               f"none is -1; use mesh.data=-1 or mesh.fsdp=-1, or leave full_devices out")
     if sorted(mesh.placement) != sorted(AXES):
         yield f"mesh.placement={toml(mesh.placement)} must name each axis once; use e.g. {toml(Mesh().placement)}"
     rules = run.sharding.rules
@@ -138,34 +146,39 @@ def _model_problems(run: Run):
         yield (f"model.embed_dim={model.embed_dim} cannot be split over model.num_heads={model.num_heads}; "
                f"use a multiple, e.g. {next_multiple(model.embed_dim, model.num_heads)}, or give model.head_dim")
     if model.position == "rope" and model.head_dim % 2:
-        yield (f"model.head_dim={model.head_dim} (model.embed_dim={model.embed_dim}, model.num_heads={model.num_heads}) "
-               f'is odd, and model.position="rope" rotates pairs; use e.g. {model.head_dim + 1}, or "learned" positions')
+        yield (f"model.head_dim={model.head_dim} (model.embed_dim={model.embed_dim}, "
+               f"model.num_heads={model.num_heads}) "
+               f'is odd, and model.position="rope" rotates pairs; use e.g. {model.head_dim + 1}, or "learned" '
+               f'positions')
     if model.position == "learned" and seq_len > model.max_seq_len:
         yield (f"data.seq_len={seq_len} is longer than the model.max_seq_len={model.max_seq_len} learned positions; "
                "shorten the sequences or lengthen the table")
     rope = model.rope_scaling
     slow, fast = ("beta_slow", "beta_fast") if rope.rope_type == "yarn" else ("low_freq_factor", "high_freq_factor")
     if slow in dict(rope) and getattr(rope, fast) <= getattr(rope, slow):
-        yield (f"model.rope_scaling={toml(rope)}: {fast} must be larger than {slow}; use e.g. {toml(type(rope)(rope_type=rope.rope_type))}")
+        yield (f"model.rope_scaling={toml(rope)}: {fast} must be larger than {slow}; use e.g. "
+               f"{toml(type(rope)(rope_type=rope.rope_type))}")
     idle = [name for name in ROPE_KEYS if name not in dict(rope) and getattr(rope, name) != getattr(type(rope)(), name)]
     if idle:
-        yield (f"model.rope_scaling has {join(idle, 'and')}, which rope_type={toml(rope.rope_type)} does not read; leave "
-               f"{'it' if len(idle) == 1 else 'them'} out, or use rope_type={toml('yarn' if 'beta' in idle[0] else 'llama3')}")
+        yield (f"model.rope_scaling has {join(idle, 'and')}, which rope_type={toml(rope.rope_type)} does not read; "
+               f"leave {'it' if len(idle) == 1 else 'them'} out, or use "
+               f"rope_type={toml('yarn' if 'beta' in idle[0] else 'llama3')}")
     if model.global_every and not model.window:
-        yield (f"model.global_every={model.global_every} has no model.window that the other layers could keep to; give one, or "
-               "leave global_every out")
+        yield (f"model.global_every={model.global_every} has no model.window that the other layers could keep to; give "
+               f"one, or leave global_every out")
     if model.local_rope_theta and not model.global_every:
-        yield (f"model.local_rope_theta={model.local_rope_theta} is for layers with a window beside global ones; use model.rope_theta, "
-               "or model.global_every")
+        yield (f"model.local_rope_theta={model.local_rope_theta} is for layers with a window beside global ones; use "
+               f"model.rope_theta, or model.global_every")
     if model.matmul_dtype == "bfloat16" != model.compute_dtype:
-        yield (f'model.matmul_dtype="bfloat16" is not model.compute_dtype={toml(model.compute_dtype)}, in which whatever is not '
-               'float8 is multiplied; use model.compute_dtype="bfloat16", or "auto"')
+        yield (f'model.matmul_dtype="bfloat16" is not model.compute_dtype={toml(model.compute_dtype)}, in which '
+               f'whatever is not float8 is multiplied; use model.compute_dtype="bfloat16", or "auto"')
     if model.vocab_size < BYTE_VOCAB and _reads_bytes(run):
         yield (f"model.vocab_size={model.vocab_size} is too small for data.source={toml(run.data.source)}, "
                f"which has 256 bytes and a separator; use at least {BYTE_VOCAB}")
 
 
-EXPERT_KEYS = ("experts_per_token", "expert_mlp_dim", "shared_expert_dim", "first_dense_layers", "router_score", "router_normalize",
+EXPERT_KEYS = ("experts_per_token", "expert_mlp_dim", "shared_expert_dim", "first_dense_layers",
+               "router_score", "router_normalize",
                "router_scale", "router_groups", "router_bias")
 
 
@@ -173,36 +186,44 @@ def _expert_problems(run: Run):
     model, default = run.model, type(run.model)()
     E, K = model.num_experts, model.experts_per_token
     if not E:
-        given = [f"model.{key}={toml(getattr(model, key))}" for key in EXPERT_KEYS if getattr(model, key) != getattr(default, key)]
-        given += [f"experts.{key}={toml(value)}" for key, value in run.experts if value != getattr(type(run.experts)(), key)]
+        given = [f"model.{key}={toml(getattr(model, key))}" for key in EXPERT_KEYS
+                 if getattr(model, key) != getattr(default, key)]
+        given += [f"experts.{key}={toml(value)}" for key, value in run.experts
+                  if value != getattr(type(run.experts)(), key)]
         if given:
-            yield f"{join(given, 'and')}: the model has no experts (model.num_experts=0); give it some, e.g. 8, or leave this out"
+            yield (f"{join(given, 'and')}: the model has no experts (model.num_experts=0); give it some, e.g. 8, or "
+                   f"leave this out")
         return
     if K > E:
         yield f"model.experts_per_token={K} is more than model.num_experts={E}; use at most {E}"
     if model.first_dense_layers >= model.num_layers:
-        yield (f"model.first_dense_layers={model.first_dense_layers} leaves none of model.num_layers={model.num_layers} with "
-               f"experts; use at most {model.num_layers - 1}, or model.num_experts=0")
+        yield (f"model.first_dense_layers={model.first_dense_layers} leaves none of "
+               f"model.num_layers={model.num_layers} with experts; use at most {model.num_layers - 1}, or "
+               f"model.num_experts=0")
     if model.global_every and model.first_dense_layers % model.global_every:
-        yield (f"model.first_dense_layers={model.first_dense_layers} is no multiple of model.global_every={model.global_every}, in "
-               f"which layers repeat; use e.g. {next_multiple(model.first_dense_layers, model.global_every)}, or 0")
+        yield (f"model.first_dense_layers={model.first_dense_layers} is no multiple of "
+               f"model.global_every={model.global_every}, in which layers repeat; use e.g. "
+               f"{next_multiple(model.first_dense_layers, model.global_every)}, or 0")
     if model.router_groups:
         yield from _group_problems(model)
     if model.mlp_bias:
         yield "model.mlp_bias=true: experts have no biases; leave it out"
     if run.experts.bias_rule != "sign" and not run.experts.bias_rate:
-        yield f'experts.bias_rule="{run.experts.bias_rule}": no bias moves with experts.bias_rate=0; give it, e.g. 0.02, or leave this out'
+        yield (f'experts.bias_rule="{run.experts.bias_rule}": no bias moves with experts.bias_rate=0; give it, e.g. '
+               f'0.02, or leave this out')
     if source := folder.is_one(run.checkpoint.init_from) and run.checkpoint.init_from:
         if run.experts.bias_rate:
-            yield (f"experts.bias_rate={run.experts.bias_rate} moves biases of the routers, and checkpoint.init_from={toml(source)}, a model "
-                   "folder, has none; leave it out")
+            yield (f"experts.bias_rate={run.experts.bias_rate} moves biases of the routers, and "
+                   f"checkpoint.init_from={toml(source)}, a model folder, has none; leave it out")
     if run.experts.bias_warmup and not run.experts.bias_rate:
-        yield f"experts.bias_warmup={run.experts.bias_warmup}: no bias moves with experts.bias_rate=0; give it, e.g. 0.001, or leave this out"
+        yield (f"experts.bias_warmup={run.experts.bias_warmup}: no bias moves with experts.bias_rate=0; give it, e.g. "
+               f"0.001, or leave this out")
     if run.experts.bias_warmup and run.lora.rank:
-        yield f"experts.bias_warmup={run.experts.bias_warmup}: biases are frozen with lora.rank={run.lora.rank}; leave it out"
+        yield (f"experts.bias_warmup={run.experts.bias_warmup}: biases are frozen with lora.rank={run.lora.rank}; "
+               f"leave it out")
     if run.experts.bias_warmup and run.checkpoint.init_optimizer:
-        yield (f"experts.bias_warmup={run.experts.bias_warmup} begins with a fresh optimizer, and checkpoint.init_optimizer=true with another "
-               "run's; leave one out")
+        yield (f"experts.bias_warmup={run.experts.bias_warmup} begins with a fresh optimizer, and "
+               f"checkpoint.init_optimizer=true with another run's; leave one out")
 
 
 def _group_problems(model):
@@ -214,8 +235,8 @@ def _group_problems(model):
         yield (f"{given}: {groups} groups do not divide model.num_experts={E}; use a divisor, e.g. "
                f"{max(n for n in range(1, groups + 1) if E % n == 0)}")
     elif K <= E < K * groups // limit:
-        yield (f"model.experts_per_token={K} does not fit into {given}, {limit} of {groups} groups with {E // groups} experts each; use "
-               f"a limit of at least {-(-K * groups // E)}")
+        yield (f"model.experts_per_token={K} does not fit into {given}, {limit} of {groups} groups with {E // groups} "
+               f"experts each; use a limit of at least {-(-K * groups // E)}")
 
 
 def _reads_bytes(run: Run) -> bool:
@@ -226,19 +247,22 @@ def notes(run: Run) -> list[str]:
     """What is sound and yet rarely meant; told once, before the run starts."""
     told = unused.told(run)
     if not any(getattr(run, section).model_fields_set for section in ("model", "data", "training", "optimizer")):
-        told.append("the run file gives no key of [model], [data], [training] and [optimizer]: what is trained are the defaults")
+        told.append("the run file gives no key of [model], [data], [training] and [optimizer]: what is trained are the "
+                    "defaults")
     if run.model.vocab_size > 16 * BYTE_VOCAB and _reads_bytes(run):
         told.append(f'data.tokenizer="bytes" uses {BYTE_VOCAB} of model.vocab_size={run.model.vocab_size} ids; '
                     "give data.tokenizer the path of the model's tokenizer.json")
     if run.data.packing == "stream" and "chat" in {one.source for one in run.data.mixture or [run.data]}:
-        told.append('data.packing="stream" cuts conversations where sequences end, and answers are learned without their question; '
-                    'data.packing="whole" keeps them together')
+        told.append('data.packing="stream" cuts conversations where sequences end, and answers are learned without '
+                    'their question; data.packing="whole" keeps them together')
     if run.lora.rank and not run.checkpoint.init_from:
         told.append(f"lora.rank={run.lora.rank} without checkpoint.init_from freezes weights that nobody has trained")
     if run.lora.rank and run.experts.bias_rate:
-        told.append(f"experts.bias_rate={run.experts.bias_rate} moves no bias: lora.rank={run.lora.rank} freezes the routers, too")
+        told.append(f"experts.bias_rate={run.experts.bias_rate} moves no bias: lora.rank={run.lora.rank} freezes the "
+                    f"routers, too")
     if run.lora.rank and run.model.param_dtype == "float32" != run.model.compute_dtype:
-        told.append('model.param_dtype="float32" stores the frozen weights in 4 bytes each; "bfloat16" takes 2, and keeps every bit of a '
+        told.append('model.param_dtype="float32" stores the frozen weights in 4 bytes each; "bfloat16" takes 2, and '
+                    'keeps every bit of a '
                     "bfloat16 folder")
     return told
 
@@ -262,13 +286,14 @@ def _data_problems(run: Run):
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f'data.validation_sources names two sources {toml(name)}; give each a name of its own'
     if data.validation_sources and any(one.validation_paths for one in [data, *data.mixture, *data.validation_sources]):
-        yield ("data.validation_sources stands beside validation_paths, and both say what to validate on; put those files into a table of "
-               "data.validation_sources")
+        yield ("data.validation_sources stands beside validation_paths, and both say what to validate on; put those "
+               "files into a table of data.validation_sources")
     named = [(f"data.mixture[{i}]", one) for i, one in enumerate(data.mixture)] or [("data", data)]
     for key in ("chat_template", "loss_on"):
         if getattr(data, key) != Data.model_fields[key].default and "chat" not in {one.source for _, one in named} and (
                 key == "loss_on" or data.source != "preferences"):
-            yield (f'data.{key}={toml(getattr(data, key))} is read for conversations alone; use data.source="chat", or leave it out')
+            yield (f'data.{key}={toml(getattr(data, key))} is read for conversations alone; use data.source="chat", or '
+                   f'leave it out')
     named += [(f"data.validation_sources[{i}]", one) for i, one in enumerate(data.validation_sources)]
     for where, one in named:
         if one.field != Data.model_fields["field"].default and one.source not in (*FIELD_SOURCES, "mixture"):
@@ -277,38 +302,45 @@ def _data_problems(run: Run):
         if one.source not in ("stdlib", "mixture") and not one.paths:
             example = {"text": "data/*.txt", "tokens": "data/*.tokens.npy", "chat": "data/*.jsonl",
                        "preferences": "data/*.jsonl"}.get(one.source, f"data/*.{one.source}")
-            yield f'{where}.source={toml(one.source)} has no {where}.paths to read; use e.g. {where}.paths=["{example}"]'
+            yield (f'{where}.source={toml(one.source)} has no {where}.paths to read; use e.g. '
+                   f'{where}.paths=["{example}"]')
 
 
 def _preference_problems(run: Run):
     data, training = run.data, run.training
     dpo, pairs = training.objective == "dpo", data.source == "preferences"
     if dpo and not pairs:
-        yield f'training.objective="dpo" learns from pairs of answers, and data.source={toml(data.source)} has none; use data.source="preferences"'
+        yield (f'training.objective="dpo" learns from pairs of answers, and data.source={toml(data.source)} has none; '
+               f'use data.source="preferences"')
     if training.dpo_beta != type(training).model_fields["dpo_beta"].default and not dpo:
-        yield f'training.dpo_beta={training.dpo_beta} has no use with training.objective={toml(training.objective)}; use "dpo", or leave it out'
+        yield (f'training.dpo_beta={training.dpo_beta} has no use with training.objective={toml(training.objective)}; '
+               f'use "dpo", or leave it out')
     if dpo and training.z_loss:
         yield f'training.z_loss={training.z_loss} is not part of training.objective="dpo"; use 0'
     if not pairs:
         return
     if not data.document_mask:
-        yield 'data.document_mask=false would let the rejected answer see the chosen one (data.source="preferences"); leave it out'
+        yield ('data.document_mask=false would let the rejected answer see the chosen one (data.source="preferences"); '
+               'leave it out')
     for key in ("skip_batches", "validation_paths", "validation_sources"):
         if getattr(data, key) != Data.model_fields[key].default:
-            yield f'data.{key}={toml(getattr(data, key))} is not read by data.source="preferences", a pair a sequence; leave it out'
+            yield (f'data.{key}={toml(getattr(data, key))} is not read by data.source="preferences", a pair a '
+                   f'sequence; leave it out')
 
 
 def _training_problems(run: Run):
     data, training = run.data, run.training
     if data.global_batch % training.microbatches:
-        yield (f"data.global_batch={data.global_batch} cannot be split over training.microbatches={training.microbatches}"
-               f"; use a multiple, e.g. {next_multiple(data.global_batch, training.microbatches)}")
+        yield (f"data.global_batch={data.global_batch} cannot be split over "
+               f"training.microbatches={training.microbatches}; use a multiple, e.g. "
+               f"{next_multiple(data.global_batch, training.microbatches)}")
     separate = data.validation_sources or any(one.validation_paths for one in [data, *data.mixture])
     if run.validation.every and not data.validation_fraction and not separate:
         yield (f"validation.every={run.validation.every} has no data, since data.validation_fraction=0 holds none out; "
                "use e.g. data.validation_fraction=0.02, or validation.every=0")
     if training.loss_spike == "rollback" and data.source == "preferences":
-        yield ('training.loss_spike="rollback" leaves batches out, and data.source="preferences" cannot; use "skip" or "warn"')
+        yield ('training.loss_spike="rollback" leaves batches out, and data.source="preferences" cannot; use "skip" or '
+               '"warn"')
     if run.optimizer.schedule == "wsd" and not run.optimizer.decay_steps:
         yield ('optimizer.schedule="wsd" ends with a decay, and optimizer.decay_steps=0 gives it no steps; '
                f"use e.g. {max(1, training.steps // 10)}")
@@ -324,8 +356,8 @@ def _lora_problems(run: Run):
     if not lora.rank and lora.export == "adapters":
         yield 'lora.export="adapters" has none to write with lora.rank=0; give a rank, or leave it out'
     if not lora.rank and lora.targets:
-        yield (f"lora.targets={toml(lora.targets)} has no use with lora.rank=0, which trains the whole model; give a rank, e.g. 16, "
-               "or leave the targets out")
+        yield (f"lora.targets={toml(lora.targets)} has no use with lora.rank=0, which trains the whole model; give a "
+               f"rank, e.g. 16, or leave the targets out")
 
 
 def is_address(text: str) -> bool:
@@ -335,7 +367,8 @@ def is_address(text: str) -> bool:
 
 
 def _distributed_problems(run: Run):
-    address, count, index = run.distributed.coordinator_address, run.distributed.num_processes, run.distributed.process_id
+    address, count, index = (run.distributed.coordinator_address, run.distributed.num_processes,
+                             run.distributed.process_id)
     if address and not is_address(address):
         yield (f"distributed.coordinator_address={toml(address)} is not HOST:PORT; "
                "use e.g. node1:12345, with a port that is free on that host")
@@ -349,8 +382,8 @@ def _distributed_problems(run: Run):
 
 def _metrics_problems(run: Run):
     if run.metrics.wandb in ("off", "on", "online", "offline", "true", "false"):
-        yield (f'metrics.wandb={toml(run.metrics.wandb)} is the name of the project at Weights & Biases; use e.g. "meshtrain", with '
-               'WANDB_MODE=offline in the environment to write it for later, or "" for none')
+        yield (f'metrics.wandb={toml(run.metrics.wandb)} is the name of the project at Weights & Biases; use e.g. '
+               f'"meshtrain", with WANDB_MODE=offline in the environment to write it for later, or "" for none')
     steps, name = run.metrics.profile_steps, f"metrics.profile_steps={toml(run.metrics.profile_steps)}"
     if len(steps) not in (0, 2):
         yield f"{name} is not a first and a last step; use e.g. {toml(steps[:1] * 2 or (1, 1))}, or [] for no profile"
@@ -359,7 +392,8 @@ def _metrics_problems(run: Run):
                f"use e.g. {toml((min(2, run.training.steps),) * 2)}, or [] for no profile")
 
 
-def mesh_sizes(run: Run, device_count: int, enough: str = "mesh.simulated_devices={} to try it on the CPU") -> dict[str, int]:
+def mesh_sizes(run: Run, device_count: int, enough: str = "mesh.simulated_devices={} to try it on the CPU") -> dict[
+        str, int]:
     """The size of every axis on `device_count` devices, -1 resolved. enough: how to have {} devices, for the message.
 
     Raises: ConfigError where they do not fit.

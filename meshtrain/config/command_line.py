@@ -11,9 +11,9 @@ from meshtrain.config.messages import SECTIONS, join
 
 @dataclasses.dataclass(frozen=True)
 class CommandLine:
-    """values: of each option that was given, in order. names: words that belong to no option. keys: `--section.key value …` as
-    they stand, and --help, for `config.load` and `config.resolve`. faults: a message each,
-    for the command to add its own to."""
+    """values: of each option that was given, in order. names: words that belong to no option. keys: `--section.key
+    value …` as they stand, and --help, for `config.load` and `config.resolve`. faults: a message each, for the command
+    to add its own to."""
 
     values: dict[str, list[str]]
     flags: frozenset[str]
@@ -27,8 +27,8 @@ class CommandLine:
 
 
 def split(argv: Iterable[str], usage: str, values: Mapping[str, str], flags: Sequence[str] = ()) -> CommandLine:
-    """The words of `argv`. values: options that take one, as `--name VALUE` or `--name=VALUE`, each with an example; flags:
-    those that take none.
+    """The words of `argv`. values: options that take one, as `--name VALUE` or `--name=VALUE`, each with an example;
+    flags: those that take none.
 
     A value that begins with two dashes is written with `=`.
     """
@@ -63,4 +63,5 @@ def split(argv: Iterable[str], usage: str, values: Mapping[str, str], flags: Seq
 def _remedy(name: str, known: Sequence[str], usage: str) -> str:
     homes = [f"--{section}.{name}" for section, cls in SECTIONS.items() if name in cls.model_fields]
     near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {join([f'--{one}' for one in near] or homes, 'or')}?" if near or homes else f"the usage is {usage}"
+    return (f"did you mean {join([f'--{one}' for one in near] or homes, 'or')}?" if near
+            or homes else f"the usage is {usage}")

@@ -59,10 +59,12 @@ def wrong_value(section: str, cls, error) -> str:
     bounds = {"ge": "at least {}", "gt": "more than {}", "le": "at most {}", "lt": "less than {}"}
     for limit, words in bounds.items():
         if limit in limits and error["type"] in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
-            return f"{name}={toml(value)} is out of range; use {words.format(limits[limit])}, e.g. {toml(field.default)}"
+            return (f"{name}={toml(value)} is out of range; use {words.format(limits[limit])}, e.g. "
+                    f"{toml(field.default)}")
     rule, remedy = {
         "boolean": ("true or false", "write true or false, without quotes"),
-        "integer": ("a whole number", f"write e.g. {toml(1 if index else field.default)}, without quotes or a decimal point"),
+        "integer": ("a whole number",
+                    f"write e.g. {toml(1 if index else field.default)}, without quotes or a decimal point"),
         "number": ("a finite number", f"write e.g. {toml(field.default)}, without quotes"),
         "string": ("a string", "write it in quotes"),
         "choice": ("a string", f"use {join(map(toml, typing.get_args(field.annotation)), 'or')}"),

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from meshtrain.config.sections import RopeScaling
 
 # Keys that are gone, with the only value that a run file may still give them; in a checkpoint any value goes.
-GONE = {"model": {"attention_dropout": 0.0}, "data": {"validation_tokens": 0, "prefetch": 4}, "pipeline": {"uneven": "pad"},
+GONE = {"model": {"attention_dropout": 0.0}, "data": {"validation_tokens": 0, "prefetch": 4},
+        "pipeline": {"uneven": "pad"},
         "experts": {"upcycle_noise": 0.0}}
 TIMEOUTS = ("compile_timeout_s", "restore_timeout_s", "save_timeout_s")
 
@@ -41,7 +42,8 @@ def _model(table: dict) -> None:
         table["router_groups"] = [groups, limit or groups] if groups else []
     if any(key == "rope_scaling" and isinstance(table[key], str) or key.startswith("rope_scaling_") for key in table):
         kind, factor = table.pop("rope_scaling", "llama3"), table.pop("rope_scaling_factor", 1.0)
-        words = {"low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"} if kind == "llama3" else \
+        words = {"low_freq_factor": "low_freq_factor",
+                 "high_freq_factor": "high_freq_factor"} if kind == "llama3" else \
             {"low_freq_factor": "beta_slow", "high_freq_factor": "beta_fast"}
         given = {new: table.pop(f"rope_{old}") for old, new in words.items() if f"rope_{old}" in table}
         if "rope_original_seq_len" in table:

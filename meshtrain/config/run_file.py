@@ -53,18 +53,21 @@ def load(argv: typing.Sequence[str], usage: str = USAGE) -> Run:
     return run
 
 
-def resolve(tables: dict, words: typing.Sequence[str], allowed: typing.Sequence[str], command: str) -> tuple[Run, frozenset[str]]:
-    """(the run of these tables with overrides, the names of the keys that `words` give), for a command that trains nothing.
+def resolve(tables: dict, words: typing.Sequence[str], allowed: typing.Sequence[str],
+            command: str) -> tuple[Run, frozenset[str]]:
+    """(the run of these tables with overrides, the names of the keys that `words` give), for a command that trains
+    nothing.
 
-    allowed: sections ("mesh.") and keys; no other may be given, and only of these sections contradictions are told. Raises:
-    ConfigError.
+    allowed: sections ("mesh.") and keys; no other may be given, and only of these sections contradictions are told.
+    Raises: ConfigError.
     """
     path, overrides, faults = _arguments(words)
     if path is not None:
         faults.append(f"{path} is one name too many; {command} takes one directory")
     given = frozenset(name for name, _ in overrides)
     known = [f"{section}.{key}" for section, cls in SECTIONS.items() for key in cls.model_fields]
-    faults += [f"{name} changes nothing here; {command} reads {join([one + '*' * one.endswith('.') for one in allowed], 'and')}"
+    faults += [f"{name} changes nothing here; {command} reads "
+               f"{join([one + '*' * one.endswith('.') for one in allowed], 'and')}"
                for name in sorted(given) if name in known and not name.startswith(tuple(allowed))]
     tables = {section: dict(table) for section, table in tables.items()}
     _override(tables, overrides, False)
@@ -118,7 +121,8 @@ def _read(path: Path) -> tuple[dict, list[str]]:
         data = files.patiently(lambda: _first_bytes(path))
         if len(data) > MOST_BYTES:
             return {}, [f"{path} is larger than {MOST_BYTES:,} bytes: it is no run file; name one"]
-        return older.translated(tomllib.loads(data.decode("utf-8-sig"))), []      # Windows puts a byte order mark before it
+        # Windows puts a byte order mark before it
+        return older.translated(tomllib.loads(data.decode("utf-8-sig"))), []
     except FileNotFoundError:
         known = {stem: f"configs/{stem}.toml" for stem in names("configs")}
         near = difflib.get_close_matches(path.stem, known, n=1)
@@ -213,12 +217,14 @@ def _with_folder(table: dict, checkpoint) -> tuple[dict, list[str]]:
         keys = folder.settings_of(Path(source))
     except ValueError as error:
         return table, [f"checkpoint.init_from: {fault}" for fault in str(error).splitlines()]
-    free = {key: value for key, value in table.items() if key.endswith(NOT_SHAPE) or key in ("attention", "embedding_std")}
+    free = {key: value for key, value in table.items() if key.endswith(NOT_SHAPE)
+            or key in ("attention", "embedding_std")}
     try:
         decided, given = Model(**keys), Model(**keys | table)
     except ValidationError:
         return table, []      # told by whoever builds the section
-    if decided.num_experts and not decided.first_dense_layers:      # no layer has an MLP of this width, and some families name none
+    # no layer has an MLP of this width, and some families name none
+    if decided.num_experts and not decided.first_dense_layers:
         free |= {key: table[key] for key in ("mlp_dim",) if key in table}
     wrong = [key for key in table if key not in free and getattr(given, key) != getattr(decided, key)]
     return keys | free, [

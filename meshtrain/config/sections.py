@@ -38,7 +38,8 @@ def at_home(path: str) -> str:
 ROPE_TYPES = {"default": (), "linear": ("factor",),
               "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
               "yarn": ("factor", "beta_slow", "beta_fast", "original_max_position_embeddings")}
-PathKey = Annotated[str, AfterValidator(at_home)]     # of a file or directory: ~ is the user's home, also behind `--run.dir=`
+# of a file or directory: ~ is the user's home, also behind `--run.dir=`
+PathKey = Annotated[str, AfterValidator(at_home)]
 
 
 class Section(BaseModel):
@@ -51,7 +52,8 @@ class Identity(Section):
     name: str = key("run", "name of the run")
     dir: PathKey = key("", "directory of the run's files; empty = runs/<name>")
     seed: int = key(0, "seed of the initialization, the data order and dropout", ge=0, lt=2**32)
-    compilation_cache: str = key("~/.cache/meshtrain", "directory of compiled programs, reused by later runs, 8 GiB of them; empty = off")
+    compilation_cache: str = key(
+        "~/.cache/meshtrain", "directory of compiled programs, reused by later runs, 8 GiB of them; empty = off")
     sample_tokens: int = key(0, "tokens of text to generate after the last step; 0 = none", ge=0)
 
     @model_validator(mode="after")
@@ -71,9 +73,12 @@ class Mesh(Section):
         PLACEMENT, "the five axes, from the slowest link to the fastest", strict=False
     )
     full_devices: int = key(
-        0, "devices that training.microbatches is meant for: on fewer, the axis of -1 shrinks and microbatches grow; 0 = those there", ge=0
+        0,
+        "devices that training.microbatches is meant for: on fewer, the axis of -1 shrinks and microbatches grow; 0 = "
+        "those there", ge=0
     )
-    simulated_devices: int = key(0, "CPU devices to simulate, the total over all processes; 0 = the real devices", ge=0, le=4096)
+    simulated_devices: int = key(
+        0, "CPU devices to simulate, the total over all processes; 0 = the real devices", ge=0, le=4096)
 
 
 class Sharding(Section):
@@ -83,15 +88,20 @@ class Sharding(Section):
 
 
 class RopeScaling(Section):
-    """model.rope_scaling, in the words of a config.json of Hugging Face's. A type leaves the keys of the others as they are."""
+    """model.rope_scaling, in the words of a config.json of Hugging Face's. A type leaves the keys of the others as they
+    are."""
 
-    rope_type: Literal["default", "linear", "llama3", "yarn"] = key("default", "which frequencies are scaled: none, all, the low ones")
+    rope_type: Literal["default", "linear", "llama3", "yarn"] = key(
+        "default", "which frequencies are scaled: none, all, the low ones")
     factor: float = key(1.0, "frequencies are divided by this", ge=1)
     low_freq_factor: float = key(1.0, "llama3: wavelengths beyond the original length / this are scaled in full", gt=0)
     high_freq_factor: float = key(4.0, "llama3: wavelengths below the original length / this stay as they are", gt=0)
-    beta_slow: float = key(1.0, "yarn: pairs that turn less often than this over the original length are scaled in full", gt=0)
-    beta_fast: float = key(32.0, "yarn: pairs that turn more often than this over the original length stay as they are", gt=0)
-    original_max_position_embeddings: int = key(8192, "llama3, yarn: sequence length before the scaling", ge=1, lt=2**31)
+    beta_slow: float = key(
+        1.0, "yarn: pairs that turn less often than this over the original length are scaled in full", gt=0)
+    beta_fast: float = key(
+        32.0, "yarn: pairs that turn more often than this over the original length stay as they are", gt=0)
+    original_max_position_embeddings: int = key(
+        8192, "llama3, yarn: sequence length before the scaling", ge=1, lt=2**31)
 
     def __iter__(self):
         yield from ((name, getattr(self, name)) for name in ("rope_type", *ROPE_TYPES[self.rope_type]))
@@ -113,43 +123,56 @@ class Model(Section):
     head_dim: int = key(0, "width of a head; 0 = embed_dim / num_heads", ge=0)
     mlp_dim: int = key(768, "width of the MLP", ge=1)
     norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", "normalization around attention and MLP and before the head")
-    norm_placement: Literal["before", "after", "both"] = key("before", "norms before attention and MLP, after them, or both")
+    norm_placement: Literal["before", "after", "both"] = key(
+        "before", "norms before attention and MLP, after them, or both")
     norm_eps: float = key(1e-5, "added to the variance in a norm", gt=0)
     norm_offset: float = key(0.0, "added to a norm's weights; with Gemma's 1 they are around 0", ge=0, le=1)
     activation: Literal["swiglu", "geglu", "gelu"] = key("swiglu", "swiglu and geglu have three matrices, gelu two")
     scale_embedding: bool = key(False, "the embedding times the root of embed_dim")
-    embedding_std: float = key(0.02, "deviation of the embedding's initial weights; 1 with experts and untied: their routers then see tokens", gt=0)
+    embedding_std: float = key(0.02,
+                               "deviation of the embedding's initial weights; 1 with experts and untied: their routers "
+                               "then see tokens", gt=0)
     position: Literal["rope", "learned"] = key("rope", "rotated queries and keys, or a learned table")
     max_seq_len: int = key(0, "rows of the table of learned positions; 0 = data.seq_len; unused with rope", ge=0)
     rope_theta: float = key(10000.0, "base of the rotation frequencies", gt=0)
-    rope_scaling: RopeScaling = key(RopeScaling(), 'scaled frequencies, as config.json has them, e.g. {rope_type = "yarn", factor = 4.0}')
-    qk_norm: Literal["off", "head", "all_heads"] = key("off", "norm of queries and keys, over each head or over all heads together")
+    rope_scaling: RopeScaling = key(
+        RopeScaling(), 'scaled frequencies, as config.json has them, e.g. {rope_type = "yarn", factor = 4.0}')
+    qk_norm: Literal["off", "head", "all_heads"] = key(
+        "off", "norm of queries and keys, over each head or over all heads together")
     window: int = key(0, "tokens that attention looks back on, the token itself among them; 0 = all", ge=0)
     global_every: int = key(0, "every n-th layer sees all tokens, the others those of window; 0 = none does", ge=0)
-    local_rope_theta: float = key(0.0, "rope_theta, never scaled, of the layers with a window beside global ones; 0 = as theirs", ge=0)
+    local_rope_theta: float = key(
+        0.0, "rope_theta, never scaled, of the layers with a window beside global ones; 0 = as theirs", ge=0)
     attention_scale_dim: int = key(0, "scores are divided by its root; 0 = head_dim", ge=0)
     score_softcap: float = key(0.0, "scores stay within this, by tanh; 0 = off", ge=0)
     logit_softcap: float = key(0.0, "logits of the head stay within this, by tanh; 0 = off", ge=0)
-    attention_bias: Literal["none", "qkv", "all"] = key("none", "biases of queries, keys and values, or of the output too")
+    attention_bias: Literal["none", "qkv", "all"] = key(
+        "none", "biases of queries, keys and values, or of the output too")
     mlp_bias: bool = key(False, "biases of the MLP")
     num_experts: int = key(0, "experts of a layer, in place of its MLP; 0 = a dense model", ge=0)
     experts_per_token: int = key(0, "experts that a token goes to; 0 = 2 of them, where there are experts", ge=0)
     expert_mlp_dim: int = key(0, "width of an expert; 0 = mlp_dim", ge=0)
     shared_expert_dim: int = key(0, "width of an MLP beside the experts that all tokens go through; 0 = none", ge=0)
     first_dense_layers: int = key(0, "leading layers that keep a dense MLP, of mlp_dim", ge=0)
-    router_score: Literal["softmax", "sigmoid"] = key("softmax", "scores of the experts, over all of them or each by itself")
-    router_normalize: bool = key(True, "weights of the chosen experts sum to 1; with softmax: as a softmax of the chosen alone")
+    router_score: Literal["softmax", "sigmoid"] = key(
+        "softmax", "scores of the experts, over all of them or each by itself")
+    router_normalize: bool = key(
+        True, "weights of the chosen experts sum to 1; with softmax: as a softmax of the chosen alone")
     router_scale: float = key(1.0, "the weights times this", gt=0)
     router_groups: tuple[int, ...] = key(
-        (), "[groups of experts, groups that a token may use], groups ranked by their two best experts; empty = none", strict=False)
-    router_bias: bool = key(False, "biases that take part in the choice alone; experts.bias_rate turns them on, and moves them")
+        (), "[groups of experts, groups that a token may use], groups ranked by their two best experts; empty = none",
+        strict=False)
+    router_bias: bool = key(
+        False, "biases that take part in the choice alone; experts.bias_rate turns them on, and moves them")
     tie_embeddings: bool = key(False, "the head is the transposed embedding")
     embedding_dropout: float = key(0.0, "dropout after the embedding", ge=0, lt=1)
     residual_dropout: float = key(0.0, "dropout of what attention and MLP add to the residual stream", ge=0, lt=1)
     attention: Literal["auto", "blockwise", "cudnn", "pallas"] = key(
-        "auto", "engine of attention: by GPU and shape; blockwise: XLA, anywhere; cudnn: whole rows; pallas: packed documents"
+        "auto",
+        "engine of attention: by GPU and shape; blockwise: XLA, anywhere; cudnn: whole rows; pallas: packed documents"
     )
-    param_dtype: Literal["float32", "bfloat16"] = key("float32", "dtype of the master parameters (optimizer state is float32)")
+    param_dtype: Literal["float32", "bfloat16"] = key(
+        "float32", "dtype of the master parameters (optimizer state is float32)")
     compute_dtype: Literal["float32", "bfloat16"] = key("bfloat16", "dtype of activations and gathered weights")
     matmul_dtype: Literal["auto", "bfloat16", "float8"] = key(
         "auto", "what the layers' matrices are multiplied in: as compute_dtype, or float8 (H100 and later), gathered so"
@@ -162,13 +185,15 @@ class Model(Section):
             _filled(self, experts_per_token=self.experts_per_token or min(2, self.num_experts),
                     expert_mlp_dim=self.expert_mlp_dim or self.mlp_dim)
         derived_head_dim = 0 if self.embed_dim % self.num_heads else self.embed_dim // self.num_heads
-        return _filled(self, num_kv_heads=self.num_kv_heads or self.num_heads, head_dim=self.head_dim or derived_head_dim)
+        return _filled(self, num_kv_heads=self.num_kv_heads or self.num_heads,
+                       head_dim=self.head_dim or derived_head_dim)
 
 
 class Component(Section):
     """One source of data.mixture."""
 
-    source: Literal["stdlib", "text", "jsonl", "chat", "parquet", "arrow", "tokens"] = Field(description="as data.source")
+    source: Literal["stdlib", "text", "jsonl", "chat", "parquet", "arrow", "tokens"] = Field(
+        description="as data.source")
     paths: tuple[PathKey, ...] = key((), "as data.paths", strict=False)
     field: str = key("text", "as data.field")
     weight: float = key(1.0, "share of the tokens, on any scale", gt=0)
@@ -180,27 +205,36 @@ class Data(Section):
     """[data]: what is read, and how much of it per step."""
 
     source: Literal["stdlib", "text", "jsonl", "chat", "parquet", "arrow", "tokens", "preferences", "mixture"] = key(
-        "stdlib", "Python's library sources, files of data.paths (chat: conversations in lines of JSON), or data.mixture"
+        "stdlib",
+        "Python's library sources, files of data.paths (chat: conversations in lines of JSON), or data.mixture"
     )
     paths: tuple[PathKey, ...] = key(
-        (), "files or globs; text and jsonl may end in .gz or .zst; tokens: X.tokens.npy with X.ends.npy, or X.bin", strict=False
+        (), "files or globs; text and jsonl may end in .gz or .zst; tokens: X.tokens.npy with X.ends.npy, or X.bin",
+        strict=False
     )
     field: str = key("text", "key (jsonl) or column (parquet, arrow) of a document's text")
     mixture: tuple[Component, ...] = key(
-        (), 'several sources: [{source="jsonl", paths=["a.jsonl"], weight=0.7}, …]; weight: share of tokens', strict=False
+        (), 'several sources: [{source="jsonl", paths=["a.jsonl"], weight=0.7}, …]; weight: share of tokens',
+        strict=False
     )
     tokenizer: PathKey = key("bytes", "bytes, or the path of a tokenizer.json")
-    bos_token: str = key("", "token before every document; empty = the tokenizer's; its id where tokens have no tokenizer")
-    eos: str = key("", "last target of every document; empty = the token before it; its id where tokens have no tokenizer")
-    chat_template: PathKey = key("", "of chat: a template's file, or a model folder; empty = beside the tokenizer, or in run.dir/hf")
-    loss_on: Literal["assistant", "all"] = key("assistant", "what is learned of chat: what the assistant says, or all of it")
+    bos_token: str = key(
+        "", "token before every document; empty = the tokenizer's; its id where tokens have no tokenizer")
+    eos: str = key("",
+                   "last target of every document; empty = the token before it; its id where tokens have no tokenizer")
+    chat_template: PathKey = key(
+        "", "of chat: a template's file, or a model folder; empty = beside the tokenizer, or in run.dir/hf")
+    loss_on: Literal["assistant", "all"] = key(
+        "assistant", "what is learned of chat: what the assistant says, or all of it")
     cache: PathKey = key("", "directory of the token cache; empty = .meshtrain beside the first file, or in run.dir")
     seq_len: int = key(256, "target tokens per sequence", ge=1)
     global_batch: int = key(16, "sequences per step, over all devices and microbatches", ge=1)
     validation_fraction: float = key(0.02, "share of the data held out for validation; 0 = none", ge=0, lt=1)
     validation_paths: tuple[PathKey, ...] = key((), "files to validate on, in place of a held-out share", strict=False)
     validation_sources: tuple[Component, ...] = key(
-        (), 'several to validate on, each with its own curve, in place of a held-out share: tables as those of data.mixture', strict=False
+        (),
+        'several to validate on, each with its own curve, in place of a held-out share: tables as those of '
+        'data.mixture', strict=False
     )
     packing: Literal["stream", "whole"] = key(
         "stream", "documents end to end, cut into sequences, or only whole ones in a sequence, its rest padded"
@@ -215,25 +249,37 @@ class Training(Section):
     steps: int = key(100, "optimizer steps", ge=1, lt=2**31)
     microbatches: int = key(1, "parts a step's batch is worked through in", ge=1)
     remat: Literal["none", "selective", "full", "offload"] = key(
-        "none", "what the backward pass recomputes instead of keeping; offload: as full, layers' inputs wait on the host"
+        "none",
+        "what the backward pass recomputes instead of keeping; offload: as full, layers' inputs wait on the host"
     )
     grad_clip: float = key(1.0, "largest global norm of the gradient; 0 = off", ge=0)
-    objective: Literal["next_token", "dpo"] = key("next_token", "what is learned: the next token, or preferences of pairs (DPO)")
+    objective: Literal["next_token", "dpo"] = key(
+        "next_token", "what is learned: the next token, or preferences of pairs (DPO)")
     dpo_beta: float = key(0.1, "how much departing from the reference weighs against the preferences (DPO)", gt=0)
     z_loss: float = key(0.0, "weight of the squared log-partition, which keeps logits small; 0 = off", ge=0)
-    loss_chunk: int = key(2048, "tokens whose logits are held at once; below it the head waits for memory on GPUs", ge=1)
-    deterministic: bool = key(False, "the same bits in every run on the same GPUs, at some speed; CPUs give them anyway")
-    check_replicas_every: int = key(0, "steps between checks that replicas have the same bits, also before each save; 0 = none", ge=0)
-    max_skipped_steps: int = key(10, "steps in a row that are skipped, as without a finite gradient, before the run stops", ge=1)
+    loss_chunk: int = key(
+        2048, "tokens whose logits are held at once; below it the head waits for memory on GPUs", ge=1)
+    deterministic: bool = key(
+        False, "the same bits in every run on the same GPUs, at some speed; CPUs give them anyway")
+    check_replicas_every: int = key(
+        0, "steps between checks that replicas have the same bits, also before each save; 0 = none", ge=0)
+    max_skipped_steps: int = key(
+        10, "steps in a row that are skipped, as without a finite gradient, before the run stops", ge=1)
     loss_spike: Literal["off", "warn", "skip", "rollback"] = key(
-        "warn", "a loss far above those before: warn, do not apply the step, or go back to a checkpoint and leave the batches out"
+        "warn",
+        "a loss far above those before: warn, do not apply the step, or go back to a checkpoint and leave the batches "
+        "out"
     )
-    spike_threshold: float = key(10.0, "a spike is so many times the spread of the last 128 losses above their median", ge=1)
+    spike_threshold: float = key(
+        10.0, "a spike is so many times the spread of the last 128 losses above their median", ge=1)
     step_timeout_s: int = key(
-        0, "seconds after which a step hangs, and the run ends; 0 = 10 times the median step, 60 at least; -1 = never", ge=-1
+        0, "seconds after which a step hangs, and the run ends; 0 = 10 times the median step, 60 at least; -1 = never",
+        ge=-1
     )
     phase_timeout_s: int = key(
-        3600, "the same of compiling, of reading or initializing the state, of saving, and of each batch of a validation; -1 = never", ge=-1
+        3600,
+        "the same of compiling, of reading or initializing the state, of saving, and of each batch of a validation; -1 "
+        "= never", ge=-1
     )
 
 
@@ -288,7 +334,8 @@ class Experts(Section):
     )
     aux_loss: float = key(0.01, "weight of the balance loss, of each sequence by itself; 0 = off", ge=0)
     z_loss: float = key(0.0, "weight of the router's squared log-partition; 0 = off", ge=0)
-    bias_rate: float = key(0.0, "step of the biases towards experts with too few tokens, e.g. 0.001; 0 = they stay", ge=0)
+    bias_rate: float = key(
+        0.0, "step of the biases towards experts with too few tokens, e.g. 0.001; 0 = they stay", ge=0)
     bias_rule: Literal["sign", "error"] = key(
         "sign", "every step of a bias is bias_rate, or bias_rate times the share of the mean that its expert lacks"
     )
@@ -308,10 +355,16 @@ class Checkpoint(Section):
     every: int = key(500, "steps between checkpoints; 0 = only after the last", ge=0)
     keep: int = key(2, "checkpoints kept, the newest", ge=1)
     resume: Literal["auto", "never"] = key("auto", "go on from run.dir's newest checkpoint, or refuse it")
-    local_every: int = key(0, "steps between copies in local_dir, from which a crash goes on where all hosts still have theirs; 0 = none", ge=0)
+    local_every: int = key(0,
+                           "steps between copies in local_dir, from which a crash goes on where all hosts still have "
+                           "theirs; 0 = none", ge=0)
     local_dir: PathKey = key("", "where, on each host's own disk or in its memory, e.g. /dev/shm/meshtrain")
-    step: int = key(0, "saved step to go on from, later ones are set aside; of init_from's steps in a new run; 0 = newest", ge=0)
-    init_from: PathKey = key("", "weights a new run starts from: another run's run.dir, or a folder of Hugging Face's, which decides [model]")
+    step: int = key(0,
+                    "saved step to go on from, later ones are set aside; of init_from's steps in a new run; 0 = newest",
+                    ge=0)
+    init_from: PathKey = key("",
+                             "weights a new run starts from: another run's run.dir, or a folder of Hugging Face's, "
+                             "which decides [model]")
     init_optimizer: bool = key(False, "init_from brings the optimizer's state along")
     export: Literal["off", "last", "every"] = key(
         "off", "model folder of Hugging Face's in run.dir/export/STEP: after the last step, or with every checkpoint"
@@ -323,8 +376,11 @@ class Metrics(Section):
 
     every: int = key(1, "steps between rows of metrics.jsonl", ge=1)
     tensorboard: bool = key(True, "the rows also as TensorBoard events, in run.dir/tensorboard")
-    wandb: str = key("", "project of Weights & Biases that gets the rows too (WANDB_MODE=offline: for later, in run.dir/wandb); empty = none")
-    profile_steps: tuple[int, ...] = key((), "first and last step to profile, e.g. [10, 12]; empty = none", strict=False)
+    wandb: str = key("",
+                     "project of Weights & Biases that gets the rows too (WANDB_MODE=offline: for later, in "
+                     "run.dir/wandb); empty = none")
+    profile_steps: tuple[int, ...] = key(
+        (), "first and last step to profile, e.g. [10, 12]; empty = none", strict=False)
 
 
 class Distributed(Section):

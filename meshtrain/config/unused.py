@@ -1,7 +1,7 @@
 """Keys that have no effect in a run as it is: told, for whoever gives one means something by it.
 
-EFFECTS is the whole rule: a key, when it has an effect, and what would give it one. Keys that contradict each other are refused
-by `checks`; a key with its default is never told, and neither is one that a model folder has decided.
+EFFECTS is the whole rule: a key, when it has an effect, and what would give it one. Keys that contradict each other are
+refused by `checks`; a key with its default is never told, and neither is one that a model folder has decided.
 """
 from __future__ import annotations
 
@@ -30,9 +30,12 @@ def _caches_tokens(run: Run) -> bool:
 
 
 EFFECTS = (
-    Effect("optimizer.decay_steps", lambda run: run.optimizer.schedule == "wsd", 'optimizer.schedule="wsd" ends with such a decay'),
-    Effect("optimizer.final_fraction", lambda run: run.optimizer.schedule != "constant", 'optimizer.schedule="cosine", "linear" or "wsd"'),
-    Effect("training.spike_threshold", lambda run: run.training.loss_spike != "off", 'training.loss_spike="warn", "skip" or "rollback"'),
+    Effect("optimizer.decay_steps", lambda run: run.optimizer.schedule == "wsd",
+           'optimizer.schedule="wsd" ends with such a decay'),
+    Effect("optimizer.final_fraction", lambda run: run.optimizer.schedule != "constant",
+           'optimizer.schedule="cosine", "linear" or "wsd"'),
+    Effect("training.spike_threshold", lambda run: run.training.loss_spike != "off",
+           'training.loss_spike="warn", "skip" or "rollback"'),
     Effect("data.cache", _caches_tokens, "a data.tokenizer other than bytes, or files that are not plain text"),
     Effect("lora.export", lambda run: run.checkpoint.export != "off", 'checkpoint.export="last" or "every"'),
     Effect("lora.alpha", lambda run: run.lora.rank > 0, "lora.rank larger than 0"),

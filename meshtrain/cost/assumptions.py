@@ -1,9 +1,10 @@
-"""The one table of what is assumed about a GPU's speed: which share of its peaks, memory and links a training step reaches.
+"""The one table of what is assumed about a GPU's speed: which share of its peaks, memory and links a training step
+reaches.
 
-Nothing here was measured by this project. Every number has a name, under which `inspect --assume NAME=VALUE` sets another,
-and its reason; what a GPU is on paper stands in `hardware`. In a closed formula of a step's kernels and links the values met
-51 published runs with a median error of 4.3%, 90% of them within 11.5%; the rates of our own kernels were not among them. What
-moves a predicted step most: `matmul.sustained`, `link.contend` and the attention rates.
+Nothing here was measured by this project. Every number has a name, under which `inspect --assume NAME=VALUE` sets
+another, and its reason; what a GPU is on paper stands in `hardware`. In a closed formula of a step's kernels and links
+the values met 51 published runs with a median error of 4.3%, 90% of them within 11.5%; the rates of our own kernels
+were not among them. What moves a predicted step most: `matmul.sustained`, `link.contend` and the attention rates.
 """
 from __future__ import annotations
 
@@ -12,26 +13,29 @@ import difflib
 import functools
 from collections.abc import Mapping
 
-_MAMF = "largest matmul rate found by search over shapes, share of the dense bf16 peak (stas00/ml-engineering, MAMF table)"
+_MAMF = ("largest matmul rate found by search over shapes, share of the dense bf16 peak (stas00/ml-engineering, MAMF "
+         "table)")
 _HOT = "a step is hot: power and clocks; from published runs. Blackwell rests on two of them (+13%, -8%)"
-_GROUPED = ("share of the dense bf16 peak that rows × experts' matrices, or the latter's gradients, reach in Triton, before "
-            "matmul.sustained. assumption: as Liger-Kernel's at the shapes of Qwen3-30B-A3B on H100, 501 TFLOP/s forward, 413 "
-            "both ways (Liger-Kernel 1294). To be measured")
+_GROUPED = ("share of the dense bf16 peak that rows × experts' matrices, or the latter's gradients, reach in Triton, "
+            "before matmul.sustained. assumption: as Liger-Kernel's at the shapes of Qwen3-30B-A3B on H100, 501 "
+            "TFLOP/s forward, 413 both ways (Liger-Kernel 1294). To be measured")
 _NCCL = "microseconds in NCCL's own model (NVIDIA/nccl, src/graph/tuning.cc, protocol LL128): "
-_FLASH = ("share of the dense bf16 peak, the causal half counted; FlashAttention-3's paper: H100, head_dim 128, 4,096 tokens, "
-          "cuDNN 609 TFLOP/s forward; SimuMax on B200: .44 to .58 forward, .37 to .44 backward")
+_FLASH = ("share of the dense bf16 peak, the causal half counted; FlashAttention-3's paper: H100, head_dim 128, 4,096 "
+          "tokens, cuDNN 609 TFLOP/s forward; SimuMax on B200: .44 to .58 forward, .37 to .44 backward")
 _ELSEWHERE = "share of the dense bf16 peak, the causal half counted; for runs of other frameworks: "
-_TRITON = ("share of the dense bf16 peak, the visited pairs counted. assumption: Hopper and later about FlashAttention-2 on "
-           "H100 (.37, .33); A100 between FlashAttention-2 (.58, .50) and Triton's kernels of 2023 (.36, .32). To be measured")
+_TRITON = ("share of the dense bf16 peak, the visited pairs counted. assumption: Hopper and later about "
+           "FlashAttention-2 on H100 (.37, .33); A100 between FlashAttention-2 (.58, .50) and Triton's kernels of 2023 "
+           "(.36, .32). To be measured")
 
-_BLOCKWISE = ("share of the dense bf16 peak, the causal half counted, of blocks compiled by XLA, whose scores go through memory: "
-              "by the roofline of compiled programs on H100 .029 and .047 in bfloat16, .026 and .032 in float32; elsewhere in "
-              "proportion to the memory's bandwidth")
+_BLOCKWISE = ("share of the dense bf16 peak, the causal half counted, of blocks compiled by XLA, whose scores go "
+              "through memory: by the roofline of compiled programs on H100 .029 and .047 in bfloat16, .026 and .032 "
+              "in float32; elsewhere in proportion to the memory's bandwidth")
 
 
 @dataclasses.dataclass(frozen=True)
 class Assumption:
-    """One number. values: by GPU, the longest prefix of its name counts; "" for all others. low, high: what can be set."""
+    """One number. values: by GPU, the longest prefix of its name counts; "" for all others. low, high: what can be
+    set."""
     name: str
     values: Mapping[str, float]
     reason: str
@@ -47,8 +51,10 @@ TABLE = {row.name: row for row in (
     Assumption("matmul.best", {"": .803, "a100": .869, "b200": .776, "b300": .776, "gb": .729, "mi": .514}, _MAMF),
     Assumption("matmul.sustained", {"": .84, "a100": .92, "b200": .64, "b300": .64, "gb": .64, "mi": .84}, _HOT),
     Assumption("matmul.clock", {"": 1.0, "h100-96gb": .80}, "500 W instead of 700 W; from that part's runs"),
-    Assumption("matmul.wave", {"": .35}, "share of a wave of 128 × 256 tiles that the last, partly filled one costs", 0, 10),
-    Assumption("matmul.k0", {"": 128}, "prologue and epilogue of a tile, in elements of the contracted dimension", 0, 1e4),
+    Assumption("matmul.wave", {"": .35},
+               "share of a wave of 128 × 256 tiles that the last, partly filled one costs", 0, 10),
+    Assumption("matmul.k0", {"": 128},
+               "prologue and epilogue of a tile, in elements of the contracted dimension", 0, 1e4),
     Assumption("grouped.rows", {"": .65}, _GROUPED),
     Assumption("grouped.outer", {"": .40}, _GROUPED),
     Assumption("experts.rounds", {"": 0},
@@ -58,46 +64,63 @@ TABLE = {row.name: row for row in (
     Assumption("attention.cudnn_backward", {"": .50, "b": .48, "gb": .48}, _FLASH),
     Assumption("attention.pallas_forward", {"": .38, "a100": .50}, _TRITON),
     Assumption("attention.pallas_backward", {"": .28, "a100": .40}, _TRITON),
-    Assumption("attention.blockwise_forward", {"": .030, "a100-40gb": .044, "a100-80gb": .058, "h200": .043}, _BLOCKWISE, formula=True),
-    Assumption("attention.blockwise_backward", {"": .042, "a100-40gb": .062, "a100-80gb": .081, "h200": .060}, _BLOCKWISE,
+    Assumption("attention.blockwise_forward", {"": .030, "a100-40gb": .044, "a100-80gb": .058, "h200": .043},
+               _BLOCKWISE, formula=True),
+    Assumption("attention.blockwise_backward", {"": .042, "a100-40gb": .062, "a100-80gb": .081,
+                                                "h200": .060}, _BLOCKWISE,
                formula=True),
-    Assumption("attention.ramp", {"": 400}, "tokens: the rate of S tokens is that of long ones times S / (S + ramp)", 0, 1e5),
-    Assumption("attention.narrow", {"": .75}, "rate at head_dim 64 over that at 128: half the products for each exponential"),
+    Assumption("attention.ramp", {"": 400},
+               "tokens: the rate of S tokens is that of long ones times S / (S + ramp)", 0, 1e5),
+    Assumption("attention.narrow", {"": .75},
+               "rate at head_dim 64 over that at 128: half the products for each exponential"),
     Assumption("attention.flash2_forward", {"": .37, "a100": .58}, _ELSEWHERE + "FlashAttention-2", formula=True),
     Assumption("attention.flash2_backward", {"": .33, "a100": .50}, _ELSEWHERE + "FlashAttention-2", formula=True),
-    Assumption("attention.triton_forward", {"": .21, "a100": .36}, _ELSEWHERE + "Triton of 2023, MPT at 65,536", formula=True),
-    Assumption("attention.triton_backward", {"": .17, "a100": .32}, _ELSEWHERE + "Triton of 2023, MPT at 65,536", formula=True),
+    Assumption("attention.triton_forward", {"": .21, "a100": .36}, _ELSEWHERE + "Triton of 2023, MPT at 65,536",
+               formula=True),
+    Assumption("attention.triton_backward", {"": .17, "a100": .32}, _ELSEWHERE + "Triton of 2023, MPT at 65,536",
+               formula=True),
     Assumption("attention.scores_forward", {"": .15}, _ELSEWHERE + "scores in memory", formula=True),
     Assumption("attention.scores_backward", {"": .15}, _ELSEWHERE + "scores in memory", formula=True),
-    Assumption("documents.mean", {"": 2000}, "tokens of a packed document, where pairs across documents are skipped", 1, 1e9),
+    Assumption("documents.mean", {"": 2000},
+               "tokens of a packed document, where pairs across documents are skipped", 1, 1e9),
     Assumption("documents.sigma", {"": 1.5}, "of the logarithm of their length (log-normal)", 0.01, 4),
     Assumption("hbm.share", {"": .80}, "streaming kernels reach this share of the memory's bandwidth"),
-    Assumption("link.share", {"": .80}, "of one direction of NVLink; rings measured: H100 and H200 .80 to .82, A100 .78"),
-    Assumption("nic.share", {"": .80}, "of a NIC's rate in the hardware table; measured: 32 H200 over 8 × 400 Gb/s .91. A "
+    Assumption("link.share", {"": .80},
+               "of one direction of NVLink; rings measured: H100 and H200 .80 to .82, A100 .78"),
+    Assumption("nic.share", {"": .80},
+               "of a NIC's rate in the hardware table; measured: 32 H200 over 8 × 400 Gb/s .91. A "
                "slower network is set here: 100 Gb/s a GPU where the table has 400 is 0.2"),
     Assumption("link.start_us", {"": 14}, _NCCL + "base latency of a ring", 0, 1e4),
     Assumption("link.hop_us", {"": 1.9}, _NCCL + "a ring's step inside a link domain", 0, 1e4),
     Assumption("link.host_hop_us", {"": 4.0}, _NCCL + "a ring's step between hosts", 0, 1e4),
-    Assumption("link.contend", {"": .40}, "a hidden collective slows what runs beside it by this share of its own time: NCCL "
+    Assumption("link.contend", {"": .40},
+               "a hidden collective slows what runs beside it by this share of its own time: NCCL "
                "takes multiprocessors and memory bandwidth; from published runs", 0),
-    Assumption("overlap.fsdp", {"": .90}, "share of a layer's compute behind which its weights' gathers and its gradients' "
+    Assumption("overlap.fsdp", {"": .90},
+               "share of a layer's compute behind which its weights' gathers and its gradients' "
                "reductions hide, and keys and values of a ring behind attention", 0, formula=True),
     Assumption("overlap.experts", {"": .25},
                "the same of experts' weights: they are gathered and reduced between the kernels that "
                "need and make them; read off programs of Qwen3-30B-A3B (.27) and Mixtral (.25) on 64 H100 in "
                "four microbatches, experts over 8", 0, formula=True),
-    Assumption("overlap.data", {"": .80}, "the same of what frameworks with buckets reduce and gather once a step, behind one microbatch", 0,
+    Assumption("overlap.data", {"": .80},
+               "the same of what frameworks with buckets reduce and gather once a step, behind one microbatch", 0,
                formula=True),
-    Assumption("overlap.once", {"": .25}, "share of their own time that reductions and gathers once a step hide in our programs, "
-               "behind each other's updates; all-reduces behind nothing. Read off programs of 1B and 8B on 8 and 64 H100: .26 to "
-               ".33", 0, formula=True),
-    Assumption("overlap.reduced", {"": .72}, "share of a layer's reductions that hides at most in our programs: the last of a "
+    Assumption("overlap.once", {"": .25},
+               "share of their own time that reductions and gathers once a step hide in our programs, "
+               "behind each other's updates; all-reduces behind nothing. Read off programs of 1B and 8B on 8 and 64 "
+               "H100: .26 to .33", 0, formula=True),
+    Assumption("overlap.reduced", {"": .72},
+               "share of a layer's reductions that hides at most in our programs: the last of a "
                "loop's body stand behind nothing. Read off the same programs: .64 to .75", 0, formula=True),
-    Assumption("overlap.tensor", {"": 0}, "share of tensor parallelism's collectives that hides: they stand between the "
+    Assumption("overlap.tensor", {"": 0},
+               "share of tensor parallelism's collectives that hides: they stand between the "
                "products", 0, formula=True),
-    Assumption("overlap.user_buffers", {"": .60}, "the same where a framework cuts them into chunks beside their products "
+    Assumption("overlap.user_buffers", {"": .60},
+               "the same where a framework cuts them into chunks beside their products "
                "(Transformer Engine's user buffers)", 0, formula=True),
-    Assumption("elementwise.eager", {"": 1.8}, "bytes of elementwise work without a fusing compiler over those with one", 1, 10,
+    Assumption("elementwise.eager", {"": 1.8},
+               "bytes of elementwise work without a fusing compiler over those with one", 1, 10,
                formula=True),
     Assumption("offload.gb_per_s", {"": 50, "a100": 25, "gb": 200, "mi": 50},
                "GB/s of one direction between a GPU and its host's "
@@ -119,10 +142,12 @@ class Assumptions:
             if name not in TABLE:
                 near = difflib.get_close_matches(name, TABLE, n=1, cutoff=0.4)
                 hint = f"did you mean {near[0]}? " if near else ""
-                raise ValueError(f"--assume {name}={value:g}: there is no such assumption; {hint}names: {', '.join(TABLE)}")
+                raise ValueError(f"--assume {name}={value:g}: there is no such assumption; {hint}names: "
+                                 f"{', '.join(TABLE)}")
             row = TABLE[name]
             if not row.low <= value <= row.high:
-                raise ValueError(f"--assume {name}={value:g} must lie between {row.low:g} and {row.high:g}: {row.reason}")
+                raise ValueError(f"--assume {name}={value:g} must lie between {row.low:g} and {row.high:g}: "
+                                 f"{row.reason}")
 
     def __getitem__(self, name: str) -> float:
         return self._values[name]
@@ -142,4 +167,5 @@ def parse(text: str) -> tuple[str, float]:
     try:
         return name.strip(), float(value) if equals else float("")
     except ValueError:
-        raise ValueError(f"--assume {text} is not NAME=NUMBER, e.g. matmul.sustained=0.8; names: {', '.join(TABLE)}") from None
+        raise ValueError(f"--assume {text} is not NAME=NUMBER, e.g. matmul.sustained=0.8; names: "
+                         f"{', '.join(TABLE)}") from None

@@ -28,7 +28,8 @@ class Collective:
     """One collective instruction, one dtype; bytes and counts are one GPU's, per step."""
 
     kind: str  # as HLO spells it, without -start
-    axes: tuple[str, ...]  # mesh axes that the group spans, in mesh order; 'data:2~' = part of one, or no product of axes
+    # mesh axes that the group spans, in mesh order; 'data:2~' = part of one, or no product of axes
+    axes: tuple[str, ...]
     count: int  # executions, each operand of a combined instruction counted apart
     bytes: int  # what the GPU sends in a ring: see ring_bytes
     payload_bytes: int  # the logical arrays: the full one for all-gather, reduce-scatter and all-reduce
@@ -58,7 +59,8 @@ class ProgramAudit:
     dots: tuple[Dot, ...]
     unknown_loops: tuple[str, ...]  # loops of unknown length around a collective or a dot: counted ONCE above
     broken_permutes: tuple[str, ...]  # permutes that leave devices with zeros, and nothing explains it
-    partial_permutes: tuple[str, ...]  # shifts without wrap-around, parts of uneven arrays: some devices receive zeros, rightly
+    # shifts without wrap-around, parts of uneven arrays: some devices receive zeros, rightly
+    partial_permutes: tuple[str, ...]
     uncounted: tuple[str, ...]  # kernels that do matmuls of unknown size: not in dots
     further_rounds: int = 0  # loops that run only where experts are not equally busy: counted as none
 
@@ -105,12 +107,14 @@ def read(text: str, mesh) -> ProgramAudit:
             wrong, note = _permute_coverage(ins.attrs, ins.op_name, mesh_shape)
             if note:
                 (broken if wrong else partial).append(f"{ins.name}: {note} {short_source(ins.op_name)}".strip())
-    return ProgramAudit(tuple(collectives), tuple(dots), tuple(unknown), tuple(broken), tuple(partial), tuple(uncounted),
+    return ProgramAudit(tuple(collectives), tuple(dots), tuple(unknown), tuple(broken),
+                        tuple(partial), tuple(uncounted),
                    sum(visit.instruction.further_rounds for visit in visits))
 
 
 def broken_permutes(text: str, mesh) -> list[str]:
-    """As `read(text, mesh).broken_permutes`, from the lines of permutes alone: a quarter of the time (0.04 s for 2.4 MB)."""
+    """As `read(text, mesh).broken_permutes`, from the lines of permutes alone: a quarter of the time (0.04 s for 2.4
+    MB)."""
     found, mesh_shape = [], dict(mesh.shape)
     for line in _PERMUTE.finditer(text):
         op_name = re.search(r'op_name="([^"]*)"', line.group(0))
@@ -215,7 +219,8 @@ def collective_rows(module: hlo.HloModule, visit: hlo.Visit, mesh_shape: dict[st
         payload = sum(sizes) * visit.trips * (n if kind == "all-gather" else 1)
         started = ins.op.endswith("-start") or visit.is_async
         rows.append(Collective(
-            kind=kind, axes=axes, count=visit.trips * (1 if one_array else len(sizes)), bytes=ring_bytes(kind, payload, n),
+            kind=kind, axes=axes, count=visit.trips * (1 if one_array else len(sizes)),
+            bytes=ring_bytes(kind, payload, n),
             payload_bytes=payload, dtype=dtype, source=_source(module, visit), trips=visit.trips, group_size=n,
             is_async=started and '"is_sync":true' not in ins.attrs, in_branch=visit.in_branch,
             arrays=tuple(arrays[dtype][:1] if one_array else arrays[dtype]),
@@ -312,10 +317,12 @@ _UNEVEN = re.compile(r"(?:^|/)(?:slice|dynamic_slice|pad|concatenate|rev)$")
 
 
 def _permute_coverage(attrs: str, op_name: str, mesh_shape: dict[str, int]) -> tuple[bool, str]:
-    """(whether it is broken, a note where not every device receives): one that receives nothing holds ZEROS, without any error.
+    """(whether it is broken, a note where not every device receives): one that receives nothing holds ZEROS, without
+    any error.
 
-    XLA's all-gather-to-collective-permute-simplifier makes permutes with no pairs at all on GPUs (openxla/xla #45218). A
-    slice of an array that is split over devices sends its parts to those that hold the result; the others do not read it.
+    XLA's all-gather-to-collective-permute-simplifier makes permutes with no pairs at all on GPUs (openxla/xla #45218).
+    A slice of an array that is split over devices sends its parts to those that hold the result; the others do not read
+    it.
     """
     pairs, num_devices = source_target_pairs(attrs), math.prod(mesh_shape.values())
     targets = set(pairs[:, 1].tolist())
@@ -344,11 +351,13 @@ def _dot(module: hlo.HloModule, visit: hlo.Visit) -> Dot | None:
     """FLOPs of an HLO dot, a cuBLAS call or experts' kernel; None where they are unknown."""
     at = module, visit.computation, visit.instruction
     found = work.matmul(*at) or work.grouped(*at)
-    return found and Dot(found.dtype, round(found.flops) * visit.trips, visit.trips, _source(module, visit), visit.in_branch)
+    return found and Dot(found.dtype, round(found.flops) * visit.trips, visit.trips,
+                         _source(module, visit), visit.in_branch)
 
 
 def carried_bytes(text: str, trips: int, expected: Iterable[tuple[int, ...]]) -> int:
-    """Bytes of the float32 arrays of the expected shapes that the outermost loop of `trips` iterations carries and changes.
+    """Bytes of the float32 arrays of the expected shapes that the outermost loop of `trips` iterations carries and
+    changes.
 
     Beside the gradient accumulators a training step carries what its layers keep for their backward.
     XLA orders dims as it likes.
@@ -357,12 +366,14 @@ def carried_bytes(text: str, trips: int, expected: Iterable[tuple[int, ...]]) ->
     expected = Counter(map(key, expected))
     for ins in module.computations[module.entry].values():
         if ins.op == "while" and hlo.known_trips(ins) == trips:
-            most |= Counter(key(shape[1]) for shape in hlo.changed(module, ins.attr("body")) if shape[0] == "f32") & expected
+            most |= Counter(key(shape[1]) for shape in hlo.changed(module, ins.attr("body"))
+                            if shape[0] == "f32") & expected
     return sum(4 * math.prod(shape) * n for shape, n in most.items())
 
 
 def accumulator_bytes(text: str, expected: Iterable[tuple[int, ...]]) -> int | None:
-    """Bytes of float32 arrays of the expected shapes, as far as the program's outermost loops carry and change them all.
+    """Bytes of float32 arrays of the expected shapes, as far as the program's outermost loops carry and change them
+    all.
 
     A pipeline's loops carry activations, too, so accumulators are told by their shapes. None where one is in no loop.
     """

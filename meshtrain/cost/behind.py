@@ -1,7 +1,7 @@
 """Explains why a requested layout is slower than the planner's best: subtracts the two cost breakdowns term by term.
 
-The largest differences are reported with their causes: the link that a layer's weights cross and what hides it, recomputation,
-exposed waits.
+The largest differences are reported with their causes: the link that a layer's weights cross and what hides it,
+recomputation, exposed waits.
 """
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ EXPLAINED, MOST = 0.8, 3        # share of the distance that the reasons reach f
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Behind:
-    """A plan with sizes or options that were fixed, beside the best with nothing fixed. rank: 1 + how many meshes and rule
-    files are faster, of `count` that fit. share: how much longer its step takes. reasons: largest first; () for the best."""
+    """A plan with sizes or options that were fixed, beside the best with nothing fixed. rank: 1 + how many meshes and
+    rule files are faster, of `count` that fit. share: how much longer its step takes. reasons: largest first; () for
+    the best."""
     fixed: Mapping[str, object]
     best: Plan
     rank: int
@@ -77,7 +78,8 @@ def _lost_s(question: Question, plan: Plan) -> dict[str, float]:
     if plan.sizes["context"] > 1:       # attention over several devices is never repeated
         repeated["attention"] = 0.0
     twice = {name: one.parts[name] * share for name, share in repeated.items()}
-    return {**{name: one.parts[name] - twice[name] for name in one.parts}, "recomputed": sum(twice.values()), **one.exposed,
+    return {**{name: one.parts[name] - twice[name] for name in one.parts}, "recomputed": sum(twice.values()),
+            **one.exposed,
             "bubble": one.bubble_s, "update": one.update_s}
 
 
@@ -85,11 +87,13 @@ def _cause(question: Question, plan: Plan, best: Plan, name: str) -> str:
     sizes, options = plan.sizes, plan.options
     axes = tuple(a for a in AXES if sizes[a] > 1)
     if name == "recomputed":
-        return f"remat {options.remat} computes forward work again, where the best has room for remat {best.options.remat}"
+        return (f"remat {options.remat} computes forward work again, where the best has room for remat "
+                f"{best.options.remat}")
     if name == "tensor":
         each, products = plan.price.exposed["tensor"] / _runs(question, plan), 3 * _products_s(question, plan)
-        return (f"tensor {sizes['tensor']}: a layer's collectives take {_ms(each)} beside {_ms(products)} of products and hide "
-                f"behind nothing, {_runs(question, plan):,.0f} times a step; {link(question, plan, ('tensor',))[1]}")
+        return (f"tensor {sizes['tensor']}: a layer's collectives take {_ms(each)} beside {_ms(products)} of products "
+                f"and hide behind nothing, {_runs(question, plan):,.0f} times a step; "
+                f"{link(question, plan, ('tensor',))[1]}")
     if name == "fsdp":
         gathered, scattered = plan.placed.gathered, plan.placed.scattered
         over = tuple(a for a in axes if any(a in group_axes for group_axes in gathered or scattered))
@@ -107,10 +111,11 @@ def _cause(question: Question, plan: Plan, best: Plan, name: str) -> str:
     if name == "context":
         waits_s = plan.price.exposed[name] / _runs(question, plan)
         return (f"context {sizes['context']} by {options.method}: a layer waits {_ms(waits_s)} "
-                f"for keys and values, {_runs(question, plan):,.0f} times a step; {link(question, plan, ('context',))[1]}")
+                f"for keys and values, {_runs(question, plan):,.0f} times a step; "
+                f"{link(question, plan, ('context',))[1]}")
     if name == "bubble":
-        return (f"stage {sizes['stage']}: {options.schedule} of {options.microbatches} microbatches in {options.chunks} "
-                f"chunk(s) leaves {plan.price.bubble:.0%} of the step idle")
+        return (f"stage {sizes['stage']}: {options.schedule} of {options.microbatches} microbatches in "
+                f"{options.chunks} chunk(s) leaves {plan.price.bubble:.0%} of the step idle")
     if name == "offload":
         return "remat offload: layers' inputs take longer to the host and back than the layers beside them"
     if name == "scales":
@@ -119,10 +124,11 @@ def _cause(question: Question, plan: Plan, best: Plan, name: str) -> str:
         return f"stage {sizes['stage']}: what stages send to each other, {link(question, plan, ('stage',))[1]}"
     if name == "once a step":
         over = tuple(a for a in axes if a in ("data", "fsdp", "context"))
-        return f"gradients and new weights, exchanged once a step over {_sized(plan, over)}, {link(question, plan, over)[1]}"
+        return (f"gradients and new weights, exchanged once a step over {_sized(plan, over)}, "
+                f"{link(question, plan, over)[1]}")
     if name in ("matmul", "attention", "elementwise"):
-        return f"{name} is less efficient: {_tokens(plan):,.0f} tokens of a microbatch on a GPU beside {_tokens(best):,.0f}, " \
-               f"tensor {sizes['tensor']} beside {best.sizes['tensor']}"
+        return (f"{name} is less efficient: {_tokens(plan):,.0f} tokens of a microbatch on a GPU beside "
+                f"{_tokens(best):,.0f}, tensor {sizes['tensor']} beside {best.sizes['tensor']}")
     return "the optimizer's update, its states split over fewer GPUs" if name == "update" else f"what waits for {name}"
 
 
@@ -149,7 +155,8 @@ def _products_s(question: Question, plan: Plan) -> float:
 def _each_s(question: Question, plan: Plan, elements: Mapping[tuple[str, ...], float], kind: str) -> float:
     """Of one layer's weights as they are gathered, or its float32 gradients as they are reduced."""
     itemsize = 4 if kind == "reduce-scatter" or question.cfg.compute_dtype == "float32" else 2
-    return sum(question.rated.collective_s(kind, n * itemsize, link(question, plan, axes)[0]) for axes, n in elements.items())
+    return sum(question.rated.collective_s(kind, n * itemsize, link(question, plan, axes)[0])
+               for axes, n in elements.items())
 
 
 def _sized(plan: Plan, axes: tuple[str, ...]) -> str:

@@ -1,7 +1,8 @@
-"""Formula beside compiled: what the closed formulas say of an assembled run's step, and where its compiled program differs.
+"""Formula beside compiled: what the closed formulas say of an assembled run's step, and where its compiled program
+differs.
 
-The formulas are of programs for GPUs; on simulated CPU devices XLA takes other collectives. Tolerances are what 40 layouts
-compiled for GPUs keep: states are exact, what XLA's scheduler keeps alive is not.
+The formulas are of programs for GPUs; on simulated CPU devices XLA takes other collectives. Tolerances are what 40
+layouts compiled for GPUs keep: states are exact, what XLA's scheduler keeps alive is not.
 """
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ SMALL = .002                # of all bytes sent: norms, biases and statistics of
 
 @dataclasses.dataclass(frozen=True)
 class Formulas:
-    """Of one device and step: bytes by kind, collectives as `audit.summarize` has them, FLOPs of matmuls beside attention's."""
+    """Of one device and step: bytes by kind, collectives as `audit.summarize` has them, FLOPs of matmuls beside
+    attention's."""
     memory_bytes: Mapping[str, int]
     collectives: list[dict]
     matmul_flops: int
@@ -39,7 +41,8 @@ def of(made, ruled: Mapping[str, int | None]) -> Formulas | None:
     grads = ruled["loop_grads"] if schedule else ruled["grads"]
     held = {**ruled, "activations": lives, "total": ruled["params"] + grads + ruled["optimizer"] + lives}
     sizes = made.mesh_spec.sizes
-    return Formulas(held, traffic.summarized(traffic.of(placed, options), sizes), round(flops.executed(placed, options)))
+    return Formulas(held, traffic.summarized(traffic.of(placed, options), sizes),
+                    round(flops.executed(placed, options)))
 
 
 def matmul_flops(program: audit.ProgramAudit) -> int:
@@ -48,8 +51,8 @@ def matmul_flops(program: audit.ProgramAudit) -> int:
 
 
 def differences(made, formulas: Formulas, held: Mapping[str, int | None], program: audit.ProgramAudit) -> list[str]:
-    """One line for each that is beyond tolerance, and for each collective that follows from no rule, with what it moves. held:
-    bytes of the compiled step by kind (`report.held_by_program`)."""
+    """One line for each that is beyond tolerance, and for each collective that follows from no rule, with what it
+    moves. held: bytes of the compiled step by kind (`report.held_by_program`)."""
     lines = []
     for kind, tolerance in TOLERANCE.items():
         before = formulas.memory_bytes["loop_grads" if kind == "grads" and made.choice else kind]

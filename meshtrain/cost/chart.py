@@ -1,8 +1,8 @@
 """A pipeline schedule as people read it: one row a stage, time to the right, as text, and as JSON for `pages.pictures`.
 
-The picture stands on model time (cost.simulate), so a bubble is as wide as it is long; the text on slots, each as wide as
-the next. A schedule too long for one line is shown as its warm-up, one steady period and its cool-down, one below the
-other.
+The picture stands on model time (cost.simulate), so a bubble is as wide as it is long; the text on slots, each as wide
+as the next. A schedule too long for one line is shown as its warm-up, one steady period and its cool-down, one below
+the other.
 """
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ MOST_OPS = 6000          # of a schedule as JSON, about
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """Ticks start … stop−1 of a schedule, on a line of their own. anchor: which end is kept where even these are too many."""
+    """Ticks start … stop−1 of a schedule, on a line of their own. anchor: which end is kept where even these are too
+    many."""
     name: str
     start: int
     stop: int
@@ -38,11 +39,13 @@ def title(schedule: Schedule, outcome: Outcome, memory_bytes: int | None = None)
     stage = int(schedule.peak.argmax())
     held = f" ({gib(memory_bytes)})" if memory_bytes is not None else ""
     return (f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} microbatches{chunks} · bubble "
-            f"{outcome.bubble:.1%} · peak memory: activations of {outcome.peak_live:g} microbatches on stage {stage}{held}")
+            f"{outcome.bubble:.1%} · peak memory: activations of {outcome.peak_live:g} microbatches on stage "
+            f"{stage}{held}")
 
 
 def panels(schedule: Schedule) -> list[Panel]:
-    """Warm-up, one steady period (no fewer ticks than there are stages) and cool-down; two halves where nothing repeats."""
+    """Warm-up, one steady period (no fewer ticks than there are stages) and cool-down; two halves where nothing
+    repeats."""
     start, stop, period = steady(schedule)
     shown = -(-schedule.num_stages // period) * period
     if stop - start <= shown:
@@ -56,7 +59,8 @@ def panels(schedule: Schedule) -> list[Panel]:
 
 
 def steady(schedule: Schedule) -> tuple[int, int, int]:
-    """(start, stop, period): the longest stretch of ticks in which tick t + period does what t does, on later microbatches.
+    """(start, stop, period): the longest stretch of ticks in which tick t + period does what t does, on later
+    microbatches.
 
     (0, 0, 1) where none fills a third of the schedule: with few microbatches it never settles.
     """
@@ -82,7 +86,8 @@ def text(schedule: Schedule) -> str:
     whole = _columns(schedule, Panel("", 0, schedule.num_ticks))
     if _width(whole) <= TEXT_COLUMNS:
         return _lines(whole)
-    return "\n".join(f"{panel.heading}:\n{_lines(_cut(_columns(schedule, panel), panel))}" for panel in panels(schedule))
+    return "\n".join(f"{panel.heading}:\n{_lines(_cut(_columns(schedule, panel), panel))}"
+                     for panel in panels(schedule))
 
 
 def _columns(schedule: Schedule, panel: Panel) -> list[list[str]]:
@@ -120,8 +125,8 @@ def _cell(schedule: Schedule, t: int, s: int, kind: int) -> str:
 
 
 def as_json(choice: Choice) -> dict:
-    """A run's schedule for its picture: each line of its chart with the ops on it, [stage, kind, microbatch, chunk, begin, end] in
-    model time; microbatch -1: the head's loss, on all of them."""
+    """A run's schedule for its picture: each line of its chart with the ops on it, [stage, kind, microbatch, chunk,
+    begin, end] in model time; microbatch -1: the head's loss, on all of them."""
     schedule, outcome = choice.schedule, choice.outcome
     forward_s = np.nanmin((outcome.end_s - outcome.begin_s)[..., F])
     forwards = min(60, max(16, MOST_OPS // (6 * schedule.num_stages)))
@@ -130,11 +135,13 @@ def as_json(choice: Choice) -> dict:
     lines = [{"heading": part.heading if part.name else "", "begin": unit(start_s), "end": unit(stop_s),
               "more_before": bool(start_s > 1e-9), "more_after": bool(stop_s < outcome.makespan_s * (1 - 1e-9)),
               "ops": [[s, kind, i, chunk, unit(begin_s), unit(end_s)]
-                      for s, kind, i, chunk, begin_s, end_s in _ops(schedule, outcome) if begin_s < stop_s and end_s > start_s]}
+                      for s, kind, i, chunk, begin_s, end_s in _ops(schedule, outcome) if begin_s < stop_s
+                      and end_s > start_s]}
              for part, (start_s, stop_s) in zip(parts, spans)]
     return {"name": schedule.name, "num_stages": schedule.num_stages, "num_microbatches": schedule.num_microbatches,
             "num_chunks": schedule.num_chunks, "split": bool(schedule.split), "bubble": float(outcome.bubble),
-            "peak_live": float(outcome.peak_live), "memory_bytes": choice.memory_bytes, "why": choice.why, "lines": lines}
+            "peak_live": float(outcome.peak_live), "memory_bytes": choice.memory_bytes,
+            "why": choice.why, "lines": lines}
 
 
 def _lines_of(schedule: Schedule, outcome: Outcome, span_s: float) -> tuple[list[Panel], list[tuple[float, float]]]:

@@ -5,9 +5,9 @@ and `jax.jit(step).lower(*abstract).compile()` over them gives the program that 
 its `memory_analysis()`. It cannot be executed, nothing is autotuned, and XLA reports no out-of-memory: compare with
 `hardware.Gpu.hbm_bytes`. How GPUs are divided into hosts does not change the program.
 
-Needs the extra gpu-compile, `pip install -e '.[gpu-compile]'` (the CUDA plugin of jax and NVIDIA's ptxas), no driver and
-no toolkit; cuDNN attention needs the cuDNN wheel on top. This is the only file that uses jax's unstable topology API, and
-it works only where jax runs on the CPU: see `require_cpu_backend`.
+Needs the extra gpu-compile, `pip install -e '.[gpu-compile]'` (the CUDA plugin of jax and NVIDIA's ptxas), no driver
+and no toolkit; cuDNN attention needs the cuDNN wheel on top. This is the only file that uses jax's unstable topology
+API, and it works only where jax runs on the CPU: see `require_cpu_backend`.
 """
 import importlib.util
 import pathlib
@@ -36,8 +36,8 @@ class _Target:
 
 
 # Source: openxla/xla, xla/backends/gpu/target_config/specs/*.txtpb. h100-96gb: the SXM5 part with its own memory.
-# Their count of NVLinks is left out: jax 0.12's compiler then takes a kernel for small all-reduces that it fails to compile
-# for a scalar ("size mismatch when packing elements for LLVM struct") and aborts the process.
+# Their count of NVLinks is left out: jax 0.12's compiler then takes a kernel for small all-reduces that it fails to
+# compile for a scalar ("size mismatch when packing elements for LLVM struct") and aborts the process.
 _HOPPER = (128, 1.98, 52_428_800, 233_472, 232_448)
 _TARGETS = {
     "a100-40gb": _Target("NVIDIA A100-SXM4-40GB", 8, 64, 1.41, 41_943_040, 167_936, 166_912),
@@ -54,7 +54,8 @@ _TARGETS = {
 def target_spec(name: str) -> str:
     """XLA's GpuTargetConfigProto of a GPU, as text."""
     gpu, target = hardware.get(name), _TARGETS[name]
-    features = "ACCELERATED_FEATURES" if target.compute_capability >= 9 else "NONE"  # sm_90a, not sm_90: warp-group matmuls
+    # sm_90a, not sm_90: warp-group matmuls
+    features = "ACCELERATED_FEATURES" if target.compute_capability >= 9 else "NONE"
     return f"""gpu_device_info {{
   cuda_compute_capability {{ major: {target.compute_capability} feature_extension: {features} }}
   core_count: {gpu.num_sms}
@@ -99,7 +100,8 @@ def parse_topology(text: str) -> tuple[str, int]:
     if num_gpus > host and num_gpus % host:
         below, above = num_gpus // host * host, -(-num_gpus // host) * host
         raise ValueError(
-            f"topology {text!r}: hosts of {name} hold {host} GPUs, and {num_gpus} does not fill them; use {below} or {above}"
+            f"topology {text!r}: hosts of {name} hold {host} GPUs, and {num_gpus} does not fill them; use {below} or "
+            f"{above}"
         )
     return name, num_gpus
 

@@ -1,8 +1,8 @@
 """What a compiled step is expected to send and hold: a file beside a run, and every difference from it.
 
-The file is TOML with one line for each array that a collective moves, in a stable order, so that a version control system
-shows what a change of the program cost. It also says which run and which compiler it belongs to: another version of XLA may
-compile the same run to another program. Knows no command and compiles nothing.
+The file is TOML with one line for each array that a collective moves, in a stable order, so that a version control
+system shows what a change of the program cost. It also says which run and which compiler it belongs to: another version
+of XLA may compile the same run to another program. Knows no command and compiles nothing.
 """
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class ExpectedRow:
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """run: key → value of what shapes the program. collectives: (kind, axes, array) → Row; array: 'bf16[4096,14336]', whole."""
+    """run: key → value of what shapes the program. collectives: (kind, axes, array) → Row; array: 'bf16[4096,14336]',
+    whole."""
     run: Mapping[str, object]
     compiler: Mapping[str, str]
     memory_bytes: Mapping[str, int]
@@ -45,9 +46,11 @@ class Expected:
 
 
 def of(made, program: audit.ProgramAudit, held: Mapping[str, int | None]) -> Expected:
-    """made: the assembled run; program: its compiled step, audited; held: its bytes by kind (`report.held_by_program`)."""
+    """made: the assembled run; program: its compiled step, audited; held: its bytes by kind
+    (`report.held_by_program`)."""
     run = {"devices": f"{made.mesh_spec.num_devices} × {made.mesh.devices.flat[0].device_kind}",
-           "mesh": {axis: n for axis, n in made.mesh_spec.sizes.items() if n > 1}, "placement": list(made.mesh_spec.placement),
+           "mesh": {axis: n for axis, n in made.mesh_spec.sizes.items() if n > 1},
+           "placement": list(made.mesh_spec.placement),
            "rules": Path(made.layout.rules.path).name}
     for section, keys in KEYS.items():
         values = getattr(made.run, section).model_dump(exclude_defaults=True)
@@ -61,7 +64,8 @@ def of(made, program: audit.ProgramAudit, held: Mapping[str, int | None]) -> Exp
             sent[key] += audit.ring_bytes(row.kind, payload * row.trips, row.group_size)
             sources[key] |= dict.fromkeys(named(dims) or [row.source])
     rows = {key: ExpectedRow(counts[key], sent[key], _listed(list(sources[key]))) for key in sorted(counts)}
-    return Expected(run, {name: version(name) for name in COMPILER}, {k: v for k, v in held.items() if v is not None}, rows)
+    return Expected(run, {name: version(name) for name in COMPILER},
+                    {k: v for k, v in held.items() if v is not None}, rows)
 
 
 def _payloads(row: audit.Collective) -> list[int]:
@@ -71,11 +75,12 @@ def _payloads(row: audit.Collective) -> list[int]:
 
 
 def tensors(made) -> Callable[[tuple[int, ...]], list[str]]:
-    """dims → the parameters that have them, as products read them on one device, a layer or the stack; where none has, those
-    that have them in another order: XLA transposes."""
+    """dims → the parameters that have them, as products read them on one device, a layer or the stack; where none has,
+    those that have them in another order: XLA transposes."""
     exact, sorted_too = defaultdict(list), defaultdict(list)
     for info in made.model.parameters():
-        dims = [n // made.layout.num_shards(made.layout.mesh_axes(GATHERED, axis)) for n, axis in zip(info.shape, info.axes)]
+        dims = [n // made.layout.num_shards(made.layout.mesh_axes(GATHERED, axis))
+                for n, axis in zip(info.shape, info.axes)]
         for shape in {_bare(dims), _bare(dims[info.axes[0] in (LAYERS, LEADING):])}:
             exact[shape].append(info.name)
             sorted_too[tuple(sorted(shape))].append(info.name)
@@ -97,12 +102,14 @@ def _listed(names: list[str]) -> str:
 
 def dumps(expected: Expected, command: str) -> str:
     """The text of the file; command: what checks and renews it."""
-    lines = [f"# What one device sends and holds in a step. Checked by: {command}", "# Written by the same with --update.", "",
+    lines = [f"# What one device sends and holds in a step. Checked by: {command}",
+             "# Written by the same with --update.", "",
              "[run]", *(f"{_word(key)} = {_toml(value)}" for key, value in expected.run.items()), "", "[compiler]",
              *(f"{key} = {_toml(value)}" for key, value in expected.compiler.items()), "", "[memory_bytes]",
              *(f"{key} = {value}" for key, value in expected.memory_bytes.items()), "", "[step]", "collectives = ["]
     for (kind, axes, array), row in sorted(expected.collectives.items()):
-        lines.append("  " + _toml({"kind": kind, "axes": list(axes), "array": array, "count": row.count, "bytes": row.bytes,
+        lines.append("  " + _toml({"kind": kind, "axes": list(axes), "array": array,
+                                   "count": row.count, "bytes": row.bytes,
                                    "of": row.of}) + ",")
     return "\n".join([*lines, "]"]) + "\n"
 
@@ -144,8 +151,8 @@ def differences(expected: Expected, found: Expected) -> list[str]:
             kind, axes, array = key
             named = f" ({after.of or before.of})" if after.of or before.of else ""
             state = "new: " if before is nothing else "gone: " if after is nothing else ""
-            lines.append(f"{state}{kind} over {' × '.join(axes)} of {array}{named}: count {before.count:,} → {after.count:,}, "
-                         f"bytes {before.bytes:,} → {after.bytes:,}")
+            lines.append(f"{state}{kind} over {' × '.join(axes)} of {array}{named}: count {before.count:,} → "
+                         f"{after.count:,}, bytes {before.bytes:,} → {after.bytes:,}")
     for kind in dict.fromkeys([*expected.memory_bytes, *found.memory_bytes]):
         before, after = (side.memory_bytes.get(kind) for side in (expected, found))
         if before != after:

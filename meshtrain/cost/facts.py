@@ -1,6 +1,8 @@
-"""What an assembled run is, as JSON: the run, its mesh on hosts, every parameter with its shards, the pipeline's schedule.
+"""What an assembled run is, as JSON: the run, its mesh on hosts, every parameter with its shards, the pipeline's
+schedule.
 
-With what the compiled step holds, sends and takes (`report.as_json`), it is all that the page of `inspect --html` is made of.
+With what the compiled step holds, sends and takes (`report.as_json`), it is all that the page of `inspect --html` is
+made of.
 """
 from __future__ import annotations
 
@@ -26,24 +28,27 @@ def _run(made) -> dict:
     return {"name": run.run.name, "num_params": sum(info.size for info in rows), "num_layers": run.model.num_layers,
             "steps": run.training.steps, "global_batch": run.data.global_batch, "seq_len": run.data.seq_len,
             "tokens_per_step": run.data.global_batch * run.data.seq_len, "microbatches": run.training.microbatches,
-            "remat": run.training.remat, "compute_dtype": run.model.compute_dtype, "matmul_dtype": run.model.matmul_dtype,
+            "remat": run.training.remat, "compute_dtype": run.model.compute_dtype,
+            "matmul_dtype": run.model.matmul_dtype,
             "optimizer": run.optimizer.name,
             "context_method": run.context.method if made.mesh_spec.sizes["context"] > 1 else None,
             "rules": made.layout.rules.path, "rules_text": made.layout.rules.text}
 
 
 def mesh(spec: MeshSpec, gpu: hardware.Gpu | None, device: str, simulated: bool = False) -> dict:
-    """A mesh on its hosts. links: of axes larger than 1, how many of a group share a link domain. gpu: None where its speed is
-    not known. device: as jax calls it."""
+    """A mesh on its hosts. links: of axes larger than 1, how many of a group share a link domain. gpu: None where its
+    speed is not known. device: as jax calls it."""
     host = gpu or hardware.GPUS["cpu"]
-    return {"sizes": dict(spec.sizes), "placement": list(spec.placement), "num_devices": spec.num_devices, "device": device,
+    return {"sizes": dict(spec.sizes), "placement": list(spec.placement), "num_devices": spec.num_devices,
+            "device": device,
             "simulated": simulated, "gpu": gpu and gpu.name, "hbm_bytes": gpu and gpu.hbm_bytes,
             "gpus_per_host": host.gpus_per_host, "gpus_per_link_domain": host.gpus_per_link_domain,
             "links": {axis: {"size": n, "inside": inside} for axis, (n, inside) in roofline.links(host, spec).items()}}
 
 
 def parameters(made) -> list[dict]:
-    """axes: logical. read, stored, grads: the mesh axes that split each dimension, by [params], [optimizer] and [grads]."""
+    """axes: logical. read, stored, grads: the mesh axes that split each dimension, by [params], [optimizer] and
+    [grads]."""
     rows = []
     for info in made.model.parameters():
         shards = {name: NamedSharding(made.mesh, made.layout.spec(name, info.axes)) for name in
@@ -51,7 +56,8 @@ def parameters(made) -> list[dict]:
         held = {name: math.prod(shard.shard_shape(info.shape)) for name, shard in shards.items()}
         itemsize = np.dtype(info.dtype).itemsize
         rows.append({"name": info.name, "axes": list(info.axes), "shape": list(info.shape), "size": info.size,
-                     "bytes": info.size * itemsize, "dtype": np.dtype(info.dtype).name, "read": _split(shards["params"]),
+                     "bytes": info.size * itemsize, "dtype": np.dtype(info.dtype).name,
+                     "read": _split(shards["params"]),
                      "stored": _split(shards["optimizer"]), "grads": _split(shards["grads"]),
                      "stored_bytes": held["optimizer"] * itemsize, "grads_bytes": held["grads"] * 4})
     return rows

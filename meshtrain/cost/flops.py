@@ -1,4 +1,5 @@
-"""Model FLOPs, the numerator of MFU: what one token needs, whatever is executed. And what the matmuls of a step execute."""
+"""Model FLOPs, the numerator of MFU: what one token needs, whatever is executed. And what the matmuls of a step
+execute."""
 from __future__ import annotations
 
 import functools
@@ -12,10 +13,10 @@ def model_flops_per_token(table: Iterable, cfg, seq_len: int) -> float:
     """Forward and backward, without recomputation: 6 per matrix element, 4 of a frozen one,
     and causal attention's two products.
 
-    table: ParamInfo rows; cfg: the [model] section. Embedding look-ups cost nothing, a tied head counts as a matrix, of experts
-    only those that a token goes to.
-    Attention: 12·L·N·H·S of which the causal half, 6·L·N·H·S (PaLM, arXiv:2204.02311, appendix B, halved for causality), and of
-    that half what a layer's window leaves.
+    table: ParamInfo rows; cfg: the [model] section. Embedding look-ups cost nothing, a tied head counts as a matrix, of
+    experts only those that a token goes to.
+    Attention: 12·L·N·H·S of which the causal half, 6·L·N·H·S (PaLM, arXiv:2204.02311, appendix B, halved for
+    causality), and of that half what a layer's window leaves.
     """
     multiplied = [info for info in table if info.role in ("matrix", "head", "router")
                   or cfg.tie_embeddings and info.path[0] == "embedding"]
@@ -42,8 +43,8 @@ def attended(cfg, seq_len: int) -> float:
 
 
 def executed(placed: Placed, options: Options, practice: Practice = Practice()) -> float:
-    """FLOPs of one device's matmuls in a step, attention's apart: forward, twice as much backward, of what is frozen once, and
-    what remat does again."""
+    """FLOPs of one device's matmuls in a step, attention's apart: forward, twice as much backward, of what is frozen
+    once, and what remat does again."""
     of = functools.partial(_elements, placed)
     layer, (_, loss, _) = sum(map(of, placed.products)), placed.ends(options, practice)
     ahead = executed(placed.leading, options, practice) if placed.leading else 0.0
@@ -64,8 +65,8 @@ def _elements(placed: Placed, product: Product) -> float:
 
 
 def again(placed: Placed, options: Options, practice: Practice = Practice()) -> float:
-    """Elements of a layer's matrices whose products its backward does again: but for what the last of them adds to the residual
-    stream, which nothing there reads."""
+    """Elements of a layer's matrices whose products its backward does again: but for what the last of them adds to the
+    residual stream, which nothing there reads."""
     of = functools.partial(_elements, placed)
     forward = sum(map(of, placed.products))
     if practice.recomputed is not None:

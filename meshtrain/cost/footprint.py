@@ -1,8 +1,8 @@
 """What a step holds on one device, in closed formulas: states, weights, what a microbatch leaves, what one layer needs.
 
-The peak of a step lies where all layers have left what their backward reads: in the loss, beside logits, or in the backward of
-the last layer. What is kept follows the rematerialization of `model.transformer`; what else lives then was read off the buffers
-of programs compiled for GPUs, and stands here as widths of a token.
+The peak of a step lies where all layers have left what their backward reads: in the loss, beside logits, or in the
+backward of the last layer. What is kept follows the rematerialization of `model.transformer`; what else lives then was
+read off the buffers of programs compiled for GPUs, and stands here as widths of a token.
 """
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from meshtrain.parallel.pipeline import schedules, stages
 
 
 def memory(placed: Placed, options: Options) -> dict[str, int]:
-    """Bytes on one device by kind, as `inspect` has them: grads are the accumulators that a microbatch adds to, activations
-    everything that lives for a while."""
-    held = {"params": placed.stored_bytes, "grads": 4 * placed.grads, "optimizer": options.optimizer_bytes * placed.stored}
+    """Bytes on one device by kind, as `inspect` has them: grads are the accumulators that a microbatch adds to,
+    activations everything that lives for a while."""
+    held = {"params": placed.stored_bytes, "grads": 4 * placed.grads,
+            "optimizer": options.optimizer_bytes * placed.stored}
     if placed.mesh.sizes["stage"] > 1:
-        held |= {"grads": 4 * placed.used, "activations": _in_stages(placed, options)}      # in the loop: of a full stage
+        # in the loop: of a full stage
+        held |= {"grads": 4 * placed.used, "activations": _in_stages(placed, options)}
     else:
         held["activations"] = _beside_stored(placed, options) + _in_layers(placed, options)
     held = {name: int(count) for name, count in held.items()}
@@ -25,8 +27,8 @@ def memory(placed: Placed, options: Options) -> dict[str, int]:
 
 
 def _beside_stored(placed: Placed, options: Options) -> float:
-    """Weights as the loop over microbatches reads them, and gradients beside the accumulators; of one microbatch those of the
-    ends are made before the layers' or after them, in no accumulator."""
+    """Weights as the loop over microbatches reads them, and gradients beside the accumulators; of one microbatch those
+    of the ends are made before the layers' or after them, in no accumulator."""
     alone = options.microbatches == 1
     if not placed.by_layer:          # a matrix's gradient and its sum are made outside of the accumulators
         # Where gradients are scattered XLA keeps the zeros that the head's begins with, for all microbatches.
@@ -37,13 +39,15 @@ def _beside_stored(placed: Placed, options: Options) -> float:
 
 
 def _in_layers(placed: Placed, options: Options) -> float:
-    """What a microbatch keeps of its layers, and the more of what the loss and the last layer's backward need beside it."""
+    """What a microbatch keeps of its layers, and the more of what the loss and the last layer's backward need beside
+    it."""
     cfg, size, tokens = placed.cfg, placed.itemsize, placed.tokens(options)
     experts = routed.of(placed, options)
     kept = cfg.num_layers * (size * tokens * kept_width(placed, options) + (experts.kept_bytes if experts else 0))
     stream, chunk = cfg.embed_dim / placed.stream_shards, min(tokens, options.loss_chunk)
     head = placed.head.n * placed.head.k
-    # Logits of a chunk in float32 and their gradient; the output, normed and its gradient; the head gathered, and turned.
+    # Logits of a chunk in float32 and their gradient; the output, normed and its gradient; the head gathered, and
+    # turned.
     loss = chunk * ((4 + size) * placed.head.n + size * cfg.embed_dim) + 3 * size * tokens * stream
     loss += 2 * size * head if placed.by_layer else 0
     # The head's gradient in float32 stays until the layers are done.
@@ -56,13 +60,14 @@ def _in_layers(placed: Placed, options: Options) -> float:
 
 
 def _begun_early(placed: Placed) -> float:
-    """Bytes of the zeros that the embedding's gradient begins with, where the table is gathered over context and its rows are
-    whole: XLA makes them before the layers go backward, elsewhere behind."""
+    """Bytes of the zeros that the embedding's gradient begins with, where the table is gathered over context and its
+    rows are whole: XLA makes them before the layers go backward, elsewhere behind."""
     layout = placed.layout
     whole = layout.num_shards(layout.mesh_axes("params", "vocab")) == 1
     if layout.sizes["context"] == 1 or "context" not in layout.mesh_axes("params", "embed") or not whole:
         return 0
-    return 4 * sum(info.size for info in placed.rows if info.role == "embedding" and info.axes[0] == "vocab" and info.trainable)
+    return 4 * sum(info.size for info in placed.rows if info.role == "embedding" and info.axes[0] == "vocab"
+                   and info.trainable)
 
 
 def kept_width(placed: Placed, options: Options) -> float:
@@ -72,28 +77,33 @@ def kept_width(placed: Placed, options: Options) -> float:
     gates = 2 if placed.cfg.activation != "gelu" else 1
     again = q if placed.num_shards("seq") > 1 else 0          # attention over several devices is never repeated
     beside = _routing_width(placed) / placed.stream_shards
-    placement = placed.cfg.norm_placement                # norms behind attention and MLP read what their last matmuls give
+    # norms behind attention and MLP read what their last matmuls give
+    placement = placed.cfg.norm_placement
     whole, chosen = 2 * stream * (placement == "both"), stream * (placement != "before" and not placed.cfg.num_experts)
     sums = 4 * placed.cfg.num_heads / placed.num_shards("heads") / placed.itemsize     # log-sum-exps, in float32
-    # Without remat what matmuls read is kept whole, and where a loop over microbatches has buffers for it what attention gives
-    # twice: as attention has it, and as the matmul behind.
+    # Without remat what matmuls read is kept whole, and where a loop over microbatches has buffers for it what
+    # attention gives twice: as attention has it, and as the matmul behind.
     twice = q * (options.microbatches > 1)
-    return {"none": 2 * stream + 2 * h + 2 * q + twice + 2 * kv + gates * f + _normed_width(placed) + beside + whole + sums,
+    return {"none": 2 * stream + 2 * h + 2 * q + twice + 2 * kv + gates * f + _normed_width(placed) + beside
+            + whole + sums,
             "selective": 2 * stream + 2 * q + 2 * kv + gates * f + beside / 2 + chosen + sums, "full": stream + again,
             "offload": again}[options.remat]
 
 
 def _turned_width(placed: Placed, options: Options) -> float:
-    """Elements of a token, of all layers with experts together, that XLA copies before the backward: what they keep without
-    remat of a stream that is gathered has the tokens of several rows first.
+    """Elements of a token, of all layers with experts together, that XLA copies before the backward: what they keep
+    without remat of a stream that is gathered has the tokens of several rows first.
     Other layers see them so throughout (`parts.tokens_first`)."""
-    cfg, rows = placed.cfg, options.global_batch / options.microbatches / placed.layout.num_shards(placed.layout.batch_axes)
+    cfg, rows = placed.cfg, options.global_batch / options.microbatches / placed.layout.num_shards(
+        placed.layout.batch_axes)
     turned = cfg.num_experts and options.remat == "none" and placed.stream_shards > 1 and rows > 1
-    return (cfg.num_layers - cfg.first_dense_layers) * (cfg.embed_dim + cfg.embed_dim / placed.stream_shards) * bool(turned)
+    return (cfg.num_layers - cfg.first_dense_layers) * (cfg.embed_dim + cfg.embed_dim / placed.stream_shards) * bool(
+        turned)
 
 
 def _normed_width(placed: Placed) -> float:
-    """Of what norms of queries and keys read, which lies beside what attention reads where no remat makes this again."""
+    """Of what norms of queries and keys read, which lies beside what attention reads where no remat makes this
+    again."""
     q, kv, _ = placed.widths
     return (placed.cfg.qk_norm != "off") * (q + kv)
 
@@ -101,12 +111,13 @@ def _normed_width(placed: Placed) -> float:
 def _routing_width(placed: Placed) -> float:
     """Of the router's float32 logits and what the balance loss keeps of them; the mean of all layers."""
     cfg = placed.cfg
-    return 2 * cfg.num_experts * (1 - cfg.first_dense_layers / cfg.num_layers) * 4 / placed.itemsize if cfg.num_experts else 0
+    return 2 * cfg.num_experts * (1 - cfg.first_dense_layers
+                                  / cfg.num_layers) * 4 / placed.itemsize if cfg.num_experts else 0
 
 
 def _working_width(placed: Placed, options: Options) -> float:
-    """Elements of a token that live while a layer's attention goes backward, of one with the widest MLP. Where collectives run
-    beside a layer's matmuls, XLA puts some of these off, and what they read lives longer."""
+    """Elements of a token that live while a layer's attention goes backward, of one with the widest MLP. Where
+    collectives run beside a layer's matmuls, XLA puts some of these off, and what they read lives longer."""
     (q, kv, _), h, f, context = placed.widths, placed.cfg.embed_dim, _widest_mlp(placed), placed.num_shards("seq")
     if context > 1:
         attention = {"ring": 12 * q + 8 * kv, "gather": 10 * q + (6 * context + 2) * kv, "ulysses": 6 * q + 6 * kv}
@@ -127,11 +138,12 @@ def _beside_experts(placed: Placed, options: Options) -> tuple[float, float]:
     """Elements of a token that live beside experts that go backward, while inputs
     have their gradients made and while weights have.
 
-    The first: what attention reads and gives, as far as it was made again, and the stream and its cotangents. XLA puts the
-    second off until a collective of attention's backward is under way, whose cotangents live then,
-    and what it sums over the tokens of norms."""
+    The first: what attention reads and gives, as far as it was made again, and the stream and its cotangents. XLA puts
+    the second off until a collective of attention's backward is under way, whose cotangents live then, and what it sums
+    over the tokens of norms."""
     (q, kv, _), h = placed.widths, placed.cfg.embed_dim
-    stream, remade = h / placed.stream_shards, {"none": 0, "selective": q + 2 * kv}.get(options.remat, h + 2 * q + 2 * kv)
+    stream, remade = h / placed.stream_shards, {"none": 0, "selective": q + 2 * kv}.get(
+        options.remat, h + 2 * q + 2 * kv)
     inputs = remade + 3 * stream
     gathered = 2 * h if placed.stream_shards > 1 else 0
     ring = 2 * q + 5 * kv if placed.num_shards("seq") > 1 and options.method == "ring" else 0
@@ -155,23 +167,26 @@ def _of_parts(placed: Placed, options: Options) -> float:
 
 
 def _in_stages(placed: Placed, options: Options) -> float:
-    """A full stage of weights, the slots of the schedule, and the more of what the loss and a layer need beside them."""
+    """A full stage of weights, the slots of the schedule, and the more of what the loss and a layer need beside
+    them."""
     cfg, size, tokens = placed.cfg, placed.itemsize, placed.tokens(options)
     stream, chunk = cfg.embed_dim / placed.stream_shards, min(tokens, options.loss_chunk)
-    # Logits of a chunk in float32 and their gradient; the stage's output on its way to all, normed, and its gradient. Of the
-    # head and the embedding beside each other what a microbatch adds to their gradients, in float32.
+    # Logits of a chunk in float32 and their gradient; the stage's output on its way to all, normed, and its gradient.
+    # Of the head and the embedding beside each other what a microbatch adds to their gradients, in float32.
     loss = chunk * ((4 + size) * placed.head.n + size * cfg.embed_dim) + 7 * size * tokens * stream
     loss += 16 * placed.head.n * placed.head.k
     # A layer of B beside one of F, with their weights out of the stack.
-    layer = size * tokens * (_working_width(placed, options) + 4 * stream + 2 * placed.widths[2]) + size * placed.layer_used
+    layer = size * tokens * (_working_width(placed, options) + 4 * stream + 2
+                             * placed.widths[2]) + size * placed.layer_used
     if experts := routed.of(placed, options):
         layer = max(layer, experts.staged_bytes + 4 * size * tokens * stream + size * placed.layer_used)
     return size * placed.used + slot_bytes(placed, options) + max(loss, layer)
 
 
 def slot_widths(placed: Placed, options: Options) -> tuple[float, float]:
-    """Elements of a token that a layer leaves in slots: for its backward, and from there for a W of its own. assumption, as in
-    `memory.slot_bytes`: without remat, and for W, what is as wide as the residual stream lies whole on each device."""
+    """Elements of a token that a layer leaves in slots: for its backward, and from there for a W of its own.
+    assumption, as in `memory.slot_bytes`: without remat, and for W, what is as wide as the residual stream lies whole
+    on each device."""
     h, (q, kv, f) = placed.cfg.embed_dim, placed.widths
     stream, gates = h / placed.stream_shards, 2 if placed.cfg.activation != "gelu" else 1
     for_backward = {"none": 4 * h + stream + 2 * q + 2 * kv + gates * f + _normed_width(placed),

@@ -1,10 +1,10 @@
 """The one table of hardware numbers: what a GPU computes, holds and sends, each number with its source.
 
-Peaks are dense (vendors often print the number with 2:4 sparsity, twice as high). Bandwidths are bytes per second; links
-count one direction. None means unknown, and whoever needs the number must say so (MFU is null on a CPU).
-NVIDIA's memory sizes and bandwidths are those of the driver, as XLA's target specs hold them (openxla/xla,
-xla/backends/gpu/target_config/specs), and so are their counts of multiprocessors; the rest is the datasheet's. The inter-host
-numbers belong to a host, not to a GPU: they are the vendor's reference system, see Gpu.inter_host_source.
+Peaks are dense (vendors often print the number with 2:4 sparsity, twice as high). Bandwidths are bytes per second;
+links count one direction. None means unknown, and whoever needs the number must say so (MFU is null on a CPU). NVIDIA's
+memory sizes and bandwidths are those of the driver, as XLA's target specs hold them (openxla/xla,
+xla/backends/gpu/target_config/specs), and so are their counts of multiprocessors; the rest is the datasheet's. The
+inter-host numbers belong to a host, not to a GPU: they are the vendor's reference system, see Gpu.inter_host_source.
 """
 import difflib
 import os
@@ -23,7 +23,8 @@ class Gpu:
     peak_flops: dict[str, float | None] = field(hash=False)  # dtype → dense FLOP/s; float32 on tensor cores is tf32
     hbm_bytes: int | None
     hbm_bytes_per_s: float | None
-    intra_host_bytes_per_s: float | None  # per GPU and direction, to its peers over NVLink or Infinity Fabric in a link domain
+    # per GPU and direction, to its peers over NVLink or Infinity Fabric in a link domain
+    intra_host_bytes_per_s: float | None
     inter_host_bytes_per_s: float | None  # per GPU and direction, out of the link domain
     gpus_per_host: int  # GPUs of one process host
     gpus_per_link_domain: int  # GPUs that reach one another at intra_host_bytes_per_s: the host's, or a rack's
@@ -32,14 +33,15 @@ class Gpu:
     inter_host_source: str | None = None
 
     def peak(self, dtype: str) -> float | None:
-        """Dense FLOP/s of matmuls with operands of dtype, by any usual spelling (bfloat16 or bf16); None where unknown."""
+        """Dense FLOP/s of matmuls with operands of dtype, by any usual spelling (bfloat16 or bf16); None where
+        unknown."""
         return self.peak_flops.get(_DTYPES.get(dtype, dtype))
 
     def domain_gpus(self, num_gpus: int) -> int:
         """How many neighbours in the order of the mesh share a link domain, in a job of `num_gpus`.
 
-        assumption: a job takes equally many GPUs of each domain, 64 of a rack's 72 where it has 128; where only less than
-        half of each would divide the job, it fills one domain after the other.
+        assumption: a job takes equally many GPUs of each domain, 64 of a rack's 72 where it has 128; where only less
+        than half of each would divide the job, it fills one domain after the other.
         """
         most = self.gpus_per_link_domain
         even = next(n for n in range(min(num_gpus, most), 0, -1) if num_gpus % n == 0)
@@ -47,7 +49,8 @@ class Gpu:
 
 
 def lacks_float8(gpu: Gpu | None, compute_capability: str | None = None) -> bool:
-    """Whether a GPU has no matmuls of e4m3fn and e5m2: NVIDIA's before 8.9, and AMD's MI300, whose formats are others (fnuz).
+    """Whether a GPU has no matmuls of e4m3fn and e5m2: NVIDIA's before 8.9, and AMD's MI300, whose formats are others
+    (fnuz).
 
     gpu: None where the table has none; then told by its compute capability, '8.0'.
     """
@@ -64,7 +67,8 @@ MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def memory_share(environ: Mapping[str, str] = os.environ) -> float:
-    """The share of a GPU's memory that a process takes. Raises: ValueError where the environment says no number from 0 to 1."""
+    """The share of a GPU's memory that a process takes. Raises: ValueError where the environment says no number from 0
+    to 1."""
     for name in MEMORY_VARIABLES:
         if given := environ.get(name):
             try:
@@ -72,7 +76,8 @@ def memory_share(environ: Mapping[str, str] = os.environ) -> float:
             except ValueError:
                 share = 0.0
             if not 0 < share <= 1:
-                raise ValueError(f"{name}={given} is not a share of a GPU's memory; use e.g. {MEMORY_SHARE}, or unset it")
+                raise ValueError(f"{name}={given} is not a share of a GPU's memory; use e.g. {MEMORY_SHARE}, or unset "
+                                 f"it")
             return share
     return MEMORY_SHARE
 
@@ -82,7 +87,8 @@ def usable_bytes(gpu: Gpu, environ: Mapping[str, str] = os.environ) -> int:
     return int(memory_share(environ) * gpu.hbm_bytes)
 
 
-# JAX's and HLO's names → the table's. float32 is that of the plain pipes, not TF32, which `kernels.products` asks XLA not to take.
+# JAX's and HLO's names → the table's. float32 is that of the plain pipes, not TF32, which `kernels.products` asks XLA
+# not to take.
 _DTYPES = {
     "f32": "float32", "bf16": "bfloat16", "f16": "float16", "fp8": "float8",
     "float8_e4m3fn": "float8", "float8_e5m2": "float8", "f8e4m3fn": "float8", "f8e5m2": "float8",
@@ -126,14 +132,15 @@ _TABLE = (
     Gpu("gb200", _GB200, 197_897_748_480, 7928.06 * _G, 900 * _G, 50 * _G, 4, 72, 152,
         "NVIDIA GB200 NVL72 datasheet, per GPU: 2.5 PFLOP/s dense BF16, NVLink 1.8 TB/s both ways among 72; 4 GPUs a "
         "compute tray", "NVIDIA GB200 NVL72: one ConnectX-7 400 Gb/s per GPU"),
-    # Blackwell Ultra: the peaks of Blackwell but for FP4. The driver's memory size and bandwidth are not in XLA's specs;
-    # assumption: as many multiprocessors as Blackwell.
+    # Blackwell Ultra: the peaks of Blackwell but for FP4. The driver's memory size and bandwidth are not in XLA's
+    # specs; assumption: as many multiprocessors as Blackwell.
     Gpu("b300", _B300, 288_000_000_000, 8000 * _G, 900 * _G, 100 * _G, 8, 8, 148,
-        "NVIDIA HGX B300 datasheet, per GPU of 8: 4.5 PFLOP/s dense FP8, 288 GB HBM3e at 8 TB/s, NVLink 1.8 TB/s both ways",
+        "NVIDIA HGX B300 datasheet, per GPU of 8: 4.5 PFLOP/s dense FP8, 288 GB HBM3e at 8 TB/s, NVLink 1.8 TB/s both "
+        "ways",
         _DGX_B300),
     Gpu("gb300", _GB200, 288_000_000_000, 8000 * _G, 900 * _G, 100 * _G, 4, 72, 152,
-        "NVIDIA GB300 NVL72 datasheet, per GPU of 72: 5 PFLOP/s dense FP8, 288 GB HBM3e at 8 TB/s, NVLink 1.8 TB/s both "
-        "ways among 72; 4 GPUs a compute tray", "NVIDIA GB300 NVL72: one ConnectX-8 800 Gb/s per GPU"),
+        "NVIDIA GB300 NVL72 datasheet, per GPU of 72: 5 PFLOP/s dense FP8, 288 GB HBM3e at 8 TB/s, NVLink 1.8 TB/s "
+        "both ways among 72; 4 GPUs a compute tray", "NVIDIA GB300 NVL72: one ConnectX-8 800 Gb/s per GPU"),
     Gpu("mi300x", _MI300X, 206_158_430_208, 5300 * _G, 448 * _G, 50 * _G, 8, 8, 304,
         "AMD Instinct MI300X datasheet: 192 GB HBM3 at 5.3 TB/s, 7 Infinity Fabric links of 128 GB/s both ways",
         "AMD Instinct MI300X platform reference: one 400 Gb/s NIC per GPU"),

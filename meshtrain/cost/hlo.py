@@ -69,8 +69,8 @@ class Instruction:
 
     @cached_property
     def taken(self) -> Fraction:
-        """Fraction of executions in which the conditional's non-trivial branch runs, from the op_name annotation `names.TAKEN`; 1,
-        an upper bound, if not annotated."""
+        """Fraction of executions in which the conditional's non-trivial branch runs, from the op_name annotation
+        `names.TAKEN`; 1, an upper bound, if not annotated."""
         found = re.findall(_TAKEN, self.op_name) if self.op == "conditional" else []
         return Fraction(*map(int, found[-1])) if found else Fraction(1)
 
@@ -91,7 +91,8 @@ class Instruction:
         if self.op.endswith(("-done", "-update")):  # names the computation that its -start has run already
             return ()
         attrs = self.attrs.split("metadata={")[0]
-        names = re.findall(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)", attrs)
+        names = re.findall(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)",
+                           attrs)
         for several in re.findall(r"\b(?:branch_computations|called_computations|calls)=\{([^}]*)\}", attrs):
             names += [n.strip().lstrip("%") for n in several.split(",") if n.strip()]
         return tuple(names)
@@ -174,8 +175,8 @@ def walk(module: HloModule, wanted: Callable[[Instruction], bool]) -> tuple[list
     """Every wanted instruction with its executions per step, and the loops whose trip count nobody knows.
 
     A loop's trips are XLA's known_trip_count; where a pass dropped it, the loop counter is stepped from its constant
-    start until the condition fails. Further rounds of experts are none. Loops (transitively) without a wanted instruction
-    are not looked at.
+    start until the condition fails. Further rounds of experts are none. Loops (transitively) without a wanted
+    instruction are not looked at.
     """
     holds = _holders(module, wanted)
     visits, unknown = [], []
@@ -203,7 +204,8 @@ def walk(module: HloModule, wanted: Callable[[Instruction], bool]) -> tuple[list
                 branch = ins.op == "conditional"
                 args = [] if branch else [frame.thunk(o) for o in ins.operands]
                 for part in called:
-                    visit(part, args, round(trips * ins.taken), is_async or ins.op.endswith("-start"), in_branch or branch)
+                    visit(part, args, round(trips * ins.taken), is_async or ins.op.endswith("-start"),
+                          in_branch or branch)
 
     visit(module.entry, [], 1, False, False)
     return visits, sorted(set(unknown))
@@ -238,7 +240,8 @@ _COMPARE = {
     "LT": lambda a, b: a < b, "LE": lambda a, b: a <= b, "GT": lambda a, b: a > b,
     "GE": lambda a, b: a >= b, "EQ": lambda a, b: a == b, "NE": lambda a, b: a != b,
 }  # fmt: skip
-_SAME_VALUE = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "opt-barrier", "optimization-barrier")
+_SAME_VALUE = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "opt-barrier",
+               "optimization-barrier")
 
 
 class _Frame:
@@ -342,7 +345,8 @@ def _simulated_trips(module: HloModule, condition: str, body: str, state: dict) 
 
 
 def _invariants(module: HloModule, body: str, state: dict) -> dict:
-    """The scalars that a loop only passes through are constant in its body too: an inner loop's bound may come this way."""
+    """The scalars that a loop only passes through are constant in its body too: an inner loop's bound may come this
+    way."""
     marks = {i: object() for i in state}  # an opaque mark survives copies and dies in arithmetic
     after = _next_state(module, body, marks)
     return {i: state[i] if after[i] is marks[i] else None for i in state}

@@ -16,7 +16,8 @@ from meshtrain.sharding.rules import GATHERED
 
 def placed_bytes(abstract, shardings) -> int:
     """Bytes on one device of a tree of arrays under a tree of shardings of the same structure."""
-    sizes = jax.tree.map(lambda a, s: math.prod(s.shard_shape(a.shape)) * np.dtype(a.dtype).itemsize, abstract, shardings)
+    sizes = jax.tree.map(lambda a, s: math.prod(s.shard_shape(a.shape)) * np.dtype(a.dtype).itemsize,
+                         abstract, shardings)
     return sum(jax.tree.leaves(sizes))
 
 
@@ -27,8 +28,9 @@ def accumulator_bytes(abstract_params, grads_shardings) -> int:
 
 
 def read_bytes(model, layout, compute_dtype: str) -> int:
-    """Bytes on one device of the weights as the loop over microbatches reads them, where that is a copy beside the stored ones:
-    in another dtype, or gathered from [optimizer] to [params] once per step. What layers gather themselves is not held."""
+    """Bytes on one device of the weights as the loop over microbatches reads them, where that is a copy beside the
+    stored ones: in another dtype, or gathered from [optimizer] to [params] once per step. What layers gather themselves
+    is not held."""
     cast = model.cast_before_loop(layout)
 
     def held(info):
@@ -45,8 +47,10 @@ def host_bytes(run, layout) -> int:
     if run.training.remat != "offload":
         return 0
     tokens = run.data.global_batch // run.training.microbatches * run.data.seq_len
-    num_shards = layout.num_shards(layout.mesh_axes("activations", "batch") + layout.mesh_axes("activations", "residual_seq"))
-    return run.model.num_layers * tokens // num_shards * run.model.embed_dim * np.dtype(run.model.compute_dtype).itemsize
+    num_shards = layout.num_shards(layout.mesh_axes("activations", "batch") + layout.mesh_axes(
+        "activations", "residual_seq"))
+    return (run.model.num_layers * tokens // num_shards * run.model.embed_dim
+            * np.dtype(run.model.compute_dtype).itemsize)
 
 
 def in_loop(model, layout, num_chunks: int = 1) -> list[tuple]:
@@ -87,8 +91,8 @@ def formula(state_abstract, state_shardings, trained, grads_shardings) -> dict:
 def compiled(executable, state_abstract, microbatches: int, accumulators: list[tuple[int, ...]], loop=None) -> dict:
     """The same keys from a compiled step: arguments as they are placed, accumulators that the microbatch loop carries.
 
-    accumulators: their shapes on a device. loop: `in_loop`, where there is a pipeline: its loops must carry an accumulator for
-    each of them, else grads is None.
+    accumulators: their shapes on a device. loop: `in_loop`, where there is a pipeline: its loops must carry an
+    accumulator for each of them, else grads is None.
     activations: temporaries beside the accumulators. total: arguments + temporaries (outputs alias donated arguments).
     """
     analysis = executable.memory_analysis()
@@ -108,17 +112,21 @@ def compiled(executable, state_abstract, microbatches: int, accumulators: list[t
 
 
 def slot_bytes(run, layout, fbw, x, residual_shards: int) -> SlotBytes:
-    """What a microbatch leaves in a stage, from F, B and W of one period and its input: heads and mlp are split over tensor.
+    """What a microbatch leaves in a stage, from F, B and W of one period and its input: heads and mlp are split over
+    tensor.
 
     What is as wide as the residual stream: under remat F keeps it split like the stream (layers' inputs, what attention
-    adds). assumption: without remat, and in what B passes to W, it is whole, as it is where a matmul reads it: an upper bound.
+    adds). assumption: without remat, and in what B passes to W, it is whole, as it is where a matmul reads it: an upper
+    bound.
     """
-    wide_shards = {"r": 1, "q": 1, "z": 1} if run.training.remat == "none" else {"r": residual_shards, "q": residual_shards, "z": 1}
+    wide_shards = {"r": 1, "q": 1, "z": 1} if run.training.remat == "none" else {
+        "r": residual_shards, "q": residual_shards, "z": 1}
 
     def held(a, stream_shards):
         num_shards = stream_shards if a.shape[-1:] in ((), (1,), (run.model.embed_dim,)) else layout.sizes["tensor"]
         return jax.ShapeDtypeStruct((-(-math.prod(a.shape) // num_shards),), a.dtype)
-    fbw = dataclasses.replace(fbw, **{name: [held(a, num_shards) for a in getattr(fbw, name)] for name, num_shards in wide_shards.items()})
+    fbw = dataclasses.replace(fbw, **{name: [held(a, num_shards) for a in getattr(fbw, name)]
+                                      for name, num_shards in wide_shards.items()})
     num_stages = layout.sizes["stage"]
     depth = stages.padded(run.model, num_stages) // num_stages // stages.period(run.model)
     return SlotBytes.of(fbw, held(x, residual_shards), chunks=depth)
@@ -129,10 +137,12 @@ def slot_budget_bytes(gpu, state, loop, compute_dtype: str, leading: float = 0.0
 
     What one op needs while it runs comes out of the same.
 
-    state: the run's StateSpec. loop: `in_loop`. leading: bytes that layers before the stages keep (`footprint.leading_bytes`).
+    state: the run's StateSpec. loop: `in_loop`. leading: bytes that layers before the stages keep
+    (`footprint.leading_bytes`).
     """
     if not (gpu and gpu.hbm_bytes):
         return None
     beside = [placed_bytes(state.abstract.params, state.sharding.params),
-              placed_bytes(state.abstract.opt_state, state.sharding.opt_state), *loop_bytes(loop, compute_dtype).values()]
+              placed_bytes(state.abstract.opt_state, state.sharding.opt_state),
+              *loop_bytes(loop, compute_dtype).values()]
     return max(0, hardware.usable_bytes(gpu) - sum(beside) - int(leading))

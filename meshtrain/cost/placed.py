@@ -1,4 +1,5 @@
-"""A model under a layout, as the formulas see it: the sizes on one device, and which arrays travel over which mesh axes.
+"""A model under a layout, as the formulas see it: the sizes on one device, and which arrays travel over which mesh
+axes.
 
 What a model is comes from its parameter table, where its tensors lie from the rules; nothing here depends on the batch.
 `traffic`, `footprint` and `price` make bytes and seconds of it.
@@ -24,10 +25,10 @@ Axes = tuple[str, ...]
 class Practice:
     """How a framework runs a step; the defaults are this project's.
 
-    recomputed: shares of a layer's forward products, attention and elementwise work that its backward does again; None: as
-    training.remat says. shared_head: all stages work on the head; else it stands on the last. grad_bytes: of a gradient's
-    element as it is reduced. bucketed: what is reduced and gathered once a step hides behind a microbatch, and reductions of a
-    layer behind the next, in buckets; ours wait for the end of the loops that XLA makes.
+    recomputed: shares of a layer's forward products, attention and elementwise work that its backward does again; None:
+    as training.remat says. shared_head: all stages work on the head; else it stands on the last. grad_bytes: of a
+    gradient's element as it is reduced. bucketed: what is reduced and gathered once a step hides behind a microbatch,
+    and reductions of a layer behind the next, in buckets; ours wait for the end of the loops that XLA makes.
     """
     recomputed: tuple[float, float, float] | None = None
     eager: bool = False
@@ -63,11 +64,12 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """Matrices of one layer, or the head, that multiply the same input: [tokens, k] × [k, n] with the sizes one device has.
+    """Matrices of one layer, or the head, that multiply the same input: [tokens, k] × [k, n] with the sizes one device
+    has.
 
-    row: the mesh axes that split k, over which the result is summed. outward: the result is added to the residual stream.
-    unread: nothing in the backward reads the result. trained: they have gradients. share: of the layers that have them. router:
-    in float32, of tokens as the residual stream has them. Experts are none of them (`routed`).
+    row: the mesh axes that split k, over which the result is summed. outward: the result is added to the residual
+    stream. unread: nothing in the backward reads the result. trained: they have gradients. share: of the layers that
+    have them. router: in float32, of tokens as the residual stream has them. Experts are none of them (`routed`).
     """
     k: float
     n: float
@@ -81,19 +83,21 @@ class Product:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placed:
-    """A model under a layout: sizes on one device, and the elements that travel, by the mesh axes that they travel over.
+    """A model under a layout: sizes on one device, and the elements that travel, by the mesh axes that they travel
+    over.
 
-    products, head: of one layer, and of the head. For each microbatch, of one layer, of its experts, or of embedding and head
-    (ends): gathered weights, scattered and summed gradients; router_gathered: in float32; looked_up: how often a token's row of
-    a table that is looked up by columns travels, or the row's cotangent; looked_back: how often the cotangents of rows are gathered.
-    Once a step: once_scattered and once_summed gradients, regathered new weights. stored, grads, ends_grads: parameters that a
-    device keeps; updated: of them those that are trained, layers_stored: the layers', layers_read: as [params] has them;
-    stored_bytes: of all; turned: bytes of those that are gathered along any dim but their first. used: of its stage and the
-    ends, as they are multiplied; cast: of those, what the microbatches read from a copy in the compute dtype; moved: bytes of a
-    copy in another place. layer_used, largest: of one layer, and of its largest matrix.
-    leading: in our pipelines the layers before the stages, as a model of their own whose microbatches the stages share; rows,
-    cfg and all that is of layers are then of the others, what is kept and travels once a step of both. leads:
-    it is such a model.
+    products, head: of one layer, and of the head. For each microbatch, of one layer, of its experts, or of embedding
+    and head (ends): gathered weights, scattered and summed gradients; router_gathered: in float32; looked_up: how often
+    a token's row of a table that is looked up by columns travels, or the row's cotangent; looked_back: how often the
+    cotangents of rows are gathered. Once a step: once_scattered and once_summed gradients, regathered new weights.
+    stored, grads, ends_grads: parameters that a device keeps; updated: of them those that are trained, layers_stored:
+    the layers', layers_read: as [params] has them; stored_bytes: of all; turned: bytes of those that are gathered along
+    any dim but their first. used: of its stage and the ends, as they are multiplied; cast: of those, what the
+    microbatches read from a copy in the compute dtype; moved: bytes of a copy in another place. layer_used, largest: of
+    one layer, and of its largest matrix.
+    leading: in our pipelines the layers before the stages, as a model of their own whose microbatches the stages share;
+    rows, cfg and all that is of layers are then of the others, what is kept and travels once a step of both. leads: it
+    is such a model.
     """
     cfg: object                 # the [model] section
     rows: list                  # the parameter table
@@ -146,7 +150,8 @@ class Placed:
 
     @property
     def float8(self) -> bool:
-        """Whether the layers' projections multiply in float8: what they read is gathered so, each tensor with a scale."""
+        """Whether the layers' projections multiply in float8: what they read is gathered so, each tensor with a
+        scale."""
         return self.cfg.matmul_dtype == "float8"
 
     @property
@@ -162,7 +167,8 @@ class Placed:
 
     def tokens(self, options: Options) -> float:
         """Of a microbatch on one device, sequences that are split counted as they lie."""
-        return options.global_batch * options.seq_len / options.microbatches / self.layout.num_shards(self.layout.token_axes)
+        return options.global_batch * options.seq_len / options.microbatches / self.layout.num_shards(
+            self.layout.token_axes)
 
     def layers(self, options: Options, practice: Practice) -> float:
         """That a stage works through for a microbatch."""
@@ -175,8 +181,8 @@ class Placed:
         return self.cfg.num_layers / self.layout.sizes["stage"]
 
     def visits(self, options: Options, practice: Practice) -> tuple[float, float, float]:
-        """How often a step works through a layer: forward, backward for its input, for its weights. In our pipelines stages
-        that have nothing to do work masked: with the schedule also those visits count."""
+        """How often a step works through a layer: forward, backward for its input, for its weights. In our pipelines
+        stages that have nothing to do work masked: with the schedule also those visits count."""
         layers = self.layers(options, practice)
         if not self.masked(options, practice) or self.leads:
             return (options.microbatches * layers,) * 3
@@ -196,8 +202,8 @@ class Placed:
         return (all_rounds, begun[1], all_rounds) if self.leading else begun
 
     def begun(self, options: Options, practice: Practice) -> tuple[int, int, int]:
-        """How often a step makes the first stage's input, the loss, and takes that input's cotangent: in the ticks of our
-        pipelines that the executor does it in, masked or not."""
+        """How often a step makes the first stage's input, the loss, and takes that input's cotangent: in the ticks of
+        our pipelines that the executor does it in, masked or not."""
         m, p = options.microbatches, self.layout.sizes["stage"]
         if not self.masked(options, practice):
             return m, m, m
@@ -225,23 +231,28 @@ class Placed:
     def stream_shards(self) -> int:
         """How many devices share a residual stream beyond those that split its sequences (sequence parallelism)."""
         context = self.layout.mesh_axes("activations", "seq")
-        return self.layout.num_shards(a for a in self.layout.mesh_axes("activations", "residual_seq") if a not in context)
+        return self.layout.num_shards(a for a in self.layout.mesh_axes("activations", "residual_seq")
+                                      if a not in context)
 
     @functools.cached_property
     def widths(self) -> tuple[float, float, float]:
         """Of a token's queries, of its keys, of the MLP, on one device."""
         cfg = self.cfg
         kv_heads = layers.kv_heads(self.layout, cfg.num_kv_heads) / self.num_shards("kv_heads")
-        dense = cfg.first_dense_layers / cfg.num_layers if cfg.num_experts else 1.0     # beside experts the mean of all layers
+        # beside experts the mean of all layers
+        dense = cfg.first_dense_layers / cfg.num_layers if cfg.num_experts else 1.0
         mlp = dense * cfg.mlp_dim + (1 - dense) * cfg.shared_expert_dim
-        return cfg.num_heads * cfg.head_dim / self.num_shards("heads"), kv_heads * cfg.head_dim, mlp / self.num_shards("mlp")
+        return cfg.num_heads * cfg.head_dim / self.num_shards("heads"), kv_heads * cfg.head_dim, mlp / self.num_shards(
+            "mlp")
 
 
-TRAVEL = ("gathered", "scattered", "summed", "router_gathered", "experts_gathered", "experts_scattered", "experts_summed",
+TRAVEL = ("gathered", "scattered", "summed", "router_gathered", "experts_gathered", "experts_scattered",
+          "experts_summed",
           "ends_gathered", "ends_scattered", "ends_summed", "looked_up", "looked_back", "once_scattered", "once_summed",
           "regathered")
 ONCE = ("once_scattered", "once_summed", "regathered")
-HELD = ("stored", "stored_bytes", "updated", "layers_stored", "layers_read", "grads", "ends_grads", "turned", "used", "cast",
+HELD = ("stored", "stored_bytes", "updated", "layers_stored", "layers_read", "grads",
+        "ends_grads", "turned", "used", "cast",
         "moved", "layer_used", "largest")
 
 
@@ -270,11 +281,13 @@ def _place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice, leads:
     num_stages, products, head, equal = layout.sizes["stage"], {}, (Product(0, 0), 1), {}
     stage_layers = stages.padded(cfg, num_stages) // num_stages if num_stages > 1 and not leads else cfg.num_layers
     once = tokens if num_stages > 1 else frozenset(layout.deferred_axes(info.axes for info in rows))
-    for info in sorted(rows, key=lambda info: LORA not in info.path):      # the last product of a layer is none of an adapter's
+    # the last product of a layer is none of an adapter's
+    for info in sorted(rows, key=lambda info: LORA not in info.path):
         in_use, lies = local.axes(info)
         depth = stage_layers if info.axes[0] in (LAYERS, LEADING) else 0
         whole = info.size / layout.num_shards(in_use)
-        if depth and num_stages > 1:        # a stage has its own layers in the loop, also where the rules cannot split them
+        # a stage has its own layers in the loop, also where the rules cannot split them
+        if depth and num_stages > 1:
             whole = info.size / cfg.num_layers * depth / layout.num_shards(in_use - {"stage"})
         _hold(held, info, cfg, layout, lies, in_use, whole, depth)
         if num_stages > 1:              # inside the loop weights and gradients are whole: exchanged once a step
@@ -287,7 +300,8 @@ def _place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice, leads:
         _send(travel, layout, info, {table: axes - in_use for table, axes in lies.items()}, whole, depth, uses,
               tokens - lies["grads"] - in_use, once)
         # Of layers that repeat with a period the matrices of one: they differ in what they attend to alone.
-        if info.role == "matrix" and "expert" not in info.axes and equal.setdefault(info.path[-3:], info.path) == info.path:
+        if info.role == "matrix" and "expert" not in info.axes and equal.setdefault(info.path[-3:],
+                                                                                    info.path) == info.path:
             into, out = info.matrix_dims
             key = info.path[:-2], tuple(info.axes[d] for d in into)
             row = _ordered(frozenset().union(*(local.uses(info.axes[d]) for d in into)))
@@ -306,8 +320,8 @@ def _place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice, leads:
 
 
 def _hold(held, info, cfg, layout: Layout, lies, in_use: frozenset, whole: float, depth: int) -> None:
-    """Add one parameter to the per-device totals (stored, gradient, gathered). in_use: mesh axes that shard the gathered copy; depth:
-    layers on the device, 0 of embedding and head."""
+    """Add one parameter to the per-device totals (stored, gradient, gathered). in_use: mesh axes that shard the
+    gathered copy; depth: layers on the device, 0 of embedding and head."""
     held["stored"] += (stored := info.size / layout.num_shards(lies["optimizer"]))
     held["stored_bytes"] += stored * info.dtype.itemsize
     held["updated"] += info.trainable and stored
@@ -324,14 +338,17 @@ def _hold(held, info, cfg, layout: Layout, lies, in_use: frozenset, whole: float
         held["layer_used"] += whole / depth
         held["largest"] = max(held["largest"], whole / depth * cfg.num_layers / info.shape[0])
         gathered = "expert" in info.axes and bool(lies["params"] - in_use)
-        outer = info.shape[1] // layout.num_shards(layout.mesh_axes(GATHERED, "expert")) > 1 or info.axes[-1] == "expert_embed"
+        outer = info.shape[1] // layout.num_shards(layout.mesh_axes(GATHERED,
+                                                                    "expert")) > 1 or info.axes[-1] == "expert_embed"
         if info.role == "matrix" and (info.axes[-1] == "embed" or gathered and outer):
             held["turned"] += stored * info.dtype.itemsize
 
 
-def _send(travel, layout: Layout, info, lies, whole: float, depth: int, uses: int, late: frozenset, once: frozenset) -> None:
-    """What travels of a parameter. lies: where its tables split it beyond its use; uses: how often the ends gather it; late:
-    axes over which its gradient is summed that do not split it; once: axes of sums that wait for the end of the step."""
+def _send(travel, layout: Layout, info, lies, whole: float, depth: int, uses: int, late: frozenset,
+          once: frozenset) -> None:
+    """What travels of a parameter. lies: where its tables split it beyond its use; uses: how often the ends gather it;
+    late: axes over which its gradient is summed that do not split it; once: axes of sums that wait for the end of the
+    step."""
     n, part = (whole / depth, "experts_" if "expert" in info.axes else "") if depth else (whole, "ends_")
     params, grads = lies["params"], lies["grads"]
     travel["router_gathered" if info.role == "router" else part + "gathered"][_ordered(params)] += uses * n
@@ -358,7 +375,8 @@ class _Local:
         self.layout = layout
         self.splits = functools.cache(lambda table, axis: frozenset(layout.mesh_axes(table, axis)))
         self.uses = functools.cache(lambda axis: frozenset(layout.mesh_axes(GATHERED, axis)))
-        self.kv_heads = layers.kv_heads(layout, cfg.num_kv_heads) // layout.num_shards(layout.mesh_axes("activations", "kv_heads"))
+        self.kv_heads = layers.kv_heads(layout, cfg.num_kv_heads) // layout.num_shards(
+            layout.mesh_axes("activations", "kv_heads"))
 
     def axes(self, info) -> tuple[frozenset, dict[str, frozenset]]:
         """(those that split a parameter where it is used, those that split it in each table)."""
@@ -367,7 +385,8 @@ class _Local:
         return union(self.uses), {table: union(functools.partial(self.splits, table)) for table in tables}
 
     def size(self, info, dims) -> int:
-        """Elements of these dims of a matrix on one device, as it is multiplied: each device has key heads of its own."""
+        """Elements of these dims of a matrix on one device, as it is multiplied: each device has key heads of its
+        own."""
         split = lambda d: info.shape[d] // max(1, self.layout.num_shards(self.uses(info.axes[d])))
         return math.prod(self.kv_heads if info.axes[d] == "kv_heads" else split(d) for d in dims)
 

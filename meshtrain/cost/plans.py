@@ -48,7 +48,8 @@ def scaling(answers: list[tuple[Question, Answer]], length: Length) -> str:
     lines = [f"{many(count)} parameters, {question.global_batch:,} × {question.seq_len:,} tokens a step on "
              f"{question.rated.gpu.name}, {size(question.usable_bytes)} usable on each; "
              "the best plan of each number of GPUs", ""]
-    header = ("GPUs", "mesh", "rules", "microbatches", "remat", "memory", "step", "tokens/s", "tokens/s a GPU", "kept", "MFU",
+    header = ("GPUs", "mesh", "rules", "microbatches", "remat", "memory", "step", "tokens/s",
+              "tokens/s a GPU", "kept", "MFU",
               *length.header())
     rows, first = [], None
     for asked, answer in answers:
@@ -58,13 +59,16 @@ def scaling(answers: list[tuple[Question, Answer]], length: Length) -> str:
         plan = answer.plans[0]
         one = plan.price
         first = first or one.tokens_per_s_per_gpu
-        speed = (seconds(one.step_s), f"{one.tokens_per_s_per_gpu * asked.num_gpus:,.0f}", f"{one.tokens_per_s_per_gpu:,.0f}",
+        speed = (seconds(one.step_s), f"{one.tokens_per_s_per_gpu * asked.num_gpus:,.0f}",
+                 f"{one.tokens_per_s_per_gpu:,.0f}",
                  f"{one.tokens_per_s_per_gpu / first:.0%}", f"{one.mfu:.1%}", *length.cells(asked, plan))
-        rows.append((f"{asked.num_gpus:,}", _short(plan), _stem(plan), str(plan.options.microbatches), plan.options.remat,
+        rows.append((f"{asked.num_gpus:,}", _short(plan), _stem(plan), str(plan.options.microbatches),
+                     plan.options.remat,
                      size(one.memory_bytes["total"]), *(unknown(speed) if search.TOO_SHORT in plan.reason else speed)))
     lines += [columns([header, *rows]), "",
               "kept: of a GPU's tokens/s on the first of them, with the same batch a step. Formulas, "
-              "nothing compiled or measured." + (f" {BELOW}: {search.TOO_SHORT}." if any(BELOW in row for row in rows) else "")]
+              "nothing compiled or measured." + (
+                  f" {BELOW}: {search.TOO_SHORT}." if any(BELOW in row for row in rows) else "")]
     return "\n".join(lines)
 
 
@@ -88,7 +92,8 @@ def page(question: Question, answer: Answer, most: int, length: Length = Length(
         told = [*sentences(question, answer.plans), *([standing(behind)] if behind else [])]
         lines += [_table(question, answer.plans[:most], length), "", *told, ""]
     else:
-        lines += ["no layout fits; more GPUs, sequences split over mesh.context, or fewer tokens a microbatch would", ""]
+        lines += ["no layout fits; more GPUs, sequences split over mesh.context, or fewer tokens a microbatch would",
+                  ""]
     if answer.misses:
         lines += ["do not fit:", *(f"  {_short(plan)}, {plan.rules.path}: {plan.reason}" for plan in answer.misses), ""]
     return "\n".join(lines + caveats(question, answer))
@@ -105,7 +110,8 @@ def caveats(question: Question, answer: Answer) -> list[str]:
     engine, assumed = attended(question, answer).engine, question.rated.assumed
     named = {name: value for name, value in assumed.as_dict(formula=True).items()
              if name.startswith(FIRST[:2]) or name.startswith(f"attention.{engine}")}
-    lines = ["Formulas, nothing compiled or measured: 51 published runs were met with a median error of 4%, a tenth of them "
+    lines = ["Formulas, nothing compiled or measured: 51 published runs were met with a median error of 4%, a tenth of "
+             "them "
               "by more than 11%. What moves them most (--assume NAME=VALUE sets another; "
               "reasons: meshtrain/cost/assumptions.py): "
               + ", ".join(f"{name} {value:g}" for name, value in named.items())]
@@ -152,12 +158,14 @@ def _stem(plan: Plan) -> str:
 
 
 def _table(question: Question, plans: list[Plan], length: Length) -> str:
-    header = ("", "mesh", "rules", "schedule", "microbatches", "remat", "memory", "step", "tokens/s a GPU", "MFU", "bubble",
+    header = ("", "mesh", "rules", "schedule", "microbatches", "remat", "memory", "step",
+              "tokens/s a GPU", "MFU", "bubble",
               *length.header(), "")
     rows = []
     for k, plan in enumerate(plans, 1):
         options, one = plan.options, plan.price
-        schedule = options.schedule + (f" × {options.chunks}" if options.chunks > 1 else "") if plan.sizes["stage"] > 1 else "–"
+        schedule = options.schedule + (f" × {options.chunks}" if options.chunks > 1 else
+                                       "") if plan.sizes["stage"] > 1 else "–"
         method = f" {options.method}" if plan.sizes["context"] > 1 else ""
         speed = (seconds(one.step_s), f"{one.tokens_per_s_per_gpu:,.0f}", f"{one.mfu:.1%}",
                  f"{one.bubble:.1%}" if one.bubble else "–",
@@ -175,9 +183,9 @@ def standing(behind: Behind) -> str:
     if behind.rank == 1:
         return f"No other layout is faster: what is fixed ({fixed}) costs nothing."
     best, options = behind.best, behind.best.options
-    lines = [f"With {fixed} fixed the first plan is number {behind.rank} of {behind.count} and takes {behind.share:.1%} longer "
-             f"than the best: {_short(best)}, {_stem(best)}, {options.microbatches} microbatches, remat {options.remat}, "
-             f"{seconds(best.price.step_s)} a step"
+    lines = [f"With {fixed} fixed the first plan is number {behind.rank} of {behind.count} and takes "
+             f"{behind.share:.1%} longer than the best: {_short(best)}, {_stem(best)}, {options.microbatches} "
+             f"microbatches, remat {options.remat}, {seconds(best.price.step_s)} a step"
              + (". Why:" if behind.reasons else ".")]
     return "\n".join([*lines, *(f"  - {reason}" for reason in behind.reasons)])
 
@@ -213,7 +221,8 @@ def _losses(question: Question, plan: Plan) -> list[tuple[str, float, str]]:
     one, sizes, found = plan.price, plan.sizes, []
     again = RECOMPUTED[plan.options.remat]
     if again[0]:
-        found.append(("recomputation", one.parts["matmul"] / 4, "memory for activations, by more GPUs or another split, would "
+        found.append(("recomputation", one.parts["matmul"] / 4,
+                      "memory for activations, by more GPUs or another split, would "
                       "spare the forward that remat full does twice"))
     for name, lost_s in one.exposed.items():
         crossed = link(question, plan, (name,))[1] if name in AXES and sizes[name] > 1 else "its links"
@@ -223,13 +232,16 @@ def _losses(question: Question, plan: Plan) -> list[tuple[str, float, str]]:
             "fsdp": "fewer microbatches or more tokens in each: weights are gathered for every one of them",
             "context": "a smaller context, or more tokens of a sequence on each GPU",
             "once a step": "more tokens a step: gradients and new weights are exchanged once in it",
-            "offload": "more tokens in each microbatch, or another remat: copies to the host outlast the layers beside them",
+            "offload": "more tokens in each microbatch, or another remat: copies to the host outlast the layers beside "
+                       "them",
             traffic.ROUTED: "experts split over fewer GPUs: tokens travel to all that share them",
-            traffic.EXPERTS: "fewer microbatches or more tokens in each: experts' weights are gathered for every one of them",
+            traffic.EXPERTS: "fewer microbatches or more tokens in each: experts' weights are gathered for every one "
+                             "of them",
             "scales": "more tokens in each microbatch: every layer's scales cost the same, however many there are",
         }.get(name, "fewer stages")
         found.append((f"{name} ({crossed})" if name in AXES else f"what is exchanged {name}", lost_s, remedy))
     if one.bubble_s:
-        found.append(("the pipeline's bubble", one.bubble_s, "more microbatches, by a larger global batch or fewer replicas"))
+        found.append(("the pipeline's bubble", one.bubble_s,
+                      "more microbatches, by a larger global batch or fewer replicas"))
     found.append(("the optimizer's update", one.update_s, "states split over more GPUs"))
     return found

@@ -1,9 +1,9 @@
 """The price of one layout, in closed formulas: memory, traffic, time of a step; nothing is compiled.
 
 What lies and travels where is in `placed`, `traffic` and `footprint`; `rates` says how long a product, a stream and a
-collective take. A collective is hidden behind a share of the compute that stands beside it, and slows that by a share of its
-own time; each step says what of it is exposed. The formulas met 51 published runs of other frameworks, whose ways to run a step
-are a `Practice`.
+collective take. A collective is hidden behind a share of the compute that stands beside it, and slows that by a share
+of its own time; each step says what of it is exposed. The formulas met 51 published runs of other frameworks, whose
+ways to run a step are a `Practice`.
 """
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from meshtrain.sharding.rules import GATHERED
 BACKWARD, BACKWARD_APART = 2.5, 3.5
 LOGIT_BYTES = 14            # what a logit moves through memory, forward and backward
 UPDATE_BYTES = 30           # what a stored parameter moves in the optimizer's update
-ONCE_BYTES = 12             # what an accumulator's element moves beside the sums: begun with zeros, turned for the reduction
+# what an accumulator's element moves beside the sums: begun with zeros, turned for the reduction
+ONCE_BYTES = 12
 QK_NORM = (6, 17)           # of an element of queries and keys that are normed, forward and backward
 QUANTISE_BYTES = 5          # of an element that becomes float8: read for the largest value, read again, written
 FULL, SELECTIVE = (1.0, 1.0, 1.0), (0.0, 0.0, 0.6)
@@ -37,7 +38,8 @@ RECOMPUTED = {"none": (0.0, 0.0, 0.0), "selective": SELECTIVE, "full": FULL, "of
 
 @functools.lru_cache(maxsize=4096)
 def group(sizes: tuple[int, ...], placement: tuple[str, ...], axes: tuple[str, ...], domain: int) -> DeviceGroup:
-    """The GPUs of a group that spans these axes, and how many of it share a link domain. sizes: in the placement's order."""
+    """The GPUs of a group that spans these axes, and how many of it share a link domain. sizes: in the placement's
+    order."""
     ids = np.arange(math.prod(sizes)).reshape(sizes)
     inside = [placement.index(axis) for axis in axes]
     others = [i for i in range(len(sizes)) if i not in inside]
@@ -51,8 +53,8 @@ def group(sizes: tuple[int, ...], placement: tuple[str, ...], axes: tuple[str, .
 class Price:
     """A step on `num_gpus`: step_s = compute_s + exposed (by what is waited for) + bubble_s + update_s + host_s.
 
-    collectives: those of a step. parts: compute_s by kind. links_s: seconds that each axes' collectives take, hidden or not.
-    mfu: the causal half of attention counted, nothing recomputed.
+    collectives: those of a step. parts: compute_s by kind. links_s: seconds that each axes' collectives take, hidden or
+    not. mfu: the causal half of attention counted, nothing recomputed.
     """
     num_gpus: int
     memory_bytes: Mapping[str, int]
@@ -141,7 +143,8 @@ def stage_costs(placed: Placed, rated: Rates, options: Options, practice: Practi
     """One microbatch through one whole stage, as `simulate` takes it to choose a schedule."""
     work, layers = _LayerTimes(placed, rated, options, practice), placed.layers(options, practice)
     waits, links = _Waits(placed, rated, options, practice, work, layers), _Links(rated, placed.mesh)
-    link_s = sum(links.one_s(sent) for sent in waits.sent if sent.waits == "stage" and sent.kind == "collective-permute")
+    link_s = sum(links.one_s(sent) for sent in waits.sent if sent.waits == "stage"
+                 and sent.kind == "collective-permute")
     costs = _stage(work, layers, waits.layer_s / (options.microbatches * layers))
     return dataclasses.replace(costs, loss_s=sum(work.head.values()), link_s=link_s)
 
@@ -153,11 +156,13 @@ def _stage(work: _LayerTimes, layers: float, waits_s: float) -> Costs:
 
 
 class _Waits:
-    """What a step waits for, in seconds: exposed by name, of them layer_s in its layers and other_s at their ends and once a
-    step; links_s: all seconds of collectives by mesh axes."""
+    """What a step waits for, in seconds: exposed by name, of them layer_s in its layers and other_s at their ends and
+    once a step; links_s: all seconds of collectives by mesh axes."""
 
-    def __init__(self, placed: Placed, rated: Rates, options: Options, practice: Practice, work: _LayerTimes, layers: float):
-        links, assumed, m, p = _Links(rated, placed.mesh), rated.assumed, options.microbatches, placed.mesh.sizes["stage"]
+    def __init__(self, placed: Placed, rated: Rates, options: Options, practice: Practice,
+                 work: _LayerTimes, layers: float):
+        links, assumed, m, p = _Links(rated, placed.mesh), rated.assumed, options.microbatches, placed.mesh.sizes[
+            "stage"]
         self.sent = traffic.of(placed, options, practice)
         self.links_s, self.exposed = defaultdict(float), defaultdict(float)
         together, reduced = defaultdict(float), defaultdict(float)
@@ -165,12 +170,14 @@ class _Waits:
         for sent in self.sent:
             one_s = links.one_s(sent)
             self.links_s["+".join(sent.axes)] += sent.runs * one_s
-            between = sent.waits == "stage" and sent.kind == "collective-permute"       # hidden but for those of the bubble
+            # hidden but for those of the bubble
+            between = sent.waits == "stage" and sent.kind == "collective-permute"
             together[key := (sent.waits, sent.beside, sent.layer)] += (2 * (p - 1) if between else sent.runs) * one_s
             if sent.layer and sent.kind == "reduce-scatter" and sent.beside == traffic.BACKWARD:
                 reduced[key] += sent.runs * one_s
             if sent.layer and sent.waits == "fsdp" and sent.beside == traffic.BACKWARD:
-                self.exposed["fsdp"] += m * one_s       # the first layer's gather and the last one's reduction: behind nothing
+                # the first layer's gather and the last one's reduction: behind nothing
+                self.exposed["fsdp"] += m * one_s
         visits = placed.visits(options, practice)[0]
         compute = {"": 0.0, traffic.MICROBATCH: layers * (work.forward_s + work.backward_s)} | {
             beside: visits * seconds for beside, seconds in work.beside.items()}
@@ -180,7 +187,8 @@ class _Waits:
             near = "overlap.experts" if name == traffic.EXPERTS else "overlap.fsdp"
             hide = assumed[{traffic.MICROBATCH: "overlap.data", traffic.ONCE: "overlap.once"}.get(beside, near)]
             alone = (1 - assumed["overlap.reduced"]) * reduced[name, beside, layer] * (not practice.bucketed)
-            exposed_s = (1 - hidden.get(name, 0.0)) * _beside(seconds, alone, compute[beside], hide, assumed["link.contend"])
+            exposed_s = (1 - hidden.get(name, 0.0)) * _beside(
+                seconds, alone, compute[beside], hide, assumed["link.contend"])
             exposed_s *= m * layers / visits if layer else 1.0      # what masked visits wait for is the bubble's
             self.exposed[name] += exposed_s
             self.layer_s += exposed_s if layer else 0.0
@@ -188,7 +196,8 @@ class _Waits:
             copy_bytes = placed.itemsize * placed.tokens(options) * placed.cfg.embed_dim / placed.stream_shards
             copy_s = copy_bytes / rated.host_bytes_per_s
             self.exposed["offload"] = m * layers * sum(
-                max(0.0, copy_s - assumed["overlap.fsdp"] * work.beside[kind]) for kind in (traffic.FORWARD, traffic.BACKWARD))
+                max(0.0, copy_s - assumed["overlap.fsdp"] * work.beside[kind])
+                for kind in (traffic.FORWARD, traffic.BACKWARD))
             self.layer_s += self.exposed["offload"]
         self.other_s = sum(self.exposed.values()) - self.layer_s
 
@@ -203,12 +212,14 @@ class _LayerTimes:
         products = [w.share * matmul(tokens, w.n, w.k) for w in dense]
         forward = sum(products)
         backward = sum(w.share * (matmul(tokens, w.k, w.n) + w.trained * matmul(w.k, w.n, tokens)) for w in dense)
-        routing = sum(w.share * _matmul_s(rated, "float32", 4, tokens / placed.stream_shards, w.n, w.k) for w in routers)
+        routing = sum(w.share * _matmul_s(rated, "float32", 4, tokens / placed.stream_shards, w.n, w.k)
+                      for w in routers)
         forward, backward = forward + routing, backward + 2 * routing
         query, key, mlp = placed.widths
         pairs = 2 * tokens * options.seq_len * options.visited * query
         attend = lambda direction, flop: sum(rated.attention_s(
-            rates.AttentionKernel(options.engine, direction, share * flop, keys, cfg.head_dim)) for share, keys in _kernels(placed, options))
+            rates.AttentionKernel(options.engine, direction, share * flop, keys, cfg.head_dim))
+            for share, keys in _kernels(placed, options))
         products_b = BACKWARD_APART if options.engine == "pallas" else BACKWARD
         attention, attention_b = attend("forward", pairs), attend("backward", products_b * pairs)
         beside = 16 * cfg.embed_dim / placed.stream_shards + 4 * (query + key)
@@ -244,14 +255,16 @@ class _LayerTimes:
         matmul = functools.partial(_matmul_s, rated, cfg.compute_dtype, placed.itemsize)
         n, k = placed.head.n, placed.head.k
         if not practice.shared_head and options.schedule:
-            beside_stage = placed.layout.num_shards(a for a in placed.layout.mesh_axes(GATHERED, "vocab") if a != "stage")
+            beside_stage = placed.layout.num_shards(
+                a for a in placed.layout.mesh_axes(GATHERED, "vocab") if a != "stage")
             n = n * placed.head_shards // max(1, beside_stage)
         self.head = {"matmul": matmul(tokens, n, k) + matmul(tokens, k, n) + placed.head.trained * matmul(k, n, tokens),
                      "elementwise": fused * rated.stream_s(LOGIT_BYTES * tokens * n)} if n else {}
 
 
 def _kernels(placed: Placed, options: Options) -> tuple[tuple[float, float], ...]:
-    """(share of the pairs, keys) of the kernels that make a layer's attention: devices that split a sequence have two chunks each."""
+    """(share of the pairs, keys) of the kernels that make a layer's attention: devices that split a sequence have two
+    chunks each."""
     num_shards, length = placed.num_shards("seq"), options.seq_len
     if num_shards == 1 or options.method == "ulysses":
         return ((1.0, length),)
@@ -276,9 +289,9 @@ def _experts_s(placed: Placed, rated: Rates, options: Options) -> tuple[tuple[fl
 
 
 def _scan_bytes(placed: Placed, options: Options) -> tuple[float, float, float]:
-    """What the forward and the backward of a layer move through memory, and its gradients, because a loop over layers makes
-    them: what the backward reads is put into a buffer and taken out, weights that the device holds are sliced out of their
-    stack, gradients are added into theirs. Read off compiled programs of 1B and 8B."""
+    """What the forward and the backward of a layer move through memory, and its gradients, because a loop over layers
+    makes them: what the backward reads is put into a buffer and taken out, weights that the device holds are sliced out
+    of their stack, gradients are added into theirs. Read off compiled programs of 1B and 8B."""
     remat = "full" if options.remat == "offload" else options.remat         # on its way to the host and back as well
     width = footprint.kept_width(placed, dataclasses.replace(options, remat=remat))
     kept = placed.itemsize * placed.tokens(options) * width
@@ -287,20 +300,22 @@ def _scan_bytes(placed: Placed, options: Options) -> tuple[float, float, float]:
 
 
 def _stage_bytes(placed: Placed, options: Options) -> tuple[float, float, float]:
-    """What F, B and W of a layer move through memory because they stand in a pipeline's loop: its weights are sliced out of the
-    stage's stack, its gradients added into theirs, what waits is put into slots and taken out; what waits for a W of its own
-    passes a mask as well. Read off compiled programs: 8B on stage 2, 70B on tensor 8 × stage 4."""
+    """What F, B and W of a layer move through memory because they stand in a pipeline's loop: its weights are sliced
+    out of the stage's stack, its gradients added into theirs, what waits is put into slots and taken out; what waits
+    for a W of its own passes a mask as well. Read off compiled programs: 8B on stage 2, 70B on tensor 8 × stage 4."""
     size, weights = placed.itemsize, placed.layer_used
-    for_backward, for_weights = (size * placed.tokens(options) * width for width in footprint.slot_widths(placed, options))
+    for_backward, for_weights = (size * placed.tokens(options) * width
+                                 for width in footprint.slot_widths(placed, options))
     split = 4 * for_weights if options.schedule in schedules.SPLIT else 0
     slice_bytes = 2 * size * weights
     return slice_bytes + 2 * for_backward, slice_bytes + 2 * for_backward + split, 12 * weights + split
 
 
 def _quantised_bytes(placed: Placed) -> tuple[float, float]:
-    """What a token of a layer moves through memory to become float8: what its products read, forward; the cotangents of what
-    they make, backward. Each is turned for the weights' gradients as well, what was gathered after that."""
-    stream, products = placed.cfg.embed_dim / placed.stream_shards, [product for product in placed.products if not product.router]
+    """What a token of a layer moves through memory to become float8: what its products read, forward; the cotangents of
+    what they make, backward. Each is turned for the weights' gradients as well, what was gathered after that."""
+    stream, products = placed.cfg.embed_dim / placed.stream_shards, [
+        product for product in placed.products if not product.router]
     read = sum(product.share * (product.k if product.outward else stream) for product in products)
     made = sum(product.share * (stream if product.outward else product.n) for product in products)
     gathered = 2 * placed.cfg.embed_dim * len(products) if placed.stream_shards > 1 else 0
@@ -312,14 +327,15 @@ def _matmul_s(rated: Rates, dtype: str, size: int, m: float, n: float, k: float)
 
 
 def _beside(comm_s: float, alone_s: float, compute_s: float, hide: float, contend: float) -> float:
-    """What a collective adds to the compute beside it: what sticks out, and by what it slows the rest. alone_s: of it, what
-    nothing stands beside."""
+    """What a collective adds to the compute beside it: what sticks out, and by what it slows the rest. alone_s: of it,
+    what nothing stands beside."""
     behind = min(comm_s - alone_s, hide * compute_s)
     return comm_s - behind + contend * behind
 
 
 def bubble_s(costs: Costs, name: str, p: int, m: int, v: int) -> float:
-    """What a phase schedule takes beyond m microbatches on a stage that never waits: as `simulate` finds without links."""
+    """What a phase schedule takes beyond m microbatches on a stage that never waits: as `simulate` finds without
+    links."""
     executed, _ = schedules.counts(name, p, m, v)
     split = executed["W"] > 0
     op_s = {"F": costs.forward_s, "B": costs.input_grad_s + (0 if split else costs.weight_grad_s),

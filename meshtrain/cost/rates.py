@@ -1,7 +1,7 @@
 """Seconds of one kernel or collective on a GPU: what the hardware table says, at the shares that `assumptions` names.
 
-Four formulas: a matmul, a stream of bytes, flash attention, a collective over link domains as NCCL's rings do it. They know
-no program and no mesh; `roofline` takes them through a compiled schedule.
+Four formulas: a matmul, a stream of bytes, flash attention, a collective over link domains as NCCL's rings do it. They
+know no program and no mesh; `roofline` takes them through a compiled schedule.
 """
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from meshtrain.parallel.context import attention
 
 TILE = 128 * 256        # elements of the output that one multiprocessor makes at a time, in the largest tiles of cuBLAS
 US = 1e-6
-# A hop of NCCL's trees over one of its rings inside a domain (1.25 of 1.9 µs) and between hosts (8.5 of 4.0), and a tree's
-# share of a ring's bandwidth. Source: NVIDIA/nccl, src/graph/tuning.cc, protocol LL128.
+# A hop of NCCL's trees over one of its rings inside a domain (1.25 of 1.9 µs) and between hosts (8.5 of 4.0), and a
+# tree's share of a ring's bandwidth. Source: NVIDIA/nccl, src/graph/tuning.cc, protocol LL128.
 TREE, TREE_SHARE = (1.25 / 1.9, 8.5 / 4.0), .92
 
 
@@ -36,8 +36,9 @@ class Matmul:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedMatmul:
-    """One kernel for rows of many groups, each times its group's matrix: [rows, k] × [groups, k, n]; outer: the gradients of
-    these, [k, rows] × [rows, n] of each group. rows: as multiplied, zeros that fill up blocks among them."""
+    """One kernel for rows of many groups, each times its group's matrix: [rows, k] × [groups, k, n]; outer: the
+    gradients of these, [k, rows] × [rows, n] of each group. rows: as multiplied, zeros that fill up blocks among
+    them."""
     rows: float
     groups: int
     k: int
@@ -53,7 +54,8 @@ class GroupedMatmul:
 @dataclasses.dataclass(frozen=True)
 class AttentionKernel:
     """One flash attention kernel. flops: what it computes, pairs that it skips left out."""
-    engine: str         # as `assumptions` names it: cudnn, pallas, blockwise; of other frameworks flash2, triton, scores
+    # as `assumptions` names it: cudnn, pallas, blockwise; of other frameworks flash2, triton, scores
+    engine: str
     direction: str      # forward, backward
     flops: float
     num_keys: int
@@ -84,7 +86,8 @@ class Rates:
         a = self.assumed
         waves = matmul.batch * matmul.m * matmul.n / TILE / self.gpu.num_sms
         full = waves / (waves + a["matmul.wave"]) * matmul.k / (matmul.k + a["matmul.k0"])
-        return matmul.flops / (self.peak(matmul.dtype) * a["matmul.best"] * a["matmul.sustained"] * a["matmul.clock"] * full)
+        return (matmul.flops
+                / (self.peak(matmul.dtype) * a["matmul.best"] * a["matmul.sustained"] * a["matmul.clock"] * full))
 
     def grouped_s(self, grouped: GroupedMatmul) -> float:
         a = self.assumed
@@ -105,16 +108,17 @@ class Rates:
         width = min(kernel.head_dim, 128) / 128
         if kernel.engine == "scores":        # a score costs its way through memory, whatever was multiplied for it
             share *= width
-        else:                                   # in between, each exponential costs the same: 128 / width products' worth of it
+        else:                   # in between, each exponential costs the same: 128 / width products' worth of it
             share /= 1 + (1 / a["attention.narrow"] - 1) * (1 / max(width, 0.5) - 1)
         return kernel.flops / (self.peak("bfloat16") * share)
 
     def collective_s(self, kind: str, array_bytes: float, group: DeviceGroup) -> float:
         """array_bytes: the whole array of an all-gather, reduce-scatter or all-reduce; what one GPU sends of others.
 
-        Inside a domain each GPU sends (n−1)/n of the array to its neighbour. What enters a domain comes in through the NICs
-        of its members: a group with one GPU on each host has one NIC a host, one with eight has eight. A ring has a step for
-        each member but one, and its latency grows with them; an all-reduce over many hosts takes a tree (NCCL, tuning.cc).
+        Inside a domain each GPU sends (n−1)/n of the array to its neighbour. What enters a domain comes in through the
+        NICs of its members: a group with one GPU on each host has one NIC a host, one with eight has eight. A ring has
+        a step for each member but one, and its latency grows with them; an all-reduce over many hosts takes a tree
+        (NCCL, tuning.cc).
         """
         a, n = self.assumed, group.size
         if n == 1:
@@ -155,15 +159,16 @@ BLOCK = 128     # assumption: tokens of a kernel's block of queries or keys; at 
 
 @dataclasses.dataclass(frozen=True)
 class Attended:
-    """What the attention of a run computes. visited: pairs as a share of the causal half, in the mean of its layers. engine: as
-    `assumptions` names it. documents: whether pairs across documents are skipped."""
+    """What the attention of a run computes. visited: pairs as a share of the causal half, in the mean of its layers.
+    engine: as `assumptions` names it. documents: whether pairs across documents are skipped."""
     visited: float
     engine: str
     documents: bool
 
 
 def attended(run, layout, assumed: Assumptions) -> Attended:
-    """By the engine that the run gets under this layout. Raises: ValueError where the one it asks for cannot serve it."""
+    """By the engine that the run gets under this layout. Raises: ValueError where the one it asks for cannot serve
+    it."""
     cfg, length = run.model, run.data.seq_len
     engine = attention.engine_name(run, layout, assumed.gpu_name)
     if not run.data.document_mask or engine != "pallas":        # the others mask what they have computed
@@ -171,24 +176,25 @@ def attended(run, layout, assumed: Assumptions) -> Attended:
     documents = assumed["documents.mean"], assumed["documents.sigma"]
     part, num_shards = flops.local_layers(cfg, length), layout.num_shards(layout.all_axes("activations", "seq"))
     share = split_share(length, num_shards, run.context.method, *documents)
-    return Attended((1 - part) * share + (part * visited_share(length, *documents, window=cfg.window) if part else 0.0), engine, True)
+    return Attended((1 - part) * share + (part * visited_share(length, *documents, window=cfg.window) if part else 0.0),
+                    engine, True)
 
 
 @functools.lru_cache(maxsize=64)
 def visited_share(length: int, mean: float, sigma: float, block: int = BLOCK, window: int = 0) -> float:
     """Pairs that a kernel visits in a row of packed documents, as a share of the causal square length²/2.
 
-    Documents of log-normal length follow each other, and the row begins at any place of one: long documents hold more of the
-    tokens than of the documents. A block of queries visits the blocks of keys from the start of its first query's document
-    on. P(that start lies more than a tokens back) = E[max(L − a, 0)] / mean, for a log-normal L the Black–Scholes formula.
-    window: tokens that a query sees; 0: all.
+    Documents of log-normal length follow each other, and the row begins at any place of one: long documents hold more
+    of the tokens than of the documents. A block of queries visits the blocks of keys from the start of its first
+    query's document on. P(that start lies more than a tokens back) = E[max(L − a, 0)] / mean, for a log-normal L the
+    Black–Scholes formula. window: tokens that a query sees; 0: all.
     """
     block, reach = min(block, length), window - 1 if window else length
     visited, back, older = 0.0, 0.0, 1.0                # back: tokens between a query and the first one that it sees
     for start in range(0, length, block):
         rows = min(block, length - start)
-        # A start somewhere inside a block of keys, half a block in the mean; the row's own start is a block's, and where a
-        # window ends in its block is known.
+        # A start somewhere inside a block of keys, half a block in the mean; the row's own start is a block's, and
+        # where a window ends in its block is known.
         ends = older * (-reach % block) if reach < start else 0.0
         visited += rows * (back + rows + ends + (1 - older) * block / 2)
         if start < reach:
@@ -199,34 +205,41 @@ def visited_share(length: int, mean: float, sigma: float, block: int = BLOCK, wi
 
 
 def split_share(length: int, num_shards: int, method: str, mean: float, sigma: float) -> float:
-    """`visited_share` where `num_shards` devices have two chunks of the row each, in zigzag order: that of the busiest."""
+    """`visited_share` where `num_shards` devices have two chunks of the row each, in zigzag order: that of the
+    busiest."""
     if num_shards == 1 or method == "ulysses":
         return visited_share(length, mean, sigma)
     chunk = length // (2 * num_shards)
     own = lambda n: visited_share(n, mean, sigma) * n * n / 2
-    diagonal, blocks = (own(2 * chunk), 2 * num_shards - 2) if method == "ring" else (2 * own(chunk), 2 * num_shards - 1)
-    return (diagonal + blocks * whole_pairs(chunk, num_shards, method, mean, sigma)) * num_shards / (length * length / 2)
+    diagonal, blocks = (own(2 * chunk), 2 * num_shards - 2) if method == "ring" else (
+        2 * own(chunk), 2 * num_shards - 1)
+    return (diagonal + blocks * whole_pairs(chunk, num_shards, method, mean, sigma)) * num_shards / (
+        length * length / 2)
 
 
 @functools.lru_cache(maxsize=64)
 def whole_pairs(chunk: int, num_shards: int, method: str, mean: float, sigma: float) -> float:
-    """Pairs that a kernel visits between a chunk of queries and an earlier one of keys, in the mean of a layer's kernels. Chunks far
-    apart share few documents: a device next to another one has the most to do. Round a ring all wait for it in every step."""
+    """Pairs that a kernel visits between a chunk of queries and an earlier one of keys, in the mean of a layer's
+    kernels. Chunks far apart share few documents: a device next to another one has the most to do. Round a ring all
+    wait for it in every step."""
     own = lambda n: visited_share(n, mean, sigma) * n * n / 2 if n else 0.0
     apart = lambda n: min(chunk * chunk, own((n + 1) * chunk) - 2 * own(n * chunk) + own((n - 1) * chunk))
     late = 2 * num_shards - 1         # device i has the chunks i and late - i
     if method == "ring":        # at step t keys of device i - t, for its late queries and for those that they precede
-        steps = (max(apart(late - i - (i - t) % num_shards) + apart(t if i >= t else num_shards - t) for i in range(num_shards)) for t in range(1, num_shards))
+        steps = (max(apart(late - i - (i - t) % num_shards) + apart(t if i >= t else num_shards - t)
+                     for i in range(num_shards)) for t in range(1, num_shards))
         return sum(steps) / (2 * num_shards - 2)
-    return max(sum(apart(n) for end in (i, late - i) for n in range(1, end + 1)) for i in range(num_shards)) / (2 * num_shards - 1)
+    return max(sum(apart(n) for end in (i, late - i) for n in range(1, end + 1)) for i in range(num_shards)) / (
+        2 * num_shards - 1)
 
 
 def banded_pairs(queries: int, keys: int, ahead: int, window: int, mean: float = math.inf, sigma: float = 1.0) -> float:
-    """Pairs at most window - 1 tokens apart and none before its key, of queries that begin so many tokens after the keys, and
-    of one document where `mean` says how long these are."""
+    """Pairs at most window - 1 tokens apart and none before its key, of queries that begin so many tokens after the
+    keys, and of one document where `mean` says how long these are."""
     pairs = 0.0
     for first in range(max(0, ahead - keys + 1), min(window, ahead + queries), BLOCK):
-        last = min(first + BLOCK, window, ahead + queries) - 1          # distances: pairs of each, from the mean of the ends
+        # distances: pairs of each, from the mean of the ends
+        last = min(first + BLOCK, window, ahead + queries) - 1
         count = lambda apart: max(0, min(queries, keys + apart - ahead) - max(0, apart - ahead))
         alike = 1.0 if math.isinf(mean) else _older((first + last) / 2 or 1, mean, sigma)
         pairs += (last - first + 1) * (count(first) + count(last)) / 2 * alike

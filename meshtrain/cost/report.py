@@ -25,14 +25,16 @@ def grads_shardings(made):
 def formula(made) -> dict:
     """By the rules. With a pipeline also what stands inside its loop, whatever [params] and [grads] say of the rest."""
     spec = made.program.spec
-    held = memory.formula(spec.abstract, spec.sharding, made.model.divided(spec.abstract.params)[0], grads_shardings(made))
+    held = memory.formula(spec.abstract, spec.sharding, made.model.divided(spec.abstract.params)[0],
+                          grads_shardings(made))
     host = memory.host_bytes(made.run, made.layout)
     return (held | (memory.loop_bytes(_loop(made), made.run.model.compute_dtype) if made.choice else {})
             | ({"host": host} if host else {}))
 
 
 def read_bytes(made) -> int:
-    """Of the weights that the loop over microbatches reads, beside the stored ones; a pipeline's stand in its formula."""
+    """Of the weights that the loop over microbatches reads, beside the stored ones; a pipeline's stand in its
+    formula."""
     return 0 if made.choice else memory.read_bytes(made.model, made.layout, made.run.model.compute_dtype)
 
 
@@ -40,7 +42,8 @@ def held_by_program(made, executable) -> dict:
     trained = made.model.divided(made.program.spec.abstract.params)[0]
     shapes = jax.tree.map(lambda a, s: s.shard_shape(a.shape), trained, grads_shardings(made))
     accumulators = jax.tree.leaves(shapes, is_leaf=lambda shape: isinstance(shape, tuple))
-    held = memory.compiled(executable, made.program.spec.abstract, made.run.training.microbatches, accumulators, _loop(made))
+    held = memory.compiled(executable, made.program.spec.abstract, made.run.training.microbatches,
+                           accumulators, _loop(made))
     host = executable.memory_analysis().host_temp_size_in_bytes
     return held | ({"host": host} if memory.host_bytes(made.run, made.layout) else {})
 
@@ -89,8 +92,10 @@ def as_json(made, executable, program: audit.ProgramAudit, formulas: beside.Form
     gpu, held = roofline.gpu_of(made), held_by_program(made, executable)
     return {"memory_bytes": {"formula": formulas.memory_bytes if formulas else formula(made), "compiled": held,
                              "usable": gpu and hardware.usable_bytes(gpu)},
-            "broken_permutes": list(program.broken_permutes), "recomputed_by_xla": audit.recomputed(executable.as_text()),
-            "collectives": {"formula": formulas and formulas.collectives, "compiled": audit.summarize(program.collectives)},
+            "broken_permutes": list(program.broken_permutes),
+            "recomputed_by_xla": audit.recomputed(executable.as_text()),
+            "collectives": {"formula": formulas and formulas.collectives,
+                            "compiled": audit.summarize(program.collectives)},
             "matmul_flops": {"formula": formulas and formulas.matmul_flops, "compiled": beside.matmul_flops(program)},
             "differences": beside.differences(made, formulas, held, program) if formulas and _for_gpus(made) else [],
             "roofline": line and line.as_json()}
@@ -101,17 +106,17 @@ def _for_gpus(made) -> bool:
 
 
 def params_table(made) -> str:
-    """Per parameter: logical axes -> specs as read, by [params], and as stored, by [optimizer]; bytes per device stored and of
-    its gradient."""
+    """Per parameter: logical axes -> specs as read, by [params], and as stored, by [optimizer]; bytes per device stored
+    and of its gradient."""
     rows, replicated = [], []
     for row in facts.parameters(made):
         axes = " ".join(f"{axis or '·'}={n}" for axis, n in zip(row["axes"], row["shape"]))
         rows.append((row["name"], axes, _spec(row["read"]), _spec(row["stored"]), size(row["stored_bytes"]),
                      size(row["grads_bytes"])))
         if made.mesh_spec.num_devices > 1 and row["stored_bytes"] == row["bytes"] >= LARGE:
-            replicated.append(f"warning: {row['name']} ({size(row['stored_bytes'])}) is stored whole on every device; a rule "
-                              f"for {' or '.join(repr(a) for a in row['axes'] if a in rules.LOGICAL)} in [params] or "
-                              "[optimizer] would split it")
+            replicated.append(f"warning: {row['name']} ({size(row['stored_bytes'])}) is stored whole on every device; "
+                              f"a rule for {' or '.join(repr(a) for a in row['axes'] if a in rules.LOGICAL)} in "
+                              f"[params] or [optimizer] would split it")
     header = ("parameter", "logical axes", "[params] spec", "stored, by [optimizer]", "params", "grads")
     totals = formula(made)
     opt = f"optimizer state per device ({made.run.optimizer.name}): {size(totals['optimizer'])}"
@@ -160,7 +165,8 @@ def differences(made, executable, program: audit.ProgramAudit, formulas: beside.
     if not formulas:
         return "no formulas: none reaches float8 projections"
     if not _for_gpus(made):
-        return "the formulas are of the program for GPUs: simulated devices send more; compare by --topology, e.g. h100:8"
+        return ("the formulas are of the program for GPUs: simulated devices send more; compare by --topology, e.g. "
+                "h100:8")
     found = beside.differences(made, formulas, held_by_program(made, executable), program)
     return "\n".join(f"warning: {line}" for line in found) or "the compiled step is what the formulas say"
 
@@ -185,9 +191,9 @@ def memory_table(made, executable, formulas: beside.Formulas | None) -> str:
                   f"{size(ruled['loop_weights'])}, and its float32 gradients, {size(ruled['loop_grads'])}. grads by "
                   "formulas: outside of it, in no total; compiled: those of the loop"]
     elif read_bytes(made):
-        lines += [f"params: as they are stored, by [optimizer]. Beside them, in activations: {size(read_bytes(made))} of "
-                  f"weights as the loop over microbatches reads them, by [params], in {made.run.model.compute_dtype}, "
-                  "gathered once per step"]
+        lines += [f"params: as they are stored, by [optimizer]. Beside them, in activations: {size(read_bytes(made))} "
+                  f"of weights as the loop over microbatches reads them, by [params], in "
+                  f"{made.run.model.compute_dtype}, gathered once per step"]
     return "\n".join(lines)
 
 
@@ -199,10 +205,12 @@ def roofline_table(line: roofline.Roofline, mesh_spec) -> str:
     percent = lambda share: f"{share:.1%}"
     shares = ", ".join(f"{name} {percent(share)}" for name, share in line.shares.items())
     domains = ", ".join(
-        f"{axis} {n} GPUs over NVLink" if inside == n else f"{axis} {n // inside} hosts with {inside} network card(s) each"
+        f"{axis} {n} GPUs over NVLink" if inside == n else
+        f"{axis} {n // inside} hosts with {inside} network card(s) each"
         for axis, (n, inside) in roofline.links(line.gpu, mesh_spec).items()) or "none"
     lines = [f"roofline on {line.num_gpus} × {line.gpu.name}, nothing measured: {line.step_s:.3f} s a step, "
-             f"{line.tokens_per_s / line.num_gpus:,.0f} tokens/s a GPU, MFU {percent(line.mfu)} of the {line.mfu_dtype} peak",
+             f"{line.tokens_per_s / line.num_gpus:,.0f} tokens/s a GPU, MFU {percent(line.mfu)} of the "
+             f"{line.mfu_dtype} peak",
              f"of the step: {shares}",
              "communication: what kernels wait for; contention: by what they are slowed when it runs beside them; "
              f"{seconds(line.free_matmul_s)} of matmuls have none beside them",
@@ -213,10 +221,13 @@ def roofline_table(line: roofline.Roofline, mesh_spec) -> str:
         rows = [(row.kind, " × ".join(row.axes), f"{row.runs:,}", size(row.sent_bytes), seconds(row.seconds),
                  seconds(row.exposed_s), beside(row)) for row in line.traffic]
         lines += ["", columns([("collective", "axes", "runs", "sent", "time", "exposed", "hidden under"), *rows])]
-    rows = [(kernel.part, f"{kernel.runs:,}", seconds(kernel.seconds), percent(kernel.seconds / line.step_s), kernel.bound,
+    rows = [(kernel.part, f"{kernel.runs:,}", seconds(kernel.seconds), percent(kernel.seconds / line.step_s),
+             kernel.bound,
              f"{kernel.flops / 1e12:,.1f}", size(kernel.hbm_bytes), kernel.line, kernel.source[-70:])
             for kernel in line.kernels[:COSTLIEST]]
-    lines += ["", columns([("costliest kernels", "runs", "time", "of step", "bound", "TFLOP", "HBM", "line", "from"), *rows])]
+    lines += ["",
+              columns([("costliest kernels", "runs", "time", "of step", "bound", "TFLOP",
+                        "HBM", "line", "from"), *rows])]
     lines += [f"warning: counted once, its length is unknown: loop {name}" for name in line.unknown_loops]
     lines += [f"warning: counted by its bytes alone: {name}" for name in line.uncounted]
     lines += ["", "assumed (--assume NAME=VALUE sets another; reasons: meshtrain/cost/assumptions.py): " + ", ".join(

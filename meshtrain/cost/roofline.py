@@ -1,8 +1,9 @@
-"""What a compiled GPU step would take: every kernel at the slower of its FLOPs and its bytes, played through XLA's schedule.
+"""What a compiled GPU step would take: every kernel at the slower of its FLOPs and its bytes, played through XLA's
+schedule.
 
-Nothing is measured: hardware peaks (`hardware`) at assumed shares of them (`assumptions`). Attention kernels count as what they
-compute: cuDNN's causal half, of packed documents the blocks that our kernels visit. A collective goes at the rate of the links
-between its members: how many of them share a host follows from the mesh's placement.
+Nothing is measured: hardware peaks (`hardware`) at assumed shares of them (`assumptions`). Attention kernels count as
+what they compute: cuDNN's causal half, of packed documents the blocks that our kernels visit. A collective goes at the
+rate of the links between its members: how many of them share a host follows from the mesh's placement.
 """
 from __future__ import annotations
 
@@ -59,8 +60,8 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Roofline:
-    """A step on `num_gpus`: step_s = compute_s of kernels + exposed_s waiting for links + contention_s, by which collectives
-    slow the kernels beside them, + host_s. mfu: see `flops`."""
+    """A step on `num_gpus`: step_s = compute_s of kernels + exposed_s waiting for links + contention_s, by which
+    collectives slow the kernels beside them, + host_s. mfu: see `flops`."""
     gpu: hardware.Gpu
     num_gpus: int
     step_s: float
@@ -71,7 +72,8 @@ class Roofline:
     host_s: float
     tokens_per_s: float
     mfu: float
-    mfu_dtype: str                  # whose peak mfu is a share of: the compute dtype, also where projections are in float8
+    # whose peak mfu is a share of: the compute dtype, also where projections are in float8
+    mfu_dtype: str
     parts: Mapping[str, float]      # seconds of kernels
     kernels: tuple[Kernel, ...]     # costliest first
     traffic: tuple[Traffic, ...]    # longest first
@@ -97,12 +99,15 @@ class Roofline:
         return self.parts.get(MATMUL, 0.0) - sum(row.hidden_under.get(MATMUL, 0.0) for row in self.traffic)
 
     def as_json(self) -> dict:
-        """The contract of `inspect --json`; seconds of one GPU and step. What "other" is of the step stands in `other`, too."""
+        """The contract of `inspect --json`; seconds of one GPU and step. What "other" is of the step stands in `other`,
+        too."""
         other = {name: share for name, share in self.shares.items() if name not in PARTS}
         share = {part: self.shares[part] for part in PARTS} | {"other": sum(other.values())}
         return {
-            "gpu": self.gpu.name, "num_gpus": self.num_gpus, "step_time_s": self.step_s, "tokens_per_s": self.tokens_per_s,
-            "mfu": self.mfu, "mfu_dtype": self.mfu_dtype, "compute_s": self.compute_s, "communication_s": self.communication_s,
+            "gpu": self.gpu.name, "num_gpus": self.num_gpus, "step_time_s": self.step_s,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu, "mfu_dtype": self.mfu_dtype, "compute_s": self.compute_s,
+            "communication_s": self.communication_s,
             "exposed_s": self.exposed_s, "exposed_s_by_axes": self.exposed_by_axes, "hidden_s": self.hidden_s,
             "free_matmul_s": self.free_matmul_s, "share": share, "other": other,
             "traffic": [dataclasses.asdict(row) for row in self.traffic],
@@ -127,7 +132,8 @@ def gpu_of(made) -> hardware.Gpu | None:
 def of_run(made, text: str, given: Mapping[str, float] | None = None) -> Roofline | None:
     """The roofline of an assembled run's compiled step; None without `gpu_of`.
 
-    text: `executable.as_text()`. given: assumptions to replace, by name. Raises: ValueError for names that are not there.
+    text: `executable.as_text()`. given: assumptions to replace, by name. Raises: ValueError for names that are not
+    there.
     """
     gpu, run = gpu_of(made), made.run
     if gpu is None:
@@ -140,8 +146,8 @@ def of_run(made, text: str, given: Mapping[str, float] | None = None) -> Rooflin
 
 def read(text: str, mesh_spec: MeshSpec, prices: rates.Rates, tokens: int, model_flops: float, packed: bool = True,
          dtype: str = "bfloat16", method: str = "ring") -> Roofline:
-    """The roofline of a compiled program. tokens, model_flops: of a step on all GPUs. packed: rows hold several documents. method:
-    of context parallelism."""
+    """The roofline of a compiled program. tokens, model_flops: of a step on all GPUs. packed: rows hold several
+    documents. method: of context parallelism."""
     program = _Program(text, mesh_spec, prices, packed, method)
     played = timeline.play(program.module, program.trips, timeline.Prices(program.kernel, program.collective))
     hidden_s = sum(transfer.hidden_s for transfer in played.transfers.values())
@@ -150,7 +156,8 @@ def read(text: str, mesh_spec: MeshSpec, prices: rates.Rates, tokens: int, model
     host_s = prices.assumed["step.overhead"] * busy_s
     step_s, n = busy_s + host_s, mesh_spec.num_devices
     return Roofline(
-        gpu=prices.gpu, num_gpus=n, step_s=step_s, compute_s=played.compute_s, exposed_s=played.exposed_s, hidden_s=hidden_s,
+        gpu=prices.gpu, num_gpus=n, step_s=step_s, compute_s=played.compute_s, exposed_s=played.exposed_s,
+        hidden_s=hidden_s,
         contention_s=contention_s, host_s=host_s, tokens_per_s=tokens / step_s,
         mfu=model_flops / (step_s * n * prices.peak(dtype)), mfu_dtype=dtype, parts=dict(played.parts),
         kernels=program.kernels(played), traffic=program.traffic(played), assumed=prices.assumed,
@@ -162,7 +169,8 @@ class _Program:
     """A parsed program with what its instructions cost."""
 
     def __init__(self, text: str, mesh_spec: MeshSpec, prices: rates.Rates, packed: bool, method: str = "ring"):
-        self.module, self.sources, self.prices, self.packed, self.method = hlo.parse(text), Sources.of(text), prices, packed, method
+        self.module, self.sources, self.prices, self.packed, self.method = (
+            hlo.parse(text), Sources.of(text), prices, packed, method)
         self.trips, self.unknown = timeline.loop_trips(self.module, prices.assumed["experts.rounds"])
         self.mesh_shape, self.device_ids = mesh_spec.sizes, mesh_spec.ids().reshape(-1)
         self.uncounted, self._work = set(), {}
@@ -185,8 +193,8 @@ class _Program:
         return seconds + (self.prices.attention_s(found.attention) if found.attention else 0.0)
 
     def _visited(self, queries: int, keys: int, causal: bool, window: int, ahead: int) -> float:
-        """Pairs of a row that a kernel with block skipping visits. Not causal: the keys are an earlier chunk, of a window the one
-        that it reaches."""
+        """Pairs of a row that a kernel with block skipping visits. Not causal: the keys are an earlier chunk, of a
+        window the one that it reaches."""
         a = self.prices.assumed
         documents = a["documents.mean"], a["documents.sigma"]
         if window and (not self.packed or not causal):
@@ -202,12 +210,13 @@ class _Program:
         return part or (MATMUL if found.matmuls or found.grouped else ELEMENTWISE)
 
     def _origin(self, computation: str, ins: hlo.Instruction) -> hlo.Instruction:
-        """The instruction whose metadata tells where a kernel comes from: where it has none, what it is fused from, what it
-        reads, or the loop that it stands in."""
+        """The instruction whose metadata tells where a kernel comes from: where it has none, what it is fused from,
+        what it reads, or the loop that it stands in."""
         scope = self.module.computations[computation]
         fused = [i for name in ins.called for i in reversed(self.module.computations[name].values())]
         near = (ins, *fused, *(scope[name] for name in ins.operands), self.callers.get(computation, ins))
-        return next((i for i in near if i.op not in ("parameter", "constant") and self.sources.part(i) is not None), ins)
+        return next((i for i in near if i.op not in ("parameter", "constant")
+                     and self.sources.part(i) is not None), ins)
 
     def kernels(self, played: timeline.Played) -> tuple[Kernel, ...]:
         """Merged by part and source."""
@@ -225,7 +234,8 @@ class _Program:
                                 (self._math_s, lambda found: self.prices.stream_s(found.hbm_bytes)))
             costs = {"FLOPs": math_s, "HBM": stream_s, "launch": runs * self.prices.launch_s}
             rows.append(Kernel(
-                name=max(same, key=lambda row: row[0])[3], part=part, source=source, line=line, runs=runs, seconds=seconds,
+                name=max(same, key=lambda row: row[0])[3], part=part, source=source,
+                line=line, runs=runs, seconds=seconds,
                 flops=sum(n * found.flops for _, n, found, _ in same),
                 hbm_bytes=sum(n * found.hbm_bytes for _, n, found, _ in same), bound=max(costs, key=costs.get),
                 instructions=tuple(row[3] for row in same)))

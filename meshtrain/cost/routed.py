@@ -1,7 +1,8 @@
-"""The experts of one layer for a microbatch on one device, in closed formulas: rows, what is sent for them, what they hold.
+"""The experts of one layer for a microbatch on one device, in closed formulas: rows, what is sent for them, what they
+hold.
 
-All experts are taken to be equally busy. What `parallel.experts.dispatch` and `parallel.experts.all_to_all` do with any choices is read off them
-here for even ones: the buffers are as large, and no further round follows the first.
+All experts are taken to be equally busy. What `parallel.experts.dispatch` and `parallel.experts.all_to_all` do with any
+choices is read off them here for even ones: the buffers are as large, and no further round follows the first.
 """
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ from meshtrain.parallel.experts import all_to_all, dispatch
 
 @dataclasses.dataclass(frozen=True)
 class Routed:
-    """tokens: of this device. seen: those, or single choices, that are brought here, `choices` of each. even: rows of this device's
-    experts; held: that its buffer has; executed: that its kernels multiply. num_experts, width: of this device; inward: matrices
-    beside `down`. further: whether more rounds may follow. apart: whether weights' gradients stand apart from inputs', for a pipeline's
-    W. gathered: over how many shards weights are. kept: whether what the inward matrices give is. share: of the layers that have experts."""
+    """tokens: of this device. seen: those, or single choices, that are brought here, `choices` of each. even: rows of
+    this device's experts; held: that its buffer has; executed: that its kernels multiply. num_experts, width: of this
+    device; inward: matrices beside `down`. further: whether more rounds may follow. apart: whether weights' gradients
+    stand apart from inputs', for a pipeline's W. gathered: over how many shards weights are. kept: whether what the
+    inward matrices give is. share: of the layers that have experts."""
     exchanged: bool
     region: dispatch.Region
     tokens: float
@@ -52,8 +54,8 @@ class Routed:
 
     @property
     def products(self) -> tuple[int, int, int]:
-        """Of the rows with one matrix each: forward, backward for the inputs, where the inward ones that are not kept are made again,
-        and for weights."""
+        """Of the rows with one matrix each: forward, backward for the inputs, where the inward ones that are not kept
+        are made again, and for weights."""
         return self.inward + 1, (1 if self.kept else 2) * self.inward + 1, (self.inward + 1) * self.trained
 
     @property
@@ -74,29 +76,33 @@ class Routed:
 
     @property
     def beside_width(self) -> float:
-        """Of a round, beside what it passes on: its rows' gradient, or what the inward matrices gave, beside its gradient."""
+        """Of a round, beside what it passes on: its rows' gradient, or what the inward matrices gave, beside its
+        gradient."""
         return max(self.embed_dim, self.inward * self.width)
 
     @property
     def passed_on(self) -> float:
-        """Bytes of what weights' gradients are made of (`dispatch.PassedOn`): tokens, rows, and apart the sums of further rounds."""
+        """Bytes of what weights' gradients are made of (`dispatch.PassedOn`): tokens, rows, and apart the sums of
+        further rounds."""
         return self.trained * (self.round_bytes + (4 * self.weights if self.further and self.apart else 0))
 
     @property
     def staged_bytes(self) -> float:
-        """That live at most in a layer's B of a pipeline: a further round with what weights' gradients of it are made of, added to the
-        sums that the first one passes on; beside them the zeros, of either shape, that a tick without work adds instead."""
+        """That live at most in a layer's B of a pipeline: a further round with what weights' gradients of it are made
+        of, added to the sums that the first one passes on; beside them the zeros, of either shape, that a tick without
+        work adds instead."""
         if not self.further:
-            of_round = self.held * (self.beside_width + (self.inward + 1) * self.width) + 3 * self.seen * self.embed_dim + self.weights
+            of_round = self.held * (self.beside_width
+                                    + (self.inward + 1) * self.width) + 3 * self.seen * self.embed_dim + self.weights
             return max(self.itemsize * of_round, self.passed_on + 4 * self.weights * self.trained)
         sums = (self.round_bytes + 12 * self.matrix) * self.trained
         return self.passed_on + sums + self.itemsize * (self.weights + 2 * self.seen * self.embed_dim)
 
     @property
     def inputs_bytes(self) -> float:
-        """That live at most while inputs have their gradients made. What the first round passes on waits for weights' gradients; beside
-        it stands the next round, with the tokens that are brought together or sent, and the sum of their gradients; if there is none
-        the rows' gradient."""
+        """That live at most while inputs have their gradients made. What the first round passes on waits for weights'
+        gradients; beside it stands the next round, with the tokens that are brought together or sent, and the sum of
+        their gradients; if there is none the rows' gradient."""
         if not self.further:
             return self.passed_on + self.itemsize * (self.held * self.beside_width + self.inward * self.matrix)
         # Each round of those sent has its own; their sum is in float32.
@@ -106,8 +112,8 @@ class Routed:
 
     @property
     def weights_bytes(self) -> float:
-        """That live at most while weights have theirs: the sums over rounds and what is added to one of them, and all that the next
-        round is made of; if there is none, the rows of the products that are left."""
+        """That live at most while weights have theirs: the sums over rounds and what is added to one of them, and all
+        that the next round is made of; if there is none, the rows of the products that are left."""
         if not self.trained:
             return 0.0
         if not self.further:
@@ -116,8 +122,9 @@ class Routed:
         return 4 * (self.weights + self.matrix) + self.passed_on + self.itemsize * self.weights
 
     def elementwise_bytes(self) -> tuple[float, float]:
-        """What moves through memory beside the products, forward and backward: rows summed to their tokens again, stored weights cast;
-        apart, of weights' gradients the sums of rounds. Read off programs compiled for H100 and H200."""
+        """What moves through memory beside the products, forward and backward: rows summed to their tokens again,
+        stored weights cast; apart, of weights' gradients the sums of rounds. Read off programs compiled for H100 and
+        H200."""
         summed = self.itemsize * (self.held + self.seen) * self.embed_dim
         cast = 0 if self.apart else (4 + self.itemsize) * self.weights / self.gathered
         sums = 20 * self.weights * self.trained if self.further and self.apart else 0
@@ -143,7 +150,9 @@ def of(placed: Placed, options: Options) -> Routed | None:
     inward = 1 if cfg.activation == "gelu" else 2
     trained = all(info.trainable for info in placed.rows if "expert" in info.axes)
     return Routed(exchanged, region, tokens, seen, choices, even, (math.ceil(rows / block) + e) * block,
-                  grouped.executed_rows(even, e, block), e, cfg.embed_dim, cfg.expert_mlp_dim / layout.num_shards(region.inner), inward,
+                  grouped.executed_rows(even, e, block), e, cfg.embed_dim,
+                  cfg.expert_mlp_dim / layout.num_shards(region.inner), inward,
                   exchanged or rows < most, placed.mesh.sizes["stage"] > 1,
                   layout.num_shards(layout.mesh_axes("params", "expert_embed")) if placed.experts_gathered else 1,
-                  dispatch.keeps(options.remat, placed.mesh.sizes["stage"]), trained, 1 - cfg.first_dense_layers / cfg.num_layers, placed.itemsize)
+                  dispatch.keeps(options.remat, placed.mesh.sizes["stage"]), trained,
+                  1 - cfg.first_dense_layers / cfg.num_layers, placed.itemsize)

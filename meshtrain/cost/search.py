@@ -1,9 +1,11 @@
-"""The layouts that a model, its batch and its hosts allow, priced and ranked: meshes, rules, microbatches, schedules, remat.
+"""The layouts that a model, its batch and its hosts allow, priced and ranked: meshes, rules, microbatches, schedules,
+remat.
 
-Every factorization of the GPUs over the five axes is tried whose tensor groups stay within a link domain. Rule files that say
-the same on a mesh are tried once. Of a layout the least recomputation that fits is priced, and of its schedules the one with
-the smallest bubble that fits; for the best plans also the other ways to place the axes and to exchange keys and values.
-What a run file allows is not known here: it is asked of `Question.lay`, the checks that training starts with.
+Every factorization of the GPUs over the five axes is tried whose tensor groups stay within a link domain. Rule files
+that say the same on a mesh are tried once. Of a layout the least recomputation that fits is priced, and of its
+schedules the one with the smallest bubble that fits; for the best plans also the other ways to place the axes and to
+exchange keys and values. What a run file allows is not known here: it is asked of `Question.lay`, the checks that
+training starts with.
 """
 from __future__ import annotations
 
@@ -24,11 +26,12 @@ from meshtrain.sharding.rules import AS_OTHERS, Layout, Rules
 REMAT = ("none", "selective", "full")           # in order of what they recompute
 OFFLOAD = "offload"         # as full, and layers' inputs wait on the host: where no stages keep them
 METHODS = ("ring", "gather", "ulysses")
-# Slowest link first. The second keeps a stage's neighbours nearer than its replicas, the third lets weights be gathered inside
-# a host where sequences are split.
+# Slowest link first. The second keeps a stage's neighbours nearer than its replicas, the third lets weights be gathered
+# inside a host where sequences are split.
 PLACEMENTS = (PLACEMENT, ("data", "stage", "fsdp", "context", "tensor"), ("stage", "data", "context", "fsdp", "tensor"),
               ("data", "fsdp", "stage", "context", "tensor"))
-MOST_CONTEXT, MOST_STAGES, MOST_SEQUENCES, MOST_CHUNKS = 64, 64, 16, 16     # of an axis; of a microbatch on one GPU; of a stage
+# of an axis; of a microbatch on one GPU; of a stage
+MOST_CONTEXT, MOST_STAGES, MOST_SEQUENCES, MOST_CHUNKS = 64, 64, 16, 16
 SHORTEST = 512              # tokens of a sequence on one device
 PADDED = 1.1                # layers in the pipeline's loop over those of the model, at most
 REFINED = 120               # plans whose placement and context method are varied
@@ -43,8 +46,9 @@ TOO_SHORT = "a step below 0.3 s on hundreds of GPUs follows no formula: latencie
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Question:
-    """What is asked. fixed: sizes of axes, schedule, chunks, microbatches, remat, as the user gave them. optimizer_bytes: of
-    state for a parameter. attended: (layout, context method) → what attention computes. lay: (sizes, rules, context method) → (layout, what is wrong with it)."""
+    """What is asked. fixed: sizes of axes, schedule, chunks, microbatches, remat, as the user gave them.
+    optimizer_bytes: of state for a parameter. attended: (layout, context method) → what attention computes. lay:
+    (sizes, rules, context method) → (layout, what is wrong with it)."""
     cfg: object
     rows: list
     num_gpus: int
@@ -89,8 +93,8 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Answer:
-    """plans: those that fit, best first, the best of each mesh and rule file. misses: near misses, fastest first. tried:
-    layouts that are allowed. faults: why others are not, each once."""
+    """plans: those that fit, best first, the best of each mesh and rule file. misses: near misses, fastest first.
+    tried: layouts that are allowed. faults: why others are not, each once."""
     plans: list[Plan]
     misses: list[Plan]
     tried: int
@@ -107,7 +111,8 @@ def search(question: Question) -> Answer:
         num_shards = placed.layout.num_shards(placed.layout.mesh_axes("activations", "batch"))
         counts = list(_microbatches(question, num_shards, placed.mesh.sizes["stage"]))
         if not counts:
-            faults.setdefault(f"a global batch of {question.global_batch} sequences cannot be split over {num_shards} replicas"
+            faults.setdefault(f"a global batch of {question.global_batch} sequences cannot be split over {num_shards} "
+                              f"replicas"
                               + (f" in {question.fixed['microbatches']} microbatches"
                                  if "microbatches" in question.fixed else ""))
         for m in counts:
@@ -166,7 +171,8 @@ def _meshes(question: Question) -> Iterator[dict[str, int]]:
     n, cfg, domain = question.num_gpus, question.cfg, question.rated.gpu.domain_gpus(question.num_gpus)
     allowed = {
         "tensor": lambda k: k <= min(domain, cfg.num_heads),
-        "stage": lambda k: k <= min(MOST_STAGES, stages.staged(cfg)) and stages.padded(cfg, k) <= PADDED * stages.staged(cfg),
+        "stage": lambda k: k <= min(MOST_STAGES, stages.staged(cfg))
+        and stages.padded(cfg, k) <= PADDED * stages.staged(cfg),
         "context": lambda k: k == 1 or k <= MOST_CONTEXT and question.seq_len // k >= SHORTEST}
     choices = [[question.fixed[axis]] if axis in question.fixed else [k for k in divisors(n) if allows(k)]
                for axis, allows in allowed.items()]
@@ -181,8 +187,8 @@ def _apart(rules: Rules) -> bool:
 
 
 def _replicas(question: Question, rest: int, together: bool, experts: bool) -> Iterator[tuple[int, int]]:
-    """(data, fsdp). Taken together by the rules they are one axis, fsdp; else both are larger than 1, or the rules say no more
-    than others do: but for experts, which are split over fsdp alone."""
+    """(data, fsdp). Taken together by the rules they are one axis, fsdp; else both are larger than 1, or the rules say
+    no more than others do: but for experts, which are split over fsdp alone."""
     fixed = question.fixed
     for data in divisors(rest):
         fsdp = rest // data
@@ -218,9 +224,9 @@ def _schedules(question: Question, p: int, m: int) -> list[tuple[str, int]]:
 
 
 def _fitting(question: Question, placed: Placed, m: int) -> Iterator[tuple[Options, int]]:
-    """(options, bytes) of what is worth a price: for each remat policy the schedule with the smallest bubble that fits, of
-    those with a W of its own and of the others, until the best of all fits; where nothing does, what needs least. In a
-    pipeline's loop what no remat keeps has its price, so selective is tried beside it."""
+    """(options, bytes) of what is worth a price: for each remat policy the schedule with the smallest bubble that fits,
+    of those with a W of its own and of the others, until the best of all fits; where nothing does, what needs least. In
+    a pipeline's loop what no remat keeps has its price, so selective is tried beside it."""
     p, attended = placed.mesh.sizes["stage"], question.attended(placed.layout, question.methods[0])
     policies = [question.fixed["remat"]] if "remat" in question.fixed else REMAT if p > 1 else (*REMAT, OFFLOAD)
     order, least, any_fits = _schedules(question, p, m), None, False

@@ -1,7 +1,8 @@
 """How long a pipeline schedule takes, and which one to take: priced from op costs and link time, before anything runs.
 
-The model is the SPMD program: neighbours exchange activations in every tick, so a stage waits for its neighbours in every
-tick, not only where data flows, and a slot that any stage uses, all stages execute. Knows no jax and measures nothing.
+The model is the SPMD program: neighbours exchange activations in every tick, so a stage waits for its neighbours in
+every tick, not only where data flows, and a slot that any stage uses, all stages execute. Knows no jax and measures
+nothing.
 """
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ AUTOMATIC = ("1f1b", "zero_bubble", "interleaved", "interleaved_zero_bubble", "g
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Seconds for one microbatch through one whole stage (all its chunks); where W is not split off, B takes both backwards.
+    """Seconds for one microbatch through one whole stage (all its chunks); where W is not split off, B takes both
+    backwards.
 
     Any other unit will do if it is the same for all; the defaults count in forwards.
     """
@@ -46,13 +48,15 @@ class SlotBytes:
 
     @classmethod
     def of(cls, split, x, chunks: int = 1, num_shards: int = 1) -> SlotBytes:
-        """From one chunk's F/B/W split (its lists r, q, z of shapes) and its input x, as one of `num_shards` devices holds them."""
+        """From one chunk's F/B/W split (its lists r, q, z of shapes) and its input x, as one of `num_shards` devices
+        holds them."""
         size = lambda shapes: -(-sum(math.prod(a.shape) * a.dtype.itemsize for a in shapes) // num_shards)
         return cls(size([x]), chunks * size(split.r), chunks * size(split.q), chunks * size(split.z))
 
     def peak(self, schedule: Schedule) -> int:
         """Bytes of all slots that the schedule declares."""
-        kept = schedule.slots["R"] * self.for_b + schedule.slots["Q"] * self.for_w + schedule.slots.get("Z", 0) * self.b_to_w
+        kept = schedule.slots["R"] * self.for_b + schedule.slots["Q"] * self.for_w + schedule.slots.get("Z",
+                                                                                                        0) * self.b_to_w
         return (schedule.slots["X"] + schedule.slots["D"]) * self.boundary + -(-kept // schedule.num_chunks)
 
 
@@ -61,7 +65,8 @@ class Outcome:
     """A schedule with times. begin_s, end_s [T, P, 3]: of F, B, W where the stage has that op, else NaN. loss_s: what a
     microbatch's loss takes after its last F.
 
-    bubble: share of the makespan beyond the ideal. peak_live: most stage-microbatches alive, on the stage that has most.
+    bubble: share of the makespan beyond the ideal. peak_live: most stage-microbatches alive, on the stage that has
+    most.
     """
     makespan_s: float
     bubble: float
@@ -78,7 +83,8 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Outcome:
     begin_s, end_s, makespan_s = _walk(schedule, op_s, costs)
     on = schedule.ops[..., 0] >= 0
     return Outcome(makespan_s, 1 - schedule.num_microbatches * costs.ideal_s / makespan_s,
-                   int(schedule.peak.max()) / schedule.num_chunks, np.where(on, begin_s, np.nan), np.where(on, end_s, np.nan),
+                   int(schedule.peak.max()) / schedule.num_chunks, np.where(on, begin_s, np.nan),
+                   np.where(on, end_s, np.nan),
                    costs.loss_s)
 
 
@@ -115,9 +121,9 @@ def choose(p: int, m: int, costs: Costs | Callable[[Schedule], Costs] = Costs(),
            chunks: Iterable[int] = (1,)) -> Choice:
     """The cheapest schedule whose slots fit into the budget; where none does, the one that needs least.
 
-    p stages, m microbatches; costs: of all schedules, or of each; slot_bytes and budget_bytes: what a microbatch leaves on a
-    device, and the bytes there are for it (without both, memory is no concern). chunks: the counts that the layers can be cut
-    into. A pure function of modelled numbers, so that every process and every restart chooses the same:
+    p stages, m microbatches; costs: of all schedules, or of each; slot_bytes and budget_bytes: what a microbatch leaves
+    on a device, and the bytes there are for it (without both, memory is no concern). chunks: the counts that the layers
+    can be cut into. A pure function of modelled numbers, so that every process and every restart chooses the same:
     measured times must not enter.
 
     Raises: ValueError where no count of chunks has a schedule.
@@ -153,7 +159,8 @@ def _why(found, fitting, best, budget_bytes) -> str:
     faster = [entry for entry in others if entry[3] is False and entry[1].makespan_s < outcome.makespan_s]
     if faster:
         first = min(faster, key=lambda entry: entry[1].makespan_s)
-        return f"{what}; {_called(first[0])} ({first[1].bubble:.1%}) needs {gib(first[2])}, there are {gib(budget_bytes)}"
+        return (f"{what}; {_called(first[0])} ({first[1].bubble:.1%}) needs {gib(first[2])}, there are "
+                f"{gib(budget_bytes)}")
     rest = [entry for entry in fitting if entry is not best]
     if not rest:
         return f"{what}; the only schedule {'that fits' if fits else 'there is'}"
@@ -176,11 +183,12 @@ def _called(schedule: Schedule) -> str:
 
 
 def chunk_counts(num_layers: int, p: int, most: int = 4) -> tuple[int, ...]:
-    """The chunk counts that need no more padding layers than one chunk does, and of which p is a multiple or which are of p.
+    """The chunk counts that need no more padding layers than one chunk does, and of which p is a multiple or which are
+    of p.
 
     num_layers: or periods of them, where these stay together.
-    Of others each stage's weights lie on many: XLA moves them ten times over on their way (8 stages of 10 chunks: 112 GiB a
-    step of a 70B model, a third of the step).
+    Of others each stage's weights lie on many: XLA moves them ten times over on their way (8 stages of 10 chunks: 112
+    GiB a step of a 70B model, a third of the step).
     """
     padded = lambda v: -(-num_layers // (p * v)) * v
     return tuple(v for v in range(1, most + 1) if padded(v) == padded(1) and (p % v == 0 or v % p == 0))
@@ -190,7 +198,8 @@ def chunk_counts(num_layers: int, p: int, most: int = 4) -> tuple[int, ...]:
 
 def of_run(run, costs: Costs | Callable[[Schedule], Costs], p: int, slot_bytes: SlotBytes | None = None,
            budget_bytes: int | None = None) -> Choice:
-    """The schedule that the run file's [pipeline] means on p stages. "auto" with chunks = 1 is free to take more of them.
+    """The schedule that the run file's [pipeline] means on p stages. "auto" with chunks = 1 is free to take more of
+    them.
 
     Raises: ValueError as `schedules.make` and `choose`.
     """
@@ -203,4 +212,5 @@ def of_run(run, costs: Costs | Callable[[Schedule], Costs], p: int, slot_bytes: 
     held = slot_bytes.peak(schedule) if slot_bytes else None
     fits = held <= budget_bytes if slot_bytes is not None and budget_bytes is not None else None
     why = _what(schedule, outcome, held) + ", as asked for"
-    return Choice(schedule, outcome, held, fits, why + (f"; it does not fit into {gib(budget_bytes)}" if fits is False else ""))
+    return Choice(schedule, outcome, held, fits,
+                  why + (f"; it does not fit into {gib(budget_bytes)}" if fits is False else ""))

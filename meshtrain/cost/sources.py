@@ -1,7 +1,8 @@
 """Which lines of Python an instruction of a compiled program comes from, and what part of the step that makes it.
 
-XLA prints a table of stack frames above the program, and an instruction names its innermost frame. What computes attention
-has the scope "attention" in its JAX path (jax loses the frames inside it), the optimizer is told by its files.
+XLA prints a table of stack frames above the program, and an instruction names its innermost frame. What computes
+attention has the scope "attention" in its JAX path (jax loses the frames inside it), the optimizer is told by its
+files.
 """
 from __future__ import annotations
 
@@ -37,14 +38,16 @@ class Sources:
 
     @classmethod
     def of(cls, text: str) -> Sources:
-        """From the header of `compiled.as_text()`; without tables, instructions are known by source_file and source_line."""
+        """From the header of `compiled.as_text()`; without tables, instructions are known by source_file and
+        source_line."""
         files = {int(n): name for n, name in re.findall(r'^(\d+) "(.*)"$', _table(text, "FileNames"), re.MULTILINE)}
         pick = lambda table, first, second: {
             int(n): (int(a), int(b)) for n, a, b in
             re.findall(rf"^(\d+) \{{.*?\b{first}=(\d+).*?\b{second}=(\d+)", _table(text, table), re.MULTILINE)}
         places = pick("FileLocations", "file_name_id", "line")
         stack = pick("StackFrames", "file_location_id", "parent_frame_id")
-        beyond = any(n == caller for n, (_, caller) in stack.items())     # some versions print the caller's number plus one
+        # some versions print the caller's number plus one
+        beyond = any(n == caller for n, (_, caller) in stack.items())
         return cls({n: (SourceFrame(files.get(places[at][0], ""), places[at][1]), caller - beyond)
                     for n, (at, caller) in stack.items() if at in places})
 

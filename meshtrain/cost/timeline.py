@@ -1,9 +1,11 @@
-"""How long a compiled program takes on one GPU with a compute and a communication stream, in the order that XLA gave it.
+"""How long a compiled program takes on one GPU with a compute and a communication stream, in the order that XLA gave
+it.
 
 XLA's text is a schedule: instructions stand in the order in which they are issued. Kernels run one after the other; an
-asynchronous collective takes the communication stream from its start on, and its done waits for it; a synchronous one stops
-both streams. A loop's body is played once, from empty streams, and counted as often as it runs. What is not modelled: kernels
-that run together, collectives in flight while a loop with its own begins, and devices that wait for each other.
+asynchronous collective takes the communication stream from its start on, and its done waits for it; a synchronous one
+stops both streams. A loop's body is played once, from empty streams, and counted as often as it runs. What is not
+modelled: kernels that run together, collectives in flight while a loop with its own begins, and devices that wait for
+each other.
 """
 from __future__ import annotations
 
@@ -74,8 +76,8 @@ class Prices:
 
 
 def play(module: hlo.HloModule, trips: Mapping[str, int], prices: Prices) -> Played:
-    """The entry computation. trips: of each loop, by the name of its `while`. Of a conditional the costliest branch counts, as
-    often as it is taken."""
+    """The entry computation. trips: of each loop, by the name of its `while`. Of a conditional the costliest branch
+    counts, as often as it is taken."""
     memo: dict[str, Played] = {}
 
     def played(name: str) -> Played:
@@ -87,15 +89,16 @@ def play(module: hlo.HloModule, trips: Mapping[str, int], prices: Prices) -> Pla
             memo[name] = stream.close()
         return memo[name]
     step = played(module.entry)
-    step.kernels = Counter({key: round(runs) for key, runs in step.kernels.items()})       # shares of loops that are taken
+    # shares of loops that are taken
+    step.kernels = Counter({key: round(runs) for key, runs in step.kernels.items()})
     for transfer in step.transfers.values():
         transfer.runs = round(transfer.runs)
     return step
 
 
 def loop_trips(module: hlo.HloModule, further_rounds: float = 0) -> tuple[dict[str, float], list[str]]:
-    """Iterations of every loop, by the name of its `while`, and the loops of unknown length: counted once. further_rounds:
-    those of a loop of further rounds."""
+    """Iterations of every loop, by the name of its `while`, and the loops of unknown length: counted once.
+    further_rounds: those of a loop of further rounds."""
     visits, unknown = hlo.walk(module, lambda ins: ins.op == "while" or ins.is_root)
     runs = Counter()
     for visit in visits:

@@ -1,8 +1,8 @@
 """The collectives of a step in closed formulas: what travels, over which mesh axes, how often, and beside what.
 
-One list for bytes and seconds: `inspect` puts it beside the compiled program's, `price` takes its times from it. What weights
-and gradients send comes from `placed`; what the residual stream, keys and values and the boundaries of stages send follows
-from the sizes of a microbatch.
+One list for bytes and seconds: `inspect` puts it beside the compiled program's, `price` takes its times from it. What
+weights and gradients send comes from `placed`; what the residual stream, keys and values and the boundaries of stages
+send follows from the sizes of a microbatch.
 """
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from meshtrain.sharding.rules import GATHERED
 FORWARD, BACKWARD, MICROBATCH = "forward", "backward", "microbatch"             # what a collective hides behind
 ONCE = "the update of other parameters"
 ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
-ROUTED, EXPERTS = "for experts", "for experts' weights"        # what waits for tokens on their way to them, and for these
+# what waits for tokens on their way to them, and for these
+ROUTED, EXPERTS = "for experts", "for experts' weights"
 FLOAT32, E4M3 = "f32", "f8e4m3fn"
 # of a layer in float8, forward and backward: the largest values that devices agree on, one number each
 SCALES = 12
@@ -29,10 +30,10 @@ SCALES = 12
 class Sent:
     """Collectives of one kind, `runs` of them in a step.
 
-    kind, dtype: as HLO spells them; axes: as `audit.Collective` has them. array_bytes: the whole array of an all-gather,
-    reduce-scatter or all-reduce, what one GPU sends of others. waits: the name under which a step's exposed seconds are told.
-    beside: the compute behind which it hides, "" where the step waits for all of it. layer:
-    whether it belongs to a layer of a microbatch; else to its ends or the step. arrays: that travel one by one, equally large.
+    kind, dtype: as HLO spells them; axes: as `audit.Collective` has them. array_bytes: the whole array of an
+    all-gather, reduce-scatter or all-reduce, what one GPU sends of others. waits: the name under which a step's exposed
+    seconds are told. beside: the compute behind which it hides, "" where the step waits for all of it. layer: whether
+    it belongs to a layer of a microbatch; else to its ends or the step. arrays: that travel one by one, equally large.
     """
     kind: str
     axes: Axes
@@ -53,7 +54,8 @@ class Sent:
 
 def of(placed: Placed, options: Options, practice: Practice = Practice()) -> list[Sent]:
     """Of a step on one device, in the words of `Sent`."""
-    found = [*_tensor(placed, options, practice), *_experts(placed, options, practice), *_weights(placed, options, practice),
+    found = [*_tensor(placed, options, practice), *_experts(placed, options, practice),
+             *_weights(placed, options, practice),
              *_context(placed, options, practice), *_stages(placed, options, practice), *_once(placed, practice)]
     if leading := placed.leading:
         ahead = (*_tensor(leading, options, practice), *_context(leading, options, practice))
@@ -62,7 +64,8 @@ def of(placed: Placed, options: Options, practice: Practice = Practice()) -> lis
 
 
 def summarized(found: list[Sent], sizes: Mapping[str, int]) -> list[dict]:
-    """Merged by (kind, axes, dtype), largest first, in the form of `audit.summarize`; source: what waits for most of it."""
+    """Merged by (kind, axes, dtype), largest first, in the form of `audit.summarize`; source: what waits for most of
+    it."""
     merged = defaultdict(list)
     for sent in found:
         merged[sent.kind, sent.axes, sent.dtype].append(sent)
@@ -70,7 +73,8 @@ def summarized(found: list[Sent], sizes: Mapping[str, int]) -> list[dict]:
     for (kind, axes, dtype), same in merged.items():
         most = max(same, key=lambda sent: sent.ring_bytes(sizes))
         rows.append({"kind": kind, "axes": list(axes), "count": round(sum(sent.runs for sent in same)),
-                     "bytes": round(sum(sent.ring_bytes(sizes) for sent in same)), "dtype": dtype, "source": most.waits})
+                     "bytes": round(sum(sent.ring_bytes(sizes) for sent in same)), "dtype": dtype,
+                     "source": most.waits})
     return sorted(rows, key=lambda row: (-row["bytes"], row["kind"], row["axes"], row["dtype"]))
 
 
@@ -113,20 +117,25 @@ def _weights(placed: Placed, options: Options, practice: Practice) -> Iterator[S
         yield reduced("reduce-scatter", axes, n, m, "fsdp", "", False)
     for axes, n in placed.ends_summed.items():
         yield reduced("all-reduce", axes, n, m, "context", "", False)
-    looked_up = placed.tokens(options) * placed.cfg.embed_dim * size    # rows from the devices that hold columns; cotangents
+    # rows from the devices that hold columns; cotangents
+    looked_up = placed.tokens(options) * placed.cfg.embed_dim * size
     for axes, tables in placed.looked_up.items():
         yield Sent("all-to-all", axes, placed.dtype, looked_up, m * tables, "fsdp", "", False)
     for axes, tables in placed.looked_back.items():
-        yield Sent("all-gather", axes, placed.dtype, looked_up * placed.layout.num_shards(axes), m * tables, "context", "", False)
+        yield Sent("all-gather", axes, placed.dtype, looked_up * placed.layout.num_shards(axes),
+                   m * tables, "context", "", False)
 
 
 def _once(placed: Placed, practice: Practice) -> Iterator[Sent]:
-    """Once a step: gradients that [grads] leaves whole are summed, new weights that [optimizer] alone splits are gathered."""
+    """Once a step: gradients that [grads] leaves whole are summed, new weights that [optimizer] alone splits are
+    gathered."""
     dtype, beside = "bf16" if practice.grad_bytes == 2 else FLOAT32, MICROBATCH if practice.bucketed else ONCE
     for axes, n in placed.once_scattered.items():
         yield Sent("reduce-scatter", axes, dtype, n * practice.grad_bytes, 1, "once a step", beside, False)
-    for axes, n in placed.once_summed.items():      # of ours XLA leaves the all-reduces to the end, one behind the other
-        yield Sent("all-reduce", axes, dtype, n * practice.grad_bytes, 1, "once a step", beside * practice.bucketed, False)
+    # of ours XLA leaves the all-reduces to the end, one behind the other
+    for axes, n in placed.once_summed.items():
+        yield Sent("all-reduce", axes, dtype, n * practice.grad_bytes, 1, "once a step",
+                   beside * practice.bucketed, False)
     for axes, n in placed.regathered.items():
         yield Sent("all-gather", axes, placed.dtype, n * placed.itemsize, 1, "once a step", beside, False)
 
@@ -135,12 +144,13 @@ def _once(placed: Placed, practice: Practice) -> Iterator[Sent]:
 
 
 def _tensor(placed: Placed, options: Options, practice: Practice) -> Iterator[Sent]:
-    """Around products whose contracted dim is split: a gather before and a reduce-scatter behind each pair, where the residual
-    stream is split as well, or one all-reduce. The backward mirrors it, and does again what remat says.
+    """Around products whose contracted dim is split: a gather before and a reduce-scatter behind each pair, where the
+    residual stream is split as well, or one all-reduce. The backward mirrors it, and does again what remat says.
 
     A table whose rows are split sums what devices look up, and the head what they make of its cotangent.
     """
-    (forward, backward, _), (looked_up, loss, looked_up_back) = placed.visits(options, practice), placed.ends(options, practice)
+    (forward, backward, _), (looked_up, loss, looked_up_back) = placed.visits(options, practice), placed.ends(
+        options, practice)
     split = frozenset(placed.layout.mesh_axes("activations", "residual_seq"))
     stream = placed.tokens(options) * placed.cfg.embed_dim * placed.itemsize
     send = lambda kind, axes, times, layer: Sent(kind, axes, placed.dtype, stream, times, "tensor", "", layer)
@@ -157,7 +167,8 @@ def _tensor(placed: Placed, options: Options, practice: Practice) -> Iterator[Se
         elif product.row:
             yield send("all-reduce", product.row, summed, True)
     vocab = tuple(a for a in placed.layout.mesh_axes(GATHERED, "vocab") if a != "stage")
-    if vocab and set(vocab) <= split:       # rows looked up are scattered, their cotangent gathered; of the head the reverse
+    # rows looked up are scattered, their cotangent gathered; of the head the reverse
+    if vocab and set(vocab) <= split:
         yield send("all-gather", vocab, loss + looked_up_back, False)
         yield send("reduce-scatter", vocab, looked_up + loss, False)
     elif vocab:
@@ -165,9 +176,9 @@ def _tensor(placed: Placed, options: Options, practice: Practice) -> Iterator[Se
 
 
 def _experts(placed: Placed, options: Options, practice: Practice) -> Iterator[Sent]:
-    """Tokens on their way to experts and back: x and y, in the backward x again, dy and dx, and which experts with which
-    weights. Gathered and scattered, or exchanged in rooms of which the fullest decides how many rounds it takes: one,
-    of equally busy experts."""
+    """Tokens on their way to experts and back: x and y, in the backward x again, dy and dx, and which experts with
+    which weights. Gathered and scattered, or exchanged in rooms of which the fullest decides how many rounds it takes:
+    one, of equally busy experts."""
     found = routed.of(placed, options)
     if not found:
         return
@@ -206,7 +217,7 @@ def _context(placed: Placed, options: Options, practice: Practice) -> Iterator[S
         kind, axes, FLOAT32 if bytes_each == 4 else dtype, elements * bytes_each, times, "context", beside)
     if options.method == "ring":
         yield from _ring(placed, options, practice, send, 2 * key)
-    elif options.method == "gather":        # whatever the window: keys and values whole, twice, and their gradients back
+    elif options.method == "gather":        # whatever the window: keys and values whole, twice, and gradients back
         yield send("all-gather", 2 * c * key, size, forward + backward)
         yield send("reduce-scatter", 2 * c * key, 4, backward)
     else:                                   # q, k, v and o; in the backward as well, and do, dq, dk and dv
@@ -227,32 +238,38 @@ def _ring(placed: Placed, options: Options, practice: Practice, send, pairs: flo
         forward, backward = (1 - near) * forward, (1 - near) * backward
         yield send("collective-permute", pairs, size, forward * (c - 1), ATTENTION)
         yield send("collective-permute", pairs, size, backward * (c - 1), ATTENTION_BACKWARD)
-        # The sums of dK and dV: float32 as long as a loop carries them, rounded before the hop behind it (`parallel.ring`).
+        # The sums of dK and dV: float32 as long as a loop carries them, rounded before the hop behind it
+        # (`parallel.ring`).
         in_float32 = c - 1 if c > 2 or placed.masked(options, practice) else 0
         yield send("collective-permute", pairs, 4, backward * in_float32, ATTENTION_BACKWARD)
         yield send("collective-permute", pairs, size, backward * (c - in_float32), ATTENTION_BACKWARD)
 
 
 def _stages(placed: Placed, options: Options, practice: Practice) -> Iterator[Sent]:
-    """The boundaries of stages, forward and backward. In our pipelines all stages get the last one's output and the cotangent
-    of the first one's input, and where they share the vocabulary add up what is looked up and what the head's cotangent makes.
+    """The boundaries of stages, forward and backward. In our pipelines all stages get the last one's output and the
+    cotangent of the first one's input, and where they share the vocabulary add up what is looked up and what the head's
+    cotangent makes.
 
-    A chunk of layers is stored beside those that follow it and worked on by another stage: once a step it travels there, split
-    as it is stored, and its gradient back.
+    A chunk of layers is stored beside those that follow it and worked on by another stage: once a step it travels
+    there, split as it is stored, and its gradient back.
     """
     p, chunks, size = placed.mesh.sizes["stage"], options.chunks, placed.itemsize
     if p == 1:
         return
     boundary = size * placed.tokens(options) * placed.cfg.embed_dim / placed.stream_shards
     send = lambda kind, runs: Sent(kind, ("stage",), placed.dtype, boundary, runs, "stage", "", False)
-    move = lambda kind, axis, dtype, sent_bytes: Sent(kind, (axis,), dtype, sent_bytes, 1, "once a step", MICROBATCH, False)
-    forward, backward, _ = (chunks * visits / placed.layers(options, practice) for visits in placed.visits(options, practice))
+    move = lambda kind, axis, dtype, sent_bytes: Sent(
+        kind, (axis,), dtype, sent_bytes, 1, "once a step", MICROBATCH, False)
+    forward, backward, _ = (chunks * visits / placed.layers(options, practice)
+                            for visits in placed.visits(options, practice))
     yield send("collective-permute", forward + backward)
     if not placed.masked(options, practice):
         return
-    (looked_up, loss, looked_up_back), (begun, _, begun_back) = placed.ends(options, practice), placed.begun(options, practice)
+    (looked_up, loss, looked_up_back), (begun, _, begun_back) = placed.ends(options, practice), placed.begun(
+        options, practice)
     shared = "stage" in placed.layout.mesh_axes(GATHERED, "vocab")
-    beside = begun + looked_up_back if placed.leading else 0        # out of the leading layers, and back to the embedding
+    # out of the leading layers, and back to the embedding
+    beside = begun + looked_up_back if placed.leading else 0
     yield send("all-reduce", loss + begun_back + beside + shared * (looked_up + loss))
     travelling = ((placed.dtype, size * placed.layers_read), (FLOAT32, 4 * placed.layers_stored)) if chunks > 1 else ()
     for dtype, sent_bytes in travelling:

@@ -1,5 +1,6 @@
-"""Finds collectives in a compiled step that the sharding does not call for: weights all-gathered inside a loop, and tensors that
-XLA fully replicates to reshard. Both give correct results and are slow. XLA reports the second only in its log.
+"""Finds collectives in a compiled step that the sharding does not call for: weights all-gathered inside a loop, and
+tensors that XLA fully replicates to reshard. Both give correct results and are slow. XLA reports the second only in its
+log.
 """
 from __future__ import annotations
 
@@ -11,17 +12,20 @@ from meshtrain.cost import audit, expect
 from meshtrain.units import size
 
 # What XLA logs where its partitioner finds no way from one sharding to another.
-REPLICATED = re.compile(r"Involuntary full rematerialization.*?from sharding (\{.*?\}) to (\{.*?\}) efficiently for HLO "
+REPLICATED = re.compile(r"Involuntary full rematerialization.*?from sharding (\{.*?\}) to (\{.*?\}) efficiently "
+                        r"for HLO "
                         r"operation %\S+ = (\w+\[[\d,]*\])")
 
 
 def warnings(made, program: audit.ProgramAudit, logged: Iterable[str]) -> list[str]:
-    """made: the assembled run; program: its compiled step, audited; logged: lines of XLA's from when it was compiled."""
+    """made: the assembled run; program: its compiled step, audited; logged: lines of XLA's from when it was
+    compiled."""
     return gathered_in_loops(made, program) + replicated(made, logged)
 
 
 def gathered_in_loops(made, program: audit.ProgramAudit) -> list[str]:
-    """All-gathers of a parameter in a loop, over axes that split sequences or tokens and that its [params] does not name."""
+    """All-gathers of a parameter in a loop, over axes that split sequences or tokens and that its [params] does not
+    name."""
     layout, named = made.layout, expect.tensors(made)
     infos = {info.name: info for info in made.model.parameters()}
 
@@ -38,8 +42,9 @@ def gathered_in_loops(made, program: audit.ProgramAudit) -> list[str]:
             names = [name for name in named(dims) if infos[name].role not in ("norm", "bias")]
             if names and not any(set(row.axes) <= asked(name) for name in names):
                 found[" or ".join(names), row.axes, row.trips] += row.bytes // len(row.arrays)
-    return [f"{name} is gathered over {' × '.join(axes)} {trips:,} times a step, {size(sent)}, inside a loop: [params] of "
-            f"{layout.rules.path} keeps it whole there, so once a step would do" for (name, axes, trips), sent in found.items()]
+    return [f"{name} is gathered over {' × '.join(axes)} {trips:,} times a step, {size(sent)}, inside a loop: [params] "
+            f"of {layout.rules.path} keeps it whole there, so once a step would do"
+            for (name, axes, trips), sent in found.items()]
 
 
 def replicated(made, logged: Iterable[str]) -> list[str]:

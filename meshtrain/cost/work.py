@@ -1,8 +1,8 @@
 """What one kernel of a compiled GPU program computes and moves: its matmuls, its attention, its HBM bytes.
 
 Bytes are those that the kernel touches. A fusion reads of each parameter the elements that its outputs depend on: a
-dynamic-slice of a stacked weight counts one layer; a dynamic-update-slice into a buffer that the fusion was given writes the
-update alone and does not read the buffer. Caches are not modelled: what two kernels share is read twice.
+dynamic-slice of a stacked weight counts one layer; a dynamic-update-slice into a buffer that the fusion was given
+writes the update alone and does not read the buffer. Caches are not modelled: what two kernels share is read twice.
 """
 from __future__ import annotations
 
@@ -18,21 +18,25 @@ from meshtrain.kernels import tiles
 from meshtrain.names import EVEN_ROWS
 
 # No kernel of their own: names for what is there already.
-FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "opt-barrier", "optimization-barrier",
+FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all",
+        "opt-barrier", "optimization-barrier",
         "partition-id", "replica-id"}
 _UPDATES = ("dynamic-update-slice", "scatter")      # change a part of their first operand
 _FUSIONS = ("fusion", "fusion-start")               # jax 0.12 starts some and waits for them later
 _WHOLE = ("dot", "scaled-dot", "ragged-dot", "convolution", "custom-call", "sort", "rng-bit-generator")
 PRODUCTS = {"forward": 2, "dq": 3, "dkv": 4}    # of a Pallas attention kernel, for each visited pair of query and key
-_PALLAS = re.compile(r"meshtrain_attention_(forward|dq|dkv)(_causal)?(?:_window(\d+))?(?:_ahead(\d+))?")     # `kernels.mask.label`
-_GROUPED = re.compile(r"\bgrouped_(rows|outer)_([gkn]{3})\b")     # of `kernels.grouped`, with the order of a matrix's dims
+# `kernels.mask.label`
+_PALLAS = re.compile(r"meshtrain_attention_(forward|dq|dkv)(_causal)?(?:_window(\d+))?(?:_ahead(\d+))?")
+# of `kernels.grouped`, with the order of a matrix's dims
+_GROUPED = re.compile(r"\bgrouped_(rows|outer)_([gkn]{3})\b")
 _EVEN_ROWS = re.compile(EVEN_ROWS.format(r"(\d+)"))
 _CUDNN_WINDOW = re.compile(r'"sliding_window_length":\s*(\d+)')
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Of one execution. hbm_bytes: read + written. known: False where the kernel multiplies matrices nobody could count."""
+    """Of one execution. hbm_bytes: read + written. known: False where the kernel multiplies matrices nobody could
+    count."""
     matmuls: tuple[Matmul, ...]
     attention: AttentionKernel | None
     hbm_bytes: int
@@ -77,8 +81,8 @@ def matmul(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> Mat
 
 
 def grouped(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> GroupedMatmul | None:
-    """A kernel of `kernels.grouped`: of as many rows as it has where experts are equally busy, which its scope tells, else of all
-    that its buffer holds; None for anything else."""
+    """A kernel of `kernels.grouped`: of as many rows as it has where experts are equally busy, which its scope tells,
+    else of all that its buffer holds; None for anything else."""
     found = _GROUPED.search(ins.op_name) if ins.op == "custom-call" else None
     if not found:
         return None
@@ -118,7 +122,8 @@ def _matmuls(module, computation, ins):
 
 
 def _attention(module, computation, ins, visited) -> AttentionKernel | None:
-    """cuDNN's kernels and ours in Pallas, on q [B, T, N, H] and k [B, S, K, H], their first arrays of four dimensions."""
+    """cuDNN's kernels and ours in Pallas, on q [B, T, N, H] and k [B, S, K, H], their first arrays of four
+    dimensions."""
     ours = _PALLAS.search(ins.attrs) if ins.op == "custom-call" else None
     if not ours and "fmha" not in ins.target:
         return None
@@ -131,7 +136,8 @@ def _attention(module, computation, ins, visited) -> AttentionKernel | None:
     backward, causal = "Backward" in ins.target, '"mask_type":"NO_MASK"' not in ins.attrs
     window = int(found.group(1)) if (found := _CUDNN_WINDOW.search(ins.attrs)) else 0
     pairs = window * (T - window / 2) if 0 < window < T else T * S / 2 if causal else T * S
-    return AttentionKernel("cudnn", "backward" if backward else "forward", (5 if backward else 2) * 2 * B * N * H * pairs, S, H)
+    return AttentionKernel("cudnn", "backward" if backward else "forward",
+                           (5 if backward else 2) * 2 * B * N * H * pairs, S, H)
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------
@@ -181,7 +187,8 @@ def _behind(body: hlo.Computation, ins: hlo.Instruction) -> hlo.Instruction:
 def _demand(module: hlo.HloModule, body: hlo.Computation, wanted: dict[str, int], in_place: set) -> dict[str, int]:
     """Elements of a fusion's parameters, by name, that the wanted elements of its instructions depend on.
 
-    From the last instruction to the first: what one needs of its operands by what is needed of it, never more than there is.
+    From the last instruction to the first: what one needs of its operands by what is needed of it, never more than
+    there is.
     """
     need = Counter(wanted)
     for ins in reversed(body.values()):
@@ -203,7 +210,8 @@ def _needs(module, body, ins: hlo.Instruction, count: int, in_place: bool):
         return [(ins.operands[int(inner[name].args)], part) for name, part in found.items()]
     if ins.op in _WHOLE:
         if _GROUPED.search(ins.op_name):
-            # A row counts as often as it is taken, however many tiles of columns read it: they run side by side, and L2 has it for them.
+            # A row counts as often as it is taken, however many tiles of columns read it: they run side by side, and L2
+            # has it for them.
             arrays = [shape for name, _ in operands for shape in hlo.shapes(body[name].type_text)]
             for at, rows in _taken(arrays):
                 operands[at] = operands[at][0], rows * arrays[at][1][1]

@@ -1,8 +1,8 @@
 """Where documents come from: a Source (contracts.py) is a list of documents with known ends that can be read anywhere.
 
-There are two kinds: files whose bytes are the tokens, read as they are, and token files, memory-mapped, whether they were
-given or the token cache made them of text, JSON lines, Parquet or Arrow. Nothing is held in memory but names and sizes.
-This module knows no sequences, batches, steps or hosts.
+There are two kinds: files whose bytes are the tokens, read as they are, and token files, memory-mapped, whether they
+were given or the token cache made them of text, JSON lines, Parquet or Arrow. Nothing is held in memory but names and
+sizes. This module knows no sequences, batches, steps or hosts.
 """
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class ByteFiles:
             file.seek(start)
             data = file.read(stop - start)
         if len(data) != stop - start:
-            raise OSError(f"{self.paths[document]} had {self.lengths[document]} bytes when the run began and now ends at byte "
-                          f"{start + len(data)}; training files must not change while a run reads them")
+            raise OSError(f"{self.paths[document]} had {self.lengths[document]} bytes when the run began and now ends "
+                          f"at byte {start + len(data)}; training files must not change while a run reads them")
         return np.frombuffer(data, np.uint8)
 
 
@@ -86,21 +86,23 @@ class ValidationSource(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
-    """What a run reads: one source, or a mixture of several with their weights (any positive scale), and the tokenizer."""
+    """What a run reads: one source, or a mixture of several with their weights (any positive scale), and the
+    tokenizer."""
     sources: tuple[Source, ...]
     weights: tuple[float, ...]
     tokenizer: Tokenizer
     eos: int                                # the target behind a document's last token
     names: tuple[str, ...]                  # of the sources; "" where there is one
     validation: tuple[Source | None, ...]   # of each source, the files to validate on; None: a share of it is held out
-    fingerprint: str    # of content: the sources' lengths, as far as packing holds them (Source.totals), and the tokenizer
+    # of content: the sources' lengths, as far as packing holds them (Source.totals), and the tokenizer
+    fingerprint: str
     curves: tuple[ValidationSource, ...] = ()      # to validate on, in place of all that
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NamedFiles:
-    """One source of [data], and which files it has. where: its section, for messages; paths: each with the directory that it
-    was looked for in, in the order of the documents."""
+    """One source of [data], and which files it has. where: its section, for messages; paths: each with the directory
+    that it was looked for in, in the order of the documents."""
     where: str
     source: str
     field: str
@@ -124,8 +126,8 @@ class Description:
     def open(self, cache_dir: Path, job: parts.Job) -> tuple[Source | None, ...]:
         """The sources; what needs a token cache gets one, which may take long the first time.
 
-        None for one of which another share of the job (parts.Job) has something to do still. Raises: ValueError with every
-        fault of the sources at once, a line each; parts.Stopped.
+        None for one of which another share of the job (parts.Job) has something to do still. Raises: ValueError with
+        every fault of the sources at once, a line each; parts.Stopped.
         """
         opened, faults = [], []
         for component in self.components:
@@ -141,8 +143,8 @@ class Description:
 def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Description:
     """What the run file's [data] names: quick, so that a run is compared with its directory before hours of tokenizing.
 
-    `vocab_size` is the model's. folders: model folders that may have a chat template, where the tokenizer's has none. Raises:
-    ValueError with every fault of the tokenizer, or of the listing, a line each.
+    `vocab_size` is the model's. folders: model folders that may have a chat template, where the tokenizer's has none.
+    Raises: ValueError with every fault of the tokenizer, or of the listing, a line each.
     """
     mixed = data.source == "mixture"
     named = [(f"data.mixture[{i}]", one) for i, one in enumerate(data.mixture)] if mixed else [("data", data)]
@@ -161,19 +163,22 @@ def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Descript
     for where, one, patterns in given:
         try:
             paths = list_paths(one.source, patterns, where)
-            file_sizes(list(paths), where)    # a link to nowhere, no permission: all of them told together, before any work
+            # a link to nowhere, no permission: all of them told together, before any work
+            file_sizes(list(paths), where)
             components.append(NamedFiles(where, one.source, one.field, paths))
         except ValueError as error:
             faults.append(_key_of_section(where, error))
     if len(given) > len(named):     # each name costs: there may be ten million
         real = Resolved()
         trained = {real(path) for component in components[:len(named)] for path in component.paths}
-        faults += [f"{_key_of_section(component.where, ValueError(f'{component.where}.paths'))}: {path} is trained on, too; take it out of one"
+        faults += [f"{_key_of_section(component.where, ValueError(f'{component.where}.paths'))}: {path} is trained on, "
+                   f"too; take it out of one"
                    for component in components[len(named):] for path in component.paths if real(path) in trained]
     chats = None
     if any(one.source in CHATS for _, one, _ in given):
         try:
-            chats = Chats(chat.open_template(reader, data.chat_template, folders), data.loss_on == "all", data.source == "preferences")
+            chats = Chats(chat.open_template(reader, data.chat_template, folders), data.loss_on == "all",
+                          data.source == "preferences")
         except ValueError as error:
             faults.append(str(error))
     if faults:
@@ -182,13 +187,17 @@ def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Descript
     validation = tuple(next(numbers) if one.validation_paths else None for _, one in named)
     names = tuple(one.name or str(i) for i, one in enumerate(data.mixture)) if mixed else ("",)
     weights = tuple(one.weight for _, one in named) if mixed else (1.0,)
-    return Description(tuple(components), names, validation, _find_eos(data, reader, vocab_size), weights, reader, vocab_size,
-                       data.cache, chats, tuple((one.name or str(i), one.weight) for i, one in enumerate(data.validation_sources)))
+    return Description(tuple(components), names, validation, _find_eos(data, reader, vocab_size),
+                       weights, reader, vocab_size,
+                       data.cache, chats, tuple((one.name or str(i), one.weight)
+                                                for i, one in enumerate(data.validation_sources)))
 
 
 def reader_of(data, *, vocab_size: int) -> tuple[Tokenizer, int]:
-    """(the tokenizer of the run file's [data], the end of a document); no file of it is looked for. Raises: ValueError."""
-    reader = _open_tokenizer(data, [one.source for one in (data.mixture if data.source == "mixture" else [data])], vocab_size)
+    """(the tokenizer of the run file's [data], the end of a document); no file of it is looked for. Raises:
+    ValueError."""
+    reader = _open_tokenizer(data,
+                             [one.source for one in (data.mixture if data.source == "mixture" else [data])], vocab_size)
     return reader, _find_eos(data, reader, vocab_size)
 
 
@@ -202,18 +211,20 @@ def _find_eos(data, reader: Tokenizer, vocab_size: int) -> int:
     if not data.eos:
         return reader.bos
     if isinstance(reader, tokenizer.Bytes):
-        raise ValueError(f'data.eos={data.eos!r} is not read with data.tokenizer="bytes", whose documents end with 256; '
+        raise ValueError(f'data.eos={data.eos!r} is not read with data.tokenizer="bytes", whose documents end with '
+                         f'256; '
                          "leave it out, or name a tokenizer.json")
     if isinstance(reader, tokenizer.Ids):
         found = int(data.eos) if data.eos.isascii() and data.eos.isdigit() else vocab_size
         if found >= vocab_size:
-            raise ValueError(f"data.eos={data.eos!r} is not an id below model.vocab_size={vocab_size}, and token files without "
+            raise ValueError(f"data.eos={data.eos!r} is not an id below model.vocab_size={vocab_size}, and token files "
+                             f"without "
                              'a tokenizer.json know no names; give the id, e.g. data.eos="2"')
         return found
     found = reader.library.token_to_id(data.eos)
     if found is None:
-        raise ValueError(f"data.eos={data.eos!r} is not a token of data.tokenizer={data.tokenizer!r}; name one that is, or leave "
-                         "it out: documents then end with the token before them")
+        raise ValueError(f"data.eos={data.eos!r} is not a token of data.tokenizer={data.tokenizer!r}; name one that "
+                         f"is, or leave it out: documents then end with the token before them")
     return found
 
 
@@ -221,8 +232,8 @@ def open_corpus(data, *, vocab_size: int, cache_dir: Path, tell: Callable[[str],
                 should_stop: Callable[[], bool] = lambda: False, folders: Sequence[Path] = ()) -> Corpus:
     """The corpus of the run file's [data]: `describe` and `Description.open`.
 
-    `cache_dir` is where a cache goes that cannot stand beside its files; `tell` is told, in lines, what takes time or is
-    unusual; `should_stop` is asked between batches of it; folders: as `describe`. Raises: as those two.
+    `cache_dir` is where a cache goes that cannot stand beside its files; `tell` is told, in lines, what takes time or
+    is unusual; `should_stop` is asked between batches of it; folders: as `describe`. Raises: as those two.
     """
     described = describe(data, vocab_size=vocab_size, folders=folders)
     return corpus_of(described, described.open(cache_dir, parts.Job(tell, should_stop)))
@@ -233,7 +244,8 @@ def corpus_of(described: Description, opened: Sequence[Source]) -> Corpus:
     return Corpus(trained, described.weights, described.tokenizer, described.eos, described.names,
                   tuple(opened[k] if k is not None else None for k in described.validation),
                   _fingerprint(trained, described),
-                  tuple(ValidationSource(*curve, source) for curve, source in zip(described.curves, opened[len(opened) - len(described.curves):])))
+                  tuple(ValidationSource(*curve, source)
+                        for curve, source in zip(described.curves, opened[len(opened) - len(described.curves):])))
 
 
 def _open_tokenizer(data, names: Sequence[str], vocab_size: int) -> Tokenizer:
@@ -242,15 +254,18 @@ def _open_tokenizer(data, names: Sequence[str], vocab_size: int) -> Tokenizer:
     if set(names) == {"tokens"}:
         # Of the ids nothing is known but the separator; any that the model has may be among them.
         if not (data.bos_token.isascii() and data.bos_token.isdigit()):
-            raise ValueError(f"data.bos_token={data.bos_token!r} is not a token id, and token files without a tokenizer.json "
-                             'do not tell their separator; give its id, e.g. data.bos_token="128000", or data.tokenizer')
+            raise ValueError(f"data.bos_token={data.bos_token!r} is not a token id, and token files without a "
+                             f"tokenizer.json "
+                             'do not tell their separator; give its id, e.g. data.bos_token="128000", or '
+                             'data.tokenizer')
         bos = int(data.bos_token)
         if bos >= vocab_size:
             raise ValueError(f"data.bos_token={data.bos_token!r} is beyond model.vocab_size={vocab_size}; "
                              f"use model.vocab_size={bos + 1} or more")
         return tokenizer.Ids(vocab_size, bos)
     if data.bos_token:
-        raise ValueError(f'data.bos_token={data.bos_token!r} is not read with data.tokenizer="bytes", whose separator is 256; '
+        raise ValueError(f'data.bos_token={data.bos_token!r} is not read with data.tokenizer="bytes", whose separator '
+                         f'is 256; '
                          "leave it out, or name a tokenizer.json")
     return tokenizer.Bytes()
 
@@ -286,14 +301,15 @@ def _check_ids(pairs: Sequence[token_files.IndexedTokens | None], vocab_size: in
     for pair in pairs:
         if pair and pair.largest >= vocab_size:
             document, found = token_files.first_beyond(pair, vocab_size)
-            faults.append(f"{pair.path}: document {document} (from 0) holds the id {found}, and model.vocab_size={vocab_size} "
-                          f"has 0 to {vocab_size - 1}; use model.vocab_size={pair.largest + 1} or more, or the files of "
-                          "another tokenizer")
+            faults.append(f"{pair.path}: document {document} (from 0) holds the id {found}, and "
+                          f"model.vocab_size={vocab_size} has 0 to {vocab_size - 1}; use "
+                          f"model.vocab_size={pair.largest + 1} or more, or the files of another tokenizer")
     if faults:
         raise ValueError("\n".join(faults))
 
 
-def _check_not_empty(where: str, paths: Sequence[str], files: token_files.TokenFiles, tell: Callable[[str], None]) -> None:
+def _check_not_empty(where: str, paths: Sequence[str], files: token_files.TokenFiles,
+                     tell: Callable[[str], None]) -> None:
     if not any(pair.num_tokens for pair in files.pairs):
         raise ValueError(f"all {len(paths)} files of {where}.paths are empty ({_some(paths)}); name files with text")
     empty = [pair.path for pair in files.pairs if not pair.num_documents]
@@ -307,7 +323,8 @@ def _some(paths: Sequence[str]) -> str:
 
 def _fingerprint(opened: Sequence[Source], described: Description) -> str:
     reader, chats = described.tokenizer, described.chats
-    digest = hashlib.blake2b(json.dumps([reader.key, reader.bos, *([chats.template.key] if chats else [])]).encode(), digest_size=8)
+    digest = hashlib.blake2b(json.dumps([reader.key, reader.bos, *([chats.template.key] if chats else [])]).encode(),
+                             digest_size=8)
     for source in opened:
         digest.update(np.asarray([source.num_documents], "<i8").tobytes())    # where a source ends
         digest.update(np.asarray(source.totals, "<i8").tobytes())
@@ -315,7 +332,8 @@ def _fingerprint(opened: Sequence[Source], described: Description) -> str:
 
 
 def list_paths(name: str, paths: Sequence[str], where: str) -> dict[str, str]:
-    """The files of the source called `name`, in the order of its documents, each with the directory it was looked for in."""
+    """The files of the source called `name`, in the order of its documents, each with the directory it was looked for
+    in."""
     if name not in NAMES:
         near = difflib.get_close_matches(name, NAMES, n=1)
         raise ValueError(f"{where}.source={name!r} is not a source; "
@@ -362,8 +380,8 @@ def _readable_size(path: str) -> int:
 
 
 def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data") -> dict[str, str]:
-    """Every file that a glob matches, once, sorted, with the directory before the glob's first wildcard. A name that exists is
-    taken literally, brackets and all."""
+    """Every file that a glob matches, once, sorted, with the directory before the glob's first wildcard. A name that
+    exists is taken literally, brackets and all."""
     if not patterns:
         raise ValueError(f"{where}.source={name!r} has no {where}.paths; give at least one file or glob, "
                          f'e.g. ["{EXAMPLES[name]}"]')
@@ -414,14 +432,15 @@ class Resolved:
 
 
 def expanded(pattern: str) -> Iterator[str]:
-    """What glob.iglob(pattern, recursive=True) finds, once through each directory: links may lead round in circles, which glob
-    follows 40 deep, and two of them in a directory without end."""
+    """What glob.iglob(pattern, recursive=True) finds, once through each directory: links may lead round in circles,
+    which glob follows 40 deep, and two of them in a directory without end."""
     parts = pattern.split(os.sep)
     if "**" not in parts:
         yield from glob.iglob(pattern)
         return
     place = parts.index("**")
-    before, behind = os.sep.join(parts[:place]) + (os.sep if place else ""), os.sep.join(part for part in parts[place + 1:])
+    before, behind = os.sep.join(parts[:place]) + (os.sep if place else ""), os.sep.join(
+        part for part in parts[place + 1:])
     for base in glob.iglob(before) if glob.has_magic(before) else [before] if os.path.isdir(before or ".") else []:
         for folder in _folders(base, frozenset()):
             if behind:

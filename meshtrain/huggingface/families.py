@@ -1,8 +1,8 @@
 """The families of models that can be read and written, as data: tensors, settings, and what of them we do not compute.
 
-A row of `tensors` is theirs -> ours, with the form of `forms`; {l} is a layer's number, {e} an expert's, and ours are then
-stacked. Where one of theirs holds several of ours, they are listed in their order. Rows of ours that a model does not have (a
-bias, a tied head) are not used. Every weight of a torch Linear is [out, in]; GPT-2's Conv1D is [in, out].
+A row of `tensors` is theirs -> ours, with the form of `forms`; {l} is a layer's number, {e} an expert's, and ours are
+then stacked. Where one of theirs holds several of ours, they are listed in their order. Rows of ours that a model does
+not have (a bias, a tied head) are not used. Every weight of a torch Linear is [out, in]; GPT-2's Conv1D is [in, out].
 Rope is half-split on both sides.
 """
 from __future__ import annotations
@@ -15,11 +15,12 @@ from collections.abc import Mapping
 class Family:
     """One model_type of config.json.
 
-    prefix: what names begin with where there is a head; folders of the bare model lack it. keys: config.json's -> [model]'s,
-    one or several that are equal. defaults: what their class takes for a key that is absent (null is a value). multiples:
-    key -> (key, n): what null or absence stands for. fixed: what the architecture says of [model]. only: the values of a key
-    that we compute; the first is written. every: where layers have a window but for each n-th, n if config.json
-    does not say. aliases: other names of keys, where the class reads both. ropes: rope types that we compute; none: no rope.
+    prefix: what names begin with where there is a head; folders of the bare model lack it. keys: config.json's ->
+    [model]'s, one or several that are equal. defaults: what their class takes for a key that is absent (null is a
+    value). multiples: key -> (key, n): what null or absence stands for. fixed: what the architecture says of [model].
+    only: the values of a key that we compute; the first is written. every: where layers have a window but for each
+    n-th, n if config.json does not say. aliases: other names of keys, where the class reads both. ropes: rope types
+    that we compute; none: no rope.
     """
     model_type: str
     architecture: str
@@ -127,8 +128,10 @@ KEYS = {
     "intermediate_size": ("mlp_dim",), "rms_norm_eps": ("norm_eps",), "tie_word_embeddings": ("tie_embeddings",),
 }
 DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0}
-FIXED = {"norm": "rmsnorm", "norm_placement": "before", "norm_offset": 0.0, "activation": "swiglu", "scale_embedding": False,
-         "position": "rope", "qk_norm": "off", "attention_bias": "none", "mlp_bias": False, "window": 0, "global_every": 0, "local_rope_theta": 0.0, "attention_scale_dim": 0,
+FIXED = {"norm": "rmsnorm", "norm_placement": "before", "norm_offset": 0.0, "activation": "swiglu",
+         "scale_embedding": False,
+         "position": "rope", "qk_norm": "off", "attention_bias": "none", "mlp_bias": False,
+         "window": 0, "global_every": 0, "local_rope_theta": 0.0, "attention_scale_dim": 0,
          "score_softcap": 0.0, "logit_softcap": 0.0, "num_experts": 0}
 ONLY = {"hidden_act": ("silu",)}
 
@@ -156,7 +159,8 @@ OLMO2 = Family(
     FIXED | {"norm_placement": "after", "qk_norm": "all_heads"}, ONLY | {"attention_bias": (False,)})
 ALTERNATING = {key: value for key, value in FIXED.items() if key not in ("window", "global_every", "local_rope_theta")}
 OLMO3 = Family(
-    "olmo3", "Olmo3ForCausalLM", "model.", OLMO2_TENSORS, KEYS | WINDOW, DEFAULTS | {"rms_norm_eps": 1e-5, "sliding_window": 4096},
+    "olmo3", "Olmo3ForCausalLM", "model.", OLMO2_TENSORS, KEYS | WINDOW,
+    DEFAULTS | {"rms_norm_eps": 1e-5, "sliding_window": 4096},
     ALTERNATING | {"norm_placement": "after", "qk_norm": "all_heads"}, ONLY | {"attention_bias": (False,)}, every=4)
 # Its first releases say gelu and mean the tanh form.
 TANH = ("gelu_pytorch_tanh", "gelu")
@@ -164,15 +168,18 @@ GEMMA = Family(
     "gemma", "GemmaForCausalLM", "model.", LLAMA_TENSORS, KEYS,
     DEFAULTS | {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True, "hidden_act": TANH[0]},
     FIXED | {"activation": "geglu", "norm_offset": 1.0, "scale_embedding": True},
-    {"hidden_act": TANH, "hidden_activation": TANH[:1], "attention_bias": (False,), "use_bidirectional_attention": (False,)})
+    {"hidden_act": TANH, "hidden_activation": TANH[:1], "attention_bias": (False,),
+     "use_bidirectional_attention": (False,)})
 GEMMA3 = Family(
     "gemma3_text", "Gemma3ForCausalLM", "model.", GEMMA3_TENSORS,
     KEYS | WINDOW | {"query_pre_attn_scalar": ("attention_scale_dim",)},
     GEMMA.defaults | {"num_key_value_heads": 4, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window": 4096,
                       "query_pre_attn_scalar": 256},
     {key: value for key, value in ALTERNATING.items() if key != "attention_scale_dim"} | {
-        "activation": "geglu", "norm_offset": 1.0, "scale_embedding": True, "norm_placement": "both", "qk_norm": "head"},
-    {"hidden_act": TANH, "hidden_activation": TANH[:1], "attention_bias": (False,), "use_bidirectional_attention": (False,),
+        "activation": "geglu", "norm_offset": 1.0, "scale_embedding": True, "norm_placement": "both",
+        "qk_norm": "head"},
+    {"hidden_act": TANH, "hidden_activation": TANH[:1], "attention_bias": (False,),
+     "use_bidirectional_attention": (False,),
      "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,)}, every=6)
 GEMMA2 = Family(
     "gemma2", "Gemma2ForCausalLM", "model.",
@@ -188,7 +195,8 @@ GPT2 = Family(
      "n_positions": ("max_seq_len",), "n_inner": ("mlp_dim",), "layer_norm_epsilon": ("norm_eps",),
      "tie_word_embeddings": ("tie_embeddings",)},
     {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
-    FIXED | {"norm": "layernorm", "activation": "gelu", "position": "learned", "attention_bias": "all", "mlp_bias": True},
+    FIXED | {"norm": "layernorm", "activation": "gelu", "position": "learned", "attention_bias": "all",
+             "mlp_bias": True},
     {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
      "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
     multiples={"n_inner": ("n_embd", 4)}, ropes=())
@@ -202,12 +210,14 @@ MIXTRAL = Family(
     "mixtral", "MixtralForCausalLM", "model.", MIXTRAL_TENSORS,
     {key: ours for key, ours in KEYS.items() if key != "intermediate_size"} | WINDOW | CHOSEN | {
         "num_local_experts": ("num_experts",), "intermediate_size": ("expert_mlp_dim",)},
-    DEFAULTS | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "num_experts_per_tok": 2, "num_local_experts": 8, "rope_theta": 1e6},
+    DEFAULTS | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "num_experts_per_tok": 2,
+                "num_local_experts": 8, "rope_theta": 1e6},
     {key: value for key, value in ROUTED.items() if key != "window"} | {"router_normalize": True}, ONLY)
 NORMALIZED = {"num_experts": ("num_experts",), "norm_topk_prob": ("router_normalize",)}
 OLMOE = Family(
     "olmoe", "OlmoeForCausalLM", "model.", OLMOE_TENSORS,
-    {key: ours for key, ours in KEYS.items() if key != "intermediate_size"} | CHOSEN | NORMALIZED | {"intermediate_size": ("expert_mlp_dim",)},
+    {key: ours for key, ours in KEYS.items() if key != "intermediate_size"} | CHOSEN
+    | NORMALIZED | {"intermediate_size": ("expert_mlp_dim",)},
     DEFAULTS | {"rms_norm_eps": 1e-5, "num_experts_per_tok": 8, "num_experts": 64, "norm_topk_prob": False},
     ROUTED | {"qk_norm": "all_heads"}, ONLY | {"attention_bias": (False,), "clip_qkv": (None,)},
     aliases={"num_local_experts": "num_experts"})
@@ -217,11 +227,13 @@ QWEN3_MOE = Family(
     DEFAULTS | {"num_key_value_heads": 4, "num_experts_per_tok": 8, "num_experts": 128, "norm_topk_prob": False,
                 "moe_intermediate_size": 768},
     ROUTED | {"qk_norm": "head"},
-    ONLY | {"attention_bias": (False,), "use_sliding_window": (False,), "mlp_only_layers": ([],), "decoder_sparse_step": (1,)},
+    ONLY | {"attention_bias": (False,), "use_sliding_window": (False,), "mlp_only_layers": ([],),
+            "decoder_sparse_step": (1,)},
     aliases={"num_local_experts": "num_experts"})
 
 # Where a model of ours fits several, the first is written.
-FAMILIES = {one.model_type: one for one in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, OLMO2, OLMO3, GEMMA, GEMMA2, GEMMA3, GPT2,
+FAMILIES = {one.model_type: one for one in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, OLMO2,
+                                            OLMO3, GEMMA, GEMMA2, GEMMA3, GPT2,
                                         MIXTRAL, OLMOE, QWEN3_MOE)}
 
 # Known, and not read: what [model] lacks for them.
@@ -235,15 +247,17 @@ LACKING = {
 
 # Keys of config.json that change no logit: what a trainer of theirs, a tokenizer or a generation reads.
 HARMLESS = frozenset("""
-    architectures model_type torch_dtype dtype transformers_version auto_map use_cache initializer_range max_position_embeddings
-    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id suppress_tokens
-    begin_suppress_tokens attention_dropout attn_pdrop embd_pdrop resid_pdrop embedding_dropout hidden_dropout n_ctx
-    original_max_position_embeddings max_window_layers summary_activation summary_first_dropout summary_proj_to_labels summary_type
-    summary_use_proj task_specific_params finetuning_task id2label label2id num_labels problem_type output_attentions
-    output_hidden_states output_scores return_dict return_dict_in_generate torchscript chunk_size_feed_forward gradient_checkpointing
-    reorder_and_upcast_attn attn_implementation max_length min_length do_sample temperature top_k top_p typical_p num_beams
-    num_beam_groups diversity_penalty early_stopping repetition_penalty length_penalty no_repeat_ngram_size
-    encoder_no_repeat_ngram_size num_return_sequences bad_words_ids remove_invalid_values exponential_decay_length_penalty
-    tokenizer_class prefix name_or_path use_bfloat16 tf_legacy_loss pruned_heads unsloth_version unsloth_fixed pretraining_tp
-    output_router_logits router_aux_loss_coef router_jitter_noise is_llama_config max_sequence_length is_decoder use_flash_attn cache_implementation transformers.js_config
+    architectures model_type torch_dtype dtype transformers_version auto_map use_cache initializer_range
+    max_position_embeddings bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id
+    forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens attention_dropout attn_pdrop
+    embd_pdrop resid_pdrop embedding_dropout hidden_dropout n_ctx original_max_position_embeddings max_window_layers
+    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params
+    finetuning_task id2label label2id num_labels problem_type output_attentions output_hidden_states output_scores
+    return_dict return_dict_in_generate torchscript chunk_size_feed_forward gradient_checkpointing
+    reorder_and_upcast_attn attn_implementation max_length min_length do_sample temperature top_k top_p typical_p
+    num_beams num_beam_groups diversity_penalty early_stopping repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size num_return_sequences bad_words_ids remove_invalid_values
+    exponential_decay_length_penalty tokenizer_class prefix name_or_path use_bfloat16 tf_legacy_loss pruned_heads
+    unsloth_version unsloth_fixed pretraining_tp output_router_logits router_aux_loss_coef router_jitter_noise
+    is_llama_config max_sequence_length is_decoder use_flash_attn cache_implementation transformers.js_config
 """.split())

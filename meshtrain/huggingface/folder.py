@@ -1,7 +1,8 @@
-"""A model folder as it lies there: opened, checked, and matched with the parameters of a model of ours, before any is read.
+"""A model folder as it lies there: opened, checked, and matched with the parameters of a model of ours, before any is
+read.
 
-Files are those that the index names, plain names of *.safetensors in the folder itself (links are followed: the hub's cache
-has them), or model.safetensors alone. Pickles are never opened. Everything that is wrong is told at once.
+Files are those that the index names, plain names of *.safetensors in the folder itself (links are followed: the hub's
+cache has them), or model.safetensors alone. Pickles are never opened. Everything that is wrong is told at once.
 """
 from __future__ import annotations
 
@@ -24,14 +25,17 @@ TOLD = 8        # faults of a kind that are told one by one
 # Buffers that some writers have saved, and no parameters.
 BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
 # What belongs to a model beside its weights and goes along with them.
-COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-              "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+              "special_tokens_map.json",
+              "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
+              "chat_template.json",
               "preprocessor_config.json")
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightPiece:
-    """One parameter of ours in a tensor of theirs. path: of the parameter. first: where it begins along the form's star."""
+    """One parameter of ours in a tensor of theirs. path: of the parameter. first: where it begins along the form's
+    star."""
     path: str
     form: forms.Form
     first: int
@@ -39,7 +43,8 @@ class WeightPiece:
 
 @dataclasses.dataclass(frozen=True)
 class WeightRow:
-    """A tensor of theirs, or one for each layer, and what it is of ours; of experts, which are stacked in ours, one row each.
+    """A tensor of theirs, or one for each layer, and what it is of ours; of experts, which are stacked in ours, one row
+    each.
 
     kind: the same of all experts' rows. expert: its number, of such a row.
     """
@@ -72,19 +77,21 @@ class Folder:
 
 
 def companions_of(run_dir: str, init_from: str) -> list[Path]:
-    """Folders that may have what belongs to a run's model: what it keeps, and what it starts from, a model folder or a run."""
+    """Folders that may have what belongs to a run's model: what it keeps, and what it starts from, a model folder or a
+    run."""
     return [Path(run_dir) / KEPT, *([Path(init_from), Path(init_from) / KEPT] if init_from else [])]
 
 
 def companions(directory: Path) -> list[Path]:
-    """The files of a folder that go along with its weights. Raises: ValueError where one is a link out of the folder, to what
-    might be a key in somebody's home; the hub's cache has such links, to the blobs beside its snapshots."""
+    """The files of a folder that go along with its weights. Raises: ValueError where one is a link out of the folder,
+    to what might be a key in somebody's home; the hub's cache has such links, to the blobs beside its snapshots."""
     real, found, faults = directory.resolve(), [], []
     blobs = real.parent.parent / "blobs" if real.parent.name == "snapshots" else real
     for path in filter(Path.is_file, (directory / name for name in COMPANIONS)):
         target = path.resolve()
         if real not in target.parents and target.parent != blobs:
-            faults.append(f"{path.name} is a link to {target}, outside the folder, and is not copied; put the file itself there")
+            faults.append(f"{path.name} is a link to {target}, outside the folder, and is not copied; put the file "
+                          f"itself there")
         found.append(path)
     if faults:
         raise _at(directory, faults)
@@ -165,14 +172,16 @@ def match(folder: Folder, model, paths) -> list[WeightRow]:
             if entry is None:
                 absent.append(name)
             elif entry.dtype not in safetensors.DTYPES:
-                quantized.append(f"{name} is {entry.dtype}; only {', '.join(safetensors.DTYPES)} are read, quantized weights are not")
+                quantized.append(f"{name} is {entry.dtype}; only {', '.join(safetensors.DTYPES)} are read, quantized "
+                                 f"weights are not")
             elif entry.shape != row.shape:
                 wrong.append(f"{name} is {list(entry.shape)}; {settings.CONFIG} asks for {list(row.shape)}")
     if model.tie_embeddings:
         left.discard("lm_head.weight")      # the embedding again
     extra = sorted(name for name in left if not BUFFERS.fullmatch(name))
     faults = [f"{name} is absent{_near(name, extra)}" for name in absent[:TOLD]] + _more(absent, "absent tensors")
-    faults += wrong[:TOLD] + _more(wrong, "tensors of another shape") + quantized[:TOLD] + _more(quantized, "quantized tensors")
+    faults += wrong[:TOLD] + _more(wrong, "tensors of another shape") + quantized[:TOLD] + _more(
+        quantized, "quantized tensors")
     faults += [f"{name} is not a tensor of this model" for name in extra[:TOLD]] + _more(extra, "superfluous tensors")
     if faults:
         raise _at(folder.directory, faults)
@@ -188,8 +197,10 @@ def _entries(directory: Path) -> dict[str, safetensors.Entry]:
     else:
         weight_map, files = None, [SINGLE]
         if not os.path.lexists(directory / SINGLE):
-            pickles = sorted(path.name for path in directory.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
-            what = f"; {pickles[0]} is a pickle, which can run code when it is opened, and stays closed" if pickles else ""
+            pickles = sorted(path.name for path in directory.glob("*")
+                             if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+            what = (f"; {pickles[0]} is a pickle, which can run code when it is opened, and stays closed"
+                    if pickles else "")
             raise ValueError(f"there is no {SINGLE} and no {INDEX}{what}; save the model as safetensors")
     entries, faults = {}, []
     for file in files:
@@ -215,11 +226,13 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise ValueError(f"{INDEX} is no file of an index's size")
     text = files.attempted(index.read_bytes, f"{index} cannot be read", "let it be read")
     weight_map = safetensors.parse_json(text, INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
+    if not isinstance(weight_map, dict) or not weight_map or not all(
+            isinstance(file, str) for file in weight_map.values()):
         raise ValueError(f"{INDEX} has no weight_map of names to files")
     for file in weight_map.values():
         if file != os.path.basename(file) or not re.fullmatch(r"[^/\\\0]+\.safetensors", file):
-            raise ValueError(f"{INDEX}: {file[:80]!r} is not the plain name of a .safetensors file beside it, and is not opened")
+            raise ValueError(f"{INDEX}: {file[:80]!r} is not the plain name of a .safetensors file beside it, and is "
+                             f"not opened")
     return weight_map
 
 

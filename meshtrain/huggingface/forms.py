@@ -1,7 +1,8 @@
 """A small language for one tensor in two forms: "(N H) D -> D N H", theirs -> ours.
 
-A letter is a size of the model. Letters in parentheses are one dim of theirs that is several of ours, the slowest first. A star
-marks the dim of theirs along which several tensors of ours lie one after another. Arrays of numpy and of jax will both do.
+A letter is a size of the model. Letters in parentheses are one dim of theirs that is several of ours, the slowest
+first. A star marks the dim of theirs along which several tensors of ours lie one after another. Arrays of numpy and of
+jax will both do.
 """
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Form:
     def to_ours(self, x, sizes: Mapping[str, int]):
         """An array of `their_shape` as one of `our_shape`."""
         letters = self._letters()
-        return x.reshape([sizes[letter] for letter in letters]).transpose([letters.index(letter) for letter in self.ours])
+        return x.reshape([sizes[letter] for letter in letters]).transpose(
+            [letters.index(letter) for letter in self.ours])
 
     def to_theirs(self, x, sizes: Mapping[str, int]):
         """An array of `our_shape` as one of `their_shape`."""
@@ -45,7 +47,8 @@ class Form:
 
 @functools.cache
 def parse(text: str) -> Form:
-    """Raises: ValueError for what is no form: an unknown letter, one that stands twice or on one side alone, two stars."""
+    """Raises: ValueError for what is no form: an unknown letter, one that stands twice or on one side alone, two
+    stars."""
     left, arrow, right = text.partition("->")
     words = re.findall(r"\*?\([^()]*\)|\*?\w+|\S", left)
     groups = tuple(tuple(word.strip("*()").split()) for word in words)
@@ -53,7 +56,8 @@ def parse(text: str) -> Form:
     letters, ours = [letter for group in groups for letter in group], tuple(right.split())
     if not arrow or not letters or set(letters) - set(LETTERS) or len(set(letters)) != len(letters) or len(stars) > 1 \
             or sorted(letters) != sorted(ours):
-        raise ValueError(f'"{text}" is no form; write e.g. "(N H) D -> D N H", each of {", ".join(LETTERS)} at most once a side')
+        raise ValueError(f'"{text}" is no form; write e.g. "(N H) D -> D N H", each of {", ".join(LETTERS)} at most '
+                         f'once a side')
     return Form(groups, ours, stars[0] if stars else None)
 
 

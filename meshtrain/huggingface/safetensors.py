@@ -1,8 +1,8 @@
 """Files of safetensors: a header that is checked before a byte of data is read, and where each tensor lies.
 
 A file is 8 bytes of header length, a JSON header (name -> dtype, shape, byte range), and the numbers, row by row,
-little-endian. The library of that name holds all tensors of a file when it writes, and cannot read part of one without mapping
-it; the format is small enough to be read and written here. Nothing in a file is ever executed.
+little-endian. The library of that name holds all tensors of a file when it writes, and cannot read part of one without
+mapping it; the format is small enough to be read and written here. Nothing in a file is ever executed.
 Source: github.com/huggingface/safetensors, the README's "Format".
 """
 from __future__ import annotations
@@ -25,7 +25,8 @@ MOST_DIMS = 8       # the product of 250,000 numbers of 63 bits takes minutes, i
 DTYPES = {"F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16),
           "BF16": np.dtype(ml_dtypes.bfloat16)}
 # Known and not read: quantized weights come in these.
-OTHER_BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+OTHER_BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1,
+               "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
                "F8_E8M0": 1}
 NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
 
@@ -41,7 +42,8 @@ class Entry:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Name -> Entry of every tensor of a file. Raises: ValueError for a file that is not what it says, without its name."""
+    """Name -> Entry of every tensor of a file. Raises: ValueError for a file that is not what it says, without its
+    name."""
     if not files.is_file(path):         # of a pipe or a device: False, and opening one might wait for ever
         raise ValueError("is not a file" if os.path.lexists(path) else "there is no such file")
     def load() -> tuple[int, int, bytes]:
@@ -110,7 +112,8 @@ def read(entry: Entry, start: int, stop: int) -> np.ndarray:
 
 
 def header(tensors: Mapping[str, tuple[int, ...]], dtype: str) -> tuple[bytes, dict[str, int]]:
-    """(the first bytes of a file of these tensors, name -> the byte where each begins). dtype: as safetensors calls it."""
+    """(the first bytes of a file of these tensors, name -> the byte where each begins). dtype: as safetensors calls
+    it."""
     at, entries = 0, {}
     for name, shape in tensors.items():
         size = math.prod(shape) * DTYPES[dtype].itemsize
@@ -118,4 +121,5 @@ def header(tensors: Mapping[str, tuple[int, ...]], dtype: str) -> tuple[bytes, d
         at += size
     text = json.dumps({"__metadata__": {"format": "pt"}} | entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)     # so that the numbers are aligned
-    return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + entry["data_offsets"][0] for name, entry in entries.items()}
+    return len(text).to_bytes(8, "little") + text, {
+        name: 8 + len(text) + entry["data_offsets"][0] for name, entry in entries.items()}

@@ -1,7 +1,8 @@
 """config.json <-> the keys of [model], by the tables of `families`.
 
-Read: the form of transformers 5 (rope_parameters, dtype) and that of 4 (rope_theta and rope_scaling, torch_dtype). Written: the
-latter, which both read. A key that changes what is computed and is not modelled is a fault; so is one that nobody knows.
+Read: the form of transformers 5 (rope_parameters, dtype) and that of 4 (rope_theta and rope_scaling, torch_dtype).
+Written: the latter, which both read. A key that changes what is computed and is not modelled is a fault; so is one that
+nobody knows.
 """
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from meshtrain.huggingface.families import FAMILIES, HARMLESS, LACKING, Family
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 MOST_BYTES = 1 << 24    # of a config.json
-FLAGS, NUMBERS = ("tie_embeddings", "mlp_bias", "attention_bias", "router_normalize"), ("norm_eps", "score_softcap", "logit_softcap")
+FLAGS, NUMBERS = ("tie_embeddings", "mlp_bias", "attention_bias", "router_normalize"), (
+    "norm_eps", "score_softcap", "logit_softcap")
 BIASES = {"all": True, "none": False}      # model.attention_bias, where attention_bias is a key of theirs
 WINDOW_KEYS = ("layer_types", "sliding_window", "sliding_window_pattern", "rope_local_base_freq")
 ROPE_KEYS = ("rope_parameters", "rope_theta", "rope_scaling")
@@ -46,7 +48,8 @@ def read(directory: Path, name: str = CONFIG) -> dict:
 
 
 def stop_ids(directory: Path) -> tuple[int, ...]:
-    """The tokens that end an answer: eos_token_id of generation_config.json, else of config.json. Raises: ValueError."""
+    """The tokens that end an answer: eos_token_id of generation_config.json, else of config.json. Raises:
+    ValueError."""
     for name in (GENERATION, CONFIG):
         found = read(directory, name).get("eos_token_id") if files.is_file(directory / name) else None
         if found is None:
@@ -74,7 +77,8 @@ def family_of(config: Mapping) -> Family:
                          f"known are {', '.join(FAMILIES)}")
     near = difflib.get_close_matches(kind, FAMILIES, n=1) if isinstance(kind, str) else []
     guess = f'did you mean "{near[0]}"? Known' if near else "known"
-    raise ValueError(f"{CONFIG}: model_type={_shown(kind)} is not a family that can be read; {guess} are {', '.join(FAMILIES)}")
+    raise ValueError(f"{CONFIG}: model_type={_shown(kind)} is not a family that can be read; {guess} are "
+                     f"{', '.join(FAMILIES)}")
 
 
 def model_keys(config: Mapping, family: Family) -> dict:
@@ -82,7 +86,8 @@ def model_keys(config: Mapping, family: Family) -> dict:
 
     Raises: ValueError, a line for everything that would be computed otherwise than by transformers.
     """
-    config = {**config, **{key: config[alias] for alias, key in family.aliases.items() if alias in config and key not in config}}
+    config = {**config, **{key: config[alias] for alias, key in family.aliases.items() if alias in config
+                           and key not in config}}
     get = lambda key: config[key] if key in config else family.defaults.get(key)
     keys, faults = dict(family.fixed), []
     for theirs, ours in family.keys.items():
@@ -95,17 +100,20 @@ def model_keys(config: Mapping, family: Family) -> dict:
         faults += _fault(theirs, value, ours[0])
         keys |= {one: float(value) if one in NUMBERS and type(value) is int else value for one in ours}
     if "attention_bias" in family.keys:
-        keys["attention_bias"] = next((ours for ours, theirs in BIASES.items() if theirs is keys["attention_bias"]), "none")
+        keys["attention_bias"] = next((ours for ours, theirs in BIASES.items()
+                                       if theirs is keys["attention_bias"]), "none")
     for key, allowed in family.only.items():
         value = get(key)
         if value is not None and not any(type(value) is type(one) and value == one for one in allowed):
-            faults.append(f"{CONFIG}: {key}={_shown(value)} cannot be computed; only {' or '.join(map(_shown, allowed))} can")
+            faults.append(f"{CONFIG}: {key}={_shown(value)} cannot be computed; only "
+                          f"{' or '.join(map(_shown, allowed))} can")
     rope, wrong = _rope(config, family)
     if family.every and not faults:
         kinds, more = _kinds(config, family, keys)
         keys |= kinds
         wrong += more
-    if not family.every and "sliding_attention" in (kinds := config.get("layer_types") or ()) and len(set(map(str, kinds))) > 1:
+    if not family.every and "sliding_attention" in (kinds := config.get("layer_types")
+                                                    or ()) and len(set(map(str, kinds))) > 1:
         faults.append(f"{CONFIG}: layer_types={_shown(kinds)}: [model] has one window for all layers")
     known = {*family.keys, *family.only, *family.aliases, *HARMLESS, *WINDOW_KEYS, *(ROPE_KEYS if family.ropes else ())}
     for key in sorted(set(config) - known):
@@ -127,8 +135,8 @@ def model_keys(config: Mapping, family: Family) -> dict:
 
 
 def config_of(model, family: Family, dtype: str, longest: int, source: Mapping) -> dict:
-    """config.json of a model. model: the keys of [model] as attributes. longest: the sequences it was trained on. source: the
-    config.json that the model came from, whose other keys stay."""
+    """config.json of a model. model: the keys of [model] as attributes. longest: the sequences it was trained on.
+    source: the config.json that the model came from, whose other keys stay."""
     kept = {key: value for key, value in source.items() if key not in ("rope_parameters", "dtype", *family.aliases)}
     made = kept | {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": dtype}
     made |= {theirs: getattr(model, ours[0]) for theirs, ours in family.keys.items()}
@@ -144,7 +152,8 @@ def config_of(model, family: Family, dtype: str, longest: int, source: Mapping) 
         made["sliding_window"] = made["sliding_window"] or None     # absent, some classes take one
     if not family.ropes:
         return made
-    made |= {"max_position_embeddings": max(longest, source.get("max_position_embeddings") or 0), "rope_theta": model.rope_theta}
+    made |= {"max_position_embeddings": max(longest, source.get("max_position_embeddings") or 0),
+             "rope_theta": model.rope_theta}
     made["rope_scaling"] = None if model.rope_scaling.rope_type == "default" else dict(model.rope_scaling)
     return made
 
@@ -157,7 +166,8 @@ def family_for(model) -> Family:
         width = "head_dim" in sizes or model.head_dim * model.num_heads == model.embed_dim
         rope = model.rope_scaling.rope_type in ("default", *family.ropes) or model.position != "rope"
         biases = "attention_bias" not in family.keys or model.attention_bias in BIASES
-        if heads and width and rope and biases and all(getattr(model, key) == value for key, value in family.fixed.items()):
+        if heads and width and rope and biases and all(
+                getattr(model, key) == value for key, value in family.fixed.items()):
             return family
     asked = dict.fromkeys([*FAMILIES["llama"].fixed, *(FAMILIES["mixtral"].fixed if model.num_experts else ())])
     told = ", ".join(f"model.{key}={_shown(getattr(model, key))}" for key in asked)
@@ -180,7 +190,8 @@ def _rope(config: Mapping, family: Family) -> tuple[dict, list[str]]:
     given.pop("type", None)
     faults = [] if _is_number(theta) else [f"{CONFIG}: rope_theta={_shown(theta)} is not a number larger than 0"]
     if kind not in family.ropes:
-        return {}, [*faults, f"{CONFIG}: rope_type={_shown(kind)} cannot be computed; only {' or '.join(family.ropes)} can"]
+        return {}, [*faults,
+                    f"{CONFIG}: rope_type={_shown(kind)} cannot be computed; only {' or '.join(family.ropes)} can"]
     keys = {"rope_theta": float(theta)} if not faults else {}
     for key, harmless in (("partial_rotary_factor", 1.0), ("truncate", True)):
         if given.get(key) == harmless:
@@ -193,9 +204,11 @@ def _rope(config: Mapping, family: Family) -> tuple[dict, list[str]]:
         scaling[key] = value if key in WHOLE or not _is_number(value) else float(value)
     keys |= {"rope_scaling": scaling} if kind in SCALED else {}
     if family.every and not faults:
-        base = local.get("rope_theta", config.get("rope_local_base_freq") or family.defaults.get("rope_local_base_freq") or theta)
+        base = local.get("rope_theta", config.get("rope_local_base_freq")
+                         or family.defaults.get("rope_local_base_freq") or theta)
         if not _is_number(base) or local.get("rope_type", "default") != "default":
-            faults.append(f"{CONFIG}: the rope of layers with a window, {_shown(local or base)}, cannot be computed; only default can")
+            faults.append(f"{CONFIG}: the rope of layers with a window, {_shown(local or base)}, cannot be computed; "
+                          f"only default can")
         elif base != theta or kind in SCALED:
             keys["local_rope_theta"] = float(base)
     if given:
@@ -215,7 +228,8 @@ def _kinds(config: Mapping, family: Family, keys: Mapping) -> tuple[dict, list[s
     if set(map(str, kinds)) == {_KINDS[True]}:
         return {"window": 0}, []
     if any(kind != _KINDS[(i + 1) % every == 0] for i, kind in enumerate(kinds)):
-        return {}, [f"{CONFIG}: layer_types={_shown(kinds)}: only {_KINDS[False]} with {_KINDS[True]} as every n-th can be computed"]
+        return {}, [f"{CONFIG}: layer_types={_shown(kinds)}: only {_KINDS[False]} with {_KINDS[True]} as every n-th "
+                    f"can be computed"]
     return {"global_every": every}, []
 
 

@@ -1,8 +1,9 @@
 """The forward pass with its keys and values kept: of whole prompts at once, then of one token after another.
 
-The layers are those of training; they call `ex.attend`, and here that keeps what it is given. Rows end at the same place of the
-cache: prompts are padded on the left, padding is segment 0. A cache is, for each group of layers, (keys, values) of each layer
-of its period, [repeats, B, S, K, H], split as rows and kv_heads are; positions and windows follow from the places alone.
+The layers are those of training; they call `ex.attend`, and here that keeps what it is given. Rows end at the same
+place of the cache: prompts are padded on the left, padding is segment 0. A cache is, for each group of layers, (keys,
+values) of each layer of its period, [repeats, B, S, K, H], split as rows and kv_heads are; positions and windows follow
+from the places alone.
 """
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ MASKED = -1e30
 def prefill(model: Transformer, ex: Execution, p, batch, room: int) -> tuple[jax.Array, list]:
     """(output of the last layer [B, T, D], the cache with room for that many tokens behind the prompts)."""
     def attend(kept, layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, **kind):
-        kept.append(tuple(_placed(layout, jnp.pad(x, [(0, 0), (0, room), (0, 0), (0, 0)]), "batch") for x in (k_BTKH, v_BTKH)))
+        kept.append(tuple(_placed(layout, jnp.pad(x, [(0, 0), (0, room), (0, 0), (0, 0)]), "batch")
+                          for x in (k_BTKH, v_BTKH)))
         return ex.attend(layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, **kind)
 
     x_BTD, inputs, caches = model.embed(ex, p, batch), model.inputs(batch), []
@@ -72,12 +74,16 @@ class _Reading:
         B, T, N, H = q_BTNH.shape
         S, K = self.cache[0].shape[2:4]
         self.cache = tuple(self._written(layout, *pair) for pair in zip(self.cache, (k_BTKH, v_BTKH), strict=True))
-        k_BSKH, v_BSKH = (_placed(layout, jax.lax.dynamic_index_in_dim(x, self.index, 0, keepdims=False), "batch") for x in self.cache)
+        k_BSKH, v_BSKH = (_placed(layout, jax.lax.dynamic_index_in_dim(x, self.index, 0, keepdims=False), "batch")
+                          for x in self.cache)
         place_S = jnp.arange(S)
         seen_BS = mask.sees(self.at, place_S) & (place_S >= self.pad_B[:, None])
-        s = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTNH.reshape(B, T, K, N // K, H), k_BSKH, preferred_element_type=jnp.float32, precision=products.precision(k_BSKH.dtype))
-        s = jnp.where(seen_BS[:, None, None, None], capped(s * (self.cfg.attention_scale_dim or H) ** -0.5, self.cfg.score_softcap), MASKED)
-        o = jnp.einsum("BKGTS,BSKH->BTKGH", jax.nn.softmax(s, -1).astype(v_BSKH.dtype), v_BSKH, preferred_element_type=jnp.float32, precision=products.precision(v_BSKH.dtype))
+        s = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTNH.reshape(B, T, K, N // K, H), k_BSKH,
+                       preferred_element_type=jnp.float32, precision=products.precision(k_BSKH.dtype))
+        s = jnp.where(seen_BS[:, None, None, None],
+                      capped(s * (self.cfg.attention_scale_dim or H) ** -0.5, self.cfg.score_softcap), MASKED)
+        o = jnp.einsum("BKGTS,BSKH->BTKGH", jax.nn.softmax(s, -1).astype(v_BSKH.dtype),
+                       v_BSKH, preferred_element_type=jnp.float32, precision=products.precision(v_BSKH.dtype))
         return o.reshape(B, T, N, H).astype(q_BTNH.dtype)
 
     def _written(self, layout: Layout, stack, new_BTKH):

@@ -1,8 +1,8 @@
 """Tokens that follow prompts: prefill, then a loop of one token after another until every row has stopped.
 
-Two programs: `start` takes the prompts and picks their first tokens, `go_on` loops on the device for as many tokens as the host
-asks, which reads them in between, to tell them as they come and to look for stop strings. What is drawn for a row depends on
-the seed, on its prompt and on how many tokens it has, not on the other rows, their number or the mesh.
+Two programs: `start` takes the prompts and picks their first tokens, `go_on` loops on the device for as many tokens as
+the host asks, which reads them in between, to tell them as they come and to look for stop strings. What is drawn for a
+row depends on the seed, on its prompt and on how many tokens it has, not on the other rows, their number or the mesh.
 """
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class GenerationLimits:
-    """tokens: most new ones. stop_ids: tokens that end an answer. length: of prompt and answer together; 0: none. ended: (row,
-    its tokens) -> how many of them are the answer, where it has ended by more than its last token;
-    asked every STRIDE tokens."""
+    """tokens: most new ones. stop_ids: tokens that end an answer. length: of prompt and answer together; 0: none.
+    ended: (row, its tokens) -> how many of them are the answer, where it has ended by more than its last token; asked
+    every STRIDE tokens."""
     tokens: int
     stop_ids: tuple[int, ...] = ()
     length: int = 0
@@ -64,10 +64,11 @@ class Generator:
     params: dict
     compiled: Callable = lambda name, jitted, *args: jitted
 
-    def complete(self, prompts: Sequence[Sequence[int]], limits: GenerationLimits, how: sampling.Picking = sampling.Picking(), seed: int = 0,
+    def complete(self, prompts: Sequence[Sequence[int]], limits: GenerationLimits,
+                 how: sampling.Picking = sampling.Picking(), seed: int = 0,
                  tell: Callable[[int, list[int]], None] | None = None) -> list[Completion]:
-        """The completions of prompts, none of them empty, in their order. tell: called with a prompt's number and its tokens so
-        far, as they come."""
+        """The completions of prompts, none of them empty, in their order. tell: called with a prompt's number and its
+        tokens so far, as they come."""
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         found: dict[int, Completion] = {}
         for at in range(0, len(order), MOST_ROWS):
@@ -77,10 +78,15 @@ class Generator:
 
     def _together(self, prompts, numbers, limits: GenerationLimits, how, seed: int, tell) -> list[Completion]:
         num_shards = self.ex.layout.num_shards(self.ex.layout.batch_axes)
-        # Two rows at least: XLA makes a slice of a lookup by one id, and to slice a table that is split it gathers all of it.
+        # Two rows at least: XLA makes a slice of a lookup by one id, and to slice a table that is split it gathers all
+        # of it.
         B = max(-(-len(prompts) // num_shards) * num_shards, 2)
         T = -(-max(map(len, prompts)) // PROMPT_STEP) * PROMPT_STEP
-        prompt_BT, lengths_B, budget_B, names_B = np.zeros((B, T), np.int32), np.ones(B, np.int32), np.zeros(B, np.int32), np.zeros(B, np.uint32)
+        prompt_BT, lengths_B, budget_B, names_B = np.zeros((B, T),
+                                                           np.int32), np.ones(B,
+                                                                              np.int32), np.zeros(B,
+                                                                                                  np.int32), np.zeros(
+                                                                                                      B, np.uint32)
         for i, prompt in enumerate(prompts):
             prompt_BT[i, T - len(prompt):], lengths_B[i] = prompt, len(prompt)
             # The last token is told and never read: it needs no position.
@@ -96,7 +102,8 @@ class Generator:
         stride = STRIDE if tell or limits.ended else room
         answers: list[list[int]] = [[] for _ in prompts]
         while True:
-            out_BT, count_B, done_B, count = (np.asarray(x) for x in (going.out_BT, going.count_B, going.done_B, going.count))
+            out_BT, count_B, done_B, count = (
+                np.asarray(x) for x in (going.out_BT, going.count_B, going.done_B, going.count))
             for i, number in enumerate(numbers):
                 if not ended_B[i]:
                     answers[i] = out_BT[i, :count_B[i]].tolist()
@@ -117,21 +124,24 @@ class Generator:
 def _programs(model: Transformer, ex: Execution, T: int, room: int, how: sampling.Picking, stop_ids: tuple[int, ...]):
     """(start, go_on), jitted, for prompts of T tokens and `room` more.
 
-    start(params, prompt_BT, lengths_B, budget_B, names_B, seed) -> Going. go_on(params, going, lengths_B, budget_B, names_B,
-    seed, until, ended_B) -> going, of `until` tokens or of those at which every row is done; `going` is donated. What the host
-    reads lies whole on every device.
+    start(params, prompt_BT, lengths_B, budget_B, names_B, seed) -> Going. go_on(params, going, lengths_B, budget_B,
+    names_B, seed, until, ended_B) -> going, of `until` tokens or of those at which every row is done; `going` is
+    donated. What the host reads lies whole on every device.
     """
     def whole(going: Going) -> Going:
-        told = {name: jax.lax.with_sharding_constraint(x, P()) for name, x in going._asdict().items() if name != "caches"}
+        told = {name: jax.lax.with_sharding_constraint(x, P())
+                for name, x in going._asdict().items() if name != "caches"}
         return going._replace(**told)
 
     def picked(going: Going, logits_BV, budget_B, names_B, seed) -> Going:
         """With one token more in each row that is not done."""
         key = jax.random.fold_in(jax.random.key(seed), going.count)
         token_B = sampling.pick(how, logits_BV, jax.vmap(lambda name: jax.random.fold_in(key, name))(names_B))
-        out_BT = jax.lax.dynamic_update_slice_in_dim(going.out_BT, jnp.where(going.done_B, 0, token_B)[:, None], going.count, 1)
+        out_BT = jax.lax.dynamic_update_slice_in_dim(
+            going.out_BT, jnp.where(going.done_B, 0, token_B)[:, None], going.count, 1)
         count_B = going.count_B + ~going.done_B
-        done_B = going.done_B | (count_B >= budget_B) | (token_B[:, None] == jnp.asarray(stop_ids or (-1,), jnp.int32)).any(-1)
+        done_B = going.done_B | (count_B >= budget_B) | (token_B[:, None] == jnp.asarray(stop_ids or (-1,),
+                                                                                         jnp.int32)).any(-1)
         return going._replace(count=going.count + 1, token_B=token_B, out_BT=out_BT, count_B=count_B, done_B=done_B)
 
     def start(p, prompt_BT, lengths_B, budget_B, names_B, seed):

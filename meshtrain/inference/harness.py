@@ -1,7 +1,8 @@
 """The LM evaluation harness over a model of ours: its three requests, answered by the scorer and the generator.
 
-A request's tokens are encoded without special tokens, as the harness's own models of Hugging Face's do; an empty context is the
-prefix token. Sequences are padded on the right to a multiple of STEP: few programs. lm_eval is imported with this module.
+A request's tokens are encoded without special tokens, as the harness's own models of Hugging Face's do; an empty
+context is the prefix token. Sequences are padded on the right to a multiple of STEP: few programs. lm_eval is imported
+with this module.
 Source: github.com/EleutherAI/lm-evaluation-harness, lm_eval.api.model.TemplateLM.
 """
 from __future__ import annotations
@@ -28,10 +29,11 @@ NEW_TOKENS = 256        # of an answer, where a task does not say
 
 
 class HarnessModel(TemplateLM):
-    """encode, decode: text to ids without special tokens, and back. prefix: the token that stands before a document. length:
-    most tokens of a sequence."""
+    """encode, decode: text to ids without special tokens, and back. prefix: the token that stands before a document.
+    length: most tokens of a sequence."""
 
-    def __init__(self, scorer: Scorer, generator: Generator, encode: Callable[[str], list[int]], decode: Callable[[Sequence[int]], str],
+    def __init__(self, scorer: Scorer, generator: Generator, encode: Callable[[str], list[int]],
+                 decode: Callable[[Sequence[int]], str],
                  prefix: int, stop_ids: Sequence[int], length: int, seed: int = 0):
         super().__init__()
         self.scorer, self.generator, self.encode, self.decode = scorer, generator, encode, decode
@@ -57,7 +59,8 @@ class HarnessModel(TemplateLM):
         return list(self.encode(string))
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **kwargs) -> list[tuple[float, bool]]:
-        """(log-likelihood of the continuation, whether it is the greedy one) of each (texts, context ids, continuation ids)."""
+        """(log-likelihood of the continuation, whether it is the greedy one) of each (texts, context ids, continuation
+        ids)."""
         rows = [(context + continuation)[-(self.length + 1):] for _, context, continuation in requests]
         order, found = sorted(range(len(rows)), key=lambda i: -len(rows[i])), {}
         while order:
@@ -67,7 +70,8 @@ class HarnessModel(TemplateLM):
             for row, i in enumerate(taken):
                 end = len(rows[i]) - 1
                 continuation = slice(end - min(len(requests[i][2]), end), end)
-                found[i] = float(logprobs[row, continuation].sum(dtype=np.float64)), bool(likeliest[row, continuation].all())
+                found[i] = float(logprobs[row, continuation].sum(dtype=np.float64)), bool(
+                    likeliest[row, continuation].all())
         return [found[i] for i in range(len(rows))]
 
     def _batch(self, rows: Sequence[list[int]], T: int) -> dict[str, np.ndarray]:
@@ -83,7 +87,8 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
         windows, owners = [], []
         for owner, request in enumerate(requests):
-            for window in get_rolling_token_windows(self.tok_encode(request.args[0]), prefix_token=self.prefix, max_seq_len=self.length,
+            for window in get_rolling_token_windows(self.tok_encode(request.args[0]),
+                                                    prefix_token=self.prefix, max_seq_len=self.length,
                                                     context_len=1):
                 windows.append((None, *make_disjoint_window(window)))
                 owners.append(owner)
@@ -99,7 +104,8 @@ class HarnessModel(TemplateLM):
         for i, request in enumerate(requests):
             alike.setdefault(repr(sorted(request.args[1].items())), []).append(i)
         for numbers in alike.values():
-            found |= zip(numbers, self._generated([requests[i].args[0] for i in numbers], requests[numbers[0]].args[1]), strict=True)
+            found |= zip(numbers, self._generated([requests[i].args[0] for i in numbers], requests[numbers[0]].args[1]),
+                         strict=True)
         return [found[i] for i in range(len(requests))]
 
     def _generated(self, contexts: Sequence[str], options: dict) -> list[str]:
@@ -107,7 +113,8 @@ class HarnessModel(TemplateLM):
         new = int(options.get("max_gen_toks") or options.get("max_new_tokens") or NEW_TOKENS)
         new = min(new, max(self.length - 1, 1))
         drawn = options.get("do_sample", False)
-        how = Picking(float(options.get("temperature") or 1.0), int(options.get("top_k") or 0), float(options.get("top_p") or 1.0),
+        how = Picking(float(options.get("temperature") or 1.0), int(options.get("top_k") or 0),
+                      float(options.get("top_p") or 1.0),
                       float(options.get("min_p") or 0.0)) if drawn else Picking()
         words = Words(self.decode, (until,) if isinstance(until, str) else tuple(until), self.stop_ids)
         # Cut on the left, as the harness does.
@@ -118,17 +125,21 @@ class HarnessModel(TemplateLM):
 
 
 def results(model: HarnessModel, tasks: Sequence[str], num_fewshot: int | None, limit: int | None) -> dict[str, dict]:
-    """{task: {metric: value}}. tasks: names, or paths of YAML files. Raises: ValueError for a task that is not there."""
+    """{task: {metric: value}}. tasks: names, or paths of YAML files. Raises: ValueError for a task that is not
+    there."""
     files = [Path(task) for task in tasks if task.endswith((".yaml", ".yml"))]
     names = [_name_in(Path(task)) if Path(task) in files else task for task in tasks]
-    manager = TaskManager(include_path=sorted({path.resolve().parent for path in files}) or None, include_defaults=len(files) < len(tasks))
+    manager = TaskManager(include_path=sorted({path.resolve().parent for path in files}) or None,
+                          include_defaults=len(files) < len(tasks))
     if missing := [name for name in names if name not in manager.all_tasks]:
         near = difflib.get_close_matches(missing[0], manager.all_tasks, n=1)
         guess = f"did you mean {near[0]}?" if near else "name a task, or the path of its .yaml file"
         raise ValueError(f"--tasks: {missing[0]} is not a task of the harness; {guess}")
-    told = lm_eval.simple_evaluate(model, tasks=names, num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False,
+    told = lm_eval.simple_evaluate(model, tasks=names, num_fewshot=num_fewshot, limit=limit,
+                                   task_manager=manager, log_samples=False,
                                    bootstrap_iters=0)
-    numbers = lambda metrics: {name.removesuffix(",none"): value for name, value in metrics.items() if type(value) in (int, float)}
+    numbers = lambda metrics: {name.removesuffix(",none"): value
+                               for name, value in metrics.items() if type(value) in (int, float)}
     return {name: numbers(metrics) for name, metrics in told["results"].items()}
 
 

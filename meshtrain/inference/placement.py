@@ -1,8 +1,9 @@
 """Where weights and rows lie while a model answers: weights never move, activations do.
 
-A token's matmuls read every weight once and multiply it with a few rows: to gather a weight, as training does where it shards
-states, would cost more than the product. So `tensor` splits heads, MLP and vocabulary as in training, other axes split the
-width of every weight, whose products are then summed, and `data` has rows of its own. This module knows no run file.
+A token's matmuls read every weight once and multiply it with a few rows: to gather a weight, as training does where it
+shards states, would cost more than the product. So `tensor` splits heads, MLP and vocabulary as in training, other axes
+split the width of every weight, whose products are then summed, and `data` has rows of its own. This module knows no
+run file.
 """
 from __future__ import annotations
 
@@ -15,20 +16,22 @@ from meshtrain.sharding.rules import TABLES, Layout, Rules
 
 NAME = "the layout of generation"
 SPLIT = ("heads", "kv_heads", "mlp", "vocab")
-WHAT = {"heads": "query heads", "kv_heads": "key and value heads", "mlp": "width of the MLP", "vocab": "padded vocabulary",
+WHAT = {"heads": "query heads", "kv_heads": "key and value heads", "mlp": "width of the MLP",
+        "vocab": "padded vocabulary",
         "embed": "width"}
 
 
 def command(model: Transformer, sizes: Mapping[str, int]) -> Layout:
     """The layout on a mesh of the user's: data × fsdp × tensor. Raises: ValueError with every fault."""
-    faults = [f"mesh.{axis}={sizes[axis]} has no use here: a model answers without stages, and its sequences stay whole; leave it "
-              "out, and use mesh.tensor or mesh.fsdp" for axis in ("stage", "context") if sizes[axis] > 1]
+    faults = [f"mesh.{axis}={sizes[axis]} has no use here: a model answers without stages, and its sequences stay "
+              f"whole; leave it out, and use mesh.tensor or mesh.fsdp"
+              for axis in ("stage", "context") if sizes[axis] > 1]
     layout = _layout(model, sizes, ("data",), ("fsdp",), SPLIT)
     if wrong := _undivided(model, layout, SPLIT):
         fitting = [n for n in range(1, sizes["tensor"] + 1)
                    if not _undivided(model, _layout(model, {**sizes, "tensor": n}, ("data",), ("fsdp",), SPLIT), SPLIT)]
-        faults.append(f"mesh.tensor={sizes['tensor']} does not divide this model's {' or '.join(wrong)}; use mesh.tensor="
-                      f"{fitting[-1]}, and mesh.data or mesh.fsdp for other devices")
+        faults.append(f"mesh.tensor={sizes['tensor']} does not divide this model's {' or '.join(wrong)}; use "
+                      f"mesh.tensor={fitting[-1]}, and mesh.data or mesh.fsdp for other devices")
     if wrong := _undivided(model, layout, ("embed",)):
         faults.append(f"mesh.fsdp={sizes['fsdp']} does not divide this model's {wrong[0]}; use another, or mesh.data")
     if faults:
@@ -50,7 +53,8 @@ def within(model: Transformer, trained: Layout) -> Layout:
     return _layout(model, trained.sizes, (), embed, split)
 
 
-def _layout(model: Transformer, sizes: Mapping[str, int], rows: tuple[str, ...], embed: tuple[str, ...], split: Sequence[str]) -> Layout:
+def _layout(model: Transformer, sizes: Mapping[str, int], rows: tuple[str, ...], embed: tuple[str, ...],
+            split: Sequence[str]) -> Layout:
     tensor = {logical: ("tensor",) for logical in split}
     weights = tensor | {"embed": embed}
     if model.cfg.num_experts:       # tokens of all of them are here; only their width is split, where it divides

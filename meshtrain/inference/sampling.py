@@ -1,4 +1,5 @@
-"""Which token follows: the most likely one, or one that is drawn. What is left to draw from is what transformers leaves."""
+"""Which token follows: the most likely one, or one that is drawn. What is left to draw from is what transformers
+leaves."""
 from __future__ import annotations
 
 import dataclasses
@@ -9,8 +10,8 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Picking:
-    """temperature: of the draw; 0: the most likely token. top_k: draw from so many; 0: all. top_p: from the fewest that have
-    this probability together. min_p: from those with this share of the probability of the most likely one."""
+    """temperature: of the draw; 0: the most likely token. top_k: draw from so many; 0: all. top_p: from the fewest that
+    have this probability together. min_p: from those with this share of the probability of the most likely one."""
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -25,8 +26,8 @@ def pick(how: Picking, logits_BV, keys_B):
 
 
 def allowed(how: Picking, logits_BV):
-    """The logits over the temperature, -inf where a token is not drawn from. One after another, as transformers has them:
-    top-k, top-p of what is left, min-p of what is left."""
+    """The logits over the temperature, -inf where a token is not drawn from. One after another, as transformers has
+    them: top-k, top-p of what is left, min-p of what is left."""
     z = logits_BV / how.temperature
     if 0 < how.top_k < z.shape[-1]:
         z = jnp.where(z < jax.lax.top_k(z, how.top_k)[0][..., -1:], -jnp.inf, z)

@@ -1,4 +1,5 @@
-"""How likely a model finds tokens that are given: the log-probability of every target, and whether it is the likeliest token.
+"""How likely a model finds tokens that are given: the log-probability of every target, and whether it is the likeliest
+token.
 
 The forward pass of training; the head reads some places of each row at a time, so whole logits never exist.
 """
@@ -35,8 +36,8 @@ class Scorer:
         return max(1, TOKENS // length) * self.ex.layout.num_shards(self.ex.layout.batch_axes)
 
     def score(self, batch: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """(float32 log-probabilities in nats [B, T], whether they are the largest [B, T]) of batch["targets"], whatever stands
-        where there is none. batch: as of training, of `rows` rows."""
+        """(float32 log-probabilities in nats [B, T], whether they are the largest [B, T]) of batch["targets"], whatever
+        stands where there is none. batch: as of training, of `rows` rows."""
         layout = self.ex.layout
         spec = lambda x: layout.spec("activations", ("batch", "seq")[:x.ndim])
         placed = {name: jax.device_put(x, NamedSharding(self.mesh, spec(x))) for name, x in batch.items()}

@@ -1,7 +1,7 @@
 """Attention without a score matrix, compiled by XLA: blocks of queries against blocks of keys, with a running softmax.
 
-The list of visited block pairs is static, those of which the mask leaves something, so the compiled loop has a known length.
-Scores are float32; every matmul takes its operands in the compute dtype, in the backward too.
+The list of visited block pairs is static, those of which the mask leaves something, so the compiled loop has a known
+length. Scores are float32; every matmul takes its operands in the compute dtype, in the backward too.
 Source: FlashAttention-2, arXiv:2307.08691. Knows no mesh.
 """
 from __future__ import annotations
@@ -20,7 +20,8 @@ BLOCK = 512          # tokens; the largest score block is [B, N, BLOCK, BLOCK] f
 
 
 def engine(block: int = BLOCK, scores: Scores = Scores()) -> Engine:
-    """The engine in blocks of at most `block` tokens. Its memory beyond arguments and results is [B, N, block, block]."""
+    """The engine in blocks of at most `block` tokens. Its memory beyond arguments and results is [B, N, block,
+    block]."""
     return Engine(partial(_forward, block=block, scores=scores), partial(_backward, block=block, scores=scores))
 
 
@@ -28,10 +29,11 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, mask, *, bloc
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     queries, keys = _Blocks(T, block), _Blocks(k_BSKH.shape[1], block)
-    # Differentiating a scan over layers moves out of it whatever does not depend on the layer, and keeps it: here the masks
-    # of all block pairs, B·N·T·S bytes. Behind the barrier everything depends on q.
+    # Differentiating a scan over layers moves out of it whatever does not depend on the layer, and keeps it: here the
+    # masks of all block pairs, B·N·T·S bytes. Behind the barrier everything depends on q.
     pairs = _pairs(queries, keys, mask)
-    q_BTNH, q_segments_BT, k_segments_BS, pairs = jax.lax.optimization_barrier((q_BTNH, q_segments_BT, k_segments_BS, pairs))
+    q_BTNH, q_segments_BT, k_segments_BS, pairs = jax.lax.optimization_barrier(
+        (q_BTNH, q_segments_BT, k_segments_BS, pairs))
     q = queries.pad(q_BTNH.reshape(B, T, K, N // K, H))
     k, v = keys.pad(k_BSKH), keys.pad(v_BSKH)
     q_seg, k_seg = _segments(queries, keys, q_segments_BT, k_segments_BS, mask)
@@ -48,7 +50,8 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, mask, *, bloc
         p = jnp.where(s > MASKED / 2, p, 0.0)
         keep = jnp.exp(m_old - m_new)
         l_new = l_old * keep + p.sum(-1).transpose(0, 3, 1, 2)
-        pv = jnp.einsum("BKGTS,BSKH->BTKGH", p.astype(v.dtype), v_j, preferred_element_type=jnp.float32, precision=products.precision(v_j.dtype))
+        pv = jnp.einsum("BKGTS,BSKH->BTKGH", p.astype(v.dtype), v_j, preferred_element_type=jnp.float32,
+                        precision=products.precision(v_j.dtype))
         o_new = o_old * keep[..., None] + pv
         return (queries.put(o, o_new, i), queries.put(l, l_new, i), queries.put(m, m_new, i)), None
 
@@ -78,14 +81,18 @@ def _backward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, o_BTNH, lse_
         seen = _seen(queries.take(q_seg, i), keys.take(k_seg, j), queries.size * i, keys.size * j, mask)
         s = _scores(q_i, k_j, seen, scores)
         p = jnp.where(s > MASKED / 2, jnp.exp(s - lead(lse)), 0.0)
-        dp = jnp.einsum("BTKGH,BSKH->BKGTS", do_i, v_j, preferred_element_type=jnp.float32, precision=products.precision(v_j.dtype))
+        dp = jnp.einsum("BTKGH,BSKH->BKGTS", do_i, v_j, preferred_element_type=jnp.float32,
+                        precision=products.precision(v_j.dtype))
         # Back to the compute dtype before the matmuls: a float32 cotangent would make both of them float32 dots.
         slope = jnp.where(s > MASKED / 2, 1 - jnp.square(s / scores.softcap), 0.0) if scores.softcap else 1.0
         ds = (p * (dp - lead(delta)) * (slope * scores.scale(H))).astype(q.dtype)
         f32 = dict(preferred_element_type=jnp.float32)
-        dq = queries.put(dq, queries.take(dq, i) + jnp.einsum("BKGTS,BSKH->BTKGH", ds, k_j, **f32, precision=products.precision(k_j.dtype)), i)
-        dk = keys.put(dk, keys.take(dk, j) + jnp.einsum("BKGTS,BTKGH->BSKH", ds, q_i, **f32, precision=products.precision(q_i.dtype)), j)
-        dv = keys.put(dv, keys.take(dv, j) + jnp.einsum("BKGTS,BTKGH->BSKH", p.astype(v.dtype), do_i, **f32, precision=products.precision(do_i.dtype)), j)
+        dq = queries.put(dq, queries.take(dq, i) + jnp.einsum("BKGTS,BSKH->BTKGH", ds,
+                                                              k_j, **f32, precision=products.precision(k_j.dtype)), i)
+        dk = keys.put(dk, keys.take(dk, j) + jnp.einsum("BKGTS,BTKGH->BSKH", ds, q_i,
+                                                        **f32, precision=products.precision(q_i.dtype)), j)
+        dv = keys.put(dv, keys.take(dv, j) + jnp.einsum("BKGTS,BTKGH->BSKH", p.astype(v.dtype),
+                                                        do_i, **f32, precision=products.precision(do_i.dtype)), j)
         return (dq, dk, dv), None
 
     start = tuple(jnp.zeros_like(x, jnp.float32) for x in (q, k, v))
@@ -134,7 +141,8 @@ def _seen(q_seg, k_seg, q_first, k_first, mask: Mask):
 
 def _scores(q_i, k_j, seen, scores: Scores):
     """float32 [B, K, G, T, S] of one block pair, MASKED where nothing is seen."""
-    s = jnp.einsum("BTKGH,BSKH->BKGTS", q_i, k_j, preferred_element_type=jnp.float32, precision=products.precision(k_j.dtype)) * scores.scale(q_i.shape[-1])
+    s = jnp.einsum("BTKGH,BSKH->BKGTS", q_i, k_j, preferred_element_type=jnp.float32,
+                   precision=products.precision(k_j.dtype)) * scores.scale(q_i.shape[-1])
     if scores.softcap:
         s = scores.softcap * jnp.tanh(s / scores.softcap)
     return jnp.where(seen[:, None, None], s, MASKED)

@@ -9,8 +9,8 @@ from meshtrain.kernels.mask import Scores
 
 
 def engine(scores: Scores = Scores()) -> Engine | None:
-    """cuDNN's kernels as an engine, for masks without documents. bfloat16, GPU, H a multiple of 8 up to 128. A window is one of
-    equal queries and keys. None where this jax does not offer them."""
+    """cuDNN's kernels as an engine, for masks without documents. bfloat16, GPU, H a multiple of 8 up to 128. A window
+    is one of equal queries and keys. None where this jax does not offer them."""
     kernel = jax_private.cudnn_attention()
     assert not scores.softcap, "cuDNN has none here"
     if kernel is None:
@@ -26,7 +26,8 @@ def engine(scores: Scores = Scores()) -> Engine | None:
 
     def backward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, o_BTNH, lse_BTN, do_BTNH, mask):
         o_BTNH, do_BTNH = o_BTNH.astype(q_BTNH.dtype), do_BTNH.astype(q_BTNH.dtype)
-        grads = kernel.backward(q_BTNH, k_BSKH, v_BSKH, o_BTNH, lse_BTN.swapaxes(1, 2), do_BTNH, *asked(mask, q_BTNH.shape[-1]))
+        grads = kernel.backward(q_BTNH, k_BSKH, v_BSKH, o_BTNH, lse_BTN.swapaxes(1, 2),
+                                do_BTNH, *asked(mask, q_BTNH.shape[-1]))
         return tuple(g.astype(jnp.float32) for g in grads)
 
     return Engine(forward, backward, partitions=False)

@@ -1,7 +1,7 @@
 """The contract of every attention engine on one device, and the plain computation that all are compared with.
 
-(o, lse) <- (q, k, v), and a backward that takes the o and lse over all keys, so that a ring or an all-gather over devices
-can be built from the same blocks (FlashAttention-2, arXiv:2307.08691). Knows no mesh.
+(o, lse) <- (q, k, v), and a backward that takes the o and lse over all keys, so that a ring or an all-gather over
+devices can be built from the same blocks (FlashAttention-2, arXiv:2307.08691). Knows no mesh.
 """
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Engine(NamedTuple):
     """Attention of T queries to S keys, within segments and a `kernels.mask.Mask`;
     block pairs that it leaves nothing of cost nothing.
 
-    forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, mask) -> o_BTNH, lse_BTN, both float32 (lse the natural
-    log-sum-exp of the scores; MASKED and zeros where a query sees nothing).
-    backward(q, k, v, q_segments, k_segments, o, lse, do, mask) -> dq, dk, dv, float32, of these pairs alone, where o and
-    lse are those of all the keys that the queries see, here or elsewhere.
+    forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, mask) -> o_BTNH, lse_BTN, both float32 (lse the
+    natural log-sum-exp of the scores; MASKED and zeros where a query sees nothing).
+    backward(q, k, v, q_segments, k_segments, o, lse, do, mask) -> dq, dk, dv, float32, of these pairs alone, where o
+    and lse are those of all the keys that the queries see, here or elsewhere.
     partitions: whether XLA can split it over mesh axes; else every axis must be manual where it stands.
     """
     forward: Callable
@@ -37,9 +37,11 @@ def plain(q_BTNH, k_BSKH, v_BSKH, segments_BT, mask: Mask = CAUSAL, scores: Scor
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
-    s_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32, precision=products.precision(k_BSKH.dtype)) * scores.scale(H)
+    s_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32,
+                         precision=products.precision(k_BSKH.dtype)) * scores.scale(H)
     s_BKGTS = scores.softcap * jnp.tanh(s_BKGTS / scores.softcap) if scores.softcap else s_BKGTS
     apart = jnp.arange(T)[:, None] - jnp.arange(T)
     seen_BTS = (apart >= 0) & (apart < (mask.window or T)) & (segments_BT[:, :, None] == segments_BT[:, None, :])
     p_BKGTS = jax.nn.softmax(jnp.where(seen_BTS[:, None, None], s_BKGTS, MASKED), -1).astype(q_BTNH.dtype)
-    return jnp.einsum("BKGTS,BSKH->BTKGH", p_BKGTS, v_BSKH, precision=products.precision(v_BSKH.dtype)).reshape(B, T, N, H)
+    return jnp.einsum("BKGTS,BSKH->BTKGH", p_BKGTS, v_BSKH, precision=products.precision(v_BSKH.dtype)).reshape(
+        B, T, N, H)

@@ -1,11 +1,12 @@
 """Matmuls of rows with the matrix of their group: the experts of a mixture, each with as many rows as chose it.
 
-Rows [R, …] lie in blocks, and all rows of a block belong to one group; a group's blocks stand together. The rows that fill up a
-group's last block are zeros, and blocks behind the last used one are neither read nor written. XLA's own `ragged_dot` is no help:
-on NVIDIA GPUs it multiplies every row with every group's matrix and masks (openxla/xla 40189), so with 16 groups 16 times.
-Engines: `loop`, XLA's, block after block, anywhere; `triton`, Pallas kernels of which each program takes one tile, and reads its rows
-from where they are taken, so that they are nowhere copied (as scattermoe does, arXiv:2403.08245). Neither can be differentiated:
-whoever calls them writes both directions. Knows no experts, no mesh.
+Rows [R, …] lie in blocks, and all rows of a block belong to one group; a group's blocks stand together. The rows that
+fill up a group's last block are zeros, and blocks behind the last used one are neither read nor written. XLA's own
+`ragged_dot` is no help: on NVIDIA GPUs it multiplies every row with every group's matrix and masks (openxla/xla 40189),
+so with 16 groups 16 times. Engines: `loop`, XLA's, block after block, anywhere; `triton`, Pallas kernels of which each
+program takes one tile, and reads its rows from where they are taken, so that they are nowhere copied (as scattermoe
+does, arXiv:2403.08245). Neither can be differentiated: whoever calls them writes both directions. Knows no experts, no
+mesh.
 """
 from __future__ import annotations
 
@@ -31,14 +32,15 @@ class Groups(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """Rows of an array by their numbers, zeros where one is negative: what a kernel reads as it goes, and nobody copies."""
+    """Rows of an array by their numbers, zeros where one is negative: what a kernel reads as it goes, and nobody
+    copies."""
     of: jax.Array         # [A, K]
     number: jax.Array     # [R] int32
 
 
 class GroupedOperands(NamedTuple):
-    """x_RK, or a Taken of such rows, times the matrix of each row's group. dims: the order of w's, a permutation of "gkn"; so a
-    transposed w needs no copy, nor one whose groups are not its first dim."""
+    """x_RK, or a Taken of such rows, times the matrix of each row's group. dims: the order of w's, a permutation of
+    "gkn"; so a transposed w needs no copy, nor one whose groups are not its first dim."""
     x: jax.Array | Taken
     w: jax.Array
     dims: str
@@ -47,11 +49,11 @@ class GroupedOperands(NamedTuple):
 class GroupedEngine(NamedTuple):
     """take(a_AK, number_R) -> these rows, as `rows` and `outer` have them.
 
-    rows(pairs, groups, then, beside) -> what `then` makes of the sum of the products, [R, N] in float32. then(sum, *beside) sees some rows
-    and columns at a time, and gives a tuple: of [rows, columns], rounded to x's dtype in the result, or of sums over the columns,
-    [rows] in float32. beside: arrays [R, N], or [R, 1] seen by all columns.
-    outer(x_RK, y_RN, groups, dims) -> float32, of a group without rows zeros, in this order of dims. block(rows, groups): rows of a
-    block where so many rows go to so many groups.
+    rows(pairs, groups, then, beside) -> what `then` makes of the sum of the products, [R, N] in float32. then(sum,
+    *beside) sees some rows and columns at a time, and gives a tuple: of [rows, columns], rounded to x's dtype in the
+    result, or of sums over the columns, [rows] in float32. beside: arrays [R, N], or [R, 1] seen by all columns.
+    outer(x_RK, y_RN, groups, dims) -> float32, of a group without rows zeros, in this order of dims. block(rows,
+    groups): rows of a block where so many rows go to so many groups.
     """
     take: Callable
     rows: Callable
@@ -70,12 +72,13 @@ def groups_of(sizes_G, num_blocks: int, block: int) -> Groups:
     ends = jnp.cumsum(blocks)
     owner = jnp.sum(ends[None, :] <= jnp.arange(num_blocks)[:, None], 1)
     as_int = lambda a: a.astype(jnp.int32)
-    return Groups(as_int(jnp.minimum(owner, len(sizes_G) - 1)), as_int(ends[-1:]), as_int(ends - blocks), as_int(blocks))
+    return Groups(as_int(jnp.minimum(owner, len(sizes_G) - 1)), as_int(ends[-1:]), as_int(ends - blocks),
+                  as_int(blocks))
 
 
 def executed_rows(rows: float, groups: float, block: int) -> float:
-    """Rows of the blocks that so many rows of equally large groups use: what fills up a group's last block is half of one in the
-    mean, and no group with rows has less than one."""
+    """Rows of the blocks that so many rows of equally large groups use: what fills up a group's last block is half of
+    one in the mean, and no group with rows has less than one."""
     each = rows / groups
     return groups * block * (max(1.0, each / block + 0.5) if each > 1 else each)
 
@@ -106,9 +109,11 @@ def _loop_rows(pairs, groups: Groups, then: Callable = as_it_is, beside=()):
         part, summed = lambda a: lax.dynamic_slice_in_dim(a, b * block, block, 0), 0
         for x, w, dims in pairs:
             own = lax.dynamic_index_in_dim(w, groups.owner[b], dims.index("g"), keepdims=False)
-            summed += jnp.einsum(f"rk,{dims.replace('g', '')}->rn", part(x), own, preferred_element_type=jnp.float32, precision=products.precision(own.dtype))
+            summed += jnp.einsum(f"rk,{dims.replace('g', '')}->rn", part(x), own, preferred_element_type=jnp.float32,
+                                 precision=products.precision(own.dtype))
         made = then(summed, *map(part, beside))
-        return [lax.dynamic_update_slice_in_dim(whole, a.astype(whole.dtype), b * block, 0) for whole, a in zip(results, made, strict=True)]
+        return [lax.dynamic_update_slice_in_dim(whole, a.astype(whole.dtype), b * block, 0)
+                for whole, a in zip(results, made, strict=True)]
     results = _results(then, beside, x.shape[0], w.shape[dims.index("n")], x.dtype)
     return lax.fori_loop(0, groups.count[0], visit, [jnp.zeros(a.shape, a.dtype) for a in results])
 
@@ -119,7 +124,8 @@ def _loop_outer(x, y, groups: Groups, dims: str):
     def visit(b, sums):
         part = lambda a: lax.dynamic_slice_in_dim(a, b * block, block, 0)
         own = lax.dynamic_index_in_dim(sums, groups.owner[b], at, keepdims=False)
-        new = own + jnp.einsum(f"rk,rn->{dims.replace('g', '')}", part(x), part(y), preferred_element_type=jnp.float32, precision=products.precision(part(y).dtype))
+        new = own + jnp.einsum(f"rk,rn->{dims.replace('g', '')}", part(x), part(y), preferred_element_type=jnp.float32,
+                               precision=products.precision(part(y).dtype))
         return lax.dynamic_update_index_in_dim(sums, new, groups.owner[b], at)
     shape = _ordered(dims, g=len(groups.first), k=x.shape[1], n=y.shape[1])
     return lax.fori_loop(0, groups.count[0], visit, jnp.zeros(shape, jnp.float32))
@@ -130,8 +136,9 @@ def _ordered(dims: str, **of_letter) -> tuple:
 
 
 def _loop_block(rows: int, groups: int) -> int:
-    """About an eighth of what a group has, so that little is filled up: of groups of 512 blocks of 256, 128, 64 and 32 rows took a
-    training step 1.50, 1.47, 1.35 and 1.43 times a dense one's CPU seconds. Beyond 128 rows a product is no faster."""
+    """About an eighth of what a group has, so that little is filled up: of groups of 512 blocks of 256, 128, 64 and 32
+    rows took a training step 1.50, 1.47, 1.35 and 1.43 times a dense one's CPU seconds. Beyond 128 rows a product is no
+    faster."""
     return 1 << max(3, min(7, (rows // (8 * max(groups, 1))).bit_length() - 1))
 
 
@@ -167,7 +174,8 @@ def _array(x):
     return x.of if isinstance(x, Taken) else x
 
 
-def _rows_kernel(owner_ref, count_ref, pairs, beside_refs, *result_refs, then: Callable, all_dims, steps, tile: tuple[int, int]):
+def _rows_kernel(owner_ref, count_ref, pairs, beside_refs, *result_refs, then: Callable,
+                 all_dims, steps, tile: tuple[int, int]):
     """One block of rows, one tile of columns; an unused block ends at once."""
     column, b, (block, width) = pl.program_id(0), pl.program_id(1), tile
 
@@ -185,25 +193,29 @@ def _rows_kernel(owner_ref, count_ref, pairs, beside_refs, *result_refs, then: C
             ref[...] = a.astype(ref.dtype)
 
 
-def _triton_rows(pairs, groups: Groups, then: Callable = as_it_is, beside=(), *, by_size: Mapping[int, tiles.GroupedTile], interpret: bool):
+def _triton_rows(pairs, groups: Groups, then: Callable = as_it_is, beside=(), *,
+                 by_size: Mapping[int, tiles.GroupedTile], interpret: bool):
     (first, w, dims), all_dims = pairs[0], [dims for _, _, dims in pairs]
     of, N = by_size[_array(first).dtype.itemsize], w.shape[dims.index("n")]
     width = _tile(N, of.columns if sum(a.shape[1] > 1 for a in beside) < 2 else of.beside)
     steps = [_tile(_array(x).shape[1], of.step) for x, _, _ in pairs]
     xs = [_padded(x, step, 1) for (x, _, _), step in zip(pairs, steps)]
-    ws = [_padded(_padded(w, width, dims.index("n")), step, dims.index("k")) for (_, w, dims), step in zip(pairs, steps)]
+    ws = [_padded(_padded(w, width, dims.index("n")), step, dims.index("k"))
+          for (_, w, dims), step in zip(pairs, steps)]
     beside = [a if a.shape[1] == 1 else _padded(a, width, 1) for a in beside]
     block, columns = _block_rows(first, groups), ws[0].shape[dims.index("n")]
     rows, tiled = block * len(groups.owner), columns // width
     spec = lambda columns: pl.BlockSpec((block, columns), lambda j, b: (b, 0 if columns == 1 else j))
     shapes, pairs = _results(then, beside, rows, columns, _array(first).dtype), list(zip(xs, ws))
     results = pl.pallas_call(
-        partial(_rows_kernel, then=then, all_dims=all_dims, steps=steps, tile=(block, width)), grid=(tiled, rows // block),
+        partial(_rows_kernel, then=then, all_dims=all_dims, steps=steps, tile=(block, width)),
+        grid=(tiled, rows // block),
         in_specs=[pl.no_block_spec, pl.no_block_spec, _whole(pairs), [spec(min(a.shape[1], width)) for a in beside]],
         out_specs=[spec(width) if a.ndim == 2 else pl.BlockSpec((None, block), lambda j, b: (j, b)) for a in shapes],
         out_shape=[a if a.ndim == 2 else jax.ShapeDtypeStruct((tiled, rows), a.dtype) for a in shapes],
         name="grouped_rows_" + dims, interpret=interpret,
-        compiler_params=triton.CompilerParams(num_warps=of.warps, num_stages=of.stages))(groups.owner, groups.count, pairs, beside)
+        compiler_params=triton.CompilerParams(num_warps=of.warps, num_stages=of.stages))(
+            groups.owner, groups.count, pairs, beside)
     return [a[:, :N] if shape.ndim == 2 else a.sum(0) for a, shape in zip(results, shapes)]
 
 
@@ -211,7 +223,8 @@ def _whole(operands):
     return jax.tree.map(lambda a: pl.no_block_spec, operands)
 
 
-def _outer_kernel(first_ref, blocks_ref, x_ref, y_ref, sums_ref, *, block: int, step: int, tile: tuple[int, int], dims: str):
+def _outer_kernel(first_ref, blocks_ref, x_ref, y_ref, sums_ref, *, block: int, step: int,
+                  tile: tuple[int, int], dims: str):
     """One tile of one group's matrix, over all of the group's rows."""
     (height, width), group = tile, pl.program_id(2)
     columns_x, columns_y = pl.ds(pl.program_id(1) * height, height), pl.ds(pl.program_id(0) * width, width)
@@ -232,16 +245,20 @@ def _triton_outer(x, y, groups: Groups, dims: str, *, by_size: Mapping[int, tile
     columns_x, columns_y = _array(x).shape[1], _array(y).shape[1]
     sums = pl.pallas_call(
         partial(_outer_kernel, block=block, step=step, tile=(height, width), dims=dims),
-        grid=(columns_y // width, columns_x // height, G), in_specs=[pl.no_block_spec, pl.no_block_spec, _whole(x), _whole(y)],
-        out_specs=pl.BlockSpec(_ordered(dims, g=None, k=height, n=width), lambda j, i, g: _ordered(dims, g=g, k=i, n=j)),
+        grid=(columns_y // width, columns_x // height, G),
+        in_specs=[pl.no_block_spec, pl.no_block_spec, _whole(x), _whole(y)],
+        out_specs=pl.BlockSpec(_ordered(dims, g=None, k=height, n=width),
+                               lambda j, i, g: _ordered(dims, g=g, k=i, n=j)),
         out_shape=jax.ShapeDtypeStruct(_ordered(dims, g=G, k=columns_x, n=columns_y), jnp.float32),
         name=f"grouped_outer_{dims}", interpret=interpret,
-        compiler_params=triton.CompilerParams(num_warps=of.warps, num_stages=of.stages))(groups.first, groups.blocks, x, y)
+        compiler_params=triton.CompilerParams(num_warps=of.warps, num_stages=of.stages))(
+            groups.first, groups.blocks, x, y)
     return sums[_ordered(dims, g=slice(None), k=slice(K), n=slice(N))]
 
 
 def _tile(n: int, most: int) -> int:
-    """A power of two up to `most`: the largest that divides n, or, where only small ones do, one to which n is filled up."""
+    """A power of two up to `most`: the largest that divides n, or, where only small ones do, one to which n is filled
+    up."""
     divides = n & -n
     return min(most, divides if divides >= 32 else max(16, pl.next_power_of_2(n)))
 

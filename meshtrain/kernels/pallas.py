@@ -1,11 +1,11 @@
 """Attention within documents and windows as GPU kernels: Pallas, lowered through Triton.
 
-A block of queries visits the blocks of keys that one of its documents and its window reach and no others, so packed rows cost
-less than whole ones: about 0.57 of the causal square with documents of 2,000 tokens in rows of 8,192. Which blocks those are is
-found outside the kernels (`spans`) and read by them as the bounds of two loops: one with masks, and one without for blocks of a
-single document. The backward is a kernel for dq and one for dk and dv; nothing is added by atomics, so every run gives the same
-bits. XLA has no partitioning rule for them: where a mesh axis is not manual, every device along it computes all heads,
-in silence.
+A block of queries visits the blocks of keys that one of its documents and its window reach and no others, so packed
+rows cost less than whole ones: about 0.57 of the causal square with documents of 2,000 tokens in rows of 8,192. Which
+blocks those are is found outside the kernels (`spans`) and read by them as the bounds of two loops: one with masks, and
+one without for blocks of a single document. The backward is a kernel for dq and one for dk and dv; nothing is added by
+atomics, so every run gives the same bits. XLA has no partitioning rule for them: where a mesh axis is not manual, every
+device along it computes all heads, in silence.
 Source: FlashAttention-2, arXiv:2307.08691. Knows no mesh.
 """
 from __future__ import annotations
@@ -31,7 +31,8 @@ NAME = "meshtrain_attention"            # profiles and the compiled program show
 
 
 def engine(tiles: Tiles, scores: Scores = Scores(), full: int = tile_table.FULL, interpret: bool = False) -> Engine:
-    """The kernels with these tiles as an engine; bfloat16 or float16, float32 slowly. head_dim is padded to a power of two.
+    """The kernels with these tiles as an engine; bfloat16 or float16, float32 slowly. head_dim is padded to a power of
+    two.
 
     full: programs that fill the GPU. interpret: computed by XLA step by step, on any device, for tests.
     """
@@ -42,11 +43,12 @@ def engine(tiles: Tiles, scores: Scores = Scores(), full: int = tile_table.FULL,
 def spans(own_BT, other_BS, block: int, step: int, mask: Mask, own_are_queries: bool):
     """int32 [B, blocks, 4]: (start, bare_start, bare_stop, stop) for each block of `own`, in steps of `other`.
 
-    own, other: segments of queries and keys, or of keys and queries; whole blocks of them. [start, stop) encloses every step
-    with a pair that sees each other, exactly where segments ascend along a row; in [bare_start, bare_stop) all pairs do.
+    own, other: segments of queries and keys, or of keys and queries; whole blocks of them. [start, stop) encloses every
+    step with a pair that sees each other, exactly where segments ascend along a row; in [bare_start, bare_stop) all
+    pairs do.
     """
-    # 0 is what follows the last document, and negative ids what pads the row: taken as they are, a block with a document's end
-    # and padding would reach back to the beginning.
+    # 0 is what follows the last document, and negative ids what pads the row: taken as they are, a block with a
+    # document's end and padding would reach back to the beginning.
     at_end = lambda x: jnp.where(x <= 0, LAST + x, x)
     cut = lambda x, n: at_end(x).reshape(x.shape[0], -1, n)
     own, other = cut(own_BT, block), cut(other_BS, step)
@@ -68,7 +70,8 @@ def spans(own_BT, other_BS, block: int, step: int, mask: Mask, own_are_queries: 
     return jnp.stack([start, bare_start, bare_stop, stop], -1).astype(jnp.int32)
 
 
-# ---- what the kernels share: refs are one block of one head; plan, of a grid's program, is a row of `spans` ------------
+# ---- what the kernels share: refs are one block of one head; plan, of a grid's program, is a row of `spans`
+# ------------
 
 
 def _visit_all(spans_ref, i, masked, bare, carry):
@@ -100,7 +103,8 @@ def _scored(product, scale: float, softcap: float):
 
 def _call(kernel, what: str, mask: Mask, blocks: Blocks, interpret: bool, **kwargs):
     compiler_params = triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages)
-    return pl.pallas_call(partial(kernel, mask=mask), name=f"{NAME}_{what}{mask.label}", compiler_params=compiler_params,
+    return pl.pallas_call(partial(kernel, mask=mask), name=f"{NAME}_{what}{mask.label}",
+                          compiler_params=compiler_params,
                           interpret=interpret, **kwargs)
 
 
@@ -122,9 +126,11 @@ def _padded(q, k, v, q_segments, k_segments, mask: Mask, rows: int, columns: int
 # ---- forward ---------------------------------------------------------------------------------------------------------
 
 
-def _forward_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_ref, o_ref, lse_ref, *, mask, scale, softcap, step):
+def _forward_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_ref, o_ref,
+                    lse_ref, *, mask, scale, softcap, step):
     block, H = q_ref.shape
-    i = pl.num_programs(0) - 1 - pl.program_id(0)       # the longest rows first where it is causal: no program is left at the end
+    # the longest rows first where it is causal: no program is left at the end
+    i = pl.num_programs(0) - 1 - pl.program_id(0)
     q, q_segments = q_ref[...], q_segments_ref[...]
     q_at = i * block + jnp.arange(block)
 
@@ -160,10 +166,12 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, mask, *, tile
     own = pl.BlockSpec((None, block, None, width), lambda i, n, b: (b, flip(i), n, 0))
     whole = pl.BlockSpec((None, keys, None, width), lambda i, n, b: (b, 0, n // group, 0))
     o, lse = _call(
-        partial(_forward_kernel, scale=scores.scale(H), softcap=scores.softcap, step=step), "forward", mask, tiles.forward, interpret,
+        partial(_forward_kernel, scale=scores.scale(H), softcap=scores.softcap, step=step),
+        "forward", mask, tiles.forward, interpret,
         grid=(blocks, N, B),
         in_specs=[pl.BlockSpec((None, blocks, 4), lambda i, n, b: (b, 0, 0)), own, whole, whole,
-                  pl.BlockSpec((None, block), lambda i, n, b: (b, flip(i))), pl.BlockSpec((None, keys), lambda i, n, b: (b, 0))],
+                  pl.BlockSpec((None, block), lambda i, n, b: (b, flip(i))),
+                  pl.BlockSpec((None, keys), lambda i, n, b: (b, 0))],
         out_specs=[own, pl.BlockSpec((None, None, block), lambda i, n, b: (b, n, flip(i)))],
         out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, N, length), jnp.float32)],
     )(spans(q_segments, k_segments, block, step, mask, True), q, k, v, q_segments, k_segments)
@@ -200,7 +208,8 @@ def _dq_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_ref, d
     dq_ref[...] = (dq * scale).astype(dq_ref.dtype)
 
 
-def _dkv_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_ref, do_ref, lse_ref, delta_ref, dk_ref, dv_ref, *,
+def _dkv_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_ref, do_ref,
+                lse_ref, delta_ref, dk_ref, dv_ref, *,
                 mask, scale, softcap, step, heads):
     """Keys × queries throughout: neither product with q and do needs a transposed p."""
     block = k_ref.shape[0]
@@ -218,7 +227,8 @@ def _dkv_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_ref, 
             s -= lse[None, :]
             if masked:
                 q_at = i * step + jnp.arange(step)
-                seen = _visible(q_segments_ref[queries][None, :], k_segments[:, None], q_at[None, :], k_at[:, None], mask)
+                seen = _visible(q_segments_ref[queries][None, :], k_segments[:, None],
+                                q_at[None, :], k_at[:, None], mask)
                 s = jnp.where(seen, s, MASKED)
             p = jnp.exp2(s)
             dv += _dot(p.astype(do.dtype), do)
@@ -233,7 +243,8 @@ def _dkv_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_ref, 
     dv_ref[...] = dv.astype(dv_ref.dtype)
 
 
-def _backward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, o_BTNH, lse_BTN, do_BTNH, mask, *, tiles, scores, full, interpret):
+def _backward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, o_BTNH, lse_BTN,
+              do_BTNH, mask, *, tiles, scores, full, interpret):
     T, S, H = q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[3]
     delta_BTN = jnp.sum(do_BTNH.astype(jnp.float32) * o_BTNH.astype(jnp.float32), -1)
     # One padding for both kernels.
@@ -248,7 +259,8 @@ def _backward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, o_BTNH, lse_
     return tuple(x[:, :length, :, :H].astype(jnp.float32) for x, length in ((dq, T), (dk, S), (dv, S)))
 
 
-def dq_of(q, k, v, q_segments, k_segments, do, lse, delta, *, mask, scale, softcap=0.0, blocks: Blocks, interpret=False):
+def dq_of(q, k, v, q_segments, k_segments, do, lse, delta, *, mask, scale, softcap=0.0,
+          blocks: Blocks, interpret=False):
     """dq, padded like q. Arrays are padded to whole blocks; lse and delta [B, N, T], delta = sum(do · o, -1)."""
     B, T, N, H = q.shape
     block, step = blocks[:2]
@@ -260,13 +272,15 @@ def dq_of(q, k, v, q_segments, k_segments, do, lse, delta, *, mask, scale, softc
     return _call(
         partial(_dq_kernel, scale=scale, softcap=softcap, step=step), "dq", mask, blocks, interpret, grid=(count, N, B),
         in_specs=[pl.BlockSpec((None, count, 4), lambda i, n, b: (b, 0, 0)), own, whole, whole,
-                  pl.BlockSpec((None, block), lambda i, n, b: (b, flip(i))), pl.BlockSpec((None, S), lambda i, n, b: (b, 0)),
+                  pl.BlockSpec((None, block), lambda i, n, b: (b, flip(i))),
+                  pl.BlockSpec((None, S), lambda i, n, b: (b, 0)),
                   own, row, row],
         out_specs=own, out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
     )(spans(q_segments, k_segments, block, step, mask, True), q, k, v, q_segments, k_segments, do, lse, delta)
 
 
-def dkv_of(q, k, v, q_segments, k_segments, do, lse, delta, *, mask, scale, softcap=0.0, blocks: Blocks, full: int, interpret=False):
+def dkv_of(q, k, v, q_segments, k_segments, do, lse, delta, *, mask, scale, softcap=0.0,
+           blocks: Blocks, full: int, interpret=False):
     """(dk, dv), padded like k; arguments as those of `dq_of`."""
     B, T, N, H = q.shape
     S, K = k.shape[1:3]

@@ -1,12 +1,13 @@
-"""Projections as float8 matmuls: e4m3 for x and w, e5m2 for dy, each scaled by a power of two from its own largest value.
+"""Projections as float8 matmuls: e4m3 for x and w, e5m2 for dy, each scaled by a power of two from its own largest
+value.
 
-A product is a dot of float8 operands with the scale after it: a GPU runs that as one float8 matmul, while quantising and
-dequantising around a bfloat16 dot is simplified away in silence. Scales are current, so there is no state, nothing is clipped,
-and they are the largest values of whole tensors, whatever the layout. The projections that read one x are one function: x is
-quantised, and gathered over the sequence, once; their weights have one scale, and so have their cotangents, whose products are
-summed before it is applied.
-Sources: arXiv:2209.05433 (formats); tensorwise scaling as in torchao and Transformer Engine's current scaling, which do not
-round the scale.
+A product is a dot of float8 operands with the scale after it: a GPU runs that as one float8 matmul, while quantising
+and dequantising around a bfloat16 dot is simplified away in silence. Scales are current, so there is no state, nothing
+is clipped, and they are the largest values of whole tensors, whatever the layout. The projections that read one x are
+one function: x is quantised, and gathered over the sequence, once; their weights have one scale, and so have their
+cotangents, whose products are summed before it is applied.
+Sources: arXiv:2209.05433 (formats); tensorwise scaling as in torchao and Transformer Engine's current scaling, which do
+not round the scale.
 """
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from meshtrain.sharding.rules import GATHERED, Layout
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 SCALE = "float8_scale"              # name of the forward's scales, which every remat policy keeps: none is sought twice
-SMALLEST_SCALE = 2.0 ** -100        # of zeros, too: products of two scales stay above float32's smallest normal number, nearly
+# of zeros, too: products of two scales stay above float32's smallest normal number, nearly
+SMALLEST_SCALE = 2.0 ** -100
 
 
 ALGORITHM = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
@@ -35,8 +37,8 @@ BY_CUBLAS = lax.Precision.HIGHEST       # cuBLASLt's sums in float32; the progra
 def precision(platform: str) -> lax.DotAlgorithmPreset | lax.Precision:
     """How a float8 dot is asked for. platform: as jax calls it.
 
-    On GPUs: cuBLASLt's, every sum in float32. The default would be a Triton kernel, or on a GPU without float8 a 16-bit matmul
-    in silence, where ALGORITHM does not compile. CPUs know no such choice: theirs are exact.
+    On GPUs: cuBLASLt's, every sum in float32. The default would be a Triton kernel, or on a GPU without float8 a 16-bit
+    matmul in silence, where ALGORITHM does not compile. CPUs know no such choice: theirs are exact.
     """
     if platform == "cpu":
         return lax.DotAlgorithmPreset.DEFAULT
@@ -45,7 +47,8 @@ def precision(platform: str) -> lax.DotAlgorithmPreset | lax.Precision:
 
 @functools.cache
 def _has_algorithm() -> bool:
-    """Whether jax can hand ALGORITHM to a GPU's compiler. 0.12 cannot: "failed to legalize operation 'vhlo.dot_general_v2'"."""
+    """Whether jax can hand ALGORITHM to a GPU's compiler. 0.12 cannot: "failed to legalize operation
+    'vhlo.dot_general_v2'"."""
     x = jax.ShapeDtypeStruct((16, 16), E4M3)
     dot = jax.jit(lambda a, b: jnp.einsum("MK,KN->MN", a, b, precision=ALGORITHM, preferred_element_type=jnp.bfloat16))
     try:
@@ -56,7 +59,8 @@ def _has_algorithm() -> bool:
 
 
 def over_tokens(layout: Layout, largest):
-    """The largest of a number over the manual axes that split tokens, by an all-reduce; over the automatic ones it is already."""
+    """The largest of a number over the manual axes that split tokens, by an all-reduce; over the automatic ones it is
+    already."""
     manual = tuple(a for a in layout.token_axes if a in get_abstract_mesh().manual_axes)
     return pmax(largest, manual) if manual else largest
 
@@ -64,7 +68,8 @@ def over_tokens(layout: Layout, largest):
 def scale_of(amax, dtype):
     """The smallest power of two s with amax / s <= LARGEST[dtype], float32; NaN where amax is not finite."""
     wanted = jnp.maximum(amax.astype(jnp.float32) / LARGEST[dtype], SMALLEST_SCALE)
-    bits = lax.bitcast_convert_type(wanted, jnp.uint32)         # rounded up: mantissa to zero, exponent one more if it was not
+    # rounded up: mantissa to zero, exponent one more if it was not
+    bits = lax.bitcast_convert_type(wanted, jnp.uint32)
     scale = lax.bitcast_convert_type((bits + jnp.uint32(0x7FFFFF)) & jnp.uint32(0xFF800000), jnp.float32)
     return jnp.where(jnp.isfinite(amax), scale, jnp.nan)
 
@@ -82,8 +87,8 @@ def largest(arrays):
 def project(ex, forms, out_axes, frozen, x, ws):
     """The products of x with each of ws, in the compute dtype; gradients as `layers.project` has them.
 
-    forms: ((eq, logical axes of w), …). out_axes, frozen: as there, out_axes for a single projection back onto the residual
-    stream; the others read x from it, as it is split over the sequence.
+    forms: ((eq, logical axes of w), …). out_axes, frozen: as there, out_axes for a single projection back onto the
+    residual stream; the others read x from it, as it is split over the sequence.
     """
     return _forward(ex, forms, out_axes, frozen, x, ws)[0]
 
@@ -112,7 +117,8 @@ def _backward(ex, forms, out_axes, frozen, saved, dys):
     for (eq, axes), w, dy in zip(forms, full, dys, strict=True):
         dy = quantised(dy, scale, E5M2)
         if out_axes:
-            dy = ex.layout.act(lax.optimization_barrier(dy) if ex.layout.sequence_parallel else dy, *out_axes)  # as in `layers.project`
+            # as in `layers.project`
+            dy = ex.layout.act(lax.optimization_barrier(dy) if ex.layout.sequence_parallel else dy, *out_axes)
         operands, out = eq.split("->")
         left, right = operands.split(",")
         dx += _dot(ex, f"{out},{right}->{left}", dy, w, ex.dtype)

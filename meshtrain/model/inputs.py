@@ -10,7 +10,8 @@ from meshtrain.model import parts
 
 class Inputs(NamedTuple):
     """Inputs of every layer besides the residual stream. Not differentiated."""
-    segments_BT: jax.Array                       # document number; attention stays within one. PADDING goes to no expert
+    # document number; attention stays within one. PADDING goes to no expert
+    segments_BT: jax.Array
     index_BT: jax.Array                          # index in the sequence, for dropout
     sequence_B: jax.Array                        # global sequence number, for dropout
     rope: tuple[jax.Array, jax.Array] | None     # cos, sin [B, T, H/2]

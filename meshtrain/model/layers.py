@@ -33,19 +33,23 @@ class Execution:
     dtype: jnp.dtype
     attend: Callable        # (layout, q_BTNH, k_BSKH, v_BSKH, segments_BT, mask=…) -> o_BTNH
     remat: str = "none"     # none, selective, full, offload
-    float8: jax.lax.DotAlgorithmPreset | None = None    # how projections ask for float8 products; None: they are in dtype
+    # how projections ask for float8 products; None: they are in dtype
+    float8: jax.lax.DotAlgorithmPreset | None = None
     in_order: bool = False  # whether collectives outside a loop must not run beside those in it (`mesh.after`)
     in_parts: bool = False  # the layer sees one part of a microbatch, and its weights are `parts.shared`
-    experts: Callable | None = None     # (layout, x_BTD, chosen_BTK, weight_BTK, weights) -> y_BTD; None: the model has none
+    # (layout, x_BTD, chosen_BTK, weight_BTK, weights) -> y_BTD; None: the model has none
+    experts: Callable | None = None
 
 
 def recomputed(ex: Execution, f: Callable) -> Callable:
-    """f, of which a backward keeps only the inputs, as they are: its float32 and its products are made again, no matmul is.
+    """f, of which a backward keeps only the inputs, as they are: its float32 and its products are made again, no matmul
+    is.
 
     Under remat it is f itself: the whole layer is made again, and what is kept of it is the policy's business.
     """
     keep = jax.checkpoint_policies.save_only_these_names(float8.SCALE)
-    return jax.checkpoint(f, policy=keep, prevent_cse=False) if ex.remat == "none" else f   # in a scan nothing merges across it
+    # in a scan nothing merges across it
+    return jax.checkpoint(f, policy=keep, prevent_cse=False) if ex.remat == "none" else f
 
 
 # --- the weight einsum ---------------------------------------------------------------------------------------------
@@ -71,12 +75,13 @@ def _placed(ex: Execution, dw, axes):
 def project(ex: Execution, forms, out_axes, frozen: bool, x, ws):
     """(einsum(eq, x, w), …) of each of ws in the compute dtype, with float32 weight gradients.
 
-    forms: ((eq, logical axes of w), …), e.g. "BTD,DNH->BTNH". out_axes: for a single projection back onto the residual stream,
-    the logical axes of the output before it is split over the sequence, else None. A GPU reduces a weight gradient in the
-    dtype of the dot that makes it, so that dot is written here with a float32 result and placed as [grads]. Of frozen
-    weights there is none, and x is not kept for it.
+    forms: ((eq, logical axes of w), …), e.g. "BTD,DNH->BTNH". out_axes: for a single projection back onto the residual
+    stream, the logical axes of the output before it is split over the sequence, else None. A GPU reduces a weight
+    gradient in the dtype of the dot that makes it, so that dot is written here with a float32 result and placed as
+    [grads]. Of frozen weights there is none, and x is not kept for it.
     """
-    return tuple(jnp.einsum(eq, x, gathered(ex, w, axes), precision=products.precision(gathered(ex, w, axes).dtype)) for (eq, axes), w in zip(forms, ws, strict=True))
+    return tuple(jnp.einsum(eq, x, gathered(ex, w, axes), precision=products.precision(gathered(ex, w, axes).dtype))
+                 for (eq, axes), w in zip(forms, ws, strict=True))
 
 
 def _project_forward(ex, forms, out_axes, frozen, x, ws):
@@ -93,9 +98,10 @@ def _project_backward(ex, forms, out_axes, frozen, saved, dys):
     for (eq, axes), w, dy in reversed([*zip(forms, ws, dys, strict=True)]):
         if out_axes:
             if ex.layout.sequence_parallel:
-                # Sequence parallel: gather the cotangent once, for dx and dw both. The barrier is REQUIRED: without it later
-                # uses of the shard are rewritten to gather + slice, and a GPU pass turns that into a collective-permute
-                # without pairs, which outputs zeros (openxla/xla 45218, 47083). CPU programs are right without it.
+                # Sequence parallel: gather the cotangent once, for dx and dw both. The barrier is REQUIRED: without it
+                # later uses of the shard are rewritten to gather + slice, and a GPU pass turns that into a
+                # collective-permute without pairs, which outputs zeros (openxla/xla 45218, 47083). CPU programs are
+                # right without it.
                 dy = jax.lax.optimization_barrier(dy)
             dy = ex.layout.act(dy, *out_axes)
         full = gathered(ex, w, axes) if ex.remat == "none" else w
@@ -104,7 +110,8 @@ def _project_backward(ex, forms, out_axes, frozen, saved, dys):
         product = jnp.einsum(f"{out},{right}->{left}", dy, full, precision=products.precision(full.dtype))
         dx = product if dx is None else product + dx        # the new product first: cuBLAS then adds the others to it
         if not frozen:
-            dw = jnp.einsum(f"{left},{out}->{right}", x, dy, preferred_element_type=jnp.float32, precision=products.precision(dy.dtype))
+            dw = jnp.einsum(f"{left},{out}->{right}", x, dy, preferred_element_type=jnp.float32,
+                            precision=products.precision(dy.dtype))
             dws.append(_placed(ex, dw, axes))
     return dx, tuple(dws[::-1]) or (None,) * len(forms)
 
@@ -113,7 +120,8 @@ project.defvjp(_project_forward, _project_backward)
 
 
 class Linear(nnx.Module):
-    """A weight of any shape, with an optional bias over its output dims. `model.lora` may freeze it and give it an adapter."""
+    """A weight of any shape, with an optional bias over its output dims. `model.lora` may freeze it and give it an
+    adapter."""
 
     def __init__(self, cfg, rngs, eq: str, shape, axes, *, fan_in_dims=1, bias=False, std=None, role="matrix"):
         dtype = jnp.dtype(cfg.param_dtype)
@@ -140,7 +148,8 @@ def together(ex: Execution, x, *linears: tuple[Linear, int], out_axes=None) -> l
     forms = tuple((linear.eq, axes) for (linear, _), (_, axes) in zip(linears, weights))
     frozen = linears[0][0].frozen
     ys = (float8.project if ex.float8 else project)(ex, forms, out_axes, frozen, x, tuple(w for w, _ in weights))
-    ys = [y if linear.lora is None else linear.lora(ex, x, y, repeats, out_axes) for (linear, repeats), y in zip(linears, ys)]
+    ys = [y if linear.lora is None else linear.lora(ex, x, y, repeats, out_axes)
+          for (linear, repeats), y in zip(linears, ys)]
     return [linear.biased(ex, y, repeats) for (linear, repeats), y in zip(linears, ys)]
 
 
@@ -185,11 +194,13 @@ def _small(ex: Execution, vector, axes):
 
 
 class Norm(nnx.Module):
-    """RMSNorm or LayerNorm over the last dims, those that it has weights for, in float32, returned in the compute dtype."""
+    """RMSNorm or LayerNorm over the last dims, those that it has weights for, in float32, returned in the compute
+    dtype."""
 
     def __init__(self, cfg, rngs, shape, axes):
         dtype = jnp.dtype(cfg.param_dtype)
-        self.eps, self.centred, self.axes, self.offset = cfg.norm_eps, cfg.norm == "layernorm", tuple(axes), cfg.norm_offset
+        self.eps, self.centred, self.axes, self.offset = (
+            cfg.norm_eps, cfg.norm == "layernorm", tuple(axes), cfg.norm_offset)
         self.scale = declare(rngs, dtype, shape, axes, "norm", value=1.0 - self.offset)
         self.bias = declare(rngs, dtype, shape, axes, "bias", value=0.0) if self.centred else None
 
@@ -204,7 +215,8 @@ class Norm(nnx.Module):
             y = y * jax.lax.rsqrt(jnp.mean(y * y, dims, keepdims=True) + self.eps)
             y = y * (scale + self.offset if self.offset else scale)
             return (y if bias is None else y + bias).astype(ex.dtype)
-        bias, scale = (None if w is None else _small(ex, *repeated(ex, w[...], self.axes, repeats)) for w in (self.bias, self.scale))
+        bias, scale = (None if w is None else _small(ex, *repeated(ex, w[...], self.axes, repeats))
+                       for w in (self.bias, self.scale))
         return recomputed(ex, normed)(x, scale, bias)
 
 
@@ -305,8 +317,8 @@ lookup.defvjp(_lookup_forward, _lookup_backward)
 def kv_heads(layout: Layout, num_kv_heads: int) -> int:
     """How many key/value heads are computed: all ranks together, each rank at least one.
 
-    More than the model has where tensor ranks outnumber them and share them evenly: then each head is computed by several
-    ranks, each for its own query heads, as in Megatron-LM. The parameters stay as they are.
+    More than the model has where tensor ranks outnumber them and share them evenly: then each head is computed by
+    several ranks, each for its own query heads, as in Megatron-LM. The parameters stay as they are.
     """
     split = layout.mesh_axes("activations", "kv_heads")
     alike = split == layout.mesh_axes("activations", "heads") == layout.mesh_axes("params", "heads")
@@ -335,7 +347,8 @@ class Attention(nnx.Module):
     def _norm(cfg, rngs, heads: int, axis: str):
         if cfg.qk_norm == "off":
             return None
-        shape, axes = ((heads, cfg.head_dim), (axis, "head_dim")) if cfg.qk_norm == "all_heads" else ((cfg.head_dim,), ("head_dim",))
+        shape, axes = ((heads, cfg.head_dim), (axis, "head_dim")) if cfg.qk_norm == "all_heads" else (
+            (cfg.head_dim,), ("head_dim",))
         return Norm(cfg, rngs, shape, axes)
 
     def __call__(self, ex: Execution, x_BTD, inputs):
@@ -372,7 +385,8 @@ class MLP(nnx.Module):
     def __call__(self, ex: Execution, x_BTD):
         act = ex.layout.act
         inward = [linear for linear in (self.up, self.gate) if linear is not None]
-        up_BTF, *gate = (act(y, "batch", "seq", "mlp") for y in together(ex, x_BTD, *((linear, 1) for linear in inward)))
+        up_BTF, *gate = (act(y, "batch", "seq", "mlp")
+                         for y in together(ex, x_BTD, *((linear, 1) for linear in inward)))
         gate_BTF = gate[0] if gate else None
 
         def down(gate_BTF, up_BTF):
@@ -382,17 +396,22 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Residual block: norms before attention and MLP, after them, or both. make_moe: (cfg, rngs) -> what stands for the MLP.
+    """Residual block: norms before attention and MLP, after them, or both. make_moe: (cfg, rngs) -> what stands for the
+    MLP.
 
-    Every layer returns (x_BTD, aux). aux: {name: float32 array}, sums over the tokens of the microbatch that are added up over
-    layers and microbatches; the step divides them by its number of targets and reports them under their names. The one named
-    AUX_LOSS, a scalar, is also part of the objective, and divided by the step's tokens. A layer with an MLP has none.
+    Every layer returns (x_BTD, aux). aux: {name: float32 array}, sums over the tokens of the microbatch that are added
+    up over layers and microbatches; the step divides them by its number of targets and reports them under their names.
+    The one named AUX_LOSS, a scalar, is also part of the objective, and divided by the step's tokens. A layer with an
+    MLP has none.
     """
 
     def __init__(self, cfg, rngs, everywhere: bool = False, make_moe: Callable | None = None):
-        norm = lambda where: Norm(cfg, rngs, (cfg.embed_dim,), ("embed",)) if cfg.norm_placement in (where, "both") else None
+        norm = lambda where: Norm(cfg, rngs, (cfg.embed_dim,),
+                                  ("embed",)) if cfg.norm_placement in (where, "both") else None
         self.dropout = cfg.residual_dropout
-        self.attention_norm, self.attention, self.attention_post_norm = norm("before"), Attention(cfg, rngs, everywhere), norm("after")
+        self.attention_norm, self.attention, self.attention_post_norm = norm("before"), Attention(cfg, rngs,
+                                                                                                  everywhere), norm(
+                                                                                                      "after")
         self.mlp_norm, self.mlp_post_norm = norm("before"), norm("after")
         self.mlp = MLP(cfg, rngs) if make_moe is None else None
         self.moe = None if make_moe is None else make_moe(cfg, rngs)
@@ -406,7 +425,8 @@ class Layer(nnx.Module):
         if self.attention_post_norm is None:
             x_BTD = checkpoint_name(x_BTD, "attention_stream")
         h_BTD = normed(self.mlp_norm, x_BTD)
-        y_BTD, aux = (self.mlp(ex, self._full(ex, h_BTD)), {}) if self.moe is None else self.moe(ex, residual(h_BTD), inputs, number)
+        y_BTD, aux = (self.mlp(ex, self._full(ex, h_BTD)), {}) if self.moe is None else self.moe(
+            ex, residual(h_BTD), inputs, number)
         y_BTD = normed(self.mlp_post_norm, residual(y_BTD))
         return residual(x_BTD + dropout(ex, y_BTD, self.dropout, inputs, 2 * number + 1)), aux
 

@@ -1,8 +1,10 @@
-"""LoRA: each adapted projection W of the frozen model computes x·W + alpha/rank · (x·A)·B, and A and B alone are trained.
+"""LoRA: each adapted projection W of the frozen model computes x·W + alpha/rank · (x·A)·B, and A and B alone are
+trained.
 
-Adapters are put onto a finished layer, so what lies below them is the layer's and its initialization is unchanged. A starts
-random, B at zero: the first step computes what the model without adapters does. Both are float32, whatever the dtype of the
-frozen weights, for Adam's steps are too small for bfloat16. The rank is never split; the other dims lie as the projection's.
+Adapters are put onto a finished layer, so what lies below them is the layer's and its initialization is unchanged. A
+starts random, B at zero: the first step computes what the model without adapters does. Both are float32, whatever the
+dtype of the frozen weights, for Adam's steps are too small for bfloat16. The rank is never split; the other dims lie as
+the projection's.
 Source: arXiv:2106.09685; the range of A is PEFT's.
 """
 from __future__ import annotations
@@ -28,7 +30,8 @@ class Adapter(nnx.Module):
         self.down_eq, self.up_eq = f"{x},{w[:fan_in_dims]}R->BTR", f"BTR,R{w[fan_in_dims:]}->{y}"
         self.down_axes, self.up_axes = (*axes[:fan_in_dims], None), (None, *axes[fan_in_dims:])
         std = (3 * math.prod(shape[:fan_in_dims])) ** -0.5
-        self.a = declare(rngs, jnp.float32, (*shape[:fan_in_dims], rank), self.down_axes, "matrix", std=std, fan_in_dims=fan_in_dims)
+        self.a = declare(rngs, jnp.float32, (*shape[:fan_in_dims], rank), self.down_axes,
+                         "matrix", std=std, fan_in_dims=fan_in_dims)
         self.b = declare(rngs, jnp.float32, (rank, *shape[fan_in_dims:]), self.up_axes, "matrix", value=0.0)
 
     def __call__(self, ex: Execution, x, y, repeats: int, out_axes):
@@ -58,12 +61,14 @@ def adapt(layer: nnx.Module, rngs: nnx.Rngs, lora) -> nnx.Module:
         linear.frozen = True
         if name in (lora.targets or found):
             # Until here it was None, which flax takes for a static attribute.
-            linear.lora = nnx.data(Adapter(rngs, linear, len(linear.axes) - len(linear.bias_axes), lora.rank, lora.alpha))
+            linear.lora = nnx.data(Adapter(rngs, linear, len(linear.axes) - len(linear.bias_axes),
+                                           lora.rank, lora.alpha))
     return layer
 
 
 def projections(layer: nnx.Module) -> dict[str, Linear]:
-    """The projections of a layer by their names, in the order of LORA_TARGETS; of experts only those that all tokens share."""
+    """The projections of a layer by their names, in the order of LORA_TARGETS; of experts only those that all tokens
+    share."""
     parts = [part for part in (layer.attention, layer.mlp, layer.moe and layer.moe.shared) if part is not None]
     found = {name: linear for part in parts for name, linear in vars(part).items() if isinstance(linear, Linear)}
     return {name: found[name] for name in LORA_TARGETS if name in found}

@@ -22,8 +22,8 @@ from meshtrain.sharding.rules import GATHERED, Layout
 
 @dataclasses.dataclass(frozen=True)
 class LossSpec:
-    """axes: logical axes of the head's weight. Ids from vocab_size up are padding and get no probability. z_loss: weight of
-    lse². chunk: tokens per chunk and batch shard."""
+    """axes: logical axes of the head's weight. Ids from vocab_size up are padding and get no probability. z_loss:
+    weight of lse². chunk: tokens per chunk and batch shard."""
     axes: tuple[str, str]
     vocab_size: int
     z_loss: float
@@ -36,8 +36,8 @@ class LossSpec:
 def loss_sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
     """(objective, nll), float32 sums over all tokens with a target: objective = nll + z_loss · Σ lse².
 
-    x_BTD: normed output of the last layer, split as the residual stream. w: [D, V] or, tied, [V, D]. The gradient of nll is not
-    defined apart from the objective's: take it as a metric.
+    x_BTD: normed output of the last layer, split as the residual stream. w: [D, V] or, tied, [V, D]. The gradient of
+    nll is not defined apart from the objective's: take it as a metric.
     """
     return _sums(ex, spec, x_BTD, w, targets_BT, with_grads=False)[0]
 
@@ -76,7 +76,8 @@ def _sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT, with_grads: bool)
             dl = vocab.pin(dl.astype(ex.dtype))
             dx = tokens.put(dx, vocab.dx(dl), c)
         if dw is not None:
-            dw = dw + jnp.einsum(f"nrsD,nrsV->n{vocab.letters}", x_c, dl, preferred_element_type=f32, precision=products.precision(dl.dtype))
+            dw = dw + jnp.einsum(f"nrsD,nrsV->n{vocab.letters}", x_c, dl, preferred_element_type=f32,
+                                 precision=products.precision(dl.dtype))
             dw = pin_dw(dw)
         return (objective, nll, dx, dw), None
 
@@ -98,8 +99,8 @@ def _sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT, with_grads: bool)
 def token_nll(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
     """nll of each token [B, T], float32, 0 where there is no target; in x and w as `loss_sums`.
 
-    For objectives that are no sum over tokens: what a token's nll weighs is known only once the forward has ended, so the
-    backward makes the logits again (4 head matmuls instead of 3).
+    For objectives that are no sum over tokens: what a token's nll weighs is known only once the forward has ended, so
+    the backward makes the logits again (4 head matmuls instead of 3).
     """
     chunks = _Chunks(ex, spec, x_BTD, w, targets_BT)
 
@@ -130,7 +131,8 @@ def _nll_backward(ex, spec, saved, d_BT):
         dl = vocab.pin(dl.astype(ex.dtype))
         dx = tokens.put(dx, vocab.dx(dl), c)
         if dw is not None:
-            dw = pin_dw(dw + jnp.einsum(f"nrsD,nrsV->n{vocab.letters}", x_c, dl, preferred_element_type=jnp.float32, precision=products.precision(dl.dtype)))
+            dw = pin_dw(dw + jnp.einsum(f"nrsD,nrsV->n{vocab.letters}", x_c, dl, preferred_element_type=jnp.float32,
+                                        precision=products.precision(dl.dtype)))
         return (dx, dw), None
 
     dw = None if spec.frozen else pin_dw(jnp.zeros((tokens.n,) + vocab.full.shape, jnp.float32))
@@ -154,7 +156,8 @@ class _Chunks:
     def take(self, c):
         """(x, targets, logits, lse, where the target is, its logit) of chunk c.
 
-        Sequence parallel: each chunk is gathered over tensor here (s·D bf16), and its dx scattered back where it is put.
+        Sequence parallel: each chunk is gathered over tensor here (s·D bf16), and its dx scattered back where it is
+        put.
         """
         x_c, t_c = self.tokens.take(self.x_nrsD, c), self.tokens.take(self.targets_nrs, c)
         return x_c, t_c, *self.vocab.logits(x_c, t_c)
@@ -166,8 +169,8 @@ def capped(logits, softcap: float):
 
 
 class _VocabShard:
-    """Logits and their statistics where the vocabulary V is split over devices: over automatic axes by placement, over manual
-    ones by hand (in a pipeline every stage has a shard of the vocabulary)."""
+    """Logits and their statistics where the vocabulary V is split over devices: over automatic axes by placement, over
+    manual ones by hand (in a pipeline every stage has a shard of the vocabulary)."""
 
     def __init__(self, layout: Layout, tokens: _TokenChunks, spec: LossSpec, full):
         self.full, self.tokens, self.softcap = full, tokens, spec.softcap
@@ -182,8 +185,10 @@ class _VocabShard:
         return self.tokens.pin(x_nrsV, self.tokens.shards, None, None, self.axes)
 
     def logits(self, x_c, t_c):
-        """(logits [n, r, s, V], log-sum-exp [n, r, s], [n, r, s, V] where the target is, logit of the target), float32."""
-        logits = jnp.einsum(f"nrsD,{self.letters}->nrsV", x_c, self.full, preferred_element_type=jnp.float32, precision=products.precision(self.full.dtype))
+        """(logits [n, r, s, V], log-sum-exp [n, r, s], [n, r, s, V] where the target is, logit of the target),
+        float32."""
+        logits = jnp.einsum(f"nrsD,{self.letters}->nrsV", x_c, self.full, preferred_element_type=jnp.float32,
+                            precision=products.precision(self.full.dtype))
         logits = jnp.where(self.real_V, capped(self.pin(logits), self.softcap), -jnp.inf)
         hit_V = self.first + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 3) == t_c[..., None]
         hit = jnp.sum(jnp.where(hit_V, logits, 0.0), -1)
@@ -196,7 +201,8 @@ class _VocabShard:
 
     def dx(self, dl_nrsV):
         """The cotangent of a chunk of x, summed over the vocabulary."""
-        dx_c = jnp.einsum(f"nrsV,{self.letters}->nrsD", dl_nrsV, self.full, precision=products.precision(self.full.dtype))
+        dx_c = jnp.einsum(f"nrsV,{self.letters}->nrsD", dl_nrsV, self.full,
+                          precision=products.precision(self.full.dtype))
         return psum(dx_c, self.manual) if self.manual else dx_c
 
 
@@ -211,7 +217,8 @@ class _TokenChunks:
         seq = layout.mesh_axes("activations", "seq")
         self.shards = layout.batch_axes + seq or None
         self.residual = tuple(a for a in layout.mesh_axes("activations", "residual_seq") if a not in seq) or None
-        self.b, self.c, self.r = layout.num_shards(layout.batch_axes), layout.num_shards(seq), layout.num_shards(self.residual or ())
+        self.b, self.c, self.r = layout.num_shards(layout.batch_axes), layout.num_shards(seq), layout.num_shards(
+            self.residual or ())
         self.n = self.b * self.c
         self.B, self.T = shape[0] // self.b, shape[1] // (self.c * self.r)      # of one shard
         self.tokens = self.B * self.T
@@ -235,8 +242,8 @@ class _TokenChunks:
         return jnp.moveaxis(x, 3, 1).reshape(self.b * self.B, self.c * self.r * self.T, *rest)
 
     def take(self, x, c):
-        """Chunk c, whole over the shards of the residual stream. Sliced where it lies, then gathered: without the inner pin
-        every chunk gathers the whole of x and slices that."""
+        """Chunk c, whole over the shards of the residual stream. Sliced where it lies, then gathered: without the inner
+        pin every chunk gathers the whole of x and slices that."""
         x_c = jax.lax.dynamic_slice_in_dim(x, c * self.chunk, self.chunk, 2)
         return self.pin(self.pin(x_c, self.shards, self.residual), self.shards)
 

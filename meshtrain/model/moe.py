@@ -1,10 +1,13 @@
-"""A mixture of experts in place of the MLP: a router in float32, the experts that it chooses, and shared ones for all tokens.
+"""A mixture of experts in place of the MLP: a router in float32, the experts that it chooses, and shared ones for all
+tokens.
 
-Experts are parameters [E, D, F]; where they are computed is `ex.experts`' business (`parallel.experts.dispatch`). Both balance losses are
-sums over tokens and sequences, so that no layout and no microbatch changes them. Padding (segment 0) goes to no expert, and neither
-the counts nor the losses see it: all of it is alike, so it would fill the same K experts and decide what balances them.
-Sources: sequence-wise balance: arXiv:2412.19437 (DeepSeek-V3, eq. 17 to 20); z-loss: arXiv:2202.08906 (ST-MoE); the bias:
-arXiv:2408.15664. Softmax of the chosen scores alone (Mixtral) is softmax over all, then `router_normalize`: the same numbers.
+Experts are parameters [E, D, F]; where they are computed is `ex.experts`' business (`parallel.experts.dispatch`). Both
+balance losses are sums over tokens and sequences, so that no layout and no microbatch changes them. Padding (segment 0)
+goes to no expert, and neither the counts nor the losses see it: all of it is alike, so it would fill the same K experts
+and decide what balances them.
+Sources: sequence-wise balance: arXiv:2412.19437 (DeepSeek-V3, eq. 17 to 20); z-loss: arXiv:2202.08906 (ST-MoE); the
+bias: arXiv:2408.15664. Softmax of the chosen scores alone (Mixtral) is softmax over all, then `router_normalize`: the
+same numbers.
 """
 from __future__ import annotations
 
@@ -71,9 +74,9 @@ class Routing:
 def route(layout: Layout, routing: Routing, logits_BTE, bias_E, real_BT):
     """(chosen experts [B, T, K] int32, their weights, how often each was chosen in each sequence [B, E]), float32.
 
-    logits and real_BT are split like the residual stream. A token that is not real (padding) chooses -1: no expert. The gradient of the bias is how many tokens chose each expert: summed over
-    microbatches and devices like any other, it is what the step needs to know. All axes are manual in here: XLA would gather
-    the scores of all tokens for top_k.
+    logits and real_BT are split like the residual stream. A token that is not real (padding) chooses -1: no expert. The
+    gradient of the bias is how many tokens chose each expert: summed over microbatches and devices like any other, it
+    is what the step needs to know. All axes are manual in here: XLA would gather the scores of all tokens for top_k.
     """
     axes = layout.all_axes("activations", "residual_seq")       # they split a sequence
 
@@ -123,8 +126,8 @@ def _counts(routing: Routing, chosen, dims):
 def balance_loss(routing: Routing, aux_loss: float, z_loss: float, logits_BTE, counts_BE, real_BT):
     """aux_loss · Σ_sequences T·E·Σ_e f_e·P_e + z_loss · Σ_tokens lse²: sums, to be divided by the tokens of the step.
 
-    Of a sequence its T tokens without padding. f: share of the choices, not differentiated; P: mean score. counts are of whole
-    sequences: where these are split by hand it is this shard's part of the loss.
+    Of a sequence its T tokens without padding. f: share of the choices, not differentiated; P: mean score. counts are
+    of whole sequences: where these are split by hand it is this shard's part of the loss.
     """
     loss = jnp.float32(0)
     if aux_loss:
@@ -171,12 +174,13 @@ class MoE(nnx.Module):
         return y_BTD, aux
 
     def _logits(self, ex: Execution, x_BTD):
-        """float32, by a float32 product: in bfloat16 the choice would be another for one token in a hundred. Its backward
-        widens x again: what the experts keep anyway is half as large."""
+        """float32, by a float32 product: in bfloat16 the choice would be another for one token in a hundred. Its
+        backward widens x again: what the experts keep anyway is half as large."""
         wide = dataclasses.replace(ex, dtype=jnp.dtype("float32"))
 
         def product(x_BTD, router_DE):
-            return project(wide, (("BTD,DE->BTE", ROUTER_AXES),), None, False, x_BTD.astype(jnp.float32), (router_DE,))[0]
+            return project(wide, (("BTD,DE->BTE", ROUTER_AXES),), None, False, x_BTD.astype(jnp.float32),
+                           (router_DE,))[0]
         logits_BTE = recomputed(ex, product)(x_BTD, self.router[...])
         return ex.layout.act(logits_BTE, "batch", "residual_seq", None)
 
@@ -187,15 +191,18 @@ class MoE(nnx.Module):
 
 
 def reported(aux: dict) -> dict:
-    """A step's aux as metrics: instead of the load of every expert, by layer [L], the largest and the smallest relative to the
-    mean and the entropy of the choices relative to that of even ones, NaN for layers without experts; and the largest of all,
-    and the mean entropy."""
+    """A step's aux as metrics: instead of the load of every expert, by layer [L], the largest and the smallest relative
+    to the mean and the entropy of the choices relative to that of even ones, NaN for layers without experts; and the
+    largest of all, and the mean entropy."""
     if EXPERT_LOAD not in aux:
         return aux
     load_LE = aux[EXPERT_LOAD]
     num_experts, total_L = load_LE.shape[-1], load_LE.sum(-1)
     share_LE = load_LE / jnp.maximum(total_L, TINY)[:, None]
-    entropy_L = -jnp.sum(jax.scipy.special.xlogy(share_LE, share_LE), -1) / math.log(num_experts) if num_experts > 1 else jnp.ones_like(total_L)
-    by_layer = [jnp.where(total_L > 0, a, jnp.nan) for a in (share_LE.max(-1) * num_experts, share_LE.min(-1) * num_experts, entropy_L)]
+    entropy_L = -jnp.sum(jax.scipy.special.xlogy(share_LE, share_LE),
+                         -1) / math.log(num_experts) if num_experts > 1 else jnp.ones_like(total_L)
+    by_layer = [jnp.where(total_L > 0, a, jnp.nan)
+                for a in (share_LE.max(-1) * num_experts, share_LE.min(-1) * num_experts, entropy_L)]
     return {name: value for name, value in aux.items() if name != EXPERT_LOAD} | {
-        "expert_load_max": jnp.nanmax(by_layer[0]), "expert_load_entropy": jnp.nanmean(by_layer[2])} | dict(zip(LOAD_BY_LAYER, by_layer))
+        "expert_load_max": jnp.nanmax(by_layer[0]), "expert_load_entropy": jnp.nanmean(by_layer[2])} | dict(
+            zip(LOAD_BY_LAYER, by_layer))

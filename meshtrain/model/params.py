@@ -78,7 +78,8 @@ class Module:
         return nnx.merge(self.graphdef, jax.tree.unflatten(jax.tree.structure(self.state), jax.tree.leaves(params)))
 
 
-def infos(module: Module, prefix: tuple[str, ...] = (), num_layers: int | None = None, axis: str = LAYERS) -> list[ParamInfo]:
+def infos(module: Module, prefix: tuple[str, ...] = (), num_layers: int | None = None,
+          axis: str = LAYERS) -> list[ParamInfo]:
     """The parameters of a module; with num_layers they are stacked, a leading dim on the logical axis `axis`."""
     lead, lead_axes = ((num_layers,), (axis,)) if num_layers else ((), ())
     found = []

@@ -13,7 +13,8 @@ def local_angles(cfg, positions_BT):
     """As `angles`, of layers with a window beside global ones; None where they turn alike."""
     if not cfg.local_rope_theta:
         return None
-    return angles(cfg.model_copy(update={"rope_theta": cfg.local_rope_theta, "rope_scaling": type(cfg.rope_scaling)()}), positions_BT)
+    return angles(cfg.model_copy(update={"rope_theta": cfg.local_rope_theta, "rope_scaling": type(cfg.rope_scaling)()}),
+                  positions_BT)
 
 
 def angles(cfg, positions_BT):
@@ -32,7 +33,8 @@ def angles(cfg, positions_BT):
 
 
 def _by_turns(cfg, freq):
-    """Of each pair, 0: slow, stretched; 1: fast, as it is; between them a ramp over turns within the original length."""
+    """Of each pair, 0: slow, stretched; 1: fast, as it is; between them a ramp over turns within the original
+    length."""
     low, high = cfg.rope_scaling.low_freq_factor, cfg.rope_scaling.high_freq_factor
     turns = cfg.rope_scaling.original_max_position_embeddings * freq / (2 * jnp.pi)
     return jnp.clip((turns - low) / (high - low), 0.0, 1.0)

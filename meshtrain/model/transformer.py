@@ -1,10 +1,10 @@
 """The decoder: tokens -> embedding -> layers, group by group -> norm -> head and loss.
 
-Llama-like by default, GPT-2-like by the same fields of `[model]`. The layers are groups, each a scan over what repeats in it
-(leading dense layers, then the others; a window in all but every sixth layer): mostly one group of equal layers. Parameters are
-one nested dict: {"embedding", "position"?, LAYERS, "final_norm", "head"?}, where LAYERS holds stacked weights [L, …] if all
-layers are equal, else {group: [repeats, …]}, or {group: {position in the period: [repeats, …]}}. Nothing here depends on the
-layout of the run except through `ex.layout`, and initialization depends on the seed alone.
+Llama-like by default, GPT-2-like by the same fields of `[model]`. The layers are groups, each a scan over what repeats
+in it (leading dense layers, then the others; a window in all but every sixth layer): mostly one group of equal layers.
+Parameters are one nested dict: {"embedding", "position"?, LAYERS, "final_norm", "head"?}, where LAYERS holds stacked
+weights [L, …] if all layers are equal, else {group: [repeats, …]}, or {group: {position in the period: [repeats, …]}}.
+Nothing here depends on the layout of the run except through `ex.layout`, and initialization depends on the seed alone.
 """
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def padded_vocab(cfg) -> int:
 class LayerGroup:
     """Consecutive layers that repeat with a period: the layers of `period` in turn, `repeats` times.
 
-    The weights of each layer of the period are stacked over the repeats, [repeats, …]; a period of one has no level of its own
-    in the parameter tree. leading: they stand before the stages of a pipeline, in none of them.
+    The weights of each layer of the period are stacked over the repeats, [repeats, …]; a period of one has no level of
+    its own in the parameter tree. leading: they stand before the stages of a pipeline, in none of them.
     """
     name: str
     period: tuple[params.Module, ...]
@@ -70,7 +70,8 @@ class LayerGroup:
         """The parameters of the group, whose subtree stands at `path`."""
         axis, several = LEADING if self.leading else LAYERS, len(self.period) > 1
         paths = [(*path, str(i)) for i in range(len(self.period))] if several else [path]
-        return [info for layer, path in zip(self.period, paths) for info in params.infos(layer, path, self.repeats, axis)]
+        return [info for layer, path in zip(self.period, paths)
+                for info in params.infos(layer, path, self.repeats, axis)]
 
     def init(self, keys: jax.Array) -> tuple:
         """The stacked weights of each layer of the period, from one key per layer."""
@@ -100,7 +101,8 @@ class LayerGroup:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Transformer:
-    """The model of one `[model]` section: parameter table, initializer, loss and logits. Its layers are numbered from 0.
+    """The model of one `[model]` section: parameter table, initializer, loss and logits. Its layers are numbered from
+    0.
 
     lora: the section [lora] where its layers have adapters: all else is frozen then.
     """
@@ -173,8 +175,8 @@ class Transformer:
         first, *left = self.staged
         if len(left) > 1 or any(group.period * group.repeats != first.period[:group.repeats] for group in left):
             described = ", ".join(f"{group.name}: {group.repeats} × {len(group.period)}" for group in self.groups)
-            raise ValueError(f"this model has layers of several kinds ({described}), and stages of a pipeline must be equal; "
-                             "set mesh.stage to 1")
+            raise ValueError(f"this model has layers of several kinds ({described}), and stages of a pipeline must be "
+                             f"equal; set mesh.stage to 1")
         return first.period
 
     def first(self, layers):
@@ -186,7 +188,8 @@ class Transformer:
         return layers[self.leading.name] if self.leading else {}
 
     def by_period(self, layers, length: int):
-        """The tree of LAYERS as the tree of one period, stacked: [length, …] for each of its layers, zeros behind the last."""
+        """The tree of LAYERS as the tree of one period, stacked: [length, …] for each of its layers, zeros behind the
+        last."""
         first, *left = self.staged
         found = [[weights] for weights in self.weights({LAYERS: layers}, first)]
         for group in left:
@@ -208,23 +211,27 @@ class Transformer:
         for group in left:
             alone = [entries(first.repeats, first.repeats + 1, place) for place in places[:group.repeats]]
             trees[group.name] = group.subtree((jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *alone),))
-        return trees | ({self.leading.name: before} if self.leading else {}) if len(self.groups) > 1 else trees[first.name]
+        return trees | ({self.leading.name: before} if self.leading else {}) if len(self.groups) > 1 else trees[
+            first.name]
 
     def gathered_by_layer(self, layout: Layout) -> bool:
-        """Whether layers gather their weights when they use them (ZeRO-3). Else these lie as [params] says all step long."""
+        """Whether layers gather their weights when they use them (ZeRO-3). Else these lie as [params] says all step
+        long."""
         return any(layout.spec(GATHERED, info.axes) != layout.spec("params", info.axes) for info in self.parameters())
 
     def cast_before_loop(self, layout: Layout) -> bool:
-        """Whether matmuls' weights are cast to the compute dtype before the loop over microbatches: where they are gathered there, or
-        nowhere. What layers alone gather stays as it is stored, and no copy is held."""
-        stored_apart = any(layout.spec("optimizer", info.axes) != layout.spec("params", info.axes) for info in self.parameters())
+        """Whether matmuls' weights are cast to the compute dtype before the loop over microbatches: where they are
+        gathered there, or nowhere. What layers alone gather stays as it is stored, and no copy is held."""
+        stored_apart = any(layout.spec("optimizer", info.axes) != layout.spec("params", info.axes)
+                           for info in self.parameters())
         return stored_apart or not self.gathered_by_layer(layout)
 
     def as_read(self, layout: Layout, p, dtype=None):
-        """The stored parameters, which lie as [optimizer] says, as [params] says, where the loop over microbatches reads them.
+        """The stored parameters, which lie as [optimizer] says, as [params] says, where the loop over microbatches
+        reads them.
 
-        dtype: of what matmuls read; None: as stored. An all-gather over the axes that [optimizer] alone names, (N-1)/N of the
-        weights in that dtype.
+        dtype: of what matmuls read; None: as stored. An all-gather over the axes that [optimizer] alone names, (N-1)/N
+        of the weights in that dtype.
         """
         def read(info: params.ParamInfo):
             w = functools.reduce(dict.__getitem__, info.path, p)
@@ -311,7 +318,8 @@ class Transformer:
 
     def logits(self, ex: Execution, p, batch, at):
         """float32 logits [B, V] of the next token after position `at` of every sequence; padding removed."""
-        return jax.lax.dynamic_index_in_dim(self.head_logits(ex, p, self.through_layers(ex, p, batch)[0]), at, 1, keepdims=False)
+        return jax.lax.dynamic_index_in_dim(self.head_logits(ex, p, self.through_layers(ex, p, batch)[0]),
+                                            at, 1, keepdims=False)
 
     def head_logits(self, ex: Execution, p, x_BTD):
         """float32 logits [B, T, V] of the next token after each, from the output of the last layer; padding removed."""
@@ -319,7 +327,8 @@ class Transformer:
         axes, w = self._head(p)
         x_BTD = ex.layout.act(self._normed(ex, p, x_BTD), "batch", "seq", None)
         eq = "BTD,DV->BTV" if axes == ("embed", "vocab") else "BTD,VD->BTV"
-        logits_BTV = jnp.einsum(eq, x_BTD, w.astype(ex.dtype), preferred_element_type=jnp.float32, precision=products.precision(w.astype(ex.dtype).dtype))[..., :self.cfg.vocab_size]
+        logits_BTV = jnp.einsum(eq, x_BTD, w.astype(ex.dtype), preferred_element_type=jnp.float32,
+                                precision=products.precision(w.astype(ex.dtype).dtype))[..., :self.cfg.vocab_size]
         return capped(logits_BTV, self.cfg.logit_softcap)
 
     def _head(self, p):
@@ -328,7 +337,8 @@ class Transformer:
         return ("embed", "vocab"), p["head"]["kernel"]
 
     def fit(self, loaded: Rules, sizes: Mapping[str, int]) -> tuple[Rules, list[str]]:
-        """The rules with tensor taken from kv heads that it outnumbers (see `layers.kv_heads`), and what to tell of that.
+        """The rules with tensor taken from kv heads that it outnumbers (see `layers.kv_heads`), and what to tell of
+        that.
 
         Their weights and states then lie whole on every tensor rank.
         """
@@ -341,8 +351,8 @@ class Transformer:
                   else {**table, "kv_heads": without(table["kv_heads"])} for name, table in loaded.tables.items()}
         num_shards = " × ".join(f"mesh.{axis}={sizes[axis]}" for axis in split if sizes[axis] > 1)
         return dataclasses.replace(loaded, tables=tables), [
-            f"attention: {num_kv_heads} key and value heads over {num_shards}: each is computed by {computed // num_kv_heads} ranks, "
-            f"and the weights and states of all of them lie on every rank"]
+            f"attention: {num_kv_heads} key and value heads over {num_shards}: each is computed by "
+            f"{computed // num_kv_heads} ranks, and the weights and states of all of them lie on every rank"]
 
     def mlp_widths(self) -> list[int]:
         """Of the MLPs that all tokens go through."""
@@ -371,14 +381,15 @@ class Transformer:
 
 
 def build(cfg, adapters=None) -> Transformer:
-    """The model of a run file: one group of equal layers, or, with global_every, one of whole periods and one of what is left;
-    before layers with experts the dense ones, a group by themselves.
+    """The model of a run file: one group of equal layers, or, with global_every, one of whole periods and one of what
+    is left; before layers with experts the dense ones, a group by themselves.
 
     adapters: the section [lora]. Raises: ValueError as `lora.adapt`.
     """
     dense, adapters = cfg.first_dense_layers, adapters if adapters is not None and adapters.rank else None
     kind = {"make_moe": MoE} if cfg.num_experts else {}
-    groups = (_groups(cfg, adapters, dense, leading=True) if dense else ()) + _groups(cfg, adapters, cfg.num_layers - dense, **kind)
+    groups = (_groups(cfg, adapters, dense, leading=True) if dense else ()) + _groups(
+        cfg, adapters, cfg.num_layers - dense, **kind)
     return Transformer(cfg, params.Module(lambda rngs: Ends(cfg, rngs)), groups, adapters)
 
 
@@ -386,7 +397,8 @@ def _groups(cfg, adapters, num_layers: int, leading: bool = False, **kind) -> tu
     def layer(**more):
         plain = lambda rngs: Layer(cfg, rngs, **kind, **more)
         return params.Module(plain if adapters is None else lambda rngs: lora.adapt(plain(rngs), rngs, adapters))
-    every, local, group = cfg.global_every, layer(), lambda name, *of: LayerGroup("dense_" * leading + name, *of, leading)
+    every, local, group = cfg.global_every, layer(), lambda name, *of: LayerGroup(
+        "dense_" * leading + name, *of, leading)
     if not every:
         found = (group("layers", (local,), num_layers),)
     else:
@@ -411,7 +423,8 @@ def block(ex: Execution, layer: params.Module, weights, x_BTD, inputs: Inputs, n
         x_BTD, one = checkpoint_name(x_BTD, LAYER_INPUT), parts.tokens_first(ex) if turning else ex
         pieces = [(x_BTD, inputs)]
         if count > 1:
-            weights = params.mapped(infos, lambda info, w: w if info.role == "norm" else parts.shared(ex, info, w), weights)
+            weights = params.mapped(infos, lambda info, w: w if info.role == "norm" else
+                                    parts.shared(ex, info, w), weights)
             one = dataclasses.replace(one, in_parts=True)
             pieces = zip(parts.cut(x_BTD, shards, count), inputs.cut(shards, count), strict=True)
         bound, outs = layer.bind(weights), []
@@ -426,8 +439,8 @@ def block(ex: Execution, layer: params.Module, weights, x_BTD, inputs: Inputs, n
 
 
 def _can_share(ex: Execution, infos) -> bool:
-    """Whether parts of a microbatch can share a layer's weights. Not in float8, whose scales are of the whole microbatch, and
-    not where the backward of every projection gathers its weight again (ZeRO-3 without remat)."""
+    """Whether parts of a microbatch can share a layer's weights. Not in float8, whose scales are of the whole
+    microbatch, and not where the backward of every projection gathers its weight again (ZeRO-3 without remat)."""
     kept = all(ex.layout.spec(GATHERED, info.axes) == ex.layout.spec("params", info.axes) for info in infos)
     return not ex.float8 and (kept or ex.remat != "none")
 
@@ -438,11 +451,13 @@ def add_aux(a: dict, b: dict) -> dict:
 
 
 def rematerialized(layer, ex: Execution):
-    """none: what matmuls, norms and attention read is kept; selective: matmul outputs and attention's o and lse; full: only
-    the input; offload: only the input, in the memory of the host (B·T·D there and back, beside the matmuls of a layer).
+    """none: what matmuls, norms and attention read is kept; selective: matmul outputs and attention's o and lse; full:
+    only the input; offload: only the input, in the memory of the host (B·T·D there and back, beside the matmuls of a
+    layer).
 
-    Where sequences are split over devices, full and offload keep o and lse, too (B·T·N·H): the backward never runs a ring
-    again. All keep the forward's scales of float8, numbers whose making would be a pass over each tensor and an all-reduce.
+    Where sequences are split over devices, full and offload keep o and lse, too (B·T·N·H): the backward never runs a
+    ring again. All keep the forward's scales of float8, numbers whose making would be a pass over each tensor and an
+    all-reduce.
     """
     policies = jax.checkpoint_policies
     if ex.remat == "none":

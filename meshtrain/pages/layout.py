@@ -21,17 +21,21 @@ SHARES = ("matmul", "attention", "elementwise", "optimizer", "communication", "c
 
 def page(told: dict) -> str:
     """told: the dict of `inspect --json`."""
-    wrong = [f"THIS PROGRAM WOULD COMPUTE WRONG NUMBERS, and train refuses it: a permute leaves devices with zeros: {permute}"
+    wrong = [f"THIS PROGRAM WOULD COMPUTE WRONG NUMBERS, and train refuses it: a permute leaves devices with zeros: "
+             f"{permute}"
              for permute in told["broken_permutes"]]
     top = skin.tiles(tiles(told)) + skin.bullets([*wrong, *told["warnings"]], "warn")
     return skin.document("what a run costs", told["run"]["name"], lead(told), top, sections(told), told)
 
 
 def sections(told: dict) -> list[PageSection]:
-    return [PageSection("mesh", "The mesh on its hosts", mesh(told["mesh"])), PageSection("memory", "Memory of a device", memory(told)),
-            PageSection("traffic", "What is sent", traffic(told)), PageSection("schedule", "The pipeline's schedule", schedule(told)),
+    return [PageSection("mesh", "The mesh on its hosts", mesh(told["mesh"])),
+            PageSection("memory", "Memory of a device", memory(told)),
+            PageSection("traffic", "What is sent", traffic(told)),
+            PageSection("schedule", "The pipeline's schedule", schedule(told)),
             PageSection("time", "Where the time goes", time(told)),
-            PageSection("differences", "Formulas against the compiler" if told["differences"] else "Matmuls", differences(told)),
+            PageSection("differences", "Formulas against the compiler" if told["differences"] else "Matmuls",
+                        differences(told)),
             PageSection("parameters", "Parameters", params(told)),
             PageSection("notes", "Notes", notes(told))]
 
@@ -47,11 +51,14 @@ def lead(told: dict) -> str:
 
 def tiles(told: dict) -> list[Tile]:
     run, held, line = told["run"], told["memory_bytes"]["compiled"], told["roofline"]
-    usable, in_parts = told["memory_bytes"]["usable"], f"{run['microbatches']:,} microbatch{'es' * (run['microbatches'] > 1)}"
+    usable, in_parts = (told["memory_bytes"]["usable"],
+                        f"{run['microbatches']:,} microbatch{'es' * (run['microbatches'] > 1)}")
     fits = usable is None or held["total"] <= usable
-    verdict = "as compiled" if usable is None else f"of {size(usable)} usable: {'it fits' if fits else 'IT DOES NOT FIT'}"
+    verdict = ("as compiled" if usable is None else
+               f"of {size(usable)} usable: {'it fits' if fits else 'IT DOES NOT FIT'}")
     rows = [Tile("parameters", many(run["num_params"]), f"{run['num_params']:,}"),
-            Tile("tokens a step", f"{run['tokens_per_step']:,}", f"{run['global_batch']:,} × {run['seq_len']:,} in {in_parts}"),
+            Tile("tokens a step", f"{run['tokens_per_step']:,}",
+                 f"{run['global_batch']:,} × {run['seq_len']:,} in {in_parts}"),
             Tile("memory of a device", size(held["total"]), verdict, "" if fits else "warn")]
     if line:
         rows += [Tile("a step, by the roofline", seconds(line["step_time_s"]), "nothing measured"),
@@ -62,7 +69,8 @@ def tiles(told: dict) -> list[Tile]:
 
 
 def _mesh_words(mesh: dict) -> str:
-    return " × ".join(f"{axis} {mesh['sizes'][axis]}" for axis in mesh["placement"] if mesh["sizes"][axis] > 1) or "one device"
+    return " × ".join(f"{axis} {mesh['sizes'][axis]}" for axis in mesh["placement"]
+                      if mesh["sizes"][axis] > 1) or "one device"
 
 
 # ---- the mesh --------------------------------------------------------------------------------------------------------
@@ -72,13 +80,15 @@ def mesh(told: dict) -> str:
     """told: the mesh alone."""
     order = ", ".join(axis for axis in told["placement"] if told["sizes"][axis] > 1)
     caption = ("Every column is a device, every row an axis, its number the place on it. Devices are dealt out by "
-               f"mesh.placement, slowest link first: {order}. An axis whose numbers change within a host uses the links in it.")
+               f"mesh.placement, slowest link first: {order}. An axis whose numbers change within a host uses the "
+               f"links in it.")
     if told["simulated"]:
         caption += " These devices are simulated on one machine; hosts of eight stand for what GPUs would have."
     elif told["gpus_per_link_domain"] > told["gpus_per_host"]:
         caption += (f" NVLink reaches {told['gpus_per_link_domain']} GPUs, "
                     f"{told['gpus_per_link_domain'] // told['gpus_per_host']} hosts.")
-    columns = [Column("axis"), Column("size", "n"), Column("of it in a link domain", "n"), Column("its collectives go over")]
+    columns = [Column("axis"), Column("size", "n"), Column("of it in a link domain", "n"),
+               Column("its collectives go over")]
     rows = [(axis, of_count(link["size"]), of_count(link["inside"]), over(told, axis))
             for axis, link in told["links"].items()]
     return skin.figure(pictures.mesh(told), caption if order else "") + skin.table(columns, rows, "axes")
@@ -112,8 +122,10 @@ def memory(told: dict) -> str:
                        [(MEMORY.get(name, ("", name))[1], *cells(name)) for name in names], "memory-parts",
                        total=("total", *cells("total")))
     again = told["recomputed_by_xla"]
-    note = skin.paragraph(f"XLA recomputes {again} values by itself, since the step came near to its limit of memory.", "warn")
-    return skin.figure(pictures.bars(bars, size, "memory of a device", marks), key=key) + (note if again else "") + table
+    note = skin.paragraph(f"XLA recomputes {again} values by itself, since the step came near to its limit of memory.",
+                          "warn")
+    return skin.figure(pictures.bars(bars, size, "memory of a device", marks),
+                       key=key) + (note if again else "") + table
 
 
 def _stack(held: dict) -> list[tuple[int, str, float]]:
@@ -129,17 +141,20 @@ def traffic(told: dict) -> str:
     rows, mesh, formula = told["collectives"]["compiled"], told["mesh"], told["collectives"]["formula"] or []
     if not rows and not formula:
         return skin.paragraph("The compiled step has no collectives.")
-    color = {kind: k % pictures.COLORS for k, kind in enumerate(dict.fromkeys(row["kind"] for row in [*rows, *formula]))}
+    color = {kind: k % pictures.COLORS for k, kind in enumerate(
+        dict.fromkeys(row["kind"] for row in [*rows, *formula]))}
     compiled, priced = _by_axes(rows), _by_axes(formula)
     stack = lambda sent: [(color[kind], kind, count) for kind, count in sent.items()]
     order = sorted(compiled | priced, key=lambda axes: -sum(compiled.get(axes, {}).values()))
     bars = []
     for axes in order:
-        bars.append(Bar(axes.replace("+", " × "), stack(compiled.get(axes, {})), over(mesh, axes).removeprefix("network: ")))
+        bars.append(Bar(axes.replace("+", " × "), stack(compiled.get(axes, {})),
+                        over(mesh, axes).removeprefix("network: ")))
         if axes in priced:
             bars.append(Bar("by formulas", stack(priced[axes])))
     key = skin.key((color[kind], kind, size(sum(sent.get(kind, 0) for sent in compiled.values()))) for kind in color)
-    drawn = skin.figure(pictures.bars(bars, size, "bytes that a device sends in a step"), "What one device sends in a step, "
+    drawn = skin.figure(pictures.bars(bars, size, "bytes that a device sends in a step"),
+                        "What one device sends in a step, "
                         "in rings, by the mesh axes of a group and the links between its members.", key)
     return drawn + _collectives(rows, formula, mesh)
 
@@ -159,10 +174,12 @@ def _collectives(rows: Sequence[dict], formula: Sequence[dict], mesh: dict) -> s
     compiled, priced = {at(row): row for row in rows}, {at(row): row for row in formula}
     sent = lambda found, key: of_bytes(found[key]["bytes"] if key in found else None)
     columns = [Column("collective", "keep"), Column("axes", "keep"), Column("dtype"), Column("count", "n"),
-               Column("sent by a device", "n"), *([Column("by formulas", "n")] if formula else []), Column("over", "keep"),
+               Column("sent by a device", "n"), *([Column("by formulas", "n")] if formula else []),
+               Column("over", "keep"),
                Column("from", "code")]
     cells = [(kind, " × ".join(axes), dtype, of_count(compiled.get(key, {}).get("count")), sent(compiled, key),
-              *([sent(priced, key)] if formula else []), over(mesh, "+".join(axes)), compiled.get(key, {}).get("source") or "")
+              *([sent(priced, key)] if formula else []), over(mesh, "+".join(axes)),
+              compiled.get(key, {}).get("source") or "")
              for key in dict.fromkeys([*compiled, *priced]) for kind, axes, dtype in [key]]
     return skin.table(columns, cells, "collectives", search="collective, axis or operation")
 
@@ -184,30 +201,33 @@ def schedule(told: dict) -> str:
         return ""
     chunks = f" in {found['num_chunks']} chunks (later ones lighter)" if found["num_chunks"] > 1 else ""
     held = f" ({size(found['memory_bytes'])})" if found["memory_bytes"] is not None else ""
-    caption = (f"{found['name']}: {found['num_stages']} stages{chunks}, {found['num_microbatches']} microbatches. Bubble "
-               f"{found['bubble']:.1%} of the step in model time; at most the activations of {found['peak_live']:g} "
-               f"microbatches on a stage{held}.")
-    return skin.figure(pictures.schedule(found), caption, skin.key((color, name, "") for color, name in pictures.kinds(found).values()))
+    caption = (f"{found['name']}: {found['num_stages']} stages{chunks}, {found['num_microbatches']} microbatches. "
+               f"Bubble {found['bubble']:.1%} of the step in model time; at most the activations of "
+               f"{found['peak_live']:g} microbatches on a stage{held}.")
+    return skin.figure(pictures.schedule(found), caption,
+                       skin.key((color, name, "") for color, name in pictures.kinds(found).values()))
 
 
 def time(told: dict) -> str:
     line = told["roofline"]
     if not line:
-        return skin.paragraph("Compiled for no GPU of known speed, so nothing is said of time: add e.g. --topology h100:8.")
+        return skin.paragraph("Compiled for no GPU of known speed, so nothing is said of time: add e.g. --topology "
+                              "h100:8.")
     percent, all_shares = "{:.1%}".format, line["share"] | line["other"]
     shares = [(k, name, all_shares.get(name, 0.0)) for k, name in enumerate(SHARES)]
     bar = Bar("of the step", [share for share in shares if share[2] > 0], seconds(line["step_time_s"]))
-    caption = (f"{seconds(line['step_time_s'])} a step: {seconds(line['compute_s'])} of kernels and {seconds(line['exposed_s'])} of "
-               f"waiting for links; {seconds(line['hidden_s'])} of collectives hide under kernels, and "
-               f"{seconds(line['free_matmul_s'])} of matmuls have none beside them.")
+    caption = (f"{seconds(line['step_time_s'])} a step: {seconds(line['compute_s'])} of kernels and "
+               f"{seconds(line['exposed_s'])} of waiting for links; {seconds(line['hidden_s'])} of collectives hide "
+               f"under kernels, and {seconds(line['free_matmul_s'])} of matmuls have none beside them.")
     drawn = skin.figure(pictures.bars([bar], percent, "shares of the step", most=1.0), caption,
                         skin.key((k, name, percent(share)) for k, name, share in shares))
     assumed = ", ".join(f"{name} {value:g}" for name, value in line["assumed"].items())
     return (drawn + _exposed(line) + "<h3>Kernels, costliest first</h3>" + _kernels(line)
-            + skin.bullets(f"warning: counted once, its length is unknown: loop {name}" for name in line["unknown_loops"])
+            + skin.bullets(f"warning: counted once, its length is unknown: loop {name}"
+                           for name in line["unknown_loops"])
             + skin.bullets(f"warning: counted by its bytes alone: {name}" for name in line["uncounted"])
-            + skin.paragraph("Nothing is measured: hardware peaks at assumed shares of them. Assumed (--assume NAME=VALUE sets "
-                             f"another): {assumed}.", "small"))
+            + skin.paragraph("Nothing is measured: hardware peaks at assumed shares of them. Assumed (--assume "
+                             f"NAME=VALUE sets another): {assumed}.", "small"))
 
 
 def _exposed(line: dict) -> str:
@@ -223,7 +243,8 @@ def _exposed(line: dict) -> str:
 def _kernels(line: dict) -> str:
     columns = [Column("part"), Column("runs", "n"), Column("time", "n"), Column("of step", "n"), Column("bound"),
                Column("TFLOP", "n"), Column("HBM", "n"), Column("line", "keep"), Column("from", "code")]
-    rows = [(row["part"], of_count(row["count"]), of_seconds(row["time_s"]), of_share(row["time_s"] / line["step_time_s"]),
+    rows = [(row["part"], of_count(row["count"]), of_seconds(row["time_s"]),
+             of_share(row["time_s"] / line["step_time_s"]),
              row["bound"], Cell(f"{row['flops'] / 1e12:,.1f}", row["flops"]), of_bytes(row["bytes"]), row["line"],
              row["source"]) for row in line["kernels"]]
     return skin.table(columns, rows, "kernels", search="part, line or operation of a kernel", brief=True)
@@ -236,16 +257,19 @@ def params(told: dict) -> str:
     split = lambda dims: "(" + ", ".join("+".join(axes) or "·" for axes in dims) + ")"
     counted = lambda count: Cell(many(count), count)
     columns = [Column("parameter", "code"), Column("shape", "keep"), Column("logical axes"), Column("dtype"),
-               Column("size", "n"), Column("read, by [params]"), Column("stored, by [optimizer]"), Column("stored bytes", "n"),
+               Column("size", "n"), Column("read, by [params]"), Column("stored, by [optimizer]"),
+               Column("stored bytes", "n"),
                Column("gradient", "n")]
     rows = [(row["name"], " × ".join(f"{n:,}" for n in row["shape"]), " ".join(axis or "·" for axis in row["axes"]),
-             row["dtype"], counted(row["size"]), split(row["read"]), split(row["stored"]), of_bytes(row["stored_bytes"]),
+             row["dtype"], counted(row["size"]), split(row["read"]), split(row["stored"]),
+             of_bytes(row["stored_bytes"]),
              of_bytes(row["grads_bytes"])) for row in told["parameters"]]
     in_all = {name: sum(row[name] for row in told["parameters"]) for name in ("size", "stored_bytes", "grads_bytes")}
     total = ("in all, on a device", "", "", "", counted(in_all["size"]), "", "", of_bytes(in_all["stored_bytes"]),
              of_bytes(in_all["grads_bytes"]))
     rules = f"<h3>{skin.esc(told['run']['rules'])}</h3><pre>{skin.esc(told['run']['rules_text'].strip())}</pre>"
-    return skin.table(columns, rows, "parameter-table", search="name, axis or mesh axis of a parameter", total=total) + rules
+    return skin.table(columns, rows, "parameter-table", search="name, axis or mesh axis of a parameter",
+                      total=total) + rules
 
 
 def notes(told: dict) -> str:

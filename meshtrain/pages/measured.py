@@ -1,4 +1,5 @@
-"""The page of `report --html`: what a run has measured beside what was priced, from the dict of `meshtrain.run.measured`."""
+"""The page of `report --html`: what a run has measured beside what was priced, from the dict of
+`meshtrain.run.measured`."""
 from __future__ import annotations
 
 import math
@@ -18,13 +19,15 @@ def page(told: dict) -> str:
     """told: the dict of `measured.of`."""
     found = [PageSection("loss", "Loss", loss(told)), PageSection("speed", "Speed", speed(told)),
              *([PageSection("experts", "How busy the experts are", experts(told))] if told["experts"] else []),
-             PageSection("spent", "Where the time went", spent(told)), PageSection("starts", "Starts and stops", starts(told)),
+             PageSection("spent", "Where the time went", spent(told)),
+             PageSection("starts", "Starts and stops", starts(told)),
              PageSection("more", "Gradients and learning rate", more(told))]
     if told["priced"]:
         found += [section._replace(heading=f"Priced: {section.heading[0].lower()}{section.heading[1:]}")
                   for section in layout.sections(told["priced"])]
     else:
-        found += [PageSection("priced", "Priced", skin.paragraph("This run directory holds no cost.json, so no price stands beside "
+        found += [PageSection("priced", "Priced",
+                              skin.paragraph("This run directory holds no cost.json, so no price stands beside "
                                                              "what was measured; train writes one when it starts."))]
     return skin.document("what a run did", told["name"], lead(told), skin.tiles(tiles(told)), found, told)
 
@@ -70,12 +73,14 @@ def _points(told: dict, key: str) -> list[tuple[float, float]]:
     return [(step, value) for step, value in zip(told["rows"]["step"], told["rows"][key]) if value is not None]
 
 
-def _curve(told: dict, key: str, name: str, show, *, color: int = 0, level: tuple[float, str] | None = None, zero: bool = False,
+def _curve(told: dict, key: str, name: str, show, *, color: int = 0, level: tuple[float, str] | None = None,
+           zero: bool = False,
            height: int = 240, more: tuple[PlotCurve, ...] = (), most: float = math.inf) -> str:
     """Over steps; lines across where the run went on. most: what is above stands at it."""
     points = [(step, min(value, most)) for step, value in _points(told, key)]
     went_on = [(one["from_step"], "") for one in told["starts"] if one["from_step"]][-MOST_MARKS:]
-    return pictures.curves([PlotCurve(color, name, points), *more], "step", name, "{:,.0f}".format, show, name, zero=zero,
+    return pictures.curves([PlotCurve(color, name, points), *more], "step", name, "{:,.0f}".format,
+                           show, name, zero=zero,
                            height=height, verticals=went_on, levels=[level] if level else [])
 
 
@@ -84,7 +89,8 @@ def loss(told: dict) -> str:
         return skin.paragraph(f"No step is written yet: {told['state']}.")
     validated = _points(told, "val_loss")
     more = (PlotCurve(1, "validation", validated, dots=True),) if validated else ()
-    drawn = _curve(told, "loss", "loss, nats a token", "{:.3g}".format, height=340, more=more) if _points(told, "loss") else ""
+    drawn = _curve(told, "loss", "loss, nats a token", "{:.3g}".format, height=340,
+                   more=more) if _points(told, "loss") else ""
     key = skin.key([(0, "training", ""), *([(1, "validation", "")] if more else [])])
     columns = [Column("validated after step", "n"), Column("loss", "n"), Column("perplexity", "n")]
     rows = [(of_count(step), Cell(f"{value:.4f}", value), Cell(f"{math.exp(min(value, 700)):,.2f}"))
@@ -106,7 +112,8 @@ def speed(told: dict) -> str:
             most = MOST_TIMES * max(measured, one or 0.0)
             above = sum(value > most for _, value in _points(told, key))
             drawn += skin.figure(
-                _curve(told, key, name, show[key], color=len(rows), zero=True, level=_level(told, key, show[key]), most=most),
+                _curve(told, key, name, show[key], color=len(rows), zero=True,
+                       level=_level(told, key, show[key]), most=most),
                 f"{above} steps that are above stand at the top: they ended while the clock stood." if above else "")
     columns = [Column("median of all steps"), Column("measured", "n"), Column("priced, by the roofline", "n"),
                Column("measured of it", "n")]
@@ -126,7 +133,8 @@ def spent(told: dict) -> str:
     rows = [(k % pictures.COLORS, name, spent_s) for k, (name, spent_s) in enumerate(parts.items())]
     bar = Bar("all of it", [row for row in rows if row[2] > layout.LEAST_SHARE * total])
     columns = [Column("what"), Column("time", "n"), Column("of all", "n")]
-    table = skin.table(columns, [(name, Cell(duration(spent_s), spent_s), of_share(spent_s / total)) for _, name, spent_s in rows],
+    table = skin.table(columns, [(name, Cell(duration(spent_s), spent_s), of_share(spent_s / total))
+                                 for _, name, spent_s in rows],
                        "time-spent")
     words = "Of steps alone: this directory has no history.jsonl." if told["goodput"] is None else (
         f"All the time since the first start; goodput, the share of steps that counted, is {told['goodput']:.1%}.")
@@ -153,14 +161,20 @@ def experts(told: dict) -> str:
     found = told["experts"]
     busiest, idlest, entropy = (found[name][-1] for name in ("max", "min", "entropy"))
     number = lambda value, show="{:.2f}": Cell("–") if value is None else Cell(show.format(value), value)
-    rows = [(of_count(layer), *map(number, values)) for layer, *values in zip(found["layers"], busiest, idlest, entropy)]
-    columns = [Column("layer", "n"), Column("busiest expert, of the mean", "n"), Column("idlest, of the mean", "n"), Column("entropy", "n")]
-    drawn = pictures.heat([(f"layer {layer}", [column[k] for column in found["max"]]) for k, layer in enumerate(found["layers"])],
-                          found["steps"], "{:.2f}".format, "tokens of each layer's busiest expert by step, relative to the mean")
+    rows = [(of_count(layer), *map(number, values))
+            for layer, *values in zip(found["layers"], busiest, idlest, entropy)]
+    columns = [Column("layer", "n"), Column("busiest expert, of the mean", "n"), Column("idlest, of the mean", "n"),
+               Column("entropy", "n")]
+    drawn = pictures.heat([(f"layer {layer}", [column[k] for column in found["max"]])
+                           for k, layer in enumerate(found["layers"])],
+                          found["steps"], "{:.2f}".format,
+                          "tokens of each layer's busiest expert by step, relative to the mean")
     worst = max((value for column in found["max"] for value in column if value is not None), default=1.0)
-    caption = (f"Tokens of each layer's busiest expert relative to the mean of its experts: pale at 1, full at {max(worst, 2):.2f}. Steps "
-               "to the right, of several steps the worst; the table has the last of them. No token is dropped, however busy an expert is.")
-    curve = lambda key, name, color, **more: skin.figure(_curve(told, key, name, "{:.3g}".format, color=color, height=200, **more)) \
+    caption = (f"Tokens of each layer's busiest expert relative to the mean of its experts: pale at 1, full at "
+               f"{max(worst, 2):.2f}. Steps to the right, of several steps the worst; the table has the last of them. "
+               f"No token is dropped, however busy an expert is.")
+    curve = lambda key, name, color, **more: skin.figure(
+        _curve(told, key, name, "{:.3g}".format, color=color, height=200, **more)) \
         if _points(told, key) else ""
     return (skin.figure(drawn, caption) + curve("expert_load_max", "busiest expert of all layers, of the mean", 3)
             + curve("expert_load_entropy", "entropy of the choices, mean of the layers; 1 is even", 2)
@@ -168,5 +182,6 @@ def experts(told: dict) -> str:
 
 
 def more(told: dict) -> str:
-    return "".join(skin.figure(_curve(told, key, name, "{:.3g}".format, color=color, height=200)) for key, name, color in
+    return "".join(skin.figure(_curve(told, key, name, "{:.3g}".format, color=color, height=200))
+                   for key, name, color in
                    (("grad_norm", "gradient norm", 4), ("learning_rate", "learning rate", 5)) if _points(told, key))

@@ -17,8 +17,8 @@ AXIS_COLOR = {axis: k for k, axis in enumerate(AXES)}
 
 
 def drawing(height: float, parts: Iterable[str], label: str) -> str:
-    return (f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{esc(label)}" xmlns="http://www.w3.org/2000/svg">'
-            f'{"".join(parts)}</svg>')
+    return (f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{esc(label)}" '
+            f'xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>')
 
 
 def text(x: float, y: float, words, size: float = 12, anchor: str = "start", kind: str = "") -> str:
@@ -58,7 +58,8 @@ def mesh(told: dict) -> str:
         if number and these[0] != lines[number - 1][-1] + 1:
             left_out = these[0] - lines[number - 1][-1] - 1
             parts += [line(LABEL, y + 10, LABEL + 40, y + 10, "rule"),
-                      text(LABEL + 50, y + 14, f"{left_out:,} hosts of {per_host} more, in the same order", 12, kind="soft")]
+                      text(LABEL + 50, y + 14, f"{left_out:,} hosts of {per_host} more, in the same order",
+                           12, kind="soft")]
             y += 34
         parts += [text(LABEL - 10, y + 40 + ROW * k + 12, axis, 12, "end") for k, axis in enumerate(order)]
         parts += [text(LABEL - 10, y + 32, "GPU", 11, "end", "soft")]
@@ -84,7 +85,8 @@ def _host(told: dict, order: Sequence[str], host: int, per_host: int, x: float, 
             if k == len(places) or places[k] != places[start]:
                 shade = 0.2 + 0.5 * places[start] / (told["sizes"][axis] - 1)
                 parts += [rect(x + CELL * start, top, CELL * (k - start) - 2, ROW - 3, f"c{AXIS_COLOR[axis]}", shade),
-                          text(x + CELL * (start + k) / 2 - 1, top + 12, places[start], small(str(places[start])), "middle")]
+                          text(x + CELL * (start + k) / 2 - 1, top + 12, places[start],
+                               small(str(places[start])), "middle")]
                 start = k
     return parts
 
@@ -110,7 +112,8 @@ class Bar(NamedTuple):
 def bars(rows: Sequence[Bar], show: Callable[[float], str], label: str, marks: Sequence[tuple[float, str]] = (),
          most: float | None = None) -> str:
     """Stacked bars on one scale. show: a value as text. marks: values that stand as lines across all bars."""
-    left, right, height = max(max(110, 7.2 * len(row.label) + 14, 5.8 * len(row.note) + 14) for row in rows), WIDTH - 92, 30
+    left, right, height = max(max(110, 7.2 * len(row.label) + 14, 5.8 * len(row.note) + 14)
+                              for row in rows), WIDTH - 92, 30
     most = most or max([sum(part[2] for part in row.parts) for row in rows] + [value for value, _ in marks]) or 1.0
     scale = (right - left) / most
     parts, y = [], 28.0 if marks else 4.0
@@ -132,7 +135,8 @@ def bars(rows: Sequence[Bar], show: Callable[[float], str], label: str, marks: S
         y += height + 14
     for k, (value, words) in enumerate(marks):
         x = left + value * scale
-        parts += [line(x, 20, x, y - 10, "edge"), text(x + (4 if k else -4), 15, words, 11, "start" if k else "end", "soft")]
+        parts += [line(x, 20, x, y - 10, "edge"),
+                  text(x + (4 if k else -4), 15, words, 11, "start" if k else "end", "soft")]
     return drawing(y - 4, parts, label)
 
 
@@ -147,9 +151,11 @@ class PlotCurve(NamedTuple):
     dots: bool = False
 
 
-def curves(rows: Sequence[PlotCurve], x_name: str, y_name: str, show_x: Callable[[float], str], show_y: Callable[[float], str],
+def curves(rows: Sequence[PlotCurve], x_name: str, y_name: str, show_x: Callable[[float], str],
+           show_y: Callable[[float], str],
            label: str, *, verticals: Sequence[tuple[float, str]] = (), levels: Sequence[tuple[float, str]] = (),
-           zero: bool = False, height: int = 300, unit: float = 1.0, told: Callable[[int, int], str] | None = None) -> str:
+           zero: bool = False, height: int = 300, unit: float = 1.0,
+           told: Callable[[int, int], str] | None = None) -> str:
     """Curves in one frame. verticals, levels: (value, what it is), lines across. zero: y begins at 0. unit: of y, whose
     round multiples are marked. told: (curve, point) → its title."""
     points = [point for row in rows for point in row.points]
@@ -164,16 +170,20 @@ def curves(rows: Sequence[PlotCurve], x_name: str, y_name: str, show_x: Callable
     at_y = lambda y: bottom - (y - low_y) / (high_y - low_y) * (bottom - top)
     parts = [text(left, 11, y_name, 11, kind="soft"), text(right, height - 4, x_name, 11, "end", "soft")]
     for y in (unit * tick for tick in ticks(low_y / unit, high_y / unit)):
-        parts += [line(left, at_y(y), right, at_y(y), "rule"), text(left - 8, at_y(y) + 4, show_y(y), 11, "end", "soft")]
+        parts += [line(left, at_y(y), right, at_y(y), "rule"),
+                  text(left - 8, at_y(y) + 4, show_y(y), 11, "end", "soft")]
     parts += [text(at_x(x), bottom + 18, show_x(x), 11, "middle", "soft") for x in ticks(low_x, high_x)]
     for value, words in levels:
-        parts += [line(left, at_y(value), right, at_y(value), "edge"), text(right, at_y(value) - 5, words, 11, "end", "soft")]
+        parts += [line(left, at_y(value), right, at_y(value), "edge"),
+                  text(right, at_y(value) - 5, words, 11, "end", "soft")]
     for value, words in verticals:
-        parts += [line(at_x(value), top, at_x(value), bottom, "mark"), text(at_x(value) + 4, top + 8, words, 10.5, kind="soft")]
+        parts += [line(at_x(value), top, at_x(value), bottom, "mark"),
+                  text(at_x(value) + 4, top + 8, words, 10.5, kind="soft")]
     for k, row in enumerate(rows):
         if row.dots:
             parts += [f'<circle cx="{at_x(x):.1f}" cy="{at_y(y):.1f}" r="4.5" class="c{row.color} gap">'
-                      f'{f"<title>{esc(told(k, i))}</title>" if told else ""}</circle>' for i, (x, y) in enumerate(row.points)]
+                      f'{f"<title>{esc(told(k, i))}</title>" if told else ""}</circle>'
+                      for i, (x, y) in enumerate(row.points)]
         else:
             path = "L".join(f"{at_x(x):.1f} {at_y(y):.1f}" for x, y in thinned(row.points))
             parts += [f'<path d="M{path}" class="curve s{row.color}"/>']
@@ -206,16 +216,20 @@ def ticks(low: float, high: float, about: int = 6) -> list[float]:
 # ---- heat ------------------------------------------------------------------------------------------------------------
 
 
-def heat(rows: Sequence[tuple[str, Sequence[float | None]]], columns: Sequence[int], show: Callable[[float], str], label: str) -> str:
+def heat(rows: Sequence[tuple[str, Sequence[float | None]]], columns: Sequence[int],
+         show: Callable[[float], str], label: str) -> str:
     """A cell for each row and column, whose values begin at 1: pale there, full at the largest, or at 2. columns:
     their numbers."""
-    left, right, most = 74, WIDTH - 24, max([2.0, *(value for _, values in rows for value in values if value is not None)])
+    left, right, most = 74, WIDTH - 24, max([
+        2.0, *(value for _, values in rows for value in values if value is not None)])
     tall, width = max(4.0, min(18.0, 480 / len(rows))), (right - left) / len(columns)
     every, parts = math.ceil(11 / tall), []
     for k, (name, values) in enumerate(rows):
         parts += [text(left - 8, 4 + tall * (k + 0.5) + 4, name, 11, "end", "soft")] if k % every == 0 else []
-        parts += [rect(left + width * i, 4 + tall * k, width - 1, tall - 1, "c1", 0.06 + 0.93 * (value - 1) / (most - 1),
-                       f"{name}, step {columns[i]:,}: {show(value)}") for i, value in enumerate(values) if value is not None]
+        parts += [rect(left + width * i, 4 + tall * k, width - 1, tall - 1, "c1",
+                       0.06 + 0.93 * (value - 1) / (most - 1),
+                       f"{name}, step {columns[i]:,}: {show(value)}")
+                       for i, value in enumerate(values) if value is not None]
     bottom = 4 + tall * len(rows)
     marked = sorted({0, len(columns) - 1, *range(0, len(columns), max(1, len(columns) // 6))})
     marked = [i for i in marked if i in (0, len(columns) - 1) or len(columns) - 1 - i >= len(columns) / 8]
@@ -236,11 +250,12 @@ def kinds(told: dict) -> dict[str, tuple[int, str]]:
 
 
 def schedule(told: dict, heading: str = "") -> str:
-    """A row for each stage, model time to the right; later chunks are lighter. told: of `cost.chart.as_json`. heading: of a
-    drawing that stands alone, which has a legend, too."""
+    """A row for each stage, model time to the right; later chunks are lighter. told: of `cost.chart.as_json`. heading:
+    of a drawing that stands alone, which has a legend, too."""
     left, tall = 74, 22 if told["num_stages"] <= 16 else 13
     longest = max(part["end"] - part["begin"] for part in told["lines"])
-    scale, parts, y = (WIDTH - left - 20) / longest, [text(4, 13, heading, 11)] if heading else [], 24.0 if heading else 4.0
+    scale, parts, y = (WIDTH - left - 20) / longest, [text(4, 13, heading,
+                                                           11)] if heading else [], 24.0 if heading else 4.0
     for part in told["lines"]:
         if part["heading"]:
             parts += [text(left, y + 10, part["heading"], 11, kind="soft")]

@@ -9,7 +9,8 @@ from meshtrain.pages.pictures import Bar, PlotCurve
 from meshtrain.pages.skin import Cell, Column, PageSection, Tile, of_bytes, of_count, of_seconds, of_share
 from meshtrain.units import many, seconds, size
 
-FITS, OTHERS, MISSES = (0, "plans that fit, best in the table"), (7, "other plans that fit"), (4, "plans that do not fit")
+FITS, OTHERS, MISSES = (0, "plans that fit, best in the table"), (7, "other plans that fit"), (
+    4, "plans that do not fit")
 STACKED = {"params": "weights", "grads": "gradients", "optimizer": "optimizer", "activations": "activations"}
 MICROBATCHES = "micro\N{SOFT HYPHEN}batches"     # the widest head over the narrowest numbers
 DRAWN = 10          # plans whose memory is drawn
@@ -19,9 +20,12 @@ def page(told: dict) -> str:
     """told: the dict of `plan --json`."""
     several = isinstance(told["gpus"], list)
     found = [PageSection("scaling", "The best plan of each number of GPUs", scaling(told))] if several else [
-        PageSection("first", "The first plan", first(told)), PageSection("plans", "The plans, best first", ranked(told)),
-        PageSection("trade", "Memory against time", trade(told)), PageSection("memory", "What takes the memory", memory(told)),
-        PageSection("misses", "What does not fit", misses(told)), PageSection("compiled", "Formula beside compiled", compiled(told))]
+        PageSection("first", "The first plan", first(told)),
+        PageSection("plans", "The plans, best first", ranked(told)),
+        PageSection("trade", "Memory against time", trade(told)),
+        PageSection("memory", "What takes the memory", memory(told)),
+        PageSection("misses", "What does not fit", misses(told)),
+        PageSection("compiled", "Formula beside compiled", compiled(told))]
     assumed = PageSection("numbers", "What the numbers are", skin.bullets(told["caveats"]) + _assumed(told))
     return skin.document("which layout", told["name"], lead(told), skin.tiles(tiles(told)) if told["first"] else "",
                          [*found, assumed], told)
@@ -31,7 +35,8 @@ def lead(told: dict) -> str:
     gpus = ", ".join(f"{count:,}" for count in (told["gpus"] if isinstance(told["gpus"], list) else [told["gpus"]]))
     best = f" First of them: {_mesh(told['plans'][0])}, {_rules(told['plans'][0])}." if told["first"] else ""
     return (f"{many(told['num_params'])} parameters, {told['global_batch']:,} × {told['seq_len']:,} tokens a step on "
-            f"{gpus} × {told['gpu']}, {size(told['usable_bytes'])} usable on each; {told['tried']:,} layouts tried.{best}")
+            f"{gpus} × {told['gpu']}, {size(told['usable_bytes'])} usable on each; {told['tried']:,} layouts "
+            f"tried.{best}")
 
 
 def tiles(told: dict) -> list[Tile]:
@@ -72,8 +77,8 @@ def _schedule(plan: dict) -> str:
 def first(told: dict) -> str:
     found = told["first"]
     if not found:
-        return skin.paragraph("No layout fits; more GPUs, sequences split over mesh.context, or fewer tokens a microbatch "
-                              "would.", "warn")
+        return skin.paragraph("No layout fits; more GPUs, sequences split over mesh.context, or fewer tokens a "
+                              "microbatch would.", "warn")
     step_s = told["plans"][0]["step_time_s"]
     spent = {name: spent_s for name, spent_s in found["time_s"].items() if spent_s > layout.LEAST_SHARE * step_s}
     shares = [(k % pictures.COLORS, name, spent_s) for k, (name, spent_s) in enumerate(spent.items())]
@@ -81,7 +86,8 @@ def first(told: dict) -> str:
     key = skin.key((color, name, f"{spent_s / step_s:.1%}") for color, name, spent_s in shares)
     stands, *why = found["standing"].split("\n  - ")
     told = [*found["sentences"], stands] if stands else found["sentences"]
-    return ("".join(map(skin.paragraph, told)) + skin.bullets(why) + skin.figure(drawing, key=key) + layout.mesh(found["mesh"]))
+    return ("".join(map(skin.paragraph, told)) + skin.bullets(why) + skin.figure(drawing, key=key) + layout.mesh(
+        found["mesh"]))
 
 
 def ranked(told: dict) -> str:
@@ -90,8 +96,10 @@ def ranked(told: dict) -> str:
                Column(MICROBATCHES, "n"), Column("remat"), Column("memory", "n"),
                Column("step", "n"), Column("tokens/s a GPU", "n"), Column("MFU", "n"),
                Column("bubble", "n"), *_length_columns(plans)]
-    held = lambda plan: Cell(size(plan["memory_bytes"]["total"]) + " *" * bool(plan["reason"]), plan["memory_bytes"]["total"])
-    rows = [(of_count(k), _mesh(plan), _rules(plan), _schedule(plan), of_count(plan["microbatches"]), plan["remat"], held(plan),
+    held = lambda plan: Cell(size(plan["memory_bytes"]["total"]) + " *" * bool(plan["reason"]),
+                             plan["memory_bytes"]["total"])
+    rows = [(of_count(k), _mesh(plan), _rules(plan), _schedule(plan), of_count(plan["microbatches"]),
+             plan["remat"], held(plan),
              of_seconds(plan["step_time_s"]), of_count(plan["tokens_per_s_per_gpu"]), of_share(plan["mfu"]),
              of_share(plan["bubble"]), *_length(plan)) for k, plan in enumerate(plans, 1)]
     unsure = sorted({plan["reason"] for plan in plans} - {""})
@@ -114,7 +122,8 @@ def trade(told: dict) -> str:
     if not plans:
         return ""
     point = lambda plan: (plan["step_time_s"], plan["memory_bytes"]["total"])
-    rows = [PlotCurve(OTHERS[0], OTHERS[1], [(plan["step_time_s"], plan["memory_bytes"]) for plan in told["others"]], dots=True),
+    rows = [PlotCurve(OTHERS[0], OTHERS[1], [(plan["step_time_s"], plan["memory_bytes"])
+                                             for plan in told["others"]], dots=True),
             PlotCurve(MISSES[0], MISSES[1], [point(plan) for plan in missed], dots=True),
             PlotCurve(FITS[0], FITS[1], [point(plan) for plan in plans], dots=True)]
     known = [told["others"], missed, plans]
@@ -123,14 +132,16 @@ def trade(told: dict) -> str:
     most = 4 * plans[0]["step_time_s"]
     kept = [[i for i, (x, _) in enumerate(row.points) if x <= most] for row in rows]
     drawn = [row._replace(points=[row.points[i] for i in these]) for row, these in zip(rows, kept)]
-    picture = pictures.curves(drawn, "step", "memory of a GPU", "{:g} s".format, size, "memory against step time", zero=True,
+    picture = pictures.curves(drawn, "step", "memory of a GPU", "{:g} s".format, size,
+                              "memory against step time", zero=True,
                               height=380, unit=2**30,
                               levels=[(told["usable_bytes"], f"usable {size(told['usable_bytes'])}")],
                               told=lambda k, i: said(k, kept[k][i]))
     left_out = sum(len(row.points) for row in rows) - sum(map(len, kept))
     caption = "Each point is the best plan of a mesh and a rule file; left and low is better." + (
         f" {left_out} plans that take more than four times as long as the best are left out." if left_out else "")
-    return skin.figure(picture, caption, skin.key((row.color, row.name, str(len(row.points))) for row in drawn if row.points))
+    return skin.figure(picture, caption, skin.key((row.color, row.name, str(len(row.points)))
+                                                  for row in drawn if row.points))
 
 
 def memory(told: dict) -> str:
@@ -138,7 +149,8 @@ def memory(told: dict) -> str:
     if not plans:
         return ""
     parts = lambda plan: [(color, STACKED[part], plan["memory_bytes"][part]) for color, part in enumerate(STACKED)]
-    drawing = pictures.bars([Bar(f"{k}", parts(plan)) for k, plan in enumerate(plans, 1)], size, "memory of the best plans",
+    drawing = pictures.bars([Bar(f"{k}", parts(plan)) for k, plan in enumerate(plans, 1)],
+                            size, "memory of the best plans",
                             [(told["usable_bytes"], f"usable {size(told['usable_bytes'])}")])
     columns = [Column("", "n"), *(Column(name, "n") for name in STACKED.values()), Column("in all", "n"),
                Column("sent by a GPU, by mesh axes")]
@@ -151,7 +163,8 @@ def memory(told: dict) -> str:
 
 
 def misses(told: dict) -> str:
-    columns = [Column("mesh", "some"), Column("rules", "some"), Column("memory", "n"), Column("step", "n"), Column("why")]
+    columns = [Column("mesh", "some"), Column("rules", "some"), Column("memory", "n"),
+               Column("step", "n"), Column("why")]
     rows = [(_mesh(plan), _rules(plan), of_bytes(plan["memory_bytes"]["total"]), of_seconds(plan["step_time_s"]),
              plan["reason"])
             for plan in told["plans"] if not plan["fits"]]
@@ -159,11 +172,13 @@ def misses(told: dict) -> str:
 
 
 def compiled(told: dict) -> str:
-    columns = [Column("", "n"), Column("memory", "n"), Column("compiled", "n"), Column("step", "n"), Column("roofline", "n"),
+    columns = [Column("", "n"), Column("memory", "n"), Column("compiled", "n"), Column("step", "n"),
+               Column("roofline", "n"),
                Column("sent by a GPU", "n"), Column("compiled", "n")]
     sent = lambda plan: of_bytes(sum(plan["traffic_bytes"].values()))
     rows = [(of_count(k), of_bytes(plan["memory_bytes"]["total"]), of_bytes(plan["compiled"]["memory_bytes"]["total"]),
-             of_seconds(plan["step_time_s"]), of_seconds(plan["compiled"]["step_time_s"]), sent(plan), sent(plan["compiled"]))
+             of_seconds(plan["step_time_s"]), of_seconds(plan["compiled"]["step_time_s"]),
+             sent(plan), sent(plan["compiled"]))
             for k, plan in enumerate(told["plans"], 1) if "compiled" in plan]
     return skin.table(columns, rows, "verified")
 
@@ -177,15 +192,18 @@ def scaling(told: dict) -> str:
                Column(MICROBATCHES, "n"), Column("remat"), Column("memory", "n"),
                Column("step", "n"), Column("tokens/s a GPU", "n"), Column("kept", "n"),
                Column("MFU", "n"), *_length_columns(plans)]
-    rows = [(of_count(plan["gpus"]), _mesh(plan), _rules(plan), _schedule(plan), of_count(plan["microbatches"]), plan["remat"],
-             of_bytes(plan["memory_bytes"]["total"]), of_seconds(plan["step_time_s"]), of_count(plan["tokens_per_s_per_gpu"]),
+    rows = [(of_count(plan["gpus"]), _mesh(plan), _rules(plan), _schedule(plan), of_count(plan["microbatches"]),
+             plan["remat"],
+             of_bytes(plan["memory_bytes"]["total"]), of_seconds(plan["step_time_s"]),
+             of_count(plan["tokens_per_s_per_gpu"]),
              of_share(kept), of_share(plan["mfu"]), *_length(plan)) for plan, kept in zip(plans, speed)]
     none = [f"{count:,}" for count in told["gpus"] if count not in {plan["gpus"] for plan in plans}]
     note = skin.paragraph(f"On {', '.join(none)} GPUs nothing fits.", "warn") if none else ""
     curve = PlotCurve(0, "kept", [(plan["gpus"], kept) for plan, kept in zip(plans, speed)])
     drawn = skin.figure(pictures.curves(
         [curve, curve._replace(dots=True)], "GPUs", "of a GPU's tokens/s on the first of them, kept", "{:,.0f}".format,
-        "{:.0%}".format, "how speed scales", zero=True, height=260), "With the same batch a step.") if len(plans) > 1 else ""
+        "{:.0%}".format, "how speed scales", zero=True, height=260),
+        "With the same batch a step.") if len(plans) > 1 else ""
     return drawn + note + skin.table(columns, rows, "best")
 
 

@@ -1,7 +1,8 @@
 """The skin of every page: one HTML file that needs no server, no network and no script to be read.
 
-The numbers of a page come from the one dict that its command prints as JSON; it stands in the page, too. What a run file, a
-path or a program brings along is text and never markup: everything goes through `esc`. Scripts sort and search tables, no more.
+The numbers of a page come from the one dict that its command prints as JSON; it stands in the page, too. What a run
+file, a path or a program brings along is text and never markup: everything goes through `esc`. Scripts sort and search
+tables, no more.
 """
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def document(kind: str, title: str, lead: str, top: str, sections: Sequence[Page
     """A page. kind, title, lead: text. top: HTML below the title. data: what the page is made of."""
     sections = [section for section in sections if section.body]
     links = "".join(f'<a href="#{esc(s.name)}">{esc(s.heading)}</a>' for s in sections)
-    bodies = "\n".join(f'<section id="{esc(s.name)}">\n<h2>{esc(s.heading)}</h2>\n{s.body}\n</section>' for s in sections)
+    bodies = "\n".join(f'<section id="{esc(s.name)}">\n<h2>{esc(s.heading)}</h2>\n{s.body}\n</section>'
+                       for s in sections)
     # No "<" in it: nothing in the JSON can end the element.
     embedded = json.dumps(data, ensure_ascii=True).replace("<", "\\u003c")
     return f"""<!DOCTYPE html>
@@ -151,8 +153,8 @@ def key(rows: Iterable[tuple[int, str, str]]) -> str:
 
 def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell | str]], name: str, *, search: str = "",
           total: Sequence[Cell | str] = (), marks: Sequence[str] = (), brief: bool = False) -> str:
-    """A table that sorts. name: its id. search: what the field that narrows it is called; "" for none. marks: a class of each
-    row. brief: on paper the first ON_PAPER rows are enough."""
+    """A table that sorts. name: its id. search: what the field that narrows it is called; "" for none. marks: a class
+    of each row. brief: on paper the first ON_PAPER rows are enough."""
     if not rows:
         return ""
     marks = [*marks, *[""] * (len(rows) - len(marks))]
@@ -196,7 +198,8 @@ def check_free(option: str, path: str) -> None:
     if files.status(path):
         raise ValueError(f"{option}={path} is there already; name another file, or remove it")
     if not files.is_dir(Path(path).parent):
-        raise ValueError(f"{option}={path} cannot be written: there is no directory {Path(path).parent}; name a file that can")
+        raise ValueError(f"{option}={path} cannot be written: there is no directory {Path(path).parent}; name a file "
+                         f"that can")
 
 
 def write(option: str, path: str, text: str) -> None:

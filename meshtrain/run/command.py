@@ -13,8 +13,8 @@ def answer(body: Callable[[list[str]], None], argv: Sequence[str], usage: str, a
            failures: tuple[type[Exception], ...] = (), told: Callable[[Exception], bool] = lambda error: False) -> int:
     """Does what a command line asks, in words where it cannot; the exit code.
 
-    about: what --help tells. failures: which are told in their own words, and are no mistake of the user's. told: whether
-    another process says it.
+    about: what --help tells. failures: which are told in their own words, and are no mistake of the user's. told:
+    whether another process says it.
     """
     words = [str(word) for word in argv]
     if {"--help", "-h"} & set(words):

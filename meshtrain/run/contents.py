@@ -1,7 +1,8 @@
-"""The names in a run.dir, in one table: for those who write there, and for who decides whether a directory may be a run's.
+"""The names in a run.dir, in one table: for those who write there, and for who decides whether a directory may be a
+run's.
 
-config.toml marks a directory as a run's. What may stand there before it is listed here, so that a start that ended early, however
-it ended, leaves nothing that the next one refuses. This module imports no jax: launchers use it.
+config.toml marks a directory as a run's. What may stand there before it is listed here, so that a start that ended
+early, however it ended, leaves nothing that the next one refuses. This module imports no jax: launchers use it.
 """
 from __future__ import annotations
 
@@ -16,14 +17,18 @@ RESTARTS, LAST_WORDS = "restarts.json", "last_words"        # of launchers
 
 # Written before a run has claimed the directory: by a launcher whose processes never met, and by meshtrain.tokenize.
 BEFORE_THE_CLAIM = frozenset({CACHE, RESTARTS, LAST_WORDS})
-# Written by a start that holds the lock file and has not come to its first step. Without a lock file these are a stranger's.
-BEFORE_THE_FIRST_STEP = BEFORE_THE_CLAIM | {LOCK, RULES, CONFIG, CHANGES, REFERENCE, CHECKPOINTS, TENSORBOARD, HISTORY, ALIVE, STACKS}
+# Written by a start that holds the lock file and has not come to its first step. Without a lock file these are a
+# stranger's.
+BEFORE_THE_FIRST_STEP = BEFORE_THE_CLAIM | {LOCK, RULES, CONFIG, CHANGES, REFERENCE,
+                                            CHECKPOINTS, TENSORBOARD, HISTORY, ALIVE, STACKS}
 TEMPORARY = re.compile(r"(.+?)(\.\d+)?\.tmp")               # NAME.tmp or NAME.PID.tmp, of a write that was cut off
 
 
 def is_left_by_starts(directory: Path) -> bool:
-    """Whether all that stands in a directory without config.toml was left by starts that ended before their first step. Raises: OSError."""
-    left = {_written(path.name) for path in directory.iterdir() if not path.name.startswith(".nfs")}    # deleted, but held open
+    """Whether all that stands in a directory without config.toml was left by starts that ended before their first step.
+    Raises: OSError."""
+    # deleted, but held open
+    left = {_written(path.name) for path in directory.iterdir() if not path.name.startswith(".nfs")}
     saved = directory / CHECKPOINTS
     return left <= BEFORE_THE_CLAIM or (
         LOCK in left and left <= BEFORE_THE_FIRST_STEP and not (saved.exists() and any(saved.iterdir())))

@@ -1,8 +1,9 @@
-"""What the reference of DPO prefers the chosen answers by, of every pair once: computed by the weights that a run begins with.
+"""What the reference of DPO prefers the chosen answers by, of every pair once: computed by the weights that a run
+begins with.
 
-It is kept beside the tokens of the pairs, under a name that the numbers of the weights and the pairs decide, so that other runs
-from the same weights (with another beta, say) find it; and in run.dir, where the run itself looks when it goes on, whose
-weights are no longer those.
+It is kept beside the tokens of the pairs, under a name that the numbers of the weights and the pairs decide, so that
+other runs from the same weights (with another beta, say) find it; and in run.dir, where the run itself looks when it
+goes on, whose weights are no longer those.
 """
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from meshtrain.training.step import Program
 FILE = contents.REFERENCE   # in run.dir: float32 by number of the pair; NaN where it does not fit
 
 
-def with_references(run: Run, program: Program, pairs: Pairs, corpus: Corpus, directory: Path, params: dict | None) -> Pairs:
+def with_references(run: Run, program: Program, pairs: Pairs, corpus: Corpus, directory: Path,
+                    params: dict | None) -> Pairs:
     """The pairs with what the reference prefers. All processes call it alike.
 
     params: the reference's; None: the run goes on, and has them. Raises: ConfigError where they are gone.
@@ -38,15 +40,16 @@ def with_references(run: Run, program: Program, pairs: Pairs, corpus: Corpus, di
     if params is None:
         values = _read(directory / FILE, count)
         if values is None:
-            raise ConfigError(f"{directory / FILE}, what the reference prefers, is gone or damaged, and the weights that made it are not "
-                              "those of a checkpoint; restore it, or start another run.name")
+            raise ConfigError(f"{directory / FILE}, what the reference prefers, is gone or damaged, and the weights "
+                              f"that made it are not those of a checkpoint; restore it, or start another run.name")
         return pairs.with_references(values)
     key = _key(run, corpus, pairs, params)
     shared = Path(corpus.sources[0].pairs[0].path).parent / f"reference-{key}.npy"
     values, began = _read(shared, count), time.perf_counter()
     if values is None:
         values = _computed(program, pairs, count, params)
-        say.out(f"the reference's log-probabilities of {len(pairs.all_pairs)} pairs: {time.perf_counter() - began:.1f} s, kept as {shared}")
+        say.out(f"the reference's log-probabilities of {len(pairs.all_pairs)} pairs: {time.perf_counter() - began:.1f} "
+                f"s, kept as {shared}")
     else:
         say.out(f"the reference's log-probabilities of {len(pairs.all_pairs)} pairs: from {shared}")
     agree.on_first(lambda: _write(values, directory / FILE, shared))
@@ -56,7 +59,8 @@ def with_references(run: Run, program: Program, pairs: Pairs, corpus: Corpus, di
 def _computed(program: Program, pairs: Pairs, count: int, params: dict) -> np.ndarray:
     preferred = program.compiled(program.preferred, program.spec.with_shardings().params, program.batch)
     every = PairValidation(pairs.source, pairs.all_pairs, pairs.seq_len, pairs.global_batch)
-    found = [np.asarray(preferred(params, program.place(every.batch(i, program.rows)))).reshape(-1) for i in range(every.num_batches)]
+    found = [np.asarray(preferred(params, program.place(every.batch(i, program.rows)))).reshape(-1)
+             for i in range(every.num_batches)]
     values = np.full(count, np.nan, np.float32)
     values[pairs.all_pairs] = np.concatenate(found)[:len(pairs.all_pairs)]
     return values
@@ -74,14 +78,16 @@ def _key(run: Run, corpus: Corpus, pairs: Pairs, params: dict) -> str:
 
 
 def _sums(leaf):
-    """Two sums of the bits of an array, each weighed by its place, modulo 2^32: the same on every layout, in any order."""
+    """Two sums of the bits of an array, each weighed by its place, modulo 2^32: the same on every layout, in any
+    order."""
     bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.uint32)
     place, stride = jnp.uint32(0), 1
     for dim in reversed(range(leaf.ndim)):
         place = place + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, dim) * jnp.uint32(stride % 2**32)
         stride *= leaf.shape[dim]
     mixed = lambda a, b: (bits ^ (bits >> 15) * jnp.uint32(a)) * (place * jnp.uint32(b) + jnp.uint32(1) | jnp.uint32(1))
-    return jnp.stack([jnp.sum(mixed(0x2C1B3C6D, 0x9E3779B1), dtype=jnp.uint32), jnp.sum(mixed(0x297A2D39, 0x85EBCA77), dtype=jnp.uint32)])
+    return jnp.stack([jnp.sum(mixed(0x2C1B3C6D, 0x9E3779B1), dtype=jnp.uint32),
+                      jnp.sum(mixed(0x297A2D39, 0x85EBCA77), dtype=jnp.uint32)])
 
 
 def _read(path: Path, count: int) -> np.ndarray | None:
@@ -101,7 +107,8 @@ def _read(path: Path, count: int) -> np.ndarray | None:
 
 def _write(values: np.ndarray, own: Path, shared: Path) -> None:
     # The run's own is one process's to write, so the next start replaces what a crash left of it; runs share the other.
-    for path, temporary in ((own, own.with_name(f"{own.name}.tmp")), (shared, shared.with_name(f"{shared.name}.{os.getpid()}.tmp"))):
+    for path, temporary in ((own, own.with_name(f"{own.name}.tmp")),
+                            (shared, shared.with_name(f"{shared.name}.{os.getpid()}.tmp"))):
 
         def write() -> None:
             with open(temporary, "wb") as file:

@@ -1,8 +1,8 @@
 """Where the seconds of a run go, over all its tries: steps that count, and everything else.
 
-A try is one start of the command. Within it seconds are a steady clock's, whatever happens to the wall clock; between two tries
-on one boot of one host they are that host's uptime, else the difference of the wall clocks. A try that ended without a word
-(kill -9, a power cut) ended at its last sign of life: its last row, or the beat that `history` keeps.
+A try is one start of the command. Within it seconds are a steady clock's, whatever happens to the wall clock; between
+two tries on one boot of one host they are that host's uptime, else the difference of the wall clocks. A try that ended
+without a word (kill -9, a power cut) ended at its last sign of life: its last row, or the beat that `history` keeps.
 This module reads and writes no files, and knows neither model nor processes.
 """
 from __future__ import annotations
@@ -19,7 +19,8 @@ LOOP = "loop"       # of an account alone; in lines of the history it is divided
 PARTS = {"steps": "steps", "start": "start", "compile": "compile", "restore": "restore", "data": "data",
          "checkpoint": "checkpoints", "validation": "validation", "rest": "the rest", "hang": "hang",
          "again": "steps taken again", "down": "between tries"}
-HANG_S, HANG_STEPS = 60.0, 10.0     # a try that lived on so long, and for so many of its steps, after its last one was stuck
+# a try that lived on so long, and for so many of its steps, after its last one was stuck
+HANG_S, HANG_STEPS = 60.0, 10.0
 STEPPED_S = 2.0     # by which a wall clock differs from a steady one when it was set; slewing stays below
 UNKNOWN = "ended without a word"
 
@@ -77,7 +78,8 @@ class Account:
         loop_s = spent.pop(LOOP)
         spent["data"] += self._waited_s
         spent["rest"] += max(0.0, loop_s - spent["steps"] - spent["again"] - self._waited_s)
-        return {"time": time.time(), "run_s": now - self.began, "step": self.step, "steps": self.steps, "counted_s": self.counted_s,
+        return {"time": time.time(), "run_s": now - self.began, "step": self.step, "steps": self.steps,
+                "counted_s": self.counted_s,
                 "spent_s": {part: value for part, value in spent.items() if value}, "part": self.part,
                 "idle_s": now - self._progress}
 
@@ -90,12 +92,15 @@ def ended(found: Mapping, how: str, *, stuck: bool = False, **more) -> dict:
         hung_s = min(idle_s, spent.get(part, 0.0))
         spent |= {part: spent.get(part, 0.0) - hung_s, "hang": spent.get("hang", 0.0) + hung_s}
         how = how if stuck else f"{how}, stuck for {duration(idle_s)} after step {found['step']}"
-    return {"event": "end", "how": how, **{key: found[key] for key in ("time", "run_s", "step", "counted_s")}, "spent_s": spent, **more}
+    return {"event": "end", "how": how, **{key: found[key] for key in ("time", "run_s", "step", "counted_s")},
+            "spent_s": spent, **more}
 
 
 def last_sign(start: Mapping, beat: Mapping | None, rows: Reversible[Mapping]) -> dict:
-    """`so_far` of a try that said no word at its end, or goes on. beat: the last one that was kept. rows: of metrics."""
-    found = {"time": start["time"] + start["run_s"], "run_s": start["run_s"], "step": start["step"], "steps": 0, "idle_s": 0.0,
+    """`so_far` of a try that said no word at its end, or goes on. beat: the last one that was kept. rows: of
+    metrics."""
+    found = {"time": start["time"] + start["run_s"], "run_s": start["run_s"], "step": start["step"],
+             "steps": 0, "idle_s": 0.0,
              "counted_s": start["counted_s"], "spent_s": start["spent_s"], "part": "start"}
     if beat and beat.get("of") == start["time"]:
         found |= {key: beat[key] for key in found}
@@ -105,17 +110,20 @@ def last_sign(start: Mapping, beat: Mapping | None, rows: Reversible[Mapping]) -
     if later_s > 0:
         counts_s = max(0.0, row["goodput"] * row["elapsed_s"] - found["counted_s"])
         spent = dict(found["spent_s"])
-        spent |= {"steps": spent.get("steps", 0.0) + counts_s, "rest": spent.get("rest", 0.0) + max(0.0, later_s - counts_s)}
-        found |= {"time": row["time"], "run_s": found["run_s"] + later_s, "step": row["step"], "counted_s": found["counted_s"] + counts_s,
+        spent |= {"steps": spent.get("steps", 0.0) + counts_s,
+                  "rest": spent.get("rest", 0.0) + max(0.0, later_s - counts_s)}
+        found |= {"time": row["time"], "run_s": found["run_s"] + later_s, "step": row["step"],
+                  "counted_s": found["counted_s"] + counts_s,
                   "steps": found["steps"] + row["step"] - found["step"], "spent_s": spent, "idle_s": 0.0}
     return found
 
 
 def counted_s(rows: Reversible[Mapping], step: int, unwritten: Sequence[Mapping] = ()) -> float:
-    """Seconds of the steps up to `step`, without what they waited for data. rows: of metrics. unwritten: one more behind them.
+    """Seconds of the steps up to `step`, without what they waited for data. rows: of metrics. unwritten: one more
+    behind them.
 
-    Reads back from the last row to the step. A step between two rows is as long as its neighbours, and so are those of rows
-    that a full disk has lost."""
+    Reads back from the last row to the step. A step between two rows is as long as its neighbours, and so are those of
+    rows that a full disk has lost."""
     counted, before, after = lambda row: row["goodput"] * row["elapsed_s"], None, None
     for row in itertools.chain(reversed(unwritten), reversed(rows)):
         if row.get("goodput") is None:
@@ -133,8 +141,8 @@ def counted_s(rows: Reversible[Mapping], step: int, unwritten: Sequence[Mapping]
 def tries(lines: Sequence[Mapping], beat: Mapping | None, rows: Reversible[Mapping]) -> list[dict]:
     """Every try of the history. how: "" where it ended without a word, or goes on.
 
-    began, ended: wall clock. elapsed_s: age of the run when it began; run_s: how long it lasted; down_s: before it, since the
-    one before. spent_s: part -> seconds. again_s: of steps_again steps of earlier tries that it takes again.
+    began, ended: wall clock. elapsed_s: age of the run when it began; run_s: how long it lasted; down_s: before it,
+    since the one before. spent_s: part -> seconds. again_s: of steps_again steps of earlier tries that it takes again.
     """
     found: list[dict] = []
     for k, start in enumerate(lines):
@@ -143,9 +151,12 @@ def tries(lines: Sequence[Mapping], beat: Mapping | None, rows: Reversible[Mappi
         following = lines[k + 1] if k + 1 < len(lines) else None
         end = following if following and following["event"] == "end" else None
         end = end or ended(last_sign(start, beat, rows), "")
-        found.append({"began": start["time"], "ended": end["time"], "from_step": start["step"], "to_step": end["step"], "how": end["how"],
-                      "steps_again": start["steps_again"], "again_s": start["again_s"], "on": start["on"], "cause": start["cause"],
-                      "elapsed_s": start["elapsed_s"], "run_s": end["run_s"], "down_s": start["down_s"], "spent_s": end["spent_s"],
+        found.append({"began": start["time"], "ended": end["time"], "from_step": start["step"],
+                      "to_step": end["step"], "how": end["how"],
+                      "steps_again": start["steps_again"], "again_s": start["again_s"],
+                      "on": start["on"], "cause": start["cause"],
+                      "elapsed_s": start["elapsed_s"], "run_s": end["run_s"], "down_s": start["down_s"],
+                      "spent_s": end["spent_s"],
                       "counted_s": end["counted_s"], "clock_s": _stepped(end["time"] - start["time"] - end["run_s"])})
     return found
 
@@ -158,7 +169,8 @@ def began_after(found: Sequence[Mapping], start: Mapping, lines: Sequence[Mappin
     """What a start says of the tries before it: its age, the time since the last one, and what it takes again. found:
     those tries."""
     if not found:
-        return {"elapsed_s": 0.0, "down_s": 0.0, "counted_s": counted_s(rows, start["step"]), "steps_again": 0, "again_s": 0.0}
+        return {"elapsed_s": 0.0, "down_s": 0.0, "counted_s": counted_s(rows, start["step"]),
+                "steps_again": 0, "again_s": 0.0}
     last, line = found[-1], next(line for line in reversed(lines) if line["event"] == "start")
     done = last["to_step"] or last["from_step"]
     written = next((row["step"] for row in reversed(rows)), -1)
@@ -177,7 +189,8 @@ def spent_s(found: Sequence[Mapping]) -> dict[str, float]:
     """Seconds of all tries by what they went into (the names of PARTS), together all the time since the first began."""
     total = {part: sum(one["spent_s"].get(part, 0.0) for one in found) for part in PARTS}
     again_s = min(total["steps"], sum(one["again_s"] for one in found))
-    total |= {"steps": total["steps"] - again_s, "again": total["again"] + again_s, "down": sum(one["down_s"] for one in found)}
+    total |= {"steps": total["steps"] - again_s, "again": total["again"] + again_s,
+              "down": sum(one["down_s"] for one in found)}
     # What no part claims: lines of a history that were lost.
     total["rest"] += max(0.0, sum(one["run_s"] + one["down_s"] for one in found) - sum(total.values()))
     return {name: total[part] for part, name in PARTS.items()}
@@ -188,6 +201,7 @@ def line(spent: Mapping[str, float]) -> str:
     total = sum(spent.values())
     if not total:
         return ""
-    others = sorted(((value, name) for name, value in spent.items() if name != PARTS["steps"] and value >= 0.0005 * total), reverse=True)
+    others = sorted(((value, name) for name, value in spent.items() if name != PARTS["steps"]
+                     and value >= 0.0005 * total), reverse=True)
     shares = ", ".join(f"{name} {value / total:.1%}" for value, name in others)
     return f"goodput {spent[PARTS['steps']] / total:.1%} of {duration(total)}" + (f"; {shares}" if shares else "")

@@ -1,8 +1,9 @@
-"""Log of a run's attempts, run.dir/history.jsonl: one line per start and one per end, with its cause and where the seconds went.
+"""Log of a run's attempts, run.dir/history.jsonl: one line per start and one per end, with its cause and where the
+seconds went.
 
-A start without an end was killed or still runs. A heartbeat file (.alive), rewritten every few seconds, lets the next attempt
-record the end of one that was killed. The steps that a start repeats, behind the checkpoint it resumes from, are recorded before
-their metrics are dropped. A full disk ends no run.
+A start without an end was killed or still runs. A heartbeat file (.alive), rewritten every few seconds, lets the next
+attempt record the end of one that was killed. The steps that a start repeats, behind the checkpoint it resumes from,
+are recorded before their metrics are dropped. A full disk ends no run.
 """
 from __future__ import annotations
 
@@ -46,8 +47,10 @@ class Try:
             lines.append(goodput.ended(goodput.last_sign(lines[-1], beat(directory), metrics), how, stuck=stuck))
             self._append(lines[-1])
             found = goodput.tries(lines, None, metrics)
-        own = {"event": "start", "time": time.time() - run_s, "uptime_s": time.clock_gettime(time.CLOCK_BOOTTIME) - run_s,
-               "boot": BOOT_ID.read_text(encoding="utf-8").strip() if BOOT_ID.exists() else "", "host": socket.gethostname(), "pid": os.getpid(),
+        own = {"event": "start", "time": time.time() - run_s,
+               "uptime_s": time.clock_gettime(time.CLOCK_BOOTTIME) - run_s,
+               "boot": BOOT_ID.read_text(encoding="utf-8").strip() if BOOT_ID.exists() else "",
+               "host": socket.gethostname(), "pid": os.getpid(),
                "step": step, "run_s": run_s, "spent_s": self.account.so_far()["spent_s"], **more}
         own |= goodput.began_after(found, own, lines, metrics)
         self.began = own["time"]
@@ -100,7 +103,8 @@ class Try:
 
     def _append(self, row: Mapping) -> None:
         try:
-            torn = self.path.exists() and self.path.stat().st_size and self.path.read_bytes()[-1:] != b"\n"      # by a kill
+            # by a kill
+            torn = self.path.exists() and self.path.stat().st_size and self.path.read_bytes()[-1:] != b"\n"
             with open(self.path, "ab") as file:
                 file.write(b"\n" * bool(torn) + json.dumps(row).encode() + b"\n")
         except OSError as error:
@@ -109,14 +113,16 @@ class Try:
 
 @contextlib.contextmanager
 def kept(directory: Path, step: int, account: goodput.Account, more: Mapping) -> Iterator[Try]:
-    """Records that the run goes on after `step`, and its end: as `Try.ended` is told, else by the exception that ends it.
+    """Records that the run goes on after `step`, and its end: as `Try.ended` is told, else by the exception that ends
+    it.
 
     Before metrics.jsonl is cut to `step`. more: what else is to be said of the start: on, cause. Only process 0 writes.
     """
     this = Try(directory, account)
     if jax.process_index() == 0:
         this.start(step, more)
-        stops.record_endings(lambda words, code: this.ended("stopped on request: " * (code == stops.STOPPED) + words, code=code))
+        stops.record_endings(lambda words, code: this.ended(
+            "stopped on request: " * (code == stops.STOPPED) + words, code=code))
     try:
         yield this
     except ConfigError:
@@ -131,8 +137,8 @@ def kept(directory: Path, step: int, account: goodput.Account, more: Mapping) ->
 
 
 def unsaid(directory: Path, start: Mapping) -> tuple[str, bool]:
-    """(how a try ended that said nothing, whether it was stuck): where a watchdog has left its stacks, those tell. This start
-    has put them away already."""
+    """(how a try ended that said nothing, whether it was stuck): where a watchdog has left its stacks, those tell. This
+    start has put them away already."""
     places = (directory / watch.STACKS, *(directory / watch.STACKS).glob("try-*"))
     if found := next(filter(None, (stacks.culprit(place, start["time"]) for place in places)), None):
         return f"process {found[0]} {found[1]}", True
@@ -149,7 +155,8 @@ def read(directory: Path) -> list[dict]:
     for line in lines:
         with contextlib.suppress(ValueError):
             row = json.loads(line)
-            if isinstance(row, dict) and row.get("event") in ("start", "end") and isinstance(row.get("run_s"), (int, float)):
+            if isinstance(row, dict) and row.get("event") in ("start", "end") and isinstance(
+                    row.get("run_s"), (int, float)):
                 found.append(row)
     return found
 

@@ -1,7 +1,8 @@
 """The loop: batches in, steps out, and hooks between them.
 
-The device is never waited for except to read the metrics of the step before while the next one runs, and where a hook is due.
-Validation, checkpoints and profiles are hooks; the loop knows nothing of them. What a step computes is decided in `training`.
+The device is never waited for except to read the metrics of the step before while the next one runs, and where a hook
+is due. Validation, checkpoints and profiles are hooks; the loop knows nothing of them. What a step computes is decided
+in `training`.
 """
 from __future__ import annotations
 
@@ -23,12 +24,13 @@ from meshtrain.training.step import Program
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Hook:
-    """A callback between two steps. All processes run it together, with the device idle; its time is not counted as step time.
+    """A callback between two steps. All processes run it together, with the device idle; its time is not counted as
+    step time.
 
     due: (step just taken, whether it is the last before the loop ends) -> whether to act.
-    act: (step, state) -> numbers for the metrics: of this step's row, or of the next one where this row is written already.
-    after_row: flush this step's metrics first, which may end the run (too many skipped steps).
-    part: which part of the run's time it counts as, see `goodput.PARTS`; the watchdog allows it the time of a save.
+    act: (step, state) -> numbers for the metrics: of this step's row, or of the next one where this row is written
+    already. after_row: flush this step's metrics first, which may end the run (too many skipped steps). part: which
+    part of the run's time it counts as, see `goodput.PARTS`; the watchdog allows it the time of a save.
     """
     due: Callable[[int, bool], bool]
     act: Callable[[int, State], Mapping[str, float]]
@@ -49,11 +51,13 @@ class Stop:
         return self.agreed
 
 
-def train(program: Program, step: Callable, state: State, data: Batches, last: int, record: Record, hooks: Sequence[Hook],
+def train(program: Program, step: Callable, state: State, data: Batches, last: int, record: Record,
+          hooks: Sequence[Hook],
           stop: Stop) -> tuple[State, int]:
     """Trains from state.step to step `last`. Returns (state, steps taken in all); fewer than `last` after a stop.
 
-    Every process of the run calls it alike. step: the compiled training step. hooks: in the order in which they act. Raises: TooManySkippedSteps, LossSpike.
+    Every process of the run calls it alike. step: the compiled training step. hooks: in the order in which they act.
+    Raises: TooManySkippedSteps, LossSpike.
     """
     done = int(state.step)
     batches = data.iterate(done, rows=program.rows)

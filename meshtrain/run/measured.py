@@ -1,7 +1,7 @@
 """What a run's directory tells of it: how far it is, how fast, what took the time, and what was priced before it began.
 
-Reads, and writes nothing: of a run that goes on, that was stopped or killed, or that has not taken a step yet. Needs none of
-the run's devices, data or code.
+Reads, and writes nothing: of a run that goes on, that was stopped or killed, or that has not taken a step yet. Needs
+none of the run's devices, data or code.
 """
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from meshtrain.names import LOAD_BY_LAYER
 from meshtrain.run import goodput, history, rows, rundir
 
 COST = "cost.json"          # what `inspect --json` prints of the step, written by `train`
-PRICED = {"run", "mesh", "parameters", "memory_bytes", "collectives", "matmul_flops", "differences", "roofline", "schedule", "notes",
+PRICED = {"run", "mesh", "parameters", "memory_bytes", "collectives", "matmul_flops",
+          "differences", "roofline", "schedule", "notes",
           "warnings", "broken_permutes", "recomputed_by_xla"}
 MOST_ROWS = 3000            # of metrics in the answer
 MOST_STRETCHES = 60         # of steps, for numbers of every layer
@@ -34,14 +35,16 @@ def of(directory: Path) -> dict:
     if not files.is_dir(directory):
         raise ValueError(f"{directory} is no directory; name the run.dir of a run, e.g. runs/quickstart")
     if not files.is_file(directory / "config.toml"):
-        raise ValueError(f"{directory} is no run directory (no config.toml); name the run.dir of a run, e.g. runs/quickstart")
+        raise ValueError(f"{directory} is no run directory (no config.toml); name the run.dir of a run, e.g. "
+                         f"runs/quickstart")
     try:
         run = tomllib.loads((directory / "config.toml").read_text(encoding="utf-8"))
-        name, steps, batch, seq_len = run["run"]["name"], run["training"]["steps"], run["data"]["global_batch"], run["data"]["seq_len"]
+        name, steps, batch, seq_len = (run["run"]["name"], run["training"]["steps"],
+                                       run["data"]["global_batch"], run["data"]["seq_len"])
         steps, per_step = int(steps), int(batch) * int(seq_len)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{directory / 'config.toml'} cannot be read as a run file ({type(error).__name__}: {error}); train writes "
-                         "one, the same command again") from None
+        raise ValueError(f"{directory / 'config.toml'} cannot be read as a run file ({type(error).__name__}: {error}); "
+                         f"train writes one, the same command again") from None
     found = rows.MetricRows(directory / rows.NAME)
     try:
         metrics = _Metrics(found)
@@ -54,14 +57,17 @@ def of(directory: Path) -> dict:
     return {"name": name, "dir": str(directory), "steps": steps, "tokens_per_step": per_step, "step": done,
             "tokens": metrics.last.get("tokens", done * per_step), "state": _state(directory, attempts, done, steps),
             "skipped": metrics.skipped, "loss": metrics.loss(), "speed": metrics.speed(),
-            "time_s": _spent(metrics, attempts), "goodput": _goodput(attempts), "starts": attempts, "changes": _changes(directory),
-            "checkpoints": sorted(int(entry.name) for entry in saved.glob("*") if entry.name.isdecimal()) if saved.is_dir() else [],
-            "rows": _curves(metrics.columns), "experts": experts, "priced": _priced(directory), "no_rows": metrics.no_rows}
+            "time_s": _spent(metrics, attempts), "goodput": _goodput(attempts), "starts": attempts,
+            "changes": _changes(directory),
+            "checkpoints": sorted(int(entry.name) for entry in saved.glob("*") if entry.name.isdecimal())
+            if saved.is_dir() else [],
+            "rows": _curves(metrics.columns), "experts": experts, "priced": _priced(directory),
+            "no_rows": metrics.no_rows}
 
 
 class _Metrics:
-    """What the report takes of all rows: one number of each key and row, 8 bytes, however many there are. last: the last row.
-    with_experts: the rows that have their load by layer. no_rows: lines that are none, and not empty."""
+    """What the report takes of all rows: one number of each key and row, 8 bytes, however many there are. last: the
+    last row. with_experts: the rows that have their load by layer. no_rows: lines that are none, and not empty."""
 
     def __init__(self, found: rows.MetricRows):
         self.columns = {key: array.array("d") for key in (*CURVES, "checkpoint_wait_s")}
@@ -114,7 +120,8 @@ def _spent(metrics: _Metrics, attempts: list[dict]) -> dict[str, float]:
     steps, times_s = np.asarray(metrics.columns["step"]), np.asarray(metrics.columns["step_time_s"])
     taken = float(np.nansum(times_s * np.diff(steps, prepend=0)))
     waited = {key: float(metrics.known(f"{key}_wait_s")[1].sum()) for key in ("data", "checkpoint")}
-    return {goodput.PARTS["steps"]: taken - waited["data"], **{goodput.PARTS[key]: value for key, value in waited.items()}}
+    return {goodput.PARTS["steps"]: taken - waited["data"],
+            **{goodput.PARTS[key]: value for key, value in waited.items()}}
 
 
 def _goodput(attempts: list[dict]) -> float | None:
@@ -135,13 +142,15 @@ def _changes(directory: Path) -> list[dict]:
 
 
 def _curves(columns: Mapping[str, Sequence[float]]) -> dict[str, list]:
-    """Columns; of too many rows those with the lowest and the highest loss of each stretch, and all that were validated."""
+    """Columns; of too many rows those with the lowest and the highest loss of each stretch, and all that were
+    validated."""
     count, losses, validated = len(columns["step"]), columns["loss"], columns["val_loss"]
     kept = range(count)
     if count > MOST_ROWS:
         stretch, chosen = -(-2 * count // MOST_ROWS), set()
         for start in range(0, count, stretch):
-            part = sorted(range(start, min(start + stretch, count)), key=lambda k: 0.0 if math.isnan(losses[k]) else losses[k])
+            part = sorted(range(start, min(start + stretch, count)),
+                          key=lambda k: 0.0 if math.isnan(losses[k]) else losses[k])
             chosen |= {part[0], part[-1], *(k for k in part if not math.isnan(validated[k]))}
         kept = sorted(chosen)
     told = {key: [None if math.isnan(columns[key][k]) else columns[key][k] for k in kept] for key in CURVES}
@@ -149,12 +158,14 @@ def _curves(columns: Mapping[str, Sequence[float]]) -> dict[str, list]:
 
 
 def _has_experts(row: Mapping) -> bool:
-    return all(isinstance(row.get(key), list) for key in LOAD_BY_LAYER) and len({len(row[key]) for key in LOAD_BY_LAYER}) == 1
+    return all(isinstance(row.get(key), list)
+               for key in LOAD_BY_LAYER) and len({len(row[key]) for key in LOAD_BY_LAYER}) == 1
 
 
 def _experts(found: rows.MetricRows, count: int) -> dict | None:
     """How busy experts are, by layer: {"layers": those that have any, "steps": the last of each stretch, "max", "min",
-    "entropy": [stretch][layer], the worst of the stretch}. None where no row has it. count: of the rows that have it."""
+    "entropy": [stretch][layer], the worst of the stretch}. None where no row has it. count: of the rows that have
+    it."""
     last = next(filter(_has_experts, reversed(found)), None) if count else None
     layers = [i for i, value in enumerate(last[LOAD_BY_LAYER[0]]) if value is not None] if last else []
     if not layers:

@@ -2,8 +2,9 @@
 
 metrics.jsonl is the record: floats are not rounded, so two runs can be compared bit for bit, and a number that is not
 finite becomes null, which JSON can hold. TensorBoard and W&B show the same rows; neither ever stops a run.
-Each row reaches the kernel before the next step's, so a killed run loses at most the line that it was writing. While its
-file system takes none the rows wait in memory and training goes on: they are lost only if the run ends before it takes them.
+Each row reaches the kernel before the next step's, so a killed run loses at most the line that it was writing. While
+its file system takes none the rows wait in memory and training goes on: they are lost only if the run ends before it
+takes them.
 """
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from meshtrain.run import rows, say
 
 # Where a row's numbers stand in TensorBoard and W&B; any other key stands under its own name.
 TAGS = {"loss": "train/loss", "grad_norm": "train/grad_norm", "learning_rate": "train/learning_rate",
-        "tokens": "train/tokens", "skipped": "train/skipped", "val_loss": "validation/loss", "step_time_s": "time/step_s",
+        "tokens": "train/tokens", "skipped": "train/skipped", "val_loss": "validation/loss",
+        "step_time_s": "time/step_s",
         "data_wait_s": "time/data_wait_s", "checkpoint_wait_s": "time/checkpoint_wait_s", "elapsed_s": "time/elapsed_s",
         "goodput": "time/goodput"}
 NUMBERED = re.compile(r"events\.out\.tfevents\.(\d{6,18})", re.ASCII)       # an event file of ours
@@ -65,7 +67,8 @@ def open_writers(run: Run, directory: pathlib.Path, after: int) -> Iterator[Writ
 
 
 def check_wandb(run: Run) -> None:
-    """Raises: ConfigError where a run asks for W&B and the package is not there. For the doors: `inspect` needs none."""
+    """Raises: ConfigError where a run asks for W&B and the package is not there. For the doors: `inspect` needs
+    none."""
     if run.metrics.wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError(f'metrics.wandb="{run.metrics.wandb}" needs the package wandb, which is not installed; '
                           "pip install -e '.[wandb]' in a checkout of meshtrain, or leave metrics.wandb out")
@@ -74,7 +77,8 @@ def check_wandb(run: Run) -> None:
 class MetricsWriter:
     """Appends rows to the file at `path`, a JSON object per line. In a run of several processes only one may have it.
 
-    An existing file is continued: it has been cut by `rows.cut_after`, or a torn last line would be glued to the next row.
+    An existing file is continued: it has been cut by `rows.cut_after`, or a torn last line would be glued to the next
+    row.
     """
 
     def __init__(self, path: str | pathlib.Path):
@@ -113,8 +117,8 @@ class TensorBoard:
         self._event = event_pb2.Event
         with contextlib.suppress(OSError):      # told when the first event cannot be written
             directory.mkdir(exist_ok=True)
-        # TensorBoard reads the files in the order of their names: numbers, because clocks of two hosts may differ. Others write
-        # here, too: its profiler leaves an events.out.tfevents.SECONDS.HOST.profile-empty.
+        # TensorBoard reads the files in the order of their names: numbers, because clocks of two hosts may differ.
+        # Others write here, too: its profiler leaves an events.out.tfevents.SECONDS.HOST.profile-empty.
         numbers = (NUMBERED.fullmatch(path.name) for path in directory.glob("events.out.tfevents.*"))
         number = 1 + max((int(found[1]) for found in numbers if found), default=0)
         self._file = rows.Appended(directory / f"events.out.tfevents.{number:06}")
@@ -175,7 +179,8 @@ class WandB:
         try:
             self._run.log(_scalars(row), step=row["step"], commit=True)
         except Exception as error:
-            say.err(f"W&B failed at step {row['step']}: {error}; the run goes on without it, metrics.jsonl has every row")
+            say.err(f"W&B failed at step {row['step']}: {error}; the run goes on without it, metrics.jsonl has every "
+                    f"row")
             self._run = None
 
     def __enter__(self):

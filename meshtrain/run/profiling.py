@@ -1,7 +1,7 @@
 """A profile of some steps, as a hook of the loop, where TensorBoard looks for one.
 
-The device is waited for on both sides: the trace holds these steps and nothing else. It must not know what a step computes; a
-trace that fails never stops the run.
+The device is waited for on both sides: the trace holds these steps and nothing else. It must not know what a step
+computes; a trace that fails never stops the run.
 """
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class Trace:
 
     def _start(self) -> None:
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0   # every Python call would be an event: slower steps, and a trace too long to open
+        # every Python call would be an event: slower steps, and a trace too long to open
+        options.python_tracer_level = 0
         try:
             jax.profiler.start_trace(self.directory, create_perfetto_trace=True, profiler_options=options)
             self.running = True
@@ -55,8 +56,8 @@ class Trace:
         try:
             jax.profiler.stop_trace()
             where = max((self.directory / "plugins" / "profile").iterdir())   # named by their times
-            say.out(f"profile from step {self.first}: tensorboard --logdir {self.directory} (with the package xprof), or "
-                    f"{where}/perfetto_trace.json.gz in ui.perfetto.dev")
+            say.out(f"profile from step {self.first}: tensorboard --logdir {self.directory} (with the package xprof), "
+                    f"or {where}/perfetto_trace.json.gz in ui.perfetto.dev")
         except Exception as error:
             say.err(f"metrics.profile_steps: the profile could not be written: {error}")
 

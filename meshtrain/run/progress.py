@@ -1,7 +1,7 @@
 """What is said while a run trains: one live line on a terminal, lines at growing intervals in a file.
 
-A month of training leaves some thousands of lines in a log, and its first minute one every few seconds. Skipped steps and
-validations are told in any case. This module decides nothing.
+A month of training leaves some thousands of lines in a log, and its first minute one every few seconds. Skipped steps
+and validations are told in any case. This module decides nothing.
 """
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ INTERVALS_S = ((60, 10), (600, 30), (3600, 60), (float("inf"), 600))
 class Progress:
     """Told of every step. last: the run's. memory: () -> bytes in use on a device, or None."""
 
-    def __init__(self, last: int, memory: Callable[[], int | None] = lambda: None, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, last: int, memory: Callable[[], int | None] = lambda: None,
+                 clock: Callable[[], float] = time.monotonic):
         self.last, self.memory, self.clock = last, memory, clock
         self.live = say.on_terminal()
         self.lines, self.began, self.said, self.step_time_s = 0, None, 0.0, None

@@ -1,7 +1,8 @@
 """The record of a run's steps: their metrics are read here, and nowhere else.
 
-A step's metrics are read while the next step runs, so the device never waits for the host. A step's time is from the end of
-the one before to its own end on the device, pauses taken out. This module writes rows and does not know what they mean.
+A step's metrics are read while the next step runs, so the device never waits for the host. A step's time is from the
+end of the one before to its own end on the device, pauses taken out. This module writes rows and does not know what
+they mean.
 """
 from __future__ import annotations
 
@@ -26,12 +27,13 @@ class TooManySkippedSteps(RuntimeError):
     """The run stopped because step after step had no finite loss or gradient."""
 
 
-STEP_METRICS = ("loss", "grad_norm", "learning_rate", "tokens", "skipped")      # of every model; more come from its layers
+# of every model; more come from its layers
+STEP_METRICS = ("loss", "grad_norm", "learning_rate", "tokens", "skipped")
 
 
 class _Step(NamedTuple):
-    """A step that was dispatched. tokens: so far. ended: when the device was done with it. paused_s: before it, since the
-    one before."""
+    """A step that was dispatched. tokens: so far. ended: when the device was done with it. paused_s: before it, since
+    the one before."""
     number: int
     tokens: int
     metrics: dict
@@ -42,8 +44,8 @@ class _Step(NamedTuple):
 class Record:
     """Rows of metrics, a line of progress for each, and the count of skipped steps.
 
-    flops_per_step: of the model. peak_flops: FLOP/s of all devices together; None: mfu is null. account: of all seconds.
-    spikes: the losses before. hosts: of all processes.
+    flops_per_step: of the model. peak_flops: FLOP/s of all devices together; None: mfu is null. account: of all
+    seconds. spikes: the losses before. hosts: of all processes.
     """
 
     def __init__(self, run: Run, writer: Writers, progress: Progress, flops_per_step: float, peak_flops: float | None,
@@ -70,7 +72,8 @@ class Record:
         self._pending = _Step(number, tokens, metrics, ended, paused_s)
 
     def settle(self) -> None:
-        """Reads the metrics of the step under way, waits for the device, and writes its row; nothing where it is written.
+        """Reads the metrics of the step under way, waits for the device, and writes its row; nothing where it is
+        written.
 
         Raises: TooManySkippedSteps, LossSpike.
         """
@@ -95,7 +98,8 @@ class Record:
 
     @contextlib.contextmanager
     def paused(self, part: str = "rest"):
-        """What is done meanwhile, once the device has ended its step, is not in the time of any step. part: of the account."""
+        """What is done meanwhile, once the device has ended its step, is not in the time of any step. part: of the
+        account."""
         began = time.perf_counter() if self._pending is None else self._pending.ended.result()
         try:
             with self.account.to(part):
@@ -108,7 +112,8 @@ class Record:
         if self._step_time_s is not None and self.stragglers.step(late, self._step_time_s):
             process, late_s, share = self.stragglers.named
             host = f" on {self.hosts[process]}" if process < len(self.hosts) else ""
-            say.out(f"process {process}{host} holds the others up: its host comes {late_s:.3f} s late to a step, {share:.0%} of it")
+            say.out(f"process {process}{host} holds the others up: its host comes {late_s:.3f} s late to a step, "
+                    f"{share:.0%} of it")
 
     def add(self, numbers: Mapping[str, float]) -> None:
         """More for the next row to be written; seconds of WAITS add up."""
@@ -127,8 +132,10 @@ class Record:
                 "step_time_s": step_time_s, "tokens_per_s": self.tokens_per_step / step_time_s,
                 "mfu": self.flops_per_step / step_time_s / self.peak_flops if self.peak_flops else None,
                 "skipped": bool(metrics["skipped"]),
-                **{name: _listed(value) for name, value in metrics.items() if name not in STEP_METRICS}, **dict.fromkeys(WAITS, 0.0),
-                **self._extra, **self.account.at(ended), **({"straggler": named[0], "straggler_s": named[1]} if named else {})}
+                **{name: _listed(value) for name, value in metrics.items() if name not in STEP_METRICS},
+                **dict.fromkeys(WAITS, 0.0),
+                **self._extra, **self.account.at(ended),
+                **({"straggler": named[0], "straggler_s": named[1]} if named else {})}
 
     def _count_skipped(self, row: dict, limit: float) -> None:
         if not row["skipped"]:
@@ -140,12 +147,14 @@ class Record:
                 f"({self.skipped_in_a_row} in a row, the run stops at {self.max_skipped})")
         if self.skipped_in_a_row >= self.max_skipped:
             raise TooManySkippedSteps(
-                f"{self.skipped_in_a_row} steps in a row, the last of them {row['step']}, had no finite loss or gradient "
-                f"norm, or a loss spike; nothing of them was applied. Lower optimizer.learning_rate={self.optimizer.learning_rate}, lengthen "
-                f"optimizer.warmup_steps={self.optimizer.warmup_steps}, leave these batches out by data.skip_batches, or go "
-                "on from an earlier checkpoint by checkpoint.step; all four are allowed on resume")
+                f"{self.skipped_in_a_row} steps in a row, the last of them {row['step']}, had no finite loss or "
+                f"gradient norm, or a loss spike; nothing of them was applied. Lower "
+                f"optimizer.learning_rate={self.optimizer.learning_rate}, lengthen "
+                f"optimizer.warmup_steps={self.optimizer.warmup_steps}, leave these batches out by data.skip_batches, "
+                f"or go on from an earlier checkpoint by checkpoint.step; all four are allowed on resume")
 
 
 def _listed(value):
-    """A number, or a list of them: of layers there are many, and the shortest digits that say a float32 are half as many."""
+    """A number, or a list of them: of layers there are many, and the shortest digits that say a float32 are half as
+    many."""
     return [float(str(each)) for each in value] if value.ndim else value.item()

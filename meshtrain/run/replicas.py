@@ -1,9 +1,10 @@
 """Silent faults: replicas of one shard must have the same bits, and a device
 that miscomputes or forgets gives its own other ones.
 
-Every device sums the 32-bit words of its shards, each times an odd number of its place, modulo 2**32: one flipped bit always
-changes the sum. The sums (4 bytes per array and device) are gathered, and every process compares those of the same shard. That
-reads the state once, and needs no second copy of it. What has no replica (most of a ZeRO-3 state) cannot be checked so.
+Every device sums the 32-bit words of its shards, each times an odd number of its place, modulo 2**32: one flipped bit
+always changes the sum. The sums (4 bytes per array and device) are gathered, and every process compares those of the
+same shard. That reads the state once, and needs no second copy of it. What has no replica (most of a ZeRO-3 state)
+cannot be checked so.
 
 It must not know what the state means: any pytree of jax arrays on one mesh will do.
 """
@@ -38,10 +39,12 @@ class Replicas:
         self.leaves = [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf, _replicated(leaf, mesh))
                        for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
         specs = tuple(leaf.sharding.spec for _, leaf, axes in self.leaves if axes)
-        self._abstract = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for _, leaf, axes in self.leaves if axes]
+        self._abstract = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+                          for _, leaf, axes in self.leaves if axes]
         local = lambda *shards: jnp.stack([_sum(shard) for shard in shards])[None]
         summed = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(mesh.axis_names), check_vma=False)
-        self._sums = jax.jit(summed, out_shardings=NamedSharding(mesh, P()))    # an all-gather, 4 bytes per array and device
+        # an all-gather, 4 bytes per array and device
+        self._sums = jax.jit(summed, out_shardings=NamedSharding(mesh, P()))
 
     @property
     def any(self) -> bool:
@@ -54,8 +57,8 @@ class Replicas:
         return self
 
     def hook(self, every: int, saving: Sequence[Hook]) -> Hook:
-        """Checks every `every` steps and before each of the hooks that keep the state, so that nothing that is kept has a fault
-        in it that replicas show. Raises: ReplicasDiffer."""
+        """Checks every `every` steps and before each of the hooks that keep the state, so that nothing that is kept has
+        a fault in it that replicas show. Raises: ReplicasDiffer."""
         return Hook(lambda step, ending: step % every == 0 or any(hook.due(step, ending) for hook in saving),
                     lambda step, state: self.check(step, state) or {})
 
@@ -63,16 +66,17 @@ class Replicas:
         """Raises: ReplicasDiffer, in every process alike, with the arrays and devices."""
         if faults := self.faults(state):
             hosts = agree.exchange(socket.gethostname())
-            place = lambda device: f"device {device.id} (process {device.process_index} on {hosts[device.process_index]})"
+            place = lambda one: f"device {one.id} (process {one.process_index} on {hosts[one.process_index]})"
             told = "; ".join(f"{name}: {_said(groups, place)}" for name, groups in faults[:MOST_NAMED])
             more = f"; and {len(faults) - MOST_NAMED} arrays more" if len(faults) > MOST_NAMED else ""
             raise agree.agreed(ReplicasDiffer(
-                f"step {step}: replicas that must have the same bits differ in {told}{more}. A device has miscomputed or lost a bit: this "
-                "state is not saved, and the same command goes on from the last checkpoint. Test the devices that are named, or leave "
-                "them out"))
+                f"step {step}: replicas that must have the same bits differ in {told}{more}. A device has miscomputed "
+                f"or lost a bit: this state is not saved, and the same command goes on from the last checkpoint. Test "
+                f"the devices that are named, or leave them out"))
 
     def faults(self, state) -> list[tuple[str, list[list[jax.Device]]]]:
-        """(array, its devices by the bits that they hold, the most frequent first) of every shard whose replicas differ."""
+        """(array, its devices by the bits that they hold, the most frequent first) of every shard whose replicas
+        differ."""
         checked = [(name, axes) for name, _, axes in self.leaves if axes]
         leaves = [leaf for leaf, (_, _, axes) in zip(jax.tree.leaves(state), self.leaves, strict=True) if axes]
         if not leaves:
@@ -96,7 +100,8 @@ class Replicas:
 def _replicated(leaf, mesh: Mesh) -> tuple[str, ...]:
     """The mesh axes over which an array has replicas."""
     split = {axis for part in leaf.sharding.spec if part for axis in ((part,) if isinstance(part, str) else part)}
-    return tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1 and axis not in split) if math.prod(leaf.shape) else ()
+    return tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1
+                 and axis not in split) if math.prod(leaf.shape) else ()
 
 
 def _sum(shard):
@@ -105,7 +110,8 @@ def _sum(shard):
     words = words.astype(jnp.uint32)
     place, stride = jnp.zeros((), jnp.uint32), 2
     for dim in reversed(range(words.ndim)):
-        place, stride = place + jnp.uint32(stride % 2**32) * jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim), stride * words.shape[dim]
+        place, stride = place + jnp.uint32(stride % 2**32) * jax.lax.broadcasted_iota(jnp.uint32, words.shape,
+                                                                                      dim), stride * words.shape[dim]
     return jnp.sum(words * (place + 1), dtype=jnp.uint32)
 
 

@@ -1,8 +1,8 @@
 """metrics.jsonl as a file: one reader, which streams it from either end, and one that appends to it.
 
-A run of a month writes a million rows, so nothing here holds the file: a resume reads it from its end back to the step that it
-goes on from, a report once from its beginning. A line that is no row (an editor's empty one, what a power cut left, a note of
-somebody's) is skipped and never forbids to go on. This module knows no run, and of a row only its step.
+A run of a month writes a million rows, so nothing here holds the file: a resume reads it from its end back to the step
+that it goes on from, a report once from its beginning. A line that is no row (an editor's empty one, what a power cut
+left, a note of somebody's) is skipped and never forbids to go on. This module knows no run, and of a row only its step.
 """
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ BLOCK_BYTES = 1 << 18           # read at once
 MOST_LINE_BYTES = 1 << 22       # of a row: those of experts, three numbers a layer, have some thousands
 Row = dict[str, Any]
 # Keys that readers take for a number, or null, where a row has them.
-NUMBERS = ("loss", "val_loss", "grad_norm", "learning_rate", "tokens", "step_time_s", "tokens_per_s", "mfu", "data_wait_s",
+NUMBERS = ("loss", "val_loss", "grad_norm", "learning_rate", "tokens", "step_time_s",
+           "tokens_per_s", "mfu", "data_wait_s",
            "checkpoint_wait_s", "elapsed_s", "goodput", "time", "expert_load_max", "expert_load_entropy")
 
 
@@ -65,7 +66,8 @@ class MetricRows:
         """Every line from the last back. Raises: OSError where the file cannot be read."""
         with self._opened() as file:
             at = end = file.seek(0, os.SEEK_END)
-            rest, dropped, torn = b"", 0, True      # the known end of a line: what stands behind the last newline, at first
+            # the known end of a line: what stands behind the last newline, at first
+            rest, dropped, torn = b"", 0, True
             while at:
                 size = min(BLOCK_BYTES, at)
                 at -= size
@@ -116,9 +118,11 @@ def _is_number(value) -> bool:
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Drop the rows after `step` and a torn last line: a run that goes on writes them again. It needs no room on the disk.
+    """Drop the rows after `step` and a torn last line: a run that goes on writes them again. It needs no room on the
+    disk.
 
-    Where a line that is no row would be dropped with them, all are kept beside the file, and it is told. Raises: OSError.
+    Where a line that is no row would be dropped with them, all are kept beside the file, and it is told. Raises:
+    OSError.
     """
     foreign, end = 0, 0
     for line in MetricRows(path).lines_reversed():
@@ -135,7 +139,8 @@ def cut_after(path: Path, step: int) -> None:
 
 
 def set_aside_after(path: Path, step: int) -> str:
-    """Copy what stands behind the rows up to `step` to a file of its own beside `path`; its name, empty where nothing does."""
+    """Copy what stands behind the rows up to `step` to a file of its own beside `path`; its name, empty where nothing
+    does."""
     rows = MetricRows(path)
     last = next(reversed(rows), None)
     return _copy_aside(path, rows.end_of(step)) if last and last["step"] > step else ""
@@ -165,10 +170,11 @@ def _copy_aside(path: Path, start: int) -> str:
 class Appended:
     """A file to which whole records are appended, each in the kernel before `append` returns.
 
-    What cannot be written waits in memory, in its order, and is tried again with the next record, on a file that is opened
-    anew: after a failover of NFS, or an eviction by Lustre, the old descriptor is refused for ever. What a failed write left of
-    a record is cut off first, so that a full disk leaves neither a gap nor a torn record in the middle.
-    separator: written where the file system has lost the end of the file, so that the next record stands by itself.
+    What cannot be written waits in memory, in its order, and is tried again with the next record, on a file that is
+    opened anew: after a failover of NFS, or an eviction by Lustre, the old descriptor is refused for ever. What a
+    failed write left of a record is cut off first, so that a full disk leaves neither a gap nor a torn record in the
+    middle. separator: written where the file system has lost the end of the file, so that the next record stands by
+    itself.
     """
 
     def __init__(self, path: Path, separator: bytes = b""):
@@ -183,8 +189,8 @@ class Appended:
     def close(self) -> None:
         self._flush()
         if self._waiting:
-            say.err(f"{self.path} ends early: its last {sum(map(len, self._waiting)):,} bytes could not be written; see to its file "
-                    "system before you start the run again")
+            say.err(f"{self.path} ends early: its last {sum(map(len, self._waiting)):,} bytes could not be written; "
+                    f"see to its file system before you start the run again")
         self._leave()
 
     def _flush(self) -> None:
@@ -199,7 +205,8 @@ class Appended:
         except OSError as error:
             self._leave()
             if not self._told:
-                say.err(f"{self.path} cannot be written: {error.strerror}; training goes on, and the rows wait in memory until it can")
+                say.err(f"{self.path} cannot be written: {error.strerror}; training goes on, and the rows wait in "
+                        f"memory until it can")
             self._told = True
 
     def _opened(self):
@@ -209,7 +216,8 @@ class Appended:
             if size > self._end >= 0:
                 os.ftruncate(file.fileno(), self._end)
             elif size < self._end:
-                say.err(f"{self.path}: its file system has lost {self._end - size:,} bytes that were written; training goes on")
+                say.err(f"{self.path}: its file system has lost {self._end - size:,} bytes that were written; training "
+                        f"goes on")
                 self._end = size + file.write(self.separator)
             else:
                 self._end = size

@@ -1,7 +1,8 @@
 """The directory of a run: whose it is, that nobody else is in it, and that all processes see the same one.
 
-A lock says that a run is at work here. Where a file system has no locks (Lustre without `-o flock`, FUSE), the lock file still
-names its owner, and a second run on the owner's host is noticed. What a resumed run may change is the business of `resume`.
+A lock says that a run is at work here. Where a file system has no locks (Lustre without `-o flock`, FUSE), the lock
+file still names its owner, and a second run on the owner's host is noticed. What a resumed run may change is the
+business of `resume`.
 """
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
 
 
 class LostClaimError(files.FileSystemError):
-    """Another start has claimed run.dir since this one did: its lock had lapsed. This one must write nothing more there."""
+    """Another start has claimed run.dir since this one did: its lock had lapsed. This one must write nothing more
+    there."""
 
 
 class _Held(Exception):
@@ -48,23 +50,25 @@ class Claim:
     nonce: str
 
     def check(self) -> None:
-        """To be called before anything that stands in run.dir is renamed or removed, by any process. Raises: LostClaimError."""
+        """To be called before anything that stands in run.dir is renamed or removed, by any process. Raises:
+        LostClaimError."""
         try:
             text = files.patiently(lambda: (self.directory / LOCK).read_text(encoding="utf-8"))
         except FileNotFoundError:       # who claims a directory writes it: nobody has
             return
         owner = _named(text)
         if owner and owner.get("nonce") != self.nonce:
-            raise LostClaimError(f"run.dir={self.directory} was taken over by another start{_by(owner)}: this one's lock had lapsed, and "
-                                 "it writes nothing more")
+            raise LostClaimError(f"run.dir={self.directory} was taken over by another start{_by(owner)}: this one's "
+                                 f"lock had lapsed, and it writes nothing more")
 
 
 @contextlib.contextmanager
 def claimed(run: Run) -> Iterator[Claim]:
     """Holds run.dir for this run alone, all its processes.
 
-    A lock whose owner is not a process of this host is waited for. Raises: ConfigError where the directory cannot be ours, or is not
-    the same for all, FileSystemError where the file system refuses or the lock does not come free; touches nothing then.
+    A lock whose owner is not a process of this host is waited for. Raises: ConfigError where the directory cannot be
+    ours, or is not the same for all, FileSystemError where the file system refuses or the lock does not come free;
+    touches nothing then.
     """
     directory = Path(run.run.dir)
     with contextlib.ExitStack() as stack:
@@ -87,14 +91,16 @@ def _try_claim(run: Run, stack: contextlib.ExitStack, waiting: files.Waiting) ->
 
 @contextlib.contextmanager
 def _claimed(run: Run) -> Iterator[str]:
-    """By process 0: the directory is there and locked; yields what its lock file holds for the others to find. Raises: _Held."""
+    """By process 0: the directory is there and locked; yields what its lock file holds for the others to find. Raises:
+    _Held."""
     directory = Path(run.run.dir)
     existing = files.status(directory)
     if existing and not stat.S_ISDIR(existing.st_mode):
         raise ConfigError(f"run.dir={directory} is a file; give a directory that does not exist yet, or an empty one")
     refusal = f"run.dir={directory} cannot be written"
     ours = bool(existing) and files.is_file(directory / contents.CONFIG)
-    if existing and not ours and not files.attempted(lambda: contents.is_left_by_starts(directory), refusal, REMEDY, ConfigError):
+    if existing and not ours and not files.attempted(
+            lambda: contents.is_left_by_starts(directory), refusal, REMEDY, ConfigError):
         raise ConfigError(f"run.dir={directory} holds files and is not a run of ours (no config.toml); "
                           "give an empty directory or another run.name")
     if ours and run.checkpoint.resume == "never":
@@ -104,7 +110,8 @@ def _claimed(run: Run) -> Iterator[str]:
 
     def opened():
         directory.mkdir(parents=True, exist_ok=True)
-        return open(directory / LOCK, "a+", encoding="utf-8")     # and not "w": until it is locked, what stands there is another's
+        # and not "w": until it is locked, what stands there is another's
+        return open(directory / LOCK, "a+", encoding="utf-8")
 
     with files.attempted(opened, refusal, REMEDY, ConfigError) as lock:
         _lock(lock, directory)
@@ -129,7 +136,8 @@ def _claimed(run: Run) -> Iterator[str]:
 
 
 def _lock(lock, directory: Path) -> None:
-    """Raises: ConfigError where a process of this host is at work in the directory; _Held where somebody else may be."""
+    """Raises: ConfigError where a process of this host is at work in the directory; _Held where somebody else may
+    be."""
     def flock() -> str:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -141,16 +149,19 @@ def _lock(lock, directory: Path) -> None:
                 return "no locks"
             raise
 
-    found = files.attempted(flock, f"run.dir={directory} cannot be locked", "give a directory on another file system", ConfigError)
+    found = files.attempted(flock, f"run.dir={directory} cannot be locked", "give a directory on another file system",
+                            ConfigError)
     if found == "ours":
         return
     owner = _owner(lock)
     if _is_here(owner) and (found == "held" or owner["pid"] != os.getpid()):
-        raise ConfigError(f"run.dir={directory} is in use by another run{_by(owner)}; wait for it or give another run.name")
+        raise ConfigError(f"run.dir={directory} is in use by another run{_by(owner)}; wait for it or give another "
+                          f"run.name")
     if found == "held":
         raise _Held(owner)
-    say.err(f"{directory} is on a file system without locks: a second run in it would be noticed on this host alone; mount "
-            f"it with locks (Lustre: -o flock) or see to it yourself{'. The last run in it' + _by(owner) if owner else ''}")
+    say.err(f"{directory} is on a file system without locks: a second run in it would be noticed on this host alone; "
+            f"mount it with locks (Lustre: -o flock) or see to it "
+            f"yourself{'. The last run in it' + _by(owner) if owner else ''}")
 
 
 def _is_here(owner: dict | None) -> bool:
@@ -183,15 +194,16 @@ def _by(owner: dict | None) -> str:
 
 
 def _began(pid: int) -> str:
-    """When a process of this host began, in the kernel's ticks: a pid alone may be another's by now. Empty: there is none."""
+    """When a process of this host began, in the kernel's ticks: a pid alone may be another's by now. Empty: there is
+    none."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     return ""
 
 
 def at_work(directory: Path) -> dict | None:
-    """Who the lock file says is at work: host, pid, time, and seen: whether the process was found. None: nobody, or on this
-    host a process that is gone. Locks nothing, so that whoever looks never stands in a run's way."""
+    """Who the lock file says is at work: host, pid, time, and seen: whether the process was found. None: nobody, or on
+    this host a process that is gone. Locks nothing, so that whoever looks never stands in a run's way."""
     try:
         with open(directory / LOCK, encoding="utf-8") as lock:
             owner = _owner(lock)
@@ -211,8 +223,8 @@ def _put(lock, text: str) -> None:
 
 
 def _check_shared(directory: Path, nonce: str) -> None:
-    """Raises, in every process: ConfigError where one does not see what process 0 has just written, FileSystemError where it is
-    refused a look."""
+    """Raises, in every process: ConfigError where one does not see what process 0 has just written, FileSystemError
+    where it is refused a look."""
     def look():
         with contextlib.suppress(ValueError):
             if json.loads((directory / LOCK).read_text(encoding="utf-8"))["nonce"] == nonce:
@@ -227,8 +239,8 @@ def _check_shared(directory: Path, nonce: str) -> None:
     found = agree.exchange([socket.gethostname(), fault, lasts])
     blind = [f"process {index} on {host} ({fault})" for index, (host, fault, _) in enumerate(found) if fault]
     if blind:
-        they = (f"{', '.join(blind[:8])}{f' and {len(blind) - 8} more' if len(blind) > 8 else ''} cannot see what process 0 on "
-                f"{found[0][0]} wrote there")
+        they = (f"{', '.join(blind[:8])}{f' and {len(blind) - 8} more' if len(blind) > 8 else ''} cannot see what "
+                f"process 0 on {found[0][0]} wrote there")
         raise agree.agreed(
             ConfigError(f"run.dir={directory} is not one directory for all processes: {they}; "
                         "give a directory on a file system that all hosts have mounted")

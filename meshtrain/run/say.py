@@ -1,8 +1,8 @@
 """What a command says, guarded: a reader that dies, a full disk or a closed terminal never ends a run.
 
-A stream that fails once is given up: whatever this process writes to it from then on goes to /dev/null, also what Python
-flushes when it exits (which else reports "Exception ignored … BrokenPipeError" and turns the exit code into 120).
-This module knows nothing of what is said.
+A stream that fails once is given up: whatever this process writes to it from then on goes to /dev/null, also what
+Python flushes when it exits (which else reports "Exception ignored … BrokenPipeError" and turns the exit code into
+120). This module knows nothing of what is said.
 """
 from __future__ import annotations
 
@@ -60,10 +60,11 @@ def begin(level: int = 2) -> None:
 
     level: from which C++ logs; 1: warnings, for a command that reads them, 2: errors alone.
 
-    A standard stream that is closed would leave its number to the next file that is opened, a checkpoint perhaps, and what
-    C++ reports would be written into that.
+    A standard stream that is closed would leave its number to the next file that is opened, a checkpoint perhaps, and
+    what C++ reports would be written into that.
     """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", str(level))      # read when jax's C++ is loaded; errors are still told
+    # read when jax's C++ is loaded; errors are still told
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", str(level))
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -74,8 +75,8 @@ def begin(level: int = 2) -> None:
     atexit.register(end)
 
 
-# Passes on what comes, line by line. A process, because a thread of this one dies with it: what C++ says before it aborts
-# would be lost. Signals are for the command, whose end ends this, too.
+# Passes on what comes, line by line. A process, because a thread of this one dies with it: what C++ says before it
+# aborts would be lost. Signals are for the command, whose end ends this, too.
 _FILTER = """
 import os, re, signal, sys
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP):
@@ -104,7 +105,8 @@ DRAINED_S = 2.0     # for the filter to end; something that was started meanwhil
 def without_noise(warnings: list[str] | None = None):
     """Keep the lines of NOISE from descriptor 2 meanwhile; all others are passed on at once, also where C++ aborts.
 
-    Around whatever loads jax's C++: some of it heeds no environment variable. warnings: takes the lines that C++ logs as such.
+    Around whatever loads jax's C++: some of it heeds no environment variable. warnings: takes the lines that C++ logs
+    as such.
     """
     try:
         kept = os.dup(2)

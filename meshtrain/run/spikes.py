@@ -1,8 +1,9 @@
 """Loss spikes: which loss is one, and that the run goes back before it.
 
-A loss is a spike where it is further above the median of the losses before it than training.spike_threshold times their spread,
-or is not finite. The limit of a step comes from the losses up to two steps before it: they are known when it is dispatched,
-whoever asks, so that every process, layout and resume draws the same one. The window travels with the checkpoints.
+A loss is a spike where it is further above the median of the losses before it than training.spike_threshold times their
+spread, or is not finite. The limit of a step comes from the losses up to two steps before it: they are known when it is
+dispatched, whoever asks, so that every process, layout and resume draws the same one. The window travels with the
+checkpoints.
 Source: going back and leaving batches out is PaLM's answer (arXiv:2204.02311, 5.1); the spread is the median absolute
 deviation. This module knows no arrays.
 """
@@ -37,8 +38,8 @@ class TooManyRollbacks(RuntimeError):
 class Spikes:
     """The losses that a run has seen, and what is made of the next.
 
-    saved: of `as_saved`, by the checkpoint that the run goes on from; None: it begins. rollbacks: how often it has gone back,
-    where that checkpoint does not know it yet.
+    saved: of `as_saved`, by the checkpoint that the run goes on from; None: it begins. rollbacks: how often it has gone
+    back, where that checkpoint does not know it yet.
     """
 
     def __init__(self, run: Run, saved: dict | None = None, rollbacks: int = 0):
@@ -67,4 +68,5 @@ class Spikes:
 def described(loss: float, limit: float) -> str:
     if not math.isfinite(loss):
         return f"{loss}"
-    return f"{loss:.4f}, beyond {limit:.4f} (training.spike_threshold)" if loss > limit else f"{loss:.4f}, with a gradient that is not finite"
+    return (f"{loss:.4f}, beyond {limit:.4f} (training.spike_threshold)" if loss > limit else
+            f"{loss:.4f}, with a gradient that is not finite")

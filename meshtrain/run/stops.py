@@ -1,8 +1,9 @@
 """Stops on request: SIGINT, SIGTERM and SIGHUP, at any moment of a command.
 
-While the loop trains, a request is only noted: the step is finished, the state saved, exit code 75. Outside the loop the process
-exits at once: files on disk are always consistent, and a long compile would outlast the scheduler's grace period. A thread does
-that, woken by C's handler, because Python's handlers wait until C++ returns. This module knows no run; it is imported before jax.
+While the loop trains, a request is only noted: the step is finished, the state saved, exit code 75. Outside the loop
+the process exits at once: files on disk are always consistent, and a long compile would outlast the scheduler's grace
+period. A thread does that, woken by C's handler, because Python's handlers wait until C++ returns. This module knows no
+run; it is imported before jax.
 """
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from meshtrain.run import say
 
 DONE, FAILED, USER_ERROR, STOPPED = 0, 1, 2, 75     # exit codes
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-ONE_REQUEST_S = 1.0     # a terminal that closes sends SIGHUP twice, systemd SIGTERM and SIGHUP: that is no second request
+# a terminal that closes sends SIGHUP twice, systemd SIGTERM and SIGHUP: that is no second request
+ONE_REQUEST_S = 1.0
 LAST_WORDS_S = 2.0      # for a reader that is stuck
 BEFORE_THE_LOOP = "stopped before the first step; the same command starts again"
 
@@ -62,7 +64,8 @@ class Listener:
         """How a loop ended that went to its end, for the history."""
         if finished:
             return "finished"
-        return f"stopped on request ({'to another process' if self.number is None else signal.Signals(self.number).name})"
+        return (f"stopped on request "
+                f"({'to another process' if self.number is None else signal.Signals(self.number).name})")
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
@@ -104,7 +107,8 @@ class Listener:
 
     def _end(self, words: str) -> None:
         """Ends the process. Not by an exception: nothing raised in the main thread reaches it while C++ runs."""
-        speaker = threading.Thread(target=lambda: (say.out(words), say.end(), self._record(words, self._code)), daemon=True)
+        speaker = threading.Thread(target=lambda: (say.out(words), say.end(), self._record(words, self._code)),
+                                   daemon=True)
         speaker.start()
         speaker.join(LAST_WORDS_S)
         os._exit(self._code)
@@ -139,7 +143,8 @@ def suspend_by(stop: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[Listener]:
-    """While the loop trains: requests are noted in `number`. Outside a command (notebook, test) it listens only meanwhile."""
+    """While the loop trains: requests are noted in `number`. Outside a command (notebook, test) it listens only
+    meanwhile."""
     listener = _listener or Listener()
     try:
         with listener.deferring():

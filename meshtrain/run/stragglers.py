@@ -1,8 +1,8 @@
 """Which process holds up all others: its host comes late to step after step, while their devices wait for it.
 
-How late each process's own devices stood idle until it came travels with the agreement to stop. One late step is a hiccup, of
-the garbage collector or of the disk; a straggler is the latest of most of the last steps. A slow device is none:
-its host comes in time.
+How late each process's own devices stood idle until it came travels with the agreement to stop. One late step is a
+hiccup, of the garbage collector or of the disk; a straggler is the latest of most of the last steps. A slow device is
+none: its host comes in time.
 """
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ SHARE = 0.05                # of a step's time that it costs
 
 
 class Stragglers:
-    """Told of every step. named: (process, seconds that it costs a step, share of a step); None: nobody holds the others up."""
+    """Told of every step. named: (process, seconds that it costs a step, share of a step); None: nobody holds the
+    others up."""
 
     def __init__(self):
         self.named: tuple[int, float, float] | None = None

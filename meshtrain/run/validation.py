@@ -15,7 +15,8 @@ from meshtrain.training.step import Program
 
 
 class ValidationHook:
-    """`loss` is the last one measured, None before. A validation that fails in a run of one process is told and left out."""
+    """`loss` is the last one measured, None before. A validation that fails in a run of one process is told and left
+    out."""
 
     def __init__(self, run: Run, program: Program, data: Batches, stop: Stop):
         self.program, self.sets, self.stop = program, data.validation, stop

@@ -104,9 +104,11 @@ def automatic_axes() -> tuple[str, ...]:
 
 
 def on_shards(local, in_specs, out_specs):
-    """`local` on the shards of each device, all axes manual: those that are automatic here become so, those of size 1 too.
+    """`local` on the shards of each device, all axes manual: those that are automatic here become so, those of size 1
+    too.
 
-    Where none of them is larger than 1 it is `local` itself. Both directions are the caller's: nothing is differentiated through it.
+    Where none of them is larger than 1 it is `local` itself. Both directions are the caller's: nothing is
+    differentiated through it.
     """
     axes, shape = automatic_axes(), get_abstract_mesh().shape
     if all(shape[a] == 1 for a in axes):
@@ -116,9 +118,10 @@ def on_shards(local, in_specs, out_specs):
 
 # --- CPUs start collectives in any order ---------------------------------------------------------------------------
 #
-# XLA's CPU backend starts what stands behind a loop while the loop still runs, unless it reads what the loop makes. A loop
-# with collectives in it then runs beside the collectives behind it. Of one process, permutes alone mind (`parallel.pipeline`);
-# of several, all do: Gloo carries them and pairs those of one group by the order in which each device starts them.
+# XLA's CPU backend starts what stands behind a loop while the loop still runs, unless it reads what the loop makes. A
+# loop with collectives in it then runs beside the collectives behind it. Of one process, permutes alone mind
+# (`parallel.pipeline`); of several, all do: Gloo carries them and pairs those of one group by the order in which each
+# device starts them.
 
 
 def by_gloo(mesh: Mesh) -> bool:
@@ -130,8 +133,8 @@ def by_gloo(mesh: Mesh) -> bool:
 def after(values, done):
     """The values, a pytree of arrays, which can be used only once all of `done`, a pytree of arrays, exist.
 
-    A real data dependence, for CPUs alone: an optimization_barrier is gone when XLA orders its kernels. One number of each
-    array of `done` is read; nothing is changed by it, not even by one that is not finite.
+    A real data dependence, for CPUs alone: an optimization_barrier is gone when XLA orders its kernels. One number of
+    each array of `done` is read; nothing is changed by it, not even by one that is not finite.
     """
     read = sum(leaf[(0,) * leaf.ndim].astype(jnp.float32) for leaf in jax.tree.leaves(done))
     zero = jnp.minimum(lax.bitcast_convert_type(read, jnp.int32) & 1, 0)

@@ -1,11 +1,11 @@
 """A parallelism strategy as a text file: logical axes -> mesh axes, in four tables.
 
-`[params]`, `[grads]` (inherits params), `[optimizer]` (inherits grads), `[activations]`. Inheritance is line by line: a line
-replaces the inherited one, `embed = []` takes it back. `extends = "ddp"` does the same with the tables of another file. So
-ZeRO-1 is ddp and `embed = ["data", "fsdp"]` in [optimizer], ZeRO-2 has that line in [grads], ZeRO-3 in [params]; Megatron's
-sequence parallelism is `residual_seq = "tensor"`. Axes of size 1 split nothing, so a file may name all five, and the mesh says
-which are used. Mistakes that jax would accept in silence (a dimension that does not divide, an axis that splits no work) are
-refused. This module knows no model and no step.
+`[params]`, `[grads]` (inherits params), `[optimizer]` (inherits grads), `[activations]`. Inheritance is line by line: a
+line replaces the inherited one, `embed = []` takes it back. `extends = "ddp"` does the same with the tables of another
+file. So ZeRO-1 is ddp and `embed = ["data", "fsdp"]` in [optimizer], ZeRO-2 has that line in [grads], ZeRO-3 in
+[params]; Megatron's sequence parallelism is `residual_seq = "tensor"`. Axes of size 1 split nothing, so a file may name
+all five, and the mesh says which are used. Mistakes that jax would accept in silence (a dimension that does not divide,
+an axis that splits no work) are refused. This module knows no model and no step.
 """
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ AS_OTHERS = {"expert_embed": "embed", "expert_mlp": "mlp"}
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """The four tables of one rule file, inheritance resolved: table -> logical axis -> mesh axes. text: of one file that says
-    the same and extends none."""
+    """The four tables of one rule file, inheritance resolved: table -> logical axis -> mesh axes. text: of one file
+    that says the same and extends none."""
     tables: Mapping[str, Mapping[str, tuple[str, ...]]]
     text: str
     path: str
@@ -70,22 +70,25 @@ def _read(path: Path, prefix: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{prefix}cannot read {path}: byte {error.start} is not UTF-8; a rule file is TOML in UTF-8") from None
+        raise ValueError(f"{prefix}cannot read {path}: byte {error.start} is not UTF-8; a rule file is TOML in "
+                         f"UTF-8") from None
     except (OSError, ValueError) as error:      # not there, a name with a null
         raise ValueError(f"{prefix}cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _tables(text: str, path: Path, extending: tuple[Path, ...]) -> dict[str, dict[str, tuple[str, ...]]]:
-    """The lines of all TABLES as a file has them, with those of the file that it extends. extending: the files that lead here."""
+    """The lines of all TABLES as a file has them, with those of the file that it extends. extending: the files that
+    lead here."""
     try:
         raw = tomllib.loads(text.removeprefix(BOM))
-    except (ValueError, RecursionError) as error:      # bad TOML, a number of thousands of digits, thousands of brackets
+    except (ValueError, RecursionError) as error:  # bad TOML, numbers of thousands of digits, deep brackets
         raise ValueError(f"{path}: not valid TOML: {error}") from None
     base = raw.pop(EXTENDS, None)
     faults = []
     for name, table in raw.items():
         if name not in TABLES:
-            faults.append(f"{path}: unknown table [{name}]{_nearest(name, (*TABLES, EXTENDS))}; the tables are {_brackets(TABLES)}")
+            faults.append(f"{path}: unknown table [{name}]{_nearest(name, (*TABLES, EXTENDS))}; the tables are "
+                          f"{_brackets(TABLES)}")
         elif not isinstance(table, dict):
             faults.append(f"{path}: {name} must be a table, write [{name}] and the rules below it")
         else:
@@ -93,7 +96,8 @@ def _tables(text: str, path: Path, extending: tuple[Path, ...]) -> dict[str, dic
                 faults += [f"{path} [{name}] {fault}" for fault in _entry_faults(name, logical, axes)]
     if faults:
         raise ValueError("\n".join(faults))
-    given = {name: {k: (v,) if isinstance(v, str) else tuple(v) for k, v in raw.get(name, {}).items()} for name in TABLES}
+    given = {name: {k: (v,) if isinstance(v, str) else tuple(v) for k, v in raw.get(name, {}).items()}
+             for name in TABLES}
     if base is None:
         return given
     found = _extended(base, path, (*extending, path))
@@ -102,7 +106,8 @@ def _tables(text: str, path: Path, extending: tuple[Path, ...]) -> dict[str, dic
 
 
 def _extended(name, path: Path, extending: Sequence[Path]) -> Path:
-    """The file that `path` extends: of that name beside it, or a shipped one. A file may extend the shipped one of its own name."""
+    """The file that `path` extends: of that name beside it, or a shipped one. A file may extend the shipped one of its
+    own name."""
     if not isinstance(name, str) or not name:
         raise ValueError(f'{path}: {EXTENDS} = {name!r}: must name one rule file, e.g. {EXTENDS} = "ddp"')
     file = name if name.endswith(".toml") else f"{name}.toml"
@@ -114,13 +119,14 @@ def _extended(name, path: Path, extending: Sequence[Path]) -> Path:
     if there:
         raise ValueError(f"{path}: {EXTENDS} = {name!r} leads back to {there[0]}; a rule file cannot extend itself")
     known = sorted(one.stem for one in shipped("sharding_rules").glob("*.toml"))
-    raise ValueError(f"{path}: {EXTENDS} = {name!r}: no such rule file{_nearest(name, known)}; give one beside it, or one of "
-                     f"{', '.join(known)}")
+    raise ValueError(f"{path}: {EXTENDS} = {name!r}: no such rule file{_nearest(name, known)}; give one beside it, or "
+                     f"one of {', '.join(known)}")
 
 
 def _written(tables: Mapping[str, Mapping[str, Sequence[str]]], path: str) -> str:
     line = lambda logical, axes: f"{logical} = {json.dumps(axes[0] if len(axes) == 1 else axes)}"
-    parts = ["\n".join([f"[{name}]", *(line(*entry) for entry in table.items())]) for name, table in tables.items() if table]
+    parts = ["\n".join([f"[{name}]", *(line(*entry) for entry in table.items())])
+             for name, table in tables.items() if table]
     return "\n\n".join([f"# {path}, with all that it extends.", *parts]) + "\n"
 
 
@@ -182,16 +188,18 @@ def problems(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor],
                 key = (keys or {}).get(logical)
                 faults.setdefault((logical, dim, split), (
                     f"{where()}: {logical}={dim} does not divide over {split} = {num_shards}; make {key or logical} a "
-                    f"multiple of {num_shards}, e.g. {-(-dim // num_shards) * num_shards}, or take a mesh or rule file that splits it less"))
+                    f"multiple of {num_shards}, e.g. {-(-dim // num_shards) * num_shards}, or take a mesh or rule file "
+                    f"that splits it less"))
     return [*faults.values(), *_whole_activations(rules, sizes, tensors)]
 
 
 def unsplit(layout: Layout, products: Sequence[Tensor]) -> tuple[list[str], list[str]]:
-    """(faults, notes): the mesh axes larger than 1 that split none of a step's matrix products, and those that split only some.
+    """(faults, notes): the mesh axes larger than 1 that split none of a step's matrix products, and those that split
+    only some.
 
-    products: the weights that a step multiplies. An axis splits a product if it splits the tokens, or a dim of the weight that
-    the activations have, too. What only [params], [grads] or [optimizer] split is stored in parts, and every device multiplies
-    what all others do. `stage` is not looked at: a pipeline splits the layers.
+    products: the weights that a step multiplies. An axis splits a product if it splits the tokens, or a dim of the
+    weight that the activations have, too. What only [params], [grads] or [optimizer] split is stored in parts, and
+    every device multiplies what all others do. `stage` is not looked at: a pipeline splits the layers.
     """
     file, faults, notes = layout.rules.path, [], []
     split_by = _split_by(layout, products)
@@ -202,22 +210,27 @@ def unsplit(layout: Layout, products: Sequence[Tensor]) -> tuple[list[str], list
         named = [table for table in TABLES if any(axis in axes for axes in layout.rules.tables[table].values())]
         if len(whole) < len(split_by):
             names = ", ".join(whole[:3]) + f" and {len(whole) - 3} more" * (len(whole) > 3)
-            notes.append(f"layout: {file} does not split {names} over {axis} {size}: every device along it repeats that work")
+            notes.append(f"layout: {file} does not split {names} over {axis} {size}: every device along it repeats "
+                         f"that work")
         elif not named:
-            faults.append(f"mesh.{axis}={size}, but no rule of {file} that applies to this model uses {axis!r}: every device along it "
-                          f"would repeat the same work; set mesh.{axis} to 1 or take a rule file that names it")
+            faults.append(f"mesh.{axis}={size}, but no rule of {file} that applies to this model uses {axis!r}: every "
+                          f"device along it would repeat the same work; set mesh.{axis} to 1 or take a rule file that "
+                          f"names it")
         else:
             dim = "seq" if axis == "context" else "batch"
             line = ", ".join(f'"{name}"' for name in (*layout.rules.tables["activations"].get(dim, ()), axis))
             remedy = ('heads, kv_heads and mlp = "tensor" in [params] and [activations]' if axis == "tensor" else
                       f"{dim} = [{line}] in [activations]")
-            faults.append(f"mesh.{axis}={size}: {file} names {axis!r} in {_brackets(named)}, where it splits no matrix product of this "
-                          f"model: every device along it would repeat the same work; write {remedy}, or set mesh.{axis} to 1")
+            faults.append(f"mesh.{axis}={size}: {file} names {axis!r} in {_brackets(named)}, where it splits no matrix "
+                          f"product of this model: every device along it would repeat the same work; write {remedy}, "
+                          f"or set mesh.{axis} to 1")
     for logical in SHARED:
-        alone = [axis for axis in layout.mesh_axes("activations", logical) if axis not in layout.mesh_axes("params", logical)]
+        alone = [axis for axis in layout.mesh_axes("activations", logical)
+                 if axis not in layout.mesh_axes("params", logical)]
         if alone and any(logical in one.axes for one in products):
-            notes.append(f"layout: {file} splits {logical} over {', '.join(alone)} in [activations] and not in [params]: each device along "
-                         "it holds these weights whole, and their gradients are summed in every layer; give both the same line")
+            notes.append(f"layout: {file} splits {logical} over {', '.join(alone)} in [activations] and not in "
+                         f"[params]: each device along it holds these weights whole, and their gradients are summed in "
+                         f"every layer; give both the same line")
     return faults, notes
 
 
@@ -229,12 +242,14 @@ def _split_by(layout: Layout, products: Sequence[Tensor]) -> dict[str, set[str]]
     for one in products:
         found[one.name] = tokens | acts(*(name for name in one.axes if name in SHARED))
         if "expert" in one.axes:
-            found[one.name] |= acts("residual_seq") | {a for name in NEVER_GATHERED for a in layout.mesh_axes("params", name)}
+            found[one.name] |= acts("residual_seq") | {
+                a for name in NEVER_GATHERED for a in layout.mesh_axes("params", name)}
     return found
 
 
 def _whole_activations(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor]) -> list[str]:
-    """The faults of weights that are used in parts, where what they make is gathered at once for want of a line in [activations]."""
+    """The faults of weights that are used in parts, where what they make is gathered at once for want of a line in
+    [activations]."""
     of = lambda table: {logical for tensor in tensors if tensor.table == table for logical in tensor.axes}
     tokens = rules.mesh_axes("activations", "batch") + rules.mesh_axes("activations", "seq")
     faults = []
@@ -242,9 +257,10 @@ def _whole_activations(rules: Rules, sizes: Mapping[str, int], tensors: Sequence
         split = [a for a in rules.mesh_axes("params", logical) if sizes[a] > 1 and a not in tokens]
         if missing := [axis for axis in split if axis not in rules.mesh_axes("activations", logical)]:
             line = ", ".join(f'"{axis}"' for axis in (*rules.tables["activations"].get(logical, ()), *missing))
-            faults.append(f"{rules.path} [params] splits {logical} over {', '.join(missing)}, and [activations] does not: what the "
-                          f"projections make would be gathered, and every device along {', '.join(missing)} repeat what follows; "
-                          f"write {logical} = [{line}] in [activations], or take the axis out of [params]")
+            faults.append(f"{rules.path} [params] splits {logical} over {', '.join(missing)}, and [activations] does "
+                          f"not: what the projections make would be gathered, and every device along "
+                          f"{', '.join(missing)} repeat what follows; write {logical} = [{line}] in [activations], or "
+                          f"take the axis out of [params]")
     return faults
 
 
@@ -260,11 +276,12 @@ class Layout:
       "optimizer"  stored between steps, float32, with the optimizer's state
       "params"     a copy in the compute dtype, which the loop over microbatches reads (`Transformer.as_read`)
       GATHERED     what a matmul takes: [params] without the axes that split tokens. ZeRO-3 gathers them layer by layer;
-                   a pipeline gathers a full stage before its loop. Experts stay on their devices: tokens are sent to them.
+                   a pipeline gathers a full stage before its loop. Experts stay on their devices: tokens are sent to
+                   them.
       "grads"      its accumulator, which takes each microbatch's gradient
 
-    Axes of size 1 vanish. So do axes that are manual where the question is asked (inside a shard_map): model code runs there
-    unchanged. tokens_first: activations given to `act` are [T, B, …], not [B, T, …].
+    Axes of size 1 vanish. So do axes that are manual where the question is asked (inside a shard_map): model code runs
+    there unchanged. tokens_first: activations given to `act` are [T, B, …], not [B, T, …].
     """
     rules: Rules
     sizes: Mapping[str, int]
@@ -298,7 +315,8 @@ class Layout:
         return P(*(_entry([a for a in self.mesh_axes(table, logical) if a not in drop]) for logical in axes))
 
     def constrain(self, table: str, x: jax.Array, axes: Sequence[str | None], drop: Sequence[str] = ()) -> jax.Array:
-        """`x` pinned to its `spec`. To GATHERED it is an all-gather of a weight in [params]. Needs a mesh in context."""
+        """`x` pinned to its `spec`. To GATHERED it is an all-gather of a weight in [params]. Needs a mesh in
+        context."""
         if all(n == 1 for n in self.sizes.values()):
             return x
         return jax.lax.with_sharding_constraint(x, self.spec(table, axes, drop))
@@ -324,8 +342,8 @@ class Layout:
         return tuple(a for a in dict.fromkeys(names) if self.sizes[a] > 1)
 
     def deferred_axes(self, weights: Iterable[Sequence[str | None]]) -> tuple[str, ...]:
-        """The batch axes over which gradients are reduced once a step, not once a microbatch: those that split neither these
-        weights, given by their logical axes, nor their gradients."""
+        """The batch axes over which gradients are reduced once a step, not once a microbatch: those that split neither
+        these weights, given by their logical axes, nor their gradients."""
         logical = {name for axes in weights for name in axes}
         split = {axis for table in ("params", "grads") for name in logical for axis in self.all_axes(table, name)}
         return tuple(axis for axis in self.batch_axes if axis not in split)

@@ -1,9 +1,9 @@
 """The gradients of a step and the loss of an evaluation, by a scan over microbatches (`pipelined`: through the stages).
 
 What makes ZeRO true in the compiled program, and not only intended, stands here, each constraint with its reason:
-accumulators are pinned to [grads]; the loop runs in a shard_map that is manual over the batch axes that [grads] does not name,
-so that nothing crosses them until it has ended; sum and [optimizer] placement are one expression.
-The loss is a sum over the step's tokens divided by their count, never a mean of means.
+accumulators are pinned to [grads]; the loop runs in a shard_map that is manual over the batch axes that [grads] does
+not name, so that nothing crosses them until it has ended; sum and [optimizer] placement are one expression. The loss is
+a sum over the step's tokens divided by their count, never a mean of means.
 Source: arXiv:1910.02054 (ZeRO).
 """
 from __future__ import annotations
@@ -35,8 +35,9 @@ from meshtrain.training.state import StateSpec
 class StepSpec:
     """What the gradients of a step depend on beside their arguments: what is computed, and how it is placed.
 
-    deferred_axes: batch axes over which gradients are reduced once per step; the loop over microbatches is manual over them.
-    batch: ShapeDtypeStructs with shardings, [microbatches, replicas, sequences, T], replicas over the deferred axes.
+    deferred_axes: batch axes over which gradients are reduced once per step; the loop over microbatches is manual over
+    them. batch: ShapeDtypeStructs with shardings, [microbatches, replicas, sequences, T], replicas over the deferred
+    axes.
     """
     run: object                 # the checked run file; its data, training and model sections are read
     model: Transformer
@@ -53,14 +54,16 @@ class StepSpec:
 
 
 class Normalizers(NamedTuple):
-    """What the sums of a step are divided by: what its objective counts, and for AUX_LOSS its tokens without padding."""
+    """What the sums of a step are divided by: what its objective counts, and for AUX_LOSS its tokens without
+    padding."""
     objective: jax.Array
     tokens: jax.Array
 
 
-def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, state: StateSpec, staged: bool) -> StepSpec:
-    """staged: whether the layers are pipelined. A pipeline sums gradients after its loop whatever [grads] says, which then
-    describes where they are placed afterwards."""
+def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, state: StateSpec,
+              staged: bool) -> StepSpec:
+    """staged: whether the layers are pipelined. A pipeline sums gradients after its loop whatever [grads] says, which
+    then describes where they are placed afterwards."""
     training, data = run.training, run.data
     deferred = layout.batch_axes if staged else layout.deferred_axes(info.axes for info in model.parameters())
     replicas = layout.num_shards(deferred)
@@ -74,7 +77,8 @@ def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, s
         return NamedSharding(mesh, P(None, deferred or None, *layout.spec("activations", logical, drop=deferred)))
 
     sequences = data.global_batch // training.microbatches // replicas
-    batch = {name: jax.ShapeDtypeStruct((training.microbatches, replicas, sequences) + (data.seq_len,) * dims, dtype, sharding=placed(dims))
+    batch = {name: jax.ShapeDtypeStruct((training.microbatches, replicas, sequences) + (data.seq_len,) * dims,
+                                        dtype, sharding=placed(dims))
              for name, (dims, dtype) in objective.of_run(training).fields.items()}
     return StepSpec(run, model, layout, mesh, state, ex, deferred, batch)
 
@@ -82,8 +86,8 @@ def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, s
 def scanned(step: StepSpec):
     """(`gradients`, `evaluate`, `preferred`), microbatch after microbatch.
 
-    gradients: (params, batch, dropout key) -> (grads of what is trained, placed as [optimizer]; loss; count; aux). aux: the
-      layers' sums by name, divided by their normalizer.
+    gradients: (params, batch, dropout key) -> (grads of what is trained, placed as [optimizer]; loss; count; aux). aux:
+      the layers' sums by name, divided by their normalizer.
     evaluate: (params, batch) -> sum of the loss.
     preferred, of DPO: (params, batch) -> `Preference.preferred` of every sequence, [microbatches, replicas, sequences].
     """
@@ -92,7 +96,8 @@ def scanned(step: StepSpec):
     as_read = partial(step.model.as_read, layout, dtype=step.ex.dtype if step.model.cast_before_loop(layout) else None)
 
     def replicated(f, out=P(deferred or None)):
-        """Run f(batch, *args) on each replica's part of the batch, in a shard_map that is manual over the deferred axes.
+        """Run f(batch, *args) on each replica's part of the batch, in a shard_map that is manual over the deferred
+        axes.
 
         f returns arrays with a dim of size 1 for its replica, the first where `out` does not say otherwise.
         """
@@ -109,7 +114,8 @@ def scanned(step: StepSpec):
 
     def pin(grads):
         """Accumulators where [grads] says."""
-        return jax.tree.map(lambda axes, g: layout.constrain("grads", g, axes), trained_axes, grads, is_leaf=rules.is_axes)
+        return jax.tree.map(lambda axes, g: layout.constrain("grads", g, axes), trained_axes,
+                            grads, is_leaf=rules.is_axes)
 
     def gradients(p, batch, key):
         weights, count = step.model.divided(as_read(p)), jnp.maximum(goal.count(batch), 1).astype(jnp.float32)
@@ -119,18 +125,20 @@ def scanned(step: StepSpec):
         grads, nll, aux = replicated(unsummed)(batch, weights, normalizers, key)
 
         def reduced(axes, g):
-            # Pinned once more, still unsummed: otherwise propagation shards the accumulators inside the loop (ZeRO-1: 11
-            # all-gathers per microbatch).
+            # Pinned once more, still unsummed: otherwise propagation shards the accumulators inside the loop (ZeRO-1:
+            # 11 all-gathers per microbatch).
             return reduce_deferred(layout, deferred, axes, _unsummed(layout, deferred, axes, g))
         grads = jax.tree.map(reduced, trained_axes, grads, is_leaf=rules.is_axes)
-        return grads, nll.sum() / count, count, {name: a.sum(0) / normalizers[name == AUX_LOSS] for name, a in aux.items()}
+        return grads, nll.sum() / count, count, {
+            name: a.sum(0) / normalizers[name == AUX_LOSS] for name, a in aux.items()}
 
     def unsummed(batch, weights, normalizers, key):
         stacks, buffers = _layer_stacks(step, weights, jax.tree.map(lambda x: x[0], batch), normalizers, key)
 
         def add(carry, microbatch):
             grads, nll, buffers = carry
-            grads, nll_mb, buffers, aux = microbatch_gradients(weights, grads, microbatch, normalizers, key, stacks, buffers)
+            grads, nll_mb, buffers, aux = microbatch_gradients(
+                weights, grads, microbatch, normalizers, key, stacks, buffers)
             return (pin(grads), nll + nll_mb, buffers), aux
 
         def zeros(tree, dtype=None):
@@ -156,16 +164,18 @@ def scanned(step: StepSpec):
 
 def _microbatch_gradients(step: StepSpec):
     """Forward and backward of one microbatch, the backward written out layer stack by layer stack:
-    (weights, grads, microbatch, normalizers, key, stacks, buffers) -> (grads with the microbatch's added, nll, buffers, aux).
+    (weights, grads, microbatch, normalizers, key, stacks, buffers) -> (grads with the microbatch's added, nll, buffers,
+    aux).
 
-    Each layer's gradient is added to its accumulator as soon as it exists, so a microbatch's gradients never coexist with their
-    sums: 4 bytes per accumulated parameter less than with `jax.grad` of the whole model. Gradients are float32, whatever the
-    dtype of the weights. stacks, buffers: of `_layer_stacks`; the buffers are overwritten.
+    Each layer's gradient is added to its accumulator as soon as it exists, so a microbatch's gradients never coexist
+    with their sums: 4 bytes per accumulated parameter less than with `jax.grad` of the whole model. Gradients are
+    float32, whatever the dtype of the weights. stacks, buffers: of `_layer_stacks`; the buffers are overwritten.
     """
     model, ex, goal = step.model, step.ex, step.objective
 
     def gradients(weights: params.Divided, grads, microbatch, normalizers: Normalizers, key, stacks, buffers):
-        ends, layer_inputs = layer_vjp.wide(without_layers(weights.trained)), (model.inputs(microbatch, key), normalizers.tokens)
+        ends, layer_inputs = layer_vjp.wide(without_layers(weights.trained)), (
+            model.inputs(microbatch, key), normalizers.tokens)
         frozen_ends, aux, done = without_layers(weights.frozen), {}, []
 
         def embed(ends, microbatch):
@@ -176,7 +186,8 @@ def _microbatch_gradients(step: StepSpec):
             return total, (nll, more)
 
         x_BTD, embed_vjp = jax.vjp(lambda ends: embed(ends, microbatch), ends)
-        for stack, w, (_, group), own in zip(stacks, _stack_weights(model, weights), model.numbered(), buffers, strict=True):
+        for stack, w, (_, group), own in zip(stacks, _stack_weights(model, weights),
+                                             model.numbered(), buffers, strict=True):
             x_BTD, group_aux, residuals = stack.forward(w, x_BTD, layer_inputs, own)
             aux = transformer.add_aux(aux, group_aux)
             done.append((stack, w, residuals, model.weights(grads, group)))
@@ -202,10 +213,11 @@ def _microbatch_gradients(step: StepSpec):
 
 
 def _layer_stacks(step: StepSpec, weights: params.Divided, microbatch, normalizers: Normalizers, key):
-    """([F, B and W of each group's layers], the ShapeDtypeStructs of the residuals that their forwards keep for the backward).
+    """([F, B and W of each group's layers], the ShapeDtypeStructs of the residuals that their forwards keep for the
+    backward).
 
-    Residual buffers are carried through the scan over microbatches and overwritten: allocated inside the loop, XLA fills them with
-    zeros, 3% of a step of llama3-8b. None where residuals are offloaded to the host.
+    Residual buffers are carried through the scan over microbatches and overwritten: allocated inside the loop, XLA
+    fills them with zeros, 3% of a step of llama3-8b. None where residuals are offloaded to the host.
     """
     found = []
 
@@ -246,8 +258,8 @@ def reduce_deferred(layout: Layout, deferred: tuple[str, ...], axes, g):
     """[replicas, …] accumulator -> its sum, placed as [optimizer]: a reduce-scatter where that splits over `deferred`.
 
     Sum and constraint are one expression: a [grads] constraint between them makes an all-reduce of it. Where
-    [optimizer] splits over only some of the `deferred` axes, those are reduce-scattered first and the shards all-reduced
-    over the rest ((N-1)/N of the payload, then 2(N-1)/N of a shard).
+    [optimizer] splits over only some of the `deferred` axes, those are reduce-scattered first and the shards
+    all-reduced over the rest ((N-1)/N of the payload, then 2(N-1)/N of a shard).
     """
     split = layout.spec("optimizer", axes)
     if not deferred:

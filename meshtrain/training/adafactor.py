@@ -1,10 +1,11 @@
 """Adafactor: Adam's second moment, kept as one row and one column per weight matrix.
 
-Source: arXiv:1804.04235 (Adafactor), with the changes of arXiv:2106.04560 (section 3.4) that let Adam's learning rate and
-weight decay carry over: no scaling by the parameter's own size, and the decay of the average bounded by `b2`.
-optax's version takes the two *largest* dims of each array as its row and column. On stacked layers [L, D, N, H] these may
-be L and D, which averages over layers; they may be D and H, which leaves a state N times larger than needed; and its update
-clipping sees all layers as one block. Here the caller says which dims are the matrix, and every matrix stands alone.
+Source: arXiv:1804.04235 (Adafactor), with the changes of arXiv:2106.04560 (section 3.4) that let Adam's learning rate
+and weight decay carry over: no scaling by the parameter's own size, and the decay of the average bounded by `b2`.
+optax's version takes the two *largest* dims of each array as its row and column. On stacked layers [L, D, N, H] these
+may be L and D, which averages over layers; they may be D and H, which leaves a state N times larger than needed; and
+its update clipping sees all layers as one block. Here the caller says which dims are the matrix, and every matrix
+stands alone.
 
 It must not know the model: only which dims of a leaf are inputs, outputs, or a batch of independent matrices.
 """
@@ -47,7 +48,8 @@ def scale_by_factored_rms(dims_of: Callable[[Any], Any], max_decay: float) -> op
         def zeros(p, d):
             if not d.inputs:
                 return (jnp.zeros(p.shape, jnp.float32),)
-            return (jnp.zeros(_without(p.shape, d.outputs), jnp.float32), jnp.zeros(_without(p.shape, d.inputs), jnp.float32))
+            return (jnp.zeros(_without(p.shape, d.outputs), jnp.float32),
+                    jnp.zeros(_without(p.shape, d.inputs), jnp.float32))
 
         return AdafactorState(jnp.zeros([], jnp.int32), jax.tree.map(zeros, params, dims_of(params)))
 

@@ -1,14 +1,15 @@
 """Muon: momentum whose every weight matrix is orthogonalized by five Newton–Schulz steps.
 
 Newton–Schulz needs whole matrices, and under ZeRO and tensor parallelism each lies split over many devices. Layers are
-stacked, so instead of gathering every matrix on every device, all-to-alls give each device all of a few layers; they are
-orthogonalized there, and the same way back splits them again, both in the compute dtype: 8B over 8 GPUs send 2.8 GiB a
-step each, where gathers in float32 are 236. Layers that do not divide are filled up with zeros. Where nothing is split there
-is no constraint at all.
+stacked, so instead of gathering every matrix on every device, all-to-alls give each device all of a few layers; they
+are orthogonalized there, and the same way back splits them again, both in the compute dtype: 8B over 8 GPUs send 2.8
+GiB a step each, where gathers in float32 are 236. Layers that do not divide are filled up with zeros. Where nothing is
+split there is no constraint at all.
 
 Sources: https://kellerjordan.github.io/posts/muon, arXiv:2502.16982 (Moonlight).
-As in optax (0.2.8), and unlike both sources, the two terms of the Nesterov sum are bias-corrected, as in NAdam: Newton–Schulz
-divides out the length of the sum, but in the first steps the newest gradient weighs up to twice as much in it.
+As in optax (0.2.8), and unlike both sources, the two terms of the Nesterov sum are bias-corrected, as in NAdam:
+Newton–Schulz divides out the length of the sum, but in the first steps the newest gradient weighs up to twice as much
+in it.
 
 It must not know the model: only which dims of a leaf are inputs, outputs, or a batch of independent matrices, and where
 it lies.
@@ -108,7 +109,8 @@ def _by_layers(whole, x, num_batch, placement, order):
 def _newton_schulz(x, coefficients):
     """x [..., m, n] → about U Vᵀ of its singular value decomposition, in the dtype of x; norms and sums are float32.
 
-    Five times x ← (aI + bG + cG²) x with G = x xᵀ. The identity stands inside, or a·x would be an array in float32 beside x.
+    Five times x ← (aI + bG + cG²) x with G = x xᵀ. The identity stands inside, or a·x would be an array in float32
+    beside x.
     """
     a, b, c = coefficients
     dtype, tall = x.dtype, x.shape[-2] > x.shape[-1]
@@ -118,5 +120,6 @@ def _newton_schulz(x, coefficients):
     for _ in range(STEPS):
         gram = jnp.einsum("...ij,...kj->...ik", x, x, precision=products.precision(x.dtype))
         squared = jnp.einsum("...ij,...jk->...ik", gram, gram, precision=products.precision(gram.dtype))
-        x = jnp.einsum("...ij,...jk->...ik", (a * jnp.eye(x.shape[-2]) + b * gram + c * squared).astype(dtype), x, precision=products.precision(x.dtype))
+        x = jnp.einsum("...ij,...jk->...ik", (a * jnp.eye(x.shape[-2]) + b * gram + c * squared).astype(dtype),
+                       x, precision=products.precision(x.dtype))
     return x.mT if tall else x

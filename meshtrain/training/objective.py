@@ -1,7 +1,8 @@
 """What a step makes smaller: the loss of the next token (pretraining, SFT), or that of preferences (DPO).
 
-An objective says by what a step's sums are divided, and makes them of the output of the last layer. Everything else of a step
-is the same for both. Source of DPO: arXiv:2305.18290, equation 7, with the log-probabilities of answers summed, not averaged.
+An objective says by what a step's sums are divided, and makes them of the output of the last layer. Everything else of
+a step is the same for both. Source of DPO: arXiv:2305.18290, equation 7, with the log-probabilities of answers summed,
+not averaged.
 """
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from meshtrain.model.layers import Execution
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import CHOSEN, NO_TARGET, PADDING, REJECTED
 
-FIELDS = {"tokens": 1, "targets": 1, "segments": 1, "positions": 1, "index": 1, "sequence": 0}  # of a batch: dims after [batch]
+# of a batch: dims after [batch]
+FIELDS = {"tokens": 1, "targets": 1, "segments": 1, "positions": 1, "index": 1, "sequence": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +39,8 @@ class NextToken:
 class Preference:
     """-log sigmoid of beta times how much more the model prefers the chosen answer than the reference did.
 
-    A sequence holds a pair: segment CHOSEN and segment REJECTED. Its `reference` is the reference's log-probability of the
-    chosen answer less that of the rejected one. Sequences without a pair (padding) count for nothing.
+    A sequence holds a pair: segment CHOSEN and segment REJECTED. Its `reference` is the reference's log-probability of
+    the chosen answer less that of the rejected one. Sequences without a pair (padding) count for nothing.
     """
     beta: float
     chunk: int
@@ -66,8 +68,8 @@ class Preference:
 
 
 def tokens(batch):
-    """The tokens of a step without padding, by which AUX_LOSS is divided: whatever share of them are targets, the routers' losses
-    weigh the same."""
+    """The tokens of a step without padding, by which AUX_LOSS is divided: whatever share of them are targets, the
+    routers' losses weigh the same."""
     return jnp.maximum(jnp.sum(batch["segments"] != PADDING), 1).astype(jnp.float32)
 
 

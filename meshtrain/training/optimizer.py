@@ -1,14 +1,14 @@
 """Optimizers and learning-rate schedules, as one optax transformation that the training step applies.
 
-Every optimizer is the same three lines: its own rule, then decoupled weight decay, then the learning rate of this step; so
-`learning_rate` and `weight_decay` mean the same thing for all four. The learning rate follows the run's own count of steps,
-which goes on when a step is skipped; a rule's counts (Adam's bias correction) are of updates applied. Layers are stacked
-[L, …], and a rule that looks at a whole matrix (muon, adafactor) is told which dims form it: each layer's matrix is treated
-alone.
+Every optimizer is the same three lines: its own rule, then decoupled weight decay, then the learning rate of this step;
+so `learning_rate` and `weight_decay` mean the same thing for all four. The learning rate follows the run's own count of
+steps, which goes on when a step is skipped; a rule's counts (Adam's bias correction) are of updates applied. Layers are
+stacked [L, …], and a rule that looks at a whole matrix (muon, adafactor) is told which dims form it: each layer's
+matrix is treated alone.
 Sources: arXiv:1711.05101 (AdamW), 2302.06675 (Lion), 1804.04235 (Adafactor), 2502.16982 (Muon at scale, "Moonlight").
 
-It must not know the model or the mesh: it is given trees that name roles and dims, and hands out the logical axes of its state.
-Gradient clipping and the skipping of bad steps belong to the step.
+It must not know the model or the mesh: it is given trees that name roles and dims, and hands out the logical axes of
+its state. Gradient clipping and the skipping of bad steps belong to the step.
 """
 
 import itertools
@@ -25,31 +25,37 @@ from meshtrain.training import adafactor, muon
 NAMES = ("adamw", "lion", "adafactor", "muon")
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
-MUON_RMS = 0.2  # AdamW's updates have this root mean square (arXiv:2502.16982, section 2.2): one learning rate serves both
+# AdamW's updates have this root mean square (arXiv:2502.16982, section 2.2): one learning rate serves both
+MUON_RMS = 0.2
 
 
 def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any, placements: Any = None, dtype: Any = jnp.float32,
           balance_rate: float = 0.0, balance_rule: str = "sign") -> optax.GradientTransformationExtraArgs:
     """The optimizer of a run of `steps` steps. All its state is float32, whatever the dtype of the parameters.
 
-    update(grads, state, params, step=n): n, the steps that the run has taken, sets the learning rate; no state counts them.
+    update(grads, state, params, step=n): n, the steps that the run has taken, sets the learning rate; no state counts
+    them.
 
     cfg: name, learning_rate, b1, b2, eps, weight_decay, and what `learning_rate_schedule` reads.
-    roles: a tree like params, each leaf one of `ROLES`. `matrix`, `head`, `embedding` and `router` are decayed, `norm` and `bias`
-        never: Megatron-LM, GPT-NeoX and nanoGPT decay everything with two dims, embeddings included (OLMo 2 leaves them out).
-    matrix_dims: a tree like params, each leaf None or (input dims, output dims): indices into the stacked array, so [L,D,N,H]
+    roles: a tree like params, each leaf one of `ROLES`. `matrix`, `head`, `embedding` and `router` are decayed, `norm`
+        and `bias` never: Megatron-LM, GPT-NeoX and nanoGPT decay everything with two dims, embeddings included (OLMo 2
+        leaves them out). matrix_dims: a tree like params, each leaf None or (input dims, output dims): indices into the
+        stacked array, so [L,D,N,H]
         has ((1,), (2, 3)). Dims in neither are a batch of independent matrices. Every `matrix` needs one.
-    placements: a tree like params of NamedShardings, how the state of each leaf lies; None: on one device. dtype: of muon's
-        matmuls, and of what it sends.
+    placements: a tree like params of NamedShardings, how the state of each leaf lies; None: on one device. dtype: of
+        muon's matmuls, and of what it sends.
 
-    balance_rate: how far a step moves the biases of role `balance` towards experts with too few tokens: their "gradients" are the
-        tokens of each expert. No optimizer, learning rate or decay touches them. balance_rule: sign: by the rate; error: by the rate
-        times the share of the mean that an expert lacks, negative where it has too much (arXiv:2408.15664 compares the two).
+    balance_rate: how far a step moves the biases of role `balance` towards experts with too few tokens: their
+        "gradients" are the tokens of each expert. No optimizer, learning rate or decay touches them. balance_rule:
+        sign: by the rate; error: by the rate
+        times the share of the mean that an expert lacks, negative where it has too much (arXiv:2408.15664 compares the
+        two).
 
-    adamw: b1, b2, eps. lion: b1, b2. adafactor: no first moment, b2 bounds the decay of the second. muon: every `matrix`;
-    the others, embeddings and head included, take adamw.
+    adamw: b1, b2, eps. lion: b1, b2. adafactor: no first moment, b2 bounds the decay of the second. muon: every
+    `matrix`; the others, embeddings and head included, take adamw.
 
-    Raises: ValueError for an unknown name or role, or a `matrix` without its dims, which muon would leave to Adam in silence.
+    Raises: ValueError for an unknown name or role, or a `matrix` without its dims, which muon would leave to Adam in
+    silence.
     """
     _check(cfg, roles, matrix_dims)
     decayed = jax.tree.map(lambda role: role in (*MATMUL_ROLES, "router"), roles)
@@ -62,13 +68,14 @@ def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any, placements: Any = 
 
 
 def learning_rate_schedule(cfg: Any, steps: int) -> optax.Schedule:
-    """The learning rate as a function of the number of steps already taken, skipped ones included (0 in the first step).
+    """The learning rate as a function of the number of steps already taken, skipped ones included (0 in the first
+    step).
 
     cfg: learning_rate (the peak), schedule, warmup_steps, decay_steps, final_fraction.
-    Step n, counted from 1, has n/warmup_steps of the peak while it warms up: the first step moves already, the last step of
-    the warm-up has the peak, and the last step of the run has `final_fraction` of it. `cosine` and `linear` fall over all
-    that follows the warm-up, `wsd` (warm-up, stable, decay: arXiv:2404.06395, here with a linear fall) over the last
-    `decay_steps`, `constant` stays.
+    Step n, counted from 1, has n/warmup_steps of the peak while it warms up: the first step moves already, the last
+    step of the warm-up has the peak, and the last step of the run has `final_fraction` of it. `cosine` and `linear`
+    fall over all that follows the warm-up, `wsd` (warm-up, stable, decay: arXiv:2404.06395, here with a linear fall)
+    over the last `decay_steps`, `constant` stays.
     A warm-up longer than the run is cut to the run, which then ends at the peak; a decay longer than what the warm-up
     leaves is cut to that.
     """
@@ -98,8 +105,8 @@ def state_axes(tx: optax.GradientTransformation, abstract_params: Any, logical_a
     `jax.tree.map(lambda leaf, axes: …, jax.eval_shape(tx.init, params), axes_tree)`.
 
     Optimizers keep copies, rows, columns and counters under structures of their own. Instead of knowing each: `init` is
-    traced twice on parameters whose every dim has a size that occurs nowhere else, and a dim of the state tells by its sizes
-    where it comes from. One that is the same in both is a constant (muon keeps three coefficients).
+    traced twice on parameters whose every dim has a size that occurs nowhere else, and a dim of the state tells by its
+    sizes where it comes from. One that is the same in both is a constant (muon keeps three coefficients).
     """
     axis_of_size = {}
 
@@ -108,7 +115,8 @@ def state_axes(tx: optax.GradientTransformation, abstract_params: Any, logical_a
 
         def probe(leaf, axes):
             if len(axes) != leaf.ndim:
-                raise ValueError(f"logical axes {axes} do not fit a parameter of shape {leaf.shape}: one name or None per dim")
+                raise ValueError(f"logical axes {axes} do not fit a parameter of shape {leaf.shape}: one name or None "
+                                 f"per dim")
             shape = tuple(itertools.islice(sizes, leaf.ndim))
             axis_of_size.update(zip(shape, axes, strict=True))
             return jax.ShapeDtypeStruct(shape, leaf.dtype)
@@ -135,11 +143,11 @@ def _rule(cfg, roles, matrix_dims, placements, dtype):
 
 
 def _balanced(rule, roles, rate: float, by: str):
-    """`rule`, which finds nothing to do in leaves of role `balance`: these move by rate · sign(mean − tokens), layer by layer, or
-    with by = "error" by rate · (mean − tokens) / mean.
+    """`rule`, which finds nothing to do in leaves of role `balance`: these move by rate · sign(mean − tokens), layer by
+    layer, or with by = "error" by rate · (mean − tokens) / mean.
 
-    The difference is that of whole numbers: a mean that is rounded would move an expert that has just as many tokens. In int32, for
-    the choices of a step may be more than the 2^24 up to which float32 has all of them.
+    The difference is that of whole numbers: a mean that is rounded would move an expert that has just as many tokens.
+    In int32, for the choices of a step may be more than the 2^24 up to which float32 has all of them.
     """
     if "balance" not in jax.tree.leaves(roles):
         return rule
@@ -147,7 +155,8 @@ def _balanced(rule, roles, rate: float, by: str):
     def towards(tokens):
         tokens, num_experts = tokens.astype(jnp.int32), tokens.shape[-1]
         total = tokens.sum(-1, keepdims=True)
-        # total - num_experts · tokens, which may be beyond int32: its sign is exact, since the remainder is less than num_experts.
+        # total - num_experts · tokens, which may be beyond int32: its sign is exact, since the remainder is less than
+        # num_experts.
         missing = num_experts * (total // num_experts - tokens).astype(jnp.float32) + (total % num_experts)
         return rate * (jnp.sign(missing) if by == "sign" else missing / jnp.maximum(total, 1))
 
@@ -199,7 +208,8 @@ def _adafactor_dims(path, leaf, role, dims):
 
 
 def _in_float32(tx):
-    """Runs `tx` on float32 copies: of bfloat16 parameters optax would keep bfloat16 moments, whose small steps round away."""
+    """Runs `tx` on float32 copies: of bfloat16 parameters optax would keep bfloat16 moments, whose small steps round
+    away."""
 
     def init(params):
         return tx.init(optax.tree.cast(params, jnp.float32))

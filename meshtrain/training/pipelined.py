@@ -1,9 +1,11 @@
 """The gradients of a step and the loss of an evaluation through the stages of a pipeline.
 
-The executor `parallel.pipeline` is given the model as four functions. Before their loop the weights are gathered once per step, in
-the compute dtype, and stacked by stage and chunk; after it gradients are summed and placed as [optimizer]. What a layer returns
-beside the residual stream is a metric there; its AUX_LOSS gets its gradient injected, since no stage knows the objective.
-Sources: `parallel.schedules`; the injection: arXiv:2401.06066 (DeepSeekMoE) and Megatron-LM's router losses do the same.
+The executor `parallel.pipeline` is given the model as four functions. Before their loop the weights are gathered once
+per step, in the compute dtype, and stacked by stage and chunk; after it gradients are summed and placed as [optimizer].
+What a layer returns beside the residual stream is a metric there; its AUX_LOSS gets its gradient injected, since no
+stage knows the objective.
+Sources: `parallel.schedules`; the injection: arXiv:2401.06066 (DeepSeekMoE) and Megatron-LM's router losses do the
+same.
 """
 from __future__ import annotations
 
@@ -30,12 +32,14 @@ _map_axes = functools.partial(jax.tree.map, is_leaf=rules.is_axes)
 
 
 def pipelined(step: StepSpec, schedule: Schedule):
-    """(`gradients`, `evaluate`) as those of `accumulate.scanned`; evaluation is without chunks, whatever the schedule."""
+    """(`gradients`, `evaluate`) as those of `accumulate.scanned`; evaluation is without chunks, whatever the
+    schedule."""
     model, layout, num_stages = step.model, step.layout, schedule.num_stages
     functions = _functions(step, num_stages * schedule.num_chunks)
     ends_axes, layers_axes = without_layers(step.state.trained_axes), step.state.trained_axes[LAYERS]
     others = tuple(a for a in layout.sizes if a != pipeline.STAGE)
-    summed = step.deferred_axes + layout.mesh_axes("activations", "seq")       # a shard of a sequence has gradients of its own, too
+    # a shard of a sequence has gradients of its own, too
+    summed = step.deferred_axes + layout.mesh_axes("activations", "seq")
     # Experts stay on their devices: along what splits them, gradients are whole already.
     own = lambda axes: tuple(tuple(a for a in layout.mesh_axes(GATHERED, axis) if a in summed) for axis in axes[1:])
     before_axes = model.before(layers_axes)
@@ -56,7 +60,8 @@ def pipelined(step: StepSpec, schedule: Schedule):
         weights = _into_loop(step, p, num_stages, schedule.num_chunks)
         nll, ws, ends, before, aux = pipeline.gradients(schedule, functions, split, weights, batch, extra)
         grads = _map_axes(lambda axes, g: reduce_deferred(layout, summed, axes, g), ends_axes, ends)
-        before = _map_axes(lambda axes, g: reduce_deferred(layout, (*summed, pipeline.STAGE), axes, g), before_axes, before)
+        before = _map_axes(lambda axes, g: reduce_deferred(layout, (*summed, pipeline.STAGE), axes, g),
+                           before_axes, before)
         layers = model.from_period(_map_axes(out_of_stages, model.first(layers_axes), ws), before)
         grads[LAYERS] = _map_axes(lambda axes, g: layout.constrain("optimizer", g, axes), layers_axes, layers)
         divided = {name: a.sum(0) / (extra["tokens"] if name == AUX_LOSS else count) for name, a in aux.items()}
@@ -64,14 +69,15 @@ def pipelined(step: StepSpec, schedule: Schedule):
 
     def evaluate(p, batch):
         weights = _into_loop(step, p, num_stages, 1)
-        return pipeline.evaluate(functions, split, weights, batch, dict.fromkeys(("count", "tokens"), jnp.float32(1))).sum()
+        return pipeline.evaluate(functions, split, weights, batch,
+                                 dict.fromkeys(("count", "tokens"), jnp.float32(1))).sum()
 
     return gradients, evaluate
 
 
 def _functions(step: StepSpec, virtual_stages: int) -> pipeline.ModelFunctions:
-    """What stages repeat is a period of layers. Where they do not divide these, the last ones are filled up with layers that do
-    nothing."""
+    """What stages repeat is a period of layers. Where they do not divide these, the last ones are filled up with layers
+    that do nothing."""
     model, ex, training, num_layers = step.model, step.ex, step.run.training, step.model.cfg.num_layers
     uneven, leading = stages.padded(step.run.model, virtual_stages) > stages.staged(step.run.model), model.leading
     before = leading.num_layers if leading else 0
@@ -93,25 +99,28 @@ def _functions(step: StepSpec, virtual_stages: int) -> pipeline.ModelFunctions:
     def period(weights, x, e):
         (number, frozen), (inputs, tokens) = e
         sums: dict = {}
-        for i, (of, w) in enumerate(zip(model.period, model.staged[0].weights(params.joined(weights, frozen)), strict=True)):
+        for i, (of, w) in enumerate(zip(model.period, model.staged[0].weights(params.joined(weights, frozen)),
+                                        strict=True)):
             x, aux = layer(of, w, x, before + number * len(model.period) + i, inputs, tokens)
             sums = transformer.add_aux(sums, aux)
         return x, sums
 
     def head(ends, frozen, x, microbatch, extra):
-        total, nll = model.head_loss(ex, params.joined(ends, frozen), x, microbatch["targets"], z_loss=training.z_loss, chunk=training.loss_chunk)
+        total, nll = model.head_loss(ex, params.joined(ends, frozen), x, microbatch["targets"],
+                                     z_loss=training.z_loss, chunk=training.loss_chunk)
         return total / extra["count"], nll
 
     def leading_period(weights, x, e):
         (number, frozen), (inputs, _) = e
-        return leading.apply(ex, leading.weights(params.joined(weights, frozen)), x, (number * len(leading.period), inputs))
+        return leading.apply(ex, leading.weights(params.joined(weights, frozen)), x,
+                             (number * len(leading.period), inputs))
 
     return pipeline.ModelFunctions(prepare, embed, period, head, leading_period if leading else None)
 
 
 def _into_loop(step: StepSpec, p, num_stages: int, num_chunks: int):
-    """(layers, ends, leading layers), each as (trained, frozen): gathered once per step, in the compute dtype; inside the loop
-    stands a full stage of them, and all leading ones."""
+    """(layers, ends, leading layers), each as (trained, frozen): gathered once per step, in the compute dtype; inside
+    the loop stands a full stage of them, and all leading ones."""
     layout, model = step.layout, step.model
     periods = stages.padded(step.run.model, num_stages * num_chunks) // len(model.period)
 
@@ -120,11 +129,13 @@ def _into_loop(step: StepSpec, p, num_stages: int, num_chunks: int):
         return layout.constrain(GATHERED, w, _staged(axes))
 
     p = model.as_read(layout, p, step.ex.dtype)
-    ends = _map_axes(lambda axes, w: layout.constrain(GATHERED, w, axes), without_layers(step.state.axes), without_layers(p))
+    ends = _map_axes(lambda axes, w: layout.constrain(GATHERED, w, axes), without_layers(step.state.axes),
+                     without_layers(p))
     both = model.divided({**ends, LAYERS: p[LAYERS]})
     layers = tuple(_map_axes(into_stages, model.first(axes[LAYERS]), model.by_period(part[LAYERS], periods))
                    for axes, part in zip(model.divided(step.state.axes), both))
-    before = tuple(_map_axes(lambda axes, w: layout.constrain(GATHERED, w, axes), model.before(axes[LAYERS]), model.before(part[LAYERS]))
+    before = tuple(_map_axes(lambda axes, w: layout.constrain(GATHERED, w, axes), model.before(axes[LAYERS]),
+                             model.before(part[LAYERS]))
                    for axes, part in zip(model.divided(step.state.axes), both))
     return layers, tuple(map(without_layers, both)), before
 
@@ -134,27 +145,33 @@ def _staged(axes):
     return (None, LAYERS, None, *axes[1:])
 
 
-def layer_fbw(run, model: Transformer, layout: Layout, mesh, attend: Callable, experts=None) -> tuple[layer_vjp.FBW, jax.ShapeDtypeStruct]:
+def layer_fbw(run, model: Transformer, layout: Layout, mesh, attend: Callable,
+              experts=None) -> tuple[layer_vjp.FBW, jax.ShapeDtypeStruct]:
     """F, B and W of one period of layers as they stand in the pipeline's loop, and its input:
     what a microbatch leaves on a device.
 
     Traced, not compiled; the mesh may be abstract. Shapes are one device's, but whole over tensor, which XLA splits.
     """
     dtype, deferred, seq = jnp.dtype(run.model.compute_dtype), layout.batch_axes, layout.mesh_axes("activations", "seq")
-    precision = float8.precision("cpu") if run.model.matmul_dtype == "float8" else None     # of shapes no platform is asked
+    # of shapes no platform is asked
+    precision = float8.precision("cpu") if run.model.matmul_dtype == "float8" else None
     ex = Execution(layout, dtype, attend, run.training.remat, precision, experts=experts)
     sequences = run.data.global_batch // run.training.microbatches // layout.num_shards(deferred)
     sizes = (sequences, run.data.seq_len // layout.num_shards(seq))
     x = jax.ShapeDtypeStruct((*sizes, run.model.embed_dim), dtype)
-    own = lambda axis: layout.num_shards(a for a in layout.mesh_axes(GATHERED, axis) if a in (*deferred, *seq))       # of experts
-    weights, frozen = (model.first(part[LAYERS]) for part in model.divided(params.tree(model.parameters(), lambda info: jax.ShapeDtypeStruct(
-        tuple(n // own(axis) for n, axis in zip(info.shape[1:], info.axes[1:])), dtype if info.role == "matrix" else info.dtype))))
+    # of experts
+    own = lambda axis: layout.num_shards(a for a in layout.mesh_axes(GATHERED, axis) if a in (*deferred, *seq))
+    weights, frozen = (model.first(part[LAYERS])
+                       for part in model.divided(params.tree(model.parameters(), lambda info: jax.ShapeDtypeStruct(
+        tuple(n // own(axis) for n, axis in zip(info.shape[1:], info.axes[1:])),
+        dtype if info.role == "matrix" else info.dtype))))
     fbw = None
 
     def trace():
         nonlocal fbw
         key = jax.random.key(0) if drops(run) else None
-        inputs = model.inputs({name: jnp.zeros(sizes[:1 + dims], jnp.int32) for name, dims in objective.FIELDS.items()}, key)
+        inputs = model.inputs({name: jnp.zeros(sizes[:1 + dims], jnp.int32)
+                               for name, dims in objective.FIELDS.items()}, key)
         group = model.staged[0]
         assert group.period == model.period
         layers = lambda w, x, e: group.apply(ex, group.weights(params.joined(w, e[2])), x, (e[0], e[1]))
@@ -162,6 +179,7 @@ def layer_fbw(run, model: Transformer, layout: Layout, mesh, attend: Callable, e
         return jnp.int32(0)
 
     with jax.sharding.use_abstract_mesh(mesh):          # whatever mesh the caller has in force
-        jax.eval_shape(jax.shard_map(trace, mesh=mesh, axis_names={pipeline.STAGE, *deferred, *seq}, in_specs=(), out_specs=P(),
+        jax.eval_shape(jax.shard_map(trace, mesh=mesh, axis_names={pipeline.STAGE, *deferred, *seq},
+                                     in_specs=(), out_specs=P(),
                                      check_vma=False))
     return fbw, x

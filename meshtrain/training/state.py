@@ -33,7 +33,8 @@ class StateSpec:
 
     def with_shardings(self) -> State:
         """ShapeDtypeStructs that carry their shardings: what a checkpoint is restored onto."""
-        return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), self.abstract, self.sharding)
+        return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+                            self.abstract, self.sharding)
 
 
 def stored(model: Transformer, layout: Layout, mesh) -> dict:
@@ -46,15 +47,16 @@ def stored(model: Transformer, layout: Layout, mesh) -> dict:
 
 def describe(model: Transformer, optimizer_cfg, steps: int, layout: Layout, mesh, balance_rate: float = 0.0,
              balance_rule: str = "sign") -> StateSpec:
-    """Parameters and the optimizer's leaves are stored as [optimizer] says, whatever their shape; a step reads the parameters
-    as [params] says, see `Transformer.as_read`."""
+    """Parameters and the optimizer's leaves are stored as [optimizer] says, whatever their shape; a step reads the
+    parameters as [params] says, see `Transformer.as_read`."""
     table = model.parameters()
     axes = params.tree(table, lambda info: info.axes)
     trained = lambda leaf: params.divided(table, params.tree(table, leaf))[0]
     place = lambda table_name, tree: rules.shardings(layout, mesh, table_name, tree)
     stored = place("optimizer", axes)
     tx = optimizer.build(optimizer_cfg, steps, trained(lambda info: info.role), trained(lambda info: info.matrix_dims),
-                         place("optimizer", trained(lambda info: info.axes)), model.cfg.compute_dtype, balance_rate, balance_rule)
+                         place("optimizer", trained(lambda info: info.axes)), model.cfg.compute_dtype,
+                         balance_rate, balance_rule)
     p = params.tree(table, lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype))
     trained_p, trained_axes = model.divided(p)[0], trained(lambda info: info.axes)
     abstract = State(jax.ShapeDtypeStruct((), jnp.int32), p, jax.eval_shape(tx.init, trained_p))

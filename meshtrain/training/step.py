@@ -32,11 +32,13 @@ COMPILER_OPTIONS = {
     "gpu": {
         # Overlaps collectives with the matmuls that do not need them.
         "xla_gpu_enable_latency_hiding_scheduler": True,
-        # Reduce-scatters of weights are not merged into one that waits for the last of them: llama3-70b, tensor 8 × fsdp 8 on
-        # 64 H100, 24.7 to 24.2 s by the roofline; elsewhere no change. Tried and left out: pipelined all-gathers (8B 7.7 to
-        # 8.5 s, 70B 24.7 to 25.7), the same threshold for all-gathers (0.3%), the analytical latency estimator (none).
+        # Reduce-scatters of weights are not merged into one that waits for the last of them: llama3-70b, tensor 8 ×
+        # fsdp 8 on 64 H100, 24.7 to 24.2 s by the roofline; elsewhere no change. Tried and left out: pipelined
+        # all-gathers (8B 7.7 to 8.5 s, 70B 24.7 to 25.7), the same threshold for all-gathers (0.3%), the analytical
+        # latency estimator (none).
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**20,
-        # Rewrites gather + slice into a permute that can have no pairs and then outputs zeros (openxla/xla 45218, 47083).
+        # Rewrites gather + slice into a permute that can have no pairs and then outputs zeros (openxla/xla 45218,
+        # 47083).
         "xla_disable_hlo_passes": "all-gather-to-collective-permute-simplifier",
     },
     "cpu": {},
@@ -49,12 +51,13 @@ DETERMINISTIC_OPTIONS = {
     # No timing decides between kernels: one compilation may choose another than the next, and adds in another order.
     "xla_gpu_autotune_level": 0,
 }
-# On GPUs, with training.deterministic, since jax 0.12 finds no Triton configuration without timing; where nothing splits a layer's
-# matmuls or its tokens, and it has no experts; and where no dot can ask for float8 by its algorithm (`float8.precision`).
+# On GPUs, with training.deterministic, since jax 0.12 finds no Triton configuration without timing; where nothing
+# splits a layer's matmuls or its tokens, and it has no experts; and where no dot can ask for float8 by its algorithm
+# (`float8.precision`).
 CUBLAS_OPTIONS = {
-    # cuBLAS adds what is added to a product as it makes it (the other products of one gradient, the residual stream). llama3-8b
-    # on 8 H100 by the roofline: 7.15 to 7.07 s. With tensor 8 more of the tensor axis' traffic is exposed (llama3-70b:
-    # 4.3 to 6.8%).
+    # cuBLAS adds what is added to a product as it makes it (the other products of one gradient, the residual stream).
+    # llama3-8b on 8 H100 by the roofline: 7.15 to 7.07 s. With tensor 8 more of the tensor axis' traffic is exposed
+    # (llama3-70b: 4.3 to 6.8%).
     "xla_gpu_enable_triton_gemm": False,
 }
 # On GPUs, with training.remat = "offload".
@@ -62,21 +65,24 @@ OFFLOAD_OPTIONS = {
     # A layer's input comes back from the host while the backward of the layer behind it runs, not before its own first
     # matmul; one more of them stands on the device.
     "xla_gpu_enable_pipelined_host_offloading": True,
-    # One collective at a time, XLA's default, also with experts (SEVERAL_OPTIONS): copies to the host, the latency-hiding
-    # scheduler and a higher limit are reported to corrupt training together, though no two of them do (marin-community/marin,
-    # experiments/grug/moe_hero_ep, on GB200; not reproduced). It costs what is told there: 446 to 460 ms.
+    # One collective at a time, XLA's default, also with experts (SEVERAL_OPTIONS): copies to the host, the
+    # latency-hiding scheduler and a higher limit are reported to corrupt training together, though no two of them do
+    # (marin-community/marin, experiments/grug/moe_hero_ep, on GB200; not reproduced). It costs what is told there: 446
+    # to 460 ms.
     "xla_gpu_experimental_parallel_collective_overlap_limit": 1,
 }
 # On GPUs, with stages or experts.
 SEVERAL_OPTIONS = {
-    # F, B and W of a layer stand beside each other, and gradients of experts beside their tokens: with one collective under way
-    # at a time, one that is awaited soon waits for one that is not. llama3-70b-pipeline on 64 H100 by the roofline: 19.8 s,
-    # with two 19.2, with four or eight 18.9. Qwen3-30B-A3B's layers on 8 H200, zero3_experts_fsdp, data 4: 460 ms, with four 446;
-    # zero3 470 and 471. Without either it lost (llama3-70b 22.9 to 23.5 s, llama3-8b 7.7 to 7.9).
+    # F, B and W of a layer stand beside each other, and gradients of experts beside their tokens: with one collective
+    # under way at a time, one that is awaited soon waits for one that is not. llama3-70b-pipeline on 64 H100 by the
+    # roofline: 19.8 s, with two 19.2, with four or eight 18.9. Qwen3-30B-A3B's layers on 8 H200, zero3_experts_fsdp,
+    # data 4: 460 ms, with four 446; zero3 470 and 471. Without either it lost (llama3-70b 22.9 to 23.5 s, llama3-8b 7.7
+    # to 7.9).
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
 }
-# The share of a GPU's memory beyond which XLA recomputes values by itself, in silence; its flag is in percent of that. Llama 3
-# 8B without remat on 16 A100, 68 of 73 GiB, by the roofline: 10.8 s, and 8.9 s where the limit is what the process takes.
+# The share of a GPU's memory beyond which XLA recomputes values by itself, in silence; its flag is in percent of that.
+# Llama 3 8B without remat on 16 A100, 68 of 73 GiB, by the roofline: 10.8 s, and 8.9 s where the limit is what the
+# process takes.
 XLA_MEMORY_SHARE = 0.80
 
 
@@ -96,16 +102,18 @@ def compiler_options(platform: str, deterministic: bool, remat: str = "none", se
 class Program:
     """The jitted functions of a run, and where their arguments live.
 
-    `train(state, batch) -> (state, metrics)` (with `limited` `train(state, batch, limit)`) donates the state; metrics: loss
-    (nats per target token), grad_norm, learning_rate, tokens (with a target), skipped, and the aux of the layers as
-    `moe.reported` has it. `evaluate(params, batch) -> (sum of the loss, how many targets, or pairs, it is of)`.
-    `preferred(params, batch)`, of DPO -> what the model prefers the chosen answers by [microbatches, replicas, sequences],
-    whole on every process.
+    `train(state, batch) -> (state, metrics)` (with `limited` `train(state, batch, limit)`) donates the state; metrics:
+    loss (nats per target token), grad_norm, learning_rate, tokens (with a target), skipped, and the aux of the layers
+    as `moe.reported` has it. `evaluate(params, batch) -> (sum of the loss, how many targets, or pairs, it is of)`.
+    `preferred(params, batch)`, of DPO -> what the model prefers the chosen answers by [microbatches, replicas,
+    sequences], whole on every process.
     `initialize() -> State`, a function of the seed alone.
     """
     train: Callable
-    limited: bool                  # the step takes a third argument, the largest loss with which it is applied (see `limit`)
-    gradients: Callable            # (params, batch, dropout key) -> (grads of what is trained, placed as [optimizer], loss, count, aux)
+    # the step takes a third argument, the largest loss with which it is applied (see `limit`)
+    limited: bool
+    # (params, batch, dropout key) -> (grads of what is trained, placed as [optimizer], loss, count, aux)
+    gradients: Callable
     evaluate: Callable
     initialize: Callable
     preferred: Callable | None
@@ -158,16 +166,18 @@ class Program:
 
 
 def dropout_key(seed: int, step) -> jax.Array:
-    """The key of a step's dropout. Tagged: the seed's own fold_in(…, 0), (…, 1) are the keys that `Transformer.init` splits it into."""
+    """The key of a step's dropout. Tagged: the seed's own fold_in(…, 0), (…, 1) are the keys that `Transformer.init`
+    splits it into."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), DROPOUT), step)
 
 
-def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec: StateSpec, order: np.ndarray | None = None,
+def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec: StateSpec,
+          order: np.ndarray | None = None,
           schedule: schedules.Schedule | None = None, memory_share: float = XLA_MEMORY_SHARE) -> Program:
     """run: the checked run file (its data, training, optimizer and model sections are read here).
 
-    order: how tokens lie in a sequence that is split. schedule: the pipeline's where mesh.stage is larger than 1. memory_share:
-    see `compiler_options`.
+    order: how tokens lie in a sequence that is split. schedule: the pipeline's where mesh.stage is larger than 1.
+    memory_share: see `compiler_options`.
     """
     split = any(layout.sizes[axis] > 1 for axis in ("stage", "tensor", "context"))
     training, step = run.training, accumulate.step_spec(run, model, layout, mesh, attend, spec, bool(schedule))
@@ -178,23 +188,28 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
     def train(state: State, batch, *loss_limit):
         key = dropout_key(run.run.seed, state.step) if accumulate.drops(run) else None
         grads, loss, count, aux = gradients(state.params, batch, key)
-        grad_norm = optax.global_norm([g for g, role in zip(jax.tree.leaves(grads), roles, strict=True) if role != "balance"])
-        if training.grad_clip:      # counts stay whole numbers: scaled, an expert with just the mean would be above or below it
+        grad_norm = optax.global_norm([g for g, role in zip(jax.tree.leaves(grads), roles, strict=True)
+                                       if role != "balance"])
+        # counts stay whole numbers: scaled, an expert with just the mean would be above or below it
+        if training.grad_clip:
             clip = jnp.minimum(1.0, training.grad_clip / (grad_norm + 1e-12))
-            clipped = [g if role == "balance" else g * clip for g, role in zip(jax.tree.leaves(grads), roles, strict=True)]
+            clipped = [g if role == "balance" else g * clip
+                       for g, role in zip(jax.tree.leaves(grads), roles, strict=True)]
             grads = jax.tree.unflatten(jax.tree.structure(grads), clipped)
         trained, frozen = model.divided(state.params)
         updates, opt_state = spec.tx.update(grads, state.opt_state, trained, step=state.step)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         if loss_limit:
             finite &= loss <= loss_limit[0]
-        # A step that is not finite, or a spike, changes nothing but the count of steps, from which the learning rate follows.
-        # The old values and no updates of zero: XLA would make these where it makes the accumulators' zeros, and keep them.
+        # A step that is not finite, or a spike, changes nothing but the count of steps, from which the learning rate
+        # follows. The old values and no updates of zero: XLA would make these where it makes the accumulators' zeros,
+        # and keep them.
         kept = lambda new, old: jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
         trained, opt_state = kept(optax.apply_updates(trained, updates), trained), kept(opt_state, state.opt_state)
         new = State(state.step + 1, params.joined(trained, frozen), opt_state)
         rate = learning_rate_schedule(run.optimizer, training.steps)(state.step)
-        metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": jnp.asarray(rate, jnp.float32), "tokens": count,
+        metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": jnp.asarray(rate, jnp.float32),
+                   "tokens": count,
                    "skipped": ~finite}
         return new, metrics | moe.reported(aux)
 
@@ -209,7 +224,8 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
     batch_shardings = {name: abstract.sharding for name, abstract in step.batch.items()}
     whole, limited = NamedSharding(mesh, P()), training.loss_spike == "skip"
     return Program(
-        train=jax.jit(train, in_shardings=(spec.sharding, batch_shardings, *[whole] * limited), out_shardings=(spec.sharding, whole),
+        train=jax.jit(train, in_shardings=(spec.sharding, batch_shardings, *[whole] * limited),
+                      out_shardings=(spec.sharding, whole),
                       donate_argnums=0),
         limited=limited,
         gradients=gradients,
@@ -220,6 +236,7 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         spec=spec, batch=step.batch, execution=step.ex, deferred_axes=step.deferred_axes, mesh=mesh,
         compiler_options=compiler_options(mesh.devices.flat[0].platform, training.deterministic, training.remat,
                                           schedule is not None or run.model.num_experts > 0, memory_share,
-                                          cublas=not split and not run.model.num_experts or step.ex.float8 is float8.BY_CUBLAS),
+                                          cublas=not split and not run.model.num_experts
+                                          or step.ex.float8 is float8.BY_CUBLAS),
         schedule=schedule,
         order=order)

@@ -1,6 +1,7 @@
-"""Which tokens of a source are held out for validation: a function of its lengths alone, so that another seed, batch or mixture
-trains on the same documents. Held out are whole runs of neighbouring documents (contracts.run_length: one document each up to a
-million of them), drawn by a fixed hash; nothing is kept per document. This module knows no batches.
+"""Which tokens of a source are held out for validation: a function of its lengths alone, so that another seed, batch or
+mixture trains on the same documents. Held out are whole runs of neighbouring documents (contracts.run_length: one
+document each up to a million of them), drawn by a fixed hash; nothing is kept per document. This module knows no
+batches.
 """
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from meshtrain.data.documents.contracts import Source, run_length
 def split(source: Source, fraction: float, cut: bool = True) -> tuple[order.SourcePart, order.SourcePart]:
     """(train, validation): at most this fraction of the tokens is held out.
 
-    Where whole documents cannot fill half of that (one file, a few books), every document gives its tail instead, a document
-    of its own. Where none may be cut, and where there are millions and a run of neighbours is more than asked for, the
-    shortest run is held out; of a single one nothing is.
+    Where whole documents cannot fill half of that (one file, a few books), every document gives its tail instead, a
+    document of its own. Where none may be cut, and where there are millions and a run of neighbours is more than asked
+    for, the shortest run is held out; of a single one nothing is.
     """
     total = int(source.totals.sum())
     wanted = int(total * fraction)

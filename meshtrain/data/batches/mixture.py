@@ -1,7 +1,7 @@
 """How many tokens of a batch come from each source of a mixture, and which rows they fill: exact, nothing is drawn.
 
-A batch holds the next tokens of each source in the order that the source would have alone, as many as its share of all tokens
-so far grows: the proportions hold in every batch, not on average. This module knows no documents.
+A batch holds the next tokens of each source in the order that the source would have alone, as many as its share of all
+tokens so far grows: the proportions hold in every batch, not on average. This module knows no documents.
 """
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def shares(weights: Sequence[int], tokens: int, quantum: int = 1) -> list[int]:
-    """How many of the first `tokens` (a multiple of quantum) of a mixture come from each source; none ever falls as they rise.
+    """How many of the first `tokens` (a multiple of quantum) of a mixture come from each source; none ever falls as
+    they rise.
 
-    The heaviest source and the rest divide them by their weights, rounded to the quantum; then the next heaviest and the rest
-    of that rest, and so on, in exact integers.
+    The heaviest source and the rest divide them by their weights, rounded to the quantum; then the next heaviest and
+    the rest of that rest, and so on, in exact integers.
     """
     counts, left, weight_left = [0] * len(weights), tokens // quantum, sum(weights)
     for i in _heaviest_first(weights):
@@ -37,10 +38,11 @@ def shares(weights: Sequence[int], tokens: int, quantum: int = 1) -> list[int]:
 
 
 def deviation(weights: Sequence[int]) -> Fraction:
-    """The bound of |share - weight * tokens|, in quanta: 1/2 for 2 sources; for k at most (1 + 1 + 1/2 + … + 1/(k-2)) / 2.
+    """The bound of |share - weight * tokens|, in quanta: 1/2 for 2 sources; for k at most (1 + 1 + 1/2 + … + 1/(k-2)) /
+    2.
 
-    Division t leaves the sources behind it an error of e_t+1 = W_t+1 / W_t * e_t + 1/2, e_1 = 0, and source t gets one of
-    w_t / W_t * e_t + 1/2 at most; the closed form follows from w_t <= W_s / (t - s + 1), the heaviest being first.
+    Division t leaves the sources behind it an error of e_t+1 = W_t+1 / W_t * e_t + 1/2, e_1 = 0, and source t gets one
+    of w_t / W_t * e_t + 1/2 at most; the closed form follows from w_t <= W_s / (t - s + 1), the heaviest being first.
     """
     worst, error, left = Fraction(0), Fraction(0), sum(weights)
     for i in _heaviest_first(weights):
@@ -55,11 +57,12 @@ def _heaviest_first(weights: Sequence[int]) -> list[int]:
     return sorted(range(len(weights)), key=lambda i: -weights[i])
 
 
-def lay_rows(seq_len: int, grids: Sequence[tuple[Grid, ...]], before: Sequence[int], after: Sequence[int]) -> list[Runs]:
+def lay_rows(seq_len: int, grids: Sequence[tuple[Grid, ...]], before: Sequence[int],
+             after: Sequence[int]) -> list[Runs]:
     """Where the tokens before[i]..after[i]-1 of each source i, in sequences of grids[i], go.
 
-    Whole sequences are whole rows, the sources evenly among them: every host and microbatch sees of all. Behind those stand,
-    end to end, the parts of sequences that this batch shares with the one before it or the next.
+    Whole sequences are whole rows, the sources evenly among them: every host and microbatch sees of all. Behind those
+    stand, end to end, the parts of sequences that this batch shares with the one before it or the next.
     """
     whole = [np.arange(-(-(max(a, last.base) - last.base) // seq_len), max(b - last.base, 0) // seq_len)
              for (*_, last), a, b in zip(grids, before, after)]
@@ -80,5 +83,6 @@ def lay_rows(seq_len: int, grids: Sequence[tuple[Grid, ...]], before: Sequence[i
             parts.append((a, take, line))
             a, line = a + take, line + take
         parts = np.array(parts, np.int64).reshape(-1, 3).T
-        runs.append(Runs(*map(np.append, (last.base + numbers * seq_len, np.full(len(rows), seq_len), rows * seq_len), parts)))
+        runs.append(Runs(*map(np.append, (last.base + numbers * seq_len, np.full(len(rows), seq_len),
+                                          rows * seq_len), parts)))
     return runs

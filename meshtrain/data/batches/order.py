@@ -1,11 +1,11 @@
 """The order of a source's tokens: any position of an endless stream of shuffled epochs is found without an index of it.
 
-Documents are cut into at most 2**20 runs of neighbours (one document each up to a million of them). An epoch shuffles the
-runs, takes some of them at a time (a window: 8,192 documents from everywhere), and shuffles the documents of a window when
-it is read; held are the totals of the runs and the order of an epoch, nothing per document or sequence. In a second order
-sequences change places within chunks of 2**26 tokens of an epoch, lest a batch be one long document: a keyed bijection.
-All is a function of (seed, position), from raw bits that numpy promises never to change; Generator.permutation it may.
-This module knows no batches, mixtures, hosts or ids of separators.
+Documents are cut into at most 2**20 runs of neighbours (one document each up to a million of them). An epoch shuffles
+the runs, takes some of them at a time (a window: 8,192 documents from everywhere), and shuffles the documents of a
+window when it is read; held are the totals of the runs and the order of an epoch, nothing per document or sequence. In
+a second order sequences change places within chunks of 2**26 tokens of an epoch, lest a batch be one long document: a
+keyed bijection. All is a function of (seed, position), from raw bits that numpy promises never to change;
+Generator.permutation it may. This module knows no batches, mixtures, hosts or ids of separators.
 """
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ class Grid(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Tokens that one source gives to a batch, int64 [runs] each: `count` from the dealt position `start` on, to the place
-    `line` of the batch's rows laid end to end. A run lies within a sequence of its grid and within a row."""
+    """Tokens that one source gives to a batch, int64 [runs] each: `count` from the dealt position `start` on, to the
+    place `line` of the batch's rows laid end to end. A run lies within a sequence of its grid and within a row."""
     start: np.ndarray
     count: np.ndarray
     line: np.ndarray
@@ -129,7 +129,8 @@ class _Window(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Windows side by side, by their numbers in the stream: where their documents begin and end there, int64 [documents]."""
+    """Windows side by side, by their numbers in the stream: where their documents begin and end there, int64
+    [documents]."""
     numbers: frozenset[int]
     begins: np.ndarray
     ends: np.ndarray
@@ -139,7 +140,8 @@ class _Table(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenStream:
-    """A part of a source epoch after epoch, in an order of `seed`; None: in its own order. Positions count separators."""
+    """A part of a source epoch after epoch, in an order of `seed`; None: in its own order. Positions count
+    separators."""
     part: SourcePart
     seed: int | None
     number: int             # of the source in its mixture: each has orders of its own
@@ -147,7 +149,8 @@ class TokenStream:
 
     def __post_init__(self):
         tokens = self.part.num_tokens
-        held = -(-CHUNK_TOKENS * self.num_windows // max(tokens, 1)) + 4     # those that a batch reads from, if they are few
+        # those that a batch reads from, if they are few
+        held = -(-CHUNK_TOKENS * self.num_windows // max(tokens, 1)) + 4
         object.__setattr__(self, "_epochs", Recent(EPOCHS_HELD))
         object.__setattr__(self, "_held", min(held, WINDOWS_HELD))
         object.__setattr__(self, "_windows", Recent(self._held))
@@ -221,7 +224,8 @@ class TokenStream:
                 low = first + chunk * chunk_length
                 here = chunks == chunk
                 epochs[here] = -1   # done: their numbers change below
-                numbers[here] = low + bijection(numbers[here] - low, min(chunk_length, after - low), self.seed, self.number, 2,
+                numbers[here] = low + bijection(numbers[here] - low, min(chunk_length, after - low),
+                                                self.seed, self.number, 2,
                                                 grid.base + low * grid.seq_len)
         return grid.base + numbers * grid.seq_len + offsets
 
@@ -231,8 +235,8 @@ class TokenStream:
         return first, after if grid.until is None else min(after, (grid.until - grid.base) // grid.seq_len)
 
     def regrid(self, position: int, seq_len: int) -> tuple[Grid, ...]:
-        """Grids with which the stream goes on from a dealt position in sequences of seq_len: the chunk that was begun is
-        finished in its own sequences, so that no token is lost or comes twice."""
+        """Grids with which the stream goes on from a dealt position in sequences of seq_len: the chunk that was begun
+        is finished in its own sequences, so that no token is lost or comes twice."""
         grid = next(grid for grid in self.grids if grid.until is None or position < grid.until)
         if grid.until is None and grid.seq_len == seq_len:
             return (grid,)
@@ -262,7 +266,8 @@ class TokenStream:
         k = np.arange(len(run)) + np.repeat(k - (np.cumsum(num) - num), num)
         begin, end, low, high = table.begins[k], table.ends[k], start[run], stop[run]
         done, left = np.maximum(low - begin, 0), np.minimum(high, end)      # the separator is token 0
-        pieces = Pieces(runs.line[run] + begin + done - low, left - begin - done, done == 0, left < end, end - begin == 1,
+        pieces = Pieces(runs.line[run] + begin + done - low, left - begin - done, done == 0,
+                        left < end, end - begin == 1,
                         table.documents[k], table.starts[k] + np.maximum(done - 1, 0))
         assert pieces.count.sum() == runs.count.sum()
         return pieces
@@ -273,12 +278,16 @@ class TokenStream:
             table = self._table
             missing = [number for number in numbers if number not in table.numbers]
             if missing:
-                kept = sorted({*numbers, *table.numbers}) if len(table.numbers) + len(missing) <= self._held else numbers
-                windows = [(number // self.num_windows * self.tokens_per_epoch, self.window(*divmod(number, self.num_windows)))
+                kept = sorted({*numbers,
+                               *table.numbers}) if len(table.numbers) + len(missing) <= self._held else numbers
+                windows = [(number // self.num_windows * self.tokens_per_epoch,
+                            self.window(*divmod(number, self.num_windows)))
                            for number in kept]
                 ends = np.concatenate([before + window.ends for before, window in windows])
-                begins = np.concatenate([before + np.append(window.begin, window.ends[:-1]) for before, window in windows])
-                table = _Table(frozenset(kept), begins, ends, np.concatenate([window.documents for _, window in windows]),
+                begins = np.concatenate([before + np.append(window.begin, window.ends[:-1])
+                                         for before, window in windows])
+                table = _Table(frozenset(kept), begins, ends,
+                               np.concatenate([window.documents for _, window in windows]),
                                np.concatenate([window.starts for _, window in windows]))
                 object.__setattr__(self, "_table", table)
             return table

@@ -1,16 +1,16 @@
 """Batches of packed documents: batch n is a function of (seed, n) alone, not of hosts, mesh or restarts.
 
-A source's documents, each behind a separator (BOS), are laid end to end in shuffled epochs without end (order.py), and cut
-into sequences of T tokens: every token is an input once per epoch, and the incomplete sequence at an epoch's end goes on into
-the next. The target of a document's last token is its end (EOS; the separator itself, unless the run names another), with or
-without the document mask, so that a model learns to stop.
-With a mixture, each batch takes the next tokens of every source in exact proportion to its weight (mixture.py). Where documents are about as long
-as sequences, or longer, shares are whole sequences. Where they are short, shares are exact to two tokens or so, and a
-sequence that is not done at a batch's end goes on in the next batch, its documents cut there.
-Or no document is cut (whole.py): sequences of whole documents, padded, mixed sequence by sequence.
-A restart needs no state but n. A restart with other weights, seq_len or global_batch needs the `position` of the run before:
-the tokens that each source has given; from there on its order goes on, so that still no token is lost or comes twice.
-This module knows no devices: a host asks for its rows of the global batch.
+A source's documents, each behind a separator (BOS), are laid end to end in shuffled epochs without end (order.py), and
+cut into sequences of T tokens: every token is an input once per epoch, and the incomplete sequence at an epoch's end
+goes on into the next. The target of a document's last token is its end (EOS; the separator itself, unless the run names
+another), with or without the document mask, so that a model learns to stop.
+With a mixture, each batch takes the next tokens of every source in exact proportion to its weight (mixture.py). Where
+documents are about as long as sequences, or longer, shares are whole sequences. Where they are short, shares are exact
+to two tokens or so, and a sequence that is not done at a batch's end goes on in the next batch, its documents cut
+there. Or no document is cut (whole.py): sequences of whole documents, padded, mixed sequence by sequence. A restart
+needs no state but n. A restart with other weights, seq_len or global_batch needs the `position` of the run before: the
+tokens that each source has given; from there on its order goes on, so that still no token is lost or comes twice. This
+module knows no devices: a host asks for its rows of the global batch.
 """
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from meshtrain.names import NO_TARGET
 class Packing:
     """How documents become batches.
 
-    eos: the target behind a document's last token; None: bos. document_mask: without it a row is one segment, and positions count
-    along it. packing: "stream", or "whole", where no document is cut and seq_len stays. Held out of each source is
-    validation_fraction of its tokens. prefetch: batches made ahead.
+    eos: the target behind a document's last token; None: bos. document_mask: without it a row is one segment, and
+    positions count along it. packing: "stream", or "whole", where no document is cut and seq_len stays. Held out of
+    each source is validation_fraction of its tokens. prefetch: batches made ahead.
     """
     bos: int
     seq_len: int
@@ -76,7 +76,8 @@ class Packed:
         if n < self.phase.batches:
             raise IndexError(f"batch {n}: " + ("batches are counted from 0" if n < 0 else
                              f"the settings of data are those from batch {self.phase.batches} on"))
-        runs = mixture.lay_rows(self.shape.seq_len, [stream.grids for stream in self.train], self._given(n), self._given(n + 1))
+        runs = mixture.lay_rows(self.shape.seq_len, [stream.grids for stream in self.train],
+                                self._given(n), self._given(n + 1))
         return _assemble(self.shape, self.train, n, runs, rows)
 
     def iterate(self, start: int, rows: Rows = None) -> Iterator[Batch]:
@@ -86,12 +87,13 @@ class Packed:
         return sum(self._given(batches))
 
     def position(self, batches: int) -> dict:
-        """Of each source the tokens given so far and how the stream behind them is cut; and the phase, so that a run which goes
-        on with the same settings finds the very same batches. `pack` reads it."""
+        """Of each source the tokens given so far and how the stream behind them is cut; and the phase, so that a run
+        which goes on with the same settings finds the very same batches. `pack` reads it."""
         given = self._given(batches)
         return {"batches": batches, "phase": dataclasses.asdict(self.phase), "packing": _packing_of(self.train),
                 "sources": [{"tokens": tokens, "tokens_per_epoch": stream.tokens_per_epoch,
-                             "grids": [list(grid) for grid in stream.grids]} for stream, tokens in zip(self.train, given)]}
+                             "grids": [list(grid) for grid in stream.grids]}
+                             for stream, tokens in zip(self.train, given)]}
 
     def _given(self, batches: int) -> list[int]:
         """What each source has given to the first `batches` batches."""
@@ -123,22 +125,25 @@ class PackedValidation:
 
 def open_batches(data, corpus: sources.Corpus, seed: int, position: dict | None = None) -> Packed:
     """The corpus of the run file's [data] as its batches; `position` and what is raised: as `pack`."""
-    same = {name: getattr(data, name) for name in ("seq_len", "global_batch", "document_mask", "packing", "validation_fraction")}
+    same = {name: getattr(data, name) for name in ("seq_len", "global_batch", "document_mask",
+                                                   "packing", "validation_fraction")}
     shape = Packing(corpus.tokenizer.bos, seed=seed, eos=corpus.eos, **same)
     return pack(corpus.sources, corpus.weights, shape, corpus.validation, corpus.names, corpus.curves, position)
 
 
 def pack(corpus: Sequence[Source], weights: Sequence[float], shape: Packing, validation: Sequence[Source | None] = (),
-         names: Sequence[str] = (), curves: Sequence[sources.ValidationSource] = (), position: dict | None = None) -> Packed:
+         names: Sequence[str] = (), curves: Sequence[sources.ValidationSource] = (),
+         position: dict | None = None) -> Packed:
     """Sources as batches, mixed in the proportions of `weights` (positive numbers of any sum; shares of the tokens).
 
-    validation: of each source one of its own, of which nothing is held out then; curves: the validation sets in place of all that.
-    names: of the sources. position: what `Packed.position(n)` gave in the run before. Where nothing differs, all batches are the
-    same bit for bit. Weights, seq_len and global_batch may differ: batches are then those from n on, in which every source goes on
-    behind its last token; sequences of the chunk that was begun (order.CHUNK_TOKENS) keep their order, cut anew at the rows' ends.
+    validation: of each source one of its own, of which nothing is held out then; curves: the validation sets in place
+    of all that. names: of the sources. position: what `Packed.position(n)` gave in the run before. Where nothing
+    differs, all batches are the same bit for bit. Weights, seq_len and global_batch may differ: batches are then those
+    from n on, in which every source goes on behind its last token; sequences of the chunk that was begun
+    (order.CHUNK_TOKENS) keep their order, cut anew at the rows' ends.
 
-    Raises: ValueError where a source is too short for its share of one batch, or the held-out part for one sequence, or the position
-    is another data's.
+    Raises: ValueError where a source is too short for its share of one batch, or the held-out part for one sequence, or
+    the position is another data's.
     """
     if curves:
         shape = dataclasses.replace(shape, validation_fraction=0.0)
@@ -158,10 +163,12 @@ def pack(corpus: Sequence[Source], weights: Sequence[float], shape: Packing, val
     streams = tuple(kind(train, shape.seed, i, grids) for i, (train, _) in enumerate(parts))
     held = tuple(kind(part, None, i, grids) for i, (_, part) in enumerate(parts)) \
         if shape.validation_fraction or any(separate) else ()
-    measured = [(curve.name, curve.weight, kind(order.whole(curve.source), None, i, grids)) for i, curve in enumerate(curves)]
+    measured = [(curve.name, curve.weight, kind(order.whole(curve.source), None, i, grids))
+                for i, curve in enumerate(curves)]
     faults = (_check_lengths if cut else _check_whole)(shape, shares, streams, held)
-    faults += [f"data.validation_sources[{i}] holds {stream.tokens_per_epoch:,} tokens, and one sequence of data.seq_len={seq_len} takes "
-               f"{seq_len:,}; use more text or a shorter seq_len" for i, (*_, stream) in enumerate(measured)
+    faults += [f"data.validation_sources[{i}] holds {stream.tokens_per_epoch:,} tokens, and one sequence of "
+               f"data.seq_len={seq_len} takes {seq_len:,}; use more text or a shorter seq_len"
+               for i, (*_, stream) in enumerate(measured)
                if stream.tokens_per_epoch < seq_len]
     if faults:
         raise ValueError("\n".join(faults))
@@ -180,57 +187,67 @@ def pack(corpus: Sequence[Source], weights: Sequence[float], shape: Packing, val
 
 
 def _may_cut(source: Source, stream: bool, seq_len: int) -> bool:
-    """Whether documents may give their tails to validation: no conversations, and with whole documents only long ones."""
-    return not getattr(source, "complete", False) and (stream or int(source.totals.sum()) > seq_len * source.num_documents)
+    """Whether documents may give their tails to validation: no conversations, and with whole documents only long
+    ones."""
+    return not getattr(source, "complete", False) and (
+        stream or int(source.totals.sum()) > seq_len * source.num_documents)
 
 
 def _packing_of(streams: Sequence[TokenStream | WholeStream]) -> str:
     return "whole" if isinstance(streams[0], WholeStream) else "stream"
 
 
-def _go_on(streams: Sequence[TokenStream], wanted: DataPhase, position: dict) -> tuple[tuple[TokenStream, ...], DataPhase]:
+def _go_on(streams: Sequence[TokenStream], wanted: DataPhase, position: dict) -> tuple[
+        tuple[TokenStream, ...], DataPhase]:
     """The streams and the phase in which a run goes on from a position."""
     had, has = position.get("packing", "stream"), _packing_of(streams)
     if had != has:
-        raise ValueError(f'data.packing="{has}", and the checkpoint was trained with "{had}"; use that, or a new run.dir with '
+        raise ValueError(f'data.packing="{has}", and the checkpoint was trained with "{had}"; use that, or a new '
+                         f'run.dir with '
                          "checkpoint.init_from")
     if has == "whole" and position["phase"]["seq_len"] != wanted.seq_len:
-        raise ValueError(f'data.seq_len={wanted.seq_len}, and the checkpoint was trained with {position["phase"]["seq_len"]}, for '
-                         'which data.packing="whole" has put its sequences together; use that, or a new run.dir with '
+        raise ValueError(f'data.seq_len={wanted.seq_len}, and the checkpoint was trained with '
+                         f'{position["phase"]["seq_len"]}, for which data.packing="whole" has put its sequences '
+                         f'together; use that, or a new run.dir with '
                          "checkpoint.init_from")
     was = [source["tokens_per_epoch"] for source in position["sources"]]
     now = [stream.tokens_per_epoch for stream in streams]
     if was != now:
-        raise ValueError(f"the checkpoint was trained on sources of {was} tokens an epoch, and these have {now}; use the files "
-                         "and the hold-out (data.validation_fraction) of the run, or a new run.dir "
+        raise ValueError(f"the checkpoint was trained on sources of {was} tokens an epoch, and these have {now}; use "
+                         f"the files and the hold-out (data.validation_fraction) of the run, or a new run.dir "
                          "with checkpoint.init_from")
     grids = [tuple(Grid(*grid) for grid in source["grids"]) for source in position["sources"]]
     streams = [dataclasses.replace(stream, grids=one) for stream, one in zip(streams, grids)]
-    phase = DataPhase(**{name: tuple(value) if isinstance(value, list) else value for name, value in position["phase"].items()})
+    phase = DataPhase(**{name: tuple(value) if isinstance(value, list) else value
+                         for name, value in position["phase"].items()})
     if dataclasses.replace(phase, batches=0, tokens=wanted.tokens) == wanted:
         return tuple(streams), phase
     tokens = tuple(source["tokens"] for source in position["sources"])
-    streams = [dataclasses.replace(stream, grids=stream.regrid(at, wanted.seq_len)) for stream, at in zip(streams, tokens)]
+    streams = [dataclasses.replace(stream, grids=stream.regrid(at, wanted.seq_len))
+               for stream, at in zip(streams, tokens)]
     return tuple(streams), dataclasses.replace(wanted, batches=position["batches"], tokens=tokens)
 
 
-def _read(stream: TokenStream, pieces: Pieces, tokens: np.ndarray, learn: np.ndarray | None, shape: Packing) -> np.ndarray:
+def _read(stream: TokenStream, pieces: Pieces, tokens: np.ndarray, learn: np.ndarray | None,
+          shape: Packing) -> np.ndarray:
     """Puts the texts into tokens, int32 [rows laid end to end]; gives the target behind each piece, int32 [pieces].
 
-    learn: bool, as tokens: set false where the token is no target. Where a document ends its target is eos; but nothing where
-    the rest of it is held out, its last token is no target, or a document is empty: that a text ends before it begins is not to
-    be learned. A complete document (contracts.py) has its end within it.
+    learn: bool, as tokens: set false where the token is no target. Where a document ends its target is eos; but nothing
+    where the rest of it is held out, its last token is no target, or a document is empty: that a text ends before it
+    begins is not to be learned. A complete document (contracts.py) has its end within it.
     """
     source, own = stream.part.source, getattr(stream.part.source, "complete", False)
     ours = pieces.begins & (not own)        # where a separator stands
     tokens[pieces.line[ours]] = shape.bos
-    count, first, behind = pieces.count - ours, pieces.first - (pieces.begins & own), np.full(len(pieces.line), NO_TARGET, np.int32)
+    count, first, behind = pieces.count - ours, pieces.first - (pieces.begins & own), np.full(
+        len(pieces.line), NO_TARGET, np.int32)
     if not own and stream.part.side != "head":
         behind[~pieces.empty] = shape.end
     wanted = np.flatnonzero(count + pieces.goes_on)
     table = (pieces.line + ours, count, pieces.goes_on, pieces.document, first)
     masks = getattr(source, "masked", False)
-    for i, line, count, goes_on, document, first in zip(wanted.tolist(), *(column[wanted].tolist() for column in table)):
+    for i, line, count, goes_on, document, first in zip(
+            wanted.tolist(), *(column[wanted].tolist() for column in table)):
         text = source.read(document, first, first + count + goes_on)
         if goes_on:
             behind[i] = text[count]
@@ -246,7 +263,8 @@ def _read(stream: TokenStream, pieces: Pieces, tokens: np.ndarray, learn: np.nda
 
 
 def _assemble(shape: Packing, streams: Sequence[TokenStream], n: int, runs: Sequence[Runs], rows: Rows) -> Batch:
-    """These rows of batch n, of whose tokens the streams give `runs`; what they leave at the end of a row is padding."""
+    """These rows of batch n, of whose tokens the streams give `runs`; what they leave at the end of a row is
+    padding."""
     T, every = shape.seq_len, np.arange(shape.global_batch)
     chosen = every if rows is None else every[rows if isinstance(rows, slice) else np.asarray(rows, np.int64)]
     B = len(chosen)
@@ -262,7 +280,8 @@ def _assemble(shape: Packing, streams: Sequence[TokenStream], n: int, runs: Sequ
         here = row >= 0
         if here.any():
             found.append(stream.find(Runs(given.start[here], given.count[here], row[here] * T + given.line[here] % T)))
-            after.append(_read(stream, found[-1], tokens.reshape(-1), None if learn is None else learn.reshape(-1), shape))
+            after.append(_read(stream, found[-1], tokens.reshape(-1),
+                               None if learn is None else learn.reshape(-1), shape))
     pieces = Pieces(*map(np.concatenate, zip(*found))) if found else Pieces(*np.zeros((7, 0), np.int64))
     targets = np.empty((B, T), np.int32)
     targets[:, :-1] = tokens[:, 1:] if learn is None else np.where(learn[:, 1:], tokens[:, 1:], NO_TARGET)
@@ -271,7 +290,8 @@ def _assemble(shape: Packing, streams: Sequence[TokenStream], n: int, runs: Sequ
     index = np.tile(np.arange(T, dtype=np.int32), (B, 1))
     real = np.bincount(pieces.line // T, pieces.count, B).astype(np.int64)      # pieces stand end to end
     if shape.document_mask:
-        line = np.sort(np.append(pieces.line, np.flatnonzero(real == 0) * T))     # a row of padding begins something, too
+        # a row of padding begins something, too
+        line = np.sort(np.append(pieces.line, np.flatnonzero(real == 0) * T))
         column, k = line % T, np.arange(len(line))
         segment = k + 1 - np.maximum.accumulate(np.where(column == 0, k, 0))
         count = np.diff(line, append=B * T)
@@ -300,11 +320,13 @@ def _check_lengths(shape: Packing, weights: Sequence[int], train: Sequence[Token
             fits = [f"data.global_batch ≤ {has // T}"] if has >= T else []
             fits += [f"data.seq_len ≤ {has // B}"] if has >= B else []
             faults.append(f"data.seq_len={T} × data.global_batch={B} is a batch of {needed:,} tokens, and the "
-                          f"training documents hold {has:,}: not one full batch; use {' or '.join([*fits, 'more text'])}")
+                          f"training documents hold {has:,}: not one full batch; use "
+                          f"{' or '.join([*fits, 'more text'])}")
         else:
             faults.append(f"data.mixture[{i}] is {float(part):.3g} of the mixture, {needed:,} tokens in a batch of "
-                          f"data.seq_len={T} × data.global_batch={B}, and its training documents hold {has:,}: they would come "
-                          f"twice in one batch; use a weight ≤ {has / (T * B):.2g} of the sum, a smaller batch or more text")
+                          f"data.seq_len={T} × data.global_batch={B}, and its training documents hold {has:,}: they "
+                          f"would come twice in one batch; use a weight ≤ {has / (T * B):.2g} of the sum, a smaller "
+                          f"batch or more text")
     for i, (stream, trained) in enumerate(zip(held, train)):
         if stream.tokens_per_epoch >= T:
             continue
@@ -320,21 +342,23 @@ def _check_lengths(shape: Packing, weights: Sequence[int], train: Sequence[Token
     return faults
 
 
-def _check_whole(shape: Packing, weights: Sequence[int], train: Sequence[WholeStream], held: Sequence[WholeStream]) -> list[str]:
+def _check_whole(shape: Packing, weights: Sequence[int], train: Sequence[WholeStream],
+                 held: Sequence[WholeStream]) -> list[str]:
     """As `_check_lengths`, in sequences of whole documents."""
     B, faults = shape.global_batch, []
     for i, (stream, weight) in enumerate(zip(train, weights)):
         needed = math.ceil(Fraction(weight, sum(weights)) * B)
         if not stream.has(needed):
             where = f"data.mixture[{i}]" if len(train) > 1 else "the data"
-            faults.append(f'data.packing="whole" makes {stream.num_sequences} sequences of data.seq_len={shape.seq_len} of {where}, and '
-                          f"their share of a batch of data.global_batch={B} is {needed}: not one full batch; use a smaller batch, a "
-                          "shorter data.seq_len or more text")
+            faults.append(f'data.packing="whole" makes {stream.num_sequences} sequences of '
+                          f'data.seq_len={shape.seq_len} of {where}, and '
+                          f"their share of a batch of data.global_batch={B} is {needed}: not one full batch; use a "
+                          f"smaller batch, a shorter data.seq_len or more text")
     for i, stream in enumerate(held):
         if not stream.has(1):
             where = f" of data.mixture[{i}]" if len(held) > 1 else ""
-            faults.append(f"data.validation_fraction={shape.validation_fraction} holds out no document{where}; use a larger fraction, more documents, "
-                          "or validation_fraction=0 for no validation")
+            faults.append(f"data.validation_fraction={shape.validation_fraction} holds out no document{where}; use a "
+                          f"larger fraction, more documents, or validation_fraction=0 for no validation")
     return faults
 
 
@@ -345,8 +369,8 @@ def notes(data, corpus: sources.Corpus) -> list[str]:
         where = f'data.packing="whole"{name and f", {name}"}'
         filled, of = whole.filled(source, data.seq_len)
         if filled < 0.9:
-            told.append(f"{where}: sequences of data.seq_len={data.seq_len} are {filled:.0%} full (by the first {of:,} documents), the rest "
-                        "is padding; longer sequences may hold more")
+            told.append(f"{where}: sequences of data.seq_len={data.seq_len} are {filled:.0%} full (by the first {of:,} "
+                        f"documents), the rest is padding; longer sequences may hold more")
         documents, tokens = whole.too_long(source, data.seq_len)
         if documents:
             told.append(f'{where}: {documents:,} of {source.num_documents:,} documents are longer than '
@@ -360,7 +384,7 @@ def _check_settings(shape: Packing) -> None:
     if shape.seed < 0:
         faults.append(f"run.seed={shape.seed} is negative; use 0 or more")
     if not 0 <= shape.validation_fraction < 1:
-        faults.append(f"data.validation_fraction={shape.validation_fraction} is not a share of the documents; use 0 (none) to below "
-                      "1, e.g. 0.01")
+        faults.append(f"data.validation_fraction={shape.validation_fraction} is not a share of the documents; use 0 "
+                      f"(none) to below 1, e.g. 0.01")
     if faults:
         raise ValueError("\n".join(faults))

@@ -1,8 +1,9 @@
-"""Pairs of answers as batches: a sequence holds a prompt with the chosen answer and behind it the same with the rejected one.
+"""Pairs of answers as batches: a sequence holds a prompt with the chosen answer and behind it the same with the
+rejected one.
 
-The token cache has them as two documents, one after the other: 2i chosen, 2i + 1 rejected, both complete (contracts.py), of
-which the answers alone are targets. Batch n is a function of (seed, n): epochs of all pairs that fit, each in an order of its
-own. A pair that does not fit into a sequence is left out: cut, its answers would
+The token cache has them as two documents, one after the other: 2i chosen, 2i + 1 rejected, both complete
+(contracts.py), of which the answers alone are targets. Batch n is a function of (seed, n): epochs of all pairs that
+fit, each in an order of its own. A pair that does not fit into a sequence is left out: cut, its answers would
 be compared by what happened to be left of them.
 """
 from __future__ import annotations
@@ -25,8 +26,8 @@ ORDER, HELD = 5, 6      # of seeds: of an epoch, of what is held out
 class Pairs:
     """Batches (contracts.py) of pairs, with `reference` [B] float32 beside the other arrays.
 
-    pairs: int64, the numbers of those that fit and are trained on. references: by number of the pair, what the reference
-    prefers the chosen answer by; None: zeros, as long as they are not known.
+    pairs: int64, the numbers of those that fit and are trained on. references: by number of the pair, what the
+    reference prefers the chosen answer by; None: zeros, as long as they are not known.
     """
     source: Source
     pairs: np.ndarray
@@ -52,7 +53,8 @@ class Pairs:
         return batches * self.global_batch * self.seq_len
 
     def position(self, batches: int) -> dict:
-        return {"batches": batches, "packing": "pairs", "pairs": len(self.pairs), "global_batch": self.global_batch, "seq_len": self.seq_len}
+        return {"batches": batches, "packing": "pairs", "pairs": len(self.pairs), "global_batch": self.global_batch,
+                "seq_len": self.seq_len}
 
     @property
     def all_pairs(self) -> np.ndarray:
@@ -99,19 +101,21 @@ def open_pairs(data, corpus: sources.Corpus, seed: int, position: dict | None = 
     (source,) = corpus.sources
     fitting, shortest = _fitting(source, data.seq_len)
     if not len(fitting):
-        raise ValueError(f"data.seq_len={data.seq_len} holds none of {source.num_documents // 2} pairs, the shortest of which takes "
-                         f"{shortest}: both answers, each behind its prompt; use more")
+        raise ValueError(f"data.seq_len={data.seq_len} holds none of {source.num_documents // 2} pairs, the shortest "
+                         f"of which takes {shortest}: both answers, each behind its prompt; use more")
     held = np.zeros(0, np.int64)
     if data.validation_fraction and len(fitting) > 1:
         count = max(1, int(len(fitting) * data.validation_fraction))
         drawn = order.permutation(len(fitting), HELD)
         held, fitting = np.sort(fitting[drawn[:count]]), np.sort(fitting[drawn[count:]])
-    now = Pairs(source, fitting, (PairValidation(source, held, data.seq_len, data.global_batch),) if len(held) else (), seed, data.seq_len,
+    now = Pairs(source, fitting, (PairValidation(source, held, data.seq_len, data.global_batch),) if len(held) else (),
+                seed, data.seq_len,
                 data.global_batch)
-    for key, name in (("pairs", "the pairs that fit"), ("global_batch", "data.global_batch"), ("seq_len", "data.seq_len")):
+    for key, name in (("pairs", "the pairs that fit"), ("global_batch", "data.global_batch"),
+                      ("seq_len", "data.seq_len")):
         if position is not None and position.get(key) != now.position(0)[key]:
-            raise ValueError(f"{name} was {position.get(key)} and is {now.position(0)[key]}; with preferences a run goes on with the same, "
-                             "or start another run.name with checkpoint.init_from")
+            raise ValueError(f"{name} was {position.get(key)} and is {now.position(0)[key]}; with preferences a run "
+                             f"goes on with the same, or start another run.name with checkpoint.init_from")
     return now
 
 
@@ -119,12 +123,14 @@ def notes(data, corpus: sources.Corpus) -> list[str]:
     """What of the data is left out."""
     (source,) = corpus.sources
     count = source.num_documents // 2 - len(_fitting(source, data.seq_len)[0])
-    return [f"{count} of {source.num_documents // 2} pairs are longer than data.seq_len={data.seq_len} and left out"] if count else []
+    return ([f"{count} of {source.num_documents // 2} pairs are longer than data.seq_len={data.seq_len} and left out"]
+            if count else [])
 
 
 def _fitting(source: Source, seq_len: int) -> tuple[np.ndarray, int]:
     """(numbers of the pairs that fit, tokens of the shortest pair)."""
-    lengths = order.lengths(source).reshape(-1, 2).sum(1)       # a complete document's first token is no input of its own
+    # a complete document's first token is no input of its own
+    lengths = order.lengths(source).reshape(-1, 2).sum(1)
     return np.flatnonzero(lengths <= seq_len), int(lengths.min())
 
 
@@ -149,5 +155,6 @@ def _rows(of: Pairs | PairValidation, n: int, pairs: np.ndarray, rows: Rows) -> 
             reference[row] = of.references[pair]
     index = np.tile(np.arange(T, dtype=np.int32), (len(chosen), 1))
     sequence = ((n * of.global_batch + chosen) % 2**31).astype(np.int32)
-    return {"tokens": tokens, "targets": targets, "segments": segments, "positions": positions, "index": index, "sequence": sequence,
+    return {"tokens": tokens, "targets": targets, "segments": segments, "positions": positions,
+            "index": index, "sequence": sequence,
             "reference": reference}

@@ -1,12 +1,12 @@
 """Sequences of whole documents: none is cut by a sequence's end, and what is left of a sequence is padding.
 
-The documents of a window (order.py: some 8,192 from everywhere in the source) are put together best fit decreasing: the longest
-first, each into the fullest sequence that has room. Which documents share a sequence is the same in every epoch; the windows'
-order and that of their sequences are not. A document that is longer than a sequence is several, each but the last a sequence;
-but a conversation, or what has a mask, loses what lies behind the sequence's end: an answer without its question teaches
-nothing. Held are a number per window and the windows last used: any sequence is found from (seed, its number), by a count of
-the sequences before it in the first epoch, a microsecond a document. Source: Johnson 1973 (best fit decreasing);
-arXiv:2404.10830 (for packing).
+The documents of a window (order.py: some 8,192 from everywhere in the source) are put together best fit decreasing: the
+longest first, each into the fullest sequence that has room. Which documents share a sequence is the same in every
+epoch; the windows' order and that of their sequences are not. A document that is longer than a sequence is several,
+each but the last a sequence; but a conversation, or what has a mask, loses what lies behind the sequence's end: an
+answer without its question teaches nothing. Held are a number per window and the windows last used: any sequence is
+found from (seed, its number), by a count of the sequences before it in the first epoch, a microsecond a document.
+Source: Johnson 1973 (best fit decreasing); arXiv:2404.10830 (for packing).
 """
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ class _PackedWindow(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WholeStream:
-    """As order.TokenStream, sequence by sequence: a position is a place in a sequence, padding counted. seed None: own order."""
+    """As order.TokenStream, sequence by sequence: a position is a place in a sequence, padding counted. seed None: own
+    order."""
     part: SourcePart
     seed: int | None
     number: int             # of the source in its mixture
@@ -70,7 +71,8 @@ class WholeStream:
         object.__setattr__(self, "_order", TokenStream(self.part, self.seed, self.number, ()))
         object.__setattr__(self, "_windows", order.Recent(WINDOWS_HELD))
         object.__setattr__(self, "_epochs", order.Recent(order.EPOCHS_HELD))
-        object.__setattr__(self, "_counts", np.zeros(self._order.num_windows + 1, np.int64))   # sequences before each window
+        # sequences before each window
+        object.__setattr__(self, "_counts", np.zeros(self._order.num_windows + 1, np.int64))
         object.__setattr__(self, "_counted", 0)         # windows
         object.__setattr__(self, "_lock", threading.Lock())
 
@@ -153,13 +155,15 @@ class WholeStream:
         return self._windows.get(window, make)
 
     def _divided(self, documents: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> Pieces:
-        """Documents, their separators counted in lengths, in pieces that a sequence has room for; their lines are none yet."""
+        """Documents, their separators counted in lengths, in pieces that a sequence has room for; their lines are none
+        yet."""
         T = self.seq_len
         num = np.ones_like(lengths) if ends_with_sequence(self.part.source) else -(-lengths // T)
         which = np.repeat(np.arange(len(documents)), num)
         offset = (np.arange(len(which)) - np.repeat(np.cumsum(num) - num, num)) * T
         count = np.minimum(lengths[which] - offset, T)
-        return Pieces(offset, count, offset == 0, offset + count < lengths[which], lengths[which] == 1, documents[which],
+        return Pieces(offset, count, offset == 0, offset + count < lengths[which], lengths[which] == 1,
+                      documents[which],
                       starts[which] + np.maximum(offset - 1, 0))
 
 
@@ -169,7 +173,8 @@ def ends_with_sequence(source: Source) -> bool:
 
 
 def filled(source: Source, seq_len: int) -> tuple[float, int]:
-    """(share of sequences that is no padding, documents by which it is told): of the first window in the source's own order."""
+    """(share of sequences that is no padding, documents by which it is told): of the first window in the source's own
+    order."""
     documents = np.arange(min(source.num_documents, order.WINDOW))
     lengths = order.lengths(source, documents) + 1
     full, rest = np.divmod(np.minimum(lengths, seq_len) if ends_with_sequence(source) else lengths, seq_len)
@@ -182,7 +187,8 @@ def too_long(source: Source, seq_len: int) -> tuple[int, int]:
     separators = 1      # or the first token of documents that have none
     documents = tokens = 0
     for first in range(0, source.num_documents, PASS_DOCUMENTS) if ends_with_sequence(source) else ():
-        lengths = order.lengths(source, np.arange(first, min(first + PASS_DOCUMENTS, source.num_documents))) + separators
+        lengths = order.lengths(source,
+                                np.arange(first, min(first + PASS_DOCUMENTS, source.num_documents))) + separators
         beyond = lengths[lengths > seq_len]
         documents, tokens = documents + len(beyond), tokens + int((beyond - seq_len).sum())
     return documents, tokens

@@ -1,8 +1,8 @@
 """Token files that the user gives: read once from end to end, and what was found is noted in the cache.
 
-Found are the largest id, a checksum, and where documents begin and end without the separators that stand in the file: every
-document gets one from us, so those of the file are taken out. Where that, or the file's format, leaves no array of ends to
-map, one is written beside the note. This module knows no tokenizer but the separator's id.
+Found are the largest id, a checksum, and where documents begin and end without the separators that stand in the file:
+every document gets one from us, so those of the file are taken out. Where that, or the file's format, leaves no array
+of ends to map, one is written beside the note. This module knows no tokenizer but the separator's id.
 """
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from meshtrain.data.progress import FileProgress
 VERSION = 1
 
 
-def open_given(files: Sequence[tuple[str, Sequence[Path]]], separator: int, job: Job) -> list[token_files.IndexedTokens | None]:
+def open_given(files: Sequence[tuple[str, Sequence[Path]]], separator: int, job: Job) -> list[
+        token_files.IndexedTokens | None]:
     """A pair for each file, with its largest id; None as in parts.open_all.
 
     files: (path, the directories where its note may be). Raises: ValueError with every faulty file; as parts.open_all.
@@ -86,17 +87,20 @@ class Given:
             return pair, ""
         note = json.loads(self.manifest.read_text(encoding="utf-8"))
         if token_files.checksum(pair.ids.map(), job.check_stop) != note["crc32"][0]:
-            raise ValueError(f"{pair.path} does not hold the ids that were read when it was first opened, although its size "
-                             "and time of change are the same: it is damaged; restore it, or touch it to have it read anew")
+            raise ValueError(f"{pair.path} does not hold the ids that were read when it was first opened, although its "
+                             f"size and time of change are the same: it is damaged; restore it, or touch it to have it "
+                             f"read anew")
         if pair.mask and token_files.checksum(pair.mask.map(), job.check_stop) != note["crc32"][2]:
-            raise ValueError(f"{pair.mask.path} does not hold the mask that was read when it was first opened, although its size and "
-                             "time of change are the same: it is damaged; restore it, or touch it to have it read anew")
+            raise ValueError(f"{pair.mask.path} does not hold the mask that was read when it was first opened, "
+                             f"although its size and time of change are the same: it is damaged; restore it, or touch "
+                             f"it to have it read anew")
         if token_files.checksum(pair.ends_file.map(), job.check_stop) != note["crc32"][1]:
             return None, "its documents' ends are damaged (wrong checksum)"
         return pair, ""
 
     def _known_elsewhere(self, job: Job) -> token_files.IndexedTokens | None:
-        """The pair where a host that numbers inodes otherwise made the note of the same bytes; they are read, and the note knows them."""
+        """The pair where a host that numbers inodes otherwise made the note of the same bytes; they are read, and the
+        note knows them."""
         note = json.loads(self.manifest.read_text(encoding="utf-8"))
         stamps = self._stamps(note["derived"])
         if [one[1:] for one in stamps] != [one[1:] for one in note["stamps"]]:
@@ -119,7 +123,8 @@ class Given:
         if ends.size != note["documents"]:
             raise ValueError("another size")
         ids = token_files.Numbers(path, tuple(note["stamps"][0]), self.ids.size, self.ids.dtype, self.ids.offset)
-        return token_files.IndexedTokens(ids, ends, ends.last(), note["lead"], note["gap"], note["largest"], self.ids.mask)
+        return token_files.IndexedTokens(ids, ends, ends.last(), note["lead"], note["gap"],
+                                         note["largest"], self.ids.mask)
 
     def build(self, job: Job, progress: FileProgress) -> token_files.IndexedTokens:
         """See parts.Part."""
@@ -136,7 +141,8 @@ class Given:
             if stamps != self._stamps(derived=False):
                 raise ValueError(f"{path} changed while it was read; start again when nobody writes it")
             ends = token_files.open_ends(str(self.ends) if derived else token_files.ends_path(path), path)
-            note = {"derived": derived, "stamps": self._stamps(derived), "largest": largest, "lead": lead, "gap": lead + tail,
+            note = {"derived": derived, "stamps": self._stamps(derived), "largest": largest,
+                    "lead": lead, "gap": lead + tail,
                     "documents": ends.size, "crc32": [crc, token_files.checksum(ends.map(), job.check_stop), *of_mask]}
             files.replace(self.manifest, json.dumps(note), shared=True)
             return self._open(note)
@@ -166,18 +172,19 @@ class Given:
             job.check_stop()
             if chunk.max() > 1:
                 k = int(np.argmax(chunk > 1))
-                raise ValueError(f"{self.ids.mask.path}: entry {first + k} (from 0) is {chunk[k]}, and a mask has 1 for what is to be "
-                                 "learned and 0 for what is not; write the file again")
+                raise ValueError(f"{self.ids.mask.path}: entry {first + k} (from 0) is {chunk[k]}, and a mask has 1 "
+                                 f"for what is to be learned and 0 for what is not; write the file again")
             some, crc = some or bool(chunk.any()), zlib.crc32(chunk, crc)
         if len(mask) and not some:
-            raise ValueError(f"{self.ids.mask.path} is 0 everywhere, so nothing of {os.path.basename(self.inputs[0])} is to be learned; "
-                             "write the file again, or take it away where all is")
+            raise ValueError(f"{self.ids.mask.path} is 0 everywhere, so nothing of {os.path.basename(self.inputs[0])} "
+                             f"is to be learned; write the file again, or take it away where all is")
         return crc
 
     def _find_separators(self, tokens: np.ndarray, job: Job) -> tuple[int, int]:
         """(lead, tail): how many separators each document of the file begins and ends with."""
         if self.ids.ends is None:
-            return int(len(tokens) > 0 and tokens[0] == self.separator), int((len(tokens) == 0 or tokens[0] != self.separator))
+            return int(len(tokens) > 0 and tokens[0] == self.separator), int(
+                (len(tokens) == 0 or tokens[0] != self.separator))
         documents = begin = end = short = 0
         before = 0
         for ends in self.ids.ends():
@@ -199,8 +206,8 @@ class Given:
                 job.tell(f"{path}: all documents {what} with the separator {self.separator}, which is taken out: every "
                          "document gets one here")
             elif count and not (what == "end" and lead and count == documents):
-                job.tell(f"{path}: {count:,} of {documents:,} documents {what} with the separator {self.separator}, and get "
-                         "another; write all of them without it")
+                job.tell(f"{path}: {count:,} of {documents:,} documents {what} with the separator {self.separator}, "
+                         f"and get another; write all of them without it")
         return lead, tail
 
     def _write_ends(self, tokens: np.ndarray, lead: int, tail: int, job: Job) -> None:
@@ -217,8 +224,8 @@ class Given:
             temporary.unlink(missing_ok=True)
 
     def _without(self, separators: int) -> Iterator[np.ndarray]:
-        """The ends that the file tells, counted without so many separators of each document. Empty ones, which have none, are
-        left out then."""
+        """The ends that the file tells, counted without so many separators of each document. Empty ones, which have
+        none, are left out then."""
         before = count = 0
         for ends in self.ids.ends():
             if separators:

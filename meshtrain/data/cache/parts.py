@@ -1,9 +1,9 @@
 """Long work on files, done once: in parts, each whole or absent whatever moment the process dies.
 
-What makes a part is its own affair (token_cache.py, given_tokens.py); here the parts are found, and those that are missing
-are divided. Every process that needs them takes one that nobody has, under a lock of its own; so processes help each other
-without knowing of each other. Where every part is whole, nothing is locked, and no more is read than a small note each.
-This module knows no tokens.
+What makes a part is its own affair (token_cache.py, given_tokens.py); here the parts are found, and those that are
+missing are divided. Every process that needs them takes one that nobody has, under a lock of its own; so processes help
+each other without knowing of each other. Where every part is whole, nothing is locked, and no more is read than a small
+note each. This module knows no tokens.
 """
 from __future__ import annotations
 
@@ -69,10 +69,11 @@ class Part(Protocol):
 
 
 def open_all(choices: Sequence[Sequence[Part]], job: Job) -> list[IndexedTokens | None]:
-    """One result for each choice: the same part in several directories, the first of which that has it or can take it counts.
+    """One result for each choice: the same part in several directories, the first of which that has it or can take it
+    counts.
 
-    None only for what belongs to another share and is not there. Raises: ValueError for a faulty file, or where no directory
-    can be written; Stopped.
+    None only for what belongs to another share and is not there. Raises: ValueError for a faulty file, or where no
+    directory can be written; Stopped.
     """
     # With --verify existing parts are checked again. Parts of another process's share are skipped.
     mine = [k % job.share[1] == job.share[0] for k in range(len(choices))]
@@ -99,7 +100,8 @@ class _Building:
 
     def run(self, left: list[int]) -> None:
         started = time.perf_counter()
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:    # checksums: zlib and blake2 release the interpreter
+        # checksums: zlib and blake2 release the interpreter
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             for k, pair in zip(left, pool.map(self._check, left)):
                 self.found[k] = pair
         seconds, checked = time.perf_counter() - started, [self.found[k] for k in left if self.found[k]]
@@ -150,7 +152,8 @@ class _Building:
                 if part.home.parent not in self.refused and part is not parts[-1]:
                     self.refused.add(part.home.parent)
                     self.job.tell(f"token cache: {refused}; using {parts[-1].home.parent}")
-        raise files.judged(last, f"token cache: {parts[-1].home.parent} cannot be written", "set data.cache to a directory that can")
+        raise files.judged(last, f"token cache: {parts[-1].home.parent} cannot be written",
+                           "set data.cache to a directory that can")
 
     def _build_all(self, missing: dict[int, Part]) -> None:
         total = sum(_size(path) for part in missing.values() for path in part.inputs)
@@ -188,8 +191,8 @@ class _Building:
 
 
 def asked(home: Path, look: Callable[[], Value]) -> Value | None:
-    """look() at what stands in a cache, with patience; None where it is not there, or not what it should be. Raises: FileSystemError:
-    a file system that refuses for a moment has not said that a part must be made again."""
+    """look() at what stands in a cache, with patience; None where it is not there, or not what it should be. Raises:
+    FileSystemError: a file system that refuses for a moment has not said that a part must be made again."""
     try:
         return files.patiently(look)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -199,7 +202,8 @@ def asked(home: Path, look: Callable[[], Value]) -> Value | None:
 
 
 def knows(note: dict, stamps: list[list[int]]) -> bool:
-    """Whether a note was made of files that looked like this, on one host or another: some file systems number inodes by host."""
+    """Whether a note was made of files that looked like this, on one host or another: some file systems number inodes
+    by host."""
     return stamps in [note["stamps"], *note.get("of_other_hosts", [])]
 
 
@@ -215,7 +219,8 @@ def _sign_of(part: Part) -> Path:
 
 @contextlib.contextmanager
 def _signs(part: Part, job: Job) -> Iterator[Job]:
-    """The job, which says every BEAT_SECONDS of long work who does it: in a file beside the part, for those that wait for it."""
+    """The job, which says every BEAT_SECONDS of long work who does it: in a file beside the part, for those that wait
+    for it."""
     due, path, written = time.monotonic() + BEAT_SECONDS, _sign_of(part), False
 
     def should_stop() -> bool:
@@ -235,10 +240,11 @@ def _signs(part: Part, job: Job) -> Iterator[Job]:
 
 
 class _Locks:
-    """A lock for each part: a byte of the file `.lock` beside them, so that there is one file and not one for each part.
+    """A lock for each part: a byte of the file `.lock` beside them, so that there is one file and not one for each
+    part.
 
-    The system's own, of this process; when it dies they are free. Closing any descriptor of the file frees all of them, so
-    there is one for as long as the work lasts.
+    The system's own, of this process; when it dies they are free. Closing any descriptor of the file frees all of them,
+    so there is one for as long as the work lasts.
     """
 
     def __init__(self, stack: contextlib.ExitStack):
@@ -271,7 +277,8 @@ class _Locks:
 
 
 def file_name(home: Path, paths: Sequence[str]) -> str:
-    """The name in the cache of what is made of these files: by the ways from there to them, so that all can move together."""
+    """The name in the cache of what is made of these files: by the ways from there to them, so that all can move
+    together."""
     num_shards = "\0".join(way(home, path) for path in paths)
     return f"{os.path.basename(paths[0])[:100]}-{hashlib.blake2b(os.fsencode(num_shards), digest_size=8).hexdigest()}"
 

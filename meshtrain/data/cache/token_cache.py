@@ -1,9 +1,9 @@
 """Files are tokenized once, into token files, part by part.
 
-A part is one input file, or some neighbouring text files together. Its manifest, written last, names the inputs by content
-and the token files by checksum, and notes size, time of change and inode of all of them as they were when they were last
-verified: as long as these stand, nothing is read again, and a bit that flips in silence is found by `meshtrain.tokenize
---verify` alone. Parts live in a directory that the tokenizer's content names.
+A part is one input file, or some neighbouring text files together. Its manifest, written last, names the inputs by
+content and the token files by checksum, and notes size, time of change and inode of all of them as they were when they
+were last verified: as long as these stand, nothing is read again, and a bit that flips in silence is found by
+`meshtrain.tokenize --verify` alone. Parts live in a directory that the tokenizer's content names.
 This module knows no tokenizer but by `encode`, and no sources.
 """
 from __future__ import annotations
@@ -33,13 +33,14 @@ TEXT_PART_BYTES = 1 << 26
 BATCH_CHARS, BATCH_PIECES = 1 << 22, 1 << 13
 
 
-def open_tokenized(format: str, groups: Sequence[tuple[tuple[str, ...], Sequence[Path]]], field: str, tokenizer: Tokenizer,
+def open_tokenized(format: str, groups: Sequence[tuple[tuple[str, ...], Sequence[Path]]],
+                   field: str, tokenizer: Tokenizer,
                    job: Job, chats: Chats | None = None) -> list[token_files.IndexedTokens | None]:
     """The documents of text, jsonl, parquet, arrow or chat files as tokens: a pair for each group of paths; None as
     parts.open_all.
 
-    groups: (paths, the directories where their cache may be) of each part, see `group`. chats: for chat files. Raises: as
-    parts.open_all.
+    groups: (paths, the directories where their cache may be) of each part, see `group`. chats: for chat files. Raises:
+    as parts.open_all.
     """
     field = chats.key if chats else "" if format == "text" else field
     key = hashlib.blake2b(json.dumps([VERSION, format, field, tokenizer.key]).encode(), digest_size=8).hexdigest()
@@ -54,11 +55,12 @@ def open_tokenized(format: str, groups: Sequence[tuple[tuple[str, ...], Sequence
 
 
 def group(format: str, paths: Sequence[str], root: str) -> list[tuple[str, ...]]:
-    """Which of these files, all reached from the directory `root`, make a part together: of text neighbours, of any other each.
+    """Which of these files, all reached from the directory `root`, make a part together: of text neighbours, of any
+    other each.
 
-    A hundred thousand small texts are not to become as many parts. Behind which of them a part ends depends on its own name
-    and size alone, so a file more or less changes the part that it falls into and no other; parts are of TEXT_PART_BYTES on
-    the average.
+    A hundred thousand small texts are not to become as many parts. Behind which of them a part ends depends on its own
+    name and size alone, so a file more or less changes the part that it falls into and no other; parts are of
+    TEXT_PART_BYTES on the average.
     """
     if format != "text":
         return [(path,) for path in paths]
@@ -121,9 +123,10 @@ class Tokenized:
         return self._open(manifest)
 
     def check(self, job: Job) -> tuple[token_files.IndexedTokens | None, str]:
-        """See parts.Part. Files of the cache are read where they are not as they were noted, or all are to be verified. Raises:
-        FileSystemError where they cannot be read: tokens that took hours are not made again for that."""
-        return files.attempted(lambda: self._check(job), f"token cache: {self.home} cannot be read", "set data.cache to another directory")
+        """See parts.Part. Files of the cache are read where they are not as they were noted, or all are to be verified.
+        Raises: FileSystemError where they cannot be read: tokens that took hours are not made again for that."""
+        return files.attempted(lambda: self._check(job), f"token cache: {self.home} cannot be read",
+                               "set data.cache to another directory")
 
     def _check(self, job: Job) -> tuple[token_files.IndexedTokens | None, str]:
         """As `check`. Raises: OSError where the file system refuses for a moment."""
@@ -152,14 +155,16 @@ class Tokenized:
                 raise
             return None, f"the cache is damaged ({str(error) or type(error).__name__})"
         if new != old or not parts.knows(manifest, stamps):
-            with contextlib.suppress(OSError):    # touched or moved only, or another host: spares the next run the reading
+            # touched or moved only, or another host: spares the next run the reading
+            with contextlib.suppress(OSError):
                 files.replace(self.manifest, json.dumps(parts.noted(manifest | {"inputs": new}, stamps)), shared=True)
         return pair, ""
 
     def _open(self, manifest: dict) -> token_files.IndexedTokens:
         """Raises: OSError, ValueError, KeyError, TypeError where the files are not what the manifest says."""
         pair = token_files.open_pair(str(self.tokens))
-        if (str(pair.ids.dtype), pair.ids.size, pair.num_documents) != (manifest["dtype"], manifest["tokens"], manifest["documents"]):
+        if (str(pair.ids.dtype), pair.ids.size, pair.num_documents) != (
+                manifest["dtype"], manifest["tokens"], manifest["documents"]):
             raise ValueError("another size")
         mask = self.mask and token_files.open_mask(str(self.mask), str(self.tokens), pair.ids.size)
         return dataclasses.replace(pair, mask=mask)
@@ -168,13 +173,14 @@ class Tokenized:
         return [list(token_files.stamp(str(path))) for path in self.files]
 
     def build(self, job: Job, progress: FileProgress) -> token_files.IndexedTokens:
-        """See parts.Part. Written under temporary names and renamed, the manifest last; of texts that another part of this
-        directory has, the tokens are taken from there."""
+        """See parts.Part. Written under temporary names and renamed, the manifest last; of texts that another part of
+        this directory has, the tokens are taken from there."""
         dtype = np.uint16 if self.tokenizer.vocab_size <= 1 << 16 else np.uint32
         temporary = [path.with_name(path.name + ".tmp") for path in self.files]
         writers = []
         try:
-            writers += [token_files.Writer(str(path), kind) for path, kind in zip(temporary, (dtype, np.int64, np.uint8))]
+            writers += [token_files.Writer(str(path), kind)
+                        for path, kind in zip(temporary, (dtype, np.int64, np.uint8))]
             tokens, ends, *_ = writers
             inputs = self._fill_chats(writers, job, progress) if self.chats else self._fill(tokens, ends, job, progress)
             for writer in writers:
@@ -194,7 +200,8 @@ class Tokenized:
             for path in temporary:
                 path.unlink(missing_ok=True)
 
-    def _fill(self, tokens: token_files.Writer, ends: token_files.Writer, job: Job, progress: FileProgress) -> list[dict]:
+    def _fill(self, tokens: token_files.Writer, ends: token_files.Writer, job: Job,
+              progress: FileProgress) -> list[dict]:
         """The identities of the inputs, whose tokens it writes."""
         batch = _Batch(tokens, ends, self.tokenizer, job)
         inputs = []
@@ -259,7 +266,8 @@ class _Batch:
 
 
 class Earlier:
-    """The texts that the parts of a directory hold, by content: a part that falls otherwise than before is copied together."""
+    """The texts that the parts of a directory hold, by content: a part that falls otherwise than before is copied
+    together."""
 
     def __init__(self, home: Path):
         self.home, self._pairs = home, {}
@@ -316,4 +324,5 @@ def _identify(home: Path, path: str, job: Job) -> dict:
 
 
 def _identify_input(home: Path, path: str, job: Job) -> dict:
-    return files.attempted(lambda: _identify(home, path, job), f"{path} cannot be read", "mend it or take it out of data.paths")
+    return files.attempted(lambda: _identify(home, path, job), f"{path} cannot be read",
+                           "mend it or take it out of data.paths")

@@ -1,9 +1,10 @@
-"""Conversations as token ids: the template of a model folder, rendered elsewhere (`rendering.py`), and which ids to learn.
+"""Conversations as token ids: the template of a model folder, rendered elsewhere (`rendering.py`), and which ids to
+learn.
 
-A template writes all there is, the separators and the ends of turns, too: nothing is added to its text. What it marks as the
-assistant's ({% generation %}) becomes a mask over ids as transformers makes it; of a template without the tag, an answer is
-what the text has behind the prompt for it. Names of special tokens in what people say would become the tokens: they are
-refused. This module knows no files of conversations and no cache.
+A template writes all there is, the separators and the ends of turns, too: nothing is added to its text. What it marks
+as the assistant's ({% generation %}) becomes a mask over ids as transformers makes it; of a template without the tag,
+an answer is what the text has behind the prompt for it. Names of special tokens in what people say would become the
+tokens: they are refused. This module knows no files of conversations and no cache.
 """
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ BATCH = 128             # conversations that are rendered for one request
 
 
 class Conversation(NamedTuple):
-    """messages: as templates take them, each with a role. trained: of each, whether it is to be learned, where it is the
-    assistant's. tools: as templates take them, or None."""
+    """messages: as templates take them, each with a role. trained: of each, whether it is to be learned, where it is
+    the assistant's. tools: as templates take them, or None."""
     messages: list[dict]
     trained: list[bool]
     tools: list | None = None
@@ -101,13 +102,14 @@ class Template:
         """Raises: ValueError where it is no template, or needs a token that nobody has told."""
         unknown = [name for name in SPECIAL_NAMES if name in self._renderer.names and name not in self.tokens]
         if unknown:
-            raise ValueError(f"the chat template {self.path} writes {' and '.join(unknown)}, and no {CONFIG_FILES[0]} beside the "
+            raise ValueError(f"the chat template {self.path} writes {' and '.join(unknown)}, and no {CONFIG_FILES[0]} "
+                             f"beside the "
                              f'tokenizer tells that; write it, e.g. {{"{unknown[0]}": "</s>"}}')
 
 
 def open_template(tokenizer: Tokenizer, given: str = "", folders: Sequence[Path] = (), today: bool = False) -> Template:
-    """The template of `given` (its file or a model folder), else of the folder of the tokenizer's file or of the first of
-    `folders` that has one: chat_template.jinja, else chat_template in tokenizer_config.json.
+    """The template of `given` (its file or a model folder), else of the folder of the tokenizer's file or of the first
+    of `folders` that has one: chat_template.jinja, else chat_template in tokenizer_config.json.
 
     Raises: ValueError where there is none, or it is broken.
     """
@@ -115,13 +117,14 @@ def open_template(tokenizer: Tokenizer, given: str = "", folders: Sequence[Path]
     places = [Path(os.path.expanduser(given))] if given else [*home, *map(Path, folders)]
     for place in places:
         if found := _template_at(place, given):
-            tokens = next((tokens for folder in [*home, found[1].parent, *map(Path, folders)] if (tokens := _tokens(folder))), {})
+            tokens = next((tokens for folder in [*home, found[1].parent, *map(Path, folders)]
+                           if (tokens := _tokens(folder))), {})
             template = Template(found[0], str(found[1]), tokens, tokenizer, today)
             template.check()
             return template
     if given:
-        raise ValueError(f"data.chat_template={given!r} is no file and holds no {TEMPLATE_FILE}, nor a chat_template in "
-                         f"{CONFIG_FILES[0]}; name a template of jinja, or a folder that has one")
+        raise ValueError(f"data.chat_template={given!r} is no file and holds no {TEMPLATE_FILE}, nor a chat_template "
+                         f"in {CONFIG_FILES[0]}; name a template of jinja, or a folder that has one")
     looked = ", ".join(map(str, places)) or "no folder, as data.tokenizer names none"
     raise ValueError(f"there is no chat template (looked in {looked}, for {TEMPLATE_FILE} and {CONFIG_FILES[0]}); "
                      "name its file as data.chat_template")
@@ -147,7 +150,8 @@ def encode(template: Template, conversations: Sequence[Conversation], learn_all:
     found = []
     for first in range(0, len(conversations), BATCH):
         batch = conversations[first:first + BATCH]
-        replies = template._renderer.ask([_request(one, None if learn_all else one.trained, False) for one in batch], first)
+        replies = template._renderer.ask([_request(one, None if learn_all else one.trained, False)
+                                          for one in batch], first)
         for (ids, token_at), reply in zip(_tokenized(template, replies), replies):
             mask = np.full(len(ids), learn_all)
             for span in reply["spans"]:
@@ -161,8 +165,8 @@ def _request(conversation: Conversation, trained: Sequence[bool] | None, wants_a
 
 
 def _mark(mask: np.ndarray, token_at: Callable[[int], int | None], begin: int, end: int) -> None:
-    """Marks the tokens of the characters begin..end-1, as transformers does: from the token with the first of them to the first
-    token with the last. Unlike there, characters at the ends that are in no token are passed over."""
+    """Marks the tokens of the characters begin..end-1, as transformers does: from the token with the first of them to
+    the first token with the last. Unlike there, characters at the ends that are in no token are passed over."""
     while end > begin and token_at(end - 1) is None:
         end -= 1
     while end > begin and token_at(begin) is None:
@@ -199,7 +203,9 @@ def _check_special(template: Template, conversations: Sequence[Conversation]) ->
                 ids = template.library.encode(text, add_special_tokens=False).ids
                 name = next((template.library.id_to_token(id) for id in ids if id in respelled), None)
             if name is not None:
-                raise Fault(index, f"holds {name!r} in what is said, which is a special token of {template.tokenizer.path} and would "
+                raise Fault(index,
+                            f"holds {name!r} in what is said, which is a special token of {template.tokenizer.path} "
+                            f"and would "
                                    "become one; take it out, or write it otherwise")
 
 
@@ -233,12 +239,12 @@ def _template_at(place: Path, given: str) -> tuple[str, Path] | None:
     if isinstance(found, list):
         named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
         if not isinstance(named.get("default"), str):
-            raise ValueError(f"{path} has chat templates of the names {', '.join(map(repr, named))}, and none is 'default'; write "
-                             "the one that is meant to a file, and name that as data.chat_template")
+            raise ValueError(f"{path} has chat templates of the names {', '.join(map(repr, named))}, and none is "
+                             f"'default'; write the one that is meant to a file, and name that as data.chat_template")
         found = named["default"]
     if found is not None and not isinstance(found, str):
-        raise ValueError(f"{path}: chat_template is neither a string nor a list of {{name, template}}; name its file as "
-                         "data.chat_template")
+        raise ValueError(f"{path}: chat_template is neither a string nor a list of {{name, template}}; name its file "
+                         f"as data.chat_template")
     return (found, path) if found else None
 
 
@@ -259,9 +265,11 @@ def _config(path: Path) -> dict:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise files.judged(error, f"{path} cannot be read", "mend it, or name a template as data.chat_template") from None
+        raise files.judged(error, f"{path} cannot be read",
+                           "mend it, or name a template as data.chat_template") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read as JSON ({error}); mend it, or name a template as data.chat_template") from None
+        raise ValueError(f"{path} cannot be read as JSON ({error}); mend it, or name a template as "
+                         f"data.chat_template") from None
     return value if isinstance(value, dict) else {}
 
 
@@ -276,7 +284,8 @@ class _Renderer:
     def _start(self) -> dict:
         script = Path(__file__).with_name("rendering.py")
         # -P: the folder of the script is no place to import from.
-        self._process = subprocess.Popen([sys.executable, "-P", str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        self._process = subprocess.Popen([sys.executable, "-P", str(script)], stdin=subprocess.PIPE,
+                                         stdout=subprocess.PIPE,
                                          stderr=subprocess.DEVNULL)
         self._unread, self._late = bytearray(), False
         tokens = {name: token for name, token in self.template.tokens.items() if token is not None}
@@ -288,8 +297,8 @@ class _Renderer:
                              "data.chat_template")
         if "fault" in told:
             self._end()
-            raise ValueError(f"the chat template {self.template.path} is not one of jinja: {told['fault']}; mend it, or name another "
-                             "as data.chat_template")
+            raise ValueError(f"the chat template {self.template.path} is not one of jinja: {told['fault']}; mend it, "
+                             f"or name another as data.chat_template")
         return told
 
     def ask(self, requests: Sequence[dict], first: int = 0) -> list[dict]:
@@ -302,11 +311,13 @@ class _Renderer:
             for index in range(first, first + len(requests)):
                 reply = self._read()
                 if reply is None:
-                    raise Fault(index, f"the chat template {self.template.path} {self._ended()}; mend it, or name another as "
+                    raise Fault(index,
+                                f"the chat template {self.template.path} {self._ended()}; mend it, or name another as "
                                        "data.chat_template")
                 if "fault" in reply:
                     self._end()     # with the replies that nobody reads
-                    raise Fault(index, f"{reply['fault']}; mend or remove it, or name another template as data.chat_template")
+                    raise Fault(index,
+                                f"{reply['fault']}; mend or remove it, or name another template as data.chat_template")
                 replies.append(reply)
             return replies
 
@@ -347,12 +358,13 @@ class _Renderer:
         process.communicate()
 
     def _ended(self) -> str:
-        """How the process ended, of itself. Raises: RuntimeError where it was ended, which says nothing of the template."""
+        """How the process ended, of itself. Raises: RuntimeError where it was ended, which says nothing of the
+        template."""
         code = self._process.wait()     # it has closed its output
         self._end()
         if self._late:
-            raise RuntimeError(f"the process that renders the chat template {self.template.path} has not answered for {LONGEST_S:g} s; "
-                               "it was stopped, or this machine has no memory or no CPU left for it")
+            raise RuntimeError(f"the process that renders the chat template {self.template.path} has not answered for "
+                               f"{LONGEST_S:g} s; it was stopped, or this machine has no memory or no CPU left for it")
         return f"does not end within {LIMIT_S:g} s of CPU time, and is cut off" if code == -signal.SIGPROF else \
             f"has ended its process (exit code {code})"
 

@@ -23,17 +23,20 @@ def run_length(documents: int) -> int:
 def totals(num_documents: int, ends: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """Source.totals, int64 [runs], by one strided pass over Source.ends."""
     run = run_length(num_documents)
-    last = np.append(np.arange(run - 1, num_documents - 1, run), num_documents - 1) if num_documents else np.zeros(0, np.int64)
+    last = np.append(np.arange(run - 1, num_documents - 1, run), num_documents - 1) if num_documents else np.zeros(
+        0, np.int64)
     return np.diff(ends(last), prepend=0)
 
 
 class Source(Protocol):
-    """Documents of tokens, in an order that is the same on every host and in every run. Called from several threads at once.
+    """Documents of tokens, in an order that is the same on every host and in every run. Called from several threads at
+    once.
 
-    Where documents end may be a file of any size: it is gathered from, never held. A source may have two more attributes:
-    `complete`, true where its documents stand as they are read by a model, conversations say: no separator is put before them,
-    their own first token stands in its place (at -1, and not counted), and no end behind them; and `masked`, true where it has
-    `mask(document, start, stop)`, as `read`: of each token whether it is a target, or None where all are.
+    Where documents end may be a file of any size: it is gathered from, never held. A source may have two more
+    attributes: `complete`, true where its documents stand as they are read by a model, conversations say: no separator
+    is put before them, their own first token stands in its place (at -1, and not counted), and no end behind them; and
+    `masked`, true where it has `mask(document, start, stop)`, as `read`: of each token whether it is a target, or None
+    where all are.
     """
 
     @property
@@ -59,19 +62,20 @@ class ValidationSet(Protocol):
     def num_batches(self) -> int: ...
 
     def batch(self, i: int, rows: Rows = None) -> Batch:
-        """The rows of batch i, of a training batch's shape; the last is filled up with padding, which may be whole rows: a
-        mean must weigh by the targets that count. Raises: IndexError."""
+        """The rows of batch i, of a training batch's shape; the last is filled up with padding, which may be whole
+        rows: a mean must weigh by the targets that count. Raises: IndexError."""
 
 
 class Batches(Protocol):
     """What a run trains and validates on. Batch n is a function of the settings and n alone.
 
-    `rows` are rows of the global batch, each once: a slice, indices, or None for all. A batch holds int32 arrays, B rows of
-    T = seq_len:
+    `rows` are rows of the global batch, each once: a slice, indices, or None for all. A batch holds int32 arrays, B
+    rows of T = seq_len:
       tokens    [B, T]
-      targets   [B, T]  the next token of the document, behind its last one the end of a document; NO_TARGET: no loss here
-      segments  [B, T]  the document within the row, from 1; 0 is padding (in validation, and where no document is cut)
-      positions [B, T]  the place in the document; a document that an earlier sequence began restarts at 0, as its earlier
+      targets   [B, T]  the next token of the document, behind its last one the end of a document; NO_TARGET: no loss
+      here segments  [B, T]  the document within the row, from 1; 0 is padding (in validation, and where no document is
+      cut) positions [B, T]  the place in the document; a document that an earlier sequence began restarts at 0, as its
+      earlier
                         tokens cannot be attended to, and nobody has to look back
       index     [B, T]  the place in the row
       sequence  [B]     n * global_batch + row (modulo 2**31): the same number on every layout, for dropout keys
@@ -88,14 +92,16 @@ class Batches(Protocol):
         """Tokens in the first `batches` batches of the run, whatever their sizes were."""
 
     def position(self, batches: int) -> dict:
-        """Where the first `batches` batches of the run leave each source: JSON, kept in a checkpoint, read when it goes on."""
+        """Where the first `batches` batches of the run leave each source: JSON, kept in a checkpoint, read when it goes
+        on."""
 
 
 def made_ahead(batch: Callable[[int], Batch], start: int, prefetch: int) -> Iterator[Batch]:
-    """batch(start), batch(start + 1), … without end; `prefetch` of them are made ahead in threads (0: none). Closing it ends the
-    threads."""
-    # grain makes batches ahead in threads, in order, and hands exceptions over. Shuffling, sharding and packing are ours:
-    # its shuffle and its packing hold an index or run through the data, and a restart would not find batch n by itself.
+    """batch(start), batch(start + 1), … without end; `prefetch` of them are made ahead in threads (0: none). Closing it
+    ends the threads."""
+    # grain makes batches ahead in threads, in order, and hands exceptions over. Shuffling, sharding and packing are
+    # ours: its shuffle and its packing hold an index or run through the data, and a restart would not find batch n by
+    # itself.
     import grain  # here: it takes a second to import, and `inspect` reads no data
     batches = grain.MapDataset.range(start, 2**62).map(batch)
     reads = grain.ReadOptions(num_threads=min(prefetch, 4), prefetch_buffer_size=prefetch)

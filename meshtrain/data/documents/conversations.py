@@ -1,5 +1,5 @@
-"""Conversations as people keep them, in lines of JSON, told apart by their keys: messages, ShareGPT's conversations, or a
-prompt and its completion. Whatever is wrong with a line is one ValueError that names file, line and remedy.
+"""Conversations as people keep them, in lines of JSON, told apart by their keys: messages, ShareGPT's conversations, or
+a prompt and its completion. Whatever is wrong with a line is one ValueError that names file, line and remedy.
 """
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from meshtrain.data.documents import chat, formats
 from meshtrain.data.documents.chat import Conversation, Encoded, Template
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool", "function_call": "assistant"}
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool",
+                  "function_call": "assistant"}
 USER, ASSISTANT = "user", "assistant"
 BATCH_CHARS, BATCH_LINES = 1 << 22, 1 << 10     # what is encoded at a time
 
@@ -31,7 +32,8 @@ class Chats:
         return f"{self.template.key}-{'pairs' if self.pairs else 'all' if self.learn_all else 'assistant'}"
 
     def read(self, path: str) -> Iterator[tuple[list[Encoded], int]]:
-        """Some conversations of a file of JSON lines at a time, with the bytes of it read so far. Raises: ValueError."""
+        """Some conversations of a file of JSON lines at a time, with the bytes of it read so far. Raises:
+        ValueError."""
         batch, numbers, chars = [], [], 0
         with formats.unreadable_told(path):
             example = '{"prompt": "…", "chosen": "…", "rejected": "…"}' if self.pairs else '{"messages": […]}'
@@ -57,7 +59,8 @@ class Chats:
             raise formats.fault(path, numbers[error.index], str(error)) from None
         for number, one in zip(numbers, encoded):
             if not len(one.ids) or not one.mask.any():
-                raise formats.fault(path, number, "is empty as the chat template writes it; remove the line" if not len(one.ids) else
+                raise formats.fault(path, number, "is empty as the chat template writes it; remove the line"
+                                    if not len(one.ids) else
                                     "has no token to learn as the chat template writes it; remove the line")
         return encoded
 
@@ -76,7 +79,8 @@ def parse(line: dict, learn_all: bool = False) -> Conversation:
         messages = prompt + completion
     else:
         keys = ", ".join(map(repr, list(line)[:8])) or "none"
-        raise ValueError(f"is no conversation (its keys: {keys}); give it messages, conversations, or prompt and completion")
+        raise ValueError(f"is no conversation (its keys: {keys}); give it messages, conversations, or prompt and "
+                         f"completion")
     trained = [_weight(message, i) for i, message in enumerate(messages)]
     if "messages" not in line and "conversations" not in line:
         trained[:len(prompt)] = [False] * len(prompt)      # answers in a prompt are given
@@ -94,8 +98,8 @@ def parse(line: dict, learn_all: bool = False) -> Conversation:
 def parse_pair(line: dict) -> list[Conversation]:
     """The conversations with the chosen and with the rejected answer. Raises: ValueError.
 
-    The answers are texts or messages, behind a prompt; or both are whole conversations, and what they begin with alike is the
-    prompt, which may stand beside them once more.
+    The answers are texts or messages, behind a prompt; or both are whole conversations, and what they begin with alike
+    is the prompt, which may stand beside them once more.
     """
     if not {"chosen", "rejected"} <= line.keys():
         keys = ", ".join(map(repr, list(line)[:8])) or "none"
@@ -107,7 +111,8 @@ def parse_pair(line: dict) -> list[Conversation]:
         shared = alike.index(False) if False in alike else len(alike)
         given, prompt = prompt, answers[0][:shared]
         if given and prompt[-len(given):] != given:
-            raise ValueError("has whole conversations as answers that do not begin with its prompt; mend it, or leave the prompt out")
+            raise ValueError("has whole conversations as answers that do not begin with its prompt; mend it, or leave "
+                             "the prompt out")
         answers = [one[shared:] for one in answers]
     elif not prompt:
         raise ValueError("has no prompt; give one beside the answers, or whole conversations as chosen and rejected")
@@ -128,13 +133,15 @@ def parse_pair(line: dict) -> list[Conversation]:
 def read_messages(value, key: str) -> list[dict]:
     """The messages of a list, as templates take them. key: of the list, for messages. Raises: ValueError."""
     if not isinstance(value, list) or not value:
-        raise ValueError(f'has no messages in {key!r}, but {_short(value)}; give a list, e.g. [{{"role": "user", "content": "…"}}, …]')
+        raise ValueError(f'has no messages in {key!r}, but {_short(value)}; give a list, e.g. [{{"role": "user", '
+                         f'"content": "…"}}, …]')
     return [_message(one, f"{key}[{i}]") for i, one in enumerate(value)]
 
 
 def _turns(line: dict, key: str, role: str) -> list[dict]:
     """Messages, or the text of one."""
-    return [_message({"role": role, "content": line[key]}, key)] if isinstance(line[key], str) else read_messages(line[key], key)
+    return [_message({"role": role, "content": line[key]}, key)] if isinstance(line[key], str) else read_messages(
+        line[key], key)
 
 
 def _message(value, place: str) -> dict:
@@ -156,7 +163,8 @@ def _message(value, place: str) -> dict:
 def _content(value, name: str, place: str, others: dict):
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and all(isinstance(one, dict) and isinstance(one.get("text"), str) and one.get("type") == "text"
+    if isinstance(value, list) and all(isinstance(one, dict) and isinstance(one.get("text"), str)
+                                       and one.get("type") == "text"
                                        for one in value):
         return _content("".join(one["text"] for one in value), name, place, others)
     if value is None and others.get("tool_calls"):
@@ -167,7 +175,8 @@ def _content(value, name: str, place: str, others: dict):
 def _weight(message: dict, number: int) -> bool:
     weight = message.pop("weight", 1)
     if weight not in (0, 1):
-        raise ValueError(f"message {number} (from 0) has the weight {_short(weight)}; give 1, or 0 for what is not to be learned")
+        raise ValueError(f"message {number} (from 0) has the weight {_short(weight)}; give 1, or 0 for what is not to "
+                         f"be learned")
     return bool(weight)
 
 

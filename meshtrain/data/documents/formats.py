@@ -1,8 +1,9 @@
-"""The documents of one file, in the file's order, streamed: text (the file), JSON lines (a line), Parquet and Arrow (a row).
+"""The documents of one file, in the file's order, streamed: text (the file), JSON lines (a line), Parquet and Arrow (a
+row).
 
-A document comes in pieces of at most some million characters, and a line of JSON has at most LINE_BYTES, so no file, line or
-row group decides over the memory that a tokenizer takes. Whatever is wrong with a file is one ValueError that names file, place and remedy.
-This module knows no tokens.
+A document comes in pieces of at most some million characters, and a line of JSON has at most LINE_BYTES, so no file,
+line or row group decides over the memory that a tokenizer takes. Whatever is wrong with a file is one ValueError that
+names file, place and remedy. This module knows no tokens.
 """
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from typing import BinaryIO, NamedTuple, TextIO
 from meshtrain import files
 from meshtrain.data.documents.tokenizer import import_extra
 
-# Longer documents are tokenized in pieces that end with a line where there is one: a merge across the cut is lost, once in
-# a million characters, and in return neither memory nor time depend on the longest document.
+# Longer documents are tokenized in pieces that end with a line where there is one: a merge across the cut is lost, once
+# in a million characters, and in return neither memory nor time depend on the longest document.
 PIECE_CHARS = 1 << 20
 LINE_BYTES = 1 << 28     # of a line of JSON, which is held as a whole, and as an object beside: some 6 times its size
 COMPRESSED = (".gz", ".zst")
@@ -34,7 +35,8 @@ class TextPiece(NamedTuple):
 
 
 def read(format: str, path: str, field: str) -> Iterator[TextPiece]:
-    """The documents of the file at `path`; format is text, jsonl, parquet or arrow. Raises: ValueError for a faulty file."""
+    """The documents of the file at `path`; format is text, jsonl, parquet or arrow. Raises: ValueError for a faulty
+    file."""
     reader = {"text": read_text, "jsonl": read_jsonl, "parquet": read_parquet, "arrow": read_arrow}[format]
     with unreadable_told(path):
         yield from reader(path) if format == "text" else reader(path, field)
@@ -71,7 +73,8 @@ def read_jsonl(path: str, field: str) -> Iterator[TextPiece]:
 
 
 def read_objects(path: str, example: str) -> Iterator[tuple[int, dict, int]]:
-    """(number of the line, its object, bytes of the file read so far) of JSON lines. example: of an object, for messages."""
+    """(number of the line, its object, bytes of the file read so far) of JSON lines. example: of an object, for
+    messages."""
     with open(path, "rb") as raw, _decompress(path, raw) as lines:
         number = 0
         while True:
@@ -107,8 +110,8 @@ def read_arrow(path: str, field: str) -> Iterator[TextPiece]:
             file.seek(-len(ARROW_END), os.SEEK_END)
             # The library takes a stream that was cut between two batches for a whole one.
             if file.read() != ARROW_END:
-                raise ValueError(f"{path} is not a whole Arrow file: it does not end as a stream of Arrow does; write it again "
-                                 "or take it out of data.paths")
+                raise ValueError(f"{path} is not a whole Arrow file: it does not end as a stream of Arrow does; write "
+                                 f"it again or take it out of data.paths")
     with _not_whole(path, "Arrow", pyarrow), pyarrow.memory_map(path) as raw:
         file = ipc.open_stream(raw) if streamed else ipc.open_file(raw)
         _check_column(path, file.schema, field, pyarrow.types)
@@ -172,7 +175,8 @@ def _parse(path: str, number: int, line: bytes, example: str) -> dict:
         raise _fault(path, place, f"is not UTF-8 ({error.reason}, byte {error.start} of the line)",
                      "convert the file") from None
     except json.JSONDecodeError as error:
-        raise _fault(path, place, f"broken JSON ({error.msg}, column {error.colno})", "mend or remove the line") from None
+        raise _fault(path, place, f"broken JSON ({error.msg}, column {error.colno})",
+                     "mend or remove the line") from None
     except (ValueError, RecursionError) as error:    # a number of thousands of digits, thousands of brackets
         raise _fault(path, place, f"JSON that cannot be read ({error})", "mend or remove the line") from None
     if not isinstance(value, dict):
@@ -192,7 +196,8 @@ def _text_of(path: str, number: int, value: dict, field: str) -> str:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise _fault(path, place, f"has half a character in {field!r} (\\u{ord(text[error.start]):04x}, a lone surrogate)",
+            raise _fault(path, place,
+                         f"has half a character in {field!r} (\\u{ord(text[error.start]):04x}, a lone surrogate)",
                          "mend or remove the line") from None
     return text
 
@@ -201,7 +206,8 @@ def _next_line(path: str, lines: BinaryIO, number: int) -> bytes:
     with _damage_told(path, f" (after line {number - 1})"):
         line = lines.readline(LINE_BYTES + 1)
     if len(line) > LINE_BYTES:
-        raise _fault(path, f"line {number}", f"is longer than {LINE_BYTES:,} bytes, and lines of JSON are held in memory as a whole",
+        raise _fault(path, f"line {number}",
+                     f"is longer than {LINE_BYTES:,} bytes, and lines of JSON are held in memory as a whole",
                      "divide or remove it; write a file of text or Parquet where documents are that long")
     return line
 
@@ -233,7 +239,8 @@ class _Damaged(Exception):
 
 
 class _Zstd(io.RawIOBase):
-    """Frames of zstd, one after another. Ours because the library's own reader takes a truncated file for a whole one."""
+    """Frames of zstd, one after another. Ours because the library's own reader takes a truncated file for a whole
+    one."""
 
     def __init__(self, raw: BinaryIO, library):
         # 2 GiB: what `zstd --long=31` asks for, as some public corpora do.

@@ -1,8 +1,8 @@
 """Renders chat templates, in a process of its own: a template is a program of whoever made the model folder.
 
 It runs in jinja2's immutable sandbox, without a loader, with a limit of memory for the process and of CPU time for each
-conversation, which the system enforces: a template that does not end takes this process along and no other. `chat.py` starts it
-and speaks with it in lines of JSON. This file is run as it stands, and imports nothing of meshtrain.
+conversation, which the system enforces: a template that does not end takes this process along and no other. `chat.py`
+starts it and speaks with it in lines of JSON. This file is run as it stands, and imports nothing of meshtrain.
 """
 from __future__ import annotations
 
@@ -52,14 +52,16 @@ class Renderer:
     def __init__(self, template: str, tokens: dict[str, str], today: bool):
         env = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                                            extensions=[Generation, jinja2.ext.loopcontrols])
-        env.globals |= {"raise_exception": _refuse, "strftime_now": (datetime.now() if today else TRAINING_DATE).strftime}
+        env.globals |= {"raise_exception": _refuse,
+                        "strftime_now": (datetime.now() if today else TRAINING_DATE).strftime}
         env.filters["tojson"] = _to_json
         self.env, self.tokens, self.template = env, tokens, env.from_string(template)
         self.resumable = None if env.generation_seen else Resumable().made(env.parse(template), env)
         self.names = sorted(jinja2.meta.find_undeclared_variables(env.parse(template)))
 
     def render(self, messages: Sequence[dict], tools, add_generation_prompt: bool) -> str:
-        return self.template.render(messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt,
+        return self.template.render(messages=messages, tools=tools, documents=None,
+                                    add_generation_prompt=add_generation_prompt,
                                     **self.tokens)
 
     def spans(self, messages: Sequence[dict], tools, trained: Sequence[bool]) -> tuple[str, list[tuple[int, int]]]:
@@ -72,8 +74,8 @@ class Renderer:
         if all(wanted):
             return text, found
         if len(found) != len(answers):
-            raise ValueError(f"the chat template marks {len(found)} passages of {len(answers)} answers, so those that are not to "
-                             "be learned cannot be told from the others")
+            raise ValueError(f"the chat template marks {len(found)} passages of {len(answers)} answers, so those that "
+                             f"are not to be learned cannot be told from the others")
         return text, [span for span, want in zip(found, wanted) if want]
 
     def _marked(self, messages, tools) -> tuple[str, list[tuple[int, int]]]:
@@ -97,34 +99,36 @@ class Renderer:
         ends = self._prefixes(messages, tools, False, [i + 1 for i in answers], text)
         found = list(zip(begins, ends))
         if any(not 0 <= begin <= end for begin, end in found):
-            raise ValueError("the chat template writes a turn otherwise once others follow (it leaves reasoning out, say) and has no "
-                             "{% generation %}, so what the assistant said cannot be told; give a line for each answer, the turns before it "
-                             "as its prompt")
+            raise ValueError("the chat template writes a turn otherwise once others follow (it leaves reasoning out, "
+                             "say) and has no {% generation %}, so what the assistant said cannot be told; give a line "
+                             "for each answer, the turns before it as its prompt")
         return text, found
 
     def _prefixes(self, messages, tools, wants_answer: bool, counts: Sequence[int], text: str) -> list[int]:
         """Of each count the length of what its first so many messages give, -1 where `text` does not begin with it."""
         try:
             known = self._resumed(messages, tools, wants_answer, counts, text) if len(counts) > 1 else {}
-        except (Exception, Unknown):    # whatever it does with messages that are no list: one by one, where it tells its own faults
+        except (Exception, Unknown):    # of what is no list: one by one, where it tells its own faults
             known = {}
         found = []
         for count in counts:
             if count not in known:
                 if 0 < signal.getitimer(signal.ITIMER_PROF)[0] < SPARE_S:
-                    raise ValueError(f"has {len(counts):,} answers to learn, and the chat template, which has no {{% generation %}}, takes too "
-                                     "long to be rendered for each of them; divide the conversation, or name a template with the tag")
+                    raise ValueError(f"has {len(counts):,} answers to learn, and the chat template, which has no {{% "
+                                     f"generation %}}, takes too long to be rendered for each of them; divide the "
+                                     f"conversation, or name a template with the tag")
                 prefix = self.render(messages[:count], tools, wants_answer)
                 known[count] = len(prefix) if text.startswith(prefix) else -1
             found.append(known[count])
         return found
 
     def _resumed(self, messages, tools, wants_answer: bool, counts: Sequence[int], text: str) -> dict[int, int]:
-        """As `_prefixes`, of those counts that it finds, in time that grows with the messages and not with their square.
+        """As `_prefixes`, of those counts that it finds, in time that grows with the messages and not with their
+        square.
 
-        What a prefix gives is what all messages give up to its last one, and then what the template gives that begins its loop
-        there. That holds where it goes through the messages once, from a loop to its next turn keeps nothing, and in none looks
-        further ahead than to the next message. Raises: Exception where it does something else.
+        What a prefix gives is what all messages give up to its last one, and then what the template gives that begins
+        its loop there. That holds where it goes through the messages once, from a loop to its next turn keeps nothing,
+        and in none looks further ahead than to the next message. Raises: Exception where it does something else.
         """
         if self.resumable is None:
             return {}
@@ -134,7 +138,8 @@ class Renderer:
         found = {}
         for count in counts:
             turn = count - 1 - whole.first
-            # Where it looks at messages before the loop, these must be there; and a loop that begins at its beginning is the plain one.
+            # Where it looks at messages before the loop, these must be there; and a loop that begins at its beginning
+            # is the plain one.
             if turn < 1 or count <= whole.seen_before or turn >= len(whole.begins) or whole.far < turn:
                 continue
             part = Reading(messages, count, turn)
@@ -147,8 +152,8 @@ class Renderer:
 class Reading:
     """One pass of a resumable template over the first `count` messages, whose loop begins with turn `skipped`.
 
-    begins: where the text of each turn begins. first: the message of turn 0. seen_before: messages that were looked at before
-    the loop. far: the first turn that looked further than to the next message.
+    begins: where the text of each turn begins. first: the message of turn 0. seen_before: messages that were looked at
+    before the loop. far: the first turn that looked further than to the next message.
     """
 
     def __init__(self, messages: Sequence[dict], count: int, skipped: int):
@@ -158,8 +163,10 @@ class Reading:
 
     def render(self, renderer: Renderer, tools, wants_answer: bool) -> str:
         pieces = []
-        for piece in renderer.resumable.generate(messages=Turns(self, 0), tools=tools, documents=None, add_generation_prompt=wants_answer,
-                                                 **renderer.tokens, _each=self.each, _begin=self.begin, _skipped=self.turns_skipped):
+        for piece in renderer.resumable.generate(messages=Turns(self, 0), tools=tools,
+                                                 documents=None, add_generation_prompt=wants_answer,
+                                                 **renderer.tokens, _each=self.each,
+                                                 _begin=self.begin, _skipped=self.turns_skipped):
             pieces.append(piece)
             self.length += len(piece)
         if not self.begins:
@@ -193,7 +200,8 @@ class Reading:
 
 
 class Turns:
-    """The messages from number `first` on, for a template that asks for one at a time. Whatever else it asks is a TypeError."""
+    """The messages from number `first` on, for a template that asks for one at a time. Whatever else it asks is a
+    TypeError."""
 
     def __init__(self, reading: Reading, first: int):
         self._reading, self._first = reading, first
@@ -213,18 +221,21 @@ class Turns:
     def _unknown(self, *_):
         raise Unknown
 
-    __iter__ = __len__ = __contains__ = __reversed__ = __eq__ = __add__ = __radd__ = __mul__ = __rmul__ = __str__ = __getattr__ = _unknown
+    __iter__ = __len__ = __contains__ = __reversed__ = __eq__ = __getattr__ = __str__ = _unknown
+    __add__ = __radd__ = __mul__ = __rmul__ = _unknown
 
 
 class Unknown(BaseException):
-    """A template asks of its messages what is another thing for each prefix. No test or filter of jinja takes it for an answer."""
+    """A template asks of its messages what is another thing for each prefix. No test or filter of jinja takes it for an
+    answer."""
 
 
 KEPT = {"namespace", "cycler", "joiner"}    # what keeps something from one turn of a loop to the next
 
 
 class Resumable(jinja2.visitor.NodeTransformer):
-    """Makes the outermost loops of a template begin at any turn, for Reading. known: whether it could: a loop keeps nothing.
+    """Makes the outermost loops of a template begin at any turn, for Reading. known: whether it could: a loop keeps
+    nothing.
 
     Loops in loops, macros and blocks stay as they are: Turns are not for them.
     """
@@ -253,7 +264,8 @@ class Resumable(jinja2.visitor.NodeTransformer):
         return loop
 
     def _call(self, name: str, *values: jinja2.nodes.Expr) -> jinja2.nodes.Call:
-        return jinja2.nodes.Call(jinja2.nodes.Name(name, "load"), [jinja2.nodes.Const(self.number), *values], [], None, None)
+        return jinja2.nodes.Call(jinja2.nodes.Name(name, "load"), [jinja2.nodes.Const(self.number), *values],
+                                 [], None, None)
 
     def visit_Getattr(self, node: jinja2.nodes.Getattr) -> jinja2.nodes.Expr:
         if not (self.inside and isinstance(node.node, jinja2.nodes.Name) and node.node.name == "loop"):
@@ -262,7 +274,8 @@ class Resumable(jinja2.visitor.NodeTransformer):
             return jinja2.nodes.Add(node, self._call("_skipped"))
         if node.attr == "first":
             first = jinja2.nodes.Getattr(node.node, "index0", "load")
-            return jinja2.nodes.Compare(jinja2.nodes.Add(first, self._call("_skipped")), [jinja2.nodes.Operand("eq", jinja2.nodes.Const(0))])
+            return jinja2.nodes.Compare(jinja2.nodes.Add(first, self._call("_skipped")),
+                                        [jinja2.nodes.Operand("eq", jinja2.nodes.Const(0))])
         self.known &= node.attr in ("last", "nextitem")
         return node
 
@@ -309,7 +322,8 @@ def answer(renderer: Renderer, asked: dict) -> dict:
 
 
 def main() -> None:
-    """A first line {template, tokens, today, limit_s}, then a list of requests a line; a reply a line to each request."""
+    """A first line {template, tokens, today, limit_s}, then a list of requests a line; a reply a line to each
+    request."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)        # of the terminal: the process that asks decides
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))

@@ -1,8 +1,8 @@
 """Text to token ids and back: bytes, a local tokenizer.json, or ids that nothing here can read.
 
-A document's tokens are its text's and no others: no separator, no truncation or padding that the file may ask for, and the
-names of special tokens are ordinary characters, so that no text can forge a document's beginning.
-This module knows no files of text, no cache and no batches.
+A document's tokens are its text's and no others: no separator, no truncation or padding that the file may ask for, and
+the names of special tokens are ordinary characters, so that no text can forge a document's beginning. This module knows
+no files of text, no cache and no batches.
 """
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ import numpy as np
 
 from meshtrain import files
 
-# What tokenizers call the token that stands before a document, or between two; the first that a vocabulary has is taken.
+# What tokenizers call the token that stands before a document, or between two; the first that a vocabulary has is
+# taken.
 BOS_NAMES = ("<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<bos>", "<s>", "[BOS]", "<|bos|>", "<|startoftext|>",
              "<|endoftext|>")
 SPACE = "▁"     # what SentencePiece writes for a space
@@ -60,7 +61,8 @@ class Ids:
     key: str = "ids"
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        raise ValueError("token files come without a tokenizer; name its tokenizer.json as data.tokenizer to encode text")
+        raise ValueError("token files come without a tokenizer; name its tokenizer.json as data.tokenizer to encode "
+                         "text")
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         ids = np.asarray(ids)
@@ -92,8 +94,8 @@ class TokenizerFile:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Published:
-    """The tokenizer.json of a model folder, used as transformers does: names of special tokens are these tokens, and its
-    post-processor puts others where it will, e.g. one in front of every prompt."""
+    """The tokenizer.json of a model folder, used as transformers does: names of special tokens are these tokens, and
+    its post-processor puts others where it will, e.g. one in front of every prompt."""
     path: str
     library: Any    # tokenizers.Tokenizer
 
@@ -157,14 +159,18 @@ def open_file(path: str, bos_token: str = "") -> TokenizerFile:
     bos = next((vocab[name] for name in wanted if name in vocab), None)
     if bos is None:
         special = [token.content for token in library.get_added_tokens_decoder().values()][:8]
-        what = f"data.bos_token={bos_token!r} is not a token" if bos_token else "none of the usual separators is a token"
+        what = (f"data.bos_token={bos_token!r} is not a token" if bos_token else
+                "none of the usual separators is a token")
         raise ValueError(f"{what} of data.tokenizer={path!r}; name the token that stands before every document as "
-                         f"data.bos_token" + (f", e.g. one of its special tokens: {', '.join(special)}" if special else ""))
-    return TokenizerFile(path, library, max(vocab.values()) + 1, bos, hashlib.blake2b(content, digest_size=16).hexdigest())
+                         f"data.bos_token" + (
+                             f", e.g. one of its special tokens: {', '.join(special)}" if special else ""))
+    return TokenizerFile(path, library, max(vocab.values()) + 1, bos,
+                         hashlib.blake2b(content, digest_size=16).hexdigest())
 
 
 def _library(path: str | os.PathLike, name: str) -> tuple[Any, bytes]:
-    """(the tokenizers library's object of a tokenizer.json, which neither cuts nor pads; its bytes). name: for messages."""
+    """(the tokenizers library's object of a tokenizer.json, which neither cuts nor pads; its bytes). name: for
+    messages."""
     tokenizers = import_extra("tokenizers", name)
     content = files.attempted(Path(path).read_bytes, f"{name} cannot be read",
                               'name a tokenizer.json of the tokenizers library, or "bytes"')

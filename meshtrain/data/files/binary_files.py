@@ -1,8 +1,9 @@
-"""Ids as other trainers write them: where in the file they stand, of what kind, and where documents end if the file tells.
+"""Ids as other trainers write them: where in the file they stand, of what kind, and where documents end if the file
+tells.
 
-X.bin with X.idx is Megatron's indexed dataset (version 1). X.bin that begins with one of llm.c's magic numbers is llm.c's;
-any other X.bin is nanoGPT's, uint16 without a header. The last two do not tell their documents: the separator's id divides
-them. Whatever is wrong with a file is one ValueError.
+X.bin with X.idx is Megatron's indexed dataset (version 1). X.bin that begins with one of llm.c's magic numbers is
+llm.c's; any other X.bin is nanoGPT's, uint16 without a header. The last two do not tell their documents: the
+separator's id divides them. Whatever is wrong with a file is one ValueError.
 """
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from meshtrain import files
 from meshtrain.data.files import token_files
 
 MEGATRON_MAGIC, MEGATRON_HEADER = b"MMIDIDX\x00\x00", 34
-MEGATRON_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
+MEGATRON_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64,
+                   7: np.float32, 8: np.uint16}
 # magic number, version: what gpt2 and llama3 wrote.
 LLM_C = {(20240520, 1): np.uint16, (20240801, 7): np.uint32}
 LLM_C_HEADER = 256 * 4
@@ -25,7 +27,8 @@ LLM_C_HEADER = 256 * 4
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class IdFile:
-    """Where a file's ids are. ends: int64 [some] at a time, where documents end in them; None where the file does not tell."""
+    """Where a file's ids are. ends: int64 [some] at a time, where documents end in them; None where the file does not
+    tell."""
     files: tuple[str, ...]        # all that were read, the one with the ids first
     dtype: np.dtype
     offset: int                   # bytes before the first id
@@ -55,13 +58,14 @@ def _open_ids(path: str) -> IdFile:
 
         return IdFile((path, ends_file), pair.ids.dtype, pair.ids.offset, pair.ids.size, ends)
     if not path.endswith(".bin"):
-        raise ValueError(f"{path} is not named as a token file; give X{token_files.TOKENS} (ids), with X{token_files.ENDS} "
-                         "beside it, or X.bin of Megatron (with X.idx), nanoGPT or llm.c")
+        raise ValueError(f"{path} is not named as a token file; give X{token_files.TOKENS} (ids), with "
+                         f"X{token_files.ENDS} beside it, or X.bin of Megatron (with X.idx), nanoGPT or llm.c")
     try:
         index = path.removesuffix(".bin") + ".idx"
         return _open_megatron(path, index) if os.path.exists(index) else _open_bare(path)
     except OSError as error:
-        raise files.judged(error, f"{error.filename or path} cannot be read", "mend it or take it out of data.paths") from None
+        raise files.judged(error, f"{error.filename or path} cannot be read",
+                           "mend it or take it out of data.paths") from None
 
 
 def _open_bare(path: str) -> IdFile:
@@ -71,12 +75,13 @@ def _open_bare(path: str) -> IdFile:
     magic, version, count = struct.unpack("<3i", header) if len(header) == 12 else (0, 0, 0)
     if magic not in {known for known, _ in LLM_C}:
         if size % 2:
-            raise ValueError(f"{path} has {size:,} bytes, and a .bin without X.idx and without llm.c's header holds uint16 "
-                             "ids, two bytes each; write it again, or give Megatron's X.idx beside it")
+            raise ValueError(f"{path} has {size:,} bytes, and a .bin without X.idx and without llm.c's header holds "
+                             f"uint16 ids, two bytes each; write it again, or give Megatron's X.idx beside it")
         return IdFile((path,), np.dtype("<u2"), 0, size // 2, None)
     if (magic, version) not in LLM_C:
         raise ValueError(f"{path} begins as llm.c's token files do ({magic}), of version {version}; known are "
-                         f"{', '.join(f'{known} of {number}' for number, known in LLM_C)}: write it again with one of them")
+                         f"{', '.join(f'{known} of {number}' for number, known in LLM_C)}: write it again with one of "
+                         f"them")
     dtype = np.dtype(LLM_C[magic, version]).newbyteorder("<")
     if size != LLM_C_HEADER + count * dtype.itemsize:
         raise ValueError(f"{path} has {size:,} bytes, and by its header {count:,} ids of {dtype.itemsize} bytes behind "
@@ -89,28 +94,29 @@ def _open_megatron(path: str, index: str) -> IdFile:
     with open(index, "rb") as file:
         header = file.read(MEGATRON_HEADER)
     if len(header) < MEGATRON_HEADER or not header.startswith(MEGATRON_MAGIC):
-        raise ValueError(f"{index} is not an index of Megatron (it does not begin with {MEGATRON_MAGIC[:7].decode()}); write "
-                         "it again with preprocess_data.py, or take it away where X.bin is nanoGPT's or llm.c's")
+        raise ValueError(f"{index} is not an index of Megatron (it does not begin with {MEGATRON_MAGIC[:7].decode()}); "
+                         f"write it again with preprocess_data.py, or take it away where X.bin is nanoGPT's or llm.c's")
     version, code, sequences, documents = struct.unpack("<QBQQ", header[9:])
     if version != 1:
         raise ValueError(f"{index} is of version {version} of Megatron's index, and known is 1; write it again")
     dtype = np.dtype(MEGATRON_DTYPES[code]).newbyteorder("<") if code in MEGATRON_DTYPES else None
     if dtype is None or dtype.kind == "f":
-        raise ValueError(f"{index} says that {os.path.basename(path)} holds {dtype or f'dtype code {code}'}, and ids are "
-                         "integers; write it again with preprocess_data.py")
+        raise ValueError(f"{index} says that {os.path.basename(path)} holds {dtype or f'dtype code {code}'}, and ids "
+                         f"are integers; write it again with preprocess_data.py")
     wanted = MEGATRON_HEADER + sequences * 12 + documents * 8
     if size != wanted:
-        raise ValueError(f"{index} has {size:,} bytes, and by its header ({sequences:,} sequences, {documents:,} marks of "
-                         f"documents) {wanted:,}; it was truncated, or is of several modalities: write it again")
+        raise ValueError(f"{index} has {size:,} bytes, and by its header ({sequences:,} sequences, {documents:,} marks "
+                         f"of documents) {wanted:,}; it was truncated, or is of several modalities: write it again")
     written = token_files.stamp(index)
     lengths, pointers, marks = (
         token_files.Numbers(index, written, count, np.dtype(kind), MEGATRON_HEADER + offset)
-        for kind, offset, count in (("<i4", 0, sequences), ("<i8", 4 * sequences, sequences), ("<i8", 12 * sequences, documents)))
+        for kind, offset, count in (("<i4", 0, sequences), ("<i8", 4 * sequences, sequences),
+                                    ("<i8", 12 * sequences, documents)))
     held, left = divmod(os.stat(path).st_size, dtype.itemsize)
     last = pointers.last() + lengths.last() * dtype.itemsize
     if left or last != held * dtype.itemsize:
-        raise ValueError(f"{path} has {held * dtype.itemsize + left:,} bytes, and by {os.path.basename(index)} the last "
-                         f"sequence ends at byte {last:,}; the two must agree: write both again")
+        raise ValueError(f"{path} has {held * dtype.itemsize + left:,} bytes, and by {os.path.basename(index)} the "
+                         f"last sequence ends at byte {last:,}; the two must agree: write both again")
     return IdFile((path, index), dtype, 0, held,
                lambda: _megatron_ends(index, lengths.map(), pointers.map(), marks.map(), dtype.itemsize))
 
@@ -125,21 +131,21 @@ def _megatron_ends(index: str, lengths: np.ndarray, pointers: np.ndarray, marks:
         wrong = (part < 0) | (chunk != ends - part * itemsize)
         if wrong.any():
             k = int(np.argmax(wrong))
-            raise ValueError(f"{index}: sequence {first + k} (from 0) has {part[k]} ids at byte {chunk[k]}, and the one before "
-                             f"it ends at byte {ends[k] - part[k] * itemsize}; sequences must stand end to end: write both "
-                             "files again")
+            raise ValueError(f"{index}: sequence {first + k} (from 0) has {part[k]} ids at byte {chunk[k]}, and the "
+                             f"one before it ends at byte {ends[k] - part[k] * itemsize}; sequences must stand end to "
+                             f"end: write both files again")
         end = int(ends[-1])
     faults = (len(marks) == 0 or marks[0] != 0 or marks[-1] != len(lengths))
     if faults and (len(marks) or len(lengths)):
-        raise ValueError(f"{index}: its documents are {_some(marks)}, and they must begin at sequence 0 and end with the last, "
-                         f"{len(lengths)}; write it again")
+        raise ValueError(f"{index}: its documents are {_some(marks)}, and they must begin at sequence 0 and end with "
+                         f"the last, {len(lengths)}; write it again")
     before = 0
     for first, chunk in token_files.chunks(marks[1:]):
         falls = np.diff(chunk, prepend=before) < 0
         if falls.any() or (chunk > len(lengths)).any():
             k = int(np.argmax(falls | (chunk > len(lengths))))
-            raise ValueError(f"{index}: document {first + k} (from 0) ends at sequence {chunk[k]}, before it begins or behind "
-                             f"the last, {len(lengths)}; write it again")
+            raise ValueError(f"{index}: document {first + k} (from 0) ends at sequence {chunk[k]}, before it begins or "
+                             f"behind the last, {len(lengths)}; write it again")
         before = int(chunk[-1])
         last = np.maximum(chunk - 1, 0)    # the last sequence of each document; none where nothing stands before
         ends = (pointers[last] // itemsize + lengths[last]) if len(lengths) else np.zeros(len(chunk), np.int64)

@@ -1,9 +1,9 @@
-"""Token files: X.tokens.npy, one array of uint16, uint32 or int32 ids, and X.ends.npy, int64, where each document ends in it.
-X.mask.npy beside them, uint8 or bool, says of each id whether it is to be learned; without it all are.
+"""Token files: X.tokens.npy, one array of uint16, uint32 or int32 ids, and X.ends.npy, int64, where each document ends
+in it. X.mask.npy beside them, uint8 or bool, says of each id whether it is to be learned; without it all are.
 
-Any program with numpy writes them; the token cache is made of them too. Other layouts of ids on disk (binary_files.py) become
-the same `IndexedTokens`, so there is one reader. Ids and ends are memory-mapped while there are maps to spare; nothing of a document
-is held.
+Any program with numpy writes them; the token cache is made of them too. Other layouts of ids on disk (binary_files.py)
+become the same `IndexedTokens`, so there is one reader. Ids and ends are memory-mapped while there are maps to spare;
+nothing of a document is held.
 """
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Numbers:
 
     def map(self) -> np.ndarray:
         """[size], memory-mapped. Raises: OSError, also where the file is not the one that was checked."""
-        changed = OSError(f"{self.path} is not the file it was when the run began; token files must not change while a run reads "
-                          "them")
+        changed = OSError(f"{self.path} is not the file it was when the run began; token files must not change while a "
+                          f"run reads them")
         try:
             if stamp(self.path) != self.stamp:
                 raise changed
@@ -53,7 +53,8 @@ class Numbers:
 
     @property
     def array(self) -> np.ndarray:
-        """[size], memory-mapped, by a map that is shared and kept as long as the process has maps to spare. Raises: as map."""
+        """[size], memory-mapped, by a map that is shared and kept as long as the process has maps to spare. Raises: as
+        map."""
         return _maps()(self)
 
     def last(self) -> int:
@@ -68,7 +69,8 @@ class Numbers:
 @functools.cache
 def _maps() -> Callable[[Numbers], np.ndarray]:
     """Numbers.map, with the maps that were used last: one set for the process, whose maps the system counts."""
-    return functools.lru_cache(maxsize=max_maps() // 2)(Numbers.map)    # the other half: libraries, threads, the allocator
+    # the other half: libraries, threads, the allocator
+    return functools.lru_cache(maxsize=max_maps() // 2)(Numbers.map)
 
 
 def max_maps() -> int:
@@ -84,9 +86,9 @@ def max_maps() -> int:
 class IndexedTokens:
     """A file of token ids and a file of where its documents end.
 
-    The ends count the documents' tokens alone. A file may have separators of its own, which belong to no document: `lead` of
-    them stand before the first document, `gap` between two. So document d is the ids from `begin(d)` on, and its length is
-    ends[d] - ends[d - 1].
+    The ends count the documents' tokens alone. A file may have separators of its own, which belong to no document:
+    `lead` of them stand before the first document, `gap` between two. So document d is the ids from `begin(d)` on, and
+    its length is ends[d] - ends[d - 1].
     """
     ids: Numbers
     ends_file: Numbers              # int64 [documents]
@@ -199,8 +201,8 @@ def open_pair(path: str) -> IndexedTokens:
         raise ValueError(f"{path} is not named as a token file; give X{TOKENS} (ids), with X{ENDS} beside it")
     dtype, shape, offset = open_checked(path, read_header)
     if len(shape) != 1 or dtype not in (np.dtype(np.uint16), np.dtype(np.uint32), np.dtype(np.int32)):
-        raise ValueError(f"{path} holds {_describe(dtype, shape)}, and token ids are one dimension of uint16, uint32 or int32; "
-                         "write np.save(path, ids.astype(np.uint32))")
+        raise ValueError(f"{path} holds {_describe(dtype, shape)}, and token ids are one dimension of uint16, uint32 "
+                         f"or int32; write np.save(path, ids.astype(np.uint32))")
     ends = open_ends(ends_path(path), path)
     last = open_checked(ends.path, lambda _: ends.last())
     if last != shape[0]:
@@ -212,12 +214,12 @@ def open_pair(path: str) -> IndexedTokens:
 def open_ends(path: str, tokens: str) -> Numbers:
     """The ends of documents in the file `path`. Raises: ValueError."""
     if files.status(path) is None:
-        raise ValueError(f"{path} is missing beside {os.path.basename(tokens)}; write where each document ends, in tokens: "
-                         "np.save(path, np.cumsum(lengths))")
+        raise ValueError(f"{path} is missing beside {os.path.basename(tokens)}; write where each document ends, in "
+                         f"tokens: np.save(path, np.cumsum(lengths))")
     dtype, shape, offset = open_checked(path, read_header)
     if len(shape) != 1 or dtype != np.dtype(np.int64):
-        raise ValueError(f"{path} holds {_describe(dtype, shape)}, and the ends of documents are one dimension of int64; "
-                         "write np.save(path, np.cumsum(lengths, dtype=np.int64))")
+        raise ValueError(f"{path} holds {_describe(dtype, shape)}, and the ends of documents are one dimension of "
+                         f"int64; write np.save(path, np.cumsum(lengths, dtype=np.int64))")
     return Numbers(path, open_checked(path, stamp), shape[0], dtype, offset)
 
 
@@ -228,8 +230,8 @@ def open_mask(path: str, tokens: str, size: int) -> Numbers:
         raise ValueError(f"{path} holds {_describe(dtype, shape)}, and a mask is one dimension of uint8 or bool; write "
                          "np.save(path, mask.astype(bool))")
     if shape[0] != size:
-        raise ValueError(f"{path} has {shape[0]:,} entries, and {os.path.basename(tokens)} has {size:,} ids, one for each; "
-                         "write both again")
+        raise ValueError(f"{path} has {shape[0]:,} entries, and {os.path.basename(tokens)} has {size:,} ids, one for "
+                         f"each; write both again")
     return Numbers(path, open_checked(path, stamp), size, np.dtype(np.uint8), offset)
 
 
@@ -287,18 +289,19 @@ def _refused(path: str, number: int) -> OSError:
         with open("/proc/self/maps", "rb") as file:
             used, allowed = sum(1 for _ in file), max_maps()
         if used > 0.9 * allowed:
-            why = (f"the process has {used:,} memory maps, and vm.max_map_count allows {allowed:,}; allow more, e.g. sysctl -w "
-                   f"vm.max_map_count={max(4 * allowed, 1 << 20)}")
+            why = (f"the process has {used:,} memory maps, and vm.max_map_count allows {allowed:,}; allow more, e.g. "
+                   f"sysctl -w vm.max_map_count={max(4 * allowed, 1 << 20)}")
         else:
             why += f" ({used:,} memory maps of {allowed:,}; is the process's address space limited, by ulimit -v?)"
     return OSError(number, f"it cannot be mapped: {why}", path)
 
 
 def map_file(path: str, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
-    """`count` numbers from byte `offset` of a file, memory-mapped and read-only, as a plain array. Raises: OSError, ValueError.
+    """`count` numbers from byte `offset` of a file, memory-mapped and read-only, as a plain array. Raises: OSError,
+    ValueError.
 
-    By mmap(2) itself: Python's mmap keeps a descriptor, of which a process may have only 1024; and slices of np.memmap cost
-    ten times as much as those of a plain array.
+    By mmap(2) itself: Python's mmap keeps a descriptor, of which a process may have only 1024; and slices of np.memmap
+    cost ten times as much as those of a plain array.
     """
     dtype = np.dtype(dtype)
     length = offset + count * dtype.itemsize

@@ -1,7 +1,9 @@
-"""The attention that a run file asks for: an engine on each device, and a method for sequences that are split along `context`.
+"""The attention that a run file asks for: an engine on each device, and a method for sequences that are split along
+`context`.
 
 `ring` passes keys and values round, `gather` gathers them, `ulysses` splits heads instead of tokens. Each is a module
-with `order` (of the tokens over the devices), `forward` and `backward`, both written out: nothing here is differentiated.
+with `order` (of the tokens over the devices), `forward` and `backward`, both written out: nothing here is
+differentiated.
 """
 from __future__ import annotations
 
@@ -30,10 +32,11 @@ LABELS = {"cudnn": "cuDNN's kernel", "pallas": "Pallas kernels that visit only w
 
 
 def attend(method, layout, q_BTNH, k_BSKH, v_BSKH, segments_BT, mask: Mask = CAUSAL):
-    """Attention within segments and the mask: [B, T, N, H] from N query heads and K key/value heads (N a multiple of K).
+    """Attention within segments and the mask: [B, T, N, H] from N query heads and K key/value heads (N a multiple of
+    K).
 
-    method: forward(layout, mask, q, k, v, segments) -> o, lse and backward(layout, mask, q, k, v, segments, o, lse, do) -> dq,
-    dk, dv.
+    method: forward(layout, mask, q, k, v, segments) -> o, lse and backward(layout, mask, q, k, v, segments, o, lse, do)
+    -> dq, dk, dv.
     """
     return _attend(method, layout, mask, q_BTNH, k_BSKH, v_BSKH, segments_BT)
 
@@ -69,13 +72,14 @@ class Local(NamedTuple):
         return _forward(local, not self.engine.partitions, layout, *args)
 
     def backward(self, layout, mask, *args):
-        local = lambda q, k, v, segments, *rest: self.engine.backward(q, k, v, segments, segments, *rest, mask.within(q.shape[1]))
+        local = lambda q, k, v, segments, *rest: self.engine.backward(
+            q, k, v, segments, segments, *rest, mask.within(q.shape[1]))
         return _backward(local, not self.engine.partitions, layout, *args)
 
 
 class ContextParallel(NamedTuple):
-    """The method as attention sees it: arrays [B, T, …] of the whole mesh, or, where `context` is manual already (inside a
-    pipeline), those of this device."""
+    """The method as attention sees it: arrays [B, T, …] of the whole mesh, or, where `context` is manual already
+    (inside a pipeline), those of this device."""
     method: ModuleType
     engine: Engine
 
@@ -106,15 +110,16 @@ def _backward(local, by_hand: bool, layout, *args):
 
 
 def _automatic_axes() -> set[str]:
-    """The mesh axes that are not manual here. Inside a pipeline those that it leaves to XLA: tensor, and all of size 1."""
+    """The mesh axes that are not manual here. Inside a pipeline those that it leaves to XLA: tensor, and all of size
+    1."""
     mesh = get_abstract_mesh()
     return set(mesh.axis_names) - set(mesh.manual_axes)
 
 
 def _on_shards(local, axes: set[str], in_specs, out_specs):
-    # All axes that are left, those of size 1 too: in a region that is manual over some of them alone, cuDNN does not compile,
-    # and Pallas kernels compute all heads on every tensor rank, in silence. check_vma guards transposition, and both
-    # directions are written out.
+    # All axes that are left, those of size 1 too: in a region that is manual over some of them alone, cuDNN does not
+    # compile, and Pallas kernels compute all heads on every tensor rank, in silence. check_vma guards transposition,
+    # and both directions are written out.
     return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
 
 
@@ -143,38 +148,43 @@ def problems(run, layout: Layout) -> list[str]:
         faults.append(f"{rules_file} [activations] seq = {list(seq)}: mesh.context={cp} splits every sequence; write "
                       "seq = \"context\", or set mesh.context to 1")
     elif residual[:1] != ("context",):
-        faults.append(f"{rules_file} [activations] residual_seq = {list(residual)} does not begin with context, which splits "
-                      "seq; write residual_seq = \"context\", or [\"context\", \"tensor\"]")
+        faults.append(f"{rules_file} [activations] residual_seq = {list(residual)} does not begin with context, which "
+                      f"splits seq; write residual_seq = \"context\", or [\"context\", \"tensor\"]")
     heads, kv_heads = (layout.mesh_axes("activations", axis) for axis in ("heads", "kv_heads"))
     if heads != kv_heads and run.model.num_kv_heads > 1:
-        faults.append(f"{rules_file} [activations] heads = {list(heads)} and kv_heads = {list(kv_heads)}: where sequences are split, "
-                      "a device's query heads need its own key/value heads; give both the same mesh axes")
+        faults.append(f"{rules_file} [activations] heads = {list(heads)} and kv_heads = {list(kv_heads)}: where "
+                      f"sequences are split, a device's query heads need its own key/value heads; give both the same "
+                      f"mesh axes")
     chunks = cp if method == "ulysses" else 2 * cp
     num_shards = math.lcm(chunks, layout.num_shards(residual))
     if T % num_shards:
         near = " or ".join(str(n) for n in (T // num_shards * num_shards, -(-T // num_shards) * num_shards) if n)
         what = "mesh.context" if method == "ulysses" else "2 × mesh.context"
         also = f" and over {' × '.join(residual)}" if num_shards > chunks else ""
-        faults.append(f"data.seq_len={T} cannot be split into {what} = {chunks} chunks of equal length{also}; use {near}")
+        faults.append(f"data.seq_len={T} cannot be split into {what} = {chunks} chunks of equal length{also}; use "
+                      f"{near}")
     num_shards = layout.num_shards(layout.mesh_axes("activations", "heads"))
     if method == "ulysses" and run.model.num_heads // num_shards % cp:
         each = run.model.num_heads // num_shards
-        faults.append(f"context.method=\"ulysses\" splits {each} heads (model.num_heads={run.model.num_heads} over tensor {num_shards}) "
-                      f"over mesh.context={cp}, which does not divide; use ring or gather, or a mesh.context that divides {each}")
+        faults.append(f"context.method=\"ulysses\" splits {each} heads (model.num_heads={run.model.num_heads} over "
+                      f"tensor {num_shards}) over mesh.context={cp}, which does not divide; use ring or gather, or a "
+                      f"mesh.context that divides {each}")
     return faults
 
 
 def choose(run, layout: Layout, platform: str, gpu: str = "") -> tuple[Callable, str]:
-    """The attention function (see `model.layers.Execution`) and a note on the choice, "" on CPUs that were asked for nothing.
+    """The attention function (see `model.layers.Execution`) and a note on the choice, "" on CPUs that were asked for
+    nothing.
 
-    platform: as jax calls it. gpu: its name in the hardware table. Raises: ValueError where model.attention names an engine
-    that cannot serve the run.
+    platform: as jax calls it. gpu: its name in the hardware table. Raises: ValueError where model.attention names an
+    engine that cannot serve the run.
     """
     asked, cp = run.model.attention, layout.sizes[AXIS]
     against = _against(run, layout, platform, gpu)
     against["cudnn"] += _without_cudnn()
     name = _chosen(asked, against)
-    why = [f"model.attention={asked}"] if asked != "auto" else against["cudnn"][:1] if name == "pallas" else against["cudnn"]
+    why = [f"model.attention={asked}"] if asked != "auto" else against["cudnn"][:1] if name == "pallas" else against[
+        "cudnn"]
     if name == "blockwise" and asked == "auto":
         why = [*dict.fromkeys(why + against["pallas"])]
     if platform not in GPU_PLATFORMS and asked == "auto":
@@ -230,7 +240,8 @@ def _engine(name: str, run, cp: int, gpu: str) -> Engine:
         return pallas.engine(tiles.of(run.model.head_dim, gpu, bool(scores.softcap)), scores)
     if cp == 1 or run.context.method == "ulysses":
         return blockwise.engine(scores=scores)
-    # Four blocks a chunk at least: the diagonal blocks, half of them masked, are then 1/8 of a causal square of two chunks.
+    # Four blocks a chunk at least: the diagonal blocks, half of them masked, are then 1/8 of a causal square of two
+    # chunks.
     chunk = run.data.seq_len // (2 * cp)
     return blockwise.engine(min(blockwise.BLOCK, max(32, -(-chunk // 4))), scores)
 
@@ -249,7 +260,8 @@ def _against_kernels(run, layout: Layout, platform: str) -> list[str]:
         reasons.append(f"kernels take bfloat16, not model.compute_dtype={run.model.compute_dtype}")
     heads, kv_heads, seq = (layout.mesh_axes("activations", axis) for axis in ("heads", "kv_heads", "seq"))
     if heads != kv_heads and run.model.num_kv_heads > 1:
-        reasons.append(f"{layout.rules.path} [activations] splits heads over {list(heads)} and kv_heads over {list(kv_heads)}")
+        reasons.append(f"{layout.rules.path} [activations] splits heads over {list(heads)} and kv_heads over "
+                       f"{list(kv_heads)}")
     if seq and layout.sizes[AXIS] == 1:
         reasons.append(f"{layout.rules.path} [activations] splits seq over {list(seq)}")
     return reasons

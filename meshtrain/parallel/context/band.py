@@ -1,13 +1,13 @@
 """Attention within a window over sequences in zigzag order: a chunk sees itself and the chunks right before it,
 nothing further.
 
-Of 2·cp chunks of c tokens, chunk a sees those at distances 1 … D = ceil((window - 1) / c). At one distance the mask is the same
-on every device: none up to the last one or two, and there that of queries which begin a known number of tokens after the keys.
-So every device computes two blocks for each distance below cp, and one beyond it, where early chunks have nothing before them;
-no device waits for another, and of the blocks at the window's edge engines skip what is beyond it. At distance d the first d
-chunks have nothing to see, and what was computed for them is dropped: of 2·cp·D blocks D (D + 1) / 2, where D < cp.
-How the keys of a chunk come to the device that has the queries is the method's (`ring`, `gather`), as a `Journey`.
-To be called where `axis` is manual. Lengths T are local: 2 chunks.
+Of 2·cp chunks of c tokens, chunk a sees those at distances 1 … D = ceil((window - 1) / c). At one distance the mask is
+the same on every device: none up to the last one or two, and there that of queries which begin a known number of tokens
+after the keys. So every device computes two blocks for each distance below cp, and one beyond it, where early chunks
+have nothing before them; no device waits for another, and of the blocks at the window's edge engines skip what is
+beyond it. At distance d the first d chunks have nothing to see, and what was computed for them is dropped: of 2·cp·D
+blocks D (D + 1) / 2, where D < cp. How the keys of a chunk come to the device that has the queries is the method's
+(`ring`, `gather`), as a `Journey`. To be called where `axis` is manual. Lengths T are local: 2 chunks.
 """
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def distances(mask: Mask, chunk: int, cp: int) -> list[Distances]:
     """All at which anything is seen, the nearest first."""
     last = min(-(-(mask.window - 1) // chunk), 2 * cp - 1)
     free = mask.window // chunk - 1         # up to this one, whole chunks are seen
-    kind = lambda d: (d < cp, mask._replace(causal=False, window=0) if d <= free else mask._replace(causal=False, ahead=d * chunk))
+    kind = lambda d: (d < cp, mask._replace(causal=False, window=0) if d <= free else
+                      mask._replace(causal=False, ahead=d * chunk))
     grouped = [(key, list(those)) for key, those in itertools.groupby(range(1, last + 1), kind)]
     return [Distances(those[0], len(those), *key) for key, those in grouped]
 
@@ -77,7 +78,8 @@ def forward(engine, mask: Mask, journey: Journey, q_BTNH, k_BTKH, v_BTKH, segmen
     return join(o0, o1), join(l0, l1)
 
 
-def backward(engine, mask: Mask, journey: Journey, q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, lse_BTN, do_BTNH, axis: str):
+def backward(engine, mask: Mask, journey: Journey, q_BTNH, k_BTKH, v_BTKH, segments_BT,
+             o_BTNH, lse_BTN, do_BTNH, axis: str):
     """dq, dk, dv of what this device holds, float32. o and lse: the forward's, over all keys."""
     q, k, v, segments, o, lse, do = map(halves, (q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, lse_BTN, do_BTNH))
     cp, i = lax.axis_size(axis), lax.axis_index(axis)
@@ -102,7 +104,8 @@ def backward(engine, mask: Mask, journey: Journey, q_BTNH, k_BTKH, v_BTKH, segme
     if not steps:
         return join(*dq), *(join(*pair) for pair in zip(*dkv))
     _, dq, sums = _through(steps, visit, (journey.begin(tuple(zip(k, v, segments))), dq, None))
-    (dk0, dv0), (dk1, dv1) = jax.tree.map(jnp.add, tuple(dkv), journey.home(sums, steps[-1].first + steps[-1].count - 1))
+    (dk0, dv0), (dk1, dv1) = jax.tree.map(jnp.add, tuple(dkv),
+                                          journey.home(sums, steps[-1].first + steps[-1].count - 1))
     return join(*dq), join(dk0, dk1), join(dv0, dv1)
 
 
@@ -112,8 +115,8 @@ def _number(half: int, i, cp: int):
 
 
 def _through(steps: list[Distances], visit, carry):
-    """carry through visit(carry, d, distances, last) of all. Alike ones are one loop, but the first, which begins the sums, and
-    the last, from where nothing goes on."""
+    """carry through visit(carry, d, distances, last) of all. Alike ones are one loop, but the first, which begins the
+    sums, and the last, from where nothing goes on."""
     last = steps[-1].first + steps[-1].count - 1 if steps else 0
     for of in steps:
         between = range(max(of.first, 2), min(of.first + of.count, last))
@@ -130,8 +133,9 @@ def _through(steps: list[Distances], visit, carry):
 
 
 def ring(axis: str) -> Journey:
-    """Chunk by chunk round: an early chunk goes one device on and a late one a device back, as the next chunk of the sequence
-    lies, and both turn at the ends. Sums travel with the keys that they belong to, and return the shorter way."""
+    """Chunk by chunk round: an early chunk goes one device on and a late one a device back, as the next chunk of the
+    sequence lies, and both turn at the ends. Sums travel with the keys that they belong to, and return the shorter
+    way."""
     def meet(travelling, d, last):
         return travelling, travelling if last else onward(travelling)
 
@@ -184,7 +188,8 @@ def gathered(axis: str) -> Journey:
             sums = jax.tree.map(lambda x: jnp.concatenate([jnp.zeros_like(x)] * (2 * lax.axis_size(axis)), 1), pair[0])
         for half, summands in enumerate(pair):
             at = place(half, d)
-            sums = jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, take(x, at) + y, at * y.shape[1], 1), sums, summands)
+            sums = jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, take(x, at) + y, at * y.shape[1], 1),
+                                sums, summands)
         return sums
 
     def home(sums, D):

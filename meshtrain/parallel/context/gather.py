@@ -1,9 +1,10 @@
-"""All-gather attention: every device gathers the keys and values of the whole sequence (Llama 3, arXiv:2407.21783, 3.3.2).
+"""All-gather attention: every device gathers the keys and values of the whole sequence (Llama 3, arXiv:2407.21783,
+3.3.2).
 
-In zigzag order a device has 2·cp-1 whole chunk × chunk blocks and two on the diagonal, whichever device it is, so nothing
-is masked away and no device waits. Per layer the forward gathers K and V, the backward gathers them again and
-reduce-scatters dK and dV in float32. K and V of the whole sequence stand in memory for one layer at a time.
-To be called where `axis` is manual. Lengths T are local: 2 chunks.
+In zigzag order a device has 2·cp-1 whole chunk × chunk blocks and two on the diagonal, whichever device it is, so
+nothing is masked away and no device waits. Per layer the forward gathers K and V, the backward gathers them again and
+reduce-scatters dK and dV in float32. K and V of the whole sequence stand in memory for one layer at a time. To be
+called where `axis` is manual. Lengths T are local: 2 chunks.
 """
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, ls
     """dq, dk, dv of what this device holds, float32."""
     cp, i = lax.axis_size(axis), lax.axis_index(axis)
     if (mask := mask.within(cp * q_BTNH.shape[1])).window:
-        return band.backward(engine, mask, band.gathered(axis), q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, lse_BTN, do_BTNH, axis)
+        return band.backward(engine, mask, band.gathered(axis), q_BTNH, k_BTKH, v_BTKH,
+                             segments_BT, o_BTNH, lse_BTN, do_BTNH, axis)
     whole = mask._replace(causal=False)
     chunks = _GatherChunks(q_BTNH, cp)
     K, V, Z = (_all(x, axis) for x in (k_BTKH, v_BTKH, segments_BT))

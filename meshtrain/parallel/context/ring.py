@@ -1,11 +1,11 @@
 """Ring attention: keys and values travel round the `context` axis while the blocks that are there are computed.
 
-Source: arXiv:2310.01889, in zigzag order. With the keys of an earlier device j < i, exactly (early q, early k) and (late q,
-early k) are live, with those of a later one (late q, early k) and (late q, late k); each is a whole chunk × chunk block.
-So a device computes two blocks a step, chosen by `where`: no mask, no branch, no idle device. Per layer the forward sends
-cp-1 times K and V, the backward as often again and cp times dK and dV in float32 (segment ids apart; where the model
-casts dK and dV to bf16 next, XLA on GPUs does so before their last hop and sends half of it).
-To be called where `axis` is manual. Lengths T are local: 2 chunks.
+Source: arXiv:2310.01889, in zigzag order. With the keys of an earlier device j < i, exactly (early q, early k) and
+(late q, early k) are live, with those of a later one (late q, early k) and (late q, late k); each is a whole chunk ×
+chunk block. So a device computes two blocks a step, chosen by `where`: no mask, no branch, no idle device. Per layer
+the forward sends cp-1 times K and V, the backward as often again and cp times dK and dV in float32 (segment ids apart;
+where the model casts dK and dV to bf16 next, XLA on GPUs does so before their last hop and sends half of it). To be
+called where `axis` is manual. Lengths T are local: 2 chunks.
 """
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, ls
     """
     cp, i = lax.axis_size(axis), lax.axis_index(axis)
     if (mask := mask.within(cp * q_BTNH.shape[1])).window:
-        return band.backward(engine, mask, band.ring(axis), q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, lse_BTN, do_BTNH, axis)
+        return band.backward(engine, mask, band.ring(axis), q_BTNH, k_BTKH, v_BTKH, segments_BT,
+                             o_BTNH, lse_BTN, do_BTNH, axis)
     whole = mask._replace(causal=False)
     (q0, q1), (s0, s1), (o0, o1), (l0, l1), (g0, g1) = map(halves, (q_BTNH, segments_BT, o_BTNH, lse_BTN, do_BTNH))
 

@@ -2,8 +2,8 @@
 the heads, and another one turns the output back (arXiv:2309.14509).
 
 The order of tokens is the natural one. K and V heads that cp does not divide are repeated, and their gradients summed.
-Per layer the forward sends (cp-1)/cp of Q, K, V and O, the backward of Q, K, V, O, dO, lse and, in the compute dtype, dQ, dK,
-dV. To be called where `axis` is manual. N and K are the heads of this tensor shard; N is a multiple of cp.
+Per layer the forward sends (cp-1)/cp of Q, K, V and O, the backward of Q, K, V, O, dO, lse and, in the compute dtype,
+dQ, dK, dV. To be called where `axis` is manual. N and K are the heads of this tensor shard; N is a multiple of cp.
 """
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Tokens sent to their experts' devices one by one, by all-to-alls of fixed size; what does not fit goes in further rounds.
+"""Tokens sent to their experts' devices one by one, by all-to-alls of fixed size; what does not fit goes in further
+rounds.
 
 Each device sends each other one room for CAPACITY times an even share of its assignments, so a round moves
-CAPACITY·K·T·D·(n-1)/n elements each way: less than `expert`'s gather from n = CAPACITY·K shards on. Rounds go on until the
-fullest pair of devices is empty; their number is the same on all devices that exchange, and nothing is dropped. Sources:
-arXiv:2006.16668 (GShard) has the exchange, and drops what does not fit;
+CAPACITY·K·T·D·(n-1)/n elements each way: less than `expert`'s gather from n = CAPACITY·K shards on. Rounds go on until
+the fullest pair of devices is empty; their number is the same on all devices that exchange, and nothing is dropped.
+Sources: arXiv:2006.16668 (GShard) has the exchange, and drops what does not fit;
 XLA's ragged all-to-all is slow or wrong on GPUs (openxla/xla 33386, marin 8077).
 """
 from __future__ import annotations
@@ -20,13 +21,15 @@ CAPACITY = 1.25
 
 
 class Exchange:
-    """The assignments of this device's tokens, by the device that has their expert. axes: that split the experts into n shards,
-    e each."""
+    """The assignments of this device's tokens, by the device that has their expert. axes: that split the experts into n
+    shards, e each."""
 
     def __init__(self, axes: tuple[str, ...], num_shards: int, e: int, chosen_TK, sorted_by: Callable):
-        self.axes, self.num_shards, (self.T, self.K), self.chosen = axes, num_shards, chosen_TK.shape, chosen_TK.reshape(-1)
+        self.axes, self.num_shards, (self.T,
+                                     self.K), self.chosen = axes, num_shards, chosen_TK.shape, chosen_TK.reshape(-1)
         count = self.chosen.size
-        self.device = jnp.where(self.chosen >= 0, self.chosen // e, num_shards)      # of padding, which has no expert, none
+        # of padding, which has no expert, none
+        self.device = jnp.where(self.chosen >= 0, self.chosen // e, num_shards)
         self.order = sorted_by(self.device, num_shards)
         self.counts = jnp.sum(self.device[:, None] == jnp.arange(num_shards), 0, dtype=jnp.int32)
         self.first = jnp.cumsum(self.counts) - self.counts

@@ -1,12 +1,12 @@
 """The routed experts of a layer over a mesh: tokens go where their experts are, and nothing is ever dropped.
 
-The rules say what splits the experts ([params] expert, expert_mlp) and what splits tokens. Tokens are brought together over the
-axes that split both, each device works on the rows that chose its experts, and the sums are scattered back: a gather and a
-reduce-scatter of T·D each way. Over `tensor` with sequence parallelism that is what a dense MLP sends, too. All of it, and the
-gathers of weights that are split further (ZeRO-3), stands in one region where every axis is manual, both directions written out.
-Where many devices share the experts or K is small, `exchange` sends less.
-The rows of a device's experts lie in a buffer of SPARE times their even share; where more come, further rounds take the rest.
-Dims: A tokens after the gather, K experts of a token, e experts of this device, F their width, R rows.
+The rules say what splits the experts ([params] expert, expert_mlp) and what splits tokens. Tokens are brought together
+over the axes that split both, each device works on the rows that chose its experts, and the sums are scattered back: a
+gather and a reduce-scatter of T·D each way. Over `tensor` with sequence parallelism that is what a dense MLP sends,
+too. All of it, and the gathers of weights that are split further (ZeRO-3), stands in one region where every axis is
+manual, both directions written out. Where many devices share the experts or K is small, `exchange` sends less.
+The rows of a device's experts lie in a buffer of SPARE times their even share; where more come, further rounds take the
+rest. Dims: A tokens after the gather, K experts of a token, e experts of this device, F their width, R rows.
 """
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ from meshtrain.parallel.experts.permutation import Arranged, ExpertRows, sorted_
 from meshtrain.sharding.mesh import automatic_axes, on_shards, psum, psum_scatter
 from meshtrain.sharding.rules import Layout
 
-# With random choices a device of 16 among 128 experts gets up to 1.1 times its share; what is spared costs memory alone.
+# With random choices a device of 16 among 128 experts gets up to 1.1 times its share; what is spared costs memory
+# alone.
 SPARE = 1.25
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RoutedExperts:
-    """How a run computes its experts. activation(inward products) -> h; spare: see SPARE, 0 for a buffer that always suffices.
+    """How a run computes its experts. activation(inward products) -> h; spare: see SPARE, 0 for a buffer that always
+    suffices.
 
-    aux_loss, z_loss: weights of the losses that a layer's router makes. kept: whether the forward leaves what the inward matrices
-    give to the backward (`keeps`).
+    aux_loss, z_loss: weights of the losses that a layer's router makes. kept: whether the forward leaves what the
+    inward matrices give to the backward (`keeps`).
     """
     engine: grouped.GroupedEngine
     num_experts: int
@@ -48,13 +50,15 @@ class RoutedExperts:
     exchanged: bool = False     # whether tokens are sent by all-to-alls (`exchange`), or gathered
 
     def __call__(self, layout: Layout, x_BTD, chosen_BTK, weight_BTK, weights):
-        """Σ_k weight · expert(x), split like the residual stream. weights: {gate?, up, down}, stored as [params] says."""
+        """Σ_k weight · expert(x), split like the residual stream. weights: {gate?, up, down}, stored as [params]
+        says."""
         return apply(self, layout, x_BTD, chosen_BTK, weight_BTK, weights)
 
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """Which axes do what where all are manual. experts, inner: they split the experts and their width; tokens: the tokens."""
+    """Which axes do what where all are manual. experts, inner: they split the experts and their width; tokens: the
+    tokens."""
     experts: tuple[str, ...]
     inner: tuple[str, ...]
     tokens: tuple[str, ...]
@@ -91,7 +95,9 @@ class Region:
 
     def even_rows(self, T: int, K: int) -> int:
         """Of this device's experts for T tokens of each device, where all experts are equally busy."""
-        return max(1, round(T * K * self.filled * self.num_shards(self.gathered) / (1 if self.alone else self.num_shards(self.experts))))
+        return max(1,
+                   round(T * K * self.filled * self.num_shards(self.gathered) / (
+                       1 if self.alone else self.num_shards(self.experts))))
 
     def first_expert(self, e: int):
         """The number of this device's first expert."""
@@ -133,20 +139,23 @@ def _everywhere() -> P:
 
 
 def _apply_backward(experts, layout, saved, dy_BTD):
-    """In one region; with stages in two, so that a pipeline can put the weights' half into W (`layer_vjp`): a region is never
-    divided."""
+    """In one region; with stages in two, so that a pipeline can put the weights' half into W (`layer_vjp`): a region is
+    never divided."""
     weights, shards, staged = saved[3], ExpertShards.of(layout, saved[3]), layout.sizes["stage"] > 1
 
     def inputs_half(x_BTD, chosen_BTK, weight_BTK, weights, kept, dy_BTD):
-        args = *map(_flat, (x_BTD, chosen_BTK, weight_BTK)), shards.in_use(experts.engine, weights, x_BTD.dtype), kept, _flat(dy_BTD)
-        dx, dweight, rest = (_exchanged_backward if experts.exchanged else _backward)(experts, shards.region, *args, staged)
+        args = *map(_flat, (x_BTD, chosen_BTK, weight_BTK)), shards.in_use(experts.engine,
+                                                                           weights, x_BTD.dtype), kept, _flat(dy_BTD)
+        dx, dweight, rest = (_exchanged_backward if experts.exchanged else _backward)(
+            experts, shards.region, *args, staged)
         return dx.reshape(x_BTD.shape), dweight.reshape(weight_BTK.shape), rest if staged else shards.added_up(rest)
 
     def weights_half(passed_on):
         return shards.added_up(passed_on.gradients(experts.engine, shards.axes))
     everywhere = _everywhere()
     out = shards.tokens, shards.tokens, everywhere if staged else shards.grads
-    dx, dweight, dw = on_shards(inputs_half, (shards.tokens,) * 3 + (shards.stored, everywhere, shards.tokens), out)(*saved, dy_BTD)
+    dx, dweight, dw = on_shards(inputs_half, (shards.tokens,) * 3 + (shards.stored, everywhere, shards.tokens),
+                                out)(*saved, dy_BTD)
     if staged:
         dw = on_shards(weights_half, (everywhere,), shards.grads)(dw)
     dw = {name: layout.constrain("grads", d, EXPERT_AXES[name]).astype(weights[name].dtype) for name, d in dw.items()}
@@ -162,12 +171,14 @@ def _flat(a):
 
 @dataclasses.dataclass(frozen=True)
 class ExpertShards:
-    """How arrays come into the region and leave it. tokens, stored, grads: PartitionSpecs over the axes that are automatic outside,
-    of what is split like tokens, and by name of the weights as they are stored and of their gradients.
+    """How arrays come into the region and leave it. tokens, stored, grads: PartitionSpecs over the axes that are
+    automatic outside, of what is split like tokens, and by name of the weights as they are stored and of their
+    gradients.
 
-    axes: by name the logical axes of a weight's dims where it is multiplied. gathers: by name [(axis, mesh axes)] that split no
-    experts, over which a weight is gathered. scatters: the same of gradients, over mesh axes with other tokens that [grads] names.
-    rest: those over which they are then added up; what a pipeline sums after its loop is in neither.
+    axes: by name the logical axes of a weight's dims where it is multiplied. gathers: by name [(axis, mesh axes)] that
+    split no experts, over which a weight is gathered. scatters: the same of gradients, over mesh axes with other tokens
+    that [grads] names. rest: those over which they are then added up; what a pipeline sums after its loop is in
+    neither.
     """
     region: Region
     tokens: P
@@ -195,8 +206,10 @@ class ExpertShards:
             region, layout.spec("activations", ("batch", "residual_seq", None)),
             stored={name: layout.spec("params", EXPERT_AXES[name]) for name in names},
             grads={name: P(*(own(axis) + others(axis) or None for axis in EXPERT_AXES[name])) for name in names},
-            axes={name: ("expert_embed", "expert", "expert_mlp") if embed_first else EXPERT_AXES[name] for name in names},
-            gathers={name: by_axis(name, gathered) for name in names}, scatters=scatters, rest={name: unscattered(name) for name in names})
+            axes={name: ("expert_embed", "expert", "expert_mlp") if embed_first else EXPERT_AXES[name]
+                  for name in names},
+            gathers={name: by_axis(name, gathered) for name in names}, scatters=scatters,
+            rest={name: unscattered(name) for name in names})
 
     def in_use(self, engine: grouped.GroupedEngine, weights, dtype) -> ExpertMatrices:
         """Cast, then gathered: float32 shards travel in the compute dtype.
@@ -225,7 +238,8 @@ def _in_order(a, axes: tuple[str, ...], wanted: tuple[str, ...]):
     return a if axes == wanted else a.transpose([axes.index(axis) for axis in wanted])
 
 
-# ---- one device's part -------------------------------------------------------------------------------------------------
+# ---- one device's part
+# -------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,8 +258,10 @@ class ExpertMatrices:
         return [name for name in ("gate", "up") if name in self.arrays]
 
     def rows(self, by_name: Mapping, summed: str, groups: grouped.Groups, *then_and_beside):
-        """The sum of rows by name, each times its matrices, as an engine's `rows`; summed: the logical axis that they share."""
-        pairs = [grouped.GroupedOperands(x, self.arrays[name], _letters(self.axes[name], summed)) for name, x in by_name.items()]
+        """The sum of rows by name, each times its matrices, as an engine's `rows`; summed: the logical axis that they
+        share."""
+        pairs = [grouped.GroupedOperands(x, self.arrays[name], _letters(self.axes[name], summed))
+                 for name, x in by_name.items()]
         return self.engine.rows(pairs, groups, *then_and_beside)
 
     def zeros(self) -> dict:
@@ -288,8 +304,8 @@ def _forward(experts: RoutedExperts, region: Region, x_TD, chosen_TK, weight_TK,
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PassedOn:
-    """What the gradients of weights are made of: rows, and the cotangents of what they were multiplied to. more: the gradients of
-    further rounds by name, made already; None where one round always suffices."""
+    """What the gradients of weights are made of: rows, and the cotangents of what they were multiplied to. more: the
+    gradients of further rounds by name, made already; None where one round always suffices."""
     groups: grouped.Groups
     x_RD: jax.Array | grouped.Taken
     dy_RD: jax.Array | grouped.Taken
@@ -302,13 +318,15 @@ class PassedOn:
         """float32, by name; axes: the order of their dims."""
         with jax.named_scope(EVEN_ROWS.format(self.even_rows)):
             outer = lambda x_RD, d_RF, name: engine.outer(x_RD, d_RF, self.groups, _letters(axes[name], "expert_embed"))
-            dw = {name: outer(self.x_RD, d, name) for name, d in self.d_inward.items()} | {"down": outer(self.dy_RD, self.hw_RF, "down")}
+            dw = {name: outer(self.x_RD, d, name) for name, d in self.d_inward.items()} | {
+                "down": outer(self.dy_RD, self.hw_RF, "down")}
         return dw if self.more is None else jax.tree.map(jnp.add, dw, self.more)
 
 
-def _backward(experts: RoutedExperts, region: Region, x_TD, chosen_TK, weight_TK, matrices: ExpertMatrices, kept, dy_TD, apart: bool):
-    """(dx, dweight, gradients of this device's experts over the tokens that it has seen; apart: PassedOn). kept: of the first round
-    what the inward matrices give, or None."""
+def _backward(experts: RoutedExperts, region: Region, x_TD, chosen_TK, weight_TK, matrices: ExpertMatrices,
+              kept, dy_TD, apart: bool):
+    """(dx, dweight, gradients of this device's experts over the tokens that it has seen; apart: PassedOn). kept: of the
+    first round what the inward matrices give, or None."""
     even_rows, K, dtype = region.even_rows(*chosen_TK.shape), chosen_TK.shape[1], x_TD.dtype
     x_AD, chosen_AK, weight_AK, dy_AD = map(region.bring, (x_TD, chosen_TK, weight_TK, dy_TD))
     arranged = _arranged(experts, region, chosen_AK, matrices)
@@ -334,11 +352,13 @@ def _backward(experts: RoutedExperts, region: Region, x_TD, chosen_TK, weight_TK
     return region.give(dx_AD), region.give(dweight_AK), rest
 
 
-def _rounds(of: Arranged | all_to_all.Exchange, one_round: Callable, kept, matrices: ExpertMatrices, apart: bool, alone: bool):
+def _rounds(of: Arranged | all_to_all.Exchange, one_round: Callable, kept, matrices: ExpertMatrices,
+            apart: bool, alone: bool):
     """(dx, dweight, gradients or, apart, PassedOn) of the first round and those behind it; alone: there are none.
 
-    Further rounds run twice, for inputs and for weights: their sums begin with the first round's in place. One loop for both would
-    begin with zeros as large as all gradients in every step, mostly for nothing, or hold dx back until the gradients are made.
+    Further rounds run twice, for inputs and for weights: their sums begin with the first round's in place. One loop for
+    both would begin with zeros as large as all gradients in every step, mostly for nothing, or hold dx back until the
+    gradients are made.
     """
     gradients = lambda passed_on: passed_on.gradients(matrices.engine, matrices.axes)
     dx, dweight, passed_on = one_round(of.round(0), kept)
@@ -355,11 +375,13 @@ def _rounds(of: Arranged | all_to_all.Exchange, one_round: Callable, kept, matri
     return dx, dweight, dataclasses.replace(passed_on, more=more)
 
 
-# ---- the same by all-to-alls -------------------------------------------------------------------------------------------
+# ---- the same by all-to-alls
+# -------------------------------------------------------------------------------------------
 
 
 def _apart(experts: RoutedExperts, region: Region, chosen_TK, matrices: ExpertMatrices):
-    """(Experts, Region, Exchange): each device works on what was sent to it, rows of one choice each, in a buffer that suffices."""
+    """(Experts, Region, Exchange): each device works on what was sent to it, rows of one choice each, in a buffer that
+    suffices."""
     swap = all_to_all.Exchange(region.experts, region.num_shards(region.experts), matrices.e, chosen_TK, sorted_by)
     return dataclasses.replace(experts, spare=0.0), dataclasses.replace(region, alone=True, filled=swap.filled), swap
 
@@ -374,7 +396,8 @@ def _exchanged(experts: RoutedExperts, region: Region, x_TD, chosen_TK, weight_T
     return swap.further(lambda now: one_round(now)[0], y_TD).astype(x_TD.dtype), inward
 
 
-def _exchanged_backward(experts: RoutedExperts, region: Region, x_TD, chosen_TK, weight_TK, matrices: ExpertMatrices, kept, dy_TD, apart: bool):
+def _exchanged_backward(experts: RoutedExperts, region: Region, x_TD, chosen_TK, weight_TK,
+                        matrices: ExpertMatrices, kept, dy_TD, apart: bool):
     experts, alone, swap = _apart(experts, region, chosen_TK, matrices)
 
     def one_round(now: all_to_all.Round, inward=None):
@@ -385,7 +408,8 @@ def _exchanged_backward(experts: RoutedExperts, region: Region, x_TD, chosen_TK,
     return dx.astype(x_TD.dtype), dweight, rest
 
 
-# ---- what a run file asks for ------------------------------------------------------------------------------------------
+# ---- what a run file asks for
+# ------------------------------------------------------------------------------------------
 
 ACTIVATIONS = {"swiglu": lambda gate, up: jax.nn.silu(gate) * up, "geglu": lambda gate, up: jax.nn.gelu(gate) * up,
                "gelu": jax.nn.gelu}
@@ -396,13 +420,16 @@ def choose(run, layout: Layout, platform: str) -> RoutedExperts | None:
     if not run.model.num_experts:
         return None
     engine = grouped.loop() if platform == "cpu" else grouped.kernels()
-    return RoutedExperts(engine, run.model.num_experts, ACTIVATIONS[run.model.activation], run.experts.aux_loss, run.experts.z_loss,
-                   kept=keeps(run.training.remat, layout.sizes["stage"]), exchanged=dispatch(run.experts.dispatch, run.model.experts_per_token, layout)[0] == "all_to_all")
+    return RoutedExperts(engine, run.model.num_experts, ACTIVATIONS[run.model.activation],
+                         run.experts.aux_loss, run.experts.z_loss,
+                   kept=keeps(run.training.remat, layout.sizes["stage"]),
+                   exchanged=dispatch(run.experts.dispatch, run.model.experts_per_token, layout)[0] == "all_to_all")
 
 
 def keeps(remat: str, stages: int) -> bool:
-    """Whether what gate and up give waits for the backward: two of eleven products less, for rows as wide as two experts. Under
-    `selective` they are more bytes than all else that it keeps, for less time, and in stages they would wait in every slot."""
+    """Whether what gate and up give waits for the backward: two of eleven products less, for rows as wide as two
+    experts. Under `selective` they are more bytes than all else that it keeps, for less time, and in stages they would
+    wait in every slot."""
     return remat == "none" and stages == 1
 
 
@@ -419,21 +446,23 @@ def note(run, layout: Layout) -> str:
     if not run.model.num_experts or not region.own:
         return ""
     method, why = dispatch(run.experts.dispatch, run.model.experts_per_token, layout)
-    return f"experts: {method} over {' × '.join(f'{a} {layout.sizes[a]}' for a in region.own)}" + (f", because {why}" if why else "")
+    return f"experts: {method} over {' × '.join(f'{a} {layout.sizes[a]}' for a in region.own)}" + (
+        f", because {why}" if why else "")
 
 
 def _against_exchange(layout: Layout) -> str:
     region = Region.of(layout)
     if region.inner or not region.experts:
-        return f"{layout.rules.path} [params] splits experts over {list(region.experts)} and their width over {list(region.inner)}, " \
-               "and tokens are only sent where experts are split, and whole"
+        return (f"{layout.rules.path} [params] splits experts over {list(region.experts)} and their width over "
+                f"{list(region.inner)}, and tokens are only sent where experts are split, and whole")
     if region.summed:
         return f"{layout.rules.path} splits no tokens over {list(region.summed)}, which splits experts"
     return ""
 
 
 def dispatch(asked: str, K: int, layout: Layout) -> tuple[str, str]:
-    """(gather or all_to_all, why). Both send equally often; a gather (n-1)·T·D, an all-to-all CAPACITY·K·T·D·(n-1)/n."""
+    """(gather or all_to_all, why). Both send equally often; a gather (n-1)·T·D, an all-to-all
+    CAPACITY·K·T·D·(n-1)/n."""
     if asked != "auto":
         return asked, f"experts.dispatch={asked}"
     if against := _against_exchange(layout):
@@ -442,4 +471,6 @@ def dispatch(asked: str, K: int, layout: Layout) -> tuple[str, str]:
         return "gather", "rounds of an all-to-all cannot be divided into a pipeline's B and W"
     num_shards = layout.num_shards(Region.of(layout).experts)
     cheaper = num_shards < all_to_all.CAPACITY * K
-    return ("gather" if cheaper else "all_to_all"), f"{num_shards} shards are {'less' if cheaper else 'not less'} than {all_to_all.CAPACITY} × {K} experts a token"
+    why = (f"{num_shards} shards are {'less' if cheaper else 'not less'} than {all_to_all.CAPACITY} × {K} experts a "
+           f"token")
+    return ("gather" if cheaper else "all_to_all"), why

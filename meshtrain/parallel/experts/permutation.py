@@ -1,7 +1,7 @@
 """Sorts (token, expert) pairs by expert into fixed-size buffers for grouped matmuls.
 
-If the load is balanced, one buffer holds all pairs; overflow is processed in further rounds, so no token is dropped. Rows are
-taken from tokens and summed back by gathers alone, which is deterministic. Knows no matrices and no mesh.
+If the load is balanced, one buffer holds all pairs; overflow is processed in further rounds, so no token is dropped.
+Rows are taken from tokens and summed back by gathers alone, which is deterministic. Knows no matrices and no mesh.
 Dims: A tokens, K experts of a token, e experts of this device, R rows.
 """
 from __future__ import annotations
@@ -20,8 +20,8 @@ from meshtrain.names import FURTHER_ROUNDS
 
 @dataclasses.dataclass(frozen=True)
 class ExpertRows:
-    """The rows of a device's experts in one round: their groups, the assignment (token · K + k) of each or -1, and where each
-    assignment's row is or -1."""
+    """The rows of a device's experts in one round: their groups, the assignment (token · K + k) of each or -1, and
+    where each assignment's row is or -1."""
     groups: grouped.Groups
     assignment_R: jax.Array
     row_AK: jax.Array
@@ -36,24 +36,27 @@ class ExpertRows:
     def sum(self, y_RD, dtype):
         """Each token's rows added in the order of its choices, in float32: gathers, so the same bits every time.
 
-        Row 0 is always written: what is multiplied with zero must be a number. A sum over [A, K, D] takes a CPU twice as long.
+        Row 0 is always written: what is multiplied with zero must be a number. A sum over [A, K, D] takes a CPU twice
+        as long.
         """
         here_KA, row_KA = self.row_AK.T >= 0, jnp.maximum(self.row_AK.T, 0)
         return sum(y_RD[row].astype(jnp.float32) * here[:, None] for row, here in zip(row_KA, here_KA)).astype(dtype)
 
 
 class Arranged:
-    """All assignments sorted by this device's experts, those of others last; `round(n)` has the rows of its n-th part."""
+    """All assignments sorted by this device's experts, those of others last; `round(n)` has the rows of its n-th
+    part."""
 
     def __init__(self, chosen_AK, first, e: int, num_experts: int, spare: float, block: Callable):
-        """first: the number of this device's first expert, of e among num_experts. spare: rows of the buffer relative to an
-        even share, 0 for one that always suffices. block: as an engine's."""
+        """first: the number of this device's first expert, of e among num_experts. spare: rows of the buffer relative
+        to an even share, 0 for one that always suffices. block: as an engine's."""
         A, K = chosen_AK.shape
         local = chosen_AK.reshape(-1) - first
         key = jnp.where((local >= 0) & (local < e), local, e)
         order = sorted_by(key, e)
         # A scatter turns the order round: it writes every place once.
-        self.place_AK = jnp.zeros(A * K, jnp.int32).at[order].set(jnp.arange(A * K, dtype=jnp.int32), unique_indices=True
+        self.place_AK = jnp.zeros(A * K, jnp.int32).at[order].set(jnp.arange(A * K, dtype=jnp.int32),
+                                                                  unique_indices=True
                                                                    ).reshape(A, K)
         self.order, self.sizes = order, jnp.sum(key[:, None] == jnp.arange(e), 0, dtype=jnp.int32)
         most = A * min(K, e)
@@ -75,7 +78,8 @@ class Arranged:
         place = self.place_AK - start
         here = (place >= 0) & (place < self.rows) & (self.place_AK < ends[-1])
         group = jnp.minimum(jnp.sum(high[None, None] <= place[..., None], -1), len(self.sizes) - 1)
-        return ExpertRows(groups, assignment_R, jnp.where(here, groups.first[group] * self.block + place - low[group], -1))
+        return ExpertRows(groups, assignment_R,
+                          jnp.where(here, groups.first[group] * self.block + place - low[group], -1))
 
     def further(self, one_round: Callable, first):
         """first + the sum of one_round(rows) over the rounds behind the first; mostly there are none.
@@ -91,7 +95,8 @@ class Arranged:
 
 
 def sorted_by(key, e: int):
-    """The order that sorts the keys 0 … e, equal ones as they come. Packed into one number with the index, keys are unique."""
+    """The order that sorts the keys 0 … e, equal ones as they come. Packed into one number with the index, keys are
+    unique."""
     n = key.shape[0]
     bits = max(1, (n - 1).bit_length())
     index = jnp.arange(n, dtype=jnp.uint32)

@@ -1,10 +1,10 @@
 """F, B and W of a layer: its forward, and the input and the weight half of its backward, each a function of its own.
 
-The backward that `jax.vjp` builds is traced once and its equations are divided: what the input gradient needs is B, what else
-the weight gradient needs is W, and values that B computes and W uses are passed on. Nothing is computed twice, and both halves
-together are the undivided backward, bit for bit. Residuals that depend on the weights or on the microbatch's own inputs alone
-(casts, masks, rotations) are recomputed, not stored. A stack of layers is divided layer by layer, so it stays a scan. Knows no
-model and no mesh.
+The backward that `jax.vjp` builds is traced once and its equations are divided: what the input gradient needs is B,
+what else the weight gradient needs is W, and values that B computes and W uses are passed on. Nothing is computed
+twice, and both halves together are the undivided backward, bit for bit. Residuals that depend on the weights or on the
+microbatch's own inputs alone (casts, masks, rotations) are recomputed, not stored. A stack of layers is divided layer
+by layer, so it stays a scan. Knows no model and no mesh.
 Source: the idea of B and W is zero bubble's, arXiv:2401.10241.
 """
 from __future__ import annotations
@@ -29,7 +29,8 @@ class FBW:
 
     forward(w, x, e) -> y, aux, (r, q). backward_input(w, e, r, q, dy) -> dx, z. backward_weight(w, e, q, z) -> dw.
     backward(w, e, r, q, dy) -> dx, dw is both at once. r: what only B needs, q: what W needs, z: what B passes to W;
-    lists of arrays whose ShapeDtypeStructs are `r`, `q` and `z`. aux: a tree like `aux`. dw is float32 whatever the dtype of w.
+    lists of arrays whose ShapeDtypeStructs are `r`, `q` and `z`. aux: a tree like `aux`. dw is float32 whatever the
+    dtype of w.
     """
     forward: Callable
     backward_input: Callable
@@ -67,11 +68,13 @@ def layer(f: Callable, w, x, e) -> FBW:
         return ahead.backward(wide(w), e, merged(r, q), dy)
 
     r, q = ([_aval(v.aval) for v, k in zip(ahead.saved, of_w) if k == want] for want in (False, True))
-    return FBW(forward, backward_input, backward_weight, backward, ahead.aux_avals, r, q, [_aval(v.aval) for v in behind.passed_on])
+    return FBW(forward, backward_input, backward_weight, backward, ahead.aux_avals, r,
+               q, [_aval(v.aval) for v in behind.passed_on])
 
 
 class _Forward:
-    """The forward of f under `jax.vjp`, traced: which equations make y, which residuals are saved and which are recomputed."""
+    """The forward of f under `jax.vjp`, traced: which equations make y, which residuals are saved and which are
+    recomputed."""
 
     def __init__(self, f: Callable, w, x, e):
         num_w = len(jax.tree.leaves(w))
@@ -116,10 +119,12 @@ class _Backward:
         self.w_tree = jax.tree.structure(w)
         self.traced = _inlined(ahead.backward, w, e, [_aval(v.aval) for v in ahead.saved], _aval(ahead.y.aval))
         jaxpr = self.traced.jaxpr
-        self.w_and_e, self.saved, self.dy = jaxpr.invars[:num_w + num_e], jaxpr.invars[num_w + num_e:-1], jaxpr.invars[-1]
+        self.w_and_e, self.saved, self.dy = jaxpr.invars[:num_w + num_e], jaxpr.invars[num_w + num_e:-1], jaxpr.invars[
+            -1]
         self.dx, self.dw = jaxpr.outvars[0], jaxpr.outvars[1:]
         self.eqns_b = _slice(jaxpr.eqns, [self.dx])
-        of_microbatch = _dependents(jaxpr.eqns, {*self.saved, self.dy})       # the rest is recomputed where it is needed
+        # the rest is recomputed where it is needed
+        of_microbatch = _dependents(jaxpr.eqns, {*self.saved, self.dy})
         made_by_b = {v for eqn in self.eqns_b for v in eqn.outvars} & of_microbatch
         self.eqns_w = _slice(jaxpr.eqns, self.dw, stop=made_by_b)
         used_by_w = _variables(self.dw).union(*(_variables(eqn.invars) for eqn in self.eqns_w))
@@ -146,19 +151,20 @@ class _Backward:
 def stack(f: Callable, ws, own, depth: int, x, e) -> FBW:
     """F, B and W of `depth` layers f(w, x, (own, e)) -> (x, aux), one after the other; aux is summed over them.
 
-    Their weights are stacked in ws [n, …], n at least `depth`, and so is, in `own`, what each of them alone has and nobody
-    differentiates: its number, weights that are frozen.
+    Their weights are stacked in ws [n, …], n at least `depth`, and so is, in `own`, what each of them alone has and
+    nobody differentiates: its number, weights that are frozen.
 
     In the result's functions w is (ws, own, first): layers first … first + depth − 1 of the stack, so that a
     stage with several chunks needs no copy of one. e is the same for all layers. backward_weight and backward take two
-    more arguments and return, for dw, `total` [n, …] with the gradients added in place where `on`: stacked, those of one
-    microbatch would be as large as the total. forward takes one more: `room`, (r, q) of some earlier call, which is written
-    over; without it buffers are filled with zeros first, and copied where two are alike.
+    more arguments and return, for dw, `total` [n, …] with the gradients added in place where `on`: stacked, those of
+    one microbatch would be as large as the total. forward takes one more: `room`, (r, q) of some earlier call, which is
+    written over; without it buffers are filled with zeros first, and copied where two are alike.
     """
     one, scan = layer_of(f, ws, own, x, e), jax.lax.scan
 
     def order():
-        return jnp.arange(depth)        # where it is used: these functions may be made in one trace and called in another
+        # where it is used: these functions may be made in one trace and called in another
+        return jnp.arange(depth)
 
     def at(w, e, i):
         weights, own = take(w[:2], w[2] + i)
@@ -200,13 +206,14 @@ def layer_of(f: Callable, ws, own, x, e) -> FBW:
 def added(total, i, new, on):
     """`total` [n, …] with `new` added to entry i where `on`.
 
-    In one kernel and in place, which XLA for GPUs makes of it only where both slices have the same index, an instruction and no
-    formula of either, and nothing is reshaped between them.
+    In one kernel and in place, which XLA for GPUs makes of it only where both slices have the same index, an
+    instruction and no formula of either, and nothing is reshaped between them.
     """
     i = jax.lax.optimization_barrier(i)
 
     def add(t, d):
-        d = jax.lax.optimization_barrier(d)     # else cuBLAS adds to a copy of the entry, which is written back afterwards
+        # else cuBLAS adds to a copy of the entry, which is written back afterwards
+        d = jax.lax.optimization_barrier(d)
         at = _start(t, (i,))
         old = jax.lax.dynamic_slice(t, at, (1, *t.shape[1:]), allow_negative_indices=False)
         return jax.lax.dynamic_update_slice(t, old + jnp.where(on, d, 0)[None], at, allow_negative_indices=False)
@@ -239,7 +246,8 @@ def wide(w):
     """Weights as float32 where they are differentiated, so that their gradients are: a bfloat16 weight's would be
     rounded in every microbatch. Layers cast down again, and XLA drops the pair of casts."""
     def widen(a):
-        return jax.ShapeDtypeStruct(a.shape, jnp.float32) if isinstance(a, jax.ShapeDtypeStruct) else a.astype(jnp.float32)
+        return jax.ShapeDtypeStruct(a.shape, jnp.float32) if isinstance(a, jax.ShapeDtypeStruct) else a.astype(
+            jnp.float32)
     return jax.tree.map(widen, w)
 
 

@@ -1,12 +1,13 @@
 """One executor for every schedule: a whole pipelined step inside one `shard_map`.
 
-In a tick all stages execute the same slots in the same order (receive, embedding, layers, send, loss), each on the microbatch
-and the buffer slots that the schedule gives it; a stage that has nothing to do works masked, so no control flow differs between
-devices and collectives may stand anywhere. F, B and W of a tick go through the layers together: none waits for another, so the
-collectives of one run beside the products of the others. Ticks with the same slots are a phase, one scan. The executor makes
-the gradients itself: jax never differentiates through it. It is given the model as functions and knows nothing else of it.
-Leading layers, unlike those of the stages, stand before the first tick and behind the last one, on all stages at once.
-Manual are `stage` and the axes over which gradients are summed once, after the step; all others are automatic.
+In a tick all stages execute the same slots in the same order (receive, embedding, layers, send, loss), each on the
+microbatch and the buffer slots that the schedule gives it; a stage that has nothing to do works masked, so no control
+flow differs between devices and collectives may stand anywhere. F, B and W of a tick go through the layers together:
+none waits for another, so the collectives of one run beside the products of the others. Ticks with the same slots are a
+phase, one scan. The executor makes the gradients itself: jax never differentiates through it. It is given the model as
+functions and knows nothing else of it. Leading layers, unlike those of the stages, stand before the first tick and
+behind the last one, on all stages at once. Manual are `stage` and the axes over which gradients are summed once, after
+the step; all others are automatic.
 Sources: `schedules`; arXiv:1811.06965, 2104.04473, 2401.10241.
 """
 from __future__ import annotations
@@ -37,10 +38,10 @@ class ModelFunctions:
     prepare(microbatch, extra) -> e: what all layers see beside the residual stream, recomputed where it is needed.
     embed(ends, frozen, microbatch, extra) -> x, before the first layer. layer(w, x, ((number, frozen), e)) -> (x, aux).
     head(ends, frozen, x, microbatch, extra) -> (objective, metric), after the last; the objective is differentiated.
-    aux: {name: float32 array}, sums that are not differentiated. `ends` are the weights of embed and head, which all stages
-    work on together: where they are split over the stages, embed and head gather and sum over them, and return the same on
-    every stage. frozen: of a layer or of the ends those weights that have no gradient. leading: as `layer`, of layers of
-    another kind before the first stage, which have no aux; None: there are none.
+    aux: {name: float32 array}, sums that are not differentiated. `ends` are the weights of embed and head, which all
+    stages work on together: where they are split over the stages, embed and head gather and sum over them, and return
+    the same on every stage. frozen: of a layer or of the ends those weights that have no gradient. leading: as `layer`,
+    of layers of another kind before the first stage, which have no aux; None: there are none.
     """
     prepare: Callable
     embed: Callable
@@ -54,8 +55,8 @@ class Split:
     """How the arguments of the executor are split over the mesh.
 
     deferred_axes: over which the batch is split, and the caller sums gradients after the step.
-    layer_axes: (of the layers, of frozen layers), those of the deferred axes that split a leaf, for each dim behind n; along them
-      its gradient is whole already.
+    layer_axes: (of the layers, of frozen layers), those of the deferred axes that split a leaf, for each dim behind n;
+      along them its gradient is whole already.
     ends_specs: (of the ends, of frozen ends), batch_specs: PartitionSpecs by leaf, over `stage` and the deferred axes.
     """
     mesh: jax.sharding.Mesh
@@ -66,21 +67,25 @@ class Split:
 
 
 def gradients(schedule: Schedule, model: ModelFunctions, split: Split, weights, batch, extra):
-    """(metric [R], gradients of layers [R, V, P, n, …], of ends [R, …], of leading layers [R·P, n, …], aux by name [R·P, …]),
-    float32 and unsummed over replicas, those of leading layers and aux over stages, too.
+    """(metric [R], gradients of layers [R, V, P, n, …], of ends [R, …], of leading layers [R·P, n, …], aux by name
+    [R·P, …]), float32 and unsummed over replicas, those of leading layers and aux over stages, too.
 
-    weights: ((layers, frozen layers), (ends, frozen ends), (leading, frozen leading)). Layers are [V, P, n, …], P over stage:
-    layer (v, s, i) has the number (v·P + s)·n + i. leading: [n, …]. batch: [M, R, …]. extra: replicated. R: the product of the
-    sizes of the deferred axes, over which the leading dim is split; of a leaf without those that split it.
+    weights: ((layers, frozen layers), (ends, frozen ends), (leading, frozen leading)). Layers are [V, P, n, …], P over
+    stage: layer (v, s, i) has the number (v·P + s)·n + i. leading: [n, …]. batch: [M, R, …]. extra: replicated. R: the
+    product of the sizes of the deferred axes, over which the leading dim is split; of a leaf without those that split
+    it.
     """
-    return _over_stages(partial(_execute, schedule, model, _needs_order(split.mesh), True), True, split, weights, batch, extra)
+    return _over_stages(partial(_execute, schedule, model, _needs_order(split.mesh), True),
+                        True, split, weights, batch, extra)
 
 
 def evaluate(model: ModelFunctions, split: Split, weights, batch, extra):
-    """The metric [R] of `gradients` alone, by the forward ticks of GPipe's schedule: layers [1, P, n, …], nothing is saved."""
+    """The metric [R] of `gradients` alone, by the forward ticks of GPipe's schedule: layers [1, P, n, …], nothing is
+    saved."""
     microbatches, stages = jax.tree.leaves(batch)[0].shape[0], jax.tree.leaves(weights[0])[0].shape[1]
     schedule = schedules.make("gpipe", stages, microbatches)
-    return _over_stages(partial(_execute, schedule, model, _needs_order(split.mesh), False), False, split, weights, batch, extra)[0]
+    return _over_stages(partial(_execute, schedule, model, _needs_order(split.mesh), False),
+                        False, split, weights, batch, extra)[0]
 
 
 def _needs_order(mesh) -> bool:
@@ -164,13 +169,14 @@ class Shard:
 def _shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage, weights, batch, extra):
     """(Shard, carry of the first tick, numbers [T, columns] of the tick after each).
 
-    carry: buffers X R Q D (Z) and the sums metric, ws, ends, leading and aux, all zero; tick: what the first tick is given.
-    Where nothing is differentiated, X, metric and tick alone.
+    carry: buffers X R Q D (Z) and the sums metric, ws, ends, leading and aux, all zero; tick: what the first tick is
+    given. Where nothing is differentiated, X, metric and tick alone.
     """
     stage, (ws, (ends, frozen_ends), (leading, frozen_leading)) = stage[0], weights
     num_stages, num_chunks = schedule.num_stages, schedule.num_chunks
     depth = jax.tree.leaves(ws)[0].shape[2]
-    flat, frozen = jax.tree.map(lambda a: a.reshape(num_chunks * depth, *a.shape[3:]), ws)      # [V, 1, n, …] -> [V·n, …]
+    # [V, 1, n, …] -> [V·n, …]
+    flat, frozen = jax.tree.map(lambda a: a.reshape(num_chunks * depth, *a.shape[3:]), ws)
     numbers = ((jnp.arange(num_chunks) * num_stages + stage)[:, None] * depth + jnp.arange(depth)).reshape(-1)
     batch = jax.tree.map(lambda a: a[:, 0], batch)                                      # [M, 1, …] -> [M, …]
     own, count = (numbers, frozen), len(jax.tree.leaves((leading, frozen_leading))[0]) if model.leading else 0
@@ -181,7 +187,8 @@ def _shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage
     ahead = layer_vjp.stack(model.leading, *leading, count, x, e) if differentiate and count else None
     columns = dict(schedule.columns) | {name: np.tile(a[:, None], num_stages) for name, a in schedule.shared.items()}
     ticks = jnp.take(np.stack(list(columns.values()), axis=2), stage, axis=1)
-    this = Shard(schedule, model, stage, (flat, own), depth, ends, frozen_ends, leading, batch, extra, x, fbw, ahead, tuple(columns))
+    this = Shard(schedule, model, stage, (flat, own), depth, ends, frozen_ends, leading,
+                 batch, extra, x, fbw, ahead, tuple(columns))
     buffer = lambda avals, *shape: jax.tree.map(lambda a: jnp.zeros((*shape, *a.shape), a.dtype), avals)
     slots = schedule.slots
     zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), tree)
@@ -218,7 +225,8 @@ def _layers(this: Shard, kinds: str, wait: Callable, c, tick, x):
     """
     fbw, kinds = this.fbw, set(kinds)
     w_e = this.prepare(tick["W_mb"]) if "W" in kinds else None
-    reads = [(buffer, slot) for buffer, slot in (("R", "B_r"), ("Q", "B_q"), ("Q", "W_q"), ("Z", "W_z")) if slot[0] in kinds]
+    reads = [(buffer, slot) for buffer, slot in (("R", "B_r"), ("Q", "B_q"), ("Q", "W_q"), ("Z", "W_z"))
+             if slot[0] in kinds]
 
     def visit(carry, i):
         c, x, dx = carry
@@ -247,7 +255,8 @@ def _layers(this: Shard, kinds: str, wait: Callable, c, tick, x):
             dw = fbw.backward_weight(w, (own, w_e), saved["W_q"], z)
             c = c | dict(ws=added(c["ws"], tick["W_chunk"] * this.depth + back, dw, tick["W_on"] > 0))
         if "F" in kinds:
-            c = c | dict(R=put(c["R"], r, tick["F_r"], i), Q=put(c["Q"], q, tick["F_q"], i), aux=_add(c["aux"], aux, tick["F_on"] > 0))
+            c = c | dict(R=put(c["R"], r, tick["F_r"], i), Q=put(c["Q"], q, tick["F_q"], i),
+                         aux=_add(c["aux"], aux, tick["F_on"] > 0))
         return (c, x, dx), None
 
     dx = take(c["D"], tick["B_d"]) if "B" in kinds else None
@@ -291,9 +300,10 @@ def _looked_up_back(this: Shard, ends, i, dx, on):
 
 
 # ---- leading layers --------------------------------------------------------------------------------------------------
-# Stage s has microbatches s, s + P, …, one in each round: their forward before the first tick, their backward behind the last
-# one. On the first stage alone, in its ticks, they would cost as much on all others, which wait for it. From there to here
-# a microbatch is in a buffer L [rounds, …]: what leading layers made of it until F has read it, then its cotangent.
+# Stage s has microbatches s, s + P, …, one in each round: their forward before the first tick, their backward behind
+# the last one. On the first stage alone, in its ticks, they would cost as much on all others, which wait for it. From
+# there to here a microbatch is in a buffer L [rounds, …]: what leading layers made of it until F has read it, then its
+# cotangent.
 
 
 def _lead(this: Shard, c):
@@ -308,14 +318,16 @@ def _lead(this: Shard, c):
         if this.ahead:
             y, _, saved = this.ahead.forward((*this.leading, 0), x, e)
             return None, (y, saved)
-        return None, (lax.scan(lambda x, w: (this.model.leading(w[0], x, (w[1], e))[0], None), x, this.leading)[0], None)
+        return None, (lax.scan(lambda x, w: (this.model.leading(w[0], x, (w[1], e))[0], None),
+                               x, this.leading)[0], None)
     _, (ys, saved) = lax.scan(one_round, None, jnp.arange(_rounds(this)))
     return c | dict(L=ys), saved
 
 
 def _led(this: Shard, c, i):
     """What the leading layers made of microbatch i, on all stages."""
-    return _share(take(c["L"], lax.div(i, this.schedule.num_stages)), lax.rem(i, this.schedule.num_stages) == this.stage)
+    return _share(take(c["L"], lax.div(i, this.schedule.num_stages)),
+                  lax.rem(i, this.schedule.num_stages) == this.stage)
 
 
 def _lead_next(this: Shard, c, tick, dx):
@@ -363,10 +375,12 @@ def _tick(this: Shard, phase: _Phase, wait: Callable, c, following):
     tick, num_stages = this.named(c["tick"]), this.schedule.num_stages
     send = lambda array, by: lax.ppermute(array, STAGE, [(i, (i + by) % num_stages) for i in range(num_stages)])
     if not this.fbw:
-        y = lax.scan(lambda x, w: (this.model.layer(w[0], x, (w[1], tick["F_e"]))[0], None), _input(this, phase, c, tick),
+        y = lax.scan(lambda x, w: (this.model.layer(w[0], x, (w[1], tick["F_e"]))[0], None),
+                     _input(this, phase, c, tick),
                      this.layers)[0]
     else:
-        c, y, dx = _layers(this, phase.kinds, wait, c, tick, _input(this, phase, c, tick) if "F" in phase.kinds else None)
+        c, y, dx = _layers(this, phase.kinds, wait, c, tick,
+                           _input(this, phase, c, tick) if "F" in phase.kinds else None)
     # What the neighbours need in the next tick travels beside the loss, as far as there is one.
     arrived = {}
     if "F" in phase.kinds:
@@ -379,7 +393,8 @@ def _tick(this: Shard, phase: _Phase, wait: Callable, c, following):
         c = _loss(this, phase, c, tick, y)
         tick, following = wait(tick, c["metric"]), wait(following, c["metric"])
     if "B" in phase.kinds and phase.embed_grad != "never":
-        grads, shared = _sometimes(this, phase, "embed_grad", tick, lambda: _embed_grad(this, c, tick, dx), lambda: (c["ends"], dx))
+        grads, shared = _sometimes(this, phase, "embed_grad", tick, lambda: _embed_grad(this, c, tick, dx),
+                                   lambda: (c["ends"], dx))
         c, following = c | dict(ends=grads), wait(following, shared)
         c = _lead_next(this, c, tick, shared) if this.model.leading else c
     # Behind the loss, which where it is masked writes into a slot of D that is free until here.
@@ -389,7 +404,8 @@ def _tick(this: Shard, phase: _Phase, wait: Callable, c, following):
     return c | dict(tick=this.prepared(following)), None
 
 
-def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, differentiate: bool, stage, weights, batch, extra):
+def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, differentiate: bool,
+             stage, weights, batch, extra):
     this, c, following = _shard(schedule, model, differentiate, stage, weights, batch, extra)
     wait = _ordered if in_order else lambda values, _: values
     if model.leading:
@@ -422,8 +438,8 @@ def _phases(schedule: Schedule, trained_ends: bool) -> list[_Phase]:
 
 
 def _sometimes(this: Shard, phase: _Phase, what: str, tick, then, otherwise):
-    """then() in the ticks of the phase that have `what`: loss, embed or embed_grad. The condition is the same on all devices,
-    so its branches may hold collectives."""
+    """then() in the ticks of the phase that have `what`: loss, embed or embed_grad. The condition is the same on all
+    devices, so its branches may hold collectives."""
     if getattr(phase, what) == "always":
         return then()
     on = this.schedule.shared[f"{what}_on"][phase.start:phase.stop]
@@ -441,8 +457,8 @@ def _ordered(values, done):
 
     All permutes of one device share a rendezvous there, and XLA may start one while another is under way inside a loop
     that it does not depend on: they then pair with each other, which gives wrong numbers or a hang, once in a hundred
-    programs. Only one line of an array is read, and summed, because it may be split over an automatic axis. Of the floats in a
-    tree nothing is sent as it is.
+    programs. Only one line of an array is read, and summed, because it may be split over an automatic axis. Of the
+    floats in a tree nothing is sent as it is.
     """
     line = done[0, :, 0].sum() if done.ndim == 3 else done
     if isinstance(values, jax.Array):

@@ -1,16 +1,17 @@
 """Pipeline schedules as data: what every stage does to which microbatch in every tick, and which slot holds it.
 
-`make` generates a schedule, `cost.simulate` prices it, and one executor, `pipeline`, interprets it; no schedule is control
-flow. tests/test_schedules.py proves every schedule of up to 8 stages sound, by tests/schedule_check.py. Knows numpy only: no
-jax, no model, no devices.
+`make` generates a schedule, `cost.simulate` prices it, and one executor, `pipeline`, interprets it; no schedule is
+control flow. tests/test_schedules.py proves every schedule of up to 8 stages sound, by tests/schedule_check.py. Knows
+numpy only: no jax, no model, no devices.
 
-Legend: P stages, M microbatches, V chunks (consecutive layers; a stage has V of them), T ticks. Virtual stage g = chunk · P +
-stage holds layers g·L/(VP) up to (g+1)·L/(VP). F forward, B input gradient, W weight gradient; where W is not split off, B
-makes both.
+Legend: P stages, M microbatches, V chunks (consecutive layers; a stage has V of them), T ticks. Virtual stage g = chunk
+· P + stage holds layers g·L/(VP) up to (g+1)·L/(VP). F forward, B input gradient, W weight gradient; where W is not
+split off, B makes both.
 
-A tick does F, loss, B, W in this order, each on all stages at once; a stage that has none works masked. Ticks with the same
-slots form a phase (one scan). No control flow differs between stages, so collectives may stand anywhere.
-Sources: arXiv:1811.06965 (GPipe), arXiv:2006.09503 (1F1B), arXiv:2104.04473 (interleaved), arXiv:2401.10241 (zero bubble).
+A tick does F, loss, B, W in this order, each on all stages at once; a stage that has none works masked. Ticks with the
+same slots form a phase (one scan). No control flow differs between stages, so collectives may stand anywhere.
+Sources: arXiv:1811.06965 (GPipe), arXiv:2006.09503 (1F1B), arXiv:2104.04473 (interleaved), arXiv:2401.10241 (zero
+bubble).
 """
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class TickRange:
     """Ticks start … stop−1, in which the same slots are executed: one scan.
 
     kinds: those of "FBW" that some stage does. loss: "never", "always", or
-    "sometimes" in these ticks; then `Schedule.shared["loss_on"]` tells, equal on all stages, so a `cond` does not diverge.
+    "sometimes" in these ticks; then `Schedule.shared["loss_on"]` tells, equal on all stages, so a `cond` does not
+    diverge.
     """
     start: int
     stop: int
@@ -53,24 +55,25 @@ class Schedule:
 
     Buffers, one entry per slot and stage; `slots` has how many of each (of every stage, since the program is one):
       X  stage inputs: received, until F has read them
-      R  what F keeps for B                Q  what F keeps for the op that makes the weight gradient (W, or B if not split)
-      D  cotangents of stage outputs: received, or made by the loss, until B has read them
-      Z  what B keeps for W; it and its columns are there only where W is split off
+      R  what F keeps for B                Q  what F keeps for the op that makes the weight gradient (W, or B if not
+      split) D  cotangents of stage outputs: received, or made by the loss, until B has read them Z  what B keeps for W;
+      it and its columns are there only where W is split off
 
-    columns {name: int32 [T, P]}; every slot column is a valid index in every tick. Where a stage is idle, it points to a
-    slot that nobody holds at that moment, so that a masked op may write there what it likes.
+    columns {name: int32 [T, P]}; every slot column is a valid index in every tick. Where a stage is idle, it points to
+    a slot that nobody holds at that moment, so that a masked op may write there what it likes.
       F_on F_mb F_chunk     does this stage forward in this tick, which microbatch, which chunk
       F_first               1: virtual stage 0. Its input is the embedding of F_mb, not X[F_x]
       F_x F_r F_q           reads X[F_x], writes R[F_r], Q[F_q]
-      loss_here loss_d      1: F was of the last virtual stage; the loss of its output comes in this tick and writes D[loss_d]
-      B_on B_mb B_chunk     as F
+      loss_here loss_d      1: F was of the last virtual stage; the loss of its output comes in this tick and writes
+      D[loss_d] B_on B_mb B_chunk     as F
       B_first               1: virtual stage 0. Its result is the cotangent of the embedding of B_mb
       B_r B_q B_d B_z       reads R[B_r], Q[B_q], D[B_d], writes Z[B_z]
       W_on W_mb W_chunk W_q W_z   as F; reads Q[W_q], Z[W_z]
       y_out dx_out          1: what F (B) made in this tick is awaited by stage s+1 (s−1), both modulo P
       y_in dx_in            slots X[y_in], D[dx_in] that take what stage s−1 (s+1) made by F (B) in THIS tick. They are
                             written after W of this tick and before F of the next
-      y_in_on dx_in_on      1: that arrival is awaited; else it is noise from a ring permute, in a slot that nobody holds
+      y_in_on dx_in_on      1: that arrival is awaited; else it is noise from a ring permute, in a slot that nobody
+      holds
     shared {name: int32 [T]}, equal on all stages, for an embedding and a head that all stages work on together:
       embed_on embed_mb     microbatch whose embedding the first virtual stage takes in this tick
       loss_on loss_mb       microbatch whose loss comes in this tick
@@ -107,8 +110,8 @@ class Schedule:
         """The ticks in order, grouped into scans. Where several ticks with a loss are consecutive,
         they are a phase of their own.
 
-        Every scan is compiled for itself. A condition around W would save one, but XLA copies what goes through: on GPUs
-        a stage's float32 gradients, twice a tick.
+        Every scan is compiled for itself. A condition around W would save one, but XLA copies what goes through: on
+        GPUs a stage's float32 gradients, twice a tick.
         """
         return _phases((self.ops[..., 0] >= 0).any(1), self.shared["loss_on"])
 
@@ -120,15 +123,16 @@ def _phases(active: np.ndarray, loss: np.ndarray) -> list[TickRange]:
         kinds = "".join(k for k, on in zip(KINDS, active[start]) if on)
         stretches = _equal_stretches(loss[start:stop])
         if loss[start:stop].sum() != 1 and len(stretches) <= 3 and sum(loss[start + a] for a, _ in stretches) <= 1:
-            found += [TickRange(start + a, start + b, kinds, "always" if loss[start + a] else "never") for a, b in stretches]
+            found += [TickRange(start + a, start + b, kinds, "always" if loss[start + a] else "never")
+                      for a, b in stretches]
         else:
             found.append(TickRange(start, stop, kinds, "sometimes"))
     return found
 
 
 def often(on: np.ndarray, num_chunks: int) -> str:
-    """In which ticks of a phase an embedding is looked up or its gradient made, in the words of `Phase.loss`. on: those that
-    need it. An embedding costs little: without chunks, or where half of the ticks need it, all have it, masked."""
+    """In which ticks of a phase an embedding is looked up or its gradient made, in the words of `Phase.loss`. on: those
+    that need it. An embedding costs little: without chunks, or where half of the ticks need it, all have it, masked."""
     few = num_chunks > 1 and on.mean() < 0.5
     return "never" if not on.any() else "sometimes" if few else "always"
 
@@ -152,8 +156,8 @@ def problems(name: str, p: int, m: int, v: int = 1) -> list[str]:
         if size < 1:
             faults.append(f"{key}={size} must be at least 1")
     if not faults and p * m * v > MOST_OPS:
-        faults.append(f"training.microbatches={m} × mesh.stage={p} × pipeline.chunks={v} make a schedule of {p * m * v} ops, more than "
-                      f"{MOST_OPS}; "
+        faults.append(f"training.microbatches={m} × mesh.stage={p} × pipeline.chunks={v} make a schedule of "
+                      f"{p * m * v} ops, more than {MOST_OPS}; "
                       f"use fewer microbatches, at most {max(1, MOST_OPS // (p * v))}")
     if faults:
         return faults
@@ -163,8 +167,8 @@ def problems(name: str, p: int, m: int, v: int = 1) -> list[str]:
                       f'use pipeline.chunks=1, or pipeline.schedule="{remedy}"')
     elif v > 1 and m % p:
         near = [n for n in (m // p * p, (m // p + 1) * p) if n]
-        faults.append(f"training.microbatches={m} is not a multiple of mesh.stage={p}, which pipeline.chunks={v} needs; "
-                      f"use {' or '.join(map(str, near))}, or pipeline.chunks=1")
+        faults.append(f"training.microbatches={m} is not a multiple of mesh.stage={p}, which pipeline.chunks={v} "
+                      f"needs; use {' or '.join(map(str, near))}, or pipeline.chunks=1")
     return faults
 
 
@@ -229,7 +233,8 @@ def _ops(p: int, m: int, v: int, split: bool, first_b: int) -> np.ndarray:
 
 def _rounds(group: int, m: int, v: int) -> list[tuple[int, int]]:
     """(microbatch, chunk) in forward order: `group` microbatches through chunk 0, then through chunk 1, …"""
-    return [(i, chunk) for first in range(0, m, group) for chunk in range(v) for i in range(first, min(first + group, m))]
+    return [(i, chunk) for first in range(0, m, group) for chunk in range(v)
+            for i in range(first, min(first + group, m))]
 
 
 # ---- slots -----------------------------------------------------------------------------------------------------------
@@ -286,7 +291,8 @@ def _slots(ops: np.ndarray, tick: np.ndarray, p: int, m: int, v: int, split: boo
     at = lambda kind, g: (tick[kind, g] * TICK + MOMENT[KINDS[kind]]).tolist()
     arrival = lambda kind, g: (tick[kind, g] * TICK + MOMENT["arrive"]).tolist()
     loss = lambda g: (tick[F, g] * TICK + MOMENT["loss"]).tolist()
-    # Buffer: columns that write it and when, columns that read it and who, birth and death of the values of a virtual stage.
+    # Buffer: columns that write it and when, columns that read it and who, birth and death of the values of a virtual
+    # stage.
     buffers = {
         "X": ({"y_in": "arrive"}, {"F_x": F}, lambda g: arrival(F, g - 1) if g else [], lambda g: at(F, g)),
         "R": ({"F_r": "F"}, {"B_r": B}, lambda g: at(F, g), lambda g: at(B, g)),
@@ -318,7 +324,8 @@ def _slots(ops: np.ndarray, tick: np.ndarray, p: int, m: int, v: int, split: boo
 
 
 def _lowest_free(lifetimes, noise) -> tuple[list[int], list[int], int]:
-    """(slot of each lifetime, a slot that is free at each moment of noise, slots needed); both arguments sorted by moment.
+    """(slot of each lifetime, a slot that is free at each moment of noise, slots needed); both arguments sorted by
+    moment.
 
     lifetimes: (birth, death, …), the slot is held from one to the other, both included. noise: moments.
     """

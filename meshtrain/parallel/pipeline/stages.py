@@ -1,4 +1,5 @@
-"""What a pipeline asks of a run: which layouts it refuses, which rules it loosens, and what the user is told of that."""
+"""What a pipeline asks of a run: which layouts it refuses, which rules it loosens, and what the user is told of
+that."""
 from __future__ import annotations
 
 import dataclasses
@@ -38,14 +39,17 @@ def problems(run, loaded: Rules, sizes) -> list[str]:
         faults.append(f"pipeline.chunks={chunks} cuts {layers} on mesh.stage={num_stages} into chunks without a "
                       f"layer; use at most {most}")
     if run.training.remat == "offload":
-        faults.append(f'training.remat="offload" cannot stand beside mesh.stage={num_stages}: what waits for its backward stays '
-                      'in the slots of the schedule, on the device; use training.remat="full"')
-    missing = [f"[{table}]" for table in ("params", "grads", "optimizer") if loaded.mesh_axes(table, "layers") != ("stage",)]
+        faults.append(f'training.remat="offload" cannot stand beside mesh.stage={num_stages}: what waits for its '
+                      f'backward stays in the slots of the schedule, on the device; use training.remat="full"')
+    missing = [f"[{table}]" for table in ("params", "grads", "optimizer")
+               if loaded.mesh_axes(table, "layers") != ("stage",)]
     if missing:
-        faults.append(f'mesh.stage={num_stages} needs layers = "stage" in {", ".join(missing)} of {loaded.path}; add the '
+        faults.append(f'mesh.stage={num_stages} needs layers = "stage" in {", ".join(missing)} of {loaded.path}; add '
+                      f'the '
                       "line (the shipped rule files have it), or set mesh.stage to 1")
     for table, entries in loaded.tables.items():
-        faults += [f"{loaded.path} [{table}] {logical}: only layers and vocab can lie along 'stage'; drop it from the line"
+        faults += [f"{loaded.path} [{table}] {logical}: only layers and vocab can lie along 'stage'; drop it from the "
+                   f"line"
                    for logical, axes in entries.items() if "stage" in axes and logical not in ("layers", "vocab")]
     split = {table: "stage" in loaded.mesh_axes(table, "vocab") for table in loaded.tables}
     if len(set(split.values())) > 1:
@@ -56,7 +60,8 @@ def problems(run, loaded: Rules, sizes) -> list[str]:
 
 
 def fit(run, loaded: Rules, sizes, vocab: int) -> tuple[Rules, list[str]]:
-    """The rules with `stage` taken from what it does not divide, and what the user is told of that. vocab: its padded size.
+    """The rules with `stage` taken from what it does not divide, and what the user is told of that. vocab: its padded
+    size.
 
     Padding with layers that do nothing happens inside the step: what is stored are the layers of the model, in order.
     """
@@ -69,11 +74,13 @@ def fit(run, loaded: Rules, sizes, vocab: int) -> tuple[Rules, list[str]]:
     if num_layers % (together * num_stages):
         drop.add("layers")
         each = f" in periods of {together}" if together > 1 else ""
-        said.append(f"pipeline: {num_layers} layers{each} do not divide over mesh.stage={num_stages}: outside the pipeline's loop "
+        said.append(f"pipeline: {num_layers} layers{each} do not divide over mesh.stage={num_stages}: outside the "
+                    f"pipeline's loop "
                      "every stage keeps the states of all of them")
     if any(vocab % num_shards for num_shards in splits):
         drop.add("vocab")
-        said.append(f"pipeline: the vocabulary of {vocab} (padded) does not divide over stage and tensor: embedding and head "
+        said.append(f"pipeline: the vocabulary of {vocab} (padded) does not divide over stage and tensor: embedding "
+                    f"and head "
                      "are split over tensor only, and every stage repeats their work")
     without = lambda axes: tuple(axis for axis in axes if axis != "stage")
     tables = {name: {k: without(axes) if k in drop else axes for k, axes in table.items()}
@@ -87,15 +94,18 @@ def notes(run, schedule: schedules.Schedule) -> list[str]:
     said, extra = [], padded(run.model, num_stages * chunks) - num_layers
     if first := run.model.first_dense_layers:
         idle = -schedule.num_microbatches % num_stages
-        said.append(f"pipeline: model.first_dense_layers={first}: every stage has them whole, with their states, and takes one "
-                    f"microbatch in {num_stages} through them before the first tick and back behind the last one" + (
-                        f"; training.microbatches={schedule.num_microbatches} leave {idle} of {num_stages} stages idle in the last round, a "
-                        f"multiple of {num_stages} none" if idle else ""))
+        said.append(f"pipeline: model.first_dense_layers={first}: every stage has them whole, with their states, and "
+                    f"takes one microbatch in {num_stages} through them before the first tick and back behind the last "
+                    f"one" + (
+                        f"; training.microbatches={schedule.num_microbatches} leave {idle} of {num_stages} stages idle "
+                        f"in the last round, a multiple of {num_stages} none" if idle else ""))
     if extra:
-        said.append(f"pipeline: {num_layers} layers over mesh.stage={num_stages} × pipeline.chunks={chunks} are filled up with "
+        said.append(f"pipeline: {num_layers} layers over mesh.stage={num_stages} × pipeline.chunks={chunks} are filled "
+                    f"up with "
                      f"{extra} that do nothing; they cost time like the others")
     if chunks % num_stages and num_stages % chunks:
-        said.append(f"pipeline: neither of pipeline.chunks={chunks} and mesh.stage={num_stages} divides the other: once a step "
+        said.append(f"pipeline: neither of pipeline.chunks={chunks} and mesh.stage={num_stages} divides the other: "
+                    f"once a step "
                      "every stage gathers the layers of all, as they lie outside of the loop, to pick its own")
     return said
 
