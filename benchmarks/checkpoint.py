@@ -108,7 +108,8 @@ def model() -> tuple[object, float]:
         step = made.program.compile()
         state = made.program.initialize()
         shape = (run.data.global_batch, run.data.seq_len)
-        zeros = {name: np.zeros(shape if name != "sequence" else shape[:1], np.int32) for name in made.program.batch}
+        zeros = {name: np.zeros(shape if name != "sequence" else shape[:1], np.int32)
+                 for name in made.program.step.batch}
         zeros |= {"tokens": rng.integers(0, 256, shape, np.int32), "targets": rng.integers(0, 256, shape, np.int32)}
         times = []
         for _ in range(4):

@@ -41,8 +41,7 @@ PAGE, PICTURE = ROOT / "benchmarks" / "experts.md", ROOT / "benchmarks" / "exper
 MIB, GIB = 2**20, 2**30
 
 
-# ---- step: a training step
-# ---------------------------------------------------------------------------------------------
+# ---- step: a training step -------------------------------------------------------------------------------------------
 
 MLP_DIM = 704                                       # of the dense model; K experts of a token are as wide together
 CHOICES = ((8, 2), (32, 4))                         # E, K
@@ -138,8 +137,7 @@ def active(made) -> int:
     return sum(flops.active(info, made.run.model) for info in made.model.parameters())
 
 
-# ---- dispatch: what a layer sends and holds
-# ----------------------------------------------------------------------------
+# ---- dispatch: what a layer sends and holds --------------------------------------------------------------------------
 
 TOKENS = 4096                   # of a GPU and microbatch
 
@@ -230,9 +228,9 @@ def picture() -> str:
     weights = formula(shape, cases[0][0], "zero3", 0)
     rows = [row._replace(points=within(row.points, 1.6 * weights / GIB)) for row in rows]
     drawn = pictures.curves(
-        rows, "tokens of a GPU and microbatch", "GiB that a GPU sends for a layer", lambda x: f"{x:,.0f}",
-        lambda y: f"{y:g}",
-        f"What a GPU sends for the experts of a layer of {shape.name}", zero=True,
+        rows, pictures.PlotAxis("tokens of a GPU and microbatch", "{:,.0f}".format),
+        pictures.PlotAxis("GiB that a GPU sends for a layer", "{:g}".format, zero=True),
+        f"What a GPU sends for the experts of a layer of {shape.name}",
         levels=[(weights / GIB, "zero3: the experts' weights travel")])
     legend = [pictures.rect(92, 30 + 18 * k, 12, 12, f"c{k}") + pictures.text(110, 40 + 18 * k, name)
               for k, name in enumerate(names)]
@@ -245,8 +243,7 @@ def within(points, most: float):
     return [(x0, y0), (x1 * most / y1, most) if y1 > most else (x1, y1)]
 
 
-# ---- learning: the loss after equal steps
-# ------------------------------------------------------------------------------
+# ---- learning: the loss after equal steps ----------------------------------------------------------------------------
 
 SEEDS = (0, 1, 2)
 SMALL = tuple("--model.embed_dim 96 --model.num_layers 3 --training.steps 480 --data.global_batch 8 "
@@ -298,8 +295,7 @@ def outcome(directory: Path) -> dict:
             "last": max(above, default=0)}
 
 
-# ---- the page
-# ----------------------------------------------------------------------------------------------------------
+# ---- the page --------------------------------------------------------------------------------------------------------
 
 SECTIONS = {"step": ("A training step", step_section), "dispatch": ("What tokens send", dispatch_section),
             "learning": ("What is learned", learning_section)}

@@ -91,7 +91,7 @@ def layers_that_fit(run: config.Run, devices) -> int:
         made = assembly.assemble(run.model_copy(update={"model": m.model_copy(update={"num_layers": layers})}), devices)
         state = sum(value for value in report.formula(made).values() if value)
         read = 2 * sum(info.size for info in made.model.parameters()) // (
-            1 if made.program.deferred_axes else len(devices))
+            1 if made.program.step.deferred_axes else len(devices))
         return state + read + layers * kept * tokens + BESIDE
     base, two = held(1), held(2)
     return max(1, min(m.num_layers, 1 + int((MARGIN * hardware.usable_bytes(gpu) - base) // (two - base))))

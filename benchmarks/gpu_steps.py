@@ -106,7 +106,7 @@ def compiled(made: assembly.Assembly):
     # float32 as float32; programs in bfloat16 are those that a run has.
     with jax.default_matmul_precision("highest") if made.run.model.compute_dtype == "float32" else contextlib.nullcontext():
         with jax.set_mesh(made.mesh):
-            text = program.train.lower(program.spec.with_shardings(), program.batch).as_text()
+            text = program.train.lower(program.step.state.with_shardings(), program.step.batch).as_text()
         key = hashlib.sha256(f"{made.mesh.devices} {text}".encode()).hexdigest()
         known = key in _compiled
         if not known:
@@ -118,8 +118,8 @@ def train(made: assembly.Assembly, step, params) -> tuple[list[float], dict]:
     """Losses of two steps from these host params, and the gradients of the first: adamw's first moment by 1 - b1."""
     program = made.program
     # adamw starts from zeros
-    opt_state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), program.spec.abstract.opt_state)
-    state, losses, grads = jax.device_put(State(np.int32(0), params, opt_state), program.spec.sharding), [], None
+    opt_state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), program.step.state.abstract.opt_state)
+    state, losses, grads = jax.device_put(State(np.int32(0), params, opt_state), program.step.state.sharding), [], None
     for number in range(2):
         state, metrics = step(state, program.place(batch(number, made.run)))
         losses.append(float(metrics["loss"]))

@@ -56,7 +56,7 @@ def autodiff_gpipe(made):
     Embedding and head stand outside the loop, vocabulary-parallel over the stages by the partitioner, all microbatches
     at once. The model's own layers, with the run's remat.
     """
-    run, model, ex, mesh = made.run, made.model, made.program.execution, made.mesh
+    run, model, ex, mesh = made.run, made.model, made.program.step.ex, made.mesh
     num_stages, M = run.mesh.stage, run.training.microbatches
     depth = run.model.num_layers // num_stages
 
@@ -87,7 +87,7 @@ def autodiff_gpipe(made):
     def step(p, batch):
         loss, grads = jax.value_and_grad(objective)(p, batch)
         return jax.tree.map(lambda axes, g: ex.layout.constrain("optimizer", g.astype(jnp.float32), axes),
-                            made.program.spec.axes, grads, is_leaf=rules.is_axes), loss
+                            made.program.step.state.axes, grads, is_leaf=rules.is_axes), loss
     return step
 
 
@@ -176,7 +176,7 @@ def ideal_flops(made, forward: float, backward: float) -> float:
 def layer_flops(made, params) -> tuple[float, float]:
     """Matmul FLOPs of one layer and microbatch as plain autodiff makes it: forward, backward with what remat
     repeats."""
-    run, model, ex = made.run, made.model, made.program.execution
+    run, model, ex = made.run, made.model, made.program.step.ex
     shape = (tokens_of(run) // run.data.seq_len, run.data.seq_len)
     inputs = jax.eval_shape(model.inputs, dict.fromkeys(("segments", "index", "positions"), jax.ShapeDtypeStruct(
         shape, jnp.int32)) | {"sequence": jax.ShapeDtypeStruct(shape[:1], jnp.int32)})

@@ -22,7 +22,7 @@ from meshtrain.parallel.pipeline.schedules import Schedule
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import Layout, Tensor
-from meshtrain.training import pipelined, state, step
+from meshtrain.training import accumulate, pipelined, state, step
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class Assembly:
     @property
     def state_shapes(self) -> state.State:
         """The state as jax.ShapeDtypeStruct with shardings."""
-        return self.program.spec.with_shardings()
+        return self.program.step.state.with_shardings()
 
 
 def assemble(run: Run, devices: Sequence[jax.Device]) -> Assembly:
@@ -66,7 +66,8 @@ def assemble(run: Run, devices: Sequence[jax.Device]) -> Assembly:
                           run.experts.bias_rule)
     order = attention.token_order(run, mesh_spec.sizes)
     share = {} if device.platform == "cpu" else {"memory_share": hardware.memory_share()}
-    program = step.build(run, model, layout, mesh, made.attend, spec, order, choice and choice.schedule, **share)
+    whole = accumulate.step_spec(run, model, layout, mesh, made.attend, spec, staged=choice is not None)
+    program = step.build(whole, choice and choice.schedule, order, **share)
     return Assembly(run, mesh_spec, mesh, layout, model, program, choice, made.notes)
 
 
@@ -136,7 +137,7 @@ def compile_step(made: Assembly):
 def compile_evaluation(made: Assembly) -> Assembly:
     """The run with its `evaluate` compiled. Raises: as `searched`."""
     program = made.program
-    executable = program.compiled(program.evaluate, made.state_shapes.params, program.batch)
+    executable = program.compiled(program.evaluate, made.state_shapes.params, program.step.batch)
     return dataclasses.replace(made, program=dataclasses.replace(
         program, evaluate=searched(made.mesh, "the evaluation", executable)))
 

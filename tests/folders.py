@@ -35,7 +35,7 @@ class Loaded:
     def __init__(self, source: Path, rule: str, mesh: dict, *words: str):
         self.run = run_of(source, rule, mesh, *words)
         self.made = assembly.assemble(self.run, jax.devices()[:math.prod(mesh.values())])
-        spec = self.made.program.spec
+        spec = self.made.program.step.state
         self.found, self.rows = pretrained.opened(self.run, self.made.model.names())
         # Other numbers than zeros: what is not overwritten shows.
         full = jax.jit(lambda: jax.tree.map(lambda a: jnp.full(a.shape, 7, a.dtype), spec.abstract.params),
@@ -56,7 +56,7 @@ class Loaded:
         @jax.jit
         def every(params, batch):
             params = made.model.as_read(made.layout, params, jnp.float32)
-            at = lambda t: made.model.logits(made.program.execution, params, batch, t)
+            at = lambda t: made.model.logits(made.program.step.ex, params, batch, t)
             return jax.vmap(at, out_axes=1)(jnp.argsort(order))
 
         with jax.default_matmul_precision("highest"), jax.set_mesh(made.mesh):

@@ -97,7 +97,7 @@ def drawn_parameters(made: assembly.Assembly, seed: int):
 
 def trained(case: Compiled, params, steps: int = STEPS):
     """([losses, gradient norms], the optimizer's state after the first step)."""
-    spec = case.made.program.spec
+    spec = case.made.program.step.state
     opt_state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), spec.abstract.opt_state)
     state = jax.device_put(State(np.int32(0), params, opt_state), spec.sharding)
     numbers, first = [], None

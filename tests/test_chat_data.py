@@ -273,8 +273,7 @@ def test_a_mask_that_changes_or_goes_is_noticed(tmp_path):
     assert not Opened(data, tmp_path).corpus.sources[0].masked
 
 
-# ---- the loss
-# ---------------------------------------------------------------------------------------------------------
+# ---- the loss --------------------------------------------------------------------------------------------------------
 
 
 def model(data: config.Data, **sections) -> config.Run:

@@ -79,9 +79,9 @@ def order_checked(executable, devices: int):
 def test_so_have_the_evaluation_and_the_sample(rule, mesh, by_gloo):
     case = Compiled(run_of(rule, mesh))
     made, program = case.made, case.made.program
-    params = program.spec.with_shardings().params
+    params = program.step.state.with_shardings().params
     devices = made.mesh.size
-    assert unordered(program.compiled(program.evaluate, params, program.batch).as_text(), devices) == []
+    assert unordered(program.compiled(program.evaluate, params, program.step.batch).as_text(), devices) == []
     with jax.set_mesh(made.mesh):
         placed = trained.within(made, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), params))
         names = []

@@ -355,8 +355,7 @@ def test_options_before_the_run_file_keep_its_mesh_where_there_are_gpus(monkeypa
     assert chosen == run
 
 
-# ---- checkpoints
-# ------------------------------------------------------------------------------------------------------
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 def test_a_failed_final_save_is_exit_1_and_a_failed_regular_one_is_told(tiny, tmp_path, monkeypatch):
     from meshtrain import files

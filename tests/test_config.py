@@ -542,8 +542,7 @@ def test_a_file_without_a_key_is_told(tmp_path):
                    for note in config.notes(config.load([str(tmp_path / "empty.toml"), "--model.num_layers", "2"])))
 
 
-# ---- files and checkpoints of earlier versions
-# ---------------------------------------------------------------------------
+# ---- files and checkpoints of earlier versions -----------------------------------------------------------------------
 
 
 OLDER = """

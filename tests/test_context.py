@@ -279,8 +279,8 @@ def long_step(length: int, cp: int, method: str = "ring"):
                      context=dict(method=method), data=dict(seq_len=length, global_batch=1),
                      training=dict(loss_chunk=256, remat="full"))
     program = assembly.assemble(run, jax.devices()[:cp]).program
-    with jax.set_mesh(program.mesh):
-        return program.train.lower(program.spec.with_shardings(), program.batch).compile()
+    with jax.set_mesh(program.step.mesh):
+        return program.train.lower(program.step.state.with_shardings(), program.step.batch).compile()
 
 
 def temp_bytes(length: int, cp: int, method: str = "ring") -> int:

@@ -53,7 +53,7 @@ def plain(p, settings: dict, batch: dict):
 
 def moments_of(compiled: Compiled, p, batch):
     """(metrics of a step from these host parameters, its gradients: adamw's first moment / (1 - b1))."""
-    made, spec = compiled.made, compiled.made.program.spec
+    made, spec = compiled.made, compiled.made.program.step.state
     opt_state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), spec.abstract.opt_state)
     state = jax.device_put(State(np.int32(0), p, opt_state), spec.sharding)
     state, metrics = compiled.step(state, made.program.place(batch))

@@ -135,7 +135,7 @@ def computed(run: config.Run, params, devices, change=lambda ex: ex):
     """(loss, gradients, aux) of a step."""
     made = assembly.assemble(run, devices)
     program = made.program
-    params = jax.device_put(params, program.spec.sharding.params)
+    params = jax.device_put(params, program.step.state.sharding.params)
     with jax.default_matmul_precision("highest"), jax.set_mesh(made.mesh):
         grads, loss, _, aux = jax.device_get(jax.jit(program.gradients)(params, program.place(batch()), None))
     return float(loss), grads, aux
@@ -289,7 +289,7 @@ def test_auto_takes_what_sends_less_and_says_so(K, num_shards, said):
     run = run_of("sharding_rules/zero3_experts_fsdp.toml", dict(fsdp=num_shards), dict(experts_per_token=K))
     made = assembly.assemble(run, jax.devices()[:num_shards])
     assert any(note.startswith(f"experts: {said}") for note in made.notes)
-    assert made.program.execution.experts.exchanged == ("all_to_all" in said)
+    assert made.program.step.ex.experts.exchanged == ("all_to_all" in said)
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
@@ -344,8 +344,7 @@ def test_the_load_of_every_layer_is_reported_and_a_dense_one_has_none():
     assert alone["expert_load_max"] == alone["expert_load_entropy"] == 1
 
 
-# ---- the shipped models
-# ------------------------------------------------------------------------------------------------
+# ---- the shipped models ----------------------------------------------------------------------------------------------
 
 PUBLISHED = {       # total and active parameters, from the models' configurations
     "mixtral-8x7b": (46_702_792_704, 12_879_925_248), "olmoe-1b-7b": (6_919_161_856, 1_282_017_280),

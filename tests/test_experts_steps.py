@@ -47,7 +47,7 @@ class Trained:
         run = run_of(rules_file, mesh, model, dict(microbatches=4 if pipe else 2, grad_clip=clip),
                      dict(zip(("schedule", "chunks"), pipe)))
         self.made = assembly.assemble(run, jax.devices()[:math.prod(mesh.values())])
-        self.spec = self.made.program.spec
+        self.spec = self.made.program.step.state
         with jax.default_matmul_precision("highest"), jax.set_mesh(self.made.mesh):
             self.step = self.made.program.compile()
 
@@ -126,8 +126,7 @@ def test_a_checkpoint_of_one_layout_of_experts_goes_on_in_others(tmp_path, other
         np.testing.assert_allclose(got["expert_load_max_by_layer"], metrics["expert_load_max_by_layer"], rtol=1e-6)
 
 
-# ---- what a program does where
-# -----------------------------------------------------------------------------------------
+# ---- what a program does where ---------------------------------------------------------------------------------------
 
 
 def kernels(f, *args) -> dict:
@@ -166,7 +165,7 @@ def test_the_three_products_of_experts_weight_gradients_stand_in_w_alone(tmp_pat
         return fbw
     monkeypatch.setattr(layer_vjp, "layer", counted)
     experts = dispatch.choose(run, made.layout, "gpu")        # Pallas kernels, which have names; they are not compiled
-    pipelined.layer_fbw(run, made.model, made.layout, made.mesh_spec.abstract(), made.program.execution.attend, experts)
+    pipelined.layer_fbw(run, made.model, made.layout, made.mesh_spec.abstract(), made.program.step.ex.attend, experts)
     # Behind the first round each of the further ones, which mostly are none, has products of its own.
     # gate and up transposed are one product of two pairs.
     assert parts["F"] == {"grouped_rows_gkn": (3, 3)}
@@ -233,7 +232,7 @@ def test_the_router_multiplies_in_float32_whatever_the_compute_dtype(tmp_path):
     weights = layer.init(jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (2, T, MODEL["embed_dim"]), jnp.bfloat16)
     with jax.set_mesh(made.mesh):
-        logits = jax.jit(lambda w, x: layer.bind(w).moe._logits(made.program.execution, x))(weights, x)
+        logits = jax.jit(lambda w, x: layer.bind(w).moe._logits(made.program.step.ex, x))(weights, x)
     wanted = np.asarray(x, np.float64) @ np.asarray(weights["moe"]["router"], np.float64)
     # sums of 16 products in float32
     np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())

@@ -261,7 +261,7 @@ EXPERTS = FLOAT8 | dict(num_experts=4, experts_per_token=4, expert_mlp_dim=24, s
 def float8_products(model: dict) -> int:
     """Of a layer's forward."""
     made = assembly.assemble(run_of("ddp", ONE, model), jax.devices()[:1])
-    layer, ex = made.model.groups[0].period[0], made.program.execution
+    layer, ex = made.model.groups[0].period[0], made.program.step.ex
     arrays = {name: jnp.zeros((2, T) if dims else 2, jnp.int32)
               for name, (dims, _) in objective.of_run(made.run.training).fields.items()}
     with jax.set_mesh(made.mesh):
@@ -306,7 +306,7 @@ def test_a_step_in_float8_is_some_percent_from_float32():
 
 def test_a_step_with_a_weight_that_is_not_finite_is_skipped():
     one, params, _, _ = one_device()
-    spec = one.made.program.spec
+    spec = one.made.program.step.state
     params = jax.tree.map(np.copy, params)
     params["layers"]["mlp"]["up"]["kernel"][0, 3, 5] = np.inf
     opt_state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), spec.abstract.opt_state)

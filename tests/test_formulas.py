@@ -101,6 +101,6 @@ def test_every_step_draws_its_own_dropout():
     step = program.compile()
     state, losses = jax.device_get(program.initialize()), []
     for number in (0, 1, 0):
-        placed = jax.device_put(dataclasses.replace(state, step=np.int32(number)), program.spec.sharding)
+        placed = jax.device_put(dataclasses.replace(state, step=np.int32(number)), program.step.state.sharding)
         losses.append(float(step(placed, program.place(batch))[1]["loss"]))
     assert losses[0] == losses[2] and abs(losses[0] - losses[1]) > 1e-3

@@ -149,7 +149,7 @@ def test_matmuls_run_in_bf16_and_no_permute_misses_a_device(rule):
     "ddp", "zero1", *(pytest.param(rule, marks=sampling.GRID) for rule in ("hsdp", "ddp, tensor"))])  # fmt: skip
 def test_gradients_are_reduced_once_per_step(rule):
     made, program = gpu_step(rule)
-    over = [c for c in program.collectives if set(made.program.deferred_axes) & set(c.axes)]
+    over = [c for c in program.collectives if set(made.program.step.deferred_axes) & set(c.axes)]
     assert over and {c.trips for c in over} == {1}
 
 

@@ -59,7 +59,7 @@ def test_heads_are_repeated_only_where_ranks_share_them_evenly(heads, kv, tensor
                               devices[:tensor])
         return
     made = assembly.assemble(run, devices[:tensor])
-    key = made.program.spec.sharding.params["layers"]["attention"]["key"]["kernel"]
+    key = made.program.step.state.sharding.params["layers"]["attention"]["key"]["kernel"]
     assert ("tensor" in jax.tree.leaves(tuple(key.spec))) == (tensor <= kv)     # whole on every rank where it is shared
     assert bool([note for note in made.notes if "key and value heads" in note]) == (tensor > kv)
 

@@ -157,7 +157,7 @@ def run_with(mesh: dict, rule: str = "ddp", microbatches: int = 1, **pipeline):
 def first_step(run):
     """(metrics, first moments) of one step from the parameters of seed 0."""
     case = Compiled(run)
-    spec = case.made.program.spec
+    spec = case.made.program.step.state
     with jax.set_mesh(case.made.mesh):
         state = jax.device_put(dataclasses.replace(
             jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), spec.abstract), params=jax.device_get(

@@ -72,7 +72,7 @@ class Compiled:
 
     def train(self, params, steps: int):
         """Losses of `steps` steps from these host params, and adamw's first moment after the first step."""
-        spec = self.made.program.spec
+        spec = self.made.program.step.state
         # adamw starts from zeros
         opt_state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), spec.abstract.opt_state)
         state = jax.device_put(State(np.int32(0), params, opt_state), spec.sharding)
@@ -199,7 +199,7 @@ def test_collectives_stay_on_the_axes_that_the_rule_file_names(layout):
 def test_gradients_are_reduced_once_per_step_over_axes_that_grads_does_not_name(layout):
     """ddp, zero1, hsdp over data, tensor: one reduction of the accumulators' bytes, nothing in the microbatch loop. Of
     what the optimizer alone splits besides (zero1 over context) each device reduces its own part."""
-    once, rule = set(layout.made.program.deferred_axes), layout.made.layout
+    once, rule = set(layout.made.program.step.deferred_axes), layout.made.layout
     own = set(rule.mesh_axes("optimizer", "embed")) - set(rule.mesh_axes("grads", "embed")) - once
     over = [c for c in layout.audit.collectives if once & set(c.axes)]
     assert [c for c in over if c.trips > 1] == []
@@ -274,8 +274,7 @@ def test_remat_changes_no_gradient(remat):
     check_gradients(got_moments, moments)
 
 
-# ---- parts of a microbatch
-# --------------------------------------------------------------------------------------------
+# ---- parts of a microbatch -------------------------------------------------------------------------------------------
 
 IN_PARTS = [
     ("zero3", dict(data=2, fsdp=2, tensor=2), {}, dict(remat="full")),

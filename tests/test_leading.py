@@ -70,7 +70,8 @@ def gradients(run: config.Run, params, key=None):
     made = assembly.assemble(run, devices(run))
     program = made.program
     with jax.default_matmul_precision("highest"), jax.set_mesh(made.mesh):
-        params = program.initialize().params if params is None else jax.device_put(params, program.spec.sharding.params)
+        params = program.initialize().params if params is None else jax.device_put(
+            params, program.step.state.sharding.params)
         rows = program.place(batch())
         grads, loss, *_ = jax.jit(program.gradients)(params, rows, key)
         return float(loss), jax.device_get(grads), float(program.evaluate(params, rows)[0]), jax.device_get(params)
@@ -124,7 +125,7 @@ def test_a_stage_computes_leading_layers_for_its_share_of_the_microbatches_alone
 def test_leading_layers_lie_whole_on_every_stage_and_the_others_are_split(tmp_path):
     run = made_of(tmp_path, SPLIT, MODELS[TWO], 4)
     made = assembly.assemble(run, devices(run))
-    specs = jax.tree.map(lambda axes: made.layout.spec("optimizer", axes), made.program.spec.axes["layers"],
+    specs = jax.tree.map(lambda axes: made.layout.spec("optimizer", axes), made.program.step.state.axes["layers"],
                          is_leaf=is_axes)
     over_stages = lambda group: {spec[0] for spec in jax.tree.leaves(
         specs[group], is_leaf=lambda s: isinstance(s, jax.sharding.PartitionSpec))}
@@ -138,14 +139,14 @@ def test_leading_layers_lie_whole_on_every_stage_and_the_others_are_split(tmp_pa
 
 def test_a_checkpoint_goes_from_stages_to_none_and_to_other_stages(tmp_path):
     first = assembly.assemble(run := made_of(tmp_path, THREE, MODELS[TWO], 4), devices(run)).program
-    with jax.set_mesh(first.mesh):
+    with jax.set_mesh(first.step.mesh):
         state = first.initialize()
     with checkpoint.Checkpoints(tmp_path / "checkpoints") as kept:
         kept.save(1, state, {})
     for name in ("", SPLIT):
         other = assembly.assemble(run := made_of(tmp_path, name, MODELS[TWO], 4), devices(run)).program
         restored = checkpoint.Checkpoints(tmp_path / "checkpoints", read_only=True).restore(
-            1, other.spec.with_shardings())
+            1, other.step.state.with_shardings())
         assert_same_bits(jax.device_get(state), jax.device_get(restored))
 
 

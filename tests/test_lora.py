@@ -169,7 +169,7 @@ def test_the_first_step_computes_what_the_model_without_adapters_does():
 def test_no_accumulator_of_a_frozen_weight_stands_in_the_compiled_step(rule, mesh):
     compiled = Compiled(lora_run(rule, mesh, targets=("query", "value")))
     made, held = compiled.made, report.formula(compiled.made)
-    trained = made.model.divided(made.program.spec.abstract.params)[0]
+    trained = made.model.divided(made.program.step.state.abstract.params)[0]
     size = sum(leaf.size for leaf in jax.tree.leaves(trained))
     assert held["grads"] == 4 * size // mesh.get("stage", 1)
     assert held["optimizer"] == 2 * 4 * size // mesh.get("stage", 1) + 4
@@ -183,7 +183,7 @@ def test_without_remat_nothing_is_kept_for_the_gradient_of_a_frozen_weight():
     for targets in ((), ("query",)):
         made = assembly.assemble(lora_run("ddp", dict(stage=2), targets=targets), jax.devices()[:2])
         fbw, x = pipelined.layer_fbw(made.run, made.model, made.layout, made.mesh.abstract_mesh,
-                                     made.program.execution.attend)
+                                     made.program.step.ex.attend)
         kept[targets] = sum(a.size for a in fbw.r + fbw.q)
     tokens = x.shape[0] * x.shape[1]
     # The normed inputs of the MLP, which gate and up alone read for their weights' gradients.

@@ -41,7 +41,7 @@ def trained(run: config.Run):
     made = assembly.assemble(run, jax.devices()[: math.prod(getattr(run.mesh, axis) for axis in config.AXES)])
     with jax.default_matmul_precision("highest"):
         step = made.program.compile()
-    spec = made.program.spec
+    spec = made.program.step.state
     params = jax.device_get(made.model.init(jax.random.key(0)))
     state, losses = jax.device_put(State(np.int32(0), params, jax.device_get(spec.tx.init(params))), spec.sharding), []
     for n in range(STEPS):
@@ -170,7 +170,7 @@ def test_matrices_go_to_their_device_and_back_in_bf16_and_nothing_else_is_sent(c
     run = run_of(rule, mesh, num_layers=num_layers, **GPU_MODEL)
     run = run.model_copy(update={"data": run.data.model_copy(update={"seq_len": 64})})
     made = assembly.assemble(run, compile.topology("h100:8"))
-    spec = made.program.spec
+    spec = made.program.step.state
     as_stored = rules.shardings(made.layout, made.mesh, "optimizer", spec.axes)
     grads = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=s),
                          spec.abstract.params, as_stored)

@@ -298,7 +298,7 @@ def test_the_logged_learning_rate_is_the_one_applied_and_reaches_its_end_through
     counts = [x for x in jax.tree.leaves(jax.device_get(state.opt_state)) if x.dtype == np.int32]
     # of applied updates: the bias correction waits, the learning rate does not
     assert counts == counts_before == [0]
-    state = State(state.step, jax.device_put(good, made.program.spec.sharding.params), state.opt_state)
+    state = State(state.step, jax.device_put(good, made.program.step.state.sharding.params), state.opt_state)
     state, metrics = step(state, batch)
     moved = max(np.abs(new - old).max()
                 for new, old in zip(*map(jax.tree.leaves, (jax.device_get(state.params), good))))

@@ -207,7 +207,7 @@ def test_state_goes_from_any_number_of_stages_and_chunks_to_any_other(tmp_path):
         run = run_of(rule, mesh, model=dict(num_layers=6), **more)
         return assembly.assemble(run, jax.devices()[:math.prod(mesh.values())]).program
     first = program("zero1", dict(stage=2, data=2), schedule="interleaved")
-    with jax.set_mesh(first.mesh):
+    with jax.set_mesh(first.step.mesh):
         state = first.initialize()
     with checkpoint.Checkpoints(tmp_path / "c") as kept:
         kept.save(1, state, {"run": ""})
@@ -215,7 +215,7 @@ def test_state_goes_from_any_number_of_stages_and_chunks_to_any_other(tmp_path):
                              ("zero3", dict(stage=3, fsdp=2), {})):
         other = program(rule, mesh, **more)
         with checkpoint.Checkpoints(tmp_path / "c") as kept:
-            restored = kept.restore(1, other.spec.with_shardings())
+            restored = kept.restore(1, other.step.state.with_shardings())
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), jax.device_get(state))
 
 

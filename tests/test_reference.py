@@ -83,7 +83,7 @@ class Case:
 
     def train(self, params, batches) -> tuple[dict, list[dict]]:
         """(parameters, metrics of each step) of the compiled program."""
-        spec = self.made.program.spec
+        spec = self.made.program.step.state
         opt_state = jax.device_get(spec.tx.init(params))
         state, rows = jax.device_put(State(np.int32(0), params, opt_state), spec.sharding), []
         for batch in batches:
@@ -281,7 +281,7 @@ def test_logits_equal_those_of_hugging_face(name):
 
     @jax.jit
     def ours(params, batch):
-        every = jax.vmap(lambda at: made.model.logits(made.program.execution, params, batch, at), out_axes=1)
+        every = jax.vmap(lambda at: made.model.logits(made.program.step.ex, params, batch, at), out_axes=1)
         return every(jnp.arange(length))
 
     with jax.default_matmul_precision("highest"), jax.set_mesh(made.mesh):

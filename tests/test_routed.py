@@ -138,8 +138,7 @@ def test_a_dense_model_is_not_planned_with_rule_files_of_experts():
     assert not any("expert" in one.path for one in question.rule_files)
 
 
-# ---- what a compiled program shows
-# ------------------------------------------------------------------------------------
+# ---- what a compiled program shows -----------------------------------------------------------------------------------
 
 SCOPE = "jit(f)/shard_map/even_rows_40000"
 

@@ -31,8 +31,7 @@ def cases(p):
                 yield from ((name, m, v) for v in (2, 3, 4))
 
 
-# ---- every schedule
-# -----------------------------------------------------------------------------------------------------
+# ---- every schedule --------------------------------------------------------------------------------------------------
 
 def phase_makespan(name, p, m, v, c):
     """Ticks with F and B are mv+p−1 each; W, where it is split off, needs mv."""
@@ -126,8 +125,7 @@ def test_what_has_no_table_is_refused_with_the_nearest(name, p, m, v, parts):
     assert all(part in str(refused.value) for part in parts) and "\n" not in str(refused.value)
 
 
-# ---- schedules broken on purpose
-# ----------------------------------------------------------------------------------------
+# ---- schedules broken on purpose -------------------------------------------------------------------------------------
 
 def changed(schedule, name, index, value):
     columns = dict(schedule.columns)

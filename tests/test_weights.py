@@ -62,7 +62,7 @@ def test_every_layout_reads_the_same_bits_and_each_byte_once(name, rule, mesh, m
     words = ("--training.microbatches=2", "--pipeline.schedule=1f1b") if "stage" in mesh else ()
     loaded = Loaded(GOLDENS / name, rule, mesh, *words)
     assert_same_bits(jax.device_get(loaded.params), expected)
-    for wanted, leaf in zip(jax.tree.leaves(loaded.made.program.spec.sharding.params),
+    for wanted, leaf in zip(jax.tree.leaves(loaded.made.program.step.state.sharding.params),
                             jax.tree.leaves(loaded.params), strict=True):
         assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim)
     read = {}

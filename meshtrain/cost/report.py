@@ -19,12 +19,12 @@ LARGE = 64 * 2**20   # bytes on one device from which a replicated parameter is 
 
 def grads_shardings(made):
     """Where [grads] puts each accumulator."""
-    return rules.shardings(made.layout, made.mesh, "grads", made.program.spec.trained_axes)
+    return rules.shardings(made.layout, made.mesh, "grads", made.program.step.state.trained_axes)
 
 
 def formula(made) -> dict:
     """By the rules. With a pipeline also what stands inside its loop, whatever [params] and [grads] say of the rest."""
-    spec = made.program.spec
+    spec = made.program.step.state
     held = memory.formula(spec.abstract, spec.sharding, made.model.divided(spec.abstract.params)[0],
                           grads_shardings(made))
     host = memory.host_bytes(made.run, made.layout)
@@ -39,10 +39,10 @@ def read_bytes(made) -> int:
 
 
 def held_by_program(made, executable) -> dict:
-    trained = made.model.divided(made.program.spec.abstract.params)[0]
+    trained = made.model.divided(made.program.step.state.abstract.params)[0]
     shapes = jax.tree.map(lambda a, s: s.shard_shape(a.shape), trained, grads_shardings(made))
     accumulators = jax.tree.leaves(shapes, is_leaf=lambda shape: isinstance(shape, tuple))
-    held = memory.compiled(executable, made.program.spec.abstract, made.run.training.microbatches,
+    held = memory.compiled(executable, made.program.step.state.abstract, made.run.training.microbatches,
                            accumulators, _loop(made))
     host = executable.memory_analysis().host_temp_size_in_bytes
     return held | ({"host": host} if memory.host_bytes(made.run, made.layout) else {})

@@ -17,6 +17,13 @@ from meshtrain.kernels.mask import CAUSAL, Mask, Scores
 MASKED = -1e30       # finite: a query that sees no key gives zeros, not NaN
 
 
+class Output(NamedTuple):
+    """What the forward gave some queries over all the keys that they see, here or elsewhere, and the cotangent of o."""
+    o_BTNH: jax.Array
+    lse_BTN: jax.Array
+    do_BTNH: jax.Array
+
+
 class Engine(NamedTuple):
     """Attention of T queries to S keys, within segments and a `kernels.mask.Mask`;
     block pairs that it leaves nothing of cost nothing.

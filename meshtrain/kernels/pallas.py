@@ -70,8 +70,7 @@ def spans(own_BT, other_BS, block: int, step: int, mask: Mask, own_are_queries: 
     return jnp.stack([start, bare_start, bare_stop, stop], -1).astype(jnp.int32)
 
 
-# ---- what the kernels share: refs are one block of one head; plan, of a grid's program, is a row of `spans`
-# ------------
+# ---- what the kernels share: refs are one block of one head; plan, of a grid's program, is a row of `spans` ----------
 
 
 def _visit_all(spans_ref, i, masked, bare, carry):

@@ -123,9 +123,11 @@ class Linear(nnx.Module):
     """A weight of any shape, with an optional bias over its output dims. `model.lora` may freeze it and give it an
     adapter."""
 
-    def __init__(self, cfg, rngs, eq: str, shape, axes, *, fan_in_dims=1, bias=False, std=None, role="matrix"):
+    def __init__(self, cfg, rngs, eq: str, shape, axes, *, bias=False, std=None, role="matrix"):
         dtype = jnp.dtype(cfg.param_dtype)
         self.eq, self.axes = eq, tuple(axes)
+        x_dims, w_dims = eq.split("->")[0].split(",")
+        fan_in_dims = sum(dim in x_dims for dim in w_dims)
         self.bias_axes = self.axes[fan_in_dims:]
         self.kernel = declare(rngs, dtype, shape, axes, role, std=std, fan_in_dims=fan_in_dims)
         self.bias = declare(rngs, dtype, shape[fan_in_dims:], self.bias_axes, "bias", value=0.0) if bias else None
@@ -339,7 +341,7 @@ class Attention(nnx.Module):
         self.query = Linear(cfg, rngs, "BTD,DNH->BTNH", (D, N, H), ("embed", "heads", "head_dim"), bias=bias)
         self.key = Linear(cfg, rngs, "BTD,DKH->BTKH", (D, K, H), ("embed", "kv_heads", "head_dim"), bias=bias)
         self.value = Linear(cfg, rngs, "BTD,DKH->BTKH", (D, K, H), ("embed", "kv_heads", "head_dim"), bias=bias)
-        self.out = Linear(cfg, rngs, "BTNH,NHD->BTD", (N, H, D), ("heads", "head_dim", "embed"), fan_in_dims=2,
+        self.out = Linear(cfg, rngs, "BTNH,NHD->BTD", (N, H, D), ("heads", "head_dim", "embed"),
                           bias=cfg.attention_bias == "all", std=(N * H * 2 * cfg.num_layers) ** -0.5)
         self.query_norm, self.key_norm = (self._norm(cfg, rngs, *one) for one in ((N, "heads"), (K, "kv_heads")))
 

@@ -6,7 +6,7 @@ import math
 import time
 
 from meshtrain.pages import layout, pictures, skin
-from meshtrain.pages.pictures import Bar, PlotCurve
+from meshtrain.pages.pictures import Bar, PlotAxis, PlotCurve
 from meshtrain.pages.skin import Cell, Column, PageSection, Tile, of_count, of_share
 from meshtrain.units import duration, many, seconds
 
@@ -73,15 +73,13 @@ def _points(told: dict, key: str) -> list[tuple[float, float]]:
     return [(step, value) for step, value in zip(told["rows"]["step"], told["rows"][key]) if value is not None]
 
 
-def _curve(told: dict, key: str, name: str, show, *, color: int = 0, level: tuple[float, str] | None = None,
-           zero: bool = False,
+def _curve(told: dict, key: str, axis: PlotAxis, *, color: int = 0, level: tuple[float, str] | None = None,
            height: int = 240, more: tuple[PlotCurve, ...] = (), most: float = math.inf) -> str:
     """Over steps; lines across where the run went on. most: what is above stands at it."""
     points = [(step, min(value, most)) for step, value in _points(told, key)]
     went_on = [(one["from_step"], "") for one in told["starts"] if one["from_step"]][-MOST_MARKS:]
-    return pictures.curves([PlotCurve(color, name, points), *more], "step", name, "{:,.0f}".format,
-                           show, name, zero=zero,
-                           height=height, verticals=went_on, levels=[level] if level else [])
+    return pictures.curves([PlotCurve(color, axis.name, points), *more], PlotAxis("step", "{:,.0f}".format), axis,
+                           axis.name, height=height, verticals=went_on, levels=[level] if level else [])
 
 
 def loss(told: dict) -> str:
@@ -89,7 +87,7 @@ def loss(told: dict) -> str:
         return skin.paragraph(f"No step is written yet: {told['state']}.")
     validated = _points(told, "val_loss")
     more = (PlotCurve(1, "validation", validated, dots=True),) if validated else ()
-    drawn = _curve(told, "loss", "loss, nats a token", "{:.3g}".format, height=340,
+    drawn = _curve(told, "loss", PlotAxis("loss, nats a token", "{:.3g}".format), height=340,
                    more=more) if _points(told, "loss") else ""
     key = skin.key([(0, "training", ""), *([(1, "validation", "")] if more else [])])
     columns = [Column("validated after step", "n"), Column("loss", "n"), Column("perplexity", "n")]
@@ -112,7 +110,7 @@ def speed(told: dict) -> str:
             most = MOST_TIMES * max(measured, one or 0.0)
             above = sum(value > most for _, value in _points(told, key))
             drawn += skin.figure(
-                _curve(told, key, name, show[key], color=len(rows), zero=True,
+                _curve(told, key, PlotAxis(name, show[key], zero=True), color=len(rows),
                        level=_level(told, key, show[key]), most=most),
                 f"{above} steps that are above stand at the top: they ended while the clock stood." if above else "")
     columns = [Column("median of all steps"), Column("measured", "n"), Column("priced, by the roofline", "n"),
@@ -174,7 +172,7 @@ def experts(told: dict) -> str:
                f"{max(worst, 2):.2f}. Steps to the right, of several steps the worst; the table has the last of them. "
                f"No token is dropped, however busy an expert is.")
     curve = lambda key, name, color, **more: skin.figure(
-        _curve(told, key, name, "{:.3g}".format, color=color, height=200, **more)) \
+        _curve(told, key, PlotAxis(name, "{:.3g}".format), color=color, height=200, **more)) \
         if _points(told, key) else ""
     return (skin.figure(drawn, caption) + curve("expert_load_max", "busiest expert of all layers, of the mean", 3)
             + curve("expert_load_entropy", "entropy of the choices, mean of the layers; 1 is even", 2)
@@ -182,6 +180,6 @@ def experts(told: dict) -> str:
 
 
 def more(told: dict) -> str:
-    return "".join(skin.figure(_curve(told, key, name, "{:.3g}".format, color=color, height=200))
+    return "".join(skin.figure(_curve(told, key, PlotAxis(name, "{:.3g}".format), color=color, height=200))
                    for key, name, color in
                    (("grad_norm", "gradient norm", 4), ("learning_rate", "learning rate", 5)) if _points(told, key))

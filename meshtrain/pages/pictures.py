@@ -151,13 +151,19 @@ class PlotCurve(NamedTuple):
     dots: bool = False
 
 
-def curves(rows: Sequence[PlotCurve], x_name: str, y_name: str, show_x: Callable[[float], str],
-           show_y: Callable[[float], str],
-           label: str, *, verticals: Sequence[tuple[float, str]] = (), levels: Sequence[tuple[float, str]] = (),
-           zero: bool = False, height: int = 300, unit: float = 1.0,
+class PlotAxis(NamedTuple):
+    """name: at its end. show: a value as text. zero: whether it begins at 0. unit: whose round multiples are marked."""
+    name: str
+    show: Callable[[float], str]
+    zero: bool = False
+    unit: float = 1.0
+
+
+def curves(rows: Sequence[PlotCurve], x_axis: PlotAxis, y_axis: PlotAxis, label: str, *,
+           verticals: Sequence[tuple[float, str]] = (), levels: Sequence[tuple[float, str]] = (), height: int = 300,
            told: Callable[[int, int], str] | None = None) -> str:
-    """Curves in one frame. verticals, levels: (value, what it is), lines across. zero: y begins at 0. unit: of y, whose
-    round multiples are marked. told: (curve, point) → its title."""
+    """Curves in one frame. verticals, levels: (value, what it is), lines across. told: (curve, point) → its title."""
+    zero, unit = y_axis.zero, y_axis.unit
     points = [point for row in rows for point in row.points]
     xs, ys = [x for x, _ in points] + [x for x, _ in verticals], [y for _, y in points] + [y for y, _ in levels]
     low_x, high_x = min(xs), max(xs)
@@ -168,11 +174,12 @@ def curves(rows: Sequence[PlotCurve], x_name: str, y_name: str, show_x: Callable
     left, right, top, bottom = 74, WIDTH - 24, 22, height - 40
     at_x = lambda x: left + (x - low_x) / (high_x - low_x) * (right - left)
     at_y = lambda y: bottom - (y - low_y) / (high_y - low_y) * (bottom - top)
-    parts = [text(left, 11, y_name, 11, kind="soft"), text(right, height - 4, x_name, 11, "end", "soft")]
+    parts = [text(left, 11, y_axis.name, 11, kind="soft"),
+             text(right, height - 4, x_axis.name, 11, "end", "soft")]
     for y in (unit * tick for tick in ticks(low_y / unit, high_y / unit)):
         parts += [line(left, at_y(y), right, at_y(y), "rule"),
-                  text(left - 8, at_y(y) + 4, show_y(y), 11, "end", "soft")]
-    parts += [text(at_x(x), bottom + 18, show_x(x), 11, "middle", "soft") for x in ticks(low_x, high_x)]
+                  text(left - 8, at_y(y) + 4, y_axis.show(y), 11, "end", "soft")]
+    parts += [text(at_x(x), bottom + 18, x_axis.show(x), 11, "middle", "soft") for x in ticks(low_x, high_x)]
     for value, words in levels:
         parts += [line(left, at_y(value), right, at_y(value), "edge"),
                   text(right, at_y(value) - 5, words, 11, "end", "soft")]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from meshtrain.names import AXES
 from meshtrain.pages import layout, pictures, skin
-from meshtrain.pages.pictures import Bar, PlotCurve
+from meshtrain.pages.pictures import Bar, PlotAxis, PlotCurve
 from meshtrain.pages.skin import Cell, Column, PageSection, Tile, of_bytes, of_count, of_seconds, of_share
 from meshtrain.units import many, seconds, size
 
@@ -132,9 +132,9 @@ def trade(told: dict) -> str:
     most = 4 * plans[0]["step_time_s"]
     kept = [[i for i, (x, _) in enumerate(row.points) if x <= most] for row in rows]
     drawn = [row._replace(points=[row.points[i] for i in these]) for row, these in zip(rows, kept)]
-    picture = pictures.curves(drawn, "step", "memory of a GPU", "{:g} s".format, size,
-                              "memory against step time", zero=True,
-                              height=380, unit=2**30,
+    picture = pictures.curves(drawn, PlotAxis("step", "{:g} s".format),
+                              PlotAxis("memory of a GPU", size, zero=True, unit=2**30), "memory against step time",
+                              height=380,
                               levels=[(told["usable_bytes"], f"usable {size(told['usable_bytes'])}")],
                               told=lambda k, i: said(k, kept[k][i]))
     left_out = sum(len(row.points) for row in rows) - sum(map(len, kept))
@@ -201,8 +201,9 @@ def scaling(told: dict) -> str:
     note = skin.paragraph(f"On {', '.join(none)} GPUs nothing fits.", "warn") if none else ""
     curve = PlotCurve(0, "kept", [(plan["gpus"], kept) for plan, kept in zip(plans, speed)])
     drawn = skin.figure(pictures.curves(
-        [curve, curve._replace(dots=True)], "GPUs", "of a GPU's tokens/s on the first of them, kept", "{:,.0f}".format,
-        "{:.0%}".format, "how speed scales", zero=True, height=260),
+        [curve, curve._replace(dots=True)], PlotAxis("GPUs", "{:,.0f}".format),
+        PlotAxis("of a GPU's tokens/s on the first of them, kept", "{:.0%}".format, zero=True), "how speed scales",
+        height=260),
         "With the same batch a step.") if len(plans) > 1 else ""
     return drawn + note + skin.table(columns, rows, "best")
 

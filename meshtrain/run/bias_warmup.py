@@ -27,7 +27,8 @@ def balanced(program: Program, step: Callable, state: State, data: Batches, pass
     step: the compiled training step; it takes the state's memory. fresh: a state whose optimizer has not begun.
     """
     params, opt_state = state.params, state.opt_state
-    before_first = lambda: jax.make_array_from_callback((), program.spec.sharding.step, lambda index: np.int32(-1))
+    placed = program.step.state.sharding.step
+    before_first = lambda: jax.make_array_from_callback((), placed, lambda index: np.int32(-1))
     del state
     with contextlib.closing(data.iterate(0, rows=program.rows)) as batches:
         for _ in range(passes):

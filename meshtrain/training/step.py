@@ -16,14 +16,11 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain.model import float8, moe, params
-from meshtrain.model.layers import Execution
-from meshtrain.model.transformer import Transformer
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding.mesh import after
-from meshtrain.sharding.rules import Layout
-from meshtrain.training import accumulate, objective, pipelined
+from meshtrain.training import accumulate, pipelined
 from meshtrain.training.optimizer import learning_rate_schedule
-from meshtrain.training.state import State, StateSpec
+from meshtrain.training.state import State
 
 DROPOUT = 0x64726F70        # tag of the keys of dropout, larger than any number of keys that a seed is split into
 
@@ -117,11 +114,7 @@ class Program:
     evaluate: Callable
     initialize: Callable
     preferred: Callable | None
-    spec: StateSpec
-    batch: dict                    # ShapeDtypeStructs with shardings, [microbatches, replicas, sequences, T]
-    execution: Execution
-    deferred_axes: tuple[str, ...]          # batch axes over which gradients are reduced once per step
-    mesh: jax.sharding.Mesh
+    step: accumulate.StepSpec
     compiler_options: dict
     schedule: schedules.Schedule | None  # the pipeline's schedule; None without stages
     order: np.ndarray | None       # which token stands at each place of a sequence; None: as they come
@@ -129,7 +122,7 @@ class Program:
     @functools.cached_property
     def rows(self) -> np.ndarray:
         """int64, ascending: the rows of the global batch that lie on devices of this process."""
-        sequence = self.batch["sequence"]
+        sequence = self.step.batch["sequence"]
         numbers = np.arange(math.prod(sequence.shape)).reshape(sequence.shape)
         held = sequence.sharding.addressable_devices_indices_map(sequence.shape).values()
         return np.unique(np.concatenate([numbers[index].ravel() for index in held]))
@@ -145,23 +138,23 @@ class Program:
             numbers = np.arange(math.prod(abstract.shape[:3])).reshape(abstract.shape[:3])
             block = lambda index: rows[name][np.searchsorted(self.rows, numbers[index[:3]])][(..., *index[3:])]
             return jax.make_array_from_callback(abstract.shape, abstract.sharding, block)
-        return {name: put(name, abstract) for name, abstract in self.batch.items()}
+        return {name: put(name, abstract) for name, abstract in self.step.batch.items()}
 
     def compile(self):
         """The compiled training step, ready to call: (state, batch) -> (state, metrics)."""
-        whole = NamedSharding(self.mesh, P())
+        whole = NamedSharding(self.step.mesh, P())
         limit = [jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)] * self.limited
-        return self.compiled(self.train, self.spec.with_shardings(), self.batch, *limit)
+        return self.compiled(self.train, self.step.state.with_shardings(), self.step.batch, *limit)
 
     def limit(self, loss: float) -> list[jax.Array]:
         """What the compiled step takes beside state and batch: the largest loss with which it is applied,
         where it is to know."""
-        whole = NamedSharding(self.mesh, P())
+        whole = NamedSharding(self.step.mesh, P())
         return [jax.make_array_from_callback((), whole, lambda index: np.float32(loss))] * self.limited
 
     def compiled(self, function: Callable, *args):
         """A jitted function, compiled for these arguments (or ShapeDtypeStructs) with the options of the run."""
-        with jax.set_mesh(self.mesh):
+        with jax.set_mesh(self.step.mesh):
             return function.lower(*args).compile(compiler_options=self.compiler_options)
 
 
@@ -171,19 +164,15 @@ def dropout_key(seed: int, step) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), DROPOUT), step)
 
 
-def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec: StateSpec,
-          order: np.ndarray | None = None,
-          schedule: schedules.Schedule | None = None, memory_share: float = XLA_MEMORY_SHARE) -> Program:
-    """run: the checked run file (its data, training, optimizer and model sections are read here).
-
-    order: how tokens lie in a sequence that is split. schedule: the pipeline's where mesh.stage is larger than 1.
-    memory_share: see `compiler_options`.
-    """
+def build(step: accumulate.StepSpec, schedule: schedules.Schedule | None = None, order: np.ndarray | None = None,
+          memory_share: float = XLA_MEMORY_SHARE) -> Program:
+    """schedule: the pipeline's where mesh.stage is larger than 1. order: how tokens lie in a sequence that is split.
+    memory_share: see `compiler_options`."""
+    run, model, layout, mesh, spec = step.run, step.model, step.layout, step.mesh, step.state
     split = any(layout.sizes[axis] > 1 for axis in ("stage", "tensor", "context"))
-    training, step = run.training, accumulate.step_spec(run, model, layout, mesh, attend, spec, bool(schedule))
+    training, goal = run.training, step.objective
     roles = [info.role for info in model.parameters() if info.trainable]
     gradients, loss_sum, *more = pipelined.pipelined(step, schedule) if schedule else accumulate.scanned(step)
-    aim = objective.of_run(training)
 
     def train(state: State, batch, *loss_limit):
         key = dropout_key(run.run.seed, state.step) if accumulate.drops(run) else None
@@ -215,7 +204,7 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
 
     def evaluate(p, batch):
         total = loss_sum(p, batch)
-        return total, aim.count(after(batch, total) if step.ex.in_order else batch)
+        return total, goal.count(after(batch, total) if step.ex.in_order else batch)
 
     def initialize():
         p = model.init(jax.random.key(run.run.seed))
@@ -233,10 +222,9 @@ def build(run, model: Transformer, layout: Layout, mesh, attend: Callable, spec:
         initialize=jax.jit(initialize, out_shardings=spec.sharding),
         preferred=jax.jit(more[0], in_shardings=(spec.sharding.params, batch_shardings), out_shardings=whole)
         if training.objective == "dpo" else None,
-        spec=spec, batch=step.batch, execution=step.ex, deferred_axes=step.deferred_axes, mesh=mesh,
+        step=step,
         compiler_options=compiler_options(mesh.devices.flat[0].platform, training.deterministic, training.remat,
                                           schedule is not None or run.model.num_experts > 0, memory_share,
                                           cublas=not split and not run.model.num_experts
                                           or step.ex.float8 is float8.BY_CUBLAS),
-        schedule=schedule,
-        order=order)
+        schedule=schedule, order=order)

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import get_abstract_mesh
 
 from meshtrain.kernels import blockwise, cudnn, pallas, tiles
-from meshtrain.kernels.engine import Engine
+from meshtrain.kernels.engine import Engine, Output
 from meshtrain.kernels.mask import CAUSAL, Mask, Scores
 from meshtrain.parallel.context import gather, ring, ulysses
 from meshtrain.sharding.rules import Layout
@@ -84,26 +84,28 @@ class ContextParallel(NamedTuple):
     engine: Engine
 
     def forward(self, layout, mask, *args):
-        return _forward(partial(self.method.forward, self.engine, mask, axis=AXIS), self._by_hand(), layout, *args)
+        return _forward(partial(self.method.forward, self.engine, mask, axis=AXIS), self._needs_manual(), layout, *args)
 
     def backward(self, layout, mask, *args):
-        return _backward(partial(self.method.backward, self.engine, mask, axis=AXIS), self._by_hand(), layout, *args)
+        def local(q, k, v, segments, *out):
+            return self.method.backward(self.engine, mask, q, k, v, segments, Output(*out), axis=AXIS)
+        return _backward(local, self._needs_manual(), layout, *args)
 
-    def _by_hand(self) -> bool:
+    def _needs_manual(self) -> bool:
         return not self.engine.partitions or AXIS not in get_abstract_mesh().manual_axes
 
 
-def _forward(local, by_hand: bool, layout, *args):
+def _forward(local, needs_manual: bool, layout, *args):
     """o, lse <- local(q, k, v, segments), on shards that lie as the layout says where axes must be manual."""
-    if not (rest := _automatic_axes()) or not by_hand:
+    if not (rest := _automatic_axes()) or not needs_manual:
         return local(*args)
     specs = _specs(layout, q="heads", k="kv_heads", v="kv_heads", segments=None)
     return _on_shards(local, rest, specs, (specs[0], *_specs(layout, lse="heads")))(*args)
 
 
-def _backward(local, by_hand: bool, layout, *args):
+def _backward(local, needs_manual: bool, layout, *args):
     """dq, dk, dv <- local(q, k, v, segments, o, lse, do), likewise."""
-    if not (rest := _automatic_axes()) or not by_hand:
+    if not (rest := _automatic_axes()) or not needs_manual:
         return local(*args)
     specs = _specs(layout, q="heads", k="kv_heads", v="kv_heads", segments=None, o="heads", lse="heads", do="heads")
     return _on_shards(local, rest, specs, specs[:3])(*args)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshtrain.kernels.engine import MASKED
+from meshtrain.kernels.engine import MASKED, Output
 from meshtrain.kernels.mask import Mask
 from meshtrain.parallel.context.zigzag import choose, halves, join, merge
 
@@ -36,10 +36,12 @@ class Distances(NamedTuple):
 class Journey(NamedTuple):
     """Pairs of what belongs to the early and to the late chunk of every device, on their way.
 
-    begin(pair) -> travelling. meet(travelling, d, last) -> (what the chunks before by d have, travelling to d + 1).
+    axis: of the mesh. begin(pair) -> travelling. meet(travelling, d, last) -> (what the chunks before by d have,
+    travelling to d + 1).
     add(sums, pair, d) -> sums with what the chunks before by d are given, for each d from 1 on, where sums are None;
     home(sums, D) -> pair: what every device's own chunks were given. D: the last distance.
     """
+    axis: str
     begin: Callable
     meet: Callable
     add: Callable
@@ -56,10 +58,10 @@ def distances(mask: Mask, chunk: int, cp: int) -> list[Distances]:
     return [Distances(those[0], len(those), *key) for key, those in grouped]
 
 
-def forward(engine, mask: Mask, journey: Journey, q_BTNH, k_BTKH, v_BTKH, segments_BT, axis: str):
+def forward(engine, mask: Mask, journey: Journey, q_BTNH, k_BTKH, v_BTKH, segments_BT):
     """o [B, T, N, H] and lse [B, T, N] of these queries to the keys that they see, float32."""
     q, k, v, segments = map(halves, (q_BTNH, k_BTKH, v_BTKH, segments_BT))
-    cp, i = lax.axis_size(axis), lax.axis_index(axis)
+    cp, i = lax.axis_size(journey.axis), lax.axis_index(journey.axis)
     sums = tuple(engine.forward(*own, mask) for own in zip(q, k, v, segments, segments))
 
     def visit(carry, d, of: Distances, last: bool):
@@ -78,11 +80,10 @@ def forward(engine, mask: Mask, journey: Journey, q_BTNH, k_BTKH, v_BTKH, segmen
     return join(o0, o1), join(l0, l1)
 
 
-def backward(engine, mask: Mask, journey: Journey, q_BTNH, k_BTKH, v_BTKH, segments_BT,
-             o_BTNH, lse_BTN, do_BTNH, axis: str):
-    """dq, dk, dv of what this device holds, float32. o and lse: the forward's, over all keys."""
-    q, k, v, segments, o, lse, do = map(halves, (q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, lse_BTN, do_BTNH))
-    cp, i = lax.axis_size(axis), lax.axis_index(axis)
+def backward(engine, mask: Mask, journey: Journey, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output):
+    """dq, dk, dv of what this device holds, float32."""
+    q, k, v, segments, o, lse, do = map(halves, (q_BTNH, k_BTKH, v_BTKH, segments_BT, *out))
+    cp, i = lax.axis_size(journey.axis), lax.axis_index(journey.axis)
     own = [engine.backward(*of_half, mask) for of_half in zip(q, k, v, segments, segments, o, lse, do)]
     dq, dkv = tuple(grads[0] for grads in own), [grads[1:] for grads in own]
 
@@ -151,7 +152,7 @@ def ring(axis: str) -> Journey:
     def add(sums, pair, d):
         return pair if sums is None else jax.tree.map(jnp.add, onward(sums), pair)
 
-    return Journey(onward, meet, add, home)
+    return Journey(axis, onward, meet, add, home)
 
 
 def _onward(pair, axis: str, back: bool = False):
@@ -196,4 +197,4 @@ def gathered(axis: str) -> Journey:
         summed = jax.tree.map(lambda x: halves(lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True)), sums)
         return tuple(zip(*summed))
 
-    return Journey(begin, meet, add, home)
+    return Journey(axis, begin, meet, add, home)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
+from meshtrain.kernels.engine import Output
 from meshtrain.kernels.mask import Mask
 from meshtrain.parallel.context import band
 from meshtrain.parallel.context.zigzag import choose, halves, join, merge, order
@@ -22,7 +23,7 @@ def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, axis: str =
     """o [B, T, N, H] and lse [B, T, N] of these queries to the keys of all devices, float32."""
     cp, i = lax.axis_size(axis), lax.axis_index(axis)
     if (mask := mask.within(cp * q_BTNH.shape[1])).window:
-        return band.forward(engine, mask, band.gathered(axis), q_BTNH, k_BTKH, v_BTKH, segments_BT, axis)
+        return band.forward(engine, mask, band.gathered(axis), q_BTNH, k_BTKH, v_BTKH, segments_BT)
     whole = mask._replace(causal=False)
     chunks = _GatherChunks(q_BTNH, cp)
     (q0, q1), (s0, s1) = halves(q_BTNH), halves(segments_BT)
@@ -43,21 +44,20 @@ def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, axis: str =
     return join(o0, o1), join(l0, l1)
 
 
-def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, lse_BTN, do_BTNH, axis: str = "context"):
+def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output, axis: str = "context"):
     """dq, dk, dv of what this device holds, float32."""
     cp, i = lax.axis_size(axis), lax.axis_index(axis)
     if (mask := mask.within(cp * q_BTNH.shape[1])).window:
-        return band.backward(engine, mask, band.gathered(axis), q_BTNH, k_BTKH, v_BTKH,
-                             segments_BT, o_BTNH, lse_BTN, do_BTNH, axis)
+        return band.backward(engine, mask, band.gathered(axis), q_BTNH, k_BTKH, v_BTKH, segments_BT, out)
     whole = mask._replace(causal=False)
     chunks = _GatherChunks(q_BTNH, cp)
     K, V, Z = (_all(x, axis) for x in (k_BTKH, v_BTKH, segments_BT))
-    early, late = zip(*map(halves, (q_BTNH, segments_BT, o_BTNH, lse_BTN, do_BTNH)))
+    early, late = zip(*map(halves, (q_BTNH, segments_BT, *out)))
     (k0, k1), (v0, v1) = halves(k_BTKH), halves(v_BTKH)
 
     def diagonal(chunk, k, v):
-        q, s, o, lse, do = chunk
-        return engine.backward(q, k, v, s, s, o, lse, do, mask)
+        q, s, *out = chunk
+        return engine.backward(q, k, v, s, s, *out, mask)
 
     dq0, dk0, dv0 = diagonal(early, k0, v0)
     dq1, dk1, dv1 = diagonal(late, k1, v1)
@@ -68,9 +68,9 @@ def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, ls
     def step(sums, n):
         dq0, dq1, dK, dV = sums
         first, at = chunks.nth(n, i)
-        q, s, o, lse, do = choose(first, early, late)
+        q, s, *out = choose(first, early, late)
         take = lambda x: chunks.take(x, at)
-        dq, dk, dv = engine.backward(q, take(K), take(V), s, take(Z), o, lse, do, whole)
+        dq, dk, dv = engine.backward(q, take(K), take(V), s, take(Z), *out, whole)
         return (dq0 + jnp.where(first, dq, 0.0), dq1 + jnp.where(first, 0.0, dq),
                 chunks.add(dK, dk, at), chunks.add(dV, dv, at)), None
 

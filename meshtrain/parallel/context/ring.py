@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshtrain.kernels.engine import Output
 from meshtrain.kernels.mask import Mask
 from meshtrain.parallel.context import band
 from meshtrain.parallel.context.zigzag import choose, halves, join, merge, order
@@ -24,7 +25,7 @@ def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, axis: str =
     """o [B, T, N, H] and lse [B, T, N] of these queries to the keys of all devices, float32."""
     cp, i = lax.axis_size(axis), lax.axis_index(axis)
     if (mask := mask.within(cp * q_BTNH.shape[1])).window:
-        return band.forward(engine, mask, band.ring(axis), q_BTNH, k_BTKH, v_BTKH, segments_BT, axis)
+        return band.forward(engine, mask, band.ring(axis), q_BTNH, k_BTKH, v_BTKH, segments_BT)
     whole = mask._replace(causal=False)
     q0, q1 = halves(q_BTNH)
     s0, s1 = halves(segments_BT)
@@ -52,17 +53,16 @@ def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, axis: str =
     return visit(kv, acc, cp - 1)
 
 
-def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, lse_BTN, do_BTNH, axis: str = "context"):
-    """dq, dk, dv of what this device holds, float32. o and lse: the forward's, over all keys.
+def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output, axis: str = "context"):
+    """dq, dk, dv of what this device holds, float32.
 
     The sums of dK and dV travel one step behind the keys that they belong to, and make one hop more to come home.
     """
     cp, i = lax.axis_size(axis), lax.axis_index(axis)
     if (mask := mask.within(cp * q_BTNH.shape[1])).window:
-        return band.backward(engine, mask, band.ring(axis), q_BTNH, k_BTKH, v_BTKH, segments_BT,
-                             o_BTNH, lse_BTN, do_BTNH, axis)
+        return band.backward(engine, mask, band.ring(axis), q_BTNH, k_BTKH, v_BTKH, segments_BT, out)
     whole = mask._replace(causal=False)
-    (q0, q1), (s0, s1), (o0, o1), (l0, l1), (g0, g1) = map(halves, (q_BTNH, segments_BT, o_BTNH, lse_BTN, do_BTNH))
+    (q0, q1), (s0, s1), (o0, o1), (l0, l1), (g0, g1) = map(halves, (q_BTNH, segments_BT, *out))
 
     def visit(kv, sums, t):
         (k0, k1), (v0, v1), (z0, z1) = map(halves, kv)
@@ -78,7 +78,7 @@ def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, ls
                 (dk + join(dk_a + early(dk_b), late(dk_b)), dv + join(dv_a + early(dv_b), late(dv_b))))
 
     kv = _pass_on((k_BTKH, v_BTKH, segments_BT), axis)
-    dq, dk, dv = engine.backward(q_BTNH, k_BTKH, v_BTKH, segments_BT, segments_BT, o_BTNH, lse_BTN, do_BTNH, mask)
+    dq, dk, dv = engine.backward(q_BTNH, k_BTKH, v_BTKH, segments_BT, segments_BT, *out, mask)
     sums = dq, (dk, dv)
 
     def step(carry, t):

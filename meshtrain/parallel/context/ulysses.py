@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from meshtrain.kernels.engine import Output
 from meshtrain.kernels.mask import Mask
 
 __all__ = ["backward", "forward", "order"]
@@ -33,14 +34,14 @@ def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, axis: str =
     return _all_heads(o.astype(q.dtype), axis).astype(jnp.float32), _all_heads(lse, axis)
 
 
-def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, o_BTNH, lse_BTN, do_BTNH, axis: str = "context"):
+def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output, axis: str = "context"):
     """dq, dk, dv of what this device holds."""
     cp = lax.axis_size(axis)
     K = k_BTKH.shape[2]
-    sent = (q_BTNH, _repeated(k_BTKH, cp), _repeated(v_BTKH, cp), o_BTNH, lse_BTN, do_BTNH)
-    q, k, v, o, lse, do = (_whole_sequence(x, axis) for x in sent)
+    sent = (q_BTNH, _repeated(k_BTKH, cp), _repeated(v_BTKH, cp), *out)
+    q, k, v, *out = (_whole_sequence(x, axis) for x in sent)
     segments = lax.all_gather(segments_BT, axis, axis=1, tiled=True)
-    dq, dk, dv = engine.backward(q, k, v, segments, segments, o, lse, do, mask.within(q.shape[1]))
+    dq, dk, dv = engine.backward(q, k, v, segments, segments, *out, mask.within(q.shape[1]))
     dq, dk, dv = (_all_heads(x.astype(q.dtype), axis) for x in (dq, dk, dv))
     once = lambda x: x.astype(jnp.float32).reshape(*x.shape[:2], K, -1, x.shape[-1]).sum(3)
     return dq, once(dk), once(dv)

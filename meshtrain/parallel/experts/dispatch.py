@@ -14,6 +14,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -125,8 +126,9 @@ def _apply_forward(experts, layout, x_BTD, chosen_BTK, weight_BTK, weights):
     shards = ExpertShards.of(layout, weights)
 
     def local(x_BTD, chosen_BTK, weight_BTK, weights):
-        args = *map(_flat, (x_BTD, chosen_BTK, weight_BTK)), shards.in_use(experts.engine, weights, x_BTD.dtype)
-        y_TD, inward = (_exchanged if experts.exchanged else _forward)(experts, shards.region, *args)
+        tokens = RoutedTokens(*map(_flat, (x_BTD, chosen_BTK, weight_BTK)))
+        matrices = shards.gathered(experts.engine, weights, x_BTD.dtype)
+        y_TD, inward = (_exchanged if experts.exchanged else _forward)(experts, shards.region, tokens, matrices)
         return y_TD.reshape(x_BTD.shape), inward if experts.kept else None
     args = x_BTD, chosen_BTK, weight_BTK, weights
     y_BTD, kept = on_shards(local, (shards.tokens,) * 3 + (shards.stored,), (shards.tokens, _everywhere()))(*args)
@@ -144,10 +146,10 @@ def _apply_backward(experts, layout, saved, dy_BTD):
     weights, shards, staged = saved[3], ExpertShards.of(layout, saved[3]), layout.sizes["stage"] > 1
 
     def inputs_half(x_BTD, chosen_BTK, weight_BTK, weights, kept, dy_BTD):
-        args = *map(_flat, (x_BTD, chosen_BTK, weight_BTK)), shards.in_use(experts.engine,
-                                                                           weights, x_BTD.dtype), kept, _flat(dy_BTD)
-        dx, dweight, rest = (_exchanged_backward if experts.exchanged else _backward)(
-            experts, shards.region, *args, staged)
+        tokens = RoutedTokens(*map(_flat, (x_BTD, chosen_BTK, weight_BTK)))
+        matrices, dy_TD = shards.gathered(experts.engine, weights, x_BTD.dtype), _flat(dy_BTD)
+        backward = _exchanged_backward if experts.exchanged else _backward
+        dx, dweight, rest = backward(experts, shards.region, tokens, matrices, kept, dy_TD, staged)
         return dx.reshape(x_BTD.shape), dweight.reshape(weight_BTK.shape), rest if staged else shards.added_up(rest)
 
     def weights_half(passed_on):
@@ -211,7 +213,7 @@ class ExpertShards:
             gathers={name: by_axis(name, gathered) for name in names}, scatters=scatters,
             rest={name: unscattered(name) for name in names})
 
-    def in_use(self, engine: grouped.GroupedEngine, weights, dtype) -> ExpertMatrices:
+    def gathered(self, engine: grouped.GroupedEngine, weights, dtype) -> ExpertMatrices:
         """Cast, then gathered: float32 shards travel in the compute dtype.
 
         Inside the region, so that nothing of it is kept for the backward, and the backward's gradients stay float32.
@@ -238,8 +240,7 @@ def _in_order(a, axes: tuple[str, ...], wanted: tuple[str, ...]):
     return a if axes == wanted else a.transpose([axes.index(axis) for axis in wanted])
 
 
-# ---- one device's part
-# -------------------------------------------------------------------------------------------------
+# ---- one device's part -----------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,10 +279,17 @@ def _arranged(experts: RoutedExperts, region: Region, chosen_AK, matrices: Exper
     return Arranged(chosen_AK, region.first_expert(e), e, experts.num_experts, experts.spare, experts.engine.block)
 
 
-def _forward(experts: RoutedExperts, region: Region, x_TD, chosen_TK, weight_TK, matrices: ExpertMatrices):
+class RoutedTokens(NamedTuple):
+    """Tokens, the experts that each goes to, and what their outputs weigh."""
+    x_TD: jax.Array
+    chosen_TK: jax.Array
+    weight_TK: jax.Array
+
+
+def _forward(experts: RoutedExperts, region: Region, tokens: RoutedTokens, matrices: ExpertMatrices):
     """y, and of the first round what the inward matrices give."""
-    K = chosen_TK.shape[1]
-    x_AD, chosen_AK, weight_AK = map(region.bring, (x_TD, chosen_TK, weight_TK))
+    K = tokens.chosen_TK.shape[1]
+    x_AD, chosen_AK, weight_AK = map(region.bring, tokens)
     arranged = _arranged(experts, region, chosen_AK, matrices)
 
     def weighted(last, weight_R1, *others):
@@ -295,7 +303,7 @@ def _forward(experts: RoutedExperts, region: Region, x_TD, chosen_TK, weight_TK,
         hw_RF, *made = matrices.rows({last: x_RD}, "expert_embed", groups, weighted, [rows.weight(weight_AK), *inward])
         (y_RD,) = matrices.rows({"down": hw_RF}, "expert_mlp", groups)
         return rows.sum(y_RD, x_AD.dtype), [*inward, *made]
-    with jax.named_scope(EVEN_ROWS.format(region.even_rows(*chosen_TK.shape))):
+    with jax.named_scope(EVEN_ROWS.format(region.even_rows(*tokens.chosen_TK.shape))):
         y_AD, inward = one_round(arranged.round(0))
         y_AD = arranged.further(lambda rows: one_round(rows)[0], y_AD)
     return region.give(y_AD), inward
@@ -323,12 +331,12 @@ class PassedOn:
         return dw if self.more is None else jax.tree.map(jnp.add, dw, self.more)
 
 
-def _backward(experts: RoutedExperts, region: Region, x_TD, chosen_TK, weight_TK, matrices: ExpertMatrices,
-              kept, dy_TD, apart: bool):
+def _backward(experts: RoutedExperts, region: Region, tokens: RoutedTokens, matrices: ExpertMatrices, kept, dy_TD,
+              apart: bool):
     """(dx, dweight, gradients of this device's experts over the tokens that it has seen; apart: PassedOn). kept: of the
     first round what the inward matrices give, or None."""
-    even_rows, K, dtype = region.even_rows(*chosen_TK.shape), chosen_TK.shape[1], x_TD.dtype
-    x_AD, chosen_AK, weight_AK, dy_AD = map(region.bring, (x_TD, chosen_TK, weight_TK, dy_TD))
+    even_rows, K, dtype = region.even_rows(*tokens.chosen_TK.shape), tokens.chosen_TK.shape[1], tokens.x_TD.dtype
+    x_AD, chosen_AK, weight_AK, dy_AD = map(region.bring, (*tokens, dy_TD))
     arranged = _arranged(experts, region, chosen_AK, matrices)
 
     def gradients(dhw, weight_R1, *inward):
@@ -375,8 +383,7 @@ def _rounds(of: Arranged | all_to_all.Exchange, one_round: Callable, kept, matri
     return dx, dweight, dataclasses.replace(passed_on, more=more)
 
 
-# ---- the same by all-to-alls
-# -------------------------------------------------------------------------------------------
+# ---- the same by all-to-alls -----------------------------------------------------------------------------------------
 
 
 def _apart(experts: RoutedExperts, region: Region, chosen_TK, matrices: ExpertMatrices):
@@ -386,30 +393,30 @@ def _apart(experts: RoutedExperts, region: Region, chosen_TK, matrices: ExpertMa
     return dataclasses.replace(experts, spare=0.0), dataclasses.replace(region, alone=True, filled=swap.filled), swap
 
 
-def _exchanged(experts: RoutedExperts, region: Region, x_TD, chosen_TK, weight_TK, matrices: ExpertMatrices):
-    experts, alone, swap = _apart(experts, region, chosen_TK, matrices)
+def _exchanged(experts: RoutedExperts, region: Region, tokens: RoutedTokens, matrices: ExpertMatrices):
+    experts, alone, swap = _apart(experts, region, tokens.chosen_TK, matrices)
 
     def one_round(now: all_to_all.Round):
-        y, inward = _forward(experts, alone, now.send(x_TD), now.chosen(), now.weight(weight_TK), matrices)
+        sent = RoutedTokens(now.send(tokens.x_TD), now.chosen(), now.weight(tokens.weight_TK))
+        y, inward = _forward(experts, alone, sent, matrices)
         return now.back(y).sum(1), inward
     y_TD, inward = one_round(swap.round(0))
-    return swap.further(lambda now: one_round(now)[0], y_TD).astype(x_TD.dtype), inward
+    return swap.further(lambda now: one_round(now)[0], y_TD).astype(tokens.x_TD.dtype), inward
 
 
-def _exchanged_backward(experts: RoutedExperts, region: Region, x_TD, chosen_TK, weight_TK,
-                        matrices: ExpertMatrices, kept, dy_TD, apart: bool):
-    experts, alone, swap = _apart(experts, region, chosen_TK, matrices)
+def _exchanged_backward(experts: RoutedExperts, region: Region, tokens: RoutedTokens, matrices: ExpertMatrices, kept,
+                        dy_TD, apart: bool):
+    experts, alone, swap = _apart(experts, region, tokens.chosen_TK, matrices)
 
     def one_round(now: all_to_all.Round, inward=None):
-        args = now.send(x_TD), now.chosen(), now.weight(weight_TK), matrices, inward, now.send(dy_TD)
-        dx, dweight, passed_on = _backward(experts, alone, *args, True)
+        sent = RoutedTokens(now.send(tokens.x_TD), now.chosen(), now.weight(tokens.weight_TK))
+        dx, dweight, passed_on = _backward(experts, alone, sent, matrices, inward, now.send(dy_TD), True)
         return now.back(dx).sum(1), now.back(dweight)[..., 0], passed_on
     dx, dweight, rest = _rounds(swap, one_round, kept, matrices, apart, False)
-    return dx.astype(x_TD.dtype), dweight, rest
+    return dx.astype(tokens.x_TD.dtype), dweight, rest
 
 
-# ---- what a run file asks for
-# ------------------------------------------------------------------------------------------
+# ---- what a run file asks for ----------------------------------------------------------------------------------------
 
 ACTIVATIONS = {"swiglu": lambda gate, up: jax.nn.silu(gate) * up, "geglu": lambda gate, up: jax.nn.gelu(gate) * up,
                "gelu": jax.nn.gelu}

@@ -127,9 +127,7 @@ class Shard:
     model: ModelFunctions
     stage: jax.Array
     layers: tuple                # (weights of all chunks [V·n, …], (their numbers [V·n], frozen weights [V·n, …]))
-    depth: int                   # n, layers of a chunk
-    ends: dict
-    frozen_ends: dict
+    ends: tuple[dict, dict]      # (trained, frozen)
     leading: tuple               # as layers, [n, …]
     batch: dict                  # [M, …]
     extra: dict
@@ -137,6 +135,11 @@ class Shard:
     fbw: layer_vjp.FBW | None        # F, B and W of one layer; None where nothing is differentiated
     ahead: layer_vjp.FBW | None      # of all leading layers; None, too, where there are none
     columns: tuple[str, ...]     # of the schedule, in the order of a tick's numbers
+
+    @property
+    def depth(self) -> int:
+        """n, the layers of a chunk."""
+        return jax.tree.leaves(self.layers)[0].shape[0] // self.schedule.num_chunks
 
     def layer(self, chunk, i):
         """(weights, (number, frozen weights)) of layer i of a chunk."""
@@ -149,10 +152,10 @@ class Shard:
         return self.model.prepare(self.microbatch(i), self.extra)
 
     def embed(self, ends, i):
-        return self.model.embed(ends, self.frozen_ends, self.microbatch(i), self.extra)
+        return self.model.embed(ends, self.ends[1], self.microbatch(i), self.extra)
 
     def head(self, ends, y, i):
-        return self.model.head(ends, self.frozen_ends, y, self.microbatch(i), self.extra)
+        return self.model.head(ends, self.ends[1], y, self.microbatch(i), self.extra)
 
     def prepared(self, numbers):
         """What a tick is given, from its numbers in the schedule's columns: them,
@@ -187,7 +190,7 @@ def _shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage
     ahead = layer_vjp.stack(model.leading, *leading, count, x, e) if differentiate and count else None
     columns = dict(schedule.columns) | {name: np.tile(a[:, None], num_stages) for name, a in schedule.shared.items()}
     ticks = jnp.take(np.stack(list(columns.values()), axis=2), stage, axis=1)
-    this = Shard(schedule, model, stage, (flat, own), depth, ends, frozen_ends, leading,
+    this = Shard(schedule, model, stage, (flat, own), (ends, frozen_ends), leading,
                  batch, extra, x, fbw, ahead, tuple(columns))
     buffer = lambda avals, *shape: jax.tree.map(lambda a: jnp.zeros((*shape, *a.shape), a.dtype), avals)
     slots = schedule.slots
@@ -213,7 +216,7 @@ def _input(this: Shard, phase: _Phase, c, tick):
     x = take(c["X"], tick["F_x"])
     if phase.embed == "never":
         return x
-    begin = partial(_led, this, c) if this.model.leading else partial(this.embed, this.ends)
+    begin = partial(_led, this, c) if this.model.leading else partial(this.embed, this.ends[0])
     first = _sometimes(this, phase, "embed", tick, lambda: begin(tick["embed_mb"]), lambda: x)
     return jnp.where(tick["F_first"] > 0, first, x)
 
@@ -270,12 +273,12 @@ def _loss(this: Shard, phase: _Phase, c, tick, y):
     here, on, number = tick["loss_here"], tick["loss_on"], tick["loss_mb"]
 
     def metric():
-        return c["metric"] + jnp.where(on > 0, this.head(this.ends, _share(y, here), number)[1], 0.0)
+        return c["metric"] + jnp.where(on > 0, this.head(this.ends[0], _share(y, here), number)[1], 0.0)
 
     def with_gradients():
         shared = _share(y, here)
         head = lambda ends, y: this.head(ends, y, number)
-        (_, metric), (d_ends, dy) = jax.value_and_grad(head, (0, 1), has_aux=True)(layer_vjp.wide(this.ends), shared)
+        (_, metric), (d_ends, dy) = jax.value_and_grad(head, (0, 1), has_aux=True)(layer_vjp.wide(this.ends[0]), shared)
         return c["metric"] + jnp.where(on > 0, metric, 0.0), _add(c["ends"], d_ends, on > 0), dy
 
     # Only what is new goes through a condition: XLA would copy the buffers.
@@ -295,7 +298,7 @@ def _embed_grad(this: Shard, c, tick, dx):
 
 def _looked_up_back(this: Shard, ends, i, dx, on):
     """The gradients of the ends with those that the embedding of microbatch i has from the cotangent dx, where `on`."""
-    _, vjp = jax.vjp(lambda ends: this.embed(ends, i), layer_vjp.wide(this.ends))
+    _, vjp = jax.vjp(lambda ends: this.embed(ends, i), layer_vjp.wide(this.ends[0]))
     return _add(ends, vjp(dx)[0], on)
 
 
@@ -312,7 +315,7 @@ def _lead(this: Shard, c):
 
     def one_round(_, k):
         def looked_up(x, s):
-            return jnp.where(s == this.stage, this.embed(this.ends, _at_most(this, k * num_stages + s)), x), None
+            return jnp.where(s == this.stage, this.embed(this.ends[0], _at_most(this, k * num_stages + s)), x), None
         x = lax.scan(looked_up, jnp.zeros(this.x.shape, this.x.dtype), jnp.arange(num_stages))[0]
         e = this.prepare(_at_most(this, k * num_stages + this.stage))
         if this.ahead:
@@ -410,7 +413,7 @@ def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, differen
     wait = _ordered if in_order else lambda values, _: values
     if model.leading:
         c, saved = _lead(this, c)
-    for phase in _phases(schedule, bool(jax.tree.leaves(this.ends) or model.leading)):
+    for phase in _phases(schedule, bool(jax.tree.leaves(this.ends[0]) or model.leading)):
         if not differentiate and "B" in phase.kinds:
             break
         c, _ = lax.scan(partial(_tick, this, phase, wait), c, following[phase.start:phase.stop])
