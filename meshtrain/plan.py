@@ -34,6 +34,7 @@ from meshtrain.config import ConfigError, Run
 from meshtrain.cost import assumptions, audit, behind, hardware, rates, report, roofline, search
 from meshtrain.cost import compile as gpu_compile
 from meshtrain.cost import plans as told
+from meshtrain.cost.placed import Options
 from meshtrain.model import transformer
 from meshtrain.names import AXES
 from meshtrain.pages import plans, skin
@@ -108,7 +109,7 @@ def as_json(run: Run, answers: list[tuple[search.Question, search.Answer]], leng
     return {"plans": found, "model": run.model.model_dump(), "name": run.run.name,
             "num_params": sum(info.size for info in question.rows), "gpus": [q.num_gpus for q, _ in answers] if several
             else question.num_gpus, "gpu": question.rated.gpu.name, "usable_bytes": question.usable_bytes,
-            "seq_len": question.seq_len, "global_batch": question.global_batch,
+            "seq_len": question.options.seq_len, "global_batch": question.options.global_batch,
             "tried": sum(a.tried for _, a in answers),
             "attention": told.attended(question, answer).engine, "behind": stands and stands.as_json(),
             "first": None if several else told.first(question, answer, stands),
@@ -263,10 +264,9 @@ def question_of(run: Run, options: dict, num_gpus: int) -> search.Question:
     def attended(layout: rules.Layout, method: str) -> rates.Attended:
         return rates.attended(_with(run, context={"method": method}), layout, rated.assumed)
     fixed = {name: options[name] for name in search.fixable() if name in options}
-    return search.Question(run.model, model.parameters(), num_gpus, run.data.seq_len,
-                           run.data.global_batch, rated, usable, rule_files,
-                           fixed, _optimizer_bytes(run, model), attended, run.training.loss_chunk,
-                           lay, dispatch=run.experts.dispatch)
+    options_of_run = Options.of(run, optimizer_bytes=_optimizer_bytes(run, model))
+    return search.Question(run.model, model.parameters(), num_gpus, options_of_run, rated, usable, rule_files, fixed,
+                           attended, lay)
 
 
 def _optimizer_bytes(run: Run, model) -> float:

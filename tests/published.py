@@ -83,12 +83,14 @@ def priced(case: dict, given: dict | None = None):
     return min(found, key=lambda one: one.step_s)
 
 
-def stated(case: dict, num_gpus: int) -> float:
+def stated(case: dict) -> float:
     """Tokens per second and GPU, as published."""
     if "tflops" in case:
         (layers, width, vocab), s = case["gpt"], case["seq_len"]
         return case["tflops"] * 1e12 / (72 * layers * width**2 * (1 + s / 6 / width + vocab / 12 / width / layers))
-    return case["tokens"] if "tokens" in case else case["batch"] * case["seq_len"] / case["seconds"] / num_gpus
+    if "tokens" in case:
+        return case["tokens"]
+    return case["batch"] * case["seq_len"] / case["seconds"] / math.prod(case["mesh"].values())
 
 
 def errors(given: dict | None = None) -> list[tuple[dict, float]]:
@@ -96,7 +98,7 @@ def errors(given: dict | None = None) -> list[tuple[dict, float]]:
     found = []
     for case in cases():
         one = priced(case, given)
-        found.append((case, one.tokens_per_s_per_gpu / stated(case, one.num_gpus) - 1))
+        found.append((case, one.tokens_per_s_per_gpu / stated(case) - 1))
     return found
 
 

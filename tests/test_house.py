@@ -79,14 +79,6 @@ def test_the_import_test_sees_an_import(tmp_path):
 
 MOST_PARAMETERS, MOST_FIELDS, MOST_KEYS, MOST_RULE_FILES = 8, 12, 135, 9
 
-# What exceeds these today, with its count. An entry leaves once it is not needed, a count falls; none is added.
-PARAMETERS = {"cost/placed.py:_send": 9}
-FIELDS = {
-    "cost/placed.py:Placed": 38, "cost/price.py:Price": 14, "cost/roofline.py:Roofline": 17,
-    "cost/routed.py:Routed": 19,
-    "cost/search.py:Question": 15,
-}
-
 
 def concepts(package: Path) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     """Functions with too many parameters (kernels and `self` apart), classes with too many fields, names of several
@@ -108,11 +100,8 @@ def concepts(package: Path) -> tuple[dict[str, int], dict[str, int], dict[str, i
     return parameters, fields, {name: count for name, count in names.items() if count > 1}
 
 
-def test_functions_classes_and_their_names_exceed_the_caps_only_where_the_tables_say():
-    """Too many: fewer concepts, not another entry. Fewer than the table says: take the entry out, or lower its
-    count."""
-    for found, allowed in zip(concepts(ROOT / "meshtrain"), (PARAMETERS, FIELDS, {})):
-        assert found == allowed
+def test_functions_have_few_parameters_classes_few_fields_and_names_of_their_own():
+    assert concepts(ROOT / "meshtrain") == ({}, {}, {})
 
 
 def test_lines_of_the_program_end_at_120_columns():

@@ -168,7 +168,7 @@ def test_formulas_count_the_rounds_of_leading_layers_and_those_in_which_stages_i
     layout = rules.Layout(rules.load(shipped("sharding_rules/zero3_experts_fsdp.toml")), sizes.sizes)
     placed, rated = place(transformer.build(cfg).parameters(), cfg, layout, sizes), rates.Rates(
         hardware.get("h100"), Assumptions("h100"))
-    assert (placed.cfg.num_layers, placed.leading.cfg.num_layers) == (46, 2) and placed.depth == 12
+    assert (placed.cfg.num_layers, placed.leading.cfg.num_layers) == (46, 2) and placed.layer.depth == 12
     found = {}
     for microbatches, rounds in ((8, 2), (9, 3)):
         options = Options(4096, 8 * microbatches, microbatches, "full", "1f1b")

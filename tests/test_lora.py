@@ -201,7 +201,7 @@ def test_the_plan_and_the_flops_count_what_is_trained():
     assert difference == 2 * size(matrices) - 6 * size(adapters)
     layout = Layout(rules.parse(""), dict.fromkeys(config.AXES, 1))
     placed = place(with_adapters.parameters(), run.model, layout, MeshSpec({}))
-    assert placed.grads == placed.updated == size(adapters) and placed.stored == size(adapters) + size(
+    assert placed.held.grads == placed.held.updated == size(adapters) and placed.held.stored == size(adapters) + size(
         plain.parameters())
     narrow = lora_run("ddp", ONE, dict(param_dtype="bfloat16"))
     infos = transformer.build(narrow.model, narrow.lora).parameters()

@@ -68,8 +68,8 @@ def test_auto_takes_the_dispatch_that_sends_less(preset, num_shards, method):
 
 def test_rows_are_those_that_the_tokens_of_all_ways_choose_and_tiles_fill_half_a_block_of_each_expert():
     found = routed.of(placed(QWEN, "zero3_experts_fsdp", fsdp=8), Options(4096, 8))
-    assert (found.seen, found.even, found.num_experts) == (8 * 4096, 4096 * 8, 16)
-    assert found.executed == 4096 * 8 + 16 * 64 and found.held == 1.25 * 4096 * 8 + 16 * 128
+    assert (found.seen, found.rows.even, found.sizes.num_experts) == (8 * 4096, 4096 * 8, 16)
+    assert found.rows.executed == 4096 * 8 + 16 * 64 and found.rows.held == 1.25 * 4096 * 8 + 16 * 128
     assert grouped.executed_rows(10, 20, 128) == 10 * 128, "a block for each expert that has a row"
 
 
@@ -78,7 +78,7 @@ def test_rows_are_those_that_the_tokens_of_all_ways_choose_and_tiles_fill_half_a
                                         ("zero3_experts_tensor", dict(context=2, tensor=4))])
 def test_all_layouts_multiply_the_same_rows_but_for_those_that_fill_up_blocks(rule, mesh):
     found = routed.of(placed(QWEN, rule, **mesh), Options(8192, 64))
-    assert found.even == 64 * 8192 * 8 / 8 and found.even <= found.executed <= 1.1 * found.even
+    assert found.rows.even == 64 * 8192 * 8 / 8 and found.rows.even <= found.rows.executed <= 1.1 * found.rows.even
 
 
 def test_without_stages_a_step_works_through_leading_dense_layers_like_through_others():

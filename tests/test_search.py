@@ -49,14 +49,14 @@ class Allowed:
         if key not in self.layouts:
             layout, wrong = self.asked.lay(sizes, rules, method)
             num_shards = layout.num_shards(layout.mesh_axes("activations", "batch"))
-            self.layouts[key] = None if wrong or self.asked.global_batch % num_shards else (layout, num_shards)
+            self.layouts[key] = None if wrong or self.asked.options.global_batch % num_shards else (layout, num_shards)
         return self.layouts[key]
 
     def price(self, layout, mesh: MeshSpec, m: int, remat: str, name: str, chunks: int, method: str):
         asked, attended = self.asked, self.asked.attended(layout, method)
-        options = Options(asked.seq_len, asked.global_batch, m, remat, name, chunks,
-                          method, attended.visited, asked.loss_chunk,
-                          asked.optimizer_bytes, engine=attended.engine)
+        options = Options(asked.options.seq_len, asked.options.global_batch, m, remat, name, chunks,
+                          method, attended.visited, asked.options.loss_chunk,
+                          asked.options.optimizer_bytes, engine=attended.engine)
         placed = place(asked.rows, asked.cfg, layout, mesh)
         if footprint.memory(placed, options)["total"] > asked.usable_bytes:
             return None
@@ -78,7 +78,7 @@ class Allowed:
         if not found:
             return None
         layout, num_shards = found
-        m = draw.choice(divisors(asked.global_batch // num_shards))
+        m = draw.choice(divisors(asked.options.global_batch // num_shards))
         kinds = schedule_of(sizes["stage"], m)
         return kinds and self.price(layout, MeshSpec(sizes, draw.sample(AXES, len(AXES))), m, draw.choice(search.REMAT),
                                     *draw.choice(kinds), method)
@@ -93,7 +93,7 @@ class Allowed:
             methods = search.METHODS if sizes["context"] > 1 else search.METHODS[:1]
             for rules, method in itertools.product(asked.rule_files, methods):
                 if found := self.layout(sizes, rules, method):
-                    for m in divisors(asked.global_batch // found[1]):
+                    for m in divisors(asked.options.global_batch // found[1]):
                         for remat, kind in itertools.product(search.REMAT, schedule_of(sizes["stage"], m)):
                             if one := self.price(found[0], MeshSpec(sizes), m, remat, *kind, method):
                                 yield one

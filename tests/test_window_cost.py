@@ -85,8 +85,8 @@ def test_a_layer_of_a_period_has_the_products_of_one_layer():
     placed = {every: place(transformer.build(cfg := config.Model(**GEMMA, window=1024,
                                                                  global_every=every)).parameters(), cfg, layout, mesh)
               for every in (0, 3)}
-    assert placed[3].products == placed[0].products and placed[3].largest == placed[0].largest
-    assert placed[3].layer_used == pytest.approx(placed[0].layer_used) and placed[3].stored == placed[0].stored
+    assert placed[3].layer.products == placed[0].layer.products and placed[3].layer.largest == placed[0].layer.largest
+    assert placed[3].layer.used == pytest.approx(placed[0].layer.used) and placed[3].held.stored == placed[0].held.stored
     run = config.Run(model=dict(**GEMMA, window=1024, global_every=4),
                      data=dict(seq_len=8192, global_batch=1, document_mask=False))
     assumed = Assumptions("h100")
@@ -108,4 +108,4 @@ def test_stages_are_priced_by_whole_periods():
     spec = MeshSpec(dict(stage=2))
     made = assembly.design(run, spec, "cpu", None)
     placed = place(made.model.parameters(), run.model, made.layout, spec)
-    assert placed.depth == 8 and any("filled up with 6 that do nothing" in note for note in made.notes)
+    assert placed.layer.depth == 8 and any("filled up with 6 that do nothing" in note for note in made.notes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from meshtrain.cost.placed import GATHER, SCATTER
 from meshtrain.cost.price import RECOMPUTED, group
 from meshtrain.cost.rates import DeviceGroup, Matmul
 from meshtrain.cost.search import Answer, Plan, Question
@@ -95,7 +96,7 @@ def _cause(question: Question, plan: Plan, best: Plan, name: str) -> str:
                 f"and hide behind nothing, {_runs(question, plan):,.0f} times a step; "
                 f"{link(question, plan, ('tensor',))[1]}")
     if name == "fsdp":
-        gathered, scattered = plan.placed.gathered, plan.placed.scattered
+        gathered, scattered = plan.placed.moving(GATHER, "layers"), plan.placed.moving(SCATTER, "layers")
         over = tuple(a for a in axes if any(a in group_axes for group_axes in gathered or scattered))
         gather_s = _each_s(question, plan, gathered, "all-gather")
         reduce_s = _each_s(question, plan, scattered, "reduce-scatter")
@@ -149,7 +150,7 @@ def _runs(question: Question, plan: Plan) -> float:
 def _products_s(question: Question, plan: Plan) -> float:
     """Of the forward's."""
     matmul = lambda w: Matmul(_tokens(plan), w.n, w.k, 1, question.cfg.compute_dtype)
-    return sum(question.rated.matmul_s(matmul(w)) for w in plan.placed.products)
+    return sum(question.rated.matmul_s(matmul(w)) for w in plan.placed.layer.products)
 
 
 def _each_s(question: Question, plan: Plan, elements: Mapping[tuple[str, ...], float], kind: str) -> float:

@@ -46,15 +46,15 @@ def executed(placed: Placed, options: Options, practice: Practice = Practice()) 
     """FLOPs of one device's matmuls in a step, attention's apart: forward, twice as much backward, of what is frozen
     once, and what remat does again."""
     of = functools.partial(_elements, placed)
-    layer, (_, loss, _) = sum(map(of, placed.products)), placed.ends(options, practice)
+    layer, (_, loss, _) = sum(map(of, placed.layer.products)), placed.ends(options, practice)
     ahead = executed(placed.leading, options, practice) if placed.leading else 0.0
-    trained = sum(of(product) for product in placed.products if product.trained)
+    trained = sum(of(product) for product in placed.layer.products if product.trained)
     visits = forward, backward, weights = placed.visits(options, practice)
     layers = (forward + backward) * layer + weights * trained + backward * again(placed, options, practice)
     experts = 0.0
     if found := routed.of(placed, options):
         runs = sum(times * count for times, count in zip(visits, found.products))
-        experts = 2 * found.share * runs * found.executed * found.embed_dim * found.width
+        experts = 2 * found.share * runs * found.rows.executed * found.sizes.embed_dim * found.sizes.width
     head = (2 + placed.head.trained) * loss * placed.head.k * placed.head.n
     return ahead + experts + 2 * placed.tokens(options) * (layers + head)
 
@@ -68,9 +68,9 @@ def again(placed: Placed, options: Options, practice: Practice = Practice()) -> 
     """Elements of a layer's matrices whose products its backward does again: but for what the last of them adds to the
     residual stream, which nothing there reads."""
     of = functools.partial(_elements, placed)
-    forward = sum(map(of, placed.products))
+    forward = sum(map(of, placed.layer.products))
     if practice.recomputed is not None:
         return practice.recomputed[0] * forward
     if options.remat not in ("full", "offload"):
         return 0.0
-    return forward - sum(of(product) for product in placed.products if product.unread)
+    return forward - sum(of(product) for product in placed.layer.products if product.unread)

@@ -7,7 +7,7 @@ read off the buffers of programs compiled for GPUs, and stands here as widths of
 from __future__ import annotations
 
 from meshtrain.cost import routed
-from meshtrain.cost.placed import Options, Placed
+from meshtrain.cost.placed import GATHER, SCATTER, Options, Placed
 from meshtrain.model import parts
 from meshtrain.parallel.pipeline import schedules, stages
 
@@ -15,11 +15,11 @@ from meshtrain.parallel.pipeline import schedules, stages
 def memory(placed: Placed, options: Options) -> dict[str, int]:
     """Bytes on one device by kind, as `inspect` has them: grads are the accumulators that a microbatch adds to,
     activations everything that lives for a while."""
-    held = {"params": placed.stored_bytes, "grads": 4 * placed.grads,
-            "optimizer": options.optimizer_bytes * placed.stored}
+    held = {"params": placed.held.stored_bytes, "grads": 4 * placed.held.grads,
+            "optimizer": options.optimizer_bytes * placed.held.stored}
     if placed.mesh.sizes["stage"] > 1:
         # in the loop: of a full stage
-        held |= {"grads": 4 * placed.used, "activations": _in_stages(placed, options)}
+        held |= {"grads": 4 * placed.held.used, "activations": _in_stages(placed, options)}
     else:
         held["activations"] = _beside_stored(placed, options) + _in_layers(placed, options)
     held = {name: int(count) for name, count in held.items()}
@@ -32,10 +32,11 @@ def _beside_stored(placed: Placed, options: Options) -> float:
     alone = options.microbatches == 1
     if not placed.by_layer:          # a matrix's gradient and its sum are made outside of the accumulators
         # Where gradients are scattered XLA keeps the zeros that the head's begins with, for all microbatches.
-        zeros = 4 * placed.head.n * placed.head.k * bool(placed.ends_scattered)
-        return placed.itemsize * placed.cast + 8 * placed.largest + zeros - 4 * placed.ends_grads * alone
+        zeros = 4 * placed.head.n * placed.head.k * bool(placed.moving(SCATTER, "ends"))
+        return (placed.itemsize * placed.held.cast + 8 * placed.layer.largest + zeros
+                - 4 * placed.held.ends_grads * alone)
     # Stored as they are. XLA turns shards that it joins along their last dim.
-    return placed.moved + placed.turned + placed.itemsize * placed.largest
+    return placed.held.moved + placed.held.turned + placed.itemsize * placed.layer.largest
 
 
 def _in_layers(placed: Placed, options: Options) -> float:
@@ -122,7 +123,7 @@ def _working_width(placed: Placed, options: Options) -> float:
     if context > 1:
         attention = {"ring": 12 * q + 8 * kv, "gather": 10 * q + (6 * context + 2) * kv, "ulysses": 6 * q + 6 * kv}
         return 6 * h + attention[options.method] + 4 * f
-    if not placed.gathered and not placed.scattered and placed.num_shards("mlp") == 1:
+    if not any(placed.moving(kind, "layers") for kind in (GATHER, SCATTER)) and placed.num_shards("mlp") == 1:
         return 3 * h + 3 * q + 3 * kv + 2 * f
     return 4 * h + 4 * q + 4 * kv + (4 if options.remat in ("full", "offload") else 3) * f
 
@@ -160,7 +161,7 @@ def _of_parts(placed: Placed, options: Options) -> float:
         return 0
     (q, kv, _), gates = placed.widths, 2 if cfg.activation != "gelu" else 1
     of_dense = cfg.embed_dim * (2 * q + 2 * kv + (gates + 1) * _widest_mlp(placed))
-    return 4 * (of_dense if cfg.num_experts else placed.layer_used)
+    return 4 * (of_dense if cfg.num_experts else placed.layer.used)
 
 
 # ---- pipelines -------------------------------------------------------------------------------------------------------
@@ -177,10 +178,10 @@ def _in_stages(placed: Placed, options: Options) -> float:
     loss += 16 * placed.head.n * placed.head.k
     # A layer of B beside one of F, with their weights out of the stack.
     layer = size * tokens * (_working_width(placed, options) + 4 * stream + 2
-                             * placed.widths[2]) + size * placed.layer_used
+                             * placed.widths[2]) + size * placed.layer.used
     if experts := routed.of(placed, options):
-        layer = max(layer, experts.staged_bytes + 4 * size * tokens * stream + size * placed.layer_used)
-    return size * placed.used + slot_bytes(placed, options) + max(loss, layer)
+        layer = max(layer, experts.staged_bytes + 4 * size * tokens * stream + size * placed.layer.used)
+    return size * placed.held.used + slot_bytes(placed, options) + max(loss, layer)
 
 
 def slot_widths(placed: Placed, options: Options) -> tuple[float, float]:
@@ -215,5 +216,5 @@ def leading_bytes(placed: Placed, options: Options) -> float:
     """Bytes of what leading layers keep for their backward, and of what they pass to the first stage."""
     if not (leading := placed.leading):
         return 0.0
-    kept = leading.depth * slot_widths(leading, options)[0] + placed.cfg.embed_dim / placed.stream_shards
+    kept = leading.layer.depth * slot_widths(leading, options)[0] + placed.cfg.embed_dim / placed.stream_shards
     return placed.itemsize * placed.tokens(options) * placed.rounds(options) * kept

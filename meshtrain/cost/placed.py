@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator
 
 from meshtrain.model import layers
 from meshtrain.names import AXES, LAYERS, LEADING, LORA, MATMUL_ROLES
@@ -19,6 +19,7 @@ from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import GATHERED, Layout
 
 Axes = tuple[str, ...]
+GATHER, SCATTER, SUM, EXCHANGE = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,67 +82,87 @@ class Product:
     router: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class WeightMove:
+    """Elements of weights or gradients that a device's group over `axes` exchanges together.
+
+    kind: as HLO spells it. part: "layers", "experts", "routers": elements of one layer, for each of its visits; "ends":
+    of embedding and head, for each microbatch; "update": of all that a device works on, once a step, gradients that
+    [grads] leaves whole and new weights; "lookup": how many tables' rows travel with every token: rows by columns
+    (all-to-all), cotangents (all-gather).
+    """
+    kind: str
+    part: str
+    axes: Axes
+    elements: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """Parameters that a device keeps.
+
+    stored: as [optimizer] has them; stored_bytes: of all; updated: of them those that are trained; layers_stored: of
+    layers. layers_read: of layers as [params] has them. grads, ends_grads: accumulated, of all and of embedding and
+    head. turned: bytes of those that are gathered along any dim but their first. used: of a stage and the ends, as they
+    are multiplied; cast: of those, what the microbatches read from a copy in the compute dtype; moved: bytes of a copy
+    in another place.
+    """
+    stored: float = 0.0
+    stored_bytes: float = 0.0
+    updated: float = 0.0
+    layers_stored: float = 0.0
+    layers_read: float = 0.0
+    grads: float = 0.0
+    ends_grads: float = 0.0
+    turned: float = 0.0
+    used: float = 0.0
+    cast: float = 0.0
+    moved: float = 0.0
+
+    def with_leading(self, leading: Held) -> Held:
+        """The sum with those of leading layers; layers_stored and layers_read stay those of the stages."""
+        return Held(**{name: value + (0 if name.startswith("layers_") else getattr(leading, name))
+                       for name, value in dataclasses.asdict(self).items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSizes:
+    """One layer on one device: its products; the parameters that it multiplies, of all its matrices and of the largest.
+    depth: layers of a stage."""
+    products: tuple[Product, ...]
+    used: float
+    largest: float
+    depth: int
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placed:
-    """A model under a layout: sizes on one device, and the elements that travel, by the mesh axes that they travel
-    over.
+    """A model under a layout: sizes on one device, and the weights and gradients that travel.
 
-    products, head: of one layer, and of the head. For each microbatch, of one layer, of its experts, or of embedding
-    and head (ends): gathered weights, scattered and summed gradients; router_gathered: in float32; looked_up: how often
-    a token's row of a table that is looked up by columns travels, or the row's cotangent; looked_back: how often the
-    cotangents of rows are gathered. Once a step: once_scattered and once_summed gradients, regathered new weights.
-    stored, grads, ends_grads: parameters that a device keeps; updated: of them those that are trained, layers_stored:
-    the layers', layers_read: as [params] has them; stored_bytes: of all; turned: bytes of those that are gathered along
-    any dim but their first. used: of its stage and the ends, as they are multiplied; cast: of those, what the
-    microbatches read from a copy in the compute dtype; moved: bytes of a copy in another place. layer_used, largest: of
-    one layer, and of its largest matrix.
     leading: in our pipelines the layers before the stages, as a model of their own whose microbatches the stages share;
-    rows, cfg and all that is of layers are then of the others, what is kept and travels once a step of both. leads: it
-    is such a model.
+    rows, cfg and layer are then of the others, what is held and exchanged once a step of both. leads: it is such a
+    model.
     """
     cfg: object                 # the [model] section
     rows: list                  # the parameter table
     layout: Layout
     mesh: MeshSpec
-    products: tuple[Product, ...]
+    layer: LayerSizes
     head: Product
     head_shards: int
-    depth: int                  # layers of a stage
-    gathered: Mapping[Axes, float]
-    scattered: Mapping[Axes, float]
-    summed: Mapping[Axes, float]
-    router_gathered: Mapping[Axes, float]
-    experts_gathered: Mapping[Axes, float]
-    experts_scattered: Mapping[Axes, float]
-    experts_summed: Mapping[Axes, float]
-    ends_gathered: Mapping[Axes, float]
-    ends_scattered: Mapping[Axes, float]
-    ends_summed: Mapping[Axes, float]
-    looked_up: Mapping[Axes, float]
-    looked_back: Mapping[Axes, float]
-    once_scattered: Mapping[Axes, float]
-    once_summed: Mapping[Axes, float]
-    regathered: Mapping[Axes, float]
-    stored: float
-    stored_bytes: float
-    updated: float
-    layers_stored: float
-    layers_read: float
-    grads: float
-    ends_grads: float
-    turned: float
-    used: float
-    cast: float
-    moved: float
-    layer_used: float
-    largest: float
+    held: Held
+    moves: tuple[WeightMove, ...]
     leading: Placed | None = None
     leads: bool = False
+
+    def moving(self, kind: str, part: str) -> dict[Axes, float]:
+        """The elements of these moves by their axes."""
+        return {move.axes: move.elements for move in self.moves if (move.kind, move.part) == (kind, part)}
 
     @property
     def by_layer(self) -> bool:
         """Whether layers gather their weights."""
-        return bool(self.gathered or self.experts_gathered)
+        return any(move.kind == GATHER and move.part in ("layers", "experts") for move in self.moves)
 
     @property
     def itemsize(self) -> int:
@@ -246,16 +267,6 @@ class Placed:
             "mlp")
 
 
-TRAVEL = ("gathered", "scattered", "summed", "router_gathered", "experts_gathered", "experts_scattered",
-          "experts_summed",
-          "ends_gathered", "ends_scattered", "ends_summed", "looked_up", "looked_back", "once_scattered", "once_summed",
-          "regathered")
-ONCE = ("once_scattered", "once_summed", "regathered")
-HELD = ("stored", "stored_bytes", "updated", "layers_stored", "layers_read", "grads",
-        "ends_grads", "turned", "used", "cast",
-        "moved", "layer_used", "largest")
-
-
 def place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice = Practice()) -> Placed:
     """rows: the parameter table (ParamInfo); cfg: the [model] section; the layout has the sizes of the mesh."""
     if layout.sizes["stage"] == 1 or not cfg.first_dense_layers or not practice.shared_head:
@@ -265,10 +276,13 @@ def place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice = Practi
     leading = _place(split[True], cfg.model_copy(update=dense), layout, mesh, practice, leads=True)
     others = dict(num_layers=cfg.num_layers - cfg.first_dense_layers, first_dense_layers=0)
     staged = _place(split[False], cfg.model_copy(update=others), layout, mesh, practice)
-    held = {name: getattr(staged, name) + getattr(leading, name) for name in HELD
-            if not name.startswith("layer") and name != "largest"}
-    once = {name: dict(Counter(getattr(staged, name)) + Counter(getattr(leading, name))) for name in ONCE}
-    return dataclasses.replace(staged, leading=leading, **held, **once)
+    update = Counter()
+    for move in (*staged.moves, *leading.moves):
+        if move.part == "update":
+            update[move.kind, move.part, move.axes] += move.elements
+    moves = (*(move for move in staged.moves if move.part != "update"),
+             *(WeightMove(*key, n) for key, n in update.items()))
+    return dataclasses.replace(staged, leading=leading, held=staged.held.with_leading(leading.held), moves=moves)
 
 
 def _place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice, leads: bool = False) -> Placed:
@@ -277,7 +291,7 @@ def _place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice, leads:
     layers_with = Counter()
     for info in rows:
         layers_with[info.path[-3:]] += info.shape[0]
-    travel, held = {name: defaultdict(float) for name in TRAVEL}, dict.fromkeys(HELD, 0.0)
+    travel, held, used, largest = defaultdict(float), Counter(), 0.0, 0.0
     num_stages, products, head, equal = layout.sizes["stage"], {}, (Product(0, 0), 1), {}
     stage_layers = stages.padded(cfg, num_stages) // num_stages if num_stages > 1 and not leads else cfg.num_layers
     once = tokens if num_stages > 1 else frozenset(layout.deferred_axes(info.axes for info in rows))
@@ -289,16 +303,19 @@ def _place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice, leads:
         # a stage has its own layers in the loop, also where the rules cannot split them
         if depth and num_stages > 1:
             whole = info.size / cfg.num_layers * depth / layout.num_shards(in_use - {"stage"})
-        _hold(held, info, cfg, layout, lies, in_use, whole, depth)
+        held.update(_held(info, cfg, layout, lies, in_use, whole, depth))
+        if depth:
+            used, largest = used + whole / depth, max(largest, whole / depth * cfg.num_layers / info.shape[0])
         if num_stages > 1:              # inside the loop weights and gradients are whole: exchanged once a step
             lies |= {"params": in_use, "grads": in_use}
         uses = 1
         if info.role == "embedding":
             columns = layers.lies_by_columns(layout, info.axes)
             uses = (not columns) + (cfg.tie_embeddings and info.axes[0] == "vocab")
-            travel["looked_up"][_ordered(lies["params"])] += columns * (1 + info.trainable)
-        _send(travel, layout, info, {table: axes - in_use for table, axes in lies.items()}, whole, depth, uses,
-              tokens - lies["grads"] - in_use, once)
+            travel[EXCHANGE, "lookup", _ordered(lies["params"])] += columns * (1 + info.trainable)
+        beyond = {table: axes - in_use for table, axes in lies.items()}
+        for key, n in _moves(layout, info, beyond, whole, depth, uses, tokens - lies["grads"] - in_use, once):
+            travel[key] += n
         # Of layers that repeat with a period the matrices of one: they differ in what they attend to alone.
         if info.role == "matrix" and "expert" not in info.axes and equal.setdefault(info.path[-3:],
                                                                                     info.path) == info.path:
@@ -315,57 +332,53 @@ def _place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice, leads:
         elif info.axes[-2:] in (("embed", "vocab"), ("vocab", "embed")) and (info.role == "head" or cfg.tie_embeddings):
             num_shards = layout.num_shards(local.uses("vocab"))
             head = Product(cfg.embed_dim, info.size // cfg.embed_dim // num_shards, trained=info.trainable), num_shards
-    some = {name: {axes: n for axes, n in sums.items() if axes and n} for name, sums in travel.items()}
-    return Placed(cfg, rows, layout, mesh, tuple(products.values()), *head, stage_layers, **some, **held, leads=leads)
+    moves = tuple(WeightMove(*key, n) for key, n in travel.items() if key[-1] and n)
+    layer = LayerSizes(tuple(products.values()), used, largest, stage_layers)
+    return Placed(cfg, rows, layout, mesh, layer, *head, Held(**held), moves, leads=leads)
 
 
-def _hold(held, info, cfg, layout: Layout, lies, in_use: frozenset, whole: float, depth: int) -> None:
-    """Add one parameter to the per-device totals (stored, gradient, gathered). in_use: mesh axes that shard the
-    gathered copy; depth: layers on the device, 0 of embedding and head."""
-    held["stored"] += (stored := info.size / layout.num_shards(lies["optimizer"]))
-    held["stored_bytes"] += stored * info.dtype.itemsize
-    held["updated"] += info.trainable and stored
-    held["grads"] += info.trainable and info.size / layout.num_shards(lies["grads"])
-    held["used"] += whole
+def _held(info, cfg, layout: Layout, lies, in_use: frozenset, whole: float, depth: int) -> dict[str, float]:
+    """What one parameter adds to `Held`. in_use: mesh axes that shard the gathered copy; depth: layers on the device, 0
+    of embedding and head."""
+    stored = info.size / layout.num_shards(lies["optimizer"])
+    grads, read = (info.size / layout.num_shards(lies[table]) for table in ("grads", "params"))
     elsewhere = lies["params"] != lies["optimizer"]
     size = 2 if info.role in MATMUL_ROLES and cfg.compute_dtype == "bfloat16" else info.dtype.itemsize
-    held["moved"] += elsewhere and info.size / layout.num_shards(lies["params"]) * size
-    held["cast"] += (elsewhere or info.role in MATMUL_ROLES and str(info.dtype) != cfg.compute_dtype) and whole
-    held["ends_grads"] += not depth and info.trainable and info.size / layout.num_shards(lies["grads"])
-    if depth:
-        held["layers_read"] += info.size / layout.num_shards(lies["params"])
-        held["layers_stored"] += info.size / layout.num_shards(lies["optimizer"])
-        held["layer_used"] += whole / depth
-        held["largest"] = max(held["largest"], whole / depth * cfg.num_layers / info.shape[0])
-        gathered = "expert" in info.axes and bool(lies["params"] - in_use)
-        outer = info.shape[1] // layout.num_shards(layout.mesh_axes(GATHERED,
-                                                                    "expert")) > 1 or info.axes[-1] == "expert_embed"
-        if info.role == "matrix" and (info.axes[-1] == "embed" or gathered and outer):
-            held["turned"] += stored * info.dtype.itemsize
+    found = {"stored": stored, "stored_bytes": stored * info.dtype.itemsize, "updated": info.trainable * stored,
+             "grads": info.trainable * grads, "used": whole, "moved": elsewhere * read * size}
+    if elsewhere or info.role in MATMUL_ROLES and str(info.dtype) != cfg.compute_dtype:
+        found["cast"] = whole
+    if not depth:
+        return found | {"ends_grads": info.trainable * grads}
+    gathered = "expert" in info.axes and bool(lies["params"] - in_use)
+    outer = info.shape[1] // layout.num_shards(layout.mesh_axes(GATHERED, "expert")) > 1
+    if info.role == "matrix" and (info.axes[-1] == "embed" or gathered and (outer or info.axes[-1] == "expert_embed")):
+        found["turned"] = stored * info.dtype.itemsize
+    return found | {"layers_read": read, "layers_stored": stored}
 
 
-def _send(travel, layout: Layout, info, lies, whole: float, depth: int, uses: int, late: frozenset,
-          once: frozenset) -> None:
-    """What travels of a parameter. lies: where its tables split it beyond its use; uses: how often the ends gather it;
-    late: axes over which its gradient is summed that do not split it; once: axes of sums that wait for the end of the
-    step."""
-    n, part = (whole / depth, "experts_" if "expert" in info.axes else "") if depth else (whole, "ends_")
+def _moves(layout: Layout, info, lies, whole: float, depth: int, uses: int, late: frozenset,
+           once: frozenset) -> Iterator[tuple[tuple[str, str, Axes], float]]:
+    """((kind, part, axes), elements) of one parameter, as `WeightMove`. lies: where its tables split it beyond its use;
+    uses: how often the ends gather it; late: axes over which its gradient is summed that do not split it; once: axes of
+    sums that wait for the end of the step."""
+    n, part = (whole / depth, "experts" if "expert" in info.axes else "layers") if depth else (whole, "ends")
     params, grads = lies["params"], lies["grads"]
-    travel["router_gathered" if info.role == "router" else part + "gathered"][_ordered(params)] += uses * n
-    travel["regathered"][_ordered(lies["optimizer"] - params)] += whole / layout.num_shards(params)
+    yield (GATHER, "routers" if info.role == "router" else part, _ordered(params)), uses * n
+    yield (GATHER, "update", _ordered(lies["optimizer"] - params)), whole / layout.num_shards(params)
     if not info.trainable:
         return
-    travel[part + "scattered"][_ordered(grads)] += uses * n
+    yield (SCATTER, part, _ordered(grads)), uses * n
     into = late & once & lies["optimizer"]
-    travel["once_scattered"][_ordered(into)] += whole / layout.num_shards(grads)
-    travel["once_summed"][_ordered((late & once) - into)] += whole / layout.num_shards(grads | into)
+    yield (SCATTER, "update", _ordered(into)), whole / layout.num_shards(grads)
+    yield (SUM, "update", _ordered((late & once) - into)), whole / layout.num_shards(grads | into)
     if info.role == "embedding" and layout.num_shards(once) > 1 and layout.sizes["stage"] == 1:
         # Beside manual axes XLA gathers the cotangents of what is looked up, and each device adds up all of them.
-        travel["looked_back"][_ordered(late - once)] += 1
+        yield (GATHER, "lookup", _ordered(late - once)), 1
     elif info.role == "embedding":      # what its lookups leave XLA itself adds up before it sums it over devices
-        travel["once_summed"][_ordered(late - once)] += whole / layout.num_shards(grads)
+        yield (SUM, "update", _ordered(late - once)), whole / layout.num_shards(grads)
     else:
-        travel[part + "summed"][_ordered(late - once)] += n / layout.num_shards(grads)
+        yield (SUM, part, _ordered(late - once)), n / layout.num_shards(grads)
 
 
 class _Local:

@@ -45,8 +45,8 @@ def scaling(answers: list[tuple[Question, Answer]], length: Length) -> str:
     """The best plan of each number of GPUs, and how much of a GPU's speed on the fewest is kept."""
     question = answers[0][0]
     count = sum(info.size for info in question.rows)
-    lines = [f"{many(count)} parameters, {question.global_batch:,} × {question.seq_len:,} tokens a step on "
-             f"{question.rated.gpu.name}, {size(question.usable_bytes)} usable on each; "
+    lines = [f"{many(count)} parameters, {question.options.global_batch:,} × {question.options.seq_len:,} tokens a "
+             f"step on {question.rated.gpu.name}, {size(question.usable_bytes)} usable on each; "
              "the best plan of each number of GPUs", ""]
     header = ("GPUs", "mesh", "rules", "microbatches", "remat", "memory", "step", "tokens/s",
               "tokens/s a GPU", "kept", "MFU",
@@ -85,8 +85,8 @@ def page(question: Question, answer: Answer, most: int, length: Length = Length(
     count = sum(info.size for info in question.rows)
     of = attended(question, answer)
     documents = f", documents of {assumed['documents.mean']:,.0f} tokens in the mean" if of.documents else ""
-    lines = [f"{many(count)} parameters, {question.global_batch:,} × {question.seq_len:,} tokens a step on "
-             f"{question.num_gpus:,} × {gpu.name}, {size(question.usable_bytes)} usable on each; attention by "
+    lines = [f"{many(count)} parameters, {question.options.global_batch:,} × {question.options.seq_len:,} tokens a "
+             f"step on {question.num_gpus:,} × {gpu.name}, {size(question.usable_bytes)} usable on each; attention by "
              f"{of.engine}{documents}; {answer.tried:,} layouts tried", ""]
     if answer.plans:
         told = [*sentences(question, answer.plans), *([standing(behind)] if behind else [])]

@@ -51,19 +51,18 @@ def group(sizes: tuple[int, ...], placement: tuple[str, ...], axes: tuple[str, .
 
 @dataclasses.dataclass(frozen=True)
 class Price:
-    """A step on `num_gpus`: step_s = compute_s + exposed (by what is waited for) + bubble_s + update_s + host_s.
+    """A step: step_s = compute_s + exposed (by what is waited for) + bubble_s + update_s + host_s.
 
-    collectives: those of a step. parts: compute_s by kind. links_s: seconds that each axes' collectives take, hidden or
-    not. mfu: the causal half of attention counted, nothing recomputed.
+    collectives: those of a step. traffic_bytes: that a GPU sends, by mesh axes ("data+fsdp"). links_s: seconds that
+    each axes' collectives take, hidden or not. parts: compute_s by kind. mfu: the causal half of attention counted,
+    nothing recomputed.
     """
-    num_gpus: int
     memory_bytes: Mapping[str, int]
     collectives: tuple[traffic.Sent, ...]
-    sizes: Mapping[str, int]
+    traffic_bytes: Mapping[str, float]
     links_s: Mapping[str, float]
     parts: Mapping[str, float]
     exposed: Mapping[str, float]
-    bubble: float
     bubble_s: float
     update_s: float
     host_s: float
@@ -76,9 +75,9 @@ class Price:
         return sum(self.parts.values())
 
     @property
-    def traffic_bytes(self) -> dict[str, float]:
-        """What a GPU sends in a step, by mesh axes ("data+fsdp")."""
-        return traffic.by_axes(self.collectives, self.sizes)
+    def bubble(self) -> float:
+        """bubble_s as a share of what a GPU spends on the step."""
+        return self.bubble_s / (self.step_s - self.host_s)
 
 
 class _Links:
@@ -111,9 +110,9 @@ def price(placed: Placed, rated: Rates, options: Options, practice: Practice = P
     steady = stage_s + head_s
     ahead, ahead_s = _ahead(placed, rated, options, practice)
     idle_s += (placed.rounds(options) * p / m - 1) * ahead_s
-    update_s = rated.stream_s(UPDATE_BYTES * placed.updated)
+    update_s = rated.stream_s(UPDATE_BYTES * placed.held.updated)
     if not practice.bucketed and p == 1:
-        update_s += rated.stream_s(ONCE_BYTES * placed.grads)
+        update_s += rated.stream_s(ONCE_BYTES * placed.held.grads)
     busy = m * steady + ahead_s + idle_s + waits.other_s + update_s
     step_s = busy * (1 + assumed["step.overhead"])
     parts = {name: m * layers * seconds for name, seconds in work.parts.items()}
@@ -123,8 +122,8 @@ def price(placed: Placed, rated: Rates, options: Options, practice: Practice = P
     model_flops = sum(flops.model_flops_per_token(part.rows, part.cfg, options.seq_len)
                       for part in (placed, placed.leading) if part)
     exposed = {name: seconds for name, seconds in waits.exposed.items() if seconds}
-    return Price(num_gpus, footprint.memory(placed, options), tuple(waits.sent), sizes, waits.links_s, parts,
-                 exposed, idle_s / busy, idle_s, update_s, step_s - busy, step_s, per_gpu,
+    return Price(footprint.memory(placed, options), tuple(waits.sent), traffic.by_axes(waits.sent, sizes),
+                 waits.links_s, parts, exposed, idle_s, update_s, step_s - busy, step_s, per_gpu,
                  per_gpu * model_flops / rated.peak(cfg.compute_dtype))
 
 
@@ -134,7 +133,7 @@ def _ahead(placed: Placed, rated: Rates, options: Options, practice: Practice) -
     if not (leading := placed.leading):
         return {}, 0.0
     work = _LayerTimes(leading, rated, dataclasses.replace(options, schedule="gpipe"), practice)
-    share = leading.depth / placed.layout.sizes["stage"]
+    share = leading.layer.depth / placed.layout.sizes["stage"]
     each = {name: share * seconds for name, seconds in work.parts.items()}
     return each, options.microbatches * share * (work.forward_s + work.backward_s)
 
@@ -208,7 +207,7 @@ class _LayerTimes:
     def __init__(self, placed: Placed, rated: Rates, options: Options, practice: Practice):
         cfg, tokens = placed.cfg, placed.tokens(options)
         matmul = functools.partial(_matmul_s, rated, "float8" if placed.float8 else cfg.compute_dtype, placed.itemsize)
-        dense, routers = ([w for w in placed.products if w.router == wanted] for wanted in (False, True))
+        dense, routers = ([w for w in placed.layer.products if w.router == wanted] for wanted in (False, True))
         products = [w.share * matmul(tokens, w.n, w.k) for w in dense]
         forward = sum(products)
         backward = sum(w.share * (matmul(tokens, w.k, w.n) + w.trained * matmul(w.k, w.n, tokens)) for w in dense)
@@ -278,11 +277,12 @@ def _experts_s(placed: Placed, rated: Rates, options: Options) -> tuple[tuple[fl
     found = routed.of(placed, options)
     if not found:
         return (0.0,) * 3, (0.0,) * 2
-    k, n, dtype = found.embed_dim, found.width, placed.cfg.compute_dtype
+    k, n, dtype = found.sizes.embed_dim, found.sizes.width, placed.cfg.compute_dtype
 
     def one_s(outer: bool) -> float:
-        moved = found.itemsize * found.executed * (k + n) + (4 if outer else found.itemsize) * found.matrix
-        kernel = rates.GroupedMatmul(found.executed, found.num_experts, k, n, dtype, outer)
+        moved = found.sizes.itemsize * found.rows.executed * (k + n) + (4 if outer else
+                                                                        found.sizes.itemsize) * found.sizes.matrix
+        kernel = rates.GroupedMatmul(found.rows.executed, found.sizes.num_experts, k, n, dtype, outer)
         return max(rated.grouped_s(kernel), rated.stream_s(moved))
     products = (found.share * times * one_s(outer) for times, outer in zip(found.products, (False, False, True)))
     return tuple(products), tuple(found.share * rated.stream_s(moved) for moved in found.elementwise_bytes())
@@ -295,15 +295,16 @@ def _scan_bytes(placed: Placed, options: Options) -> tuple[float, float, float]:
     remat = "full" if options.remat == "offload" else options.remat         # on its way to the host and back as well
     width = footprint.kept_width(placed, dataclasses.replace(options, remat=remat))
     kept = placed.itemsize * placed.tokens(options) * width
-    sliced = 0 if placed.by_layer else 2 * placed.itemsize * placed.layer_used
-    return sliced + 2 * kept, sliced + 2 * kept, 12 * (placed.grads - placed.ends_grads) / placed.cfg.num_layers
+    sliced = 0 if placed.by_layer else 2 * placed.itemsize * placed.layer.used
+    return sliced + 2 * kept, sliced + 2 * kept, 12 * (placed.held.grads
+                                                       - placed.held.ends_grads) / placed.cfg.num_layers
 
 
 def _stage_bytes(placed: Placed, options: Options) -> tuple[float, float, float]:
     """What F, B and W of a layer move through memory because they stand in a pipeline's loop: its weights are sliced
     out of the stage's stack, its gradients added into theirs, what waits is put into slots and taken out; what waits
     for a W of its own passes a mask as well. Read off compiled programs: 8B on stage 2, 70B on tensor 8 × stage 4."""
-    size, weights = placed.itemsize, placed.layer_used
+    size, weights = placed.itemsize, placed.layer.used
     for_backward, for_weights = (size * placed.tokens(options) * width
                                  for width in footprint.slot_widths(placed, options))
     split = 4 * for_weights if options.schedule in schedules.SPLIT else 0
@@ -315,7 +316,7 @@ def _quantised_bytes(placed: Placed) -> tuple[float, float]:
     """What a token of a layer moves through memory to become float8: what its products read, forward; the cotangents of
     what they make, backward. Each is turned for the weights' gradients as well, what was gathered after that."""
     stream, products = placed.cfg.embed_dim / placed.stream_shards, [
-        product for product in placed.products if not product.router]
+        product for product in placed.layer.products if not product.router]
     read = sum(product.share * (product.k if product.outward else stream) for product in products)
     made = sum(product.share * (stream if product.outward else product.n) for product in products)
     gathered = 2 * placed.cfg.embed_dim * len(products) if placed.stream_shards > 1 else 0

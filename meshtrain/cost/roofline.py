@@ -61,25 +61,57 @@ class Traffic:
 @dataclass(frozen=True)
 class Roofline:
     """A step on `num_gpus`: step_s = compute_s of kernels + exposed_s waiting for links + contention_s, by which
-    collectives slow the kernels beside them, + host_s. mfu: see `flops`."""
-    gpu: hardware.Gpu
+    collectives slow the kernels beside them, + host_s. tokens, model_flops: of a step on all GPUs, see `flops`.
+    """
+    prices: rates.Rates
     num_gpus: int
-    step_s: float
-    compute_s: float
-    exposed_s: float
-    hidden_s: float
-    contention_s: float
-    host_s: float
-    tokens_per_s: float
-    mfu: float
+    tokens: int
+    model_flops: float
     # whose peak mfu is a share of: the compute dtype, also where projections are in float8
     mfu_dtype: str
+    exposed_s: float
+    hidden_s: float
     parts: Mapping[str, float]      # seconds of kernels
     kernels: tuple[Kernel, ...]     # costliest first
     traffic: tuple[Traffic, ...]    # longest first
-    assumed: Assumptions
     unknown_loops: tuple[str, ...]  # counted once
     uncounted: tuple[str, ...]      # kernels that multiply matrices of unknown size: counted by their bytes
+
+    @property
+    def gpu(self) -> hardware.Gpu:
+        return self.prices.gpu
+
+    @property
+    def assumed(self) -> Assumptions:
+        return self.prices.assumed
+
+    @property
+    def compute_s(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def contention_s(self) -> float:
+        return self.assumed["link.contend"] * self.hidden_s
+
+    @property
+    def busy_s(self) -> float:
+        return self.compute_s + self.exposed_s + self.contention_s
+
+    @property
+    def host_s(self) -> float:
+        return self.assumed["step.overhead"] * self.busy_s
+
+    @property
+    def step_s(self) -> float:
+        return self.busy_s + self.host_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.step_s
+
+    @property
+    def mfu(self) -> float:
+        return self.model_flops / (self.step_s * self.num_gpus * self.prices.peak(self.mfu_dtype))
 
     @property
     def shares(self) -> dict[str, float]:
@@ -151,18 +183,9 @@ def read(text: str, mesh_spec: MeshSpec, prices: rates.Rates, tokens: int, model
     program = _Program(text, mesh_spec, prices, packed, method)
     played = timeline.play(program.module, program.trips, timeline.Prices(program.kernel, program.collective))
     hidden_s = sum(transfer.hidden_s for transfer in played.transfers.values())
-    contention_s = prices.assumed["link.contend"] * hidden_s
-    busy_s = played.seconds + contention_s
-    host_s = prices.assumed["step.overhead"] * busy_s
-    step_s, n = busy_s + host_s, mesh_spec.num_devices
     return Roofline(
-        gpu=prices.gpu, num_gpus=n, step_s=step_s, compute_s=played.compute_s, exposed_s=played.exposed_s,
-        hidden_s=hidden_s,
-        contention_s=contention_s, host_s=host_s, tokens_per_s=tokens / step_s,
-        mfu=model_flops / (step_s * n * prices.peak(dtype)), mfu_dtype=dtype, parts=dict(played.parts),
-        kernels=program.kernels(played), traffic=program.traffic(played), assumed=prices.assumed,
-        unknown_loops=tuple(program.unknown),
-        uncounted=tuple(sorted(program.uncounted)))
+        prices, mesh_spec.num_devices, tokens, model_flops, dtype, played.exposed_s, hidden_s, dict(played.parts),
+        program.kernels(played), program.traffic(played), tuple(program.unknown), tuple(sorted(program.uncounted)))
 
 
 class _Program:

@@ -9,42 +9,26 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from meshtrain.cost.placed import Options, Placed
+from meshtrain.cost.placed import GATHER, Options, Placed
 from meshtrain.kernels import grouped, tiles
 from meshtrain.names import AXES
 from meshtrain.parallel.experts import all_to_all, dispatch
 
 
 @dataclasses.dataclass(frozen=True)
-class Routed:
-    """tokens: of this device. seen: those, or single choices, that are brought here, `choices` of each. even: rows of
-    this device's experts; held: that its buffer has; executed: that its kernels multiply. num_experts, width: of this
-    device; inward: matrices beside `down`. further: whether more rounds may follow. apart: whether weights' gradients
-    stand apart from inputs', for a pipeline's W. gathered: over how many shards weights are. kept: whether what the
-    inward matrices give is. share: of the layers that have experts."""
-    exchanged: bool
-    region: dispatch.Region
-    tokens: float
-    seen: float
-    choices: int
-    even: float
-    held: float
-    executed: float
+class ExpertSizes:
+    """A device's experts of one layer: how many, of which width there; inward: matrices beside `down`; trained: whether
+    they have gradients."""
     num_experts: float
     embed_dim: int
     width: float
     inward: int
-    further: bool
-    apart: bool
-    gathered: int
-    kept: bool
     trained: bool
-    share: float
     itemsize: int
 
     @property
     def matrix(self) -> float:
-        """Elements of one matrix of each of this device's experts."""
+        """Elements of one matrix of each expert."""
         return self.num_experts * self.embed_dim * self.width
 
     @property
@@ -52,16 +36,45 @@ class Routed:
         """Of all of them."""
         return (self.inward + 1) * self.matrix
 
+
+@dataclasses.dataclass(frozen=True)
+class RowCounts:
+    """Rows of a device's experts: where experts are equally busy; that the buffer has; that the kernels multiply."""
+    even: float
+    held: float
+    executed: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Routed:
+    """tokens: of this device. seen: those, or single choices, that are brought here, `choices` of each. further:
+    whether more rounds may follow. apart: whether weights' gradients stand apart from inputs', for a pipeline's W.
+    gathered: over how many shards weights are. kept: whether what the inward matrices give is. share: of the layers
+    that have experts."""
+    exchanged: bool
+    region: dispatch.Region
+    tokens: float
+    seen: float
+    choices: int
+    rows: RowCounts
+    sizes: ExpertSizes
+    further: bool
+    apart: bool
+    gathered: int
+    kept: bool
+    share: float
+
     @property
     def products(self) -> tuple[int, int, int]:
         """Of the rows with one matrix each: forward, backward for the inputs, where the inward ones that are not kept
         are made again, and for weights."""
-        return self.inward + 1, (1 if self.kept else 2) * self.inward + 1, (self.inward + 1) * self.trained
+        return self.sizes.inward + 1, (1 if self.kept else
+                                       2) * self.sizes.inward + 1, (self.sizes.inward + 1) * self.sizes.trained
 
     @property
     def kept_bytes(self) -> float:
         """What waits for a layer's backward."""
-        return self.itemsize * self.inward * self.held * self.width * self.kept * self.share
+        return self.sizes.itemsize * self.sizes.inward * self.rows.held * self.sizes.width * self.kept * self.share
 
     @property
     def axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -72,19 +85,20 @@ class Routed:
     @property
     def round_bytes(self) -> float:
         """Tokens and rows of a round that weights' gradients are made of."""
-        return self.itemsize * (2 * self.seen * self.embed_dim + self.held * (self.inward + 1) * self.width)
+        return self.sizes.itemsize * (2 * self.seen * self.sizes.embed_dim + self.rows.held
+                                      * (self.sizes.inward + 1) * self.sizes.width)
 
     @property
     def beside_width(self) -> float:
         """Of a round, beside what it passes on: its rows' gradient, or what the inward matrices gave, beside its
         gradient."""
-        return max(self.embed_dim, self.inward * self.width)
+        return max(self.sizes.embed_dim, self.sizes.inward * self.sizes.width)
 
     @property
     def passed_on(self) -> float:
         """Bytes of what weights' gradients are made of (`dispatch.PassedOn`): tokens, rows, and apart the sums of
         further rounds."""
-        return self.trained * (self.round_bytes + (4 * self.weights if self.further and self.apart else 0))
+        return self.sizes.trained * (self.round_bytes + (4 * self.sizes.weights if self.further and self.apart else 0))
 
     @property
     def staged_bytes(self) -> float:
@@ -92,11 +106,11 @@ class Routed:
         of, added to the sums that the first one passes on; beside them the zeros, of either shape, that a tick without
         work adds instead."""
         if not self.further:
-            of_round = self.held * (self.beside_width
-                                    + (self.inward + 1) * self.width) + 3 * self.seen * self.embed_dim + self.weights
-            return max(self.itemsize * of_round, self.passed_on + 4 * self.weights * self.trained)
-        sums = (self.round_bytes + 12 * self.matrix) * self.trained
-        return self.passed_on + sums + self.itemsize * (self.weights + 2 * self.seen * self.embed_dim)
+            widths = self.beside_width + (self.sizes.inward + 1) * self.sizes.width
+            of_round = self.rows.held * widths + 3 * self.seen * self.sizes.embed_dim + self.sizes.weights
+            return max(self.sizes.itemsize * of_round, self.passed_on + 4 * self.sizes.weights * self.sizes.trained)
+        sums = (self.round_bytes + 12 * self.sizes.matrix) * self.sizes.trained
+        return self.passed_on + sums + self.sizes.itemsize * (self.sizes.weights + 2 * self.seen * self.sizes.embed_dim)
 
     @property
     def inputs_bytes(self) -> float:
@@ -104,30 +118,33 @@ class Routed:
         gradients; beside it stands the next round, with the tokens that are brought together or sent, and the sum of
         their gradients; if there is none the rows' gradient."""
         if not self.further:
-            return self.passed_on + self.itemsize * (self.held * self.beside_width + self.inward * self.matrix)
+            return self.passed_on + self.sizes.itemsize * (
+                self.rows.held * self.beside_width + self.sizes.inward * self.sizes.matrix)
         # Each round of those sent has its own; their sum is in float32.
-        tokens = 2 * self.seen + 4 * self.tokens / self.itemsize if self.exchanged else self.seen
-        rows = self.held * max(self.embed_dim + self.inward * self.width, (2 * self.inward + 1) * self.width)
-        return self.passed_on + self.itemsize * (rows + tokens * self.embed_dim + self.weights)
+        tokens = 2 * self.seen + 4 * self.tokens / self.sizes.itemsize if self.exchanged else self.seen
+        rows = self.rows.held * max(self.sizes.embed_dim + self.sizes.inward * self.sizes.width,
+                                    (2 * self.sizes.inward + 1) * self.sizes.width)
+        return self.passed_on + self.sizes.itemsize * (rows + tokens * self.sizes.embed_dim + self.sizes.weights)
 
     @property
     def weights_bytes(self) -> float:
         """That live at most while weights have theirs: the sums over rounds and what is added to one of them, and all
         that the next round is made of; if there is none, the rows of the products that are left."""
-        if not self.trained:
+        if not self.sizes.trained:
             return 0.0
         if not self.further:
-            last = self.itemsize * (self.seen * self.embed_dim + self.held * self.width) + 4 * self.weights
-            return max(self.passed_on + 4 * self.matrix, last)
-        return 4 * (self.weights + self.matrix) + self.passed_on + self.itemsize * self.weights
+            last = self.sizes.itemsize * (self.seen * self.sizes.embed_dim + self.rows.held
+                                          * self.sizes.width) + 4 * self.sizes.weights
+            return max(self.passed_on + 4 * self.sizes.matrix, last)
+        return 4 * (self.sizes.weights + self.sizes.matrix) + self.passed_on + self.sizes.itemsize * self.sizes.weights
 
     def elementwise_bytes(self) -> tuple[float, float]:
         """What moves through memory beside the products, forward and backward: rows summed to their tokens again,
         stored weights cast; apart, of weights' gradients the sums of rounds. Read off programs compiled for H100 and
         H200."""
-        summed = self.itemsize * (self.held + self.seen) * self.embed_dim
-        cast = 0 if self.apart else (4 + self.itemsize) * self.weights / self.gathered
-        sums = 20 * self.weights * self.trained if self.further and self.apart else 0
+        summed = self.sizes.itemsize * (self.rows.held + self.seen) * self.sizes.embed_dim
+        cast = 0 if self.apart else (4 + self.sizes.itemsize) * self.sizes.weights / self.gathered
+        sums = 20 * self.sizes.weights * self.sizes.trained if self.further and self.apart else 0
         return summed + cast, summed + cast + sums
 
 
@@ -149,10 +166,11 @@ def of(placed: Placed, options: Options) -> Routed | None:
         rows = min(most, math.ceil(dispatch.SPARE * even))
     inward = 1 if cfg.activation == "gelu" else 2
     trained = all(info.trainable for info in placed.rows if "expert" in info.axes)
-    return Routed(exchanged, region, tokens, seen, choices, even, (math.ceil(rows / block) + e) * block,
-                  grouped.executed_rows(even, e, block), e, cfg.embed_dim,
-                  cfg.expert_mlp_dim / layout.num_shards(region.inner), inward,
-                  exchanged or rows < most, placed.mesh.sizes["stage"] > 1,
-                  layout.num_shards(layout.mesh_axes("params", "expert_embed")) if placed.experts_gathered else 1,
-                  dispatch.keeps(options.remat, placed.mesh.sizes["stage"]), trained,
-                  1 - cfg.first_dense_layers / cfg.num_layers, placed.itemsize)
+    sizes = ExpertSizes(e, cfg.embed_dim, cfg.expert_mlp_dim / layout.num_shards(region.inner), inward, trained,
+                        placed.itemsize)
+    counts = RowCounts(even, (math.ceil(rows / block) + e) * block, grouped.executed_rows(even, e, block))
+    gathered = layout.num_shards(layout.mesh_axes("params", "expert_embed"))
+    return Routed(exchanged, region, tokens, seen, choices, counts, sizes, exchanged or rows < most,
+                  placed.mesh.sizes["stage"] > 1, gathered if placed.moving(GATHER, "experts") else 1,
+                  dispatch.keeps(options.remat, placed.mesh.sizes["stage"]),
+                  1 - cfg.first_dense_layers / cfg.num_layers)

@@ -46,24 +46,20 @@ TOO_SHORT = "a step below 0.3 s on hundreds of GPUs follows no formula: latencie
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Question:
-    """What is asked. fixed: sizes of axes, schedule, chunks, microbatches, remat, as the user gave them.
-    optimizer_bytes: of state for a parameter. attended: (layout, context method) → what attention computes. lay:
-    (sizes, rules, context method) → (layout, what is wrong with it)."""
+    """What is asked. options: of the run, whose microbatches, remat, schedule, chunks and method the search replaces.
+    fixed: sizes of axes, schedule, chunks, microbatches, remat, as the user gave them. attended: (layout, context
+    method) → what attention computes. lay: (sizes, rules, context method) → (layout, what is wrong with it)."""
     cfg: object
     rows: list
     num_gpus: int
-    seq_len: int
-    global_batch: int
+    options: Options
     rated: Rates
     usable_bytes: int
     rule_files: tuple[Rules, ...]
     fixed: Mapping[str, object]
-    optimizer_bytes: int
     attended: Callable[[Layout, str], Attended]
-    loss_chunk: int
     lay: Callable[[Mapping[str, int], Rules, str], tuple[Layout, list[str]]]
     methods: tuple[str, ...] = METHODS
-    dispatch: str = "auto"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -111,8 +107,8 @@ def search(question: Question) -> Answer:
         num_shards = placed.layout.num_shards(placed.layout.mesh_axes("activations", "batch"))
         counts = list(_microbatches(question, num_shards, placed.mesh.sizes["stage"]))
         if not counts:
-            faults.setdefault(f"a global batch of {question.global_batch} sequences cannot be split over {num_shards} "
-                              f"replicas"
+            faults.setdefault(f"a global batch of {question.options.global_batch} sequences cannot be split over "
+                              f"{num_shards} replicas"
                               + (f" in {question.fixed['microbatches']} microbatches"
                                  if "microbatches" in question.fixed else ""))
         for m in counts:
@@ -173,7 +169,7 @@ def _meshes(question: Question) -> Iterator[dict[str, int]]:
         "tensor": lambda k: k <= min(domain, cfg.num_heads),
         "stage": lambda k: k <= min(MOST_STAGES, stages.staged(cfg))
         and stages.padded(cfg, k) <= PADDED * stages.staged(cfg),
-        "context": lambda k: k == 1 or k <= MOST_CONTEXT and question.seq_len // k >= SHORTEST}
+        "context": lambda k: k == 1 or k <= MOST_CONTEXT and question.options.seq_len // k >= SHORTEST}
     choices = [[question.fixed[axis]] if axis in question.fixed else [k for k in divisors(n) if allows(k)]
                for axis, allows in allowed.items()]
     for tensor, stage, context in itertools.product(*choices):
@@ -201,9 +197,9 @@ def _replicas(question: Question, rest: int, together: bool, experts: bool) -> I
 def _microbatches(question: Question, num_shards: int, p: int) -> Iterator[int]:
     """Counts that leave each replica 1, 2, 4 … sequences of a microbatch, and all that is left in one."""
     fixed = question.fixed.get("microbatches")
-    if question.global_batch % num_shards:
+    if question.options.global_batch % num_shards:
         return
-    share = question.global_batch // num_shards
+    share = question.options.global_batch // num_shards
     if fixed:
         if share % fixed == 0:
             yield fixed
@@ -230,16 +226,16 @@ def _fitting(question: Question, placed: Placed, m: int) -> Iterator[tuple[Optio
     p, attended = placed.mesh.sizes["stage"], question.attended(placed.layout, question.methods[0])
     policies = [question.fixed["remat"]] if "remat" in question.fixed else REMAT if p > 1 else (*REMAT, OFFLOAD)
     order, least, any_fits = _schedules(question, p, m), None, False
-    if placed.stored_bytes + question.optimizer_bytes * placed.stored > question.usable_bytes:
+    if placed.held.stored_bytes + question.options.optimizer_bytes * placed.held.stored > question.usable_bytes:
         order, policies = order[:1], policies[-1:]      # nothing fits, whatever is kept
     for kind in (True, False):
         family = [pair for pair in order if (pair[0] in schedules.SPLIT) == kind]
         for remat in policies if family else ():
             fits_first, beside_slots = False, None
             for name, chunks in family:
-                options = Options(question.seq_len, question.global_batch, m, remat, name, chunks, question.methods[0],
-                                  attended.visited, question.loss_chunk, question.optimizer_bytes, question.dispatch,
-                                  attended.engine)
+                options = dataclasses.replace(
+                    question.options, microbatches=m, remat=remat, schedule=name, chunks=chunks,
+                    method=question.methods[0], visited=attended.visited, engine=attended.engine)
                 slots = footprint.slot_bytes(placed, options) if p > 1 else 0
                 if beside_slots is None:    # a schedule changes nothing else
                     beside_slots = footprint.memory(placed, options)["total"] - slots

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from meshtrain.cost import flops, routed
-from meshtrain.cost.placed import Axes, Options, Placed, Practice, Product
+from meshtrain.cost.placed import GATHER, SUM, Axes, Options, Placed, Practice, Product, WeightMove
 from meshtrain.names import AXES
 from meshtrain.sharding.rules import GATHERED
 
@@ -56,7 +56,7 @@ def of(placed: Placed, options: Options, practice: Practice = Practice()) -> lis
     """Of a step on one device, in the words of `Sent`."""
     found = [*_tensor(placed, options, practice), *_experts(placed, options, practice),
              *_weights(placed, options, practice),
-             *_context(placed, options, practice), *_stages(placed, options, practice), *_once(placed, practice)]
+             *_context(placed, options, practice), *_stages(placed, options, practice)]
     if leading := placed.leading:
         ahead = (*_tensor(leading, options, practice), *_context(leading, options, practice))
         found += [dataclasses.replace(sent, layer=False) for sent in ahead]
@@ -89,55 +89,52 @@ def by_axes(found: list[Sent], sizes: Mapping[str, int]) -> dict[str, float]:
 # ---- what weights and gradients send ---------------------------------------------------------------------------------
 
 
+# What waits for the weights of a part.
+WAITS = {"layers": "fsdp", "experts": EXPERTS, "routers": "fsdp", "ends": "fsdp"}
+
+
 def _weights(placed: Placed, options: Options, practice: Practice) -> Iterator[Sent]:
-    """Of every microbatch: gathered weights, forward and backward, and gradients, reduced to where [grads] has them."""
-    runs, m = options.microbatches * placed.layers(options, practice), options.microbatches
-    size, grads = placed.itemsize, (practice.grad_bytes, "bf16" if practice.grad_bytes == 2 else FLOAT32)
-    gather = lambda axes, n, times, *how: Sent("all-gather", axes, placed.dtype, n * size, times, *how)
-    reduced = lambda kind, axes, n, times, *how: Sent(kind, axes, grads[1], n * grads[0], times, *how)
+    """Gathered weights and gradients that are reduced to where [grads] has them, for every microbatch; once a step,
+    gradients that [grads] leaves whole, and new weights that [optimizer] alone splits."""
+    runs, grads = options.microbatches * placed.layers(options, practice), (
+        "bf16" if practice.grad_bytes == 2 else FLOAT32, practice.grad_bytes)
     arrays = 1 if practice.bucketed else placed.matrices
-    layer_size, dtype = (1, E4M3) if placed.float8 else (size, placed.dtype)
-    for axes, n in placed.gathered.items():
-        for beside in (FORWARD, BACKWARD):
-            yield Sent("all-gather", axes, dtype, n * layer_size, runs, "fsdp", beside, True, arrays)
-    for axes, n in placed.router_gathered.items():
-        yield Sent("all-gather", axes, FLOAT32, 4 * n, 2 * runs, "fsdp", FORWARD)
-    for axes, n in placed.experts_gathered.items():
-        for beside in (FORWARD, BACKWARD):
-            yield gather(axes, n, runs, EXPERTS, beside)
-    of_layers = (placed.scattered, placed.summed, "fsdp"), (placed.experts_scattered, placed.experts_summed, EXPERTS)
-    for scattered, summed, waits in of_layers:
-        for axes, n in scattered.items():
-            yield reduced("reduce-scatter", axes, n, runs, waits, BACKWARD, True, arrays)
-        for axes, n in summed.items():
-            yield reduced("all-reduce", axes, n, runs, "context", BACKWARD, True, arrays)
-    for axes, n in placed.ends_gathered.items():
-        yield gather(axes, n, m, "fsdp", "", False)
-    for axes, n in placed.ends_scattered.items():
-        yield reduced("reduce-scatter", axes, n, m, "fsdp", "", False)
-    for axes, n in placed.ends_summed.items():
-        yield reduced("all-reduce", axes, n, m, "context", "", False)
-    # rows from the devices that hold columns; cotangents
-    looked_up = placed.tokens(options) * placed.cfg.embed_dim * size
-    for axes, tables in placed.looked_up.items():
-        yield Sent("all-to-all", axes, placed.dtype, looked_up, m * tables, "fsdp", "", False)
-    for axes, tables in placed.looked_back.items():
-        yield Sent("all-gather", axes, placed.dtype, looked_up * placed.layout.num_shards(axes),
-                   m * tables, "context", "", False)
+    for move in placed.moves:
+        n, layer = move.elements, move.part in ("layers", "experts", "routers")
+        if move.part == "lookup":
+            yield _lookup(placed, options, move)
+        elif move.part == "update":
+            yield _update(placed, practice, move, grads)
+        elif move.kind != GATHER:
+            waits = "context" if move.kind == SUM else WAITS[move.part]
+            yield Sent(move.kind, move.axes, grads[0], n * grads[1], runs if layer else options.microbatches, waits,
+                       BACKWARD * layer, layer, arrays if layer else 1)
+        elif move.part == "routers":
+            yield Sent(GATHER, move.axes, FLOAT32, 4 * n, 2 * runs, "fsdp", FORWARD)
+        elif not layer:
+            yield Sent(GATHER, move.axes, placed.dtype, n * placed.itemsize, options.microbatches, "fsdp", "", False)
+        else:
+            in_float8 = placed.float8 and move.part == "layers"
+            dtype, size = (E4M3, 1) if in_float8 else (placed.dtype, placed.itemsize)
+            for beside in (FORWARD, BACKWARD):
+                yield Sent(GATHER, move.axes, dtype, n * size, runs, WAITS[move.part], beside, True,
+                           arrays if move.part == "layers" else 1)
 
 
-def _once(placed: Placed, practice: Practice) -> Iterator[Sent]:
-    """Once a step: gradients that [grads] leaves whole are summed, new weights that [optimizer] alone splits are
-    gathered."""
-    dtype, beside = "bf16" if practice.grad_bytes == 2 else FLOAT32, MICROBATCH if practice.bucketed else ONCE
-    for axes, n in placed.once_scattered.items():
-        yield Sent("reduce-scatter", axes, dtype, n * practice.grad_bytes, 1, "once a step", beside, False)
-    # of ours XLA leaves the all-reduces to the end, one behind the other
-    for axes, n in placed.once_summed.items():
-        yield Sent("all-reduce", axes, dtype, n * practice.grad_bytes, 1, "once a step",
-                   beside * practice.bucketed, False)
-    for axes, n in placed.regathered.items():
-        yield Sent("all-gather", axes, placed.dtype, n * placed.itemsize, 1, "once a step", beside, False)
+def _lookup(placed: Placed, options: Options, move: WeightMove) -> Sent:
+    """Rows from the devices that hold columns of a table, or the cotangents of rows."""
+    rows, runs = placed.tokens(options) * placed.cfg.embed_dim * placed.itemsize, options.microbatches * move.elements
+    if move.kind == GATHER:
+        rows *= placed.layout.num_shards(move.axes)
+    return Sent(move.kind, move.axes, placed.dtype, rows, runs, "context" if move.kind == GATHER else "fsdp", "", False)
+
+
+def _update(placed: Placed, practice: Practice, move: WeightMove, grads: tuple[str, int]) -> Sent:
+    dtype, size = (placed.dtype, placed.itemsize) if move.kind == GATHER else grads
+    beside = MICROBATCH if practice.bucketed else ONCE
+    if move.kind == SUM:    # of ours XLA leaves the all-reduces to the end, one behind the other
+        beside *= practice.bucketed
+    return Sent(move.kind, move.axes, dtype, move.elements * size, 1, "once a step", beside, False)
 
 
 # ---- what activations send -------------------------------------------------------------------------------------------
@@ -157,7 +154,7 @@ def _tensor(placed: Placed, options: Options, practice: Practice) -> Iterator[Se
     if placed.float8:
         axes = tuple(a for a in AXES if placed.layout.sizes[a] > 1)
         yield Sent("all-reduce", axes, FLOAT32, 4, SCALES * forward, "scales")
-    for product in placed.products:
+    for product in placed.layer.products:
         gathers, sums = _again(options.remat, practice, product)
         gathered, summed = (product.share * (forward + backward * (1 + again)) for again in (gathers, sums))
         if product.row and set(product.row) <= split:
@@ -183,7 +180,7 @@ def _experts(placed: Placed, options: Options, practice: Practice) -> Iterator[S
     if not found:
         return
     forward, backward = (found.share * visits for visits in placed.visits(options, practice)[:2])
-    stream, choices = found.seen * found.embed_dim * placed.itemsize, found.seen * found.choices * 4
+    stream, choices = found.seen * found.sizes.embed_dim * placed.itemsize, found.seen * found.choices * 4
     brought, summed = found.axes
     send = lambda kind, axes, dtype, sent_bytes, runs: Sent(kind, axes, dtype, sent_bytes, runs, ROUTED)
     there, back = ("all-to-all",) * 2 if found.exchanged else ("all-gather", "reduce-scatter")
@@ -271,8 +268,8 @@ def _stages(placed: Placed, options: Options, practice: Practice) -> Iterator[Se
     # out of the leading layers, and back to the embedding
     beside = begun + looked_up_back if placed.leading else 0
     yield send("all-reduce", loss + begun_back + beside + shared * (looked_up + loss))
-    travelling = ((placed.dtype, size * placed.layers_read), (FLOAT32, 4 * placed.layers_stored)) if chunks > 1 else ()
-    for dtype, sent_bytes in travelling:
+    weights, states = (placed.dtype, size * placed.held.layers_read), (FLOAT32, 4 * placed.held.layers_stored)
+    for dtype, sent_bytes in (weights, states) if chunks > 1 else ():
         yield move("all-to-all", "stage" if chunks % p == 0 else f"stage:{chunks}~", dtype, sent_bytes)
         if chunks % p:
             yield move("collective-permute", "stage", dtype, sent_bytes)
